@@ -1,0 +1,41 @@
+# Setup and the three things one does here: see it run, test it, check it.
+PYTHON ?= python3
+VENV ?= .venv
+# A machine that has torch (a GPU machine) lends it to the environment; elsewhere the CPU build is installed.
+TORCH ?= torch==2.13.0
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+DEV := $(VENV)/.dev
+
+.PHONY: demo test check bench clean
+
+demo: $(READY)
+	@$(BIN)/treetop generate --demo
+
+test: $(DEV)
+	$(BIN)/python -m pytest
+
+check: $(DEV)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(READY)
+	$(BIN)/treetop bench
+
+$(READY): pyproject.toml
+	@if $(PYTHON) -c "import torch" 2>/dev/null; then \
+	  $(PYTHON) -m venv --system-site-packages $(VENV); \
+	else \
+	  $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install -q --disable-pip-version-check "$(TORCH)" numpy; \
+	fi
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e .
+	@touch $@
+
+$(DEV): $(READY)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[dev]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build

@@ -1,0 +1,76 @@
+"""What a backend is given and what it gives back.
+
+    begin(view)                  once a round and KV group: where the committed prefix lies
+    plan(prefix, queries)        once a phase: who sees what; shared by the layers of the phase
+    prefix(q, kv, plan)          -> out, lse over the committed prefix alone
+    prefix_tail(q, kv, plan, tail)  the same and the tail; `tail.merged_prefix_tail` serves any backend
+    causal(q, kv, plan)          prefill: K/V are in the pages already
+
+Shapes: q and out [rows, n, heads, head_dim]; lse [rows, n, heads] float32, natural logarithm; an empty prefix gives
+out 0 and lse -inf.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from treetop.kernels.kv import PagedKV
+
+P = TypeVar("P")
+Q = TypeVar("Q")
+
+
+@dataclass(frozen=True, slots=True)
+class TableView:
+    """One group's page table as a batch sees it.
+
+    page_table: [num_rows, columns] int32. rows: [rows] int64. extent: [rows] int64, how many positions from 0 hold
+    K/V to be seen; `committed` in every decode phase, `committed + query_len` in prefill. bound: no extent is larger.
+    """
+
+    page_table: Tensor
+    rows: Tensor
+    extent: Tensor
+    bound: int
+    page_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Queries:
+    """Where the queries of a phase stand, and their tail.
+
+    positions: [rows, n] int64. tail_positions: [rows, t] int64. mask: [rows, n, t] bool. window: how far a query sees,
+    itself counted, by position; None is everything.
+    """
+
+    positions: Tensor
+    tail_positions: Tensor
+    mask: Tensor
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TailKV:
+    """K/V of the tail of one layer: [rows, t, kv_heads, head_dim]."""
+
+    k: Tensor
+    v: Tensor
+
+
+class AttentionBackend(Protocol[P, Q]):
+    """A library or kernel that answers the contract's questions. P: its view of a prefix; Q: its plan of a phase."""
+
+    name: str
+
+    def begin(self, view: TableView) -> P: ...
+
+    def plan(self, prefix: P, queries: Queries) -> Q: ...
+
+    def plan_causal(self, prefix: P, positions: Tensor, window: int | None) -> Q: ...
+
+    def prefix(self, q: Tensor, kv: PagedKV, plan: Q, scale: float) -> tuple[Tensor, Tensor]: ...
+
+    def prefix_tail(self, q: Tensor, kv: PagedKV, plan: Q, tail: TailKV, scale: float) -> Tensor: ...
+
+    def causal(self, q: Tensor, kv: PagedKV, plan: Q, scale: float) -> Tensor: ...

@@ -1,0 +1,70 @@
+"""How the layers of one phase attend: they hand over q, k, v and get the output, and never learn the phase."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from treetop.attention.contract import AttentionBackend, TailKV
+from treetop.kernels.kv import PagedKV, write_pages
+from treetop.types.ids import GroupName
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """Where one layer's K/V live: its group, its index in the group, and its pages."""
+
+    group: GroupName
+    index: int
+    kv: PagedKV
+
+
+class Attend(Protocol):
+    """q: [rows, n, heads, d]; k, v: [rows, n, kv_heads, d]. Returns [rows, n, heads, d]."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TailAttention:
+    """A decode phase: new K/V go to columns `start ..` of the tail; queries see the prefix and the tail's mask.
+
+    tails: group -> [2, layers, max rows, capacity, kv_heads, head_dim]. plans: group -> the backend's plan, made for a
+    tail of `start + n` columns.
+    """
+
+    backend: AttentionBackend[Any, Any]
+    layers: Sequence[LayerKV]
+    tails: Mapping[GroupName, Tensor]
+    plans: Mapping[GroupName, Any]
+    start: int
+    scale: float
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        place = self.layers[layer]
+        rows, n = k.shape[:2]
+        tail = self.tails[place.group][:, place.index, :rows, : self.start + n]
+        tail[0, :, self.start :] = k
+        tail[1, :, self.start :] = v
+        plan = self.plans[place.group]
+        return self.backend.prefix_tail(q, place.kv, plan, TailKV(tail[0], tail[1]), self.scale)
+
+
+@dataclass(frozen=True, slots=True)
+class CausalAttention:
+    """A prefill phase: new K/V go to the pages first, then queries see all positions up to their own.
+
+    slots: group -> [rows, n] int64, the null slot for padding.
+    """
+
+    backend: AttentionBackend[Any, Any]
+    layers: Sequence[LayerKV]
+    slots: Mapping[GroupName, Tensor]
+    plans: Mapping[GroupName, Any]
+    scale: float
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        place = self.layers[layer]
+        write_pages(place.kv, self.slots[place.group], k, v)
+        return self.backend.causal(q, place.kv, self.plans[place.group], self.scale)

@@ -1,0 +1,77 @@
+"""Pages of one group: each is free, leased by one request, or cached, and never two of these at once."""
+
+from collections.abc import Sequence
+from typing import NewType
+
+from treetop.types.errors import OwnershipError
+from treetop.types.ids import NULL_PAGE, GroupName, PageId
+
+Owner = NewType("Owner", int)
+
+FREE = Owner(0)
+CACHE = Owner(-1)
+
+
+class PageAllocator:
+    """Hands out pages 1 .. num_pages - 1. Page 0 is the null page and never moves.
+
+    Every operation names the owner it expects, so a double free, a lost page or a foreign page is an OwnershipError at
+    the call that causes it (sgl-27731).
+    """
+
+    def __init__(self, group: GroupName, num_pages: int) -> None:
+        self.group = group
+        self._free = [PageId(page) for page in range(num_pages - 1, 0, -1)]
+        self._owner = [FREE] * num_pages
+
+    @property
+    def total(self) -> int:
+        """Pages that can be owned, the null page excluded."""
+        return len(self._owner) - 1
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int, owner: Owner) -> list[PageId]:
+        """`count` free pages for `owner`. The caller has checked `num_free`."""
+        if count > len(self._free):
+            raise OwnershipError(f"{self.group}: {count} pages wanted, {len(self._free)} free")
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
+            self._move(page, FREE, owner)
+        return pages
+
+    def give_back(self, pages: Sequence[PageId], owner: Owner) -> None:
+        """Free pages that `owner` holds."""
+        for page in pages:
+            self._move(page, owner, FREE)
+            self._free.append(page)
+
+    def transfer(self, page: PageId, old: Owner, new: Owner) -> None:
+        """Hand one page from one owner to another."""
+        self._move(page, old, new)
+
+    def owned_by(self, owner: Owner) -> list[PageId]:
+        return [PageId(page) for page in range(1, len(self._owner)) if self._owner[page] == owner]
+
+    def owner_of(self, page: PageId) -> Owner:
+        return self._owner[page]
+
+    def check(self) -> None:
+        """Raise OwnershipError unless free + leased + cached == total, each page exactly once."""
+        if len(set(self._free)) != len(self._free) or NULL_PAGE in self._free:
+            raise OwnershipError(f"{self.group}: the free list holds a page twice, or the null page")
+        if any(self._owner[page] != FREE for page in self._free):
+            raise OwnershipError(f"{self.group}: a free page has an owner")
+        owned = sum(owner != FREE for owner in self._owner[1:])
+        if len(self._free) + owned != self.total:
+            raise OwnershipError(f"{self.group}: {len(self._free)} free + {owned} owned != {self.total} pages")
+
+    def _move(self, page: PageId, old: Owner, new: Owner) -> None:
+        if not 0 < page < len(self._owner) or self._owner[page] != old:
+            raise OwnershipError(
+                f"{self.group}: page {page} is expected to belong to {old}, belongs to"
+                f" {self._owner[page] if 0 <= page < len(self._owner) else 'nobody'}"
+            )
+        self._owner[page] = new

@@ -1,0 +1,34 @@
+"""The memory of the pages: one tensor a KV group."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from treetop.attention.phase import LayerKV
+from treetop.kernels.kv import PagedKV
+from treetop.types.ids import GroupName
+from treetop.types.layout import KVGroup, Layout
+
+
+@dataclass(frozen=True, slots=True)
+class KVPool:
+    """All pages of one group. data: [2, layers, num_pages * page_size, kv_heads, head_dim], K then V."""
+
+    group: KVGroup
+    data: Tensor
+
+    def layers(self) -> list[LayerKV]:
+        """The group's layers in order, each with its pages."""
+        k, v = self.data
+        return [LayerKV(self.group.name, i, PagedKV(k[i], v[i])) for i in range(self.group.num_layers)]
+
+
+def make_pools(layout: Layout, dtype: torch.dtype, device: torch.device) -> dict[GroupName, KVPool]:
+    """Zeroed pools of every group of the layout."""
+    pools = {}
+    for group in layout.groups:
+        slots = layout.num_pages[group.name] * layout.page_size
+        shape = (2, group.num_layers, slots, group.kv_heads, group.head_dim)
+        pools[group.name] = KVPool(group, torch.zeros(shape, dtype=dtype, device=device))
+    return pools

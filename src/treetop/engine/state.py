@@ -1,0 +1,142 @@
+"""Device state by request row. The last row is the dummy request: null pages, nothing committed, for ever."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from treetop.kernels.sampling import WarpParams
+from treetop.models.eagle3 import Proposal
+from treetop.types.ids import GroupName
+from treetop.types.layout import Layout
+from treetop.types.messages import PageEdit, RowSetup
+
+
+@dataclass(frozen=True, slots=True)
+class DraftState:
+    """What a row's next tree grows from. tokens, logprob: [num_rows, max_topk]; hidden: [num_rows, draft hidden]."""
+
+    tokens: Tensor
+    logprob: Tensor
+    hidden: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RowState:
+    """Tables of `num_rows` rows, written in place, never rebound.
+
+    page_tables: group -> [num_rows, page_columns] int32. committed: [num_rows] int64, tokens whose K/V are in the
+    pages of every group. root: [num_rows] int64, the token after them, whose K/V are in none.
+    """
+
+    page_tables: dict[GroupName, Tensor]
+    committed: Tensor
+    root: Tensor
+    seed: Tensor
+    params: WarpParams
+    draft: DraftState | None
+
+    def apply_edits(self, edits: tuple[PageEdit, ...]) -> None:
+        """Write page-table cells."""
+        for group, table in self.page_tables.items():
+            mine = [edit for edit in edits if edit.group == group]
+            if mine:
+                cells = torch.tensor([(e.row, e.column, e.page) for e in mine], device=table.device)
+                table[cells[:, 0], cells[:, 1]] = cells[:, 2].to(torch.int32)
+
+    def apply_setups(self, setups: tuple[RowSetup, ...]) -> None:
+        """Move requests into rows: every per-request field is written, whatever the row held before."""
+        if not setups:
+            return
+        device = self.committed.device
+        rows = torch.tensor([s.row for s in setups], device=device)
+        fields: list[tuple[Tensor, list[int] | list[float]]] = [
+            (self.committed, [s.committed for s in setups]),
+            (self.seed, [s.seed for s in setups]),
+            (self.params.temperature, [s.params.temperature for s in setups]),
+            (self.params.top_k, [max(s.params.top_k, 0) for s in setups]),
+            (self.params.top_p, [s.params.top_p for s in setups]),
+            (self.params.min_p, [s.params.min_p for s in setups]),
+        ]
+        for table, values in fields:
+            table[rows] = torch.tensor(values, dtype=table.dtype, device=device)
+
+    def warp_params(self, rows: Tensor) -> WarpParams:
+        """Sampling parameters of `rows` [rows] int64."""
+        p = self.params
+        return WarpParams(p.temperature[rows], p.top_k[rows], p.top_p[rows], p.min_p[rows])
+
+    def finish(
+        self, rows: Tensor, live: Tensor, advance: Tensor, root: Tensor, draft: tuple[Proposal, Tensor] | None
+    ) -> None:
+        """The last operation of a step: committed grows, the root and the next proposals are stored.
+
+        rows, advance, root: [rows] int64. live: [rows] bool; the dummy row keeps its state, so that its duplicates in a
+        padded batch all write what is there. draft: the proposal [rows, k] and hidden [rows, hidden] after the root.
+        """
+        _store(self.committed, rows, live, self.committed[rows] + advance)
+        _store(self.root, rows, live, root)
+        if draft is not None:
+            assert self.draft is not None
+            proposal, hidden = draft
+            k = proposal.tokens.shape[1]
+            _store(self.draft.tokens[:, :k], rows, live, proposal.tokens)
+            _store(self.draft.logprob[:, :k], rows, live, proposal.logprob)
+            _store(self.draft.hidden, rows, live, hidden)
+
+
+def _store(table: Tensor, rows: Tensor, live: Tensor, value: Tensor) -> None:
+    keep = live.view(-1, *[1] * (value.dim() - 1))
+    table[rows] = torch.where(keep, value, table[rows])
+
+
+def make_state(layout: Layout, draft_hidden: int | None, dtype: torch.dtype, device: torch.device) -> RowState:
+    """Zeroed tables; draft_hidden None without a draft head."""
+    n = layout.num_rows
+
+    def zeros(*shape: int, kind: torch.dtype = torch.int64) -> Tensor:
+        return torch.zeros(shape, dtype=kind, device=device)
+
+    draft = None
+    if draft_hidden is not None:
+        k = layout.max_topk
+        draft = DraftState(zeros(n, k), zeros(n, k, kind=torch.float32), zeros(n, draft_hidden, kind=dtype))
+    real = torch.float32
+    return RowState(
+        page_tables={name: zeros(n, layout.page_columns, kind=torch.int32) for name in layout.token_groups},
+        committed=zeros(n),
+        root=zeros(n),
+        seed=zeros(n),
+        params=WarpParams(zeros(n, kind=real), zeros(n), torch.ones(n, device=device), zeros(n, kind=real)),
+        draft=draft,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TailBuffers:
+    """Dense per-row tails. Each: group -> [2, layers, max_requests, capacity, kv_heads, head_dim]."""
+
+    verify: dict[GroupName, Tensor]
+    draft: dict[GroupName, Tensor]
+    extend: dict[GroupName, Tensor]
+
+
+def make_tails(layout: Layout, dtype: torch.dtype, device: torch.device) -> TailBuffers:
+    """Zeroed tails, sized by the layout's capacities."""
+
+    def tails(names: list[GroupName], capacity: int) -> dict[GroupName, Tensor]:
+        groups = [layout.group(name) for name in names]
+        return {
+            g.name: torch.zeros(
+                (2, g.num_layers, layout.max_requests, capacity, g.kv_heads, g.head_dim), dtype=dtype, device=device
+            )
+            for g in groups
+        }
+
+    target = [g.name for g in layout.groups if not g.is_draft]
+    draft = [g.name for g in layout.groups if g.is_draft]
+    return TailBuffers(
+        verify=tails(target, layout.verify_tail),
+        draft=tails(draft, layout.draft_tail),
+        extend=tails(draft, layout.commit_width),
+    )

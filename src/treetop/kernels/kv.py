@@ -1,0 +1,50 @@
+"""Where K/V live and how they get there: the one address function, and the two writes."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PagedKV:
+    """One layer's pages. k, v: [slots, kv_heads, head_dim]."""
+
+    k: Tensor
+    v: Tensor
+
+
+def slots_of(page_table: Tensor, rows: Tensor, positions: Tensor, visible: Tensor, page_size: int) -> Tensor:
+    """Slot of each position: `page_table[row, position // p] * p + position % p`, the null slot 0 where not visible.
+
+    page_table: [num_rows, columns] int32, one group's. rows: [rows] int64. positions: [rows, n] or [1, n] int64.
+    visible: [rows, n] bool; a lane that is not visible reads column 0, whatever its position. Returns [rows, n] int64.
+    """
+    column = torch.where(visible, positions // page_size, 0)
+    page = page_table[rows[:, None], column].to(torch.int64)
+    return torch.where(visible, page * page_size + positions % page_size, 0)
+
+
+def write_pages(kv: PagedKV, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    """Store new K/V at their slots; what goes to the null slot is dropped, so that it stays zero.
+
+    slots: [rows, n] int64. k, v: [rows, n, kv_heads, head_dim].
+    """
+    flat = slots.reshape(-1)
+    for pages, new in ((kv.k, k), (kv.v, v)):
+        pages.index_copy_(0, flat, new.flatten(0, 1))
+        pages[0].zero_()
+
+
+def commit_tail(pool: Tensor, tail: Tensor, source: Tensor, slots: Tensor) -> None:
+    """Copy chosen tail entries of all layers, K and V at once, into pages.
+
+    pool: [2, layers, slots, kv_heads, head_dim]. tail: [2, layers, rows, t, kv_heads, head_dim]. source: [rows, n]
+    int64, index into t. slots: [rows, n] int64; entries past the accepted path go to the null slot and are dropped.
+    Tail and pool are different memory, so no order of copying can overwrite what is still to be read (sgl-15360).
+    """
+    row = torch.arange(source.shape[0], device=source.device)[:, None]
+    flat = (row * tail.shape[3] + source).reshape(-1)
+    chosen = tail.flatten(2, 3).index_select(2, flat)
+    pool.index_copy_(2, slots.reshape(-1), chosen)
+    pool[:, :, 0].zero_()

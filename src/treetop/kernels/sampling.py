@@ -1,0 +1,79 @@
+"""Choosing tokens: counter-based coins, the one logits processor, and the draw.
+
+A token is drawn by inverse CDF in vocabulary order from a coin that depends on (request seed, position of the token)
+alone. So a request's tokens do not depend on its batch, its row, the tree, or a retraction.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+_LOW = 0xFFFFFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class WarpParams:
+    """Per-row sampling parameters. temperature, top_p, min_p: [n] float32; top_k: [n] int64, 0 is off."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+
+
+def _mul_hi_lo(factor: int, x: Tensor) -> tuple[Tensor, Tensor]:
+    """High and low 32 bits of a 64-bit product of 32-bit numbers, in int64 arithmetic that cannot overflow."""
+    x_hi, x_lo = x >> 16, x & 0xFFFF
+    low = factor * x_lo  # < 2^48
+    high = factor * x_hi + (low >> 16)  # < 2^49
+    return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
+
+
+def philox_coin(seed: Tensor, position: Tensor, draw: int = 0) -> Tensor:
+    """A uniform coin in [0, 1) from Philox-4x32-10.
+
+    seed: int64 >= 0, the key. position: int64 of the same shape, with `draw` the counter. Returns float64, a multiple
+    of 2^-32, so that it is exact in every wider computation.
+    Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011).
+    """
+    key = [seed & _LOW, seed >> 32]
+    zero = torch.zeros_like(position)
+    c = [position & _LOW, position >> 32, zero + draw, zero]
+    for _ in range(_ROUNDS):
+        hi0, lo0 = _mul_hi_lo(_MULTIPLIERS[0], c[0])
+        hi1, lo1 = _mul_hi_lo(_MULTIPLIERS[1], c[2])
+        c = [hi1 ^ c[1] ^ key[0], lo1, hi0 ^ c[3] ^ key[1], lo0]
+        key = [(key[0] + _WEYL[0]) & _LOW, (key[1] + _WEYL[1]) & _LOW]
+    return c[0].to(torch.float64) * 2.0**-32
+
+
+def warp(logits: Tensor, params: WarpParams) -> Tensor:
+    """Target probabilities after temperature, top-k, top-p and min-p, in this order, each on the renormalised rest.
+
+    logits: [n, vocab]. Returns [n, vocab] float64, unnormalised, exact zeros where filtered. Temperature 0 keeps the
+    first of the largest logits. Ties at a filter's edge keep the smaller token ids, as a stable sort leaves them.
+    """
+    greedy = params.temperature == 0
+    temperature = torch.where(greedy, 1.0, params.temperature)[:, None]
+    probs = torch.softmax(logits.to(torch.float64) / temperature, dim=-1)
+    top_k = torch.where(greedy, 1, torch.where(params.top_k > 0, params.top_k, logits.shape[-1]))[:, None]
+    ranked, order = torch.sort(probs, dim=-1, descending=True, stable=True)
+    rank = torch.arange(logits.shape[-1], device=logits.device)
+    ranked = ranked * (rank < top_k)
+    before = ranked.cumsum(dim=-1) - ranked  # mass of the better tokens; the first always stays
+    ranked = ranked * (before < params.top_p[:, None] * ranked.sum(dim=-1, keepdim=True))
+    ranked = ranked * (ranked >= params.min_p[:, None] * ranked[:, :1])
+    return torch.zeros_like(probs).scatter_(1, order, ranked)
+
+
+def draw(probs: Tensor, coin: Tensor) -> Tensor:
+    """The first token whose cumulative probability exceeds `coin * total`; one of probability 0 is never drawn.
+
+    probs: [n, vocab] float64, unnormalised. coin: [n] float64 in [0, 1). Returns [n] int64.
+    """
+    cdf = probs.cumsum(dim=-1)
+    return torch.searchsorted(cdf, coin[:, None] * cdf[:, -1:], right=True)[:, 0]

@@ -1,0 +1,87 @@
+"""The EAGLE-3 draft head.
+
+Its slot i holds the pair (feature of token i, token i + 1) at position i and proposes token i + 2. The feature is the
+target's where the target has run (`fuse`), and the head's own hidden state while a tree grows.
+Source: EAGLE-3, arXiv:2503.01840.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from treetop.attention.phase import Attend
+from treetop.kernels.linear import packed_linear
+from treetop.kernels.rope import RopeTable
+from treetop.kernels.tree import stable_topk
+from treetop.models.checkpoint import Shapes
+from treetop.models.layers import GatedMLP, RMSNorm, SelfAttention, Weights
+from treetop.models.spec import Eagle3Spec
+
+
+@dataclass(frozen=True, slots=True)
+class DraftVocab:
+    """The only crossing from draft to target tokens. offset: [draft vocab] int64, `target = draft + offset[draft]`."""
+
+    offset: Tensor
+
+    def to_target(self, draft: Tensor) -> Tensor:
+        return draft + self.offset[draft]
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """The k best next tokens of each hidden state, best first. tokens: [..., k] int64, target ids; logprob float32."""
+
+    tokens: Tensor
+    logprob: Tensor
+
+
+class Eagle3Head:
+    """One decoder layer over [embedding, feature], with its own vocabulary."""
+
+    def __init__(self, spec: Eagle3Spec, weights: Weights, rope: RopeTable, embedding: Tensor) -> None:
+        eps = spec.layer.norm_eps
+        self.spec, self.rope, self.embedding = spec, rope, embedding
+        self.fuse_features = packed_linear(weights["fc.weight"])
+        self.hidden_norm = RMSNorm(weights["midlayer.hidden_norm.weight"], eps)
+        self.input_norm = RMSNorm(weights["midlayer.input_layernorm.weight"], eps)
+        self.attention = SelfAttention(spec.layer, weights, "midlayer.self_attn", 0)
+        self.mlp_norm = RMSNorm(weights["midlayer.post_attention_layernorm.weight"], eps)
+        self.mlp = GatedMLP(weights, "midlayer.mlp")
+        self.norm = RMSNorm(weights["norm.weight"], eps)
+        self.lm_head = packed_linear(weights["lm_head.weight"])
+        self.vocab = DraftVocab(weights["d2t"])
+
+    def fuse(self, features: tuple[Tensor, ...]) -> Tensor:
+        """Target features [rows, n, target_hidden] of each auxiliary layer, low to high, to [rows, n, hidden]."""
+        return self.fuse_features(torch.cat(features, dim=-1))
+
+    def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """tokens, positions: [rows, n] int64; hidden: [rows, n, hidden]. Returns the recurrent state, before `norm`."""
+        normed = self.hidden_norm(hidden)
+        residual = normed if self.spec.norm_before_residual else hidden
+        x = torch.cat([self.input_norm(F.embedding(tokens, self.embedding)), normed], dim=-1)
+        x = residual + self.attention(x, self.rope.at(positions), attend)
+        return x + self.mlp(self.mlp_norm(x))
+
+    def propose(self, hidden: Tensor, k: int) -> Proposal:
+        """hidden: [..., hidden]. Log-probabilities are float32 in every dtype, so that ties are the same everywhere."""
+        logprob = torch.log_softmax(self.lm_head(self.norm(hidden)).to(torch.float32), dim=-1).clamp(max=0)
+        best, draft = stable_topk(logprob, k)
+        return Proposal(self.vocab.to_target(draft), best)
+
+    @staticmethod
+    def shapes(spec: Eagle3Spec) -> Shapes:
+        """Every tensor of an EAGLE-3 head but the optional `embed_tokens.weight` and `t2d`."""
+        hidden = spec.layer.hidden_size
+        norms = ("midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm", "norm")
+        return {
+            "fc.weight": (hidden, len(spec.aux_inputs) * spec.target_hidden_size),
+            **{f"{name}.weight": (hidden,) for name in norms},
+            **SelfAttention.shapes(spec.layer, "midlayer.self_attn", 2 * hidden),
+            **GatedMLP.shapes(spec.layer, "midlayer.mlp"),
+            "lm_head.weight": (spec.draft_vocab_size, hidden),
+            "d2t": (spec.draft_vocab_size,),
+        }

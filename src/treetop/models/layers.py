@@ -1,0 +1,82 @@
+"""The two halves of a decoder layer, shared by target and draft head."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from treetop.attention.phase import Attend
+from treetop.kernels.linear import packed_linear
+from treetop.kernels.rope import RopeTable, apply_rope
+from treetop.models.checkpoint import Shapes
+from treetop.models.spec import ModelSpec
+
+Weights = Mapping[str, Tensor]
+Linear = Callable[[Tensor], Tensor]
+
+
+class RMSNorm:
+    """x / rms(x) * weight over the last dimension."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self.weight, self.eps = weight, eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class SelfAttention:
+    """Projections, rotation and attention. q, k and v come from one product."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights, prefix: str, layer: int) -> None:
+        self.layer = layer
+        self.heads, self.kv_heads, self.head_dim = spec.num_heads, spec.kv_heads, spec.head_dim
+        self.qkv = _fused(weights, [f"{prefix}.{name}_proj" for name in "qkv"])
+        self.output = _fused(weights, [f"{prefix}.o_proj"])
+
+    def __call__(self, x: Tensor, rope: RopeTable, attend: Attend) -> Tensor:
+        """x: [rows, n, in]. Returns [rows, n, hidden]."""
+        split = self.heads + self.kv_heads
+        qkv = self.qkv(x).unflatten(-1, (split + self.kv_heads, self.head_dim))
+        rotated = apply_rope(qkv[:, :, :split], rope)
+        q, k = rotated[:, :, : self.heads], rotated[:, :, self.heads :]
+        return self.output(attend(self.layer, q, k, qkv[:, :, split:]).flatten(2))
+
+    @staticmethod
+    def shapes(spec: ModelSpec, prefix: str, width: int) -> Shapes:
+        """Tensors of an attention block whose input is `width` wide."""
+        q, kv, hidden = spec.num_heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.hidden_size
+        sizes = {"q_proj": (q, width), "k_proj": (kv, width), "v_proj": (kv, width), "o_proj": (hidden, q)}
+        return _linear_shapes(prefix, sizes, spec.attention_bias)
+
+
+class GatedMLP:
+    """down(silu(gate(x)) * up(x)), gate and up from one product."""
+
+    def __init__(self, weights: Weights, prefix: str) -> None:
+        self.gate_up = _fused(weights, [f"{prefix}.gate_proj", f"{prefix}.up_proj"])
+        self.down = _fused(weights, [f"{prefix}.down_proj"])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+    @staticmethod
+    def shapes(spec: ModelSpec, prefix: str) -> Shapes:
+        inner, hidden = spec.intermediate_size, spec.hidden_size
+        sizes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+        return _linear_shapes(prefix, sizes, spec.mlp_bias)
+
+
+def _fused(weights: Weights, names: list[str]) -> Linear:
+    weight = torch.cat([weights[f"{name}.weight"] for name in names])
+    biases = [weights[f"{name}.bias"] for name in names if f"{name}.bias" in weights]
+    return packed_linear(weight, torch.cat(biases) if biases else None)
+
+
+def _linear_shapes(prefix: str, sizes: Mapping[str, tuple[int, int]], bias: bool) -> Shapes:
+    shapes: dict[str, tuple[int, ...]] = {f"{prefix}.{name}.weight": size for name, size in sizes.items()}
+    if bias:
+        shapes.update({f"{prefix}.{name}.bias": size[:1] for name, size in sizes.items()})
+    return shapes

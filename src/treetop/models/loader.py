@@ -1,0 +1,130 @@
+"""From a folder, or a `builtin:` name, to a model that runs. All checks come before any work."""
+
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from treetop.kernels.rope import rope_table
+from treetop.models.checkpoint import read_tensors, tensor_files
+from treetop.models.eagle3 import Eagle3Head
+from treetop.models.llama import Llama
+from treetop.models.spec import Eagle3Spec, ModelSpec, eagle3_spec
+from treetop.types.errors import CheckpointError, ConfigError
+
+BUILTIN_PREFIX = "builtin:"
+_TORCH_DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def resolve_folder(name: str) -> Path:
+    """The checkpoint's folder. `builtin:NAME` lies in the package; anything else is a path."""
+    if not name.startswith(BUILTIN_PREFIX):
+        return Path(name)
+    assets = Path(str(resources.files("treetop") / "assets"))
+    folder = assets / name.removeprefix(BUILTIN_PREFIX)
+    if not folder.is_dir():
+        known = ", ".join(sorted(BUILTIN_PREFIX + path.name for path in assets.iterdir() if path.is_dir()))
+        raise CheckpointError(f"{name}: no such builtin model; known are {known}")
+    return folder
+
+
+def compute_dtype(option: str, device: torch.device) -> torch.dtype:
+    """The dtype that `--dtype` means on this device; `auto` is float32 on a CPU, whatever the checkpoint holds."""
+    if option == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return _TORCH_DTYPES[option]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where and how a model computes. rope_rows: positions its RoPE table holds."""
+
+    dtype: torch.dtype
+    device: torch.device
+    rope_rows: int
+
+
+def load_target(folder: Path, spec: ModelSpec, aux_inputs: tuple[int, ...], place: Placement) -> Llama:
+    """Load a target. aux_inputs: which residual streams the draft head reads; () without a draft."""
+    ignored = {"lm_head.weight"} if spec.tied_embeddings else set()
+    weights = _cast(read_tensors(folder, Llama.shapes(spec), ignored), place)
+    return Llama(spec, weights, rope_table(spec.rope, place.rope_rows, place.dtype, place.device), aux_inputs)
+
+
+def load_eagle3(folder: Path, spec: Eagle3Spec, target: Llama, place: Placement) -> Eagle3Head:
+    """Load an EAGLE-3 head. Its own embedding is used if the checkpoint has one, else the target's."""
+    names = set(tensor_files(folder))
+    newer = "layers.0.hidden_norm.weight" in names  # newer writers call the one layer `layers.0`
+    prefix = "layers.0." if newer else "midlayer."
+    shapes = {name.replace("midlayer.", prefix): shape for name, shape in _head_shapes(spec, names).items()}
+    raw = read_tensors(folder, shapes, ignored={"t2d"})
+    tensors = {name.replace(prefix, "midlayer."): tensor for name, tensor in raw.items()}
+    tensors.setdefault("d2t", torch.zeros(spec.draft_vocab_size, dtype=torch.int64))
+    _check_vocab(folder, tensors["d2t"], spec.layer.vocab_size)
+    weights = _cast(tensors, place)
+    embedding = weights.get("embed_tokens.weight", target.embedding)
+    rope = rope_table(spec.layer.rope, place.rope_rows, place.dtype, place.device)
+    return Eagle3Head(spec, weights, rope, embedding)
+
+
+def read_eagle3_spec(folder: Path, target: ModelSpec, algorithm: str | None) -> Eagle3Spec:
+    """The head's spec, after its tensors have shown that it is an EAGLE-3 head, as `algorithm` says or None infers."""
+    spec = eagle3_spec(folder, target)
+    found = _algorithm_of(set(tensor_files(folder)))
+    if algorithm not in (None, found):
+        raise ConfigError(f"--speculative-algorithm {algorithm}, but {folder} holds an {found} head")
+    if found != "EAGLE3":
+        raise CheckpointError(f"{folder}: holds an {found} head; only EAGLE3 heads are supported")
+    if target.hidden_size != spec.layer.hidden_size and "embed_tokens.weight" not in tensor_files(folder):
+        raise CheckpointError(
+            f"{folder}: missing tensor embed_tokens.weight: the head is {spec.layer.hidden_size} wide and cannot use"
+            f" the target's embedding of {target.hidden_size}"
+        )
+    return spec
+
+
+def _algorithm_of(names: set[str]) -> str:
+    """An EAGLE-3 head norms the feature beside the embedding; EAGLE-1 and -2 heads have no such norm."""
+    eagle3 = {"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight", "d2t"}
+    return "EAGLE3" if eagle3 & names or "fc.weight" not in names else "EAGLE"
+
+
+def _head_shapes(spec: Eagle3Spec, names: set[str]) -> dict[str, tuple[int, ...]]:
+    """Expected tensors: the optional ones only where the file has them or the vocabulary needs them."""
+    shapes = dict(Eagle3Head.shapes(spec))
+    vocab, hidden = spec.layer.vocab_size, spec.layer.hidden_size
+    if "embed_tokens.weight" in names:
+        shapes["embed_tokens.weight"] = (vocab, hidden)
+    if spec.draft_vocab_size == vocab and "d2t" not in names:
+        del shapes["d2t"]
+    return shapes
+
+
+def _check_vocab(folder: Path, offset: Tensor, vocab_size: int) -> None:
+    """d2t must be an offset that maps the draft vocabulary one to one into the target's."""
+    if offset.dtype != torch.int64:
+        raise CheckpointError(f"{folder}: tensor d2t has dtype {offset.dtype}, expected int64")
+    target = torch.arange(offset.shape[0]) + offset
+    outside = (target < 0) | (target >= vocab_size)
+    if bool(outside.any()):
+        index = int(outside.nonzero()[0])
+        raise CheckpointError(
+            f"{folder}: tensor d2t maps draft token {index} to {int(target[index])}, outside [0, {vocab_size});"
+            " d2t must hold offsets, not ids"
+        )
+    if target.unique().shape[0] != target.shape[0]:
+        raise CheckpointError(f"{folder}: tensor d2t maps two draft tokens to one target token")
+
+
+def _cast(tensors: dict[str, Tensor], place: Placement) -> dict[str, Tensor]:
+    return {
+        name: tensor.to(place.device, place.dtype if tensor.is_floating_point() else tensor.dtype)
+        for name, tensor in tensors.items()
+    }

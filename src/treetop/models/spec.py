@@ -1,0 +1,185 @@
+"""What a `config.json` says, read once into frozen values. Unknown or unsupported content is an error, not a guess."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from treetop.kernels.rope import RopeSpec
+from treetop.types.errors import CheckpointError
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A Llama-shaped decoder: sizes, norms and positions."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    kv_heads: int
+    head_dim: int
+    norm_eps: float
+    rope: RopeSpec
+    max_positions: int
+    tied_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Spec:
+    """An EAGLE-3 head: its one decoder layer, its vocabulary, and which target features it reads.
+
+    aux_inputs: indices i, each meaning the residual stream entering target layer i; the number of target layers means
+    the last layer's output, before the final norm.
+    """
+
+    layer: ModelSpec
+    draft_vocab_size: int
+    target_hidden_size: int
+    aux_inputs: tuple[int, ...]
+    norm_before_residual: bool
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The folder's `config.json`. Raises CheckpointError if it is missing or not a JSON object."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        reason = "no such folder" if not folder.is_dir() else "no config.json in it"
+        raise CheckpointError(f"{folder}: {reason}") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: not readable as JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, got {type(config).__name__}")
+    return config
+
+
+def decoder_spec(config: Config, where: Path) -> ModelSpec:
+    """The sizes of a Llama-shaped decoder. Raises CheckpointError naming the key that is missing or wrong."""
+    heads = _size(config, "num_attention_heads", where)
+    hidden = _size(config, "hidden_size", where)
+    kv_heads = _size(config, "num_key_value_heads", where, default=heads)
+    head_dim = _size(config, "head_dim", where, default=hidden // heads)
+    if heads % kv_heads != 0 or head_dim % 2 != 0:
+        raise CheckpointError(
+            f"{where}: num_attention_heads {heads} must be a multiple of num_key_value_heads {kv_heads},"
+            f" and head_dim {head_dim} even"
+        )
+    if config.get("hidden_act", "silu") != "silu":
+        raise CheckpointError(f"{where}: hidden_act {config['hidden_act']!r} is not supported, only 'silu'")
+    eos = config.get("eos_token_id")
+    eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+    max_positions = _size(config, "max_position_embeddings", where, default=2048)
+    return ModelSpec(
+        vocab_size=_size(config, "vocab_size", where),
+        hidden_size=hidden,
+        intermediate_size=_size(config, "intermediate_size", where),
+        num_layers=_size(config, "num_hidden_layers", where),
+        num_heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rope=_rope_spec(config, head_dim, max_positions, where),
+        max_positions=max_positions,
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        attention_bias=bool(config.get("attention_bias", False)),
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        eos_token_ids=eos_ids,
+    )
+
+
+def target_spec(folder: Path) -> ModelSpec:
+    """Spec of a target checkpoint. Raises CheckpointError for an architecture that treetop does not run."""
+    config = read_config(folder)
+    architectures = config.get("architectures") or ["missing"]
+    if architectures != ["LlamaForCausalLM"]:
+        raise CheckpointError(
+            f"{folder}/config.json: architecture {', '.join(architectures)} is not supported, only LlamaForCausalLM"
+        )
+    return decoder_spec(config, folder / "config.json")
+
+
+def eagle3_spec(folder: Path, target: ModelSpec) -> Eagle3Spec:
+    """Spec of an EAGLE-3 head for `target`.
+
+    The layer count is not read: it is often the target's (sgl-33966); a head has one layer. Where the auxiliary
+    layers stand in the config decides what the numbers mean, and the default is the original repository's
+    (`formats.md`, 3b). Raises CheckpointError if the head was made for another target.
+    """
+    config = read_config(folder)
+    where = folder / "config.json"
+    layer = decoder_spec({**config, "num_hidden_layers": 1}, where)
+    for key, value in (("norm_output", False), ("norm_before_fc", False), ("fc_norm", False), ("use_aux_norm", False)):
+        if config.get(key, value) != value:
+            raise CheckpointError(f"{where}: {key} = {config[key]!r} is not supported")
+    eagle = config.get("eagle_config") or {}
+    if eagle.get("use_aux_hidden_state", True) is not True:
+        raise CheckpointError(f"{where}: eagle_config.use_aux_hidden_state = false is not supported")
+    spec = Eagle3Spec(
+        layer=layer,
+        draft_vocab_size=config.get("draft_vocab_size") or layer.vocab_size,
+        target_hidden_size=config.get("target_hidden_size") or layer.hidden_size,
+        aux_inputs=_aux_inputs(config, eagle, target.num_layers, where),
+        norm_before_residual=bool(config.get("norm_before_residual", False)),
+    )
+    for what, draft_value, target_value in (
+        ("vocab_size", layer.vocab_size, target.vocab_size),
+        ("target_hidden_size", spec.target_hidden_size, target.hidden_size),
+    ):
+        if draft_value != target_value:
+            raise CheckpointError(
+                f"{where}: this draft is for another target: its {what} is {draft_value}, the target has {target_value}"
+            )
+    return spec
+
+
+def _aux_inputs(config: Config, eagle: Config, num_layers: int, where: Path) -> tuple[int, ...]:
+    """Input indices of the auxiliary layers; the nested key counts layer outputs, hence the + 1 (sgl-25454)."""
+    nested = eagle.get("eagle_aux_hidden_state_layer_ids")
+    top = config.get("eagle_aux_hidden_state_layer_ids")
+    if nested is not None:
+        inputs = tuple(i + 1 for i in nested)
+    elif top is not None:
+        inputs = tuple(top)
+    else:
+        inputs = (2, num_layers // 2, num_layers - 3)
+    if not inputs or any(not 0 <= i <= num_layers for i in inputs):
+        raise CheckpointError(f"{where}: auxiliary layer inputs {inputs} lie outside the target's 0 .. {num_layers}")
+    return inputs
+
+
+def _rope_spec(config: Config, head_dim: int, max_positions: int, where: Path) -> RopeSpec:
+    """RoPE of both spellings: transformers 5 writes `rope_parameters`, earlier ones `rope_scaling` + `rope_theta`."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "linear", "llama3"):
+        raise CheckpointError(f"{where}: rope_type {kind!r} is not supported, only default, linear, llama3")
+    if config.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise CheckpointError(f"{where}: partial_rotary_factor is not supported")
+    return RopeSpec(
+        head_dim=head_dim,
+        theta=theta,
+        kind=kind,
+        factor=float(rope.get("factor", 1.0)),
+        low_freq_factor=float(rope.get("low_freq_factor", 1.0)),
+        high_freq_factor=float(rope.get("high_freq_factor", 4.0)),
+        original_max_position=int(rope.get("original_max_position_embeddings", max_positions)),
+    )
+
+
+def _size(config: Config, key: str, where: Path, default: int | None = None) -> int:
+    value = config.get(key)
+    if value is None:
+        value = default
+    if not isinstance(value, int) or value < 1:
+        raise CheckpointError(f"{where}: {key} must be a positive integer, got {value!r}")
+    return value

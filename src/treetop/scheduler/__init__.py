@@ -1,0 +1,1 @@
+"""Which request runs when: admission, chunked prefill, rounds, retraction, stops. Host code without tensors."""

@@ -1,0 +1,1 @@
+"""Where text lives: tokenizer, stop strings, and the offline `LLM`."""

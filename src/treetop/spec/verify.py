@@ -1,0 +1,57 @@
+"""Accepting: the path of the tree that equals what the target itself chooses.
+
+The target chooses a token at every node: the argmax, or a draw by a coin that depends only on the request's seed and
+the token's position. A draft is accepted iff it equals its parent's choice; the last choice on the path is the bonus.
+
+Why this is lossless: the children of a node are a fixed set, so drawing x from the target and moving to the child
+that equals x, or stopping with x, emits exactly x ~ target. It accepts with probability sum over children of
+p(child), the same as multi-round rejection with point-mass proposals, and it makes sampled output with a tree equal,
+token for token, to sampled output without one.
+"""
+
+import torch
+from torch import Tensor
+
+from treetop.kernels.sampling import WarpParams, draw, philox_coin, warp
+from treetop.types.tree import Accepted, DraftTree
+
+
+def greedy_choice(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The target's token after each node. logits: [rows, T, vocab]. Returns tokens [rows, T], finite [rows] bool."""
+    best, token = logits.max(dim=-1)  # NaN wins a maximum, so `best` tells of it
+    return token, torch.isfinite(best).all(dim=1)
+
+
+def sampled_choice(logits: Tensor, params: WarpParams, seed: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """As `greedy_choice`, drawn from the warped target.
+
+    params, seed: [rows]. positions: [rows, T] int64, where the new tokens stand.
+    """
+    rows, width, vocab = logits.shape
+    finite = torch.isfinite(logits.max(dim=-1).values).all(dim=1)
+    each = WarpParams(
+        *(value.repeat_interleave(width) for value in (params.temperature, params.top_k, params.top_p, params.min_p))
+    )
+    safe = torch.where(finite[:, None, None], logits, 0)
+    coins = philox_coin(seed[:, None].expand(rows, width), positions)
+    token = draw(warp(safe.reshape(rows * width, vocab), each), coins.reshape(-1))
+    return token.reshape(rows, width), finite
+
+
+def accept(tree: DraftTree, choice: Tensor, finite: Tensor, commit_width: int) -> Accepted:
+    """Follow the target's choices through each tree.
+
+    choice: [rows, T] int64, the target's token after each node. A node is on the path iff it and all its ancestors
+    equal their parents' choices; siblings differ, so the path has one node a depth, in ascending order.
+    """
+    rows, width = tree.tokens.shape
+    wanted = tree.tokens == choice.gather(1, tree.parent)
+    wanted[:, 0] = True
+    on_path = ~(tree.mask & ~wanted[:, None, :]).any(dim=2)  # [rows, T]
+    accept_len = on_path.sum(dim=1) - 1
+    place = torch.where(on_path, tree.depth, commit_width)  # nodes off the path go to a column that is cut
+    nodes = torch.arange(width, device=choice.device).expand(rows, -1)
+    path = torch.zeros((rows, commit_width + 1), dtype=torch.int64, device=choice.device)
+    path = path.scatter_(1, place, nodes)[:, :commit_width]
+    tokens = choice.gather(1, path)
+    return Accepted(path, accept_len, tokens, tokens.gather(1, accept_len[:, None])[:, 0], finite)

@@ -1,0 +1,110 @@
+"""Configuration enters once, is validated once with all problems reported together, and is passed on."""
+
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+from treetop.types.errors import ConfigError
+from treetop.types.layout import PLAIN, SpecShape
+
+Algorithm = Literal["EAGLE", "EAGLE3", "MTP", "NONE"]
+DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
+Backend = Literal["auto", "torch"]
+Graphs = Literal["auto", "off"]
+
+BUILTIN_MODEL = "builtin:nestling"
+BUILTIN_DRAFT = "builtin:nestling-eagle3"
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "speculative_algorithm": get_args(Algorithm),
+    "dtype": get_args(DType),
+    "attention_backend": get_args(Backend),
+    "graphs": get_args(Graphs),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Every option of the engine, under the flag's name. Raises ConfigError with all problems at once.
+
+    draft None decodes plainly. speculative_algorithm None is inferred from the draft's tensors. context_length None is
+    the model's. max_total_tokens: tokens each KV pool holds; None gives every running request its whole context.
+    chunked_prefill_size: most prompt tokens a prefill step processes. radix_cache: keep the K/V of finished requests
+    for prompts that begin alike. check_level: 0 off, 1 host checks.
+    """
+
+    model: str = BUILTIN_MODEL
+    draft: str | None = None
+    speculative_algorithm: Algorithm | None = None
+    speculative_num_steps: int = 5
+    speculative_eagle_topk: int = 4
+    speculative_num_draft_tokens: int = 16
+    page_size: int = 16
+    max_running_requests: int = 8
+    context_length: int | None = None
+    max_total_tokens: int | None = None
+    chunked_prefill_size: int = 512
+    radix_cache: bool = False
+    attention_backend: Backend = "auto"
+    graphs: Graphs = "auto"
+    dtype: DType = "auto"
+    check_level: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        problems = [text for bad, text in self._rules() if bad]
+        if self.draft is not None:
+            try:
+                self.shape  # noqa: B018 - the property validates
+            except ConfigError as error:
+                problems.append(str(error))
+        if problems:
+            raise ConfigError("; ".join(problems))
+
+    def _rules(self) -> list[tuple[bool, str]]:
+        page = self.page_size
+        rules = [
+            (
+                page < 1 or page & (page - 1) != 0,
+                f"--page-size must be a power of two, got {page}",
+            ),
+            (
+                self.speculative_algorithm == "NONE" and self.draft is not None,
+                "--speculative-algorithm NONE forbids --speculative-draft-model-path",
+            ),
+            (
+                self.speculative_algorithm not in (None, "NONE") and self.draft is None,
+                f"--speculative-algorithm {self.speculative_algorithm} needs --speculative-draft-model-path",
+            ),
+            (self.check_level not in (0, 1), f"--check-level must be 0 or 1, got {self.check_level}"),
+            (not 0 <= self.seed < 2**63, f"--seed must be in [0, 2^63), got {self.seed}"),
+        ]
+        for name in ("max_running_requests", "chunked_prefill_size", "context_length", "max_total_tokens"):
+            value = getattr(self, name)
+            rules.append((value is not None and value < 1, f"{flag(name)} must be at least 1, got {value}"))
+        for name, choices in CHOICES.items():
+            value = getattr(self, name)
+            bad = value is not None and value not in choices
+            rules.append((bad, f"{flag(name)} must be one of {', '.join(choices)}, got {value!r}"))
+        return rules
+
+    @property
+    def shape(self) -> SpecShape:
+        """The tree shape of a round; PLAIN without a draft."""
+        if self.draft is None:
+            return PLAIN
+        return SpecShape(self.speculative_eagle_topk, self.speculative_num_steps, self.speculative_num_draft_tokens)
+
+    @classmethod
+    def from_options(cls, **options: object) -> "EngineConfig":
+        """Build from keyword options; an unknown one is a ConfigError that lists the known."""
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(options) - known)
+        if unknown:
+            raise ConfigError(f"unknown option {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+        return cls(**options)  # type: ignore[arg-type]  # values are checked by __post_init__
+
+
+def flag(option: str) -> str:
+    """The command-line spelling of an option."""
+    special = {"draft": "--speculative-draft-model-path", "radix_cache": "--enable-radix-cache"}
+    return special.get(option, "--" + option.replace("_", "-"))

@@ -1,0 +1,58 @@
+"""The exception tree.
+
+TreetopError
+|-- UserError                what a caller can cause; exit code 2 on the command line
+|   |-- ConfigError          an option, or a combination of options, that cannot work
+|   |-- CapacityError        more was asked for than a dimension holds; names the option to change
+|   |-- InputError           a prompt or a sampling parameter
+|   `-- CheckpointError      a file or tensor of a model folder
+`-- EngineError              what went wrong while running; exit code 1
+    |-- NonFiniteError       a request's target logits are NaN or infinite
+    `-- InvariantError       only a bug of treetop can raise it
+        |-- OwnershipError   pages: double owner, lost page, foreign page
+        `-- CheckError       a guard of the chosen check level fired
+"""
+
+
+class TreetopError(Exception):
+    """Root of everything treetop raises on purpose."""
+
+
+class UserError(TreetopError):
+    """Something the caller can change."""
+
+
+class ConfigError(UserError):
+    """An option, or a combination of options, that cannot work."""
+
+
+class CapacityError(UserError):
+    """A quantity exceeds its dimension; the message gives quantity, need, have, formula and option."""
+
+
+class InputError(UserError):
+    """A prompt or sampling parameter that cannot be served."""
+
+
+class CheckpointError(UserError):
+    """A missing, unexpected, misshapen or inconsistent file or tensor."""
+
+
+class EngineError(TreetopError):
+    """A failure at run time."""
+
+
+class NonFiniteError(EngineError):
+    """A request whose target logits are not finite."""
+
+
+class InvariantError(EngineError):
+    """An internal invariant is broken: a bug, never the caller's fault."""
+
+
+class OwnershipError(InvariantError):
+    """The pages of a group are not partitioned into free, leased and cached."""
+
+
+class CheckError(InvariantError):
+    """A guard fired; the message names quantity, phase, row, value and range."""

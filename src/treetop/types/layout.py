@@ -1,0 +1,232 @@
+"""The capacity algebra: every dimension of every device buffer has a name, a formula and an option.
+
+Buffers are made from a `Layout`, and admission is limited by the same formulas, so that what is filled can never
+exceed what was sized (the fault class of sgl-27338, sgl-19016, sgl-26972).
+"""
+
+import math
+from dataclasses import dataclass
+
+from treetop.types.errors import CapacityError, ConfigError
+from treetop.types.ids import DRAFT, GroupName
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SpecShape:
+    """A tree's shape: `topk` branches a node, `num_steps` levels, `num_draft_tokens` nodes verified, root included.
+
+    Valid iff it is plain decoding (1, 0, 1) or `2 <= T <= 1 + k + (S - 1) k^2`, with `k == 1` implying `T == S + 1`.
+    Source: EAGLE-2, arXiv:2406.16858; SGLang's meaning of the three options.
+    """
+
+    topk: int
+    num_steps: int
+    num_draft_tokens: int
+
+    def __post_init__(self) -> None:
+        k, s, t = self.topk, self.num_steps, self.num_draft_tokens
+        given = f"--speculative-eagle-topk {k}, --speculative-num-steps {s}, --speculative-num-draft-tokens {t}"
+        if (k, s, t) == (1, 0, 1):
+            return
+        if k < 1 or s < 1 or t < 2:
+            raise ConfigError(f"no tree has {given}: topk and num-steps must be >= 1, num-draft-tokens >= 2")
+        if k == 1 and t != s + 1:
+            raise ConfigError(f"no chain has {given}: with topk 1, num-draft-tokens must be num-steps + 1 = {s + 1}")
+        if t > 1 + self.num_candidates:
+            raise ConfigError(
+                f"no tree has {given}: num-draft-tokens must be <= 1 + k + (S - 1) k^2 = {1 + self.num_candidates}"
+            )
+
+    @property
+    def num_candidates(self) -> int:
+        """Nodes that growing creates: k at level 0, k^2 at each later level."""
+        return self.topk + (self.num_steps - 1) * self.topk**2 if self.num_steps else 0
+
+    @property
+    def commit_width(self) -> int:
+        """Most tokens a round can commit: a full path of S drafts and the root before it."""
+        return self.num_steps + 1
+
+    @property
+    def draft_tail(self) -> int:
+        """Tail capacity of the draft levels: k nodes at each of levels 1 .. S-1."""
+        return self.topk * max(self.num_steps - 1, 0)
+
+
+PLAIN = SpecShape(1, 0, 1)
+"""Plain decoding is the round of this shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """Layers that share a page table and a pool. `window` counts the query itself; None sees everything."""
+
+    name: GroupName
+    num_layers: int
+    kv_heads: int
+    head_dim: int
+    window: int | None = None
+
+    @property
+    def is_draft(self) -> bool:
+        return self.name == DRAFT
+
+    def bytes_per_token(self, element_bytes: int) -> int:
+        return 2 * self.num_layers * self.kv_heads * self.head_dim * element_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Dimension:
+    """One named size: its value, the formula with its numbers filled in, and the option that changes it."""
+
+    name: str
+    value: int
+    formula: str
+    option: str
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Every dimension of the engine's device state, from a handful of options.
+
+    shapes: the tree shapes the engine may run, PLAIN always among them. page_size: tokens a page. max_context: tokens
+    a request may hold, prompt and output. chunk: most prompt tokens a prefill step processes. lag: rounds in flight.
+    num_pages: pages of each group, the null page included.
+    """
+
+    shapes: tuple[SpecShape, ...]
+    page_size: int
+    max_requests: int
+    max_context: int
+    chunk: int
+    groups: tuple[KVGroup, ...]
+    num_pages: dict[GroupName, int]
+    lag: int = 1
+
+    @property
+    def commit_width(self) -> int:
+        return max(shape.commit_width for shape in self.shapes)
+
+    @property
+    def headroom(self) -> int:
+        """Positions past the context that rounds in flight may touch: `lag * (S + 1)`."""
+        return self.lag * self.commit_width
+
+    @property
+    def max_positions(self) -> int:
+        """Positions a request can have K/V at, and rows of the RoPE tables of both models (vllm-48894)."""
+        return self.max_context + self.headroom
+
+    @property
+    def page_columns(self) -> int:
+        return self.pages_for(self.max_positions)
+
+    @property
+    def max_topk(self) -> int:
+        return max(shape.topk for shape in self.shapes)
+
+    @property
+    def draft_tail(self) -> int:
+        return max(shape.draft_tail for shape in self.shapes)
+
+    @property
+    def verify_tail(self) -> int:
+        return max(shape.num_draft_tokens for shape in self.shapes)
+
+    @property
+    def num_rows(self) -> int:
+        """Request rows and the dummy row, which is the last."""
+        return self.max_requests + 1
+
+    @property
+    def dummy_row(self) -> int:
+        return self.max_requests
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """Batch sizes that rounds run at: powers of two, and the maximum."""
+        powers = [2**i for i in range(self.max_requests.bit_length()) if 2**i < self.max_requests]
+        return (*powers, self.max_requests)
+
+    def bucket_for(self, live: int) -> int:
+        """Smallest bucket that holds `live` rows."""
+        self.require("max_requests", live)
+        return next(bucket for bucket in self.buckets if bucket >= live)
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def window_pages(self, window: int) -> int:
+        """Most pages of a window group that one request holds at a time."""
+        in_flight = max(self.chunk, self.headroom)
+        return min(self.pages_for(window - 1 + in_flight) + 1, self.page_columns)
+
+    def pages_per_request(self, group: KVGroup) -> int:
+        """Pages of `group` that one request at the context wall holds."""
+        return self.page_columns if group.window is None else self.window_pages(group.window)
+
+    @property
+    def token_groups(self) -> tuple[GroupName, ...]:
+        return tuple(group.name for group in self.groups)
+
+    @property
+    def has_draft(self) -> bool:
+        return DRAFT in self.token_groups
+
+    def group(self, name: GroupName) -> KVGroup:
+        """The group called `name`; a missing group is a construction error."""
+        for group in self.groups:
+            if group.name == name:
+                return group
+        raise ConfigError(f"no KV group {name!r}; this engine has {', '.join(self.token_groups)}")
+
+    def dimension(self, name: str) -> Dimension:
+        return self.dimensions()[name]
+
+    def dimensions(self) -> dict[str, Dimension]:
+        """All dimensions by name, for buffers, errors and the capacity table."""
+        c, w, p, lag = self.max_context, self.commit_width, self.page_size, self.lag
+        rows = [
+            Dimension("max_requests", self.max_requests, "--max-running-requests", "--max-running-requests"),
+            Dimension("max_context", c, "--context-length", "--context-length"),
+            Dimension("chunk", self.chunk, "--chunked-prefill-size", "--chunked-prefill-size"),
+            Dimension(
+                "page_columns",
+                self.page_columns,
+                f"ceil((context {c} + lag {lag} * (S + 1) {w}) / page {p})",
+                "--context-length",
+            ),
+            Dimension("rope_rows", self.max_positions, f"context {c} + lag {lag} * (S + 1) {w}", "--context-length"),
+            Dimension("draft_tail", self.draft_tail, "max over shapes of k * (S - 1)", "--speculative-num-steps"),
+            Dimension("verify_tail", self.verify_tail, "max over shapes of T", "--speculative-num-draft-tokens"),
+            Dimension("extend_tail", w, "max over shapes of S + 1", "--speculative-num-steps"),
+        ]
+        for group in self.groups:
+            formula = "pool tokens / page + null page"
+            rows.append(Dimension(f"pages.{group.name}", self.num_pages[group.name], formula, "--max-total-tokens"))
+        return {row.name: row for row in rows}
+
+    def require(self, name: str, need: int) -> None:
+        """Raise CapacityError if `need` exceeds the dimension `name`."""
+        have = self.dimension(name)
+        if need > have.value:
+            raise CapacityError(
+                f"{name}: need {need}, have {have.value} = {have.formula}; lower the load or raise {have.option}"
+            )
+
+    def validate(self) -> None:
+        """Raise CapacityError unless every group holds one request at the context wall."""
+        for group in self.groups:
+            need = self.pages_per_request(group) + 1
+            have = self.num_pages[group.name]
+            if need > have:
+                raise CapacityError(
+                    f"pages.{group.name}: need {need} = one request of {self.max_positions} tokens in pages of"
+                    f" {self.page_size} + the null page, have {have}; lower --context-length or raise"
+                    f" --max-total-tokens to at least {(need - 1) * self.page_size}"
+                )
+
+
+def plan_pages(groups: tuple[KVGroup, ...], page_size: int, pool_tokens: int) -> dict[GroupName, int]:
+    """Pages of each group for a pool of `pool_tokens` tokens, the null page added."""
+    return {group.name: math.ceil(pool_tokens / page_size) + 1 for group in groups}

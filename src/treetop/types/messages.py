@@ -1,0 +1,88 @@
+"""What the scheduler tells the engine, and what comes back. Frozen, host data only, no tensors.
+
+scheduler --StepPlan--> engine --StepResult--> scheduler
+"""
+
+from dataclasses import dataclass
+
+from treetop.types.ids import GroupName, PageId, Row
+from treetop.types.layout import SpecShape
+from treetop.types.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class PageEdit:
+    """Column `column` of `row`'s page table in `group` now holds `page`."""
+
+    group: GroupName
+    row: Row
+    column: int
+    page: PageId
+
+
+@dataclass(frozen=True, slots=True)
+class RowSetup:
+    """A request moves into `row` with `committed` tokens already in the pages of every group."""
+
+    row: Row
+    committed: int
+    params: SamplingParams
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Prompt tokens `start .. start + len(token_ids)` of `row`.
+
+    next_token is the prompt token after the chunk, or None for the last chunk, which samples it. The draft head needs
+    it: its slot i holds (feature of token i, token i + 1) (sgl-26329).
+    """
+
+    row: Row
+    start: int
+    token_ids: tuple[int, ...]
+    next_token: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPlan:
+    """One prefill step: page edits and row setups are applied first, in this order."""
+
+    edits: tuple[PageEdit, ...]
+    setups: tuple[RowSetup, ...]
+    chunks: tuple[Chunk, ...]
+    greedy: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RoundPlan:
+    """One decode round of `rows`. committed_bound: no row has more committed tokens. greedy: every row is greedy."""
+
+    edits: tuple[PageEdit, ...]
+    rows: tuple[Row, ...]
+    shape: SpecShape
+    committed_bound: int
+    greedy: bool
+
+
+StepPlan = PrefillPlan | RoundPlan
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """What a step gave one row: the new tokens, the last of them the bonus; none after a chunk that is not the last.
+
+    finite is False if the target's logits were not; the request fails alone.
+
+    """
+
+    row: Row
+    tokens: tuple[int, ...]
+    finite: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The rows of a step in the plan's order."""
+
+    rows: tuple[RowResult, ...]

@@ -1,0 +1,57 @@
+"""What a caller asks of one request."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from treetop.types.errors import InputError
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the tokens of one request are chosen and when it ends.
+
+    temperature 0 is greedy. top_k 0 (or -1), top_p 1 and min_p 0 are off; filters apply in the order temperature,
+    top-k, top-p, min-p, each renormalised. `seed` None draws one per request; the same seed gives the same tokens
+    whatever the batch, the tree or the shape. `stop` strings end the request and are cut from its text.
+    Raises InputError, all problems at once.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_tokens: int = 128
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        problems = [text for bad, text in self._rules() if bad]
+        if problems:
+            raise InputError("; ".join(problems))
+
+    def _rules(self) -> list[tuple[bool, str]]:
+        return [
+            (
+                not (math.isfinite(self.temperature) and self.temperature >= 0),
+                f"temperature must be a finite number >= 0, got {self.temperature}",
+            ),
+            (self.top_k < -1, f"top_k must be 0 (off), -1 (off) or positive, got {self.top_k}"),
+            (not 0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}"),
+            (not 0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {self.min_p}"),
+            (self.max_tokens < 1, f"max_tokens must be at least 1, got {self.max_tokens}"),
+            (any(not s for s in self.stop), "stop strings must not be empty"),
+            (self.seed is not None and not 0 <= self.seed < 2**63, f"seed must be in [0, 2^63), got {self.seed}"),
+        ]
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0

@@ -1,0 +1,39 @@
+"""The two values that pass between growing, verifying and committing. The tensors' shapes are written here only."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTree:
+    """A batch of verify trees in breadth-first order; node 0 is the root, siblings stand in rank order.
+
+    tokens: [rows, T] int64, TargetToken. parent: [rows, T] int64, smaller than the node's own index; the root's is 0.
+    depth: [rows, T] int64. mask: [rows, T, T] bool, `mask[b, i, j]` iff j is i or an ancestor of i.
+    logprob: [rows, T] float32, the draft's log-probability of the path to the node; 0 at the root.
+    """
+
+    tokens: "Tensor"
+    parent: "Tensor"
+    depth: "Tensor"
+    mask: "Tensor"
+    logprob: "Tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The path of each row's tree that equals the target's own tokens.
+
+    path: [rows, S + 1] int64, node indices from the root; 0 past the path. accept_len: [rows] int64, the number a of
+    accepted drafts. tokens: [rows, S + 1] int64, the a accepted tokens, then the bonus token; valid ids past it too.
+    bonus: [rows] int64. finite: [rows] bool.
+    """
+
+    path: "Tensor"
+    accept_len: "Tensor"
+    tokens: "Tensor"
+    bonus: "Tensor"
+    finite: "Tensor"
