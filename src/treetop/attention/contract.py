@@ -52,10 +52,17 @@ class Queries:
 
 @dataclass(frozen=True, slots=True)
 class TailKV:
-    """K/V of the tail of one layer: [rows, t, kv_heads, head_dim]."""
+    """K/V of the tail of one layer. data: [rows, t, 2, kv_heads, head_dim]."""
 
-    k: Tensor
-    v: Tensor
+    data: Tensor
+
+    @property
+    def k(self) -> Tensor:
+        return self.data[:, :, 0]
+
+    @property
+    def v(self) -> Tensor:
+        return self.data[:, :, 1]
 
 
 class AttentionBackend(Protocol[P, Q]):

@@ -4,9 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from treetop.attention.contract import AttentionBackend, TailKV
+from treetop.attention.tail import attend
 from treetop.kernels.kv import PagedKV, write_pages
 from treetop.types.ids import GroupName
 
@@ -21,16 +23,16 @@ class LayerKV:
 
 
 class Attend(Protocol):
-    """q: [rows, n, heads, d]; k, v: [rows, n, kv_heads, d]. Returns [rows, n, heads, d]."""
+    """q: [rows, n, heads, d]; kv: [rows, n, 2, kv_heads, d]. Returns [rows, n, heads, d]."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+    def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
 class TailAttention:
     """A decode phase: new K/V go to columns `start ..` of the tail; queries see the prefix and the tail's mask.
 
-    tails: group -> [2, layers, max rows, capacity, kv_heads, head_dim]. plans: group -> the backend's plan, made for a
+    tails: group -> [layers, max rows, capacity, 2, kv_heads, head_dim]. plans: group -> the backend's plan, made for a
     tail of `start + n` columns.
     """
 
@@ -41,14 +43,12 @@ class TailAttention:
     start: int
     scale: float
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
         place = self.layers[layer]
-        rows, n = k.shape[:2]
-        tail = self.tails[place.group][:, place.index, :rows, : self.start + n]
-        tail[0, :, self.start :] = k
-        tail[1, :, self.start :] = v
-        plan = self.plans[place.group]
-        return self.backend.prefix_tail(q, place.kv, plan, TailKV(tail[0], tail[1]), self.scale)
+        rows, n = kv.shape[:2]
+        tail = self.tails[place.group][place.index, :rows, : self.start + n]
+        tail[:, self.start :] = kv
+        return self.backend.prefix_tail(q, place.kv, self.plans[place.group], TailKV(tail), self.scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,20 @@ class CausalAttention:
     plans: Mapping[GroupName, Any]
     scale: float
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
         place = self.layers[layer]
-        write_pages(place.kv, self.slots[place.group], k, v)
+        write_pages(place.kv, self.slots[place.group], kv)
         return self.backend.causal(q, place.kv, self.plans[place.group], self.scale)
+
+
+@dataclass(frozen=True, slots=True)
+class DenseAttention:
+    """Attention of a whole sequence over itself, without pages: what everything else must agree with."""
+
+    scale: float
+
+    def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+        n = q.shape[1]
+        index = torch.arange(n, device=q.device)
+        causal = (index[:, None] >= index).expand(q.shape[0], n, n)
+        return attend(q, kv[:, :, 0], kv[:, :, 1], causal, self.scale)[0]

@@ -21,16 +21,20 @@ class TorchPrefix:
 
 @dataclass(frozen=True, slots=True)
 class TorchPlan:
-    """visible: [rows, n, width (+ t)] bool, the prefix then the tail."""
+    """visible: [rows, n, width (+ t)] bool, the prefix then the tail. bias: 0 where visible, -inf elsewhere."""
 
     prefix: TorchPrefix
     visible: Tensor
+    bias: Tensor
 
 
 class TorchBackend:
     """Fused prefix + tail: one gather, one concatenation, one call for both parts."""
 
     name = "torch"
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
 
     def begin(self, view: TableView) -> TorchPrefix:
         positions = torch.arange(view.bound, device=view.rows.device)[None]
@@ -40,25 +44,29 @@ class TorchBackend:
 
     def plan(self, prefix: TorchPrefix, queries: Queries) -> TorchPlan:
         visible = _prefix_visible(prefix, queries.positions, queries.window)
-        return TorchPlan(prefix, torch.cat([visible, tail_visible(queries)], dim=2))
+        return self._plan(prefix, torch.cat([visible, tail_visible(queries)], dim=2))
 
     def plan_causal(self, prefix: TorchPrefix, positions: Tensor, window: int | None) -> TorchPlan:
         keys = torch.arange(prefix.slots.shape[1], device=positions.device)
         causal = keys <= positions[:, :, None]
         # A padding query lies past its row's extent; the key at position 0 keeps its softmax from being empty.
         visible = (_prefix_visible(prefix, positions, window) & causal) | (keys == 0)
-        return TorchPlan(prefix, visible)
+        return self._plan(prefix, visible)
+
+    def _plan(self, prefix: TorchPrefix, visible: Tensor) -> TorchPlan:
+        bias = torch.zeros(visible.shape, dtype=self._dtype, device=visible.device)
+        return TorchPlan(prefix, visible, bias.masked_fill_(~visible, float("-inf")))
 
     def prefix(self, q: Tensor, kv: PagedKV, plan: TorchPlan, scale: float) -> tuple[Tensor, Tensor]:
         width = plan.prefix.slots.shape[1]
-        return attend(q, *_gather(kv, plan.prefix), plan.visible[:, :, :width], scale)
+        pages = _gather(kv, plan.prefix)
+        return attend(q, pages[:, :, 0], pages[:, :, 1], plan.visible[:, :, :width], scale)
 
     def prefix_tail(self, q: Tensor, kv: PagedKV, plan: TorchPlan, tail: TailKV, scale: float) -> Tensor:
-        k, v = _gather(kv, plan.prefix)
-        return _sdpa(q, torch.cat([k, tail.k], dim=1), torch.cat([v, tail.v], dim=1), plan.visible, scale)
+        return _sdpa(q, torch.cat([_gather(kv, plan.prefix), tail.data], dim=1), plan.bias, scale)
 
     def causal(self, q: Tensor, kv: PagedKV, plan: TorchPlan, scale: float) -> Tensor:
-        return _sdpa(q, *_gather(kv, plan.prefix), plan.visible, scale)
+        return _sdpa(q, _gather(kv, plan.prefix), plan.bias, scale)
 
 
 def _prefix_visible(prefix: TorchPrefix, positions: Tensor, window: int | None) -> Tensor:
@@ -70,20 +78,15 @@ def _prefix_visible(prefix: TorchPrefix, positions: Tensor, window: int | None) 
     return prefix.visible[:, None] & (positions[:, :, None] - keys < window)
 
 
-def _gather(kv: PagedKV, prefix: TorchPrefix) -> tuple[Tensor, Tensor]:
-    """K and V of the prefix: [rows, width, kv_heads, head_dim]; masked lanes read the null slot, which is finite."""
-    flat = prefix.slots.reshape(-1)
-    shape = prefix.slots.shape
-    return kv.k.index_select(0, flat).unflatten(0, shape), kv.v.index_select(0, flat).unflatten(0, shape)
+def _gather(kv: PagedKV, prefix: TorchPrefix) -> Tensor:
+    """K/V of the prefix: [rows, width, 2, kv_heads, head_dim]; masked lanes read the null slot, which is finite."""
+    return kv.data.index_select(0, prefix.slots.reshape(-1)).view(*prefix.slots.shape, *kv.data.shape[1:])
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
+def _sdpa(q: Tensor, kv: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """q: [rows, n, heads, d]; kv: [rows, m, 2, kv_heads, d]; bias: [rows, n, m]."""
+    k, v = kv.permute(2, 0, 3, 1, 4)
     out = F.scaled_dot_product_attention(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        attn_mask=visible[:, None],
-        scale=scale,
-        enable_gqa=q.shape[2] != k.shape[2],
+        q.transpose(1, 2), k, v, attn_mask=bias[:, None], scale=scale, enable_gqa=q.shape[2] != k.shape[1]
     )
     return out.transpose(1, 2)

@@ -13,15 +13,14 @@ from treetop.types.layout import KVGroup, Layout
 
 @dataclass(frozen=True, slots=True)
 class KVPool:
-    """All pages of one group. data: [2, layers, num_pages * page_size, kv_heads, head_dim], K then V."""
+    """All pages of one group. data: [layers, num_pages * page_size, 2, kv_heads, head_dim]."""
 
     group: KVGroup
     data: Tensor
 
     def layers(self) -> list[LayerKV]:
         """The group's layers in order, each with its pages."""
-        k, v = self.data
-        return [LayerKV(self.group.name, i, PagedKV(k[i], v[i])) for i in range(self.group.num_layers)]
+        return [LayerKV(self.group.name, i, PagedKV(self.data[i])) for i in range(self.group.num_layers)]
 
 
 def make_pools(layout: Layout, dtype: torch.dtype, device: torch.device) -> dict[GroupName, KVPool]:
@@ -29,6 +28,6 @@ def make_pools(layout: Layout, dtype: torch.dtype, device: torch.device) -> dict
     pools = {}
     for group in layout.groups:
         slots = layout.num_pages[group.name] * layout.page_size
-        shape = (2, group.num_layers, slots, group.kv_heads, group.head_dim)
+        shape = (group.num_layers, slots, 2, group.kv_heads, group.head_dim)
         pools[group.name] = KVPool(group, torch.zeros(shape, dtype=dtype, device=device))
     return pools

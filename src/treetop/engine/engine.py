@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from treetop.attention.phase import DenseAttention
 from treetop.attention.torch_backend import TorchBackend
 from treetop.cache.pool import make_pools
 from treetop.checks.host import check_plan, check_result
@@ -48,7 +49,7 @@ class Engine:
             layout=self.layout,
             target=target,
             head=head,
-            backend=TorchBackend(),
+            backend=TorchBackend(self.dtype),
             pools=pools,
             state=make_state(self.layout, hidden, self.dtype, self.device),
             tails=make_tails(self.layout, self.dtype, self.device),
@@ -72,6 +73,14 @@ class Engine:
             for row in result.rows:
                 check_result(row, self.spec.vocab_size, self.layout.commit_width)
         return result
+
+    @torch.inference_mode()
+    def next_logits(self, ids: list[int]) -> Tensor:
+        """The target's logits after `ids`, [vocab], computed densely and outside all state; for comparisons."""
+        positions = torch.arange(len(ids), device=self.device)[None]
+        attend = DenseAttention(self.spec.head_dim**-0.5)
+        target = self._runner.target
+        return target.logits(target.forward(self._ints([ids]), positions, attend).hidden[0, -1])
 
     def _prefill(self, plan: PrefillPlan) -> StepResult:
         chunks = plan.chunks

@@ -114,7 +114,7 @@ def make_state(layout: Layout, draft_hidden: int | None, dtype: torch.dtype, dev
 
 @dataclass(frozen=True, slots=True)
 class TailBuffers:
-    """Dense per-row tails. Each: group -> [2, layers, max_requests, capacity, kv_heads, head_dim]."""
+    """Dense per-row tails. Each: group -> [layers, max_requests, capacity, 2, kv_heads, head_dim]."""
 
     verify: dict[GroupName, Tensor]
     draft: dict[GroupName, Tensor]
@@ -128,7 +128,7 @@ def make_tails(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tail
         groups = [layout.group(name) for name in names]
         return {
             g.name: torch.zeros(
-                (2, g.num_layers, layout.max_requests, capacity, g.kv_heads, g.head_dim), dtype=dtype, device=device
+                (g.num_layers, layout.max_requests, capacity, 2, g.kv_heads, g.head_dim), dtype=dtype, device=device
             )
             for g in groups
         }

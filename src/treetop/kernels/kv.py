@@ -8,10 +8,17 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
-    """One layer's pages. k, v: [slots, kv_heads, head_dim]."""
+    """One layer's pages. data: [slots, 2, kv_heads, head_dim]; K and V of a slot lie together."""
 
-    k: Tensor
-    v: Tensor
+    data: Tensor
+
+    @property
+    def k(self) -> Tensor:
+        return self.data[:, 0]
+
+    @property
+    def v(self) -> Tensor:
+        return self.data[:, 1]
 
 
 def slots_of(page_table: Tensor, rows: Tensor, positions: Tensor, visible: Tensor, page_size: int) -> Tensor:
@@ -25,26 +32,24 @@ def slots_of(page_table: Tensor, rows: Tensor, positions: Tensor, visible: Tenso
     return torch.where(visible, page * page_size + positions % page_size, 0)
 
 
-def write_pages(kv: PagedKV, slots: Tensor, k: Tensor, v: Tensor) -> None:
+def write_pages(pages: PagedKV, slots: Tensor, kv: Tensor) -> None:
     """Store new K/V at their slots; what goes to the null slot is dropped, so that it stays zero.
 
-    slots: [rows, n] int64. k, v: [rows, n, kv_heads, head_dim].
+    slots: [rows, n] int64. kv: [rows, n, 2, kv_heads, head_dim].
     """
-    flat = slots.reshape(-1)
-    for pages, new in ((kv.k, k), (kv.v, v)):
-        pages.index_copy_(0, flat, new.flatten(0, 1))
-        pages[0].zero_()
+    pages.data.index_copy_(0, slots.reshape(-1), kv.flatten(0, 1))
+    pages.data[0].zero_()
 
 
 def commit_tail(pool: Tensor, tail: Tensor, source: Tensor, slots: Tensor) -> None:
     """Copy chosen tail entries of all layers, K and V at once, into pages.
 
-    pool: [2, layers, slots, kv_heads, head_dim]. tail: [2, layers, rows, t, kv_heads, head_dim]. source: [rows, n]
+    pool: [layers, slots, 2, kv_heads, head_dim]. tail: [layers, rows, t, 2, kv_heads, head_dim]. source: [rows, n]
     int64, index into t. slots: [rows, n] int64; entries past the accepted path go to the null slot and are dropped.
     Tail and pool are different memory, so no order of copying can overwrite what is still to be read (sgl-15360).
     """
     row = torch.arange(source.shape[0], device=source.device)[:, None]
-    flat = (row * tail.shape[3] + source).reshape(-1)
-    chosen = tail.flatten(2, 3).index_select(2, flat)
-    pool.index_copy_(2, slots.reshape(-1), chosen)
-    pool[:, :, 0].zero_()
+    flat = (row * tail.shape[2] + source).reshape(-1)
+    chosen = tail.flatten(1, 2).index_select(1, flat)
+    pool.index_copy_(1, slots.reshape(-1), chosen)
+    pool[:, 0].zero_()

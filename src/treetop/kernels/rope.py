@@ -22,14 +22,22 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class RopeTable:
-    """cos, sin: [rows, head_dim]; the first half of sin carries the sign of the half rotation."""
+    """data: [rows, 2, head_dim], cos then sin; the first half of sin carries the sign of the half rotation."""
+
+    data: Tensor
+
+    def at(self, positions: Tensor) -> "Rotation":
+        """The angles at `positions` [rows, n]."""
+        data = self.data[positions]
+        return Rotation(data[:, :, :1], data[:, :, 1:])
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Angles of a batch. cos, sin: [rows, n, 1, head_dim], to broadcast over heads."""
 
     cos: Tensor
     sin: Tensor
-
-    def at(self, positions: Tensor) -> "RopeTable":
-        """Entries of `positions` [rows, n], shaped [rows, n, 1, head_dim] to broadcast over heads."""
-        return RopeTable(self.cos[positions][:, :, None], self.sin[positions][:, :, None])
 
 
 def inverse_frequencies(spec: RopeSpec) -> Tensor:
@@ -53,13 +61,11 @@ def rope_table(spec: RopeSpec, num_positions: int, dtype: torch.dtype, device: t
     """Tables of `num_positions` rows; sized by the target's context, never by the draft's config (vllm-48894)."""
     angle = torch.arange(num_positions, dtype=torch.float32)[:, None] * inverse_frequencies(spec)
     cos, sin = angle.cos(), angle.sin()
-    return RopeTable(
-        torch.cat([cos, cos], dim=-1).to(device, dtype),
-        torch.cat([-sin, sin], dim=-1).to(device, dtype),
-    )
+    table = torch.stack([torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)], dim=1)
+    return RopeTable(table.to(device, dtype))
 
 
-def apply_rope(x: Tensor, table: RopeTable) -> Tensor:
-    """Rotate x [rows, n, heads, head_dim] by the angles of `table`, gathered at x's positions."""
+def rotate_(x: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate x [rows, n, heads, head_dim] in place by the angles at its positions."""
     swapped = x.roll(x.shape[-1] // 2, dims=-1)
-    return torch.addcmul(x * table.cos, swapped, table.sin)
+    return x.mul_(rotation.cos).addcmul_(swapped, rotation.sin)

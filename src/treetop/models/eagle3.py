@@ -43,10 +43,11 @@ class Eagle3Head:
 
     def __init__(self, spec: Eagle3Spec, weights: Weights, rope: RopeTable, embedding: Tensor) -> None:
         eps = spec.layer.norm_eps
-        self.spec, self.rope, self.embedding = spec, rope, embedding
+        self.spec, self.rope = spec, rope
         self.fuse_features = packed_linear(weights["fc.weight"])
         self.hidden_norm = RMSNorm(weights["midlayer.hidden_norm.weight"], eps)
-        self.input_norm = RMSNorm(weights["midlayer.input_layernorm.weight"], eps)
+        # A token's normed embedding never changes, so the whole table is normed once.
+        self.normed_embedding = RMSNorm(weights["midlayer.input_layernorm.weight"], eps)(embedding)
         self.attention = SelfAttention(spec.layer, weights, "midlayer.self_attn", 0)
         self.mlp_norm = RMSNorm(weights["midlayer.post_attention_layernorm.weight"], eps)
         self.mlp = GatedMLP(weights, "midlayer.mlp")
@@ -62,7 +63,7 @@ class Eagle3Head:
         """tokens, positions: [rows, n] int64; hidden: [rows, n, hidden]. Returns the recurrent state, before `norm`."""
         normed = self.hidden_norm(hidden)
         residual = normed if self.spec.norm_before_residual else hidden
-        x = torch.cat([self.input_norm(F.embedding(tokens, self.embedding)), normed], dim=-1)
+        x = torch.cat([F.embedding(tokens, self.normed_embedding), normed], dim=-1)
         x = residual + self.attention(x, self.rope.at(positions), attend)
         return x + self.mlp(self.mlp_norm(x))
 

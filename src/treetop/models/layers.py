@@ -8,7 +8,7 @@ from torch import Tensor
 
 from treetop.attention.phase import Attend
 from treetop.kernels.linear import packed_linear
-from treetop.kernels.rope import RopeTable, apply_rope
+from treetop.kernels.rope import Rotation, rotate_
 from treetop.models.checkpoint import Shapes
 from treetop.models.spec import ModelSpec
 
@@ -35,13 +35,14 @@ class SelfAttention:
         self.qkv = _fused(weights, [f"{prefix}.{name}_proj" for name in "qkv"])
         self.output = _fused(weights, [f"{prefix}.o_proj"])
 
-    def __call__(self, x: Tensor, rope: RopeTable, attend: Attend) -> Tensor:
+    def __call__(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         """x: [rows, n, in]. Returns [rows, n, hidden]."""
         split = self.heads + self.kv_heads
-        qkv = self.qkv(x).unflatten(-1, (split + self.kv_heads, self.head_dim))
-        rotated = apply_rope(qkv[:, :, :split], rope)
-        q, k = rotated[:, :, : self.heads], rotated[:, :, self.heads :]
-        return self.output(attend(self.layer, q, k, qkv[:, :, split:]).flatten(2))
+        rows, n = x.shape[:2]
+        qkv = self.qkv(x).view(rows, n, split + self.kv_heads, self.head_dim)
+        rotate_(qkv[:, :, :split], rotation)
+        kv = qkv[:, :, self.heads :].view(rows, n, 2, self.kv_heads, self.head_dim)
+        return self.output(attend(self.layer, qkv[:, :, : self.heads], kv).flatten(2))
 
     @staticmethod
     def shapes(spec: ModelSpec, prefix: str, width: int) -> Shapes:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from treetop.attention.phase import Attend
 from treetop.kernels.linear import packed_linear
-from treetop.kernels.rope import RopeTable
+from treetop.kernels.rope import RopeTable, Rotation
 from treetop.models.checkpoint import Shapes
 from treetop.models.layers import GatedMLP, RMSNorm, SelfAttention, Weights
 from treetop.models.spec import ModelSpec
@@ -31,8 +31,8 @@ class LlamaLayer:
         self.mlp_norm = RMSNorm(weights[f"{prefix}.post_attention_layernorm.weight"], spec.norm_eps)
         self.mlp = GatedMLP(weights, f"{prefix}.mlp")
 
-    def __call__(self, x: Tensor, rope: RopeTable, attend: Attend) -> Tensor:
-        x = x + self.attention(self.input_norm(x), rope, attend)
+    def __call__(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        x = x + self.attention(self.input_norm(x), rotation, attend)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -49,10 +49,10 @@ class Llama:
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> TargetOutput:
         """tokens, positions: [rows, n] int64. Features are the residual stream entering each layer of `aux_inputs`."""
         x = F.embedding(tokens, self.embedding)
-        rope = self.rope.at(positions)
+        rotation = self.rope.at(positions)
         stream = [x]
         for layer in self.layers:
-            stream.append(layer(stream[-1], rope, attend))
+            stream.append(layer(stream[-1], rotation, attend))
         return TargetOutput(stream[-1], tuple(stream[i] for i in self.aux_inputs))
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 from treetop.engine.engine import Engine
 from treetop.scheduler.request import Request, RequestUpdate
@@ -74,7 +74,7 @@ class LLM:
     says so. Options bear the names of `EngineConfig`. Raises UserError for a configuration that cannot work.
     """
 
-    def __init__(self, model: str | None = None, draft: str | None = _UNSET, **options: object) -> None:
+    def __init__(self, model: str | None = None, draft: str | None = _UNSET, **options: Any) -> None:
         if draft == _UNSET:
             plain = model is not None or options.get("speculative_algorithm") == "NONE"
             draft = None if plain else BUILTIN_DRAFT

@@ -1,0 +1,233 @@
+"""The command line: `treetop generate`, `treetop bench`.
+
+Exit codes: 0 ok; 1 a failure at run time, or unequal outputs in bench; 2 bad input or configuration, one line on
+stderr; 130 Ctrl-C.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, NoReturn, get_type_hints
+
+from treetop.types.config import CHOICES, EngineConfig, flag
+from treetop.types.errors import EngineError, InputError, UserError
+from treetop.types.sampling import SamplingParams
+from treetop.version import __version__
+
+ENGINE_HELP = {
+    "draft": "folder of the draft head, or builtin:NAME; a model without one decodes plainly",
+    "speculative_algorithm": "inferred from the draft's tensors; NONE forbids a draft",
+    "speculative_num_steps": "levels of the tree (S)",
+    "speculative_eagle_topk": "branches of each node (k); 1 is a chain",
+    "speculative_num_draft_tokens": "nodes verified in one pass, root included (T)",
+    "page_size": "tokens a KV page holds",
+    "max_running_requests": "requests decoded at a time",
+    "context_length": "tokens a request may hold, prompt and output; the model's by default",
+    "max_total_tokens": "tokens each KV pool holds; enough for all running requests by default",
+    "chunked_prefill_size": "prompt tokens a prefill step processes",
+    "radix_cache": "keep the K/V of finished requests for prompts that begin alike",
+    "attention_backend": "who computes attention",
+    "graphs": "captured graphs",
+    "dtype": "what the model computes in; auto is float32 on a CPU",
+    "check_level": "0 no checks, 1 host checks",
+    "seed": "of requests that bring none",
+}
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A parser whose errors are one line on stderr."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"treetop: {message}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line. Returns the exit code."""
+    args = build_parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except UserError as error:
+        print(f"treetop: {error}", file=sys.stderr)
+        return 2
+    except EngineError as error:
+        print(f"treetop: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(prog="treetop", description="Exact LLM inference with EAGLE tree speculative decoding.")
+    parser.add_argument("--version", action="version", version=f"treetop {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=OneLineParser)
+
+    generate = commands.add_parser("generate", help="complete prompts; streams text, then a one-line summary")
+    generate.add_argument("--prompt", action="append", help="text to complete; repeat for several")
+    generate.add_argument("--prompt-file", action="append", default=[], help="file with a text to complete; repeats")
+    _add_sampling(generate)
+    generate.add_argument("--json", action="store_true", help="one JSON object a prompt on stdout, nothing else there")
+    generate.add_argument("--echo", action="store_true", help="show the prompt before its completion")
+    generate.add_argument(
+        "--compare-plain", action="store_true", help="also decode plainly, check that the tokens are equal, and time it"
+    )
+    _add_engine(generate)
+    generate.set_defaults(run=run_generate)
+
+    bench = commands.add_parser("bench", help="plain against speculative decoding, same weights and prompts, one run")
+    bench.add_argument("--prompts", help="JSON lines with a `prompt` each; the held-out prompts of nestling by default")
+    bench.add_argument("--num-prompts", type=int, default=8)
+    bench.add_argument("--max-tokens", type=int, default=128)
+    bench.add_argument("--batch-size", type=int, default=1, help="prompts decoded together")
+    bench.add_argument("--repeats", type=int, default=5)
+    bench.add_argument("--transformers", action="store_true", help="time transformers' generate too, in the same run")
+    bench.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else there")
+    _add_engine(bench)
+    bench.set_defaults(run=run_bench)
+    return parser
+
+
+def run_generate(args: argparse.Namespace) -> int:
+    params = SamplingParams(
+        **{
+            field.name: value
+            for field in fields(SamplingParams)
+            if (value := getattr(args, field.name, None)) is not None
+        }
+    )
+    prompts = [*(args.prompt or []), *(_read_text(name) for name in args.prompt_file)]
+    if not prompts:
+        raise InputError("no prompt; give --prompt TEXT or --prompt-file FILE")
+    from treetop.server.llm import LLM  # noqa: PLC0415 - torch is loaded only when there is work for it
+
+    llm = LLM(args.model, **_engine_options(args))
+    outputs = []
+    started_s = time.perf_counter()
+    deltas = llm.stream(prompts, [params] * len(prompts))
+    single = len(prompts) == 1 and not args.json
+    if single and args.echo:
+        print(prompts[0], end="", flush=True)
+    for delta in deltas:
+        if single:
+            print(delta.text, end="", flush=True)
+        if delta.output is not None:
+            outputs.append((delta.index, delta.output))
+    elapsed_s = time.perf_counter() - started_s
+    outputs.sort(key=lambda pair: pair[0])
+    for index, output in outputs:
+        if args.json:
+            print(json.dumps(_as_json(output)))
+        elif not single:
+            print(f"--- prompt {index}\n{prompts[index] if args.echo else ''}{output.text}")
+        if output.error is not None:
+            print(f"treetop: prompt {index} was aborted: {output.error}", file=sys.stderr)
+    if not args.json:
+        print("\n" + _summary([output for _, output in outputs], elapsed_s))
+    failed = any(output.error is not None for _, output in outputs)
+    if args.compare_plain:
+        failed |= not _compare_plain(args, prompts, params, [output for _, output in outputs], elapsed_s)
+    return int(failed)
+
+
+def _compare_plain(
+    args: argparse.Namespace, prompts: list[str], params: SamplingParams, outputs: list[Any], elapsed_s: float
+) -> bool:
+    """Decode the prompts again without a draft; print how much slower that was; True if the tokens are equal."""
+    from treetop.bench import equal_outputs  # noqa: PLC0415
+    from treetop.server.llm import LLM  # noqa: PLC0415
+
+    plain = LLM(args.model, **{**_engine_options(args), "draft": None, "speculative_algorithm": None})
+    started_s = time.perf_counter()
+    expected = plain.generate(prompts, params)
+    plain_s = time.perf_counter() - started_s
+    equality = equal_outputs(plain, expected, outputs)
+    rounds = sum(output.metrics.target_forwards for output in outputs)
+    tokens = sum(len(output.token_ids) - 1 for output in outputs)
+    print(
+        f"{tokens / max(rounds, 1):.2f} tokens per target pass; {plain_s / elapsed_s:.2f}x the speed of plain decoding"
+        f" in this run ({plain_s:.2f} s); {equality.sentence()}",
+        file=sys.stderr if args.json else sys.stdout,
+    )
+    return equality.ok
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    from treetop.bench import BenchOptions, run  # noqa: PLC0415
+
+    names = [field.name for field in fields(BenchOptions)]
+    options = BenchOptions(**{name: getattr(args, name) for name in names})
+    report = run(args.model, _engine_options(args), options)
+    print(json.dumps(asdict(report)) if args.json else report.table())
+    return int(not report.outputs_equal)
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--max-tokens", type=int)
+    parser.add_argument("--temperature", type=float, help="0 is greedy")
+    parser.add_argument("--top-k", type=int, help="0 is off")
+    parser.add_argument("--top-p", type=float)
+    parser.add_argument("--min-p", type=float)
+    parser.add_argument("--stop", action="append", help="text that ends the completion; repeats")
+    parser.add_argument("--ignore-eos", action="store_true", default=None)
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="folder of the target; the embedded pair by default")
+    hints = get_type_hints(EngineConfig)
+    for field in fields(EngineConfig):
+        if field.name == "model":
+            continue
+        options: dict[str, Any] = {"dest": field.name, "default": None, "help": ENGINE_HELP[field.name]}
+        if isinstance(field.default, bool):
+            options["action"] = "store_true"
+        else:
+            options["type"] = int if int in (hints[field.name], *getattr(hints[field.name], "__args__", ())) else str
+            options["choices"] = CHOICES.get(field.name)
+            options["metavar"] = None if field.name in CHOICES else "N" if options["type"] is int else "FOLDER"
+        parser.add_argument(flag(field.name), **options)
+
+
+def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The engine options that were given; the others keep their defaults."""
+    names = [field.name for field in fields(EngineConfig) if field.name != "model"]
+    return {name: value for name in names if (value := getattr(args, name)) is not None}
+
+
+def _read_text(name: str) -> str:
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--prompt-file {name}: {error}") from None
+
+
+def _as_json(output: Any) -> dict[str, object]:
+    return {
+        "text": output.text,
+        "token_ids": output.token_ids,
+        "finish_reason": output.finish_reason,
+        "usage": {"prompt_tokens": len(output.prompt_token_ids), "completion_tokens": len(output.token_ids)},
+        "metrics": {
+            "accept_length": output.metrics.accept_length,
+            "target_forwards": output.metrics.target_forwards,
+            "tokens_per_second": output.metrics.tokens_per_second,
+        },
+    }
+
+
+def _summary(outputs: list[Any], elapsed_s: float) -> str:
+    tokens = sum(len(output.token_ids) for output in outputs)
+    rounds = sum(output.metrics.target_forwards for output in outputs)
+    accept = sum(len(output.token_ids) - 1 for output in outputs) / rounds if rounds else None
+    reasons = ", ".join(sorted({output.finish_reason for output in outputs}))
+    length = f", accept length {accept:.2f}" if accept is not None else ""
+    return f"[{tokens} tokens, {rounds} target passes{length}, {tokens / elapsed_s:.0f} tokens/s, {reasons}]"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
