@@ -4,12 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from common import CONTEXT, VOCAB_SIZE
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
 from transformers import LlamaForCausalLM
-
-from common import CONTEXT, VOCAB_SIZE
 
 AUX_LAYERS = (0, 2, 3)  # layer outputs: the residual stream after these layers, before the final norm
 NORM_EPS = 1e-5

@@ -7,9 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
-from tqdm import tqdm
-
 from common import (
     ASSETS,
     BUILD,
@@ -24,6 +21,9 @@ from common import (
     write_json,
 )
 from draft import Eagle3Head, HeadShape, Target
+from safetensors.torch import save_file
+from tqdm import tqdm
+from transformers import AutoTokenizer
 
 PROMPT_LENGTHS = (64, 128, 256, 384)
 GENERATED = BUILD / "generated.npz"
@@ -70,7 +70,9 @@ def continue_rows(target: Target, prompts: torch.Tensor, length: int, temperatur
         )
 
 
-def line_prefixes(stream: Stream, count: int, length: int, generator: torch.Generator, newline: torch.Tensor):
+def line_prefixes(
+    stream: Stream, count: int, length: int, generator: torch.Generator, newline: torch.Tensor
+) -> torch.Tensor:
     """Windows [count, length] of the stream that end where a line ends; newline: [vocab] bool, token starts a line."""
     ends = torch.nonzero(newline[stream.ids[length:]]).flatten() + length
     chosen = ends[torch.randint(0, len(ends), (count,), generator=generator).to(ends.device)]
@@ -79,14 +81,17 @@ def line_prefixes(stream: Stream, count: int, length: int, generator: torch.Gene
 
 def newline_tokens(folder: Path, device: torch.device) -> torch.Tensor:
     """Which tokens begin with a line feed, [vocab] bool."""
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(folder)
     return torch.tensor([tokenizer.decode([i]).startswith("\n") for i in range(VOCAB_SIZE)], device=device)
 
 
 def generate(
-    target: Target, streams: list[tuple[Stream, float]], rows: int, settings: Settings, newline: torch.Tensor, chunk: int
+    target: Target,
+    streams: list[tuple[Stream, float]],
+    rows: int,
+    settings: Settings,
+    newline: torch.Tensor,
+    chunk: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Continuations of prefixes of the streams (each with its share), cut to the length of a training row.
 
@@ -99,9 +104,8 @@ def generate(
     parts, prompt_lengths = [], []
     for prompt_length, temperature in tqdm(jobs, desc="generate"):
         share = (warm if temperature else settings.greedy_share) / len(PROMPT_LENGTHS)
-        prompts = torch.cat(
-            [line_prefixes(s, max(1, int(rows * share * part)), prompt_length, generator, newline) for s, part in streams]
-        )
+        counted = [(stream, max(1, int(rows * share * part))) for stream, part in streams]
+        prompts = torch.cat([line_prefixes(s, count, prompt_length, generator, newline) for s, count in counted])
         for some in prompts.split(chunk):
             parts.append(continue_rows(target, some, length, temperature))
             prompt_lengths += [prompt_length] * len(some)
@@ -114,6 +118,7 @@ def save_rows(ids: torch.Tensor, prompt_lengths: torch.Tensor, heldout: torch.Te
     """Keep what was generated, and how long that took, for another training run on the same text."""
     narrow = {"ids": ids, "prompt_lengths": prompt_lengths, "heldout": heldout}
     arrays = {name: value.cpu().numpy().astype(np.uint16) for name, value in narrow.items()}
+    GENERATED.parent.mkdir(parents=True, exist_ok=True)
     np.savez(GENERATED, seconds=seconds, **arrays)
 
 
@@ -127,7 +132,9 @@ def load_rows(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.T
     return ids.to(device), lengths, heldout.to(device), seconds
 
 
-def choose_draft_ids(ids: torch.Tensor, prompt_lengths: torch.Tensor, corpus: torch.Tensor, size: int):
+def choose_draft_ids(
+    ids: torch.Tensor, prompt_lengths: torch.Tensor, corpus: torch.Tensor, size: int
+) -> tuple[torch.Tensor, float]:
     """The most frequent tokens: four parts of the target's own text, one part of corpus.
 
     Returns [size] int64 ascending and the share of the target's own tokens that they cover.
@@ -250,8 +257,8 @@ def train(
         loss = (losses * step_weights).sum()
         loss.backward()
         running.append(loss.detach())
-        library = streams["library"] if torch.rand((), generator=generator) < settings.library_share else streams["tests"]
-        windows = library.chunks(settings.corpus_batch, settings.corpus_row + settings.ttt, generator, 0.1)
+        source = "library" if torch.rand((), generator=generator) < settings.library_share else "tests"
+        windows = streams[source].chunks(settings.corpus_batch, settings.corpus_row + settings.ttt, generator, 0.1)
         corpus_share = settings.corpus_batch * settings.corpus_row / (settings.batch * settings.row)
         (losses_of(windows)[0] * step_weights).sum().mul(corpus_share).backward()
         torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
@@ -342,7 +349,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--draft-vocab", type=int, default=HeadShape().draft_vocab)
     parser.add_argument("--intermediate", type=int, default=HeadShape().intermediate)
     parser.add_argument("--generated-rows", type=int, default=16384)
-    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--steps", type=int, default=4500)
     parser.add_argument("--batch", type=int, default=48)
     parser.add_argument("--corpus-batch", type=int, default=8)
     parser.add_argument("--row", type=int, default=512)

@@ -7,12 +7,11 @@ import sysconfig
 from pathlib import Path
 
 import numpy as np
+from common import CONTEXT, END_OF_TEXT, PAD, PROMPTS, TOKENIZER, TOKENS, VOCAB_SIZE
 from corpus import Document, collect
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import AutoTokenizer
-
-from common import CONTEXT, END_OF_TEXT, PAD, PROMPTS, TOKENIZER, TOKENS, VOCAB_SIZE
 
 # An identifier or a run of signs takes one space before it along; digits come in threes; the
 # last space of an indentation belongs to the word that follows, so that words look alike everywhere.

@@ -171,13 +171,14 @@ def run(model: str | None, engine_options: dict[str, Any], options: BenchOptions
 
 
 def read_prompts(options: BenchOptions, llm: LLM) -> list[list[int]]:
-    """The prompts as ids. Raises InputError for a file that is not JSON lines with a `prompt` each."""
+    """Prompts as ids, evenly spaced over the file. Raises InputError unless it is JSON lines with a `prompt` each."""
     path = Path(options.prompts) if options.prompts else resolve_folder("builtin:nestling").parent / "prompts.jsonl"
     if llm.tokenizer is None:
         raise InputError("bench needs a tokenizer.json beside the model")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()[: options.num_prompts]
-        return [llm.tokenizer.encode(json.loads(line)["prompt"]) for line in lines]
+        lines = path.read_text(encoding="utf-8").splitlines()
+        chosen = lines[:: max(len(lines) // options.num_prompts, 1)][: options.num_prompts]
+        return [llm.tokenizer.encode(json.loads(line)["prompt"]) for line in chosen]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"--prompts {path}: not JSON lines with a `prompt` each: {error}") from None
 
@@ -208,7 +209,7 @@ def transformers_pass(llm: LLM, prompts: list[list[int]], max_tokens: int) -> Ca
     """A pass of transformers' greedy `generate`, one prompt at a time, with the weights and dtype of `llm`."""
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - an optional peer
 
-    model = AutoModelForCausalLM.from_pretrained(llm.model_path, dtype=llm.engine.dtype)
+    model: Any = AutoModelForCausalLM.from_pretrained(llm.model_path, dtype=llm.engine.dtype)
 
     def one() -> int:
         total = 0

@@ -180,9 +180,6 @@ class Layout:
                 return group
         raise ConfigError(f"no KV group {name!r}; this engine has {', '.join(self.token_groups)}")
 
-    def dimension(self, name: str) -> Dimension:
-        return self.dimensions()[name]
-
     def dimensions(self) -> dict[str, Dimension]:
         """All dimensions by name, for buffers, errors and the capacity table."""
         c, w, p, lag = self.max_context, self.commit_width, self.page_size, self.lag
@@ -196,7 +193,9 @@ class Layout:
                 f"ceil((context {c} + lag {lag} * (S + 1) {w}) / page {p})",
                 "--context-length",
             ),
-            Dimension("rope_rows", self.max_positions, f"context {c} + lag {lag} * (S + 1) {w}", "--context-length"),
+            Dimension(
+                "max_positions", self.max_positions, f"context {c} + lag {lag} * (S + 1) {w}", "--context-length"
+            ),
             Dimension("draft_tail", self.draft_tail, "max over shapes of k * (S - 1)", "--speculative-num-steps"),
             Dimension("verify_tail", self.verify_tail, "max over shapes of T", "--speculative-num-draft-tokens"),
             Dimension("extend_tail", w, "max over shapes of S + 1", "--speculative-num-steps"),
@@ -207,9 +206,9 @@ class Layout:
         return {row.name: row for row in rows}
 
     def require(self, name: str, need: int) -> None:
-        """Raise CapacityError if `need` exceeds the dimension `name`."""
-        have = self.dimension(name)
-        if need > have.value:
+        """Raise CapacityError if `need` exceeds the dimension that is the attribute `name`."""
+        if need > getattr(self, name):
+            have = self.dimensions()[name]
             raise CapacityError(
                 f"{name}: need {need}, have {have.value} = {have.formula}; lower the load or raise {have.option}"
             )
