@@ -5,6 +5,7 @@ The output is compared with plain greedy decoding, token for token.
 """
 
 import argparse
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -220,7 +221,7 @@ def summary(accepted: list[int], shape: TreeShape) -> dict:
         "rounds": len(accepted),
         "accept_length": round(1 + sum(accepted) / len(accepted), 3),
         "reached": [round(share, 3) for share in reach[1:]],
-        "conditional": [round(b / a, 3) if a else 0.0 for a, b in zip(reach, reach[1:], strict=False)],
+        "conditional": [round(b / a, 3) if a else 0.0 for a, b in itertools.pairwise(reach)],
     }
 
 

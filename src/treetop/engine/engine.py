@@ -94,7 +94,7 @@ class Engine:
             query_len=self._ints([len(chunk.token_ids) for chunk in chunks] + [0] * padding),
             next_token=self._ints([-1 if c.next_token is None else c.next_token for c in chunks] + [0] * padding),
             bound=max((chunk.start + len(chunk.token_ids) for chunk in chunks), default=1),
-            greedy=plan.greedy,
+            choice=plan.choice,
         )
         first, finite = self._runner.prefill(batch)
         results = []
@@ -105,7 +105,7 @@ class Engine:
 
     def _round(self, plan: RoundPlan) -> StepResult:
         rows = self._row_tensor(plan.rows)
-        _, accepted = self._runner.round(rows, plan.shape, plan.committed_bound, plan.greedy)
+        _, accepted = self._runner.round(rows, plan.shape, plan.committed_bound, plan.choice)
         columns = (accepted.tokens.tolist(), accepted.accept_len.tolist(), accepted.finite.tolist())
         results = []
         for row, tokens, accept_len, ok in zip(plan.rows, *columns, strict=False):

@@ -23,6 +23,7 @@ from treetop.spec.draft import Level, Seed, grow_tree
 from treetop.spec.verify import accept, greedy_choice, sampled_choice
 from treetop.types.ids import DRAFT, GroupName
 from treetop.types.layout import KVGroup, Layout, SpecShape
+from treetop.types.sampling import Choice
 from treetop.types.tree import Accepted, DraftTree
 
 Prefixes = Mapping[GroupName, Any]
@@ -41,7 +42,7 @@ class PrefillBatch:
     query_len: Tensor
     next_token: Tensor
     bound: int
-    greedy: bool
+    choice: Choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class RoundBatch:
     committed: Tensor
     prefixes: Prefixes
     shape: SpecShape
-    greedy: bool
+    choice: Choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +72,12 @@ class Runner:
 
     # ---------------------------------------------------------------- a decode round
 
-    def round(self, rows: Tensor, shape: SpecShape, bound: int, greedy: bool) -> tuple[DraftTree, Accepted]:
+    def round(self, rows: Tensor, shape: SpecShape, bound: int, choice: Choice) -> tuple[DraftTree, Accepted]:
         """One round of `rows` [bucket] int64, padded with the dummy row. Every phase sees the same committed prefix."""
         live = rows != self.layout.dummy_row
         committed = self.state.committed[rows]
         prefixes = {name: self._begin(name, rows, committed, bound) for name in self.layout.token_groups}
-        batch = RoundBatch(rows, committed, prefixes, shape, greedy)
+        batch = RoundBatch(rows, committed, prefixes, shape, choice)
         tree = self._draft(batch)
         accepted, features = self._verify(batch, tree)
         kept = torch.arange(shape.commit_width, device=rows.device) <= accepted.accept_len[:, None]
@@ -113,7 +114,7 @@ class Runner:
         attend = self._tail_attention(self.target_layers, self.tails.verify, queries, batch.prefixes, 0)
         output = self.target.forward(tree.tokens, positions, attend)
         logits = self.target.logits(output.hidden)
-        choice, finite = self._choose(logits, batch.rows, positions + 1, batch.greedy)
+        choice, finite = self._choose(logits, batch.rows, positions + 1, batch.choice)
         return accept(tree, choice, finite, batch.shape.commit_width), output.features
 
     def _extend(
@@ -157,7 +158,7 @@ class Runner:
         output = self.target.forward(batch.tokens, positions, attend)
         last = (query_len - 1).clamp(min=0)
         logits = self.target.logits(_pick(output.hidden, last)[:, None])
-        choice, finite = self._choose(logits, rows, (start + query_len)[:, None], batch.greedy)
+        choice, finite = self._choose(logits, rows, (start + query_len)[:, None], batch.choice)
         first = choice[:, 0]
         draft = None
         if self.head is not None:
@@ -200,11 +201,12 @@ class Runner:
             plans[group.name] = self.backend.plan_causal(prefix, positions, group.window)
         return CausalAttention(self.backend, layers, slots, plans, _scale(groups[0]))
 
-    def _choose(self, logits: Tensor, rows: Tensor, positions: Tensor, greedy: bool) -> tuple[Tensor, Tensor]:
+    def _choose(self, logits: Tensor, rows: Tensor, positions: Tensor, how: Choice) -> tuple[Tensor, Tensor]:
         """The target's token after each node; positions: of those tokens."""
-        if greedy:
+        if how is Choice.GREEDY:
             return greedy_choice(logits)
-        return sampled_choice(logits, self.state.warp_params(rows), self.state.seed[rows], positions)
+        params = self.state.warp_params(rows)
+        return sampled_choice(logits, params, self.state.seed[rows], positions, how is Choice.FILTER)
 
     def _propose(self, hidden: Tensor, index: Tensor) -> tuple[Proposal, Tensor]:
         """The proposals after one column of each row, and that column's state."""

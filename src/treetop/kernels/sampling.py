@@ -51,29 +51,41 @@ def philox_coin(seed: Tensor, position: Tensor, draw: int = 0) -> Tensor:
     return c[0].to(torch.float64) * 2.0**-32
 
 
-def warp(logits: Tensor, params: WarpParams) -> Tensor:
+def warp(logits: Tensor, params: WarpParams, filtered: bool = True) -> Tensor:
     """Target probabilities after temperature, top-k, top-p and min-p, in this order, each on the renormalised rest.
 
-    logits: [n, vocab]. Returns [n, vocab] float64, unnormalised, exact zeros where filtered. Temperature 0 keeps the
-    first of the largest logits. Ties at a filter's edge keep the smaller token ids, as a stable sort leaves them.
+    logits: [n, vocab]. filtered: whether any row has a top-k or top-p; without one nothing is sorted, and the result is
+    the same to the bit. Returns [n, vocab] like logits or float32, unnormalised, exact zeros where filtered.
+    Temperature 0 keeps the first of the largest logits; ties at a filter's edge keep the smaller token ids.
     """
+    wide = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
     greedy = params.temperature == 0
-    temperature = torch.where(greedy, 1.0, params.temperature)[:, None]
-    probs = torch.softmax(logits.to(torch.float64) / temperature, dim=-1)
-    top_k = torch.where(greedy, 1, torch.where(params.top_k > 0, params.top_k, logits.shape[-1]))[:, None]
+    temperature = torch.where(greedy, 1.0, params.temperature).to(wide.dtype)
+    probs = torch.softmax(wide / temperature[:, None], dim=-1)
+    best, first = probs.max(dim=-1, keepdim=True)
+    if filtered:
+        probs = probs * _inside_filters(probs, params)
+    probs = probs * (probs >= params.min_p[:, None].to(probs.dtype) * best)
+    return torch.where(greedy[:, None], torch.zeros_like(probs).scatter_(1, first, 1.0), probs)
+
+
+def _inside_filters(probs: Tensor, params: WarpParams) -> Tensor:
+    """Tokens that top-k and top-p keep. probs: [n, vocab], normalised. Returns [n, vocab] bool."""
+    vocab = probs.shape[-1]
     ranked, order = torch.sort(probs, dim=-1, descending=True, stable=True)
-    rank = torch.arange(logits.shape[-1], device=logits.device)
-    ranked = ranked * (rank < top_k)
-    before = ranked.cumsum(dim=-1) - ranked  # mass of the better tokens; the first always stays
-    ranked = ranked * (before < params.top_p[:, None] * ranked.sum(dim=-1, keepdim=True))
-    ranked = ranked * (ranked >= params.min_p[:, None] * ranked[:, :1])
-    return torch.zeros_like(probs).scatter_(1, order, ranked)
+    top_k = torch.where(params.top_k > 0, params.top_k, vocab)[:, None]
+    keep = torch.arange(vocab, device=probs.device) < top_k
+    ranked = (ranked * keep).to(torch.float64)
+    mass = ranked.cumsum(dim=-1)
+    top_p = params.top_p[:, None].to(torch.float64)
+    keep = keep & ((mass - ranked < top_p * mass[:, -1:]) | (top_p >= 1))  # the first token always stays
+    return torch.zeros_like(keep).scatter_(1, order, keep)
 
 
 def draw(probs: Tensor, coin: Tensor) -> Tensor:
     """The first token whose cumulative probability exceeds `coin * total`; one of probability 0 is never drawn.
 
-    probs: [n, vocab] float64, unnormalised. coin: [n] float64 in [0, 1). Returns [n] int64.
+    probs: [n, vocab], unnormalised. coin: [n] float64 in [0, 1). Returns [n] int64.
     """
-    cdf = probs.cumsum(dim=-1)
+    cdf = probs.cumsum(dim=-1, dtype=torch.float64)
     return torch.searchsorted(cdf, coin[:, None] * cdf[:, -1:], right=True)[:, 0]

@@ -16,7 +16,7 @@ from treetop.types.errors import InputError, InvariantError
 from treetop.types.ids import RequestId, Row
 from treetop.types.layout import Layout, SpecShape
 from treetop.types.messages import Chunk, PageEdit, PrefillPlan, RoundPlan, RowResult, RowSetup, StepPlan, StepResult
-from treetop.types.sampling import FinishReason, SamplingParams
+from treetop.types.sampling import Choice, FinishReason, SamplingParams
 from treetop.types.stopping import StopChecker
 
 
@@ -104,8 +104,8 @@ class Scheduler:
         if not batch:
             return None
         chunks = tuple(_chunk(request, count) for request, count in batch)
-        greedy = all(request.params.greedy for request, _ in batch)
-        return PrefillPlan(tuple(edits), tuple(setups), chunks, greedy)
+        choice = Choice.of(request.params for request, _ in batch)
+        return PrefillPlan(tuple(edits), tuple(setups), chunks, choice)
 
     def _admit(self, request: Request) -> Columns | None:
         """Give a waiting request a row and pages for all its tokens and one round; None if there is no room."""
@@ -130,7 +130,7 @@ class Scheduler:
             rows=rows,
             shape=self._shape,
             committed_bound=max(request.num_ids - 1 for request in self._decoding),
-            greedy=all(request.params.greedy for request in self._decoding),
+            choice=Choice.of(request.params for request in self._decoding),
         )
 
     def _reserve_round(self, request: Request) -> list[PageEdit]:

@@ -22,10 +22,12 @@ def greedy_choice(logits: Tensor) -> tuple[Tensor, Tensor]:
     return token, torch.isfinite(best).all(dim=1)
 
 
-def sampled_choice(logits: Tensor, params: WarpParams, seed: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+def sampled_choice(
+    logits: Tensor, params: WarpParams, seed: Tensor, positions: Tensor, filtered: bool
+) -> tuple[Tensor, Tensor]:
     """As `greedy_choice`, drawn from the warped target.
 
-    params, seed: [rows]. positions: [rows, T] int64, where the new tokens stand.
+    params, seed: [rows]. positions: [rows, T] int64, where the new tokens stand. filtered: see `warp`.
     """
     rows, width, vocab = logits.shape
     finite = torch.isfinite(logits.max(dim=-1).values).all(dim=1)
@@ -34,7 +36,7 @@ def sampled_choice(logits: Tensor, params: WarpParams, seed: Tensor, positions: 
     )
     safe = torch.where(finite[:, None, None], logits, 0)
     coins = philox_coin(seed[:, None].expand(rows, width), positions)
-    token = draw(warp(safe.reshape(rows * width, vocab), each), coins.reshape(-1))
+    token = draw(warp(safe.reshape(rows * width, vocab), each, filtered), coins.reshape(-1))
     return token.reshape(rows, width), finite
 
 

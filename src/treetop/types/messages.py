@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from treetop.types.ids import GroupName, PageId, Row
 from treetop.types.layout import SpecShape
-from treetop.types.sampling import SamplingParams
+from treetop.types.sampling import Choice, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +51,18 @@ class PrefillPlan:
     edits: tuple[PageEdit, ...]
     setups: tuple[RowSetup, ...]
     chunks: tuple[Chunk, ...]
-    greedy: bool
+    choice: Choice
 
 
 @dataclass(frozen=True, slots=True)
 class RoundPlan:
-    """One decode round of `rows`. committed_bound: no row has more committed tokens. greedy: every row is greedy."""
+    """One decode round of `rows`. committed_bound: no row has more committed tokens."""
 
     edits: tuple[PageEdit, ...]
     rows: tuple[Row, ...]
     shape: SpecShape
     committed_bound: int
-    greedy: bool
+    choice: Choice
 
 
 StepPlan = PrefillPlan | RoundPlan

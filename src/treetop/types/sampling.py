@@ -1,7 +1,9 @@
 """What a caller asks of one request."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Literal
 
 from treetop.types.errors import InputError
@@ -53,5 +55,25 @@ class SamplingParams:
         ]
 
     @property
+    def filtered(self) -> bool:
+        """Whether choosing a token needs the probabilities sorted."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1)
+
+    @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+
+class Choice(Enum):
+    """How a batch's tokens are chosen; a batch takes the costliest way that one of its requests needs."""
+
+    GREEDY = "greedy"
+    SAMPLE = "sample"
+    FILTER = "filter"
+
+    @classmethod
+    def of(cls, params: Iterable[SamplingParams]) -> "Choice":
+        listed = list(params)
+        if any(each.filtered for each in listed):
+            return cls.FILTER
+        return cls.GREEDY if all(each.greedy for each in listed) else cls.SAMPLE
