@@ -15,7 +15,8 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from treetop.kernels.kv import PagedKV
+from treetop.kernels.kv import PagedKV, PageTable
+from treetop.types.phase import Phase
 
 P = TypeVar("P")
 Q = TypeVar("Q")
@@ -23,13 +24,14 @@ Q = TypeVar("Q")
 
 @dataclass(frozen=True, slots=True)
 class TableView:
-    """One group's page table as a batch sees it.
+    """One group's page table as a batch sees it in one phase.
 
-    page_table: [num_rows, columns] int32. rows: [rows] int64. extent: [rows] int64, how many positions from 0 hold
+    rows: [rows] int64. extent: [rows] int64, how many positions from 0 hold
     K/V to be seen; `committed` in every decode phase, `committed + query_len` in prefill. bound: no extent is larger.
     """
 
-    page_table: Tensor
+    phase: Phase
+    table: PageTable
     rows: Tensor
     extent: Tensor
     bound: int

@@ -30,10 +30,10 @@ class Attend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TailAttention:
-    """A decode phase: new K/V go to columns `start ..` of the tail; queries see the prefix and the tail's mask.
+    """A decode phase: new K/V go to columns `start .. start + n` of the tail; queries see prefix and `width` columns.
 
     tails: group -> [layers, max rows, capacity, 2, kv_heads, head_dim]. plans: group -> the backend's plan, made for a
-    tail of `start + n` columns.
+    tail of `width` columns.
     """
 
     backend: AttentionBackend[Any, Any]
@@ -41,13 +41,14 @@ class TailAttention:
     tails: Mapping[GroupName, Tensor]
     plans: Mapping[GroupName, Any]
     start: int
+    width: int
     scale: float
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
         place = self.layers[layer]
         rows, n = kv.shape[:2]
-        tail = self.tails[place.group][place.index, :rows, : self.start + n]
-        tail[:, self.start :] = kv
+        tail = self.tails[place.group][place.index, :rows, : self.width]
+        tail[:, self.start : self.start + n] = kv
         return self.backend.prefix_tail(q, place.kv, self.plans[place.group], TailKV(tail), self.scale)
 
 
@@ -75,9 +76,11 @@ class DenseAttention:
     """Attention of a whole sequence over itself, without pages: what everything else must agree with."""
 
     scale: float
+    windows: Sequence[int | None]
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
-        n = q.shape[1]
+        n, window = q.shape[1], self.windows[layer]
         index = torch.arange(n, device=q.device)
-        causal = (index[:, None] >= index).expand(q.shape[0], n, n)
-        return attend(q, kv[:, :, 0], kv[:, :, 1], causal, self.scale)[0]
+        distance = index[:, None] - index
+        visible = (distance >= 0) & (distance < (n if window is None else window))
+        return attend(q, kv[:, :, 0], kv[:, :, 1], visible.expand(q.shape[0], n, n), self.scale)[0]

@@ -39,7 +39,7 @@ class TorchBackend:
     def begin(self, view: TableView) -> TorchPrefix:
         positions = torch.arange(view.bound, device=view.rows.device)[None]
         visible = positions < view.extent[:, None]
-        slots = slots_of(view.page_table, view.rows, positions, visible, view.page_size)
+        slots = slots_of(view.table.data, view.rows, positions, visible, view.page_size)
         return TorchPrefix(slots, visible)
 
     def plan(self, prefix: TorchPrefix, queries: Queries) -> TorchPlan:

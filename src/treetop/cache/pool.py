@@ -1,5 +1,6 @@
 """The memory of the pages: one tensor a KV group."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,11 +24,13 @@ class KVPool:
         return [LayerKV(self.group.name, i, PagedKV(self.data[i])) for i in range(self.group.num_layers)]
 
 
-def make_pools(layout: Layout, dtype: torch.dtype, device: torch.device) -> dict[GroupName, KVPool]:
-    """Zeroed pools of every group of the layout."""
+def make_pools(
+    layout: Layout, dtype: torch.dtype, zeros: Callable[[tuple[int, ...], torch.dtype], Tensor]
+) -> dict[GroupName, KVPool]:
+    """Zeroed pools of every group of the layout. zeros: makes a tensor of a shape and dtype."""
     pools = {}
     for group in layout.groups:
         slots = layout.num_pages[group.name] * layout.page_size
         shape = (group.num_layers, slots, 2, group.kv_heads, group.head_dim)
-        pools[group.name] = KVPool(group, torch.zeros(shape, dtype=dtype, device=device))
+        pools[group.name] = KVPool(group, zeros(shape, dtype))
     return pools

@@ -1,24 +1,66 @@
 """Level 1: plans and results are checked on the host before they reach the device, in time O(rows)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from treetop.types.errors import CheckError
 from treetop.types.ids import Row
 from treetop.types.layout import Layout
-from treetop.types.messages import PageEdit, PrefillPlan, RoundPlan, RowResult, StepPlan
+from treetop.types.messages import Chunk, PageEdit, RoundPlan, RowResult, StepPlan
 
 
-def check_plan(plan: StepPlan, layout: Layout) -> None:
-    """Raise CheckError naming quantity, row, value and range if a plan cannot be run on this layout."""
-    check_edits(plan.edits, layout)
-    if isinstance(plan, PrefillPlan):
+class PlanChecker:
+    """Checks plans against a layout, and each chunk against the one before it in its row."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout, self._num_pages = layout, layout.num_pages
+        self._expected: dict[Row, tuple[int, int]] = {}  # row -> (start, first token) of its next chunk
+
+    def check(self, plan: StepPlan) -> None:
+        """Raise CheckError naming quantity, row, value and range if a plan cannot be run on this layout."""
+        layout = self._layout
+        for edit in plan.edits:
+            self._check_edit(edit)
+        if isinstance(plan, RoundPlan):
+            check_round(plan, layout)
+            return
         check_rows([chunk.row for chunk in plan.chunks], layout)
         check_rows([setup.row for setup in plan.setups], layout)
+        for setup in plan.setups:
+            self._expected.pop(setup.row, None)
         for chunk in plan.chunks:
-            end = chunk.start + len(chunk.token_ids)
-            _within("prefill extent", chunk.row, end, 1, layout.max_context)
-    else:
-        check_round(plan, layout)
+            self._check_chunk(chunk)
+
+    def _check_edit(self, edit: PageEdit) -> None:
+        table, last_row = f"page_table.{edit.group}", self._layout.max_requests - 1
+        _within(f"{table} row", edit.row, edit.row, 0, last_row)
+        _within(f"{table} column", edit.row, edit.column, 0, self._layout.page_columns - 1)
+        _within(f"{table} page", edit.row, edit.page, 0, self._num_pages[edit.group] - 1)
+
+    def _check_chunk(self, chunk: Chunk) -> None:
+        """A chunk ends inside the context, and starts with the token that the chunk before it promised (sgl-26329)."""
+        end = chunk.start + len(chunk.token_ids)
+        _within("prefill extent", chunk.row, end, 1, self._layout.max_context)
+        start, token = self._expected.pop(chunk.row, (chunk.start, chunk.token_ids[0]))
+        _within("chunk start", chunk.row, chunk.start, start, start)
+        _within("first token of a chunk, promised by the chunk before,", chunk.row, chunk.token_ids[0], token, token)
+        if chunk.next_token is not None:
+            self._expected[chunk.row] = (end, chunk.next_token)
+
+
+def check_padded(padded: Sequence[int], rows: Sequence[Row], layout: Layout) -> None:
+    """A padded row list is the batch, then the dummy row only (sgl-23037)."""
+    for row in padded[len(rows) :]:
+        _within("padding of the row list", row, row, layout.dummy_row, layout.dummy_row)
+
+
+def check_emitted(token_ids: Sequence[int], stop_ids: Collection[int], reason: str | None, limit: int) -> None:
+    """Nothing follows a stop token, no more than `limit` tokens are emitted, and the reason says which (sgl-33758)."""
+    last = len(token_ids) - 1
+    for index, token in enumerate(token_ids):
+        if token in stop_ids and (index != last or reason != "stop"):
+            raise CheckError(f"emitted tokens: stop token {token} at {index} of {len(token_ids)}, reason {reason}")
+    if len(token_ids) > limit:
+        raise CheckError(f"emitted tokens: {len(token_ids)}, more than the {limit} that are left")
 
 
 def check_round(plan: RoundPlan, layout: Layout) -> None:
@@ -35,13 +77,6 @@ def check_rows(rows: Sequence[Row], layout: Layout) -> None:
         raise CheckError(f"a row appears twice in {list(rows)}")
     for row in rows:
         _within("row", row, row, 0, layout.max_requests - 1)
-
-
-def check_edits(edits: Iterable[PageEdit], layout: Layout) -> None:
-    for edit in edits:
-        _within(f"page_table.{edit.group} row", edit.row, edit.row, 0, layout.max_requests - 1)
-        _within(f"page_table.{edit.group} column", edit.row, edit.column, 0, layout.page_columns - 1)
-        _within(f"page_table.{edit.group} page", edit.row, edit.page, 0, layout.num_pages[edit.group] - 1)
 
 
 def check_result(result: RowResult, vocab_size: int, commit_width: int) -> None:

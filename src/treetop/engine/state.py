@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from treetop.engine.buffers import Zeros
+from treetop.kernels.kv import PageTable
 from treetop.kernels.sampling import WarpParams
 from treetop.models.eagle3 import Proposal
 from treetop.types.ids import GroupName
@@ -25,11 +27,11 @@ class DraftState:
 class RowState:
     """Tables of `num_rows` rows, written in place, never rebound.
 
-    page_tables: group -> [num_rows, page_columns] int32. committed: [num_rows] int64, tokens whose K/V are in the
-    pages of every group. root: [num_rows] int64, the token after them, whose K/V are in none.
+    page_tables: group -> its table, [num_rows, page_columns] int32. committed: [num_rows] int64, tokens whose K/V are
+    in the pages of every group. root: [num_rows] int64, the token after them, whose K/V are in none.
     """
 
-    page_tables: dict[GroupName, Tensor]
+    page_tables: dict[GroupName, PageTable]
     committed: Tensor
     root: Tensor
     seed: Tensor
@@ -41,8 +43,13 @@ class RowState:
         for group, table in self.page_tables.items():
             mine = [edit for edit in edits if edit.group == group]
             if mine:
-                cells = torch.tensor([(e.row, e.column, e.page) for e in mine], device=table.device)
-                table[cells[:, 0], cells[:, 1]] = cells[:, 2].to(torch.int32)
+                cells = torch.tensor([(e.row, e.column, e.page) for e in mine], device=table.data.device)
+                table.data[cells[:, 0], cells[:, 1]] = cells[:, 2].to(torch.int32)
+
+    def forget_pages(self, rows: list[int]) -> None:
+        """Level 3: fill the tables of rows about to be set up with what no page is."""
+        for table in self.page_tables.values():
+            table.data[rows] = torch.iinfo(torch.int32).min
 
     def apply_setups(self, setups: tuple[RowSetup, ...]) -> None:
         """Move requests into rows: every per-request field is written, whatever the row held before."""
@@ -90,53 +97,21 @@ def _store(table: Tensor, rows: Tensor, live: Tensor, value: Tensor) -> None:
     table[rows] = torch.where(keep, value, table[rows])
 
 
-def make_state(layout: Layout, draft_hidden: int | None, dtype: torch.dtype, device: torch.device) -> RowState:
+def make_state(layout: Layout, draft_hidden: int | None, dtype: torch.dtype, zeros: Zeros) -> RowState:
     """Zeroed tables; draft_hidden None without a draft head."""
-    n = layout.num_rows
-
-    def zeros(*shape: int, kind: torch.dtype = torch.int64) -> Tensor:
-        return torch.zeros(shape, dtype=kind, device=device)
-
+    n, long, real = layout.num_rows, torch.int64, torch.float32
     draft = None
     if draft_hidden is not None:
         k = layout.max_topk
-        draft = DraftState(zeros(n, k), zeros(n, k, kind=torch.float32), zeros(n, draft_hidden, kind=dtype))
-    real = torch.float32
+        draft = DraftState(zeros((n, k), long), zeros((n, k), real), zeros((n, draft_hidden), dtype))
+    top_p = zeros((n,), real)
+    top_p.fill_(1.0)
+    columns = layout.page_columns
     return RowState(
-        page_tables={name: zeros(n, layout.page_columns, kind=torch.int32) for name in layout.token_groups},
-        committed=zeros(n),
-        root=zeros(n),
-        seed=zeros(n),
-        params=WarpParams(zeros(n, kind=real), zeros(n), torch.ones(n, device=device), zeros(n, kind=real)),
+        page_tables={name: PageTable(name, zeros((n, columns), torch.int32)) for name in layout.token_groups},
+        committed=zeros((n,), long),
+        root=zeros((n,), long),
+        seed=zeros((n,), long),
+        params=WarpParams(zeros((n,), real), zeros((n,), long), top_p, zeros((n,), real)),
         draft=draft,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class TailBuffers:
-    """Dense per-row tails. Each: group -> [layers, max_requests, capacity, 2, kv_heads, head_dim]."""
-
-    verify: dict[GroupName, Tensor]
-    draft: dict[GroupName, Tensor]
-    extend: dict[GroupName, Tensor]
-
-
-def make_tails(layout: Layout, dtype: torch.dtype, device: torch.device) -> TailBuffers:
-    """Zeroed tails, sized by the layout's capacities."""
-
-    def tails(names: list[GroupName], capacity: int) -> dict[GroupName, Tensor]:
-        groups = [layout.group(name) for name in names]
-        return {
-            g.name: torch.zeros(
-                (g.num_layers, layout.max_requests, capacity, 2, g.kv_heads, g.head_dim), dtype=dtype, device=device
-            )
-            for g in groups
-        }
-
-    target = [g.name for g in layout.groups if not g.is_draft]
-    draft = [g.name for g in layout.groups if g.is_draft]
-    return TailBuffers(
-        verify=tails(target, layout.verify_tail),
-        draft=tails(draft, layout.draft_tail),
-        extend=tails(draft, layout.commit_width),
     )

@@ -5,6 +5,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from treetop.types.ids import GroupName
+
+
+@dataclass(frozen=True, slots=True)
+class PageTable:
+    """One KV group's table, and the group's name. data: [num_rows, columns] int32."""
+
+    group: GroupName
+    data: Tensor
+
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:

@@ -11,10 +11,13 @@ from treetop.types.errors import CheckpointError
 
 Config = Mapping[str, Any]
 
+WINDOWED = "WindowedLlamaForCausalLM"
+"""Llama with `layer_types` and `sliding_window`: treetop's own test model, `debug/two_group.py`."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A Llama-shaped decoder: sizes, norms and positions."""
+    """A Llama-shaped decoder: sizes, norms and positions. windows: how far each layer sees, None for everything."""
 
     vocab_size: int
     hidden_size: int
@@ -30,6 +33,7 @@ class ModelSpec:
     attention_bias: bool
     mlp_bias: bool
     eos_token_ids: tuple[int, ...]
+    windows: tuple[int | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +82,12 @@ def decoder_spec(config: Config, where: Path) -> ModelSpec:
     eos = config.get("eos_token_id")
     eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
     max_positions = _size(config, "max_position_embeddings", where, default=2048)
+    num_layers = _size(config, "num_hidden_layers", where)
     return ModelSpec(
         vocab_size=_size(config, "vocab_size", where),
         hidden_size=hidden,
         intermediate_size=_size(config, "intermediate_size", where),
-        num_layers=_size(config, "num_hidden_layers", where),
+        num_layers=num_layers,
         num_heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -93,6 +98,7 @@ def decoder_spec(config: Config, where: Path) -> ModelSpec:
         attention_bias=bool(config.get("attention_bias", False)),
         mlp_bias=bool(config.get("mlp_bias", False)),
         eos_token_ids=eos_ids,
+        windows=_windows(config, num_layers, where),
     )
 
 
@@ -100,7 +106,7 @@ def target_spec(folder: Path) -> ModelSpec:
     """Spec of a target checkpoint. Raises CheckpointError for an architecture that treetop does not run."""
     config = read_config(folder)
     architectures = config.get("architectures") or ["missing"]
-    if architectures != ["LlamaForCausalLM"]:
+    if architectures not in (["LlamaForCausalLM"], [WINDOWED]):
         raise CheckpointError(
             f"{folder}/config.json: architecture {', '.join(architectures)} is not supported, only LlamaForCausalLM"
         )
@@ -154,6 +160,17 @@ def _aux_inputs(config: Config, eagle: Config, num_layers: int, where: Path) -> 
     if not inputs or any(not 0 <= i <= num_layers for i in inputs):
         raise CheckpointError(f"{where}: auxiliary layer inputs {inputs} lie outside the target's 0 .. {num_layers}")
     return inputs
+
+
+def _windows(config: Config, num_layers: int, where: Path) -> tuple[int | None, ...]:
+    """Each layer's window; only the windowed architecture has any."""
+    if config.get("architectures") != [WINDOWED]:
+        return (None,) * num_layers
+    window, kinds = _size(config, "sliding_window", where), config.get("layer_types")
+    known = {"full_attention": None, "sliding_attention": window}
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= set(known):
+        raise CheckpointError(f"{where}: layer_types must name {' or '.join(known)} for each of {num_layers} layers")
+    return tuple(known[kind] for kind in kinds)
 
 
 def _rope_spec(config: Config, head_dim: int, max_positions: int, where: Path) -> RopeSpec:

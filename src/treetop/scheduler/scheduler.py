@@ -9,12 +9,14 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from treetop.cache.ledger import Columns, PageLedger
+from treetop.cache.ledger import Columns, Lease, LedgerRules, PageLedger
+from treetop.checks.host import check_emitted
+from treetop.engine.pure import Pure
 from treetop.scheduler.request import Request, RequestUpdate, Running
-from treetop.scheduler.stop import first_stop
+from treetop.types.config import EngineConfig
 from treetop.types.errors import InputError, InvariantError
 from treetop.types.ids import RequestId, Row
-from treetop.types.layout import Layout, SpecShape
+from treetop.types.layout import Layout
 from treetop.types.messages import Chunk, PageEdit, PrefillPlan, RoundPlan, RowResult, RowSetup, StepPlan, StepResult
 from treetop.types.sampling import Choice, FinishReason, SamplingParams
 from treetop.types.stopping import StopChecker
@@ -23,9 +25,11 @@ from treetop.types.stopping import StopChecker
 class Scheduler:
     """Owns requests, rows and leases. One plan is out at a time: `plan`, then `commit` its result."""
 
-    def __init__(self, layout: Layout, shape: SpecShape, eos_ids: Sequence[int], radix_cache: bool) -> None:
-        self._layout, self._shape, self._eos_ids = layout, shape, frozenset(eos_ids)
-        self._ledger = PageLedger(layout, radix_cache)
+    def __init__(self, layout: Layout, config: EngineConfig, eos_ids: Sequence[int], pure: Pure | None = None) -> None:
+        self._layout, self._config, self._eos_ids = layout, config, frozenset(eos_ids)
+        self._pure = pure or Pure()
+        rules = LedgerRules(self._pure.pages_to_free, self._pure.shared_groups)
+        self._ledger = PageLedger(layout, config.radix_cache, rules, config.check_level)
         self._free_rows = [Row(row) for row in range(layout.max_requests - 1, -1, -1)]
         self._waiting: deque[Request] = deque()
         self._prefilling: list[Request] = []
@@ -88,10 +92,13 @@ class Scheduler:
         batch: list[tuple[Request, int]] = []
         for request in self._prefilling:
             if budget > 0:
-                batch.append((request, min(budget, request.num_ids - request.prefilled)))
-                budget -= batch[-1][1]
+                assert request.running is not None
+                count = min(budget, request.num_ids - request.prefilled)
+                edits += _edits(request.running.row, self._reserve_chunk(request, request.running.lease, count))
+                batch.append((request, count))
+                budget -= count
         while budget > 0 and self._waiting and self._free_rows:
-            cells = self._admit(self._waiting[0])
+            cells = self._admit(self._waiting[0], budget)
             if cells is None:
                 break
             request = self._waiting.popleft()
@@ -103,14 +110,32 @@ class Scheduler:
             budget -= batch[-1][1]
         if not batch:
             return None
-        chunks = tuple(_chunk(request, count) for request, count in batch)
+        chunks = tuple(self._chunk(request, count) for request, count in batch)
         choice = Choice.of(request.params for request, _ in batch)
-        return PrefillPlan(tuple(edits), tuple(setups), chunks, choice)
+        return PrefillPlan(tuple(edits), self._ledger.take_freed(), tuple(setups), chunks, choice)
 
-    def _admit(self, request: Request) -> Columns | None:
+    def _chunk(self, request: Request, count: int) -> Chunk:
+        """The next `count` tokens of a request, and the token after them."""
+        assert request.running is not None
+        ids, start = request.ids, request.prefilled
+        end = start + count
+        return Chunk(request.running.row, start, ids[start:end], self._pure.next_prompt_token(ids, end))
+
+    def _reserve_chunk(self, request: Request, lease: Lease, count: int) -> Columns:
+        """Pages of the windows for one more chunk; the other groups got theirs at admission."""
+        known, total = request.prefilled, request.num_ids + self._layout.headroom
+        cells = self._ledger.slide(lease, known)
+        more = self._ledger.reserve(lease, total, known, known + count)
+        if more is None:
+            raise InvariantError("a window's pool does not hold the windows of all running requests")
+        return cells + more
+
+    def _admit(self, request: Request, budget: int) -> Columns | None:
         """Give a waiting request a row and pages for all its tokens and one round; None if there is no room."""
         lease, shared = self._ledger.open(request.ids)
-        reserved = self._ledger.reserve(lease, request.num_ids + self._layout.headroom)
+        known = lease.shared * self._layout.page_size
+        end = min(known + budget, request.num_ids)
+        reserved = self._ledger.reserve(lease, request.num_ids + self._layout.headroom, known, end)
         if reserved is None:
             self._ledger.release(lease)
             return None
@@ -127,19 +152,22 @@ class Scheduler:
         rows = tuple(request.running.row for request in self._decoding if request.running is not None)
         return RoundPlan(
             edits=tuple(edit for edit in edits if edit.row in alive),
+            freed=self._ledger.take_freed(),
             rows=rows,
-            shape=self._shape,
+            shape=self._config.shape,
             committed_bound=max(request.num_ids - 1 for request in self._decoding),
             choice=Choice.of(request.params for request in self._decoding),
         )
 
     def _reserve_round(self, request: Request) -> list[PageEdit]:
         """Pages for one more round of a request; the youngest others are retracted for them, or it itself."""
+        assert request.running is not None
+        known = request.num_ids - 1
+        behind = self._ledger.slide(request.running.lease, known)
         while True:
-            assert request.running is not None
-            cells = self._ledger.reserve(request.running.lease, request.num_ids - 1 + self._layout.headroom)
+            cells = self._ledger.reserve(request.running.lease, known + self._layout.headroom, known)
             if cells is not None:
-                return _edits(request.running.row, cells)
+                return _edits(request.running.row, behind + cells)
             victim = self._prefilling[-1] if self._prefilling else self._decoding[-1]
             if victim is request and len(self._decoding) == 1:
                 raise InvariantError("the pools do not hold one request at the context wall")
@@ -185,7 +213,10 @@ class Scheduler:
         params = request.params
         stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_ids)}
         limit = min(params.max_tokens - len(request.output_ids), self._layout.max_context - request.num_ids)
-        cut = first_stop(result.tokens, stop_ids, request.stop.feed(result.tokens), limit)
+        cut = self._pure.first_stop(result.tokens, stop_ids, request.stop.feed(result.tokens), limit)
+        if self._config.check_level >= 1:
+            count, reason = cut or (len(result.tokens), None)
+            check_emitted(result.tokens[:count], stop_ids, reason, limit)
         if cut is None:
             request.output_ids += result.tokens
             return RequestUpdate(request.request_id, result.tokens, None)
@@ -206,7 +237,7 @@ class Scheduler:
     def _leave(self, request: Request, ids: Sequence[int]) -> None:
         """Give back row and pages; `ids` are tokens whose K/V are complete."""
         assert request.running is not None
-        self._ledger.release(request.running.lease, ids)
+        self._ledger.release(request.running.lease, ids, request.num_ids)
         self._free_rows.append(request.running.row)
         request.running = None
         for queue in (self._prefilling, self._decoding):
@@ -226,11 +257,3 @@ class Scheduler:
 
 def _edits(row: Row, cells: Columns) -> list[PageEdit]:
     return [PageEdit(group, row, column, page) for group, column, page in cells]
-
-
-def _chunk(request: Request, count: int) -> Chunk:
-    """The next `count` tokens; the token after them comes from prompt and output alike (sgl-26329, sgl-28254)."""
-    assert request.running is not None
-    ids, start = request.ids, request.prefilled
-    end = start + count
-    return Chunk(request.running.row, start, ids[start:end], ids[end] if end < len(ids) else None)

@@ -1,12 +1,15 @@
 """The offline interface: `LLM(...).generate(prompts, params)`."""
 
+import os
 import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from treetop.debug.faults import active_fault
 from treetop.engine.engine import Engine
+from treetop.engine.pure import Pure
 from treetop.scheduler.request import Request, RequestUpdate
 from treetop.scheduler.scheduler import Scheduler
 from treetop.server.text import OutputText, StopStrings
@@ -71,19 +74,23 @@ class LLM:
     """An engine, a scheduler and a tokenizer in one process.
 
     Without `model` and `draft` it runs the embedded pair; a model without a draft decodes plainly, and `draft=None`
-    says so. Options bear the names of `EngineConfig`. Raises UserError for a configuration that cannot work.
+    says so. Options bear the names of `EngineConfig`. pure: for tests, a table with a fault in it; TREETOP_FAULT in the
+    environment names one too. Raises UserError for a configuration that cannot work.
     """
 
-    def __init__(self, model: str | None = None, draft: str | None = _UNSET, **options: Any) -> None:
+    def __init__(
+        self, model: str | None = None, draft: str | None = _UNSET, pure: Pure | None = None, **options: Any
+    ) -> None:
+        pure = pure or active_fault(os.environ)
         if draft == _UNSET:
             plain = model is not None or options.get("speculative_algorithm") == "NONE"
             draft = None if plain else BUILTIN_DRAFT
         self.config = EngineConfig.from_options(model=str(model or BUILTIN_MODEL), draft=draft, **options)
-        self.engine = Engine(self.config)
+        self.engine = Engine(self.config, pure)
         self.model_path, self.draft_path = self.engine.model_path, self.engine.draft_path
         self.tokenizer = Tokenizer(self.model_path) if (self.model_path / "tokenizer.json").is_file() else None
         eos_ids = (*self.engine.spec.eos_token_ids, *extra_eos_ids(self.model_path))
-        self.scheduler = Scheduler(self.engine.layout, self.config.shape, eos_ids, self.config.radix_cache)
+        self.scheduler = Scheduler(self.engine.layout, self.config, eos_ids, pure)
         self._seeds = random.Random(self.config.seed)
 
     def generate(

@@ -43,11 +43,22 @@ def draft_positions(committed: Tensor, level: int, k: int) -> Tensor:
     return (committed + level)[:, None].expand(-1, k)
 
 
-def grow_tree(head: Eagle3Head, seed: Seed, shape: SpecShape, attend: Callable[[Level], Attend]) -> DraftTree:
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """How levels are laid out. attend: the attention of a level. positions, next_mask: see `draft_positions` and
+    `kernels.tree.next_level_mask`.
+    """
+
+    attend: Callable[[Level], Attend]
+    positions: Callable[[Tensor, int, int], Tensor] = draft_positions
+    next_mask: Callable[[Tensor, Tensor], Tensor] = next_level_mask
+
+
+def grow_tree(head: Eagle3Head, seed: Seed, shape: SpecShape, growth: Growth) -> DraftTree:
     """Grow and select each row's tree.
 
-    The head runs S - 1 times on k nodes a row; level 0 needs no run, its nodes are the seed's proposal. `attend` gives
-    the attention of a level. With `num_steps` 0 the tree is its root.
+    The head runs S - 1 times on k nodes a row; level 0 needs no run, its nodes are the seed's proposal. With
+    `num_steps` 0 the tree is its root.
     Source: EAGLE-2, arXiv:2406.16858, sections 4.1 and 4.2.
     """
     if shape.num_steps == 0:
@@ -59,8 +70,8 @@ def grow_tree(head: Eagle3Head, seed: Seed, shape: SpecShape, attend: Callable[[
     all_tokens, all_scores = [tokens], [score]
     groups = [torch.full_like(tokens[:, :1], -1), _flat(k, tokens)]
     for index in range(shape.num_steps - 1):
-        level = Level(index, draft_positions(seed.committed, index, k), mask)
-        out = head.forward(tokens, hidden, level.positions, attend(level))
+        level = Level(index, growth.positions(seed.committed, index, k), mask)
+        out = head.forward(tokens, hidden, level.positions, growth.attend(level))
         proposal = head.propose(out, k)  # [rows, k, k]
         scores = (score[:, :, None] + proposal.logprob).flatten(1)
         children = proposal.tokens.flatten(1)
@@ -70,7 +81,7 @@ def grow_tree(head: Eagle3Head, seed: Seed, shape: SpecShape, attend: Callable[[
         parent = chosen // k
         tokens = children.gather(1, chosen)
         hidden = out.gather(1, parent[:, :, None].expand(-1, -1, out.shape[2]))
-        mask = next_level_mask(mask, parent)
+        mask = growth.next_mask(mask, parent)
         groups.append(chosen + k + index * k**2)
     flat_tokens, flat_scores = torch.cat(all_tokens, dim=1), torch.cat(all_scores, dim=1)
     return select_tree(seed.root, flat_tokens, flat_scores, torch.cat(groups, dim=1), shape)

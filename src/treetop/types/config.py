@@ -9,7 +9,7 @@ from treetop.types.layout import PLAIN, SpecShape
 Algorithm = Literal["EAGLE", "EAGLE3", "MTP", "NONE"]
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Backend = Literal["auto", "torch"]
-Graphs = Literal["auto", "off"]
+Graphs = Literal["auto", "off", "sim"]
 
 BUILTIN_MODEL = "builtin:nestling"
 BUILTIN_DRAFT = "builtin:nestling-eagle3"
@@ -29,7 +29,8 @@ class EngineConfig:
     draft None decodes plainly. speculative_algorithm None is inferred from the draft's tensors. context_length None is
     the model's. max_total_tokens: tokens each KV pool holds; None gives every running request its whole context.
     chunked_prefill_size: most prompt tokens a prefill step processes. radix_cache: keep the K/V of finished requests
-    for prompts that begin alike. check_level: 0 off, 1 host checks.
+    for prompts that begin alike. check_level: 0 off, 1 host checks, 2
+    device probes, 3 poison and red zones. graphs: `sim` runs rounds with the semantics of captured graphs, on a CPU.
     """
 
     model: str = BUILTIN_MODEL
@@ -75,7 +76,7 @@ class EngineConfig:
                 self.speculative_algorithm not in (None, "NONE") and self.draft is None,
                 f"--speculative-algorithm {self.speculative_algorithm} needs --speculative-draft-model-path",
             ),
-            (self.check_level not in (0, 1), f"--check-level must be 0 or 1, got {self.check_level}"),
+            (self.check_level not in range(4), f"--check-level must be 0, 1, 2 or 3, got {self.check_level}"),
             (not 0 <= self.seed < 2**63, f"--seed must be in [0, 2^63), got {self.seed}"),
         ]
         for name in ("max_running_requests", "chunked_prefill_size", "context_length", "max_total_tokens"):

@@ -4,7 +4,6 @@ Buffers are made from a `Layout`, and admission is limited by the same formulas,
 exceed what was sized (the fault class of sgl-27338, sgl-19016, sgl-26972).
 """
 
-import math
 from dataclasses import dataclass
 
 from treetop.types.errors import CapacityError, ConfigError
@@ -91,7 +90,7 @@ class Layout:
 
     shapes: the tree shapes the engine may run, PLAIN always among them. page_size: tokens a page. max_context: tokens
     a request may hold, prompt and output. chunk: most prompt tokens a prefill step processes. lag: rounds in flight.
-    num_pages: pages of each group, the null page included.
+    pool_tokens: tokens that each pool without a window holds.
     """
 
     shapes: tuple[SpecShape, ...]
@@ -100,7 +99,7 @@ class Layout:
     max_context: int
     chunk: int
     groups: tuple[KVGroup, ...]
-    num_pages: dict[GroupName, int]
+    pool_tokens: int
     lag: int = 1
 
     @property
@@ -166,6 +165,19 @@ class Layout:
         return self.page_columns if group.window is None else self.window_pages(group.window)
 
     @property
+    def num_pages(self) -> dict[GroupName, int]:
+        """Pages of each group, the null page included. A window's pool holds every request's window."""
+        return {
+            group.name: 1
+            + (
+                self.pages_for(self.pool_tokens)
+                if group.window is None
+                else self.max_requests * self.window_pages(group.window)
+            )
+            for group in self.groups
+        }
+
+    @property
     def token_groups(self) -> tuple[GroupName, ...]:
         return tuple(group.name for group in self.groups)
 
@@ -224,8 +236,3 @@ class Layout:
                     f" {self.page_size} + the null page, have {have}; lower --context-length or raise"
                     f" --max-total-tokens to at least {(need - 1) * self.page_size}"
                 )
-
-
-def plan_pages(groups: tuple[KVGroup, ...], page_size: int, pool_tokens: int) -> dict[GroupName, int]:
-    """Pages of each group for a pool of `pool_tokens` tokens, the null page added."""
-    return {group.name: math.ceil(pool_tokens / page_size) + 1 for group in groups}

@@ -46,9 +46,10 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """One prefill step: page edits and row setups are applied first, in this order."""
+    """One prefill step: edits and setups are applied first, in this order. freed: pages, since the last plan."""
 
     edits: tuple[PageEdit, ...]
+    freed: tuple[tuple[GroupName, PageId], ...]
     setups: tuple[RowSetup, ...]
     chunks: tuple[Chunk, ...]
     choice: Choice
@@ -56,9 +57,10 @@ class PrefillPlan:
 
 @dataclass(frozen=True, slots=True)
 class RoundPlan:
-    """One decode round of `rows`. committed_bound: no row has more committed tokens."""
+    """One decode round. committed_bound: no row has more committed tokens. freed: pages, since the last plan."""
 
     edits: tuple[PageEdit, ...]
+    freed: tuple[tuple[GroupName, PageId], ...]
     rows: tuple[Row, ...]
     shape: SpecShape
     committed_bound: int

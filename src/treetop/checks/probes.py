@@ -1,0 +1,76 @@
+"""Level 2: probes on the device. They never synchronise and never kill the context.
+
+A probe that fires writes one record (code, phase, tensor, row, value, low, high); the first writer wins. The record
+travels with the round's results and the host raises on reading it. An index probe also redirects what fired, so that
+nothing is read or written out of bounds for the rest of the round.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from treetop.types.errors import CheckError
+from treetop.types.phase import Phase
+
+NAN, OUT_OF_BOUNDS = 1, 2
+_WIDTH = 7
+_PHASES = list(Phase)
+
+
+@dataclass(frozen=True, slots=True)
+class Probes:
+    """record: [7] int64 on the device, all zero while nothing fired. enabled False makes every probe the identity."""
+
+    record: Tensor
+    enabled: bool
+    names: list[str] = field(default_factory=list)
+
+    @classmethod
+    def make(cls, device: torch.device, enabled: bool) -> "Probes":
+        return cls(torch.zeros(_WIDTH, dtype=torch.int64, device=device), enabled)
+
+    def nan(self, x: Tensor, name: str, phase: Phase, rows: Tensor) -> None:
+        """Fire if a live part of x [rows, ...] is not finite; rows: [rows] int64, for the message."""
+        if self.enabled and x.numel():
+            bad = ~torch.isfinite(x).flatten(1).all(dim=1)
+            self._fire(bad, rows, torch.zeros_like(rows), (NAN, name, phase, 0, 0))
+
+    def index(self, x: Tensor, low: Tensor | int, high: int | Tensor, name: str, phase: Phase, rows: Tensor) -> Tensor:
+        """Fire if an index of x [rows, ...] lies outside [low, high); returns x with those redirected to `low`.
+
+        low and high broadcast against x.
+        """
+        if not self.enabled or not x.numel():
+            return x
+        bad = (x < low) | (x >= high)
+        flat = bad.flatten(1)
+        worst = torch.where(bad, x, 0).flatten(1).gather(1, flat.to(torch.int8).argmax(dim=1, keepdim=True))[:, 0]
+        low_int = int(low) if isinstance(low, int) else -1
+        high_int = int(high) if isinstance(high, int) else -1
+        self._fire(flat.any(dim=1), rows, worst, (OUT_OF_BOUNDS, name, phase, low_int, high_int))
+        return torch.where(bad, low, x)
+
+    def _fire(self, bad: Tensor, rows: Tensor, value: Tensor, what: tuple[int, str, Phase, int, int]) -> None:
+        code, name, phase, low, high = what
+        if name not in self.names:
+            self.names.append(name)
+        first = bad.to(torch.int8).argmax()
+        fixed = torch.tensor([code, _PHASES.index(phase), self.names.index(name)], device=bad.device)
+        bounds = torch.tensor([low, high], device=bad.device)
+        record = torch.cat([fixed, rows[first][None], value[first][None], bounds])
+        self.record.copy_(torch.where(bad.any() & (self.record[0] == 0), record, self.record))
+
+    def raise_if_fired(self) -> None:
+        """Read the record, clear it, and raise CheckError if a probe wrote it. Called with the results, on the host."""
+        if not self.enabled:
+            return
+        code, phase, name, row, value, low, high = self.record.tolist()
+        if code == 0:
+            return
+        self.record.zero_()
+        where = f"{self.names[name]} in phase {_PHASES[phase]}, row {row}"
+        if code == NAN:
+            raise CheckError(f"detect_nan: {where}: not finite")
+        bounds = f"[{low}, {high})" if high >= 0 else "its row's range"
+        raise CheckError(f"detect_oob: {where}: value {value} outside {bounds}")

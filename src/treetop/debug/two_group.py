@@ -1,0 +1,76 @@
+"""A small random checkpoint whose layers alternate between a window and the whole context, and its EAGLE-3 head.
+
+Two KV groups in one target are where window faults live (sgl-24617); no small public model has them.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from treetop.models.eagle3 import Eagle3Head
+from treetop.models.llama import Llama
+from treetop.models.spec import WINDOWED, eagle3_spec, target_spec
+
+_TARGET: dict[str, Any] = {
+    "architectures": [WINDOWED],
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 160,
+    "rms_norm_eps": 1e-5,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "tie_word_embeddings": False,
+}
+_HEAD: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "vocab_size": 96,
+    "draft_vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]},
+}
+
+
+def write_two_group_pair(folder: Path, window: int = 12, seed: int = 0) -> tuple[Path, Path]:
+    """Write target and head below `folder`; returns their folders. The same arguments give the same bytes."""
+    generator = torch.Generator().manual_seed(seed)
+    target, head = folder / "two-group", folder / "two-group-eagle3"
+    _write_config(target, {**_TARGET, "sliding_window": window})
+    spec = target_spec(target)
+    _write_tensors(target, {name: _random(shape, generator) for name, shape in Llama.shapes(spec).items()})
+    _write_config(head, _HEAD)
+    draft = eagle3_spec(head, spec)
+    tensors = {name: _random(shape, generator) for name, shape in Eagle3Head.shapes(draft).items()}
+    chosen = torch.randperm(spec.vocab_size, generator=generator)[: draft.draft_vocab_size].sort().values
+    tensors["d2t"] = chosen - torch.arange(draft.draft_vocab_size)
+    _write_tensors(head, tensors)
+    return target, head
+
+
+def _random(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Norm weights near one, matrices scaled to keep their input's size."""
+    if len(shape) == 1:
+        return 1 + 0.1 * torch.randn(shape, generator=generator)
+    return torch.randn(shape, generator=generator) * float(shape[-1] ** -0.5)
+
+
+def _write_config(folder: Path, config: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+def _write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+    save_file(tensors, folder / "model.safetensors")

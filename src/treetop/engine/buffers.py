@@ -1,0 +1,94 @@
+"""What passes between the phases of a round: preallocated for the largest bucket, never rebound.
+
+A batch uses the first rows, so eager and captured rounds run the same functions on the same memory.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from treetop.types.ids import GroupName
+from treetop.types.layout import KVGroup, Layout, SpecShape
+from treetop.types.tree import Accepted, DraftTree
+
+Zeros = Callable[[tuple[int, ...], torch.dtype], Tensor]
+"""Makes a zeroed tensor on the engine's device; at check level 3 inside red zones."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundBuffers:
+    """rows: the graph input. tree: written by DRAFT. accepted, features: written by VERIFY.
+
+    features: [max_requests, T, hidden] of each auxiliary layer. Tails: group -> [layers, max_requests, capacity, 2,
+    kv_heads, head_dim], each scratch of one phase.
+    """
+
+    rows: Tensor
+    tree: DraftTree
+    accepted: Accepted
+    features: tuple[Tensor, ...]
+    draft_tails: dict[GroupName, Tensor]
+    verify_tails: dict[GroupName, Tensor]
+    extend_tails: dict[GroupName, Tensor]
+
+    def tree_of(self, bucket: int, shape: SpecShape) -> DraftTree:
+        """The part of the tree buffers that a batch of `bucket` rows uses."""
+        t, tree = shape.num_draft_tokens, self.tree
+        return DraftTree(
+            tree.tokens[:bucket, :t],
+            tree.parent[:bucket, :t],
+            tree.depth[:bucket, :t],
+            tree.mask[:bucket, :t, :t],
+            tree.logprob[:bucket, :t],
+        )
+
+    def accepted_of(self, bucket: int, shape: SpecShape) -> Accepted:
+        w, accepted = shape.commit_width, self.accepted
+        return Accepted(
+            accepted.path[:bucket, :w],
+            accepted.accept_len[:bucket],
+            accepted.tokens[:bucket, :w],
+            accepted.bonus[:bucket],
+            accepted.finite[:bucket],
+        )
+
+    def features_of(self, bucket: int, shape: SpecShape) -> tuple[Tensor, ...]:
+        return tuple(feature[:bucket, : shape.num_draft_tokens] for feature in self.features)
+
+
+def copy_into(target: DraftTree | Accepted, source: DraftTree | Accepted) -> None:
+    """Write every tensor of a value into the buffers of another."""
+    for name in source.__dataclass_fields__:
+        getattr(target, name).copy_(getattr(source, name))
+
+
+def make_round_buffers(
+    layout: Layout, num_features: int, hidden: int, dtype: torch.dtype, zeros: Zeros
+) -> RoundBuffers:
+    """Zeroed buffers, sized by the layout's capacities. hidden: the target's."""
+    b, t, w, long = layout.max_requests, layout.verify_tail, layout.commit_width, torch.int64
+
+    def tails(groups: list[KVGroup], capacity: int) -> dict[GroupName, Tensor]:
+        return {g.name: zeros((g.num_layers, b, capacity, 2, g.kv_heads, g.head_dim), dtype) for g in groups}
+
+    target = [group for group in layout.groups if not group.is_draft]
+    draft = [group for group in layout.groups if group.is_draft]
+    return RoundBuffers(
+        rows=zeros((b,), long),
+        tree=DraftTree(
+            zeros((b, t), long),
+            zeros((b, t), long),
+            zeros((b, t), long),
+            zeros((b, t, t), torch.bool),
+            zeros((b, t), torch.float32),
+        ),
+        accepted=Accepted(
+            zeros((b, w), long), zeros((b,), long), zeros((b, w), long), zeros((b,), long), zeros((b,), torch.bool)
+        ),
+        features=tuple(zeros((b, t, hidden), dtype) for _ in range(num_features)),
+        draft_tails=tails(draft, layout.draft_tail),
+        verify_tails=tails(target, layout.verify_tail),
+        extend_tails=tails(draft, layout.commit_width),
+    )

@@ -1,0 +1,112 @@
+"""From a configuration to a device: specs, capacity algebra, weights, memory, in this order."""
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from treetop.attention.phase import LayerKV
+from treetop.attention.torch_backend import TorchBackend
+from treetop.cache.pool import make_pools
+from treetop.checks.poison import RedZones
+from treetop.checks.probes import Probes
+from treetop.engine.buffers import Zeros, make_round_buffers
+from treetop.engine.device import Device
+from treetop.engine.pure import Pure
+from treetop.engine.state import make_state
+from treetop.models.loader import Placement, load_eagle3, load_target, read_eagle3_spec
+from treetop.models.spec import Eagle3Spec, ModelSpec
+from treetop.types.config import EngineConfig
+from treetop.types.errors import ConfigError
+from treetop.types.ids import DRAFT, FULL, WINDOW, GroupName
+from treetop.types.layout import PLAIN, KVGroup, Layout
+
+
+def make_layout(config: EngineConfig, spec: ModelSpec, draft: Eagle3Spec | None, kind: type[Layout]) -> Layout:
+    """The capacity algebra of a configuration and its models, validated."""
+    context = config.context_length or spec.max_positions
+    if context > spec.max_positions:
+        raise ConfigError(f"--context-length {context} exceeds the model's {spec.max_positions} positions")
+    shapes = (PLAIN,) if config.shape == PLAIN else (PLAIN, config.shape)
+    headroom = max(shape.commit_width for shape in shapes)
+    pool_tokens = config.max_total_tokens or config.max_running_requests * (context + headroom + config.page_size)
+    layout = kind(
+        shapes=shapes,
+        page_size=config.page_size,
+        max_requests=config.max_running_requests,
+        max_context=context,
+        chunk=config.chunked_prefill_size,
+        groups=tuple(_groups(spec, draft)),
+        pool_tokens=pool_tokens,
+    )
+    layout.validate()
+    return layout
+
+
+def read_draft_spec(config: EngineConfig, folder: Path, target: ModelSpec) -> Eagle3Spec:
+    """The draft head's spec, and whether the options fit it."""
+    spec = read_eagle3_spec(folder, target, config.speculative_algorithm)
+    if config.speculative_eagle_topk > spec.draft_vocab_size:
+        raise ConfigError(
+            f"--speculative-eagle-topk {config.speculative_eagle_topk} exceeds the draft vocabulary of"
+            f" {spec.draft_vocab_size}"
+        )
+    return spec
+
+
+def build_device(
+    config: EngineConfig,
+    pure: Pure,
+    layout: Layout,
+    target_from: tuple[Path, ModelSpec],
+    draft_from: tuple[Path, Eagle3Spec] | None,
+    place: Placement,
+) -> tuple[Device, RedZones | None]:
+    """Load weights and allocate memory; at check level 3 every buffer lies between red zones."""
+    zones = RedZones(place.device) if config.check_level >= 3 else None
+    zeros: Zeros = zones.zeros if zones is not None else partial(_zeros, place.device)
+    aux = draft_from[1].aux_inputs if draft_from is not None else ()
+    target = load_target(*target_from, aux, place)
+    head = load_eagle3(*draft_from, target, place) if draft_from is not None else None
+    pools = make_pools(layout, place.dtype, zeros)
+    layers = {name: pool.layers() for name, pool in pools.items()}
+    spec = target_from[1]
+    device = Device(
+        layout=layout,
+        pure=pure,
+        check_level=config.check_level,
+        target=target,
+        head=head,
+        backend=TorchBackend(place.dtype),
+        pools=pools,
+        state=make_state(layout, head.spec.layer.hidden_size if head is not None else None, place.dtype, zeros),
+        buffers=make_round_buffers(layout, len(aux), spec.hidden_size, place.dtype, zeros),
+        target_layers=_in_order(spec, layers),
+        draft_layers=layers.get(DRAFT, []),
+        probes=Probes.make(place.device, config.check_level >= 2),
+    )
+    return device, zones
+
+
+def _groups(spec: ModelSpec, draft: Eagle3Spec | None) -> list[KVGroup]:
+    """KV groups of the target's layers by window, and the draft's."""
+    groups = []
+    for window in dict.fromkeys(spec.windows):  # distinct, in order
+        name = FULL if window is None else WINDOW
+        groups.append(KVGroup(name, spec.windows.count(window), spec.kv_heads, spec.head_dim, window))
+    if len({group.name for group in groups}) != len(groups):
+        raise ConfigError("a model with two different windows is not supported")
+    if draft is not None:
+        groups.append(KVGroup(DRAFT, 1, draft.layer.kv_heads, draft.layer.head_dim))
+    return groups
+
+
+def _in_order(spec: ModelSpec, layers: dict[GroupName, list[LayerKV]]) -> list[LayerKV]:
+    """The target's layers in the model's order, each with its place in its group."""
+    queues = {name: iter(places) for name, places in layers.items()}
+    return [next(queues[FULL if window is None else WINDOW]) for window in spec.windows]
+
+
+def _zeros(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,0 +1,130 @@
+"""Everything a step runs on: models, memory, a backend, guards. Built once, shared by the phases."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treetop.attention.contract import AttentionBackend, Queries, TableView
+from treetop.attention.phase import LayerKV, TailAttention
+from treetop.cache.pool import KVPool
+from treetop.checks.probes import Probes
+from treetop.engine.buffers import RoundBuffers
+from treetop.engine.pure import Pure
+from treetop.engine.state import RowState
+from treetop.kernels.kv import slots_of
+from treetop.models.eagle3 import Eagle3Head, Proposal
+from treetop.models.llama import Llama
+from treetop.spec.verify import greedy_choice, sampled_choice
+from treetop.types.errors import CapacityError, CheckError
+from treetop.types.ids import GroupName
+from treetop.types.layout import KVGroup, Layout
+from treetop.types.phase import Phase
+from treetop.types.sampling import Choice
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """target_layers, draft_layers: where each layer's K/V live. check_level: see `docs/testing.md`."""
+
+    layout: Layout
+    pure: Pure
+    check_level: int
+    target: Llama
+    head: Eagle3Head | None
+    backend: AttentionBackend[Any, Any]
+    pools: dict[GroupName, KVPool]
+    state: RowState
+    buffers: RoundBuffers
+    target_layers: list[LayerKV]
+    draft_layers: list[LayerKV]
+    probes: Probes
+
+    @property
+    def target_groups(self) -> list[KVGroup]:
+        return [group for group in self.layout.groups if not group.is_draft]
+
+    @property
+    def draft_groups(self) -> list[KVGroup]:
+        return [group for group in self.layout.groups if group.is_draft]
+
+    def begin(self, phase: Phase, group: GroupName, rows: Tensor, extent: Tensor, bound: int) -> Any:
+        """The backend's view of the pages that a group's layers see: positions 0 .. extent."""
+        table = self.pure.table_of(self.state.page_tables, group)
+        if self.check_level >= 1 and table.group != group:
+            raise CheckError(f"phase {phase}: layers of group {group} were given the page table of {table.group}")
+        return self.backend.begin(TableView(phase, table, rows, extent, bound, self.layout.page_size))
+
+    def tail_attention(
+        self, layers: list[LayerKV], tails: Mapping[GroupName, Tensor], plans: Mapping[GroupName, Any], place: "Tail"
+    ) -> TailAttention:
+        """Attention of a decode phase. Raises CapacityError if its tail is wider than the buffer (sgl-27360)."""
+        if self.check_level >= 1:
+            for name in plans:
+                have = tails[name].shape[2]
+                if place.width > have or place.start > place.width:
+                    raise CapacityError(
+                        f"tail of phase {place.phase}, group {name}: need {place.width} columns, have {have};"
+                        f" raise --speculative-num-steps"
+                    )
+        scale = head_scale(self.layout.group(layers[0].group))
+        return TailAttention(self.backend, layers, tails, plans, place.start, place.width, scale)
+
+    def plan(self, prefixes: Mapping[GroupName, Any], queries: Mapping[GroupName, Queries]) -> dict[GroupName, Any]:
+        return {name: self.backend.plan(prefixes[name], each) for name, each in queries.items()}
+
+    def commit(
+        self, tails: Mapping[GroupName, Tensor], rows: Tensor, committed: Tensor, source: Tensor, kept: Tensor
+    ) -> None:
+        """Copy tail entries `source` to positions L .. of the pages; those not `kept` go to the null page."""
+        positions = committed[:, None] + torch.arange(source.shape[1], device=source.device)
+        for name, tail in tails.items():
+            table = self.pure.table_of(self.state.page_tables, name).data
+            slots = slots_of(table, rows, positions, kept, self.layout.page_size)
+            self.pure.commit(self.pools[name].data, tail, source, slots)
+            if self.check_level >= 3:
+                _check_committed(self.pools[name].data, tail, source, slots)
+
+    def choose(self, logits: Tensor, rows: Tensor, positions: Tensor, how: Choice) -> tuple[Tensor, Tensor]:
+        """The target's token after each node, and whether a row's logits are finite; positions: of those tokens."""
+        if how is Choice.GREEDY:
+            return greedy_choice(logits)
+        params = self.state.warp_params(rows)
+        return sampled_choice(logits, params, self.state.seed[rows], positions, how is Choice.FILTER)
+
+    def propose(self, hidden: Tensor, index: Tensor) -> tuple[Proposal, Tensor]:
+        """The proposals after one column of each row, and that column's state."""
+        assert self.head is not None
+        chosen = pick(hidden, index)
+        return self.head.propose(chosen, self.layout.max_topk), chosen
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """Where a phase's new K/V go in its tail (`start`), and how many columns its queries see (`width`)."""
+
+    phase: Phase
+    start: int
+    width: int
+
+
+def pick(x: Tensor, index: Tensor) -> Tensor:
+    """x: [rows, n, width], index: [rows] int64. Returns [rows, width]."""
+    return x[torch.arange(x.shape[0], device=x.device), index]
+
+
+def head_scale(group: KVGroup) -> float:
+    return float(group.head_dim**-0.5)
+
+
+def _check_committed(pool: Tensor, tail: Tensor, source: Tensor, slots: Tensor) -> None:
+    """Level 3: every committed slot holds its tail entry, bit for bit."""
+    row = torch.arange(source.shape[0], device=source.device)[:, None]
+    flat = (row * tail.shape[2] + source).reshape(-1)
+    kept = slots.reshape(-1) != 0
+    want = tail.flatten(1, 2).index_select(1, flat[kept])
+    have = pool.index_select(1, slots.reshape(-1)[kept])
+    if not torch.equal(want.nan_to_num(), have.nan_to_num()):
+        raise CheckError("commit: a committed slot does not hold the K/V of its node")

@@ -1,0 +1,75 @@
+"""A prefill step: one chunk a row, K/V to the pages first, the first token of a prompt's last chunk sampled."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from treetop.attention.phase import CausalAttention, LayerKV
+from treetop.engine.device import Device, head_scale, pick
+from treetop.kernels.kv import slots_of
+from treetop.types.layout import KVGroup
+from treetop.types.phase import Phase
+from treetop.types.sampling import Choice
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillBatch:
+    """One prefill step on the device.
+
+    rows: [rows] int64. tokens: [rows, n] int64, padded. query_len: [rows] int64, 0 for the dummy row. next_token:
+    [rows] int64, the prompt token after the chunk; -1 for a prompt's last chunk. bound: no extent is larger.
+    """
+
+    rows: Tensor
+    tokens: Tensor
+    query_len: Tensor
+    next_token: Tensor
+    bound: int
+    choice: Choice
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Where a chunk's tokens stand. positions: [rows, n], 0 where padded. valid: [rows, n] bool. extent: [rows]."""
+
+    positions: Tensor
+    valid: Tensor
+    extent: Tensor
+
+
+def prefill(device: Device, batch: PrefillBatch) -> tuple[Tensor, Tensor]:
+    """Process one chunk a row. Returns the first new token of each row [rows], and finite [rows] bool."""
+    rows, query_len = batch.rows, batch.query_len
+    start = device.state.committed[rows]
+    columns = torch.arange(batch.tokens.shape[1], device=rows.device)
+    valid = columns < query_len[:, None]
+    span = _Span(torch.where(valid, start[:, None] + columns, 0), valid, start + query_len)
+    attend = _attention(device, device.target_layers, device.target_groups, batch, span)
+    output = device.target.forward(batch.tokens, span.positions, attend)
+    last = (query_len - 1).clamp(min=0)
+    logits = device.target.logits(pick(output.hidden, last)[:, None])
+    choice, finite = device.choose(logits, rows, span.extent[:, None], batch.choice)
+    first = choice[:, 0]
+    draft = None
+    if device.head is not None:
+        following = torch.where(batch.next_token >= 0, batch.next_token, first)
+        shifted = torch.cat([batch.tokens[:, 1:], batch.tokens[:, :1]], dim=1)
+        shifted = shifted.scatter(1, last[:, None], following[:, None])
+        attend = _attention(device, device.draft_layers, device.draft_groups, batch, span)
+        hidden = device.head.forward(shifted, device.head.fuse(output.features), span.positions, attend)
+        draft = device.propose(hidden, last)
+    device.state.finish(rows, rows != device.layout.dummy_row, query_len, first, draft)
+    return first, finite
+
+
+def _attention(
+    device: Device, layers: list[LayerKV], groups: list[KVGroup], batch: PrefillBatch, span: _Span
+) -> CausalAttention:
+    slots, plans = {}, {}
+    for group in groups:
+        table = device.pure.table_of(device.state.page_tables, group.name).data
+        slots[group.name] = slots_of(table, batch.rows, span.positions, span.valid, device.layout.page_size)
+        prefix = device.begin(Phase.PREFILL, group.name, batch.rows, span.extent, batch.bound)
+        plans[group.name] = device.backend.plan_causal(prefix, span.positions, group.window)
+    return CausalAttention(device.backend, layers, slots, plans, head_scale(groups[0]))

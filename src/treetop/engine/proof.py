@@ -1,0 +1,28 @@
+"""The start-up proof: the real round runs once on the worst batch that can be admitted."""
+
+from treetop.engine.device import Device
+from treetop.engine.graphs import RoundLauncher
+from treetop.engine.rounds import RoundKey
+from treetop.types.sampling import Choice
+
+
+def prove_capacity(device: Device, launcher: RoundLauncher) -> None:
+    """Run every shape with all rows at the context wall, on the null page, and put the state back.
+
+    Raises CapacityError where a buffer was sized by another formula than the one that fills it (sgl-27338, sgl-26972).
+    """
+    layout, state = device.layout, device.state
+    layout.require("page_columns", layout.pages_for(layout.max_context + layout.lag * layout.commit_width))
+    tables = {name: table.data.clone() for name, table in state.page_tables.items()}
+    for table in state.page_tables.values():
+        table.data.zero_()
+    for shape in layout.shapes:
+        device.buffers.rows.copy_(device.buffers.rows.new_tensor(range(layout.max_requests)))
+        state.committed[: layout.max_requests] = layout.max_context
+        launcher.launch(RoundKey(layout.max_requests, shape, Choice.GREEDY), layout.max_context)
+    device.probes.raise_if_fired()
+    draft = [state.draft.tokens, state.draft.logprob, state.draft.hidden] if state.draft is not None else []
+    for tensor in (state.committed, state.root, *draft, *(pool.data for pool in device.pools.values())):
+        tensor.zero_()
+    for name, table in state.page_tables.items():
+        table.data.copy_(tables[name])
