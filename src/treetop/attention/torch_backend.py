@@ -49,8 +49,9 @@ class TorchBackend:
     def plan_causal(self, prefix: TorchPrefix, positions: Tensor, window: int | None) -> TorchPlan:
         keys = torch.arange(prefix.slots.shape[1], device=positions.device)
         causal = keys <= positions[:, :, None]
-        # A padding query lies past its row's extent; the key at position 0 keeps its softmax from being empty.
-        visible = (_prefix_visible(prefix, positions, window) & causal) | (keys == 0)
+        # The dummy row has no key at all; the null slot, shown to it alone, keeps its softmax from being empty.
+        empty = ~prefix.visible[:, None, :1] & (keys == 0)
+        visible = (_prefix_visible(prefix, positions, window) & causal) | empty
         return self._plan(prefix, visible)
 
     def _plan(self, prefix: TorchPrefix, visible: Tensor) -> TorchPlan:

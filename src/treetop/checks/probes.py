@@ -33,7 +33,7 @@ class Probes:
     def nan(self, x: Tensor, name: str, phase: Phase, rows: Tensor) -> None:
         """Fire if a live part of x [rows, ...] is not finite; rows: [rows] int64, for the message."""
         if self.enabled and x.numel():
-            bad = ~torch.isfinite(x).flatten(1).all(dim=1)
+            bad = ~torch.isfinite(x).view(x.shape[0], -1).all(dim=1)
             self._fire(bad, rows, torch.zeros_like(rows), (NAN, name, phase, 0, 0))
 
     def index(self, x: Tensor, low: Tensor | int, high: int | Tensor, name: str, phase: Phase, rows: Tensor) -> Tensor:
@@ -44,8 +44,8 @@ class Probes:
         if not self.enabled or not x.numel():
             return x
         bad = (x < low) | (x >= high)
-        flat = bad.flatten(1)
-        worst = torch.where(bad, x, 0).flatten(1).gather(1, flat.to(torch.int8).argmax(dim=1, keepdim=True))[:, 0]
+        flat = bad.view(x.shape[0], -1)
+        worst = x.reshape(flat.shape).gather(1, flat.to(torch.int8).argmax(dim=1, keepdim=True))[:, 0]
         low_int = int(low) if isinstance(low, int) else -1
         high_int = int(high) if isinstance(high, int) else -1
         self._fire(flat.any(dim=1), rows, worst, (OUT_OF_BOUNDS, name, phase, low_int, high_int))

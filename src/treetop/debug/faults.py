@@ -19,7 +19,6 @@ from treetop.types.errors import ConfigError
 from treetop.types.ids import DRAFT, FULL, WINDOW, GroupName, PageId
 from treetop.types.layout import Layout, SpecShape
 from treetop.types.sampling import FinishReason
-from treetop.types.tree import Accepted
 
 ENVIRONMENT = "TREETOP_FAULT"
 
@@ -90,8 +89,8 @@ def _stale_padding(rows: Sequence[int], bucket: int, dummy: int, previous: Seque
     return [*rows, *previous[len(rows) : bucket]]
 
 
-def _views(accepted: Accepted) -> Accepted:
-    return accepted
+def _view(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _full_table(tables: Mapping[GroupName, PageTable], group: GroupName) -> PageTable:
@@ -182,9 +181,9 @@ FAULTS: dict[str, Fault] = _registry(
         Fault(
             "sgl-23037-alias",
             "results are views of buffers that the next round overwrites",
-            {"hand_out": _views},
-            "aliases the round's buffers",
-            3,
+            {"hand_out": _view},
+            "shares memory with the round's buffers",
+            1,
         ),
         Fault(
             "sgl-24617",

@@ -83,9 +83,11 @@ class Device:
         for name, tail in tails.items():
             table = self.pure.table_of(self.state.page_tables, name).data
             slots = slots_of(table, rows, positions, kept, self.layout.page_size)
-            self.pure.commit(self.pools[name].data, tail, source, slots)
-            if self.check_level >= 3:
-                _check_committed(self.pools[name].data, tail, source, slots)
+            pool = self.pools[name].data
+            want = _tail_entries(tail, source) if self.check_level >= 3 else None
+            self.pure.commit(pool, tail, source, slots)
+            if want is not None:
+                _check_committed(pool, want, slots)
 
     def choose(self, logits: Tensor, rows: Tensor, positions: Tensor, how: Choice) -> tuple[Tensor, Tensor]:
         """The target's token after each node, and whether a row's logits are finite; positions: of those tokens."""
@@ -119,12 +121,15 @@ def head_scale(group: KVGroup) -> float:
     return float(group.head_dim**-0.5)
 
 
-def _check_committed(pool: Tensor, tail: Tensor, source: Tensor, slots: Tensor) -> None:
-    """Level 3: every committed slot holds its tail entry, bit for bit."""
+def _tail_entries(tail: Tensor, source: Tensor) -> Tensor:
+    """What a commit has to copy: [layers, rows * n, 2, kv_heads, head_dim]."""
     row = torch.arange(source.shape[0], device=source.device)[:, None]
-    flat = (row * tail.shape[2] + source).reshape(-1)
-    kept = slots.reshape(-1) != 0
-    want = tail.flatten(1, 2).index_select(1, flat[kept])
-    have = pool.index_select(1, slots.reshape(-1)[kept])
-    if not torch.equal(want.nan_to_num(), have.nan_to_num()):
+    return tail.flatten(1, 2).index_select(1, (row * tail.shape[2] + source).reshape(-1))
+
+
+def _check_committed(pool: Tensor, want: Tensor, slots: Tensor) -> None:
+    """Level 3: every committed slot holds its tail entry, bit for bit."""
+    flat = slots.reshape(-1)
+    kept = flat != 0
+    if not torch.equal(want[:, kept].nan_to_num(), pool.index_select(1, flat[kept]).nan_to_num()):
         raise CheckError("commit: a committed slot does not hold the K/V of its node")

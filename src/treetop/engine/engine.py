@@ -1,15 +1,18 @@
 """The engine: turns plans into results."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import product
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from treetop.attention.phase import DenseAttention
-from treetop.checks.host import PlanChecker, check_padded, check_result
+from treetop.checks.host import PlanChecker, check_own_memory, check_padded, check_result
 from treetop.checks.poison import poison
 from treetop.engine.build import build_device, make_layout, read_draft_spec
+from treetop.engine.device import Device
 from treetop.engine.graphs import Eager, GraphSim, RoundLauncher
 from treetop.engine.prefill import PrefillBatch, prefill
 from treetop.engine.proof import prove_capacity
@@ -21,14 +24,22 @@ from treetop.types.config import EngineConfig
 from treetop.types.ids import NULL_PAGE, GroupName, PageId, Row
 from treetop.types.messages import PrefillPlan, RoundPlan, RowResult, StepPlan, StepResult
 from treetop.types.sampling import Choice
-from treetop.types.tree import Accepted
+from treetop.types.tree import Accepted, DraftTree
+
+Result = TypeVar("Result", Accepted, DraftTree)
+Observer = Callable[[RoundPlan, DraftTree, Accepted], None]
+"""Told of every round: its plan, trees and accepted paths, which it may keep."""
 
 
 class Engine:
     """Owns device memory and runs steps. Raises UserError before any weight is read where it can."""
 
-    def __init__(self, config: EngineConfig, pure: Pure | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, pure: Pure | None = None, wrap: Callable[[Device], Device] | None = None
+    ) -> None:
+        """pure: with a fault in it, for tests. wrap: puts an instrument around the device, for tests and doctor."""
         self.config, pure = config, pure or Pure()
+        self.observer: Observer | None = None
         self.model_path = resolve_folder(config.model)
         self.draft_path = None if config.draft is None else resolve_folder(config.draft)
         self.spec = target_spec(self.model_path)
@@ -39,12 +50,14 @@ class Engine:
         device = torch.device("cpu")
         self.dtype = compute_dtype(config.dtype, device)
         place = Placement(self.dtype, device, self.layout.max_positions)
-        self.device, self._zones = build_device(config, pure, self.layout, (self.model_path, self.spec), draft, place)
+        target = (self.model_path, self.spec)
+        self.device, self._zones = build_device(config, pure, self.layout, target, draft, place)
+        if wrap is not None:
+            self.device = wrap(self.device)
         self._launcher: RoundLauncher = Eager(self.device)
         if config.graphs == "sim":
             self._launcher = GraphSim(self.device, self._keys())
         self._plans = PlanChecker(self.layout)
-        self._ring: list[Accepted] = []
         with torch.inference_mode():
             self._start_up()
 
@@ -117,12 +130,24 @@ class Engine:
         rows = self._row_tensor(plan.rows)
         key = RoundKey(len(rows), plan.shape, plan.choice)
         self._launcher.launch(key, plan.committed_bound)
-        accepted = self.device.pure.hand_out(self.device.buffers.accepted_of(key.bucket, key.shape))
+        accepted = self._hand_out(self.device.buffers.accepted_of(key.bucket, key.shape))
+        if self.observer is not None:
+            self.observer(plan, self._hand_out(self.device.buffers.tree_of(key.bucket, key.shape)), accepted)
         columns = (accepted.tokens.tolist(), accepted.accept_len.tolist(), accepted.finite.tolist())
         results = []
         for row, tokens, accept_len, ok in zip(plan.rows, *columns, strict=False):
             results.append(RowResult(row, tuple(tokens[: accept_len + 1]) if ok else (), ok))
         return StepResult(tuple(results))
+
+    def _hand_out(self, value: Result) -> Result:
+        """Results that may be kept past the next round. At level 1 a view of the buffers is refused (sgl-23037)."""
+        copies = {}
+        for name in value.__dataclass_fields__:
+            tensor: Tensor = getattr(value, name)
+            copies[name] = self.device.pure.hand_out(tensor)
+            if self.config.check_level >= 1:
+                check_own_memory(name, copies[name], tensor)
+        return replace(value, **copies)
 
     def _row_tensor(self, rows: tuple[Row, ...]) -> Tensor:
         """The row list in its buffer, padded with the dummy row to its bucket before anything else happens."""
@@ -133,7 +158,7 @@ class Engine:
         buffer[:bucket] = self._ints(padded)
         return buffer[:bucket]
 
-    def _poison_pages(self, pages: Iterator[tuple[GroupName, PageId]] | tuple[tuple[GroupName, PageId], ...]) -> None:
+    def _poison_pages(self, pages: Iterable[tuple[GroupName, PageId]]) -> None:
         """Level 3: NaN into pages that nobody owns; never into the null page."""
         size = self.layout.page_size
         for group, page in pages:

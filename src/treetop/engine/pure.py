@@ -5,7 +5,7 @@ nothing else replaces an entry.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from treetop.spec.draft import draft_positions
 from treetop.types.ids import GroupName, PageId
 from treetop.types.layout import Layout, SpecShape
 from treetop.types.sampling import FinishReason
-from treetop.types.tree import Accepted
 
 
 def pad_rows(rows: Sequence[int], bucket: int, dummy: int, previous: Sequence[int]) -> list[int]:
@@ -25,10 +24,9 @@ def pad_rows(rows: Sequence[int], bucket: int, dummy: int, previous: Sequence[in
     return [*rows, *[dummy] * (bucket - len(rows))]
 
 
-def hand_out(accepted: Accepted) -> Accepted:
-    """Results that outlive the round's buffers: copies, never views (sgl-23037)."""
-    names = ("path", "accept_len", "tokens", "bonus", "finite")
-    return replace(accepted, **{name: getattr(accepted, name).clone() for name in names})
+def hand_out(tensor: Tensor) -> Tensor:
+    """What outlives the round's buffers: a copy, never a view (sgl-23037)."""
+    return tensor.clone()
 
 
 def table_of(tables: Mapping[GroupName, PageTable], group: GroupName) -> PageTable:
@@ -100,7 +98,7 @@ class Pure:
 
     layout: type[Layout] = Layout
     pad_rows: Callable[[Sequence[int], int, int, Sequence[int]], list[int]] = pad_rows
-    hand_out: Callable[[Accepted], Accepted] = hand_out
+    hand_out: Callable[[Tensor], Tensor] = hand_out
     table_of: Callable[[Mapping[GroupName, PageTable], GroupName], PageTable] = table_of
     draft_tail_width: Callable[[int, SpecShape], int] = draft_tail_width
     draft_positions: Callable[[Tensor, int, int], Tensor] = draft_positions

@@ -3,11 +3,12 @@
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from treetop.debug.faults import active_fault
+from treetop.engine.device import Device
 from treetop.engine.engine import Engine
 from treetop.engine.pure import Pure
 from treetop.scheduler.request import Request, RequestUpdate
@@ -74,19 +75,24 @@ class LLM:
     """An engine, a scheduler and a tokenizer in one process.
 
     Without `model` and `draft` it runs the embedded pair; a model without a draft decodes plainly, and `draft=None`
-    says so. Options bear the names of `EngineConfig`. pure: for tests, a table with a fault in it; TREETOP_FAULT in the
-    environment names one too. Raises UserError for a configuration that cannot work.
+    says so. Options bear the names of `EngineConfig`. pure, wrap: for tests, see
+    `Engine`; TREETOP_FAULT in the environment names a fault too. Raises UserError for a configuration that cannot work.
     """
 
     def __init__(
-        self, model: str | None = None, draft: str | None = _UNSET, pure: Pure | None = None, **options: Any
+        self,
+        model: str | None = None,
+        draft: str | None = _UNSET,
+        pure: Pure | None = None,
+        wrap: Callable[[Device], Device] | None = None,
+        **options: Any,
     ) -> None:
         pure = pure or active_fault(os.environ)
         if draft == _UNSET:
             plain = model is not None or options.get("speculative_algorithm") == "NONE"
             draft = None if plain else BUILTIN_DRAFT
         self.config = EngineConfig.from_options(model=str(model or BUILTIN_MODEL), draft=draft, **options)
-        self.engine = Engine(self.config, pure)
+        self.engine = Engine(self.config, pure, wrap)
         self.model_path, self.draft_path = self.engine.model_path, self.engine.draft_path
         self.tokenizer = Tokenizer(self.model_path) if (self.model_path / "tokenizer.json").is_file() else None
         eos_ids = (*self.engine.spec.eos_token_ids, *extra_eos_ids(self.model_path))
