@@ -1,6 +1,7 @@
-"""The command line: `treetop generate`, `treetop bench`.
+"""The command line: `treetop generate`, `bench`, `trace`, `doctor`.
 
-Exit codes: 0 ok; 1 a failure at run time, or unequal outputs in bench; 2 bad input or configuration, one line on
+Exit codes: 0 ok; 1 a failure at run time, unequal outputs in bench, failed conformance or an uncaught
+fault in doctor; 2 bad input or configuration, one line on
 stderr; 130 Ctrl-C.
 """
 
@@ -90,17 +91,26 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else there")
     _add_engine(bench)
     bench.set_defaults(run=run_bench)
+
+    trace = commands.add_parser("trace", help="decode a prompt and write an HTML page that shows every draft tree")
+    text = trace.add_mutually_exclusive_group(required=True)
+    text.add_argument("--prompt", help="text to complete")
+    text.add_argument("--prompt-file", help="file with the text to complete")
+    trace.add_argument("--output", required=True, metavar="FILE.html", help="where the page goes")
+    _add_sampling(trace)
+    _add_engine(trace)
+    trace.set_defaults(run=run_trace)
+
+    doctor = commands.add_parser("doctor", help="what runs on this machine, capacity, and a quick conformance run")
+    doctor.add_argument("--cases", type=int, default=24, help="conformance cases to run")
+    doctor.add_argument("--faults", action="store_true", help="run every named fault and say which guard caught it")
+    _add_engine(doctor)
+    doctor.set_defaults(run=run_doctor)
     return parser
 
 
 def run_generate(args: argparse.Namespace) -> int:
-    params = SamplingParams(
-        **{
-            field.name: value
-            for field in fields(SamplingParams)
-            if (value := getattr(args, field.name, None)) is not None
-        }
-    )
+    params = _sampling_params(args)
     prompts = [*(args.prompt or []), *(_read_text(name) for name in args.prompt_file)]
     if not prompts:
         raise InputError("no prompt; give --prompt TEXT or --prompt-file FILE")
@@ -167,6 +177,27 @@ def run_bench(args: argparse.Namespace) -> int:
     return int(not report.outputs_equal)
 
 
+def run_trace(args: argparse.Namespace) -> int:
+    params = _sampling_params(args)
+    prompt = args.prompt if args.prompt_file is None else _read_text(args.prompt_file)
+    from treetop.trace import run  # noqa: PLC0415
+
+    output = run(args.model, _engine_options(args), prompt, params, Path(args.output)).output
+    elapsed_s = len(output.token_ids) / output.metrics.tokens_per_second if output.token_ids else 1.0
+    print(f"{args.output} {_summary([output], elapsed_s)}")
+    if output.error is not None:
+        print(f"treetop: the request was aborted: {output.error}", file=sys.stderr)
+    return int(output.error is not None)
+
+
+def run_doctor(args: argparse.Namespace) -> int:
+    from treetop.doctor.run import Visit, run  # noqa: PLC0415
+
+    if args.cases < 1:
+        raise InputError(f"--cases must be at least 1, got {args.cases}")
+    return run(args.model, _engine_options(args), Visit(args.cases, args.faults))
+
+
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int)
     parser.add_argument("--temperature", type=float, help="0 is greedy")
@@ -175,6 +206,12 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--min-p", type=float)
     parser.add_argument("--stop", action="append", help="text that ends the completion; repeats")
     parser.add_argument("--ignore-eos", action="store_true", default=None)
+
+
+def _sampling_params(args: argparse.Namespace) -> SamplingParams:
+    """The sampling options that were given; the others keep their defaults."""
+    names = [field.name for field in fields(SamplingParams)]
+    return SamplingParams(**{name: value for name in names if (value := getattr(args, name, None)) is not None})
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:

@@ -1,6 +1,6 @@
 """Pages of one group: each is free, leased by one request, or cached, and never two of these at once."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NewType
 
 from treetop.types.errors import OwnershipError
@@ -51,6 +51,13 @@ class PageAllocator:
     def transfer(self, page: PageId, old: Owner, new: Owner) -> None:
         """Hand one page from one owner to another."""
         self._move(page, old, new)
+
+    def arrange(self, order: Callable[[list[PageId]], list[PageId]]) -> None:
+        """Reorder the free pages; the last one is handed out first."""
+        arranged = order(list(self._free))
+        if sorted(arranged) != sorted(self._free):
+            raise OwnershipError(f"{self.group}: a new order must hold the free pages, each once")
+        self._free = arranged
 
     def owned_by(self, owner: Owner) -> list[PageId]:
         return [PageId(page) for page in range(1, len(self._owner)) if self._owner[page] == owner]

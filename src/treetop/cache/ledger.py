@@ -127,6 +127,11 @@ class PageLedger:
         self._freed.clear()
         return freed
 
+    def arrange(self, order: Callable[[list[PageId]], list[PageId]]) -> None:
+        """Reorder each group's free pages; the last one is handed out first."""
+        for allocator in self._allocators.values():
+            allocator.arrange(order)
+
     def usage(self, group: GroupName) -> float:
         """Fraction of the group's pages in use."""
         allocator = self._allocators[group]

@@ -206,6 +206,7 @@ FAULTS: dict[str, Fault] = _registry(
             {"extend_extent": _counts_twice},
             "visibility",
             None,
+            {"graphs": "sim"},
         ),
         Fault(
             "sgl-25015",

@@ -37,7 +37,10 @@ class Engine:
     def __init__(
         self, config: EngineConfig, pure: Pure | None = None, wrap: Callable[[Device], Device] | None = None
     ) -> None:
-        """pure: with a fault in it, for tests. wrap: puts an instrument around the device, for tests and doctor."""
+        """pure: with a fault in it, for tests. wrap: puts an instrument around the device, for tests and doctor.
+
+        `observer` and `launcher` may be set between steps; `treetop trace` sets both.
+        """
         self.config, pure = config, pure or Pure()
         self.observer: Observer | None = None
         self.model_path = resolve_folder(config.model)
@@ -54,9 +57,9 @@ class Engine:
         self.device, self._zones = build_device(config, pure, self.layout, target, draft, place)
         if wrap is not None:
             self.device = wrap(self.device)
-        self._launcher: RoundLauncher = Eager(self.device)
+        self.launcher: RoundLauncher = Eager(self.device)
         if config.graphs == "sim":
-            self._launcher = GraphSim(self.device, self._keys())
+            self.launcher = GraphSim(self.device, self._keys())
         self._plans = PlanChecker(self.layout)
         with torch.inference_mode():
             self._start_up()
@@ -67,7 +70,7 @@ class Engine:
 
     def _start_up(self) -> None:
         if self.config.check_level >= 1:
-            prove_capacity(self.device, self._launcher)
+            prove_capacity(self.device, self.launcher)
         if self.config.check_level >= 3:
             self.device.state.forget_pages(list(range(self.layout.max_requests)))
             for name in self.layout.token_groups:
@@ -129,7 +132,7 @@ class Engine:
     def _round(self, plan: RoundPlan) -> StepResult:
         rows = self._row_tensor(plan.rows)
         key = RoundKey(len(rows), plan.shape, plan.choice)
-        self._launcher.launch(key, plan.committed_bound)
+        self.launcher.launch(key, plan.committed_bound)
         accepted = self._hand_out(self.device.buffers.accepted_of(key.bucket, key.shape))
         if self.observer is not None:
             self.observer(plan, self._hand_out(self.device.buffers.tree_of(key.bucket, key.shape)), accepted)

@@ -64,6 +64,6 @@ class GraphSim:
         outputs = {
             Phase.DRAFT: [*tree, *accepted, *buffers.features],
             Phase.VERIFY: [*accepted, *buffers.features],
-            Phase.EXTEND: list(tree),
+            Phase.EXTEND: [],
         }
         return [*tails, *outputs[phase]]

@@ -6,7 +6,7 @@ waiting --admit--> prefilling --last chunk--> decoding --stop--> finished
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from treetop.cache.ledger import Columns, Lease, LedgerRules, PageLedger
@@ -15,7 +15,7 @@ from treetop.engine.pure import Pure
 from treetop.scheduler.request import Request, RequestUpdate, Running
 from treetop.types.config import EngineConfig
 from treetop.types.errors import InputError, InvariantError
-from treetop.types.ids import RequestId, Row
+from treetop.types.ids import PageId, RequestId, Row
 from treetop.types.layout import Layout
 from treetop.types.messages import Chunk, PageEdit, PrefillPlan, RoundPlan, RowResult, RowSetup, StepPlan, StepResult
 from treetop.types.sampling import Choice, FinishReason, SamplingParams
@@ -245,6 +245,14 @@ class Scheduler:
                 queue.remove(request)
 
     # ---------------------------------------------------------------- inspection
+
+    def ids_by_row(self) -> dict[Row, tuple[int, ...]]:
+        """Tokens of each decoding request, the root last, by its row."""
+        return {r.running.row: r.ids for r in self._decoding if r.running is not None}
+
+    def arrange_pages(self, order: Callable[[list[PageId]], list[PageId]]) -> None:
+        """Reorder the free pages of every group; for conformance, where luck must not hide a wrong address."""
+        self._ledger.arrange(order)
 
     def check_integrity(self) -> None:
         """Raise unless rows and pages are all accounted for. O(pages); for tests and idle moments."""

@@ -1,0 +1,217 @@
+"""Conformance: production rounds against the dense oracle, over backends, runners, shapes, pages and batches.
+
+A case builds a real engine and scheduler on the small two-group pair (or its windowless twin), lets requests of
+different lengths grow and drain a batch, and compares every round of every row with `debug.oracle`: the drafted tree
+(tokens, parents and log-probabilities: prefill, draft and draft extend) and the emitted tokens (verify and commit).
+"""
+
+import random
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+from treetop.debug.oracle import DensePair, OracleNode
+from treetop.debug.two_group import write_two_group_pair
+from treetop.engine.pure import Pure
+from treetop.server.llm import LLM
+from treetop.types.ids import PageId
+from treetop.types.layout import SpecShape
+from treetop.types.messages import RoundPlan
+from treetop.types.sampling import SamplingParams
+from treetop.types.tree import Accepted, DraftTree
+
+WINDOW = 12
+TOLERANCE = {"float64": 1e-5, "float32": 2e-4}
+"""Of a path's log-probability, which is float32 in either dtype."""
+
+AXES: dict[str, tuple[object, ...]] = {
+    "backend": ("torch",),
+    "runner": ("off", "sim"),
+    "page_size": (1, 2, 16, 64),
+    "topk": (1, 2, 8),
+    "num_steps": (1, 2, 3, 5, 8),
+    "tree_size": ("smallest", "middle", "largest"),
+    "window": (None, WINDOW),
+    "rows": (1, 2, 3, 5, 8),
+    "order": ("shuffled", "interleaved", "descending"),
+    "dtype": ("float64", "float32"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One point of the matrix; the fields are the axes."""
+
+    backend: str
+    runner: str
+    page_size: int
+    topk: int
+    num_steps: int
+    tree_size: str
+    window: int | None
+    rows: int
+    order: str
+    dtype: str
+
+    @property
+    def shape(self) -> SpecShape:
+        """A valid shape: a chain's T is given, a tree's lies between S + 1 and what it can grow, 24 at most."""
+        k, s = self.topk, self.num_steps
+        if k == 1:
+            return SpecShape(1, s, s + 1)
+        largest = min(1 + k + (s - 1) * k * k, 24)
+        sizes = {"smallest": 2, "middle": max(2, (2 + largest) // 2), "largest": largest}
+        return SpecShape(k, s, sizes[self.tree_size])
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a case found. rounds: row-rounds compared. ties: float32 rows left after a near tie. failure: or None."""
+
+    case: Case
+    rounds: int
+    ties: int
+    failure: str | None
+
+
+def all_cases() -> Iterator[Case]:
+    """The full matrix."""
+    for values in product(*AXES.values()):
+        yield Case(*values)  # type: ignore[arg-type]  # AXES is in the order of the fields
+
+
+def quick_cases(count: int, seed: int = 0) -> list[Case]:
+    """Random cases in which every value of every axis appears."""
+    rng = random.Random(seed)
+    columns = []
+    for values in AXES.values():
+        column = [values[i % len(values)] for i in range(max(count, len(values)))]
+        rng.shuffle(column)
+        columns.append(column[:count])
+    return [Case(*values) for values in zip(*columns, strict=True)]
+
+
+class Conformance:
+    """Holds the checkpoints on disk while cases run; a context manager."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="treetop-conformance-")
+        self._pairs: dict[int | None, tuple[Path, Path, DensePair]] = {}
+
+    def __enter__(self) -> "Conformance":
+        for window in (None, WINDOW):
+            folder = Path(self._folder.name) / str(window)
+            target, head = write_two_group_pair(folder, window or 10_000)
+            self._pairs[window] = (target, head, DensePair(target, head))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._folder.cleanup()
+
+    def pair(self, window: int | None) -> tuple[str, str]:
+        """Folders of the pair with this window."""
+        target, head, _ = self._pairs[window]
+        return str(target), str(head)
+
+    def run(self, case: Case, pure: Pure | None = None) -> Outcome:
+        """Run one case to its end or its first difference. pure: with a fault, which then runs without guards."""
+        target, head, oracle = self._pairs[case.window]
+        shape = case.shape
+        llm = LLM(
+            str(target),
+            str(head),
+            pure=pure,
+            dtype=case.dtype,
+            page_size=case.page_size,
+            graphs=case.runner,
+            attention_backend=case.backend,
+            max_running_requests=8,
+            context_length=96,
+            chunked_prefill_size=7,
+            check_level=3 if pure is None else 0,
+            speculative_num_steps=shape.num_steps,
+            speculative_eagle_topk=shape.topk,
+            speculative_num_draft_tokens=shape.num_draft_tokens,
+        )
+        llm.scheduler.arrange_pages(lambda pages: _ordered(case.order, pages))
+        rng = random.Random(f"{case.page_size} {case.topk} {case.num_steps} {case.rows}")
+        prompts = [[rng.randrange(96) for _ in range(rng.choice((1, 5, 11, 16, 30)))] for _ in range(case.rows)]
+        params = [SamplingParams(max_tokens=2 + 3 * (i % 3)) for i in range(case.rows)]
+        rounds, ties, failure = follow(llm, oracle, prompts, params)
+        llm.scheduler.check_integrity()
+        return Outcome(case, rounds, ties, failure)
+
+
+def follow(
+    llm: LLM, oracle: DensePair, prompts: list[list[int]], params: list[SamplingParams]
+) -> tuple[int, int, str | None]:
+    """Generate, and compare every round of every row with the oracle: (rounds, near ties, first failure or None)."""
+    rounds: list[_RowRound] = []
+
+    def observe(plan: RoundPlan, tree: DraftTree, accepted: Accepted) -> None:
+        ids = llm.scheduler.ids_by_row()
+        rounds.extend(_row_round(index, ids[row], tree, accepted) for index, row in enumerate(plan.rows))
+
+    llm.engine.observer = observe
+    llm.generate(prompts, params)
+    ties = 0
+    for each in rounds:
+        failure = _compare(each, oracle, llm.config.shape, str(llm.engine.dtype).removeprefix("torch."))
+        if failure == _TIE:
+            ties += 1
+        elif failure is not None:
+            return len(rounds), ties, failure
+    return len(rounds), ties, None
+
+
+_TIE = "near tie"
+
+
+@dataclass(frozen=True, slots=True)
+class _RowRound:
+    """One row's part of a round. ids: committed tokens and the root."""
+
+    ids: list[int]
+    tree: list[OracleNode]
+    emitted: list[int]
+
+
+def _row_round(index: int, ids: tuple[int, ...], tree: DraftTree, accepted: Accepted) -> _RowRound:
+    columns = zip(tree.tokens[index].tolist(), tree.parent[index].tolist(), tree.logprob[index].tolist(), strict=True)
+    emitted = accepted.tokens[index, : int(accepted.accept_len[index]) + 1].tolist()
+    return _RowRound(list(ids), [OracleNode(*column) for column in columns], emitted)
+
+
+def _compare(have: _RowRound, oracle: DensePair, shape: SpecShape, dtype: str) -> str | None:
+    """The first difference from the oracle, `_TIE` for one that float32 may break either way, or None."""
+    want = oracle.tree(have.ids, shape.topk, shape.num_steps, shape.num_draft_tokens)
+    scores = [(a.logprob, b.logprob) for a, b in zip(sorted_by_score(want), sorted_by_score(have.tree), strict=True)]
+    gap = max(abs(a - b) for a, b in scores)
+    if not gap <= TOLERANCE[dtype]:  # NaN is a difference too
+        return f"tree after {len(have.ids)} tokens: log-probabilities differ by {gap:.2e}"
+    same = [(node.token, node.parent) for node in want] == [(node.token, node.parent) for node in have.tree]
+    if not same and dtype == "float64":
+        return f"tree after {len(have.ids)} tokens: {have.tree} instead of {want}"
+    expected = oracle.greedy_path(have.ids, have.tree)
+    if expected == have.emitted:
+        return None if same else _TIE
+    at = next(i for i, (a, b) in enumerate(zip([*expected, -1], [*have.emitted, -1], strict=False)) if a != b)
+    best = oracle.run_target([*have.ids, *expected[:at]])[0][-1].topk(2).values
+    if dtype == "float32" and float(best[0] - best[1]) < 1e-4 * max(1.0, abs(float(best[0]))):
+        return _TIE
+    return f"after {len(have.ids)} tokens: emitted {have.emitted}, plain decoding gives {expected}"
+
+
+def sorted_by_score(tree: list[OracleNode]) -> list[OracleNode]:
+    return sorted(tree, key=lambda node: -node.logprob)
+
+
+def _ordered(order: str, pages: list[PageId]) -> list[PageId]:
+    """Free pages in an order that no request would get by luck."""
+    if order == "shuffled":
+        return random.Random(0).sample(pages, len(pages))
+    if order == "interleaved":
+        return [*pages[::2], *pages[1::2]]
+    return sorted(pages)  # handed out from the end: descending

@@ -1,0 +1,181 @@
+"""Faults, run: does its guard catch each, and is the harm real where no guard looks?
+
+One scenario serves all: held-out prompts on the embedded pair (or ids on the two-group pair, for a fault of windows)
+with small pages and chunks, a batch that drains, prefixes that repeat, a request that runs into the context wall, and a
+stop token in the middle of an accepted path. A fault of the draft that the embedded head shrugs off is shown by the
+dense oracle: what it drafts is not what the head says.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from treetop.debug.faults import Fault
+from treetop.debug.oracle import DensePair
+from treetop.debug.visibility import VisibilityWatch
+from treetop.doctor.conformance import WINDOW, Conformance, follow
+from treetop.engine.pure import Pure
+from treetop.models.loader import resolve_folder
+from treetop.server.llm import LLM, RequestOutput
+from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL
+from treetop.types.errors import TreetopError
+from treetop.types.messages import RoundPlan
+from treetop.types.sampling import SamplingParams
+from treetop.types.tree import Accepted, DraftTree
+
+_SMALL_TREE: dict[str, Any] = {
+    "speculative_num_steps": 3,
+    "speculative_eagle_topk": 2,
+    "speculative_num_draft_tokens": 6,
+}
+_CONTEXT = 120
+_OPTIONS: dict[str, Any] = {
+    "max_running_requests": 4,
+    "page_size": 4,
+    "chunked_prefill_size": 16,
+    "context_length": _CONTEXT,
+    "radix_cache": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What one run of the scenario gave.
+
+    tokens: of each request. rounds: in all. error: what stopped it, or None. overwritten: results that changed after
+    they were handed out.
+    """
+
+    tokens: tuple[tuple[int, ...], ...]
+    rounds: int
+    error: Exception | None
+    overwritten: int
+
+    @property
+    def accept_length(self) -> float:
+        return sum(len(each) - 1 for each in self.tokens) / max(self.rounds, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """caught: the guard's words, or None. by: which guard. harm: what happens without any guard, or None."""
+
+    fault: Fault
+    caught: str | None
+    by: str
+    harm: str | None
+
+    @property
+    def ok(self) -> bool:
+        return self.caught is not None and self.harm is not None
+
+
+class Provocation:
+    """Runs faults against the scenario; a context manager, for the two-group pair's folder."""
+
+    def __init__(self) -> None:
+        self._conformance = Conformance()
+        self._sound: dict[str, Trial] = {}
+
+    def __enter__(self) -> "Provocation":
+        self._conformance.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._conformance.__exit__()
+
+    def find(self, fault: Fault) -> Finding:
+        """Run a fault with its guard and without any; compare the latter with the sound engine."""
+        guarded = self.run(fault, fault.level or 0, watched=fault.level is None)
+        message = str(guarded.error) if isinstance(guarded.error, TreetopError) else ""
+        by = f"check level {fault.level}" if fault.level is not None else "visibility decoder, ownership"
+        return Finding(fault, message if fault.guard in message else None, by, self.harm(fault))
+
+    def harm(self, fault: Fault) -> str | None:
+        """What the fault does at check level 0."""
+        key = f"{fault.two_group} {fault.options}"
+        if key not in self._sound:
+            self._sound[key] = self.run(fault, 0, sound=True)
+        sound, broken = self._sound[key], self.run(fault, 0)
+        if broken.error is not None:
+            kind = "pages are lost" if "leased" in str(broken.error) else "the engine stops"
+            return f"{kind}: {type(broken.error).__name__}: {_first_line(broken.error)}"
+        wrong = sum(a != b for a, b in zip(sound.tokens, broken.tokens, strict=True))
+        if wrong:
+            return f"wrong tokens in {wrong} of {len(sound.tokens)} requests"
+        if broken.overwritten:
+            return f"{broken.overwritten} results were overwritten after they were handed out"
+        if broken.accept_length < 0.97 * sound.accept_length:
+            return f"accept length {broken.accept_length:.2f} instead of {sound.accept_length:.2f}"
+        llm = LLM(pure=fault.pure, dtype="float64", check_level=0, page_size=4, **_SMALL_TREE)
+        oracle = DensePair(resolve_folder(BUILTIN_MODEL), resolve_folder(BUILTIN_DRAFT))
+        failure = follow(llm, oracle, _prompts(llm)[:1], [SamplingParams(max_tokens=24, ignore_eos=True)])[2]
+        return f"not what the head drafts: {failure[:80]}" if failure is not None else None
+
+    def run(self, fault: Fault, level: int, *, watched: bool = False, sound: bool = False) -> Trial:
+        """The scenario on an engine with the fault (or a sound one, with the same options)."""
+        pure, watch = Pure() if sound else fault.pure, VisibilityWatch()
+        model, draft = self._conformance.pair(WINDOW) if fault.two_group else (BUILTIN_MODEL, BUILTIN_DRAFT)
+        options = {**_OPTIONS, **fault.options, "check_level": level}
+        outputs: list[RequestOutput] = []
+        kept: list[tuple[Tensor, list[Any]]] = []
+        error: Exception | None = None
+        try:
+            pure, wrap = (watch.pure(pure), watch.wrap) if watched else (pure, None)
+            llm = LLM(model, draft, pure=pure, wrap=wrap, **options)
+            llm.engine.observer = lambda plan, tree, accepted: kept.append(_note(plan, tree, accepted))
+            _scenario(llm, outputs)
+            llm.scheduler.check_integrity()
+        except Exception as caught:  # whatever a fault breaks is a finding
+            error = caught
+        tokens = tuple(output.token_ids for output in outputs)
+        rounds = sum(output.metrics.target_forwards for output in outputs)
+        return Trial(tokens, rounds, error, sum(tensor.tolist() != values for tensor, values in kept))
+
+
+def _scenario(llm: LLM, outputs: list[RequestOutput]) -> None:
+    prompts = _prompts(llm)
+    lengths = (40, 40, 40, 6)  # the last row ends first, so that its place in the row list becomes padding
+    outputs += llm.generate(prompts[:4], [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths])
+    # The same beginnings again, the draft's last shared token followed by another one.
+    outputs += llm.generate([[*ids[:41], 7] for ids in prompts[:2]], SamplingParams(max_tokens=20, ignore_eos=True))
+    outputs += llm.generate(prompts[6:8], SamplingParams(max_tokens=_CONTEXT, ignore_eos=True))  # to the context wall
+    outputs += _stop_inside_a_path(llm, prompts[:4], outputs[:4])
+
+
+def _stop_inside_a_path(llm: LLM, prompts: Sequence[list[int]], before: Sequence[RequestOutput]) -> list[RequestOutput]:
+    """Repeat requests so that a round holds a stop token and, behind it, the last token that max_tokens allows."""
+    outputs = []
+    for ids, known in zip(prompts, before, strict=True):
+        emitted = 1
+        for accepted in known.metrics.accept_lens:
+            stop = known.token_ids[emitted] if emitted < len(known.token_ids) else None
+            if accepted >= 2 and stop is not None and stop not in known.token_ids[:emitted]:
+                params = SamplingParams(max_tokens=emitted + 2, stop_token_ids=(stop,), ignore_eos=True)
+                outputs += llm.generate(ids, params)
+                break
+            emitted += accepted + 1
+    return outputs
+
+
+def _prompts(llm: LLM) -> list[list[int]]:
+    """Eight prompts of different lengths, each longer than a prefix that is used twice."""
+    if llm.tokenizer is None:
+        return [[(7 * i + 13 * j) % 96 for j in range(44 + 3 * i)] for i in range(8)]
+    path = resolve_folder(BUILTIN_MODEL).parent / "prompts.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines()[::8][:8]
+    texts = [json.loads(line)["prompt"] for line in lines]
+    return [llm.tokenizer.encode(text)[: 44 + 3 * i] for i, text in enumerate(texts)]
+
+
+def _note(plan: RoundPlan, tree: DraftTree, accepted: Accepted) -> tuple[Tensor, list[Any]]:
+    """A handed-out tensor, and what it held then."""
+    assert tree.tokens.shape[0] == accepted.tokens.shape[0] >= len(plan.rows)
+    return accepted.tokens, accepted.tokens.tolist()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0][:90]

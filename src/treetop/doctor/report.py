@@ -1,0 +1,64 @@
+"""What this machine has, which backend runs which phase and why not, and what a configuration holds."""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+from dataclasses import dataclass
+
+import torch
+
+from treetop.types.layout import Layout
+from treetop.version import __version__
+
+LIBRARIES = ("torch", "safetensors", "tokenizers", "transformers", "triton", "flashinfer-python", "flash-attn")
+
+
+@dataclass(frozen=True, slots=True)
+class BackendStatus:
+    """phases: what it can run here; reason: why not the others, empty if it runs all."""
+
+    name: str
+    phases: tuple[str, ...]
+    reason: str
+
+
+def machine() -> list[tuple[str, str]]:
+    """Facts of this machine, as (name, value)."""
+    features = torch.backends.cpu.get_cpu_capability()
+    rows = [
+        ("treetop", __version__),
+        ("python", platform.python_version()),
+        ("system", f"{platform.system()} {platform.machine()}"),
+        ("CPU", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {features}"),
+        ("oneDNN", "packs float32 weights" if torch.backends.mkldnn.is_available() else "missing: products are slower"),
+        ("GPU", torch.cuda.get_device_name() if torch.cuda.is_available() else "none"),
+    ]
+    return rows + [(name, _version(name)) for name in LIBRARIES]
+
+
+def backends() -> list[BackendStatus]:
+    """Every backend of the interface, usable or not."""
+    everything = ("prefill", "draft", "verify", "extend")
+    rows = [BackendStatus("torch", everything, "")]
+    for name, module in (("triton", "triton"), ("flashinfer", "flashinfer"), ("fa3", ""), ("fa4", "flash_attn")):
+        if not torch.cuda.is_available():
+            reason = "needs an NVIDIA GPU"
+        elif module and importlib.util.find_spec(module) is None:
+            reason = f"the library {module} is not installed"
+        else:
+            reason = "not part of this version"
+        rows.append(BackendStatus(name, (), reason))
+    return rows
+
+
+def capacity(layout: Layout) -> list[tuple[str, str, str, str]]:
+    """Every dimension of a layout, as (name, value, formula, option)."""
+    return [(d.name, str(d.value), d.formula, d.option) for d in layout.dimensions().values()]
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,82 @@
+"""The doctor's visit, printed. Exit code 1 if conformance fails or a fault is not caught."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from treetop.debug.faults import FAULTS
+from treetop.doctor.conformance import Conformance, quick_cases
+from treetop.doctor.provoke import Finding, Provocation
+from treetop.doctor.report import backends, capacity, machine
+from treetop.engine.build import make_layout, read_draft_spec
+from treetop.engine.pure import Pure
+from treetop.models.loader import resolve_folder
+from treetop.models.spec import target_spec
+from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL, EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """cases: of the quick conformance run. faults: run each named fault instead of conformance."""
+
+    cases: int
+    faults: bool
+
+
+def run(model: str | None, options: dict[str, Any], visit: Visit) -> int:
+    """Print the report for a configuration, then test. Raises UserError for options that cannot work."""
+    console = Console(soft_wrap=True)
+    draft = options.pop("draft", None) or (BUILTIN_DRAFT if model is None else None)
+    config = EngineConfig.from_options(model=model or BUILTIN_MODEL, draft=draft, **options)
+    _print(console, "machine", ("", ""), machine())
+    statuses = [(b.name, ", ".join(b.phases) or "-", b.reason) for b in backends()]
+    _print(console, "backends", ("backend", "runs", "why not"), statuses)
+    target = resolve_folder(config.model)
+    spec = target_spec(target)
+    head = read_draft_spec(config, resolve_folder(config.draft), spec) if config.draft is not None else None
+    layout = make_layout(config, spec, head, Pure().layout)
+    _print(console, "capacity", ("dimension", "value", "formula", "option"), capacity(layout))
+    return _faults(console) if visit.faults else _conformance(console, visit.cases)
+
+
+def _conformance(console: Console, count: int) -> int:
+    failed = rounds = ties = 0
+    with Conformance() as conformance, Progress(console=console, transient=True) as progress:
+        task = progress.add_task("conformance", total=count)
+        for case in quick_cases(count):
+            outcome = conformance.run(case)
+            rounds, ties = rounds + outcome.rounds, ties + outcome.ties
+            if outcome.failure is not None:
+                failed += 1
+                console.print(f"FAILED {case}\n       {outcome.failure}")
+            progress.advance(task)
+    console.print(f"conformance: {count - failed} of {count} cases agree with the dense oracle in {rounds} rounds")
+    if ties:
+        console.print(f"             {ties} near ties of float32 excused")
+    return int(failed > 0)
+
+
+def _faults(console: Console) -> int:
+    findings: list[Finding] = []
+    with Provocation() as provocation, Progress(console=console, transient=True) as progress:
+        task = progress.add_task("faults", total=len(FAULTS))
+        for fault in FAULTS.values():
+            findings.append(provocation.find(fault))
+            progress.advance(task)
+    rows = [
+        (f.fault.name, f.by if f.caught else "NOT CAUGHT", f.caught or "", f.harm or "NO HARM SHOWN") for f in findings
+    ]
+    _print(console, "faults", ("fault", "guard", "what it said", "without a guard"), rows)
+    missed = [f.fault.name for f in findings if not f.ok]
+    console.print(f"faults: {len(findings) - len(missed)} of {len(findings)} caught, with harm shown without a guard")
+    return int(bool(missed))
+
+
+def _print(console: Console, title: str, columns: tuple[str, ...], rows: list[Any]) -> None:
+    table = Table(*columns, title=title, title_justify="left", show_header=any(columns))
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
