@@ -110,7 +110,7 @@ class Provocation:
             return f"{broken.overwritten} results were overwritten after they were handed out"
         if broken.accept_length < 0.97 * sound.accept_length:
             return f"accept length {broken.accept_length:.2f} instead of {sound.accept_length:.2f}"
-        llm = LLM(pure=fault.pure, dtype="float64", check_level=0, page_size=4, **_SMALL_TREE)
+        llm = LLM(pure=fault.pure, dtype="float64", check_level=0, page_size=4, **_SMALL_TREE, **fault.options)
         oracle = DensePair(resolve_folder(BUILTIN_MODEL), resolve_folder(BUILTIN_DRAFT))
         failure = follow(llm, oracle, _prompts(llm)[:1], [SamplingParams(max_tokens=24, ignore_eos=True)])[2]
         return f"not what the head drafts: {failure[:80]}" if failure is not None else None
@@ -138,12 +138,15 @@ class Provocation:
 
 def _scenario(llm: LLM, outputs: list[RequestOutput]) -> None:
     prompts = _prompts(llm)
-    lengths = (40, 40, 40, 6)  # the last row ends first, so that its place in the row list becomes padding
-    outputs += llm.generate(prompts[:4], [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths])
+    # Rows of different pace, so that places in the row list become padding while others still take pages.
+    ragged = [list(range(3, 30)), [5, 6, 7], list(range(40, 90)), list(range(3, 31))]
+    outputs += llm.generate(ragged, SamplingParams(max_tokens=40, ignore_eos=True))
+    first = llm.generate(prompts[:4], SamplingParams(max_tokens=30, ignore_eos=True))
+    outputs += first
     # The same beginnings again, the draft's last shared token followed by another one.
     outputs += llm.generate([[*ids[:41], 7] for ids in prompts[:2]], SamplingParams(max_tokens=20, ignore_eos=True))
     outputs += llm.generate(prompts[6:8], SamplingParams(max_tokens=_CONTEXT, ignore_eos=True))  # to the context wall
-    outputs += _stop_inside_a_path(llm, prompts[:4], outputs[:4])
+    outputs += _stop_inside_a_path(llm, prompts[:4], first)
 
 
 def _stop_inside_a_path(llm: LLM, prompts: Sequence[list[int]], before: Sequence[RequestOutput]) -> list[RequestOutput]:

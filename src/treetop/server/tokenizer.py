@@ -7,7 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as BpeTokenizer
 from tokenizers.decoders import DecodeStream
 
-from treetop.types.errors import CheckpointError
+from treetop.types.errors import CheckpointError, InputError
 
 
 class Tokenizer:
@@ -28,7 +28,10 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt, with the special tokens that the checkpoint's template adds."""
-        return list(self._bpe.encode(text).ids)
+        try:
+            return list(self._bpe.encode(text).ids)
+        except TypeError:  # lone surrogates: bytes of a terminal that are not UTF-8
+            raise InputError("the prompt is not valid UTF-8 text") from None
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens left out."""
