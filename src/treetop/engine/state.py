@@ -13,6 +13,9 @@ from treetop.types.ids import GroupName
 from treetop.types.layout import Layout
 from treetop.types.messages import PageEdit, RowSetup
 
+_ANY_VOCABULARY = 2**31 - 1
+"""A larger top-k means the same."""
+
 
 @dataclass(frozen=True, slots=True)
 class DraftState:
@@ -61,7 +64,7 @@ class RowState:
             (self.committed, [s.committed for s in setups]),
             (self.seed, [s.seed for s in setups]),
             (self.params.temperature, [s.params.temperature for s in setups]),
-            (self.params.top_k, [max(s.params.top_k, 0) for s in setups]),
+            (self.params.top_k, [min(max(s.params.top_k, 0), _ANY_VOCABULARY) for s in setups]),
             (self.params.top_p, [s.params.top_p for s in setups]),
             (self.params.min_p, [s.params.min_p for s in setups]),
         ]

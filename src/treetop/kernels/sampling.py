@@ -13,6 +13,8 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 _LOW = 0xFFFFFFFF
+_COLDEST = torch.finfo(torch.float32).tiny
+"""Below this a positive temperature would divide logits into infinities; the draw is greedy long before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +62,10 @@ def warp(logits: Tensor, params: WarpParams, filtered: bool = True) -> Tensor:
     """
     wide = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
     greedy = params.temperature == 0
-    temperature = torch.where(greedy, 1.0, params.temperature).to(wide.dtype)
+    temperature = torch.where(greedy, 1.0, params.temperature).clamp(min=_COLDEST).to(wide.dtype)
     probs = torch.softmax(wide / temperature[:, None], dim=-1)
-    best, first = probs.max(dim=-1, keepdim=True)
+    best = probs.amax(dim=-1, keepdim=True)
+    first = wide.max(dim=-1, keepdim=True).indices  # of the logits: close ones may have the same probability
     if filtered:
         probs = probs * _inside_filters(probs, params)
     probs = probs * (probs >= params.min_p[:, None].to(probs.dtype) * best)
@@ -74,11 +77,12 @@ def _inside_filters(probs: Tensor, params: WarpParams) -> Tensor:
     vocab = probs.shape[-1]
     ranked, order = torch.sort(probs, dim=-1, descending=True, stable=True)
     top_k = torch.where(params.top_k > 0, params.top_k, vocab)[:, None]
-    keep = torch.arange(vocab, device=probs.device) < top_k
+    rank = torch.arange(vocab, device=probs.device)
+    keep = rank < top_k
     ranked = (ranked * keep).to(torch.float64)
     mass = ranked.cumsum(dim=-1)
     top_p = params.top_p[:, None].to(torch.float64)
-    keep = keep & ((mass - ranked < top_p * mass[:, -1:]) | (top_p >= 1))  # the first token always stays
+    keep = keep & ((mass - ranked < top_p * mass[:, -1:]) | (top_p >= 1) | (rank == 0))  # the best always stays
     return torch.zeros_like(keep).scatter_(1, order, keep)
 
 

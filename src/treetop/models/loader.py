@@ -64,10 +64,11 @@ def load_eagle3(folder: Path, spec: Eagle3Spec, target: Llama, place: Placement)
     newer = "layers.0.hidden_norm.weight" in names  # newer writers call the one layer `layers.0`
     prefix = "layers.0." if newer else "midlayer."
     shapes = {name.replace("midlayer.", prefix): shape for name, shape in _head_shapes(spec, names).items()}
-    raw = read_tensors(folder, shapes, ignored={"t2d"})
+    optional = {"t2d": (spec.layer.vocab_size,)} if "t2d" in names else {}
+    raw = read_tensors(folder, {**shapes, **optional})
     tensors = {name.replace(prefix, "midlayer."): tensor for name, tensor in raw.items()}
     tensors.setdefault("d2t", torch.zeros(spec.draft_vocab_size, dtype=torch.int64))
-    _check_vocab(folder, tensors["d2t"], spec.layer.vocab_size)
+    _check_vocab(folder, tensors["d2t"], tensors.pop("t2d", None), spec.layer.vocab_size)
     weights = _cast(tensors, place)
     embedding = weights.get("embed_tokens.weight", target.embedding)
     rope = rope_table(spec.layer.rope, place.rope_rows, place.dtype, place.device)
@@ -107,8 +108,8 @@ def _head_shapes(spec: Eagle3Spec, names: set[str]) -> dict[str, tuple[int, ...]
     return shapes
 
 
-def _check_vocab(folder: Path, offset: Tensor, vocab_size: int) -> None:
-    """d2t must be an offset that maps the draft vocabulary one to one into the target's."""
+def _check_vocab(folder: Path, offset: Tensor, member: Tensor | None, vocab_size: int) -> None:
+    """d2t must be an offset that maps the draft vocabulary one to one into the target's; t2d, if present, agrees."""
     if offset.dtype != torch.int64:
         raise CheckpointError(f"{folder}: tensor d2t has dtype {offset.dtype}, expected int64")
     target = torch.arange(offset.shape[0]) + offset
@@ -121,6 +122,8 @@ def _check_vocab(folder: Path, offset: Tensor, vocab_size: int) -> None:
         )
     if target.unique().shape[0] != target.shape[0]:
         raise CheckpointError(f"{folder}: tensor d2t maps two draft tokens to one target token")
+    if member is not None and not torch.equal(member.nonzero().flatten(), target.sort().values):
+        raise CheckpointError(f"{folder}: tensor t2d does not mark the target tokens that d2t gives")
 
 
 def _cast(tensors: dict[str, Tensor], place: Placement) -> dict[str, Tensor]:

@@ -98,6 +98,7 @@ class LLM:
         eos_ids = (*self.engine.spec.eos_token_ids, *extra_eos_ids(self.model_path))
         self.scheduler = Scheduler(self.engine.layout, self.config, eos_ids, pure)
         self._seeds = random.Random(self.config.seed)
+        self._inbox: dict[RequestId, list[RequestUpdate]] = {}
 
     def generate(
         self,
@@ -116,28 +117,39 @@ class LLM:
         """As `generate`, in pieces of text as they come. Bad input raises before any work; leaving early aborts."""
         listed = self._ids_of(prompts)
         paired = _paired(params, len(listed))
-        self._check_room(listed)
-        return self._run(listed, paired)
+        for ids in listed:
+            self.scheduler.check_prompt(ids)
+        return self._run(listed, paired, [self._stop_checker(each) for each in paired])
 
-    def _run(self, prompts: list[list[int]], params: list[SamplingParams]) -> Iterator[TextDelta]:
+    def _run(
+        self, prompts: list[list[int]], params: list[SamplingParams], stops: list[StopChecker]
+    ) -> Iterator[TextDelta]:
         live: dict[RequestId, _Live] = {}
-        for index, (ids, each) in enumerate(zip(prompts, params, strict=True)):
+        for index, (ids, each, stop) in enumerate(zip(prompts, params, stops, strict=True)):
             seed = self._seeds.getrandbits(63) if each.seed is None else each.seed
-            request_id = self.scheduler.add(ids, each, seed, self._stop_checker(each))
+            request_id = self.scheduler.add(ids, each, seed, stop)
             text = OutputText(self.tokenizer, each.stop) if self.tokenizer is not None else None
             live[request_id] = _Live(index, self.scheduler.request(request_id), text)
         try:
             while live:
-                plan = self.scheduler.plan()
-                assert plan is not None, "requests are alive but nothing can run"
-                for update in self.scheduler.commit(plan, self.engine.step(plan)):
-                    if update.request_id in live:
-                        yield _delta(live[update.request_id], update)
-                        if update.finish_reason is not None:
-                            del live[update.request_id]
+                waiting = [update for request_id in live for update in self._inbox.pop(request_id, [])]
+                if not waiting:
+                    self._advance()
+                for update in waiting:
+                    yield _delta(live[update.request_id], update)
+                    if update.finish_reason is not None:
+                        del live[update.request_id]
         finally:
             for request_id in live:
                 self.scheduler.abort(request_id)
+                self._inbox.pop(request_id, None)
+
+    def _advance(self) -> None:
+        """One step for everybody; each stream finds its requests' updates in the inbox."""
+        plan = self.scheduler.plan()
+        assert plan is not None, "requests are alive but nothing can run"
+        for update in self.scheduler.commit(plan, self.engine.step(plan)):
+            self._inbox.setdefault(update.request_id, []).append(update)
 
     def _ids_of(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
         one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
@@ -154,10 +166,6 @@ class LLM:
         if bad:
             raise InputError(f"prompt token id {bad[0]} lies outside the vocabulary [0, {vocab})")
         return list(prompt)
-
-    def _check_room(self, prompts: list[list[int]]) -> None:
-        for ids in prompts:
-            self.scheduler.check_prompt(ids)
 
     def _stop_checker(self, params: SamplingParams) -> StopChecker:
         if not params.stop:

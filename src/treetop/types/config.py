@@ -1,6 +1,7 @@
 """Configuration enters once, is validated once with all problems reported together, and is passed on."""
 
 from dataclasses import dataclass, fields
+from types import NoneType
 from typing import Literal, get_args
 
 from treetop.types.errors import ConfigError
@@ -19,6 +20,23 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": get_args(DType),
     "attention_backend": get_args(Backend),
     "graphs": get_args(Graphs),
+}
+
+_COUNTS = (
+    "speculative_num_steps",
+    "speculative_eagle_topk",
+    "speculative_num_draft_tokens",
+    "page_size",
+    "max_running_requests",
+    "chunked_prefill_size",
+    "check_level",
+    "seed",
+)
+_KINDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(_COUNTS, (int,)),
+    **dict.fromkeys(("context_length", "max_total_tokens"), (int, NoneType)),
+    **dict.fromkeys(("draft", "speculative_algorithm"), (str, NoneType)),
+    "radix_cache": (bool,),
 }
 
 
@@ -52,14 +70,25 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        problems = [text for bad, text in self._rules() if bad]
-        if self.draft is not None:
+        wrong = self._wrong_types()
+        problems = wrong or [text for bad, text in self._rules() if bad]
+        if self.draft is not None and not wrong:
             try:
                 self.shape  # noqa: B018 - the property validates
             except ConfigError as error:
                 problems.append(str(error))
         if problems:
             raise ConfigError("; ".join(problems))
+
+    def _wrong_types(self) -> list[str]:
+        """Options whose value is not of their default's or annotation's kind."""
+        problems = []
+        for each in fields(self):
+            value, kinds = getattr(self, each.name), _KINDS.get(each.name, (str,))
+            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+                names = " or ".join("nothing" if kind is NoneType else kind.__name__ for kind in kinds)
+                problems.append(f"{flag(each.name)} must be {names}, got {value!r}")
+        return problems
 
     def _rules(self) -> list[tuple[bool, str]]:
         page = self.page_size

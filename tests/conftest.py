@@ -1,0 +1,59 @@
+"""Session fixtures: the tiny checkpoints, made once."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+from transformers.utils import logging as transformers_logging
+
+from tiny_models import (
+    Pair,
+    save_copying_head,
+    save_random_head,
+    save_random_llama,
+    save_tokenizer,
+    save_weak_llama,
+)
+
+torch.set_num_threads(1)  # the models are too small to share
+transformers_logging.disable_progress_bar()
+transformers_logging.set_verbosity_error()
+
+
+@pytest.fixture(scope="session")
+def weak_pair(tmp_path_factory) -> Pair:
+    """A target and a head that agrees with it often: about 2.5 tokens a round. It has a tokenizer."""
+    folder = tmp_path_factory.mktemp("weak")
+    target = save_weak_llama(folder / "target", strength=0.17, sharpness=0.5)
+    save_tokenizer(target, 211, spelling)
+    return Pair(target, save_copying_head(folder / "head", target, draft_vocab=190))
+
+
+@pytest.fixture(scope="session")
+def strong_pair(tmp_path_factory) -> Pair:
+    """A target whose every K/V matters, and a random head that is often right, for the vocabulary is tiny."""
+    folder = tmp_path_factory.mktemp("strong")
+    target = save_random_llama(folder / "target", seed=8, vocab_size=12)
+    return Pair(target, save_random_head(folder / "head", target, draft_vocab=11, seed=2))
+
+
+@pytest.fixture(scope="session")
+def alien_pair(tmp_path_factory) -> Pair:
+    """A target and a random head that almost never agree; the head has no vocabulary of its own."""
+    folder = tmp_path_factory.mktemp("alien")
+    target = save_random_llama(folder / "target", seed=3, tie_word_embeddings=True)
+    return Pair(target, save_random_head(folder / "head", target, draft_vocab=None, seed=4))
+
+
+def spelling(token: int) -> bytes:
+    """What a token of the weak target looks like: ASCII, words of two and three letters, and lone bytes."""
+    if token < 4:
+        return bytes([token])
+    if token < 99:
+        return bytes([token + 28])  # ' ' to '~'
+    if token < 181:
+        word = token - 99
+        return bytes([97 + word % 26, 97 + word // 26]) + (b"!" if word % 3 == 0 else b"")
+    return bytes([0x80 + token - 181]) if token < 200 else bytes([0xC3 + token - 200])

@@ -1,0 +1,65 @@
+"""Engines and requests as the tests use them. All batches come from the scheduler."""
+
+from treetop import LLM, SamplingParams
+from treetop.types.stopping import NoStop
+
+
+def build(pair, shape=(4, 5, 16), **options) -> LLM:
+    """An engine in float64 for `pair` with tree `shape` (k, S, T); None decodes plainly without a head."""
+    options = {"dtype": "float64", "context_length": 256, **options}
+    if shape is None:
+        return LLM(model=str(pair.target), draft=None, **options)
+    topk, num_steps, num_draft_tokens = shape
+    return LLM(
+        model=str(pair.target),
+        draft=str(pair.head),
+        speculative_eagle_topk=topk,
+        speculative_num_steps=num_steps,
+        speculative_num_draft_tokens=num_draft_tokens,
+        **options,
+    )
+
+
+def greedy(max_tokens=48) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+
+
+def sampled(seed, max_tokens=48, **changes) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=seed, **{"temperature": 1.0, **changes})
+
+
+def tokens(outputs) -> list[tuple[int, ...]]:
+    return [output.token_ids for output in outputs]
+
+
+def accept_lens(outputs) -> list[tuple[int, ...]]:
+    return [output.metrics.accept_lens for output in outputs]
+
+
+def submit(llm, prompts, params) -> list:
+    """Queue requests, as `LLM.generate` does; returns them."""
+    listed = params if isinstance(params, list) else [params] * len(prompts)
+    added = []
+    for prompt, each in zip(prompts, listed, strict=True):
+        request_id = llm.scheduler.add(prompt, each, each.seed or 0, NoStop())
+        added.append(llm.scheduler.request(request_id))
+    return added
+
+
+def steps(llm, limit=10_000):
+    """Run the scheduler and the engine until there is no work; yields (plan, result) after each step."""
+    for _ in range(limit):
+        plan = llm.scheduler.plan()
+        if plan is None:
+            assert not llm.scheduler.has_work, "work is left, but there is no plan"
+            return
+        result = llm.engine.step(plan)
+        llm.scheduler.commit(plan, result)
+        llm.scheduler.check_integrity()
+        yield plan, result
+    raise AssertionError(f"the work was not done after {limit} steps")
+
+
+def finish(llm) -> None:
+    for _ in steps(llm):
+        pass

@@ -1,0 +1,95 @@
+"""An attention backend that answers as another does and remembers what it was told, and hooks on a draft head."""
+
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from treetop.attention.contract import Queries, TableView
+from treetop.engine.graphs import Eager
+
+
+@dataclass
+class Begun:
+    view: TableView
+    inner: object
+
+
+@dataclass
+class Planned:
+    """One phase in one KV group: where the prefix lies, who asks, and the tail's keys in the first layer."""
+
+    prefix: Begun
+    inner: object
+    queries: Queries | None
+    positions: torch.Tensor
+    window: int | None
+    tail_keys: torch.Tensor | None = None
+
+
+@dataclass
+class RecordingBackend:
+    """Wraps a backend; `plans` holds the phases of a step in their order."""
+
+    inner: object
+    name: str = "recording"
+    plans: list[Planned] = field(default_factory=list)
+
+    def begin(self, view):
+        frozen = replace(view, table=replace(view.table, data=view.table.data.clone()), extent=view.extent.clone())
+        return Begun(frozen, self.inner.begin(view))
+
+    def plan(self, prefix, queries):
+        planned = Planned(prefix, self.inner.plan(prefix.inner, queries), queries, queries.positions, queries.window)
+        self.plans.append(planned)
+        return planned
+
+    def plan_causal(self, prefix, positions, window):
+        inner = self.inner.plan_causal(prefix.inner, positions, window)
+        self.plans.append(Planned(prefix, inner, None, positions, window))
+        return self.plans[-1]
+
+    def prefix(self, q, kv, plan, scale):
+        return self.inner.prefix(q, kv, plan.inner, scale)
+
+    def prefix_tail(self, q, kv, plan, tail, scale):
+        if plan.tail_keys is None:
+            plan.tail_keys = tail.k.clone()
+        return self.inner.prefix_tail(q, kv, plan.inner, tail, scale)
+
+    def causal(self, q, kv, plan, scale):
+        return self.inner.causal(q, kv, plan.inner, scale)
+
+
+@dataclass
+class HeadCalls:
+    """What the draft head was asked and answered since the last `clear`."""
+
+    forwards: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)  # tokens, hidden, out
+    proposals: list[tuple[list, list]] = field(default_factory=list)  # tokens, logprob
+
+    def clear(self) -> None:
+        self.forwards.clear()
+        self.proposals.clear()
+
+
+def record(llm) -> tuple[RecordingBackend, HeadCalls]:
+    """From now on the engine runs on a recording backend and its draft head is watched."""
+    device = llm.engine.device
+    backend, calls = RecordingBackend(device.backend), HeadCalls()
+    llm.engine.device = replace(device, backend=backend)
+    llm.engine.launcher = Eager(llm.engine.device)
+    head = device.head
+    forward, propose = head.forward, head.propose
+
+    def recorded_forward(tokens, hidden, positions, attend):
+        out = forward(tokens, hidden, positions, attend)
+        calls.forwards.append((tokens.clone(), hidden.clone(), out.clone()))
+        return out
+
+    def recorded_propose(hidden, k):
+        proposal = propose(hidden, k)
+        calls.proposals.append((proposal.tokens.tolist(), proposal.logprob.tolist()))
+        return proposal
+
+    head.forward, head.propose = recorded_forward, recorded_propose
+    return backend, calls

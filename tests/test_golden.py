@@ -1,0 +1,150 @@
+"""The target is the model that `transformers` runs: logits and greedy tokens agree, on the engine's own path."""
+
+import json
+from importlib import resources
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from engines import greedy
+from tiny_models import LLAMA3_ROPE, copy_folder, save_random_llama
+from treetop import LLM
+
+CONFIGS = {
+    "grouped queries": {},
+    "one head a query": {"num_key_value_heads": 4},
+    "one kv head": {"num_key_value_heads": 1, "num_hidden_layers": 2},
+    "tied embeddings": {"tie_word_embeddings": True},
+    "attention and mlp biases": {"attention_bias": True, "mlp_bias": True},
+    "llama3 rope": {"rope_parameters": LLAMA3_ROPE},
+    "linear rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}},
+    "another theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
+    "wide heads": {"head_dim": 24},
+    "narrow heads": {"hidden_size": 96, "head_dim": 8, "num_attention_heads": 6, "num_key_value_heads": 3},
+    "another norm": {"rms_norm_eps": 0.5},
+}
+PROMPT_LENGTHS = (1, 7, 16, 41)
+
+
+@pytest.fixture(scope="module", params=CONFIGS, ids=[name.replace(" ", "-") for name in CONFIGS])
+def folder(request, tmp_path_factory) -> Path:
+    place = tmp_path_factory.mktemp("golden")
+    return save_random_llama(place / "model", seed=7, **CONFIGS[request.param])
+
+
+def reference(folder: Path) -> LlamaForCausalLM:
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None  # generate a full length
+    return model
+
+
+def record_logits(llm: LLM) -> list[torch.Tensor]:
+    """From now on, keep the logits of every position that the target runs: [rows, n, vocab] a forward."""
+    target, seen = llm.engine.device.target, []
+    forward = target.forward
+
+    def recording(tokens, positions, attend):
+        output = forward(tokens, positions, attend)
+        seen.append(target.logits(output.hidden))
+        return output
+
+    target.forward = recording
+    return seen
+
+
+def prompts_of(vocab: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(4, vocab, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
+
+
+def assert_close_logits(llm: LLM, model: LlamaForCausalLM, prompts, max_tokens: int) -> None:
+    """Logits of every prompt position and of every decoded token equal the reference's to 1e-4 of their size."""
+    seen = record_logits(llm)
+    for prompt in prompts:
+        seen.clear()
+        (output,) = llm.generate([prompt], greedy(max_tokens))
+        ours = torch.cat([logits[0] for logits in seen])
+        with torch.no_grad():
+            theirs = model(torch.tensor([[*prompt, *output.token_ids[:-1]]])).logits[0]
+        assert ours.shape == theirs.shape
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def assert_greedy_tokens(llm: LLM, model: LlamaForCausalLM, prompts, max_tokens: int) -> None:
+    outputs = llm.generate(prompts, greedy(max_tokens))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        ids = torch.tensor([prompt])
+        expected = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_tokens, pad_token_id=0
+        )[0, len(prompt) :].tolist()
+        assert list(output.token_ids) == expected
+
+
+@pytest.mark.parametrize("chunk", [512, 6])
+def test_logits_equal_those_of_transformers(folder, chunk):
+    """float32: prompt positions in one chunk and in many, then decoded positions, agree to 1e-4."""
+    llm = LLM(model=str(folder), draft=None, dtype="float32", chunked_prefill_size=chunk, page_size=4)
+    assert_close_logits(llm, reference(folder), prompts_of(llm.engine.spec.vocab_size), 12)
+
+
+def test_sixty_four_greedy_tokens_equal_those_of_transformers(folder):
+    """float32: a batch of ragged prompts gives the tokens of `generate(do_sample=False)`."""
+    llm = LLM(model=str(folder), draft=None, dtype="float32", page_size=4)
+    assert_greedy_tokens(llm, reference(folder), prompts_of(llm.engine.spec.vocab_size), 64)
+
+
+def test_rope_of_the_older_spelling_means_the_same(tmp_path):
+    """`rope_scaling` + `rope_theta` of earlier transformers and `rope_parameters` of version 5 give equal logits."""
+    new = save_random_llama(tmp_path / "new", rope_parameters=LLAMA3_ROPE)
+    old = copy_folder(
+        new,
+        tmp_path / "old",
+        rope_parameters=None,
+        rope_theta=LLAMA3_ROPE["rope_theta"],
+        rope_scaling={key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"},
+    )
+    logits = []
+    for folder in (new, old):
+        llm = LLM(model=str(folder), draft=None)
+        seen = record_logits(llm)
+        llm.generate([prompts_of(211)[3]], greedy(2))
+        logits.append(seen[0])
+    assert torch.equal(logits[0], logits[1])
+    plain = copy_folder(new, tmp_path / "plain", rope_parameters=None)
+    llm = LLM(model=str(plain), draft=None)
+    seen = record_logits(llm)
+    llm.generate([prompts_of(211)[3]], greedy(2))
+    assert not torch.allclose(seen[0], logits[0], atol=1e-2), "the rope does not matter here, so nothing was tested"
+
+
+# ---------------------------------------------------------------------------------------------- the embedded target
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Path:
+    folder = Path(str(resources.files("treetop") / "assets" / "nestling"))
+    if not (folder / "model.safetensors").is_file():
+        pytest.fail("the embedded target is missing: src/treetop/assets/nestling/model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def embedded_prompts(embedded) -> list[list[int]]:
+    llm_tokenizer = LLM(model="builtin:nestling", draft=None, max_running_requests=1).tokenizer
+    path = Path(str(resources.files("treetop") / "assets" / "prompts.jsonl"))
+    lines = path.read_text(encoding="utf-8").splitlines()[:4]
+    return [llm_tokenizer.encode(json.loads(line)["prompt"]) for line in lines]
+
+
+def test_the_embedded_target_has_the_logits_of_transformers(embedded, embedded_prompts):
+    """float32: every prompt position and decoded position of the embedded target agrees to 1e-4."""
+    llm = LLM(model="builtin:nestling", draft=None, dtype="float32", chunked_prefill_size=50)
+    assert_close_logits(llm, reference(embedded), embedded_prompts[:2], 8)
+
+
+def test_the_embedded_target_gives_the_greedy_tokens_of_transformers(embedded, embedded_prompts):
+    """float32: 64 tokens of the embedded target equal those of `generate(do_sample=False)`."""
+    llm = LLM(model="builtin:nestling", draft=None, dtype="float32")
+    assert_greedy_tokens(llm, reference(embedded), embedded_prompts, 64)

@@ -1,0 +1,231 @@
+"""Tiny checkpoints for the tests: Llama targets made by `transformers`, and EAGLE-3 heads made without training.
+
+A head with a high acceptance is built by hand. The target's embeddings live in its first dimensions and its layers are
+weak, so that the next token is mostly a function of the current one; the head attends sharply to itself and copies the
+embedding of its token into the residual stream, where the target's own output rows turn it into the next token. What
+is left of the target's layers is what the head gets wrong.
+"""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+EOS = 3
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target's folder and its draft head's."""
+
+    target: Path
+    head: Path
+
+    @property
+    def config(self) -> dict:
+        return json.loads((self.target / "config.json").read_text())
+
+    def prompts(self, lengths, seed=0):
+        """Random prompts of given lengths, without the end-of-sequence token."""
+        generator = torch.Generator().manual_seed(seed)
+        vocab = self.config["vocab_size"]
+        return [torch.randint(EOS + 1, vocab, (n,), generator=generator).tolist() for n in lengths]
+
+
+def llama_config(**changes) -> LlamaConfig:
+    """A small Llama with grouped queries; every size differs from the others where it can."""
+    options = {
+        "vocab_size": 211,
+        "hidden_size": 64,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "bos_token_id": 1,
+        "eos_token_id": EOS,
+        "pad_token_id": None,
+    }
+    return LlamaConfig(**{**options, **changes})
+
+
+def save_random_llama(folder: Path, seed: int = 0, **changes) -> Path:
+    """A Llama with random weights large enough that every part of it matters to the logits."""
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(llama_config(**changes)).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                weight.normal_(0, 0.3)
+            else:
+                weight.normal_(0, weight.shape[-1] ** -0.5)
+    model.save_pretrained(folder)
+    return folder
+
+
+def save_weak_llama(folder: Path, seed: int = 0, strength: float = 1.0, sharpness: float = 0.35, **changes) -> Path:
+    """A Llama whose next token is mostly a function of the current one; `strength` scales what its layers add."""
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(llama_config(**changes)).eval()
+    kv_width = model.config.num_key_value_heads * model.config.head_dim
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight.fill_(1.0)
+            elif "embed_tokens" in name:
+                weight.normal_(0, 1.0)
+                weight[:, kv_width:] *= 0.1
+            elif "lm_head" in name:
+                weight.normal_(0, sharpness)
+            else:
+                writes = "o_proj" in name or "down_proj" in name
+                weight.normal_(0, weight.shape[-1] ** -0.5 * (strength if writes else 1.0))
+    model.save_pretrained(folder)
+    return folder
+
+
+def save_copying_head(folder: Path, target: Path, draft_vocab: int, seed: int = 0, **config_changes) -> Path:
+    """An EAGLE-3 head for a weak target: it proposes the target's tokens as if the target had no layers."""
+    config = json.loads((target / "config.json").read_text())
+    hidden, heads, kv_heads = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
+    dim, vocab = config["head_dim"], config["vocab_size"]
+    weights = load_file(target / "model.safetensors")
+    generator = torch.Generator().manual_seed(seed)
+    used = torch.randperm(vocab, generator=generator)[:draft_vocab].sort().values
+
+    def normal(*shape, scale):
+        return torch.randn(shape, generator=generator) * scale
+
+    keys = torch.zeros(kv_heads * dim, 2 * hidden)
+    keys[:, : kv_heads * dim] = torch.eye(kv_heads * dim)
+    group = heads // kv_heads
+    queries = keys.unflatten(0, (kv_heads, dim)).repeat_interleave(group, dim=0).flatten(0, 1)
+    output = torch.zeros(hidden, heads * dim)
+    for kv in range(kv_heads):  # one query head of each group writes its values back to where they came from
+        head = kv * group
+        output[kv * dim : (kv + 1) * dim, head * dim : (head + 1) * dim] = torch.eye(dim)
+    tensors = {
+        "fc.weight": normal(hidden, 3 * hidden, scale=0.02),
+        "midlayer.hidden_norm.weight": torch.full((hidden,), 0.08),
+        "midlayer.input_layernorm.weight": torch.ones(hidden),
+        "midlayer.self_attn.q_proj.weight": queries * 3 + normal(*queries.shape, scale=0.05),
+        "midlayer.self_attn.k_proj.weight": keys * 3 + normal(*keys.shape, scale=0.05),
+        "midlayer.self_attn.v_proj.weight": keys + normal(*keys.shape, scale=0.02),
+        "midlayer.self_attn.o_proj.weight": output,
+        "midlayer.mlp.gate_proj.weight": normal(40, hidden, scale=0.1),
+        "midlayer.mlp.up_proj.weight": normal(40, hidden, scale=0.1),
+        "midlayer.mlp.down_proj.weight": normal(hidden, 40, scale=0.02),
+        "midlayer.post_attention_layernorm.weight": torch.ones(hidden),
+        "norm.weight": torch.ones(hidden),
+        "lm_head.weight": weights["lm_head.weight"][used].clone(),
+        "d2t": used - torch.arange(draft_vocab),
+        "t2d": torch.zeros(vocab, dtype=torch.bool).index_fill_(0, used, True),
+    }
+    return _save_head(folder, tensors, config, draft_vocab, {"norm_before_residual": True, **config_changes})
+
+
+def save_random_head(folder: Path, target: Path, draft_vocab: int | None, seed: int = 0, **config_changes) -> Path:
+    """A head with random weights: it proposes nonsense, of which the engine's output must not depend."""
+    config = json.loads((target / "config.json").read_text())
+    hidden, dim, vocab = config["hidden_size"], config["head_dim"], config["vocab_size"]
+    q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    size = draft_vocab or vocab
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+
+    tensors = {
+        "fc.weight": normal(hidden, 3 * hidden),
+        "midlayer.hidden_norm.weight": torch.ones(hidden),
+        "midlayer.input_layernorm.weight": torch.ones(hidden),
+        "midlayer.self_attn.q_proj.weight": normal(q, 2 * hidden),
+        "midlayer.self_attn.k_proj.weight": normal(kv, 2 * hidden),
+        "midlayer.self_attn.v_proj.weight": normal(kv, 2 * hidden),
+        "midlayer.self_attn.o_proj.weight": normal(hidden, q),
+        "midlayer.mlp.gate_proj.weight": normal(40, hidden),
+        "midlayer.mlp.up_proj.weight": normal(40, hidden),
+        "midlayer.mlp.down_proj.weight": normal(hidden, 40),
+        "midlayer.post_attention_layernorm.weight": torch.ones(hidden),
+        "norm.weight": torch.ones(hidden),
+        "lm_head.weight": normal(size, hidden) * 3,
+    }
+    if draft_vocab is not None:
+        used = torch.randperm(vocab, generator=generator)[:draft_vocab].sort().values
+        tensors["d2t"] = used - torch.arange(draft_vocab)
+    return _save_head(folder, tensors, config, draft_vocab, config_changes)
+
+
+def _save_head(folder: Path, tensors: dict, target: dict, draft_vocab: int | None, changes: dict) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "rms_norm_eps")
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "intermediate_size": 40,
+        "hidden_act": "silu",
+        "max_position_embeddings": 64,  # smaller than any context: it must not size anything
+        "rope_theta": 10000.0,
+        "draft_vocab_size": draft_vocab,
+        "target_hidden_size": target["hidden_size"],
+        "tie_word_embeddings": False,
+        **{key: target[key] for key in kept},
+        **changes,
+    }
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    return folder
+
+
+def copy_folder(source: Path, destination: Path, *, tensors: dict | None = None, **config_changes) -> Path:
+    """A copy of a checkpoint with some tensors replaced (None removes one) and some config keys changed."""
+    shutil.copytree(source, destination)
+    if tensors:
+        path = destination / "model.safetensors"
+        changed = {**load_file(path), **tensors}
+        save_file({name: t.contiguous() for name, t in changed.items() if t is not None}, path)
+    if config_changes:
+        path = destination / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **config_changes}))
+    return destination
+
+
+def save_tokenizer(folder: Path, vocab_size: int, text_of) -> None:
+    """A `tokenizer.json` whose ids decode to `text_of(id)` bytes; EOS is special. Only bytes can be encoded."""
+    shown = _byte_characters()
+    vocab = {}
+    for token in range(vocab_size):
+        name = "<eos>" if token == EOS else "".join(shown[b] for b in text_of(token))
+        assert name not in vocab, f"two tokens are spelled {name!r}"
+        vocab[name] = token
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def _byte_characters() -> list[str]:
+    """GPT-2's printable stand-in for each byte."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(b) if b in printable else chr(next(others)) for b in range(256)]
