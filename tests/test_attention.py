@@ -117,7 +117,7 @@ def case(request):
 
 @pytest.fixture
 def backend():
-    return TorchBackend(torch.float64)
+    return TorchBackend(torch.float64, torch.device("cpu"))
 
 
 def test_prefix_and_tail_equal_attention_over_the_visible_keys(case, backend):

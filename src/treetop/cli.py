@@ -33,6 +33,7 @@ ENGINE_HELP = {
     "radix_cache": "keep the K/V of finished requests for prompts that begin alike",
     "attention_backend": "who computes attention",
     "graphs": "captured graphs; sim gives a CPU their semantics, for tests",
+    "device": "auto is a GPU if there is one",
     "dtype": "what the model computes in; auto is float32 on a CPU",
     "check_level": "0 off, 1 host checks, 2 device probes, 3 poison and red zones",
     "seed": "of requests that bring none",

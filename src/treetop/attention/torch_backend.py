@@ -33,8 +33,8 @@ class TorchBackend:
 
     name = "torch"
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype, self._device = dtype, device
 
     def begin(self, view: TableView) -> TorchPrefix:
         positions = torch.arange(view.bound, device=view.rows.device)[None]
@@ -55,7 +55,7 @@ class TorchBackend:
         return self._plan(prefix, visible)
 
     def _plan(self, prefix: TorchPrefix, visible: Tensor) -> TorchPlan:
-        bias = torch.zeros(visible.shape, dtype=self._dtype, device=visible.device)
+        bias = torch.zeros(visible.shape, dtype=self._dtype, device=self._device)
         return TorchPlan(prefix, visible, bias.masked_fill_(~visible, float("-inf")))
 
     def prefix(self, q: Tensor, kv: PagedKV, plan: TorchPlan, scale: float) -> tuple[Tensor, Tensor]:

@@ -1,13 +1,14 @@
 """What this machine has, which backend runs which phase and why not, and what a configuration holds."""
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
 from dataclasses import dataclass
 
 import torch
 
+from treetop.attention.registry import ALL_PHASES, refusal
+from treetop.models.loader import compute_device
 from treetop.types.layout import Layout
 from treetop.version import __version__
 
@@ -39,16 +40,11 @@ def machine() -> list[tuple[str, str]]:
 
 def backends() -> list[BackendStatus]:
     """Every backend of the interface, usable or not."""
-    everything = ("prefill", "draft", "verify", "extend")
-    rows = [BackendStatus("torch", everything, "")]
-    for name, module in (("triton", "triton"), ("flashinfer", "flashinfer"), ("fa3", ""), ("fa4", "flash_attn")):
-        if not torch.cuda.is_available():
-            reason = "needs an NVIDIA GPU"
-        elif module and importlib.util.find_spec(module) is None:
-            reason = f"the library {module} is not installed"
-        else:
-            reason = "not part of this version"
-        rows.append(BackendStatus(name, (), reason))
+    device = compute_device("auto")
+    rows = []
+    for name in ("torch", "triton", "flashinfer", "fa3", "fa4"):
+        reason = refusal(name, torch.float32, device)
+        rows.append(BackendStatus(name, ALL_PHASES if reason is None else (), reason or ""))
     return rows
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from treetop.attention.phase import LayerKV
-from treetop.attention.torch_backend import TorchBackend
+from treetop.attention.registry import make_backend
 from treetop.cache.pool import make_pools
 from treetop.checks.poison import RedZones
 from treetop.checks.probes import Probes
@@ -78,7 +78,7 @@ def build_device(
         check_level=config.check_level,
         target=target,
         head=head,
-        backend=TorchBackend(place.dtype),
+        backend=make_backend(config.attention_backend, place.dtype, place.device),
         pools=pools,
         state=make_state(layout, head.spec.layer.hidden_size if head is not None else None, place.dtype, zeros),
         buffers=make_round_buffers(layout, len(aux), spec.hidden_size, place.dtype, zeros),

@@ -18,7 +18,7 @@ from treetop.engine.prefill import PrefillBatch, prefill
 from treetop.engine.proof import prove_capacity
 from treetop.engine.pure import Pure
 from treetop.engine.rounds import RoundKey
-from treetop.models.loader import Placement, compute_dtype, resolve_folder
+from treetop.models.loader import Placement, compute_device, compute_dtype, resolve_folder
 from treetop.models.spec import target_spec
 from treetop.types.config import EngineConfig
 from treetop.types.ids import NULL_PAGE, GroupName, PageId, Row
@@ -50,7 +50,7 @@ class Engine:
         if self.draft_path is not None:
             draft = (self.draft_path, read_draft_spec(config, self.draft_path, self.spec))
         self.layout = make_layout(config, self.spec, draft[1] if draft is not None else None, pure.layout)
-        device = torch.device("cpu")
+        device = compute_device(config.device)
         self.dtype = compute_dtype(config.dtype, device)
         place = Placement(self.dtype, device, self.layout.max_positions)
         target = (self.model_path, self.spec)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from treetop.attention.phase import Attend
 from treetop.kernels.linear import packed_linear
+from treetop.kernels.ops import Ops
 from treetop.kernels.rope import RopeTable
 from treetop.kernels.tree import stable_topk
 from treetop.models.checkpoint import Shapes
@@ -41,17 +42,17 @@ class Proposal:
 class Eagle3Head:
     """One decoder layer over [embedding, feature], with its own vocabulary."""
 
-    def __init__(self, spec: Eagle3Spec, weights: Weights, rope: RopeTable, embedding: Tensor) -> None:
+    def __init__(self, spec: Eagle3Spec, weights: Weights, rope: RopeTable, embedding: Tensor, ops: Ops) -> None:
         eps = spec.layer.norm_eps
         self.spec, self.rope = spec, rope
         self.fuse_features = packed_linear(weights["fc.weight"])
-        self.hidden_norm = RMSNorm(weights["midlayer.hidden_norm.weight"], eps)
+        self.hidden_norm = RMSNorm(weights["midlayer.hidden_norm.weight"], eps, ops)
         # A token's normed embedding never changes, so the whole table is normed once.
-        self.normed_embedding = RMSNorm(weights["midlayer.input_layernorm.weight"], eps)(embedding)
+        self.normed_embedding = RMSNorm(weights["midlayer.input_layernorm.weight"], eps, ops)(embedding)
         self.attention = SelfAttention(spec.layer, weights, "midlayer.self_attn", 0)
-        self.mlp_norm = RMSNorm(weights["midlayer.post_attention_layernorm.weight"], eps)
-        self.mlp = GatedMLP(weights, "midlayer.mlp")
-        self.norm = RMSNorm(weights["norm.weight"], eps)
+        self.mlp_norm = RMSNorm(weights["midlayer.post_attention_layernorm.weight"], eps, ops)
+        self.mlp = GatedMLP(weights, "midlayer.mlp", ops)
+        self.norm = RMSNorm(weights["norm.weight"], eps, ops)
         self.lm_head = packed_linear(weights["lm_head.weight"])
         self.vocab = DraftVocab(weights["d2t"])
 
@@ -64,8 +65,8 @@ class Eagle3Head:
         normed = self.hidden_norm(hidden)
         residual = normed if self.spec.norm_before_residual else hidden
         x = torch.cat([F.embedding(tokens, self.normed_embedding), normed], dim=-1)
-        x = residual + self.attention(x, self.rope.at(positions), attend)
-        return x + self.mlp(self.mlp_norm(x))
+        x, normed = self.mlp_norm.after(residual, self.attention(x, self.rope.at(positions), attend))
+        return x + self.mlp(normed)
 
     def propose(self, hidden: Tensor, k: int) -> Proposal:
         """hidden: [..., hidden]. Log-probabilities are float32 in every dtype, so that ties are the same everywhere."""

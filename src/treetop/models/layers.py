@@ -3,11 +3,11 @@
 from collections.abc import Callable, Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from treetop.attention.phase import Attend
 from treetop.kernels.linear import packed_linear
+from treetop.kernels.ops import Ops
 from treetop.kernels.rope import Rotation, rotate_
 from treetop.models.checkpoint import Shapes
 from treetop.models.spec import ModelSpec
@@ -19,11 +19,15 @@ Linear = Callable[[Tensor], Tensor]
 class RMSNorm:
     """x / rms(x) * weight over the last dimension."""
 
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        self.weight, self.eps = weight, eps
+    def __init__(self, weight: Tensor, eps: float, ops: Ops) -> None:
+        self.weight, self.eps, self._ops = weight, eps, ops
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return self._ops.add_rms_norm(x, None, self.weight, self.eps)[1]
+
+    def after(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """x + delta, and its norm."""
+        return self._ops.add_rms_norm(x, delta, self.weight, self.eps)
 
 
 class SelfAttention:
@@ -55,13 +59,13 @@ class SelfAttention:
 class GatedMLP:
     """down(silu(gate(x)) * up(x)), gate and up from one product."""
 
-    def __init__(self, weights: Weights, prefix: str) -> None:
+    def __init__(self, weights: Weights, prefix: str, ops: Ops) -> None:
+        self._ops = ops
         self.gate_up = _fused(weights, [f"{prefix}.gate_proj", f"{prefix}.up_proj"])
         self.down = _fused(weights, [f"{prefix}.down_proj"])
 
     def __call__(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down(self._ops.silu_mul(self.gate_up(x)))
 
     @staticmethod
     def shapes(spec: ModelSpec, prefix: str) -> Shapes:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from treetop.attention.phase import Attend
 from treetop.kernels.linear import packed_linear
+from treetop.kernels.ops import Ops
 from treetop.kernels.rope import RopeTable, Rotation
 from treetop.models.checkpoint import Shapes
 from treetop.models.layers import GatedMLP, RMSNorm, SelfAttention, Weights
@@ -15,7 +16,7 @@ from treetop.models.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class TargetOutput:
-    """hidden: [rows, n, hidden], before the final norm. features: [rows, n, hidden] of each of `aux_inputs`."""
+    """hidden: [rows, n, hidden], after the final norm. features: [rows, n, hidden] of each of `aux_inputs`."""
 
     hidden: Tensor
     features: tuple[Tensor, ...]
@@ -24,40 +25,46 @@ class TargetOutput:
 class LlamaLayer:
     """Attention and MLP, each behind its norm, each added to the residual stream."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, layer: int) -> None:
+    def __init__(self, spec: ModelSpec, weights: Weights, layer: int, ops: Ops) -> None:
         prefix = f"model.layers.{layer}"
-        self.input_norm = RMSNorm(weights[f"{prefix}.input_layernorm.weight"], spec.norm_eps)
+        self.input_norm = RMSNorm(weights[f"{prefix}.input_layernorm.weight"], spec.norm_eps, ops)
         self.attention = SelfAttention(spec, weights, f"{prefix}.self_attn", layer)
-        self.mlp_norm = RMSNorm(weights[f"{prefix}.post_attention_layernorm.weight"], spec.norm_eps)
-        self.mlp = GatedMLP(weights, f"{prefix}.mlp")
+        self.mlp_norm = RMSNorm(weights[f"{prefix}.post_attention_layernorm.weight"], spec.norm_eps, ops)
+        self.mlp = GatedMLP(weights, f"{prefix}.mlp", ops)
 
-    def __call__(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        x = x + self.attention(self.input_norm(x), rotation, attend)
-        return x + self.mlp(self.mlp_norm(x))
+    def __call__(self, x: Tensor, normed: Tensor, rotation: Rotation, attend: Attend) -> tuple[Tensor, Tensor]:
+        """x: the residual stream, normed: its input norm. Returns the stream after attention, and what the MLP adds."""
+        x, normed = self.mlp_norm.after(x, self.attention(normed, rotation, attend))
+        return x, self.mlp(normed)
 
 
 class Llama:
     """A target model: tokens in, hidden states and the draft head's features out."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, rope: RopeTable, aux_inputs: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, rope: RopeTable, aux_inputs: tuple[int, ...], ops: Ops
+    ) -> None:
         self.spec, self.rope, self.aux_inputs = spec, rope, aux_inputs
         self.embedding = weights["model.embed_tokens.weight"]
-        self.layers = [LlamaLayer(spec, weights, layer) for layer in range(spec.num_layers)]
-        self.norm = RMSNorm(weights["model.norm.weight"], spec.norm_eps)
+        self.layers = [LlamaLayer(spec, weights, layer, ops) for layer in range(spec.num_layers)]
+        self.norm = RMSNorm(weights["model.norm.weight"], spec.norm_eps, ops)
         self.lm_head = packed_linear(self.embedding if spec.tied_embeddings else weights["lm_head.weight"])
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> TargetOutput:
         """tokens, positions: [rows, n] int64. Features are the residual stream entering each layer of `aux_inputs`."""
         x = F.embedding(tokens, self.embedding)
         rotation = self.rope.at(positions)
-        stream = [x]
-        for layer in self.layers:
-            stream.append(layer(stream[-1], rotation, attend))
-        return TargetOutput(stream[-1], tuple(stream[i] for i in self.aux_inputs))
+        stream, normed = [x], self.layers[0].input_norm(x)
+        next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
+        for layer, next_norm in zip(self.layers, next_norms, strict=True):
+            x, added = layer(x, normed, rotation, attend)
+            x, normed = next_norm.after(x, added)
+            stream.append(x)
+        return TargetOutput(normed, tuple(stream[i] for i in self.aux_inputs))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [..., hidden] before the final norm. Returns [..., vocab]."""
-        return self.lm_head(self.norm(hidden))
+        """hidden: [..., hidden], after the final norm. Returns [..., vocab]."""
+        return self.lm_head(hidden)
 
     @staticmethod
     def shapes(spec: ModelSpec) -> Shapes:

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from treetop.kernels.ops import Ops, ops_for
 from treetop.kernels.rope import rope_table
 from treetop.models.checkpoint import read_tensors, tensor_files
 from treetop.models.eagle3 import Eagle3Head
@@ -35,6 +36,14 @@ def resolve_folder(name: str) -> Path:
     return folder
 
 
+def compute_device(option: str) -> torch.device:
+    """The device that `--device` means; `auto` is a GPU if there is one."""
+    if option == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: no CUDA device is available; use --device cpu")
+    chosen = ("cuda" if torch.cuda.is_available() else "cpu") if option == "auto" else option
+    return torch.device(chosen)
+
+
 def compute_dtype(option: str, device: torch.device) -> torch.dtype:
     """The dtype that `--dtype` means on this device; `auto` is float32 on a CPU, whatever the checkpoint holds."""
     if option == "auto":
@@ -50,12 +59,18 @@ class Placement:
     device: torch.device
     rope_rows: int
 
+    @property
+    def ops(self) -> Ops:
+        return ops_for(self.device, self.dtype)
+
 
 def load_target(folder: Path, spec: ModelSpec, aux_inputs: tuple[int, ...], place: Placement) -> Llama:
     """Load a target. aux_inputs: which residual streams the draft head reads; () without a draft."""
     ignored = {"lm_head.weight"} if spec.tied_embeddings else set()
     weights = _cast(read_tensors(folder, Llama.shapes(spec), ignored), place)
-    return Llama(spec, weights, rope_table(spec.rope, place.rope_rows, place.dtype, place.device), aux_inputs)
+    return Llama(
+        spec, weights, rope_table(spec.rope, place.rope_rows, place.dtype, place.device), aux_inputs, place.ops
+    )
 
 
 def load_eagle3(folder: Path, spec: Eagle3Spec, target: Llama, place: Placement) -> Eagle3Head:
@@ -72,7 +87,7 @@ def load_eagle3(folder: Path, spec: Eagle3Spec, target: Llama, place: Placement)
     weights = _cast(tensors, place)
     embedding = weights.get("embed_tokens.weight", target.embedding)
     rope = rope_table(spec.layer.rope, place.rope_rows, place.dtype, place.device)
-    return Eagle3Head(spec, weights, rope, embedding)
+    return Eagle3Head(spec, weights, rope, embedding, place.ops)
 
 
 def read_eagle3_spec(folder: Path, target: ModelSpec, algorithm: str | None) -> Eagle3Spec:

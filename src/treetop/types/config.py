@@ -9,7 +9,8 @@ from treetop.types.layout import PLAIN, SpecShape
 
 Algorithm = Literal["EAGLE", "EAGLE3", "MTP", "NONE"]
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
-Backend = Literal["auto", "torch"]
+Backend = Literal["auto", "torch", "triton"]
+DeviceName = Literal["auto", "cpu", "cuda"]
 Graphs = Literal["auto", "off", "sim"]
 
 BUILTIN_MODEL = "builtin:nestling"
@@ -20,6 +21,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": get_args(DType),
     "attention_backend": get_args(Backend),
     "graphs": get_args(Graphs),
+    "device": get_args(DeviceName),
 }
 
 _COUNTS = (
@@ -66,6 +68,7 @@ class EngineConfig:
     attention_backend: Backend = "auto"
     graphs: Graphs = "auto"
     dtype: DType = "auto"
+    device: DeviceName = "auto"
     check_level: int = 1
     seed: int = 0
 

@@ -1,0 +1,378 @@
+# ruff: noqa: PLR0912, PLR0915, PLR0917 (kernels take what they touch as arguments, and are one body by nature)
+"""Attention over paged K/V and a dense tail, in one pass: the Triton kernels, their launch table, their reference.
+
+One program takes the queries of one row that share a K/V head, grouped heads folded into the query block, and one
+part of the row's keys:
+
+    row's keys   | page | page | page | page | page | tail |
+    splits       |  split 0    |  split 1    |  split 2    |     each gives (out, lse); `_merge_kernel` joins them
+
+How many keys a row has is read on the device, how many splits share them is fixed by the launch: so a captured graph
+serves every length. One split needs no merge, and is one launch.
+Source: split keys and merge by log-sum-exp are Flash-Decoding (Dao et al., 2023); the online softmax is Milakov and
+Gimelshein, arXiv:1805.02867.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from treetop.kernels.kv import slots_of
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, tl
+
+
+@dataclass(frozen=True, slots=True)
+class PagedKeys:
+    """Where a batch's committed K/V lie.
+
+    pages: [slots, 2, kv_heads, head_dim], one layer's. page_table: [num_rows, columns] int32. rows: [rows] int64.
+    extent: [rows] int64, how many positions from 0 are keys. bound: no extent is larger.
+    """
+
+    pages: Tensor
+    page_table: Tensor
+    rows: Tensor
+    extent: Tensor
+    bound: int
+    page_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class TailKeys:
+    """Dense K/V after the committed ones.
+
+    data: [rows, t, 2, kv_heads, head_dim]. positions: [rows, t] int64. mask: [rows, n, t] bool, what a query sees.
+    """
+
+    data: Tensor
+    positions: Tensor
+    mask: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What queries see of the pages.
+
+    positions: [rows, n] int64. window: how far a query sees, itself counted; None is everything. causal: only
+    positions up to its own; then positions rise along a row, and a query that does not stand above the first is padding
+    and sees nothing.
+    """
+
+    positions: Tensor
+    window: int | None = None
+    causal: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How a call is cut: queries (times grouped heads) and keys a block, splits of the keys, warps, pipeline stages.
+
+    overlap: kernels start while the one before them ends, and wait for it themselves (programmatic dependent launch).
+    """
+
+    block_m: int
+    block_n: int
+    splits: int
+    num_warps: int
+    num_stages: int
+    overlap: bool = False
+
+
+# ---------------------------------------------------------------------------------------------------- the reference
+
+
+def paged_attention_reference(
+    q: Tensor, keys: PagedKeys, sight: Sight, tail: TailKeys | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """What `paged_attention` computes, densely and in float32 (float64 if q is).
+
+    q: [rows, n, heads, head_dim]. Returns out like q and lse [rows, n, heads] float32; a query that sees nothing gets
+    out 0 and lse -inf.
+    """
+    at = torch.arange(keys.bound, device=q.device)
+    stored = at < keys.extent[:, None]
+    slots = slots_of(keys.page_table, keys.rows, at[None], stored, keys.page_size)
+    kv = torch.where(stored[:, :, None, None, None], keys.pages[slots], 0)
+    distance = sight.positions[:, :, None] - at
+    visible = stored[:, None] & _within(distance, sight.window)
+    if sight.causal:
+        columns = torch.arange(q.shape[1], device=q.device)
+        real = (columns == 0) | (sight.positions > sight.positions[:, :1])
+        visible = visible & (distance >= 0) & real[:, :, None]
+    if tail is not None:
+        distance = sight.positions[:, :, None] - tail.positions[:, None]
+        visible = torch.cat([visible, tail.mask & _within(distance, sight.window)], dim=2)
+        kv = torch.cat([kv, tail.data], dim=1)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    kv_heads = kv.shape[3]
+    grouped = q.to(wide).unflatten(2, (kv_heads, -1))
+    scores = torch.einsum("bnhgd,bmhd->bnhgm", grouped, kv[:, :, 0].to(wide)) * scale
+    scores = scores.masked_fill(~visible[:, :, None, None], float("-inf"))
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = torch.exp(scores - torch.where(lse > float("-inf"), lse, 0)[..., None])
+    out = torch.einsum("bnhgm,bmhd->bnhgd", weights, kv[:, :, 1].to(wide))
+    return out.flatten(2, 3).to(q.dtype), lse.flatten(2).to(torch.float32)
+
+
+def _within(distance: Tensor, window: int | None) -> Tensor:
+    return torch.ones_like(distance, dtype=torch.bool) if window is None else distance < window
+
+
+# ------------------------------------------------------------------------------------------------------ the kernels
+
+
+@jit
+def _fold(
+    q: Arg, k: Arg, v: Arg, visible: Arg, acc: Arg, peak: Arg, mass: Arg, scale: Arg, masked: constexpr
+) -> Arg:  # fmt: skip
+    """Fold one block of keys into the running softmax.
+
+    q: [m, d]. k, v: [n, d]. visible: [m, n] bool. acc: [m, d], peak (base 2), mass: [m], float32. scale: with log2 e.
+    """
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if masked:
+        scores = tl.where(visible, scores, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, 1))  # never below its start of -1e30: no -inf - -inf
+    weights = tl.exp2(scores - new_peak[:, None])
+    shrink = tl.exp2(peak - new_peak)
+    mass = mass * shrink + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return acc, new_peak, mass
+
+
+@jit
+def _load_kv(base: Arg, at: Arg, stored: Arg, v_offset: Arg, dims: Arg, dim: constexpr, block_d: constexpr) -> Arg:
+    """K and V of keys at element offsets `at` [n] int64; 0 where not `stored` and past the head's width."""
+    mask = stored[:, None] if dim == block_d else stored[:, None] & (dims < dim)[None, :]
+    where = base + at[:, None] + dims[None, :]
+    return tl.load(where, mask=mask, other=0.0), tl.load(where + v_offset, mask=mask, other=0.0)
+
+
+@jit
+def _page_of(table: Arg, block: Arg, start: Arg, end: Arg, block_n: constexpr, page_size: constexpr) -> Arg:
+    """Pages of a block's keys [block_n] int32; the null page outside start .. end, where the table is not read."""
+    key = block * block_n + tl.arange(0, block_n)
+    return tl.load(table + key // page_size, mask=(key >= start) & (key < end), other=0)
+
+
+@jit
+def _attention_kernel(
+    out: Arg, lse: Arg, q: Arg, pages: Arg, page_table: Arg, rows: Arg, extent: Arg, positions: Arg,
+    tail: Arg, tail_positions: Arg, mask: Arg, scale: Arg, n: Arg, t: Arg, split_stride: Arg,
+    q_row: Arg, q_query: Arg, q_head: Arg, slot_stride: Arg, v_offset: Arg, table_row: Arg,
+    position_row: Arg, position_query: Arg, splits: Arg, tail_row: Arg, tail_column: Arg, tail_v: Arg,
+    tail_position_row: Arg, tail_position_column: Arg, mask_row: Arg, mask_query: Arg, mask_column: Arg,
+    group: constexpr, dim: constexpr, page_size: constexpr, window: constexpr, causal: constexpr, has_tail: constexpr,
+    has_parts: constexpr, block_m: constexpr, block_n: constexpr, block_t: constexpr, block_d: constexpr,
+    overlap: constexpr,
+) -> None:  # fmt: skip
+    """One block of queries of one row and K/V head, over one split of its keys.
+
+    out: [splits, rows, n, heads, dim]; lse: [splits, rows, n, heads] float32, natural; both contiguous. The rest as in
+    `paged_attention`; *_row, *_query, ... are strides in elements; window 0 is none. Grid (kv_heads, blocks of queries
+    * splits, rows). All slot arithmetic is int64.
+    """
+    if overlap:
+        tl.extra.cuda.gdc_wait()  # before the first read: what went before may still be running
+    kv_head = tl.program_id(0)
+    split = tl.program_id(1) % splits
+    tile = tl.num_programs(1) // splits - 1 - tl.program_id(1) // splits  # causal: the longest blocks start first
+    row = tl.program_id(2).to(tl.int64)
+    end = tl.load(extent + row).to(tl.int32)
+    table = page_table + tl.load(rows + row) * table_row
+
+    lane = tile * block_m + tl.arange(0, block_m)
+    query = lane // group
+    head = kv_head * group + lane % group
+    dims = tl.arange(0, block_d)
+    real = query < n
+    q_mask = real[:, None] & (dims < dim)[None, :]
+    q_at = row * q_row + query * q_query + head * q_head
+    queries = tl.load(q + q_at[:, None] + dims[None, :], mask=q_mask, other=0.0)
+
+    start = 0
+    position = tl.zeros([block_m], tl.int32)
+    if causal or window > 0:
+        position_at = positions + row * position_row
+        position = tl.load(position_at + query * position_query, mask=real, other=0).to(tl.int32)
+    if causal:
+        first = tl.load(positions + row * position_row).to(tl.int32)
+        real = real & ((query == 0) | (position > first))
+        end = tl.minimum(end, tl.max(tl.where(real, position, -1), 0) + 1)
+    if window > 0:
+        nearest = tl.min(tl.where(real, position, 2147483647), 0)
+        start = tl.minimum(tl.maximum(nearest - window + 1, 0), end)
+
+    first_block = start // block_n
+    last_block = tl.cdiv(end, block_n)
+    share = tl.maximum(tl.cdiv(last_block - first_block, splits), 1)
+    begin = first_block + split * share
+    stop = tl.minimum(begin + share, last_block)
+
+    acc = tl.zeros([block_m, block_d], tl.float32)
+    peak = tl.full([block_m], -1e30, tl.float32)
+    mass = tl.zeros([block_m], tl.float32)
+    base = pages + kv_head * dim
+
+    page = _page_of(table, begin, start, end, block_n, page_size)
+    if has_tail:  # first, and by the first split: it needs no length, so it hides the latency of those loads
+        tail_stop = tl.where(split == 0, t, 0)
+        for column_start in tl.range(0, tail_stop, block_t, num_stages=1):
+            column = column_start + tl.arange(0, block_t)
+            there = column < t
+            at = row * tail_row + column * tail_column
+            k, v = _load_kv(tail + kv_head * dim, at, there, tail_v, dims, dim, block_d)
+            shown = mask + row * mask_row + query[:, None] * mask_query + column[None, :] * mask_column
+            visible = tl.load(shown, mask=real[:, None] & there[None, :], other=0) != 0
+            if window > 0:
+                tail_at = tail_positions + row * tail_position_row + column * tail_position_column
+                tail_position = tl.load(tail_at, mask=there, other=0).to(tl.int32)
+                visible = visible & (position[:, None] - tail_position[None, :] < window)
+            acc, peak, mass = _fold(queries, k, v, visible, acc, peak, mass, scale, True)
+
+    middle = begin
+    if causal and window == 0:  # blocks that every query sees whole need no mask
+        seen_by_all = tl.minimum(tl.min(tl.where(real, position, 2147483646), 0) + 1, end)
+        middle = tl.maximum(tl.minimum(stop, seen_by_all // block_n), begin)
+        for block in range(begin, middle):
+            key = block * block_n + tl.arange(0, block_n)
+            stored = key < end
+            slot = page.to(tl.int64) * page_size + key % page_size
+            k, v = _load_kv(base, slot * slot_stride, stored, v_offset, dims, dim, block_d)
+            page = _page_of(table, block + 1, start, end, block_n, page_size)
+            acc, peak, mass = _fold(queries, k, v, stored, acc, peak, mass, scale, False)
+
+    for block in range(middle, stop):
+        key = block * block_n + tl.arange(0, block_n)
+        stored = (key >= start) & (key < end)
+        slot = page.to(tl.int64) * page_size + key % page_size
+        k, v = _load_kv(base, slot * slot_stride, stored, v_offset, dims, dim, block_d)
+        page = _page_of(table, block + 1, start, end, block_n, page_size)  # its latency hides behind this block's work
+        visible = stored[None, :]
+        if causal:
+            visible = visible & (key[None, :] <= position[:, None])
+        if window > 0:
+            visible = visible & (position[:, None] - key[None, :] < window)
+        acc, peak, mass = _fold(queries, k, v, visible, acc, peak, mass, scale, True)
+
+    if overlap and has_parts:
+        tl.extra.cuda.gdc_launch_dependents()  # the merge may start, and wait
+    seen = real & (mass > 0)
+    result = tl.where(seen[:, None], acc / tl.where(seen, mass, 1.0)[:, None], 0.0)
+    log_mass = tl.where(seen, (peak + tl.log2(tl.where(seen, mass, 1.0))) * 0.6931471805599453, float("-inf"))
+    out_at = (row * n + query) * (tl.num_programs(0) * group) + head
+    tl.store(lse + split * split_stride + out_at, log_mass, mask=query < n)
+    out_at = (split * split_stride + out_at)[:, None] * dim + dims[None, :]
+    if has_parts:
+        q_mask = q_mask & seen[:, None]  # of a part that saw nothing only the lse is read
+    tl.store(out + out_at, result.to(out.dtype.element_ty), mask=q_mask)
+
+
+@jit
+def _merge_kernel(
+    out: Arg, lse: Arg, parts: Arg, part_lse: Arg, count: Arg, splits: Arg,
+    dim: constexpr, block_s: constexpr, block_d: constexpr, overlap: constexpr,
+) -> None:  # fmt: skip
+    """Join the splits of one query and head.
+
+    out: [count, dim]; lse: [count] float32. parts: [splits, count, dim] float32; part_lse: [splits, count] float32. A
+    part with lse -inf counts for nothing, whatever lies there. Grid (count,).
+    """
+    if overlap:
+        tl.extra.cuda.gdc_wait()
+    item = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, block_s)
+    dims = tl.arange(0, block_d)
+    at = split.to(tl.int64) * count + item
+    each = tl.load(part_lse + at, mask=split < splits, other=float("-inf"))
+    wide = (split < splits)[:, None] & (dims < dim)[None, :]
+    part = tl.load(parts + at[:, None] * dim + dims[None, :], mask=wide, other=0.0)  # does not wait for `each`
+    peak = tl.max(each, 0)
+    peak = tl.where(peak > float("-inf"), peak, 0.0)
+    weight = tl.exp(each - peak)
+    mass = tl.sum(weight, 0)
+    seen = mass > 0
+    mass = tl.where(seen, mass, 1.0)
+    part = tl.where((weight > 0)[:, None], part, 0.0)
+    total = tl.sum(part * weight[:, None], 0) / mass
+    tl.store(out + item * dim + dims, total.to(out.dtype.element_ty), mask=dims < dim)
+    tl.store(lse + item, tl.where(seen, peak + tl.log(mass), float("-inf")))
+
+
+# ------------------------------------------------------------------------------------------------------- the launch
+
+
+@lru_cache(maxsize=4096)
+def choose_launch(
+    rows: int, n: int, kv_heads: int, group: int, head_dim: int, element_bytes: int, bound: int, gpu: GpuTraits
+) -> Launch:
+    """The launch of a call, from its shape alone: measured on an H200, bench/attention.py."""
+    lanes = max(16, _power_of_two(n * group))
+    if element_bytes > 2:  # float32 without tensor cores: what fits in registers
+        block_m, block_n, warps, stages = min(lanes, 32), 16, 8, 2
+    elif head_dim > 128:
+        block_m, block_n, warps, stages = min(lanes, 64), 32, 4, 2
+    else:
+        block_m, block_n, warps, stages = min(lanes, 64), 64, 4, 3
+    programs = rows * kv_heads * -(-n * group // block_m)
+    splits = 2 * gpu.num_sms // programs  # two programs fit on a multiprocessor
+    # Parts cost what they write and merge: few of short ranges, more of long ones, or where SMs would stand idle.
+    blocks = -(-bound // block_n)
+    few = max(512 // block_m, blocks // 8, gpu.num_sms // (2 * programs))
+    splits = max(1, min(splits, few, blocks, 64))
+    return Launch(block_m, block_n, splits, warps, stages, gpu.can_overlap)
+
+
+def _power_of_two(x: int) -> int:
+    return 1 << max(x - 1, 0).bit_length()
+
+
+def paged_attention(
+    q: Tensor, keys: PagedKeys, sight: Sight, tail: TailKeys | None, scale: float, launch: Launch
+) -> tuple[Tensor, Tensor]:
+    """Attention of q over the pages, and over the tail if there is one.
+
+    q: [rows, n, heads, head_dim], dense in its last dimension. Returns out [rows, n, heads, head_dim] and lse
+    [rows, n, heads] float32, natural logarithm; a query that sees nothing gets out 0 and lse -inf. Reads lengths on
+    the device only, and allocates only tensors whose shapes the arguments' shapes give.
+    """
+    rows, n, heads, dim = q.shape
+    kv_heads = keys.pages.shape[2]
+    group = heads // kv_heads
+    count = rows * n * heads
+    out = torch.empty((rows, n, heads, dim), dtype=q.dtype, device=q.device)
+    lse = torch.empty((rows, n, heads), dtype=torch.float32, device=q.device)
+    part, part_lse = out, lse
+    if launch.splits > 1:
+        part = torch.empty((launch.splits, count, dim), dtype=torch.float32, device=q.device)
+        part_lse = torch.empty((launch.splits, count), dtype=torch.float32, device=q.device)
+    # Without a tail its arguments are placeholders that no lane reads.
+    data, tail_positions, mask = (q, keys.rows, keys.rows) if tail is None else (tail.data, tail.positions, tail.mask)
+    tail_strides = (0,) * 8 if tail is None else (*data.stride()[:3], *tail_positions.stride(), *mask.stride())
+    width = 0 if tail is None else data.shape[1]
+    assert (q.stride(3), keys.page_table.stride(1), keys.rows.stride(0), keys.extent.stride(0)) == (1, 1, 1, 1)
+    assert keys.pages.stride()[2:] == (dim, 1)
+    assert tail is None or data.stride()[3:] == (dim, 1)
+    blocks = -(-n * group // launch.block_m)
+    block_d = max(16, _power_of_two(dim))
+    overlap = {"launch_pdl": True} if launch.overlap else {}
+    _attention_kernel[(kv_heads, blocks * launch.splits, rows)](
+        part, part_lse, q, keys.pages, keys.page_table, keys.rows, keys.extent, sight.positions,
+        data, tail_positions, mask, scale * math.log2(math.e), n, width, count,
+        *q.stride()[:3], *keys.pages.stride()[:2], keys.page_table.stride(0), *sight.positions.stride(), launch.splits,
+        *tail_strides,
+        group=group, dim=dim, page_size=keys.page_size, window=sight.window or 0, causal=sight.causal,
+        has_tail=tail is not None, has_parts=launch.splits > 1, block_m=launch.block_m, block_n=launch.block_n,
+        block_t=min(launch.block_n, max(16, _power_of_two(width))), block_d=block_d,
+        overlap=launch.overlap, num_warps=launch.num_warps, num_stages=launch.num_stages, **overlap,
+    )  # fmt: skip
+    if launch.splits > 1:
+        block_s = _power_of_two(launch.splits)
+        _merge_kernel[(count,)](
+            out, lse, part, part_lse, count, launch.splits, dim=dim, block_s=block_s, block_d=block_d,
+            overlap=launch.overlap, num_warps=max(1, min(4, block_s * block_d // 2048)), **overlap,
+        )  # fmt: skip
+    return out, lse

@@ -1,0 +1,76 @@
+"""Triton if it is there: kernel modules import, and their references run, on builds of PyTorch without it.
+
+Kernels take `jit`, `tl`, `constexpr` (a compile-time argument) and `Arg` (any other argument) from here. Without Triton
+a kernel is a plain function that nothing can launch, and `why_not` says so before anything tries.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    TRITON_VERSION: str | None
+    Arg = Any
+    constexpr = Any
+    tl: Any
+
+    def jit(kernel: Callable[..., object]) -> Any:
+        """Compile `kernel` at its first launch."""
+else:
+    try:
+        import triton
+        import triton.language as tl
+
+        jit, Arg, constexpr = triton.jit, tl.tensor, tl.constexpr
+        TRITON_VERSION = triton.__version__
+    except ImportError:
+
+        class _Missing:
+            """Stands for `triton.language` where only names are needed."""
+
+            tensor = constexpr = object
+
+        def jit(kernel):
+            """Leave the function as it is."""
+            return kernel
+
+        tl, Arg, constexpr = _Missing(), object, object
+        TRITON_VERSION = None
+
+
+@jit
+def _probe(out: Arg) -> None:
+    tl.store(out, 1)
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1 before import), on tensors of any device."""
+    return type(_probe).__name__ == "InterpretedFunction"
+
+
+def why_not(device: torch.device) -> str | None:
+    """Why Triton kernels cannot run on tensors of `device`; None if they can."""
+    if TRITON_VERSION is None:
+        return "Triton is not installed"
+    if device.type != "cuda" and not interpreted():
+        return f"Triton kernels need a CUDA device, this engine runs on {device.type}"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class GpuTraits:
+    """What launches depend on. can_overlap: programmatic dependent launch, compute capability 9.0 and later."""
+
+    num_sms: int
+    can_overlap: bool
+
+
+def gpu_traits(device: torch.device) -> GpuTraits:
+    """Traits of `device`; a small stand-in for the interpreter on a CPU."""
+    if device.type != "cuda":
+        return GpuTraits(num_sms=8, can_overlap=False)
+    properties = torch.cuda.get_device_properties(device)
+    nvidia = torch.version.hip is None
+    return GpuTraits(properties.multi_processor_count, nvidia and properties.major >= 9 and not interpreted())

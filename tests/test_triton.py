@@ -1,0 +1,332 @@
+"""The Triton kernels agree with dense attention, and touch nothing that a query may not see.
+
+Triton decides at import whether it interprets, so this file has two roles: under pytest it starts itself again with
+TRITON_INTERPRET=1, and there it holds the tests of the kernels.
+"""
+
+import itertools
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from treetop.attention.contract import Queries, TableView, TailKV
+from treetop.attention.tail import attend, tail_visible
+from treetop.attention.torch_backend import TorchBackend
+from treetop.attention.triton_backend import TritonBackend
+from treetop.kernels.attention import (
+    Launch,
+    PagedKeys,
+    Sight,
+    TailKeys,
+    choose_launch,
+    paged_attention,
+    paged_attention_reference,
+)
+from treetop.kernels.fused import (
+    add_rms_norm,
+    add_rms_norm_reference,
+    rotate_and_write,
+    rotate_and_write_reference,
+    silu_mul,
+    silu_mul_reference,
+)
+from treetop.kernels.kv import PagedKV, PageTable, write_pages
+from treetop.kernels.rope import RopeSpec, rope_table, rotate_
+from treetop.kernels.tree import ancestor_mask
+from treetop.kernels.triton_guard import GpuTraits, gpu_traits
+from treetop.types.errors import ConfigError
+from treetop.types.ids import FULL
+from treetop.types.phase import Phase
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ROOT = Path(__file__).parent.parent
+CPU = torch.device("cpu")
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+# Triton's interpreter multiplies bfloat16 as if it were integers, so bfloat16 is checked on GPUs (bench/attention.py).
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3}
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A ragged batch: a full row, an empty one, random ones, and the padding row, each with n queries.
+
+    view and kv are poisoned: NaN in every slot and INT_MIN in every column that no query may see. k, v: [rows, bound,
+    kv_heads, dim] dense and clean. seen: [rows, n, bound] bool.
+    """
+
+    q: Tensor
+    view: TableView
+    kv: PagedKV
+    queries: Queries
+    tail: TailKV
+    k: Tensor
+    v: Tensor
+    seen: Tensor
+    real: Tensor
+    clean: PagedKV
+    clean_table: Tensor
+
+    @property
+    def scale(self) -> float:
+        return self.q.shape[3] ** -0.5
+
+
+def scene(  # noqa: PLR0917
+    n=5, t=7, heads=6, kv_heads=2, dim=16, page_size=4, bound=50, window=None, dtype=torch.float32, causal=False, seed=0
+) -> Scene:
+    """Random K/V in pages in random order; prefill rows end with padding queries, as the runner pads them."""
+    torch.manual_seed(seed)
+    rows, columns = 4, -(-bound // page_size)
+    extent = torch.tensor([bound, n if causal else 0, int(torch.randint(n, bound, ())), 0])
+    row_list = torch.tensor([2, 0, 1, 3])  # the last is the dummy: null pages, nothing committed
+    num_pages = 1 + 3 * columns
+    table = torch.zeros((4, columns), dtype=torch.int32)
+    table[:3] = (torch.randperm(num_pages - 1) + 1).view(3, columns)
+    pages = torch.randn(num_pages * page_size, 2, kv_heads, dim).to(dtype)
+    pages[:page_size] = 0
+    at = torch.arange(bound)
+    slots = table[row_list[:, None], at // page_size].long() * page_size + at % page_size
+    dense = pages[slots]
+
+    real = torch.ones(rows, n, dtype=torch.bool)
+    if causal:
+        count = torch.tensor([n, n, max(n // 2, 1), 0])  # queries of a row that are no padding
+        real = torch.arange(n) < count[:, None]
+        positions = torch.where(real, (extent - count)[:, None] + torch.arange(n), 0)
+        mask, tail_positions = torch.zeros(rows, n, 0, dtype=torch.bool), positions[:, :0]
+        t = 0
+    else:
+        tree = ancestor_mask((torch.rand(rows, t) * torch.arange(t)).long(), t)
+        tail_positions = extent[:, None] + tree.sum(dim=2) - 1
+        mask, positions = tree[:, -n:], tail_positions[:, -n:]
+    distance = positions[:, :, None] - at
+    seen = (at < extent[:, None])[:, None] & real[:, :, None]
+    seen = seen & (distance < (window or INT_MAX)) & ((distance >= 0) | torch.tensor(not causal))
+
+    spoilt, spoilt_table = pages.clone(), table.clone()
+    live = seen.any(dim=1)  # [rows, bound]
+    if causal and window is not None:  # a window's pages are released behind its first query
+        live = live | ((at < extent[:, None]) & (at >= positions[:, :1] - window + 1))
+    keep = torch.zeros(len(pages), dtype=torch.bool)
+    keep[slots[live]] = True
+    keep[:page_size] = True
+    spoilt[~keep] = float("nan")
+    used = torch.zeros_like(table, dtype=torch.bool)
+    used[row_list] = torch.nn.functional.pad(live, (0, columns * page_size - bound)).unflatten(1, (columns, -1)).any(2)
+    spoilt_table[~used] = INT_MIN
+
+    q = torch.randn(rows, n, heads + 2 * kv_heads, dim).to(dtype)[:, :, :heads]  # a slice, as the projection leaves it
+    tail = torch.randn(rows, t + 3, 2, kv_heads, dim).to(dtype)[:, :t]  # a slice of a larger buffer
+    return Scene(
+        q=q,
+        view=TableView(Phase.VERIFY, PageTable(FULL, spoilt_table), row_list, extent, bound, page_size),
+        kv=PagedKV(spoilt),
+        queries=Queries(positions, tail_positions, mask, window),
+        tail=TailKV(tail),
+        k=dense[:, :, 0],
+        v=dense[:, :, 1],
+        seen=seen,
+        real=real,
+        clean=PagedKV(pages),
+        clean_table=table,
+    )
+
+
+def dense_answer(s: Scene, with_tail: bool) -> tuple[Tensor, Tensor]:
+    """Attention over everything seen, in one dense product in float32."""
+    k, v, seen = s.k, s.v, s.seen
+    if with_tail:
+        k, v = torch.cat([k, s.tail.k], dim=1), torch.cat([v, s.tail.v], dim=1)
+        seen = torch.cat([seen, tail_visible(s.queries)], dim=2)
+    return attend(s.q.float(), k.float(), v.float(), seen, s.scale)
+
+
+def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    torch.testing.assert_close(got.float(), want.float(), atol=TOLERANCE[dtype], rtol=0)
+
+
+VARIETY = [
+    {},
+    {"n": 1, "t": 1},
+    {"n": 3, "t": 9, "heads": 2, "page_size": 1},
+    {"n": 16, "t": 16, "heads": 4, "kv_heads": 1, "dim": 32, "page_size": 16},
+    {"heads": 14, "dim": 24, "page_size": 3, "bound": 20},
+    {"dim": 64, "dtype": torch.float16, "bound": 90},
+    {"window": 6},
+    {"n": 12, "t": 12, "window": 17, "page_size": 8, "bound": 70},
+]
+
+if not INTERPRETED:
+
+    def test_the_kernels_pass_in_tritons_interpreter():
+        pytest.importorskip("triton", reason="Triton is not installed; its interpreter runs on any CPU")
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+        env = {**os.environ, "TRITON_INTERPRET": "1"}
+        done = subprocess.run(command, check=False, env=env, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+    def test_without_triton_modules_import_and_the_backend_says_what_is_missing():
+        """The guard leaves kernels as plain functions; references still run."""
+        code = (
+            "import sys; sys.modules['triton'] = None\n"
+            "import torch\n"
+            "from treetop.attention.triton_backend import TritonBackend\n"
+            "TritonBackend(torch.float32, torch.device('cuda'))"
+        )
+        done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+        assert "ConfigError: --attention-backend triton: Triton is not installed" in done.stderr
+
+    def test_a_cpu_or_a_test_dtype_is_refused_by_name():
+        pytest.importorskip("triton", reason="Triton is not installed")
+        with pytest.raises(ConfigError, match="need a CUDA device, this engine runs on cpu"):
+            TritonBackend(torch.float32, CPU)
+        with pytest.raises(ConfigError, match="not in float64"):
+            TritonBackend(torch.float64, torch.device("cuda"))
+
+    def test_splits_fill_the_gpu_but_never_overfill_it():
+        """Splits exist only while two programs a multiprocessor are not reached, and no split is without keys."""
+        gpu = GpuTraits(num_sms=132, can_overlap=True)
+        for rows, n, kv_heads in itertools.product((1, 3, 8, 16, 32, 200), (1, 4, 16, 64, 512), (1, 2, 8)):
+            launch = choose_launch(rows, n, kv_heads, 4, 128, 2, 2048, gpu)
+            programs = rows * kv_heads * -(-n * 4 // launch.block_m)
+            blocks = 2048 // launch.block_n
+            assert launch.splits == 1 or launch.splits * programs <= 2 * 132
+            assert launch.splits <= blocks
+            assert programs * launch.splits >= min(64, programs * blocks)
+
+
+if INTERPRETED:
+
+    @pytest.mark.parametrize("options", VARIETY, ids=str)
+    def test_prefix_and_tail_equal_dense_attention(options):
+        """One pass over pages and tail gives what one product over all visible keys gives."""
+        s = scene(**options)
+        backend = TritonBackend(s.q.dtype, CPU)
+        plan = backend.plan(backend.begin(s.view), s.queries)
+        out = backend.prefix_tail(s.q, s.kv, plan, s.tail, s.scale)
+        assert out.shape == s.q.shape
+        assert_close(out, dense_answer(s, with_tail=True)[0], s.q.dtype)
+
+    @pytest.mark.parametrize("options", VARIETY, ids=str)
+    def test_the_prefix_alone_gives_its_log_sum_exp(options):
+        """Natural logarithm, float32; an empty prefix gives out 0 and lse -inf."""
+        s = scene(**options)
+        backend = TritonBackend(s.q.dtype, CPU)
+        out, lse = backend.prefix(s.q, s.kv, backend.plan(backend.begin(s.view), s.queries), s.scale)
+        want, want_lse = dense_answer(s, with_tail=False)
+        assert_close(out, want, s.q.dtype)
+        assert lse.dtype == torch.float32
+        torch.testing.assert_close(lse, want_lse, atol=1e-5, rtol=1e-5)
+        assert (lse[-1] == float("-inf")).all()
+        assert (out[-1] == 0).all()
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"n": 1},
+            {"n": 9, "page_size": 1},
+            {"n": 40, "bound": 90, "dim": 32},
+            {"n": 40, "bound": 90, "window": 11},
+            {"n": 23, "heads": 4, "kv_heads": 4, "window": 1},
+            {"n": 30, "bound": 100, "dtype": torch.float16},
+        ],
+        ids=str,
+    )
+    def test_causal_equals_dense_attention(options):
+        """Chunks longer than a block of queries, padded; padding queries give 0 and read nothing."""
+        s = scene(**options, causal=True)
+        backend = TritonBackend(s.q.dtype, CPU)
+        plan = backend.plan_causal(backend.begin(s.view), s.queries.positions, s.queries.window)
+        out = backend.causal(s.q, s.kv, plan, s.scale)
+        assert_close(out, dense_answer(s, with_tail=False)[0], s.q.dtype)
+        assert (out[~s.real] == 0).all()
+
+    @pytest.mark.parametrize("splits", [1, 3, 6])
+    @pytest.mark.parametrize("window", [None, 19])
+    def test_the_number_of_splits_does_not_show(splits, window):
+        """More splits than blocks of keys, empty splits and the tail's split all merge to the same answer."""
+        s = scene(n=3, t=4, heads=2, kv_heads=1, bound=70, window=window)
+        launch = Launch(block_m=16, block_n=16, splits=splits, num_warps=4, num_stages=1)
+        keys = PagedKeys(s.kv.data, s.view.table.data, s.view.rows, s.view.extent, s.view.bound, s.view.page_size)
+        sight = Sight(s.queries.positions, window)
+        tail = TailKeys(s.tail.data, s.queries.tail_positions, s.queries.mask)
+        out, lse = paged_attention(s.q, keys, sight, tail, s.scale, launch)
+        want, want_lse = dense_answer(s, with_tail=True)
+        assert_close(out, want, s.q.dtype)
+        torch.testing.assert_close(lse, want_lse, atol=1e-5, rtol=1e-5)
+        causal = scene(n=10, heads=2, kv_heads=1, bound=70, window=window, causal=True)
+        keys = replace(keys, pages=causal.kv.data, page_table=causal.view.table.data, extent=causal.view.extent)
+        out, _ = paged_attention(
+            causal.q, keys, Sight(causal.queries.positions, window, causal=True), None, causal.scale, launch
+        )
+        assert_close(out, dense_answer(causal, with_tail=False)[0], causal.q.dtype)
+
+    @pytest.mark.parametrize("options", VARIETY, ids=str)
+    def test_the_torch_backend_and_the_reference_agree(options):
+        """Two backends, one contract; the reference beside the kernel is a third witness."""
+        s = scene(**options)
+        torch_backend, backend = TorchBackend(s.q.dtype, torch.device("cpu")), TritonBackend(s.q.dtype, CPU)
+        view = replace(s.view, table=PageTable(FULL, s.clean_table))
+        want = torch_backend.prefix_tail(
+            s.q, s.clean, torch_backend.plan(torch_backend.begin(view), s.queries), s.tail, s.scale
+        )
+        plan = backend.plan(backend.begin(view), s.queries)
+        assert_close(backend.prefix_tail(s.q, s.clean, plan, s.tail, s.scale), want, s.q.dtype)
+        keys = PagedKeys(s.kv.data, s.view.table.data, view.rows, view.extent, view.bound, view.page_size)
+        tail = TailKeys(s.tail.data, s.queries.tail_positions, s.queries.mask)
+        if s.queries.window is None:
+            got = paged_attention_reference(s.q, keys, Sight(s.queries.positions), tail, s.scale)[0]
+            assert_close(got, want, s.q.dtype)
+
+    @pytest.mark.parametrize("hidden", [48, 64])
+    @pytest.mark.parametrize("with_delta", [True, False])
+    def test_add_and_norm_equal_the_plain_operations(hidden, with_delta):
+        """The sum is rounded as the plain addition rounds it, and the norm is of that sum."""
+        torch.manual_seed(0)
+        x, delta = torch.randn(2, 3, 2, hidden)
+        weight = torch.rand(hidden)
+        given = delta if with_delta else None
+        got = add_rms_norm(x, given, weight, 1e-5, gpu_traits(CPU))
+        total, normed = add_rms_norm_reference(x, given, weight, 1e-5)
+        assert torch.equal(got[0], total)
+        assert_close(got[1], normed, torch.float32)
+
+    @pytest.mark.parametrize("inner", [40, 1500])
+    def test_silu_and_product_equal_the_plain_operations(inner):
+        """Rows wider than a block, and widths that are no power of two."""
+        torch.manual_seed(0)
+        gate_up = torch.randn(2, 3, 2 * inner) * 4
+        torch.testing.assert_close(silu_mul(gate_up, gpu_traits(CPU)), silu_mul_reference(gate_up))
+
+    @pytest.mark.parametrize("in_pages", [False, True])
+    @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 24), (9, 3, 16)])
+    def test_rotation_and_write_equal_the_two_operations(in_pages, heads, kv_heads, dim):
+        """q is rotated where it lies; k and v reach their slice of a tail or their slots; the null slot stays 0."""
+        torch.manual_seed(0)
+        rows, n = 3, 4
+        qkv = torch.randn(rows, n, heads + 2 * kv_heads, dim)
+        table = rope_table(RopeSpec(dim, 10000.0), 50, torch.float32, CPU)
+        positions = torch.randint(0, 50, (rows, 1)).expand(rows, n)
+        by_hand, by_reference = qkv.clone(), qkv.clone()
+        rotate_(by_hand[:, :, : heads + kv_heads], table.at(positions))
+        kv = by_hand[:, :, heads:].reshape(rows, n, 2, kv_heads, dim)
+        slots = (torch.randperm(30)[: rows * n] + 1).view(rows, n) if in_pages else None
+        shape = (31, 2, kv_heads, dim) if in_pages else (rows, n + 3, 2, kv_heads, dim)
+        got, want, hand = torch.zeros(3, *shape)
+        places = [x if in_pages else x[:, 2 : 2 + n] for x in (got, want, hand)]
+        if slots is None:
+            places[2].copy_(kv)
+        else:
+            slots[0, 1] = slots[2, 0] = 0
+            write_pages(PagedKV(hand), slots, kv)
+        rotate_and_write(qkv, heads, table.data, positions, places[0], slots, gpu_traits(CPU))
+        rotate_and_write_reference(by_reference, heads, table.data, positions, places[1], slots)
+        for result, target in ((qkv, got), (by_reference, want)):
+            torch.testing.assert_close(result[:, :, :heads], by_hand[:, :, :heads])
+            torch.testing.assert_close(target, hand)
