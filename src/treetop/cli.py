@@ -25,6 +25,8 @@ ENGINE_HELP = {
     "speculative_num_steps": "levels of the tree (S)",
     "speculative_eagle_topk": "branches of each node (k); 1 is a chain",
     "speculative_num_draft_tokens": "nodes verified in one pass, root included (T)",
+    "load_format": "dummy: random weights; a folder with config.json is enough; for measuring speed",
+    "simulate_accept_length": "tokens every round emits, right or wrong; for measuring speed only",
     "page_size": "tokens a KV page holds",
     "max_running_requests": "requests decoded at a time",
     "context_length": "tokens a request may hold, prompt and output; the model's by default",

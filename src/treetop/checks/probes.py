@@ -56,9 +56,9 @@ class Probes:
         if name not in self.names:
             self.names.append(name)
         first = bad.to(torch.int8).argmax()
-        fixed = torch.tensor([code, _PHASES.index(phase), self.names.index(name)], device=bad.device)
-        bounds = torch.tensor([low, high], device=bad.device)
-        record = torch.cat([fixed, rows[first][None], value[first][None], bounds])
+        known = (code, _PHASES.index(phase), self.names.index(name), low, high)
+        code_, phase_, name_, low_, high_ = (rows.new_full((1,), number) for number in known)
+        record = torch.cat([code_, phase_, name_, rows[first][None], value[first][None], low_, high_])
         self.record.copy_(torch.where(bad.any() & (self.record[0] == 0), record, self.record))
 
     def raise_if_fired(self) -> None:

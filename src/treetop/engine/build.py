@@ -46,7 +46,7 @@ def make_layout(config: EngineConfig, spec: ModelSpec, draft: Eagle3Spec | None,
 
 def read_draft_spec(config: EngineConfig, folder: Path, target: ModelSpec) -> Eagle3Spec:
     """The draft head's spec, and whether the options fit it."""
-    spec = read_eagle3_spec(folder, target, config.speculative_algorithm)
+    spec = read_eagle3_spec(folder, target, config.speculative_algorithm, config.load_format == "dummy")
     if config.speculative_eagle_topk > spec.draft_vocab_size:
         raise ConfigError(
             f"--speculative-eagle-topk {config.speculative_eagle_topk} exceeds the draft vocabulary of"
@@ -76,6 +76,7 @@ def build_device(
         layout=layout,
         pure=pure,
         check_level=config.check_level,
+        simulate_accept_length=config.simulate_accept_length,
         target=target,
         head=head,
         backend=make_backend(config.attention_backend, place.dtype, place.device),

@@ -12,6 +12,7 @@ from treetop.attention.phase import DenseAttention
 from treetop.checks.host import PlanChecker, check_own_memory, check_padded, check_result
 from treetop.checks.poison import poison
 from treetop.engine.build import build_device, make_layout, read_draft_spec
+from treetop.engine.cuda_graphs import CudaGraphs
 from treetop.engine.device import Device
 from treetop.engine.graphs import Eager, GraphSim, RoundLauncher
 from treetop.engine.prefill import PrefillBatch, prefill
@@ -52,7 +53,7 @@ class Engine:
         self.layout = make_layout(config, self.spec, draft[1] if draft is not None else None, pure.layout)
         device = compute_device(config.device)
         self.dtype = compute_dtype(config.dtype, device)
-        place = Placement(self.dtype, device, self.layout.max_positions)
+        place = Placement(self.dtype, device, self.layout.max_positions, config.load_format == "dummy")
         target = (self.model_path, self.spec)
         self.device, self._zones = build_device(config, pure, self.layout, target, draft, place)
         if wrap is not None:
@@ -60,7 +61,11 @@ class Engine:
         self.launcher: RoundLauncher = Eager(self.device)
         if config.graphs == "sim":
             self.launcher = GraphSim(self.device, self._keys())
+        if config.graphs == "auto" and device.type == "cuda" and self.device.backend.name == "triton":
+            self.launcher = CudaGraphs(self.device)
         self._plans = PlanChecker(self.layout)
+        self.last_key: RoundKey | None = None
+        self._last_rows = [0] * self.layout.max_requests  # what the row buffer holds
         with torch.inference_mode():
             self._start_up()
 
@@ -132,14 +137,15 @@ class Engine:
     def _round(self, plan: RoundPlan) -> StepResult:
         rows = self._row_tensor(plan.rows)
         key = RoundKey(len(rows), plan.shape, plan.choice)
+        self.last_key = key
         self.launcher.launch(key, plan.committed_bound)
         accepted = self._hand_out(self.device.buffers.accepted_of(key.bucket, key.shape))
         if self.observer is not None:
             self.observer(plan, self._hand_out(self.device.buffers.tree_of(key.bucket, key.shape)), accepted)
-        columns = (accepted.tokens.tolist(), accepted.accept_len.tolist(), accepted.finite.tolist())
+        counts = torch.stack([accepted.accept_len, accepted.finite.long()], dim=1)
         results = []
-        for row, tokens, accept_len, ok in zip(plan.rows, *columns, strict=False):
-            results.append(RowResult(row, tuple(tokens[: accept_len + 1]) if ok else (), ok))
+        for row, (accept_len, ok, *tokens) in zip(plan.rows, _to_host(counts, accepted.tokens), strict=False):
+            results.append(RowResult(row, tuple(tokens[: accept_len + 1]) if ok else (), bool(ok)))
         return StepResult(tuple(results))
 
     def _hand_out(self, value: Result) -> Result:
@@ -155,7 +161,8 @@ class Engine:
     def _row_tensor(self, rows: tuple[Row, ...]) -> Tensor:
         """The row list in its buffer, padded with the dummy row to its bucket before anything else happens."""
         buffer, bucket = self.device.buffers.rows, self.layout.bucket_for(len(rows))
-        padded = self.device.pure.pad_rows(rows, bucket, self.layout.dummy_row, buffer.tolist())
+        padded = self.device.pure.pad_rows(rows, bucket, self.layout.dummy_row, self._last_rows)
+        self._last_rows[:bucket] = padded
         if self.config.check_level >= 1:
             check_padded(padded, rows, self.layout)
         buffer[:bucket] = self._ints(padded)
@@ -170,3 +177,9 @@ class Engine:
 
     def _ints(self, values: list[int] | list[list[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device.buffers.rows.device)
+
+
+def _to_host(*columns: Tensor) -> list[list[int]]:
+    """Integer columns [rows, ...] side by side, in one transfer."""
+    values: list[list[int]] = torch.cat(columns, dim=1).tolist()
+    return values

@@ -19,7 +19,7 @@ from treetop.engine.device import Device, Tail
 from treetop.kernels.tree import root_tree
 from treetop.models.eagle3 import Proposal
 from treetop.spec.draft import Growth, Level, Seed, grow_tree
-from treetop.spec.verify import accept
+from treetop.spec.verify import accept, force
 from treetop.types.ids import DRAFT
 from treetop.types.layout import SpecShape
 from treetop.types.phase import Phase
@@ -83,7 +83,11 @@ def verify_phase(device: Device, key: RoundKey, bound: int) -> None:
     attend = device.tail_attention(device.target_layers, buffers.verify_tails, plans, tail)
     output = device.target.forward(tokens, positions, attend)
     choice, finite = device.choose(device.target.logits(output.hidden), rows, positions + 1, key.choice)
-    accepted = accept(tree, choice, finite, shape.commit_width)
+    forced = device.simulate_accept_length
+    if forced is None or shape.num_steps == 0:
+        accepted = accept(tree, choice, finite, shape.commit_width)
+    else:
+        accepted = force(choice, finite, forced - 1, shape.commit_width)
     copy_into(buffers.accepted_of(key.bucket, shape), accepted)
     for buffer, feature in zip(buffers.features_of(key.bucket, shape), output.features, strict=True):
         buffer.copy_(feature)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from treetop.kernels.ops import Ops, ops_for
 from treetop.kernels.rope import rope_table
-from treetop.models.checkpoint import read_tensors, tensor_files
+from treetop.models.checkpoint import Shapes, read_tensors, tensor_files
 from treetop.models.eagle3 import Eagle3Head
 from treetop.models.llama import Llama
 from treetop.models.spec import Eagle3Spec, ModelSpec, eagle3_spec
@@ -53,11 +53,12 @@ def compute_dtype(option: str, device: torch.device) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where and how a model computes. rope_rows: positions its RoPE table holds."""
+    """Where and how a model computes. rope_rows: positions its RoPE table holds. dummy: random weights, no file."""
 
     dtype: torch.dtype
     device: torch.device
     rope_rows: int
+    dummy: bool = False
 
     @property
     def ops(self) -> Ops:
@@ -66,15 +67,20 @@ class Placement:
 
 def load_target(folder: Path, spec: ModelSpec, aux_inputs: tuple[int, ...], place: Placement) -> Llama:
     """Load a target. aux_inputs: which residual streams the draft head reads; () without a draft."""
-    ignored = {"lm_head.weight"} if spec.tied_embeddings else set()
-    weights = _cast(read_tensors(folder, Llama.shapes(spec), ignored), place)
-    return Llama(
-        spec, weights, rope_table(spec.rope, place.rope_rows, place.dtype, place.device), aux_inputs, place.ops
-    )
+    shapes = Llama.shapes(spec)
+    if place.dummy:
+        weights = _dummy(shapes, place)
+    else:
+        weights = _cast(read_tensors(folder, shapes, {"lm_head.weight"} if spec.tied_embeddings else set()), place)
+    rope = rope_table(spec.rope, place.rope_rows, place.dtype, place.device)
+    return Llama(spec, weights, rope, aux_inputs, place.ops)
 
 
 def load_eagle3(folder: Path, spec: Eagle3Spec, target: Llama, place: Placement) -> Eagle3Head:
     """Load an EAGLE-3 head. Its own embedding is used if the checkpoint has one, else the target's."""
+    rope = rope_table(spec.layer.rope, place.rope_rows, place.dtype, place.device)
+    if place.dummy:
+        return Eagle3Head(spec, _dummy(Eagle3Head.shapes(spec), place), rope, target.embedding, place.ops)
     names = set(tensor_files(folder))
     newer = "layers.0.hidden_norm.weight" in names  # newer writers call the one layer `layers.0`
     prefix = "layers.0." if newer else "midlayer."
@@ -86,13 +92,17 @@ def load_eagle3(folder: Path, spec: Eagle3Spec, target: Llama, place: Placement)
     _check_vocab(folder, tensors["d2t"], tensors.pop("t2d", None), spec.layer.vocab_size)
     weights = _cast(tensors, place)
     embedding = weights.get("embed_tokens.weight", target.embedding)
-    rope = rope_table(spec.layer.rope, place.rope_rows, place.dtype, place.device)
     return Eagle3Head(spec, weights, rope, embedding, place.ops)
 
 
-def read_eagle3_spec(folder: Path, target: ModelSpec, algorithm: str | None) -> Eagle3Spec:
-    """The head's spec, after its tensors have shown that it is an EAGLE-3 head, as `algorithm` says or None infers."""
+def read_eagle3_spec(folder: Path, target: ModelSpec, algorithm: str | None, dummy: bool = False) -> Eagle3Spec:
+    """The head's spec, after its tensors have shown that it is an EAGLE-3 head, as `algorithm` says or None infers.
+
+    dummy: there are no tensors to look at.
+    """
     spec = eagle3_spec(folder, target)
+    if dummy:
+        return spec
     found = _algorithm_of(set(tensor_files(folder)))
     if algorithm not in (None, found):
         raise ConfigError(f"--speculative-algorithm {algorithm}, but {folder} holds an {found} head")
@@ -139,6 +149,21 @@ def _check_vocab(folder: Path, offset: Tensor, member: Tensor | None, vocab_size
         raise CheckpointError(f"{folder}: tensor d2t maps two draft tokens to one target token")
     if member is not None and not torch.equal(member.nonzero().flatten(), target.sort().values):
         raise CheckpointError(f"{folder}: tensor t2d does not mark the target tokens that d2t gives")
+
+
+def _dummy(shapes: Shapes, place: Placement) -> dict[str, Tensor]:
+    """Random weights of real shapes, for measuring speed; the draft vocabulary is the first tokens of the target's."""
+    generator = torch.Generator(device=place.device).manual_seed(0)
+    tensors = {}
+    for name, shape in shapes.items():
+        if name == "d2t":
+            tensors[name] = torch.zeros(shape, dtype=torch.int64, device=place.device)
+        elif len(shape) == 1:
+            tensors[name] = torch.ones(shape, dtype=place.dtype, device=place.device)
+        else:
+            tensors[name] = torch.empty(shape, dtype=place.dtype, device=place.device)
+            tensors[name].normal_(std=float(shape[-1] ** -0.5), generator=generator)
+    return tensors
 
 
 def _cast(tensors: dict[str, Tensor], place: Placement) -> dict[str, Tensor]:

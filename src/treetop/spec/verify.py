@@ -40,6 +40,16 @@ def sampled_choice(
     return token.reshape(rows, width), finite
 
 
+def force(choice: Tensor, finite: Tensor, accept_len: int, commit_width: int) -> Accepted:
+    """A path of the first `accept_len` nodes after the root, right or wrong: for measuring speed only."""
+    rows = choice.shape[0]
+    column = torch.arange(commit_width, device=choice.device).expand(rows, -1)
+    path = torch.where(column <= accept_len, column, 0)
+    tokens = choice.gather(1, path)
+    lengths = torch.full((rows,), accept_len, dtype=torch.int64, device=choice.device)
+    return Accepted(path, lengths, tokens, tokens[:, accept_len], finite)
+
+
 def accept(tree: DraftTree, choice: Tensor, finite: Tensor, commit_width: int) -> Accepted:
     """Follow the target's choices through each tree.
 

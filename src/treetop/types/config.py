@@ -11,6 +11,7 @@ Algorithm = Literal["EAGLE", "EAGLE3", "MTP", "NONE"]
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Backend = Literal["auto", "torch", "triton"]
 DeviceName = Literal["auto", "cpu", "cuda"]
+LoadFormat = Literal["auto", "dummy"]
 Graphs = Literal["auto", "off", "sim"]
 
 BUILTIN_MODEL = "builtin:nestling"
@@ -22,6 +23,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "attention_backend": get_args(Backend),
     "graphs": get_args(Graphs),
     "device": get_args(DeviceName),
+    "load_format": get_args(LoadFormat),
 }
 
 _COUNTS = (
@@ -36,7 +38,7 @@ _COUNTS = (
 )
 _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(_COUNTS, (int,)),
-    **dict.fromkeys(("context_length", "max_total_tokens"), (int, NoneType)),
+    **dict.fromkeys(("context_length", "max_total_tokens", "simulate_accept_length"), (int, NoneType)),
     **dict.fromkeys(("draft", "speculative_algorithm"), (str, NoneType)),
     "radix_cache": (bool,),
 }
@@ -48,6 +50,8 @@ class EngineConfig:
 
     draft None decodes plainly. speculative_algorithm None is inferred from the draft's tensors. context_length None is
     the model's. max_total_tokens: tokens each KV pool holds; None gives every running request its whole context.
+    load_format: dummy makes random weights of the shapes that config.json gives.
+    simulate_accept_length: tokens every round emits, whatever is right; for measuring speed only.
     chunked_prefill_size: most prompt tokens a prefill step processes. radix_cache: keep the K/V of finished requests
     for prompts that begin alike. check_level: 0 off, 1 host checks, 2
     device probes, 3 poison and red zones. graphs: `sim` runs rounds with the semantics of captured graphs, on a CPU.
@@ -69,6 +73,8 @@ class EngineConfig:
     graphs: Graphs = "auto"
     dtype: DType = "auto"
     device: DeviceName = "auto"
+    load_format: LoadFormat = "auto"
+    simulate_accept_length: int | None = None
     check_level: int = 1
     seed: int = 0
 
@@ -109,6 +115,12 @@ class EngineConfig:
                 f"--speculative-algorithm {self.speculative_algorithm} needs --speculative-draft-model-path",
             ),
             (self.check_level not in range(4), f"--check-level must be 0, 1, 2 or 3, got {self.check_level}"),
+            (
+                self.simulate_accept_length is not None
+                and not 1 <= self.simulate_accept_length <= (self.speculative_num_steps + 1 if self.draft else 1),
+                "--simulate-accept-length must lie between 1 and num-steps + 1 (1 without a draft),"
+                f" got {self.simulate_accept_length}",
+            ),
             (not 0 <= self.seed < 2**63, f"--seed must be in [0, 2^63), got {self.seed}"),
         ]
         for name in ("max_running_requests", "chunked_prefill_size", "context_length", "max_total_tokens"):

@@ -1,0 +1,48 @@
+"""Captured rounds: three CUDA graphs a bucket, shape and choice, replayed back to back without a host sync.
+
+All graphs share one memory pool: what passes between phases lives in `RoundBuffers`, outside it, and nothing that
+outlives a replay is a view of it.
+"""
+
+import torch
+
+from treetop.engine.device import Device
+from treetop.engine.rounds import ROUND, RoundKey
+from treetop.types.phase import Phase
+
+
+class CudaGraphs:
+    """Captures a key the first time it is asked for, on a batch of dummy rows, which leaves no trace in any state."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: dict[RoundKey, dict[Phase, torch.cuda.CUDAGraph]] = {}
+
+    def launch(self, key: RoundKey, bound: int) -> None:
+        assert bound <= self._device.layout.max_context
+        graphs = self._graphs.get(key)
+        if graphs is None:
+            graphs = self._graphs[key] = self.capture(key)
+        for phase in ROUND:
+            graphs[phase].replay()
+
+    def capture(self, key: RoundKey) -> dict[Phase, torch.cuda.CUDAGraph]:
+        """Run the phases twice, which compiles and sizes everything, then capture each with the largest bound."""
+        device, bound = self._device, self._device.layout.max_context
+        rows = device.buffers.rows.clone()
+        device.buffers.rows.fill_(device.layout.dummy_row)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                for function in ROUND.values():
+                    function(device, key, bound)
+        torch.cuda.current_stream().wait_stream(stream)
+        graphs = {}
+        for phase, function in ROUND.items():
+            graphs[phase] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graphs[phase], pool=self._pool):
+                function(device, key, bound)
+        device.buffers.rows.copy_(rows)
+        return graphs

@@ -1,0 +1,85 @@
+"""On an NVIDIA GPU: Triton, captured rounds, and the CPU's answers."""
+
+import pytest
+import torch
+
+from engines import accept_lens, greedy, sampled, tokens
+from treetop import LLM
+from treetop.engine.cuda_graphs import CudaGraphs
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+PROMPTS = ["def area(radius):", "class Queue:\n    def __init__(self", "import os\n\ndef walk(path):\n    for name in"]
+
+
+def run(params, draft="builtin:nestling-eagle3", **options):
+    llm = LLM(None, draft, **{"dtype": "float32", "max_running_requests": 4, "page_size": 16, **options})
+    outputs = llm.generate(PROMPTS * 2, params)
+    llm.scheduler.check_integrity()
+    return llm, outputs
+
+
+@pytest.mark.parametrize("page", [1, 16, 64])
+@pytest.mark.parametrize("shape", [(5, 4, 16), (3, 1, 4), (2, 3, 8)])
+def test_captured_speculation_on_triton_equals_plain_decoding(page, shape):
+    """float32, six prompts through four rows: captured tree rounds give the tokens of captured plain rounds."""
+    steps, topk, nodes = shape
+    tree = {
+        "speculative_num_steps": steps,
+        "speculative_eagle_topk": topk,
+        "speculative_num_draft_tokens": nodes,
+        "page_size": page,
+    }
+    llm, outputs = run(greedy(60), **tree)
+    assert llm.engine.device.backend.name == "triton"
+    assert isinstance(llm.engine.launcher, CudaGraphs)
+    assert tokens(outputs) == tokens(run(greedy(60), draft=None, page_size=page)[1])
+
+
+def test_triton_and_torch_agree_eager_and_captured():
+    """Tokens and accepted lengths do not depend on backend or runner."""
+    _, captured = run(greedy(60))
+    for options in ({"graphs": "off"}, {"attention_backend": "torch", "graphs": "off"}, {"device": "cpu"}):
+        _, other = run(greedy(60), **options)
+        assert tokens(other) == tokens(captured)
+        assert accept_lens(other) == accept_lens(captured)
+
+
+def test_sampling_on_a_gpu_follows_the_seed():
+    """Sampled speculative output equals sampled plain output, captured."""
+    params = [sampled(seed, 40, temperature=0.8, top_p=0.9) for seed in range(6)]
+    assert tokens(run(params)[1]) == tokens(run(params, draft=None)[1])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_runs_and_accepts(dtype):
+    """16-bit rounds accept about as much as float32."""
+    _, outputs = run(greedy(60), dtype=dtype)
+    lens = [a for each in accept_lens(outputs) for a in each]
+    assert 1 + sum(lens) / len(lens) > 2.5
+
+
+def test_a_round_makes_no_host_sync():
+    """Launching a captured round never waits for the device."""
+    llm, _ = run(greedy(8))
+    key = llm.engine.last_key
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        llm.engine.launcher.launch(key, 10)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+
+
+def test_device_probes_fire_inside_captured_rounds():
+    """Level 2 in a graph: a NaN in the draft's state is reported by name, and the context survives."""
+    from treetop.types.errors import CheckError
+
+    llm, _ = run(greedy(8), check_level=2)
+    llm.engine.device.state.draft.hidden.fill_(float("nan"))
+    stream = llm.stream(PROMPTS[0], greedy(30))
+    next(stream)
+    llm.engine.device.state.draft.hidden.fill_(float("nan"))
+    with pytest.raises(CheckError, match="hidden in phase draft"):
+        list(stream)
+    assert torch.ones(3, device="cuda").sum().item() == 3
