@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from treetop.engine.device import Device
-from treetop.engine.rounds import ROUND, RoundKey
+from treetop.engine.rounds import RoundKey, phases_of
 from treetop.server.llm import LLM, RequestOutput
 from treetop.server.tokenizer import Tokenizer
 from treetop.types.errors import ConfigError
@@ -101,7 +101,7 @@ class TimedLauncher:
 
     def launch(self, key: RoundKey, bound: int) -> None:
         marks = [time.perf_counter()]
-        for phase in ROUND.values():
+        for phase in phases_of(self._device).values():
             phase(self._device, key, bound)
             if self._device.buffers.rows.is_cuda:
                 torch.cuda.synchronize()

@@ -7,7 +7,7 @@ outlives a replay is a view of it.
 import torch
 
 from treetop.engine.device import Device
-from treetop.engine.rounds import ROUND, RoundKey
+from treetop.engine.rounds import RoundKey, phases_of
 from treetop.types.phase import Phase
 
 
@@ -24,8 +24,8 @@ class CudaGraphs:
         graphs = self._graphs.get(key)
         if graphs is None:
             graphs = self._graphs[key] = self.capture(key)
-        for phase in ROUND:
-            graphs[phase].replay()
+        for graph in graphs.values():
+            graph.replay()
 
     def capture(self, key: RoundKey) -> dict[Phase, torch.cuda.CUDAGraph]:
         """Run the phases twice, which compiles and sizes everything, then capture each with the largest bound."""
@@ -36,11 +36,11 @@ class CudaGraphs:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):
-                for function in ROUND.values():
+                for function in phases_of(device).values():
                     function(device, key, bound)
         torch.cuda.current_stream().wait_stream(stream)
         graphs = {}
-        for phase, function in ROUND.items():
+        for phase, function in phases_of(device).items():
             graphs[phase] = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graphs[phase], pool=self._pool):
                 function(device, key, bound)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from treetop.checks.poison import poison
 from treetop.engine.device import Device
-from treetop.engine.rounds import ROUND, RoundKey
+from treetop.engine.rounds import RoundKey, phases_of
 from treetop.types.phase import Phase
 
 
@@ -29,8 +29,8 @@ class Eager:
         self._device = device
 
     def launch(self, key: RoundKey, bound: int) -> None:
-        for phase in ROUND.values():
-            phase(self._device, key, bound)
+        for run in phases_of(self._device).values():
+            run(self._device, key, bound)
 
 
 class GraphSim:
@@ -45,12 +45,14 @@ class GraphSim:
         self._device = device
         bound = device.layout.max_context
         self._captured = {
-            (key, phase): partial(function, device, key, bound) for key in keys for phase, function in ROUND.items()
+            (key, phase): partial(function, device, key, bound)
+            for key in keys
+            for phase, function in phases_of(device).items()
         }
 
     def launch(self, key: RoundKey, bound: int) -> None:
         assert bound <= self._device.layout.max_context
-        for phase in ROUND:
+        for phase in phases_of(self._device):
             for tensor in self._undeclared(phase):
                 poison(tensor)
             self._captured[key, phase]()

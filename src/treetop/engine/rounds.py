@@ -101,8 +101,7 @@ def extend_phase(device: Device, key: RoundKey, bound: int) -> None:
 
     S + 1 columns a row, causal; those past the path write to the null page.
     """
-    if device.head is None:
-        return
+    assert device.head is not None
     buffers, shape, phase = device.buffers, key.shape, Phase.EXTEND
     width, rows = shape.commit_width, buffers.rows[: key.bucket]
     accepted = buffers.accepted_of(key.bucket, shape)
@@ -127,6 +126,11 @@ ROUND: dict[Phase, PhaseFunction] = {
     Phase.VERIFY: verify_phase,
     Phase.EXTEND: extend_phase,
 }
+
+
+def phases_of(device: Device) -> dict[Phase, PhaseFunction]:
+    """The phases of a round on this device, in order; without a head there is nothing to extend."""
+    return {phase: run for phase, run in ROUND.items() if device.head is not None or phase is not Phase.EXTEND}
 
 
 def _path_features(device: Device, key: RoundKey, path: Tensor) -> tuple[Tensor, ...]:
