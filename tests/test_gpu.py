@@ -59,6 +59,7 @@ def test_half_precision_runs_and_accepts(dtype):
     assert 1 + sum(lens) / len(lens) > 2.5
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_round_makes_no_host_sync():
     """Launching a captured round never waits for the device."""
     llm, _ = run(greedy(8))

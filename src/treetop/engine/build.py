@@ -31,16 +31,19 @@ def make_layout(config: EngineConfig, spec: ModelSpec, draft: Eagle3Spec | None,
     shapes = (PLAIN,) if config.shape == PLAIN else (PLAIN, config.shape)
     headroom = max(shape.commit_width for shape in shapes)
     pool_tokens = config.max_total_tokens or config.max_running_requests * (context + headroom + config.page_size)
+    groups = tuple(_groups(spec, draft))
     layout = kind(
         shapes=shapes,
         page_size=config.page_size,
         max_requests=config.max_running_requests,
         max_context=context,
         chunk=config.chunked_prefill_size,
-        groups=tuple(_groups(spec, draft)),
+        groups=groups,
         pool_tokens=pool_tokens,
     )
     layout.validate()
+    if config.radix_cache and any(group.window is not None for group in groups):
+        raise ConfigError("--enable-radix-cache does not work with a model that has windows")
     return layout
 
 

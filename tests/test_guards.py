@@ -1,0 +1,553 @@
+"""The check levels: each guard is shown alive, says where, and costs nothing it should not."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engines import build, greedy, sampled, steps, submit, tokens
+from treetop import LLM
+from treetop.cache.allocator import CACHE, FREE
+from treetop.checks.host import check_emitted, check_own_memory, check_padded, check_result
+from treetop.checks.poison import RedZones, poison
+from treetop.checks.probes import NAN, OUT_OF_BOUNDS, Probes
+from treetop.debug.two_group import write_two_group_pair
+from treetop.engine.pure import Pure
+from treetop.kernels.kv import commit_tail
+from treetop.types.errors import CapacityError, CheckError
+from treetop.types.ids import DRAFT, FULL, PageId, Row
+from treetop.types.layout import Layout, SpecShape
+from treetop.types.messages import PrefillPlan, RoundPlan, RowResult
+from treetop.types.phase import Phase
+
+SHAPE = (2, 3, 6)
+INT_MIN = torch.iinfo(torch.int32).min
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def two_group(tmp_path_factory):
+    return write_two_group_pair(tmp_path_factory.mktemp("two-group"), window=12)
+
+
+def build_two_group(pair, **options) -> LLM:
+    shape = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
+    return LLM(str(pair[0]), str(pair[1]), **{"dtype": "float64", "context_length": 128, **shape, **options})
+
+
+def state_tensors(state) -> dict[str, torch.Tensor]:
+    """Every tensor of the row state, by name."""
+    found = {f"page_table.{name}": table.data for name, table in state.page_tables.items()}
+    found |= {name: getattr(state, name) for name in ("committed", "root", "seed")}
+    found |= {f"params.{name}": getattr(state.params, name) for name in state.params.__dataclass_fields__}
+    return found | {f"draft.{name}": getattr(state.draft, name) for name in state.draft.__dataclass_fields__}
+
+
+def buffer_tensors(buffers) -> dict[str, torch.Tensor]:
+    """Every tensor of the round's buffers, by name."""
+    found = {"rows": buffers.rows}
+    for part in ("tree", "accepted"):
+        value = getattr(buffers, part)
+        found |= {f"{part}.{name}": getattr(value, name) for name in value.__dataclass_fields__}
+    found |= {f"features.{i}": feature for i, feature in enumerate(buffers.features)}
+    for part in ("draft_tails", "verify_tails", "extend_tails"):
+        found |= {f"{part}.{group}": tail for group, tail in getattr(buffers, part).items()}
+    return found
+
+
+def all_tensors(llm) -> dict[str, torch.Tensor]:
+    device = llm.engine.device
+    pools = {f"pool.{name}": pool.data for name, pool in device.pools.items()}
+    return state_tensors(device.state) | buffer_tensors(device.buffers) | pools
+
+
+# ---------------------------------------------------------------------------------------------- level 2: probes
+
+
+def fired(probes) -> str:
+    with pytest.raises(CheckError) as error:
+        probes.raise_if_fired()
+    return str(error.value)
+
+
+def test_an_index_probe_records_what_where_and_the_range_and_redirects():
+    """The record holds code, phase, tensor, row, value, low and high of the first row; its lanes become `low`."""
+    probes = Probes.make(CPU, True)
+    x = torch.tensor([[0, 3], [1, 9], [-5, 2]])
+    out = probes.index(x, 0, 4, "topk_token", Phase.DRAFT, torch.tensor([6, 2, 4]))
+    assert out.tolist() == [[0, 3], [1, 0], [0, 2]]
+    assert x.tolist() == [[0, 3], [1, 9], [-5, 2]], "the probe wrote to what it looks at"
+    assert probes.record.tolist() == [OUT_OF_BOUNDS, list(Phase).index(Phase.DRAFT), 0, 2, 9, 0, 4]
+    assert fired(probes) == "detect_oob: topk_token in phase draft, row 2: value 9 outside [0, 4)"
+
+
+def test_an_index_probe_takes_bounds_of_each_row():
+    """Bounds may be tensors, each row redirected to its own low; the message then says whose range it was."""
+    probes = Probes.make(CPU, True)
+    low = torch.tensor([[0], [10], [20]])
+    x = torch.tensor([[9, 0], [10, 19], [9, 30]])
+    out = probes.index(x, low, low + 10, "feature_node", Phase.EXTEND, torch.tensor([5, 3, 1]))
+    assert out.tolist() == [[9, 0], [10, 19], [20, 20]]
+    assert fired(probes) == "detect_oob: feature_node in phase extend, row 1: value 9 outside its row's range"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_nan_probe_names_the_first_row_that_is_not_finite(value):
+    """NaN and both infinities count; a finite tensor, however large, does not."""
+    probes = Probes.make(CPU, True)
+    x = torch.full((3, 2, 2), torch.finfo(torch.float32).max)
+    probes.nan(x, "hidden", Phase.VERIFY, torch.tensor([7, 8, 9]))
+    probes.raise_if_fired()
+    x[1, 1, 0] = value
+    x[2] = value
+    probes.nan(x, "hidden", Phase.VERIFY, torch.tensor([7, 8, 9]))
+    assert probes.record.tolist()[:4] == [NAN, list(Phase).index(Phase.VERIFY), 0, 8]
+    assert fired(probes) == "detect_nan: hidden in phase verify, row 8: not finite"
+
+
+def test_the_first_writer_of_a_record_wins_and_reading_clears_it():
+    """What fires later in a round is a consequence; what fires in the next round is news."""
+    probes = Probes.make(CPU, True)
+    rows = torch.tensor([0])
+    probes.index(torch.tensor([[5]]), 0, 5, "root_token", Phase.DRAFT, rows)
+    probes.nan(torch.tensor([[float("nan")]]), "features", Phase.EXTEND, rows)
+    probes.index(torch.tensor([[-1]]), 0, 5, "tree_token", Phase.VERIFY, rows)
+    assert "root_token" in fired(probes)
+    probes.raise_if_fired()
+    probes.index(torch.tensor([[-1]]), 0, 5, "tree_token", Phase.VERIFY, rows)
+    assert "tree_token in phase verify, row 0: value -1 outside [0, 5)" in fired(probes)
+    assert probes.record.tolist() == [0] * 7
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_probe_that_is_off_or_has_nothing_to_look_at_is_the_identity(enabled):
+    """No lanes: nothing fires. Below level 2: the very tensor comes back, whatever it holds."""
+    probes = Probes.make(CPU, enabled)
+    x = torch.empty((0, 3), dtype=torch.int64) if enabled else torch.tensor([[99]])
+    rows = torch.arange(x.shape[0])
+    assert probes.index(x, 0, 4, "root_token", Phase.DRAFT, rows) is x
+    probes.nan(x.to(torch.float32) * float("inf"), "hidden", Phase.DRAFT, rows)
+    assert not probes.record.any()
+    probes.raise_if_fired()
+
+
+def test_a_probe_fires_without_asking_the_device_anything():
+    """On the meta device, where every read of a value by the host is an error, probes run: they never synchronise."""
+    meta = torch.device("meta")
+    probes = Probes.make(meta, True)
+    rows = torch.zeros(2, dtype=torch.int64, device=meta)
+    x = torch.zeros((2, 3), dtype=torch.int64, device=meta)
+    assert probes.index(x, 0, 4, "topk_token", Phase.DRAFT, rows).shape == (2, 3)
+    probes.index(x, rows[:, None], rows[:, None] + 3, "feature_node", Phase.EXTEND, rows)
+    probes.nan(x.to(torch.float32), "hidden", Phase.DRAFT, rows)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        probes.record.tolist()
+
+
+PLANTS = {
+    "root_token": (lambda s, row: s.root[row].fill_(12), "value 12 outside [0, 12)"),
+    "committed": (lambda s, row: s.committed[row].fill_(-1), "value -1 outside [0, "),
+    "topk_token": (lambda s, row: s.draft.tokens[row, 1].fill_(-7), "value -7 outside [0, 12)"),
+    "topk_logprob": (lambda s, row: s.draft.logprob[row, 0].fill_(float("nan")), "not finite"),
+    "hidden": (lambda s, row: s.draft.hidden[row, 5].fill_(float("inf")), "not finite"),
+}
+
+
+@pytest.mark.parametrize("graphs", ["off", "sim"])
+@pytest.mark.parametrize("name", PLANTS)
+def test_state_that_is_wrong_is_reported_by_the_next_round_and_hurts_no_other_row(strong_pair, name, graphs):
+    """At level 2 the round runs to its end, the message names tensor, phase and row, and the other rows are as ever."""
+    plant, words = PLANTS[name]
+    seen = []
+    for bad in (False, True):
+        llm = build(strong_pair, SHAPE, check_level=2, graphs=graphs, max_running_requests=4)
+        submit(llm, strong_pair.prompts([9, 20, 5]), greedy(40))
+        run = steps(llm)
+        while not isinstance(next(run)[0], RoundPlan):
+            pass
+        rounds = []
+        llm.engine.observer = lambda plan, tree, accepted, rounds=rounds: rounds.append((plan, tree, accepted))
+        if not bad:
+            next(run)
+        else:
+            plan = llm.scheduler.plan()
+            plant(llm.engine.device.state, plan.rows[1])
+            with pytest.raises(CheckError) as error:
+                llm.engine.step(plan)
+            for part in (name, "phase draft", f"row {plan.rows[1]}", words):
+                assert part in str(error.value)
+            llm.engine.device.probes.raise_if_fired()  # the record was cleared
+        seen.append(rounds[0])
+    for value, other in zip(seen[0][1:], seen[1][1:], strict=True):
+        for field in value.__dataclass_fields__:
+            sound, broken = getattr(value, field), getattr(other, field)
+            assert torch.equal(sound[0], broken[0]), field
+            assert torch.equal(sound[2], broken[2]), field
+
+
+# ---------------------------------------------------------------------------------------------- level 3: poison
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int32, torch.int64, torch.bool])
+def test_poison_is_a_value_that_shows(dtype):
+    x = torch.zeros(3, dtype=dtype)
+    poison(x)
+    worst = {torch.bool: True, torch.int32: INT_MIN, torch.int64: torch.iinfo(torch.int64).min}
+    assert x.isnan().all() if dtype.is_floating_point else x.tolist() == [worst[dtype]] * 3
+
+
+def observed(llm, prompts, params):
+    """Outputs, and every round's trees and paths."""
+    rounds = []
+    llm.engine.observer = lambda plan, tree, accepted: rounds.append((plan.rows, tree, accepted))
+    requests = submit(llm, prompts, params)
+    plans = [plan for plan, _ in steps(llm)]
+    return [tuple(r.output_ids) for r in requests], rounds, plans
+
+
+def assert_same_rounds(ours, theirs):
+    """Live rows of every round hold the same bits: trees, log-probabilities, paths."""
+    for (rows, *values), (other_rows, *others) in zip(ours, theirs, strict=True):
+        assert rows == other_rows
+        for value, other in zip(values, others, strict=True):
+            for name in value.__dataclass_fields__:
+                a, b = getattr(value, name)[: len(rows)], getattr(other, name)[: len(rows)]
+                assert torch.equal(a, b), name
+
+
+CROWDED = {"context_length": 128, "max_total_tokens": 192, "page_size": 4, "chunked_prefill_size": 7}
+
+
+@pytest.mark.parametrize("radix", [False, True])
+@pytest.mark.parametrize("graphs", ["off", "sim"])
+def test_poison_changes_no_bit_of_any_round(strong_pair, graphs, radix):
+    """Requests that retract each other give the same trees and tokens at levels 0 and 3: nothing poisoned is read."""
+    prompts = [*strong_pair.prompts([30, 12, 25, 7]), strong_pair.prompts([30])[0]]
+    params = [greedy(50), sampled(1, 50), sampled(2, 40, top_k=5), greedy(60), greedy(30)]
+    found = []
+    for level in (0, 3):
+        llm = build(strong_pair, SHAPE, check_level=level, graphs=graphs, radix_cache=radix, **CROWDED)
+        found.append(observed(llm, prompts, params))
+        assert llm.scheduler.num_retractions > 0
+    assert found[0][0] == found[1][0]
+    assert_same_rounds(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("graphs", ["off", "sim"])
+def test_poison_changes_no_bit_behind_a_window(two_group, graphs):
+    """Pages that left the window are NaN, and no query sees them."""
+    prompts = [[(7 * i + 3 * j) % 96 for j in range(n)] for i, n in enumerate((40, 3, 61))]
+    found = []
+    for level in (0, 3):
+        llm = build_two_group(two_group, check_level=level, graphs=graphs, page_size=4, chunked_prefill_size=9)
+        found.append(observed(llm, prompts, [greedy(40), sampled(3, 50), greedy(20)]))
+    freed = Counter(group for plan in found[1][2] for group, _ in plan.freed)
+    assert freed["window"] > 20, "no page left the window"
+    assert found[0][0] == found[1][0]
+    assert_same_rounds(found[0][1], found[1][1])
+
+
+def nothing_but_nan(llm, group, page) -> bool:
+    size = llm.engine.layout.page_size
+    return bool(llm.engine.device.pools[group].data[:, page * size : (page + 1) * size].isnan().all())
+
+
+def test_free_pages_are_nan_and_the_null_page_is_finite(strong_pair):
+    """At level 3, from the start and after every step, a page that nobody owns is NaN and page 0 is zero."""
+    llm = build(strong_pair, SHAPE, check_level=3, radix_cache=True, **CROWDED)
+    allocators, size = llm.scheduler._ledger._allocators, llm.engine.layout.page_size
+    for group, pages in llm.engine.layout.num_pages.items():
+        assert all(nothing_but_nan(llm, group, page) for page in range(1, pages))
+    submit(llm, strong_pair.prompts([30, 12, 25, 7]), greedy(40))
+    run, checked = steps(llm), 0
+    while (plan := llm.scheduler.plan()) is not None:
+        result = llm.engine.step(plan)
+        for group, allocator in allocators.items():
+            pool = llm.engine.device.pools[group].data
+            assert torch.equal(pool[:, :size], torch.zeros_like(pool[:, :size]))
+            free = allocator.owned_by(FREE)
+            assert all(nothing_but_nan(llm, group, page) for page in free)
+            checked += len(free)
+            held = [*range(1, llm.engine.layout.num_pages[group])]
+            assert not any(nothing_but_nan(llm, group, p) for p in held if allocator.owner_of(p) == CACHE)
+        llm.scheduler.commit(plan, result)
+    run.close()
+    assert checked > 100
+    assert llm.scheduler.num_retractions > 0
+
+
+def test_columns_without_a_page_hold_what_no_page_is(strong_pair):
+    """At level 3 a row's table is INT_MIN but where the scheduler wrote a page, also after a longer request in it."""
+    llm = build(strong_pair, SHAPE, check_level=3, page_size=4, max_running_requests=2)
+    tables, dummy = llm.engine.device.state.page_tables, llm.engine.layout.dummy_row
+    for table in tables.values():
+        assert (table.data[:dummy] == INT_MIN).all()
+        assert (table.data[dummy] == 0).all()
+    llm.generate(strong_pair.prompts([90, 80]), greedy(30))
+    requests = submit(llm, strong_pair.prompts([5, 9]), greedy(30))
+    for _ in steps(llm):
+        for request in requests:
+            if request.running is not None:
+                row, pages = request.running.row, request.running.lease.pages
+                for group, table in tables.items():
+                    have = table.data[row].tolist()
+                    count = len(pages[group])
+                    assert have[:count] == pages[group]
+                    assert set(have[count:]) == {INT_MIN}
+        for table in tables.values():
+            assert (table.data[dummy] == 0).all()
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_a_read_of_a_free_page_is_silent_at_level_0_and_shows_at_level_3(strong_pair, level):
+    """A table cell that points to a page that was given back: at level 3 the request fails, alone."""
+    llm = build(strong_pair, SHAPE, check_level=level, page_size=4)
+    llm.generate(strong_pair.prompts([60]), greedy(20))  # leaves its K/V in pages that are free again
+    victim, other = submit(llm, strong_pair.prompts([20, 13]), greedy(30))
+    run = steps(llm)
+    while not isinstance(next(run)[0], RoundPlan):
+        pass
+    page = llm.scheduler._ledger._allocators[FULL].owned_by(FREE)[0]
+    llm.engine.device.state.page_tables[FULL].data[victim.running.row, 1] = page
+    plan = llm.scheduler.plan()
+    row = victim.running.row
+    if level == 0:
+        result = llm.engine.step(plan)
+        assert all(each.finite for each in result.rows)
+        return
+    with pytest.raises(CheckError, match=rf"features in phase extend, row {row}: not finite"):
+        llm.engine.step(plan)
+    assert other.finish_reason is None
+
+
+# ---------------------------------------------------------------------------------------------- level 3: red zones
+
+
+def beside(tensor, after: bool) -> torch.Tensor:
+    """The element of memory just before or after a tensor."""
+    offset = tensor.storage_offset() + (tensor.numel() if after else -1)
+    return tensor.as_strided((1,), (1,), offset)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("after", [False, True])
+def test_a_write_beside_a_buffer_is_reported_with_its_side_shape_and_dtype(dtype, after):
+    zones = RedZones(CPU)
+    other, tensor = zones.zeros((2,), torch.int64), zones.zeros((3, 5), dtype)
+    assert tensor.shape == (3, 5)
+    assert tensor.dtype == dtype
+    assert not tensor.any()
+    tensor.fill_(1)
+    other.fill_(-1)
+    zones.check()
+    beside(tensor, after).fill_(0)
+    with pytest.raises(CheckError, match="red zone") as error:
+        zones.check()
+    for part in ("after" if after else "before", "(3, 5)", str(dtype)):
+        assert part in str(error.value)
+
+
+def test_every_buffer_of_the_engine_lies_between_red_zones(two_group):
+    """State, round buffers and pools: a write beside any of them is reported at the end of the step."""
+    llm = build_two_group(two_group, check_level=3, page_size=4, max_running_requests=2)
+    tensors = all_tensors(llm)
+    assert len(tensors) > 30
+    assert {"pool.full", "pool.window", "pool.draft"} <= set(tensors)
+    for name, tensor in tensors.items():
+        assert tensor.is_contiguous(), name
+        for after in (False, True):
+            cell = beside(tensor, after)
+            kept = cell.clone()
+            cell.fill_(0)
+            with pytest.raises(CheckError, match="red zone"):
+                llm.engine._zones.check()
+            cell.copy_(kept)
+            llm.engine._zones.check()
+    submit(llm, [[1, 2, 3]], greedy(4))
+    beside(llm.engine.device.buffers.rows, True).fill_(0)
+    with pytest.raises(CheckError, match=r"red zone.*\(2,\) torch.int64"):
+        llm.engine.step(llm.scheduler.plan())
+
+
+# ---------------------------------------------------------------------------------------------- level 3: readback
+
+
+def _drop_last(pool, tail, source, slots):
+    commit_tail(pool, tail, source[:, :-1], slots[:, :-1])
+
+
+def _one_lane_off(pool, tail, source, slots):
+    commit_tail(pool, tail, source, slots)
+    pool[0, slots[0, 0], 1, 0, 0] += 1e-9
+
+
+@pytest.mark.parametrize("wrong", [_drop_last, _one_lane_off], ids=["last entry dropped", "one number changed"])
+@pytest.mark.parametrize("level", [2, 3])
+def test_a_commit_that_does_not_store_every_entry_is_reported_at_level_3(strong_pair, wrong, level):
+    """The slots are read back and compared bit for bit; level 2 does not look."""
+    llm = build(strong_pair, SHAPE, check_level=level, page_size=4)
+    device = llm.engine.device
+    llm.engine.device = replace(device, pure=replace(device.pure, commit=wrong))
+    llm.engine.launcher = type(llm.engine.launcher)(llm.engine.device)
+    prompts = strong_pair.prompts([9, 20, 5])
+    if level == 3:
+        with pytest.raises(CheckError, match="commit: a committed slot"):
+            llm.generate(prompts, greedy(40))
+    else:
+        llm.generate(prompts, greedy(40))
+
+
+# ---------------------------------------------------------------------------------------------- level 1: host checks
+
+
+def plans_of(pair, level):
+    """An engine, and the plans of a prefill step that goes on in a next one and of a round; none has been run."""
+    llm = build(pair, SHAPE, check_level=level, page_size=4, max_running_requests=3, chunked_prefill_size=16)
+    submit(llm, pair.prompts([30, 6]), greedy(20))
+    first = llm.scheduler.plan()
+    return llm, first
+
+
+def run_until_round(llm, first):
+    plan = first
+    while isinstance(plan, PrefillPlan):
+        llm.scheduler.commit(plan, llm.engine.step(plan))
+        plan = llm.scheduler.plan()
+    return plan
+
+
+def edited(plan, **changes):
+    return replace(plan, edits=(*plan.edits[:-1], replace(plan.edits[-1], **changes)))
+
+
+ROUND_MISTAKES = {
+    "a row twice": (lambda p: replace(p, rows=(p.rows[0], p.rows[0])), ["twice"]),
+    "the dummy row": (lambda p: replace(p, rows=(p.rows[0], Row(3))), ["row 3", "[0, 2]"]),
+    "a negative row": (lambda p: replace(p, rows=(Row(-1),)), ["row -1", "[0, 2]"]),
+    "a bound past the context": (lambda p: replace(p, committed_bound=257), ["committed_bound 257", "256"]),
+    "a negative bound": (lambda p: replace(p, committed_bound=-1), ["committed_bound -1"]),
+    "an unknown shape": (lambda p: replace(p, shape=SpecShape(2, 3, 5)), ["num_draft_tokens=5"]),
+}
+PREFILL_MISTAKES = {
+    "an edit of the dummy row": (lambda p: edited(p, row=Row(3)), ["page_table.", "row 3", "[0, 2]"]),
+    "an edit of no column": (lambda p: edited(p, column=65), ["page_table.", "column", "65", "[0, 64]"]),
+    "an edit with no page": (lambda p: edited(p, page=PageId(999)), ["page_table.", "page", "999"]),
+    "an edit with a negative page": (lambda p: edited(p, page=PageId(-1)), ["page", "-1"]),
+    "a chunk in two rows": (lambda p: replace(p, chunks=(p.chunks[0], p.chunks[0])), ["twice"]),
+    "a setup of the dummy row": (
+        lambda p: replace(p, setups=(replace(p.setups[0], row=Row(3)), *p.setups[1:])),
+        ["row 3"],
+    ),
+    "a chunk past the context": (
+        lambda p: replace(p, chunks=(replace(p.chunks[0], start=250), *p.chunks[1:])),
+        ["prefill extent", "[1, 256]"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*ROUND_MISTAKES, *PREFILL_MISTAKES])
+def test_a_plan_that_cannot_be_run_is_refused_before_it_touches_the_device(strong_pair, name):
+    """The message names quantity, value and range, nothing on the device has changed, and the sound plan still runs."""
+    llm, plan = plans_of(strong_pair, 1)
+    if name in ROUND_MISTAKES:
+        plan = run_until_round(llm, plan)
+    mistake, words = {**ROUND_MISTAKES, **PREFILL_MISTAKES}[name]
+    before = {key: tensor.clone() for key, tensor in all_tensors(llm).items()}
+    with pytest.raises(CheckError) as error:
+        llm.engine.step(mistake(plan))
+    for word in words:
+        assert word in str(error.value)
+    for key, tensor in all_tensors(llm).items():
+        assert torch.equal(tensor, before[key]), key
+    llm.scheduler.commit(plan, llm.engine.step(plan))
+
+
+@pytest.mark.parametrize("name", ["start", "token"])
+def test_a_chunk_goes_on_where_the_one_before_it_ended_with_the_token_it_promised(strong_pair, name):
+    """Each chunk after the first is held to what the chunk before it said (sgl-26329)."""
+    llm, plan = plans_of(strong_pair, 1)
+    llm.scheduler.commit(plan, llm.engine.step(plan))
+    plan = llm.scheduler.plan()
+    chunk = plan.chunks[0]
+    assert chunk.start > 0
+    token = (chunk.token_ids[0] + 1) % 12
+    wrong = (
+        replace(chunk, start=chunk.start + 1) if name == "start" else replace(chunk, token_ids=(token,))
+    )
+    with pytest.raises(CheckError, match="chunk start" if name == "start" else "promised by the chunk before"):
+        llm.engine.step(replace(plan, chunks=(wrong,)))
+
+
+def test_at_level_0_no_plan_is_checked(strong_pair):
+    """A bound that only the check would refuse passes: level 0 is off."""
+    llm, plan = plans_of(strong_pair, 0)
+    plan = run_until_round(llm, plan)
+    llm.engine.step(replace(plan, committed_bound=257))
+
+
+def test_padding_results_and_what_is_handed_out_are_checked(strong_pair):
+    """The small host checks, one by one, on both sides of their bounds."""
+    layout = build(strong_pair, SHAPE, max_running_requests=3).engine.layout
+    check_padded([1, 3, 3, 3], [Row(1)], layout)
+    with pytest.raises(CheckError, match="padding of the row list: row 2 has 2"):
+        check_padded([1, 3, 2, 3], [Row(1)], layout)
+    check_result(RowResult(Row(0), (0, 11, 5, 3), True), 12, 4)
+    for wrong, words in [((0, 12), "token: row 0 has 12"), ((-1,), "has -1"), ((1,) * 5, "number of tokens.* 5")]:
+        with pytest.raises(CheckError, match=words):
+            check_result(RowResult(Row(0), wrong, True), 12, 4)
+    buffer = torch.zeros(8)
+    check_own_memory("path", buffer[:2].clone(), buffer)
+    with pytest.raises(CheckError, match="path"):
+        check_own_memory("path", buffer[4:], buffer)
+
+
+@pytest.mark.parametrize(
+    ("ids", "reason", "limit", "words"),
+    [
+        ([5, 9, 7], "stop", 5, "stop token 9 at 1 of 3"),
+        ([5, 9], None, 5, "stop token 9"),
+        ([5, 9], "length", 2, "reason length"),
+        ([5, 6, 7], "length", 2, "3, more than the 2"),
+    ],
+)
+def test_what_is_emitted_ends_at_its_stop_and_within_its_limit(ids, reason, limit, words):
+    check_emitted([5, 9], {9}, "stop", 2)
+    check_emitted([5, 6], {9}, "length", 2)
+    check_emitted([5, 6], {9}, None, 5)
+    with pytest.raises(CheckError, match=words):
+        check_emitted(ids, {9}, reason, limit)
+
+
+# ---------------------------------------------------------------------------------------------- start-up proof
+
+
+@pytest.mark.parametrize("graphs", ["off", "sim"])
+@pytest.mark.parametrize(
+    "name", ["draft_tail", "verify_tail", "commit_width", "headroom", "max_positions", "page_columns", "max_topk"]
+)
+def test_a_dimension_that_is_one_too_small_is_refused_at_construction(strong_pair, name, graphs):
+    """A layout that computes one dimension by another formula than the fill does not survive the start-up proof."""
+    real = getattr(Layout, name).fget
+    short = type("Short", (Layout,), {name: property(lambda self: real(self) - 1)})
+    pure = replace(Pure(), layout=short)
+    options = {"page_size": 1, "context_length": 32, "max_running_requests": 2, "graphs": graphs}
+    with pytest.raises((CapacityError, RuntimeError, IndexError)) as error:
+        build(strong_pair, SHAPE, pure=pure, check_level=1, **options)
+    if name in ("draft_tail", "page_columns", "headroom", "max_positions"):
+        assert isinstance(error.value, CapacityError)
+        assert "need" in str(error.value)
+    build(strong_pair, SHAPE, pure=pure, check_level=0, **options)
+
+
+def test_the_proof_leaves_no_trace(strong_pair):
+    """After construction the state and the pools are what they are at level 0, where there is no proof."""
+    fresh, proven = (build(strong_pair, SHAPE, check_level=level, max_running_requests=2) for level in (0, 1))
+    assert all_tensors(fresh).keys() == all_tensors(proven).keys()
+    device = proven.engine.device
+    kept = state_tensors(device.state) | {f"pool.{name}": pool.data for name, pool in device.pools.items()}
+    for name, tensor in kept.items():
+        assert torch.equal(tensor, all_tensors(fresh)[name]), name
+    assert DRAFT in device.pools
+    prompts = strong_pair.prompts([8, 3])
+    assert tokens(fresh.generate(prompts, greedy(20))) == tokens(proven.generate(prompts, greedy(20)))
