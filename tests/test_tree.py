@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oracles import chain, float32, grow, select, walk
+from treetop.kernels.ops import TorchOps
 from treetop.kernels.tree import ancestor_mask, keyed_topk, next_level_mask, stable_topk
 from treetop.models.eagle3 import DraftVocab, Eagle3Head, Proposal
 from treetop.spec.draft import Growth, Seed, grow_tree
@@ -253,7 +254,7 @@ def test_with_topk_one_tree_and_acceptance_equal_a_chain(num_steps, seed):
         paths[len(paths)] = [*paths[int(hidden)], int(tokens)]
         return torch.full_like(hidden, len(paths) - 1)
 
-    stand_in = SimpleNamespace(lm_head=lm_head, norm=lambda x: x, vocab=DraftVocab(offset))
+    stand_in = SimpleNamespace(lm_head=lm_head, norm=lambda x: x, vocab=DraftVocab(offset), _ops=TorchOps())
     head = SimpleNamespace(forward=forward, propose=lambda hidden, k: Eagle3Head.propose(stand_in, hidden, k))
     start = torch.zeros(1, 1)
     seed_state = Seed(torch.tensor([root]), torch.tensor([0]), head.propose(start, 1), start)

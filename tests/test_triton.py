@@ -38,6 +38,7 @@ from treetop.kernels.fused import (
 )
 from treetop.kernels.kv import PagedKV, PageTable, write_pages
 from treetop.kernels.rope import RopeSpec, rope_table, rotate_
+from treetop.kernels.topk import top_logprobs, top_logprobs_reference
 from treetop.kernels.tree import ancestor_mask
 from treetop.kernels.triton_guard import GpuTraits, gpu_traits
 from treetop.types.errors import ConfigError
@@ -330,3 +331,14 @@ if INTERPRETED:
         for result, target in ((qkv, got), (by_reference, want)):
             torch.testing.assert_close(result[:, :, :heads], by_hand[:, :, :heads])
             torch.testing.assert_close(target, hand)
+
+    @pytest.mark.parametrize(("vocab", "k"), [(40, 1), (1024, 4), (2500, 8), (3000, 5)])
+    def test_top_logprobs_equal_log_softmax_and_a_stable_top_k(vocab, k):
+        """Pieces that end inside a row, many equal logits, and a row of one value: ties go to the smaller index."""
+        generator = torch.Generator().manual_seed(0)
+        logits = torch.randint(-6, 6, (3, 2, vocab), generator=generator) / 2.0
+        logits[1, 0] = 1.5
+        got, want = top_logprobs(logits, k, gpu_traits(CPU)), top_logprobs_reference(logits, k)
+        assert torch.equal(got[1], want[1])
+        torch.testing.assert_close(got[0], want[0], rtol=1e-5, atol=1e-6)
+        assert bool((got[0] <= 0).all())

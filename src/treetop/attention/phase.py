@@ -1,4 +1,4 @@
-"""How the layers of one phase attend: they hand over q, k, v and get the output, and never learn the phase."""
+"""How the layers of one phase attend: they hand over projections and get the output, and never learn the phase."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,8 @@ from torch import Tensor
 
 from treetop.attention.contract import AttentionBackend, TailKV
 from treetop.attention.tail import attend
-from treetop.kernels.kv import PagedKV, write_pages
+from treetop.kernels.kv import PagedKV
+from treetop.kernels.ops import Ops
 from treetop.types.ids import GroupName
 
 
@@ -23,9 +24,13 @@ class LayerKV:
 
 
 class Attend(Protocol):
-    """q: [rows, n, heads, d]; kv: [rows, n, 2, kv_heads, d]. Returns [rows, n, heads, d]."""
+    """Rotate, store K/V, attend.
 
-    def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor: ...
+    qkv: [rows, n, heads + 2 * kv_heads, d], fresh from the projection; it is used up. angles: `Ops.angles` of the
+    queries' positions. Returns [rows, n, heads, d].
+    """
+
+    def __call__(self, layer: int, qkv: Tensor, angles: Any) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,7 @@ class TailAttention:
     """
 
     backend: AttentionBackend[Any, Any]
+    ops: Ops
     layers: Sequence[LayerKV]
     tails: Mapping[GroupName, Tensor]
     plans: Mapping[GroupName, Any]
@@ -44,11 +50,12 @@ class TailAttention:
     width: int
     scale: float
 
-    def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+    def __call__(self, layer: int, qkv: Tensor, angles: Any) -> Tensor:
         place = self.layers[layer]
-        rows, n = kv.shape[:2]
+        rows, n = qkv.shape[:2]
         tail = self.tails[place.group][place.index, :rows, : self.width]
-        tail[:, self.start : self.start + n] = kv
+        self.ops.rotate_and_write(qkv, angles, tail[:, self.start : self.start + n], None)
+        q = qkv[:, :, : -2 * tail.shape[3]]
         return self.backend.prefix_tail(q, place.kv, self.plans[place.group], TailKV(tail), self.scale)
 
 
@@ -60,14 +67,16 @@ class CausalAttention:
     """
 
     backend: AttentionBackend[Any, Any]
+    ops: Ops
     layers: Sequence[LayerKV]
     slots: Mapping[GroupName, Tensor]
     plans: Mapping[GroupName, Any]
     scale: float
 
-    def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+    def __call__(self, layer: int, qkv: Tensor, angles: Any) -> Tensor:
         place = self.layers[layer]
-        write_pages(place.kv, self.slots[place.group], kv)
+        self.ops.rotate_and_write(qkv, angles, place.kv.data, self.slots[place.group])
+        q = qkv[:, :, : -2 * place.kv.data.shape[2]]
         return self.backend.causal(q, place.kv, self.plans[place.group], self.scale)
 
 
@@ -75,11 +84,16 @@ class CausalAttention:
 class DenseAttention:
     """Attention of a whole sequence over itself, without pages: what everything else must agree with."""
 
+    ops: Ops
+    kv_heads: int
     scale: float
     windows: Sequence[int | None]
 
-    def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
-        n, window = q.shape[1], self.windows[layer]
+    def __call__(self, layer: int, qkv: Tensor, angles: Any) -> Tensor:
+        rows, n, _, dim = qkv.shape
+        kv, window = qkv.new_empty((rows, n, 2, self.kv_heads, dim)), self.windows[layer]
+        self.ops.rotate_and_write(qkv, angles, kv, None)
+        q = qkv[:, :, : -2 * self.kv_heads]
         index = torch.arange(n, device=q.device)
         distance = index[:, None] - index
         visible = (distance >= 0) & (distance < (n if window is None else window))

@@ -55,10 +55,10 @@ class Probes:
         code, name, phase, low, high = what
         if name not in self.names:
             self.names.append(name)
-        first = bad.to(torch.int8).argmax()
+        first = bad.to(torch.int8).argmax(dim=0, keepdim=True)
         known = (code, _PHASES.index(phase), self.names.index(name), low, high)
         code_, phase_, name_, low_, high_ = (rows.new_full((1,), number) for number in known)
-        record = torch.cat([code_, phase_, name_, rows[first][None], value[first][None], low_, high_])
+        record = torch.cat([code_, phase_, name_, rows.gather(0, first), value.gather(0, first), low_, high_])
         self.record.copy_(torch.where(bad.any() & (self.record[0] == 0), record, self.record))
 
     def raise_if_fired(self) -> None:

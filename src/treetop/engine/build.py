@@ -83,6 +83,7 @@ def build_device(
         target=target,
         head=head,
         backend=make_backend(config.attention_backend, place.dtype, place.device),
+        ops=place.ops,
         pools=pools,
         state=make_state(layout, head.spec.layer.hidden_size if head is not None else None, place.dtype, zeros),
         buffers=make_round_buffers(layout, len(aux), spec.hidden_size, place.dtype, zeros),

@@ -15,6 +15,7 @@ from treetop.engine.buffers import RoundBuffers
 from treetop.engine.pure import Pure
 from treetop.engine.state import RowState
 from treetop.kernels.kv import slots_of
+from treetop.kernels.ops import Ops
 from treetop.models.eagle3 import Eagle3Head, Proposal
 from treetop.models.llama import Llama
 from treetop.spec.verify import greedy_choice, sampled_choice
@@ -38,6 +39,7 @@ class Device:
     target: Llama
     head: Eagle3Head | None
     backend: AttentionBackend[Any, Any]
+    ops: Ops
     pools: dict[GroupName, KVPool]
     state: RowState
     buffers: RoundBuffers
@@ -73,7 +75,7 @@ class Device:
                         f" raise --speculative-num-steps"
                     )
         scale = head_scale(self.layout.group(layers[0].group))
-        return TailAttention(self.backend, layers, tails, plans, place.start, place.width, scale)
+        return TailAttention(self.backend, self.ops, layers, tails, plans, place.start, place.width, scale)
 
     def plan(self, prefixes: Mapping[GroupName, Any], queries: Mapping[GroupName, Queries]) -> dict[GroupName, Any]:
         return {name: self.backend.plan(prefixes[name], each) for name, each in queries.items()}

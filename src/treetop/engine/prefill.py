@@ -72,4 +72,4 @@ def _attention(
         slots[group.name] = slots_of(table, batch.rows, span.positions, span.valid, device.layout.page_size)
         prefix = device.begin(Phase.PREFILL, group.name, batch.rows, span.extent, batch.bound)
         plans[group.name] = device.backend.plan_causal(prefix, span.positions, group.window)
-    return CausalAttention(device.backend, layers, slots, plans, head_scale(groups[0]))
+    return CausalAttention(device.backend, device.ops, layers, slots, plans, head_scale(groups[0]))

@@ -1,20 +1,39 @@
 """The small operations of a layer, by device: PyTorch's own, or one Triton launch each."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from treetop.kernels.fused import add_rms_norm, add_rms_norm_reference, silu_mul, silu_mul_reference
+from treetop.kernels.fused import (
+    add_rms_norm,
+    add_rms_norm_reference,
+    rotate_and_write,
+    silu_mul,
+    silu_mul_reference,
+)
+from treetop.kernels.kv import PagedKV, write_pages
+from treetop.kernels.rope import RopeTable, Rotation, rotate_
+from treetop.kernels.topk import top_logprobs, top_logprobs_reference
 from treetop.kernels.triton_guard import gpu_traits, why_not
 
 
 class Ops(Protocol):
-    """add_rms_norm: the sum of x and delta (x alone if None), and its norm. silu_mul: [..., 2n] to [..., n]."""
+    """add_rms_norm: the sum of x and delta (x alone if None), and its norm. silu_mul: [..., 2n] to [..., n].
+
+    angles: what `rotate_and_write` takes, made once a forward from the RoPE table [positions, 2, dim] and positions
+    [rows, n]. rotate_and_write: see `kernels.fused.rotate_and_write_reference`. top_logprobs: see `kernels.topk`.
+    """
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor: ...
+
+    def angles(self, table: RopeTable, positions: Tensor) -> Any: ...
+
+    def rotate_and_write(self, qkv: Tensor, angles: Any, target: Tensor, slots: Tensor | None) -> None: ...
+
+    def top_logprobs(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]: ...
 
 
 class TorchOps:
@@ -25,6 +44,21 @@ class TorchOps:
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return silu_mul_reference(gate_up)
+
+    def angles(self, table: RopeTable, positions: Tensor) -> Rotation:
+        return table.at(positions)
+
+    def rotate_and_write(self, qkv: Tensor, angles: Rotation, target: Tensor, slots: Tensor | None) -> None:
+        kv_heads = target.shape[-2]
+        rotate_(qkv[:, :, :-kv_heads], angles)
+        kv = qkv[:, :, -2 * kv_heads :].view(*qkv.shape[:2], 2, kv_heads, qkv.shape[3])
+        if slots is None:
+            target.copy_(kv)
+        else:
+            write_pages(PagedKV(target), slots, kv)
+
+    def top_logprobs(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        return top_logprobs_reference(logits, k)
 
 
 class TritonOps:
@@ -38,6 +72,18 @@ class TritonOps:
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return silu_mul(gate_up, self._gpu)
+
+    def angles(self, table: RopeTable, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return table.data, positions
+
+    def rotate_and_write(
+        self, qkv: Tensor, angles: tuple[Tensor, Tensor], target: Tensor, slots: Tensor | None
+    ) -> None:
+        heads = qkv.shape[2] - 2 * target.shape[-2]
+        rotate_and_write(qkv, heads, *angles, target, slots, self._gpu)
+
+    def top_logprobs(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        return top_logprobs(logits, k, self._gpu) if k <= 16 else top_logprobs_reference(logits, k)
 
 
 def ops_for(device: torch.device, dtype: torch.dtype) -> Ops:

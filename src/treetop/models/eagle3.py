@@ -15,7 +15,6 @@ from treetop.attention.phase import Attend
 from treetop.kernels.linear import packed_linear
 from treetop.kernels.ops import Ops
 from treetop.kernels.rope import RopeTable
-from treetop.kernels.tree import stable_topk
 from treetop.models.checkpoint import Shapes
 from treetop.models.layers import GatedMLP, RMSNorm, SelfAttention, Weights
 from treetop.models.spec import Eagle3Spec
@@ -44,7 +43,7 @@ class Eagle3Head:
 
     def __init__(self, spec: Eagle3Spec, weights: Weights, rope: RopeTable, embedding: Tensor, ops: Ops) -> None:
         eps = spec.layer.norm_eps
-        self.spec, self.rope = spec, rope
+        self.spec, self.rope, self._ops = spec, rope, ops
         self.fuse_features = packed_linear(weights["fc.weight"])
         self.hidden_norm = RMSNorm(weights["midlayer.hidden_norm.weight"], eps, ops)
         # A token's normed embedding never changes, so the whole table is normed once.
@@ -65,13 +64,12 @@ class Eagle3Head:
         normed = self.hidden_norm(hidden)
         residual = normed if self.spec.norm_before_residual else hidden
         x = torch.cat([F.embedding(tokens, self.normed_embedding), normed], dim=-1)
-        x, normed = self.mlp_norm.after(residual, self.attention(x, self.rope.at(positions), attend))
+        x, normed = self.mlp_norm.after(residual, self.attention(x, self._ops.angles(self.rope, positions), attend))
         return x + self.mlp(normed)
 
     def propose(self, hidden: Tensor, k: int) -> Proposal:
         """hidden: [..., hidden]. Log-probabilities are float32 in every dtype, so that ties are the same everywhere."""
-        logprob = torch.log_softmax(self.lm_head(self.norm(hidden)).to(torch.float32), dim=-1).clamp(max=0)
-        best, draft = stable_topk(logprob, k)
+        best, draft = self._ops.top_logprobs(self.lm_head(self.norm(hidden)), k)
         return Proposal(self.vocab.to_target(draft), best)
 
     @staticmethod

@@ -1,6 +1,7 @@
 """The two halves of a decoder layer, shared by target and draft head."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,7 +9,6 @@ from torch import Tensor
 from treetop.attention.phase import Attend
 from treetop.kernels.linear import packed_linear
 from treetop.kernels.ops import Ops
-from treetop.kernels.rope import Rotation, rotate_
 from treetop.models.checkpoint import Shapes
 from treetop.models.spec import ModelSpec
 
@@ -39,14 +39,10 @@ class SelfAttention:
         self.qkv = _fused(weights, [f"{prefix}.{name}_proj" for name in "qkv"])
         self.output = _fused(weights, [f"{prefix}.o_proj"])
 
-    def __call__(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+    def __call__(self, x: Tensor, angles: Any, attend: Attend) -> Tensor:
         """x: [rows, n, in]. Returns [rows, n, hidden]."""
-        split = self.heads + self.kv_heads
-        rows, n = x.shape[:2]
-        qkv = self.qkv(x).view(rows, n, split + self.kv_heads, self.head_dim)
-        rotate_(qkv[:, :, :split], rotation)
-        kv = qkv[:, :, self.heads :].view(rows, n, 2, self.kv_heads, self.head_dim)
-        return self.output(attend(self.layer, qkv[:, :, : self.heads], kv).flatten(2))
+        qkv = self.qkv(x).view(*x.shape[:2], self.heads + 2 * self.kv_heads, self.head_dim)
+        return self.output(attend(self.layer, qkv, angles).flatten(2))
 
     @staticmethod
     def shapes(spec: ModelSpec, prefix: str, width: int) -> Shapes:

@@ -1,6 +1,7 @@
 """The Llama target."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -8,7 +9,7 @@ from torch import Tensor
 from treetop.attention.phase import Attend
 from treetop.kernels.linear import packed_linear
 from treetop.kernels.ops import Ops
-from treetop.kernels.rope import RopeTable, Rotation
+from treetop.kernels.rope import RopeTable
 from treetop.models.checkpoint import Shapes
 from treetop.models.layers import GatedMLP, RMSNorm, SelfAttention, Weights
 from treetop.models.spec import ModelSpec
@@ -32,9 +33,9 @@ class LlamaLayer:
         self.mlp_norm = RMSNorm(weights[f"{prefix}.post_attention_layernorm.weight"], spec.norm_eps, ops)
         self.mlp = GatedMLP(weights, f"{prefix}.mlp", ops)
 
-    def __call__(self, x: Tensor, normed: Tensor, rotation: Rotation, attend: Attend) -> tuple[Tensor, Tensor]:
+    def __call__(self, x: Tensor, normed: Tensor, angles: Any, attend: Attend) -> tuple[Tensor, Tensor]:
         """x: the residual stream, normed: its input norm. Returns the stream after attention, and what the MLP adds."""
-        x, normed = self.mlp_norm.after(x, self.attention(normed, rotation, attend))
+        x, normed = self.mlp_norm.after(x, self.attention(normed, angles, attend))
         return x, self.mlp(normed)
 
 
@@ -44,7 +45,7 @@ class Llama:
     def __init__(
         self, spec: ModelSpec, weights: Weights, rope: RopeTable, aux_inputs: tuple[int, ...], ops: Ops
     ) -> None:
-        self.spec, self.rope, self.aux_inputs = spec, rope, aux_inputs
+        self.spec, self.rope, self.aux_inputs, self._ops = spec, rope, aux_inputs, ops
         self.embedding = weights["model.embed_tokens.weight"]
         self.layers = [LlamaLayer(spec, weights, layer, ops) for layer in range(spec.num_layers)]
         self.norm = RMSNorm(weights["model.norm.weight"], spec.norm_eps, ops)
@@ -53,11 +54,11 @@ class Llama:
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> TargetOutput:
         """tokens, positions: [rows, n] int64. Features are the residual stream entering each layer of `aux_inputs`."""
         x = F.embedding(tokens, self.embedding)
-        rotation = self.rope.at(positions)
+        angles = self._ops.angles(self.rope, positions)
         stream, normed = [x], self.layers[0].input_norm(x)
         next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
         for layer, next_norm in zip(self.layers, next_norms, strict=True):
-            x, added = layer(x, normed, rotation, attend)
+            x, added = layer(x, normed, angles, attend)
             x, normed = next_norm.after(x, added)
             stream.append(x)
         return TargetOutput(normed, tuple(stream[i] for i in self.aux_inputs))
