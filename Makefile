@@ -10,7 +10,7 @@ DEV := $(VENV)/.dev
 .PHONY: demo test check bench clean
 
 demo: $(READY)
-	@$(BIN)/treetop generate --echo --compare-plain --max-tokens 192 --temperature 0.6 --seed 1 --prompt-file docs/demo_prompt.txt
+	@$(BIN)/treetop generate --echo --compare-plain --max-tokens 192 --temperature 0.6 --seed 5 --prompt-file docs/demo_prompt.txt
 
 test: $(DEV)
 	$(BIN)/python -m pytest

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from engines import build, greedy, sampled, steps, submit, tokens
+from memory import all_tensors, beside, state_tensors
 from treetop import LLM
 from treetop.cache.allocator import CACHE, FREE
 from treetop.checks.host import check_emitted, check_own_memory, check_padded, check_result
@@ -34,32 +35,6 @@ def two_group(tmp_path_factory):
 def build_two_group(pair, **options) -> LLM:
     shape = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
     return LLM(str(pair[0]), str(pair[1]), **{"dtype": "float64", "context_length": 128, **shape, **options})
-
-
-def state_tensors(state) -> dict[str, torch.Tensor]:
-    """Every tensor of the row state, by name."""
-    found = {f"page_table.{name}": table.data for name, table in state.page_tables.items()}
-    found |= {name: getattr(state, name) for name in ("committed", "root", "seed")}
-    found |= {f"params.{name}": getattr(state.params, name) for name in state.params.__dataclass_fields__}
-    return found | {f"draft.{name}": getattr(state.draft, name) for name in state.draft.__dataclass_fields__}
-
-
-def buffer_tensors(buffers) -> dict[str, torch.Tensor]:
-    """Every tensor of the round's buffers, by name."""
-    found = {"rows": buffers.rows}
-    for part in ("tree", "accepted"):
-        value = getattr(buffers, part)
-        found |= {f"{part}.{name}": getattr(value, name) for name in value.__dataclass_fields__}
-    found |= {f"features.{i}": feature for i, feature in enumerate(buffers.features)}
-    for part in ("draft_tails", "verify_tails", "extend_tails"):
-        found |= {f"{part}.{group}": tail for group, tail in getattr(buffers, part).items()}
-    return found
-
-
-def all_tensors(llm) -> dict[str, torch.Tensor]:
-    device = llm.engine.device
-    pools = {f"pool.{name}": pool.data for name, pool in device.pools.items()}
-    return state_tensors(device.state) | buffer_tensors(device.buffers) | pools
 
 
 # ---------------------------------------------------------------------------------------------- level 2: probes
@@ -277,6 +252,22 @@ def test_free_pages_are_nan_and_the_null_page_is_finite(strong_pair):
     assert llm.scheduler.num_retractions > 0
 
 
+def test_a_page_is_nan_when_it_comes_to_a_request(strong_pair):
+    """At level 3 nobody finds the K/V of a page's last owner, also if the page changed hands between two plans."""
+    llm = build(strong_pair, SHAPE, check_level=3, **CROWDED)
+    submit(llm, strong_pair.prompts([30, 12, 25, 7]), greedy(40))
+    stale, given = [], 0
+    while (plan := llm.scheduler.plan()) is not None:
+        for edit in plan.edits:
+            given += 1
+            if (edit.group, edit.page) not in plan.freed and not nothing_but_nan(llm, edit.group, edit.page):
+                stale.append(edit)
+        llm.scheduler.commit(plan, llm.engine.step(plan))
+    assert llm.scheduler.num_retractions > 0
+    assert given > 100
+    assert stale == []
+
+
 def test_columns_without_a_page_hold_what_no_page_is(strong_pair):
     """At level 3 a row's table is INT_MIN but where the scheduler wrote a page, also after a longer request in it."""
     llm = build(strong_pair, SHAPE, check_level=3, page_size=4, max_running_requests=2)
@@ -322,12 +313,6 @@ def test_a_read_of_a_free_page_is_silent_at_level_0_and_shows_at_level_3(strong_
 
 
 # ---------------------------------------------------------------------------------------------- level 3: red zones
-
-
-def beside(tensor, after: bool) -> torch.Tensor:
-    """The element of memory just before or after a tensor."""
-    offset = tensor.storage_offset() + (tensor.numel() if after else -1)
-    return tensor.as_strided((1,), (1,), offset)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64, torch.bfloat16, torch.float64])
@@ -472,9 +457,7 @@ def test_a_chunk_goes_on_where_the_one_before_it_ended_with_the_token_it_promise
     chunk = plan.chunks[0]
     assert chunk.start > 0
     token = (chunk.token_ids[0] + 1) % 12
-    wrong = (
-        replace(chunk, start=chunk.start + 1) if name == "start" else replace(chunk, token_ids=(token,))
-    )
+    wrong = replace(chunk, start=chunk.start + 1) if name == "start" else replace(chunk, token_ids=(token,))
     with pytest.raises(CheckError, match="chunk start" if name == "start" else "promised by the chunk before"):
         llm.engine.step(replace(plan, chunks=(wrong,)))
 

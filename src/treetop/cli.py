@@ -212,8 +212,8 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
 
 
 def _sampling_params(args: argparse.Namespace) -> SamplingParams:
-    """The sampling options that were given; the others keep their defaults."""
-    names = [field.name for field in fields(SamplingParams)]
+    """The sampling options that were given. `--seed` is the engine's: each prompt draws its own from it."""
+    names = [field.name for field in fields(SamplingParams) if field.name != "seed"]
     return SamplingParams(**{name: value for name in names if (value := getattr(args, name, None)) is not None})
 
 

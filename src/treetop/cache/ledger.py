@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from treetop.cache.allocator import CACHE, FREE, Owner, PageAllocator
+from treetop.cache.allocator import CACHE, Owner, PageAllocator
 from treetop.cache.radix import Node, RadixCache
 from treetop.types.errors import CheckError, InvariantError, OwnershipError
 from treetop.types.ids import NULL_PAGE, GroupName, PageId
@@ -122,8 +122,8 @@ class PageLedger:
             node.pins -= 1
 
     def take_freed(self) -> tuple[tuple[GroupName, PageId], ...]:
-        """Pages that became free since the last call and still are."""
-        freed = tuple(item for item in self._freed if self._allocators[item[0]].owner_of(item[1]) == FREE)
+        """Pages given back since the last call, also those that have a new owner, who has written nothing yet."""
+        freed = tuple(dict.fromkeys(self._freed))
         self._freed.clear()
         return freed
 

@@ -92,7 +92,7 @@ class Device:
             want = _tail_entries(tail, source) if self.check_level >= 3 and not _capturing() else None
             self.pure.commit(pool, tail, source, slots)
             if want is not None:
-                _check_committed(pool, want, slots)
+                _check_committed(pool, want, slots, self.layout.page_size)
 
     def choose(self, logits: Tensor, rows: Tensor, positions: Tensor, how: Choice) -> tuple[Tensor, Tensor]:
         """The target's token after each node, and whether a row's logits are finite; positions: of those tokens."""
@@ -137,9 +137,9 @@ def _tail_entries(tail: Tensor, source: Tensor) -> Tensor:
     return tail.flatten(1, 2).index_select(1, (row * tail.shape[2] + source).reshape(-1))
 
 
-def _check_committed(pool: Tensor, want: Tensor, slots: Tensor) -> None:
-    """Level 3: every committed slot holds its tail entry, bit for bit."""
+def _check_committed(pool: Tensor, want: Tensor, slots: Tensor, page_size: int) -> None:
+    """Level 3: every committed slot outside the null page holds its tail entry, bit for bit."""
     flat = slots.reshape(-1)
-    kept = flat != 0
+    kept = flat >= page_size
     if not torch.equal(want[:, kept].nan_to_num(), pool.index_select(1, flat[kept]).nan_to_num()):
         raise CheckError("commit: a committed slot does not hold the K/V of its node")

@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Protocol
 
-from torch import Tensor
-
 from treetop.checks.poison import poison
 from treetop.engine.device import Device
 from treetop.engine.rounds import RoundKey, phases_of
@@ -29,7 +27,9 @@ class Eager:
         self._device = device
 
     def launch(self, key: RoundKey, bound: int) -> None:
-        for run in phases_of(self._device).values():
+        for phase, run in phases_of(self._device).items():
+            if self._device.check_level >= 3:
+                poison_undeclared(self._device, phase)
             run(self._device, key, bound)
 
 
@@ -43,29 +43,28 @@ class GraphSim:
 
     def __init__(self, device: Device, keys: Iterable[RoundKey]) -> None:
         self._device = device
-        bound = device.layout.max_context
+        bound, phases = device.layout.max_context, phases_of(device)
         self._captured = {
-            (key, phase): partial(function, device, key, bound)
-            for key in keys
-            for phase, function in phases_of(device).items()
+            (key, phase): partial(function, device, key, bound) for key in keys for phase, function in phases.items()
         }
 
     def launch(self, key: RoundKey, bound: int) -> None:
         assert bound <= self._device.layout.max_context
         for phase in phases_of(self._device):
-            for tensor in self._undeclared(phase):
-                poison(tensor)
+            poison_undeclared(self._device, phase)
             self._captured[key, phase]()
 
-    def _undeclared(self, phase: Phase) -> list[Tensor]:
-        """Scratch and outputs of a phase: whatever they hold before it runs must not matter."""
-        buffers = self._device.buffers
-        tails = [*buffers.draft_tails.values(), *buffers.verify_tails.values(), *buffers.extend_tails.values()]
-        tree = [getattr(buffers.tree, name) for name in buffers.tree.__dataclass_fields__]
-        accepted = [getattr(buffers.accepted, name) for name in buffers.accepted.__dataclass_fields__]
-        outputs = {
-            Phase.DRAFT: [*tree, *accepted, *buffers.features],
-            Phase.VERIFY: [*accepted, *buffers.features],
-            Phase.EXTEND: [],
-        }
-        return [*tails, *outputs[phase]]
+
+def poison_undeclared(device: Device, phase: Phase) -> None:
+    """Poison scratch and outputs of a phase: whatever they hold before it runs must not matter."""
+    buffers = device.buffers
+    tails = [*buffers.draft_tails.values(), *buffers.verify_tails.values(), *buffers.extend_tails.values()]
+    tree = [getattr(buffers.tree, name) for name in buffers.tree.__dataclass_fields__]
+    accepted = [getattr(buffers.accepted, name) for name in buffers.accepted.__dataclass_fields__]
+    outputs = {
+        Phase.DRAFT: [*tree, *accepted, *buffers.features],
+        Phase.VERIFY: [*accepted, *buffers.features],
+        Phase.EXTEND: [],
+    }
+    for tensor in (*tails, *outputs[phase]):
+        poison(tensor)

@@ -7,7 +7,6 @@ TreetopError
 |   |-- InputError           a prompt or a sampling parameter
 |   `-- CheckpointError      a file or tensor of a model folder
 `-- EngineError              what went wrong while running; exit code 1
-    |-- NonFiniteError       a request's target logits are NaN or infinite
     `-- InvariantError       only a bug of treetop can raise it
         |-- OwnershipError   pages: double owner, lost page, foreign page
         `-- CheckError       a guard of the chosen check level fired
@@ -40,10 +39,6 @@ class CheckpointError(UserError):
 
 class EngineError(TreetopError):
     """A failure at run time."""
-
-
-class NonFiniteError(EngineError):
-    """A request whose target logits are not finite."""
 
 
 class InvariantError(EngineError):

@@ -70,9 +70,6 @@ class KVGroup:
     def is_draft(self) -> bool:
         return self.name == DRAFT
 
-    def bytes_per_token(self, element_bytes: int) -> int:
-        return 2 * self.num_layers * self.kv_heads * self.head_dim * element_bytes
-
 
 @dataclass(frozen=True, slots=True)
 class Dimension:

@@ -1,0 +1,36 @@
+"""Every tensor that an engine owns, by name."""
+
+import torch
+
+
+def state_tensors(state) -> dict[str, torch.Tensor]:
+    """The tables by request row."""
+    found = {f"page_table.{name}": table.data for name, table in state.page_tables.items()}
+    found |= {name: getattr(state, name) for name in ("committed", "root", "seed")}
+    found |= {f"params.{name}": getattr(state.params, name) for name in state.params.__dataclass_fields__}
+    return found | {f"draft.{name}": getattr(state.draft, name) for name in state.draft.__dataclass_fields__}
+
+
+def buffer_tensors(buffers) -> dict[str, torch.Tensor]:
+    """What passes between the phases of a round."""
+    found = {"rows": buffers.rows}
+    for part in ("tree", "accepted"):
+        value = getattr(buffers, part)
+        found |= {f"{part}.{name}": getattr(value, name) for name in value.__dataclass_fields__}
+    found |= {f"features.{i}": feature for i, feature in enumerate(buffers.features)}
+    for part in ("draft_tails", "verify_tails", "extend_tails"):
+        found |= {f"{part}.{group}": tail for group, tail in getattr(buffers, part).items()}
+    return found
+
+
+def all_tensors(llm) -> dict[str, torch.Tensor]:
+    device = llm.engine.device
+    pools = {f"pool.{name}": pool.data for name, pool in device.pools.items()}
+    return state_tensors(device.state) | buffer_tensors(device.buffers) | pools
+
+
+def beside(tensor, after: bool) -> torch.Tensor:
+    """The element of memory just before or after a tensor; a byte for flags, which hold more than true and false."""
+    tensor = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+    offset = tensor.storage_offset() + (tensor.numel() if after else -1)
+    return tensor.as_strided((1,), (1,), offset)
