@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEV := $(VENV)/.dev
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check bench mutants clean
 
 demo: $(READY)
 	@$(BIN)/treetop generate --echo --compare-plain --max-tokens 192 --temperature 0.6 --seed 5 --prompt-file docs/demo_prompt.txt
@@ -23,6 +23,11 @@ check: $(DEV)
 
 bench: $(READY)
 	$(BIN)/treetop bench
+
+# Small faults in the pure core that the suite must find; docs/testing.md explains the survivors. About 15 minutes.
+mutants: $(DEV)
+	@mkdir -p build
+	$(BIN)/python scripts/mutants.py --count 260 --json build/mutants.json
 
 $(READY): pyproject.toml
 	@if $(PYTHON) -c "import torch" 2>/dev/null; then \

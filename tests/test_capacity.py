@@ -76,7 +76,11 @@ def test_dimensions_follow_their_formulas(page, lag):
     for dimension in made.dimensions().values():
         assert dimension.option.startswith("--")
         assert dimension.formula
-    assert made.dimensions()["page_columns"].value == made.page_columns
+    named = made.dimensions()
+    assert {name: named[f"pages.{name}"].value for name in (FULL, DRAFT)} == made.num_pages
+    for name in ("max_requests", "max_context", "chunk", "page_columns", "max_positions", "draft_tail", "verify_tail"):
+        assert named[name].value == getattr(made, name)
+    assert named["extend_tail"].value == made.commit_width
 
 
 def test_a_window_group_holds_the_window_and_what_is_in_flight():
@@ -86,6 +90,7 @@ def test_a_window_group_holds_the_window_and_what_is_in_flight():
     assert made.pages_per_request(made.group(WINDOW)) == made.window_pages(50)
     assert made.window_pages(5000) == made.page_columns
     assert layout(context=1000, chunk=1).window_pages(50) == -(-(49 + 6) // 16) + 1
+    assert layout(page=1, context=1000, chunk=32).window_pages(50) == 49 + 32 + 1
 
 
 def test_buckets_are_powers_of_two_up_to_the_most_requests():

@@ -106,15 +106,16 @@ def test_a_seed_makes_sampling_reproducible(capsys):
     assert ids(7) == ids(7) != ids(8)
 
 
-def test_a_plain_run_gives_the_tokens_of_a_speculative_one(capsys):
-    """--speculative-algorithm NONE decodes plainly, and sampled tokens are the same ones."""
-    argv = ["generate", "--json", "--prompt", PROMPT, "--max-tokens", 16, "--temperature", 0.7, "--seed", 3]
-    argv += ["--dtype", "float64", "--ignore-eos"]
-    speculative, plain = (
-        json.loads(run(capsys, *argv, *more)[1]) for more in ([], ["--speculative-algorithm", "NONE"])
+def test_a_model_without_a_draft_decodes_plainly_and_gives_the_same_tokens(capsys, weak_pair):
+    """With the draft named, a tree; without it, plain decoding; sampled tokens are the same ones."""
+    argv = ["generate", weak_pair.target, "--json", "--prompt", "def f", "--max-tokens", 24, "--temperature", 0.7]
+    argv += ["--seed", 3, "--dtype", "float64", "--ignore-eos"]
+    speculative, plain, forbidden = (
+        json.loads(run(capsys, *argv, *more)[1])
+        for more in (["--speculative-draft-model-path", weak_pair.head], [], ["--speculative-algorithm", "NONE"])
     )
-    assert speculative["token_ids"] == plain["token_ids"]
-    assert speculative["metrics"]["target_forwards"] < plain["metrics"]["target_forwards"]
+    assert speculative["token_ids"] == plain["token_ids"] == forbidden["token_ids"]
+    assert speculative["metrics"]["target_forwards"] < plain["metrics"]["target_forwards"] == 23
     assert plain["metrics"]["accept_length"] == 1
 
 

@@ -1,0 +1,190 @@
+"""Mutation run over the pure core: small faults are planted by mutmut, and a fast part of the suite must find each.
+
+    python scripts/mutants.py --count 300 --seed 0 --json mutants.json
+
+Works on a copy of the tree in a temporary folder. mutmut leaves decorated functions alone, so that the copy's
+properties are first turned into plain methods, which keeps the formulas of the layout in the run.
+"""
+
+import argparse
+import ast
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+CORE = (
+    "types/layout.py",
+    "cache/allocator.py",
+    "cache/ledger.py",
+    "kernels/tree.py",
+    "kernels/kv.py",
+    "kernels/sampling.py",
+    "spec/draft.py",
+    "spec/verify.py",
+    "engine/pure.py",
+    "engine/rounds.py",
+)
+TESTS = (
+    "test_tree.py",
+    "test_sampling.py",
+    "test_cache.py",
+    "test_capacity.py",
+    "test_stops.py",
+    "test_attention.py",
+    "test_visibility.py",
+    "test_guards.py",
+    "test_graphsim.py",
+    "test_conformance.py",
+    "test_machines.py",
+)
+COPIED = ("src", "tests", "pyproject.toml", "README.md", "LICENSE")
+VERDICTS = {0: "survived", 1: "killed", 3: "killed", 33: "no test", 36: "timeout", 37: "killed"}
+
+
+def main() -> int:
+    """Run, print a table, and write JSON. Exit code 1 only if the run itself failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, help="mutants to try, drawn with --seed; all by default")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", action="append", help="a file of the core, as src/treetop/ sees it; repeats")
+    parser.add_argument("--limit-s", type=float, default=3600, help="stop after this long and report what was tried")
+    parser.add_argument("--json", metavar="FILE", help="write every verdict and the survivors' diffs")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="treetop-mutants-") as name:
+        return run(Path(name), args)
+
+
+def run(folder: Path, args: argparse.Namespace) -> int:
+    """Copy, make the mutants, try the chosen ones, report."""
+    started_s = time.monotonic()
+    for each in COPIED:
+        copy = shutil.copytree if (ROOT / each).is_dir() else shutil.copy
+        copy(ROOT / each, folder / each)
+    files = [f"src/treetop/{each}" for each in args.only or CORE]
+    for file in files:
+        path = folder / file
+        path.write_text(plain_methods(path.read_text(encoding="utf-8")), encoding="utf-8")
+    with (folder / "pyproject.toml").open("a", encoding="utf-8") as config:
+        config.write(settings(files))
+    mutmut(folder, ["no such mutant"], args.limit_s)  # makes them and learns which test reaches which
+    names = sorted(verdicts(folder, files))
+    if not names:
+        print("mutmut made no mutants", file=sys.stderr)
+        return 1
+    chosen = names if args.count is None else random.Random(args.seed).sample(names, min(args.count, len(names)))
+    mutmut(folder, sorted(chosen), args.limit_s - (time.monotonic() - started_s))
+    found = {name: code for name, code in verdicts(folder, files).items() if name in set(chosen)}
+    report(folder, found, len(names), time.monotonic() - started_s, args)
+    return 0
+
+
+def plain_methods(source: str) -> str:
+    """Each `@property def name` becomes `def name_` and `name = property(name_)`."""
+    lines = source.splitlines()
+    found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    for node in sorted(found, key=lambda each: -each.lineno):
+        if [ast.unparse(each) for each in node.decorator_list] == ["property"]:
+            assert node.end_lineno is not None
+            lines.insert(node.end_lineno, f"    {node.name} = property({node.name}_)")
+            lines[node.lineno - 1] = lines[node.lineno - 1].replace(f"def {node.name}(", f"def {node.name}_(")
+            del lines[node.decorator_list[0].lineno - 1]
+    return "\n".join(lines) + "\n"
+
+
+def settings(files: list[str]) -> str:
+    """mutmut's part of pyproject.toml."""
+    tests = [f"tests/{name}" for name in TESTS]
+    return (
+        "\n[tool.mutmut]\nsource_paths = ['src']\nalso_copy = ['tests', 'README.md', 'LICENSE']\nmax_children = 1\n"
+        f"only_mutate = {files}\npytest_add_cli_args_test_selection = {tests}\n"
+        "pytest_add_cli_args = ['-p', 'no:cacheprovider']\n"
+    )
+
+
+def mutmut(folder: Path, names: list[str], limit_s: float) -> None:
+    """Run mutmut on mutants by name, in one process at a time, at most `limit_s` long."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HYPOTHESIS_STORAGE_DIRECTORY": str(folder / "examples")}
+    command = [str(Path(sys.executable).with_name("mutmut")), "run", "--max-children", "1", *names]
+    log = folder / "log.txt"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            process.wait(max(limit_s, 1))
+        except subprocess.TimeoutExpired:
+            print("stopped at the time limit", file=sys.stderr)
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if names != ["no such mutant"] and "mutations/second" not in log.read_text(errors="replace"):
+        print(log.read_text(errors="replace")[-3000:], file=sys.stderr)
+
+
+def verdicts(folder: Path, files: list[str]) -> dict[str, int | None]:
+    """Exit code of each mutant's tests, None if it was not tried."""
+    found: dict[str, int | None] = {}
+    for file in files:
+        path = folder / "mutants" / f"{file}.meta"
+        if path.is_file():
+            found |= json.loads(path.read_text(encoding="utf-8"))["exit_code_by_key"]
+    return found
+
+
+def report(folder: Path, found: dict[str, int | None], total: int, elapsed_s: float, args: argparse.Namespace) -> None:
+    """A line a file, the survivors' diffs, and JSON."""
+    named = {name: "not tried" if code is None else VERDICTS.get(code, "killed") for name, code in found.items()}
+    shown = {name: diff(folder, name) for name, verdict in sorted(named.items()) if verdict in ("survived", "no test")}
+    for name, text in shown.items():
+        named[name] = harmless(text) or named[name]
+    modules = sorted({name.rsplit(".", 1)[0] for name in named})
+    columns = ("killed", "timeout", "survived", "text", "device", "no test", "not tried")
+    print(f"{'module':32}" + "".join(f"{column:>11}" for column in columns))
+    for module in modules:
+        counts = Counter(verdict for name, verdict in named.items() if name.rsplit(".", 1)[0] == module)
+        print(f"{module:32}" + "".join(f"{counts[column]:>11}" for column in columns))
+    counts = Counter(named.values())
+    print(f"{'all':32}" + "".join(f"{counts[column]:>11}" for column in columns))
+    print(f"{len(named)} of {total} mutants in {elapsed_s:.0f} s, seed {args.seed}")
+    for name, text in shown.items():
+        if named[name] not in ("text", "device"):
+            print(f"\n{name}: {named[name]}\n{text}")
+    if args.json:
+        data = {
+            "total": total,
+            "seed": args.seed,
+            "elapsed_s": elapsed_s,
+            "counts": counts,
+            "verdicts": named,
+            "survivors": shown,
+        }
+        Path(args.json).write_text(json.dumps(data, indent=1), encoding="utf-8")
+
+
+def harmless(text: str) -> str | None:
+    """`text` if a mutant changes a message only, `device` if it drops a device, which a CPU cannot tell; else None."""
+    sides = [" ".join(line[1:] for line in text.splitlines() if line[:1] == sign) for sign in "-+"]
+    if len({side.lower().replace("xx", "") for side in sides}) == 1:
+        return "text"
+    dropped = [re.sub(r",? *device=[\w.]+", "", side).replace(", )", ")") for side in sides]
+    return "device" if dropped[0] == dropped[1] else None
+
+
+def diff(folder: Path, name: str) -> str:
+    """The changed lines of a mutant."""
+    command = [str(Path(sys.executable).with_name("mutmut")), "show", name]
+    text = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False).stdout
+    return "\n".join(line for line in text.splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
