@@ -44,8 +44,6 @@ TESTS = (
     "test_visibility.py",
     "test_guards.py",
     "test_graphsim.py",
-    "test_conformance.py",
-    "test_machines.py",
 )
 COPIED = ("src", "tests", "pyproject.toml", "README.md", "LICENSE")
 VERDICTS = {0: "survived", 1: "killed", 3: "killed", 33: "no test", 36: "timeout", 37: "killed"}
@@ -126,8 +124,8 @@ def mutmut(folder: Path, names: list[str], limit_s: float) -> None:
             print("stopped at the time limit", file=sys.stderr)
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    if names != ["no such mutant"] and "mutations/second" not in log.read_text(errors="replace"):
-        print(log.read_text(errors="replace")[-3000:], file=sys.stderr)
+    if names != ["no such mutant"] and process.returncode > 0:
+        print(log.read_text(errors="replace")[-1000:], file=sys.stderr)
 
 
 def verdicts(folder: Path, files: list[str]) -> dict[str, int | None]:

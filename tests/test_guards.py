@@ -534,3 +534,16 @@ def test_the_proof_leaves_no_trace(strong_pair):
     assert DRAFT in device.pools
     prompts = strong_pair.prompts([8, 3])
     assert tokens(fresh.generate(prompts, greedy(20))) == tokens(proven.generate(prompts, greedy(20)))
+
+
+# ---------------------------------------------------------------------------------------------- forced accept lengths
+
+
+@pytest.mark.parametrize("graphs", ["off", "sim"])
+@pytest.mark.parametrize("length", [1, 2, 4])
+def test_a_forced_accept_length_is_that_of_every_round(strong_pair, length, graphs):
+    """For measuring speed: each round emits `length` tokens, right or wrong, and no guard of level 3 minds."""
+    llm = build(strong_pair, SHAPE, simulate_accept_length=length, graphs=graphs, check_level=3, page_size=4)
+    outputs = llm.generate(strong_pair.prompts([9, 20, 5]), greedy(1 + 4 * length))
+    assert [output.metrics.accept_lens for output in outputs] == [(length - 1,) * 4] * 3
+    llm.scheduler.check_integrity()

@@ -24,6 +24,7 @@ _TARGET: dict[str, Any] = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "head_dim": 16,
     "max_position_embeddings": 160,
     "rms_norm_eps": 1e-5,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -39,6 +40,7 @@ _HEAD: dict[str, Any] = {
     "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "head_dim": 16,
     "rms_norm_eps": 1e-5,
     "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]},
 }

@@ -13,7 +13,7 @@ from treetop.doctor.provoke import Finding, Provocation
 from treetop.doctor.report import backends, capacity, machine
 from treetop.engine.build import make_layout, read_draft_spec
 from treetop.engine.pure import Pure
-from treetop.models.loader import resolve_folder
+from treetop.models.loader import compute_device, resolve_folder
 from treetop.models.spec import target_spec
 from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL, EngineConfig
 
@@ -44,9 +44,10 @@ def run(model: str | None, options: dict[str, Any], visit: Visit) -> int:
 
 def _conformance(console: Console, count: int) -> int:
     failed = rounds = ties = 0
+    gpu = compute_device("auto").type == "cuda"
     with Conformance() as conformance, Progress(console=console, transient=True) as progress:
         task = progress.add_task("conformance", total=count)
-        for case in quick_cases(count):
+        for case in quick_cases(count, gpu=gpu):
             outcome = conformance.run(case)
             rounds, ties = rounds + outcome.rounds, ties + outcome.ties
             if outcome.failure is not None:
