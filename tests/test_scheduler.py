@@ -287,3 +287,12 @@ def test_metrics_count_rounds_and_accepted_drafts(strong_pair):
     (one,) = llm.generate([[4, 5]], greedy(1))
     assert one.metrics.accept_length is None
     assert accept_lens([one]) == [()]
+
+
+def test_a_forced_accept_length_makes_every_round_emit_as_many_tokens(strong_pair):
+    """For benchmarks: whatever is right, each round commits a path of that length, and the books stay right."""
+    llm = build(strong_pair, SHAPE, simulate_accept_length=3)
+    outputs = llm.generate(strong_pair.prompts([5, 18]), greedy(31))
+    assert all(set(each) == {2} for each in accept_lens(outputs))
+    assert [output.metrics.target_forwards for output in outputs] == [10, 10]
+    llm.scheduler.check_integrity()
