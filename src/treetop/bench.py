@@ -4,6 +4,7 @@ Outputs are compared before anything is timed. Passes of the two alternate, and 
 a machine that slows down slows both.
 """
 
+import importlib.util
 import json
 import statistics
 import time
@@ -62,6 +63,8 @@ class Equality:
     def sentence(self) -> str:
         if self.unequal:
             return f"outputs differ in {self.unequal} sequences"
+        if not self.ok:
+            return f"too many near ties: {self.ties} sequences in {self.tokens} tokens"
         ties = f", {self.ties} near ties excused" if self.ties else ""
         return f"outputs equal, {self.tokens} tokens{ties}"
 
@@ -124,6 +127,8 @@ class Report:
 
 def run(model: str | None, engine_options: dict[str, Any], options: BenchOptions) -> Report:
     """Load both engines, compare, then time. Raises UserError for options that cannot work."""
+    if options.transformers and importlib.util.find_spec("transformers") is None:
+        raise ConfigError("--transformers: the library is not installed; pip install transformers")
     speculative = LLM(model, **engine_options)
     if speculative.draft_path is None:
         raise ConfigError("bench compares with a draft head; give --speculative-draft-model-path")
@@ -177,6 +182,8 @@ def read_prompts(options: BenchOptions, llm: LLM) -> list[list[int]]:
         raise InputError("bench needs a tokenizer.json beside the model")
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
+        if not lines:
+            raise ValueError("it is empty")
         chosen = lines[:: max(len(lines) // options.num_prompts, 1)][: options.num_prompts]
         return [llm.tokenizer.encode(json.loads(line)["prompt"]) for line in chosen]
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -157,7 +157,9 @@ def drafted_vocabulary(llm: LLM) -> frozenset[int]:
     """The target tokens that the draft head can propose."""
     head = llm.engine.device.head
     assert head is not None
-    return frozenset(head.vocab.to_target(torch.arange(head.spec.draft_vocab_size)).tolist())
+    return frozenset(
+        head.vocab.to_target(torch.arange(head.spec.draft_vocab_size, device=head.vocab.offset.device)).tolist()
+    )
 
 
 def statistics(rounds: Sequence[TreeRound], num_steps: int, topk: int) -> Statistics:

@@ -13,7 +13,7 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 _LOW = 0xFFFFFFFF
-_COLDEST = torch.finfo(torch.float32).tiny
+_COLDEST = 1e-30
 """Below this a positive temperature would divide logits into infinities; the draw is greedy long before."""
 
 

@@ -2,7 +2,7 @@
 
 A page is a unit of allocation, a slot a place for one token's K/V inside one KV group's pool, a
 position a place in a request's sequence. Target and draft tokens live in different vocabularies;
-only `models.eagle.DraftVocab.to_target` crosses them.
+only `models.eagle3.DraftVocab.to_target` crosses them.
 """
 
 from typing import NewType
