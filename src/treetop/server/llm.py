@@ -28,7 +28,8 @@ Prompt = str | Sequence[int]
 class RequestMetrics:
     """target_forwards: decode rounds, prefill excluded. accept_length: (tokens - 1) / rounds, None without a round.
 
-    accept_lens: accepted drafts of each round, before any cut. tokens_per_second: from the call to the last token, waiting for a row included.
+    accept_lens: accepted drafts of each round, before any cut. tokens_per_second: from the
+    call to the last token, waiting for a row included.
     """
 
     accept_length: float | None
