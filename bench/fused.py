@@ -51,10 +51,10 @@ def cases(rows: int, n: int) -> dict[str, tuple[Callable[[], object], Callable[[
     """Name -> (fused, plain, bytes moved at least), checked."""
     gpu = gpu_traits(DEVICE)
     kind = {"dtype": torch.bfloat16, "device": DEVICE}
-    x, delta = torch.randn(2, rows, n, HIDDEN, **kind)
+    x, delta = torch.randn(rows, n, HIDDEN, **kind), torch.randn(1, rows, n, HIDDEN, **kind)
     weight = torch.rand(HIDDEN, **kind)
     gate_up = torch.randn(rows, n, 2 * INNER, **kind)
-    qkv = torch.randn(rows, n, HEADS + 2 * KV_HEADS, DIM, **kind)
+    qkv = torch.randn(1, rows, n, HEADS + 2 * KV_HEADS, DIM, **kind)
     table = rope_table(RopeSpec(DIM, 500000.0), 4096, torch.bfloat16, DEVICE)
     positions = torch.randint(0, 4096, (rows, n), device=DEVICE)
     tail = torch.zeros(rows, n, 2, KV_HEADS, DIM, **kind)
@@ -64,15 +64,15 @@ def cases(rows: int, n: int) -> dict[str, tuple[Callable[[], object], Callable[[
     ):
         require_equal("add_rms_norm", got, want)
     require_equal("silu_mul", silu_mul(gate_up, gpu), silu_mul_reference(gate_up))
-    ours, theirs, want_tail = qkv.clone(), qkv.clone(), tail.clone()
-    rotate_and_write(ours, HEADS, table.data, positions, tail, None, gpu)
-    rotate_and_write_reference(theirs, HEADS, table.data, positions, want_tail, None)
-    require_equal("rotate q", ours[:, :, :HEADS], theirs[:, :, :HEADS])
+    want_tail = tail.clone()
+    ours = rotate_and_write(qkv, HEADS, table.data, positions, tail, None, gpu)
+    theirs = rotate_and_write_reference(qkv, HEADS, table.data, positions, want_tail, None)
+    require_equal("rotate q", ours, theirs)
     require_equal("rotate and write k, v", tail, want_tail)
 
     def plain_rotation() -> None:
-        rotate_(qkv[:, :, : HEADS + KV_HEADS], RopeTable(table.data).at(positions))
-        tail.copy_(qkv[:, :, HEADS:].view(rows, n, 2, KV_HEADS, DIM))
+        rotate_(qkv[0, :, :, : HEADS + KV_HEADS], RopeTable(table.data).at(positions))
+        tail.copy_(qkv[0, :, :, HEADS:].view(rows, n, 2, KV_HEADS, DIM))
 
     return {
         "add_rms_norm": (

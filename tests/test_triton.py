@@ -28,6 +28,13 @@ from treetop.kernels.attention import (
     paged_attention,
     paged_attention_reference,
 )
+from treetop.kernels.few_rows import (
+    RowsLaunch,
+    few_rows,
+    few_rows_reference,
+    gated_rows,
+    gated_rows_reference,
+)
 from treetop.kernels.fused import (
     add_rms_norm,
     add_rms_norm_reference,
@@ -37,6 +44,7 @@ from treetop.kernels.fused import (
     silu_mul_reference,
 )
 from treetop.kernels.kv import PagedKV, PageTable, write_pages
+from treetop.kernels.linear import FewRowsGated, FewRowsLinear, LibraryLinear, library_gated
 from treetop.kernels.rope import RopeSpec, rope_table, rotate_
 from treetop.kernels.topk import top_logprobs, top_logprobs_reference
 from treetop.kernels.tree import ancestor_mask
@@ -286,16 +294,15 @@ if INTERPRETED:
             assert_close(got, want, s.q.dtype)
 
     @pytest.mark.parametrize("hidden", [48, 64])
-    @pytest.mark.parametrize("with_delta", [True, False])
-    def test_add_and_norm_equal_the_plain_operations(hidden, with_delta):
-        """The sum is rounded as the plain addition rounds it, and the norm is of that sum."""
+    @pytest.mark.parametrize("parts", [0, 1, 3])
+    def test_add_and_norm_equal_the_plain_operations(hidden, parts):
+        """The sum of the parts is rounded as the plain addition rounds it, and the norm is of that sum."""
         torch.manual_seed(0)
-        x, delta = torch.randn(2, 3, 2, hidden)
-        weight = torch.rand(hidden)
-        given = delta if with_delta else None
+        x, weight = torch.randn(3, 2, hidden), torch.rand(hidden)
+        given = torch.randn(parts, 3, 2, hidden) if parts else None
         got = add_rms_norm(x, given, weight, 1e-5, gpu_traits(CPU))
         total, normed = add_rms_norm_reference(x, given, weight, 1e-5)
-        assert torch.equal(got[0], total)
+        torch.testing.assert_close(got[0], total)
         assert_close(got[1], normed, torch.float32)
 
     @pytest.mark.parametrize("inner", [40, 1500])
@@ -305,16 +312,47 @@ if INTERPRETED:
         gate_up = torch.randn(2, 3, 2 * inner) * 4
         torch.testing.assert_close(silu_mul(gate_up, gpu_traits(CPU)), silu_mul_reference(gate_up))
 
+    @pytest.mark.parametrize("rows", [1, 16, 19, 40])
+    @pytest.mark.parametrize("splits", [1, 2, 4])
+    def test_few_rows_give_the_parts_of_a_product(rows, splits):
+        """Rows that do not fill their block, outputs that do not fill theirs; one part is rounded, more are not."""
+        torch.manual_seed(0)
+        x, weight = torch.randn(rows, 128).half(), torch.randn(72, 128).half()
+        launch = RowsLaunch(block_n=32, block_k=16, splits=splits, num_stages=1, num_warps=1)
+        got, want = few_rows(x, weight, launch, gpu_traits(CPU)), few_rows_reference(x, weight, splits)
+        assert got.dtype == (torch.float16 if splits == 1 else torch.float32)
+        torch.testing.assert_close(got, want.to(got.dtype), rtol=2e-3, atol=2e-3)
+
+    @pytest.mark.parametrize("rows", [1, 17])
+    def test_gated_rows_equal_silu_of_one_half_times_the_other(rows):
+        torch.manual_seed(0)
+        x, weight = torch.randn(rows, 64).half(), torch.randn(2 * 40, 64).half() / 4
+        launch = RowsLaunch(block_n=16, block_k=32, splits=1, num_stages=1, num_warps=1)
+        got = gated_rows(x, weight, launch, gpu_traits(CPU))
+        torch.testing.assert_close(got, gated_rows_reference(x, weight), rtol=2e-3, atol=2e-3)
+
+    def test_products_of_any_shape_agree_with_the_library():
+        """Layers get the same from both: parts and sums, a width that our kernel refuses, more rows than it takes."""
+        torch.manual_seed(0)
+        gpu = gpu_traits(CPU)
+        for n, k, rows in ((256, 512, 4), (256, 200, 4), (64, 128, 300)):
+            weight, x = torch.randn(n, k).half() / 16, torch.randn(2, rows // 2, k).half()
+            ours, library = FewRowsLinear(weight, gpu), LibraryLinear(weight)
+            torch.testing.assert_close(ours(x), library(x), rtol=4e-3, atol=4e-3)
+            torch.testing.assert_close(ours.parts(x).float().sum(0), library(x).float(), rtol=4e-3, atol=4e-3)
+            torch.testing.assert_close(FewRowsGated(weight, gpu)(x), library_gated(weight)(x), rtol=4e-3, atol=4e-3)
+
     @pytest.mark.parametrize("in_pages", [False, True])
+    @pytest.mark.parametrize("parts", [1, 2])
     @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 24), (9, 3, 16)])
-    def test_rotation_and_write_equal_the_two_operations(in_pages, heads, kv_heads, dim):
-        """q is rotated where it lies; k and v reach their slice of a tail or their slots; the null slot stays 0."""
+    def test_rotation_and_write_equal_the_two_operations(in_pages, parts, heads, kv_heads, dim):
+        """q comes back rotated; k and v reach their slice of a tail or their slots; the null slot stays 0."""
         torch.manual_seed(0)
         rows, n = 3, 4
-        qkv = torch.randn(rows, n, heads + 2 * kv_heads, dim)
+        qkv = torch.randn(parts, rows, n, heads + 2 * kv_heads, dim)
         table = rope_table(RopeSpec(dim, 10000.0), 50, torch.float32, CPU)
         positions = torch.randint(0, 50, (rows, 1)).expand(rows, n)
-        by_hand, by_reference = qkv.clone(), qkv.clone()
+        by_hand = qkv.sum(0)
         rotate_(by_hand[:, :, : heads + kv_heads], table.at(positions))
         kv = by_hand[:, :, heads:].reshape(rows, n, 2, kv_heads, dim)
         slots = (torch.randperm(30)[: rows * n] + 1).view(rows, n) if in_pages else None
@@ -326,10 +364,10 @@ if INTERPRETED:
         else:
             slots[0, 1] = slots[2, 0] = 0
             write_pages(PagedKV(hand), slots, kv)
-        rotate_and_write(qkv, heads, table.data, positions, places[0], slots, gpu_traits(CPU))
-        rotate_and_write_reference(by_reference, heads, table.data, positions, places[1], slots)
-        for result, target in ((qkv, got), (by_reference, want)):
-            torch.testing.assert_close(result[:, :, :heads], by_hand[:, :, :heads])
+        q = rotate_and_write(qkv, heads, table.data, positions, places[0], slots, gpu_traits(CPU))
+        by_reference = rotate_and_write_reference(qkv, heads, table.data, positions, places[1], slots)
+        for result, target in ((q, got), (by_reference, want)):
+            torch.testing.assert_close(result, by_hand[:, :, :heads])
             torch.testing.assert_close(target, hand)
 
     @pytest.mark.parametrize(("vocab", "k"), [(40, 1), (1024, 4), (2500, 8), (3000, 5)])

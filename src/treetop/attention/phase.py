@@ -26,8 +26,8 @@ class LayerKV:
 class Attend(Protocol):
     """Rotate, store K/V, attend.
 
-    qkv: [rows, n, heads + 2 * kv_heads, d], fresh from the projection; it is used up. angles: `Ops.angles` of the
-    queries' positions. Returns [rows, n, heads, d].
+    qkv: [parts, rows, n, heads + 2 * kv_heads, d], fresh from the projection; it is used up. angles: `Ops.angles` of
+    the queries' positions. Returns [rows, n, heads, d].
     """
 
     def __call__(self, layer: int, qkv: Tensor, angles: Any) -> Tensor: ...
@@ -52,10 +52,9 @@ class TailAttention:
 
     def __call__(self, layer: int, qkv: Tensor, angles: Any) -> Tensor:
         place = self.layers[layer]
-        rows, n = qkv.shape[:2]
+        rows, n = qkv.shape[1:3]
         tail = self.tails[place.group][place.index, :rows, : self.width]
-        self.ops.rotate_and_write(qkv, angles, tail[:, self.start : self.start + n], None)
-        q = qkv[:, :, : -2 * tail.shape[3]]
+        q = self.ops.rotate_and_write(qkv, angles, tail[:, self.start : self.start + n], None)
         return self.backend.prefix_tail(q, place.kv, self.plans[place.group], TailKV(tail), self.scale)
 
 
@@ -75,8 +74,7 @@ class CausalAttention:
 
     def __call__(self, layer: int, qkv: Tensor, angles: Any) -> Tensor:
         place = self.layers[layer]
-        self.ops.rotate_and_write(qkv, angles, place.kv.data, self.slots[place.group])
-        q = qkv[:, :, : -2 * place.kv.data.shape[2]]
+        q = self.ops.rotate_and_write(qkv, angles, place.kv.data, self.slots[place.group])
         return self.backend.causal(q, place.kv, self.plans[place.group], self.scale)
 
 
@@ -85,15 +83,15 @@ class DenseAttention:
     """Attention of a whole sequence over itself, without pages: what everything else must agree with."""
 
     ops: Ops
+    dtype: torch.dtype
     kv_heads: int
     scale: float
     windows: Sequence[int | None]
 
     def __call__(self, layer: int, qkv: Tensor, angles: Any) -> Tensor:
-        rows, n, _, dim = qkv.shape
-        kv, window = qkv.new_empty((rows, n, 2, self.kv_heads, dim)), self.windows[layer]
-        self.ops.rotate_and_write(qkv, angles, kv, None)
-        q = qkv[:, :, : -2 * self.kv_heads]
+        _, rows, n, _, dim = qkv.shape
+        kv = torch.empty((rows, n, 2, self.kv_heads, dim), dtype=self.dtype, device=qkv.device)
+        q, window = self.ops.rotate_and_write(qkv, angles, kv, None), self.windows[layer]
         index = torch.arange(n, device=q.device)
         distance = index[:, None] - index
         visible = (distance >= 0) & (distance < (n if window is None else window))

@@ -109,7 +109,9 @@ class Engine:
     def next_logits(self, ids: list[int]) -> Tensor:
         """The target's logits after `ids`, [vocab], computed densely and outside all state; for comparisons."""
         positions = torch.arange(len(ids))[None].to(self.device.buffers.rows.device)
-        attend = DenseAttention(self.device.ops, self.spec.kv_heads, self.spec.head_dim**-0.5, self.spec.windows)
+        attend = DenseAttention(
+            self.device.ops, self.dtype, self.spec.kv_heads, self.spec.head_dim**-0.5, self.spec.windows
+        )
         target = self.device.target
         return target.logits(target.forward(self._ints([ids]), positions, attend).hidden[0, -1])
 

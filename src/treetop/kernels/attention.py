@@ -176,6 +176,7 @@ def _attention_kernel(
     * splits, rows). All slot arithmetic is int64.
     """
     if overlap:
+        tl.extra.cuda.gdc_launch_dependents()  # the next kernel may start, and wait
         tl.extra.cuda.gdc_wait()  # before the first read: what went before may still be running
     kv_head = tl.program_id(0)
     split = tl.program_id(1) % splits
@@ -258,8 +259,6 @@ def _attention_kernel(
             visible = visible & (position[:, None] - key[None, :] < window)
         acc, peak, mass = _fold(queries, k, v, visible, acc, peak, mass, scale, True)
 
-    if overlap and has_parts:
-        tl.extra.cuda.gdc_launch_dependents()  # the merge may start, and wait
     seen = real & (mass > 0)
     result = tl.where(seen[:, None], acc / tl.where(seen, mass, 1.0)[:, None], 0.0)
     log_mass = tl.where(seen, (peak + tl.log2(tl.where(seen, mass, 1.0))) * 0.6931471805599453, float("-inf"))
@@ -282,6 +281,7 @@ def _merge_kernel(
     part with lse -inf counts for nothing, whatever lies there. Grid (count,).
     """
     if overlap:
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     item = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, block_s)

@@ -3,6 +3,10 @@
 
 Each is memory-bound and short, so what counts is the number of launches and of trips through memory. All compute in
 float32 and round once. The references are the plain operations.
+
+A product may come in parts, [parts, ..., width], whose sum it is (`kernels.few_rows`); its reader adds them up. Every
+kernel lets the next one start at once, and waits for the one before it (programmatic dependent launch), so it reads
+only constants before its wait.
 """
 
 import torch
@@ -18,20 +22,29 @@ _HEADS = 8
 # ------------------------------------------------------------------------------------------------- add and RMS norm
 
 
+def joined(parts: Tensor) -> Tensor:
+    """The sum of a product's parts [parts, ..., width]."""
+    return parts[0] if parts.shape[0] == 1 else parts.sum(dim=0)
+
+
 def add_rms_norm_reference(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`x + delta` (x alone if None), and that over its root mean square, times weight. x, delta: [..., hidden]."""
-    total = x if delta is None else x + delta
+    """x plus the parts of delta (x alone if None), and that over its root mean square, times weight.
+
+    x: [..., hidden]. delta: [parts, ..., hidden].
+    """
+    total = x if delta is None else (x + joined(delta)).to(x.dtype)
     return total, F.rms_norm(total, weight.shape, weight, eps)
 
 
 def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, gpu: GpuTraits) -> tuple[Tensor, Tensor]:
-    """`add_rms_norm_reference` in one pass; the norm is of the sum as rounded. x, delta: [..., hidden], contiguous."""
+    """`add_rms_norm_reference` in one pass; the norm is of the sum as rounded. x, delta: contiguous."""
     hidden = x.shape[-1]
     normed = torch.empty_like(x)
     total = x if delta is None else torch.empty_like(x)
     _add_rms_norm_kernel[(x.numel() // hidden,)](
         total, normed, x, x if delta is None else delta, weight, eps,
-        hidden=hidden, block=_power_of_two(hidden), has_delta=delta is not None, overlap=gpu.can_overlap,
+        x.numel(), hidden=hidden, block=_power_of_two(hidden), parts=0 if delta is None else delta.shape[0],
+        overlap=gpu.can_overlap,
         num_warps=8 if hidden > 2048 else 4, **_options(gpu),
     )  # fmt: skip
     return total, normed
@@ -39,19 +52,23 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, gp
 
 @jit
 def _add_rms_norm_kernel(
-    total: Arg, normed: Arg, x: Arg, delta: Arg, weight: Arg, eps: Arg,
-    hidden: constexpr, block: constexpr, has_delta: constexpr, overlap: constexpr,
+    total: Arg, normed: Arg, x: Arg, delta: Arg, weight: Arg, eps: Arg, size: Arg,
+    hidden: constexpr, block: constexpr, parts: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
-    """One row of `hidden` a program: total, normed, x, delta: [rows, hidden]; weight: [hidden]. Grid (rows,)."""
+    """One row a program. total, normed, x: [rows, hidden]; delta: [parts, rows, hidden]; weight: [hidden]."""
     column = tl.arange(0, block)
     there = column < hidden
     scale = tl.load(weight + column, mask=there, other=0.0).to(tl.float32)  # a constant: needs no waiting
     if overlap:
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     at = tl.program_id(0).to(tl.int64) * hidden + column
     value = tl.load(x + at, mask=there, other=0.0)
-    if has_delta:
-        value = (value.to(tl.float32) + tl.load(delta + at, mask=there, other=0.0).to(tl.float32)).to(value.dtype)
+    if parts > 0:
+        added = tl.load(delta + at, mask=there, other=0.0).to(tl.float32)
+        for part in tl.static_range(1, parts):
+            added += tl.load(delta + part * size + at, mask=there, other=0.0)
+        value = (value.to(tl.float32) + added).to(value.dtype)
         tl.store(total + at, value, mask=there)
     value = value.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(value * value, 0) / hidden + eps)
@@ -82,6 +99,7 @@ def silu_mul(gate_up: Tensor, gpu: GpuTraits) -> Tensor:
 def _silu_mul_kernel(out: Arg, gate_up: Arg, inner: constexpr, block: constexpr, overlap: constexpr) -> None:
     """One block of a row a program. out: [rows, inner]; gate_up: [rows, 2 * inner]. Grid (rows, inner / block)."""
     if overlap:
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
@@ -97,55 +115,58 @@ def _silu_mul_kernel(out: Arg, gate_up: Arg, inner: constexpr, block: constexpr,
 
 def rotate_and_write_reference(
     qkv: Tensor, heads: int, table: Tensor, positions: Tensor, target: Tensor, slots: Tensor | None
-) -> None:
-    """Rotate q in place; rotate k, and write k and v where they belong: a tail, or pages.
+) -> Tensor:
+    """Rotate q and k, write k and v where they belong, a tail or pages, and return q [rows, n, heads, dim].
 
-    qkv: [rows, n, heads + 2 * kv_heads, dim]. table: [num_positions, 2, dim], cos then signed sin (`RopeTable.data`).
-    positions: [rows, n] int64. target: a tail's columns [rows, n, 2, kv_heads, dim]; or, with slots [rows, n] int64,
-    pages [slots, 2, kv_heads, dim], where what goes to slot 0 is dropped. Of qkv only q is defined afterwards.
+    qkv: [parts, rows, n, heads + 2 * kv_heads, dim]. table: [num_positions, 2, dim], cos then signed sin
+    (`RopeTable.data`). positions: [rows, n] int64. target: a tail's columns [rows, n, 2, kv_heads, dim]; or, with slots
+    [rows, n] int64, pages [slots, 2, kv_heads, dim], where what goes to slot 0 is dropped. q has target's dtype.
     """
     kv_heads = target.shape[-2]
-    turned = qkv[:, :, : heads + kv_heads].to(torch.float32)
+    whole = joined(qkv).to(torch.float32)
+    turned = whole[:, :, : heads + kv_heads]
     angles = table[positions].to(torch.float32)[:, :, :, None]
     half = turned.shape[-1] // 2
     turned = turned * angles[:, :, 0] + turned.roll(half, dims=-1) * angles[:, :, 1]
-    qkv[:, :, :heads] = turned[:, :, :heads].to(qkv.dtype)
-    kv = torch.stack([turned[:, :, heads:].to(qkv.dtype), qkv[:, :, heads + kv_heads :]], dim=2)
+    kv = torch.stack([turned[:, :, heads:], whole[:, :, heads + kv_heads :]], dim=2).to(target.dtype)
     if slots is None:
         target.copy_(kv)
     else:
         kept = slots != 0
         target[slots[kept]] = kv[kept]
+    return turned[:, :, :heads].to(target.dtype)
 
 
 def rotate_and_write(
     qkv: Tensor, heads: int, table: Tensor, positions: Tensor, target: Tensor, slots: Tensor | None, gpu: GpuTraits
-) -> None:
-    """`rotate_and_write_reference` in one launch; reads the angles through the positions."""
-    rows, n, all_heads, dim = qkv.shape
-    assert qkv.stride()[2:] == (dim, 1)
+) -> Tensor:
+    """`rotate_and_write_reference` in one launch; reads the angles through the positions. qkv: contiguous."""
+    parts, rows, n, all_heads, dim = qkv.shape
+    q = torch.empty((rows, n, heads, dim), dtype=target.dtype, device=qkv.device)
+    assert qkv.is_contiguous()
     assert target.stride()[-2:] == (dim, 1)
     assert target.stride(-3) == target.shape[-2] * dim  # v follows k
     strides = target.stride()[:2] if slots is None else (0, target.stride(0))
     where = positions if slots is None else slots
     _rotate_and_write_kernel[(rows * n, -(-all_heads // _HEADS))](
-        qkv, table, positions, where, target, n,
-        *qkv.stride()[:2], *positions.stride(), *where.stride(), *strides,
-        heads=heads, kv_heads=target.shape[-2], half=dim // 2, block=_power_of_two(dim // 2), block_h=_HEADS,
-        in_pages=slots is not None, overlap=gpu.can_overlap, num_warps=2, **_options(gpu),
+        q, qkv, table, positions, where, target, n, qkv.stride(0),
+        *positions.stride(), *where.stride(), *strides,
+        parts=parts, heads=heads, kv_heads=target.shape[-2], half=dim // 2, block=_power_of_two(dim // 2),
+        block_h=_HEADS, in_pages=slots is not None, overlap=gpu.can_overlap, num_warps=2, **_options(gpu),
     )  # fmt: skip
+    return q
 
 
 @jit
 def _rotate_and_write_kernel(
-    qkv: Arg, table: Arg, positions: Arg, slots: Arg, target: Arg, n: Arg,
-    qkv_row: Arg, qkv_column: Arg, position_row: Arg, position_column: Arg, slot_row: Arg, slot_column: Arg,
-    target_row: Arg, target_column: Arg,
-    heads: constexpr, kv_heads: constexpr, half: constexpr, block: constexpr, block_h: constexpr,
+    q: Arg, qkv: Arg, table: Arg, positions: Arg, slots: Arg, target: Arg, n: Arg, part_stride: Arg,
+    position_row: Arg, position_column: Arg, slot_row: Arg, slot_column: Arg, target_row: Arg, target_column: Arg,
+    parts: constexpr, heads: constexpr, kv_heads: constexpr, half: constexpr, block: constexpr, block_h: constexpr,
     in_pages: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """`block_h` heads of one token a program; arguments as in the reference. Grid (rows * n, heads / block_h)."""
     if overlap:
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = (tl.program_id(0) // n).to(tl.int64)
     column = (tl.program_id(0) % n).to(tl.int64)
@@ -153,9 +174,13 @@ def _rotate_and_write_kernel(
     lane = tl.arange(0, block)
     narrow = lane < half
     there = (head < heads + 2 * kv_heads)[:, None] & narrow[None, :]
-    low_at = qkv + row * qkv_row + column * qkv_column + head[:, None] * (2 * half) + lane[None, :]
+    token = tl.program_id(0).to(tl.int64)
+    low_at = qkv + (token * (heads + 2 * kv_heads) + head)[:, None] * (2 * half) + lane[None, :]
     low = tl.load(low_at, mask=there, other=0.0).to(tl.float32)
     high = tl.load(low_at + half, mask=there, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, parts):
+        low += tl.load(low_at + part * part_stride, mask=there, other=0.0)
+        high += tl.load(low_at + part * part_stride + half, mask=there, other=0.0)
 
     position = tl.load(positions + row * position_row + column * position_column)
     angle_at = table + position * (4 * half) + lane
@@ -164,12 +189,13 @@ def _rotate_and_write_kernel(
     high_cos = tl.where(turns, tl.load(angle_at + half, mask=narrow, other=0.0).to(tl.float32)[None, :], 1.0)
     low_sin = tl.where(turns, tl.load(angle_at + 2 * half, mask=narrow, other=0.0).to(tl.float32)[None, :], 0.0)
     high_sin = tl.where(turns, tl.load(angle_at + 3 * half, mask=narrow, other=0.0).to(tl.float32)[None, :], 0.0)
-    new_low = (low * low_cos + high * low_sin).to(qkv.dtype.element_ty)
-    new_high = (high * high_cos + low * high_sin).to(qkv.dtype.element_ty)
+    new_low = (low * low_cos + high * low_sin).to(target.dtype.element_ty)
+    new_high = (high * high_cos + low * high_sin).to(target.dtype.element_ty)
 
     is_q = there & (head < heads)[:, None]
-    tl.store(low_at, new_low, mask=is_q)
-    tl.store(low_at + half, new_high, mask=is_q)
+    q_at = q + (token * heads + head)[:, None] * (2 * half) + lane[None, :]
+    tl.store(q_at, new_low, mask=is_q)
+    tl.store(q_at + half, new_high, mask=is_q)
     is_kv = there & (head >= heads)[:, None]
     if in_pages:
         slot = tl.load(slots + row * slot_row + column * slot_column) + tl.zeros([block_h], tl.int64)

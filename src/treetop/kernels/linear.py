@@ -1,25 +1,104 @@
-"""Matrix products with weights. On a CPU they are packed once for oneDNN, which is what makes few-row products fast."""
+"""Matrix products with weights, each in the form that is fastest where the weight lies.
+
+On a CPU weights are packed once for oneDNN. On a GPU a product of few rows is a kernel of ours (`kernels.few_rows`)
+and one of many is the vendor's.
+"""
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from treetop.kernels.few_rows import RowsLaunch, choose_launch, few_rows, gated_rows
+from treetop.kernels.fused import silu_mul, silu_mul_reference
+from treetop.kernels.triton_guard import GpuTraits
 
-def packed_linear(weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
-    """`x -> x @ weight.T + bias` for x [..., in], weight [out, in], with the weight in its fastest form.
+
+class Linear(Protocol):
+    """`x @ weight.T + bias` for x [..., in], weight [out, in]."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Returns [..., out]."""
+        ...
+
+    def parts(self, x: Tensor) -> Tensor:
+        """Returns [parts, ..., out], float32 if there is more than one part; the product is their sum."""
+        ...
+
+
+GatedLinear = Callable[[Tensor], Tensor]
+"""`silu(gate) * up` for x [..., in], with gate and up the halves of a product. Returns [..., out / 2]."""
+
+
+class LibraryLinear:
+    """The library's product: oneDNN with a packed weight on a CPU, else `F.linear`.
 
     oneDNN's packed layout streams a float32 weight of 2432 x 512 in 83 us for one row and 167 us for sixteen, where
-    `F.linear` takes 333 and 536 us (two cores, AVX-512); other dtypes and devices use `F.linear`.
+    `F.linear` takes 333 and 536 us (two cores, AVX-512).
     """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._product = _packed(weight, bias) or (lambda x: F.linear(x, weight, bias))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._product(x)
+
+    def parts(self, x: Tensor) -> Tensor:
+        return self._product(x)[None]
+
+
+class FewRowsLinear:
+    """Few rows by `kernels.few_rows`, more by `F.linear`. No bias; weight: [out, in], float16 or bfloat16."""
+
+    def __init__(self, weight: Tensor, gpu: GpuTraits) -> None:
+        self._weight, self._gpu = weight.contiguous(), gpu
+
+    def __call__(self, x: Tensor) -> Tensor:
+        parts = self.parts(x)
+        return parts[0] if parts.shape[0] == 1 else parts.sum(dim=0).to(x.dtype)
+
+    def parts(self, x: Tensor) -> Tensor:
+        launch = _choose(x, self._weight, False, self._gpu)
+        if launch is None:
+            return F.linear(x, self._weight)[None]
+        parts = few_rows(x.flatten(0, -2), self._weight, launch, self._gpu)
+        return parts.view(launch.splits, *x.shape[:-1], -1)
+
+
+class FewRowsGated:
+    """`GatedLinear` over a weight [2 * out, in], gate first, as `FewRowsLinear`."""
+
+    def __init__(self, weight: Tensor, gpu: GpuTraits) -> None:
+        self._weight, self._gpu = weight.contiguous(), gpu
+
+    def __call__(self, x: Tensor) -> Tensor:
+        launch = _choose(x, self._weight, True, self._gpu)
+        if launch is None:
+            return silu_mul(F.linear(x, self._weight), self._gpu)
+        return gated_rows(x.flatten(0, -2), self._weight, launch, self._gpu).view(*x.shape[:-1], -1)
+
+
+def library_gated(weight: Tensor, bias: Tensor | None = None) -> GatedLinear:
+    """`GatedLinear` of library calls."""
+    linear = LibraryLinear(weight, bias)
+    return lambda x: silu_mul_reference(linear(x))
+
+
+def _choose(x: Tensor, weight: Tensor, gated: bool, gpu: GpuTraits) -> RowsLaunch | None:
+    return choose_launch(x.numel() // x.shape[-1], *weight.shape, gated, gpu.num_sms)
+
+
+def _packed(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
+    """The product with oneDNN's packed form of a weight; None where it does not apply."""
     packable = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
-    if packable and torch.backends.mkldnn.is_available() and weight.dtype in _packable_dtypes():
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-        linear = torch.ops.mkldnn._linear_pointwise.default
-        no_args: list[float] = []
-        return lambda x: linear(x, packed, bias, "none", no_args, "")
-    return lambda x: F.linear(x, weight, bias)
+    if not packable or not torch.backends.mkldnn.is_available() or weight.dtype not in _packable_dtypes():
+        return None
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+    linear = torch.ops.mkldnn._linear_pointwise.default
+    no_args: list[float] = []
+    return lambda x: linear(x, packed, bias, "none", no_args, "")
 
 
 def _packable_dtypes() -> tuple[torch.dtype, ...]:

@@ -5,33 +5,33 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from treetop.kernels.fused import (
-    add_rms_norm,
-    add_rms_norm_reference,
-    rotate_and_write,
-    silu_mul,
-    silu_mul_reference,
-)
+from treetop.kernels.fused import add_rms_norm, add_rms_norm_reference, joined, rotate_and_write
 from treetop.kernels.kv import PagedKV, write_pages
+from treetop.kernels.linear import FewRowsGated, FewRowsLinear, GatedLinear, LibraryLinear, Linear, library_gated
 from treetop.kernels.rope import RopeTable, Rotation, rotate_
 from treetop.kernels.topk import top_logprobs, top_logprobs_reference
 from treetop.kernels.triton_guard import gpu_traits, why_not
 
+_HALF = (torch.float16, torch.bfloat16)
+
 
 class Ops(Protocol):
-    """add_rms_norm: the sum of x and delta (x alone if None), and its norm. silu_mul: [..., 2n] to [..., n].
+    """linear, gated: a product with a weight [out, in], or gate and up of one, prepared once.
 
-    angles: what `rotate_and_write` takes, made once a forward from the RoPE table [positions, 2, dim] and positions
-    [rows, n]. rotate_and_write: see `kernels.fused.rotate_and_write_reference`. top_logprobs: see `kernels.topk`.
+    add_rms_norm: the sum of x and the parts of delta (x alone if None), and its norm. angles: what `rotate_and_write`
+    takes, made once a forward from the RoPE table [positions, 2, dim] and positions [rows, n]. rotate_and_write: see
+    `kernels.fused.rotate_and_write_reference`; it may use up qkv. top_logprobs: see `kernels.topk`.
     """
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear: ...
+
+    def gated(self, weight: Tensor, bias: Tensor | None = None) -> GatedLinear: ...
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor: ...
-
     def angles(self, table: RopeTable, positions: Tensor) -> Any: ...
 
-    def rotate_and_write(self, qkv: Tensor, angles: Any, target: Tensor, slots: Tensor | None) -> None: ...
+    def rotate_and_write(self, qkv: Tensor, angles: Any, target: Tensor, slots: Tensor | None) -> Tensor: ...
 
     def top_logprobs(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]: ...
 
@@ -39,23 +39,27 @@ class Ops(Protocol):
 class TorchOps:
     """Any device, any dtype."""
 
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return LibraryLinear(weight, bias)
+
+    def gated(self, weight: Tensor, bias: Tensor | None = None) -> GatedLinear:
+        return library_gated(weight, bias)
+
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return add_rms_norm_reference(x, delta, weight, eps)
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return silu_mul_reference(gate_up)
 
     def angles(self, table: RopeTable, positions: Tensor) -> Rotation:
         return table.at(positions)
 
-    def rotate_and_write(self, qkv: Tensor, angles: Rotation, target: Tensor, slots: Tensor | None) -> None:
-        kv_heads = target.shape[-2]
-        rotate_(qkv[:, :, :-kv_heads], angles)
-        kv = qkv[:, :, -2 * kv_heads :].view(*qkv.shape[:2], 2, kv_heads, qkv.shape[3])
+    def rotate_and_write(self, qkv: Tensor, angles: Rotation, target: Tensor, slots: Tensor | None) -> Tensor:
+        kv_heads, whole = target.shape[-2], joined(qkv)
+        rotate_(whole[:, :, :-kv_heads], angles)
+        kv = whole[:, :, -2 * kv_heads :].view(*whole.shape[:2], 2, kv_heads, whole.shape[3])
         if slots is None:
             target.copy_(kv)
         else:
             write_pages(PagedKV(target), slots, kv)
+        return whole[:, :, : -2 * kv_heads]
 
     def top_logprobs(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         return top_logprobs_reference(logits, k)
@@ -67,20 +71,25 @@ class TritonOps:
     def __init__(self, device: torch.device) -> None:
         self._gpu = gpu_traits(device)
 
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        few = bias is None and weight.dtype in _HALF
+        return FewRowsLinear(weight, self._gpu) if few else LibraryLinear(weight, bias)
+
+    def gated(self, weight: Tensor, bias: Tensor | None = None) -> GatedLinear:
+        few = bias is None and weight.dtype in _HALF
+        return FewRowsGated(weight, self._gpu) if few else library_gated(weight, bias)
+
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return add_rms_norm(x.contiguous(), delta, weight, eps, self._gpu)
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return silu_mul(gate_up, self._gpu)
 
     def angles(self, table: RopeTable, positions: Tensor) -> tuple[Tensor, Tensor]:
         return table.data, positions
 
     def rotate_and_write(
         self, qkv: Tensor, angles: tuple[Tensor, Tensor], target: Tensor, slots: Tensor | None
-    ) -> None:
-        heads = qkv.shape[2] - 2 * target.shape[-2]
-        rotate_and_write(qkv, heads, *angles, target, slots, self._gpu)
+    ) -> Tensor:
+        heads = qkv.shape[3] - 2 * target.shape[-2]
+        return rotate_and_write(qkv, heads, *angles, target, slots, self._gpu)
 
     def top_logprobs(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         return top_logprobs(logits, k, self._gpu) if k <= 16 else top_logprobs_reference(logits, k)

@@ -51,6 +51,7 @@ def _pieces_kernel(
 ) -> None:  # fmt: skip
     """The k best of one piece, and the maximum and sum of exponentials. Grid (rows, pieces)."""
     if overlap:
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lane = tl.arange(0, piece)
@@ -74,6 +75,7 @@ def _merge_kernel(
 ) -> None:  # fmt: skip
     """Candidates lie by piece, then rank, so the first of equal values has the smallest index. Grid (rows,)."""
     if overlap:
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, block)

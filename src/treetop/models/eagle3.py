@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treetop.attention.phase import Attend
-from treetop.kernels.linear import packed_linear
 from treetop.kernels.ops import Ops
 from treetop.kernels.rope import RopeTable
 from treetop.models.checkpoint import Shapes
@@ -44,15 +43,15 @@ class Eagle3Head:
     def __init__(self, spec: Eagle3Spec, weights: Weights, rope: RopeTable, embedding: Tensor, ops: Ops) -> None:
         eps = spec.layer.norm_eps
         self.spec, self.rope, self._ops = spec, rope, ops
-        self.fuse_features = packed_linear(weights["fc.weight"])
+        self.fuse_features = ops.linear(weights["fc.weight"])
         self.hidden_norm = RMSNorm(weights["midlayer.hidden_norm.weight"], eps, ops)
         # A token's normed embedding never changes, so the whole table is normed once.
         self.normed_embedding = RMSNorm(weights["midlayer.input_layernorm.weight"], eps, ops)(embedding)
-        self.attention = SelfAttention(spec.layer, weights, "midlayer.self_attn", 0)
+        self.attention = SelfAttention(spec.layer, weights, "midlayer.self_attn", 0, ops)
         self.mlp_norm = RMSNorm(weights["midlayer.post_attention_layernorm.weight"], eps, ops)
         self.mlp = GatedMLP(weights, "midlayer.mlp", ops)
         self.norm = RMSNorm(weights["norm.weight"], eps, ops)
-        self.lm_head = packed_linear(weights["lm_head.weight"])
+        self.lm_head = ops.linear(weights["lm_head.weight"])
         self.vocab = DraftVocab(weights["d2t"])
 
     def fuse(self, features: tuple[Tensor, ...]) -> Tensor:
@@ -65,7 +64,7 @@ class Eagle3Head:
         residual = normed if self.spec.norm_before_residual else hidden
         x = torch.cat([F.embedding(tokens, self.normed_embedding), normed], dim=-1)
         x, normed = self.mlp_norm.after(residual, self.attention(x, self._ops.angles(self.rope, positions), attend))
-        return x + self.mlp(normed)
+        return self.norm.after(x, self.mlp(normed))[0]
 
     def propose(self, hidden: Tensor, k: int) -> Proposal:
         """hidden: [..., hidden]. Log-probabilities are float32 in every dtype, so that ties are the same everywhere."""

@@ -1,19 +1,17 @@
 """The two halves of a decoder layer, shared by target and draft head."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from treetop.attention.phase import Attend
-from treetop.kernels.linear import packed_linear
 from treetop.kernels.ops import Ops
 from treetop.models.checkpoint import Shapes
 from treetop.models.spec import ModelSpec
 
 Weights = Mapping[str, Tensor]
-Linear = Callable[[Tensor], Tensor]
 
 
 class RMSNorm:
@@ -26,23 +24,22 @@ class RMSNorm:
         return self._ops.add_rms_norm(x, None, self.weight, self.eps)[1]
 
     def after(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        """x + delta, and its norm."""
+        """x plus the parts of delta [parts, ...], and its norm."""
         return self._ops.add_rms_norm(x, delta, self.weight, self.eps)
 
 
 class SelfAttention:
     """Projections, rotation and attention. q, k and v come from one product."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, prefix: str, layer: int) -> None:
-        self.layer = layer
-        self.heads, self.kv_heads, self.head_dim = spec.num_heads, spec.kv_heads, spec.head_dim
-        self.qkv = _fused(weights, [f"{prefix}.{name}_proj" for name in "qkv"])
-        self.output = _fused(weights, [f"{prefix}.o_proj"])
+    def __init__(self, spec: ModelSpec, weights: Weights, prefix: str, layer: int, ops: Ops) -> None:
+        self.layer, self.head_dim = layer, spec.head_dim
+        self.qkv = ops.linear(*_fused(weights, [f"{prefix}.{name}_proj" for name in "qkv"]))
+        self.output = ops.linear(*_fused(weights, [f"{prefix}.o_proj"]))
 
     def __call__(self, x: Tensor, angles: Any, attend: Attend) -> Tensor:
-        """x: [rows, n, in]. Returns [rows, n, hidden]."""
-        qkv = self.qkv(x).view(*x.shape[:2], self.heads + 2 * self.kv_heads, self.head_dim)
-        return self.output(attend(self.layer, qkv, angles).flatten(2))
+        """x: [rows, n, in]. Returns parts [parts, rows, n, hidden]."""
+        qkv = self.qkv.parts(x).unflatten(-1, (-1, self.head_dim))
+        return self.output.parts(attend(self.layer, qkv, angles).flatten(2))
 
     @staticmethod
     def shapes(spec: ModelSpec, prefix: str, width: int) -> Shapes:
@@ -56,12 +53,12 @@ class GatedMLP:
     """down(silu(gate(x)) * up(x)), gate and up from one product."""
 
     def __init__(self, weights: Weights, prefix: str, ops: Ops) -> None:
-        self._ops = ops
-        self.gate_up = _fused(weights, [f"{prefix}.gate_proj", f"{prefix}.up_proj"])
-        self.down = _fused(weights, [f"{prefix}.down_proj"])
+        self.gate_up = ops.gated(*_fused(weights, [f"{prefix}.gate_proj", f"{prefix}.up_proj"]))
+        self.down = ops.linear(*_fused(weights, [f"{prefix}.down_proj"]))
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self._ops.silu_mul(self.gate_up(x)))
+        """x: [..., hidden]. Returns parts [parts, ..., hidden]."""
+        return self.down.parts(self.gate_up(x))
 
     @staticmethod
     def shapes(spec: ModelSpec, prefix: str) -> Shapes:
@@ -70,10 +67,11 @@ class GatedMLP:
         return _linear_shapes(prefix, sizes, spec.mlp_bias)
 
 
-def _fused(weights: Weights, names: list[str]) -> Linear:
+def _fused(weights: Weights, names: list[str]) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of projections that share their input, as one."""
     weight = torch.cat([weights[f"{name}.weight"] for name in names])
     biases = [weights[f"{name}.bias"] for name in names if f"{name}.bias" in weights]
-    return packed_linear(weight, torch.cat(biases) if biases else None)
+    return weight, torch.cat(biases) if biases else None
 
 
 def _linear_shapes(prefix: str, sizes: Mapping[str, tuple[int, int]], bias: bool) -> Shapes:

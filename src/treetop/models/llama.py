@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treetop.attention.phase import Attend
-from treetop.kernels.linear import packed_linear
 from treetop.kernels.ops import Ops
 from treetop.kernels.rope import RopeTable
 from treetop.models.checkpoint import Shapes
@@ -29,12 +28,12 @@ class LlamaLayer:
     def __init__(self, spec: ModelSpec, weights: Weights, layer: int, ops: Ops) -> None:
         prefix = f"model.layers.{layer}"
         self.input_norm = RMSNorm(weights[f"{prefix}.input_layernorm.weight"], spec.norm_eps, ops)
-        self.attention = SelfAttention(spec, weights, f"{prefix}.self_attn", layer)
+        self.attention = SelfAttention(spec, weights, f"{prefix}.self_attn", layer, ops)
         self.mlp_norm = RMSNorm(weights[f"{prefix}.post_attention_layernorm.weight"], spec.norm_eps, ops)
         self.mlp = GatedMLP(weights, f"{prefix}.mlp", ops)
 
     def __call__(self, x: Tensor, normed: Tensor, angles: Any, attend: Attend) -> tuple[Tensor, Tensor]:
-        """x: the residual stream, normed: its input norm. Returns the stream after attention, and what the MLP adds."""
+        """x: the residual stream, normed: its input norm. Returns the stream after attention, and the MLP's parts."""
         x, normed = self.mlp_norm.after(x, self.attention(normed, angles, attend))
         return x, self.mlp(normed)
 
@@ -49,7 +48,7 @@ class Llama:
         self.embedding = weights["model.embed_tokens.weight"]
         self.layers = [LlamaLayer(spec, weights, layer, ops) for layer in range(spec.num_layers)]
         self.norm = RMSNorm(weights["model.norm.weight"], spec.norm_eps, ops)
-        self.lm_head = packed_linear(self.embedding if spec.tied_embeddings else weights["lm_head.weight"])
+        self.lm_head = ops.linear(self.embedding if spec.tied_embeddings else weights["lm_head.weight"])
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> TargetOutput:
         """tokens, positions: [rows, n] int64. Features are the residual stream entering each layer of `aux_inputs`."""

@@ -1,0 +1,159 @@
+"""Tunes the products of few rows on one GPU and compares them with the vendor's, in one run.
+
+    python bench/few_rows.py                 the committed launches against the vendor's and the floor
+    python bench/few_rows.py --write-table   measure every candidate and write src/treetop/kernels/few_rows.json
+
+A time is that of one product in a replayed graph of many over different weights, so that none lies in the cache: as in
+a decode round. Results are checked before anything is timed. JSON lines on stdout; the first names the machine.
+"""
+
+import argparse
+import json
+import multiprocessing
+import statistics
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import astuple, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from attention import DEVICE, copy_bytes_per_s, graph_of, times_us
+from torch import Tensor
+
+from treetop.kernels import few_rows as kernels
+from treetop.kernels.few_rows import RowsLaunch, choose_launch, few_rows, gated_rows, row_class
+from treetop.kernels.fused import silu_mul
+from treetop.kernels.triton_guard import gpu_traits
+
+LLAMA_8B = {
+    "qkv": (6144, 4096, False),
+    "output": (4096, 4096, False),
+    "gate_up": (28672, 4096, True),
+    "down": (4096, 14336, False),
+    "lm_head": (128256, 4096, False),
+    "draft fc": (4096, 12288, False),
+    "draft qkv": (6144, 8192, False),
+    "draft lm_head": (32000, 4096, False),
+}
+"""Name -> (n, k, gated): the products of Llama-3.1-8B and its EAGLE-3 head."""
+ROWS = (16, 32, 64, 128, 256)
+TABLE = Path(kernels.__file__).with_name("few_rows.json")
+SHARED_MEMORY = 227 * 1024
+WORTH = 1.02
+"""How much faster than the vendor's a launch must be to enter the table."""
+
+
+def candidates(rows: int, n: int, k: int, gated: bool) -> Iterator[RowsLaunch]:
+    """Launches that could be fast: they fit, fill the GPU, and do not spill accumulators."""
+    outputs, weights = (n // 2, 2) if gated else (n, 1)
+    for block_n, block_k, warps in ((64, 64, 4), (64, 128, 4), (64, 256, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8)):
+        for stages in (3, 4, 6):
+            for splits in (1,) if gated else (1, 2, 3, 4):
+                programs = -(-outputs // block_n) * splits
+                used = stages * block_k * 2 * (weights * block_n + row_class(rows))
+                accumulators = weights * block_n * row_class(rows) // (32 * warps)
+                filled = programs >= 64 and (splits == 1 or programs <= 800)
+                if filled and 40_000 < used < SHARED_MEMORY and accumulators <= 128 and k % (splits * block_k) == 0:
+                    yield RowsLaunch(block_n, block_k, splits, stages, warps)
+
+
+def calls(n: int, k: int) -> int:
+    """Products in a graph: enough weights that none is found in the cache."""
+    return max(3, min(12, int(1e9 // (2 * n * k))))
+
+
+def product(x: Tensor, weight: Tensor, gated: bool, launch: RowsLaunch | None) -> Tensor:
+    gpu = gpu_traits(DEVICE)
+    if launch is None:
+        out = F.linear(x, weight)
+        return silu_mul(out, gpu) if gated else out
+    return gated_rows(x, weight, launch, gpu) if gated else few_rows(x, weight, launch, gpu)
+
+
+def measure_us(x: Tensor, weights: list[Tensor], gated: bool, launch: RowsLaunch | None) -> float:
+    def many() -> None:
+        for weight in weights:
+            product(x, weight, gated, launch)
+
+    return statistics.median(times_us(graph_of(many).replay, 10)) / len(weights)
+
+
+def check(x: Tensor, weight: Tensor, gated: bool, launch: RowsLaunch) -> None:
+    want = product(x, weight, gated, None).float()
+    got = product(x, weight, gated, launch)
+    error = float(((got if gated else got.float().sum(0)) - want).abs().max() / want.abs().max())
+    if not error < 2e-2:
+        raise SystemExit(f"wrong result, nothing timed: {tuple(weight.shape)}, {launch}: relative error {error:.1e}")
+
+
+def compile_once(job: tuple[int, int, int, bool, RowsLaunch]) -> None:
+    """Compile a launch into Triton's cache on disk."""
+    rows, n, k, gated, launch = job
+    x = torch.zeros(rows, k, dtype=torch.bfloat16, device=DEVICE)
+    product(x, torch.zeros(n, k, dtype=torch.bfloat16, device=DEVICE), gated, launch)
+
+
+def tune(shapes: dict[str, tuple[int, int, bool]], all_rows: tuple[int, ...], write: bool) -> list[dict[str, object]]:
+    """Measure every shape; the entries of a table."""
+    entries = []
+    sms = gpu_traits(DEVICE).num_sms
+    for name, (n, k, gated) in shapes.items():
+        weights = [torch.randn(n, k, dtype=torch.bfloat16, device=DEVICE) * k**-0.5 for _ in range(calls(n, k))]
+        for rows in all_rows:
+            x = torch.randn(rows, k, dtype=torch.bfloat16, device=DEVICE)
+            vendor_us = measure_us(x, weights, gated, None)
+            found: list[tuple[float, RowsLaunch]] = []
+            known = choose_launch(rows, n, k, gated, sms)
+            for launch in candidates(rows, n, k, gated) if write else [known] * (known is not None):
+                check(x, weights[0], gated, launch)
+                found.append((measure_us(x, weights, gated, launch), launch))
+            us, best = min(found, key=lambda pair: pair[0], default=(vendor_us, None))
+            chosen = best if best is not None and us * WORTH < vendor_us else None
+            entry = {"name": name, "n": n, "k": k, "gated": gated, "rows": rows}
+            entry |= {"launch": None if chosen is None else astuple(chosen), "us": round(us, 1)}
+            entry |= {"vendor_us": round(vendor_us, 1)}
+            entries.append(entry)
+            floor_us = 2e6 * n * k / COPY
+            print(
+                json.dumps(entry | {"floor_us": round(floor_us, 1), "over_floor": round(us / floor_us, 2)}), flush=True
+            )
+        del weights
+    return entries
+
+
+def compile_all(shapes: dict[str, tuple[int, int, bool]], all_rows: tuple[int, ...]) -> None:
+    """Compile on all cores; a kernel depends on k and n only through which launches are candidates."""
+    jobs: dict[object, tuple[int, int, int, bool, RowsLaunch]] = {}
+    for n, k, gated in shapes.values():
+        for rows in all_rows:
+            for launch in candidates(rows, n, k, gated):
+                kind = (rows, gated, astuple(replace(launch, splits=min(launch.splits, 2))))
+                jobs.setdefault(kind, (rows, n, k, gated, launch))
+    with ProcessPoolExecutor(14, mp_context=multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(compile_once, jobs.values(), chunksize=8))
+
+
+def main() -> None:
+    global COPY  # noqa: PLW0603 - measured once a run
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write-table", action="store_true")
+    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
+    parser.add_argument("--only", nargs="+", choices=LLAMA_8B, default=list(LLAMA_8B))
+    args = parser.parse_args()
+    COPY = copy_bytes_per_s()
+    machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_tb_s": round(COPY / 1e12, 2)}
+    print(json.dumps(machine), flush=True)
+    shapes, rows = {name: LLAMA_8B[name] for name in args.only}, tuple(args.rows)
+    if args.write_table:
+        compile_all(shapes, rows)
+    entries = tune(shapes, rows, args.write_table)
+    if args.write_table:
+        lines = ",\n".join(json.dumps(entry) for entry in entries)
+        TABLE.write_text(f'{{"machine": {json.dumps(machine)}, "entries": [\n{lines}\n]}}\n', encoding="utf-8")
+
+
+COPY = float("nan")
+
+if __name__ == "__main__":
+    main()
