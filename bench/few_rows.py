@@ -14,6 +14,7 @@ import statistics
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import astuple, replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -37,7 +38,7 @@ LLAMA_8B = {
     "draft lm_head": (32000, 4096, False),
 }
 """Name -> (n, k, gated): the products of Llama-3.1-8B and its EAGLE-3 head."""
-ROWS = (16, 32, 64, 128, 256)
+ROWS = (16, 32, 64, 128, 192)
 TABLE = Path(kernels.__file__).with_name("few_rows.json")
 SHARED_MEMORY = 227 * 1024
 WORTH = 1.02
@@ -47,15 +48,17 @@ WORTH = 1.02
 def candidates(rows: int, n: int, k: int, gated: bool) -> Iterator[RowsLaunch]:
     """Launches that could be fast: they fit, fill the GPU, and do not spill accumulators."""
     outputs, weights = (n // 2, 2) if gated else (n, 1)
-    for block_n, block_k, warps in ((64, 64, 4), (64, 128, 4), (64, 256, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8)):
-        for stages in (3, 4, 6):
-            for splits in (1,) if gated else (1, 2, 3, 4):
-                programs = -(-outputs // block_n) * splits
-                used = stages * block_k * 2 * (weights * block_n + row_class(rows))
-                accumulators = weights * block_n * row_class(rows) // (32 * warps)
-                filled = programs >= 64 and (splits == 1 or programs <= 800)
-                if filled and 40_000 < used < SHARED_MEMORY and accumulators <= 128 and k % (splits * block_k) == 0:
-                    yield RowsLaunch(block_n, block_k, splits, stages, warps)
+    blocks = ((64, 64, 4), (64, 128, 4), (64, 256, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8))
+    all_splits = (1,) if gated else (1, 2, 3, 4)
+    for (block_n, block_k, warps), stages, splits in product(blocks, (3, 4, 5, 6), all_splits):
+        programs = -(-outputs // block_n) * splits
+        used = stages * block_k * 2 * (weights * block_n + row_class(rows))
+        accumulators = weights * block_n * row_class(rows) // (32 * warps)
+        filled = programs >= 64 and (splits == 1 or programs <= 800)
+        if filled and 40_000 < used < SHARED_MEMORY and accumulators <= 200 and k % (splits * block_k) == 0:
+            for tiled in (False, True) if rows > 16 else (False,):
+                if rows <= 128 or tiled:  # pointers take too many registers for 192 rows
+                    yield RowsLaunch(block_n, block_k, splits, stages, warps, 1, tiled)
 
 
 def calls(n: int, k: int) -> int:
@@ -63,7 +66,7 @@ def calls(n: int, k: int) -> int:
     return max(3, min(12, int(1e9 // (2 * n * k))))
 
 
-def product(x: Tensor, weight: Tensor, gated: bool, launch: RowsLaunch | None) -> Tensor:
+def multiply(x: Tensor, weight: Tensor, gated: bool, launch: RowsLaunch | None) -> Tensor:
     gpu = gpu_traits(DEVICE)
     if launch is None:
         out = F.linear(x, weight)
@@ -74,14 +77,14 @@ def product(x: Tensor, weight: Tensor, gated: bool, launch: RowsLaunch | None) -
 def measure_us(x: Tensor, weights: list[Tensor], gated: bool, launch: RowsLaunch | None) -> float:
     def many() -> None:
         for weight in weights:
-            product(x, weight, gated, launch)
+            multiply(x, weight, gated, launch)
 
     return statistics.median(times_us(graph_of(many).replay, 10)) / len(weights)
 
 
 def check(x: Tensor, weight: Tensor, gated: bool, launch: RowsLaunch) -> None:
-    want = product(x, weight, gated, None).float()
-    got = product(x, weight, gated, launch)
+    want = multiply(x, weight, gated, None).float()
+    got = multiply(x, weight, gated, launch)
     error = float(((got if gated else got.float().sum(0)) - want).abs().max() / want.abs().max())
     if not error < 2e-2:
         raise SystemExit(f"wrong result, nothing timed: {tuple(weight.shape)}, {launch}: relative error {error:.1e}")
@@ -91,7 +94,7 @@ def compile_once(job: tuple[int, int, int, bool, RowsLaunch]) -> None:
     """Compile a launch into Triton's cache on disk."""
     rows, n, k, gated, launch = job
     x = torch.zeros(rows, k, dtype=torch.bfloat16, device=DEVICE)
-    product(x, torch.zeros(n, k, dtype=torch.bfloat16, device=DEVICE), gated, launch)
+    multiply(x, torch.zeros(n, k, dtype=torch.bfloat16, device=DEVICE), gated, launch)
 
 
 def tune(shapes: dict[str, tuple[int, int, bool]], all_rows: tuple[int, ...], write: bool) -> list[dict[str, object]]:

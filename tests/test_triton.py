@@ -312,7 +312,7 @@ if INTERPRETED:
         gate_up = torch.randn(2, 3, 2 * inner) * 4
         torch.testing.assert_close(silu_mul(gate_up, gpu_traits(CPU)), silu_mul_reference(gate_up))
 
-    @pytest.mark.parametrize("rows", [1, 16, 19, 40])
+    @pytest.mark.parametrize("rows", [1, 16, 19, 140])
     @pytest.mark.parametrize("splits", [1, 2, 4])
     def test_few_rows_give_the_parts_of_a_product(rows, splits):
         """Rows that do not fill their block, outputs that do not fill theirs; one part is rounded, more are not."""
@@ -323,7 +323,7 @@ if INTERPRETED:
         assert got.dtype == (torch.float16 if splits == 1 else torch.float32)
         torch.testing.assert_close(got, want.to(got.dtype), rtol=2e-3, atol=2e-3)
 
-    @pytest.mark.parametrize("rows", [1, 17])
+    @pytest.mark.parametrize("rows", [1, 17, 140])
     def test_gated_rows_equal_silu_of_one_half_times_the_other(rows):
         torch.manual_seed(0)
         x, weight = torch.randn(rows, 64).half(), torch.randn(2 * 40, 64).half() / 4

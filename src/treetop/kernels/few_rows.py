@@ -1,7 +1,7 @@
 # ruff: noqa: PLR0917 (kernels take what they touch as arguments)
 """Products of few rows with a large weight, the bulk of a decode round: bound by how fast weights stream from memory.
 
-    y = x @ weight.T        x: [rows, k], rows <= 256; weight: [n, k]
+    y = x @ weight.T        x: [rows, k], rows <= 192; weight: [n, k]
 
 A program computes `block_n` outputs over one share of k, with the weight as the left operand: a tensor core then works
 on 64 outputs by however few rows there are. Where n alone gives too few programs, k is cut in `splits`, and the result
@@ -18,15 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, tl
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, tiles_of, tl
 
-MAX_ROWS = 256
+MAX_ROWS = 192
 _TABLE = Path(__file__).with_name("few_rows.json")
 
 
 @dataclass(frozen=True, slots=True)
 class RowsLaunch:
-    """How a product is cut. ahead: blocks of k whose weights are asked for before the wait."""
+    """How a product is cut. ahead: blocks of k whose weights are asked for before the wait. tiled: by TMA."""
 
     block_n: int
     block_k: int
@@ -34,6 +34,7 @@ class RowsLaunch:
     num_stages: int
     num_warps: int
     ahead: int = 1
+    tiled: bool = False
 
 
 def few_rows_reference(x: Tensor, weight: Tensor, splits: int) -> Tensor:
@@ -51,7 +52,7 @@ def gated_rows_reference(x: Tensor, weight: Tensor) -> Tensor:
 def few_rows(x: Tensor, weight: Tensor, launch: RowsLaunch, gpu: GpuTraits) -> Tensor:
     """`few_rows_reference`; with one split rounded to x's dtype, with more in float32.
 
-    x: [rows, k], contiguous, float16 or bfloat16, rows <= 256. weight: [n, k], contiguous; k a multiple of
+    x: [rows, k], contiguous, float16 or bfloat16, rows <= MAX_ROWS. weight: [n, k], contiguous; k a multiple of
     `splits * block_k`. Returns [splits, rows, n].
     """
     rows, n = x.shape[0], weight.shape[0]
@@ -75,56 +76,85 @@ def _launch(out: Tensor, x: Tensor, weight: Tensor, n: int, gated: bool, launch:
     assert k % (launch.splits * launch.block_k) == 0
     assert x.is_contiguous()
     assert weight.is_contiguous()
+    block_m, more_m = _row_blocks(rows)
+    x_tiles, more_tiles, weight_tiles = x, x, weight  # not read without `tiled`
+    if launch.tiled:
+        x_tiles, weight_tiles = tiles_of(x, block_m, launch.block_k), tiles_of(weight, launch.block_n, launch.block_k)
+        more_tiles = tiles_of(x, more_m, launch.block_k) if more_m else x_tiles
     options = {"launch_pdl": True} if gpu.can_overlap else {}
     _few_rows_kernel[(-(-n // launch.block_n), launch.splits)](
-        out, x, weight, rows, n, k, k // launch.splits,
-        block_m=row_class(rows), block_n=launch.block_n, block_k=launch.block_k, gated=gated, ahead=launch.ahead,
-        overlap=gpu.can_overlap, num_stages=launch.num_stages, num_warps=launch.num_warps, **options,
+        out, x, weight, x_tiles, more_tiles, weight_tiles, rows, n, k, k // launch.splits,
+        block_m=block_m, more_m=more_m, block_n=launch.block_n, block_k=launch.block_k, gated=gated,
+        tiled=launch.tiled, ahead=launch.ahead, overlap=gpu.can_overlap,
+        num_stages=launch.num_stages, num_warps=launch.num_warps, **options,
     )  # fmt: skip
 
 
 @jit
 def _few_rows_kernel(
-    out: Arg, x: Arg, weight: Arg, rows: Arg, n: Arg, k: Arg, share: Arg,
-    block_m: constexpr, block_n: constexpr, block_k: constexpr, gated: constexpr, ahead: constexpr,
-    overlap: constexpr,
+    out: Arg, x: Arg, weight: Arg, x_tiles: Arg, more_tiles: Arg, weight_tiles: Arg, rows: Arg, n: Arg, k: Arg,
+    share: Arg, block_m: constexpr, more_m: constexpr, block_n: constexpr, block_k: constexpr, gated: constexpr,
+    tiled: constexpr, ahead: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """One block of outputs over one share of k. out: [splits, rows, n]; x: [rows, k]; weight: [n or 2n, k].
 
-    Grid (n / block_n, splits). gated: weight rows j and n + j give one output.
+    Grid (n / block_n, splits). gated: weight rows j and n + j give one output. Rows come in a block of block_m and one
+    of more_m (0: none), since blocks are powers of two. tiled: tiles come through descriptors, not pointers.
     """
-    column = tl.program_id(0) * block_n + tl.arange(0, block_n)
+    first_column = tl.program_id(0) * block_n
+    column = first_column + tl.arange(0, block_n)
     split = tl.program_id(1)
     start = split * share
-    there = column < n
     line = weight + column.to(tl.int64)[:, None] * k + start
     up_line = line + n.to(tl.int64) * k
+    there = (column < n)[:, None]
     if overlap:
         if ahead > 0:  # 64 elements of 2 bytes are a cache line
             first = tl.minimum(tl.arange(0, ahead * block_k // 64) * 64, share - 1)[None, :]
-            _ask_for(tl.where(there[:, None], line + first, weight))
+            _ask_for(tl.where(there, line + first, weight))
             if gated:
-                _ask_for(tl.where(there[:, None], up_line + first, weight))
+                _ask_for(tl.where(there, up_line + first, weight))
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.arange(0, block_m)
     lane = tl.arange(0, block_k)
     x_at = x + row[:, None] * k + start + lane[None, :]
-    live = (row < rows)[:, None]
     total = tl.zeros([block_n, block_m], tl.float32)
     up = tl.zeros([block_n, block_m], tl.float32)
+    if more_m > 0:
+        more_row = block_m + tl.arange(0, more_m)
+        more_at = x + more_row[:, None] * k + start + lane[None, :]
+        more_total = tl.zeros([block_n, more_m], tl.float32)
+        more_up = tl.zeros([block_n, more_m], tl.float32)
     for i in range(0, share, block_k):
-        at = (i + lane)[None, :]
-        w = tl.load(line + at, mask=there[:, None], other=0.0, eviction_policy="evict_first")
-        values = tl.trans(tl.load(x_at + i, mask=live, other=0.0))
+        w = _tile(line + (i + lane)[None, :], weight_tiles, first_column, start + i, there, tiled)
+        values = tl.trans(_tile(x_at + i, x_tiles, 0, start + i, (row < rows)[:, None], tiled))
         total = tl.dot(w, values, total)
+        if more_m > 0:
+            more = tl.trans(_tile(more_at + i, more_tiles, block_m, start + i, (more_row < rows)[:, None], tiled))
+            more_total = tl.dot(w, more, more_total)
         if gated:
-            w = tl.load(up_line + at, mask=there[:, None], other=0.0, eviction_policy="evict_first")
+            w = _tile(up_line + (i + lane)[None, :], weight_tiles, n + first_column, start + i, there, tiled)
             up = tl.dot(w, values, up)
+            if more_m > 0:
+                more_up = tl.dot(w, more, more_up)
+    out_at = out + split * rows * n + column[:, None]
     if gated:
         total = total * tl.sigmoid(total) * up
-    out_at = out + (split * rows + row[None, :]) * n + column[:, None]
-    tl.store(out_at, total.to(out.dtype.element_ty), mask=there[:, None] & (row < rows)[None, :])
+    tl.store(out_at + row[None, :] * n, total.to(out.dtype.element_ty), mask=there & (row < rows)[None, :])
+    if more_m > 0:
+        if gated:
+            more_total = more_total * tl.sigmoid(more_total) * more_up
+        mask = there & (more_row < rows)[None, :]
+        tl.store(out_at + more_row[None, :] * n, more_total.to(out.dtype.element_ty), mask=mask)
+
+
+@jit
+def _tile(at: Arg, tiles: Arg, first_row: Arg, first_column: Arg, there: Arg, tiled: constexpr) -> Arg:
+    """A block of a matrix, by pointers `at` where `there`, or through its descriptor, which gives 0 past its edge."""
+    if tiled:
+        return tiles.load([first_row, first_column])
+    return tl.load(at, mask=there, other=0.0, eviction_policy="evict_first")
 
 
 @jit
@@ -139,8 +169,13 @@ def _ask_for(at: Arg) -> None:
 
 
 def row_class(rows: int) -> int:
-    """The block of rows that serves `rows`: a power of two, at least 16."""
-    return max(16, 1 << max(rows - 1, 0).bit_length())
+    """The rows that a launch for `rows` computes: 16, 32, 64, 128 or 192."""
+    return sum(_row_blocks(rows))
+
+
+def _row_blocks(rows: int) -> tuple[int, int]:
+    """Rows in two blocks whose sizes are powers of two, the second perhaps 0."""
+    return (128, 64) if rows > 128 else (max(16, 1 << max(rows - 1, 0).bit_length()), 0)
 
 
 @cache
@@ -152,9 +187,9 @@ def choose_launch(rows: int, n: int, k: int, gated: bool, num_sms: int) -> RowsL
     """
     if rows > MAX_ROWS:
         return None
-    entry = _table().get((n, k, gated, row_class(rows)), _UNKNOWN)
-    if entry != _UNKNOWN:
-        return None if entry is None else RowsLaunch(*entry)
+    key = (n, k, gated, row_class(rows))
+    if key in _table():
+        return _table()[key]
     block_n, block_k = 64, 128
     if row_class(rows) > 64 or k % block_k or n < block_n:
         return None
@@ -163,13 +198,11 @@ def choose_launch(rows: int, n: int, k: int, gated: bool, num_sms: int) -> RowsL
     return RowsLaunch(block_n, block_k, splits[-1], 4, 4)
 
 
-_UNKNOWN = (0,)
-
-
 @cache
-def _table() -> dict[tuple[int, int, bool, int], tuple[int, ...] | None]:
-    """(n, k, gated, row class) -> the fields of a launch, or None for the vendor's product."""
+def _table() -> dict[tuple[int, int, bool, int], RowsLaunch | None]:
+    """(n, k, gated, row class) -> a launch, or None for the vendor's product."""
     entries = json.loads(_TABLE.read_text(encoding="utf-8"))["entries"] if _TABLE.is_file() else []
     return {
-        (e["n"], e["k"], e["gated"], e["rows"]): None if e["launch"] is None else tuple(e["launch"]) for e in entries
+        (e["n"], e["k"], e["gated"], e["rows"]): None if e["launch"] is None else RowsLaunch(*e["launch"])
+        for e in entries
     }

@@ -18,13 +18,21 @@ if TYPE_CHECKING:
 
     def jit(kernel: Callable[..., object]) -> Any:
         """Compile `kernel` at its first launch."""
+
+    def tiles_of(matrix: torch.Tensor, rows: int, columns: int) -> Any:
+        """A descriptor by which a kernel loads blocks of a contiguous matrix; a block past its edge reads 0 there."""
 else:
     try:
         import triton
         import triton.language as tl
+        from triton.tools.tensor_descriptor import TensorDescriptor
 
         jit, Arg, constexpr = triton.jit, tl.tensor, tl.constexpr
         TRITON_VERSION = triton.__version__
+
+        def tiles_of(matrix, rows, columns):
+            """A descriptor by which a kernel loads blocks of a contiguous matrix."""
+            return TensorDescriptor.from_tensor(matrix, [rows, columns])
     except ImportError:
 
         class _Missing:
@@ -36,7 +44,7 @@ else:
             """Leave the function as it is."""
             return kernel
 
-        tl, Arg, constexpr = _Missing(), object, object
+        tl, Arg, constexpr, tiles_of = _Missing(), object, object, None
         TRITON_VERSION = None
 
 
