@@ -120,7 +120,7 @@ class Conformance:
         target, head, _ = self._pairs[window]
         return str(target), str(head)
 
-    def run(self, case: Case, pure: Pure | None = None) -> Outcome:
+    def run(self, case: Case, pure: Pure | None = None, device: str = "auto") -> Outcome:
         """Run one case to its end or its first difference. pure: with a fault, which then runs without guards."""
         target, head, oracle = self._pairs[case.window]
         shape = case.shape
@@ -128,6 +128,7 @@ class Conformance:
             str(target),
             str(head),
             pure=pure,
+            device=device,
             dtype=case.dtype,
             page_size=case.page_size,
             graphs=case.runner,

@@ -4,10 +4,15 @@ One scenario serves all: held-out prompts on the embedded pair (or ids on the tw
 with small pages and chunks, a batch that drains, prefixes that repeat, a request that runs into the context wall, and a
 stop token in the middle of an accepted path. A fault of the draft that the embedded head shrugs off is shown by the
 dense oracle: what it drafts is not what the head says.
+
+On a GPU the guards run there, on Triton and captured rounds where they live in what a replay repeats. The decoder and the
+readback of committed slots are host code inside the phases, which no replay runs: they look at eager rounds, and captured
+rounds of the same fault are compared with the dense oracle. Harm is shown on the CPU: without a guard some faults
+address memory that is not theirs, and a GPU context does not survive that.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +21,7 @@ from torch import Tensor
 from treetop.debug.faults import Fault
 from treetop.debug.oracle import DensePair
 from treetop.debug.visibility import VisibilityWatch
-from treetop.doctor.conformance import WINDOW, Conformance, follow
+from treetop.doctor.conformance import WINDOW, Case, Conformance, follow
 from treetop.engine.pure import Pure
 from treetop.models.loader import resolve_folder
 from treetop.server.llm import LLM, RequestOutput
@@ -38,6 +43,10 @@ _OPTIONS: dict[str, Any] = {
     "chunked_prefill_size": 16,
     "context_length": _CONTEXT,
     "radix_cache": False,
+}
+_ON: dict[str, dict[str, Any]] = {
+    "cpu": {"device": "cpu"},
+    "cuda": {"device": "cuda", "dtype": "float32", "attention_backend": "triton", "graphs": "auto"},
 }
 
 
@@ -74,9 +83,13 @@ class Finding:
 
 
 class Provocation:
-    """Runs faults against the scenario; a context manager, for the two-group pair's folder."""
+    """Runs faults against the scenario; a context manager, for the two-group pair's folder.
 
-    def __init__(self) -> None:
+    device: cpu or cuda, where guards are shown alive. options: the engine's there.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device, self.options = device, _ON[device]
         self._conformance = Conformance()
         self._sound: dict[str, Trial] = {}
 
@@ -88,14 +101,44 @@ class Provocation:
         self._conformance.__exit__()
 
     def find(self, fault: Fault) -> Finding:
-        """Run a fault with its guard and without any; compare the latter with the sound engine."""
-        guarded = self.run(fault, fault.level or 0, watched=fault.level is None)
+        """Run a fault with its guard, on the device, and without any, on the CPU; compare the latter with the sound."""
+        guarded = self.guarded(fault)
         message = str(guarded.error) if isinstance(guarded.error, TreetopError) else ""
+        caught = message if fault.guard in message else None
         by = f"check level {fault.level}" if fault.level is not None else "visibility decoder, ownership"
-        return Finding(fault, message if fault.guard in message else None, by, self.harm(fault))
+        if self.device == "cuda":
+            by += ", eager" if looks_from_the_host(fault) else ", captured"
+            if looks_from_the_host(fault):
+                differs = self.captured_difference(fault)
+                by += "; dense oracle, captured"
+                caught = f"{caught}; {differs[:60]}" if caught and differs else None
+        return Finding(fault, caught, by, self.harm(fault))
+
+    def guarded(self, fault: Fault) -> Trial:
+        """The scenario on the device, under the fault's guard."""
+        options = dict(self.options)
+        if self.device == "cuda" and looks_from_the_host(fault):
+            options["graphs"] = "off"
+        return self.run(fault, fault.level or 0, watched=fault.level is None, place=options)
+
+    def captured_difference(self, fault: Fault) -> str | None:
+        """The first difference from the dense oracle in rounds as a graph replays them, with no guard on.
+
+        On a CPU GraphSim stands for the graphs. Only for faults that read and write their own memory, if wrongly.
+        """
+        gpu = self.device == "cuda"
+        where = ("triton", "auto", "float32") if gpu else ("torch", "sim", "float64")
+        case = Case(where[0], where[1], 2, 2, 3, "largest", WINDOW, 5, "shuffled", where[2])
+        found = self._conformance.run(case, fault.pure, self.device).failure
+        if found is not None:
+            return found
+        options = {**self.options, "graphs": where[1], "dtype": where[2]}  # accepted paths are long on this pair
+        llm = LLM(pure=fault.pure, check_level=0, page_size=2, **_SMALL_TREE, **options)
+        oracle = DensePair(resolve_folder(BUILTIN_MODEL), resolve_folder(BUILTIN_DRAFT))
+        return follow(llm, oracle, _prompts(llm)[:1], [SamplingParams(max_tokens=24, ignore_eos=True)])[2]
 
     def harm(self, fault: Fault) -> str | None:
-        """What the fault does at check level 0."""
+        """What the fault does at check level 0, on the CPU."""
         key = f"{fault.two_group} {fault.options}"
         if key not in self._sound:
             self._sound[key] = self.run(fault, 0, sound=True)
@@ -110,16 +153,25 @@ class Provocation:
             return f"{broken.overwritten} results were overwritten after they were handed out"
         if broken.accept_length < 0.97 * sound.accept_length:
             return f"accept length {broken.accept_length:.2f} instead of {sound.accept_length:.2f}"
-        llm = LLM(pure=fault.pure, dtype="float64", check_level=0, page_size=4, **_SMALL_TREE, **fault.options)
+        options = {**_ON["cpu"], **_SMALL_TREE, **fault.options}
+        llm = LLM(pure=fault.pure, dtype="float64", check_level=0, page_size=4, **options)
         oracle = DensePair(resolve_folder(BUILTIN_MODEL), resolve_folder(BUILTIN_DRAFT))
         failure = follow(llm, oracle, _prompts(llm)[:1], [SamplingParams(max_tokens=24, ignore_eos=True)])[2]
         return f"not what the head drafts: {failure[:80]}" if failure is not None else None
 
-    def run(self, fault: Fault, level: int, *, watched: bool = False, sound: bool = False) -> Trial:
-        """The scenario on an engine with the fault (or a sound one, with the same options)."""
+    def run(
+        self,
+        fault: Fault,
+        level: int,
+        *,
+        watched: bool = False,
+        sound: bool = False,
+        place: Mapping[str, Any] = _ON["cpu"],
+    ) -> Trial:
+        """The scenario on an engine with the fault (or a sound one, with the same options). place: device options."""
         pure, watch = Pure() if sound else fault.pure, VisibilityWatch()
         model, draft = self._conformance.pair(WINDOW) if fault.two_group else (BUILTIN_MODEL, BUILTIN_DRAFT)
-        options = {**_OPTIONS, **fault.options, "check_level": level}
+        options = {**_OPTIONS, **fault.options, **place, "check_level": level}
         outputs: list[RequestOutput] = []
         kept: list[tuple[Tensor, list[Any]]] = []
         error: Exception | None = None
@@ -134,6 +186,11 @@ class Provocation:
         tokens = tuple(output.token_ids for output in outputs)
         rounds = sum(output.metrics.target_forwards for output in outputs)
         return Trial(tokens, rounds, error, sum(tensor.tolist() != values for tensor, values in kept))
+
+
+def looks_from_the_host(fault: Fault) -> bool:
+    """Whether the fault's guard is host code inside the phases: the decoder, or the readback of committed slots."""
+    return fault.guard == "visibility" or fault.level == 3
 
 
 def _scenario(llm: LLM, outputs: list[RequestOutput]) -> None:

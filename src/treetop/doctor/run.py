@@ -39,7 +39,7 @@ def run(model: str | None, options: dict[str, Any], visit: Visit) -> int:
     head = read_draft_spec(config, resolve_folder(config.draft), spec) if config.draft is not None else None
     layout = make_layout(config, spec, head, Pure().layout)
     _print(console, "capacity", ("dimension", "value", "formula", "option"), capacity(layout))
-    return _faults(console) if visit.faults else _conformance(console, visit.cases)
+    return _faults(console, compute_device(config.device).type) if visit.faults else _conformance(console, visit.cases)
 
 
 def _conformance(console: Console, count: int) -> int:
@@ -60,9 +60,9 @@ def _conformance(console: Console, count: int) -> int:
     return int(failed > 0)
 
 
-def _faults(console: Console) -> int:
+def _faults(console: Console, device: str) -> int:
     findings: list[Finding] = []
-    with Provocation() as provocation, Progress(console=console, transient=True) as progress:
+    with Provocation(device) as provocation, Progress(console=console, transient=True) as progress:
         task = progress.add_task("faults", total=len(FAULTS))
         for fault in FAULTS.values():
             findings.append(provocation.find(fault))
@@ -72,7 +72,7 @@ def _faults(console: Console) -> int:
     ]
     _print(console, "faults", ("fault", "guard", "what it said", "without a guard"), rows)
     missed = [f.fault.name for f in findings if not f.ok]
-    console.print(f"faults: {len(findings) - len(missed)} of {len(findings)} caught, with harm shown without a guard")
+    console.print(f"faults: {len(findings) - len(missed)} of {len(findings)} caught on {device}, with harm shown without a guard")
     return int(bool(missed))
 
 
