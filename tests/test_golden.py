@@ -1,6 +1,11 @@
-"""The target is the model that `transformers` runs: logits and greedy tokens agree, on the engine's own path."""
+"""The target is the model that `transformers` runs: logits and greedy tokens agree, on the engine's own path.
+
+On a GPU both run there, in float32 without TF32, on either backend; logits are those of eager rounds, for a replay calls
+no Python that could record them, and tokens are those of captured rounds.
+"""
 
 import json
+from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 
@@ -26,6 +31,20 @@ CONFIGS = {
     "another norm": {"rms_norm_eps": 0.5},
 }
 PROMPT_LENGTHS = (1, 7, 16, 41)
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+PLACES = [
+    pytest.param({"device": "cpu"}, id="cpu"),
+    pytest.param({"device": "cuda", "attention_backend": "torch"}, id="cuda-torch", marks=needs_gpu),
+    pytest.param({"device": "cuda", "attention_backend": "triton"}, id="cuda-triton", marks=needs_gpu),
+]
+
+
+@pytest.fixture(params=PLACES)
+def place(request) -> Iterator[dict[str, str]]:
+    """Device and backend; TF32 stays off."""
+    assert torch.get_float32_matmul_precision() == "highest"
+    yield request.param
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 @pytest.fixture(scope="module", params=CONFIGS, ids=[name.replace(" ", "-") for name in CONFIGS])
@@ -34,8 +53,8 @@ def folder(request, tmp_path_factory) -> Path:
     return save_random_llama(place / "model", seed=7, **CONFIGS[request.param])
 
 
-def reference(folder: Path) -> LlamaForCausalLM:
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+def reference(folder: Path, device: str = "cpu") -> LlamaForCausalLM:
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(device)
     model.generation_config.eos_token_id = None  # generate a full length
     return model
 
@@ -67,32 +86,48 @@ def assert_close_logits(llm: LLM, model: LlamaForCausalLM, prompts, max_tokens: 
         (output,) = llm.generate([prompt], greedy(max_tokens))
         ours = torch.cat([logits[0] for logits in seen])
         with torch.no_grad():
-            theirs = model(torch.tensor([[*prompt, *output.token_ids[:-1]]])).logits[0]
+            ids = torch.tensor([[*prompt, *output.token_ids[:-1]]], device=model.device)
+            theirs = model(ids).logits[0]
         assert ours.shape == theirs.shape
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 def assert_greedy_tokens(llm: LLM, model: LlamaForCausalLM, prompts, max_tokens: int) -> None:
+    """The tokens of `generate`; a GPU's first mismatch may be a near tie of the reference's two best logits."""
     outputs = llm.generate(prompts, greedy(max_tokens))
+    ties = 0
     for prompt, output in zip(prompts, outputs, strict=True):
-        ids = torch.tensor([prompt])
+        ids = torch.tensor([prompt], device=model.device)
         expected = model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_tokens, pad_token_id=0
         )[0, len(prompt) :].tolist()
-        assert list(output.token_ids) == expected
+        if list(output.token_ids) != expected and model.device.type == "cuda":
+            assert_near_tie(model, prompt, expected, output.token_ids)
+            ties += 1
+        else:
+            assert list(output.token_ids) == expected
+    assert ties <= max(1, 1e-4 * max_tokens * len(prompts))
+
+
+def assert_near_tie(model: LlamaForCausalLM, prompt, expected, have) -> None:
+    at = next(i for i, (a, b) in enumerate(zip(expected, have, strict=True)) if a != b)
+    with torch.no_grad():
+        best, second = model(torch.tensor([[*prompt, *expected[:at]]], device=model.device)).logits[0, -1].topk(2).values
+    assert best - second < 1e-4 * max(1.0, abs(float(best))), f"token {at} differs, and is no near tie"
 
 
 @pytest.mark.parametrize("chunk", [512, 6])
-def test_logits_equal_those_of_transformers(folder, chunk):
+def test_logits_equal_those_of_transformers(folder, place, chunk):
     """float32: prompt positions in one chunk and in many, then decoded positions, agree to 1e-4."""
-    llm = LLM(model=str(folder), draft=None, dtype="float32", chunked_prefill_size=chunk, page_size=4)
-    assert_close_logits(llm, reference(folder), prompts_of(llm.engine.spec.vocab_size), 12)
+    options = {"dtype": "float32", "graphs": "off", **place}
+    llm = LLM(model=str(folder), draft=None, chunked_prefill_size=chunk, page_size=4, **options)
+    assert_close_logits(llm, reference(folder, place["device"]), prompts_of(llm.engine.spec.vocab_size), 12)
 
 
-def test_sixty_four_greedy_tokens_equal_those_of_transformers(folder):
+def test_sixty_four_greedy_tokens_equal_those_of_transformers(folder, place):
     """float32: a batch of ragged prompts gives the tokens of `generate(do_sample=False)`."""
-    llm = LLM(model=str(folder), draft=None, dtype="float32", page_size=4)
-    assert_greedy_tokens(llm, reference(folder), prompts_of(llm.engine.spec.vocab_size), 64)
+    llm = LLM(model=str(folder), draft=None, dtype="float32", page_size=4, **place)
+    assert_greedy_tokens(llm, reference(folder, place["device"]), prompts_of(llm.engine.spec.vocab_size), 64)
 
 
 def test_rope_of_the_older_spelling_means_the_same(tmp_path):
@@ -107,7 +142,7 @@ def test_rope_of_the_older_spelling_means_the_same(tmp_path):
     )
     logits = []
     for folder in (new, old):
-        llm = LLM(model=str(folder), draft=None)
+        llm = LLM(model=str(folder), draft=None, device="cpu")
         seen = record_logits(llm)
         llm.generate([prompts_of(211)[3]], greedy(2))
         logits.append(seen[0])
@@ -132,19 +167,20 @@ def embedded() -> Path:
 
 @pytest.fixture(scope="module")
 def embedded_prompts(embedded) -> list[list[int]]:
-    llm_tokenizer = LLM(model="builtin:nestling", draft=None, max_running_requests=1).tokenizer
+    llm_tokenizer = LLM(model="builtin:nestling", draft=None, max_running_requests=1, device="cpu").tokenizer
     path = Path(str(resources.files("treetop") / "assets" / "prompts.jsonl"))
     lines = path.read_text(encoding="utf-8").splitlines()[:4]
     return [llm_tokenizer.encode(json.loads(line)["prompt"]) for line in lines]
 
 
-def test_the_embedded_target_has_the_logits_of_transformers(embedded, embedded_prompts):
+def test_the_embedded_target_has_the_logits_of_transformers(embedded, embedded_prompts, place):
     """float32: every prompt position and decoded position of the embedded target agrees to 1e-4."""
-    llm = LLM(model="builtin:nestling", draft=None, dtype="float32", chunked_prefill_size=50)
-    assert_close_logits(llm, reference(embedded), embedded_prompts[:2], 8)
+    options = {"dtype": "float32", "graphs": "off", **place}
+    llm = LLM(model="builtin:nestling", draft=None, chunked_prefill_size=50, **options)
+    assert_close_logits(llm, reference(embedded, place["device"]), embedded_prompts[:2], 8)
 
 
-def test_the_embedded_target_gives_the_greedy_tokens_of_transformers(embedded, embedded_prompts):
+def test_the_embedded_target_gives_the_greedy_tokens_of_transformers(embedded, embedded_prompts, place):
     """float32: 64 tokens of the embedded target equal those of `generate(do_sample=False)`."""
-    llm = LLM(model="builtin:nestling", draft=None, dtype="float32")
-    assert_greedy_tokens(llm, reference(embedded), embedded_prompts, 64)
+    llm = LLM(model="builtin:nestling", draft=None, dtype="float32", **place)
+    assert_greedy_tokens(llm, reference(embedded, place["device"]), embedded_prompts, 64)
