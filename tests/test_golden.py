@@ -1,7 +1,7 @@
 """The target is the model that `transformers` runs: logits and greedy tokens agree, on the engine's own path.
 
-On a GPU both run there, in float32 without TF32, on either backend; logits are those of eager rounds, for a replay calls
-no Python that could record them, and tokens are those of captured rounds.
+On a GPU both run there, in float32 without TF32, on either backend; logits are those of eager rounds, for a replay
+calls no Python that could record them, and tokens are those of captured rounds.
 """
 
 import json
@@ -112,7 +112,9 @@ def assert_greedy_tokens(llm: LLM, model: LlamaForCausalLM, prompts, max_tokens:
 def assert_near_tie(model: LlamaForCausalLM, prompt, expected, have) -> None:
     at = next(i for i, (a, b) in enumerate(zip(expected, have, strict=True)) if a != b)
     with torch.no_grad():
-        best, second = model(torch.tensor([[*prompt, *expected[:at]]], device=model.device)).logits[0, -1].topk(2).values
+        best, second = (
+            model(torch.tensor([[*prompt, *expected[:at]]], device=model.device)).logits[0, -1].topk(2).values
+        )
     assert best - second < 1e-4 * max(1.0, abs(float(best))), f"token {at} differs, and is no near tie"
 
 

@@ -5,10 +5,10 @@ with small pages and chunks, a batch that drains, prefixes that repeat, a reques
 stop token in the middle of an accepted path. A fault of the draft that the embedded head shrugs off is shown by the
 dense oracle: what it drafts is not what the head says.
 
-On a GPU the guards run there, on Triton and captured rounds where they live in what a replay repeats. The decoder and the
-readback of committed slots are host code inside the phases, which no replay runs: they look at eager rounds, and captured
-rounds of the same fault are compared with the dense oracle. Harm is shown on the CPU: without a guard some faults
-address memory that is not theirs, and a GPU context does not survive that.
+On a GPU the guards run there, on Triton and in captured rounds where a replay repeats what they look at. The decoder
+and the readback of committed slots are host code inside the phases, which no replay runs: they look at eager rounds,
+and captured rounds of the same fault are compared with the dense oracle. Harm is shown on the CPU: without a guard some
+faults address memory that is not theirs, and a GPU context does not survive that.
 """
 
 import json

@@ -72,7 +72,9 @@ def _faults(console: Console, device: str) -> int:
     ]
     _print(console, "faults", ("fault", "guard", "what it said", "without a guard"), rows)
     missed = [f.fault.name for f in findings if not f.ok]
-    console.print(f"faults: {len(findings) - len(missed)} of {len(findings)} caught on {device}, with harm shown without a guard")
+    console.print(
+        f"faults: {len(findings) - len(missed)} of {len(findings)} caught on {device}, with harm shown without a guard"
+    )
     return int(bool(missed))
 
 
