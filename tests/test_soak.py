@@ -1,0 +1,82 @@
+"""The soak of `scripts/soak.py`, short and on the CPU: nothing leaks, fires or changes, and it can tell."""
+
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engines import build
+from treetop.debug.faults import fault
+from treetop.engine.pure import Pure
+
+ROUNDS = 300
+
+
+@pytest.fixture(scope="module")
+def script():
+    path = Path(__file__).parent.parent / "scripts" / "soak.py"
+    spec = importlib.util.spec_from_file_location("soak", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["soak"] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["soak"]
+
+
+def small(pair, **options):
+    """Four rows in a pool of one context and a little, so that requests are retracted."""
+    tight = {"context_length": 96, "max_running_requests": 4, "max_total_tokens": 120, "chunked_prefill_size": 24}
+    return build(pair, (4, 5, 16), **{"page_size": 4, "check_level": 2, **tight, **options})
+
+
+def fresh(pair):
+    return small(pair, max_total_tokens=None, graphs="off", check_level=1)
+
+
+@pytest.mark.parametrize("options", [{}, {"graphs": "sim", "check_level": 3}, {"radix_cache": True}], ids=repr)
+def test_a_short_soak_ends_clean(script, strong_pair, options):
+    """Float64, 300 rounds: requests finish, are aborted and retracted; a fresh engine gives the same tokens."""
+    soak = script.Soak(small(strong_pair, **options), seed=3, sample=20)
+    summary = soak.run(ROUNDS)
+    soak.compare(fresh(strong_pair))
+    assert summary.failures == []
+    assert summary.rounds >= ROUNDS
+    assert summary.finished + summary.aborted == summary.arrived
+    assert min(summary.aborted, summary.retractions, summary.idle_checks) > 0
+    assert (summary.compared, summary.ties, summary.unequal) == (20, 0, 0)
+    assert summary.largest_batch == 4
+
+
+@pytest.mark.parametrize(("name", "words"), [("unaligned-allocation", "leased"), ("in-place-compaction", "otherwise")])
+def test_a_soak_sees_a_leak_and_a_wrong_token(script, strong_pair, name, words):
+    """Two bugs put back at level 0, where no guard looks."""
+    soak = script.Soak(small(strong_pair, pure=fault(name).pure, check_level=0), seed=3, sample=20)
+    summary = soak.run(ROUNDS)
+    soak.compare(fresh(strong_pair))
+    assert any(words in failure for failure in summary.failures), summary.failures
+
+
+def test_a_soak_sees_a_probe(script, strong_pair):
+    """A draft state that is not finite ends the soak with the probe's words."""
+    llm = small(strong_pair)
+    soak = script.Soak(llm, seed=3, sample=20)
+    tell = llm.engine.observer
+
+    def spoil(*args):
+        tell(*args)
+        llm.engine.device.state.draft.hidden.fill_(float("nan"))
+
+    llm.engine.observer = spoil
+    assert "detect_nan" in soak.run(ROUNDS).failures[0]
+
+
+def test_the_same_seed_gives_the_same_soak(script, strong_pair):
+    """Arrivals, aborts and what is compared follow the seed."""
+    runs = []
+    for pure in (Pure(), replace(Pure())):
+        soak = script.Soak(small(strong_pair, pure=pure), seed=5, sample=8)
+        summary = soak.run(60)
+        runs.append((summary.finished, summary.aborted, summary.tokens, [o.token_ids for _, o in soak.sample]))
+    assert runs[0] == runs[1]
