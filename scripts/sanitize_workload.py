@@ -1,0 +1,159 @@
+"""What `scripts/sanitize.py` runs under compute-sanitizer: a tiny pair with windows, a few rounds of every choice.
+
+    python scripts/sanitize_workload.py --mode eager
+    python scripts/sanitize_workload.py --mode captured --plant overrun
+
+Eager rounds allocate every buffer by itself (PYTORCH_NO_CUDA_MEMORY_CACHING=1, set by the caller), so that memcheck
+knows where each ends. Captured rounds run at check level 3, every engine buffer between red zones. Prints one line of
+JSON: the kernels of this package, and which were launched. On a CPU (TRITON_INTERPRET=1, slow, so fewer rounds)
+GraphSim stands for captured rounds.
+"""
+
+import argparse
+import importlib
+import json
+import pkgutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import treetop.attention
+import treetop.kernels
+from treetop import LLM, SamplingParams
+from treetop.debug.two_group import write_two_group_pair
+from treetop.engine.device import Device
+from treetop.engine.pure import Pure
+from treetop.kernels.triton_guard import _probe, jit, tl
+from treetop.types.errors import CheckError
+
+MARK = "WORKLOAD "
+
+
+@jit
+def _planted_overrun_kernel(base, count):  # type: ignore[no-untyped-def]
+    tl.store(base + count, 1.0)
+
+
+@jit
+def _planted_unwritten_kernel(base):  # type: ignore[no-untyped-def]
+    tl.store(base + 1, tl.load(base))
+
+
+class Plant:
+    """A bug in every commit: a kernel writes one element past the first pool, or reads memory that nobody wrote."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind, self._device = kind, None
+
+    def wrap(self, device: Device) -> Device:
+        self._device = device
+        return device
+
+    @property
+    def pure(self) -> Pure:
+        real = Pure().commit
+
+        def commit(*args: Any) -> Any:
+            result = real(*args)
+            self._harm()
+            return result
+
+        return replace(Pure(), commit=commit)
+
+    def _harm(self) -> None:
+        if self._device is None:  # no engine yet
+            return
+        pool = next(iter(self._device.pools.values())).data
+        if self._kind == "overrun":
+            _planted_overrun_kernel[(1,)](pool, pool.numel())
+        else:
+            _planted_unwritten_kernel[(1,)](pool.new_empty(2))
+
+
+def our_kernels() -> list[str]:
+    """Names of the kernels of the package: what is compiled by `jit` and named so."""
+    found = set()
+    for package in (treetop.kernels, treetop.attention):
+        for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+            for value in vars(importlib.import_module(module.name)).values():
+                if isinstance(value, type(_probe)) and value.__name__.endswith("_kernel"):
+                    found.add(value.__name__)
+    return sorted(found)
+
+
+def count_launches() -> Counter[str]:
+    """From now on, launches of every Triton kernel, by name; a replay counts for nothing."""
+    launched: Counter[str] = Counter()
+    kind = type(_probe)
+    run: Callable[..., Any] = kind.run
+
+    def counting(self: Any, *args: Any, **options: Any) -> Any:
+        launched[self.__name__] += 1
+        return run(self, *args, **options)
+
+    kind.run = counting
+    return launched
+
+
+def work(mode: str, device: str, plant: Plant | None) -> None:
+    """Prefill in chunks, then rounds: greedy, sampled, filtered; requests of different lengths, so that rows drain."""
+    captured = "auto" if device == "cuda" else "sim"
+    planted: dict[str, Any] = {} if plant is None else {"pure": plant.pure, "wrap": plant.wrap}
+    prompts = [[(7 * i + 3 * n) % 96 for i in range(n)] for n in (1, 5, 23)]
+    batches = [
+        [SamplingParams(max_tokens=4 + 3 * i, ignore_eos=True) for i in range(3)],
+        [SamplingParams(max_tokens=5, temperature=1.0, seed=i, ignore_eos=True) for i in range(3)],
+        [SamplingParams(max_tokens=5, temperature=1.0, top_p=0.9, seed=i, ignore_eos=True) for i in range(3)],
+    ]
+    with tempfile.TemporaryDirectory(prefix="treetop-sanitize-") as folder:
+        target, head = write_two_group_pair(Path(folder))
+        for dtype in ("float32", "bfloat16") if device == "cuda" else ("float32",):
+            llm = LLM(
+                str(target),
+                str(head),
+                device=device,
+                dtype=dtype,
+                attention_backend="triton",
+                graphs=captured if mode == "captured" else "off",
+                check_level=3 if mode == "captured" else 2,
+                page_size=4,
+                context_length=64,
+                max_running_requests=3,
+                max_total_tokens=240,
+                chunked_prefill_size=16,
+                speculative_num_steps=2,
+                speculative_eagle_topk=2,
+                speculative_num_draft_tokens=5,
+                **planted,
+            )
+            for params in batches if device == "cuda" else batches[2:]:
+                llm.generate(prompts, params)
+            llm.scheduler.check_integrity()
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mode", choices=("eager", "captured"), required=True)
+    parser.add_argument("--plant", choices=("overrun", "unwritten"))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    args = parser.parse_args()
+    launched = count_launches()
+    try:
+        work(args.mode, args.device, Plant(args.plant) if args.plant else None)
+    except CheckError as error:
+        print(f"CheckError: {error}", file=sys.stderr)
+        return 1
+    print(MARK + json.dumps({"kernels": our_kernels(), "launched": launched}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
