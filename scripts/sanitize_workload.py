@@ -1,4 +1,4 @@
-"""What `scripts/sanitize.py` runs under compute-sanitizer: a tiny pair with windows, a few rounds of every choice.
+"""What `scripts/sanitize.py` runs under compute-sanitizer: small pairs, a few rounds of every choice.
 
     python scripts/sanitize_workload.py --mode eager
     python scripts/sanitize_workload.py --mode captured --plant overrun
@@ -29,7 +29,9 @@ from treetop import LLM, SamplingParams
 from treetop.debug.two_group import write_two_group_pair
 from treetop.engine.device import Device
 from treetop.engine.pure import Pure
-from treetop.kernels.triton_guard import _probe, jit, tl
+from treetop.kernels.few_rows import RowsLaunch, few_rows, gated_rows
+from treetop.kernels.triton_guard import _probe, gpu_traits, jit, tl
+from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL
 from treetop.types.errors import CheckError
 
 MARK = "WORKLOAD "
@@ -112,11 +114,14 @@ def work(mode: str, device: str, plant: Plant | None) -> None:
         [SamplingParams(max_tokens=5, temperature=1.0, top_p=0.9, seed=i, ignore_eos=True) for i in range(3)],
     ]
     with tempfile.TemporaryDirectory(prefix="treetop-sanitize-") as folder:
-        target, head = write_two_group_pair(Path(folder))
-        for dtype in ("float32", "bfloat16") if device == "cuda" else ("float32",):
+        target, head = map(str, write_two_group_pair(Path(folder)))  # windows, and sizes no kernel likes
+        cases = [(target, head, "float32")]
+        if device == "cuda":  # the embedded pair is wide enough for products of few rows
+            cases += [(target, head, "bfloat16"), (BUILTIN_MODEL, BUILTIN_DRAFT, "bfloat16")]
+        for model, draft, dtype in cases:
             llm = LLM(
-                str(target),
-                str(head),
+                model,
+                draft,
                 device=device,
                 dtype=dtype,
                 attention_backend="triton",
@@ -136,7 +141,19 @@ def work(mode: str, device: str, plant: Plant | None) -> None:
                 llm.generate(prompts, params)
             llm.scheduler.check_integrity()
     if device == "cuda":
+        if mode == "eager":
+            products_by_tiles()
         torch.cuda.synchronize()
+
+
+def products_by_tiles() -> None:
+    """Products through tile descriptors, whose edges the hardware masks; only large weights get them by themselves."""
+    gpu = gpu_traits(torch.device("cuda"))
+    weight = torch.ones((200, 256), dtype=torch.bfloat16, device="cuda")
+    for rows in (1, 20, 130):
+        x = torch.ones((rows, 256), dtype=torch.bfloat16, device="cuda")
+        few_rows(x, weight, RowsLaunch(64, 128, 2, 3, 4, 1, True), gpu)
+        gated_rows(x, weight[:128], RowsLaunch(64, 128, 1, 3, 4, 1, True), gpu)
 
 
 def main() -> int:
