@@ -72,7 +72,7 @@ class FlashOp:
     """FlashAttention-3's `fwd`, its operands put in the order of its schema: builds differ in which ones they have."""
 
     def __init__(self, op: Any, source: str) -> None:
-        self.source = source
+        self.source, self.schema = source, str(op._schema)
         self._op = op
         self._names = [argument.name for argument in op._schema.arguments]
         self._rest = [_rest(argument) for argument in op._schema.arguments]
