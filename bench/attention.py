@@ -1,325 +1,253 @@
-"""Times the Triton attention backend on one GPU: checked first, then replayed from a CUDA graph, against its floor.
+"""Checks and times attention backends on one GPU, against their floor, and writes the tables that engines choose by.
 
-    python bench/attention.py [--json FILE] [--shapes tree,plain,draft,prefill]
+    python bench/attention.py --check                 what is here, and whether every result is right; no timing
+    python bench/attention.py [--json FILE]           every usable backend on every shape, checked first
+    python bench/attention.py --write-table           the same over the classes of `auto`; writes attention/choices.json
+    python bench/attention.py --tune                  launches of the Triton kernel; writes kernels/launches.json
 
-Every shape's result is compared with a dense float32 reference before it is timed. One graph holds the calls of many
-layers, each with K/V of its own, so that nothing is read from the L2 cache that an engine would not find there; the
-time is a replay over the number of layers. Floor: the bytes that must move over this machine's own copy bandwidth, or
-the operations over its own bf16 matrix rate, whichever is larger.
+Every shape's result is compared with a dense float32 reference before it is timed, and again after the last replay.
+One graph holds the calls of many layers, each with K/V of its own, so that nothing is read from the L2 cache that an
+engine would not find there; the time is a replay over the number of layers. Floor: the bytes that must move over this
+machine's own copy bandwidth, or the operations over its own bf16 matrix rate, whichever is larger. Tables grow: with
+`--missing` only classes that they lack are measured, and `--limit-s` ends a run early with what it has.
 """
 
 import argparse
+import datetime
 import itertools
 import json
 import platform
-import statistics
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+import time
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import torch
 import triton
-from torch import Tensor
+from attention_cases import (
+    TOLERANCE,
+    Backend,
+    Case,
+    Measured,
+    Shape,
+    build,
+    check,
+    copy_bytes_per_s,
+    describe,
+    matrix_operations_per_s,
+    measure,
+    num_layers_for,
+    reference,
+    relative_error,
+    shapes_to_check,
+    shapes_to_time,
+)
+from launch_tuning import shapes_to_tune, tune
 
-from treetop.attention.contract import Queries, TableView, TailKV
-from treetop.attention.triton_backend import TritonBackend, TritonPlan
-from treetop.kernels.attention import PagedKeys, Sight, TailKeys, paged_attention_reference
-from treetop.kernels.kv import PagedKV, PageTable
-from treetop.kernels.tree import ancestor_mask
-from treetop.types.ids import FULL
-from treetop.types.phase import Phase
+import treetop.attention
+import treetop.kernels
+from treetop.attention import auto
+from treetop.attention.capabilities import CAPABILITIES, Need, refusal
+from treetop.attention.libraries import find_fa3
+from treetop.attention.registry import make_backend
+from treetop.kernels import launch
+from treetop.kernels.triton_guard import gpu_traits
 
 DEVICE = torch.device("cuda")
-COLD_BYTES = 512 << 20
-"""K/V that one replay walks through: several times the L2 cache."""
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
-"""Largest relative error, ||out - reference|| / ||reference||, of a right kernel in each dtype."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    """One call. kind: tree, plain or draft (prefix and tail), prefill (causal, in the pages)."""
+class Backends:
+    """Backends by name and need, made once."""
 
-    kind: str
-    rows: int
-    n: int
-    prefix_len: int
-    tail: int
-    heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-    page_size: int = 16
-    window: int | None = None
-    dtype: torch.dtype = torch.bfloat16
-    ragged: bool = False
-    bound: int | None = None
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+        self._made: dict[tuple[str, Need], Backend] = {}
 
-    @property
-    def capacity(self) -> int:
-        """The bound that a launch is made for: a captured graph's is the context limit."""
-        return self.bound or self.prefix_len
+    def usable(self, shape: Shape) -> list[str]:
+        return [name for name in self.names if refusal(name, shape.need) is None]
 
-    @property
-    def kv_bytes(self) -> int:
-        """K/V of one layer's pages that a call reads."""
-        return self.rows * self.prefix_len * 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
-
-    @property
-    def bytes(self) -> int:
-        """What a call must read and write once."""
-        queries = 2 * self.rows * self.n * self.heads * self.head_dim
-        tail = 2 * self.rows * self.tail * self.kv_heads * self.head_dim
-        return self.kv_bytes + (queries + tail) * self.dtype.itemsize
-
-    @property
-    def operations(self) -> int:
-        """Multiplications and additions of both products."""
-        seen = self.prefix_len + self.tail
-        if self.kind == "prefill":
-            seen = self.prefix_len - (self.n - 1) // 2
-        return 4 * self.rows * self.n * seen * self.heads * self.head_dim
+    def get(self, name: str, shape: Shape) -> Backend:
+        key = (name, shape.need)
+        if key not in self._made:
+            self._made[key] = make_backend(name, shape.need)
+        return self._made[key]
 
 
-def shapes_to_time() -> list[Shape]:
-    """The shapes of design.md's table, plain decoding, draft phases and prefill chunks."""
-    tree = [(1, 16, 2048), (1, 16, 16384), (8, 16, 2048), (32, 8, 2048), (32, 16, 4096), (8, 64, 2048), (1, 8, 1024)]
-    draft = [(1, 4, 1024, 20), (8, 6, 1024, 6), (32, 4, 1024, 12)]
-    prefill = [(1, 512, 512), (1, 512, 8192), (4, 2048, 2048)]
-    return [
-        *[Shape("tree", rows, n, length, n) for rows, n, length in tree],
-        *[Shape("plain", rows, 1, 1024, 1) for rows in (1, 8, 32)],
-        *[Shape("tree", rows, n, 1024, n, bound=16384) for rows, n in ((1, 16), (8, 16))],
-        *[Shape("plain", rows, 1, 1024, 1, bound=16384) for rows in (1, 8)],
-        *[Shape("draft", rows, n, length, tail) for rows, n, length, tail in draft],
-        *[Shape("prefill", rows, n, length, 0) for rows, n, length in prefill],
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def report_machine(names: list[str]) -> None:
+    """What is here, and FlashAttention-3's schema, which decides how it is called."""
+    say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
+    for name in names:
+        problem = refusal(name, Need(CAPABILITIES[name].dtypes[0], DEVICE))
+        say(f"{name:11} {'usable' if problem is None else 'refused: ' + problem.reason}")
+    if refusal("fa3", Need(torch.bfloat16, DEVICE)) is None:
+        op = find_fa3()
+        say(f"fa3 is {op.source}\n{op.schema}")
+
+
+def check_all(backends: Backends) -> int:
+    """Every usable backend on ragged batches; how many are wrong. The first failure of each is shown in full."""
+    wrong, shown = 0, set()
+    for shape in shapes_to_check():
+        case = build(shape, 1)
+        for name in backends.usable(shape):
+            try:
+                error, failure = check(case, backends.get(name, shape)), None
+            except Exception:  # whatever a library raises: show it and go on
+                error, failure = float("inf"), traceback.format_exc()
+            right = error <= 2 * TOLERANCE[shape.dtype]
+            wrong += not right
+            if not right or backends.names == [name]:
+                say(f"{'ok   ' if right else 'WRONG'} {name:11} error {error:.1e}  {shape}")
+            if not right and name not in shown:
+                shown.add(name)
+                say(failure or diagnose(case, backends.get(name, shape)))
+    say(f"{wrong} wrong results")
+    return wrong
+
+
+def diagnose(case: Case, backend: Backend) -> str:
+    """Which rows are wrong, and by how much."""
+    layer = case.layers[0]
+    out, want = case.call(backend, case.plan(backend), layer), reference(case, layer)
+    rows = [
+        f"  row {i}: extent {int(case.view.extent[i])}, error {relative_error(out[i], want[i]):.1e},"
+        f" {int((~torch.isfinite(out[i])).sum())} not finite"
+        for i in range(case.shape.rows)
     ]
+    return "\n".join(["q " + str(case.q.shape) + " strides " + str(case.q.stride()), *rows])
 
 
-def shapes_to_check() -> Iterator[Shape]:
-    """Ragged batches with a padding row, across dtypes, windows, head widths and page sizes."""
-    base = Shape("tree", 5, 11, 700, 11, ragged=True)
-    for dtype in TOLERANCE:
-        for window in (None, 100):
-            yield replace(base, dtype=dtype, window=window)
-            yield replace(base, dtype=dtype, window=window, kind="prefill", n=150, tail=0)
-    yield replace(base, heads=14, kv_heads=2, head_dim=64, page_size=1)
-    yield replace(base, heads=4, kv_heads=4, head_dim=80, page_size=64, prefix_len=5000)
-    yield replace(base, n=64, tail=64, head_dim=256, heads=8, kv_heads=4)
-    yield replace(base, n=1, tail=1, rows=40)
-    yield replace(base, kind="prefill", n=300, tail=0, prefix_len=3000, rows=2)
+def time_all(backends: Backends, shapes: list[Shape], end: float) -> list[dict[str, Any]]:
+    """Every usable backend on every shape until `end`, in one process; wrong results are reported and not timed."""
+    copy, matrix = copy_bytes_per_s(), matrix_operations_per_s()
+    say(f"copy {copy / 1e12:.2f} TB/s, matrix products {matrix / 1e12:.0f} TFLOP/s")
+    timed: list[dict[str, Any]] = []
+    for shape in shapes:
+        if time.monotonic() > end:
+            say(f"time is up after {len(timed)} of {len(shapes)} shapes")
+            break
+        case = build(shape, num_layers_for(shape))
+        floor = 1e6 * max(shape.bytes / copy, shape.operations / matrix)
+        results: dict[str, Measured] = {}
+        for name in backends.usable(shape):
+            try:
+                error = check(case, backends.get(name, shape))
+                result = measure(case, backends.get(name, shape)) if error <= 2 * TOLERANCE[shape.dtype] else None
+            except Exception:  # one library's failure must not cost the others' figures
+                say(traceback.format_exc(limit=-2))
+                result, error = None, float("inf")
+            if result is None or not result.error <= 2 * TOLERANCE[shape.dtype]:
+                say(f"WRONG {name} on {shape}: error {error:.1e}")
+                continue
+            results[name] = result
+        where = f"{shape.kind:8} B={shape.rows:<3} n={shape.n:<5} L={shape.prefix_len:<6} t={shape.tail:<3}"
+        times = "  ".join(
+            f"{name} {r.us:.1f} ({r.us / floor:.2f}x)" + (f" + plan {r.plan_us:.0f}" if r.plan_us else "")
+            for name, r in results.items()
+        )
+        say(f"{where} floor {floor:7.1f} us  {times}")
+        figures = {name: {**asdict(r), "ratio": r.us / floor} for name, r in results.items()}
+        row: dict[str, Any] = {**describe(shape), "class": shape.call.shape_class, "floor_us": floor}
+        timed.append(
+            {**row, "backends": figures, "launch": asdict(launch.choose_launch(shape.call, gpu_traits(DEVICE)))}
+        )
+        del case
+    return timed
 
 
-@dataclass
-class Case:
-    """Random inputs of a shape: layers that share everything but their pages."""
-
-    shape: Shape
-    q: Tensor
-    layers: list[PagedKV]
-    view: TableView
-    queries: Queries
-    tail: TailKV
-
-    def call(self, backend: TritonBackend, plan: TritonPlan, layer: PagedKV) -> Tensor:
-        scale = self.shape.head_dim**-0.5
-        if self.shape.kind == "prefill":
-            return backend.causal(self.q, layer, plan, scale)
-        return backend.prefix_tail(self.q, layer, plan, self.tail, scale)
-
-    def plan(self, backend: TritonBackend) -> TritonPlan:
-        prefix = backend.begin(self.view)
-        if self.shape.kind == "prefill":
-            return backend.plan_causal(prefix, self.queries.positions, self.shape.window)
-        return backend.plan(prefix, self.queries)
+def classes_of_auto() -> list[Shape]:
+    """The classes that `auto` tells apart: Llama-3.1-8B's heads, decoding, trees, draft levels and prefill chunks."""
+    shapes = []
+    for length, rows, n in itertools.product((2048, 1024, 4096, 8192), (1, 8, 32, 4, 16, 64), (16, 8, 1, 4, 32, 64)):
+        if rows * length <= 131072:
+            shapes.append(Shape("tree" if n > 1 else "plain", rows, n, length, n))
+    prefill = [(1, 512, 1024), (1, 512, 4096), (1, 2048, 2048), (4, 512, 1024), (8, 512, 2048), (1, 512, 16384)]
+    return shapes + [Shape("prefill", rows, n, length, 0) for rows, n, length in prefill]
 
 
-def build(shape: Shape, num_layers: int) -> Case:
-    """Pages in random order; the last table row is the dummy's. Ragged: lengths vary, and the last row is padding."""
-    s, p = shape, shape.page_size
-    columns = -(-s.prefix_len // p)
-    num_pages = 1 + s.rows * columns
-    order = torch.randperm(num_pages - 1, device=DEVICE) + 1
-    table = torch.zeros((s.rows + 1, -(-s.capacity // p)), dtype=torch.int32, device=DEVICE)
-    table[: s.rows, :columns] = order.view(s.rows, columns)
-    rows = torch.randperm(s.rows, device=DEVICE)
-    extent = torch.full((s.rows,), s.prefix_len, device=DEVICE)
-    if s.ragged:
-        rows[-1] = s.rows
-        least = s.n if s.kind == "prefill" else 0
-        extent[:-1] = torch.randint(least, s.prefix_len + 1, (s.rows - 1,), device=DEVICE)
-        extent[-1] = 0
-    pages = (num_pages * p, 2, s.kv_heads, s.head_dim)
-    layers = []
-    for _ in range(num_layers):
-        data = torch.randn(pages, dtype=s.dtype, device=DEVICE)
-        data[:p] = 0
-        layers.append(PagedKV(data))
-    fused = torch.randn(s.rows, s.n, s.heads + 2 * s.kv_heads, s.head_dim, dtype=s.dtype, device=DEVICE)
-    q = fused[:, :, : s.heads]  # as it leaves the projection
-    columns_of_q = torch.arange(s.n, device=DEVICE)
-    tail = TailKV(torch.randn(s.rows, s.tail, 2, s.kv_heads, s.head_dim, dtype=s.dtype, device=DEVICE))
-    if s.kind == "prefill":
-        positions = (extent - s.n).clamp(min=0)[:, None] + columns_of_q
-        positions = torch.where(extent[:, None] > 0, positions, 0)
-        queries = Queries(positions, positions, torch.empty(0, device=DEVICE))
-    else:
-        picks = torch.rand(s.rows, s.tail, device=DEVICE) * torch.arange(s.tail, device=DEVICE)
-        mask = ancestor_mask(picks.long(), s.tail)[:, -s.n :].contiguous()
-        depth = ancestor_mask(picks.long(), s.tail).sum(dim=2) - 1
-        spots = extent[:, None] + depth
-        queries = Queries(spots[:, -s.n :], spots, mask, s.window)
-    return Case(
-        s, q, layers, TableView(Phase.VERIFY, PageTable(FULL, table), rows, extent, s.capacity, p), queries, tail
-    )
+def write_choices(timed: list[dict[str, Any]]) -> None:
+    classes = {
+        row["class"]: {
+            name: {"us": round(figures["us"], 2), "plan_us": round(figures["plan_us"], 1)}
+            for name, figures in row["backends"].items()
+        }
+        for row in timed
+        if auto.FALLBACK in row["backends"]
+    }
+    write_table(treetop.attention, auto.TABLE, "python bench/attention.py --write-table", classes)
 
 
-def reference(case: Case, layer: PagedKV) -> Tensor:
-    """Dense attention in float32, a row at a time."""
-    s, view, queries = case.shape, case.view, case.queries
-    outs = []
-    for i in range(s.rows):
-        one = slice(i, i + 1)
-        keys = PagedKeys(layer.data, view.table.data, view.rows[one], view.extent[one], view.bound, view.page_size)
-        sight = Sight(queries.positions[one], s.window, s.kind == "prefill")
-        tail = None
-        if s.kind != "prefill":
-            tail = TailKeys(case.tail.data[one], queries.tail_positions[one], queries.mask[one])
-        q = case.q[one].to(torch.float32)
-        outs.append(paged_attention_reference(q, keys, sight, tail, s.head_dim**-0.5)[0])
-    return torch.cat(outs)
+def write_table(package: Any, name: str, command: str, classes: dict[str, Any]) -> None:
+    """A committed table, with the machine and the day that it was last measured on; earlier classes of it stay."""
+    path = Path(package.__path__[0]) / name
+    old = json.loads(path.read_text(encoding="utf-8"))
+    if old["gpu"] == torch.cuda.get_device_name():
+        classes = {**old["classes"], **classes}
+    head = {
+        "gpu": torch.cuda.get_device_name(),
+        "num_sms": gpu_traits(DEVICE).num_sms,
+        "date": datetime.date.today().isoformat(),
+        "command": command,
+    }
+    lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in sorted(classes.items()))
+    text = json.dumps(head, indent=1)[:-2] + ',\n "classes": {\n' + lines + "\n }\n}\n"
+    json.loads(text)
+    path.write_text(text, encoding="utf-8")
+    say(f"wrote {path}: {len(classes)} classes")
 
 
-def relative_error(out: Tensor, expected: Tensor) -> float:
-    difference = out.to(torch.float32) - expected
-    return float(difference.norm() / expected.norm())
-
-
-def check(case: Case, backend: TritonBackend) -> float:
-    """Raise unless the first and last layer's results are the reference's. Returns the larger relative error."""
-    plan = case.plan(backend)
-    worst = 0.0
-    for layer in (case.layers[0], case.layers[-1]):
-        error = relative_error(case.call(backend, plan, layer), reference(case, layer))
-        require_right(case.shape, error)
-        worst = max(worst, error)
-    return worst
-
-
-def require_right(shape: Shape, error: float) -> None:
-    if not error <= TOLERANCE[shape.dtype]:  # NaN fails
-        raise SystemExit(f"wrong result: {shape} relative error {error:.2e}")
-
-
-def graph_of(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """A captured graph of `work`, replayed a few times."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    for _ in range(3):
-        graph.replay()
-    return graph
-
-
-def times_us(launch: Callable[[], object], repeats: int) -> list[float]:
-    """Microseconds of each call of `launch`, between events."""
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    for event in events[:-1]:
-        event.record()
-        launch()
-    events[-1].record()
-    torch.cuda.synchronize()
-    return [1e3 * a.elapsed_time(b) for a, b in itertools.pairwise(events)]
-
-
-def copy_bytes_per_s() -> float:
-    """Device-to-device copy of 2 GiB, bytes read and written."""
-    source = torch.empty(1 << 31, dtype=torch.uint8, device=DEVICE).random_()
-    target = torch.empty_like(source)
-    times = times_us(lambda: target.copy_(source), 24)
-    return 2 * source.numel() / (statistics.median(times) * 1e-6)
-
-
-def matrix_operations_per_s() -> float:
-    """bf16 matrix product, 8192 cubed."""
-    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
-    out = torch.empty_like(a)
-    times = times_us(lambda: torch.mm(a, b, out=out), 24)
-    return 2 * 8192**3 / (statistics.median(times) * 1e-6)
-
-
-def num_layers_for(shape: Shape) -> int:
-    return max(2, min(64, COLD_BYTES // max(shape.kv_bytes, 1)))
-
-
-def measure(case: Case, backend: TritonBackend, replays: int = 40) -> dict[str, float]:
-    """Median, 10th and 90th percentile of a call's time in a replayed graph, in microseconds.
-
-    What the last replay left must be right too.
-    """
-    plan = case.plan(backend)
-    last: list[Tensor] = []
-
-    def work() -> None:
-        for layer in case.layers:
-            last[:] = [case.call(backend, plan, layer)]
-
-    graph = graph_of(work)
-    times = sorted(t / len(case.layers) for t in times_us(graph.replay, replays))
-    require_right(case.shape, relative_error(last[0], reference(case, case.layers[-1])))
-    return {"us": statistics.median(times), "us_p10": times[len(times) // 10], "us_p90": times[9 * len(times) // 10]}
-
-
-def main(arguments: list[str]) -> None:
-    """Check, then time; a table on stderr, JSON on stdout or in a file."""
+def main(arguments: list[str]) -> int:
+    """Figures on stderr, JSON on stdout or in a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", help="write the results here instead of stdout")
     parser.add_argument("--shapes", default="tree,plain,draft,prefill", help="kinds to time, comma-separated")
+    parser.add_argument(
+        "--backends", default="triton,fa3,flashinfer,fa4", help="comma-separated; those refused are left out"
+    )
+    parser.add_argument("--missing", action="store_true", help="only classes that the table lacks")
+    parser.add_argument("--limit-s", type=float, default=1e9, help="begin no shape after this many seconds")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--check", action="store_true", help="check results, with diagnostics, and time nothing")
+    what.add_argument("--write-table", action="store_true", help="time the classes of `auto` and write its table")
+    what.add_argument("--tune", action="store_true", help="tune the Triton kernel's launches and write their table")
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
-    backends = {dtype: TritonBackend(dtype, DEVICE) for dtype in TOLERANCE}
-    checked = []
-    for shape in shapes_to_check():
-        checked.append({**describe(shape), "error": check(build(shape, 1), backends[shape.dtype])})
-    print(f"{len(checked)} ragged shapes agree with the reference", file=sys.stderr)
-    copy, matrix = copy_bytes_per_s(), matrix_operations_per_s()
-    timed = []
-    for shape in shapes_to_time():
-        if shape.kind not in options.shapes.split(","):
-            continue
-        case = build(shape, num_layers_for(shape))
-        backend = backends[shape.dtype]
-        error = check(case, backend)
-        floor = 1e6 * max(shape.bytes / copy, shape.operations / matrix)
-        times = measure(case, backend)
-        ratio = times["us"] / floor
-        launch = asdict(backend._launch(case.q, case.layers[0], case.plan(backend)))
-        timed.append({**describe(shape), "error": error, **times, "floor_us": floor, "ratio": ratio, "launch": launch})
-        where = f"{shape.kind:8} B={shape.rows:<3} n={shape.n:<5} L={shape.prefix_len:<6} t={shape.tail:<3}"
-        print(f"{where} {times['us']:8.1f} us  floor {floor:7.1f}  ratio {ratio:5.2f}  {launch}", file=sys.stderr)
-        del case
+    backends = Backends(options.backends.split(","))
+    report_machine(backends.names)
+    end = time.monotonic() + options.limit_s
+    if options.tune:
+        known = set(launch.launch_table()["classes"]) if options.missing else set()
+        shapes = [shape for shape in shapes_to_tune() if shape.call.shape_class not in known]
+        write_table(treetop.kernels, launch.TABLE, "python bench/attention.py --tune", tune(shapes, end, say))
+        return 0
+    wrong = check_all(backends)
+    if options.check:
+        return int(wrong > 0)
+    shapes = classes_of_auto() if options.write_table else shapes_to_time()
+    known = set(auto.load_table().classes) if options.missing else set()
+    kinds = options.shapes.split(",")
+    shapes = [shape for shape in shapes if shape.kind in kinds and shape.call.shape_class not in known]
+    timed = time_all(backends, shapes, end)
+    if options.write_table:
+        write_choices(timed)
     report = {
         "machine": {"gpu": torch.cuda.get_device_name(), "host": platform.machine()},
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
-        "copy_tb_per_s": copy / 1e12,
-        "matrix_tflop_per_s": matrix / 1e12,
-        "checked": checked,
+        "wrong": wrong,
         "timed": timed,
     }
-    text = json.dumps(report, indent=1)
     if options.json:
-        with open(options.json, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
+        Path(options.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     else:
-        print(text)
-
-
-def describe(shape: Shape) -> dict[str, object]:
-    return {**asdict(shape), "dtype": str(shape.dtype).removeprefix("torch.")}
+        print(json.dumps(report, indent=1))
+    return int(wrong > 0)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

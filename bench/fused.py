@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 import triton
-from attention import DEVICE, copy_bytes_per_s, graph_of, relative_error, times_us
+from attention_cases import DEVICE, copy_bytes_per_s, graph_of, relative_error, times_us
 from torch import Tensor
 
 from treetop.kernels.fused import (

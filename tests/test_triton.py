@@ -8,26 +8,16 @@ import itertools
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
-from treetop.attention.contract import Queries, TableView, TailKV
-from treetop.attention.tail import attend, tail_visible
+from scenes import assert_close, dense_answer, scene
 from treetop.attention.torch_backend import TorchBackend
 from treetop.attention.triton_backend import TritonBackend
-from treetop.kernels.attention import (
-    Launch,
-    PagedKeys,
-    Sight,
-    TailKeys,
-    choose_launch,
-    paged_attention,
-    paged_attention_reference,
-)
+from treetop.kernels.attention import PagedKeys, Sight, TailKeys, paged_attention, paged_attention_reference
 from treetop.kernels.few_rows import (
     RowsLaunch,
     few_rows,
@@ -44,122 +34,17 @@ from treetop.kernels.fused import (
     silu_mul_reference,
 )
 from treetop.kernels.kv import PagedKV, PageTable, write_pages
+from treetop.kernels.launch import CallShape, Launch, launch_by_formula
 from treetop.kernels.linear import FewRowsGated, FewRowsLinear, LibraryLinear, library_gated
 from treetop.kernels.rope import RopeSpec, rope_table, rotate_
 from treetop.kernels.topk import top_logprobs, top_logprobs_reference
-from treetop.kernels.tree import ancestor_mask
 from treetop.kernels.triton_guard import GpuTraits, gpu_traits
 from treetop.types.errors import ConfigError
 from treetop.types.ids import FULL
-from treetop.types.phase import Phase
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
-INT_MIN, INT_MAX = -(2**31), 2**31 - 1
-# Triton's interpreter multiplies bfloat16 as if it were integers, so bfloat16 is checked on GPUs (bench/attention.py).
-TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3}
-
-
-@dataclass(frozen=True)
-class Scene:
-    """A ragged batch: a full row, an empty one, random ones, and the padding row, each with n queries.
-
-    view and kv are poisoned: NaN in every slot and INT_MIN in every column that no query may see. k, v: [rows, bound,
-    kv_heads, dim] dense and clean. seen: [rows, n, bound] bool.
-    """
-
-    q: Tensor
-    view: TableView
-    kv: PagedKV
-    queries: Queries
-    tail: TailKV
-    k: Tensor
-    v: Tensor
-    seen: Tensor
-    real: Tensor
-    clean: PagedKV
-    clean_table: Tensor
-
-    @property
-    def scale(self) -> float:
-        return self.q.shape[3] ** -0.5
-
-
-def scene(  # noqa: PLR0917
-    n=5, t=7, heads=6, kv_heads=2, dim=16, page_size=4, bound=50, window=None, dtype=torch.float32, causal=False, seed=0
-) -> Scene:
-    """Random K/V in pages in random order; prefill rows end with padding queries, as the runner pads them."""
-    torch.manual_seed(seed)
-    rows, columns = 4, -(-bound // page_size)
-    extent = torch.tensor([bound, n if causal else 0, int(torch.randint(n, bound, ())), 0])
-    row_list = torch.tensor([2, 0, 1, 3])  # the last is the dummy: null pages, nothing committed
-    num_pages = 1 + 3 * columns
-    table = torch.zeros((4, columns), dtype=torch.int32)
-    table[:3] = (torch.randperm(num_pages - 1) + 1).view(3, columns)
-    pages = torch.randn(num_pages * page_size, 2, kv_heads, dim).to(dtype)
-    pages[:page_size] = 0
-    at = torch.arange(bound)
-    slots = table[row_list[:, None], at // page_size].long() * page_size + at % page_size
-    dense = pages[slots]
-
-    real = torch.ones(rows, n, dtype=torch.bool)
-    if causal:
-        count = torch.tensor([n, n, max(n // 2, 1), 0])  # queries of a row that are no padding
-        real = torch.arange(n) < count[:, None]
-        positions = torch.where(real, (extent - count)[:, None] + torch.arange(n), 0)
-        mask, tail_positions = torch.zeros(rows, n, 0, dtype=torch.bool), positions[:, :0]
-        t = 0
-    else:
-        tree = ancestor_mask((torch.rand(rows, t) * torch.arange(t)).long(), t)
-        tail_positions = extent[:, None] + tree.sum(dim=2) - 1
-        mask, positions = tree[:, -n:], tail_positions[:, -n:]
-    distance = positions[:, :, None] - at
-    seen = (at < extent[:, None])[:, None] & real[:, :, None]
-    seen = seen & (distance < (window or INT_MAX)) & ((distance >= 0) | torch.tensor(not causal))
-
-    spoilt, spoilt_table = pages.clone(), table.clone()
-    live = seen.any(dim=1)  # [rows, bound]
-    if causal and window is not None:  # a window's pages are released behind its first query
-        live = live | ((at < extent[:, None]) & (at >= positions[:, :1] - window + 1))
-    keep = torch.zeros(len(pages), dtype=torch.bool)
-    keep[slots[live]] = True
-    keep[:page_size] = True
-    spoilt[~keep] = float("nan")
-    used = torch.zeros_like(table, dtype=torch.bool)
-    used[row_list] = torch.nn.functional.pad(live, (0, columns * page_size - bound)).unflatten(1, (columns, -1)).any(2)
-    spoilt_table[~used] = INT_MIN
-
-    q = torch.randn(rows, n, heads + 2 * kv_heads, dim).to(dtype)[:, :, :heads]  # a slice, as the projection leaves it
-    tail = torch.randn(rows, t + 3, 2, kv_heads, dim).to(dtype)[:, :t]  # a slice of a larger buffer
-    return Scene(
-        q=q,
-        view=TableView(Phase.VERIFY, PageTable(FULL, spoilt_table), row_list, extent, bound, page_size),
-        kv=PagedKV(spoilt),
-        queries=Queries(positions, tail_positions, mask, window),
-        tail=TailKV(tail),
-        k=dense[:, :, 0],
-        v=dense[:, :, 1],
-        seen=seen,
-        real=real,
-        clean=PagedKV(pages),
-        clean_table=table,
-    )
-
-
-def dense_answer(s: Scene, with_tail: bool) -> tuple[Tensor, Tensor]:
-    """Attention over everything seen, in one dense product in float32."""
-    k, v, seen = s.k, s.v, s.seen
-    if with_tail:
-        k, v = torch.cat([k, s.tail.k], dim=1), torch.cat([v, s.tail.v], dim=1)
-        seen = torch.cat([seen, tail_visible(s.queries)], dim=2)
-    return attend(s.q.float(), k.float(), v.float(), seen, s.scale)
-
-
-def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
-    torch.testing.assert_close(got.float(), want.float(), atol=TOLERANCE[dtype], rtol=0)
-
-
 VARIETY = [
     {},
     {"n": 1, "t": 1},
@@ -202,7 +87,7 @@ if not INTERPRETED:
         """Splits exist only while two programs a multiprocessor are not reached, and no split is without keys."""
         gpu = GpuTraits(num_sms=132, can_overlap=True)
         for rows, n, kv_heads in itertools.product((1, 3, 8, 16, 32, 200), (1, 4, 16, 64, 512), (1, 2, 8)):
-            launch = choose_launch(rows, n, kv_heads, 4, 128, 2, 2048, gpu)
+            launch = launch_by_formula(CallShape(rows, n, kv_heads, 4, 128, 2, 2048), gpu)
             programs = rows * kv_heads * -(-n * 4 // launch.block_m)
             blocks = 2048 // launch.block_n
             assert launch.splits == 1 or launch.splits * programs <= 2 * 132

@@ -1,32 +1,38 @@
-"""Which backend serves, and why not the others."""
+"""Makes the backend that an engine asked for."""
 
 from typing import Any
 
-import torch
-
+from treetop.attention.auto import AutoBackend, load_table
+from treetop.attention.capabilities import Need, refusal, require
 from treetop.attention.contract import AttentionBackend
+from treetop.attention.flash_pages import FlashPages
+from treetop.attention.flashinfer_pages import FlashInferPages
+from treetop.attention.libraries import call_fa4, find_fa3
+from treetop.attention.library_backend import LibraryBackend, PagesLibrary
 from treetop.attention.torch_backend import TorchBackend
 from treetop.attention.triton_backend import TritonBackend
-from treetop.kernels.triton_guard import why_not
+from treetop.kernels.triton_guard import gpu_traits
 
-ALL_PHASES = ("prefill", "draft", "verify", "extend")
+BACKENDS = ("torch", "triton", "fa3", "flashinfer", "fa4")
 
 
-def make_backend(name: str, dtype: torch.dtype, device: torch.device) -> AttentionBackend[Any, Any]:
-    """The backend called `name`; `auto` is Triton on a GPU, else PyTorch. Raises ConfigError with the reason."""
+def make_backend(name: str, need: Need) -> AttentionBackend[Any, Any]:
+    """The backend called `name`, or for `auto` the one that the measured table composes; on a CPU that is PyTorch's.
+
+    Raises ConfigError with the reason and the option to change.
+    """
     if name == "auto":
-        name = "triton" if refusal("triton", dtype, device) is None else "torch"
-    return TritonBackend(dtype, device) if name == "triton" else TorchBackend(dtype, device)
-
-
-def refusal(name: str, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why a backend cannot serve here; None if it can."""
+        if refusal("triton", need) is not None:
+            return make_backend("torch", need)
+        return AutoBackend(load_table(), need, make_backend)
+    require(name, need)
     if name == "torch":
-        return None
-    if name != "triton":
-        return "not part of this version"
-    if device.type != "cuda":
-        return "needs an NVIDIA GPU"
-    if dtype == torch.float64:
-        return "does not compute in float64"
-    return why_not(device)
+        return TorchBackend(need.dtype, need.device)
+    triton = TritonBackend(need.dtype, need.device)
+    return triton if name == "triton" else LibraryBackend(name, _library(name, need), triton, gpu_traits(need.device))
+
+
+def _library(name: str, need: Need) -> PagesLibrary:
+    if name == "flashinfer":
+        return FlashInferPages(need.dtype, need.device, need.groups)
+    return FlashPages(find_fa3() if name == "fa3" else call_fa4, kernels=True)

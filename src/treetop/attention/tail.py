@@ -1,4 +1,7 @@
-"""The shared tail: masked attention over a handful of dense keys, and the merge of two parts by their log-sum-exp."""
+"""The shared tail in tensor operations: masked attention over a handful of dense keys, and the merge of two parts.
+
+`kernels/tail.py` does both in one launch on a GPU.
+"""
 
 import torch
 from torch import Tensor
@@ -41,7 +44,23 @@ def merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def merged_prefix_tail(
-    prefix: tuple[Tensor, Tensor], q: Tensor, tail: TailKV, queries: Queries, scale: float
+    prefix: tuple[Tensor, Tensor],
+    q: Tensor,
+    tail: TailKV,
+    queries: Queries,
+    scale: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`prefix_tail` for a backend that only does the prefix. Every query sees itself in the tail, so none is empty."""
-    return merge(prefix, attend(q, tail.k, tail.v, tail_visible(queries), scale))
+    part = attend(q, tail.k, tail.v, tail_visible(queries), scale)
+    if sinks is None:
+        return merge(prefix, part)
+    return with_sinks(merge(prefix, part), torch.logaddexp(prefix[1], part[1]), sinks)
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Attention with a sink from attention without: out shrinks by the share of its mass.
+
+    out: [rows, n, heads, d]. lse: [rows, n, heads] float32. sinks: [heads] float32. A query that saw nothing stays 0.
+    """
+    return out * torch.sigmoid(lse - sinks)[..., None].to(out.dtype)

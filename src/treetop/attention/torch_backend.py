@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from treetop.attention.capabilities import CAPABILITIES
 from treetop.attention.contract import Queries, TableView, TailKV
-from treetop.attention.tail import attend, tail_visible
+from treetop.attention.tail import attend, tail_visible, with_sinks
 from treetop.kernels.kv import PagedKV, slots_of
 
 
@@ -32,6 +33,7 @@ class TorchBackend:
     """Fused prefix + tail: one gather, one concatenation, one call for both parts."""
 
     name = "torch"
+    capabilities = CAPABILITIES["torch"]
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype, self._device = dtype, device
@@ -63,11 +65,13 @@ class TorchBackend:
         pages = _gather(kv, plan.prefix)
         return attend(q, pages[:, :, 0], pages[:, :, 1], plan.visible[:, :, :width], scale)
 
-    def prefix_tail(self, q: Tensor, kv: PagedKV, plan: TorchPlan, tail: TailKV, scale: float) -> Tensor:
-        return _sdpa(q, torch.cat([_gather(kv, plan.prefix), tail.data], dim=1), plan.bias, scale)
+    def prefix_tail(
+        self, q: Tensor, kv: PagedKV, plan: TorchPlan, tail: TailKV, scale: float, sinks: Tensor | None = None
+    ) -> Tensor:
+        return _attention(q, torch.cat([_gather(kv, plan.prefix), tail.data], dim=1), plan, scale, sinks)
 
-    def causal(self, q: Tensor, kv: PagedKV, plan: TorchPlan, scale: float) -> Tensor:
-        return _sdpa(q, _gather(kv, plan.prefix), plan.bias, scale)
+    def causal(self, q: Tensor, kv: PagedKV, plan: TorchPlan, scale: float, sinks: Tensor | None = None) -> Tensor:
+        return _attention(q, _gather(kv, plan.prefix), plan, scale, sinks)
 
 
 def _prefix_visible(prefix: TorchPrefix, positions: Tensor, window: int | None) -> Tensor:
@@ -84,10 +88,12 @@ def _gather(kv: PagedKV, prefix: TorchPrefix) -> Tensor:
     return kv.data.index_select(0, prefix.slots.reshape(-1)).view(*prefix.slots.shape, *kv.data.shape[1:])
 
 
-def _sdpa(q: Tensor, kv: Tensor, bias: Tensor, scale: float) -> Tensor:
-    """q: [rows, n, heads, d]; kv: [rows, m, 2, kv_heads, d]; bias: [rows, n, m]."""
+def _attention(q: Tensor, kv: Tensor, plan: TorchPlan, scale: float, sinks: Tensor | None) -> Tensor:
+    """q: [rows, n, heads, d]; kv: [rows, m, 2, kv_heads, d]. PyTorch's attention gives no lse, which sinks need."""
+    if sinks is not None:
+        return with_sinks(*attend(q, kv[:, :, 0], kv[:, :, 1], plan.visible, scale), sinks)
     k, v = kv.permute(2, 0, 3, 1, 4)
     out = F.scaled_dot_product_attention(
-        q.transpose(1, 2), k, v, attn_mask=bias[:, None], scale=scale, enable_gqa=q.shape[2] != k.shape[1]
+        q.transpose(1, 2), k, v, attn_mask=plan.bias[:, None], scale=scale, enable_gqa=q.shape[2] != k.shape[1]
     )
     return out.transpose(1, 2)

@@ -5,13 +5,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from treetop.attention.capabilities import CAPABILITIES, Need, require
 from treetop.attention.contract import Queries, TableView, TailKV
-from treetop.kernels.attention import Launch, PagedKeys, Sight, TailKeys, choose_launch, paged_attention
+from treetop.kernels.attention import PagedKeys, Sight, TailKeys, paged_attention
 from treetop.kernels.kv import PagedKV
-from treetop.kernels.triton_guard import gpu_traits, why_not
-from treetop.types.errors import ConfigError
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+from treetop.kernels.launch import CallShape, Launch, choose_launch
+from treetop.kernels.triton_guard import gpu_traits
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +26,10 @@ class TritonBackend:
     """Kernels read lengths, positions and masks where they lie: beginning and planning launch nothing."""
 
     name = "triton"
+    capabilities = CAPABILITIES["triton"]
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        problem = why_not(device)
-        if dtype not in _DTYPES:
-            problem = f"it computes in float32, float16 and bfloat16, not in {str(dtype).removeprefix('torch.')}"
-        if problem is not None:
-            raise ConfigError(f"--attention-backend triton: {problem}; use --attention-backend torch")
+        require("triton", Need(dtype, device))
         self._gpu = gpu_traits(device)
 
     def begin(self, view: TableView) -> TableView:
@@ -47,21 +43,28 @@ class TritonBackend:
         return TritonPlan(prefix, Sight(positions, window, causal=True), None)
 
     def prefix(self, q: Tensor, kv: PagedKV, plan: TritonPlan, scale: float) -> tuple[Tensor, Tensor]:
-        return paged_attention(q, _keys(kv, plan), plan.sight, None, scale, self._launch(q, kv, plan))
+        return paged_attention(q, _keys(kv, plan), plan.sight, None, scale, self.launch_of(q, kv, plan))
 
-    def prefix_tail(self, q: Tensor, kv: PagedKV, plan: TritonPlan, tail: TailKV, scale: float) -> Tensor:
+    def prefix_tail(
+        self, q: Tensor, kv: PagedKV, plan: TritonPlan, tail: TailKV, scale: float, sinks: Tensor | None = None
+    ) -> Tensor:
         assert plan.tail is not None
         keys = TailKeys(tail.data, *plan.tail)
-        return paged_attention(q, _keys(kv, plan), plan.sight, keys, scale, self._launch(q, kv, plan))[0]
+        return paged_attention(q, _keys(kv, plan), plan.sight, keys, scale, self.launch_of(q, kv, plan), sinks)[0]
 
-    def causal(self, q: Tensor, kv: PagedKV, plan: TritonPlan, scale: float) -> Tensor:
-        return self.prefix(q, kv, plan, scale)[0]
+    def causal(self, q: Tensor, kv: PagedKV, plan: TritonPlan, scale: float, sinks: Tensor | None = None) -> Tensor:
+        return paged_attention(q, _keys(kv, plan), plan.sight, None, scale, self.launch_of(q, kv, plan), sinks)[0]
 
-    def _launch(self, q: Tensor, kv: PagedKV, plan: TritonPlan) -> Launch:
-        rows, n, heads, dim = q.shape
-        kv_heads = kv.data.shape[2]
-        bound = plan.view.bound
-        return choose_launch(rows, n, kv_heads, heads // kv_heads, dim, q.element_size(), bound, self._gpu)
+    def launch_of(self, q: Tensor, kv: PagedKV, plan: TritonPlan) -> Launch:
+        """How a call is cut, for benchmarks to report."""
+        return choose_launch(shape_of(q, kv, plan), self._gpu)
+
+
+def shape_of(q: Tensor, kv: PagedKV, plan: TritonPlan) -> CallShape:
+    """What a call looks like to its launch."""
+    rows, n, heads, dim = q.shape
+    kv_heads, bound = kv.data.shape[2], plan.view.bound
+    return CallShape(rows, n, kv_heads, heads // kv_heads, dim, q.element_size(), bound, plan.sight.causal)
 
 
 def _keys(kv: PagedKV, plan: TritonPlan) -> PagedKeys:

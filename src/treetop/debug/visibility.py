@@ -53,6 +53,7 @@ class WatchedBackend:
 
     def __init__(self, inner: AttentionBackend[Any, Any], device: Device, watch: VisibilityWatch) -> None:
         self.name = f"watched {inner.name}"
+        self.capabilities = replace(inner.capabilities, captures=False)  # it looks at the host on every call
         self._inner, self._device, self._watch = inner, device, watch
 
     def begin(self, view: TableView) -> WatchedPrefix:
@@ -85,11 +86,13 @@ class WatchedBackend:
     def prefix(self, q: Tensor, kv: PagedKV, plan: Any, scale: float) -> tuple[Tensor, Tensor]:
         return self._inner.prefix(q, kv, plan, scale)
 
-    def prefix_tail(self, q: Tensor, kv: PagedKV, plan: Any, tail: TailKV, scale: float) -> Tensor:
-        return self._inner.prefix_tail(q, kv, plan, tail, scale)
+    def prefix_tail(
+        self, q: Tensor, kv: PagedKV, plan: Any, tail: TailKV, scale: float, sinks: Tensor | None = None
+    ) -> Tensor:
+        return self._inner.prefix_tail(q, kv, plan, tail, scale, sinks)
 
-    def causal(self, q: Tensor, kv: PagedKV, plan: Any, scale: float) -> Tensor:
-        return self._inner.causal(q, kv, plan, scale)
+    def causal(self, q: Tensor, kv: PagedKV, plan: Any, scale: float, sinks: Tensor | None = None) -> Tensor:
+        return self._inner.causal(q, kv, plan, scale, sinks)
 
     def _live(self, view: TableView) -> list[tuple[int, int]]:
         dummy = self._device.layout.dummy_row

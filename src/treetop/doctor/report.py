@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from treetop.attention.registry import ALL_PHASES, refusal
+from treetop.attention.capabilities import CAPABILITIES, Need, refusal
+from treetop.attention.registry import BACKENDS
 from treetop.models.loader import compute_device
 from treetop.types.layout import Layout
 from treetop.version import __version__
@@ -42,9 +43,11 @@ def backends() -> list[BackendStatus]:
     """Every backend of the interface, usable or not."""
     device = compute_device("auto")
     rows = []
-    for name in ("torch", "triton", "flashinfer", "fa3", "fa4"):
-        reason = refusal(name, torch.float32, device)
-        rows.append(BackendStatus(name, ALL_PHASES if reason is None else (), reason or ""))
+    for name in BACKENDS:
+        able = CAPABILITIES[name]
+        problem = refusal(name, Need(able.dtypes[0], device))  # whether it runs at all, whatever the options
+        phases = tuple(able.phases) if problem is None else ()
+        rows.append(BackendStatus(name, phases, "" if problem is None else problem.reason))
     return rows
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from treetop.attention.capabilities import GroupNeed, Need
 from treetop.attention.phase import LayerKV
 from treetop.attention.registry import make_backend
 from treetop.cache.pool import make_pools
@@ -67,6 +68,7 @@ def build_device(
     place: Placement,
 ) -> tuple[Device, RedZones | None]:
     """Load weights and allocate memory; at check level 3 every buffer lies between red zones."""
+    backend = make_backend(config.attention_backend, backend_need(layout, target_from[1], draft_from, place))
     zones = RedZones(place.device) if config.check_level >= 3 else None
     zeros: Zeros = zones.zeros if zones is not None else partial(_zeros, place.device)
     aux = draft_from[1].aux_inputs if draft_from is not None else ()
@@ -82,7 +84,7 @@ def build_device(
         simulate_accept_length=config.simulate_accept_length,
         target=target,
         head=head,
-        backend=make_backend(config.attention_backend, place.dtype, place.device),
+        backend=backend,
         ops=place.ops,
         pools=pools,
         state=make_state(layout, head.spec.layer.hidden_size if head is not None else None, place.dtype, zeros),
@@ -92,6 +94,15 @@ def build_device(
         probes=Probes.make(place.device, config.check_level >= 2),
     )
     return device, zones
+
+
+def backend_need(layout: Layout, spec: ModelSpec, draft_from: tuple[Path, Eagle3Spec] | None, place: Placement) -> Need:
+    """What this engine asks of its attention backend."""
+    groups = []
+    for group in layout.groups:
+        heads = draft_from[1].layer.num_heads if group.is_draft and draft_from is not None else spec.num_heads
+        groups.append(GroupNeed(group.name, heads, group.kv_heads, group.head_dim, group.window))
+    return Need(place.dtype, place.device, layout.page_size, tuple(groups))
 
 
 def _groups(spec: ModelSpec, draft: Eagle3Spec | None) -> list[KVGroup]:

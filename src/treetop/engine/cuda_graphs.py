@@ -4,8 +4,11 @@ All graphs share one memory pool: what passes between phases lives in `RoundBuff
 outlives a replay is a view of it.
 """
 
+from typing import cast
+
 import torch
 
+from treetop.attention.contract import HostPlanned, RoundExtents
 from treetop.engine.device import Device
 from treetop.engine.rounds import RoundKey, phases_of
 from treetop.types.phase import Phase
@@ -24,6 +27,7 @@ class CudaGraphs:
         graphs = self._graphs.get(key)
         if graphs is None:
             graphs = self._graphs[key] = self.capture(key)
+        plan_host_extents(self._device, key)
         for graph in graphs.values():
             graph.replay()
 
@@ -46,3 +50,16 @@ class CudaGraphs:
                 function(device, key, bound)
         device.buffers.rows.copy_(rows)
         return graphs
+
+
+def plan_host_extents(device: Device, key: RoundKey) -> None:
+    """For a backend that plans on the host: read the lengths of a round about to run, which waits for the device."""
+    if device.backend.capabilities.needs_host_extents:
+        shape = key.shape
+        queries = {
+            Phase.DRAFT: shape.topk,
+            Phase.VERIFY: shape.num_draft_tokens,
+            Phase.EXTEND: shape.commit_width,
+        }
+        round = RoundExtents(device.buffers.rows[: key.bucket], device.state.committed, queries)
+        cast(HostPlanned, device.backend).plan_round(round)

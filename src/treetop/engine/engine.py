@@ -61,7 +61,7 @@ class Engine:
         self.launcher: RoundLauncher = Eager(self.device)
         if config.graphs == "sim":
             self.launcher = GraphSim(self.device, self._keys())
-        if config.graphs == "auto" and device.type == "cuda" and self.device.backend.name == "triton":
+        if config.graphs == "auto" and device.type == "cuda" and self.device.backend.capabilities.captures:
             self.launcher = CudaGraphs(self.device)
         self._plans = PlanChecker(self.layout)
         self.last_key: RoundKey | None = None

@@ -1,5 +1,5 @@
 # ruff: noqa: PLR0912, PLR0915, PLR0917 (kernels take what they touch as arguments, and are one body by nature)
-"""Attention over paged K/V and a dense tail, in one pass: the Triton kernels, their launch table, their reference.
+"""Attention over paged K/V and a dense tail, in one pass: the Triton kernels and their reference.
 
 One program takes the queries of one row that share a K/V head, grouped heads folded into the query block, and one
 part of the row's keys:
@@ -8,20 +8,21 @@ part of the row's keys:
     splits       |  split 0    |  split 1    |  split 2    |     each gives (out, lse); `_merge_kernel` joins them
 
 How many keys a row has is read on the device, how many splits share them is fixed by the launch: so a captured graph
-serves every length. One split needs no merge, and is one launch.
+serves every length. One split needs no merge, and is one launch. An attention sink, one logit a head that takes part
+in the normalisation and has no value, enters once: at the end of a single split, else in the merge.
 Source: split keys and merge by log-sum-exp are Flash-Decoding (Dao et al., 2023); the online softmax is Milakov and
 Gimelshein, arXiv:1805.02867.
 """
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from treetop.kernels.kv import slots_of
-from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, tl
+from treetop.kernels.launch import Launch, power_of_two
+from treetop.kernels.triton_guard import Arg, constexpr, jit, tl
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,31 +67,16 @@ class Sight:
     causal: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """How a call is cut: queries (times grouped heads) and keys a block, splits of the keys, warps, pipeline stages.
-
-    overlap: kernels start while the one before them ends, and wait for it themselves (programmatic dependent launch).
-    """
-
-    block_m: int
-    block_n: int
-    splits: int
-    num_warps: int
-    num_stages: int
-    overlap: bool = False
-
-
 # ---------------------------------------------------------------------------------------------------- the reference
 
 
 def paged_attention_reference(
-    q: Tensor, keys: PagedKeys, sight: Sight, tail: TailKeys | None, scale: float
+    q: Tensor, keys: PagedKeys, sight: Sight, tail: TailKeys | None, scale: float, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """What `paged_attention` computes, densely and in float32 (float64 if q is).
 
     q: [rows, n, heads, head_dim]. Returns out like q and lse [rows, n, heads] float32; a query that sees nothing gets
-    out 0 and lse -inf.
+    out 0 and lse -inf, or its sink.
     """
     at = torch.arange(keys.bound, device=q.device)
     stored = at < keys.extent[:, None]
@@ -112,6 +98,8 @@ def paged_attention_reference(
     scores = torch.einsum("bnhgd,bmhd->bnhgm", grouped, kv[:, :, 0].to(wide)) * scale
     scores = scores.masked_fill(~visible[:, :, None, None], float("-inf"))
     lse = torch.logsumexp(scores, dim=-1)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.to(wide).view(kv_heads, -1))
     weights = torch.exp(scores - torch.where(lse > float("-inf"), lse, 0)[..., None])
     out = torch.einsum("bnhgm,bmhd->bnhgd", weights, kv[:, :, 1].to(wide))
     return out.flatten(2, 3).to(q.dtype), lse.flatten(2).to(torch.float32)
@@ -125,7 +113,7 @@ def _within(distance: Tensor, window: int | None) -> Tensor:
 
 
 @jit
-def _fold(
+def fold(
     q: Arg, k: Arg, v: Arg, visible: Arg, acc: Arg, peak: Arg, mass: Arg, scale: Arg, masked: constexpr
 ) -> Arg:  # fmt: skip
     """Fold one block of keys into the running softmax.
@@ -144,7 +132,16 @@ def _fold(
 
 
 @jit
-def _load_kv(base: Arg, at: Arg, stored: Arg, v_offset: Arg, dims: Arg, dim: constexpr, block_d: constexpr) -> Arg:
+def add_sink(sink: Arg, acc: Arg, peak: Arg, mass: Arg) -> Arg:
+    """Fold a key without a value into the running softmax. sink: [m] float32, a logit in natural units."""
+    sink = sink * 1.4426950408889634
+    new_peak = tl.maximum(peak, sink)
+    shrink = tl.exp2(peak - new_peak)
+    return acc * shrink[:, None], new_peak, mass * shrink + tl.exp2(sink - new_peak)
+
+
+@jit
+def load_kv(base: Arg, at: Arg, stored: Arg, v_offset: Arg, dims: Arg, dim: constexpr, block_d: constexpr) -> Arg:
     """K and V of keys at element offsets `at` [n] int64; 0 where not `stored` and past the head's width."""
     mask = stored[:, None] if dim == block_d else stored[:, None] & (dims < dim)[None, :]
     where = base + at[:, None] + dims[None, :]
@@ -161,13 +158,13 @@ def _page_of(table: Arg, block: Arg, start: Arg, end: Arg, block_n: constexpr, p
 @jit
 def _attention_kernel(
     out: Arg, lse: Arg, q: Arg, pages: Arg, page_table: Arg, rows: Arg, extent: Arg, positions: Arg,
-    tail: Arg, tail_positions: Arg, mask: Arg, scale: Arg, n: Arg, t: Arg, split_stride: Arg,
+    tail: Arg, tail_positions: Arg, mask: Arg, sinks: Arg, scale: Arg, n: Arg, t: Arg, split_stride: Arg,
     q_row: Arg, q_query: Arg, q_head: Arg, slot_stride: Arg, v_offset: Arg, table_row: Arg,
     position_row: Arg, position_query: Arg, splits: Arg, tail_row: Arg, tail_column: Arg, tail_v: Arg,
     tail_position_row: Arg, tail_position_column: Arg, mask_row: Arg, mask_query: Arg, mask_column: Arg,
     group: constexpr, dim: constexpr, page_size: constexpr, window: constexpr, causal: constexpr, has_tail: constexpr,
-    has_parts: constexpr, block_m: constexpr, block_n: constexpr, block_t: constexpr, block_d: constexpr,
-    overlap: constexpr,
+    has_sinks: constexpr, has_parts: constexpr, block_m: constexpr, block_n: constexpr, block_t: constexpr,
+    block_d: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """One block of queries of one row and K/V head, over one split of its keys.
 
@@ -225,14 +222,14 @@ def _attention_kernel(
             column = column_start + tl.arange(0, block_t)
             there = column < t
             at = row * tail_row + column * tail_column
-            k, v = _load_kv(tail + kv_head * dim, at, there, tail_v, dims, dim, block_d)
+            k, v = load_kv(tail + kv_head * dim, at, there, tail_v, dims, dim, block_d)
             shown = mask + row * mask_row + query[:, None] * mask_query + column[None, :] * mask_column
             visible = tl.load(shown, mask=real[:, None] & there[None, :], other=0) != 0
             if window > 0:
                 tail_at = tail_positions + row * tail_position_row + column * tail_position_column
                 tail_position = tl.load(tail_at, mask=there, other=0).to(tl.int32)
                 visible = visible & (position[:, None] - tail_position[None, :] < window)
-            acc, peak, mass = _fold(queries, k, v, visible, acc, peak, mass, scale, True)
+            acc, peak, mass = fold(queries, k, v, visible, acc, peak, mass, scale, True)
 
     middle = begin
     if causal and window == 0:  # blocks that every query sees whole need no mask
@@ -242,23 +239,25 @@ def _attention_kernel(
             key = block * block_n + tl.arange(0, block_n)
             stored = key < end
             slot = page.to(tl.int64) * page_size + key % page_size
-            k, v = _load_kv(base, slot * slot_stride, stored, v_offset, dims, dim, block_d)
+            k, v = load_kv(base, slot * slot_stride, stored, v_offset, dims, dim, block_d)
             page = _page_of(table, block + 1, start, end, block_n, page_size)
-            acc, peak, mass = _fold(queries, k, v, stored, acc, peak, mass, scale, False)
+            acc, peak, mass = fold(queries, k, v, stored, acc, peak, mass, scale, False)
 
     for block in range(middle, stop):
         key = block * block_n + tl.arange(0, block_n)
         stored = (key >= start) & (key < end)
         slot = page.to(tl.int64) * page_size + key % page_size
-        k, v = _load_kv(base, slot * slot_stride, stored, v_offset, dims, dim, block_d)
+        k, v = load_kv(base, slot * slot_stride, stored, v_offset, dims, dim, block_d)
         page = _page_of(table, block + 1, start, end, block_n, page_size)  # its latency hides behind this block's work
         visible = stored[None, :]
         if causal:
             visible = visible & (key[None, :] <= position[:, None])
         if window > 0:
             visible = visible & (position[:, None] - key[None, :] < window)
-        acc, peak, mass = _fold(queries, k, v, visible, acc, peak, mass, scale, True)
+        acc, peak, mass = fold(queries, k, v, visible, acc, peak, mass, scale, True)
 
+    if has_sinks and not has_parts:
+        acc, peak, mass = add_sink(tl.load(sinks + head, mask=real, other=0.0), acc, peak, mass)
     seen = real & (mass > 0)
     result = tl.where(seen[:, None], acc / tl.where(seen, mass, 1.0)[:, None], 0.0)
     log_mass = tl.where(seen, (peak + tl.log2(tl.where(seen, mass, 1.0))) * 0.6931471805599453, float("-inf"))
@@ -272,13 +271,13 @@ def _attention_kernel(
 
 @jit
 def _merge_kernel(
-    out: Arg, lse: Arg, parts: Arg, part_lse: Arg, count: Arg, splits: Arg,
-    dim: constexpr, block_s: constexpr, block_d: constexpr, overlap: constexpr,
+    out: Arg, lse: Arg, parts: Arg, part_lse: Arg, sinks: Arg, count: Arg, splits: Arg, heads: Arg,
+    dim: constexpr, has_sinks: constexpr, block_s: constexpr, block_d: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """Join the splits of one query and head.
 
     out: [count, dim]; lse: [count] float32. parts: [splits, count, dim] float32; part_lse: [splits, count] float32. A
-    part with lse -inf counts for nothing, whatever lies there. Grid (count,).
+    part with lse -inf counts for nothing, whatever lies there. sinks: [heads] float32. Grid (count,).
     """
     if overlap:
         tl.extra.cuda.gdc_launch_dependents()
@@ -291,9 +290,14 @@ def _merge_kernel(
     wide = (split < splits)[:, None] & (dims < dim)[None, :]
     part = tl.load(parts + at[:, None] * dim + dims[None, :], mask=wide, other=0.0)  # does not wait for `each`
     peak = tl.max(each, 0)
+    if has_sinks:
+        sink = tl.load(sinks + item % heads)
+        peak = tl.maximum(peak, sink)
     peak = tl.where(peak > float("-inf"), peak, 0.0)
     weight = tl.exp(each - peak)
     mass = tl.sum(weight, 0)
+    if has_sinks:
+        mass += tl.exp(sink - peak)
     seen = mass > 0
     mass = tl.where(seen, mass, 1.0)
     part = tl.where((weight > 0)[:, None], part, 0.0)
@@ -305,39 +309,21 @@ def _merge_kernel(
 # ------------------------------------------------------------------------------------------------------- the launch
 
 
-@lru_cache(maxsize=4096)
-def choose_launch(
-    rows: int, n: int, kv_heads: int, group: int, head_dim: int, element_bytes: int, bound: int, gpu: GpuTraits
-) -> Launch:
-    """The launch of a call, from its shape alone: measured on an H200, bench/attention.py."""
-    lanes = max(16, _power_of_two(n * group))
-    if element_bytes > 2:  # float32 without tensor cores: what fits in registers
-        block_m, block_n, warps, stages = min(lanes, 32), 16, 8, 2
-    elif head_dim > 128:
-        block_m, block_n, warps, stages = min(lanes, 64), 32, 4, 2
-    else:
-        block_m, block_n, warps, stages = min(lanes, 64), 64, 4, 3
-    programs = rows * kv_heads * -(-n * group // block_m)
-    splits = 2 * gpu.num_sms // programs  # two programs fit on a multiprocessor
-    # Parts cost what they write and merge: few of short ranges, more of long ones, or where SMs would stand idle.
-    blocks = -(-bound // block_n)
-    few = max(512 // block_m, blocks // 8, gpu.num_sms // (2 * programs))
-    splits = max(1, min(splits, few, blocks, 64))
-    return Launch(block_m, block_n, splits, warps, stages, gpu.can_overlap)
-
-
-def _power_of_two(x: int) -> int:
-    return 1 << max(x - 1, 0).bit_length()
-
-
 def paged_attention(
-    q: Tensor, keys: PagedKeys, sight: Sight, tail: TailKeys | None, scale: float, launch: Launch
+    q: Tensor,
+    keys: PagedKeys,
+    sight: Sight,
+    tail: TailKeys | None,
+    scale: float,
+    launch: Launch,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of q over the pages, and over the tail if there is one.
 
-    q: [rows, n, heads, head_dim], dense in its last dimension. Returns out [rows, n, heads, head_dim] and lse
-    [rows, n, heads] float32, natural logarithm; a query that sees nothing gets out 0 and lse -inf. Reads lengths on
-    the device only, and allocates only tensors whose shapes the arguments' shapes give.
+    q: [rows, n, heads, head_dim], dense in its last dimension. sinks: [heads] float32, a logit a head that takes part
+    in the normalisation. Returns out [rows, n, heads, head_dim] and lse [rows, n, heads] float32, natural logarithm,
+    the sink in it; a query that sees nothing gets out 0 and lse -inf. Reads lengths on the device only, and allocates
+    only tensors whose shapes the arguments' shapes give.
     """
     rows, n, heads, dim = q.shape
     kv_heads = keys.pages.shape[2]
@@ -357,22 +343,23 @@ def paged_attention(
     assert keys.pages.stride()[2:] == (dim, 1)
     assert tail is None or data.stride()[3:] == (dim, 1)
     blocks = -(-n * group // launch.block_m)
-    block_d = max(16, _power_of_two(dim))
+    block_d = max(16, power_of_two(dim))
     overlap = {"launch_pdl": True} if launch.overlap else {}
     _attention_kernel[(kv_heads, blocks * launch.splits, rows)](
         part, part_lse, q, keys.pages, keys.page_table, keys.rows, keys.extent, sight.positions,
-        data, tail_positions, mask, scale * math.log2(math.e), n, width, count,
+        data, tail_positions, mask, lse if sinks is None else sinks, scale * math.log2(math.e), n, width, count,
         *q.stride()[:3], *keys.pages.stride()[:2], keys.page_table.stride(0), *sight.positions.stride(), launch.splits,
         *tail_strides,
         group=group, dim=dim, page_size=keys.page_size, window=sight.window or 0, causal=sight.causal,
-        has_tail=tail is not None, has_parts=launch.splits > 1, block_m=launch.block_m, block_n=launch.block_n,
-        block_t=min(launch.block_n, max(16, _power_of_two(width))), block_d=block_d,
-        overlap=launch.overlap, num_warps=launch.num_warps, num_stages=launch.num_stages, **overlap,
+        has_tail=tail is not None, has_sinks=sinks is not None, has_parts=launch.splits > 1,
+        block_m=launch.block_m, block_n=launch.block_n, block_t=min(launch.block_n, max(16, power_of_two(width))),
+        block_d=block_d, overlap=launch.overlap, num_warps=launch.num_warps, num_stages=launch.num_stages, **overlap,
     )  # fmt: skip
     if launch.splits > 1:
-        block_s = _power_of_two(launch.splits)
+        block_s = power_of_two(launch.splits)
         _merge_kernel[(count,)](
-            out, lse, part, part_lse, count, launch.splits, dim=dim, block_s=block_s, block_d=block_d,
-            overlap=launch.overlap, num_warps=max(1, min(4, block_s * block_d // 2048)), **overlap,
+            out, lse, part, part_lse, lse if sinks is None else sinks, count, launch.splits, heads, dim=dim,
+            has_sinks=sinks is not None, block_s=block_s, block_d=block_d, overlap=launch.overlap,
+            num_warps=max(1, min(4, block_s * block_d // 2048)), **overlap,
         )  # fmt: skip
     return out, lse

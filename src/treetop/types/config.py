@@ -9,7 +9,7 @@ from treetop.types.layout import PLAIN, SpecShape
 
 Algorithm = Literal["EAGLE", "EAGLE3", "MTP", "NONE"]
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
-Backend = Literal["auto", "torch", "triton"]
+Backend = Literal["auto", "torch", "triton", "fa3", "flashinfer", "fa4"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "dummy"]
 Graphs = Literal["auto", "off", "sim"]

@@ -1,0 +1,299 @@
+"""Calls of attention as an engine makes them: random inputs, their dense reference, floors and timers on one GPU."""
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treetop.attention.capabilities import GroupNeed, Need
+from treetop.attention.contract import AttentionBackend, Queries, TableView, TailKV
+from treetop.kernels.attention import PagedKeys, Sight, TailKeys, paged_attention_reference
+from treetop.kernels.kv import PagedKV, PageTable
+from treetop.kernels.launch import CallShape
+from treetop.kernels.tree import ancestor_mask
+from treetop.types.ids import FULL
+from treetop.types.phase import Phase
+
+DEVICE = torch.device("cuda")
+Backend = AttentionBackend[Any, Any]
+COLD_BYTES = 512 << 20
+"""K/V that one replay walks through: several times the L2 cache."""
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
+"""Largest relative error, ||out - reference|| / ||reference||, of a right kernel in each dtype."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One call. kind: tree, plain or draft (prefix and tail), prefill (causal, in the pages)."""
+
+    kind: str
+    rows: int
+    n: int
+    prefix_len: int
+    tail: int
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    page_size: int = 16
+    window: int | None = None
+    dtype: torch.dtype = torch.bfloat16
+    ragged: bool = False
+    bound: int | None = None
+
+    @property
+    def capacity(self) -> int:
+        """The bound that a launch is made for: a captured graph's is the context limit."""
+        return self.bound or self.prefix_len
+
+    @property
+    def need(self) -> Need:
+        """What an engine with such layers asks of a backend."""
+        group = GroupNeed(FULL, self.heads, self.kv_heads, self.head_dim, self.window)
+        return Need(self.dtype, DEVICE, self.page_size, (group,))
+
+    @property
+    def call(self) -> CallShape:
+        group, causal = self.heads // self.kv_heads, self.kind == "prefill"
+        size = self.dtype.itemsize
+        return CallShape(self.rows, self.n, self.kv_heads, group, self.head_dim, size, self.capacity, causal)
+
+    @property
+    def kv_bytes(self) -> int:
+        """K/V of one layer's pages that a call reads."""
+        return self.rows * self.prefix_len * 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def bytes(self) -> int:
+        """What a call must read and write once."""
+        queries = 2 * self.rows * self.n * self.heads * self.head_dim
+        tail = 2 * self.rows * self.tail * self.kv_heads * self.head_dim
+        return self.kv_bytes + (queries + tail) * self.dtype.itemsize
+
+    @property
+    def operations(self) -> int:
+        """Multiplications and additions of both products."""
+        seen = self.prefix_len + self.tail
+        if self.kind == "prefill":
+            seen = self.prefix_len - (self.n - 1) // 2
+        return 4 * self.rows * self.n * seen * self.heads * self.head_dim
+
+
+def shapes_to_time() -> list[Shape]:
+    """The shapes of design.md's table, plain decoding, draft phases and prefill chunks."""
+    tree = [(1, 16, 2048), (1, 16, 16384), (8, 16, 2048), (32, 8, 2048), (32, 16, 4096), (8, 64, 2048), (1, 8, 1024)]
+    draft = [(1, 4, 1024, 20), (8, 6, 1024, 6), (32, 4, 1024, 12)]
+    prefill = [(1, 512, 512), (1, 512, 8192), (4, 2048, 2048)]
+    return [
+        *[Shape("tree", rows, n, length, n) for rows, n, length in tree],
+        *[Shape("plain", rows, 1, 1024, 1) for rows in (1, 8, 32)],
+        *[Shape("tree", rows, n, 1024, n, bound=16384) for rows, n in ((1, 16), (8, 16))],
+        *[Shape("plain", rows, 1, 1024, 1, bound=16384) for rows in (1, 8)],
+        *[Shape("draft", rows, n, length, tail) for rows, n, length, tail in draft],
+        *[Shape("prefill", rows, n, length, 0) for rows, n, length in prefill],
+    ]
+
+
+def shapes_to_check() -> Iterator[Shape]:
+    """Ragged batches with a padding row, across dtypes, windows, head widths and page sizes."""
+    base = Shape("tree", 5, 11, 700, 11, ragged=True)
+    for dtype in TOLERANCE:
+        for window in (None, 100):
+            yield replace(base, dtype=dtype, window=window)
+            yield replace(base, dtype=dtype, window=window, kind="prefill", n=150, tail=0)
+    yield replace(base, heads=14, kv_heads=2, head_dim=64, page_size=1)
+    yield replace(base, heads=4, kv_heads=4, head_dim=80, page_size=64, prefix_len=5000)
+    yield replace(base, n=64, tail=64, head_dim=256, heads=8, kv_heads=4)
+    yield replace(base, n=1, tail=1, rows=40)
+    yield replace(base, kind="prefill", n=300, tail=0, prefix_len=3000, rows=2)
+
+
+@dataclass
+class Case:
+    """Random inputs of a shape: layers that share everything but their pages."""
+
+    shape: Shape
+    q: Tensor
+    layers: list[PagedKV]
+    view: TableView
+    queries: Queries
+    tail: TailKV
+
+    def call(self, backend: Backend, plan: Any, layer: PagedKV) -> Tensor:
+        scale = self.shape.head_dim**-0.5
+        if self.shape.kind == "prefill":
+            return backend.causal(self.q, layer, plan, scale)
+        return backend.prefix_tail(self.q, layer, plan, self.tail, scale)
+
+    def plan(self, backend: Backend) -> Any:
+        prefix = backend.begin(self.view)
+        if self.shape.kind == "prefill":
+            return backend.plan_causal(prefix, self.queries.positions, self.shape.window)
+        return backend.plan(prefix, self.queries)
+
+
+def build(shape: Shape, num_layers: int) -> Case:
+    """Pages in random order; the last table row is the dummy's. Ragged: lengths vary, and the last row is padding."""
+    s, p = shape, shape.page_size
+    columns = -(-s.prefix_len // p)
+    num_pages = 1 + s.rows * columns
+    order = torch.randperm(num_pages - 1, device=DEVICE) + 1
+    table = torch.zeros((s.rows + 1, -(-s.capacity // p)), dtype=torch.int32, device=DEVICE)
+    table[: s.rows, :columns] = order.view(s.rows, columns)
+    rows = torch.randperm(s.rows, device=DEVICE)
+    extent = torch.full((s.rows,), s.prefix_len, device=DEVICE)
+    if s.ragged:
+        rows[-1] = s.rows
+        least = s.n if s.kind == "prefill" else 0
+        extent[:-1] = torch.randint(least, s.prefix_len + 1, (s.rows - 1,), device=DEVICE)
+        extent[-1] = 0
+    pages = (num_pages * p, 2, s.kv_heads, s.head_dim)
+    layers = []
+    for _ in range(num_layers):
+        data = torch.randn(pages, dtype=s.dtype, device=DEVICE)
+        data[:p] = 0
+        layers.append(PagedKV(data))
+    fused = torch.randn(s.rows, s.n, s.heads + 2 * s.kv_heads, s.head_dim, dtype=s.dtype, device=DEVICE)
+    q = fused[:, :, : s.heads]  # as it leaves the projection
+    columns_of_q = torch.arange(s.n, device=DEVICE)
+    tail = TailKV(torch.randn(s.rows, s.tail, 2, s.kv_heads, s.head_dim, dtype=s.dtype, device=DEVICE))
+    if s.kind == "prefill":
+        positions = (extent - s.n).clamp(min=0)[:, None] + columns_of_q
+        positions = torch.where(extent[:, None] > 0, positions, 0)
+        queries = Queries(positions, positions, torch.empty(0, device=DEVICE))
+    else:
+        picks = torch.rand(s.rows, s.tail, device=DEVICE) * torch.arange(s.tail, device=DEVICE)
+        mask = ancestor_mask(picks.long(), s.tail)[:, -s.n :].contiguous()
+        depth = ancestor_mask(picks.long(), s.tail).sum(dim=2) - 1
+        spots = extent[:, None] + depth
+        queries = Queries(spots[:, -s.n :], spots, mask, s.window)
+    return Case(
+        s, q, layers, TableView(Phase.VERIFY, PageTable(FULL, table), rows, extent, s.capacity, p), queries, tail
+    )
+
+
+def reference(case: Case, layer: PagedKV) -> Tensor:
+    """Dense attention in float32, a row at a time."""
+    s, view, queries = case.shape, case.view, case.queries
+    outs = []
+    for i in range(s.rows):
+        one = slice(i, i + 1)
+        keys = PagedKeys(layer.data, view.table.data, view.rows[one], view.extent[one], view.bound, view.page_size)
+        sight = Sight(queries.positions[one], s.window, s.kind == "prefill")
+        tail = None
+        if s.kind != "prefill":
+            tail = TailKeys(case.tail.data[one], queries.tail_positions[one], queries.mask[one])
+        q = case.q[one].to(torch.float32)
+        outs.append(paged_attention_reference(q, keys, sight, tail, s.head_dim**-0.5)[0])
+    return torch.cat(outs)
+
+
+def relative_error(out: Tensor, expected: Tensor) -> float:
+    difference = out.to(torch.float32) - expected
+    return float(difference.norm() / expected.norm())
+
+
+def check(case: Case, backend: Backend) -> float:
+    """The larger relative error of the first and last layer's results."""
+    plan = case.plan(backend)
+    return max(error_of(case, case.call(backend, plan, layer), layer) for layer in (case.layers[0], case.layers[-1]))
+
+
+def error_of(case: Case, out: Tensor, layer: PagedKV) -> float:
+    return relative_error(out, reference(case, layer))
+
+
+def describe(shape: Shape) -> dict[str, object]:
+    return {**asdict(shape), "dtype": str(shape.dtype).removeprefix("torch.")}
+
+
+def graph_of(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """A captured graph of `work`, replayed a few times."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    for _ in range(3):
+        graph.replay()
+    return graph
+
+
+def times_us(launch: Callable[[], object], repeats: int) -> list[float]:
+    """Microseconds of each call of `launch`, between events."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    for event in events[:-1]:
+        event.record()
+        launch()
+    events[-1].record()
+    torch.cuda.synchronize()
+    return [1e3 * a.elapsed_time(b) for a, b in itertools.pairwise(events)]
+
+
+def copy_bytes_per_s() -> float:
+    """Device-to-device copy of 2 GiB, bytes read and written."""
+    source = torch.empty(1 << 31, dtype=torch.uint8, device=DEVICE).random_()
+    target = torch.empty_like(source)
+    times = times_us(lambda: target.copy_(source), 24)
+    return 2 * source.numel() / (statistics.median(times) * 1e-6)
+
+
+def matrix_operations_per_s() -> float:
+    """bf16 matrix product, 8192 cubed."""
+    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+    out = torch.empty_like(a)
+    times = times_us(lambda: torch.mm(a, b, out=out), 24)
+    return 2 * 8192**3 / (statistics.median(times) * 1e-6)
+
+
+def num_layers_for(shape: Shape) -> int:
+    return max(2, min(64, COLD_BYTES // max(shape.kv_bytes, 1)))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Median, 10th and 90th percentile of a call's time in a replayed graph, in us; error of what the last replay left.
+
+    plan_us: host time of planning one phase, for a backend that plans on the host; else 0.
+    """
+
+    us: float
+    us_p10: float
+    us_p90: float
+    error: float
+    plan_us: float = 0.0
+
+
+def measure(case: Case, backend: Backend, replays: int = 40) -> Measured:
+    """Beginning and planning are outside the graph for a backend that plans on the host, else inside, once."""
+    hosted = backend.capabilities.needs_host_extents
+    plan = case.plan(backend)
+    last: list[Tensor] = []
+
+    def work() -> None:
+        used = plan if hosted else case.plan(backend)
+        for layer in case.layers:
+            last[:] = [case.call(backend, used, layer)]
+
+    graph = graph_of(work)
+    times = sorted(t / len(case.layers) for t in times_us(graph.replay, replays))
+    error = error_of(case, last[0], case.layers[-1])
+    tenth, planning = len(times) // 10, plan_us(case, backend) if hosted else 0.0
+    return Measured(statistics.median(times), times[tenth], times[-1 - tenth], error, planning)
+
+
+def plan_us(case: Case, backend: Backend, repeats: int = 10) -> float:
+    """Host time of `begin` and `plan`, the device idle before."""
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        case.plan(backend)
+        times.append(1e6 * (time.perf_counter() - start))
+    return statistics.median(times)

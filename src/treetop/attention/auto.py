@@ -1,0 +1,162 @@
+"""`auto`: each phase and shape class runs on the backend that was fastest for it when measured.
+
+`choices.json`, written by `python bench/attention.py --write-table` on one kind of GPU, gives for each shape class the
+microseconds of every backend that gave right results. What was not measured, and any other GPU, runs on Triton.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from torch import Tensor
+
+from treetop.attention.capabilities import CAPABILITIES, Capabilities, GroupNeed, Need, refusal
+from treetop.attention.contract import AttentionBackend, Queries, RoundExtents, TableView, TailKV
+from treetop.kernels.kv import PagedKV
+from treetop.kernels.launch import CallShape
+from treetop.kernels.triton_guard import gpu_traits
+
+TABLE = "choices.json"
+FALLBACK = "triton"
+LAYERS = 32
+"""Over how many layers a plan made on the host is spread, when its cost is weighed."""
+
+Make = Callable[[str, Need], AttentionBackend[Any, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """us: a call, in a replayed graph. plan_us: host time before a round, 0 for a backend that plans nothing."""
+
+    us: float
+    plan_us: float = 0.0
+
+    @property
+    def cost_us(self) -> float:
+        return self.us + self.plan_us / LAYERS
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceTable:
+    """num_sms: of the GPU that was measured. date: of the run. classes: shape class -> backend -> timing."""
+
+    num_sms: int
+    date: str
+    classes: dict[str, dict[str, Timing]]
+
+    def choose(self, shape_class: str, usable: frozenset[str]) -> tuple[str, str]:
+        """The backend of a class of calls among `usable`, and the reason."""
+        timings = {k: v for k, v in self.classes.get(shape_class, {}).items() if k in usable}
+        if FALLBACK not in timings:
+            return FALLBACK, f"{shape_class}: not measured on this kind of GPU"
+        best = min(timings, key=lambda name: (timings[name].cost_us, name != FALLBACK))
+        times = ", ".join(f"{name} {timing.cost_us:.1f}" for name, timing in sorted(timings.items()))
+        return best, f"{shape_class}: {times} us ({self.date})"
+
+
+def load_table() -> ChoiceTable:
+    """The committed table."""
+    text = resources.files("treetop.attention").joinpath(TABLE).read_text(encoding="utf-8")
+    data = json.loads(text)
+    classes = {name: {k: Timing(**v) for k, v in row.items()} for name, row in data["classes"].items()}
+    return ChoiceTable(data["num_sms"], data["date"], classes)
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What a backend of the composition made: a prefix or a plan."""
+
+    backend: AttentionBackend[Any, Any]
+    inner: Any
+
+
+class AutoPrefix:
+    """A view, and what each backend that was chosen for it made of it."""
+
+    def __init__(self, view: TableView) -> None:
+        self.view = view
+        self._begun: dict[str, Any] = {}
+
+    def of(self, backend: AttentionBackend[Any, Any]) -> Any:
+        if backend.name not in self._begun:
+            self._begun[backend.name] = backend.begin(self.view)
+        return self._begun[backend.name]
+
+
+class AutoBackend:
+    """Composes the backends that the table names for this engine's heads and this machine can run.
+
+    The choice depends on shapes and the bound alone, so a captured round keeps it.
+    """
+
+    name = "auto"
+
+    def __init__(self, table: ChoiceTable, need: Need, make: Make) -> None:
+        self._need, self._groups = need, {group.name: group for group in need.groups}
+        here = gpu_traits(need.device).num_sms == table.num_sms
+        self._table = table if here else ChoiceTable(0, "", {})
+        measured = {name for timings in self._table.classes.values() for name in timings}
+        usable = frozenset(name for name in measured if name in CAPABILITIES and refusal(name, need) is None)
+        full = [group for group in need.groups if group.window is None]
+        names = {FALLBACK, *(self._table.choose(one, usable)[0] for group in full for one in self._classes_of(group))}
+        self._backends = {name: make(name, need) for name in names}
+        self.capabilities: Capabilities = _joint([CAPABILITIES[name] for name in names])
+        self.reasons: dict[str, str] = {}
+
+    def _classes_of(self, group: GroupNeed) -> list[str]:
+        """The measured classes of the group's heads."""
+        heads = self._call(group, 1, 1, 1, False).heads
+        return [name for name in self._table.classes if name.split()[1] == heads]
+
+    def _call(self, group: GroupNeed, rows: int, n: int, bound: int, causal: bool) -> CallShape:
+        ratio, size = group.heads // group.kv_heads, self._need.dtype.itemsize
+        return CallShape(rows, n, group.kv_heads, ratio, group.head_dim, size, bound, causal)
+
+    def backend_for(self, view: TableView, n: int, window: int | None, causal: bool) -> AttentionBackend[Any, Any]:
+        """The backend of one phase, and why, noted in `reasons`."""
+        group = self._groups.get(view.table.group)
+        if group is None or window is not None:
+            return self._backends[FALLBACK]
+        shape_class = self._call(group, view.rows.shape[0], n, view.bound, causal).shape_class
+        name, self.reasons[shape_class] = self._table.choose(shape_class, frozenset(self._backends))
+        return self._backends[name]
+
+    def plan_round(self, round: RoundExtents) -> None:
+        for name, backend in self._backends.items():
+            if CAPABILITIES[name].needs_host_extents:
+                backend.plan_round(round)  # type: ignore[attr-defined]  # such a backend is HostPlanned
+
+    def begin(self, view: TableView) -> AutoPrefix:
+        return AutoPrefix(view)
+
+    def plan(self, prefix: AutoPrefix, queries: Queries) -> Chosen:
+        backend = self.backend_for(prefix.view, queries.positions.shape[1], queries.window, False)
+        return Chosen(backend, backend.plan(prefix.of(backend), queries))
+
+    def plan_causal(self, prefix: AutoPrefix, positions: Tensor, window: int | None) -> Chosen:
+        backend = self.backend_for(prefix.view, positions.shape[1], window, True)
+        return Chosen(backend, backend.plan_causal(prefix.of(backend), positions, window))
+
+    def prefix(self, q: Tensor, kv: PagedKV, plan: Chosen, scale: float) -> tuple[Tensor, Tensor]:
+        return plan.backend.prefix(q, kv, plan.inner, scale)
+
+    def prefix_tail(
+        self, q: Tensor, kv: PagedKV, plan: Chosen, tail: TailKV, scale: float, sinks: Tensor | None = None
+    ) -> Tensor:
+        return plan.backend.prefix_tail(q, kv, plan.inner, tail, scale, sinks)
+
+    def causal(self, q: Tensor, kv: PagedKV, plan: Chosen, scale: float, sinks: Tensor | None = None) -> Tensor:
+        return plan.backend.causal(q, kv, plan.inner, scale, sinks)
+
+
+def _joint(parts: list[Capabilities]) -> Capabilities:
+    """The fallback's limits; a round is captured if all parts can be, and waits for lengths if one needs them."""
+    base = CAPABILITIES[FALLBACK]
+    return Capabilities(
+        base.dtypes,
+        base.head_dims,
+        captures=all(part.captures for part in parts),
+        needs_host_extents=any(part.needs_host_extents for part in parts),
+    )

@@ -1,0 +1,57 @@
+"""Pages by FlashAttention: the batch's table and lengths once a phase, strided views of K and V, no copy."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from treetop.attention.contract import RoundExtents, TableView
+from treetop.attention.libraries import FlashAttention, PagedCall
+from treetop.attention.library_backend import AttendPages
+from treetop.kernels.kv import PagedKV
+from treetop.kernels.pages import gather_table, gather_table_reference
+from treetop.kernels.tail import PrefixPart
+
+
+@dataclass(frozen=True, slots=True)
+class FlashTable:
+    """A view as FlashAttention reads it. table: [rows, columns] int32. lengths: [rows] int32."""
+
+    view: TableView
+    table: Tensor
+    lengths: Tensor
+
+
+class FlashPages:
+    """`attention` over pages. kernels: Triton runs on the engine's device."""
+
+    def __init__(self, attention: FlashAttention, kernels: bool) -> None:
+        self._attention = attention
+        self._gather = gather_table if kernels else gather_table_reference
+
+    def begin(self, view: TableView) -> FlashTable:
+        columns = min(max(-(-view.bound // view.page_size), 1), view.table.data.shape[1])
+        table, lengths = self._gather(view.table.data, view.rows, view.extent, columns, view.page_size)
+        return FlashTable(view, table, lengths)
+
+    def plan(self, begun: FlashTable, n: int) -> AttendPages:
+        return self._attend(begun, None)
+
+    def plan_causal(self, begun: FlashTable, positions: Tensor) -> AttendPages:
+        # A chunk's first position is where its row's committed tokens end; the dummy row has length 0 and position 0.
+        return self._attend(begun, (begun.view.extent - positions[:, 0]).to(torch.int32))
+
+    def plan_round(self, round: RoundExtents) -> None:
+        """Lengths are read on the device: nothing to do."""
+
+    def _attend(self, begun: FlashTable, query_len: Tensor | None) -> AttendPages:
+        view = begun.view
+
+        def attend(q: Tensor, kv: PagedKV, scale: float) -> PrefixPart:
+            pages = kv.data.unflatten(0, (-1, view.page_size))
+            k, v = pages[:, :, 0], pages[:, :, 1]
+            call = PagedCall(q, k, v, begun.table, begun.lengths, query_len, view.bound, scale)
+            out, lse = self._attention(call)
+            return PrefixPart(out, lse.transpose(1, 2), view.extent)
+
+        return attend

@@ -1,0 +1,196 @@
+"""Pages by FlashInfer: a plan from exact lengths on the host for each (phase, group, rows), into buffers of its own.
+
+A decode plan's buffers are static, so the graphs that read them are captured once; `plan_round` fills them again before
+each replay. An eager phase plans itself when it begins. Prefill packs its queries, which FlashInfer wants without gaps.
+Source: `BatchPrefillWithPagedKVCacheWrapper` of flashinfer-python 0.6.15, flashinfer/prefill.py.
+"""
+
+import importlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treetop.attention.capabilities import GroupNeed
+from treetop.attention.contract import RoundExtents, TableView
+from treetop.attention.library_backend import AttendPages
+from treetop.kernels.kv import PagedKV
+from treetop.kernels.tail import PrefixPart
+from treetop.types.ids import GroupName
+from treetop.types.phase import Phase
+
+_WORKSPACE_BYTES = 128 << 20
+_NATURAL = math.log(2.0)
+"""Its log-sum-exp is of base 2."""
+
+Key = tuple[Phase, GroupName, int, int]
+"""Phase, group, rows, queries a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostPages:
+    """Lengths and pages of a batch on the host. lengths: [rows]. table: [rows, columns] int32, on the CPU."""
+
+    lengths: list[int]
+    table: Tensor
+    page_size: int
+
+    def arrays(self) -> tuple[Tensor, Tensor, Tensor]:
+        """FlashInfer's indptr [rows + 1], page indices and tokens on each row's last page [rows], int32."""
+        p = self.page_size
+        counts = torch.tensor([-(-length // p) for length in self.lengths], dtype=torch.int32)
+        indptr = torch.zeros(len(counts) + 1, dtype=torch.int32)
+        indptr[1:] = counts.cumsum(0)
+        used = torch.arange(self.table.shape[1]) < counts[:, None]
+        last = [(length - 1) % p + 1 if length else 0 for length in self.lengths]
+        return indptr, self.table[used], torch.tensor(last, dtype=torch.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A wrapper, the table its pages come from, and the tokens a page."""
+
+    wrapper: Any
+    table: Tensor
+    page_size: int
+
+
+class FlashInferPages:
+    """groups: the shape of each group's heads. make_wrapper: FlashInfer's class, or a stand-in for tests."""
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        groups: tuple[GroupNeed, ...],
+        make_wrapper: Callable[..., Any] | None = None,
+    ) -> None:
+        self._dtype, self._device = dtype, device
+        self._groups: Mapping[GroupName, GroupNeed] = {group.name: group for group in groups}
+        self._make = make_wrapper or importlib.import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
+        self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._decode: dict[Key, _Planned] = {}
+        self._prefill: dict[GroupName, Any] = {}
+
+    def begin(self, view: TableView) -> TableView:
+        return view
+
+    def plan(self, view: TableView, n: int) -> AttendPages:
+        """Plans with the view's own lengths, unless a graph is being captured: `plan_round` does that for a replay."""
+        key = (view.phase, view.table.group, view.rows.shape[0], n)
+        planned = self._decode.get(key)
+        if planned is None:
+            planned = self._decode[key] = self._wrapper(view)
+        if not _capturing(self._device):
+            self._fill(key, planned, _host_pages(view.table.data, view.rows, view.extent, view.page_size))
+        wrapper = planned.wrapper
+
+        def attend(q: Tensor, kv: PagedKV, scale: float) -> PrefixPart:
+            out, lse = _run(wrapper, q.flatten(0, 1), kv, view.page_size, scale)
+            return PrefixPart(out.view(q.shape), lse.view(q.shape[:3]), view.extent, _NATURAL)
+
+        return attend
+
+    def plan_causal(self, view: TableView, positions: Tensor) -> AttendPages:
+        group, n = view.table.group, positions.shape[1]
+        pages = _host_pages(view.table.data, view.rows, view.extent, view.page_size)
+        query_len = [length - start for length, start in zip(pages.lengths, positions[:, 0].tolist(), strict=True)]
+        if group not in self._prefill:
+            self._prefill[group] = self._make(self._workspace, "NHD", backend="fa2")
+        wrapper = self._prefill[group]
+        self._plan(wrapper, group, _offsets(query_len), pages, causal=True)
+        real = torch.arange(n, device=positions.device) < torch.tensor(query_len, device=positions.device)[:, None]
+        packed = real.flatten().nonzero().flatten()
+
+        def attend(q: Tensor, kv: PagedKV, scale: float) -> PrefixPart:
+            rows, width, heads, dim = q.shape
+            some, some_lse = _run(wrapper, q.flatten(0, 1).index_select(0, packed), kv, view.page_size, scale)
+            out = q.new_zeros((rows * width, heads, dim)).index_copy_(0, packed, some)
+            lse = some_lse.new_full((rows * width, heads), float("-inf")).index_copy_(0, packed, some_lse)
+            return PrefixPart(out.view(q.shape), lse.view(q.shape[:3]), view.extent, _NATURAL)
+
+        return attend
+
+    def plan_round(self, round: RoundExtents) -> None:
+        """One transfer from the device a group, then the plan of every phase that this round runs."""
+        bucket, seen = round.rows.shape[0], {}
+        for key, planned in self._decode.items():
+            phase, group, rows, n = key
+            if rows == bucket and round.queries.get(phase) == n:
+                if group not in seen:
+                    extent = round.committed[round.rows]
+                    seen[group] = _host_pages(planned.table, round.rows, extent, planned.page_size)
+                self._fill(key, planned, seen[group])
+
+    def _wrapper(self, view: TableView) -> _Planned:
+        """A wrapper whose buffers hold the largest batch of its rows."""
+        rows, columns = view.rows.shape[0], view.table.data.shape[1]
+
+        def ints(size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.int32, device=self._device)
+
+        wrapper = self._make(
+            self._workspace,
+            "NHD",
+            use_cuda_graph=True,
+            qo_indptr_buf=ints(rows + 1),
+            paged_kv_indptr_buf=ints(rows + 1),
+            paged_kv_indices_buf=ints(rows * columns),
+            paged_kv_last_page_len_buf=ints(rows),
+            backend="fa2",
+        )
+        return _Planned(wrapper, view.table.data, view.page_size)
+
+    def _fill(self, key: Key, planned: _Planned, pages: HostPages) -> None:
+        _, group, rows, n = key
+        self._plan(planned.wrapper, group, _offsets([n] * rows), pages, causal=False)
+
+    def _plan(self, wrapper: Any, group: GroupName, query_offsets: Tensor, pages: HostPages, causal: bool) -> None:
+        shape = self._groups[group]
+        indptr, indices, last = pages.arrays()
+        wrapper.plan(
+            query_offsets,
+            indptr,
+            indices,
+            last,
+            shape.heads,
+            shape.kv_heads,
+            shape.head_dim,
+            pages.page_size,
+            causal=causal,
+            q_data_type=self._dtype,
+            kv_data_type=self._dtype,
+        )
+
+
+def _run(wrapper: Any, q: Tensor, kv: PagedKV, page_size: int, scale: float) -> tuple[Tensor, Tensor]:
+    """q: [queries, heads, d]. Returns out like q and lse [queries, heads] float32, base 2."""
+    pages = kv.data.unflatten(0, (-1, page_size))
+    # Its scale is 1 / sqrt(d), times what is given here.
+    factor = scale * math.sqrt(q.shape[2])
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    run: tuple[Tensor, Tensor] = wrapper.run(
+        q, (pages[:, :, 0], pages[:, :, 1]), out=out, return_lse=True, q_scale=None if factor == 1.0 else factor
+    )
+    return run
+
+
+def _host_pages(table: Tensor, rows: Tensor, extent: Tensor, page_size: int) -> HostPages:
+    """One transfer: each row's length, then its columns."""
+    both = torch.cat([extent.to(torch.int32)[:, None], table[rows]], dim=1).cpu()
+    return HostPages(both[:, 0].tolist(), both[:, 1:], page_size)
+
+
+def _offsets(counts: list[int]) -> Tensor:
+    """Where each row's queries begin, and the end: [rows + 1] int32."""
+    ends = [0]
+    for count in counts:
+        ends.append(ends[-1] + count)
+    return torch.tensor(ends, dtype=torch.int32)
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

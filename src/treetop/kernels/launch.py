@@ -1,0 +1,106 @@
+"""How the attention kernels are cut for a call: a committed table by shape class, and a formula for what it lacks.
+
+`launches.json` holds what `python bench/attention.py --tune` measured, for one kind of GPU: shape class -> launch, with
+its time and the formula's. Another kind of GPU, and a class that was not measured, use the formula.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from importlib import resources
+from typing import Any
+
+from treetop.kernels.triton_guard import GpuTraits
+
+TABLE = "launches.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How a call is cut: queries (times grouped heads) and keys a block, splits of the keys, warps, pipeline stages.
+
+    overlap: kernels start while the one before them ends, and wait for it themselves (programmatic dependent launch).
+    """
+
+    block_m: int
+    block_n: int
+    splits: int
+    num_warps: int
+    num_stages: int
+    overlap: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CallShape:
+    """What a call of attention looks like to a launch. n: queries a row. bound: no row has more keys in the pages."""
+
+    rows: int
+    n: int
+    kv_heads: int
+    group: int
+    head_dim: int
+    element_bytes: int
+    bound: int
+    causal: bool = False
+
+    @property
+    def heads(self) -> str:
+        """K/V heads, query heads a K/V head, their width, and the bytes of a number."""
+        return f"h{self.kv_heads}x{self.group}x{self.head_dim}e{self.element_bytes}"
+
+    @property
+    def shape_class(self) -> str:
+        """The name of the class: rows, queries and keys are rounded up to powers of two."""
+        kind = "causal" if self.causal else "tail"
+        rows, n, keys = power_of_two(self.rows), power_of_two(self.n), power_of_two(max(self.bound, 64))
+        return f"{kind} {self.heads} rows{rows} n{n} keys{keys}"
+
+
+def power_of_two(x: int) -> int:
+    """The smallest power of two that is not below x."""
+    return 1 << max(x - 1, 0).bit_length()
+
+
+@lru_cache(maxsize=1)
+def launch_table() -> dict[str, Any]:
+    """The committed table: `num_sms` of its GPU, and `classes`."""
+    table: dict[str, Any] = json.loads(resources.files("treetop.kernels").joinpath(TABLE).read_text(encoding="utf-8"))
+    return table
+
+
+@lru_cache(maxsize=4096)
+def choose_launch(call: CallShape, gpu: GpuTraits) -> Launch:
+    """The launch of a call, from its shape alone: the table's, or the formula's."""
+    table = launch_table()
+    entry = table["classes"].get(call.shape_class) if gpu.num_sms == table["num_sms"] else None
+    if entry is None:
+        return launch_by_formula(call, gpu)
+    return Launch(**{name: entry[name] for name in _TUNED}, overlap=gpu.can_overlap)
+
+
+_TUNED = ("block_m", "block_n", "splits", "num_warps", "num_stages")
+
+
+def entry_of(launch: Launch) -> dict[str, int]:
+    """What the table keeps of a launch."""
+    fields = asdict(launch)
+    return {name: fields[name] for name in _TUNED}
+
+
+def launch_by_formula(call: CallShape, gpu: GpuTraits) -> Launch:
+    """Enough programs to fill the GPU, cut no finer than parts are worth; measured on an H200, bench/attention.py."""
+    width = call.n * call.group
+    lanes = max(16, power_of_two(width))
+    if call.element_bytes > 2:  # float32 without tensor cores: what fits in registers
+        block_m, block_n, warps, stages = min(lanes, 32), 16, 8, 2
+    elif call.head_dim > 128:
+        block_m, block_n, warps, stages = min(lanes, 64), 32, 4, 2
+    else:
+        block_m, block_n, warps, stages = min(lanes, 64), 64, 4, 3
+    programs = call.rows * call.kv_heads * -(-width // block_m)
+    splits = 2 * gpu.num_sms // programs  # two programs fit on a multiprocessor
+    # Parts cost what they write and merge: few of short ranges, more of long ones, or where SMs would stand idle.
+    blocks = -(-call.bound // block_n)
+    few = max(512 // block_m, blocks // 8, gpu.num_sms // (2 * programs))
+    splits = max(1, min(splits, few, blocks, 64))
+    return Launch(block_m, block_n, splits, warps, stages, gpu.can_overlap)

@@ -1,0 +1,164 @@
+# ruff: noqa: PLR0917 (kernels take what they touch as arguments)
+"""The tail after a prefix that another library computed: masked attention over it, and the merge, in one launch.
+
+The running softmax starts from the prefix's (out, lse) instead of from nothing, folds the tail's columns into it, and
+takes the sink last: so the merge by log-sum-exp costs no pass of its own.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from treetop.kernels.attention import TailKeys, add_sink, fold, load_kv
+from treetop.kernels.launch import power_of_two
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, tl
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixPart:
+    """What a library says of the committed keys.
+
+    out: [rows, n, heads, head_dim], dense in its last dimension. lse: [rows, n, heads] float32, any strides; times
+    `unit` it is the natural logarithm. extent: [rows] int64, the number of keys. Where a row has none, or the lse is
+    not finite, neither counts, whatever lies there: libraries differ on what they leave for an empty prefix.
+    """
+
+    out: Tensor
+    lse: Tensor
+    extent: Tensor
+    unit: float = 1.0
+
+    def normalised(self) -> tuple[Tensor, Tensor]:
+        """(out, lse) as the contract has them: natural, and 0 and -inf where nothing was seen."""
+        seen = (self.extent > 0)[:, None, None] & self.lse.isfinite()
+        return torch.where(seen[..., None], self.out, 0), torch.where(seen, self.lse * self.unit, float("-inf"))
+
+
+@dataclass(frozen=True, slots=True)
+class TailSight:
+    """positions: [rows, n] int64, of the queries. window: how far they see, by position; None is everything."""
+
+    positions: Tensor
+    window: int | None = None
+
+
+def tail_and_merge_reference(
+    q: Tensor, prefix: PrefixPart, tail: TailKeys, sight: TailSight, scale: float, sinks: Tensor | None = None
+) -> Tensor:
+    """What `tail_and_merge` computes, densely and in float32 (float64 if q is)."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out, lse = prefix.normalised()
+    visible = tail.mask
+    if sight.window is not None:
+        visible = visible & (sight.positions[:, :, None] - tail.positions[:, None] < sight.window)
+    kv_heads = tail.data.shape[3]
+    grouped = q.to(wide).unflatten(2, (kv_heads, -1))
+    scores = torch.einsum("bnhgd,bmhd->bnhgm", grouped, tail.data[:, :, 0].to(wide)) * scale
+    scores = scores.masked_fill(~visible[:, :, None, None], float("-inf"))
+    before = lse.to(wide).unflatten(2, (kv_heads, -1))
+    total = torch.logaddexp(torch.logsumexp(scores, dim=-1), before)
+    if sinks is not None:
+        total = torch.logaddexp(total, sinks.to(wide).view(kv_heads, -1))
+    base = torch.where(total > float("-inf"), total, 0)
+    new = torch.einsum("bnhgm,bmhd->bnhgd", torch.exp(scores - base[..., None]), tail.data[:, :, 1].to(wide))
+    old = out.to(wide).unflatten(2, (kv_heads, -1)) * torch.exp(before - base)[..., None]
+    merged: Tensor = new + old
+    return merged.flatten(2, 3).to(q.dtype)
+
+
+@jit
+def _tail_kernel(
+    out: Arg, q: Arg, before: Arg, before_lse: Arg, extent: Arg, positions: Arg, tail: Arg, tail_positions: Arg,
+    mask: Arg, sinks: Arg, scale: Arg, lse_scale: Arg, n: Arg, t: Arg, q_row: Arg, q_query: Arg, q_head: Arg,
+    before_row: Arg, before_query: Arg, before_head: Arg, lse_row: Arg, lse_query: Arg, lse_head: Arg,
+    position_row: Arg, position_query: Arg, tail_row: Arg, tail_column: Arg, tail_v: Arg,
+    tail_position_row: Arg, tail_position_column: Arg, mask_row: Arg, mask_query: Arg, mask_column: Arg,
+    group: constexpr, dim: constexpr, window: constexpr, has_sinks: constexpr, block_m: constexpr,
+    block_t: constexpr, block_d: constexpr, overlap: constexpr,
+) -> None:  # fmt: skip
+    """One block of queries of one row and K/V head.
+
+    out: [rows, n, heads, dim], contiguous. The rest as in `tail_and_merge`; *_row, *_query, ... are strides in
+    elements; scale and lse_scale lead to base 2; window 0 is none. Grid (kv_heads, blocks of queries, rows).
+    """
+    if overlap:
+        tl.extra.cuda.gdc_wait()  # before the first read: what went before may still be running
+    kv_head = tl.program_id(0)
+    row = tl.program_id(2).to(tl.int64)
+    lane = tl.program_id(1) * block_m + tl.arange(0, block_m)
+    query = lane // group
+    head = kv_head * group + lane % group
+    dims = tl.arange(0, block_d)
+    real = query < n
+    wide = real[:, None] & (dims < dim)[None, :]
+    q_at = row * q_row + query * q_query + head * q_head
+    queries = tl.load(q + q_at[:, None] + dims[None, :], mask=wide, other=0.0)
+
+    keys = tl.zeros([block_m], tl.int32) + tl.load(extent + row).to(tl.int32)
+    lse_at = row * lse_row + query * lse_query + head * lse_head
+    log_mass = tl.load(before_lse + lse_at, mask=real & (keys > 0), other=float("-inf"))
+    seen = (log_mass > float("-inf")) & (log_mass < float("inf"))  # NaN is neither
+    peak = tl.where(seen, log_mass * lse_scale, -1e30)
+    mass = tl.where(seen, 1.0, 0.0)
+    at = row * before_row + query * before_query + head * before_head
+    acc = tl.load(before + at[:, None] + dims[None, :], mask=wide & seen[:, None], other=0.0).to(tl.float32)
+
+    position = tl.zeros([block_m], tl.int32)
+    if window > 0:
+        position_at = positions + row * position_row + query * position_query
+        position = tl.load(position_at, mask=real, other=0).to(tl.int32)
+    for column_start in tl.range(0, t, block_t, num_stages=1):
+        column = column_start + tl.arange(0, block_t)
+        there = column < t
+        tail_at = row * tail_row + column * tail_column
+        k, v = load_kv(tail + kv_head * dim, tail_at, there, tail_v, dims, dim, block_d)
+        shown = mask + row * mask_row + query[:, None] * mask_query + column[None, :] * mask_column
+        visible = tl.load(shown, mask=real[:, None] & there[None, :], other=0) != 0
+        if window > 0:
+            place = tail_positions + row * tail_position_row + column * tail_position_column
+            tail_position = tl.load(place, mask=there, other=0).to(tl.int32)
+            visible = visible & (position[:, None] - tail_position[None, :] < window)
+        acc, peak, mass = fold(queries, k, v, visible, acc, peak, mass, scale, True)
+    if has_sinks:
+        acc, peak, mass = add_sink(tl.load(sinks + head, mask=real, other=0.0), acc, peak, mass)
+
+    result = acc / tl.where(mass > 0, mass, 1.0)[:, None]
+    out_at = (row * n + query) * (tl.num_programs(0) * group) + head
+    tl.store(out + out_at[:, None] * dim + dims[None, :], result.to(out.dtype.element_ty), mask=wide)
+
+
+def tail_and_merge(
+    q: Tensor,
+    prefix: PrefixPart,
+    tail: TailKeys,
+    sight: TailSight,
+    scale: float,
+    gpu: GpuTraits,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention over prefix and tail, from the prefix's (out, lse).
+
+    q: [rows, n, heads, head_dim], dense in its last dimension. sinks: [heads] float32. Returns [rows, n, heads,
+    head_dim]. A query that sees nothing at all gets 0.
+    """
+    rows, n, heads, dim = q.shape
+    kv_heads, width = tail.data.shape[3], tail.data.shape[1]
+    group = heads // kv_heads
+    out = torch.empty((rows, n, heads, dim), dtype=q.dtype, device=q.device)
+    assert (q.stride(3), prefix.out.stride(3), prefix.extent.stride(0)) == (1, 1, 1)
+    assert tail.data.stride()[3:] == (dim, 1)
+    small = q.element_size() > 2 or dim > 128  # float32 without tensor cores, or wide heads: what fits in registers
+    block_m = min(max(16, power_of_two(n * group)), 32 if small else 64)
+    overlap = {"launch_pdl": True} if gpu.can_overlap else {}
+    _tail_kernel[(kv_heads, -(-n * group // block_m), rows)](
+        out, q, prefix.out, prefix.lse, prefix.extent, sight.positions, tail.data, tail.positions, tail.mask,
+        prefix.lse if sinks is None else sinks, scale * math.log2(math.e), prefix.unit * math.log2(math.e), n,
+        width, *q.stride()[:3], *prefix.out.stride()[:3], *prefix.lse.stride(), *sight.positions.stride(),
+        *tail.data.stride()[:3], *tail.positions.stride(), *tail.mask.stride(),
+        group=group, dim=dim, window=sight.window or 0, has_sinks=sinks is not None, block_m=block_m,
+        block_t=min(16 if small else 64, max(16, power_of_two(width))), block_d=max(16, power_of_two(dim)),
+        overlap=gpu.can_overlap, num_warps=4, num_stages=2, **overlap,
+    )  # fmt: skip
+    return out

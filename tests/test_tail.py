@@ -1,0 +1,189 @@
+"""Tail and merge, attention sinks and the gathered page table: the Triton kernels against dense attention.
+
+As test_triton.py: under pytest this file starts itself again with TRITON_INTERPRET=1, and holds the tests there.
+"""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from scenes import INT_MIN, assert_close, dense_answer, scene
+from treetop.attention.tail import merged_prefix_tail
+from treetop.attention.torch_backend import TorchBackend
+from treetop.attention.triton_backend import TritonBackend
+from treetop.kernels.attention import PagedKeys, Sight, TailKeys, paged_attention, paged_attention_reference
+from treetop.kernels.kv import PageTable
+from treetop.kernels.launch import Launch
+from treetop.kernels.pages import gather_table, gather_table_reference
+from treetop.kernels.tail import PrefixPart, TailSight, tail_and_merge, tail_and_merge_reference
+from treetop.kernels.triton_guard import gpu_traits
+from treetop.types.ids import FULL
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+CPU = torch.device("cpu")
+
+VARIETY = [
+    {},
+    {"n": 1, "t": 1},
+    {"n": 3, "t": 9, "heads": 2, "page_size": 1},
+    {"n": 9, "t": 16, "heads": 8, "kv_heads": 1, "dim": 32, "page_size": 16},
+    {"heads": 14, "dim": 24, "page_size": 3, "bound": 20},
+    {"n": 40, "t": 70, "heads": 2, "kv_heads": 1, "dim": 64, "dtype": torch.float16, "bound": 50},
+    {"n": 6, "t": 12, "heads": 4, "window": 5, "page_size": 8, "bound": 40},
+]
+CAUSAL = [{"n": 1}, {"n": 9, "page_size": 1}, {"n": 40, "bound": 90, "window": 11}]
+
+
+def prefix_of(s):
+    """What a library would say of the prefix: garbage where a row is empty, and a transposed lse."""
+    out, lse = dense_answer(s, with_tail=False)
+    empty = s.view.extent == 0
+    out[empty] = float("nan")
+    lse[empty] = float("inf")
+    transposed = lse.transpose(1, 2).contiguous().transpose(1, 2)
+    return PrefixPart(out.to(s.q.dtype), transposed, s.view.extent)
+
+
+def keys_of(s):
+    return TailKeys(s.tail.data, s.queries.tail_positions, s.queries.mask)
+
+
+def sinks_of(s, low=False):
+    """One logit a head; low: so far below every score that no number shows it."""
+    return torch.full((s.q.shape[2],), -80.0) if low else torch.randn(s.q.shape[2]) * 2
+
+
+def test_the_reference_of_tail_and_merge_is_dense_attention():
+    """From what a library says of the prefix, whatever it leaves where a prefix is empty, with and without a sink."""
+    s = scene(n=4, t=6, window=9)
+    sight = TailSight(s.queries.positions, 9)
+    for sinks in (None, sinks_of(s)):
+        got = tail_and_merge_reference(s.q, prefix_of(s), keys_of(s), sight, s.scale, sinks)
+        assert_close(got, dense_answer(s, with_tail=True, sinks=sinks)[0], torch.float32)
+
+
+def test_a_sink_enters_the_torch_backend_once():
+    """prefix_tail, causal, and the merge of two parts give dense attention with one more logit a head."""
+    s = scene(n=4, t=6)
+    backend, sinks = TorchBackend(torch.float32, CPU), sinks_of(s)
+    view = replace(s.view, table=PageTable(FULL, s.clean_table))
+    plan = backend.plan(backend.begin(view), s.queries)
+    want = dense_answer(s, with_tail=True, sinks=sinks)[0]
+    assert_close(backend.prefix_tail(s.q, s.clean, plan, s.tail, s.scale, sinks), want, torch.float32)
+    prefix = backend.prefix(s.q, s.clean, plan, s.scale)
+    assert_close(merged_prefix_tail(prefix, s.q, s.tail, s.queries, s.scale, sinks), want, torch.float32)
+    c = scene(n=6, causal=True)
+    view = replace(c.view, table=PageTable(FULL, c.clean_table))
+    plan = backend.plan_causal(backend.begin(view), c.queries.positions, None)
+    out = backend.causal(c.q, c.clean, plan, c.scale, sinks)
+    want = dense_answer(c, with_tail=False, sinks=sinks)[0]
+    assert_close(out[c.real], want[c.real], torch.float32)
+
+
+def test_a_sink_takes_its_share_by_hand():
+    """One key of score 0 and a sink of log 3: the key keeps a quarter."""
+    s = scene(n=1, t=1, bound=50)
+    q, extent = torch.zeros_like(s.q), torch.zeros_like(s.view.extent)
+    part = PrefixPart(torch.zeros_like(q), torch.zeros(q.shape[:3]), extent)
+    sinks = torch.full((q.shape[2],), 3.0).log()
+    got = tail_and_merge_reference(q, part, keys_of(s), TailSight(s.queries.positions), s.scale, sinks)
+    value = s.tail.v[:, 0].repeat_interleave(q.shape[2] // s.tail.v.shape[2], dim=1)
+    assert_close(got[:, 0], value / 4, torch.float32)
+
+
+if not INTERPRETED:
+
+    def test_the_kernels_pass_in_tritons_interpreter():
+        pytest.importorskip("triton", reason="Triton is not installed; its interpreter runs on any CPU")
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+        env = {**os.environ, "TRITON_INTERPRET": "1"}
+        root = Path(__file__).parent.parent
+        done = subprocess.run(command, check=False, env=env, cwd=root, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+if INTERPRETED:
+    GPU = gpu_traits(CPU)
+
+    @pytest.mark.parametrize("options", VARIETY, ids=str)
+    @pytest.mark.parametrize("with_sinks", [False, True])
+    def test_tail_and_merge_equals_dense_attention(options, with_sinks):
+        """One launch from a library's (out, lse), garbage in empty rows and a base-2 lse included."""
+        s = scene(**options)
+        sinks = sinks_of(s) if with_sinks else None
+        sight = TailSight(s.queries.positions, s.queries.window)
+        part = prefix_of(s)
+        want = dense_answer(s, with_tail=True, sinks=sinks)[0]
+        got = tail_and_merge(s.q, part, keys_of(s), sight, s.scale, GPU, sinks)
+        assert_close(got, want, s.q.dtype)
+        two = 1.4426950408889634
+        part = replace(part, lse=part.lse * two, unit=1 / two)
+        assert_close(tail_and_merge(s.q, part, keys_of(s), sight, s.scale, GPU, sinks), want, s.q.dtype)
+
+    def test_an_infinite_lse_of_a_row_with_keys_is_ignored_too():
+        """A library that saw nothing in a window may say +inf, -inf or NaN; none of them may spoil the tail."""
+        s = scene(n=4, t=6)
+        sight, want = TailSight(s.queries.positions), None
+        for value in (float("-inf"), float("inf"), float("nan")):
+            part = prefix_of(s)
+            part.lse[:], part.out[:] = value, float("nan")
+            got = tail_and_merge(s.q, part, keys_of(s), sight, s.scale, GPU)
+            assert bool(torch.isfinite(got).all())
+            want = got if want is None else want
+            assert torch.equal(got, want)
+
+    @pytest.mark.parametrize("options", VARIETY[-3:], ids=str)
+    @pytest.mark.parametrize("splits", [1, 3])
+    def test_a_sink_enters_the_fused_kernel_once(options, splits):
+        """At the end of a single split, in the merge of several."""
+        s = scene(**options)
+        sinks = sinks_of(s)
+        launch = Launch(block_m=16, block_n=16, splits=splits, num_warps=4, num_stages=1)
+        keys = PagedKeys(s.kv.data, s.view.table.data, s.view.rows, s.view.extent, s.view.bound, s.view.page_size)
+        sight = Sight(s.queries.positions, s.queries.window)
+        out, lse = paged_attention(s.q, keys, sight, keys_of(s), s.scale, launch, sinks)
+        want, want_lse = dense_answer(s, with_tail=True, sinks=sinks)
+        assert_close(out, want, s.q.dtype)
+        if s.q.dtype == torch.float32:
+            torch.testing.assert_close(lse, torch.logaddexp(want_lse, sinks), atol=1e-5, rtol=1e-5)
+        clean = replace(keys, pages=s.clean.data, page_table=s.clean_table)
+        out, _ = paged_attention_reference(s.q, clean, sight, keys_of(s), s.scale, sinks)
+        assert_close(out, want, s.q.dtype)
+        low, _ = paged_attention(s.q, keys, sight, keys_of(s), s.scale, launch, sinks_of(s, low=True))
+        none, _ = paged_attention(s.q, keys, sight, keys_of(s), s.scale, launch)
+        assert_close(low, none, s.q.dtype)
+
+    @pytest.mark.parametrize("options", CAUSAL, ids=str)
+    def test_a_sink_enters_causal_attention_once(options):
+        s = scene(**options, causal=True)
+        backend, sinks = TritonBackend(s.q.dtype, CPU), sinks_of(s)
+        plan = backend.plan_causal(backend.begin(s.view), s.queries.positions, s.queries.window)
+        out = backend.causal(s.q, s.kv, plan, s.scale, sinks)
+        assert_close(out, dense_answer(s, with_tail=False, sinks=sinks)[0], s.q.dtype)
+
+    @pytest.mark.parametrize("page_size", [1, 4, 16])
+    @pytest.mark.parametrize("columns", [1, 9, 300])
+    def test_the_gathered_table_holds_used_columns_and_null_pages(page_size, columns):
+        """Columns at and past the extent are never read: INT_MIN there does not come through."""
+        torch.manual_seed(0)
+        rows = torch.tensor([2, 0, 3, 1])
+        extent = torch.tensor([columns * page_size, 0, 0, max(columns * page_size // 2, 1)])
+        table = torch.randint(1, 1000, (4, columns + 5), dtype=torch.int32)
+        table[3] = 0
+        used = torch.arange(columns + 5) * page_size < torch.zeros(4).long().index_put((rows,), extent)[:, None]
+        table[~used] = INT_MIN
+        got, lengths = gather_table(table, rows, extent, columns, page_size)
+        want, want_lengths = gather_table_reference(table, rows, extent, columns, page_size)
+        assert torch.equal(got, want)
+        assert torch.equal(lengths, want_lengths)
+        assert int(got.min()) >= 0
+        assert lengths.dtype == got.dtype == torch.int32
+        for index, row in enumerate(rows.tolist()):
+            for column in range(columns):
+                inside = column * page_size < int(extent[index])
+                assert int(got[index, column]) == (int(table[row, column]) if inside else 0)
