@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from attention import DEVICE, copy_bytes_per_s, graph_of, times_us
+from attention_cases import DEVICE, copy_bytes_per_s, graph_of, times_us
 from torch import Tensor
 
 from treetop.kernels import few_rows as kernels
