@@ -281,7 +281,8 @@ def main() -> int:
     options = options_of(args)
     soak = Soak(LLM(**options), args.seed, args.sample)
     summary = soak.run(args.rounds)
-    soak.compare(LLM(**{**options, "max_total_tokens": None, "radix_cache": False, "check_level": 1}))
+    room = 8 * (args.context_length + 64)
+    soak.compare(LLM(**{**options, "max_total_tokens": room, "radix_cache": False, "check_level": 1}))
     launcher, backend = type(soak.llm.engine.launcher).__name__, soak.llm.engine.device.backend.name
     print(
         json.dumps(

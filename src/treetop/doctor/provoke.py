@@ -48,6 +48,8 @@ _ON: dict[str, dict[str, Any]] = {
     "cpu": {"device": "cpu"},
     "cuda": {"device": "cuda", "dtype": "float32", "attention_backend": "triton", "graphs": "auto"},
 }
+_NO_LEVEL = {"visibility": "visibility decoder", "leased": "ownership of pages"}
+"""Guards that belong to no check level, by the words they say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,7 @@ class Provocation:
         guarded = self.guarded(fault)
         message = str(guarded.error) if isinstance(guarded.error, TreetopError) else ""
         caught = message if fault.guard in message else None
-        by = f"check level {fault.level}" if fault.level is not None else "visibility decoder, ownership"
+        by = f"check level {fault.level}" if fault.level is not None else _NO_LEVEL[fault.guard]
         if self.device == "cuda":
             by += ", eager" if looks_from_the_host(fault) else ", captured"
             if looks_from_the_host(fault):
@@ -119,7 +121,7 @@ class Provocation:
         options = dict(self.options)
         if self.device == "cuda" and looks_from_the_host(fault):
             options["graphs"] = "off"
-        return self.run(fault, fault.level or 0, watched=fault.level is None, place=options)
+        return self.run(fault, fault.level or 0, watched=fault.guard == "visibility", place=options)
 
     def captured_difference(self, fault: Fault) -> str | None:
         """The first difference from the dense oracle in rounds as a graph replays them, with no guard on.
