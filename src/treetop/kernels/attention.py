@@ -264,8 +264,6 @@ def _attention_kernel(
     out_at = (row * n + query) * (tl.num_programs(0) * group) + head
     tl.store(lse + split * split_stride + out_at, log_mass, mask=query < n)
     out_at = (split * split_stride + out_at)[:, None] * dim + dims[None, :]
-    if has_parts:
-        q_mask = q_mask & seen[:, None]  # of a part that saw nothing only the lse is read
     tl.store(out + out_at, result.to(out.dtype.element_ty), mask=q_mask)
 
 
