@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from treetop.attention.auto import AutoBackend, load_table
+from treetop.attention.auto import FALLBACK, AutoBackend, load_table
 from treetop.attention.capabilities import Need, refusal, require
 from treetop.attention.contract import AttentionBackend
 from treetop.attention.flash_pages import FlashPages
@@ -24,7 +24,8 @@ def make_backend(name: str, need: Need) -> AttentionBackend[Any, Any]:
     if name == "auto":
         if refusal("triton", need) is not None:
             return make_backend("torch", need)
-        return AutoBackend(load_table(), need, make_backend)
+        auto = AutoBackend(load_table(), need, make_backend)
+        return auto if len(auto.parts) > 1 else auto.parts[FALLBACK]
     require(name, need)
     if name == "torch":
         return TorchBackend(need.dtype, need.device)
