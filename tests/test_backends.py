@@ -5,6 +5,7 @@ The libraries are stand-ins with the vendors' layouts (fake_libraries.py); test_
 
 import json
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -45,7 +46,9 @@ CAUSAL = [{"n": 1}, {"n": 9, "page_size": 1}, {"n": 12, "page_size": 16, "bound"
 @pytest.fixture(scope="module", params=BUILDS)
 def fa3(request):
     library = register_fa3(request.param)
-    yield FlashOp(getattr(torch.ops, request.param).fwd.default, request.param)
+    operators = getattr(torch.ops, request.param)
+    scheduler = getattr(operators, "get_scheduler_metadata", None)
+    yield FlashOp(operators.fwd.default, scheduler and scheduler.default, request.param)
     library._destroy()
 
 
@@ -127,6 +130,8 @@ def test_fa3_reads_pages_in_place_and_one_table_a_phase(fa3):
     assert first["seqused_k"].data_ptr() == second["seqused_k"].data_ptr()
     assert first["max_seqlen_k"] == s.view.bound
     assert first["q"].data_ptr() == s.q.data_ptr()
+    assert first["scheduler_metadata"] is second["scheduler_metadata"]
+    assert (first["scheduler_metadata"] is None) == (len(fa3.schemas) == 1)
 
 
 @pytest.mark.parametrize("options", VARIETY, ids=str)
@@ -207,7 +212,7 @@ def test_an_operator_without_what_is_needed_is_refused():
     library = torch.library.Library("treetop_odd", "DEF")
     library.define("fwd(Tensor q, Tensor k, Tensor v, float softmax_scale, bool is_causal) -> Tensor[]")
     with pytest.raises(LookupError, match="no operand page_table, seqused_k, seqused_q"):
-        FlashOp(torch.ops.treetop_odd.fwd.default, "odd")
+        FlashOp(torch.ops.treetop_odd.fwd.default, None, "odd")
     library._destroy()
 
 
@@ -236,7 +241,7 @@ def test_the_probe_of_fa4_believes_results_not_versions(monkeypatch):
         (wrong, "gives wrong results here"),
         (failing, "failed on compute capability 9.0: AssertionError: Paged KV not supported on SM 9.0"),
     ):
-        monkeypatch.setattr(libraries, "call_fa4", attention)
+        monkeypatch.setattr(libraries, "_call_fa4", attention)
         got = probe(CPU)
         assert got is None if want is None else got.endswith(want) or want in got
 
@@ -429,3 +434,24 @@ def test_capabilities_are_plain_data():
     with pytest.raises(AttributeError):
         CAPABILITIES["fa3"].captures = False
     assert {field.name for field in fields(Capabilities)} >= {"dtypes", "captures", "needs_host_extents", "phases"}
+
+
+def test_the_documentation_shows_the_capability_table():
+    """docs/backends.md has one row a backend, with the values of the code."""
+    text = (Path(__file__).parent.parent / "docs" / "backends.md").read_text(encoding="utf-8")
+    for name, able in CAPABILITIES.items():
+        dims = "any" if able.head_dims is None else ", ".join(str(dim) for dim in able.head_dims)
+        if able.head_dims is not None and len(able.head_dims) > 3:
+            dims = f"{min(able.head_dims)} to {max(able.head_dims)}"
+        cells = [
+            name,
+            ", ".join(str(dtype).removeprefix("torch.") for dtype in able.dtypes),
+            dims,
+            "any" if able.page_sizes is None else ", ".join(str(size) for size in able.page_sizes),
+            "own" if able.own_windows else "shared",
+            "own" if able.own_sinks else "shared",
+            "yes" if able.captures else "no",
+            "yes" if able.needs_host_extents else "no",
+        ]
+        assert f"| {' | '.join(cells)} |" in text
+        assert able.phases == tuple(Phase)
