@@ -189,9 +189,11 @@ def mean(lists):
 
 def agreement(a, b):
     """Share of tokens before two outputs part, over all prompts."""
-    pairs = zip(a, b, strict=True)
-    same = [next((i for i, (x, y) in enumerate(zip(p, q, strict=False)) if x != y), len(p)) for p, q in pairs]
-    return sum(same) / sum(len(p) for p in a)
+    same = 0
+    for one, other in zip(a, b, strict=True):
+        shorter = min(len(one), len(other))
+        same += next((i for i in range(shorter) if one[i] != other[i]), shorter)
+    return same / sum(len(one) for one in a)
 
 
 @pytest.mark.parametrize("name", ["fa3", "flashinfer", "fa4", "auto"])
