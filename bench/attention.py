@@ -50,12 +50,15 @@ import treetop.attention
 import treetop.kernels
 from treetop.attention import auto
 from treetop.attention.capabilities import CAPABILITIES, Need, refusal
-from treetop.attention.libraries import find_fa3
+from treetop.attention.flash_pages import FlashPages
+from treetop.attention.libraries import FlashOp, find_fa3
+from treetop.attention.library_backend import LibraryBackend
 from treetop.attention.registry import make_backend
 from treetop.kernels import launch
 from treetop.kernels.triton_guard import gpu_traits
 
 DEVICE = torch.device("cuda")
+UNSCHEDULED = "fa3-unscheduled"
 
 
 class Backends:
@@ -66,13 +69,21 @@ class Backends:
         self._made: dict[tuple[str, Need], Backend] = {}
 
     def usable(self, shape: Shape) -> list[str]:
-        return [name for name in self.names if refusal(name, shape.need) is None]
+        return [name for name in self.names if refusal(name.removesuffix("-unscheduled"), shape.need) is None]
 
     def get(self, name: str, shape: Shape) -> Backend:
         key = (name, shape.need)
         if key not in self._made:
-            self._made[key] = make_backend(name, shape.need)
+            self._made[key] = make_backend(name, shape.need) if name != UNSCHEDULED else unscheduled(shape.need)
         return self._made[key]
+
+
+def unscheduled(need: Need) -> Backend:
+    """fa3 whose calls find out for themselves how to share the work, to see what a shared schedule saves."""
+    found = find_fa3()
+    op = FlashOp(found.fwd, None, found.source)
+    triton_backend = make_backend("triton", need)
+    return LibraryBackend("fa3", FlashPages(op, kernels=True), triton_backend, gpu_traits(DEVICE))
 
 
 def say(text: str) -> None:
@@ -82,12 +93,12 @@ def say(text: str) -> None:
 def report_machine(names: list[str]) -> None:
     """What is here, and FlashAttention-3's schema, which decides how it is called."""
     say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
-    for name in names:
+    for name in (name for name in names if name in CAPABILITIES):
         problem = refusal(name, Need(CAPABILITIES[name].dtypes[0], DEVICE))
         say(f"{name:11} {'usable' if problem is None else 'refused: ' + problem.reason}")
     if refusal("fa3", Need(torch.bfloat16, DEVICE)) is None:
         op = find_fa3()
-        say(f"fa3 is {op.source}\n{op.schema}")
+        say("\n".join([f"fa3 is {op.source}", *op.schemas]))
 
 
 def check_all(backends: Backends) -> int:
@@ -176,6 +187,7 @@ def write_choices(timed: list[dict[str, Any]]) -> None:
         row["class"]: {
             name: {"us": round(figures["us"], 2), "plan_us": round(figures["plan_us"], 1)}
             for name, figures in row["backends"].items()
+            if name in CAPABILITIES
         }
         for row in timed
         if auto.FALLBACK in row["backends"]

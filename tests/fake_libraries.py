@@ -25,6 +25,13 @@ BUILDS = {
     "flash_attn_3": {"chunk": "int attention_chunk, ", "rest": ""},
     "sgl_kernel": {"chunk": "int attention_chunk, ", "rest": ", Tensor? sinks"},
 }
+SCHEDULER_SCHEMA = (
+    "get_scheduler_metadata(int batch_size, int max_seqlen_q, int max_seqlen_k, int num_heads, int num_heads_k,"
+    " int headdim, int headdim_v, ScalarType qkv_dtype, Tensor seqused_k, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k,"
+    " Tensor? cu_seqlens_k_new, Tensor? seqused_q, Tensor? leftpad_k, int? page_size, int max_seqlen_k_new,"
+    " bool is_causal, int window_size_left, int window_size_right, bool has_softcap, int num_splits, bool? pack_gqa,"
+    " int sm_margin) -> Tensor"
+)
 calls = []  # operands of every call, by name, for tests to look at
 
 
@@ -40,7 +47,22 @@ def register_fa3(namespace):
         return fa3(given)
 
     library.impl("fwd", fwd, "CPU")
+    if namespace != "sgl_kernel":  # one build without it
+        library.define(SCHEDULER_SCHEMA)
+        library.impl("get_scheduler_metadata", schedule, "CPU")
     return library
+
+
+def schedule(  # noqa: PLR0917 - the vendor's
+    rows, n, bound, heads, kv_heads, dim, dim_v, dtype, lengths, *rest
+):
+    """A tensor that says what it was made for."""
+    _, _, _, query_len, _, page_size, new, causal, left, right, softcap, splits, _, _ = rest
+    assert (new, left, right, softcap, splits) == (0, -1, -1, False, 0)
+    assert (query_len is not None) == causal
+    assert dim == dim_v
+    assert lengths.dtype == torch.int32
+    return torch.tensor([rows, n, bound, heads, kv_heads, dim, page_size, int(causal)], dtype=torch.int32)
 
 
 def fa3(given):
@@ -52,6 +74,9 @@ def fa3(given):
     assert table.shape[0] == rows
     assert (given["window_size_left"], given["window_size_right"], given["softcap"]) == (-1, -1, 0.0)
     assert given.get("cp_world_size", 1) == 1
+    if given.get("scheduler_metadata") is not None:
+        made_for = [rows, n, given["max_seqlen_k"], heads, k.shape[2], q.shape[3], k.shape[1], int(given["is_causal"])]
+        assert given["scheduler_metadata"].tolist() == made_for
     assert int(given["seqused_k"].max()) <= given["max_seqlen_k"] <= table.shape[1] * k.shape[1]
     out, lse = torch.full(q.shape, math.nan, dtype=q.dtype), torch.full((rows, heads, n), math.nan)
     for i in range(rows):

@@ -189,9 +189,11 @@ def mean(lists):
 
 def agreement(a, b):
     """Share of tokens before two outputs part, over all prompts."""
-    pairs = zip(a, b, strict=True)
-    same = [next((i for i, (x, y) in enumerate(zip(p, q, strict=False)) if x != y), len(p)) for p, q in pairs]
-    return sum(same) / sum(len(p) for p in a)
+    same = 0
+    for one, other in zip(a, b, strict=True):
+        shorter = min(len(one), len(other))
+        same += next((i for i in range(shorter) if one[i] != other[i]), shorter)
+    return same / sum(len(one) for one in a)
 
 
 @pytest.mark.parametrize("name", ["fa3", "flashinfer", "fa4", "auto"])
@@ -210,7 +212,7 @@ def test_rounds_accept_as_much_as_on_triton(name, page, graphs):
 def test_rounds_survive_poison(name):
     """Level 3: NaN in pages that nobody owns and INT_MIN in columns that nobody uses reach no result."""
     _, outputs = run(name, check_level=3)
-    assert all(len(each) > 1 for each in tokens(outputs))
+    assert all(len(each) == 48 for each in tokens(outputs))
 
 
 @pytest.mark.parametrize("name", ["fa3"])

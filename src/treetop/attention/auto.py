@@ -5,6 +5,7 @@ microseconds of every backend that gave right results. What was not measured, an
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
@@ -64,6 +65,13 @@ def load_table() -> ChoiceTable:
     return ChoiceTable(data["num_sms"], data["date"], classes)
 
 
+def summary(table: ChoiceTable, usable: frozenset[str]) -> str:
+    """How many measured classes run on which of the usable backends, in one sentence."""
+    counts = Counter(table.choose(name, usable)[0] for name in table.classes)
+    shares = ", ".join(f"{count} on {name}" for name, count in counts.most_common())
+    return f"{shares} of {len(table.classes)} classes measured {table.date}; triton elsewhere" if counts else "triton"
+
+
 @dataclass(frozen=True, slots=True)
 class Chosen:
     """What a backend of the composition made: a prefix or a plan."""
@@ -88,7 +96,8 @@ class AutoPrefix:
 class AutoBackend:
     """Composes the backends that the table names for this engine's heads and this machine can run.
 
-    The choice depends on shapes and the bound alone, so a captured round keeps it.
+    The choice depends on shapes and the bound alone, so a captured round keeps it. parts: the backends, by name.
+    reasons: why each class of calls so far runs where it does.
     """
 
     name = "auto"
@@ -101,7 +110,7 @@ class AutoBackend:
         usable = frozenset(name for name in measured if name in CAPABILITIES and refusal(name, need) is None)
         full = [group for group in need.groups if group.window is None]
         names = {FALLBACK, *(self._table.choose(one, usable)[0] for group in full for one in self._classes_of(group))}
-        self._backends = {name: make(name, need) for name in names}
+        self.parts = {name: make(name, need) for name in sorted(names)}
         self.capabilities: Capabilities = _joint([CAPABILITIES[name] for name in names])
         self.reasons: dict[str, str] = {}
 
@@ -118,13 +127,13 @@ class AutoBackend:
         """The backend of one phase, and why, noted in `reasons`."""
         group = self._groups.get(view.table.group)
         if group is None or window is not None:
-            return self._backends[FALLBACK]
+            return self.parts[FALLBACK]
         shape_class = self._call(group, view.rows.shape[0], n, view.bound, causal).shape_class
-        name, self.reasons[shape_class] = self._table.choose(shape_class, frozenset(self._backends))
-        return self._backends[name]
+        name, self.reasons[shape_class] = self._table.choose(shape_class, frozenset(self.parts))
+        return self.parts[name]
 
     def plan_round(self, round: RoundExtents) -> None:
-        for name, backend in self._backends.items():
+        for name, backend in self.parts.items():
             if CAPABILITIES[name].needs_host_extents:
                 backend.plan_round(round)  # type: ignore[attr-defined]  # such a backend is HostPlanned
 

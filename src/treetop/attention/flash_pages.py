@@ -1,6 +1,6 @@
 """Pages by FlashAttention: the batch's table and lengths once a phase, strided views of K and V, no copy."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -46,12 +46,15 @@ class FlashPages:
 
     def _attend(self, begun: FlashTable, query_len: Tensor | None) -> AttendPages:
         view = begun.view
+        shared: list[Tensor | None] = []  # the schedule, from the first layer on
 
         def attend(q: Tensor, kv: PagedKV, scale: float) -> PrefixPart:
             pages = kv.data.unflatten(0, (-1, view.page_size))
             k, v = pages[:, :, 0], pages[:, :, 1]
             call = PagedCall(q, k, v, begun.table, begun.lengths, query_len, view.bound, scale)
-            out, lse = self._attention(call)
+            if not shared:
+                shared.append(self._attention.schedule(call))
+            out, lse = self._attention(replace(call, schedule=shared[0]))
             return PrefixPart(out, lse.transpose(1, 2), view.extent)
 
         return attend

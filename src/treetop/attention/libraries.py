@@ -32,7 +32,8 @@ class PagedCall:
 
     q: [rows, n, heads, d]. k, v: [pages, page_size, kv_heads, d], strided. table: [rows, columns] int32. lengths:
     [rows] int32, keys a row. query_len: [rows] int32, queries a row that are not padding, which stand last in its keys
-    and see up to themselves; None: all are real and see every key. bound: no length is larger.
+    and see up to themselves; None: all are real and see every key. bound: no length is larger. schedule: how the work
+    is shared out, from `schedule` of the library, for all layers of a phase; None: each call finds out for itself.
     """
 
     q: Tensor
@@ -43,12 +44,17 @@ class PagedCall:
     query_len: Tensor | None
     bound: int
     scale: float
+    schedule: Tensor | None = None
 
 
 class FlashAttention(Protocol):
-    """Returns out [rows, n, heads, d] and lse [rows, heads, n] float32, natural; anything where padding is."""
+    """A FlashAttention over pages."""
 
-    def __call__(self, call: PagedCall) -> tuple[Tensor, Tensor]: ...
+    def schedule(self, call: PagedCall) -> Tensor | None:
+        """What calls of this shape and these lengths may share; None if the library has no such thing."""
+
+    def __call__(self, call: PagedCall) -> tuple[Tensor, Tensor]:
+        """Returns out [rows, n, heads, d] and lse [rows, heads, n] float32, natural; anything where padding is."""
 
 
 # ------------------------------------------------------------------------------------------------- FlashAttention-3
@@ -59,7 +65,9 @@ _NEUTRAL: Mapping[str, Any] = {
     "window_size_right": -1,
     "attention_chunk": 0,
     "softcap": 0.0,
+    "has_softcap": False,
     "is_rotary_interleaved": True,
+    "max_seqlen_k_new": 0,
     "num_splits": 0,  # by the library's rule, from shapes and `max_seqlen_k` alone: the same in every replay
     "sm_margin": 0,
     "cp_world_size": 1,
@@ -68,34 +76,20 @@ _NEUTRAL: Mapping[str, Any] = {
 """Values of operands that this engine has no use for, where a build gives them no default."""
 
 
-class FlashOp:
-    """FlashAttention-3's `fwd`, its operands put in the order of its schema: builds differ in which ones they have."""
+class Operands:
+    """Calls a compiled operator by its schema: builds differ in which operands they have. Raises LookupError."""
 
-    def __init__(self, op: Any, source: str) -> None:
-        self.source, self.schema = source, str(op._schema)
+    def __init__(self, op: Any, needed: set[str]) -> None:
+        self.schema = str(op._schema)
         self._op = op
         self._names = [argument.name for argument in op._schema.arguments]
         self._rest = [_rest(argument) for argument in op._schema.arguments]
-        missing = {"q", "k", "v", "seqused_k", "seqused_q", "page_table", "softmax_scale", "is_causal"} - {*self._names}
+        missing = needed - {*self._names}
         if missing:
-            raise LookupError(f"its operator has no operand {', '.join(sorted(missing))}")
+            raise LookupError(f"its operator {op} has no operand {', '.join(sorted(missing))}")
 
-    def __call__(self, call: PagedCall) -> tuple[Tensor, Tensor]:
-        given = {
-            "q": call.q,
-            "k": call.k,
-            "v": call.v,
-            "seqused_q": call.query_len,
-            "seqused_k": call.lengths,
-            "max_seqlen_q": call.q.shape[1],
-            "max_seqlen_k": max(call.bound, 1),
-            "page_table": call.table,
-            "softmax_scale": call.scale,
-            "is_causal": call.query_len is not None,
-        }
-        operands = [given.get(name, rest) for name, rest in zip(self._names, self._rest, strict=True)]
-        out, lse = self._op(*operands)[:2]
-        return out, lse
+    def __call__(self, given: Mapping[str, Any]) -> Any:
+        return self._op(*[given.get(name, rest) for name, rest in zip(self._names, self._rest, strict=True)])
 
 
 def _rest(argument: Any) -> Any:
@@ -103,6 +97,53 @@ def _rest(argument: Any) -> Any:
     if argument.name in _NEUTRAL:
         return _NEUTRAL[argument.name]
     return argument.default_value if argument.has_default_value() else None
+
+
+class FlashOp:
+    """FlashAttention-3: its `fwd`, and `get_scheduler_metadata` if the build has it, which saves a launch a layer."""
+
+    def __init__(self, fwd: Any, scheduler: Any, source: str) -> None:
+        needed = {"q", "k", "v", "seqused_k", "seqused_q", "page_table", "softmax_scale", "is_causal"}
+        self._fwd = Operands(fwd, needed)
+        scheduled = scheduler is not None and "scheduler_metadata" in self._fwd.schema
+        self._scheduler = Operands(scheduler, {"seqused_k", "seqused_q", "page_size"}) if scheduled else None
+        self.fwd = fwd
+        self.source, self.schemas = source, [self._fwd.schema, *([self._scheduler.schema] if self._scheduler else [])]
+
+    def schedule(self, call: PagedCall) -> Tensor | None:
+        if self._scheduler is None:
+            return None
+        rows, n, heads, dim = call.q.shape
+        kv_heads, page_size = call.k.shape[2], call.k.shape[1]
+        metadata: Tensor = self._scheduler(
+            {
+                **_lengths(call),
+                "batch_size": rows,
+                "max_seqlen_q": n,
+                "num_heads": heads,
+                "num_heads_k": kv_heads,
+                "headdim": dim,
+                "headdim_v": dim,
+                "qkv_dtype": call.q.dtype,
+                "page_size": page_size,
+            }
+        )
+        return metadata
+
+    def __call__(self, call: PagedCall) -> tuple[Tensor, Tensor]:
+        tensors = {"q": call.q, "k": call.k, "v": call.v, "page_table": call.table}
+        how = {"softmax_scale": call.scale, "scheduler_metadata": call.schedule, "max_seqlen_q": call.q.shape[1]}
+        out, lse, *_ = self._fwd({**_lengths(call), **tensors, **how})
+        return out, lse
+
+
+def _lengths(call: PagedCall) -> dict[str, Any]:
+    return {
+        "seqused_q": call.query_len,
+        "seqused_k": call.lengths,
+        "max_seqlen_k": max(call.bound, 1),
+        "is_causal": call.query_len is not None,
+    }
 
 
 def find_fa3() -> FlashOp:
@@ -129,9 +170,11 @@ def _fa3_of(source: str, load: Callable[[], object]) -> FlashOp:
     try:
         load()
         for namespace in _FA3_NAMESPACES:
-            found = getattr(getattr(torch.ops, namespace), "fwd", None)
-            if found is not None:
-                return FlashOp(found.default, f"{source} (torch.ops.{namespace}.fwd)")
+            operators = getattr(torch.ops, namespace)
+            if hasattr(operators, "fwd"):
+                scheduler = getattr(operators, "get_scheduler_metadata", None)
+                rest = None if scheduler is None else scheduler.default
+                return FlashOp(operators.fwd.default, rest, f"{source} (torch.ops.{namespace}.fwd)")
     except (ImportError, OSError, RuntimeError, LookupError) as error:
         raise LookupError(f"{source} cannot be used: {_first_line(error)}") from error
     raise LookupError(f"{source} has no operator fwd under any of {', '.join(_FA3_NAMESPACES)}")
@@ -166,8 +209,17 @@ def fa3_problem(device: torch.device) -> str | None:
 # ------------------------------------------------------------------------------------------------- FlashAttention-4
 
 
-def call_fa4(call: PagedCall) -> tuple[Tensor, Tensor]:
+class FlashCute:
     """`flash_attn_varlen_func` of flash-attn-4 on a padded batch."""
+
+    def schedule(self, call: PagedCall) -> Tensor | None:
+        return None
+
+    def __call__(self, call: PagedCall) -> tuple[Tensor, Tensor]:
+        return _call_fa4(call)
+
+
+def _call_fa4(call: PagedCall) -> tuple[Tensor, Tensor]:
     out, lse, *_ = importlib.import_module("flash_attn.cute").flash_attn_varlen_func(
         call.q,
         call.k,
@@ -192,7 +244,7 @@ def fa4_problem(device: torch.device) -> str | None:
     except ImportError as error:
         return f"flash-attn-4 cannot be imported: {_first_line(error)}"
     try:
-        error_of_probe = _probe_paged(call_fa4, device)
+        error_of_probe = _probe_paged(FlashCute(), device)
     except Exception as error:  # whatever a compiler of kernels may raise
         major, minor = torch.cuda.get_device_capability(device)
         return f"paged K/V failed on compute capability {major}.{minor}: {type(error).__name__}: {_first_line(error)}"

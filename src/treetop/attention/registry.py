@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from treetop.attention.auto import AutoBackend, load_table
+from treetop.attention.auto import FALLBACK, AutoBackend, load_table
 from treetop.attention.capabilities import Need, refusal, require
 from treetop.attention.contract import AttentionBackend
 from treetop.attention.flash_pages import FlashPages
 from treetop.attention.flashinfer_pages import FlashInferPages
-from treetop.attention.libraries import call_fa4, find_fa3
+from treetop.attention.libraries import FlashCute, find_fa3
 from treetop.attention.library_backend import LibraryBackend, PagesLibrary
 from treetop.attention.torch_backend import TorchBackend
 from treetop.attention.triton_backend import TritonBackend
@@ -24,7 +24,8 @@ def make_backend(name: str, need: Need) -> AttentionBackend[Any, Any]:
     if name == "auto":
         if refusal("triton", need) is not None:
             return make_backend("torch", need)
-        return AutoBackend(load_table(), need, make_backend)
+        auto = AutoBackend(load_table(), need, make_backend)
+        return auto if len(auto.parts) > 1 else auto.parts[FALLBACK]
     require(name, need)
     if name == "torch":
         return TorchBackend(need.dtype, need.device)
@@ -35,4 +36,4 @@ def make_backend(name: str, need: Need) -> AttentionBackend[Any, Any]:
 def _library(name: str, need: Need) -> PagesLibrary:
     if name == "flashinfer":
         return FlashInferPages(need.dtype, need.device, need.groups)
-    return FlashPages(find_fa3() if name == "fa3" else call_fa4, kernels=True)
+    return FlashPages(find_fa3() if name == "fa3" else FlashCute(), kernels=True)

@@ -7,18 +7,30 @@ from dataclasses import dataclass
 
 import torch
 
+from treetop.attention import auto
 from treetop.attention.capabilities import CAPABILITIES, Need, refusal
 from treetop.attention.registry import BACKENDS
+from treetop.kernels.triton_guard import gpu_traits
 from treetop.models.loader import compute_device
 from treetop.types.layout import Layout
+from treetop.types.phase import Phase
 from treetop.version import __version__
 
-LIBRARIES = ("torch", "safetensors", "tokenizers", "transformers", "triton", "flashinfer-python", "flash-attn")
+LIBRARIES = (
+    "torch",
+    "safetensors",
+    "tokenizers",
+    "transformers",
+    "triton",
+    "flashinfer-python",
+    "flash-attn-3",
+    "flash-attn-4",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class BackendStatus:
-    """phases: what it can run here; reason: why not the others, empty if it runs all."""
+    """phases: what it can run here; reason: why none, or what `auto` chooses."""
 
     name: str
     phases: tuple[str, ...]
@@ -40,7 +52,7 @@ def machine() -> list[tuple[str, str]]:
 
 
 def backends() -> list[BackendStatus]:
-    """Every backend of the interface, usable or not."""
+    """Every backend of the interface, usable or not, and what `auto` makes of them on this machine."""
     device = compute_device("auto")
     rows = []
     for name in BACKENDS:
@@ -48,7 +60,12 @@ def backends() -> list[BackendStatus]:
         problem = refusal(name, Need(able.dtypes[0], device))  # whether it runs at all, whatever the options
         phases = tuple(able.phases) if problem is None else ()
         rows.append(BackendStatus(name, phases, "" if problem is None else problem.reason))
-    return rows
+    usable = frozenset(row.name for row in rows if row.phases)
+    choice = "torch"
+    if auto.FALLBACK in usable:
+        table = auto.load_table()
+        choice = auto.summary(table, usable) if gpu_traits(device).num_sms == table.num_sms else auto.FALLBACK
+    return [*rows, BackendStatus("auto", tuple(Phase), choice)]
 
 
 def capacity(layout: Layout) -> list[tuple[str, str, str, str]]:

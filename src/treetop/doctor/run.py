@@ -33,7 +33,7 @@ def run(model: str | None, options: dict[str, Any], visit: Visit) -> int:
     config = EngineConfig.from_options(model=model or BUILTIN_MODEL, draft=draft, **options)
     _print(console, "machine", ("", ""), machine())
     statuses = [(b.name, ", ".join(b.phases) or "-", b.reason) for b in backends()]
-    _print(console, "backends", ("backend", "runs", "why not"), statuses)
+    _print(console, "backends", ("backend", "runs", "why not, or which"), statuses)
     target = resolve_folder(config.model)
     spec = target_spec(target)
     head = read_draft_spec(config, resolve_folder(config.draft), spec) if config.draft is not None else None

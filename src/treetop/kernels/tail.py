@@ -84,6 +84,7 @@ def _tail_kernel(
     elements; scale and lse_scale lead to base 2; window 0 is none. Grid (kv_heads, blocks of queries, rows).
     """
     if overlap:
+        tl.extra.cuda.gdc_launch_dependents()  # the next kernel may start, and wait
         tl.extra.cuda.gdc_wait()  # before the first read: what went before may still be running
     kv_head = tl.program_id(0)
     row = tl.program_id(2).to(tl.int64)
