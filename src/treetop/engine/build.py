@@ -15,12 +15,22 @@ from treetop.engine.buffers import Zeros, make_round_buffers
 from treetop.engine.device import Device
 from treetop.engine.pure import Pure
 from treetop.engine.state import make_state
-from treetop.models.loader import Placement, load_eagle3, load_target, read_eagle3_spec
+from treetop.models.loader import (
+    Placement,
+    compute_device,
+    compute_dtype,
+    load_eagle3,
+    load_target,
+    read_eagle3_spec,
+)
 from treetop.models.spec import Eagle3Spec, ModelSpec
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
 from treetop.types.ids import DRAFT, FULL, WINDOW, GroupName
 from treetop.types.layout import PLAIN, KVGroup, Layout
+
+EXACT_ON_HOST = frozenset({"flashinfer"})
+"""Backends whose plan of a round needs each row's exact length on the host."""
 
 
 def make_layout(config: EngineConfig, spec: ModelSpec, draft: Eagle3Spec | None, kind: type[Layout]) -> Layout:
@@ -29,7 +39,8 @@ def make_layout(config: EngineConfig, spec: ModelSpec, draft: Eagle3Spec | None,
     if context > spec.max_positions:
         raise ConfigError(f"--context-length {context} exceeds the model's {spec.max_positions} positions")
     shapes = (PLAIN,) if config.shape == PLAIN else (PLAIN, config.shape)
-    headroom = max(shape.commit_width for shape in shapes)
+    lag = choose_lag(config)
+    headroom = lag * max(shape.commit_width for shape in shapes)
     pool_tokens = config.max_total_tokens or config.max_running_requests * (context + headroom + config.page_size)
     groups = tuple(_groups(spec, draft))
     layout = kind(
@@ -40,11 +51,36 @@ def make_layout(config: EngineConfig, spec: ModelSpec, draft: Eagle3Spec | None,
         chunk=config.chunked_prefill_size,
         groups=groups,
         pool_tokens=pool_tokens,
+        lag=lag,
     )
     layout.validate()
     if config.radix_cache and any(group.window is not None for group in groups):
         raise ConfigError("--enable-radix-cache does not work with a model that has windows")
     return layout
+
+
+def choose_lag(config: EngineConfig) -> int:
+    """Steps in flight: 2 if host and device overlap, else 1. Raises ConfigError if --overlap cannot be."""
+    device = compute_device(config.device)
+    wanted = config.graphs == "auto" and device.type == "cuda" if config.overlap is None else config.overlap
+    if not wanted:
+        return 1
+    backend = make_backend(config.attention_backend, compute_dtype(config.dtype, device), device).name
+    refused = overlap_refused(backend)
+    if config.overlap and refused is not None:
+        raise ConfigError(f"--overlap: attention backend {backend} {refused}; use --no-overlap or another backend")
+    on = refused is None and (config.overlap is not None or captures(config, device, backend))
+    return 2 if on else 1
+
+
+def overlap_refused(backend: str) -> str | None:
+    """Why a round on this backend cannot be launched before the host knows the last one's results; None if it can."""
+    return "plans with exact lengths on the host" if backend in EXACT_ON_HOST else None
+
+
+def captures(config: EngineConfig, device: torch.device, backend: str) -> bool:
+    """Whether rounds run as captured CUDA graphs."""
+    return config.graphs == "auto" and device.type == "cuda" and backend == "triton"
 
 
 def read_draft_spec(config: EngineConfig, folder: Path, target: ModelSpec) -> Eagle3Spec:
@@ -68,7 +104,7 @@ def build_device(
 ) -> tuple[Device, RedZones | None]:
     """Load weights and allocate memory; at check level 3 every buffer lies between red zones."""
     zones = RedZones(place.device) if config.check_level >= 3 else None
-    zeros: Zeros = zones.zeros if zones is not None else partial(_zeros, place.device)
+    zeros: Zeros = zones.zeros if zones is not None else partial(zeros_on, place.device)
     aux = draft_from[1].aux_inputs if draft_from is not None else ()
     target = load_target(*target_from, aux, place)
     head = load_eagle3(*draft_from, target, place) if draft_from is not None else None
@@ -113,5 +149,5 @@ def _in_order(spec: ModelSpec, layers: dict[GroupName, list[LayerKV]]) -> list[L
     return [next(queues[FULL if window is None else WINDOW]) for window in spec.windows]
 
 
-def _zeros(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def zeros_on(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.zeros(shape, dtype=dtype, device=device)
