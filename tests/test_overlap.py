@@ -362,9 +362,8 @@ def test_overlap_makes_positions_pages_and_slots_for_the_step_more(strong_pair):
     one, two = (build(strong_pair, SHAPE, **options, overlap=overlap) for overlap in (False, True))
     a, b = all_tensors(one), all_tensors(two)
     grown = {name for name in a if a[name].shape != b[name].shape}
-    assert grown == {f"state.page_tables.{group}" for group in (FULL, DRAFT)} or all(
-        "page_table" in name for name in grown
-    )
+    assert len(grown) == 2
+    assert all("page_table" in name for name in grown)
     assert one.engine.layout.page_columns + 4 == two.engine.layout.page_columns
     assert [len(llm.engine._ring._slots) for llm in (one, two)] == [2, 3]
 
