@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from treetop.attention.capabilities import GroupNeed, Need
+from treetop.attention.capabilities import CAPABILITIES, Capabilities, GroupNeed, Need, refusal
 from treetop.attention.phase import LayerKV
 from treetop.attention.registry import make_backend
 from treetop.cache.pool import make_pools
@@ -16,7 +16,14 @@ from treetop.engine.buffers import Zeros, make_round_buffers
 from treetop.engine.device import Device
 from treetop.engine.pure import Pure
 from treetop.engine.state import make_state
-from treetop.models.loader import Placement, load_eagle3, load_target, read_eagle3_spec
+from treetop.models.loader import (
+    Placement,
+    compute_device,
+    compute_dtype,
+    load_eagle3,
+    load_target,
+    read_eagle3_spec,
+)
 from treetop.models.spec import Eagle3Spec, ModelSpec
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
@@ -30,7 +37,8 @@ def make_layout(config: EngineConfig, spec: ModelSpec, draft: Eagle3Spec | None,
     if context > spec.max_positions:
         raise ConfigError(f"--context-length {context} exceeds the model's {spec.max_positions} positions")
     shapes = (PLAIN,) if config.shape == PLAIN else (PLAIN, config.shape)
-    headroom = max(shape.commit_width for shape in shapes)
+    lag = choose_lag(config)
+    headroom = lag * max(shape.commit_width for shape in shapes)
     pool_tokens = config.max_total_tokens or config.max_running_requests * (context + headroom + config.page_size)
     groups = tuple(_groups(spec, draft))
     layout = kind(
@@ -41,11 +49,33 @@ def make_layout(config: EngineConfig, spec: ModelSpec, draft: Eagle3Spec | None,
         chunk=config.chunked_prefill_size,
         groups=groups,
         pool_tokens=pool_tokens,
+        lag=lag,
     )
     layout.validate()
     if config.radix_cache and any(group.window is not None for group in groups):
         raise ConfigError("--enable-radix-cache does not work with a model that has windows")
     return layout
+
+
+def choose_lag(config: EngineConfig) -> int:
+    """Steps in flight: 2 if host and device overlap, else 1. Raises ConfigError if --overlap cannot be."""
+    device = compute_device(config.device)
+    name, need = config.attention_backend, Need(compute_dtype(config.dtype, device), device)
+    if name == "auto":
+        name = "torch" if refusal("triton", need) is not None else "triton"
+    able = CAPABILITIES[name]
+    if config.overlap and able.needs_host_extents:
+        raise ConfigError(
+            f"--overlap: attention backend {name} plans with exact lengths on the host; use --no-overlap or another"
+            " backend"
+        )
+    wanted = captures(config, device, able) if config.overlap is None else config.overlap
+    return 2 if wanted and not able.needs_host_extents else 1
+
+
+def captures(config: EngineConfig, device: torch.device, able: Capabilities) -> bool:
+    """Whether rounds run as captured CUDA graphs."""
+    return config.graphs == "auto" and device.type == "cuda" and able.captures
 
 
 def read_draft_spec(config: EngineConfig, folder: Path, target: ModelSpec) -> Eagle3Spec:
@@ -69,8 +99,12 @@ def build_device(
 ) -> tuple[Device, RedZones | None]:
     """Load weights and allocate memory; at check level 3 every buffer lies between red zones."""
     backend = make_backend(config.attention_backend, backend_need(layout, target_from[1], draft_from, place))
+    if layout.lag > 1 and backend.capabilities.needs_host_extents:
+        raise ConfigError(
+            "--attention-backend auto chose one that plans with exact lengths on the host; use --no-overlap"
+        )
     zones = RedZones(place.device) if config.check_level >= 3 else None
-    zeros: Zeros = zones.zeros if zones is not None else partial(_zeros, place.device)
+    zeros: Zeros = zones.zeros if zones is not None else partial(zeros_on, place.device)
     aux = draft_from[1].aux_inputs if draft_from is not None else ()
     target = load_target(*target_from, aux, place)
     head = load_eagle3(*draft_from, target, place) if draft_from is not None else None
@@ -124,5 +158,5 @@ def _in_order(spec: ModelSpec, layers: dict[GroupName, list[LayerKV]]) -> list[L
     return [next(queues[FULL if window is None else WINDOW]) for window in spec.windows]
 
 
-def _zeros(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def zeros_on(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.zeros(shape, dtype=dtype, device=device)
