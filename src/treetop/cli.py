@@ -30,7 +30,9 @@ ENGINE_HELP = {
     "page_size": "tokens a KV page holds",
     "max_running_requests": "requests decoded at a time",
     "context_length": "tokens a request may hold, prompt and output; the model's by default",
-    "max_total_tokens": "tokens each KV pool holds; enough for all running requests by default",
+    "max_total_tokens": "tokens each KV pool holds, whatever the fraction below says; by default what fits, and no more"
+    " than all running requests can use",
+    "mem_fraction_static": "share of the device's memory for weights, tables and KV pools",
     "chunked_prefill_size": "prompt tokens a prefill step processes",
     "radix_cache": "keep the K/V of finished requests for prompts that begin alike",
     "attention_backend": "who computes attention",
@@ -41,6 +43,9 @@ ENGINE_HELP = {
     "check_level": "0 off, 1 host checks, 2 device probes, 3 poison and red zones",
     "seed": "of requests that bring none",
 }
+
+
+_METAVAR = {int: "N", float: "X", str: "FOLDER"}
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -230,9 +235,10 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         elif bool in getattr(hints[field.name], "__args__", ()):
             options["action"] = argparse.BooleanOptionalAction
         else:
-            options["type"] = int if int in (hints[field.name], *getattr(hints[field.name], "__args__", ())) else str
+            kinds = (hints[field.name], *getattr(hints[field.name], "__args__", ()))
+            options["type"] = next((kind for kind in (int, float) if kind in kinds), str)
             options["choices"] = CHOICES.get(field.name)
-            options["metavar"] = None if field.name in CHOICES else "N" if options["type"] is int else "FOLDER"
+            options["metavar"] = None if field.name in CHOICES else _METAVAR[options["type"]]
         parser.add_argument(flag(field.name), **options)
 
 

@@ -11,10 +11,9 @@ from treetop.debug.faults import FAULTS
 from treetop.doctor.conformance import Conformance, quick_cases
 from treetop.doctor.provoke import Finding, Provocation
 from treetop.doctor.report import backends, capacity, machine
-from treetop.engine.build import make_layout, read_draft_spec
+from treetop.engine.build import read_blueprint
 from treetop.engine.pure import Pure
-from treetop.models.loader import compute_device, resolve_folder
-from treetop.models.spec import target_spec
+from treetop.models.loader import compute_device
 from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL, EngineConfig
 
 
@@ -34,11 +33,8 @@ def run(model: str | None, options: dict[str, Any], visit: Visit) -> int:
     _print(console, "machine", ("", ""), machine())
     statuses = [(b.name, ", ".join(b.phases) or "-", b.reason) for b in backends()]
     _print(console, "backends", ("backend", "runs", "why not, or which"), statuses)
-    target = resolve_folder(config.model)
-    spec = target_spec(target)
-    head = read_draft_spec(config, resolve_folder(config.draft), spec) if config.draft is not None else None
-    layout = make_layout(config, spec, head, Pure().layout)
-    _print(console, "capacity", ("dimension", "value", "formula", "option"), capacity(layout))
+    blueprint = read_blueprint(config, Pure().layout)
+    _print(console, "capacity", ("dimension", "value", "formula", "option"), capacity(blueprint.layout))
     return _faults(console, compute_device(config.device).type) if visit.faults else _conformance(console, visit.cases)
 
 

@@ -1,6 +1,8 @@
 """From a configuration to a device: specs, capacity algebra, weights, memory, in this order."""
 
+from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from pathlib import Path
 
 import torch
@@ -9,13 +11,26 @@ from torch import Tensor
 from treetop.attention.capabilities import CAPABILITIES, Capabilities, GroupNeed, Need, refusal
 from treetop.attention.phase import LayerKV
 from treetop.attention.registry import make_backend
-from treetop.cache.pool import make_pools
+from treetop.cache.pool import KVPool, make_pools
 from treetop.checks.poison import RedZones
 from treetop.checks.probes import Probes
 from treetop.engine.buffers import Zeros, make_round_buffers
+from treetop.engine.cuda_graphs import num_graphs
 from treetop.engine.device import Device
+from treetop.engine.memory import (
+    Budget,
+    Memory,
+    MemoryUse,
+    activation_allowance,
+    fit,
+    memory_of,
+    out_of_memory_explained,
+)
 from treetop.engine.pure import Pure
 from treetop.engine.state import make_state
+from treetop.engine.trial import peak_bytes
+from treetop.models.eagle3 import Eagle3Head
+from treetop.models.llama import Llama
 from treetop.models.loader import (
     Placement,
     compute_device,
@@ -23,34 +38,76 @@ from treetop.models.loader import (
     load_eagle3,
     load_target,
     read_eagle3_spec,
+    resolve_folder,
 )
-from treetop.models.spec import Eagle3Spec, ModelSpec
+from treetop.models.spec import Eagle3Spec, ModelSpec, target_spec
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
 from treetop.types.ids import DRAFT, FULL, WINDOW, GroupName
 from treetop.types.layout import PLAIN, KVGroup, Layout
 
 
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """Everything that is known before a weight is read.
+
+    target, draft: folder and spec. layout: with pools as large as the estimate lets them be. need: what attention has
+    to do. use: that estimate of memory.
+    """
+
+    config: EngineConfig
+    target: tuple[Path, ModelSpec]
+    draft: tuple[Path, Eagle3Spec] | None
+    layout: Layout
+    place: Placement
+    need: Need
+    use: MemoryUse
+
+
+def read_blueprint(config: EngineConfig, kind: type[Layout]) -> Blueprint:
+    """Read the checkpoints' configs, and check every option against them and against the device's memory.
+
+    kind: `Layout`, or a faulty twin. Raises UserError for what cannot work, before any weight is read.
+    """
+    folder = resolve_folder(config.model)
+    target = (folder, target_spec(folder))
+    draft = None
+    if config.draft is not None:
+        folder = resolve_folder(config.draft)
+        draft = (folder, read_draft_spec(config, folder, target[1]))
+    layout = make_layout(config, target[1], draft[1] if draft is not None else None, kind)
+    device = compute_device(config.device)
+    dtype = compute_dtype(config.dtype, device)
+    place = Placement(dtype, device, layout.max_positions, config.load_format == "dummy")
+    memory, static = (
+        memory_of(device),
+        _static_estimate(layout, target[1], draft[1] if draft is not None else None, dtype),
+    )
+    memory = Memory(memory.total, memory.free - static)
+    budget = Budget(memory, static, _cpu_allowance(config, memory, device), config.mem_fraction_static)
+    layout = fit(layout, dtype.itemsize, budget, config.max_total_tokens)
+    need = backend_need(layout, target[1], draft, place)
+    return Blueprint(config, target, draft, layout, place, need, MemoryUse(layout, dtype.itemsize, budget))
+
+
 def make_layout(config: EngineConfig, spec: ModelSpec, draft: Eagle3Spec | None, kind: type[Layout]) -> Layout:
-    """The capacity algebra of a configuration and its models, validated."""
+    """The capacity algebra of a configuration and its models; the pools as large as rows can use, or as asked."""
     context = config.context_length or spec.max_positions
     if context > spec.max_positions:
         raise ConfigError(f"--context-length {context} exceeds the model's {spec.max_positions} positions")
-    shapes = (PLAIN,) if config.shape == PLAIN else (PLAIN, config.shape)
-    lag = choose_lag(config)
-    headroom = lag * max(shape.commit_width for shape in shapes)
-    pool_tokens = config.max_total_tokens or config.max_running_requests * (context + headroom + config.page_size)
     groups = tuple(_groups(spec, draft))
     layout = kind(
-        shapes=shapes,
+        shapes=(PLAIN,) if config.shape == PLAIN else (PLAIN, config.shape),
         page_size=config.page_size,
         max_requests=config.max_running_requests,
         max_context=context,
         chunk=config.chunked_prefill_size,
         groups=groups,
-        pool_tokens=pool_tokens,
-        lag=lag,
+        pool_tokens=config.max_total_tokens or 0,
+        lag=choose_lag(config),
     )
+    if config.max_total_tokens is None:
+        layout = replace(layout, pool_tokens=layout.tokens_for_all)
     layout.validate()
     if config.radix_cache and any(group.window is not None for group in groups):
         raise ConfigError("--enable-radix-cache does not work with a model that has windows")
@@ -89,28 +146,50 @@ def read_draft_spec(config: EngineConfig, folder: Path, target: ModelSpec) -> Ea
     return spec
 
 
-def build_device(
-    config: EngineConfig,
-    pure: Pure,
-    layout: Layout,
-    target_from: tuple[Path, ModelSpec],
-    draft_from: tuple[Path, Eagle3Spec] | None,
-    place: Placement,
-) -> tuple[Device, RedZones | None]:
-    """Load weights and allocate memory; at check level 3 every buffer lies between red zones."""
-    backend = make_backend(config.attention_backend, backend_need(layout, target_from[1], draft_from, place))
-    if layout.lag > 1 and backend.capabilities.needs_host_extents:
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A device with its memory. zones: at check level 3, between which every buffer lies. use: where memory went."""
+
+    device: Device
+    zones: RedZones | None
+    use: MemoryUse
+
+
+def build_device(blueprint: Blueprint, pure: Pure) -> Built:
+    """Load weights, make tables and buffers, try the worst steps, and give what is left to the pools.
+
+    Raises CapacityError if what is left does not hold one request, EngineError if memory runs out on the way.
+    """
+    config, place = blueprint.config, blueprint.place
+    with out_of_memory_explained("loading weights and trying the worst steps", place.device, blueprint.use):
+        before = _allocated(place.device)
+        device, zones, zeros = _without_pools(blueprint, pure)
+        static = _allocated(place.device) - before or blueprint.use.budget.static
+        allowance = _gpu_allowance(config, device) if place.device.type == "cuda" else 0
+    memory = memory_of(place.device)
+    allowance = allowance or _cpu_allowance(config, memory, place.device)
+    budget = Budget(memory, static, allowance, config.mem_fraction_static)
+    layout = fit(blueprint.layout, place.dtype.itemsize, budget, config.max_total_tokens)
+    use = MemoryUse(layout, place.dtype.itemsize, budget)
+    with out_of_memory_explained("making the KV pools", place.device, use):
+        pools = make_pools(layout, place.dtype, zeros)
+    return Built(_with_pools(device, layout, pools), zones, use)
+
+
+def _without_pools(blueprint: Blueprint, pure: Pure) -> tuple[Device, RedZones | None, Zeros]:
+    """The device as yet without pools; the red zones, and what makes buffers."""
+    config, place, spec = blueprint.config, blueprint.place, blueprint.target[1]
+    backend = make_backend(config.attention_backend, blueprint.need)
+    if blueprint.layout.lag > 1 and backend.capabilities.needs_host_extents:
         raise ConfigError(
             "--attention-backend auto chose one that plans with exact lengths on the host; use --no-overlap"
         )
     zones = RedZones(place.device) if config.check_level >= 3 else None
     zeros: Zeros = zones.zeros if zones is not None else partial(zeros_on, place.device)
-    aux = draft_from[1].aux_inputs if draft_from is not None else ()
-    target = load_target(*target_from, aux, place)
-    head = load_eagle3(*draft_from, target, place) if draft_from is not None else None
-    pools = make_pools(layout, place.dtype, zeros)
-    layers = {name: pool.layers() for name, pool in pools.items()}
-    spec = target_from[1]
+    aux = blueprint.draft[1].aux_inputs if blueprint.draft is not None else ()
+    target = load_target(*blueprint.target, aux, place)
+    head = load_eagle3(*blueprint.draft, target, place) if blueprint.draft is not None else None
+    layout = blueprint.layout
     device = Device(
         layout=layout,
         pure=pure,
@@ -120,14 +199,56 @@ def build_device(
         head=head,
         backend=backend,
         ops=place.ops,
-        pools=pools,
+        pools={},
         state=make_state(layout, head.spec.layer.hidden_size if head is not None else None, place.dtype, zeros),
         buffers=make_round_buffers(layout, len(aux), spec.hidden_size, place.dtype, zeros),
-        target_layers=_in_order(spec, layers),
-        draft_layers=layers.get(DRAFT, []),
+        target_layers=[],
+        draft_layers=[],
         probes=Probes.make(place.device, config.check_level >= 2),
     )
-    return device, zones
+    return device, zones, zeros
+
+
+def _with_pools(device: Device, layout: Layout, pools: dict[GroupName, KVPool]) -> Device:
+    """The device over these pools, which are the layout's."""
+    layers = {name: pool.layers() for name, pool in pools.items()}
+    target_layers = _in_order(device.target.spec, layers)
+    return replace(device, layout=layout, pools=pools, target_layers=target_layers, draft_layers=layers.get(DRAFT, []))
+
+
+def _static_estimate(layout: Layout, spec: ModelSpec, draft: Eagle3Spec | None, dtype: torch.dtype) -> int:
+    """Bytes of weights, tables and buffers, from their shapes: no less than that will be taken."""
+    numbers = sum(prod(shape) for shape in Llama.shapes(spec).values())
+    if draft is not None:
+        numbers += sum(prod(shape) for shape in Eagle3Head.shapes(draft).values())
+        numbers += draft.layer.vocab_size * draft.layer.hidden_size  # the head norms the embedding once, into its own
+    made: list[int] = []
+
+    def counted(shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
+        made.append(prod(shape) * kind.itemsize)
+        return torch.empty(shape, dtype=kind, device="meta")
+
+    make_state(layout, draft.layer.hidden_size if draft is not None else None, dtype, counted)
+    make_round_buffers(layout, len(draft.aux_inputs) if draft is not None else 0, spec.hidden_size, dtype, counted)
+    return numbers * dtype.itemsize + sum(made)
+
+
+def _cpu_allowance(config: EngineConfig, memory: Memory, device: torch.device) -> int:
+    """On a CPU nothing measures a peak: the fraction's rest of what is free stays free. A GPU's is measured later."""
+    return int((1 - config.mem_fraction_static) * max(memory.free, 0)) if device.type == "cpu" else 0
+
+
+def _gpu_allowance(config: EngineConfig, device: Device) -> int:
+    """Bytes to leave free on a GPU: the worst steps, tried on pools of a null page each."""
+    layout = replace(device.layout, pool_tokens=0)
+    pools = make_pools(layout, device.target.embedding.dtype, partial(zeros_on, device.buffers.rows.device))
+    graphs = num_graphs(device) if captures(config, device.buffers.rows.device, device.backend.capabilities) else 0
+    return activation_allowance(peak_bytes(_with_pools(device, layout, pools)), graphs)
+
+
+def _allocated(device: torch.device) -> int:
+    """Bytes that live tensors take on a GPU; 0 on a CPU, where nothing counts them."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def backend_need(layout: Layout, spec: ModelSpec, draft_from: tuple[Path, Eagle3Spec] | None, place: Placement) -> Need:

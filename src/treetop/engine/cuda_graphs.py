@@ -1,55 +1,118 @@
-"""Captured rounds: three CUDA graphs a bucket, shape and choice, replayed back to back without a host sync.
+"""Captured rounds: a CUDA graph for each phase of each bucket and shape, replayed back to back without a host sync.
 
-All graphs share one memory pool: what passes between phases lives in `RoundBuffers`, outside it, and nothing that
-outlives a replay is a view of it.
+All graphs share one memory pool and one stream: what passes between phases lives in `RoundBuffers`, outside the pool,
+and nothing that outlives a replay is a view of it. The biggest bucket is captured first, so that the smaller ones fit
+into the memory it left in the pool.
+
+Greedy rounds are captured at start. Of a sampled round only VERIFY is another graph, for no other phase reads the
+choice, and that one is captured when it is first asked for: it costs one eager run and one capture of a verify, some
+tens of milliseconds for an 8B model, while its filters sort the vocabulary of every node, memory that the pool would
+keep for good in an engine that never samples.
 """
 
-from typing import cast
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import Protocol, cast
 
 import torch
+from rich.console import Console
+from rich.progress import Progress
 
 from treetop.attention.contract import HostPlanned, RoundExtents
 from treetop.engine.device import Device
 from treetop.engine.rounds import RoundKey, phases_of
 from treetop.types.phase import Phase
+from treetop.types.sampling import Choice
+
+CHOOSING = frozenset({Phase.VERIFY})
+"""Phases that read `RoundKey.choice`; the others are the same graph for every choice."""
+
+Run = Callable[[], None]
+
+
+class Graph(Protocol):
+    """A recorded sequence of launches."""
+
+    def replay(self) -> None: ...
+
+
+class Recorder(Protocol):
+    """Runs a function once for real, which compiles and sizes everything, then records it."""
+
+    def record(self, run: Run) -> Graph: ...
+
+
+class CudaRecorder:
+    """Records on one stream of its own and into one memory pool."""
+
+    def __init__(self) -> None:
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+
+    def record(self, run: Run) -> Graph:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            run()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            run()
+        return graph
 
 
 class CudaGraphs:
-    """Captures a key the first time it is asked for, on a batch of dummy rows, which leaves no trace in any state."""
+    """Captures on a batch of dummy rows, which leaves no trace in any state.
 
-    def __init__(self, device: Device) -> None:
+    seconds: what capturing took so far.
+    """
+
+    def __init__(self, device: Device, recorder: Recorder | None = None) -> None:
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: dict[RoundKey, dict[Phase, torch.cuda.CUDAGraph]] = {}
+        self._recorder = recorder or CudaRecorder()
+        self._graphs: dict[tuple[Phase, RoundKey], Graph] = {}
+        self.seconds = 0.0
+
+    def __len__(self) -> int:
+        return len(self._graphs)
 
     def launch(self, key: RoundKey, bound: int) -> None:
         assert bound <= self._device.layout.max_committed
-        graphs = self._graphs.get(key)
-        if graphs is None:
-            graphs = self._graphs[key] = self.capture(key)
+        runs = self.phases(key, bound)
         plan_host_extents(self._device, key)
-        for graph in graphs.values():
-            graph.replay()
+        for run in runs.values():
+            run()
 
-    def capture(self, key: RoundKey) -> dict[Phase, torch.cuda.CUDAGraph]:
-        """Run the phases twice, which compiles and sizes everything, then capture each with the largest bound."""
+    def phases(self, key: RoundKey, bound: int) -> dict[Phase, Run]:
+        """A round's phases in order, captured if they are not yet. bound: the graphs hold for the largest there is."""
+        assert bound <= self._device.layout.max_committed
+        places = {phase: _place(phase, key) for phase in phases_of(self._device)}
+        if any(place not in self._graphs for place in places.values()):
+            self.capture([key])
+        return {phase: self._graphs[place].replay for phase, place in places.items()}
+
+    def capture_all(self) -> None:
+        """Capture every bucket and shape for greedy rounds; a progress bar shows on a terminal."""
+        self.capture(greedy_keys(self._device))
+
+    def capture(self, keys: Iterable[RoundKey]) -> None:
+        """Capture what these keys lack, in their order."""
         device, bound = self._device, self._device.layout.max_committed
-        rows = device.buffers.rows.clone()
+        started_s, rows = time.perf_counter(), device.buffers.rows.clone()
         device.buffers.rows.fill_(device.layout.dummy_row)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                for function in phases_of(device).values():
-                    function(device, key, bound)
-        torch.cuda.current_stream().wait_stream(stream)
-        graphs = {}
-        for phase, function in phases_of(device).items():
-            graphs[phase] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graphs[phase], pool=self._pool):
-                function(device, key, bound)
+        listed = list(keys)
+        console = Console(stderr=True)
+        hidden = len(listed) == 1 or not sys.stderr.isatty()
+        with Progress(console=console, transient=True, disable=hidden) as progress:
+            for key in progress.track(listed, description="capturing graphs"):
+                for phase, function in phases_of(device).items():
+                    place = _place(phase, key)
+                    if place not in self._graphs:
+                        self._graphs[place] = self._recorder.record(partial(function, device, key, bound))
         device.buffers.rows.copy_(rows)
-        return graphs
+        self.seconds += time.perf_counter() - started_s
 
 
 def plan_host_extents(device: Device, key: RoundKey) -> None:
@@ -63,3 +126,20 @@ def plan_host_extents(device: Device, key: RoundKey) -> None:
         }
         round = RoundExtents(device.buffers.rows[: key.bucket], device.state.committed, queries)
         cast(HostPlanned, device.backend).plan_round(round)
+
+
+def greedy_keys(device: Device) -> list[RoundKey]:
+    """What is captured at start: the biggest bucket first, in it the widest tree first."""
+    shapes = sorted(device.layout.shapes, key=lambda shape: -shape.num_draft_tokens)
+    return [RoundKey(bucket, shape, Choice.GREEDY) for bucket, shape in product(device.layout.buckets[::-1], shapes)]
+
+
+def num_graphs(device: Device) -> int:
+    """Most graphs that this device can come to hold, sampled rounds included."""
+    each = sum(len(Choice) if phase in CHOOSING else 1 for phase in phases_of(device))
+    return each * len(greedy_keys(device))
+
+
+def _place(phase: Phase, key: RoundKey) -> tuple[Phase, RoundKey]:
+    """Where a phase's graph is kept."""
+    return phase, key if phase in CHOOSING else replace(key, choice=Choice.GREEDY)

@@ -1,6 +1,9 @@
 """The engine: turns plans into results."""
 
+import logging
+import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -12,24 +15,25 @@ from torch import Tensor
 from treetop.attention.phase import DenseAttention
 from treetop.checks.host import PlanChecker, check_own_memory, check_padded, check_result
 from treetop.checks.poison import poison
-from treetop.engine.build import build_device, captures, make_layout, read_draft_spec, zeros_on
+from treetop.engine.build import build_device, captures, read_blueprint, zeros_on
 from treetop.engine.cuda_graphs import CudaGraphs
 from treetop.engine.device import Device
 from treetop.engine.graphs import Eager, GraphSim, RoundLauncher
+from treetop.engine.memory import out_of_memory_explained
 from treetop.engine.prefill import chunk_columns, make_batch, prefill
 from treetop.engine.proof import prove_capacity
 from treetop.engine.pure import Pure
 from treetop.engine.ring import Posted, Results, Ring, Slot, collect
 from treetop.engine.rounds import RoundKey
+from treetop.engine.start_log import start_up_block
 from treetop.engine.state import setup_columns
-from treetop.models.loader import Placement, compute_device, compute_dtype, resolve_folder
-from treetop.models.spec import target_spec
 from treetop.types.config import EngineConfig
 from treetop.types.ids import NULL_PAGE, GroupName, PageId, Row
 from treetop.types.messages import PrefillPlan, RoundPlan, RowResult, StepPlan, StepResult
 from treetop.types.sampling import Choice
 from treetop.types.tree import Accepted, DraftTree
 
+log = logging.getLogger("treetop")
 Value = TypeVar("Value", Accepted, DraftTree)
 Observer = Callable[[RoundPlan, DraftTree, Accepted], None]
 """Told of every round when it is collected: its plan, trees and accepted paths, which it may keep."""
@@ -56,20 +60,13 @@ class Engine:
         """
         self.config, pure = config, pure or Pure()
         self.observer: Observer | None = None
-        self.model_path = resolve_folder(config.model)
-        self.draft_path = None if config.draft is None else resolve_folder(config.draft)
-        self.spec = target_spec(self.model_path)
-        draft = None
-        if self.draft_path is not None:
-            draft = (self.draft_path, read_draft_spec(config, self.draft_path, self.spec))
-        self.layout = make_layout(config, self.spec, draft[1] if draft is not None else None, pure.layout)
-        device = compute_device(config.device)
-        self.dtype = compute_dtype(config.dtype, device)
-        place = Placement(self.dtype, device, self.layout.max_positions, config.load_format == "dummy")
-        target = (self.model_path, self.spec)
-        self.device, self._zones = build_device(config, pure, self.layout, target, draft, place)
-        if wrap is not None:
-            self.device = wrap(self.device)
+        blueprint = read_blueprint(config, pure.layout)
+        self.model_path, self.spec = blueprint.target
+        self.draft_path = blueprint.draft[0] if blueprint.draft is not None else None
+        self.dtype, device = blueprint.place.dtype, blueprint.place.device
+        built = build_device(blueprint, pure)
+        self.layout, self.memory, self._zones = built.device.layout, built.use, built.zones
+        self.device = wrap(built.device) if wrap is not None else built.device
         self.launcher: RoundLauncher = Eager(self.device)
         if config.graphs == "sim":
             self.launcher = GraphSim(self.device, self._keys())
@@ -80,14 +77,23 @@ class Engine:
         self._ring = Ring(self.layout, device, zeros, pure, config.check_level)
         self.last_key: RoundKey | None = None
         self._last_rows = [0] * self.layout.max_requests  # what the row buffer holds
-        with torch.inference_mode():
+        started_s = time.perf_counter()
+        with torch.inference_mode(), self._explained("starting"):
             self._start_up()
+        start_s = time.perf_counter() - started_s
+        log.info("%s", start_up_block(blueprint, self.device, self.launcher, self.memory, start_s))
+
+    def _explained(self, doing: str) -> AbstractContextManager[None]:
+        """Out of memory becomes an EngineError with the numbers and the options to change."""
+        return out_of_memory_explained(doing, self.device.buffers.rows.device, self.memory)
 
     def _keys(self) -> Iterator[RoundKey]:
         for bucket, shape, choice in product(self.layout.buckets, self.layout.shapes, Choice):
             yield RoundKey(bucket, shape, choice)
 
     def _start_up(self) -> None:
+        if isinstance(self.launcher, CudaGraphs):
+            self.launcher.capture_all()
         if self.config.check_level >= 1:
             prove_capacity(self.device, self.launcher)
         if self.config.check_level >= 3:
@@ -110,7 +116,8 @@ class Engine:
             if isinstance(plan, PrefillPlan):
                 device.state.forget_pages([setup.row for setup in plan.setups])
         slot = self._ring.take()
-        run = self._prefill(plan, slot) if isinstance(plan, PrefillPlan) else self._round(plan, slot)
+        with self._explained("running"):
+            run = self._prefill(plan, slot) if isinstance(plan, PrefillPlan) else self._round(plan, slot)
         posted = self._ring.post(slot, run, device.probes.record)
         if device.probes.enabled:
             device.probes.record.zero_()

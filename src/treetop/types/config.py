@@ -42,6 +42,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("draft", "speculative_algorithm"), (str, NoneType)),
     "radix_cache": (bool,),
     "overlap": (bool, NoneType),
+    "mem_fraction_static": (float, int),
 }
 
 
@@ -50,7 +51,8 @@ class EngineConfig:
     """Every option of the engine, under the flag's name. Raises ConfigError with all problems at once.
 
     draft None decodes plainly. speculative_algorithm None is inferred from the draft's tensors. context_length None is
-    the model's. max_total_tokens: tokens each KV pool holds; None gives every running request its whole context.
+    the model's. mem_fraction_static: share of the device's memory for weights, tables and KV pools. max_total_tokens:
+    tokens each KV pool holds, whatever that share is; None gives every running request its whole context if it fits.
     load_format: dummy makes random weights of the shapes that config.json gives.
     simulate_accept_length: tokens every round emits, whatever is right; for measuring speed only.
     chunked_prefill_size: most prompt tokens a prefill step processes. radix_cache: keep the K/V of finished requests
@@ -69,6 +71,7 @@ class EngineConfig:
     max_running_requests: int = 8
     context_length: int | None = None
     max_total_tokens: int | None = None
+    mem_fraction_static: float = 0.88
     chunked_prefill_size: int = 512
     radix_cache: bool = False
     attention_backend: Backend = "auto"
@@ -123,6 +126,10 @@ class EngineConfig:
                 and not 1 <= self.simulate_accept_length <= (self.speculative_num_steps + 1 if self.draft else 1),
                 "--simulate-accept-length must lie between 1 and num-steps + 1 (1 without a draft),"
                 f" got {self.simulate_accept_length}",
+            ),
+            (
+                not 0 < self.mem_fraction_static < 1,
+                f"--mem-fraction-static must lie between 0 and 1, got {self.mem_fraction_static}",
             ),
             (not 0 <= self.seed < 2**63, f"--seed must be in [0, 2^63), got {self.seed}"),
         ]

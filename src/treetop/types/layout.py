@@ -9,12 +9,16 @@ from dataclasses import dataclass
 from treetop.types.errors import CapacityError, ConfigError
 from treetop.types.ids import DRAFT, GroupName
 
+MAX_TOPK, MAX_STEPS, MAX_NODES = 64, 64, 512
+"""Past these a tree costs far more than it can win, and its tables (masks of T^2 a row) grow without a use."""
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class SpecShape:
     """A tree's shape: `topk` branches a node, `num_steps` levels, `num_draft_tokens` nodes verified, root included.
 
-    Valid iff it is plain decoding (1, 0, 1) or `2 <= T <= 1 + k + (S - 1) k^2`, with `k == 1` implying `T == S + 1`.
+    Valid iff it is plain decoding (1, 0, 1) or `2 <= T <= 1 + k + (S - 1) k^2`, with `k == 1` implying `T == S + 1`,
+    and each number is at most its `MAX_`.
     Source: EAGLE-2, arXiv:2406.16858; SGLang's meaning of the three options.
     """
 
@@ -29,6 +33,11 @@ class SpecShape:
             return
         if k < 1 or s < 1 or t < 2:
             raise ConfigError(f"no tree has {given}: topk and num-steps must be >= 1, num-draft-tokens >= 2")
+        if k > MAX_TOPK or s > MAX_STEPS or t > MAX_NODES:
+            raise ConfigError(
+                f"too large a tree: {given}; topk may be {MAX_TOPK}, num-steps {MAX_STEPS} and num-draft-tokens"
+                f" {MAX_NODES} at most"
+            )
         if k == 1 and t != s + 1:
             raise ConfigError(f"no chain has {given}: with topk 1, num-draft-tokens must be num-steps + 1 = {s + 1}")
         if t > 1 + self.num_candidates:
@@ -69,6 +78,11 @@ class KVGroup:
     @property
     def is_draft(self) -> bool:
         return self.name == DRAFT
+
+    @property
+    def numbers_per_token(self) -> int:
+        """Numbers that one token's K/V take in all layers of the group."""
+        return self.num_layers * 2 * self.kv_heads * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +173,16 @@ class Layout:
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
+
+    @property
+    def tokens_per_request(self) -> int:
+        """Pool tokens that one request at the context wall holds, its last page counted whole."""
+        return self.page_columns * self.page_size
+
+    @property
+    def tokens_for_all(self) -> int:
+        """Pool tokens with which every row can reach the context wall at once; more are never used."""
+        return self.max_requests * self.tokens_per_request
 
     def window_pages(self, window: int) -> int:
         """Most pages of a window group that one request holds at a time."""

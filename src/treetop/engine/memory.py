@@ -1,0 +1,241 @@
+"""How many tokens the KV pools hold: what all rows can use, or what fits beside everything else.
+
+    total x --mem-fraction-static           static: weights, tables, buffers, and the pools
+    |-- static without the pools            estimated from shapes before loading, measured after
+    `-- pools
+    the rest                                activations, workspaces, captured graphs, other processes
+
+The same rule runs twice: on an estimate before any weight is read, so that what cannot work is refused before anything
+is allocated, and on what was measured once weights, tables and buffers are there.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from treetop.types.errors import CapacityError, EngineError
+from treetop.types.layout import Layout
+
+GIB = 2**30
+_SLACK = 2**28
+"""Bytes left to the allocator's rounding."""
+_BYTES_PER_GRAPH = 2**23
+"""Bytes of the driver that a captured phase is allowed."""
+_MOST_FRACTION = 0.99
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of a device: all of it, and what nobody uses."""
+
+    total: int
+    free: int
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What is known when pools are sized, in bytes; `free` counts weights, tables and buffers as taken.
+
+    static: weights, tables and buffers. allowance: what activations, workspaces and graphs will take. fraction:
+    `--mem-fraction-static`.
+    """
+
+    memory: Memory
+    static: int
+    allowance: int
+    fraction: float
+
+    @property
+    def pool_bytes(self) -> int:
+        """What the pools may take; negative if the rest does not fit."""
+        return min(self.share, self.unused)
+
+    @property
+    def share(self) -> int:
+        """What the fraction leaves to the pools."""
+        return int(self.fraction * self.memory.total) - self.static
+
+    @property
+    def unused(self) -> int:
+        """What is free and not needed for anything else."""
+        return self.memory.free - self.allowance
+
+    def formula(self) -> str:
+        return (
+            f"min({self.fraction:g} x total {gib(self.memory.total)} - weights and tables {gib(self.static)},"
+            f" free {gib(self.memory.free)} - activations and graphs {gib(self.allowance)})"
+        )
+
+
+def memory_of(device: torch.device) -> Memory:
+    """A GPU's memory as its driver sees it, or the machine's, limits of a control group included."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what the allocator keeps for later counts as free
+        free, total = torch.cuda.mem_get_info(device)
+        return Memory(total, free)
+    return _limited(_ram(Path("/proc/meminfo")), Path("/sys/fs/cgroup"))
+
+
+def activation_allowance(peak: int, num_graphs: int) -> int:
+    """Bytes to leave free on a GPU. peak: what the worst prefill and the worst round took when they were tried."""
+    return peak + num_graphs * _BYTES_PER_GRAPH + _SLACK
+
+
+def pool_bytes(layout: Layout, element_size: int) -> int:
+    """Bytes of all pools of a layout."""
+    return sum(
+        layout.num_pages[group.name] * layout.page_size * group.numbers_per_token * element_size
+        for group in layout.groups
+    )
+
+
+def bytes_per_token(layout: Layout, element_size: int) -> dict[str, int]:
+    """Bytes that a token takes in each group whose pool grows with the tokens; a window's pool does not."""
+    return {g.name: g.numbers_per_token * element_size for g in layout.groups if g.window is None}
+
+
+def fit(layout: Layout, element_size: int, budget: Budget, asked: int | None) -> Layout:
+    """The layout with its pools sized: `asked` tokens (`--max-total-tokens`), or as many as are of use and fit.
+
+    Raises CapacityError with the numbers and the options to change if the pools do not fit, or not one request at the
+    context wall fits into them.
+    """
+    if asked is not None:
+        sized = replace(layout, pool_tokens=asked)
+        sized.validate()
+        need = pool_bytes(sized, element_size)
+        if need > budget.memory.free:
+            raise CapacityError(
+                f"pools of {asked} tokens: need {gib(need)} = {_costs(sized, element_size)}, have"
+                f" {gib(max(budget.memory.free, 0))} free beside weights and tables of {gib(budget.static)};"
+                " lower --max-total-tokens"
+            )
+        return sized
+    page_bytes = layout.page_size * sum(bytes_per_token(layout, element_size).values())
+    left = budget.pool_bytes - pool_bytes(replace(layout, pool_tokens=0), element_size)
+    pages = left // page_bytes if page_bytes else 0
+    tokens = min(layout.tokens_for_all, max(pages, 0) * layout.page_size)
+    if left < 0 or (page_bytes and tokens < layout.tokens_per_request):
+        raise CapacityError(_too_little(layout, element_size, budget, tokens))
+    sized = replace(layout, pool_tokens=tokens if page_bytes else layout.tokens_for_all)
+    sized.validate()
+    return sized
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """What an engine's memory went to; for the start-up log, doctor and the words of an out-of-memory error."""
+
+    layout: Layout
+    element_size: int
+    budget: Budget
+
+    def lines(self) -> list[str]:
+        """One line a pool, and one for the rest."""
+        rows = []
+        for group in self.layout.groups:
+            slots = (self.layout.num_pages[group.name] - 1) * self.layout.page_size
+            size = self.layout.num_pages[group.name] * self.layout.page_size * group.numbers_per_token
+            per_token = group.numbers_per_token * self.element_size
+            rows.append(f"pool {group.name}: {slots} tokens, {gib(size * self.element_size)}, {per_token} B a token")
+        memory, budget = self.budget.memory, self.budget
+        rows.append(
+            f"memory: total {gib(memory.total)}, weights and tables {gib(budget.static)}, pools"
+            f" {gib(pool_bytes(self.layout, self.element_size))}, kept for activations and graphs"
+            f" {gib(budget.allowance)}, --mem-fraction-static {budget.fraction:g}"
+        )
+        return rows
+
+
+@contextmanager
+def out_of_memory_explained(doing: str, device: torch.device, use: MemoryUse | None = None) -> Iterator[None]:
+    """Turn the device's out-of-memory error into an EngineError with the numbers and the options to change."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        numbers = f"; {'; '.join(use.lines())}" if use is not None else ""
+        now = memory_of(device)
+        raise EngineError(
+            f"out of memory while {doing}: {_first_line(error)}; {gib(now.free)} of {gib(now.total)} are free now"
+            f"{numbers}; lower --mem-fraction-static, --max-total-tokens, --max-running-requests or"
+            " --chunked-prefill-size"
+        ) from None
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether PyTorch, CUDA or Triton ran out of memory; they have no common type for it."""
+    words = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in words or "can't allocate memory" in words
+
+
+def gib(size: int) -> str:
+    """Bytes for a reader."""
+    return f"{size / GIB:.2f} GiB" if abs(size) >= GIB // 10 else f"{size / 2**20:.2f} MiB"
+
+
+def _too_little(layout: Layout, element_size: int, budget: Budget, tokens: int) -> str:
+    """Not one request fits: what it needs, what there is, and what would change that."""
+    if budget.unused <= 0:
+        return (
+            f"weights, tables and buffers: need {gib(budget.static)} beside {gib(budget.allowance)} for activations and"
+            f" graphs, have {gib(max(budget.memory.free + budget.static, 0))} free of {gib(budget.memory.total)};"
+            " lower --max-running-requests or --chunked-prefill-size, choose a narrower --dtype or a smaller model"
+        )
+    one = replace(layout, pool_tokens=layout.tokens_per_request)
+    need = pool_bytes(one, element_size)
+    ways = []
+    context = tokens - layout.headroom
+    if context > 0:
+        ways.append(f"lower --context-length to {context} or less")
+    else:
+        ways.append("lower --context-length")
+    if need <= budget.unused:
+        least = -(-100 * (budget.static + need) // budget.memory.total) / 100
+        if least <= _MOST_FRACTION:
+            ways.append(f"raise --mem-fraction-static to {least:g} or more")
+        ways.append("set --max-total-tokens, which overrides the fraction")
+    if layout.page_size > 1:
+        ways.append("lower --page-size")
+    return (
+        f"KV pools: one request of {layout.max_positions} tokens needs {gib(need)} = {_costs(one, element_size)},"
+        f" have {gib(max(budget.pool_bytes, 0))} = {budget.formula()}; {', '.join(ways)}"
+    )
+
+
+def _costs(layout: Layout, element_size: int) -> str:
+    each = [f"{name} {cost} B" for name, cost in bytes_per_token(layout, element_size).items()]
+    fixed = pool_bytes(replace(layout, pool_tokens=0), element_size)
+    return f"{layout.pool_tokens} tokens x ({' + '.join(each)}) + null pages and windows {gib(fixed)}"
+
+
+def _ram(meminfo: Path) -> Memory:
+    """The machine's memory; without /proc what the system says there is, all of it counted as free."""
+    try:
+        rows = dict(line.split(":", 1) for line in meminfo.read_text(encoding="ascii").splitlines())
+        total, free = (1024 * int(rows[name].split()[0]) for name in ("MemTotal", "MemAvailable"))
+        return Memory(total, free)
+    except (OSError, ValueError, KeyError, IndexError):
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return Memory(total, total)
+
+
+def _limited(memory: Memory, group: Path) -> Memory:
+    """Memory under the limit of a control group (version 2), if there is one; its page cache counts as free."""
+    try:
+        limit = int((group / "memory.max").read_text(encoding="ascii"))  # "max" is no limit
+        used = int((group / "memory.current").read_text(encoding="ascii"))
+        rows = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
+        used -= int(rows.get("inactive_file", 0))
+    except (OSError, ValueError):
+        return memory
+    return Memory(min(memory.total, limit), min(memory.free, max(limit - used, 0)))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0].removesuffix(".")

@@ -1,0 +1,63 @@
+"""The worst steps, tried before the pools are sized: what they take at their peak is left free beside the pools."""
+
+from collections.abc import Callable
+
+import torch
+
+from treetop.engine.device import Device
+from treetop.engine.prefill import PrefillBatch, prefill
+from treetop.engine.rounds import RoundKey, phases_of
+from treetop.types.layout import Layout
+from treetop.types.sampling import Choice
+
+
+@torch.inference_mode()
+def peak_bytes(device: Device) -> int:
+    """Bytes that the worst prefill and the worst round reserve on a GPU, added up.
+
+    Both run on dummy rows, which leaves no trace in any state. They are added, not compared, for the memory of
+    captured rounds stays theirs while a prefill runs. What they compile and load is left in place: the driver's part
+    of it is then no longer counted as free.
+    """
+    return _peak(lambda: _prefill(device)) + _peak(lambda: _round(device))
+
+
+def worst_prefill(layout: Layout) -> tuple[int, int]:
+    """(rows, width) of the largest padded prefill batch: one long chunk beside rows with one token each."""
+    shapes = []
+    for rows in range(1, min(layout.max_requests, layout.chunk) + 1):
+        width = min(layout.chunk - rows + 1, layout.max_context - 1)
+        shapes.append((layout.bucket_for(rows), max(width, 1)))
+    return max(shapes, key=lambda shape: shape[0] * shape[1])
+
+
+def _peak(run: Callable[[], None]) -> int:
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_reserved()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_reserved() - before
+
+
+def _prefill(device: Device) -> None:
+    rows, width = worst_prefill(device.layout)
+    dummies = device.buffers.rows.new_full((rows,), device.layout.dummy_row)
+    batch = PrefillBatch(
+        rows=dummies,
+        tokens=dummies.new_zeros((rows, width)),
+        query_len=dummies.new_zeros(rows),
+        next_token=dummies.new_full((rows,), -1),
+        bound=device.layout.max_committed,
+        choice=Choice.FILTER,
+    )
+    prefill(device, batch)
+
+
+def _round(device: Device) -> None:
+    layout = device.layout
+    device.buffers.rows.fill_(layout.dummy_row)
+    for shape in layout.shapes:
+        for run in phases_of(device).values():
+            run(device, RoundKey(layout.max_requests, shape, Choice.FILTER), layout.max_committed)

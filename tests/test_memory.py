@@ -1,0 +1,271 @@
+"""KV pools are sized by one rule: what all rows can use, or what fits; what cannot work is refused with its numbers."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engines import build, finish, greedy, submit, tokens
+from treetop import LLM
+from treetop.engine import build as building
+from treetop.engine import memory
+from treetop.engine.memory import (
+    Budget,
+    Memory,
+    MemoryUse,
+    activation_allowance,
+    bytes_per_token,
+    fit,
+    out_of_memory_explained,
+    pool_bytes,
+)
+from treetop.engine.trial import worst_prefill
+from treetop.types.errors import CapacityError, ConfigError, EngineError
+from treetop.types.ids import DRAFT, FULL, WINDOW
+from treetop.types.layout import PLAIN, KVGroup, Layout, SpecShape
+
+GIB = 2**30
+GROUPS = (KVGroup(FULL, 32, 8, 128), KVGroup(DRAFT, 1, 8, 128))
+LLAMA = Layout((PLAIN, SpecShape(4, 5, 16)), 16, 8, 8192, 512, GROUPS, 0)
+ONE_TOKEN = 2 * 33 * 2 * 8 * 128
+"""Bytes of a token in bfloat16: 33 layers of K and V."""
+
+
+def budget(free, total=80 * GIB, static=17 * GIB, allowance=2 * GIB, fraction=0.88):
+    return Budget(Memory(total, free), static, allowance, fraction)
+
+
+# ---------------------------------------------------------------------------------------------- arithmetic
+
+
+def test_a_tokens_bytes_are_all_layers_of_k_and_v():
+    assert bytes_per_token(LLAMA, 2) == {FULL: 32 * 2 * 8 * 128 * 2, DRAFT: 2 * 8 * 128 * 2}
+    sized = replace(LLAMA, pool_tokens=1600)
+    assert pool_bytes(sized, 2) == (1600 + 16) * ONE_TOKEN  # the null page too
+
+
+def test_pool_bytes_are_those_of_the_tensors_that_are_made(strong_pair):
+    """The arithmetic and the allocation agree, windows included."""
+    llm = build(strong_pair, page_size=4)
+    made = sum(pool.data.nbytes for pool in llm.engine.device.pools.values())
+    assert pool_bytes(llm.engine.layout, 8) == made
+
+
+def test_with_room_the_pools_hold_what_all_rows_can_use_and_no_more():
+    made = fit(LLAMA, 2, budget(free=60 * GIB), None)
+    assert made.pool_tokens == 8 * 513 * 16 == LLAMA.tokens_for_all
+    assert LLAMA.page_columns == 513
+
+
+@pytest.mark.parametrize(
+    ("free", "fraction", "binds"),
+    [(10 * GIB, 0.88, "free"), (60 * GIB, 0.3, "fraction"), (60 * GIB, 0.2875, "fraction")],
+)
+def test_without_it_they_take_the_smaller_of_the_fractions_share_and_what_is_free(free, fraction, binds):
+    """A page more would exceed the bound that binds; what is taken does not."""
+    given = budget(free=free, fraction=fraction)
+    made = fit(LLAMA, 2, given, None)
+    bound = free - 2 * GIB if binds == "free" else int(fraction * 80 * GIB) - 17 * GIB
+    assert given.pool_bytes == bound
+    assert LLAMA.tokens_per_request <= made.pool_tokens < LLAMA.tokens_for_all
+    assert pool_bytes(made, 2) <= bound < pool_bytes(replace(made, pool_tokens=made.pool_tokens + 16), 2)
+
+
+def test_asked_tokens_override_the_fraction_but_not_the_memory_there_is():
+    assert fit(LLAMA, 2, budget(free=60 * GIB, fraction=0.01), 16_000).pool_tokens == 16_000
+    with pytest.raises(CapacityError, match=r"pools of 1000000 tokens: need 125\.\d+ GiB.*lower --max-total-tokens"):
+        fit(LLAMA, 2, budget(free=60 * GIB), 1_000_000)
+    with pytest.raises(CapacityError, match=r"pages\.full: need 514"):
+        fit(LLAMA, 2, budget(free=60 * GIB), 16)
+
+
+def test_too_little_for_one_request_gives_numbers_and_options_that_work():
+    """The fraction and the context length that the message names are the first that are accepted."""
+    tight = budget(free=60 * GIB, fraction=0.22)
+    with pytest.raises(CapacityError) as error:
+        fit(LLAMA, 2, tight, None)
+    message = str(error.value)
+    for part in ("8198 tokens", "full 131072 B + draft 4096 B", "17.00 GiB", "0.22 x total 80.00 GiB", "--page-size"):
+        assert part in message
+    assert "\n" not in message
+    least = float(message.split("--mem-fraction-static to ")[1].split(" ", maxsplit=1)[0])
+    assert fit(LLAMA, 2, budget(free=60 * GIB, fraction=least), None).pool_tokens >= LLAMA.tokens_per_request
+    with pytest.raises(CapacityError):
+        fit(LLAMA, 2, budget(free=60 * GIB, fraction=least - 0.01), None)
+    longest = int(message.split("--context-length to ")[1].split(" ", maxsplit=1)[0])
+    assert fit(replace(LLAMA, max_context=longest), 2, tight, None)
+    with pytest.raises(CapacityError):
+        fit(replace(LLAMA, max_context=longest + 16), 2, tight, None)
+
+
+def test_a_fraction_that_would_not_help_is_not_suggested():
+    """Where the memory itself is short, raising the fraction is no way out."""
+    with pytest.raises(CapacityError) as error:
+        fit(LLAMA, 2, budget(free=int(2.5 * GIB)), None)
+    assert "--mem-fraction-static to" not in str(error.value)
+    assert "--context-length to" in str(error.value)
+    with pytest.raises(CapacityError, match=r"weights, tables and buffers: need 17\.00 GiB.*have 12\.00 GiB free"):
+        fit(LLAMA, 2, budget(free=-5 * GIB), None)
+
+
+def test_a_windows_pool_is_fixed_and_comes_first():
+    """A window's pool holds every request's window; the tokens are counted for the others alone."""
+    window = KVGroup(WINDOW, 16, 8, 128, window=128)
+    made = Layout((PLAIN,), 16, 8, 8192, 512, (KVGroup(FULL, 16, 8, 128), window), 0)
+    fixed = pool_bytes(made, 2)
+    assert fixed == (16 + (1 + 8 * made.window_pages(128)) * 16) * 16 * 2 * 8 * 128 * 2
+    have = fixed + 10_000 * 16 * 2 * 8 * 128 * 2
+    given = Budget(Memory(80 * GIB, have), 0, 0, 0.99)
+    assert fit(made, 2, given, None).pool_tokens == 10_000 // 16 * 16
+    alone = replace(made, groups=(window,))
+    assert pool_bytes(fit(alone, 2, budget(free=60 * GIB), None), 2) == pool_bytes(alone, 2)
+    with pytest.raises(CapacityError):
+        fit(alone, 2, Budget(Memory(80 * GIB, pool_bytes(alone, 2) - 1), 0, 0, 0.99), None)
+
+
+@pytest.mark.parametrize(
+    ("rows", "chunk", "context", "worst"),
+    [
+        (8, 512, 8192, (8, 508)),
+        (1, 512, 8192, (1, 512)),
+        (8, 4, 8192, (4, 2)),
+        (6, 100, 50, (6, 49)),
+        (3, 1, 9, (1, 1)),
+    ],
+)
+def test_the_worst_prefill_is_one_long_chunk_beside_short_ones(rows, chunk, context, worst):
+    """(rows, width): padding makes the batch larger than the chunk."""
+    made = replace(LLAMA, max_requests=rows, chunk=chunk, max_context=context)
+    found = worst_prefill(made)
+    assert found[0] * found[1] == worst[0] * worst[1]
+
+
+def test_the_allowance_grows_with_the_peak_and_the_graphs():
+    assert activation_allowance(5 * GIB, 10) > activation_allowance(5 * GIB, 0) >= 5 * GIB
+
+
+# ---------------------------------------------------------------------------------------------- what a machine has
+
+
+def test_a_control_groups_limit_counts_as_the_machines_memory(tmp_path):
+    """limit - (current - page cache that can go) is free; `max` is no limit; a larger limit changes nothing."""
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable: 900 kB\n")
+    machine = memory._ram(meminfo)
+    assert machine == Memory(1000 * 1024, 900 * 1024)
+    assert memory._limited(machine, tmp_path) == machine
+    for name, text in (("memory.max", "512000"), ("memory.current", "300000"), ("memory.stat", "inactive_file 100000")):
+        (tmp_path / name).write_text(text + "\n")
+    assert memory._limited(machine, tmp_path) == Memory(512000, 312000)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory._limited(machine, tmp_path) == machine
+    assert memory._ram(tmp_path / "nothing").free > 0
+
+
+# ---------------------------------------------------------------------------------------------- engines
+
+
+def with_memory(monkeypatch, total, *free):
+    """What is free before loading, and after it."""
+    left = list(free)
+    monkeypatch.setattr(building, "memory_of", lambda device: Memory(total, left.pop(0)))
+
+
+def test_an_engine_with_little_memory_gets_smaller_pools_and_the_same_tokens(strong_pair, monkeypatch):
+    """Requests are retracted and resumed; nothing but the speed changes."""
+    prompts = strong_pair.prompts([30, 40, 50, 60, 20, 10])
+    roomy = build(strong_pair, context_length=128, max_running_requests=6)
+    assert roomy.engine.layout.pool_tokens == roomy.engine.layout.tokens_for_all
+    sound = tokens(roomy.generate(prompts, greedy(60)))
+    use = roomy.engine.memory
+    one = pool_bytes(replace(roomy.engine.layout, pool_tokens=roomy.engine.layout.tokens_per_request), 8)
+    free = int(1.7 * one / 0.88)
+    with_memory(monkeypatch, 100 * free, use.budget.static + free, free)
+    tight = build(strong_pair, context_length=128, max_running_requests=6)
+    assert tight.engine.layout.pool_tokens < 3 * roomy.engine.layout.tokens_per_request
+    requests = submit(tight, prompts, greedy(60))
+    finish(tight)
+    assert tight.scheduler.num_retractions > 0
+    assert [tuple(request.output_ids) for request in requests] == sound
+
+
+def test_a_model_that_cannot_fit_is_refused_before_its_weights_are_read(strong_pair, monkeypatch):
+    with_memory(monkeypatch, 2 * GIB, 2**19)
+    monkeypatch.setattr(building, "load_target", lambda *args: pytest.fail("weights were read"))
+    with pytest.raises(CapacityError, match="weights, tables and buffers"):
+        build(strong_pair)
+
+
+def test_absurd_options_are_refused_before_anything_is_allocated(strong_pair):
+    """A petabyte of tables, or of pools, is an error of one line, not an allocation."""
+    with pytest.raises(CapacityError, match="--max-running-requests"):
+        build(strong_pair, max_running_requests=10**12)
+    with pytest.raises(CapacityError, match="--max-total-tokens"):
+        build(strong_pair, max_total_tokens=10**15)
+
+
+@pytest.mark.parametrize("fraction", [0, 1, -0.5, 1.5, float("nan"), "half", True])
+def test_a_fraction_outside_0_to_1_is_refused(strong_pair, fraction):
+    with pytest.raises(ConfigError, match="--mem-fraction-static"):
+        build(strong_pair, mem_fraction_static=fraction)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried"),
+    ],
+    ids=["torch", "triton", "cpu"],
+)
+def test_out_of_memory_while_running_gives_the_numbers_and_the_options(strong_pair, monkeypatch, error):
+    """An EngineError, hence exit code 1, that names what was free, the pools, and what to lower."""
+    from treetop.engine import engine
+
+    def fail(*args):
+        raise error
+
+    llm = build(strong_pair)
+    monkeypatch.setattr(engine, "prefill", fail)
+    with pytest.raises(EngineError) as caught:
+        llm.generate([[5, 6]], greedy(4))
+    for part in ("out of memory while running", "pool full", "--mem-fraction-static", "--max-running-requests"):
+        assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_another_runtime_error_keeps_its_type():
+    with pytest.raises(RuntimeError, match="shapes"), out_of_memory_explained("x", torch.device("cpu")):
+        raise RuntimeError("shapes do not match")
+
+
+# ---------------------------------------------------------------------------------------------- the start-up log
+
+
+def test_starting_logs_one_block_with_model_memory_backend_and_graphs(strong_pair, caplog):
+    with caplog.at_level(logging.INFO, logger="treetop"):
+        llm = build(strong_pair, graphs="sim")
+    (record,) = [r for r in caplog.records if r.name == "treetop"]
+    text = record.getMessage()
+    for part in ("float64 on cpu", "S=5 k=4 T=16", "attention torch", "not triton: ", "graphs simulated", "overlap"):
+        assert part in text
+    layout = llm.engine.layout
+    assert f"pool full: {layout.pool_tokens} tokens" in text
+    assert f"pool draft: {layout.pool_tokens} tokens" in text
+
+
+def test_the_use_adds_up():
+    use = MemoryUse(replace(LLAMA, pool_tokens=16_000), 2, budget(free=60 * GIB))
+    pools = [line for line in use.lines() if line.startswith("pool ")]
+    assert len(pools) == 2
+    assert "16000 tokens, 1.96 GiB, 131072 B a token" in pools[0]
+    assert "total 80.00 GiB" in use.lines()[-1]
+
+
+def test_nothing_is_logged_unless_asked_for(capsys):
+    """A library is silent by default."""
+    LLM(max_running_requests=1).generate("x", greedy(1))
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "")
