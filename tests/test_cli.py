@@ -174,13 +174,13 @@ def test_bench_compares_before_it_times_and_prints_one_object(capsys):
 
 def test_a_bench_whose_outputs_differ_exits_1(capsys, monkeypatch):
     """A fault that changes tokens is a failed benchmark, whatever the speed."""
-    from treetop import bench
+    from treetop.bench import compare, equality
 
-    monkeypatch.setattr(bench, "_near_tie", lambda llm, ids: False)
+    monkeypatch.setattr(equality, "margin_of", lambda llm, ids: 1.0)
     monkeypatch.setattr(
-        bench,
+        compare,
         "equal_outputs",
-        lambda plain, expected, got, real=bench.equal_outputs: real(plain, expected, got[::-1]),
+        lambda plain, expected, got, real=compare.equal_outputs: real(plain, expected, got[::-1]),
     )
     argv = ["bench", "--num-prompts", 2, "--max-tokens", 6, "--repeats", 1, "--json"]
     code, out, _ = run(capsys, *argv)

@@ -90,16 +90,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_engine(generate)
     generate.set_defaults(run=run_generate)
 
-    bench = commands.add_parser("bench", help="plain against speculative decoding, same weights and prompts, one run")
-    bench.add_argument("--prompts", help="JSON lines with a `prompt` each; the held-out prompts of nestling by default")
-    bench.add_argument("--num-prompts", type=int, default=8)
-    bench.add_argument("--max-tokens", type=int, default=128)
-    bench.add_argument("--batch-size", type=int, default=1, help="prompts decoded together")
-    bench.add_argument("--repeats", type=int, default=5)
-    bench.add_argument("--transformers", action="store_true", help="time transformers' generate too, in the same run")
-    bench.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else there")
-    _add_engine(bench)
-    bench.set_defaults(run=run_bench)
+    _add_bench(commands.add_parser("bench", help="plain against speculative decoding, and rounds against their floor"))
 
     trace = commands.add_parser("trace", help="decode a prompt and write an HTML page that shows every draft tree")
     text = trace.add_mutually_exclusive_group(required=True)
@@ -158,14 +149,15 @@ def _compare_plain(
     args: argparse.Namespace, prompts: list[str], params: SamplingParams, outputs: list[Any], elapsed_s: float
 ) -> bool:
     """Decode the prompts again without a draft; print how much slower that was; True if the tokens are equal."""
-    from treetop.bench import equal_outputs  # noqa: PLC0415
+    from treetop.bench.equality import equal_outputs  # noqa: PLC0415
+    from treetop.bench.rounds import plain_options  # noqa: PLC0415
     from treetop.server.llm import LLM  # noqa: PLC0415
 
-    plain = LLM(args.model, **{**_engine_options(args), "draft": None, "speculative_algorithm": None})
+    plain = LLM(args.model, **plain_options(_engine_options(args)))
     started_s = time.perf_counter()
     expected = plain.generate(prompts, params)
     plain_s = time.perf_counter() - started_s
-    equality = equal_outputs(plain, expected, outputs)
+    equality = equal_outputs(plain, expected, outputs, sampled=not params.greedy)
     rounds = sum(output.metrics.target_forwards for output in outputs)
     tokens = sum(len(output.token_ids) - 1 for output in outputs)
     print(
@@ -177,13 +169,37 @@ def _compare_plain(
 
 
 def run_bench(args: argparse.Namespace) -> int:
-    from treetop.bench import BenchOptions, run  # noqa: PLC0415
+    engine_options = _engine_options(args)
+    asked = (args.sweep, args.shapes, args.batches, args.inputs, args.plot, args.simulate_accept_length)
+    if args.load_format == "dummy" or any(each is not None for each in asked):
+        return _run_sweep(args, engine_options)
+    from treetop.bench.compare import BenchOptions, run  # noqa: PLC0415
 
     names = [field.name for field in fields(BenchOptions)]
     options = BenchOptions(**{name: getattr(args, name) for name in names})
-    report = run(args.model, _engine_options(args), options)
+    report = run(args.model, engine_options, options)
     print(json.dumps(asdict(report)) if args.json else report.table())
     return int(not report.outputs_equal)
+
+
+def _run_sweep(args: argparse.Namespace, engine_options: dict[str, Any]) -> int:
+    """Rounds over a grid; text as it is measured, or one JSON object."""
+    from treetop.bench import plot, rounds, sweeps  # noqa: PLC0415
+
+    if args.transformers:
+        raise InputError("--transformers compares whole outputs and does not go with a sweep of rounds")
+    if args.plot is not None:
+        plot.check_path(Path(args.plot))
+    names = [field.name for field in fields(sweeps.SweepOptions)]
+    options = sweeps.SweepOptions(**{name: getattr(args, name) for name in names})
+    grid = sweeps.make_grid(args.model, engine_options, options)
+    tell = (lambda text: None) if args.json else (lambda text: print(text, flush=True))
+    report = rounds.run_grid(args.model, engine_options, grid, tell)
+    if args.json:
+        print(json.dumps(report.as_json()))
+    if args.plot is not None:
+        Path(args.plot).write_text(plot.page(report), encoding="utf-8")
+    return 0
 
 
 def run_trace(args: argparse.Namespace) -> int:
@@ -205,6 +221,32 @@ def run_doctor(args: argparse.Namespace) -> int:
     if args.cases < 1:
         raise InputError(f"--cases must be at least 1, got {args.cases}")
     return run(args.model, _engine_options(args), Visit(args.cases, args.faults))
+
+
+def _add_bench(bench: argparse.ArgumentParser) -> None:
+    compare = bench.add_argument_group("plain against speculative, the default")
+    compare.add_argument(
+        "--prompts", help="JSON lines with a `prompt` each; the held-out prompts of nestling by default"
+    )
+    compare.add_argument("--num-prompts", type=int, default=8)
+    compare.add_argument("--max-tokens", type=int, default=128)
+    compare.add_argument("--repeats", type=int, default=5)
+    compare.add_argument("--transformers", action="store_true", help="time transformers' generate too, in the same run")
+    sweep = bench.add_argument_group("rounds against their floor: with one of these, dummy weights or a forced length")
+    sweep.add_argument(
+        "--sweep", choices=("batch", "context", "tree", "table"), help="1..64, 1k..32k, shapes, or a table"
+    )
+    sweep.add_argument("--shapes", nargs="+", metavar="S,k,T", help="instead of the sweep's; 0,1,1 decodes plainly")
+    sweep.add_argument("--batches", nargs="+", type=int, metavar="N", help="instead of the sweep's or --batch-size")
+    sweep.add_argument(
+        "--inputs", nargs="+", type=int, metavar="N", help="prompt lengths, instead of the sweep's or 1024"
+    )
+    sweep.add_argument("--plot", metavar="FILE.html", help="also draw the sweep")
+    bench.add_argument("--batch-size", type=int, default=1, help="prompts decoded together")
+    bench.add_argument("--rounds", type=int, default=20, help="rounds to time")
+    bench.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else there")
+    _add_engine(bench)
+    bench.set_defaults(run=run_bench)
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:

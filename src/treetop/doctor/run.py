@@ -14,7 +14,7 @@ from treetop.doctor.report import backends, capacity, machine
 from treetop.engine.build import read_blueprint
 from treetop.engine.pure import Pure
 from treetop.models.loader import compute_device
-from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL, EngineConfig
+from treetop.types.config import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,7 @@ class Visit:
 def run(model: str | None, options: dict[str, Any], visit: Visit) -> int:
     """Print the report for a configuration, then test. Raises UserError for options that cannot work."""
     console = Console(soft_wrap=True)
-    draft = options.pop("draft", None) or (BUILTIN_DRAFT if model is None else None)
-    config = EngineConfig.from_options(model=model or BUILTIN_MODEL, draft=draft, **options)
+    config = EngineConfig.of(model, **options)
     _print(console, "machine", ("", ""), machine())
     statuses = [(b.name, ", ".join(b.phases) or "-", b.reason) for b in backends()]
     _print(console, "backends", ("backend", "runs", "why not, or which"), statuses)

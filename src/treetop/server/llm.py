@@ -20,7 +20,7 @@ from treetop.scheduler.request import Request, RequestUpdate
 from treetop.scheduler.scheduler import Scheduler
 from treetop.server.text import OutputText, StopStrings
 from treetop.server.tokenizer import Tokenizer, extra_eos_ids
-from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL, EngineConfig
+from treetop.types.config import EngineConfig
 from treetop.types.errors import InputError
 from treetop.types.ids import RequestId
 from treetop.types.sampling import FinishReason, SamplingParams
@@ -98,11 +98,8 @@ class LLM:
         **options: Any,
     ) -> None:
         pure = pure or active_fault(os.environ)
-        if draft is _Unset.UNSET:
-            plain = model is not None or options.get("speculative_algorithm") == "NONE"
-            draft = None if plain else BUILTIN_DRAFT
-        model = BUILTIN_MODEL if model is None else model
-        self.config = EngineConfig.from_options(model=_folder(model), draft=_folder(draft), **options)
+        chosen = {} if draft is _Unset.UNSET else {"draft": _folder(draft)}
+        self.config = EngineConfig.of(_folder(model), **options, **chosen)
         self.engine = Engine(self.config, pure, wrap)
         self.model_path, self.draft_path = self.engine.model_path, self.engine.draft_path
         self.tokenizer = Tokenizer(self.model_path) if (self.model_path / "tokenizer.json").is_file() else None

@@ -150,13 +150,20 @@ class EngineConfig:
         return SpecShape(self.speculative_eagle_topk, self.speculative_num_steps, self.speculative_num_draft_tokens)
 
     @classmethod
-    def from_options(cls, **options: object) -> "EngineConfig":
-        """Build from keyword options; an unknown one is a ConfigError that lists the known."""
+    def of(cls, model: str | None, **options: object) -> "EngineConfig":
+        """Build from what a caller gave. Without a model it is the embedded pair; a model brings no draft by itself.
+
+        `draft` among the options, None included, is the caller's word; so is speculative_algorithm NONE. An unknown
+        option is a ConfigError that lists the known.
+        """
+        plain = model is not None or options.get("speculative_algorithm") == "NONE"
+        pair = {"model": BUILTIN_MODEL if model is None else model, "draft": None if plain else BUILTIN_DRAFT}
+        given = {**pair, **options}
         known = {field.name for field in fields(cls)}
-        unknown = sorted(set(options) - known)
+        unknown = sorted(set(given) - known)
         if unknown:
             raise ConfigError(f"unknown option {', '.join(unknown)}; known are {', '.join(sorted(known))}")
-        return cls(**options)  # type: ignore[arg-type]  # values are checked by __post_init__
+        return cls(**given)  # type: ignore[arg-type]  # values are checked by __post_init__
 
 
 def flag(option: str) -> str:

@@ -1,29 +1,30 @@
-"""`treetop bench`: plain against speculative decoding, with the same weights and prompts, in one run.
+"""Plain against speculative decoding, with the same weights and prompts, in one run.
 
 Outputs are compared before anything is timed. Passes of the two alternate, and ratios are taken pass by pass, so that
 a machine that slows down slows both.
 """
 
 import importlib.util
-import json
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from treetop.bench.equality import equal_outputs
+from treetop.bench.machine import Machine, measure_machine, synchronize
+from treetop.bench.prompts import read_prompts
+from treetop.bench.rounds import WARM_UP, Figures, measure, plain_options, up_to_step
 from treetop.models.loader import resolve_folder
+from treetop.models.spec import target_spec
 from treetop.server.llm import LLM, RequestOutput
+from treetop.server.tokenizer import Tokenizer
+from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, InputError
 from treetop.types.sampling import SamplingParams
-
-NEAR_TIE = 1e-4
-"""A float32 mismatch is excused below this top-2 gap, relative to max(1, |logit|); see `Equality`."""
-TIES_ALLOWED = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,38 +36,13 @@ class BenchOptions:
     max_tokens: int
     batch_size: int
     repeats: int
+    rounds: int
     transformers: bool
 
     def __post_init__(self) -> None:
-        for name in ("num_prompts", "max_tokens", "batch_size", "repeats"):
+        for name in ("num_prompts", "max_tokens", "batch_size", "repeats", "rounds"):
             if getattr(self, name) < 1:
                 raise InputError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
-
-
-@dataclass(frozen=True, slots=True)
-class Equality:
-    """How two runs' tokens compare.
-
-    tokens: compared. ties: sequences whose first mismatch is a near tie of the plain run's two best logits, which
-    matrix kernels of different row counts may break differently in float32. unequal: sequences that differ otherwise.
-    More than one tie in 10^4 tokens is not excused.
-    """
-
-    tokens: int
-    ties: int
-    unequal: int
-
-    @property
-    def ok(self) -> bool:
-        return self.unequal == 0 and self.ties <= max(1, TIES_ALLOWED * self.tokens)
-
-    def sentence(self) -> str:
-        if self.unequal:
-            return f"outputs differ in {self.unequal} sequences"
-        if not self.ok:
-            return f"too many near ties: {self.ties} sequences in {self.tokens} tokens"
-        ties = f", {self.ties} near ties excused" if self.ties else ""
-        return f"outputs equal, {self.tokens} tokens{ties}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +58,8 @@ class Rate:
 class Report:
     """What a run measured. accept_length: mean a + 1 of all rounds. acceptance_by_depth: of the rounds that got there.
 
-    target_forwards and draft_forwards are per token emitted after the first; plain decoding has 1 and 0.
+    target_forwards and draft_forwards are per token emitted after the first; plain decoding has 1 and 0. rounds: of
+    plain and of speculative decoding, by phase, on prompts of the middle length.
     """
 
     shape: tuple[int, int, int]
@@ -102,6 +79,8 @@ class Report:
     speedup: float
     transformers: Rate | None
     speedup_over_transformers: float | None
+    machine: Machine
+    rounds: tuple[Figures, ...]
 
     def table(self) -> str:
         """The report as text."""
@@ -122,18 +101,31 @@ class Report:
         if self.transformers is not None:
             rows.append(f"transformers                {_rate(self.transformers)}")
             rows.append(f"speculative / transformers  {self.speedup_over_transformers:.2f}x")
+        rows += [self.machine.sentence(), Figures.HEADER, *(figures.row() for figures in self.rounds)]
         return "\n".join(rows)
 
 
+_SPARE_ROUNDS = 64
+"""Room in the context for rounds that are not timed."""
+
+
 def run(model: str | None, engine_options: dict[str, Any], options: BenchOptions) -> Report:
-    """Load both engines, compare, then time. Raises UserError for options that cannot work."""
+    """Load both engines, compare, then time. Raises UserError for options that cannot work.
+
+    Contexts are as long as the prompts need unless an option says otherwise, for two engines share the memory.
+    """
     if options.transformers and importlib.util.find_spec("transformers") is None:
         raise ConfigError("--transformers: the library is not installed; pip install transformers")
-    speculative = LLM(model, **engine_options)
-    if speculative.draft_path is None:
+    config = EngineConfig.of(model, **engine_options)
+    if config.draft is None:
         raise ConfigError("bench compares with a draft head; give --speculative-draft-model-path")
-    plain = LLM(model, **{**engine_options, "draft": None, "speculative_algorithm": None})
-    prompts = read_prompts(options, speculative)
+    folder = resolve_folder(config.model)
+    tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
+    prompts = read_prompts(options.prompts, options.num_prompts, tokenizer)
+    longest = max(options.max_tokens, (options.rounds + _SPARE_ROUNDS) * config.shape.commit_width)
+    context = min(up_to_step(max(map(len, prompts)) + longest), target_spec(folder).max_positions)
+    sized = {"max_running_requests": options.batch_size, "context_length": context, **engine_options}
+    speculative, plain = LLM(model, **sized), LLM(model, **plain_options(sized))
     params = SamplingParams(max_tokens=options.max_tokens)
     batches = [prompts[i : i + options.batch_size] for i in range(0, len(prompts), options.batch_size)]
 
@@ -154,6 +146,7 @@ def run(model: str | None, engine_options: dict[str, Any], options: BenchOptions
     accept_lens = [a for output in got for a in output.metrics.accept_lens]
     emitted = max(sum(len(output.token_ids) - 1 for output in got), 1)
     shape = speculative.config.shape
+    machine = measure_machine(speculative.engine.device.buffers.rows.device, speculative.engine.dtype)
     return Report(
         shape=(shape.num_steps, shape.topk, shape.num_draft_tokens),
         dtype=str(speculative.engine.dtype).removeprefix("torch."),
@@ -172,37 +165,20 @@ def run(model: str | None, engine_options: dict[str, Any], options: BenchOptions
         speedup=statistics.median(row[1] / row[0] for row in rates),
         transformers=_spread(columns[2]) if options.transformers else None,
         speedup_over_transformers=statistics.median(row[1] / row[2] for row in rates) if options.transformers else None,
+        machine=machine,
+        rounds=tuple(_rounds(llm, prompts, options, machine) for llm in (plain, speculative)),
     )
 
 
-def read_prompts(options: BenchOptions, llm: LLM) -> list[list[int]]:
-    """Prompts as ids, evenly spaced over the file. Raises InputError unless it is JSON lines with a `prompt` each."""
-    path = Path(options.prompts) if options.prompts else resolve_folder("builtin:nestling").parent / "prompts.jsonl"
-    if llm.tokenizer is None:
-        raise InputError("bench needs a tokenizer.json beside the model")
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        if not lines:
-            raise ValueError("it is empty")
-        chosen = lines[:: max(len(lines) // options.num_prompts, 1)][: options.num_prompts]
-        return [llm.tokenizer.encode(json.loads(line)["prompt"]) for line in chosen]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"--prompts {path}: not JSON lines with a `prompt` each: {error}") from None
-
-
-def equal_outputs(plain: LLM, expected: Sequence[RequestOutput], got: Sequence[RequestOutput]) -> Equality:
-    """Compare token for token; the first mismatch of a sequence is excused if the plain run was at a near tie there."""
-    ties = unequal = 0
-    for want, have in zip(expected, got, strict=True):
-        if want.token_ids == have.token_ids:
-            continue
-        pairs = zip(want.token_ids, have.token_ids, strict=False)
-        at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-        if at is not None and _near_tie(plain, [*want.prompt_token_ids, *want.token_ids[:at]]):
-            ties += 1
-        else:
-            unequal += 1
-    return Equality(sum(len(output.token_ids) for output in expected), ties, unequal)
+def _rounds(llm: LLM, prompts: list[list[int]], options: BenchOptions, machine: Machine) -> Figures:
+    """Rounds of one engine at the benchmark's batch, as long as the context has room for."""
+    batch = min(options.batch_size, llm.engine.layout.max_requests)
+    width, context = llm.config.shape.commit_width, llm.engine.layout.max_context
+    length = min(sorted(map(len, prompts))[len(prompts) // 2], context // 2)
+    room = (context - length) // width - WARM_UP - batch * (1 + length // llm.engine.layout.chunk) - 2
+    if room < 1:
+        raise ConfigError(f"a context of {context} tokens leaves no room to time rounds; raise --context-length")
+    return measure(llm, batch, length, min(options.rounds, room), machine, 0.0)
 
 
 def acceptance_by_depth(accept_lens: Sequence[int], num_steps: int) -> tuple[float, ...]:
@@ -213,25 +189,24 @@ def acceptance_by_depth(accept_lens: Sequence[int], num_steps: int) -> tuple[flo
 
 
 def transformers_pass(llm: LLM, prompts: list[list[int]], max_tokens: int) -> Callable[[], int]:
-    """A pass of transformers' greedy `generate`, one prompt at a time, with the weights and dtype of `llm`."""
+    """A pass of transformers' greedy `generate`, one prompt at a time, with the weights, dtype and device of `llm`."""
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - an optional peer
 
+    device = llm.engine.device.buffers.rows.device
     model: Any = AutoModelForCausalLM.from_pretrained(llm.model_path, dtype=llm.engine.dtype)
+    model = model.to(device)
 
     def one() -> int:
         total = 0
         for ids in prompts:
             with torch.inference_mode():
-                out = model.generate(torch.tensor([ids]), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0)
+                asked = torch.tensor([ids], device=device)
+                out = model.generate(asked, max_new_tokens=max_tokens, do_sample=False, pad_token_id=0)
             total += out.shape[1] - len(ids)
+        synchronize(device)
         return total
 
     return one
-
-
-def _near_tie(llm: LLM, ids: list[int]) -> bool:
-    best = llm.engine.next_logits(ids).to(torch.float64).topk(2).values
-    return bool(best[0] - best[1] < NEAR_TIE * max(1.0, float(best[0].abs())))
 
 
 def _timed(one: Callable[[], int]) -> float:

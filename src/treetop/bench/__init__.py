@@ -1,0 +1,1 @@
+"""`treetop bench`: plain against speculative decoding, and rounds by phase against the machine's own floor."""

@@ -1,0 +1,48 @@
+"""Prompts of a benchmark: a file's texts, or token ids of a wanted length."""
+
+import json
+import random
+from pathlib import Path
+
+from treetop.models.loader import resolve_folder
+from treetop.server.llm import LLM
+from treetop.server.tokenizer import Tokenizer
+from treetop.types.config import BUILTIN_MODEL
+from treetop.types.errors import InputError
+
+
+def read_prompts(file: str | None, count: int, tokenizer: Tokenizer | None) -> list[list[int]]:
+    """Prompts as ids, `count` evenly spaced over the file; None is the embedded pair's held-out prompts.
+
+    Raises InputError unless the file is JSON lines with a `prompt` each.
+    """
+    path = Path(file) if file else held_out()
+    if tokenizer is None:
+        raise InputError("bench needs a tokenizer.json beside the model")
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        if not lines:
+            raise ValueError("it is empty")
+        chosen = lines[:: max(len(lines) // count, 1)][:count]
+        return [tokenizer.encode(json.loads(line)["prompt"]) for line in chosen]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"--prompts {path}: not JSON lines with a `prompt` each: {error}") from None
+
+
+def prompt_ids(llm: LLM, batch: int, length: int) -> list[list[int]]:
+    """`batch` prompts of `length` ids: pieces of the held-out prompts for the embedded model, random ids for others.
+
+    Random ids say nothing about accept lengths; with real weights they only serve to measure time.
+    """
+    if llm.config.model != BUILTIN_MODEL:
+        rng, vocab = random.Random(0), llm.engine.spec.vocab_size
+        return [[rng.randrange(vocab) for _ in range(length)] for _ in range(batch)]
+    text = [token for prompt in read_prompts(None, 64, llm.tokenizer) for token in prompt]
+    starts = [index * len(text) // batch for index in range(batch)]
+    endless = text * (1 + (length + len(text)) // len(text))
+    return [endless[start : start + length] for start in starts]
+
+
+def held_out() -> Path:
+    """The embedded pair's held-out prompts."""
+    return resolve_folder(BUILTIN_MODEL).parent / "prompts.jsonl"

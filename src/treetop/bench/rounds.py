@@ -1,0 +1,311 @@
+"""Milliseconds a decode round: a grid of shapes, batches and prompt lengths, each against its floor.
+
+The wall time of a round is what a caller of `LLM.stream` sees between two rounds of a full batch: scheduler, host work
+and any overlap included. The phases' own times come from running them one after another on a posed batch, between CUDA
+events on a GPU and by the clock on a CPU.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Generator
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+
+from treetop.bench.equality import equal_outputs
+from treetop.bench.machine import Machine, measure_machine, synchronize
+from treetop.bench.prompts import prompt_ids
+from treetop.bench.roofline import Case, round_floor
+from treetop.engine.cuda_graphs import CudaGraphs
+from treetop.engine.rounds import RoundKey, phases_of
+from treetop.models.loader import compute_device, compute_dtype, resolve_folder
+from treetop.models.spec import target_spec
+from treetop.server.llm import LLM, RequestOutput, TextDelta
+from treetop.types.config import EngineConfig
+from treetop.types.errors import ConfigError, EngineError
+from treetop.types.layout import PLAIN, SpecShape
+from treetop.types.phase import Phase
+from treetop.types.sampling import Choice, SamplingParams
+
+WARM_UP = 5
+"""Rounds that are not timed."""
+_CHECKED_TOKENS = 32
+CONTEXT_STEP = 1024
+"""Contexts are rounded up to these steps, so that runs of different grids are alike."""
+_LEAST_CHUNK, _MOST_CHUNK = 512, 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """What is measured: every shape with every batch and every prompt length (tokens). rounds: timed, of each."""
+
+    shapes: tuple[SpecShape, ...]
+    batches: tuple[int, ...]
+    lengths: tuple[int, ...]
+    rounds: int
+
+    def most_tokens(self, shape: SpecShape) -> int:
+        """Tokens that a request comes to hold: its prompt, and rounds: timed, before them, and while others prefill."""
+        waiting = (max(self.batches) - 1) * -(-max(self.lengths) // self.chunk)
+        return max(self.lengths) + 1 + (WARM_UP + self.rounds + waiting + 1) * shape.commit_width
+
+    @property
+    def chunk(self) -> int:
+        """Prompt tokens of a prefill step."""
+        return min(max(*self.lengths, _LEAST_CHUNK), _MOST_CHUNK)
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One case, in milliseconds a round.
+
+    wall_ms: median, with low and high. device_ms: the phases one after another, median; phase_ms: each by itself.
+    floor_ms: of the round. start_s: making the engine, capture included. accept_length: mean tokens a row-round gave.
+    """
+
+    shape: tuple[int, int, int]
+    batch: int
+    length: int
+    wall_ms: float
+    wall_ms_low: float
+    wall_ms_high: float
+    device_ms: float
+    phase_ms: dict[str, float]
+    floor_ms: float
+    wall_over_floor: float
+    device_over_floor: float
+    tokens_per_second: float
+    accept_length: float
+    rounds: int
+    start_s: float
+
+    HEADER = (
+        "  S  k   T    B  input   wall ms  (low .. high)    device ms = draft + verify + extend"
+        "   floor  wall/floor  device/floor  tokens/s  accept"
+    )
+
+    def row(self) -> str:
+        s, k, t = self.shape
+        parts = [self.phase_ms.get(phase, 0.0) for phase in (Phase.DRAFT, Phase.VERIFY, Phase.EXTEND)]
+        return (
+            f"{s:3d}{k:3d}{t:4d}{self.batch:5d}{self.length:7d}{self.wall_ms:10.3f}  ({self.wall_ms_low:.2f} .."
+            f" {self.wall_ms_high:.2f}){self.device_ms:11.3f} = {' + '.join(f'{ms:.3f}' for ms in parts)}"
+            f"{self.floor_ms:9.3f}{self.wall_over_floor:10.2f}x{self.device_over_floor:12.2f}x"
+            f"{self.tokens_per_second:11.0f}{self.accept_length:7.2f}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RoundsReport:
+    """A grid's figures. checked: what was compared before timing, or why nothing was."""
+
+    machine: Machine
+    checked: str
+    figures: tuple[Figures, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        return {"machine": asdict(self.machine), "checked": self.checked, "cases": [asdict(f) for f in self.figures]}
+
+
+def run_grid(model: str | None, options: dict[str, Any], grid: Grid, tell: Callable[[str], None]) -> RoundsReport:
+    """Measure a grid, an engine a shape. tell: gets each line of text as it is known.
+
+    With real weights each shape's greedy output is first compared with that of the first shape. Raises UserError for
+    options that cannot work, EngineError for outputs that differ.
+    """
+    configs = [engine_config(model, options, shape, grid) for shape in grid.shapes]
+    device = compute_device(configs[0].device)
+    machine = measure_machine(device, compute_dtype(configs[0].dtype, device))
+    forced, dummy = options.get("simulate_accept_length"), configs[0].load_format == "dummy"
+    why = "random weights" if dummy else f"forced accept length {forced}" if forced is not None else None
+    checked = f"outputs not checked: {why}" if why is not None else ""
+    tell(machine.sentence())
+    figures: list[Figures] = []
+    expected: list[RequestOutput] = []
+    for config in configs:
+        started_s = time.perf_counter()
+        llm = LLM(**asdict(config))
+        start_s = time.perf_counter() - started_s
+        if why is None:
+            checked, expected = _checked(llm, grid, expected)
+        if not figures:
+            tell(f"{checked}\n{Figures.HEADER}")
+        for length in grid.lengths:
+            for batch in grid.batches:
+                figures.append(measure(llm, batch, length, grid.rounds, machine, start_s))
+                tell(figures[-1].row())
+        del llm
+        gc.collect()
+    return RoundsReport(machine, checked, tuple(figures))
+
+
+def engine_config(model: str | None, options: dict[str, Any], shape: SpecShape, grid: Grid) -> EngineConfig:
+    """The engine of one shape: rows and context as the grid needs them, unless they were given. Raises ConfigError."""
+    need = grid.most_tokens(shape)
+    rows: dict[str, Any] = {
+        "max_running_requests": max(grid.batches),
+        "context_length": up_to_step(need),
+        "chunked_prefill_size": grid.chunk,
+        **options,
+    }
+    base = EngineConfig.of(model, **plain_options(rows))
+    positions = target_spec(resolve_folder(base.model)).max_positions
+    if need > min(options.get("context_length", positions), positions):
+        raise ConfigError(
+            f"prompts of {max(grid.lengths)} tokens and the rounds after them need a context of {need}, have"
+            f" {min(options.get('context_length', positions), positions)}; lower --inputs, --batches or --rounds"
+        )
+    rows["context_length"] = min(rows["context_length"], positions)
+    if max(grid.batches) > rows["max_running_requests"]:
+        raise ConfigError(
+            f"a batch of {max(grid.batches)} exceeds --max-running-requests {rows['max_running_requests']}"
+        )
+    forced = options.get("simulate_accept_length")
+    if shape == PLAIN:
+        return EngineConfig.of(model, **plain_options(rows))
+    rows |= {
+        "speculative_num_steps": shape.num_steps,
+        "speculative_eagle_topk": shape.topk,
+        "speculative_num_draft_tokens": shape.num_draft_tokens,
+        "simulate_accept_length": min(forced, shape.commit_width) if forced is not None else None,
+    }
+    config = EngineConfig.of(model, **rows)
+    if config.draft is None:
+        raise ConfigError(f"the tree {shape} needs --speculative-draft-model-path")
+    return config
+
+
+def up_to_step(tokens: int) -> int:
+    return -(-tokens // CONTEXT_STEP) * CONTEXT_STEP
+
+
+def plain_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of the engine that decodes the same plainly: no draft, hence nothing to force."""
+    return {**options, "draft": None, "speculative_algorithm": None, "simulate_accept_length": None}
+
+
+def measure(llm: LLM, batch: int, length: int, rounds: int, machine: Machine, start_s: float) -> Figures:
+    """Rounds of `batch` rows whose prompts have `length` tokens."""
+    wall, accept_length = wall_times_ms(llm, prompt_ids(llm, batch, length), rounds)
+    phases = phase_times_ms(llm, batch, length, rounds)
+    shape = llm.config.shape
+    case = Case(shape, batch, length, llm.engine.dtype.itemsize)
+    head = llm.engine.device.head
+    floor_ms = 1e3 * sum(round_floor(llm.engine.spec, head.spec if head else None, case, machine).values())
+    wall_ms, device_ms = statistics.median(wall), statistics.median(map(sum, zip(*phases.values(), strict=True)))
+    return Figures(
+        shape=(shape.num_steps, shape.topk, shape.num_draft_tokens),
+        batch=batch,
+        length=length,
+        wall_ms=wall_ms,
+        wall_ms_low=min(wall),
+        wall_ms_high=max(wall),
+        device_ms=device_ms,
+        phase_ms={str(phase): statistics.median(times) for phase, times in phases.items()},
+        floor_ms=floor_ms,
+        wall_over_floor=wall_ms / floor_ms,
+        device_over_floor=device_ms / floor_ms,
+        tokens_per_second=1e3 * batch * accept_length / wall_ms,
+        accept_length=accept_length,
+        rounds=len(wall),
+        start_s=start_s,
+    )
+
+
+def wall_times_ms(llm: LLM, prompts: list[list[int]], rounds: int) -> tuple[list[float], float]:
+    """Times between rounds in which every prompt took part, and the mean tokens that a row got from one of them."""
+    params = SamplingParams(max_tokens=llm.engine.layout.max_context, ignore_eos=True)
+    begun: set[int] = set()
+    stamps: list[float] = []
+    emitted = 0
+    stream = cast(Generator[TextDelta, None, None], llm.stream(prompts, params))
+    for delta in stream:
+        if delta.output is not None:
+            raise EngineError(f"a request of the benchmark ended early: {delta.output.error or 'its context is full'}")
+        if delta.index == 0 and len(begun) == len(prompts):
+            stamps.append(time.perf_counter())
+            if len(stamps) == 1 + WARM_UP:
+                emitted = -_tokens_alive(llm)
+            if len(stamps) == 1 + WARM_UP + rounds:
+                emitted += _tokens_alive(llm)
+                break
+        begun.add(delta.index)
+    stream.close()
+    times = [1e3 * (b - a) for a, b in pairwise(stamps)]
+    return times[WARM_UP:], emitted / (rounds * len(prompts))
+
+
+def _tokens_alive(llm: LLM) -> int:
+    return sum(len(ids) for ids in llm.scheduler.ids_by_row().values())
+
+
+@torch.inference_mode()
+def phase_times_ms(llm: LLM, batch: int, length: int, rounds: int) -> dict[Phase, list[float]]:
+    """Each phase's times on a batch of rows with `length` committed tokens. No request may be alive."""
+    device, layout = llm.engine.device, llm.engine.layout
+    key = RoundKey(layout.bucket_for(batch), llm.config.shape, Choice.GREEDY)
+    runs = _phase_runs(llm, key, length)
+    place = device.buffers.rows.device
+    times: dict[Phase, list[float]] = {phase: [] for phase in runs}
+    for index in range(WARM_UP + rounds):
+        _pose(llm, batch, length)
+        synchronize(place)
+        marks = [_mark(place)]
+        for run in runs.values():
+            run()
+            marks.append(_mark(place))
+        synchronize(place)
+        if index >= WARM_UP:
+            for phase, (begin, end) in zip(runs, pairwise(marks), strict=True):
+                times[phase].append(_between_ms(begin, end))
+    device.probes.raise_if_fired()
+    return times
+
+
+def _phase_runs(llm: LLM, key: RoundKey, bound: int) -> dict[Phase, Callable[[], None]]:
+    """The phases of a round as the engine launches them, one by one."""
+    launcher, device = llm.engine.launcher, llm.engine.device
+    if isinstance(launcher, CudaGraphs):
+        return launcher.phases(key, bound)
+    return {phase: partial(run, device, key, bound) for phase, run in phases_of(device).items()}
+
+
+def _pose(llm: LLM, batch: int, length: int) -> None:
+    """Rows 0 .. batch - 1 with `length` committed tokens, their pages spread over the pools."""
+    layout, device = llm.engine.layout, llm.engine.device
+    rows = device.buffers.rows
+    rows.fill_(layout.dummy_row)
+    rows[:batch] = torch.arange(batch, device=rows.device)
+    device.state.committed[:batch] = length
+    for name, table in device.state.page_tables.items():
+        cells = torch.arange(batch * layout.page_columns, device=rows.device) % (layout.num_pages[name] - 1)
+        table.data[:batch] = (1 + cells).view(batch, -1).to(table.data.dtype)
+
+
+def _mark(device: torch.device) -> Any:
+    """Now: an event of the device's stream, or the clock."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between_ms(begin: Any, end: Any) -> float:
+    return 1e3 * (end - begin) if isinstance(begin, float) else float(begin.elapsed_time(end))
+
+
+def _checked(llm: LLM, grid: Grid, expected: list[RequestOutput]) -> tuple[str, list[RequestOutput]]:
+    """Compare this shape's greedy output with the first shape's; without one it becomes that."""
+    prompts = prompt_ids(llm, min(2, max(grid.batches)), min(grid.lengths))
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=_CHECKED_TOKENS, ignore_eos=True))
+    if not expected:
+        return "outputs of each shape are compared with the first shape's before it is timed", outputs
+    equality = equal_outputs(llm, expected, outputs)
+    if not equality.ok:
+        raise EngineError(f"{llm.config.shape}: {equality.sentence()}")
+    return equality.sentence(), expected

@@ -1,0 +1,393 @@
+"""The benchmark: what it compares before it times, the floor it computes, and the grid it measures."""
+
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engines import build, greedy, sampled
+from treetop.bench import compare, equality, plot, rounds, sweeps
+from treetop.bench.equality import Equality, equal_outputs
+from treetop.bench.machine import Machine, measure_machine
+from treetop.bench.roofline import Case, head_parameters, round_floor, target_parameters
+from treetop.bench.rounds import Grid, engine_config, plain_options, run_grid
+from treetop.bench.sweeps import SweepOptions, make_grid
+from treetop.cli import main
+from treetop.models.spec import eagle3_spec, target_spec
+from treetop.types.config import EngineConfig
+from treetop.types.errors import ConfigError, EngineError, InputError
+from treetop.types.layout import PLAIN, SpecShape
+from treetop.types.phase import Phase
+
+PRESETS = Path(__file__).parent.parent / "bench" / "presets"
+H200 = Machine("H200", "2", "bfloat16", 4.27e12, 790e12)
+
+
+# ---------------------------------------------------------------------------------------------- the floor
+
+
+def presets():
+    target = target_spec(PRESETS / "llama-3.1-8b")
+    return target, eagle3_spec(PRESETS / "eagle3-llama-3.1-8b", target)
+
+
+def test_streamed_parameters_of_the_presets_are_the_known_ones():
+    """Llama-3.1-8B streams 7.505 G parameters; a draft level with a 32k head 0.374 G, draft extend also `fc`."""
+    target, head = presets()
+    assert target_parameters(target) == 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336) + 4096 * 128256
+    assert target_parameters(target) / 1e9 == pytest.approx(7.505, abs=0.001)
+    level, fuse = head_parameters(head)
+    assert level == 2 * 4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336 + 4096 * 32000
+    assert level / 1e9 == pytest.approx(0.374, abs=0.001)
+    assert fuse == 3 * 4096 * 4096
+
+
+@pytest.mark.parametrize(
+    ("shape", "batch", "floor_ms"),
+    [
+        ((0, 1, 1), 1, 3.52),
+        ((0, 1, 1), 8, 3.74),
+        ((0, 1, 1), 32, 4.49),
+        ((3, 1, 4), 1, 4.07),
+        ((5, 1, 6), 1, 4.42),
+        ((5, 4, 16), 1, 4.42),
+        ((5, 4, 16), 8, 4.65),
+        ((5, 4, 16), 32, 11.0),
+    ],
+)
+def test_floors_are_those_computed_by_hand(shape, batch, floor_ms):
+    """docs/gpu.md's table for 4.27 TB/s and 790 TFLOP/s, to the two per cent by which its context is rounded."""
+    target, head = presets()
+    s, k, t = shape
+    case = Case(SpecShape(k, s, t), batch, 1024, 2)
+    floor = round_floor(target, head if s else None, case, H200)
+    assert 1e3 * sum(floor.values()) == pytest.approx(floor_ms, rel=0.02)
+
+
+def test_a_floor_is_bytes_or_operations_whichever_takes_longer():
+    """Few tokens stream weights, many multiply: with an endless rate of one, the other alone is left."""
+    target, head = presets()
+    case = Case(SpecShape(4, 5, 16), 64, 1024, 2)
+    both = round_floor(target, head, case, H200)
+    flop = round_floor(target, head, case, replace(H200, bytes_per_s=math.inf))
+    moved = round_floor(target, head, case, replace(H200, flop_per_s=math.inf))
+    for phase in Phase.DRAFT, Phase.VERIFY, Phase.EXTEND:
+        assert 0 < min(flop[phase], moved[phase]) < max(flop[phase], moved[phase]) == both[phase]
+    assert both[Phase.VERIFY] == flop[Phase.VERIFY]
+
+
+def test_a_window_bounds_the_context_that_a_layer_reads():
+    target, _ = presets()
+    near = replace(target, windows=(128,) * 16 + (None,) * 16)
+    full, half = (
+        round_floor(spec, None, Case(PLAIN, 1, 32768, 2), H200)[Phase.VERIFY] * H200.bytes_per_s
+        for spec in (target, near)
+    )
+    assert full - half == pytest.approx(16 * (32768 - 128) * 4096)
+
+
+def test_tied_embeddings_are_streamed_once(strong_pair, alien_pair):
+    for pair, tied in ((strong_pair, False), (alien_pair, True)):
+        spec = target_spec(pair.target)
+        assert spec.tied_embeddings is tied
+        plain = target_parameters(replace(spec, tied_embeddings=not tied))
+        assert target_parameters(spec) == plain
+
+
+def test_the_machine_is_measured_in_the_engines_dtype():
+    machine = measure_machine(torch.device("cpu"), torch.float32)
+    assert machine.dtype == "float32"
+    assert 1e8 < machine.bytes_per_s < 1e13
+    assert 1e8 < machine.flop_per_s < 1e14
+
+
+# ---------------------------------------------------------------------------------------------- equality
+
+
+def two(pair, dtype, params, change=None):
+    """A plain engine and its outputs, once as they are and once with a changed token."""
+    llm = build(pair, None, dtype=dtype)
+    expected = llm.generate(pair.prompts([9, 20]), params)
+    got = list(expected)
+    ids = list(got[0].token_ids)
+    ids[3] = (ids[3] + 1) % 12
+    got[0] = replace(got[0], token_ids=tuple(ids) if change is None else change(got[0].token_ids))
+    return llm, expected, got
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sampling", "ok", "words"),
+    [
+        ("float64", False, False, "differ in 1 of 2"),
+        ("float32", False, False, "differ in 1 of 2"),
+        ("bfloat16", False, True, "part in 1 of 2 sequences"),
+        ("float16", False, True, "of their size apart"),
+        ("float64", True, False, "differ in 1 of 2"),
+        ("float32", True, False, "differ in 1 of 2"),
+        ("bfloat16", True, True, "sampled outputs differ in 1 of 2"),
+    ],
+)
+def test_a_wrong_token_fails_in_full_precision_and_is_reported_in_half(strong_pair, dtype, sampling, ok, words):
+    params = sampled(1, 8) if sampling else greedy(8)
+    llm, expected, got = two(strong_pair, dtype, params)
+    found = equal_outputs(llm, expected, got, sampled=sampling)
+    assert found.ok is ok
+    assert words in found.sentence()
+    assert equal_outputs(llm, expected, expected, sampled=sampling) == Equality(16, 2, 0, half=dtype.endswith("16"))
+
+
+def test_a_near_tie_is_excused_in_float32_only_and_only_when_greedy(strong_pair, monkeypatch):
+    monkeypatch.setattr(equality, "margin_of", lambda llm, ids: 1e-5)
+    for dtype, sampling, ok in (("float32", False, True), ("float32", True, False), ("float64", False, False)):
+        llm, expected, got = two(strong_pair, dtype, sampled(1, 8) if sampling else greedy(8))
+        assert equal_outputs(llm, expected, got, sampled=sampling).ok is ok, (dtype, sampling)
+
+
+def test_too_many_near_ties_are_not_excused():
+    assert Equality(10_000, 9, 0, (1e-5,)).ok
+    assert not Equality(10_000, 9, 0, (1e-5, 1e-5)).ok
+    assert Equality(10_000, 9, 0, (0.1, 0.2), half=True).ok
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_a_sequence_that_ends_early_is_never_excused(strong_pair, dtype):
+    llm, expected, got = two(strong_pair, dtype, greedy(8), change=lambda ids: ids[:5])
+    assert not equal_outputs(llm, expected, got).ok
+
+
+def test_the_margin_is_the_gap_of_the_two_best_logits(strong_pair):
+    llm = build(strong_pair, None)
+    best = llm.engine.next_logits([5, 6, 7]).topk(2).values
+    assert equality.margin_of(llm, [5, 6, 7]) == pytest.approx(float(best[0] - best[1]) / max(1, abs(float(best[0]))))
+
+
+# ---------------------------------------------------------------------------------------------- grids
+
+
+def grid_of(sweep=None, model=None, engine=None, **options):
+    chosen = {"shapes": None, "batches": None, "inputs": None, "rounds": 3, "batch_size": 2, **options}
+    return make_grid(model, engine or {}, SweepOptions(sweep, **chosen))
+
+
+def test_each_sweep_varies_one_thing():
+    own = (PLAIN, SpecShape(4, 5, 16))
+    assert grid_of() == Grid(own, (2,), (1024,), 3)
+    assert grid_of("batch") == Grid(own, (1, 2, 4, 8, 16, 32, 64), (1024,), 3)
+    assert grid_of("context") == Grid(own, (2,), (1024, 2048, 4096, 8192, 16384, 32768), 3)
+    assert grid_of("tree").shapes[0] == PLAIN
+    assert len(set(grid_of("tree").shapes)) == 8
+    table = grid_of("table")
+    assert table.shapes == (PLAIN, SpecShape(1, 3, 4), SpecShape(1, 5, 6), SpecShape(4, 5, 16))
+    assert table.batches == (1, 8, 32)
+    given = grid_of("batch", batches=[3], inputs=[7, 9], shapes=["0,1,1", "2,3,4"])
+    assert given == Grid((PLAIN, SpecShape(3, 2, 4)), (3,), (7, 9), 3)
+    assert grid_of(engine={"speculative_algorithm": "NONE"}).shapes == (PLAIN,)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "part"),
+    [
+        ({"shapes": ["5,4"]}, ConfigError, "--shapes 5,4"),
+        ({"shapes": ["a,b,c"]}, ConfigError, "--shapes"),
+        ({"shapes": ["5,4,500"]}, ConfigError, "69"),
+        ({"batches": [0]}, InputError, "--batches"),
+        ({"inputs": [5, -1]}, InputError, "--inputs"),
+        ({"rounds": 0}, InputError, "--rounds"),
+        ({"batch_size": 0}, InputError, "--batch-size"),
+    ],
+)
+def test_a_grid_that_cannot_be_measured_is_refused(options, kind, part):
+    with pytest.raises(kind, match=part):
+        grid_of(**options)
+
+
+def test_an_engine_has_the_rows_and_the_context_that_its_grid_needs():
+    grid = Grid((PLAIN, SpecShape(2, 3, 6)), (1, 5), (300,), 10)
+    config = engine_config(None, {"simulate_accept_length": 4}, grid.shapes[1], grid)
+    assert (config.max_running_requests, config.context_length) == (5, 1024)
+    assert config.shape == grid.shapes[1]
+    assert config.simulate_accept_length == 4
+    assert engine_config(None, {"simulate_accept_length": 9}, SpecShape(2, 3, 6), grid).simulate_accept_length == 4
+    plain = engine_config(None, {"simulate_accept_length": 4}, PLAIN, grid)
+    assert (plain.draft, plain.simulate_accept_length) == (None, None)
+    assert engine_config(None, {"max_running_requests": 9}, PLAIN, grid).max_running_requests == 9
+    for options, part in (
+        ({"max_running_requests": 2}, "--max-running-requests 2"),
+        ({"context_length": 310}, "have 310"),
+    ):
+        with pytest.raises(ConfigError, match=part):
+            engine_config(None, options, PLAIN, grid)
+    with pytest.raises(ConfigError, match="--inputs"):
+        engine_config(None, {}, PLAIN, replace(grid, lengths=(4096,)))
+    with pytest.raises(ConfigError, match="--speculative-draft-model-path"):
+        engine_config(None, {"speculative_algorithm": "NONE"}, SpecShape(2, 3, 6), grid)
+
+
+def test_a_grid_is_measured_after_outputs_were_compared(strong_pair):
+    """Every case has its phases, and figures that agree with each other."""
+    said = []
+    grid = Grid((PLAIN, SpecShape(2, 3, 6)), (1, 3), (20, 40), 4)
+    options = {"draft": str(strong_pair.head), "dtype": "float64"}
+    report = run_grid(str(strong_pair.target), options, grid, said.append)
+    assert report.checked.startswith("outputs equal")
+    assert len(report.figures) == 8
+    for each in report.figures:
+        assert each.rounds == 4
+        assert each.wall_ms_low <= each.wall_ms <= each.wall_ms_high
+        assert set(each.phase_ms) == ({"draft", "verify"} if each.shape == (0, 1, 1) else {"draft", "verify", "extend"})
+        assert each.wall_over_floor == pytest.approx(each.wall_ms / each.floor_ms)
+        assert each.tokens_per_second == pytest.approx(1e3 * each.batch * each.accept_length / each.wall_ms)
+        assert each.accept_length == 1 if each.shape == (0, 1, 1) else 1 <= each.accept_length <= 4
+        assert each.row() in said
+    assert json.loads(json.dumps(report.as_json()))["cases"][3]["batch"] == 3
+
+
+def test_a_forced_accept_length_is_what_is_measured(strong_pair):
+    grid = Grid((SpecShape(2, 3, 6),), (2,), (20,), 4)
+    options = {"draft": str(strong_pair.head), "simulate_accept_length": 3}
+    report = run_grid(str(strong_pair.target), options, grid, lambda text: None)
+    assert report.figures[0].accept_length == 3
+    assert "forced" in report.checked
+
+
+def test_shapes_whose_outputs_differ_are_not_timed(strong_pair, monkeypatch):
+    """A difference is an EngineError before any figure of that shape."""
+    monkeypatch.setattr(rounds, "equal_outputs", lambda *args: Equality(10, 2, 1))
+    measured = []
+    monkeypatch.setattr(
+        rounds,
+        "measure",
+        lambda llm, *args: (
+            measured.append(llm.config.shape)
+            or rounds.Figures((0, 1, 1), 1, 1, 1.0, 1.0, 1.0, 1.0, {}, 1.0, 1.0, 1.0, 1.0, 1.0, 1, 1.0)
+        ),
+    )
+    grid = Grid((PLAIN, SpecShape(2, 3, 6)), (1,), (20,), 2)
+    with pytest.raises(EngineError, match="outputs differ in 1 of 2"):
+        run_grid(str(strong_pair.target), {"draft": str(strong_pair.head)}, grid, lambda text: None)
+    assert measured == [PLAIN]
+
+
+def test_dummy_weights_need_a_config_folder_alone(tmp_path, strong_pair):
+    """--load-format dummy: two config.json, nothing else, and nothing to compare."""
+    folders = {}
+    for name, folder in (("target", strong_pair.target), ("head", strong_pair.head)):
+        folders[name] = tmp_path / name
+        folders[name].mkdir()
+        (folders[name] / "config.json").write_text((folder / "config.json").read_text())
+    options = {"draft": str(folders["head"]), "load_format": "dummy", "simulate_accept_length": 2}
+    grid = Grid((PLAIN, SpecShape(2, 3, 6)), (2,), (20,), 2)
+    report = run_grid(str(folders["target"]), options, grid, lambda text: None)
+    assert "random weights" in report.checked
+    assert [each.accept_length for each in report.figures] == [1, 2]
+
+
+def test_the_plain_engine_of_a_comparison_is_never_forced():
+    options = plain_options(
+        {"simulate_accept_length": 3, "draft": "x", "speculative_algorithm": "EAGLE3", "page_size": 4}
+    )
+    config = EngineConfig.of("m", **options)
+    assert (config.draft, config.simulate_accept_length, config.page_size) == (None, None, 4)
+
+
+# ---------------------------------------------------------------------------------------------- plot and command
+
+
+def figures(shape, batch, length, ms):
+    return rounds.Figures(
+        shape, batch, length, ms, ms, ms, ms, {"draft": 0.0, "verify": ms}, ms / 2, 2.0, 2.0, 1.0, 1.0, 9, 1.0
+    )
+
+
+def test_a_plot_has_a_line_each_for_wall_device_and_floor_of_every_series():
+    grid = [figures((0, 1, 1), b, 64, 3.0 + b) for b in (1, 8, 2)] + [
+        figures((5, 4, 16), b, 64, 9.0) for b in (1, 2, 8)
+    ]
+    assert plot.axis_of(grid) == "batch"
+    lines = plot.lines_of(grid, "batch")
+    assert len(lines) == 6
+    assert lines[0][3] == [(1, 4.0), (2, 5.0), (8, 11.0)]
+    assert lines[2][3] == [(1, 2.0), (2, 2.5), (8, 5.5)]
+    report = rounds.RoundsReport(H200, "outputs equal </script>", tuple(grid))
+    page = plot.page(report)
+    assert page.count("<polyline") == 6
+    assert page.count("</script>") == 1
+    assert json.loads(re.search(r"id='data'>(.*)</script>", page)[1])["cases"][0]["batch"] == 1
+    assert plot.axis_of([figures((0, 1, 1), 1, n, 1.0) for n in (1, 2)]) == "length"
+    trees = [figures((3, 1, 4), 1, 64, 1.0), figures((5, 4, 16), 1, 64, 2.0)]
+    assert plot.axis_of(trees) == "nodes"
+    assert plot.lines_of(trees, "nodes")[0][3] == [(4, 1.0), (16, 2.0)]
+    assert "<polyline" in plot.svg(plot.lines_of(trees[:1], "nodes"), "nodes")
+
+
+def test_the_command_sweeps_prints_json_and_draws(capsys, tmp_path, strong_pair):
+    argv = ["bench", str(strong_pair.target), "--speculative-draft-model-path", str(strong_pair.head), "--json"]
+    argv += ["--sweep", "batch", "--batches", "1", "2", "--inputs", "20", "--rounds", "2"]
+    assert main([*argv, "--plot", str(tmp_path / "p.html")]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    (line,) = out.splitlines()
+    assert [(case["shape"], case["batch"]) for case in json.loads(line)["cases"]] == [
+        ([0, 1, 1], 1),
+        ([0, 1, 1], 2),
+        ([5, 4, 16], 1),
+        ([5, 4, 16], 2),
+    ]
+    assert (tmp_path / "p.html").read_text().startswith("<!doctype html>")
+    for bad, part in (("p.png", ".html"), ("nowhere/p.html", "folder")):
+        assert main([*argv, "--plot", str(tmp_path / bad)]) == 2
+        assert part in capsys.readouterr().err
+    assert main([*argv, "--transformers"]) == 2
+    assert "--transformers" in capsys.readouterr().err
+
+
+def test_the_comparison_measures_rounds_of_both_and_transformers_too(capsys):
+    """The peer decodes the same prompts; the rounds are of plain and of speculative decoding."""
+    argv = [
+        "bench",
+        "--num-prompts",
+        "1",
+        "--max-tokens",
+        "4",
+        "--repeats",
+        "1",
+        "--rounds",
+        "2",
+        "--json",
+        "--transformers",
+    ]
+    assert main(argv) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [each["shape"] for each in report["rounds"]] == [[0, 1, 1], [5, 4, 16]]
+    assert report["transformers"]["median"] > 0
+    assert report["machine"]["bytes_per_s"] > 0
+
+
+def test_a_comparison_sizes_contexts_by_its_prompts(monkeypatch):
+    """Two engines share the memory: neither takes more than the prompts need."""
+    made = []
+
+    class StopError(Exception):
+        pass
+
+    def note(model, **options):
+        made.append(options)
+        raise StopError
+
+    monkeypatch.setattr(compare, "LLM", note)
+    options = compare.BenchOptions(None, 2, 16, 3, 1, 2, False)
+    with pytest.raises(StopError):
+        compare.run(None, {}, options)
+    assert made[0]["max_running_requests"] == 3
+    assert made[0]["context_length"] % 1024 == 0
+
+
+def test_copying_the_table_sweep_needs_the_presets_alone():
+    """The presets of the table are configurations that load."""
+    target, head = presets()
+    assert (target.vocab_size, head.draft_vocab_size) == (128256, 32000)
+    assert sweeps.TABLE == ((3, 1, 4), (5, 1, 6), (5, 4, 16))
