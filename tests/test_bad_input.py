@@ -12,7 +12,7 @@ from engines import build, greedy, tokens
 from tiny_models import Pair, copy_folder, save_random_head, save_random_llama
 from treetop import LLM, SamplingParams
 from treetop.types.config import EngineConfig
-from treetop.types.errors import CapacityError, CheckpointError, ConfigError, InputError, UserError
+from treetop.types.errors import CapacityError, CheckpointError, ConfigError, InputError, PromptError, UserError
 
 SHAPE = (2, 3, 6)
 
@@ -68,6 +68,23 @@ def test_a_config_that_is_no_json_object_is_named(tmp_path, text):
         ({"hidden_act": "gelu"}, "gelu"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "yarn"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures"),
+        ({"architectures": [1]}, "architectures"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps"),
+        ({"rms_norm_eps": -1e-5}, "rms_norm_eps"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ({"hidden_size": True}, "hidden_size"),
+        ({"rope_parameters": [1e4]}, "rope_parameters"),
+        ({"rope_parameters": {"rope_theta": "big"}}, "rope_theta"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": "2"}}, "factor"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "original_max_position_embeddings": 1.5}},
+            "original_max_position",
+        ),
+        ({"eos_token_id": "end"}, "eos_token_id"),
+        ({"eos_token_id": [1, None]}, "eos_token_id"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ],
 )
 def test_a_config_that_is_not_supported_names_the_key_or_value(strong_pair, tmp_path, changes, part):
@@ -204,6 +221,12 @@ def test_a_t2d_that_contradicts_d2t_is_refused(weak_pair, tmp_path):
         ({"eagle_aux_hidden_state_layer_ids": [0, 1, 5]}, "layer"),
         ({"eagle_aux_hidden_state_layer_ids": []}, "layer"),
         ({"eagle_aux_hidden_state_layer_ids": [-1, 1, 2]}, "layer"),
+        ({"eagle_aux_hidden_state_layer_ids": ["0", 1, 2]}, "eagle_aux_hidden_state_layer_ids"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": {"a": 1}}}, "eagle_aux_hidden_state_layer_ids"),
+        ({"eagle_config": [1]}, "eagle_config"),
+        ({"draft_vocab_size": "11"}, "draft_vocab_size"),
+        ({"target_hidden_size": 0}, "target_hidden_size"),
+        ({"norm_before_residual": "yes"}, "norm_before_residual"),
         ({"hidden_size": 32, "head_dim": 8, "target_hidden_size": 64}, "embed_tokens"),
     ],
 )
@@ -388,7 +411,7 @@ def test_extreme_but_legal_parameters_are_served(strong_pair):
         ([[4] * 1000], ("1000", "256")),
         ([[4, 12]], ("12", "vocabulary")),
         ([[-1]], ("-1", "vocabulary")),
-        ([[4, 2.5]], ("prompt 1 must be text or a list of token ids", "2.5")),
+        ([[4, 2.5]], ("prompt 1: ", "must be text or a list of token ids", "2.5")),
         ([[True]], ("prompt 1", "True")),
         ([None], ("prompt 1", "None")),
         ([4], ("prompt 1", "4")),
@@ -449,3 +472,30 @@ def test_stop_strings_without_a_tokenizer_are_refused_before_any_work(strong_pai
     refused(InputError, lambda: llm.stream([[4], [5]], [greedy(3), SamplingParams(stop="x")]), "tokenizer")
     refused(InputError, lambda: llm.generate([[4], [5]], [greedy(3), SamplingParams(stop="x")]), "tokenizer")
     assert not llm.scheduler.has_work
+
+
+def test_one_prompt_among_several_is_named_by_its_index(strong_pair):
+    """The error says which prompt; alone it needs no number."""
+    llm = build(strong_pair, SHAPE)
+    refused(PromptError, lambda: llm.generate([[5], [], [6]]), "prompt 1: ", "empty")
+    refused(PromptError, lambda: llm.generate([[5], [6], [99]]), "prompt 2: ", "99")
+    assert not refused(PromptError, lambda: llm.generate([[]])).startswith("prompt 0")
+
+
+def test_a_tree_beyond_all_reason_is_refused():
+    for options in (
+        {"speculative_num_steps": 65},
+        {"speculative_eagle_topk": 65},
+        {"speculative_num_draft_tokens": 513, "speculative_eagle_topk": 16},
+        {"speculative_num_steps": 10**9, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 10**9 + 1},
+    ):
+        refused(
+            ConfigError, lambda options=options: EngineConfig(draft="x", **options), "too large a tree", "64", "512"
+        )
+
+
+@pytest.mark.parametrize("text", ['["a"]', '{"eos_token_id": "end"}', "{"])
+def test_a_wrong_generation_config_is_named(strong_pair, tmp_path, text):
+    folder = copy_folder(strong_pair.target, tmp_path / "t")
+    (folder / "generation_config.json").write_text(text)
+    refused(CheckpointError, load(folder), "generation_config.json")

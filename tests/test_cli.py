@@ -1,8 +1,10 @@
 """The command line: what it prints where, its exit codes, and one line for whatever a user can get wrong."""
 
 import json
+import logging
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -152,6 +154,59 @@ def test_help_names_every_option_of_the_engine(capsys, command):
         assert option in out
 
 
+def test_help_shows_what_an_option_is_without_being_given(capsys):
+    text = " ".join(run(capsys, "generate", "--help")[1].split())
+    for part in ("(default 16)", "(default 0.88)", "(default auto)", "(default 128)", "output is wrong", "same seed"):
+        assert part in text
+
+
+def test_verbose_puts_the_start_up_block_on_stderr_and_nothing_else_changes(capsys):
+    """Model, pools, backend and graphs, where a reader of --json does not stumble over them."""
+    try:
+        code, out, err = run(capsys, "generate", "--prompt", PROMPT, "--max-tokens", 3, "--json", "--verbose")
+    finally:
+        logging.getLogger("treetop").setLevel(logging.NOTSET)
+        logging.getLogger("treetop").handlers.clear()
+    assert code == 0
+    assert len(lines(out)) == 1
+    for part in ("treetop is up", "pool full:", "attention torch", "--mem-fraction-static 0.88"):
+        assert part in err
+
+
+def test_the_results_of_several_prompts_come_as_they_end_and_in_order(capsys, monkeypatch):
+    """A result waits for those before it and for no other."""
+    from treetop import cli
+
+    shown = []
+    monkeypatch.setattr(cli, "_show", lambda args, output, index, prompt: shown.append((index, output)))
+    monkeypatch.setattr("treetop.server.llm.LLM", FakeLLM)
+    FakeLLM.seen = shown
+    assert run(capsys, "generate", "--prompt", "a", "--prompt", "b", "--prompt", "c")[0] == 0
+    assert [index for index, _ in shown] == [0, 1, 2]
+    assert FakeLLM.progress == [[], [], [0, 1], [0, 1, 2]]
+
+
+class FakeLLM:
+    """Three prompts; the second ends first, then the first, then the third."""
+
+    seen: list
+    progress: list
+
+    def __init__(self, *_, **__):
+        pass
+
+    def stream(self, prompts, params):
+        from treetop.server.llm import RequestMetrics, RequestOutput, TextDelta
+
+        assert len(prompts) == len(params) == 3
+        done = RequestOutput((1,), (2,), "x", "stop", RequestMetrics(1.0, 1, 1.0, (0,)))
+        FakeLLM.progress = []
+        for index in (1, 0, 2):
+            FakeLLM.progress.append([i for i, _ in FakeLLM.seen])
+            yield TextDelta(index, "x", done)
+        FakeLLM.progress.append([i for i, _ in FakeLLM.seen])
+
+
 # ---------------------------------------------------------------------------------------------- bench and doctor
 
 
@@ -221,6 +276,27 @@ def test_trace_refuses_overlap(capsys, tmp_path):
     assert "--overlap" in err
 
 
+def test_doctor_looks_at_the_backend_dtype_and_checkpoint_that_were_asked_for(capsys, weak_pair, monkeypatch, tmp_path):
+    """No draft with NONE, tensors by name and shape alone, memory before loading, and refusals for the given dtype."""
+    from treetop.models import checkpoint
+
+    monkeypatch.setattr(checkpoint, "_checked", lambda *args: pytest.fail("a weight was read"))
+    monkeypatch.setattr("treetop.doctor.run._conformance", lambda *args: 0)
+    argv = ["doctor", weak_pair.target, "--device", "cpu", "--dtype", "float64"]
+    code, out, err = run(capsys, *argv, "--speculative-algorithm", "NONE")
+    assert (code, err) == (0, "")
+    assert "backends, float64" in out
+    assert "torch (serves)" in out
+    assert "pages.draft" not in out
+    assert "memory: total" in out
+    assert re.search(r"target: \S+: \d+ tensors of the right names and shapes", out)
+    assert "pages.draft" in run(capsys, "doctor", "--device", "cpu")[1]
+    assert "pages.draft" not in run(capsys, "doctor", "--device", "cpu", "--speculative-algorithm", "NONE")[1]
+    refused(capsys, ["doctor", "--device", "cpu", "--attention-backend", "triton"], "triton")
+    bad = copy_folder(weak_pair.target, tmp_path / "t", tensors={"model.norm.weight": torch.zeros(3)})
+    refused(capsys, ["doctor", bad], "model.norm.weight", "(3,)", "(64,)")
+
+
 def test_a_doctor_that_finds_a_difference_exits_1(capsys, monkeypatch):
     """A failed case is printed with its values, and the exit code says so."""
     from treetop.doctor import run as doctor
@@ -256,16 +332,16 @@ def refused(capsys, argv, *parts):
         (["--prompt", ""], ["prompt", "empty"]),
         (["--prompt", "x " * 3000], ["prompt", "2048", "--context-length"]),
         (["--prompt", "a b c d e f g h", "--context-length", "4"], ["--context-length"]),
-        (["--prompt", "x", "--max-tokens", "0"], ["max_tokens", "0"]),
-        (["--prompt", "x", "--max-tokens", "-3"], ["max_tokens", "-3"]),
+        (["--prompt", "x", "--max-tokens", "0"], ["--max-tokens must", "0"]),
+        (["--prompt", "x", "--max-tokens", "-3"], ["--max-tokens must", "-3"]),
         (["--prompt", "x", "--max-tokens", "many"], ["--max-tokens", "many"]),
-        (["--prompt", "x", "--temperature", "-1"], ["temperature", "-1"]),
-        (["--prompt", "x", "--temperature", "nan"], ["temperature", "nan"]),
-        (["--prompt", "x", "--top-p", "0"], ["top_p", "0"]),
-        (["--prompt", "x", "--top-p", "1.1"], ["top_p", "1.1"]),
-        (["--prompt", "x", "--top-k", "-2"], ["top_k", "-2"]),
-        (["--prompt", "x", "--min-p", "2"], ["min_p", "2"]),
-        (["--prompt", "x", "--stop", ""], ["stop"]),
+        (["--prompt", "x", "--temperature", "-1"], ["--temperature must", "-1"]),
+        (["--prompt", "x", "--temperature", "nan"], ["--temperature must", "nan"]),
+        (["--prompt", "x", "--top-p", "0"], ["--top-p must", "0"]),
+        (["--prompt", "x", "--top-p", "1.1"], ["--top-p must", "1.1"]),
+        (["--prompt", "x", "--top-k", "-2"], ["--top-k must", "-2"]),
+        (["--prompt", "x", "--min-p", "2"], ["--min-p must", "2"]),
+        (["--prompt", "x", "--stop", ""], ["--stop strings"]),
         (["--prompt", "x", "--seed", "-1"], ["seed", "-1"]),
         (["--prompt", "x", "--speculative-num-draft-tokens", "500"], ["--speculative-num-draft-tokens 500", "69"]),
         (["--prompt", "x", "--speculative-eagle-topk", "1"], ["--speculative-eagle-topk 1", "= 6"]),
@@ -278,6 +354,12 @@ def refused(capsys, argv, *parts):
         (["--prompt", "x", "--context-length", "4096"], ["--context-length 4096", "2048"]),
         (["--prompt", "x", "--max-total-tokens", "5"], ["--max-total-tokens", "need", "have"]),
         (["--prompt", "x", "--speculative-algorithm", "MTP"], ["MTP"]),
+        (["--prompt", "x", "--speculative-num-steps", "65"], ["num-steps 65", "64"]),
+        (["--prompt", "x", "--mem-fraction-static", "1.2"], ["--mem-fraction-static", "1.2"]),
+        (["--prompt", "x", "--mem-fraction-static", "lots"], ["--mem-fraction-static", "lots"]),
+        (["--prompt", "x", "--compare-plain", "--simulate-accept-length", "2"], ["--compare-plain", "--simulate"]),
+        (["--prompt", "x", "--prompt", ""], ["--prompt, number 2", "empty"]),
+        (["--prompt", "x", "--top-p", "0", "--min-p", "2"], ["--top-p must", "; --min-p must"]),
         (["--prompt", "x", "--no-such-flag"], ["--no-such-flag"]),
         (["--prompt-file", "nowhere.txt"], ["--prompt-file", "nowhere.txt"]),
         (["no-such-model", "--prompt", "x"], ["no-such-model", "no such folder"]),

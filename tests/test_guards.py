@@ -16,7 +16,7 @@ from treetop.checks.probes import NAN, OUT_OF_BOUNDS, Probes
 from treetop.debug.two_group import write_two_group_pair
 from treetop.engine.pure import Pure
 from treetop.kernels.kv import commit_tail
-from treetop.types.errors import CapacityError, CheckError
+from treetop.types.errors import CheckError
 from treetop.types.ids import DRAFT, FULL, PageId, Row
 from treetop.types.layout import Layout, SpecShape
 from treetop.types.messages import PrefillPlan, RoundPlan, RowResult
@@ -515,10 +515,10 @@ def test_a_dimension_that_is_one_too_small_is_refused_at_construction(strong_pai
     short = type("Short", (Layout,), {name: property(lambda self: real(self) - 1)})
     pure = replace(Pure(), layout=short)
     options = {"page_size": 1, "context_length": 32, "max_running_requests": 2, "graphs": graphs}
-    with pytest.raises((CapacityError, RuntimeError, IndexError)) as error:
+    with pytest.raises((CheckError, RuntimeError, IndexError)) as error:
         build(strong_pair, SHAPE, pure=pure, check_level=1, **options)
     if name in ("draft_tail", "page_columns", "headroom", "max_positions"):
-        assert isinstance(error.value, CapacityError)
+        assert isinstance(error.value, CheckError)
         assert "need" in str(error.value)
     build(strong_pair, SHAPE, pure=pure, check_level=0, **options)
 

@@ -7,6 +7,8 @@ stderr; 130 Ctrl-C.
 
 import argparse
 import json
+import logging
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -15,23 +17,24 @@ from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
 from treetop.types.config import CHOICES, EngineConfig, flag
-from treetop.types.errors import EngineError, InputError, UserError
+from treetop.types.errors import EngineError, InputError, PromptError, UserError
 from treetop.types.sampling import SamplingParams
 from treetop.version import __version__
 
 ENGINE_HELP = {
-    "draft": "folder of the draft head, or builtin:NAME; a model without one decodes plainly",
-    "speculative_algorithm": "inferred from the draft's tensors; NONE forbids a draft",
+    "draft": "folder of the draft head, or builtin:NAME; a model without one decodes plainly (default: none, and the"
+    " embedded head for the embedded model)",
+    "speculative_algorithm": "NONE forbids a draft (default: what the draft's tensors are)",
     "speculative_num_steps": "levels of the tree (S)",
     "speculative_eagle_topk": "branches of each node (k); 1 is a chain",
     "speculative_num_draft_tokens": "nodes verified in one pass, root included (T)",
     "load_format": "dummy: random weights; a folder with config.json is enough; for measuring speed",
-    "simulate_accept_length": "tokens every round emits, right or wrong; for measuring speed only",
+    "simulate_accept_length": "tokens every round emits: the output is wrong; for measuring speed only",
     "page_size": "tokens a KV page holds",
     "max_running_requests": "requests decoded at a time",
-    "context_length": "tokens a request may hold, prompt and output; the model's by default",
-    "max_total_tokens": "tokens each KV pool holds, whatever the fraction below says; by default what fits, and no more"
-    " than all running requests can use",
+    "context_length": "tokens a request may hold, prompt and output (default: the model's)",
+    "max_total_tokens": "tokens each KV pool holds, whatever the fraction below says (default: what fits, and no more"
+    " than all running requests can use)",
     "mem_fraction_static": "share of the device's memory for weights, tables and KV pools",
     "chunked_prefill_size": "prompt tokens a prefill step processes",
     "radix_cache": "keep the K/V of finished requests for prompts that begin alike",
@@ -39,9 +42,9 @@ ENGINE_HELP = {
     "overlap": "launch a round before the last one's results are known; on by default where rounds are captured",
     "graphs": "captured graphs; sim gives a CPU their semantics, for tests",
     "device": "auto is a GPU if there is one",
-    "dtype": "what the model computes in; auto is float32 on a CPU",
+    "dtype": "what the model computes in; auto is float32 on a CPU and bfloat16 on a GPU",
     "check_level": "0 off, 1 host checks, 2 device probes, 3 poison and red zones",
-    "seed": "of requests that bring none",
+    "seed": "each prompt draws its own seed from this one: the same seed and prompts give the same sampled tokens",
 }
 
 
@@ -58,6 +61,10 @@ class OneLineParser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code."""
     args = build_parser().parse_args(argv)
+    if args.verbose:
+        logger = logging.getLogger("treetop")
+        logger.setLevel(logging.INFO)
+        logger.addHandler(logging.StreamHandler(sys.stderr))
     try:
         return int(args.run(args))
     except UserError as error:
@@ -102,7 +109,7 @@ def build_parser() -> argparse.ArgumentParser:
     trace.set_defaults(run=run_trace)
 
     doctor = commands.add_parser("doctor", help="what runs on this machine, capacity, and a quick conformance run")
-    doctor.add_argument("--cases", type=int, default=24, help="conformance cases to run")
+    doctor.add_argument("--cases", type=int, default=24, help="conformance cases to run (default 24)")
     doctor.add_argument("--faults", action="store_true", help="run every named fault and say which guard caught it")
     _add_engine(doctor)
     doctor.set_defaults(run=run_doctor)
@@ -111,15 +118,34 @@ def build_parser() -> argparse.ArgumentParser:
 
 def run_generate(args: argparse.Namespace) -> int:
     params = _sampling_params(args)
+    if args.compare_plain and args.simulate_accept_length is not None:
+        raise InputError("--compare-plain checks outputs, and --simulate-accept-length makes them wrong: drop one")
     prompts = [*(args.prompt or []), *(_read_text(name) for name in args.prompt_file)]
     if not prompts:
         raise InputError("no prompt; give --prompt TEXT or --prompt-file FILE")
+    outputs, elapsed_s = _stream(args, prompts, params)
+    if not args.json:
+        print("\n" + _summary(outputs, elapsed_s))
+    failed = any(output.error is not None for output in outputs)
+    if args.compare_plain:
+        failed |= not _compare_plain(args, prompts, params, outputs, elapsed_s)
+    return int(failed)
+
+
+def _stream(args: argparse.Namespace, prompts: list[str], params: SamplingParams) -> tuple[list[Any], float]:
+    """Print one prompt's text as it comes, several prompts' results in order as they end. Returns results, seconds.
+
+    The engine is gone on return, with the memory it held.
+    """
     from treetop.server.llm import LLM  # noqa: PLC0415 - torch is loaded only when there is work for it
 
     llm = LLM(args.model, **_engine_options(args))
-    outputs = []
-    started_s = time.perf_counter()
-    deltas = llm.stream(prompts, [params] * len(prompts))
+    outputs: dict[int, Any] = {}
+    started_s, shown = time.perf_counter(), 0
+    try:
+        deltas = llm.stream(prompts, [params] * len(prompts))
+    except PromptError as error:
+        raise InputError(f"{_label(args, error.index)}: {error.reason}") from None
     single = len(prompts) == 1 and not args.json
     if single and args.echo:
         print(prompts[0], end="", flush=True)
@@ -127,22 +153,27 @@ def run_generate(args: argparse.Namespace) -> int:
         if single:
             print(delta.text, end="", flush=True)
         if delta.output is not None:
-            outputs.append((delta.index, delta.output))
-    elapsed_s = time.perf_counter() - started_s
-    outputs.sort(key=lambda pair: pair[0])
-    for index, output in outputs:
-        if args.json:
-            print(json.dumps(_as_json(output)))
-        elif not single:
-            print(f"--- prompt {index}\n{prompts[index] if args.echo else ''}{output.text}")
-        if output.error is not None:
-            print(f"treetop: prompt {index} was aborted: {output.error}", file=sys.stderr)
-    if not args.json:
-        print("\n" + _summary([output for _, output in outputs], elapsed_s))
-    failed = any(output.error is not None for _, output in outputs)
-    if args.compare_plain:
-        failed |= not _compare_plain(args, prompts, params, [output for _, output in outputs], elapsed_s)
-    return int(failed)
+            outputs[delta.index] = delta.output
+        while shown in outputs:
+            _show(args, outputs[shown], None if single else shown, prompts[shown])
+            shown += 1
+    return [outputs[index] for index in range(len(prompts))], time.perf_counter() - started_s
+
+
+def _show(args: argparse.Namespace, output: Any, index: int | None, prompt: str) -> None:
+    """Print a result that has ended. index: None if its text has been streamed already."""
+    if args.json:
+        print(json.dumps(_as_json(output)), flush=True)
+    elif index is not None:
+        print(f"--- prompt {index}\n{prompt if args.echo else ''}{output.text}", flush=True)
+    if output.error is not None:
+        print(f"treetop: prompt {index or 0} was aborted: {output.error}", file=sys.stderr)
+
+
+def _label(args: argparse.Namespace, index: int) -> str:
+    """Which prompt of the command line this is: texts come before files."""
+    texts = len(args.prompt or [])
+    return f"--prompt-file {args.prompt_file[index - texts]}" if index >= texts else f"--prompt, number {index + 1}"
 
 
 def _compare_plain(
@@ -228,9 +259,9 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     compare.add_argument(
         "--prompts", help="JSON lines with a `prompt` each; the held-out prompts of nestling by default"
     )
-    compare.add_argument("--num-prompts", type=int, default=8)
-    compare.add_argument("--max-tokens", type=int, default=128)
-    compare.add_argument("--repeats", type=int, default=5)
+    compare.add_argument("--num-prompts", type=int, default=8, help="(default 8)")
+    compare.add_argument("--max-tokens", type=int, default=128, help="(default 128)")
+    compare.add_argument("--repeats", type=int, default=5, help="timed passes over the prompts (default 5)")
     compare.add_argument("--transformers", action="store_true", help="time transformers' generate too, in the same run")
     sweep = bench.add_argument_group("rounds against their floor: with one of these, dummy weights or a forced length")
     sweep.add_argument(
@@ -242,36 +273,43 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
         "--inputs", nargs="+", type=int, metavar="N", help="prompt lengths, instead of the sweep's or 1024"
     )
     sweep.add_argument("--plot", metavar="FILE.html", help="also draw the sweep")
-    bench.add_argument("--batch-size", type=int, default=1, help="prompts decoded together")
-    bench.add_argument("--rounds", type=int, default=20, help="rounds to time")
+    bench.add_argument("--batch-size", type=int, default=1, help="prompts decoded together (default 1)")
+    bench.add_argument("--rounds", type=int, default=20, help="rounds to time (default 20)")
     bench.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else there")
     _add_engine(bench)
     bench.set_defaults(run=run_bench)
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--max-tokens", type=int)
-    parser.add_argument("--temperature", type=float, help="0 is greedy")
-    parser.add_argument("--top-k", type=int, help="0 is off")
-    parser.add_argument("--top-p", type=float)
-    parser.add_argument("--min-p", type=float)
+    default = SamplingParams()
+    parser.add_argument("--max-tokens", type=int, help=f"tokens to generate at most (default {default.max_tokens})")
+    parser.add_argument("--temperature", type=float, help="0 is greedy (default 0)")
+    parser.add_argument("--top-k", type=int, help="the most likely tokens to choose from; 0 is off (default 0)")
+    parser.add_argument("--top-p", type=float, help="their probability together; 1 is off (default 1)")
+    parser.add_argument("--min-p", type=float, help="least share of the most likely token's; 0 is off (default 0)")
     parser.add_argument("--stop", action="append", help="text that ends the completion; repeats")
-    parser.add_argument("--ignore-eos", action="store_true", default=None)
+    parser.add_argument("--ignore-eos", action="store_true", default=None, help="go on past an end-of-sequence token")
 
 
 def _sampling_params(args: argparse.Namespace) -> SamplingParams:
     """The sampling options that were given. `--seed` is the engine's: each prompt draws its own from it."""
     names = [field.name for field in fields(SamplingParams) if field.name != "seed"]
-    return SamplingParams(**{name: value for name in names if (value := getattr(args, name, None)) is not None})
+    try:
+        return SamplingParams(**{name: value for name in names if (value := getattr(args, name, None)) is not None})
+    except InputError as error:  # its sentences begin with the parameter's name
+        raise InputError(re.sub(rf"(^|; )({'|'.join(names)})\b", lambda m: m[1] + flag(m[2]), str(error))) from None
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help="folder of the target; the embedded pair by default")
+    parser.add_argument("-v", "--verbose", action="store_true", help="say on stderr what the engine is made of")
     hints = get_type_hints(EngineConfig)
     for field in fields(EngineConfig):
         if field.name == "model":
             continue
-        options: dict[str, Any] = {"dest": field.name, "default": None, "help": ENGINE_HELP[field.name]}
+        known = field.default is not None and not isinstance(field.default, bool)
+        words = ENGINE_HELP[field.name] + (f" (default {field.default})" if known else "")
+        options: dict[str, Any] = {"dest": field.name, "default": None, "help": words}
         if isinstance(field.default, bool):
             options["action"] = "store_true"
         elif bool in getattr(hints[field.name], "__args__", ()):

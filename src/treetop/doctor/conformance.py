@@ -84,14 +84,18 @@ def all_cases() -> Iterator[Case]:
         yield Case(*values)  # type: ignore[arg-type]  # AXES is in the order of the fields
 
 
-def quick_cases(count: int, seed: int = 0, gpu: bool = False) -> list[Case]:
+def quick_cases(count: int, seed: int = 0, gpu: bool = False, backend: str = "auto") -> list[Case]:
     """Random cases in which every value of every axis appears. gpu: Triton and captured rounds too.
+
+    backend: only this one, if it is one of those that can be compared in full precision.
 
     Triton does not compute in float64, and only its rounds are captured; a case that asks for more is brought back.
     """
     rng = random.Random(seed)
     columns = []
-    axes = {**AXES, "backend": ("torch", "triton"), "runner": ("off", "auto")} if gpu else AXES
+    axes = {**AXES, "backend": ("torch", "triton"), "runner": ("off", "auto")} if gpu else dict(AXES)
+    if backend in axes["backend"]:
+        axes["backend"] = (backend,)
     for values in axes.values():
         column = [values[i % len(values)] for i in range(max(count, len(values)))]
         rng.shuffle(column)

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from treetop.attention import auto
-from treetop.attention.capabilities import CAPABILITIES, Need, refusal
-from treetop.attention.registry import BACKENDS
+from treetop.attention.capabilities import CAPABILITIES, refusal
+from treetop.attention.registry import BACKENDS, make_backend
+from treetop.engine.build import Blueprint
 from treetop.kernels.triton_guard import gpu_traits
-from treetop.models.loader import compute_device
+from treetop.models.loader import check_eagle3, check_target
 from treetop.types.layout import Layout
 from treetop.types.phase import Phase
 from treetop.version import __version__
@@ -30,15 +31,16 @@ LIBRARIES = (
 
 @dataclass(frozen=True, slots=True)
 class BackendStatus:
-    """phases: what it can run here; reason: why none, or what `auto` chooses."""
+    """phases: what it can run here; reason: why none, or what `auto` chooses. chosen: it serves."""
 
     name: str
     phases: tuple[str, ...]
     reason: str
+    chosen: bool
 
 
-def machine() -> list[tuple[str, str]]:
-    """Facts of this machine, as (name, value)."""
+def machine(device: torch.device) -> list[tuple[str, str]]:
+    """Facts of this machine, as (name, value). device: the one that is asked about."""
     features = torch.backends.cpu.get_cpu_capability()
     rows = [
         ("treetop", __version__),
@@ -47,25 +49,40 @@ def machine() -> list[tuple[str, str]]:
         ("CPU", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {features}"),
         ("oneDNN", "packs float32 weights" if torch.backends.mkldnn.is_available() else "missing: products are slower"),
         ("GPU", torch.cuda.get_device_name() if torch.cuda.is_available() else "none"),
+        ("computes on", device.type),
     ]
     return rows + [(name, _version(name)) for name in LIBRARIES]
 
 
-def backends() -> list[BackendStatus]:
-    """Every backend of the interface, usable or not, and what `auto` makes of them on this machine."""
-    device = compute_device("auto")
+def backends(blueprint: Blueprint) -> list[BackendStatus]:
+    """Every backend of the interface, usable or not for what this configuration needs, and what `auto` makes of them.
+
+    Raises ConfigError with the reason if the one that `--attention-backend` names cannot serve.
+    """
+    need = blueprint.need
+    chosen = make_backend(blueprint.config.attention_backend, need).name
     rows = []
     for name in BACKENDS:
-        able = CAPABILITIES[name]
-        problem = refusal(name, Need(able.dtypes[0], device))  # whether it runs at all, whatever the options
-        phases = tuple(able.phases) if problem is None else ()
-        rows.append(BackendStatus(name, phases, "" if problem is None else problem.reason))
+        problem = refusal(name, need)
+        phases = tuple(CAPABILITIES[name].phases) if problem is None else ()
+        rows.append(BackendStatus(name, phases, "" if problem is None else problem.reason, name == chosen))
     usable = frozenset(row.name for row in rows if row.phases)
     choice = "torch"
     if auto.FALLBACK in usable:
         table = auto.load_table()
-        choice = auto.summary(table, usable) if gpu_traits(device).num_sms == table.num_sms else auto.FALLBACK
-    return [*rows, BackendStatus("auto", tuple(Phase), choice)]
+        choice = auto.summary(table, usable) if gpu_traits(need.device).num_sms == table.num_sms else auto.FALLBACK
+    return [*rows, BackendStatus("auto", tuple(Phase), choice, chosen not in BACKENDS)]
+
+
+def checkpoint(blueprint: Blueprint) -> list[tuple[str, str]]:
+    """What was looked at of each checkpoint, weights unread. Raises CheckpointError for a tensor that is wrong."""
+    if blueprint.place.dummy:
+        return [("target", "random weights (--load-format dummy)")]
+    words = "tensors of the right names and shapes; values unread"
+    rows = [("target", f"{blueprint.target[0]}: {check_target(*blueprint.target)} {words}")]
+    if blueprint.draft is not None:
+        rows.append(("draft", f"{blueprint.draft[0]}: {check_eagle3(*blueprint.draft)} {words}"))
+    return rows
 
 
 def capacity(layout: Layout) -> list[tuple[str, str, str, str]]:

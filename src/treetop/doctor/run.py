@@ -10,10 +10,9 @@ from rich.table import Table
 from treetop.debug.faults import FAULTS
 from treetop.doctor.conformance import Conformance, quick_cases
 from treetop.doctor.provoke import Finding, Provocation
-from treetop.doctor.report import backends, capacity, machine
+from treetop.doctor.report import backends, capacity, checkpoint, machine
 from treetop.engine.build import read_blueprint
 from treetop.engine.pure import Pure
-from treetop.models.loader import compute_device
 from treetop.types.config import EngineConfig
 
 
@@ -29,21 +28,28 @@ def run(model: str | None, options: dict[str, Any], visit: Visit) -> int:
     """Print the report for a configuration, then test. Raises UserError for options that cannot work."""
     console = Console(soft_wrap=True)
     config = EngineConfig.of(model, **options)
-    _print(console, "machine", ("", ""), machine())
-    statuses = [(b.name, ", ".join(b.phases) or "-", b.reason) for b in backends()]
-    _print(console, "backends", ("backend", "runs", "why not, or which"), statuses)
     blueprint = read_blueprint(config, Pure().layout)
+    dtype, device = blueprint.place.dtype, blueprint.place.device
+    statuses = backends(blueprint)
+    tensors = checkpoint(blueprint)
+    _print(console, "machine", ("", ""), machine(device))
+    rows = [(f"{b.name} (serves)" if b.chosen else b.name, ", ".join(b.phases) or "-", b.reason) for b in statuses]
+    _print(console, f"backends, {str(dtype).removeprefix('torch.')}", ("backend", "runs", "why not, or which"), rows)
+    console.print("\n".join(f"{name}: {words}" for name, words in tensors), markup=False, highlight=False)
     _print(console, "capacity", ("dimension", "value", "formula", "option"), capacity(blueprint.layout))
-    return _faults(console, compute_device(config.device).type) if visit.faults else _conformance(console, visit.cases)
+    console.print("memory, estimated before loading")
+    console.print("\n".join(f"  {line}" for line in blueprint.use.lines()), markup=False, highlight=False)
+    if visit.faults:
+        return _faults(console, device.type)
+    return _conformance(console, visit.cases, device.type, config.attention_backend)
 
 
-def _conformance(console: Console, count: int) -> int:
+def _conformance(console: Console, count: int, device: str, backend: str) -> int:
     failed = rounds = ties = 0
-    gpu = compute_device("auto").type == "cuda"
     with Conformance() as conformance, Progress(console=console, transient=True) as progress:
         task = progress.add_task("conformance", total=count)
-        for case in quick_cases(count, gpu=gpu):
-            outcome = conformance.run(case)
+        for case in quick_cases(count, gpu=device == "cuda", backend=backend):
+            outcome = conformance.run(case, device=device)
             rounds, ties = rounds + outcome.rounds, ties + outcome.ties
             if outcome.failure is not None:
                 failed += 1

@@ -19,7 +19,7 @@ from treetop.kernels.ops import Ops
 from treetop.models.eagle3 import Eagle3Head, Proposal
 from treetop.models.llama import Llama
 from treetop.spec.verify import greedy_choice, sampled_choice
-from treetop.types.errors import CapacityError, CheckError
+from treetop.types.errors import CheckError
 from treetop.types.ids import GroupName
 from treetop.types.layout import KVGroup, Layout
 from treetop.types.phase import Phase
@@ -65,14 +65,14 @@ class Device:
     def tail_attention(
         self, layers: list[LayerKV], tails: Mapping[GroupName, Tensor], plans: Mapping[GroupName, Any], place: "Tail"
     ) -> TailAttention:
-        """Attention of a decode phase. Raises CapacityError if its tail is wider than the buffer (sgl-27360)."""
+        """Attention of a decode phase. Raises CheckError if its tail is wider than the buffer (sgl-27360)."""
         if self.check_level >= 1:
             for name in plans:
                 have = tails[name].shape[2]
                 if place.width > have or place.start > place.width:
-                    raise CapacityError(
-                        f"tail of phase {place.phase}, group {name}: need {place.width} columns, have {have};"
-                        f" raise --speculative-num-steps"
+                    raise CheckError(
+                        f"tail of phase {place.phase}, group {name}: need {place.width} columns from {place.start},"
+                        f" have {have}; the layout sizes it by another formula than fills it"
                     )
         scale = head_scale(self.layout.group(layers[0].group))
         return TailAttention(self.backend, self.ops, layers, tails, plans, place.start, place.width, scale)

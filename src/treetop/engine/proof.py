@@ -3,16 +3,20 @@
 from treetop.engine.device import Device
 from treetop.engine.graphs import RoundLauncher
 from treetop.engine.rounds import RoundKey
+from treetop.types.errors import CheckError
 from treetop.types.sampling import Choice
 
 
 def prove_capacity(device: Device, launcher: RoundLauncher) -> None:
     """Run every shape with all rows as long as they can get, on the null page, and put the state back.
 
-    Raises CapacityError where a buffer was sized by another formula than the one that fills it (sgl-27338, sgl-26972).
+    Raises CheckError where a buffer was sized by another formula than the one that fills it (sgl-27338, sgl-26972): no
+    option can cause that.
     """
     layout, state = device.layout, device.state
-    layout.require("page_columns", layout.pages_for(layout.max_context + layout.lag * layout.commit_width))
+    need = layout.pages_for(layout.max_context + layout.lag * layout.commit_width)
+    if need > layout.page_columns:
+        raise CheckError(f"page_columns: need {need} for the rounds at the context wall, have {layout.page_columns}")
     tables = {name: table.data.clone() for name, table in state.page_tables.items()}
     for table in state.page_tables.values():
         table.data.zero_()

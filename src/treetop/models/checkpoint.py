@@ -19,19 +19,23 @@ def read_tensors(folder: Path, shapes: Shapes, ignored: Collection[str] = ()) ->
     shapes: name -> shape. ignored: names that may be present and are not read. Nothing is unpickled. Raises
     CheckpointError naming the first file or tensor that is missing, unexpected, misshapen or not finite.
     """
-    files = tensor_files(folder)
-    unexpected = sorted(set(files) - set(shapes) - set(ignored))
-    missing = sorted(set(shapes) - set(files))
-    if missing:
-        raise CheckpointError(f"{folder}: missing tensor {_some(missing)}")
-    if unexpected:
-        raise CheckpointError(f"{folder}: unexpected tensor {_some(unexpected)}")
+    files = _located(folder, shapes, ignored)
     tensors: dict[str, Tensor] = {}
     for path in sorted({files[name] for name in shapes}):
         with _open(path) as file:
             for name in (name for name in shapes if files[name] == path):
                 tensors[name] = _checked(file.get_tensor(name), name, shapes[name], path)
     return tensors
+
+
+def check_tensors(folder: Path, shapes: Shapes, ignored: Collection[str] = ()) -> int:
+    """Names and shapes as `read_tensors` checks them, from the files' headers alone. Returns how many tensors."""
+    files = _located(folder, shapes, ignored)
+    for path in sorted({files[name] for name in shapes}):
+        with _open(path) as file:
+            for name in (name for name in shapes if files[name] == path):
+                _check_shape(tuple(file.get_slice(name).get_shape()), name, shapes[name], path)
+    return len(shapes)
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
@@ -64,9 +68,25 @@ def _open(path: Path) -> safe_open:
         raise CheckpointError(f"{path}: damaged or truncated safetensors file: {error}") from None
 
 
+def _located(folder: Path, shapes: Shapes, ignored: Collection[str]) -> dict[str, Path]:
+    """The file of each tensor. Raises CheckpointError if one is missing or unexpected."""
+    files = tensor_files(folder)
+    unexpected = sorted(set(files) - set(shapes) - set(ignored))
+    missing = sorted(set(shapes) - set(files))
+    if missing:
+        raise CheckpointError(f"{folder}: missing tensor {_some(missing)}")
+    if unexpected:
+        raise CheckpointError(f"{folder}: unexpected tensor {_some(unexpected)}")
+    return files
+
+
+def _check_shape(found: tuple[int, ...], name: str, shape: tuple[int, ...], path: Path) -> None:
+    if found != shape:
+        raise CheckpointError(f"{path}: tensor {name} has shape {found}, expected {shape}")
+
+
 def _checked(tensor: Tensor, name: str, shape: tuple[int, ...], path: Path) -> Tensor:
-    if tuple(tensor.shape) != shape:
-        raise CheckpointError(f"{path}: tensor {name} has shape {tuple(tensor.shape)}, expected {shape}")
+    _check_shape(tuple(tensor.shape), name, shape, path)
     if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
         raise CheckpointError(f"{path}: tensor {name} holds NaN or infinite values")
     return tensor

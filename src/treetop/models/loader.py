@@ -9,13 +9,14 @@ from torch import Tensor
 
 from treetop.kernels.ops import Ops, ops_for
 from treetop.kernels.rope import rope_table
-from treetop.models.checkpoint import Shapes, read_tensors, tensor_files
+from treetop.models.checkpoint import Shapes, check_tensors, read_tensors, tensor_files
 from treetop.models.eagle3 import Eagle3Head
 from treetop.models.llama import Llama
 from treetop.models.spec import Eagle3Spec, ModelSpec, eagle3_spec
 from treetop.types.errors import CheckpointError, ConfigError
 
 BUILTIN_PREFIX = "builtin:"
+_MIDLAYER, _NEWER = "midlayer.", "layers.0."
 _TORCH_DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -68,10 +69,7 @@ class Placement:
 def load_target(folder: Path, spec: ModelSpec, aux_inputs: tuple[int, ...], place: Placement) -> Llama:
     """Load a target. aux_inputs: which residual streams the draft head reads; () without a draft."""
     shapes = Llama.shapes(spec)
-    if place.dummy:
-        weights = _dummy(shapes, place)
-    else:
-        weights = _cast(read_tensors(folder, shapes, {"lm_head.weight"} if spec.tied_embeddings else set()), place)
+    weights = _dummy(shapes, place) if place.dummy else _cast(read_tensors(folder, shapes, _unused(spec)), place)
     rope = rope_table(spec.rope, place.rope_rows, place.dtype, place.device)
     return Llama(spec, weights, rope, aux_inputs, place.ops)
 
@@ -81,18 +79,23 @@ def load_eagle3(folder: Path, spec: Eagle3Spec, target: Llama, place: Placement)
     rope = rope_table(spec.layer.rope, place.rope_rows, place.dtype, place.device)
     if place.dummy:
         return Eagle3Head(spec, _dummy(Eagle3Head.shapes(spec), place), rope, target.embedding, place.ops)
-    names = set(tensor_files(folder))
-    newer = "layers.0.hidden_norm.weight" in names  # newer writers call the one layer `layers.0`
-    prefix = "layers.0." if newer else "midlayer."
-    shapes = {name.replace("midlayer.", prefix): shape for name, shape in _head_shapes(spec, names).items()}
-    optional = {"t2d": (spec.layer.vocab_size,)} if "t2d" in names else {}
-    raw = read_tensors(folder, {**shapes, **optional})
-    tensors = {name.replace(prefix, "midlayer."): tensor for name, tensor in raw.items()}
+    raw = read_tensors(folder, _stored_shapes(folder, spec))
+    tensors = {name.replace(_NEWER, _MIDLAYER): tensor for name, tensor in raw.items()}
     tensors.setdefault("d2t", torch.zeros(spec.draft_vocab_size, dtype=torch.int64))
     _check_vocab(folder, tensors["d2t"], tensors.pop("t2d", None), spec.layer.vocab_size)
     weights = _cast(tensors, place)
     embedding = weights.get("embed_tokens.weight", target.embedding)
     return Eagle3Head(spec, weights, rope, embedding, place.ops)
+
+
+def check_target(folder: Path, spec: ModelSpec) -> int:
+    """Names and shapes of a target's tensors, without reading them; how many there are. Raises CheckpointError."""
+    return check_tensors(folder, Llama.shapes(spec), _unused(spec))
+
+
+def check_eagle3(folder: Path, spec: Eagle3Spec) -> int:
+    """The same of a head."""
+    return check_tensors(folder, _stored_shapes(folder, spec))
 
 
 def read_eagle3_spec(folder: Path, target: ModelSpec, algorithm: str | None, dummy: bool = False) -> Eagle3Spec:
@@ -120,6 +123,19 @@ def _algorithm_of(names: set[str]) -> str:
     """An EAGLE-3 head norms the feature beside the embedding; EAGLE-1 and -2 heads have no such norm."""
     eagle3 = {"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight", "d2t"}
     return "EAGLE3" if eagle3 & names or "fc.weight" not in names else "EAGLE"
+
+
+def _unused(spec: ModelSpec) -> set[str]:
+    """Tensors that a target's file may hold without a use."""
+    return {"lm_head.weight"} if spec.tied_embeddings else set()
+
+
+def _stored_shapes(folder: Path, spec: Eagle3Spec) -> dict[str, tuple[int, ...]]:
+    """A head's tensors as its file names them; newer writers call the one layer `layers.0`."""
+    names = set(tensor_files(folder))
+    prefix = _NEWER if f"{_NEWER}hidden_norm.weight" in names else _MIDLAYER
+    shapes = {name.replace(_MIDLAYER, prefix): shape for name, shape in _head_shapes(spec, names).items()}
+    return {**shapes, "t2d": (spec.layer.vocab_size,)} if "t2d" in names else shapes
 
 
 def _head_shapes(spec: Eagle3Spec, names: set[str]) -> dict[str, tuple[int, ...]]:

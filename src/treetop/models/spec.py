@@ -1,6 +1,7 @@
 """What a `config.json` says, read once into frozen values. Unknown or unsupported content is an error, not a guess."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +69,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def decoder_spec(config: Config, where: Path) -> ModelSpec:
     """The sizes of a Llama-shaped decoder. Raises CheckpointError naming the key that is missing or wrong."""
+    if config.get("quantization_config") is not None:
+        raise CheckpointError(f"{where}: quantization_config: quantized weights are not supported, only 16 or 32 bits")
     heads = _size(config, "num_attention_heads", where)
     hidden = _size(config, "hidden_size", where)
     kv_heads = _size(config, "num_key_value_heads", where, default=heads)
@@ -79,8 +82,6 @@ def decoder_spec(config: Config, where: Path) -> ModelSpec:
         )
     if config.get("hidden_act", "silu") != "silu":
         raise CheckpointError(f"{where}: hidden_act {config['hidden_act']!r} is not supported, only 'silu'")
-    eos = config.get("eos_token_id")
-    eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
     max_positions = _size(config, "max_position_embeddings", where, default=2048)
     num_layers = _size(config, "num_hidden_layers", where)
     return ModelSpec(
@@ -91,13 +92,13 @@ def decoder_spec(config: Config, where: Path) -> ModelSpec:
         num_heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        norm_eps=_real(config, "rms_norm_eps", where, 1e-6),
         rope=_rope_spec(config, head_dim, max_positions, where),
         max_positions=max_positions,
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        attention_bias=bool(config.get("attention_bias", False)),
-        mlp_bias=bool(config.get("mlp_bias", False)),
-        eos_token_ids=eos_ids,
+        tied_embeddings=_flag(config, "tie_word_embeddings", where),
+        attention_bias=_flag(config, "attention_bias", where),
+        mlp_bias=_flag(config, "mlp_bias", where),
+        eos_token_ids=integers(config, "eos_token_id", where),
         windows=_windows(config, num_layers, where),
     )
 
@@ -106,6 +107,8 @@ def target_spec(folder: Path) -> ModelSpec:
     """Spec of a target checkpoint. Raises CheckpointError for an architecture that treetop does not run."""
     config = read_config(folder)
     architectures = config.get("architectures") or ["missing"]
+    if not isinstance(architectures, list) or not all(isinstance(each, str) for each in architectures):
+        raise CheckpointError(f"{folder}/config.json: architectures must be a list of names, got {architectures!r}")
     if architectures not in (["LlamaForCausalLM"], [WINDOWED]):
         raise CheckpointError(
             f"{folder}/config.json: architecture {', '.join(architectures)} is not supported, only LlamaForCausalLM"
@@ -126,15 +129,15 @@ def eagle3_spec(folder: Path, target: ModelSpec) -> Eagle3Spec:
     for key, value in (("norm_output", False), ("norm_before_fc", False), ("fc_norm", False), ("use_aux_norm", False)):
         if config.get(key, value) != value:
             raise CheckpointError(f"{where}: {key} = {config[key]!r} is not supported")
-    eagle = config.get("eagle_config") or {}
+    eagle = _table(config, "eagle_config", where)
     if eagle.get("use_aux_hidden_state", True) is not True:
         raise CheckpointError(f"{where}: eagle_config.use_aux_hidden_state = false is not supported")
     spec = Eagle3Spec(
         layer=layer,
-        draft_vocab_size=config.get("draft_vocab_size") or layer.vocab_size,
-        target_hidden_size=config.get("target_hidden_size") or layer.hidden_size,
+        draft_vocab_size=_size(config, "draft_vocab_size", where, default=layer.vocab_size),
+        target_hidden_size=_size(config, "target_hidden_size", where, default=layer.hidden_size),
         aux_inputs=_aux_inputs(config, eagle, target.num_layers, where),
-        norm_before_residual=bool(config.get("norm_before_residual", False)),
+        norm_before_residual=_flag(config, "norm_before_residual", where),
     )
     for what, draft_value, target_value in (
         ("vocab_size", layer.vocab_size, target.vocab_size),
@@ -149,12 +152,11 @@ def eagle3_spec(folder: Path, target: ModelSpec) -> Eagle3Spec:
 
 def _aux_inputs(config: Config, eagle: Config, num_layers: int, where: Path) -> tuple[int, ...]:
     """Input indices of the auxiliary layers; the nested key counts layer outputs, hence the + 1 (sgl-25454)."""
-    nested = eagle.get("eagle_aux_hidden_state_layer_ids")
-    top = config.get("eagle_aux_hidden_state_layer_ids")
-    if nested is not None:
-        inputs = tuple(i + 1 for i in nested)
-    elif top is not None:
-        inputs = tuple(top)
+    key = "eagle_aux_hidden_state_layer_ids"
+    if eagle.get(key) is not None:
+        inputs = tuple(i + 1 for i in integers(eagle, key, where))
+    elif config.get(key) is not None:
+        inputs = integers(config, key, where)
     else:
         inputs = (2, num_layers // 2, num_layers - 3)
     if not inputs or any(not 0 <= i <= num_layers for i in inputs):
@@ -175,8 +177,8 @@ def _windows(config: Config, num_layers: int, where: Path) -> tuple[int | None, 
 
 def _rope_spec(config: Config, head_dim: int, max_positions: int, where: Path) -> RopeSpec:
     """RoPE of both spellings: transformers 5 writes `rope_parameters`, earlier ones `rope_scaling` + `rope_theta`."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    rope = _table(config, "rope_parameters", where) or _table(config, "rope_scaling", where)
+    theta = _real(rope, "rope_theta", where, _real(config, "rope_theta", where, 10000.0))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "linear", "llama3"):
         raise CheckpointError(f"{where}: rope_type {kind!r} is not supported, only default, linear, llama3")
@@ -186,10 +188,10 @@ def _rope_spec(config: Config, head_dim: int, max_positions: int, where: Path) -
         head_dim=head_dim,
         theta=theta,
         kind=kind,
-        factor=float(rope.get("factor", 1.0)),
-        low_freq_factor=float(rope.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(rope.get("high_freq_factor", 4.0)),
-        original_max_position=int(rope.get("original_max_position_embeddings", max_positions)),
+        factor=_real(rope, "factor", where, 1.0),
+        low_freq_factor=_real(rope, "low_freq_factor", where, 1.0),
+        high_freq_factor=_real(rope, "high_freq_factor", where, 4.0),
+        original_max_position=_size(rope, "original_max_position_embeddings", where, default=max_positions),
     )
 
 
@@ -197,6 +199,38 @@ def _size(config: Config, key: str, where: Path, default: int | None = None) -> 
     value = config.get(key)
     if value is None:
         value = default
-    if not isinstance(value, int) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise CheckpointError(f"{where}: {key} must be a positive integer, got {value!r}")
     return value
+
+
+def _real(config: Config, key: str, where: Path, default: float) -> float:
+    value = config.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
+        raise CheckpointError(f"{where}: {key} must be a positive number, got {value!r}")
+    return float(value)
+
+
+def _flag(config: Config, key: str, where: Path) -> bool:
+    value = config.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise CheckpointError(f"{where}: {key} must be true or false, got {value!r}")
+    return bool(value)
+
+
+def _table(config: Config, key: str, where: Path) -> Config:
+    value = config.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise CheckpointError(f"{where}: {key} must be an object, got {value!r}")
+    return value or {}
+
+
+def integers(config: Config, key: str, where: Path) -> tuple[int, ...]:
+    """An integer or a list of them; () if there is none."""
+    value = config.get(key)
+    listed = [] if value is None else value if isinstance(value, list) else [value]
+    if any(not isinstance(each, int) or isinstance(each, bool) for each in listed):
+        raise CheckpointError(f"{where}: {key} must be an integer or a list of integers, got {value!r}")
+    return tuple(listed)

@@ -21,7 +21,7 @@ from treetop.scheduler.scheduler import Scheduler
 from treetop.server.text import OutputText, StopStrings
 from treetop.server.tokenizer import Tokenizer, extra_eos_ids
 from treetop.types.config import EngineConfig
-from treetop.types.errors import InputError
+from treetop.types.errors import InputError, PromptError
 from treetop.types.ids import RequestId
 from treetop.types.sampling import FinishReason, SamplingParams
 from treetop.types.stopping import NoStop, StopChecker
@@ -126,8 +126,6 @@ class LLM:
         """As `generate`, in pieces of text as they come. Bad input raises before any work; leaving early aborts."""
         listed = self._ids_of(prompts)
         paired = _paired(params, len(listed))
-        for ids in listed:
-            self.scheduler.check_prompt(ids)
         return self._run(listed, paired, [self._stop_checker(each) for each in paired])
 
     def _run(
@@ -178,19 +176,28 @@ class LLM:
             raise InputError(f"prompts must be text, token ids, or a list of these, got {type(prompts).__name__}")
         one = isinstance(prompts, str) or (len(prompts) > 0 and _is_id(prompts[0]))
         listed = cast(Sequence[Prompt], [prompts] if one else prompts)
-        return [self._encode(index, prompt) for index, prompt in enumerate(listed)]
+        return [self._checked(prompt, index, len(listed)) for index, prompt in enumerate(listed)]
 
-    def _encode(self, index: int, prompt: Prompt) -> list[int]:
+    def _checked(self, prompt: Prompt, index: int, count: int) -> list[int]:
+        """A prompt's ids. Raises PromptError, which names it among several, if it can never run."""
+        try:
+            ids = self._encode(prompt)
+            self.scheduler.check_prompt(ids)
+        except InputError as error:
+            raise PromptError(index, count, str(error)) from None
+        return ids
+
+    def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InputError(f"{self.model_path} has no tokenizer.json; pass token ids instead of text")
             return self.tokenizer.encode(prompt)
         if isinstance(prompt, bytes) or not isinstance(prompt, Sequence) or not all(map(_is_id, prompt)):
-            raise InputError(f"prompt {index} must be text or a list of token ids, got {reprlib.repr(prompt)}")
+            raise InputError(f"a prompt must be text or a list of token ids, got {reprlib.repr(prompt)}")
         ids, vocab = [int(token) for token in prompt], self.engine.spec.vocab_size
         bad = [token for token in ids if not 0 <= token < vocab]
         if bad:
-            raise InputError(f"prompt {index}: token id {bad[0]} lies outside the vocabulary [0, {vocab})")
+            raise InputError(f"prompt token id {bad[0]} lies outside the vocabulary [0, {vocab})")
         return ids
 
     def _stop_checker(self, params: SamplingParams) -> StopChecker:

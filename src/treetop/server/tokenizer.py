@@ -7,6 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as BpeTokenizer
 from tokenizers.decoders import DecodeStream
 
+from treetop.models.spec import integers
 from treetop.types.errors import CheckpointError, InputError
 
 
@@ -57,7 +58,9 @@ def extra_eos_ids(folder: Path) -> tuple[int, ...]:
     if not path.is_file():
         return ()
     try:
-        eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    except (OSError, ValueError, AttributeError) as error:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: not readable as JSON: {error}") from None
-    return () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, got {type(config).__name__}")
+    return integers(config, "eos_token_id", path)

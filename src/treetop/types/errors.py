@@ -5,6 +5,7 @@ TreetopError
 |   |-- ConfigError          an option, or a combination of options, that cannot work
 |   |-- CapacityError        more was asked for than a dimension holds; names the option to change
 |   |-- InputError           a prompt or a sampling parameter
+|   |   `-- PromptError      one prompt of a call, by its index
 |   `-- CheckpointError      a file or tensor of a model folder
 `-- EngineError              what went wrong while running; exit code 1
     `-- InvariantError       only a bug of treetop can raise it
@@ -31,6 +32,14 @@ class CapacityError(UserError):
 
 class InputError(UserError):
     """A prompt or sampling parameter that cannot be served."""
+
+
+class PromptError(InputError):
+    """A prompt that cannot be served. index: which of `count` prompts; the message names it if there are several."""
+
+    def __init__(self, index: int, count: int, reason: str) -> None:
+        super().__init__(f"prompt {index}: {reason}" if count > 1 else reason)
+        self.index, self.reason = index, reason
 
 
 class CheckpointError(UserError):

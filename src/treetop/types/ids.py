@@ -1,18 +1,14 @@
 """Distinct types for the numbers that must never be mixed up.
 
-A page is a unit of allocation, a slot a place for one token's K/V inside one KV group's pool, a
-position a place in a request's sequence. Target and draft tokens live in different vocabularies;
-only `models.eagle3.DraftVocab.to_target` crosses them.
+A page is a unit of allocation, a row a place of a request on the device. What lives in tensors (slots, positions,
+target and draft tokens) is named where the tensor is born; only `models.eagle3.DraftVocab.to_target` crosses from one
+vocabulary to the other.
 """
 
 from typing import NewType
 
 PageId = NewType("PageId", int)
-Slot = NewType("Slot", int)
-Position = NewType("Position", int)
 Row = NewType("Row", int)
-TargetToken = NewType("TargetToken", int)
-DraftToken = NewType("DraftToken", int)
 RequestId = NewType("RequestId", int)
 
 GroupName = NewType("GroupName", str)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 class DraftTree:
     """A batch of verify trees in breadth-first order; node 0 is the root, siblings stand in rank order.
 
-    tokens: [rows, T] int64, TargetToken. parent: [rows, T] int64, smaller than the node's own index; the root's is 0.
+    tokens: [rows, T] int64, target ids. parent: [rows, T] int64, smaller than the node's own index; the root's is 0.
     depth: [rows, T] int64. mask: [rows, T, T] bool, `mask[b, i, j]` iff j is i or an ancestor of i.
     logprob: [rows, T] float32, the draft's log-probability of the path to the node; 0 at the root.
     """
