@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from treetop import LLM, SamplingParams
-from treetop.bench import NEAR_TIE, TIES_ALLOWED, equal_outputs
+from treetop.bench.equality import NEAR_TIE, TIES_ALLOWED, equal_outputs
 from treetop.kernels.sampling import WarpParams, draw, philox_coin, warp
 from treetop.models.loader import compute_device, resolve_folder
 from treetop.server.llm import RequestOutput, TextDelta

@@ -303,7 +303,7 @@ def test_a_doctor_that_finds_a_difference_exits_1(capsys, monkeypatch):
     from treetop.doctor.conformance import Outcome
 
     monkeypatch.setattr(
-        doctor.Conformance, "run", lambda self, case: Outcome(case, 1, 0, "tree after 3 tokens: something")
+        doctor.Conformance, "run", lambda self, case, device: Outcome(case, 1, 0, "tree after 3 tokens: something")
     )
     code, out, _ = run(capsys, "doctor", "--cases", 2)
     assert code == 1

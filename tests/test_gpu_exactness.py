@@ -12,7 +12,7 @@ import torch
 from drain import Crossover, held_out, staggered, watch_rows
 from engines import accept_lens, greedy, sampled, tokens
 from treetop import LLM
-from treetop.bench import equal_outputs
+from treetop.bench.equality import equal_outputs
 from treetop.types.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -56,7 +56,7 @@ def make(draft=HEAD, shape=(5, 4, 16), **options) -> LLM:
 def assert_equal(plain, expected, got, capsys) -> None:
     """Equal by the rule; ties are printed."""
     equality = equal_outputs(plain, expected, got)
-    if equality.ties:
+    if equality.margins:
         with capsys.disabled():
             print(f" [{equality.sentence()}] ", end="")
     assert equality.ok, equality.sentence()

@@ -20,7 +20,7 @@ from treetop.bench.equality import equal_outputs
 from treetop.bench.machine import Machine, measure_machine, synchronize
 from treetop.bench.prompts import prompt_ids
 from treetop.bench.roofline import Case, round_floor
-from treetop.engine.cuda_graphs import CudaGraphs
+from treetop.engine.cuda_graphs import CudaGraphs, plan_host_extents
 from treetop.engine.rounds import RoundKey, phases_of
 from treetop.models.loader import compute_device, compute_dtype, resolve_folder
 from treetop.models.spec import target_spec
@@ -253,6 +253,8 @@ def phase_times_ms(llm: LLM, batch: int, length: int, rounds: int) -> dict[Phase
     times: dict[Phase, list[float]] = {phase: [] for phase in runs}
     for index in range(WARM_UP + rounds):
         _pose(llm, batch, length)
+        if isinstance(llm.engine.launcher, CudaGraphs):
+            plan_host_extents(device, key)
         synchronize(place)
         marks = [_mark(place)]
         for run in runs.values():

@@ -163,8 +163,8 @@ def out_of_memory_explained(doing: str, device: torch.device, use: MemoryUse | N
         now = memory_of(device)
         raise EngineError(
             f"out of memory while {doing}: {_first_line(error)}; {gib(now.free)} of {gib(now.total)} are free now"
-            f"{numbers}; lower --mem-fraction-static, --max-total-tokens, --max-running-requests or"
-            " --chunked-prefill-size"
+            f"{numbers}; lower --mem-fraction-static, --max-total-tokens, --max-running-requests,"
+            " --chunked-prefill-size or --context-length"
         ) from None
 
 
