@@ -12,7 +12,7 @@ keep for good in an engine that never samples.
 
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -73,6 +73,7 @@ class CudaGraphs:
         self._device = device
         self._recorder = recorder or CudaRecorder()
         self._graphs: dict[tuple[Phase, RoundKey], Graph] = {}
+        self._rounds: dict[RoundKey, dict[Phase, Run]] = {}
         self.seconds = 0.0
 
     def __len__(self) -> int:
@@ -88,25 +89,28 @@ class CudaGraphs:
     def phases(self, key: RoundKey, bound: int) -> dict[Phase, Run]:
         """A round's phases in order, captured if they are not yet. bound: the graphs hold for the largest there is."""
         assert bound <= self._device.layout.max_committed
-        places = {phase: _place(phase, key) for phase in phases_of(self._device)}
-        if any(place not in self._graphs for place in places.values()):
+        runs = self._rounds.get(key)
+        if runs is None:
             self.capture([key])
-        return {phase: self._graphs[place].replay for phase, place in places.items()}
+            runs = {phase: self._graphs[_place(phase, key)].replay for phase in phases_of(self._device)}
+            self._rounds[key] = runs
+        return runs
 
     def capture_all(self) -> None:
         """Capture every bucket and shape for greedy rounds; a progress bar shows on a terminal."""
         self.capture(greedy_keys(self._device))
 
-    def capture(self, keys: Iterable[RoundKey]) -> None:
+    def capture(self, keys: Sequence[RoundKey]) -> None:
         """Capture what these keys lack, in their order."""
         device, bound = self._device, self._device.layout.max_committed
+        if all(_place(phase, key) in self._graphs for key in keys for phase in phases_of(device)):
+            return
         started_s, rows = time.perf_counter(), device.buffers.rows.clone()
         device.buffers.rows.fill_(device.layout.dummy_row)
-        listed = list(keys)
         console = Console(stderr=True)
-        hidden = len(listed) == 1 or not sys.stderr.isatty()
+        hidden = len(keys) == 1 or not sys.stderr.isatty()
         with Progress(console=console, transient=True, disable=hidden) as progress:
-            for key in progress.track(listed, description="capturing graphs"):
+            for key in progress.track(keys, description="capturing graphs"):
                 for phase, function in phases_of(device).items():
                     place = _place(phase, key)
                     if place not in self._graphs:
