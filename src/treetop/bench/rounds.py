@@ -36,6 +36,8 @@ WARM_UP = 5
 _CHECKED_TOKENS = 32
 CONTEXT_STEP = 1024
 """Contexts are rounded up to these steps, so that runs of different grids are alike."""
+_SPARE = 4
+"""Rounds that may be in flight when the last one that counts ends."""
 _LEAST_CHUNK, _MOST_CHUNK = 512, 1024
 
 
@@ -51,7 +53,7 @@ class Grid:
     def most_tokens(self, shape: SpecShape) -> int:
         """Tokens that a request comes to hold: its prompt, and rounds: timed, before them, and while others prefill."""
         waiting = (max(self.batches) - 1) * -(-max(self.lengths) // self.chunk)
-        return max(self.lengths) + 1 + (WARM_UP + self.rounds + waiting + 1) * shape.commit_width
+        return max(self.lengths) + 1 + (WARM_UP + self.rounds + waiting + _SPARE) * shape.commit_width
 
     @property
     def chunk(self) -> int:
