@@ -11,7 +11,7 @@ from torch import Tensor
 
 from treetop.types.ids import GroupName
 from treetop.types.layout import KVGroup, Layout, SpecShape
-from treetop.types.tree import Accepted, DraftTree
+from treetop.types.tree import Accepted, DraftTree, Places
 
 Zeros = Callable[[tuple[int, ...], torch.dtype], Tensor]
 """Makes a zeroed tensor on the engine's device; at check level 3 inside red zones."""
@@ -19,16 +19,17 @@ Zeros = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class RoundBuffers:
-    """rows: the graph input. tree: written by DRAFT. accepted, features: written by VERIFY.
+    """rows: the graph input. tree, places: written by DRAFT. accepted, features: written by VERIFY.
 
-    features: [max_requests, T, hidden] of each auxiliary layer. Tails: group -> [layers, max_requests, capacity, 2,
-    kv_heads, head_dim], each scratch of one phase.
+    features: [max_requests, S + 1, 3 * hidden], of the accepted path's nodes, all auxiliary layers side by side.
+    Tails: group -> [layers, max_requests, capacity, 2, kv_heads, head_dim], each scratch of one phase.
     """
 
     rows: Tensor
     tree: DraftTree
+    places: Places
     accepted: Accepted
-    features: tuple[Tensor, ...]
+    features: Tensor
     draft_tails: dict[GroupName, Tensor]
     verify_tails: dict[GroupName, Tensor]
     extend_tails: dict[GroupName, Tensor]
@@ -54,14 +55,16 @@ class RoundBuffers:
             accepted.finite[:bucket],
         )
 
-    def features_of(self, bucket: int, shape: SpecShape) -> tuple[Tensor, ...]:
-        return tuple(feature[:bucket, : shape.num_draft_tokens] for feature in self.features)
+    def places_of(self, bucket: int, shape: SpecShape) -> Places:
+        places = self.places
+        return Places(
+            places.committed[:bucket],
+            places.nodes[:bucket, : shape.num_draft_tokens],
+            places.path[:bucket, : shape.commit_width],
+        )
 
-
-def copy_into(target: DraftTree | Accepted, source: DraftTree | Accepted) -> None:
-    """Write every tensor of a value into the buffers of another."""
-    for name in source.__dataclass_fields__:
-        getattr(target, name).copy_(getattr(source, name))
+    def features_of(self, bucket: int, shape: SpecShape) -> Tensor:
+        return self.features[:bucket, : shape.commit_width]
 
 
 def make_round_buffers(
@@ -84,10 +87,11 @@ def make_round_buffers(
             zeros((b, t, t), torch.bool),
             zeros((b, t), torch.float32),
         ),
+        places=Places(zeros((b,), long), zeros((b, t), long), zeros((b, w), long)),
         accepted=Accepted(
             zeros((b, w), long), zeros((b,), long), zeros((b, w), long), zeros((b,), long), zeros((b,), torch.bool)
         ),
-        features=tuple(zeros((b, t, hidden), dtype) for _ in range(num_features)),
+        features=zeros((b, w, num_features * hidden), dtype),
         draft_tails=tails(draft, layout.draft_tail),
         verify_tails=tails(target, layout.verify_tail),
         extend_tails=tails(draft, layout.commit_width),

@@ -14,6 +14,7 @@ from treetop.checks.probes import Probes
 from treetop.engine.buffers import Zeros, make_round_buffers
 from treetop.engine.device import Device
 from treetop.engine.pure import Pure
+from treetop.engine.round_ops import make_round_ops
 from treetop.engine.state import make_state
 from treetop.models.loader import Placement, load_eagle3, load_target, read_eagle3_spec
 from treetop.models.spec import Eagle3Spec, ModelSpec
@@ -84,6 +85,7 @@ def build_device(
         head=head,
         backend=make_backend(config.attention_backend, place.dtype, place.device),
         ops=place.ops,
+        round_ops=make_round_ops(pure, layout, place.dtype, place.device),
         pools=pools,
         state=make_state(layout, head.spec.layer.hidden_size if head is not None else None, place.dtype, zeros),
         buffers=make_round_buffers(layout, len(aux), spec.hidden_size, place.dtype, zeros),

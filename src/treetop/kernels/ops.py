@@ -33,7 +33,7 @@ class Ops(Protocol):
 
     def rotate_and_write(self, qkv: Tensor, angles: Any, target: Tensor, slots: Tensor | None) -> None: ...
 
-    def top_logprobs(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]: ...
+    def top_logprobs(self, logits: Tensor, k: int, offset: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
 class TorchOps:
@@ -57,8 +57,8 @@ class TorchOps:
         else:
             write_pages(PagedKV(target), slots, kv)
 
-    def top_logprobs(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        return top_logprobs_reference(logits, k)
+    def top_logprobs(self, logits: Tensor, k: int, offset: Tensor) -> tuple[Tensor, Tensor]:
+        return top_logprobs_reference(logits, k, offset)
 
 
 class TritonOps:
@@ -82,8 +82,8 @@ class TritonOps:
         heads = qkv.shape[2] - 2 * target.shape[-2]
         rotate_and_write(qkv, heads, *angles, target, slots, self._gpu)
 
-    def top_logprobs(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        return top_logprobs(logits, k, self._gpu) if k <= 16 else top_logprobs_reference(logits, k)
+    def top_logprobs(self, logits: Tensor, k: int, offset: Tensor) -> tuple[Tensor, Tensor]:
+        return top_logprobs(logits, k, self._gpu, offset) if k <= 16 else top_logprobs_reference(logits, k, offset)
 
 
 def ops_for(device: torch.device, dtype: torch.dtype) -> Ops:
