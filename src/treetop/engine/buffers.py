@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from treetop.types.errors import CapacityError
 from treetop.types.ids import GroupName
 from treetop.types.layout import KVGroup, Layout, SpecShape
 from treetop.types.tree import Accepted, DraftTree, Places
@@ -38,33 +39,37 @@ class RoundBuffers:
         """The part of the tree buffers that a batch of `bucket` rows uses."""
         t, tree = shape.num_draft_tokens, self.tree
         return DraftTree(
-            tree.tokens[:bucket, :t],
-            tree.parent[:bucket, :t],
-            tree.depth[:bucket, :t],
-            tree.mask[:bucket, :t, :t],
-            tree.logprob[:bucket, :t],
+            _part(tree.tokens, bucket, t),
+            _part(tree.parent, bucket, t),
+            _part(tree.depth, bucket, t),
+            _part(tree.mask, bucket, t, t),
+            _part(tree.logprob, bucket, t),
         )
+
+    def places_of(self, bucket: int, shape: SpecShape) -> Places:
+        t, w, places = shape.num_draft_tokens, shape.commit_width, self.places
+        return Places(_part(places.committed, bucket), _part(places.nodes, bucket, t), _part(places.path, bucket, w))
 
     def accepted_of(self, bucket: int, shape: SpecShape) -> Accepted:
         w, accepted = shape.commit_width, self.accepted
         return Accepted(
-            accepted.path[:bucket, :w],
-            accepted.accept_len[:bucket],
-            accepted.tokens[:bucket, :w],
-            accepted.bonus[:bucket],
-            accepted.finite[:bucket],
-        )
-
-    def places_of(self, bucket: int, shape: SpecShape) -> Places:
-        places = self.places
-        return Places(
-            places.committed[:bucket],
-            places.nodes[:bucket, : shape.num_draft_tokens],
-            places.path[:bucket, : shape.commit_width],
+            _part(accepted.path, bucket, w),
+            _part(accepted.accept_len, bucket),
+            _part(accepted.tokens, bucket, w),
+            _part(accepted.bonus, bucket),
+            _part(accepted.finite, bucket),
         )
 
     def features_of(self, bucket: int, shape: SpecShape) -> Tensor:
-        return self.features[:bucket, : shape.commit_width]
+        return _part(self.features, bucket, shape.commit_width)
+
+
+def _part(buffer: Tensor, *need: int) -> Tensor:
+    """The first `need` of each of a buffer's first dimensions; slicing alone would hide that there are fewer."""
+    have = tuple(buffer.shape[: len(need)])
+    if any(n > h for n, h in zip(need, have, strict=True)):
+        raise CapacityError(f"round buffers: need {need}, have {have}; raise --speculative-num-steps")
+    return buffer[tuple(slice(n) for n in need)]
 
 
 def make_round_buffers(

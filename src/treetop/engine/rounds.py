@@ -19,6 +19,7 @@ from treetop.kernels.accept import Drawn
 from treetop.kernels.commit import Paths
 from treetop.kernels.rows import DraftState, RowTables
 from treetop.spec.draft import Level, grow_tree
+from treetop.types.errors import CapacityError
 from treetop.types.ids import DRAFT
 from treetop.types.layout import SpecShape
 from treetop.types.phase import Phase
@@ -43,7 +44,7 @@ def draft_phase(device: Device, key: RoundKey, bound: int) -> None:
     buffers, shape, ops, phase = device.buffers, key.shape, device.round_ops, Phase.DRAFT
     rows, k = buffers.rows[: key.bucket], key.shape.topk
     tree, places = buffers.tree_of(key.bucket, shape), buffers.places_of(key.bucket, shape)
-    tables, at = _probed_tables(device, rows, bound, k) if device.probes.enabled else (device.state.tables, rows)
+    tables, at = _tables(device, rows, bound, k)
     roots = ops.start(tables, at, shape, tree, places)
     if shape.num_steps == 0:
         return
@@ -133,12 +134,17 @@ def _paths(device: Device, key: RoundKey, node: Tensor | None) -> Paths:
     return Paths(rows, places.committed, accepted.accept_len, width, node, device.layout.dummy_row)
 
 
-def _probed_tables(device: Device, rows: Tensor, bound: int, k: int) -> tuple[RowTables, Tensor]:
-    """Level 2: the batch's own rows of the tables, probed, and their indices there.
+def _tables(device: Device, rows: Tensor, bound: int, k: int) -> tuple[RowTables, Tensor]:
+    """The tables that trees of `k` branches start from, and where the batch's rows lie in them.
 
-    A fused start reads tables; so that it reads nothing that a probe redirects, it is given copies.
+    With probes on they are copies of the batch's own rows, probed, so that a start in one launch reads nothing that a
+    probe redirects.
     """
     state, probes, phase, vocab = device.state, device.probes, Phase.DRAFT, device.target.spec.vocab_size
+    if state.draft is not None and state.draft.tokens.shape[1] < k:
+        raise CapacityError(f"proposals of a row: need {k}, have {state.draft.tokens.shape[1]} = max_topk")
+    if not probes.enabled:
+        return state.tables, rows
     root = probes.index(state.root[rows], 0, vocab, "root_token", phase, rows)
     committed = probes.index(state.committed[rows], 0, bound + 1, "committed", phase, rows)
     draft = None

@@ -67,6 +67,7 @@ def accept(chosen: Drawn | Pieces, tree: DraftTree, out: Accepted, forced: int |
     greedy = isinstance(chosen, Pieces)
     choice = chosen.key if isinstance(chosen, Pieces) else chosen.token
     finite_in = choice if isinstance(chosen, Pieces) else chosen.finite.view(torch.uint8)
+    assert forced is None or forced < min(nodes, out.path.shape[1])
     assert choice.is_contiguous()
     assert finite_in.is_contiguous()
     assert tree.tokens.stride() == tree.parent.stride() == tree.depth.stride()

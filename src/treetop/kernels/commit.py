@@ -89,17 +89,18 @@ def _commit_kernel(
     column = (tl.program_id(0) % width).to(tl.int64)
     layer = tl.program_id(1).to(tl.int64)
     row = tl.load(rows + item)
-    kept = (column <= tl.load(accept_len + item)) & (row != dummy_row)
-    position = tl.load(committed + item) + column
-    page = tl.load(page_table + row * table_row + position // page_size, mask=kept, other=0).to(tl.int64)
-    entry = column
-    if has_nodes:
-        entry = tl.load(node + item * node_row + column)
-    lane = tl.program_id(2) * block + tl.arange(0, block)
-    there = (lane < size) & (page > 0)
-    kv = tl.load(tail + layer * tail_layer + item * tail_row + entry * size + lane, mask=there, other=0.0)
-    slot = page * page_size + position % page_size
-    tl.store(pool + layer * pool_layer + slot * size + lane, kv, mask=there)
+    if (column <= tl.load(accept_len + item)) & (row != dummy_row):
+        position = tl.load(committed + item) + column
+        page = tl.load(page_table + row * table_row + position // page_size).to(tl.int64)
+        entry = column
+        if has_nodes:
+            entry = tl.load(node + item * node_row + column)
+        if page > 0:
+            lane = tl.program_id(2) * block + tl.arange(0, block)
+            there = lane < size
+            kv = tl.load(tail + layer * tail_layer + item * tail_row + entry * size + lane, mask=there, other=0.0)
+            slot = page * page_size + position % page_size
+            tl.store(pool + layer * pool_layer + slot * size + lane, kv, mask=there)
 
 
 def path_features_reference(out: Tensor, streams: tuple[Tensor, ...], nodes: Tensor) -> None:

@@ -161,16 +161,15 @@ def grow(growth: Growth, level: int, frontier: Frontier, children: Children, gpu
     """Record a level's children as candidates and make the k best of them the next frontier."""
     rows, k, t = frontier.mask.shape
     width = children.hidden.shape[2]
-    assert children.tokens.is_contiguous()
-    assert children.logprob.is_contiguous()
     assert children.hidden.is_contiguous()
+    proposed, logprob = children.tokens.contiguous(), children.logprob.contiguous()
     flags = _flags(frontier.mask)
-    tokens, score = torch.empty_like(children.tokens[:, 0]), torch.empty_like(children.logprob[:, 0])
+    tokens, score = torch.empty_like(proposed[:, 0]), torch.empty_like(logprob[:, 0])
     hidden = torch.empty_like(children.hidden)
     mask = torch.empty((rows, k, t + k), dtype=torch.uint8, device=tokens.device)
     block = min(_BLOCK // lanes(k), lanes(width))
     _grow_kernel[(rows, -(-width // block))](
-        frontier.score, children.tokens, children.logprob, children.hidden, flags,
+        frontier.score, proposed, logprob, children.hidden, flags,
         growth.tokens, growth.scores, growth.parents, tokens, score, hidden, mask,
         frontier.score.stride(0), *flags.stride(), growth.shape.num_candidates, growth.parents.stride(0),
         k + level * k * k, 1 + (level + 1) * k, t, width,

@@ -75,7 +75,7 @@ def pick_reference(x: Tensor, index: Tensor) -> Tensor:
 def finish(
     tables: RowTables, rows: Tensor, dummy_row: int, accepted: Accepted, draft: DraftState | None, gpu: GpuTraits
 ) -> None:
-    """`finish_reference` of a round in one launch: each row advances by its accepted drafts and the root before them."""
+    """`finish_reference` of a round in one launch; a row advances by its accepted drafts and the root before them."""
     state, new = tables.draft or _no_draft(tables), draft or _no_draft(tables)
     width = new.hidden.shape[1] if draft is not None else 0
     assert new.hidden.stride(1) == state.hidden.stride(1) == 1
@@ -83,7 +83,7 @@ def finish(
     block = min(_BLOCK, lanes(width))
     _finish_kernel[(len(rows), max(1, -(-width // block)))](
         tables.committed, tables.root, state.tokens, state.logprob, state.hidden,
-        rows, accepted.accept_len, accepted.bonus, new.tokens, new.logprob, new.hidden,
+        rows, accepted.accept_len, accepted.bonus, new.tokens.contiguous(), new.logprob.contiguous(), new.hidden,
         dummy_row, state.tokens.stride(0), state.hidden.stride(0), new.hidden.stride(0),
         k=k, width=width, block_k=lanes(k), block=block, has_draft=draft is not None,
         overlap=gpu.can_overlap, num_warps=4, **launch_options(gpu),
@@ -107,22 +107,22 @@ def _finish_kernel(
         tl.extra.cuda.gdc_wait()
     item, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(rows + item)
-    live = row != dummy_row
-    first = live & (part == 0)
-    length = tl.load(committed + row) + tl.load(accept_len + item) + 1
-    tl.store(committed + row, length, mask=first)
-    tl.store(root + row, tl.load(new_root + item), mask=first)
-    if has_draft:
-        branch = tl.arange(0, block_k)
-        there = branch < k
-        token = tl.load(new_tokens + item * k + branch, mask=there, other=0)
-        score = tl.load(new_logprob + item * k + branch, mask=there, other=0.0)
-        tl.store(tokens + row * token_row + branch, token, mask=there & first)
-        tl.store(logprob + row * token_row + branch, score, mask=there & first)
-        lane = part * block + tl.arange(0, block)
-        inside = lane < width
-        state = tl.load(new_hidden + item * new_hidden_row + lane, mask=inside, other=0.0)
-        tl.store(hidden + row * hidden_row + lane, state, mask=inside & live)
+    if row != dummy_row:
+        if part == 0:
+            tl.store(committed + row, tl.load(committed + row) + tl.load(accept_len + item) + 1)
+            tl.store(root + row, tl.load(new_root + item))
+            if has_draft:
+                branch = tl.arange(0, block_k)
+                there = branch < k
+                token = tl.load(new_tokens + item * k + branch, mask=there, other=0)
+                score = tl.load(new_logprob + item * k + branch, mask=there, other=0.0)
+                tl.store(tokens + row * token_row + branch, token, mask=there)
+                tl.store(logprob + row * token_row + branch, score, mask=there)
+        if has_draft:
+            lane = part * block + tl.arange(0, block)
+            inside = lane < width
+            state = tl.load(new_hidden + item * new_hidden_row + lane, mask=inside, other=0.0)
+            tl.store(hidden + row * hidden_row + lane, state, mask=inside)
 
 
 def pick(x: Tensor, index: Tensor, gpu: GpuTraits) -> Tensor:
