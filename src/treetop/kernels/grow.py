@@ -76,7 +76,7 @@ def empty_growth(shape: SpecShape, rows: Tensor) -> Growth:
 
 def fits(shape: SpecShape) -> bool:
     """Whether one program can hold a row's candidates and its tree's mask in registers."""
-    return shape.topk <= 16 and shape.num_draft_tokens <= 129 and shape.num_candidates <= 2048
+    return shape.topk <= 16 and shape.num_draft_tokens <= 128 and shape.num_candidates <= 2048
 
 
 # ---------------------------------------------------------------------------------------------------------- start
