@@ -81,6 +81,7 @@ def test_a_fault_in_a_round_runs_and_harms_when_captured():
     assert accept_lens(faulty) != accept_lens(sound)
 
 
+@pytest.mark.filterwarnings("ignore:.*rofiler")
 def test_a_captured_tree_round_is_few_launches():
     """A (5, 4, 16) round: 13 small operations, and what the two models launch.
 

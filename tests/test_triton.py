@@ -334,7 +334,7 @@ if INTERPRETED:
 
     @pytest.mark.parametrize(("vocab", "k"), [(40, 1), (1024, 4), (2500, 8), (3000, 5)])
     def test_top_logprobs_equal_log_softmax_and_a_stable_top_k(vocab, k):
-        """Pieces that end inside a row, many equal logits, a row of one value, impossible tokens: ties go to the smaller index."""
+        """Pieces that end inside a row, equal logits, a row of one, impossible tokens: ties go to the smaller index."""
         generator = torch.Generator().manual_seed(0)
         logits = torch.randint(-6, 6, (3, 2, vocab), generator=generator) / 2.0
         logits[1, 0] = 1.5

@@ -1,7 +1,8 @@
 # ruff: noqa: PLR0917 (kernels take what they touch as arguments)
 """Choosing and accepting on a GPU: a greedy round in two launches, a sampled one in one after its draw.
 
-References: `greedy_choice`, `accept` and `force` of `spec.verify`, which these equal bit for bit.
+References: `greedy_choice`, `accept` and `force` of `spec.verify`, which these equal bit for bit. Where a logit
+is NaN the row is not finite, and the token chosen there has no meaning.
 """
 
 from dataclasses import dataclass
@@ -47,15 +48,17 @@ def best_of_pieces(logits: Tensor, gpu: GpuTraits) -> Pieces:
 
 @jit
 def _pieces_kernel(key: Arg, logits: Arg, vocab: Arg, block: constexpr, overlap: constexpr) -> None:
-    """One piece of one node's logits a program. Grid (rows * T, pieces)."""
+    """One piece of one node's logits a program; a key is made of its best alone. Grid (rows * T, pieces)."""
     if overlap:
         tl.extra.cuda.gdc_wait()
     node, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = part * block + tl.arange(0, block)
     there = token < vocab
-    value = tl.load(logits + node * vocab + token, mask=there, other=0.0).to(tl.float32)
-    best = tl.max(tl.where(there, key_of(value, token), -0x7FFFFFFFFFFFFFFF), 0)
-    tl.store(key + node * tl.num_programs(1) + part, best)
+    value = tl.load(logits + node * vocab + token, mask=there, other=float("-inf")).to(tl.float32)
+    value = tl.where(value == value, value, float("inf"))  # noqa: PLR0124 (NaN: not finite, and not lost)
+    best = tl.max(value, 0)
+    first = tl.min(tl.where(value == best, token, 0x7FFFFFFF), 0)
+    tl.store(key + node * tl.num_programs(1) + part, key_of(best, first))
 
 
 def accept(chosen: Drawn | Pieces, tree: DraftTree, out: Accepted, forced: int | None, gpu: GpuTraits) -> None:

@@ -82,12 +82,11 @@ def fits(shape: SpecShape) -> bool:
 # ---------------------------------------------------------------------------------------------------------- start
 
 
-def start(
-    tables: RowTables, rows: Tensor, growth: Growth, tree: DraftTree, places: Places, ones: Tensor, gpu: GpuTraits
-) -> Frontier:
+def start(tables: RowTables, rows: Tensor, growth: Growth, tree: DraftTree, places: Places, ones: Tensor) -> Frontier:
     """Write node 0 of the trees, places but for other nodes, and level 0 of a growth; returns that level.
 
-    rows: [rows] int64. ones: [k, k] bool, the identity, constant. A tree without levels is complete after this.
+    rows: [rows] int64. ones: [k, k] bool, the identity, constant. A tree without levels is complete after this. Often
+    the first of a graph, it has nothing before it to overlap with.
     """
     shape, draft = growth.shape, tables.draft
     k, steps = shape.topk, shape.num_steps
@@ -104,8 +103,7 @@ def start(
         draft.tokens.stride(0) if draft else 0, state.stride(0), _row_stride(tree), flags.stride(0),
         places.nodes.stride(0), places.path.stride(0), shape.num_candidates, width,
         k=k, steps=steps, block_k=lanes(k), block_w=lanes(steps + 1),
-        block_p=lanes(k * steps), block=block, overlap=gpu.can_overlap, num_warps=4,
-        **launch_options(gpu),
+        block_p=lanes(k * steps), block=block, num_warps=4,
     )  # fmt: skip
     tokens, scores = growth.tokens[:, :k], growth.scores[:, :k]
     return Frontier(tokens, scores, hidden, ones.expand(len(rows), k, k))
@@ -119,11 +117,8 @@ def _start_kernel(
     token_row: Arg, hidden_row: Arg, tree_row: Arg, mask_row: Arg, nodes_row: Arg, path_row: Arg,
     candidates: Arg, width: Arg,
     k: constexpr, steps: constexpr, block_k: constexpr, block_w: constexpr, block_p: constexpr, block: constexpr,
-    overlap: constexpr,
 ) -> None:  # fmt: skip
     """One block of a row's hidden state a program, the first also the rest. Grid (rows, blocks)."""
-    if overlap:
-        tl.extra.cuda.gdc_wait()
     item, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(rows + item)
     if part == 0:

@@ -195,7 +195,7 @@ class TritonRoundOps:
     ) -> tuple[Growth, Frontier]:
         growth = empty_growth(shape, rows)
         identity = self._identity[: shape.topk, : shape.topk]
-        return growth, growing.start(tables, rows, growth, tree, places, identity, self._gpu)
+        return growth, growing.start(tables, rows, growth, tree, places, identity)
 
     def grow(self, growth: Growth, level: int, frontier: Frontier, children: Children) -> Frontier:
         return growing.grow(growth, level, frontier, children, self._gpu)
