@@ -379,6 +379,7 @@ if INTERPRETED:
         """Whole rounds with a padded batch: tokens and accepted lengths, guards up to level 3 silent."""
         prompts, seen = strong_pair.prompts([9, 4, 13]), []
         options = {"dtype": "float32", "page_size": 4, "context_length": 64, "max_running_requests": 4}
+        options["attention_backend"] = "torch"  # Triton's is interpreted slowly, and has tests of its own
         for fused in (False, True):
 
             def wrap(device, fused=fused):
