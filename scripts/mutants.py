@@ -30,6 +30,7 @@ CORE = (
     "kernels/kv.py",
     "kernels/sampling.py",
     "spec/draft.py",
+    "spec/round_ops.py",
     "spec/verify.py",
     "engine/pure.py",
     "engine/rounds.py",

@@ -14,10 +14,10 @@ def state_tensors(state) -> dict[str, torch.Tensor]:
 def buffer_tensors(buffers) -> dict[str, torch.Tensor]:
     """What passes between the phases of a round."""
     found = {"rows": buffers.rows}
-    for part in ("tree", "accepted"):
+    for part in ("tree", "places", "accepted"):
         value = getattr(buffers, part)
         found |= {f"{part}.{name}": getattr(value, name) for name in value.__dataclass_fields__}
-    found |= {f"features.{i}": feature for i, feature in enumerate(buffers.features)}
+    found["features"] = buffers.features
     for part in ("draft_tails", "verify_tails", "extend_tails"):
         found |= {f"{part}.{group}": tail for group, tail in getattr(buffers, part).items()}
     return found

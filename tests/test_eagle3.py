@@ -68,7 +68,7 @@ def test_the_head_is_fed_the_layers_that_the_config_means(strong_pair, tmp_path,
     expected = hooked_residuals(strong_pair.target, prompt)
     assert len(inputs) == 3
     for number, index in enumerate(inputs):
-        fed = torch.cat([features[number][0] for features in seen])
+        fed = torch.cat([features[0].chunk(3, dim=-1)[number] for features in seen])
         torch.testing.assert_close(fed, expected[index], rtol=1e-6, atol=1e-6)
         others = [other for other in expected if other != index]
         assert not any(torch.allclose(fed, expected[other], atol=1e-2) for other in others)

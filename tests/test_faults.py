@@ -15,7 +15,7 @@ from treetop.engine import pure as sound
 from treetop.engine.pure import Pure
 from treetop.kernels.kv import commit_tail
 from treetop.kernels.tree import next_level_mask
-from treetop.spec.draft import draft_positions
+from treetop.spec.round_ops import draft_positions
 from treetop.types.errors import ConfigError, EngineError, TreetopError
 from treetop.types.layout import Layout
 

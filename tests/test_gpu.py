@@ -1,14 +1,21 @@
 """On an NVIDIA GPU: Triton, captured rounds, and the CPU's answers."""
 
 from collections import deque
+from dataclasses import replace
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from engines import accept_lens, greedy, sampled, submit, tokens
 from treetop import LLM
+from treetop.debug.faults import fault
 from treetop.engine.cuda_graphs import CudaGraphs
+from treetop.engine.rounds import RoundKey
+from treetop.spec.round_ops import TorchRoundOps, TritonRoundOps
+from treetop.types.layout import SpecShape
 from treetop.types.messages import RoundPlan
+from treetop.types.sampling import Choice
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -46,6 +53,61 @@ def test_triton_and_torch_agree_eager_and_captured():
         _, other = run(greedy(60), **options)
         assert tokens(other) == tokens(captured)
         assert accept_lens(other) == accept_lens(captured)
+
+
+@pytest.mark.parametrize("shape", [(5, 4, 16), (3, 1, 4), (1, 2, 3)])
+@pytest.mark.parametrize("params", [greedy(60), sampled(3, 60, temperature=0.8)], ids=["greedy", "sampled"])
+def test_captured_rounds_are_the_same_with_fused_and_plain_operations(shape, params):
+    """Tokens and accepted lengths of captured rounds do not depend on how their small operations are launched."""
+    steps, topk, nodes = shape
+    tree = {
+        "speculative_num_steps": steps,
+        "speculative_eagle_topk": topk,
+        "speculative_num_draft_tokens": nodes,
+    }
+    llm, fused = run(params, **tree)
+    assert isinstance(llm.engine.device.round_ops, TritonRoundOps)
+    llm, plain = run(params, wrap=lambda device: replace(device, round_ops=TorchRoundOps()), **tree)
+    assert isinstance(llm.engine.launcher, CudaGraphs)
+    assert tokens(fused) == tokens(plain)
+    assert accept_lens(fused) == accept_lens(plain)
+
+
+def test_a_fault_in_a_round_runs_and_harms_when_captured():
+    """An engine with a replaced part captures the plain operations, so the fault is what runs."""
+    _, sound = run(greedy(60))
+    llm, faulty = run(greedy(60), pure=fault("sgl-27545").pure)
+    assert isinstance(llm.engine.launcher, CudaGraphs)
+    assert isinstance(llm.engine.device.round_ops, TorchRoundOps)
+    assert tokens(faulty) == tokens(sound), "verification keeps the output right"
+    assert accept_lens(faulty) != accept_lens(sound)
+
+
+@pytest.mark.filterwarnings("ignore:.*rofiler")
+def test_a_captured_tree_round_is_few_launches():
+    """A (5, 4, 16) round: 13 small operations, and what the two models launch.
+
+    Small operations: start, 4 x grow, select; choose, accept, commit, features; commit, pick, finish. A layer: four
+    products of at most two launches (split-K) each, two norms, rotation and write, attention and its merge, activation.
+    The head adds an embedding, a concatenation, a norm and a sum; its proposals a norm, a product and two launches.
+    """
+    llm, _ = run(greedy(8))
+    key = RoundKey(1, SpecShape(4, 5, 16), Choice.GREEDY)
+    for _ in range(2):
+        llm.engine.launcher.launch(key, 1024)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        llm.engine.launcher.launch(key, 1024)
+        torch.cuda.synchronize()
+    counts = {event.key: event.count for event in profiler.key_averages() if event.self_device_time_total > 0}
+    layer = 4 * 2 + 2 + 1 + 2 + 1
+    target = 1 + 1 + 4 * layer + 2
+    head_runs = 5 * (layer + 4 + 5) + 2
+    listing = "\n".join(f"{count:4d} {name}" for name, count in sorted(counts.items()))
+    small = ("_start", "_grow", "_select", "_accept", "_commit", "_path_features", "_pick", "_finish")
+    ours = {name: count for name, count in counts.items() if name.startswith(small)}
+    assert sum(ours.values()) == 12, listing  # choosing has a kernel name that proposing has too
+    assert sum(counts.values()) <= 13 + target + head_runs, listing
 
 
 def test_sampling_on_a_gpu_follows_the_seed():

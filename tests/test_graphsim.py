@@ -218,10 +218,10 @@ def reads_the_tree_of_the_last_round(device, key, bound):
 
 def adds_to_the_features(device, key, bound):
     """A verify phase that accumulates into an output it should overwrite."""
-    before = [feature.clone() for feature in device.buffers.features_of(key.bucket, key.shape)]
+    features = device.buffers.features_of(key.bucket, key.shape)
+    before = features.clone()
     SOUND[Phase.VERIFY](device, key, bound)
-    for feature, old in zip(device.buffers.features_of(key.bucket, key.shape), before, strict=True):
-        feature.add_(0 * old)
+    features.add_(0 * before)
 
 
 def keeps_k_v_in_a_tail(device, key, bound):

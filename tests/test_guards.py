@@ -371,10 +371,7 @@ def _one_lane_off(pool, tail, source, slots):
 @pytest.mark.parametrize("level", [2, 3])
 def test_a_commit_that_does_not_store_every_entry_is_reported_at_level_3(strong_pair, wrong, level):
     """The slots are read back and compared bit for bit; level 2 does not look."""
-    llm = build(strong_pair, SHAPE, check_level=level, page_size=4)
-    device = llm.engine.device
-    llm.engine.device = replace(device, pure=replace(device.pure, commit=wrong))
-    llm.engine.launcher = type(llm.engine.launcher)(llm.engine.device)
+    llm = build(strong_pair, SHAPE, check_level=level, page_size=4, pure=replace(Pure(), commit=wrong))
     prompts = strong_pair.prompts([9, 20, 5])
     if level == 3:
         with pytest.raises(CheckError, match="commit: a committed slot"):

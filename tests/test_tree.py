@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 
 from oracles import chain, float32, grow, select, walk
 from treetop.kernels.ops import TorchOps
+from treetop.kernels.rows import DraftState, RowTables
 from treetop.kernels.tree import ancestor_mask, keyed_topk, next_level_mask, stable_topk
 from treetop.models.eagle3 import DraftVocab, Eagle3Head, Proposal
-from treetop.spec.draft import Growth, Seed, grow_tree
+from treetop.spec.draft import grow_tree
+from treetop.spec.round_ops import TorchRoundOps
 from treetop.spec.verify import accept, greedy_choice
 from treetop.types.layout import SpecShape
-from treetop.types.tree import DraftTree
+from treetop.types.tree import DraftTree, Places
 
 PRIME = 2**31 - 1
 VOCAB = 50
@@ -72,12 +74,24 @@ def shapes(draw):
 def grown(head, shape, starts, roots, committed):
     """A batch of trees from production code, and the levels it asked attention for."""
     levels = []
-    proposal = head.propose(torch.tensor(starts, dtype=torch.float64)[:, None], shape.topk)
-    seed = Seed(
-        torch.tensor(roots), torch.tensor(committed), proposal, torch.tensor(starts, dtype=torch.float64)[:, None]
+    state = torch.tensor(starts, dtype=torch.float64)[:, None]
+    proposal = head.propose(state, shape.topk)
+    draft = DraftState(proposal.tokens, proposal.logprob, state)
+    tables = RowTables(torch.tensor(committed), torch.tensor(roots), draft)
+    return planted(head, tables, shape, levels.append)[0], levels
+
+
+def planted(head, tables, shape, attend, ops=None):
+    """Trees and places of all rows of `tables`, from buffers that held something else."""
+    ops, n, t = ops or TorchRoundOps(), len(tables.root), shape.num_draft_tokens
+    tree = DraftTree(
+        *torch.full((3, n, t), -7), torch.ones((n, t, t), dtype=torch.bool), torch.full((n, t), float("nan"))
     )
-    tree = grow_tree(head, seed, shape, Growth(levels.append))
-    return tree, levels
+    places = Places(torch.full((n,), -7), torch.full((n, t), -7), torch.full((n, shape.commit_width), -7))
+    roots = ops.start(tables, torch.arange(n), shape, tree, places)
+    if shape.num_steps:
+        ops.select(grow_tree(head, roots, ops, attend), tree, places)
+    return tree, places
 
 
 @given(shape=shapes(), seed=st.integers(0, 10**6), all_equal=st.booleans(), rows=st.integers(1, 3))
@@ -257,8 +271,9 @@ def test_with_topk_one_tree_and_acceptance_equal_a_chain(num_steps, seed):
     stand_in = SimpleNamespace(lm_head=lm_head, norm=lambda x: x, vocab=DraftVocab(offset), _ops=TorchOps())
     head = SimpleNamespace(forward=forward, propose=lambda hidden, k: Eagle3Head.propose(stand_in, hidden, k))
     start = torch.zeros(1, 1)
-    seed_state = Seed(torch.tensor([root]), torch.tensor([0]), head.propose(start, 1), start)
-    tree = grow_tree(head, seed_state, SpecShape(1, num_steps, num_steps + 1), Growth(lambda level: None))
+    proposal = head.propose(start, 1)
+    tables = RowTables(torch.tensor([0]), torch.tensor([root]), DraftState(proposal.tokens, proposal.logprob, start))
+    tree, _ = planted(head, tables, SpecShape(1, num_steps, num_steps + 1), lambda level: None)
     drafts = tree.tokens[0, 1:].tolist()
     verify = torch.tensor([[target_logits([root, *drafts[:i]]) for i in range(num_steps + 1)]])
     accepted = accept(tree, *greedy_choice(verify), num_steps + 1)

@@ -257,11 +257,24 @@ if INTERPRETED:
 
     @pytest.mark.parametrize(("vocab", "k"), [(40, 1), (1024, 4), (2500, 8), (3000, 5)])
     def test_top_logprobs_equal_log_softmax_and_a_stable_top_k(vocab, k):
-        """Pieces that end inside a row, many equal logits, and a row of one value: ties go to the smaller index."""
+        """Pieces that end inside a row, equal logits, a row of one, impossible tokens: ties go to the smaller index."""
         generator = torch.Generator().manual_seed(0)
         logits = torch.randint(-6, 6, (3, 2, vocab), generator=generator) / 2.0
         logits[1, 0] = 1.5
-        got, want = top_logprobs(logits, k, gpu_traits(CPU)), top_logprobs_reference(logits, k)
-        assert torch.equal(got[1], want[1])
-        torch.testing.assert_close(got[0], want[0], rtol=1e-5, atol=1e-6)
-        assert bool((got[0] <= 0).all())
+        logits[2, 1] = float("-inf")
+        logits[2, 1, 7::20] = 0.25
+        offset = torch.randint(0, 5, (vocab,), generator=generator)
+        for add in (None, offset):
+            got, want = top_logprobs(logits, k, gpu_traits(CPU), add), top_logprobs_reference(logits, k, add)
+            assert torch.equal(got[1], want[1])
+            torch.testing.assert_close(got[0], want[0], rtol=1e-5, atol=1e-6)
+            assert bool((got[0] <= 0).all())
+
+    def test_a_logit_that_is_not_a_number_shows_in_the_proposals():
+        """The probability of every proposal is NaN, which a probe finds, and the tokens are still tokens."""
+        logits = torch.randn(2, 1100)
+        logits[1, 1050] = float("nan")
+        best, token = top_logprobs(logits, 4, gpu_traits(CPU))
+        assert best[0].isfinite().all()
+        assert best[1].isnan().all()
+        assert ((token >= 0) & (token < 1100)).all()

@@ -71,7 +71,7 @@ class Probes:
     def check(self, record: list[int]) -> None:
         """Raise CheckError if a probe wrote this record; `record` has come to the host, with a step's results."""
         code, phase, name, row, value, low, high = record
-        if code == 0:
+        if not self.enabled or code == 0:
             return
         where = f"{self.names[name]} in phase {_PHASES[phase]}, row {row}"
         if code == NAN:

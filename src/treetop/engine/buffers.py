@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from treetop.types.errors import CapacityError
 from treetop.types.ids import GroupName
 from treetop.types.layout import KVGroup, Layout, SpecShape
-from treetop.types.tree import Accepted, DraftTree
+from treetop.types.tree import Accepted, DraftTree, Places
 
 Zeros = Callable[[tuple[int, ...], torch.dtype], Tensor]
 """Makes a zeroed tensor on the engine's device; at check level 3 inside red zones."""
@@ -19,16 +20,17 @@ Zeros = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class RoundBuffers:
-    """rows: the graph input. tree: written by DRAFT. accepted, features: written by VERIFY.
+    """rows: the graph input. tree, places: written by DRAFT. accepted, features: written by VERIFY.
 
-    features: [max_requests, T, hidden] of each auxiliary layer. Tails: group -> [layers, max_requests, capacity, 2,
-    kv_heads, head_dim], each scratch of one phase.
+    features: [max_requests, S + 1, 3 * hidden], of the accepted path's nodes, all auxiliary layers side by side.
+    Tails: group -> [layers, max_requests, capacity, 2, kv_heads, head_dim], each scratch of one phase.
     """
 
     rows: Tensor
     tree: DraftTree
+    places: Places
     accepted: Accepted
-    features: tuple[Tensor, ...]
+    features: Tensor
     draft_tails: dict[GroupName, Tensor]
     verify_tails: dict[GroupName, Tensor]
     extend_tails: dict[GroupName, Tensor]
@@ -37,31 +39,37 @@ class RoundBuffers:
         """The part of the tree buffers that a batch of `bucket` rows uses."""
         t, tree = shape.num_draft_tokens, self.tree
         return DraftTree(
-            tree.tokens[:bucket, :t],
-            tree.parent[:bucket, :t],
-            tree.depth[:bucket, :t],
-            tree.mask[:bucket, :t, :t],
-            tree.logprob[:bucket, :t],
+            _part(tree.tokens, bucket, t),
+            _part(tree.parent, bucket, t),
+            _part(tree.depth, bucket, t),
+            _part(tree.mask, bucket, t, t),
+            _part(tree.logprob, bucket, t),
         )
+
+    def places_of(self, bucket: int, shape: SpecShape) -> Places:
+        t, w, places = shape.num_draft_tokens, shape.commit_width, self.places
+        return Places(_part(places.committed, bucket), _part(places.nodes, bucket, t), _part(places.path, bucket, w))
 
     def accepted_of(self, bucket: int, shape: SpecShape) -> Accepted:
         w, accepted = shape.commit_width, self.accepted
         return Accepted(
-            accepted.path[:bucket, :w],
-            accepted.accept_len[:bucket],
-            accepted.tokens[:bucket, :w],
-            accepted.bonus[:bucket],
-            accepted.finite[:bucket],
+            _part(accepted.path, bucket, w),
+            _part(accepted.accept_len, bucket),
+            _part(accepted.tokens, bucket, w),
+            _part(accepted.bonus, bucket),
+            _part(accepted.finite, bucket),
         )
 
-    def features_of(self, bucket: int, shape: SpecShape) -> tuple[Tensor, ...]:
-        return tuple(feature[:bucket, : shape.num_draft_tokens] for feature in self.features)
+    def features_of(self, bucket: int, shape: SpecShape) -> Tensor:
+        return _part(self.features, bucket, shape.commit_width)
 
 
-def copy_into(target: DraftTree | Accepted, source: DraftTree | Accepted) -> None:
-    """Write every tensor of a value into the buffers of another."""
-    for name in source.__dataclass_fields__:
-        getattr(target, name).copy_(getattr(source, name))
+def _part(buffer: Tensor, *need: int) -> Tensor:
+    """The first `need` of each of a buffer's first dimensions; slicing alone would hide that there are fewer."""
+    have = tuple(buffer.shape[: len(need)])
+    if any(n > h for n, h in zip(need, have, strict=True)):
+        raise CapacityError(f"round buffers: need {need}, have {have}; raise --speculative-num-steps")
+    return buffer[tuple(slice(n) for n in need)]
 
 
 def make_round_buffers(
@@ -84,10 +92,11 @@ def make_round_buffers(
             zeros((b, t, t), torch.bool),
             zeros((b, t), torch.float32),
         ),
+        places=Places(zeros((b,), long), zeros((b, t), long), zeros((b, w), long)),
         accepted=Accepted(
             zeros((b, w), long), zeros((b,), long), zeros((b, w), long), zeros((b,), long), zeros((b,), torch.bool)
         ),
-        features=tuple(zeros((b, t, hidden), dtype) for _ in range(num_features)),
+        features=zeros((b, w, num_features * hidden), dtype),
         draft_tails=tails(draft, layout.draft_tail),
         verify_tails=tails(target, layout.verify_tail),
         extend_tails=tails(draft, layout.commit_width),

@@ -27,6 +27,7 @@ from treetop.engine.memory import (
     out_of_memory_explained,
 )
 from treetop.engine.pure import Pure
+from treetop.engine.round_ops import make_round_ops
 from treetop.engine.state import make_state
 from treetop.engine.trial import peak_bytes
 from treetop.models.eagle3 import Eagle3Head
@@ -199,6 +200,7 @@ def _without_pools(blueprint: Blueprint, pure: Pure) -> tuple[Device, RedZones |
         head=head,
         backend=backend,
         ops=place.ops,
+        round_ops=make_round_ops(pure, layout, place.dtype, place.device),
         pools={},
         state=make_state(layout, head.spec.layer.hidden_size if head is not None else None, place.dtype, zeros),
         buffers=make_round_buffers(layout, len(aux), spec.hidden_size, place.dtype, zeros),

@@ -14,10 +14,13 @@ from treetop.checks.probes import Probes
 from treetop.engine.buffers import RoundBuffers
 from treetop.engine.pure import Pure
 from treetop.engine.state import RowState
+from treetop.kernels.commit import Paths
 from treetop.kernels.kv import slots_of
 from treetop.kernels.ops import Ops
-from treetop.models.eagle3 import Eagle3Head, Proposal
+from treetop.kernels.rows import DraftState
+from treetop.models.eagle3 import Eagle3Head
 from treetop.models.llama import Llama
+from treetop.spec.round_ops import RoundOps
 from treetop.spec.verify import greedy_choice, sampled_choice
 from treetop.types.errors import CheckError
 from treetop.types.ids import GroupName
@@ -40,6 +43,7 @@ class Device:
     head: Eagle3Head | None
     backend: AttentionBackend[Any, Any]
     ops: Ops
+    round_ops: RoundOps
     pools: dict[GroupName, KVPool]
     state: RowState
     buffers: RoundBuffers
@@ -80,19 +84,17 @@ class Device:
     def plan(self, prefixes: Mapping[GroupName, Any], queries: Mapping[GroupName, Queries]) -> dict[GroupName, Any]:
         return {name: self.backend.plan(prefixes[name], each) for name, each in queries.items()}
 
-    def commit(
-        self, tails: Mapping[GroupName, Tensor], rows: Tensor, committed: Tensor, source: Tensor, kept: Tensor
-    ) -> None:
-        """Copy tail entries `source` to positions L .. of the pages; those not `kept` go to the null page."""
-        positions = committed[:, None] + torch.arange(source.shape[1], device=source.device)
+    def commit(self, tails: Mapping[GroupName, Tensor], paths: Paths) -> None:
+        """Copy each path's K/V from the tails to positions L .. of the pages."""
         for name, tail in tails.items():
             table = self.pure.table_of(self.state.page_tables, name).data
-            slots = slots_of(table, rows, positions, kept, self.layout.page_size)
-            pool = self.pools[name].data
-            want = _tail_entries(tail, source) if self.check_level >= 3 and not _capturing() else None
-            self.pure.commit(pool, tail, source, slots)
+            pool, page_size = self.pools[name].data, self.layout.page_size
+            check = self.check_level >= 3 and not _capturing()
+            want = _tail_entries(tail, paths.source) if check else None
+            self.round_ops.commit(pool, tail, table, page_size, paths)
             if want is not None:
-                _check_committed(pool, want, slots, self.layout.page_size)
+                slots = slots_of(table, paths.rows, paths.positions, paths.kept, page_size)
+                _check_committed(pool, want, slots, page_size)
 
     def choose(self, logits: Tensor, rows: Tensor, positions: Tensor, how: Choice) -> tuple[Tensor, Tensor]:
         """The target's token after each node, and whether a row's logits are finite; positions: of those tokens."""
@@ -101,11 +103,12 @@ class Device:
         params = self.state.warp_params(rows)
         return sampled_choice(logits, params, self.state.seed[rows], positions, how is Choice.FILTER)
 
-    def propose(self, hidden: Tensor, index: Tensor) -> tuple[Proposal, Tensor]:
+    def propose(self, hidden: Tensor, index: Tensor) -> DraftState:
         """The proposals after one column of each row, and that column's state."""
         assert self.head is not None
-        chosen = pick(hidden, index)
-        return self.head.propose(chosen, self.layout.max_topk), chosen
+        chosen = self.round_ops.pick(hidden, index)
+        proposal = self.head.propose(chosen, self.layout.max_topk)
+        return DraftState(proposal.tokens, proposal.logprob, chosen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +118,6 @@ class Tail:
     phase: Phase
     start: int
     width: int
-
-
-def pick(x: Tensor, index: Tensor) -> Tensor:
-    """x: [rows, n, width], index: [rows] int64. Returns [rows, width]."""
-    return x[torch.arange(x.shape[0], device=x.device), index]
 
 
 def head_scale(group: KVGroup) -> float:

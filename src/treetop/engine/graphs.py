@@ -59,11 +59,12 @@ def poison_undeclared(device: Device, phase: Phase) -> None:
     """Poison scratch and outputs of a phase: whatever they hold before it runs must not matter."""
     buffers = device.buffers
     tails = [*buffers.draft_tails.values(), *buffers.verify_tails.values(), *buffers.extend_tails.values()]
-    tree = [getattr(buffers.tree, name) for name in buffers.tree.__dataclass_fields__]
-    accepted = [getattr(buffers.accepted, name) for name in buffers.accepted.__dataclass_fields__]
+    drafted = [getattr(value, name) for value in (buffers.tree, buffers.places) for name in value.__dataclass_fields__]
+    verified = [getattr(buffers.accepted, name) for name in buffers.accepted.__dataclass_fields__]
+    verified.append(buffers.features)
     outputs = {
-        Phase.DRAFT: [*tree, *accepted, *buffers.features],
-        Phase.VERIFY: [*accepted, *buffers.features],
+        Phase.DRAFT: [*drafted, *verified],
+        Phase.VERIFY: verified,
         Phase.EXTEND: [],
     }
     for tensor in (*tails, *outputs[phase]):

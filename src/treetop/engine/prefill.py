@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from treetop.attention.phase import CausalAttention, LayerKV
-from treetop.engine.device import Device, head_scale, pick
+from treetop.engine.device import Device, head_scale
 from treetop.kernels.kv import slots_of
+from treetop.kernels.rows import Outcome, finish_reference, pick_reference
 from treetop.types.layout import KVGroup
 from treetop.types.messages import PrefillPlan
 from treetop.types.phase import Phase
@@ -74,7 +75,7 @@ def prefill(device: Device, batch: PrefillBatch) -> tuple[Tensor, Tensor]:
     attend = _attention(device, device.target_layers, device.target_groups, batch, span)
     output = device.target.forward(batch.tokens, span.positions, attend)
     last = (query_len - 1).clamp(min=0)
-    logits = device.target.logits(pick(output.hidden, last)[:, None])
+    logits = device.target.logits(pick_reference(output.hidden, last)[:, None])
     choice, finite = device.choose(logits, rows, span.extent[:, None], batch.choice)
     first = choice[:, 0]
     draft = None
@@ -83,9 +84,11 @@ def prefill(device: Device, batch: PrefillBatch) -> tuple[Tensor, Tensor]:
         shifted = torch.cat([batch.tokens[:, 1:], batch.tokens[:, :1]], dim=1)
         shifted = shifted.scatter(1, last[:, None], following[:, None])
         attend = _attention(device, device.draft_layers, device.draft_groups, batch, span)
-        hidden = device.head.forward(shifted, device.head.fuse(output.features), span.positions, attend)
+        features = torch.cat(output.features, dim=-1)
+        hidden = device.head.forward(shifted, device.head.fuse(features), span.positions, attend)
         draft = device.propose(hidden, last)
-    device.state.finish(rows, rows != device.layout.dummy_row, query_len, first, draft)
+    live = rows != device.layout.dummy_row
+    finish_reference(device.state.tables, rows, live, Outcome(query_len, first, draft))
     return first, finite
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from treetop.kernels.kv import PageTable, commit_tail
 from treetop.kernels.tree import next_level_mask
-from treetop.spec.draft import draft_positions
+from treetop.spec.round_ops import Parts, draft_positions, extend_mask, feature_nodes
 from treetop.types.ids import GroupName, PageId
 from treetop.types.layout import Layout, SpecShape
 from treetop.types.sampling import FinishReason
@@ -43,21 +43,6 @@ def extend_extent(committed: Tensor, width: int) -> Tensor:
     """Positions that draft extend finds in the pages: the committed ones; its own are in the tail (sgl-26628)."""
     assert width > 0
     return committed
-
-
-def extend_mask(width: int, device: torch.device) -> Tensor:
-    """Which of its own columns draft extend sees: causal, itself included. Returns [width, width] bool (sgl-26628)."""
-    column = torch.arange(width, device=device)
-    return column[:, None] >= column
-
-
-def feature_nodes(path: Tensor, num_nodes: int) -> Tensor:
-    """Rows of the flattened [rows * T, hidden] features that a path's nodes have. The stride is T (sgl-27545).
-
-    path: [rows, S + 1] int64. Returns [rows * (S + 1)] int64.
-    """
-    row = torch.arange(path.shape[0], device=path.device)[:, None]
-    return (row * num_nodes + path).reshape(-1)
 
 
 def pages_to_free(pages: Sequence[PageId], num_tokens: int, page_size: int) -> Sequence[PageId]:
@@ -113,3 +98,8 @@ class Pure:
     first_stop: Callable[[Sequence[int], Collection[int], int | None, int], tuple[int, FinishReason] | None] = (
         first_stop
     )
+
+    @property
+    def parts(self) -> Parts:
+        """Those of the small operations of a round."""
+        return Parts(self.draft_positions, self.next_level_mask, self.extend_mask, self.feature_nodes, self.commit)

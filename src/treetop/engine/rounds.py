@@ -1,6 +1,6 @@
 """A decode round: three functions of device state, each the unit that a graph captures.
 
-DRAFT   grow the tree                                  writes buffers.tree
+DRAFT   grow the tree                                  writes buffers.tree, buffers.places
 VERIFY  target forward, accept, commit the path         writes buffers.accepted, buffers.features, pages
 EXTEND  rebuild the draft's K/V, propose, finish        writes pages and row state
 """
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from treetop.attention.contract import Queries
 from treetop.attention.phase import Attend
-from treetop.engine.buffers import copy_into
 from treetop.engine.device import Device, Tail
-from treetop.kernels.tree import root_tree
-from treetop.models.eagle3 import Proposal
-from treetop.spec.draft import Growth, Level, Seed, grow_tree
-from treetop.spec.verify import accept, force
+from treetop.kernels.accept import Drawn
+from treetop.kernels.commit import Paths
+from treetop.kernels.rows import DraftState, RowTables
+from treetop.spec.draft import Level, grow_tree
+from treetop.types.errors import CapacityError
 from treetop.types.ids import DRAFT
 from treetop.types.layout import SpecShape
 from treetop.types.phase import Phase
@@ -41,59 +41,56 @@ PhaseFunction = Callable[[Device, RoundKey, int], None]
 
 def draft_phase(device: Device, key: RoundKey, bound: int) -> None:
     """Grow each row's tree from the proposals stored with it."""
-    rows, shape, k = device.buffers.rows[: key.bucket], key.shape, key.shape.topk
-    state, probes, phase = device.state, device.probes, Phase.DRAFT
-    root = probes.index(state.root[rows], 0, device.target.spec.vocab_size, "root_token", phase, rows)
-    committed = probes.index(state.committed[rows], 0, bound + 1, "committed", phase, rows)
-    if device.head is None or state.draft is None:
-        copy_into(device.buffers.tree_of(key.bucket, shape), root_tree(root))
+    buffers, shape, ops, phase = device.buffers, key.shape, device.round_ops, Phase.DRAFT
+    rows, k = buffers.rows[: key.bucket], key.shape.topk
+    tree, places = buffers.tree_of(key.bucket, shape), buffers.places_of(key.bucket, shape)
+    tables, at = _tables(device, rows, bound, k)
+    roots = ops.start(tables, at, shape, tree, places)
+    if shape.num_steps == 0:
         return
-    proposal = Proposal(state.draft.tokens[rows, :k], state.draft.logprob[rows, :k])
-    tokens = probes.index(proposal.tokens, 0, device.target.spec.vocab_size, "topk_token", phase, rows)
-    probes.nan(proposal.logprob, "topk_logprob", phase, rows)
-    probes.nan(state.draft.hidden[rows], "hidden", phase, rows)
-    seed = Seed(root, committed, Proposal(tokens, proposal.logprob), state.draft.hidden[rows])
-    prefix = device.begin(phase, DRAFT, rows, committed, bound)
+    assert device.head is not None
+    prefix = device.begin(phase, DRAFT, rows, places.committed, bound)
 
     def attend(level: Level) -> Attend:
         width = device.pure.draft_tail_width(level.index, shape)
-        ahead = torch.arange(width, device=rows.device) // k  # a node of level i stands i positions on
-        mask = F.pad(level.mask, (0, width - level.mask.shape[2]))
-        plans = device.plan({DRAFT: prefix}, {DRAFT: Queries(level.positions, committed[:, None] + ahead, mask)})
+        mask = level.mask
+        if width > mask.shape[2]:
+            mask = F.pad(mask, (0, width - mask.shape[2]))
+        queries = Queries(level.positions, level.all_positions[:, :width], mask)
         tail = Tail(phase, level.index * k, width)
-        return device.tail_attention(device.draft_layers, device.buffers.draft_tails, plans, tail)
+        plans = device.plan({DRAFT: prefix}, {DRAFT: queries})
+        return device.tail_attention(device.draft_layers, buffers.draft_tails, plans, tail)
 
-    growth = Growth(attend, device.pure.draft_positions, device.pure.next_level_mask)
-    copy_into(device.buffers.tree_of(key.bucket, shape), grow_tree(device.head, seed, shape, growth))
+    ops.select(grow_tree(device.head, roots, ops, attend), tree, places)
 
 
 def verify_phase(device: Device, key: RoundKey, bound: int) -> None:
-    """One target forward over the trees; accept each row's path and commit its K/V."""
-    buffers, shape, phase = device.buffers, key.shape, Phase.VERIFY
+    """One target forward over the trees; accept each row's path, commit its K/V and keep its features."""
+    buffers, shape, ops, phase = device.buffers, key.shape, device.round_ops, Phase.VERIFY
     rows, tree = buffers.rows[: key.bucket], buffers.tree_of(key.bucket, key.shape)
-    committed = device.state.committed[rows]
+    places, accepted = buffers.places_of(key.bucket, shape), buffers.accepted_of(key.bucket, shape)
     tokens = device.probes.index(tree.tokens, 0, device.target.spec.vocab_size, "tree_token", phase, rows)
-    positions = committed[:, None] + tree.depth
     prefixes, queries = {}, {}
     for group in device.target_groups:
-        prefixes[group.name] = device.begin(phase, group.name, rows, committed, bound)
-        queries[group.name] = Queries(positions, positions, tree.mask, group.window)
+        prefixes[group.name] = device.begin(phase, group.name, rows, places.committed, bound)
+        queries[group.name] = Queries(places.nodes, places.nodes, tree.mask, group.window)
     tail = Tail(phase, 0, shape.num_draft_tokens)
     plans = device.plan(prefixes, queries)
     attend = device.tail_attention(device.target_layers, buffers.verify_tails, plans, tail)
-    output = device.target.forward(tokens, positions, attend)
-    choice, finite = device.choose(device.target.logits(output.hidden), rows, positions + 1, key.choice)
-    forced = device.simulate_accept_length
-    if forced is None or shape.num_steps == 0:
-        accepted = accept(tree, choice, finite, shape.commit_width)
+    output = device.target.forward(tokens, places.nodes, attend)
+    logits = device.target.logits(output.hidden)
+    if key.choice is Choice.GREEDY:
+        chosen = ops.greedy(logits)
     else:
-        accepted = force(choice, finite, forced - 1, shape.commit_width)
-    copy_into(buffers.accepted_of(key.bucket, shape), accepted)
-    for buffer, feature in zip(buffers.features_of(key.bucket, shape), output.features, strict=True):
-        buffer.copy_(feature)
-    device.commit(buffers.verify_tails, rows, committed, accepted.path, _kept(device, rows, accepted.accept_len, shape))
+        chosen = Drawn(*device.choose(logits, rows, places.nodes + 1, key.choice))
+    emitted = device.simulate_accept_length if shape.num_steps else None
+    ops.accept(chosen, tree, accepted, None if emitted is None else emitted - 1)
+    device.commit(buffers.verify_tails, _paths(device, key, accepted.path))
     if device.head is None:
-        _finish(device, rows, accepted.accept_len, accepted.bonus, None)
+        ops.finish(device.state.tables, rows, device.layout.dummy_row, accepted, None)
+    else:
+        _probe_feature_nodes(device, rows, accepted.path, shape.num_draft_tokens)
+        ops.features(buffers.features_of(key.bucket, shape), output.features, accepted.path)
 
 
 def extend_phase(device: Device, key: RoundKey, bound: int) -> None:
@@ -102,23 +99,19 @@ def extend_phase(device: Device, key: RoundKey, bound: int) -> None:
     S + 1 columns a row, causal; those past the path write to the null page.
     """
     assert device.head is not None
-    buffers, shape, phase = device.buffers, key.shape, Phase.EXTEND
+    buffers, shape, ops, phase = device.buffers, key.shape, device.round_ops, Phase.EXTEND
     width, rows = shape.commit_width, buffers.rows[: key.bucket]
-    accepted = buffers.accepted_of(key.bucket, shape)
-    committed = device.state.committed[rows]
-    columns = torch.arange(width, device=rows.device)
-    positions = committed[:, None] + columns
-    prefix = device.begin(phase, DRAFT, rows, device.pure.extend_extent(committed, width), bound)
-    causal = device.pure.extend_mask(width, rows.device).expand(key.bucket, -1, -1)
-    plans = device.plan({DRAFT: prefix}, {DRAFT: Queries(positions, positions, causal)})
+    accepted, places = buffers.accepted_of(key.bucket, shape), buffers.places_of(key.bucket, shape)
+    prefix = device.begin(phase, DRAFT, rows, device.pure.extend_extent(places.committed, width), bound)
+    causal = ops.extend_mask(width, rows.device).expand(key.bucket, -1, -1)
+    plans = device.plan({DRAFT: prefix}, {DRAFT: Queries(places.path, places.path, causal)})
     attend = device.tail_attention(device.draft_layers, buffers.extend_tails, plans, Tail(phase, 0, width))
-    fused = device.head.fuse(_path_features(device, key, accepted.path))
+    fused = device.head.fuse(buffers.features_of(key.bucket, shape))
     device.probes.nan(fused, "features", phase, rows)
-    hidden = device.head.forward(accepted.tokens, fused, positions, attend)
-    kept = _kept(device, rows, accepted.accept_len, shape)
-    device.commit(buffers.extend_tails, rows, committed, columns.expand(key.bucket, -1), kept)
+    hidden = device.head.forward(accepted.tokens, fused, places.path, attend)
+    device.commit(buffers.extend_tails, _paths(device, key, None))
     draft = device.propose(hidden, accepted.accept_len)
-    _finish(device, rows, accepted.accept_len, accepted.bonus, draft)
+    ops.finish(device.state.tables, rows, device.layout.dummy_row, accepted, draft)
 
 
 ROUND: dict[Phase, PhaseFunction] = {
@@ -133,23 +126,40 @@ def phases_of(device: Device) -> dict[Phase, PhaseFunction]:
     return {phase: run for phase, run in ROUND.items() if device.head is not None or phase is not Phase.EXTEND}
 
 
-def _path_features(device: Device, key: RoundKey, path: Tensor) -> tuple[Tensor, ...]:
-    """Features of each path's nodes: [rows, S + 1, hidden] of each auxiliary layer."""
-    num_nodes, rows = key.shape.num_draft_tokens, device.buffers.rows[: key.bucket]
-    nodes = device.pure.feature_nodes(path, num_nodes).view(path.shape)
-    first = torch.arange(key.bucket, device=path.device)[:, None] * num_nodes
-    nodes = device.probes.index(nodes, first, first + num_nodes, "feature_node", Phase.EXTEND, rows).reshape(-1)
-    features = device.buffers.features_of(key.bucket, key.shape)
-    return tuple(f.reshape(-1, f.shape[2]).index_select(0, nodes).view(*path.shape, -1) for f in features)
+def _paths(device: Device, key: RoundKey, node: Tensor | None) -> Paths:
+    """What the rows of a round commit. node: the tail entries of the columns, in order if None."""
+    buffers, width = device.buffers, key.shape.commit_width
+    places, accepted = buffers.places_of(key.bucket, key.shape), buffers.accepted_of(key.bucket, key.shape)
+    rows = buffers.rows[: key.bucket]
+    return Paths(rows, places.committed, accepted.accept_len, width, node, device.layout.dummy_row)
 
 
-def _kept(device: Device, rows: Tensor, accept_len: Tensor, shape: SpecShape) -> Tensor:
-    """Columns of a live row's accepted path, root included. Returns [rows, S + 1] bool."""
-    column = torch.arange(shape.commit_width, device=rows.device)
-    return (column <= accept_len[:, None]) & (rows != device.layout.dummy_row)[:, None]
+def _tables(device: Device, rows: Tensor, bound: int, k: int) -> tuple[RowTables, Tensor]:
+    """The tables that trees of `k` branches start from, and where the batch's rows lie in them.
+
+    With probes on they are copies of the batch's own rows, probed, so that a start in one launch reads nothing that a
+    probe redirects.
+    """
+    state, probes, phase, vocab = device.state, device.probes, Phase.DRAFT, device.target.spec.vocab_size
+    if state.draft is not None and state.draft.tokens.shape[1] < k:
+        raise CapacityError(f"proposals of a row: need {k}, have {state.draft.tokens.shape[1]} = max_topk")
+    if not probes.enabled:
+        return state.tables, rows
+    root = probes.index(state.root[rows], 0, vocab, "root_token", phase, rows)
+    committed = probes.index(state.committed[rows], 0, bound + 1, "committed", phase, rows)
+    draft = None
+    if state.draft is not None:
+        tokens, logprob, hidden = state.draft.tokens[rows, :k], state.draft.logprob[rows, :k], state.draft.hidden[rows]
+        tokens = probes.index(tokens, 0, vocab, "topk_token", phase, rows)
+        probes.nan(logprob, "topk_logprob", phase, rows)
+        probes.nan(hidden, "hidden", phase, rows)
+        draft = DraftState(tokens, logprob, hidden)
+    return RowTables(committed, root, draft), torch.arange(rows.shape[0], device=rows.device)
 
 
-def _finish(
-    device: Device, rows: Tensor, accept_len: Tensor, bonus: Tensor, draft: tuple[Proposal, Tensor] | None
-) -> None:
-    device.state.finish(rows, rows != device.layout.dummy_row, accept_len + 1, bonus, draft)
+def _probe_feature_nodes(device: Device, rows: Tensor, path: Tensor, num_nodes: int) -> None:
+    """Level 2: the features that extend is given are nodes of their own row's tree."""
+    if device.probes.enabled:
+        nodes = device.pure.feature_nodes(path, num_nodes).view(path.shape)
+        first = torch.arange(path.shape[0], device=path.device)[:, None] * num_nodes
+        device.probes.index(nodes, first, first + num_nodes, "feature_node", Phase.VERIFY, rows)

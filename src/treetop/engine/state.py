@@ -9,23 +9,14 @@ from torch import Tensor
 
 from treetop.engine.buffers import Zeros
 from treetop.kernels.kv import PageTable
+from treetop.kernels.rows import DraftState, RowTables
 from treetop.kernels.sampling import WarpParams
-from treetop.models.eagle3 import Proposal
 from treetop.types.ids import GroupName
 from treetop.types.layout import Layout
 from treetop.types.messages import PageEdit, RowSetup
 
 _ANY_VOCABULARY = 2**31 - 1
 """A larger top-k means the same."""
-
-
-@dataclass(frozen=True, slots=True)
-class DraftState:
-    """What a row's next tree grows from. tokens, logprob: [num_rows, max_topk]; hidden: [num_rows, draft hidden]."""
-
-    tokens: Tensor
-    logprob: Tensor
-    hidden: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,23 +71,10 @@ class RowState:
         p = self.params
         return WarpParams(p.temperature[rows], p.top_k[rows], p.top_p[rows], p.min_p[rows])
 
-    def finish(
-        self, rows: Tensor, live: Tensor, advance: Tensor, root: Tensor, draft: tuple[Proposal, Tensor] | None
-    ) -> None:
-        """The last operation of a step: committed grows, the root and the next proposals are stored.
-
-        rows, advance, root: [rows] int64. live: [rows] bool; the dummy row keeps its state, so that its duplicates in a
-        padded batch all write what is there. draft: the proposal [rows, k] and hidden [rows, hidden] after the root.
-        """
-        _store(self.committed, rows, live, self.committed[rows] + advance)
-        _store(self.root, rows, live, root)
-        if draft is not None:
-            assert self.draft is not None
-            proposal, hidden = draft
-            k = proposal.tokens.shape[1]
-            _store(self.draft.tokens[:, :k], rows, live, proposal.tokens)
-            _store(self.draft.logprob[:, :k], rows, live, proposal.logprob)
-            _store(self.draft.hidden, rows, live, hidden)
+    @property
+    def tables(self) -> RowTables:
+        """What a round reads at its start and writes at its end."""
+        return RowTables(self.committed, self.root, self.draft)
 
 
 SETUP_COLUMNS = 7
@@ -119,11 +97,6 @@ def setup_columns(setups: Sequence[RowSetup]) -> list[list[int]]:
 def _bits(number: float) -> int:
     """The bits of a float64, as an int64."""
     return int(struct.unpack("q", struct.pack("d", number))[0])
-
-
-def _store(table: Tensor, rows: Tensor, live: Tensor, value: Tensor) -> None:
-    keep = live.view(-1, *[1] * (value.dim() - 1))
-    table[rows] = torch.where(keep, value, table[rows])
 
 
 def make_state(layout: Layout, draft_hidden: int | None, dtype: torch.dtype, zeros: Zeros) -> RowState:

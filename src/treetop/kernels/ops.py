@@ -33,7 +33,7 @@ class Ops(Protocol):
 
     def rotate_and_write(self, qkv: Tensor, angles: Any, target: Tensor, slots: Tensor | None) -> Tensor: ...
 
-    def top_logprobs(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]: ...
+    def top_logprobs(self, logits: Tensor, k: int, offset: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
 class TorchOps:
@@ -61,8 +61,8 @@ class TorchOps:
             write_pages(PagedKV(target), slots, kv)
         return whole[:, :, : -2 * kv_heads]
 
-    def top_logprobs(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        return top_logprobs_reference(logits, k)
+    def top_logprobs(self, logits: Tensor, k: int, offset: Tensor) -> tuple[Tensor, Tensor]:
+        return top_logprobs_reference(logits, k, offset)
 
 
 class TritonOps:
@@ -91,8 +91,8 @@ class TritonOps:
         heads = qkv.shape[3] - 2 * target.shape[-2]
         return rotate_and_write(qkv, heads, *angles, target, slots, self._gpu)
 
-    def top_logprobs(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        return top_logprobs(logits, k, self._gpu) if k <= 16 else top_logprobs_reference(logits, k)
+    def top_logprobs(self, logits: Tensor, k: int, offset: Tensor) -> tuple[Tensor, Tensor]:
+        return top_logprobs(logits, k, self._gpu, offset) if k <= 16 else top_logprobs_reference(logits, k, offset)
 
 
 def ops_for(device: torch.device, dtype: torch.dtype) -> Ops:

@@ -8,45 +8,49 @@ keeps its k best and its share of the normaliser, then a program a row merges th
 import torch
 from torch import Tensor
 
+from treetop.kernels.order import index_of, key_of, value_of
 from treetop.kernels.tree import stable_topk
-from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, tl
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, launch_options, tl
 
 _PIECE = 1024
 """Logits of one program of the first launch."""
 
 
-def top_logprobs_reference(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """logits: [..., vocab]. Returns log-probabilities [..., k] float32, best first, and indices [..., k] int64."""
+def top_logprobs_reference(logits: Tensor, k: int, offset: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Log-probabilities [..., k] float32, best first, and tokens [..., k] int64.
+
+    logits: [..., vocab]. offset: [vocab] int64, what to add to an index to make it a token; None is 0.
+    """
     logprob = torch.log_softmax(logits.to(torch.float32), dim=-1).clamp(max=0)
-    return stable_topk(logprob, k)
+    best, index = stable_topk(logprob, k)
+    return best, index if offset is None else index + offset[index]
 
 
-def top_logprobs(logits: Tensor, k: int, gpu: GpuTraits) -> tuple[Tensor, Tensor]:
+def top_logprobs(logits: Tensor, k: int, gpu: GpuTraits, offset: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """`top_logprobs_reference` in two launches, for k up to 16; order and ties are those of the logits."""
     vocab = logits.shape[-1]
     flat = logits.reshape(-1, vocab)
-    rows, pieces, slots = flat.shape[0], -(-vocab // _PIECE), _power_of_two(k)
-    value = torch.empty((rows, pieces, slots), dtype=torch.float32, device=logits.device)
-    index = torch.empty((rows, pieces, slots), dtype=torch.int32, device=logits.device)
+    rows, pieces, slots = flat.shape[0], -(-vocab // _PIECE), lanes(k)
+    key = torch.empty((rows, pieces, slots), dtype=torch.int64, device=logits.device)
     share = torch.empty((rows, pieces, 2), dtype=torch.float32, device=logits.device)
     best = torch.empty((rows, k), dtype=torch.float32, device=logits.device)
-    where = torch.empty((rows, k), dtype=torch.int64, device=logits.device)
-    options = {"launch_pdl": True} if gpu.can_overlap else {}
+    token = torch.empty((rows, k), dtype=torch.int64, device=logits.device)
     _pieces_kernel[(rows, pieces)](
-        flat, value, index, share, flat.stride(0), vocab,
-        k=k, slots=slots, piece=_PIECE, pieces=pieces, overlap=gpu.can_overlap, num_warps=4, **options,
+        flat, key, share, flat.stride(0), vocab,
+        k=k, slots=slots, piece=_PIECE, pieces=pieces, overlap=gpu.can_overlap, num_warps=4, **launch_options(gpu),
     )  # fmt: skip
     _merge_kernel[(rows,)](
-        value, index, share, best, where,
-        k=k, slots=slots, pieces=pieces, block=_power_of_two(pieces), overlap=gpu.can_overlap, num_warps=4, **options,
+        key, share, best, token, token if offset is None else offset,
+        k=k, slots=slots, pieces=pieces, block=lanes(pieces), has_offset=offset is not None,
+        overlap=gpu.can_overlap, num_warps=4, **launch_options(gpu),
     )  # fmt: skip
     shape = (*logits.shape[:-1], k)
-    return best.view(shape), where.view(shape)
+    return best.view(shape), token.view(shape)
 
 
 @jit
 def _pieces_kernel(
-    logits: Arg, value: Arg, index: Arg, share: Arg, row_stride: Arg, vocab: Arg,
+    logits: Arg, key: Arg, share: Arg, row_stride: Arg, vocab: Arg,
     k: constexpr, slots: constexpr, piece: constexpr, pieces: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """The k best of one piece, and the maximum and sum of exponentials. Grid (rows, pieces)."""
@@ -54,26 +58,25 @@ def _pieces_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    lane = tl.arange(0, piece)
-    at = part * piece + lane
+    at = part * piece + tl.arange(0, piece)
     x = tl.load(logits + row * row_stride + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
     top = tl.max(x, 0)
     safe = tl.where(top == float("-inf"), 0.0, top)
     tl.store(share + (row * pieces + part) * 2, top)
     tl.store(share + (row * pieces + part) * 2 + 1, tl.sum(tl.exp(x - safe), 0))
+    keys = tl.where(at < vocab, key_of(x, at), -0x7FFFFFFFFFFFFFFF)
     for i in tl.static_range(k):
-        first = tl.argmax(x, 0)
-        tl.store(value + (row * pieces + part) * slots + i, tl.max(x, 0))
-        tl.store(index + (row * pieces + part) * slots + i, part * piece + first)
-        x = tl.where(lane == first, float("-inf"), x)
+        best = tl.max(keys, 0)
+        tl.store(key + (row * pieces + part) * slots + i, best)
+        keys = tl.where(keys == best, -0x7FFFFFFFFFFFFFFF, keys)
 
 
 @jit
 def _merge_kernel(
-    value: Arg, index: Arg, share: Arg, best: Arg, where: Arg,
-    k: constexpr, slots: constexpr, pieces: constexpr, block: constexpr, overlap: constexpr,
+    key: Arg, share: Arg, best: Arg, token: Arg, offset: Arg,
+    k: constexpr, slots: constexpr, pieces: constexpr, block: constexpr, has_offset: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
-    """Candidates lie by piece, then rank, so the first of equal values has the smallest index. Grid (rows,)."""
+    """The k best of the pieces' best, less the row's normaliser. Grid (rows,)."""
     if overlap:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -86,13 +89,13 @@ def _merge_kernel(
     normaliser = peak + tl.log(tl.sum(mass * tl.exp(top - peak), 0))
     lane = tl.arange(0, block * slots)
     known = (lane // slots < pieces) & (lane % slots < k)
-    x = tl.load(value + row * pieces * slots + lane, mask=known, other=float("-inf"))
+    keys = tl.load(key + row * pieces * slots + lane, mask=known, other=-0x7FFFFFFFFFFFFFFF)
     for i in tl.static_range(k):
-        first = tl.argmax(x, 0)
-        tl.store(best + row * k + i, tl.minimum(tl.max(x, 0) - normaliser, 0.0))
-        tl.store(where + row * k + i, tl.load(index + row * pieces * slots + first).to(tl.int64))
-        x = tl.where(lane == first, float("-inf"), x)
-
-
-def _power_of_two(x: int) -> int:
-    return 1 << max(x - 1, 0).bit_length()
+        first = tl.max(keys, 0)
+        logprob = value_of(first) - normaliser
+        tl.store(best + row * k + i, tl.where(logprob > 0.0, 0.0, logprob))  # NaN stays, for the probes
+        index = index_of(first).to(tl.int64)
+        if has_offset:
+            index += tl.load(offset + index)
+        tl.store(token + row * k + i, index)
+        keys = tl.where(keys == first, -0x7FFFFFFFFFFFFFFF, keys)

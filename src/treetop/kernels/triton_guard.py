@@ -82,3 +82,13 @@ def gpu_traits(device: torch.device) -> GpuTraits:
     properties = torch.cuda.get_device_properties(device)
     nvidia = torch.version.hip is None
     return GpuTraits(properties.multi_processor_count, nvidia and properties.major >= 9 and not interpreted())
+
+
+def launch_options(gpu: GpuTraits) -> dict[str, bool]:
+    """Options of a launch whose kernel waits for the one before it by itself."""
+    return {"launch_pdl": True} if gpu.can_overlap else {}
+
+
+def lanes(x: int) -> int:
+    """Lanes of a block that holds x elements: a power of two, and no block of a single lane."""
+    return 1 << max(x - 1, 1).bit_length()

@@ -54,9 +54,9 @@ class Eagle3Head:
         self.lm_head = ops.linear(weights["lm_head.weight"])
         self.vocab = DraftVocab(weights["d2t"])
 
-    def fuse(self, features: tuple[Tensor, ...]) -> Tensor:
-        """Target features [rows, n, target_hidden] of each auxiliary layer, low to high, to [rows, n, hidden]."""
-        return self.fuse_features(torch.cat(features, dim=-1))
+    def fuse(self, features: Tensor) -> Tensor:
+        """Target features of all auxiliary layers, low to high, [rows, n, 3 * target_hidden], to [rows, n, hidden]."""
+        return self.fuse_features(features)
 
     def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """tokens, positions: [rows, n] int64; hidden: [rows, n, hidden]. Returns the recurrent state, before `norm`."""
@@ -68,8 +68,8 @@ class Eagle3Head:
 
     def propose(self, hidden: Tensor, k: int) -> Proposal:
         """hidden: [..., hidden]. Log-probabilities are float32 in every dtype, so that ties are the same everywhere."""
-        best, draft = self._ops.top_logprobs(self.lm_head(self.norm(hidden)), k)
-        return Proposal(self.vocab.to_target(draft), best)
+        best, tokens = self._ops.top_logprobs(self.lm_head(self.norm(hidden)), k, self.vocab.offset)
+        return Proposal(tokens, best)
 
     @staticmethod
     def shapes(spec: Eagle3Spec) -> Shapes:

@@ -1,4 +1,4 @@
-"""The two values that pass between growing, verifying and committing. The tensors' shapes are written here only."""
+"""The values that pass between growing, verifying and committing. The tensors' shapes are written here only."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -37,3 +37,16 @@ class Accepted:
     tokens: "Tensor"
     bonus: "Tensor"
     finite: "Tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the rows of a round stand: found once, by its first phase, for all of them.
+
+    committed: [rows] int64, the extent of every phase's prefix. nodes: [rows, T] int64, positions of the tree's nodes
+    in the target, `committed + depth`. path: [rows, S + 1] int64, of a path's columns, `committed + column`.
+    """
+
+    committed: "Tensor"
+    nodes: "Tensor"
+    path: "Tensor"

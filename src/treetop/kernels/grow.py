@@ -1,0 +1,313 @@
+# ruff: noqa: PLR0917 (kernels take what they touch as arguments)
+"""Growing a tree on a GPU: one launch to start, one a draft level, one to select.
+
+References: the functions of `kernels.tree` and `TorchRoundOps` of `spec.round_ops`, which these equal bit for bit:
+scores are the same float32 additions, ties go to the smaller index. Flat candidate indices: see `kernels.tree`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from treetop.kernels.order import index_of, key_of
+from treetop.kernels.rows import RowTables
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, launch_options, tl
+from treetop.types.layout import SpecShape
+from treetop.types.tree import DraftTree, Places
+
+_BLOCK = 4096
+"""Elements of hidden states that a program moves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frontier:
+    """The nodes of one level, which the head runs on next.
+
+    tokens: [rows, k] int64. score: [rows, k] float32. hidden: [rows, k, draft hidden]. mask: [rows, k, t] bool, the
+    node's true ancestors and itself among the t nodes of all levels so far.
+    """
+
+    tokens: Tensor
+    score: Tensor
+    hidden: Tensor
+    mask: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Children:
+    """What the head proposes after each node of a frontier, and its states.
+
+    tokens: [rows, k, k] int64. logprob: [rows, k, k] float32. hidden: [rows, k, draft hidden].
+    """
+
+    tokens: Tensor
+    logprob: Tensor
+    hidden: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """A batch of growing trees: every candidate by its flat index, and where the levels stand.
+
+    tokens: [rows, n] int64. scores: [rows, n] float32. parents: [rows, 1 + k * S] int64, the flat index of the parent
+    of each group of siblings, the first group's being the root; the last k are never used. positions: [rows, k * S]
+    int64, where the nodes of each level stand in the draft, which runs one position behind its tokens.
+    """
+
+    shape: SpecShape
+    tokens: Tensor
+    scores: Tensor
+    parents: Tensor
+    positions: Tensor
+
+
+def empty_growth(shape: SpecShape, rows: Tensor) -> Growth:
+    """Unwritten candidates of a batch. rows: [rows]."""
+    n, device, wide = rows.shape[0], rows.device, shape.topk * shape.num_steps
+    return Growth(
+        shape,
+        torch.empty((n, shape.num_candidates), dtype=torch.int64, device=device),
+        torch.empty((n, shape.num_candidates), dtype=torch.float32, device=device),
+        torch.empty((n, 1 + wide), dtype=torch.int64, device=device),
+        torch.empty((n, wide), dtype=torch.int64, device=device),
+    )
+
+
+def fits(shape: SpecShape) -> bool:
+    """Whether one program can hold a row's candidates and its tree's mask in registers."""
+    return shape.topk <= 16 and shape.num_draft_tokens <= 128 and shape.num_candidates <= 2048
+
+
+# ---------------------------------------------------------------------------------------------------------- start
+
+
+def start(tables: RowTables, rows: Tensor, growth: Growth, tree: DraftTree, places: Places, ones: Tensor) -> Frontier:
+    """Write node 0 of the trees, places but for other nodes, and level 0 of a growth; returns that level.
+
+    rows: [rows] int64. ones: [k, k] bool, the identity, constant. A tree without levels is complete after this. Often
+    the first of a graph, it has nothing before it to overlap with.
+    """
+    shape, draft = growth.shape, tables.draft
+    k, steps = shape.topk, shape.num_steps
+    assert draft is not None or steps == 0
+    state = tables.root[:, None] if draft is None else draft.hidden
+    width = state.shape[1] if steps else 0
+    hidden = torch.empty((len(rows), k, width), dtype=state.dtype, device=rows.device)
+    block = min(_BLOCK // lanes(k), lanes(width))
+    flags = _flags(tree.mask)
+    _start_kernel[(len(rows), max(1, -(-width // block)))](
+        rows, tables.committed, tables.root, *((draft.tokens, draft.logprob) if draft else (tables.root,) * 2), state,
+        tree.tokens, tree.parent, tree.depth, flags, tree.logprob, places.committed, places.nodes, places.path,
+        growth.tokens, growth.scores, growth.positions, hidden,
+        draft.tokens.stride(0) if draft else 0, state.stride(0), _row_stride(tree), flags.stride(0),
+        places.nodes.stride(0), places.path.stride(0), shape.num_candidates, width,
+        k=k, steps=steps, block_k=lanes(k), block_w=lanes(steps + 1),
+        block_p=lanes(k * steps), block=block, num_warps=4,
+    )  # fmt: skip
+    tokens, scores = growth.tokens[:, :k], growth.scores[:, :k]
+    return Frontier(tokens, scores, hidden, ones.expand(len(rows), k, k))
+
+
+@jit
+def _start_kernel(
+    rows: Arg, committed: Arg, root: Arg, tokens: Arg, logprob: Arg, hidden: Arg,
+    node_tokens: Arg, parent: Arg, depth: Arg, mask: Arg, node_logprob: Arg,
+    out_committed: Arg, nodes: Arg, path: Arg, out_tokens: Arg, out_scores: Arg, positions: Arg, out_hidden: Arg,
+    token_row: Arg, hidden_row: Arg, tree_row: Arg, mask_row: Arg, nodes_row: Arg, path_row: Arg,
+    candidates: Arg, width: Arg,
+    k: constexpr, steps: constexpr, block_k: constexpr, block_w: constexpr, block_p: constexpr, block: constexpr,
+) -> None:  # fmt: skip
+    """One block of a row's hidden state a program, the first also the rest. Grid (rows, blocks)."""
+    item, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.load(rows + item)
+    if part == 0:
+        length = tl.load(committed + row)
+        tl.store(out_committed + item, length)
+        tl.store(nodes + item * nodes_row, length)
+        column = tl.arange(0, block_w)
+        tl.store(path + item * path_row + column, length + column, mask=column < steps + 1)
+        tl.store(node_tokens + item * tree_row, tl.load(root + row))
+        tl.store(parent + item * tree_row, 0)
+        tl.store(depth + item * tree_row, 0)
+        tl.store(node_logprob + item * tree_row, 0.0)
+        tl.store(mask + item * mask_row, 1)
+        if steps > 0:
+            branch = tl.arange(0, block_k)
+            there = branch < k
+            token = tl.load(tokens + row * token_row + branch, mask=there, other=0)
+            tl.store(out_tokens + item * candidates + branch, token, mask=there)
+            score = tl.load(logprob + row * token_row + branch, mask=there, other=0.0)
+            tl.store(out_scores + item * candidates + branch, score, mask=there)
+            node = tl.arange(0, block_p)
+            tl.store(positions + item * (k * steps) + node, length + node // k, mask=node < k * steps)
+    if steps > 0:
+        lane = part * block + tl.arange(0, block)
+        inside = lane < width
+        state = tl.load(hidden + row * hidden_row + lane, mask=inside, other=0.0)
+        for branch_of in tl.static_range(k):
+            tl.store(out_hidden + (item * k + branch_of) * width + lane, state, mask=inside)
+
+
+# ----------------------------------------------------------------------------------------------------------- grow
+
+
+def grow(growth: Growth, level: int, frontier: Frontier, children: Children, gpu: GpuTraits) -> Frontier:
+    """Record a level's children as candidates and make the k best of them the next frontier."""
+    rows, k, t = frontier.mask.shape
+    width = children.hidden.shape[2]
+    assert children.hidden.is_contiguous()
+    proposed, logprob = children.tokens.contiguous(), children.logprob.contiguous()
+    flags = _flags(frontier.mask)
+    tokens, score = torch.empty_like(proposed[:, 0]), torch.empty_like(logprob[:, 0])
+    hidden = torch.empty_like(children.hidden)
+    mask = torch.empty((rows, k, t + k), dtype=torch.uint8, device=tokens.device)
+    block = min(_BLOCK // lanes(k), lanes(width))
+    _grow_kernel[(rows, -(-width // block))](
+        frontier.score, proposed, logprob, children.hidden, flags,
+        growth.tokens, growth.scores, growth.parents, tokens, score, hidden, mask,
+        frontier.score.stride(0), *flags.stride(), growth.shape.num_candidates, growth.parents.stride(0),
+        k + level * k * k, 1 + (level + 1) * k, t, width,
+        k=k, block_k=lanes(k), block_c=lanes(k * k), block_t=lanes(k * growth.shape.num_steps),
+        block=block, overlap=gpu.can_overlap, num_warps=4, **launch_options(gpu),
+    )  # fmt: skip
+    return Frontier(tokens, score, hidden, mask.view(torch.bool))
+
+
+@jit
+def _grow_kernel(
+    above: Arg, tokens: Arg, logprob: Arg, hidden: Arg, mask: Arg,
+    all_tokens: Arg, all_scores: Arg, parents: Arg, out_tokens: Arg, out_score: Arg, out_hidden: Arg, out_mask: Arg,
+    above_row: Arg, mask_row: Arg, mask_node: Arg, mask_column: Arg, candidates: Arg, parent_row: Arg,
+    first: Arg, first_group: Arg, t: Arg, width: Arg,
+    k: constexpr, block_k: constexpr, block_c: constexpr, block_t: constexpr, block: constexpr, overlap: constexpr,
+) -> None:  # fmt: skip
+    """Every program of a row finds its k best children; each moves one block of their parents' states, the first also
+    writes the rest. first: flat index of the first child; first_group: number of the first group below the new
+    frontier. Grid (rows, blocks).
+    """
+    if overlap:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    child = tl.arange(0, block_c)
+    real = child < k * k
+    score = tl.load(above + row * above_row + child // k, mask=real, other=0.0)
+    score += tl.load(logprob + row * (k * k) + child, mask=real, other=0.0)
+    key = tl.where(real, key_of(score, child), -0x7FFFFFFFFFFFFFFF)
+    slot = tl.arange(0, block_k)
+    chosen = tl.zeros([block_k], tl.int32)
+    for i in tl.static_range(k):
+        best = tl.max(key, 0)
+        chosen = tl.where(slot == i, index_of(best), chosen)
+        key = tl.where(key == best, -0x7FFFFFFFFFFFFFFF, key)
+    there = slot < k
+    parent = chosen // k
+
+    if part == 0:
+        token = tl.load(tokens + row * (k * k) + child, mask=real, other=0)
+        tl.store(all_tokens + row * candidates + first + child, token, mask=real)
+        tl.store(all_scores + row * candidates + first + child, score, mask=real)
+        tl.store(parents + row * parent_row + first_group + slot, (chosen + first).to(tl.int64), mask=there)
+        next_token = tl.load(tokens + row * (k * k) + chosen, mask=there, other=0)
+        tl.store(out_tokens + row * k + slot, next_token, mask=there)
+        next_score = tl.load(above + row * above_row + parent, mask=there, other=0.0)
+        next_score += tl.load(logprob + row * (k * k) + chosen, mask=there, other=0.0)
+        tl.store(out_score + row * k + slot, next_score, mask=there)
+        column = tl.arange(0, block_t)
+        inherited = mask + row * mask_row + parent[:, None] * mask_node + column[None, :] * mask_column
+        shown = tl.load(inherited, mask=there[:, None] & (column < t)[None, :], other=0)
+        own = (column[None, :] == t + slot[:, None]).to(tl.uint8)
+        at = out_mask + (row * k + slot[:, None]) * (t + k) + column[None, :]
+        tl.store(at, shown | own, mask=there[:, None] & (column < t + k)[None, :])
+
+    lane = part * block + tl.arange(0, block)
+    inside = there[:, None] & (lane < width)[None, :]
+    state = tl.load(hidden + (row * k + parent[:, None]) * width + lane[None, :], mask=inside, other=0.0)
+    tl.store(out_hidden + (row * k + slot[:, None]) * width + lane[None, :], state, mask=inside)
+
+
+# --------------------------------------------------------------------------------------------------------- select
+
+
+def select(growth: Growth, tree: DraftTree, places: Places, gpu: GpuTraits) -> None:
+    """`kernels.tree.select_tree` into the buffers of trees whose node 0 `start` wrote, and the nodes' places."""
+    shape = growth.shape
+    flags = _flags(tree.mask)
+    _select_kernel[(len(growth.tokens),)](
+        growth.tokens, growth.scores, growth.parents, places.committed,
+        tree.tokens, tree.parent, tree.depth, flags, tree.logprob, places.nodes,
+        _row_stride(tree), flags.stride(0), flags.stride(1), places.nodes.stride(0), growth.parents.stride(0),
+        k=shape.topk, steps=shape.num_steps, candidates=shape.num_candidates, count=shape.num_draft_tokens - 1,
+        block_n=lanes(shape.num_candidates), block_t=lanes(shape.num_draft_tokens - 1),
+        overlap=gpu.can_overlap, num_warps=4 if shape.num_draft_tokens <= 33 else 8, **launch_options(gpu),
+    )  # fmt: skip
+
+
+@jit
+def _select_kernel(
+    tokens: Arg, scores: Arg, parents: Arg, committed: Arg,
+    node_tokens: Arg, node_parent: Arg, depth: Arg, mask: Arg, logprob: Arg, nodes: Arg,
+    tree_row: Arg, mask_row: Arg, mask_node: Arg, nodes_row: Arg, parent_row: Arg,
+    k: constexpr, steps: constexpr, candidates: constexpr, count: constexpr, block_n: constexpr, block_t: constexpr,
+    overlap: constexpr,
+) -> None:  # fmt: skip
+    """One tree a program: the `count` best candidates, best first, then each one's place among them. Grid (rows,)."""
+    if overlap:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    candidate = tl.arange(0, block_n)
+    real = candidate < candidates
+    score = tl.load(scores + row * candidates + candidate, mask=real, other=0.0)
+    key = tl.where(real, key_of(score, candidate), -0x7FFFFFFFFFFFFFFF)
+    slot = tl.arange(0, block_t)
+    flat = tl.zeros([block_t], tl.int32)
+    for i in range(count):
+        best = tl.max(key, 0)
+        flat = tl.where(slot == i, index_of(best), flat)
+        key = tl.where(key == best, -0x7FFFFFFFFFFFFFFF, key)
+
+    there = slot < count
+    other = there[None, :]
+    node = 1 + tl.sum(((flat[None, :] < flat[:, None]) & other).to(tl.int32), 1)  # breadth first is by flat index
+    up = _parent_of(parents + row * parent_row, flat, there, k)
+    parent = tl.sum(((flat[None, :] <= up[:, None]) & other).to(tl.int32), 1)
+    level = tl.where(flat < k, 1, (flat - k) // (k * k) + 2).to(tl.int64)
+    seen = (flat[None, :] == flat[:, None]).to(tl.int32)
+    line = up
+    for _ in range(steps - 1):
+        seen |= (flat[None, :] == line[:, None]).to(tl.int32)
+        line = _parent_of(parents + row * parent_row, line, there & (line >= 0), k)
+
+    at = row * tree_row + node
+    tl.store(node_tokens + at, tl.load(tokens + row * candidates + flat, mask=there, other=0), mask=there)
+    tl.store(logprob + at, tl.load(scores + row * candidates + flat, mask=there, other=0.0), mask=there)
+    tl.store(node_parent + at, parent.to(tl.int64), mask=there)
+    tl.store(depth + at, level, mask=there)
+    tl.store(nodes + row * nodes_row + node, tl.load(committed + row) + level, mask=there)
+    square = mask + row * mask_row + node[:, None] * mask_node + node[None, :]
+    tl.store(square, seen.to(tl.uint8), mask=there[:, None] & other)
+    tl.store(mask + row * mask_row + node * mask_node, tl.full([block_t], 1, tl.uint8), mask=there)
+    tl.store(mask + row * mask_row + node, tl.zeros([block_t], tl.uint8), mask=there)
+
+
+@jit
+def _parent_of(parents: Arg, flat: Arg, there: Arg, k: constexpr) -> Arg:
+    """Flat index of each candidate's parent; -1 for the root's children and where not `there`."""
+    group = tl.where(there, flat, 0) // k  # siblings; group g of 1 .. k hangs on candidate g - 1
+    deep = there & (group > k)
+    found = tl.load(parents + group, mask=deep, other=0).to(tl.int32)
+    return tl.where(deep, found, tl.where(there, group - 1, -1))
+
+
+def _flags(mask: Tensor) -> Tensor:
+    """A mask as bytes, which is how kernels read and write it."""
+    return mask.view(torch.uint8)
+
+
+def _row_stride(tree: DraftTree) -> int:
+    """The stride of a row, in elements, of every tensor of a tree but its mask."""
+    strides = {tree.tokens.stride(), tree.parent.stride(), tree.depth.stride(), tree.logprob.stride()}
+    assert strides == {(tree.tokens.stride(0), 1)}
+    return tree.tokens.stride(0)

@@ -1,0 +1,395 @@
+"""The fused operations of a round equal the plain ones bit for bit, and write nothing else.
+
+As in `test_triton.py`, under pytest this file starts itself again with TRITON_INTERPRET=1, and there, and on a GPU, it
+holds the tests of the kernels. Every output buffer is filled with something else before, and is a part of a larger one.
+"""
+
+import os
+import random
+import subprocess
+import sys
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engines import accept_lens, build, greedy, sampled, tokens
+from oracles import float32
+from treetop.debug.faults import fault
+from treetop.engine.pure import Pure
+from treetop.engine.round_ops import make_round_ops
+from treetop.kernels.accept import Drawn
+from treetop.kernels.commit import Paths
+from treetop.kernels.grow import Children
+from treetop.kernels.rows import DraftState, RowTables
+from treetop.kernels.tree import ancestor_mask
+from treetop.spec.round_ops import TorchRoundOps, TritonRoundOps
+from treetop.types.layout import PLAIN, Layout, SpecShape
+from treetop.types.tree import Accepted, DraftTree, Places
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ROOT = Path(__file__).parent.parent
+CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
+FEW = settings(max_examples=15, deadline=None)
+# Few values, so that ties are common: equal ones, both zeros, and impossible ones.
+SCORES = [0.0, -0.0, float32(-0.1), -0.5, -0.5, -1.0, -30.0, float("-inf")]
+VOCAB = 40
+FULL_TREE = (130, 13)  # nodes and columns of buffers larger than any tree here
+
+
+def sown(dtype: torch.dtype, *shape: int) -> Tensor:
+    """Memory that held something else: NaN, true, or a number that is no index."""
+    fill = {torch.bool: True, torch.int64: -(2**62)}.get(dtype, float("nan"))
+    return torch.full(shape, fill, dtype=dtype)
+
+
+@dataclass
+class Buffers:
+    """Buffers for more rows and larger trees than any test has."""
+
+    tree: DraftTree
+    places: Places
+    accepted: Accepted
+
+    @classmethod
+    def make(cls) -> "Buffers":
+        (t, w), long = FULL_TREE, torch.int64
+        wide = [sown(long, 6, t) for _ in range(3)]
+        return cls(
+            DraftTree(*wide, sown(torch.bool, 6, t, t), sown(torch.float32, 6, t)),
+            Places(sown(long, 6), sown(long, 6, t), sown(long, 6, w)),
+            Accepted(sown(long, 6, w), sown(long, 6), sown(long, 6, w), sown(long, 6), sown(torch.bool, 6)),
+        )
+
+    def of(self, rows: int, shape: SpecShape) -> tuple[DraftTree, Places, Accepted]:
+        t, w, tree, places, out = shape.num_draft_tokens, shape.commit_width, self.tree, self.places, self.accepted
+        return (
+            DraftTree(
+                tree.tokens[:rows, :t],
+                tree.parent[:rows, :t],
+                tree.depth[:rows, :t],
+                tree.mask[:rows, :t, :t],
+                tree.logprob[:rows, :t],
+            ),
+            Places(places.committed[:rows], places.nodes[:rows, :t], places.path[:rows, :w]),
+            Accepted(
+                out.path[:rows, :w], out.accept_len[:rows], out.tokens[:rows, :w], out.bonus[:rows], out.finite[:rows]
+            ),
+        )
+
+    def tensors(self):
+        for value in (self.tree, self.places, self.accepted):
+            for field in fields(value):
+                yield field.name, getattr(value, field.name)
+
+
+def assert_same(got, want) -> None:
+    """Equal bits in every field, NaN and -0.0 included."""
+    pairs = zip(got.tensors(), want.tensors(), strict=True) if isinstance(got, Buffers) else (
+        ((f.name, getattr(got, f.name)), (f.name, getattr(want, f.name))) for f in fields(got)
+    )  # fmt: skip
+    for (name, one), (_, other) in pairs:
+        if isinstance(one, Tensor):
+            assert one.dtype == other.dtype, name
+            torch.testing.assert_close(
+                one, other, rtol=0, atol=0, equal_nan=True, msg=lambda m, name=name: f"{name} {m}"
+            )
+
+
+@st.composite
+def shapes(draw, smallest=1):
+    k = draw(st.integers(1, 5))
+    num_steps = draw(st.integers(smallest, 4))
+    if num_steps == 0:
+        return SpecShape(1, 0, 1)
+    if k == 1:
+        return SpecShape(1, num_steps, num_steps + 1)
+    largest = 1 + k + (num_steps - 1) * k * k
+    return SpecShape(k, num_steps, draw(st.one_of(st.just(2), st.just(largest), st.integers(2, largest))))
+
+
+def random_tables(rng: random.Random, max_topk: int, width: int, dtype=torch.float32) -> RowTables:
+    """Five request rows and the dummy, wider than a tree needs."""
+    scores = [sorted((rng.choice(SCORES) for _ in range(max_topk)), reverse=True) for _ in range(6)]
+    torch.manual_seed(rng.randrange(10**6))
+    return RowTables(
+        torch.tensor([rng.randrange(90) for _ in range(5)] + [0]),
+        torch.tensor([rng.randrange(VOCAB) for _ in range(6)]),
+        DraftState(
+            torch.tensor([rng.sample(range(VOCAB), max_topk) for _ in range(6)]),
+            torch.tensor(scores),
+            torch.randn(6, width).to(dtype),
+        ),
+    )
+
+
+def random_children(rng: random.Random, rows: int, k: int, width: int, dtype=torch.float32) -> Children:
+    scores = [[sorted((rng.choice(SCORES) for _ in range(k)), reverse=True) for _ in range(k)] for _ in range(rows)]
+    torch.manual_seed(rng.randrange(10**6))
+    return Children(
+        torch.tensor([[rng.sample(range(VOCAB), k) for _ in range(k)] for _ in range(rows)]),
+        torch.tensor(scores),
+        torch.randn(rows, k, width).to(dtype),
+    )
+
+
+def random_tree(rng: random.Random, rows: int, shape: SpecShape, buffers: Buffers) -> DraftTree:
+    """Trees of which a target may agree with any part: parents before children, siblings that differ."""
+    tree = buffers.of(rows, shape)[0]
+    for row in range(rows):
+        parent, depth, token, taken = [0], [0], [rng.randrange(4)], set()
+        while len(parent) < shape.num_draft_tokens:
+            place = (rng.choice([i for i in range(len(parent)) if depth[i] < shape.num_steps]), rng.randrange(VOCAB))
+            if place not in taken:
+                taken.add(place)
+                parent.append(place[0])
+                depth.append(depth[place[0]] + 1)
+                token.append(place[1])
+        tree.tokens[row], tree.parent[row], tree.depth[row] = map(torch.tensor, (token, parent, depth))
+    tree.mask.copy_(ancestor_mask(tree.parent, shape.num_steps))
+    tree.logprob.fill_(-1.0)
+    return tree
+
+
+def agreeing(rng: random.Random, tree: DraftTree) -> Tensor:
+    """A target's choice after each node: mostly one of its children's tokens."""
+    torch.manual_seed(rng.randrange(10**6))
+    choice = torch.randint(0, VOCAB, tree.tokens.shape)
+    for row, parents in enumerate(tree.parent.tolist()):
+        for node, parent in enumerate(parents):
+            if node and rng.random() < 0.7:
+                choice[row, parent] = tree.tokens[row, node]
+    return choice
+
+
+if not INTERPRETED:
+
+    def test_the_kernels_pass_in_tritons_interpreter():
+        pytest.importorskip("triton", reason="Triton is not installed; its interpreter runs on any CPU")
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+        env = {**os.environ, "TRITON_INTERPRET": "1"}
+        done = subprocess.run(command, check=False, env=env, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+    @pytest.mark.parametrize(
+        "name", ["sgl-25015", "column-ancestors", "sgl-26628-missed", "sgl-27545", "in-place-compaction"]
+    )
+    def test_an_engine_with_a_replaced_part_runs_the_reference(monkeypatch, name):
+        """A fault of a part is what runs, also where fused launches could; without one they are used."""
+        sizes = {"page_size": 1, "max_requests": 1, "max_context": 8, "chunk": 8, "groups": (), "pool_tokens": 9}
+        layout = Layout(shapes=(PLAIN, SpecShape(2, 3, 6)), **sizes)
+        monkeypatch.setattr("treetop.engine.round_ops.why_not", lambda device: None)
+        monkeypatch.setattr("treetop.engine.round_ops.TritonRoundOps", lambda *sizes: "fused")
+        gpu = torch.device("cuda")
+        assert make_round_ops(Pure(), layout, torch.float32, gpu) == "fused"
+        assert make_round_ops(fault("sgl-23037-alias").pure, layout, torch.float32, gpu) == "fused"
+        assert isinstance(make_round_ops(fault(name).pure, layout, torch.float32, gpu), TorchRoundOps)
+        assert isinstance(make_round_ops(Pure(), layout, torch.float64, gpu), TorchRoundOps)
+        assert isinstance(make_round_ops(Pure(), layout, torch.float32, CPU), TorchRoundOps)
+        huge = replace(layout, shapes=(*layout.shapes, SpecShape(8, 8, 200)))
+        assert isinstance(make_round_ops(Pure(), huge, torch.float32, gpu), TorchRoundOps)
+
+
+if INTERPRETED or DEVICE.type == "cuda":
+
+    @pytest.fixture(autouse=True, scope="module")
+    def on_device():
+        with DEVICE:
+            yield
+
+    def both() -> list[tuple]:
+        return [(TorchRoundOps(), Buffers.make()), (TritonRoundOps(DEVICE, 6, FULL_TREE[1]), Buffers.make())]
+
+    @given(shape=shapes(0), rows=st.integers(1, 4), seed=st.integers(0, 10**6), half=st.booleans())
+    @FEW
+    def test_growing_and_selecting_equal_the_plain_operations(shape, rows, seed, half):
+        """Every frontier, candidate, node and place: ties, -inf, k = 1, dummy rows, hidden states of no round width."""
+        dtype = torch.float16 if half else torch.float32
+        results = []
+        for ops, buffers in both():
+            rng = random.Random(seed)
+            tables = random_tables(rng, 6, 37, dtype)
+            listed = torch.tensor([*rng.sample(range(5), rows), 5])
+            tree, places, _ = buffers.of(len(listed), shape)
+            growth, frontier = ops.start(tables, listed, shape, tree, places)
+            frontiers = [frontier] if shape.num_steps else []
+            for level in range(shape.num_steps - 1):
+                frontier = ops.grow(growth, level, frontier, random_children(rng, len(listed), shape.topk, 37, dtype))
+                frontiers.append(frontier)
+            if shape.num_steps:
+                ops.select(growth, tree, places)
+            results.append((buffers, frontiers, growth))
+        (want, want_levels, want_growth), (got, got_levels, got_growth) = results
+        assert_same(got, want)
+        for one, other in zip(got_levels, want_levels, strict=True):
+            assert_same(one, other)
+        if shape.num_steps:
+            for name in ("tokens", "scores", "positions"):
+                assert torch.equal(getattr(got_growth, name), getattr(want_growth, name)), name
+
+    @pytest.mark.parametrize("shape", [SpecShape(16, 2, 60), SpecShape(10, 8, 60), SpecShape(8, 4, 128)], ids=str)
+    def test_large_trees_equal_the_plain_operations(shape):
+        """As many branches, candidates and nodes as a program is given."""
+        results = []
+        for _, buffers in both():
+            rng = random.Random(3)
+            ops = TorchRoundOps() if not results else TritonRoundOps(DEVICE, 16, FULL_TREE[1])
+            tables = random_tables(rng, 16, 8)
+            tree, places, _ = buffers.of(2, shape)
+            growth, frontier = ops.start(tables, torch.tensor([4, 5]), shape, tree, places)
+            for level in range(shape.num_steps - 1):
+                frontier = ops.grow(growth, level, frontier, random_children(rng, 2, shape.topk, 8))
+            ops.select(growth, tree, places)
+            results.append(buffers)
+        assert_same(*results)
+
+    @given(
+        shape=shapes(0),
+        rows=st.integers(1, 4),
+        seed=st.integers(0, 10**6),
+        kind=st.sampled_from(["greedy", "drawn", "forced"]),
+    )
+    @FEW
+    def test_accepting_equals_the_plain_operations(shape, rows, seed, kind):
+        """Paths, tokens, bonus and finite, from logits with ties and NaN, from drawn tokens, and by force."""
+        results = []
+        for ops, buffers in both():
+            rng = random.Random(seed)
+            tree = random_tree(rng, rows, shape, buffers)
+            choice = agreeing(rng, tree)
+            logits = torch.randint(-3, 4, (*choice.shape, VOCAB)) / 2.0
+            logits.scatter_(2, choice[:, :, None], 9.0)
+            spoilt = rng.choice([None, float("nan"), float("inf"), float("-inf")])
+            if spoilt is not None:
+                logits[rng.randrange(rows), rng.randrange(shape.num_draft_tokens), :] = spoilt
+                logits[0, 0, 3:5] = spoilt
+            chosen = Drawn(choice, torch.arange(rows) % 2 == 0) if kind == "drawn" else ops.greedy(logits)
+            forced = rng.randrange(min(shape.num_steps + 1, shape.num_draft_tokens)) if kind == "forced" else None
+            ops.accept(chosen, tree, buffers.of(rows, shape)[2], forced)
+            results.append(buffers)
+        assert_same(results[1], results[0])
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, *([] if INTERPRETED else [torch.bfloat16])])
+    def test_the_first_of_the_largest_logits_wins_across_pieces(dtype):
+        """A vocabulary of several pieces, equal largest values in two of them, the two zeros, and a row of -inf."""
+        logits = torch.full((2, 3, 9000), -1.0, dtype=dtype)
+        logits[0, 0, [4100, 8999, 5000]] = 2.0
+        logits[0, 1, 8999] = 7.0
+        logits[0, 2], logits[0, 2, 4096], logits[0, 2, 17] = -5.0, 0.0, -0.0
+        logits[1, 1] = float("-inf")
+        shape, results = SpecShape(1, 2, 3), []
+        for ops, buffers in both():
+            tree = random_tree(random.Random(0), 2, shape, buffers)
+            tree.tokens[0] = torch.tensor([1, 4100, 8999])
+            ops.accept(ops.greedy(logits), tree, buffers.of(2, shape)[2], None)
+            results.append(buffers)
+        assert_same(results[1], results[0])
+        assert results[1].accepted.tokens[0, :3].tolist() == [4100, 8999, 17]
+        assert results[1].accepted.finite[:2].tolist() == [True, False]
+
+    @given(
+        page_size=st.sampled_from([1, 3, 4]),
+        width=st.integers(1, 5),
+        seed=st.integers(0, 10**6),
+        in_order=st.booleans(),
+    )
+    @FEW
+    def test_committing_equals_the_plain_copy_and_leaves_the_null_page_alone(page_size, width, seed, in_order):
+        """All layers, only columns of the path and live rows; page-table columns past the path hold no page."""
+        rng = random.Random(seed)
+        torch.manual_seed(seed)
+        layers, columns, t = 3, 8, 7
+        committed = torch.tensor([rng.randrange(2 * page_size + 1) for _ in range(3)] + [0])
+        accept_len = torch.tensor([rng.randrange(width) for _ in range(4)])
+        table = (torch.randperm(4 * columns) + 1).to(torch.int32).view(4, columns)
+        table[3] = 0
+        rows = torch.tensor([2, 0, 3, 1, 3])
+        lens = accept_len[rows]
+        for row in range(3):
+            table[row, (int(committed[row]) + int(accept_len[row])) // page_size + 1 :] = -(2**31)
+        pool = torch.randn(layers, (4 * columns + 1) * page_size, 2, 2, 5)
+        pool[:, :page_size] = 0
+        tail = torch.randn(layers, 6, t, 2, 2, 5)
+        node = None if in_order else torch.randint(0, t, (6, width + 2))[:5, :width]
+        paths = Paths(rows, committed[rows], lens, width, node, 3)
+        got, want = pool.clone(), pool.clone()
+        TorchRoundOps().commit(want, tail, table, page_size, paths)
+        TritonRoundOps(DEVICE, 1, 1).commit(got, tail, table, page_size, paths)
+        assert torch.equal(got, want)
+        assert (got != pool).any()
+
+    def test_a_live_row_on_the_null_page_writes_nothing():
+        """The start-up proof runs all rows on the null page; the fused copy does not touch it."""
+        pool, tail = torch.zeros(2, 8, 2, 1, 4), torch.ones(2, 1, 3, 2, 1, 4)
+        paths = Paths(torch.tensor([0]), torch.tensor([1]), torch.tensor([2]), 3, None, 1)
+        TritonRoundOps(DEVICE, 1, 1).commit(pool, tail, torch.zeros(2, 4, dtype=torch.int32), 4, paths)
+        assert (pool == 0).all()
+
+    @pytest.mark.parametrize("streams", [1, 3, 4])
+    @pytest.mark.parametrize("hidden", [24, 1500])
+    def test_features_of_a_path_equal_the_plain_gather(streams, hidden):
+        """Side by side, in a part of a wider buffer; fewer and more streams than a launch takes."""
+        torch.manual_seed(0)
+        given_streams = tuple(torch.randn(3, 6, hidden) for _ in range(streams))
+        path = torch.randint(0, 6, (5, 7))[:3, :4]
+        got, want = (sown(torch.float32, 4, 5, streams * hidden) for _ in range(2))
+        TorchRoundOps().features(want[:3, :4], given_streams, path)
+        TritonRoundOps(DEVICE, 1, 1).features(got[:3, :4], given_streams, path)
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+    @given(seed=st.integers(0, 10**6), k=st.integers(1, 6), with_draft=st.booleans())
+    @FEW
+    def test_finishing_equals_the_plain_operations_and_keeps_the_dummy(seed, k, with_draft):
+        """Live rows get their committed length, root, proposals and picked state; nothing else changes."""
+        results = []
+        for ops, buffers in both():
+            rng = random.Random(seed)
+            tables = random_tables(rng, 6, 21)
+            rows = torch.tensor([*rng.sample(range(5), 3), 5, 5])
+            accepted = buffers.of(5, SpecShape(1, 3, 4))[2]
+            accepted.accept_len.copy_(torch.tensor([rng.randrange(4) for _ in range(5)]))
+            accepted.bonus.copy_(torch.tensor([rng.randrange(VOCAB) for _ in range(5)]))
+            new, draft = random_tables(rng, 6, 21).draft, None  # seeds the columns below
+            if with_draft:
+                columns = torch.randn(5, 4, 42)[:, :, :21]
+                chosen = ops.pick(columns, accepted.accept_len)
+                draft = DraftState(new.tokens[:5, :k], new.logprob[:5, :k], chosen)
+            else:
+                tables = replace(tables, draft=rng.choice([None, tables.draft]))
+            ops.finish(tables, rows, 5, accepted, draft)
+            results.append((tables, tables.draft))
+        assert_same(results[1][0], results[0][0])
+        if results[0][1] is not None:
+            assert_same(results[1][1], results[0][1])
+
+
+if INTERPRETED:
+
+    @pytest.mark.parametrize(
+        ("params", "level"),
+        [(greedy(12), 3), (sampled(3, 12), 2), (sampled(4, 12, top_p=0.8), 1)],
+        ids=["greedy", "drawn", "filtered"],
+    )
+    def test_an_engine_gives_the_same_rounds_with_either(strong_pair, params, level):
+        """Whole rounds with a padded batch: tokens and accepted lengths, guards up to level 3 silent."""
+        prompts, seen = strong_pair.prompts([9, 4, 13]), []
+        options = {"dtype": "float32", "page_size": 4, "context_length": 64, "max_running_requests": 4}
+        options["attention_backend"] = "torch"  # Triton's is interpreted slowly, and has tests of its own
+        for fused in (False, True):
+
+            def wrap(device, fused=fused):
+                layout = device.layout
+                ops = TritonRoundOps(CPU, layout.max_topk, layout.commit_width) if fused else device.round_ops
+                return replace(device, round_ops=ops)
+
+            llm = build(strong_pair, (2, 3, 6), check_level=level, wrap=wrap, **options)
+            outputs = llm.generate(prompts, params)
+            llm.scheduler.check_integrity()
+            seen.append((tokens(outputs), accept_lens(outputs)))
+        assert seen[0] == seen[1]
+        assert max(a for each in seen[0][1] for a in each) > 0
