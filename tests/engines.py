@@ -1,5 +1,7 @@
 """Engines and requests as the tests use them. All batches come from the scheduler."""
 
+from collections import deque
+
 from treetop import LLM, SamplingParams
 from treetop.types.stopping import NoStop
 
@@ -57,6 +59,22 @@ def steps(llm, limit=10_000):
         llm.scheduler.commit(plan, result)
         llm.scheduler.check_integrity()
         yield plan, result
+    raise AssertionError(f"the work was not done after {limit} steps")
+
+
+def pump(llm, limit=10_000):
+    """As `steps`, with as many steps in flight as the engine allows; yields (plan, updates) after each commit."""
+    tickets = deque()
+    for _ in range(limit):
+        while (plan := llm.scheduler.plan()) is not None:
+            tickets.append(llm.engine.launch(plan))
+        if not tickets:
+            assert not llm.scheduler.has_work, "work is left, but there is no plan"
+            return
+        ticket = tickets.popleft()
+        updates = llm.scheduler.commit(ticket.plan, llm.engine.collect(ticket))
+        llm.scheduler.check_integrity()
+        yield ticket.plan, updates
     raise AssertionError(f"the work was not done after {limit} steps")
 
 

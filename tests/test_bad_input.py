@@ -4,6 +4,7 @@ import json
 import math
 import pickle
 
+import numpy as np
 import pytest
 import torch
 
@@ -330,6 +331,36 @@ def test_a_sampling_parameter_out_of_range_is_named(options, part):
     refused(InputError, lambda: SamplingParams(**options), part)
 
 
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"temperature": "0"}, ("temperature must be a number", "'0'")),
+        ({"temperature": None}, ("temperature", "None")),
+        ({"temperature": True}, ("temperature", "True")),
+        ({"top_p": [0.9]}, ("top_p must be a number",)),
+        ({"min_p": "x"}, ("min_p",)),
+        ({"top_k": 4.0}, ("top_k must be an integer", "4.0")),
+        ({"max_tokens": "8"}, ("max_tokens must be an integer",)),
+        ({"max_tokens": 8.5}, ("max_tokens", "8.5")),
+        ({"stop": 5}, ("stop must be text",)),
+        ({"stop": ["a", 5]}, ("stop must be text",)),
+        ({"stop": {"a"}}, ("stop must be text",)),
+        ({"stop_token_ids": 5}, ("stop_token_ids must be a list",)),
+        ({"stop_token_ids": ["a"]}, ("stop_token_ids",)),
+        ({"ignore_eos": 1}, ("ignore_eos must be True or False",)),
+        ({"seed": 1.0}, ("seed must be an integer or None",)),
+        ({"seed": "1", "top_k": "2"}, ("seed", "top_k")),
+    ],
+)
+def test_a_sampling_parameter_of_another_kind_is_named(options, parts):
+    refused(InputError, lambda: SamplingParams(**options), *parts)
+
+
+def test_numbers_of_numpy_and_lists_are_sampling_parameters():
+    params = SamplingParams(temperature=np.float32(0.5), top_k=np.int64(3), stop=["a"], stop_token_ids=[np.int32(4)])
+    assert (params.temperature, params.top_k, params.stop, params.stop_token_ids) == (0.5, 3, ("a",), (4,))
+
+
 def test_all_problems_of_sampling_parameters_are_reported_at_once():
     act = lambda: SamplingParams(temperature=-1, top_p=2, max_tokens=0, seed=-5)  # noqa: E731
     refused(InputError, act, "temperature", "top_p", "max_tokens", "seed")
@@ -357,6 +388,12 @@ def test_extreme_but_legal_parameters_are_served(strong_pair):
         ([[4] * 1000], ("1000", "256")),
         ([[4, 12]], ("12", "vocabulary")),
         ([[-1]], ("-1", "vocabulary")),
+        ([[4, 2.5]], ("prompt 1 must be text or a list of token ids", "2.5")),
+        ([[True]], ("prompt 1", "True")),
+        ([None], ("prompt 1", "None")),
+        ([4], ("prompt 1", "4")),
+        ([b"text"], ("prompt 1", "text")),
+        ([[4, 12]], ("prompt 1", "12")),
         (["text"], ("tokenizer",)),
         ([""], ("tokenizer",)),
     ],
@@ -368,6 +405,19 @@ def test_a_prompt_that_cannot_be_served_is_refused_before_any_work(strong_pair, 
     refused(InputError, lambda: llm.generate([[4, 5], *prompt], greedy(5)), *parts)
     assert not llm.scheduler.has_work
     assert len(llm.generate([[4, 5]], greedy(5))[0].token_ids) == 5
+
+
+@pytest.mark.parametrize("prompts", [None, 5, b"text", {4: 5}])
+def test_what_is_no_prompt_at_all_is_refused(strong_pair, prompts):
+    refused(InputError, lambda: build(strong_pair, SHAPE).generate(prompts, greedy(5)), "prompt")
+
+
+def test_folders_may_be_paths_and_the_word_unset_is_a_folder(strong_pair):
+    """No text stands for a draft that was not given."""
+    llm = LLM(strong_pair.target, strong_pair.head, dtype="float64", context_length=64)
+    assert llm.draft_path == strong_pair.head
+    refused(CheckpointError, lambda: LLM(strong_pair.target, "unset"), "unset", "no such folder")
+    refused(ConfigError, lambda: LLM(5), "--model", "5")
 
 
 def test_an_empty_text_is_an_empty_prompt(weak_pair):

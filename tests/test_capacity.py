@@ -93,6 +93,25 @@ def test_a_window_group_holds_the_window_and_what_is_in_flight():
     assert layout(page=1, context=1000, chunk=32).window_pages(50) == 49 + 32 + 1
 
 
+@pytest.mark.parametrize("lag", [1, 2])
+def test_rounds_start_within_what_rounds_in_flight_may_have_committed(lag):
+    """context + (lag - 1) (S + 1) committed, and S + 1 more positions make up all there are."""
+    made = layout(lag=lag)
+    assert made.max_committed == 100 + (lag - 1) * 6
+    assert made.max_committed + made.commit_width == made.max_positions
+
+
+def test_the_changes_of_a_plan_are_bounded_by_what_rows_grow_slide_and_are_admitted_with():
+    """Each group: a row's pages and a chunk's, and of every row the next step's, twice a window's step."""
+    made = layout(context=1000, chunk=32, requests=3, lag=2)
+    rows = -(-12 // 16) + 1
+    assert made.max_edits == 2 * (made.page_columns + 2 + 3 * rows)
+    window = layout(context=1000, chunk=32, requests=3, lag=2, groups=(FULL_GROUP, KVGroup(WINDOW, 3, 2, 8, window=50)))
+    assert window.max_edits == made.max_edits + 3 * 2 * 2
+    assert layout(context=20, page=16, requests=2).max_edits == 2 * 2 * 2, "never more than there are cells"
+    assert made.dimensions()["max_edits"].value == made.max_edits
+
+
 def test_buckets_are_powers_of_two_up_to_the_most_requests():
     """Each number of live rows fits the smallest bucket that holds it; one more than all is a CapacityError."""
     made = layout(requests=6)

@@ -203,6 +203,24 @@ def test_doctor_shows_machine_backends_capacity_and_conformance(capsys):
     assert "conformance: 3 of 3 cases agree" in out
 
 
+@pytest.mark.parametrize(("given", "lag"), [("--overlap", 2), ("--no-overlap", 1)])
+def test_overlap_is_a_flag_with_its_opposite(capsys, given, lag):
+    """The capacity table has positions for the steps in flight, and the text is the same either way."""
+    argv = ("--prompt", "def f", "--max-tokens", 12, "--dtype", "float64", "--json", "--device", "cpu")
+    code, out, _ = run(capsys, "generate", *argv, given)
+    assert code == 0
+    plain = run(capsys, "generate", *argv)[1]
+    assert json.loads(out)["token_ids"] == json.loads(plain)["token_ids"]
+    code, out, _ = run(capsys, "doctor", "--cases", 1, "--device", "cpu", given)
+    assert f" {2048 + lag * 6} " in out
+
+
+def test_trace_refuses_overlap(capsys, tmp_path):
+    code, _, err = run(capsys, "trace", "--prompt", "x", "--output", tmp_path / "t.html", "--overlap")
+    assert code == 2
+    assert "--overlap" in err
+
+
 def test_a_doctor_that_finds_a_difference_exits_1(capsys, monkeypatch):
     """A failed case is printed with its values, and the exit code says so."""
     from treetop.doctor import run as doctor

@@ -118,7 +118,7 @@ SEEN_ON_LONG_PATHS = ["sgl-26628-missed", "in-place-compaction"]
 @pytest.mark.parametrize("name", SEEN_BY_THE_MATRIX)
 def test_a_fault_makes_a_case_of_the_matrix_fail(conformance, name):
     """Without any guard, the comparison with the oracle alone finds the bug."""
-    case = Case("torch", "sim", 2, 2, 3, "largest", WINDOW, 5, "shuffled", "float64")
+    case = Case("torch", "sim", 2, 2, 3, "largest", WINDOW, 5, "shuffled", "float64", True)
     assert conformance.run(case).failure is None
     assert conformance.run(case, fault(name).pure).failure is not None
 
@@ -134,6 +134,6 @@ def test_a_fault_of_the_accepted_path_makes_a_deep_case_fail(accepting_pair, nam
 
 def test_a_fault_of_the_windows_table_stops_a_case(conformance):
     """Full-group addresses in the window's pool leave it."""
-    case = Case("torch", "off", 2, 2, 3, "largest", WINDOW, 5, "shuffled", "float64")
+    case = Case("torch", "off", 2, 2, 3, "largest", WINDOW, 5, "shuffled", "float64", True)
     with pytest.raises(IndexError):
         conformance.run(case, fault("sgl-24617").pure)

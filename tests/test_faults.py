@@ -8,6 +8,7 @@ import pytest
 
 from engines import build, greedy, tokens
 from treetop.cli import main
+from treetop.debug import faults
 from treetop.debug.faults import ENVIRONMENT, FAULTS, active_fault, fault
 from treetop.doctor.provoke import Provocation
 from treetop.engine import pure as sound
@@ -174,8 +175,15 @@ def test_without_a_name_the_table_holds_the_real_functions(strong_pair):
     assert errors.getvalue() == ""
 
 
+@pytest.fixture
+def unsaid():
+    """No fault has been announced in this process yet."""
+    faults._announce.cache_clear()
+
+
+@pytest.mark.usefixtures("unsaid")
 def test_a_fault_of_the_environment_is_active_and_says_so_loudly(strong_pair, monkeypatch, capsys):
-    """TREETOP_FAULT reaches engine and scheduler, and one line on stderr names it and says what it does."""
+    """TREETOP_FAULT reaches engine and scheduler; one line on stderr, once, names it and says what it does."""
     monkeypatch.setenv(ENVIRONMENT, "limit-before-stop")
     llm = build(strong_pair, (2, 3, 6), check_level=0)
     assert llm.engine.device.pure == fault("limit-before-stop").pure
@@ -183,10 +191,13 @@ def test_a_fault_of_the_environment_is_active_and_says_so_loudly(strong_pair, mo
     assert err.count("\n") == 1
     for part in ("FAULT", "limit-before-stop", "IS ACTIVE", ENVIRONMENT, fault("limit-before-stop").summary):
         assert part in err
+    build(strong_pair, (2, 3, 6), check_level=0)
+    assert capsys.readouterr().err == "", "said again by the second engine of the process"
     monkeypatch.delenv(ENVIRONMENT)
     assert build(strong_pair, (2, 3, 6)).engine.device.pure == Pure()
 
 
+@pytest.mark.usefixtures("unsaid")
 def test_a_caught_fault_of_the_environment_ends_the_command_line_with_its_guards_words(monkeypatch, capsys):
     """Exit code 1, and after the loud line one more: what the guard said, without a traceback."""
     monkeypatch.setenv(ENVIRONMENT, "sgl-23037-alias")
@@ -225,3 +236,15 @@ def test_the_faults_guard_holds_in_graphsim_too(strong_pair):
     assert outputs[0] == outputs[1], "the engine itself reads results before the next round"
     with pytest.raises(EngineError, match="shares memory"):
         build(strong_pair, (2, 3, 6), graphs="sim", pure=pure).generate(strong_pair.prompts([5]), greedy(3))
+
+
+def test_a_kept_view_gives_wrong_tokens_where_rounds_overlap(strong_pair):
+    """With a round in flight the buffers hold the next round's results when the last one's are read."""
+    prompts = strong_pair.prompts([5, 9])
+    expected = tokens(build(strong_pair, (2, 3, 6)).generate(prompts, greedy(20)))
+    broken = fault("sgl-23037-alias").pure
+    assert tokens(build(strong_pair, (2, 3, 6), overlap=True, check_level=0).generate(prompts, greedy(20))) == expected
+    wrong = build(strong_pair, (2, 3, 6), overlap=True, check_level=0, pure=broken).generate(prompts, greedy(20))
+    assert tokens(wrong) != expected
+    with pytest.raises(EngineError, match="shares memory"):
+        build(strong_pair, (2, 3, 6), overlap=True, pure=broken).generate(prompts, greedy(3))

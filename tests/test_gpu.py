@@ -1,11 +1,14 @@
 """On an NVIDIA GPU: Triton, captured rounds, and the CPU's answers."""
 
+from collections import deque
+
 import pytest
 import torch
 
-from engines import accept_lens, greedy, sampled, tokens
+from engines import accept_lens, greedy, sampled, submit, tokens
 from treetop import LLM
 from treetop.engine.cuda_graphs import CudaGraphs
+from treetop.types.messages import RoundPlan
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -60,16 +63,61 @@ def test_half_precision_runs_and_accepts(dtype):
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_a_round_makes_no_host_sync():
-    """Launching a captured round never waits for the device."""
-    llm, _ = run(greedy(8))
-    key = llm.engine.last_key
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        llm.engine.launcher.launch(key, 10)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_launching_a_round_makes_no_host_sync(level):
+    """Row list, page-table changes, phases, results, probes: while another step is out, nothing waits for the device.
+
+    A round of a kind that has run before: the first of a kind may have to be captured.
+    """
+    llm, _ = run(greedy(8), check_level=level, page_size=1)
+    engine, scheduler = llm.engine, llm.scheduler
+    submit(llm, [llm.tokenizer.encode(prompt) for prompt in PROMPTS], greedy(40))
+    tickets, known, launched, edited = deque(), set(), 0, 0
+    while scheduler.has_work or tickets:
+        while (plan := scheduler.plan()) is not None:
+            kind = isinstance(plan, RoundPlan) and (engine.layout.bucket_for(len(plan.rows)), plan.choice)
+            quiet = kind in known and bool(tickets)
+            known |= {kind} - {False}
+            launched += quiet
+            edited += len(plan.edits) if quiet else 0
+            torch.cuda.set_sync_debug_mode("error" if quiet else "default")
+            try:
+                tickets.append(engine.launch(plan))
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        ticket = tickets.popleft()
+        scheduler.commit(ticket.plan, engine.collect(ticket))
+    assert launched > 8
+    assert edited > 8
+    scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("draft", ["builtin:nestling-eagle3", None])
+def test_overlap_changes_no_token_on_a_gpu(draft):
+    """float32, captured; greedy and sampled requests, more than rows: on by default, and equal to no overlap."""
+    params = [greedy(60), sampled(1, 50), greedy(7), sampled(2, 61, top_k=8), greedy(33), sampled(3, 20)]
+    llm, outputs = run(params, draft=draft)
+    assert llm.engine.layout.lag == 2
+    alone, expected = run(params, draft=draft, overlap=False)
+    assert alone.engine.layout.lag == 1
+    assert tokens(outputs) == tokens(expected)
+    assert accept_lens(outputs) == accept_lens(expected)
+
+
+def test_overlap_survives_retraction_and_closed_streams_on_a_gpu():
+    """Few pages, streams that are left in the middle: the tokens are those of a roomy engine without overlap."""
+    _, expected = run(greedy(100), overlap=False)
+    llm, outputs = run(greedy(100), max_total_tokens=320, context_length=256)
+    assert llm.scheduler.num_retractions > 0
+    assert tokens(outputs) == tokens(expected)
+    for pieces in (1, 3, 8):
+        stream = llm.stream(PROMPTS, greedy(30))
+        for _ in range(pieces):
+            next(stream)
+        stream.close()
+        assert not llm._tickets
+        llm.scheduler.check_integrity()
+    assert tokens(llm.generate(PROMPTS * 2, greedy(100))) == tokens(expected)
 
 
 def test_device_probes_fire_inside_captured_rounds():

@@ -1,6 +1,7 @@
 """A request's life, in any order that hypothesis can think of: the real scheduler and engine against plain decoding."""
 
 import tempfile
+from collections import deque
 from functools import cache
 from pathlib import Path
 from unittest.mock import patch
@@ -14,7 +15,7 @@ from tiny_models import save_random_head, save_random_llama
 from treetop import LLM, SamplingParams
 from treetop.debug import two_group
 from treetop.types.ids import NULL_PAGE, WINDOW
-from treetop.types.messages import PrefillPlan
+from treetop.types.messages import PrefillPlan, RoundPlan
 from treetop.types.stopping import NoStop
 
 CONTEXT, VOCAB, SPAN = 40, 7, 9
@@ -52,9 +53,11 @@ def plainly(window, length, salt, params):
 class RequestMachine(RuleBasedStateMachine):
     """Requests come, run, are stopped inside accepted paths, are retracted, aborted and drained.
 
-    window: of the target, or None. At all times: pages and rows are all accounted for, tables say what leases say, a
-    window's pages behind it are given back and never more are held than its capacity, and every output is a beginning
-    of what plain decoding gives.
+    With overlap, launching and collecting are events of their own, and all others may come between. window: of the
+    target, or None. At all times: pages and rows are all accounted for, also those of requests that ended while a step
+    of theirs is out; tables say what leases say; the device has committed at least what the host knows and at most what
+    it reckons with; a window's pages behind it are given back and never more are held than its capacity; every output
+    is a beginning of what plain decoding gives.
     """
 
     window: int | None = None
@@ -67,10 +70,11 @@ class RequestMachine(RuleBasedStateMachine):
         graphs=st.sampled_from(["off", "sim"]),
         radix=st.booleans(),
         level=st.sampled_from([1, 3]),
+        overlap=st.booleans(),
     )
-    def start(self, shape, page, chunk, spare, graphs, radix, level):
+    def start(self, *, shape, page, chunk, spare, graphs, radix, level, overlap):
         topk, num_steps, size = shape
-        columns = -(-(CONTEXT + num_steps + 1) // page)
+        columns = -(-(CONTEXT + (1 + overlap) * (num_steps + 1)) // page)
         self.llm = LLM(
             *pairs()[self.window],
             dtype="float64",
@@ -80,6 +84,7 @@ class RequestMachine(RuleBasedStateMachine):
             max_running_requests=3,
             max_total_tokens=columns * page + spare,
             graphs=graphs,
+            overlap=overlap,
             radix_cache=radix and self.window is None,  # the cache does not know windows
             check_level=level,
             speculative_eagle_topk=topk,
@@ -87,6 +92,7 @@ class RequestMachine(RuleBasedStateMachine):
             speculative_num_draft_tokens=size,
         )
         self.alive = {}  # request id -> (request, expected ids, expected reason)
+        self.tickets = deque()
 
     @rule(
         length=st.sampled_from([1, 4, 9, 16, 31, 39]),
@@ -117,6 +123,31 @@ class RequestMachine(RuleBasedStateMachine):
             self.advance()
 
     @precondition(lambda self: self.alive)
+    @rule()
+    def launch(self):
+        llm = self.llm
+        plan = llm.scheduler.plan()
+        if plan is None:
+            return
+        assert len(self.tickets) < llm.engine.layout.lag
+        assert set(plan.freed) == {(group, page) for group, page in plan.freed if page != NULL_PAGE}
+        if isinstance(plan, PrefillPlan):
+            assert sum(len(chunk.token_ids) for chunk in plan.chunks) <= llm.engine.layout.chunk
+        self.tickets.append(llm.engine.launch(plan))
+
+    @precondition(lambda self: self.tickets)
+    @rule()
+    def collect(self):
+        ticket = self.tickets.popleft()
+        result = self.llm.engine.collect(ticket)
+        for update in self.llm.scheduler.commit(ticket.plan, result):
+            assert update.error is None
+            request, expected, reason = self.alive[update.request_id]
+            if update.finish_reason is not None:
+                assert (tuple(request.output_ids), request.finish_reason) == (expected, reason)
+                del self.alive[update.request_id]
+
+    @precondition(lambda self: self.alive)
     @rule(data=st.data())
     def abort(self, data):
         request_id = data.draw(st.sampled_from(sorted(self.alive)))
@@ -130,28 +161,25 @@ class RequestMachine(RuleBasedStateMachine):
     @rule()
     def drain(self):
         for _ in range(600):
-            if not self.alive:
+            if not self.alive and not self.tickets:
                 break
             self.advance()
         assert not self.alive
         assert not self.llm.scheduler.has_work
+        assert not self.llm.scheduler._by_row
 
     def advance(self):
-        plan = self.llm.scheduler.plan()
-        if plan is None:
+        """Launch all that can be, then collect the oldest, as `LLM` does."""
+        before = -1
+        while len(self.tickets) > before:
+            before = len(self.tickets)
+            self.launch()
+            self.check()
+        if not self.tickets:
             assert not self.alive, "requests are alive, but nothing can run"
             return
-        assert set(plan.freed) == {(group, page) for group, page in plan.freed if page != NULL_PAGE}
-        result = self.llm.engine.step(plan)
-        for update in self.llm.scheduler.commit(plan, result):
-            assert update.error is None
-            request, expected, reason = self.alive[update.request_id]
-            if update.finish_reason is not None:
-                assert (tuple(request.output_ids), request.finish_reason) == (expected, reason)
-                del self.alive[update.request_id]
+        self.collect()
         self.check()
-        if isinstance(plan, PrefillPlan):
-            assert sum(len(chunk.token_ids) for chunk in plan.chunks) <= self.llm.engine.layout.chunk
 
     @invariant()
     def check(self):
@@ -162,14 +190,16 @@ class RequestMachine(RuleBasedStateMachine):
         assert int(state.committed[layout.dummy_row]) == 0
         for request, expected, _ in self.alive.values():
             assert tuple(request.output_ids) == expected[: len(request.output_ids)]
-            if request.running is None:
-                assert request.prefilled == 0
-                continue
-            row, pages = request.running.row, request.running.lease.pages
-            committed = int(state.committed[row])
-            assert request.prefilled in (committed, 0)
+            assert request.running is not None or request.prefilled == 0
+        for row, request in self.llm.scheduler._by_row.items():
+            out = [ticket.plan for ticket in self.tickets if row in ticket.plan.rows]
+            assert request.finish_reason is None or out, "a request that ended keeps its row for nothing"
+            rounds = sum(isinstance(plan, RoundPlan) for plan in out)
+            ahead = int(state.committed[row]) - request.prefilled
+            assert rounds <= ahead <= rounds * layout.commit_width
+            assert ahead + request.prefilled <= layout.max_committed + layout.commit_width
             for group in layout.groups:
-                self.check_pages(group, pages[group.name], row, request)
+                self.check_pages(group, request.running.lease.pages[group.name], row, request)
 
     def check_pages(self, group, pages, row, request):
         """What a lease holds is in the row's table; in a window's group what lies behind the window is given back."""
@@ -184,13 +214,14 @@ class RequestMachine(RuleBasedStateMachine):
             needed = range(seen, min(last, max(request.prefilled - 1, 0) // layout.page_size) + 1)
             assert all(pages[column] != NULL_PAGE for column in needed), "a page that a query can see was given back"
         cells = self.llm.engine.device.state.page_tables[group.name].data[row, : len(pages)].tolist()
-        assert cells == list(pages)
+        waiting = self.llm.scheduler._cells  # for the next plan
+        assert [waiting.get((group.name, row, i), cell) for i, cell in enumerate(cells)] == list(pages)
 
     def teardown(self):
         if not hasattr(self, "llm"):
             return
         for _ in range(600):
-            if not self.alive:
+            if not self.alive and not self.tickets:
                 break
             self.advance()
         assert not self.alive

@@ -193,8 +193,9 @@ def test_a_round_and_a_prefill_without_live_rows_run_and_change_nothing(strong_p
         assert tuple(request.output_ids) == expected
 
 
-def poison(llm, requests) -> None:
-    """NaN in every place that a step must write before it reads: tails, and all slots but those of known tokens."""
+def poison(llm, requests, plan) -> None:
+    """NaN in every place that `plan` must write before it reads: tails, and all slots but those of known tokens."""
+    starts = {chunk.row: chunk.start for chunk in plan.chunks} if isinstance(plan, PrefillPlan) else {}
     runner, page = llm.engine.device, llm.engine.layout.page_size
     buffers = runner.buffers
     for tails in (buffers.verify_tails, buffers.draft_tails, buffers.extend_tails):
@@ -207,7 +208,7 @@ def poison(llm, requests) -> None:
         for request in requests:
             if request.running is not None:
                 pages = torch.tensor(request.running.lease.pages[group])
-                position = torch.arange(request.prefilled)
+                position = torch.arange(starts.get(request.running.row, request.prefilled))
                 keep[pages[position // page] * page + position % page] = True
         for kv in layers:
             kv.k[~keep] = kv.v[~keep] = float("nan")
@@ -223,7 +224,7 @@ def test_stale_memory_does_not_change_a_row_bitwise(strong_pair, page):
         listed = []
         while (plan := llm.scheduler.plan()) is not None:
             if poisoned:
-                poison(llm, requests)
+                poison(llm, requests, plan)
             result = llm.engine.step(plan)
             llm.scheduler.commit(plan, result)
             listed.append(result)

@@ -34,6 +34,7 @@ ENGINE_HELP = {
     "chunked_prefill_size": "prompt tokens a prefill step processes",
     "radix_cache": "keep the K/V of finished requests for prompts that begin alike",
     "attention_backend": "who computes attention",
+    "overlap": "launch a round before the last one's results are known; on by default where rounds are captured",
     "graphs": "captured graphs; sim gives a CPU their semantics, for tests",
     "device": "auto is a GPU if there is one",
     "dtype": "what the model computes in; auto is float32 on a CPU",
@@ -226,6 +227,8 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         options: dict[str, Any] = {"dest": field.name, "default": None, "help": ENGINE_HELP[field.name]}
         if isinstance(field.default, bool):
             options["action"] = "store_true"
+        elif bool in getattr(hints[field.name], "__args__", ()):
+            options["action"] = argparse.BooleanOptionalAction
         else:
             options["type"] = int if int in (hints[field.name], *getattr(hints[field.name], "__args__", ())) else str
             options["choices"] = CHOICES.get(field.name)

@@ -127,7 +127,9 @@ def collect(model: str | None, engine_options: dict[str, Any], prompt: str, para
     """Decode a prompt with an engine of its own, and keep every round. Raises UserError for options without a tree."""
     if engine_options.get("graphs") == "sim":
         raise ConfigError("trace times each phase by itself, which --graphs sim makes meaningless; leave it out")
-    llm = LLM(model, **engine_options)
+    if engine_options.get("overlap"):
+        raise ConfigError("trace times each round by itself, which --overlap makes meaningless; leave it out")
+    llm = LLM(model, **{**engine_options, "overlap": False})
     if llm.engine.device.head is None:
         raise ConfigError("trace shows a draft head's trees; give --speculative-draft-model-path")
     seen: list[tuple[DraftTree, Accepted]] = []

@@ -22,6 +22,7 @@ class PlanChecker:
     def check(self, plan: StepPlan) -> None:
         """Raise CheckError naming quantity, row, value and range if a plan cannot be run on this layout."""
         layout = self._layout
+        layout.require("max_edits", len(plan.edits))
         for edit in plan.edits:
             self._check_edit(edit)
         if isinstance(plan, RoundPlan):
@@ -71,8 +72,8 @@ def check_round(plan: RoundPlan, layout: Layout) -> None:
     check_rows(plan.rows, layout)
     if plan.shape not in layout.shapes:
         raise CheckError(f"shape {plan.shape} is not one of the layout's {layout.shapes}")
-    if not 0 <= plan.committed_bound <= layout.max_context:
-        raise CheckError(f"committed_bound {plan.committed_bound} lies outside [0, {layout.max_context}]")
+    if not 0 <= plan.committed_bound <= layout.max_committed:
+        raise CheckError(f"committed_bound {plan.committed_bound} lies outside [0, {layout.max_committed}]")
 
 
 def check_rows(rows: Sequence[Row], layout: Layout) -> None:

@@ -14,7 +14,8 @@ from treetop.types.errors import CheckError
 from treetop.types.phase import Phase
 
 NAN, OUT_OF_BOUNDS = 1, 2
-_WIDTH = 7
+RECORD = 7
+"""Integers of a record."""
 _PHASES = list(Phase)
 
 
@@ -28,7 +29,7 @@ class Probes:
 
     @classmethod
     def make(cls, device: torch.device, enabled: bool) -> "Probes":
-        return cls(torch.zeros(_WIDTH, dtype=torch.int64, device=device), enabled)
+        return cls(torch.zeros(RECORD, dtype=torch.int64, device=device), enabled)
 
     def nan(self, x: Tensor, name: str, phase: Phase, rows: Tensor) -> None:
         """Fire if a live part of x [rows, ...] is not finite; rows: [rows] int64, for the message."""
@@ -62,13 +63,16 @@ class Probes:
         self.record.copy_(torch.where(bad.any() & (self.record[0] == 0), record, self.record))
 
     def raise_if_fired(self) -> None:
-        """Read the record, clear it, and raise CheckError if a probe wrote it. Called with the results, on the host."""
-        if not self.enabled:
-            return
-        code, phase, name, row, value, low, high = self.record.tolist()
-        if code == 0:
-            return
+        """Wait for the device, read the record, clear it, and raise CheckError if a probe wrote it."""
+        record = self.record.tolist()
         self.record.zero_()
+        self.check(record)
+
+    def check(self, record: list[int]) -> None:
+        """Raise CheckError if a probe wrote this record; `record` has come to the host, with a step's results."""
+        code, phase, name, row, value, low, high = record
+        if not self.enabled or code == 0:
+            return
         where = f"{self.names[name]} in phase {_PHASES[phase]}, row {row}"
         if code == NAN:
             raise CheckError(f"detect_nan: {where}: not finite")

@@ -7,6 +7,7 @@ of the reports; `docs/testing.md` lists which guard catches which.
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -51,8 +52,14 @@ def active_fault(environment: Mapping[str, str]) -> Pure:
     if not name:
         return Pure()
     found = fault(name)
-    print(f"treetop: FAULT {name} IS ACTIVE ({ENVIRONMENT}): {found.summary}", file=sys.stderr)
+    _announce(found.name, found.summary)
     return found.pure
+
+
+@cache
+def _announce(name: str, summary: str) -> None:
+    """One line on stderr, once a process."""
+    print(f"treetop: FAULT {name} IS ACTIVE ({ENVIRONMENT}): {summary}", file=sys.stderr)
 
 
 def fault(name: str) -> Fault:
@@ -89,7 +96,8 @@ def _stale_padding(rows: Sequence[int], bucket: int, dummy: int, previous: Seque
     return [*rows, *previous[len(rows) : bucket]]
 
 
-def _view(tensor: Tensor) -> Tensor:
+def _view(tensor: Tensor, memory: Tensor) -> Tensor:
+    assert memory.shape == tensor.shape
     return tensor
 
 

@@ -130,7 +130,7 @@ class Provocation:
         """
         gpu = self.device == "cuda"
         where = ("triton", "auto", "float32") if gpu else ("torch", "sim", "float64")
-        case = Case(where[0], where[1], 2, 2, 3, "largest", WINDOW, 5, "shuffled", where[2])
+        case = Case(where[0], where[1], 2, 2, 3, "largest", WINDOW, 5, "shuffled", where[2], overlap=False)
         found = self._conformance.run(case, fault.pure, self.device).failure
         if found is not None:
             return found

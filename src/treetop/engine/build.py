@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from treetop.attention.capabilities import GroupNeed, Need
+from treetop.attention.capabilities import Capabilities, GroupNeed, Need
 from treetop.attention.phase import LayerKV
 from treetop.attention.registry import make_backend
 from treetop.cache.pool import make_pools
@@ -16,7 +16,14 @@ from treetop.engine.buffers import Zeros, make_round_buffers
 from treetop.engine.device import Device
 from treetop.engine.pure import Pure
 from treetop.engine.state import make_state
-from treetop.models.loader import Placement, load_eagle3, load_target, read_eagle3_spec
+from treetop.models.loader import (
+    Placement,
+    compute_device,
+    compute_dtype,
+    load_eagle3,
+    load_target,
+    read_eagle3_spec,
+)
 from treetop.models.spec import Eagle3Spec, ModelSpec
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
@@ -30,9 +37,10 @@ def make_layout(config: EngineConfig, spec: ModelSpec, draft: Eagle3Spec | None,
     if context > spec.max_positions:
         raise ConfigError(f"--context-length {context} exceeds the model's {spec.max_positions} positions")
     shapes = (PLAIN,) if config.shape == PLAIN else (PLAIN, config.shape)
-    headroom = max(shape.commit_width for shape in shapes)
-    pool_tokens = config.max_total_tokens or config.max_running_requests * (context + headroom + config.page_size)
     groups = tuple(_groups(spec, draft))
+    lag = choose_lag(config, _group_needs(groups, spec, draft))
+    headroom = lag * max(shape.commit_width for shape in shapes)
+    pool_tokens = config.max_total_tokens or config.max_running_requests * (context + headroom + config.page_size)
     layout = kind(
         shapes=shapes,
         page_size=config.page_size,
@@ -41,11 +49,37 @@ def make_layout(config: EngineConfig, spec: ModelSpec, draft: Eagle3Spec | None,
         chunk=config.chunked_prefill_size,
         groups=groups,
         pool_tokens=pool_tokens,
+        lag=lag,
     )
     layout.validate()
     if config.radix_cache and any(group.window is not None for group in groups):
         raise ConfigError("--enable-radix-cache does not work with a model that has windows")
     return layout
+
+
+def choose_lag(config: EngineConfig, groups: tuple[GroupNeed, ...]) -> int:
+    """Steps in flight: 2 if host and device overlap, else 1. Raises ConfigError if --overlap cannot be."""
+    device = compute_device(config.device)
+    wanted = config.graphs == "auto" and device.type == "cuda" if config.overlap is None else config.overlap
+    if not wanted:
+        return 1
+    need = Need(compute_dtype(config.dtype, device), device, config.page_size, groups)
+    backend = make_backend(config.attention_backend, need)
+    refused = overlap_refused(backend.capabilities)
+    if config.overlap and refused is not None:
+        raise ConfigError(f"--overlap: attention backend {backend.name} {refused}; use --no-overlap or another backend")
+    on = refused is None and (config.overlap is not None or captures(config, device, backend.capabilities))
+    return 2 if on else 1
+
+
+def overlap_refused(able: Capabilities) -> str | None:
+    """Why a round on this backend cannot be launched before the host knows the last one's results; None if it can."""
+    return "plans a round with exact lengths on the host" if able.needs_host_extents else None
+
+
+def captures(config: EngineConfig, device: torch.device, able: Capabilities) -> bool:
+    """Whether rounds run as captured CUDA graphs."""
+    return config.graphs == "auto" and device.type == "cuda" and able.captures
 
 
 def read_draft_spec(config: EngineConfig, folder: Path, target: ModelSpec) -> Eagle3Spec:
@@ -70,7 +104,7 @@ def build_device(
     """Load weights and allocate memory; at check level 3 every buffer lies between red zones."""
     backend = make_backend(config.attention_backend, backend_need(layout, target_from[1], draft_from, place))
     zones = RedZones(place.device) if config.check_level >= 3 else None
-    zeros: Zeros = zones.zeros if zones is not None else partial(_zeros, place.device)
+    zeros: Zeros = zones.zeros if zones is not None else partial(zeros_on, place.device)
     aux = draft_from[1].aux_inputs if draft_from is not None else ()
     target = load_target(*target_from, aux, place)
     head = load_eagle3(*draft_from, target, place) if draft_from is not None else None
@@ -98,11 +132,16 @@ def build_device(
 
 def backend_need(layout: Layout, spec: ModelSpec, draft_from: tuple[Path, Eagle3Spec] | None, place: Placement) -> Need:
     """What this engine asks of its attention backend."""
-    groups = []
-    for group in layout.groups:
-        heads = draft_from[1].layer.num_heads if group.is_draft and draft_from is not None else spec.num_heads
-        groups.append(GroupNeed(group.name, heads, group.kv_heads, group.head_dim, group.window))
-    return Need(place.dtype, place.device, layout.page_size, tuple(groups))
+    draft = draft_from[1] if draft_from is not None else None
+    return Need(place.dtype, place.device, layout.page_size, _group_needs(layout.groups, spec, draft))
+
+
+def _group_needs(groups: tuple[KVGroup, ...], spec: ModelSpec, draft: Eagle3Spec | None) -> tuple[GroupNeed, ...]:
+    needs = []
+    for group in groups:
+        heads = draft.layer.num_heads if group.is_draft and draft is not None else spec.num_heads
+        needs.append(GroupNeed(group.name, heads, group.kv_heads, group.head_dim, group.window))
+    return tuple(needs)
 
 
 def _groups(spec: ModelSpec, draft: Eagle3Spec | None) -> list[KVGroup]:
@@ -124,5 +163,5 @@ def _in_order(spec: ModelSpec, layers: dict[GroupName, list[LayerKV]]) -> list[L
     return [next(queues[FULL if window is None else WINDOW]) for window in spec.windows]
 
 
-def _zeros(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def zeros_on(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.zeros(shape, dtype=dtype, device=device)

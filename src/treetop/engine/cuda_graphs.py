@@ -23,7 +23,7 @@ class CudaGraphs:
         self._graphs: dict[RoundKey, dict[Phase, torch.cuda.CUDAGraph]] = {}
 
     def launch(self, key: RoundKey, bound: int) -> None:
-        assert bound <= self._device.layout.max_context
+        assert bound <= self._device.layout.max_committed
         graphs = self._graphs.get(key)
         if graphs is None:
             graphs = self._graphs[key] = self.capture(key)
@@ -33,7 +33,7 @@ class CudaGraphs:
 
     def capture(self, key: RoundKey) -> dict[Phase, torch.cuda.CUDAGraph]:
         """Run the phases twice, which compiles and sizes everything, then capture each with the largest bound."""
-        device, bound = self._device, self._device.layout.max_context
+        device, bound = self._device, self._device.layout.max_committed
         rows = device.buffers.rows.clone()
         device.buffers.rows.fill_(device.layout.dummy_row)
         stream = torch.cuda.Stream()

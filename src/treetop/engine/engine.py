@@ -1,7 +1,8 @@
 """The engine: turns plans into results."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import TypeVar
 
@@ -11,14 +12,16 @@ from torch import Tensor
 from treetop.attention.phase import DenseAttention
 from treetop.checks.host import PlanChecker, check_own_memory, check_padded, check_result
 from treetop.checks.poison import poison
-from treetop.engine.build import build_device, make_layout, read_draft_spec
+from treetop.engine.build import build_device, captures, make_layout, read_draft_spec, zeros_on
 from treetop.engine.cuda_graphs import CudaGraphs
 from treetop.engine.device import Device
 from treetop.engine.graphs import Eager, GraphSim, RoundLauncher
-from treetop.engine.prefill import PrefillBatch, prefill
+from treetop.engine.prefill import chunk_columns, make_batch, prefill
 from treetop.engine.proof import prove_capacity
 from treetop.engine.pure import Pure
+from treetop.engine.ring import Posted, Results, Ring, Slot, collect
 from treetop.engine.rounds import RoundKey
+from treetop.engine.state import setup_columns
 from treetop.models.loader import Placement, compute_device, compute_dtype, resolve_folder
 from treetop.models.spec import target_spec
 from treetop.types.config import EngineConfig
@@ -27,9 +30,18 @@ from treetop.types.messages import PrefillPlan, RoundPlan, RowResult, StepPlan, 
 from treetop.types.sampling import Choice
 from treetop.types.tree import Accepted, DraftTree
 
-Result = TypeVar("Result", Accepted, DraftTree)
+Value = TypeVar("Value", Accepted, DraftTree)
 Observer = Callable[[RoundPlan, DraftTree, Accepted], None]
-"""Told of every round: its plan, trees and accepted paths, which it may keep."""
+"""Told of every round when it is collected: its plan, trees and accepted paths, which it may keep."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A step that was launched. It may be dropped. seen: what the observer will be told of a round."""
+
+    plan: StepPlan
+    posted: Posted
+    seen: tuple[DraftTree, Accepted] | None
 
 
 class Engine:
@@ -61,9 +73,11 @@ class Engine:
         self.launcher: RoundLauncher = Eager(self.device)
         if config.graphs == "sim":
             self.launcher = GraphSim(self.device, self._keys())
-        if config.graphs == "auto" and device.type == "cuda" and self.device.backend.capabilities.captures:
+        if captures(config, device, self.device.backend.capabilities):
             self.launcher = CudaGraphs(self.device)
         self._plans = PlanChecker(self.layout)
+        zeros = partial(zeros_on, device) if self._zones is None else self._zones.zeros
+        self._ring = Ring(self.layout, device, zeros, pure, config.check_level)
         self.last_key: RoundKey | None = None
         self._last_rows = [0] * self.layout.max_requests  # what the row buffer holds
         with torch.inference_mode():
@@ -81,29 +95,47 @@ class Engine:
             for name in self.layout.token_groups:
                 self._poison_pages((name, PageId(page)) for page in range(1, self.layout.num_pages[name]))
 
-    @torch.inference_mode()
     def step(self, plan: StepPlan) -> StepResult:
-        """Run one prefill step or one decode round. Zero rows are a legal batch."""
-        level, state = self.config.check_level, self.device.state
+        """Run one prefill step or one decode round, and wait for its result. Zero rows are a legal batch."""
+        return self.collect(self.launch(plan))
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Ticket:
+        """Start a step and return at once. Up to `lag` tickets may be out; they are collected in this order."""
+        level, device = self.config.check_level, self.device
         if level >= 1:
             self._plans.check(plan)
         if level >= 3:
             self._poison_pages(plan.freed)
             if isinstance(plan, PrefillPlan):
-                state.forget_pages([setup.row for setup in plan.setups])
-        state.apply_edits(plan.edits)
-        if isinstance(plan, PrefillPlan):
-            state.apply_setups(plan.setups)
-            result = self._prefill(plan)
-        else:
-            result = self._round(plan)
-        self.device.probes.raise_if_fired()
+                device.state.forget_pages([setup.row for setup in plan.setups])
+        slot = self._ring.take()
+        run = self._prefill(plan, slot) if isinstance(plan, PrefillPlan) else self._round(plan, slot)
+        posted = self._ring.post(slot, run, device.probes.record)
+        if device.probes.enabled:
+            device.probes.record.zero_()
+        seen = None
+        if self.observer is not None and isinstance(plan, RoundPlan):
+            tree = device.buffers.tree_of(posted.rows, plan.shape)
+            seen = (self._hand_out(tree), self._hand_out(device.buffers.accepted_of(posted.rows, plan.shape)))
+        return Ticket(plan, posted, seen)
+
+    def collect(self, ticket: Ticket) -> StepResult:
+        """Wait for the end of a step, and nothing later, and read its result. Raises CheckError if a probe fired."""
+        plan, got = ticket.plan, collect(ticket.posted)
+        if self.observer is not None and ticket.seen is not None and isinstance(plan, RoundPlan):
+            self.observer(plan, *ticket.seen)
+        self.device.probes.check(got.record)
         if self._zones is not None:
             self._zones.check()
-        if level >= 1:
-            for row in result.rows:
-                check_result(row, self.spec.vocab_size, self.layout.commit_width)
-        return result
+        rows = []
+        for i, row in enumerate(plan.rows):
+            ends = isinstance(plan, RoundPlan) or plan.chunks[i].next_token is None  # else a chunk, and no token yet
+            tokens = got.tokens[i][: got.accept_len[i] + 1] if ends and got.finite[i] else ()
+            rows.append(RowResult(row, tokens, got.finite[i]))
+            if self.config.check_level >= 1:
+                check_result(rows[-1], self.spec.vocab_size, self.layout.commit_width)
+        return StepResult(tuple(rows))
 
     @torch.inference_mode()
     def next_logits(self, ids: list[int]) -> Tensor:
@@ -113,62 +145,51 @@ class Engine:
             self.device.ops, self.dtype, self.spec.kv_heads, self.spec.head_dim**-0.5, self.spec.windows
         )
         target = self.device.target
-        return target.logits(target.forward(self._ints([ids]), positions, attend).hidden[0, -1])
+        tokens = torch.tensor([ids], device=positions.device)
+        return target.logits(target.forward(tokens, positions, attend).hidden[0, -1])
 
-    def _prefill(self, plan: PrefillPlan) -> StepResult:
-        chunks = plan.chunks
-        rows = self._row_tensor(tuple(chunk.row for chunk in chunks))
-        width = max((len(chunk.token_ids) for chunk in chunks), default=1)
-        padding = len(rows) - len(chunks)
-        tokens = [[*chunk.token_ids, *[0] * (width - len(chunk.token_ids))] for chunk in chunks]
-        batch = PrefillBatch(
-            rows=rows,
-            tokens=self._ints(tokens + [[0] * width] * padding),
-            query_len=self._ints([len(chunk.token_ids) for chunk in chunks] + [0] * padding),
-            next_token=self._ints([-1 if c.next_token is None else c.next_token for c in chunks] + [0] * padding),
-            bound=max((chunk.start + len(chunk.token_ids) for chunk in chunks), default=1),
-            choice=plan.choice,
-        )
-        first, finite = prefill(self.device, batch)
-        results = []
-        for chunk, token, ok in zip(chunks, first.tolist(), finite.tolist(), strict=False):
-            tokens_out = (token,) if chunk.next_token is None and ok else ()
-            results.append(RowResult(chunk.row, tokens_out, ok))
-        return StepResult(tuple(results))
+    def _prefill(self, plan: PrefillPlan, slot: Slot) -> Results:
+        padded, edits = self._padded(plan.rows), self.device.state.edit_columns(plan.edits)
+        setups, chunks = setup_columns(plan.setups), chunk_columns(plan, len(padded))
+        sent = self._ring.send(slot, [padded, *edits, *setups, *chunks])
+        rows = self._apply(sent[: 1 + len(edits)])
+        rest = sent[1 + len(edits) :]
+        self.device.state.apply_setups(rest[: len(setups)])
+        first, finite = prefill(self.device, make_batch(plan, rows, rest[len(setups) :]))
+        return Results(first[:, None], torch.zeros_like(first), finite)
 
-    def _round(self, plan: RoundPlan) -> StepResult:
-        rows = self._row_tensor(plan.rows)
-        key = RoundKey(len(rows), plan.shape, plan.choice)
-        self.last_key = key
+    def _round(self, plan: RoundPlan, slot: Slot) -> Results:
+        padded, edits = self._padded(plan.rows), self.device.state.edit_columns(plan.edits)
+        self._apply(self._ring.send(slot, [padded, *edits]))
+        key = self.last_key = RoundKey(len(padded), plan.shape, plan.choice)
         self.launcher.launch(key, plan.committed_bound)
-        accepted = self._hand_out(self.device.buffers.accepted_of(key.bucket, key.shape))
-        if self.observer is not None:
-            self.observer(plan, self._hand_out(self.device.buffers.tree_of(key.bucket, key.shape)), accepted)
-        counts = torch.stack([accepted.accept_len, accepted.finite.long()], dim=1)
-        results = []
-        for row, (accept_len, ok, *tokens) in zip(plan.rows, _to_host(counts, accepted.tokens), strict=False):
-            results.append(RowResult(row, tuple(tokens[: accept_len + 1]) if ok else (), bool(ok)))
-        return StepResult(tuple(results))
+        accepted = self.device.buffers.accepted_of(key.bucket, key.shape)
+        return Results(accepted.tokens, accepted.accept_len, accepted.finite)
 
-    def _hand_out(self, value: Result) -> Result:
-        """Results that may be kept past the next round. At level 1 a view of the buffers is refused (sgl-23037)."""
+    def _apply(self, sent: list[Tensor]) -> Tensor:
+        """Write the row list into its buffer, and page-table cells into the tables. Returns the row list."""
+        rows = self.device.buffers.rows[: len(sent[0])].copy_(sent[0])
+        self.device.state.apply_edits(sent[1:])
+        return rows
+
+    def _hand_out(self, value: Value) -> Value:
+        """Values that may be kept past the next round. At level 1 a view of the buffers is refused (sgl-23037)."""
         copies = {}
         for name in value.__dataclass_fields__:
             tensor: Tensor = getattr(value, name)
-            copies[name] = self.device.pure.hand_out(tensor)
+            copies[name] = self.device.pure.hand_out(tensor, torch.empty_like(tensor))
             if self.config.check_level >= 1:
                 check_own_memory(name, copies[name], tensor)
         return replace(value, **copies)
 
-    def _row_tensor(self, rows: tuple[Row, ...]) -> Tensor:
-        """The row list in its buffer, padded with the dummy row to its bucket before anything else happens."""
-        buffer, bucket = self.device.buffers.rows, self.layout.bucket_for(len(rows))
+    def _padded(self, rows: tuple[Row, ...]) -> list[int]:
+        """The row list, padded with the dummy row to its bucket before anything else happens."""
+        bucket = self.layout.bucket_for(len(rows))
         padded = self.device.pure.pad_rows(rows, bucket, self.layout.dummy_row, self._last_rows)
         self._last_rows[:bucket] = padded
         if self.config.check_level >= 1:
             check_padded(padded, rows, self.layout)
-        buffer[:bucket] = self._ints(padded)
-        return buffer[:bucket]
+        return padded
 
     def _poison_pages(self, pages: Iterable[tuple[GroupName, PageId]]) -> None:
         """Level 3: NaN into pages that nobody owns; never into the null page."""
@@ -176,12 +197,3 @@ class Engine:
         for group, page in pages:
             assert page != NULL_PAGE
             poison(self.device.pools[group].data[:, page * size : (page + 1) * size])
-
-    def _ints(self, values: list[int] | list[list[int]]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device.buffers.rows.device)
-
-
-def _to_host(*columns: Tensor) -> list[list[int]]:
-    """Integer columns [rows, ...] side by side, in one transfer."""
-    values: list[list[int]] = torch.cat(columns, dim=1).tolist()
-    return values

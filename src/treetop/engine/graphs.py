@@ -43,13 +43,13 @@ class GraphSim:
 
     def __init__(self, device: Device, keys: Iterable[RoundKey]) -> None:
         self._device = device
-        bound, phases = device.layout.max_context, phases_of(device)
+        bound, phases = device.layout.max_committed, phases_of(device)
         self._captured = {
             (key, phase): partial(function, device, key, bound) for key in keys for phase, function in phases.items()
         }
 
     def launch(self, key: RoundKey, bound: int) -> None:
-        assert bound <= self._device.layout.max_context
+        assert bound <= self._device.layout.max_committed
         for phase in phases_of(self._device):
             poison_undeclared(self._device, phase)
             self._captured[key, phase]()

@@ -9,6 +9,7 @@ from treetop.attention.phase import CausalAttention, LayerKV
 from treetop.engine.device import Device, head_scale, pick
 from treetop.kernels.kv import slots_of
 from treetop.types.layout import KVGroup
+from treetop.types.messages import PrefillPlan
 from treetop.types.phase import Phase
 from treetop.types.sampling import Choice
 
@@ -27,6 +28,31 @@ class PrefillBatch:
     next_token: Tensor
     bound: int
     choice: Choice
+
+
+def chunk_columns(plan: PrefillPlan, bucket: int) -> list[list[int]]:
+    """A prefill's chunks as columns of integers: query_len and next_token of each row; place and id of each token."""
+    chunks, width = plan.chunks, chunk_width(plan)
+    padding = [0] * (bucket - len(chunks))
+    return [
+        [len(chunk.token_ids) for chunk in chunks] + padding,
+        [-1 if chunk.next_token is None else chunk.next_token for chunk in chunks] + padding,
+        [i * width + column for i, chunk in enumerate(chunks) for column in range(len(chunk.token_ids))],
+        [token for chunk in chunks for token in chunk.token_ids],
+    ]
+
+
+def chunk_width(plan: PrefillPlan) -> int:
+    return max((len(chunk.token_ids) for chunk in plan.chunks), default=1)
+
+
+def make_batch(plan: PrefillPlan, rows: Tensor, columns: list[Tensor]) -> PrefillBatch:
+    """rows: [bucket] int64. columns: those of `chunk_columns`, on the device."""
+    query_len, next_token, place, ids = columns
+    width = chunk_width(plan)
+    bound = max((chunk.start + len(chunk.token_ids) for chunk in plan.chunks), default=1)
+    tokens = rows.new_zeros(len(rows) * width).index_copy_(0, place, ids).view(len(rows), width)
+    return PrefillBatch(rows, tokens, query_len, next_token, bound, plan.choice)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from treetop.types.sampling import Choice
 
 
 def prove_capacity(device: Device, launcher: RoundLauncher) -> None:
-    """Run every shape with all rows at the context wall, on the null page, and put the state back.
+    """Run every shape with all rows as long as they can get, on the null page, and put the state back.
 
     Raises CapacityError where a buffer was sized by another formula than the one that fills it (sgl-27338, sgl-26972).
     """
@@ -18,8 +18,8 @@ def prove_capacity(device: Device, launcher: RoundLauncher) -> None:
         table.data.zero_()
     for shape in layout.shapes:
         device.buffers.rows.copy_(device.buffers.rows.new_tensor(range(layout.max_requests)))
-        state.committed[: layout.max_requests] = layout.max_context
-        launcher.launch(RoundKey(layout.max_requests, shape, Choice.GREEDY), layout.max_context)
+        state.committed[: layout.max_requests] = layout.max_committed
+        launcher.launch(RoundKey(layout.max_requests, shape, Choice.GREEDY), layout.max_committed)
     device.probes.raise_if_fired()
     draft = [state.draft.tokens, state.draft.logprob, state.draft.hidden] if state.draft is not None else []
     for tensor in (state.committed, state.root, *draft, *(pool.data for pool in device.pools.values())):

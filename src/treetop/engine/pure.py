@@ -24,9 +24,9 @@ def pad_rows(rows: Sequence[int], bucket: int, dummy: int, previous: Sequence[in
     return [*rows, *[dummy] * (bucket - len(rows))]
 
 
-def hand_out(tensor: Tensor) -> Tensor:
-    """What outlives the round's buffers: a copy, never a view (sgl-23037)."""
-    return tensor.clone()
+def hand_out(tensor: Tensor, memory: Tensor) -> Tensor:
+    """What outlives the round's buffers: a copy in `memory`, never a view (sgl-23037). It does not wait."""
+    return memory.copy_(tensor, non_blocking=True)
 
 
 def table_of(tables: Mapping[GroupName, PageTable], group: GroupName) -> PageTable:
@@ -98,7 +98,7 @@ class Pure:
 
     layout: type[Layout] = Layout
     pad_rows: Callable[[Sequence[int], int, int, Sequence[int]], list[int]] = pad_rows
-    hand_out: Callable[[Tensor], Tensor] = hand_out
+    hand_out: Callable[[Tensor, Tensor], Tensor] = hand_out
     table_of: Callable[[Mapping[GroupName, PageTable], GroupName], PageTable] = table_of
     draft_tail_width: Callable[[int, SpecShape], int] = draft_tail_width
     draft_positions: Callable[[Tensor, int, int], Tensor] = draft_positions

@@ -1,5 +1,7 @@
 """Device state by request row. The last row is the dummy request: null pages, nothing committed, for ever."""
 
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,35 +43,37 @@ class RowState:
     params: WarpParams
     draft: DraftState | None
 
-    def apply_edits(self, edits: tuple[PageEdit, ...]) -> None:
-        """Write page-table cells."""
-        for group, table in self.page_tables.items():
+    def edit_columns(self, edits: Sequence[PageEdit]) -> list[list[int]]:
+        """Page-table cells as columns of integers: row, column and page, three for each group."""
+        columns: list[list[int]] = []
+        for group in self.page_tables:
             mine = [edit for edit in edits if edit.group == group]
-            if mine:
-                cells = torch.tensor([(e.row, e.column, e.page) for e in mine], device=table.data.device)
-                table.data[cells[:, 0], cells[:, 1]] = cells[:, 2].to(torch.int32)
+            columns += [[e.row for e in mine], [e.column for e in mine], [e.page for e in mine]]
+        return columns
+
+    def apply_edits(self, columns: Sequence[Tensor]) -> None:
+        """Write page-table cells, each named once. columns: those of `edit_columns`, on the device."""
+        for i, table in enumerate(self.page_tables.values()):
+            row, column, page = columns[3 * i : 3 * i + 3]
+            if len(row):
+                table.data[row, column] = page.to(torch.int32)
 
     def forget_pages(self, rows: list[int]) -> None:
         """Level 3: fill the tables of rows about to be set up with what no page is."""
         for table in self.page_tables.values():
             table.data[rows] = torch.iinfo(torch.int32).min
 
-    def apply_setups(self, setups: tuple[RowSetup, ...]) -> None:
-        """Move requests into rows: every per-request field is written, whatever the row held before."""
-        if not setups:
-            return
-        device = self.committed.device
-        rows = torch.tensor([s.row for s in setups], device=device)
-        fields: list[tuple[Tensor, list[int] | list[float]]] = [
-            (self.committed, [s.committed for s in setups]),
-            (self.seed, [s.seed for s in setups]),
-            (self.params.temperature, [s.params.temperature for s in setups]),
-            (self.params.top_k, [min(max(s.params.top_k, 0), _ANY_VOCABULARY) for s in setups]),
-            (self.params.top_p, [s.params.top_p for s in setups]),
-            (self.params.min_p, [s.params.min_p for s in setups]),
-        ]
-        for table, values in fields:
-            table[rows] = torch.tensor(values, dtype=table.dtype, device=device)
+    def apply_setups(self, columns: Sequence[Tensor]) -> None:
+        """Move requests into rows: every per-request field is written, whatever the row held before.
+
+        columns: those of `setup_columns`, on the device.
+        """
+        rows, *values = columns
+        p = self.params
+        for table, value in zip((self.committed, self.seed, p.top_k), values[:3], strict=True):
+            table[rows] = value
+        for table, value in zip((p.temperature, p.top_p, p.min_p), values[3:], strict=True):
+            table[rows] = value.view(torch.float64).to(table.dtype)
 
     def warp_params(self, rows: Tensor) -> WarpParams:
         """Sampling parameters of `rows` [rows] int64."""
@@ -93,6 +97,28 @@ class RowState:
             _store(self.draft.tokens[:, :k], rows, live, proposal.tokens)
             _store(self.draft.logprob[:, :k], rows, live, proposal.logprob)
             _store(self.draft.hidden, rows, live, hidden)
+
+
+SETUP_COLUMNS = 7
+
+
+def setup_columns(setups: Sequence[RowSetup]) -> list[list[int]]:
+    """Requests that move in as columns of integers: row, committed, seed, top-k; temperature, top-p, min-p as bits."""
+    params = [s.params for s in setups]
+    return [
+        [s.row for s in setups],
+        [s.committed for s in setups],
+        [s.seed for s in setups],
+        [min(max(p.top_k, 0), _ANY_VOCABULARY) for p in params],
+        [_bits(p.temperature) for p in params],
+        [_bits(p.top_p) for p in params],
+        [_bits(p.min_p) for p in params],
+    ]
+
+
+def _bits(number: float) -> int:
+    """The bits of a float64, as an int64."""
+    return int(struct.unpack("q", struct.pack("d", number))[0])
 
 
 def _store(table: Tensor, rows: Tensor, live: Tensor, value: Tensor) -> None:

@@ -20,9 +20,10 @@ class Running:
 class Request:
     """Mutable, owned by the scheduler.
 
-    prefilled: tokens of `ids` whose K/V the pages hold. A request decodes once all its ids but the last are
-    prefilled: the last one is the root, and `committed == len(ids) - 1`. accept_lens: accepted drafts of each round
-    it took part in, before any cut.
+    prefilled: tokens whose K/V the pages hold, as far as the host knows; a chunk counts once it is planned, a round
+    once its result is committed. A request decodes once all its ids are prefilled: the token after them, the root, is
+    on its way then, and once it is here `prefilled == num_ids - 1`. accept_lens: accepted drafts of each round it took
+    part in, before any cut. running: None while it waits; an ended request keeps it until no step with its row is out.
     """
 
     request_id: RequestId

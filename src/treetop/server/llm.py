@@ -2,14 +2,19 @@
 
 import os
 import random
+import reprlib
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
+from numbers import Integral
+from pathlib import Path
 from typing import Any, cast
 
 from treetop.debug.faults import active_fault
 from treetop.engine.device import Device
-from treetop.engine.engine import Engine
+from treetop.engine.engine import Engine, Ticket
 from treetop.engine.pure import Pure
 from treetop.scheduler.request import Request, RequestUpdate
 from treetop.scheduler.scheduler import Scheduler
@@ -69,30 +74,35 @@ class _Live:
     started_s: float = field(default_factory=time.perf_counter)
 
 
-_UNSET = "unset"
+class _Unset(Enum):
+    """`draft` was not given, which is not the same as None."""
+
+    UNSET = auto()
 
 
 class LLM:
     """An engine, a scheduler and a tokenizer in one process.
 
     Without `model` and `draft` it runs the embedded pair; a model without a draft decodes plainly, and `draft=None`
-    says so. Options bear the names of `EngineConfig`. pure, wrap: for tests, see
+    says so. Both are folders, or builtin:NAME. Options bear the names of `EngineConfig`. pure, wrap: for tests, see
     `Engine`; TREETOP_FAULT in the environment names a fault too. Raises UserError for a configuration that cannot work.
+    An engine that fails at run time ends every request: the stream that ran it raises, the others get an error.
     """
 
     def __init__(
         self,
-        model: str | None = None,
-        draft: str | None = _UNSET,
+        model: str | Path | None = None,
+        draft: str | Path | _Unset | None = _Unset.UNSET,
         pure: Pure | None = None,
         wrap: Callable[[Device], Device] | None = None,
         **options: Any,
     ) -> None:
         pure = pure or active_fault(os.environ)
-        if draft == _UNSET:
+        if draft is _Unset.UNSET:
             plain = model is not None or options.get("speculative_algorithm") == "NONE"
             draft = None if plain else BUILTIN_DRAFT
-        self.config = EngineConfig.from_options(model=str(model or BUILTIN_MODEL), draft=draft, **options)
+        model = BUILTIN_MODEL if model is None else model
+        self.config = EngineConfig.from_options(model=_folder(model), draft=_folder(draft), **options)
         self.engine = Engine(self.config, pure, wrap)
         self.model_path, self.draft_path = self.engine.model_path, self.engine.draft_path
         self.tokenizer = Tokenizer(self.model_path) if (self.model_path / "tokenizer.json").is_file() else None
@@ -100,6 +110,7 @@ class LLM:
         self.scheduler = Scheduler(self.engine.layout, self.config, eos_ids, pure)
         self._seeds = random.Random(self.config.seed)
         self._inbox: dict[RequestId, list[RequestUpdate]] = {}
+        self._tickets: deque[Ticket] = deque()  # steps that run, oldest first
 
     def generate(
         self,
@@ -144,29 +155,46 @@ class LLM:
             for request_id in live:
                 self.scheduler.abort(request_id)
                 self._inbox.pop(request_id, None)
+            while self._tickets and not self.scheduler.has_work:  # what was launched for requests that have ended
+                self._advance()
 
     def _advance(self) -> None:
-        """One step for everybody; each stream finds its requests' updates in the inbox."""
-        plan = self.scheduler.plan()
-        assert plan is not None, "requests are alive but nothing can run"
-        for update in self.scheduler.commit(plan, self.engine.step(plan)):
+        """Keep the engine busy, then commit its oldest step; each stream finds its requests' updates in the inbox."""
+        try:
+            while (plan := self.scheduler.plan()) is not None:
+                self._tickets.append(self.engine.launch(plan))
+            assert self._tickets, "requests are alive but nothing can run"
+            ticket = self._tickets.popleft()
+            updates = self.scheduler.commit(ticket.plan, self.engine.collect(ticket))
+        except BaseException as error:
+            self._tickets.clear()
+            self._post(self.scheduler.fail(f"the engine failed: {type(error).__name__}: {error}"))
+            raise
+        self._post(updates)
+
+    def _post(self, updates: Sequence[RequestUpdate]) -> None:
+        for update in updates:
             self._inbox.setdefault(update.request_id, []).append(update)
 
     def _ids_of(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
-        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+            raise InputError(f"prompts must be text, token ids, or a list of these, got {type(prompts).__name__}")
+        one = isinstance(prompts, str) or (len(prompts) > 0 and _is_id(prompts[0]))
         listed = cast(Sequence[Prompt], [prompts] if one else prompts)
-        return [self._encode(prompt) for prompt in listed]
+        return [self._encode(index, prompt) for index, prompt in enumerate(listed)]
 
-    def _encode(self, prompt: Prompt) -> list[int]:
+    def _encode(self, index: int, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InputError(f"{self.model_path} has no tokenizer.json; pass token ids instead of text")
             return self.tokenizer.encode(prompt)
-        vocab = self.engine.spec.vocab_size
-        bad = [token for token in prompt if not 0 <= token < vocab]
+        if isinstance(prompt, bytes) or not isinstance(prompt, Sequence) or not all(map(_is_id, prompt)):
+            raise InputError(f"prompt {index} must be text or a list of token ids, got {reprlib.repr(prompt)}")
+        ids, vocab = [int(token) for token in prompt], self.engine.spec.vocab_size
+        bad = [token for token in ids if not 0 <= token < vocab]
         if bad:
-            raise InputError(f"prompt token id {bad[0]} lies outside the vocabulary [0, {vocab})")
-        return list(prompt)
+            raise InputError(f"prompt {index}: token id {bad[0]} lies outside the vocabulary [0, {vocab})")
+        return ids
 
     def _stop_checker(self, params: SamplingParams) -> StopChecker:
         if not params.stop:
@@ -174,6 +202,15 @@ class LLM:
         if self.tokenizer is None:
             raise InputError(f"stop strings need a tokenizer, and {self.model_path} has no tokenizer.json")
         return StopStrings(self.tokenizer.stream(), params.stop)
+
+
+def _folder(name: str | Path | None) -> str | None:
+    """What the options hold; what is neither text nor a path is left for them to refuse."""
+    return str(name) if isinstance(name, Path) else name
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _delta(live: _Live, update: RequestUpdate) -> TextDelta:

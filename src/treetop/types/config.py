@@ -41,6 +41,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("context_length", "max_total_tokens", "simulate_accept_length"), (int, NoneType)),
     **dict.fromkeys(("draft", "speculative_algorithm"), (str, NoneType)),
     "radix_cache": (bool,),
+    "overlap": (bool, NoneType),
 }
 
 
@@ -54,7 +55,8 @@ class EngineConfig:
     simulate_accept_length: tokens every round emits, whatever is right; for measuring speed only.
     chunked_prefill_size: most prompt tokens a prefill step processes. radix_cache: keep the K/V of finished requests
     for prompts that begin alike. check_level: 0 off, 1 host checks, 2
-    device probes, 3 poison and red zones. graphs: `sim` runs rounds with the semantics of captured graphs, on a CPU.
+    device probes, 3 poison and red zones. overlap: launch a round before the results of the last one are known; None is
+    on where rounds are captured CUDA graphs. graphs: `sim` runs rounds with the semantics of captured graphs, on a CPU.
     """
 
     model: str = BUILTIN_MODEL
@@ -71,6 +73,7 @@ class EngineConfig:
     radix_cache: bool = False
     attention_backend: Backend = "auto"
     graphs: Graphs = "auto"
+    overlap: bool | None = None
     dtype: DType = "auto"
     device: DeviceName = "auto"
     load_format: LoadFormat = "auto"

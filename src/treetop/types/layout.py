@@ -86,7 +86,7 @@ class Layout:
     """Every dimension of the engine's device state, from a handful of options.
 
     shapes: the tree shapes the engine may run, PLAIN always among them. page_size: tokens a page. max_context: tokens
-    a request may hold, prompt and output. chunk: most prompt tokens a prefill step processes. lag: rounds in flight.
+    a request may hold, prompt and output. chunk: most prompt tokens a prefill step processes. lag: steps in flight.
     pool_tokens: tokens that each pool without a window holds.
     """
 
@@ -107,6 +107,14 @@ class Layout:
     def headroom(self) -> int:
         """Positions past the context that rounds in flight may touch: `lag * (S + 1)`."""
         return self.lag * self.commit_width
+
+    @property
+    def max_committed(self) -> int:
+        """Bounds the committed tokens of a row when a round starts.
+
+        The rounds that are out may have passed the context, which the host learns later.
+        """
+        return self.max_context + (self.lag - 1) * self.commit_width
 
     @property
     def max_positions(self) -> int:
@@ -162,6 +170,19 @@ class Layout:
         return self.page_columns if group.window is None else self.window_pages(group.window)
 
     @property
+    def max_edits(self) -> int:
+        """Page-table cells that one plan may change, each once.
+
+        A running row gets pages for its next step and loses those that slid behind a window since its last plan. New
+        rows get pages for a chunk of prompts, and one of them for all it may hold. Admission keeps to it.
+        """
+        slides = 2 * self.pages_for(max(self.chunk, self.headroom))
+        grows = self.pages_for(self.headroom) + 1
+        new = self.page_columns + self.pages_for(self.chunk)
+        most = sum(new + self.max_requests * (grows if g.window is None else grows + slides) for g in self.groups)
+        return min(most, len(self.groups) * self.max_requests * self.page_columns)
+
+    @property
     def num_pages(self) -> dict[GroupName, int]:
         """Pages of each group, the null page included. A window's pool holds every request's window."""
         return {
@@ -205,6 +226,7 @@ class Layout:
             Dimension(
                 "max_positions", self.max_positions, f"context {c} + lag {lag} * (S + 1) {w}", "--context-length"
             ),
+            Dimension("max_edits", self.max_edits, "cells that one plan may change", "--max-running-requests"),
             Dimension("draft_tail", self.draft_tail, "max over shapes of k * (S - 1)", "--speculative-num-steps"),
             Dimension("verify_tail", self.verify_tail, "max over shapes of T", "--speculative-num-draft-tokens"),
             Dimension("extend_tail", w, "max over shapes of S + 1", "--speculative-num-steps"),

@@ -1,6 +1,8 @@
 """What the scheduler tells the engine, and what comes back. Frozen, host data only, no tensors.
 
 scheduler --StepPlan--> engine --StepResult--> scheduler
+
+Up to `lag` plans are out at a time; the engine runs them, and the scheduler commits their results, in their order.
 """
 
 from dataclasses import dataclass
@@ -46,7 +48,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """One prefill step: edits and setups are applied first, in this order. freed: pages, since the last plan."""
+    """One prefill step: edits and setups are applied first. freed: pages given back since the last plan."""
 
     edits: tuple[PageEdit, ...]
     freed: tuple[tuple[GroupName, PageId], ...]
@@ -54,10 +56,18 @@ class PrefillPlan:
     chunks: tuple[Chunk, ...]
     choice: Choice
 
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        return tuple(chunk.row for chunk in self.chunks)
+
 
 @dataclass(frozen=True, slots=True)
 class RoundPlan:
-    """One decode round. committed_bound: no row has more committed tokens. freed: pages, since the last plan."""
+    """One decode round. freed: pages given back since the last plan.
+
+    committed_bound: no row has more committed tokens when the round starts. With rounds out the host knows no better:
+    each may commit up to S + 1.
+    """
 
     edits: tuple[PageEdit, ...]
     freed: tuple[tuple[GroupName, PageId], ...]
@@ -75,7 +85,6 @@ class RowResult:
     """What a step gave one row: the new tokens, the last of them the bonus; none after a chunk that is not the last.
 
     finite is False if the target's logits were not; the request fails alone.
-
     """
 
     row: Row

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from numbers import Integral, Real
 from typing import Literal
 
 from treetop.types.errors import InputError
@@ -34,11 +35,24 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        problems = [text for bad, text in self._rules() if bad]
+        for name in ("stop", "stop_token_ids"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        problems = self._wrong_types() or [text for bad, text in self._rules() if bad]
         if problems:
             raise InputError("; ".join(problems))
+
+    def _wrong_types(self) -> list[str]:
+        """Fields whose value is not of their kind; True and False are no numbers."""
+        kinds: list[tuple[str, str, bool]] = [
+            *((name, "a number", _is(getattr(self, name), Real)) for name in ("temperature", "top_p", "min_p")),
+            *((name, "an integer", _is(getattr(self, name), Integral)) for name in ("top_k", "max_tokens")),
+            ("stop", "text or a list of texts", _all(self.stop, str)),
+            ("stop_token_ids", "a list of token ids", _all(self.stop_token_ids, Integral)),
+            ("ignore_eos", "True or False", _is(self.ignore_eos, bool)),
+            ("seed", "an integer or None", self.seed is None or _is(self.seed, Integral)),
+        ]
+        return [f"{name} must be {what}, got {getattr(self, name)!r}" for name, what, ok in kinds if not ok]
 
     def _rules(self) -> list[tuple[bool, str]]:
         return [
@@ -62,6 +76,14 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+
+def _is(value: object, kind: type) -> bool:
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def _all(values: object, kind: type) -> bool:
+    return isinstance(values, tuple) and all(_is(value, kind) for value in values)
 
 
 class Choice(Enum):

@@ -1,0 +1,131 @@
+"""What passes between host and device each step: one copy in, one copy out, in slots that rotate.
+
+The host writes a step's inputs into its slot and goes on; the device copies them, runs, and copies the results into the
+same slot. `lag` steps are out at most, so a slot that comes round again has long been read.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from treetop.checks.host import check_own_memory
+from treetop.checks.probes import RECORD
+from treetop.engine.buffers import Zeros
+from treetop.engine.pure import Pure
+from treetop.engine.state import SETUP_COLUMNS
+from treetop.types.errors import CapacityError, InvariantError
+from treetop.types.layout import Layout
+
+
+@dataclass(slots=True)
+class Slot:
+    """Host memory of one step, pinned beside a GPU. step: whose it is now. done: that step's end; None on a CPU."""
+
+    inputs: Tensor
+    results: Tensor
+    done: torch.cuda.Event | None
+    step: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """What the host learns of a step's rows. tokens: [rows, w] int64; accept_len: [rows] int64; finite: [rows] bool."""
+
+    tokens: Tensor
+    accept_len: Tensor
+    finite: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HostResults:
+    """`Results` on the host, and the record of the probes."""
+
+    tokens: list[tuple[int, ...]]
+    accept_len: list[int]
+    finite: list[bool]
+    record: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Posted:
+    """Results of step `step`, on their way to its slot: `values`, a part of it, for a bucket of `rows` rows."""
+
+    slot: Slot
+    step: int
+    values: Tensor
+    rows: int
+
+
+class Ring:
+    """`lag + 1` slots, and the device memory that they are copied to and from."""
+
+    def __init__(self, layout: Layout, device: torch.device, zeros: Zeros, pure: Pure, check_level: int) -> None:
+        self._pure, self._check_level = pure, check_level
+        b = layout.max_requests
+        # Row list, cells; for a prefill the setups, and of each row: length, next token; of each token: place, id.
+        self._inputs = zeros((3 * b + 3 * layout.max_edits + SETUP_COLUMNS * b + 2 * layout.chunk,), torch.int64)
+        self._results = zeros((b * (layout.commit_width + 2) + RECORD,), torch.int64)
+        self._slots = [self._slot(device) for _ in range(layout.lag + 1)]
+        self._steps = 0
+
+    def _slot(self, device: torch.device) -> Slot:
+        cuda = device.type == "cuda"
+        inputs, results = (torch.zeros(len(t), dtype=t.dtype, pin_memory=cuda) for t in (self._inputs, self._results))
+        return Slot(inputs, results, torch.cuda.Event() if cuda else None)
+
+    def take(self) -> Slot:
+        """The next step's slot. It waits only if more than `lag` steps are out, for the one that is then lost."""
+        slot = self._slots[self._steps % len(self._slots)]
+        if slot.done is not None:
+            slot.done.synchronize()
+        slot.step = self._steps
+        self._steps += 1
+        return slot
+
+    def send(self, slot: Slot, columns: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Columns of integers on the device, int64, in one copy. They hold until the next step's are sent."""
+        need = sum(len(column) for column in columns)
+        if need > len(self._inputs):
+            raise CapacityError(
+                f"inputs of a step: need {need} integers, have {len(self._inputs)}, for max_requests, chunk and"
+                " max_edits; raise --max-running-requests or --chunked-prefill-size"
+            )
+        slot.inputs[:need] = torch.tensor(list(chain.from_iterable(columns)), dtype=torch.int64)
+        self._inputs[:need].copy_(slot.inputs[:need], non_blocking=True)
+        return list(self._inputs[:need].split([len(column) for column in columns]))
+
+    def post(self, slot: Slot, results: Results, record: Tensor) -> Posted:
+        """Copy a step's results into its slot, in one copy, and mark the step's end."""
+        parts = [results.tokens.reshape(-1), results.accept_len, results.finite.to(torch.int64), record]
+        packed = self._results[: sum(len(part) for part in parts)]
+        torch.cat(parts, out=packed)
+        values = self._pure.hand_out(packed, slot.results[: len(packed)])
+        if self._check_level >= 1:
+            check_own_memory("tokens", values, packed)
+        if slot.done is not None:
+            slot.done.record()
+        return Posted(slot, slot.step, values, len(results.tokens))
+
+
+def collect(posted: Posted) -> HostResults:
+    """Wait for the end of a step, and nothing later, and read its results.
+
+    Raises InvariantError if `lag` more steps, and one, have been launched since: its slot is another's now.
+    """
+    slot, n = posted.slot, posted.rows
+    if slot.step != posted.step:
+        raise InvariantError(f"step {posted.step} is collected too late: its slot belongs to step {slot.step}")
+    if slot.done is not None:
+        slot.done.synchronize()
+    values = posted.values.tolist()
+    width = (len(values) - RECORD) // n - 2
+    tokens, rest = values[: n * width], values[n * width :]
+    return HostResults(
+        tokens=[tuple(tokens[i * width : (i + 1) * width]) for i in range(n)],
+        accept_len=rest[:n],
+        finite=[bool(ok) for ok in rest[n : 2 * n]],
+        record=rest[2 * n :],
+    )
