@@ -1,6 +1,6 @@
 """The scheduler: turns waiting and running requests into plans, and results into updates.
 
-waiting --admit--> prefilling --last chunk--> decoding --stop--> finished
+waiting --admit--> prefilling --last chunk--> decoding --stop--> ended --last step committed--> gone
    ^                                             |
    '----------------- retract -------------------'
 """
