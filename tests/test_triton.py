@@ -26,6 +26,7 @@ from treetop.kernels.few_rows import (
     gated_rows_reference,
 )
 from treetop.kernels.fused import (
+    add,
     add_rms_norm,
     add_rms_norm_reference,
     rotate_and_write,
@@ -188,6 +189,8 @@ if INTERPRETED:
         got = add_rms_norm(x, given, weight, 1e-5, gpu_traits(CPU))
         total, normed = add_rms_norm_reference(x, given, weight, 1e-5)
         torch.testing.assert_close(got[0], total)
+        if given is not None:
+            torch.testing.assert_close(add(x, given, gpu_traits(CPU)), total)
         assert_close(got[1], normed, torch.float32)
 
     @pytest.mark.parametrize("inner", [40, 1500])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from treetop.types.errors import CapacityError
+from treetop.types.errors import CheckError
 from treetop.types.ids import GroupName
 from treetop.types.layout import KVGroup, Layout, SpecShape
 from treetop.types.tree import Accepted, DraftTree, Places
@@ -68,7 +68,7 @@ def _part(buffer: Tensor, *need: int) -> Tensor:
     """The first `need` of each of a buffer's first dimensions; slicing alone would hide that there are fewer."""
     have = tuple(buffer.shape[: len(need)])
     if any(n > h for n, h in zip(need, have, strict=True)):
-        raise CapacityError(f"round buffers: need {need}, have {have}; raise --speculative-num-steps")
+        raise CheckError(f"round buffers: need {need}, have {have}; raise --speculative-num-steps")
     return buffer[tuple(slice(n) for n in need)]
 
 

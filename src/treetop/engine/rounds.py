@@ -19,7 +19,7 @@ from treetop.kernels.accept import Drawn
 from treetop.kernels.commit import Paths
 from treetop.kernels.rows import DraftState, RowTables
 from treetop.spec.draft import Level, grow_tree
-from treetop.types.errors import CapacityError
+from treetop.types.errors import CheckError
 from treetop.types.ids import DRAFT
 from treetop.types.layout import SpecShape
 from treetop.types.phase import Phase
@@ -142,7 +142,7 @@ def _tables(device: Device, rows: Tensor, bound: int, k: int) -> tuple[RowTables
     """
     state, probes, phase, vocab = device.state, device.probes, Phase.DRAFT, device.target.spec.vocab_size
     if state.draft is not None and state.draft.tokens.shape[1] < k:
-        raise CapacityError(f"proposals of a row: need {k}, have {state.draft.tokens.shape[1]} = max_topk")
+        raise CheckError(f"proposals of a row: need {k}, have {state.draft.tokens.shape[1]} = max_topk")
     if not probes.enabled:
         return state.tables, rows
     root = probes.index(state.root[rows], 0, vocab, "root_token", phase, rows)

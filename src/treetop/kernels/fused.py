@@ -27,38 +27,57 @@ def joined(parts: Tensor) -> Tensor:
     return parts[0] if parts.shape[0] == 1 else parts.sum(dim=0)
 
 
+def add_reference(x: Tensor, delta: Tensor) -> Tensor:
+    """x [..., hidden] plus the parts of delta [parts, ..., hidden]."""
+    return (x + joined(delta)).to(x.dtype)
+
+
 def add_rms_norm_reference(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x plus the parts of delta (x alone if None), and that over its root mean square, times weight.
 
     x: [..., hidden]. delta: [parts, ..., hidden].
     """
-    total = x if delta is None else (x + joined(delta)).to(x.dtype)
+    total = x if delta is None else add_reference(x, delta)
     return total, F.rms_norm(total, weight.shape, weight, eps)
 
 
 def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, gpu: GpuTraits) -> tuple[Tensor, Tensor]:
     """`add_rms_norm_reference` in one pass; the norm is of the sum as rounded. x, delta: contiguous."""
-    hidden = x.shape[-1]
     normed = torch.empty_like(x)
     total = x if delta is None else torch.empty_like(x)
-    _add_rms_norm_kernel[(x.numel() // hidden,)](
-        total, normed, x, x if delta is None else delta, weight, eps,
-        x.numel(), hidden=hidden, block=_power_of_two(hidden), parts=0 if delta is None else delta.shape[0],
-        overlap=gpu.can_overlap,
-        num_warps=8 if hidden > 2048 else 4, **_options(gpu),
-    )  # fmt: skip
+    _launch_add(total, normed, x, delta, weight, eps, gpu)
     return total, normed
+
+
+def add(x: Tensor, delta: Tensor, gpu: GpuTraits) -> Tensor:
+    """`add_reference` in one launch. x, delta: contiguous."""
+    total = torch.empty_like(x)
+    _launch_add(total, None, x, delta, None, 0.0, gpu)
+    return total
+
+
+def _launch_add(
+    total: Tensor, normed: Tensor | None, x: Tensor, delta: Tensor | None, weight: Tensor | None, eps: float,
+    gpu: GpuTraits,
+) -> None:  # fmt: skip
+    hidden = x.shape[-1]
+    _add_rms_norm_kernel[(x.numel() // hidden,)](
+        total, total if normed is None else normed, x, x if delta is None else delta, x if weight is None else weight,
+        eps, x.numel(), hidden=hidden, block=_power_of_two(hidden), parts=0 if delta is None else delta.shape[0],
+        norms=normed is not None, overlap=gpu.can_overlap, num_warps=8 if hidden > 2048 else 4, **_options(gpu),
+    )  # fmt: skip
 
 
 @jit
 def _add_rms_norm_kernel(
     total: Arg, normed: Arg, x: Arg, delta: Arg, weight: Arg, eps: Arg, size: Arg,
-    hidden: constexpr, block: constexpr, parts: constexpr, overlap: constexpr,
+    hidden: constexpr, block: constexpr, parts: constexpr, norms: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """One row a program. total, normed, x: [rows, hidden]; delta: [parts, rows, hidden]; weight: [hidden]."""
     column = tl.arange(0, block)
     there = column < hidden
-    scale = tl.load(weight + column, mask=there, other=0.0).to(tl.float32)  # a constant: needs no waiting
+    if norms:
+        scale = tl.load(weight + column, mask=there, other=0.0).to(tl.float32)  # a constant: needs no waiting
     if overlap:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -70,9 +89,10 @@ def _add_rms_norm_kernel(
             added += tl.load(delta + part * size + at, mask=there, other=0.0)
         value = (value.to(tl.float32) + added).to(value.dtype)
         tl.store(total + at, value, mask=there)
-    value = value.to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(value * value, 0) / hidden + eps)
-    tl.store(normed + at, (value * inverse * scale).to(normed.dtype.element_ty), mask=there)
+    if norms:
+        value = value.to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(value * value, 0) / hidden + eps)
+        tl.store(normed + at, (value * inverse * scale).to(normed.dtype.element_ty), mask=there)
 
 
 # ------------------------------------------------------------------------------------------------- SiLU and product

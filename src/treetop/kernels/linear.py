@@ -63,7 +63,7 @@ class FewRowsLinear:
         launch = _choose(x, self._weight, False, self._gpu)
         if launch is None:
             return F.linear(x, self._weight)[None]
-        parts = few_rows(x.flatten(0, -2), self._weight, launch, self._gpu)
+        parts = few_rows(x.flatten(0, -2).contiguous(), self._weight, launch, self._gpu)
         return parts.view(launch.splits, *x.shape[:-1], -1)
 
 
@@ -77,7 +77,7 @@ class FewRowsGated:
         launch = _choose(x, self._weight, True, self._gpu)
         if launch is None:
             return silu_mul(F.linear(x, self._weight), self._gpu)
-        return gated_rows(x.flatten(0, -2), self._weight, launch, self._gpu).view(*x.shape[:-1], -1)
+        return gated_rows(x.flatten(0, -2).contiguous(), self._weight, launch, self._gpu).view(*x.shape[:-1], -1)
 
 
 def library_gated(weight: Tensor, bias: Tensor | None = None) -> GatedLinear:

@@ -5,7 +5,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from treetop.kernels.fused import add_rms_norm, add_rms_norm_reference, joined, rotate_and_write
+from treetop.kernels.fused import (
+    add,
+    add_reference,
+    add_rms_norm,
+    add_rms_norm_reference,
+    joined,
+    rotate_and_write,
+)
 from treetop.kernels.kv import PagedKV, write_pages
 from treetop.kernels.linear import FewRowsGated, FewRowsLinear, GatedLinear, LibraryLinear, Linear, library_gated
 from treetop.kernels.rope import RopeTable, Rotation, rotate_
@@ -18,14 +25,16 @@ _HALF = (torch.float16, torch.bfloat16)
 class Ops(Protocol):
     """linear, gated: a product with a weight [out, in], or gate and up of one, prepared once.
 
-    add_rms_norm: the sum of x and the parts of delta (x alone if None), and its norm. angles: what `rotate_and_write`
-    takes, made once a forward from the RoPE table [positions, 2, dim] and positions [rows, n]. rotate_and_write: see
+    add: the sum of x and the parts of delta. add_rms_norm: that sum (x alone without delta), and its norm. angles:
+    what `rotate_and_write` takes, made once a forward from the RoPE table [positions, 2, dim] and positions [rows, n]. rotate_and_write: see
     `kernels.fused.rotate_and_write_reference`; it may use up qkv. top_logprobs: see `kernels.topk`.
     """
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear: ...
 
     def gated(self, weight: Tensor, bias: Tensor | None = None) -> GatedLinear: ...
+
+    def add(self, x: Tensor, delta: Tensor) -> Tensor: ...
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
 
@@ -44,6 +53,9 @@ class TorchOps:
 
     def gated(self, weight: Tensor, bias: Tensor | None = None) -> GatedLinear:
         return library_gated(weight, bias)
+
+    def add(self, x: Tensor, delta: Tensor) -> Tensor:
+        return add_reference(x, delta)
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return add_rms_norm_reference(x, delta, weight, eps)
@@ -78,6 +90,9 @@ class TritonOps:
     def gated(self, weight: Tensor, bias: Tensor | None = None) -> GatedLinear:
         few = bias is None and weight.dtype in _HALF
         return FewRowsGated(weight, self._gpu) if few else library_gated(weight, bias)
+
+    def add(self, x: Tensor, delta: Tensor) -> Tensor:
+        return add(x.contiguous(), delta, self._gpu)
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return add_rms_norm(x.contiguous(), delta, weight, eps, self._gpu)

@@ -64,7 +64,7 @@ class Eagle3Head:
         residual = normed if self.spec.norm_before_residual else hidden
         x = torch.cat([F.embedding(tokens, self.normed_embedding), normed], dim=-1)
         x, normed = self.mlp_norm.after(residual, self.attention(x, self._ops.angles(self.rope, positions), attend))
-        return self.norm.after(x, self.mlp(normed))[0]
+        return self._ops.add(x, self.mlp(normed))
 
     def propose(self, hidden: Tensor, k: int) -> Proposal:
         """hidden: [..., hidden]. Log-probabilities are float32 in every dtype, so that ties are the same everywhere."""

@@ -123,8 +123,11 @@ class EngineConfig:
             (self.check_level not in range(4), f"--check-level must be 0, 1, 2 or 3, got {self.check_level}"),
             (
                 self.simulate_accept_length is not None
-                and not 1 <= self.simulate_accept_length <= (self.speculative_num_steps + 1 if self.draft else 1),
-                "--simulate-accept-length must lie between 1 and num-steps + 1 (1 without a draft),"
+                and not 1
+                <= self.simulate_accept_length
+                <= (min(self.speculative_num_steps + 1, self.speculative_num_draft_tokens) if self.draft else 1),
+                "--simulate-accept-length must lie between 1 and num-steps + 1, and not exceed num-draft-tokens"
+                " (1 without a draft),"
                 f" got {self.simulate_accept_length}",
             ),
             (
