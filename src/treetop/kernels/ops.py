@@ -26,8 +26,9 @@ class Ops(Protocol):
     """linear, gated: a product with a weight [out, in], or gate and up of one, prepared once.
 
     add: the sum of x and the parts of delta. add_rms_norm: that sum (x alone without delta), and its norm. angles:
-    what `rotate_and_write` takes, made once a forward from the RoPE table [positions, 2, dim] and positions [rows, n]. rotate_and_write: see
-    `kernels.fused.rotate_and_write_reference`; it may use up qkv. top_logprobs: see `kernels.topk`.
+    what `rotate_and_write` takes, made once a forward from the RoPE table [positions, 2, dim] and positions [rows, n].
+    rotate_and_write: see `kernels.fused.rotate_and_write_reference`; it may use up qkv. top_logprobs: see
+    `kernels.topk`.
     """
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear: ...
