@@ -152,6 +152,7 @@ def execute(job: Job, tool: str, number: int, limit_s: float) -> Run:
     """Run one job; each has its own port, so that several may run side by side."""
     command = [sys.executable, str(HERE / "sanitize_workload.py"), "--mode", job.mode]
     command += ["--plant", job.plant] if job.plant else []
+    command += ["--zero-products"] if job.tool == "initcheck" else []
     if job.tool is not None:
         options = ["--tool", job.tool, "--target-processes", "application-only", "--show-backtrace", "no"]
         options += ["--print-limit", "20000", "--launch-timeout", "120", "--port", str(49152 + 16 * number)]

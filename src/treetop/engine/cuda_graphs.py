@@ -10,9 +10,11 @@ tens of milliseconds for an 8B model, while its filters sort the vocabulary of e
 keep for good in an engine that never samples.
 """
 
+import gc
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -109,7 +111,7 @@ class CudaGraphs:
         device.buffers.rows.fill_(device.layout.dummy_row)
         console = Console(stderr=True)
         hidden = len(keys) == 1 or not sys.stderr.isatty()
-        with Progress(console=console, transient=True, disable=hidden) as progress:
+        with _no_collection(), Progress(console=console, transient=True, disable=hidden) as progress:
             for key in progress.track(keys, description="capturing graphs"):
                 for phase, function in phases_of(device).items():
                     place = _place(phase, key)
@@ -117,6 +119,19 @@ class CudaGraphs:
                         self._graphs[place] = self._recorder.record(partial(function, device, key, bound))
         device.buffers.rows.copy_(rows)
         self.seconds += time.perf_counter() - started_s
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage collection inside: a graph of an engine that is gone, freed while another is captured, spoils that."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def plan_host_extents(device: Device, key: RoundKey) -> None:

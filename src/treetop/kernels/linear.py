@@ -63,7 +63,7 @@ class FewRowsLinear:
         launch = _choose(x, self._weight, False, self._gpu)
         if launch is None:
             return F.linear(x, self._weight)[None]
-        parts = few_rows(x.flatten(0, -2).contiguous(), self._weight, launch, self._gpu)
+        parts = few_rows(_as_rows(x), self._weight, launch, self._gpu)
         return parts.view(launch.splits, *x.shape[:-1], -1)
 
 
@@ -77,13 +77,18 @@ class FewRowsGated:
         launch = _choose(x, self._weight, True, self._gpu)
         if launch is None:
             return silu_mul(F.linear(x, self._weight), self._gpu)
-        return gated_rows(x.flatten(0, -2).contiguous(), self._weight, launch, self._gpu).view(*x.shape[:-1], -1)
+        return gated_rows(_as_rows(x), self._weight, launch, self._gpu).view(*x.shape[:-1], -1)
 
 
 def library_gated(weight: Tensor, bias: Tensor | None = None) -> GatedLinear:
     """`GatedLinear` of library calls."""
     linear = LibraryLinear(weight, bias)
     return lambda x: silu_mul_reference(linear(x))
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    """x [..., in] as contiguous [rows, in]."""
+    return x.reshape(-1, x.shape[-1]).contiguous()
 
 
 def _choose(x: Tensor, weight: Tensor, gated: bool, gpu: GpuTraits) -> RowsLaunch | None:
