@@ -1,7 +1,8 @@
 """Tunes the products of few rows on one GPU and compares them with the vendor's, in one run.
 
     python bench/few_rows.py                 the committed launches against the vendor's and the floor
-    python bench/few_rows.py --write-table   measure every candidate and write src/treetop/kernels/few_rows.json
+    python bench/few_rows.py --write-table   measure every candidate and write src/treetop/kernels/few_rows.json, where
+                                             entries of other rows and weights stay
 
 A time is that of one product in a replayed graph of many over different weights, so that none lies in the cache: as in
 a decode round. Results are checked before anything is timed. JSON lines on stdout; the first names the machine.
@@ -152,7 +153,9 @@ def main() -> None:
         compile_all(shapes, rows)
     entries = tune(shapes, rows, args.write_table)
     if args.write_table:
-        lines = ",\n".join(json.dumps(entry) for entry in entries)
+        known = json.loads(TABLE.read_text(encoding="utf-8"))["entries"] if TABLE.is_file() else []
+        measured = {(entry["name"], entry["rows"]): entry for entry in (*known, *entries)}
+        lines = ",\n".join(json.dumps(entry) for entry in measured.values())
         TABLE.write_text(f'{{"machine": {json.dumps(machine)}, "entries": [\n{lines}\n]}}\n', encoding="utf-8")
 
 

@@ -82,8 +82,8 @@ class Plant:
 def zero_products() -> None:
     """From now on the library's products write into memory that holds zeros.
 
-    They store by the GPU's tensor-copy engine, which initcheck does not follow: it would call every read of a product one
-    of unwritten memory.
+    They store by the GPU's tensor-copy engine, which initcheck does not follow: it would call every read of a product
+    one of unwritten memory.
     """
 
     def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

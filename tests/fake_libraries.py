@@ -57,8 +57,9 @@ def schedule(  # noqa: PLR0917 - the vendor's
     rows, n, bound, heads, kv_heads, dim, dim_v, dtype, lengths, *rest
 ):
     """A tensor that says what it was made for."""
-    _, _, _, query_len, _, page_size, new, causal, left, right, softcap, splits, _, _ = rest
-    assert (new, left, right, softcap, splits) == (0, -1, -1, False, 0)
+    starts, _, _, query_len, _, page_size, new, causal, left, right, softcap, splits, _, _ = rest
+    assert (new, left, right, softcap, splits) == (0, -1, -1, False, int(causal))
+    assert (starts is not None) == causal
     assert (query_len is not None) == causal
     assert dim == dim_v
     assert lengths.dtype == torch.int32
@@ -67,6 +68,11 @@ def schedule(  # noqa: PLR0917 - the vendor's
 
 def fa3(given):
     q, k, v, table = given["q"], given["k"], given["v"], given["page_table"]
+    starts = given["cu_seqlens_q"]
+    if starts is not None:  # sequences side by side, here all of one length
+        n = given["max_seqlen_q"]
+        assert starts.tolist() == list(range(0, len(q) + n, n))
+        q = q.unflatten(0, (-1, n))
     rows, n, heads, _ = q.shape
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
     assert k.shape == v.shape
@@ -90,6 +96,8 @@ def fa3(given):
             scores = scores.masked_fill(late, -math.inf)
         lse[i, :, :count] = scores.logsumexp(-1)
         out[i, :count] = torch.einsum("hnm,mhd->nhd", scores.softmax(-1), values.float()).to(q.dtype)
+    if starts is not None:
+        out, lse = out.flatten(0, 1), lse.transpose(0, 1).reshape(heads, -1)
     return [out, lse, torch.empty(0), torch.empty(0)]
 
 

@@ -131,19 +131,27 @@ class FlashOp:
         return metadata
 
     def __call__(self, call: PagedCall) -> tuple[Tensor, Tensor]:
-        tensors = {"q": call.q, "k": call.k, "v": call.v, "page_table": call.table}
-        how = {"softmax_scale": call.scale, "scheduler_metadata": call.schedule, "max_seqlen_q": call.q.shape[1]}
+        rows, n, heads, _ = call.q.shape
+        q = call.q if call.query_len is None else call.q.flatten(0, 1)
+        tensors = {"q": q, "k": call.k, "v": call.v, "page_table": call.table}
+        how = {"softmax_scale": call.scale, "scheduler_metadata": call.schedule, "max_seqlen_q": n}
         out, lse, *_ = self._fwd({**_lengths(call), **tensors, **how})
-        return out, lse
+        if call.query_len is None:
+            return out, lse
+        return out.unflatten(0, (rows, n)), lse.view(heads, rows, n).transpose(0, 1)
 
 
 def _lengths(call: PagedCall) -> dict[str, Any]:
-    return {
-        "seqused_q": call.query_len,
-        "seqused_k": call.lengths,
-        "max_seqlen_k": max(call.bound, 1),
-        "is_causal": call.query_len is not None,
-    }
+    """A causal batch goes as sequences that stand n queries apart, for a padded one gave wrong results (H200, n = 150).
+
+    Its keys are not split: prefill has queries enough to fill a GPU.
+    """
+    lengths = {"seqused_k": call.lengths, "max_seqlen_k": max(call.bound, 1), "is_causal": call.query_len is not None}
+    if call.query_len is None:
+        return lengths
+    rows, n = call.q.shape[:2]
+    starts = torch.arange(0, (rows + 1) * n, n, dtype=torch.int32, device=call.q.device)
+    return {**lengths, "seqused_q": call.query_len, "cu_seqlens_q": starts, "num_splits": 1}
 
 
 def find_fa3() -> FlashOp:
