@@ -68,7 +68,7 @@ def schedule(  # noqa: PLR0917 - the vendor's
 
 def fa3(given):
     q, k, v, table = given["q"], given["k"], given["v"], given["page_table"]
-    starts = given["cu_seqlens_q"]
+    starts = given.get("cu_seqlens_q")
     if starts is not None:  # sequences side by side, here all of one length
         n = given["max_seqlen_q"]
         assert starts.tolist() == list(range(0, len(q) + n, n))

@@ -29,6 +29,8 @@ from treetop.kernels.fused import (
     add,
     add_rms_norm,
     add_rms_norm_reference,
+    embed_and_norm,
+    embed_and_norm_reference,
     rotate_and_write,
     rotate_and_write_reference,
     silu_mul,
@@ -192,6 +194,16 @@ if INTERPRETED:
         if given is not None:
             torch.testing.assert_close(add(x, given, gpu_traits(CPU)), total)
         assert_close(got[1], normed, torch.float32)
+
+    @pytest.mark.parametrize(("width", "hidden"), [(24, 40), (64, 48)])
+    def test_a_drafts_input_is_the_embedding_beside_the_norm(width, hidden):
+        """Tokens and states as slices of larger tensors; one state shared by all nodes of a row."""
+        torch.manual_seed(0)
+        table, weight = torch.randn(30, width), torch.rand(hidden)
+        tokens = torch.randint(0, 30, (3, 5))[:, 1:4]
+        for state in (torch.randn(3, 1, hidden).expand(-1, 3, -1), torch.randn(3, 5, hidden)[:, :3]):
+            got = embed_and_norm(table, tokens, state, weight, 1e-5, gpu_traits(CPU))
+            torch.testing.assert_close(got, embed_and_norm_reference(table, tokens, state, weight, 1e-5))
 
     @pytest.mark.parametrize("inner", [40, 1500])
     def test_silu_and_product_equal_the_plain_operations(inner):

@@ -95,6 +95,55 @@ def _add_rms_norm_kernel(
         tl.store(normed + at, (value * inverse * scale).to(normed.dtype.element_ty), mask=there)
 
 
+# ------------------------------------------------------------------------------------------------- a draft's input
+
+
+def embed_and_norm_reference(table: Tensor, tokens: Tensor, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """A draft head's input: the embedding of each token beside the RMS norm of its hidden state.
+
+    table: [vocab, width]. tokens: [rows, n] int64. hidden: [rows, n, hidden]. Returns [rows, n, width + hidden].
+    """
+    return torch.cat([F.embedding(tokens, table), F.rms_norm(hidden, weight.shape, weight, eps)], dim=-1)
+
+
+def embed_and_norm(table: Tensor, tokens: Tensor, hidden: Tensor, weight: Tensor, eps: float, gpu: GpuTraits) -> Tensor:
+    """`embed_and_norm_reference` in one launch."""
+    rows, n, size = hidden.shape
+    assert table.is_contiguous()
+    assert hidden.stride(2) == 1
+    out = torch.empty((rows, n, table.shape[1] + size), dtype=hidden.dtype, device=hidden.device)
+    _embed_and_norm_kernel[(rows * n,)](
+        out, table, tokens, hidden, weight, eps, n, *tokens.stride(), *hidden.stride()[:2],
+        width=table.shape[1], hidden_size=size, block=_power_of_two(max(table.shape[1], size)),
+        overlap=gpu.can_overlap, num_warps=8 if size > 2048 else 4, **_options(gpu),
+    )  # fmt: skip
+    return out
+
+
+@jit
+def _embed_and_norm_kernel(
+    out: Arg, table: Arg, tokens: Arg, hidden: Arg, weight: Arg, eps: Arg, n: Arg,
+    token_row: Arg, token_column: Arg, hidden_row: Arg, hidden_column: Arg,
+    width: constexpr, hidden_size: constexpr, block: constexpr, overlap: constexpr,
+) -> None:  # fmt: skip
+    """One token a program; arguments as in the reference. Grid (rows * n,)."""
+    lane = tl.arange(0, block)
+    inside = lane < hidden_size
+    scale = tl.load(weight + lane, mask=inside, other=0.0).to(tl.float32)
+    if overlap:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    item = tl.program_id(0).to(tl.int64)
+    row, column = item // n, item % n
+    token = tl.load(tokens + row * token_row + column * token_column)
+    embedding = tl.load(table + token * width + lane, mask=lane < width, other=0.0)
+    state = tl.load(hidden + row * hidden_row + column * hidden_column + lane, mask=inside, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(state * state, 0) / hidden_size + eps)
+    at = out + item * (width + hidden_size) + lane
+    tl.store(at, embedding, mask=lane < width)
+    tl.store(at + width, (state * inverse * scale).to(out.dtype.element_ty), mask=inside)
+
+
 # ------------------------------------------------------------------------------------------------- SiLU and product
 
 

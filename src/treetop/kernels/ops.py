@@ -10,6 +10,8 @@ from treetop.kernels.fused import (
     add_reference,
     add_rms_norm,
     add_rms_norm_reference,
+    embed_and_norm,
+    embed_and_norm_reference,
     joined,
     rotate_and_write,
 )
@@ -25,7 +27,8 @@ _HALF = (torch.float16, torch.bfloat16)
 class Ops(Protocol):
     """linear, gated: a product with a weight [out, in], or gate and up of one, prepared once.
 
-    add: the sum of x and the parts of delta. add_rms_norm: that sum (x alone without delta), and its norm. angles:
+    add: the sum of x and the parts of delta. add_rms_norm: that sum (x alone without delta), and its norm.
+    embed_and_norm: a draft's input, see `kernels.fused.embed_and_norm_reference`. angles:
     what `rotate_and_write` takes, made once a forward from the RoPE table [positions, 2, dim] and positions [rows, n].
     rotate_and_write: see `kernels.fused.rotate_and_write_reference`; it may use up qkv. top_logprobs: see
     `kernels.topk`.
@@ -38,6 +41,8 @@ class Ops(Protocol):
     def add(self, x: Tensor, delta: Tensor) -> Tensor: ...
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
+
+    def embed_and_norm(self, table: Tensor, tokens: Tensor, hidden: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
     def angles(self, table: RopeTable, positions: Tensor) -> Any: ...
 
@@ -60,6 +65,9 @@ class TorchOps:
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return add_rms_norm_reference(x, delta, weight, eps)
+
+    def embed_and_norm(self, table: Tensor, tokens: Tensor, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return embed_and_norm_reference(table, tokens, hidden, weight, eps)
 
     def angles(self, table: RopeTable, positions: Tensor) -> Rotation:
         return table.at(positions)
@@ -97,6 +105,9 @@ class TritonOps:
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return add_rms_norm(x.contiguous(), delta, weight, eps, self._gpu)
+
+    def embed_and_norm(self, table: Tensor, tokens: Tensor, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return embed_and_norm(table, tokens, hidden, weight, eps, self._gpu)
 
     def angles(self, table: RopeTable, positions: Tensor) -> tuple[Tensor, Tensor]:
         return table.data, positions

@@ -7,8 +7,6 @@ Source: EAGLE-3, arXiv:2503.01840.
 
 from dataclasses import dataclass
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from treetop.attention.phase import Attend
@@ -60,9 +58,9 @@ class Eagle3Head:
 
     def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """tokens, positions: [rows, n] int64; hidden: [rows, n, hidden]. Returns the recurrent state, before `norm`."""
-        normed = self.hidden_norm(hidden)
-        residual = normed if self.spec.norm_before_residual else hidden
-        x = torch.cat([F.embedding(tokens, self.normed_embedding), normed], dim=-1)
+        norm, width = self.hidden_norm, hidden.shape[-1]
+        x = self._ops.embed_and_norm(self.normed_embedding, tokens, hidden, norm.weight, norm.eps)
+        residual = x[..., -width:] if self.spec.norm_before_residual else hidden
         x, normed = self.mlp_norm.after(residual, self.attention(x, self._ops.angles(self.rope, positions), attend))
         return self._ops.add(x, self.mlp(normed))
 
