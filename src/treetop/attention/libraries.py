@@ -142,9 +142,10 @@ class FlashOp:
 
 
 def _lengths(call: PagedCall) -> dict[str, Any]:
-    """A causal batch goes as sequences that stand n queries apart, for a padded one gave wrong results (H200, n = 150).
+    """A causal batch goes as sequences that stand n queries apart, and its keys are not split.
 
-    Its keys are not split: prefill has queries enough to fill a GPU.
+    A padded batch whose keys are split gave wrong results where `seqused_q` is given (H200, n = 150; right with one
+    split, and right as sequences either way). Prefill has queries enough to fill a GPU without.
     """
     lengths = {"seqused_k": call.lengths, "max_seqlen_k": max(call.bound, 1), "is_causal": call.query_len is not None}
     if call.query_len is None:

@@ -23,11 +23,9 @@ def peak_bytes(device: Device) -> int:
 
 
 def worst_prefill(layout: Layout) -> tuple[int, int]:
-    """(rows, width) of the largest padded prefill batch: one long chunk beside rows with one token each."""
-    shapes = []
-    for rows in range(1, min(layout.max_requests, layout.chunk) + 1):
-        width = min(layout.chunk - rows + 1, layout.max_context - 1)
-        shapes.append((layout.bucket_for(rows), max(width, 1)))
+    """(rows, width) of the largest padded prefill batch: a chunk holds its padding too."""
+    longest = max(layout.max_context - 1, 1)
+    shapes = [(bucket, min(layout.chunk // bucket, longest)) for bucket in layout.buckets]
     return max(shapes, key=lambda shape: shape[0] * shape[1])
 
 

@@ -54,13 +54,14 @@ class Llama:
         """tokens, positions: [rows, n] int64. Features are the residual stream entering each layer of `aux_inputs`."""
         x = F.embedding(tokens, self.embedding)
         angles = self._ops.angles(self.rope, positions)
-        stream, normed = [x], self.layers[0].input_norm(x)
+        features, normed = {0: x}, self.layers[0].input_norm(x)
         next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
-        for layer, next_norm in zip(self.layers, next_norms, strict=True):
+        for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True), 1):
             x, added = layer(x, normed, angles, attend)
             x, normed = next_norm.after(x, added)
-            stream.append(x)
-        return TargetOutput(normed, tuple(stream[i] for i in self.aux_inputs))
+            if index in self.aux_inputs:
+                features[index] = x
+        return TargetOutput(normed, tuple(features[i] for i in self.aux_inputs))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [..., hidden], after the final norm. Returns [..., vocab]."""

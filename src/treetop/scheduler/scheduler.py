@@ -110,23 +110,21 @@ class Scheduler:
 
     def _plan_prefill(self) -> PrefillPlan | None:
         setups: list[RowSetup] = []
-        budget = self._layout.chunk
         batch: list[tuple[Request, int]] = []
         for request in self._prefilling:
-            if budget > 0:
-                count = min(budget, request.num_ids - request.prefilled)
+            room = self._prefill_room(batch)
+            if room > 0:
+                count = min(room, request.num_ids - request.prefilled)
                 self._reserve_chunk(request, count)
                 batch.append((request, count))
-                budget -= count
-        while budget > 0 and self._waiting and self._free_rows and self._cells_left():
-            request = self._waiting[0]
-            if not self._admit(request, budget):
+        while self._waiting and self._free_rows and self._cells_left():
+            request, room = self._waiting[0], self._prefill_room(batch)
+            if room == 0 or not self._admit(request, room):
                 break
             self._waiting.popleft()
             self._prefilling.append(request)
             setups.append(RowSetup(_held(request).row, request.prefilled, request.params, request.seed))
-            batch.append((request, min(budget, request.num_ids - request.prefilled)))
-            budget -= batch[-1][1]
+            batch.append((request, min(room, request.num_ids - request.prefilled)))
         if not batch:
             return None
         return PrefillPlan(
@@ -136,6 +134,11 @@ class Scheduler:
             chunks=tuple(self._chunk(request, count) for request, count in batch),
             choice=Choice.of(request.params for request, _ in batch),
         )
+
+    def _prefill_room(self, batch: list[tuple[Request, int]]) -> int:
+        """Tokens that one more row may bring to a prefill batch, which holds `chunk` with its padding; 0 for no row."""
+        room = self._layout.chunk // self._layout.bucket_for(len(batch) + 1)
+        return room if all(count <= room for _, count in batch) else 0
 
     def _chunk(self, request: Request, count: int) -> Chunk:
         """The next `count` tokens of a request, and the token after them. After its last chunk it can decode."""
