@@ -55,10 +55,10 @@ class EngineConfig:
     tokens each KV pool holds, whatever that share is; None gives every running request its whole context if it fits.
     load_format: dummy makes random weights of the shapes that config.json gives.
     simulate_accept_length: tokens every round emits, whatever is right; for measuring speed only.
-    chunked_prefill_size: most prompt tokens a prefill step processes, its padding counted. radix_cache: keep the K/V of finished requests
-    for prompts that begin alike. check_level: 0 off, 1 host checks, 2
-    device probes, 3 poison and red zones. overlap: launch a round before the results of the last one are known; None is
-    on where rounds are captured CUDA graphs. graphs: `sim` runs rounds with the semantics of captured graphs, on a CPU.
+    chunked_prefill_size: most prompt tokens a prefill step processes, its padding counted. radix_cache: keep the K/V of
+    finished requests for prompts that begin alike. check_level: 0 off, 1 host checks, 2 device probes, 3 poison and red
+    zones. overlap: launch a round before the results of the last one are known; None is on where rounds are captured
+    CUDA graphs. graphs: `sim` runs rounds with the semantics of captured graphs, on a CPU.
     """
 
     model: str = BUILTIN_MODEL
