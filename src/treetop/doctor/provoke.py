@@ -197,9 +197,10 @@ def looks_from_the_host(fault: Fault) -> bool:
 
 def _scenario(llm: LLM, outputs: list[RequestOutput]) -> None:
     prompts = _prompts(llm)
-    # Rows of different pace, so that places in the row list become padding while others still take pages.
-    ragged = [list(range(3, 30)), [5, 6, 7], list(range(40, 90)), list(range(3, 31))]
-    outputs += llm.generate(ragged, SamplingParams(max_tokens=40, ignore_eos=True))
+    # The last row of four ends first: its place in the row list is padding while a long prompt is prefilled in it.
+    ragged = [ids[:length] for ids, length in zip(prompts, (9, 3, 10, 28, 53, 58), strict=False)]
+    paces = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (60, 60, 60, 4, 50, 50)]
+    outputs += llm.generate(ragged, paces)
     first = llm.generate(prompts[:4], SamplingParams(max_tokens=30, ignore_eos=True))
     outputs += first
     # The same beginnings again, the draft's last shared token followed by another one.
