@@ -24,7 +24,7 @@ from attention_cases import DEVICE, copy_bytes_per_s, graph_of, times_us
 from torch import Tensor
 
 from treetop.kernels import few_rows as kernels
-from treetop.kernels.few_rows import RowsLaunch, choose_launch, few_rows, gated_rows, row_class
+from treetop.kernels.few_rows import RowsLaunch, choose_launch, few_rows, gated_rows, row_class, shared_bytes
 from treetop.kernels.fused import silu_mul
 from treetop.kernels.triton_guard import gpu_traits
 
@@ -53,9 +53,9 @@ def candidates(rows: int, n: int, k: int, gated: bool) -> Iterator[RowsLaunch]:
     all_splits = (1,) if gated else (1, 2, 3, 4)
     for (block_n, block_k, warps), stages, splits in product(blocks, (3, 4, 5, 6), all_splits):
         programs = -(-outputs // block_n) * splits
-        used = stages * block_k * 2 * (weights * block_n + row_class(rows))
         accumulators = weights * block_n * row_class(rows) // (32 * warps)
         filled = programs >= 64 and (splits == 1 or programs <= 800)
+        used = shared_bytes(RowsLaunch(block_n, block_k, splits, stages, warps), rows, gated)
         if filled and 40_000 < used < SHARED_MEMORY and accumulators <= 200 and k % (splits * block_k) == 0:
             for tiled in (False, True) if rows > 16 else (False,):
                 if rows <= 128 or tiled:  # pointers take too many registers for 192 rows
@@ -101,14 +101,14 @@ def compile_once(job: tuple[int, int, int, bool, RowsLaunch]) -> None:
 def tune(shapes: dict[str, tuple[int, int, bool]], all_rows: tuple[int, ...], write: bool) -> list[dict[str, object]]:
     """Measure every shape; the entries of a table."""
     entries = []
-    sms = gpu_traits(DEVICE).num_sms
+    gpu = gpu_traits(DEVICE)
     for name, (n, k, gated) in shapes.items():
         weights = [torch.randn(n, k, dtype=torch.bfloat16, device=DEVICE) * k**-0.5 for _ in range(calls(n, k))]
         for rows in all_rows:
             x = torch.randn(rows, k, dtype=torch.bfloat16, device=DEVICE)
             vendor_us = measure_us(x, weights, gated, None)
             found: list[tuple[float, RowsLaunch]] = []
-            known = choose_launch(rows, n, k, gated, sms)
+            known = choose_launch(rows, n, k, gated, gpu)
             for launch in candidates(rows, n, k, gated) if write else [known] * (known is not None):
                 check(x, weights[0], gated, launch)
                 found.append((measure_us(x, weights, gated, launch), launch))
@@ -156,7 +156,8 @@ def main() -> None:
         known = json.loads(TABLE.read_text(encoding="utf-8"))["entries"] if TABLE.is_file() else []
         measured = {(entry["name"], entry["rows"]): entry for entry in (*known, *entries)}
         lines = ",\n".join(json.dumps(entry) for entry in measured.values())
-        TABLE.write_text(f'{{"machine": {json.dumps(machine)}, "entries": [\n{lines}\n]}}\n', encoding="utf-8")
+        head = f'"num_sms": {gpu_traits(DEVICE).num_sms}, "machine": {json.dumps(machine)}'
+        TABLE.write_text(f'{{{head}, "entries": [\n{lines}\n]}}\n', encoding="utf-8")
 
 
 COPY = float("nan")

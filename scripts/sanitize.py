@@ -128,7 +128,7 @@ def judge(run: Run, suppressions: Sequence[tuple[str, re.Pattern[str]]]) -> Verd
     problems += [
         line for line in run.output.splitlines() if "Internal Sanitizer Error" in line or "not printed" in line
     ]
-    ours = set(workload_of(run.output).get("kernels", ()))
+    ours = {name.rpartition(".")[2] for name in workload_of(run.output).get("kernels", ())}
     suppressed: Counter[str] = Counter()
     loud: Counter[str] = Counter()
     for report in reports:
@@ -142,7 +142,7 @@ def judge(run: Run, suppressions: Sequence[tuple[str, re.Pattern[str]]]) -> Verd
 
 
 def workload_of(output: str) -> dict[str, dict[str, int]]:
-    """The workload's own line: kernels of the package, and launches by name."""
+    """The workload's own line: kernels of the package as module.name, and launches of each."""
     line = next((line for line in output.splitlines() if line.startswith(MARK)), None)
     found: dict[str, dict[str, int]] = {} if line is None else json.loads(line[len(MARK) :])
     return found

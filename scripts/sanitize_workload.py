@@ -95,14 +95,19 @@ def zero_products() -> None:
 
 
 def our_kernels() -> list[str]:
-    """Names of the kernels of the package: what is compiled by `jit` and named so."""
+    """The kernels of the package, as module and name: what is compiled by `jit` and named so."""
     found = set()
     for package in (treetop.kernels, treetop.attention):
         for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
             for value in vars(importlib.import_module(module.name)).values():
                 if isinstance(value, type(_probe)) and value.__name__.endswith("_kernel"):
-                    found.add(value.__name__)
+                    found.add(_place(value))
     return sorted(found)
+
+
+def _place(kernel: Any) -> str:
+    """A kernel's module and name; two modules may use one name."""
+    return f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}"
 
 
 def count_launches() -> Counter[str]:
@@ -112,7 +117,7 @@ def count_launches() -> Counter[str]:
     run: Callable[..., Any] = kind.run
 
     def counting(self: Any, *args: Any, **options: Any) -> Any:
-        launched[self.__name__] += 1
+        launched[_place(self)] += 1
         return run(self, *args, **options)
 
     kind.run = counting

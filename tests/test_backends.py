@@ -17,7 +17,9 @@ from treetop.attention.auto import AutoBackend, ChoiceTable, Timing, load_table
 from treetop.attention.capabilities import CAPABILITIES, Capabilities, GroupNeed, Need, Refusal, refusal, require
 from treetop.attention.registry import BACKENDS, make_backend
 from treetop.attention.torch_backend import TorchBackend
+from treetop.kernels import few_rows
 from treetop.kernels.launch import CallShape, launch_table
+from treetop.kernels.triton_guard import GpuTraits
 from treetop.types.config import CHOICES
 from treetop.types.errors import ConfigError
 from treetop.types.ids import FULL
@@ -204,6 +206,34 @@ def test_the_committed_tables_are_well_formed():
         assert {"block_m", "block_n", "splits", "num_warps", "num_stages", "us"} <= set(entry)
         assert entry["us"] <= entry["formula_us"]
     assert json.dumps(launch_table())
+
+
+def test_the_committed_launches_of_products_can_be_launched():
+    """Shares of k are whole blocks, gated ones have one split, blocks are powers of two, and all fit a Hopper GPU."""
+    table = few_rows.load_table()
+    assert table.num_sms == 132
+    assert len(table.launches) > 30
+    for (n, k, gated, rows), launch in table.launches.items():
+        assert rows == few_rows.row_class(rows) <= few_rows.MAX_ROWS
+        if launch is not None:
+            assert k % (launch.splits * launch.block_k) == 0
+            assert launch.splits == 1 or not gated
+            assert n % 64 == 0
+            assert all(x & (x - 1) == 0 for x in (launch.block_n, launch.block_k, launch.num_warps))
+            assert few_rows.shared_bytes(launch, rows, gated) <= 227 << 10
+
+
+@pytest.mark.parametrize("shared", [48 << 10, 99 << 10, 163 << 10, 227 << 10])
+@pytest.mark.parametrize("gated", [False, True])
+def test_products_fit_the_shared_memory_of_any_gpu(shared, gated):
+    """No tiles and nothing from the table on a GPU that was not measured; what does not fit is the vendor's product."""
+    gpu = GpuTraits(num_sms=84, can_overlap=False, shared_bytes=shared)
+    for rows in (1, 16, 32, 64, 100):
+        launch = few_rows.choose_launch(rows, 28672, 4096, gated, gpu)
+        assert launch is None or few_rows.shared_bytes(launch, rows, gated) <= shared
+        assert launch is None or not launch.tiled
+    measured = GpuTraits(132, True, 227 << 10)
+    assert few_rows.choose_launch(32, 28672, 4096, True, measured).tiled
 
 
 def test_auto_on_a_cpu_is_the_torch_backend():

@@ -212,6 +212,8 @@ def test_an_engine_has_the_rows_and_the_context_that_its_grid_needs():
     assert config.shape == grid.shapes[1]
     assert config.simulate_accept_length == 4
     assert engine_config(None, {"simulate_accept_length": 9}, SpecShape(2, 3, 6), grid).simulate_accept_length == 4
+    with pytest.raises(ConfigError, match="--simulate-accept-length 9: the longest path of these shapes has 4"):
+        run_grid(None, {"simulate_accept_length": 9}, grid, print)
     plain = engine_config(None, {"simulate_accept_length": 4}, PLAIN, grid)
     assert (plain.draft, plain.simulate_accept_length) == (None, None)
     assert engine_config(None, {"max_running_requests": 9}, PLAIN, grid).max_running_requests == 9
@@ -386,8 +388,8 @@ def test_a_comparison_sizes_contexts_by_its_prompts(monkeypatch):
     assert made[0]["context_length"] % 1024 == 0
 
 
-def test_copying_the_table_sweep_needs_the_presets_alone():
-    """The presets of the table are configurations that load."""
+def test_the_presets_of_the_table_are_configurations_that_load():
+    """A Llama-3.1-8B target, and a head of 32k draft tokens."""
     target, head = presets()
     assert (target.vocab_size, head.draft_vocab_size) == (128256, 32000)
     assert sweeps.TABLE == ((3, 1, 4), (5, 1, 6), (5, 4, 16))

@@ -89,7 +89,7 @@ def test_a_captured_tree_round_is_few_launches():
 
     Small operations: start, 4 x grow, select; choose, accept, commit, features; commit, pick, finish. A layer: four
     products of at most two launches (split-K) each, two norms, rotation and write, attention and its merge, activation.
-    The head adds an embedding, a concatenation, a norm and a sum; its proposals a norm, a product and two launches.
+    The head adds its input and a sum; its proposals a norm, a product of at most two launches and two launches.
     """
     llm, _ = run(greedy(8))
     key = RoundKey(1, SpecShape(4, 5, 16), Choice.GREEDY)
@@ -102,7 +102,7 @@ def test_a_captured_tree_round_is_few_launches():
     counts = {event.key: event.count for event in profiler.key_averages() if event.self_device_time_total > 0}
     layer = 4 * 2 + 2 + 1 + 2 + 1
     target = 1 + 1 + 4 * layer + 2
-    head_runs = 5 * (layer + 4 + 5) + 2
+    head_runs = 5 * (layer + 2 + 5) + 2
     listing = "\n".join(f"{count:4d} {name}" for name, count in sorted(counts.items()))
     small = ("_start", "_grow", "_select", "_accept", "_commit", "_path_features", "_pick", "_finish")
     ours = {name: count for name, count in counts.items() if name.startswith(small)}

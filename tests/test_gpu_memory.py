@@ -67,7 +67,7 @@ def test_an_8b_model_takes_its_share_and_serves_a_full_batch_without_running_out
     assert all(len(output.token_ids) == 8 for output in outputs)
     left = torch.cuda.mem_get_info()[0]
     print(f"free after a batch of 64, half of it sampled: {gib(left)}; graphs now {len(graphs)}")
-    assert left > 0
+    assert left > 512 << 20  # what the fraction leaves to others is not eaten up
 
 
 def test_what_is_measured_is_about_what_the_shapes_say():

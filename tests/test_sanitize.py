@@ -16,7 +16,7 @@ import pytest
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 OURS = "_attention_kernel"
-WORKLOAD = "WORKLOAD " + json.dumps({"kernels": [OURS], "launched": {OURS: 3}})
+WORKLOAD = "WORKLOAD " + json.dumps({"kernels": [f"attention.{OURS}"], "launched": {f"attention.{OURS}": 3}})
 SUMMARY = "========= ERROR SUMMARY: 0 errors"
 VENDOR = "void at::native::vectorized_elementwise_kernel<(int)4, at::native::Copy>(int, T2, T3)"
 
@@ -89,7 +89,7 @@ def test_no_suppression_hides_a_kernel_of_ours(script):
     """Not even one whose name a pattern for cuBLAS matches."""
     kernel = "_streaming_gemm_kernel"
     assert any(pattern.search(kernel) for _, pattern in script.suppressions_of(script.SUPPRESSIONS.read_text()))
-    workload = "WORKLOAD " + json.dumps({"kernels": [kernel], "launched": {}})
+    workload = "WORKLOAD " + json.dumps({"kernels": [f"a.{kernel}"], "launched": {}})
     lines = [report("Uninitialized __global__ memory read", kernel), workload, SUMMARY]
     assert len(judged(script, script.Job("eager", "initcheck"), *lines).problems) == 1
 
@@ -116,7 +116,7 @@ def test_the_driver_runs_every_job_and_says_which_failed(script, tmp_path, monke
     out = capsys.readouterr().out
     assert out.count("ok     ") == 4
     assert out.count("FAILED") == 2
-    assert f"our kernels, launched: {OURS}" in out
+    assert f"our kernels, launched: attention.{OURS}" in out
     assert "4 of 6 runs" in out
 
 
@@ -140,7 +140,9 @@ def test_the_planted_overrun_lands_in_a_red_zone_and_nothing_else_does(plant):
     if plant is None:
         assert done.returncode == 0, done.stderr
         said = json.loads(done.stdout.removeprefix("WORKLOAD "))
-        assert {"_attention_kernel", "_merge_kernel"} <= set(said["launched"]) <= set(said["kernels"])
+        assert (
+            {"attention._attention_kernel", "attention._merge_kernel"} <= set(said["launched"]) <= set(said["kernels"])
+        )
     else:
         assert done.returncode == 1
         assert "red zone: a write landed after" in done.stderr

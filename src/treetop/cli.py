@@ -207,7 +207,8 @@ def run_bench(args: argparse.Namespace) -> int:
     from treetop.bench.compare import BenchOptions, run  # noqa: PLC0415
 
     names = [field.name for field in fields(BenchOptions)]
-    options = BenchOptions(**{name: getattr(args, name) for name in names})
+    given = {name: value for name in names if (value := getattr(args, name)) is not None}
+    options = BenchOptions(**given)
     report = run(args.model, engine_options, options)
     print(json.dumps(asdict(report)) if args.json else report.table())
     return int(not report.outputs_equal)
@@ -217,12 +218,17 @@ def _run_sweep(args: argparse.Namespace, engine_options: dict[str, Any]) -> int:
     """Rounds over a grid; text as it is measured, or one JSON object."""
     from treetop.bench import plot, rounds, sweeps  # noqa: PLC0415
 
-    if args.transformers:
-        raise InputError("--transformers compares whole outputs and does not go with a sweep of rounds")
+    compared = ["transformers", "prompts", "num_prompts", "max_tokens", "repeats"]
+    given = [flag(name) for name in compared if getattr(args, name) not in (None, False)]
+    if given:
+        raise InputError(f"{', '.join(given)}: for comparing whole outputs, not for a sweep of rounds")
+    if args.batches is not None and args.batch_size is not None:
+        raise InputError("--batches and --batch-size: give one of them")
     if args.plot is not None:
         plot.check_path(Path(args.plot))
     names = [field.name for field in fields(sweeps.SweepOptions)]
-    options = sweeps.SweepOptions(**{name: getattr(args, name) for name in names})
+    batch_size = 1 if args.batch_size is None else args.batch_size
+    options = sweeps.SweepOptions(**{**{name: getattr(args, name) for name in names}, "batch_size": batch_size})
     grid = sweeps.make_grid(args.model, engine_options, options)
     tell = (lambda text: None) if args.json else (lambda text: print(text, flush=True))
     report = rounds.run_grid(args.model, engine_options, grid, tell)
@@ -259,9 +265,9 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     compare.add_argument(
         "--prompts", help="JSON lines with a `prompt` each; the held-out prompts of nestling by default"
     )
-    compare.add_argument("--num-prompts", type=int, default=8, help="(default 8)")
-    compare.add_argument("--max-tokens", type=int, default=128, help="(default 128)")
-    compare.add_argument("--repeats", type=int, default=5, help="timed passes over the prompts (default 5)")
+    compare.add_argument("--num-prompts", type=int, help="(default 8)")
+    compare.add_argument("--max-tokens", type=int, help="(default 128)")
+    compare.add_argument("--repeats", type=int, help="timed passes over the prompts (default 5)")
     compare.add_argument("--transformers", action="store_true", help="time transformers' generate too, in the same run")
     sweep = bench.add_argument_group("rounds against their floor: with one of these, dummy weights or a forced length")
     sweep.add_argument(
@@ -273,7 +279,7 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
         "--inputs", nargs="+", type=int, metavar="N", help="prompt lengths, instead of the sweep's or 1024"
     )
     sweep.add_argument("--plot", metavar="FILE.html", help="also draw the sweep")
-    bench.add_argument("--batch-size", type=int, default=1, help="prompts decoded together (default 1)")
+    bench.add_argument("--batch-size", type=int, help="prompts decoded together (default 1)")
     bench.add_argument("--rounds", type=int, default=20, help="rounds to time (default 20)")
     bench.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else there")
     _add_engine(bench)

@@ -1,7 +1,8 @@
 """`auto`: each phase and shape class runs on the backend that was fastest for it when measured.
 
 `choices.json`, written by `python bench/attention.py --write-table` on one kind of GPU, gives for each shape class the
-microseconds of every backend that gave right results. What was not measured, and any other GPU, runs on Triton.
+microseconds of every backend that gave right results. What was not measured, and any other GPU, runs on Triton; so does
+everything while the table is empty, as it is committed today.
 """
 
 import json

@@ -67,12 +67,13 @@ class GroupNeed:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What an engine asks of its backend. page_size None and no groups: not known yet."""
+    """What an engine asks of its backend. page_size None and no groups: not known yet. lag: rounds in flight."""
 
     dtype: torch.dtype
     device: torch.device
     page_size: int | None = None
     groups: tuple[GroupNeed, ...] = ()
+    lag: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +94,11 @@ def refusal(name: str, need: Need) -> Refusal | None:
         names = " and ".join(_name(dtype) for dtype in able.dtypes)
         return Refusal(
             f"it computes in {names}, not in {_name(need.dtype)}",
-            f"use --dtype {_name(able.dtypes[0])} or --attention-backend {_wider(need.dtype)}",
+            f"use --dtype {_name(able.dtypes[0])} or --attention-backend {_wider(need)}",
         )
+    if need.lag > 1 and able.needs_host_extents:
+        reason = "it plans with exact lengths on the host, so only one round may be in flight"
+        return Refusal(reason, "use --no-overlap or --attention-backend triton")
     for group in need.groups:
         if able.head_dims is not None and group.head_dim not in able.head_dims:
             reason = f"it has no kernel for heads {group.head_dim} wide (KV group {group.name})"
@@ -130,8 +134,10 @@ def _other(name: str, device: torch.device) -> str:
     return f"use --attention-backend {'triton' if works else 'torch'}"
 
 
-def _wider(dtype: torch.dtype) -> str:
-    return "triton" if dtype in CAPABILITIES["triton"].dtypes else "torch"
+def _wider(need: Need) -> str:
+    """The fastest backend that computes in this dtype here."""
+    fits = need.dtype in CAPABILITIES["triton"].dtypes and why_not(need.device) is None
+    return "triton" if fits else "torch"
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -31,13 +31,13 @@ from treetop.types.sampling import SamplingParams
 class BenchOptions:
     """prompts: a JSON-lines file with a `prompt` each, or None for the embedded pair's held-out prompts."""
 
-    prompts: str | None
-    num_prompts: int
-    max_tokens: int
-    batch_size: int
-    repeats: int
-    rounds: int
-    transformers: bool
+    prompts: str | None = None
+    num_prompts: int = 8
+    max_tokens: int = 128
+    batch_size: int = 1
+    repeats: int = 5
+    rounds: int = 20
+    transformers: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_prompts", "max_tokens", "batch_size", "repeats", "rounds"):

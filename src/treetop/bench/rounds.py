@@ -119,6 +119,10 @@ def run_grid(model: str | None, options: dict[str, Any], grid: Grid, tell: Calla
     With real weights each shape's greedy output is first compared with that of the first shape. Raises UserError for
     options that cannot work, EngineError for outputs that differ.
     """
+    longest = max(min(shape.commit_width, shape.num_draft_tokens) for shape in grid.shapes)
+    asked = options.get("simulate_accept_length")
+    if asked is not None and not 1 <= asked <= longest:
+        raise ConfigError(f"--simulate-accept-length {asked}: the longest path of these shapes has {longest} tokens")
     configs = [engine_config(model, options, shape, grid) for shape in grid.shapes]
     device = compute_device(configs[0].device)
     machine = measure_machine(device, compute_dtype(configs[0].dtype, device))

@@ -46,16 +46,23 @@ def run(model: str | None, options: dict[str, Any], visit: Visit) -> int:
 
 def _conformance(console: Console, count: int, device: str, backend: str) -> int:
     failed = rounds = ties = 0
+    cases = quick_cases(count, gpu=device == "cuda", backend=backend)
+    ran = ", ".join(sorted({case.backend for case in cases}))
+    if backend not in ("auto", ran):
+        console.print(
+            f"conformance: {backend} computes in 16 bits only, which the oracle does not judge; it runs {ran}"
+        )
     with Conformance() as conformance, Progress(console=console, transient=True) as progress:
         task = progress.add_task("conformance", total=count)
-        for case in quick_cases(count, gpu=device == "cuda", backend=backend):
+        for case in cases:
             outcome = conformance.run(case, device=device)
             rounds, ties = rounds + outcome.rounds, ties + outcome.ties
             if outcome.failure is not None:
                 failed += 1
                 console.print(f"FAILED {case}\n       {outcome.failure}")
             progress.advance(task)
-    console.print(f"conformance: {count - failed} of {count} cases agree with the dense oracle in {rounds} rounds")
+    agree = f"{count - failed} of {count} cases agree with the dense oracle"
+    console.print(f"conformance: {agree} in {rounds} rounds, on {ran}")
     if ties:
         console.print(f"             {ties} near ties of float32 excused")
     return int(failed > 0)

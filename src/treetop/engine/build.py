@@ -102,7 +102,7 @@ def make_layout(config: EngineConfig, spec: ModelSpec, draft: Eagle3Spec | None,
         page_size=config.page_size,
         max_requests=config.max_running_requests,
         max_context=context,
-        chunk=config.chunked_prefill_size,
+        chunk=min(config.chunked_prefill_size, config.max_running_requests * context),  # a step can hold no more
         groups=groups,
         pool_tokens=config.max_total_tokens or 0,
         lag=choose_lag(config),
@@ -181,10 +181,6 @@ def _without_pools(blueprint: Blueprint, pure: Pure) -> tuple[Device, RedZones |
     """The device as yet without pools; the red zones, and what makes buffers."""
     config, place, spec = blueprint.config, blueprint.place, blueprint.target[1]
     backend = make_backend(config.attention_backend, blueprint.need)
-    if blueprint.layout.lag > 1 and backend.capabilities.needs_host_extents:
-        raise ConfigError(
-            "--attention-backend auto chose one that plans with exact lengths on the host; use --no-overlap"
-        )
     zones = RedZones(place.device) if config.check_level >= 3 else None
     zeros: Zeros = zones.zeros if zones is not None else partial(zeros_on, place.device)
     aux = blueprint.draft[1].aux_inputs if blueprint.draft is not None else ()
@@ -259,7 +255,7 @@ def backend_need(layout: Layout, spec: ModelSpec, draft_from: tuple[Path, Eagle3
     for group in layout.groups:
         heads = draft_from[1].layer.num_heads if group.is_draft and draft_from is not None else spec.num_heads
         groups.append(GroupNeed(group.name, heads, group.kv_heads, group.head_dim, group.window))
-    return Need(place.dtype, place.device, layout.page_size, tuple(groups))
+    return Need(place.dtype, place.device, layout.page_size, tuple(groups), layout.lag)
 
 
 def _groups(spec: ModelSpec, draft: Eagle3Spec | None) -> list[KVGroup]:

@@ -74,14 +74,16 @@ class Engine:
             self.launcher = CudaGraphs(self.device)
         self._plans = PlanChecker(self.layout)
         zeros = partial(zeros_on, device) if self._zones is None else self._zones.zeros
-        self._ring = Ring(self.layout, device, zeros, pure, config.check_level)
+        with self._explained("starting"):
+            self._ring = Ring(self.layout, device, zeros, pure, config.check_level)
         self.last_key: RoundKey | None = None
         self._last_rows = [0] * self.layout.max_requests  # what the row buffer holds
         started_s = time.perf_counter()
         with torch.inference_mode(), self._explained("starting"):
             self._start_up()
         start_s = time.perf_counter() - started_s
-        log.info("%s", start_up_block(blueprint, self.device, self.launcher, self.memory, start_s))
+        if log.isEnabledFor(logging.INFO):  # saying why other backends were refused tries them
+            log.info("%s", start_up_block(blueprint, self.device, self.launcher, self.memory, start_s))
 
     def _explained(self, doing: str) -> AbstractContextManager[None]:
         """Out of memory becomes an EngineError with the numbers and the options to change."""

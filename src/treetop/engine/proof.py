@@ -26,7 +26,8 @@ def prove_capacity(device: Device, launcher: RoundLauncher) -> None:
         launcher.launch(RoundKey(layout.max_requests, shape, Choice.GREEDY), layout.max_committed)
     device.probes.raise_if_fired()
     draft = [state.draft.tokens, state.draft.logprob, state.draft.hidden] if state.draft is not None else []
-    for tensor in (state.committed, state.root, *draft, *(pool.data for pool in device.pools.values())):
+    null_pages = [pool.data[:, : layout.page_size] for pool in device.pools.values()]  # nothing else was written
+    for tensor in (state.committed, state.root, *draft, *null_pages):
         tensor.zero_()
     for name, table in state.page_tables.items():
         table.data.copy_(tables[name])

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, tiles_of, tl
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, launch_options, tiles_of, tl
 
 MAX_ROWS = 192
 _TABLE = Path(__file__).with_name("few_rows.json")
@@ -81,7 +81,7 @@ def _launch(out: Tensor, x: Tensor, weight: Tensor, n: int, gated: bool, launch:
     if launch.tiled:
         x_tiles, weight_tiles = tiles_of(x, block_m, launch.block_k), tiles_of(weight, launch.block_n, launch.block_k)
         more_tiles = tiles_of(x, more_m, launch.block_k) if more_m else x_tiles
-    options = {"launch_pdl": True} if gpu.can_overlap else {}
+    options = launch_options(gpu)
     _few_rows_kernel[(-(-n // launch.block_n), launch.splits)](
         out, x, weight, x_tiles, more_tiles, weight_tiles, rows, n, k, k // launch.splits,
         block_m=block_m, more_m=more_m, block_n=launch.block_n, block_k=launch.block_k, gated=gated,
@@ -179,30 +179,56 @@ def _row_blocks(rows: int) -> tuple[int, int]:
 
 
 @cache
-def choose_launch(rows: int, n: int, k: int, gated: bool, num_sms: int) -> RowsLaunch | None:
+def choose_launch(rows: int, n: int, k: int, gated: bool, gpu: GpuTraits) -> RowsLaunch | None:
     """The launch for a weight [n, k], or None where the vendor's product is faster.
 
-    Measured ones lie in `few_rows.json` (`bench/few_rows.py --write-table` measures again); other weights get, up to 64
-    rows, about three programs a multiprocessor.
+    Measured ones lie in `few_rows.json` (`bench/few_rows.py --write-table` measures again) and hold for GPUs like the
+    measured one. Elsewhere, and for other weights, up to 64 rows get about three programs a multiprocessor and as many
+    stages as its shared memory holds.
     """
     if rows > MAX_ROWS:
         return None
+    table = load_table()
     key = (n, k, gated, row_class(rows))
-    if key in _table():
-        return _table()[key]
+    if table.holds_for(gpu) and key in table.launches:
+        return table.launches[key]
     block_n, block_k = 64, 128
     if row_class(rows) > 64 or k % block_k or n < block_n:
         return None
     tiles = -(-(n // 2 if gated else n) // block_n)
-    splits = [s for s in (1, 2, 4) if s == 1 or (not gated and tiles * s <= 3 * num_sms and k % (s * block_k) == 0)]
-    return RowsLaunch(block_n, block_k, splits[-1], 4, 4)
+    splits = [s for s in (1, 2, 4) if s == 1 or (not gated and tiles * s <= 3 * gpu.num_sms and k % (s * block_k) == 0)]
+    wanted = [RowsLaunch(block_n, block_k, splits[-1], stages, 4) for stages in (4, 3, 2)]
+    return next((one for one in wanted if shared_bytes(one, rows, gated) <= gpu.shared_bytes), None)
+
+
+def shared_bytes(launch: RowsLaunch, rows: int, gated: bool) -> int:
+    """Shared memory of a launch: its stages of weights and of x."""
+    lines = (2 if gated else 1) * launch.block_n + row_class(rows)
+    return 2 * launch.num_stages * launch.block_k * lines
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchTable:
+    """Measured launches, by (n, k, gated, row class); None is the vendor's product.
+
+    num_sms: of the GPU that was measured, which has compute capability 9.
+    """
+
+    num_sms: int
+    launches: dict[tuple[int, int, bool, int], RowsLaunch | None]
+
+    def holds_for(self, gpu: GpuTraits) -> bool:
+        return gpu.can_overlap and gpu.num_sms == self.num_sms
 
 
 @cache
-def _table() -> dict[tuple[int, int, bool, int], RowsLaunch | None]:
-    """(n, k, gated, row class) -> a launch, or None for the vendor's product."""
-    entries = json.loads(_TABLE.read_text(encoding="utf-8"))["entries"] if _TABLE.is_file() else []
-    return {
+def load_table() -> LaunchTable:
+    """The committed table."""
+    if not _TABLE.is_file():
+        return LaunchTable(0, {})
+    data = json.loads(_TABLE.read_text(encoding="utf-8"))
+    launches = {
         (e["n"], e["k"], e["gated"], e["rows"]): None if e["launch"] is None else RowsLaunch(*e["launch"])
-        for e in entries
+        for e in data["entries"]
     }
+    return LaunchTable(data["num_sms"], launches)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, tl
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, launch_options, tl
 
 _HEADS = 8
 """Heads of one token that a program rotates."""
@@ -64,7 +64,7 @@ def _launch_add(
     _add_rms_norm_kernel[(x.numel() // hidden,)](
         total, total if normed is None else normed, x, x if delta is None else delta, x if weight is None else weight,
         eps, x.numel(), hidden=hidden, block=_power_of_two(hidden), parts=0 if delta is None else delta.shape[0],
-        norms=normed is not None, overlap=gpu.can_overlap, num_warps=8 if hidden > 2048 else 4, **_options(gpu),
+        norms=normed is not None, overlap=gpu.can_overlap, num_warps=8 if hidden > 2048 else 4, **launch_options(gpu),
     )  # fmt: skip
 
 
@@ -115,7 +115,7 @@ def embed_and_norm(table: Tensor, tokens: Tensor, hidden: Tensor, weight: Tensor
     _embed_and_norm_kernel[(rows * n,)](
         out, table, tokens, hidden, weight, eps, n, *tokens.stride(), *hidden.stride()[:2],
         width=table.shape[1], hidden_size=size, block=_power_of_two(max(table.shape[1], size)),
-        overlap=gpu.can_overlap, num_warps=8 if size > 2048 else 4, **_options(gpu),
+        overlap=gpu.can_overlap, num_warps=8 if size > 2048 else 4, **launch_options(gpu),
     )  # fmt: skip
     return out
 
@@ -159,7 +159,7 @@ def silu_mul(gate_up: Tensor, gpu: GpuTraits) -> Tensor:
     out = torch.empty((*gate_up.shape[:-1], inner), dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, _power_of_two(inner))
     _silu_mul_kernel[(out.numel() // inner, -(-inner // block))](
-        out, gate_up, inner=inner, block=block, overlap=gpu.can_overlap, num_warps=4, **_options(gpu)
+        out, gate_up, inner=inner, block=block, overlap=gpu.can_overlap, num_warps=4, **launch_options(gpu)
     )
     return out
 
@@ -221,7 +221,7 @@ def rotate_and_write(
         q, qkv, table, positions, where, target, n, qkv.stride(0),
         *positions.stride(), *where.stride(), *strides,
         parts=parts, heads=heads, kv_heads=target.shape[-2], half=dim // 2, block=_power_of_two(dim // 2),
-        block_h=_HEADS, in_pages=slots is not None, overlap=gpu.can_overlap, num_warps=2, **_options(gpu),
+        block_h=_HEADS, in_pages=slots is not None, overlap=gpu.can_overlap, num_warps=2, **launch_options(gpu),
     )  # fmt: skip
     return q
 
@@ -275,10 +275,6 @@ def _rotate_and_write_kernel(
     target_at = target_at + (head - heads)[:, None] * (2 * half) + lane[None, :]
     tl.store(target_at, new_low, mask=is_kv)
     tl.store(target_at + half, new_high, mask=is_kv)
-
-
-def _options(gpu: GpuTraits) -> dict[str, bool]:
-    return {"launch_pdl": True} if gpu.can_overlap else {}
 
 
 def _power_of_two(x: int) -> int:

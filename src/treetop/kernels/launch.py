@@ -1,7 +1,8 @@
 """How the attention kernels are cut for a call: a committed table by shape class, and a formula for what it lacks.
 
 `launches.json` holds what `python bench/attention.py --tune` measured, for one kind of GPU: shape class -> launch, with
-its time and the formula's. Another kind of GPU, and a class that was not measured, use the formula.
+its time and the formula's. Another kind of GPU, and a class that was not measured, use the formula; so does everything
+while the table is empty, as it is committed today.
 """
 
 import json

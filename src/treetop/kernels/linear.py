@@ -92,7 +92,7 @@ def _as_rows(x: Tensor) -> Tensor:
 
 
 def _choose(x: Tensor, weight: Tensor, gated: bool, gpu: GpuTraits) -> RowsLaunch | None:
-    return choose_launch(x.numel() // x.shape[-1], *weight.shape, gated, gpu.num_sms)
+    return choose_launch(x.numel() // x.shape[-1], *weight.shape, gated, gpu)
 
 
 def _packed(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from treetop.kernels.attention import TailKeys, add_sink, fold, load_kv
 from treetop.kernels.launch import power_of_two
-from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, tl
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, launch_options, tl
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ def tail_and_merge(
     assert tail.data.stride()[3:] == (dim, 1)
     small = q.element_size() > 2 or dim > 128  # float32 without tensor cores, or wide heads: what fits in registers
     block_m = min(max(16, power_of_two(n * group)), 32 if small else 64)
-    overlap = {"launch_pdl": True} if gpu.can_overlap else {}
+    overlap = launch_options(gpu)
     _tail_kernel[(kv_heads, -(-n * group // block_m), rows)](
         out, q, prefix.out, prefix.lse, prefix.extent, sight.positions, tail.data, tail.positions, tail.mask,
         prefix.lse if sinks is None else sinks, scale * math.log2(math.e), prefix.unit * math.log2(math.e), n,

@@ -69,10 +69,15 @@ def why_not(device: torch.device) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class GpuTraits:
-    """What launches depend on. can_overlap: programmatic dependent launch, compute capability 9.0 and later."""
+    """What launches depend on.
+
+    can_overlap: programmatic dependent launch and tile descriptors, compute capability 9.0 and later. shared_bytes:
+    shared memory that one program may use.
+    """
 
     num_sms: int
     can_overlap: bool
+    shared_bytes: int = 48 << 10
 
 
 def gpu_traits(device: torch.device) -> GpuTraits:
@@ -80,8 +85,11 @@ def gpu_traits(device: torch.device) -> GpuTraits:
     if device.type != "cuda":
         return GpuTraits(num_sms=8, can_overlap=False)
     properties = torch.cuda.get_device_properties(device)
-    nvidia = torch.version.hip is None
-    return GpuTraits(properties.multi_processor_count, nvidia and properties.major >= 9 and not interpreted())
+    can_overlap = torch.version.hip is None and properties.major >= 9 and not interpreted()
+    shared_bytes = getattr(
+        properties, "shared_memory_per_block_optin", 99 << 10
+    )  # what the smallest of today's GPUs has
+    return GpuTraits(properties.multi_processor_count, can_overlap, shared_bytes)
 
 
 def launch_options(gpu: GpuTraits) -> dict[str, bool]:

@@ -1,6 +1,6 @@
 """The two halves of a decoder layer, shared by target and draft head."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -11,7 +11,8 @@ from treetop.kernels.ops import Ops
 from treetop.models.checkpoint import Shapes
 from treetop.models.spec import ModelSpec
 
-Weights = Mapping[str, Tensor]
+Weights = MutableMapping[str, Tensor]
+"""A checkpoint's tensors by name. Who fuses tensors takes them out, so that a model is never there twice."""
 
 
 class RMSNorm:
@@ -69,9 +70,9 @@ class GatedMLP:
 
 def _fused(weights: Weights, names: list[str]) -> tuple[Tensor, Tensor | None]:
     """Weight and bias of projections that share their input, as one."""
-    weight = torch.cat([weights[f"{name}.weight"] for name in names])
-    biases = [weights[f"{name}.bias"] for name in names if f"{name}.bias" in weights]
-    return weight, torch.cat(biases) if biases else None
+    parts = [weights.pop(f"{name}.weight") for name in names]
+    biases = [weights.pop(f"{name}.bias") for name in names if f"{name}.bias" in weights]
+    return parts[0] if len(parts) == 1 else torch.cat(parts), torch.cat(biases) if biases else None
 
 
 def _linear_shapes(prefix: str, sizes: Mapping[str, tuple[int, int]], bias: bool) -> Shapes:

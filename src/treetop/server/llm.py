@@ -132,12 +132,12 @@ class LLM:
         self, prompts: list[list[int]], params: list[SamplingParams], stops: list[StopChecker]
     ) -> Iterator[TextDelta]:
         live: dict[RequestId, _Live] = {}
-        for index, (ids, each, stop) in enumerate(zip(prompts, params, stops, strict=True)):
-            seed = self._seeds.getrandbits(63) if each.seed is None else each.seed
-            request_id = self.scheduler.add(ids, each, seed, stop)
-            text = OutputText(self.tokenizer, each.stop) if self.tokenizer is not None else None
-            live[request_id] = _Live(index, self.scheduler.request(request_id), text)
         try:
+            for index, (ids, each, stop) in enumerate(zip(prompts, params, stops, strict=True)):
+                seed = self._seeds.getrandbits(63) if each.seed is None else each.seed
+                text = OutputText(self.tokenizer, each.stop) if self.tokenizer is not None else None
+                request_id = self.scheduler.add(ids, each, seed, stop)
+                live[request_id] = _Live(index, self.scheduler.request(request_id), text)
             while live:
                 waiting = [update for request_id in live for update in self._inbox.pop(request_id, [])]
                 if not waiting:
@@ -248,6 +248,8 @@ def _output(live: _Live, update: RequestUpdate) -> RequestOutput:
 def _paired(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or any(not isinstance(each, SamplingParams) for each in params):
+        raise InputError(f"params must be SamplingParams, or a list of them, got {reprlib.repr(params)}")
     if len(params) != count:
         raise InputError(f"{len(params)} SamplingParams for {count} prompts; give one for all, or one each")
     return list(params)
