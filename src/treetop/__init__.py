@@ -1,7 +1,20 @@
 """treetop: exact LLM inference with EAGLE tree speculative decoding."""
 
-from treetop.server.llm import LLM, RequestOutput
+from typing import TYPE_CHECKING, Any
+
 from treetop.types.sampling import SamplingParams
 from treetop.version import __version__
 
+if TYPE_CHECKING:
+    from treetop.server.llm import LLM, RequestOutput
+
 __all__ = ["LLM", "RequestOutput", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """`LLM` and `RequestOutput` load PyTorch, so they are loaded when they are asked for."""
+    if name in ("LLM", "RequestOutput"):
+        from treetop.server import llm  # noqa: PLC0415
+
+        return getattr(llm, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -52,7 +52,10 @@ _METAVAR = {int: "N", float: "X", str: "FOLDER"}
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser whose errors are one line on stderr."""
+    """A parser whose errors are one line on stderr, and whose options are spelled out."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"treetop: {message}\n")
@@ -78,6 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return 0
+    except OSError as error:
+        print(f"treetop: {error}", file=sys.stderr)
+        return 1
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -139,6 +145,8 @@ def _stream(args: argparse.Namespace, prompts: list[str], params: SamplingParams
     """
     from treetop.server.llm import LLM  # noqa: PLC0415 - torch is loaded only when there is work for it
 
+    if args.simulate_accept_length is not None:
+        print("treetop: --simulate-accept-length: the output is wrong on purpose", file=sys.stderr)
     llm = LLM(args.model, **_engine_options(args))
     outputs: dict[int, Any] = {}
     started_s, shown = time.perf_counter(), 0

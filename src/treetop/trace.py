@@ -131,7 +131,7 @@ def collect(model: str | None, engine_options: dict[str, Any], prompt: str, para
         raise ConfigError("trace times each round by itself, which --overlap makes meaningless; leave it out")
     llm = LLM(model, **{**engine_options, "overlap": False})
     if llm.engine.device.head is None:
-        raise ConfigError("trace shows a draft head's trees; give --speculative-draft-model-path")
+        raise ConfigError("trace shows a draft head's trees; give --speculative-draft-model-path, not NONE")
     seen: list[tuple[DraftTree, Accepted]] = []
 
     def observe(plan: RoundPlan, tree: DraftTree, accepted: Accepted) -> None:

@@ -118,7 +118,7 @@ def run(model: str | None, engine_options: dict[str, Any], options: BenchOptions
         raise ConfigError("--transformers: the library is not installed; pip install transformers")
     config = EngineConfig.of(model, **engine_options)
     if config.draft is None:
-        raise ConfigError("bench compares with a draft head; give --speculative-draft-model-path")
+        raise ConfigError("bench compares with a draft head; give --speculative-draft-model-path, not NONE")
     folder = resolve_folder(config.model)
     tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
     prompts = read_prompts(options.prompts, options.num_prompts, tokenizer)

@@ -136,9 +136,11 @@ class EngineConfig:
             ),
             (not 0 <= self.seed < 2**63, f"--seed must be in [0, 2^63), got {self.seed}"),
         ]
-        for name in ("max_running_requests", "chunked_prefill_size", "context_length", "max_total_tokens"):
-            value = getattr(self, name)
-            rules.append((value is not None and value < 1, f"{flag(name)} must be at least 1, got {value}"))
+        counts = {"max_running_requests": 65536, "page_size": 2**20}
+        for name in ("max_running_requests", "chunked_prefill_size", "context_length", "max_total_tokens", "page_size"):
+            value, most = getattr(self, name), counts.get(name, 2**40)
+            bad = value is not None and not 1 <= value <= most
+            rules.append((bad, f"{flag(name)} must lie between 1 and {most}, got {value}"))
         for name, choices in CHOICES.items():
             value = getattr(self, name)
             bad = value is not None and value not in choices
