@@ -200,11 +200,12 @@ def test_a_model_that_cannot_fit_is_refused_before_its_weights_are_read(strong_p
 
 
 def test_absurd_options_are_refused_before_anything_is_allocated(strong_pair):
-    """A petabyte of tables, or of pools, is an error of one line, not an allocation."""
-    with pytest.raises(CapacityError, match="--max-running-requests"):
+    """A petabyte of tables, or of pools, is an error of one line, not an allocation; so is a number out of all bounds."""
+    with pytest.raises(ConfigError, match="--max-running-requests must lie between 1 and 65536"):
         build(strong_pair, max_running_requests=10**12)
     with pytest.raises(CapacityError, match="--max-total-tokens"):
-        build(strong_pair, max_total_tokens=10**15)
+        build(strong_pair, max_total_tokens=10**12)
+    assert build(strong_pair, chunked_prefill_size=10**12).engine.layout.chunk < 10**6
 
 
 @pytest.mark.parametrize("fraction", [0, 1, -0.5, 1.5, float("nan"), "half", True])
