@@ -200,7 +200,7 @@ def test_a_model_that_cannot_fit_is_refused_before_its_weights_are_read(strong_p
 
 
 def test_absurd_options_are_refused_before_anything_is_allocated(strong_pair):
-    """A petabyte of tables, or of pools, is an error of one line, not an allocation; so is a number out of all bounds."""
+    """A petabyte of pools is an error of one line, not an allocation; so is a number out of all bounds."""
     with pytest.raises(ConfigError, match="--max-running-requests must lie between 1 and 65536"):
         build(strong_pair, max_running_requests=10**12)
     with pytest.raises(CapacityError, match="--max-total-tokens"):
