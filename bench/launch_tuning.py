@@ -10,8 +10,8 @@ import torch
 from attention_cases import DEVICE, TOLERANCE, Case, Shape, build, error_of, graph_of, num_layers_for, times_us
 
 from treetop.kernels.attention import PagedKeys, Sight, TailKeys, paged_attention
-from treetop.kernels.launch import Launch, entry_of, launch_by_formula, power_of_two
-from treetop.kernels.triton_guard import gpu_traits
+from treetop.kernels.launch import Launch, entry_of, launch_by_formula
+from treetop.kernels.triton_guard import gpu_traits, power_of_two
 
 WORTH = 0.97
 """A launch replaces the formula's only if it takes less than this share of the formula's time: the rest is noise."""

@@ -22,6 +22,12 @@ transformers_logging.disable_progress_bar()
 transformers_logging.set_verbosity_error()
 
 
+@pytest.fixture(autouse=True)
+def no_fault(monkeypatch):
+    """No fault of the caller's environment; a test that wants one names it."""
+    monkeypatch.delenv("TREETOP_FAULT", raising=False)
+
+
 @pytest.fixture(scope="session")
 def weak_pair(tmp_path_factory) -> Pair:
     """A target and a head that agrees with it often: about 2.5 tokens a round. It has a tokenizer."""

@@ -17,7 +17,7 @@ from treetop.attention import flashinfer_pages, libraries
 from treetop.attention.capabilities import GroupNeed
 from treetop.attention.contract import Queries, RoundExtents
 from treetop.attention.flash_pages import FlashPages
-from treetop.attention.flashinfer_pages import FlashInferPages, HostPages
+from treetop.attention.flashinfer_pages import FlashInferPages, HostPages, workspace_bytes
 from treetop.attention.libraries import FlashOp, PagedCall
 from treetop.attention.library_backend import LibraryBackend
 from treetop.attention.torch_backend import TorchBackend
@@ -110,6 +110,13 @@ def test_fa3_prefix_and_tail_equal_dense_attention(fa3, options):
 def test_fa3_causal_equals_dense_attention(fa3, options):
     """A padded batch: queries end where `seqused_q` says, and the last one is aligned to the last key."""
     check_causal(fa3_backend(fa3), options)
+
+
+def test_flashinfers_workspace_holds_what_it_was_seen_to_ask_for():
+    """8 grouped heads of 128 on 132 multiprocessors asked for 138,412,032 bytes, and for lists beside them."""
+    groups = (GroupNeed(FULL, 16, 2, 128),)
+    assert workspace_bytes(groups, 132) > 138_412_032 + (16 << 20)
+    assert workspace_bytes((GroupNeed(FULL, 8, 8, 128),), 132) < workspace_bytes(groups, 132)
 
 
 def test_fa3_reads_pages_in_place_and_one_table_a_phase(fa3):

@@ -4,12 +4,8 @@ As in `test_triton.py`, under pytest this file starts itself again with TRITON_I
 holds the tests of the kernels. Every output buffer is filled with something else before, and is a part of a larger one.
 """
 
-import os
 import random
-import subprocess
-import sys
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engines import accept_lens, build, greedy, sampled, tokens
+from interpreted import INTERPRETED, require_interpreted_pass
 from oracles import float32
 from treetop.debug.faults import fault
 from treetop.engine.pure import Pure
@@ -31,8 +28,6 @@ from treetop.spec.round_ops import TorchRoundOps, TritonRoundOps
 from treetop.types.layout import PLAIN, Layout, SpecShape
 from treetop.types.tree import Accepted, DraftTree, Places
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
 FEW = settings(max_examples=15, deadline=None)
@@ -170,11 +165,7 @@ def agreeing(rng: random.Random, tree: DraftTree) -> Tensor:
 if not INTERPRETED:
 
     def test_the_kernels_pass_in_tritons_interpreter():
-        pytest.importorskip("triton", reason="Triton is not installed; its interpreter runs on any CPU")
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-        env = {**os.environ, "TRITON_INTERPRET": "1"}
-        done = subprocess.run(command, check=False, env=env, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+        require_interpreted_pass(__file__)
 
     @pytest.mark.parametrize(
         "name", ["sgl-25015", "column-ancestors", "sgl-26628-missed", "sgl-27545", "in-place-compaction"]

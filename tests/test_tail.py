@@ -3,15 +3,12 @@
 As test_triton.py: under pytest this file starts itself again with TRITON_INTERPRET=1, and holds the tests there.
 """
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
+from interpreted import INTERPRETED, require_interpreted_pass
 from scenes import INT_MIN, assert_close, dense_answer, scene
 from treetop.attention.tail import merged_prefix_tail
 from treetop.attention.torch_backend import TorchBackend
@@ -24,7 +21,6 @@ from treetop.kernels.tail import PrefixPart, TailSight, tail_and_merge, tail_and
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.types.ids import FULL
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CPU = torch.device("cpu")
 
 VARIETY = [
@@ -99,12 +95,7 @@ def test_a_sink_takes_its_share_by_hand():
 if not INTERPRETED:
 
     def test_the_kernels_pass_in_tritons_interpreter():
-        pytest.importorskip("triton", reason="Triton is not installed; its interpreter runs on any CPU")
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-        env = {**os.environ, "TRITON_INTERPRET": "1"}
-        root = Path(__file__).parent.parent
-        done = subprocess.run(command, check=False, env=env, cwd=root, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+        require_interpreted_pass(__file__)
 
 
 if INTERPRETED:

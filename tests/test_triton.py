@@ -5,15 +5,14 @@ TRITON_INTERPRET=1, and there it holds the tests of the kernels.
 """
 
 import itertools
-import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
+from interpreted import INTERPRETED, require_interpreted_pass
 from scenes import assert_close, dense_answer, scene
 from treetop.attention.torch_backend import TorchBackend
 from treetop.attention.triton_backend import TritonBackend
@@ -45,8 +44,6 @@ from treetop.kernels.triton_guard import GpuTraits, gpu_traits
 from treetop.types.errors import ConfigError
 from treetop.types.ids import FULL
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
 VARIETY = [
     {},
@@ -62,11 +59,7 @@ VARIETY = [
 if not INTERPRETED:
 
     def test_the_kernels_pass_in_tritons_interpreter():
-        pytest.importorskip("triton", reason="Triton is not installed; its interpreter runs on any CPU")
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-        env = {**os.environ, "TRITON_INTERPRET": "1"}
-        done = subprocess.run(command, check=False, env=env, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+        require_interpreted_pass(__file__)
 
     def test_without_triton_modules_import_and_the_backend_says_what_is_missing():
         """The guard leaves kernels as plain functions; references still run."""

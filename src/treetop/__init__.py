@@ -14,7 +14,7 @@ __all__ = ["LLM", "RequestOutput", "SamplingParams", "__version__"]
 def __getattr__(name: str) -> Any:
     """`LLM` and `RequestOutput` load PyTorch, so they are loaded when they are asked for."""
     if name in ("LLM", "RequestOutput"):
-        from treetop.server import llm  # noqa: PLC0415
+        from treetop.server import llm
 
         return getattr(llm, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -143,7 +143,7 @@ def _stream(args: argparse.Namespace, prompts: list[str], params: SamplingParams
 
     The engine is gone on return, with the memory it held.
     """
-    from treetop.server.llm import LLM  # noqa: PLC0415 - torch is loaded only when there is work for it
+    from treetop.server.llm import LLM
 
     if args.simulate_accept_length is not None:
         print("treetop: --simulate-accept-length: the output is wrong on purpose", file=sys.stderr)
@@ -188,9 +188,9 @@ def _compare_plain(
     args: argparse.Namespace, prompts: list[str], params: SamplingParams, outputs: list[Any], elapsed_s: float
 ) -> bool:
     """Decode the prompts again without a draft; print how much slower that was; True if the tokens are equal."""
-    from treetop.bench.equality import equal_outputs  # noqa: PLC0415
-    from treetop.bench.rounds import plain_options  # noqa: PLC0415
-    from treetop.server.llm import LLM  # noqa: PLC0415
+    from treetop.bench.equality import equal_outputs
+    from treetop.bench.rounds import plain_options
+    from treetop.server.llm import LLM
 
     plain = LLM(args.model, **plain_options(_engine_options(args)))
     started_s = time.perf_counter()
@@ -212,7 +212,7 @@ def run_bench(args: argparse.Namespace) -> int:
     asked = (args.sweep, args.shapes, args.batches, args.inputs, args.plot, args.simulate_accept_length)
     if args.load_format == "dummy" or any(each is not None for each in asked):
         return _run_sweep(args, engine_options)
-    from treetop.bench.compare import BenchOptions, run  # noqa: PLC0415
+    from treetop.bench.compare import BenchOptions, run
 
     names = [field.name for field in fields(BenchOptions)]
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
@@ -224,7 +224,7 @@ def run_bench(args: argparse.Namespace) -> int:
 
 def _run_sweep(args: argparse.Namespace, engine_options: dict[str, Any]) -> int:
     """Rounds over a grid; text as it is measured, or one JSON object."""
-    from treetop.bench import plot, rounds, sweeps  # noqa: PLC0415
+    from treetop.bench import plot, rounds, sweeps
 
     compared = ["transformers", "prompts", "num_prompts", "max_tokens", "repeats"]
     given = [flag(name) for name in compared if getattr(args, name) not in (None, False)]
@@ -250,7 +250,7 @@ def _run_sweep(args: argparse.Namespace, engine_options: dict[str, Any]) -> int:
 def run_trace(args: argparse.Namespace) -> int:
     params = _sampling_params(args)
     prompt = args.prompt if args.prompt_file is None else _read_text(args.prompt_file)
-    from treetop.trace import run  # noqa: PLC0415
+    from treetop.trace import run
 
     output = run(args.model, _engine_options(args), prompt, params, Path(args.output)).output
     elapsed_s = len(output.token_ids) / output.metrics.tokens_per_second if output.token_ids else 1.0
@@ -261,7 +261,7 @@ def run_trace(args: argparse.Namespace) -> int:
 
 
 def run_doctor(args: argparse.Namespace) -> int:
-    from treetop.doctor.run import Visit, run  # noqa: PLC0415
+    from treetop.doctor.run import Visit, run
 
     if args.cases < 1:
         raise InputError(f"--cases must be at least 1, got {args.cases}")

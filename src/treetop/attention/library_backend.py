@@ -78,6 +78,8 @@ class LibraryBackend:
     ) -> None:
         self.name = name
         self.capabilities: Capabilities = CAPABILITIES[name]
+        assert not self.capabilities.own_windows  # shared here, as are sinks
+        assert not self.capabilities.own_sinks
         self._library, self._windows, self._gpu = library, windows, gpu
 
     def plan_round(self, round: RoundExtents) -> None:

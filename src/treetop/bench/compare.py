@@ -190,7 +190,7 @@ def acceptance_by_depth(accept_lens: Sequence[int], num_steps: int) -> tuple[flo
 
 def transformers_pass(llm: LLM, prompts: list[list[int]], max_tokens: int) -> Callable[[], int]:
     """A pass of transformers' greedy `generate`, one prompt at a time, with the weights, dtype and device of `llm`."""
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415 - an optional peer
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415 - an optional peer, which takes seconds to import
 
     device = llm.engine.device.buffers.rows.device
     model: Any = AutoModelForCausalLM.from_pretrained(llm.model_path, dtype=llm.engine.dtype)

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from treetop.kernels.kv import slots_of
-from treetop.kernels.launch import Launch, power_of_two
-from treetop.kernels.triton_guard import Arg, constexpr, jit, tl
+from treetop.kernels.launch import Launch
+from treetop.kernels.triton_guard import Arg, constexpr, jit, power_of_two, tl
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, launch_options, tiles_of, tl
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, launch_options, power_of_two, tiles_of, tl
 
 MAX_ROWS = 192
 _TABLE = Path(__file__).with_name("few_rows.json")
@@ -175,7 +175,7 @@ def row_class(rows: int) -> int:
 
 def _row_blocks(rows: int) -> tuple[int, int]:
     """Rows in two blocks whose sizes are powers of two, the second perhaps 0."""
-    return (128, 64) if rows > 128 else (max(16, 1 << max(rows - 1, 0).bit_length()), 0)
+    return (128, 64) if rows > 128 else (max(16, power_of_two(rows)), 0)
 
 
 @cache

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, launch_options, tl
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, launch_options, power_of_two, tl
 
 _HEADS = 8
 """Heads of one token that a program rotates."""
@@ -63,7 +63,7 @@ def _launch_add(
     hidden = x.shape[-1]
     _add_rms_norm_kernel[(x.numel() // hidden,)](
         total, total if normed is None else normed, x, x if delta is None else delta, x if weight is None else weight,
-        eps, x.numel(), hidden=hidden, block=_power_of_two(hidden), parts=0 if delta is None else delta.shape[0],
+        eps, x.numel(), hidden=hidden, block=power_of_two(hidden), parts=0 if delta is None else delta.shape[0],
         norms=normed is not None, overlap=gpu.can_overlap, num_warps=8 if hidden > 2048 else 4, **launch_options(gpu),
     )  # fmt: skip
 
@@ -114,7 +114,7 @@ def embed_and_norm(table: Tensor, tokens: Tensor, hidden: Tensor, weight: Tensor
     out = torch.empty((rows, n, table.shape[1] + size), dtype=hidden.dtype, device=hidden.device)
     _embed_and_norm_kernel[(rows * n,)](
         out, table, tokens, hidden, weight, eps, n, *tokens.stride(), *hidden.stride()[:2],
-        width=table.shape[1], hidden_size=size, block=_power_of_two(max(table.shape[1], size)),
+        width=table.shape[1], hidden_size=size, block=power_of_two(max(table.shape[1], size)),
         overlap=gpu.can_overlap, num_warps=8 if size > 2048 else 4, **launch_options(gpu),
     )  # fmt: skip
     return out
@@ -157,7 +157,7 @@ def silu_mul(gate_up: Tensor, gpu: GpuTraits) -> Tensor:
     """`silu_mul_reference` in one pass. gate_up: [..., 2 * inner], contiguous."""
     inner = gate_up.shape[-1] // 2
     out = torch.empty((*gate_up.shape[:-1], inner), dtype=gate_up.dtype, device=gate_up.device)
-    block = min(1024, _power_of_two(inner))
+    block = min(1024, power_of_two(inner))
     _silu_mul_kernel[(out.numel() // inner, -(-inner // block))](
         out, gate_up, inner=inner, block=block, overlap=gpu.can_overlap, num_warps=4, **launch_options(gpu)
     )
@@ -220,7 +220,7 @@ def rotate_and_write(
     _rotate_and_write_kernel[(rows * n, -(-all_heads // _HEADS))](
         q, qkv, table, positions, where, target, n, qkv.stride(0),
         *positions.stride(), *where.stride(), *strides,
-        parts=parts, heads=heads, kv_heads=target.shape[-2], half=dim // 2, block=_power_of_two(dim // 2),
+        parts=parts, heads=heads, kv_heads=target.shape[-2], half=dim // 2, block=power_of_two(dim // 2),
         block_h=_HEADS, in_pages=slots is not None, overlap=gpu.can_overlap, num_warps=2, **launch_options(gpu),
     )  # fmt: skip
     return q
@@ -275,7 +275,3 @@ def _rotate_and_write_kernel(
     target_at = target_at + (head - heads)[:, None] * (2 * half) + lane[None, :]
     tl.store(target_at, new_low, mask=is_kv)
     tl.store(target_at + half, new_high, mask=is_kv)
-
-
-def _power_of_two(x: int) -> int:
-    return 1 << max(x - 1, 0).bit_length()

@@ -11,7 +11,7 @@ from functools import lru_cache
 from importlib import resources
 from typing import Any
 
-from treetop.kernels.triton_guard import GpuTraits
+from treetop.kernels.triton_guard import GpuTraits, power_of_two
 
 TABLE = "launches.json"
 
@@ -55,11 +55,6 @@ class CallShape:
         kind = "causal" if self.causal else "tail"
         rows, n, keys = power_of_two(self.rows), power_of_two(self.n), power_of_two(max(self.bound, 64))
         return f"{kind} {self.heads} rows{rows} n{n} keys{keys}"
-
-
-def power_of_two(x: int) -> int:
-    """The smallest power of two that is not below x."""
-    return 1 << max(x - 1, 0).bit_length()
 
 
 @lru_cache(maxsize=1)

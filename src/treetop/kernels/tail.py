@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from treetop.kernels.attention import TailKeys, add_sink, fold, load_kv
-from treetop.kernels.launch import power_of_two
-from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, launch_options, tl
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, launch_options, power_of_two, tl
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,6 +97,11 @@ def launch_options(gpu: GpuTraits) -> dict[str, bool]:
     return {"launch_pdl": True} if gpu.can_overlap else {}
 
 
+def power_of_two(x: int) -> int:
+    """The smallest power of two that is not below x; 1 for 0."""
+    return 1 << max(x - 1, 0).bit_length()
+
+
 def lanes(x: int) -> int:
     """Lanes of a block that holds x elements: a power of two, and no block of a single lane."""
-    return 1 << max(x - 1, 1).bit_length()
+    return power_of_two(max(x, 2))
