@@ -49,7 +49,7 @@ GAP_US = 2.0
 def candidates(rows: int, n: int, k: int, gated: bool) -> Iterator[RowsLaunch]:
     """Launches that could be fast: they fit, fill the GPU, and do not spill accumulators."""
     outputs, weights = (n // 2, 2) if gated else (n, 1)
-    blocks = ((64, 64, 4), (64, 128, 4), (64, 256, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8))
+    blocks = ((64, 64, 4), (64, 128, 4), (64, 256, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8), (256, 64, 8))
     all_splits = (1,) if gated else (1, 2, 3, 4)
     for (block_n, block_k, warps), stages, splits in product(blocks, (3, 4, 5, 6), all_splits):
         programs = -(-outputs // block_n) * splits
@@ -58,8 +58,9 @@ def candidates(rows: int, n: int, k: int, gated: bool) -> Iterator[RowsLaunch]:
         used = shared_bytes(RowsLaunch(block_n, block_k, splits, stages, warps), rows, gated)
         if filled and 40_000 < used < SHARED_MEMORY and accumulators <= 200 and k % (splits * block_k) == 0:
             for tiled in (False, True) if rows > 16 else (False,):
-                if rows <= 128 or tiled:  # pointers take too many registers for 192 rows
-                    yield RowsLaunch(block_n, block_k, splits, stages, warps, 1, tiled)
+                for rows_left in (False, True) if rows >= 64 else (False,):
+                    if rows <= 128 or tiled:  # pointers take too many registers for 192 rows
+                        yield RowsLaunch(block_n, block_k, splits, stages, warps, 1, tiled, rows_left)
 
 
 def calls(n: int, k: int) -> int:

@@ -11,12 +11,14 @@ import platform
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import triton
 from attention_cases import DEVICE, copy_bytes_per_s, graph_of, relative_error, times_us
 from torch import Tensor
 
+from treetop.kernels.draw import draw_tokens
 from treetop.kernels.fused import (
     add_rms_norm,
     add_rms_norm_reference,
@@ -26,19 +28,21 @@ from treetop.kernels.fused import (
     silu_mul_reference,
 )
 from treetop.kernels.rope import RopeSpec, RopeTable, rope_table, rotate_
+from treetop.kernels.sampling import Sampler, WarpParams
 from treetop.kernels.triton_guard import gpu_traits
+from treetop.spec.verify import sampled_choice
 
-HIDDEN, INNER, HEADS, KV_HEADS, DIM = 4096, 14336, 32, 8, 128
+HIDDEN, INNER, HEADS, KV_HEADS, DIM, VOCAB = 4096, 14336, 32, 8, 128, 128256
 CALLS = 32
 TOLERANCE = 6e-3
 
 
-def median_us(work: Callable[[], object]) -> float:
+def median_us(work: Callable[[], object], calls: int = CALLS) -> float:
     def many() -> None:
-        for _ in range(CALLS):
+        for _ in range(calls):
             work()
 
-    return statistics.median(times_us(graph_of(many).replay, 30)) / CALLS
+    return statistics.median(times_us(graph_of(many).replay, 30 if calls > 1 else 5)) / calls
 
 
 def require_equal(name: str, got: Tensor, want: Tensor) -> None:
@@ -89,16 +93,35 @@ def cases(rows: int, n: int) -> dict[str, tuple[Callable[[], object], Callable[[
     }
 
 
+def draws(rows: int, n: int) -> dict[str, tuple[Callable[[], object], Callable[[], object], int]]:
+    """As `cases`: drawing from bfloat16 logits, without filters, with top-p, and with top-k and top-p."""
+    gpu = gpu_traits(DEVICE)
+    logits = (torch.randn(rows, n, VOCAB, device=DEVICE) * 3).to(torch.bfloat16)
+    at, positions = torch.arange(rows, device=DEVICE), torch.randint(0, 4096, (rows, n), device=DEVICE)
+    found: dict[str, tuple[Callable[[], object], Callable[[], object], int]] = {}
+    for name, top_k, top_p in (("draw", 0, 1.0), ("draw, top-p", 0, 0.9), ("draw, top-k top-p", 50, 0.9)):
+        full = [torch.full((rows,), value, device=DEVICE) for value in (0.8, top_k, top_p, 0.0)]
+        sampler = Sampler(WarpParams(*full), torch.arange(rows, device=DEVICE))
+        fused = partial(draw_tokens, logits, sampler, at, positions, gpu)
+        plain = partial(sampled_choice, logits, sampler, at, positions, name != "draw")
+        differing = int((fused()[0] != plain()[0]).sum())
+        if differing > 1 + rows * n // 256:
+            raise SystemExit(f"wrong result, nothing timed: {name}: {differing} of {rows * n} tokens differ")
+        found[name] = (fused, plain, logits.nbytes)
+    return found
+
+
 def main() -> None:
     torch.manual_seed(0)
     copy = copy_bytes_per_s()
     timed = []
     for rows, n in ((1, 1), (1, 16), (8, 16), (32, 16)):
-        for name, (fused, plain, moved) in cases(rows, n).items():
-            line = {"name": name, "rows": rows, "n": n, "us": median_us(fused), "plain_us": median_us(plain)}
+        for name, (fused, plain, moved) in (cases(rows, n) | draws(rows, n)).items():
+            calls = 1 if name.startswith("draw") else CALLS  # a sort of every row takes milliseconds
+            line = {"name": name, "rows": rows, "n": n, "us": median_us(fused), "plain_us": median_us(plain, calls)}
             timed.append({**line, "floor_us": 1e6 * moved / copy})
             print(
-                f"{name:17} B={rows:<3} n={n:<3} {line['us']:7.2f} us  plain {line['plain_us']:7.2f} us"
+                f"{name:18} B={rows:<3} n={n:<3} {line['us']:7.2f} us  plain {line['plain_us']:7.2f} us"
                 f"  floor {1e6 * moved / copy:6.2f}",
                 file=sys.stderr,
             )

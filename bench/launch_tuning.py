@@ -1,9 +1,12 @@
 """Which launch of the Triton attention kernel is fastest for a class of calls: tried one by one, checked, timed."""
 
+import contextlib
 import itertools
+import multiprocessing
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -15,14 +18,15 @@ from treetop.kernels.triton_guard import gpu_traits, power_of_two
 
 WORTH = 0.97
 """A launch replaces the formula's only if it takes less than this share of the formula's time: the rest is noise."""
+LENGTHS = {2048: 1024, 8192: 2048, 131072: 4096}
+"""Context limit, which is what a captured round is cut for -> the length that rows are taken to have then."""
 
 
 def shapes_to_tune() -> list[Shape]:
-    """Decoding and trees of Llama-3.1-8B's heads, at the lengths that captured rounds are made for, and chunks."""
-    sizes = [(rows, n) for rows in (1, 8, 32) for n in (1, 4, 8, 16)] + [(1, 64), (8, 64)]
-    tree = [Shape("tree", rows, n, length, n) for rows, n in sizes for length in (1024, 2048, 4096)]
-    long = [Shape("tree", 1, n, 16384, n) for n in (1, 8, 16)]
-    return [*tree, *long, *[Shape("prefill", 1, 512, length, 0) for length in (512, 2048, 8192)]]
+    """Decoding and trees of Llama-3.1-8B's heads in captured rounds of three context limits, and chunks of prompts."""
+    sizes = itertools.product(LENGTHS.items(), (32, 8, 1), (8, 1, 16, 4))
+    tree = [Shape("tree", rows, n, length, n, bound=limit) for (limit, length), rows, n in sizes]
+    return [*tree, *[Shape("prefill", 1, 512, length, 0) for length in (512, 2048, 8192)]]
 
 
 def candidates(shape: Shape) -> Iterator[Launch]:
@@ -35,39 +39,63 @@ def candidates(shape: Shape) -> Iterator[Launch]:
             continue  # too little work a warp, or more shared memory or registers than there are
         programs = shape.rows * shape.kv_heads * -(-shape.n * shape.heads // shape.kv_heads // block_m)
         most = max(1, min(-(-shape.capacity // block_n), 64))
-        counts = {1, base.splits, base.splits * 2, 132 // programs, 264 // programs, 528 // programs}
+        counts = {1, base.splits, 132 // programs, 264 // programs, 528 // programs}
         for splits in sorted({min(max(count, 1), most) for count in counts}):
             yield Launch(block_m, block_n, splits, warps, stages, base.overlap)
 
 
-def time_launch(case: Case, launch: Launch, replays: int) -> float:
-    """Median us of a call in a replayed graph; infinite where the result is wrong or the launch does not fit."""
+def call(case: Case, launch: Launch) -> torch.Tensor:
+    """Attention of every layer of a case; returns the last one's result."""
     shape, view = case.shape, case.view
     sight = Sight(case.queries.positions, shape.window, shape.kind == "prefill")
     tail = None if sight.causal else TailKeys(case.tail.data, case.queries.tail_positions, case.queries.mask)
-    keys = [
-        PagedKeys(layer.data, view.table.data, view.rows, view.extent, view.bound, view.page_size)
-        for layer in case.layers
-    ]
+    out = case.q
+    for layer in case.layers:
+        keys = PagedKeys(layer.data, view.table.data, view.rows, view.extent, view.bound, view.page_size)
+        out = paged_attention(case.q, keys, sight, tail, shape.head_dim**-0.5, launch)[0]
+    return out
+
+
+def compile_once(job: tuple[Shape, Launch]) -> None:
+    """Compile a launch into Triton's cache on disk."""
+    shape, launch = job
+    with contextlib.suppress(Exception):  # what does not fit is found out again, and left out, where it is timed
+        call(build(shape, 1), launch)
+
+
+def compile_all(shapes: list[Shape]) -> None:
+    """Compile on all cores. Of a launch's splits a kernel depends on one or more, and on multiples of 16."""
+    jobs: dict[object, tuple[Shape, Launch]] = {}
+    for shape in shapes:
+        for launch in candidates(shape):
+            splits = 1 if launch.splits == 1 else 16 if launch.splits % 16 == 0 else 2
+            kind = (shape.n, shape.kind, shape.rows == 1, replace(launch, splits=splits))
+            jobs.setdefault(kind, (shape, launch))
+    with ProcessPoolExecutor(14, mp_context=multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(compile_once, jobs.values(), chunksize=4))
+
+
+def time_launch(case: Case, launch: Launch, replays: int) -> float:
+    """Median us of a call in a replayed graph; infinite where the result is wrong or the launch does not fit."""
     last: list[torch.Tensor] = []
 
     def work() -> None:
-        for one in keys:
-            last[:] = [paged_attention(case.q, one, sight, tail, shape.head_dim**-0.5, launch)[0]]
+        last[:] = [call(case, launch)]
 
     try:
         work()
     except Exception:  # out of shared memory or registers: Triton's errors have no common class
         return float("inf")
-    if not error_of(case, last[0], case.layers[-1]) <= TOLERANCE[shape.dtype]:
+    if not error_of(case, last[0], case.layers[-1]) <= TOLERANCE[case.shape.dtype]:
         return float("inf")
     times = sorted(times_us(graph_of(work).replay, replays))
-    return times[len(times) // 2] / len(keys)
+    return times[len(times) // 2] / len(case.layers)
 
 
 def tune(shapes: list[Shape], end: float, say: Callable[[str], None]) -> dict[str, Any]:
     """Entries of the launch table for `shapes` begun before `end`: the fastest launch, its time, and the formula's."""
     table: dict[str, Any] = {}
+    compile_all(shapes)
     for shape in shapes:
         if time.monotonic() > end:
             say(f"time is up after {len(table)} of {len(shapes)} shapes")

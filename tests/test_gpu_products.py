@@ -32,14 +32,15 @@ def assert_near(got, want):
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize("rows_left", [False, True])
 @pytest.mark.parametrize("splits", [1, 2])
-def test_parts_add_up_to_the_product(rows, tiled, splits):
+def test_parts_add_up_to_the_product(rows, tiled, rows_left, splits):
     """Every row class, the second block of rows, outputs that do not fill their block, weights asked for ahead."""
     gpu = gpu_traits(GPU)
     if tiled and not gpu.can_overlap:
         pytest.skip("tiles need compute capability 9.0")
     x, weight = inputs(rows, 200, 512)
-    launch = RowsLaunch(64, 64, splits, 3, 4, 2, tiled)
+    launch = RowsLaunch(64, 64, splits, 3, 4, 2, tiled, rows_left)
     for _ in range(3):  # later calls start while the one before them runs
         got = few_rows(x, weight, launch, gpu)
     assert_near(got, few_rows_reference(x, weight, splits))

@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from oracles import drawn, float32, philox4x32_10, warped
-from treetop.kernels.sampling import WarpParams, draw, philox_coin, warp
+from treetop.kernels.sampling import Sampler, WarpParams, draw, philox_coin, warp
 from treetop.spec.verify import sampled_choice
 
 KNOWN_ANSWERS = [  # counter, key, words: the Random123 distribution's kat_vectors
@@ -178,7 +178,7 @@ def test_a_sampled_choice_is_the_drawn_token_of_the_warped_logits(seed, start, s
     params = WarpParams(
         torch.tensor([0.7, 0.0]), torch.tensor([5, 0]), torch.tensor([0.875, 1.0]), torch.tensor([0.0625, 0.0])
     )
-    token, finite = sampled_choice(logits, params, torch.tensor([seed, 3]), positions, True)
+    token, finite = sampled_choice(logits, Sampler(params, torch.tensor([seed, 3])), torch.arange(2), positions, True)
     assert finite.tolist() == [True, True]
     for node in range(3):
         at = int(positions[0, node])
@@ -192,9 +192,9 @@ def test_a_row_that_is_not_finite_does_not_disturb_its_neighbours():
     logits = torch.randn(3, 2, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     params = WarpParams(torch.ones(3), torch.zeros(3, dtype=torch.int64), torch.ones(3), torch.zeros(3))
     seed, positions = torch.tensor([1, 2, 3]), torch.tensor([[4, 5]] * 3)
-    clean, _ = sampled_choice(logits, params, seed, positions, False)
+    clean, _ = sampled_choice(logits, Sampler(params, seed), torch.arange(3), positions, False)
     logits[1, 1, 4] = float("nan")
-    token, finite = sampled_choice(logits, params, seed, positions, False)
+    token, finite = sampled_choice(logits, Sampler(params, seed), torch.arange(3), positions, False)
     assert finite.tolist() == [True, False, True]
     assert torch.equal(token[[0, 2]], clean[[0, 2]])
     assert bool(((token >= 0) & (token < 9)).all())

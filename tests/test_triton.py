@@ -207,11 +207,12 @@ if INTERPRETED:
 
     @pytest.mark.parametrize("rows", [1, 16, 19, 140])
     @pytest.mark.parametrize("splits", [1, 2, 4])
-    def test_few_rows_give_the_parts_of_a_product(rows, splits):
+    @pytest.mark.parametrize("rows_left", [False, True])
+    def test_few_rows_give_the_parts_of_a_product(rows, splits, rows_left):
         """Rows that do not fill their block, outputs that do not fill theirs; one part is rounded, more are not."""
         torch.manual_seed(0)
         x, weight = torch.randn(rows, 128).half(), torch.randn(72, 128).half()
-        launch = RowsLaunch(block_n=32, block_k=16, splits=splits, num_stages=1, num_warps=1)
+        launch = RowsLaunch(block_n=32, block_k=16, splits=splits, num_stages=1, num_warps=1, rows_left=rows_left)
         got, want = few_rows(x, weight, launch, gpu_traits(CPU)), few_rows_reference(x, weight, splits)
         assert got.dtype == (torch.float16 if splits == 1 else torch.float32)
         torch.testing.assert_close(got, want.to(got.dtype), rtol=2e-3, atol=2e-3)

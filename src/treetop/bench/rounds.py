@@ -38,7 +38,7 @@ CONTEXT_STEP = 1024
 """Contexts are rounded up to these steps, so that runs of different grids are alike."""
 _SPARE = 4
 """Rounds that may be in flight when the last one that counts ends."""
-_LEAST_CHUNK, _MOST_CHUNK = 512, 1024
+_LEAST_CHUNK, _MOST_CHUNK = 512, 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +52,13 @@ class Grid:
 
     def most_tokens(self, shape: SpecShape) -> int:
         """Tokens that a request comes to hold: its prompt, and rounds: timed, before them, and while others prefill."""
-        waiting = (max(self.batches) - 1) * -(-max(self.lengths) // self.chunk)
+        waiting = -(-max(self.batches) * max(self.lengths) // self.chunk) * 2  # prompts may leave half of a step empty
         return max(self.lengths) + 1 + (WARM_UP + self.rounds + waiting + _SPARE) * shape.commit_width
 
     @property
     def chunk(self) -> int:
-        """Prompt tokens of a prefill step."""
-        return min(max(*self.lengths, _LEAST_CHUNK), _MOST_CHUNK)
+        """Prompt tokens of a prefill step: many, since rows that wait for others' prompts go on and grow."""
+        return min(max(max(self.lengths) * max(self.batches), _LEAST_CHUNK), _MOST_CHUNK)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from treetop.checks.probes import Probes
 from treetop.engine.buffers import RoundBuffers
 from treetop.engine.pure import Pure
 from treetop.engine.state import RowState
+from treetop.kernels.accept import Drawn
 from treetop.kernels.commit import Paths
 from treetop.kernels.kv import slots_of
 from treetop.kernels.ops import Ops
@@ -21,7 +22,7 @@ from treetop.kernels.rows import DraftState
 from treetop.models.eagle3 import Eagle3Head
 from treetop.models.llama import Llama
 from treetop.spec.round_ops import RoundOps
-from treetop.spec.verify import greedy_choice, sampled_choice
+from treetop.spec.verify import greedy_choice
 from treetop.types.errors import CheckError
 from treetop.types.ids import GroupName
 from treetop.types.layout import KVGroup, Layout
@@ -96,12 +97,11 @@ class Device:
                 slots = slots_of(table, paths.rows, paths.positions, paths.kept, page_size)
                 _check_committed(pool, want, slots, page_size)
 
-    def choose(self, logits: Tensor, rows: Tensor, positions: Tensor, how: Choice) -> tuple[Tensor, Tensor]:
+    def choose(self, logits: Tensor, rows: Tensor, positions: Tensor, how: Choice) -> Drawn:
         """The target's token after each node, and whether a row's logits are finite; positions: of those tokens."""
         if how is Choice.GREEDY:
-            return greedy_choice(logits)
-        params = self.state.warp_params(rows)
-        return sampled_choice(logits, params, self.state.seed[rows], positions, how is Choice.FILTER)
+            return Drawn(*greedy_choice(logits))
+        return self.round_ops.draw(logits, self.state.sampler, rows, positions, how is Choice.FILTER)
 
     def propose(self, hidden: Tensor, index: Tensor) -> DraftState:
         """The proposals after one column of each row, and that column's state."""

@@ -76,8 +76,8 @@ def prefill(device: Device, batch: PrefillBatch) -> tuple[Tensor, Tensor]:
     output = device.target.forward(batch.tokens, span.positions, attend)
     last = (query_len - 1).clamp(min=0)
     logits = device.target.logits(pick_reference(output.hidden, last)[:, None])
-    choice, finite = device.choose(logits, rows, span.extent[:, None], batch.choice)
-    first = choice[:, 0]
+    chosen = device.choose(logits, rows, span.extent[:, None], batch.choice)
+    first = chosen.token[:, 0]
     draft = None
     if device.head is not None:
         following = torch.where(batch.next_token >= 0, batch.next_token, first)
@@ -89,7 +89,7 @@ def prefill(device: Device, batch: PrefillBatch) -> tuple[Tensor, Tensor]:
         draft = device.propose(hidden, last)
     live = rows != device.layout.dummy_row
     finish_reference(device.state.tables, rows, live, Outcome(query_len, first, draft))
-    return first, finite
+    return first, chosen.finite
 
 
 def _attention(

@@ -15,7 +15,6 @@ from torch import Tensor
 from treetop.attention.contract import Queries
 from treetop.attention.phase import Attend
 from treetop.engine.device import Device, Tail
-from treetop.kernels.accept import Drawn
 from treetop.kernels.commit import Paths
 from treetop.kernels.rows import DraftState, RowTables
 from treetop.spec.draft import Level, grow_tree
@@ -82,7 +81,7 @@ def verify_phase(device: Device, key: RoundKey, bound: int) -> None:
     if key.choice is Choice.GREEDY:
         chosen = ops.greedy(logits)
     else:
-        chosen = Drawn(*device.choose(logits, rows, places.nodes + 1, key.choice))
+        chosen = device.choose(logits, rows, places.nodes + 1, key.choice)
     emitted = device.simulate_accept_length if shape.num_steps else None
     ops.accept(chosen, tree, accepted, None if emitted is None else emitted - 1)
     device.commit(buffers.verify_tails, _paths(device, key, accepted.path))

@@ -10,7 +10,7 @@ from torch import Tensor
 from treetop.engine.buffers import Zeros
 from treetop.kernels.kv import PageTable
 from treetop.kernels.rows import DraftState, RowTables
-from treetop.kernels.sampling import WarpParams
+from treetop.kernels.sampling import Sampler, WarpParams
 from treetop.types.ids import GroupName
 from treetop.types.layout import Layout
 from treetop.types.messages import PageEdit, RowSetup
@@ -66,10 +66,10 @@ class RowState:
         for table, value in zip((p.temperature, p.top_p, p.min_p), values[3:], strict=True):
             table[rows] = value.view(torch.float64).to(table.dtype)
 
-    def warp_params(self, rows: Tensor) -> WarpParams:
-        """Sampling parameters of `rows` [rows] int64."""
-        p = self.params
-        return WarpParams(p.temperature[rows], p.top_k[rows], p.top_p[rows], p.min_p[rows])
+    @property
+    def sampler(self) -> Sampler:
+        """What rows draw by."""
+        return Sampler(self.params, self.seed)
 
     @property
     def tables(self) -> RowTables:

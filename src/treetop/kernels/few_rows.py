@@ -1,4 +1,4 @@
-# ruff: noqa: PLR0917 (kernels take what they touch as arguments)
+# ruff: noqa: PLR0912, PLR0917 (kernels take what they touch as arguments)
 """Products of few rows with a large weight, the bulk of a decode round: bound by how fast weights stream from memory.
 
     y = x @ weight.T        x: [rows, k], rows <= 192; weight: [n, k]
@@ -35,6 +35,7 @@ class RowsLaunch:
     num_warps: int
     ahead: int = 1
     tiled: bool = False
+    rows_left: bool = False
 
 
 def few_rows_reference(x: Tensor, weight: Tensor, splits: int) -> Tensor:
@@ -85,7 +86,7 @@ def _launch(out: Tensor, x: Tensor, weight: Tensor, n: int, gated: bool, launch:
     _few_rows_kernel[(-(-n // launch.block_n), launch.splits)](
         out, x, weight, x_tiles, more_tiles, weight_tiles, rows, n, k, k // launch.splits,
         block_m=block_m, more_m=more_m, block_n=launch.block_n, block_k=launch.block_k, gated=gated,
-        tiled=launch.tiled, ahead=launch.ahead, overlap=gpu.can_overlap,
+        tiled=launch.tiled, rows_left=launch.rows_left, ahead=launch.ahead, overlap=gpu.can_overlap,
         num_stages=launch.num_stages, num_warps=launch.num_warps, **options,
     )  # fmt: skip
 
@@ -94,7 +95,7 @@ def _launch(out: Tensor, x: Tensor, weight: Tensor, n: int, gated: bool, launch:
 def _few_rows_kernel(
     out: Arg, x: Arg, weight: Arg, x_tiles: Arg, more_tiles: Arg, weight_tiles: Arg, rows: Arg, n: Arg, k: Arg,
     share: Arg, block_m: constexpr, more_m: constexpr, block_n: constexpr, block_k: constexpr, gated: constexpr,
-    tiled: constexpr, ahead: constexpr, overlap: constexpr,
+    tiled: constexpr, rows_left: constexpr, ahead: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """One block of outputs over one share of k. out: [splits, rows, n]; x: [rows, k]; weight: [n or 2n, k].
 
@@ -119,34 +120,50 @@ def _few_rows_kernel(
     row = tl.arange(0, block_m)
     lane = tl.arange(0, block_k)
     x_at = x + row[:, None] * k + start + lane[None, :]
-    total = tl.zeros([block_n, block_m], tl.float32)
-    up = tl.zeros([block_n, block_m], tl.float32)
+    total = _zeros(block_n, block_m, rows_left)
+    up = _zeros(block_n, block_m, rows_left)
     if more_m > 0:
         more_row = block_m + tl.arange(0, more_m)
         more_at = x + more_row[:, None] * k + start + lane[None, :]
-        more_total = tl.zeros([block_n, more_m], tl.float32)
-        more_up = tl.zeros([block_n, more_m], tl.float32)
+        more_total = _zeros(block_n, more_m, rows_left)
+        more_up = _zeros(block_n, more_m, rows_left)
     for i in range(0, share, block_k):
         w = _tile(line + (i + lane)[None, :], weight_tiles, first_column, start + i, there, tiled)
-        values = tl.trans(_tile(x_at + i, x_tiles, 0, start + i, (row < rows)[:, None], tiled))
-        total = tl.dot(w, values, total)
+        values = _tile(x_at + i, x_tiles, 0, start + i, (row < rows)[:, None], tiled)
+        total = _multiply(w, values, total, rows_left)
         if more_m > 0:
-            more = tl.trans(_tile(more_at + i, more_tiles, block_m, start + i, (more_row < rows)[:, None], tiled))
-            more_total = tl.dot(w, more, more_total)
+            more = _tile(more_at + i, more_tiles, block_m, start + i, (more_row < rows)[:, None], tiled)
+            more_total = _multiply(w, more, more_total, rows_left)
         if gated:
             w = _tile(up_line + (i + lane)[None, :], weight_tiles, n + first_column, start + i, there, tiled)
-            up = tl.dot(w, values, up)
+            up = _multiply(w, values, up, rows_left)
             if more_m > 0:
-                more_up = tl.dot(w, more, more_up)
+                more_up = _multiply(w, more, more_up, rows_left)
     out_at = out + split * rows * n + column[:, None]
     if gated:
         total = total * tl.sigmoid(total) * up
+    if rows_left:
+        total = tl.trans(total)
     tl.store(out_at + row[None, :] * n, total.to(out.dtype.element_ty), mask=there & (row < rows)[None, :])
     if more_m > 0:
         if gated:
             more_total = more_total * tl.sigmoid(more_total) * more_up
+        if rows_left:
+            more_total = tl.trans(more_total)
         mask = there & (more_row < rows)[None, :]
         tl.store(out_at + more_row[None, :] * n, more_total.to(out.dtype.element_ty), mask=mask)
+
+
+@jit
+def _zeros(block_n: constexpr, block_m: constexpr, rows_left: constexpr) -> Arg:
+    """Sums for a block of outputs and a block of rows."""
+    return tl.zeros([block_m, block_n] if rows_left else [block_n, block_m], tl.float32)
+
+
+@jit
+def _multiply(w: Arg, values: Arg, total: Arg, rows_left: constexpr) -> Arg:
+    """Add the product of weights [block_n, k] and rows [block_m, k]."""
+    return tl.dot(values, tl.trans(w), total) if rows_left else tl.dot(w, tl.trans(values), total)
 
 
 @jit

@@ -27,6 +27,14 @@ class WarpParams:
     min_p: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """What rows draw by. params: of every row; seed: [num_rows] int64."""
+
+    params: WarpParams
+    seed: Tensor
+
+
 def _mul_hi_lo(factor: int, x: Tensor) -> tuple[Tensor, Tensor]:
     """High and low 32 bits of a 64-bit product of 32-bit numbers, in int64 arithmetic that cannot overflow."""
     x_hi, x_lo = x >> 16, x & 0xFFFF
@@ -54,42 +62,42 @@ def philox_coin(seed: Tensor, position: Tensor, draw: int = 0) -> Tensor:
 
 
 def warp(logits: Tensor, params: WarpParams, filtered: bool = True) -> Tensor:
-    """Target probabilities after temperature, top-k, top-p and min-p, in this order, each on the renormalised rest.
+    """Weights of tokens after temperature, top-k, top-p and min-p, in this order, each on the rest of the one before.
 
     logits: [n, vocab]. filtered: whether any row has a top-k or top-p; without one nothing is sorted, and the result is
-    the same to the bit. Returns [n, vocab] like logits or float32, unnormalised, exact zeros where filtered.
-    Temperature 0 keeps the first of the largest logits; ties at a filter's edge keep the smaller token ids.
+    the same to the bit. Returns [n, vocab] like logits or float32: probabilities over that of the best token, exact
+    zeros where filtered. Temperature 0 keeps the first of the largest logits; ties at a filter's edge keep the smaller
+    token ids.
     """
     wide = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
     greedy = params.temperature == 0
     temperature = torch.where(greedy, 1.0, params.temperature).clamp(min=_COLDEST).to(wide.dtype)
-    probs = torch.softmax(wide / temperature[:, None], dim=-1)
-    best = probs.amax(dim=-1, keepdim=True)
-    first = wide.max(dim=-1, keepdim=True).indices  # of the logits: close ones may have the same probability
+    best, first = wide.max(dim=-1, keepdim=True)
+    weights = torch.exp((wide - best) / temperature[:, None])
     if filtered:
-        probs = probs * _inside_filters(probs, params)
-    probs = probs * (probs >= params.min_p[:, None].to(probs.dtype) * best)
-    return torch.where(greedy[:, None], torch.zeros_like(probs).scatter_(1, first, 1.0), probs)
+        weights = weights * _inside_filters(wide, weights, params)
+    weights = weights * (weights >= params.min_p[:, None].to(weights.dtype))
+    return torch.where(greedy[:, None], torch.zeros_like(weights).scatter_(1, first, 1.0), weights)
 
 
-def _inside_filters(probs: Tensor, params: WarpParams) -> Tensor:
-    """Tokens that top-k and top-p keep. probs: [n, vocab], normalised. Returns [n, vocab] bool."""
-    vocab = probs.shape[-1]
-    ranked, order = torch.sort(probs, dim=-1, descending=True, stable=True)
+def _inside_filters(logits: Tensor, weights: Tensor, params: WarpParams) -> Tensor:
+    """Tokens that top-k and top-p keep. logits, weights: [n, vocab]. Returns [n, vocab] bool."""
+    vocab = logits.shape[-1]
+    order = torch.sort(logits, dim=-1, descending=True, stable=True).indices
     top_k = torch.where(params.top_k > 0, params.top_k, vocab)[:, None]
-    rank = torch.arange(vocab, device=probs.device)
+    rank = torch.arange(vocab, device=logits.device)
     keep = rank < top_k
-    ranked = (ranked * keep).to(torch.float64)
+    ranked = (weights.gather(1, order) * keep).to(torch.float64)
     mass = ranked.cumsum(dim=-1)
     top_p = params.top_p[:, None].to(torch.float64)
     keep = keep & ((mass - ranked < top_p * mass[:, -1:]) | (top_p >= 1) | (rank == 0))  # the best always stays
     return torch.zeros_like(keep).scatter_(1, order, keep)
 
 
-def draw(probs: Tensor, coin: Tensor) -> Tensor:
-    """The first token whose cumulative probability exceeds `coin * total`; one of probability 0 is never drawn.
+def draw(weights: Tensor, coin: Tensor) -> Tensor:
+    """The first token whose cumulative weight exceeds `coin * total`; one of weight 0 is never drawn.
 
-    probs: [n, vocab], unnormalised. coin: [n] float64 in [0, 1). Returns [n] int64.
+    weights: [n, vocab]. coin: [n] float64 in [0, 1). Returns [n] int64.
     """
-    cdf = probs.cumsum(dim=-1, dtype=torch.float64)
+    cdf = weights.cumsum(dim=-1, dtype=torch.float64)
     return torch.searchsorted(cdf, coin[:, None] * cdf[:, -1:], right=True)[:, 0]

@@ -17,12 +17,14 @@ from treetop.kernels import grow as growing
 from treetop.kernels import rows as row_state
 from treetop.kernels.accept import Drawn, Pieces
 from treetop.kernels.commit import Paths
+from treetop.kernels.draw import draw_tokens
 from treetop.kernels.grow import Children, Frontier, Growth, empty_growth
 from treetop.kernels.kv import commit_tail, slots_of
 from treetop.kernels.rows import DraftState, Outcome, RowTables
+from treetop.kernels.sampling import Sampler
 from treetop.kernels.tree import next_level_mask, root_tree, select_tree, stable_topk
 from treetop.kernels.triton_guard import gpu_traits
-from treetop.spec.verify import accept, force, greedy_choice
+from treetop.spec.verify import accept, force, greedy_choice, sampled_choice
 from treetop.types.layout import SpecShape
 from treetop.types.tree import Accepted, DraftTree, Places
 
@@ -45,6 +47,8 @@ class RoundOps(Protocol):
     def select(self, growth: Growth, tree: DraftTree, places: Places) -> None: ...
 
     def greedy(self, logits: Tensor) -> Drawn | Pieces: ...
+
+    def draw(self, logits: Tensor, sampler: Sampler, rows: Tensor, positions: Tensor, filtered: bool) -> Drawn: ...
 
     def accept(self, chosen: Drawn | Pieces, tree: DraftTree, out: Accepted, forced: int | None) -> None: ...
 
@@ -152,6 +156,9 @@ class TorchRoundOps:
     def greedy(self, logits: Tensor) -> Drawn:
         return Drawn(*greedy_choice(logits))
 
+    def draw(self, logits: Tensor, sampler: Sampler, rows: Tensor, positions: Tensor, filtered: bool) -> Drawn:
+        return Drawn(*sampled_choice(logits, sampler, rows, positions, filtered))
+
     def accept(self, chosen: Drawn | Pieces, tree: DraftTree, out: Accepted, forced: int | None) -> None:
         assert isinstance(chosen, Drawn)
         width = out.path.shape[1]
@@ -205,6 +212,10 @@ class TritonRoundOps:
 
     def greedy(self, logits: Tensor) -> Pieces:
         return accepting.best_of_pieces(logits, self._gpu)
+
+    def draw(self, logits: Tensor, sampler: Sampler, rows: Tensor, positions: Tensor, filtered: bool) -> Drawn:
+        token, finite = draw_tokens(logits, sampler, rows, positions, self._gpu)
+        return Drawn(token, finite.all(dim=1))
 
     def accept(self, chosen: Drawn | Pieces, tree: DraftTree, out: Accepted, forced: int | None) -> None:
         accepting.accept(chosen, tree, out, forced, self._gpu)

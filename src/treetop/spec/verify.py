@@ -12,7 +12,7 @@ token for token, to sampled output without one.
 import torch
 from torch import Tensor
 
-from treetop.kernels.sampling import WarpParams, draw, philox_coin, warp
+from treetop.kernels.sampling import Sampler, WarpParams, draw, philox_coin, warp
 from treetop.types.tree import Accepted, DraftTree
 
 
@@ -23,21 +23,21 @@ def greedy_choice(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sampled_choice(
-    logits: Tensor, params: WarpParams, seed: Tensor, positions: Tensor, filtered: bool
+    logits: Tensor, sampler: Sampler, rows: Tensor, positions: Tensor, filtered: bool
 ) -> tuple[Tensor, Tensor]:
     """As `greedy_choice`, drawn from the warped target.
 
-    params, seed: [rows]. positions: [rows, T] int64, where the new tokens stand. filtered: see `warp`.
+    sampler: of all rows; `rows` [rows] picks. positions: [rows, T] int64, where the new tokens stand. filtered: see
+    `warp`.
     """
-    rows, width, vocab = logits.shape
+    count, width, vocab = logits.shape
     finite = torch.isfinite(logits.max(dim=-1).values).all(dim=1)
-    each = WarpParams(
-        *(value.repeat_interleave(width) for value in (params.temperature, params.top_k, params.top_p, params.min_p))
-    )
+    params, each_row = sampler.params, rows.repeat_interleave(width)
+    each = WarpParams(*(v[each_row] for v in (params.temperature, params.top_k, params.top_p, params.min_p)))
     safe = torch.where(finite[:, None, None], logits, 0)
-    coins = philox_coin(seed[:, None].expand(rows, width), positions)
-    token = draw(warp(safe.reshape(rows * width, vocab), each, filtered), coins.reshape(-1))
-    return token.reshape(rows, width), finite
+    coins = philox_coin(sampler.seed[rows][:, None].expand(count, width), positions)
+    token = draw(warp(safe.reshape(count * width, vocab), each, filtered), coins.reshape(-1))
+    return token.reshape(count, width), finite
 
 
 def force(choice: Tensor, finite: Tensor, accept_len: int, commit_width: int) -> Accepted:

@@ -1,0 +1,125 @@
+"""The draw in one launch equals temperature, sort, filters and inverse CDF in PyTorch.
+
+Without a GPU it runs itself again under Triton's interpreter (see `interpreted.py`).
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from interpreted import INTERPRETED, require_interpreted_pass
+from treetop.kernels import draw as drawing
+from treetop.kernels.draw import draw_tokens
+from treetop.kernels.sampling import Sampler, WarpParams, draw, philox_coin, warp
+from treetop.kernels.triton_guard import gpu_traits
+from treetop.spec.verify import sampled_choice
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+FILTERS = [
+    (0.0, 0, 1.0, 0.0),
+    (0.7, 0, 1.0, 0.0),
+    (1.3, 5, 1.0, 0.0),
+    (1.0, 0, 0.6, 0.0),
+    (0.9, 7, 0.8, 0.0),
+    (1.0, 1, 0.5, 0.0),
+    (1.0, 0, 1e-9, 0.0),
+    (2.0, 0, 1.0, 0.3),
+    (1.5, 100, 0.95, 0.05),
+    (1e-35, 3, 0.9, 0.0),
+    (1.0, 10**6, 0.999, 0.0),
+]
+"""(temperature, top_k, top_p, min_p) of the rows."""
+NODES = 2 if ON_GPU else 1
+
+
+def sampler_of(filters, generator):
+    temperature, top_k, top_p, min_p = (torch.tensor(column) for column in zip(*filters, strict=True))
+    seed = torch.randint(0, 2**62, (len(filters),), generator=generator)
+    params = WarpParams(temperature.to(DEVICE), top_k.to(DEVICE), top_p.to(DEVICE), min_p.to(DEVICE))
+    return Sampler(params, seed.to(DEVICE))
+
+
+def both(logits, sampler, rows, positions):
+    got = draw_tokens(logits, sampler, rows, positions, gpu_traits(DEVICE))
+    return got, sampled_choice(logits, sampler, rows, positions, True)
+
+
+if not INTERPRETED and not ON_GPU:
+
+    def test_the_draw_in_the_interpreter():
+        require_interpreted_pass(__file__)
+
+else:
+
+    @pytest.fixture(autouse=True)
+    def small_blocks(monkeypatch):
+        """Several blocks a row, the last one not full."""
+        monkeypatch.setattr(drawing, "_BLOCK", 1024 if ON_GPU else 64)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("ties", [False, True])
+    def test_tokens_are_those_of_sorting_and_summing(dtype, ties):
+        """Every filter and their mixtures, rows picked out of order, ties at the edges, impossible tokens."""
+        generator = torch.Generator().manual_seed(0)
+        vocab, count = (50_000, len(FILTERS)) if ON_GPU else (90, len(FILTERS))
+        rows = torch.randperm(count, generator=generator)
+        logits = torch.randn(count, NODES, vocab, generator=generator) * 3
+        if ties:
+            logits = (logits / 2).round() * 2  # many equals, both zeros among them
+        logits[:, :, 11::17] = float("-inf")
+        positions = torch.randint(0, 10**6, (count, NODES), generator=generator).to(DEVICE)
+        sampler = sampler_of(FILTERS, generator)
+        got, want = both(logits.to(dtype).to(DEVICE), sampler, rows.to(DEVICE), positions)
+        assert torch.equal(got[0], want[0])
+        assert bool(got[1].all())
+
+    @pytest.mark.parametrize("filters", [(1.0, 0, 1.0, 0.0), (0.8, 6, 0.9, 0.1)])
+    def test_the_law_is_that_of_the_filtered_weights(filters):
+        """Frequencies over many coins against probabilities: chi-square, and nothing outside the filters."""
+        generator = torch.Generator().manual_seed(1)
+        draws, vocab = (20_000, 200) if ON_GPU else (150, 24)
+        logits = (torch.randn(1, 1, vocab, generator=generator) * 2).expand(1, draws, vocab).contiguous().to(DEVICE)
+        sampler = sampler_of([filters], generator)
+        rows, positions = torch.zeros(1, dtype=torch.int64, device=DEVICE), torch.arange(draws, device=DEVICE)[None]
+        token, _ = draw_tokens(logits, sampler, rows, positions, gpu_traits(DEVICE))
+        weights = warp(logits[0, :1].double(), sampler.params)[0].cpu()
+        expected = draws * weights / weights.sum()
+        seen = torch.bincount(token.cpu().flatten(), minlength=vocab).double()
+        assert float(seen[expected == 0].sum()) == 0
+        often = expected >= 5
+        square = float(((seen - expected)[often] ** 2 / expected[often]).sum())
+        freedom = int(often.sum())
+        assert square < freedom + 5 * (2 * freedom) ** 0.5
+
+    def test_a_coin_is_the_reference_coin():
+        """Two equal logits: the token tells on which side of one half the coin falls, at positions beyond 32 bits."""
+        generator = torch.Generator().manual_seed(2)
+        positions = torch.tensor([[0, 1, 2**31, 2**32 + 5, 2**40 + 3, 77, 78, 79]], device=DEVICE)
+        sampler = sampler_of([(1.0, 0, 1.0, 0.0)], generator)
+        logits = torch.zeros(1, 8, 2, device=DEVICE)
+        token, _ = draw_tokens(
+            logits, sampler, torch.zeros(1, dtype=torch.int64, device=DEVICE), positions, gpu_traits(DEVICE)
+        )
+        coins = philox_coin(sampler.seed[:, None].expand(1, 8), positions)
+        assert torch.equal(token, (coins >= 0.5).long())
+
+    def test_logits_that_are_not_finite_are_reported():
+        """NaN anywhere, or an infinite best: the node is marked, its neighbours are drawn as ever."""
+        generator = torch.Generator().manual_seed(3)
+        logits = torch.randn(2, 4, 100, generator=generator).to(DEVICE)
+        logits[0, 1, 63], logits[1, 2, 99], logits[1, 3] = float("nan"), float("inf"), float("-inf")
+        sampler, positions = sampler_of([(1.0, 0, 0.9, 0.0)] * 2, generator), torch.arange(8, device=DEVICE).view(2, 4)
+        token, finite = draw_tokens(logits, sampler, torch.arange(2, device=DEVICE), positions, gpu_traits(DEVICE))
+        assert finite.tolist() == [[True, False, True, True], [True, True, False, False]]
+        assert bool(((token >= 0) & (token < 100)).all())
+        params = WarpParams(
+            *(
+                x[:1]
+                for x in (sampler.params.temperature, sampler.params.top_k, sampler.params.top_p, sampler.params.min_p)
+            )
+        )
+        for row, node in itertools.product((0,), (0, 2, 3)):
+            coin = philox_coin(sampler.seed[row : row + 1], positions[row, node : node + 1])
+            assert int(token[row, node]) == int(draw(warp(logits[row, node : node + 1], params), coin))
