@@ -7,7 +7,7 @@ import argparse
 from dataclasses import asdict
 
 import torch
-from rounds import PRESETS
+from rounds import NAMES, preset
 from torch.profiler import ProfilerActivity, profile
 
 from treetop import LLM
@@ -21,11 +21,12 @@ INPUT, REPEATS = 1024, 5
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=NAMES, default=NAMES[0])
     parser.add_argument("--shape", default="5,4,16", help="S,k,T")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--top", type=int, default=25)
     args = parser.parse_args()
-    model, draft = str(PRESETS / "llama-3.1-8b"), str(PRESETS / "eagle3-llama-3.1-8b")
+    model, draft = preset(args.preset)
     options = {"draft": draft, "load_format": "dummy", "simulate_accept_length": 3}
     grid = make_grid(model, options, SweepOptions(None, [args.shape], [args.batch], [INPUT], 20, args.batch))
     llm = LLM(**asdict(engine_config(model, options, grid.shapes[0], grid)))

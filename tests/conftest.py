@@ -13,6 +13,7 @@ from tiny_models import (
     save_copying_head,
     save_random_head,
     save_random_llama,
+    save_random_qwen3,
     save_tokenizer,
     save_weak_llama,
 )
@@ -42,6 +43,14 @@ def strong_pair(tmp_path_factory) -> Pair:
     """A target whose every K/V matters, and a random head that is often right, for the vocabulary is tiny."""
     folder = tmp_path_factory.mktemp("strong")
     target = save_random_llama(folder / "target", seed=8, vocab_size=12)
+    return Pair(target, save_random_head(folder / "head", target, draft_vocab=11, seed=2))
+
+
+@pytest.fixture(scope="session")
+def qwen3_pair(tmp_path_factory) -> Pair:
+    """The same with norms of queries and keys, and heads that are wider than the hidden size gives."""
+    folder = tmp_path_factory.mktemp("qwen3")
+    target = save_random_qwen3(folder / "target", seed=8, vocab_size=12)
     return Pair(target, save_random_head(folder / "head", target, draft_vocab=11, seed=2))
 
 

@@ -42,6 +42,7 @@ def test_a_config_that_is_no_json_object_is_named(tmp_path, text):
     [
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
         ({"architectures": None}, "architecture"),
+        ({"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True}, "use_sliding_window"),
         ({"hidden_size": None}, "hidden_size"),
         ({"hidden_size": "64"}, "hidden_size"),
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
@@ -90,6 +91,11 @@ Q_PROJ = "model.layers.2.self_attn.q_proj.weight"
 )
 def test_a_wrong_tensor_of_the_target_is_named(strong_pair, tmp_path, tensors, parts):
     refused(CheckpointError, load(copy_folder(strong_pair.target, tmp_path / "t", tensors=tensors)), *parts)
+
+
+def test_a_qwen3_target_without_its_norms_is_refused(strong_pair, tmp_path):
+    folder = copy_folder(strong_pair.target, tmp_path / "copy", architectures=["Qwen3ForCausalLM"])
+    refused(CheckpointError, load(folder), "missing", "self_attn.k_norm.weight")
 
 
 @pytest.mark.parametrize("keep", [0, 4, 100, 5000])

@@ -30,9 +30,9 @@ H200 = Machine("H200", "2", "bfloat16", 4.27e12, 790e12)
 # ---------------------------------------------------------------------------------------------- the floor
 
 
-def presets():
-    target = target_spec(PRESETS / "llama-3.1-8b")
-    return target, eagle3_spec(PRESETS / "eagle3-llama-3.1-8b", target)
+def presets(name="llama-3.1-8b"):
+    target = target_spec(PRESETS / name)
+    return target, eagle3_spec(PRESETS / f"eagle3-{name}", target)
 
 
 def test_streamed_parameters_of_the_presets_are_the_known_ones():
@@ -389,7 +389,10 @@ def test_a_comparison_sizes_contexts_by_its_prompts(monkeypatch):
 
 
 def test_the_presets_of_the_table_are_configurations_that_load():
-    """A Llama-3.1-8B target, and a head of 32k draft tokens."""
+    """Llama-3.1-8B and Qwen3-8B targets, and heads of 32k draft tokens."""
     target, head = presets()
     assert (target.vocab_size, head.draft_vocab_size) == (128256, 32000)
+    target, head = presets("qwen3-8b")
+    assert (target.vocab_size, head.draft_vocab_size, target.qk_norm) == (151936, 32000, True)
+    assert target_parameters(target) / 1e9 == pytest.approx(7.568, abs=0.001)
     assert sweeps.TABLE == ((3, 1, 4), (5, 1, 6), (5, 4, 16))

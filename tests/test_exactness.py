@@ -41,9 +41,9 @@ def serve(pair, shape, batch, params, max_tokens=40, **options):
 
 
 @pytest.fixture(scope="module")
-def plain(strong_pair, weak_pair, alien_pair):
+def plain(strong_pair, weak_pair, alien_pair, qwen3_pair):
     """Plain greedy tokens of each pair, one request at a time, in pages of 16 and one chunk."""
-    pairs = {"strong": strong_pair, "weak": weak_pair, "alien": alien_pair}
+    pairs = {"strong": strong_pair, "weak": weak_pair, "alien": alien_pair, "qwen3": qwen3_pair}
     return {name: tokens(serve(pair, None, 1, greedy(40))) for name, pair in pairs.items()}
 
 
@@ -52,6 +52,14 @@ def test_speculative_greedy_equals_plain_greedy(strong_pair, plain, *, shape, pa
     """In float64 the tokens are equal one for one, whatever the tree, the paging, the chunking and the batch."""
     outputs = serve(strong_pair, shape, batch, greedy(40), page_size=page, chunked_prefill_size=chunk)
     assert tokens(outputs) == plain["strong"]
+    if shape[1] >= 2 and shape[2] >= 6:
+        assert sum(map(sum, accept_lens(outputs))) > 0, "nothing was accepted, so nothing was tested"
+
+
+@pytest.mark.parametrize(("shape", "page", "chunk", "batch"), GRID[8:12])
+def test_norms_of_queries_and_keys_change_nothing_of_that(qwen3_pair, plain, *, shape, page, chunk, batch):
+    outputs = serve(qwen3_pair, shape, batch, greedy(40), page_size=page, chunked_prefill_size=chunk)
+    assert tokens(outputs) == plain["qwen3"]
     if shape[1] >= 2 and shape[2] >= 6:
         assert sum(map(sum, accept_lens(outputs))) > 0, "nothing was accepted, so nothing was tested"
 

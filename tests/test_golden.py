@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engines import greedy
-from tiny_models import LLAMA3_ROPE, copy_folder, save_random_llama
+from tiny_models import LLAMA3_ROPE, copy_folder, save_random_llama, save_random_qwen3
 from treetop import LLM
 
 CONFIGS = {
@@ -29,6 +29,11 @@ CONFIGS = {
     "wide heads": {"head_dim": 24},
     "narrow heads": {"hidden_size": 96, "head_dim": 8, "num_attention_heads": 6, "num_key_value_heads": 3},
     "another norm": {"rms_norm_eps": 0.5},
+}
+QWEN3_CONFIGS = {
+    "qwen3": {},
+    "qwen3 tied": {"tie_word_embeddings": True, "num_key_value_heads": 1, "rms_norm_eps": 0.2},
+    "qwen3 biases": {"attention_bias": True, "head_dim": 16},
 }
 PROMPT_LENGTHS = (1, 7, 16, 41)
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -47,14 +52,16 @@ def place(request) -> Iterator[dict[str, str]]:
     assert torch.get_float32_matmul_precision() == "highest"
 
 
-@pytest.fixture(scope="module", params=CONFIGS, ids=[name.replace(" ", "-") for name in CONFIGS])
+@pytest.fixture(scope="module", params=[*CONFIGS, *QWEN3_CONFIGS], ids=lambda name: name.replace(" ", "-"))
 def folder(request, tmp_path_factory) -> Path:
-    place = tmp_path_factory.mktemp("golden")
-    return save_random_llama(place / "model", seed=7, **CONFIGS[request.param])
+    place = tmp_path_factory.mktemp("golden") / "model"
+    if request.param in QWEN3_CONFIGS:
+        return save_random_qwen3(place, seed=7, **QWEN3_CONFIGS[request.param])
+    return save_random_llama(place, seed=7, **CONFIGS[request.param])
 
 
-def reference(folder: Path, device: str = "cpu") -> LlamaForCausalLM:
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(device)
+def reference(folder: Path, device: str = "cpu") -> PreTrainedModel:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(device)
     model.generation_config.eos_token_id = None  # generate a full length
     return model
 
@@ -78,7 +85,7 @@ def prompts_of(vocab: int) -> list[list[int]]:
     return [torch.randint(4, vocab, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
 
 
-def assert_close_logits(llm: LLM, model: LlamaForCausalLM, prompts, max_tokens: int) -> None:
+def assert_close_logits(llm: LLM, model: PreTrainedModel, prompts, max_tokens: int) -> None:
     """Logits of every prompt position and of every decoded token equal the reference's to 1e-4 of their size."""
     seen = record_logits(llm)
     for prompt in prompts:
@@ -92,7 +99,7 @@ def assert_close_logits(llm: LLM, model: LlamaForCausalLM, prompts, max_tokens: 
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-def assert_greedy_tokens(llm: LLM, model: LlamaForCausalLM, prompts, max_tokens: int) -> None:
+def assert_greedy_tokens(llm: LLM, model: PreTrainedModel, prompts, max_tokens: int) -> None:
     """The tokens of `generate`; a GPU's first mismatch may be a near tie of the reference's two best logits."""
     outputs = llm.generate(prompts, greedy(max_tokens))
     ties = 0
@@ -109,7 +116,7 @@ def assert_greedy_tokens(llm: LLM, model: LlamaForCausalLM, prompts, max_tokens:
     assert ties <= max(1, 1e-4 * max_tokens * len(prompts))
 
 
-def assert_near_tie(model: LlamaForCausalLM, prompt, expected, have) -> None:
+def assert_near_tie(model: PreTrainedModel, prompt, expected, have) -> None:
     at = next(i for i, (a, b) in enumerate(zip(expected, have, strict=True)) if a != b)
     with torch.no_grad():
         best, second = (

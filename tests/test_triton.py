@@ -25,6 +25,7 @@ from treetop.kernels.few_rows import (
     gated_rows_reference,
 )
 from treetop.kernels.fused import (
+    HeadNorms,
     add,
     add_rms_norm,
     add_rms_norm_reference,
@@ -237,16 +238,22 @@ if INTERPRETED:
             torch.testing.assert_close(FewRowsGated(weight, gpu)(x), library_gated(weight)(x), rtol=4e-3, atol=4e-3)
 
     @pytest.mark.parametrize("in_pages", [False, True])
+    @pytest.mark.parametrize("normed", [False, True])
     @pytest.mark.parametrize("parts", [1, 2])
     @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 24), (9, 3, 16)])
-    def test_rotation_and_write_equal_the_two_operations(in_pages, parts, heads, kv_heads, dim):
-        """q comes back rotated; k and v reach their slice of a tail or their slots; the null slot stays 0."""
+    def test_rotation_and_write_equal_the_two_operations(in_pages, normed, parts, heads, kv_heads, dim):
+        """q comes back normed and rotated; k and v reach their slice of a tail or their slots; slot 0 stays 0."""
         torch.manual_seed(0)
         rows, n = 3, 4
         qkv = torch.randn(parts, rows, n, heads + 2 * kv_heads, dim)
         table = rope_table(RopeSpec(dim, 10000.0), 50, torch.float32, CPU)
         positions = torch.randint(0, 50, (rows, 1)).expand(rows, n)
         by_hand = qkv.sum(0)
+        norms = HeadNorms(torch.rand(2, dim) + 0.5, 0.1) if normed else None
+        if norms is not None:
+            q, k = by_hand[:, :, :heads], by_hand[:, :, heads : heads + kv_heads]
+            q.copy_(q * (q.square().mean(-1, keepdim=True) + 0.1).rsqrt() * norms.weight[0])
+            k.copy_(k * (k.square().mean(-1, keepdim=True) + 0.1).rsqrt() * norms.weight[1])
         rotate_(by_hand[:, :, : heads + kv_heads], table.at(positions))
         kv = by_hand[:, :, heads:].reshape(rows, n, 2, kv_heads, dim)
         slots = (torch.randperm(30)[: rows * n] + 1).view(rows, n) if in_pages else None
@@ -258,8 +265,8 @@ if INTERPRETED:
         else:
             slots[0, 1] = slots[2, 0] = 0
             write_pages(PagedKV(hand), slots, kv)
-        q = rotate_and_write(qkv, heads, table.data, positions, places[0], slots, gpu_traits(CPU))
-        by_reference = rotate_and_write_reference(qkv, heads, table.data, positions, places[1], slots)
+        q = rotate_and_write(qkv, heads, table.data, positions, places[0], slots, gpu_traits(CPU), norms)
+        by_reference = rotate_and_write_reference(qkv, heads, table.data, positions, places[1], slots, norms)
         for result, target in ((q, got), (by_reference, want)):
             torch.testing.assert_close(result, by_hand[:, :, :heads])
             torch.testing.assert_close(target, hand)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 EOS = 3
 LLAMA3_ROPE = {
@@ -65,10 +65,23 @@ def llama_config(**changes) -> LlamaConfig:
     return LlamaConfig(**{**options, **changes})
 
 
+def qwen3_config(**changes) -> Qwen3Config:
+    """The same sizes, with heads wider than the hidden size gives."""
+    return Qwen3Config(**{**llama_config().to_dict(), "model_type": "qwen3", "head_dim": 24, **changes})
+
+
+def save_random_qwen3(folder: Path, seed: int = 0, **changes) -> Path:
+    return _save_random(Qwen3ForCausalLM(qwen3_config(**changes)), folder, seed)
+
+
 def save_random_llama(folder: Path, seed: int = 0, **changes) -> Path:
-    """A Llama with random weights large enough that every part of it matters to the logits."""
+    return _save_random(LlamaForCausalLM(llama_config(**changes)), folder, seed)
+
+
+def _save_random(model, folder: Path, seed: int) -> Path:
+    """A model with random weights large enough that every part of it matters to the logits."""
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(llama_config(**changes)).eval()
+    model.eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" in name:

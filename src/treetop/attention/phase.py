@@ -9,6 +9,7 @@ from torch import Tensor
 
 from treetop.attention.contract import AttentionBackend, TailKV
 from treetop.attention.tail import attend
+from treetop.kernels.fused import HeadNorms
 from treetop.kernels.kv import PagedKV
 from treetop.kernels.ops import Ops
 from treetop.types.ids import GroupName
@@ -24,13 +25,13 @@ class LayerKV:
 
 
 class Attend(Protocol):
-    """Rotate, store K/V, attend.
+    """Norm and rotate, store K/V, attend.
 
     qkv: [parts, rows, n, heads + 2 * kv_heads, d], fresh from the projection; it is used up. angles: `Ops.angles` of
-    the queries' positions. Returns [rows, n, heads, d].
+    the queries' positions. norms: of query and key heads, if the layer has any. Returns [rows, n, heads, d].
     """
 
-    def __call__(self, layer: int, qkv: Tensor, angles: Any) -> Tensor: ...
+    def __call__(self, layer: int, qkv: Tensor, angles: Any, norms: HeadNorms | None) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +51,11 @@ class TailAttention:
     width: int
     scale: float
 
-    def __call__(self, layer: int, qkv: Tensor, angles: Any) -> Tensor:
+    def __call__(self, layer: int, qkv: Tensor, angles: Any, norms: HeadNorms | None) -> Tensor:
         place = self.layers[layer]
         rows, n = qkv.shape[1:3]
         tail = self.tails[place.group][place.index, :rows, : self.width]
-        q = self.ops.rotate_and_write(qkv, angles, tail[:, self.start : self.start + n], None)
+        q = self.ops.rotate_and_write(qkv, angles, tail[:, self.start : self.start + n], None, norms)
         return self.backend.prefix_tail(q, place.kv, self.plans[place.group], TailKV(tail), self.scale)
 
 
@@ -72,9 +73,9 @@ class CausalAttention:
     plans: Mapping[GroupName, Any]
     scale: float
 
-    def __call__(self, layer: int, qkv: Tensor, angles: Any) -> Tensor:
+    def __call__(self, layer: int, qkv: Tensor, angles: Any, norms: HeadNorms | None) -> Tensor:
         place = self.layers[layer]
-        q = self.ops.rotate_and_write(qkv, angles, place.kv.data, self.slots[place.group])
+        q = self.ops.rotate_and_write(qkv, angles, place.kv.data, self.slots[place.group], norms)
         return self.backend.causal(q, place.kv, self.plans[place.group], self.scale)
 
 
@@ -88,10 +89,10 @@ class DenseAttention:
     scale: float
     windows: Sequence[int | None]
 
-    def __call__(self, layer: int, qkv: Tensor, angles: Any) -> Tensor:
+    def __call__(self, layer: int, qkv: Tensor, angles: Any, norms: HeadNorms | None) -> Tensor:
         _, rows, n, _, dim = qkv.shape
         kv = torch.empty((rows, n, 2, self.kv_heads, dim), dtype=self.dtype, device=qkv.device)
-        q, window = self.ops.rotate_and_write(qkv, angles, kv, None), self.windows[layer]
+        q, window = self.ops.rotate_and_write(qkv, angles, kv, None, norms), self.windows[layer]
         index = torch.arange(n, device=q.device)
         distance = index[:, None] - index
         visible = (distance >= 0) & (distance < (n if window is None else window))

@@ -9,6 +9,8 @@ kernel lets the next one start at once, and waits for the one before it (program
 only constants before its wait.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -182,17 +184,40 @@ def _silu_mul_kernel(out: Arg, gate_up: Arg, inner: constexpr, block: constexpr,
 # ----------------------------------------------------------------------------------------------- rotation and write
 
 
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMS norms of each query and key head before its rotation (Qwen3). weight: [2, dim], for queries and for keys."""
+
+    weight: Tensor
+    eps: float
+
+
+def norm_heads_(qkv: Tensor, kv_heads: int, norms: HeadNorms) -> None:
+    """Norm the q and k heads of qkv [rows, n, heads + 2 * kv_heads, dim] in place."""
+    heads, width = qkv.shape[2] - 2 * kv_heads, norms.weight.shape[1:]
+    for part, weight in zip((qkv[:, :, :heads], qkv[:, :, heads : heads + kv_heads]), norms.weight, strict=True):
+        part.copy_(F.rms_norm(part, width, weight.to(part.dtype), norms.eps))
+
+
 def rotate_and_write_reference(
-    qkv: Tensor, heads: int, table: Tensor, positions: Tensor, target: Tensor, slots: Tensor | None
+    qkv: Tensor,
+    heads: int,
+    table: Tensor,
+    positions: Tensor,
+    target: Tensor,
+    slots: Tensor | None,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
-    """Rotate q and k, write k and v where they belong, a tail or pages, and return q [rows, n, heads, dim].
+    """Norm and rotate q and k, write k and v where they belong, a tail or pages, and return q [rows, n, heads, dim].
 
     qkv: [parts, rows, n, heads + 2 * kv_heads, dim]. table: [num_positions, 2, dim], cos then signed sin
     (`RopeTable.data`). positions: [rows, n] int64. target: a tail's columns [rows, n, 2, kv_heads, dim]; or, with slots
     [rows, n] int64, pages [slots, 2, kv_heads, dim], where what goes to slot 0 is dropped. q has target's dtype.
     """
     kv_heads = target.shape[-2]
-    whole = joined(qkv).to(torch.float32)
+    whole = joined(qkv).to(torch.float32, copy=True)
+    if norms is not None:
+        norm_heads_(whole, kv_heads, norms)
     turned = whole[:, :, : heads + kv_heads]
     angles = table[positions].to(torch.float32)[:, :, :, None]
     half = turned.shape[-1] // 2
@@ -207,7 +232,14 @@ def rotate_and_write_reference(
 
 
 def rotate_and_write(
-    qkv: Tensor, heads: int, table: Tensor, positions: Tensor, target: Tensor, slots: Tensor | None, gpu: GpuTraits
+    qkv: Tensor,
+    heads: int,
+    table: Tensor,
+    positions: Tensor,
+    target: Tensor,
+    slots: Tensor | None,
+    gpu: GpuTraits,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
     """`rotate_and_write_reference` in one launch; reads the angles through the positions. qkv: contiguous."""
     parts, rows, n, all_heads, dim = qkv.shape
@@ -218,20 +250,23 @@ def rotate_and_write(
     strides = target.stride()[:2] if slots is None else (0, target.stride(0))
     where = positions if slots is None else slots
     _rotate_and_write_kernel[(rows * n, -(-all_heads // _HEADS))](
-        q, qkv, table, positions, where, target, n, qkv.stride(0),
+        q, qkv, table, positions, where, target, table if norms is None else norms.weight,
+        0.0 if norms is None else norms.eps, n, qkv.stride(0),
         *positions.stride(), *where.stride(), *strides,
         parts=parts, heads=heads, kv_heads=target.shape[-2], half=dim // 2, block=power_of_two(dim // 2),
-        block_h=_HEADS, in_pages=slots is not None, overlap=gpu.can_overlap, num_warps=2, **launch_options(gpu),
+        block_h=_HEADS, normed=norms is not None, in_pages=slots is not None, overlap=gpu.can_overlap, num_warps=2,
+        **launch_options(gpu),
     )  # fmt: skip
     return q
 
 
 @jit
 def _rotate_and_write_kernel(
-    q: Arg, qkv: Arg, table: Arg, positions: Arg, slots: Arg, target: Arg, n: Arg, part_stride: Arg,
-    position_row: Arg, position_column: Arg, slot_row: Arg, slot_column: Arg, target_row: Arg, target_column: Arg,
+    q: Arg, qkv: Arg, table: Arg, positions: Arg, slots: Arg, target: Arg, norms: Arg, eps: Arg, n: Arg,
+    part_stride: Arg, position_row: Arg, position_column: Arg, slot_row: Arg, slot_column: Arg, target_row: Arg,
+    target_column: Arg,
     parts: constexpr, heads: constexpr, kv_heads: constexpr, half: constexpr, block: constexpr, block_h: constexpr,
-    in_pages: constexpr, overlap: constexpr,
+    normed: constexpr, in_pages: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """`block_h` heads of one token a program; arguments as in the reference. Grid (rows * n, heads / block_h)."""
     if overlap:
@@ -254,6 +289,13 @@ def _rotate_and_write_kernel(
     position = tl.load(positions + row * position_row + column * position_column)
     angle_at = table + position * (4 * half) + lane
     turns = (head < heads + kv_heads)[:, None]  # v stays
+    if normed:
+        norm_at = norms + tl.where(head < heads, 0, 2 * half)[:, None] + lane[None, :]
+        low_weight = tl.load(norm_at, mask=there & turns, other=0.0).to(tl.float32)
+        high_weight = tl.load(norm_at + half, mask=there & turns, other=0.0).to(tl.float32)
+        scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / (2 * half) + eps)[:, None]
+        low = tl.where(turns, low * scale * low_weight, low)
+        high = tl.where(turns, high * scale * high_weight, high)
     low_cos = tl.where(turns, tl.load(angle_at, mask=narrow, other=0.0).to(tl.float32)[None, :], 1.0)
     high_cos = tl.where(turns, tl.load(angle_at + half, mask=narrow, other=0.0).to(tl.float32)[None, :], 1.0)
     low_sin = tl.where(turns, tl.load(angle_at + 2 * half, mask=narrow, other=0.0).to(tl.float32)[None, :], 0.0)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from treetop.kernels.fused import (
+    HeadNorms,
     add,
     add_reference,
     add_rms_norm,
@@ -13,6 +14,7 @@ from treetop.kernels.fused import (
     embed_and_norm,
     embed_and_norm_reference,
     joined,
+    norm_heads_,
     rotate_and_write,
 )
 from treetop.kernels.kv import PagedKV, write_pages
@@ -46,7 +48,9 @@ class Ops(Protocol):
 
     def angles(self, table: RopeTable, positions: Tensor) -> Any: ...
 
-    def rotate_and_write(self, qkv: Tensor, angles: Any, target: Tensor, slots: Tensor | None) -> Tensor: ...
+    def rotate_and_write(
+        self, qkv: Tensor, angles: Any, target: Tensor, slots: Tensor | None, norms: HeadNorms | None
+    ) -> Tensor: ...
 
     def top_logprobs(self, logits: Tensor, k: int, offset: Tensor) -> tuple[Tensor, Tensor]: ...
 
@@ -72,8 +76,12 @@ class TorchOps:
     def angles(self, table: RopeTable, positions: Tensor) -> Rotation:
         return table.at(positions)
 
-    def rotate_and_write(self, qkv: Tensor, angles: Rotation, target: Tensor, slots: Tensor | None) -> Tensor:
+    def rotate_and_write(
+        self, qkv: Tensor, angles: Rotation, target: Tensor, slots: Tensor | None, norms: HeadNorms | None
+    ) -> Tensor:
         kv_heads, whole = target.shape[-2], joined(qkv)
+        if norms is not None:
+            norm_heads_(whole, kv_heads, norms)
         rotate_(whole[:, :, :-kv_heads], angles)
         kv = whole[:, :, -2 * kv_heads :].view(*whole.shape[:2], 2, kv_heads, whole.shape[3])
         if slots is None:
@@ -113,10 +121,15 @@ class TritonOps:
         return table.data, positions
 
     def rotate_and_write(
-        self, qkv: Tensor, angles: tuple[Tensor, Tensor], target: Tensor, slots: Tensor | None
+        self,
+        qkv: Tensor,
+        angles: tuple[Tensor, Tensor],
+        target: Tensor,
+        slots: Tensor | None,
+        norms: HeadNorms | None,
     ) -> Tensor:
         heads = qkv.shape[3] - 2 * target.shape[-2]
-        return rotate_and_write(qkv, heads, *angles, target, slots, self._gpu)
+        return rotate_and_write(qkv, heads, *angles, target, slots, self._gpu, norms)
 
     def top_logprobs(self, logits: Tensor, k: int, offset: Tensor) -> tuple[Tensor, Tensor]:
         return top_logprobs(logits, k, self._gpu, offset) if k <= 16 else top_logprobs_reference(logits, k, offset)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from treetop.attention.phase import Attend
+from treetop.kernels.fused import HeadNorms
 from treetop.kernels.ops import Ops
 from treetop.models.checkpoint import Shapes
 from treetop.models.spec import ModelSpec
@@ -30,24 +31,29 @@ class RMSNorm:
 
 
 class SelfAttention:
-    """Projections, rotation and attention. q, k and v come from one product."""
+    """Projections, norms of heads if there are any, rotation and attention. q, k and v come from one product."""
 
     def __init__(self, spec: ModelSpec, weights: Weights, prefix: str, layer: int, ops: Ops) -> None:
         self.layer, self.head_dim = layer, spec.head_dim
         self.qkv = ops.linear(*_fused(weights, [f"{prefix}.{name}_proj" for name in "qkv"]))
         self.output = ops.linear(*_fused(weights, [f"{prefix}.o_proj"]))
+        self.norms = None
+        if spec.qk_norm:
+            both = [weights.pop(f"{prefix}.{name}_norm.weight") for name in "qk"]
+            self.norms = HeadNorms(torch.stack(both), spec.norm_eps)
 
     def __call__(self, x: Tensor, angles: Any, attend: Attend) -> Tensor:
         """x: [rows, n, in]. Returns parts [parts, rows, n, hidden]."""
         qkv = self.qkv.parts(x).unflatten(-1, (-1, self.head_dim))
-        return self.output.parts(attend(self.layer, qkv, angles).flatten(2))
+        return self.output.parts(attend(self.layer, qkv, angles, self.norms).flatten(2))
 
     @staticmethod
     def shapes(spec: ModelSpec, prefix: str, width: int) -> Shapes:
         """Tensors of an attention block whose input is `width` wide."""
         q, kv, hidden = spec.num_heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.hidden_size
         sizes = {"q_proj": (q, width), "k_proj": (kv, width), "v_proj": (kv, width), "o_proj": (hidden, q)}
-        return _linear_shapes(prefix, sizes, spec.attention_bias)
+        norms = {f"{prefix}.{name}_norm.weight": (spec.head_dim,) for name in "qk"} if spec.qk_norm else {}
+        return {**_linear_shapes(prefix, sizes, spec.attention_bias), **norms}
 
 
 class GatedMLP:

@@ -12,13 +12,17 @@ from treetop.types.errors import CheckpointError
 
 Config = Mapping[str, Any]
 
+LLAMA, QWEN3 = "LlamaForCausalLM", "Qwen3ForCausalLM"
 WINDOWED = "WindowedLlamaForCausalLM"
 """Llama with `layer_types` and `sliding_window`: treetop's own test model, `debug/two_group.py`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A Llama-shaped decoder: sizes, norms and positions. windows: how far each layer sees, None for everything."""
+    """A Llama-shaped decoder: sizes, norms and positions. windows: how far each layer sees, None for everything.
+
+    qk_norm: queries and keys have norms of their own, per head and before the rotation.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -35,6 +39,7 @@ class ModelSpec:
     mlp_bias: bool
     eos_token_ids: tuple[int, ...]
     windows: tuple[int | None, ...]
+    qk_norm: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +105,7 @@ def decoder_spec(config: Config, where: Path) -> ModelSpec:
         mlp_bias=_flag(config, "mlp_bias", where),
         eos_token_ids=integers(config, "eos_token_id", where),
         windows=_windows(config, num_layers, where),
+        qk_norm=config.get("architectures") == [QWEN3],
     )
 
 
@@ -109,10 +115,12 @@ def target_spec(folder: Path) -> ModelSpec:
     architectures = config.get("architectures") or ["missing"]
     if not isinstance(architectures, list) or not all(isinstance(each, str) for each in architectures):
         raise CheckpointError(f"{folder}/config.json: architectures must be a list of names, got {architectures!r}")
-    if architectures not in (["LlamaForCausalLM"], [WINDOWED]):
+    if architectures not in ([LLAMA], [QWEN3], [WINDOWED]):
         raise CheckpointError(
-            f"{folder}/config.json: architecture {', '.join(architectures)} is not supported, only LlamaForCausalLM"
+            f"{folder}/config.json: architecture {', '.join(architectures)} is not supported, only {LLAMA} and {QWEN3}"
         )
+    if architectures == [QWEN3] and config.get("use_sliding_window"):
+        raise CheckpointError(f"{folder}/config.json: use_sliding_window = true is not supported with {QWEN3}")
     return decoder_spec(config, folder / "config.json")
 
 
