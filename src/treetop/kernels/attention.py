@@ -1,4 +1,4 @@
-# ruff: noqa: PLR0912, PLR0915, PLR0917 (kernels take what they touch as arguments, and are one body by nature)
+# ruff: noqa: PLR0915, PLR0917 (kernels take what they touch as arguments, and are one body by nature)
 """Attention over paged K/V and a dense tail, in one pass: the Triton kernels and their reference.
 
 One program takes the queries of one row that share a K/V head, grouped heads folded into the query block, and one
@@ -149,6 +149,30 @@ def load_kv(base: Arg, at: Arg, stored: Arg, v_offset: Arg, dims: Arg, dim: cons
 
 
 @jit
+def fold_tail(
+    q: Arg, tail: Arg, tail_positions: Arg, mask: Arg, query: Arg, real: Arg, position: Arg, dims: Arg, stop: Arg,
+    t: Arg, tail_column: Arg, tail_v: Arg, position_column: Arg, mask_query: Arg, mask_column: Arg, acc: Arg, peak: Arg,
+    mass: Arg, scale: Arg, dim: constexpr, window: constexpr, block_t: constexpr, block_d: constexpr,
+) -> Arg:  # fmt: skip
+    """Fold columns 0 .. stop of a dense tail into the running softmax.
+
+    tail, tail_positions, mask: pointers to one row's, at its K/V head. query, position: [m] int, of the lanes that are
+    `real`. The rest as in `fold` and `TailKeys`.
+    """
+    for column_start in tl.range(0, stop, block_t, num_stages=1):
+        column = column_start + tl.arange(0, block_t)
+        there = column < t
+        k, v = load_kv(tail, column.to(tl.int64) * tail_column, there, tail_v, dims, dim, block_d)
+        shown = mask + query[:, None] * mask_query + column[None, :] * mask_column
+        visible = tl.load(shown, mask=real[:, None] & there[None, :], other=0) != 0
+        if window > 0:
+            tail_position = tl.load(tail_positions + column * position_column, mask=there, other=0).to(tl.int32)
+            visible = visible & (position[:, None] - tail_position[None, :] < window)
+        acc, peak, mass = fold(q, k, v, visible, acc, peak, mass, scale, True)
+    return acc, peak, mass
+
+
+@jit
 def _page_of(table: Arg, block: Arg, start: Arg, end: Arg, block_n: constexpr, page_size: constexpr) -> Arg:
     """Pages of a block's keys [block_n] int32; the null page outside start .. end, where the table is not read."""
     key = block * block_n + tl.arange(0, block_n)
@@ -217,19 +241,11 @@ def _attention_kernel(
 
     page = _page_of(table, begin, start, end, block_n, page_size)
     if has_tail:  # first, and by the first split: it needs no length, so it hides the latency of those loads
-        tail_stop = tl.where(split == 0, t, 0)
-        for column_start in tl.range(0, tail_stop, block_t, num_stages=1):
-            column = column_start + tl.arange(0, block_t)
-            there = column < t
-            at = row * tail_row + column * tail_column
-            k, v = load_kv(tail + kv_head * dim, at, there, tail_v, dims, dim, block_d)
-            shown = mask + row * mask_row + query[:, None] * mask_query + column[None, :] * mask_column
-            visible = tl.load(shown, mask=real[:, None] & there[None, :], other=0) != 0
-            if window > 0:
-                tail_at = tail_positions + row * tail_position_row + column * tail_position_column
-                tail_position = tl.load(tail_at, mask=there, other=0).to(tl.int32)
-                visible = visible & (position[:, None] - tail_position[None, :] < window)
-            acc, peak, mass = fold(queries, k, v, visible, acc, peak, mass, scale, True)
+        acc, peak, mass = fold_tail(
+            queries, tail + kv_head * dim + row * tail_row, tail_positions + row * tail_position_row,
+            mask + row * mask_row, query, real, position, dims, tl.where(split == 0, t, 0), t, tail_column, tail_v,
+            tail_position_column, mask_query, mask_column, acc, peak, mass, scale, dim, window, block_t, block_d,
+        )  # fmt: skip
 
     middle = begin
     if causal and window == 0:  # blocks that every query sees whole need no mask

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from treetop.kernels.attention import TailKeys, add_sink, fold, load_kv
+from treetop.kernels.attention import TailKeys, add_sink, fold_tail
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, launch_options, power_of_two, tl
 
 
@@ -109,18 +109,11 @@ def _tail_kernel(
     if window > 0:
         position_at = positions + row * position_row + query * position_query
         position = tl.load(position_at, mask=real, other=0).to(tl.int32)
-    for column_start in tl.range(0, t, block_t, num_stages=1):
-        column = column_start + tl.arange(0, block_t)
-        there = column < t
-        tail_at = row * tail_row + column * tail_column
-        k, v = load_kv(tail + kv_head * dim, tail_at, there, tail_v, dims, dim, block_d)
-        shown = mask + row * mask_row + query[:, None] * mask_query + column[None, :] * mask_column
-        visible = tl.load(shown, mask=real[:, None] & there[None, :], other=0) != 0
-        if window > 0:
-            place = tail_positions + row * tail_position_row + column * tail_position_column
-            tail_position = tl.load(place, mask=there, other=0).to(tl.int32)
-            visible = visible & (position[:, None] - tail_position[None, :] < window)
-        acc, peak, mass = fold(queries, k, v, visible, acc, peak, mass, scale, True)
+    acc, peak, mass = fold_tail(
+        queries, tail + kv_head * dim + row * tail_row, tail_positions + row * tail_position_row, mask + row * mask_row,
+        query, real, position, dims, t, t, tail_column, tail_v, tail_position_column, mask_query, mask_column, acc,
+        peak, mass, scale, dim, window, block_t, block_d,
+    )  # fmt: skip
     if has_sinks:
         acc, peak, mass = add_sink(tl.load(sinks + head, mask=real, other=0.0), acc, peak, mass)
 
