@@ -1,4 +1,4 @@
-"""The Llama target."""
+"""Targets of Llama's shape: Llama, and Qwen3, whose attention has norms of queries and keys."""
 
 from dataclasses import dataclass
 from typing import Any
