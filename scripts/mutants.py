@@ -55,7 +55,7 @@ VERDICTS = {0: "survived", 1: "killed", 3: "killed", 33: "no test", 36: "timeout
 
 
 def main() -> int:
-    """Run, print a table, and write JSON. Exit code 1 only if the run itself failed, 2 for an option that cannot work."""
+    """Run, print a table, and write JSON. Exit code 1 only if the run itself failed, 2 for a bad option."""
     parser = OneLineParser(prog="mutants", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, help="mutants to try, drawn with --seed; all by default")
     parser.add_argument("--seed", type=int, default=0)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from treetop.attention.capabilities import CAPABILITIES, Capabilities, GroupNeed, Need, refusal
+from treetop.attention.capabilities import CAPABILITIES, Capabilities, GroupNeed, Need, refusal, require
 from treetop.attention.phase import LayerKV
 from treetop.attention.registry import make_backend
 from treetop.cache.pool import KVPool, make_pools
@@ -88,6 +88,8 @@ def read_blueprint(config: EngineConfig, kind: type[Layout]) -> Blueprint:
     budget = Budget(memory, static, _cpu_allowance(config, memory, device), config.mem_fraction_static)
     layout = fit(layout, dtype.itemsize, budget, config.max_total_tokens)
     need = backend_need(layout, target[1], draft, place)
+    if config.attention_backend != "auto":
+        require(config.attention_backend, need)
     return Blueprint(config, target, draft, layout, place, need, MemoryUse(layout, dtype.itemsize, budget))
 
 
