@@ -71,17 +71,20 @@ def qwen3_config(**changes) -> Qwen3Config:
 
 
 def save_random_qwen3(folder: Path, seed: int = 0, **changes) -> Path:
-    return _save_random(Qwen3ForCausalLM(qwen3_config(**changes)), folder, seed)
+    return _save_random(Qwen3ForCausalLM, qwen3_config(**changes), folder, seed)
 
 
 def save_random_llama(folder: Path, seed: int = 0, **changes) -> Path:
-    return _save_random(LlamaForCausalLM(llama_config(**changes)), folder, seed)
+    return _save_random(LlamaForCausalLM, llama_config(**changes), folder, seed)
 
 
-def _save_random(model, folder: Path, seed: int) -> Path:
-    """A model with random weights large enough that every part of it matters to the logits."""
+def _save_random(kind, config, folder: Path, seed: int) -> Path:
+    """A model with random weights large enough that every part of it matters to the logits.
+
+    The seed comes before the model is made, which draws numbers too: some tests need what these models happen to say.
+    """
     torch.manual_seed(seed)
-    model.eval()
+    model = kind(config).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" in name:
