@@ -7,13 +7,26 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEV := $(VENV)/.dev
 
-.PHONY: demo test check bench mutants clean
+.PHONY: demo test test-gpu check bench mutants clean
 
 demo: $(READY)
 	@$(BIN)/treetop generate --echo --compare-plain --max-tokens 192 --temperature 0.6 --seed 5 --prompt-file docs/demo_prompt.txt
 
 test: $(DEV)
 	$(BIN)/python -m pytest
+
+# What needs a GPU: a process and a log a file, side by side; then memory alone, for it takes all there is.
+GPU_LAST := tests/test_gpu_memory.py
+GPU_TESTS := $(filter-out $(GPU_LAST),$(wildcard tests/test_gpu*.py)) tests/test_draw.py "tests/test_golden.py -k cuda"
+GPU_RUN := log=build/$$(basename $$0 .py).log; $(BIN)/python -m pytest -q $$0 $$@ >$$log 2>&1; code=$$?; \
+  echo "$$0: $$(grep . $$log | tail -n 1)"; exit $$code
+
+test-gpu: $(DEV)
+	@mkdir -p build
+	@failed=0; \
+	printf '%s\n' $(GPU_TESTS) | xargs -P 8 -L 1 sh -c '$(GPU_RUN)' || failed=1; \
+	sh -c '$(GPU_RUN)' $(GPU_LAST) || failed=1; \
+	exit $$failed
 
 check: $(DEV)
 	$(BIN)/ruff check .

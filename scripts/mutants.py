@@ -21,6 +21,9 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from treetop.cli import OneLineParser, exit_code
+from treetop.types.errors import ConfigError, InputError
+
 ROOT = Path(__file__).parent.parent
 CORE = (
     "types/layout.py",
@@ -47,18 +50,38 @@ TESTS = (
     "test_graphsim.py",
 )
 COPIED = ("src", "tests", "pyproject.toml", "README.md", "LICENSE")
+MUTMUT = str(Path(sys.executable).with_name("mutmut"))
 VERDICTS = {0: "survived", 1: "killed", 3: "killed", 33: "no test", 36: "timeout", 37: "killed"}
 
 
 def main() -> int:
-    """Run, print a table, and write JSON. Exit code 1 only if the run itself failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Run, print a table, and write JSON. Exit code 1 only if the run itself failed, 2 for a bad option."""
+    parser = OneLineParser(prog="mutants", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, help="mutants to try, drawn with --seed; all by default")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", action="append", help="a file of the core, as src/treetop/ sees it; repeats")
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=CORE,
+        metavar="FILE",
+        help="a file of the core, as src/treetop/ sees it; repeats",
+    )
     parser.add_argument("--limit-s", type=float, default=3600, help="stop after this long and report what was tried")
     parser.add_argument("--json", metavar="FILE", help="write every verdict and the survivors' diffs")
     args = parser.parse_args()
+    return exit_code("mutants", lambda: checked_run(args))
+
+
+def checked_run(args: argparse.Namespace) -> int:
+    """Run in a temporary folder. Raises UserError for options that cannot work, and without mutmut."""
+    if args.count is not None and args.count < 1:
+        raise InputError(f"--count must be at least 1, got {args.count}")
+    if not args.limit_s > 0:
+        raise InputError(f"--limit-s must be above 0, got {args.limit_s:g}")
+    if args.json is not None and (not Path(args.json).parent.is_dir() or Path(args.json).is_dir()):
+        raise InputError(f"--json {args.json}: not a file in a folder that exists")
+    if not Path(MUTMUT).is_file():
+        raise ConfigError(f"mutmut is not installed beside {sys.executable}; pip install -e '.[dev]'")
     with tempfile.TemporaryDirectory(prefix="treetop-mutants-") as name:
         return run(Path(name), args)
 
@@ -113,7 +136,7 @@ def settings(files: list[str]) -> str:
 def mutmut(folder: Path, names: list[str], limit_s: float) -> None:
     """Run mutmut on mutants by name, in one process at a time, at most `limit_s` long."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HYPOTHESIS_STORAGE_DIRECTORY": str(folder / "examples")}
-    command = [str(Path(sys.executable).with_name("mutmut")), "run", "--max-children", "1", *names]
+    command = [MUTMUT, "run", "--max-children", "1", *names]
     log = folder / "log.txt"
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -180,7 +203,7 @@ def harmless(text: str) -> str | None:
 
 def diff(folder: Path, name: str) -> str:
     """The changed lines of a mutant."""
-    command = [str(Path(sys.executable).with_name("mutmut")), "show", name]
+    command = [MUTMUT, "show", name]
     text = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False).stdout
     return "\n".join(line for line in text.splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---"))
 

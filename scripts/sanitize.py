@@ -6,7 +6,7 @@ Runs `scripts/sanitize_workload.py` eagerly without the caching allocator and ca
 under memcheck and initcheck, then with a bug planted: a kernel that writes one element past a pool (memcheck says so in
 eager rounds, red zones in captured ones) and one that reads what nobody wrote (initcheck). Every kernel is checked,
 also vendors'; reports of vendors' kernels that `sanitize_suppressions.txt` lists are counted and not failed on. Exit
-code 0 only if the clean runs are clean and the planted bugs are reported.
+code 0 only if the clean runs are clean and the planted bugs are reported, 2 for an option that cannot work.
 Options of the tool: docs.nvidia.com/compute-sanitizer/ComputeSanitizer, command line options.
 """
 
@@ -24,6 +24,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+
+from treetop.cli import OneLineParser, exit_code
+from treetop.types.errors import ConfigError, InputError
 
 HERE = Path(__file__).parent
 SUPPRESSIONS = HERE / "sanitize_suppressions.txt"
@@ -185,18 +188,30 @@ def show(verdict: Verdict) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(prog="sanitize", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=3, help="runs side by side")
     parser.add_argument("--limit-s", type=float, default=200, help="a run that takes longer fails")
     parser.add_argument("--only", help="runs whose name holds this text, for example memcheck")
     parser.add_argument("--logs", metavar="FOLDER", help="keep each run's output there")
     args = parser.parse_args()
+    return exit_code("sanitize", lambda: run_all(args))
+
+
+def run_all(args: argparse.Namespace) -> int:
+    """Run the jobs and judge them. Raises UserError for options that cannot work, and without the tool."""
+    if args.jobs < 1 or not args.limit_s > 0:
+        raise InputError(f"--jobs must be at least 1 and --limit-s above 0, got {args.jobs}, {args.limit_s:g}")
+    if args.only is not None and not any(args.only in job.name for job in (*PLAIN, *UNDER_TOOLS)):
+        raise InputError(
+            f"--only {args.only}: no run is called so; {'; '.join(j.name for j in (*PLAIN, *UNDER_TOOLS))}"
+        )
+    if args.logs is not None:
+        make_folder(Path(args.logs))
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     places = [os.environ.get("PATH", ""), f"{home}/bin", f"{home}/compute-sanitizer"]
     tool = shutil.which("compute-sanitizer", path=os.pathsep.join(places))
     if tool is None:
-        print("sanitize: compute-sanitizer is not on PATH; install the CUDA toolkit or set CUDA_HOME", file=sys.stderr)
-        return 2
+        raise ConfigError("compute-sanitizer is not on PATH; install the CUDA toolkit or set CUDA_HOME")
     suppressions = suppressions_of(SUPPRESSIONS.read_text(encoding="utf-8"))
     verdicts = []
     # First the plain runs: they compile every kernel, so that nothing is compiled under a tool.
@@ -208,7 +223,6 @@ def main() -> int:
                 show(verdicts[-1])
                 if args.logs:
                     name = re.sub(r"\W+", "-", run.job.name)
-                    Path(args.logs).mkdir(parents=True, exist_ok=True)
                     (Path(args.logs) / f"{name}.log").write_text(run.output, encoding="utf-8")
     launched: Counter[str] = Counter()
     ours: set[str] = set()
@@ -221,6 +235,13 @@ def main() -> int:
     failed = [verdict for verdict in verdicts if verdict.problems]
     print(f"sanitize: {len(verdicts) - len(failed)} of {len(verdicts)} runs as they must be")
     return int(bool(failed) or not ours & set(launched))
+
+
+def make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--logs {path}: {error.strerror}") from None
 
 
 def _last_line(output: str) -> str:

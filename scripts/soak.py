@@ -5,7 +5,7 @@
 The embedded pair runs with device probes on and a pool too small for its rows, so that requests are retracted. The load
 changes every some rounds, down to nothing and back. At the end: no request, row or page is left, GPU memory is what it
 was at half time, and a random sample of the finished requests gets the same tokens from a fresh engine that has room.
-Prints one JSON object; exit code 1 if anything failed.
+Prints one JSON object; exit code 1 if anything failed, 2 for an option that cannot work.
 """
 
 import argparse
@@ -21,12 +21,17 @@ import torch
 
 from treetop import LLM, SamplingParams
 from treetop.bench.equality import NEAR_TIE, TIES_ALLOWED, equal_outputs
+from treetop.cli import OneLineParser, exit_code
 from treetop.kernels.sampling import WarpParams, draw, philox_coin, warp
 from treetop.models.loader import compute_device, resolve_folder
 from treetop.server.llm import RequestOutput, TextDelta
+from treetop.types.config import CHOICES
+from treetop.types.errors import InputError
 
 LOADS = (0, 1, 2, 3, 5, 8, 9, 16)
 """Live requests that a phase of the soak aims at."""
+LEAST_CONTEXT = 16
+"""Tokens that the random prompts need room for."""
 SLACK_BYTES = {"allocated": 1 << 20, "reserved": 64 << 20}
 """Growth of GPU memory from half time to the end that is no leak: blocks of other sizes, cached by the allocator."""
 
@@ -263,21 +268,29 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(prog="soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sample", type=int, default=64, help="finished requests that a fresh engine answers again")
-    parser.add_argument("--device", default="auto")
+    parser.add_argument("--device", default="auto", choices=CHOICES["device"])
     parser.add_argument(
         "--dtype", default="float32", choices=("float32", "float64"), help="what equality is defined in"
     )
-    parser.add_argument("--graphs", default="auto")
-    parser.add_argument("--attention-backend", default="auto")
+    parser.add_argument("--graphs", default="auto", choices=CHOICES["graphs"])
+    parser.add_argument("--attention-backend", default="auto", choices=CHOICES["attention_backend"])
     parser.add_argument("--check-level", type=int, default=2)
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--context-length", type=int, default=256)
     parser.add_argument("--radix", action="store_true", help="keep pages of finished requests for prompts that repeat")
     args = parser.parse_args()
+    return exit_code("soak", lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Soak, compare, print. Raises UserError for options that cannot work."""
+    for name, least in (("rounds", 1), ("sample", 0), ("context_length", LEAST_CONTEXT)):
+        if getattr(args, name) < least:
+            raise InputError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
     options = options_of(args)
     soak = Soak(LLM(**options), args.seed, args.sample)
     summary = soak.run(args.rounds)

@@ -18,7 +18,8 @@ from treetop.attention.capabilities import CAPABILITIES, Capabilities, GroupNeed
 from treetop.attention.registry import BACKENDS, make_backend
 from treetop.attention.torch_backend import TorchBackend
 from treetop.kernels import few_rows
-from treetop.kernels.launch import CallShape, launch_table
+from treetop.kernels import launch as launching
+from treetop.kernels.launch import CallShape, Launch, entry_of, launch_by_formula, launch_table, nearest_class
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.types.config import CHOICES
 from treetop.types.errors import ConfigError
@@ -165,6 +166,66 @@ def test_auto_runs_each_class_on_its_fastest_backend(monkeypatch):
     plan = auto.plan(auto.begin(wide.view), wide.queries)
     assert auto.prefix_tail(wide.q, wide.kv, plan, wide.tail, 1.0) == "triton"
     assert "not measured" in auto.reasons[call_class(wide)]
+
+
+@pytest.mark.parametrize(
+    ("keys", "measured", "want"),
+    [
+        (2048, (1024, 2048, 8192), 2048),
+        (4096, (1024, 2048, 8192), 2048),  # equally near: the smaller
+        (16384, (1024, 2048, 8192), 8192),
+        (131072, (1024, 2048, 8192), 8192),
+        (64, (1024, 2048, 8192), 1024),
+        (65536, (2048, 131072), 131072),
+        (64, (), None),
+    ],
+)
+def test_keys_that_were_not_measured_take_the_nearest_that_were(keys, measured, want):
+    """By powers of two, within the same kind, heads, rows and queries."""
+    others = {
+        "tail h2x3x64e2 rows4 n8 keys4096",
+        "causal h2x3x64e2 rows4 n4 keys65536",
+        f"tail h2x3x64e2 rows2 n4 keys{keys}",
+    }
+    classes = others | {f"tail h2x3x64e2 rows4 n4 keys{each}" for each in measured}
+    found = nearest_class(f"tail h2x3x64e2 rows4 n4 keys{keys}", classes)
+    assert found == (want and f"tail h2x3x64e2 rows4 n4 keys{want}")
+
+
+def test_auto_answers_for_a_context_limit_by_the_nearest_one_and_says_so(monkeypatch):
+    """Keys alone are stretched; rows and queries are not."""
+    s = scene(dim=64)
+    near = call_class(s).rsplit(" keys", 1)[0] + " keys8192"
+    assert near != call_class(s)
+    auto, _ = auto_of(monkeypatch, s, {near: {"triton": Timing(30.0), "fa3": Timing(20.0)}})
+    assert auto.plan(auto.begin(s.view), s.queries).backend.name == "fa3"
+    assert auto.reasons[call_class(s)] == f"{call_class(s)}: fa3 20.0, triton 30.0 us in {near} (2026-01-01)"
+    wide = scene(dim=64, n=12, t=12)
+    assert auto.plan(auto.begin(wide.view), wide.queries).backend.name == "triton"
+
+
+def test_a_launch_of_the_table_serves_other_context_limits(monkeypatch):
+    """What was measured, and its nearest neighbour with no more splits than blocks; the formula for all else."""
+    gpu, call = GpuTraits(132, True, 227 << 10), CallShape(1, 16, 8, 4, 128, 2, 2048)
+    known = {2048: Launch(64, 32, 16, 4, 3), 131072: Launch(64, 64, 9, 4, 3)}
+    classes = {replace(call, bound=keys).shape_class: entry_of(launch) for keys, launch in known.items()}
+    monkeypatch.setattr(launching, "launch_table", lambda: {"num_sms": 132, "classes": classes})
+    choose = launching.choose_launch.__wrapped__
+    for bound, keys, splits in (
+        (2048, 2048, 16),
+        (1025, 2048, 16),
+        (16384, 2048, 16),
+        (16385, 131072, 9),
+        (1 << 20, 131072, 9),
+        (100, 2048, 4),
+        (0, 2048, 1),
+    ):
+        want = replace(known[keys], splits=splits, overlap=True)
+        assert choose(replace(call, bound=bound), gpu) == want, bound
+    for other in (replace(call, rows=3), replace(call, n=4), replace(call, head_dim=64), replace(call, causal=True)):
+        assert choose(other, gpu) == launch_by_formula(other, gpu)
+    elsewhere = replace(gpu, num_sms=84)
+    assert choose(call, elsewhere) == launch_by_formula(call, elsewhere)
 
 
 def test_auto_never_takes_what_is_refused_or_measured_elsewhere(monkeypatch):

@@ -11,7 +11,7 @@ from engines import build, greedy, tokens
 from refusing import load, refused
 from tiny_models import Pair, copy_folder, save_random_head, save_random_llama
 from treetop import LLM
-from treetop.types.errors import CheckpointError, ConfigError, UserError
+from treetop.types.errors import CheckpointError, ConfigError
 
 SHAPE = (2, 3, 6)
 
@@ -242,8 +242,12 @@ def test_an_eagle_1_head_is_refused_as_what_it_is(strong_pair, tmp_path):
     refused(CheckpointError, load(strong_pair.target, head), "EAGLE")
 
 
-def test_a_target_is_no_head(strong_pair):
-    refused(UserError, load(strong_pair.target, strong_pair.target), str(strong_pair.target))
+def test_a_target_is_no_head(strong_pair, weak_pair):
+    """Its own target, another one and the embedded one: each is called what it is, before its sizes are compared."""
+    for folder in (strong_pair.target, weak_pair.target, "builtin:nestling"):
+        name = str(folder).removeprefix("builtin:")
+        words = (name, "a target, not a draft head", "--speculative-draft-model-path")
+        refused(CheckpointError, load(strong_pair.target, folder), *words)
 
 
 def test_topk_beyond_the_draft_vocabulary_is_refused(tmp_path, strong_pair):

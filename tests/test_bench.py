@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from command_line import refused
 from engines import build, greedy, sampled
 from treetop.bench import compare, equality, plot, rounds, sweeps
 from treetop.bench.equality import Equality, equal_outputs
@@ -227,6 +228,52 @@ def test_an_engine_has_the_rows_and_the_context_that_its_grid_needs():
         engine_config(None, {}, PLAIN, replace(grid, lengths=(4096,)))
     with pytest.raises(ConfigError, match="--speculative-draft-model-path"):
         engine_config(None, {"speculative_algorithm": "NONE"}, SpecShape(2, 3, 6), grid)
+
+
+@pytest.mark.parametrize(
+    ("options", "batches", "parts"),
+    [
+        (["--speculative-draft-model-path", "no-such-head"], [1], ["no-such-head", "no such folder"]),
+        (["--speculative-draft-model-path", "builtin:nestling"], [1], ["a target, not a draft head"]),
+        (["--max-running-requests", "2"], [1, 4], ["a batch of 4", "--max-running-requests 2"]),
+        (["--inputs", "20", "4000"], [1], ["--inputs", "4000"]),
+        (["--context-length", "512"], [1], ["have 512", "--inputs"]),
+        (["--max-total-tokens", "16"], [1], ["--max-total-tokens", "need", "have 2"]),
+        (["--attention-backend", "fa3"], [1], ["--attention-backend fa3", "float32"]),
+        (["--check-level", "7"], [1], ["--check-level", "7"]),
+        (["--plot", "p.png"], [1], ["--plot p.png", ".html"]),
+        (["--plot", "nowhere/p.html"], [1], ["--plot nowhere/p.html", "folder"]),
+        (["--plot", f"{'p' * 300}.html"], [1], ["--plot ppp", "too long"]),
+    ],
+    ids=lambda value: " ".join(map(str, value))[:50],
+)
+def test_a_sweep_refuses_before_it_measures_the_machine(capsys, monkeypatch, options, batches, parts):
+    monkeypatch.setattr(rounds, "measure_machine", lambda *args: pytest.fail("the machine was measured"))
+    argv = ["bench", "--device", "cpu", "--batches", *map(str, batches), *options]
+    refused(capsys, argv, *parts)
+
+
+def test_a_plot_that_can_be_written_is_not_written_before_there_is_one(tmp_path):
+    plot.check_path(tmp_path / "p.html")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "p.html").write_text("old")
+    plot.check_path(tmp_path / "p.html")
+    assert (tmp_path / "p.html").read_text() == "old"
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (["--speculative-draft-model-path", "no-such-head"], ["no-such-head", "no such folder"]),
+        (["--context-length", "30"], ["prompt of", "--prompts", "--context-length"]),
+        (["--context-length", "200", "--num-prompts", "1"], ["no room to time rounds", "--context-length"]),
+        (["--attention-backend", "fa3"], ["--attention-backend fa3", "float32"]),
+    ],
+    ids=" ".join,
+)
+def test_a_comparison_refuses_before_it_loads_an_engine(capsys, monkeypatch, options, parts):
+    monkeypatch.setattr(compare, "LLM", lambda *args, **options: pytest.fail("an engine was loaded"))
+    refused(capsys, ["bench", "--device", "cpu", *options], *parts)
 
 
 def test_a_grid_is_measured_after_outputs_were_compared(strong_pair):

@@ -22,7 +22,10 @@ from treetop.engine.cuda_graphs import CudaGraphs
 from treetop.kernels.pages import gather_table, gather_table_reference
 from treetop.types.ids import FULL
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of flash-attn-4's compiler, even under -W error
+]
 
 GPU = torch.device("cuda")
 NAMES = ("triton", "fa3", "flashinfer", "fa4")

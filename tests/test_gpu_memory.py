@@ -99,21 +99,26 @@ def test_a_context_that_cannot_fit_is_refused_before_weights_are_made():
 
 def test_out_of_memory_while_running_is_an_error_of_the_engine():
     """Memory that another tenant takes away after the start: numbers and options, not a traceback of the allocator."""
-    llm = LLM(max_running_requests=8, chunked_prefill_size=512, graphs="off")
-    torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info()
-    hog = torch.empty(free - 2**21, dtype=torch.uint8, device="cuda")
+    llm = LLM(max_running_requests=32, chunked_prefill_size=8192, graphs="off")
+    taken = _everything()
     try:
         with pytest.raises(EngineError, match="out of memory while running") as error:
-            _grow(llm)
+            llm.generate([[5] * 250] * 32, SamplingParams(max_tokens=4, ignore_eos=True))
         print("\n" + str(error.value))
     finally:
-        del hog
+        del taken
 
 
-def _grow(llm):
-    for size in range(10, 2000, 50):
-        llm.generate([[5] * size] * 8, SamplingParams(max_tokens=4, ignore_eos=True))
+def _everything():
+    """All memory, free parts of the allocator's segments included: it hands out 512 bytes at least, so none is left."""
+    torch.cuda.empty_cache()
+    taken, size = [], torch.cuda.mem_get_info()[0]
+    while size >= 512:
+        try:
+            taken.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+        except torch.OutOfMemoryError:
+            size //= 2
+    return taken
 
 
 def test_graphs_captured_at_start_serve_greedy_and_sampled_rounds():

@@ -3,6 +3,7 @@
 The libraries are stand-ins with the vendors' layouts (fake_libraries.py); test_gpu_backends.py has the real ones.
 """
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -221,7 +222,7 @@ def test_an_operator_without_what_is_needed_is_refused():
 
 
 def test_the_probe_of_fa4_believes_results_not_versions(monkeypatch):
-    """A right library passes, a wrong or failing one is refused with what happened."""
+    """A right library passes, also one that warns where warnings are errors; a wrong or failing one is refused."""
 
     def right(call: PagedCall):
         given = {"q": call.q, "k": call.k, "v": call.v, "page_table": call.table, "seqused_k": call.lengths}
@@ -234,14 +235,22 @@ def test_the_probe_of_fa4_believes_results_not_versions(monkeypatch):
         out, lse = right(replace(call, table=call.table.flip(0)))
         return out, lse
 
+    def warning(call: PagedCall):
+        warnings.warn("a compiler's old way", DeprecationWarning, stacklevel=1)
+        return right(call)
+
     def failing(call: PagedCall):
         raise AssertionError("Paged KV not supported on SM 9.0\nmore")
 
-    monkeypatch.setattr(libraries.importlib, "import_module", lambda name: None)
+    def importing(name):
+        warnings.warn("an old import", DeprecationWarning, stacklevel=1)
+
+    monkeypatch.setattr(libraries.importlib, "import_module", importing)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     probe = libraries.fa4_problem.__wrapped__
     for attention, want in (
         (right, None),
+        (warning, None),
         (wrong, "gives wrong results here"),
         (failing, "failed on compute capability 9.0: AssertionError: Paged KV not supported on SM 9.0"),
     ):

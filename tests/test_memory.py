@@ -10,6 +10,7 @@ from engines import build, finish, greedy, submit, tokens
 from treetop import LLM
 from treetop.engine import build as building
 from treetop.engine import memory
+from treetop.engine.graphs import Eager
 from treetop.engine.memory import (
     Budget,
     Memory,
@@ -19,7 +20,9 @@ from treetop.engine.memory import (
     fit,
     out_of_memory_explained,
     pool_bytes,
+    round_bytes,
 )
+from treetop.engine.proof import CPU_ROWS
 from treetop.engine.trial import worst_prefill
 from treetop.types.errors import CapacityError, ConfigError, EngineError
 from treetop.types.ids import DRAFT, FULL, WINDOW
@@ -182,7 +185,8 @@ def test_an_engine_with_little_memory_gets_smaller_pools_and_the_same_tokens(str
     sound = tokens(roomy.generate(prompts, greedy(60)))
     use = roomy.engine.memory
     one = pool_bytes(replace(roomy.engine.layout, pool_tokens=roomy.engine.layout.tokens_per_request), 8)
-    free = int(1.7 * one / 0.88)
+    kept = round_bytes(roomy.engine.layout, roomy.engine.spec.vocab_size, 8)
+    free = int((1.7 * one + kept) / 0.88)
     with_memory(monkeypatch, 100 * free, use.budget.static + free, free)
     tight = build(strong_pair, context_length=128, max_running_requests=6)
     assert tight.engine.layout.pool_tokens < 3 * roomy.engine.layout.tokens_per_request
@@ -197,6 +201,42 @@ def test_a_model_that_cannot_fit_is_refused_before_its_weights_are_read(strong_p
     monkeypatch.setattr(building, "load_target", lambda *args: pytest.fail("weights were read"))
     with pytest.raises(CapacityError, match="weights, tables and buffers"):
         build(strong_pair)
+
+
+def test_thousands_of_rows_are_counted_before_they_can_exhaust_a_cpus_memory(monkeypatch):
+    """The worst round is left free beside the pools: 64 rows fit into 4 GiB; 4096 are refused with the numbers."""
+    monkeypatch.setattr(building, "memory_of", lambda device: Memory(4 * GIB, 4 * GIB))
+    some = LLM(max_running_requests=64, context_length=64, check_level=0, device="cpu").engine
+    rest = int(0.12 * 4 * GIB)
+    assert some.memory.budget.allowance - rest == pytest.approx(round_bytes(some.layout, 4096, 4), abs=2)
+    monkeypatch.setattr(building, "load_target", lambda *args: pytest.fail("weights were read"))
+    message = r"need 0\.56 GiB beside 17\.\d\d GiB for activations.*lower --max-running-requests, --context-length"
+    with pytest.raises(CapacityError, match=message):
+        LLM(max_running_requests=4096, device="cpu")
+
+
+def test_a_worst_round_is_its_gathered_contexts_or_its_draws():
+    """Llama-3.1-8B in float32, 8 rows: K and V of a layer twice, and 16 x 128256 logits to draw from."""
+    assert round_bytes(replace(LLAMA, max_context=64), 128256, 4) == 8 * 16 * 128256 * 52
+    assert round_bytes(LLAMA, 128256, 4) == 8 * 8192 * (2 * 2048 * 4 + 16 * 6)
+
+
+def test_the_proof_on_a_cpu_runs_few_rows_and_the_last_of_the_tables(strong_pair, monkeypatch):
+    """Memory and time of the start do not grow with the rows; every shape runs, and all state is put back."""
+    ran = []
+    launch = Eager.launch
+
+    def note(self, key, bound):
+        ran.append((key.bucket, key.shape, self._device.buffers.rows[: key.bucket].tolist()))
+        launch(self, key, bound)
+
+    monkeypatch.setattr(Eager, "launch", note)
+    llm = build(strong_pair, max_running_requests=100)
+    assert ran == [(CPU_ROWS, shape, list(range(92, 100))) for shape in llm.engine.layout.shapes]
+    assert not llm.engine.device.state.committed.any()
+    ran.clear()
+    build(strong_pair, max_running_requests=3)
+    assert [rows for _, _, rows in ran] == [[0, 1, 2]] * 2
 
 
 def test_absurd_options_are_refused_before_anything_is_allocated(strong_pair):

@@ -11,7 +11,7 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
@@ -58,7 +58,7 @@ class OneLineParser(argparse.ArgumentParser):
         super().__init__(**options, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"treetop: {message}\n")
+        self.exit(2, f"{self.prog.split()[0]}: {message}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,13 +68,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         logger = logging.getLogger("treetop")
         logger.setLevel(logging.INFO)
         logger.addHandler(logging.StreamHandler(sys.stderr))
+    return exit_code("treetop", lambda: int(args.run(args)))
+
+
+def exit_code(program: str, run: Callable[[], int]) -> int:
+    """Run a command, or one of `scripts/`. What ends it early becomes its exit code, and one line on stderr."""
     try:
-        return int(args.run(args))
+        return run()
     except UserError as error:
-        print(f"treetop: {error}", file=sys.stderr)
+        print(f"{program}: {error}", file=sys.stderr)
         return 2
     except EngineError as error:
-        print(f"treetop: {error}", file=sys.stderr)
+        print(f"{program}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -82,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 0
     except OSError as error:
-        print(f"treetop: {error}", file=sys.stderr)
+        print(f"{program}: {error}", file=sys.stderr)
         return 1
 
 

@@ -1,8 +1,8 @@
 """`auto`: each phase and shape class runs on the backend that was fastest for it when measured.
 
 `choices.json`, written by `python bench/attention.py --write-table` on one kind of GPU, gives for each shape class the
-microseconds of every backend that gave right results. What was not measured, and any other GPU, runs on Triton; so does
-everything while the table is empty, as it is committed today.
+microseconds of every backend that gave right results. A number of keys that was not measured takes the nearest that
+was. What else was not measured, and any other GPU, runs on Triton.
 """
 
 import json
@@ -17,7 +17,7 @@ from torch import Tensor
 from treetop.attention.capabilities import CAPABILITIES, Capabilities, GroupNeed, Need, refusal
 from treetop.attention.contract import AttentionBackend, Queries, RoundExtents, TableView, TailKV
 from treetop.kernels.kv import PagedKV
-from treetop.kernels.launch import CallShape
+from treetop.kernels.launch import CallShape, nearest_class
 from treetop.kernels.triton_guard import gpu_traits
 
 TABLE = "choices.json"
@@ -49,13 +49,16 @@ class ChoiceTable:
     classes: dict[str, dict[str, Timing]]
 
     def choose(self, shape_class: str, usable: frozenset[str]) -> tuple[str, str]:
-        """The backend of a class of calls among `usable`, and the reason."""
-        timings = {k: v for k, v in self.classes.get(shape_class, {}).items() if k in usable}
+        """The backend of a class of calls among `usable`, and the reason, with the class that was measured."""
+        measured = nearest_class(shape_class, self.classes)
+        row = {} if measured is None else self.classes[measured]
+        timings = {name: timing for name, timing in row.items() if name in usable}
         if FALLBACK not in timings:
             return FALLBACK, f"{shape_class}: not measured on this kind of GPU"
         best = min(timings, key=lambda name: (timings[name].cost_us, name != FALLBACK))
         times = ", ".join(f"{name} {timing.cost_us:.1f}" for name, timing in sorted(timings.items()))
-        return best, f"{shape_class}: {times} us ({self.date})"
+        where = "" if measured == shape_class else f" in {measured}"
+        return best, f"{shape_class}: {times} us{where} ({self.date})"
 
 
 def load_table() -> ChoiceTable:

@@ -11,7 +11,9 @@ vllm-project/flash-attention; python/sgl_kernel/flash_attn.py of sgl-project/sgl
 import importlib
 import importlib.util
 import os
+import warnings
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -225,7 +227,13 @@ class FlashCute:
         return None
 
     def __call__(self, call: PagedCall) -> tuple[Tensor, Tensor]:
-        return _call_fa4(call)
+        with _deprecations_ignored():
+            return _call_fa4(call)
+
+
+def _deprecations_ignored() -> AbstractContextManager[object]:
+    """What the library's own compiler deprecates is no failure, even where warnings are errors."""
+    return warnings.catch_warnings(action="ignore", category=DeprecationWarning)
 
 
 def _call_fa4(call: PagedCall) -> tuple[Tensor, Tensor]:
@@ -249,7 +257,8 @@ def _call_fa4(call: PagedCall) -> tuple[Tensor, Tensor]:
 def fa4_problem(device: torch.device) -> str | None:
     """Why FlashAttention-4 cannot read pages on this GPU, found out by trying; None if it can."""
     try:
-        importlib.import_module("flash_attn.cute")
+        with _deprecations_ignored():
+            importlib.import_module("flash_attn.cute")
     except ImportError as error:
         return f"flash-attn-4 cannot be imported: {_first_line(error)}"
     try:

@@ -18,12 +18,14 @@ from treetop.bench.equality import equal_outputs
 from treetop.bench.machine import Machine, measure_machine, synchronize
 from treetop.bench.prompts import read_prompts
 from treetop.bench.rounds import WARM_UP, Figures, measure, plain_options, up_to_step
+from treetop.engine.build import read_blueprint
 from treetop.models.loader import resolve_folder
 from treetop.models.spec import target_spec
 from treetop.server.llm import LLM, RequestOutput
 from treetop.server.tokenizer import Tokenizer
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, InputError
+from treetop.types.layout import Layout
 from treetop.types.sampling import SamplingParams
 
 
@@ -125,7 +127,9 @@ def run(model: str | None, engine_options: dict[str, Any], options: BenchOptions
     longest = max(options.max_tokens, (options.rounds + _SPARE_ROUNDS) * config.shape.commit_width)
     context = min(up_to_step(max(map(len, prompts)) + longest), target_spec(folder).max_positions)
     sized = {"max_running_requests": options.batch_size, "context_length": context, **engine_options}
-    speculative, plain = LLM(model, **sized), LLM(model, **plain_options(sized))
+    both = (plain_options(sized), sized)
+    cases = [_timed_case(EngineConfig.of(model, **each), prompts, options) for each in both]
+    plain, speculative = (LLM(model, **each) for each in both)
     params = SamplingParams(max_tokens=options.max_tokens)
     batches = [prompts[i : i + options.batch_size] for i in range(0, len(prompts), options.batch_size)]
 
@@ -166,19 +170,27 @@ def run(model: str | None, engine_options: dict[str, Any], options: BenchOptions
         transformers=_spread(columns[2]) if options.transformers else None,
         speedup_over_transformers=statistics.median(row[1] / row[2] for row in rates) if options.transformers else None,
         machine=machine,
-        rounds=tuple(_rounds(llm, prompts, options, machine) for llm in (plain, speculative)),
+        rounds=tuple(measure(llm, *case, machine, 0.0) for llm, case in zip((plain, speculative), cases, strict=True)),
     )
 
 
-def _rounds(llm: LLM, prompts: list[list[int]], options: BenchOptions, machine: Machine) -> Figures:
-    """Rounds of one engine at the benchmark's batch, as long as the context has room for."""
-    batch = min(options.batch_size, llm.engine.layout.max_requests)
-    width, context = llm.config.shape.commit_width, llm.engine.layout.max_context
-    length = min(sorted(map(len, prompts))[len(prompts) // 2], context // 2)
-    room = (context - length) // width - WARM_UP - batch * (1 + length // llm.engine.layout.chunk) - 2
+def _timed_case(config: EngineConfig, prompts: list[list[int]], options: BenchOptions) -> tuple[int, int, int]:
+    """(batch, prompt length, rounds) that are timed of an engine: the prompts' middle length, and what has room.
+
+    Raises UserError for what the engine would refuse, for prompts too long, and if there is no room for a round.
+    """
+    layout, lengths = read_blueprint(config, Layout).layout, sorted(map(len, prompts))
+    width, context = config.shape.commit_width, layout.max_context
+    if lengths[-1] >= context:
+        raise ConfigError(
+            f"a prompt of {lengths[-1]} tokens leaves no room for one more in a context of {context}; choose other"
+            " --prompts or raise --context-length"
+        )
+    batch, length = min(options.batch_size, layout.max_requests), min(lengths[len(lengths) // 2], context // 2)
+    room = (context - length) // width - WARM_UP - batch * (1 + length // layout.chunk) - 2
     if room < 1:
         raise ConfigError(f"a context of {context} tokens leaves no room to time rounds; raise --context-length")
-    return measure(llm, batch, length, min(options.rounds, room), machine, 0.0)
+    return batch, length, min(options.rounds, room)
 
 
 def acceptance_by_depth(accept_lens: Sequence[int], num_steps: int) -> tuple[float, ...]:

@@ -22,8 +22,15 @@ def check_path(path: Path) -> None:
     """Raise ConfigError, before anything is measured, if the plot cannot be written."""
     if path.suffix != ".html":
         raise ConfigError(f"--plot {path}: the plot is an HTML page; name a file that ends in .html")
-    if not path.parent.is_dir() or path.is_dir():
-        raise ConfigError(f"--plot {path}: not a file in a folder that exists")
+    try:
+        if not path.parent.is_dir() or path.is_dir():
+            raise ConfigError(f"--plot {path}: not a file in a folder that exists")
+        new = not path.exists()
+        path.open("a", encoding="utf-8").close()
+        if new:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"--plot {path}: {error.strerror}") from None
 
 
 def page(report: RoundsReport) -> str:

@@ -20,6 +20,7 @@ from treetop.bench.equality import equal_outputs
 from treetop.bench.machine import Machine, measure_machine, synchronize
 from treetop.bench.prompts import prompt_ids
 from treetop.bench.roofline import Case, round_floor
+from treetop.engine.build import read_blueprint
 from treetop.engine.cuda_graphs import CudaGraphs, plan_host_extents
 from treetop.engine.rounds import RoundKey, phases_of
 from treetop.models.loader import compute_device, compute_dtype, resolve_folder
@@ -27,7 +28,7 @@ from treetop.models.spec import target_spec
 from treetop.server.llm import LLM, RequestOutput, TextDelta
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, EngineError
-from treetop.types.layout import PLAIN, SpecShape
+from treetop.types.layout import PLAIN, Layout, SpecShape
 from treetop.types.phase import Phase
 from treetop.types.sampling import Choice, SamplingParams
 
@@ -124,6 +125,8 @@ def run_grid(model: str | None, options: dict[str, Any], grid: Grid, tell: Calla
     if asked is not None and not 1 <= asked <= longest:
         raise ConfigError(f"--simulate-accept-length {asked}: the longest path of these shapes has {longest} tokens")
     configs = [engine_config(model, options, shape, grid) for shape in grid.shapes]
+    for config in configs:
+        read_blueprint(config, Layout)  # refuses what an engine would, before the machine is measured
     device = compute_device(configs[0].device)
     machine = measure_machine(device, compute_dtype(configs[0].dtype, device))
     forced, dummy = options.get("simulate_accept_length"), configs[0].load_format == "dummy"

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from treetop.attention.capabilities import CAPABILITIES, Capabilities, GroupNeed, Need, refusal
+from treetop.attention.capabilities import CAPABILITIES, Capabilities, GroupNeed, Need, refusal, require
 from treetop.attention.phase import LayerKV
 from treetop.attention.registry import make_backend
 from treetop.cache.pool import KVPool, make_pools
@@ -25,6 +25,7 @@ from treetop.engine.memory import (
     fit,
     memory_of,
     out_of_memory_explained,
+    round_bytes,
 )
 from treetop.engine.pure import Pure
 from treetop.engine.round_ops import make_round_ops
@@ -85,9 +86,12 @@ def read_blueprint(config: EngineConfig, kind: type[Layout]) -> Blueprint:
         _static_estimate(layout, target[1], draft[1] if draft is not None else None, dtype),
     )
     memory = Memory(memory.total, memory.free - static)
-    budget = Budget(memory, static, _cpu_allowance(config, memory, device), config.mem_fraction_static)
+    allowance = _cpu_allowance(config, memory, place, layout, target[1])
+    budget = Budget(memory, static, allowance, config.mem_fraction_static)
     layout = fit(layout, dtype.itemsize, budget, config.max_total_tokens)
     need = backend_need(layout, target[1], draft, place)
+    if config.attention_backend != "auto":
+        require(config.attention_backend, need)
     return Blueprint(config, target, draft, layout, place, need, MemoryUse(layout, dtype.itemsize, budget))
 
 
@@ -168,7 +172,7 @@ def build_device(blueprint: Blueprint, pure: Pure) -> Built:
         static = _allocated(place.device) - before or blueprint.use.budget.static
         allowance = _gpu_allowance(config, device) if place.device.type == "cuda" else 0
     memory = memory_of(place.device)
-    allowance = allowance or _cpu_allowance(config, memory, place.device)
+    allowance = allowance or _cpu_allowance(config, memory, place, blueprint.layout, blueprint.target[1])
     budget = Budget(memory, static, allowance, config.mem_fraction_static)
     layout = fit(blueprint.layout, place.dtype.itemsize, budget, config.max_total_tokens)
     use = MemoryUse(layout, place.dtype.itemsize, budget)
@@ -231,9 +235,15 @@ def _static_estimate(layout: Layout, spec: ModelSpec, draft: Eagle3Spec | None, 
     return numbers * dtype.itemsize + sum(made)
 
 
-def _cpu_allowance(config: EngineConfig, memory: Memory, device: torch.device) -> int:
-    """On a CPU nothing measures a peak: the fraction's rest of what is free stays free. A GPU's is measured later."""
-    return int((1 - config.mem_fraction_static) * max(memory.free, 0)) if device.type == "cpu" else 0
+def _cpu_allowance(config: EngineConfig, memory: Memory, place: Placement, layout: Layout, spec: ModelSpec) -> int:
+    """On a CPU nothing measures a peak: the worst round and the fraction's rest of what is free stay free.
+
+    A GPU's is measured later.
+    """
+    if place.device.type != "cpu":
+        return 0
+    rest = int((1 - config.mem_fraction_static) * max(memory.free, 0))
+    return rest + round_bytes(layout, spec.vocab_size, place.dtype.itemsize)
 
 
 def _gpu_allowance(config: EngineConfig, device: Device) -> int:

@@ -25,6 +25,8 @@ _SLACK = 2**28
 """Bytes left to the allocator's rounding."""
 _BYTES_PER_GRAPH = 2**23
 """Bytes of the driver that a captured phase is allowed."""
+_BYTES_PER_DRAW = 48
+"""Bytes that filters and a draw take in PyTorch for each logit, as measured."""
 _MOST_FRACTION = 0.99
 
 
@@ -83,6 +85,18 @@ def memory_of(device: torch.device) -> Memory:
 def activation_allowance(peak: int, num_graphs: int) -> int:
     """Bytes to leave free on a GPU. peak: what the worst prefill and the worst round took when they were tried."""
     return peak + num_graphs * _BYTES_PER_GRAPH + _SLACK
+
+
+def round_bytes(layout: Layout, vocab_size: int, element_size: int) -> int:
+    """Bytes that the worst round takes on a CPU, about: all rows at the context wall, sampled.
+
+    PyTorch's attention gathers a layer's prefix, joins it with the tail, and has two masks and a bias for each query.
+    Later each node has its logits, and what drawing from them takes.
+    """
+    numbers = max(2 * group.kv_heads * group.head_dim for group in layout.groups)
+    context, nodes = layout.max_committed, layout.verify_tail
+    attention = context * (2 * numbers * element_size + nodes * (element_size + 2))
+    return layout.max_requests * max(attention, nodes * vocab_size * (element_size + _BYTES_PER_DRAW))
 
 
 def pool_bytes(layout: Layout, element_size: int) -> int:
@@ -185,7 +199,8 @@ def _too_little(layout: Layout, element_size: int, budget: Budget, tokens: int) 
         return (
             f"weights, tables and buffers: need {gib(budget.static)} beside {gib(budget.allowance)} for activations and"
             f" graphs, have {gib(max(budget.memory.free + budget.static, 0))} free of {gib(budget.memory.total)};"
-            " lower --max-running-requests or --chunked-prefill-size, choose a narrower --dtype or a smaller model"
+            " lower --max-running-requests, --context-length or --chunked-prefill-size, choose a narrower --dtype or a"
+            " smaller model"
         )
     one = replace(layout, pool_tokens=layout.tokens_per_request)
     need = pool_bytes(one, element_size)

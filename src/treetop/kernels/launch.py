@@ -1,11 +1,12 @@
 """How the attention kernels are cut for a call: a committed table by shape class, and a formula for what it lacks.
 
 `launches.json` holds what `python bench/attention.py --tune` measured, for one kind of GPU: shape class -> launch, with
-its time and the formula's. Another kind of GPU, and a class that was not measured, use the formula; so does everything
-while the table is empty, as it is committed today.
+its time and the formula's. A number of keys that was not measured takes the launch of the nearest that was. A class of
+which no number of keys was measured, and another kind of GPU, use the formula.
 """
 
 import json
+from collections.abc import Container
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from importlib import resources
@@ -57,6 +58,20 @@ class CallShape:
         return f"{kind} {self.heads} rows{rows} n{n} keys{keys}"
 
 
+def nearest_class(shape_class: str, measured: Container[str]) -> str | None:
+    """The class among `measured` that differs in nothing but its keys, and in those least by powers of two.
+
+    Of two equally near the smaller; None if there is no such class. The bound of a captured call is the context limit,
+    and what is fastest depends on that only weakly.
+    """
+    rest, keys = shape_class.rsplit(" keys", 1)
+    for factor in (2**step for step in range(32)):
+        for near in (int(keys) // factor, int(keys) * factor):
+            if f"{rest} keys{near}" in measured:
+                return f"{rest} keys{near}"
+    return None
+
+
 @lru_cache(maxsize=1)
 def launch_table() -> dict[str, Any]:
     """The committed table: `num_sms` of its GPU, and `classes`."""
@@ -66,12 +81,14 @@ def launch_table() -> dict[str, Any]:
 
 @lru_cache(maxsize=4096)
 def choose_launch(call: CallShape, gpu: GpuTraits) -> Launch:
-    """The launch of a call, from its shape alone: the table's, or the formula's."""
+    """The launch of a call, from its shape alone: the table's, with no more splits than blocks, or the formula's."""
     table = launch_table()
-    entry = table["classes"].get(call.shape_class) if gpu.num_sms == table["num_sms"] else None
-    if entry is None:
+    name = nearest_class(call.shape_class, table["classes"]) if gpu.num_sms == table["num_sms"] else None
+    if name is None:
         return launch_by_formula(call, gpu)
-    return Launch(**{name: entry[name] for name in _TUNED}, overlap=gpu.can_overlap)
+    entry = {each: table["classes"][name][each] for each in _TUNED}
+    entry["splits"] = max(1, min(entry["splits"], -(-call.bound // entry["block_n"])))
+    return Launch(**entry, overlap=gpu.can_overlap)
 
 
 _TUNED = ("block_m", "block_n", "splits", "num_warps", "num_stages")

@@ -39,7 +39,7 @@ def check_tensors(folder: Path, shapes: Shapes, ignored: Collection[str] = ()) -
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """Tensor name -> safetensors file. Raises CheckpointError if the folder has none or one is truncated."""
+    """Tensor name -> safetensors file. Raises CheckpointError if there is no folder, no file, or a truncated one."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
@@ -49,6 +49,8 @@ def tensor_files(folder: Path) -> dict[str, Path]:
         paths = [folder / name for name in names]
     else:
         paths = sorted(folder.glob("*.safetensors"))
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder")
     if not paths:
         pickled = " (only pickled weights, which are never loaded)" if list(folder.glob("*.bin")) else ""
         raise CheckpointError(f"{folder}: no safetensors file in it{pickled}")

@@ -103,6 +103,8 @@ def read_eagle3_spec(folder: Path, target: ModelSpec, algorithm: str | None, dum
 
     dummy: there are no tensors to look at.
     """
+    if not dummy:
+        _refuse_target(folder)
     spec = eagle3_spec(folder, target)
     if dummy:
         return spec
@@ -117,6 +119,17 @@ def read_eagle3_spec(folder: Path, target: ModelSpec, algorithm: str | None, dum
             f" the target's embedding of {target.hidden_size}"
         )
     return spec
+
+
+def _refuse_target(folder: Path) -> None:
+    """Raise CheckpointError if the folder holds a target: layers of a model, and no `fc` that fuses features."""
+    names = tensor_files(folder)
+    layers = [name for name in names if name.startswith("model.layers.")]
+    if layers and "fc.weight" not in names:
+        raise CheckpointError(
+            f"{folder}: a target, not a draft head: it holds {layers[0]} and no fc.weight; give a head's folder to"
+            " --speculative-draft-model-path"
+        )
 
 
 def _algorithm_of(names: set[str]) -> str:

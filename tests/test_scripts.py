@@ -1,0 +1,54 @@
+"""Options of `scripts/` that cannot work end in one line on stderr and exit code 2, as those of `treetop` do."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "parts"),
+    [
+        ("soak", ["--rounds", "-3"], ["--rounds must", "-3"]),
+        ("soak", ["--rounds", "many"], ["--rounds", "many"]),
+        ("soak", ["--sample", "-1"], ["--sample must", "-1"]),
+        ("soak", ["--context-length", "4"], ["--context-length must", "4"]),
+        ("soak", ["--context-length", "4096"], ["--context-length 4096", "2048"]),
+        ("soak", ["--attention-backend", "bogus"], ["--attention-backend", "bogus"]),
+        ("soak", ["--attention-backend", "fa3"], ["--attention-backend fa3", "float32"]),
+        ("soak", ["--device", "bogus"], ["--device", "bogus"]),
+        ("soak", ["--graphs", "bogus"], ["--graphs", "bogus"]),
+        ("soak", ["--page-size", "3"], ["--page-size", "3"]),
+        ("soak", ["--check-level", "9"], ["--check-level", "9"]),
+        ("soak", ["--speculative-draft-model-path", "x"], ["--speculative-draft-model-path"]),
+        ("sanitize", ["--jobs", "0"], ["--jobs must", "0"]),
+        ("sanitize", ["--limit-s", "-1"], ["--limit-s", "-1"]),
+        ("sanitize", ["--only", "racecheck"], ["--only racecheck", "eager, memcheck"]),
+        ("sanitize", ["--logs", __file__], ["--logs", __file__]),
+        ("mutants", ["--count", "-1"], ["--count must", "-1"]),
+        ("mutants", ["--limit-s", "0"], ["--limit-s must", "0"]),
+        ("mutants", ["--only", "nowhere.py"], ["--only", "nowhere.py", "spec/draft.py"]),
+        ("mutants", ["--json", "/nowhere/x.json"], ["--json /nowhere/x.json"]),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None,
+)
+def test_an_option_that_cannot_work_is_one_line(monkeypatch, capsys, name, options, parts):
+    """Exit code 2, nothing on stdout, and the option in the line."""
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)  # where dataclasses look
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *options])
+    try:
+        code = module.main()
+    except SystemExit as stopped:
+        code = stopped.code
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert err.startswith(f"{name}: ")
+    assert err.count("\n") == 1
+    for part in parts:
+        assert part in err
