@@ -44,7 +44,7 @@ from attention_cases import (
     shapes_to_check,
     shapes_to_time,
 )
-from launch_tuning import shapes_to_tune, tune
+from launch_tuning import LENGTHS, shapes_to_tune, tune
 
 import treetop.attention
 import treetop.kernels
@@ -173,11 +173,12 @@ def time_all(backends: Backends, shapes: list[Shape], end: float) -> list[dict[s
 
 
 def classes_of_auto() -> list[Shape]:
-    """The classes that `auto` tells apart: Llama-3.1-8B's heads, decoding, trees, draft levels and prefill chunks."""
+    """The classes that `auto` tells apart: Llama-3.1-8B's heads, decoding and trees by context limit, and prefill."""
     shapes = []
-    for length, rows, n in itertools.product((2048, 1024, 4096, 8192), (1, 8, 32, 4, 16, 64), (16, 8, 1, 4, 32, 64)):
+    sizes = itertools.product(LENGTHS.items(), (1, 8, 32, 4, 16, 64), (16, 8, 1, 4, 32, 64))
+    for (limit, length), rows, n in sizes:
         if rows * length <= 131072:
-            shapes.append(Shape("tree" if n > 1 else "plain", rows, n, length, n))
+            shapes.append(Shape("tree" if n > 1 else "plain", rows, n, length, n, bound=limit))
     prefill = [(1, 512, 1024), (1, 512, 4096), (1, 2048, 2048), (4, 512, 1024), (8, 512, 2048), (1, 512, 16384)]
     return shapes + [Shape("prefill", rows, n, length, 0) for rows, n, length in prefill]
 

@@ -11,6 +11,7 @@ a decode round. Results are checked before anything is timed. JSON lines on stdo
 import argparse
 import json
 import multiprocessing
+import os
 import statistics
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -135,7 +136,7 @@ def compile_all(shapes: dict[str, tuple[int, int, bool]], all_rows: tuple[int, .
             for launch in candidates(rows, n, k, gated):
                 kind = (rows, gated, astuple(replace(launch, splits=min(launch.splits, 2))))
                 jobs.setdefault(kind, (rows, n, k, gated, launch))
-    with ProcessPoolExecutor(14, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_once, jobs.values(), chunksize=8))
 
 

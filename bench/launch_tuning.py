@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import multiprocessing
+import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -71,7 +72,7 @@ def compile_all(shapes: list[Shape]) -> None:
             splits = 1 if launch.splits == 1 else 16 if launch.splits % 16 == 0 else 2
             kind = (shape.n, shape.kind, shape.rows == 1, replace(launch, splits=splits))
             jobs.setdefault(kind, (shape, launch))
-    with ProcessPoolExecutor(14, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_once, jobs.values(), chunksize=4))
 
 

@@ -4,6 +4,8 @@ Input 1024, forced accept length 3, greedy, bfloat16 on a GPU; shapes plain, (3,
 1, 8, 32. It is `treetop bench --sweep table` on the presets beside this file; options of that command may follow.
 
     python bench/rounds.py --preset qwen3-8b --shapes 5,4,16 --batches 1 --rounds 30
+
+`--preset` (llama-3.1-8b unless given) names the shape; `--help` shows what `treetop bench` takes.
 """
 
 import argparse
@@ -22,7 +24,7 @@ def preset(name: str) -> tuple[str, str]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--preset", choices=NAMES, default=NAMES[0])
     chosen, rest = parser.parse_known_args()
     model, draft = preset(chosen.preset)

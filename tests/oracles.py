@@ -31,12 +31,15 @@ def philox4x32_10(counter: list[int], key: list[int]) -> list[int]:
 
 
 def warped(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> list[float]:
-    """Probabilities after temperature, top-k, top-p and min-p, each filter on the renormalised rest."""
+    """Probabilities after temperature, top-k, top-p and min-p, each filter on the renormalised rest.
+
+    Tokens are ranked by logit, for probabilities of close ones may round to the same; equal logits by token.
+    """
     largest = max(logits)
     if temperature == 0:
         return [float(i == logits.index(largest)) for i in range(len(logits))]
     mass = {i: math.exp((logit - largest) / temperature) for i, logit in enumerate(logits)}
-    order = sorted(mass, key=lambda i: (-mass[i], i))
+    order = sorted(mass, key=lambda i: (-logits[i], i))
     if top_k > 0:
         order = order[:top_k]
     total = math.fsum(mass[i] for i in order)

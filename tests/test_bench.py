@@ -266,7 +266,10 @@ def test_a_plot_that_can_be_written_is_not_written_before_there_is_one(tmp_path)
     [
         (["--speculative-draft-model-path", "no-such-head"], ["no-such-head", "no such folder"]),
         (["--context-length", "30"], ["prompt of", "--prompts", "--context-length"]),
-        (["--context-length", "200", "--num-prompts", "1"], ["no room to time rounds", "--context-length"]),
+        (
+            ["--context-length", "200", "--num-prompts", "1", "--speculative-num-steps", "12"],
+            ["no room to time rounds", "--context-length"],
+        ),
         (["--attention-backend", "fa3"], ["--attention-backend fa3", "float32"]),
     ],
     ids=" ".join,

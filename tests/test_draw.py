@@ -31,6 +31,19 @@ FILTERS = [
     (1.0, 10**6, 0.999, 0.0),
 ]
 """(temperature, top_k, top_p, min_p) of the rows."""
+EDGES = [
+    (0.0, 0, 1.0, 0.0),
+    (1.0, 4, 1.0, 0.0),
+    (1.0, 7, 0.8, 0.0),
+    (1.0, 0, 0.7, 0.0),
+    (1e10, 30, 1.0, 0.0),
+    (1.0, 0, 1.0, 0.3),
+    (1e-35, 3, 0.9, 0.0),
+    (1.0, 12, 0.5, 0.3),
+    (1.0, 0, 1e-9, 1.0),
+    (1e10, 10, 0.55, 1.0),
+    (1e39, 0, 0.5, 0.0),
+]
 NODES = 2 if ON_GPU else 1
 
 
@@ -67,13 +80,31 @@ else:
         rows = torch.randperm(count, generator=generator)
         logits = torch.randn(count, NODES, vocab, generator=generator) * 3
         if ties:
-            logits = (logits / 2).round() * 2  # many equals, both zeros among them
+            logits = (logits / 2).round() * 2  # many equals
         logits[:, :, 11::17] = float("-inf")
         positions = torch.randint(0, 10**6, (count, NODES), generator=generator).to(DEVICE)
         sampler = sampler_of(FILTERS, generator)
         got, want = both(logits.to(dtype).to(DEVICE), sampler, rows.to(DEVICE), positions)
         assert torch.equal(got[0], want[0])
         assert bool(got[1].all())
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_edges_of_filters_fall_where_sorting_puts_them(monkeypatch, dtype):
+        """Many coins a row over few distinct logits: equals in every block, both zeros, large seeds and positions."""
+        monkeypatch.setattr(drawing, "_BLOCK", 16)
+        generator = torch.Generator().manual_seed(0)
+        count, vocab, coins = len(EDGES), 43, 14
+        logits = (torch.randn(count, 1, vocab, generator=generator) * 1.2).round()
+        logits[torch.rand(logits.shape, generator=generator) < 0.2] = float("-inf")
+        minus = (logits == 0) & (torch.rand(logits.shape, generator=generator) < 0.5)
+        logits = torch.where(minus, -0.0, logits)
+        logits[0, 0, ::2], logits[0, 0, 1::2] = -0.0, 0.0
+        logits = logits.expand(count, coins, vocab).contiguous().to(dtype).to(DEVICE)
+        sampler = sampler_of(EDGES, generator)
+        sampler = Sampler(sampler.params, torch.arange(count, device=DEVICE) + 2**63 - 50)
+        positions = torch.arange(count * coins, device=DEVICE).view(count, coins) + 2**32 - 5
+        got, want = both(logits, sampler, torch.arange(count, device=DEVICE), positions)
+        assert (got[0] != want[0]).sum(dim=1).tolist() == [0] * count
 
     @pytest.mark.parametrize("filters", [(1.0, 0, 1.0, 0.0), (0.8, 6, 0.9, 0.1)])
     def test_the_law_is_that_of_the_filtered_weights(filters):

@@ -25,6 +25,10 @@ FALLBACK = "triton"
 LAYERS = 32
 """Over how many layers a plan made on the host is spread, when its cost is weighed."""
 
+WORTH = 0.9
+"""A backend replaces Triton only if it takes less than this share of its time: classes go by the most keys that rows
+may have, and Triton wins the shorter rows."""
+
 Make = Callable[[str, Need], AttentionBackend[Any, Any]]
 
 
@@ -55,7 +59,9 @@ class ChoiceTable:
         timings = {name: timing for name, timing in row.items() if name in usable}
         if FALLBACK not in timings:
             return FALLBACK, f"{shape_class}: not measured on this kind of GPU"
-        best = min(timings, key=lambda name: (timings[name].cost_us, name != FALLBACK))
+        best = min(timings, key=lambda name: timings[name].cost_us)
+        if timings[best].cost_us > WORTH * timings[FALLBACK].cost_us:
+            best = FALLBACK
         times = ", ".join(f"{name} {timing.cost_us:.1f}" for name, timing in sorted(timings.items()))
         where = "" if measured == shape_class else f" in {measured}"
         return best, f"{shape_class}: {times} us{where} ({self.date})"

@@ -17,9 +17,9 @@ import torch
 from treetop.bench.equality import equal_outputs
 from treetop.bench.machine import Machine, measure_machine, synchronize
 from treetop.bench.prompts import read_prompts
-from treetop.bench.rounds import WARM_UP, Figures, measure, plain_options, up_to_step
+from treetop.bench.rounds import Figures, measure, plain_options, up_to_step, warm_up
 from treetop.engine.build import read_blueprint
-from treetop.models.loader import resolve_folder
+from treetop.models.loader import compute_device, resolve_folder
 from treetop.models.spec import target_spec
 from treetop.server.llm import LLM, RequestOutput
 from treetop.server.tokenizer import Tokenizer
@@ -187,7 +187,8 @@ def _timed_case(config: EngineConfig, prompts: list[list[int]], options: BenchOp
             " --prompts or raise --context-length"
         )
     batch, length = min(options.batch_size, layout.max_requests), min(lengths[len(lengths) // 2], context // 2)
-    room = (context - length) // width - WARM_UP - batch * (1 + length // layout.chunk) - 2
+    before = warm_up(compute_device(config.device)) + batch * (1 + length // layout.chunk)
+    room = (context - length) // width - before - 2
     if room < 1:
         raise ConfigError(f"a context of {context} tokens leaves no room to time rounds; raise --context-length")
     return batch, length, min(options.rounds, room)

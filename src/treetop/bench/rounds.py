@@ -32,7 +32,7 @@ from treetop.types.layout import PLAIN, Layout, SpecShape
 from treetop.types.phase import Phase
 from treetop.types.sampling import Choice, SamplingParams
 
-WARM_UP = 25
+_WARM_UP = {"cpu": 5, "cuda": 25}
 """Rounds that are not timed: the clocks of a GPU at its power limit stay low for some 0.2 s after long prompts."""
 _CHECKED_TOKENS = 32
 CONTEXT_STEP = 1024
@@ -44,22 +44,28 @@ _LEAST_CHUNK, _MOST_CHUNK = 512, 8192
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """What is measured: every shape with every batch and every prompt length (tokens). rounds: timed, of each."""
+    """What is measured: every shape with every batch and every prompt length (tokens).
+
+    rounds, warm_up: timed of each, and before that not timed. prefill_size: what was asked of a prefill step, if
+    anything.
+    """
 
     shapes: tuple[SpecShape, ...]
     batches: tuple[int, ...]
     lengths: tuple[int, ...]
     rounds: int
+    warm_up: int = _WARM_UP["cpu"]
+    prefill_size: int | None = None
 
     def most_tokens(self, shape: SpecShape) -> int:
         """Tokens that a request comes to hold: its prompt, and rounds: timed, before them, and while others prefill."""
         waiting = -(-max(self.batches) * max(self.lengths) // self.chunk) * 2  # prompts may leave half of a step empty
-        return max(self.lengths) + 1 + (WARM_UP + self.rounds + waiting + _SPARE) * shape.commit_width
+        return max(self.lengths) + 1 + (self.warm_up + self.rounds + waiting + _SPARE) * shape.commit_width
 
     @property
     def chunk(self) -> int:
         """Prompt tokens of a prefill step: many, since rows that wait for others' prompts go on and grow."""
-        return min(max(max(self.lengths) * max(self.batches), _LEAST_CHUNK), _MOST_CHUNK)
+        return self.prefill_size or min(max(max(self.lengths) * max(self.batches), _LEAST_CHUNK), _MOST_CHUNK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +118,11 @@ class RoundsReport:
 
     def as_json(self) -> dict[str, Any]:
         return {"machine": asdict(self.machine), "checked": self.checked, "cases": [asdict(f) for f in self.figures]}
+
+
+def warm_up(device: torch.device) -> int:
+    """Rounds that are not timed on `device`."""
+    return _WARM_UP[device.type]
 
 
 def run_grid(model: str | None, options: dict[str, Any], grid: Grid, tell: Callable[[str], None]) -> RoundsReport:
@@ -228,6 +239,7 @@ def measure(llm: LLM, batch: int, length: int, rounds: int, machine: Machine, st
 def wall_times_ms(llm: LLM, prompts: list[list[int]], rounds: int) -> tuple[list[float], float]:
     """Times between rounds in which every prompt took part, and the mean tokens that a row got from one of them."""
     params = SamplingParams(max_tokens=llm.engine.layout.max_context, ignore_eos=True)
+    skipped = warm_up(llm.engine.device.buffers.rows.device)
     begun: set[int] = set()
     stamps: list[float] = []
     emitted = 0
@@ -237,15 +249,15 @@ def wall_times_ms(llm: LLM, prompts: list[list[int]], rounds: int) -> tuple[list
             raise EngineError(f"a request of the benchmark ended early: {delta.output.error or 'its context is full'}")
         if delta.index == 0 and len(begun) == len(prompts):
             stamps.append(time.perf_counter())
-            if len(stamps) == 1 + WARM_UP:
+            if len(stamps) == 1 + skipped:
                 emitted = -_tokens_alive(llm)
-            if len(stamps) == 1 + WARM_UP + rounds:
+            if len(stamps) == 1 + skipped + rounds:
                 emitted += _tokens_alive(llm)
                 break
         begun.add(delta.index)
     stream.close()
     times = [1e3 * (b - a) for a, b in pairwise(stamps)]
-    return times[WARM_UP:], emitted / (rounds * len(prompts))
+    return times[skipped:], emitted / (rounds * len(prompts))
 
 
 def _tokens_alive(llm: LLM) -> int:
@@ -260,7 +272,8 @@ def phase_times_ms(llm: LLM, batch: int, length: int, rounds: int) -> dict[Phase
     runs = _phase_runs(llm, key, length)
     place = device.buffers.rows.device
     times: dict[Phase, list[float]] = {phase: [] for phase in runs}
-    for index in range(WARM_UP + rounds):
+    skipped = warm_up(place)
+    for index in range(skipped + rounds):
         _pose(llm, batch, length)
         if isinstance(llm.engine.launcher, CudaGraphs):
             plan_host_extents(device, key)
@@ -270,7 +283,7 @@ def phase_times_ms(llm: LLM, batch: int, length: int, rounds: int) -> dict[Phase
             run()
             marks.append(_mark(place))
         synchronize(place)
-        if index >= WARM_UP:
+        if index >= skipped:
             for phase, (begin, end) in zip(runs, pairwise(marks), strict=True):
                 times[phase].append(_between_ms(begin, end))
     device.probes.raise_if_fired()

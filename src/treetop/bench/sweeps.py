@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from treetop.bench.rounds import Grid
+from treetop.bench.rounds import Grid, warm_up
+from treetop.models.loader import compute_device
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, InputError
 from treetop.types.layout import PLAIN, SpecShape
@@ -51,7 +52,14 @@ def make_grid(model: str | None, engine_options: dict[str, Any], options: SweepO
         shapes = (PLAIN, *chosen)
     batches = {"batch": BATCHES, "table": TABLE_BATCHES}.get(options.sweep or "", (options.batch_size,))
     lengths = CONTEXTS if options.sweep == "context" else (INPUT,)
-    return Grid(shapes, tuple(options.batches or batches), tuple(options.inputs or lengths), options.rounds)
+    return Grid(
+        shapes,
+        tuple(options.batches or batches),
+        tuple(options.inputs or lengths),
+        options.rounds,
+        warm_up(compute_device(own.device)),
+        engine_options.get("chunked_prefill_size"),
+    )
 
 
 def _shape(text: str) -> SpecShape:

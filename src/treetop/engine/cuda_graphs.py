@@ -6,8 +6,8 @@ into the memory it left in the pool.
 
 Greedy rounds are captured at start. Of a sampled round only VERIFY is another graph, for no other phase reads the
 choice, and that one is captured when it is first asked for: it costs one eager run and one capture of a verify, some
-tens of milliseconds for an 8B model, while its filters sort the vocabulary of every node, memory that the pool would
-keep for good in an engine that never samples.
+tens of milliseconds for an 8B model, for which an engine that never samples has no use. (With PyTorch's operations its
+filters sort the vocabulary of every node, memory that the pool would keep for good.)
 """
 
 import gc

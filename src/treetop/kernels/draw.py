@@ -6,20 +6,19 @@ with it directly. What top-k and top-p keep is a prefix of the tokens ordered by
 many of its equals; both are found by a search over the ordered bits of a logit, where one pass over the row counts, or
 weighs, what lies above three thresholds. The draw finds its block of the vocabulary first, then the token in it.
 
-Weights are float32, their sums float64 across lanes and blocks, all in a fixed order: the token depends on the row's
-logits, its parameters and its coin alone. It may differ from the reference's where a coin or a top-p mass falls on an
-edge within the roundings of the sums.
+Weights are float32; a lane adds its own in float32, lanes and the blocks of a draw are added in float64, all in a fixed
+order: the token depends on the row's logits, its parameters and its coin alone. It may differ from the reference's
+where a coin, a top-p mass or a min-p weight falls on an edge within those roundings.
 """
 
 import torch
 from torch import Tensor
 
-from treetop.kernels.sampling import Sampler
+from treetop.kernels.sampling import TEMPERATURES, Sampler
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, launch_options, tl
 
 _BLOCK = 4096
 """Logits that a program looks at in a step."""
-_COLDEST = 1e-30
 
 
 def draw_tokens(
@@ -42,7 +41,8 @@ def draw_tokens(
         token, finite.view(torch.uint8), logits, rows, positions,
         params.temperature, params.top_k, params.top_p, params.min_p, sampler.seed,
         vocab, width, *positions.stride(),
-        block=block, block_b=lanes(-(-vocab // block)), coldest=_COLDEST, overlap=gpu.can_overlap,
+        block=block, block_b=lanes(-(-vocab // block)), coldest=TEMPERATURES[0],
+        hottest=TEMPERATURES[1], overlap=gpu.can_overlap,
         num_warps=8 if block >= 2048 else 4, **launch_options(gpu),
     )  # fmt: skip
     return token, finite
@@ -52,7 +52,7 @@ def draw_tokens(
 def _draw_kernel(
     token: Arg, finite: Arg, logits: Arg, rows: Arg, positions: Arg, temperatures: Arg, top_ks: Arg, top_ps: Arg,
     min_ps: Arg, seeds: Arg, vocab: Arg, width: Arg, position_row: Arg, position_node: Arg,
-    block: constexpr, block_b: constexpr, coldest: constexpr, overlap: constexpr,
+    block: constexpr, block_b: constexpr, coldest: constexpr, hottest: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """One node a program. token: [rows * T] int64; finite: the same, bytes. Grid (rows * T,)."""
     if overlap:
@@ -80,12 +80,12 @@ def _draw_kernel(
 
     result = tl.minimum(first, vocab - 1).to(tl.int64)
     if sound & (temperature > 0):
-        scale = 1.4426950408889634 / tl.maximum(temperature, coldest)
+        scale = 1.4426950408889634 / tl.minimum(tl.maximum(temperature, coldest), hottest)
         top = tl.max(_ordered(highest.to(logits.dtype.element_ty)), 0).to(tl.int64)
-        cut, spare = tl.full([], -0x80000000, tl.int64), tl.full([], 0, tl.int64)
+        lowest = tl.full([], -0x8000 if logits.dtype.element_ty.primitive_bitwidth == 16 else -0x80000000, tl.int64)
+        cut, spare = lowest, tl.full([], 0, tl.int64)
         filtered = ((top_k > 0) & (top_k < vocab)) | (top_p < 1)
         if filtered:
-            lowest = tl.full([], -0x80000000, tl.int64)
             goal = tl.zeros([], tl.float64)
             equals = tl.full([], 0x7FFFFFFF, tl.int64)  # of the lowest logit that top-k keeps
             if (top_k > 0) & (top_k < vocab):
@@ -103,7 +103,6 @@ def _draw_kernel(
                 more = goal - _above(line, vocab, best, scale, cut + 1, True, block)
                 weight = _weight_of(cut, logits.dtype.element_ty, best, scale).to(tl.float64)
                 spare = tl.ceil(tl.minimum(more / tl.maximum(weight, 1e-300), 1e9)).to(tl.int64)
-                spare = tl.where(cut == lowest, tl.minimum(spare, equals), spare)
 
         parts = tl.zeros([block_b], tl.float64)
         part = tl.arange(0, block_b)
@@ -139,14 +138,13 @@ def _load(line: Arg, at: Arg, vocab: Arg) -> Arg:
 @jit
 def _ordered(value: Arg) -> Arg:
     """Integers that order like logits, int32; 16-bit types keep to 16 bits, which makes the search short."""
-    value = tl.where(value == 0.0, tl.abs(value), value)  # the two zeros are equal
     if value.dtype.primitive_bitwidth == 16:
         bits = value.to(tl.int16, bitcast=True).to(tl.int32)
-        bits = bits ^ ((bits >> 15) & 0x7FFF)
+        ordered = tl.where((bits & 0x7FFF) == 0, 0, bits ^ ((bits >> 15) & 0x7FFF))  # the two zeros are equal
     else:
         bits = value.to(tl.int32, bitcast=True)
-        bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return bits
+        ordered = tl.where((bits & 0x7FFFFFFF) == 0, 0, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    return ordered
 
 
 @jit

@@ -3,10 +3,11 @@
 
     y = x @ weight.T        x: [rows, k], rows <= 192; weight: [n, k]
 
-A program computes `block_n` outputs over one share of k, with the weight as the left operand: a tensor core then works
-on 64 outputs by however few rows there are. Where n alone gives too few programs, k is cut in `splits`, and the result
-is a sum of parts that the next kernel adds up as it reads. Weights do not depend on what ran before, so a program asks
-for its first ones before it waits for that (programmatic dependent launch), and memory stays busy between kernels.
+A program computes `block_n` outputs over one share of k. With the weight as the left operand a tensor core works on 64
+outputs by however few rows there are; from 64 rows on, rows may be on the left. Where n alone gives too few programs, k
+is cut in `splits`, and the result is a sum of parts that the next kernel adds up as it reads. Weights do not depend on
+what ran before, so a program asks for its first ones before it waits for that (programmatic dependent launch), and
+memory stays busy between kernels.
 """
 
 import json
@@ -26,7 +27,10 @@ _TABLE = Path(__file__).with_name("few_rows.json")
 
 @dataclass(frozen=True, slots=True)
 class RowsLaunch:
-    """How a product is cut. ahead: blocks of k whose weights are asked for before the wait. tiled: by TMA."""
+    """How a product is cut. ahead: blocks of k whose weights are asked for before the wait. tiled: by TMA.
+
+    rows_left: x is the left operand of the product.
+    """
 
     block_n: int
     block_k: int

@@ -13,7 +13,7 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 _LOW = 0xFFFFFFFF
-_COLDEST = 1e-30
+TEMPERATURES = (1e-30, 1e30)
 """Below this a positive temperature would divide logits into infinities; the draw is greedy long before."""
 
 
@@ -71,7 +71,7 @@ def warp(logits: Tensor, params: WarpParams, filtered: bool = True) -> Tensor:
     """
     wide = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
     greedy = params.temperature == 0
-    temperature = torch.where(greedy, 1.0, params.temperature).clamp(min=_COLDEST).to(wide.dtype)
+    temperature = torch.where(greedy, 1.0, params.temperature).clamp(*TEMPERATURES).to(wide.dtype)
     best, first = wide.max(dim=-1, keepdim=True)
     weights = torch.exp((wide - best) / temperature[:, None])
     if filtered:

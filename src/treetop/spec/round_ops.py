@@ -33,7 +33,8 @@ class RoundOps(Protocol):
     """start: node 0 of the trees, where the rows stand, and the first frontier; a tree of one node is complete then.
     grow: record a frontier's children (those of level `level` + 1) and keep the k best. select: the rest of the trees.
 
-    greedy: the target's choices from its logits [rows, T, vocab], in a form that `accept` takes. accept: follow them.
+    greedy: the target's choices from its logits [rows, T, vocab], in a form that `accept` takes. draw: the same by the
+    rows' samplers, see `spec.verify.sampled_choice`. accept: follow them.
     forced: see `spec.verify.force`. commit: a group's K/V, from tail to pages. features: those of each path's nodes,
     side by side. pick: one column of each row. finish: the row tables after a round. extend_mask: [width, width] bool.
     """

@@ -70,7 +70,7 @@ class SamplingParams:
 
     @property
     def filtered(self) -> bool:
-        """Whether choosing a token needs the probabilities sorted."""
+        """Whether choosing a token needs an order of the tokens by probability."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1)
 
     @property
