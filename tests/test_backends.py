@@ -253,6 +253,14 @@ def test_auto_weighs_the_cost_of_planning_on_the_host(monkeypatch):
         monkeypatch.undo()
 
 
+@pytest.mark.parametrize(("fa3_us", "want"), [(19.0, "triton"), (17.0, "fa3")])
+def test_auto_leaves_triton_only_for_a_margin(monkeypatch, fa3_us, want):
+    """Twenty microseconds on Triton: nineteen are too little a gain, for rows shorter than their class lose it."""
+    s = scene(dim=64)
+    auto, _ = auto_of(monkeypatch, s, {call_class(s): {"triton": Timing(20.0), "fa3": Timing(fa3_us)}})
+    assert auto.plan(auto.begin(s.view), s.queries).backend.name == want
+
+
 def test_the_committed_tables_are_well_formed():
     """Classes that the code can form, times that are positive, backends that exist, launches with every field."""
     for name, timings in load_table().classes.items():
