@@ -29,7 +29,7 @@ from treetop.kernels.few_rows import RowsLaunch, choose_launch, few_rows, gated_
 from treetop.kernels.fused import silu_mul
 from treetop.kernels.triton_guard import gpu_traits
 
-LLAMA_8B = {
+SHAPES = {
     "qkv": (6144, 4096, False),
     "output": (4096, 4096, False),
     "gate_up": (28672, 4096, True),
@@ -38,8 +38,11 @@ LLAMA_8B = {
     "draft fc": (4096, 12288, False),
     "draft qkv": (6144, 8192, False),
     "draft lm_head": (32000, 4096, False),
+    "qwen3 gate_up": (24576, 4096, True),
+    "qwen3 down": (4096, 12288, False),
+    "qwen3 lm_head": (151936, 4096, False),
 }
-"""Name -> (n, k, gated): the products of Llama-3.1-8B and its EAGLE-3 head."""
+"""Name -> (n, k, gated): the products of Llama-3.1-8B and its EAGLE-3 head, and those in which Qwen3-8B differs."""
 ROWS = (16, 32, 64, 128, 192)
 TABLE = Path(kernels.__file__).with_name("few_rows.json")
 SHARED_MEMORY = 227 * 1024
@@ -145,12 +148,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write-table", action="store_true")
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
-    parser.add_argument("--only", nargs="+", choices=LLAMA_8B, default=list(LLAMA_8B))
+    parser.add_argument("--only", nargs="+", choices=SHAPES, default=list(SHAPES))
     args = parser.parse_args()
     COPY = copy_bytes_per_s()
     machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_tb_s": round(COPY / 1e12, 2)}
     print(json.dumps(machine), flush=True)
-    shapes, rows = {name: LLAMA_8B[name] for name in args.only}, tuple(args.rows)
+    shapes, rows = {name: SHAPES[name] for name in args.only}, tuple(args.rows)
     if args.write_table:
         compile_all(shapes, rows)
     entries = tune(shapes, rows, args.write_table)
