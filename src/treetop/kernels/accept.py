@@ -1,6 +1,5 @@
 # ruff: noqa: PLR0917 (kernels take what they touch as arguments)
-"""Choosing and accepting on a GPU: a greedy round in two launches, a sampled one in one after its draw
-(`kernels.draw`).
+"""Choosing and accepting on a GPU: a greedy round in two launches, a sampled one in one after `kernels.draw`.
 
 References: `greedy_choice`, `accept` and `force` of `spec.verify`, which these equal bit for bit. Where a logit
 is NaN the row is not finite, and the token chosen there has no meaning.
