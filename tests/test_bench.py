@@ -376,6 +376,31 @@ def test_a_plot_has_a_line_each_for_wall_device_and_floor_of_every_series():
     assert "<polyline" in plot.svg(plot.lines_of(trees[:1], "nodes"), "nodes")
 
 
+@pytest.mark.parametrize(
+    ("most", "ticks"),
+    [
+        (30.6, [0, 10, 20, 30, 40]),
+        (15.8, [0, 5, 10, 15, 20]),
+        (8.0, [0, 2, 4, 6, 8]),
+        (1.0, [0, 0.2, 0.4, 0.6, 0.8, 1]),
+        (0.013, [0, 0.005, 0.01, 0.015]),
+    ],
+)
+def test_ticks_are_round_numbers_up_to_the_largest_value(most, ticks):
+    assert plot.ticks_of(most) == pytest.approx(ticks)
+
+
+def test_figures_stand_below_their_titles():
+    """Rows of small and large numbers are as long as the header, and each ends where its title ends."""
+    for each in (figures((0, 1, 1), 1, 1024, 0.5), figures((8, 10, 60), 64, 32768, 130.0)):
+        row = each.row()
+        assert len(row) == len(rounds.Figures.HEADER)
+        for title in ("B", "input", "wall ms", "device ms", "extend", "floor  ", "wall/floor", "tokens/s", "accept"):
+            end = rounds.Figures.HEADER.index(title) + len(title.rstrip())
+            assert row[end - 1] != " "
+            assert row[end : end + 1] in ("", " ")
+
+
 def test_the_command_sweeps_prints_json_and_draws(capsys, tmp_path, strong_pair):
     argv = ["bench", str(strong_pair.target), "--speculative-draft-model-path", str(strong_pair.head), "--json"]
     argv += ["--sweep", "batch", "--batches", "1", "2", "--inputs", "20", "--rounds", "2"]

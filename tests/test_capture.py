@@ -8,6 +8,7 @@ import pytest
 from engines import accept_lens, build, greedy, sampled, tokens
 from treetop.engine.cuda_graphs import CudaGraphs, greedy_keys, num_graphs
 from treetop.engine.rounds import RoundKey
+from treetop.spec.round_ops import TorchRoundOps
 from treetop.types.layout import PLAIN, SpecShape
 from treetop.types.phase import Phase
 from treetop.types.sampling import Choice
@@ -106,3 +107,13 @@ def test_only_verify_is_captured_again_for_a_sampled_round_and_only_once(strong_
     graphs.launch(RoundKey(1, TREE, Choice.SAMPLE), 10)
     greedy_key = RoundKey(1, TREE, Choice.GREEDY)
     assert recorder.replayed == [(Phase.DRAFT, greedy_key), *new, (Phase.EXTEND, greedy_key)]
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_filters_share_the_graph_of_sampling_where_both_are_the_same_work(strong_pair, monkeypatch, apart):
+    monkeypatch.setattr(TorchRoundOps, "filters_apart", apart)
+    _, graphs, recorder = with_fakes(strong_pair)
+    known = len(recorder.recorded)
+    graphs.capture([RoundKey(4, TREE, Choice.SAMPLE), RoundKey(4, TREE, Choice.FILTER)])
+    assert len(recorder.recorded) == known + (2 if apart else 1)
+    assert num_graphs(graphs._device) == 8 * (5 if apart else 4)

@@ -133,7 +133,7 @@ else:
         token, _ = draw_tokens(
             logits, sampler, torch.zeros(1, dtype=torch.int64, device=DEVICE), positions, gpu_traits(DEVICE)
         )
-        coins = philox_coin(sampler.seed[:, None].expand(1, 8), positions)
+        coins = philox_coin(sampler.seed[:, None].expand(1, 8), positions + 1)
         assert torch.equal(token, (coins >= 0.5).long())
 
     def test_logits_that_are_not_finite_are_reported():
@@ -152,5 +152,5 @@ else:
             )
         )
         for row, node in itertools.product((0,), (0, 2, 3)):
-            coin = philox_coin(sampler.seed[row : row + 1], positions[row, node : node + 1])
+            coin = philox_coin(sampler.seed[row : row + 1], positions[row, node : node + 1] + 1)
             assert int(token[row, node]) == int(draw(warp(logits[row, node : node + 1], params), coin))

@@ -259,7 +259,8 @@ if INTERPRETED or DEVICE.type == "cuda":
             if spoilt is not None:
                 logits[rng.randrange(rows), rng.randrange(shape.num_draft_tokens), :] = spoilt
                 logits[0, 0, 3:5] = spoilt
-            chosen = Drawn(choice, torch.arange(rows) % 2 == 0) if kind == "drawn" else ops.greedy(logits)
+            sound = torch.tensor([[rng.random() < 0.8 for _ in range(choice.shape[1])] for _ in range(rows)])
+            chosen = Drawn(choice, sound) if kind == "drawn" else ops.greedy(logits)
             forced = rng.randrange(min(shape.num_steps + 1, shape.num_draft_tokens)) if kind == "forced" else None
             ops.accept(chosen, tree, buffers.of(rows, shape)[2], forced)
             results.append(buffers)
@@ -272,7 +273,7 @@ if INTERPRETED or DEVICE.type == "cuda":
         logits[0, 0, [4100, 8999, 5000]] = 2.0
         logits[0, 1, 8999] = 7.0
         logits[0, 2], logits[0, 2, 4096], logits[0, 2, 17] = -5.0, 0.0, -0.0
-        logits[1, 1] = float("-inf")
+        logits[1, 0] = float("-inf")
         shape, results = SpecShape(1, 2, 3), []
         for ops, buffers in both():
             tree = random_tree(random.Random(0), 2, shape, buffers)

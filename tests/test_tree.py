@@ -212,7 +212,7 @@ def test_accepting_equals_a_walk_from_the_root(width, rows, seed):
         ancestor_mask(parent_tensor, deepest),
         torch.zeros(rows, width),
     )
-    accepted = accept(tree, torch.tensor(choice), torch.ones(rows, dtype=torch.bool), deepest + 1)
+    accepted = accept(tree, torch.tensor(choice), torch.ones(rows, len(choice[0]), dtype=torch.bool), deepest + 1)
     for row in range(rows):
         path, emitted = walk(tokens[row], parents[row], choice[row])
         length = len(path)
@@ -223,8 +223,8 @@ def test_accepting_equals_a_walk_from_the_root(width, rows, seed):
         assert accepted.bonus[row] == emitted[-1]
 
 
-def test_greedy_choice_takes_the_first_of_the_largest_and_reports_a_row_that_is_not_finite():
-    """Ties go to the smaller id; NaN or infinity at any node marks its row and no other."""
+def test_greedy_choice_takes_the_first_of_the_largest_and_reports_what_is_not_finite():
+    """Ties go to the smaller id; NaN or infinity marks its node and no other."""
     logits = torch.zeros(4, 3, 5)
     logits[0, 1, 3] = logits[0, 1, 4] = 2.0
     logits[1, 2, 0] = float("nan")
@@ -232,7 +232,7 @@ def test_greedy_choice_takes_the_first_of_the_largest_and_reports_a_row_that_is_
     logits[3] = float("-inf")
     token, finite = greedy_choice(logits)
     assert token[0].tolist() == [0, 3, 0]
-    assert finite.tolist() == [True, False, False, False]
+    assert finite.tolist() == [[True] * 3, [True, True, False], [False, True, True], [False] * 3]
 
 
 # ---------------------------------------------------------------------------------------------- chains

@@ -75,7 +75,8 @@ def lines_of(figures: Sequence[Figures], axis: str) -> list[Line]:
 def svg(lines: Sequence[Line], axis: str) -> str:
     """Lines over a logarithmic x and a y in milliseconds that starts at 0."""
     xs = sorted({x for *_, points in lines for x, _ in points})
-    top = 1.1 * max(y for *_, points in lines for _, y in points)
+    ticks = ticks_of(max(y for *_, points in lines for _, y in points))
+    top = ticks[-1]
     low, high = math.log2(xs[0]), math.log2(xs[-1])
 
     def at(x: float, y: float) -> tuple[float, float]:
@@ -83,10 +84,10 @@ def svg(lines: Sequence[Line], axis: str) -> str:
         return LEFT + share * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - y / top * (HEIGHT - TOP - BOTTOM)
 
     parts = [f"<svg viewBox='0 0 {WIDTH} {HEIGHT}' width='{WIDTH}' xmlns='http://www.w3.org/2000/svg' font-size='11'>"]
-    for tick in range(6):
-        _, y = at(xs[0], tick * top / 5)
+    for tick in ticks:
+        _, y = at(xs[0], tick)
         parts.append(f"<line x1='{LEFT}' x2='{WIDTH - RIGHT}' y1='{y:.1f}' y2='{y:.1f}' stroke='#ddd'/>")
-        parts.append(f"<text x='{LEFT - 6}' y='{y + 4:.1f}' text-anchor='end'>{tick * top / 5:.3g}</text>")
+        parts.append(f"<text x='{LEFT - 6}' y='{y + 4:.1f}' text-anchor='end'>{tick:g}</text>")
     for x in xs:
         left, bottom = at(x, 0)
         parts.append(f"<text x='{left:.1f}' y='{bottom + 16:.1f}' text-anchor='middle'>{x:g}</text>")
@@ -109,6 +110,13 @@ def svg(lines: Sequence[Line], axis: str) -> str:
         f"<text x='14' y='{HEIGHT / 2:.0f}' transform='rotate(-90 14 {HEIGHT / 2:.0f})'>ms a round</text></svg>"
     )
     return "".join(parts)
+
+
+def ticks_of(most: float) -> list[float]:
+    """Round numbers from 0 to the first that is not below `most` > 0; at most seven."""
+    power = 10.0 ** math.floor(math.log10(most))
+    step = next(step for step in (power / 5, power / 2, power, 2 * power) if most <= 6 * step)
+    return [step * tick for tick in range(math.ceil(most / step) + 1)]
 
 
 def _x(figures: Figures, axis: str) -> float:

@@ -68,6 +68,14 @@ class Grid:
         return self.prefill_size or min(max(max(self.lengths) * max(self.batches), _LEAST_CHUNK), _MOST_CHUNK)
 
 
+_COLUMNS = (
+    ("S", 3), ("k", 4), ("T", 4), ("B", 5), ("input", 7), ("wall ms", 10), ("low .. high", 19), ("device ms", 11),
+    ("draft + verify + extend", 26), ("floor", 9), ("wall/floor", 12), ("device/floor", 14), ("tokens/s", 10),
+    ("accept", 8),
+)  # fmt: skip
+"""Titles and widths of a row of figures."""
+
+
 @dataclass(frozen=True, slots=True)
 class Figures:
     """One case, in milliseconds a round.
@@ -92,20 +100,23 @@ class Figures:
     rounds: int
     start_s: float
 
-    HEADER = (
-        "  S  k   T    B  input   wall ms  (low .. high)    device ms = draft + verify + extend"
-        "   floor  wall/floor  device/floor  tokens/s  accept"
-    )
+    HEADER = "".join(title.rjust(width) for title, width in _COLUMNS)
 
     def row(self) -> str:
-        s, k, t = self.shape
-        parts = [self.phase_ms.get(phase, 0.0) for phase in (Phase.DRAFT, Phase.VERIFY, Phase.EXTEND)]
-        return (
-            f"{s:3d}{k:3d}{t:4d}{self.batch:5d}{self.length:7d}{self.wall_ms:10.3f}  ({self.wall_ms_low:.2f} .."
-            f" {self.wall_ms_high:.2f}){self.device_ms:11.3f} = {' + '.join(f'{ms:.3f}' for ms in parts)}"
-            f"{self.floor_ms:9.3f}{self.wall_over_floor:10.2f}x{self.device_over_floor:12.2f}x"
-            f"{self.tokens_per_second:11.0f}{self.accept_length:7.2f}"
+        parts = (self.phase_ms.get(phase, 0.0) for phase in (Phase.DRAFT, Phase.VERIFY, Phase.EXTEND))
+        texts = (
+            *map(str, (*self.shape, self.batch, self.length)),
+            f"{self.wall_ms:.3f}",
+            f"{self.wall_ms_low:.2f} .. {self.wall_ms_high:.2f}",
+            f"{self.device_ms:.3f}",
+            " + ".join(f"{ms:.3f}" for ms in parts),
+            f"{self.floor_ms:.3f}",
+            f"{self.wall_over_floor:.2f}x",
+            f"{self.device_over_floor:.2f}x",
+            f"{self.tokens_per_second:.0f}",
+            f"{self.accept_length:.2f}",
         )
+        return "".join(text.rjust(width) for text, (_, width) in zip(texts, _COLUMNS, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ into the memory it left in the pool.
 
 Greedy rounds are captured at start. Of a sampled round only VERIFY is another graph, for no other phase reads the
 choice, and that one is captured when it is first asked for: it costs one eager run and one capture of a verify, some
-tens of milliseconds for an 8B model, for which an engine that never samples has no use. (With PyTorch's operations its
-filters sort the vocabulary of every node, memory that the pool would keep for good.)
+tens of milliseconds for an 8B model, for which an engine that never samples has no use. Where PyTorch's operations
+draw, filters sort the vocabulary of every node, memory that the pool would keep for good, and are a graph of their own.
 """
 
 import gc
@@ -94,7 +94,7 @@ class CudaGraphs:
         runs = self._rounds.get(key)
         if runs is None:
             self.capture([key])
-            runs = {phase: self._graphs[_place(phase, key)].replay for phase in phases_of(self._device)}
+            runs = {phase: self._graphs[_place(self._device, phase, key)].replay for phase in phases_of(self._device)}
             self._rounds[key] = runs
         return runs
 
@@ -105,7 +105,7 @@ class CudaGraphs:
     def capture(self, keys: Sequence[RoundKey]) -> None:
         """Capture what these keys lack, in their order."""
         device, bound = self._device, self._device.layout.max_committed
-        if all(_place(phase, key) in self._graphs for key in keys for phase in phases_of(device)):
+        if all(_place(device, phase, key) in self._graphs for key in keys for phase in phases_of(device)):
             return
         started_s, rows = time.perf_counter(), device.buffers.rows.clone()
         device.buffers.rows.fill_(device.layout.dummy_row)
@@ -114,7 +114,7 @@ class CudaGraphs:
         with _no_collection(), Progress(console=console, transient=True, disable=hidden) as progress:
             for key in progress.track(keys, description="capturing graphs"):
                 for phase, function in phases_of(device).items():
-                    place = _place(phase, key)
+                    place = _place(device, phase, key)
                     if place not in self._graphs:
                         self._graphs[place] = self._recorder.record(partial(function, device, key, bound))
         device.buffers.rows.copy_(rows)
@@ -155,10 +155,16 @@ def greedy_keys(device: Device) -> list[RoundKey]:
 
 def num_graphs(device: Device) -> int:
     """Most graphs that this device can come to hold, sampled rounds included."""
-    each = sum(len(Choice) if phase in CHOOSING else 1 for phase in phases_of(device))
-    return each * len(greedy_keys(device))
+    places = {
+        _place(device, phase, replace(key, choice=choice))
+        for key, phase, choice in product(greedy_keys(device), phases_of(device), Choice)
+    }
+    return len(places)
 
 
-def _place(phase: Phase, key: RoundKey) -> tuple[Phase, RoundKey]:
-    """Where a phase's graph is kept."""
-    return phase, key if phase in CHOOSING else replace(key, choice=Choice.GREEDY)
+def _place(device: Device, phase: Phase, key: RoundKey) -> tuple[Phase, RoundKey]:
+    """Where a phase's graph is kept: rounds that are the same work share it."""
+    choice = key.choice if phase in CHOOSING else Choice.GREEDY
+    if choice is Choice.FILTER and not device.round_ops.filters_apart:
+        choice = Choice.SAMPLE
+    return phase, replace(key, choice=choice)

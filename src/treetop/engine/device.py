@@ -98,7 +98,7 @@ class Device:
                 _check_committed(pool, want, slots, page_size)
 
     def choose(self, logits: Tensor, rows: Tensor, positions: Tensor, how: Choice) -> Drawn:
-        """The target's token after each node, and whether a row's logits are finite; positions: of those tokens."""
+        """The target's token after each node, and whether its logits there are finite. positions: of the nodes."""
         if how is Choice.GREEDY:
             return Drawn(*greedy_choice(logits))
         return self.round_ops.draw(logits, self.state.sampler, rows, positions, how is Choice.FILTER)

@@ -76,7 +76,7 @@ def prefill(device: Device, batch: PrefillBatch) -> tuple[Tensor, Tensor]:
     output = device.target.forward(batch.tokens, span.positions, attend)
     last = (query_len - 1).clamp(min=0)
     logits = device.target.logits(pick_reference(output.hidden, last)[:, None])
-    chosen = device.choose(logits, rows, span.extent[:, None], batch.choice)
+    chosen = device.choose(logits, rows, (span.extent - 1)[:, None], batch.choice)
     first = chosen.token[:, 0]
     draft = None
     if device.head is not None:
@@ -89,7 +89,7 @@ def prefill(device: Device, batch: PrefillBatch) -> tuple[Tensor, Tensor]:
         draft = device.propose(hidden, last)
     live = rows != device.layout.dummy_row
     finish_reference(device.state.tables, rows, live, Outcome(query_len, first, draft))
-    return first, chosen.finite
+    return first, chosen.finite[:, 0]
 
 
 def _attention(

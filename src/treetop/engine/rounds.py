@@ -81,7 +81,7 @@ def verify_phase(device: Device, key: RoundKey, bound: int) -> None:
     if key.choice is Choice.GREEDY:
         chosen = ops.greedy(logits)
     else:
-        chosen = device.choose(logits, rows, places.nodes + 1, key.choice)
+        chosen = device.choose(logits, rows, places.nodes, key.choice)
     emitted = device.simulate_accept_length if shape.num_steps else None
     ops.accept(chosen, tree, accepted, None if emitted is None else emitted - 1)
     device.commit(buffers.verify_tails, _paths(device, key, accepted.path))

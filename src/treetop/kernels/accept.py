@@ -2,7 +2,7 @@
 """Choosing and accepting on a GPU: a greedy round in two launches, a sampled one in one after `kernels.draw`.
 
 References: `greedy_choice`, `accept` and `force` of `spec.verify`, which these equal bit for bit. Where a logit
-is NaN the row is not finite, and the token chosen there has no meaning.
+is NaN the node is not finite, and the token chosen there has no meaning.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _PIECE = 4096
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The target's token after each node, drawn already. token: [rows, T] int64. finite: [rows] bool."""
+    """The target's token after each node, drawn already. token: [rows, T] int64. finite: [rows, T] bool, its logits."""
 
     token: Tensor
     finite: Tensor
@@ -96,7 +96,9 @@ def _accept_kernel(
     nodes: constexpr, width: constexpr, pieces: constexpr, block_t: constexpr, block_w: constexpr,
     block_p: constexpr, greedy: constexpr, forced: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
-    """One row a program. choice: keys [rows, nodes, pieces] if greedy, else tokens [rows, nodes]. Grid (rows,)."""
+    """One row a program. choice: keys [rows, nodes, pieces] if greedy, else tokens [rows, nodes], and finite_in
+    bytes [rows, nodes]. Grid (rows,).
+    """
     if overlap:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -109,17 +111,16 @@ def _accept_kernel(
         at = (row * nodes + node[:, None]) * pieces + part[None, :]
         key = tl.max(tl.load(choice + at, mask=known, other=-0x7FFFFFFFFFFFFFFF), 1)
         token = index_of(key).to(tl.int64)
-        best = value_of(key)
-        sound = tl.min(tl.where(real, (tl.abs(best) < float("inf")).to(tl.int32), 1), 0)  # false of NaN
-        tl.store(finite + row, sound.to(tl.uint8))
+        sound = tl.abs(value_of(key)) < float("inf")  # false of NaN
     else:
         token = tl.load(choice + row * nodes + node, mask=real, other=0)
-        tl.store(finite + row, tl.load(finite_in + row))
+        sound = tl.load(finite_in + row * nodes + node, mask=real, other=1) != 0
 
     column = tl.arange(0, block_w)
     if forced >= 0:
         length = tl.full([], forced, tl.int32)
         at_column = tl.where(column <= forced, column, 0)
+        on_path = node <= forced
     else:
         up = tl.load(parent + row * tree_row + node, mask=real, other=0).to(tl.int32)
         expected = tl.sum(tl.where(up[:, None] == node[None, :], token[None, :], 0), 1)  # the parent's choice
@@ -133,6 +134,7 @@ def _accept_kernel(
         level = tl.load(depth + row * tree_row + node, mask=real, other=0).to(tl.int32)
         here = on_path[None, :] & (level[None, :] == column[:, None])  # a path has one node a depth
         at_column = tl.sum(tl.where(here, node[None, :], 0), 1)
+    tl.store(finite + row, tl.min((sound | (on_path.to(tl.int32) == 0)).to(tl.int32), 0).to(tl.uint8))
     emitted = tl.sum(tl.where(at_column[:, None] == node[None, :], token[None, :], 0), 1)
     inside = column < width
     tl.store(path + row * path_row + column, at_column.to(tl.int64), mask=inside)

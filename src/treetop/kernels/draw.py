@@ -17,8 +17,8 @@ from torch import Tensor
 from treetop.kernels.sampling import TEMPERATURES, Sampler
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, launch_options, tl
 
-_BLOCK = 4096
-"""Logits that a program looks at in a step."""
+_BLOCK = 8192
+"""Logits that a program looks at in a step; a pass over a row is bound by the latency of its steps."""
 
 
 def draw_tokens(
@@ -27,8 +27,8 @@ def draw_tokens(
     """The token drawn after each node, and whether its logits have a finite largest one.
 
     logits: [rows, T, vocab], contiguous; float32 or narrower. sampler: of all rows. rows: [rows] int64. positions:
-    [rows, T] int64, where the new tokens stand. Returns [rows, T] int64 and bool; a token of logits that are not finite
-    has no meaning.
+    [rows, T] int64, where the nodes stand; a token stands one further. Returns [rows, T] int64 and bool; a token of
+    logits that are not finite has no meaning.
     """
     count, width, vocab = logits.shape
     assert logits.is_contiguous()
@@ -43,7 +43,7 @@ def draw_tokens(
         vocab, width, *positions.stride(),
         block=block, block_b=lanes(-(-vocab // block)), coldest=TEMPERATURES[0],
         hottest=TEMPERATURES[1], overlap=gpu.can_overlap,
-        num_warps=8 if block >= 2048 else 4, **launch_options(gpu),
+        num_warps=max(4, min(16, block // 512)), **launch_options(gpu),
     )  # fmt: skip
     return token, finite
 
@@ -89,6 +89,8 @@ def _draw_kernel(
             goal = tl.zeros([], tl.float64)
             equals = tl.full([], 0x7FFFFFFF, tl.int64)  # of the lowest logit that top-k keeps
             if (top_k > 0) & (top_k < vocab):
+                if top_k <= block:  # each lane's highest is one of at least `block` logits from their lowest on
+                    lowest = tl.min(_ordered(highest.to(logits.dtype.element_ty)), 0).to(tl.int64)
                 lowest = _cut(line, vocab, best, scale, lowest, top + 1, top_k.to(tl.float64), False, block)
                 above = _above(line, vocab, best, scale, lowest + 1, False, block)
                 equals = top_k - above.to(tl.int64)
@@ -98,8 +100,11 @@ def _draw_kernel(
                 goal = _above(line, vocab, best, scale, lowest, True, block)
             cut, spare = lowest, equals
             if top_p < 1:
+                # Weights below (1 - top_p) * mass / vocab are too little together; half of that, as sums are rounded.
+                light = tl.log2(((1 - top_p) * goal / (2 * vocab)).to(tl.float32))
+                low = _ordered((best + light / scale).to(logits.dtype.element_ty)).to(tl.int64) - 1  # it was rounded
                 goal = tl.maximum(goal * top_p, 1e-30)  # the best one always stays
-                cut = _cut(line, vocab, best, scale, lowest, top + 1, goal, True, block)
+                cut = _cut(line, vocab, best, scale, tl.maximum(lowest, low), top + 1, goal, True, block)
                 more = goal - _above(line, vocab, best, scale, cut + 1, True, block)
                 weight = _weight_of(cut, logits.dtype.element_ty, best, scale).to(tl.float64)
                 spare = tl.ceil(tl.minimum(more / tl.maximum(weight, 1e-300), 1e9)).to(tl.int64)
@@ -115,9 +120,8 @@ def _draw_kernel(
             ties = tl.where(here, known, ties)
             known += equal
         sums = tl.cumsum(parts, 0)
-        coin = _coin(
-            tl.load(seeds + row), tl.load(positions + node // width * position_row + node % width * position_node)
-        )
+        position = tl.load(positions + node // width * position_row + node % width * position_node)
+        coin = _coin(tl.load(seeds + row), position + 1)
         target = coin * tl.max(sums, 0)
         chosen = tl.minimum(tl.sum((sums <= target).to(tl.int32), 0), block_b - 1)
         before = tl.max(tl.where(part < chosen, sums, 0.0), 0)

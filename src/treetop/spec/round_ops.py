@@ -37,7 +37,10 @@ class RoundOps(Protocol):
     rows' samplers, see `spec.verify.sampled_choice`. accept: follow them.
     forced: see `spec.verify.force`. commit: a group's K/V, from tail to pages. features: those of each path's nodes,
     side by side. pick: one column of each row. finish: the row tables after a round. extend_mask: [width, width] bool.
+    filters_apart: whether a draw with filters is other work than one without.
     """
+
+    filters_apart: bool
 
     def start(
         self, tables: RowTables, rows: Tensor, shape: SpecShape, tree: DraftTree, places: Places
@@ -102,6 +105,8 @@ class Parts:
 
 class TorchRoundOps:
     """Any device, any dtype, any shape."""
+
+    filters_apart = True  # they sort the vocabulary
 
     def __init__(self, parts: Parts | None = None) -> None:
         self._parts = parts or Parts()
@@ -192,6 +197,8 @@ class TorchRoundOps:
 class TritonRoundOps:
     """A GPU, shapes that `kernels.grow.fits` admits, and the parts as they are."""
 
+    filters_apart = False
+
     def __init__(self, device: torch.device, max_topk: int, max_width: int) -> None:
         """max_topk, max_width: the widest masks asked for; they are constants, made here and never in a graph."""
         self._gpu = gpu_traits(device)
@@ -215,8 +222,7 @@ class TritonRoundOps:
         return accepting.best_of_pieces(logits, self._gpu)
 
     def draw(self, logits: Tensor, sampler: Sampler, rows: Tensor, positions: Tensor, filtered: bool) -> Drawn:
-        token, finite = draw_tokens(logits, sampler, rows, positions, self._gpu)
-        return Drawn(token, finite.all(dim=1))
+        return Drawn(*draw_tokens(logits, sampler, rows, positions, self._gpu))
 
     def accept(self, chosen: Drawn | Pieces, tree: DraftTree, out: Accepted, forced: int | None) -> None:
         accepting.accept(chosen, tree, out, forced, self._gpu)

@@ -17,9 +17,11 @@ from treetop.types.tree import Accepted, DraftTree
 
 
 def greedy_choice(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The target's token after each node. logits: [rows, T, vocab]. Returns tokens [rows, T], finite [rows] bool."""
+    """The target's token after each node. logits: [rows, T, vocab]. Returns tokens and, bool, whether
+    a node's logits are finite, both [rows, T].
+    """
     best, token = logits.max(dim=-1)  # NaN wins a maximum, so `best` tells of it
-    return token, torch.isfinite(best).all(dim=1)
+    return token, torch.isfinite(best)
 
 
 def sampled_choice(
@@ -27,15 +29,15 @@ def sampled_choice(
 ) -> tuple[Tensor, Tensor]:
     """As `greedy_choice`, drawn from the warped target.
 
-    sampler: of all rows; `rows` [rows] picks. positions: [rows, T] int64, where the new tokens stand. filtered: see
-    `warp`.
+    sampler: of all rows; `rows` [rows] picks. positions: [rows, T] int64, where the nodes stand; a token stands one
+    further. filtered: see `warp`.
     """
     count, width, vocab = logits.shape
-    finite = torch.isfinite(logits.max(dim=-1).values).all(dim=1)
+    finite = torch.isfinite(logits.max(dim=-1).values)
     params, each_row = sampler.params, rows.repeat_interleave(width)
     each = WarpParams(*(v[each_row] for v in (params.temperature, params.top_k, params.top_p, params.min_p)))
-    safe = torch.where(finite[:, None, None], logits, 0)
-    coins = philox_coin(sampler.seed[rows][:, None].expand(count, width), positions)
+    safe = torch.where(finite[:, :, None], logits, 0)
+    coins = philox_coin(sampler.seed[rows][:, None].expand(count, width), positions + 1)
     token = draw(warp(safe.reshape(count * width, vocab), each, filtered), coins.reshape(-1))
     return token.reshape(count, width), finite
 
@@ -47,14 +49,15 @@ def force(choice: Tensor, finite: Tensor, accept_len: int, commit_width: int) ->
     path = torch.where(column <= accept_len, column, 0)
     tokens = choice.gather(1, path)
     lengths = torch.full((rows,), accept_len, dtype=torch.int64, device=choice.device)
-    return Accepted(path, lengths, tokens, tokens[:, accept_len], finite)
+    return Accepted(path, lengths, tokens, tokens[:, accept_len], finite.gather(1, path).all(dim=1))
 
 
 def accept(tree: DraftTree, choice: Tensor, finite: Tensor, commit_width: int) -> Accepted:
     """Follow the target's choices through each tree.
 
-    choice: [rows, T] int64, the target's token after each node. A node is on the path iff it and all its ancestors
-    equal their parents' choices; siblings differ, so the path has one node a depth, in ascending order.
+    choice: [rows, T] int64, the target's token after each node. finite: [rows, T] bool, of its logits there. A node is
+    on the path iff it and all its ancestors equal their parents' choices; siblings differ, so the path has one node a
+    depth, in ascending order. Logits off the path do not matter, finite or not.
     """
     rows, width = tree.tokens.shape
     wanted = tree.tokens == choice.gather(1, tree.parent)
@@ -66,4 +69,5 @@ def accept(tree: DraftTree, choice: Tensor, finite: Tensor, commit_width: int) -
     path = torch.zeros((rows, commit_width + 1), dtype=torch.int64, device=choice.device)
     path = path.scatter_(1, place, nodes)[:, :commit_width]
     tokens = choice.gather(1, path)
-    return Accepted(path, accept_len, tokens, tokens.gather(1, accept_len[:, None])[:, 0], finite)
+    sound = (finite | ~on_path).all(dim=1)
+    return Accepted(path, accept_len, tokens, tokens.gather(1, accept_len[:, None])[:, 0], sound)

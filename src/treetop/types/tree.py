@@ -29,7 +29,7 @@ class Accepted:
 
     path: [rows, S + 1] int64, node indices from the root; 0 past the path. accept_len: [rows] int64, the number a of
     accepted drafts. tokens: [rows, S + 1] int64, the a accepted tokens, then the bonus token; valid ids past it too.
-    bonus: [rows] int64. finite: [rows] bool.
+    bonus: [rows] int64. finite: [rows] bool, the target's logits at every node of the path.
     """
 
     path: "Tensor"

@@ -1,0 +1,147 @@
+"""What a board's power limit does to products and rounds: time after a pause, sustained time, power and energy.
+
+    python bench/power.py                                     gate and up of Llama-3.1-8B, 16 .. 2048 rows
+    python bench/power.py --rounds --shape 5,1,6 --batch 32   whole rounds, back to back
+
+Everything is measured with random weights and with zeros, which move no bits: operations, bytes and launches are the
+same, so where the times differ it is power that sets them. Energy is the driver's counter (NVML); it covers the board.
+JSON lines on stdout.
+"""
+
+import argparse
+import ctypes
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from unittest.mock import patch
+
+import torch
+from attention_cases import DEVICE, graph_of, times_us
+from few_rows import SHAPES, multiply
+from rounds import NAMES, preset
+from torch import Tensor
+
+from treetop import LLM
+from treetop.bench.prompts import prompt_ids
+from treetop.bench.rounds import engine_config, phase_times_ms, wall_times_ms
+from treetop.bench.sweeps import SweepOptions, make_grid
+from treetop.kernels.few_rows import RowsLaunch, choose_launch
+from treetop.kernels.triton_guard import gpu_traits
+from treetop.models import loader
+
+INPUT = 1024
+PAUSE_S, SUSTAINED_S = 0.3, 1.0
+WEIGHTS = 4
+"""Weights that a product takes in turn, so that none is found in the cache."""
+FILLS = ("random", "zero")
+
+
+def energy_mj() -> int:
+    """Millijoules that the first GPU has used since its driver was loaded. Raises OSError where NVML is missing."""
+    nvml, device, energy = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p(), ctypes.c_ulonglong()
+    for code in (
+        nvml.nvmlInit_v2(),
+        nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device)),
+        nvml.nvmlDeviceGetTotalEnergyConsumption(device, ctypes.byref(energy)),
+    ):
+        if code:
+            raise OSError(f"NVML does not tell the energy: error {code}")
+    return energy.value
+
+
+def sustained(run: Callable[[], object], seconds: float) -> tuple[float, float]:
+    """Microseconds and watts of `run`, repeated for a quarter of the time and then, measured, for all of it."""
+    torch.cuda.synchronize()
+    pace_s = statistics.median(times_us(run, 5)) * 1e-6
+    repeats = max(2, round(seconds / pace_s))
+    for _ in range(repeats // 4):
+        run()
+    torch.cuda.synchronize()
+    energy, started_s = energy_mj(), time.perf_counter()
+    for _ in range(repeats):
+        run()
+    torch.cuda.synchronize()
+    taken_s = time.perf_counter() - started_s
+    return 1e6 * taken_s / repeats, 1e-3 * (energy_mj() - energy) / taken_s
+
+
+def products(name: str, all_rows: list[int]) -> None:
+    """One weight's products: ours where the engine uses ours, and the vendor's."""
+    n, k, gated = SHAPES[name]
+    for fill in FILLS:
+        weights = [torch.zeros(n, k, dtype=torch.bfloat16, device=DEVICE) for _ in range(WEIGHTS)]
+        if fill == "random":
+            for weight in weights:
+                weight.normal_(std=k**-0.5)
+        for rows in all_rows:
+            x = torch.randn(rows, k, dtype=torch.bfloat16, device=DEVICE)
+            ours = choose_launch(rows, n, k, gated, gpu_traits(DEVICE))
+            for launch in (ours, None) if ours else (None,):
+                graph = graph_of(partial(_each, x, weights, gated, launch))
+                torch.cuda.synchronize()
+                time.sleep(PAUSE_S)
+                paused_us = statistics.median(times_us(graph.replay, 10)) / WEIGHTS
+                all_us, watts = sustained(graph.replay, SUSTAINED_S)
+                us = all_us / WEIGHTS
+                line = {"product": name, "rows": rows, "by": "vendor" if launch is None else "ours", "weights": fill}
+                line |= {"after_a_pause_us": round(paused_us, 1), "sustained_us": round(us, 1), "watts": round(watts)}
+                print(json.dumps(line | {"millijoules": round(1e-3 * us * watts, 1)}), flush=True)
+        del weights
+
+
+def _each(x: Tensor, weights: list[Tensor], gated: bool, launch: RowsLaunch | None) -> None:
+    for weight in weights:
+        multiply(x, weight, gated, launch)
+
+
+def rounds(name: str, shape: str, batch: int, count: int) -> None:
+    """Rounds back to back, after prompts, and their phases by themselves."""
+    model, draft = preset(name)
+    options = {"draft": draft, "load_format": "dummy", "simulate_accept_length": 3}
+    grid = make_grid(model, options, SweepOptions(None, [shape], [batch], [INPUT], count, batch))
+    for fill in FILLS:
+        with patch.object(loader, "_dummy", _zeros if fill == "zero" else loader._dummy):
+            llm = LLM(**asdict(engine_config(model, options, grid.shapes[0], grid)))
+        wall, _ = wall_times_ms(llm, prompt_ids(llm, batch, INPUT), count)
+        phases = phase_times_ms(llm, batch, INPUT, count)
+        tens = [round(statistics.median(wall[at : at + 10]), 2) for at in range(0, count, 10)]
+        device = statistics.median(map(sum, zip(*phases.values(), strict=True)))
+        line = {"shape": shape, "batch": batch, "weights": fill, "wall_ms": round(statistics.median(wall), 2)}
+        line |= {"medians_of_ten_ms": tens, "device_ms": round(device, 2)}
+        line |= {"phase_ms": {str(phase): round(statistics.median(each), 3) for phase, each in phases.items()}}
+        print(json.dumps(line), flush=True)
+        del llm
+        gc.collect()
+
+
+def _zeros(shapes: dict[str, tuple[int, ...]], place: loader.Placement) -> dict[str, Tensor]:
+    """Weights of a model that computes nothing: its norms are one, all else is zero."""
+    found = {}
+    for name, shape in shapes.items():
+        make = torch.ones if len(shape) == 1 and name != "d2t" else torch.zeros
+        found[name] = make(shape, dtype=torch.int64 if name == "d2t" else place.dtype, device=place.device)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--product", choices=SHAPES, default="gate_up", help="default: gate_up")
+    parser.add_argument("--rows", type=int, nargs="+", default=[16, 64, 128, 192, 512, 2048])
+    parser.add_argument("--rounds", action="store_true", help="rounds of a whole engine instead of one product")
+    parser.add_argument("--preset", choices=NAMES, default=NAMES[0])
+    parser.add_argument("--shape", default="5,1,6", help="S,k,T of --rounds; default: 5,1,6")
+    parser.add_argument("--batch", type=int, default=32, help="of --rounds; default: 32")
+    parser.add_argument("--count", type=int, default=60, help="rounds that are timed; default: 60")
+    args = parser.parse_args()
+    if args.rounds:
+        rounds(args.preset, args.shape, args.batch, args.count)
+    else:
+        products(args.product, args.rows)
+
+
+if __name__ == "__main__":
+    main()
