@@ -44,7 +44,7 @@ from attention_cases import (
     shapes_to_check,
     shapes_to_time,
 )
-from launch_tuning import LENGTHS, shapes_to_tune, tune
+from launch_tuning import LENGTHS, classes_to_tune, tune
 
 import treetop.attention
 import treetop.kernels
@@ -176,7 +176,7 @@ def classes_of_auto() -> list[Shape]:
     """The classes that `auto` tells apart: Llama-3.1-8B's heads, decoding and trees by context limit, and prefill."""
     shapes = []
     sizes = itertools.product(LENGTHS.items(), (1, 8, 32, 4, 16, 64), (16, 8, 1, 4, 32, 64))
-    for (limit, length), rows, n in sizes:
+    for (limit, (length, *_)), rows, n in sizes:
         if rows * length <= 131072:
             shapes.append(Shape("tree" if n > 1 else "plain", rows, n, length, n, bound=limit))
     prefill = [(1, 512, 1024), (1, 512, 4096), (1, 2048, 2048), (4, 512, 1024), (8, 512, 2048), (1, 512, 16384)]
@@ -236,8 +236,8 @@ def main(arguments: list[str]) -> int:
     end = time.monotonic() + options.limit_s
     if options.tune:
         known = set(launch.launch_table()["classes"]) if options.missing else set()
-        shapes = [shape for shape in shapes_to_tune() if shape.call.shape_class not in known]
-        write_table(treetop.kernels, launch.TABLE, "python bench/attention.py --tune", tune(shapes, end, say))
+        classes = [shapes for shapes in classes_to_tune() if shapes[0].call.shape_class not in known]
+        write_table(treetop.kernels, launch.TABLE, "python bench/attention.py --tune", tune(classes, end, say))
         return 0
     wrong = check_all(backends)
     if options.check:

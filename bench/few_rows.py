@@ -43,7 +43,7 @@ SHAPES = {
     "qwen3 lm_head": (151936, 4096, False),
 }
 """Name -> (n, k, gated): the products of Llama-3.1-8B and its EAGLE-3 head, and those in which Qwen3-8B differs."""
-ROWS = (16, 32, 64, 128, 192)
+ROWS = (16, 32, 64, 128, 192, 256)
 TABLE = Path(kernels.__file__).with_name("few_rows.json")
 SHARED_MEMORY = 227 * 1024
 GAP_US = 2.0
@@ -63,7 +63,7 @@ def candidates(rows: int, n: int, k: int, gated: bool) -> Iterator[RowsLaunch]:
         if filled and 40_000 < used < SHARED_MEMORY and accumulators <= 200 and k % (splits * block_k) == 0:
             for tiled in (False, True) if rows > 16 else (False,):
                 for rows_left in (False, True) if rows >= 64 else (False,):
-                    if rows <= 128 or tiled:  # pointers take too many registers for 192 rows
+                    if rows <= 128 or tiled:  # pointers take too many registers for more
                         yield RowsLaunch(block_n, block_k, splits, stages, warps, 1, tiled, rows_left)
 
 

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import multiprocessing
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -19,15 +20,23 @@ from treetop.kernels.triton_guard import gpu_traits, power_of_two
 
 WORTH = 0.97
 """A launch replaces the formula's only if it takes less than this share of the formula's time: the rest is noise."""
-LENGTHS = {2048: 1024, 8192: 2048, 131072: 4096}
-"""Context limit, which is what a captured round is cut for -> the length that rows are taken to have then."""
+LENGTHS = {2048: (1024,), 8192: (2048,), 131072: (4096, 32768)}
+"""Context limit, which is what a captured round is cut for -> lengths that rows may have then, the usual one first."""
+MOST_TOKENS = 8 * 32768
+"""Of a batch that a launch is tried on."""
 
 
-def shapes_to_tune() -> list[Shape]:
-    """Decoding and trees of Llama-3.1-8B's heads in captured rounds of three context limits, and chunks of prompts."""
+def classes_to_tune() -> list[list[Shape]]:
+    """Decoding and trees of Llama-3.1-8B's heads in captured rounds of three context limits, and chunks of prompts.
+
+    A class is one launch and all shapes that it has to serve.
+    """
     sizes = itertools.product(LENGTHS.items(), (32, 8, 1), (8, 1, 16, 4))
-    tree = [Shape("tree", rows, n, length, n, bound=limit) for (limit, length), rows, n in sizes]
-    return [*tree, *[Shape("prefill", 1, 512, length, 0) for length in (512, 2048, 8192)]]
+    tree = [
+        [Shape("tree", rows, n, length, n, bound=limit) for length in lengths if rows * length <= MOST_TOKENS]
+        for (limit, lengths), rows, n in sizes
+    ]
+    return [*tree, *[[Shape("prefill", 1, 512, length, 0)] for length in (512, 2048, 8192)]]
 
 
 def candidates(shape: Shape) -> Iterator[Launch]:
@@ -76,7 +85,12 @@ def compile_all(shapes: list[Shape]) -> None:
         list(pool.map(compile_once, jobs.values(), chunksize=4))
 
 
-def time_launch(case: Case, launch: Launch, replays: int) -> float:
+def time_launch(cases: list[Case], launch: Launch, replays: int) -> float:
+    """Us of a call, the geometric mean over the cases of a class."""
+    return statistics.geometric_mean(time_case(case, launch, replays) for case in cases)
+
+
+def time_case(case: Case, launch: Launch, replays: int) -> float:
     """Median us of a call in a replayed graph; infinite where the result is wrong or the launch does not fit."""
     last: list[torch.Tensor] = []
 
@@ -93,24 +107,24 @@ def time_launch(case: Case, launch: Launch, replays: int) -> float:
     return times[len(times) // 2] / len(case.layers)
 
 
-def tune(shapes: list[Shape], end: float, say: Callable[[str], None]) -> dict[str, Any]:
-    """Entries of the launch table for `shapes` begun before `end`: the fastest launch, its time, and the formula's."""
+def tune(classes: list[list[Shape]], end: float, say: Callable[[str], None]) -> dict[str, Any]:
+    """Entries of the launch table for `classes` begun before `end`: the fastest launch, its time, and the formula's."""
     table: dict[str, Any] = {}
-    compile_all(shapes)
-    for shape in shapes:
+    compile_all([shapes[0] for shapes in classes])
+    for shapes in classes:
         if time.monotonic() > end:
-            say(f"time is up after {len(table)} of {len(shapes)} shapes")
+            say(f"time is up after {len(table)} of {len(classes)} classes")
             break
-        case = build(shape, min(num_layers_for(shape), 16))
+        shape, cases = shapes[0], [build(each, min(num_layers_for(each), 16)) for each in shapes]
         formula = launch_by_formula(shape.call, gpu_traits(DEVICE))
-        timed = {launch: time_launch(case, launch, 7) for launch in candidates(shape)}
+        timed = {launch: time_launch(cases, launch, 7) for launch in candidates(shape)}
         finalists = [formula, *sorted(timed, key=lambda launch: timed[launch])[:4]]
-        again = {launch: time_launch(case, launch, 30) for launch in finalists}
+        again = {launch: time_launch(cases, launch, 30) for launch in finalists}
         best = min(again, key=lambda launch: again[launch])
         if again[best] > WORTH * again[formula]:
             best = formula
         say(f"{shape.call.shape_class}: formula {again[formula]:.1f} us, best {again[best]:.1f} us {asdict(best)}")
         times = {"us": round(again[best], 2), "formula_us": round(again[formula], 2)}
         table[shape.call.shape_class] = {**entry_of(best), **times}
-        del case
+        del cases
     return table

@@ -16,7 +16,7 @@ from treetop.kernels.triton_guard import gpu_traits
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 GPU = torch.device("cuda")
-ROWS = [1, 15, 16, 31, 64, 100, 128, 129, 150, 192]
+ROWS = [1, 15, 16, 31, 64, 100, 128, 129, 150, 192, 193, 256]
 
 
 def inputs(rows, n, k, dtype=torch.bfloat16):
@@ -56,7 +56,7 @@ def test_gated_products_equal_their_reference(rows, tiled):
     assert_near(gated_rows(x, weight, RowsLaunch(64, 64, 1, 3, 4, 1, tiled), gpu), gated_rows_reference(x, weight))
 
 
-@pytest.mark.parametrize("rows", [1, 16, 32, 64, 128, 192])
+@pytest.mark.parametrize("rows", [1, 16, 32, 64, 128, 192, 256])
 @pytest.mark.parametrize(("n", "k", "gated"), [(6144, 4096, False), (4096, 4096, False), (28672, 4096, True)])
 def test_the_launches_that_a_llama_8b_gets_are_right(rows, n, k, gated):
     """What `choose_launch` gives on this GPU, from the table or not."""

@@ -1,7 +1,7 @@
 # ruff: noqa: PLR0912, PLR0917 (kernels take what they touch as arguments)
 """Products of few rows with a large weight, the bulk of a decode round: bound by how fast weights stream from memory.
 
-    y = x @ weight.T        x: [rows, k], rows <= 192; weight: [n, k]
+    y = x @ weight.T        x: [rows, k], rows <= 256; weight: [n, k]
 
 A program computes `block_n` outputs over one share of k. With the weight as the left operand a tensor core works on 64
 outputs by however few rows there are; from 64 rows on, rows may be on the left. Where n alone gives too few programs, k
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, launch_options, power_of_two, tiles_of, tl
 
-MAX_ROWS = 192
+MAX_ROWS = 256
 _TABLE = Path(__file__).with_name("few_rows.json")
 
 
@@ -190,13 +190,13 @@ def _ask_for(at: Arg) -> None:
 
 
 def row_class(rows: int) -> int:
-    """The rows that a launch for `rows` computes: 16, 32, 64, 128 or 192."""
+    """The rows that a launch for `rows` computes: 16, 32, 64, 128, 192 or 256."""
     return sum(_row_blocks(rows))
 
 
 def _row_blocks(rows: int) -> tuple[int, int]:
     """Rows in two blocks whose sizes are powers of two, the second perhaps 0."""
-    return (128, 64) if rows > 128 else (max(16, power_of_two(rows)), 0)
+    return (128, power_of_two(max(rows - 128, 64))) if rows > 128 else (max(16, power_of_two(rows)), 0)
 
 
 @cache
