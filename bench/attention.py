@@ -219,7 +219,7 @@ def main(arguments: list[str]) -> int:
     """Figures on stderr, JSON on stdout or in a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", help="write the results here instead of stdout")
-    parser.add_argument("--shapes", default="tree,plain,draft,prefill", help="kinds to time, comma-separated")
+    parser.add_argument("--shapes", default="tree,prefix,plain,draft,prefill", help="kinds to time, comma-separated")
     parser.add_argument(
         "--backends", default="triton,fa3,flashinfer,fa4", help="comma-separated; those refused are left out"
     )

@@ -29,7 +29,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 
 @dataclass(frozen=True)
 class Shape:
-    """One call. kind: tree, plain or draft (prefix and tail), prefill (causal, in the pages)."""
+    """One call. kind: tree, plain or draft (prefix and tail), prefix (no tail), prefill (causal, in the pages)."""
 
     kind: str
     rows: int
@@ -85,10 +85,17 @@ class Shape:
 
 def shapes_to_time() -> list[Shape]:
     """The shapes of design.md's table, plain decoding, draft phases and prefill chunks."""
-    tree = [(1, 16, 2048), (1, 16, 16384), (8, 16, 2048), (32, 8, 2048), (32, 16, 4096), (8, 64, 2048), (1, 8, 1024)]
+    tree = [(1, 16, 16384), (32, 8, 2048), (32, 16, 4096), (8, 64, 2048), (1, 8, 1024)]
     draft = [(1, 4, 1024, 20), (8, 6, 1024, 6), (32, 4, 1024, 12)]
     prefill = [(1, 512, 512), (1, 512, 8192), (4, 2048, 2048)]
+    whole_and_prefix = [
+        Shape(kind, rows, n, 2048, tail)
+        for rows in (1, 8)
+        for n in (8, 16)
+        for kind, tail in (("tree", n), ("prefix", 0))
+    ]
     return [
+        *whole_and_prefix,
         *[Shape("tree", rows, n, length, n) for rows, n, length in tree],
         *[Shape("plain", rows, 1, 1024, 1) for rows in (1, 8, 32)],
         *[Shape("tree", rows, n, 1024, n, bound=16384) for rows, n in ((1, 16), (8, 16))],
@@ -128,6 +135,8 @@ class Case:
         scale = self.shape.head_dim**-0.5
         if self.shape.kind == "prefill":
             return backend.causal(self.q, layer, plan, scale)
+        if self.shape.kind == "prefix":
+            return backend.prefix(self.q, layer, plan, scale)[0]
         return backend.prefix_tail(self.q, layer, plan, self.tail, scale)
 
     def plan(self, backend: Backend) -> Any:
@@ -166,6 +175,9 @@ def build(shape: Shape, num_layers: int) -> Case:
         positions = (extent - s.n).clamp(min=0)[:, None] + columns_of_q
         positions = torch.where(extent[:, None] > 0, positions, 0)
         queries = Queries(positions, positions, torch.empty(0, device=DEVICE))
+    elif s.kind == "prefix":
+        positions = extent[:, None] + columns_of_q
+        queries = Queries(positions, positions, torch.empty(0, device=DEVICE))
     else:
         picks = torch.rand(s.rows, s.tail, device=DEVICE) * torch.arange(s.tail, device=DEVICE)
         mask = ancestor_mask(picks.long(), s.tail)[:, -s.n :].contiguous()
@@ -186,7 +198,7 @@ def reference(case: Case, layer: PagedKV) -> Tensor:
         keys = PagedKeys(layer.data, view.table.data, view.rows[one], view.extent[one], s.prefix_len, view.page_size)
         sight = Sight(queries.positions[one], s.window, s.kind == "prefill")
         tail = None
-        if s.kind != "prefill":
+        if s.kind not in ("prefill", "prefix"):
             tail = TailKeys(case.tail.data[one], queries.tail_positions[one], queries.mask[one])
         q = case.q[one].to(torch.float32)
         outs.append(paged_attention_reference(q, keys, sight, tail, s.head_dim**-0.5)[0])
