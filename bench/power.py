@@ -5,7 +5,7 @@
 
 Everything is measured with random weights and with zeros, which move no bits: operations, bytes and launches are the
 same, so where the times differ it is power that sets them. Energy is the driver's counter (NVML); it covers the board.
-JSON lines on stdout.
+Results are checked before anything is timed. JSON lines on stdout; the first names the machine.
 """
 
 import argparse
@@ -20,8 +20,9 @@ from functools import partial
 from unittest.mock import patch
 
 import torch
+import triton
 from attention_cases import DEVICE, graph_of, times_us
-from few_rows import SHAPES, multiply
+from few_rows import SHAPES, check, multiply
 from rounds import NAMES, preset
 from torch import Tensor
 
@@ -32,6 +33,7 @@ from treetop.bench.sweeps import SweepOptions, make_grid
 from treetop.kernels.few_rows import RowsLaunch, choose_launch
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.models import loader
+from treetop.models.checkpoint import Shapes
 
 INPUT = 1024
 PAUSE_S, SUSTAINED_S = 0.3, 1.0
@@ -41,11 +43,12 @@ FILLS = ("random", "zero")
 
 
 def energy_mj() -> int:
-    """Millijoules that the first GPU has used since its driver was loaded. Raises OSError where NVML is missing."""
+    """Millijoules that the GPU has used since its driver was loaded. Raises OSError where NVML is missing."""
     nvml, device, energy = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p(), ctypes.c_ulonglong()
+    name = f"GPU-{str(torch.cuda.get_device_properties(DEVICE).uuid).removeprefix('GPU-')}".encode()
     for code in (
         nvml.nvmlInit_v2(),
-        nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device)),
+        nvml.nvmlDeviceGetHandleByUUID(name, ctypes.byref(device)),
         nvml.nvmlDeviceGetTotalEnergyConsumption(device, ctypes.byref(energy)),
     ):
         if code:
@@ -80,6 +83,8 @@ def products(name: str, all_rows: list[int]) -> None:
         for rows in all_rows:
             x = torch.randn(rows, k, dtype=torch.bfloat16, device=DEVICE)
             ours = choose_launch(rows, n, k, gated, gpu_traits(DEVICE))
+            if ours and fill == "random":
+                check(x, weights[0], gated, ours)
             for launch in (ours, None) if ours else (None,):
                 graph = graph_of(partial(_each, x, weights, gated, launch))
                 torch.cuda.synchronize()
@@ -104,7 +109,7 @@ def rounds(name: str, shape: str, batch: int, count: int) -> None:
     options = {"draft": draft, "load_format": "dummy", "simulate_accept_length": 3}
     grid = make_grid(model, options, SweepOptions(None, [shape], [batch], [INPUT], count, batch))
     for fill in FILLS:
-        with patch.object(loader, "_dummy", _zeros if fill == "zero" else loader._dummy):
+        with patch.object(loader, "_dummy", _zeros if fill == "zero" else _RANDOM):
             llm = LLM(**asdict(engine_config(model, options, grid.shapes[0], grid)))
         wall, _ = wall_times_ms(llm, prompt_ids(llm, batch, INPUT), count)
         phases = phase_times_ms(llm, batch, INPUT, count)
@@ -118,13 +123,16 @@ def rounds(name: str, shape: str, batch: int, count: int) -> None:
         gc.collect()
 
 
-def _zeros(shapes: dict[str, tuple[int, ...]], place: loader.Placement) -> dict[str, Tensor]:
-    """Weights of a model that computes nothing: its norms are one, all else is zero."""
-    found = {}
-    for name, shape in shapes.items():
-        make = torch.ones if len(shape) == 1 and name != "d2t" else torch.zeros
-        found[name] = make(shape, dtype=torch.int64 if name == "d2t" else place.dtype, device=place.device)
-    return found
+def _zeros(shapes: Shapes, place: loader.Placement) -> dict[str, Tensor]:
+    """Weights of a model that computes nothing: norms are one, all else is zero."""
+    tensors = _RANDOM(shapes, place)
+    for tensor in tensors.values():
+        if tensor.dim() > 1:
+            tensor.zero_()
+    return tensors
+
+
+_RANDOM = loader._dummy
 
 
 def main() -> None:
@@ -137,6 +145,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32, help="of --rounds; default: 32")
     parser.add_argument("--count", type=int, default=60, help="rounds that are timed; default: 60")
     args = parser.parse_args()
+    torch.manual_seed(0)
+    machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+    print(json.dumps(machine), flush=True)
     if args.rounds:
         rounds(args.preset, args.shape, args.batch, args.count)
     else:

@@ -13,6 +13,7 @@ from treetop.kernels import draw as drawing
 from treetop.kernels.draw import draw_tokens
 from treetop.kernels.sampling import Sampler, WarpParams, draw, philox_coin, warp
 from treetop.kernels.triton_guard import gpu_traits
+from treetop.spec.round_ops import TritonRoundOps
 from treetop.spec.verify import sampled_choice
 
 ON_GPU = torch.cuda.is_available()
@@ -45,6 +46,7 @@ EDGES = [
     (1e39, 0, 0.5, 0.0),
 ]
 NODES = 2 if ON_GPU else 1
+BLOCK = drawing._BLOCK
 
 
 def sampler_of(filters, generator):
@@ -105,6 +107,42 @@ else:
         positions = torch.arange(count * coins, device=DEVICE).view(count, coins) + 2**32 - 5
         got, want = both(logits, sampler, torch.arange(count, device=DEVICE), positions)
         assert (got[0] != want[0]).sum(dim=1).tolist() == [0] * count
+
+    @pytest.mark.parametrize("top_k", [15, 16, 17, 30])
+    def test_a_top_k_beyond_the_lanes_of_a_block_starts_at_the_bottom(monkeypatch, top_k):
+        """The highest of each lane bound the search only while they are at least k."""
+        monkeypatch.setattr(drawing, "_BLOCK", 16)
+        coins, generator = 40, torch.Generator().manual_seed(4)
+        logits = (torch.arange(43.0) * 0.25).expand(1, coins, 43).contiguous().to(DEVICE)
+        sampler, positions = sampler_of([(1e10, top_k, 1.0, 0.0)], generator), torch.arange(coins, device=DEVICE)[None]
+        got, want = both(logits, sampler, torch.zeros(1, dtype=torch.int64, device=DEVICE), positions)
+        assert torch.equal(got[0], want[0])
+        assert int(got[0].min()) < 43 - top_k + top_k // 2  # coins reach far down
+
+    @pytest.mark.skipif(not ON_GPU, reason="needs a vocabulary of many blocks as they are on a GPU")
+    @pytest.mark.parametrize(
+        "filters", [(0.8, 0, 1.0, 0.0), (0.8, 0, 0.9, 0.0), (0.8, 50, 0.9, 0.0), (1.0, 0, 0.9, 0.02)]
+    )
+    def test_the_launch_of_a_large_vocabulary_is_right(monkeypatch, filters):
+        """The block and the warps of an engine; bfloat16 logits, of which many are equal."""
+        monkeypatch.setattr(drawing, "_BLOCK", BLOCK)
+        generator = torch.Generator().manual_seed(5)
+        logits = (torch.randn(4, 16, 128_256, generator=generator) * 3).to(torch.bfloat16).to(DEVICE)
+        sampler, rows = sampler_of([filters] * 4, generator), torch.arange(4, device=DEVICE)
+        got, want = both(logits, sampler, rows, torch.arange(64, device=DEVICE).view(4, 16))
+        assert int((got[0] != want[0]).sum()) <= 1  # a coin on an edge within the rounding of sums
+
+    def test_a_draw_with_filters_is_the_one_without():
+        """Fused: so rounds with and without them can share a graph."""
+        generator = torch.Generator().manual_seed(6)
+        ops, sampler = TritonRoundOps(DEVICE, 1, 1), sampler_of(FILTERS, generator)
+        assert not ops.filters_apart
+        logits = torch.randn(len(FILTERS), 2, 90, generator=generator).to(DEVICE)
+        rows = torch.arange(len(FILTERS), device=DEVICE)
+        positions = torch.arange(2 * len(FILTERS), device=DEVICE).view(-1, 2)
+        drawn = [ops.draw(logits, sampler, rows, positions, filtered).token for filtered in (False, True)]
+        assert torch.equal(*drawn)
+        assert torch.equal(drawn[0], sampled_choice(logits, sampler, rows, positions, True)[0])
 
     @pytest.mark.parametrize("filters", [(1.0, 0, 1.0, 0.0), (0.8, 6, 0.9, 0.1)])
     def test_the_law_is_that_of_the_filtered_weights(filters):

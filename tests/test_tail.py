@@ -116,17 +116,48 @@ if INTERPRETED:
         part = replace(part, lse=part.lse * two, unit=1 / two)
         assert_close(tail_and_merge(s.q, part, keys_of(s), sight, s.scale, GPU, sinks), want, s.q.dtype)
 
-    def test_an_infinite_lse_of_a_row_with_keys_is_ignored_too():
-        """A library that saw nothing in a window may say +inf, -inf or NaN; none of them may spoil the tail."""
+    def test_a_query_that_saw_nothing_of_a_row_with_keys_takes_the_tail_alone():
+        """Whatever the library left in its output."""
         s = scene(n=4, t=6)
-        sight, want = TailSight(s.queries.positions), None
-        for value in (float("-inf"), float("inf"), float("nan")):
-            part = prefix_of(s)
-            part.lse[:], part.out[:] = value, float("nan")
-            got = tail_and_merge(s.q, part, keys_of(s), sight, s.scale, GPU)
-            assert bool(torch.isfinite(got).all())
-            want = got if want is None else want
-            assert torch.equal(got, want)
+        sight, part = TailSight(s.queries.positions), prefix_of(s)
+        part.lse[:], part.out[:] = float("-inf"), float("nan")
+        got = tail_and_merge(s.q, part, keys_of(s), sight, s.scale, GPU)
+        assert bool(torch.isfinite(got).all())
+        assert_close(got, tail_and_merge_reference(s.q, part, keys_of(s), sight, s.scale), s.q.dtype)
+
+    @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+    @pytest.mark.parametrize("value", [float("inf"), float("nan")])
+    def test_a_prefix_that_is_not_finite_shows(value):
+        """Where a row has keys; rows without any give what they gave."""
+        s = scene(n=4, t=6)
+        sight, part = TailSight(s.queries.positions), prefix_of(s)
+        clean = tail_and_merge(s.q, part, keys_of(s), sight, s.scale, GPU)
+        part.lse[:], part.out[:] = value, float("nan")
+        empty = part.extent == 0
+        assert 0 < int(empty.sum()) < empty.shape[0]
+        for got in (
+            tail_and_merge(s.q, part, keys_of(s), sight, s.scale, GPU),
+            tail_and_merge_reference(s.q, part, keys_of(s), sight, s.scale),
+        ):
+            assert bool(got[~empty].isnan().all())
+            assert_close(got[empty], clean[empty], s.q.dtype)
+
+    @pytest.mark.parametrize("splits", [1, 3])
+    @pytest.mark.parametrize("column", [0, 3])
+    def test_a_key_that_is_not_finite_shows_in_the_queries_that_see_it(splits, column):
+        """As in dense attention: their output is NaN, never 0, and that of the others is right."""
+        s = scene(n=4, t=6)
+        s.tail.data[:, column, 0] = float("nan")
+        launch = Launch(block_m=16, block_n=16, splits=splits, num_warps=4, num_stages=1)
+        keys = PagedKeys(s.kv.data, s.view.table.data, s.view.rows, s.view.extent, s.view.bound, s.view.page_size)
+        got, _ = paged_attention(s.q, keys, Sight(s.queries.positions), keys_of(s), s.scale, launch)
+        sees = s.queries.mask[:, :, column]
+        assert bool(sees.any())
+        assert torch.equal(got.isnan().all(dim=(2, 3)), sees)
+        assert_close(got[~sees], dense_answer(s, with_tail=True)[0][~sees], s.q.dtype)
+        part = prefix_of(s)
+        merged = tail_and_merge(s.q, part, keys_of(s), TailSight(s.queries.positions), s.scale, GPU)
+        assert torch.equal(merged.isnan().all(dim=(2, 3)), sees)
 
     @pytest.mark.parametrize("options", VARIETY[-3:], ids=str)
     @pytest.mark.parametrize("splits", [1, 3])

@@ -14,7 +14,7 @@ from treetop.kernels.tree import ancestor_mask, keyed_topk, next_level_mask, sta
 from treetop.models.eagle3 import DraftVocab, Eagle3Head, Proposal
 from treetop.spec.draft import grow_tree
 from treetop.spec.round_ops import TorchRoundOps
-from treetop.spec.verify import accept, greedy_choice
+from treetop.spec.verify import accept, force, greedy_choice
 from treetop.types.layout import SpecShape
 from treetop.types.tree import DraftTree, Places
 
@@ -184,7 +184,7 @@ def test_the_next_level_inherits_the_line_of_its_parent_and_not_of_its_neighbour
 @given(width=st.integers(1, 20), rows=st.integers(1, 4), seed=st.integers(0, 10**6))
 @settings(max_examples=200, deadline=None)
 def test_accepting_equals_a_walk_from_the_root(width, rows, seed):
-    """Path, tokens, length and bonus equal those of following the target's choices child by child."""
+    """Path, tokens, length, bonus and finiteness equal those of following the target's choices child by child."""
     rng = random.Random(seed)
     vocab = 6
     parents, tokens = [], []
@@ -212,7 +212,8 @@ def test_accepting_equals_a_walk_from_the_root(width, rows, seed):
         ancestor_mask(parent_tensor, deepest),
         torch.zeros(rows, width),
     )
-    accepted = accept(tree, torch.tensor(choice), torch.ones(rows, len(choice[0]), dtype=torch.bool), deepest + 1)
+    sound = torch.tensor([[rng.random() < 0.8 for _ in range(width)] for _ in range(rows)])
+    accepted = accept(tree, torch.tensor(choice), sound, deepest + 1)
     for row in range(rows):
         path, emitted = walk(tokens[row], parents[row], choice[row])
         length = len(path)
@@ -221,6 +222,19 @@ def test_accepting_equals_a_walk_from_the_root(width, rows, seed):
         assert accepted.path[row, length:].tolist() == [0] * (deepest + 1 - length)
         assert accepted.tokens[row, :length].tolist() == emitted
         assert accepted.bonus[row] == emitted[-1]
+        assert accepted.finite[row] == all(sound[row, path])
+
+
+def test_a_forced_path_is_the_first_nodes_in_order():
+    """Right or wrong, with their tokens; what counts is whether the logits of these nodes are finite."""
+    choice = torch.tensor([[5, 6, 7, 8], [1, 2, 3, 4]])
+    sound = torch.tensor([[True, True, False, False], [True, False, True, True]])
+    forced = force(choice, sound, 1, 3)
+    assert forced.path.tolist() == [[0, 1, 0]] * 2
+    assert forced.accept_len.tolist() == [1, 1]
+    assert forced.tokens[:, :2].tolist() == [[5, 6], [1, 2]]
+    assert forced.bonus.tolist() == [6, 2]
+    assert forced.finite.tolist() == [True, False]
 
 
 def test_greedy_choice_takes_the_first_of_the_largest_and_reports_what_is_not_finite():

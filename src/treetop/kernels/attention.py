@@ -274,7 +274,7 @@ def _attention_kernel(
 
     if has_sinks and not has_parts:
         acc, peak, mass = add_sink(tl.load(sinks + head, mask=real, other=0.0), acc, peak, mass)
-    seen = real & (mass > 0)
+    seen = real & (mass != 0)  # also of NaN, which must show
     result = tl.where(seen[:, None], acc / tl.where(seen, mass, 1.0)[:, None], 0.0)
     log_mass = tl.where(seen, (peak + tl.log2(tl.where(seen, mass, 1.0))) * 0.6931471805599453, float("-inf"))
     out_at = (row * n + query) * (tl.num_programs(0) * group) + head
@@ -312,9 +312,9 @@ def _merge_kernel(
     mass = tl.sum(weight, 0)
     if has_sinks:
         mass += tl.exp(sink - peak)
-    seen = mass > 0
+    seen = mass != 0
     mass = tl.where(seen, mass, 1.0)
-    part = tl.where((weight > 0)[:, None], part, 0.0)
+    part = tl.where((weight != 0)[:, None], part, 0.0)
     total = tl.sum(part * weight[:, None], 0) / mass
     tl.store(out + item * dim + dims, total.to(out.dtype.element_ty), mask=dims < dim)
     tl.store(lse + item, tl.where(seen, peak + tl.log(mass), float("-inf")))

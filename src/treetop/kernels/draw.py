@@ -4,7 +4,9 @@
 Reference: `spec.verify.sampled_choice`. A logit's weight is exp((logit - best) / temperature), so that min-p compares
 with it directly. What top-k and top-p keep is a prefix of the tokens ordered by logit, hence a lowest logit and how
 many of its equals; both are found by a search over the ordered bits of a logit, where one pass over the row counts, or
-weighs, what lies above three thresholds. The draw finds its block of the vocabulary first, then the token in it.
+weighs, what lies above three thresholds. The first pass bounds the searches: top-k by the lowest of the lanes' best,
+top-p by the logit below which all together weigh too little. The draw finds its block of the vocabulary first, then the
+token in it.
 
 Weights are float32; a lane adds its own in float32, lanes and the blocks of a draw are added in float64, all in a fixed
 order: the token depends on the row's logits, its parameters and its coin alone. It may differ from the reference's
@@ -102,7 +104,7 @@ def _draw_kernel(
             if top_p < 1:
                 # Weights below (1 - top_p) * mass / vocab are too little together; half of that, as sums are rounded.
                 light = tl.log2(((1 - top_p) * goal / (2 * vocab)).to(tl.float32))
-                low = _ordered((best + light / scale).to(logits.dtype.element_ty)).to(tl.int64) - 1  # it was rounded
+                low = _ordered((best + light / scale).to(logits.dtype.element_ty)).to(tl.int64)
                 goal = tl.maximum(goal * top_p, 1e-30)  # the best one always stays
                 cut = _cut(line, vocab, best, scale, tl.maximum(lowest, low), top + 1, goal, True, block)
                 more = goal - _above(line, vocab, best, scale, cut + 1, True, block)

@@ -21,7 +21,8 @@ class PrefixPart:
 
     out: [rows, n, heads, head_dim], dense in its last dimension. lse: [rows, n, heads] float32, any strides; times
     `unit` it is the natural logarithm. extent: [rows] int64, the number of keys. Where a row has none, or the lse is
-    not finite, neither counts, whatever lies there: libraries differ on what they leave for an empty prefix.
+    -inf, neither counts, whatever lies there: libraries differ on what they leave for an empty prefix. An lse of a row
+    with keys that is NaN or +inf is an error before, and shows.
     """
 
     out: Tensor
@@ -31,7 +32,7 @@ class PrefixPart:
 
     def normalised(self) -> tuple[Tensor, Tensor]:
         """(out, lse) as the contract has them: natural, and 0 and -inf where nothing was seen."""
-        seen = (self.extent > 0)[:, None, None] & self.lse.isfinite()
+        seen = (self.extent > 0)[:, None, None] & (self.lse != float("-inf"))
         return torch.where(seen[..., None], self.out, 0), torch.where(seen, self.lse * self.unit, float("-inf"))
 
 
@@ -99,7 +100,7 @@ def _tail_kernel(
     keys = tl.zeros([block_m], tl.int32) + tl.load(extent + row).to(tl.int32)
     lse_at = row * lse_row + query * lse_query + head * lse_head
     log_mass = tl.load(before_lse + lse_at, mask=real & (keys > 0), other=float("-inf"))
-    seen = (log_mass > float("-inf")) & (log_mass < float("inf"))  # NaN is neither
+    seen = log_mass != float("-inf")  # NaN too, which must show
     peak = tl.where(seen, log_mass * lse_scale, -1e30)
     mass = tl.where(seen, 1.0, 0.0)
     at = row * before_row + query * before_query + head * before_head
@@ -117,7 +118,7 @@ def _tail_kernel(
     if has_sinks:
         acc, peak, mass = add_sink(tl.load(sinks + head, mask=real, other=0.0), acc, peak, mass)
 
-    result = acc / tl.where(mass > 0, mass, 1.0)[:, None]
+    result = acc / tl.where(mass != 0, mass, 1.0)[:, None]
     out_at = (row * n + query) * (tl.num_programs(0) * group) + head
     tl.store(out + out_at[:, None] * dim + dims[None, :], result.to(out.dtype.element_ty), mask=wide)
 

@@ -17,8 +17,9 @@ from treetop.types.tree import Accepted, DraftTree
 
 
 def greedy_choice(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The target's token after each node. logits: [rows, T, vocab]. Returns tokens and, bool, whether
-    a node's logits are finite, both [rows, T].
+    """The target's token after each node. logits: [rows, T, vocab].
+
+    Returns the tokens, and whether a node's logits are finite (bool), both [rows, T].
     """
     best, token = logits.max(dim=-1)  # NaN wins a maximum, so `best` tells of it
     return token, torch.isfinite(best)
@@ -57,7 +58,8 @@ def accept(tree: DraftTree, choice: Tensor, finite: Tensor, commit_width: int) -
 
     choice: [rows, T] int64, the target's token after each node. finite: [rows, T] bool, of its logits there. A node is
     on the path iff it and all its ancestors equal their parents' choices; siblings differ, so the path has one node a
-    depth, in ascending order. Logits off the path do not matter, finite or not.
+    depth, in ascending order. Logits off the path are not looked at (but a value that is not finite spoils its
+    whole tree: in attention even a masked one counts 0 times NaN).
     """
     rows, width = tree.tokens.shape
     wanted = tree.tokens == choice.gather(1, tree.parent)
