@@ -13,6 +13,7 @@ import ctypes
 import gc
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -30,10 +31,12 @@ from treetop import LLM
 from treetop.bench.prompts import prompt_ids
 from treetop.bench.rounds import engine_config, phase_times_ms, wall_times_ms
 from treetop.bench.sweeps import SweepOptions, make_grid
+from treetop.cli import OneLineParser, exit_code
 from treetop.kernels.few_rows import RowsLaunch, choose_launch
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.models import loader
 from treetop.models.checkpoint import Shapes
+from treetop.types.errors import ConfigError, InputError
 
 INPUT = 1024
 PAUSE_S, SUSTAINED_S = 0.3, 1.0
@@ -135,8 +138,8 @@ def _zeros(shapes: Shapes, place: loader.Placement) -> dict[str, Tensor]:
 _RANDOM = loader._dummy
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> int:
+    parser = OneLineParser(prog="power", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--product", choices=SHAPES, default="gate_up", help="default: gate_up")
     parser.add_argument("--rows", type=int, nargs="+", default=[16, 64, 128, 192, 512, 2048])
     parser.add_argument("--rounds", action="store_true", help="rounds of a whole engine instead of one product")
@@ -145,6 +148,14 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32, help="of --rounds; default: 32")
     parser.add_argument("--count", type=int, default=60, help="rounds that are timed; default: 60")
     args = parser.parse_args()
+    return exit_code("power", lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> int:
+    if not torch.cuda.is_available():
+        raise ConfigError("power is measured on an NVIDIA GPU, and there is none")
+    if min(args.rows) < 1 or args.count < 1:
+        raise InputError(f"--rows and --count must be at least 1, got {min(args.rows)} and {args.count}")
     torch.manual_seed(0)
     machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
     print(json.dumps(machine), flush=True)
@@ -152,7 +163,8 @@ def main() -> None:
         rounds(args.preset, args.shape, args.batch, args.count)
     else:
         products(args.product, args.rows)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
