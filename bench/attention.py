@@ -183,7 +183,7 @@ def classes_of_auto() -> list[Shape]:
     return shapes + [Shape("prefill", rows, n, length, 0) for rows, n, length in prefill]
 
 
-def write_choices(timed: list[dict[str, Any]]) -> None:
+def write_choices(timed: list[dict[str, Any]], names: str) -> None:
     classes = {
         row["class"]: {
             name: {"us": round(figures["us"], 2), "plan_us": round(figures["plan_us"], 1)}
@@ -193,7 +193,7 @@ def write_choices(timed: list[dict[str, Any]]) -> None:
         for row in timed
         if auto.FALLBACK in row["backends"]
     }
-    write_table(treetop.attention, auto.TABLE, "python bench/attention.py --write-table", classes)
+    write_table(treetop.attention, auto.TABLE, f"python bench/attention.py --write-table --backends {names}", classes)
 
 
 def write_table(package: Any, name: str, command: str, classes: dict[str, Any]) -> None:
@@ -248,7 +248,7 @@ def main(arguments: list[str]) -> int:
     shapes = [shape for shape in shapes if shape.kind in kinds and shape.call.shape_class not in known]
     timed = time_all(backends, shapes, end)
     if options.write_table:
-        write_choices(timed)
+        write_choices(timed, options.backends)
     report = {
         "machine": {"gpu": torch.cuda.get_device_name(), "host": platform.machine()},
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},

@@ -114,7 +114,7 @@ def tune(shapes: dict[str, tuple[int, int, bool]], all_rows: tuple[int, ...], wr
             vendor_us = measure_us(x, weights, gated, None)
             found: list[tuple[float, RowsLaunch]] = []
             known = choose_launch(rows, n, k, gated, gpu)
-            for launch in candidates(rows, n, k, gated) if write else [one for one in (known,) if one is not None]:
+            for launch in candidates(rows, n, k, gated) if write else filter(None, [known]):
                 check(x, weights[0], gated, launch)
                 found.append((measure_us(x, weights, gated, launch), launch))
             us, best = min(found, key=lambda pair: pair[0], default=(vendor_us, None))

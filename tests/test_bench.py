@@ -1,110 +1,20 @@
-"""The benchmark: what it compares before it times, the floor it computes, and the grid it measures."""
+"""The benchmark: what it compares before it times, what it refuses, and the grid it measures."""
 
 import json
-import math
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import torch
 
 from command_line import refused
 from engines import build, greedy, sampled
-from treetop.bench import compare, equality, plot, rounds, sweeps
+from treetop.bench import compare, equality, rounds
 from treetop.bench.equality import Equality, equal_outputs
-from treetop.bench.machine import Machine, measure_machine
-from treetop.bench.roofline import Case, head_parameters, round_floor, target_parameters
 from treetop.bench.rounds import Grid, engine_config, plain_options, run_grid
 from treetop.bench.sweeps import SweepOptions, make_grid
 from treetop.cli import main
-from treetop.models.spec import eagle3_spec, target_spec
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, EngineError, InputError
 from treetop.types.layout import PLAIN, SpecShape
-from treetop.types.phase import Phase
-
-PRESETS = Path(__file__).parent.parent / "bench" / "presets"
-H200 = Machine("H200", "2", "bfloat16", 4.27e12, 790e12)
-
-
-# ---------------------------------------------------------------------------------------------- the floor
-
-
-def presets(name="llama-3.1-8b"):
-    target = target_spec(PRESETS / name)
-    return target, eagle3_spec(PRESETS / f"eagle3-{name}", target)
-
-
-def test_streamed_parameters_of_the_presets_are_the_known_ones():
-    """Llama-3.1-8B streams 7.505 G parameters; a draft level with a 32k head 0.374 G, draft extend also `fc`."""
-    target, head = presets()
-    assert target_parameters(target) == 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336) + 4096 * 128256
-    assert target_parameters(target) / 1e9 == pytest.approx(7.505, abs=0.001)
-    level, fuse = head_parameters(head)
-    assert level == 2 * 4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336 + 4096 * 32000
-    assert level / 1e9 == pytest.approx(0.374, abs=0.001)
-    assert fuse == 3 * 4096 * 4096
-
-
-@pytest.mark.parametrize(
-    ("shape", "batch", "floor_ms"),
-    [
-        ((0, 1, 1), 1, 3.52),
-        ((0, 1, 1), 8, 3.74),
-        ((0, 1, 1), 32, 4.49),
-        ((3, 1, 4), 1, 4.07),
-        ((5, 1, 6), 1, 4.42),
-        ((5, 4, 16), 1, 4.42),
-        ((5, 4, 16), 8, 4.65),
-        ((5, 4, 16), 32, 11.0),
-    ],
-)
-def test_floors_are_those_computed_by_hand(shape, batch, floor_ms):
-    """docs/gpu.md's table for 4.27 TB/s and 790 TFLOP/s, to the two per cent by which its context is rounded."""
-    target, head = presets()
-    s, k, t = shape
-    case = Case(SpecShape(k, s, t), batch, 1024, 2)
-    floor = round_floor(target, head if s else None, case, H200)
-    assert 1e3 * sum(floor.values()) == pytest.approx(floor_ms, rel=0.02)
-
-
-def test_a_floor_is_bytes_or_operations_whichever_takes_longer():
-    """Few tokens stream weights, many multiply: with an endless rate of one, the other alone is left."""
-    target, head = presets()
-    case = Case(SpecShape(4, 5, 16), 64, 1024, 2)
-    both = round_floor(target, head, case, H200)
-    flop = round_floor(target, head, case, replace(H200, bytes_per_s=math.inf))
-    moved = round_floor(target, head, case, replace(H200, flop_per_s=math.inf))
-    for phase in Phase.DRAFT, Phase.VERIFY, Phase.EXTEND:
-        assert 0 < min(flop[phase], moved[phase]) < max(flop[phase], moved[phase]) == both[phase]
-    assert both[Phase.VERIFY] == flop[Phase.VERIFY]
-
-
-def test_a_window_bounds_the_context_that_a_layer_reads():
-    target, _ = presets()
-    near = replace(target, windows=(128,) * 16 + (None,) * 16)
-    full, half = (
-        round_floor(spec, None, Case(PLAIN, 1, 32768, 2), H200)[Phase.VERIFY] * H200.bytes_per_s
-        for spec in (target, near)
-    )
-    assert full - half == pytest.approx(16 * (32768 - 128) * 4096)
-
-
-def test_tied_embeddings_are_streamed_once(strong_pair, alien_pair):
-    for pair, tied in ((strong_pair, False), (alien_pair, True)):
-        spec = target_spec(pair.target)
-        assert spec.tied_embeddings is tied
-        plain = target_parameters(replace(spec, tied_embeddings=not tied))
-        assert target_parameters(spec) == plain
-
-
-def test_the_machine_is_measured_in_the_engines_dtype():
-    machine = measure_machine(torch.device("cpu"), torch.float32)
-    assert machine.dtype == "float32"
-    assert 1e8 < machine.bytes_per_s < 1e13
-    assert 1e8 < machine.flop_per_s < 1e14
-
 
 # ---------------------------------------------------------------------------------------------- equality
 
@@ -253,14 +163,6 @@ def test_a_sweep_refuses_before_it_measures_the_machine(capsys, monkeypatch, opt
     refused(capsys, argv, *parts)
 
 
-def test_a_plot_that_can_be_written_is_not_written_before_there_is_one(tmp_path):
-    plot.check_path(tmp_path / "p.html")
-    assert not list(tmp_path.iterdir())
-    (tmp_path / "p.html").write_text("old")
-    plot.check_path(tmp_path / "p.html")
-    assert (tmp_path / "p.html").read_text() == "old"
-
-
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
@@ -346,59 +248,7 @@ def test_the_plain_engine_of_a_comparison_is_never_forced():
     assert (config.draft, config.simulate_accept_length, config.page_size) == (None, None, 4)
 
 
-# ---------------------------------------------------------------------------------------------- plot and command
-
-
-def figures(shape, batch, length, ms):
-    return rounds.Figures(
-        shape, batch, length, ms, ms, ms, ms, {"draft": 0.0, "verify": ms}, ms / 2, 2.0, 2.0, 1.0, 1.0, 9, 1.0
-    )
-
-
-def test_a_plot_has_a_line_each_for_wall_device_and_floor_of_every_series():
-    grid = [figures((0, 1, 1), b, 64, 3.0 + b) for b in (1, 8, 2)] + [
-        figures((5, 4, 16), b, 64, 9.0) for b in (1, 2, 8)
-    ]
-    assert plot.axis_of(grid) == "batch"
-    lines = plot.lines_of(grid, "batch")
-    assert len(lines) == 6
-    assert lines[0][3] == [(1, 4.0), (2, 5.0), (8, 11.0)]
-    assert lines[2][3] == [(1, 2.0), (2, 2.5), (8, 5.5)]
-    report = rounds.RoundsReport(H200, "outputs equal </script>", tuple(grid))
-    page = plot.page(report)
-    assert page.count("<polyline") == 6
-    assert page.count("</script>") == 1
-    assert json.loads(re.search(r"id='data'>(.*)</script>", page)[1])["cases"][0]["batch"] == 1
-    assert plot.axis_of([figures((0, 1, 1), 1, n, 1.0) for n in (1, 2)]) == "length"
-    trees = [figures((3, 1, 4), 1, 64, 1.0), figures((5, 4, 16), 1, 64, 2.0)]
-    assert plot.axis_of(trees) == "nodes"
-    assert plot.lines_of(trees, "nodes")[0][3] == [(4, 1.0), (16, 2.0)]
-    assert "<polyline" in plot.svg(plot.lines_of(trees[:1], "nodes"), "nodes")
-
-
-@pytest.mark.parametrize(
-    ("most", "ticks"),
-    [
-        (30.6, [0, 10, 20, 30, 40]),
-        (15.8, [0, 5, 10, 15, 20]),
-        (8.0, [0, 2, 4, 6, 8]),
-        (1.0, [0, 0.2, 0.4, 0.6, 0.8, 1]),
-        (0.013, [0, 0.005, 0.01, 0.015]),
-    ],
-)
-def test_ticks_are_round_numbers_up_to_the_largest_value(most, ticks):
-    assert plot.ticks_of(most) == pytest.approx(ticks)
-
-
-def test_figures_stand_below_their_titles():
-    """Rows of small and large numbers are as long as the header, and each ends where its title ends."""
-    for each in (figures((0, 1, 1), 1, 1024, 0.5), figures((8, 10, 60), 64, 32768, 130.0)):
-        row = each.row()
-        assert len(row) == len(rounds.Figures.HEADER)
-        for title in ("B", "input", "wall ms", "device ms", "extend", "floor  ", "wall/floor", "tokens/s", "accept"):
-            end = rounds.Figures.HEADER.index(title) + len(title.rstrip())
-            assert row[end - 1] != " "
-            assert row[end : end + 1] in ("", " ")
+# ---------------------------------------------------------------------------------------------- the command
 
 
 def test_the_command_sweeps_prints_json_and_draws(capsys, tmp_path, strong_pair):
@@ -461,13 +311,3 @@ def test_a_comparison_sizes_contexts_by_its_prompts(monkeypatch):
         compare.run(None, {}, options)
     assert made[0]["max_running_requests"] == 3
     assert made[0]["context_length"] % 1024 == 0
-
-
-def test_the_presets_of_the_table_are_configurations_that_load():
-    """Llama-3.1-8B and Qwen3-8B targets, and heads of 32k draft tokens."""
-    target, head = presets()
-    assert (target.vocab_size, head.draft_vocab_size) == (128256, 32000)
-    target, head = presets("qwen3-8b")
-    assert (target.vocab_size, head.draft_vocab_size, target.qk_norm) == (151936, 32000, True)
-    assert target_parameters(target) / 1e9 == pytest.approx(7.568, abs=0.001)
-    assert sweeps.TABLE == ((3, 1, 4), (5, 1, 6), (5, 4, 16))

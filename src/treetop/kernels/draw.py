@@ -166,14 +166,20 @@ def _weight_of(key: Arg, dtype: constexpr, best: Arg, scale: Arg) -> Arg:
 
 
 @jit
+def _share(value: Arg, at: Arg, vocab: Arg, best: Arg, scale: Arg, weighed: constexpr) -> Arg:
+    """What logits `value` at tokens `at` add to a sum, float32: their weights, or one each; 0 past the vocabulary."""
+    return tl.exp2((value.to(tl.float32) - best) * scale) if weighed else (at < vocab).to(tl.float32)
+
+
+@jit
 def _above(line: Arg, vocab: Arg, best: Arg, scale: Arg, threshold: Arg, weighed: constexpr, block: constexpr) -> Arg:
     """How many logits have an ordered integer of at least `threshold`, or their weight; float64."""
     lane = tl.arange(0, block)
     total = tl.zeros([block], tl.float32)
     for start in range(0, vocab, block):
         value = _load(line, start + lane, vocab)
-        weight = tl.exp2((value.to(tl.float32) - best) * scale) if weighed else (start + lane < vocab).to(tl.float32)
-        total += tl.where(_ordered(value) >= threshold.to(tl.int32), weight, 0.0)
+        each = _share(value, start + lane, vocab, best, scale, weighed)
+        total += tl.where(_ordered(value) >= threshold.to(tl.int32), each, 0.0)
     return tl.sum(total.to(tl.float64), 0)
 
 
@@ -191,13 +197,11 @@ def _cut(
         total_3 = tl.zeros([block], tl.float32)
         for start in range(0, vocab, block):
             value = _load(line, start + lane, vocab)
-            weight = (
-                tl.exp2((value.to(tl.float32) - best) * scale) if weighed else (start + lane < vocab).to(tl.float32)
-            )
+            each = _share(value, start + lane, vocab, best, scale, weighed)
             key = _ordered(value)
-            total_1 += tl.where(key >= one.to(tl.int32), weight, 0.0)
-            total_2 += tl.where(key >= two.to(tl.int32), weight, 0.0)
-            total_3 += tl.where(key >= three.to(tl.int32), weight, 0.0)
+            total_1 += tl.where(key >= one.to(tl.int32), each, 0.0)
+            total_2 += tl.where(key >= two.to(tl.int32), each, 0.0)
+            total_3 += tl.where(key >= three.to(tl.int32), each, 0.0)
         enough_1 = tl.sum(total_1.to(tl.float64), 0) >= goal
         enough_2 = (tl.sum(total_2.to(tl.float64), 0) >= goal) & (two < high)
         enough_3 = (tl.sum(total_3.to(tl.float64), 0) >= goal) & (three < high)
@@ -215,7 +219,7 @@ def _kept(
     """Weights of one block, 0 where filtered, and how many equals of the cut it has. known: those before it."""
     at = start + tl.arange(0, block)
     value = _load(line, at, vocab)
-    weight = tl.exp2((value.to(tl.float32) - best) * scale)
+    weight = _share(value, at, vocab, best, scale, True)
     weight = tl.where(weight >= min_p, weight, 0.0)
     equal = tl.full([], 0, tl.int64)
     if filtered:

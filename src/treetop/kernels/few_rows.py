@@ -1,4 +1,4 @@
-# ruff: noqa: PLR0912, PLR0917 (kernels take what they touch as arguments)
+# ruff: noqa: PLR0917 (kernels take what they touch as arguments)
 """Products of few rows with a large weight, the bulk of a decode round: bound by how fast weights stream from memory.
 
     y = x @ weight.T        x: [rows, k], rows <= 256; weight: [n, k]
@@ -144,18 +144,9 @@ def _few_rows_kernel(
             if more_m > 0:
                 more_up = _multiply(w, more, more_up, rows_left)
     out_at = out + split * rows * n + column[:, None]
-    if gated:
-        total = total * tl.sigmoid(total) * up
-    if rows_left:
-        total = tl.trans(total)
-    tl.store(out_at + row[None, :] * n, total.to(out.dtype.element_ty), mask=there & (row < rows)[None, :])
+    _store(out_at, total, up, row, rows, n, there, gated, rows_left)
     if more_m > 0:
-        if gated:
-            more_total = more_total * tl.sigmoid(more_total) * more_up
-        if rows_left:
-            more_total = tl.trans(more_total)
-        mask = there & (more_row < rows)[None, :]
-        tl.store(out_at + more_row[None, :] * n, more_total.to(out.dtype.element_ty), mask=mask)
+        _store(out_at, more_total, more_up, more_row, rows, n, there, gated, rows_left)
 
 
 @jit
@@ -168,6 +159,18 @@ def _zeros(block_n: constexpr, block_m: constexpr, rows_left: constexpr) -> Arg:
 def _multiply(w: Arg, values: Arg, total: Arg, rows_left: constexpr) -> Arg:
     """Add the product of weights [block_n, k] and rows [block_m, k]."""
     return tl.dot(values, tl.trans(w), total) if rows_left else tl.dot(w, tl.trans(values), total)
+
+
+@jit
+def _store(
+    out_at: Arg, total: Arg, up: Arg, row: Arg, rows: Arg, n: Arg, there: Arg, gated: constexpr, rows_left: constexpr
+) -> None:
+    """Write the sums of a block of rows, rounded; gated: `silu(total) * up`. out_at: [block_n, 1], in row 0."""
+    if gated:
+        total = total * tl.sigmoid(total) * up
+    if rows_left:
+        total = tl.trans(total)
+    tl.store(out_at + row[None, :] * n, total.to(out_at.dtype.element_ty), mask=there & (row < rows)[None, :])
 
 
 @jit

@@ -1,0 +1,103 @@
+"""The floor under a round: streamed parameters, bytes and operations, and what this machine is measured to do."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from treetop.bench import sweeps
+from treetop.bench.machine import Machine, measure_machine
+from treetop.bench.roofline import Case, head_parameters, round_floor, target_parameters
+from treetop.models.spec import eagle3_spec, target_spec
+from treetop.types.layout import PLAIN, SpecShape
+from treetop.types.phase import Phase
+
+PRESETS = Path(__file__).parent.parent / "bench" / "presets"
+H200 = Machine("H200", "2", "bfloat16", 4.27e12, 790e12)
+
+
+def presets(name="llama-3.1-8b"):
+    target = target_spec(PRESETS / name)
+    return target, eagle3_spec(PRESETS / f"eagle3-{name}", target)
+
+
+def test_streamed_parameters_of_the_presets_are_the_known_ones():
+    """Llama-3.1-8B streams 7.505 G parameters; a draft level with a 32k head 0.374 G, draft extend also `fc`."""
+    target, head = presets()
+    assert target_parameters(target) == 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336) + 4096 * 128256
+    assert target_parameters(target) / 1e9 == pytest.approx(7.505, abs=0.001)
+    level, fuse = head_parameters(head)
+    assert level == 2 * 4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336 + 4096 * 32000
+    assert level / 1e9 == pytest.approx(0.374, abs=0.001)
+    assert fuse == 3 * 4096 * 4096
+
+
+@pytest.mark.parametrize(
+    ("shape", "batch", "floor_ms"),
+    [
+        ((0, 1, 1), 1, 3.52),
+        ((0, 1, 1), 8, 3.74),
+        ((0, 1, 1), 32, 4.49),
+        ((3, 1, 4), 1, 4.07),
+        ((5, 1, 6), 1, 4.42),
+        ((5, 4, 16), 1, 4.42),
+        ((5, 4, 16), 8, 4.65),
+        ((5, 4, 16), 32, 11.0),
+    ],
+)
+def test_floors_are_those_computed_by_hand(shape, batch, floor_ms):
+    """For 4.27 TB/s and 790 TFLOP/s, to the two per cent by which their context was rounded."""
+    target, head = presets()
+    s, k, t = shape
+    case = Case(SpecShape(k, s, t), batch, 1024, 2)
+    floor = round_floor(target, head if s else None, case, H200)
+    assert 1e3 * sum(floor.values()) == pytest.approx(floor_ms, rel=0.02)
+
+
+def test_a_floor_is_bytes_or_operations_whichever_takes_longer():
+    """Few tokens stream weights, many multiply: with an endless rate of one, the other alone is left."""
+    target, head = presets()
+    case = Case(SpecShape(4, 5, 16), 64, 1024, 2)
+    both = round_floor(target, head, case, H200)
+    flop = round_floor(target, head, case, replace(H200, bytes_per_s=math.inf))
+    moved = round_floor(target, head, case, replace(H200, flop_per_s=math.inf))
+    for phase in Phase.DRAFT, Phase.VERIFY, Phase.EXTEND:
+        assert 0 < min(flop[phase], moved[phase]) < max(flop[phase], moved[phase]) == both[phase]
+    assert both[Phase.VERIFY] == flop[Phase.VERIFY]
+
+
+def test_a_window_bounds_the_context_that_a_layer_reads():
+    target, _ = presets()
+    near = replace(target, windows=(128,) * 16 + (None,) * 16)
+    full, half = (
+        round_floor(spec, None, Case(PLAIN, 1, 32768, 2), H200)[Phase.VERIFY] * H200.bytes_per_s
+        for spec in (target, near)
+    )
+    assert full - half == pytest.approx(16 * (32768 - 128) * 4096)
+
+
+def test_tied_embeddings_are_streamed_once(strong_pair, alien_pair):
+    for pair, tied in ((strong_pair, False), (alien_pair, True)):
+        spec = target_spec(pair.target)
+        assert spec.tied_embeddings is tied
+        plain = target_parameters(replace(spec, tied_embeddings=not tied))
+        assert target_parameters(spec) == plain
+
+
+def test_the_machine_is_measured_in_the_engines_dtype():
+    machine = measure_machine(torch.device("cpu"), torch.float32)
+    assert machine.dtype == "float32"
+    assert 1e8 < machine.bytes_per_s < 1e13
+    assert 1e8 < machine.flop_per_s < 1e14
+
+
+def test_the_presets_of_the_table_are_configurations_that_load():
+    """Llama-3.1-8B and Qwen3-8B targets, and heads of 32k draft tokens."""
+    target, head = presets()
+    assert (target.vocab_size, head.draft_vocab_size) == (128256, 32000)
+    target, head = presets("qwen3-8b")
+    assert (target.vocab_size, head.draft_vocab_size, target.qk_norm) == (151936, 32000, True)
+    assert target_parameters(target) / 1e9 == pytest.approx(7.568, abs=0.001)
+    assert sweeps.TABLE == ((3, 1, 4), (5, 1, 6), (5, 4, 16))
