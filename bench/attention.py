@@ -62,7 +62,7 @@ UNSCHEDULED = "fa3-unscheduled"
 
 
 class Backends:
-    """Backends by name and need, made once."""
+    """Backends by name and need, made once: but one that plans on the host keeps a batch's table, so has one shape."""
 
     def __init__(self, names: list[str]) -> None:
         self.names = names
@@ -73,9 +73,12 @@ class Backends:
 
     def get(self, name: str, shape: Shape) -> Backend:
         key = (name, shape.need)
-        if key not in self._made:
-            self._made[key] = make_backend(name, shape.need) if name != UNSCHEDULED else unscheduled(shape.need)
-        return self._made[key]
+        made = self._made.get(key)
+        if made is None:
+            made = make_backend(name, shape.need) if name != UNSCHEDULED else unscheduled(shape.need)
+            if not made.capabilities.needs_host_extents:
+                self._made[key] = made
+        return made
 
 
 def unscheduled(need: Need) -> Backend:
@@ -148,8 +151,9 @@ def time_all(backends: Backends, shapes: list[Shape], end: float) -> list[dict[s
         results: dict[str, Measured] = {}
         for name in backends.usable(shape):
             try:
-                error = check(case, backends.get(name, shape))
-                result = measure(case, backends.get(name, shape)) if error <= 2 * TOLERANCE[shape.dtype] else None
+                backend = backends.get(name, shape)
+                error = check(case, backend)
+                result = measure(case, backend) if error <= 2 * TOLERANCE[shape.dtype] else None
             except Exception:  # one library's failure must not cost the others' figures
                 say(traceback.format_exc(limit=-2))
                 result, error = None, float("inf")

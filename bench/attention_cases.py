@@ -12,6 +12,7 @@ from torch import Tensor
 
 from treetop.attention.capabilities import GroupNeed, Need
 from treetop.attention.contract import AttentionBackend, Queries, TableView, TailKV
+from treetop.attention.library_backend import LibraryPlan
 from treetop.kernels.attention import PagedKeys, Sight, TailKeys, paged_attention_reference
 from treetop.kernels.kv import PagedKV, PageTable
 from treetop.kernels.launch import CallShape
@@ -54,7 +55,8 @@ class Shape:
     def need(self) -> Need:
         """What an engine with such layers asks of a backend."""
         group = GroupNeed(FULL, self.heads, self.kv_heads, self.head_dim, self.window)
-        return Need(self.dtype, DEVICE, self.page_size, (group,))
+        rows, queries = (0, 0) if self.kind == "prefill" else (self.rows, self.n)
+        return Need(self.dtype, DEVICE, self.page_size, (group,), rows=rows, queries=queries)
 
     @property
     def call(self) -> CallShape:
@@ -136,6 +138,8 @@ class Case:
         if self.shape.kind == "prefill":
             return backend.causal(self.q, layer, plan, scale)
         if self.shape.kind == "prefix":
+            if isinstance(plan, LibraryPlan):  # its own call alone, without what `prefix` does to the result
+                return plan.attend(self.q, layer, scale).out
             return backend.prefix(self.q, layer, plan, scale)[0]
         return backend.prefix_tail(self.q, layer, plan, self.tail, scale)
 

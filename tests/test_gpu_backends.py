@@ -39,7 +39,7 @@ def backend_of(name, s):
     """The backend for a scene, or a skip with the reason that an engine would give."""
     heads, kv_heads, dim = s.q.shape[2], s.tail.data.shape[3], s.q.shape[3]
     group = GroupNeed(FULL, heads, kv_heads, dim, s.queries.window)
-    need = Need(s.q.dtype, GPU, s.view.page_size, (group,))
+    need = Need(s.q.dtype, GPU, s.view.page_size, (group,), rows=s.q.shape[0], queries=s.q.shape[1])
     problem = refusal(name, need)
     if problem is not None:
         pytest.skip(f"{name}: {problem.reason}")

@@ -15,7 +15,7 @@ from fake_libraries import BUILDS, FakeFlashInfer, register_fa3
 from scenes import dense_answer, scene
 from treetop import LLM
 from treetop.attention import flashinfer_pages, libraries
-from treetop.attention.capabilities import GroupNeed
+from treetop.attention.capabilities import GroupNeed, Need
 from treetop.attention.contract import Queries, RoundExtents
 from treetop.attention.flash_pages import FlashPages
 from treetop.attention.flashinfer_pages import FlashInferPages, HostPages, workspace_bytes
@@ -27,6 +27,7 @@ from treetop.engine.cuda_graphs import plan_host_extents
 from treetop.engine.graphs import Eager
 from treetop.kernels.kv import PageTable
 from treetop.types.ids import FULL
+from treetop.types.layout import PLAIN, SpecShape
 from treetop.types.phase import Phase
 
 CPU = torch.device("cpu")
@@ -56,7 +57,7 @@ def fa3_backend(op, dtype=torch.float32):
 
 def flashinfer_backend(s):
     need = GroupNeed(FULL, s.q.shape[2], s.tail.data.shape[3], s.q.shape[3])
-    pages = FlashInferPages(s.q.dtype, CPU, (need,), FakeFlashInfer)
+    pages = FlashInferPages(Need(s.q.dtype, CPU, groups=(need,)), FakeFlashInfer)
     return LibraryBackend("flashinfer", pages, TorchBackend(s.q.dtype, CPU), None)
 
 
@@ -113,11 +114,20 @@ def test_fa3_causal_equals_dense_attention(fa3, options):
     check_causal(fa3_backend(fa3), options)
 
 
-def test_flashinfers_workspace_holds_what_it_was_seen_to_ask_for():
-    """8 grouped heads of 128 on 132 multiprocessors asked for 138,412,032 bytes, and for lists beside them."""
-    groups = (GroupNeed(FULL, 16, 2, 128),)
-    assert workspace_bytes(groups, 132) > 138_412_032 + (16 << 20)
-    assert workspace_bytes((GroupNeed(FULL, 8, 8, 128),), 132) < workspace_bytes(groups, 132)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "rows", "queries", "asked"),
+    [
+        (16, 2, 3, 33, 138_412_032),
+        (32, 8, 32, 32, 132_120_576),
+        (32, 8, 64, 4, 148_897_792),
+        (32, 8, 64, 16, 199_229_440),
+        (32, 8, 64, 64, 400_556_032),
+    ],
+)
+def test_flashinfers_workspace_holds_what_it_was_seen_to_ask_for(heads, kv_heads, rows, queries, asked):
+    """Bytes for parts of results with heads of 128, on 132 multiprocessors; log-sum-exps come on top, and lists."""
+    need = Need(torch.bfloat16, CPU, 16, (GroupNeed(FULL, heads, kv_heads, 128),), 1, rows, queries)
+    assert asked * 129 / 128 < workspace_bytes(need, 132) < asked * 1.2 + (16 << 20)
 
 
 def test_fa3_reads_pages_in_place_and_one_table_a_phase(fa3):
@@ -301,7 +311,7 @@ def test_rounds_on_fa3_give_the_tokens_of_torch(weak_pair, fa3):
 
 
 def flashinfer_of(device):
-    pages = FlashInferPages(torch.float32, CPU, groups_of(device), FakeFlashInfer)
+    pages = FlashInferPages(Need(torch.float32, CPU, groups=groups_of(device)), FakeFlashInfer)
     return LibraryBackend("flashinfer", pages, TorchBackend(torch.float32, CPU), None)
 
 
@@ -345,7 +355,7 @@ def test_rounds_on_flashinfer_give_the_tokens_of_torch(weak_pair, monkeypatch):
 
 
 def test_an_engines_need_names_every_group_with_its_heads(weak_pair):
-    """Target and draft have their own numbers of heads; the backend is asked about both."""
+    """Target and draft have their own numbers of heads; the backend is asked about both, and the largest phase."""
     llm = LLM(str(weak_pair.target), str(weak_pair.head), page_size=8, dtype="float32")
     device = llm.engine.device
     draft = (llm.engine.draft_path, device.head.spec)
@@ -354,3 +364,7 @@ def test_an_engines_need_names_every_group_with_its_heads(weak_pair):
     assert need.groups == groups_of(device)
     assert (need.page_size, need.dtype) == (8, torch.float32)
     assert {group.heads for group in need.groups} == {4}
+    assert need.rows == device.layout.max_requests
+    for shape, most in [(SpecShape(4, 5, 16), 16), (SpecShape(8, 2, 6), 8), (SpecShape(1, 5, 6), 6)]:
+        layout = replace(device.layout, shapes=(PLAIN, shape))
+        assert backend_need(layout, device.target.spec, draft, place).queries == most

@@ -67,13 +67,18 @@ class GroupNeed:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What an engine asks of its backend. page_size None and no groups: not known yet. lag: rounds in flight."""
+    """What an engine asks of its backend. page_size None and no groups: not known yet. lag: rounds in flight.
+
+    rows, queries: of the largest phase of a round, padding included, and in each of its rows; 0 without rounds.
+    """
 
     dtype: torch.dtype
     device: torch.device
     page_size: int | None = None
     groups: tuple[GroupNeed, ...] = ()
     lag: int = 1
+    rows: int = 0
+    queries: int = 0
 
 
 @dataclass(frozen=True, slots=True)

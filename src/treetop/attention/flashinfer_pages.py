@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treetop.attention.capabilities import GroupNeed
+from treetop.attention.capabilities import GroupNeed, Need
 from treetop.attention.contract import RoundExtents, TableView
 from treetop.attention.library_backend import AttendPages
 from treetop.kernels.kv import PagedKV
@@ -26,8 +26,9 @@ from treetop.types.phase import Phase
 _NATURAL = math.log(2.0)
 """Its log-sum-exp is of base 2."""
 
-_QUERIES_A_TILE = 128
 _TILES_A_MULTIPROCESSOR = 2
+_LISTS = 16 << 20
+"""Bytes of the workspace for what is no part of a result."""
 
 Key = tuple[Phase, GroupName, int, int]
 """Phase, group, rows, queries a row."""
@@ -61,32 +62,40 @@ class _Planned:
     page_size: int
 
 
-def workspace_bytes(groups: tuple[GroupNeed, ...], num_sms: int) -> int:
-    """What a plan takes of the workspace at most: float32 parts of tiles of queries, as many as run at a time.
+def workspace_bytes(need: Need, num_sms: int) -> int:
+    """What any plan takes of the workspace at most: parts and log-sum-exps of tiles of queries, in float32.
 
-    Two tiles of 128 queries run on a multiprocessor, each for one K/V head and the heads grouped on it; 8 grouped heads
-    of 128 on 132 multiprocessors took 138,412,032 bytes (measured), and their log-sum-exps and lists come on top.
+    A tile holds queries of one row for a K/V head, each once for every head grouped on it. As many tiles as can run at
+    a time have a place, and in a plan of static buffers all tiles that its rows could need if one of them had nearly
+    all queries. Source: `PrefillPlanImpl`, include/flashinfer/attention/scheduler.cuh.
     """
-    tiles = _TILES_A_MULTIPROCESSOR * num_sms * _QUERIES_A_TILE
-    widest = max((group.heads // group.kv_heads * group.head_dim for group in groups), default=0)
-    return tiles * widest * 4 * 9 // 8 + (32 << 20)
+
+    def parts(group: GroupNeed) -> int:
+        grouped = group.heads // group.kv_heads
+        at_a_time = _TILES_A_MULTIPROCESSOR * num_sms // group.kv_heads * 128
+        tile = _tile((need.rows * (need.queries - 1) + 1) * grouped, group.head_dim)
+        of_a_round = (-(-need.rows * need.queries * grouped // tile) + need.rows) * tile
+        return max(at_a_time, of_a_round) * group.heads * (group.head_dim + 1) * 4
+
+    return max(map(parts, need.groups), default=0) + _LISTS
+
+
+def _tile(longest: int, head_dim: int) -> int:
+    """Queries of a tile, by those that one row could have. Source: `FA2DetermineCtaTileQ`, include/flashinfer/utils."""
+    if longest > 64 and head_dim < 256:
+        return 128
+    return 64 if longest > 16 else 16
 
 
 class FlashInferPages:
-    """groups: the shape of each group's heads. make_wrapper: FlashInfer's class, or a stand-in for tests."""
+    """need: with its groups, and the largest phase of a round. make_wrapper: FlashInfer's class, or one for tests."""
 
-    def __init__(
-        self,
-        dtype: torch.dtype,
-        device: torch.device,
-        groups: tuple[GroupNeed, ...],
-        make_wrapper: Callable[..., Any] | None = None,
-    ) -> None:
-        self._dtype, self._device = dtype, device
-        self._groups: Mapping[GroupName, GroupNeed] = {group.name: group for group in groups}
+    def __init__(self, need: Need, make_wrapper: Callable[..., Any] | None = None) -> None:
+        self._dtype, self._device = need.dtype, need.device
+        self._groups: Mapping[GroupName, GroupNeed] = {group.name: group for group in need.groups}
         self._make = make_wrapper or importlib.import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
-        size = workspace_bytes(groups, gpu_traits(device).num_sms)
-        self._workspace = torch.zeros(size, dtype=torch.uint8, device=device)
+        size = workspace_bytes(need, gpu_traits(need.device).num_sms)
+        self._workspace = torch.zeros(size, dtype=torch.uint8, device=need.device)
         self._decode: dict[Key, _Planned] = {}
         self._prefill: dict[GroupName, Any] = {}
 

@@ -35,5 +35,5 @@ def make_backend(name: str, need: Need) -> AttentionBackend[Any, Any]:
 
 def _library(name: str, need: Need) -> PagesLibrary:
     if name == "flashinfer":
-        return FlashInferPages(need.dtype, need.device, need.groups)
+        return FlashInferPages(need)
     return FlashPages(find_fa3() if name == "fa3" else FlashCute(), kernels=True)

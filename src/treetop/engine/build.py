@@ -265,7 +265,9 @@ def backend_need(layout: Layout, spec: ModelSpec, draft_from: tuple[Path, Eagle3
     for group in layout.groups:
         heads = draft_from[1].layer.num_heads if group.is_draft and draft_from is not None else spec.num_heads
         groups.append(GroupNeed(group.name, heads, group.kv_heads, group.head_dim, group.window))
-    return Need(place.dtype, place.device, layout.page_size, tuple(groups), layout.lag)
+    queries = max(layout.verify_tail, layout.commit_width, layout.max_topk)
+    rows = layout.max_requests
+    return Need(place.dtype, place.device, layout.page_size, tuple(groups), layout.lag, rows, queries)
 
 
 def _groups(spec: ModelSpec, draft: Eagle3Spec | None) -> list[KVGroup]:
