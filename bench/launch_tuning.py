@@ -31,7 +31,7 @@ def classes_to_tune() -> list[list[Shape]]:
 
     A class is one launch and all shapes that it has to serve.
     """
-    sizes = itertools.product(LENGTHS.items(), (32, 8, 1), (8, 1, 16, 4))
+    sizes = itertools.product(LENGTHS.items(), (32, 8, 1), (8, 1, 16, 4, 32, 64))
     tree = [
         [Shape("tree", rows, n, length, n, bound=limit) for length in lengths if rows * length <= MOST_TOKENS]
         for (limit, lengths), rows, n in sizes

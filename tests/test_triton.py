@@ -51,6 +51,7 @@ VARIETY = [
     {"n": 1, "t": 1},
     {"n": 3, "t": 9, "heads": 2, "page_size": 1},
     {"n": 16, "t": 16, "heads": 4, "kv_heads": 1, "dim": 32, "page_size": 16},
+    {"n": 17, "t": 17, "heads": 4, "kv_heads": 1, "page_size": 8, "bound": 150},
     {"heads": 14, "dim": 24, "page_size": 3, "bound": 20},
     {"dim": 64, "dtype": torch.float16, "bound": 90},
     {"window": 6},
