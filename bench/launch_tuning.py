@@ -1,4 +1,7 @@
-"""Which launch of the Triton attention kernel is fastest for a class of calls: tried one by one, checked, timed."""
+"""Which launch of the Triton attention kernel is fastest for a class of calls: tried one by one, checked, timed.
+
+In two steps: blocks and warps at the usual stages and splits; then stages and splits of the best three.
+"""
 
 import contextlib
 import itertools
@@ -24,6 +27,8 @@ LENGTHS = {2048: (1024,), 8192: (2048,), 131072: (4096, 32768)}
 """Context limit, which is what a captured round is cut for -> lengths that rows may have then, the usual one first."""
 MOST_TOKENS = 8 * 32768
 """Of a batch that a launch is tried on."""
+WARPS = {16: (1, 2, 4), 32: (2, 4), 64: (4,), 128: (8,)}
+"""Queries of a block (times grouped heads) -> warps: one for 16 of them, or some more, which share the keys."""
 
 
 def classes_to_tune() -> list[list[Shape]]:
@@ -31,27 +36,38 @@ def classes_to_tune() -> list[list[Shape]]:
 
     A class is one launch and all shapes that it has to serve.
     """
-    sizes = itertools.product(LENGTHS.items(), (32, 8, 1), (8, 1, 16, 4, 32, 64))
+    sizes = itertools.product(LENGTHS.items(), (32, 8, 1, 16, 4, 64), (8, 1, 16, 4, 32, 64))
     tree = [
         [Shape("tree", rows, n, length, n, bound=limit) for length in lengths if rows * length <= MOST_TOKENS]
         for (limit, lengths), rows, n in sizes
     ]
-    return [*tree, *[[Shape("prefill", 1, 512, length, 0)] for length in (512, 2048, 8192)]]
+    return [*filter(None, tree), *[[Shape("prefill", 1, 512, length, 0)] for length in (512, 2048, 8192)]]
 
 
-def candidates(shape: Shape) -> Iterator[Launch]:
-    """Around the formula's launch: block sizes, warps and stages, each with a few numbers of splits."""
-    base = launch_by_formula(shape.call, gpu_traits(DEVICE))
+def tiles(shape: Shape) -> Iterator[Launch]:
+    """Blocks and warps, at splits that fill the GPU once and twice."""
     lanes = max(16, power_of_two(shape.n * shape.heads // shape.kv_heads))
     block_ms = sorted({min(lanes, 64), max(16, min(lanes, 64) // 2), min(lanes, 128)})
-    for block_m, block_n, warps, stages in itertools.product(block_ms, (32, 64, 128), (4, 8), (2, 3, 4)):
-        if (warps == 8 and block_m < 64) or (block_n == 128 and stages == 4) or (block_m == 128 and warps == 4):
-            continue  # too little work a warp, or more shared memory or registers than there are
-        programs = shape.rows * shape.kv_heads * -(-shape.n * shape.heads // shape.kv_heads // block_m)
-        most = max(1, min(-(-shape.capacity // block_n), 64))
-        counts = {1, base.splits, 132 // programs, 264 // programs, 528 // programs}
-        for splits in sorted({min(max(count, 1), most) for count in counts}):
-            yield Launch(block_m, block_n, splits, warps, stages, base.overlap)
+    overlap = gpu_traits(DEVICE).can_overlap
+    for block_m, block_n in itertools.product(block_ms, (32, 64, 128)):
+        for warps in WARPS[block_m]:
+            for splits in splits_of(shape, block_m, block_n, (2, 4)):
+                yield Launch(block_m, block_n, splits, warps, 2 if block_n == 128 else 3, overlap)
+
+
+def around(launch: Launch, shape: Shape) -> Iterator[Launch]:
+    """The same blocks and warps with other stages and splits."""
+    for stages in (2, 3) if launch.block_n == 128 else (2, 3, 4):
+        for splits in splits_of(shape, launch.block_m, launch.block_n, (2, 3, 4, 6, 8)):
+            yield replace(launch, num_stages=stages, splits=splits)
+
+
+def splits_of(shape: Shape, block_m: int, block_n: int, halves: tuple[int, ...]) -> list[int]:
+    """One split, and those that fill the multiprocessors so many halves of a time."""
+    programs = shape.rows * shape.kv_heads * -(-shape.n * shape.heads // shape.kv_heads // block_m)
+    most = max(1, min(-(-shape.capacity // block_n), 64))
+    counts = [gpu_traits(DEVICE).num_sms * half // (2 * programs) for half in halves]
+    return sorted({min(max(count, 1), most) for count in (1, *counts)})
 
 
 def call(case: Case, launch: Launch) -> torch.Tensor:
@@ -77,7 +93,7 @@ def compile_all(shapes: list[Shape]) -> None:
     """Compile on all cores. Of a launch's splits a kernel depends on one or more, and on multiples of 16."""
     jobs: dict[object, tuple[Shape, Launch]] = {}
     for shape in shapes:
-        for launch in candidates(shape):
+        for launch in {each for tile in tiles(shape) for each in around(tile, shape)}:
             splits = 1 if launch.splits == 1 else 16 if launch.splits % 16 == 0 else 2
             kind = (shape.n, shape.kind, shape.rows == 1, replace(launch, splits=splits))
             jobs.setdefault(kind, (shape, launch))
@@ -117,8 +133,11 @@ def tune(classes: list[list[Shape]], end: float, say: Callable[[str], None]) -> 
             break
         shape, cases = shapes[0], [build(each, min(num_layers_for(each), 16)) for each in shapes]
         formula = launch_by_formula(shape.call, gpu_traits(DEVICE))
-        timed = {launch: time_launch(cases, launch, 7) for launch in candidates(shape)}
-        finalists = [formula, *sorted(timed, key=lambda launch: timed[launch])[:4]]
+        timed = {launch: time_launch(cases, launch, 7) for launch in tiles(shape)}
+        by_time = [replace(each, splits=1, num_stages=2) for each in sorted(timed, key=timed.__getitem__)]
+        for tile in list(dict.fromkeys(by_time))[:3]:
+            timed |= {launch: time_launch(cases, launch, 7) for launch in around(tile, shape) if launch not in timed}
+        finalists = [formula, *sorted(timed, key=timed.__getitem__)[:4]]
         again = {launch: time_launch(cases, launch, 30) for launch in finalists}
         best = min(again, key=lambda launch: again[launch])
         if again[best] > WORTH * again[formula]:
