@@ -62,23 +62,16 @@ UNSCHEDULED = "fa3-unscheduled"
 
 
 class Backends:
-    """Backends by name and need, made once: but one that plans on the host keeps a batch's table, so has one shape."""
+    """Backends by name, each made for one shape: one that plans on the host keeps the table of its batch."""
 
     def __init__(self, names: list[str]) -> None:
         self.names = names
-        self._made: dict[tuple[str, Need], Backend] = {}
 
     def usable(self, shape: Shape) -> list[str]:
         return [name for name in self.names if refusal(name.removesuffix("-unscheduled"), shape.need) is None]
 
     def get(self, name: str, shape: Shape) -> Backend:
-        key = (name, shape.need)
-        made = self._made.get(key)
-        if made is None:
-            made = make_backend(name, shape.need) if name != UNSCHEDULED else unscheduled(shape.need)
-            if not made.capabilities.needs_host_extents:
-                self._made[key] = made
-        return made
+        return make_backend(name, shape.need) if name != UNSCHEDULED else unscheduled(shape.need)
 
 
 def unscheduled(need: Need) -> Backend:

@@ -2,7 +2,7 @@
 
     python bench/few_rows.py                 the committed launches against the vendor's and the floor
     python bench/few_rows.py --write-table   measure every candidate and write src/treetop/kernels/few_rows.json, where
-                                             entries of other rows and weights stay
+                                             entries of other rows and weights on the same kind of GPU stay
 
 A time is that of one product in a replayed graph of many over different weights, so that none lies in the cache: as in
 a decode round. Results are checked before anything is timed. JSON lines on stdout; the first names the machine.
@@ -147,7 +147,7 @@ def main() -> None:
     global COPY  # noqa: PLW0603 - measured once a run
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write-table", action="store_true")
-    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
+    parser.add_argument("--rows", type=int, nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--only", nargs="+", choices=SHAPES, default=list(SHAPES))
     args = parser.parse_args()
     COPY = copy_bytes_per_s()
@@ -158,7 +158,8 @@ def main() -> None:
         compile_all(shapes, rows)
     entries = tune(shapes, rows, args.write_table)
     if args.write_table:
-        known = json.loads(TABLE.read_text(encoding="utf-8"))["entries"] if TABLE.is_file() else []
+        old = json.loads(TABLE.read_text(encoding="utf-8"))
+        known = old["entries"] if old["machine"]["gpu"] == machine["gpu"] else []
         measured = {(entry["name"], entry["rows"]): entry for entry in (*known, *entries)}
         lines = ",\n".join(json.dumps(entry) for entry in measured.values())
         head = f'"num_sms": {gpu_traits(DEVICE).num_sms}, "machine": {json.dumps(machine)}'

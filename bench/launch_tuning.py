@@ -5,6 +5,7 @@ In two steps: blocks and warps at the usual stages and splits; then stages and s
 
 import contextlib
 import itertools
+import math
 import multiprocessing
 import os
 import statistics
@@ -140,6 +141,9 @@ def tune(classes: list[list[Shape]], end: float, say: Callable[[str], None]) -> 
         finalists = [formula, *sorted(timed, key=timed.__getitem__)[:4]]
         again = {launch: time_launch(cases, launch, 30) for launch in finalists}
         best = min(again, key=lambda launch: again[launch])
+        if not math.isfinite(again[formula]):
+            say(f"{shape.call.shape_class}: left out, the formula's launch is wrong or does not fit")
+            continue
         if again[best] > WORTH * again[formula]:
             best = formula
         say(f"{shape.call.shape_class}: formula {again[formula]:.1f} us, best {again[best]:.1f} us {asdict(best)}")

@@ -6,11 +6,14 @@ import pickle
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engines import build, greedy, tokens
 from refusing import load, refused
 from tiny_models import Pair, copy_folder, save_random_head, save_random_llama
 from treetop import LLM
+from treetop.models.loader import check_target
+from treetop.models.spec import target_spec
 from treetop.types.errors import CheckpointError, ConfigError
 
 SHAPE = (2, 3, 6)
@@ -123,14 +126,50 @@ def test_pickled_weights_are_never_loaded(strong_pair, tmp_path):
 @pytest.mark.parametrize("index", ["{}", "[]", '{"weight_map": {"a": "missing.safetensors"}}', "{"])
 def test_a_wrong_weight_index_is_named(strong_pair, tmp_path, index):
     folder = copy_folder(strong_pair.target, tmp_path / "t")
+    (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(index)
     refused(CheckpointError, load(folder), "safetensors")
 
 
+def test_a_single_file_comes_before_an_index(strong_pair, tmp_path):
+    """As in transformers: shards that a newer `model.safetensors` replaced are not read."""
+    folder = copy_folder(strong_pair.target, tmp_path / "t")
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, folder / "old.safetensors")
+    index = {"weight_map": dict.fromkeys(weights, "old.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    prompts = strong_pair.prompts([5])
+    both = build(Pair(folder, strong_pair.head), None).generate(prompts, greedy(5))
+    assert tokens(both) == tokens(build(strong_pair, None).generate(prompts, greedy(5)))
+
+
+def test_a_tensor_in_two_files_is_refused(strong_pair, tmp_path):
+    folder = copy_folder(strong_pair.target, tmp_path / "t")
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    weights = load_file(folder / "a.safetensors")
+    save_file({"model.norm.weight": weights["model.norm.weight"]}, folder / "b.safetensors")
+    refused(CheckpointError, load(folder), "b.safetensors", "model.norm.weight", "a.safetensors")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn])
+def test_weights_that_are_no_floating_point_are_refused(strong_pair, tmp_path, dtype):
+    """Quantised numbers would need their scales; by doctor too, which reads only headers."""
+    name = "model.layers.0.self_attn.q_proj.weight"
+    weight = load_file(strong_pair.target / "model.safetensors")[name]
+    folder = copy_folder(strong_pair.target, tmp_path / "t", tensors={name: weight.to(dtype)})
+    refused(CheckpointError, load(folder), name, "stored as", "BF16")
+    refused(CheckpointError, lambda: check_target(folder, target_spec(folder)), name, "stored as")
+
+
+def test_stored_frequencies_of_the_rotation_are_left_alone(strong_pair, tmp_path):
+    """Llama 2's files hold them."""
+    stored = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(8) for layer in range(2)}
+    folder = copy_folder(strong_pair.target, tmp_path / "t", tensors=stored)
+    assert build(Pair(folder, strong_pair.head), None).generate([[5]], greedy(1))
+
+
 def test_weights_in_several_files_are_the_same_model(strong_pair, tmp_path):
     """A weight index over two files loads what one file holds."""
-    from safetensors.torch import load_file, save_file
-
     folder = copy_folder(strong_pair.target, tmp_path / "t")
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
@@ -159,7 +198,7 @@ def offsets(ids):
         ({"d2t": offsets([-1, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10])}, ("d2t", "-1")),
         ({"d2t": torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 11])}, ("d2t", "offsets")),
         ({"d2t": offsets([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 9])}, ("d2t", "one")),
-        ({"d2t": torch.zeros(11)}, ("d2t", "float32")),
+        ({"d2t": torch.zeros(11)}, ("d2t", "F32", "I64")),
         ({"d2t": torch.zeros(10, dtype=torch.int64)}, ("d2t", "(10,)", "(11,)")),
         ({"d2t": None}, ("missing", "d2t")),
         ({"lm_head.weight": None}, ("missing", "lm_head.weight")),
@@ -190,8 +229,6 @@ def test_a_wrong_tensor_of_the_head_is_named(strong_pair, tmp_path, tensors, par
 
 def test_a_t2d_that_contradicts_d2t_is_refused(weak_pair, tmp_path):
     """d2t holding ids instead of offsets may stay in range; the mask t2d, where there is one, tells."""
-    from safetensors.torch import load_file
-
     right = load_file(weak_pair.head / "model.safetensors")["t2d"]
     head = copy_folder(weak_pair.head, tmp_path / "h", tensors={"t2d": right.roll(1)})
     refused(CheckpointError, load(weak_pair.target, head), "t2d")

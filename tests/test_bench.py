@@ -7,6 +7,7 @@ import pytest
 
 from command_line import refused
 from engines import build, greedy, sampled
+from tiny_models import copy_folder
 from treetop.bench import compare, equality, rounds
 from treetop.bench.equality import Equality, equal_outputs
 from treetop.bench.rounds import Grid, engine_config, plain_options, run_grid
@@ -123,6 +124,7 @@ def test_an_engine_has_the_rows_and_the_context_that_its_grid_needs():
     assert config.shape == grid.shapes[1]
     assert config.simulate_accept_length == 4
     assert engine_config(None, {"simulate_accept_length": 9}, SpecShape(2, 3, 6), grid).simulate_accept_length == 4
+    assert engine_config(None, {"simulate_accept_length": 9}, SpecShape(4, 5, 4), grid).simulate_accept_length == 4
     with pytest.raises(ConfigError, match="--simulate-accept-length 9: the longest path of these shapes has 4"):
         run_grid(None, {"simulate_accept_length": 9}, grid, print)
     plain = engine_config(None, {"simulate_accept_length": 4}, PLAIN, grid)
@@ -200,6 +202,28 @@ def test_a_grid_is_measured_after_outputs_were_compared(strong_pair):
     assert json.loads(json.dumps(report.as_json()))["cases"][3]["batch"] == 3
 
 
+def test_a_tree_alone_is_compared_with_plain_decoding(strong_pair, monkeypatch):
+    """A grid needs no plain shape for that; plain decoding alone has nothing to be compared with."""
+    options = {"draft": str(strong_pair.head), "dtype": "float64"}
+    measure = lambda *shapes: run_grid(  # noqa: E731
+        str(strong_pair.target), options, Grid(shapes, (1,), (20,), 2), lambda text: None
+    )
+    assert measure(SpecShape(2, 3, 6)).checked.startswith("outputs equal")
+    assert measure(PLAIN).checked == "outputs not checked: plain decoding alone"
+    monkeypatch.setattr(rounds, "equal_outputs", lambda *args: Equality(10, 2, 1))
+    with pytest.raises(EngineError, match="outputs differ in 1 of 2"):
+        measure(SpecShape(2, 3, 6))
+
+
+def test_what_every_shape_showed_is_reported(strong_pair, monkeypatch):
+    """Not only what the last one did."""
+    told = iter((Equality(10, 2, 0, (1e-6,)), Equality(10, 2, 0)))
+    monkeypatch.setattr(rounds, "equal_outputs", lambda *args: next(told))
+    grid = Grid((PLAIN, SpecShape(2, 3, 6), SpecShape(1, 3, 4)), (1,), (20,), 2)
+    report = run_grid(str(strong_pair.target), {"draft": str(strong_pair.head)}, grid, lambda text: None)
+    assert report.checked == "outputs equal, 10 tokens, 1 near ties excused; outputs equal, 10 tokens"
+
+
 def test_a_forced_accept_length_is_what_is_measured(strong_pair):
     grid = Grid((SpecShape(2, 3, 6),), (2,), (20,), 4)
     options = {"draft": str(strong_pair.head), "simulate_accept_length": 3}
@@ -238,6 +262,17 @@ def test_dummy_weights_need_a_config_folder_alone(tmp_path, strong_pair):
     report = run_grid(str(folders["target"]), options, grid, lambda text: None)
     assert "random weights" in report.checked
     assert [each.accept_length for each in report.figures] == [1, 2]
+
+
+def test_a_dummy_head_of_another_width_has_an_embedding_of_its_own(tmp_path, strong_pair):
+    """As its checkpoint would: the target's embedding does not fit it."""
+    width = json.loads((strong_pair.target / "config.json").read_text())["hidden_size"]
+    changes = {"hidden_size": width // 2, "target_hidden_size": width, "head_dim": 8}
+    head = copy_folder(strong_pair.head, tmp_path / "h", **changes)
+    options = {"draft": str(head), "load_format": "dummy", "simulate_accept_length": 2}
+    grid = Grid((SpecShape(2, 3, 6),), (2,), (20,), 2)
+    report = run_grid(str(strong_pair.target), options, grid, lambda text: None)
+    assert report.figures[0].accept_length == 2
 
 
 def test_the_plain_engine_of_a_comparison_is_never_forced():

@@ -242,7 +242,7 @@ def test_doctor_looks_at_the_backend_dtype_and_checkpoint_that_were_asked_for(ca
     """No draft with NONE, tensors by name and shape alone, memory before loading, and refusals for the given dtype."""
     from treetop.models import checkpoint
 
-    monkeypatch.setattr(checkpoint, "_checked", lambda *args: pytest.fail("a weight was read"))
+    monkeypatch.setattr(checkpoint, "_finite", lambda *args: pytest.fail("a weight was read"))
     monkeypatch.setattr("treetop.doctor.run._conformance", lambda *args: 0)
     argv = ["doctor", weak_pair.target, "--device", "cpu", "--dtype", "float64"]
     code, out, err = run(capsys, *argv, "--speculative-algorithm", "NONE")

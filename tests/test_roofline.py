@@ -56,6 +56,16 @@ def test_floors_are_those_computed_by_hand(shape, batch, floor_ms):
     assert 1e3 * sum(floor.values()) == pytest.approx(floor_ms, rel=0.02)
 
 
+def test_draft_extend_multiplies_one_column_a_row_by_the_output_matrix():
+    """Where operations set its floor: (8, 8, 32) at 64 rows has 9 columns, of which one proposes."""
+    target, head = presets()
+    level, fuse = head_parameters(head)
+    output = 4096 * 32000
+    operations = 2 * 64 * (9 * (level + fuse - output) + output) + 64 * 9 * 4 * 32 * 128 * 1024
+    floor = round_floor(target, head, Case(SpecShape(8, 8, 32), 64, 1024, 2), H200)
+    assert floor[Phase.EXTEND] == pytest.approx(operations / H200.flop_per_s, rel=1e-6)
+
+
 def test_a_floor_is_bytes_or_operations_whichever_takes_longer():
     """Few tokens stream weights, many multiply: with an endless rate of one, the other alone is left."""
     target, head = presets()

@@ -203,9 +203,11 @@ def _compare_plain(
     plain_s = time.perf_counter() - started_s
     equality = equal_outputs(plain, expected, outputs, sampled=not params.greedy)
     rounds = sum(output.metrics.target_forwards for output in outputs)
-    tokens = sum(len(output.token_ids) - 1 for output in outputs)
+    length = (
+        f"{_after_first(outputs) / rounds:.2f} tokens per target pass" if rounds else "no target pass after prompts"
+    )
     print(
-        f"{tokens / max(rounds, 1):.2f} tokens per target pass; {plain_s / elapsed_s:.2f}x the speed of plain decoding"
+        f"{length}; {plain_s / elapsed_s:.2f}x the speed of plain decoding"
         f" in this run ({plain_s:.2f} s); {equality.sentence()}",
         file=sys.stderr if args.json else sys.stdout,
     )
@@ -371,10 +373,14 @@ def _as_json(output: Any) -> dict[str, object]:
 def _summary(outputs: list[Any], elapsed_s: float) -> str:
     tokens = sum(len(output.token_ids) for output in outputs)
     rounds = sum(output.metrics.target_forwards for output in outputs)
-    accept = sum(len(output.token_ids) - 1 for output in outputs) / rounds if rounds else None
     reasons = ", ".join(sorted({output.finish_reason for output in outputs}))
-    length = f", accept length {accept:.2f}" if accept is not None else ""
+    length = f", accept length {_after_first(outputs) / rounds:.2f}" if rounds else ""
     return f"[{tokens} tokens, {rounds} target passes{length}, {tokens / elapsed_s:.0f} tokens/s, {reasons}]"
+
+
+def _after_first(outputs: list[Any]) -> int:
+    """Tokens that rounds gave: all but each output's first, which its prompt gave."""
+    return sum(max(len(output.token_ids) - 1, 0) for output in outputs)
 
 
 if __name__ == "__main__":

@@ -47,8 +47,10 @@ def round_floor(target: ModelSpec, head: Eagle3Spec | None, case: Case, machine:
         level = forward_work(head.layer, parameters, case, shape.topk, head.draft_vocab_size)
         floor[Phase.DRAFT] = max(shape.num_steps - 1, 0) * level.seconds(machine)
         extend = forward_work(head.layer, parameters + fuse, case, shape.commit_width, 0)
-        # Only the last column of a row proposes: one row of logits each.
-        extend = Work(extend.bytes + case.element_size * case.batch * head.draft_vocab_size, extend.flop)
+        # Only the last column of a row proposes: one row of logits each, and of products with the output matrix.
+        logits, silent = case.batch * head.draft_vocab_size, shape.commit_width - 1
+        unused = 2 * head.layer.hidden_size * logits * silent
+        extend = Work(extend.bytes + case.element_size * logits, extend.flop - unused)
         floor[Phase.EXTEND] = extend.seconds(machine)
     return floor
 

@@ -131,6 +131,9 @@ class RoundsReport:
         return {"machine": asdict(self.machine), "checked": self.checked, "cases": [asdict(f) for f in self.figures]}
 
 
+_COMPARED = "outputs of all shapes and of plain decoding are compared before a shape is timed"
+
+
 def warm_up(device: torch.device) -> int:
     """Rounds that are not timed on `device`."""
     return _WARM_UP[device.type]
@@ -139,10 +142,10 @@ def warm_up(device: torch.device) -> int:
 def run_grid(model: str | None, options: dict[str, Any], grid: Grid, tell: Callable[[str], None]) -> RoundsReport:
     """Measure a grid, an engine a shape. tell: gets each line of text as it is known.
 
-    With real weights each shape's greedy output is first compared with that of the first shape. Raises UserError for
-    options that cannot work, EngineError for outputs that differ.
+    With real weights each shape's greedy output is first compared with that of the first shape, or of plain decoding if
+    that is not among them. Raises UserError for options that cannot work, EngineError for outputs that differ.
     """
-    longest = max(min(shape.commit_width, shape.num_draft_tokens) for shape in grid.shapes)
+    longest = max(map(longest_path, grid.shapes))
     asked = options.get("simulate_accept_length")
     if asked is not None and not 1 <= asked <= longest:
         raise ConfigError(f"--simulate-accept-length {asked}: the longest path of these shapes has {longest} tokens")
@@ -153,24 +156,32 @@ def run_grid(model: str | None, options: dict[str, Any], grid: Grid, tell: Calla
     machine = measure_machine(device, compute_dtype(configs[0].dtype, device))
     forced, dummy = options.get("simulate_accept_length"), configs[0].load_format == "dummy"
     why = "random weights" if dummy else f"forced accept length {forced}" if forced is not None else None
-    checked = f"outputs not checked: {why}" if why is not None else ""
+    if why is None and grid.shapes == (PLAIN,):
+        why = "plain decoding alone"
     tell(machine.sentence())
+    tell(_COMPARED if why is None else f"outputs not checked: {why}")
+    tell(Figures.HEADER)
     figures: list[Figures] = []
     expected: list[RequestOutput] = []
+    if why is None and PLAIN not in grid.shapes:
+        expected = _greedy(LLM(**asdict(engine_config(model, options, PLAIN, grid))), grid)
+    found: list[str] = []
     for config in configs:
         started_s = time.perf_counter()
         llm = LLM(**asdict(config))
         start_s = time.perf_counter() - started_s
         if why is None:
-            checked, expected = _checked(llm, grid, expected)
-        if not figures:
-            tell(f"{checked}\n{Figures.HEADER}")
+            outputs = _greedy(llm, grid)
+            if expected:
+                found.append(_compare(llm, expected, outputs))
+            expected = expected or outputs
         for length in grid.lengths:
             for batch in grid.batches:
                 figures.append(measure(llm, batch, length, grid.rounds, machine, start_s))
                 tell(figures[-1].row())
         del llm
         gc.collect()
+    checked = "; ".join(dict.fromkeys(found)) if why is None else f"outputs not checked: {why}"
     return RoundsReport(machine, checked, tuple(figures))
 
 
@@ -202,12 +213,17 @@ def engine_config(model: str | None, options: dict[str, Any], shape: SpecShape, 
         "speculative_num_steps": shape.num_steps,
         "speculative_eagle_topk": shape.topk,
         "speculative_num_draft_tokens": shape.num_draft_tokens,
-        "simulate_accept_length": min(forced, shape.commit_width) if forced is not None else None,
+        "simulate_accept_length": None if forced is None else min(forced, longest_path(shape)),
     }
     config = EngineConfig.of(model, **rows)
     if config.draft is None:
         raise ConfigError(f"the tree {shape} needs --speculative-draft-model-path")
     return config
+
+
+def longest_path(shape: SpecShape) -> int:
+    """Most tokens that a round of this shape can give a row."""
+    return min(shape.commit_width, shape.num_draft_tokens)
 
 
 def up_to_step(tokens: int) -> int:
@@ -334,13 +350,15 @@ def _between_ms(begin: Any, end: Any) -> float:
     return 1e3 * (end - begin) if isinstance(begin, float) else float(begin.elapsed_time(end))
 
 
-def _checked(llm: LLM, grid: Grid, expected: list[RequestOutput]) -> tuple[str, list[RequestOutput]]:
-    """Compare this shape's greedy output with the first shape's; without one it becomes that."""
+def _greedy(llm: LLM, grid: Grid) -> list[RequestOutput]:
+    """What this shape makes of a prompt or two."""
     prompts = prompt_ids(llm, min(2, max(grid.batches)), min(grid.lengths))
-    outputs = llm.generate(prompts, SamplingParams(max_tokens=_CHECKED_TOKENS, ignore_eos=True))
-    if not expected:
-        return "outputs of each shape are compared with the first shape's before it is timed", outputs
+    return llm.generate(prompts, SamplingParams(max_tokens=_CHECKED_TOKENS, ignore_eos=True))
+
+
+def _compare(llm: LLM, expected: list[RequestOutput], outputs: list[RequestOutput]) -> str:
+    """How this shape's outputs compare with the expected ones. Raises EngineError if they differ and must not."""
     equality = equal_outputs(llm, expected, outputs)
     if not equality.ok:
         raise EngineError(f"{llm.config.shape}: {equality.sentence()}")
-    return equality.sentence(), expected
+    return equality.sentence()

@@ -1,8 +1,9 @@
-"""Reading weights: safetensors only, every expected tensor present, no other, each of its shape, all finite."""
+"""Reading weights: safetensors only, every expected tensor once, no other, each of its shape and kind, all finite."""
 
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -12,36 +13,47 @@ from treetop.types.errors import CheckpointError
 
 Shapes = Mapping[str, tuple[int, ...]]
 
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_STORED = {"d2t": ("I64",), "t2d": ("BOOL", "U8", "I8", "I32", "I64")}
+"""How safetensors may hold a tensor; every other one is floating point. Fewer bits would need scales."""
+
 
 def read_tensors(folder: Path, shapes: Shapes, ignored: Collection[str] = ()) -> dict[str, Tensor]:
     """All tensors of `shapes` from the folder's safetensors files, as stored.
 
     shapes: name -> shape. ignored: names that may be present and are not read. Nothing is unpickled. Raises
-    CheckpointError naming the first file or tensor that is missing, unexpected, misshapen or not finite.
+    CheckpointError naming the first file or tensor that is missing, unexpected, there twice, misshapen, not of a kind
+    that can be read, or not finite.
     """
     files = _located(folder, shapes, ignored)
     tensors: dict[str, Tensor] = {}
     for path in sorted({files[name] for name in shapes}):
         with _open(path) as file:
             for name in (name for name in shapes if files[name] == path):
-                tensors[name] = _checked(file.get_tensor(name), name, shapes[name], path)
+                _check_header(file, name, shapes[name], path)
+                tensors[name] = _finite(file.get_tensor(name), name, path)
     return tensors
 
 
 def check_tensors(folder: Path, shapes: Shapes, ignored: Collection[str] = ()) -> int:
-    """Names and shapes as `read_tensors` checks them, from the files' headers alone. Returns how many tensors."""
+    """Names, shapes and kinds as `read_tensors` checks them, from the files' headers. Returns how many tensors."""
     files = _located(folder, shapes, ignored)
     for path in sorted({files[name] for name in shapes}):
         with _open(path) as file:
             for name in (name for name in shapes if files[name] == path):
-                _check_shape(tuple(file.get_slice(name).get_shape()), name, shapes[name], path)
+                _check_header(file, name, shapes[name], path)
     return len(shapes)
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """Tensor name -> safetensors file. Raises CheckpointError if there is no folder, no file, or a truncated one."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
+    """Tensor name -> safetensors file: `model.safetensors`, else what the index names, else every one in the folder.
+
+    Raises CheckpointError if there is no folder, no file, a truncated one, or a tensor twice.
+    """
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        paths = [single]
+    elif index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
@@ -57,7 +69,12 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     files: dict[str, Path] = {}
     for path in paths:
         with _open(path) as file:
-            files.update(dict.fromkeys(file.keys(), path))
+            for name in list(file.keys()):
+                if name in files:
+                    raise CheckpointError(
+                        f"{path}: tensor {name} is also in {files[name].name}; remove one of the files"
+                    )
+                files[name] = path
     return files
 
 
@@ -82,13 +99,16 @@ def _located(folder: Path, shapes: Shapes, ignored: Collection[str]) -> dict[str
     return files
 
 
-def _check_shape(found: tuple[int, ...], name: str, shape: tuple[int, ...], path: Path) -> None:
+def _check_header(file: Any, name: str, shape: tuple[int, ...], path: Path) -> None:
+    header, known = file.get_slice(name), _STORED.get(name, _FLOATS)
+    found = tuple(header.get_shape())
     if found != shape:
         raise CheckpointError(f"{path}: tensor {name} has shape {found}, expected {shape}")
+    if header.get_dtype() not in known:
+        raise CheckpointError(f"{path}: tensor {name} is stored as {header.get_dtype()}, expected {' or '.join(known)}")
 
 
-def _checked(tensor: Tensor, name: str, shape: tuple[int, ...], path: Path) -> Tensor:
-    _check_shape(tuple(tensor.shape), name, shape, path)
+def _finite(tensor: Tensor, name: str, path: Path) -> Tensor:
     if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
         raise CheckpointError(f"{path}: tensor {name} holds NaN or infinite values")
     return tensor

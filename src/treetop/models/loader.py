@@ -17,6 +17,7 @@ from treetop.types.errors import CheckpointError, ConfigError
 
 BUILTIN_PREFIX = "builtin:"
 _MIDLAYER, _NEWER = "midlayer.", "layers.0."
+_EMBEDDING = "embed_tokens.weight"
 _TORCH_DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -76,16 +77,22 @@ def load_target(folder: Path, spec: ModelSpec, aux_inputs: tuple[int, ...], plac
 
 def load_eagle3(folder: Path, spec: Eagle3Spec, target: Llama, place: Placement) -> Eagle3Head:
     """Load an EAGLE-3 head. Its own embedding is used if the checkpoint has one, else the target's."""
-    rope = rope_table(spec.layer.rope, place.rope_rows, place.dtype, place.device)
     if place.dummy:
-        return Eagle3Head(spec, _dummy(Eagle3Head.shapes(spec), place), rope, target.embedding, place.ops)
+        own = {_EMBEDDING} if spec.layer.hidden_size != target.embedding.shape[1] else set()
+        weights = _dummy(_head_shapes(spec, {"d2t", *own}), place)
+    else:
+        weights = _cast(_head_tensors(folder, spec), place)
+    rope = rope_table(spec.layer.rope, place.rope_rows, place.dtype, place.device)
+    return Eagle3Head(spec, weights, rope, weights.get(_EMBEDDING, target.embedding), place.ops)
+
+
+def _head_tensors(folder: Path, spec: Eagle3Spec) -> dict[str, Tensor]:
+    """A head's tensors by today's names, as stored; the draft vocabulary maps one to one into the target's."""
     raw = read_tensors(folder, _stored_shapes(folder, spec))
     tensors = {name.replace(_NEWER, _MIDLAYER): tensor for name, tensor in raw.items()}
     tensors.setdefault("d2t", torch.zeros(spec.draft_vocab_size, dtype=torch.int64))
     _check_vocab(folder, tensors["d2t"], tensors.pop("t2d", None), spec.layer.vocab_size)
-    weights = _cast(tensors, place)
-    embedding = weights.get("embed_tokens.weight", target.embedding)
-    return Eagle3Head(spec, weights, rope, embedding, place.ops)
+    return tensors
 
 
 def check_target(folder: Path, spec: ModelSpec) -> int:
@@ -113,9 +120,9 @@ def read_eagle3_spec(folder: Path, target: ModelSpec, algorithm: str | None, dum
         raise ConfigError(f"--speculative-algorithm {algorithm}, but {folder} holds an {found} head")
     if found != "EAGLE3":
         raise CheckpointError(f"{folder}: holds an {found} head; only EAGLE3 heads are supported")
-    if target.hidden_size != spec.layer.hidden_size and "embed_tokens.weight" not in tensor_files(folder):
+    if target.hidden_size != spec.layer.hidden_size and _EMBEDDING not in tensor_files(folder):
         raise CheckpointError(
-            f"{folder}: missing tensor embed_tokens.weight: the head is {spec.layer.hidden_size} wide and cannot use"
+            f"{folder}: missing tensor {_EMBEDDING}: the head is {spec.layer.hidden_size} wide and cannot use"
             f" the target's embedding of {target.hidden_size}"
         )
     return spec
@@ -139,8 +146,9 @@ def _algorithm_of(names: set[str]) -> str:
 
 
 def _unused(spec: ModelSpec) -> set[str]:
-    """Tensors that a target's file may hold without a use."""
-    return {"lm_head.weight"} if spec.tied_embeddings else set()
+    """Tensors that a target's file may hold without a use; older writers stored the frequencies of the rotation."""
+    frequencies = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(spec.num_layers)}
+    return frequencies | ({"lm_head.weight"} if spec.tied_embeddings else set())
 
 
 def _stored_shapes(folder: Path, spec: Eagle3Spec) -> dict[str, tuple[int, ...]]:
@@ -155,8 +163,8 @@ def _head_shapes(spec: Eagle3Spec, names: set[str]) -> dict[str, tuple[int, ...]
     """Expected tensors: the optional ones only where the file has them or the vocabulary needs them."""
     shapes = dict(Eagle3Head.shapes(spec))
     vocab, hidden = spec.layer.vocab_size, spec.layer.hidden_size
-    if "embed_tokens.weight" in names:
-        shapes["embed_tokens.weight"] = (vocab, hidden)
+    if _EMBEDDING in names:
+        shapes[_EMBEDDING] = (vocab, hidden)
     if spec.draft_vocab_size == vocab and "d2t" not in names:
         del shapes["d2t"]
     return shapes
@@ -164,8 +172,6 @@ def _head_shapes(spec: Eagle3Spec, names: set[str]) -> dict[str, tuple[int, ...]
 
 def _check_vocab(folder: Path, offset: Tensor, member: Tensor | None, vocab_size: int) -> None:
     """d2t must be an offset that maps the draft vocabulary one to one into the target's; t2d, if present, agrees."""
-    if offset.dtype != torch.int64:
-        raise CheckpointError(f"{folder}: tensor d2t has dtype {offset.dtype}, expected int64")
     target = torch.arange(offset.shape[0]) + offset
     outside = (target < 0) | (target >= vocab_size)
     if bool(outside.any()):
