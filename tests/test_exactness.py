@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from engines import accept_lens, build, greedy, sampled, tokens
+from tiny_models import Pair, copy_folder, save_copying_head, save_weak_llama
 
 # Lengths that end before, on and after pages of 4 and 16 and chunks of 5, 7 and 16.
 LENGTHS = [1, 3, 4, 5, 15, 16, 17, 33]
@@ -73,6 +75,25 @@ def test_the_quality_of_a_head_changes_no_token(weak_pair, alien_pair, plain, *,
     assert tokens(outputs) == plain[name]
     mean = sum(map(sum, accept_lens(outputs))) / sum(map(len, accept_lens(outputs)))
     assert mean > 0.5 if name == "weak" else mean < 0.5
+
+
+@pytest.mark.parametrize("shape", [(4, 5, 16), (2, 3, 6), (4, 3, 8)])
+def test_a_head_that_overflows_changes_no_token(tmp_path, shape):
+    """Scores that are NaN come last, so no node loses its parent and none is accepted in another's place."""
+    target = save_weak_llama(tmp_path / "target", vocab_size=40)
+    tame = save_copying_head(tmp_path / "tame", target, 40)
+    names = [f"midlayer.mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
+    gate, up, down = (load_file(tame / "model.safetensors")[name].double() for name in names)
+    torch.manual_seed(1)
+    gate[0] = up[0] = 1e200 * torch.randn(gate.shape[1]).double()
+    down[:, 0] = torch.randn(down.shape[0]).double()
+    hot = copy_folder(tame, tmp_path / "hot", tensors=dict(zip(names, (gate, up, down), strict=True)))
+    pair = Pair(target, hot)
+    prompts = pair.prompts(range(5, 25))
+    want = tokens(build(pair, None).generate(prompts, greedy(40)))
+    outputs = build(pair, shape).generate(prompts, greedy(40))
+    assert tokens(outputs) == want
+    assert sum(map(sum, accept_lens(outputs))) > 0, "nothing was accepted, so nothing was tested"
 
 
 def test_a_plain_batch_of_eight_equals_eight_batches_of_one(strong_pair, plain):

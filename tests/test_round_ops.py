@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
 FEW = settings(max_examples=15, deadline=None)
 # Few values, so that ties are common: equal ones, both zeros, and impossible ones.
-SCORES = [0.0, -0.0, float32(-0.1), -0.5, -0.5, -1.0, -30.0, float("-inf")]
+SCORES = [0.0, -0.0, float32(-0.1), -0.5, -0.5, -1.0, -30.0, float("-inf"), float("nan")]
 VOCAB = 40
 FULL_TREE = (130, 13)  # nodes and columns of buffers larger than any tree here
 
@@ -199,7 +199,7 @@ if INTERPRETED or DEVICE.type == "cuda":
     @given(shape=shapes(0), rows=st.integers(1, 4), seed=st.integers(0, 10**6), half=st.booleans())
     @FEW
     def test_growing_and_selecting_equal_the_plain_operations(shape, rows, seed, half):
-        """Every frontier, candidate, node and place: ties, -inf, k = 1, dummy rows, hidden states of no round width."""
+        """Every frontier, candidate, node and place: ties, -inf, NaN, k = 1, dummy rows, uneven hidden states."""
         dtype = torch.float16 if half else torch.float32
         results = []
         for ops, buffers in both():
@@ -214,6 +214,8 @@ if INTERPRETED or DEVICE.type == "cuda":
                 frontiers.append(frontier)
             if shape.num_steps:
                 ops.select(growth, tree, places)
+                above = tree.depth.gather(1, tree.parent)
+                assert torch.equal(tree.depth[:, 1:], above[:, 1:] + 1)  # no orphans, whatever the scores
             results.append((buffers, frontiers, growth))
         (want, want_levels, want_growth), (got, got_levels, got_growth) = results
         assert_same(got, want)

@@ -138,7 +138,7 @@ def _start_kernel(
             token = tl.load(tokens + row * token_row + branch, mask=there, other=0)
             tl.store(out_tokens + item * candidates + branch, token, mask=there)
             score = tl.load(logprob + row * token_row + branch, mask=there, other=0.0)
-            tl.store(out_scores + item * candidates + branch, score, mask=there)
+            tl.store(out_scores + item * candidates + branch, _worst_if_nan(score), mask=there)
             node = tl.arange(0, block_p)
             tl.store(positions + item * (k * steps) + node, length + node // k, mask=node < k * steps)
     if steps > 0:
@@ -147,6 +147,12 @@ def _start_kernel(
         state = tl.load(hidden + row * hidden_row + lane, mask=inside, other=0.0)
         for branch_of in tl.static_range(k):
             tl.store(out_hidden + (item * k + branch_of) * width + lane, state, mask=inside)
+
+
+@jit
+def _worst_if_nan(score: Arg) -> Arg:
+    """`kernels.tree.worst_if_nan_`."""
+    return tl.where(score == score, score, float("-inf"))  # noqa: PLR0124 - NaN is not itself
 
 
 # ----------------------------------------------------------------------------------------------------------- grow
@@ -193,7 +199,7 @@ def _grow_kernel(
     child = tl.arange(0, block_c)
     real = child < k * k
     score = tl.load(above + row * above_row + child // k, mask=real, other=0.0)
-    score += tl.load(logprob + row * (k * k) + child, mask=real, other=0.0)
+    score = _worst_if_nan(score + tl.load(logprob + row * (k * k) + child, mask=real, other=0.0))
     key = tl.where(real, key_of(score, child), -0x7FFFFFFFFFFFFFFF)
     slot = tl.arange(0, block_k)
     chosen = tl.zeros([block_k], tl.int32)
@@ -213,7 +219,7 @@ def _grow_kernel(
         tl.store(out_tokens + row * k + slot, next_token, mask=there)
         next_score = tl.load(above + row * above_row + parent, mask=there, other=0.0)
         next_score += tl.load(logprob + row * (k * k) + chosen, mask=there, other=0.0)
-        tl.store(out_score + row * k + slot, next_score, mask=there)
+        tl.store(out_score + row * k + slot, _worst_if_nan(next_score), mask=there)
         column = tl.arange(0, block_t)
         inherited = mask + row * mask_row + parent[:, None] * mask_node + column[None, :] * mask_column
         shown = tl.load(inherited, mask=there[:, None] & (column < t)[None, :], other=0)

@@ -41,6 +41,11 @@ def keyed_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return scores.gather(-1, indices), indices
 
 
+def worst_if_nan_(scores: Tensor) -> None:
+    """Make NaN -inf, in place: a head that overflows proposes badly, and must not lift a child above its parent."""
+    scores.nan_to_num_(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
+
+
 def next_level_mask(previous: Tensor, parent: Tensor) -> Tensor:
     """Ancestor mask of the next draft level: each node's row is its parent's, then the identity.
 
@@ -57,9 +62,9 @@ def select_tree(root: Tensor, tokens: Tensor, logprobs: Tensor, parents: Tensor,
     """Keep the T - 1 best candidates as a tree in breadth-first order.
 
     root: [rows] int64. tokens: [rows, n] int64 and logprobs: [rows, n] float32 of all candidates, by flat index, where
-    logprobs never rise from parent to child. parents: [rows, groups] int64, the flat index of each group's parent, -1
-    for group 0. Ties go to the smaller flat index, which a parent has against its child, so no node is orphaned.
-    Source: EAGLE-2, arXiv:2406.16858, section 4.2.
+    logprobs are not NaN and never rise from parent to child. parents: [rows, groups] int64, the flat index of each
+    group's parent, -1 for group 0. Ties go to the smaller flat index, which a parent has against its child, so no node
+    is orphaned. Source: EAGLE-2, arXiv:2406.16858, section 4.2.
     """
     k, width = shape.topk, shape.num_draft_tokens
     rows, n = tokens.shape

@@ -22,7 +22,7 @@ from treetop.kernels.grow import Children, Frontier, Growth, empty_growth
 from treetop.kernels.kv import commit_tail, slots_of
 from treetop.kernels.rows import DraftState, Outcome, RowTables
 from treetop.kernels.sampling import Sampler
-from treetop.kernels.tree import next_level_mask, root_tree, select_tree, stable_topk
+from treetop.kernels.tree import next_level_mask, root_tree, select_tree, stable_topk, worst_if_nan_
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.spec.verify import accept, force, greedy_choice, sampled_choice
 from treetop.types.layout import SpecShape
@@ -128,6 +128,7 @@ class TorchRoundOps:
         tokens, score = growth.tokens[:, :k], growth.scores[:, :k]
         tokens.copy_(tables.draft.tokens[rows, :k])
         score.copy_(tables.draft.logprob[rows, :k])
+        worst_if_nan_(score)
         growth.parents[:, : k + 1] = torch.arange(-1, k, device=rows.device)
         levels = [self._parts.draft_positions(committed, level, k) for level in range(shape.num_steps)]
         torch.cat(levels, dim=1, out=growth.positions)
@@ -140,6 +141,7 @@ class TorchRoundOps:
         first = k + level * k**2
         scores = growth.scores[:, first : first + k**2]
         torch.add(frontier.score[:, :, None], children.logprob, out=scores.unflatten(1, (k, k)))
+        worst_if_nan_(scores)
         tokens = children.tokens.flatten(1)
         growth.tokens[:, first : first + k**2] = tokens
         score, chosen = stable_topk(scores, k)
