@@ -46,6 +46,8 @@ def test_all_problems_of_a_configuration_are_reported_at_once():
         ({"page_size": 24}, ("--page-size", "24")),
         ({"chunked_prefill_size": 0}, ("--chunked-prefill-size",)),
         ({"context_length": 0}, ("--context-length",)),
+        ({"context_length": 1}, ("--context-length", "between 2")),
+        ({"draft": None, "speculative_num_steps": -3}, ("num-steps -3",)),
         ({"max_total_tokens": -5}, ("--max-total-tokens", "-5")),
         ({"graphs": "maybe"}, ("--graphs", "maybe")),
         ({"attention_backend": "abacus"}, ("--attention-backend", "abacus")),
@@ -81,6 +83,8 @@ def test_a_pool_below_one_request_is_a_capacity_error(strong_pair):
         ({"temperature": -0.1}, "temperature"),
         ({"temperature": math.nan}, "temperature"),
         ({"temperature": math.inf}, "temperature"),
+        ({"temperature": 10**400}, "temperature"),
+        ({"stop_token_ids": [-5]}, "stop_token_ids"),
         ({"top_p": 0.0}, "top_p"),
         ({"top_p": 1.1}, "top_p"),
         ({"top_p": math.nan}, "top_p"),
@@ -174,7 +178,13 @@ def test_a_prompt_that_cannot_be_served_is_refused_before_any_work(strong_pair, 
     assert len(llm.generate([[4, 5]], greedy(5))[0].token_ids) == 5
 
 
-@pytest.mark.parametrize("prompts", [None, 5, b"text", {4: 5}])
+def test_a_stop_token_that_the_vocabulary_lacks_is_refused(strong_pair):
+    llm = build(strong_pair, SHAPE)
+    refused(InputError, lambda: llm.stream([[4]], SamplingParams(stop_token_ids=[3, 12])), "stop token id 12", "12)")
+    assert not llm.scheduler.has_work
+
+
+@pytest.mark.parametrize("prompts", [None, 5, b"text", bytearray(b"abc"), memoryview(b"abc"), {4: 5}])
 def test_what_is_no_prompt_at_all_is_refused(strong_pair, prompts):
     refused(InputError, lambda: build(strong_pair, SHAPE).generate(prompts, greedy(5)), "prompt")
 

@@ -1,5 +1,6 @@
 """The scheduler: chunks, turns, retraction, aborts, padding and poison never change what a request receives."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 
@@ -172,6 +173,19 @@ def test_two_streams_at_once_each_get_their_own_outputs(strong_pair):
         next(stream)
     ends = [[delta.output.token_ids for delta in stream if delta.output is not None] for stream in streams]
     assert ends == [[each] for each in expected]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_streams_in_several_threads_get_what_they_would_alone(strong_pair, overlap):
+    """Threads take turns at running one engine; nobody's request is lost, and nothing stays behind."""
+    prompts = strong_pair.prompts([3 + i % 9 for i in range(24)])
+    expected = tokens(build(strong_pair, None).generate(prompts, greedy(30)))
+    llm = build(strong_pair, SHAPE, max_running_requests=5, overlap=overlap)
+    with ThreadPoolExecutor(8) as pool:
+        outputs = list(pool.map(lambda prompt: llm.generate([prompt], greedy(30))[0], prompts))
+    assert tokens(outputs) == expected
+    assert not llm.scheduler.has_work
+    llm.scheduler.check_integrity()
 
 
 # ---------------------------------------------------------------------------------------------- padding and poison

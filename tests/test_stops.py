@@ -189,7 +189,7 @@ def test_text_in_pieces_equals_text_at_once_for_any_ids(word_tokenizer, data):
         groups.append(ids[at : at + width])
         at += width
     checker = StopStrings(tokenizer.stream(), stops) if stops else None
-    shown = OutputText(tokenizer, stops)
+    shown = OutputText(tokenizer.stream(), stops)
     pieces, emitted = [], []
     for group in groups:
         found = checker.feed(group) if checker else None
@@ -212,7 +212,7 @@ def test_text_in_pieces_equals_text_at_once_for_any_ids(word_tokenizer, data):
 def test_text_is_shown_as_soon_as_no_stop_string_can_begin_in_it(word_tokenizer):
     """Text that cannot be the beginning of a stop string is not held back."""
     tokenizer, _ = word_tokenizer
-    shown = OutputText(tokenizer, ("aab",))
+    shown = OutputText(tokenizer.stream(), ("aab",))
     a, b, space = 4, 5, 15
     assert [shown.push([token]) for token in (b, a, a, a, space, a)] == ["b", "", "", "a", "aa ", ""]
     assert shown.finish() == "a"

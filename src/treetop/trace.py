@@ -190,7 +190,7 @@ def page_data(trace: Trace) -> dict[str, Any]:
     shape, tokenizer, head = llm.config.shape, llm.tokenizer, llm.engine.device.head
     assert tokenizer is not None  # the prompt was encoded with it
     assert head is not None
-    stream = tokenizer.stream()
+    stream = tokenizer.stream(output.prompt_token_ids)
     used = {*output.prompt_token_ids, *output.token_ids}
     used.update(token for each in rounds for token in (*each.tokens, each.bonus))
     pieces, names = _spell(tokenizer, sorted(used), llm.engine.spec.eos_token_ids)

@@ -3,6 +3,7 @@
 import os
 import random
 import reprlib
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -87,6 +88,7 @@ class LLM:
     says so. Both are folders, or builtin:NAME. Options bear the names of `EngineConfig`. pure, wrap: for tests, see
     `Engine`; TREETOP_FAULT in the environment names a fault too. Raises UserError for a configuration that cannot work.
     An engine that fails at run time ends every request: the stream that ran it raises, the others get an error.
+    Streams may be open side by side, also in several threads, which take turns at running the engine for all.
     """
 
     def __init__(
@@ -106,6 +108,8 @@ class LLM:
         eos_ids = (*self.engine.spec.eos_token_ids, *extra_eos_ids(self.model_path))
         self.scheduler = Scheduler(self.engine.layout, self.config, eos_ids, pure)
         self._seeds = random.Random(self.config.seed)
+        # Of scheduler, engine and inbox; a stream that is collected while its thread runs another takes it again.
+        self._lock = threading.RLock()
         self._inbox: dict[RequestId, list[RequestUpdate]] = {}
         self._tickets: deque[Ticket] = deque()  # steps that run, oldest first
 
@@ -126,32 +130,36 @@ class LLM:
         """As `generate`, in pieces of text as they come. Bad input raises before any work; leaving early aborts."""
         listed = self._ids_of(prompts)
         paired = _paired(params, len(listed))
-        return self._run(listed, paired, [self._stop_checker(each) for each in paired])
+        stops = [self._stop_checker(ids, each) for ids, each in zip(listed, paired, strict=True)]
+        return self._run(listed, paired, stops)
 
     def _run(
         self, prompts: list[list[int]], params: list[SamplingParams], stops: list[StopChecker]
     ) -> Iterator[TextDelta]:
         live: dict[RequestId, _Live] = {}
         try:
-            for index, (ids, each, stop) in enumerate(zip(prompts, params, stops, strict=True)):
-                seed = self._seeds.getrandbits(63) if each.seed is None else each.seed
-                text = OutputText(self.tokenizer, each.stop) if self.tokenizer is not None else None
-                request_id = self.scheduler.add(ids, each, seed, stop)
-                live[request_id] = _Live(index, self.scheduler.request(request_id), text)
+            with self._lock:
+                for index, (ids, each, stop) in enumerate(zip(prompts, params, stops, strict=True)):
+                    seed = self._seeds.getrandbits(63) if each.seed is None else each.seed
+                    text = OutputText(self.tokenizer.stream(ids), each.stop) if self.tokenizer is not None else None
+                    request_id = self.scheduler.add(ids, each, seed, stop)
+                    live[request_id] = _Live(index, self.scheduler.request(request_id), text)
             while live:
-                waiting = [update for request_id in live for update in self._inbox.pop(request_id, [])]
-                if not waiting:
-                    self._advance()
+                with self._lock:
+                    waiting = [update for request_id in live for update in self._inbox.pop(request_id, [])]
+                    if not waiting:
+                        self._advance()
                 for update in waiting:
                     yield _delta(live[update.request_id], update)
                     if update.finish_reason is not None:
                         del live[update.request_id]
         finally:
-            for request_id in live:
-                self.scheduler.abort(request_id)
-                self._inbox.pop(request_id, None)
-            while self._tickets and not self.scheduler.has_work:  # what was launched for requests that have ended
-                self._advance()
+            with self._lock:
+                for request_id in live:
+                    self.scheduler.abort(request_id)
+                    self._inbox.pop(request_id, None)
+                while self._tickets and not self.scheduler.has_work:  # launched for requests that have ended
+                    self._advance()
 
     def _advance(self) -> None:
         """Keep the engine busy, then commit its oldest step; each stream finds its requests' updates in the inbox."""
@@ -172,7 +180,7 @@ class LLM:
             self._inbox.setdefault(update.request_id, []).append(update)
 
     def _ids_of(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
-        if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        if not isinstance(prompts, Sequence) or isinstance(prompts, _BYTES):
             raise InputError(f"prompts must be text, token ids, or a list of these, got {type(prompts).__name__}")
         one = isinstance(prompts, str) or (len(prompts) > 0 and _is_id(prompts[0]))
         listed = cast(Sequence[Prompt], [prompts] if one else prompts)
@@ -191,26 +199,36 @@ class LLM:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InputError(f"{self.model_path} has no tokenizer.json; pass token ids instead of text")
-            return self.tokenizer.encode(prompt)
-        if isinstance(prompt, bytes) or not isinstance(prompt, Sequence) or not all(map(_is_id, prompt)):
+            ids = self.tokenizer.encode(prompt)
+        elif isinstance(prompt, _BYTES) or not isinstance(prompt, Sequence) or not all(map(_is_id, prompt)):
             raise InputError(f"a prompt must be text or a list of token ids, got {reprlib.repr(prompt)}")
-        ids, vocab = [int(token) for token in prompt], self.engine.spec.vocab_size
+        else:
+            ids = [int(token) for token in prompt]
+        vocab = self.engine.spec.vocab_size
         bad = [token for token in ids if not 0 <= token < vocab]
         if bad:
             raise InputError(f"prompt token id {bad[0]} lies outside the vocabulary [0, {vocab})")
         return ids
 
-    def _stop_checker(self, params: SamplingParams) -> StopChecker:
+    def _stop_checker(self, prompt_ids: list[int], params: SamplingParams) -> StopChecker:
+        outside = [token for token in params.stop_token_ids if token >= self.engine.spec.vocab_size]
+        if outside:
+            raise InputError(
+                f"stop token id {outside[0]} lies outside the vocabulary [0, {self.engine.spec.vocab_size})"
+            )
         if not params.stop:
             return NoStop()
         if self.tokenizer is None:
             raise InputError(f"stop strings need a tokenizer, and {self.model_path} has no tokenizer.json")
-        return StopStrings(self.tokenizer.stream(), params.stop)
+        return StopStrings(self.tokenizer.stream(prompt_ids), params.stop)
 
 
 def _folder(name: str | Path | None) -> str | None:
     """What the options hold; what is neither text nor a path is left for them to refuse."""
     return str(name) if isinstance(name, Path) else name
+
+
+_BYTES = (bytes, bytearray, memoryview)
 
 
 def _is_id(value: object) -> bool:

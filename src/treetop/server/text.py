@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from treetop.server.tokenizer import Tokenizer, TokenStream
+from treetop.server.tokenizer import TokenStream
 
 
 class StopStrings:
@@ -25,16 +25,13 @@ class StopStrings:
 class OutputText:
     """Text of the emitted tokens, in pieces. What might become a stop string is held back until it is not."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
-        self._tokenizer, self._stops = tokenizer, tuple(stops)
-        self._stream = tokenizer.stream()
-        self._ids: list[int] = []
+    def __init__(self, stream: TokenStream, stops: Sequence[str]) -> None:
+        self._stream, self._stops = stream, tuple(stops)
         self._text = ""
         self._shown = 0
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Add emitted ids; returns the text that is safe to show now."""
-        self._ids += token_ids
         self._text += "".join(self._stream.push(token) for token in token_ids)
         safe = len(_cut(self._text, self._stops))
         if safe == len(self._text):
@@ -43,12 +40,13 @@ class OutputText:
 
     def finish(self) -> str:
         """The rest of the text, once no more ids come."""
+        self._text += self._stream.flush()
         full = self.full()
         return self._show(full, len(full))
 
     def full(self) -> str:
-        """The whole text, cut before the first stop string."""
-        return _cut(self._tokenizer.decode(self._ids), self._stops)
+        """The whole text so far, cut before the first stop string."""
+        return _cut(self._text, self._stops)
 
     def _show(self, text: str, end: int) -> str:
         piece = text[self._shown : end]

@@ -5,14 +5,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer as BpeTokenizer
-from tokenizers.decoders import DecodeStream
 
 from treetop.models.spec import integers
 from treetop.types.errors import CheckpointError, InputError
 
+_CONTEXT = 6
+"""Tokens of a prompt that its output's first pieces are decoded with."""
+_UNKNOWN = "\ufffd"
+"""What bytes that are no character, or not yet, decode to."""
+_LONGEST = 16
+"""Tokens that may wait for a character to become complete; UTF-8 needs four bytes at most."""
+
 
 class Tokenizer:
-    """A checkpoint's `tokenizer.json`."""
+    """A checkpoint's `tokenizer.json`, without the truncation and padding that its training may have left in it."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / "tokenizer.json"
@@ -22,6 +28,8 @@ class Tokenizer:
             self._bpe = BpeTokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(f"{path}: not a tokenizer: {error}") from None
+        self._bpe.no_truncation()
+        self._bpe.no_padding()
 
     @property
     def vocab_size(self) -> int:
@@ -38,18 +46,40 @@ class Tokenizer:
         """Text of ids, special tokens left out."""
         return str(self._bpe.decode(list(ids), skip_special_tokens=True))
 
-    def stream(self) -> "TokenStream":
-        return TokenStream(self._bpe)
+    def stream(self, prompt_ids: Sequence[int] = ()) -> "TokenStream":
+        """Of what follows these ids."""
+        return TokenStream(self, prompt_ids)
 
 
 class TokenStream:
-    """Ids to text, one at a time; a piece of a multi-byte character gives its text when it is complete."""
+    """Ids to text, one at a time, as it reads after the prompt; a character's bytes give it when it is complete.
 
-    def __init__(self, bpe: BpeTokenizer) -> None:
-        self._bpe, self._stream = bpe, DecodeStream(skip_special_tokens=True)
+    A token is decoded with the few before it, and what those gave is cut off: so a space that decoders drop at the
+    beginning of a text stays between a prompt and its output. Any ids give some text. The idea is that of Hugging
+    Face's text-generation-inference.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._ids = list(prompt_ids[-_CONTEXT:])
+        self._given = len(self._ids)  # tokens whose text is known
+        self._known = tokenizer.decode(self._ids).rstrip(_UNKNOWN)
 
     def push(self, token_id: int) -> str:
-        return self._stream.step(self._bpe, token_id) or ""
+        self._ids.append(token_id)
+        waits = len(self._ids) - self._given < _LONGEST
+        return "" if waits and self._tokenizer.decode(self._ids).endswith(_UNKNOWN) else self.flush()
+
+    def flush(self) -> str:
+        """The text of what waits, complete or not."""
+        piece = self._tokenizer.decode(self._ids)[len(self._known) :]
+        if piece:
+            self._ids = self._ids[self._given :]
+            self._known = self._tokenizer.decode(self._ids)
+        else:
+            del self._ids[self._given :]
+        self._given = len(self._ids)
+        return piece
 
 
 def extra_eos_ids(folder: Path) -> tuple[int, ...]:

@@ -87,9 +87,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         wrong = self._wrong_types()
         problems = wrong or [text for bad, text in self._rules() if bad]
-        if self.draft is not None and not wrong:
+        if not wrong:
             try:
-                self.shape  # noqa: B018 - the property validates
+                self._tree()  # also without a draft: what it would be must make sense
             except ConfigError as error:
                 problems.append(str(error))
         if problems:
@@ -139,8 +139,9 @@ class EngineConfig:
         counts = {"max_running_requests": 65536, "page_size": 2**20}
         for name in ("max_running_requests", "chunked_prefill_size", "context_length", "max_total_tokens", "page_size"):
             value, most = getattr(self, name), counts.get(name, 2**40)
-            bad = value is not None and not 1 <= value <= most
-            rules.append((bad, f"{flag(name)} must lie between 1 and {most}, got {value}"))
+            least = 2 if name == "context_length" else 1  # a token of a prompt and one of its output
+            bad = value is not None and not least <= value <= most
+            rules.append((bad, f"{flag(name)} must lie between {least} and {most}, got {value}"))
         for name, choices in CHOICES.items():
             value = getattr(self, name)
             bad = value is not None and value not in choices
@@ -150,8 +151,9 @@ class EngineConfig:
     @property
     def shape(self) -> SpecShape:
         """The tree shape of a round; PLAIN without a draft."""
-        if self.draft is None:
-            return PLAIN
+        return PLAIN if self.draft is None else self._tree()
+
+    def _tree(self) -> SpecShape:
         return SpecShape(self.speculative_eagle_topk, self.speculative_num_steps, self.speculative_num_draft_tokens)
 
     @classmethod

@@ -57,7 +57,7 @@ class SamplingParams:
     def _rules(self) -> list[tuple[bool, str]]:
         return [
             (
-                not (math.isfinite(self.temperature) and self.temperature >= 0),
+                not (_finite(self.temperature) and self.temperature >= 0),
                 f"temperature must be a finite number >= 0, got {self.temperature}",
             ),
             (self.top_k < -1, f"top_k must be 0 (off), -1 (off) or positive, got {self.top_k}"),
@@ -65,6 +65,7 @@ class SamplingParams:
             (not 0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {self.min_p}"),
             (self.max_tokens < 1, f"max_tokens must be at least 1, got {self.max_tokens}"),
             (any(not s for s in self.stop), "stop strings must not be empty"),
+            (any(token < 0 for token in self.stop_token_ids), "stop_token_ids must not be negative"),
             (self.seed is not None and not 0 <= self.seed < 2**63, f"seed must be in [0, 2^63), got {self.seed}"),
         ]
 
@@ -76,6 +77,13 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+
+def _finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
+        return False
 
 
 def _is(value: object, kind: type) -> bool:
