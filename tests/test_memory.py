@@ -20,7 +20,7 @@ from treetop.engine.memory import (
     fit,
     out_of_memory_explained,
     pool_bytes,
-    round_bytes,
+    step_bytes,
 )
 from treetop.engine.trial import worst_prefill
 from treetop.types.errors import CapacityError, ConfigError, EngineError
@@ -143,6 +143,7 @@ def test_the_worst_prefill_fills_a_chunk_with_rows_as_long_as_a_prompt_can_be(ro
     found = worst_prefill(made)
     assert found[0] * found[1] == worst
     assert found[1] < context
+    assert worst_prefill(LLAMA) == (8, 64), "of equal batches not the one with the most logits"
 
 
 def test_the_allowance_grows_with_the_peak_and_the_graphs():
@@ -184,7 +185,7 @@ def test_an_engine_with_little_memory_gets_smaller_pools_and_the_same_tokens(str
     sound = tokens(roomy.generate(prompts, greedy(60)))
     use = roomy.engine.memory
     one = pool_bytes(replace(roomy.engine.layout, pool_tokens=roomy.engine.layout.tokens_per_request), 8)
-    kept = round_bytes(roomy.engine.layout, roomy.engine.spec.vocab_size, 8)
+    kept = step_bytes(roomy.engine.layout, roomy.engine.spec.vocab_size, 8)
     free = int((1.7 * one + kept) / 0.88)
     with_memory(monkeypatch, 100 * free, use.budget.static + free, free)
     tight = build(strong_pair, context_length=128, max_running_requests=6)
@@ -203,21 +204,23 @@ def test_a_model_that_cannot_fit_is_refused_before_its_weights_are_read(strong_p
 
 
 def test_thousands_of_rows_are_counted_before_they_can_exhaust_a_cpus_memory(monkeypatch):
-    """The worst round is left free beside the pools: 64 rows fit into 4 GiB; 4096 are refused with the numbers."""
+    """The worst step is left free beside the pools: 64 rows fit into 4 GiB; 4096 are refused with the numbers."""
     monkeypatch.setattr(building, "memory_of", lambda device: Memory(4 * GIB, 4 * GIB))
     some = LLM(max_running_requests=64, context_length=64, check_level=0, device="cpu").engine
     rest = int(0.12 * 4 * GIB)
-    assert some.memory.budget.allowance - rest == pytest.approx(round_bytes(some.layout, 4096, 4), abs=2)
+    assert some.memory.budget.allowance - rest == pytest.approx(step_bytes(some.layout, 4096, 4), abs=2)
     monkeypatch.setattr(building, "load_target", lambda *args: pytest.fail("weights were read"))
     message = r"need 0\.56 GiB beside 17\.\d\d GiB for activations.*lower --max-running-requests, --context-length"
     with pytest.raises(CapacityError, match=message):
         LLM(max_running_requests=4096, device="cpu")
 
 
-def test_a_worst_round_is_its_gathered_contexts_or_its_draws():
-    """Llama-3.1-8B in float32, 8 rows: K and V of a layer twice, and 16 x 128256 logits to draw from."""
-    assert round_bytes(replace(LLAMA, max_context=64), 128256, 4) == 8 * 16 * 128256 * 52
-    assert round_bytes(LLAMA, 128256, 4) == 8 * 8192 * (2 * 2048 * 4 + 16 * 6)
+def test_a_worst_step_is_its_gathered_contexts_and_masks_or_its_draws():
+    """Llama-3.1-8B in float32, 8 rows: K and V of a layer twice, and 16 x 128256 logits to draw from; long prompts."""
+    assert step_bytes(replace(LLAMA, max_context=64), 128256, 4) == 8 * 16 * 128256 * 52
+    assert step_bytes(LLAMA, 128256, 4) == 8192 * (8 * 2 * 2048 * 4 + 512 * 6)
+    assert step_bytes(replace(LLAMA, chunk=64), 128256, 4) == 8192 * (8 * 2 * 2048 * 4 + 8 * 16 * 6)
+    assert step_bytes(replace(LLAMA, max_requests=1, max_context=2**17, chunk=8192), 128256, 4) > 8192 * 2**17 * 6
 
 
 def test_the_proof_runs_every_shape_on_all_rows_and_puts_the_state_back(strong_pair, monkeypatch):

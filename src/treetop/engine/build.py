@@ -25,7 +25,7 @@ from treetop.engine.memory import (
     fit,
     memory_of,
     out_of_memory_explained,
-    round_bytes,
+    step_bytes,
 )
 from treetop.engine.pure import Pure
 from treetop.engine.round_ops import make_round_ops
@@ -236,14 +236,14 @@ def _static_estimate(layout: Layout, spec: ModelSpec, draft: Eagle3Spec | None, 
 
 
 def _cpu_allowance(config: EngineConfig, memory: Memory, place: Placement, layout: Layout, spec: ModelSpec) -> int:
-    """On a CPU nothing measures a peak: the worst round and the fraction's rest of what is free stay free.
+    """On a CPU nothing measures a peak: the worst step and the fraction's rest of what is free stay free.
 
     A GPU's is measured later.
     """
     if place.device.type != "cpu":
         return 0
     rest = int((1 - config.mem_fraction_static) * max(memory.free, 0))
-    return rest + round_bytes(layout, spec.vocab_size, place.dtype.itemsize)
+    return rest + step_bytes(layout, spec.vocab_size, place.dtype.itemsize)
 
 
 def _gpu_allowance(config: EngineConfig, device: Device) -> int:

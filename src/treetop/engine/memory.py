@@ -87,16 +87,17 @@ def activation_allowance(peak: int, num_graphs: int) -> int:
     return peak + num_graphs * _BYTES_PER_GRAPH + _SLACK
 
 
-def round_bytes(layout: Layout, vocab_size: int, element_size: int) -> int:
-    """Bytes that the worst round takes on a CPU, about: all rows at the context wall, sampled.
+def step_bytes(layout: Layout, vocab_size: int, element_size: int) -> int:
+    """Bytes that the worst step takes on a CPU, about: all rows at the context wall, a round sampled.
 
-    PyTorch's attention gathers a layer's prefix, joins it with the tail, and has two masks and a bias for each query.
-    Later each node has its logits, and what drawing from them takes.
+    PyTorch's attention gathers a layer's prefix, joins it with the tail, and has two masks and a bias for each query,
+    a tree's node or a prompt's token. In a round each node has its logits later, and what drawing from them takes.
     """
     numbers = max(2 * group.kv_heads * group.head_dim for group in layout.groups)
-    context, nodes = layout.max_committed, layout.verify_tail
-    attention = context * (2 * numbers * element_size + nodes * (element_size + 2))
-    return layout.max_requests * max(attention, nodes * vocab_size * (element_size + _BYTES_PER_DRAW))
+    rows, nodes = layout.max_requests, layout.max_requests * layout.verify_tail
+    gathered = 2 * rows * numbers * element_size
+    masked = max(nodes, layout.chunk) * (element_size + 2)
+    return max(layout.max_committed * (gathered + masked), nodes * vocab_size * (element_size + _BYTES_PER_DRAW))
 
 
 def pool_bytes(layout: Layout, element_size: int) -> int:

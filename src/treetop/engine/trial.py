@@ -23,10 +23,13 @@ def peak_bytes(device: Device) -> int:
 
 
 def worst_prefill(layout: Layout) -> tuple[int, int]:
-    """(rows, width) of the largest padded prefill batch: a chunk holds its padding too."""
+    """(rows, width) of the largest padded prefill batch, of several the one with the most rows, each with its logits.
+
+    A chunk holds its padding too.
+    """
     longest = max(layout.max_context - 1, 1)
     shapes = [(bucket, min(layout.chunk // bucket, longest)) for bucket in layout.buckets]
-    return max(shapes, key=lambda shape: shape[0] * shape[1])
+    return max(shapes, key=lambda shape: (shape[0] * shape[1], shape[0]))
 
 
 def _peak(run: Callable[[], None]) -> int:
