@@ -165,6 +165,7 @@ def run_grid(model: str | None, options: dict[str, Any], grid: Grid, tell: Calla
     expected: list[RequestOutput] = []
     if why is None and PLAIN not in grid.shapes:
         expected = _greedy(LLM(**asdict(engine_config(model, options, PLAIN, grid))), grid)
+        gc.collect()  # an engine's memory, before the next one takes its share
     found: list[str] = []
     for config in configs:
         started_s = time.perf_counter()
