@@ -46,7 +46,10 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """One prompt's result. error: why it was aborted, if it was."""
+    """One prompt's result. text: as it reads after the prompt, cut before a stop string; "" without a tokenizer.
+
+    error: why it was aborted, if it was.
+    """
 
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
