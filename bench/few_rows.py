@@ -158,8 +158,8 @@ def main() -> None:
         compile_all(shapes, rows)
     entries = tune(shapes, rows, args.write_table)
     if args.write_table:
-        old = json.loads(TABLE.read_text(encoding="utf-8"))
-        known = old["entries"] if old["machine"]["gpu"] == machine["gpu"] else []
+        old = json.loads(TABLE.read_text(encoding="utf-8")) if TABLE.is_file() else None
+        known = old["entries"] if old is not None and old["machine"]["gpu"] == machine["gpu"] else []
         measured = {(entry["name"], entry["rows"]): entry for entry in (*known, *entries)}
         lines = ",\n".join(json.dumps(entry) for entry in measured.values())
         head = f'"num_sms": {gpu_traits(DEVICE).num_sms}, "machine": {json.dumps(machine)}'

@@ -204,7 +204,7 @@ def _compare_plain(
     equality = equal_outputs(plain, expected, outputs, sampled=not params.greedy)
     rounds = sum(output.metrics.target_forwards for output in outputs)
     length = (
-        f"{_after_first(outputs) / rounds:.2f} tokens per target pass" if rounds else "no target pass after prompts"
+        f"{_round_tokens(outputs) / rounds:.2f} tokens per target pass" if rounds else "no target pass after prompts"
     )
     print(
         f"{length}; {plain_s / elapsed_s:.2f}x the speed of plain decoding"
@@ -374,13 +374,12 @@ def _summary(outputs: list[Any], elapsed_s: float) -> str:
     tokens = sum(len(output.token_ids) for output in outputs)
     rounds = sum(output.metrics.target_forwards for output in outputs)
     reasons = ", ".join(sorted({output.finish_reason for output in outputs}))
-    length = f", accept length {_after_first(outputs) / rounds:.2f}" if rounds else ""
+    length = f", accept length {_round_tokens(outputs) / rounds:.2f}" if rounds else ""
     return f"[{tokens} tokens, {rounds} target passes{length}, {tokens / elapsed_s:.0f} tokens/s, {reasons}]"
 
 
-def _after_first(outputs: list[Any]) -> int:
-    """Tokens that rounds gave: all but each output's first, which its prompt gave."""
-    return sum(max(len(output.token_ids) - 1, 0) for output in outputs)
+def _round_tokens(outputs: list[Any]) -> int:
+    return sum(output.round_tokens for output in outputs)
 
 
 if __name__ == "__main__":

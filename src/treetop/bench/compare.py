@@ -148,7 +148,7 @@ def run(model: str | None, engine_options: dict[str, Any], options: BenchOptions
     rates = [[_timed(one) for one in runs] for _ in range(options.repeats)]
     columns = list(zip(*rates, strict=True))
     accept_lens = [a for output in got for a in output.metrics.accept_lens]
-    emitted = max(sum(len(output.token_ids) - 1 for output in got), 1)
+    emitted = max(sum(output.round_tokens for output in got), 1)
     shape = speculative.config.shape
     machine = measure_machine(speculative.engine.device.buffers.rows.device, speculative.engine.dtype)
     return Report(

@@ -58,6 +58,11 @@ class RequestOutput:
     metrics: RequestMetrics
     error: str | None = None
 
+    @property
+    def round_tokens(self) -> int:
+        """Tokens that rounds gave: all but the first, which the prompt gave."""
+        return max(len(self.token_ids) - 1, 0)
+
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
@@ -207,18 +212,17 @@ class LLM:
             raise InputError(f"a prompt must be text or a list of token ids, got {reprlib.repr(prompt)}")
         else:
             ids = [int(token) for token in prompt]
-        vocab = self.engine.spec.vocab_size
-        bad = [token for token in ids if not 0 <= token < vocab]
-        if bad:
-            raise InputError(f"prompt token id {bad[0]} lies outside the vocabulary [0, {vocab})")
+        self._check_ids("prompt", ids)
         return ids
 
+    def _check_ids(self, whose: str, ids: Sequence[int]) -> None:
+        vocab = self.engine.spec.vocab_size
+        outside = next((token for token in ids if not 0 <= token < vocab), None)
+        if outside is not None:
+            raise InputError(f"{whose} token id {outside} lies outside the vocabulary [0, {vocab})")
+
     def _stop_checker(self, prompt_ids: list[int], params: SamplingParams) -> StopChecker:
-        outside = [token for token in params.stop_token_ids if token >= self.engine.spec.vocab_size]
-        if outside:
-            raise InputError(
-                f"stop token id {outside[0]} lies outside the vocabulary [0, {self.engine.spec.vocab_size})"
-            )
+        self._check_ids("stop", params.stop_token_ids)
         if not params.stop:
             return NoStop()
         if self.tokenizer is None:
