@@ -3,6 +3,7 @@
 As test_triton.py: under pytest this file starts itself again with TRITON_INTERPRET=1, and holds the tests there.
 """
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from scenes import INT_MIN, assert_close, dense_answer, scene
 from treetop.attention.tail import merged_prefix_tail
 from treetop.attention.torch_backend import TorchBackend
 from treetop.attention.triton_backend import TritonBackend
+from treetop.kernels import attention
 from treetop.kernels.attention import PagedKeys, Sight, TailKeys, paged_attention, paged_attention_reference
 from treetop.kernels.kv import PageTable
 from treetop.kernels.launch import Launch
@@ -160,9 +162,10 @@ if INTERPRETED:
         assert torch.equal(merged.isnan().all(dim=(2, 3)), sees)
 
     @pytest.mark.parametrize("options", VARIETY[-3:], ids=str)
-    @pytest.mark.parametrize("splits", [1, 3])
-    def test_a_sink_enters_the_fused_kernel_once(options, splits):
-        """At the end of a single split, in the merge of several."""
+    @pytest.mark.parametrize(("splits", "items"), [(1, 1), (3, 1), (3, 4)])
+    def test_a_sink_enters_the_fused_kernel_once(options, splits, items, monkeypatch):
+        """At the end of a single split, in the merge of several, item by item or some at a time."""
+        monkeypatch.setattr(attention, "_items_to_merge", lambda count, _: math.gcd(items, count))
         s = scene(**options)
         sinks = sinks_of(s)
         launch = Launch(block_m=16, block_n=16, splits=splits, num_warps=4, num_stages=1)

@@ -5,6 +5,7 @@ TRITON_INTERPRET=1, and there it holds the tests of the kernels.
 """
 
 import itertools
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,6 +17,7 @@ from interpreted import INTERPRETED, require_interpreted_pass
 from scenes import assert_close, dense_answer, scene
 from treetop.attention.torch_backend import TorchBackend
 from treetop.attention.triton_backend import TritonBackend
+from treetop.kernels import attention
 from treetop.kernels.attention import PagedKeys, Sight, TailKeys, paged_attention, paged_attention_reference
 from treetop.kernels.few_rows import (
     RowsLaunch,
@@ -139,10 +141,14 @@ if INTERPRETED:
         assert_close(out, dense_answer(s, with_tail=False)[0], s.q.dtype)
         assert (out[~s.real] == 0).all()
 
-    @pytest.mark.parametrize("splits", [1, 3, 6])
+    @pytest.mark.parametrize(("splits", "items"), [(1, 1), (3, 1), (6, 1), (3, 4), (6, 2)])
     @pytest.mark.parametrize("window", [None, 19])
-    def test_the_number_of_splits_does_not_show(splits, window):
-        """More splits than blocks of keys, empty splits and the tail's split all merge to the same answer."""
+    def test_the_number_of_splits_does_not_show(splits, items, window, monkeypatch):
+        """More splits than blocks of keys, empty splits and the tail's split all merge to the same answer.
+
+        Also where a program of the merge joins several items, which in an engine only large batches ask for.
+        """
+        monkeypatch.setattr(attention, "_items_to_merge", lambda count, _: math.gcd(items, count))
         s = scene(n=3, t=4, heads=2, kv_heads=1, bound=70, window=window)
         launch = Launch(block_m=16, block_n=16, splits=splits, num_warps=4, num_stages=1)
         keys = PagedKeys(s.kv.data, s.view.table.data, s.view.rows, s.view.extent, s.view.bound, s.view.page_size)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from treetop.kernels.order import index_of, key_of, value_of
-from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, launch_options, tl
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, launch_options, take_turn, tl
 from treetop.types.tree import Accepted, DraftTree
 
 _PIECE = 4096
@@ -49,9 +49,7 @@ def best_of_pieces(logits: Tensor, gpu: GpuTraits) -> Pieces:
 @jit
 def _pieces_kernel(key: Arg, logits: Arg, vocab: Arg, block: constexpr, overlap: constexpr) -> None:
     """One piece of one node's logits a program; a key is made of its best alone. Grid (rows * T, pieces)."""
-    if overlap:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    take_turn(overlap, early=True)
     node, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = part * block + tl.arange(0, block)
     there = token < vocab
@@ -99,9 +97,7 @@ def _accept_kernel(
     """One row a program. choice: keys [rows, nodes, pieces] if greedy, else tokens [rows, nodes], and finite_in
     bytes [rows, nodes]. Grid (rows,).
     """
-    if overlap:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    take_turn(overlap, early=True)
     row = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, block_t)
     real = node < nodes

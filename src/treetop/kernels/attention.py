@@ -22,7 +22,7 @@ from torch import Tensor
 
 from treetop.kernels.kv import slots_of
 from treetop.kernels.launch import Launch
-from treetop.kernels.triton_guard import Arg, constexpr, jit, power_of_two, tl
+from treetop.kernels.triton_guard import Arg, constexpr, jit, power_of_two, take_turn, tl
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,9 +196,7 @@ def _attention_kernel(
     `paged_attention`; *_row, *_query, ... are strides in elements; window 0 is none. Grid (kv_heads, blocks of queries
     * splits, rows). All slot arithmetic is int64.
     """
-    if overlap:
-        tl.extra.cuda.gdc_launch_dependents()  # the next kernel may start, and wait
-        tl.extra.cuda.gdc_wait()  # before the first read: what went before may still be running
+    take_turn(overlap, early=True)
     kv_head = tl.program_id(0)
     split = tl.program_id(1) % splits
     tile = tl.num_programs(1) // splits - 1 - tl.program_id(1) // splits  # causal: the longest blocks start first
@@ -286,37 +284,37 @@ def _attention_kernel(
 @jit
 def _merge_kernel(
     out: Arg, lse: Arg, parts: Arg, part_lse: Arg, sinks: Arg, count: Arg, splits: Arg, heads: Arg,
-    dim: constexpr, has_sinks: constexpr, block_s: constexpr, block_d: constexpr, overlap: constexpr,
+    dim: constexpr, has_sinks: constexpr, block_s: constexpr, block_i: constexpr, block_d: constexpr,
+    overlap: constexpr,
 ) -> None:  # fmt: skip
-    """Join the splits of one query and head.
+    """Join the splits of `block_i` items, each a query and a head.
 
     out: [count, dim]; lse: [count] float32. parts: [splits, count, dim] float32; part_lse: [splits, count] float32. A
-    part with lse -inf counts for nothing, whatever lies there. sinks: [heads] float32. Grid (count,).
+    part with lse -inf counts for nothing, whatever lies there. sinks: [heads] float32. Grid (count / block_i,).
     """
-    if overlap:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    item = tl.program_id(0).to(tl.int64)
+    take_turn(overlap, early=True)
+    item = tl.program_id(0).to(tl.int64) * block_i + tl.arange(0, block_i)
     split = tl.arange(0, block_s)
     dims = tl.arange(0, block_d)
-    at = split.to(tl.int64) * count + item
-    each = tl.load(part_lse + at, mask=split < splits, other=float("-inf"))
-    wide = (split < splits)[:, None] & (dims < dim)[None, :]
-    part = tl.load(parts + at[:, None] * dim + dims[None, :], mask=wide, other=0.0)  # does not wait for `each`
+    at = split.to(tl.int64)[:, None] * count + item[None, :]
+    each = tl.load(part_lse + at, mask=(split < splits)[:, None], other=float("-inf"))
+    wide = (split < splits)[:, None, None] & (dims < dim)[None, None, :]
+    part = tl.load(parts + at[:, :, None] * dim + dims[None, None, :], mask=wide, other=0.0)  # not waiting for `each`
     peak = tl.max(each, 0)
     if has_sinks:
         sink = tl.load(sinks + item % heads)
         peak = tl.maximum(peak, sink)
     peak = tl.where(peak > float("-inf"), peak, 0.0)
-    weight = tl.exp(each - peak)
+    weight = tl.exp(each - peak[None, :])
     mass = tl.sum(weight, 0)
     if has_sinks:
         mass += tl.exp(sink - peak)
     seen = mass != 0
     mass = tl.where(seen, mass, 1.0)
-    part = tl.where((weight != 0)[:, None], part, 0.0)
-    total = tl.sum(part * weight[:, None], 0) / mass
-    tl.store(out + item * dim + dims, total.to(out.dtype.element_ty), mask=dims < dim)
+    part = tl.where((weight != 0)[:, :, None], part, 0.0)
+    total = tl.sum(part * weight[:, :, None], 0) / mass[:, None]
+    out_at = out + item[:, None] * dim + dims[None, :]
+    tl.store(out_at, total.to(out.dtype.element_ty), mask=(dims < dim)[None, :])
     tl.store(lse + item, tl.where(seen, peak + tl.log(mass), float("-inf")))
 
 
@@ -371,9 +369,18 @@ def paged_attention(
     )  # fmt: skip
     if launch.splits > 1:
         block_s = power_of_two(launch.splits)
-        _merge_kernel[(count,)](
+        block_i = _items_to_merge(count, block_s)
+        _merge_kernel[(count // block_i,)](
             out, lse, part, part_lse, lse if sinks is None else sinks, count, launch.splits, heads, dim=dim,
-            has_sinks=sinks is not None, block_s=block_s, block_d=block_d, overlap=launch.overlap,
-            num_warps=max(1, min(4, block_s * block_d // 2048)), **overlap,
+            has_sinks=sinks is not None, block_s=block_s, block_i=block_i, block_d=block_d, overlap=launch.overlap,
+            num_warps=max(1, min(4, block_s * block_i * block_d // 2048)), **overlap,
         )  # fmt: skip
     return out, lse
+
+
+def _items_to_merge(count: int, block_s: int) -> int:
+    """How many of `count` items, each of `block_s` parts, a program of the merge joins; it divides count.
+
+    One while an H200 holds all programs at once, else what makes eight parts (measured there).
+    """
+    return 1 if count <= 2048 else math.gcd(max(1, 8 // block_s), count)

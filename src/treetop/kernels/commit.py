@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, launch_options, tl
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, launch_options, take_turn, tl
 
 _BLOCK = 1024
 """Elements of a feature that a program moves."""
@@ -83,9 +83,7 @@ def _commit_kernel(
 
     The page table is read only for columns that are committed: past them it may hold anything.
     """
-    if overlap:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    take_turn(overlap, early=True)
     item = (tl.program_id(0) // width).to(tl.int64)
     column = (tl.program_id(0) % width).to(tl.int64)
     layer = tl.program_id(1).to(tl.int64)
@@ -138,9 +136,7 @@ def _path_features_kernel(
     count: constexpr, block: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """One block of one column, of every stream, a program. Grid (rows * width, blocks)."""
-    if overlap:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    take_turn(overlap, early=True)
     row = (tl.program_id(0) // width).to(tl.int64)
     column = (tl.program_id(0) % width).to(tl.int64)
     lane = tl.program_id(1) * block + tl.arange(0, block)

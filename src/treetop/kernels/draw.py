@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from treetop.kernels.sampling import TEMPERATURES, Sampler
-from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, launch_options, tl
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, launch_options, take_turn, tl
 
 _BLOCK = 8192
 """Logits that a program looks at in a step; a pass over a row is bound by the latency of its steps."""
@@ -57,9 +57,7 @@ def _draw_kernel(
     block: constexpr, block_b: constexpr, coldest: constexpr, hottest: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """One node a program. token: [rows * T] int64; finite: the same, bytes. Grid (rows * T,)."""
-    if overlap:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    take_turn(overlap, early=True)
     node = tl.program_id(0).to(tl.int64)
     line = logits + node * vocab
     row = tl.load(rows + node // width)

@@ -19,7 +19,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, launch_options, power_of_two, tiles_of, tl
+from treetop.kernels.triton_guard import (
+    Arg,
+    GpuTraits,
+    constexpr,
+    jit,
+    launch_options,
+    power_of_two,
+    take_turn,
+    tiles_of,
+    tl,
+)
 
 MAX_ROWS = 256
 _TABLE = Path(__file__).with_name("few_rows.json")
@@ -113,14 +123,12 @@ def _few_rows_kernel(
     line = weight + column.to(tl.int64)[:, None] * k + start
     up_line = line + n.to(tl.int64) * k
     there = (column < n)[:, None]
-    if overlap:
-        if ahead > 0:  # 64 elements of 2 bytes are a cache line
-            first = tl.minimum(tl.arange(0, ahead * block_k // 64) * 64, share - 1)[None, :]
-            _ask_for(tl.where(there, line + first, weight))
-            if gated:
-                _ask_for(tl.where(there, up_line + first, weight))
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    if overlap and ahead > 0:  # 64 elements of 2 bytes are a cache line
+        first = tl.minimum(tl.arange(0, ahead * block_k // 64) * 64, share - 1)[None, :]
+        _ask_for(tl.where(there, line + first, weight))
+        if gated:
+            _ask_for(tl.where(there, up_line + first, weight))
+    take_turn(overlap, early=True)
     row = tl.arange(0, block_m)
     lane = tl.arange(0, block_k)
     x_at = x + row[:, None] * k + start + lane[None, :]

@@ -4,9 +4,7 @@
 Each is memory-bound and short, so what counts is the number of launches and of trips through memory. All compute in
 float32 and round once. The references are the plain operations.
 
-A product may come in parts, [parts, ..., width], whose sum it is (`kernels.few_rows`); its reader adds them up. Every
-kernel lets the next one start at once, and waits for the one before it (programmatic dependent launch), so it reads
-only constants before its wait.
+A product may come in parts, [parts, ..., width], whose sum it is (`kernels.few_rows`); its reader adds them up.
 """
 
 from dataclasses import dataclass
@@ -15,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, launch_options, power_of_two, tl
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, launch_options, power_of_two, take_turn, tl
 
 _HEADS = 8
 """Heads of one token that a program rotates."""
@@ -80,9 +78,7 @@ def _add_rms_norm_kernel(
     there = column < hidden
     if norms:
         scale = tl.load(weight + column, mask=there, other=0.0).to(tl.float32)  # a constant: needs no waiting
-    if overlap:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    take_turn(overlap)
     at = tl.program_id(0).to(tl.int64) * hidden + column
     value = tl.load(x + at, mask=there, other=0.0)
     if parts > 0:
@@ -132,9 +128,7 @@ def _embed_and_norm_kernel(
     lane = tl.arange(0, block)
     inside = lane < hidden_size
     scale = tl.load(weight + lane, mask=inside, other=0.0).to(tl.float32)
-    if overlap:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    take_turn(overlap, early=True)
     item = tl.program_id(0).to(tl.int64)
     row, column = item // n, item % n
     token = tl.load(tokens + row * token_row + column * token_column)
@@ -169,9 +163,7 @@ def silu_mul(gate_up: Tensor, gpu: GpuTraits) -> Tensor:
 @jit
 def _silu_mul_kernel(out: Arg, gate_up: Arg, inner: constexpr, block: constexpr, overlap: constexpr) -> None:
     """One block of a row a program. out: [rows, inner]; gate_up: [rows, 2 * inner]. Grid (rows, inner / block)."""
-    if overlap:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    take_turn(overlap, early=True)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     there = column < inner
@@ -269,9 +261,7 @@ def _rotate_and_write_kernel(
     normed: constexpr, in_pages: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """`block_h` heads of one token a program; arguments as in the reference. Grid (rows * n, heads / block_h)."""
-    if overlap:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    take_turn(overlap)
     row = (tl.program_id(0) // n).to(tl.int64)
     column = (tl.program_id(0) % n).to(tl.int64)
     head = tl.program_id(1) * block_h + tl.arange(0, block_h)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from treetop.kernels.order import index_of, key_of
 from treetop.kernels.rows import RowTables
-from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, launch_options, tl
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, launch_options, take_turn, tl
 from treetop.types.layout import SpecShape
 from treetop.types.tree import DraftTree, Places
 
@@ -192,9 +192,7 @@ def _grow_kernel(
     writes the rest. first: flat index of the first child; first_group: number of the first group below the new
     frontier. Grid (rows, blocks).
     """
-    if overlap:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    take_turn(overlap, early=True)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     child = tl.arange(0, block_c)
     real = child < k * k
@@ -259,9 +257,7 @@ def _select_kernel(
     overlap: constexpr,
 ) -> None:  # fmt: skip
     """One tree a program: the `count` best candidates, best first, then each one's place among them. Grid (rows,)."""
-    if overlap:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    take_turn(overlap, early=True)
     row = tl.program_id(0).to(tl.int64)
     candidate = tl.arange(0, block_n)
     real = candidate < candidates

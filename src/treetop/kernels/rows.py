@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, launch_options, tl
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, launch_options, take_turn, tl
 from treetop.types.tree import Accepted
 
 _BLOCK = 1024
@@ -103,9 +103,7 @@ def _finish_kernel(
     k: constexpr, width: constexpr, block_k: constexpr, block: constexpr, has_draft: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """One block of one row's hidden state a program, the first also the rest. Grid (rows, blocks)."""
-    if overlap:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    take_turn(overlap, early=True)
     item, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(rows + item)
     if row != dummy_row:
@@ -144,9 +142,7 @@ def _pick_kernel(
     out: Arg, x: Arg, index: Arg, x_row: Arg, x_column: Arg, width: Arg, block: constexpr, overlap: constexpr
 ) -> None:
     """One block of one row a program. Grid (rows, blocks)."""
-    if overlap:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    take_turn(overlap, early=True)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * block + tl.arange(0, block)
     column = tl.load(index + row)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from treetop.kernels.attention import TailKeys, add_sink, fold_tail
-from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, launch_options, power_of_two, tl
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, launch_options, power_of_two, take_turn, tl
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +83,7 @@ def _tail_kernel(
     out: [rows, n, heads, dim], contiguous. The rest as in `tail_and_merge`; *_row, *_query, ... are strides in
     elements; scale and lse_scale lead to base 2; window 0 is none. Grid (kv_heads, blocks of queries, rows).
     """
-    if overlap:
-        tl.extra.cuda.gdc_launch_dependents()  # the next kernel may start, and wait
-        tl.extra.cuda.gdc_wait()  # before the first read: what went before may still be running
+    take_turn(overlap, early=True)
     kv_head = tl.program_id(0)
     row = tl.program_id(2).to(tl.int64)
     lane = tl.program_id(1) * block_m + tl.arange(0, block_m)

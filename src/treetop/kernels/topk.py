@@ -10,7 +10,7 @@ from torch import Tensor
 
 from treetop.kernels.order import index_of, key_of, value_of
 from treetop.kernels.tree import stable_topk
-from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, launch_options, tl
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, launch_options, take_turn, tl
 
 _PIECE = 1024
 """Logits of one program of the first launch."""
@@ -54,9 +54,7 @@ def _pieces_kernel(
     k: constexpr, slots: constexpr, piece: constexpr, pieces: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """The k best of one piece, and the maximum and sum of exponentials. Grid (rows, pieces)."""
-    if overlap:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    take_turn(overlap, early=True)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = part * piece + tl.arange(0, piece)
     x = tl.load(logits + row * row_stride + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
@@ -77,9 +75,7 @@ def _merge_kernel(
     k: constexpr, slots: constexpr, pieces: constexpr, block: constexpr, has_offset: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """The k best of the pieces' best, less the row's normaliser. Grid (rows,)."""
-    if overlap:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    take_turn(overlap, early=True)
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, block)
     there = part < pieces

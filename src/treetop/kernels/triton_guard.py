@@ -1,7 +1,7 @@
 """Triton if it is there: kernel modules import, and their references run, on builds of PyTorch without it.
 
-Kernels take `jit`, `tl`, `constexpr` (a compile-time argument) and `Arg` (any other argument) from here. Without Triton
-a kernel is a plain function that nothing can launch, and `why_not` says so before anything tries.
+Kernels take `jit`, `tl`, `constexpr` (a compile-time argument), `Arg` (any other argument) and `take_turn` from here.
+Without Triton a kernel is a plain function that nothing can launch, and `why_not` says so before anything tries.
 """
 
 from collections.abc import Callable
@@ -46,6 +46,22 @@ else:
 
         tl, Arg, constexpr, tiles_of = _Missing(), object, object, None
         TRITON_VERSION = None
+
+
+@jit
+def take_turn(overlap: constexpr, early: constexpr = False) -> None:
+    """A kernel's turn in a chain of launches that overlap: wait for the one before, and let the next one start.
+
+    Every such kernel calls it before it reads anything but constants. The next kernel starts, and waits in its turn,
+    once all programs of this one have let it: `early`, before this one's own wait, or after it. Early hides all of a
+    launch; but programs that come while a product still fills most multiprocessors crowd on the few that have room.
+    """
+    if overlap:
+        if early:
+            tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+        if not early:
+            tl.extra.cuda.gdc_launch_dependents()
 
 
 @jit
