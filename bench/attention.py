@@ -7,9 +7,10 @@
 
 Every shape's result is compared with a dense float32 reference before it is timed, and again after the last replay.
 One graph holds the calls of many layers, each with K/V of its own, so that nothing is read from the L2 cache that an
-engine would not find there; the time is a replay over the number of layers. Floor: the bytes that must move over this
-machine's own copy bandwidth, or the operations over its own bf16 matrix rate, whichever is larger. Tables grow: with
-`--missing` only classes that they lack are measured, and `--limit-s` ends a run early with what it has.
+engine would not find there. As in a round, a rotation comes before each call, and the time is what a call adds to it.
+Floor: the bytes that must move over this machine's own copy bandwidth, or the operations over its own bf16 matrix rate,
+whichever is larger. Tables grow: with `--missing` only classes that they lack are measured, and `--limit-s` ends a run
+early with what it has.
 """
 
 import argparse

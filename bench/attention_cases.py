@@ -5,6 +5,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,9 +15,11 @@ from treetop.attention.capabilities import GroupNeed, Need
 from treetop.attention.contract import AttentionBackend, Queries, TableView, TailKV
 from treetop.attention.library_backend import LibraryPlan
 from treetop.kernels.attention import PagedKeys, Sight, TailKeys, paged_attention_reference
+from treetop.kernels.fused import rotate_and_write
 from treetop.kernels.kv import PagedKV, PageTable
 from treetop.kernels.launch import CallShape
 from treetop.kernels.tree import ancestor_mask
+from treetop.kernels.triton_guard import gpu_traits
 from treetop.types.ids import FULL
 from treetop.types.phase import Phase
 
@@ -123,7 +126,10 @@ def shapes_to_check() -> Iterator[Shape]:
 
 @dataclass
 class Case:
-    """Random inputs of a shape: layers that share everything but their pages."""
+    """Random inputs of a shape: layers that share everything but their pages.
+
+    rotate: the rotation that comes before attention in a round, on tensors of its own.
+    """
 
     shape: Shape
     q: Tensor
@@ -131,7 +137,18 @@ class Case:
     view: TableView
     queries: Queries
     tail: TailKV
+    rotate: Callable[[], object]
     expected: dict[int, Tensor] = field(default_factory=dict)  # by the layer's id
+
+    @cached_property
+    def rotation_us(self) -> float:
+        """Median us of a rotation in a graph of nothing else."""
+
+        def work() -> None:
+            for _ in self.layers:
+                self.rotate()
+
+        return statistics.median(times_us(graph_of(work).replay, 20)) / len(self.layers)
 
     def call(self, backend: Backend, plan: Any, layer: PagedKV) -> Tensor:
         scale = self.shape.head_dim**-0.5
@@ -188,9 +205,17 @@ def build(shape: Shape, num_layers: int) -> Case:
         depth = ancestor_mask(picks.long(), s.tail).sum(dim=2) - 1
         spots = extent[:, None] + depth
         queries = Queries(spots[:, -s.n :], spots, mask, s.window)
-    return Case(
-        s, q, layers, TableView(Phase.VERIFY, PageTable(FULL, table), rows, extent, s.capacity, p), queries, tail
-    )
+    view = TableView(Phase.VERIFY, PageTable(FULL, table), rows, extent, s.capacity, p)
+    return Case(s, q, layers, view, queries, tail, rotation(s, fused))
+
+
+def rotation(shape: Shape, qkv: Tensor) -> Callable[[], object]:
+    """Rotates qkv [rows, n, heads + 2 * kv_heads, head_dim] by nothing, and writes K/V where nobody reads them."""
+    angles = torch.zeros((1, 2, shape.head_dim), device=DEVICE)
+    positions = torch.zeros(qkv.shape[:2], dtype=torch.int64, device=DEVICE)
+    target = torch.empty((*qkv.shape[:2], 2, shape.kv_heads, shape.head_dim), dtype=shape.dtype, device=DEVICE)
+    gpu = gpu_traits(DEVICE)
+    return lambda: rotate_and_write(qkv[None], shape.heads, angles, positions, target, None, gpu)
 
 
 def reference(case: Case, layer: PagedKV) -> Tensor:
@@ -278,7 +303,7 @@ def num_layers_for(shape: Shape) -> int:
 
 @dataclass(frozen=True)
 class Measured:
-    """Median, 10th and 90th percentile of a call's time in a replayed graph, in us; error of what the last replay left.
+    """Median, 10th and 90th percentile of a call's time in a round, in us; error of what the last replay left.
 
     plan_us: host time of planning one phase, for a backend that plans on the host; else 0.
     """
@@ -294,18 +319,34 @@ def measure(case: Case, backend: Backend, replays: int = 40) -> Measured:
     """Beginning and planning are outside the graph for a backend that plans on the host, else inside, once."""
     hosted = backend.capabilities.needs_host_extents
     plan = case.plan(backend)
+    plans: list[Any] = []
+
+    def attend(layer: PagedKV) -> Tensor:
+        if layer is case.layers[0]:
+            plans[:] = [plan if hosted else case.plan(backend)]
+        return case.call(backend, plans[0], layer)
+
+    times, out = times_in_a_round(case, attend, replays)
+    error = error_of(case, out, case.layers[-1])
+    tenth, planning = len(times) // 10, plan_us(case, backend) if hosted else 0.0
+    return Measured(statistics.median(times), times[tenth], times[-1 - tenth], error, planning)
+
+
+def times_in_a_round(case: Case, attend: Callable[[PagedKV], Tensor], replays: int) -> tuple[list[float], Tensor]:
+    """Us that a call adds to the rotation before it, one number a replay, sorted; and what the last call returned.
+
+    Where the programs of a kernel land depends on what ran before. Back to back, calls of attention that overlap crowd
+    on some multiprocessors, which calls that follow a rotation do not.
+    """
     last: list[Tensor] = []
 
     def work() -> None:
-        used = plan if hosted else case.plan(backend)
         for layer in case.layers:
-            last[:] = [case.call(backend, used, layer)]
+            case.rotate()
+            last[:] = [attend(layer)]
 
-    graph = graph_of(work)
-    times = sorted(t / len(case.layers) for t in times_us(graph.replay, replays))
-    error = error_of(case, last[0], case.layers[-1])
-    tenth, planning = len(times) // 10, plan_us(case, backend) if hosted else 0.0
-    return Measured(statistics.median(times), times[tenth], times[-1 - tenth], error, planning)
+    times = times_us(graph_of(work).replay, replays)
+    return sorted(t / len(case.layers) - case.rotation_us for t in times), last[0]
 
 
 def plan_us(case: Case, backend: Backend, repeats: int = 10) -> float:

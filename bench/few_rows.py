@@ -5,7 +5,9 @@
                                              entries of other rows and weights on the same kind of GPU stay
 
 A time is that of one product in a replayed graph of many over different weights, so that none lies in the cache: as in
-a decode round. Results are checked before anything is timed. JSON lines on stdout; the first names the machine.
+a decode round. A launch is chosen for the table by the time of the product and of what reads it, since a product in
+parts costs its reader more. Results are checked before anything is timed. JSON lines on stdout; the first names the
+machine.
 """
 
 import argparse
@@ -13,7 +15,7 @@ import json
 import multiprocessing
 import os
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import astuple, replace
 from itertools import product
@@ -26,7 +28,7 @@ from torch import Tensor
 
 from treetop.kernels import few_rows as kernels
 from treetop.kernels.few_rows import RowsLaunch, choose_launch, few_rows, gated_rows, row_class, shared_bytes
-from treetop.kernels.fused import silu_mul
+from treetop.kernels.fused import add_rms_norm, joined, rotate_and_write, silu_mul
 from treetop.kernels.triton_guard import gpu_traits
 
 SHAPES = {
@@ -47,7 +49,11 @@ ROWS = (16, 32, 64, 128, 192, 256)
 TABLE = Path(kernels.__file__).with_name("few_rows.json")
 SHARED_MEMORY = 227 * 1024
 GAP_US = 2.0
-"""What a vendor's product costs more in a round than alone: it neither starts early nor lets the next kernel do so."""
+"""What a vendor's product whose reader is not timed costs more in a round: it neither starts early nor lets others."""
+HEAD_DIM = 128
+KV_SHARE = 6
+"""Of the heads in a product for q, k and v, one in six is a key's."""
+Reader = Callable[[Tensor], object]
 
 
 def candidates(rows: int, n: int, k: int, gated: bool) -> Iterator[RowsLaunch]:
@@ -76,22 +82,53 @@ def multiply(x: Tensor, weight: Tensor, gated: bool, launch: RowsLaunch | None) 
     gpu = gpu_traits(DEVICE)
     if launch is None:
         out = F.linear(x, weight)
-        return silu_mul(out, gpu) if gated else out
+        return silu_mul(out, gpu) if gated else out[None]
     return gated_rows(x, weight, launch, gpu) if gated else few_rows(x, weight, launch, gpu)
 
 
-def measure_us(x: Tensor, weights: list[Tensor], gated: bool, launch: RowsLaunch | None) -> float:
+def reader_of(name: str, rows: int, n: int) -> Reader | None:
+    """What reads the parts [parts, rows, n] of a product in a round; None where it is as fast whatever they are."""
+    gpu = gpu_traits(DEVICE)
+    if name.endswith("qkv"):
+        heads = n // HEAD_DIM
+        kv_heads = heads // KV_SHARE
+        angles = torch.zeros((1, 2, HEAD_DIM), device=DEVICE)
+        positions = torch.zeros((rows, 1), dtype=torch.int64, device=DEVICE)
+        target = torch.empty((rows, 1, 2, kv_heads, HEAD_DIM), dtype=torch.bfloat16, device=DEVICE)
+
+        def rotate(parts: Tensor) -> object:
+            qkv = parts.view(-1, rows, 1, heads, HEAD_DIM)
+            return rotate_and_write(qkv, heads - 2 * kv_heads, angles, positions, target, None, gpu)
+
+        return rotate
+    if name.endswith(("output", "down")):
+        x = torch.randn(rows, n, dtype=torch.bfloat16, device=DEVICE)
+        weight = torch.ones(n, dtype=torch.bfloat16, device=DEVICE)
+        return lambda parts: add_rms_norm(x, parts, weight, 1e-5, gpu)
+    if name.endswith("fc"):
+        return lambda parts: joined(parts).to(torch.bfloat16)
+    return None
+
+
+def measure_us(
+    x: Tensor, weights: list[Tensor], gated: bool, launch: RowsLaunch | None, reader: Reader | None = None
+) -> float:
+    """Median us of a product, and of its reader if there is one."""
+
     def many() -> None:
         for weight in weights:
-            multiply(x, weight, gated, launch)
+            out = multiply(x, weight, gated, launch)
+            if reader is not None:
+                reader(out)
 
     return statistics.median(times_us(graph_of(many).replay, 10)) / len(weights)
 
 
 def check(x: Tensor, weight: Tensor, gated: bool, launch: RowsLaunch) -> None:
-    want = multiply(x, weight, gated, None).float()
-    got = multiply(x, weight, gated, launch)
-    error = float(((got if gated else got.float().sum(0)) - want).abs().max() / want.abs().max())
+    want, got = (multiply(x, weight, gated, one).float() for one in (None, launch))
+    if not gated:
+        want, got = want.sum(0), got.sum(0)
+    error = float((got - want).abs().max() / want.abs().max())
     if not error < 2e-2:
         raise SystemExit(f"wrong result, nothing timed: {tuple(weight.shape)}, {launch}: relative error {error:.1e}")
 
@@ -111,14 +148,15 @@ def tune(shapes: dict[str, tuple[int, int, bool]], all_rows: tuple[int, ...], wr
         weights = [torch.randn(n, k, dtype=torch.bfloat16, device=DEVICE) * k**-0.5 for _ in range(calls(n, k))]
         for rows in all_rows:
             x = torch.randn(rows, k, dtype=torch.bfloat16, device=DEVICE)
-            vendor_us = measure_us(x, weights, gated, None)
+            reader = reader_of(name, rows, n) if write else None
+            vendor_us = measure_us(x, weights, gated, None, reader)
             found: list[tuple[float, RowsLaunch]] = []
             known = choose_launch(rows, n, k, gated, gpu)
             for launch in candidates(rows, n, k, gated) if write else filter(None, [known]):
                 check(x, weights[0], gated, launch)
-                found.append((measure_us(x, weights, gated, launch), launch))
+                found.append((measure_us(x, weights, gated, launch, reader), launch))
             us, best = min(found, key=lambda pair: pair[0], default=(vendor_us, None))
-            chosen = best if us < vendor_us + GAP_US else None
+            chosen = best if us < vendor_us + (GAP_US if reader is None else 0.0) else None
             entry = {"name": name, "n": n, "k": k, "gated": gated, "rows": rows}
             entry |= {"launch": None if chosen is None else astuple(chosen), "us": round(us, 1)}
             entry |= {"vendor_us": round(vendor_us, 1)}

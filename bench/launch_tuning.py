@@ -16,9 +16,10 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from attention_cases import DEVICE, TOLERANCE, Case, Shape, build, error_of, graph_of, num_layers_for, times_us
+from attention_cases import DEVICE, TOLERANCE, Case, Shape, build, error_of, num_layers_for, times_in_a_round
 
 from treetop.kernels.attention import PagedKeys, Sight, TailKeys, paged_attention
+from treetop.kernels.kv import PagedKV
 from treetop.kernels.launch import Launch, entry_of, launch_by_formula
 from treetop.kernels.triton_guard import gpu_traits, power_of_two
 
@@ -71,23 +72,22 @@ def splits_of(shape: Shape, block_m: int, block_n: int, halves: tuple[int, ...])
     return sorted({min(max(count, 1), most) for count in (1, *counts)})
 
 
-def call(case: Case, launch: Launch) -> torch.Tensor:
-    """Attention of every layer of a case; returns the last one's result."""
+def call(case: Case, layer: PagedKV, launch: Launch) -> torch.Tensor:
+    """Attention of one layer."""
     shape, view = case.shape, case.view
     sight = Sight(case.queries.positions, shape.window, shape.kind == "prefill")
     tail = None if sight.causal else TailKeys(case.tail.data, case.queries.tail_positions, case.queries.mask)
-    out = case.q
-    for layer in case.layers:
-        keys = PagedKeys(layer.data, view.table.data, view.rows, view.extent, view.bound, view.page_size)
-        out = paged_attention(case.q, keys, sight, tail, shape.head_dim**-0.5, launch)[0]
-    return out
+    keys = PagedKeys(layer.data, view.table.data, view.rows, view.extent, view.bound, view.page_size)
+    return paged_attention(case.q, keys, sight, tail, shape.head_dim**-0.5, launch)[0]
 
 
 def compile_once(job: tuple[Shape, Launch]) -> None:
     """Compile a launch into Triton's cache on disk."""
     shape, launch = job
     with contextlib.suppress(Exception):  # what does not fit is found out again, and left out, where it is timed
-        call(build(shape, 1), launch)
+        case = build(shape, 1)
+        case.rotate()
+        call(case, case.layers[0], launch)
 
 
 def compile_all(shapes: list[Shape]) -> None:
@@ -108,20 +108,15 @@ def time_launch(cases: list[Case], launch: Launch, replays: int) -> float:
 
 
 def time_case(case: Case, launch: Launch, replays: int) -> float:
-    """Median us of a call in a replayed graph; infinite where the result is wrong or the launch does not fit."""
-    last: list[torch.Tensor] = []
-
-    def work() -> None:
-        last[:] = [call(case, launch)]
-
+    """Median us of a call in a round; infinite where the result is wrong or the launch does not fit."""
+    layer = case.layers[-1]
     try:
-        work()
+        out = call(case, layer, launch)
     except Exception:  # out of shared memory or registers: Triton's errors have no common class
         return float("inf")
-    if not error_of(case, last[0], case.layers[-1]) <= TOLERANCE[case.shape.dtype]:
+    if not error_of(case, out, layer) <= TOLERANCE[case.shape.dtype]:
         return float("inf")
-    times = sorted(times_us(graph_of(work).replay, replays))
-    return times[len(times) // 2] / len(case.layers)
+    return statistics.median(times_in_a_round(case, lambda layer: call(case, layer, launch), replays)[0])
 
 
 def tune(classes: list[list[Shape]], end: float, say: Callable[[str], None]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treetop.kernels.few_rows import RowsLaunch, choose_launch, few_rows, gated_rows
-from treetop.kernels.fused import silu_mul, silu_mul_reference
+from treetop.kernels.fused import joined, silu_mul, silu_mul_reference
 from treetop.kernels.triton_guard import GpuTraits
 
 
@@ -56,8 +56,7 @@ class FewRowsLinear:
         self._weight, self._gpu = weight.contiguous(), gpu
 
     def __call__(self, x: Tensor) -> Tensor:
-        parts = self.parts(x)
-        return parts[0] if parts.shape[0] == 1 else parts.sum(dim=0).to(x.dtype)
+        return joined(self.parts(x)).to(x.dtype)
 
     def parts(self, x: Tensor) -> Tensor:
         launch = _choose(x, self._weight, False, self._gpu)
