@@ -5,7 +5,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from treetop.types.phase import Phase
 
 DEVICE = torch.device("cuda")
 Backend = AttentionBackend[Any, Any]
+Attend = Callable[[PagedKV], Tensor]
 COLD_BYTES = 512 << 20
 """K/V that one replay walks through: several times the L2 cache."""
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
@@ -128,7 +129,8 @@ def shapes_to_check() -> Iterator[Shape]:
 class Case:
     """Random inputs of a shape: layers that share everything but their pages.
 
-    rotate: the rotation that comes before attention in a round, on tensors of its own.
+    rotate: the rotation that comes before attention in a round, of one head on tensors of its own. All heads, which lie
+    in the L2 cache in a round, would be driven out of it by the calls of attention here.
     """
 
     shape: Shape
@@ -206,21 +208,18 @@ def build(shape: Shape, num_layers: int) -> Case:
         spots = extent[:, None] + depth
         queries = Queries(spots[:, -s.n :], spots, mask, s.window)
     view = TableView(Phase.VERIFY, PageTable(FULL, table), rows, extent, s.capacity, p)
-    return Case(s, q, layers, view, queries, tail, rotation(s))
+    one_head = torch.randn((1, s.rows, s.n, 3, s.head_dim), dtype=s.dtype, device=DEVICE)
+    rotate = partial(rotation(s.rows, s.n, 1, 1, s.head_dim, s.dtype), one_head)
+    return Case(s, q, layers, view, queries, tail, rotate)
 
 
-def rotation(shape: Shape) -> Callable[[], object]:
-    """Rotates one head of every query, and writes one key and value where nobody reads them.
-
-    A round rotates all heads, which lie in the L2 cache then. Here calls of attention would drive them out.
-    """
-    rows, n, dim = shape.rows, shape.n, shape.head_dim
-    qkv = torch.randn((1, rows, n, 3, dim), dtype=shape.dtype, device=DEVICE)
+def rotation(rows: int, n: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """A rotation of qkv [parts, rows, n, heads + 2 * kv_heads, dim], whose K/V go where nobody reads them."""
     angles = torch.zeros((1, 2, dim), device=DEVICE)
     positions = torch.zeros((rows, n), dtype=torch.int64, device=DEVICE)
-    target = torch.empty((rows, n, 2, 1, dim), dtype=shape.dtype, device=DEVICE)
+    target = torch.empty((rows, n, 2, kv_heads, dim), dtype=dtype, device=DEVICE)
     gpu = gpu_traits(DEVICE)
-    return lambda: rotate_and_write(qkv, 1, angles, positions, target, None, gpu)
+    return lambda qkv: rotate_and_write(qkv, heads, angles, positions, target, None, gpu)
 
 
 def reference(case: Case, layer: PagedKV) -> Tensor:
@@ -324,29 +323,27 @@ def measure(case: Case, backend: Backend, replays: int = 40) -> Measured:
     """Beginning and planning are outside the graph for a backend that plans on the host, else inside, once."""
     hosted = backend.capabilities.needs_host_extents
     plan = case.plan(backend)
-    plans: list[Any] = []
 
-    def attend(layer: PagedKV) -> Tensor:
-        if layer is case.layers[0]:
-            plans[:] = [plan if hosted else case.plan(backend)]
-        return case.call(backend, plans[0], layer)
+    def begin() -> Attend:
+        return partial(case.call, backend, plan if hosted else case.plan(backend))
 
-    times, out = times_in_a_round(case, attend, replays)
+    times, out = times_in_a_round(case, begin, replays)
     error = error_of(case, out, case.layers[-1])
     tenth, planning = len(times) // 10, plan_us(case, backend) if hosted else 0.0
     return Measured(statistics.median(times), times[tenth], times[-1 - tenth], error, planning)
 
 
-def times_in_a_round(case: Case, attend: Callable[[PagedKV], Tensor], replays: int) -> tuple[list[float], Tensor]:
+def times_in_a_round(case: Case, begin: Callable[[], Attend], replays: int) -> tuple[list[float], Tensor]:
     """Us that a call adds to the rotation before it, one number a replay, sorted; and what the last call returned.
 
-    What a replay costs once, the launch of the graph, is in both and so in neither. Where the programs of a kernel land
-    depends on what ran before: back to back, calls of attention that overlap crowd on some multiprocessors, which calls
-    that follow a rotation do not.
+    begin: what is done once before the layers, and gives what each of them calls. What a replay costs once, the launch
+    of the graph, is in both and so in neither. Where the programs of a kernel land depends on what ran before: back to
+    back, calls of attention that overlap crowd on some multiprocessors, which calls that follow a rotation do not.
     """
     last: list[Tensor] = []
 
     def work() -> None:
+        attend = begin()
         for layer in case.layers:
             case.rotate()
             last[:] = [attend(layer)]

@@ -23,12 +23,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from attention_cases import DEVICE, copy_bytes_per_s, graph_of, times_us
+from attention_cases import DEVICE, copy_bytes_per_s, graph_of, rotation, times_us
 from torch import Tensor
 
 from treetop.kernels import few_rows as kernels
 from treetop.kernels.few_rows import RowsLaunch, choose_launch, few_rows, gated_rows, row_class, shared_bytes
-from treetop.kernels.fused import add_rms_norm, joined, rotate_and_write, silu_mul
+from treetop.kernels.fused import add_rms_norm, joined, silu_mul
 from treetop.kernels.triton_guard import gpu_traits
 
 SHAPES = {
@@ -88,26 +88,19 @@ def multiply(x: Tensor, weight: Tensor, gated: bool, launch: RowsLaunch | None) 
     return gated_rows(x, weight, launch, gpu) if gated else few_rows(x, weight, launch, gpu)
 
 
-def reader_of(name: str, rows: int, n: int) -> Reader:
-    """What reads the parts [parts, rows, n] of a product in a round, a gated one's apart."""
+def reader_of(name: str, rows: int, n: int) -> Reader | None:
+    """What reads the parts [parts, rows, n] of a product in a round; None for a gated one, which has one part."""
     gpu = gpu_traits(DEVICE)
     if name.endswith("qkv"):
         heads = n // HEAD_DIM
         kv_heads = heads // KV_SHARE
-        angles = torch.zeros((1, 2, HEAD_DIM), device=DEVICE)
-        positions = torch.zeros((rows, 1), dtype=torch.int64, device=DEVICE)
-        target = torch.empty((rows, 1, 2, kv_heads, HEAD_DIM), dtype=torch.bfloat16, device=DEVICE)
-
-        def rotate(parts: Tensor) -> object:
-            qkv = parts.view(-1, rows, 1, heads, HEAD_DIM)
-            return rotate_and_write(qkv, heads - 2 * kv_heads, angles, positions, target, None, gpu)
-
-        return rotate
+        rotate = rotation(rows, 1, heads - 2 * kv_heads, kv_heads, HEAD_DIM, torch.bfloat16)
+        return lambda parts: rotate(parts.view(-1, rows, 1, heads, HEAD_DIM))
     if name.endswith(("output", "down")):
         x = torch.randn(rows, n, dtype=torch.bfloat16, device=DEVICE)
         weight = torch.ones(n, dtype=torch.bfloat16, device=DEVICE)
         return lambda parts: add_rms_norm(x, parts, weight, 1e-5, gpu)
-    return lambda parts: joined(parts).to(torch.bfloat16)
+    return None if name.endswith("gate_up") else lambda parts: joined(parts).to(torch.bfloat16)
 
 
 def measure_us(
@@ -118,7 +111,7 @@ def measure_us(
     def many() -> None:
         for weight in weights:
             out = multiply(x, weight, gated, launch)
-            if reader is not None and not gated:
+            if reader is not None:
                 reader(out)
 
     return statistics.median(times_us(graph_of(many).replay, 10)) / len(weights)

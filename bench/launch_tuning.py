@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ def splits_of(shape: Shape, block_m: int, block_n: int, halves: tuple[int, ...])
     return sorted({min(max(count, 1), most) for count in (1, *counts)})
 
 
-def call(case: Case, layer: PagedKV, launch: Launch) -> torch.Tensor:
+def call(case: Case, launch: Launch, layer: PagedKV) -> torch.Tensor:
     """Attention of one layer."""
     shape, view = case.shape, case.view
     sight = Sight(case.queries.positions, shape.window, shape.kind == "prefill")
@@ -87,7 +88,7 @@ def compile_once(job: tuple[Shape, Launch]) -> None:
     with contextlib.suppress(Exception):  # what does not fit is found out again, and left out, where it is timed
         case = build(shape, 1)
         case.rotate()
-        call(case, case.layers[0], launch)
+        call(case, launch, case.layers[0])
 
 
 def compile_all(shapes: list[Shape]) -> None:
@@ -110,10 +111,10 @@ def time_launch(cases: list[Case], launch: Launch, replays: int) -> float:
 def time_case(case: Case, launch: Launch, replays: int) -> float:
     """Median us of a call in a round; infinite where the result is wrong or the launch does not fit."""
     try:
-        call(case, case.layers[0], launch)
+        call(case, launch, case.layers[0])
     except Exception:  # out of shared memory or registers: Triton's errors have no common class
         return float("inf")
-    times, out = times_in_a_round(case, lambda layer: call(case, layer, launch), replays)
+    times, out = times_in_a_round(case, lambda: partial(call, case, launch), replays)
     right = error_of(case, out, case.layers[-1]) <= TOLERANCE[case.shape.dtype]
     return statistics.median(times) if right else float("inf")
 

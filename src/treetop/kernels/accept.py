@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from treetop.kernels.order import index_of, key_of, value_of
-from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, launch_options, take_turn, tl
+from treetop.kernels.overlap import launch_options, take_turn
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, tl
 from treetop.types.tree import Accepted, DraftTree
 
 _PIECE = 4096

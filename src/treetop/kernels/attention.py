@@ -22,7 +22,8 @@ from torch import Tensor
 
 from treetop.kernels.kv import slots_of
 from treetop.kernels.launch import Launch
-from treetop.kernels.triton_guard import Arg, constexpr, jit, power_of_two, take_turn, tl
+from treetop.kernels.overlap import take_turn
+from treetop.kernels.triton_guard import Arg, constexpr, jit, power_of_two, tl
 
 
 @dataclass(frozen=True, slots=True)

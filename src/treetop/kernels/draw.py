@@ -16,8 +16,9 @@ where a coin, a top-p mass or a min-p weight falls on an edge within those round
 import torch
 from torch import Tensor
 
+from treetop.kernels.overlap import launch_options, take_turn
 from treetop.kernels.sampling import TEMPERATURES, Sampler
-from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, launch_options, take_turn, tl
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, tl
 
 _BLOCK = 8192
 """Logits that a program looks at in a step; a pass over a row is bound by the latency of its steps."""

@@ -19,17 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from treetop.kernels.triton_guard import (
-    Arg,
-    GpuTraits,
-    constexpr,
-    jit,
-    launch_options,
-    power_of_two,
-    take_turn,
-    tiles_of,
-    tl,
-)
+from treetop.kernels.overlap import launch_options, take_turn
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, power_of_two, tiles_of, tl
 
 MAX_ROWS = 256
 _TABLE = Path(__file__).with_name("few_rows.json")

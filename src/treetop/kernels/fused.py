@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, launch_options, power_of_two, take_turn, tl
+from treetop.kernels.overlap import launch_options, take_turn
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, power_of_two, tl
 
 _HEADS = 8
 """Heads of one token that a program rotates."""

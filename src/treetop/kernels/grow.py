@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from treetop.kernels.order import index_of, key_of
+from treetop.kernels.overlap import launch_options, take_turn
 from treetop.kernels.rows import RowTables
-from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, launch_options, take_turn, tl
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, tl
 from treetop.types.layout import SpecShape
 from treetop.types.tree import DraftTree, Places
 

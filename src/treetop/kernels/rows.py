@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, launch_options, take_turn, tl
+from treetop.kernels.overlap import launch_options, take_turn
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, tl
 from treetop.types.tree import Accepted
 
 _BLOCK = 1024

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from treetop.kernels.attention import TailKeys, add_sink, fold_tail
-from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, launch_options, power_of_two, take_turn, tl
+from treetop.kernels.overlap import launch_options, take_turn
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, power_of_two, tl
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from treetop.kernels.order import index_of, key_of, value_of
+from treetop.kernels.overlap import launch_options, take_turn
 from treetop.kernels.tree import stable_topk
-from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, launch_options, take_turn, tl
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, tl
 
 _PIECE = 1024
 """Logits of one program of the first launch."""

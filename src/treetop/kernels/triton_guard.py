@@ -1,7 +1,7 @@
 """Triton if it is there: kernel modules import, and their references run, on builds of PyTorch without it.
 
-Kernels take `jit`, `tl`, `constexpr` (a compile-time argument), `Arg` (any other argument) and `take_turn` from here.
-Without Triton a kernel is a plain function that nothing can launch, and `why_not` says so before anything tries.
+Kernels take `jit`, `tl`, `constexpr` (a compile-time argument) and `Arg` (any other argument) from here. Without Triton
+a kernel is a plain function that nothing can launch, and `why_not` says so before anything tries.
 """
 
 from collections.abc import Callable
@@ -49,22 +49,6 @@ else:
 
 
 @jit
-def take_turn(overlap: constexpr, early: constexpr = False) -> None:
-    """A kernel's turn in a chain of launches that overlap: wait for the one before, and let the next one start.
-
-    Every such kernel calls it before it reads anything but constants. The next kernel starts, and waits in its turn,
-    once all programs of this one have let it: `early`, before this one's own wait, or after it. Early hides all of a
-    launch; but programs that come while a product still fills most multiprocessors crowd on the few that have room.
-    """
-    if overlap:
-        if early:
-            tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-        if not early:
-            tl.extra.cuda.gdc_launch_dependents()
-
-
-@jit
 def _probe(out: Arg) -> None:
     tl.store(out, 1)
 
@@ -106,11 +90,6 @@ def gpu_traits(device: torch.device) -> GpuTraits:
         properties, "shared_memory_per_block_optin", 99 << 10
     )  # what the smallest of today's GPUs has
     return GpuTraits(properties.multi_processor_count, can_overlap, shared_bytes)
-
-
-def launch_options(gpu: GpuTraits) -> dict[str, bool]:
-    """Options of a launch whose kernel waits for the one before it by itself."""
-    return {"launch_pdl": True} if gpu.can_overlap else {}
 
 
 def power_of_two(x: int) -> int:
