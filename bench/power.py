@@ -29,7 +29,7 @@ from torch import Tensor
 
 from treetop import LLM
 from treetop.bench.prompts import prompt_ids
-from treetop.bench.rounds import engine_config, phase_times_ms, wall_times_ms
+from treetop.bench.rounds import device_times_ms, engine_config, phase_times_ms, wall_times_ms
 from treetop.bench.sweeps import SweepOptions, make_grid
 from treetop.cli import OneLineParser, exit_code
 from treetop.kernels.few_rows import RowsLaunch, choose_launch
@@ -115,9 +115,9 @@ def rounds(name: str, shape: str, batch: int, count: int) -> None:
         with patch.object(loader, "_dummy", _zeros if fill == "zero" else _RANDOM):
             llm = LLM(**asdict(engine_config(model, options, grid.shapes[0], grid)))
         wall, _ = wall_times_ms(llm, prompt_ids(llm, batch, INPUT), count)
+        device = statistics.median(device_times_ms(llm, batch, INPUT, count))
         phases = phase_times_ms(llm, batch, INPUT, count)
         tens = [round(statistics.median(wall[at : at + 10]), 2) for at in range(0, count, 10)]
-        device = statistics.median(map(sum, zip(*phases.values(), strict=True)))
         line = {"shape": shape, "batch": batch, "weights": fill, "wall_ms": round(statistics.median(wall), 2)}
         line |= {"medians_of_ten_ms": tens, "device_ms": round(device, 2)}
         line |= {"phase_ms": {str(phase): round(statistics.median(each), 3) for phase, each in phases.items()}}

@@ -1,13 +1,12 @@
 """Capturing at start, with a recorder that runs on a CPU: what is captured when, in which order, and that it serves."""
 
-from collections import Counter
 from dataclasses import dataclass
 
 import pytest
 
 from engines import accept_lens, build, greedy, sampled, tokens
 from treetop.engine.cuda_graphs import CudaGraphs, greedy_keys, num_graphs
-from treetop.engine.rounds import RoundKey
+from treetop.engine.rounds import RoundKey, run_phases
 from treetop.spec.round_ops import TorchRoundOps
 from treetop.types.layout import PLAIN, SpecShape
 from treetop.types.phase import Phase
@@ -40,9 +39,9 @@ class FakeRecorder:
 
 
 def _name(run):
-    """(phase, key) of a recorded call."""
+    """The key of a recorded round, or (phase, key) of a recorded phase."""
     _, key, _ = run.args
-    return Phase(run.func.__name__.removesuffix("_phase")), key
+    return key if run.func is run_phases else (Phase(run.func.__name__.removesuffix("_phase")), key)
 
 
 def with_fakes(pair, shape=(4, 5, 16), **options):
@@ -53,20 +52,29 @@ def with_fakes(pair, shape=(4, 5, 16), **options):
 
 
 def test_every_bucket_and_shape_is_captured_at_start_the_biggest_first(strong_pair):
-    """Greedy only, widest tree first in a bucket, the phases of a round in their order, each once."""
+    """Greedy only, widest tree first in a bucket, a graph a round."""
     _, graphs, recorder = with_fakes(strong_pair)
     keys = [RoundKey(bucket, shape, Choice.GREEDY) for bucket in (6, 4, 2, 1) for shape in (TREE, PLAIN)]
     assert greedy_keys(graphs._device) == keys
-    assert recorder.recorded == [(phase, key) for key in keys for phase in (Phase.DRAFT, Phase.VERIFY, Phase.EXTEND)]
-    assert len(graphs) == 24
-    assert graphs.seconds > 0
-    assert num_graphs(graphs._device) == len(keys) * (2 + len(Choice))
-
-
-def test_a_target_alone_has_no_extend_phase_to_capture(strong_pair):
-    _, graphs, recorder = with_fakes(strong_pair, None)
-    assert Counter(phase for phase, _ in recorder.recorded) == {Phase.DRAFT: 4, Phase.VERIFY: 4}
+    assert recorder.recorded == keys
     assert len(graphs) == 8
+    assert graphs.seconds > 0
+    assert num_graphs(graphs._device) == len(keys) * len(Choice)
+
+
+@pytest.mark.parametrize("shape", [None, (4, 5, 16)])
+def test_phases_are_recorded_one_by_one_to_be_measured_and_not_kept(strong_pair, shape):
+    """A target alone has none to extend; the engine's own graphs stay as they are."""
+    _, graphs, recorder = with_fakes(strong_pair, shape)
+    known, key = len(graphs), RoundKey(2, TREE if shape else PLAIN, Choice.GREEDY)
+    recorder.recorded.clear()
+    runs = graphs.phases(key)
+    assert list(runs) == [Phase.DRAFT, Phase.VERIFY, *([Phase.EXTEND] if shape else [])]
+    assert recorder.recorded == [(phase, key) for phase in runs]
+    assert len(graphs) == known
+    for run in runs.values():
+        run()
+    assert recorder.replayed == recorder.recorded
 
 
 def test_capturing_runs_on_dummy_rows_and_puts_the_row_list_back(strong_pair):
@@ -89,11 +97,10 @@ def test_captured_rounds_give_the_tokens_of_eager_ones(strong_pair, params):
     outputs = llm.generate(prompts, params)
     assert tokens(outputs) == tokens(eager)
     assert accept_lens(outputs) == accept_lens(eager)
-    assert len({key.bucket for _, key in recorder.replayed}) >= 2
+    assert len({key.bucket for key in recorder.replayed}) >= 2
 
 
-def test_only_verify_is_captured_again_for_a_sampled_round_and_only_once(strong_pair):
-    """Draft and extend do not read the choice: their greedy graphs serve."""
+def test_a_sampled_round_is_captured_when_it_is_asked_for_and_only_once(strong_pair):
     llm, graphs, recorder = with_fakes(strong_pair)
     known = len(recorder.recorded)
     prompts = strong_pair.prompts([9])
@@ -101,12 +108,11 @@ def test_only_verify_is_captured_again_for_a_sampled_round_and_only_once(strong_
     assert len(recorder.recorded) == known
     llm.generate(prompts, sampled(1, 20))
     llm.generate(prompts, sampled(2, 20))
-    new = recorder.recorded[known:]
-    assert new == [(Phase.VERIFY, RoundKey(1, TREE, Choice.SAMPLE))]
+    sampled_key = RoundKey(1, TREE, Choice.SAMPLE)
+    assert recorder.recorded[known:] == [sampled_key]
     recorder.replayed.clear()
-    graphs.launch(RoundKey(1, TREE, Choice.SAMPLE), 10)
-    greedy_key = RoundKey(1, TREE, Choice.GREEDY)
-    assert recorder.replayed == [(Phase.DRAFT, greedy_key), *new, (Phase.EXTEND, greedy_key)]
+    graphs.launch(sampled_key, 10)
+    assert recorder.replayed == [sampled_key]
 
 
 @pytest.mark.parametrize("apart", [True, False])
@@ -116,4 +122,4 @@ def test_filters_share_the_graph_of_sampling_where_both_are_the_same_work(strong
     known = len(recorder.recorded)
     graphs.capture([RoundKey(4, TREE, Choice.SAMPLE), RoundKey(4, TREE, Choice.FILTER)])
     assert len(recorder.recorded) == known + (2 if apart else 1)
-    assert num_graphs(graphs._device) == 8 * (5 if apart else 4)
+    assert num_graphs(graphs._device) == 8 * (3 if apart else 2)

@@ -1,8 +1,8 @@
 """Milliseconds a decode round: a grid of shapes, batches and prompt lengths, each against its floor.
 
 The wall time of a round is what a caller of `LLM.stream` sees between two rounds of a full batch: scheduler, host work
-and any overlap included. The phases' own times come from running them one after another on a posed batch, between CUDA
-events on a GPU and by the clock on a CPU.
+and any overlap included. The device's own time comes from running rounds on a posed batch, and the phases' from running
+them one after another there, between CUDA events on a GPU and by the clock on a CPU.
 """
 
 import gc
@@ -80,7 +80,7 @@ _COLUMNS = (
 class Figures:
     """One case, in milliseconds a round.
 
-    wall_ms: median, with low and high. device_ms: the phases one after another, median; phase_ms: each by itself.
+    wall_ms: median, with low and high. device_ms: of the device alone, median; phase_ms: of each phase by itself.
     floor_ms: of the round. start_s: making the engine, capture included. accept_length: mean tokens a row-round gave.
     """
 
@@ -244,7 +244,7 @@ def measure(llm: LLM, batch: int, length: int, rounds: int, machine: Machine, st
     case = Case(shape, batch, length, llm.engine.dtype.itemsize)
     head = llm.engine.device.head
     floor_ms = 1e3 * sum(round_floor(llm.engine.spec, head.spec if head else None, case, machine).values())
-    wall_ms, device_ms = statistics.median(wall), statistics.median(map(sum, zip(*phases.values(), strict=True)))
+    wall_ms, device_ms = statistics.median(wall), statistics.median(device_times_ms(llm, batch, length, rounds))
     return Figures(
         shape=(shape.num_steps, shape.topk, shape.num_draft_tokens),
         batch=batch,
@@ -293,13 +293,40 @@ def _tokens_alive(llm: LLM) -> int:
 
 
 @torch.inference_mode()
+def device_times_ms(llm: LLM, batch: int, length: int, rounds: int) -> list[float]:
+    """Times of whole rounds on a batch of rows with `length` committed tokens. No request may be alive.
+
+    Of captured rounds those of their graph, which overlaps the phases a little; else of the phases one after another.
+    """
+    launcher, key = llm.engine.launcher, _greedy_key(llm, batch)
+    if isinstance(launcher, CudaGraphs):
+        return _posed_times_ms(llm, batch, length, rounds, [partial(launcher.launch, key, length)])[0]
+    return [sum(times) for times in zip(*phase_times_ms(llm, batch, length, rounds).values(), strict=True)]
+
+
+@torch.inference_mode()
 def phase_times_ms(llm: LLM, batch: int, length: int, rounds: int) -> dict[Phase, list[float]]:
-    """Each phase's times on a batch of rows with `length` committed tokens. No request may be alive."""
-    device, layout = llm.engine.device, llm.engine.layout
-    key = RoundKey(layout.bucket_for(batch), llm.config.shape, Choice.GREEDY)
-    runs = _phase_runs(llm, key, length)
+    """Each phase's times, as `device_times_ms`; of captured rounds each is a graph of its own."""
+    launcher, device, key = llm.engine.launcher, llm.engine.device, _greedy_key(llm, batch)
+    if isinstance(launcher, CudaGraphs):
+        runs = launcher.phases(key)
+    else:
+        runs = {phase: partial(run, device, key, length) for phase, run in phases_of(device).items()}
+    times = _posed_times_ms(llm, batch, length, rounds, list(runs.values()))
+    return dict(zip(runs, times, strict=True))
+
+
+def _greedy_key(llm: LLM, batch: int) -> RoundKey:
+    return RoundKey(llm.engine.layout.bucket_for(batch), llm.config.shape, Choice.GREEDY)
+
+
+def _posed_times_ms(
+    llm: LLM, batch: int, length: int, rounds: int, runs: list[Callable[[], None]]
+) -> list[list[float]]:
+    """Times of each run, one after another, `rounds` times over."""
+    device, key = llm.engine.device, _greedy_key(llm, batch)
     place = device.buffers.rows.device
-    times: dict[Phase, list[float]] = {phase: [] for phase in runs}
+    times: list[list[float]] = [[] for _ in runs]
     skipped = warm_up(place)
     for index in range(skipped + rounds):
         _pose(llm, batch, length)
@@ -307,23 +334,15 @@ def phase_times_ms(llm: LLM, batch: int, length: int, rounds: int) -> dict[Phase
             plan_host_extents(device, key)
         synchronize(place)
         marks = [_mark(place)]
-        for run in runs.values():
+        for run in runs:
             run()
             marks.append(_mark(place))
         synchronize(place)
         if index >= skipped:
-            for phase, (begin, end) in zip(runs, pairwise(marks), strict=True):
-                times[phase].append(_between_ms(begin, end))
+            for each, (begin, end) in zip(times, pairwise(marks), strict=True):
+                each.append(_between_ms(begin, end))
     device.probes.raise_if_fired()
     return times
-
-
-def _phase_runs(llm: LLM, key: RoundKey, bound: int) -> dict[Phase, Callable[[], None]]:
-    """The phases of a round as the engine launches them, one by one."""
-    launcher, device = llm.engine.launcher, llm.engine.device
-    if isinstance(launcher, CudaGraphs):
-        return launcher.phases(key, bound)
-    return {phase: partial(run, device, key, bound) for phase, run in phases_of(device).items()}
 
 
 def _pose(llm: LLM, batch: int, length: int) -> None:

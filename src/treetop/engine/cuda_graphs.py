@@ -1,13 +1,14 @@
-"""Captured rounds: a CUDA graph for each phase of each bucket and shape, replayed back to back without a host sync.
+"""Captured rounds: a CUDA graph for each bucket, shape and choice, replayed without a host sync.
 
-All graphs share one memory pool and one stream: what passes between phases lives in `RoundBuffers`, outside the pool,
-and nothing that outlives a replay is a view of it. The biggest bucket is captured first, so that the smaller ones fit
-into the memory it left in the pool.
+A graph holds all phases, so that nothing stands between them and the last kernel of one overlaps the first of the next.
+All graphs share one memory pool and one stream: what passes between phases and rounds lives in `RoundBuffers`, outside
+the pool, and nothing that outlives a replay is a view of it. The biggest bucket is captured first, so that the smaller
+ones fit into the memory it left in the pool.
 
-Greedy rounds are captured at start. Of a sampled round only VERIFY is another graph, for no other phase reads the
-choice, and that one is captured when it is first asked for: it costs one eager run and one capture of a verify, some
-tens of milliseconds for an 8B model, for which an engine that never samples has no use. Where PyTorch's operations
-draw, filters sort the vocabulary of every node, memory that the pool would keep for good, and are a graph of their own.
+Greedy rounds are captured at start, sampled ones when they are first asked for: that costs one eager run and one
+capture of a round, some tens of milliseconds for an 8B model, for which an engine that never samples has no use. Where
+PyTorch's operations draw, filters sort the vocabulary of every node, memory that the pool would keep for good, and are
+a graph of their own.
 """
 
 import gc
@@ -26,12 +27,9 @@ from rich.progress import Progress
 
 from treetop.attention.contract import HostPlanned, RoundExtents
 from treetop.engine.device import Device
-from treetop.engine.rounds import RoundKey, phases_of
+from treetop.engine.rounds import RoundKey, phases_of, run_phases
 from treetop.types.phase import Phase
 from treetop.types.sampling import Choice
-
-CHOOSING = frozenset({Phase.VERIFY})
-"""Phases that read `RoundKey.choice`; the others are the same graph for every choice."""
 
 Run = Callable[[], None]
 
@@ -74,51 +72,61 @@ class CudaGraphs:
     def __init__(self, device: Device, recorder: Recorder | None = None) -> None:
         self._device = device
         self._recorder = recorder or CudaRecorder()
-        self._graphs: dict[tuple[Phase, RoundKey], Graph] = {}
-        self._rounds: dict[RoundKey, dict[Phase, Run]] = {}
+        self._graphs: dict[RoundKey, Graph] = {}
         self.seconds = 0.0
 
     def __len__(self) -> int:
         return len(self._graphs)
 
     def launch(self, key: RoundKey, bound: int) -> None:
+        """Replay a round, captured if it is not yet. bound: the graphs hold for the largest there is."""
         assert bound <= self._device.layout.max_committed
-        runs = self.phases(key, bound)
-        plan_host_extents(self._device, key)
-        for run in runs.values():
-            run()
-
-    def phases(self, key: RoundKey, bound: int) -> dict[Phase, Run]:
-        """A round's phases in order, captured if they are not yet. bound: the graphs hold for the largest there is."""
-        assert bound <= self._device.layout.max_committed
-        runs = self._rounds.get(key)
-        if runs is None:
+        place = _place(self._device, key)
+        if place not in self._graphs:
             self.capture([key])
-            runs = {phase: self._graphs[_place(self._device, phase, key)].replay for phase in phases_of(self._device)}
-            self._rounds[key] = runs
-        return runs
+        plan_host_extents(self._device, key)
+        self._graphs[place].replay()
+
+    def phases(self, key: RoundKey) -> dict[Phase, Run]:
+        """A round's phases in order, captured one by one, to be measured: they are not kept."""
+        bound = self._device.layout.max_committed
+        with self._on_dummy_rows():
+            graphs = {
+                phase: self._recorder.record(partial(run, self._device, key, bound))
+                for phase, run in phases_of(self._device).items()
+            }
+        return {phase: graph.replay for phase, graph in graphs.items()}
 
     def capture_all(self) -> None:
         """Capture every bucket and shape for greedy rounds; a progress bar shows on a terminal."""
         self.capture(greedy_keys(self._device))
 
     def capture(self, keys: Sequence[RoundKey]) -> None:
-        """Capture what these keys lack, in their order."""
+        """Capture those of the keys that are not yet, in their order."""
         device, bound = self._device, self._device.layout.max_committed
-        if all(_place(device, phase, key) in self._graphs for key in keys for phase in phases_of(device)):
+        missing = [place for place in dict.fromkeys(_place(device, key) for key in keys) if place not in self._graphs]
+        if not missing:
             return
-        started_s, rows = time.perf_counter(), device.buffers.rows.clone()
-        device.buffers.rows.fill_(device.layout.dummy_row)
-        console = Console(stderr=True)
-        hidden = len(keys) == 1 or not sys.stderr.isatty()
-        with _no_collection(), Progress(console=console, transient=True, disable=hidden) as progress:
-            for key in progress.track(keys, description="capturing graphs"):
-                for phase, function in phases_of(device).items():
-                    place = _place(device, phase, key)
-                    if place not in self._graphs:
-                        self._graphs[place] = self._recorder.record(partial(function, device, key, bound))
-        device.buffers.rows.copy_(rows)
-        self.seconds += time.perf_counter() - started_s
+        hidden = len(missing) == 1 or not sys.stderr.isatty()
+        with (
+            self._on_dummy_rows(),
+            Progress(console=Console(stderr=True), transient=True, disable=hidden) as progress,
+        ):
+            for place in progress.track(missing, description="capturing graphs"):
+                self._graphs[place] = self._recorder.record(partial(run_phases, device, place, bound))
+
+    @contextmanager
+    def _on_dummy_rows(self) -> Iterator[None]:
+        """The row list is all dummies inside, and nothing is collected; the time counts as capturing."""
+        started_s, rows = time.perf_counter(), self._device.buffers.rows
+        before = rows.clone()
+        rows.fill_(self._device.layout.dummy_row)
+        try:
+            with _no_collection():
+                yield
+        finally:
+            rows.copy_(before)
+            self.seconds += time.perf_counter() - started_s
 
 
 @contextmanager
@@ -155,16 +163,10 @@ def greedy_keys(device: Device) -> list[RoundKey]:
 
 def num_graphs(device: Device) -> int:
     """Most graphs that this device can come to hold, sampled rounds included."""
-    places = {
-        _place(device, phase, replace(key, choice=choice))
-        for key, phase, choice in product(greedy_keys(device), phases_of(device), Choice)
-    }
-    return len(places)
+    return len({_place(device, replace(key, choice=choice)) for key, choice in product(greedy_keys(device), Choice)})
 
 
-def _place(device: Device, phase: Phase, key: RoundKey) -> tuple[Phase, RoundKey]:
-    """Where a phase's graph is kept: rounds that are the same work share it."""
-    choice = key.choice if phase in CHOOSING else Choice.GREEDY
-    if choice is Choice.FILTER and not device.round_ops.filters_apart:
-        choice = Choice.SAMPLE
-    return phase, replace(key, choice=choice)
+def _place(device: Device, key: RoundKey) -> RoundKey:
+    """Where a round's graph is kept: rounds that are the same work share it."""
+    alike = key.choice is Choice.FILTER and not device.round_ops.filters_apart
+    return replace(key, choice=Choice.SAMPLE) if alike else key

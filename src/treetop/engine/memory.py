@@ -23,8 +23,8 @@ from treetop.types.layout import Layout
 GIB = 2**30
 _SLACK = 2**28
 """Bytes left to the allocator's rounding."""
-_BYTES_PER_GRAPH = 2**23
-"""Bytes of the driver that a captured phase is allowed."""
+_BYTES_PER_GRAPH = 3 * 2**23
+"""Bytes of the driver that a captured round of three phases is allowed."""
 _BYTES_PER_DRAW = 48
 """Bytes that filters and a draw take in PyTorch for each logit, as measured."""
 _MOST_FRACTION = 0.99

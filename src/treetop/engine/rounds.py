@@ -1,4 +1,4 @@
-"""A decode round: three functions of device state, each the unit that a graph captures.
+"""A decode round: three functions of device state, one after another.
 
 DRAFT   grow the tree                                  writes buffers.tree, buffers.places
 VERIFY  target forward, accept, commit the path         writes buffers.accepted, buffers.features, pages
@@ -123,6 +123,12 @@ ROUND: dict[Phase, PhaseFunction] = {
 def phases_of(device: Device) -> dict[Phase, PhaseFunction]:
     """The phases of a round on this device, in order; without a head there is nothing to extend."""
     return {phase: run for phase, run in ROUND.items() if device.head is not None or phase is not Phase.EXTEND}
+
+
+def run_phases(device: Device, key: RoundKey, bound: int) -> None:
+    """A whole round, which is what a graph captures."""
+    for run in phases_of(device).values():
+        run(device, key, bound)
 
 
 def _paths(device: Device, key: RoundKey, node: Tensor | None) -> Paths:

@@ -6,7 +6,7 @@ import torch
 
 from treetop.engine.device import Device
 from treetop.engine.prefill import PrefillBatch, prefill
-from treetop.engine.rounds import RoundKey, phases_of
+from treetop.engine.rounds import RoundKey, run_phases
 from treetop.types.layout import Layout
 from treetop.types.sampling import Choice
 
@@ -60,5 +60,4 @@ def _round(device: Device) -> None:
     layout = device.layout
     device.buffers.rows.fill_(layout.dummy_row)
     for shape in layout.shapes:
-        for run in phases_of(device).values():
-            run(device, RoundKey(layout.max_requests, shape, Choice.FILTER), layout.max_committed)
+        run_phases(device, RoundKey(layout.max_requests, shape, Choice.FILTER), layout.max_committed)
