@@ -3,11 +3,12 @@
     python bench/few_rows.py                 the committed launches against the vendor's and the floor
     python bench/few_rows.py --write-table   measure every candidate and write src/treetop/kernels/few_rows.json, where
                                              entries of other rows and weights on the same kind of GPU stay
+    python bench/few_rows.py --write-table --compressed-only    the same for compressed weights; other launches stay
 
 A time is that of one product in a replayed graph of many over different weights, so that none lies in the cache: as in
-a decode round. The table's launches are chosen by the time of a product with what reads it, since a product in parts
-costs its reader more; the times in it are of the product alone. Results are checked before anything is timed. JSON
-lines on stdout; the first names the machine.
+a decode round. Of up to 32 rows products with the same weights compressed are measured too, and chosen where they take
+less than 0.97 of the time. Results are checked before anything is timed. JSON lines on stdout; the first names the
+machine.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import json
 import multiprocessing
 import os
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import astuple, replace
 from itertools import product
@@ -23,12 +24,23 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from attention_cases import DEVICE, copy_bytes_per_s, graph_of, rotation, times_us
+from attention_cases import DEVICE, copy_bytes_per_s, graph_of, times_us
 from torch import Tensor
 
+from treetop.kernels import compressed
 from treetop.kernels import few_rows as kernels
-from treetop.kernels.few_rows import RowsLaunch, choose_launch, few_rows, gated_rows, row_class, shared_bytes
-from treetop.kernels.fused import add_rms_norm, joined, silu_mul
+from treetop.kernels.compressed import CompressedWeight, compress, compressed_rows
+from treetop.kernels.few_rows import (
+    CompressedLaunch,
+    RowsLaunch,
+    choose_compressed,
+    choose_launch,
+    few_rows,
+    gated_rows,
+    row_class,
+    shared_bytes,
+)
+from treetop.kernels.fused import silu_mul
 from treetop.kernels.triton_guard import gpu_traits
 
 SHAPES = {
@@ -48,14 +60,14 @@ SHAPES = {
 ROWS = (16, 32, 64, 128, 192, 256)
 TABLE = Path(kernels.__file__).with_name("few_rows.json")
 SHARED_MEMORY = 227 * 1024
+WORTH = 0.97
+"""A compressed weight takes memory of its own, so it must take less than this share of the time."""
 GAP_US = 2.0
 """What a vendor's product costs more in a round than alone: it neither starts early nor lets the next kernel do so."""
-OVERLAPPING = ("qkv", "output", "down")
-"""Products whose readers overlap with them, so that their time shows that cost."""
-HEAD_DIM = 128
-KV_SHARE = 6
-"""Of the heads in a product for q, k and v, one in six is a key's."""
-Reader = Callable[[Tensor], object]
+
+
+Weight = Tensor | CompressedWeight
+Launch = RowsLaunch | CompressedLaunch
 
 
 def candidates(rows: int, n: int, k: int, gated: bool) -> Iterator[RowsLaunch]:
@@ -75,115 +87,114 @@ def candidates(rows: int, n: int, k: int, gated: bool) -> Iterator[RowsLaunch]:
                         yield RowsLaunch(block_n, block_k, splits, stages, warps, 1, tiled, rows_left)
 
 
+def compressed_candidates(rows: int, n: int, k: int, gated: bool) -> Iterator[CompressedLaunch]:
+    """The same for compressed weights."""
+    for (block_n, warps), splits in product(((64, 4), (128, 4), (128, 8), (256, 8)), (1,) if gated else (1, 2, 4)):
+        programs = n // block_n * splits
+        whole = n % block_n == 0 and k % (splits * compressed.BLOCK) == 0 and not (gated and block_n == compressed.TILE)
+        stage = 3 * block_n * compressed.QUARTER * 2 + row_class(rows) * compressed.BLOCK * 2
+        for stages in (3, 4, 5, 6, 8):
+            if whole and programs >= 64 and (splits == 1 or programs <= 800) and stage * stages < SHARED_MEMORY:
+                yield CompressedLaunch(block_n, splits, stages, warps)
+
+
 def calls(n: int, k: int) -> int:
     """Products in a graph: enough weights that none is found in the cache."""
     return max(3, min(12, int(1e9 // (2 * n * k))))
 
 
-def multiply(x: Tensor, weight: Tensor, gated: bool, launch: RowsLaunch | None) -> Tensor:
+def multiply(x: Tensor, weight: Weight, gated: bool, launch: Launch | None) -> Tensor:
+    """None: the vendor's product."""
     gpu = gpu_traits(DEVICE)
+    if isinstance(weight, CompressedWeight):
+        assert isinstance(launch, CompressedLaunch)
+        return compressed_rows(x, weight, launch, gpu)
+    assert not isinstance(launch, CompressedLaunch)
     if launch is None:
         out = F.linear(x, weight)
-        return silu_mul(out, gpu) if gated else out[None]
+        return silu_mul(out, gpu) if gated else out
     return gated_rows(x, weight, launch, gpu) if gated else few_rows(x, weight, launch, gpu)
 
 
-def reader_of(name: str, rows: int, n: int) -> Reader | None:
-    """What reads the parts [parts, rows, n] of a product in a round; None for a gated one, which has one part."""
-    gpu = gpu_traits(DEVICE)
-    if name.endswith("qkv"):
-        heads = n // HEAD_DIM
-        kv_heads = heads // KV_SHARE
-        rotate = rotation(rows, 1, heads - 2 * kv_heads, kv_heads, HEAD_DIM, torch.bfloat16)
-        return lambda parts: rotate(parts.view(-1, rows, 1, heads, HEAD_DIM))
-    if name.endswith(("output", "down")):
-        x = torch.randn(rows, n, dtype=torch.bfloat16, device=DEVICE)
-        weight = torch.ones(n, dtype=torch.bfloat16, device=DEVICE)
-        return lambda parts: add_rms_norm(x, parts, weight, 1e-5, gpu)
-    return None if name.endswith("gate_up") else lambda parts: joined(parts).to(torch.bfloat16)
-
-
-def measure_us(
-    x: Tensor, weights: list[Tensor], gated: bool, launch: RowsLaunch | None, reader: Reader | None = None
-) -> float:
-    """Median us of a product, and of its reader if there is one."""
-
+def measure_us(x: Tensor, weights: Sequence[Weight], gated: bool, launch: Launch | None) -> float:
     def many() -> None:
         for weight in weights:
-            out = multiply(x, weight, gated, launch)
-            if reader is not None:
-                reader(out)
+            multiply(x, weight, gated, launch)
 
     return statistics.median(times_us(graph_of(many).replay, 10)) / len(weights)
 
 
-def choose(
-    name: str, x: Tensor, weights: list[Tensor], gated: bool, launches: list[RowsLaunch]
-) -> tuple[RowsLaunch | None, RowsLaunch | None]:
-    """The launch whose product and reader take the least time, and the same or None where the vendor's is faster.
-
-    Raises SystemExit for a wrong result.
-    """
+def fastest(
+    x: Tensor, weights: Sequence[Weight], gated: bool, launches: Iterable[Launch], want: Tensor
+) -> tuple[float, Launch | None]:
+    """Us and launch of the fastest; infinity without any. Raises SystemExit for a result that is not `want`."""
+    found: list[tuple[float, Launch | None]] = [(float("inf"), None)]
     for launch in launches:
-        check(x, weights[0], gated, launch)
-    reader = reader_of(name, x.shape[0], weights[0].shape[0])
-    timed = {launch: measure_us(x, weights, gated, launch, reader) for launch in launches}
-    best = min(timed, key=timed.__getitem__, default=None)
-    gap_us = 0.0 if name.endswith(OVERLAPPING) else GAP_US
-    if best is None or timed[best] >= measure_us(x, weights, gated, None, reader) + gap_us:
-        return best, None
-    return best, best
+        check(x, weights[0], gated, launch, want)
+        found.append((measure_us(x, weights, gated, launch), launch))
+    return min(found, key=lambda pair: pair[0])
 
 
-def check(x: Tensor, weight: Tensor, gated: bool, launch: RowsLaunch) -> None:
-    want, got = (multiply(x, weight, gated, one).float() for one in (None, launch))
-    if not gated:
-        want, got = want.sum(0), got.sum(0)
-    error = float((got - want).abs().max() / want.abs().max())
+def check(x: Tensor, weight: Weight, gated: bool, launch: Launch, want: Tensor) -> None:
+    got = multiply(x, weight, gated, launch)
+    error = float(((got if gated else got.float().sum(0)) - want).abs().max() / want.abs().max())
     if not error < 2e-2:
-        raise SystemExit(f"wrong result, nothing timed: {tuple(weight.shape)}, {launch}: relative error {error:.1e}")
+        raise SystemExit(f"wrong result, nothing timed: {tuple(want.shape)}, {launch}: relative error {error:.1e}")
 
 
-def compile_once(job: tuple[int, int, int, bool, RowsLaunch]) -> None:
+def compile_once(job: tuple[int, int, int, bool, Launch]) -> None:
     """Compile a launch into Triton's cache on disk."""
     rows, n, k, gated, launch = job
     x = torch.zeros(rows, k, dtype=torch.bfloat16, device=DEVICE)
-    multiply(x, torch.zeros(n, k, dtype=torch.bfloat16, device=DEVICE), gated, launch)
+    weight: Weight | None = torch.randn(n, k, dtype=torch.bfloat16, device=DEVICE)  # with as many outliers as later
+    if isinstance(launch, CompressedLaunch):
+        weight = compress(weight, gated)
+    assert weight is not None
+    multiply(x, weight, gated, launch)
 
 
-def tune(shapes: dict[str, tuple[int, int, bool]], all_rows: tuple[int, ...], write: bool) -> list[dict[str, object]]:
-    """Measure every shape; the entries of a table."""
+def tune(
+    shapes: dict[str, tuple[int, int, bool]], all_rows: tuple[int, ...], write: bool, whole: bool
+) -> list[dict[str, object]]:
+    """Measure every shape; the entries of a table. write: try every candidate, with weights that are `whole` too."""
     entries = []
     gpu = gpu_traits(DEVICE)
     for name, (n, k, gated) in shapes.items():
         weights = [torch.randn(n, k, dtype=torch.bfloat16, device=DEVICE) * k**-0.5 for _ in range(calls(n, k))]
+        smaller = [each for each in (compress(weight, gated) for weight in weights) if each is not None]
         for rows in all_rows:
             x = torch.randn(rows, k, dtype=torch.bfloat16, device=DEVICE)
-            best = chosen = choose_launch(rows, n, k, gated, gpu)
-            if write:
-                best, chosen = choose(name, x, weights, gated, list(candidates(rows, n, k, gated)))
-            elif best is not None:
-                check(x, weights[0], gated, best)
-            vendor_us = measure_us(x, weights, gated, None)
-            us = vendor_us if best is None else measure_us(x, weights, gated, best)
+            want, vendor_us = multiply(x, weights[0], gated, None).float(), measure_us(x, weights, gated, None)
+            known = filter(None, [choose_launch(rows, n, k, gated, gpu)])
+            us, best = fastest(x, weights, gated, candidates(rows, n, k, gated) if write and whole else known, want)
+            if us >= vendor_us + GAP_US:
+                us, best = vendor_us, None
             entry = {"name": name, "n": n, "k": k, "gated": gated, "rows": rows}
-            entry |= {"launch": None if chosen is None else astuple(chosen), "us": round(us, 1)}
+            entry |= {"launch": None if best is None else astuple(best), "us": round(us, 1)}
             entry |= {"vendor_us": round(vendor_us, 1)}
+            if rows <= compressed.MAX_ROWS and len(smaller) == len(weights):
+                chosen = filter(None, [choose_compressed(rows, n, k, gated, gpu)])
+                trial = compressed_candidates(rows, n, k, gated) if write else chosen
+                less_us, launch = fastest(x, smaller, gated, trial, want)
+                if launch is not None and (not write or less_us < WORTH * us):
+                    entry |= {"compressed": astuple(launch), "compressed_us": round(less_us, 1)}
             entries.append(entry)
             floor_us = 2e6 * n * k / COPY
             print(
                 json.dumps(entry | {"floor_us": round(floor_us, 1), "over_floor": round(us / floor_us, 2)}), flush=True
             )
-        del weights
+        del weights, smaller
     return entries
 
 
-def compile_all(shapes: dict[str, tuple[int, int, bool]], all_rows: tuple[int, ...]) -> None:
+def compile_all(shapes: dict[str, tuple[int, int, bool]], all_rows: tuple[int, ...], whole: bool) -> None:
     """Compile on all cores; a kernel depends on k and n only through which launches are candidates."""
-    jobs: dict[object, tuple[int, int, int, bool, RowsLaunch]] = {}
+    jobs: dict[object, tuple[int, int, int, bool, Launch]] = {}
     for n, k, gated in shapes.values():
         for rows in all_rows:
-            for launch in candidates(rows, n, k, gated):
+            few = compressed_candidates(rows, n, k, gated) if rows <= compressed.MAX_ROWS else ()
+            launches: Iterable[Launch] = (*(candidates(rows, n, k, gated) if whole else ()), *few)
+            for launch in launches:
                 kind = (rows, gated, astuple(replace(launch, splits=min(launch.splits, 2))))
                 jobs.setdefault(kind, (rows, n, k, gated, launch))
     with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -194,6 +205,7 @@ def main() -> None:
     global COPY  # noqa: PLW0603 - measured once a run
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write-table", action="store_true")
+    parser.add_argument("--compressed-only", action="store_true")
     parser.add_argument("--rows", type=int, nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--only", nargs="+", choices=SHAPES, default=list(SHAPES))
     args = parser.parse_args()
@@ -201,9 +213,10 @@ def main() -> None:
     machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_tb_s": round(COPY / 1e12, 2)}
     print(json.dumps(machine), flush=True)
     shapes, rows = {name: SHAPES[name] for name in args.only}, tuple(args.rows)
+    whole = not args.compressed_only
     if args.write_table:
-        compile_all(shapes, rows)
-    entries = tune(shapes, rows, args.write_table)
+        compile_all(shapes, rows, whole)
+    entries = tune(shapes, rows, args.write_table, whole)
     if args.write_table:
         old = json.loads(TABLE.read_text(encoding="utf-8")) if TABLE.is_file() else None
         known = old["entries"] if old is not None and old["machine"]["gpu"] == machine["gpu"] else []

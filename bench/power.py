@@ -87,7 +87,7 @@ def products(name: str, all_rows: list[int]) -> None:
             x = torch.randn(rows, k, dtype=torch.bfloat16, device=DEVICE)
             ours = choose_launch(rows, n, k, gated, gpu_traits(DEVICE))
             if ours and fill == "random":
-                check(x, weights[0], gated, ours)
+                check(x, weights[0], gated, ours, multiply(x, weights[0], gated, None).float())
             for launch in (ours, None) if ours else (None,):
                 graph = graph_of(partial(_each, x, weights, gated, launch))
                 torch.cuda.synchronize()

@@ -31,6 +31,7 @@ from treetop.engine.pure import Pure
 from treetop.engine.round_ops import make_round_ops
 from treetop.engine.state import make_state
 from treetop.engine.trial import peak_bytes
+from treetop.kernels.compressed import MOST_BYTES, why_not_compressed
 from treetop.models.eagle3 import Eagle3Head
 from treetop.models.llama import Llama
 from treetop.models.loader import (
@@ -80,11 +81,10 @@ def read_blueprint(config: EngineConfig, kind: type[Layout]) -> Blueprint:
     layout = make_layout(config, target[1], draft[1] if draft is not None else None, kind)
     device = compute_device(config.device)
     dtype = compute_dtype(config.dtype, device)
-    place = Placement(dtype, device, layout.max_positions, config.load_format == "dummy")
-    memory, static = (
-        memory_of(device),
-        _static_estimate(layout, target[1], draft[1] if draft is not None else None, dtype),
-    )
+    memory, specs = memory_of(device), (target[1], draft[1] if draft is not None else None)
+    compressed = compresses(config, device, dtype, _numbers(*specs), memory)
+    place = Placement(dtype, device, layout.max_positions, config.load_format == "dummy", compressed)
+    static = _static_estimate(layout, *specs, place)
     memory = Memory(memory.total, memory.free - static)
     allowance = _cpu_allowance(config, memory, place, layout, target[1])
     budget = Budget(memory, static, allowance, config.mem_fraction_static)
@@ -133,6 +133,16 @@ def choose_lag(config: EngineConfig) -> int:
         )
     wanted = captures(config, device, able) if config.overlap is None else config.overlap
     return 2 if wanted and not able.needs_host_extents else 1
+
+
+def compresses(config: EngineConfig, device: torch.device, dtype: torch.dtype, numbers: int, memory: Memory) -> bool:
+    """Whether weights are kept in 12 bits too. numbers: of all weights. Raises ConfigError if that cannot be."""
+    problem = why_not_compressed(device, dtype)
+    if config.compress_weights and problem is not None:
+        raise ConfigError(f"--compress-weights: {problem}; use --no-compress-weights")
+    if config.compress_weights is not None:
+        return config.compress_weights
+    return problem is None and numbers * (dtype.itemsize + MOST_BYTES) <= memory.total / 2
 
 
 def captures(config: EngineConfig, device: torch.device, able: Capabilities) -> bool:
@@ -218,13 +228,18 @@ def _with_pools(device: Device, layout: Layout, pools: dict[GroupName, KVPool]) 
     return replace(device, layout=layout, pools=pools, target_layers=target_layers, draft_layers=layers.get(DRAFT, []))
 
 
-def _static_estimate(layout: Layout, spec: ModelSpec, draft: Eagle3Spec | None, dtype: torch.dtype) -> int:
-    """Bytes of weights, tables and buffers, from their shapes: no less than that will be taken."""
+def _numbers(spec: ModelSpec, draft: Eagle3Spec | None) -> int:
+    """Numbers of all weights."""
     numbers = sum(prod(shape) for shape in Llama.shapes(spec).values())
     if draft is not None:
         numbers += sum(prod(shape) for shape in Eagle3Head.shapes(draft).values())
         numbers += draft.layer.vocab_size * draft.layer.hidden_size  # the head norms the embedding once, into its own
-    made: list[int] = []
+    return numbers
+
+
+def _static_estimate(layout: Layout, spec: ModelSpec, draft: Eagle3Spec | None, place: Placement) -> int:
+    """Bytes of weights, tables and buffers, from their shapes: no less than that will be taken."""
+    dtype, made = place.dtype, list[int]()
 
     def counted(shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
         made.append(prod(shape) * kind.itemsize)
@@ -232,7 +247,8 @@ def _static_estimate(layout: Layout, spec: ModelSpec, draft: Eagle3Spec | None, 
 
     make_state(layout, draft.layer.hidden_size if draft is not None else None, dtype, counted)
     make_round_buffers(layout, len(draft.aux_inputs) if draft is not None else 0, spec.hidden_size, dtype, counted)
-    return numbers * dtype.itemsize + sum(made)
+    a_number = dtype.itemsize + (MOST_BYTES if place.compressed else 0)
+    return int(_numbers(spec, draft) * a_number) + sum(made)
 
 
 def _cpu_allowance(config: EngineConfig, memory: Memory, place: Placement, layout: Layout, spec: ModelSpec) -> int:

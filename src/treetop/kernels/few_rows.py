@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from treetop.kernels.overlap import launch_options, take_turn
+from treetop.kernels.overlap import ask_for, launch_options, take_turn
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, power_of_two, tiles_of, tl
 
 MAX_ROWS = 256
@@ -41,6 +41,16 @@ class RowsLaunch:
     ahead: int = 1
     tiled: bool = False
     rows_left: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedLaunch:
+    """How a product with a compressed weight is cut (`kernels.compressed`)."""
+
+    block_n: int
+    splits: int
+    num_stages: int
+    num_warps: int
 
 
 def few_rows_reference(x: Tensor, weight: Tensor, splits: int) -> Tensor:
@@ -116,9 +126,9 @@ def _few_rows_kernel(
     there = (column < n)[:, None]
     if overlap and ahead > 0:  # 64 elements of 2 bytes are a cache line
         first = tl.minimum(tl.arange(0, ahead * block_k // 64) * 64, share - 1)[None, :]
-        _ask_for(tl.where(there, line + first, weight))
+        ask_for(tl.where(there, line + first, weight))
         if gated:
-            _ask_for(tl.where(there, up_line + first, weight))
+            ask_for(tl.where(there, up_line + first, weight))
     take_turn(overlap, early=True)
     row = tl.arange(0, block_m)
     lane = tl.arange(0, block_k)
@@ -180,14 +190,6 @@ def _tile(at: Arg, tiles: Arg, first_row: Arg, first_column: Arg, there: Arg, ti
     return tl.load(at, mask=there, other=0.0, eviction_policy="evict_first")
 
 
-@jit
-def _ask_for(at: Arg) -> None:
-    """Bring the cache lines at `at` into the L2 cache, without waiting."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
 # ------------------------------------------------------------------------------------------------------- the launch
 
 
@@ -224,6 +226,29 @@ def choose_launch(rows: int, n: int, k: int, gated: bool, gpu: GpuTraits) -> Row
     return next((one for one in wanted if shared_bytes(one, rows, gated) <= gpu.shared_bytes), None)
 
 
+@cache
+def choose_compressed(rows: int, n: int, k: int, gated: bool, gpu: GpuTraits) -> CompressedLaunch | None:
+    """The launch for a compressed weight [n, k], or None where `choose_launch` is faster.
+
+    Measured as those are. For other weights on such a GPU, up to 16 rows.
+    """
+    if rows > MAX_ROWS or not load_table().holds_for(gpu):
+        return None
+    key = (n, k, gated, row_class(rows))
+    table = load_table()
+    if key in table.launches:
+        return table.compressed.get(key)
+    block_n = 128 if gated or n % 128 == 0 else 64
+    tiles = n // block_n
+    splits = [s for s in (1, 2, 4) if s == 1 or (not gated and tiles * s <= 3 * gpu.num_sms and k % (s * 128) == 0)]
+    return CompressedLaunch(block_n, splits[-1], 4, block_n // 16) if row_class(rows) == 16 else None
+
+
+def is_compressed_for(n: int, k: int, gated: bool, gpu: GpuTraits) -> bool:
+    """Whether any number of rows is faster with the weight compressed."""
+    return any(choose_compressed(rows, n, k, gated, gpu) is not None for rows in (16, 32))
+
+
 def shared_bytes(launch: RowsLaunch, rows: int, gated: bool) -> int:
     """Shared memory of a launch: its stages of weights and of x."""
     lines = (2 if gated else 1) * launch.block_n + row_class(rows)
@@ -234,11 +259,12 @@ def shared_bytes(launch: RowsLaunch, rows: int, gated: bool) -> int:
 class LaunchTable:
     """Measured launches, by (n, k, gated, row class); None is the vendor's product.
 
-    num_sms: of the GPU that was measured, which has compute capability 9.
+    num_sms: of the GPU that was measured, which has compute capability 9. compressed: where that is faster still.
     """
 
     num_sms: int
     launches: dict[tuple[int, int, bool, int], RowsLaunch | None]
+    compressed: dict[tuple[int, int, bool, int], CompressedLaunch]
 
     def holds_for(self, gpu: GpuTraits) -> bool:
         return gpu.can_overlap and gpu.num_sms == self.num_sms
@@ -248,10 +274,9 @@ class LaunchTable:
 def load_table() -> LaunchTable:
     """The committed table."""
     if not _TABLE.is_file():
-        return LaunchTable(0, {})
+        return LaunchTable(0, {}, {})
     data = json.loads(_TABLE.read_text(encoding="utf-8"))
-    launches = {
-        (e["n"], e["k"], e["gated"], e["rows"]): None if e["launch"] is None else RowsLaunch(*e["launch"])
-        for e in data["entries"]
-    }
-    return LaunchTable(data["num_sms"], launches)
+    entries = {(e["n"], e["k"], e["gated"], e["rows"]): e for e in data["entries"]}
+    launches = {key: None if e["launch"] is None else RowsLaunch(*e["launch"]) for key, e in entries.items()}
+    compressed = {key: CompressedLaunch(*e["compressed"]) for key, e in entries.items() if e.get("compressed")}
+    return LaunchTable(data["num_sms"], launches, compressed)

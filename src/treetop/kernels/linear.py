@@ -1,7 +1,7 @@
 """Matrix products with weights, each in the form that is fastest where the weight lies.
 
-On a CPU weights are packed once for oneDNN. On a GPU a product of few rows is a kernel of ours (`kernels.few_rows`)
-and one of many is the vendor's.
+On a CPU weights are packed once for oneDNN. On a GPU a product of few rows is a kernel of ours (`kernels.few_rows`),
+for the fewest with the weight in 12 bits if it was compressed (`kernels.compressed`), and one of many is the vendor's.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from treetop.kernels.few_rows import RowsLaunch, choose_launch, few_rows, gated_rows
+from treetop.kernels.compressed import compress, compressed_rows
+from treetop.kernels.few_rows import choose_compressed, choose_launch, few_rows, gated_rows, is_compressed_for
 from treetop.kernels.fused import joined, silu_mul, silu_mul_reference
 from treetop.kernels.triton_guard import GpuTraits
 
@@ -50,33 +51,55 @@ class LibraryLinear:
 
 
 class FewRowsLinear:
-    """Few rows by `kernels.few_rows`, more by `F.linear`. No bias; weight: [out, in], float16 or bfloat16."""
+    """Few rows by a kernel of ours, more by `F.linear`. No bias; weight: [out, in], float16 or bfloat16.
 
-    def __init__(self, weight: Tensor, gpu: GpuTraits) -> None:
-        self._weight, self._gpu = weight.contiguous(), gpu
+    compressed: keep the weight in 12 bits too, if products with that are faster.
+    """
+
+    def __init__(self, weight: Tensor, gpu: GpuTraits, compressed: bool = False) -> None:
+        self._weight = _GpuWeight(weight, False, gpu, compressed)
 
     def __call__(self, x: Tensor) -> Tensor:
         return joined(self.parts(x)).to(x.dtype)
 
     def parts(self, x: Tensor) -> Tensor:
-        launch = _choose(x, self._weight, False, self._gpu)
-        if launch is None:
-            return F.linear(x, self._weight)[None]
-        parts = few_rows(_as_rows(x), self._weight, launch, self._gpu)
-        return parts.view(launch.splits, *x.shape[:-1], -1)
+        parts = self._weight.few(x)
+        return F.linear(x, self._weight.whole)[None] if parts is None else parts.view(len(parts), *x.shape[:-1], -1)
 
 
 class FewRowsGated:
     """`GatedLinear` over a weight [2 * out, in], gate first, as `FewRowsLinear`."""
 
-    def __init__(self, weight: Tensor, gpu: GpuTraits) -> None:
-        self._weight, self._gpu = weight.contiguous(), gpu
+    def __init__(self, weight: Tensor, gpu: GpuTraits, compressed: bool = False) -> None:
+        self._weight, self._gpu = _GpuWeight(weight, True, gpu, compressed), gpu
 
     def __call__(self, x: Tensor) -> Tensor:
-        launch = _choose(x, self._weight, True, self._gpu)
+        out = self._weight.few(x)
+        if out is None:
+            return silu_mul(F.linear(x, self._weight.whole), self._gpu)
+        return out.view(*x.shape[:-1], -1)
+
+
+class _GpuWeight:
+    """A weight, perhaps in 12 bits too, and its products of few rows."""
+
+    def __init__(self, whole: Tensor, gated: bool, gpu: GpuTraits, compressed: bool) -> None:
+        self.whole, self._gated, self._gpu = whole.contiguous(), gated, gpu
+        n, k = whole.shape
+        worth = compressed and is_compressed_for(n, k, gated, gpu)
+        self._small = compress(self.whole, gated) if worth else None
+
+    def few(self, x: Tensor) -> Tensor | None:
+        """Parts [parts, rows, out], or [rows, out / 2] if gated, for x [..., in]; None where the vendor's is faster."""
+        rows, gated, gpu = x.numel() // x.shape[-1], self._gated, self._gpu
+        if self._small is not None:
+            cut = choose_compressed(rows, *self.whole.shape, gated, gpu)
+            if cut is not None:
+                return compressed_rows(_as_rows(x), self._small, cut, gpu)
+        launch = choose_launch(rows, *self.whole.shape, gated, gpu)
         if launch is None:
-            return silu_mul(F.linear(x, self._weight), self._gpu)
-        return gated_rows(_as_rows(x), self._weight, launch, self._gpu).view(*x.shape[:-1], -1)
+            return None
+        return (gated_rows if gated else few_rows)(_as_rows(x), self.whole, launch, gpu)
 
 
 def library_gated(weight: Tensor, bias: Tensor | None = None) -> GatedLinear:
@@ -88,10 +111,6 @@ def library_gated(weight: Tensor, bias: Tensor | None = None) -> GatedLinear:
 def _as_rows(x: Tensor) -> Tensor:
     """x [..., in] as contiguous [rows, in]."""
     return x.reshape(-1, x.shape[-1]).contiguous()
-
-
-def _choose(x: Tensor, weight: Tensor, gated: bool, gpu: GpuTraits) -> RowsLaunch | None:
-    return choose_launch(x.numel() // x.shape[-1], *weight.shape, gated, gpu)
 
 
 def _packed(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:

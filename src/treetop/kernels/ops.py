@@ -95,18 +95,18 @@ class TorchOps:
 
 
 class TritonOps:
-    """A GPU, up to float32."""
+    """A GPU, up to float32. compressed: weights are kept in 12 bits too, where products of few rows gain by it."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._gpu = gpu_traits(device)
+    def __init__(self, device: torch.device, compressed: bool) -> None:
+        self._gpu, self._compressed = gpu_traits(device), compressed
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         few = bias is None and weight.dtype in _HALF
-        return FewRowsLinear(weight, self._gpu) if few else LibraryLinear(weight, bias)
+        return FewRowsLinear(weight, self._gpu, self._compressed) if few else LibraryLinear(weight, bias)
 
     def gated(self, weight: Tensor, bias: Tensor | None = None) -> GatedLinear:
         few = bias is None and weight.dtype in _HALF
-        return FewRowsGated(weight, self._gpu) if few else library_gated(weight, bias)
+        return FewRowsGated(weight, self._gpu, self._compressed) if few else library_gated(weight, bias)
 
     def add(self, x: Tensor, delta: Tensor) -> Tensor:
         return add(x.contiguous(), delta, self._gpu)
@@ -135,7 +135,7 @@ class TritonOps:
         return top_logprobs(logits, k, self._gpu, offset) if k <= 16 else top_logprobs_reference(logits, k, offset)
 
 
-def ops_for(device: torch.device, dtype: torch.dtype) -> Ops:
-    """Triton's where it runs; PyTorch's elsewhere, and in float64."""
+def ops_for(device: torch.device, dtype: torch.dtype, compressed: bool = False) -> Ops:
+    """Triton's where it runs; PyTorch's elsewhere, and in float64. compressed: as in `TritonOps`."""
     usable = device.type == "cuda" and dtype != torch.float64 and why_not(device) is None
-    return TritonOps(device) if usable else TorchOps()
+    return TritonOps(device, compressed) if usable else TorchOps()

@@ -3,7 +3,7 @@
 Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch"; PTX ISA, `griddepcontrol`.
 """
 
-from treetop.kernels.triton_guard import GpuTraits, constexpr, jit, tl
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, tl
 
 
 def launch_options(gpu: GpuTraits) -> dict[str, bool]:
@@ -25,3 +25,11 @@ def take_turn(overlap: constexpr, early: constexpr = False) -> None:
         tl.extra.cuda.gdc_wait()
         if not early:
             tl.extra.cuda.gdc_launch_dependents()
+
+
+@jit
+def ask_for(at: Arg) -> None:
+    """Bring the cache lines at `at` into the L2 cache, without waiting."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+    )

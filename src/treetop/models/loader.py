@@ -55,16 +55,20 @@ def compute_dtype(option: str, device: torch.device) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where and how a model computes. rope_rows: positions its RoPE table holds. dummy: random weights, no file."""
+    """Where and how a model computes.
+
+    rope_rows: positions its RoPE table holds. dummy: random weights, no file. compressed: weights in 12 bits as well.
+    """
 
     dtype: torch.dtype
     device: torch.device
     rope_rows: int
     dummy: bool = False
+    compressed: bool = False
 
     @property
     def ops(self) -> Ops:
-        return ops_for(self.device, self.dtype)
+        return ops_for(self.device, self.dtype, self.compressed)
 
 
 def load_target(folder: Path, spec: ModelSpec, aux_inputs: tuple[int, ...], place: Placement) -> Llama:

@@ -41,7 +41,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("context_length", "max_total_tokens", "simulate_accept_length"), (int, NoneType)),
     **dict.fromkeys(("draft", "speculative_algorithm"), (str, NoneType)),
     "radix_cache": (bool,),
-    "overlap": (bool, NoneType),
+    **dict.fromkeys(("overlap", "compress_weights"), (bool, NoneType)),
     "mem_fraction_static": (float, int),
 }
 
@@ -53,7 +53,8 @@ class EngineConfig:
     draft None decodes plainly. speculative_algorithm None is inferred from the draft's tensors. context_length None is
     the model's. mem_fraction_static: share of the device's memory for weights, tables and KV pools. max_total_tokens:
     tokens each KV pool holds, whatever that share is; None gives every running request its whole context if it fits.
-    load_format: dummy makes random weights of the shapes that config.json gives.
+    load_format: dummy makes random weights of the shapes that config.json gives. compress_weights: keep weights in 12
+    bits too, without loss, for products of few rows; None does where that is measured and half of memory is left.
     simulate_accept_length: tokens every round emits, whatever is right; for measuring speed only.
     chunked_prefill_size: most prompt tokens a prefill step processes, its padding counted. radix_cache: keep the K/V of
     finished requests for prompts that begin alike. check_level: 0 off, 1 host checks, 2 device probes, 3 poison and red
@@ -80,6 +81,7 @@ class EngineConfig:
     dtype: DType = "auto"
     device: DeviceName = "auto"
     load_format: LoadFormat = "auto"
+    compress_weights: bool | None = None
     simulate_accept_length: int | None = None
     check_level: int = 1
     seed: int = 0

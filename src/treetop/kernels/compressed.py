@@ -1,0 +1,280 @@
+# ruff: noqa: PLR0917 (kernels take what they touch as arguments)
+"""Weights in 12 bits instead of 16, without loss, for products of so few rows that reading weights is all their time.
+
+A bfloat16 is a sign, 8 bits of exponent and 7 of mantissa. The exponents of a weight's row nearly all lie within 15 of
+the largest: of normally distributed weights all but one in ten thousand. So 4 bits say which it is, and the few others
+are listed apart. That exponents of trained weights carry some 3 bits: DFloat11, arXiv:2504.11651.
+
+A row's code c means the exponent `largest - 15 + c`, and the weight 0 if c and the mantissa are 0. Words of 16 bits lie
+as [n / 64, k / 128, 3, 64, 32]: tiles of 64 rows, blocks of 128 columns in four quarters. The words of the first three
+quarters hold their own weights in bits 15 (sign) and 10 .. 0 (code and mantissa), and in bits 14 .. 11 what the fourth
+quarter's weight needs: its code; its upper mantissa; its lower mantissa and sign. So what a program reads lies in one
+piece, and 8 weights take 15 instructions.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from treetop.kernels.few_rows import CompressedLaunch, gated_rows_reference, load_table
+from treetop.kernels.overlap import ask_for, launch_options, take_turn
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, gpu_traits, jit, power_of_two, tl, why_not
+
+TILE, BLOCK, QUARTER = 64, 128, 32
+MAX_ROWS = 32
+_MOST_OUTLIERS = 0.01
+"""Places for outliers, as a share of a weight's numbers, beyond which it is left as it is."""
+_PLACES = 16
+"""Places for outliers come in so many, the least that a product is made of."""
+_TILES_AT_ONCE = 16
+_BIAS, _NOT_FINITE = 127, 255
+
+
+MOST_BYTES = 1.5 + 10 * _MOST_OUTLIERS + 4 / BLOCK
+"""Bytes that a number of a compressed weight takes at most, outliers and scale included."""
+
+
+def why_not_compressed(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why weights are not compressed here; None if they can be."""
+    if dtype != torch.bfloat16:
+        return "only bfloat16 weights can be compressed"
+    if why_not(device) is not None or not load_table().holds_for(gpu_traits(device)):
+        return "products with compressed weights are only measured on GPUs of compute capability 9.0 like the H200"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedWeight:
+    """A weight [n, k] in 12 bits a number. gated: tiles of its first and of its second half lie in turn.
+
+    words: [n / 64, k / 128, 3, 64, 32] int16. scale: [n] float32, a power of two a row. Outliers [n / 64, places]:
+    lines, int32, the row in the order of tiles, or -1 where there is none; columns, int32; values, bfloat16.
+    """
+
+    words: Tensor
+    scale: Tensor
+    lines: Tensor
+    columns: Tensor
+    values: Tensor
+    gated: bool
+
+
+def compress(weight: Tensor, gated: bool) -> CompressedWeight | None:
+    """weight: [n, k] bfloat16. None if it is not all finite, in whole tiles and blocks, and nearly free of outliers."""
+    n, k = weight.shape
+    halves = 2 if gated else 1
+    if weight.dtype != torch.bfloat16 or n % (halves * TILE) or k % BLOCK:
+        return None
+    tiles = weight.view(halves, -1, TILE, k).transpose(0, 1).reshape(-1, TILE, k)
+    encoded = [_encode(each) for each in tiles.split(_TILES_AT_ONCE)]
+    words, largest, outlying = (torch.cat(each) for each in zip(*encoded, strict=True))
+    counts = outlying.sum((1, 2))
+    places = max(-(-int(counts.max()) // _PLACES), 1) * _PLACES
+    if places * len(tiles) > _MOST_OUTLIERS * weight.numel() or int(largest.max()) == _NOT_FINITE:
+        return None
+    tile, line, column = outlying.nonzero(as_tuple=True)
+    place = torch.arange(len(tile), device=weight.device) - (counts.cumsum(0) - counts)[tile]
+    lines = torch.full((len(tiles), places), -1, dtype=torch.int32, device=weight.device)
+    columns, values = torch.zeros_like(lines), lines.new_zeros(lines.shape, dtype=weight.dtype)
+    lines[tile, place] = (tile * TILE + line).to(torch.int32)
+    columns[tile, place] = column.to(torch.int32)
+    values[tile, place] = tiles[tile, line, column]
+    scale = torch.ldexp(torch.ones_like(largest, dtype=torch.float32), largest - _BIAS).flatten()
+    return CompressedWeight(words, scale, lines, columns, values, gated)
+
+
+def decompress(weight: CompressedWeight) -> Tensor:
+    """The weight [n, k] bfloat16 again, every bit of it."""
+    tiles, blocks = weight.words.shape[:2]
+    w0, w1, w2 = (weight.words.to(torch.int32) & 0xFFFF).unbind(2)
+    w3 = ((w0 >> 4) & 0x780) | ((w1 >> 8) & 0x78) | ((w2 >> 12) & 7) | ((w2 << 4) & 0x8000)
+    bits = torch.stack([w0, w1, w2, w3], 3) & 0x87FF
+    bits = bits.permute(0, 2, 1, 3, 4).reshape(tiles * TILE, blocks * BLOCK)
+    some = bits & 0x7FF != 0
+    largest = (torch.log2(weight.scale) + _BIAS).to(torch.int32)
+    bits = torch.where(some, bits + ((largest - 15) << 7)[:, None], bits)
+    out = _as_int16(bits).view(torch.bfloat16)
+    there = weight.lines >= 0
+    out[weight.lines[there].long(), weight.columns[there].long()] = weight.values[there]
+    halves = 2 if weight.gated else 1
+    return out.view(-1, halves, TILE, out.shape[1]).transpose(0, 1).reshape(out.shape)
+
+
+def _encode(tiles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Words, each row's largest exponent, and which numbers are outliers, of tiles [tiles, 64, k]."""
+    bits = tiles.contiguous().view(torch.int16).to(torch.int32) & 0xFFFF
+    exponent = (bits >> 7) & 0xFF
+    largest = exponent.amax(-1, keepdim=True)
+    code = exponent - largest + 15
+    zero = bits & 0x7FFF == 0
+    outlying = ~zero & ((code < 1) | (exponent == 0))
+    own = torch.where(outlying | zero, 0, (code << 7) | (bits & 0x7F)) | torch.where(outlying, 0, bits & 0x8000)
+    w0, w1, w2, w3 = own.unflatten(-1, (-1, 4, QUARTER)).permute(0, 2, 3, 1, 4).unbind(2)
+    w0 = w0 | ((w3 & 0x780) << 4)
+    w1 = w1 | ((w3 & 0x78) << 8)
+    w2 = w2 | ((w3 & 7) << 12) | ((w3 & 0x8000) >> 4)
+    return _as_int16(torch.stack([w0, w1, w2], 2)), largest[..., 0], outlying
+
+
+def _as_int16(bits: Tensor) -> Tensor:
+    """The lower 16 bits, contiguous."""
+    return torch.where(bits > 0x7FFF, bits - 0x10000, bits).to(torch.int16).contiguous()
+
+
+def compressed_rows_reference(x: Tensor, weight: CompressedWeight) -> Tensor:
+    """The sum of the parts in float32 [rows, n], or rounded `silu(gate) * up` [rows, n / 2]."""
+    whole = decompress(weight)
+    return gated_rows_reference(x, whole) if weight.gated else x.to(torch.float32) @ whole.to(torch.float32).T
+
+
+def compressed_rows(x: Tensor, weight: CompressedWeight, launch: CompressedLaunch, gpu: GpuTraits) -> Tensor:
+    """The product as `kernels.few_rows` gives it: parts [parts, rows, n], or [rows, n / 2] of a gated weight.
+
+    x: [rows, k] bfloat16 (in the interpreter float32), contiguous, rows <= MAX_ROWS. The weight's n is a multiple of
+    `block_n`, which is one of 64, or 128 if gated; k is one of `128 * splits`. Several splits give their parts in
+    float32, after one of the outliers.
+    """
+    rows, k = x.shape
+    lines = len(weight.scale)
+    n = lines // 2 if weight.gated else lines
+    assert rows <= MAX_ROWS
+    assert lines % launch.block_n == 0
+    assert k % (launch.splits * BLOCK) == 0
+    assert x.is_contiguous()
+    apart = launch.splits > 1
+    parts = launch.splits + apart
+    shape = (rows, n) if weight.gated else (parts, rows, n)
+    out = torch.empty(shape, dtype=torch.float32 if apart else x.dtype, device=x.device)
+    places = weight.lines.shape[1] * launch.block_n // TILE
+    options = launch_options(gpu)
+    _compressed_kernel[(lines // launch.block_n, parts)](
+        out, x, weight.words, weight.scale, weight.lines, weight.columns, weight.values,
+        rows, n, k, k // launch.splits, places, picks=min(power_of_two(places), BLOCK),
+        block_m=max(16, power_of_two(rows)), block_n=launch.block_n, gated=weight.gated, apart=apart,
+        overlap=gpu.can_overlap, num_stages=launch.num_stages, num_warps=launch.num_warps, **options,
+    )  # fmt: skip
+    return out
+
+
+@jit
+def _compressed_kernel(
+    out: Arg, x: Arg, words: Arg, scale: Arg, lines: Arg, columns: Arg, values: Arg,
+    rows: Arg, n: Arg, k: Arg, share: Arg, places: Arg, picks: constexpr, block_m: constexpr, block_n: constexpr,
+    gated: constexpr, apart: constexpr, overlap: constexpr,
+) -> None:  # fmt: skip
+    """One block of lines, which are outputs or gates and ups, over one share of k. Grid (lines / block_n, parts).
+
+    out: [parts, rows, n]; x: [rows, k]; the rest as in `CompressedWeight`. Each of the block's outliers, in `places`,
+    finds its number of x by itself, `picks` at a time. apart: the first part is theirs, so that no other waits for it.
+    """
+    line = tl.program_id(0) * block_n + tl.arange(0, block_n)
+    part = tl.program_id(1)
+    start, length, outliers = part * share, share, places
+    if apart:
+        start, length = tl.maximum(start - share, 0), tl.where(part > 0, share, 0)
+        outliers = tl.where(part > 0, 0, places)
+    block = (line // 64).to(tl.int64) * (k // 128) + start // 128
+    at = words + block * 6144 + line % 64 * 32  # a block has 3 * 64 * 32 words
+    if overlap:
+        ask_for(at[:, None] + tl.arange(0, 4)[None, :] * 2048)
+    factor = tl.load(scale + line)[:, None]
+    place = tl.program_id(0) * places + tl.arange(0, picks)
+    end = tl.program_id(0) * places + outliers
+    where, column, value = _outliers(place, end, lines, columns, values)
+    take_turn(overlap, early=True)
+
+    dtype: constexpr = x.dtype.element_ty
+    row = tl.arange(0, block_m)
+    there = (row < rows)[:, None]
+    x_row = x + row[:, None] * k
+    total = tl.zeros([block_n, block_m], tl.float32)
+    lane = tl.arange(0, 32)[None, :]
+    for i in range(0, length, 128):
+        word = at[:, None] + i * 48 + lane
+        w0, w1, w2, w3 = _weights(_stream(word), _stream(word + 2048), _stream(word + 4096), dtype, overlap)
+        x_at = x_row + start + i + lane
+        total = tl.dot(w0, tl.trans(tl.load(x_at, mask=there, other=0.0)), total)
+        total = tl.dot(w1, tl.trans(tl.load(x_at + 32, mask=there, other=0.0)), total)
+        total = tl.dot(w2, tl.trans(tl.load(x_at + 64, mask=there, other=0.0)), total)
+        total = tl.dot(w3, tl.trans(tl.load(x_at + 96, mask=there, other=0.0)), total)
+    total *= factor
+    for _ in tl.range(0, outliers, picks, num_stages=1):
+        picked = tl.load(x_row + column[None, :], mask=there, other=0.0)
+        total = tl.dot(_spread(line, where, value, dtype), tl.trans(picked), total)
+        place += picks
+        where, column, value = _outliers(place, end, lines, columns, values)
+
+    output = tl.program_id(0) * block_n + tl.arange(0, block_n)
+    if gated:
+        halves = tl.permute(tl.reshape(total, [block_n // 128, 2, 64, block_m]), [0, 2, 3, 1])
+        gate, up = tl.split(halves)
+        total = tl.reshape(gate * tl.sigmoid(gate) * up, [block_n // 2, block_m])
+        output = tl.program_id(0) * (block_n // 2) + tl.arange(0, block_n // 2)
+    out_at = out + (part * rows + row[None, :]) * n + output[:, None]
+    tl.store(out_at, total.to(out.dtype.element_ty), mask=(row < rows)[None, :])
+
+
+@jit
+def _outliers(at: Arg, end: Arg, lines: Arg, columns: Arg, values: Arg) -> Arg:
+    """Line, column and value of the outliers `at`; those past the end lie in no line."""
+    there = at < end
+    line = tl.load(lines + at, mask=there, other=-1)
+    return line, tl.load(columns + at, mask=there, other=0), tl.load(values + at, mask=there, other=0.0)
+
+
+@jit
+def _spread(line: Arg, where: Arg, value: Arg, dtype: constexpr) -> Arg:
+    """Outliers as a matrix [lines, outliers] that has each value in its line."""
+    return tl.where(line[:, None] == where[None, :], value.to(dtype)[None, :], 0.0).to(dtype)
+
+
+@jit
+def _stream(at: Arg) -> Arg:
+    """Words that no one will read again soon."""
+    return tl.load(at, eviction_policy="evict_first")
+
+
+@jit
+def _weights(w0: Arg, w1: Arg, w2: Arg, dtype: constexpr, hopper: constexpr) -> Arg:
+    """The weights of four quarters over their row's scale, from three words each, in `dtype`, on Hopper bfloat16.
+
+    With its code as exponent a number is 2 ** 112 times too small, and 0, of code 0, stays what it is.
+    """
+    if hopper:  # two words at a time
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, c, d, s, up;
+            mov.b32 up, 0x77807780;
+            and.b32 a, $4, 0x87ff87ff;
+            and.b32 b, $5, 0x87ff87ff;
+            and.b32 c, $6, 0x87ff87ff;
+            shr.b32 d, $4, 4;
+            and.b32 d, d, 0x07800780;
+            shr.b32 s, $5, 8;
+            lop3.b32 d, s, 0x00780078, d, 0xea;
+            shr.b32 s, $6, 12;
+            lop3.b32 d, s, 0x00070007, d, 0xea;
+            shl.b32 s, $6, 4;
+            lop3.b32 d, s, 0x80008000, d, 0xea;
+            mul.bf16x2 $0, a, up;
+            mul.bf16x2 $1, b, up;
+            mul.bf16x2 $2, c, up;
+            mul.bf16x2 $3, d, up;
+            }""",
+            "=r,=r,=r,=r,r,r,r",
+            [w0, w1, w2],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    w0, w1, w2 = w0.to(tl.int32), w1.to(tl.int32), w2.to(tl.int32)
+    w3 = ((w0 >> 4) & 0x780) | ((w1 >> 8) & 0x78) | ((w2 >> 12) & 7) | ((w2 << 4) & 0x8000)
+    return _number(w0).to(dtype), _number(w1).to(dtype), _number(w2).to(dtype), _number(w3).to(dtype)
+
+
+@jit
+def _number(bits: Arg) -> Arg:
+    """2 ** 112 times the number that these bits, without the upper four of the exponent, are."""
+    wide = ((bits & 0x87FF) << 16).to(tl.float32, bitcast=True)
+    return wide * 5192296858534827628530496329220096.0
