@@ -1,10 +1,13 @@
-"""Products of few rows on an NVIDIA GPU, by pointers and by tiles, against their references."""
+"""Products of few rows on an NVIDIA GPU, by pointers, by tiles and with compressed weights, against references."""
 
 import pytest
 import torch
 
+from treetop.kernels.compressed import compress, compressed_rows, compressed_rows_reference, decompress
 from treetop.kernels.few_rows import (
+    CompressedLaunch,
     RowsLaunch,
+    choose_compressed,
     choose_launch,
     few_rows,
     few_rows_reference,
@@ -69,3 +72,49 @@ def test_the_launches_that_a_llama_8b_gets_are_right(rows, n, k, gated):
         assert_near(gated_rows(x, weight, launch, gpu), gated_rows_reference(x, weight))
     else:
         assert_near(few_rows(x, weight, launch, gpu).float().sum(0), few_rows_reference(x, weight, 1)[0])
+
+
+@pytest.fixture(autouse=True)
+def only_where_weights_are_compressed(request):
+    if "compressed" in request.node.name and not gpu_traits(GPU).can_overlap:
+        pytest.skip("compressed weights need compute capability 9.0")
+
+
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 32])
+@pytest.mark.parametrize(("block_n", "splits"), [(64, 1), (64, 4), (128, 2), (256, 2)])
+def test_compressed_weights_give_the_parts_of_a_product(rows, block_n, splits):
+    """Outliers of one tile in several steps; each call but the first starts while the one before it runs."""
+    gpu = gpu_traits(GPU)
+    x, weight = inputs(rows, 512, 4096)
+    weight[:60, 5] *= 1e-9
+    weight[70] = 0
+    small = compress(weight, False)
+    assert torch.equal(decompress(small).view(torch.int16), weight.view(torch.int16))
+    for _ in range(3):
+        got = compressed_rows(x, small, CompressedLaunch(block_n, splits, 3, 4), gpu)
+    assert_near(got.float().sum(0), compressed_rows_reference(x, small))
+
+
+def test_compressed_outliers_count():
+    """A product in which they are nearly all there is: in their columns alone x is not zero."""
+    gpu = gpu_traits(GPU)
+    x, weight = inputs(16, 256, 4096)
+    weight[:, 100:102] *= 1e-9
+    x[:, :100], x[:, 102:] = 0, 0
+    got = compressed_rows(x, compress(weight, False), CompressedLaunch(128, 2, 3, 8), gpu)
+    want = x[:, 100:102].double() @ weight[:, 100:102].double().T
+    assert_near(1e9 * got.double().sum(0), 1e9 * want)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 32])
+@pytest.mark.parametrize(
+    ("n", "k", "gated"), [(6144, 4096, False), (4096, 14336, False), (28672, 4096, True), (128256, 4096, False)]
+)
+def test_the_compressed_launches_that_a_llama_8b_gets_are_right(rows, n, k, gated):
+    gpu = gpu_traits(GPU)
+    launch = choose_compressed(rows, n, k, gated, gpu)
+    if launch is None:
+        pytest.skip("the whole weight serves")
+    x, weight = inputs(rows, n, k)
+    got, want = compressed_rows(x, compress(weight, gated), launch, gpu).float(), few_rows_reference(x, weight, 1)[0]
+    assert_near(got if gated else got.sum(0), gated_rows_reference(x, weight) if gated else want)

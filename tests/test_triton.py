@@ -19,7 +19,9 @@ from treetop.attention.torch_backend import TorchBackend
 from treetop.attention.triton_backend import TritonBackend
 from treetop.kernels import attention
 from treetop.kernels.attention import PagedKeys, Sight, TailKeys, paged_attention, paged_attention_reference
+from treetop.kernels.compressed import compress, compressed_rows
 from treetop.kernels.few_rows import (
+    CompressedLaunch,
     RowsLaunch,
     few_rows,
     few_rows_reference,
@@ -232,6 +234,28 @@ if INTERPRETED:
         launch = RowsLaunch(block_n=16, block_k=32, splits=1, num_stages=1, num_warps=1)
         got = gated_rows(x, weight, launch, gpu_traits(CPU))
         torch.testing.assert_close(got, gated_rows_reference(x, weight), rtol=2e-3, atol=2e-3)
+
+    @pytest.mark.parametrize("rows", [1, 16, 31])
+    @pytest.mark.parametrize("far", [0, 60])
+    @pytest.mark.parametrize(("n", "splits", "block_n"), [(128, 1, 128), (192, 2, 64), (256, 4, 256)])
+    def test_compressed_weights_give_the_parts_of_a_product(n, splits, block_n, far, rows):
+        """Rows that do not fill their block; `far` outliers in one tile, more than a step of one split takes."""
+        torch.manual_seed(0)
+        x, weight = torch.randn(rows, 2048), torch.randn(n, 2048).bfloat16()
+        weight[:far, 5] *= 1e-9
+        weight[70] = 0
+        launch = CompressedLaunch(block_n, splits, num_stages=1, num_warps=1)
+        got = compressed_rows(x, compress(weight, False), launch, gpu_traits(CPU))
+        assert got.shape == (splits, rows, n)
+        torch.testing.assert_close(got.sum(0), x @ weight.float().T, rtol=1e-5, atol=1e-4)
+
+    @pytest.mark.parametrize("rows", [1, 17])
+    def test_compressed_gates_equal_silu_of_one_half_times_the_other(rows):
+        torch.manual_seed(0)
+        x, weight = torch.randn(rows, 256), torch.randn(2 * 192, 256).bfloat16() / 8
+        weight[:20, 3] *= 1e-9
+        got = compressed_rows(x, compress(weight, True), CompressedLaunch(128, 1, 1, 1), gpu_traits(CPU))
+        torch.testing.assert_close(got, gated_rows_reference(x, weight), rtol=1e-5, atol=1e-5)
 
     def test_products_of_any_shape_agree_with_the_library():
         """Layers get the same from both: parts and sums, a width that our kernel refuses, more rows than it takes."""

@@ -23,10 +23,10 @@ from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, gpu_traits, 
 
 TILE, BLOCK, QUARTER = 64, 128, 32
 MAX_ROWS = 32
-_MOST_OUTLIERS = 0.01
+_MOST_OUTLIERS = 1 / 512
 """Places for outliers, as a share of a weight's numbers, beyond which it is left as it is."""
-_PLACES = 16
-"""Places for outliers come in so many, the least that a product is made of."""
+_FEWEST_PICKS, _MOST_PICKS = 16, 64
+"""Outliers that a step adds: the least that a product is made of, and what registers hold."""
 _TILES_AT_ONCE = 16
 _BIAS, _NOT_FINITE = 127, 255
 
@@ -49,7 +49,8 @@ class CompressedWeight:
     """A weight [n, k] in 12 bits a number. gated: tiles of its first and of its second half lie in turn.
 
     words: [n / 64, k / 128, 3, 64, 32] int16. scale: [n] float32, a power of two a row. Outliers [n / 64, places]:
-    lines, int32, the row in the order of tiles, or -1 where there is none; columns, int32; values, bfloat16.
+    lines, int32, the row in the order of tiles, or -1 where there is none; columns, int32; values, bfloat16, over the
+    row's scale.
     """
 
     words: Tensor
@@ -61,7 +62,7 @@ class CompressedWeight:
 
 
 def compress(weight: Tensor, gated: bool) -> CompressedWeight | None:
-    """weight: [n, k] bfloat16. None if it is not all finite, in whole tiles and blocks, and nearly free of outliers."""
+    """weight: [n, k] bfloat16. None if it does not lie in whole tiles and blocks, or its numbers range too widely."""
     n, k = weight.shape
     halves = 2 if gated else 1
     if weight.dtype != torch.bfloat16 or n % (halves * TILE) or k % BLOCK:
@@ -70,7 +71,7 @@ def compress(weight: Tensor, gated: bool) -> CompressedWeight | None:
     encoded = [_encode(each) for each in tiles.split(_TILES_AT_ONCE)]
     words, largest, outlying = (torch.cat(each) for each in zip(*encoded, strict=True))
     counts = outlying.sum((1, 2))
-    places = max(-(-int(counts.max()) // _PLACES), 1) * _PLACES
+    places = max(-(-int(counts.max()) // _FEWEST_PICKS), 1) * _FEWEST_PICKS
     if places * len(tiles) > _MOST_OUTLIERS * weight.numel() or int(largest.max()) == _NOT_FINITE:
         return None
     tile, line, column = outlying.nonzero(as_tuple=True)
@@ -79,9 +80,11 @@ def compress(weight: Tensor, gated: bool) -> CompressedWeight | None:
     columns, values = torch.zeros_like(lines), lines.new_zeros(lines.shape, dtype=weight.dtype)
     lines[tile, place] = (tile * TILE + line).to(torch.int32)
     columns[tile, place] = column.to(torch.int32)
-    values[tile, place] = tiles[tile, line, column]
-    scale = torch.ldexp(torch.ones_like(largest, dtype=torch.float32), largest - _BIAS).flatten()
-    return CompressedWeight(words, scale, lines, columns, values, gated)
+    scale = torch.ldexp(torch.ones_like(largest, dtype=torch.float32), largest - _BIAS)
+    wide, factor = tiles[tile, line, column].double(), scale[tile, line].double()
+    values[tile, place] = (wide / factor).to(weight.dtype)
+    exact = torch.equal(values[tile, place].double() * factor, wide)
+    return CompressedWeight(words, scale.flatten(), lines, columns, values, gated) if exact else None
 
 
 def decompress(weight: CompressedWeight) -> Tensor:
@@ -96,7 +99,9 @@ def decompress(weight: CompressedWeight) -> Tensor:
     bits = torch.where(some, bits + ((largest - 15) << 7)[:, None], bits)
     out = _as_int16(bits).view(torch.bfloat16)
     there = weight.lines >= 0
-    out[weight.lines[there].long(), weight.columns[there].long()] = weight.values[there]
+    line = weight.lines[there].long()
+    values = weight.values[there].double() * weight.scale[line].double()
+    out[line, weight.columns[there].long()] = values.to(out.dtype)
     halves = 2 if weight.gated else 1
     return out.view(-1, halves, TILE, out.shape[1]).transpose(0, 1).reshape(out.shape)
 
@@ -133,7 +138,7 @@ def compressed_rows(x: Tensor, weight: CompressedWeight, launch: CompressedLaunc
 
     x: [rows, k] bfloat16 (in the interpreter float32), contiguous, rows <= MAX_ROWS. The weight's n is a multiple of
     `block_n`, which is one of 64, or 128 if gated; k is one of `128 * splits`. Several splits give their parts in
-    float32, after one of the outliers.
+    float32.
     """
     rows, k = x.shape
     lines = len(weight.scale)
@@ -142,17 +147,17 @@ def compressed_rows(x: Tensor, weight: CompressedWeight, launch: CompressedLaunc
     assert lines % launch.block_n == 0
     assert k % (launch.splits * BLOCK) == 0
     assert x.is_contiguous()
-    apart = launch.splits > 1
-    parts = launch.splits + apart
-    shape = (rows, n) if weight.gated else (parts, rows, n)
-    out = torch.empty(shape, dtype=torch.float32 if apart else x.dtype, device=x.device)
+    shape = (rows, n) if weight.gated else (launch.splits, rows, n)
+    out = torch.empty(shape, dtype=x.dtype if launch.splits == 1 else torch.float32, device=x.device)
     places = weight.lines.shape[1] * launch.block_n // TILE
+    picks = min(max(power_of_two(-(-places // launch.splits)), _FEWEST_PICKS), _MOST_PICKS)
+    assert places * BLOCK <= picks * k
     options = launch_options(gpu)
-    _compressed_kernel[(lines // launch.block_n, parts)](
+    _compressed_kernel[(lines // launch.block_n, launch.splits)](
         out, x, weight.words, weight.scale, weight.lines, weight.columns, weight.values,
-        rows, n, k, k // launch.splits, places, picks=min(power_of_two(places), BLOCK),
-        block_m=max(16, power_of_two(rows)), block_n=launch.block_n, gated=weight.gated, apart=apart,
-        overlap=gpu.can_overlap, num_stages=launch.num_stages, num_warps=launch.num_warps, **options,
+        rows, n, k, k // launch.splits, places, picks=picks, block_m=max(16, power_of_two(rows)),
+        block_n=launch.block_n, gated=weight.gated, overlap=gpu.can_overlap, num_stages=launch.num_stages,
+        num_warps=launch.num_warps, **options,
     )  # fmt: skip
     return out
 
@@ -161,26 +166,25 @@ def compressed_rows(x: Tensor, weight: CompressedWeight, launch: CompressedLaunc
 def _compressed_kernel(
     out: Arg, x: Arg, words: Arg, scale: Arg, lines: Arg, columns: Arg, values: Arg,
     rows: Arg, n: Arg, k: Arg, share: Arg, places: Arg, picks: constexpr, block_m: constexpr, block_n: constexpr,
-    gated: constexpr, apart: constexpr, overlap: constexpr,
+    gated: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
-    """One block of lines, which are outputs or gates and ups, over one share of k. Grid (lines / block_n, parts).
+    """One block of lines, which are outputs or gates and ups, over one share of k. Grid (lines / block_n, splits).
 
-    out: [parts, rows, n]; x: [rows, k]; the rest as in `CompressedWeight`. Each of the block's outliers, in `places`,
-    finds its number of x by itself, `picks` at a time. apart: the first part is theirs, so that no other waits for it.
+    out: [splits, rows, n]; x: [rows, k]; the rest as in `CompressedWeight`. The block's outliers, in `places`, are
+    shared among the splits. They are added `picks` a step, each with its number of x, in the first steps, whose other
+    weights are on their way meanwhile; there are always steps enough (`_MOST_OUTLIERS`).
     """
     line = tl.program_id(0) * block_n + tl.arange(0, block_n)
-    part = tl.program_id(1)
-    start, length, outliers = part * share, share, places
-    if apart:
-        start, length = tl.maximum(start - share, 0), tl.where(part > 0, share, 0)
-        outliers = tl.where(part > 0, 0, places)
+    split = tl.program_id(1)
+    start = split * share
     block = (line // 64).to(tl.int64) * (k // 128) + start // 128
     at = words + block * 6144 + line % 64 * 32  # a block has 3 * 64 * 32 words
     if overlap:
         ask_for(at[:, None] + tl.arange(0, 4)[None, :] * 2048)
     factor = tl.load(scale + line)[:, None]
-    place = tl.program_id(0) * places + tl.arange(0, picks)
-    end = tl.program_id(0) * places + outliers
+    stride = tl.num_programs(1) * picks
+    place = tl.program_id(0) * places + split * picks + tl.arange(0, picks)
+    end = (tl.program_id(0) + 1) * places
     where, column, value = _outliers(place, end, lines, columns, values)
     take_turn(overlap, early=True)
 
@@ -190,7 +194,12 @@ def _compressed_kernel(
     x_row = x + row[:, None] * k
     total = tl.zeros([block_n, block_m], tl.float32)
     lane = tl.arange(0, 32)[None, :]
-    for i in range(0, length, 128):
+    for i in range(0, share, 128):
+        if split * picks + i // 128 * stride < places:
+            picked = tl.load(x_row + column[None, :], mask=there, other=0.0)
+            total = tl.dot(_spread(line, where, value, dtype), tl.trans(picked), total)
+            place += stride
+            where, column, value = _outliers(place, end, lines, columns, values)
         word = at[:, None] + i * 48 + lane
         w0, w1, w2, w3 = _weights(_stream(word), _stream(word + 2048), _stream(word + 4096), dtype, overlap)
         x_at = x_row + start + i + lane
@@ -199,11 +208,6 @@ def _compressed_kernel(
         total = tl.dot(w2, tl.trans(tl.load(x_at + 64, mask=there, other=0.0)), total)
         total = tl.dot(w3, tl.trans(tl.load(x_at + 96, mask=there, other=0.0)), total)
     total *= factor
-    for _ in tl.range(0, outliers, picks, num_stages=1):
-        picked = tl.load(x_row + column[None, :], mask=there, other=0.0)
-        total = tl.dot(_spread(line, where, value, dtype), tl.trans(picked), total)
-        place += picks
-        where, column, value = _outliers(place, end, lines, columns, values)
 
     output = tl.program_id(0) * block_n + tl.arange(0, block_n)
     if gated:
@@ -211,7 +215,7 @@ def _compressed_kernel(
         gate, up = tl.split(halves)
         total = tl.reshape(gate * tl.sigmoid(gate) * up, [block_n // 2, block_m])
         output = tl.program_id(0) * (block_n // 2) + tl.arange(0, block_n // 2)
-    out_at = out + (part * rows + row[None, :]) * n + output[:, None]
+    out_at = out + (split * rows + row[None, :]) * n + output[:, None]
     tl.store(out_at, total.to(out.dtype.element_ty), mask=(row < rows)[None, :])
 
 
