@@ -131,7 +131,7 @@ def test_the_estimate_before_loading_counts_them(strong_pair):
 
 
 def test_the_committed_launches_can_be_launched():
-    """Whole blocks of outputs and of k, one split if gated, a Hopper GPU's shared memory, rows that the kernel takes."""
+    """Whole blocks of outputs and of k, one split if gated, a Hopper GPU's memory, rows that the kernel takes."""
     table = load_table()
     assert len(table.compressed) > 10
     for (n, k, gated, rows), launch in table.compressed.items():

@@ -1,8 +1,9 @@
 """The floor of a round: the bytes it cannot avoid to move and the operations it cannot avoid to do.
 
-A forward streams its weights once, reads the K/V of every row's context, writes the new K/V and the logits; the floor
-is the larger of bytes over the copy bandwidth and operations over the matrix rate. Activations count as free, and so
-does everything that is not a matrix product. A round is one verify, S - 1 draft levels and one draft extend.
+A forward streams its weights once, in the engine's dtype (in 12 bits, as they may be kept too, they take less), reads
+the K/V of every row's context, writes the new K/V and the logits; the floor is the larger of bytes over the copy
+bandwidth and operations over the matrix rate. Activations count as free, and so does everything that is not a matrix
+product. A round is one verify, S - 1 draft levels and one draft extend.
 """
 
 from dataclasses import dataclass
