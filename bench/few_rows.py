@@ -3,7 +3,8 @@
     python bench/few_rows.py                 the committed launches against the vendor's and the floor
     python bench/few_rows.py --write-table   measure every candidate and write src/treetop/kernels/few_rows.json, where
                                              entries of other rows and weights on the same kind of GPU stay
-    python bench/few_rows.py --write-table --compressed-only    the same for compressed weights; other launches stay
+    python bench/few_rows.py --write-table --compressed-only    the same for compressed weights; other launches stay,
+                                             and are timed to compare
 
 A time is that of one product in a replayed graph of many over different weights, so that none lies in the cache: as in
 a decode round. Of up to 32 rows products with the same weights compressed are measured too, and chosen where they take
@@ -29,11 +30,15 @@ from torch import Tensor
 
 from treetop.kernels import compressed
 from treetop.kernels import few_rows as kernels
-from treetop.kernels.compressed import CompressedWeight, compress, compressed_rows
-from treetop.kernels.few_rows import (
+from treetop.kernels.compressed import (
     CompressedLaunch,
-    RowsLaunch,
+    CompressedWeight,
     choose_compressed,
+    compress,
+    compressed_rows,
+)
+from treetop.kernels.few_rows import (
+    RowsLaunch,
     choose_launch,
     few_rows,
     gated_rows,
@@ -53,10 +58,12 @@ SHAPES = {
     "draft qkv": (6144, 8192, False),
     "draft lm_head": (32000, 4096, False),
     "qwen3 gate_up": (24576, 4096, True),
-    "qwen3 down": (4096, 12288, False),
     "qwen3 lm_head": (151936, 4096, False),
 }
-"""Name -> (n, k, gated): the products of Llama-3.1-8B and its EAGLE-3 head, and those in which Qwen3-8B differs."""
+"""Name -> (n, k, gated): the products of Llama-3.1-8B and its EAGLE-3 head, and those in which Qwen3-8B differs.
+
+Qwen3-8B's `down` has the shape of `draft fc`.
+"""
 ROWS = (16, 32, 64, 128, 192, 256)
 TABLE = Path(kernels.__file__).with_name("few_rows.json")
 SHARED_MEMORY = 227 * 1024
@@ -154,9 +161,9 @@ def compile_once(job: tuple[int, int, int, bool, Launch]) -> None:
 
 
 def tune(
-    shapes: dict[str, tuple[int, int, bool]], all_rows: tuple[int, ...], write: bool, whole: bool
+    shapes: dict[str, tuple[int, int, bool]], all_rows: tuple[int, ...], whole: bool, short: bool
 ) -> list[dict[str, object]]:
-    """Measure every shape; the entries of a table. write: try every candidate, with weights that are `whole` too."""
+    """Measure every shape; the entries of a table. whole, short: try every candidate with whole, compressed weights."""
     entries = []
     gpu = gpu_traits(DEVICE)
     for name, (n, k, gated) in shapes.items():
@@ -166,18 +173,18 @@ def tune(
             x = torch.randn(rows, k, dtype=torch.bfloat16, device=DEVICE)
             want, vendor_us = multiply(x, weights[0], gated, None).float(), measure_us(x, weights, gated, None)
             known = filter(None, [choose_launch(rows, n, k, gated, gpu)])
-            us, best = fastest(x, weights, gated, candidates(rows, n, k, gated) if write and whole else known, want)
-            if us >= vendor_us + GAP_US:
+            us, best = fastest(x, weights, gated, candidates(rows, n, k, gated) if whole else known, want)
+            if best is None or (whole and us >= vendor_us + GAP_US):
                 us, best = vendor_us, None
             entry = {"name": name, "n": n, "k": k, "gated": gated, "rows": rows}
             entry |= {"launch": None if best is None else astuple(best), "us": round(us, 1)}
             entry |= {"vendor_us": round(vendor_us, 1)}
             if rows <= compressed.MAX_ROWS and len(smaller) == len(weights):
                 chosen = filter(None, [choose_compressed(rows, n, k, gated, gpu)])
-                trial = compressed_candidates(rows, n, k, gated) if write else chosen
-                less_us, launch = fastest(x, smaller, gated, trial, want)
-                if launch is not None and (not write or less_us < WORTH * us):
-                    entry |= {"compressed": astuple(launch), "compressed_us": round(less_us, 1)}
+                tried = compressed_candidates(rows, n, k, gated) if short else chosen
+                compressed_us, launch = fastest(x, smaller, gated, tried, want)
+                if launch is not None and (not short or compressed_us < WORTH * us):
+                    entry |= {"compressed": astuple(launch), "compressed_us": round(compressed_us, 1)}
             entries.append(entry)
             floor_us = 2e6 * n * k / COPY
             print(
@@ -188,14 +195,17 @@ def tune(
 
 
 def compile_all(shapes: dict[str, tuple[int, int, bool]], all_rows: tuple[int, ...], whole: bool) -> None:
-    """Compile on all cores; a kernel depends on k and n only through which launches are candidates."""
+    """Compile on all cores; of compressed weights a kernel depends on k and splits, by how many outliers there are."""
     jobs: dict[object, tuple[int, int, int, bool, Launch]] = {}
     for n, k, gated in shapes.values():
         for rows in all_rows:
             few = compressed_candidates(rows, n, k, gated) if rows <= compressed.MAX_ROWS else ()
             launches: Iterable[Launch] = (*(candidates(rows, n, k, gated) if whole else ()), *few)
             for launch in launches:
-                kind = (rows, gated, astuple(replace(launch, splits=min(launch.splits, 2))))
+                alike = (
+                    launch if isinstance(launch, CompressedLaunch) else replace(launch, splits=min(launch.splits, 2))
+                )
+                kind = (rows, gated, k if alike is launch else 0, alike)
                 jobs.setdefault(kind, (rows, n, k, gated, launch))
     with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_once, jobs.values(), chunksize=8))
@@ -212,15 +222,15 @@ def main() -> None:
     COPY = copy_bytes_per_s()
     machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_tb_s": round(COPY / 1e12, 2)}
     print(json.dumps(machine), flush=True)
-    shapes, rows = {name: SHAPES[name] for name in args.only}, tuple(args.rows)
-    whole = not args.compressed_only
+    whole, most = not args.compressed_only, compressed.MAX_ROWS if args.compressed_only else max(ROWS)
+    shapes, rows = {name: SHAPES[name] for name in args.only}, tuple(rows for rows in args.rows if rows <= most)
     if args.write_table:
         compile_all(shapes, rows, whole)
-    entries = tune(shapes, rows, args.write_table, whole)
+    entries = tune(shapes, rows, args.write_table and whole, args.write_table)
     if args.write_table:
         old = json.loads(TABLE.read_text(encoding="utf-8")) if TABLE.is_file() else None
         known = old["entries"] if old is not None and old["machine"]["gpu"] == machine["gpu"] else []
-        measured = {(entry["name"], entry["rows"]): entry for entry in (*known, *entries)}
+        measured = {(e["n"], e["k"], e["gated"], e["rows"]): e for e in (*known, *entries)}
         lines = ",\n".join(json.dumps(entry) for entry in measured.values())
         head = f'"num_sms": {gpu_traits(DEVICE).num_sms}, "machine": {json.dumps(machine)}'
         TABLE.write_text(f'{{{head}, "entries": [\n{lines}\n]}}\n', encoding="utf-8")

@@ -76,7 +76,7 @@ def sustained(run: Callable[[], object], seconds: float) -> tuple[float, float]:
 
 
 def products(name: str, all_rows: list[int]) -> None:
-    """One weight's products: ours where the engine uses ours, and the vendor's."""
+    """One weight's products in 16 bits: ours where there is one, and the vendor's."""
     n, k, gated = SHAPES[name]
     for fill in FILLS:
         weights = [torch.zeros(n, k, dtype=torch.bfloat16, device=DEVICE) for _ in range(WEIGHTS)]

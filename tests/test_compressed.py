@@ -1,19 +1,30 @@
 """Weights in 12 bits: every bit comes back, what does not fit is left alone, and memory counts them."""
 
+import json
+
 import pytest
 import torch
 
 from engines import build
-from treetop.engine import build as building
-from treetop.engine.build import compresses
-from treetop.engine.memory import Memory
-from treetop.kernels import few_rows
-from treetop.kernels.compressed import BLOCK, MAX_ROWS, MOST_BYTES, TILE, compress, decompress, why_not_compressed
-from treetop.kernels.few_rows import choose_compressed, is_compressed_for, load_table, row_class
+from treetop.engine.build import copies_estimate, with_copies
+from treetop.engine.memory import Budget, Memory, pool_bytes
+from treetop.kernels import compressed
+from treetop.kernels.compressed import (
+    BLOCK,
+    MAX_ROWS,
+    TILE,
+    CompressedLaunch,
+    choose_compressed,
+    compress,
+    compressed_bytes,
+    decompress,
+    why_not_compressed,
+)
+from treetop.kernels.few_rows import _TABLE, load_table
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.models.loader import Placement
 from treetop.types.config import EngineConfig
-from treetop.types.errors import ConfigError
+from treetop.types.errors import CapacityError, ConfigError
 
 CPU = torch.device("cpu")
 H200 = GpuTraits(132, True, 227 << 10)
@@ -55,11 +66,11 @@ def test_outliers_are_as_few_as_the_format_promises():
     assert small.lines.shape[1] <= 64
 
 
-def test_a_compressed_weight_takes_no_more_than_is_counted():
-    for k in (128, 4096):
-        small = compress(normal(128, k), False)
-        taken = sum(each.nbytes for each in (small.words, small.scale, small.lines, small.columns, small.values))
-        assert 1.5 * 128 * k <= taken <= MOST_BYTES * 128 * k
+def test_outliers_and_scales_add_next_to_nothing_to_the_words_that_are_counted():
+    n, k = 128, 4096
+    small = compress(normal(n, k), False)
+    assert small.words.nbytes == 3 * n * k // 2
+    assert sum(each.nbytes for each in (small.scale, small.lines, small.columns, small.values)) < 0.01 * n * k
 
 
 @pytest.mark.parametrize(
@@ -97,10 +108,9 @@ def test_a_gated_weight_needs_whole_tiles_of_both_halves():
 
 def test_only_measured_gpus_and_bfloat16_have_them():
     assert "bfloat16" in why_not_compressed(CPU, torch.float16)
-    assert "compute capability 9.0" in why_not_compressed(CPU, torch.bfloat16)
-    other = GpuTraits(84, True, 227 << 10)
-    assert choose_compressed(1, 28672, 4096, True, other) is None
-    assert not is_compressed_for(28672, 4096, True, other)
+    assert "132 multiprocessors" in why_not_compressed(CPU, torch.bfloat16)
+    assert compressed_bytes(28672, 4096, True, H200) == 3 * 28672 * 4096 // 2
+    assert compressed_bytes(28672, 4096, True, GpuTraits(84, True, 227 << 10)) == 0
 
 
 def test_the_option_is_refused_where_it_cannot_be(strong_pair):
@@ -110,31 +120,77 @@ def test_the_option_is_refused_where_it_cannot_be(strong_pair):
         build(strong_pair, compress_weights="yes")
 
 
-def test_by_itself_it_is_on_while_half_of_memory_is_left(monkeypatch):
-    monkeypatch.setattr(building, "why_not_compressed", lambda device, dtype: None)
-    numbers = 8 << 30
-    needed = int(2 * numbers * (2 + MOST_BYTES))
-    for total, expected in ((needed, True), (needed - 2, False)):
-        assert compresses(EngineConfig(), CPU, torch.bfloat16, numbers, Memory(total, 0)) is expected
-    assert compresses(EngineConfig(compress_weights=True), CPU, torch.bfloat16, numbers, Memory(1, 0))
-    assert not compresses(EngineConfig(compress_weights=False), CPU, torch.bfloat16, 1, Memory(1 << 40, 0))
+@pytest.fixture
+def everywhere(monkeypatch):
+    """As if this were a measured GPU."""
+    monkeypatch.setattr("treetop.engine.build.why_not_compressed", lambda device, dtype: None)
+    monkeypatch.setattr("treetop.engine.build.gpu_traits", lambda device: H200)
 
 
-def test_the_estimate_before_loading_counts_them(strong_pair):
+PLACE = Placement(torch.bfloat16, CPU, 64)
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("total", "free", "fraction", "expected"),
+    [(100, 100, 0.5, True), (100, 100, 0.39, False), (100, 40, 0.5, True), (100, 39, 0.5, False)],
+)
+def test_by_itself_copies_take_a_quarter_of_what_pools_could_have(
+    everywhere, strong_pair, total, free, fraction, expected
+):
+    """Less by the fraction, or by what others left free."""
+    layout = build(strong_pair).engine.layout
+    budget = Budget(Memory(total * GIB, free * GIB), 0, 0, fraction)
+    made = with_copies(EngineConfig(), PLACE, budget, layout, lambda: 10 * GIB)
+    assert (made.copies > 0) is expected
+    assert made.static == made.copies
+    assert made.memory.free == free * GIB - made.copies
+    forced = with_copies(EngineConfig(compress_weights=True), PLACE, budget, layout, lambda: 10 * GIB)
+    assert forced.copies == 10 * GIB
+    assert with_copies(EngineConfig(compress_weights=False), PLACE, budget, layout, lambda: 1) is budget
+
+
+def test_by_itself_copies_leave_the_tokens_that_were_asked_for(everywhere, strong_pair):
+    layout = build(strong_pair).engine.layout
+    asked, pools = EngineConfig(max_total_tokens=1), pool_bytes(layout, 2)
+    for spare, expected in ((40 * GIB, True), (40 * GIB - 1, False)):
+        budget = Budget(Memory(1000 * GIB, pools + spare), 0, 0, 0.5)
+        assert (with_copies(asked, PLACE, budget, layout, lambda: 10 * GIB).copies > 0) is expected
+
+
+def test_without_room_the_error_names_the_option(everywhere, strong_pair, monkeypatch):
+    """Where the copies were asked for, and where memory ran short."""
+    monkeypatch.setattr("treetop.engine.build.copies_estimate", lambda *args: 2**50)
+    with pytest.raises(CapacityError, match=r"or use --no-compress-weights, which frees 1048576\.00 GiB"):
+        build(strong_pair, dtype="bfloat16", compress_weights=True)
+
+
+def test_copies_are_counted_by_the_models_own_products(strong_pair, monkeypatch):
+    """Of every product of target and head that is worth it, and no other weight."""
     llm = build(strong_pair)
-    layout, spec = llm.engine.layout, llm.engine.device.target.spec
-    plain, both = (
-        building._static_estimate(layout, spec, None, Placement(torch.bfloat16, CPU, 64, compressed=each))
-        for each in (False, True)
-    )
-    assert both - plain == pytest.approx(MOST_BYTES * building._numbers(spec, None), abs=1)
+    target, head = llm.engine.device.target.spec, llm.engine.device.head.spec
+    seen: list[tuple[int, int]] = []
+    monkeypatch.setattr("treetop.engine.build.compressed_bytes", lambda n, k, gated, gpu: seen.append((n, k)) or n * k)
+    hidden, inner = target.hidden_size, target.intermediate_size
+    heads = target.num_heads * target.head_dim
+    qkv = heads + 2 * target.kv_heads * target.head_dim
+    layer = [(qkv, hidden), (hidden, heads), (2 * inner, hidden), (hidden, inner)]
+    expected = [*layer * target.num_layers, (target.vocab_size, hidden)]
+    assert copies_estimate(target, None, H200) == sum(n * k for n, k in expected)
+    assert seen == expected
+    seen.clear()
+    copies_estimate(target, head, H200)
+    assert len(seen) == len(expected) + 1 + 4 + 1
+    assert seen[-1] == (head.draft_vocab_size, head.layer.hidden_size)
 
 
 def test_the_committed_launches_can_be_launched():
     """Whole blocks of outputs and of k, one split if gated, a Hopper GPU's memory, rows that the kernel takes."""
     table = load_table()
     assert len(table.compressed) > 10
-    for (n, k, gated, rows), launch in table.compressed.items():
+    for (n, k, gated, rows), entry in table.compressed.items():
+        launch = CompressedLaunch(*entry)
+        assert choose_compressed(rows, n, k, gated, H200) == launch
         assert rows <= MAX_ROWS
         assert n % launch.block_n == 0
         assert k % (launch.splits * BLOCK) == 0
@@ -144,15 +200,25 @@ def test_the_committed_launches_can_be_launched():
         assert stage * launch.num_stages <= 227 << 10
 
 
-@pytest.mark.parametrize("rows", [1, 16, 17, 32, 33, 200])
-@pytest.mark.parametrize("shape", [(2048, 1024, True), (3072, 1536, False), (576, 512, False), (32000, 4096, False)])
-def test_weights_that_were_not_measured_get_a_launch_for_up_to_16_rows(rows, shape):
+def test_a_shape_has_one_entry_in_the_table():
+    entries = json.loads(_TABLE.read_text(encoding="utf-8"))["entries"]
+    assert len(load_table().launches) == len(entries)
+
+
+@pytest.mark.parametrize(
+    "shape", [(8192, 4096, True), (24576, 1536, False), (4672, 4608, False), (65536, 512, False), (4096, 4224, False)]
+)
+def test_weights_that_were_not_measured_get_a_launch_for_up_to_16_rows(shape):
     n, k, gated = shape
-    launch = choose_compressed(rows, n, k, gated, H200)
-    if shape not in {key[:3] for key in load_table().launches}:
-        assert (launch is not None) == (rows <= 16)
-    if launch is not None:
+    assert choose_compressed(17, n, k, gated, H200) is None
+    for rows in (1, 16):
+        launch = choose_compressed(rows, n, k, gated, H200)
         assert n % launch.block_n == 0
         assert k % (launch.splits * BLOCK) == 0
-        assert row_class(rows) <= MAX_ROWS
-    assert few_rows.MAX_ROWS >= MAX_ROWS
+        assert launch.splits == 1 or not gated
+
+
+@pytest.mark.parametrize("shape", [(4096, 4096, False), (2048, 1024, True), (40000, 4100, False), (40032, 4096, False)])
+def test_small_weights_and_broken_tiles_get_none(shape):
+    assert choose_compressed(1, *shape, H200) is None
+    assert compressed._WORTH_PARAMETERS == 4096 * 4096

@@ -13,6 +13,7 @@ from drain import Crossover, held_out, staggered, watch_rows
 from engines import accept_lens, greedy, sampled, tokens
 from treetop import LLM
 from treetop.bench.equality import equal_outputs
+from treetop.kernels import compressed
 from treetop.types.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -171,6 +172,26 @@ def test_in_16_bits_only_roundings_may_differ(prompts, float32_mean, capsys, *, 
         plain, llm = make(None, **options), make(**options)
     except ConfigError as error:
         pytest.skip(str(error))
+    check_16_bits(plain, llm, prompts, float32_mean, dtype, capsys)
+
+
+@pytest.mark.parametrize("graphs", ["auto", "off"])
+def test_with_compressed_weights_only_roundings_may_differ(prompts, float32_mean, monkeypatch, capsys, *, graphs):
+    """The same against plain decoding with whole weights; the embedded pair's weights count as worth it."""
+    monkeypatch.setattr(compressed, "_WORTH_PARAMETERS", 0)
+    compressed.choose_compressed.cache_clear()
+    try:
+        options = {"dtype": "bfloat16", "graphs": graphs}
+        plain, llm = make(None, compress_weights=False, **options), make(compress_weights=True, **options)
+        assert llm.engine.memory.budget.copies > 0
+        check_16_bits(plain, llm, prompts, float32_mean, torch.bfloat16, capsys)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    finally:
+        compressed.choose_compressed.cache_clear()
+
+
+def check_16_bits(plain, llm, prompts, float32_mean, dtype, capsys) -> None:
     expected = plain.generate(prompts, greedy(MAX_TOKENS))
     got = llm.generate(prompts, greedy(MAX_TOKENS))
     llm.scheduler.check_integrity()

@@ -3,17 +3,23 @@
 import pytest
 import torch
 
-from treetop.kernels.compressed import compress, compressed_rows, compressed_rows_reference, decompress
-from treetop.kernels.few_rows import (
+from treetop.kernels.compressed import (
     CompressedLaunch,
-    RowsLaunch,
     choose_compressed,
+    compress,
+    compressed_rows,
+    compressed_rows_reference,
+    decompress,
+)
+from treetop.kernels.few_rows import (
+    RowsLaunch,
     choose_launch,
     few_rows,
     few_rows_reference,
     gated_rows,
     gated_rows_reference,
 )
+from treetop.kernels.linear import FewRowsGated, FewRowsLinear
 from treetop.kernels.triton_guard import gpu_traits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -95,15 +101,42 @@ def test_compressed_weights_give_the_parts_of_a_product(rows, block_n, splits):
     assert_near(got.float().sum(0), compressed_rows_reference(x, small))
 
 
-def test_compressed_outliers_count():
-    """A product in which they are nearly all there is: in their columns alone x is not zero."""
+@pytest.mark.parametrize(("block_n", "splits", "warps"), [(64, 1, 4), (256, 1, 8), (64, 4, 4), (128, 2, 8)])
+def test_every_compressed_weight_counts_bit_for_bit(block_n, splits, warps):
+    """Rows with a single one take columns out of the weight; a tile has as many outliers as it may, in two columns."""
+    gpu, k = gpu_traits(GPU), 1024
+    _, weight = inputs(16, 512, k)
+    weight[: k // 16 - 8, 4:6] *= 1e-9  # others are outliers by themselves
+    small = compress(weight, False)
+    assert small.lines.shape[1] == k // 8
+    ones = torch.eye(k, dtype=torch.bfloat16, device=GPU)
+    for rows in ones.split(32):
+        got = compressed_rows(rows, small, CompressedLaunch(block_n, splits, 3, warps), gpu)
+        assert torch.equal(got.float().sum(0), rows.float() @ weight.float().T)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 32])
+def test_compressed_gates_equal_their_reference(rows):
+    """Row 0 sees outliers alone: they are all of its gates and ups."""
+    x, weight = inputs(rows, 2 * 192, 1024)
+    weight[:, 3:4] *= 1e-6
+    x[0] = torch.nn.functional.one_hot(torch.tensor(3, device=GPU), 1024)
+    got = compressed_rows(x, compress(weight, True), CompressedLaunch(128, 1, 3, 4), gpu_traits(GPU)).float()
+    want = gated_rows_reference(x, weight).float()
+    assert_near(got, want)
+    torch.testing.assert_close(got[0], want[0], rtol=1e-2, atol=0)
+
+
+def test_layers_take_compressed_weights_for_few_rows_and_whole_ones_for_more():
+    """The same to rounding; of up to 16 rows by the other kernel, so not bit for bit."""
     gpu = gpu_traits(GPU)
-    x, weight = inputs(16, 256, 4096)
-    weight[:, 100:102] *= 1e-9
-    x[:, :100], x[:, 102:] = 0, 0
-    got = compressed_rows(x, compress(weight, False), CompressedLaunch(128, 2, 3, 8), gpu)
-    want = x[:, 100:102].double() @ weight[:, 100:102].double().T
-    assert_near(1e9 * got.double().sum(0), 1e9 * want)
+    for kind, n in ((FewRowsLinear, 8192), (FewRowsGated, 16384)):
+        x, weight = inputs(64, n, 4096)
+        plain, both = kind(weight, gpu), kind(weight, gpu, compressed=True)
+        assert both._weight._compressed is not None
+        for rows in (1, 16, 33, 64):
+            assert_near(both(x[:rows]), plain(x[:rows]))
+        assert torch.equal(both(x), plain(x))
 
 
 @pytest.mark.parametrize("rows", [1, 16, 32])

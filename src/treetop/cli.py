@@ -29,8 +29,8 @@ ENGINE_HELP = {
     "speculative_eagle_topk": "branches of each node (k); 1 is a chain",
     "speculative_num_draft_tokens": "nodes verified in one pass, root included (T)",
     "load_format": "dummy: random weights; a folder with config.json is enough; for measuring speed",
-    "compress_weights": "keep weights in 12 bits too, without loss, which makes small batches faster; on by default on"
-    " an H200 or H100 in bfloat16 if weights then take up to half of its memory",
+    "compress_weights": "keep weights in 12 bits too, without loss, which makes small batches faster; on by default in"
+    " bfloat16 on a GPU like an H200 if that takes up to a quarter of what is left for KV pools",
     "simulate_accept_length": "tokens every round emits: the output is wrong; for measuring speed only",
     "page_size": "tokens a KV page holds",
     "max_running_requests": "requests decoded at a time",

@@ -300,7 +300,7 @@ def device_times_ms(llm: LLM, batch: int, length: int, rounds: int) -> list[floa
     """
     launcher, key = llm.engine.launcher, _greedy_key(llm, batch)
     if isinstance(launcher, CudaGraphs):
-        return _posed_times_ms(llm, batch, length, rounds, [partial(launcher.launch, key, length)])[0]
+        return _posed_times_ms(llm, batch, length, rounds, [launcher.round(key)])[0]
     return [sum(times) for times in zip(*phase_times_ms(llm, batch, length, rounds).values(), strict=True)]
 
 

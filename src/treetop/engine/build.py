@@ -1,5 +1,6 @@
 """From a configuration to a device: specs, capacity algebra, weights, memory, in this order."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -25,13 +26,18 @@ from treetop.engine.memory import (
     fit,
     memory_of,
     out_of_memory_explained,
+    pool_bytes,
     step_bytes,
 )
 from treetop.engine.pure import Pure
 from treetop.engine.round_ops import make_round_ops
 from treetop.engine.state import make_state
 from treetop.engine.trial import peak_bytes
-from treetop.kernels.compressed import MOST_BYTES, why_not_compressed
+from treetop.kernels.compressed import compressed_bytes, why_not_compressed
+from treetop.kernels.linear import GatedLinear, Linear
+from treetop.kernels.ops import TorchOps
+from treetop.kernels.rope import rope_table
+from treetop.kernels.triton_guard import GpuTraits, gpu_traits
 from treetop.models.eagle3 import Eagle3Head
 from treetop.models.llama import Llama
 from treetop.models.loader import (
@@ -81,13 +87,14 @@ def read_blueprint(config: EngineConfig, kind: type[Layout]) -> Blueprint:
     layout = make_layout(config, target[1], draft[1] if draft is not None else None, kind)
     device = compute_device(config.device)
     dtype = compute_dtype(config.dtype, device)
+    place = Placement(dtype, device, layout.max_positions, config.load_format == "dummy")
     memory, specs = memory_of(device), (target[1], draft[1] if draft is not None else None)
-    compressed = compresses(config, device, dtype, _numbers(*specs), memory)
-    place = Placement(dtype, device, layout.max_positions, config.load_format == "dummy", compressed)
-    static = _static_estimate(layout, *specs, place)
+    static = _static_estimate(layout, *specs, dtype)
     memory = Memory(memory.total, memory.free - static)
     allowance = _cpu_allowance(config, memory, place, layout, target[1])
     budget = Budget(memory, static, allowance, config.mem_fraction_static)
+    budget = with_copies(config, place, budget, layout, partial(copies_estimate, *specs, gpu_traits(device)))
+    place = replace(place, compressed=budget.copies > 0)
     layout = fit(layout, dtype.itemsize, budget, config.max_total_tokens)
     need = backend_need(layout, target[1], draft, place)
     if config.attention_backend != "auto":
@@ -135,14 +142,55 @@ def choose_lag(config: EngineConfig) -> int:
     return 2 if wanted and not able.needs_host_extents else 1
 
 
-def compresses(config: EngineConfig, device: torch.device, dtype: torch.dtype, numbers: int, memory: Memory) -> bool:
-    """Whether weights are kept in 12 bits too. numbers: of all weights. Raises ConfigError if that cannot be."""
-    problem = why_not_compressed(device, dtype)
+def with_copies(
+    config: EngineConfig, place: Placement, budget: Budget, layout: Layout, estimate: Callable[[], int]
+) -> Budget:
+    """The budget with weights in 12 bits too, if they are to be. estimate: their bytes.
+
+    By itself that is where they take no more than a quarter of what else the pools could have, or of what
+    `--max-total-tokens` leaves. Raises ConfigError if `--compress-weights` cannot be.
+    """
+    problem = why_not_compressed(place.device, place.dtype)
     if config.compress_weights and problem is not None:
         raise ConfigError(f"--compress-weights: {problem}; use --no-compress-weights")
-    if config.compress_weights is not None:
-        return config.compress_weights
-    return problem is None and numbers * (dtype.itemsize + MOST_BYTES) <= memory.total / 2
+    if config.compress_weights is False or problem is not None:
+        return budget
+    copies, asked = estimate(), config.max_total_tokens is not None
+    left = budget.memory.free - pool_bytes(layout, place.dtype.itemsize) if asked else budget.pool_bytes
+    if config.compress_weights or 4 * copies <= left:
+        memory = Memory(budget.memory.total, budget.memory.free - copies)
+        return replace(budget, memory=memory, static=budget.static + copies, copies=copies)
+    return budget
+
+
+def copies_estimate(spec: ModelSpec, draft: Eagle3Spec | None, gpu: GpuTraits) -> int:
+    """Bytes of all weights in 12 bits that gain by it: the models are made of tensors without memory, and counted."""
+    ops = _CopiesCounted(gpu)
+    made = {name: torch.empty(shape, device="meta") for name, shape in Llama.shapes(spec).items()}
+    target = Llama(spec, made, rope_table(spec.rope, 1, torch.float32, torch.device("meta")), (), ops)
+    if draft is not None:
+        made = {name: torch.empty(shape, device="meta") for name, shape in Eagle3Head.shapes(draft).items()}
+        Eagle3Head(draft, made, target.rope, target.embedding, ops)
+    return ops.bytes
+
+
+class _CopiesCounted(TorchOps):
+    """Counts what the weights of products take in 12 bits."""
+
+    def __init__(self, gpu: GpuTraits) -> None:
+        self.bytes, self._gpu = 0, gpu
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        self._count(weight, bias, False)
+        return super().linear(weight, bias)
+
+    def gated(self, weight: Tensor, bias: Tensor | None = None) -> GatedLinear:
+        self._count(weight, bias, True)
+        return super().gated(weight, bias)
+
+    def _count(self, weight: Tensor, bias: Tensor | None, gated: bool) -> None:
+        n, k = weight.shape
+        self.bytes += compressed_bytes(n, k, gated, self._gpu) if bias is None else 0
 
 
 def captures(config: EngineConfig, device: torch.device, able: Capabilities) -> bool:
@@ -183,7 +231,7 @@ def build_device(blueprint: Blueprint, pure: Pure) -> Built:
         allowance = _gpu_allowance(config, device) if place.device.type == "cuda" else 0
     memory = memory_of(place.device)
     allowance = allowance or _cpu_allowance(config, memory, place, blueprint.layout, blueprint.target[1])
-    budget = Budget(memory, static, allowance, config.mem_fraction_static)
+    budget = Budget(memory, static, allowance, config.mem_fraction_static, blueprint.use.budget.copies)
     layout = fit(blueprint.layout, place.dtype.itemsize, budget, config.max_total_tokens)
     use = MemoryUse(layout, place.dtype.itemsize, budget)
     with out_of_memory_explained("making the KV pools", place.device, use):
@@ -228,18 +276,13 @@ def _with_pools(device: Device, layout: Layout, pools: dict[GroupName, KVPool]) 
     return replace(device, layout=layout, pools=pools, target_layers=target_layers, draft_layers=layers.get(DRAFT, []))
 
 
-def _numbers(spec: ModelSpec, draft: Eagle3Spec | None) -> int:
-    """Numbers of all weights."""
+def _static_estimate(layout: Layout, spec: ModelSpec, draft: Eagle3Spec | None, dtype: torch.dtype) -> int:
+    """Bytes of weights, tables and buffers, from their shapes: no less than that will be taken."""
     numbers = sum(prod(shape) for shape in Llama.shapes(spec).values())
     if draft is not None:
         numbers += sum(prod(shape) for shape in Eagle3Head.shapes(draft).values())
         numbers += draft.layer.vocab_size * draft.layer.hidden_size  # the head norms the embedding once, into its own
-    return numbers
-
-
-def _static_estimate(layout: Layout, spec: ModelSpec, draft: Eagle3Spec | None, place: Placement) -> int:
-    """Bytes of weights, tables and buffers, from their shapes: no less than that will be taken."""
-    dtype, made = place.dtype, list[int]()
+    made: list[int] = []
 
     def counted(shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
         made.append(prod(shape) * kind.itemsize)
@@ -247,8 +290,7 @@ def _static_estimate(layout: Layout, spec: ModelSpec, draft: Eagle3Spec | None, 
 
     make_state(layout, draft.layer.hidden_size if draft is not None else None, dtype, counted)
     make_round_buffers(layout, len(draft.aux_inputs) if draft is not None else 0, spec.hidden_size, dtype, counted)
-    a_number = dtype.itemsize + (MOST_BYTES if place.compressed else 0)
-    return int(_numbers(spec, draft) * a_number) + sum(made)
+    return numbers * dtype.itemsize + sum(made)
 
 
 def _cpu_allowance(config: EngineConfig, memory: Memory, place: Placement, layout: Layout, spec: ModelSpec) -> int:

@@ -81,11 +81,16 @@ class CudaGraphs:
     def launch(self, key: RoundKey, bound: int) -> None:
         """Replay a round, captured if it is not yet. bound: the graphs hold for the largest there is."""
         assert bound <= self._device.layout.max_committed
+        replay = self.round(key)
+        plan_host_extents(self._device, key)
+        replay()
+
+    def round(self, key: RoundKey) -> Run:
+        """What replays a round, captured if it is not yet, without planning on the host."""
         place = _place(self._device, key)
         if place not in self._graphs:
             self.capture([key])
-        plan_host_extents(self._device, key)
-        self._graphs[place].replay()
+        return self._graphs[place].replay
 
     def phases(self, key: RoundKey) -> dict[Phase, Run]:
         """A round's phases in order, captured one by one, to be measured: they are not kept."""

@@ -43,13 +43,14 @@ class Budget:
     """What is known when pools are sized, in bytes; `free` counts weights, tables and buffers as taken.
 
     static: weights, tables and buffers. allowance: what activations, workspaces and graphs will take. fraction:
-    `--mem-fraction-static`.
+    `--mem-fraction-static`. copies: of static, weights in 12 bits beside themselves, by their shapes.
     """
 
     memory: Memory
     static: int
     allowance: int
     fraction: float
+    copies: int = 0
 
     @property
     def pool_bytes(self) -> int:
@@ -65,6 +66,11 @@ class Budget:
     def unused(self) -> int:
         """What is free and not needed for anything else."""
         return self.memory.free - self.allowance
+
+    @property
+    def without_copies(self) -> str:
+        """What would leave them out, for the end of a message; empty if there are none."""
+        return f" or use --no-compress-weights, which frees {gib(self.copies)}" if self.copies else ""
 
     def formula(self) -> str:
         return (
@@ -127,7 +133,7 @@ def fit(layout: Layout, element_size: int, budget: Budget, asked: int | None) ->
             raise CapacityError(
                 f"pools of {asked} tokens: need {gib(need)} = {_costs(sized, element_size)}, have"
                 f" {gib(max(budget.memory.free, 0))} free beside weights and tables of {gib(budget.static)};"
-                " lower --max-total-tokens"
+                f" lower --max-total-tokens{budget.without_copies}"
             )
         return sized
     page_bytes = layout.page_size * sum(bytes_per_token(layout, element_size).values())
@@ -159,7 +165,9 @@ class MemoryUse:
             rows.append(f"pool {group.name}: {slots} tokens, {gib(size * self.element_size)}, {per_token} B a token")
         memory, budget = self.budget.memory, self.budget
         rows.append(
-            f"memory: total {gib(memory.total)}, weights and tables {gib(budget.static)}, pools"
+            f"memory: total {gib(memory.total)}, weights and tables {gib(budget.static)}"
+            + (f" ({gib(budget.copies)} of it weights in 12 bits too)" if budget.copies else "")
+            + ", pools"
             f" {gib(pool_bytes(self.layout, self.element_size))}, kept for activations and graphs"
             f" {gib(budget.allowance)}, --mem-fraction-static {budget.fraction:g}"
         )
@@ -179,7 +187,7 @@ def out_of_memory_explained(doing: str, device: torch.device, use: MemoryUse | N
         raise EngineError(
             f"out of memory while {doing}: {_first_line(error)}; {gib(now.free)} of {gib(now.total)} are free now"
             f"{numbers}; lower --mem-fraction-static, --max-total-tokens, --max-running-requests,"
-            " --chunked-prefill-size or --context-length"
+            f" --chunked-prefill-size or --context-length{use.budget.without_copies if use is not None else ''}"
         ) from None
 
 
@@ -201,7 +209,7 @@ def _too_little(layout: Layout, element_size: int, budget: Budget, tokens: int) 
             f"weights, tables and buffers: need {gib(budget.static)} beside {gib(budget.allowance)} for activations and"
             f" graphs, have {gib(max(budget.memory.free + budget.static, 0))} free of {gib(budget.memory.total)};"
             " lower --max-running-requests, --context-length or --chunked-prefill-size, choose a narrower --dtype or a"
-            " smaller model"
+            f" smaller model{budget.without_copies}"
         )
     one = replace(layout, pool_tokens=layout.tokens_per_request)
     need = pool_bytes(one, element_size)
@@ -220,7 +228,7 @@ def _too_little(layout: Layout, element_size: int, budget: Budget, tokens: int) 
         ways.append("lower --page-size")
     return (
         f"KV pools: one request of {layout.max_positions} tokens needs {gib(need)} = {_costs(one, element_size)},"
-        f" have {gib(max(budget.pool_bytes, 0))} = {budget.formula()}; {', '.join(ways)}"
+        f" have {gib(max(budget.pool_bytes, 0))} = {budget.formula()}; {', '.join(ways)}{budget.without_copies}"
     )
 
 

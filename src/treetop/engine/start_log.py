@@ -24,11 +24,6 @@ def start_up_block(
         f"model {config.model}, draft {config.draft or 'none'}, {str(dtype).removeprefix('torch.')} on {_name(place)}",
         f"{tree}; {layout.max_requests} requests of {layout.max_context} tokens, pages of {layout.page_size}",
         *use.lines(),
-        *(
-            ["weights are there in 12 bits too (--no-compress-weights leaves that)"]
-            if blueprint.place.compressed
-            else []
-        ),
         f"attention {device.backend.name}" + (f"; not {'; not '.join(others)}" if others else ""),
         _graphs(launcher),
         f"overlap of host and device {'on' if layout.lag > 1 else 'off'}; capture and capacity proof {start_s:.1f} s",

@@ -13,35 +13,36 @@ piece, and 8 weights take 15 instructions.
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from treetop.kernels.few_rows import CompressedLaunch, gated_rows_reference, load_table
+from treetop.kernels.few_rows import gated_rows_reference, load_table, row_class
 from treetop.kernels.overlap import ask_for, launch_options, take_turn
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, gpu_traits, jit, power_of_two, tl, why_not
 
 TILE, BLOCK, QUARTER = 64, 128, 32
 MAX_ROWS = 32
+_WORTH_PARAMETERS = 4096 * 4096
+"""The largest weight that was measured and gained nothing: of others only larger ones are compressed."""
 _MOST_OUTLIERS = 1 / 512
 """Places for outliers, as a share of a weight's numbers, beyond which it is left as it is."""
 _FEWEST_PICKS, _MOST_PICKS = 16, 64
 """Outliers that a step adds: the least that a product is made of, and what registers hold."""
 _TILES_AT_ONCE = 16
-_BIAS, _NOT_FINITE = 127, 255
+_NOT_FINITE = 255
+_LEAST_EXPONENT = 1
 
 
-MOST_BYTES = 1.5 + 10 * _MOST_OUTLIERS + 4 / BLOCK
-"""Bytes that a number of a compressed weight takes at most, outliers and scale included."""
+@dataclass(frozen=True, slots=True)
+class CompressedLaunch:
+    """How a product is cut: lines of a block, splits of k, pipeline stages, warps."""
 
-
-def why_not_compressed(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why weights are not compressed here; None if they can be."""
-    if dtype != torch.bfloat16:
-        return "only bfloat16 weights can be compressed"
-    if why_not(device) is not None or not load_table().holds_for(gpu_traits(device)):
-        return "products with compressed weights are only measured on GPUs of compute capability 9.0 like the H200"
-    return None
+    block_n: int
+    splits: int
+    num_stages: int
+    num_warps: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,26 +65,33 @@ class CompressedWeight:
 def compress(weight: Tensor, gated: bool) -> CompressedWeight | None:
     """weight: [n, k] bfloat16. None if it does not lie in whole tiles and blocks, or its numbers range too widely."""
     n, k = weight.shape
-    halves = 2 if gated else 1
-    if weight.dtype != torch.bfloat16 or n % (halves * TILE) or k % BLOCK:
+    if weight.dtype != torch.bfloat16 or not _is_whole(n, k, gated):
         return None
-    tiles = weight.view(halves, -1, TILE, k).transpose(0, 1).reshape(-1, TILE, k)
-    encoded = [_encode(each) for each in tiles.split(_TILES_AT_ONCE)]
-    words, largest, outlying = (torch.cat(each) for each in zip(*encoded, strict=True))
-    counts = outlying.sum((1, 2))
+    words = torch.empty((n // TILE, k // BLOCK, 3, TILE, QUARTER), dtype=torch.int16, device=weight.device)
+    scale = torch.empty((n // TILE, TILE), dtype=torch.float32, device=weight.device)
+    found: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+    for at in range(0, n // TILE, _TILES_AT_ONCE):
+        tiles = _tiles(weight, at, gated)
+        here = slice(at, at + len(tiles))
+        words[here], largest, outlying = _encode(tiles)
+        if int(largest.max()) == _NOT_FINITE:
+            return None
+        scale[here] = (largest << 23).view(torch.float32)
+        tile, line, column = outlying.nonzero(as_tuple=True)
+        found.append((at + tile, line, column, tiles[tile, line, column].double()))
+    tile, line, column, number = (torch.cat(each) for each in zip(*found, strict=True))
+    counts = torch.bincount(tile, minlength=n // TILE)
     places = max(-(-int(counts.max()) // _FEWEST_PICKS), 1) * _FEWEST_PICKS
-    if places * len(tiles) > _MOST_OUTLIERS * weight.numel() or int(largest.max()) == _NOT_FINITE:
+    if places * len(counts) > _MOST_OUTLIERS * weight.numel():
         return None
-    tile, line, column = outlying.nonzero(as_tuple=True)
     place = torch.arange(len(tile), device=weight.device) - (counts.cumsum(0) - counts)[tile]
-    lines = torch.full((len(tiles), places), -1, dtype=torch.int32, device=weight.device)
+    lines = torch.full((len(counts), places), -1, dtype=torch.int32, device=weight.device)
     columns, values = torch.zeros_like(lines), lines.new_zeros(lines.shape, dtype=weight.dtype)
     lines[tile, place] = (tile * TILE + line).to(torch.int32)
     columns[tile, place] = column.to(torch.int32)
-    scale = torch.ldexp(torch.ones_like(largest, dtype=torch.float32), largest - _BIAS)
-    wide, factor = tiles[tile, line, column].double(), scale[tile, line].double()
-    values[tile, place] = (wide / factor).to(weight.dtype)
-    exact = torch.equal(values[tile, place].double() * factor, wide)
+    factor = scale[tile, line].double()
+    values[tile, place] = (number / factor).to(weight.dtype)
+    exact = torch.equal(values[tile, place].double() * factor, number)
     return CompressedWeight(words, scale.flatten(), lines, columns, values, gated) if exact else None
 
 
@@ -95,7 +103,7 @@ def decompress(weight: CompressedWeight) -> Tensor:
     bits = torch.stack([w0, w1, w2, w3], 3) & 0x87FF
     bits = bits.permute(0, 2, 1, 3, 4).reshape(tiles * TILE, blocks * BLOCK)
     some = bits & 0x7FF != 0
-    largest = (torch.log2(weight.scale) + _BIAS).to(torch.int32)
+    largest = weight.scale.view(torch.int32) >> 23
     bits = torch.where(some, bits + ((largest - 15) << 7)[:, None], bits)
     out = _as_int16(bits).view(torch.bfloat16)
     there = weight.lines >= 0
@@ -106,11 +114,18 @@ def decompress(weight: CompressedWeight) -> Tensor:
     return out.view(-1, halves, TILE, out.shape[1]).transpose(0, 1).reshape(out.shape)
 
 
+def _tiles(weight: Tensor, at: int, gated: bool) -> Tensor:
+    """Up to `_TILES_AT_ONCE` tiles [tiles, 64, k] from tile `at` on; of a gated weight its halves' in turn."""
+    halves = 2 if gated else 1
+    both = weight.view(halves, -1, TILE, weight.shape[1])
+    return both[:, at // halves : (at + _TILES_AT_ONCE) // halves].transpose(0, 1).reshape(-1, TILE, weight.shape[1])
+
+
 def _encode(tiles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Words, each row's largest exponent, and which numbers are outliers, of tiles [tiles, 64, k]."""
+    """Words, each row's largest exponent, at least 1, and which numbers are outliers, of tiles [tiles, 64, k]."""
     bits = tiles.contiguous().view(torch.int16).to(torch.int32) & 0xFFFF
     exponent = (bits >> 7) & 0xFF
-    largest = exponent.amax(-1, keepdim=True)
+    largest = exponent.amax(-1, keepdim=True).clamp(min=_LEAST_EXPONENT)
     code = exponent - largest + 15
     zero = bits & 0x7FFF == 0
     outlying = ~zero & ((code < 1) | (exponent == 0))
@@ -156,8 +171,8 @@ def compressed_rows(x: Tensor, weight: CompressedWeight, launch: CompressedLaunc
     _compressed_kernel[(lines // launch.block_n, launch.splits)](
         out, x, weight.words, weight.scale, weight.lines, weight.columns, weight.values,
         rows, n, k, k // launch.splits, places, picks=picks, block_m=max(16, power_of_two(rows)),
-        block_n=launch.block_n, gated=weight.gated, overlap=gpu.can_overlap, num_stages=launch.num_stages,
-        num_warps=launch.num_warps, **options,
+        block_n=launch.block_n, gated=weight.gated, hopper=gpu.can_overlap, overlap=gpu.can_overlap,
+        num_stages=launch.num_stages, num_warps=launch.num_warps, **options,
     )  # fmt: skip
     return out
 
@@ -166,7 +181,7 @@ def compressed_rows(x: Tensor, weight: CompressedWeight, launch: CompressedLaunc
 def _compressed_kernel(
     out: Arg, x: Arg, words: Arg, scale: Arg, lines: Arg, columns: Arg, values: Arg,
     rows: Arg, n: Arg, k: Arg, share: Arg, places: Arg, picks: constexpr, block_m: constexpr, block_n: constexpr,
-    gated: constexpr, overlap: constexpr,
+    gated: constexpr, hopper: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """One block of lines, which are outputs or gates and ups, over one share of k. Grid (lines / block_n, splits).
 
@@ -180,7 +195,7 @@ def _compressed_kernel(
     block = (line // 64).to(tl.int64) * (k // 128) + start // 128
     at = words + block * 6144 + line % 64 * 32  # a block has 3 * 64 * 32 words
     if overlap:
-        ask_for(at[:, None] + tl.arange(0, 4)[None, :] * 2048)
+        ask_for(at[:, None] + tl.minimum(tl.arange(0, 4) * 2048, share * 48 - 2048)[None, :])
     factor = tl.load(scale + line)[:, None]
     stride = tl.num_programs(1) * picks
     place = tl.program_id(0) * places + split * picks + tl.arange(0, picks)
@@ -201,7 +216,7 @@ def _compressed_kernel(
             place += stride
             where, column, value = _outliers(place, end, lines, columns, values)
         word = at[:, None] + i * 48 + lane
-        w0, w1, w2, w3 = _weights(_stream(word), _stream(word + 2048), _stream(word + 4096), dtype, overlap)
+        w0, w1, w2, w3 = _weights(_stream(word), _stream(word + 2048), _stream(word + 4096), dtype, hopper)
         x_at = x_row + start + i + lane
         total = tl.dot(w0, tl.trans(tl.load(x_at, mask=there, other=0.0)), total)
         total = tl.dot(w1, tl.trans(tl.load(x_at + 32, mask=there, other=0.0)), total)
@@ -282,3 +297,48 @@ def _number(bits: Arg) -> Arg:
     """2 ** 112 times the number that these bits, without the upper four of the exponent, are."""
     wide = ((bits & 0x87FF) << 16).to(tl.float32, bitcast=True)
     return wide * 5192296858534827628530496329220096.0
+
+
+# ------------------------------------------------------------------------------------------------------- the launch
+
+
+def why_not_compressed(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why weights are not compressed here; None if they can be."""
+    if dtype != torch.bfloat16:
+        return "only bfloat16 weights can be compressed"
+    table = load_table()
+    if why_not(device) is not None or not table.holds_for(gpu_traits(device)):
+        return f"its products are only measured on GPUs of compute capability 9.0 with {table.num_sms} multiprocessors"
+    return None
+
+
+@cache
+def choose_compressed(rows: int, n: int, k: int, gated: bool, gpu: GpuTraits) -> CompressedLaunch | None:
+    """The launch for a compressed weight [n, k]; None where its product is not faster, or no weight can be compressed.
+
+    Measured ones lie in `few_rows.json`. Other weights, if larger than the largest that gained nothing, get about three
+    programs a multiprocessor for up to 16 rows.
+    """
+    table = load_table()
+    if not table.holds_for(gpu) or rows > MAX_ROWS or not _is_whole(n, k, gated):
+        return None
+    key = (n, k, gated, row_class(rows))
+    if key in table.launches:
+        return CompressedLaunch(*table.compressed[key]) if key in table.compressed else None
+    if row_class(rows) > 16 or n * k <= _WORTH_PARAMETERS:
+        return None
+    block_n = 2 * TILE if n % (2 * TILE) == 0 else TILE
+    most = 3 * gpu.num_sms * block_n // n
+    splits = [s for s in (1, 2, 4) if s == 1 or (not gated and s <= most and k % (s * BLOCK) == 0)]
+    return CompressedLaunch(block_n, splits[-1], 4, block_n // 16)
+
+
+def compressed_bytes(n: int, k: int, gated: bool, gpu: GpuTraits) -> int:
+    """Bytes of the words of a weight [n, k]; 0 if no number of rows is faster with it compressed."""
+    worth = any(choose_compressed(rows, n, k, gated, gpu) is not None for rows in (16, 32))
+    return 3 * n * k // 2 if worth else 0
+
+
+def _is_whole(n: int, k: int, gated: bool) -> bool:
+    """Whether a weight [n, k] lies in whole tiles, of both halves if gated, and blocks."""
+    return n % (2 * TILE if gated else TILE) == 0 and k % BLOCK == 0

@@ -43,16 +43,6 @@ class RowsLaunch:
     rows_left: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class CompressedLaunch:
-    """How a product with a compressed weight is cut (`kernels.compressed`)."""
-
-    block_n: int
-    splits: int
-    num_stages: int
-    num_warps: int
-
-
 def few_rows_reference(x: Tensor, weight: Tensor, splits: int) -> Tensor:
     """The parts of `x @ weight.T`, each over its share of k, in float32. Returns [splits, rows, n]."""
     shares = zip(x.chunk(splits, dim=-1), weight.chunk(splits, dim=-1), strict=True)
@@ -226,29 +216,6 @@ def choose_launch(rows: int, n: int, k: int, gated: bool, gpu: GpuTraits) -> Row
     return next((one for one in wanted if shared_bytes(one, rows, gated) <= gpu.shared_bytes), None)
 
 
-@cache
-def choose_compressed(rows: int, n: int, k: int, gated: bool, gpu: GpuTraits) -> CompressedLaunch | None:
-    """The launch for a compressed weight [n, k], or None where `choose_launch` is faster.
-
-    Measured as those are. For other weights on such a GPU, up to 16 rows.
-    """
-    if rows > MAX_ROWS or not load_table().holds_for(gpu):
-        return None
-    key = (n, k, gated, row_class(rows))
-    table = load_table()
-    if key in table.launches:
-        return table.compressed.get(key)
-    block_n = 128 if gated or n % 128 == 0 else 64
-    tiles = n // block_n
-    splits = [s for s in (1, 2, 4) if s == 1 or (not gated and tiles * s <= 3 * gpu.num_sms and k % (s * 128) == 0)]
-    return CompressedLaunch(block_n, splits[-1], 4, block_n // 16) if row_class(rows) == 16 else None
-
-
-def is_compressed_for(n: int, k: int, gated: bool, gpu: GpuTraits) -> bool:
-    """Whether any number of rows is faster with the weight compressed."""
-    return any(choose_compressed(rows, n, k, gated, gpu) is not None for rows in (16, 32))
-
-
 def shared_bytes(launch: RowsLaunch, rows: int, gated: bool) -> int:
     """Shared memory of a launch: its stages of weights and of x."""
     lines = (2 if gated else 1) * launch.block_n + row_class(rows)
@@ -259,12 +226,13 @@ def shared_bytes(launch: RowsLaunch, rows: int, gated: bool) -> int:
 class LaunchTable:
     """Measured launches, by (n, k, gated, row class); None is the vendor's product.
 
-    num_sms: of the GPU that was measured, which has compute capability 9. compressed: where that is faster still.
+    num_sms: of the GPU that was measured, which has compute capability 9. compressed: the fields of a
+    `compressed.CompressedLaunch`, where that is faster still.
     """
 
     num_sms: int
     launches: dict[tuple[int, int, bool, int], RowsLaunch | None]
-    compressed: dict[tuple[int, int, bool, int], CompressedLaunch]
+    compressed: dict[tuple[int, int, bool, int], tuple[int, int, int, int]]
 
     def holds_for(self, gpu: GpuTraits) -> bool:
         return gpu.can_overlap and gpu.num_sms == self.num_sms
@@ -278,5 +246,5 @@ def load_table() -> LaunchTable:
     data = json.loads(_TABLE.read_text(encoding="utf-8"))
     entries = {(e["n"], e["k"], e["gated"], e["rows"]): e for e in data["entries"]}
     launches = {key: None if e["launch"] is None else RowsLaunch(*e["launch"]) for key, e in entries.items()}
-    compressed = {key: CompressedLaunch(*e["compressed"]) for key, e in entries.items() if e.get("compressed")}
+    compressed = {key: tuple(e["compressed"]) for key, e in entries.items() if e.get("compressed")}
     return LaunchTable(data["num_sms"], launches, compressed)

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from treetop.kernels.compressed import compress, compressed_rows
-from treetop.kernels.few_rows import choose_compressed, choose_launch, few_rows, gated_rows, is_compressed_for
+from treetop.kernels.compressed import choose_compressed, compress, compressed_bytes, compressed_rows
+from treetop.kernels.few_rows import choose_launch, few_rows, gated_rows
 from treetop.kernels.fused import joined, silu_mul, silu_mul_reference
 from treetop.kernels.triton_guard import GpuTraits
 
@@ -86,16 +86,16 @@ class _GpuWeight:
     def __init__(self, whole: Tensor, gated: bool, gpu: GpuTraits, compressed: bool) -> None:
         self.whole, self._gated, self._gpu = whole.contiguous(), gated, gpu
         n, k = whole.shape
-        worth = compressed and is_compressed_for(n, k, gated, gpu)
-        self._small = compress(self.whole, gated) if worth else None
+        worth = compressed and compressed_bytes(n, k, gated, gpu) > 0
+        self._compressed = compress(self.whole, gated) if worth else None
 
     def few(self, x: Tensor) -> Tensor | None:
         """Parts [parts, rows, out], or [rows, out / 2] if gated, for x [..., in]; None where the vendor's is faster."""
         rows, gated, gpu = x.numel() // x.shape[-1], self._gated, self._gpu
-        if self._small is not None:
-            cut = choose_compressed(rows, *self.whole.shape, gated, gpu)
-            if cut is not None:
-                return compressed_rows(_as_rows(x), self._small, cut, gpu)
+        if self._compressed is not None:
+            short = choose_compressed(rows, *self.whole.shape, gated, gpu)
+            if short is not None:
+                return compressed_rows(_as_rows(x), self._compressed, short, gpu)
         launch = choose_launch(rows, *self.whole.shape, gated, gpu)
         if launch is None:
             return None

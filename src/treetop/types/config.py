@@ -54,7 +54,7 @@ class EngineConfig:
     the model's. mem_fraction_static: share of the device's memory for weights, tables and KV pools. max_total_tokens:
     tokens each KV pool holds, whatever that share is; None gives every running request its whole context if it fits.
     load_format: dummy makes random weights of the shapes that config.json gives. compress_weights: keep weights in 12
-    bits too, without loss, for products of few rows; None does where that is measured and half of memory is left.
+    bits too, without loss, for products of few rows; None does where products gain and memory is plenty.
     simulate_accept_length: tokens every round emits, whatever is right; for measuring speed only.
     chunked_prefill_size: most prompt tokens a prefill step processes, its padding counted. radix_cache: keep the K/V of
     finished requests for prompts that begin alike. check_level: 0 off, 1 host checks, 2 device probes, 3 poison and red
