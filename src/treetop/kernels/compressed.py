@@ -30,7 +30,7 @@ _MOST_OUTLIERS = 1 / 512
 """Places for outliers, as a share of a weight's numbers, beyond which it is left as it is."""
 _FEWEST_PICKS, _MOST_PICKS = 16, 64
 """Outliers that a step adds: the least that a product is made of, and what registers hold."""
-_TILES_AT_ONCE = 16
+_TILES_AT_ONCE = 32
 _NOT_FINITE = 255
 _LEAST_EXPONENT = 1
 
