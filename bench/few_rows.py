@@ -153,9 +153,8 @@ def compile_once(job: tuple[int, int, int, bool, Launch]) -> None:
     """Compile a launch into Triton's cache on disk."""
     rows, n, k, gated, launch = job
     x = torch.zeros(rows, k, dtype=torch.bfloat16, device=DEVICE)
-    weight: Weight | None = torch.randn(n, k, dtype=torch.bfloat16, device=DEVICE)  # with as many outliers as later
-    if isinstance(launch, CompressedLaunch):
-        weight = compress(weight, gated)
+    whole = torch.randn(n, k, dtype=torch.bfloat16, device=DEVICE)  # with as many outliers as later
+    weight = compress(whole, gated) if isinstance(launch, CompressedLaunch) else whole
     assert weight is not None
     multiply(x, weight, gated, launch)
 
@@ -224,6 +223,10 @@ def main() -> None:
     print(json.dumps(machine), flush=True)
     whole, most = not args.compressed_only, compressed.MAX_ROWS if args.compressed_only else max(ROWS)
     shapes, rows = {name: SHAPES[name] for name in args.only}, tuple(rows for rows in args.rows if rows <= most)
+    if not rows:
+        parser.error(f"--compressed-only measures up to {most} rows; name some of {ROWS} in --rows")
+    if args.compressed_only and not kernels.load_table().holds_for(gpu_traits(DEVICE)):
+        parser.error("--compressed-only adds to a table that was measured on another kind of GPU; leave it out")
     if args.write_table:
         compile_all(shapes, rows, whole)
     entries = tune(shapes, rows, args.write_table and whole, args.write_table)

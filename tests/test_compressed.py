@@ -1,13 +1,14 @@
 """Weights in 12 bits: every bit comes back, what does not fit is left alone, and memory counts them."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from engines import build
 from treetop.engine.build import copies_estimate, with_copies
-from treetop.engine.memory import Budget, Memory, pool_bytes
+from treetop.engine.memory import Budget, Memory, MemoryUse, fit, out_of_memory_explained, pool_bytes
 from treetop.kernels import compressed
 from treetop.kernels.compressed import (
     BLOCK,
@@ -24,7 +25,7 @@ from treetop.kernels.few_rows import _TABLE, load_table
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.models.loader import Placement
 from treetop.types.config import EngineConfig
-from treetop.types.errors import CapacityError, ConfigError
+from treetop.types.errors import CapacityError, ConfigError, EngineError
 
 CPU = torch.device("cpu")
 H200 = GpuTraits(132, True, 227 << 10)
@@ -39,8 +40,9 @@ def assert_same_bits(got, want):
 
 
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize(("n", "k"), [(128, 128), (256, 512), (384, 1280)])
+@pytest.mark.parametrize(("n", "k"), [(128, 128), (256, 512), (384, 1280), (4224, 128)])
 def test_every_bit_comes_back(n, k, gated):
+    """The last is encoded in three goes."""
     weight = normal(n, k)
     assert_same_bits(decompress(compress(weight, gated)), weight)
 
@@ -152,36 +154,64 @@ def test_by_itself_copies_take_a_quarter_of_what_pools_could_have(
 
 def test_by_itself_copies_leave_the_tokens_that_were_asked_for(everywhere, strong_pair):
     layout = build(strong_pair).engine.layout
-    asked, pools = EngineConfig(max_total_tokens=1), pool_bytes(layout, 2)
+    asked, pools = EngineConfig(max_total_tokens=layout.pool_tokens), pool_bytes(layout, 2)
     for spare, expected in ((40 * GIB, True), (40 * GIB - 1, False)):
         budget = Budget(Memory(1000 * GIB, pools + spare), 0, 0, 0.5)
         assert (with_copies(asked, PLACE, budget, layout, lambda: 10 * GIB).copies > 0) is expected
 
 
-def test_without_room_the_error_names_the_option(everywhere, strong_pair, monkeypatch):
-    """Where the copies were asked for, and where memory ran short."""
-    monkeypatch.setattr("treetop.engine.build.copies_estimate", lambda *args: 2**50)
-    with pytest.raises(CapacityError, match=r"or use --no-compress-weights, which frees 1048576\.00 GiB"):
-        build(strong_pair, dtype="bfloat16", compress_weights=True)
+def test_by_itself_copies_leave_room_for_a_request(everywhere, strong_pair):
+    """A request that takes nine tenths of what is left has its pools, and no copies beside them."""
+    layout = build(strong_pair).engine.layout
+    one = pool_bytes(replace(layout, pool_tokens=layout.tokens_per_request), 2)
+    for total, expected in ((16 * one, True), (10 * one // 9, False)):
+        budget = Budget(Memory(total, total), 0, 0, 0.999)
+        assert (with_copies(EngineConfig(), PLACE, budget, layout, lambda: one // 5).copies > 0) is expected
 
 
-def test_copies_are_counted_by_the_models_own_products(strong_pair, monkeypatch):
-    """Of every product of target and head that is worth it, and no other weight."""
+def test_without_room_errors_name_the_option_if_it_helps(strong_pair):
+    """Tokens that were asked for, one request, weights alone, and memory that runs out while running."""
+    layout = build(strong_pair).engine.layout
+    asked, one = (pool_bytes(replace(layout, pool_tokens=n), 2) for n in (10_000, layout.tokens_per_request))
+    advice = "or use --no-compress-weights, which frees up to"
+    for need, tokens, unused in ((asked, 10_000, 0), (one, None, 1), (1, None, -1)):
+        for copies, named in ((need, True), (0, False), (1 if need > 1 else 0, False)):
+            free = unused if tokens is None else 0
+            with pytest.raises(CapacityError) as error:
+                fit(layout, 2, Budget(Memory(2**40, free), 2**30, 0, 0.9, copies), tokens)
+            assert (advice in str(error.value)) is named
+    use = MemoryUse(layout, 2, Budget(Memory(2**40, 0), 2**30, 0, 0.9, 10 * GIB))
+    with pytest.raises(EngineError, match=advice), out_of_memory_explained("x", CPU, use):
+        raise RuntimeError("out of memory")
+    assert "(of which up to 10.00 GiB copies of weights in 12 bits)" in use.lines()[-1]
+
+
+@pytest.mark.parametrize("attention_bias", [False, True])
+def test_copies_are_counted_by_the_models_own_products(strong_pair, monkeypatch, attention_bias):
+    """Of every product without bias of target and head, and no other weight; a head as wide as it likes."""
     llm = build(strong_pair)
-    target, head = llm.engine.device.target.spec, llm.engine.device.head.spec
-    seen: list[tuple[int, int]] = []
-    monkeypatch.setattr("treetop.engine.build.compressed_bytes", lambda n, k, gated, gpu: seen.append((n, k)) or n * k)
+    target = replace(llm.engine.device.target.spec, attention_bias=attention_bias)
+    head = llm.engine.device.head.spec
+    head = replace(head, layer=replace(head.layer, hidden_size=2 * head.layer.hidden_size))
+    seen: list[tuple[int, int, bool]] = []
+
+    def counted(n, k, gated, gpu):
+        seen.append((n, k, gated))
+        return n * k
+
+    monkeypatch.setattr("treetop.engine.build.compressed_bytes", counted)
     hidden, inner = target.hidden_size, target.intermediate_size
     heads = target.num_heads * target.head_dim
     qkv = heads + 2 * target.kv_heads * target.head_dim
-    layer = [(qkv, hidden), (hidden, heads), (2 * inner, hidden), (hidden, inner)]
-    expected = [*layer * target.num_layers, (target.vocab_size, hidden)]
-    assert copies_estimate(target, None, H200) == sum(n * k for n, k in expected)
+    attention = [] if attention_bias else [(qkv, hidden, False), (hidden, heads, False)]
+    layer = [*attention, (2 * inner, hidden, True), (hidden, inner, False)]
+    expected = [*layer * target.num_layers, (target.vocab_size, hidden, False)]
+    assert copies_estimate(target, None, H200) == sum(n * k for n, k, _ in expected)
     assert seen == expected
     seen.clear()
     copies_estimate(target, head, H200)
     assert len(seen) == len(expected) + 1 + 4 + 1
-    assert seen[-1] == (head.draft_vocab_size, head.layer.hidden_size)
+    assert seen[-1] == (head.draft_vocab_size, head.layer.hidden_size, False)
 
 
 def test_the_committed_launches_can_be_launched():
@@ -218,7 +248,17 @@ def test_weights_that_were_not_measured_get_a_launch_for_up_to_16_rows(shape):
         assert launch.splits == 1 or not gated
 
 
-@pytest.mark.parametrize("shape", [(4096, 4096, False), (2048, 1024, True), (40000, 4100, False), (40032, 4096, False)])
+@pytest.mark.parametrize(
+    "shape",
+    [(4096, 4096, False), (2048, 1024, True), (40000, 4100, False), (40032, 4096, False), (40000, 4096, True)],
+)
 def test_small_weights_and_broken_tiles_get_none(shape):
     assert choose_compressed(1, *shape, H200) is None
-    assert compressed._WORTH_PARAMETERS == 4096 * 4096
+
+
+def test_only_weights_larger_than_those_measured_without_gain_are_worth_it():
+    table = load_table()
+    without = [
+        n * k for n, k, gated, rows in table.launches if rows == 16 and (n, k, gated, 16) not in table.compressed
+    ]
+    assert max(without) == compressed._WORTH_PARAMETERS

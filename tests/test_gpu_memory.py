@@ -135,10 +135,21 @@ def test_graphs_captured_at_start_serve_greedy_and_sampled_rounds():
 
 
 def test_the_round_table_of_the_presets_comes_in_one_call(capsys):
-    """`treetop bench` with dummy weights: phases by events, floors and ratios above 1."""
+    """`treetop bench` with dummy weights: phases by events, floors and ratios above 1, for the floor counts 16 bits."""
     needs(40)
     argv = ["bench", LLAMA["model"], "--speculative-draft-model-path", LLAMA["draft"], "--load-format", "dummy"]
-    argv += ["--simulate-accept-length", "3", "--shapes", "0,1,1", "5,4,16", "--batches", "1", "8", "--json"]
+    argv += [
+        "--no-compress-weights",
+        "--simulate-accept-length",
+        "3",
+        "--shapes",
+        "0,1,1",
+        "5,4,16",
+        "--batches",
+        "1",
+        "8",
+        "--json",
+    ]
     assert main(argv) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["machine"]["dtype"] == "bfloat16"

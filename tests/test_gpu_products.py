@@ -18,6 +18,7 @@ from treetop.kernels.few_rows import (
     few_rows_reference,
     gated_rows,
     gated_rows_reference,
+    load_table,
 )
 from treetop.kernels.linear import FewRowsGated, FewRowsLinear
 from treetop.kernels.triton_guard import gpu_traits
@@ -127,16 +128,22 @@ def test_compressed_gates_equal_their_reference(rows):
     torch.testing.assert_close(got[0], want[0], rtol=1e-2, atol=0)
 
 
-def test_layers_take_compressed_weights_for_few_rows_and_whole_ones_for_more():
-    """The same to rounding; of up to 16 rows by the other kernel, so not bit for bit."""
+def test_layers_take_compressed_weights_for_few_rows_and_whole_ones_for_more(monkeypatch):
+    """The same to rounding, whichever kernel it is."""
     gpu = gpu_traits(GPU)
+    if not load_table().holds_for(gpu):
+        pytest.skip("products with compressed weights are not measured here")
+    taken: list[int] = []
+    monkeypatch.setattr(
+        "treetop.kernels.linear.compressed_rows", lambda x, *args: taken.append(len(x)) or compressed_rows(x, *args)
+    )
     for kind, n in ((FewRowsLinear, 8192), (FewRowsGated, 16384)):
         x, weight = inputs(64, n, 4096)
         plain, both = kind(weight, gpu), kind(weight, gpu, compressed=True)
         assert both._weight._compressed is not None
         for rows in (1, 16, 33, 64):
             assert_near(both(x[:rows]), plain(x[:rows]))
-        assert torch.equal(both(x), plain(x))
+    assert taken == [1, 16, 1, 16]
 
 
 @pytest.mark.parametrize("rows", [1, 16, 32])

@@ -51,7 +51,7 @@ from treetop.models.loader import (
 )
 from treetop.models.spec import Eagle3Spec, ModelSpec, target_spec
 from treetop.types.config import EngineConfig
-from treetop.types.errors import ConfigError
+from treetop.types.errors import CapacityError, ConfigError
 from treetop.types.ids import DRAFT, FULL, WINDOW, GroupName
 from treetop.types.layout import PLAIN, KVGroup, Layout
 
@@ -145,10 +145,11 @@ def choose_lag(config: EngineConfig) -> int:
 def with_copies(
     config: EngineConfig, place: Placement, budget: Budget, layout: Layout, estimate: Callable[[], int]
 ) -> Budget:
-    """The budget with weights in 12 bits too, if they are to be. estimate: their bytes.
+    """The budget with copies of weights in 12 bits, if there are to be any. estimate: their bytes.
 
-    By itself that is where they take no more than a quarter of what else the pools could have, or of what
-    `--max-total-tokens` leaves. Raises ConfigError if `--compress-weights` cannot be.
+    By itself that is where they take no more than a quarter of what the pools could have otherwise, or of what
+    `--max-total-tokens` leaves, and the pools fit with memory to spare: activations are measured later. Raises
+    ConfigError if `--compress-weights` cannot be.
     """
     problem = why_not_compressed(place.device, place.dtype)
     if config.compress_weights and problem is not None:
@@ -157,10 +158,21 @@ def with_copies(
         return budget
     copies, asked = estimate(), config.max_total_tokens is not None
     left = budget.memory.free - pool_bytes(layout, place.dtype.itemsize) if asked else budget.pool_bytes
-    if config.compress_weights or 4 * copies <= left:
-        memory = Memory(budget.memory.total, budget.memory.free - copies)
-        return replace(budget, memory=memory, static=budget.static + copies, copies=copies)
+    memory = Memory(budget.memory.total, budget.memory.free - copies)
+    made = replace(budget, memory=memory, static=budget.static + copies, copies=copies)
+    if config.compress_weights or (4 * copies <= left and _fits(config, place, made, layout)):
+        return made
     return budget
+
+
+def _fits(config: EngineConfig, place: Placement, budget: Budget, layout: Layout) -> bool:
+    """Whether the pools fit beside an allowance of a sixteenth of all memory."""
+    spared = replace(budget, allowance=budget.allowance + budget.memory.total // 16)
+    try:
+        fit(layout, place.dtype.itemsize, spared, config.max_total_tokens)
+    except CapacityError:
+        return False
+    return True
 
 
 def copies_estimate(spec: ModelSpec, draft: Eagle3Spec | None, gpu: GpuTraits) -> int:
@@ -170,7 +182,9 @@ def copies_estimate(spec: ModelSpec, draft: Eagle3Spec | None, gpu: GpuTraits) -
     target = Llama(spec, made, rope_table(spec.rope, 1, torch.float32, torch.device("meta")), (), ops)
     if draft is not None:
         made = {name: torch.empty(shape, device="meta") for name, shape in Eagle3Head.shapes(draft).items()}
-        Eagle3Head(draft, made, target.rope, target.embedding, ops)
+        Eagle3Head(
+            draft, made, target.rope, torch.empty(draft.layer.vocab_size, draft.layer.hidden_size, device="meta"), ops
+        )
     return ops.bytes
 
 

@@ -67,10 +67,10 @@ class Budget:
         """What is free and not needed for anything else."""
         return self.memory.free - self.allowance
 
-    @property
-    def without_copies(self) -> str:
-        """What would leave them out, for the end of a message; empty if there are none."""
-        return f" or use --no-compress-weights, which frees {gib(self.copies)}" if self.copies else ""
+    def or_no_copies(self, missing: int) -> str:
+        """The end of a message's advice: to leave the copies out, if there are any and that frees what is missing."""
+        helps = self.copies > 0 and self.copies >= missing
+        return f", or use --no-compress-weights, which frees up to {gib(self.copies)}" if helps else ""
 
     def formula(self) -> str:
         return (
@@ -133,7 +133,7 @@ def fit(layout: Layout, element_size: int, budget: Budget, asked: int | None) ->
             raise CapacityError(
                 f"pools of {asked} tokens: need {gib(need)} = {_costs(sized, element_size)}, have"
                 f" {gib(max(budget.memory.free, 0))} free beside weights and tables of {gib(budget.static)};"
-                f" lower --max-total-tokens{budget.without_copies}"
+                f" lower --max-total-tokens{budget.or_no_copies(need - budget.memory.free)}"
             )
         return sized
     page_bytes = layout.page_size * sum(bytes_per_token(layout, element_size).values())
@@ -166,7 +166,7 @@ class MemoryUse:
         memory, budget = self.budget.memory, self.budget
         rows.append(
             f"memory: total {gib(memory.total)}, weights and tables {gib(budget.static)}"
-            + (f" ({gib(budget.copies)} of it weights in 12 bits too)" if budget.copies else "")
+            + (f" (of which up to {gib(budget.copies)} copies of weights in 12 bits)" if budget.copies else "")
             + ", pools"
             f" {gib(pool_bytes(self.layout, self.element_size))}, kept for activations and graphs"
             f" {gib(budget.allowance)}, --mem-fraction-static {budget.fraction:g}"
@@ -187,7 +187,7 @@ def out_of_memory_explained(doing: str, device: torch.device, use: MemoryUse | N
         raise EngineError(
             f"out of memory while {doing}: {_first_line(error)}; {gib(now.free)} of {gib(now.total)} are free now"
             f"{numbers}; lower --mem-fraction-static, --max-total-tokens, --max-running-requests,"
-            f" --chunked-prefill-size or --context-length{use.budget.without_copies if use is not None else ''}"
+            f" --chunked-prefill-size or --context-length{use.budget.or_no_copies(0) if use is not None else ''}"
         ) from None
 
 
@@ -209,7 +209,7 @@ def _too_little(layout: Layout, element_size: int, budget: Budget, tokens: int) 
             f"weights, tables and buffers: need {gib(budget.static)} beside {gib(budget.allowance)} for activations and"
             f" graphs, have {gib(max(budget.memory.free + budget.static, 0))} free of {gib(budget.memory.total)};"
             " lower --max-running-requests, --context-length or --chunked-prefill-size, choose a narrower --dtype or a"
-            f" smaller model{budget.without_copies}"
+            f" smaller model{budget.or_no_copies(-budget.unused)}"
         )
     one = replace(layout, pool_tokens=layout.tokens_per_request)
     need = pool_bytes(one, element_size)
@@ -228,7 +228,8 @@ def _too_little(layout: Layout, element_size: int, budget: Budget, tokens: int) 
         ways.append("lower --page-size")
     return (
         f"KV pools: one request of {layout.max_positions} tokens needs {gib(need)} = {_costs(one, element_size)},"
-        f" have {gib(max(budget.pool_bytes, 0))} = {budget.formula()}; {', '.join(ways)}{budget.without_copies}"
+        f" have {gib(max(budget.pool_bytes, 0))} = {budget.formula()}; {', '.join(ways)}"
+        f"{budget.or_no_copies(need - budget.pool_bytes)}"
     )
 
 
