@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from engines import build
-from treetop.engine.build import copies_estimate, with_copies
+from treetop.engine import copies as deciding
+from treetop.engine.copies import copies_estimate, with_copies
 from treetop.engine.memory import Budget, Memory, MemoryUse, fit, out_of_memory_explained, pool_bytes
 from treetop.kernels import compressed
 from treetop.kernels.compressed import (
@@ -29,6 +30,8 @@ from treetop.types.errors import CapacityError, ConfigError, EngineError
 
 CPU = torch.device("cpu")
 H200 = GpuTraits(132, True, 227 << 10)
+PLACE = Placement(torch.bfloat16, CPU, 64)
+GIB = 2**30
 
 
 def normal(n, k, seed=0):
@@ -123,50 +126,47 @@ def test_the_option_is_refused_where_it_cannot_be(strong_pair):
 
 
 @pytest.fixture
-def everywhere(monkeypatch):
-    """As if this were a measured GPU."""
-    monkeypatch.setattr("treetop.engine.build.why_not_compressed", lambda device, dtype: None)
-    monkeypatch.setattr("treetop.engine.build.gpu_traits", lambda device: H200)
+def decide(monkeypatch, strong_pair):
+    """The decision as if this were a measured GPU, for copies of so many bytes."""
+    layout = build(strong_pair).engine.layout
+    monkeypatch.setattr(deciding, "why_not_compressed", lambda device, dtype: None)
 
+    def decided(budget, copies, **options):
+        monkeypatch.setattr(deciding, "copies_estimate", lambda *args: copies)
+        return with_copies(EngineConfig(**options), PLACE, budget, layout, None, None)
 
-PLACE = Placement(torch.bfloat16, CPU, 64)
-GIB = 2**30
+    decided.layout = layout
+    return decided
 
 
 @pytest.mark.parametrize(
     ("total", "free", "fraction", "expected"),
     [(100, 100, 0.5, True), (100, 100, 0.39, False), (100, 40, 0.5, True), (100, 39, 0.5, False)],
 )
-def test_by_itself_copies_take_a_quarter_of_what_pools_could_have(
-    everywhere, strong_pair, total, free, fraction, expected
-):
-    """Less by the fraction, or by what others left free."""
-    layout = build(strong_pair).engine.layout
+def test_by_itself_copies_take_a_quarter_of_what_pools_could_have(decide, total, free, fraction, expected):
+    """Less by the fraction, or by what others left free; asked for, they are made, and not wanted, they are not."""
     budget = Budget(Memory(total * GIB, free * GIB), 0, 0, fraction)
-    made = with_copies(EngineConfig(), PLACE, budget, layout, lambda: 10 * GIB)
+    made = decide(budget, 10 * GIB)
     assert (made.copies > 0) is expected
     assert made.static == made.copies
     assert made.memory.free == free * GIB - made.copies
-    forced = with_copies(EngineConfig(compress_weights=True), PLACE, budget, layout, lambda: 10 * GIB)
-    assert forced.copies == 10 * GIB
-    assert with_copies(EngineConfig(compress_weights=False), PLACE, budget, layout, lambda: 1) is budget
+    assert decide(budget, 10 * GIB, compress_weights=True).copies == 10 * GIB
+    assert decide(budget, 1, compress_weights=False) is budget
 
 
-def test_by_itself_copies_leave_the_tokens_that_were_asked_for(everywhere, strong_pair):
-    layout = build(strong_pair).engine.layout
-    asked, pools = EngineConfig(max_total_tokens=layout.pool_tokens), pool_bytes(layout, 2)
+def test_by_itself_copies_leave_the_tokens_that_were_asked_for(decide):
+    asked, pools = decide.layout.pool_tokens, pool_bytes(decide.layout, 2)
     for spare, expected in ((40 * GIB, True), (40 * GIB - 1, False)):
         budget = Budget(Memory(1000 * GIB, pools + spare), 0, 0, 0.5)
-        assert (with_copies(asked, PLACE, budget, layout, lambda: 10 * GIB).copies > 0) is expected
+        assert (decide(budget, 10 * GIB, max_total_tokens=asked).copies > 0) is expected
 
 
-def test_by_itself_copies_leave_room_for_a_request(everywhere, strong_pair):
+def test_by_itself_copies_leave_room_for_a_request(decide):
     """A request that takes nine tenths of what is left has its pools, and no copies beside them."""
-    layout = build(strong_pair).engine.layout
-    one = pool_bytes(replace(layout, pool_tokens=layout.tokens_per_request), 2)
+    one = pool_bytes(replace(decide.layout, pool_tokens=decide.layout.tokens_per_request), 2)
     for total, expected in ((16 * one, True), (10 * one // 9, False)):
         budget = Budget(Memory(total, total), 0, 0, 0.999)
-        assert (with_copies(EngineConfig(), PLACE, budget, layout, lambda: one // 5).copies > 0) is expected
+        assert (decide(budget, one // 5).copies > 0) is expected
 
 
 def test_without_room_errors_name_the_option_if_it_helps(strong_pair):
@@ -199,7 +199,7 @@ def test_copies_are_counted_by_the_models_own_products(strong_pair, monkeypatch,
         seen.append((n, k, gated))
         return n * k
 
-    monkeypatch.setattr("treetop.engine.build.compressed_bytes", counted)
+    monkeypatch.setattr(deciding, "compressed_bytes", counted)
     hidden, inner = target.hidden_size, target.intermediate_size
     heads = target.num_heads * target.head_dim
     qkv = heads + 2 * target.kv_heads * target.head_dim

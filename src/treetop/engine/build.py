@@ -1,6 +1,5 @@
 """From a configuration to a device: specs, capacity algebra, weights, memory, in this order."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -16,6 +15,7 @@ from treetop.cache.pool import KVPool, make_pools
 from treetop.checks.poison import RedZones
 from treetop.checks.probes import Probes
 from treetop.engine.buffers import Zeros, make_round_buffers
+from treetop.engine.copies import with_copies
 from treetop.engine.cuda_graphs import num_graphs
 from treetop.engine.device import Device
 from treetop.engine.memory import (
@@ -26,18 +26,12 @@ from treetop.engine.memory import (
     fit,
     memory_of,
     out_of_memory_explained,
-    pool_bytes,
     step_bytes,
 )
 from treetop.engine.pure import Pure
 from treetop.engine.round_ops import make_round_ops
 from treetop.engine.state import make_state
 from treetop.engine.trial import peak_bytes
-from treetop.kernels.compressed import compressed_bytes, why_not_compressed
-from treetop.kernels.linear import GatedLinear, Linear
-from treetop.kernels.ops import TorchOps
-from treetop.kernels.rope import rope_table
-from treetop.kernels.triton_guard import GpuTraits, gpu_traits
 from treetop.models.eagle3 import Eagle3Head
 from treetop.models.llama import Llama
 from treetop.models.loader import (
@@ -51,7 +45,7 @@ from treetop.models.loader import (
 )
 from treetop.models.spec import Eagle3Spec, ModelSpec, target_spec
 from treetop.types.config import EngineConfig
-from treetop.types.errors import CapacityError, ConfigError
+from treetop.types.errors import ConfigError
 from treetop.types.ids import DRAFT, FULL, WINDOW, GroupName
 from treetop.types.layout import PLAIN, KVGroup, Layout
 
@@ -93,7 +87,7 @@ def read_blueprint(config: EngineConfig, kind: type[Layout]) -> Blueprint:
     memory = Memory(memory.total, memory.free - static)
     allowance = _cpu_allowance(config, memory, place, layout, target[1])
     budget = Budget(memory, static, allowance, config.mem_fraction_static)
-    budget = with_copies(config, place, budget, layout, partial(copies_estimate, *specs, gpu_traits(device)))
+    budget = with_copies(config, place, budget, layout, *specs)
     place = replace(place, compressed=budget.copies > 0)
     layout = fit(layout, dtype.itemsize, budget, config.max_total_tokens)
     need = backend_need(layout, target[1], draft, place)
@@ -140,71 +134,6 @@ def choose_lag(config: EngineConfig) -> int:
         )
     wanted = captures(config, device, able) if config.overlap is None else config.overlap
     return 2 if wanted and not able.needs_host_extents else 1
-
-
-def with_copies(
-    config: EngineConfig, place: Placement, budget: Budget, layout: Layout, estimate: Callable[[], int]
-) -> Budget:
-    """The budget with copies of weights in 12 bits, if there are to be any. estimate: their bytes.
-
-    By itself that is where they take no more than a quarter of what the pools could have otherwise, or of what
-    `--max-total-tokens` leaves, and the pools fit with memory to spare: activations are measured later. Raises
-    ConfigError if `--compress-weights` cannot be.
-    """
-    problem = why_not_compressed(place.device, place.dtype)
-    if config.compress_weights and problem is not None:
-        raise ConfigError(f"--compress-weights: {problem}; use --no-compress-weights")
-    if config.compress_weights is False or problem is not None:
-        return budget
-    copies, asked = estimate(), config.max_total_tokens is not None
-    left = budget.memory.free - pool_bytes(layout, place.dtype.itemsize) if asked else budget.pool_bytes
-    memory = Memory(budget.memory.total, budget.memory.free - copies)
-    made = replace(budget, memory=memory, static=budget.static + copies, copies=copies)
-    if config.compress_weights or (4 * copies <= left and _fits(config, place, made, layout)):
-        return made
-    return budget
-
-
-def _fits(config: EngineConfig, place: Placement, budget: Budget, layout: Layout) -> bool:
-    """Whether the pools fit beside an allowance of a sixteenth of all memory."""
-    spared = replace(budget, allowance=budget.allowance + budget.memory.total // 16)
-    try:
-        fit(layout, place.dtype.itemsize, spared, config.max_total_tokens)
-    except CapacityError:
-        return False
-    return True
-
-
-def copies_estimate(spec: ModelSpec, draft: Eagle3Spec | None, gpu: GpuTraits) -> int:
-    """Bytes of all weights in 12 bits that gain by it: the models are made of tensors without memory, and counted."""
-    ops = _CopiesCounted(gpu)
-    made = {name: torch.empty(shape, device="meta") for name, shape in Llama.shapes(spec).items()}
-    target = Llama(spec, made, rope_table(spec.rope, 1, torch.float32, torch.device("meta")), (), ops)
-    if draft is not None:
-        made = {name: torch.empty(shape, device="meta") for name, shape in Eagle3Head.shapes(draft).items()}
-        Eagle3Head(
-            draft, made, target.rope, torch.empty(draft.layer.vocab_size, draft.layer.hidden_size, device="meta"), ops
-        )
-    return ops.bytes
-
-
-class _CopiesCounted(TorchOps):
-    """Counts what the weights of products take in 12 bits."""
-
-    def __init__(self, gpu: GpuTraits) -> None:
-        self.bytes, self._gpu = 0, gpu
-
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        self._count(weight, bias, False)
-        return super().linear(weight, bias)
-
-    def gated(self, weight: Tensor, bias: Tensor | None = None) -> GatedLinear:
-        self._count(weight, bias, True)
-        return super().gated(weight, bias)
-
-    def _count(self, weight: Tensor, bias: Tensor | None, gated: bool) -> None:
-        n, k = weight.shape
-        self.bytes += compressed_bytes(n, k, gated, self._gpu) if bias is None else 0
 
 
 def captures(config: EngineConfig, device: torch.device, able: Capabilities) -> bool:
