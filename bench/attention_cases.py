@@ -208,18 +208,16 @@ def build(shape: Shape, num_layers: int) -> Case:
         spots = extent[:, None] + depth
         queries = Queries(spots[:, -s.n :], spots, mask, s.window)
     view = TableView(Phase.VERIFY, PageTable(FULL, table), rows, extent, s.capacity, p)
-    one_head = torch.randn((1, s.rows, s.n, 3, s.head_dim), dtype=s.dtype, device=DEVICE)
-    rotate = partial(rotation(s.rows, s.n, 1, 1, s.head_dim, s.dtype), one_head)
-    return Case(s, q, layers, view, queries, tail, rotate)
+    return Case(s, q, layers, view, queries, tail, rotation(s))
 
 
-def rotation(rows: int, n: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """A rotation of qkv [parts, rows, n, heads + 2 * kv_heads, dim], whose K/V go where nobody reads them."""
-    angles = torch.zeros((1, 2, dim), device=DEVICE)
-    positions = torch.zeros((rows, n), dtype=torch.int64, device=DEVICE)
-    target = torch.empty((rows, n, 2, kv_heads, dim), dtype=dtype, device=DEVICE)
-    gpu = gpu_traits(DEVICE)
-    return lambda qkv: rotate_and_write(qkv, heads, angles, positions, target, None, gpu)
+def rotation(s: Shape) -> Callable[[], object]:
+    """Rotates one head's q and k, and writes its K/V where nobody reads them."""
+    qkv = torch.randn((1, s.rows, s.n, 3, s.head_dim), dtype=s.dtype, device=DEVICE)
+    angles = torch.zeros((1, 2, s.head_dim), device=DEVICE)
+    positions = torch.zeros((s.rows, s.n), dtype=torch.int64, device=DEVICE)
+    target = torch.empty((s.rows, s.n, 2, 1, s.head_dim), dtype=s.dtype, device=DEVICE)
+    return partial(rotate_and_write, qkv, 1, angles, positions, target, None, gpu_traits(DEVICE))
 
 
 def reference(case: Case, layer: PagedKV) -> Tensor:

@@ -160,52 +160,55 @@ def compile_once(job: tuple[int, int, int, bool, Launch]) -> None:
 
 
 def tune(
-    shapes: dict[str, tuple[int, int, bool]], all_rows: tuple[int, ...], whole: bool, short: bool
+    shapes: dict[str, tuple[int, int, bool]], all_rows: tuple[int, ...], tune_whole: bool, tune_compressed: bool
 ) -> list[dict[str, object]]:
-    """Measure every shape; the entries of a table. whole, short: try every candidate with whole, compressed weights."""
+    """Measure every shape; the entries of a table. tune_whole, tune_compressed: try all candidates for such weights."""
     entries = []
     gpu = gpu_traits(DEVICE)
     for name, (n, k, gated) in shapes.items():
         weights = [torch.randn(n, k, dtype=torch.bfloat16, device=DEVICE) * k**-0.5 for _ in range(calls(n, k))]
-        smaller = [each for each in (compress(weight, gated) for weight in weights) if each is not None]
+        copies = [each for each in (compress(weight, gated) for weight in weights) if each is not None]
         for rows in all_rows:
             x = torch.randn(rows, k, dtype=torch.bfloat16, device=DEVICE)
             want, vendor_us = multiply(x, weights[0], gated, None).float(), measure_us(x, weights, gated, None)
             known = filter(None, [choose_launch(rows, n, k, gated, gpu)])
-            us, best = fastest(x, weights, gated, candidates(rows, n, k, gated) if whole else known, want)
-            if best is None or (whole and us >= vendor_us + GAP_US):
+            us, best = fastest(x, weights, gated, candidates(rows, n, k, gated) if tune_whole else known, want)
+            if best is None or (tune_whole and us >= vendor_us + GAP_US):
                 us, best = vendor_us, None
             entry = {"name": name, "n": n, "k": k, "gated": gated, "rows": rows}
             entry |= {"launch": None if best is None else astuple(best), "us": round(us, 1)}
             entry |= {"vendor_us": round(vendor_us, 1)}
-            if rows <= compressed.MAX_ROWS and len(smaller) == len(weights):
+            if rows <= compressed.MAX_ROWS and len(copies) == len(weights):
                 chosen = filter(None, [choose_compressed(rows, n, k, gated, gpu)])
-                tried = compressed_candidates(rows, n, k, gated) if short else chosen
-                compressed_us, launch = fastest(x, smaller, gated, tried, want)
-                if launch is not None and (not short or compressed_us < WORTH * us):
+                tried = compressed_candidates(rows, n, k, gated) if tune_compressed else chosen
+                compressed_us, launch = fastest(x, copies, gated, tried, want)
+                if launch is not None and (not tune_compressed or compressed_us < WORTH * us):
                     entry |= {"compressed": astuple(launch), "compressed_us": round(compressed_us, 1)}
             entries.append(entry)
             floor_us = 2e6 * n * k / COPY
             print(
                 json.dumps(entry | {"floor_us": round(floor_us, 1), "over_floor": round(us / floor_us, 2)}), flush=True
             )
-        del weights, smaller
+        del weights, copies
     return entries
 
 
+def kernel_of(rows: int, k: int, gated: bool, launch: Launch) -> object:
+    """What a kernel is compiled for; with compressed weights k and splits count, by how many outliers a step adds."""
+    if isinstance(launch, CompressedLaunch):
+        return rows, k, gated, launch
+    return rows, gated, replace(launch, splits=min(launch.splits, 2))
+
+
 def compile_all(shapes: dict[str, tuple[int, int, bool]], all_rows: tuple[int, ...], whole: bool) -> None:
-    """Compile on all cores; of compressed weights a kernel depends on k and splits, by how many outliers there are."""
+    """Compile all candidates on all cores. whole: also those for whole weights."""
     jobs: dict[object, tuple[int, int, int, bool, Launch]] = {}
     for n, k, gated in shapes.values():
         for rows in all_rows:
             few = compressed_candidates(rows, n, k, gated) if rows <= compressed.MAX_ROWS else ()
             launches: Iterable[Launch] = (*(candidates(rows, n, k, gated) if whole else ()), *few)
             for launch in launches:
-                alike = (
-                    launch if isinstance(launch, CompressedLaunch) else replace(launch, splits=min(launch.splits, 2))
-                )
-                kind = (rows, gated, k if alike is launch else 0, alike)
-                jobs.setdefault(kind, (rows, n, k, gated, launch))
+                jobs.setdefault(kernel_of(rows, k, gated, launch), (rows, n, k, gated, launch))
     with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_once, jobs.values(), chunksize=8))
 

@@ -35,6 +35,12 @@ def inputs(rows, n, k, dtype=torch.bfloat16):
     return x, torch.randn(n, k, device=GPU, dtype=dtype, generator=generator) * k**-0.5
 
 
+needs_hopper = pytest.mark.skipif(
+    torch.cuda.is_available() and not gpu_traits(GPU).can_overlap,
+    reason="products with compressed weights need compute capability 9.0",
+)
+
+
 def assert_near(got, want):
     error = float((got.float() - want.float()).norm() / want.float().norm())
     assert error < 1e-2, f"relative error {error:.1e}"
@@ -81,12 +87,7 @@ def test_the_launches_that_a_llama_8b_gets_are_right(rows, n, k, gated):
         assert_near(few_rows(x, weight, launch, gpu).float().sum(0), few_rows_reference(x, weight, 1)[0])
 
 
-@pytest.fixture(autouse=True)
-def only_where_weights_are_compressed(request):
-    if "compressed" in request.node.name and not gpu_traits(GPU).can_overlap:
-        pytest.skip("compressed weights need compute capability 9.0")
-
-
+@needs_hopper
 @pytest.mark.parametrize("rows", [1, 15, 16, 17, 32])
 @pytest.mark.parametrize(("block_n", "splits"), [(64, 1), (64, 4), (128, 2), (256, 2)])
 def test_compressed_weights_give_the_parts_of_a_product(rows, block_n, splits):
@@ -102,6 +103,7 @@ def test_compressed_weights_give_the_parts_of_a_product(rows, block_n, splits):
     assert_near(got.float().sum(0), compressed_rows_reference(x, small))
 
 
+@needs_hopper
 @pytest.mark.parametrize(("block_n", "splits", "warps"), [(64, 1, 4), (256, 1, 8), (64, 4, 4), (128, 2, 8)])
 def test_every_compressed_weight_counts_bit_for_bit(block_n, splits, warps):
     """Rows with a single one take columns out of the weight; a tile has as many outliers as it may, in two columns."""
@@ -116,6 +118,7 @@ def test_every_compressed_weight_counts_bit_for_bit(block_n, splits, warps):
         assert torch.equal(got.float().sum(0), rows.float() @ weight.float().T)
 
 
+@needs_hopper
 @pytest.mark.parametrize("rows", [1, 16, 32])
 def test_compressed_gates_equal_their_reference(rows):
     """Row 0 sees outliers alone: they are all of its gates and ups."""

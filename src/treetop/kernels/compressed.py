@@ -18,7 +18,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from treetop.kernels.few_rows import gated_rows_reference, load_table, row_class
+from treetop.kernels.few_rows import gated_rows_reference, load_table, most_splits, row_class
 from treetop.kernels.overlap import ask_for, launch_options, take_turn
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, gpu_traits, jit, power_of_two, tl, why_not
 
@@ -328,9 +328,8 @@ def choose_compressed(rows: int, n: int, k: int, gated: bool, gpu: GpuTraits) ->
     if row_class(rows) > 16 or n * k <= _WORTH_PARAMETERS:
         return None
     block_n = 2 * TILE if n % (2 * TILE) == 0 else TILE
-    most = 3 * gpu.num_sms * block_n // n
-    splits = [s for s in (1, 2, 4) if s == 1 or (not gated and s <= most and k % (s * BLOCK) == 0)]
-    return CompressedLaunch(block_n, splits[-1], 4, block_n // 16)
+    splits = 1 if gated else most_splits(n // block_n, k // BLOCK, gpu)
+    return CompressedLaunch(block_n, splits, num_stages=4, num_warps=block_n // 16)
 
 
 def compressed_bytes(n: int, k: int, gated: bool, gpu: GpuTraits) -> int:

@@ -211,9 +211,14 @@ def choose_launch(rows: int, n: int, k: int, gated: bool, gpu: GpuTraits) -> Row
     if row_class(rows) > 64 or k % block_k or n < block_n:
         return None
     tiles = -(-(n // 2 if gated else n) // block_n)
-    splits = [s for s in (1, 2, 4) if s == 1 or (not gated and tiles * s <= 3 * gpu.num_sms and k % (s * block_k) == 0)]
-    wanted = [RowsLaunch(block_n, block_k, splits[-1], stages, 4) for stages in (4, 3, 2)]
+    splits = 1 if gated else most_splits(tiles, k // block_k, gpu)
+    wanted = [RowsLaunch(block_n, block_k, splits, stages, 4) for stages in (4, 3, 2)]
     return next((one for one in wanted if shared_bytes(one, rows, gated) <= gpu.shared_bytes), None)
+
+
+def most_splits(tiles: int, blocks: int, gpu: GpuTraits) -> int:
+    """Splits of k, which has so many blocks, that give up to three programs a multiprocessor, and whole blocks each."""
+    return max(s for s in (1, 2, 4) if s == 1 or (tiles * s <= 3 * gpu.num_sms and blocks % s == 0))
 
 
 def shared_bytes(launch: RowsLaunch, rows: int, gated: bool) -> int:

@@ -93,9 +93,9 @@ class _GpuWeight:
         """Parts [parts, rows, out], or [rows, out / 2] if gated, for x [..., in]; None where the vendor's is faster."""
         rows, gated, gpu = x.numel() // x.shape[-1], self._gated, self._gpu
         if self._compressed is not None:
-            short = choose_compressed(rows, *self.whole.shape, gated, gpu)
-            if short is not None:
-                return compressed_rows(_as_rows(x), self._compressed, short, gpu)
+            compressed_launch = choose_compressed(rows, *self.whole.shape, gated, gpu)
+            if compressed_launch is not None:
+                return compressed_rows(_as_rows(x), self._compressed, compressed_launch, gpu)
         launch = choose_launch(rows, *self.whole.shape, gated, gpu)
         if launch is None:
             return None
