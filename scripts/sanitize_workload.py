@@ -30,7 +30,11 @@ from treetop import LLM, SamplingParams
 from treetop.debug.two_group import write_two_group_pair
 from treetop.engine.device import Device
 from treetop.engine.pure import Pure
+from treetop.kernels.attention import TailKeys
+from treetop.kernels.compressed import CompressedLaunch, compress, compressed_rows
 from treetop.kernels.few_rows import RowsLaunch, few_rows, gated_rows
+from treetop.kernels.pages import gather_table
+from treetop.kernels.tail import PrefixPart, TailSight, tail_and_merge
 from treetop.kernels.triton_guard import _probe, gpu_traits, jit, tl
 from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL
 from treetop.types.errors import CheckError
@@ -161,9 +165,12 @@ def work(mode: str, device: str, plant: Plant | None) -> None:
             for params in batches if device == "cuda" else batches[2:]:
                 llm.generate(prompts, params)
             llm.scheduler.check_integrity()
-    if device == "cuda":
-        if mode == "eager":
+    if mode == "eager":
+        if device == "cuda":
             products_by_tiles()
+        products_of_compressed_weights(torch.device(device))
+        attention_after_a_library(torch.device(device))
+    if device == "cuda":
         torch.cuda.synchronize()
 
 
@@ -175,6 +182,37 @@ def products_by_tiles() -> None:
         x = torch.ones((rows, 256), dtype=torch.bfloat16, device="cuda")
         few_rows(x, weight, RowsLaunch(64, 64, 2, 3, 4, 1, True), gpu)
         gated_rows(x, weight[:128], RowsLaunch(64, 64, 1, 3, 4, 1, True), gpu)
+
+
+def products_of_compressed_weights(device: torch.device) -> None:
+    """Products with weights in 12 bits, outliers among them; by themselves only large weights are kept so."""
+    gpu = gpu_traits(device)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16  # the interpreter knows no bfloat16
+    whole = torch.randn((192, 256), generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    whole[::7, 3] *= 2.0**-20
+    for gated, part, splits in ((False, whole, 2), (True, whole[:128].contiguous(), 1)):
+        made = compress(part, gated)
+        assert made is not None
+        tensors = {name: getattr(made, name).to(device) for name in ("words", "scale", "lines", "columns", "values")}
+        for rows in (1, 20):
+            x = torch.ones((rows, 256), dtype=dtype, device=device)
+            launch = CompressedLaunch(128 if gated else 64, splits, 3, 4)
+            compressed_rows(x, replace(made, **tensors), launch, gpu)
+
+
+def attention_after_a_library(device: torch.device) -> None:
+    """What runs beside a library's attention: its page table, then the tail and the merge; no size fits a block."""
+    rows, n, kv_heads, dim = 2, 5, 2, 48
+    at = torch.arange(n, device=device)
+    extent = torch.tensor([0, 9], device=device)
+    table = torch.ones((3, 7), dtype=torch.int32, device=device)
+    gather_table(table, torch.tensor([2, 0], device=device), extent, 7, 4)
+    q = torch.ones((rows, n, 3 * kv_heads, dim), device=device)
+    prefix = PrefixPart(q.clone(), q.new_zeros((rows, 3 * kv_heads, n)).transpose(1, 2), extent)
+    positions = extent[:, None] + at
+    tail = TailKeys(q.new_ones((rows, n, 2, kv_heads, dim)), positions, (at <= at[:, None]).expand(rows, n, n).clone())
+    for window in (None, 3):
+        tail_and_merge(q, prefix, tail, TailSight(positions, window), 0.1, gpu_traits(device), q[0, 0, :, 0].clone())
 
 
 def main() -> int:

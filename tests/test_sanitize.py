@@ -103,15 +103,32 @@ def test_a_planted_bug_that_is_not_reported_fails(script):
     assert judged(script, captured, WORKLOAD).problems != ()
 
 
-def test_the_driver_runs_every_job_and_says_which_failed(script, tmp_path, monkeypatch, capsys):
-    """With a stand-in for the tool and the workload: a planted bug that nobody reports fails the whole."""
-    tool = tmp_path / "compute-sanitizer"
-    tool.write_text(f"#!/bin/sh\necho '{WORKLOAD}'\necho '{SUMMARY}'\n")
+def stand_in(script, folder, monkeypatch, workload, *argv):
+    """The tool and the workload are a script that reports nothing and says `workload`."""
+    tool = folder / "compute-sanitizer"
+    tool.write_text(f"#!/bin/sh\necho '{workload}'\necho '{SUMMARY}'\n")
     tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("CUDA_HOME", str(folder))
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(script, "PLAIN", ())
-    monkeypatch.setattr(sys, "argv", ["sanitize", "--jobs", "2"])
+    monkeypatch.setattr(sys, "argv", ["sanitize", *argv])
+
+
+@pytest.mark.parametrize("unseen", [(), ("commit._commit_kernel",)])
+def test_a_kernel_that_was_never_launched_fails_the_whole(script, tmp_path, monkeypatch, capsys, unseen):
+    said = json.loads(WORKLOAD.removeprefix("WORKLOAD "))
+    said["kernels"] += unseen
+    stand_in(script, tmp_path, monkeypatch, "WORKLOAD " + json.dumps(said))
+    monkeypatch.setattr(script, "UNDER_TOOLS", tuple(job for job in script.UNDER_TOOLS if job.plant is None))
+    assert script.main() == len(unseen)
+    out = capsys.readouterr().out
+    assert "FAILED" not in out
+    assert f"not launched, which is a failure: {', '.join(unseen) or 'none'}" in out
+
+
+def test_the_driver_runs_every_job_and_says_which_failed(script, tmp_path, monkeypatch, capsys):
+    """A planted bug that nobody reports fails the whole."""
+    stand_in(script, tmp_path, monkeypatch, WORKLOAD, "--jobs", "2")
     assert script.main() == 1
     out = capsys.readouterr().out
     assert out.count("ok     ") == 4
@@ -126,6 +143,18 @@ def test_without_the_tool_there_is_one_line(script, tmp_path, monkeypatch, capsy
     monkeypatch.setattr(sys, "argv", ["sanitize"])
     assert script.main() == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_workload_launches_the_kernels_that_small_engines_do_not_reach():
+    """Eager, in Triton's interpreter: products of compressed weights, a library's page table and the tail after it."""
+    pytest.importorskip("triton")
+    command = [sys.executable, str(SCRIPTS / "sanitize_workload.py"), "--device", "cpu", "--mode", "eager"]
+    done = subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    launched = json.loads(done.stdout.removeprefix("WORKLOAD "))["launched"]
+    assert {"compressed._compressed_kernel", "pages._gather_kernel", "tail._tail_kernel"} <= set(launched)
 
 
 @pytest.mark.parametrize("plant", [None, "overrun"])
