@@ -127,7 +127,7 @@ class CudaGraphs:
         before = rows.clone()
         rows.fill_(self._device.layout.dummy_row)
         try:
-            with _no_collection():
+            with no_collection():
                 yield
         finally:
             rows.copy_(before)
@@ -135,7 +135,7 @@ class CudaGraphs:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """No garbage collection inside: a graph of an engine that is gone, freed while another is captured, spoils that."""
     gc.collect()
     enabled = gc.isenabled()

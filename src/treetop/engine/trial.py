@@ -1,9 +1,10 @@
 """The worst steps, tried before the pools are sized: what they take at their peak is left free beside the pools."""
 
-from collections.abc import Callable
+from functools import partial
 
 import torch
 
+from treetop.engine.cuda_graphs import Run
 from treetop.engine.device import Device
 from treetop.engine.prefill import PrefillBatch, prefill
 from treetop.engine.rounds import RoundKey, run_phases
@@ -19,7 +20,12 @@ def peak_bytes(device: Device) -> int:
     captured rounds stays theirs while a prefill runs. What they compile and load is left in place: the driver's part
     of it is then no longer counted as free.
     """
-    return _peak(lambda: _prefill(device)) + _peak(lambda: _round(device))
+    return sum(_peak(step) for step in worst_steps(device))
+
+
+def worst_steps(device: Device) -> tuple[Run, Run]:
+    """The worst prefill and the worst round, on dummy rows."""
+    return partial(_prefill, device), partial(_round, device)
 
 
 def worst_prefill(layout: Layout) -> tuple[int, int]:
@@ -32,7 +38,7 @@ def worst_prefill(layout: Layout) -> tuple[int, int]:
     return max(shapes, key=lambda shape: (shape[0] * shape[1], shape[0]))
 
 
-def _peak(run: Callable[[], None]) -> int:
+def _peak(run: Run) -> int:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

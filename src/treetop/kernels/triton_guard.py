@@ -4,17 +4,25 @@ Kernels take `jit`, `tl`, `constexpr` (a compile-time argument) and `Arg` (any o
 a kernel is a plain function that nothing can launch, and `why_not` says so before anything tries.
 """
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+_asked: ContextVar[set[object] | None] = ContextVar("asked", default=None)
+"""Inside `compiling_ahead`: the kernels and kinds of arguments asked for so far."""
 
 if TYPE_CHECKING:
     TRITON_VERSION: str | None
     Arg = Any
     constexpr = Any
     tl: Any
+    triton: Any
 
     def jit(kernel: Callable[..., object]) -> Any:
         """Compile `kernel` at its first launch."""
@@ -27,8 +35,32 @@ else:
         import triton.language as tl
         from triton.tools.tensor_descriptor import TensorDescriptor
 
-        jit, Arg, constexpr = triton.jit, tl.tensor, tl.constexpr
+        Arg, constexpr = tl.tensor, tl.constexpr
         TRITON_VERSION = triton.__version__
+
+        class _Kernel(triton.JITFunction):
+            def run(self, *args, grid, warmup, **options):
+                """Compile if that has not been done, and launch; inside `compiling_ahead` ask for a kernel once."""
+                asked = _asked.get()
+                if asked is None:
+                    return super().run(*args, grid=grid, warmup=warmup, **options)
+                call = (self, *map(_kind, args), *options.items())
+                if call not in asked:
+                    asked.add(call)
+                    super().run(*args, grid=grid, warmup=True, **options)
+                return None
+
+        def _kind(argument):
+            """All that a kernel can depend on; two integers of one kind to it may be two here."""
+            if isinstance(argument, torch.Tensor):
+                return argument.dtype, argument.data_ptr() % 16
+            if isinstance(argument, TensorDescriptor):
+                return argument.base.dtype, *argument.block_shape
+            return argument
+
+        def jit(kernel):
+            """Compile `kernel` at its first launch; in the interpreter never."""
+            return triton.jit(kernel) if triton.knobs.runtime.interpret else _Kernel(kernel)
 
         def tiles_of(matrix, rows, columns):
             """A descriptor by which a kernel loads blocks of a contiguous matrix."""
@@ -65,6 +97,17 @@ def why_not(device: torch.device) -> str | None:
     if device.type != "cuda" and not interpreted():
         return f"Triton kernels need a CUDA device, this engine runs on {device.type}"
     return None
+
+
+@contextmanager
+def compiling_ahead() -> Iterator[None]:
+    """Launches that this thread makes inside only name their kernels; on leaving, all are compiled, on all cores."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool):
+        token = _asked.set(set())
+        try:
+            yield
+        finally:
+            _asked.reset(token)
 
 
 @dataclass(frozen=True, slots=True)
