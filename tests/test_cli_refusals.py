@@ -122,8 +122,17 @@ def test_a_real_process_prints_objects_on_stdout_and_errors_on_stderr():
 
 
 def test_ctrl_c_ends_a_stream_with_exit_code_130():
-    """After the first piece of text an interrupt ends the process at once, without a traceback."""
-    process = spawn("generate", "--prompt", PROMPT, "--max-tokens", 2000, "--ignore-eos")
+    """After the first piece of text an interrupt ends the process at once, without a traceback.
+
+    A shell's background job ignores interrupts, and what it starts would.
+    """
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's background job ignores it, its children too
+    try:
+        process = spawn("generate", "--prompt", PROMPT, "--max-tokens", 2000, "--ignore-eos")
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert process.stdout.read(1)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
