@@ -126,9 +126,7 @@ def test_ctrl_c_ends_a_stream_with_exit_code_130():
 
     A shell's background job ignores interrupts, and what it starts would.
     """
-    before = signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a shell's background job ignores it, its children too
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         process = spawn("generate", "--prompt", PROMPT, "--max-tokens", 2000, "--ignore-eos")
     finally:
