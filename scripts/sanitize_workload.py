@@ -35,7 +35,7 @@ from treetop.kernels.compressed import CompressedLaunch, compress, compressed_ro
 from treetop.kernels.few_rows import RowsLaunch, few_rows, gated_rows
 from treetop.kernels.pages import gather_table
 from treetop.kernels.tail import PrefixPart, TailSight, tail_and_merge
-from treetop.kernels.triton_guard import _probe, gpu_traits, jit, tl
+from treetop.kernels.triton_guard import _probe, gpu_traits, is_compiling_ahead, jit, tl
 from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL
 from treetop.types.errors import CheckError
 
@@ -115,13 +115,14 @@ def _place(kernel: Any) -> str:
 
 
 def count_launches() -> Counter[str]:
-    """From now on, launches of every Triton kernel, by name; a replay counts for nothing."""
+    """From now on, launches of every Triton kernel, by name; replays and kernels only compiled count for nothing."""
     launched: Counter[str] = Counter()
     kind = type(_probe)
     run: Callable[..., Any] = kind.run
 
     def counting(self: Any, *args: Any, **options: Any) -> Any:
-        launched[_place(self)] += 1
+        if not is_compiling_ahead():
+            launched[_place(self)] += 1
         return run(self, *args, **options)
 
     kind.run = counting

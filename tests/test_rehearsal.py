@@ -2,8 +2,11 @@
 
 import gc
 import importlib
+import os
 import pkgutil
 import threading
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +14,13 @@ import torch
 import treetop.kernels
 from engines import greedy, tokens
 from treetop import LLM
+from treetop.attention.capabilities import CAPABILITIES
+from treetop.engine import build
 from treetop.engine.cuda_graphs import CudaGraphs
+from treetop.engine.rehearsal import compile_steps
 from treetop.kernels.attention import PagedKeys, Sight, TailKeys, paged_attention
 from treetop.kernels.launch import Launch
-from treetop.kernels.triton_guard import _probe, compiling_ahead, interpreted, tiles_of
+from treetop.kernels.triton_guard import _probe, compile_ahead, interpreted, is_compiling_ahead, jit, tiles_of, tl
 
 triton = pytest.importorskip("triton")
 GPUTarget = pytest.importorskip("triton.backends.compiler").GPUTarget
@@ -22,49 +28,48 @@ compiled_here = pytest.mark.skipif(interpreted(), reason="the interpreter compil
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available() or interpreted(), reason="no CUDA device")
 
 
-@compiled_here
-def test_launches_inside_only_compile_and_other_threads_launch(monkeypatch):
-    only_compiled = []
-    monkeypatch.setattr(triton.JITFunction, "run", lambda *_, warmup, **__: only_compiled.append(warmup))
+@pytest.fixture
+def launches(monkeypatch):
+    """What reaches Triton: (arguments, whether it only compiles)."""
+    seen = []
+    monkeypatch.setattr(triton.JITFunction, "run", lambda _, *args, warmup, **__: seen.append((args, warmup)))
+    return seen
 
+
+@compiled_here
+def test_launches_inside_only_compile_and_other_threads_launch(launches):
     def launch():
         _probe[(1,)](None)
 
-    launch()
-    with compiling_ahead():
+    def inside():
+        assert is_compiling_ahead()
         launch()
         other = threading.Thread(target=launch)
         other.start()
         other.join()
+
     launch()
-    assert only_compiled == [False, True, False, False]
+    compile_ahead(inside)
+    assert not is_compiling_ahead()
+    launch()
+    assert [only_compiled for _, only_compiled in launches] == [False, True, False, False]
 
 
 @compiled_here
-def test_a_kernel_is_asked_for_once_for_each_kind_of_arguments(monkeypatch):
-    asked = []
-    monkeypatch.setattr(triton.JITFunction, "run", lambda _, *args, **__: asked.append(args))
+def test_a_kernel_is_asked_for_once_for_each_kind_of_arguments(launches):
     x = torch.zeros(64)
     kinds = [x, x[1:], x.double(), None, 1, 16, *(tiles_of(torch.zeros(8, 16), 4, width) for width in (8, 16))]
-    with compiling_ahead():
+
+    def inside():
         for argument in [*kinds, x[16:], *kinds]:
             _probe[(1,)](argument)
-        assert len(asked) == len(kinds)
+        assert len(launches) == len(kinds)
         _probe[(1,)](x, num_warps=8)
-        assert len(asked) == len(kinds) + 1
-    with compiling_ahead():  # nothing is remembered
-        _probe[(1,)](x)
-    assert len(asked) == len(kinds) + 2
+        assert len(launches) == len(kinds) + 1
 
-
-@compiled_here
-def test_after_an_error_inside_launches_launch_again(monkeypatch):
-    only_compiled = []
-    monkeypatch.setattr(triton.JITFunction, "run", lambda *_, warmup, **__: only_compiled.append(warmup))
-    with pytest.raises(ValueError, match="stop"), compiling_ahead():
-        raise ValueError("stop")
-    _probe[(1,)](None)
-    assert only_compiled == [False]
+    compile_ahead(inside)
+    compile_ahead(lambda: _probe[(1,)](x))  # nothing is remembered
+    assert len(launches) == len(kinds) + 2
 
 
 @pytest.fixture
@@ -103,11 +108,15 @@ class AbsentGpu:
         return GPUTarget("cuda", 90, 32)
 
 
-@compiled_here
-def test_the_kernels_of_a_call_are_compiled_and_then_there(compilations, monkeypatch):
-    """Attention in one split, two and four: two kernels of its own and a merge of two and of four."""
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # else Triton 3.9 warns that the default will change
+@pytest.fixture
+def absent_gpu(compilations, monkeypatch):
     monkeypatch.setattr(triton.runtime.driver, "_active", AbsentGpu())
+    return compilations
+
+
+@compiled_here
+def test_the_kernels_of_a_call_are_compiled_and_then_there(absent_gpu):
+    """Attention in one split, two and four: two kernels of its own and a merge of two and of four."""
     keys = PagedKeys(
         torch.zeros(64, 2, 2, 64), torch.zeros((3, 4), dtype=torch.int32), *torch.zeros(2, 2).long(), 64, 16
     )
@@ -120,10 +129,62 @@ def test_the_kernels_of_a_call_are_compiled_and_then_there(compilations, monkeyp
             paged_attention(torch.zeros(2, 4, 8, 64), keys, Sight(positions), tail, 1.0, launch)
 
     for _ in range(2):
-        with compiling_ahead():
-            attend()
-            attend()
-        assert compilations == [False] * 4
+        compile_ahead(lambda: (attend(), attend()))
+        assert absent_gpu == [False] * 4
+
+
+@jit
+def _wrong_kernel(x):  # tl has no such name
+    tl.store(x, tl.there_is_no_such_thing)
+
+
+@compiled_here
+def test_after_a_kernel_that_does_not_compile_all_goes_on(absent_gpu):
+    """Triton's own mode may stay on after an error; the next kernel is compiled and launches are launches."""
+    x = torch.zeros(4)
+    with pytest.raises(triton.CompilationError):
+        compile_ahead(lambda: _wrong_kernel[(1,)](x))
+    compile_ahead(lambda: _probe[(1,)](x))
+    assert absent_gpu == [False]
+    with pytest.raises(AttributeError):  # a launch: the GPU that is not here cannot be asked to load a kernel
+        _probe[(1,)](x)
+
+
+@compiled_here
+@pytest.mark.usefixtures("absent_gpu")
+def test_an_error_inside_does_not_wait_for_what_was_asked_for(monkeypatch):
+    """With one compiler, which takes its time, the second kernel is never begun."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    begun, go_on = [], threading.Event()
+
+    def compile_slowly(*_, **__):
+        begun.append(None)
+        assert go_on.wait(60)
+
+    monkeypatch.setattr(triton.compiler, "compile", compile_slowly)
+
+    def inside():
+        for warps in (1, 2, 4):
+            _probe[(1,)](torch.zeros(4), num_warps=warps)
+        threading.Timer(1, go_on.set).start()
+        raise ValueError("stop")
+
+    with pytest.raises(ValueError, match="stop"):
+        compile_ahead(inside)
+    assert len(begun) == 1
+
+
+@pytest.mark.parametrize(("able", "captured", "rehearsed"), [(True, True, 1), (True, False, 0), (False, True, 0)])
+def test_who_rehearses(monkeypatch, able, captured, rehearsed):
+    """Engines that capture, on a backend whose first call may be recorded: of all only Triton's."""
+    assert [name for name, limits in CAPABILITIES.items() if limits.captures_first_call] == ["triton"]
+    engine, asked = LLM(device="cpu", max_running_requests=2).engine, []
+    backend = SimpleNamespace(capabilities=replace(CAPABILITIES["triton"], captures_first_call=able))
+    monkeypatch.setattr(build, "captures", lambda *_: captured)
+    monkeypatch.setattr(build, "peak_bytes", lambda _: 0)
+    monkeypatch.setattr(build, "rehearse", asked.append)
+    build._gpu_allowance(engine.config, replace(engine.device, backend=backend))
+    assert len(asked) == rehearsed
 
 
 @on_a_gpu
@@ -141,13 +202,18 @@ def test_a_captured_engine_compiles_everything_ahead(compilations, dtype):
 
 
 @on_a_gpu
-def test_what_a_rehearsal_records_does_not_run():
-    from treetop.engine.rehearsal import rehearse
+def test_steps_are_recorded_and_do_not_run():
+    """No value changes, and no memory is left taken."""
+    x, capturing = torch.zeros(4, device="cuda"), []
 
-    x = torch.zeros(4, device="cuda")
-    rehearse([lambda: x.add_(1)])
+    def step():
+        capturing.append(torch.cuda.is_current_stream_capturing())
+        x.copy_(torch.ones(1 << 20, device="cuda")[:4])
+
+    compile_steps([step])
     gc.collect()
     before = torch.cuda.memory_allocated()
-    rehearse([lambda: x.add_(1), lambda: x.copy_(torch.ones(1 << 20, device="cuda")[:4])])
+    compile_steps([step, step])
+    assert capturing == [True] * 3
     assert x.tolist() == [0, 0, 0, 0]
     assert torch.cuda.memory_allocated() == before

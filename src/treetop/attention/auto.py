@@ -177,6 +177,5 @@ def _joint(parts: list[Capabilities]) -> Capabilities:
         base.dtypes,
         base.head_dims,
         captures=all(part.captures for part in parts),
-        captures_cold=all(part.captures_cold for part in parts),
         needs_host_extents=any(part.needs_host_extents for part in parts),
     )

@@ -22,9 +22,9 @@ class Capabilities:
 
     head_dims, page_sizes: None is any. own_windows: it applies a window by position itself, trees included; without it
     layers with a window run on the Triton kernel. own_sinks: its kernel takes attention sinks; without it they come in
-    the merge, and after `causal` from its lse. captures: its calls may be recorded in a CUDA graph. captures_cold: even
-    before the first of them ran. needs_host_extents: exact lengths on the host before a round (`plan_round`), so only
-    one round may be in flight. phases: it serves.
+    the merge, and after `causal` from its lse. captures: its calls may be recorded in a CUDA graph.
+    captures_first_call: also the first one, in which a library may compile or load. needs_host_extents: exact lengths
+    on the host before a round (`plan_round`), so only one round may be in flight. phases: it serves.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -33,7 +33,7 @@ class Capabilities:
     own_windows: bool = True
     own_sinks: bool = True
     captures: bool = True
-    captures_cold: bool = False
+    captures_first_call: bool = False
     needs_host_extents: bool = False
     phases: tuple[Phase, ...] = _ALL
 
@@ -41,7 +41,7 @@ class Capabilities:
 CAPABILITIES: dict[str, Capabilities] = {
     # PyTorch's kernels gather as many positions as the bound says: a captured round would gather the whole context.
     "torch": Capabilities((torch.float64, torch.float32, *_HALF), captures=False),
-    "triton": Capabilities((torch.float32, *_HALF), head_dims=tuple(range(2, 257)), captures_cold=True),
+    "triton": Capabilities((torch.float32, *_HALF), head_dims=tuple(range(2, 257)), captures_first_call=True),
     # With pages of 128 tokens and more FlashAttention-3 loads whole pages, also what nobody wrote there.
     "fa3": Capabilities(
         _HALF, head_dims=tuple(range(8, 257, 8)), page_sizes=(1, 2, 4, 8, 16, 32, 64), own_windows=False,

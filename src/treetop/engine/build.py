@@ -16,7 +16,7 @@ from treetop.checks.poison import RedZones
 from treetop.checks.probes import Probes
 from treetop.engine.buffers import Zeros, make_round_buffers
 from treetop.engine.copies import with_copies
-from treetop.engine.cuda_graphs import greedy_keys, num_graphs
+from treetop.engine.cuda_graphs import num_graphs
 from treetop.engine.device import Device
 from treetop.engine.memory import (
     Budget,
@@ -31,10 +31,8 @@ from treetop.engine.memory import (
 from treetop.engine.pure import Pure
 from treetop.engine.rehearsal import rehearse
 from treetop.engine.round_ops import make_round_ops
-from treetop.engine.rounds import run_phases
 from treetop.engine.state import make_state
-from treetop.engine.trial import peak_bytes, worst_steps
-from treetop.kernels.triton_guard import why_not
+from treetop.engine.trial import peak_bytes
 from treetop.models.eagle3 import Eagle3Head
 from treetop.models.llama import Llama
 from treetop.models.loader import (
@@ -253,18 +251,16 @@ def _cpu_allowance(config: EngineConfig, memory: Memory, place: Placement, layou
 def _gpu_allowance(config: EngineConfig, device: Device) -> int:
     """Bytes to leave free on a GPU: the worst steps, tried on pools of a null page each.
 
-    Where rounds will be captured, the kernels of those steps and of all greedy rounds are compiled first.
+    Where rounds will be captured, the kernels of those steps and of all greedy rounds are compiled before.
     """
     able, place = device.backend.capabilities, device.buffers.rows.device
     layout = replace(device.layout, pool_tokens=0)
     pools = make_pools(layout, device.target.embedding.dtype, partial(zeros_on, place))
-    tried, graphs = _with_pools(device, layout, pools), 0
-    if captures(config, place, able):
-        graphs = num_graphs(device)
-        if able.captures_cold and why_not(place) is None:
-            rounds = (partial(run_phases, tried, key, layout.max_committed) for key in greedy_keys(tried))
-            rehearse([*worst_steps(tried), *rounds])
-    return activation_allowance(peak_bytes(tried), graphs)
+    tried = _with_pools(device, layout, pools)
+    captured = captures(config, place, able)
+    if captured and able.captures_first_call:
+        rehearse(tried)
+    return activation_allowance(peak_bytes(tried), num_graphs(device) if captured else 0)
 
 
 def _allocated(device: torch.device) -> int:

@@ -2,22 +2,41 @@
 
 A rehearsal records steps into a CUDA graph that is never replayed. While steps are recorded nothing runs on the device,
 so nothing is read or written, and our kernels are compiled instead of launched. What can be recorded depends on shapes
-alone, so these are the kernels that the steps will launch. No step keeps a tensor that it makes: nothing ever fills it.
+alone, so the steps will launch these kernels; but for few that also depend on how large the pools become, which are
+compiled then. No step keeps a tensor that it makes: nothing ever fills it.
 """
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from rich.console import Console
 
-from treetop.engine.cuda_graphs import Run, no_collection
-from treetop.kernels.triton_guard import compiling_ahead
+from treetop.engine.cuda_graphs import Run, greedy_keys, no_collection
+from treetop.engine.device import Device
+from treetop.engine.rounds import run_phases
+from treetop.engine.trial import worst_steps
+from treetop.kernels.triton_guard import compile_ahead
+
+
+def rehearse(device: Device) -> None:
+    """Compile the kernels of the worst steps and of all greedy rounds."""
+    bound = device.layout.max_committed
+    compile_steps([*worst_steps(device), *(partial(run_phases, device, key, bound) for key in greedy_keys(device))])
 
 
 @torch.inference_mode()
-def rehearse(steps: Iterable[Run]) -> None:
-    """Compile the kernels of `steps`, each of which can be recorded before anything ran. A terminal says so."""
-    recorded = torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="relaxed")
-    with Console(stderr=True).status("compiling kernels"), no_collection(), compiling_ahead(), recorded:
-        for step in steps:
-            step()
+def compile_steps(steps: Iterable[Run]) -> None:
+    """Compile the kernels of `steps`, each of which can be recorded before anything ran. A terminal says so.
+
+    Relaxed: what runs for the first time may load and allocate while it is recorded.
+    """
+    recorded = torch.cuda.graph(torch.cuda.CUDAGraph(), stream=torch.cuda.Stream(), capture_error_mode="relaxed")
+
+    def record() -> None:
+        with no_collection(), recorded:
+            for step in steps:
+                step()
+
+    with Console(stderr=True).status("compiling kernels"):
+        compile_ahead(record)

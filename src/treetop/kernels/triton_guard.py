@@ -5,17 +5,17 @@ a kernel is a plain function that nothing can launch, and `why_not` says so befo
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 _asked: ContextVar[set[object] | None] = ContextVar("asked", default=None)
-"""Inside `compiling_ahead`: the kernels and kinds of arguments asked for so far."""
+"""Inside `compile_ahead`: the kernels and kinds of arguments asked for so far."""
+_MOST_COMPILERS = 32
 
 if TYPE_CHECKING:
     TRITON_VERSION: str | None
@@ -40,7 +40,8 @@ else:
 
         class _Kernel(triton.JITFunction):
             def run(self, *args, grid, warmup, **options):
-                """Compile if that has not been done, and launch; inside `compiling_ahead` ask for a kernel once."""
+                """Compile if that has not been done, and launch; inside `compile_ahead` ask for a kernel once."""
+                options["enable_fp_fusion"] = True  # as all versions did before 3.10, whose default is another
                 asked = _asked.get()
                 if asked is None:
                     return super().run(*args, grid=grid, warmup=warmup, **options)
@@ -51,7 +52,7 @@ else:
                 return None
 
         def _kind(argument):
-            """All that a kernel can depend on; two integers of one kind to it may be two here."""
+            """Equal only for arguments that share a kernel; integers go by value, so some are asked for twice."""
             if isinstance(argument, torch.Tensor):
                 return argument.dtype, argument.data_ptr() % 16
             if isinstance(argument, TensorDescriptor):
@@ -99,15 +100,29 @@ def why_not(device: torch.device) -> str | None:
     return None
 
 
-@contextmanager
-def compiling_ahead() -> Iterator[None]:
-    """Launches that this thread makes inside only name their kernels; on leaving, all are compiled, on all cores."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool):
-        token = _asked.set(set())
-        try:
-            yield
-        finally:
-            _asked.reset(token)
+def is_compiling_ahead() -> bool:
+    """Whether this thread is inside `compile_ahead`, where nothing is launched."""
+    return _asked.get() is not None
+
+
+def compile_ahead(run: Callable[[], None]) -> None:
+    """Call `run`, whose launches only ask for their kernels, and compile these on all cores of the process at once.
+
+    Raises what `run` raises, without waiting for what it asked for, and the error of a kernel that does not compile.
+    """
+    copy_context().run(_compile_ahead, run)  # Triton's mode and ours end with the context, however this ends
+
+
+def _compile_ahead(run: Callable[[], None]) -> None:
+    _asked.set(set())
+    pool = ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), _MOST_COMPILERS))
+    mode = triton.AsyncCompileMode(pool)
+    try:
+        mode.__enter__()
+        run()
+        mode.__exit__(None, None, None)  # waits for the compilers; not after an error
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 @dataclass(frozen=True, slots=True)
