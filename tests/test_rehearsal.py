@@ -4,7 +4,9 @@ import gc
 import importlib
 import os
 import pkgutil
+import sys
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -17,10 +19,26 @@ from treetop import LLM
 from treetop.attention.capabilities import CAPABILITIES
 from treetop.engine import build
 from treetop.engine.cuda_graphs import CudaGraphs
+from treetop.engine.pure import Pure
 from treetop.engine.rehearsal import compile_steps
+from treetop.kernels import compressed, triton_guard
 from treetop.kernels.attention import PagedKeys, Sight, TailKeys, paged_attention
 from treetop.kernels.launch import Launch
-from treetop.kernels.triton_guard import _probe, compile_ahead, interpreted, is_compiling_ahead, jit, tiles_of, tl
+from treetop.kernels.ops import TritonOps
+from treetop.kernels.triton_guard import (
+    GpuTraits,
+    _probe,
+    compile_ahead,
+    interpreted,
+    is_compiling_ahead,
+    jit,
+    tiles_of,
+    tl,
+)
+from treetop.models.loader import Placement
+from treetop.spec.round_ops import TritonRoundOps
+from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL, EngineConfig
+from treetop.types.layout import Layout
 
 triton = pytest.importorskip("triton")
 GPUTarget = pytest.importorskip("triton.backends.compiler").GPUTarget
@@ -74,13 +92,13 @@ def test_a_kernel_is_asked_for_once_for_each_kind_of_arguments(launches):
 
 @pytest.fixture
 def compilations(monkeypatch, tmp_path):
-    """Whether each compilation from now on is by the thread that runs the test; no kernel of ours is compiled yet."""
+    """(kernel, whether by the thread that runs the test) of each compilation from now on; no kernel is compiled yet."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     here, found = threading.current_thread(), []
 
-    def listen(*, cache_hit, **_):
+    def listen(*, src, cache_hit, **_):
         if not cache_hit:
-            found.append(threading.current_thread() is here)
+            found.append((src.name, threading.current_thread() is here))
 
     monkeypatch.setattr(triton.knobs.compilation, "listener", listen)
     forget_kernels()
@@ -88,11 +106,16 @@ def compilations(monkeypatch, tmp_path):
     forget_kernels()
 
 
+def all_kernels():
+    """The package's kernels; two modules may use one name."""
+    modules = pkgutil.iter_modules(treetop.kernels.__path__, "treetop.kernels.")
+    values = [value for each in modules for value in vars(importlib.import_module(each.name)).values()]
+    return [value for value in values if isinstance(value, type(_probe)) and value.__name__.endswith("_kernel")]
+
+
 def forget_kernels():
-    for module in pkgutil.iter_modules(treetop.kernels.__path__, "treetop.kernels."):
-        for value in vars(importlib.import_module(module.name)).values():
-            if isinstance(value, type(_probe)):
-                value.device_caches.clear()
+    for kernel in (*all_kernels(), _probe):
+        kernel.device_caches.clear()
 
 
 class AbsentGpu:
@@ -130,7 +153,9 @@ def test_the_kernels_of_a_call_are_compiled_and_then_there(absent_gpu):
 
     for _ in range(2):
         compile_ahead(lambda: (attend(), attend()))
-        assert absent_gpu == [False] * 4
+        assert sorted(absent_gpu) == [
+            (kernel, False) for kernel in ("_attention_kernel", "_merge_kernel") for _ in range(2)
+        ]
 
 
 @jit
@@ -145,7 +170,7 @@ def test_after_a_kernel_that_does_not_compile_all_goes_on(absent_gpu):
     with pytest.raises(triton.CompilationError):
         compile_ahead(lambda: _wrong_kernel[(1,)](x))
     compile_ahead(lambda: _probe[(1,)](x))
-    assert absent_gpu == [False]
+    assert absent_gpu == [("_probe", False)]
     with pytest.raises(AttributeError):  # a launch: the GPU that is not here cannot be asked to load a kernel
         _probe[(1,)](x)
 
@@ -174,6 +199,55 @@ def test_an_error_inside_does_not_wait_for_what_was_asked_for(monkeypatch):
     assert len(begun) == 1
 
 
+@pytest.fixture
+def as_if_on_a_gpu(absent_gpu, monkeypatch):
+    """An engine on a CPU takes an H200's kernels, which are only compiled; what would be recorded runs on zeros.
+
+    Small weights are compressed too.
+    """
+    traits = GpuTraits(num_sms=132, can_overlap=True, shared_bytes=227 << 10)
+    monkeypatch.setattr(triton_guard, "interpreted", lambda: True)  # so tensors of a CPU are no obstacle
+    for name, module in list(sys.modules.items()):
+        if name.startswith("treetop.") and hasattr(module, "gpu_traits"):
+            monkeypatch.setattr(module, "gpu_traits", lambda _: traits)
+    monkeypatch.setattr(Placement, "ops", property(lambda place: TritonOps(place.device, place.compressed)))
+    monkeypatch.setattr(
+        build, "make_round_ops", lambda _, layout, __, at: TritonRoundOps(at, layout.max_topk, layout.commit_width)
+    )
+    for name, real in (("empty", torch.empty), ("empty_like", torch.empty_like)):
+        monkeypatch.setattr(torch, name, lambda *args, real=real, **options: real(*args, **options).zero_())
+    monkeypatch.setattr(build, "captures", lambda *_: True)
+    monkeypatch.setattr(build, "peak_bytes", lambda _: 0)
+    for name in ("graph", "CUDAGraph", "Stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nullcontext())
+    monkeypatch.setattr(compressed, "_WORTH_PARAMETERS", 0)
+    compressed.choose_compressed.cache_clear()
+    yield absent_gpu
+    compressed.choose_compressed.cache_clear()
+
+
+@compiled_here
+@pytest.mark.parametrize("options", [{"dtype": "float32"}, {"dtype": "bfloat16", "compress_weights": True}])
+def test_a_rehearsal_compiles_all_that_an_engine_launches_on_a_gpu(as_if_on_a_gpu, options):
+    """For a GPU that is not here; what only large weights and libraries need is in other tests."""
+    config = EngineConfig.of(
+        BUILTIN_MODEL, draft=BUILTIN_DRAFT, device="cpu", attention_backend="triton", max_running_requests=4, **options
+    )
+    made = []
+    blueprint = build.read_blueprint(config, Layout)
+    compile_ahead(lambda: made.append(build._without_pools(blueprint, Pure())[0]))  # the head norms its embedding
+    build._gpu_allowance(config, made[0])
+    assert not any(by_itself for _, by_itself in as_if_on_a_gpu)
+    names = {name for name, _ in as_if_on_a_gpu}
+    of_weights = {"_few_rows_kernel", "_compressed_kernel", "_silu_mul_kernel"}
+    of_libraries = {"_gather_kernel", "_tail_kernel"}
+    expected = {kernel.__name__ for kernel in all_kernels()} - of_libraries
+    assert names == (expected if "compress_weights" in options else expected - of_weights)
+    asked = len(as_if_on_a_gpu)
+    build._gpu_allowance(config, made[0])
+    assert len(as_if_on_a_gpu) == asked
+
+
 @pytest.mark.parametrize(("able", "captured", "rehearsed"), [(True, True, 1), (True, False, 0), (False, True, 0)])
 def test_who_rehearses(monkeypatch, able, captured, rehearsed):
     """Engines that capture, on a backend whose first call may be recorded: of all only Triton's."""
@@ -193,9 +267,10 @@ def test_a_captured_engine_compiles_everything_ahead(compilations, dtype):
     """Neither the worst steps nor the captures of a start compile anything themselves; then the engine works."""
     llm = LLM(dtype=dtype, max_running_requests=4)
     assert isinstance(llm.engine.launcher, CudaGraphs)
-    ahead = compilations.index(False)  # loading weights runs a kernel or two before
-    assert compilations[ahead:].count(False) > 10
-    assert not any(compilations[ahead:])
+    here = [by_itself for _, by_itself in compilations]
+    ahead = here.index(False)  # loading weights runs a kernel before
+    assert here[ahead:].count(False) > 10
+    assert not any(here[ahead:])
     outputs = llm.generate(["def area(radius):"] * 3, greedy(20))
     assert len(set(map(tuple, tokens(outputs)))) == 1
     llm.scheduler.check_integrity()
