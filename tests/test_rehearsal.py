@@ -61,6 +61,7 @@ def test_launches_inside_only_compile_and_other_threads_launch(launches):
 
     def inside():
         assert is_compiling_ahead()
+        assert not gc.isenabled()
         launch()
         other = threading.Thread(target=launch)
         other.start()
@@ -69,6 +70,7 @@ def test_launches_inside_only_compile_and_other_threads_launch(launches):
     launch()
     compile_ahead(inside)
     assert not is_compiling_ahead()
+    assert gc.isenabled()
     launch()
     assert [only_compiled for _, only_compiled in launches] == [False, True, False, False]
 

@@ -11,7 +11,6 @@ PyTorch's operations draw, filters sort the vocabulary of every node, memory tha
 a graph of their own.
 """
 
-import gc
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +27,7 @@ from rich.progress import Progress
 from treetop.attention.contract import HostPlanned, RoundExtents
 from treetop.engine.device import Device
 from treetop.engine.rounds import RoundKey, phases_of, run_phases
+from treetop.kernels.garbage import no_collection
 from treetop.types.phase import Phase
 from treetop.types.sampling import Choice
 
@@ -122,7 +122,10 @@ class CudaGraphs:
 
     @contextmanager
     def _on_dummy_rows(self) -> Iterator[None]:
-        """The row list is all dummies inside, and nothing is collected; the time counts as capturing."""
+        """The row list is all dummies inside; the time counts as capturing.
+
+        Nothing is collected: a graph of an engine that is gone, freed while another is captured, spoils that.
+        """
         started_s, rows = time.perf_counter(), self._device.buffers.rows
         before = rows.clone()
         rows.fill_(self._device.layout.dummy_row)
@@ -132,19 +135,6 @@ class CudaGraphs:
         finally:
             rows.copy_(before)
             self.seconds += time.perf_counter() - started_s
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """No garbage collection inside: a graph of an engine that is gone, freed while another is captured, spoils that."""
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def plan_host_extents(device: Device, key: RoundKey) -> None:

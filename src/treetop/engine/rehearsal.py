@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from rich.console import Console
 
-from treetop.engine.cuda_graphs import Run, greedy_keys, no_collection
+from treetop.engine.cuda_graphs import Run, greedy_keys
 from treetop.engine.device import Device
 from treetop.engine.rounds import run_phases
 from treetop.engine.trial import worst_steps
@@ -34,7 +34,7 @@ def compile_steps(steps: Iterable[Run]) -> None:
     recorded = torch.cuda.graph(torch.cuda.CUDAGraph(), stream=torch.cuda.Stream(), capture_error_mode="relaxed")
 
     def record() -> None:
-        with no_collection(), recorded:
+        with recorded:
             for step in steps:
                 step()
 

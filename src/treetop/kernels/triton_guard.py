@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from treetop.kernels.garbage import no_collection
+
 _asked: ContextVar[set[object] | None] = ContextVar("asked", default=None)
 """Inside `compile_ahead`: the kernels and kinds of arguments asked for so far."""
 _MOST_COMPILERS = 32
@@ -109,8 +111,11 @@ def compile_ahead(run: Callable[[], None]) -> None:
     """Call `run`, whose launches only ask for their kernels, and compile these on all cores of the process at once.
 
     Raises what `run` raises, without waiting for what it asked for, and the error of a kernel that does not compile.
+    Nothing is collected meanwhile: a graph that is freed while another is recorded spoils that, and Python before
+    3.11.8 cannot parse in two threads if a collection comes between (gh-106905).
     """
-    copy_context().run(_compile_ahead, run)  # Triton's mode and ours end with the context, however this ends
+    with no_collection():
+        copy_context().run(_compile_ahead, run)  # Triton's mode and ours end with the context, however this ends
 
 
 def _compile_ahead(run: Callable[[], None]) -> None:
