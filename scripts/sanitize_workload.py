@@ -10,9 +10,7 @@ GraphSim stands for captured rounds.
 """
 
 import argparse
-import importlib
 import json
-import pkgutil
 import sys
 import tempfile
 from collections import Counter
@@ -24,9 +22,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-import treetop.attention
-import treetop.kernels
 from treetop import LLM, SamplingParams
+from treetop.debug.kernels import all_kernels, place_of
 from treetop.debug.two_group import write_two_group_pair
 from treetop.engine.device import Device
 from treetop.engine.pure import Pure
@@ -98,22 +95,6 @@ def zero_products() -> None:
     F.linear = linear  # type: ignore[assignment]
 
 
-def our_kernels() -> list[str]:
-    """The kernels of the package, as module and name: what is compiled by `jit` and named so."""
-    found = set()
-    for package in (treetop.kernels, treetop.attention):
-        for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
-            for value in vars(importlib.import_module(module.name)).values():
-                if isinstance(value, type(_probe)) and value.__name__.endswith("_kernel"):
-                    found.add(_place(value))
-    return sorted(found)
-
-
-def _place(kernel: Any) -> str:
-    """A kernel's module and name; two modules may use one name."""
-    return f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}"
-
-
 def count_launches() -> Counter[str]:
     """From now on, launches of every Triton kernel, by name; replays and kernels only compiled count for nothing."""
     launched: Counter[str] = Counter()
@@ -122,7 +103,7 @@ def count_launches() -> Counter[str]:
 
     def counting(self: Any, *args: Any, **options: Any) -> Any:
         if not is_compiling_ahead():
-            launched[_place(self)] += 1
+            launched[place_of(self)] += 1
         return run(self, *args, **options)
 
     kind.run = counting
@@ -231,7 +212,7 @@ def main() -> int:
     except CheckError as error:
         print(f"CheckError: {error}", file=sys.stderr)
         return 1
-    print(MARK + json.dumps({"kernels": our_kernels(), "launched": launched}), flush=True)
+    print(MARK + json.dumps({"kernels": list(all_kernels()), "launched": launched}), flush=True)
     return 0
 
 

@@ -1,9 +1,7 @@
 """Kernels compiled ahead: launches only name them, in the thread that asked, and a start compiles nothing by itself."""
 
 import gc
-import importlib
 import os
-import pkgutil
 import sys
 import threading
 from contextlib import nullcontext
@@ -13,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import treetop.kernels
 from engines import greedy, tokens
 from treetop import LLM
 from treetop.attention.capabilities import CAPABILITIES
+from treetop.debug.kernels import all_kernels
 from treetop.engine import build
 from treetop.engine.cuda_graphs import CudaGraphs
 from treetop.engine.pure import Pure
@@ -40,8 +38,8 @@ from treetop.spec.round_ops import TritonRoundOps
 from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL, EngineConfig
 from treetop.types.layout import Layout
 
-triton = pytest.importorskip("triton")
-GPUTarget = pytest.importorskip("triton.backends.compiler").GPUTarget
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+GPUTarget = pytest.importorskip("triton.backends.compiler", reason="Triton is not installed").GPUTarget
 compiled_here = pytest.mark.skipif(interpreted(), reason="the interpreter compiles nothing")
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available() or interpreted(), reason="no CUDA device")
 
@@ -108,15 +106,8 @@ def compilations(monkeypatch, tmp_path):
     forget_kernels()
 
 
-def all_kernels():
-    """The package's kernels; two modules may use one name."""
-    modules = pkgutil.iter_modules(treetop.kernels.__path__, "treetop.kernels.")
-    values = [value for each in modules for value in vars(importlib.import_module(each.name)).values()]
-    return [value for value in values if isinstance(value, type(_probe)) and value.__name__.endswith("_kernel")]
-
-
 def forget_kernels():
-    for kernel in (*all_kernels(), _probe):
+    for kernel in (*all_kernels().values(), _probe):
         kernel.device_caches.clear()
 
 
@@ -243,7 +234,7 @@ def test_a_rehearsal_compiles_all_that_an_engine_launches_on_a_gpu(as_if_on_a_gp
     names = {name for name, _ in as_if_on_a_gpu}
     of_weights = {"_few_rows_kernel", "_compressed_kernel", "_silu_mul_kernel"}
     of_libraries = {"_gather_kernel", "_tail_kernel"}
-    expected = {kernel.__name__ for kernel in all_kernels()} - of_libraries
+    expected = {place.rpartition(".")[2] for place in all_kernels()} - of_libraries
     assert names == (expected if "compress_weights" in options else expected - of_weights)
     asked = len(as_if_on_a_gpu)
     build._gpu_allowance(config, made[0])

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Collect now, and no garbage inside: neither tensors nor graphs of what is gone are freed there."""
+    """Collect now and not inside: what only a collection frees, as the graphs of an engine that is gone, stays."""
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()

@@ -1,7 +1,8 @@
 """Triton if it is there: kernel modules import, and their references run, on builds of PyTorch without it.
 
 Kernels take `jit`, `tl`, `constexpr` (a compile-time argument) and `Arg` (any other argument) from here. Without Triton
-a kernel is a plain function that nothing can launch, and `why_not` says so before anything tries.
+a kernel is a plain function that nothing can launch, and `why_not` says so before anything tries. A kernel is compiled
+when it is first launched, or ahead of that, with others, inside `compile_ahead`.
 """
 
 import os
@@ -18,6 +19,7 @@ from treetop.kernels.garbage import no_collection
 _asked: ContextVar[set[object] | None] = ContextVar("asked", default=None)
 """Inside `compile_ahead`: the kernels and kinds of arguments asked for so far."""
 _MOST_COMPILERS = 32
+"""Each may run an assembler of its own, which takes memory."""
 
 if TYPE_CHECKING:
     TRITON_VERSION: str | None
@@ -43,7 +45,7 @@ else:
         class _Kernel(triton.JITFunction):
             def run(self, *args, grid, warmup, **options):
                 """Compile if that has not been done, and launch; inside `compile_ahead` ask for a kernel once."""
-                options["enable_fp_fusion"] = True  # as all versions did before 3.10, whose default is another
+                options["enable_fp_fusion"] = True  # the default up to 3.9, which warns that it will change
                 asked = _asked.get()
                 if asked is None:
                     return super().run(*args, grid=grid, warmup=warmup, **options)
@@ -120,7 +122,8 @@ def compile_ahead(run: Callable[[], None]) -> None:
 
 def _compile_ahead(run: Callable[[], None]) -> None:
     _asked.set(set())
-    pool = ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), _MOST_COMPILERS))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    pool = ThreadPoolExecutor(min(cores, _MOST_COMPILERS))
     mode = triton.AsyncCompileMode(pool)
     try:
         mode.__enter__()
