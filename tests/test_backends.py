@@ -247,6 +247,7 @@ def test_auto_weighs_the_cost_of_planning_on_the_host(monkeypatch):
         auto, made = auto_of(monkeypatch, s, {call_class(s): {"triton": Timing(30.0), "flashinfer": timing}})
         assert auto.plan(auto.begin(s.view), s.queries).backend.name == want
         assert auto.capabilities.needs_host_extents == (want == "flashinfer")
+        assert auto.capabilities.captures_first_call == (want == "triton")
         if want == "flashinfer":
             auto.plan_round("round")
             assert made["flashinfer"].round == "round"
@@ -259,6 +260,7 @@ def test_auto_leaves_triton_only_for_a_margin(monkeypatch, fa3_us, want):
     s = scene(dim=64)
     auto, _ = auto_of(monkeypatch, s, {call_class(s): {"triton": Timing(20.0), "fa3": Timing(fa3_us)}})
     assert auto.plan(auto.begin(s.view), s.queries).backend.name == want
+    assert auto.capabilities.captures_first_call  # of both
 
 
 def test_the_committed_tables_are_well_formed():

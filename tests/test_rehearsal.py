@@ -92,7 +92,10 @@ def test_a_kernel_is_asked_for_once_for_each_kind_of_arguments(launches):
 
 @pytest.fixture
 def compilations(monkeypatch, tmp_path):
-    """(kernel, whether by the thread that runs the test) of each compilation from now on; no kernel is compiled yet."""
+    """(what, whether by the thread that runs the test) of each compilation from now on; no kernel is compiled yet.
+
+    A kernel by its name; C code as "C".
+    """
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     here, found = threading.current_thread(), []
 
@@ -100,7 +103,13 @@ def compilations(monkeypatch, tmp_path):
         if not cache_hit:
             found.append((src.name, threading.current_thread() is here))
 
+    def build(*args, **options):
+        found.append(("C", threading.current_thread() is here))
+        return real(*args, **options)
+
+    real = triton.runtime.build._build
     monkeypatch.setattr(triton.knobs.compilation, "listener", listen)
+    monkeypatch.setattr(triton.runtime.build, "_build", build)
     forget_kernels()
     yield found
     forget_kernels()
@@ -112,7 +121,16 @@ def forget_kernels():
 
 
 class AbsentGpu:
-    """Triton's driver for a GPU that is not here: it can be compiled for, and a launch would fail."""
+    """Triton's driver for a GPU that is not here: it can be compiled for, and a launch would fail.
+
+    launchers: (kernel, whether by the thread that made this) of each launcher made.
+    """
+
+    def __init__(self):
+        self.launchers, self._thread = [], threading.current_thread()
+
+    def launcher_cls(self, src, metadata):
+        self.launchers.append((src.name, threading.current_thread() is self._thread))
 
     def get_current_device(self):
         return 0
@@ -149,6 +167,7 @@ def test_the_kernels_of_a_call_are_compiled_and_then_there(absent_gpu):
         assert sorted(absent_gpu) == [
             (kernel, False) for kernel in ("_attention_kernel", "_merge_kernel") for _ in range(2)
         ]
+        assert sorted(triton.runtime.driver.active.launchers) == sorted(absent_gpu)
 
 
 @jit
@@ -243,8 +262,8 @@ def test_a_rehearsal_compiles_all_that_an_engine_launches_on_a_gpu(as_if_on_a_gp
 
 @pytest.mark.parametrize(("able", "captured", "rehearsed"), [(True, True, 1), (True, False, 0), (False, True, 0)])
 def test_who_rehearses(monkeypatch, able, captured, rehearsed):
-    """Engines that capture, on a backend whose first call may be recorded: of all only Triton's."""
-    assert [name for name, limits in CAPABILITIES.items() if limits.captures_first_call] == ["triton"]
+    """Engines that capture, on a backend whose first call may be recorded."""
+    assert [name for name, limits in CAPABILITIES.items() if limits.captures_first_call] == ["triton", "fa3"]
     engine, asked = LLM(device="cpu", max_running_requests=2).engine, []
     backend = SimpleNamespace(capabilities=replace(CAPABILITIES["triton"], captures_first_call=able))
     monkeypatch.setattr(build, "captures", lambda *_: captured)

@@ -45,7 +45,7 @@ CAPABILITIES: dict[str, Capabilities] = {
     # With pages of 128 tokens and more FlashAttention-3 loads whole pages, also what nobody wrote there.
     "fa3": Capabilities(
         _HALF, head_dims=tuple(range(8, 257, 8)), page_sizes=(1, 2, 4, 8, 16, 32, 64), own_windows=False,
-        own_sinks=False,
+        own_sinks=False, captures_first_call=True,
     ),
     "flashinfer": Capabilities(
         _HALF, head_dims=(64, 128, 256), own_windows=False, own_sinks=False, needs_host_extents=True,

@@ -7,7 +7,7 @@ when it is first launched, or ahead of that, with others, inside `compile_ahead`
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -123,7 +123,7 @@ def compile_ahead(run: Callable[[], None]) -> None:
 def _compile_ahead(run: Callable[[], None]) -> None:
     _asked.set(set())
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    pool = ThreadPoolExecutor(min(cores, _MOST_COMPILERS))
+    pool = _Compilers(min(cores, _MOST_COMPILERS))
     mode = triton.AsyncCompileMode(pool)
     try:
         mode.__enter__()
@@ -131,6 +131,20 @@ def _compile_ahead(run: Callable[[], None]) -> None:
         mode.__exit__(None, None, None)  # waits for the compilers; not after an error
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+class _Compilers(ThreadPoolExecutor):
+    """Make kernels and what their first launches would: Triton 3.6 has C code compiled that passes arguments."""
+
+    def submit(self, compile: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]  # nothing else is asked
+        """Begin `compile`, which makes a kernel. What is built for its launches goes into Triton's cache on disk."""
+        return super().submit(_with_launcher, compile)
+
+
+def _with_launcher(compile: Callable[[], Any]) -> Any:
+    kernel = compile()
+    triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
+    return kernel
 
 
 @dataclass(frozen=True, slots=True)
