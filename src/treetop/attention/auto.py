@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
 from treetop.attention.capabilities import CAPABILITIES, Capabilities, GroupNeed, Need, refusal
-from treetop.attention.contract import AttentionBackend, Queries, RoundExtents, TableView, TailKV
+from treetop.attention.contract import AttentionBackend, HostPlanned, Queries, RoundExtents, TableView, TailKV
 from treetop.kernels.kv import PagedKV
 from treetop.kernels.launch import CallShape, nearest_class
 from treetop.kernels.triton_guard import gpu_traits
@@ -145,7 +145,7 @@ class AutoBackend:
     def plan_round(self, round: RoundExtents) -> None:
         for name, backend in self.parts.items():
             if CAPABILITIES[name].needs_host_extents:
-                backend.plan_round(round)  # type: ignore[attr-defined]  # such a backend is HostPlanned
+                cast(HostPlanned, backend).plan_round(round)
 
     def begin(self, view: TableView) -> AutoPrefix:
         return AutoPrefix(view)

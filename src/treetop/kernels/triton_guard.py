@@ -136,13 +136,13 @@ def _compile_ahead(run: Callable[[], None]) -> None:
 class _Compilers(ThreadPoolExecutor):
     """Make kernels and what their first launches would: Triton 3.6 has C code compiled that passes arguments."""
 
-    def submit(self, compile: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]  # nothing else is asked
-        """Begin `compile`, which makes a kernel. What is built for its launches goes into Triton's cache on disk."""
-        return super().submit(_with_launcher, compile)
+    def submit(self, make: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]  # nothing else is asked
+        """Begin to make a kernel. What is built for its launches goes into Triton's cache on disk."""
+        return super().submit(_with_launcher, make)
 
 
-def _with_launcher(compile: Callable[[], Any]) -> Any:
-    kernel = compile()
+def _with_launcher(make: Callable[[], Any]) -> Any:
+    kernel = make()
     triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
     return kernel
 
