@@ -154,7 +154,7 @@ def test_leaving_a_stream_aborts_its_requests(strong_pair):
     llm = build(strong_pair, SHAPE, max_running_requests=2)
     prompts = strong_pair.prompts([5, 6, 7])
     expected = tokens(llm.generate(prompts, greedy(20)))
-    stream = llm.stream(prompts, greedy(20))
+    stream = llm.stream(prompts, greedy(200))
     next(stream)
     assert llm.scheduler.has_work
     stream.close()
