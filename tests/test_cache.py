@@ -214,16 +214,14 @@ def test_eviction_takes_the_least_recently_used_leaf_and_never_a_pinned_one():
     cache = RadixCache(2, 0)
     for first, ids in enumerate(([1, 1, 2, 2], [1, 1, 3, 3], [4, 4])):
         cache.insert(ids, [{FULL: PageId(10 * first + 1)}, {FULL: PageId(10 * first + 2)}][: len(ids) // 2])
-    assert cache.num_pages() == 4
+    assert cache.num_pages == 4
     path = cache.match([1, 1, 2, 2, 0])
-    for node in path:
-        node.pins += 1
-    assert cache.num_evictable() == 2
+    cache.pin(path)
+    assert cache.num_evictable == 2
     assert [pages[FULL] for pages in cache.evict(1)] == [12], "not the least recently used leaf"
     assert [pages[FULL] for pages in cache.evict(5)] == [21]
     assert cache.match([1, 1, 2, 2, 0]) == path
-    for node in path:
-        node.pins -= 1
+    cache.unpin(path)
     assert [pages[FULL] for pages in cache.evict(5)] == [2, 1], "a parent went before its child"
 
 
