@@ -245,8 +245,6 @@ def test_a_prefill_leaves_triton_for_less_than_a_round_does(monkeypatch):
     assert auto.plan_causal(auto.begin(c.view), c.queries.positions, None).backend.name == "fa3"
 
 
-
-
 def test_a_launch_of_the_table_serves_other_context_limits(monkeypatch):
     """What was measured, and its nearest neighbour with no more splits than blocks; the formula for all else."""
     gpu, call = GpuTraits(132, True, 227 << 10), CallShape(1, 16, 8, 4, 128, 2, 2048)

@@ -28,9 +28,9 @@ LAYERS = 32
 """Over how many layers a plan made on the host is spread, when its cost is weighed."""
 
 WORTH = {"tail": 0.9, "causal": 0.97}
-"""A backend replaces Triton only if it takes less than this share of its time, by the kind of call. Classes of rounds go
-by the most keys that rows may ever have, and Triton wins the shorter rows; a prefill's go by the keys that there are, so
-there only noise is left out."""
+"""A backend replaces Triton only if it takes less than this share of its time, by the kind of call. Classes of rounds
+go by the most keys that rows may ever have, and Triton wins the shorter rows; a prefill's go by the keys that there
+are, so there only noise is left out."""
 
 Make = Callable[[str, Need], AttentionBackend[Any, Any]]
 
@@ -63,7 +63,7 @@ class ChoiceTable:
         if FALLBACK not in timings:
             return FALLBACK, f"{shape_class}: not measured on this kind of GPU"
         best = min(timings, key=lambda name: timings[name].cost_us)
-        if timings[best].cost_us > WORTH[shape_class.split()[0]] * timings[FALLBACK].cost_us:
+        if timings[best].cost_us > WORTH[shape_class.split(maxsplit=1)[0]] * timings[FALLBACK].cost_us:
             best = FALLBACK
         times = ", ".join(f"{name} {timing.cost_us:.1f}" for name, timing in sorted(timings.items()))
         where = "" if measured == shape_class else f" in {measured}"
@@ -74,8 +74,8 @@ def nearest_measured(shape_class: str, measured: Iterable[str]) -> str | None:
     """The class among `measured` of the same kind and heads that is nearest by powers of two.
 
     Rows and queries count before keys, of which a round knows only the most there may be. Of equally near classes the
-    one with fewer rows, then fewer queries and keys. None if no class is of the same kind and heads, or if all have more
-    queries a row: few queries are another problem than many.
+    one with fewer rows, then fewer queries and keys. None if no class is of the same kind and heads, or if all have
+    more queries a row: few queries are another problem than many.
     """
     if shape_class in measured:
         return shape_class
