@@ -38,7 +38,8 @@ ENGINE_HELP = {
     "max_total_tokens": "tokens each KV pool holds, whatever the fraction below says (default: what fits, and no more"
     " than all running requests can use)",
     "mem_fraction_static": "share of the device's memory for weights, tables and KV pools",
-    "chunked_prefill_size": "prompt tokens a prefill step processes, padding counted",
+    "chunked_prefill_size": "prompt tokens a prefill step processes, padding counted (default: 512 on a CPU, 2048 to"
+    " 8192 on a GPU by its memory)",
     "radix_cache": "keep the K/V of finished requests for prompts that begin alike",
     "attention_backend": "who computes attention",
     "overlap": "launch a round before the last one's results are known; on by default where rounds are captured",

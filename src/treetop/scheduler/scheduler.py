@@ -22,6 +22,9 @@ from treetop.types.messages import Chunk, PageEdit, PrefillPlan, RoundPlan, RowS
 from treetop.types.requests import EngineRequest, RequestStats, RequestUpdate
 from treetop.types.sampling import Choice, FinishReason
 
+_CHEAP_PADDING = 512
+"""Padding of a prefill step, in tokens, that costs no more than a step of its own: its launches and the weights."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Out:
@@ -137,14 +140,13 @@ class Scheduler:
         setups: list[RowSetup] = []
         batch: list[tuple[Request, int]] = []
         for request in self._prefilling:
-            room = self._prefill_room(batch)
-            if room > 0:
-                count = min(room, request.num_ids - request.prefilled)
+            count = min(self._prefill_room(batch), request.num_ids - request.prefilled)
+            if self._may_join(batch, count):
                 self._reserve_chunk(request, count)
                 batch.append((request, count))
         while self._waiting and self._free_rows and self._cells_left():
             request, room = self._waiting[0], self._prefill_room(batch)
-            if room == 0 or not self._admit(request, room):
+            if room == 0 or not self._admit(request, batch, room):
                 break
             self._waiting.popleft()
             self._prefilling.append(request)
@@ -165,6 +167,12 @@ class Scheduler:
         room = self._layout.chunk // self._layout.bucket_for(len(batch) + 1)
         return room if all(count <= room for _, count in batch) else 0
 
+    def _may_join(self, batch: list[tuple[Request, int]], count: int) -> bool:
+        """Whether a row with `count` tokens may join a batch: its padding is cheap, or a third of the whole at most."""
+        counts = [each for _, each in batch] + [count]
+        padding = self._layout.bucket_for(len(counts)) * max(counts) - sum(counts)
+        return count > 0 and padding <= max(sum(counts) // 2, _CHEAP_PADDING)
+
     def _chunk(self, request: Request, count: int) -> Chunk:
         """The next `count` tokens of a request, and the token after them. After its last chunk it can decode."""
         ids, start = request.ids, request.prefilled
@@ -184,12 +192,17 @@ class Scheduler:
             raise InvariantError("a window's pool does not hold the windows of all running requests")
         self._write(held.row, more)
 
-    def _admit(self, request: Request, budget: int) -> bool:
-        """Give a waiting request a row and pages for all its tokens and one round; False if there is no room."""
+    def _admit(self, request: Request, batch: list[tuple[Request, int]], budget: int) -> bool:
+        """Give a waiting request a row and pages for all its tokens and one round; False if there is no room.
+
+        Also if its first chunk, of `budget` tokens at most, does not suit the prefill `batch`.
+        """
         lease, shared = self._ledger.open(request.ids)
         known = lease.shared * self._layout.page_size
         end = min(known + budget, request.num_ids)
-        reserved = self._ledger.reserve(lease, request.num_ids + self._layout.headroom, known, end)
+        suits = self._may_join(batch, end - known)
+        total = request.num_ids + self._layout.headroom
+        reserved = self._ledger.reserve(lease, total, known, end) if suits else None
         if reserved is None:
             self._ledger.release(lease)
             return False
