@@ -20,7 +20,7 @@ from treetop.engine.pure import Pure
 from treetop.scheduler.request import Request, RequestUpdate
 from treetop.scheduler.scheduler import Scheduler
 from treetop.server.text import OutputText, StopStrings
-from treetop.server.tokenizer import Tokenizer, extra_eos_ids
+from treetop.server.tokenizer import extra_eos_ids, open_tokenizer
 from treetop.types.config import EngineConfig
 from treetop.types.errors import InputError, PromptError
 from treetop.types.ids import RequestId
@@ -112,7 +112,7 @@ class LLM:
         self.config = EngineConfig.of(_folder(model), **options, **chosen)
         self.engine = Engine(self.config, pure, wrap)
         self.model_path, self.draft_path = self.engine.model_path, self.engine.draft_path
-        self.tokenizer = Tokenizer(self.model_path) if (self.model_path / "tokenizer.json").is_file() else None
+        self.tokenizer = open_tokenizer(self.model_path)
         eos_ids = (*self.engine.spec.eos_token_ids, *extra_eos_ids(self.model_path))
         self.scheduler = Scheduler(self.engine.layout, self.config, eos_ids, pure)
         self._seeds = random.Random(self.config.seed)
@@ -207,6 +207,7 @@ class LLM:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InputError(f"{self.model_path} has no tokenizer.json; pass token ids instead of text")
+            self.scheduler.check_length(self.tokenizer.fewest_tokens(prompt), exact=False)
             ids = self.tokenizer.encode(prompt)
         elif isinstance(prompt, _BYTES) or not isinstance(prompt, Sequence) or not all(map(_is_id, prompt)):
             raise InputError(f"a prompt must be text or a list of token ids, got {reprlib.repr(prompt)}")
