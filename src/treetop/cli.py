@@ -6,6 +6,7 @@ stderr; 130 Ctrl-C.
 """
 
 import argparse
+import io
 import json
 import logging
 import re
@@ -66,6 +67,9 @@ class OneLineParser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # of what the terminal's encoding lacks
     args = build_parser().parse_args(argv)
     if args.verbose:
         logger = logging.getLogger("treetop")
@@ -153,8 +157,6 @@ def _stream(args: argparse.Namespace, prompts: list[str], params: SamplingParams
     """
     from treetop.server.llm import LLM
 
-    if args.simulate_accept_length is not None:
-        print("treetop: --simulate-accept-length: the output is wrong on purpose", file=sys.stderr)
     llm = LLM(args.model, **_engine_options(args))
     outputs: dict[int, Any] = {}
     started_s, shown = time.perf_counter(), 0
@@ -162,6 +164,8 @@ def _stream(args: argparse.Namespace, prompts: list[str], params: SamplingParams
         deltas = llm.stream(prompts, [params] * len(prompts))
     except PromptError as error:
         raise InputError(f"{_label(args, error.index)}: {error.reason}") from None
+    if args.simulate_accept_length is not None:
+        print("treetop: --simulate-accept-length: the output is wrong on purpose", file=sys.stderr)
     single = len(prompts) == 1 and not args.json
     if single and args.echo:
         print(prompts[0], end="", flush=True)

@@ -79,7 +79,7 @@ def read_blueprint(config: EngineConfig, kind: type[Layout]) -> Blueprint:
     target = (folder, target_spec(folder))
     draft = None
     if config.draft is not None:
-        folder = resolve_folder(config.draft)
+        folder = resolve_folder(config.draft, "draft")
         draft = (folder, read_draft_spec(config, folder, target[1]))
     layout = make_layout(config, target[1], draft[1] if draft is not None else None, kind)
     device = compute_device(config.device)

@@ -84,10 +84,14 @@ class Scheduler:
         """Raise InputError for a prompt that is empty or leaves no room for one token."""
         if not prompt_ids:
             raise InputError("the prompt is empty: it has no token after encoding")
-        if len(prompt_ids) >= self._layout.max_context:
+        self.check_length(len(prompt_ids))
+
+    def check_length(self, num_tokens: int, exact: bool = True) -> None:
+        """Raise InputError if a prompt of so many tokens, or of no fewer, leaves no room for one more."""
+        if num_tokens >= self._layout.max_context:
             raise InputError(
-                f"the prompt has {len(prompt_ids)} tokens and leaves no room for one more in a context of"
-                f" {self._layout.max_context}; shorten it or raise --context-length"
+                f"the prompt has {'' if exact else 'at least '}{num_tokens} tokens and leaves no room for one more in a"
+                f" context of {self._layout.max_context}; shorten it or raise --context-length"
             )
 
     def abort(self, request_id: RequestId) -> RequestUpdate | None:

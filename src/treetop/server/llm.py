@@ -19,7 +19,7 @@ from treetop.engine.engine import Engine
 from treetop.engine.pure import Pure
 from treetop.scheduler.scheduler import Scheduler
 from treetop.server.text import OutputText, StopStrings
-from treetop.server.tokenizer import Tokenizer, extra_eos_ids
+from treetop.server.tokenizer import extra_eos_ids, open_tokenizer
 from treetop.types.config import EngineConfig
 from treetop.types.errors import InputError, PromptError
 from treetop.types.requests import EngineRequest, RequestUpdate
@@ -153,7 +153,7 @@ class LLM:
         self.config = EngineConfig.of(_folder(model), **options, **chosen)
         engine = Engine(self.config, pure, wrap)
         self.model_path, self.draft_path = engine.model_path, engine.draft_path
-        self.tokenizer = Tokenizer(self.model_path) if (self.model_path / "tokenizer.json").is_file() else None
+        self.tokenizer = open_tokenizer(self.model_path)
         eos_ids = (*engine.spec.eos_token_ids, *extra_eos_ids(self.model_path))
         self.engine, self.scheduler = engine, Scheduler(engine.layout, self.config, eos_ids, pure)
         self._core = CoreThread(EngineCore(self.engine, self.scheduler))
@@ -224,6 +224,7 @@ class LLM:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InputError(f"{self.model_path} has no tokenizer.json; pass token ids instead of text")
+            self.scheduler.check_length(self.tokenizer.fewest_tokens(prompt), exact=False)
             ids = self.tokenizer.encode(prompt)
         elif isinstance(prompt, _BYTES) or not isinstance(prompt, Sequence) or not all(map(_is_id, prompt)):
             raise InputError(f"a prompt must be text or a list of token ids, got {reprlib.repr(prompt)}")
