@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from treetop import LLM
+from treetop.types.errors import InputError
+
 BENCH = Path(__file__).parent.parent / "bench"
 CHOICES = BENCH.parent / "src" / "treetop" / "attention" / "choices.json"
 
@@ -122,3 +125,41 @@ def test_a_large_prefill_is_compared_at_some_queries_of_every_row_as_at_all(scri
     wrong[1, 13] += 1
     assert cases.error_of(case, expected, case.layers[0]) < 1e-5
     assert cases.error_of(case, wrong, case.layers[0]) > 0.01
+
+
+# ---------------------------------------------------------------------------------------------------------- prefill
+
+
+def test_prompts_are_timed_by_the_size_of_steps_and_first_tokens_compared(script, strong_pair, tmp_path, capsys):
+    """On a CPU: every case on every engine, each with the step that was asked for, 0 the engine's own."""
+    options = ["--model", str(strong_pair.target), "--load-format", "auto", "--backends", "torch", "--repeats", "3"]
+    out = tmp_path / "prefill.json"
+    cases = ["--device", "cpu", "--cases", "1x40", "3x17", "--chunks", "0", "16", "--json", str(out)]
+    assert script("prefill").main([*options, *cases]) == 0
+    report = json.loads(out.read_text(encoding="utf-8"))
+    found = [(each["chunk"], each["prompts"], each["tokens"]) for each in report["figures"]]
+    assert found == [(123, 1, 40), (123, 3, 17), (16, 1, 40), (16, 3, 17)]  # 3 rows of 41 tokens are less than 512
+    assert [engine["attends"] for engine in report["engines"]] == ["torch", "torch"]
+    for each in report["figures"]:
+        assert 0 < each["ms_low"] <= each["ms"] <= each["ms_high"]
+        assert each["tokens_per_s"] == pytest.approx(1e3 * each["prompts"] * each["tokens"] / each["ms"])
+        assert each["agree"]
+        assert len(each["first_tokens"]) == each["prompts"]
+    assert "first tokens differ" not in capsys.readouterr().err
+
+
+def test_first_tokens_that_differ_are_said(script, strong_pair):
+    prefill = script("prefill")
+    llm = LLM(str(strong_pair.target), None, device="cpu", max_running_requests=1, context_length=64)
+    case = prefill.Case.of("1x20")
+    sound = prefill.measure(llm, "torch", case, 1, None)
+    assert sound.agree
+    other = prefill.measure(llm, "torch", case, 1, [sound.first_tokens[0] + 1])
+    assert not other.agree
+    assert "differ" in prefill.line_of(other)
+
+
+@pytest.mark.parametrize("case", ["8", "0x5", "ax8", "8x", "1x-4"])
+def test_a_case_that_is_none_is_refused(script, case):
+    with pytest.raises(InputError, match="--cases"):
+        script("prefill").Case.of(case)
