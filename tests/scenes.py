@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from treetop.attention.contract import Queries, TableView, TailKV
-from treetop.attention.tail import attend, tail_visible, with_sinks
 from treetop.kernels.kv import PagedKV, PageTable
 from treetop.kernels.tree import ancestor_mask
 from treetop.types.ids import FULL
@@ -104,13 +103,25 @@ def scene(  # noqa: PLR0917
 
 
 def dense_answer(s: Scene, with_tail: bool, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Attention over everything seen, in one dense product in float32, and the log-sum-exp without the sink."""
-    k, v, seen = s.k, s.v, s.seen
+    """Attention over everything seen, in one dense product in float64, and the log-sum-exp without the sink.
+
+    Nothing of the code under test is used; a sink is one more logit, of a key without a value.
+    """
+    k, v, seen, tail = s.k, s.v, s.seen, s.queries
     if with_tail:
         k, v = torch.cat([k, s.tail.k], dim=1), torch.cat([v, s.tail.v], dim=1)
-        seen = torch.cat([seen, tail_visible(s.queries)], dim=2)
-    out, lse = attend(s.q.float(), k.float(), v.float(), seen, s.scale)
-    return (out if sinks is None else with_sinks(out, lse, sinks)), lse
+        distance = tail.positions[:, :, None] - tail.tail_positions[:, None, :]
+        near = torch.ones_like(tail.mask) if tail.window is None else distance < tail.window
+        seen = torch.cat([seen, tail.mask & near], dim=2)
+    k, v = (x.double().repeat_interleave(s.q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+    scores = torch.einsum("bnhd,bmhd->bnhm", s.q.double(), k) * s.scale
+    scores = scores.masked_fill(~seen[:, :, None], float("-inf"))
+    logits = scores
+    if sinks is not None:
+        logits = torch.cat([scores, sinks.double()[:, None].expand(*scores.shape[:3], 1)], dim=3)
+    shares = torch.where(seen.any(dim=2)[:, :, None, None], torch.softmax(logits, dim=3), 0)[..., : k.shape[1]]
+    out = torch.einsum("bnhm,bmhd->bnhd", shares, v)
+    return out.float(), torch.logsumexp(scores, dim=3).float()
 
 
 def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:

@@ -41,6 +41,20 @@ needs_hopper = pytest.mark.skipif(
 )
 
 
+# Where no kernel of ours serves, (rows, n, k), on a GPU that the committed table was measured on. By hand, so that a
+# table that has lost an entry is not taken for one that says so.
+VENDORS_ARE_FASTER = {(256, 6144, 4096), (256, 28672, 4096)}
+WHOLE_WEIGHTS_ARE_FASTER = {(32, 4096, 14336)}
+
+
+def assert_chosen(launch, size, unserved, gpu):
+    """A launch is chosen for every size but the listed ones. Elsewhere a rule decides, of which nothing is measured."""
+    if load_table().holds_for(gpu):
+        assert (launch is None) == (size in unserved), size
+    elif launch is None:
+        pytest.skip("nothing was measured on a GPU like this one")
+
+
 def assert_near(got, want):
     error = float((got.float() - want.float()).norm() / want.float().norm())
     assert error < 1e-2, f"relative error {error:.1e}"
@@ -78,8 +92,9 @@ def test_the_launches_that_a_llama_8b_gets_are_right(rows, n, k, gated):
     """What `choose_launch` gives on this GPU, from the table or not."""
     gpu = gpu_traits(GPU)
     launch = choose_launch(rows, n, k, gated, gpu)
+    assert_chosen(launch, (rows, n, k), VENDORS_ARE_FASTER, gpu)
     if launch is None:
-        pytest.skip("the vendor's product serves")
+        return
     x, weight = inputs(rows, n, k)
     if gated:
         assert_near(gated_rows(x, weight, launch, gpu), gated_rows_reference(x, weight))
@@ -156,8 +171,9 @@ def test_layers_take_compressed_weights_for_few_rows_and_whole_ones_for_more(mon
 def test_the_compressed_launches_that_a_llama_8b_gets_are_right(rows, n, k, gated):
     gpu = gpu_traits(GPU)
     launch = choose_compressed(rows, n, k, gated, gpu)
+    assert_chosen(launch, (rows, n, k), WHOLE_WEIGHTS_ARE_FASTER, gpu)
     if launch is None:
-        pytest.skip("the whole weight serves")
+        return
     x, weight = inputs(rows, n, k)
     got, want = compressed_rows(x, compress(weight, gated), launch, gpu).float(), few_rows_reference(x, weight, 1)[0]
     assert_near(got if gated else got.sum(0), gated_rows_reference(x, weight) if gated else want)

@@ -27,7 +27,7 @@ from treetop.engine.cuda_graphs import plan_host_extents
 from treetop.engine.graphs import Eager
 from treetop.kernels.kv import PageTable
 from treetop.types.ids import FULL
-from treetop.types.layout import PLAIN, SpecShape
+from treetop.types.layout import SpecShape
 from treetop.types.phase import Phase
 
 CPU = torch.device("cpu")
@@ -366,5 +366,5 @@ def test_an_engines_need_names_every_group_with_its_heads(weak_pair):
     assert {group.heads for group in need.groups} == {4}
     assert need.rows == device.layout.max_requests
     for shape, most in [(SpecShape(4, 5, 16), 16), (SpecShape(8, 2, 6), 8), (SpecShape(1, 5, 6), 6)]:
-        layout = replace(device.layout, shapes=(PLAIN, shape))
+        layout = replace(device.layout, shapes=(shape,))
         assert backend_need(layout, device.target.spec, draft, place).queries == most

@@ -50,7 +50,7 @@ from treetop.models.spec import Eagle3Spec, ModelSpec, target_spec
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
 from treetop.types.ids import DRAFT, FULL, WINDOW, GroupName
-from treetop.types.layout import PLAIN, KVGroup, Layout
+from treetop.types.layout import KVGroup, Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def make_layout(config: EngineConfig, spec: ModelSpec, draft: Eagle3Spec | None,
     groups = tuple(_groups(spec, draft))
     chunk = config.chunked_prefill_size or _default_chunk(config, groups)
     layout = kind(
-        shapes=(PLAIN,) if config.shape == PLAIN else (PLAIN, config.shape),
+        shapes=(config.shape,),
         page_size=config.page_size,
         max_requests=config.max_running_requests,
         max_context=context,
@@ -224,7 +224,7 @@ def _without_pools(blueprint: Blueprint, pure: Pure) -> tuple[Device, RedZones |
         buffers=make_round_buffers(layout, len(aux), spec.hidden_size, place.dtype, zeros),
         target_layers=[],
         draft_layers=[],
-        probes=Probes.make(place.device, config.check_level >= 2),
+        probes=Probes.make(place.device, config.check_level >= 2, layout.dummy_row),
     )
     return device, zones, zeros
 
