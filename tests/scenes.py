@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields, is_dataclass
 import torch
 from torch import Tensor
 
+from tolerance import attention_errors
 from treetop.attention.contract import Queries, TableView, TailKV
 from treetop.attention.tail import attend, tail_visible, with_sinks
 from treetop.kernels.kv import PagedKV, PageTable
@@ -13,8 +14,6 @@ from treetop.types.ids import FULL
 from treetop.types.phase import Phase
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
-# Triton's interpreter multiplies bfloat16 as if it were integers, so bfloat16 is checked on GPUs (bench/attention.py).
-TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3}
 
 
 @dataclass(frozen=True)
@@ -104,17 +103,28 @@ def scene(  # noqa: PLR0917
 
 
 def dense_answer(s: Scene, with_tail: bool, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Attention over everything seen, in one dense product in float32, and the log-sum-exp without the sink."""
+    """Attention over everything seen, dense, in float64, and the log-sum-exp, in float32, without the sink."""
     k, v, seen = s.k, s.v, s.seen
     if with_tail:
         k, v = torch.cat([k, s.tail.k], dim=1), torch.cat([v, s.tail.v], dim=1)
         seen = torch.cat([seen, tail_visible(s.queries)], dim=2)
-    out, lse = attend(s.q.float(), k.float(), v.float(), seen, s.scale)
+    out, lse = attend(s.q.double(), k.double(), v.double(), seen, s.scale)
     return (out if sinks is None else with_sinks(out, lse, sinks)), lse
 
 
-def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
-    torch.testing.assert_close(got.float(), want.float(), atol=TOLERANCE[dtype], rtol=0)
+def assert_close(got: Tensor, want: Tensor, s: Scene) -> None:
+    """Outputs of attention over this scene are as near as its sums let them be."""
+    torch.testing.assert_close(got.double(), want.double(), atol=_errors(s)[0], rtol=0)
+
+
+def assert_close_lse(got: Tensor, want: Tensor, s: Scene) -> None:
+    """The same for log-sum-exps, which are float32 in every dtype."""
+    torch.testing.assert_close(got, want, atol=_errors(s)[1], rtol=0)
+
+
+def _errors(s: Scene) -> tuple[float, float]:
+    k, v = torch.cat([s.k, s.tail.k], dim=1), torch.cat([s.v, s.tail.v], dim=1)
+    return attention_errors(s.q, k, v, s.scale)
 
 
 def moved(value, device: torch.device):
