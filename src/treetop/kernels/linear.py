@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from treetop.kernels.compressed import choose_compressed, compress, compressed_bytes, compressed_rows
+from treetop.kernels.compressed import compress_if_faster, compressed_rows
 from treetop.kernels.few_rows import choose_launch, few_rows, gated_rows
 from treetop.kernels.fused import joined, silu_mul, silu_mul_reference
 from treetop.kernels.triton_guard import GpuTraits
@@ -85,17 +85,15 @@ class _GpuWeight:
 
     def __init__(self, whole: Tensor, gated: bool, gpu: GpuTraits, compressed: bool) -> None:
         self.whole, self._gated, self._gpu = whole.contiguous(), gated, gpu
-        n, k = whole.shape
-        worth = compressed and compressed_bytes(n, k, gated, gpu) > 0
-        self._compressed = compress(self.whole, gated) if worth else None
+        self._compressed = compress_if_faster(self.whole, gated, gpu) if compressed else None
 
     def few(self, x: Tensor) -> Tensor | None:
         """Parts [parts, rows, out], or [rows, out / 2] if gated, for x [..., in]; None where the vendor's is faster."""
         rows, gated, gpu = x.numel() // x.shape[-1], self._gated, self._gpu
         if self._compressed is not None:
-            compressed_launch = choose_compressed(rows, *self.whole.shape, gated, gpu)
+            compressed_launch = self._compressed.launch(rows)
             if compressed_launch is not None:
-                return compressed_rows(_as_rows(x), self._compressed, compressed_launch, gpu)
+                return compressed_rows(_as_rows(x), self._compressed.weight, compressed_launch, gpu)
         launch = choose_launch(rows, *self.whole.shape, gated, gpu)
         if launch is None:
             return None
