@@ -15,7 +15,7 @@ from treetop.cache.pool import KVPool, make_pools
 from treetop.checks.poison import RedZones
 from treetop.checks.probes import Probes
 from treetop.engine.buffers import Zeros, make_round_buffers
-from treetop.engine.copies import with_copies
+from treetop.engine.copies import CpuWeights, with_copies, with_second_orders
 from treetop.engine.cuda_graphs import num_graphs
 from treetop.engine.device import Device
 from treetop.engine.memory import (
@@ -35,6 +35,7 @@ from treetop.engine.rehearsal import rehearse
 from treetop.engine.round_ops import make_round_ops
 from treetop.engine.state import make_state
 from treetop.engine.trial import peak_bytes
+from treetop.kernels.products import ChosenProduct, choose_products
 from treetop.models.eagle3 import Eagle3Head
 from treetop.models.llama import Llama
 from treetop.models.loader import (
@@ -58,7 +59,7 @@ class Blueprint:
     """Everything that is known before a weight is read.
 
     target, draft: folder and spec. layout: with pools as large as the estimate lets them be. need: what attention has
-    to do. use: that estimate of memory.
+    to do. use: that estimate of memory. weights: whose products are chosen by timing.
     """
 
     config: EngineConfig
@@ -68,6 +69,7 @@ class Blueprint:
     place: Placement
     need: Need
     use: MemoryUse
+    weights: CpuWeights
 
 
 def read_blueprint(config: EngineConfig, kind: type[Layout]) -> Blueprint:
@@ -92,11 +94,13 @@ def read_blueprint(config: EngineConfig, kind: type[Layout]) -> Blueprint:
     budget = Budget(memory, static, allowance, config.mem_fraction_static)
     budget = with_copies(config, place, budget, layout, *specs)
     place = replace(place, compressed=budget.copies > 0)
+    budget, weights = with_second_orders(config, place, budget, layout, specs)
     layout = fit(layout, dtype.itemsize, budget, config.max_total_tokens)
     need = backend_need(layout, target[1], draft, place)
     if config.attention_backend != "auto":
         require(config.attention_backend, need)
-    return Blueprint(config, target, draft, layout, place, need, MemoryUse(layout, dtype.itemsize, budget))
+    use = MemoryUse(layout, dtype.itemsize, budget)
+    return Blueprint(config, target, draft, layout, place, need, use, weights)
 
 
 def make_layout(config: EngineConfig, spec: ModelSpec, draft: Eagle3Spec | None, kind: type[Layout]) -> Layout:
@@ -171,11 +175,15 @@ def read_draft_spec(config: EngineConfig, folder: Path, target: ModelSpec) -> Ea
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A device with its memory. zones: at check level 3, between which every buffer lies. use: where memory went."""
+    """A device with its memory. zones: at check level 3, between which every buffer lies. use: where memory went.
+
+    products: on a CPU, how products with weights are taken.
+    """
 
     device: Device
     zones: RedZones | None
     use: MemoryUse
+    products: tuple[ChosenProduct, ...]
 
 
 def build_device(blueprint: Blueprint, pure: Pure) -> Built:
@@ -184,9 +192,10 @@ def build_device(blueprint: Blueprint, pure: Pure) -> Built:
     Raises CapacityError if what is left does not hold one request, EngineError if memory runs out on the way.
     """
     config, place = blueprint.config, blueprint.place
+    products = choose_products(blueprint.weights.shapes, place.dtype, blueprint.weights.orders)
     with out_of_memory_explained("loading weights and trying the worst steps", place.device, blueprint.use):
         before = _allocated(place.device)
-        device, zones, zeros = _without_pools(blueprint, pure)
+        device, zones, zeros = _without_pools(blueprint, replace(place, products=products), pure)
         static = _allocated(place.device) - before or blueprint.use.budget.static
         allowance = _gpu_allowance(config, device) if place.device.type == "cuda" else 0
     memory = memory_of(place.device)
@@ -196,12 +205,12 @@ def build_device(blueprint: Blueprint, pure: Pure) -> Built:
     use = MemoryUse(layout, place.dtype.itemsize, budget)
     with out_of_memory_explained("making the KV pools", place.device, use):
         pools = make_pools(layout, place.dtype, zeros)
-    return Built(_with_pools(device, layout, pools), zones, use)
+    return Built(_with_pools(device, layout, pools), zones, use, tuple(products.values()))
 
 
-def _without_pools(blueprint: Blueprint, pure: Pure) -> tuple[Device, RedZones | None, Zeros]:
+def _without_pools(blueprint: Blueprint, place: Placement, pure: Pure) -> tuple[Device, RedZones | None, Zeros]:
     """The device as yet without pools; the red zones, and what makes buffers."""
-    config, place, spec = blueprint.config, blueprint.place, blueprint.target[1]
+    config, spec = blueprint.config, blueprint.target[1]
     backend = make_backend(config.attention_backend, blueprint.need)
     zones = RedZones(place.device) if config.check_level >= 3 else None
     zeros: Zeros = zones.zeros if zones is not None else partial(zeros_on, place.device)

@@ -66,6 +66,7 @@ class Engine:
         self.dtype, device = blueprint.place.dtype, blueprint.place.device
         built = build_device(blueprint, pure)
         self.layout, self.memory, self._zones = built.device.layout, built.use, built.zones
+        self.products = built.products
         self.device = wrap(built.device) if wrap is not None else built.device
         self.launcher: RoundLauncher = Eager(self.device)
         if config.graphs == "sim":

@@ -2,7 +2,8 @@
 
 import os
 import stat
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from treetop.kernels.ops import Ops, ops_for
+from treetop.kernels.products import ChosenProduct, Shape
 from treetop.kernels.rope import rope_table
 from treetop.models.checkpoint import Shapes, check_tensors, read_tensors, tensor_files
 from treetop.models.eagle3 import Eagle3Head
@@ -83,6 +85,7 @@ class Placement:
     """Where and how a model computes.
 
     rope_rows: positions its RoPE table holds. dummy: random weights, no file. compressed: weights in 12 bits as well.
+    products: on a CPU, the calls for weights of each shape.
     """
 
     dtype: torch.dtype
@@ -90,10 +93,11 @@ class Placement:
     rope_rows: int
     dummy: bool = False
     compressed: bool = False
+    products: Mapping[Shape, ChosenProduct] = field(default_factory=dict)
 
     @property
     def ops(self) -> Ops:
-        return ops_for(self.device, self.dtype, self.compressed)
+        return ops_for(self.device, self.dtype, self.compressed, self.products)
 
 
 def load_target(folder: Path, spec: ModelSpec, aux_inputs: tuple[int, ...], place: Placement) -> Llama:
