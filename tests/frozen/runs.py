@@ -194,7 +194,7 @@ HOSTILE_PADDED = Setup(
     "repeat-padded",
     "repeat",
     (4, 5, 16),
-    {"page": 4, "rows": 3, "context": 80},
+    {"page": 4, "rows": 4, "context": 80},
     (Run(((5, 1), (17, 2), (30, 3)), (_greedy(max_tokens=20),) * 3),),
 )
 """Three rows in a batch of four: the padding row meets a target that says token 0 after token 0."""
