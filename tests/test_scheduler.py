@@ -90,7 +90,7 @@ def test_retraction_and_resumption_do_not_change_the_tokens(strong_pair, shape, 
         max_total_tokens=192,
         page_size=page,
         chunked_prefill_size=chunk,
-        radix_cache=radix,
+        disable_radix_cache=not radix,
     )
     requests = submit(llm, prompts, params)
     finish(llm)
