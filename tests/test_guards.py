@@ -200,7 +200,7 @@ def test_poison_changes_no_bit_of_any_round(strong_pair, graphs, radix):
     params = [greedy(50), sampled(1, 50), sampled(2, 40, top_k=5), greedy(60), greedy(30)]
     found = []
     for level in (0, 3):
-        llm = build(strong_pair, SHAPE, check_level=level, graphs=graphs, radix_cache=radix, **CROWDED)
+        llm = build(strong_pair, SHAPE, check_level=level, graphs=graphs, disable_radix_cache=not radix, **CROWDED)
         found.append(observed(llm, prompts, params))
         assert llm.scheduler.num_retractions > 0
     assert found[0][0] == found[1][0]
@@ -228,7 +228,7 @@ def nothing_but_nan(llm, group, page) -> bool:
 
 def test_free_pages_are_nan_and_the_null_page_is_finite(strong_pair):
     """At level 3, from the start and after every step, a page that nobody owns is NaN and page 0 is zero."""
-    llm = build(strong_pair, SHAPE, check_level=3, radix_cache=True, **CROWDED)
+    llm = build(strong_pair, SHAPE, check_level=3, **CROWDED)
     allocators, size = llm.scheduler._ledger._allocators, llm.engine.layout.page_size
     for group, pages in llm.engine.layout.num_pages.items():
         assert all(nothing_but_nan(llm, group, page) for page in range(1, pages))

@@ -41,7 +41,7 @@ ENGINE_HELP = {
     "mem_fraction_static": "share of the device's memory for weights, tables and KV pools",
     "chunked_prefill_size": "prompt tokens a prefill step processes, padding counted (default: 512 on a CPU, 2048 to"
     " 8192 on a GPU by its memory)",
-    "radix_cache": "keep the K/V of finished requests for prompts that begin alike",
+    "disable_radix_cache": "do not keep the K/V of prompts and outputs for prompts that begin alike",
     "attention_backend": "who computes attention",
     "overlap": "launch a round before the last one's results are known; on by default where rounds are captured",
     "graphs": "captured graphs; sim gives a CPU their semantics, for tests",

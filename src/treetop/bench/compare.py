@@ -120,7 +120,8 @@ _SPARE_ROUNDS = 64
 def run(model: str | None, engine_options: dict[str, Any], options: BenchOptions) -> Report:
     """Load both engines, compare, then time. Raises UserError for options that cannot work.
 
-    Contexts are as long as the prompts need unless an option says otherwise, for two engines share the memory.
+    Contexts are as long as the prompts need unless an option says otherwise, for two engines share the memory. Prompts
+    come again and again, so there is no prefix cache: each time is of the whole work.
     """
     if options.transformers and importlib.util.find_spec("transformers") is None:
         raise ConfigError("--transformers: the library is not installed; pip install transformers")
@@ -133,6 +134,7 @@ def run(model: str | None, engine_options: dict[str, Any], options: BenchOptions
     longest = max(options.max_tokens, (options.rounds + _SPARE_ROUNDS) * config.shape.commit_width)
     context = min(up_to_step(max(map(len, prompts)) + longest), target_spec(folder).max_positions)
     sized = {"max_running_requests": options.batch_size, "context_length": context, **engine_options}
+    sized["disable_radix_cache"] = True
     both = (plain_options(sized), sized)
     cases = [_timed_case(EngineConfig.of(model, **each), prompts, options) for each in both]
     plain, speculative = (LLM(model, **each) for each in both)

@@ -191,13 +191,17 @@ def run_grid(model: str | None, options: dict[str, Any], grid: Grid, tell: Calla
 
 
 def engine_config(model: str | None, options: dict[str, Any], shape: SpecShape, grid: Grid) -> EngineConfig:
-    """The engine of one shape: rows and context as the grid needs them, unless they were given. Raises ConfigError."""
+    """The engine of one shape: rows and context as the grid needs them, unless they were given. Raises ConfigError.
+
+    Prompts come again and again, so there is no prefix cache: a request that hits it would take up its rounds earlier.
+    """
     need = grid.most_tokens(shape)
     rows: dict[str, Any] = {
         "max_running_requests": max(grid.batches),
         "context_length": up_to_step(need),
         "chunked_prefill_size": grid.chunk,
         **options,
+        "disable_radix_cache": True,
     }
     base = EngineConfig.of(model, **plain_options(rows))
     positions = target_spec(resolve_folder(base.model)).max_positions

@@ -290,7 +290,7 @@ FAULTS: dict[str, Fault] = _registry(
             {"shared_groups": _target_groups_only},
             "prefix hit",
             1,
-            {"radix_cache": True},
+            {"disable_radix_cache": False},
         ),
         Fault(
             "chunk-tail",

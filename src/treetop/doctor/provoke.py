@@ -42,7 +42,7 @@ _OPTIONS: dict[str, Any] = {
     "page_size": 4,
     "chunked_prefill_size": 16,
     "context_length": _CONTEXT,
-    "radix_cache": False,
+    "disable_radix_cache": True,
 }
 _ON: dict[str, dict[str, Any]] = {
     "cpu": {"device": "cpu"},

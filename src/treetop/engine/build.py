@@ -123,8 +123,6 @@ def make_layout(config: EngineConfig, spec: ModelSpec, draft: Eagle3Spec | None,
     if config.max_total_tokens is None:
         layout = replace(layout, pool_tokens=layout.tokens_for_all)
     layout.validate()
-    if config.radix_cache and any(group.window is not None for group in groups):
-        raise ConfigError("--enable-radix-cache does not work with a model that has windows")
     return layout
 
 
