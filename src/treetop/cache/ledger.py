@@ -31,19 +31,17 @@ class Lease:
         return len(self.path)
 
 
-@dataclass(frozen=True, slots=True)
-class LedgerRules:
-    """What a fault can replace: pages that a release gives back, and groups whose pages a prefix hit shares."""
-
-    pages_to_free: Callable[[Sequence[PageId], int, int], Sequence[PageId]]
-    shared_groups: Callable[[Sequence[GroupName]], Sequence[GroupName]]
+def share(lease: Lease, node: Node) -> None:
+    """Take over a cached page of a prefix hit in every group, the draft's too (sgl-19796)."""
+    for group, page in node.pages.items():
+        lease.pages[group].append(page)
 
 
 class PageLedger:
     """The allocators of all groups and the prefix cache, behind reserve / slide / release."""
 
-    def __init__(self, layout: Layout, radix_cache: bool, rules: LedgerRules, check_level: int) -> None:
-        self._layout, self._rules, self._check_level = layout, rules, check_level
+    def __init__(self, layout: Layout, radix_cache: bool, check_level: int) -> None:
+        self._layout, self._check_level = layout, check_level
         num_pages = layout.num_pages
         self._allocators = {g.name: PageAllocator(g.name, num_pages[g.name]) for g in layout.groups}
         self._windows = {g.name: g.window for g in layout.groups}
@@ -59,8 +57,7 @@ class PageLedger:
             lease.path = self._radix.match(ids)
         for node in lease.path:
             node.pins += 1
-            for group in self._rules.shared_groups(list(node.pages)):
-                lease.pages[group].append(node.pages[group])
+            share(lease, node)
         if self._check_level >= 1:
             self._check_filled(lease)
         cells = [(g, column, page) for g, pages in lease.pages.items() for column, page in enumerate(pages)]
@@ -104,20 +101,15 @@ class PageLedger:
                     cells.append((group, column, NULL_PAGE))
         return cells
 
-    def release(self, lease: Lease, ids: Sequence[int] = (), num_tokens: int = 0) -> None:
-        """Give back every page, once.
-
-        ids: tokens whose K/V the pages hold and that the cache may keep. num_tokens: that the request has.
-        """
+    def release(self, lease: Lease, ids: Sequence[int] = ()) -> None:
+        """Give back every page, once. ids: tokens whose K/V the pages hold and that the cache may keep."""
         if lease.released:
             return
         lease.released = True
         kept = self._keep(lease, ids)
         for group, pages in lease.pages.items():
             own = [page for c, page in enumerate(pages) if c >= lease.shared and c not in kept and page != NULL_PAGE]
-            first = len(pages) - len(own)
-            tokens = max(min(num_tokens, len(pages) * self._layout.page_size) - first * self._layout.page_size, 0)
-            self._give_back(group, self._rules.pages_to_free(own, tokens, self._layout.page_size), lease.owner)
+            self._give_back(group, own, lease.owner)
         for node in lease.path:
             node.pins -= 1
 

@@ -9,10 +9,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from treetop.cache.ledger import Columns, LedgerRules, PageLedger
+from treetop.cache.ledger import Columns, PageLedger
 from treetop.checks.host import check_cached, check_cell, check_emitted
-from treetop.engine.pure import Pure
 from treetop.scheduler.request import Request, RequestUpdate, Running
+from treetop.scheduler.stops import first_stop
 from treetop.types.config import EngineConfig
 from treetop.types.errors import InputError, InvariantError
 from treetop.types.ids import GroupName, PageId, RequestId, Row
@@ -38,11 +38,9 @@ class Scheduler:
     them.
     """
 
-    def __init__(self, layout: Layout, config: EngineConfig, eos_ids: Sequence[int], pure: Pure | None = None) -> None:
+    def __init__(self, layout: Layout, config: EngineConfig, eos_ids: Sequence[int]) -> None:
         self._layout, self._config, self._eos_ids = layout, config, frozenset(eos_ids)
-        self._pure = pure or Pure()
-        rules = LedgerRules(self._pure.pages_to_free, self._pure.shared_groups)
-        self._ledger = PageLedger(layout, config.radix_cache, rules, config.check_level)
+        self._ledger = PageLedger(layout, config.radix_cache, config.check_level)
         self._free_rows = [Row(row) for row in range(layout.max_requests - 1, -1, -1)]
         self._waiting: deque[Request] = deque()
         self._prefilling: list[Request] = []
@@ -148,7 +146,7 @@ class Scheduler:
         if end == len(ids):
             self._prefilling.remove(request)
             self._decoding.append(request)
-        return Chunk(_held(request).row, start, ids[start:end], self._pure.next_prompt_token(ids, end))
+        return Chunk(_held(request).row, start, ids[start:end], next_prompt_token(ids, end))
 
     def _reserve_chunk(self, request: Request, count: int) -> None:
         """Pages of the windows for one more chunk; the other groups got theirs at admission."""
@@ -292,7 +290,7 @@ class Scheduler:
     def _emit(self, request: Request, result: RowResult) -> RequestUpdate:
         params, limit = request.params, self._tokens_left(request)
         stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_ids)}
-        cut = self._pure.first_stop(result.tokens, stop_ids, request.stop.feed(result.tokens), limit)
+        cut = first_stop(result.tokens, stop_ids, request.stop.feed(result.tokens), limit)
         if self._config.check_level >= 1:
             count, reason = cut or (len(result.tokens), None)
             check_emitted(result.tokens[:count], stop_ids, reason, limit)
@@ -330,7 +328,7 @@ class Scheduler:
         held = _held(request)
         if self._config.check_level >= 1:
             check_cached(held.row, len(ids), request.prefilled)
-        self._ledger.release(held.lease, ids, request.num_ids)
+        self._ledger.release(held.lease, ids)
         self._free_rows.append(held.row)
         del self._by_row[held.row]
         self._cells = {cell: page for cell, page in self._cells.items() if cell[1] != held.row}
@@ -351,6 +349,11 @@ class Scheduler:
         if sorted([*self._by_row, *self._free_rows]) != list(range(self._layout.max_requests)):
             raise InvariantError(f"rows {[*self._by_row]} in use and {self._free_rows} free do not make up all rows")
         self._ledger.check([_held(request).lease for request in self._by_row.values()])
+
+
+def next_prompt_token(ids: Sequence[int], end: int) -> int | None:
+    """The token after a chunk that ends at `end`, from prompt and output alike; None at the end (sgl-26329)."""
+    return ids[end] if end < len(ids) else None
 
 
 def _held(request: Request) -> Running:

@@ -1,22 +1,18 @@
 """The offline interface: `LLM(...).generate(prompts, params)`."""
 
-import os
 import random
 import reprlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from numbers import Integral
 from pathlib import Path
 from typing import Any, cast
 
-from treetop.debug.faults import active_fault
-from treetop.engine.device import Device
 from treetop.engine.engine import Engine, Ticket
-from treetop.engine.pure import Pure
 from treetop.scheduler.request import Request, RequestUpdate
 from treetop.scheduler.scheduler import Scheduler
 from treetop.server.text import OutputText, StopStrings
@@ -93,8 +89,8 @@ class LLM:
     """An engine, a scheduler and a tokenizer in one process.
 
     Without `model` and `draft` it runs the embedded pair; a model without a draft decodes plainly, and `draft=None`
-    says so. Both are folders, or builtin:NAME. Options bear the names of `EngineConfig`. pure, wrap: for tests, see
-    `Engine`; TREETOP_FAULT in the environment names a fault too. Raises UserError for a configuration that cannot work.
+    says so. Both are folders, or builtin:NAME. Options bear the names of `EngineConfig`. Raises UserError for a
+    configuration that cannot work.
     An engine that fails at run time ends every request: the stream that ran it raises, the others get an error.
     Streams may be open side by side, also in several threads, which take turns at running the engine for all.
     """
@@ -103,18 +99,15 @@ class LLM:
         self,
         model: str | Path | None = None,
         draft: str | Path | _Unset | None = _Unset.UNSET,
-        pure: Pure | None = None,
-        wrap: Callable[[Device], Device] | None = None,
         **options: Any,
     ) -> None:
-        pure = pure or active_fault(os.environ)
         chosen = {} if draft is _Unset.UNSET else {"draft": _folder(draft)}
         self.config = EngineConfig.of(_folder(model), **options, **chosen)
-        self.engine = Engine(self.config, pure, wrap)
+        self.engine = Engine(self.config)
         self.model_path, self.draft_path = self.engine.model_path, self.engine.draft_path
         self.tokenizer = Tokenizer(self.model_path) if (self.model_path / "tokenizer.json").is_file() else None
         eos_ids = (*self.engine.spec.eos_token_ids, *extra_eos_ids(self.model_path))
-        self.scheduler = Scheduler(self.engine.layout, self.config, eos_ids, pure)
+        self.scheduler = Scheduler(self.engine.layout, self.config, eos_ids)
         self._seeds = random.Random(self.config.seed)
         # Of scheduler, engine and inbox; a stream that is collected while its thread runs another takes it again.
         self._lock = threading.RLock()
