@@ -7,9 +7,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engines import accept_lens, accepted, build, finish, greedy, sampled, steps, submit, tokens
 from treetop.cache.allocator import CACHE, FREE, Owner, PageAllocator
-from treetop.cache.ledger import LedgerRules, PageLedger
+from treetop.cache.ledger import PageLedger
 from treetop.cache.radix import RadixCache
-from treetop.engine.pure import pages_to_free, shared_groups
 from treetop.types.errors import OwnershipError
 from treetop.types.ids import DRAFT, FULL, NULL_PAGE, WINDOW, PageId
 from treetop.types.layout import PLAIN, KVGroup, Layout
@@ -89,7 +88,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def start(self, page_size, draft, radix, window):
         self.page_size, self.lookahead, self.radix = page_size, int(draft), radix
         self.layout = make_layout(page_size, draft, window)
-        self.ledger = PageLedger(self.layout, radix, LedgerRules(pages_to_free, shared_groups), check_level=1)
+        self.ledger = PageLedger(self.layout, radix, check_level=1)
         self.memory = {}
         self.live, self.dead = [], []  # [lease, ids, how many of them are committed]
 

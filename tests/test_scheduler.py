@@ -1,5 +1,7 @@
 """The scheduler: chunks, turns, retraction, aborts, padding and poison never change what a request receives."""
 
+import subprocess
+import sys
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -403,3 +405,9 @@ def test_page_table_cells_of_a_row_that_was_left_are_refused(strong_pair, monkey
     monkeypatch.setattr(Scheduler, "_leave", forgetful)
     with pytest.raises(CheckError, match=r"page_table\.\w+ cell: row \d+, column \d+ is to hold page \d+"):
         abort_who_waits_for_pages(strong_pair)
+
+
+def test_the_scheduler_comes_without_torch():
+    """Importing it imports no tensor library, directly or through others."""
+    code = "import sys, treetop.scheduler.scheduler; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -26,7 +26,6 @@ from treetop.server.llm import LLM, RequestOutput
 from treetop.server.tokenizer import open_tokenizer
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, InputError
-from treetop.types.layout import Layout
 from treetop.types.sampling import SamplingParams
 
 
@@ -189,7 +188,7 @@ def _timed_case(config: EngineConfig, prompts: list[list[int]], options: BenchOp
 
     Raises UserError for what the engine would refuse, for prompts too long, and if there is no room for a round.
     """
-    layout, lengths = read_blueprint(config, Layout).layout, sorted(map(len, prompts))
+    layout, lengths = read_blueprint(config).layout, sorted(map(len, prompts))
     width, context = config.shape.commit_width, layout.max_context
     if lengths[-1] >= context:
         raise ConfigError(

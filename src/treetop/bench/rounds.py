@@ -28,7 +28,7 @@ from treetop.models.spec import target_spec
 from treetop.server.llm import LLM, RequestOutput, TextDelta
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, EngineError
-from treetop.types.layout import PLAIN, Layout, SpecShape
+from treetop.types.layout import PLAIN, SpecShape
 from treetop.types.phase import Phase
 from treetop.types.sampling import Choice, SamplingParams
 
@@ -155,7 +155,7 @@ def run_grid(model: str | None, options: dict[str, Any], grid: Grid, tell: Calla
         raise ConfigError(f"--simulate-accept-length {asked}: the longest path of these shapes has {longest} tokens")
     configs = [engine_config(model, options, shape, grid) for shape in grid.shapes]
     for config in configs:
-        read_blueprint(config, Layout)  # refuses what an engine would, before the machine is measured
+        read_blueprint(config)  # refuses what an engine would, before the machine is measured
     device = compute_device(configs[0].device)
     machine = measure_machine(device, compute_dtype(configs[0].dtype, device))
     forced, dummy = options.get("simulate_accept_length"), configs[0].load_format == "dummy"

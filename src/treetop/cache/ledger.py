@@ -31,19 +31,11 @@ class Lease:
         return len(self.path)
 
 
-@dataclass(frozen=True, slots=True)
-class LedgerRules:
-    """What a fault can replace: pages that a release gives back, and groups whose pages a prefix hit shares."""
-
-    pages_to_free: Callable[[Sequence[PageId], int, int], Sequence[PageId]]
-    shared_groups: Callable[[Sequence[GroupName]], Sequence[GroupName]]
-
-
 class PageLedger:
     """The allocators of all groups and the prefix cache, behind reserve / slide / release."""
 
-    def __init__(self, layout: Layout, radix_cache: bool, rules: LedgerRules, check_level: int) -> None:
-        self._layout, self._rules, self._check_level = layout, rules, check_level
+    def __init__(self, layout: Layout, radix_cache: bool, check_level: int) -> None:
+        self._layout, self._check_level = layout, check_level
         num_pages = layout.num_pages
         self._allocators = {g.name: PageAllocator(g.name, num_pages[g.name]) for g in layout.groups}
         self._windows = {g.name: g.window for g in layout.groups}
@@ -60,15 +52,19 @@ class PageLedger:
         if self._radix is not None:
             lease.path = self._radix.match(ids)
             self._radix.pin(lease.path)
-            known = lease.shared * self._layout.page_size
-            for group in self._rules.shared_groups(list(lease.pages)):
-                first = self._first_column(group, known)
-                seen = [self._radix.read(node, group) for node in lease.path[first:]]
-                lease.pages[group] = [NULL_PAGE] * first + seen
+            for group in lease.pages:
+                self._share(lease, group)
         if self._check_level >= 1:
             self._check_filled(lease)
         cells = [(g, column, page) for g, pages in lease.pages.items() for column, page in enumerate(pages)]
         return lease, cells
+
+    def _share(self, lease: Lease, group: GroupName) -> None:
+        """Take over a group's pages of a prefix hit, those that a query after it can see (sgl-19796)."""
+        assert self._radix is not None
+        first = self._first_column(group, lease.shared * self._layout.page_size)
+        seen = [self._radix.read(node, group) for node in lease.path[first:]]
+        lease.pages[group] = [NULL_PAGE] * first + seen
 
     def reserve(self, lease: Lease, num_tokens: int, known: int = 0, end: int | None = None) -> Columns | None:
         """Grow the lease to hold `num_tokens` in every group: the new cells, or None and nothing changed.
@@ -141,20 +137,15 @@ class PageLedger:
                 cells.append((group, column, NULL_PAGE))
         return cells
 
-    def release(self, lease: Lease, ids: Sequence[int] = (), num_tokens: int = 0) -> None:
-        """Give back every page, once.
-
-        ids: tokens whose K/V the pages hold and that the cache may keep. num_tokens: that the request has.
-        """
+    def release(self, lease: Lease, ids: Sequence[int] = ()) -> None:
+        """Give back every page, once. ids: tokens whose K/V the pages hold and that the cache may keep."""
         if lease.released:
             return
         self.insert(lease, ids)
         lease.released = True
         for group, pages in lease.pages.items():
             own = [page for page in pages[lease.shared :] if page != NULL_PAGE]
-            first = len(pages) - len(own)
-            tokens = max(min(num_tokens, len(pages) * self._layout.page_size) - first * self._layout.page_size, 0)
-            self._give_back(group, self._rules.pages_to_free(own, tokens, self._layout.page_size), lease.owner)
+            self._give_back(group, own, lease.owner)
         if self._radix is not None:
             for group, pages in lease.pages.items():
                 for node, page in zip(lease.path, pages, strict=False):  # pages of a lease's own may follow

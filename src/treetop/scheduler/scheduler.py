@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from treetop.cache.ledger import Columns, LedgerRules, PageLedger
+from treetop.cache.ledger import Columns, PageLedger
 from treetop.checks.host import check_cached, check_cell, check_emitted
-from treetop.engine.pure import Pure
 from treetop.scheduler.request import Request, Running
+from treetop.scheduler.stops import first_stop
 from treetop.types.config import EngineConfig
 from treetop.types.errors import InputError, InvariantError
 from treetop.types.ids import GroupName, PageId, RequestId, Row
@@ -43,18 +43,11 @@ class Scheduler:
     """
 
     def __init__(
-        self,
-        layout: Layout,
-        config: EngineConfig,
-        eos_ids: Sequence[int],
-        pure: Pure | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, layout: Layout, config: EngineConfig, eos_ids: Sequence[int], clock: Callable[[], float] = time.monotonic
     ) -> None:
         """clock: seconds, for the stats of requests."""
         self._layout, self._config, self._eos_ids, self._clock = layout, config, frozenset(eos_ids), clock
-        self._pure = pure or Pure()
-        rules = LedgerRules(self._pure.pages_to_free, self._pure.shared_groups)
-        self._ledger = PageLedger(layout, not config.disable_radix_cache, rules, config.check_level)
+        self._ledger = PageLedger(layout, not config.disable_radix_cache, config.check_level)
         self._free_rows = [Row(row) for row in range(layout.max_requests - 1, -1, -1)]
         self._waiting: deque[Request] = deque()
         self._prefilling: list[Request] = []
@@ -185,7 +178,7 @@ class Scheduler:
         if end == len(ids):
             self._prefilling.remove(request)
             self._decoding.append(request)
-        return Chunk(_held(request).row, start, ids[start:end], self._pure.next_prompt_token(ids, end))
+        return Chunk(_held(request).row, start, ids[start:end], next_prompt_token(ids, end))
 
     def _reserve_chunk(self, request: Request, count: int) -> None:
         """Pages of the windows for one more chunk; the other groups got theirs at admission."""
@@ -383,7 +376,7 @@ class Scheduler:
         limit = self._tokens_left(request)
         if request.first_token_s is None:
             request.first_token_s = self._clock()
-        cut = self._pure.first_stop(tokens, request.stop_ids, limit)
+        cut = first_stop(tokens, request.stop_ids, limit)
         if self._config.check_level >= 1:
             count, reason = cut or (len(tokens), None)
             check_emitted(tokens[:count], request.stop_ids, reason, limit)
@@ -437,7 +430,7 @@ class Scheduler:
         held = _held(request)
         if self._config.check_level >= 1:
             check_cached(held.row, len(ids), request.prefilled)
-        self._ledger.release(held.lease, ids, request.num_ids)
+        self._ledger.release(held.lease, ids)
         self._free_rows.append(held.row)
         del self._by_row[held.row]
         self._cells = {cell: page for cell, page in self._cells.items() if cell[1] != held.row}
@@ -470,6 +463,11 @@ class Scheduler:
             self._ledger.check(leases)
         else:
             self._ledger.check_some(leases, count)
+
+
+def next_prompt_token(ids: Sequence[int], end: int) -> int | None:
+    """The token after a chunk that ends at `end`, from prompt and output alike; None at the end (sgl-26329)."""
+    return ids[end] if end < len(ids) else None
 
 
 def _held(request: Request) -> Running:
