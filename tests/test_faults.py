@@ -110,6 +110,16 @@ def test_a_fault_is_caught_by_the_guard_that_is_named_for_it(provocation, name):
 
 
 @pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_caught_in_rounds_with_the_semantics_of_graphs(provocation, name):
+    """The same guard, on replays."""
+    found = FAULTS[name]
+    sim = {"device": "cpu", "graphs": "sim"}
+    trial = Provocation.run(provocation, found, found.level or 0, watched=found.level is None, place=sim)
+    assert found.guard in said(trial)
+    assert isinstance(trial.error, TreetopError)
+
+
+@pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_not_caught_at_the_level_below_its_guard(provocation, name):
     """The guard at that level is what catches it: one level lower, and without the decoder, nothing says those words.
 

@@ -65,10 +65,9 @@ def _prove_acceptance(device: Device, bucket: int, shape: SpecShape) -> None:
     draft_phase(device, RoundKey(bucket, shape, Choice.GREEDY), device.layout.max_committed)
     tree, accepted = device.buffers.tree_of(bucket, shape), device.buffers.accepted_of(bucket, shape)
     tree.tokens.zero_()
-    vocab = device.target.spec.vocab_size
-    logits = device.target.embedding.new_zeros((bucket, shape.num_draft_tokens, vocab))
+    nothing = device.target.embedding.new_zeros((bucket, shape.num_draft_tokens, device.target.spec.hidden_size))
     try:
-        device.accept(device.round_ops.greedy(logits), tree, accepted)
+        device.accept(device.round_ops.greedy(device.target.logits(nothing)), tree, accepted)  # all logits are 0
         path = accepted.path[0, : int(accepted.accept_len[0]) + 1].tolist()
     except (IndexError, RuntimeError) as error:
         raise CheckError(f"padded batch: the dummy row's tree of {shape} cannot be accepted: {error}") from error
