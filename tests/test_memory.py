@@ -23,6 +23,7 @@ from treetop.engine.memory import (
     step_bytes,
 )
 from treetop.engine.trial import worst_prefill
+from treetop.models.registry import TargetSpec
 from treetop.types.errors import CapacityError, ConfigError, EngineError
 from treetop.types.ids import DRAFT, FULL, WINDOW
 from treetop.types.layout import PLAIN, KVGroup, Layout, SpecShape
@@ -198,7 +199,7 @@ def test_an_engine_with_little_memory_gets_smaller_pools_and_the_same_tokens(str
 
 def test_a_model_that_cannot_fit_is_refused_before_its_weights_are_read(strong_pair, monkeypatch):
     with_memory(monkeypatch, 2 * GIB, 2**19)
-    monkeypatch.setattr(building, "load_target", lambda *args: pytest.fail("weights were read"))
+    monkeypatch.setattr(TargetSpec, "load", lambda *args: pytest.fail("weights were read"))
     with pytest.raises(CapacityError, match="weights, tables and buffers"):
         build(strong_pair)
 
@@ -209,7 +210,7 @@ def test_thousands_of_rows_are_counted_before_they_can_exhaust_a_cpus_memory(mon
     some = LLM(max_running_requests=64, context_length=64, check_level=0, device="cpu").engine
     rest = int(0.12 * 4 * GIB)
     assert some.memory.budget.allowance - rest == pytest.approx(step_bytes(some.layout, 4096, 4), abs=2)
-    monkeypatch.setattr(building, "load_target", lambda *args: pytest.fail("weights were read"))
+    monkeypatch.setattr(TargetSpec, "load", lambda *args: pytest.fail("weights were read"))
     message = r"need 0\.56 GiB beside 17\.\d\d GiB for activations.*lower --max-running-requests, --context-length"
     with pytest.raises(CapacityError, match=message):
         LLM(max_running_requests=4096, device="cpu")

@@ -20,7 +20,7 @@ from treetop.bench.prompts import read_prompts
 from treetop.bench.rounds import Figures, measure, plain_options, up_to_step, warm_up
 from treetop.engine.build import read_blueprint
 from treetop.models.loader import compute_device, resolve_folder
-from treetop.models.spec import target_spec
+from treetop.models.registry import target_spec
 from treetop.server.llm import LLM, RequestOutput
 from treetop.server.tokenizer import Tokenizer
 from treetop.types.config import EngineConfig
@@ -125,7 +125,7 @@ def run(model: str | None, engine_options: dict[str, Any], options: BenchOptions
     tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
     prompts = read_prompts(options.prompts, options.num_prompts, tokenizer)
     longest = max(options.max_tokens, (options.rounds + _SPARE_ROUNDS) * config.shape.commit_width)
-    context = min(up_to_step(max(map(len, prompts)) + longest), target_spec(folder).max_positions)
+    context = min(up_to_step(max(map(len, prompts)) + longest), target_spec(folder).config.max_positions)
     sized = {"max_running_requests": options.batch_size, "context_length": context, **engine_options}
     both = (plain_options(sized), sized)
     cases = [_timed_case(EngineConfig.of(model, **each), prompts, options) for each in both]

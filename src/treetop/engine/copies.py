@@ -1,20 +1,20 @@
 """Whether weights are kept in 12 bits too (`kernels.compressed`), and what that takes: decided before any is read."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from treetop.drafts.protocol import DrafterSpec
 from treetop.engine.memory import Budget, Memory, fit, pool_bytes
 from treetop.kernels.compressed import compressed_bytes, why_not_compressed
 from treetop.kernels.linear import GatedLinear, Linear
 from treetop.kernels.ops import TorchOps
-from treetop.kernels.rope import rope_table
 from treetop.kernels.triton_guard import GpuTraits, gpu_traits
-from treetop.models.eagle3 import Eagle3Head
-from treetop.models.llama import Llama
 from treetop.models.loader import Placement
-from treetop.models.spec import Eagle3Spec, ModelSpec
+from treetop.models.params import Param
+from treetop.models.registry import TargetSpec
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CapacityError, ConfigError
 from treetop.types.layout import Layout
@@ -25,8 +25,8 @@ def with_copies(
     place: Placement,
     budget: Budget,
     layout: Layout,
-    spec: ModelSpec,
-    draft: Eagle3Spec | None,
+    target: TargetSpec,
+    draft: DrafterSpec | None,
 ) -> Budget:
     """The budget with copies of the weights of these models in 12 bits, if there are to be any.
 
@@ -39,7 +39,7 @@ def with_copies(
         raise ConfigError(f"--compress-weights: {problem}; use --no-compress-weights")
     if config.compress_weights is False or problem is not None:
         return budget
-    copies, asked = copies_estimate(spec, draft, gpu_traits(place.device)), config.max_total_tokens is not None
+    copies, asked = copies_estimate(target, draft, gpu_traits(place.device)), config.max_total_tokens is not None
     left = budget.memory.free - pool_bytes(layout, place.dtype.itemsize) if asked else budget.pool_bytes
     memory = Memory(budget.memory.total, budget.memory.free - copies)
     made = replace(budget, memory=memory, static=budget.static + copies, copies=copies)
@@ -58,17 +58,17 @@ def _fits(config: EngineConfig, place: Placement, budget: Budget, layout: Layout
     return True
 
 
-def copies_estimate(spec: ModelSpec, draft: Eagle3Spec | None, gpu: GpuTraits) -> int:
+def copies_estimate(target: TargetSpec, draft: DrafterSpec | None, gpu: GpuTraits) -> int:
     """Bytes of all weights in 12 bits that gain by it: the models are made of tensors without memory, and counted."""
-    ops = _CopiesCounted(gpu)
-    made = {name: torch.empty(shape, device="meta") for name, shape in Llama.shapes(spec).items()}
-    target = Llama(spec, made, rope_table(spec.rope, 1, torch.float32, torch.device("meta")), (), ops)
+    ops, nowhere = _CopiesCounted(gpu), Placement(torch.float32, torch.device("meta"), 1)
+    model = target.build(_without_memory(target.params), (), nowhere, ops)
     if draft is not None:
-        made = {name: torch.empty(shape, device="meta") for name, shape in Eagle3Head.shapes(draft).items()}
-        Eagle3Head(
-            draft, made, target.rope, torch.empty(draft.layer.vocab_size, draft.layer.hidden_size, device="meta"), ops
-        )
+        draft.build(_without_memory(draft.params), model, nowhere, ops)
     return ops.bytes
+
+
+def _without_memory(params: Sequence[Param]) -> dict[str, Tensor]:
+    return {param.name: torch.empty(param.shape, device="meta") for param in params}
 
 
 class _CopiesCounted(TorchOps):

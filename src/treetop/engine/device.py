@@ -11,6 +11,7 @@ from treetop.attention.contract import AttentionBackend, Queries, TableView
 from treetop.attention.phase import LayerKV, TailAttention
 from treetop.cache.pool import KVPool
 from treetop.checks.probes import Probes
+from treetop.drafts.protocol import Drafter
 from treetop.engine.buffers import RoundBuffers
 from treetop.engine.pure import Pure
 from treetop.engine.state import RowState
@@ -19,8 +20,7 @@ from treetop.kernels.commit import Paths
 from treetop.kernels.kv import slots_of
 from treetop.kernels.ops import Ops
 from treetop.kernels.rows import DraftState
-from treetop.models.eagle3 import Eagle3Head
-from treetop.models.llama import Llama
+from treetop.models.target import Target
 from treetop.spec.round_ops import RoundOps
 from treetop.spec.verify import greedy_choice
 from treetop.types.errors import CheckError
@@ -40,8 +40,8 @@ class Device:
     pure: Pure
     check_level: int
     simulate_accept_length: int | None
-    target: Llama
-    head: Eagle3Head | None
+    target: Target
+    drafter: Drafter | None
     backend: AttentionBackend[Any, Any]
     ops: Ops
     round_ops: RoundOps
@@ -105,9 +105,9 @@ class Device:
 
     def propose(self, hidden: Tensor, index: Tensor) -> DraftState:
         """The proposals after one column of each row, and that column's state."""
-        assert self.head is not None
+        assert self.drafter is not None
         chosen = self.round_ops.pick(hidden, index)
-        proposal = self.head.propose(chosen, self.layout.max_topk)
+        proposal = self.drafter.propose(chosen, self.layout.max_topk)
         return DraftState(proposal.tokens, proposal.logprob, chosen)
 
 

@@ -56,13 +56,15 @@ class Engine:
     ) -> None:
         """pure: with a fault in it, for tests. wrap: puts an instrument around the device, for tests and doctor.
 
-        `observer` and `launcher` may be set between steps; `treetop trace` sets both.
+        `observer` and `launcher` may be set between steps; `treetop trace` sets both. target, draft: what was read of
+        the checkpoints; spec: the target's configuration.
         """
         self.config, pure = config, pure or Pure()
         self.observer: Observer | None = None
         blueprint = read_blueprint(config, pure.layout)
-        self.model_path, self.spec = blueprint.target
-        self.draft_path = blueprint.draft[0] if blueprint.draft is not None else None
+        self.target, self.draft = blueprint.target, blueprint.draft
+        self.model_path, self.spec = self.target.folder, self.target.config
+        self.draft_path = self.draft.folder if self.draft is not None else None
         self.dtype, device = blueprint.place.dtype, blueprint.place.device
         built = build_device(blueprint, pure)
         self.layout, self.memory, self._zones = built.device.layout, built.use, built.zones
@@ -150,9 +152,9 @@ class Engine:
     def next_logits(self, ids: list[int]) -> Tensor:
         """The target's logits after `ids`, [vocab], computed densely and outside all state; for comparisons."""
         positions = torch.arange(len(ids))[None].to(self.device.buffers.rows.device)
-        attend = DenseAttention(
-            self.device.ops, self.dtype, self.spec.kv_heads, self.spec.head_dim**-0.5, self.spec.windows
-        )
+        layers = [layer.attention for layer in self.spec.layers]
+        kv, windows = layers[0].kv, [layer.window for layer in layers]
+        attend = DenseAttention(self.device.ops, self.dtype, kv.heads, kv.head_dim**-0.5, windows)
         target = self.device.target
         tokens = torch.tensor([ids], device=positions.device)
         return target.logits(target.forward(tokens, positions, attend).hidden[0, -1])
