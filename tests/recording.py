@@ -51,13 +51,13 @@ class RecordingBackend:
     def prefix(self, q, kv, plan, scale):
         return self.inner.prefix(q, kv, plan.inner, scale)
 
-    def prefix_tail(self, q, kv, plan, tail, scale):
+    def prefix_tail(self, q, kv, plan, tail, scale, sinks=None):
         if plan.tail_keys is None:
             plan.tail_keys = tail.k.clone()
-        return self.inner.prefix_tail(q, kv, plan.inner, tail, scale)
+        return self.inner.prefix_tail(q, kv, plan.inner, tail, scale, sinks)
 
-    def causal(self, q, kv, plan, scale):
-        return self.inner.causal(q, kv, plan.inner, scale)
+    def causal(self, q, kv, plan, scale, sinks=None):
+        return self.inner.causal(q, kv, plan.inner, scale, sinks)
 
 
 @dataclass

@@ -12,6 +12,7 @@ from treetop.cache.radix import RadixCache
 from treetop.engine.pure import pages_to_free, shared_groups
 from treetop.types.errors import OwnershipError
 from treetop.types.ids import DRAFT, FULL, PageId
+from treetop.types.kv import paired
 from treetop.types.layout import PLAIN, KVGroup, Layout
 from treetop.types.messages import PrefillPlan
 
@@ -19,7 +20,7 @@ SHAPE = (3, 3, 8)
 
 
 def make_layout(page_size=2, draft=True, full_pages=14, draft_pages=12) -> Layout:
-    groups = (KVGroup(FULL, 1, 1, 2), KVGroup(DRAFT, 1, 1, 2)) if draft else (KVGroup(FULL, 1, 1, 2),)
+    groups = tuple(KVGroup(name, 1, paired(1, 2)) for name in ((FULL, DRAFT) if draft else (FULL,)))
 
     class Uneven(Layout):
         """Groups run out of pages at different times."""

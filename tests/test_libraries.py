@@ -299,7 +299,7 @@ def generate(pair, make, launcher=None):
 def groups_of(device):
     """What `backend_need` says of the device's groups."""
     heads = 4  # of target and head
-    return tuple(GroupNeed(g.name, heads, g.kv_heads, g.head_dim, g.window) for g in device.layout.groups)
+    return tuple(GroupNeed(g.name, heads, g.kv.heads, g.kv.head_dim, g.window) for g in device.layout.groups)
 
 
 def test_rounds_on_fa3_give_the_tokens_of_torch(weak_pair, fa3):

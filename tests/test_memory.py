@@ -26,10 +26,11 @@ from treetop.engine.trial import worst_prefill
 from treetop.models.registry import TargetSpec
 from treetop.types.errors import CapacityError, ConfigError, EngineError
 from treetop.types.ids import DRAFT, FULL, WINDOW
+from treetop.types.kv import paired
 from treetop.types.layout import PLAIN, KVGroup, Layout, SpecShape
 
 GIB = 2**30
-GROUPS = (KVGroup(FULL, 32, 8, 128), KVGroup(DRAFT, 1, 8, 128))
+GROUPS = (KVGroup(FULL, 32, paired(8, 128)), KVGroup(DRAFT, 1, paired(8, 128)))
 LLAMA = Layout((PLAIN, SpecShape(4, 5, 16)), 16, 8, 8192, 512, GROUPS, 0)
 ONE_TOKEN = 2 * 33 * 2 * 8 * 128
 """Bytes of a token in bfloat16: 33 layers of K and V."""
@@ -114,8 +115,8 @@ def test_a_fraction_that_would_not_help_is_not_suggested():
 
 def test_a_windows_pool_is_fixed_and_comes_first():
     """A window's pool holds every request's window; the tokens are counted for the others alone."""
-    window = KVGroup(WINDOW, 16, 8, 128, window=128)
-    made = Layout((PLAIN,), 16, 8, 8192, 512, (KVGroup(FULL, 16, 8, 128), window), 0)
+    window = KVGroup(WINDOW, 16, paired(8, 128), window=128)
+    made = Layout((PLAIN,), 16, 8, 8192, 512, (KVGroup(FULL, 16, paired(8, 128)), window), 0)
     fixed = pool_bytes(made, 2)
     assert fixed == (16 + (1 + 8 * made.window_pages(128)) * 16) * 16 * 2 * 8 * 128 * 2
     have = fixed + 10_000 * 16 * 2 * 8 * 128 * 2

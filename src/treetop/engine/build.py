@@ -89,10 +89,7 @@ def make_layout(config: EngineConfig, model: ModelConfig, draft: DrafterSpec | N
     context = config.context_length or model.max_positions
     if context > model.max_positions:
         raise ConfigError(f"--context-length {context} exceeds the model's {model.max_positions} positions")
-    groups = tuple(
-        KVGroup(name, len(of), of[0].kv.heads, of[0].kv.head_dim, of[0].window)
-        for name, of in layer_groups(model, draft).items()
-    )
+    groups = tuple(KVGroup(name, len(of), of[0].kv, of[0].window) for name, of in layer_groups(model, draft).items())
     layout = kind(
         shapes=(PLAIN,) if config.shape == PLAIN else (PLAIN, config.shape),
         page_size=config.page_size,
@@ -261,7 +258,7 @@ def _allocated(device: torch.device) -> int:
 def backend_need(layout: Layout, model: ModelConfig, draft: DrafterSpec | None, place: Placement) -> Need:
     """What this engine asks of its attention backend."""
     groups = [
-        GroupNeed(name, of[0].num_heads, of[0].kv.heads, of[0].kv.head_dim, of[0].window)
+        GroupNeed(name, of[0].num_heads, of[0].kv.heads, of[0].head_dim, of[0].window, of[0].kv.planes)
         for name, of in layer_groups(model, draft).items()
     ]
     queries = max(layout.verify_tail, layout.commit_width, layout.max_topk)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from treetop.attention.contract import AttentionBackend, Queries, TableView
-from treetop.attention.phase import LayerKV, TailAttention
+from treetop.attention.phase import Columns, LayerKV, TailAttention
 from treetop.cache.pool import KVPool
 from treetop.checks.probes import Probes
 from treetop.drafts.protocol import Drafter
@@ -68,19 +68,23 @@ class Device:
         return self.backend.begin(TableView(phase, table, rows, extent, bound, self.layout.page_size))
 
     def tail_attention(
-        self, layers: list[LayerKV], tails: Mapping[GroupName, Tensor], plans: Mapping[GroupName, Any], place: "Tail"
+        self,
+        phase: Phase,
+        layers: list[LayerKV],
+        tails: Mapping[GroupName, Tensor],
+        plans: Mapping[GroupName, Any],
+        columns: Columns,
     ) -> TailAttention:
         """Attention of a decode phase. Raises CheckError if its tail is wider than the buffer (sgl-27360)."""
         if self.check_level >= 1:
             for name in plans:
                 have = tails[name].shape[2]
-                if place.width > have or place.start > place.width:
+                if columns.width > have or columns.start > columns.width:
                     raise CheckError(
-                        f"tail of phase {place.phase}, group {name}: need {place.width} columns from {place.start},"
+                        f"tail of phase {phase}, group {name}: need {columns.width} columns from {columns.start},"
                         f" have {have}; the layout sizes it by another formula than fills it"
                     )
-        scale = head_scale(self.layout.group(layers[0].group))
-        return TailAttention(self.backend, self.ops, layers, tails, plans, place.start, place.width, scale)
+        return TailAttention(self.backend, layers, tails, plans, columns)
 
     def plan(self, prefixes: Mapping[GroupName, Any], queries: Mapping[GroupName, Queries]) -> dict[GroupName, Any]:
         return {name: self.backend.plan(prefixes[name], each) for name, each in queries.items()}
@@ -111,26 +115,13 @@ class Device:
         return DraftState(proposal.tokens, proposal.logprob, chosen)
 
 
-@dataclass(frozen=True, slots=True)
-class Tail:
-    """Where a phase's new K/V go in its tail (`start`), and how many columns its queries see (`width`)."""
-
-    phase: Phase
-    start: int
-    width: int
-
-
-def head_scale(group: KVGroup) -> float:
-    return float(group.head_dim**-0.5)
-
-
 def _capturing() -> bool:
     """A graph is being captured, and nothing may wait for the device."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _tail_entries(tail: Tensor, source: Tensor) -> Tensor:
-    """What a commit has to copy: [layers, rows * n, 2, kv_heads, head_dim]."""
+    """What a commit has to copy: [layers, rows * n, *format]."""
     row = torch.arange(source.shape[0], device=source.device)[:, None]
     return tail.flatten(1, 2).index_select(1, (row * tail.shape[2] + source).reshape(-1))
 

@@ -152,9 +152,8 @@ class Engine:
     def next_logits(self, ids: list[int]) -> Tensor:
         """The target's logits after `ids`, [vocab], computed densely and outside all state; for comparisons."""
         positions = torch.arange(len(ids))[None].to(self.device.buffers.rows.device)
-        layers = [layer.attention for layer in self.spec.layers]
-        kv, windows = layers[0].kv, [layer.window for layer in layers]
-        attend = DenseAttention(self.device.ops, self.dtype, kv.heads, kv.head_dim**-0.5, windows)
+        layers = [(layer.attention.kv, layer.attention.window) for layer in self.spec.layers]
+        attend = DenseAttention(len(ids), self.dtype, positions.device, layers)
         target = self.device.target
         tokens = torch.tensor([ids], device=positions.device)
         return target.logits(target.forward(tokens, positions, attend).hidden[0, -1])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from treetop.attention.phase import CausalAttention, LayerKV
-from treetop.engine.device import Device, head_scale
+from treetop.engine.device import Device
 from treetop.kernels.kv import slots_of
 from treetop.kernels.rows import Outcome, finish_reference, pick_reference
 from treetop.types.layout import KVGroup
@@ -101,4 +101,4 @@ def _attention(
         slots[group.name] = slots_of(table, batch.rows, span.positions, span.valid, device.layout.page_size)
         prefix = device.begin(Phase.PREFILL, group.name, batch.rows, span.extent, batch.bound)
         plans[group.name] = device.backend.plan_causal(prefix, span.positions, group.window)
-    return CausalAttention(device.backend, device.ops, layers, slots, plans, head_scale(groups[0]))
+    return CausalAttention(device.backend, layers, slots, plans)

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treetop.attention.contract import Queries
-from treetop.attention.phase import Attend
-from treetop.engine.device import Device, Tail
+from treetop.attention.phase import Attend, Columns
+from treetop.engine.device import Device
 from treetop.kernels.commit import Paths
 from treetop.kernels.rows import DraftState, RowTables
 from treetop.spec.draft import Level, grow_tree
@@ -57,8 +57,8 @@ def draft_phase(device: Device, key: RoundKey, bound: int) -> None:
             mask = F.pad(mask, (0, width - mask.shape[2]))
         at = (level.positions, level.all_positions[:, :width], mask)
         plans = device.plan(prefixes, {g.name: Queries(*at, g.window) for g in groups})
-        tail = Tail(phase, level.index * k, width)
-        return device.tail_attention(device.draft_layers, buffers.draft_tails, plans, tail)
+        columns = Columns(key.bucket, level.index * k, k, width)
+        return device.tail_attention(phase, device.draft_layers, buffers.draft_tails, plans, columns)
 
     ops.select(grow_tree(device.drafter, roots, ops, attend), tree, places)
 
@@ -73,9 +73,9 @@ def verify_phase(device: Device, key: RoundKey, bound: int) -> None:
     for group in device.target_groups:
         prefixes[group.name] = device.begin(phase, group.name, rows, places.committed, bound)
         queries[group.name] = Queries(places.nodes, places.nodes, tree.mask, group.window)
-    tail = Tail(phase, 0, shape.num_draft_tokens)
+    columns = Columns(key.bucket, 0, shape.num_draft_tokens, shape.num_draft_tokens)
     plans = device.plan(prefixes, queries)
-    attend = device.tail_attention(device.target_layers, buffers.verify_tails, plans, tail)
+    attend = device.tail_attention(phase, device.target_layers, buffers.verify_tails, plans, columns)
     output = device.target.forward(tokens, places.nodes, attend)
     logits = device.target.logits(output.hidden)
     if key.choice is Choice.GREEDY:
@@ -105,7 +105,8 @@ def extend_phase(device: Device, key: RoundKey, bound: int) -> None:
     prefixes = {g.name: device.begin(phase, g.name, rows, extent, bound) for g in groups}
     causal = ops.extend_mask(width, rows.device).expand(key.bucket, -1, -1)
     plans = device.plan(prefixes, {g.name: Queries(places.path, places.path, causal, g.window) for g in groups})
-    attend = device.tail_attention(device.draft_layers, buffers.extend_tails, plans, Tail(phase, 0, width))
+    columns = Columns(key.bucket, 0, width, width)
+    attend = device.tail_attention(phase, device.draft_layers, buffers.extend_tails, plans, columns)
     features = buffers.features_of(key.bucket, shape)
     device.probes.nan(features, "features", phase, rows)
     hidden = device.drafter.extend(accepted.tokens, features, places.path, attend)

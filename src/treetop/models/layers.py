@@ -1,5 +1,6 @@
 """The two halves of a decoder layer, shared by targets and draft heads, and the parameters that each consists of."""
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -33,15 +34,17 @@ class SelfAttention:
     """
 
     def __init__(self, spec: AttentionSpec, weights: Weights, name: str, layer: int, eps: float, ops: Ops) -> None:
-        self.layer, self.head_dim = layer, spec.head_dim
+        self.layer, self.head_dim, self.scale, self._ops = layer, spec.head_dim, spec.scale, ops
         self.qkv = ops.linear(weights.pop(f"{name}.qkv"), weights.pop(f"{name}.qkv_bias", None))
         self.output = ops.linear(weights.pop(f"{name}.output"), weights.pop(f"{name}.output_bias", None))
         self.norms = HeadNorms(weights.pop(f"{name}.qk_norm"), eps) if spec.qk_norm else None
+        self.sinks = weights.pop(f"{name}.sinks").float() if spec.sinks else None
 
     def __call__(self, x: Tensor, angles: Any, attend: Attend) -> Tensor:
         """x: [rows, n, in]. Returns parts [parts, rows, n, hidden]."""
         qkv = self.qkv.parts(x).unflatten(-1, (-1, self.head_dim))
-        return self.output.parts(attend(self.layer, qkv, angles, self.norms).flatten(2))
+        write = partial(self._ops.rotate_and_write, qkv, angles, norms=self.norms)
+        return self.output.parts(attend(self.layer, write, self.scale, self.sinks).flatten(2))
 
 
 def attention_params(spec: AttentionSpec, name: str, stored: str, width: int, hidden: int) -> list[Param]:
@@ -63,6 +66,8 @@ def attention_params(spec: AttentionSpec, name: str, stored: str, width: int, hi
     if spec.qk_norm:
         norms = tuple(Source(f"{stored}.{each}_norm.weight", (dim,)) for each in "qk")
         params.append(Param(f"{name}.qk_norm", (2, dim), norms, "vector"))
+    if spec.sinks:
+        params.append(vector(f"{name}.sinks", Source(f"{stored}.sinks", (spec.num_heads,)), shard=0))
     return params
 
 

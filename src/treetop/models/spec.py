@@ -16,19 +16,22 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """A layer's attention. kv: what it keeps of a token. window: how far it sees, itself counted; None is everything.
+    """A layer's attention. kv: what it keeps of a token. scale: of its scores. window: how far it sees, itself counted;
+    None is everything.
 
     qk_norm: queries and keys have norms of their own, per head and before the rotation. bias: of q, k and v;
-    output_bias: of the output.
+    output_bias: of the output. sinks: each head has a logit that takes part in its softmax and has no value.
     """
 
     num_heads: int
     kv: KVFormat
     rope: RopeSpec
+    scale: float
     window: int | None = None
     qk_norm: bool = False
     bias: bool = False
     output_bias: bool = False
+    sinks: bool = False
 
     @property
     def head_dim(self) -> int:
@@ -107,7 +110,7 @@ def attention_spec(config: Config, where: Path) -> AttentionSpec:
         )
     bias = flag(config, "attention_bias", where)
     rope = _rope_spec(config, head_dim, _max_positions(config, where), where)
-    return AttentionSpec(heads, paired(kv_heads, head_dim), rope, bias=bias, output_bias=bias)
+    return AttentionSpec(heads, paired(kv_heads, head_dim), rope, head_dim**-0.5, bias=bias, output_bias=bias)
 
 
 def dense_spec(config: Config, where: Path) -> DenseSpec:

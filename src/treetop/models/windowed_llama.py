@@ -1,4 +1,7 @@
-"""Llama with `layer_types` and `sliding_window`: treetop's own test model, `debug/two_group.py`."""
+"""Llama with `layer_types`, `sliding_window` and perhaps `attention_sinks`: treetop's own test model.
+
+`debug/two_group.py` writes it.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +12,7 @@ from treetop.models.spec import (
     ModelConfig,
     attention_spec,
     dense_spec,
+    flag,
     model_config,
     num_layers,
     size,
@@ -17,7 +21,8 @@ from treetop.types.errors import CheckpointError
 
 
 def read(config: Config, where: Path) -> ModelConfig:
-    attention, dense = attention_spec(config, where), dense_spec(config, where)
+    attention = replace(attention_spec(config, where), sinks=flag(config, "attention_sinks", where))
+    dense = dense_spec(config, where)
     window, kinds, count = size(config, "sliding_window", where), config.get("layer_types"), num_layers(config, where)
     known = {"full_attention": None, "sliding_attention": window}
     if not isinstance(kinds, list) or len(kinds) != count or not set(kinds) <= set(known):
