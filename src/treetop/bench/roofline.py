@@ -46,12 +46,13 @@ def round_floor(target: TargetSpec, draft: DrafterSpec | None, case: Case, machi
     floor = {Phase.DRAFT: 0.0, Phase.VERIFY: verify.seconds(machine)}
     if draft is not None:
         read = draft.streamed
-        level = forward_work(draft.attention, read.layers + read.output, case, shape.topk, draft.vocab_size)
+        vocab = draft.vocab_size if read.output else 0  # without products there are no logits either
+        level = forward_work(draft.attention, read.layers + read.output, case, shape.topk, vocab)
         floor[Phase.DRAFT] = max(shape.num_steps - 1, 0) * level.seconds(machine)
         numbers = read.layers + read.fuse + read.output
         extend = forward_work(draft.attention, numbers, case, shape.commit_width, 0)
         # Only the last column of a row proposes: one row of logits each, and of products with the output matrix.
-        logits, unused = case.batch * draft.vocab_size, 2 * read.output * case.batch * (shape.commit_width - 1)
+        logits, unused = case.batch * vocab, 2 * read.output * case.batch * (shape.commit_width - 1)
         extend = Work(extend.bytes + case.element_size * logits, extend.flop - unused)
         floor[Phase.EXTEND] = extend.seconds(machine)
     return floor

@@ -158,5 +158,5 @@ def _span(param: Param, source: Source, axis: int, rank: int, size: int) -> Span
         first = rank * units // size
         return Span(axis, first * unit, (first + 1) * unit)
     raise ConfigError(
-        f"--tp-size {size}: {source.name} has {length} along axis {axis}, in units of {unit}: {size} cannot"
+        f"--tp-size {size}: {source.name} cannot be divided: {length} along axis {axis}, in units of {unit}"
     )
