@@ -1,6 +1,8 @@
 """What a caller can get wrong is a typed error of one line that names the culprit, before any work."""
 
+import copy
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import pytest
 from engines import build, greedy
 from refusing import refused
 from treetop import LLM, SamplingParams
+from treetop.types import errors
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CapacityError, CheckpointError, ConfigError, InputError, PromptError
 
@@ -195,6 +198,42 @@ def test_folders_may_be_paths_and_the_word_unset_is_a_folder(strong_pair):
     assert llm.draft_path == strong_pair.head
     refused(CheckpointError, lambda: LLM(strong_pair.target, "unset"), "unset", "no such folder")
     refused(ConfigError, lambda: LLM(5), "--model", "5")
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("x" * 100_000, "too long"),
+        ("\0", "not a path"),
+        ("a\nb\0", "not a path"),
+        ("\ud800", "no"),
+        ("", "not a folder"),
+        ("/dev/null", "not a folder"),
+        ("/dev/null/x", "no such folder"),
+        ("nowhere\n", "no such folder"),
+        ("builtin:", "no such builtin"),
+        ("builtin:..", "no such builtin"),
+        ("builtin:/etc", "no such builtin"),
+        ("builtin:\0", "no such builtin"),
+        ("builtin:" + "x" * 100_000, "no such builtin"),
+    ],
+    ids=lambda name: ascii(name)[:20],
+)
+def test_a_name_that_can_be_no_folder_is_refused_by_option(name, part):
+    """In one short line, of the model and of the draft."""
+    assert len(refused(CheckpointError, lambda: LLM(name), "model", part)) < 500
+    assert len(refused(CheckpointError, lambda: LLM(draft=name), "--speculative-draft-model-path", part)) < 500
+
+
+def test_every_error_can_be_pickled_and_copied():
+    """Processes and threads hand them on: kind, words and fields stay."""
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+    assert len(kinds) == 11
+    for kind in kinds:
+        args = (2, 3, "too long") if kind is PromptError else ("too long",)
+        error = kind(*args)
+        for twin in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
+            assert (type(twin), str(twin), vars(twin)) == (kind, str(error), vars(error))
 
 
 def test_an_empty_text_is_an_empty_prompt(weak_pair):

@@ -45,6 +45,9 @@ from tiny_models import copy_folder
         (["--prompt", "x", "--mem-fraction-static", "1.2"], ["--mem-fraction-static", "1.2"]),
         (["--prompt", "x", "--mem-fraction-static", "lots"], ["--mem-fraction-static", "lots"]),
         (["--prompt", "x", "--compare-plain", "--simulate-accept-length", "2"], ["--compare-plain", "--simulate"]),
+        (["--prompt", "x", "--simulate-accept-length", "99"], ["--simulate-accept-length must", "99"]),
+        (["--prompt", "", "--simulate-accept-length", "2"], ["empty"]),
+        (["--prompt", "x" * 30_000_000], ["at least", "2048", "--context-length"]),
         (["--prompt", "x", "--prompt", ""], ["--prompt, number 2", "empty"]),
         (["--prompt", "x", "--top-p", "0", "--min-p", "2"], ["--top-p must", "; --min-p must"]),
         (["--prompt", "x", "--no-such-flag"], ["--no-such-flag"]),
@@ -147,3 +150,20 @@ def test_a_closed_pipe_is_no_error():
     assert process.wait(timeout=60) == 0
     assert "Traceback" not in process.stderr.read()
     process.stderr.close()
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii:surrogateescape"])
+def test_what_the_terminal_cannot_show_is_escaped(monkeypatch, encoding):
+    """Prompt, text, errors and help: nothing is lost, and nothing ends in a traceback."""
+    monkeypatch.setenv("PYTHONIOENCODING", encoding)
+    prompt = "# \u2192 \u4e2d \U0001f600"
+    shown, error = (
+        spawn("generate", *argv) for argv in (("--echo", "--prompt", prompt, "--max-tokens", 3), ("\u4e2d",))
+    )
+    out, err = shown.communicate(timeout=60)
+    assert (shown.returncode, err) == (0, "")
+    assert out.startswith("# \\u2192 \\u4e2d \\U0001f600")
+    assert out.splitlines()[-1].startswith("[3 tokens")
+    out, err = error.communicate(timeout=60)
+    assert (error.returncode, out) == (2, "")
+    assert len(lines(err)) == 1

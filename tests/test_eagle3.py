@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
-from engines import accept_lens, build, finish, greedy, sampled, steps, submit, tokens
+from engines import accept_lens, accepted, build, finish, greedy, sampled, steps, submit, tokens
 from tiny_models import Pair, copy_folder, save_random_head
 from treetop import LLM
 from treetop.types.ids import DRAFT, FULL
@@ -128,7 +128,7 @@ def test_many_prefill_chunks_leave_the_same_draft_state_as_one(strong_pair, chun
         run_until(llm, request, 1)
         states.append(draft_state(llm, request))
         finish(llm)
-        lens.append(request.accept_lens)
+        lens.append(accepted(request))
     assert_same_state(*states)
     assert lens[0] == lens[1]
     assert sum(lens[0]) > 0
@@ -143,7 +143,7 @@ def test_rounds_leave_the_same_state_as_a_prefill_of_the_same_tokens(strong_pair
     llm = build(strong_pair, shape, page_size=4)
     requests = submit(llm, strong_pair.prompts([11, 3, 20]), [sampled(1, 60), greedy(60), sampled(2, 60)])
     run_until(llm, requests[0], 25)
-    assert shape[1] == 0 or sum(map(sum, (r.accept_lens for r in requests))) > 0
+    assert shape[1] == 0 or sum(map(sum, (accepted(r) for r in requests))) > 0
     for request in requests:
         fresh = build(strong_pair, shape, page_size=4)
         (other,) = submit(fresh, [request.ids[:-1]], greedy(60))

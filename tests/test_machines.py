@@ -3,6 +3,7 @@
 import tempfile
 from collections import deque
 from functools import cache
+from itertools import count
 from pathlib import Path
 from unittest.mock import patch
 
@@ -14,10 +15,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tiny_models import save_random_head, save_random_llama
 from treetop import LLM, SamplingParams
 from treetop.debug import two_group
-from treetop.types.ids import NULL_PAGE, WINDOW
+from treetop.types.ids import NULL_PAGE, WINDOW, RequestId
 from treetop.types.messages import PrefillPlan, RoundPlan
-from treetop.types.stopping import NoStop
+from treetop.types.requests import EngineRequest
 
+IDS = count()
 CONTEXT, VOCAB, SPAN = 40, 7, 9
 SHAPES = [(1, 4, 5), (2, 3, 8), (3, 2, 10), (4, 5, 16)]
 
@@ -112,8 +114,8 @@ class RequestMachine(RuleBasedStateMachine):
             ignore_eos=True,
         )
         prompt = prompt_of(length, salt)
-        request_id = self.llm.scheduler.add(prompt, params, params.seed or 0, NoStop())
-        request = self.llm.scheduler.request(request_id)
+        request_id = RequestId(next(IDS))
+        request = self.llm.scheduler.add(EngineRequest(request_id, tuple(prompt), params, params.seed or 0))
         self.alive[request_id] = (request, *plainly(self.window, length, salt, params))
 
     @precondition(lambda self: self.alive)

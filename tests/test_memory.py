@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,13 +18,15 @@ from treetop.engine.memory import (
     MemoryUse,
     activation_allowance,
     bytes_per_token,
+    chunk_of_gpu,
     fit,
     out_of_memory_explained,
     pool_bytes,
     step_bytes,
 )
 from treetop.engine.trial import worst_prefill
-from treetop.models.registry import TargetSpec
+from treetop.models.registry import TargetSpec, target_spec
+from treetop.types.config import EngineConfig
 from treetop.types.errors import CapacityError, ConfigError, EngineError
 from treetop.types.ids import DRAFT, FULL, WINDOW
 from treetop.types.kv import paired
@@ -168,6 +171,49 @@ def test_a_control_groups_limit_counts_as_the_machines_memory(tmp_path):
     (tmp_path / "memory.max").write_text("max\n")
     assert memory._limited(machine, tmp_path) == machine
     assert memory._ram(tmp_path / "nothing").free > 0
+
+
+# ---------------------------------------------------------------------------------------------- prefill steps
+
+
+@pytest.mark.parametrize(
+    ("total", "windows", "chunk"),
+    [
+        (140 * GIB, (), 8192),
+        (79 * GIB, (), 8192),
+        (44 * GIB, (), 4096),
+        (24 * GIB, (), 2048),
+        (2 * GIB, (), 2048),
+        (140 * GIB, (4096,), 4096),  # rows x (window + chunk) tokens are what a pool of windows holds
+        (24 * GIB, (4096,), 2048),
+        (140 * GIB, (1024, 4096), 1024),
+        (140 * GIB, (128,), 512),
+    ],
+)
+def test_a_gpus_prefill_steps_go_by_its_memory_and_the_models_windows(total, windows, chunk):
+    assert chunk_of_gpu(total, windows) == chunk
+
+
+@pytest.mark.parametrize(
+    ("place", "options", "chunk"),
+    [
+        ("cpu", {}, 512),
+        ("cuda", {}, 8192),
+        ("cuda", {"attention_backend": "fa3"}, 8192),
+        ("cuda", {"attention_backend": "torch"}, 512),  # masks of chunk x context
+        ("cuda", {"chunked_prefill_size": 700}, 700),
+        ("cpu", {"chunked_prefill_size": 9000}, 9000),
+        ("cuda", {"context_length": 300, "max_running_requests": 2}, 600),  # a step can hold no more
+    ],
+)
+def test_prefill_steps_are_chosen_by_the_device_unless_they_are_given(monkeypatch, place, options, chunk):
+    """On a GPU that is not here, of an H200's memory."""
+    monkeypatch.setattr(building, "compute_device", lambda option: torch.device(place))
+    monkeypatch.setattr(building, "refusal", lambda name, need: None)
+    monkeypatch.setattr(building, "memory_of", lambda device: Memory(140 * GIB, 140 * GIB))
+    preset = Path(__file__).parent.parent / "bench" / "presets" / "llama-3.1-8b"
+    config = EngineConfig(str(preset), load_format="dummy", **options)
+    assert building.make_layout(config, target_spec(preset).config, None, Layout).chunk == chunk
 
 
 # ---------------------------------------------------------------------------------------------- engines

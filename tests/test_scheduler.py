@@ -46,6 +46,37 @@ def test_chunks_cover_each_prompt_once_and_know_the_token_after_them(strong_pair
     assert all(tuple(pieces) == ids for ids, pieces in seen.items())
 
 
+@pytest.mark.parametrize("radix", [False, True])
+@pytest.mark.parametrize("lengths", [[240] + 15 * [3], 15 * [3] + [240], 5 * [240] + 3 * [3], 12 * [200]])
+def test_a_large_step_is_not_filled_with_the_padding_of_short_prompts(strong_pair, radix, lengths):
+    """Padding is 512 tokens or a third of a step at most; all prompts run, and get what they get in small steps."""
+    options = {"radix_cache": radix, "max_running_requests": 16, "page_size": 4}
+    llm = build(strong_pair, None, chunked_prefill_size=4096, **options)
+    prompts = strong_pair.prompts(lengths)
+    requests, most = submit(llm, prompts, greedy(3)), 0
+    for plan, _ in steps(llm):
+        if isinstance(plan, PrefillPlan):
+            counts = [len(chunk.token_ids) for chunk in plan.chunks]
+            padding = llm.engine.layout.bucket_for(len(counts)) * max(counts) - sum(counts)
+            assert padding <= max(sum(counts) // 2, 512), counts
+            most = max(most, len(counts))
+    assert most > 2, "prompts still share steps"
+    assert outputs_of(requests) == tokens(build(strong_pair, None, **options).generate(prompts, greedy(3)))
+
+
+def test_a_cached_prefix_counts_as_what_is_left_of_it(strong_pair):
+    """A prompt that is nearly all cached is a short one beside a new one, however long it is."""
+    llm = build(strong_pair, None, chunked_prefill_size=4096, radix_cache=True, max_running_requests=16, page_size=4)
+    known, new = strong_pair.prompts([240]), strong_pair.prompts([241], seed=5)
+    llm.generate(known, greedy(1))
+    submit(llm, [*new, *known, *known, *known], greedy(2))
+    plan, _ = next(steps(llm))
+    counts = [len(chunk.token_ids) for chunk in plan.chunks]
+    assert counts[0] == 241
+    assert max(counts[1:], default=0) < 8
+    assert len(counts) == 2, "a third row would make it four of 241"
+
+
 def test_a_long_prompt_takes_turns_with_running_requests(strong_pair):
     """While a prompt is prefilled in chunks, rounds of others run between its chunks."""
     llm = build(strong_pair, None, chunked_prefill_size=8)
@@ -154,7 +185,7 @@ def test_leaving_a_stream_aborts_its_requests(strong_pair):
     llm = build(strong_pair, SHAPE, max_running_requests=2)
     prompts = strong_pair.prompts([5, 6, 7])
     expected = tokens(llm.generate(prompts, greedy(20)))
-    stream = llm.stream(prompts, greedy(20))
+    stream = llm.stream(prompts, greedy(200))
     next(stream)
     assert llm.scheduler.has_work
     stream.close()

@@ -6,6 +6,7 @@ stderr; 130 Ctrl-C.
 """
 
 import argparse
+import io
 import json
 import logging
 import re
@@ -38,7 +39,8 @@ ENGINE_HELP = {
     "max_total_tokens": "tokens each KV pool holds, whatever the fraction below says (default: what fits, and no more"
     " than all running requests can use)",
     "mem_fraction_static": "share of the device's memory for weights, tables and KV pools",
-    "chunked_prefill_size": "prompt tokens a prefill step processes, padding counted",
+    "chunked_prefill_size": "prompt tokens a prefill step processes, padding counted (default: 512 on a CPU, 2048 to"
+    " 8192 on a GPU by its memory)",
     "radix_cache": "keep the K/V of finished requests for prompts that begin alike",
     "attention_backend": "who computes attention",
     "overlap": "launch a round before the last one's results are known; on by default where rounds are captured",
@@ -65,6 +67,9 @@ class OneLineParser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # of what the terminal's encoding lacks
     args = build_parser().parse_args(argv)
     if args.verbose:
         logger = logging.getLogger("treetop")
@@ -152,8 +157,6 @@ def _stream(args: argparse.Namespace, prompts: list[str], params: SamplingParams
     """
     from treetop.server.llm import LLM
 
-    if args.simulate_accept_length is not None:
-        print("treetop: --simulate-accept-length: the output is wrong on purpose", file=sys.stderr)
     llm = LLM(args.model, **_engine_options(args))
     outputs: dict[int, Any] = {}
     started_s, shown = time.perf_counter(), 0
@@ -161,6 +164,8 @@ def _stream(args: argparse.Namespace, prompts: list[str], params: SamplingParams
         deltas = llm.stream(prompts, [params] * len(prompts))
     except PromptError as error:
         raise InputError(f"{_label(args, error.index)}: {error.reason}") from None
+    if args.simulate_accept_length is not None:
+        print("treetop: --simulate-accept-length: the output is wrong on purpose", file=sys.stderr)
     single = len(prompts) == 1 and not args.json
     if single and args.echo:
         print(prompts[0], end="", flush=True)

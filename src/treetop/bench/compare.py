@@ -22,7 +22,7 @@ from treetop.engine.build import read_blueprint
 from treetop.models.loader import compute_device, resolve_folder
 from treetop.models.registry import target_spec
 from treetop.server.llm import LLM, RequestOutput
-from treetop.server.tokenizer import Tokenizer
+from treetop.server.tokenizer import open_tokenizer
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, InputError
 from treetop.types.layout import Layout
@@ -122,7 +122,7 @@ def run(model: str | None, engine_options: dict[str, Any], options: BenchOptions
     if config.draft is None:
         raise ConfigError("bench compares with a draft head; give --speculative-draft-model-path, not NONE")
     folder = resolve_folder(config.model)
-    tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
+    tokenizer = open_tokenizer(folder)
     prompts = read_prompts(options.prompts, options.num_prompts, tokenizer)
     longest = max(options.max_tokens, (options.rounds + _SPARE_ROUNDS) * config.shape.commit_width)
     context = min(up_to_step(max(map(len, prompts)) + longest), target_spec(folder).config.max_positions)

@@ -57,8 +57,8 @@ class PageLedger:
         self._next_owner += 1
         if self._radix is not None:
             lease.path = self._radix.match(ids)
+            self._radix.pin(lease.path)
         for node in lease.path:
-            node.pins += 1
             for group in self._rules.shared_groups(list(node.pages)):
                 lease.pages[group].append(node.pages[group])
         if self._check_level >= 1:
@@ -118,8 +118,8 @@ class PageLedger:
             first = len(pages) - len(own)
             tokens = max(min(num_tokens, len(pages) * self._layout.page_size) - first * self._layout.page_size, 0)
             self._give_back(group, self._rules.pages_to_free(own, tokens, self._layout.page_size), lease.owner)
-        for node in lease.path:
-            node.pins -= 1
+        if self._radix is not None:
+            self._radix.unpin(lease.path)
 
     def take_freed(self) -> tuple[tuple[GroupName, PageId], ...]:
         """Pages given back since the last call, also those that have a new owner, who has written nothing yet."""
@@ -139,7 +139,7 @@ class PageLedger:
 
     def check(self, leases: Sequence[Lease]) -> None:
         """Raise OwnershipError unless, in every group, leases and cache own exactly the pages that are not free."""
-        cached = self._radix.num_pages() if self._radix is not None else 0
+        cached = self._radix.num_pages if self._radix is not None else 0
         for group, allocator in self._allocators.items():
             allocator.check()
             leased = 0
@@ -172,7 +172,7 @@ class PageLedger:
         short = max((count - self._allocators[group].num_free for group, count in need.items()), default=0)
         if short <= 0:
             return True
-        if self._radix is None or self._radix.num_evictable() < short:
+        if self._radix is None or self._radix.num_evictable < short:
             return False
         for pages in self._radix.evict(short):
             for group, page in pages.items():

@@ -1,6 +1,6 @@
 """Level 1: plans and results are checked on the host before they reach the device, in time O(rows)."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from treetop.types.errors import CheckError
@@ -58,8 +58,10 @@ def check_padded(padded: Sequence[int], rows: Sequence[Row], layout: Layout) -> 
         _within("padding of the row list", row, row, layout.dummy_row, layout.dummy_row)
 
 
-def check_emitted(token_ids: Sequence[int], stop_ids: Collection[int], reason: str | None, limit: int) -> None:
+def check_emitted(token_ids: Sequence[int], stop_ids: frozenset[int], reason: str | None, limit: int) -> None:
     """Nothing follows a stop token, no more than `limit` tokens are emitted, and the reason says which (sgl-33758)."""
+    if stop_ids.isdisjoint(token_ids) and len(token_ids) <= limit:
+        return
     last = len(token_ids) - 1
     for index, token in enumerate(token_ids):
         if token in stop_ids and (index != last or reason != "stop"):

@@ -150,12 +150,10 @@ def _last_token_again(ids: Sequence[int], end: int) -> int | None:
     return ids[end - 1] if end < len(ids) else None
 
 
-def _limit_first(
-    new_ids: Sequence[int], stop_ids: Collection[int], text_stop: int | None, limit: int
-) -> tuple[int, FinishReason] | None:
+def _limit_first(new_ids: Sequence[int], stop_ids: Collection[int], limit: int) -> tuple[int, FinishReason] | None:
     if len(new_ids) >= limit:
         return limit, "length"
-    stops = [index for index, token in enumerate(new_ids) if token in stop_ids or index == text_stop]
+    stops = [index for index, token in enumerate(new_ids) if token in stop_ids]
     return (stops[0] + 1, "stop") if stops else None
 
 

@@ -20,10 +20,12 @@ from treetop.engine.copies import with_copies
 from treetop.engine.cuda_graphs import num_graphs
 from treetop.engine.device import Device
 from treetop.engine.memory import (
+    SMALL_CHUNK,
     Budget,
     Memory,
     MemoryUse,
     activation_allowance,
+    chunk_of_gpu,
     fit,
     memory_of,
     out_of_memory_explained,
@@ -90,12 +92,13 @@ def make_layout(config: EngineConfig, model: ModelConfig, draft: DrafterSpec | N
     if context > model.max_positions:
         raise ConfigError(f"--context-length {context} exceeds the model's {model.max_positions} positions")
     groups = tuple(KVGroup(name, len(of), of[0].kv, of[0].window) for name, of in layer_groups(model, draft).items())
+    chunk = config.chunked_prefill_size or _default_chunk(config, groups)
     layout = kind(
         shapes=(PLAIN,) if config.shape == PLAIN else (PLAIN, config.shape),
         page_size=config.page_size,
         max_requests=config.max_running_requests,
         max_context=context,
-        chunk=min(config.chunked_prefill_size, config.max_running_requests * context),  # a step can hold no more
+        chunk=min(chunk, config.max_running_requests * context),  # a step can hold no more
         groups=groups,
         pool_tokens=config.max_total_tokens or 0,
         lag=choose_lag(config),
@@ -111,9 +114,7 @@ def make_layout(config: EngineConfig, model: ModelConfig, draft: DrafterSpec | N
 def choose_lag(config: EngineConfig) -> int:
     """Steps in flight: 2 if host and device overlap, else 1. Raises ConfigError if --overlap cannot be."""
     device = compute_device(config.device)
-    name, need = config.attention_backend, Need(compute_dtype(config.dtype, device), device)
-    if name == "auto":
-        name = "torch" if refusal("triton", need) is not None else "triton"
+    name = _attends(config, device)
     able = CAPABILITIES[name]
     if config.overlap and able.needs_host_extents:
         raise ConfigError(
@@ -124,6 +125,21 @@ def choose_lag(config: EngineConfig) -> int:
     return 2 if wanted and not able.needs_host_extents else 1
 
 
+def _attends(config: EngineConfig, device: torch.device) -> str:
+    """The attention backend; of `auto` the one that it falls back to."""
+    if config.attention_backend != "auto":
+        return config.attention_backend
+    return "torch" if refusal("triton", Need(compute_dtype(config.dtype, device), device)) is not None else "triton"
+
+
+def _default_chunk(config: EngineConfig, groups: tuple[KVGroup, ...]) -> int:
+    """Prompt tokens of a prefill step if the configuration does not say."""
+    device = compute_device(config.device)
+    if device.type == "cpu" or _attends(config, device) == "torch":
+        return SMALL_CHUNK
+    return chunk_of_gpu(memory_of(device).total, [group.window for group in groups if group.window is not None])
+
+
 def captures(config: EngineConfig, device: torch.device, able: Capabilities) -> bool:
     """Whether rounds run as captured CUDA graphs."""
     return config.graphs == "auto" and device.type == "cuda" and able.captures
@@ -132,7 +148,7 @@ def captures(config: EngineConfig, device: torch.device, able: Capabilities) -> 
 def read_draft_spec(config: EngineConfig, draft: str, target: ModelConfig) -> DrafterSpec:
     """The drafter's spec, and whether the options fit it."""
     dummy = config.load_format == "dummy"
-    spec = drafter_spec(resolve_folder(draft), target, config.speculative_algorithm, dummy)
+    spec = drafter_spec(resolve_folder(draft, "draft"), target, config.speculative_algorithm, dummy)
     if config.speculative_eagle_topk > spec.vocab_size:
         raise ConfigError(
             f"--speculative-eagle-topk {config.speculative_eagle_topk} exceeds the draft vocabulary of"

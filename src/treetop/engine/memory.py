@@ -10,7 +10,7 @@ is allocated, and on what was measured once weights, tables and buffers are ther
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +28,10 @@ _BYTES_PER_GRAPH = 3 * 2**23
 _BYTES_PER_DRAW = 48
 """Bytes that filters and a draw take in PyTorch for each logit, as measured."""
 _MOST_FRACTION = 0.99
+SMALL_CHUNK = 512
+"""Prompt tokens of a step where PyTorch attends, which has masks of chunk x context: on every CPU."""
+CHUNKS = ((60 * GIB, 8192), (35 * GIB, 4096), (0, 2048))
+"""A GPU's memory from which on a prefill step holds so many tokens: the larger its memory, the faster it mostly is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,17 @@ def memory_of(device: torch.device) -> Memory:
         free, total = torch.cuda.mem_get_info(device)
         return Memory(total, free)
     return _limited(_ram(Path("/proc/meminfo")), Path("/sys/fs/cgroup"))
+
+
+def chunk_of_gpu(total: int, windows: Sequence[int]) -> int:
+    """Prompt tokens of a prefill step on a GPU with `total` bytes, if `--chunked-prefill-size` does not say.
+
+    windows: of the model's layers. Weights are read once a step, so a long prompt wants large steps; activations (some
+    200 kB a token for an 8B model) and the rounds of others, which wait for a step, want small ones. A pool of windows
+    holds window and chunk for every row, so a chunk is no longer than the shortest window, which at most doubles it.
+    """
+    by_memory = next(chunk for least, chunk in CHUNKS if total >= least)
+    return max(min([by_memory, *windows]), SMALL_CHUNK)
 
 
 def activation_allowance(peak: int, num_graphs: int) -> int:

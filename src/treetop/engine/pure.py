@@ -4,7 +4,8 @@ Each is pure and small, and each is where a memory fault of the field once sat. 
 nothing else replaces an entry.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import torch
@@ -61,16 +62,16 @@ def next_prompt_token(ids: Sequence[int], end: int) -> int | None:
     return ids[end] if end < len(ids) else None
 
 
-def first_stop(
-    new_ids: Sequence[int], stop_ids: Collection[int], text_stop: int | None, limit: int
-) -> tuple[int, FinishReason] | None:
+def first_stop(new_ids: Sequence[int], stop_ids: AbstractSet[int], limit: int) -> tuple[int, FinishReason] | None:
     """The earliest stop among new tokens, as (number of tokens emitted, reason), or None.
 
-    stop_ids: EOS and the request's own. text_stop: index of the token that completes a stop string. limit: tokens that
-    max_tokens and the context still allow. At the same token a stop wins over the limit (sgl-33758).
+    stop_ids: EOS and the request's own. limit: tokens that max_tokens and the context still allow. At the same token a
+    stop wins over the limit (sgl-33758).
     """
+    if len(new_ids) < limit and stop_ids.isdisjoint(new_ids):
+        return None
     for index, token in enumerate(new_ids):
-        if token in stop_ids or index == text_stop:
+        if token in stop_ids:
             return index + 1, "stop"
         if index + 1 >= limit:
             return index + 1, "length"
@@ -95,9 +96,7 @@ class Pure:
     pages_to_free: Callable[[Sequence[PageId], int, int], Sequence[PageId]] = pages_to_free
     shared_groups: Callable[[Sequence[GroupName]], Sequence[GroupName]] = shared_groups
     next_prompt_token: Callable[[Sequence[int], int], int | None] = next_prompt_token
-    first_stop: Callable[[Sequence[int], Collection[int], int | None, int], tuple[int, FinishReason] | None] = (
-        first_stop
-    )
+    first_stop: Callable[[Sequence[int], AbstractSet[int], int], tuple[int, FinishReason] | None] = first_stop
 
     @property
     def parts(self) -> Parts:

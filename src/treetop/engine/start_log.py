@@ -22,7 +22,8 @@ def start_up_block(
     others = [f"{name}: {problem.reason}" for name, problem in refused if problem is not None]
     rows = [
         f"model {config.model}, draft {config.draft or 'none'}, {str(dtype).removeprefix('torch.')} on {_name(place)}",
-        f"{tree}; {layout.max_requests} requests of {layout.max_context} tokens, pages of {layout.page_size}",
+        f"{tree}; {layout.max_requests} requests of {layout.max_context} tokens, pages of {layout.page_size},"
+        f" prefill in steps of {layout.chunk}",
         *use.lines(),
         f"attention {device.backend.name}" + (f"; not {'; not '.join(others)}" if others else ""),
         _graphs(launcher),

@@ -1,6 +1,6 @@
 """Reading weights: safetensors only, every expected tensor once, no other, each of its shape and kind, all finite."""
 
-import json
+import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from treetop.models.json_file import not_there, read_object
 from treetop.models.params import Fetch, Span, Stored
 from treetop.types.errors import CheckpointError
 
@@ -55,18 +56,14 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     Raises CheckpointError if there is no folder, no file, a truncated one, or a tensor twice.
     """
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        paths = [single]
-    elif index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise CheckpointError(f"{index}: not a weight index: {error}") from None
-        paths = [folder / name for name in names]
-    else:
-        paths = sorted(folder.glob("*.safetensors"))
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
+    if os.path.lexists(single):
+        paths = [single]
+    elif os.path.lexists(index):
+        paths = [folder / name for name in _indexed(index)]
+    else:
+        paths = sorted(folder.glob("*.safetensors"))
     if not paths:
         pickled = " (only pickled weights, which are never loaded)" if list(folder.glob("*.bin")) else ""
         raise CheckpointError(f"{folder}: no safetensors file in it{pickled}")
@@ -82,11 +79,19 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     return files
 
 
+def _indexed(index: Path) -> list[str]:
+    """The files that a weight index names."""
+    files = read_object(index).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(name, str) and name.isprintable() for name in files.values()):
+        raise CheckpointError(f"{index}: not a weight index: weight_map must be an object of file names")
+    return sorted(set(files.values()))
+
+
 def _open(path: Path) -> safe_open:
     try:
+        if not path.is_file():
+            raise CheckpointError(f"{path}: {not_there(path)}")
         return safe_open(path, framework="pt")
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: named by the weight index, but missing") from None
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: damaged or truncated safetensors file: {error}") from None
 

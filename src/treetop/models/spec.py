@@ -1,13 +1,13 @@
 """What a `config.json` says, read once into frozen values. Unknown or unsupported content is an error, not a guess."""
 
-import json
-import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from treetop.kernels.rope import RopeSpec
+from treetop.models.json_file import read_object
 from treetop.types.errors import CheckpointError
 from treetop.types.kv import KVFormat, paired
 
@@ -69,17 +69,9 @@ class ModelConfig:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The folder's `config.json`. Raises CheckpointError if it is missing or not a JSON object."""
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        reason = "no such folder" if not folder.is_dir() else "no config.json in it"
-        raise CheckpointError(f"{folder}: {reason}") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: not readable as JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, got {type(config).__name__}")
-    return config
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder")
+    return read_object(folder / "config.json")
 
 
 def model_config(config: Config, where: Path, layers: Sequence[LayerSpec]) -> ModelConfig:
@@ -116,7 +108,7 @@ def attention_spec(config: Config, where: Path) -> AttentionSpec:
 def dense_spec(config: Config, where: Path) -> DenseSpec:
     """A gated feed-forward by the usual keys."""
     if config.get("hidden_act", "silu") != "silu":
-        raise CheckpointError(f"{where}: hidden_act {config['hidden_act']!r} is not supported, only 'silu'")
+        raise CheckpointError(f"{where}: hidden_act {config['hidden_act']!r:.200} is not supported, only 'silu'")
     return DenseSpec(size(config, "intermediate_size", where), flag(config, "mlp_bias", where))
 
 
@@ -134,56 +126,88 @@ def _rope_spec(config: Config, head_dim: int, max_positions: int, where: Path) -
     theta = real(rope, "rope_theta", where, real(config, "rope_theta", where, 10000.0))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "linear", "llama3"):
-        raise CheckpointError(f"{where}: rope_type {kind!r} is not supported, only default, linear, llama3")
+        raise CheckpointError(f"{where}: rope_type {kind!r:.200} is not supported, only default, linear, llama3")
     if config.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) != 1.0:
         raise CheckpointError(f"{where}: partial_rotary_factor is not supported")
+    low, high = real(rope, "low_freq_factor", where, 1.0), real(rope, "high_freq_factor", where, 4.0)
+    if kind == "llama3" and low >= high:
+        raise CheckpointError(f"{where}: high_freq_factor {high} must be greater than low_freq_factor {low}")
     return RopeSpec(
         head_dim=head_dim,
         theta=theta,
         kind=kind,
         factor=real(rope, "factor", where, 1.0),
-        low_freq_factor=real(rope, "low_freq_factor", where, 1.0),
-        high_freq_factor=real(rope, "high_freq_factor", where, 4.0),
+        low_freq_factor=low,
+        high_freq_factor=high,
         original_max_position=size(rope, "original_max_position_embeddings", where, default=max_positions),
     )
 
 
+_MOST_HEADS, _MOST_WIDTH, _MOST_TOKENS, _MOST_POSITIONS = 2**10, 2**20, 2**24, 2**31
+_BOUNDS: dict[str, tuple[float, float]] = {
+    "num_hidden_layers": (1, 2**10),
+    "num_attention_heads": (1, _MOST_HEADS),
+    "num_key_value_heads": (1, _MOST_HEADS),
+    "head_dim": (2, 2**12),
+    "hidden_size": (1, _MOST_WIDTH),
+    "target_hidden_size": (1, _MOST_WIDTH),
+    "intermediate_size": (1, _MOST_WIDTH),
+    "vocab_size": (1, _MOST_TOKENS),
+    "draft_vocab_size": (1, _MOST_TOKENS),
+    "max_position_embeddings": (1, _MOST_POSITIONS),
+    "original_max_position_embeddings": (1, _MOST_POSITIONS),
+    "sliding_window": (1, _MOST_POSITIONS),
+    "rms_norm_eps": (1e-30, 1.0),
+    "rope_theta": (1.0, 1e15),
+    "factor": (1e-6, 1e6),
+    "low_freq_factor": (1e-6, 1e6),
+    "high_freq_factor": (1e-6, 1e6),
+}
+"""Least and most of every number that is read. Real models lie far within; beyond, sizes of tensors overflow."""
+
+
 def size(config: Config, key: str, where: Path, default: int | None = None) -> int:
-    value = config.get(key)
-    if value is None:
-        value = default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointError(f"{where}: {key} must be a positive integer, got {value!r}")
-    return value
+    return int(_bounded(config, key, where, default, "an integer", (int,)))
 
 
 def real(config: Config, key: str, where: Path, default: float) -> float:
+    return float(_bounded(config, key, where, default, "a number", (int, float)))
+
+
+def _bounded(
+    config: Config, key: str, where: Path, default: float | None, what: str, kinds: tuple[type[int | float], ...]
+) -> int | float:
+    """The number at `key`, or the default. Raises CheckpointError unless it is of its kind and within its bounds."""
     value = config.get(key)
     if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
-        raise CheckpointError(f"{where}: {key} must be a positive number, got {value!r}")
-    return float(value)
+        value = default
+    least, most = _BOUNDS[key]
+    if not isinstance(value, kinds) or isinstance(value, bool) or not least <= value <= most:
+        raise CheckpointError(f"{where}: {key} must be {what} from {least} to {most}, got {reprlib.repr(value)}")
+    return value
 
 
 def flag(config: Config, key: str, where: Path) -> bool:
     value = config.get(key)
     if value is not None and not isinstance(value, bool):
-        raise CheckpointError(f"{where}: {key} must be true or false, got {value!r}")
+        raise CheckpointError(f"{where}: {key} must be true or false, got {reprlib.repr(value)}")
     return bool(value)
 
 
 def table(config: Config, key: str, where: Path) -> Config:
     value = config.get(key)
     if value is not None and not isinstance(value, dict):
-        raise CheckpointError(f"{where}: {key} must be an object, got {value!r}")
+        raise CheckpointError(f"{where}: {key} must be an object, got {reprlib.repr(value)}")
     return value or {}
 
 
 def integers(config: Config, key: str, where: Path) -> tuple[int, ...]:
-    """An integer or a list of them; () if there is none."""
+    """An integer or a list of them; () if there is none. -1 stands for none in some files."""
     value = config.get(key)
     listed = [] if value is None else value if isinstance(value, list) else [value]
-    if any(not isinstance(each, int) or isinstance(each, bool) for each in listed):
-        raise CheckpointError(f"{where}: {key} must be an integer or a list of integers, got {value!r}")
+    if any(not isinstance(each, int) or isinstance(each, bool) or not -1 <= each <= _MOST_TOKENS for each in listed):
+        raise CheckpointError(
+            f"{where}: {key} must be an integer or a list of integers, from -1 to {_MOST_TOKENS},"
+            f" got {reprlib.repr(value)}"
+        )
     return tuple(listed)

@@ -6,7 +6,7 @@ from treetop.server.tokenizer import TokenStream
 
 
 class StopStrings:
-    """The scheduler's stop checker: index of the token that completes the earliest stop string."""
+    """Finds stop strings in a request's growing output. It is fed each emitted token exactly once, in order."""
 
     def __init__(self, stream: TokenStream, stops: Sequence[str]) -> None:
         self._stream, self._stops = stream, tuple(stops)

@@ -32,13 +32,14 @@ _COUNTS = (
     "speculative_num_draft_tokens",
     "page_size",
     "max_running_requests",
-    "chunked_prefill_size",
     "check_level",
     "seed",
 )
 _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(_COUNTS, (int,)),
-    **dict.fromkeys(("context_length", "max_total_tokens", "simulate_accept_length"), (int, NoneType)),
+    **dict.fromkeys(
+        ("context_length", "max_total_tokens", "chunked_prefill_size", "simulate_accept_length"), (int, NoneType)
+    ),
     **dict.fromkeys(("draft", "speculative_algorithm"), (str, NoneType)),
     "radix_cache": (bool,),
     **dict.fromkeys(("overlap", "compress_weights"), (bool, NoneType)),
@@ -56,10 +57,11 @@ class EngineConfig:
     load_format: dummy makes random weights of the shapes that config.json gives. compress_weights: keep weights in 12
     bits too, without loss, for products of few rows; None does where products gain and memory is plenty.
     simulate_accept_length: tokens every round emits, whatever is right; for measuring speed only.
-    chunked_prefill_size: most prompt tokens a prefill step processes, its padding counted. radix_cache: keep the K/V of
-    finished requests for prompts that begin alike. check_level: 0 off, 1 host checks, 2 device probes, 3 poison and red
-    zones. overlap: launch a round before the results of the last one are known; None is on where rounds are captured
-    CUDA graphs. graphs: `sim` runs rounds with the semantics of captured graphs, on a CPU.
+    chunked_prefill_size: most prompt tokens a prefill step processes, its padding counted; None goes by the device and
+    its memory. radix_cache: keep the K/V of finished requests for prompts that begin alike. check_level: 0 off, 1 host
+    checks, 2 device probes, 3 poison and red zones. overlap: launch a round before the results of the last one are
+    known; None is on where rounds are captured CUDA graphs. graphs: `sim` runs rounds with the semantics of captured
+    graphs, on a CPU.
     """
 
     model: str = BUILTIN_MODEL
@@ -73,7 +75,7 @@ class EngineConfig:
     context_length: int | None = None
     max_total_tokens: int | None = None
     mem_fraction_static: float = 0.88
-    chunked_prefill_size: int = 512
+    chunked_prefill_size: int | None = None
     radix_cache: bool = False
     attention_backend: Backend = "auto"
     graphs: Graphs = "auto"

@@ -38,8 +38,11 @@ class PromptError(InputError):
     """A prompt that cannot be served. index: which of `count` prompts; the message names it if there are several."""
 
     def __init__(self, index: int, count: int, reason: str) -> None:
-        super().__init__(f"prompt {index}: {reason}" if count > 1 else reason)
-        self.index, self.reason = index, reason
+        super().__init__(index, count, reason)  # as it was made, so that it can be pickled
+        self.index, self.count, self.reason = index, count, reason
+
+    def __str__(self) -> str:
+        return f"prompt {self.index}: {self.reason}" if self.count > 1 else self.reason
 
 
 class CheckpointError(UserError):

@@ -102,8 +102,14 @@ class Choice(Enum):
     FILTER = "filter"
 
     @classmethod
-    def of(cls, params: Iterable[SamplingParams]) -> "Choice":
-        listed = list(params)
-        if any(each.filtered for each in listed):
+    def of(cls, params: SamplingParams) -> "Choice":
+        """What one request needs."""
+        if params.filtered:
             return cls.FILTER
-        return cls.GREEDY if all(each.greedy for each in listed) else cls.SAMPLE
+        return cls.GREEDY if params.greedy else cls.SAMPLE
+
+    @classmethod
+    def costliest(cls, choices: Iterable["Choice"]) -> "Choice":
+        """What serves all of these; GREEDY for none."""
+        needed = set(choices)
+        return next((choice for choice in (cls.FILTER, cls.SAMPLE) if choice in needed), cls.GREEDY)
