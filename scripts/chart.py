@@ -2,7 +2,8 @@
 
     python scripts/chart.py
 
-Bars of a group share a batch size; times are milliseconds, shorter is better. An engine without a bar has no such round.
+Bars of a group share a batch size; times are milliseconds, shorter is better. An engine without a bar has no such
+round.
 """
 
 import json
@@ -23,9 +24,8 @@ def panel(title: str, rounds: dict[str, list[float]], batches: list[int], x0: fl
         start = x
         for engine, times in rounds.items():
             height = times[column] / slowest * (BASE - TOP - 22)
-            parts.append(
-                f'<rect x="{x:.1f}" y="{BASE - height:.1f}" width="{BAR}" height="{height:.1f}" fill="{COLOURS[engine]}"/>'
-            )
+            box = f'x="{x:.1f}" y="{BASE - height:.1f}" width="{BAR}" height="{height:.1f}"'
+            parts.append(f'<rect {box} fill="{COLOURS[engine]}"/>')
             parts.append(text(x + BAR / 2, BASE - height - 4, f"{times[column]:.1f}", "middle", 9))
             x += BAR + 5
         parts.append(text((start + x - 5) / 2, BASE + 15, f"B = {batch}", "middle", 11))

@@ -175,10 +175,12 @@ def products_of_compressed_weights(device: torch.device) -> None:
     for gated, part, splits in ((False, whole, 2), (True, whole[:128].contiguous(), 1)):
         made = compress(part, gated)
         assert made is not None
-        tensors = {name: getattr(made, name).to(device) for name in ("words", "scale", "lines", "columns", "values")}
+        tensors = {
+            name: getattr(made, name).to(device) for name in ("words", "scale", "starts", "lines", "columns", "values")
+        }
         for rows in (1, 20):
             x = torch.ones((rows, 256), dtype=dtype, device=device)
-            launch = CompressedLaunch(128 if gated else 64, splits, 3, 4)
+            launch = CompressedLaunch(128 if gated else 64, splits, 3, 4, 16)
             compressed_rows(x, replace(made, **tensors), launch, gpu)
 
 

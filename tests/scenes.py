@@ -5,16 +5,14 @@ from dataclasses import dataclass, fields, is_dataclass
 import torch
 from torch import Tensor
 
+from tolerance import attention_errors
 from treetop.attention.contract import Queries, TableView, TailKV
-from treetop.attention.tail import attend, tail_visible, with_sinks
 from treetop.kernels.kv import PagedKV, PageTable
 from treetop.kernels.tree import ancestor_mask
 from treetop.types.ids import FULL
 from treetop.types.phase import Phase
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
-# Triton's interpreter multiplies bfloat16 as if it were integers, so bfloat16 is checked on GPUs (bench/attention.py).
-TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3}
 
 
 @dataclass(frozen=True)
@@ -115,17 +113,40 @@ def scene(  # noqa: PLR0917
 
 
 def dense_answer(s: Scene, with_tail: bool, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Attention over everything seen, in one dense product in float32, and the log-sum-exp without the sink."""
-    k, v, seen = s.k, s.v, s.seen
+    """Attention over everything seen, in one dense product in float64, and the log-sum-exp without the sink.
+
+    Nothing of the code under test is used; a sink is one more logit, of a key without a value.
+    """
+    k, v, seen, tail = s.k, s.v, s.seen, s.queries
     if with_tail:
         k, v = torch.cat([k, s.tail.k], dim=1), torch.cat([v, s.tail.v], dim=1)
-        seen = torch.cat([seen, tail_visible(s.queries)], dim=2)
-    out, lse = attend(s.q.float(), k.float(), v.float(), seen, s.scale)
-    return (out if sinks is None else with_sinks(out, lse, sinks)), lse
+        distance = tail.positions[:, :, None] - tail.tail_positions[:, None, :]
+        near = torch.ones_like(tail.mask) if tail.window is None else distance < tail.window
+        seen = torch.cat([seen, tail.mask & near], dim=2)
+    k, v = (x.double().repeat_interleave(s.q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+    scores = torch.einsum("bnhd,bmhd->bnhm", s.q.double(), k) * s.scale
+    scores = scores.masked_fill(~seen[:, :, None], float("-inf"))
+    logits = scores
+    if sinks is not None:
+        logits = torch.cat([scores, sinks.double()[:, None].expand(*scores.shape[:3], 1)], dim=3)
+    shares = torch.where(seen.any(dim=2)[:, :, None, None], torch.softmax(logits, dim=3), 0)[..., : k.shape[1]]
+    out = torch.einsum("bnhm,bmhd->bnhd", shares, v)
+    return out, torch.logsumexp(scores, dim=3).float()
 
 
-def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
-    torch.testing.assert_close(got.float(), want.float(), atol=TOLERANCE[dtype], rtol=0)
+def assert_close(got: Tensor, want: Tensor, s: Scene) -> None:
+    """Outputs of attention over this scene are as near as its sums let them be."""
+    torch.testing.assert_close(got.double(), want.double(), atol=_errors(s)[0], rtol=0)
+
+
+def assert_close_lse(got: Tensor, want: Tensor, s: Scene) -> None:
+    """The same for log-sum-exps, which are float32 in every dtype."""
+    torch.testing.assert_close(got, want, atol=_errors(s)[1], rtol=0)
+
+
+def _errors(s: Scene) -> tuple[float, float]:
+    k, v = torch.cat([s.k, s.tail.k], dim=1), torch.cat([s.v, s.tail.v], dim=1)
+    return attention_errors(s.q, k, v, s.scale)
 
 
 def moved(value, device: torch.device):

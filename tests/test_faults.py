@@ -24,6 +24,7 @@ REQUIRED = {  # what issue and design name; the registry may hold more
     "sgl-27338",
     "sgl-23037-padding",
     "sgl-23037-alias",
+    "padding-siblings",
     "sgl-24617",
     "sgl-26628-missed",
     "sgl-26628-twice",
@@ -42,6 +43,7 @@ FIRST_CAUGHT = {  # fault -> the lowest check level that says so; None is the de
     "sgl-27338": 1,
     "sgl-23037-padding": 1,
     "sgl-23037-alias": 1,
+    "padding-siblings": 1,
     "sgl-24617": 1,
     "sgl-27545": 2,
     "sgl-26972": 1,
@@ -55,6 +57,7 @@ HARM = {  # fault -> what its harm's description says
     "sgl-27338": "the engine stops: RuntimeError",
     "sgl-23037-padding": "wrong tokens",
     "sgl-23037-alias": "overwritten after they were handed out",
+    "padding-siblings": "the engine stops: RuntimeError",
     "sgl-24617": "the engine stops: IndexError",
     "sgl-26628-missed": "not what the head drafts",
     "sgl-26628-twice": "not what the head drafts",
@@ -130,7 +133,9 @@ def test_a_fault_does_harm_where_no_guard_looks(provocation, name):
     assert HARM[name] in harm
 
 
-@pytest.mark.parametrize("name", ["sgl-24617", "sgl-27360"], ids=["two-group pair", "embedded pair"])
+@pytest.mark.parametrize(
+    "name", ["sgl-24617", "padding-siblings", "sgl-27360"], ids=["two-group pair", "zeros", "embedded pair"]
+)
 def test_no_guard_fires_on_the_sound_engine(provocation, name):
     """The scenario runs to its end at level 3 under the decoder, and gives what it gives at level 0."""
     watched = provocation.run(fault(name), 3, watched=True, sound=True)

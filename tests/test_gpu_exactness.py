@@ -181,7 +181,7 @@ def test_with_compressed_weights_only_roundings_may_differ(prompts, float32_mean
     The embedded pair's weights count as worth it.
     """
     monkeypatch.setattr(compressed, "_WORTH_PARAMETERS", 0)
-    compressed.choose_compressed.cache_clear()
+    compressed.offers.cache_clear()
     if (problem := compressed.why_not_compressed(torch.device("cuda"), torch.bfloat16)) is not None:
         pytest.skip(problem)
     taken = rows_of_compressed_products(monkeypatch)
@@ -194,7 +194,7 @@ def test_with_compressed_weights_only_roundings_may_differ(prompts, float32_mean
         check_16_bits(plain, llm, prompts, float32_mean, torch.bfloat16, capsys)
         assert {16, 4, 6} <= set(taken)  # verify, draft, extend
     finally:
-        compressed.choose_compressed.cache_clear()
+        compressed.offers.cache_clear()
 
 
 def rows_of_compressed_products(monkeypatch) -> list[int]:

@@ -46,7 +46,7 @@ def fired(probes) -> str:
 
 def test_an_index_probe_records_what_where_and_the_range_and_redirects():
     """The record holds code, phase, tensor, row, value, low and high of the first row; its lanes become `low`."""
-    probes = Probes.make(CPU, True)
+    probes = Probes.make(CPU, True, 99)
     x = torch.tensor([[0, 3], [1, 9], [-5, 2]])
     out = probes.index(x, 0, 4, "topk_token", Phase.DRAFT, torch.tensor([6, 2, 4]))
     assert out.tolist() == [[0, 3], [1, 0], [0, 2]]
@@ -57,7 +57,7 @@ def test_an_index_probe_records_what_where_and_the_range_and_redirects():
 
 def test_an_index_probe_takes_bounds_of_each_row():
     """Bounds may be tensors, each row redirected to its own low; the message then says whose range it was."""
-    probes = Probes.make(CPU, True)
+    probes = Probes.make(CPU, True, 99)
     low = torch.tensor([[0], [10], [20]])
     x = torch.tensor([[9, 0], [10, 19], [9, 30]])
     out = probes.index(x, low, low + 10, "feature_node", Phase.EXTEND, torch.tensor([5, 3, 1]))
@@ -68,7 +68,7 @@ def test_an_index_probe_takes_bounds_of_each_row():
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_a_nan_probe_names_the_first_row_that_is_not_finite(value):
     """NaN and both infinities count; a finite tensor, however large, does not."""
-    probes = Probes.make(CPU, True)
+    probes = Probes.make(CPU, True, 99)
     x = torch.full((3, 2, 2), torch.finfo(torch.float32).max)
     probes.nan(x, "hidden", Phase.VERIFY, torch.tensor([7, 8, 9]))
     probes.raise_if_fired()
@@ -81,7 +81,7 @@ def test_a_nan_probe_names_the_first_row_that_is_not_finite(value):
 
 def test_the_first_writer_of_a_record_wins_and_reading_clears_it():
     """What fires later in a round is a consequence; what fires in the next round is news."""
-    probes = Probes.make(CPU, True)
+    probes = Probes.make(CPU, True, 99)
     rows = torch.tensor([0])
     probes.index(torch.tensor([[5]]), 0, 5, "root_token", Phase.DRAFT, rows)
     probes.nan(torch.tensor([[float("nan")]]), "features", Phase.EXTEND, rows)
@@ -96,7 +96,7 @@ def test_the_first_writer_of_a_record_wins_and_reading_clears_it():
 @pytest.mark.parametrize("enabled", [True, False])
 def test_a_probe_that_is_off_or_has_nothing_to_look_at_is_the_identity(enabled):
     """No lanes: nothing fires. Below level 2: the very tensor comes back, whatever it holds."""
-    probes = Probes.make(CPU, enabled)
+    probes = Probes.make(CPU, enabled, 99)
     x = torch.empty((0, 3), dtype=torch.int64) if enabled else torch.tensor([[99]])
     rows = torch.arange(x.shape[0])
     assert probes.index(x, 0, 4, "root_token", Phase.DRAFT, rows) is x
@@ -108,7 +108,7 @@ def test_a_probe_that_is_off_or_has_nothing_to_look_at_is_the_identity(enabled):
 def test_a_probe_fires_without_asking_the_device_anything():
     """On the meta device, where every read of a value by the host is an error, probes run: they never synchronise."""
     meta = torch.device("meta")
-    probes = Probes.make(meta, True)
+    probes = Probes.make(meta, True, 99)
     rows = torch.zeros(2, dtype=torch.int64, device=meta)
     x = torch.zeros((2, 3), dtype=torch.int64, device=meta)
     assert probes.index(x, 0, 4, "topk_token", Phase.DRAFT, rows).shape == (2, 3)

@@ -12,7 +12,7 @@ import torch
 import fake_libraries
 from engines import accept_lens, greedy, tokens
 from fake_libraries import BUILDS, FakeFlashInfer, register_fa3
-from scenes import dense_answer, scene
+from scenes import assert_close, assert_close_lse, dense_answer, scene
 from treetop import LLM
 from treetop.attention import flashinfer_pages, libraries
 from treetop.attention.capabilities import GroupNeed, Need
@@ -27,7 +27,7 @@ from treetop.engine.cuda_graphs import plan_host_extents
 from treetop.engine.graphs import Eager
 from treetop.kernels.kv import PageTable
 from treetop.types.ids import FULL
-from treetop.types.layout import PLAIN, SpecShape
+from treetop.types.layout import SpecShape
 from treetop.types.phase import Phase
 
 CPU = torch.device("cpu")
@@ -77,11 +77,11 @@ def check_backend(backend, options):
     for sinks in (None, torch.randn(s.q.shape[2])):
         want = dense_answer(s, with_tail=True, sinks=sinks)[0]
         got = backend.prefix_tail(s.q, kv, plan, s.tail, s.scale, sinks)
-        torch.testing.assert_close(got, want, atol=3e-6, rtol=0)
+        assert_close(got, want, s)
     out, lse = backend.prefix(s.q, kv, plan, s.scale)
     want, want_lse = dense_answer(s, with_tail=False)
-    torch.testing.assert_close(out, want, atol=3e-6, rtol=0)
-    torch.testing.assert_close(lse, want_lse, atol=1e-5, rtol=1e-5)
+    assert_close(out, want, s)
+    assert_close_lse(lse, want_lse, s)
     assert lse.dtype == torch.float32
     assert (lse[-1] == float("-inf")).all()
 
@@ -94,7 +94,7 @@ def check_causal(backend, options):
     for sinks in (None, torch.randn(s.q.shape[2])):
         out = backend.causal(s.q, kv, plan, s.scale, sinks)
         want = dense_answer(s, with_tail=False, sinks=sinks)[0]
-        torch.testing.assert_close(out[s.real], want[s.real], atol=3e-6, rtol=0)
+        assert_close(out[s.real], want[s.real], s)
         if s.queries.window is None:
             assert not out[~s.real].any(), "padding is 0, whatever the library left there"
 
@@ -184,8 +184,8 @@ def test_a_flashinfer_round_is_planned_anew_from_the_lengths_of_its_rows():
         s.scale,
     )
     out, lse = replace(part, extent=fresh.extent).normalised()
-    torch.testing.assert_close(out, want, atol=3e-6, rtol=0)
-    torch.testing.assert_close(lse, want_lse, atol=1e-5, rtol=1e-5)
+    assert_close(out, want, s)
+    assert_close_lse(lse, want_lse, s)
 
 
 def test_host_pages_are_flashinfers_arrays():
@@ -365,5 +365,5 @@ def test_an_engines_need_names_every_group_with_its_heads(weak_pair):
     assert {group.heads for group in need.groups} == {4}
     assert need.rows == device.layout.max_requests
     for shape, most in [(SpecShape(4, 5, 16), 16), (SpecShape(8, 2, 6), 8), (SpecShape(1, 5, 6), 6)]:
-        layout = replace(device.layout, shapes=(PLAIN, shape))
+        layout = replace(device.layout, shapes=(shape,))
         assert backend_need(layout, model, draft, place).queries == most

@@ -271,7 +271,7 @@ def test_a_worst_step_is_its_gathered_contexts_and_masks_or_its_draws():
     assert step_bytes(replace(LLAMA, max_requests=1, max_context=2**17, chunk=8192), 128256, 4) > 8192 * 2**17 * 6
 
 
-def test_the_proof_runs_every_shape_on_all_rows_and_puts_the_state_back(strong_pair, monkeypatch):
+def test_the_proofs_run_the_dummy_row_then_all_rows_and_put_the_state_back(strong_pair, monkeypatch):
     """Also with more rows than a few: a buffer that lacks rows shows only where all are used."""
     ran = []
     launch = Eager.launch
@@ -282,7 +282,8 @@ def test_the_proof_runs_every_shape_on_all_rows_and_puts_the_state_back(strong_p
 
     monkeypatch.setattr(Eager, "launch", note)
     llm = build(strong_pair, max_running_requests=20)
-    assert ran == [(20, shape, list(range(20))) for shape in llm.engine.layout.shapes]
+    (shape,) = llm.engine.layout.shapes
+    assert ran == [(1, shape, [20]), (20, shape, list(range(20)))]
     assert not llm.engine.device.state.committed.any()
 
 

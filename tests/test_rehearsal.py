@@ -233,9 +233,9 @@ def as_if_on_a_gpu(absent_gpu, monkeypatch):
     for name in ("graph", "CUDAGraph", "Stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nullcontext())
     monkeypatch.setattr(compressed, "_WORTH_PARAMETERS", 0)
-    compressed.choose_compressed.cache_clear()
+    compressed.offers.cache_clear()
     yield absent_gpu
-    compressed.choose_compressed.cache_clear()
+    compressed.offers.cache_clear()
 
 
 @compiled_here

@@ -133,14 +133,16 @@ def random_children(rng: random.Random, rows: int, k: int, width: int, dtype=tor
     )
 
 
-def random_tree(rng: random.Random, rows: int, shape: SpecShape, buffers: Buffers) -> DraftTree:
-    """Trees of which a target may agree with any part: parents before children, siblings that differ."""
+def random_tree(
+    rng: random.Random, rows: int, shape: SpecShape, buffers: Buffers, vocab: int = VOCAB, alike: bool = False
+) -> DraftTree:
+    """Trees of which a target may agree with any part: siblings that differ, or may be alike."""
     tree = buffers.of(rows, shape)[0]
     for row in range(rows):
         parent, depth, token, taken = [0], [0], [rng.randrange(4)], set()
         while len(parent) < shape.num_draft_tokens:
-            place = (rng.choice([i for i in range(len(parent)) if depth[i] < shape.num_steps]), rng.randrange(VOCAB))
-            if place not in taken:
+            place = (rng.choice([i for i in range(len(parent)) if depth[i] < shape.num_steps]), rng.randrange(vocab))
+            if alike or place not in taken:
                 taken.add(place)
                 parent.append(place[0])
                 depth.append(depth[place[0]] + 1)
@@ -246,14 +248,18 @@ if INTERPRETED or DEVICE.type == "cuda":
         rows=st.integers(1, 4),
         seed=st.integers(0, 10**6),
         kind=st.sampled_from(["greedy", "drawn", "forced"]),
+        alike=st.sampled_from([0, 1, 2]),
     )
     @FEW
-    def test_accepting_equals_the_plain_operations(shape, rows, seed, kind):
-        """Paths, tokens, bonus and finite, from logits with ties and NaN, from drawn tokens, and by force."""
+    def test_accepting_equals_the_plain_operations(shape, rows, seed, kind, alike):
+        """Paths, tokens, bonus and finite, from logits with ties and NaN, from drawn tokens, and by force.
+
+        alike: tokens that siblings are drawn from, with repetition; 0: siblings differ.
+        """
         results = []
         for ops, buffers in both():
             rng = random.Random(seed)
-            tree = random_tree(rng, rows, shape, buffers)
+            tree = random_tree(rng, rows, shape, buffers, alike or VOCAB, alike > 0)
             choice = agreeing(rng, tree)
             logits = torch.randint(-3, 4, (*choice.shape, VOCAB)) / 2.0
             logits.scatter_(2, choice[:, :, None], 9.0)
@@ -264,9 +270,40 @@ if INTERPRETED or DEVICE.type == "cuda":
             sound = torch.tensor([[rng.random() < 0.8 for _ in range(choice.shape[1])] for _ in range(rows)])
             chosen = Drawn(choice, sound) if kind == "drawn" else ops.greedy(logits)
             forced = rng.randrange(min(shape.num_steps + 1, shape.num_draft_tokens)) if kind == "forced" else None
-            ops.accept(chosen, tree, buffers.of(rows, shape)[2], forced)
+            out = buffers.of(rows, shape)[2]
+            ops.accept(chosen, tree, out, forced)
+            assert 0 <= int(out.accept_len.min()) <= int(out.accept_len.max()) <= shape.num_steps
+            assert 0 <= int(out.path.min()) <= int(out.path.max()) < shape.num_draft_tokens
             results.append(buffers)
         assert_same(results[1], results[0])
+
+    @pytest.mark.parametrize("shape", [SpecShape(4, 1, 5), SpecShape(4, 5, 16), SpecShape(6, 2, 40)], ids=str)
+    def test_a_tree_of_zeros_that_are_all_wanted_is_accepted_along_one_line(shape):
+        """What the dummy row may come to: path, features and the state picked lie inside their tensors."""
+        paths = []
+        for ops, buffers in both():
+            tree, places, out = buffers.of(1, shape)
+            state = DraftState(torch.zeros(1, shape.topk).long(), torch.zeros(1, shape.topk), torch.zeros(1, 8))
+            tables = RowTables(torch.tensor([0]), torch.tensor([0]), state)
+            growth, frontier = ops.start(tables, torch.tensor([0]), shape, tree, places)
+            for level in range(shape.num_steps - 1):
+                zeros = torch.zeros(1, shape.topk, shape.topk)
+                frontier = ops.grow(
+                    growth, level, frontier, Children(zeros.long(), zeros, torch.zeros(1, shape.topk, 8))
+                )
+            ops.select(growth, tree, places)
+            nodes = torch.arange(shape.num_draft_tokens, dtype=torch.float32).view(1, -1, 1)
+            ops.accept(ops.greedy(torch.zeros(1, shape.num_draft_tokens, VOCAB)), tree, out, None)
+            features = torch.full((1, shape.commit_width, 1), -1.0)
+            ops.features(features, (nodes,), out.path)
+            picked = ops.pick(features, out.accept_len)
+            paths.append((out.path.tolist(), out.accept_len.tolist(), features.flatten().tolist(), picked.tolist()))
+            line, (length,) = out.path[0].tolist(), out.accept_len.tolist()
+            assert tree.parent[0, line[1 : length + 1]].tolist() == line[:length]
+            assert length == int(tree.depth.max())
+            assert features.flatten().tolist() == line
+            assert picked.item() == line[length]
+        assert paths[0] == paths[1]
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, *([] if INTERPRETED else [torch.bfloat16])])
     def test_the_first_of_the_largest_logits_wins_across_pieces(dtype):

@@ -9,7 +9,7 @@ from torch import Tensor
 from treetop.attention.capabilities import CAPABILITIES
 from treetop.attention.contract import Queries, TableView, TailKV
 from treetop.attention.tail import attend, tail_visible, with_sinks
-from treetop.kernels.kv import PagedKV, slots_of
+from treetop.kernels.kv import PagedKV, Ruler, make_ruler, slots_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,15 @@ class TorchBackend:
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype, self._device = dtype, device
 
+        self._ruler: Ruler | None = None
+
     def begin(self, view: TableView) -> TorchPrefix:
-        positions = torch.arange(view.bound, device=view.rows.device)[None]
+        ruler = self._ruler
+        if ruler is None or ruler.page_size != view.page_size or ruler.positions.shape[1] < view.bound:
+            ruler = self._ruler = make_ruler(2 * view.bound, view.page_size, view.rows.device)
+        positions, column, offset = (each[:, : view.bound] for each in (ruler.positions, ruler.column, ruler.offset))
         visible = positions < view.extent[:, None]
-        slots = slots_of(view.table.data, view.rows, positions, visible, view.page_size)
-        return TorchPrefix(slots, visible)
+        return TorchPrefix(slots_at(view.table.data, view.rows, column, offset, visible, view.page_size), visible)
 
     def plan(self, prefix: TorchPrefix, queries: Queries) -> TorchPlan:
         visible = _prefix_visible(prefix, queries.positions, queries.window)

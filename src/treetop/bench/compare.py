@@ -19,6 +19,7 @@ from treetop.bench.machine import Machine, measure_machine, synchronize
 from treetop.bench.prompts import read_prompts
 from treetop.bench.rounds import Figures, measure, plain_options, up_to_step, warm_up
 from treetop.engine.build import read_blueprint
+from treetop.kernels.products import ChosenProduct
 from treetop.models.loader import compute_device, resolve_folder
 from treetop.models.registry import target_spec
 from treetop.server.llm import LLM, RequestOutput
@@ -61,7 +62,8 @@ class Report:
     """What a run measured. accept_length: mean a + 1 of all rounds. acceptance_by_depth: of the rounds that got there.
 
     target_forwards and draft_forwards are per token emitted after the first; plain decoding has 1 and 0. rounds: of
-    plain and of speculative decoding, by phase, on prompts of the middle length.
+    plain and of speculative decoding, by phase, on prompts of the middle length. products: how those with weights are
+    taken on a CPU, and why.
     """
 
     shape: tuple[int, int, int]
@@ -81,8 +83,10 @@ class Report:
     speedup: float
     transformers: Rate | None
     speedup_over_transformers: float | None
+    plain_over_transformers: float | None
     machine: Machine
     rounds: tuple[Figures, ...]
+    products: tuple[ChosenProduct, ...]
 
     def table(self) -> str:
         """The report as text."""
@@ -103,6 +107,8 @@ class Report:
         if self.transformers is not None:
             rows.append(f"transformers                {_rate(self.transformers)}")
             rows.append(f"speculative / transformers  {self.speedup_over_transformers:.2f}x")
+            rows.append(f"plain / transformers        {self.plain_over_transformers:.2f}x")
+            rows += [f"products of {each.sentence()}" for each in self.products]
         rows += [self.machine.sentence(), Figures.HEADER, *(figures.row() for figures in self.rounds)]
         return "\n".join(rows)
 
@@ -166,10 +172,12 @@ def run(model: str | None, engine_options: dict[str, Any], options: BenchOptions
         acceptance_by_depth=acceptance_by_depth(accept_lens, shape.num_steps),
         plain=_spread(columns[0]),
         speculative=_spread(columns[1]),
-        speedup=statistics.median(row[1] / row[0] for row in rates),
+        speedup=_median_ratio(rates, 1, 0),
         transformers=_spread(columns[2]) if options.transformers else None,
-        speedup_over_transformers=statistics.median(row[1] / row[2] for row in rates) if options.transformers else None,
+        speedup_over_transformers=_median_ratio(rates, 1, 2) if options.transformers else None,
+        plain_over_transformers=_median_ratio(rates, 0, 2) if options.transformers else None,
         machine=machine,
+        products=speculative.engine.products,
         rounds=tuple(measure(llm, *case, machine, 0.0) for llm, case in zip((plain, speculative), cases, strict=True)),
     )
 
@@ -226,6 +234,11 @@ def _timed(one: Callable[[], int]) -> float:
     started_s = time.perf_counter()
     tokens = one()
     return tokens / (time.perf_counter() - started_s)
+
+
+def _median_ratio(rates: Sequence[Sequence[float]], over: int, under: int) -> float:
+    """Of two columns of rates, pass by pass."""
+    return statistics.median(row[over] / row[under] for row in rates)
 
 
 def _spread(values: Sequence[float]) -> Rate:

@@ -70,6 +70,23 @@ def check_emitted(token_ids: Sequence[int], stop_ids: frozenset[int], reason: st
         raise CheckError(f"emitted tokens: {len(token_ids)}, more than the {limit} that are left")
 
 
+def check_cached(row: Row, num_cached: int, num_committed: int) -> None:
+    """The prefix cache is given no token whose K/V are not committed."""
+    _within("tokens for the prefix cache", row, num_cached, 0, num_committed)
+
+
+def check_cell(edit: PageEdit, pages: Sequence[int] | None) -> None:
+    """A page-table cell is to hold what its row's lease holds there.
+
+    pages: the lease's, by column; None if no request has the row.
+    """
+    if pages is None or edit.column >= len(pages) or pages[edit.column] != edit.page:
+        raise CheckError(
+            f"page_table.{edit.group} cell: row {edit.row}, column {edit.column} is to hold page {edit.page}, which"
+            " the request in this row does not hold there"
+        )
+
+
 def check_round(plan: RoundPlan, layout: Layout) -> None:
     check_rows(plan.rows, layout)
     if plan.shape not in layout.shapes:

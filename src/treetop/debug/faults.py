@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from treetop.debug.two_group import ZERO_AFTER_ZERO
 from treetop.engine.pure import Pure
 from treetop.kernels.kv import PageTable
 from treetop.kernels.tree import next_level_mask
@@ -20,6 +21,7 @@ from treetop.types.errors import ConfigError
 from treetop.types.ids import DRAFT, FULL, WINDOW, GroupName, PageId
 from treetop.types.layout import Layout, SpecShape
 from treetop.types.sampling import FinishReason
+from treetop.types.tree import Accepted, DraftTree
 
 ENVIRONMENT = "TREETOP_FAULT"
 
@@ -30,6 +32,7 @@ class Fault:
 
     summary: what goes wrong. level: the check level whose guard catches it; None if the visibility decoder or a
     comparison of outputs must. guard: text that the guard's error holds. options: engine options it needs to do harm.
+    seed: of the two-group pair that it needs to do harm; None is the embedded pair.
     """
 
     name: str
@@ -38,7 +41,7 @@ class Fault:
     guard: str
     level: int | None
     options: Mapping[str, Any] = field(default_factory=dict)
-    two_group: bool = False
+    seed: int | None = None
 
     @property
     def pure(self) -> Pure:
@@ -138,6 +141,22 @@ def _in_place(pool: Tensor, tail: Tensor, source: Tensor, slots: Tensor) -> None
     pool[:, 0].zero_()
 
 
+def _whole_tree(tree: DraftTree, choice: Tensor, finite: Tensor, commit_width: int) -> Accepted:
+    """As if siblings always differed: every node that agrees counts, however many there are at one depth."""
+    rows, width = tree.tokens.shape
+    wanted = tree.tokens == choice.gather(1, tree.parent)
+    wanted[:, 0] = True
+    on_path = ~(tree.mask & ~wanted[:, None, :]).any(dim=2)
+    accept_len = on_path.sum(dim=1) - 1
+    column = torch.where(on_path, tree.depth, commit_width)
+    nodes = torch.arange(width, device=choice.device).expand(rows, -1)
+    path = torch.zeros((rows, commit_width + 1), dtype=torch.int64, device=choice.device)
+    path = path.scatter_(1, column, nodes)[:, :commit_width]
+    tokens = choice.gather(1, path)
+    sound = (finite | ~on_path).all(dim=1)
+    return Accepted(path, accept_len, tokens, tokens.gather(1, accept_len[:, None])[:, 0], sound)
+
+
 def _whole_pages_only(pages: Sequence[PageId], num_tokens: int, page_size: int) -> Sequence[PageId]:
     return pages[: num_tokens // page_size]
 
@@ -192,12 +211,21 @@ FAULTS: dict[str, Fault] = _registry(
             1,
         ),
         Fault(
+            "padding-siblings",
+            "acceptance relies on siblings that differ, which the dummy row's do not",
+            {"accept": _whole_tree},
+            "padded batch",
+            1,
+            {"speculative_eagle_topk": 4, "speculative_num_steps": 1, "speculative_num_draft_tokens": 5},
+            seed=ZERO_AFTER_ZERO,
+        ),
+        Fault(
             "sgl-24617",
             "window layers read the page table of the full group",
             {"table_of": _full_table},
             "were given the page table of full",
             1,
-            two_group=True,
+            seed=0,
         ),
         Fault(
             "sgl-26628-missed",

@@ -110,6 +110,7 @@ class Conformance:
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="treetop-conformance-")
         self._pairs: dict[int | None, tuple[Path, Path, DensePair]] = {}
+        self._seeded: dict[int, tuple[str, str]] = {}
 
     def __enter__(self) -> "Conformance":
         for window in (None, WINDOW):
@@ -121,10 +122,12 @@ class Conformance:
     def __exit__(self, *_: object) -> None:
         self._folder.cleanup()
 
-    def pair(self, window: int | None) -> tuple[str, str]:
-        """Folders of the pair with this window."""
-        target, head, _ = self._pairs[window]
-        return str(target), str(head)
+    def pair(self, seed: int) -> tuple[str, str]:
+        """Folders of the pair with windows that this seed makes."""
+        if seed not in self._seeded:
+            target, head = write_two_group_pair(Path(self._folder.name) / f"seed-{seed}", WINDOW, seed)
+            self._seeded[seed] = (str(target), str(head))
+        return self._seeded[seed]
 
     def run(self, case: Case, pure: Pure | None = None, device: str = "auto") -> Outcome:
         """Run one case to its end or its first difference. pure: with a fault, which then runs without guards."""

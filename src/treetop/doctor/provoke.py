@@ -141,7 +141,7 @@ class Provocation:
 
     def harm(self, fault: Fault) -> str | None:
         """What the fault does at check level 0, on the CPU."""
-        key = f"{fault.two_group} {fault.options}"
+        key = f"{fault.seed} {fault.options}"
         if key not in self._sound:
             self._sound[key] = self.run(fault, 0, sound=True)
         sound, broken = self._sound[key], self.run(fault, 0)
@@ -172,7 +172,7 @@ class Provocation:
     ) -> Trial:
         """The scenario on an engine with the fault (or a sound one, with the same options). place: device options."""
         pure, watch = Pure() if sound else fault.pure, VisibilityWatch()
-        model, draft = self._conformance.pair(WINDOW) if fault.two_group else (BUILTIN_MODEL, BUILTIN_DRAFT)
+        model, draft = (BUILTIN_MODEL, BUILTIN_DRAFT) if fault.seed is None else self._conformance.pair(fault.seed)
         options = {**_OPTIONS, **fault.options, **place, "check_level": level}
         outputs: list[RequestOutput] = []
         kept: list[tuple[Tensor, list[Any]]] = []

@@ -16,7 +16,7 @@ from treetop.checks.probes import Probes
 from treetop.drafts.protocol import DrafterSpec
 from treetop.drafts.registry import drafter_spec
 from treetop.engine.buffers import Zeros, make_round_buffers
-from treetop.engine.copies import with_copies
+from treetop.engine.copies import CpuWeights, with_copies, with_second_orders
 from treetop.engine.cuda_graphs import num_graphs
 from treetop.engine.device import Device
 from treetop.engine.memory import (
@@ -36,21 +36,22 @@ from treetop.engine.rehearsal import rehearse
 from treetop.engine.round_ops import make_round_ops
 from treetop.engine.state import make_state
 from treetop.engine.trial import peak_bytes
+from treetop.kernels.products import ChosenProduct, choose_products
 from treetop.models.loader import Placement, compute_device, compute_dtype, resolve_folder, weight_bytes
 from treetop.models.registry import TargetSpec, target_spec
 from treetop.models.spec import AttentionSpec, ModelConfig
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
 from treetop.types.ids import DRAFT, FULL, WINDOW, GroupName
-from treetop.types.layout import PLAIN, KVGroup, Layout
+from treetop.types.layout import KVGroup, Layout
 
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
     """Everything that is known before a weight is read.
 
-    layout: with pools as large as the estimate lets them be. need: what attention has
-    to do. use: that estimate of memory.
+    layout: with pools as large as the estimate lets them be. need: what attention has to do. use: that estimate of
+    memory. weights: whose products are chosen by timing.
     """
 
     config: EngineConfig
@@ -60,6 +61,7 @@ class Blueprint:
     place: Placement
     need: Need
     use: MemoryUse
+    weights: CpuWeights
 
 
 def read_blueprint(config: EngineConfig, kind: type[Layout]) -> Blueprint:
@@ -79,11 +81,13 @@ def read_blueprint(config: EngineConfig, kind: type[Layout]) -> Blueprint:
     budget = Budget(memory, static, allowance, config.mem_fraction_static)
     budget = with_copies(config, place, budget, layout, target, draft)
     place = replace(place, compressed=budget.copies > 0)
+    budget, weights = with_second_orders(config, place, budget, layout, target, draft)
     layout = fit(layout, dtype.itemsize, budget, config.max_total_tokens)
     need = backend_need(layout, target.config, draft, place)
     if config.attention_backend != "auto":
         require(config.attention_backend, need)
-    return Blueprint(config, target, draft, layout, place, need, MemoryUse(layout, dtype.itemsize, budget))
+    use = MemoryUse(layout, dtype.itemsize, budget)
+    return Blueprint(config, target, draft, layout, place, need, use, weights)
 
 
 def make_layout(config: EngineConfig, model: ModelConfig, draft: DrafterSpec | None, kind: type[Layout]) -> Layout:
@@ -94,7 +98,7 @@ def make_layout(config: EngineConfig, model: ModelConfig, draft: DrafterSpec | N
     groups = tuple(KVGroup(name, len(of), of[0].kv, of[0].window) for name, of in layer_groups(model, draft).items())
     chunk = config.chunked_prefill_size or _default_chunk(config, groups)
     layout = kind(
-        shapes=(PLAIN,) if config.shape == PLAIN else (PLAIN, config.shape),
+        shapes=(config.shape,),
         page_size=config.page_size,
         max_requests=config.max_running_requests,
         max_context=context,
@@ -159,11 +163,15 @@ def read_draft_spec(config: EngineConfig, draft: str, target: ModelConfig) -> Dr
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A device with its memory. zones: at check level 3, between which every buffer lies. use: where memory went."""
+    """A device with its memory. zones: at check level 3, between which every buffer lies. use: where memory went.
+
+    products: on a CPU, how products with weights are taken.
+    """
 
     device: Device
     zones: RedZones | None
     use: MemoryUse
+    products: tuple[ChosenProduct, ...]
 
 
 def build_device(blueprint: Blueprint, pure: Pure) -> Built:
@@ -172,9 +180,10 @@ def build_device(blueprint: Blueprint, pure: Pure) -> Built:
     Raises CapacityError if what is left does not hold one request, EngineError if memory runs out on the way.
     """
     config, place = blueprint.config, blueprint.place
+    products = choose_products(blueprint.weights.shapes, place.dtype, blueprint.weights.orders)
     with out_of_memory_explained("loading weights and trying the worst steps", place.device, blueprint.use):
         before = _allocated(place.device)
-        device, zones, zeros = _without_pools(blueprint, pure)
+        device, zones, zeros = _without_pools(blueprint, replace(place, products=products), pure)
         static = _allocated(place.device) - before or blueprint.use.budget.static
         allowance = _gpu_allowance(config, device) if place.device.type == "cuda" else 0
     memory = memory_of(place.device)
@@ -184,12 +193,12 @@ def build_device(blueprint: Blueprint, pure: Pure) -> Built:
     use = MemoryUse(layout, place.dtype.itemsize, budget)
     with out_of_memory_explained("making the KV pools", place.device, use):
         pools = make_pools(layout, place.dtype, zeros)
-    return Built(_with_pools(device, layout, pools), zones, use)
+    return Built(_with_pools(device, layout, pools), zones, use, tuple(products.values()))
 
 
-def _without_pools(blueprint: Blueprint, pure: Pure) -> tuple[Device, RedZones | None, Zeros]:
+def _without_pools(blueprint: Blueprint, place: Placement, pure: Pure) -> tuple[Device, RedZones | None, Zeros]:
     """The device as yet without pools; the red zones, and what makes buffers."""
-    config, place, draft = blueprint.config, blueprint.place, blueprint.draft
+    config, draft = blueprint.config, blueprint.draft
     backend = make_backend(config.attention_backend, blueprint.need)
     zones = RedZones(place.device) if config.check_level >= 3 else None
     zeros: Zeros = zones.zeros if zones is not None else partial(zeros_on, place.device)
@@ -211,7 +220,7 @@ def _without_pools(blueprint: Blueprint, pure: Pure) -> tuple[Device, RedZones |
         buffers=make_round_buffers(layout, len(aux), hidden_size, place.dtype, zeros),
         target_layers=[],
         draft_layers=[],
-        probes=Probes.make(place.device, config.check_level >= 2),
+        probes=Probes.make(place.device, config.check_level >= 2, layout.dummy_row),
     )
     return device, zones, zeros
 

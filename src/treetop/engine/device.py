@@ -15,7 +15,7 @@ from treetop.drafts.protocol import Drafter
 from treetop.engine.buffers import RoundBuffers
 from treetop.engine.pure import Pure
 from treetop.engine.state import RowState
-from treetop.kernels.accept import Drawn
+from treetop.kernels.accept import Drawn, Pieces
 from treetop.kernels.commit import Paths
 from treetop.kernels.kv import slots_of
 from treetop.kernels.ops import Ops
@@ -28,6 +28,7 @@ from treetop.types.ids import GroupName
 from treetop.types.layout import KVGroup, Layout
 from treetop.types.phase import Phase
 from treetop.types.sampling import Choice
+from treetop.types.tree import Accepted, DraftTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,11 @@ class Device:
         if how is Choice.GREEDY:
             return Drawn(*greedy_choice(logits))
         return self.round_ops.draw(logits, self.state.sampler, rows, positions, how is Choice.FILTER)
+
+    def accept(self, chosen: Drawn | Pieces, tree: DraftTree, out: Accepted) -> None:
+        """Follow the target's choices through each tree, or take the simulated length where there is a tree."""
+        emitted = self.simulate_accept_length if out.path.shape[1] > 1 else None
+        self.round_ops.accept(chosen, tree, out, None if emitted is None else emitted - 1)
 
     def propose(self, hidden: Tensor, index: Tensor) -> DraftState:
         """The proposals after one column of each row, and that column's state."""

@@ -21,7 +21,7 @@ from treetop.engine.device import Device
 from treetop.engine.graphs import Eager, GraphSim, RoundLauncher
 from treetop.engine.memory import out_of_memory_explained
 from treetop.engine.prefill import chunk_columns, make_batch, prefill
-from treetop.engine.proof import prove_capacity
+from treetop.engine.proof import prove_capacity, prove_padding
 from treetop.engine.pure import Pure
 from treetop.engine.ring import Posted, Results, Ring, Slot, collect
 from treetop.engine.rounds import RoundKey
@@ -68,6 +68,7 @@ class Engine:
         self.dtype, device = blueprint.place.dtype, blueprint.place.device
         built = build_device(blueprint, pure)
         self.layout, self.memory, self._zones = built.device.layout, built.use, built.zones
+        self.products = built.products
         self.device = wrap(built.device) if wrap is not None else built.device
         self.launcher: RoundLauncher = Eager(self.device)
         if config.graphs == "sim":
@@ -99,6 +100,7 @@ class Engine:
         if isinstance(self.launcher, CudaGraphs):
             self.launcher.capture_all()
         if self.config.check_level >= 1:
+            prove_padding(self.device, self.launcher)
             prove_capacity(self.device, self.launcher)
         if self.config.check_level >= 3:
             self.device.state.forget_pages(list(range(self.layout.max_requests)))

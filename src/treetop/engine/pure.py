@@ -14,9 +14,11 @@ from torch import Tensor
 from treetop.kernels.kv import PageTable, commit_tail
 from treetop.kernels.tree import next_level_mask
 from treetop.spec.round_ops import Parts, draft_positions, extend_mask, feature_nodes
+from treetop.spec.verify import accept
 from treetop.types.ids import GroupName, PageId
 from treetop.types.layout import Layout, SpecShape
 from treetop.types.sampling import FinishReason
+from treetop.types.tree import Accepted, DraftTree
 
 
 def pad_rows(rows: Sequence[int], bucket: int, dummy: int, previous: Sequence[int]) -> list[int]:
@@ -93,6 +95,7 @@ class Pure:
     extend_mask: Callable[[int, torch.device], Tensor] = extend_mask
     feature_nodes: Callable[[Tensor, int], Tensor] = feature_nodes
     commit: Callable[[Tensor, Tensor, Tensor, Tensor], None] = commit_tail
+    accept: Callable[[DraftTree, Tensor, Tensor, int], Accepted] = accept
     pages_to_free: Callable[[Sequence[PageId], int, int], Sequence[PageId]] = pages_to_free
     shared_groups: Callable[[Sequence[GroupName]], Sequence[GroupName]] = shared_groups
     next_prompt_token: Callable[[Sequence[int], int], int | None] = next_prompt_token
@@ -101,4 +104,11 @@ class Pure:
     @property
     def parts(self) -> Parts:
         """Those of the small operations of a round."""
-        return Parts(self.draft_positions, self.next_level_mask, self.extend_mask, self.feature_nodes, self.commit)
+        return Parts(
+            self.draft_positions,
+            self.next_level_mask,
+            self.extend_mask,
+            self.feature_nodes,
+            self.commit,
+            self.accept,
+        )

@@ -82,8 +82,7 @@ def verify_phase(device: Device, key: RoundKey, bound: int) -> None:
         chosen = ops.greedy(logits)
     else:
         chosen = device.choose(logits, rows, places.nodes, key.choice)
-    emitted = device.simulate_accept_length if shape.num_steps else None
-    ops.accept(chosen, tree, accepted, None if emitted is None else emitted - 1)
+    device.accept(chosen, tree, accepted)
     device.commit(buffers.verify_tails, _paths(device, key, accepted.path))
     if device.drafter is None:
         ops.finish(device.state.tables, rows, device.layout.dummy_row, accepted, None)

@@ -37,9 +37,30 @@ def slots_of(page_table: Tensor, rows: Tensor, positions: Tensor, visible: Tenso
     page_table: [num_rows, columns] int32, one group's. rows: [rows] int64. positions: [rows, n] or [1, n] int64.
     visible: [rows, n] bool; a lane that is not visible reads column 0, whatever its position. Returns [rows, n] int64.
     """
-    column = torch.where(visible, positions // page_size, 0)
-    page = page_table[rows[:, None], column].to(torch.int64)
-    return torch.where(visible, page * page_size + positions % page_size, 0)
+    return slots_at(page_table, rows, positions // page_size, positions % page_size, visible, page_size)
+
+
+def slots_at(
+    page_table: Tensor, rows: Tensor, column: Tensor, offset: Tensor, visible: Tensor, page_size: int
+) -> Tensor:
+    """`slots_of` positions that are given as column of the page table and offset in the page, [rows, n] or [1, n]."""
+    page = page_table[rows[:, None], torch.where(visible, column, 0)].to(torch.int64)
+    return torch.where(visible, page * page_size + offset, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Ruler:
+    """Positions 0, 1, ... and where they lie in their pages. positions, column, offset: [1, n] int64."""
+
+    page_size: int
+    positions: Tensor
+    column: Tensor
+    offset: Tensor
+
+
+def make_ruler(length: int, page_size: int, device: torch.device) -> Ruler:
+    positions = torch.arange(length, device=device)[None]
+    return Ruler(page_size, positions, positions // page_size, positions % page_size)
 
 
 def write_pages(pages: PagedKV, slots: Tensor, kv: Tensor) -> None:

@@ -2,8 +2,8 @@
 
 import os
 import stat
-from collections.abc import Collection, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from importlib import resources
 from math import prod
 from pathlib import Path
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from treetop.kernels.ops import Ops, ops_for
+from treetop.kernels.products import ChosenProduct, Shape
 from treetop.models.checkpoint import check_tensors, open_tensors
 from treetop.models.params import Fetch, Param, stored_tensors
 from treetop.types.config import flag
@@ -83,6 +84,7 @@ class Placement:
     """Where and how a model computes.
 
     rope_rows: positions its RoPE table holds. dummy: random weights, no file. compressed: weights in 12 bits as well.
+    products: on a CPU, the calls for weights of each shape.
     """
 
     dtype: torch.dtype
@@ -90,10 +92,11 @@ class Placement:
     rope_rows: int
     dummy: bool = False
     compressed: bool = False
+    products: Mapping[Shape, ChosenProduct] = field(default_factory=dict)
 
     @property
     def ops(self) -> Ops:
-        return ops_for(self.device, self.dtype, self.compressed)
+        return ops_for(self.device, self.dtype, self.compressed, self.products)
 
 
 def load_weights(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from treetop.cache.ledger import Columns, LedgerRules, PageLedger
-from treetop.checks.host import check_emitted
+from treetop.checks.host import check_cached, check_cell, check_emitted
 from treetop.engine.pure import Pure
 from treetop.scheduler.request import Request, Running
 from treetop.types.config import EngineConfig
@@ -286,6 +286,10 @@ class Scheduler:
     def _take_edits(self) -> tuple[PageEdit, ...]:
         edits = tuple(PageEdit(group, row, column, page) for (group, row, column), page in self._cells.items())
         self._cells.clear()
+        if self._config.check_level >= 1:
+            for edit in edits:
+                owner = self._by_row.get(edit.row)
+                check_cell(edit, None if owner is None else _held(owner).lease.pages[edit.group])
         return edits
 
     def _retract(self, request: Request) -> None:
@@ -397,6 +401,8 @@ class Scheduler:
     def _leave(self, request: Request, ids: Sequence[int]) -> None:
         """Give back row and pages; `ids` are tokens whose K/V are complete."""
         held = _held(request)
+        if self._config.check_level >= 1:
+            check_cached(held.row, len(ids), request.prefilled)
         self._ledger.release(held.lease, ids, request.num_ids)
         self._free_rows.append(held.row)
         del self._by_row[held.row]

@@ -101,6 +101,7 @@ class Parts:
     extend_mask: Callable[[int, torch.device], Tensor] = extend_mask
     feature_nodes: Callable[[Tensor, int], Tensor] = feature_nodes
     commit: Callable[[Tensor, Tensor, Tensor, Tensor], None] = commit_tail
+    accept: Callable[[DraftTree, Tensor, Tensor, int], Accepted] = accept
 
 
 class TorchRoundOps:
@@ -171,7 +172,7 @@ class TorchRoundOps:
         assert isinstance(chosen, Drawn)
         width = out.path.shape[1]
         if forced is None:
-            copy_into(out, accept(tree, chosen.token, chosen.finite, width))
+            copy_into(out, self._parts.accept(tree, chosen.token, chosen.finite, width))
         else:
             copy_into(out, force(chosen.token, chosen.finite, forced, width))
 

@@ -101,7 +101,7 @@ class Dimension:
 class Layout:
     """Every dimension of the engine's device state, from a handful of options.
 
-    shapes: the tree shapes the engine may run, PLAIN always among them. page_size: tokens a page. max_context: tokens
+    shapes: the tree shapes the engine may run. page_size: tokens a page. max_context: tokens
     a request may hold, prompt and output. chunk: most prompt tokens a prefill step processes. lag: steps in flight.
     pool_tokens: tokens that each pool without a window holds.
     """
