@@ -213,7 +213,6 @@ def _without_pools(blueprint: Blueprint, place: Placement, pure: Pure) -> tuple[
         target=target,
         drafter=draft.load(target, place) if draft is not None else None,
         backend=backend,
-        ops=place.ops,
         round_ops=make_round_ops(pure, layout, place.dtype, place.device),
         pools={},
         state=make_state(layout, draft.state_size if draft is not None else None, place.dtype, zeros),

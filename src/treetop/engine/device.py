@@ -18,7 +18,6 @@ from treetop.engine.state import RowState
 from treetop.kernels.accept import Drawn, Pieces
 from treetop.kernels.commit import Paths
 from treetop.kernels.kv import slots_of
-from treetop.kernels.ops import Ops
 from treetop.kernels.rows import DraftState
 from treetop.models.target import Target
 from treetop.spec.round_ops import RoundOps
@@ -44,7 +43,6 @@ class Device:
     target: Target
     drafter: Drafter | None
     backend: AttentionBackend[Any, Any]
-    ops: Ops
     round_ops: RoundOps
     pools: dict[GroupName, KVPool]
     state: RowState

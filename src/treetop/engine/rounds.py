@@ -55,8 +55,8 @@ def draft_phase(device: Device, key: RoundKey, bound: int) -> None:
         mask = level.mask
         if width > mask.shape[2]:
             mask = F.pad(mask, (0, width - mask.shape[2]))
-        at = (level.positions, level.all_positions[:, :width], mask)
-        plans = device.plan(prefixes, {g.name: Queries(*at, g.window) for g in groups})
+        seen = (level.positions, level.all_positions[:, :width], mask)
+        plans = device.plan(prefixes, {g.name: Queries(*seen, g.window) for g in groups})
         columns = Columns(key.bucket, level.index * k, k, width)
         return device.tail_attention(phase, device.draft_layers, buffers.draft_tails, plans, columns)
 
