@@ -73,6 +73,8 @@ class OnePlane:
         self.embedding = weights["embedding"]
         self.rope = rope_table(config.layers[0].attention.rope, place.rope_rows, place.dtype, place.device)
 
+    products = ()  # they are plain ones of PyTorch
+
     def norm(self, x, name):
         return F.rms_norm(x, x.shape[-1:], self.weights[name], self.config.norm_eps)
 

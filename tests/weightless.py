@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from treetop.drafts.protocol import DraftVocab, Proposal, Streamed
+from treetop.drafts.protocol import DraftProducts, DraftVocab, Proposal, Streamed
 from treetop.drafts.registry import DRAFTERS
 
 
@@ -45,7 +45,7 @@ class Fixed:
 
     def __init__(self, vocab_size, place):
         self.vocab = DraftVocab(torch.zeros(vocab_size, dtype=torch.int64, device=place.device))
-        self.dtype = place.dtype
+        self.dtype, self.products = place.dtype, DraftProducts()
 
     def extend(self, tokens, features, positions, attend):
         assert features.shape == (*tokens.shape, 0)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from treetop.attention.phase import Attend
-from treetop.drafts.protocol import DraftVocab, Proposal, Streamed
+from treetop.drafts.protocol import DraftProducts, DraftVocab, Proposal, Streamed
 from treetop.kernels.ops import Ops
 from treetop.kernels.rope import rope_table
 from treetop.models.checkpoint import tensor_files
@@ -147,6 +147,7 @@ class Eagle3Head:
         self.mlp = GatedMLP(weights, "mlp", ops)
         self.norm = RMSNorm(weights["norm"], eps, ops)
         self.lm_head = ops.linear(weights.pop("lm_head"))
+        self.products = DraftProducts([*self.attention.products, *self.mlp.products], [self.fuse], [self.lm_head])
         self.vocab = DraftVocab(weights.setdefault("d2t", _no_offset(spec.vocab_size, place)))
 
     def extend(self, tokens: Tensor, features: Tensor, positions: Tensor, attend: Attend) -> Tensor:

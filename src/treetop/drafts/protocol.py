@@ -45,6 +45,15 @@ class Streamed:
     output: int
 
 
+@dataclass(frozen=True, slots=True)
+class DraftProducts:
+    """The products that `Streamed` counts the weights of."""
+
+    layers: Sequence[object] = ()
+    fuse: Sequence[object] = ()
+    output: Sequence[object] = ()
+
+
 class Drafter(Protocol):
     """Proposes what follows each token of a row, from a state [state_size] that it makes of the tokens before.
 
@@ -53,6 +62,7 @@ class Drafter(Protocol):
     """
 
     vocab: DraftVocab
+    products: DraftProducts
 
     def extend(self, tokens: Tensor, features: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """tokens, positions: [rows, n] int64, the pairs' second tokens and their slots. features: [rows, n, width],

@@ -25,6 +25,7 @@ class DecoderLayer:
         self.attention = SelfAttention(spec.attention, weights, f"{name}.attention", index, eps, ops)
         self.mlp_norm = RMSNorm(weights[f"{name}.mlp_norm"], eps, ops)
         self.mlp = GatedMLP(weights, f"{name}.mlp", ops)
+        self.products = [*self.attention.products, *self.mlp.products]
 
     def __call__(self, x: Tensor, normed: Tensor, angles: Any, attend: Attend) -> tuple[Tensor, Tensor]:
         """x: the residual stream, normed: its input norm. Returns the stream after attention, and the MLP's parts."""
@@ -58,6 +59,11 @@ class Decoder:
             if index in self.aux_inputs:
                 features[index] = x
         return TargetOutput(normed, tuple(features[i] for i in self.aux_inputs))
+
+    @property
+    def products(self) -> list[object]:
+        """See `Target`."""
+        return [*(product for layer in self.layers for product in layer.products), self.lm_head]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `Target`."""

@@ -37,6 +37,7 @@ class SelfAttention:
         self.layer, self.head_dim, self.scale, self._ops = layer, spec.head_dim, spec.scale, ops
         self.qkv = ops.linear(weights.pop(f"{name}.qkv"), weights.pop(f"{name}.qkv_bias", None))
         self.output = ops.linear(weights.pop(f"{name}.output"), weights.pop(f"{name}.output_bias", None))
+        self.products = [self.qkv, self.output]
         self.norms = HeadNorms(weights.pop(f"{name}.qk_norm"), eps) if spec.qk_norm else None
         self.sinks = weights.pop(f"{name}.sinks").float() if spec.sinks else None
 
@@ -77,6 +78,7 @@ class GatedMLP:
     def __init__(self, weights: Weights, name: str, ops: Ops) -> None:
         self.gate_up = ops.gated(weights.pop(f"{name}.gate_up"), weights.pop(f"{name}.gate_up_bias", None))
         self.down = ops.linear(weights.pop(f"{name}.down"), weights.pop(f"{name}.down_bias", None))
+        self.products = [self.gate_up, self.down]
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [..., hidden]. Returns parts [parts, ..., hidden]."""

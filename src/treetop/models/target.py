@@ -1,5 +1,6 @@
 """What the engine asks of a target model."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +20,7 @@ class TargetOutput:
 
 class Target(Protocol):
     """Tokens in, hidden states and what a drafter reads out. embedding: [vocab, hidden], which a drafter may share.
+    products: all that a forward and its logits take with weights.
 
     Its features are residual streams, chosen at construction: index i is the one that enters layer i, the number of
     layers what the last one leaves, before the final norm.
@@ -26,6 +28,9 @@ class Target(Protocol):
 
     config: ModelConfig
     embedding: Tensor
+
+    @property
+    def products(self) -> Sequence[object]: ...
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> TargetOutput:
         """tokens, positions: [rows, n] int64. The layers' K/V go where `attend` puts them."""
