@@ -17,6 +17,7 @@ from treetop.core.thread import CoreClient, CoreThread
 from treetop.scheduler.scheduler import Scheduler
 from treetop.types.config import EngineConfig
 from treetop.types.ids import FULL, RequestId
+from treetop.types.kv import paired
 from treetop.types.layout import KVGroup, Layout, SpecShape
 from treetop.types.messages import PrefillPlan, RowResult, StepPlan, StepResult
 from treetop.types.requests import EngineRequest
@@ -47,7 +48,7 @@ def make_core(rows: int, tokens: int, lag: int) -> EngineCore[StepPlan]:
         max_requests=rows,
         max_context=CONTEXT,
         chunk=rows,
-        groups=(KVGroup(FULL, 1, 1, 8),),
+        groups=(KVGroup(FULL, 1, paired(1, 8)),),
         pool_tokens=rows * CONTEXT * 2,
         lag=lag,
     )

@@ -41,7 +41,18 @@ class Scene:
 
 
 def scene(  # noqa: PLR0917
-    n=5, t=7, heads=6, kv_heads=2, dim=16, page_size=4, bound=50, window=None, dtype=torch.float32, causal=False, seed=0
+    n=5,
+    t=7,
+    heads=6,
+    kv_heads=2,
+    dim=16,
+    page_size=4,
+    bound=50,
+    window=None,
+    dtype=torch.float32,
+    causal=False,
+    seed=0,
+    planes=2,
 ) -> Scene:
     """Random K/V in pages in random order; prefill rows end with padding queries, as the runner pads them."""
     torch.manual_seed(seed)
@@ -51,7 +62,7 @@ def scene(  # noqa: PLR0917
     num_pages = 1 + 3 * columns
     table = torch.zeros((4, columns), dtype=torch.int32)
     table[:3] = (torch.randperm(num_pages - 1) + 1).view(3, columns)
-    pages = torch.randn(num_pages * page_size, 2, kv_heads, dim).to(dtype)
+    pages = torch.randn(num_pages * page_size, planes, kv_heads, dim).to(dtype)
     pages[:page_size] = 0
     at = torch.arange(bound)
     slots = table[row_list[:, None], at // page_size].long() * page_size + at % page_size
@@ -85,7 +96,7 @@ def scene(  # noqa: PLR0917
     spoilt_table[~used] = INT_MIN
 
     q = torch.randn(rows, n, heads + 2 * kv_heads, dim).to(dtype)[:, :, :heads]  # a slice, as the projection leaves it
-    tail = torch.randn(rows, t + 3, 2, kv_heads, dim).to(dtype)[:, :t]  # a slice of a larger buffer
+    tail = torch.randn(rows, t + 3, planes, kv_heads, dim).to(dtype)[:, :t]  # a slice of a larger buffer
     return Scene(
         q=q,
         view=TableView(Phase.VERIFY, PageTable(FULL, spoilt_table), row_list, extent, bound, page_size),
@@ -93,7 +104,7 @@ def scene(  # noqa: PLR0917
         queries=Queries(positions, tail_positions, mask, window),
         tail=TailKV(tail),
         k=dense[:, :, 0],
-        v=dense[:, :, 1],
+        v=dense[:, :, -1],
         seen=seen,
         real=real,
         clean=PagedKV(pages),

@@ -91,7 +91,7 @@ def test_other_generations_of_gpus_are_refused_by_fa3(monkeypatch):
 
 def test_an_engine_refuses_before_it_reads_weights(weak_pair, monkeypatch):
     """The error comes before the loader is asked for anything."""
-    monkeypatch.setattr("treetop.engine.build.load_target", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr("treetop.models.registry.TargetSpec.load", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(
         ConfigError, match="--attention-backend fa3: it computes in bfloat16 and float16, not in float32"
     ):

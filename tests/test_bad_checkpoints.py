@@ -12,8 +12,7 @@ from engines import build, greedy, tokens
 from refusing import load, refused
 from tiny_models import Pair, copy_folder, save_random_head, save_random_llama
 from treetop import LLM
-from treetop.models.loader import check_target
-from treetop.models.spec import target_spec
+from treetop.models.registry import target_spec
 from treetop.types.errors import CapacityError, CheckpointError, ConfigError
 
 SHAPE = (2, 3, 6)
@@ -266,7 +265,7 @@ def test_weights_that_are_no_floating_point_are_refused(strong_pair, tmp_path, d
     weight = load_file(strong_pair.target / "model.safetensors")[name]
     folder = copy_folder(strong_pair.target, tmp_path / "t", tensors={name: weight.to(dtype)})
     refused(CheckpointError, load(folder), name, "stored as", "BF16")
-    refused(CheckpointError, lambda: check_target(folder, target_spec(folder)), name, "stored as")
+    refused(CheckpointError, target_spec(folder).check, name, "stored as")
 
 
 def test_stored_frequencies_of_the_rotation_are_left_alone(strong_pair, tmp_path):

@@ -11,6 +11,7 @@ from treetop.cache.ledger import PageLedger
 from treetop.cache.radix import RadixCache
 from treetop.types.errors import OwnershipError
 from treetop.types.ids import DRAFT, FULL, NULL_PAGE, WINDOW, PageId
+from treetop.types.kv import paired
 from treetop.types.layout import PLAIN, KVGroup, Layout
 from treetop.types.messages import PrefillPlan
 
@@ -20,9 +21,9 @@ CHUNK = 6
 
 def make_layout(page_size=2, draft=True, window=None) -> Layout:
     """Groups that run out of pages at different times. A window's pool holds what four requests need, and no more."""
-    groups = [KVGroup(FULL, 1, 1, 2), *([KVGroup(DRAFT, 1, 1, 2)] if draft else [])]
+    groups = [KVGroup(FULL, 1, paired(1, 2)), *([KVGroup(DRAFT, 1, paired(1, 2))] if draft else [])]
     if window is not None:
-        groups.append(KVGroup(WINDOW, 1, 1, 2, window))
+        groups.append(KVGroup(WINDOW, 1, paired(1, 2), window))
 
     class Uneven(Layout):
         @property

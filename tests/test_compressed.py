@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from engines import build
+from treetop.drafts.eagle3 import HeadFile
 from treetop.engine import copies as deciding
 from treetop.engine.copies import copies_estimate, with_copies
 from treetop.engine.memory import Budget, Memory, MemoryUse, fit, out_of_memory_explained, pool_bytes
@@ -259,9 +260,12 @@ def test_without_room_errors_name_the_option_if_it_helps(strong_pair):
 def test_copies_are_counted_by_the_models_own_products(strong_pair, monkeypatch, attention_bias):
     """Of every product without bias of target and head, and no other weight; a head as wide as it likes."""
     llm = build(strong_pair)
-    target = replace(llm.engine.device.target.spec, attention_bias=attention_bias)
-    head = llm.engine.device.head.spec
-    head = replace(head, layer=replace(head.layer, hidden_size=2 * head.layer.hidden_size))
+    config, head = llm.engine.spec, llm.engine.draft
+    layer = config.layers[0]
+    attention = replace(layer.attention, bias=attention_bias, output_bias=attention_bias)
+    layers = (replace(layer, attention=attention),) * len(config.layers)
+    target = replace(llm.engine.target, config=replace(config, layers=layers))
+    head = replace(head, decoder=replace(head.decoder, hidden_size=2 * head.state_size), file=HeadFile(embedding=True))
     seen: list[tuple[int, int, bool]] = []
 
     def counted(n, k, gated, gpu):
@@ -269,18 +273,18 @@ def test_copies_are_counted_by_the_models_own_products(strong_pair, monkeypatch,
         return n * k
 
     monkeypatch.setattr(deciding, "compressed_bytes", counted)
-    hidden, inner = target.hidden_size, target.intermediate_size
-    heads = target.num_heads * target.head_dim
-    qkv = heads + 2 * target.kv_heads * target.head_dim
-    attention = [] if attention_bias else [(qkv, hidden, False), (hidden, heads, False)]
-    layer = [*attention, (2 * inner, hidden, True), (hidden, inner, False)]
-    expected = [*layer * target.num_layers, (target.vocab_size, hidden, False)]
+    hidden, inner = config.hidden_size, layer.feed_forward.inner_size
+    heads = attention.num_heads * attention.head_dim
+    qkv = heads + attention.kv.numbers
+    products = [] if attention_bias else [(qkv, hidden, False), (hidden, heads, False)]
+    products += [(2 * inner, hidden, True), (hidden, inner, False)]
+    expected = [*products * len(layers), (config.vocab_size, hidden, False)]
     assert copies_estimate(target, None, H200) == sum(n * k for n, k, _ in expected)
     assert seen == expected
     seen.clear()
     copies_estimate(target, head, H200)
     assert len(seen) == len(expected) + 1 + 4 + 1
-    assert seen[-1] == (head.draft_vocab_size, head.layer.hidden_size, False)
+    assert seen[-1] == (head.vocab_size, head.state_size, False)
 
 
 def test_the_committed_launches_can_be_launched():

@@ -18,6 +18,7 @@ from treetop.scheduler.scheduler import Scheduler
 from treetop.types.config import EngineConfig
 from treetop.types.errors import EngineError
 from treetop.types.ids import FULL, RequestId
+from treetop.types.kv import paired
 from treetop.types.layout import KVGroup, Layout, SpecShape
 from treetop.types.messages import PrefillPlan, RowResult, StepResult
 from treetop.types.requests import EngineRequest
@@ -56,7 +57,7 @@ def make_core(engine=None, rows=4, lag=1, chunk=64, context=512, pages=256) -> E
         max_requests=rows,
         max_context=context,
         chunk=chunk,
-        groups=(KVGroup(FULL, 1, 1, 8),),
+        groups=(KVGroup(FULL, 1, paired(1, 8)),),
         pool_tokens=4 * pages,
         lag=lag,
     )

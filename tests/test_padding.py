@@ -103,7 +103,7 @@ def test_a_dummy_row_that_is_not_finite_is_nobodys_error(weak_pair, tmp_path, gr
     assert len(prompts) == 3
     llm = build(pair, (4, 1, 5), graphs=graphs, check_level=2)
     device = llm.engine.device
-    device.target.embedding[0] = device.head.normed_embedding[0] = float("nan")
+    device.target.embedding[0] = device.drafter.normed_embedding[0] = float("nan")
     assert tokens(llm.generate(list(prompts), greedy(12))) == list(want)
 
 

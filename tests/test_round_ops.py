@@ -327,9 +327,10 @@ if INTERPRETED or DEVICE.type == "cuda":
         width=st.integers(1, 5),
         seed=st.integers(0, 10**6),
         in_order=st.booleans(),
+        planes=st.sampled_from([1, 2]),
     )
     @FEW
-    def test_committing_equals_the_plain_copy_and_leaves_the_null_page_alone(page_size, width, seed, in_order):
+    def test_committing_equals_the_plain_copy_and_leaves_the_null_page_alone(page_size, width, seed, in_order, planes):
         """All layers, only columns of the path and live rows; page-table columns past the path hold no page."""
         rng = random.Random(seed)
         torch.manual_seed(seed)
@@ -342,9 +343,9 @@ if INTERPRETED or DEVICE.type == "cuda":
         lens = accept_len[rows]
         for row in range(3):
             table[row, (int(committed[row]) + int(accept_len[row])) // page_size + 1 :] = -(2**31)
-        pool = torch.randn(layers, (4 * columns + 1) * page_size, 2, 2, 5)
+        pool = torch.randn(layers, (4 * columns + 1) * page_size, planes, 2, 5)
         pool[:, :page_size] = 0
-        tail = torch.randn(layers, 6, t, 2, 2, 5)
+        tail = torch.randn(layers, 6, t, planes, 2, 5)
         node = None if in_order else torch.randint(0, t, (6, width + 2))[:5, :width]
         paths = Paths(rows, committed[rows], lens, width, node, 3)
         got, want = pool.clone(), pool.clone()

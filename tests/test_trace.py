@@ -102,9 +102,9 @@ def test_the_reason_a_path_ended_is_true(trace: Trace) -> None:
 
 
 def test_the_draft_vocabulary_is_what_the_head_can_say(greedy: Trace) -> None:
-    known, head = drafted_vocabulary(greedy.llm), greedy.llm.engine.device.head
+    known, head = drafted_vocabulary(greedy.llm), greedy.llm.engine.draft
     assert head is not None
-    assert len(known) == head.spec.draft_vocab_size
+    assert len(known) == head.vocab_size
     assert all(token in known for each in greedy.rounds for token in each.tokens[1:])
 
 

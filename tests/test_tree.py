@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oracles import chain, float32, grow, longest_line, select, walk
+from treetop.drafts.eagle3 import Eagle3Head
+from treetop.drafts.protocol import DraftVocab, Proposal
 from treetop.kernels.ops import TorchOps
 from treetop.kernels.rows import DraftState, RowTables
 from treetop.kernels.tree import ancestor_mask, keyed_topk, next_level_mask, stable_topk
-from treetop.models.eagle3 import DraftVocab, Eagle3Head, Proposal
 from treetop.spec.draft import grow_tree
 from treetop.spec.round_ops import TorchRoundOps
 from treetop.spec.verify import accept, force, greedy_choice
@@ -31,7 +32,7 @@ class ScriptedHead:
     def __init__(self, seed: int, all_equal: bool = False) -> None:
         self.seed, self.all_equal = seed, all_equal
 
-    def forward(self, tokens, hidden, positions, attend):
+    def grow(self, tokens, hidden, positions, attend):
         return (hidden * 57 + tokens[..., None] + 1).remainder(PRIME)
 
     def propose(self, hidden, k) -> Proposal:
@@ -286,12 +287,12 @@ def test_with_topk_one_tree_and_acceptance_equal_a_chain(num_steps, seed):
         rows = [logits("draft", paths[int(code)], draft_vocab) for code in state.flatten().tolist()]
         return torch.tensor(rows).reshape(*state.shape[:-1], draft_vocab)
 
-    def forward(tokens, hidden, positions, attend):
+    def grow_forward(tokens, hidden, positions, attend):
         paths[len(paths)] = [*paths[int(hidden)], int(tokens)]
         return torch.full_like(hidden, len(paths) - 1)
 
     stand_in = SimpleNamespace(lm_head=lm_head, norm=lambda x: x, vocab=DraftVocab(offset), _ops=TorchOps())
-    head = SimpleNamespace(forward=forward, propose=lambda hidden, k: Eagle3Head.propose(stand_in, hidden, k))
+    head = SimpleNamespace(grow=grow_forward, propose=lambda hidden, k: Eagle3Head.propose(stand_in, hidden, k))
     start = torch.zeros(1, 1)
     proposal = head.propose(start, 1)
     tables = RowTables(torch.tensor([0]), torch.tensor([root]), DraftState(proposal.tokens, proposal.logprob, start))

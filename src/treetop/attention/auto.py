@@ -210,6 +210,7 @@ def _joint(parts: list[Capabilities]) -> Capabilities:
     return Capabilities(
         base.dtypes,
         base.head_dims,
+        planes=base.planes,
         captures=all(part.captures for part in parts),
         captures_first_call=all(part.captures_first_call for part in parts),
         needs_host_extents=any(part.needs_host_extents for part in parts),

@@ -67,7 +67,7 @@ class TorchBackend:
     def prefix(self, q: Tensor, kv: PagedKV, plan: TorchPlan, scale: float) -> tuple[Tensor, Tensor]:
         width = plan.prefix.slots.shape[1]
         pages = _gather(kv, plan.prefix)
-        return attend(q, pages[:, :, 0], pages[:, :, 1], plan.visible[:, :, :width], scale)
+        return attend(q, pages[:, :, 0], pages[:, :, -1], plan.visible[:, :, :width], scale)
 
     def prefix_tail(
         self, q: Tensor, kv: PagedKV, plan: TorchPlan, tail: TailKV, scale: float, sinks: Tensor | None = None
@@ -88,15 +88,15 @@ def _prefix_visible(prefix: TorchPrefix, positions: Tensor, window: int | None) 
 
 
 def _gather(kv: PagedKV, prefix: TorchPrefix) -> Tensor:
-    """K/V of the prefix: [rows, width, 2, kv_heads, head_dim]; masked lanes read the null slot, which is finite."""
+    """K/V of the prefix: [rows, width, planes, kv_heads, d]; masked lanes read the null slot, which is finite."""
     return kv.data.index_select(0, prefix.slots.reshape(-1)).view(*prefix.slots.shape, *kv.data.shape[1:])
 
 
 def _attention(q: Tensor, kv: Tensor, plan: TorchPlan, scale: float, sinks: Tensor | None) -> Tensor:
-    """q: [rows, n, heads, d]; kv: [rows, m, 2, kv_heads, d]. PyTorch's attention gives no lse, which sinks need."""
+    """q: [rows, n, heads, d]; kv: [rows, m, planes, kv_heads, d]. PyTorch's attention gives no lse, as sinks need."""
     if sinks is not None:
-        return with_sinks(*attend(q, kv[:, :, 0], kv[:, :, 1], plan.visible, scale), sinks)
-    k, v = kv.permute(2, 0, 3, 1, 4)
+        return with_sinks(*attend(q, kv[:, :, 0], kv[:, :, -1], plan.visible, scale), sinks)
+    k, v = kv[:, :, 0].transpose(1, 2), kv[:, :, -1].transpose(1, 2)
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2), k, v, attn_mask=plan.bias[:, None], scale=scale, enable_gqa=q.shape[2] != k.shape[1]
     )

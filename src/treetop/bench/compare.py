@@ -21,7 +21,7 @@ from treetop.bench.rounds import Figures, measure, plain_options, up_to_step, wa
 from treetop.engine.build import read_blueprint
 from treetop.kernels.products import ChosenProduct
 from treetop.models.loader import compute_device, resolve_folder
-from treetop.models.spec import target_spec
+from treetop.models.registry import target_spec
 from treetop.server.llm import LLM, RequestOutput
 from treetop.server.tokenizer import open_tokenizer
 from treetop.types.config import EngineConfig
@@ -131,7 +131,7 @@ def run(model: str | None, engine_options: dict[str, Any], options: BenchOptions
     tokenizer = open_tokenizer(folder)
     prompts = read_prompts(options.prompts, options.num_prompts, tokenizer)
     longest = max(options.max_tokens, (options.rounds + _SPARE_ROUNDS) * config.shape.commit_width)
-    context = min(up_to_step(max(map(len, prompts)) + longest), target_spec(folder).max_positions)
+    context = min(up_to_step(max(map(len, prompts)) + longest), target_spec(folder).config.max_positions)
     sized = {"max_running_requests": options.batch_size, "context_length": context, **engine_options}
     sized["disable_radix_cache"] = True
     both = (plain_options(sized), sized)

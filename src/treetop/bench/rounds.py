@@ -24,7 +24,7 @@ from treetop.engine.build import read_blueprint
 from treetop.engine.cuda_graphs import CudaGraphs, plan_host_extents
 from treetop.engine.rounds import RoundKey, phases_of
 from treetop.models.loader import compute_device, compute_dtype, resolve_folder
-from treetop.models.spec import target_spec
+from treetop.models.registry import target_spec
 from treetop.server.llm import LLM, RequestOutput, TextDelta
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, EngineError
@@ -204,7 +204,7 @@ def engine_config(model: str | None, options: dict[str, Any], shape: SpecShape, 
         "disable_radix_cache": True,
     }
     base = EngineConfig.of(model, **plain_options(rows))
-    positions = target_spec(resolve_folder(base.model)).max_positions
+    positions = target_spec(resolve_folder(base.model)).config.max_positions
     if need > min(options.get("context_length", positions), positions):
         raise ConfigError(
             f"prompts of {max(grid.lengths)} tokens and the rounds after them need a context of {need}, have"
@@ -250,9 +250,9 @@ def measure(llm: LLM, batch: int, length: int, rounds: int, machine: Machine, st
     phases = phase_times_ms(llm, batch, length, rounds)
     shape = llm.config.shape
     case = Case(shape, batch, length, llm.engine.dtype.itemsize)
-    target, head = llm.engine.device.target, llm.engine.device.head
-    saved = saved_bytes(target, head, shape, llm.engine.layout.bucket_for(batch))
-    floor_of = partial(round_floor, llm.engine.spec, head.spec if head else None, case, machine)
+    device = llm.engine.device
+    saved = saved_bytes(device.target, device.drafter, shape, llm.engine.layout.bucket_for(batch))
+    floor_of = partial(round_floor, llm.engine.target, llm.engine.draft, case, machine)
     floor_ms, read_floor_ms = 1e3 * sum(floor_of().values()), 1e3 * sum(floor_of(saved).values())
     wall_ms, device_ms = statistics.median(wall), statistics.median(device_times_ms(llm, batch, length, rounds))
     return Figures(

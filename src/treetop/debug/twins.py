@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treetop.attention.contract import Queries
+from treetop.attention.phase import Columns
 from treetop.cache.ledger import Lease, PageLedger
-from treetop.engine.device import Device, Tail
+from treetop.engine.device import Device
 from treetop.engine.state import RowState
 from treetop.kernels.kv import PageTable
 from treetop.kernels.tree import next_level_mask
@@ -26,11 +27,11 @@ from treetop.types.tree import Accepted, DraftTree
 # ---------------------------------------------------------------- capacity
 
 
-def all_levels_wide(level: Level) -> tuple[Queries, Tail]:
-    own, width = level.mask.shape[2], level.all_positions.shape[1]
+def all_levels_wide(level: Level) -> tuple[Queries, Columns]:
+    rows, k, own = level.mask.shape
+    width = level.all_positions.shape[1]
     mask = F.pad(level.mask, (0, width - own))
-    queries = Queries(level.positions, level.all_positions, mask)
-    return queries, Tail(Phase.DRAFT, own - level.mask.shape[1], width)
+    return Queries(level.positions, level.all_positions, mask), Columns(rows, own - k, k, width)
 
 
 def no_topk_factor(layout: Layout) -> int:

@@ -3,22 +3,22 @@
 `kernels.compressed` and `kernels.products` say what for. Decided before any weight is read.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from treetop.drafts.protocol import DrafterSpec
 from treetop.engine.memory import Budget, Memory, fit, pool_bytes
 from treetop.kernels.compressed import compressed_bytes, why_not_compressed
 from treetop.kernels.linear import GatedLinear, Linear
 from treetop.kernels.ops import TorchOps
 from treetop.kernels.products import TIMED_DTYPES, Shape
-from treetop.kernels.rope import rope_table
 from treetop.kernels.triton_guard import GpuTraits, gpu_traits
-from treetop.models.eagle3 import Eagle3Head
-from treetop.models.llama import Llama
 from treetop.models.loader import Placement
-from treetop.models.spec import Eagle3Spec, ModelSpec
+from treetop.models.params import Param
+from treetop.models.registry import TargetSpec
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CapacityError, ConfigError
 from treetop.types.layout import Layout
@@ -29,8 +29,8 @@ def with_copies(
     place: Placement,
     budget: Budget,
     layout: Layout,
-    spec: ModelSpec,
-    draft: Eagle3Spec | None,
+    target: TargetSpec,
+    draft: DrafterSpec | None,
 ) -> Budget:
     """The budget with copies of the weights of these models in 12 bits, if there are to be any.
 
@@ -43,7 +43,7 @@ def with_copies(
         raise ConfigError(f"--compress-weights: {problem}; use --no-compress-weights")
     if config.compress_weights is False or problem is not None:
         return budget
-    copies, left = copies_estimate(spec, draft, gpu_traits(place.device)), _left(config, place, budget, layout)
+    copies, left = copies_estimate(target, draft, gpu_traits(place.device)), _left(config, place, budget, layout)
     memory = Memory(budget.memory.total, budget.memory.free - copies)
     made = replace(budget, memory=memory, static=budget.static + copies, copies=copies)
     if config.compress_weights or (4 * copies <= left and _fits(config, place, made, layout)):
@@ -60,7 +60,12 @@ class CpuWeights:
 
 
 def with_second_orders(
-    config: EngineConfig, place: Placement, budget: Budget, layout: Layout, specs: tuple[ModelSpec, Eagle3Spec | None]
+    config: EngineConfig,
+    place: Placement,
+    budget: Budget,
+    layout: Layout,
+    target: TargetSpec,
+    draft: DrafterSpec | None,
 ) -> tuple[Budget, CpuWeights]:
     """On a CPU the budget with every weight in a second order, where these take a quarter of what pools could have.
 
@@ -68,7 +73,7 @@ def with_second_orders(
     """
     if place.device.type != "cpu" or place.dtype not in TIMED_DTYPES:
         return budget, CpuWeights()
-    shapes = tuple(weight.shape for weight in product_weights(*specs))
+    shapes = tuple(weight.shape for weight in product_weights(target, draft))
     size = place.dtype.itemsize * sum(n * k for n, k in shapes)
     memory = Memory(budget.memory.total, budget.memory.free - size)
     made = replace(budget, memory=memory, static=budget.static + size)
@@ -93,9 +98,9 @@ def _fits(config: EngineConfig, place: Placement, budget: Budget, layout: Layout
     return True
 
 
-def copies_estimate(spec: ModelSpec, draft: Eagle3Spec | None, gpu: GpuTraits) -> int:
+def copies_estimate(target: TargetSpec, draft: DrafterSpec | None, gpu: GpuTraits) -> int:
     """Bytes of all weights in 12 bits that gain by it."""
-    weights = product_weights(spec, draft)
+    weights = product_weights(target, draft)
     return sum(compressed_bytes(*each.shape, each.gated, gpu) for each in weights if not each.bias)
 
 
@@ -108,17 +113,17 @@ class ProductWeight:
     bias: bool
 
 
-def product_weights(spec: ModelSpec, draft: Eagle3Spec | None) -> list[ProductWeight]:
+def product_weights(target: TargetSpec, draft: DrafterSpec | None) -> list[ProductWeight]:
     """All of these models' weights: they are made of tensors without memory, and asked."""
-    ops = _Recorded()
-    made = {name: torch.empty(shape, device="meta") for name, shape in Llama.shapes(spec).items()}
-    target = Llama(spec, made, rope_table(spec.rope, 1, torch.float32, torch.device("meta")), (), ops)
+    ops, nowhere = _Recorded(), Placement(torch.float32, torch.device("meta"), 1)
+    model = target.build(_without_memory(target.params), (), nowhere, ops)
     if draft is not None:
-        made = {name: torch.empty(shape, device="meta") for name, shape in Eagle3Head.shapes(draft).items()}
-        Eagle3Head(
-            draft, made, target.rope, torch.empty(draft.layer.vocab_size, draft.layer.hidden_size, device="meta"), ops
-        )
+        draft.build(_without_memory(draft.params), model, nowhere, ops)
     return ops.weights
+
+
+def _without_memory(params: Sequence[Param]) -> dict[str, Tensor]:
+    return {param.name: torch.empty(param.shape, device="meta") for param in params}
 
 
 class _Recorded(TorchOps):

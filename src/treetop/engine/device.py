@@ -8,18 +8,17 @@ import torch
 from torch import Tensor
 
 from treetop.attention.contract import AttentionBackend, Queries, TableView
-from treetop.attention.phase import LayerKV, TailAttention
+from treetop.attention.phase import Columns, LayerKV, TailAttention
 from treetop.cache.pool import KVPool
 from treetop.checks.probes import Probes
+from treetop.drafts.protocol import Drafter
 from treetop.engine.buffers import RoundBuffers
 from treetop.engine.state import RowState
 from treetop.kernels.accept import Drawn, Pieces
 from treetop.kernels.commit import Paths
 from treetop.kernels.kv import slots_of
-from treetop.kernels.ops import Ops
 from treetop.kernels.rows import DraftState
-from treetop.models.eagle3 import Eagle3Head
-from treetop.models.llama import Llama
+from treetop.models.target import Target
 from treetop.spec.round_ops import RoundOps
 from treetop.spec.verify import greedy_choice
 from treetop.types.errors import CheckError
@@ -39,10 +38,9 @@ class Device:
     layout: Layout
     check_level: int
     simulate_accept_length: int | None
-    target: Llama
-    head: Eagle3Head | None
+    target: Target
+    drafter: Drafter | None
     backend: AttentionBackend[Any, Any]
-    ops: Ops
     round_ops: RoundOps
     pools: dict[GroupName, KVPool]
     state: RowState
@@ -67,19 +65,23 @@ class Device:
         return self.backend.begin(TableView(phase, table, rows, extent, bound, self.layout.page_size))
 
     def tail_attention(
-        self, layers: list[LayerKV], tails: Mapping[GroupName, Tensor], plans: Mapping[GroupName, Any], place: "Tail"
+        self,
+        phase: Phase,
+        layers: list[LayerKV],
+        tails: Mapping[GroupName, Tensor],
+        plans: Mapping[GroupName, Any],
+        columns: Columns,
     ) -> TailAttention:
         """Attention of a decode phase. Raises CheckError if its tail is wider than the buffer (sgl-27360)."""
         if self.check_level >= 1:
             for name in plans:
                 have = tails[name].shape[2]
-                if place.width > have or place.start > place.width:
+                if columns.width > have or columns.start > columns.width:
                     raise CheckError(
-                        f"tail of phase {place.phase}, group {name}: need {place.width} columns from {place.start},"
+                        f"tail of phase {phase}, group {name}: need {columns.width} columns from {columns.start},"
                         f" have {have}; the layout sizes it by another formula than fills it"
                     )
-        scale = head_scale(self.layout.group(layers[0].group))
-        return TailAttention(self.backend, self.ops, layers, tails, plans, place.start, place.width, scale)
+        return TailAttention(self.backend, layers, tails, plans, columns)
 
     def plan(self, prefixes: Mapping[GroupName, Any], queries: Mapping[GroupName, Queries]) -> dict[GroupName, Any]:
         return {name: self.backend.plan(prefixes[name], each) for name, each in queries.items()}
@@ -109,23 +111,10 @@ class Device:
 
     def propose(self, hidden: Tensor, index: Tensor) -> DraftState:
         """The proposals after one column of each row, and that column's state."""
-        assert self.head is not None
+        assert self.drafter is not None
         chosen = self.round_ops.pick(hidden, index)
-        proposal = self.head.propose(chosen, self.layout.max_topk)
+        proposal = self.drafter.propose(chosen, self.layout.max_topk)
         return DraftState(proposal.tokens, proposal.logprob, chosen)
-
-
-@dataclass(frozen=True, slots=True)
-class Tail:
-    """Where a phase's new K/V go in its tail (`start`), and how many columns its queries see (`width`)."""
-
-    phase: Phase
-    start: int
-    width: int
-
-
-def head_scale(group: KVGroup) -> float:
-    return float(group.head_dim**-0.5)
 
 
 def _capturing() -> bool:
@@ -134,7 +123,7 @@ def _capturing() -> bool:
 
 
 def _tail_entries(tail: Tensor, source: Tensor) -> Tensor:
-    """What a commit has to copy: [layers, rows * n, 2, kv_heads, head_dim]."""
+    """What a commit has to copy: [layers, rows * n, *format]."""
     row = torch.arange(source.shape[0], device=source.device)[:, None]
     return tail.flatten(1, 2).index_select(1, (row * tail.shape[2] + source).reshape(-1))
 

@@ -50,12 +50,16 @@ class Engine:
     """Owns device memory and runs steps. Raises UserError before any weight is read where it can."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """`observer` and `launcher` may be set between steps; `treetop trace` sets both."""
+        """`observer` and `launcher` may be set between steps; `treetop trace` sets both.
+
+        target, draft: what was read of the checkpoints; spec: the target's configuration.
+        """
         self.config = config
         self.observer: Observer | None = None
         blueprint = read_blueprint(config)
-        self.model_path, self.spec = blueprint.target
-        self.draft_path = blueprint.draft[0] if blueprint.draft is not None else None
+        self.target, self.draft = blueprint.target, blueprint.draft
+        self.model_path, self.spec = self.target.folder, self.target.config
+        self.draft_path = self.draft.folder if self.draft is not None else None
         self.dtype, device = blueprint.place.dtype, blueprint.place.device
         built = build_device(blueprint)
         self.layout, self.memory, self._zones = built.device.layout, built.use, built.zones
@@ -144,9 +148,8 @@ class Engine:
     def next_logits(self, ids: list[int]) -> Tensor:
         """The target's logits after `ids`, [vocab], computed densely and outside all state; for comparisons."""
         positions = torch.arange(len(ids))[None].to(self.device.buffers.rows.device)
-        attend = DenseAttention(
-            self.device.ops, self.dtype, self.spec.kv_heads, self.spec.head_dim**-0.5, self.spec.windows
-        )
+        layers = [(layer.attention.kv, layer.attention.window) for layer in self.spec.layers]
+        attend = DenseAttention(len(ids), self.dtype, positions.device, layers)
         target = self.device.target
         tokens = torch.tensor([ids], device=positions.device)
         return target.logits(target.forward(tokens, positions, attend).hidden[0, -1])

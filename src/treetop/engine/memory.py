@@ -114,7 +114,7 @@ def step_bytes(layout: Layout, vocab_size: int, element_size: int) -> int:
     PyTorch's attention gathers a layer's prefix, joins it with the tail, and has two masks and a bias for each query,
     a tree's node or a prompt's token. In a round each node has its logits later, and what drawing from them takes.
     """
-    numbers = max(2 * group.kv_heads * group.head_dim for group in layout.groups)
+    numbers = max(group.kv.numbers for group in layout.groups)
     rows, nodes = layout.max_requests, layout.max_requests * layout.verify_tail
     gathered = 2 * rows * numbers * element_size
     masked = max(nodes, layout.chunk) * (element_size + 2)

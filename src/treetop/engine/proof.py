@@ -65,7 +65,7 @@ def _prove_acceptance(device: Device, bucket: int, shape: SpecShape) -> None:
     draft_phase(device, RoundKey(bucket, shape, Choice.GREEDY), device.layout.max_committed)
     tree, accepted = device.buffers.tree_of(bucket, shape), device.buffers.accepted_of(bucket, shape)
     tree.tokens.zero_()
-    nothing = device.target.embedding.new_zeros((bucket, shape.num_draft_tokens, device.target.spec.hidden_size))
+    nothing = device.target.embedding.new_zeros((bucket, shape.num_draft_tokens, device.target.config.hidden_size))
     try:
         device.accept(device.round_ops.greedy(device.target.logits(nothing)), tree, accepted)  # all logits are 0
         path = accepted.path[0, : int(accepted.accept_len[0]) + 1].tolist()

@@ -17,7 +17,7 @@ def start_up_block(
     """Model, tree, memory, backend and why the others were refused, graphs; a line each. start_s: capture and proof."""
     config, layout, shape = blueprint.config, device.layout, blueprint.config.shape
     place, dtype = blueprint.place.device, blueprint.place.dtype
-    tree = f"tree S={shape.num_steps} k={shape.topk} T={shape.num_draft_tokens}" if device.head else "no draft"
+    tree = f"tree S={shape.num_steps} k={shape.topk} T={shape.num_draft_tokens}" if device.drafter else "no draft"
     refused = [(name, refusal(name, blueprint.need)) for name in BACKENDS]
     others = [f"{name}: {problem.reason}" for name, problem in refused if problem is not None]
     rows = [

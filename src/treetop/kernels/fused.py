@@ -259,7 +259,7 @@ def rotate_and_write(
     q = torch.empty((rows, n, heads, dim), dtype=target.dtype, device=qkv.device)
     assert qkv.is_contiguous()
     assert target.stride()[-2:] == (dim, 1)
-    assert target.stride(-3) == target.shape[-2] * dim  # v follows k
+    assert (target.shape[-3], target.stride(-3)) == (2, target.shape[-2] * dim)  # v follows k
     strides = target.stride()[:2] if slots is None else (0, target.stride(0))
     where = positions if slots is None else slots
     _rotate_and_write_kernel[(rows * n, -(-all_heads // _HEADS))](

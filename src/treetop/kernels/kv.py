@@ -18,7 +18,7 @@ class PageTable:
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
-    """One layer's pages. data: [slots, 2, kv_heads, head_dim]; K and V of a slot lie together."""
+    """One layer's pages. data: [slots, planes, kv_heads, head_dim], of which K is the first plane and V the last."""
 
     data: Tensor
 
@@ -28,7 +28,7 @@ class PagedKV:
 
     @property
     def v(self) -> Tensor:
-        return self.data[:, 1]
+        return self.data[:, -1]
 
 
 def slots_of(page_table: Tensor, rows: Tensor, positions: Tensor, visible: Tensor, page_size: int) -> Tensor:
@@ -66,18 +66,19 @@ def make_ruler(length: int, page_size: int, device: torch.device) -> Ruler:
 def write_pages(pages: PagedKV, slots: Tensor, kv: Tensor) -> None:
     """Store new K/V at their slots; what goes to the null slot is dropped, so that it stays zero.
 
-    slots: [rows, n] int64. kv: [rows, n, 2, kv_heads, head_dim].
+    slots: [rows, n] int64. kv: [rows, n, planes, kv_heads, head_dim].
     """
     pages.data.index_copy_(0, slots.reshape(-1), kv.flatten(0, 1))
     pages.data[0].zero_()
 
 
 def commit_tail(pool: Tensor, tail: Tensor, source: Tensor, slots: Tensor) -> None:
-    """Copy chosen tail entries of all layers, K and V at once, into pages.
+    """Copy chosen tail entries of all layers, all planes at once, into pages.
 
-    pool: [layers, slots, 2, kv_heads, head_dim]. tail: [layers, rows, t, 2, kv_heads, head_dim]. source: [rows, n]
-    int64, index into t. slots: [rows, n] int64; entries past the accepted path go to the null slot and are dropped.
-    Tail and pool are different memory, so no order of copying can overwrite what is still to be read (sgl-15360).
+    pool: [layers, slots, planes, kv_heads, head_dim]. tail: [layers, rows, t, planes, kv_heads, head_dim]. source:
+    [rows, n] int64, index into t. slots: [rows, n] int64; entries past the accepted path go to the null slot and are
+    dropped. Tail and pool are different memory, so no order of copying can overwrite what is still to be read
+    (sgl-15360).
     """
     row = torch.arange(source.shape[0], device=source.device)[:, None]
     flat = (row * tail.shape[2] + source).reshape(-1)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from treetop.types.errors import CapacityError, ConfigError
 from treetop.types.ids import DRAFT, GroupName
+from treetop.types.kv import KVFormat
 
 MAX_TOPK, MAX_STEPS, MAX_NODES = 64, 64, 512
 """Past these a tree costs far more than it can win, and its tables (masks of T^2 a row) grow without a use."""
@@ -67,12 +68,13 @@ PLAIN = SpecShape(1, 0, 1)
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers that share a page table and a pool. `window` counts the query itself; None sees everything."""
+    """Layers that share a page table and a pool. kv: what each keeps of a token. window: how far they see, the query
+    itself counted; None is everything.
+    """
 
     name: GroupName
     num_layers: int
-    kv_heads: int
-    head_dim: int
+    kv: KVFormat
     window: int | None = None
 
     @property
@@ -82,7 +84,7 @@ class KVGroup:
     @property
     def numbers_per_token(self) -> int:
         """Numbers that one token's K/V take in all layers of the group."""
-        return self.num_layers * 2 * self.kv_heads * self.head_dim
+        return self.num_layers * self.kv.numbers
 
 
 @dataclass(frozen=True, slots=True)
