@@ -1,6 +1,5 @@
 """What a `config.json` says, read once into frozen values. Unknown or unsupported content is an error, not a guess."""
 
-import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 from treetop.kernels.rope import RopeSpec
 from treetop.models.json_file import read_object
-from treetop.types.errors import CheckpointError
+from treetop.types.errors import CheckpointError, shown
 
 Config = Mapping[str, Any]
 
@@ -78,7 +77,7 @@ def decoder_spec(config: Config, where: Path) -> ModelSpec:
             f" and head_dim {head_dim} even"
         )
     if config.get("hidden_act", "silu") != "silu":
-        raise CheckpointError(f"{where}: hidden_act {config['hidden_act']!r:.200} is not supported, only 'silu'")
+        raise CheckpointError(f"{where}: hidden_act {shown(config['hidden_act'])} is not supported, only 'silu'")
     max_positions = _size(config, "max_position_embeddings", where, default=2048)
     num_layers = _size(config, "num_hidden_layers", where)
     return ModelSpec(
@@ -107,7 +106,7 @@ def target_spec(folder: Path) -> ModelSpec:
     architectures = config.get("architectures") or ["missing"]
     if not isinstance(architectures, list) or not all(isinstance(each, str) for each in architectures):
         raise CheckpointError(
-            f"{folder}/config.json: architectures must be a list of names, got {architectures!r:.200}"
+            f"{folder}/config.json: architectures must be a list of names, got {shown(architectures)}"
         )
     if architectures not in ([LLAMA], [QWEN3], [WINDOWED]):
         raise CheckpointError(
@@ -130,7 +129,7 @@ def eagle3_spec(folder: Path, target: ModelSpec) -> Eagle3Spec:
     layer = decoder_spec({**config, "num_hidden_layers": 1}, where)
     for key, value in (("norm_output", False), ("norm_before_fc", False), ("fc_norm", False), ("use_aux_norm", False)):
         if config.get(key, value) != value:
-            raise CheckpointError(f"{where}: {key} = {config[key]!r:.200} is not supported")
+            raise CheckpointError(f"{where}: {key} = {shown(config[key])} is not supported")
     eagle = _table(config, "eagle_config", where)
     if eagle.get("use_aux_hidden_state", True) is not True:
         raise CheckpointError(f"{where}: eagle_config.use_aux_hidden_state = false is not supported")
@@ -183,7 +182,7 @@ def _rope_spec(config: Config, head_dim: int, max_positions: int, where: Path) -
     theta = _real(rope, "rope_theta", where, _real(config, "rope_theta", where, 10000.0))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "linear", "llama3"):
-        raise CheckpointError(f"{where}: rope_type {kind!r:.200} is not supported, only default, linear, llama3")
+        raise CheckpointError(f"{where}: rope_type {shown(kind)} is not supported, only default, linear, llama3")
     if config.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) != 1.0:
         raise CheckpointError(f"{where}: partial_rotary_factor is not supported")
     low, high = _real(rope, "low_freq_factor", where, 1.0), _real(rope, "high_freq_factor", where, 4.0)
@@ -240,21 +239,21 @@ def _bounded(
         value = default
     least, most = _BOUNDS[key]
     if not isinstance(value, kinds) or isinstance(value, bool) or not least <= value <= most:
-        raise CheckpointError(f"{where}: {key} must be {what} from {least} to {most}, got {reprlib.repr(value)}")
+        raise CheckpointError(f"{where}: {key} must be {what} from {least} to {most}, got {shown(value)}")
     return value
 
 
 def _flag(config: Config, key: str, where: Path) -> bool:
     value = config.get(key)
     if value is not None and not isinstance(value, bool):
-        raise CheckpointError(f"{where}: {key} must be true or false, got {reprlib.repr(value)}")
+        raise CheckpointError(f"{where}: {key} must be true or false, got {shown(value)}")
     return bool(value)
 
 
 def _table(config: Config, key: str, where: Path) -> Config:
     value = config.get(key)
     if value is not None and not isinstance(value, dict):
-        raise CheckpointError(f"{where}: {key} must be an object, got {reprlib.repr(value)}")
+        raise CheckpointError(f"{where}: {key} must be an object, got {shown(value)}")
     return value or {}
 
 
@@ -264,7 +263,6 @@ def integers(config: Config, key: str, where: Path) -> tuple[int, ...]:
     listed = [] if value is None else value if isinstance(value, list) else [value]
     if any(not isinstance(each, int) or isinstance(each, bool) or not -1 <= each <= _MOST_TOKENS for each in listed):
         raise CheckpointError(
-            f"{where}: {key} must be an integer or a list of integers, from -1 to {_MOST_TOKENS},"
-            f" got {reprlib.repr(value)}"
+            f"{where}: {key} must be an integer or a list of integers, from -1 to {_MOST_TOKENS}, got {shown(value)}"
         )
     return tuple(listed)
