@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
-from engines import build, greedy, pump, sampled, steps, submit
+from engines import accepted, build, greedy, note, pump, sampled, steps, submit
 from tiny_models import Pair
 from treetop.cache.allocator import Owner
 from treetop.debug import two_group
@@ -56,8 +56,9 @@ def arrivals(llm, prompts, params, rng):
             tickets.append(llm.engine.launch(plan))
             llm.scheduler.check_integrity()
         ticket = tickets.popleft()
-        for update in llm.scheduler.commit(ticket.plan, llm.engine.collect(ticket)):
-            assert update.error is None
+        updates = llm.scheduler.commit(ticket.plan, llm.engine.collect(ticket))
+        note(updates)
+        assert all(update.error is None for update in updates)
         llm.scheduler.check_integrity()
         llm.scheduler.check_integrity(3)
     return requests, hits
@@ -90,7 +91,7 @@ def test_random_arrivals_give_what_a_cold_engine_gives(pair, shape, page, chunk,
     llm = build(pair, shape, context_length=CONTEXT, overlap=overlap, **options)
     requests, hits = arrivals(llm, prompts, params, rng)
     assert [r.output_ids for r in requests] == [r.output_ids for r in expected]
-    assert [r.accept_lens for r in requests] == [r.accept_lens for r in expected]
+    assert [accepted(r) for r in requests] == [accepted(r) for r in expected]
     assert [r.finish_reason for r in requests] == [r.finish_reason for r in expected]
     assert llm.scheduler.num_retractions == 0
     assert hits > 50
@@ -131,7 +132,7 @@ def test_the_next_request_of_a_burst_hits_while_the_first_one_decodes(pair, shap
             assert first.finish_reason is None
     assert start == 60
     assert [r.output_ids for r in requests] == [r.output_ids for r in expected]
-    assert [r.accept_lens for r in requests] == [r.accept_lens for r in expected]
+    assert [accepted(r) for r in requests] == [accepted(r) for r in expected]
 
 
 def test_requests_with_one_prompt_end_up_with_one_copy_of_its_pages(pair):
