@@ -288,7 +288,8 @@ def test_a_rehearsal_compiles_all_that_an_engine_launches_on_a_gpu(as_if_on_a_gp
     )
     made = []
     blueprint = build.read_blueprint(config)
-    compile_ahead(lambda: made.append(build._without_pools(blueprint)[0]))  # the head norms its embedding
+    # The head norms its embedding, so a kernel runs while weights are loaded.
+    compile_ahead(lambda: made.append(build._without_pools(blueprint, blueprint.place)[0]))
     build._gpu_allowance(config, made[0])
     assert not any(by_itself for _, by_itself in as_if_on_a_gpu)
     names = {name for name, _ in as_if_on_a_gpu}
