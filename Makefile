@@ -7,12 +7,16 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEV := $(VENV)/.dev
 
-.PHONY: demo test test-gpu check bench mutants clean
+.PHONY: demo test test-all test-gpu check bench mutants clean
 
 demo: $(READY)
 	@$(BIN)/treetop generate --echo --compare-plain --max-tokens 192 --temperature 0.6 --seed 5 --prompt-file docs/demo_prompt.txt
 
 test: $(DEV)
+	$(BIN)/python -m pytest -m "not slow"
+
+# The long matrices too.
+test-all: $(DEV)
 	$(BIN)/python -m pytest
 
 # What needs a GPU: a process and a log a file, side by side; then memory alone, for it takes all there is.

@@ -4,13 +4,14 @@
     python bench/attention.py [--json FILE]           every usable backend on every shape, checked first
     python bench/attention.py --write-table           the same over the classes of `auto`; writes attention/choices.json
     python bench/attention.py --tune                  launches of the Triton kernel; writes kernels/launches.json
+    python bench/attention.py --write-table --shapes prefill --unchecked     the classes of prefill alone
 
 Every shape's result is compared with a dense float32 reference before it is timed, and again after the last replay.
 One graph holds the calls of many layers, each with K/V of its own, so that nothing is read from the L2 cache that an
 engine would not find there. As in a round, a rotation comes before each call, and the time is what a call adds to it.
 Floor: the bytes that must move over this machine's own copy bandwidth, or the operations over its own bf16 matrix rate,
 whichever is larger. Tables grow: with `--missing` only classes that they lack are measured, and `--limit-s` ends a run
-early with what it has.
+early with what it has. A table is of one GPU: on another one `--replace` begins it anew.
 """
 
 import argparse
@@ -39,13 +40,16 @@ from attention_cases import (
     describe,
     matrix_operations_per_s,
     measure,
+    memory_bytes,
     num_layers_for,
+    prefill_shapes,
     reference,
     relative_error,
     shapes_to_check,
     shapes_to_time,
 )
 from launch_tuning import LENGTHS, classes_to_tune, tune
+from tables import Table, join_backends, text_of
 
 import treetop.attention
 import treetop.kernels
@@ -98,10 +102,10 @@ def report_machine(names: list[str]) -> None:
         say("\n".join([f"fa3 is {op.source}", *op.schemas]))
 
 
-def check_all(backends: Backends) -> int:
+def check_all(backends: Backends, kinds: list[str]) -> int:
     """Every usable backend on ragged batches; how many are wrong. The first failure of each is shown in full."""
     wrong, shown = 0, set()
-    for shape in shapes_to_check():
+    for shape in (shape for shape in shapes_to_check() if shape.kind in kinds):
         case = build(shape, 1)
         for name in backends.usable(shape):
             try:
@@ -140,6 +144,9 @@ def time_all(backends: Backends, shapes: list[Shape], end: float) -> list[dict[s
         if time.monotonic() > end:
             say(f"time is up after {len(timed)} of {len(shapes)} shapes")
             break
+        if memory_bytes(shape) > torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved():
+            say(f"left out, for it needs {memory_bytes(shape) / 2**30:.0f} GiB: {shape}")
+            continue
         case = build(shape, num_layers_for(shape))
         floor = 1e6 * max(shape.bytes / copy, shape.operations / matrix)
         results: dict[str, Measured] = {}
@@ -147,7 +154,8 @@ def time_all(backends: Backends, shapes: list[Shape], end: float) -> list[dict[s
             try:
                 backend = backends.get(name, shape)
                 error = check(case, backend)
-                result = measure(case, backend) if error <= 2 * TOLERANCE[shape.dtype] else None
+                right = error <= 2 * TOLERANCE[shape.dtype]
+                result = measure(case, backend, replays_for(case, floor)) if right else None
             except Exception:  # one library's failure must not cost the others' figures
                 say(traceback.format_exc(limit=-2))
                 result, error = None, float("inf")
@@ -170,18 +178,22 @@ def time_all(backends: Backends, shapes: list[Shape], end: float) -> list[dict[s
     return timed
 
 
+def replays_for(case: Case, floor_us: float) -> int:
+    """As many as take 0.25 s at twice the floor, from 5 to 40: the largest prefills take 0.1 s a call."""
+    return min(max(int(0.25e6 / (2 * floor_us * len(case.layers))), 5), 40)
+
+
 def classes_of_auto() -> list[Shape]:
-    """The classes that `auto` tells apart: Llama-3.1-8B's heads, decoding and trees by context limit, and prefill."""
+    """The classes that `auto` is given: Llama-3.1-8B's heads, decoding and trees by context limit, and prefill."""
     shapes = []
     sizes = itertools.product(LENGTHS.items(), (1, 8, 32, 4, 16, 64), (16, 8, 1, 4, 32, 64))
     for (limit, (length, *_)), rows, n in sizes:
         if rows * length <= 131072:
             shapes.append(Shape("tree" if n > 1 else "plain", rows, n, length, n, bound=limit))
-    prefill = [(1, 512, 1024), (1, 512, 4096), (1, 2048, 2048), (4, 512, 1024), (8, 512, 2048), (1, 512, 16384)]
-    return shapes + [Shape("prefill", rows, n, length, 0) for rows, n, length in prefill]
+    return shapes + prefill_shapes()
 
 
-def write_choices(timed: list[dict[str, Any]], names: str) -> None:
+def write_choices(timed: list[dict[str, Any]], tried: list[str], arguments: list[str]) -> None:
     classes = {
         row["class"]: {
             name: {"us": round(figures["us"], 2), "plan_us": round(figures["plan_us"], 1)}
@@ -191,62 +203,75 @@ def write_choices(timed: list[dict[str, Any]], names: str) -> None:
         for row in timed
         if auto.FALLBACK in row["backends"]
     }
-    write_table(treetop.attention, auto.TABLE, f"python bench/attention.py --write-table --backends {names}", classes)
+    old = table_of(treetop.attention, auto.TABLE)
+    write_table(treetop.attention, auto.TABLE, arguments, join_backends(old, classes, tried))
 
 
-def write_table(package: Any, name: str, command: str, classes: dict[str, Any]) -> None:
-    """A committed table, with the machine and the day that it was last measured on; earlier classes of it stay."""
-    path = Path(package.__path__[0]) / name
-    old = json.loads(path.read_text(encoding="utf-8"))
-    if old["gpu"] == torch.cuda.get_device_name():
-        classes = {**old["classes"], **classes}
+def table_of(package: Any, name: str) -> Table:
+    """The classes of a committed table if it is of this GPU, else none."""
+    table = json.loads((Path(package.__path__[0]) / name).read_text(encoding="utf-8"))
+    return table["classes"] if table["gpu"] == torch.cuda.get_device_name() else {}
+
+
+def write_table(package: Any, name: str, arguments: list[str], classes: Table) -> None:
+    """A committed table, with the machine and the day that it was last measured on."""
     head = {
         "gpu": torch.cuda.get_device_name(),
         "num_sms": gpu_traits(DEVICE).num_sms,
         "date": datetime.date.today().isoformat(),
-        "command": command,
+        "command": " ".join(["python bench/attention.py", *arguments]),
     }
-    lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in sorted(classes.items()))
-    text = json.dumps(head, indent=1)[:-2] + ',\n "classes": {\n' + lines + "\n }\n}\n"
-    json.loads(text)
-    path.write_text(text, encoding="utf-8")
+    path = Path(package.__path__[0]) / name
+    path.write_text(text_of(head, classes), encoding="utf-8")
     say(f"wrote {path}: {len(classes)} classes")
 
 
-def main(arguments: list[str]) -> int:
-    """Figures on stderr, JSON on stdout or in a file."""
+def options_of(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", help="write the results here instead of stdout")
-    parser.add_argument("--shapes", default="tree,prefix,plain,draft,prefill", help="kinds to time, comma-separated")
+    parser.add_argument("--shapes", default="tree,prefix,plain,draft,prefill", help="kinds of them, comma-separated")
     parser.add_argument(
         "--backends", default="triton,fa3,flashinfer,fa4", help="comma-separated; those refused are left out"
     )
     parser.add_argument("--missing", action="store_true", help="only classes that the table lacks")
+    parser.add_argument("--unchecked", action="store_true", help="check no ragged batches before: only what is timed")
+    parser.add_argument("--replace", action="store_true", help="forget a table's classes of another GPU")
     parser.add_argument("--limit-s", type=float, default=1e9, help="begin no shape after this many seconds")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--check", action="store_true", help="check results, with diagnostics, and time nothing")
     what.add_argument("--write-table", action="store_true", help="time the classes of `auto` and write its table")
     what.add_argument("--tune", action="store_true", help="tune the Triton kernel's launches and write their table")
     options = parser.parse_args(arguments)
+    tables = {"write_table": (treetop.attention, auto.TABLE), "tune": (treetop.kernels, launch.TABLE)}
+    for asked, table in tables.items():
+        if getattr(options, asked) and not table_of(*table) and not options.replace:
+            parser.error(f"{table[1]} is of another GPU; --replace forgets its classes and begins anew")
+    return options
+
+
+def main(arguments: list[str]) -> int:
+    """Figures on stderr, JSON on stdout or in a file."""
+    options = options_of(arguments)
     torch.manual_seed(0)
-    backends = Backends(options.backends.split(","))
+    backends, kinds = Backends(options.backends.split(",")), options.shapes.split(",")
     report_machine(backends.names)
     end = time.monotonic() + options.limit_s
     if options.tune:
-        known = set(launch.launch_table()["classes"]) if options.missing else set()
-        classes = [shapes for shapes in classes_to_tune() if shapes[0].call.shape_class not in known]
-        write_table(treetop.kernels, launch.TABLE, "python bench/attention.py --tune", tune(classes, end, say))
+        known = table_of(treetop.kernels, launch.TABLE)
+        classes = [shapes for shapes in classes_to_tune() if shapes[0].kind in kinds]
+        if options.missing:
+            classes = [shapes for shapes in classes if shapes[0].call.shape_class not in known]
+        write_table(treetop.kernels, launch.TABLE, arguments, {**known, **tune(classes, end, say)})
         return 0
-    wrong = check_all(backends)
+    wrong = 0 if options.unchecked else check_all(backends, kinds)
     if options.check:
         return int(wrong > 0)
     shapes = classes_of_auto() if options.write_table else shapes_to_time()
-    known = set(auto.load_table().classes) if options.missing else set()
-    kinds = options.shapes.split(",")
+    known = auto.load_table().classes if options.missing else {}
     shapes = [shape for shape in shapes if shape.kind in kinds and shape.call.shape_class not in known]
     timed = time_all(backends, shapes, end)
     if options.write_table:
-        write_choices(timed, options.backends)
+        write_choices(timed, backends.names, arguments)
     report = {
         "machine": {"gpu": torch.cuda.get_device_name(), "host": platform.machine()},
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},

@@ -28,6 +28,10 @@ Backend = AttentionBackend[Any, Any]
 Attend = Callable[[PagedKV], Tensor]
 COLD_BYTES = 512 << 20
 """K/V that one replay walks through: several times the L2 cache."""
+LONG_OPERATIONS = 10**11
+"""Of a call that takes some 0.2 ms: two layers in a replay are enough, for operations take longer than cold bytes."""
+MOST_COMPARED = 256
+"""Queries a row of a large prefill that are compared with the reference, from the first to the last."""
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 """Largest relative error, ||out - reference|| / ||reference||, of a right kernel in each dtype."""
 
@@ -111,6 +115,21 @@ def shapes_to_time() -> list[Shape]:
     ]
 
 
+PREFILL_QUERIES = (512, 1024, 2048, 4096, 8192)
+PREFILL_KEYS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+SHORT_PROMPTS = ((4, 512, 1024), (16, 512, 512), (32, 256, 256), (64, 128, 128))
+
+
+def prefill_shapes() -> list[Shape]:
+    """Chunks of one prompt and of eight, from the beginning of a prompt to 32k tokens into it; many short prompts.
+
+    The shapes of least work first, so that a run that ends early lacks the fewest.
+    """
+    sizes = [(rows, n, keys) for rows, n, keys in itertools.product((1, 8), PREFILL_QUERIES, PREFILL_KEYS) if keys >= n]
+    shapes = [Shape("prefill", rows, n, keys, 0) for rows, n, keys in [*sizes, *SHORT_PROMPTS]]
+    return sorted(shapes, key=lambda shape: shape.operations)
+
+
 def shapes_to_check() -> Iterator[Shape]:
     """Ragged batches with a padding row, across dtypes, windows, head widths and page sizes."""
     base = Shape("tree", 5, 11, 700, 11, ragged=True)
@@ -168,6 +187,15 @@ class Case:
             return backend.plan_causal(prefix, self.queries.positions, self.shape.window)
         return backend.plan(prefix, self.queries)
 
+    @cached_property
+    def compared(self) -> Tensor:
+        """Which queries of a row are compared with the reference: all, or evenly spaced ones of a large prefill.
+
+        Dense scores of 8192 queries over 32k keys would take 32 GiB a row.
+        """
+        n = self.shape.n
+        return torch.linspace(0, n - 1, min(n, MOST_COMPARED), device=DEVICE).round().long()
+
 
 def build(shape: Shape, num_layers: int) -> Case:
     """Pages in random order; the last table row is the dummy's. Ragged: lengths vary, and the last row is padding."""
@@ -221,17 +249,17 @@ def rotation(s: Shape) -> Callable[[], object]:
 
 
 def reference(case: Case, layer: PagedKV) -> Tensor:
-    """Dense attention in float32, a row at a time."""
-    s, view, queries = case.shape, case.view, case.queries
+    """Dense attention in float32 of the queries that are compared, a row at a time."""
+    s, view, queries, at = case.shape, case.view, case.queries, case.compared
     outs = []
     for i in range(s.rows):
         one = slice(i, i + 1)
         keys = PagedKeys(layer.data, view.table.data, view.rows[one], view.extent[one], s.prefix_len, view.page_size)
-        sight = Sight(queries.positions[one], s.window, s.kind == "prefill")
+        sight = Sight(queries.positions[one][:, at], s.window, s.kind == "prefill")
         tail = None
         if s.kind not in ("prefill", "prefix"):
             tail = TailKeys(case.tail.data[one], queries.tail_positions[one], queries.mask[one])
-        q = case.q[one].to(torch.float32)
+        q = case.q[one][:, at].to(torch.float32)
         outs.append(paged_attention_reference(q, keys, sight, tail, s.head_dim**-0.5)[0])
     return torch.cat(outs)
 
@@ -251,7 +279,7 @@ def error_of(case: Case, out: Tensor, layer: PagedKV) -> float:
     at = id(layer)
     if at not in case.expected:
         case.expected[at] = reference(case, layer)
-    return relative_error(out, case.expected[at])
+    return relative_error(out[:, case.compared], case.expected[at])
 
 
 def describe(shape: Shape) -> dict[str, object]:
@@ -300,7 +328,16 @@ def matrix_operations_per_s() -> float:
 
 
 def num_layers_for(shape: Shape) -> int:
+    if shape.operations > LONG_OPERATIONS:
+        return 2
     return max(2, min(64, COLD_BYTES // max(shape.kv_bytes, 1)))
+
+
+def memory_bytes(shape: Shape) -> int:
+    """What measuring a shape takes, about: pages, projections and results, and the reference's scores of a row."""
+    queries = shape.rows * shape.n * (shape.heads + 2 * shape.kv_heads) * shape.head_dim * shape.dtype.itemsize
+    scores = 4 * min(shape.n, MOST_COMPARED) * shape.prefix_len * shape.heads
+    return num_layers_for(shape) * shape.kv_bytes + 4 * queries + 6 * scores
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,9 @@
     python bench/few_rows.py                 the committed launches against the vendor's and the floor
     python bench/few_rows.py --write-table   measure every candidate and write src/treetop/kernels/few_rows.json, where
                                              entries of other rows and weights on the same kind of GPU stay
-    python bench/few_rows.py --write-table --compressed-only    the same for compressed weights; other launches stay,
-                                             and are timed to compare
-
 A time is that of one product in a replayed graph of many over different weights, so that none lies in the cache: as in
-a decode round. Of up to 32 rows products with the same weights compressed are measured too, and chosen where they take
-less than 0.97 of the time. Results are checked before anything is timed. JSON lines on stdout; the first names the
-machine.
+a decode round. Results are checked before anything is timed. JSON lines on stdout; the first names the machine. What
+12 bits gain over a launch is measured by `bench/compressed.py`, to be run again after a launch has changed.
 """
 
 import argparse
@@ -28,15 +24,7 @@ import torch.nn.functional as F
 from attention_cases import DEVICE, copy_bytes_per_s, graph_of, times_us
 from torch import Tensor
 
-from treetop.kernels import compressed
 from treetop.kernels import few_rows as kernels
-from treetop.kernels.compressed import (
-    CompressedLaunch,
-    CompressedWeight,
-    choose_compressed,
-    compress,
-    compressed_rows,
-)
 from treetop.kernels.few_rows import (
     RowsLaunch,
     choose_launch,
@@ -67,14 +55,8 @@ Qwen3-8B's `down` has the shape of `draft fc`.
 ROWS = (16, 32, 64, 128, 192, 256)
 TABLE = Path(kernels.__file__).with_name("few_rows.json")
 SHARED_MEMORY = 227 * 1024
-WORTH = 0.97
-"""A compressed weight takes memory of its own, so it must take less than this share of the time."""
 GAP_US = 2.0
 """What a vendor's product costs more in a round than alone: it neither starts early nor lets the next kernel do so."""
-
-
-Weight = Tensor | CompressedWeight
-Launch = RowsLaunch | CompressedLaunch
 
 
 def candidates(rows: int, n: int, k: int, gated: bool) -> Iterator[RowsLaunch]:
@@ -94,36 +76,21 @@ def candidates(rows: int, n: int, k: int, gated: bool) -> Iterator[RowsLaunch]:
                         yield RowsLaunch(block_n, block_k, splits, stages, warps, 1, tiled, rows_left)
 
 
-def compressed_candidates(rows: int, n: int, k: int, gated: bool) -> Iterator[CompressedLaunch]:
-    """The same for compressed weights."""
-    for (block_n, warps), splits in product(((64, 4), (128, 4), (128, 8), (256, 8)), (1,) if gated else (1, 2, 4)):
-        programs = n // block_n * splits
-        whole = n % block_n == 0 and k % (splits * compressed.BLOCK) == 0 and not (gated and block_n == compressed.TILE)
-        stage = 3 * block_n * compressed.QUARTER * 2 + row_class(rows) * compressed.BLOCK * 2
-        for stages in (3, 4, 5, 6, 8):
-            if whole and programs >= 64 and (splits == 1 or programs <= 800) and stage * stages < SHARED_MEMORY:
-                yield CompressedLaunch(block_n, splits, stages, warps)
-
-
 def calls(n: int, k: int) -> int:
     """Products in a graph: enough weights that none is found in the cache."""
     return max(3, min(12, int(1e9 // (2 * n * k))))
 
 
-def multiply(x: Tensor, weight: Weight, gated: bool, launch: Launch | None) -> Tensor:
+def multiply(x: Tensor, weight: Tensor, gated: bool, launch: RowsLaunch | None) -> Tensor:
     """None: the vendor's product."""
     gpu = gpu_traits(DEVICE)
-    if isinstance(weight, CompressedWeight):
-        assert isinstance(launch, CompressedLaunch)
-        return compressed_rows(x, weight, launch, gpu)
-    assert not isinstance(launch, CompressedLaunch)
     if launch is None:
         out = F.linear(x, weight)
         return silu_mul(out, gpu) if gated else out
     return gated_rows(x, weight, launch, gpu) if gated else few_rows(x, weight, launch, gpu)
 
 
-def measure_us(x: Tensor, weights: Sequence[Weight], gated: bool, launch: Launch | None) -> float:
+def measure_us(x: Tensor, weights: Sequence[Tensor], gated: bool, launch: RowsLaunch | None) -> float:
     def many() -> None:
         for weight in weights:
             multiply(x, weight, gated, launch)
@@ -132,42 +99,42 @@ def measure_us(x: Tensor, weights: Sequence[Weight], gated: bool, launch: Launch
 
 
 def fastest(
-    x: Tensor, weights: Sequence[Weight], gated: bool, launches: Iterable[Launch], want: Tensor
-) -> tuple[float, Launch | None]:
+    x: Tensor, weights: Sequence[Tensor], gated: bool, launches: Iterable[RowsLaunch], want: Tensor
+) -> tuple[float, RowsLaunch | None]:
     """Us and launch of the fastest; infinity without any. Raises SystemExit for a result that is not `want`."""
-    found: list[tuple[float, Launch | None]] = [(float("inf"), None)]
+    found: list[tuple[float, RowsLaunch | None]] = [(float("inf"), None)]
     for launch in launches:
         check(x, weights[0], gated, launch, want)
         found.append((measure_us(x, weights, gated, launch), launch))
     return min(found, key=lambda pair: pair[0])
 
 
-def check(x: Tensor, weight: Weight, gated: bool, launch: Launch, want: Tensor) -> None:
-    got = multiply(x, weight, gated, launch)
+def check(x: Tensor, weight: Tensor, gated: bool, launch: RowsLaunch, want: Tensor) -> None:
+    check_result(multiply(x, weight, gated, launch), gated, want, str(launch))
+
+
+def check_result(got: Tensor, gated: bool, want: Tensor, name: str) -> None:
+    """Raise SystemExit if a product, or the sum of its parts, is not `want`."""
     error = float(((got if gated else got.float().sum(0)) - want).abs().max() / want.abs().max())
     if not error < 2e-2:
-        raise SystemExit(f"wrong result, nothing timed: {tuple(want.shape)}, {launch}: relative error {error:.1e}")
+        raise SystemExit(f"wrong result, nothing timed: {tuple(want.shape)}, {name}: relative error {error:.1e}")
 
 
-def compile_once(job: tuple[int, int, int, bool, Launch]) -> None:
+def compile_once(job: tuple[int, int, int, bool, RowsLaunch]) -> None:
     """Compile a launch into Triton's cache on disk."""
     rows, n, k, gated, launch = job
     x = torch.zeros(rows, k, dtype=torch.bfloat16, device=DEVICE)
-    whole = torch.randn(n, k, dtype=torch.bfloat16, device=DEVICE)  # with as many outliers as later
-    weight = compress(whole, gated) if isinstance(launch, CompressedLaunch) else whole
-    assert weight is not None
-    multiply(x, weight, gated, launch)
+    multiply(x, torch.zeros(n, k, dtype=torch.bfloat16, device=DEVICE), gated, launch)
 
 
 def tune(
-    shapes: dict[str, tuple[int, int, bool]], all_rows: tuple[int, ...], tune_whole: bool, tune_compressed: bool
+    shapes: dict[str, tuple[int, int, bool]], all_rows: tuple[int, ...], tune_whole: bool
 ) -> list[dict[str, object]]:
-    """Measure every shape; the entries of a table. tune_whole, tune_compressed: try all candidates for such weights."""
+    """Measure every shape; the entries of a table. tune_whole: try all candidates."""
     entries = []
     gpu = gpu_traits(DEVICE)
     for name, (n, k, gated) in shapes.items():
         weights = [torch.randn(n, k, dtype=torch.bfloat16, device=DEVICE) * k**-0.5 for _ in range(calls(n, k))]
-        copies = [each for each in (compress(weight, gated) for weight in weights) if each is not None]
         for rows in all_rows:
             x = torch.randn(rows, k, dtype=torch.bfloat16, device=DEVICE)
             want, vendor_us = multiply(x, weights[0], gated, None).float(), measure_us(x, weights, gated, None)
@@ -178,68 +145,64 @@ def tune(
             entry = {"name": name, "n": n, "k": k, "gated": gated, "rows": rows}
             entry |= {"launch": None if best is None else astuple(best), "us": round(us, 1)}
             entry |= {"vendor_us": round(vendor_us, 1)}
-            if rows <= compressed.MAX_ROWS and len(copies) == len(weights):
-                chosen = filter(None, [choose_compressed(rows, n, k, gated, gpu)])
-                tried = compressed_candidates(rows, n, k, gated) if tune_compressed else chosen
-                compressed_us, launch = fastest(x, copies, gated, tried, want)
-                if launch is not None and (not tune_compressed or compressed_us < WORTH * us):
-                    entry |= {"compressed": astuple(launch), "compressed_us": round(compressed_us, 1)}
             entries.append(entry)
             floor_us = 2e6 * n * k / COPY
             print(
                 json.dumps(entry | {"floor_us": round(floor_us, 1), "over_floor": round(us / floor_us, 2)}), flush=True
             )
-        del weights, copies
+        del weights
     return entries
 
 
-def kernel_of(rows: int, k: int, gated: bool, launch: Launch) -> object:
-    """What a kernel is compiled for; with compressed weights k and splits count, by how many outliers a step adds."""
-    if isinstance(launch, CompressedLaunch):
-        return rows, k, gated, launch
-    return rows, gated, replace(launch, splits=min(launch.splits, 2))
-
-
-def compile_all(shapes: dict[str, tuple[int, int, bool]], all_rows: tuple[int, ...], whole: bool) -> None:
-    """Compile all candidates on all cores. whole: also those for whole weights."""
-    jobs: dict[object, tuple[int, int, int, bool, Launch]] = {}
+def compile_all(shapes: dict[str, tuple[int, int, bool]], all_rows: tuple[int, ...]) -> None:
+    """Compile all candidates on all cores."""
+    jobs: dict[object, tuple[int, int, int, bool, RowsLaunch]] = {}
     for n, k, gated in shapes.values():
         for rows in all_rows:
-            few = compressed_candidates(rows, n, k, gated) if rows <= compressed.MAX_ROWS else ()
-            launches: Iterable[Launch] = (*(candidates(rows, n, k, gated) if whole else ()), *few)
-            for launch in launches:
-                jobs.setdefault(kernel_of(rows, k, gated, launch), (rows, n, k, gated, launch))
+            for launch in candidates(rows, n, k, gated):
+                kernel = rows, gated, replace(launch, splits=min(launch.splits, 2))
+                jobs.setdefault(kernel, (rows, n, k, gated, launch))
     with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_once, jobs.values(), chunksize=8))
+
+
+def write_table(entries: Sequence[dict[str, object]], machine: dict[str, object]) -> None:
+    """Write measured launches; others measured on the same kind of GPU stay, and so does what 12 bits have."""
+    old = json.loads(TABLE.read_text(encoding="utf-8")) if TABLE.is_file() else None
+    known = old["entries"] if old is not None and old["machine"]["gpu"] == machine["gpu"] else []
+    measured = {key_of(e): e for e in known}
+    for entry in entries:
+        before = measured.get(key_of(entry), {})
+        measured[key_of(entry)] = entry | ({"compressed": before["compressed"]} if "compressed" in before else {})
+    save_table(list(measured.values()), machine)
+
+
+def key_of(entry: dict[str, object]) -> tuple[object, ...]:
+    return entry["n"], entry["k"], entry["gated"], entry["rows"]
+
+
+def save_table(entries: Sequence[dict[str, object]], machine: dict[str, object]) -> None:
+    lines = ",\n".join(json.dumps(entry) for entry in entries)
+    head = f'"num_sms": {gpu_traits(DEVICE).num_sms}, "machine": {json.dumps(machine)}'
+    TABLE.write_text(f'{{{head}, "entries": [\n{lines}\n]}}\n', encoding="utf-8")
 
 
 def main() -> None:
     global COPY  # noqa: PLW0603 - measured once a run
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write-table", action="store_true")
-    parser.add_argument("--compressed-only", action="store_true")
     parser.add_argument("--rows", type=int, nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--only", nargs="+", choices=SHAPES, default=list(SHAPES))
     args = parser.parse_args()
     COPY = copy_bytes_per_s()
     machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_tb_s": round(COPY / 1e12, 2)}
     print(json.dumps(machine), flush=True)
-    whole, most = not args.compressed_only, compressed.MAX_ROWS if args.compressed_only else max(ROWS)
-    shapes, rows = {name: SHAPES[name] for name in args.only}, tuple(rows for rows in args.rows if rows <= most)
-    if not rows:
-        parser.error(f"--compressed-only measures up to {most} rows; name some of {ROWS} in --rows")
-    if args.compressed_only and not kernels.load_table().holds_for(gpu_traits(DEVICE)):
-        parser.error("--compressed-only adds to a table that was measured on another kind of GPU; leave it out")
+    shapes, rows = {name: SHAPES[name] for name in args.only}, tuple(args.rows)
     if args.write_table:
-        compile_all(shapes, rows, whole)
-    entries = tune(shapes, rows, args.write_table and whole, args.write_table)
+        compile_all(shapes, rows)
+    entries = tune(shapes, rows, args.write_table)
     if args.write_table:
-        old = json.loads(TABLE.read_text(encoding="utf-8")) if TABLE.is_file() else None
-        known = old["entries"] if old is not None and old["machine"]["gpu"] == machine["gpu"] else []
-        measured = {(e["n"], e["k"], e["gated"], e["rows"]): e for e in (*known, *entries)}
-        lines = ",\n".join(json.dumps(entry) for entry in measured.values())
-        head = f'"num_sms": {gpu_traits(DEVICE).num_sms}, "machine": {json.dumps(machine)}'
-        TABLE.write_text(f'{{{head}, "entries": [\n{lines}\n]}}\n', encoding="utf-8")
+        write_table(entries, machine)
 
 
 COPY = float("nan")

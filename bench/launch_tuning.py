@@ -44,7 +44,10 @@ def classes_to_tune() -> list[list[Shape]]:
         [Shape("tree", rows, n, length, n, bound=limit) for length in lengths if rows * length <= MOST_TOKENS]
         for (limit, lengths), rows, n in sizes
     ]
-    return [*filter(None, tree), *[[Shape("prefill", 1, 512, length, 0)] for length in (512, 2048, 8192)]]
+    prefill = [(1, 512, length) for length in (512, 2048, 8192)]
+    prefill += [(1, n, 8192) for n in (1024, 2048, 4096, 8192)]
+    prefill += [(rows, 8192 // rows, 8192) for rows in (2, 4, 8, 16)]
+    return [*filter(None, tree), *[[Shape("prefill", rows, n, length, 0)] for rows, n, length in prefill]]
 
 
 def tiles(shape: Shape) -> Iterator[Launch]:
@@ -97,7 +100,8 @@ def compile_all(shapes: list[Shape]) -> None:
     for shape in shapes:
         for launch in {each for tile in tiles(shape) for each in around(tile, shape)}:
             splits = 1 if launch.splits == 1 else 16 if launch.splits % 16 == 0 else 2
-            kind = (shape.n, shape.kind, shape.rows == 1, replace(launch, splits=splits))
+            n = shape.n % 16 if shape.kind == "prefill" else shape.n  # a tail is as wide as its queries are many
+            kind = (n, shape.kind, shape.rows == 1, replace(launch, splits=splits))
             jobs.setdefault(kind, (shape, launch))
     with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_once, jobs.values(), chunksize=4))

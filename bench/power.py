@@ -35,7 +35,7 @@ from treetop.cli import OneLineParser, exit_code
 from treetop.kernels.few_rows import RowsLaunch, choose_launch
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.models import loader
-from treetop.models.checkpoint import Shapes
+from treetop.models.params import Param
 from treetop.types.errors import ConfigError, InputError
 
 INPUT = 1024
@@ -112,7 +112,7 @@ def rounds(name: str, shape: str, batch: int, count: int) -> None:
     options = {"draft": draft, "load_format": "dummy", "simulate_accept_length": 3}
     grid = make_grid(model, options, SweepOptions(None, [shape], [batch], [INPUT], count, batch))
     for fill in FILLS:
-        with patch.object(loader, "_dummy", _zeros if fill == "zero" else _RANDOM):
+        with patch.object(loader, "random_weights", _zeros if fill == "zero" else _RANDOM):
             llm = LLM(**asdict(engine_config(model, options, grid.shapes[0], grid)))
         wall, _ = wall_times_ms(llm, prompt_ids(llm, batch, INPUT), count)
         device = statistics.median(device_times_ms(llm, batch, INPUT, count))
@@ -126,16 +126,16 @@ def rounds(name: str, shape: str, batch: int, count: int) -> None:
         gc.collect()
 
 
-def _zeros(shapes: Shapes, place: loader.Placement) -> dict[str, Tensor]:
+def _zeros(params: list[Param], place: loader.Placement) -> dict[str, Tensor]:
     """Weights of a model that computes nothing: norms are one, all else is zero."""
-    tensors = _RANDOM(shapes, place)
-    for tensor in tensors.values():
-        if tensor.dim() > 1:
-            tensor.zero_()
-    return tensors
+    weights = _RANDOM(params, place)
+    for param in params:
+        if param.kind in ("matrix", "table"):
+            weights[param.name].zero_()
+    return weights
 
 
-_RANDOM = loader._dummy
+_RANDOM = loader.random_weights
 
 
 def main() -> int:

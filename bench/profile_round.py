@@ -1,22 +1,42 @@
-"""Where the GPU's time goes in one captured round: kernels by total time. Shapes and weights as in `rounds.py`.
+"""Where the GPU's time goes in one captured round: kernels by time between completions.
 
-python bench/profile_round.py --shape 5,4,16 --batch 1
+    python bench/profile_round.py --shape 5,4,16 --batch 1
+
+Shapes and weights as in `rounds.py`. A kernel's time is its end minus the end before it (`completions.py`), so times
+add up to that of the round. Each replay is recorded by itself; a round's time without the profiler stands beside it.
 """
 
 import argparse
+import statistics
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import asdict
 
 import torch
+from completions import Span, shares
 from rounds import NAMES, preset
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from treetop import LLM
-from treetop.bench.rounds import engine_config, phase_times_ms
+from treetop.bench.rounds import device_times_ms, engine_config, phase_times_ms
 from treetop.bench.sweeps import SweepOptions, make_grid
 from treetop.engine.rounds import RoundKey
 from treetop.types.sampling import Choice
 
 INPUT, REPEATS = 1024, 5
+
+
+def kernels_of(run: Callable[[], object]) -> list[Span]:
+    """Name, start and end in us of everything that `run` has the GPU do."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    on_device = [
+        event for event in profiler.events() if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+    ]
+    return [(event.name, event.time_range.start, event.time_range.end) for event in on_device]
 
 
 def main() -> None:
@@ -31,17 +51,23 @@ def main() -> None:
     grid = make_grid(model, options, SweepOptions(None, [args.shape], [args.batch], [INPUT], 20, args.batch))
     llm = LLM(**asdict(engine_config(model, options, grid.shapes[0], grid)))
     times = phase_times_ms(llm, args.batch, INPUT, grid.rounds)
-    print({str(phase): round(sorted(each)[len(each) // 2], 3) for phase, each in times.items()}, "ms")
+    print({str(phase): round(statistics.median(each), 3) for phase, each in times.items()}, "ms")
+    own_us = 1e3 * statistics.median(device_times_ms(llm, args.batch, INPUT, grid.rounds))
     key = RoundKey(llm.engine.layout.bucket_for(args.batch), grid.shapes[0], Choice.GREEDY)
-    with torch.inference_mode(), profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(REPEATS):
-            llm.engine.launcher.launch(key, INPUT)
-        torch.cuda.synchronize()
-    rows = [(e.key, e.self_device_time_total / REPEATS, e.count / REPEATS) for e in profiler.key_averages()]
-    rows.sort(key=lambda row: -row[1])
-    print(f"sum of kernels {sum(row[1] for row in rows):.0f} us, {sum(row[2] for row in rows):.0f} launches a round")
-    for name, time_us, count in rows[: args.top]:
-        print(f"{time_us:9.1f} us {count:7.1f} x  {name[:110]}")
+    with torch.inference_mode():
+        kernels_of(lambda: llm.engine.launcher.launch(key, INPUT))  # the profiler's own first time
+        recorded = [kernels_of(lambda: llm.engine.launcher.launch(key, INPUT)) for _ in range(REPEATS)]
+    total: dict[str, float] = defaultdict(float)
+    counts: dict[str, int] = defaultdict(int)
+    for kernels in recorded:
+        for name, share in shares(kernels):
+            total[name] += share / REPEATS
+            counts[name] += 1
+    whole_us = sum(total.values())
+    launches = sum(counts.values()) / REPEATS
+    print(f"a round: {whole_us:.0f} us recorded, {own_us:.0f} us not recorded, {launches:.0f} launches")
+    for name in sorted(total, key=lambda name: -total[name])[: args.top]:
+        print(f"{total[name]:9.1f} us {total[name] / whole_us:6.1%} {counts[name] / REPEATS:7.1f} x  {name[:110]}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,14 @@
 """Engines and requests as the tests use them. All batches come from the scheduler."""
 
 from collections import deque
+from itertools import count
 
 from treetop import LLM, SamplingParams
-from treetop.types.stopping import NoStop
+from treetop.types.ids import RequestId
+from treetop.types.requests import EngineRequest
+
+_IDS = count(10**6)
+"""Ids that the core's own clients do not reach."""
 
 
 def build(pair, shape=(4, 5, 16), **options) -> LLM:
@@ -39,13 +44,13 @@ def accept_lens(outputs) -> list[tuple[int, ...]]:
 
 
 def submit(llm, prompts, params) -> list:
-    """Queue requests, as `LLM.generate` does; returns them."""
+    """Queue requests beside the core's thread, for a test that runs the steps itself; returns them."""
     listed = params if isinstance(params, list) else [params] * len(prompts)
-    added = []
-    for prompt, each in zip(prompts, listed, strict=True):
-        request_id = llm.scheduler.add(prompt, each, each.seed or 0, NoStop())
-        added.append(llm.scheduler.request(request_id))
-    return added
+    asked = [
+        EngineRequest(RequestId(next(_IDS)), tuple(prompt), each, each.seed or 0)
+        for prompt, each in zip(prompts, listed, strict=True)
+    ]
+    return [llm.scheduler.add(each) for each in asked]
 
 
 def steps(llm, limit=10_000):
@@ -56,7 +61,7 @@ def steps(llm, limit=10_000):
             assert not llm.scheduler.has_work, "work is left, but there is no plan"
             return
         result = llm.engine.step(plan)
-        llm.scheduler.commit(plan, result)
+        note(llm.scheduler.commit(plan, result))
         llm.scheduler.check_integrity()
         yield plan, result
     raise AssertionError(f"the work was not done after {limit} steps")
@@ -73,9 +78,25 @@ def pump(llm, limit=10_000):
             return
         ticket = tickets.popleft()
         updates = llm.scheduler.commit(ticket.plan, llm.engine.collect(ticket))
+        note(updates)
         llm.scheduler.check_integrity()
         yield ticket.plan, updates
     raise AssertionError(f"the work was not done after {limit} steps")
+
+
+def accepted(request) -> list[int]:
+    """Accepted drafts of each round of a request that `steps` or `pump` ran."""
+    return _ACCEPTED.get(request.request_id, [])
+
+
+_ACCEPTED: dict[RequestId, list[int]] = {}
+
+
+def note(updates) -> None:
+    """Remember accepted lengths, for `accepted`."""
+    for update in updates:
+        if update.accept_len is not None:
+            _ACCEPTED.setdefault(update.request_id, []).append(update.accept_len)
 
 
 def finish(llm) -> None:

@@ -157,6 +157,15 @@ def walk(tokens, parents, choices) -> tuple[list[int], list[int]]:
         path.append(at)
 
 
+def longest_line(tokens, parents, choices) -> list[int]:
+    """The accepted path where siblings may be alike: the line of the deepest node that agrees, the first of several."""
+    lines = {0: [0]}
+    for i in range(1, len(tokens)):
+        if parents[i] in lines and tokens[i] == choices[parents[i]]:
+            lines[i] = [*lines[parents[i]], i]
+    return max(lines.values(), key=len)
+
+
 def chain(root: int, draft_logits, offset, target_logits, num_steps: int) -> tuple[list[int], int, int]:
     """Chain speculation with greedy verification: draft tokens, how many are accepted, and the bonus token.
 

@@ -1,4 +1,4 @@
-"""An attention backend that answers as another does and remembers what it was told, and hooks on a draft head."""
+"""An attention backend that answers as another does and remembers what it was told, and hooks on a drafter."""
 
 from dataclasses import dataclass, field, replace
 
@@ -51,13 +51,13 @@ class RecordingBackend:
     def prefix(self, q, kv, plan, scale):
         return self.inner.prefix(q, kv, plan.inner, scale)
 
-    def prefix_tail(self, q, kv, plan, tail, scale):
+    def prefix_tail(self, q, kv, plan, tail, scale, sinks=None):
         if plan.tail_keys is None:
             plan.tail_keys = tail.k.clone()
-        return self.inner.prefix_tail(q, kv, plan.inner, tail, scale)
+        return self.inner.prefix_tail(q, kv, plan.inner, tail, scale, sinks)
 
-    def causal(self, q, kv, plan, scale):
-        return self.inner.causal(q, kv, plan.inner, scale)
+    def causal(self, q, kv, plan, scale, sinks=None):
+        return self.inner.causal(q, kv, plan.inner, scale, sinks)
 
 
 @dataclass
@@ -73,16 +73,16 @@ class HeadCalls:
 
 
 def record(llm) -> tuple[RecordingBackend, HeadCalls]:
-    """From now on the engine runs on a recording backend and its draft head is watched."""
+    """From now on the engine runs on a recording backend and its drafter is watched."""
     device = llm.engine.device
     backend, calls = RecordingBackend(device.backend), HeadCalls()
     llm.engine.device = replace(device, backend=backend)
     llm.engine.launcher = Eager(llm.engine.device)
-    head = device.head
-    forward, propose = head.forward, head.propose
+    drafter = device.drafter
+    grow, propose = drafter.grow, drafter.propose
 
-    def recorded_forward(tokens, hidden, positions, attend):
-        out = forward(tokens, hidden, positions, attend)
+    def recorded_grow(tokens, hidden, positions, attend):
+        out = grow(tokens, hidden, positions, attend)
         calls.forwards.append((tokens.clone(), hidden.clone(), out.clone()))
         return out
 
@@ -91,5 +91,5 @@ def record(llm) -> tuple[RecordingBackend, HeadCalls]:
         calls.proposals.append((proposal.tokens.tolist(), proposal.logprob.tolist()))
         return proposal
 
-    head.forward, head.propose = recorded_forward, recorded_propose
+    drafter.grow, drafter.propose = recorded_grow, recorded_propose
     return backend, calls

@@ -5,16 +5,14 @@ from dataclasses import dataclass, fields, is_dataclass
 import torch
 from torch import Tensor
 
+from tolerance import attention_errors
 from treetop.attention.contract import Queries, TableView, TailKV
-from treetop.attention.tail import attend, tail_visible, with_sinks
 from treetop.kernels.kv import PagedKV, PageTable
 from treetop.kernels.tree import ancestor_mask
 from treetop.types.ids import FULL
 from treetop.types.phase import Phase
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
-# Triton's interpreter multiplies bfloat16 as if it were integers, so bfloat16 is checked on GPUs (bench/attention.py).
-TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3}
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,18 @@ class Scene:
 
 
 def scene(  # noqa: PLR0917
-    n=5, t=7, heads=6, kv_heads=2, dim=16, page_size=4, bound=50, window=None, dtype=torch.float32, causal=False, seed=0
+    n=5,
+    t=7,
+    heads=6,
+    kv_heads=2,
+    dim=16,
+    page_size=4,
+    bound=50,
+    window=None,
+    dtype=torch.float32,
+    causal=False,
+    seed=0,
+    planes=2,
 ) -> Scene:
     """Random K/V in pages in random order; prefill rows end with padding queries, as the runner pads them."""
     torch.manual_seed(seed)
@@ -53,7 +62,7 @@ def scene(  # noqa: PLR0917
     num_pages = 1 + 3 * columns
     table = torch.zeros((4, columns), dtype=torch.int32)
     table[:3] = (torch.randperm(num_pages - 1) + 1).view(3, columns)
-    pages = torch.randn(num_pages * page_size, 2, kv_heads, dim).to(dtype)
+    pages = torch.randn(num_pages * page_size, planes, kv_heads, dim).to(dtype)
     pages[:page_size] = 0
     at = torch.arange(bound)
     slots = table[row_list[:, None], at // page_size].long() * page_size + at % page_size
@@ -87,7 +96,7 @@ def scene(  # noqa: PLR0917
     spoilt_table[~used] = INT_MIN
 
     q = torch.randn(rows, n, heads + 2 * kv_heads, dim).to(dtype)[:, :, :heads]  # a slice, as the projection leaves it
-    tail = torch.randn(rows, t + 3, 2, kv_heads, dim).to(dtype)[:, :t]  # a slice of a larger buffer
+    tail = torch.randn(rows, t + 3, planes, kv_heads, dim).to(dtype)[:, :t]  # a slice of a larger buffer
     return Scene(
         q=q,
         view=TableView(Phase.VERIFY, PageTable(FULL, spoilt_table), row_list, extent, bound, page_size),
@@ -95,7 +104,7 @@ def scene(  # noqa: PLR0917
         queries=Queries(positions, tail_positions, mask, window),
         tail=TailKV(tail),
         k=dense[:, :, 0],
-        v=dense[:, :, 1],
+        v=dense[:, :, -1],
         seen=seen,
         real=real,
         clean=PagedKV(pages),
@@ -104,17 +113,40 @@ def scene(  # noqa: PLR0917
 
 
 def dense_answer(s: Scene, with_tail: bool, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Attention over everything seen, in one dense product in float32, and the log-sum-exp without the sink."""
-    k, v, seen = s.k, s.v, s.seen
+    """Attention over everything seen, in one dense product in float64, and the log-sum-exp without the sink.
+
+    Nothing of the code under test is used; a sink is one more logit, of a key without a value.
+    """
+    k, v, seen, tail = s.k, s.v, s.seen, s.queries
     if with_tail:
         k, v = torch.cat([k, s.tail.k], dim=1), torch.cat([v, s.tail.v], dim=1)
-        seen = torch.cat([seen, tail_visible(s.queries)], dim=2)
-    out, lse = attend(s.q.float(), k.float(), v.float(), seen, s.scale)
-    return (out if sinks is None else with_sinks(out, lse, sinks)), lse
+        distance = tail.positions[:, :, None] - tail.tail_positions[:, None, :]
+        near = torch.ones_like(tail.mask) if tail.window is None else distance < tail.window
+        seen = torch.cat([seen, tail.mask & near], dim=2)
+    k, v = (x.double().repeat_interleave(s.q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+    scores = torch.einsum("bnhd,bmhd->bnhm", s.q.double(), k) * s.scale
+    scores = scores.masked_fill(~seen[:, :, None], float("-inf"))
+    logits = scores
+    if sinks is not None:
+        logits = torch.cat([scores, sinks.double()[:, None].expand(*scores.shape[:3], 1)], dim=3)
+    shares = torch.where(seen.any(dim=2)[:, :, None, None], torch.softmax(logits, dim=3), 0)[..., : k.shape[1]]
+    out = torch.einsum("bnhm,bmhd->bnhd", shares, v)
+    return out, torch.logsumexp(scores, dim=3).float()
 
 
-def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
-    torch.testing.assert_close(got.float(), want.float(), atol=TOLERANCE[dtype], rtol=0)
+def assert_close(got: Tensor, want: Tensor, s: Scene) -> None:
+    """Outputs of attention over this scene are as near as its sums let them be."""
+    torch.testing.assert_close(got.double(), want.double(), atol=_errors(s)[0], rtol=0)
+
+
+def assert_close_lse(got: Tensor, want: Tensor, s: Scene) -> None:
+    """The same for log-sum-exps, which are float32 in every dtype."""
+    torch.testing.assert_close(got, want, atol=_errors(s)[1], rtol=0)
+
+
+def _errors(s: Scene) -> tuple[float, float]:
+    k, v = torch.cat([s.k, s.tail.k], dim=1), torch.cat([s.v, s.tail.v], dim=1)
+    return attention_errors(s.q, k, v, s.scale)
 
 
 def moved(value, device: torch.device):

@@ -13,7 +13,7 @@ import torch
 from scenes import scene
 from treetop import LLM
 from treetop.attention import capabilities
-from treetop.attention.auto import AutoBackend, ChoiceTable, Timing, load_table
+from treetop.attention.auto import AutoBackend, ChoiceTable, Timing, load_table, nearest_measured
 from treetop.attention.capabilities import CAPABILITIES, Capabilities, GroupNeed, Need, Refusal, refusal, require
 from treetop.attention.registry import BACKENDS, make_backend
 from treetop.attention.torch_backend import TorchBackend
@@ -91,7 +91,7 @@ def test_other_generations_of_gpus_are_refused_by_fa3(monkeypatch):
 
 def test_an_engine_refuses_before_it_reads_weights(weak_pair, monkeypatch):
     """The error comes before the loader is asked for anything."""
-    monkeypatch.setattr("treetop.engine.build.load_target", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr("treetop.models.registry.TargetSpec.load", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(
         ConfigError, match="--attention-backend fa3: it computes in bfloat16 and float16, not in float32"
     ):
@@ -147,7 +147,7 @@ def auto_of(monkeypatch, s, classes, window=None, num_sms=8, serves=("triton", "
 
 
 def test_auto_runs_each_class_on_its_fastest_backend(monkeypatch):
-    """By phase and shape; with the reason; what was not measured runs on Triton; a phase begins once a backend."""
+    """By phase and shape; with the reason; other heads run on Triton; a phase begins once a backend."""
     s, c = scene(dim=64), scene(dim=64, causal=True, n=9)
     classes = {
         call_class(s): {"triton": Timing(30.0), "fa3": Timing(20.0)},
@@ -162,10 +162,10 @@ def test_auto_runs_each_class_on_its_fastest_backend(monkeypatch):
     assert auto.reasons[call_class(s)] == f"{call_class(s)}: fa3 20.0, triton 30.0 us (2026-01-01)"
     plan = auto.plan_causal(auto.begin(c.view), c.queries.positions, None)
     assert auto.causal(c.q, c.kv, plan, 1.0) == "triton"
-    wide = scene(dim=64, n=12, t=12)
-    plan = auto.plan(auto.begin(wide.view), wide.queries)
-    assert auto.prefix_tail(wide.q, wide.kv, plan, wide.tail, 1.0) == "triton"
-    assert "not measured" in auto.reasons[call_class(wide)]
+    fewer = scene(dim=64, causal=True, n=3)
+    plan = auto.plan_causal(auto.begin(fewer.view), fewer.queries.positions, None)
+    assert plan.backend.name == "triton"
+    assert "not measured" in auto.reasons[call_class(fewer, causal=True)]
 
 
 @pytest.mark.parametrize(
@@ -192,8 +192,8 @@ def test_keys_that_were_not_measured_take_the_nearest_that_were(keys, measured, 
     assert found == (want and f"tail h2x3x64e2 rows4 n4 keys{want}")
 
 
-def test_auto_answers_for_a_context_limit_by_the_nearest_one_and_says_so(monkeypatch):
-    """Keys alone are stretched; rows and queries are not."""
+def test_auto_answers_for_a_class_by_the_nearest_one_and_says_so(monkeypatch):
+    """Also for more queries than were measured."""
     s = scene(dim=64)
     near = call_class(s).rsplit(" keys", 1)[0] + " keys8192"
     assert near != call_class(s)
@@ -201,7 +201,48 @@ def test_auto_answers_for_a_context_limit_by_the_nearest_one_and_says_so(monkeyp
     assert auto.plan(auto.begin(s.view), s.queries).backend.name == "fa3"
     assert auto.reasons[call_class(s)] == f"{call_class(s)}: fa3 20.0, triton 30.0 us in {near} (2026-01-01)"
     wide = scene(dim=64, n=12, t=12)
-    assert auto.plan(auto.begin(wide.view), wide.queries).backend.name == "triton"
+    assert auto.plan(auto.begin(wide.view), wide.queries).backend.name == "fa3"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "near"),
+    [
+        ("causal h8x4x128e2 rows8 n8192 keys32768", "rows8 n8192 keys32768"),  # measured
+        ("causal h8x4x128e2 rows32 n8192 keys131072", "rows8 n8192 keys32768"),  # beyond all that was
+        ("causal h8x4x128e2 rows2 n4096 keys8192", "rows1 n1024 keys8192"),  # rows and queries first, both
+        ("causal h8x4x128e2 rows4 n8192 keys16384", "rows8 n8192 keys8192"),  # of equal keys the fewer
+        ("causal h8x4x128e2 rows8 n1024 keys1024", "rows8 n512 keys1024"),
+        ("causal h8x4x128e2 rows8 n256 keys1024", None),  # fewer queries a row than were measured
+        ("causal h8x8x128e2 rows8 n8192 keys32768", None),  # other heads
+        ("tail h8x4x128e2 rows128 n128 keys2048", "rows64 n64 keys8192"),  # a tree wider than any
+        ("tail h8x4x128e2 rows2 n1 keys2048", "rows1 n1 keys2048"),  # of equal rows the fewer
+    ],
+)
+def test_a_class_that_was_not_measured_takes_the_nearest_that_was(wanted, near):
+    """By kind and heads; rows and queries count before keys; so the largest classes answer for all beyond them."""
+    prefill = ["rows1 n512 keys1024", "rows1 n1024 keys8192", "rows8 n512 keys1024"]
+    prefill += ["rows8 n8192 keys8192", "rows8 n8192 keys32768"]
+    rounds = ["rows1 n1 keys2048", "rows4 n1 keys2048", "rows64 n64 keys8192"]
+    measured = [f"causal h8x4x128e2 {each}" for each in prefill] + [f"tail h8x4x128e2 {each}" for each in rounds]
+    found = nearest_measured(wanted, measured)
+    assert found == (near and f"{wanted.split(' rows', maxsplit=1)[0]} {near}")
+
+
+def test_long_prompts_of_several_rows_run_on_fa3_where_it_is_installed():
+    """By the committed table, up to the largest prefills and past them."""
+    table = load_table()
+    for sizes in ("rows1 n2048 keys32768", "rows1 n8192 keys32768", "rows8 n1024 keys8192", "rows16 n8192 keys131072"):
+        name, why = table.choose(f"causal h8x4x128e2 {sizes}", frozenset({"triton", "fa3"}))
+        assert name == "fa3", why
+
+
+def test_a_prefill_leaves_triton_for_less_than_a_round_does(monkeypatch):
+    """Its class goes by the keys that there are, a round's by the most there may be."""
+    s, c = scene(dim=64), scene(dim=64, causal=True, n=9)
+    near = {"triton": Timing(20.0), "fa3": Timing(19.0)}
+    auto, _ = auto_of(monkeypatch, s, {call_class(s): near, call_class(c, causal=True): near})
+    assert auto.plan(auto.begin(s.view), s.queries).backend.name == "triton"
+    assert auto.plan_causal(auto.begin(c.view), c.queries.positions, None).backend.name == "fa3"
 
 
 def test_a_launch_of_the_table_serves_other_context_limits(monkeypatch):

@@ -12,9 +12,8 @@ from engines import build, greedy, tokens
 from refusing import load, refused
 from tiny_models import Pair, copy_folder, save_random_head, save_random_llama
 from treetop import LLM
-from treetop.models.loader import check_target
-from treetop.models.spec import target_spec
-from treetop.types.errors import CheckpointError, ConfigError
+from treetop.models.registry import target_spec
+from treetop.types.errors import CapacityError, CheckpointError, ConfigError
 
 SHAPE = (2, 3, 6)
 
@@ -75,6 +74,114 @@ def test_a_config_that_is_no_json_object_is_named(tmp_path, text):
 )
 def test_a_config_that_is_not_supported_names_the_key_or_value(strong_pair, tmp_path, changes, part):
     refused(CheckpointError, load(copy_folder(strong_pair.target, tmp_path / "t", **changes)), part, "config.json")
+
+
+SIZES = (
+    "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "intermediate_size",
+    "vocab_size", "max_position_embeddings",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("key", SIZES)
+@pytest.mark.parametrize("value", [10**10, 2**70, 10**500, 0, -1, True, 1.5, math.nan, math.inf, "9" * 10**5, [], {}])
+def test_an_absurd_size_names_key_and_bound(strong_pair, tmp_path, key, value):
+    """Of the target and of the head, before anything is made of that size."""
+    least = 2 if key == "head_dim" else 1
+    parts = ("config.json", f"{key} must be an integer from {least} to ")
+    target = copy_folder(strong_pair.target, tmp_path / "t", **{key: value})
+    assert len(refused(CheckpointError, load(target), *parts)) < 400
+    if key != "num_hidden_layers":  # a head has one layer, whatever its config says
+        head = copy_folder(strong_pair.head, tmp_path / "h", **{key: value})
+        refused(CheckpointError, load(strong_pair.target, head), *parts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"num_hidden_layers": 10**7}, ("num_hidden_layers", "1024", "10000000")),
+        ({"rms_norm_eps": 10**400}, ("rms_norm_eps", "1.0")),
+        ({"rms_norm_eps": 1e308}, ("rms_norm_eps", "1.0")),
+        ({"rope_parameters": None, "rope_theta": 10**400}, ("rope_theta",)),
+        ({"rope_parameters": {"rope_theta": 5e-324}}, ("rope_theta",)),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 10**400}}, ("factor",)),
+        ({"rope_parameters": {"rope_type": "llama3", "original_max_position_embeddings": 2**70}}, ("original_max",)),
+        ({"rope_parameters": {"rope_type": "llama3", "high_freq_factor": 1}}, ("high_freq_factor", "greater")),
+        ({"eos_token_id": 2**70}, ("eos_token_id", "16777216")),
+    ],
+)
+def test_an_absurd_number_names_key_and_bound(strong_pair, tmp_path, changes, parts):
+    refused(CheckpointError, load(copy_folder(strong_pair.target, tmp_path / "t", **changes)), "config.json", *parts)
+
+
+def test_the_largest_sizes_are_a_matter_of_memory(strong_pair, tmp_path):
+    """Within the bounds nothing overflows: what does not fit is a CapacityError."""
+    most = {"num_hidden_layers": 2**10, "num_attention_heads": 2**10, "num_key_value_heads": 2**10, "head_dim": 2**12}
+    wide = {"hidden_size": 2**20, "intermediate_size": 2**20, "vocab_size": 2**24, "max_position_embeddings": 2**31}
+    target = copy_folder(strong_pair.target, tmp_path / "t", **most, **wide)
+    huge = {"max_running_requests": 65536, "chunked_prefill_size": 2**40}
+    for options in ({}, huge):
+        refused(CapacityError, lambda options=options: LLM(target, **options), "need", "have")
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+LLAMA = '{"architectures": ["LlamaForCausalLM"], "num_attention_heads": '
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "parts"),
+    [
+        ("config.json", DEEP, ("nested too deeply",)),
+        ("config.json", LLAMA + "9" * 100_000 + "}", ("num_attention_heads", "1024")),
+        ("generation_config.json", DEEP, ("nested too deeply",)),
+        ("generation_config.json", '{"eos_token_id": ' + "9" * 100_000 + "}", ("eos_token_id",)),
+        ("generation_config.json", '{"eos_token_id": -2}', ("eos_token_id",)),
+        ("tokenizer.json", DEEP, ("not a tokenizer",)),
+        ("tokenizer.json", "9" * 100_000, ("not a tokenizer",)),
+        ("model.safetensors.index.json", DEEP, ("nested too deeply",)),
+        ("model.safetensors.index.json", "9" * 100_000, ("JSON object",)),
+        ("model.safetensors.index.json", '{"weight_map": {"a": 5}}', ("weight_map", "file names")),
+        ("model.safetensors.index.json", '{"weight_map": {"a": [1]}}', ("weight_map", "file names")),
+        ("model.safetensors.index.json", '{"weight_map": {"a": "\\ud800"}}', ("weight_map", "file names")),
+        ("model.safetensors.index.json", '{"weight_map": {"a": "x\\u0000"}}', ("weight_map", "file names")),
+    ],
+    ids=lambda value: value[:30] if isinstance(value, str) else None,
+)
+def test_a_hostile_json_file_is_named(strong_pair, tmp_path, name, text, parts):
+    folder = copy_folder(strong_pair.target, tmp_path / "t")
+    if "index" in name:
+        (folder / "model.safetensors").unlink()
+    (folder / name).write_text(text)
+    refused(CheckpointError, load(folder), name, *parts)
+
+
+def test_a_json_file_beyond_all_reason_is_not_read(strong_pair, tmp_path):
+    folder = copy_folder(strong_pair.target, tmp_path / "t")
+    with (folder / "config.json").open("r+b") as file:
+        file.truncate(2**40)  # no block of which is written
+    refused(CheckpointError, load(folder), "config.json", str(2**40), "bytes")
+
+
+NAMES = ("config.json", "generation_config.json", "tokenizer.json", "model.safetensors", "model.safetensors.index.json")
+
+
+@pytest.mark.parametrize("name", [*NAMES, "weights.safetensors"])
+def test_a_link_to_nowhere_is_called_one(strong_pair, tmp_path, name):
+    folder = copy_folder(strong_pair.target, tmp_path / "t")
+    if "safetensors" in name:
+        (folder / "model.safetensors").unlink()
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(tmp_path / "gone")
+    refused(CheckpointError, load(folder), str(folder / name), "a link to", "gone", "which is not there")
+
+
+@pytest.mark.parametrize("name", [*NAMES, "weights.safetensors"])
+def test_a_folder_where_a_file_should_be_is_called_none(strong_pair, tmp_path, name):
+    folder = copy_folder(strong_pair.target, tmp_path / "t")
+    if "safetensors" in name:
+        (folder / "model.safetensors").unlink()
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).mkdir()
+    refused(CheckpointError, load(folder), str(folder / name), "not a file")
 
 
 Q_PROJ = "model.layers.2.self_attn.q_proj.weight"
@@ -158,7 +265,7 @@ def test_weights_that_are_no_floating_point_are_refused(strong_pair, tmp_path, d
     weight = load_file(strong_pair.target / "model.safetensors")[name]
     folder = copy_folder(strong_pair.target, tmp_path / "t", tensors={name: weight.to(dtype)})
     refused(CheckpointError, load(folder), name, "stored as", "BF16")
-    refused(CheckpointError, lambda: check_target(folder, target_spec(folder)), name, "stored as")
+    refused(CheckpointError, target_spec(folder).check, name, "stored as")
 
 
 def test_stored_frequencies_of_the_rotation_are_left_alone(strong_pair, tmp_path):

@@ -5,9 +5,10 @@ import pytest
 from engines import build, finish, greedy, sampled, submit, tokens
 from treetop.types.errors import CapacityError, ConfigError
 from treetop.types.ids import DRAFT, FULL, WINDOW
+from treetop.types.kv import paired
 from treetop.types.layout import PLAIN, KVGroup, Layout, SpecShape
 
-FULL_GROUP, DRAFT_GROUP = KVGroup(FULL, 3, 2, 8), KVGroup(DRAFT, 1, 2, 8)
+FULL_GROUP, DRAFT_GROUP = KVGroup(FULL, 3, paired(2, 8)), KVGroup(DRAFT, 1, paired(2, 8))
 
 
 SHAPES = (PLAIN, SpecShape(4, 5, 16))
@@ -85,7 +86,7 @@ def test_dimensions_follow_their_formulas(page, lag):
 
 def test_a_window_group_holds_the_window_and_what_is_in_flight():
     """ceil((window - 1 + max(chunk, lag (S + 1))) / page) + 1 pages, and never more than all columns."""
-    made = layout(context=1000, chunk=32, groups=(FULL_GROUP, KVGroup(WINDOW, 3, 2, 8, window=50)))
+    made = layout(context=1000, chunk=32, groups=(FULL_GROUP, KVGroup(WINDOW, 3, paired(2, 8), window=50)))
     assert made.window_pages(50) == -(-(49 + 32) // 16) + 1
     assert made.pages_per_request(made.group(WINDOW)) == made.window_pages(50)
     assert made.window_pages(5000) == made.page_columns
@@ -102,11 +103,12 @@ def test_rounds_start_within_what_rounds_in_flight_may_have_committed(lag):
 
 
 def test_the_changes_of_a_plan_are_bounded_by_what_rows_grow_slide_and_are_admitted_with():
-    """Each group: a row's pages and a chunk's, and of every row the next step's, twice a window's step."""
+    """Each group: a row's pages and a chunk's, two chunks' exchanged, each row's next step's, twice a window's step."""
     made = layout(context=1000, chunk=32, requests=3, lag=2)
     rows = -(-12 // 16) + 1
-    assert made.max_edits == 2 * (made.page_columns + 2 + 3 * rows)
-    window = layout(context=1000, chunk=32, requests=3, lag=2, groups=(FULL_GROUP, KVGroup(WINDOW, 3, 2, 8, window=50)))
+    assert made.max_edits == 2 * (made.page_columns + 2 + 2 * (2 + 3) + 3 * rows)
+    groups = (FULL_GROUP, KVGroup(WINDOW, 3, paired(2, 8), window=50))
+    window = layout(context=1000, chunk=32, requests=3, lag=2, groups=groups)
     assert window.max_edits == made.max_edits + 3 * 2 * 2
     assert layout(context=20, page=16, requests=2).max_edits == 2 * 2 * 2, "never more than there are cells"
     assert made.dimensions()["max_edits"].value == made.max_edits

@@ -51,15 +51,18 @@ def with_fakes(pair, shape=(4, 5, 16), **options):
     return llm, graphs, recorder
 
 
-def test_every_bucket_and_shape_is_captured_at_start_the_biggest_first(strong_pair):
-    """Greedy only, widest tree first in a bucket, a graph a round."""
-    _, graphs, recorder = with_fakes(strong_pair)
-    keys = [RoundKey(bucket, shape, Choice.GREEDY) for bucket in (6, 4, 2, 1) for shape in (TREE, PLAIN)]
+@pytest.mark.parametrize("shape", [None, (4, 5, 16)])
+def test_every_bucket_of_the_shape_that_is_planned_is_captured_at_start_the_biggest_first(strong_pair, shape):
+    """Greedy only, a graph a round, and none that no plan asks for."""
+    llm, graphs, recorder = with_fakes(strong_pair, shape)
+    keys = [RoundKey(bucket, TREE if shape else PLAIN, Choice.GREEDY) for bucket in (6, 4, 2, 1)]
     assert greedy_keys(graphs._device) == keys
     assert recorder.recorded == keys
-    assert len(graphs) == 8
+    assert len(graphs) == 4
     assert graphs.seconds > 0
     assert num_graphs(graphs._device) == len(keys) * len(Choice)
+    llm.generate(strong_pair.prompts([9, 20, 5, 31, 12, 7]), [greedy(6 * n) for n in range(1, 7)])
+    assert set(recorder.replayed) == set(keys), "a graph was captured for nothing"
 
 
 @pytest.mark.parametrize("shape", [None, (4, 5, 16)])
@@ -122,4 +125,4 @@ def test_filters_share_the_graph_of_sampling_where_both_are_the_same_work(strong
     known = len(recorder.recorded)
     graphs.capture([RoundKey(4, TREE, Choice.SAMPLE), RoundKey(4, TREE, Choice.FILTER)])
     assert len(recorder.recorded) == known + (2 if apart else 1)
-    assert num_graphs(graphs._device) == 8 * (3 if apart else 2)
+    assert num_graphs(graphs._device) == 4 * (3 if apart else 2)

@@ -45,9 +45,17 @@ from tiny_models import copy_folder
         (["--prompt", "x", "--mem-fraction-static", "1.2"], ["--mem-fraction-static", "1.2"]),
         (["--prompt", "x", "--mem-fraction-static", "lots"], ["--mem-fraction-static", "lots"]),
         (["--prompt", "x", "--compare-plain", "--simulate-accept-length", "2"], ["--compare-plain", "--simulate"]),
+        (["--prompt", "x", "--simulate-accept-length", "99"], ["--simulate-accept-length must", "99"]),
+        (["--prompt", "", "--simulate-accept-length", "2"], ["empty"]),
+        (["--prompt", "x" * 30_000_000], ["at least", "2048", "--context-length"]),
         (["--prompt", "x", "--prompt", ""], ["--prompt, number 2", "empty"]),
         (["--prompt", "x", "--top-p", "0", "--min-p", "2"], ["--top-p must", "; --min-p must"]),
         (["--prompt", "x", "--no-such-flag"], ["--no-such-flag"]),
+        (["--prompt", "x", "--no-such\nflag"], ["--no-such\\nflag"]),
+        (["--prompt", "x", "--seed", "9" * 4000], ["--seed must", "an integer of"]),
+        (["--prompt-file", "no\nwhere"], ["--prompt-file no\\nwhere"]),
+        (["--prompt-file", "\0"], ["--prompt-file", "null byte"]),
+        (["--prompt-file", "\ud800"], ["--prompt-file"]),
         (["--prompt-file", "nowhere.txt"], ["--prompt-file", "nowhere.txt"]),
         (["no-such-model", "--prompt", "x"], ["no-such-model", "no such folder"]),
         (["builtin:cuckoo", "--prompt", "x"], ["builtin:cuckoo"]),
@@ -89,6 +97,16 @@ def test_nan_in_the_weights_is_refused_with_the_tensors_name(capsys, weak_pair, 
 
 
 @pytest.mark.parametrize(
+    "line",
+    ["[" * 100_000, "9" * 100_000, '{"prompt": 5}', '{"prompt": null}', "[1]", "5", '"x"', "{}", "\0"],
+    ids=lambda line: ascii(line)[:12],
+)
+def test_a_line_of_prompts_that_holds_none_is_refused(capsys, tmp_path, line):
+    (tmp_path / "prompts.jsonl").write_text(line)
+    refused(capsys, ["bench", "--prompts", tmp_path / "prompts.jsonl"], "--prompts", "JSON lines with a `prompt`")
+
+
+@pytest.mark.parametrize(
     ("argv", "parts"),
     [
         ([], ["COMMAND"]),
@@ -99,6 +117,8 @@ def test_nan_in_the_weights_is_refused_with_the_tensors_name(capsys, weak_pair, 
         (["bench", "--speculative-algorithm", "NONE"], ["draft"]),
         (["doctor", "--cases", "0"], ["--cases", "0"]),
         (["trace", "--prompt", "x"], ["--output"]),
+        (["bench", "--sweep", "tree", "--plot", "\0.html"], ["--plot", "not a path"]),
+        (["bench", "--sweep", "tree", "--plot", "x" * 5000 + ".html"], ["--plot", "too long"]),
     ],
     ids=" ".join,
 )
@@ -147,3 +167,20 @@ def test_a_closed_pipe_is_no_error():
     assert process.wait(timeout=60) == 0
     assert "Traceback" not in process.stderr.read()
     process.stderr.close()
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii:surrogateescape"])
+def test_what_the_terminal_cannot_show_is_escaped(monkeypatch, encoding):
+    """Prompt, text, errors and help: nothing is lost, and nothing ends in a traceback."""
+    monkeypatch.setenv("PYTHONIOENCODING", encoding)
+    prompt = "# \u2192 \u4e2d \U0001f600"
+    shown, error = (
+        spawn("generate", *argv) for argv in (("--echo", "--prompt", prompt, "--max-tokens", 3), ("\u4e2d",))
+    )
+    out, err = shown.communicate(timeout=60)
+    assert (shown.returncode, err) == (0, "")
+    assert out.startswith("# \\u2192 \\u4e2d \\U0001f600")
+    assert out.splitlines()[-1].startswith("[3 tokens")
+    out, err = error.communicate(timeout=60)
+    assert (error.returncode, out) == (2, "")
+    assert len(lines(err)) == 1

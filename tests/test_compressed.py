@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from engines import build
+from treetop.drafts.eagle3 import HeadFile
 from treetop.engine import copies as deciding
 from treetop.engine.copies import copies_estimate, with_copies
 from treetop.engine.memory import Budget, Memory, MemoryUse, fit, out_of_memory_explained, pool_bytes
@@ -14,12 +15,15 @@ from treetop.kernels import compressed
 from treetop.kernels.compressed import (
     BLOCK,
     MAX_ROWS,
+    ROWS,
     TILE,
     CompressedLaunch,
-    choose_compressed,
+    Offer,
     compress,
+    compress_if_faster,
     compressed_bytes,
     decompress,
+    offers,
     why_not_compressed,
 )
 from treetop.kernels.few_rows import _TABLE, load_table
@@ -60,15 +64,15 @@ def test_zeros_and_numbers_far_below_a_rows_largest_come_back():
     weight[102:104] *= 1e30
     weight[40:60, 500] = -1e-12
     small = compress(weight, False)
-    assert int((small.lines >= 0).sum()) >= 41
+    assert len(small.lines) >= 41
     assert_same_bits(decompress(small), weight)
 
 
 def test_outliers_are_as_few_as_the_format_promises():
     """Of normal weights one in some ten thousand: those 15 powers of two below the largest of their row."""
     small = compress(normal(1024, 4096), False)
-    assert 0.5e-4 < int((small.lines >= 0).sum()) / (1024 * 4096) < 2e-4
-    assert small.lines.shape[1] <= 64
+    assert 0.5e-4 < len(small.lines) / (1024 * 4096) < 2e-4
+    assert small.crowd[TILE] <= 64
 
 
 def test_outliers_and_scales_add_next_to_nothing_to_the_words_that_are_counted():
@@ -108,7 +112,73 @@ def test_a_gated_weight_needs_whole_tiles_of_both_halves():
     assert compress(normal(192, 128), True) is None
 
 
+def test_a_tile_with_too_many_outliers_ends_it():
+    """Before what comes after it is packed."""
+    weight, packed = normal(2 * 4096, 128), []
+    weight[5, :40] = 1e-20
+    few = compress(normal(4096, 128), False).crowd[TILE]
+    encode = compressed._encode
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compressed, "_encode", lambda tiles: packed.append(len(tiles)) or encode(tiles))
+        assert compress(weight, False, 39) is None
+        assert sum(packed) == compressed._TILES_AT_ONCE
+    assert compress(weight, False, 40 + few) is None, "no launch has the steps"
+    assert compress(normal(4096, 128), False, few) is not None
+    assert compress(normal(4096, 128), False, few - 1) is None
+
+
 # -------------------------------------------------------------------------------------------------- who gets them
+
+
+def planted(counts, k=1024):
+    """A weight without outliers but for so many in each tile."""
+    weight = (torch.rand(TILE * len(counts), k, generator=torch.Generator().manual_seed(0)) / 2 + 0.5).bfloat16()
+    for tile, count in enumerate(counts):
+        for i in range(count):
+            weight[tile * TILE + i % TILE, i // TILE] = 2.0**-30
+    return weight
+
+
+def test_outliers_are_counted_by_blocks_of_lines():
+    """Of a gated weight a block has lines of both halves."""
+    weight = planted([7, 0, 90, 5])
+    assert compress(weight, False).crowd == {64: 90, 128: 95, 256: 102}
+    assert compress(weight, True).crowd == {64: 90, 128: 97, 256: 102}
+    assert compress(weight, False).starts.tolist() == [0, 7, 7, 97, 102]
+    assert compress(planted([0, 3, 0]), False).crowd == {64: 3}
+    assert_same_bits(decompress(compress(weight, True)), weight)
+
+
+def test_each_number_of_rows_is_decided_by_the_block_that_has_most(monkeypatch):
+    """At the limit 12 bits serve, one outlier more and 16 do; without any number of rows left nothing is kept."""
+    launch, wide = CompressedLaunch(64, 1, 3, 4, 16), CompressedLaunch(128, 1, 3, 8, 64)
+    table = {1: Offer(launch, 90), 4: Offer(launch, 50), 16: Offer(launch, 50), 32: Offer(wide, 60)}
+    monkeypatch.setattr(compressed, "offers", lambda *args: table)
+
+    def rows_of(counts):
+        made = compress_if_faster(planted(counts), False, H200)
+        if made is None:
+            return []
+        assert made.launch(33) is None
+        return [rows for rows in range(1, 33) if made.launch(rows) is not None]
+
+    assert rows_of([50, 9, 8, 7]) == [1, 2, 3, 4, *range(9, 33)]
+    assert rows_of([50, 11, 8, 7]) == [1, 2, 3, 4, *range(9, 17)]
+    assert rows_of([51, 0, 0, 0]) == [1, *range(17, 33)]
+    assert rows_of([90, 0, 0, 0]) == [1]
+    assert rows_of([91, 0, 0, 0]) == []
+
+
+def test_weights_that_read_too_widely_stay_in_16_bits():
+    """Shapes of Llama-3.1-8B's qkv: normal weights are kept, one bad tile, scaled columns and a giant refuse them."""
+    weight = normal(6144, 4096)
+    assert set(compress_if_faster(weight, False, H200).launches) == {1, 4, 8, 16}
+    tile, columns, giant = weight.clone(), weight.clone(), weight.clone()
+    tile[:TILE] *= torch.logspace(-6, 0, 4096).bfloat16()
+    columns[:, ::500] *= 30
+    giant[9, 9] = 1e30
+    for wide in (tile, columns, giant):
+        assert compress_if_faster(wide, False, H200) is None
 
 
 def test_only_measured_gpus_and_bfloat16_have_them():
@@ -190,9 +260,12 @@ def test_without_room_errors_name_the_option_if_it_helps(strong_pair):
 def test_copies_are_counted_by_the_models_own_products(strong_pair, monkeypatch, attention_bias):
     """Of every product without bias of target and head, and no other weight; a head as wide as it likes."""
     llm = build(strong_pair)
-    target = replace(llm.engine.device.target.spec, attention_bias=attention_bias)
-    head = llm.engine.device.head.spec
-    head = replace(head, layer=replace(head.layer, hidden_size=2 * head.layer.hidden_size))
+    config, head = llm.engine.spec, llm.engine.draft
+    layer = config.layers[0]
+    attention = replace(layer.attention, bias=attention_bias, output_bias=attention_bias)
+    layers = (replace(layer, attention=attention),) * len(config.layers)
+    target = replace(llm.engine.target, config=replace(config, layers=layers))
+    head = replace(head, decoder=replace(head.decoder, hidden_size=2 * head.state_size), file=HeadFile(embedding=True))
     seen: list[tuple[int, int, bool]] = []
 
     def counted(n, k, gated, gpu):
@@ -200,28 +273,35 @@ def test_copies_are_counted_by_the_models_own_products(strong_pair, monkeypatch,
         return n * k
 
     monkeypatch.setattr(deciding, "compressed_bytes", counted)
-    hidden, inner = target.hidden_size, target.intermediate_size
-    heads = target.num_heads * target.head_dim
-    qkv = heads + 2 * target.kv_heads * target.head_dim
-    attention = [] if attention_bias else [(qkv, hidden, False), (hidden, heads, False)]
-    layer = [*attention, (2 * inner, hidden, True), (hidden, inner, False)]
-    expected = [*layer * target.num_layers, (target.vocab_size, hidden, False)]
+    hidden, inner = config.hidden_size, layer.feed_forward.inner_size
+    heads = attention.num_heads * attention.head_dim
+    qkv = heads + attention.kv.numbers
+    products = [] if attention_bias else [(qkv, hidden, False), (hidden, heads, False)]
+    products += [(2 * inner, hidden, True), (hidden, inner, False)]
+    expected = [*products * len(layers), (config.vocab_size, hidden, False)]
     assert copies_estimate(target, None, H200) == sum(n * k for n, k, _ in expected)
     assert seen == expected
     seen.clear()
     copies_estimate(target, head, H200)
     assert len(seen) == len(expected) + 1 + 4 + 1
-    assert seen[-1] == (head.draft_vocab_size, head.layer.hidden_size, False)
+    assert seen[-1] == (head.vocab_size, head.state_size, False)
 
 
 def test_the_committed_launches_can_be_launched():
-    """Whole blocks of outputs and of k, one split if gated, a Hopper GPU's memory, rows that the kernel takes."""
+    """Whole blocks of outputs and of k, one split if gated, a Hopper GPU's memory, rows that the kernel takes.
+
+    Their limits are within what their steps can add, and never grow with the rows.
+    """
     table = load_table()
     assert len(table.compressed) > 10
     for (n, k, gated, rows), entry in table.compressed.items():
-        launch = CompressedLaunch(*entry)
-        assert choose_compressed(rows, n, k, gated, H200) == launch
-        assert rows <= MAX_ROWS
+        launch, limits = CompressedLaunch(*entry), table.most_outliers[n, k, gated, rows]
+        for each, most in limits.items():
+            assert offers(n, k, gated, H200)[each] == Offer(launch, most)
+        assert set(limits) <= set(ROWS)
+        assert max(limits) <= rows <= MAX_ROWS
+        assert sorted(limits.values(), reverse=True) == [limits[each] for each in sorted(limits)]
+        assert 0 < max(limits.values()) <= launch.picks * k // BLOCK
         assert n % launch.block_n == 0
         assert k % (launch.splits * BLOCK) == 0
         assert launch.splits == 1 or not gated
@@ -240,12 +320,14 @@ def test_a_shape_has_one_entry_in_the_table():
 )
 def test_weights_that_were_not_measured_get_a_launch_for_up_to_16_rows(shape):
     n, k, gated = shape
-    assert choose_compressed(17, n, k, gated, H200) is None
-    for rows in (1, 16):
-        launch = choose_compressed(rows, n, k, gated, H200)
+    found = offers(n, k, gated, H200)
+    assert set(found) == {1, 4, 8, 16}
+    for offer in found.values():
+        launch = offer.launch
         assert n % launch.block_n == 0
         assert k % (launch.splits * BLOCK) == 0
         assert launch.splits == 1 or not gated
+        assert offer.most_outliers <= launch.picks * k // BLOCK
 
 
 @pytest.mark.parametrize(
@@ -253,7 +335,8 @@ def test_weights_that_were_not_measured_get_a_launch_for_up_to_16_rows(shape):
     [(4096, 4096, False), (2048, 1024, True), (40000, 4100, False), (40032, 4096, False), (40000, 4096, True)],
 )
 def test_small_weights_and_broken_tiles_get_none(shape):
-    assert choose_compressed(1, *shape, H200) is None
+    assert offers(*shape, H200) == {}
+    assert compressed_bytes(*shape, H200) == 0
 
 
 def test_only_weights_larger_than_those_measured_without_gain_are_worth_it():

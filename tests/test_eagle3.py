@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
-from engines import accept_lens, build, finish, greedy, sampled, steps, submit, tokens
+from engines import accept_lens, accepted, build, finish, greedy, sampled, steps, submit, tokens
 from tiny_models import Pair, copy_folder, save_random_head
 from treetop import LLM
 from treetop.types.ids import DRAFT, FULL
@@ -61,8 +61,8 @@ def test_the_head_is_fed_the_layers_that_the_config_means(strong_pair, tmp_path,
     head = copy_folder(strong_pair.head, tmp_path / "head", **keys)
     llm = build(Pair(strong_pair.target, head), SHAPE, chunked_prefill_size=7)
     seen = []
-    fuse = llm.engine.device.head.fuse
-    llm.engine.device.head.fuse = lambda features: seen.append(features) or fuse(features)
+    fuse = llm.engine.device.drafter.fuse
+    llm.engine.device.drafter.fuse = lambda features: seen.append(features) or fuse(features)
     prompt = strong_pair.prompts([17])[0]
     llm.generate([prompt], greedy(1))
     expected = hooked_residuals(strong_pair.target, prompt)
@@ -128,7 +128,7 @@ def test_many_prefill_chunks_leave_the_same_draft_state_as_one(strong_pair, chun
         run_until(llm, request, 1)
         states.append(draft_state(llm, request))
         finish(llm)
-        lens.append(request.accept_lens)
+        lens.append(accepted(request))
     assert_same_state(*states)
     assert lens[0] == lens[1]
     assert sum(lens[0]) > 0
@@ -143,7 +143,7 @@ def test_rounds_leave_the_same_state_as_a_prefill_of_the_same_tokens(strong_pair
     llm = build(strong_pair, shape, page_size=4)
     requests = submit(llm, strong_pair.prompts([11, 3, 20]), [sampled(1, 60), greedy(60), sampled(2, 60)])
     run_until(llm, requests[0], 25)
-    assert shape[1] == 0 or sum(map(sum, (r.accept_lens for r in requests))) > 0
+    assert shape[1] == 0 or sum(map(sum, (accepted(r) for r in requests))) > 0
     for request in requests:
         fresh = build(strong_pair, shape, page_size=4)
         (other,) = submit(fresh, [request.ids[:-1]], greedy(60))
@@ -189,7 +189,7 @@ def test_a_head_that_gives_nan_changes_no_token(strong_pair):
     expected = tokens(build(strong_pair, None).generate(prompts, greedy(30)))
     for wounded in ("norm", "hidden_norm"):
         llm = build(strong_pair, SHAPE)
-        getattr(llm.engine.device.head, wounded).weight.fill_(float("nan"))
+        getattr(llm.engine.device.drafter, wounded).weight.fill_(float("nan"))
         assert tokens(llm.generate(prompts, greedy(30))) == expected
 
 

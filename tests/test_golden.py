@@ -1,6 +1,7 @@
 """The target is the model that `transformers` runs: logits and greedy tokens agree, on the engine's own path.
 
-On a GPU both run there, in float32 without TF32, on either backend; logits are those of eager rounds, for a replay
+The reference runs in float64, so how far float32 may be off follows from the lengths of its sums, whatever kernels a
+CPU picks. On a GPU both run there, without TF32, on either backend; logits are those of eager rounds, for a replay
 calls no Python that could record them, and tokens are those of captured rounds.
 """
 
@@ -15,7 +16,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engines import greedy
 from tiny_models import LLAMA3_ROPE, copy_folder, save_random_llama, save_random_qwen3
+from tolerance import gamma
 from treetop import LLM
+from treetop.models.spec import ModelConfig
 
 CONFIGS = {
     "grouped queries": {},
@@ -61,7 +64,7 @@ def folder(request, tmp_path_factory) -> Path:
 
 
 def reference(folder: Path, device: str = "cpu") -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(device)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval().to(device)
     model.generation_config.eos_token_id = None  # generate a full length
     return model
 
@@ -85,8 +88,16 @@ def prompts_of(vocab: int) -> list[list[int]]:
     return [torch.randint(4, vocab, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
 
 
+def float32_error(spec: ModelConfig, context: int) -> float:
+    """How far float32 logits may be off, as a share of the largest: by the lengths of all sums on the way to one."""
+    hidden, attention = spec.hidden_size, spec.layers[0].attention
+    inner, dim = spec.layers[0].feed_forward.inner_size, attention.head_dim
+    layer = 4 * hidden + 3 * dim + context + attention.num_heads * dim + inner
+    return gamma(len(spec.layers) * layer + 2 * hidden)
+
+
 def assert_close_logits(llm: LLM, model: PreTrainedModel, prompts, max_tokens: int) -> None:
-    """Logits of every prompt position and of every decoded token equal the reference's to 1e-4 of their size."""
+    """Logits of every prompt position and of every decoded token are the reference's, as float32 can give them."""
     seen = record_logits(llm)
     for prompt in prompts:
         seen.clear()
@@ -96,11 +107,13 @@ def assert_close_logits(llm: LLM, model: PreTrainedModel, prompts, max_tokens: i
             ids = torch.tensor([[*prompt, *output.token_ids[:-1]]], device=model.device)
             theirs = model(ids).logits[0]
         assert ours.shape == theirs.shape
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+        error = float32_error(llm.engine.spec, len(theirs)) * float(theirs.abs().max())
+        print("RATIO", float((ours.double() - theirs).abs().max()) / error, error)
+        torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=error)
 
 
 def assert_greedy_tokens(llm: LLM, model: PreTrainedModel, prompts, max_tokens: int) -> None:
-    """The tokens of `generate`; a GPU's first mismatch may be a near tie of the reference's two best logits."""
+    """The tokens of `generate`; a first mismatch may be a near tie of the reference's two best logits."""
     outputs = llm.generate(prompts, greedy(max_tokens))
     ties = 0
     for prompt, output in zip(prompts, outputs, strict=True):
@@ -108,26 +121,25 @@ def assert_greedy_tokens(llm: LLM, model: PreTrainedModel, prompts, max_tokens: 
         expected = model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_tokens, pad_token_id=0
         )[0, len(prompt) :].tolist()
-        if list(output.token_ids) != expected and model.device.type == "cuda":
-            assert_near_tie(model, prompt, expected, output.token_ids)
+        if list(output.token_ids) != expected:
+            assert len(output.token_ids) == len(expected)
+            assert_near_tie(llm, model, prompt, expected, output.token_ids)
             ties += 1
-        else:
-            assert list(output.token_ids) == expected
     assert ties <= max(1, 1e-4 * max_tokens * len(prompts))
 
 
-def assert_near_tie(model: PreTrainedModel, prompt, expected, have) -> None:
+def assert_near_tie(llm: LLM, model: PreTrainedModel, prompt, expected, have) -> None:
     at = next(i for i, (a, b) in enumerate(zip(expected, have, strict=True)) if a != b)
     with torch.no_grad():
-        best, second = (
-            model(torch.tensor([[*prompt, *expected[:at]]], device=model.device)).logits[0, -1].topk(2).values
-        )
-    assert best - second < 1e-4 * max(1.0, abs(float(best))), f"token {at} differs, and is no near tie"
+        logits = model(torch.tensor([[*prompt, *expected[:at]]], device=model.device)).logits[0, -1]
+    error = float32_error(llm.engine.spec, len(prompt) + at) * float(logits.abs().max())
+    gap = float(logits[expected[at]] - logits[have[at]])
+    assert 0 <= gap < 2 * error, f"token {at} differs, and is no near tie"
 
 
 @pytest.mark.parametrize("chunk", [512, 6])
 def test_logits_equal_those_of_transformers(folder, place, chunk):
-    """float32: prompt positions in one chunk and in many, then decoded positions, agree to 1e-4."""
+    """float32: prompt positions in one chunk and in many, then decoded positions, agree."""
     options = {"dtype": "float32", "graphs": "off", **place}
     llm = LLM(model=str(folder), draft=None, chunked_prefill_size=chunk, page_size=4, **options)
     assert_close_logits(llm, reference(folder, place["device"]), prompts_of(llm.engine.spec.vocab_size), 12)
@@ -183,7 +195,7 @@ def embedded_prompts(embedded) -> list[list[int]]:
 
 
 def test_the_embedded_target_has_the_logits_of_transformers(embedded, embedded_prompts, place):
-    """float32: every prompt position and decoded position of the embedded target agrees to 1e-4."""
+    """float32: every prompt position and decoded position of the embedded target agrees."""
     options = {"dtype": "float32", "graphs": "off", **place}
     llm = LLM(model="builtin:nestling", draft=None, chunked_prefill_size=50, **options)
     assert_close_logits(llm, reference(embedded, place["device"]), embedded_prompts[:2], 8)

@@ -5,11 +5,11 @@ import torch
 
 from treetop.kernels.compressed import (
     CompressedLaunch,
-    choose_compressed,
     compress,
     compressed_rows,
     compressed_rows_reference,
     decompress,
+    offers,
 )
 from treetop.kernels.few_rows import (
     RowsLaunch,
@@ -39,6 +39,20 @@ needs_hopper = pytest.mark.skipif(
     torch.cuda.is_available() and not gpu_traits(GPU).can_overlap,
     reason="products with compressed weights need compute capability 9.0",
 )
+
+
+# Where no kernel of ours serves, (rows, n, k), on a GPU that the committed table was measured on. By hand, so that a
+# table that has lost an entry is not taken for one that says so.
+VENDORS_ARE_FASTER = {(256, 6144, 4096), (256, 28672, 4096)}
+WHOLE_WEIGHTS_ARE_FASTER = {(32, 6144, 4096), (32, 4096, 14336), (32, 28672, 4096)}
+
+
+def assert_chosen(launch, size, unserved, gpu):
+    """A launch is chosen for every size but the listed ones. Elsewhere a rule decides, of which nothing is measured."""
+    if load_table().holds_for(gpu):
+        assert (launch is None) == (size in unserved), size
+    elif launch is None:
+        pytest.skip("nothing was measured on a GPU like this one")
 
 
 def assert_near(got, want):
@@ -78,8 +92,9 @@ def test_the_launches_that_a_llama_8b_gets_are_right(rows, n, k, gated):
     """What `choose_launch` gives on this GPU, from the table or not."""
     gpu = gpu_traits(GPU)
     launch = choose_launch(rows, n, k, gated, gpu)
+    assert_chosen(launch, (rows, n, k), VENDORS_ARE_FASTER, gpu)
     if launch is None:
-        pytest.skip("the vendor's product serves")
+        return
     x, weight = inputs(rows, n, k)
     if gated:
         assert_near(gated_rows(x, weight, launch, gpu), gated_rows_reference(x, weight))
@@ -99,7 +114,7 @@ def test_compressed_weights_give_the_parts_of_a_product(rows, block_n, splits):
     small = compress(weight, False)
     assert torch.equal(decompress(small).view(torch.int16), weight.view(torch.int16))
     for _ in range(3):
-        got = compressed_rows(x, small, CompressedLaunch(block_n, splits, 3, 4), gpu)
+        got = compressed_rows(x, small, CompressedLaunch(block_n, splits, 3, 4, block_n // 4), gpu)
     assert_near(got.float().sum(0), compressed_rows_reference(x, small))
 
 
@@ -111,10 +126,10 @@ def test_every_compressed_weight_counts_bit_for_bit(block_n, splits, warps):
     _, weight = inputs(16, 512, k)
     weight[: k // 16 - 8, 4:6] *= 1e-9  # others are outliers by themselves
     small = compress(weight, False)
-    assert small.lines.shape[1] == k // 8
+    assert 112 <= small.crowd[64] <= k // 8
     ones = torch.eye(k, dtype=torch.bfloat16, device=GPU)
     for rows in ones.split(32):
-        got = compressed_rows(rows, small, CompressedLaunch(block_n, splits, 3, warps), gpu)
+        got = compressed_rows(rows, small, CompressedLaunch(block_n, splits, 3, warps, block_n // 4), gpu)
         assert torch.equal(got.float().sum(0), rows.float() @ weight.float().T)
 
 
@@ -125,7 +140,7 @@ def test_compressed_gates_equal_their_reference(rows):
     x, weight = inputs(rows, 2 * 192, 1024)
     weight[:, 3:4] *= 1e-6
     x[0] = torch.nn.functional.one_hot(torch.tensor(3, device=GPU), 1024)
-    got = compressed_rows(x, compress(weight, True), CompressedLaunch(128, 1, 3, 4), gpu_traits(GPU)).float()
+    got = compressed_rows(x, compress(weight, True), CompressedLaunch(128, 1, 3, 4, 32), gpu_traits(GPU)).float()
     want = gated_rows_reference(x, weight).float()
     assert_near(got, want)
     torch.testing.assert_close(got[0], want[0], rtol=1e-2, atol=0)
@@ -143,7 +158,7 @@ def test_layers_take_compressed_weights_for_few_rows_and_whole_ones_for_more(mon
     for kind, n in ((FewRowsLinear, 8192), (FewRowsGated, 16384)):
         x, weight = inputs(64, n, 4096)
         plain, both = kind(weight, gpu), kind(weight, gpu, compressed=True)
-        assert both._weight._compressed is not None
+        assert set(both._weight._compressed.launches) == {1, 4, 8, 16}
         for rows in (1, 16, 33, 64):
             assert_near(both(x[:rows]), plain(x[:rows]))
     assert taken == [1, 16, 1, 16]
@@ -155,9 +170,14 @@ def test_layers_take_compressed_weights_for_few_rows_and_whole_ones_for_more(mon
 )
 def test_the_compressed_launches_that_a_llama_8b_gets_are_right(rows, n, k, gated):
     gpu = gpu_traits(GPU)
-    launch = choose_compressed(rows, n, k, gated, gpu)
-    if launch is None:
-        pytest.skip("the whole weight serves")
+    if not load_table().holds_for(gpu):
+        pytest.skip("products with compressed weights are not measured here")
+    found = offers(n, k, gated, gpu)
+    assert (rows not in found) == ((rows, n, k) in WHOLE_WEIGHTS_ARE_FASTER)
+    if rows not in found:
+        return
     x, weight = inputs(rows, n, k)
-    got, want = compressed_rows(x, compress(weight, gated), launch, gpu).float(), few_rows_reference(x, weight, 1)[0]
+    small, launch = compress(weight, gated), found[rows].launch
+    assert small.crowd[launch.block_n] <= found[rows].most_outliers
+    got, want = compressed_rows(x, small, launch, gpu).float(), few_rows_reference(x, weight, 1)[0]
     assert_near(got if gated else got.sum(0), gated_rows_reference(x, weight) if gated else want)

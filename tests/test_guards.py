@@ -1,7 +1,6 @@
 """The check levels: each guard is shown alive, says where, and costs nothing it should not."""
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from treetop.cache.allocator import CACHE, FREE
 from treetop.checks.poison import RedZones, poison
 from treetop.checks.probes import NAN, OUT_OF_BOUNDS, Probes
 from treetop.debug.two_group import write_two_group_pair
-from treetop.engine.pure import Pure
 from treetop.kernels.kv import commit_tail
 from treetop.types.errors import CheckError
 from treetop.types.ids import FULL
@@ -46,7 +44,7 @@ def fired(probes) -> str:
 
 def test_an_index_probe_records_what_where_and_the_range_and_redirects():
     """The record holds code, phase, tensor, row, value, low and high of the first row; its lanes become `low`."""
-    probes = Probes.make(CPU, True)
+    probes = Probes.make(CPU, True, 99)
     x = torch.tensor([[0, 3], [1, 9], [-5, 2]])
     out = probes.index(x, 0, 4, "topk_token", Phase.DRAFT, torch.tensor([6, 2, 4]))
     assert out.tolist() == [[0, 3], [1, 0], [0, 2]]
@@ -57,7 +55,7 @@ def test_an_index_probe_records_what_where_and_the_range_and_redirects():
 
 def test_an_index_probe_takes_bounds_of_each_row():
     """Bounds may be tensors, each row redirected to its own low; the message then says whose range it was."""
-    probes = Probes.make(CPU, True)
+    probes = Probes.make(CPU, True, 99)
     low = torch.tensor([[0], [10], [20]])
     x = torch.tensor([[9, 0], [10, 19], [9, 30]])
     out = probes.index(x, low, low + 10, "feature_node", Phase.EXTEND, torch.tensor([5, 3, 1]))
@@ -68,7 +66,7 @@ def test_an_index_probe_takes_bounds_of_each_row():
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_a_nan_probe_names_the_first_row_that_is_not_finite(value):
     """NaN and both infinities count; a finite tensor, however large, does not."""
-    probes = Probes.make(CPU, True)
+    probes = Probes.make(CPU, True, 99)
     x = torch.full((3, 2, 2), torch.finfo(torch.float32).max)
     probes.nan(x, "hidden", Phase.VERIFY, torch.tensor([7, 8, 9]))
     probes.raise_if_fired()
@@ -81,7 +79,7 @@ def test_a_nan_probe_names_the_first_row_that_is_not_finite(value):
 
 def test_the_first_writer_of_a_record_wins_and_reading_clears_it():
     """What fires later in a round is a consequence; what fires in the next round is news."""
-    probes = Probes.make(CPU, True)
+    probes = Probes.make(CPU, True, 99)
     rows = torch.tensor([0])
     probes.index(torch.tensor([[5]]), 0, 5, "root_token", Phase.DRAFT, rows)
     probes.nan(torch.tensor([[float("nan")]]), "features", Phase.EXTEND, rows)
@@ -96,7 +94,7 @@ def test_the_first_writer_of_a_record_wins_and_reading_clears_it():
 @pytest.mark.parametrize("enabled", [True, False])
 def test_a_probe_that_is_off_or_has_nothing_to_look_at_is_the_identity(enabled):
     """No lanes: nothing fires. Below level 2: the very tensor comes back, whatever it holds."""
-    probes = Probes.make(CPU, enabled)
+    probes = Probes.make(CPU, enabled, 99)
     x = torch.empty((0, 3), dtype=torch.int64) if enabled else torch.tensor([[99]])
     rows = torch.arange(x.shape[0])
     assert probes.index(x, 0, 4, "root_token", Phase.DRAFT, rows) is x
@@ -108,7 +106,7 @@ def test_a_probe_that_is_off_or_has_nothing_to_look_at_is_the_identity(enabled):
 def test_a_probe_fires_without_asking_the_device_anything():
     """On the meta device, where every read of a value by the host is an error, probes run: they never synchronise."""
     meta = torch.device("meta")
-    probes = Probes.make(meta, True)
+    probes = Probes.make(meta, True, 99)
     rows = torch.zeros(2, dtype=torch.int64, device=meta)
     x = torch.zeros((2, 3), dtype=torch.int64, device=meta)
     assert probes.index(x, 0, 4, "topk_token", Phase.DRAFT, rows).shape == (2, 3)
@@ -200,7 +198,7 @@ def test_poison_changes_no_bit_of_any_round(strong_pair, graphs, radix):
     params = [greedy(50), sampled(1, 50), sampled(2, 40, top_k=5), greedy(60), greedy(30)]
     found = []
     for level in (0, 3):
-        llm = build(strong_pair, SHAPE, check_level=level, graphs=graphs, radix_cache=radix, **CROWDED)
+        llm = build(strong_pair, SHAPE, check_level=level, graphs=graphs, disable_radix_cache=not radix, **CROWDED)
         found.append(observed(llm, prompts, params))
         assert llm.scheduler.num_retractions > 0
     assert found[0][0] == found[1][0]
@@ -228,7 +226,7 @@ def nothing_but_nan(llm, group, page) -> bool:
 
 def test_free_pages_are_nan_and_the_null_page_is_finite(strong_pair):
     """At level 3, from the start and after every step, a page that nobody owns is NaN and page 0 is zero."""
-    llm = build(strong_pair, SHAPE, check_level=3, radix_cache=True, **CROWDED)
+    llm = build(strong_pair, SHAPE, check_level=3, **CROWDED)
     allocators, size = llm.scheduler._ledger._allocators, llm.engine.layout.page_size
     for group, pages in llm.engine.layout.num_pages.items():
         assert all(nothing_but_nan(llm, group, page) for page in range(1, pages))
@@ -367,9 +365,10 @@ def _one_lane_off(pool, tail, source, slots):
 
 @pytest.mark.parametrize("wrong", [_drop_last, _one_lane_off], ids=["last entry dropped", "one number changed"])
 @pytest.mark.parametrize("level", [2, 3])
-def test_a_commit_that_does_not_store_every_entry_is_reported_at_level_3(strong_pair, wrong, level):
+def test_a_commit_that_does_not_store_every_entry_is_reported_at_level_3(strong_pair, monkeypatch, wrong, level):
     """The slots are read back and compared bit for bit; level 2 does not look."""
-    llm = build(strong_pair, SHAPE, check_level=level, page_size=4, pure=replace(Pure(), commit=wrong))
+    monkeypatch.setattr("treetop.spec.round_ops.commit_tail", wrong)
+    llm = build(strong_pair, SHAPE, check_level=level, page_size=4)
     prompts = strong_pair.prompts([9, 20, 5])
     if level == 3:
         with pytest.raises(CheckError, match="commit: a committed slot"):

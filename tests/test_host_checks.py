@@ -7,12 +7,12 @@ import torch
 
 from engines import build, greedy, submit, tokens
 from memory import all_tensors, state_tensors
-from treetop.checks.host import check_emitted, check_own_memory, check_padded, check_result
-from treetop.engine.pure import Pure
+from treetop.checks.host import check_cached, check_cell, check_emitted, check_padded, check_result
+from treetop.engine.ring import check_own_memory
 from treetop.types.errors import CheckError
-from treetop.types.ids import DRAFT, PageId, Row
+from treetop.types.ids import DRAFT, FULL, PageId, Row
 from treetop.types.layout import Layout, SpecShape
-from treetop.types.messages import PrefillPlan, RowResult
+from treetop.types.messages import PageEdit, PrefillPlan, RowResult
 
 SHAPE = (2, 3, 6)
 INT_MIN = torch.iinfo(torch.int32).min
@@ -115,6 +115,13 @@ def test_padding_results_and_what_is_handed_out_are_checked(strong_pair):
     for wrong, words in [((0, 12), "token: row 0 has 12"), ((-1,), "has -1"), ((1,) * 5, "number of tokens.* 5")]:
         with pytest.raises(CheckError, match=words):
             check_result(RowResult(Row(0), wrong, True), 12, 4)
+    check_cached(Row(2), 7, 7)
+    with pytest.raises(CheckError, match=r"tokens for the prefix cache: row 2 has 8, outside \[0, 7\]"):
+        check_cached(Row(2), 8, 7)
+    check_cell(PageEdit(FULL, Row(2), 1, PageId(5)), [4, 5])
+    for pages in ([4], [5, 4], None):
+        with pytest.raises(CheckError, match=r"page_table\.full cell: row 2, column 1 is to hold page 5"):
+            check_cell(PageEdit(FULL, Row(2), 1, PageId(5)), pages)
     buffer = torch.zeros(8)
     check_own_memory("path", buffer[:2].clone(), buffer)
     with pytest.raises(CheckError, match="path"):
@@ -145,18 +152,17 @@ def test_what_is_emitted_ends_at_its_stop_and_within_its_limit(ids, reason, limi
 @pytest.mark.parametrize(
     "name", ["draft_tail", "verify_tail", "commit_width", "headroom", "max_positions", "page_columns", "max_topk"]
 )
-def test_a_dimension_that_is_one_too_small_is_refused_at_construction(strong_pair, name, graphs):
+def test_a_dimension_that_is_one_too_small_is_refused_at_construction(strong_pair, monkeypatch, name, graphs):
     """A layout that computes one dimension by another formula than the fill does not survive the start-up proof."""
     real = getattr(Layout, name).fget
-    short = type("Short", (Layout,), {name: property(lambda self: real(self) - 1)})
-    pure = replace(Pure(), layout=short)
+    monkeypatch.setattr(Layout, name, property(lambda self: real(self) - 1))
     options = {"page_size": 1, "context_length": 32, "max_running_requests": 2, "graphs": graphs}
     with pytest.raises((CheckError, RuntimeError, IndexError)) as error:
-        build(strong_pair, SHAPE, pure=pure, check_level=1, **options)
+        build(strong_pair, SHAPE, check_level=1, **options)
     if name in ("draft_tail", "page_columns", "headroom", "max_positions"):
         assert isinstance(error.value, CheckError)
         assert "need" in str(error.value)
-    build(strong_pair, SHAPE, pure=pure, check_level=0, **options)
+    build(strong_pair, SHAPE, check_level=0, **options)
 
 
 def test_the_proof_leaves_no_trace(strong_pair):

@@ -12,7 +12,7 @@ import torch
 import fake_libraries
 from engines import accept_lens, greedy, tokens
 from fake_libraries import BUILDS, FakeFlashInfer, register_fa3
-from scenes import dense_answer, scene
+from scenes import assert_close, assert_close_lse, dense_answer, scene
 from treetop import LLM
 from treetop.attention import flashinfer_pages, libraries
 from treetop.attention.capabilities import GroupNeed, Need
@@ -22,12 +22,13 @@ from treetop.attention.flashinfer_pages import FlashInferPages, HostPages, works
 from treetop.attention.libraries import FlashOp, PagedCall
 from treetop.attention.library_backend import LibraryBackend
 from treetop.attention.torch_backend import TorchBackend
+from treetop.debug.patching import wrapped_device
 from treetop.engine.build import backend_need
 from treetop.engine.cuda_graphs import plan_host_extents
 from treetop.engine.graphs import Eager
 from treetop.kernels.kv import PageTable
 from treetop.types.ids import FULL
-from treetop.types.layout import PLAIN, SpecShape
+from treetop.types.layout import SpecShape
 from treetop.types.phase import Phase
 
 CPU = torch.device("cpu")
@@ -77,11 +78,11 @@ def check_backend(backend, options):
     for sinks in (None, torch.randn(s.q.shape[2])):
         want = dense_answer(s, with_tail=True, sinks=sinks)[0]
         got = backend.prefix_tail(s.q, kv, plan, s.tail, s.scale, sinks)
-        torch.testing.assert_close(got, want, atol=3e-6, rtol=0)
+        assert_close(got, want, s)
     out, lse = backend.prefix(s.q, kv, plan, s.scale)
     want, want_lse = dense_answer(s, with_tail=False)
-    torch.testing.assert_close(out, want, atol=3e-6, rtol=0)
-    torch.testing.assert_close(lse, want_lse, atol=1e-5, rtol=1e-5)
+    assert_close(out, want, s)
+    assert_close_lse(lse, want_lse, s)
     assert lse.dtype == torch.float32
     assert (lse[-1] == float("-inf")).all()
 
@@ -94,7 +95,7 @@ def check_causal(backend, options):
     for sinks in (None, torch.randn(s.q.shape[2])):
         out = backend.causal(s.q, kv, plan, s.scale, sinks)
         want = dense_answer(s, with_tail=False, sinks=sinks)[0]
-        torch.testing.assert_close(out[s.real], want[s.real], atol=3e-6, rtol=0)
+        assert_close(out[s.real], want[s.real], s)
         if s.queries.window is None:
             assert not out[~s.real].any(), "padding is 0, whatever the library left there"
 
@@ -184,8 +185,8 @@ def test_a_flashinfer_round_is_planned_anew_from_the_lengths_of_its_rows():
         s.scale,
     )
     out, lse = replace(part, extent=fresh.extent).normalised()
-    torch.testing.assert_close(out, want, atol=3e-6, rtol=0)
-    torch.testing.assert_close(lse, want_lse, atol=1e-5, rtol=1e-5)
+    assert_close(out, want, s)
+    assert_close_lse(lse, want_lse, s)
 
 
 def test_host_pages_are_flashinfers_arrays():
@@ -277,17 +278,17 @@ PROMPTS = [(3, 18), (0, 1), (1, 30), (2, 9), (4, 22)]
 
 def generate(pair, make, launcher=None):
     """Five requests through three rows, page size 4, chunks of 7, on the backend that `make` builds for a device."""
-    llm = LLM(
-        str(pair.target),
-        str(pair.head),
-        wrap=lambda device: replace(device, backend=make(device)),
-        dtype="float32",
-        page_size=4,
-        chunked_prefill_size=7,
-        max_running_requests=3,
-        context_length=128,
-        check_level=3,
-    )
+    with wrapped_device(lambda device: replace(device, backend=make(device))):
+        llm = LLM(
+            str(pair.target),
+            str(pair.head),
+            dtype="float32",
+            page_size=4,
+            chunked_prefill_size=7,
+            max_running_requests=3,
+            context_length=128,
+            check_level=3,
+        )
     if launcher is not None:
         llm.engine.launcher = launcher(llm.engine.device)
     prompts = [pair.prompts([length], seed)[0] for seed, length in PROMPTS]
@@ -298,9 +299,8 @@ def generate(pair, make, launcher=None):
 
 def groups_of(device):
     """What `backend_need` says of the device's groups."""
-    spec = device.target.spec
-    heads = {True: device.head.spec.layer.num_heads, False: spec.num_heads}
-    return tuple(GroupNeed(g.name, heads[g.is_draft], g.kv_heads, g.head_dim, g.window) for g in device.layout.groups)
+    heads = 4  # of target and head
+    return tuple(GroupNeed(g.name, heads, g.kv.heads, g.kv.head_dim, g.window) for g in device.layout.groups)
 
 
 def test_rounds_on_fa3_give_the_tokens_of_torch(weak_pair, fa3):
@@ -358,13 +358,13 @@ def test_an_engines_need_names_every_group_with_its_heads(weak_pair):
     """Target and draft have their own numbers of heads; the backend is asked about both, and the largest phase."""
     llm = LLM(str(weak_pair.target), str(weak_pair.head), page_size=8, dtype="float32")
     device = llm.engine.device
-    draft = (llm.engine.draft_path, device.head.spec)
+    model, draft = llm.engine.spec, llm.engine.draft
     place = type("Place", (), {"dtype": torch.float32, "device": CPU})
-    need = backend_need(device.layout, device.target.spec, draft, place)
+    need = backend_need(device.layout, model, draft, place)
     assert need.groups == groups_of(device)
     assert (need.page_size, need.dtype) == (8, torch.float32)
     assert {group.heads for group in need.groups} == {4}
     assert need.rows == device.layout.max_requests
     for shape, most in [(SpecShape(4, 5, 16), 16), (SpecShape(8, 2, 6), 8), (SpecShape(1, 5, 6), 6)]:
-        layout = replace(device.layout, shapes=(PLAIN, shape))
-        assert backend_need(layout, device.target.spec, draft, place).queries == most
+        layout = replace(device.layout, shapes=(shape,))
+        assert backend_need(layout, model, draft, place).queries == most

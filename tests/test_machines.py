@@ -3,6 +3,7 @@
 import tempfile
 from collections import deque
 from functools import cache
+from itertools import count
 from pathlib import Path
 from unittest.mock import patch
 
@@ -14,10 +15,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tiny_models import save_random_head, save_random_llama
 from treetop import LLM, SamplingParams
 from treetop.debug import two_group
-from treetop.types.ids import NULL_PAGE, WINDOW
+from treetop.types.ids import NULL_PAGE, WINDOW, RequestId
 from treetop.types.messages import PrefillPlan, RoundPlan
-from treetop.types.stopping import NoStop
+from treetop.types.requests import EngineRequest
 
+IDS = count()
 CONTEXT, VOCAB, SPAN = 40, 7, 9
 SHAPES = [(1, 4, 5), (2, 3, 8), (3, 2, 10), (4, 5, 16)]
 
@@ -85,7 +87,7 @@ class RequestMachine(RuleBasedStateMachine):
             max_total_tokens=columns * page + spare,
             graphs=graphs,
             overlap=overlap,
-            radix_cache=radix and self.window is None,  # the cache does not know windows
+            disable_radix_cache=not radix,
             check_level=level,
             speculative_eagle_topk=topk,
             speculative_num_steps=num_steps,
@@ -112,8 +114,8 @@ class RequestMachine(RuleBasedStateMachine):
             ignore_eos=True,
         )
         prompt = prompt_of(length, salt)
-        request_id = self.llm.scheduler.add(prompt, params, params.seed or 0, NoStop())
-        request = self.llm.scheduler.request(request_id)
+        request_id = RequestId(next(IDS))
+        request = self.llm.scheduler.add(EngineRequest(request_id, tuple(prompt), params, params.seed or 0))
         self.alive[request_id] = (request, *plainly(self.window, length, salt, params))
 
     @precondition(lambda self: self.alive)
@@ -208,7 +210,8 @@ class RequestMachine(RuleBasedStateMachine):
         if group.name != WINDOW:
             assert owned == pages
         else:
-            assert len(owned) <= layout.window_pages(group.window)
+            in_flight = layout.lag * max(layout.chunk, layout.headroom)  # what is out may yet enter the cache
+            assert len(owned) <= layout.pages_for(group.window - 1 + in_flight) + 1
             seen = max(request.prefilled - group.window + 1, 0) // layout.page_size
             last = [column for column in range(len(pages)) if pages[column] != NULL_PAGE][-1]
             needed = range(seen, min(last, max(request.prefilled - 1, 0) // layout.page_size) + 1)
@@ -229,7 +232,7 @@ class RequestMachine(RuleBasedStateMachine):
         for group in layout.groups:
             null = self.llm.engine.device.pools[group.name].data[:, : layout.page_size]
             assert torch.equal(null, torch.zeros_like(null)), "the null page is not clean"
-            if not self.llm.config.radix_cache:
+            if self.llm.config.disable_radix_cache:
                 assert ledger.usage(group.name) == 0
 
 

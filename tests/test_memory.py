@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,18 +18,22 @@ from treetop.engine.memory import (
     MemoryUse,
     activation_allowance,
     bytes_per_token,
+    chunk_of_gpu,
     fit,
     out_of_memory_explained,
     pool_bytes,
     step_bytes,
 )
 from treetop.engine.trial import worst_prefill
+from treetop.models.registry import TargetSpec, target_spec
+from treetop.types.config import EngineConfig
 from treetop.types.errors import CapacityError, ConfigError, EngineError
 from treetop.types.ids import DRAFT, FULL, WINDOW
+from treetop.types.kv import paired
 from treetop.types.layout import PLAIN, KVGroup, Layout, SpecShape
 
 GIB = 2**30
-GROUPS = (KVGroup(FULL, 32, 8, 128), KVGroup(DRAFT, 1, 8, 128))
+GROUPS = (KVGroup(FULL, 32, paired(8, 128)), KVGroup(DRAFT, 1, paired(8, 128)))
 LLAMA = Layout((PLAIN, SpecShape(4, 5, 16)), 16, 8, 8192, 512, GROUPS, 0)
 ONE_TOKEN = 2 * 33 * 2 * 8 * 128
 """Bytes of a token in bfloat16: 33 layers of K and V."""
@@ -113,8 +118,8 @@ def test_a_fraction_that_would_not_help_is_not_suggested():
 
 def test_a_windows_pool_is_fixed_and_comes_first():
     """A window's pool holds every request's window; the tokens are counted for the others alone."""
-    window = KVGroup(WINDOW, 16, 8, 128, window=128)
-    made = Layout((PLAIN,), 16, 8, 8192, 512, (KVGroup(FULL, 16, 8, 128), window), 0)
+    window = KVGroup(WINDOW, 16, paired(8, 128), window=128)
+    made = Layout((PLAIN,), 16, 8, 8192, 512, (KVGroup(FULL, 16, paired(8, 128)), window), 0)
     fixed = pool_bytes(made, 2)
     assert fixed == (16 + (1 + 8 * made.window_pages(128)) * 16) * 16 * 2 * 8 * 128 * 2
     have = fixed + 10_000 * 16 * 2 * 8 * 128 * 2
@@ -168,6 +173,49 @@ def test_a_control_groups_limit_counts_as_the_machines_memory(tmp_path):
     assert memory._ram(tmp_path / "nothing").free > 0
 
 
+# ---------------------------------------------------------------------------------------------- prefill steps
+
+
+@pytest.mark.parametrize(
+    ("total", "windows", "chunk"),
+    [
+        (140 * GIB, (), 8192),
+        (79 * GIB, (), 8192),
+        (44 * GIB, (), 4096),
+        (24 * GIB, (), 2048),
+        (2 * GIB, (), 2048),
+        (140 * GIB, (4096,), 4096),  # rows x (window + chunk) tokens are what a pool of windows holds
+        (24 * GIB, (4096,), 2048),
+        (140 * GIB, (1024, 4096), 1024),
+        (140 * GIB, (128,), 512),
+    ],
+)
+def test_a_gpus_prefill_steps_go_by_its_memory_and_the_models_windows(total, windows, chunk):
+    assert chunk_of_gpu(total, windows) == chunk
+
+
+@pytest.mark.parametrize(
+    ("place", "options", "chunk"),
+    [
+        ("cpu", {}, 512),
+        ("cuda", {}, 8192),
+        ("cuda", {"attention_backend": "fa3"}, 8192),
+        ("cuda", {"attention_backend": "torch"}, 512),  # masks of chunk x context
+        ("cuda", {"chunked_prefill_size": 700}, 700),
+        ("cpu", {"chunked_prefill_size": 9000}, 9000),
+        ("cuda", {"context_length": 300, "max_running_requests": 2}, 600),  # a step can hold no more
+    ],
+)
+def test_prefill_steps_are_chosen_by_the_device_unless_they_are_given(monkeypatch, place, options, chunk):
+    """On a GPU that is not here, of an H200's memory."""
+    monkeypatch.setattr(building, "compute_device", lambda option: torch.device(place))
+    monkeypatch.setattr(building, "refusal", lambda name, need: None)
+    monkeypatch.setattr(building, "memory_of", lambda device: Memory(140 * GIB, 140 * GIB))
+    preset = Path(__file__).parent.parent / "bench" / "presets" / "llama-3.1-8b"
+    config = EngineConfig(str(preset), load_format="dummy", **options)
+    assert building.make_layout(config, target_spec(preset).config, None, Layout).chunk == chunk
+
+
 # ---------------------------------------------------------------------------------------------- engines
 
 
@@ -198,7 +246,7 @@ def test_an_engine_with_little_memory_gets_smaller_pools_and_the_same_tokens(str
 
 def test_a_model_that_cannot_fit_is_refused_before_its_weights_are_read(strong_pair, monkeypatch):
     with_memory(monkeypatch, 2 * GIB, 2**19)
-    monkeypatch.setattr(building, "load_target", lambda *args: pytest.fail("weights were read"))
+    monkeypatch.setattr(TargetSpec, "load", lambda *args: pytest.fail("weights were read"))
     with pytest.raises(CapacityError, match="weights, tables and buffers"):
         build(strong_pair)
 
@@ -209,7 +257,7 @@ def test_thousands_of_rows_are_counted_before_they_can_exhaust_a_cpus_memory(mon
     some = LLM(max_running_requests=64, context_length=64, check_level=0, device="cpu").engine
     rest = int(0.12 * 4 * GIB)
     assert some.memory.budget.allowance - rest == pytest.approx(step_bytes(some.layout, 4096, 4), abs=2)
-    monkeypatch.setattr(building, "load_target", lambda *args: pytest.fail("weights were read"))
+    monkeypatch.setattr(TargetSpec, "load", lambda *args: pytest.fail("weights were read"))
     message = r"need 0\.56 GiB beside 17\.\d\d GiB for activations.*lower --max-running-requests, --context-length"
     with pytest.raises(CapacityError, match=message):
         LLM(max_running_requests=4096, device="cpu")
@@ -223,7 +271,7 @@ def test_a_worst_step_is_its_gathered_contexts_and_masks_or_its_draws():
     assert step_bytes(replace(LLAMA, max_requests=1, max_context=2**17, chunk=8192), 128256, 4) > 8192 * 2**17 * 6
 
 
-def test_the_proof_runs_every_shape_on_all_rows_and_puts_the_state_back(strong_pair, monkeypatch):
+def test_the_proofs_run_the_dummy_row_then_all_rows_and_put_the_state_back(strong_pair, monkeypatch):
     """Also with more rows than a few: a buffer that lacks rows shows only where all are used."""
     ran = []
     launch = Eager.launch
@@ -234,7 +282,8 @@ def test_the_proof_runs_every_shape_on_all_rows_and_puts_the_state_back(strong_p
 
     monkeypatch.setattr(Eager, "launch", note)
     llm = build(strong_pair, max_running_requests=20)
-    assert ran == [(20, shape, list(range(20))) for shape in llm.engine.layout.shapes]
+    (shape,) = llm.engine.layout.shapes
+    assert ran == [(1, shape, [20]), (20, shape, list(range(20)))]
     assert not llm.engine.device.state.committed.any()
 
 

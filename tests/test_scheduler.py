@@ -1,5 +1,8 @@
 """The scheduler: chunks, turns, retraction, aborts, padding and poison never change what a request receives."""
 
+import subprocess
+import sys
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
@@ -8,10 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engines import accept_lens, build, finish, greedy, sampled, steps, submit, tokens
+from engines import accept_lens, build, finish, greedy, pump, sampled, steps, submit, tokens
+from treetop.scheduler.scheduler import Scheduler
+from treetop.types.errors import CheckError
 from treetop.types.ids import RequestId
-from treetop.types.layout import PLAIN
-from treetop.types.messages import PrefillPlan, RoundPlan
+from treetop.types.messages import PrefillPlan, RoundPlan, StepPlan
 
 SHAPE = (2, 3, 6)
 
@@ -44,6 +48,37 @@ def test_chunks_cover_each_prompt_once_and_know_the_token_after_them(strong_pair
                 assert piece.next_token == (ids[end] if end < len(ids) else None)
                 assert len(row_result.tokens) == (1 if end == len(ids) else 0)
     assert all(tuple(pieces) == ids for ids, pieces in seen.items())
+
+
+@pytest.mark.parametrize("radix", [False, True])
+@pytest.mark.parametrize("lengths", [[240] + 15 * [3], 15 * [3] + [240], 5 * [240] + 3 * [3], 12 * [200]])
+def test_a_large_step_is_not_filled_with_the_padding_of_short_prompts(strong_pair, radix, lengths):
+    """Padding is 512 tokens or a third of a step at most; all prompts run, and get what they get in small steps."""
+    options = {"disable_radix_cache": not radix, "max_running_requests": 16, "page_size": 4}
+    llm = build(strong_pair, None, chunked_prefill_size=4096, **options)
+    prompts = strong_pair.prompts(lengths)
+    requests, most = submit(llm, prompts, greedy(3)), 0
+    for plan, _ in steps(llm):
+        if isinstance(plan, PrefillPlan):
+            counts = [len(chunk.token_ids) for chunk in plan.chunks]
+            padding = llm.engine.layout.bucket_for(len(counts)) * max(counts) - sum(counts)
+            assert padding <= max(sum(counts) // 2, 512), counts
+            most = max(most, len(counts))
+    assert most > 2, "prompts still share steps"
+    assert outputs_of(requests) == tokens(build(strong_pair, None, **options).generate(prompts, greedy(3)))
+
+
+def test_a_cached_prefix_counts_as_what_is_left_of_it(strong_pair):
+    """A prompt that is nearly all cached is a short one beside a new one, however long it is."""
+    llm = build(strong_pair, None, chunked_prefill_size=4096, max_running_requests=16, page_size=4)
+    known, new = strong_pair.prompts([240]), strong_pair.prompts([241], seed=5)
+    llm.generate(known, greedy(1))
+    submit(llm, [*new, *known, *known, *known], greedy(2))
+    plan, _ = next(steps(llm))
+    counts = [len(chunk.token_ids) for chunk in plan.chunks]
+    assert counts[0] == 241
+    assert max(counts[1:], default=0) < 8
+    assert len(counts) == 2, "a third row would make it four of 241"
 
 
 def test_a_long_prompt_takes_turns_with_running_requests(strong_pair):
@@ -90,7 +125,7 @@ def test_retraction_and_resumption_do_not_change_the_tokens(strong_pair, shape, 
         max_total_tokens=192,
         page_size=page,
         chunked_prefill_size=chunk,
-        radix_cache=radix,
+        disable_radix_cache=not radix,
     )
     requests = submit(llm, prompts, params)
     finish(llm)
@@ -154,7 +189,7 @@ def test_leaving_a_stream_aborts_its_requests(strong_pair):
     llm = build(strong_pair, SHAPE, max_running_requests=2)
     prompts = strong_pair.prompts([5, 6, 7])
     expected = tokens(llm.generate(prompts, greedy(20)))
-    stream = llm.stream(prompts, greedy(20))
+    stream = llm.stream(prompts, greedy(200))
     next(stream)
     assert llm.scheduler.has_work
     stream.close()
@@ -192,7 +227,7 @@ def test_streams_in_several_threads_get_what_they_would_alone(strong_pair, overl
 
 
 def test_a_round_and_a_prefill_without_live_rows_run_and_change_nothing(strong_pair):
-    """Zero live rows are a legal batch of either kind and shape; the request that runs meanwhile does not notice."""
+    """Zero live rows are a legal batch of either kind; the request that runs meanwhile does not notice."""
     prompts = strong_pair.prompts([9])
     for params in (greedy(20), sampled(1, 20), sampled(2, 20, top_k=4)):
         llm = build(strong_pair, SHAPE)
@@ -200,11 +235,10 @@ def test_a_round_and_a_prefill_without_live_rows_run_and_change_nothing(strong_p
         (request,) = submit(llm, prompts, params)
         for plan, _ in steps(llm):
             if isinstance(plan, PrefillPlan):
-                empty = [replace(plan, edits=(), setups=(), chunks=())]
+                empty: StepPlan = replace(plan, edits=(), setups=(), chunks=())
             else:
-                empty = [replace(plan, edits=(), rows=(), committed_bound=0, shape=s) for s in (PLAIN, plan.shape)]
-            for each in empty:
-                assert llm.engine.step(each).rows == ()
+                empty = replace(plan, edits=(), rows=(), committed_bound=0)
+            assert llm.engine.step(empty).rows == ()
         assert tuple(request.output_ids) == expected
 
 
@@ -312,3 +346,68 @@ def test_a_forced_accept_length_makes_every_round_emit_as_many_tokens(strong_pai
     assert all(set(each) == {2} for each in accept_lens(outputs))
     assert [output.metrics.target_forwards for output in outputs] == [10, 10]
     llm.scheduler.check_integrity()
+
+
+# ---------------------------------------------------------------------------------------------- leaving
+
+
+CROWDED = {"context_length": 128, "max_total_tokens": 192, "page_size": 4, "chunked_prefill_size": 7}
+
+
+def crowd(pair, **options):
+    """Five requests in pages for two: they retract each other, and leave at different times."""
+    llm = build(pair, SHAPE, **CROWDED, **options)
+    submit(llm, pair.prompts([30, 12, 25, 7, 18]), [greedy(60), greedy(21), greedy(50), greedy(64), greedy(33)])
+    for _ in pump(llm):
+        pass
+    return llm
+
+
+def test_a_retraction_that_caches_a_token_more_than_is_committed_is_refused(strong_pair, monkeypatch):
+    """The root's K/V are nowhere yet: a prefix that holds it would be read before it is written."""
+    assert crowd(strong_pair).scheduler.num_retractions > 0
+    leave = Scheduler._leave
+    monkeypatch.setattr(
+        Scheduler, "_leave", lambda self, request, ids: leave(self, request, request.ids[: len(ids) + 1])
+    )
+    with pytest.raises(CheckError, match=r"tokens for the prefix cache: row \d+ has \d+, outside \[0, \d+\]"):
+        crowd(strong_pair)
+
+
+def abort_who_waits_for_pages(pair) -> int:
+    """Two steps in flight; whoever has got pages for a round that others have none for is aborted. Returns how many."""
+    llm, aborted = build(pair, SHAPE, overlap=True, **CROWDED), 0
+    scheduler, tickets = llm.scheduler, deque()
+    submit(llm, pair.prompts([30, 12, 25, 7, 18, 22, 9, 16]), greedy(64))
+    while scheduler.has_work:
+        while (plan := scheduler.plan()) is not None:
+            tickets.append(llm.engine.launch(plan))
+        rows = {row for _, row, _ in scheduler._cells}
+        for request in [each for row, each in scheduler._by_row.items() if row in rows]:
+            aborted += scheduler.abort(request.request_id) is not None
+        if tickets:
+            ticket = tickets.popleft()
+            scheduler.commit(ticket.plan, llm.engine.collect(ticket))
+        scheduler.check_integrity()
+    return aborted
+
+
+def test_page_table_cells_of_a_row_that_was_left_are_refused(strong_pair, monkeypatch):
+    """They wait for the next plan, and would give the row's next request pages that it does not hold."""
+    assert abort_who_waits_for_pages(strong_pair) > 0
+    leave = Scheduler._leave
+
+    def forgetful(self, request, ids):
+        cells = dict(self._cells)
+        leave(self, request, ids)
+        self._cells = cells
+
+    monkeypatch.setattr(Scheduler, "_leave", forgetful)
+    with pytest.raises(CheckError, match=r"page_table\.\w+ cell: row \d+, column \d+ is to hold page \d+"):
+        abort_who_waits_for_pages(strong_pair)
+
+
+def test_the_scheduler_comes_without_torch():
+    """Importing it imports no tensor library, directly or through others."""
+    code = "import sys, treetop.scheduler.scheduler; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines import build, greedy, sampled, steps, submit, tokens
+from engines import build, greedy, pump, sampled, submit, tokens
 from oracles import stop_index
 from tiny_models import EOS, Pair, save_tokenizer
 from treetop import SamplingParams
-from treetop.engine.pure import first_stop
+from treetop.scheduler.stops import first_stop
 from treetop.server.text import OutputText, StopStrings
 from treetop.server.tokenizer import Tokenizer
 
@@ -34,14 +34,11 @@ def served(strong_pair):
     new_ids=st.lists(st.integers(0, 5), min_size=1, max_size=6),
     stop_ids=st.sets(st.integers(0, 5), max_size=3),
     limit=st.integers(1, 8),
-    text_stop=st.one_of(st.none(), st.integers(0, 5)),
 )
 @settings(max_examples=400, deadline=None)
-def test_the_earliest_stop_in_token_order_wins(new_ids, stop_ids, limit, text_stop):
-    """Stop ids, a stop string and the limit: the first token that meets any of them ends it, a stop before a limit."""
-    # To the oracle the completion of a stop string is one more stopping token.
-    marked = [-1 if index == text_stop else token for index, token in enumerate(new_ids)]
-    assert first_stop(new_ids, stop_ids, text_stop, limit) == stop_index(marked, stop_ids | {-1}, limit)
+def test_the_earliest_stop_in_token_order_wins(new_ids, stop_ids, limit):
+    """Stop ids and the limit: the first token that meets any of them ends it, a stop before a limit."""
+    assert first_stop(new_ids, stop_ids, limit) == stop_index(new_ids, stop_ids, limit)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5, 6, 11, 39])
@@ -218,23 +215,14 @@ def test_text_is_shown_as_soon_as_no_stop_string_can_begin_in_it(word_tokenizer)
     assert shown.finish() == "a"
 
 
-def test_a_retracted_request_feeds_its_stop_checker_each_token_once(weak_pair):
-    """Retraction does not show tokens to the stop checker again, nor does it lose any."""
-
-    class Remembering:
-        def __init__(self):
-            self.fed = []
-
-        def feed(self, token_ids):
-            self.fed += token_ids
-
+def test_a_retracted_request_is_given_each_token_once(weak_pair):
+    """Retraction neither repeats a token in the updates nor loses one, so that a client's text stays right."""
     llm = build(weak_pair, (2, 3, 6), context_length=128, max_total_tokens=150, page_size=4)
     requests = submit(llm, weak_pair.prompts([20, 20, 20]), greedy(60))
-    for request in requests:
-        request.stop = Remembering()
-    for _ in steps(llm):
-        pass
+    given = {request.request_id: [] for request in requests}
+    for _, updates in pump(llm):
+        for update in updates:
+            given[update.request_id] += update.new_ids
     assert llm.scheduler.num_retractions > 0
-    for request in requests:
-        assert request.stop.fed[:60] == request.output_ids
-        assert len(request.stop.fed) - 60 <= 3
+    assert [given[request.request_id] for request in requests] == [request.output_ids for request in requests]
+    assert all(len(ids) == 60 for ids in given.values())

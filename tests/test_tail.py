@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from interpreted import INTERPRETED, require_interpreted_pass
-from scenes import INT_MIN, assert_close, dense_answer, scene
+from scenes import INT_MIN, assert_close, assert_close_lse, dense_answer, scene
 from treetop.attention.tail import merged_prefix_tail
 from treetop.attention.torch_backend import TorchBackend
 from treetop.attention.triton_backend import TritonBackend
@@ -62,7 +62,7 @@ def test_the_reference_of_tail_and_merge_is_dense_attention():
     sight = TailSight(s.queries.positions, 9)
     for sinks in (None, sinks_of(s)):
         got = tail_and_merge_reference(s.q, prefix_of(s), keys_of(s), sight, s.scale, sinks)
-        assert_close(got, dense_answer(s, with_tail=True, sinks=sinks)[0], torch.float32)
+        assert_close(got, dense_answer(s, with_tail=True, sinks=sinks)[0], s)
 
 
 def test_a_sink_enters_the_torch_backend_once():
@@ -72,15 +72,15 @@ def test_a_sink_enters_the_torch_backend_once():
     view = replace(s.view, table=PageTable(FULL, s.clean_table))
     plan = backend.plan(backend.begin(view), s.queries)
     want = dense_answer(s, with_tail=True, sinks=sinks)[0]
-    assert_close(backend.prefix_tail(s.q, s.clean, plan, s.tail, s.scale, sinks), want, torch.float32)
+    assert_close(backend.prefix_tail(s.q, s.clean, plan, s.tail, s.scale, sinks), want, s)
     prefix = backend.prefix(s.q, s.clean, plan, s.scale)
-    assert_close(merged_prefix_tail(prefix, s.q, s.tail, s.queries, s.scale, sinks), want, torch.float32)
+    assert_close(merged_prefix_tail(prefix, s.q, s.tail, s.queries, s.scale, sinks), want, s)
     c = scene(n=6, causal=True)
     view = replace(c.view, table=PageTable(FULL, c.clean_table))
     plan = backend.plan_causal(backend.begin(view), c.queries.positions, None)
     out = backend.causal(c.q, c.clean, plan, c.scale, sinks)
     want = dense_answer(c, with_tail=False, sinks=sinks)[0]
-    assert_close(out[c.real], want[c.real], torch.float32)
+    assert_close(out[c.real], want[c.real], c)
 
 
 def test_a_sink_takes_its_share_by_hand():
@@ -91,7 +91,7 @@ def test_a_sink_takes_its_share_by_hand():
     sinks = torch.full((q.shape[2],), 3.0).log()
     got = tail_and_merge_reference(q, part, keys_of(s), TailSight(s.queries.positions), s.scale, sinks)
     value = s.tail.v[:, 0].repeat_interleave(q.shape[2] // s.tail.v.shape[2], dim=1)
-    assert_close(got[:, 0], value / 4, torch.float32)
+    assert_close(got[:, 0], value / 4, s)
 
 
 if not INTERPRETED:
@@ -113,10 +113,10 @@ if INTERPRETED:
         part = prefix_of(s)
         want = dense_answer(s, with_tail=True, sinks=sinks)[0]
         got = tail_and_merge(s.q, part, keys_of(s), sight, s.scale, GPU, sinks)
-        assert_close(got, want, s.q.dtype)
+        assert_close(got, want, s)
         two = 1.4426950408889634
         part = replace(part, lse=part.lse * two, unit=1 / two)
-        assert_close(tail_and_merge(s.q, part, keys_of(s), sight, s.scale, GPU, sinks), want, s.q.dtype)
+        assert_close(tail_and_merge(s.q, part, keys_of(s), sight, s.scale, GPU, sinks), want, s)
 
     def test_a_query_that_saw_nothing_of_a_row_with_keys_takes_the_tail_alone():
         """Whatever the library left in its output."""
@@ -125,7 +125,7 @@ if INTERPRETED:
         part.lse[:], part.out[:] = float("-inf"), float("nan")
         got = tail_and_merge(s.q, part, keys_of(s), sight, s.scale, GPU)
         assert bool(torch.isfinite(got).all())
-        assert_close(got, tail_and_merge_reference(s.q, part, keys_of(s), sight, s.scale), s.q.dtype)
+        assert_close(got, tail_and_merge_reference(s.q, part, keys_of(s), sight, s.scale), s)
 
     @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
     @pytest.mark.parametrize("value", [float("inf"), float("nan")])
@@ -142,7 +142,7 @@ if INTERPRETED:
             tail_and_merge_reference(s.q, part, keys_of(s), sight, s.scale),
         ):
             assert bool(got[~empty].isnan().all())
-            assert_close(got[empty], clean[empty], s.q.dtype)
+            assert_close(got[empty], clean[empty], s)
 
     @pytest.mark.parametrize("splits", [1, 3])
     @pytest.mark.parametrize("column", [0, 3])
@@ -156,7 +156,7 @@ if INTERPRETED:
         sees = s.queries.mask[:, :, column]
         assert bool(sees.any())
         assert torch.equal(got.isnan().all(dim=(2, 3)), sees)
-        assert_close(got[~sees], dense_answer(s, with_tail=True)[0][~sees], s.q.dtype)
+        assert_close(got[~sees], dense_answer(s, with_tail=True)[0][~sees], s)
         part = prefix_of(s)
         merged = tail_and_merge(s.q, part, keys_of(s), TailSight(s.queries.positions), s.scale, GPU)
         assert torch.equal(merged.isnan().all(dim=(2, 3)), sees)
@@ -173,15 +173,15 @@ if INTERPRETED:
         sight = Sight(s.queries.positions, s.queries.window)
         out, lse = paged_attention(s.q, keys, sight, keys_of(s), s.scale, launch, sinks)
         want, want_lse = dense_answer(s, with_tail=True, sinks=sinks)
-        assert_close(out, want, s.q.dtype)
+        assert_close(out, want, s)
         if s.q.dtype == torch.float32:
-            torch.testing.assert_close(lse, torch.logaddexp(want_lse, sinks), atol=1e-5, rtol=1e-5)
+            assert_close_lse(lse, torch.logaddexp(want_lse, sinks), s)
         clean = replace(keys, pages=s.clean.data, page_table=s.clean_table)
         out, _ = paged_attention_reference(s.q, clean, sight, keys_of(s), s.scale, sinks)
-        assert_close(out, want, s.q.dtype)
+        assert_close(out, want, s)
         low, _ = paged_attention(s.q, keys, sight, keys_of(s), s.scale, launch, sinks_of(s, low=True))
         none, _ = paged_attention(s.q, keys, sight, keys_of(s), s.scale, launch)
-        assert_close(low, none, s.q.dtype)
+        assert_close(low, none, s)
 
     @pytest.mark.parametrize("options", CAUSAL, ids=str)
     def test_a_sink_enters_causal_attention_once(options):
@@ -189,7 +189,7 @@ if INTERPRETED:
         backend, sinks = TritonBackend(s.q.dtype, CPU), sinks_of(s)
         plan = backend.plan_causal(backend.begin(s.view), s.queries.positions, s.queries.window)
         out = backend.causal(s.q, s.kv, plan, s.scale, sinks)
-        assert_close(out, dense_answer(s, with_tail=False, sinks=sinks)[0], s.q.dtype)
+        assert_close(out, dense_answer(s, with_tail=False, sinks=sinks)[0], s)
 
     @pytest.mark.parametrize("page_size", [1, 4, 16])
     @pytest.mark.parametrize("columns", [1, 9, 300])

@@ -1,18 +1,20 @@
 """Text in and out: tokenizers of other families than the embedded model's, and what their files may hold."""
 
 import json
+import unicodedata
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as BpeTokenizer
-from tokenizers import decoders, models, normalizers
 
 from refusing import refused
-from tiny_models import save_random_llama
+from tiny_models import byte_characters, save_random_llama
 from treetop import LLM, SamplingParams
 from treetop.server.text import OutputText
+from treetop.server.token_bound import NFC_SHRINKS
 from treetop.server.tokenizer import Tokenizer
 from treetop.types.errors import InputError
 
@@ -37,6 +39,25 @@ def save_sentencepiece(folder: Path) -> dict[str, int]:
     return vocab
 
 
+BYTE_CHARACTERS = byte_characters()
+
+
+def level_bytes(text: bytes) -> list[int]:
+    """Ids of `save_byte_level`'s tokens, one a byte."""
+    ids = {name: token for token, name in enumerate(sorted(BYTE_CHARACTERS))}
+    return [ids[BYTE_CHARACTERS[byte]] for byte in text]
+
+
+def spm_bytes(text: bytes) -> list[int]:
+    """The same of `save_sentencepiece`'s."""
+    return [len(SPECIAL) + byte for byte in text]
+
+
+@pytest.fixture(scope="module")
+def byte_folder(tmp_path_factory) -> Path:
+    return save_byte_level(tmp_path_factory.mktemp("bytes") / "model")
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("sentencepiece") / "model"
@@ -59,6 +80,62 @@ def test_a_character_in_bytes_shows_when_it_is_complete(folder):
     stream = Tokenizer(folder).stream([vocab["\u2581hello"]])
     given = [vocab[name] for name in ("<0xE4>", "<0xB8>", "<0xAD>", "a", "<0xE4>", "b")]
     assert [stream.push(token) for token in given] == ["", "", "\u4e2d", "a", "", "\ufffdb"]
+
+
+def save_byte_level(folder: Path, *merged: bytes, normalizer=None) -> Path:
+    """A `tokenizer.json` like Llama 3's: a token for each byte, and longer ones, made from their halves."""
+    folder.mkdir(parents=True, exist_ok=True)
+    vocab, merges = {name: token for token, name in enumerate(sorted(BYTE_CHARACTERS))}, []
+
+    def add(name: str) -> None:
+        half = len(name) // 2
+        if name not in vocab:
+            add(name[:half])
+            add(name[half:])
+            vocab[name] = len(vocab)
+            merges.append((name[:half], name[half:]))
+
+    for each in merged:
+        add("".join(BYTE_CHARACTERS[byte] for byte in each))
+    tokenizer = BpeTokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+CHARACTERS = st.sampled_from("ab. \u00e9\u4e2d\U0001f600")
+
+
+@given(text=st.lists(CHARACTERS, min_size=1, max_size=12).map("".join), data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_an_output_that_completes_its_prompts_character_shows_it_whole(folder, byte_folder, text, data):
+    """Any text in bytes, cut anywhere: the prompt's whole characters and the output are the text."""
+    text = "b" + text  # for one of the two drops a space at the beginning
+    spelled = text.encode()
+    cut = data.draw(st.integers(0, len(spelled)))
+    whole = spelled[:cut].decode(errors="ignore")
+    for tokenizer, ids in ((Tokenizer(folder), spm_bytes(spelled)), (Tokenizer(byte_folder), level_bytes(spelled))):
+        stream = tokenizer.stream(ids[:cut])
+        got = "".join(stream.push(token) for token in ids[cut:]) + stream.flush()
+        assert whole + got == text
+
+
+@given(text=st.lists(CHARACTERS, min_size=1, max_size=9).map("".join), opened=st.sampled_from(["\u4e2d", "\U0001f600"]))
+@settings(max_examples=200, deadline=None)
+def test_bytes_that_a_prompt_left_open_stay_out_of_the_output(folder, byte_folder, text, opened):
+    """The output begins with a character of its own: what the prompt began is not shown, whole or as a mark."""
+    for count in range(1, len(opened.encode())):
+        before, after = b"b" + opened.encode()[:count], text.encode()
+        for tokenizer, spell in ((Tokenizer(folder), spm_bytes), (Tokenizer(byte_folder), level_bytes)):
+            stream = tokenizer.stream(spell(before))
+            assert "".join(stream.push(token) for token in spell(after)) + stream.flush() == text
+
+
+def test_a_mark_for_the_unknown_in_a_prompt_is_not_repeated(byte_folder):
+    stream = Tokenizer(byte_folder).stream(level_bytes("a\ufffd".encode()))
+    assert stream.push(level_bytes(b"b")[0]) + stream.flush() == "b"
 
 
 @given(
@@ -111,3 +188,86 @@ def test_a_prompt_whose_tokens_the_model_lacks_is_refused(tmp_path):
     next(stream)
     refused(InputError, lambda: llm.generate("a ."), f"token id {len(vocab) - 1}", "vocabulary")
     assert [delta.output for delta in stream][-1].finish_reason == "length"
+
+
+# ---------------------------------------------------------------------------------------------- texts that are too long
+
+LETTERS = st.sampled_from("aab  e\u0301\u03b9\u0308\u4e2d\u1100\u1161\u11a8\u212a<s>")
+
+
+@given(text=st.lists(LETTERS, max_size=60).map("".join))
+@settings(max_examples=300, deadline=None)
+def test_a_text_has_at_least_the_fewest_tokens_it_is_said_to_have(folder, byte_folders, text):
+    for each in (folder, *byte_folders):
+        tokenizer = Tokenizer(each)
+        assert tokenizer.fewest_tokens(text) <= len(tokenizer.encode(text))
+
+
+@pytest.fixture(scope="module")
+def byte_folders(tmp_path_factory) -> list[Path]:
+    """With long tokens, and with a normalizer that composes."""
+    path = tmp_path_factory.mktemp("bounds")
+    long = [b"aaaa", b" " * 8, "\u1100\u1161\u11a8".encode(), "\uac01".encode() * 3]
+    return [save_byte_level(path / "plain", *long), save_byte_level(path / "nfc", *long, normalizer=normalizers.NFC())]
+
+
+def test_the_fewest_tokens_are_reached(tmp_path):
+    """A text of the longest token alone has no more; a byte more is a token more."""
+    tokenizer = Tokenizer(save_byte_level(tmp_path, b"a" * 8))
+    assert [tokenizer.fewest_tokens("a" * size) for size in (0, 40, 41)] == [0, 5, 6]
+    assert len(tokenizer.encode("a" * 40)) == 5
+
+
+def test_composing_shortens_a_text_by_less_than_the_factor_that_is_reckoned_with():
+    """Bytes that a character's composed form has, against the most that what composes to it can have.
+
+    Only single characters have more bytes than what they decompose to, so each decomposed character stands for as many
+    as the longest of those.
+    """
+    every = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]
+    size, longest = (lambda text: len(text.encode())), {}
+    for character in every:
+        parts = unicodedata.normalize("NFD", character)
+        if len(parts) == 1:
+            longest[parts] = max(longest.get(parts, 0), size(character))
+        assert len(parts) == 1 or size(character) <= size(parts)
+    composed = [each for each in every if unicodedata.normalize("NFC", each) == each]
+    sums = [sum(longest[part] for part in unicodedata.normalize("NFD", each)) / size(each) for each in composed]
+    assert 1 < max(sums) <= NFC_SHRINKS
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"normalizer": normalizers.Strip()},
+        {"normalizer": normalizers.Replace("aa", "")},
+        {"normalizer": normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])},
+        {"pre_tokenizer": pre_tokenizers.Sequence([pre_tokenizers.Split("a", "removed"), pre_tokenizers.ByteLevel()])},
+        {"pre_tokenizer": pre_tokenizers.Whitespace()},
+        {"model": models.WordLevel({"<unk>": 0}, unk_token="<unk>")},
+        {"model": models.BPE({"a": 0, "<unk>": 1}, [], unk_token="<unk>", fuse_unk=True)},
+        {"added": AddedToken("<x>", lstrip=True)},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_nothing_is_said_of_a_tokenizer_that_may_drop_text(byte_folder, tmp_path, change):
+    """A megabyte may be one token there, and is not refused for its length."""
+    bpe = BpeTokenizer.from_file(str(byte_folder / "tokenizer.json"))
+    for name, value in change.items():
+        if name == "added":
+            bpe.add_tokens([value])
+        else:
+            setattr(bpe, name, value)
+    bpe.save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer(byte_folder).fewest_tokens("a" * 10**6) == 10**6
+    assert Tokenizer(tmp_path).fewest_tokens("a" * 10**6) == 0
+
+
+def test_a_text_beyond_every_context_is_refused_unread(byte_folder, monkeypatch):
+    """Before it is encoded, and only if it cannot fit: the longest that fits is served."""
+    save_random_llama(byte_folder, vocab_size=256, max_position_embeddings=64)
+    llm = LLM(byte_folder)
+    assert len(llm.generate("a" * 63)[0].token_ids) == 1
+    monkeypatch.setattr(Tokenizer, "encode", lambda *_: pytest.fail("it was encoded"))
+    refused(InputError, lambda: llm.generate("a" * 64), "at least 64 tokens", "--context-length")
+    refused(InputError, lambda: llm.generate(["b", "a" * 30_000_000][1:]), "at least 30000000 tokens")

@@ -11,6 +11,7 @@ import pytest
 
 from treetop import LLM, SamplingParams
 from treetop.cli import main
+from treetop.debug.patching import wrapped_device
 from treetop.trace import Trace, TreeRound, collect, drafted_vocabulary, fill_page, page_data, run, statistics
 from treetop.types.errors import ConfigError
 
@@ -101,9 +102,9 @@ def test_the_reason_a_path_ended_is_true(trace: Trace) -> None:
 
 
 def test_the_draft_vocabulary_is_what_the_head_can_say(greedy: Trace) -> None:
-    known, head = drafted_vocabulary(greedy.llm), greedy.llm.engine.device.head
+    known, head = drafted_vocabulary(greedy.llm), greedy.llm.engine.draft
     assert head is not None
-    assert len(known) == head.spec.draft_vocab_size
+    assert len(known) == head.vocab_size
     assert all(token in known for each in greedy.rounds for token in each.tokens[1:])
 
 
@@ -217,8 +218,8 @@ class FailsLater:
 @pytest.mark.parametrize("good", [0, 4])
 def test_a_request_that_fails_leaves_the_rounds_before(good: int) -> None:
     """Call 1 is the prompt's, the others are rounds'; level 0 runs no start-up proof that would take some."""
-    options = {**SMALL, "check_level": 0, "wrap": lambda d: replace(d, target=FailsLater(d.target, good))}
-    trace = collect(None, options, "x = 1", SamplingParams(max_tokens=60, ignore_eos=True))
+    with wrapped_device(lambda device: replace(device, target=FailsLater(device.target, good))):
+        trace = collect(None, {**SMALL, "check_level": 0}, "x = 1", SamplingParams(max_tokens=60, ignore_eos=True))
     data = data_of(fill_page(page_data(trace)))
     assert "not finite" in data["error"]
     assert len(data["rounds"]) == max(good - 1, 0)
@@ -239,6 +240,9 @@ def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixtu
     [
         (["--output", "{}/missing/page.html"], "there is no folder {}/missing"),
         (["--output", "{}"], "is a folder"),
+        (["--output", "{}/\0"], "not a path"),
+        (["--output", "{}/\ud800"], "not a path"),
+        (["--output", "{}/" + "x" * 5000], "too long"),
         (["--output", "{}/page.html", "--speculative-algorithm", "NONE"], "--speculative-draft-model-path"),
         (["--output", "{}/page.html", "--graphs", "sim"], "--graphs sim"),
     ],

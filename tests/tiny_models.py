@@ -224,7 +224,7 @@ def copy_folder(source: Path, destination: Path, *, tensors: dict | None = None,
 
 def save_tokenizer(folder: Path, vocab_size: int, text_of) -> None:
     """A `tokenizer.json` whose ids decode to `text_of(id)` bytes; EOS is special. Only bytes can be encoded."""
-    shown = _byte_characters()
+    shown = byte_characters()
     vocab = {}
     for token in range(vocab_size):
         name = "<eos>" if token == EOS else "".join(shown[b] for b in text_of(token))
@@ -237,7 +237,7 @@ def save_tokenizer(folder: Path, vocab_size: int, text_of) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def _byte_characters() -> list[str]:
+def byte_characters() -> list[str]:
     """GPT-2's printable stand-in for each byte."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))

@@ -21,6 +21,7 @@ from treetop.engine.device import Device
 from treetop.engine.rounds import RoundKey, phases_of
 from treetop.server.llm import LLM, RequestOutput
 from treetop.server.tokenizer import Tokenizer
+from treetop.types.config import check_writable
 from treetop.types.errors import ConfigError
 from treetop.types.messages import RoundPlan
 from treetop.types.sampling import SamplingParams
@@ -111,15 +112,9 @@ class TimedLauncher:
 
 def run(model: str | None, engine_options: dict[str, Any], prompt: str, params: SamplingParams, path: Path) -> Trace:
     """Trace a prompt into the page `path`. Raises UserError for what cannot work, before any work where it can."""
-    if not path.parent.is_dir():
-        raise ConfigError(f"--output {path}: there is no folder {path.parent}")
-    if path.is_dir():
-        raise ConfigError(f"--output {path} is a folder; name a file in it")
+    check_writable(path, "--output")
     trace = collect(model, engine_options, prompt, params)
-    try:
-        path.write_text(fill_page(page_data(trace)), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--output {path}: {error.strerror}") from None
+    path.write_text(fill_page(page_data(trace)), encoding="utf-8")
     return trace
 
 
@@ -130,7 +125,7 @@ def collect(model: str | None, engine_options: dict[str, Any], prompt: str, para
     if engine_options.get("overlap"):
         raise ConfigError("trace times each round by itself, which --overlap makes meaningless; leave it out")
     llm = LLM(model, **{**engine_options, "overlap": False})
-    if llm.engine.device.head is None:
+    if llm.engine.device.drafter is None:
         raise ConfigError("trace shows a draft head's trees; give --speculative-draft-model-path, not NONE")
     seen: list[tuple[DraftTree, Accepted]] = []
 
@@ -157,10 +152,10 @@ def collect(model: str | None, engine_options: dict[str, Any], prompt: str, para
 
 def drafted_vocabulary(llm: LLM) -> frozenset[int]:
     """The target tokens that the draft head can propose."""
-    head = llm.engine.device.head
-    assert head is not None
+    drafter = llm.engine.device.drafter
+    assert drafter is not None
     return frozenset(
-        head.vocab.to_target(torch.arange(head.spec.draft_vocab_size, device=head.vocab.offset.device)).tolist()
+        drafter.vocab.to_target(torch.arange(len(drafter.vocab.offset)).to(drafter.vocab.offset.device)).tolist()
     )
 
 
@@ -187,9 +182,9 @@ def statistics(rounds: Sequence[TreeRound], num_steps: int, topk: int) -> Statis
 def page_data(trace: Trace) -> dict[str, Any]:
     """All that the page shows. Text is decoded here; numbers are counted here, and only drawn there."""
     llm, output, rounds = trace.llm, trace.output, trace.rounds
-    shape, tokenizer, head = llm.config.shape, llm.tokenizer, llm.engine.device.head
+    shape, tokenizer, draft = llm.config.shape, llm.tokenizer, llm.engine.draft
     assert tokenizer is not None  # the prompt was encoded with it
-    assert head is not None
+    assert draft is not None
     stream = tokenizer.stream(output.prompt_token_ids)
     used = {*output.prompt_token_ids, *output.token_ids}
     used.update(token for each in rounds for token in (*each.tokens, each.bonus))
@@ -200,7 +195,7 @@ def page_data(trace: Trace) -> dict[str, Any]:
         "draft": _model_name(str(llm.config.draft)),
         "dtype": str(llm.engine.dtype).removeprefix("torch."),
         "shape": [shape.num_steps, shape.topk, shape.num_draft_tokens],
-        "vocabularies": [llm.engine.spec.vocab_size, head.spec.draft_vocab_size],
+        "vocabularies": [llm.engine.spec.vocab_size, draft.vocab_size],
         "sampling": _sampling(trace.params, llm.config.seed),
         "finish_reason": output.finish_reason,
         "error": output.error,

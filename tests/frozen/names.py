@@ -40,7 +40,7 @@ def build(model: Any, draft: Any, shape: tuple[int, int, int] | None, options: d
     shape: (k, S, T), None without a draft. options: by the names of `ENGINE`, and radix.
     """
     given = {ENGINE[name]: value for name, value in options.items() if name != "radix"}
-    given["radix_cache"] = options.get("radix", False)
+    given["disable_radix_cache"] = not options.get("radix", False)
     if shape is None:
         return LLM(model, draft=None, dtype="float64", device="cpu", **given)
     return LLM(model, draft, dtype="float64", device="cpu", **dict(zip(SHAPE, shape, strict=True)), **given)

@@ -1,15 +1,17 @@
 """`auto`: each phase and shape class runs on the backend that was fastest for it when measured.
 
 `choices.json`, written by `python bench/attention.py --write-table` on one kind of GPU, gives for each shape class the
-microseconds of every backend that gave right results. A number of keys that was not measured takes the nearest that
-was. What else was not measured, and any other GPU, runs on Triton.
+microseconds of every backend that gave right results. A class that was not measured takes the nearest that was, so the
+largest one answers for all beyond it. Fewer queries a row than were ever measured, other heads, and any other GPU run
+on Triton.
 """
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import resources
+from math import log2
 from typing import Any, cast
 
 from torch import Tensor
@@ -17,7 +19,7 @@ from torch import Tensor
 from treetop.attention.capabilities import CAPABILITIES, Capabilities, GroupNeed, Need, refusal
 from treetop.attention.contract import AttentionBackend, HostPlanned, Queries, RoundExtents, TableView, TailKV
 from treetop.kernels.kv import PagedKV
-from treetop.kernels.launch import CallShape, nearest_class
+from treetop.kernels.launch import CallShape
 from treetop.kernels.triton_guard import gpu_traits
 
 TABLE = "choices.json"
@@ -25,9 +27,10 @@ FALLBACK = "triton"
 LAYERS = 32
 """Over how many layers a plan made on the host is spread, when its cost is weighed."""
 
-WORTH = 0.9
-"""A backend replaces Triton only if it takes less than this share of its time: classes go by the most keys that rows
-may have, and Triton wins the shorter rows."""
+WORTH = {"tail": 0.9, "causal": 0.97}
+"""A backend replaces Triton only if it takes less than this share of its time, by the kind of call. Classes of rounds
+go by the most keys that rows may ever have, and Triton wins the shorter rows; a prefill's go by the keys that there
+are, so there only noise is left out."""
 
 Make = Callable[[str, Need], AttentionBackend[Any, Any]]
 
@@ -54,17 +57,45 @@ class ChoiceTable:
 
     def choose(self, shape_class: str, usable: frozenset[str]) -> tuple[str, str]:
         """The backend of a class of calls among `usable`, and the reason, with the class that was measured."""
-        measured = nearest_class(shape_class, self.classes)
+        measured = nearest_measured(shape_class, self.classes)
         row = {} if measured is None else self.classes[measured]
         timings = {name: timing for name, timing in row.items() if name in usable}
         if FALLBACK not in timings:
             return FALLBACK, f"{shape_class}: not measured on this kind of GPU"
         best = min(timings, key=lambda name: timings[name].cost_us)
-        if timings[best].cost_us > WORTH * timings[FALLBACK].cost_us:
+        if timings[best].cost_us > WORTH[shape_class.split(maxsplit=1)[0]] * timings[FALLBACK].cost_us:
             best = FALLBACK
         times = ", ".join(f"{name} {timing.cost_us:.1f}" for name, timing in sorted(timings.items()))
         where = "" if measured == shape_class else f" in {measured}"
         return best, f"{shape_class}: {times} us{where} ({self.date})"
+
+
+def nearest_measured(shape_class: str, measured: Iterable[str]) -> str | None:
+    """The class among `measured` of the same kind and heads that is nearest by powers of two.
+
+    Rows and queries count before keys, of which a round knows only the most there may be. Of equally near classes the
+    one with fewer rows, then fewer queries and keys. None if no class is of the same kind and heads, or if all have
+    more queries a row: few queries are another problem than many.
+    """
+    if shape_class in measured:
+        return shape_class
+    calls, (rows, n, keys) = _sizes(shape_class)
+    alike = {name: sizes for name in measured for same, sizes in [_sizes(name)] if same == calls}
+    if not alike or n < min(sizes[1] for sizes in alike.values()):
+        return None
+
+    def distance(name: str) -> tuple[float, float, tuple[int, int, int]]:
+        near_rows, near_n, near_keys = alike[name]
+        return abs(log2(near_rows / rows)) + abs(log2(near_n / n)), abs(log2(near_keys / keys)), alike[name]
+
+    return min(alike, key=distance)
+
+
+def _sizes(shape_class: str) -> tuple[str, tuple[int, int, int]]:
+    """Kind and heads of a class; and its rows, queries a row, and keys."""
+    kind, heads, rows, n, keys = shape_class.split()
+    sizes = int(rows.removeprefix("rows")), int(n.removeprefix("n")), int(keys.removeprefix("keys"))
+    return f"{kind} {heads}", sizes
 
 
 def load_table() -> ChoiceTable:
@@ -123,6 +154,7 @@ class AutoBackend:
         self.parts = {name: make(name, need) for name in sorted(names)}
         self.capabilities: Capabilities = _joint([CAPABILITIES[name] for name in names])
         self.reasons: dict[str, str] = {}
+        self._chosen: dict[str, str] = {}
 
     def _classes_of(self, group: GroupNeed) -> list[str]:
         """The measured classes of the group's heads."""
@@ -139,8 +171,10 @@ class AutoBackend:
         if group is None or window is not None:
             return self.parts[FALLBACK]
         shape_class = self._call(group, view.rows.shape[0], n, view.bound, causal).shape_class
-        name, self.reasons[shape_class] = self._table.choose(shape_class, frozenset(self.parts))
-        return self.parts[name]
+        if shape_class not in self._chosen:
+            chosen = self._table.choose(shape_class, frozenset(self.parts))
+            self._chosen[shape_class], self.reasons[shape_class] = chosen
+        return self.parts[self._chosen[shape_class]]
 
     def plan_round(self, round: RoundExtents) -> None:
         for name, backend in self.parts.items():
@@ -176,6 +210,7 @@ def _joint(parts: list[Capabilities]) -> Capabilities:
     return Capabilities(
         base.dtypes,
         base.head_dims,
+        planes=base.planes,
         captures=all(part.captures for part in parts),
         captures_first_call=all(part.captures_first_call for part in parts),
         needs_host_extents=any(part.needs_host_extents for part in parts),

@@ -20,16 +20,18 @@ _HALF = (torch.bfloat16, torch.float16)
 class Capabilities:
     """A backend's limits, as data.
 
-    head_dims, page_sizes: None is any. own_windows: it applies a window by position itself, trees included; without it
-    layers with a window run on the Triton kernel. own_sinks: its kernel takes attention sinks; without it they come in
-    the merge, and after `causal` from its lse. captures: its calls may be recorded in a CUDA graph.
-    captures_first_call: also the first one, in which a library may compile or load. needs_host_extents: exact lengths
-    on the host before a round (`plan_round`), so only one round may be in flight. phases: it serves.
+    head_dims, page_sizes: None is any. planes: of K/V, see `types.kv.KVFormat`. own_windows: it applies a window by
+    position itself, trees included; without it layers with a window run on the Triton kernel. own_sinks: its kernel
+    takes attention sinks; without it they come in the merge, and after `causal` from its lse. captures: its calls may
+    be recorded in a CUDA graph. captures_first_call: also the first one, in which a library may compile or load.
+    needs_host_extents: exact lengths on the host before a round (`plan_round`), so only one round may be in flight.
+    phases: it serves.
     """
 
     dtypes: tuple[torch.dtype, ...]
     head_dims: tuple[int, ...] | None = None
     page_sizes: tuple[int, ...] | None = None
+    planes: tuple[int, ...] = (2,)
     own_windows: bool = True
     own_sinks: bool = True
     captures: bool = True
@@ -40,8 +42,10 @@ class Capabilities:
 
 CAPABILITIES: dict[str, Capabilities] = {
     # PyTorch's kernels gather as many positions as the bound says: a captured round would gather the whole context.
-    "torch": Capabilities((torch.float64, torch.float32, *_HALF), captures=False),
-    "triton": Capabilities((torch.float32, *_HALF), head_dims=tuple(range(2, 257)), captures_first_call=True),
+    "torch": Capabilities((torch.float64, torch.float32, *_HALF), planes=(1, 2), captures=False),
+    "triton": Capabilities(
+        (torch.float32, *_HALF), head_dims=tuple(range(2, 257)), planes=(1, 2), captures_first_call=True,
+    ),
     # With pages of 128 tokens and more FlashAttention-3 loads whole pages, also what nobody wrote there.
     "fa3": Capabilities(
         _HALF, head_dims=tuple(range(8, 257, 8)), page_sizes=(1, 2, 4, 8, 16, 32, 64), own_windows=False,
@@ -65,6 +69,7 @@ class GroupNeed:
     kv_heads: int
     head_dim: int
     window: int | None = None
+    planes: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +115,9 @@ def refusal(name: str, need: Need) -> Refusal | None:
         if able.head_dims is not None and group.head_dim not in able.head_dims:
             reason = f"it has no kernel for heads {group.head_dim} wide (KV group {group.name})"
             return Refusal(reason, "use --attention-backend torch")
+        if group.planes not in able.planes:
+            reason = f"it has no kernel for keys that are values too (KV group {group.name})"
+            return Refusal(reason, f"use --attention-backend {_wider(need)}")
     if able.page_sizes is not None and need.page_size not in (None, *able.page_sizes):
         sizes = ", ".join(str(size) for size in able.page_sizes)
         reason = f"it serves pages of {sizes} tokens, not of {need.page_size}"

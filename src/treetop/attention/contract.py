@@ -58,7 +58,7 @@ class Queries:
 
 @dataclass(frozen=True, slots=True)
 class TailKV:
-    """K/V of the tail of one layer. data: [rows, t, 2, kv_heads, head_dim]."""
+    """K/V of the tail of one layer. data: [rows, t, planes, kv_heads, head_dim]."""
 
     data: Tensor
 
@@ -68,7 +68,7 @@ class TailKV:
 
     @property
     def v(self) -> Tensor:
-        return self.data[:, :, 1]
+        return self.data[:, :, -1]
 
 
 class AttentionBackend(Protocol[P, Q]):

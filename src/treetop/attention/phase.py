@@ -1,6 +1,6 @@
-"""How the layers of one phase attend: they hand over projections and get the output, and never learn the phase."""
+"""How the layers of one phase attend: they hand over queries and K/V and get the output, and never learn the phase."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from treetop.attention.contract import AttentionBackend, TailKV
-from treetop.attention.tail import attend
-from treetop.kernels.fused import HeadNorms
+from treetop.attention.tail import attend, with_sinks
 from treetop.kernels.kv import PagedKV
-from treetop.kernels.ops import Ops
 from treetop.types.ids import GroupName
+from treetop.types.kv import KVFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,39 +23,52 @@ class LayerKV:
     kv: PagedKV
 
 
-class Attend(Protocol):
-    """Norm and rotate, store K/V, attend.
+WriteKV = Callable[[Tensor, Tensor | None], Tensor]
+"""(target, slots) -> queries [rows, n, heads, d]: writes a layer's new K/V, in its format, and gives its queries.
 
-    qkv: [parts, rows, n, heads + 2 * kv_heads, d], fresh from the projection; it is used up. angles: `Ops.angles` of
-    the queries' positions. norms: of query and key heads, if the layer has any. Returns [rows, n, heads, d].
+target: columns of a tail [rows, n, *format]; or, with slots [rows, n] int64, pages [slots, *format], where what goes to
+slot 0 is dropped. `Ops.rotate_and_write` is one, of grouped-query attention.
+"""
+
+
+class Attend(Protocol):
+    """Have K/V written where they belong, and attend.
+
+    layer: index among the model's. scale: of scores. sinks: [heads] float32, if the layer has any. Returns [rows, n,
+    heads, d].
     """
 
-    def __call__(self, layer: int, qkv: Tensor, angles: Any, norms: HeadNorms | None) -> Tensor: ...
+    def __call__(self, layer: int, write: WriteKV, scale: float, sinks: Tensor | None = None) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Of a tail, in a batch of `rows`: new K/V go to `count` of them from `start` on, queries see the first `width`."""
+
+    rows: int
+    start: int
+    count: int
+    width: int
 
 
 @dataclass(frozen=True, slots=True)
 class TailAttention:
-    """A decode phase: new K/V go to columns `start .. start + n` of the tail; queries see prefix and `width` columns.
+    """A decode phase: queries see the prefix and columns of the tail.
 
-    tails: group -> [layers, max rows, capacity, 2, kv_heads, head_dim]. plans: group -> the backend's plan, made for a
-    tail of `width` columns.
+    tails: group -> [layers, max rows, capacity, *format]. plans: group -> the backend's plan, made for as many columns.
     """
 
     backend: AttentionBackend[Any, Any]
-    ops: Ops
     layers: Sequence[LayerKV]
     tails: Mapping[GroupName, Tensor]
     plans: Mapping[GroupName, Any]
-    start: int
-    width: int
-    scale: float
+    columns: Columns
 
-    def __call__(self, layer: int, qkv: Tensor, angles: Any, norms: HeadNorms | None) -> Tensor:
-        place = self.layers[layer]
-        rows, n = qkv.shape[1:3]
-        tail = self.tails[place.group][place.index, :rows, : self.width]
-        q = self.ops.rotate_and_write(qkv, angles, tail[:, self.start : self.start + n], None, norms)
-        return self.backend.prefix_tail(q, place.kv, self.plans[place.group], TailKV(tail), self.scale)
+    def __call__(self, layer: int, write: WriteKV, scale: float, sinks: Tensor | None = None) -> Tensor:
+        place, at = self.layers[layer], self.columns
+        tail = self.tails[place.group][place.index, : at.rows, : at.width]
+        q = write(tail[:, at.start : at.start + at.count], None)
+        return self.backend.prefix_tail(q, place.kv, self.plans[place.group], TailKV(tail), scale, sinks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,33 +79,33 @@ class CausalAttention:
     """
 
     backend: AttentionBackend[Any, Any]
-    ops: Ops
     layers: Sequence[LayerKV]
     slots: Mapping[GroupName, Tensor]
     plans: Mapping[GroupName, Any]
-    scale: float
 
-    def __call__(self, layer: int, qkv: Tensor, angles: Any, norms: HeadNorms | None) -> Tensor:
+    def __call__(self, layer: int, write: WriteKV, scale: float, sinks: Tensor | None = None) -> Tensor:
         place = self.layers[layer]
-        q = self.ops.rotate_and_write(qkv, angles, place.kv.data, self.slots[place.group], norms)
-        return self.backend.causal(q, place.kv, self.plans[place.group], self.scale)
+        q = write(place.kv.data, self.slots[place.group])
+        return self.backend.causal(q, place.kv, self.plans[place.group], scale, sinks)
 
 
 @dataclass(frozen=True, slots=True)
 class DenseAttention:
-    """Attention of a whole sequence over itself, without pages: what everything else must agree with."""
+    """Attention of one sequence of `length` over itself, without pages: what everything else must agree with.
 
-    ops: Ops
+    layers: the format and the window of each.
+    """
+
+    length: int
     dtype: torch.dtype
-    kv_heads: int
-    scale: float
-    windows: Sequence[int | None]
+    device: torch.device
+    layers: Sequence[tuple[KVFormat, int | None]]
 
-    def __call__(self, layer: int, qkv: Tensor, angles: Any, norms: HeadNorms | None) -> Tensor:
-        _, rows, n, _, dim = qkv.shape
-        kv = torch.empty((rows, n, 2, self.kv_heads, dim), dtype=self.dtype, device=qkv.device)
-        q, window = self.ops.rotate_and_write(qkv, angles, kv, None, norms), self.windows[layer]
-        index = torch.arange(n, device=q.device)
+    def __call__(self, layer: int, write: WriteKV, scale: float, sinks: Tensor | None = None) -> Tensor:
+        n, (form, window) = self.length, self.layers[layer]
+        kv = torch.empty((1, n, *form.shape), dtype=self.dtype, device=self.device)
+        q, index = write(kv, None), torch.arange(n, device=self.device)
         distance = index[:, None] - index
         visible = (distance >= 0) & (distance < (n if window is None else window))
-        return attend(q, kv[:, :, 0], kv[:, :, 1], visible.expand(q.shape[0], n, n), self.scale)[0]
+        out, lse = attend(q, kv[:, :, 0], kv[:, :, -1], visible.expand(1, n, n), scale)
+        return out if sinks is None else with_sinks(out, lse, sinks)

@@ -9,7 +9,7 @@ from torch import Tensor
 from treetop.attention.capabilities import CAPABILITIES
 from treetop.attention.contract import Queries, TableView, TailKV
 from treetop.attention.tail import attend, tail_visible, with_sinks
-from treetop.kernels.kv import PagedKV, slots_of
+from treetop.kernels.kv import PagedKV, Ruler, make_ruler, slots_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,15 @@ class TorchBackend:
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype, self._device = dtype, device
 
+        self._ruler: Ruler | None = None
+
     def begin(self, view: TableView) -> TorchPrefix:
-        positions = torch.arange(view.bound, device=view.rows.device)[None]
+        ruler = self._ruler
+        if ruler is None or ruler.page_size != view.page_size or ruler.positions.shape[1] < view.bound:
+            ruler = self._ruler = make_ruler(2 * view.bound, view.page_size, view.rows.device)
+        positions, column, offset = (each[:, : view.bound] for each in (ruler.positions, ruler.column, ruler.offset))
         visible = positions < view.extent[:, None]
-        slots = slots_of(view.table.data, view.rows, positions, visible, view.page_size)
-        return TorchPrefix(slots, visible)
+        return TorchPrefix(slots_at(view.table.data, view.rows, column, offset, visible, view.page_size), visible)
 
     def plan(self, prefix: TorchPrefix, queries: Queries) -> TorchPlan:
         visible = _prefix_visible(prefix, queries.positions, queries.window)
@@ -63,7 +67,7 @@ class TorchBackend:
     def prefix(self, q: Tensor, kv: PagedKV, plan: TorchPlan, scale: float) -> tuple[Tensor, Tensor]:
         width = plan.prefix.slots.shape[1]
         pages = _gather(kv, plan.prefix)
-        return attend(q, pages[:, :, 0], pages[:, :, 1], plan.visible[:, :, :width], scale)
+        return attend(q, pages[:, :, 0], pages[:, :, -1], plan.visible[:, :, :width], scale)
 
     def prefix_tail(
         self, q: Tensor, kv: PagedKV, plan: TorchPlan, tail: TailKV, scale: float, sinks: Tensor | None = None
@@ -84,15 +88,15 @@ def _prefix_visible(prefix: TorchPrefix, positions: Tensor, window: int | None) 
 
 
 def _gather(kv: PagedKV, prefix: TorchPrefix) -> Tensor:
-    """K/V of the prefix: [rows, width, 2, kv_heads, head_dim]; masked lanes read the null slot, which is finite."""
+    """K/V of the prefix: [rows, width, planes, kv_heads, d]; masked lanes read the null slot, which is finite."""
     return kv.data.index_select(0, prefix.slots.reshape(-1)).view(*prefix.slots.shape, *kv.data.shape[1:])
 
 
 def _attention(q: Tensor, kv: Tensor, plan: TorchPlan, scale: float, sinks: Tensor | None) -> Tensor:
-    """q: [rows, n, heads, d]; kv: [rows, m, 2, kv_heads, d]. PyTorch's attention gives no lse, which sinks need."""
+    """q: [rows, n, heads, d]; kv: [rows, m, planes, kv_heads, d]. PyTorch's attention gives no lse, as sinks need."""
     if sinks is not None:
-        return with_sinks(*attend(q, kv[:, :, 0], kv[:, :, 1], plan.visible, scale), sinks)
-    k, v = kv.permute(2, 0, 3, 1, 4)
+        return with_sinks(*attend(q, kv[:, :, 0], kv[:, :, -1], plan.visible, scale), sinks)
+    k, v = kv[:, :, 0].transpose(1, 2), kv[:, :, -1].transpose(1, 2)
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2), k, v, attn_mask=plan.bias[:, None], scale=scale, enable_gqa=q.shape[2] != k.shape[1]
     )

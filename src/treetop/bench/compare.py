@@ -19,13 +19,13 @@ from treetop.bench.machine import Machine, measure_machine, synchronize
 from treetop.bench.prompts import read_prompts
 from treetop.bench.rounds import Figures, measure, plain_options, up_to_step, warm_up
 from treetop.engine.build import read_blueprint
+from treetop.kernels.products import ChosenProduct
 from treetop.models.loader import compute_device, resolve_folder
-from treetop.models.spec import target_spec
+from treetop.models.registry import target_spec
 from treetop.server.llm import LLM, RequestOutput
-from treetop.server.tokenizer import Tokenizer
+from treetop.server.tokenizer import open_tokenizer
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, InputError
-from treetop.types.layout import Layout
 from treetop.types.sampling import SamplingParams
 
 
@@ -61,7 +61,8 @@ class Report:
     """What a run measured. accept_length: mean a + 1 of all rounds. acceptance_by_depth: of the rounds that got there.
 
     target_forwards and draft_forwards are per token emitted after the first; plain decoding has 1 and 0. rounds: of
-    plain and of speculative decoding, by phase, on prompts of the middle length.
+    plain and of speculative decoding, by phase, on prompts of the middle length. products: how those with weights are
+    taken on a CPU, and why.
     """
 
     shape: tuple[int, int, int]
@@ -81,8 +82,10 @@ class Report:
     speedup: float
     transformers: Rate | None
     speedup_over_transformers: float | None
+    plain_over_transformers: float | None
     machine: Machine
     rounds: tuple[Figures, ...]
+    products: tuple[ChosenProduct, ...]
 
     def table(self) -> str:
         """The report as text."""
@@ -103,6 +106,8 @@ class Report:
         if self.transformers is not None:
             rows.append(f"transformers                {_rate(self.transformers)}")
             rows.append(f"speculative / transformers  {self.speedup_over_transformers:.2f}x")
+            rows.append(f"plain / transformers        {self.plain_over_transformers:.2f}x")
+            rows += [f"products of {each.sentence()}" for each in self.products]
         rows += [self.machine.sentence(), Figures.HEADER, *(figures.row() for figures in self.rounds)]
         return "\n".join(rows)
 
@@ -114,7 +119,8 @@ _SPARE_ROUNDS = 64
 def run(model: str | None, engine_options: dict[str, Any], options: BenchOptions) -> Report:
     """Load both engines, compare, then time. Raises UserError for options that cannot work.
 
-    Contexts are as long as the prompts need unless an option says otherwise, for two engines share the memory.
+    Contexts are as long as the prompts need unless an option says otherwise, for two engines share the memory. Prompts
+    come again and again, so there is no prefix cache: each time is of the whole work.
     """
     if options.transformers and importlib.util.find_spec("transformers") is None:
         raise ConfigError("--transformers: the library is not installed; pip install transformers")
@@ -122,11 +128,12 @@ def run(model: str | None, engine_options: dict[str, Any], options: BenchOptions
     if config.draft is None:
         raise ConfigError("bench compares with a draft head; give --speculative-draft-model-path, not NONE")
     folder = resolve_folder(config.model)
-    tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
+    tokenizer = open_tokenizer(folder)
     prompts = read_prompts(options.prompts, options.num_prompts, tokenizer)
     longest = max(options.max_tokens, (options.rounds + _SPARE_ROUNDS) * config.shape.commit_width)
-    context = min(up_to_step(max(map(len, prompts)) + longest), target_spec(folder).max_positions)
+    context = min(up_to_step(max(map(len, prompts)) + longest), target_spec(folder).config.max_positions)
     sized = {"max_running_requests": options.batch_size, "context_length": context, **engine_options}
+    sized["disable_radix_cache"] = True
     both = (plain_options(sized), sized)
     cases = [_timed_case(EngineConfig.of(model, **each), prompts, options) for each in both]
     plain, speculative = (LLM(model, **each) for each in both)
@@ -166,10 +173,12 @@ def run(model: str | None, engine_options: dict[str, Any], options: BenchOptions
         acceptance_by_depth=acceptance_by_depth(accept_lens, shape.num_steps),
         plain=_spread(columns[0]),
         speculative=_spread(columns[1]),
-        speedup=statistics.median(row[1] / row[0] for row in rates),
+        speedup=_median_ratio(rates, 1, 0),
         transformers=_spread(columns[2]) if options.transformers else None,
-        speedup_over_transformers=statistics.median(row[1] / row[2] for row in rates) if options.transformers else None,
+        speedup_over_transformers=_median_ratio(rates, 1, 2) if options.transformers else None,
+        plain_over_transformers=_median_ratio(rates, 0, 2) if options.transformers else None,
         machine=machine,
+        products=speculative.engine.products,
         rounds=tuple(measure(llm, *case, machine, 0.0) for llm, case in zip((plain, speculative), cases, strict=True)),
     )
 
@@ -179,7 +188,7 @@ def _timed_case(config: EngineConfig, prompts: list[list[int]], options: BenchOp
 
     Raises UserError for what the engine would refuse, for prompts too long, and if there is no room for a round.
     """
-    layout, lengths = read_blueprint(config, Layout).layout, sorted(map(len, prompts))
+    layout, lengths = read_blueprint(config).layout, sorted(map(len, prompts))
     width, context = config.shape.commit_width, layout.max_context
     if lengths[-1] >= context:
         raise ConfigError(
@@ -226,6 +235,11 @@ def _timed(one: Callable[[], int]) -> float:
     started_s = time.perf_counter()
     tokens = one()
     return tokens / (time.perf_counter() - started_s)
+
+
+def _median_ratio(rates: Sequence[Sequence[float]], over: int, under: int) -> float:
+    """Of two columns of rates, pass by pass."""
+    return statistics.median(row[over] / row[under] for row in rates)
 
 
 def _spread(values: Sequence[float]) -> Rate:

@@ -1,18 +1,20 @@
 """The floor of a round: the bytes it cannot avoid to move and the operations it cannot avoid to do.
 
-A forward streams its weights once, in the engine's dtype (in 12 bits, as they may be kept too, they take less), reads
-the K/V of every row's context, writes the new K/V and the logits; the floor is the larger of bytes over the copy
-bandwidth and operations over the matrix rate. Activations count as free, and so does everything that is not a matrix
-product. A round is one verify, S - 1 draft levels and one draft extend.
+A forward streams its weights once, in the engine's dtype, reads the K/V of every row's context, writes the new K/V and
+the logits; the floor is the larger of bytes over the copy bandwidth and operations over the matrix rate. Activations
+count as free, and so does everything that is not a matrix product. A round is one verify, S - 1 draft levels and one
+draft extend. Weights that are read in 12 bits take less: that is the floor of the bytes really read.
 """
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 
 from treetop.bench.machine import Machine
-from treetop.models.eagle3 import Eagle3Head
-from treetop.models.llama import Llama
-from treetop.models.spec import Eagle3Spec, ModelSpec
+from treetop.drafts.protocol import Drafter, DrafterSpec
+from treetop.kernels.linear import FewRowsGated, FewRowsLinear
+from treetop.models.registry import TargetSpec
+from treetop.models.spec import AttentionSpec
+from treetop.models.target import Target
 from treetop.types.layout import SpecShape
 from treetop.types.phase import Phase
 
@@ -23,6 +25,10 @@ class Work:
 
     bytes: float
     flop: float
+
+    def without(self, saved: int) -> "Work":
+        """The same with fewer bytes."""
+        return Work(self.bytes - saved, self.flop)
 
     def seconds(self, machine: Machine) -> float:
         return max(self.bytes / machine.bytes_per_s, self.flop / machine.flop_per_s)
@@ -38,43 +44,59 @@ class Case:
     element_size: int
 
 
-def round_floor(target: ModelSpec, head: Eagle3Spec | None, case: Case, machine: Machine) -> dict[Phase, float]:
-    """Seconds that each phase of a round takes at least. head: None for plain decoding."""
-    shape = case.shape
-    verify = forward_work(target, target_parameters(target), case, shape.num_draft_tokens, target.vocab_size)
-    floor = {Phase.DRAFT: 0.0, Phase.VERIFY: verify.seconds(machine)}
-    if head is not None:
-        parameters, fuse = head_parameters(head)
-        level = forward_work(head.layer, parameters, case, shape.topk, head.draft_vocab_size)
-        floor[Phase.DRAFT] = max(shape.num_steps - 1, 0) * level.seconds(machine)
-        extend = forward_work(head.layer, parameters + fuse, case, shape.commit_width, 0)
+def round_floor(
+    target: TargetSpec,
+    draft: DrafterSpec | None,
+    case: Case,
+    machine: Machine,
+    saved: Mapping[Phase, int] | None = None,
+) -> dict[Phase, float]:
+    """Seconds that each phase of a round takes at least. draft: None for plain decoding.
+
+    saved: bytes of weights that a forward of a phase does not read, see `saved_bytes`.
+    """
+    shape, model, less = case.shape, target.config, {phase: (saved or {}).get(phase, 0) for phase in Phase}
+    attention = [layer.attention for layer in model.layers]
+    verify = forward_work(attention, target.streamed, case, shape.num_draft_tokens, model.vocab_size)
+    floor = {Phase.DRAFT: 0.0, Phase.VERIFY: verify.without(less[Phase.VERIFY]).seconds(machine)}
+    if draft is not None:
+        read = draft.streamed
+        vocab = draft.vocab_size if read.output else 0  # without products there are no logits either
+        level = forward_work(draft.attention, read.layers + read.output, case, shape.topk, vocab)
+        floor[Phase.DRAFT] = max(shape.num_steps - 1, 0) * level.without(less[Phase.DRAFT]).seconds(machine)
+        numbers = read.layers + read.fuse + read.output
+        extend = forward_work(draft.attention, numbers, case, shape.commit_width, 0)
         # Only the last column of a row proposes: one row of logits each, and of products with the output matrix.
-        logits, silent = case.batch * head.draft_vocab_size, shape.commit_width - 1
-        unused = 2 * head.layer.hidden_size * logits * silent
+        logits, unused = case.batch * vocab, 2 * read.output * case.batch * (shape.commit_width - 1)
         extend = Work(extend.bytes + case.element_size * logits, extend.flop - unused)
-        floor[Phase.EXTEND] = extend.seconds(machine)
+        floor[Phase.EXTEND] = extend.without(less[Phase.EXTEND]).seconds(machine)
     return floor
 
 
-def forward_work(spec: ModelSpec, parameters: int, case: Case, queries: int, vocab: int) -> Work:
-    """One forward of `queries` tokens a row, each with `vocab` logits."""
+def saved_bytes(target: Target, drafter: Drafter | None, shape: SpecShape, rows: int) -> dict[Phase, int]:
+    """Bytes of weights that a forward of each phase does not read, since it reads some in 12 bits.
+
+    rows: of the batch, with its padding.
+    """
+    saved = {Phase.VERIFY: _saved(target.products, rows * shape.num_draft_tokens)}
+    if drafter is not None:
+        made = drafter.products
+        saved[Phase.DRAFT] = _saved([*made.layers, *made.output], rows * shape.topk)
+        saved[Phase.EXTEND] = _saved([*made.layers, *made.fuse], rows * shape.commit_width) + _saved(made.output, rows)
+    return saved
+
+
+def _saved(products: Iterable[object], rows: int) -> int:
+    few = (each for each in products if isinstance(each, FewRowsLinear | FewRowsGated))
+    return sum(each.saved_bytes(rows) for each in few)
+
+
+def forward_work(layers: Sequence[AttentionSpec], numbers: int, case: Case, queries: int, vocab: int) -> Work:
+    """One forward of `queries` tokens a row, each with `vocab` logits. numbers: of the weights that it streams."""
     tokens, size = case.batch * queries, case.element_size
-    kv = 2 * spec.kv_heads * spec.head_dim * size  # bytes of a token in a layer
-    seen = [case.context if window is None else min(case.context, window) for window in spec.windows]
-    moved = size * parameters + case.batch * kv * sum(seen) + tokens * (kv * spec.num_layers + size * vocab)
-    attention = 4 * spec.num_heads * spec.head_dim * sum(seen)
-    return Work(moved, tokens * (2 * parameters + attention))
-
-
-def target_parameters(spec: ModelSpec) -> int:
-    """Parameters a target's forward streams: its layers and its output matrix; an embedding is looked up."""
-    shapes = {name: shape for name, shape in Llama.shapes(spec).items() if len(shape) > 1}
-    embedding = prod(shapes.pop("model.embed_tokens.weight"))
-    return sum(prod(shape) for shape in shapes.values()) + (embedding if spec.tied_embeddings else 0)
-
-
-def head_parameters(spec: Eagle3Spec) -> tuple[int, int]:
-    """Parameters a draft level streams, and those that draft extend adds: the fusing of the target's features."""
-    shapes = {name: prod(shape) for name, shape in Eagle3Head.shapes(spec).items() if len(shape) > 1}
-    fuse = shapes.pop("fc.weight")
-    return sum(shapes.values()), fuse
+    seen = [case.context if layer.window is None else min(case.context, layer.window) for layer in layers]
+    read = sum(layer.kv.numbers * length for layer, length in zip(layers, seen, strict=True))
+    written = sum(layer.kv.numbers for layer in layers)
+    moved = size * (numbers + case.batch * read + tokens * (written + vocab))
+    attention = sum(4 * layer.num_heads * layer.head_dim * length for layer, length in zip(layers, seen, strict=True))
+    return Work(moved, tokens * (2 * numbers + attention))

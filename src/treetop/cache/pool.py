@@ -14,7 +14,7 @@ from treetop.types.layout import KVGroup, Layout
 
 @dataclass(frozen=True, slots=True)
 class KVPool:
-    """All pages of one group. data: [layers, num_pages * page_size, 2, kv_heads, head_dim]."""
+    """All pages of one group. data: [layers, num_pages * page_size, *group.kv.shape]."""
 
     group: KVGroup
     data: Tensor
@@ -31,6 +31,6 @@ def make_pools(
     pools = {}
     for group in layout.groups:
         slots = layout.num_pages[group.name] * layout.page_size
-        shape = (group.num_layers, slots, 2, group.kv_heads, group.head_dim)
+        shape = (group.num_layers, slots, *group.kv.shape)
         pools[group.name] = KVPool(group, zeros(shape, dtype))
     return pools

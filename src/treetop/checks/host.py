@@ -1,15 +1,11 @@
 """Level 1: plans and results are checked on the host before they reach the device, in time O(rows)."""
 
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from treetop.types.errors import CheckError
 from treetop.types.ids import Row
 from treetop.types.layout import Layout
 from treetop.types.messages import Chunk, PageEdit, RoundPlan, RowResult, StepPlan
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class PlanChecker:
@@ -58,14 +54,33 @@ def check_padded(padded: Sequence[int], rows: Sequence[Row], layout: Layout) -> 
         _within("padding of the row list", row, row, layout.dummy_row, layout.dummy_row)
 
 
-def check_emitted(token_ids: Sequence[int], stop_ids: Collection[int], reason: str | None, limit: int) -> None:
+def check_emitted(token_ids: Sequence[int], stop_ids: frozenset[int], reason: str | None, limit: int) -> None:
     """Nothing follows a stop token, no more than `limit` tokens are emitted, and the reason says which (sgl-33758)."""
+    if stop_ids.isdisjoint(token_ids) and len(token_ids) <= limit:
+        return
     last = len(token_ids) - 1
     for index, token in enumerate(token_ids):
         if token in stop_ids and (index != last or reason != "stop"):
             raise CheckError(f"emitted tokens: stop token {token} at {index} of {len(token_ids)}, reason {reason}")
     if len(token_ids) > limit:
         raise CheckError(f"emitted tokens: {len(token_ids)}, more than the {limit} that are left")
+
+
+def check_cached(row: Row, num_cached: int, num_committed: int) -> None:
+    """The prefix cache is given no token whose K/V are not committed."""
+    _within("tokens for the prefix cache", row, num_cached, 0, num_committed)
+
+
+def check_cell(edit: PageEdit, pages: Sequence[int] | None) -> None:
+    """A page-table cell is to hold what its row's lease holds there.
+
+    pages: the lease's, by column; None if no request has the row.
+    """
+    if pages is None or edit.column >= len(pages) or pages[edit.column] != edit.page:
+        raise CheckError(
+            f"page_table.{edit.group} cell: row {edit.row}, column {edit.column} is to hold page {edit.page}, which"
+            " the request in this row does not hold there"
+        )
 
 
 def check_round(plan: RoundPlan, layout: Layout) -> None:
@@ -89,12 +104,6 @@ def check_result(result: RowResult, vocab_size: int, commit_width: int) -> None:
     _within("number of tokens", result.row, len(result.tokens), 0, commit_width)
     for token in result.tokens:
         _within("token", result.row, token, 0, vocab_size - 1)
-
-
-def check_own_memory(name: str, handed: "Tensor", buffer: "Tensor") -> None:
-    """A result that is handed out has memory of its own (sgl-23037)."""
-    if handed.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr():
-        raise CheckError(f"result {name}: shares memory with the round's buffers")
 
 
 def _within(what: str, row: int, value: int, low: int, high: int) -> None:

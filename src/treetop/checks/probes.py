@@ -21,20 +21,24 @@ _PHASES = list(Phase)
 
 @dataclass(frozen=True, slots=True)
 class Probes:
-    """record: [7] int64 on the device, all zero while nothing fired. enabled False makes every probe the identity."""
+    """record: [7] int64 on the device, all zero while nothing fired. enabled False makes every probe the identity.
+
+    dummy_row: whose values mean nothing, so that they need not be finite.
+    """
 
     record: Tensor
     enabled: bool
+    dummy_row: int
     names: list[str] = field(default_factory=list)
 
     @classmethod
-    def make(cls, device: torch.device, enabled: bool) -> "Probes":
-        return cls(torch.zeros(RECORD, dtype=torch.int64, device=device), enabled)
+    def make(cls, device: torch.device, enabled: bool, dummy_row: int) -> "Probes":
+        return cls(torch.zeros(RECORD, dtype=torch.int64, device=device), enabled, dummy_row)
 
     def nan(self, x: Tensor, name: str, phase: Phase, rows: Tensor) -> None:
-        """Fire if a live part of x [rows, ...] is not finite; rows: [rows] int64, for the message."""
+        """Fire if x [rows, ...] is not finite in a live row. rows: [rows] int64."""
         if self.enabled and x.numel():
-            bad = ~torch.isfinite(x).view(x.shape[0], -1).all(dim=1)
+            bad = ~torch.isfinite(x).view(x.shape[0], -1).all(dim=1) & (rows != self.dummy_row)
             self._fire(bad, rows, torch.zeros_like(rows), (NAN, name, phase, 0, 0))
 
     def index(self, x: Tensor, low: Tensor | int, high: int | Tensor, name: str, phase: Phase, rows: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ Two KV groups in one target are where window faults live (sgl-24617); no small p
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from treetop.models.eagle3 import Eagle3Head
-from treetop.models.llama import Llama
-from treetop.models.spec import WINDOWED, eagle3_spec, target_spec
+from treetop.drafts.registry import drafter_spec
+from treetop.models.params import Param, stored_tensors
+from treetop.models.registry import target_spec
 
 _TARGET: dict[str, Any] = {
-    "architectures": [WINDOWED],
+    "architectures": ["WindowedLlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": 96,
     "hidden_size": 32,
@@ -46,20 +47,28 @@ _HEAD: dict[str, Any] = {
 }
 
 
+ZERO_AFTER_ZERO = 67
+"""A seed whose target, with a window of 12, chooses token 0 after token 0: what the dummy row is made of."""
+
+
 def write_two_group_pair(folder: Path, window: int = 12, seed: int = 0) -> tuple[Path, Path]:
     """Write target and head below `folder`; returns their folders. The same arguments give the same bytes."""
     generator = torch.Generator().manual_seed(seed)
     target, head = folder / "two-group", folder / "two-group-eagle3"
     _write_config(target, {**_TARGET, "sliding_window": window})
     spec = target_spec(target)
-    _write_tensors(target, {name: _random(shape, generator) for name, shape in Llama.shapes(spec).items()})
+    _write_tensors(target, _random_tensors(spec.params, generator))
     _write_config(head, _HEAD)
-    draft = eagle3_spec(head, spec)
-    tensors = {name: _random(shape, generator) for name, shape in Eagle3Head.shapes(draft).items()}
-    chosen = torch.randperm(spec.vocab_size, generator=generator)[: draft.draft_vocab_size].sort().values
-    tensors["d2t"] = chosen - torch.arange(draft.draft_vocab_size)
+    draft = drafter_spec(head, spec.config, dummy=True)  # it has no tensors yet
+    tensors = _random_tensors(draft.params, generator)
+    chosen = torch.randperm(spec.config.vocab_size, generator=generator)[: draft.vocab_size].sort().values
+    tensors["d2t"] = chosen - torch.arange(draft.vocab_size)
     _write_tensors(head, tensors)
     return target, head
+
+
+def _random_tensors(params: Sequence[Param], generator: torch.Generator) -> dict[str, Tensor]:
+    return {name: _random(stored.shape, generator) for name, stored in stored_tensors(params).items()}
 
 
 def _random(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from treetop.debug.oracle import DensePair, OracleNode
 from treetop.debug.two_group import write_two_group_pair
-from treetop.engine.pure import Pure
 from treetop.server.llm import LLM
 from treetop.types.ids import PageId
 from treetop.types.layout import SpecShape
@@ -110,6 +109,7 @@ class Conformance:
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="treetop-conformance-")
         self._pairs: dict[int | None, tuple[Path, Path, DensePair]] = {}
+        self._seeded: dict[int, tuple[str, str]] = {}
 
     def __enter__(self) -> "Conformance":
         for window in (None, WINDOW):
@@ -121,19 +121,20 @@ class Conformance:
     def __exit__(self, *_: object) -> None:
         self._folder.cleanup()
 
-    def pair(self, window: int | None) -> tuple[str, str]:
-        """Folders of the pair with this window."""
-        target, head, _ = self._pairs[window]
-        return str(target), str(head)
+    def pair(self, seed: int) -> tuple[str, str]:
+        """Folders of the pair with windows that this seed makes."""
+        if seed not in self._seeded:
+            target, head = write_two_group_pair(Path(self._folder.name) / f"seed-{seed}", WINDOW, seed)
+            self._seeded[seed] = (str(target), str(head))
+        return self._seeded[seed]
 
-    def run(self, case: Case, pure: Pure | None = None, device: str = "auto") -> Outcome:
-        """Run one case to its end or its first difference. pure: with a fault, which then runs without guards."""
+    def run(self, case: Case, device: str = "auto", check_level: int = 3) -> Outcome:
+        """Run one case to its end or its first difference."""
         target, head, oracle = self._pairs[case.window]
         shape = case.shape
         llm = LLM(
             str(target),
             str(head),
-            pure=pure,
             device=device,
             dtype=case.dtype,
             page_size=case.page_size,
@@ -143,7 +144,7 @@ class Conformance:
             max_running_requests=8,
             context_length=96,
             chunked_prefill_size=7,
-            check_level=3 if pure is None else 0,
+            check_level=check_level,
             speculative_num_steps=shape.num_steps,
             speculative_eagle_topk=shape.topk,
             speculative_num_draft_tokens=shape.num_draft_tokens,

@@ -12,7 +12,6 @@ from treetop.attention.capabilities import CAPABILITIES, refusal
 from treetop.attention.registry import BACKENDS, make_backend
 from treetop.engine.build import Blueprint
 from treetop.kernels.triton_guard import gpu_traits
-from treetop.models.loader import check_eagle3, check_target
 from treetop.types.layout import Layout
 from treetop.types.phase import Phase
 from treetop.version import __version__
@@ -79,9 +78,9 @@ def checkpoint(blueprint: Blueprint) -> list[tuple[str, str]]:
     if blueprint.place.dummy:
         return [("target", "random weights (--load-format dummy)")]
     words = "tensors of the right names and shapes; values unread"
-    rows = [("target", f"{blueprint.target[0]}: {check_target(*blueprint.target)} {words}")]
+    rows = [("target", f"{blueprint.target.folder}: {blueprint.target.check()} {words}")]
     if blueprint.draft is not None:
-        rows.append(("draft", f"{blueprint.draft[0]}: {check_eagle3(*blueprint.draft)} {words}"))
+        rows.append(("draft", f"{blueprint.draft.folder}: {blueprint.draft.check()} {words}"))
     return rows
 
 

@@ -23,7 +23,7 @@ class RoundBuffers:
     """rows: the graph input. tree, places: written by DRAFT. accepted, features: written by VERIFY.
 
     features: [max_requests, S + 1, 3 * hidden], of the accepted path's nodes, all auxiliary layers side by side.
-    Tails: group -> [layers, max_requests, capacity, 2, kv_heads, head_dim], each scratch of one phase.
+    Tails: group -> [layers, max_requests, capacity, *kv.shape], each scratch of one phase.
     """
 
     rows: Tensor
@@ -79,7 +79,7 @@ def make_round_buffers(
     b, t, w, long = layout.max_requests, layout.verify_tail, layout.commit_width, torch.int64
 
     def tails(groups: list[KVGroup], capacity: int) -> dict[GroupName, Tensor]:
-        return {g.name: zeros((g.num_layers, b, capacity, 2, g.kv_heads, g.head_dim), dtype) for g in groups}
+        return {g.name: zeros((g.num_layers, b, capacity, *g.kv.shape), dtype) for g in groups}
 
     target = [group for group in layout.groups if not group.is_draft]
     draft = [group for group in layout.groups if group.is_draft]

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -14,101 +13,95 @@ from treetop.attention.registry import make_backend
 from treetop.cache.pool import KVPool, make_pools
 from treetop.checks.poison import RedZones
 from treetop.checks.probes import Probes
+from treetop.drafts.protocol import DrafterSpec
+from treetop.drafts.registry import drafter_spec
 from treetop.engine.buffers import Zeros, make_round_buffers
-from treetop.engine.copies import with_copies
+from treetop.engine.copies import CpuWeights, with_copies, with_second_orders
 from treetop.engine.cuda_graphs import num_graphs
 from treetop.engine.device import Device
 from treetop.engine.memory import (
+    SMALL_CHUNK,
     Budget,
     Memory,
     MemoryUse,
     activation_allowance,
+    chunk_of_gpu,
     fit,
     memory_of,
     out_of_memory_explained,
     step_bytes,
 )
-from treetop.engine.pure import Pure
 from treetop.engine.rehearsal import rehearse
 from treetop.engine.round_ops import make_round_ops
 from treetop.engine.state import make_state
 from treetop.engine.trial import peak_bytes
-from treetop.models.eagle3 import Eagle3Head
-from treetop.models.llama import Llama
-from treetop.models.loader import (
-    Placement,
-    compute_device,
-    compute_dtype,
-    load_eagle3,
-    load_target,
-    read_eagle3_spec,
-    resolve_folder,
-)
-from treetop.models.spec import Eagle3Spec, ModelSpec, target_spec
+from treetop.kernels.products import ChosenProduct, choose_products
+from treetop.models.loader import Placement, compute_device, compute_dtype, resolve_folder, weight_bytes
+from treetop.models.registry import TargetSpec, target_spec
+from treetop.models.spec import AttentionSpec, ModelConfig
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
 from treetop.types.ids import DRAFT, FULL, WINDOW, GroupName
-from treetop.types.layout import PLAIN, KVGroup, Layout
+from treetop.types.layout import KVGroup, Layout
 
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
     """Everything that is known before a weight is read.
 
-    target, draft: folder and spec. layout: with pools as large as the estimate lets them be. need: what attention has
-    to do. use: that estimate of memory.
+    layout: with pools as large as the estimate lets them be. need: what attention has to do. use: that estimate of
+    memory. weights: whose products are chosen by timing.
     """
 
     config: EngineConfig
-    target: tuple[Path, ModelSpec]
-    draft: tuple[Path, Eagle3Spec] | None
+    target: TargetSpec
+    draft: DrafterSpec | None
     layout: Layout
     place: Placement
     need: Need
     use: MemoryUse
+    weights: CpuWeights
 
 
-def read_blueprint(config: EngineConfig, kind: type[Layout]) -> Blueprint:
+def read_blueprint(config: EngineConfig) -> Blueprint:
     """Read the checkpoints' configs, and check every option against them and against the device's memory.
 
-    kind: `Layout`, or a faulty twin. Raises UserError for what cannot work, before any weight is read.
+    Raises UserError for what cannot work, before any weight is read.
     """
-    folder = resolve_folder(config.model)
-    target = (folder, target_spec(folder))
-    draft = None
-    if config.draft is not None:
-        folder = resolve_folder(config.draft)
-        draft = (folder, read_draft_spec(config, folder, target[1]))
-    layout = make_layout(config, target[1], draft[1] if draft is not None else None, kind)
+    target = target_spec(resolve_folder(config.model))
+    draft = None if config.draft is None else read_draft_spec(config, config.draft, target.config)
+    layout = make_layout(config, target.config, draft)
     device = compute_device(config.device)
     dtype = compute_dtype(config.dtype, device)
     place = Placement(dtype, device, layout.max_positions, config.load_format == "dummy")
-    memory, specs = memory_of(device), (target[1], draft[1] if draft is not None else None)
-    static = _static_estimate(layout, *specs, dtype)
+    memory, static = memory_of(device), _static_estimate(layout, target, draft, dtype)
     memory = Memory(memory.total, memory.free - static)
-    allowance = _cpu_allowance(config, memory, place, layout, target[1])
+    allowance = _cpu_allowance(config, memory, place, layout, target.config)
     budget = Budget(memory, static, allowance, config.mem_fraction_static)
-    budget = with_copies(config, place, budget, layout, *specs)
+    budget = with_copies(config, place, budget, layout, target, draft)
     place = replace(place, compressed=budget.copies > 0)
+    budget, weights = with_second_orders(config, place, budget, layout, target, draft)
     layout = fit(layout, dtype.itemsize, budget, config.max_total_tokens)
-    need = backend_need(layout, target[1], draft, place)
+    need = backend_need(layout, target.config, draft, place)
     if config.attention_backend != "auto":
         require(config.attention_backend, need)
-    return Blueprint(config, target, draft, layout, place, need, MemoryUse(layout, dtype.itemsize, budget))
+    use = MemoryUse(layout, dtype.itemsize, budget)
+    return Blueprint(config, target, draft, layout, place, need, use, weights)
 
 
-def make_layout(config: EngineConfig, spec: ModelSpec, draft: Eagle3Spec | None, kind: type[Layout]) -> Layout:
+def make_layout(config: EngineConfig, model: ModelConfig, draft: DrafterSpec | None) -> Layout:
     """The capacity algebra of a configuration and its models; the pools as large as rows can use, or as asked."""
-    context = config.context_length or spec.max_positions
-    if context > spec.max_positions:
-        raise ConfigError(f"--context-length {context} exceeds the model's {spec.max_positions} positions")
-    groups = tuple(_groups(spec, draft))
-    layout = kind(
-        shapes=(PLAIN,) if config.shape == PLAIN else (PLAIN, config.shape),
+    context = config.context_length or model.max_positions
+    if context > model.max_positions:
+        raise ConfigError(f"--context-length {context} exceeds the model's {model.max_positions} positions")
+    groups = tuple(KVGroup(name, len(of), of[0].kv, of[0].window) for name, of in layer_groups(model, draft).items())
+    chunk = config.chunked_prefill_size or _default_chunk(config, groups)
+    layout = Layout(
+        shapes=(config.shape,),
         page_size=config.page_size,
         max_requests=config.max_running_requests,
         max_context=context,
-        chunk=min(config.chunked_prefill_size, config.max_running_requests * context),  # a step can hold no more
+        chunk=min(chunk, config.max_running_requests * context),  # a step can hold no more
         groups=groups,
         pool_tokens=config.max_total_tokens or 0,
         lag=choose_lag(config),
@@ -116,17 +109,13 @@ def make_layout(config: EngineConfig, spec: ModelSpec, draft: Eagle3Spec | None,
     if config.max_total_tokens is None:
         layout = replace(layout, pool_tokens=layout.tokens_for_all)
     layout.validate()
-    if config.radix_cache and any(group.window is not None for group in groups):
-        raise ConfigError("--enable-radix-cache does not work with a model that has windows")
     return layout
 
 
 def choose_lag(config: EngineConfig) -> int:
     """Steps in flight: 2 if host and device overlap, else 1. Raises ConfigError if --overlap cannot be."""
     device = compute_device(config.device)
-    name, need = config.attention_backend, Need(compute_dtype(config.dtype, device), device)
-    if name == "auto":
-        name = "torch" if refusal("triton", need) is not None else "triton"
+    name = _attends(config, device)
     able = CAPABILITIES[name]
     if config.overlap and able.needs_host_extents:
         raise ConfigError(
@@ -137,78 +126,96 @@ def choose_lag(config: EngineConfig) -> int:
     return 2 if wanted and not able.needs_host_extents else 1
 
 
+def _attends(config: EngineConfig, device: torch.device) -> str:
+    """The attention backend; of `auto` the one that it falls back to."""
+    if config.attention_backend != "auto":
+        return config.attention_backend
+    return "torch" if refusal("triton", Need(compute_dtype(config.dtype, device), device)) is not None else "triton"
+
+
+def _default_chunk(config: EngineConfig, groups: tuple[KVGroup, ...]) -> int:
+    """Prompt tokens of a prefill step if the configuration does not say."""
+    device = compute_device(config.device)
+    if device.type == "cpu" or _attends(config, device) == "torch":
+        return SMALL_CHUNK
+    return chunk_of_gpu(memory_of(device).total, [group.window for group in groups if group.window is not None])
+
+
 def captures(config: EngineConfig, device: torch.device, able: Capabilities) -> bool:
     """Whether rounds run as captured CUDA graphs."""
     return config.graphs == "auto" and device.type == "cuda" and able.captures
 
 
-def read_draft_spec(config: EngineConfig, folder: Path, target: ModelSpec) -> Eagle3Spec:
-    """The draft head's spec, and whether the options fit it."""
-    spec = read_eagle3_spec(folder, target, config.speculative_algorithm, config.load_format == "dummy")
-    if config.speculative_eagle_topk > spec.draft_vocab_size:
+def read_draft_spec(config: EngineConfig, draft: str, target: ModelConfig) -> DrafterSpec:
+    """The drafter's spec, and whether the options fit it."""
+    dummy = config.load_format == "dummy"
+    spec = drafter_spec(resolve_folder(draft, "draft"), target, config.speculative_algorithm, dummy)
+    if config.speculative_eagle_topk > spec.vocab_size:
         raise ConfigError(
             f"--speculative-eagle-topk {config.speculative_eagle_topk} exceeds the draft vocabulary of"
-            f" {spec.draft_vocab_size}"
+            f" {spec.vocab_size}"
         )
     return spec
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A device with its memory. zones: at check level 3, between which every buffer lies. use: where memory went."""
+    """A device with its memory. zones: at check level 3, between which every buffer lies. use: where memory went.
+
+    products: on a CPU, how products with weights are taken.
+    """
 
     device: Device
     zones: RedZones | None
     use: MemoryUse
+    products: tuple[ChosenProduct, ...]
 
 
-def build_device(blueprint: Blueprint, pure: Pure) -> Built:
+def build_device(blueprint: Blueprint) -> Built:
     """Load weights, make tables and buffers, try the worst steps, and give what is left to the pools.
 
     Raises CapacityError if what is left does not hold one request, EngineError if memory runs out on the way.
     """
     config, place = blueprint.config, blueprint.place
+    products = choose_products(blueprint.weights.shapes, place.dtype, blueprint.weights.orders)
     with out_of_memory_explained("loading weights and trying the worst steps", place.device, blueprint.use):
         before = _allocated(place.device)
-        device, zones, zeros = _without_pools(blueprint, pure)
+        device, zones, zeros = _without_pools(blueprint, replace(place, products=products))
         static = _allocated(place.device) - before or blueprint.use.budget.static
         allowance = _gpu_allowance(config, device) if place.device.type == "cuda" else 0
     memory = memory_of(place.device)
-    allowance = allowance or _cpu_allowance(config, memory, place, blueprint.layout, blueprint.target[1])
+    allowance = allowance or _cpu_allowance(config, memory, place, blueprint.layout, blueprint.target.config)
     budget = Budget(memory, static, allowance, config.mem_fraction_static, blueprint.use.budget.copies)
     layout = fit(blueprint.layout, place.dtype.itemsize, budget, config.max_total_tokens)
     use = MemoryUse(layout, place.dtype.itemsize, budget)
     with out_of_memory_explained("making the KV pools", place.device, use):
         pools = make_pools(layout, place.dtype, zeros)
-    return Built(_with_pools(device, layout, pools), zones, use)
+    return Built(_with_pools(device, layout, pools), zones, use, tuple(products.values()))
 
 
-def _without_pools(blueprint: Blueprint, pure: Pure) -> tuple[Device, RedZones | None, Zeros]:
+def _without_pools(blueprint: Blueprint, place: Placement) -> tuple[Device, RedZones | None, Zeros]:
     """The device as yet without pools; the red zones, and what makes buffers."""
-    config, place, spec = blueprint.config, blueprint.place, blueprint.target[1]
+    config, draft = blueprint.config, blueprint.draft
     backend = make_backend(config.attention_backend, blueprint.need)
     zones = RedZones(place.device) if config.check_level >= 3 else None
     zeros: Zeros = zones.zeros if zones is not None else partial(zeros_on, place.device)
-    aux = blueprint.draft[1].aux_inputs if blueprint.draft is not None else ()
-    target = load_target(*blueprint.target, aux, place)
-    head = load_eagle3(*blueprint.draft, target, place) if blueprint.draft is not None else None
-    layout = blueprint.layout
+    layout, aux = blueprint.layout, draft.aux_inputs if draft is not None else ()
+    target = blueprint.target.load(aux, place)
+    hidden_size = blueprint.target.config.hidden_size
     device = Device(
         layout=layout,
-        pure=pure,
         check_level=config.check_level,
         simulate_accept_length=config.simulate_accept_length,
         target=target,
-        head=head,
+        drafter=draft.load(target, place) if draft is not None else None,
         backend=backend,
-        ops=place.ops,
-        round_ops=make_round_ops(pure, layout, place.dtype, place.device),
+        round_ops=make_round_ops(layout, place.dtype, place.device),
         pools={},
-        state=make_state(layout, head.spec.layer.hidden_size if head is not None else None, place.dtype, zeros),
-        buffers=make_round_buffers(layout, len(aux), spec.hidden_size, place.dtype, zeros),
+        state=make_state(layout, draft.state_size if draft is not None else None, place.dtype, zeros),
+        buffers=make_round_buffers(layout, len(aux), hidden_size, place.dtype, zeros),
         target_layers=[],
         draft_layers=[],
-        probes=Probes.make(place.device, config.check_level >= 2),
+        probes=Probes.make(place.device, config.check_level >= 2, layout.dummy_row),
     )
     return device, zones, zeros
 
@@ -216,28 +223,28 @@ def _without_pools(blueprint: Blueprint, pure: Pure) -> tuple[Device, RedZones |
 def _with_pools(device: Device, layout: Layout, pools: dict[GroupName, KVPool]) -> Device:
     """The device over these pools, which are the layout's."""
     layers = {name: pool.layers() for name, pool in pools.items()}
-    target_layers = _in_order(device.target.spec, layers)
+    target_layers = _in_order(device.target.config, layers)
     return replace(device, layout=layout, pools=pools, target_layers=target_layers, draft_layers=layers.get(DRAFT, []))
 
 
-def _static_estimate(layout: Layout, spec: ModelSpec, draft: Eagle3Spec | None, dtype: torch.dtype) -> int:
+def _static_estimate(layout: Layout, target: TargetSpec, draft: DrafterSpec | None, dtype: torch.dtype) -> int:
     """Bytes of weights, tables and buffers, from their shapes: no less than that will be taken."""
-    numbers = sum(prod(shape) for shape in Llama.shapes(spec).values())
+    weights = weight_bytes(target.params, dtype)
     if draft is not None:
-        numbers += sum(prod(shape) for shape in Eagle3Head.shapes(draft).values())
-        numbers += draft.layer.vocab_size * draft.layer.hidden_size  # the head norms the embedding once, into its own
+        weights += weight_bytes(draft.params, dtype) + draft.derived * dtype.itemsize
     made: list[int] = []
 
     def counted(shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
         made.append(prod(shape) * kind.itemsize)
         return torch.empty(shape, dtype=kind, device="meta")
 
-    make_state(layout, draft.layer.hidden_size if draft is not None else None, dtype, counted)
-    make_round_buffers(layout, len(draft.aux_inputs) if draft is not None else 0, spec.hidden_size, dtype, counted)
-    return numbers * dtype.itemsize + sum(made)
+    hidden_size, aux = target.config.hidden_size, draft.aux_inputs if draft is not None else ()
+    make_state(layout, draft.state_size if draft is not None else None, dtype, counted)
+    make_round_buffers(layout, len(aux), hidden_size, dtype, counted)
+    return weights + sum(made)
 
 
-def _cpu_allowance(config: EngineConfig, memory: Memory, place: Placement, layout: Layout, spec: ModelSpec) -> int:
+def _cpu_allowance(config: EngineConfig, memory: Memory, place: Placement, layout: Layout, model: ModelConfig) -> int:
     """On a CPU nothing measures a peak: the worst step and the fraction's rest of what is free stay free.
 
     A GPU's is measured later.
@@ -245,7 +252,7 @@ def _cpu_allowance(config: EngineConfig, memory: Memory, place: Placement, layou
     if place.device.type != "cpu":
         return 0
     rest = int((1 - config.mem_fraction_static) * max(memory.free, 0))
-    return rest + step_bytes(layout, spec.vocab_size, place.dtype.itemsize)
+    return rest + step_bytes(layout, model.vocab_size, place.dtype.itemsize)
 
 
 def _gpu_allowance(config: EngineConfig, device: Device) -> int:
@@ -255,7 +262,7 @@ def _gpu_allowance(config: EngineConfig, device: Device) -> int:
     """
     able, place = device.backend.capabilities, device.buffers.rows.device
     layout = replace(device.layout, pool_tokens=0)
-    pools = make_pools(layout, device.target.embedding.dtype, partial(zeros_on, place))
+    pools = make_pools(layout, device.buffers.features.dtype, partial(zeros_on, place))
     tried = _with_pools(device, layout, pools)
     captured = captures(config, place, able)
     if captured and able.captures_first_call:
@@ -268,34 +275,40 @@ def _allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
-def backend_need(layout: Layout, spec: ModelSpec, draft_from: tuple[Path, Eagle3Spec] | None, place: Placement) -> Need:
+def backend_need(layout: Layout, model: ModelConfig, draft: DrafterSpec | None, place: Placement) -> Need:
     """What this engine asks of its attention backend."""
-    groups = []
-    for group in layout.groups:
-        heads = draft_from[1].layer.num_heads if group.is_draft and draft_from is not None else spec.num_heads
-        groups.append(GroupNeed(group.name, heads, group.kv_heads, group.head_dim, group.window))
+    groups = [
+        GroupNeed(name, of[0].num_heads, of[0].kv.heads, of[0].head_dim, of[0].window, of[0].kv.planes)
+        for name, of in layer_groups(model, draft).items()
+    ]
     queries = max(layout.verify_tail, layout.commit_width, layout.max_topk)
     rows = layout.max_requests
     return Need(place.dtype, place.device, layout.page_size, tuple(groups), layout.lag, rows, queries)
 
 
-def _groups(spec: ModelSpec, draft: Eagle3Spec | None) -> list[KVGroup]:
-    """KV groups of the target's layers by window, and the draft's."""
-    groups = []
-    for window in dict.fromkeys(spec.windows):  # distinct, in order
-        name = FULL if window is None else WINDOW
-        groups.append(KVGroup(name, spec.windows.count(window), spec.kv_heads, spec.head_dim, window))
-    if len({group.name for group in groups}) != len(groups):
-        raise ConfigError("a model with two different windows is not supported")
-    if draft is not None:
-        groups.append(KVGroup(DRAFT, 1, draft.layer.kv_heads, draft.layer.head_dim))
+def layer_groups(model: ModelConfig, draft: DrafterSpec | None) -> dict[GroupName, list[AttentionSpec]]:
+    """KV group -> its layers: the target's by window, and the drafter's. Those of a group must be alike in shape."""
+    groups: dict[GroupName, list[AttentionSpec]] = {}
+    for layer in model.layers:
+        groups.setdefault(_group_of(layer.attention), []).append(layer.attention)
+    if draft is not None and draft.attention:
+        groups[DRAFT] = list(draft.attention)
+    for name, layers in groups.items():
+        if len({layer.window for layer in layers}) != 1:
+            raise ConfigError("a model with two different windows is not supported")
+        if len({(layer.num_heads, layer.kv) for layer in layers}) != 1:
+            raise ConfigError(f"layers of KV group {name} with different heads are not supported")
     return groups
 
 
-def _in_order(spec: ModelSpec, layers: dict[GroupName, list[LayerKV]]) -> list[LayerKV]:
+def _group_of(attention: AttentionSpec) -> GroupName:
+    return FULL if attention.window is None else WINDOW
+
+
+def _in_order(model: ModelConfig, layers: dict[GroupName, list[LayerKV]]) -> list[LayerKV]:
     """The target's layers in the model's order, each with its place in its group."""
     queues = {name: iter(places) for name, places in layers.items()}
-    return [next(queues[FULL if window is None else WINDOW]) for window in spec.windows]
+    return [next(queues[_group_of(layer.attention)]) for layer in model.layers]
 
 
 def zeros_on(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -1,20 +1,24 @@
-"""Whether weights are kept in 12 bits too (`kernels.compressed`), and what that takes: decided before any is read."""
+"""Which copies of weights are kept, and what they take: in 12 bits on a GPU, in a second order on a CPU.
 
-from dataclasses import replace
+`kernels.compressed` and `kernels.products` say what for. Decided before any weight is read.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from treetop.drafts.protocol import DrafterSpec
 from treetop.engine.memory import Budget, Memory, fit, pool_bytes
 from treetop.kernels.compressed import compressed_bytes, why_not_compressed
 from treetop.kernels.linear import GatedLinear, Linear
 from treetop.kernels.ops import TorchOps
-from treetop.kernels.rope import rope_table
+from treetop.kernels.products import TIMED_DTYPES, Shape
 from treetop.kernels.triton_guard import GpuTraits, gpu_traits
-from treetop.models.eagle3 import Eagle3Head
-from treetop.models.llama import Llama
 from treetop.models.loader import Placement
-from treetop.models.spec import Eagle3Spec, ModelSpec
+from treetop.models.params import Param
+from treetop.models.registry import TargetSpec
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CapacityError, ConfigError
 from treetop.types.layout import Layout
@@ -25,8 +29,8 @@ def with_copies(
     place: Placement,
     budget: Budget,
     layout: Layout,
-    spec: ModelSpec,
-    draft: Eagle3Spec | None,
+    target: TargetSpec,
+    draft: DrafterSpec | None,
 ) -> Budget:
     """The budget with copies of the weights of these models in 12 bits, if there are to be any.
 
@@ -39,13 +43,49 @@ def with_copies(
         raise ConfigError(f"--compress-weights: {problem}; use --no-compress-weights")
     if config.compress_weights is False or problem is not None:
         return budget
-    copies, asked = copies_estimate(spec, draft, gpu_traits(place.device)), config.max_total_tokens is not None
-    left = budget.memory.free - pool_bytes(layout, place.dtype.itemsize) if asked else budget.pool_bytes
+    copies, left = copies_estimate(target, draft, gpu_traits(place.device)), _left(config, place, budget, layout)
     memory = Memory(budget.memory.total, budget.memory.free - copies)
     made = replace(budget, memory=memory, static=budget.static + copies, copies=copies)
     if config.compress_weights or (4 * copies <= left and _fits(config, place, made, layout)):
         return made
     return budget
+
+
+@dataclass(frozen=True, slots=True)
+class CpuWeights:
+    """Weights whose products are chosen by timing, by shape, and in how many orders each may be kept."""
+
+    shapes: tuple[Shape, ...] = ()
+    orders: int = 1
+
+
+def with_second_orders(
+    config: EngineConfig,
+    place: Placement,
+    budget: Budget,
+    layout: Layout,
+    target: TargetSpec,
+    draft: DrafterSpec | None,
+) -> tuple[Budget, CpuWeights]:
+    """On a CPU the budget with every weight in a second order, where these take a quarter of what pools could have.
+
+    They count as weights do, whether or not timing will want them.
+    """
+    if place.device.type != "cpu" or place.dtype not in TIMED_DTYPES:
+        return budget, CpuWeights()
+    shapes = tuple(weight.shape for weight in product_weights(target, draft))
+    size = place.dtype.itemsize * sum(n * k for n, k in shapes)
+    memory = Memory(budget.memory.total, budget.memory.free - size)
+    made = replace(budget, memory=memory, static=budget.static + size)
+    if 4 * size <= _left(config, place, budget, layout) and _fits(config, place, made, layout):
+        return made, CpuWeights(shapes, 2)
+    return budget, CpuWeights(shapes)
+
+
+def _left(config: EngineConfig, place: Placement, budget: Budget, layout: Layout) -> int:
+    """Bytes that copies could have: the pools' share, or what `--max-total-tokens` leaves."""
+    asked = config.max_total_tokens is not None
+    return budget.memory.free - pool_bytes(layout, place.dtype.itemsize) if asked else budget.pool_bytes
 
 
 def _fits(config: EngineConfig, place: Placement, budget: Budget, layout: Layout) -> bool:
@@ -58,33 +98,45 @@ def _fits(config: EngineConfig, place: Placement, budget: Budget, layout: Layout
     return True
 
 
-def copies_estimate(spec: ModelSpec, draft: Eagle3Spec | None, gpu: GpuTraits) -> int:
-    """Bytes of all weights in 12 bits that gain by it: the models are made of tensors without memory, and counted."""
-    ops = _CopiesCounted(gpu)
-    made = {name: torch.empty(shape, device="meta") for name, shape in Llama.shapes(spec).items()}
-    target = Llama(spec, made, rope_table(spec.rope, 1, torch.float32, torch.device("meta")), (), ops)
+def copies_estimate(target: TargetSpec, draft: DrafterSpec | None, gpu: GpuTraits) -> int:
+    """Bytes of all weights in 12 bits that gain by it."""
+    weights = product_weights(target, draft)
+    return sum(compressed_bytes(*each.shape, each.gated, gpu) for each in weights if not each.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class ProductWeight:
+    """A weight that products are taken with. gated: gate and up, one after the other."""
+
+    shape: Shape
+    gated: bool
+    bias: bool
+
+
+def product_weights(target: TargetSpec, draft: DrafterSpec | None) -> list[ProductWeight]:
+    """All of these models' weights: they are made of tensors without memory, and asked."""
+    ops, nowhere = _Recorded(), Placement(torch.float32, torch.device("meta"), 1)
+    model = target.build(_without_memory(target.params), (), nowhere, ops)
     if draft is not None:
-        made = {name: torch.empty(shape, device="meta") for name, shape in Eagle3Head.shapes(draft).items()}
-        Eagle3Head(
-            draft, made, target.rope, torch.empty(draft.layer.vocab_size, draft.layer.hidden_size, device="meta"), ops
-        )
-    return ops.bytes
+        draft.build(_without_memory(draft.params), model, nowhere, ops)
+    return ops.weights
 
 
-class _CopiesCounted(TorchOps):
-    """Counts what the weights of products take in 12 bits."""
+def _without_memory(params: Sequence[Param]) -> dict[str, Tensor]:
+    return {param.name: torch.empty(param.shape, device="meta") for param in params}
 
-    def __init__(self, gpu: GpuTraits) -> None:
-        self.bytes, self._gpu = 0, gpu
+
+class _Recorded(TorchOps):
+    """Notes every weight that a product is prepared for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights: list[ProductWeight] = []
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        self._count(weight, bias, False)
+        self.weights.append(ProductWeight((weight.shape[0], weight.shape[1]), False, bias is not None))
         return super().linear(weight, bias)
 
     def gated(self, weight: Tensor, bias: Tensor | None = None) -> GatedLinear:
-        self._count(weight, bias, True)
+        self.weights.append(ProductWeight((weight.shape[0], weight.shape[1]), True, bias is not None))
         return super().gated(weight, bias)
-
-    def _count(self, weight: Tensor, bias: Tensor | None, gated: bool) -> None:
-        n, k = weight.shape
-        self.bytes += compressed_bytes(n, k, gated, self._gpu) if bias is None else 0

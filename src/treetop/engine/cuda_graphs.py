@@ -151,9 +151,9 @@ def plan_host_extents(device: Device, key: RoundKey) -> None:
 
 
 def greedy_keys(device: Device) -> list[RoundKey]:
-    """What is captured at start: the biggest bucket first, in it the widest tree first."""
-    shapes = sorted(device.layout.shapes, key=lambda shape: -shape.num_draft_tokens)
-    return [RoundKey(bucket, shape, Choice.GREEDY) for bucket, shape in product(device.layout.buckets[::-1], shapes)]
+    """What is captured at start: the biggest bucket first."""
+    layout = device.layout
+    return [RoundKey(bucket, shape, Choice.GREEDY) for bucket, shape in product(layout.buckets[::-1], layout.shapes)]
 
 
 def num_graphs(device: Device) -> int:

@@ -8,19 +8,17 @@ import torch
 from torch import Tensor
 
 from treetop.attention.contract import AttentionBackend, Queries, TableView
-from treetop.attention.phase import LayerKV, TailAttention
+from treetop.attention.phase import Columns, LayerKV, TailAttention
 from treetop.cache.pool import KVPool
 from treetop.checks.probes import Probes
+from treetop.drafts.protocol import Drafter
 from treetop.engine.buffers import RoundBuffers
-from treetop.engine.pure import Pure
 from treetop.engine.state import RowState
-from treetop.kernels.accept import Drawn
+from treetop.kernels.accept import Drawn, Pieces
 from treetop.kernels.commit import Paths
 from treetop.kernels.kv import slots_of
-from treetop.kernels.ops import Ops
 from treetop.kernels.rows import DraftState
-from treetop.models.eagle3 import Eagle3Head
-from treetop.models.llama import Llama
+from treetop.models.target import Target
 from treetop.spec.round_ops import RoundOps
 from treetop.spec.verify import greedy_choice
 from treetop.types.errors import CheckError
@@ -28,6 +26,7 @@ from treetop.types.ids import GroupName
 from treetop.types.layout import KVGroup, Layout
 from treetop.types.phase import Phase
 from treetop.types.sampling import Choice
+from treetop.types.tree import Accepted, DraftTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +36,11 @@ class Device:
     """
 
     layout: Layout
-    pure: Pure
     check_level: int
     simulate_accept_length: int | None
-    target: Llama
-    head: Eagle3Head | None
+    target: Target
+    drafter: Drafter | None
     backend: AttentionBackend[Any, Any]
-    ops: Ops
     round_ops: RoundOps
     pools: dict[GroupName, KVPool]
     state: RowState
@@ -62,25 +59,29 @@ class Device:
 
     def begin(self, phase: Phase, group: GroupName, rows: Tensor, extent: Tensor, bound: int) -> Any:
         """The backend's view of the pages that a group's layers see: positions 0 .. extent."""
-        table = self.pure.table_of(self.state.page_tables, group)
+        table = self.state.table_of(group)
         if self.check_level >= 1 and table.group != group:
             raise CheckError(f"phase {phase}: layers of group {group} were given the page table of {table.group}")
         return self.backend.begin(TableView(phase, table, rows, extent, bound, self.layout.page_size))
 
     def tail_attention(
-        self, layers: list[LayerKV], tails: Mapping[GroupName, Tensor], plans: Mapping[GroupName, Any], place: "Tail"
+        self,
+        phase: Phase,
+        layers: list[LayerKV],
+        tails: Mapping[GroupName, Tensor],
+        plans: Mapping[GroupName, Any],
+        columns: Columns,
     ) -> TailAttention:
         """Attention of a decode phase. Raises CheckError if its tail is wider than the buffer (sgl-27360)."""
         if self.check_level >= 1:
             for name in plans:
                 have = tails[name].shape[2]
-                if place.width > have or place.start > place.width:
+                if columns.width > have or columns.start > columns.width:
                     raise CheckError(
-                        f"tail of phase {place.phase}, group {name}: need {place.width} columns from {place.start},"
+                        f"tail of phase {phase}, group {name}: need {columns.width} columns from {columns.start},"
                         f" have {have}; the layout sizes it by another formula than fills it"
                     )
-        scale = head_scale(self.layout.group(layers[0].group))
-        return TailAttention(self.backend, self.ops, layers, tails, plans, place.start, place.width, scale)
+        return TailAttention(self.backend, layers, tails, plans, columns)
 
     def plan(self, prefixes: Mapping[GroupName, Any], queries: Mapping[GroupName, Queries]) -> dict[GroupName, Any]:
         return {name: self.backend.plan(prefixes[name], each) for name, each in queries.items()}
@@ -88,7 +89,7 @@ class Device:
     def commit(self, tails: Mapping[GroupName, Tensor], paths: Paths) -> None:
         """Copy each path's K/V from the tails to positions L .. of the pages."""
         for name, tail in tails.items():
-            table = self.pure.table_of(self.state.page_tables, name).data
+            table = self.state.table_of(name).data
             pool, page_size = self.pools[name].data, self.layout.page_size
             check = self.check_level >= 3 and not _capturing()
             want = _tail_entries(tail, paths.source) if check else None
@@ -103,25 +104,17 @@ class Device:
             return Drawn(*greedy_choice(logits))
         return self.round_ops.draw(logits, self.state.sampler, rows, positions, how is Choice.FILTER)
 
+    def accept(self, chosen: Drawn | Pieces, tree: DraftTree, out: Accepted) -> None:
+        """Follow the target's choices through each tree, or take the simulated length where there is a tree."""
+        emitted = self.simulate_accept_length if out.path.shape[1] > 1 else None
+        self.round_ops.accept(chosen, tree, out, None if emitted is None else emitted - 1)
+
     def propose(self, hidden: Tensor, index: Tensor) -> DraftState:
         """The proposals after one column of each row, and that column's state."""
-        assert self.head is not None
+        assert self.drafter is not None
         chosen = self.round_ops.pick(hidden, index)
-        proposal = self.head.propose(chosen, self.layout.max_topk)
+        proposal = self.drafter.propose(chosen, self.layout.max_topk)
         return DraftState(proposal.tokens, proposal.logprob, chosen)
-
-
-@dataclass(frozen=True, slots=True)
-class Tail:
-    """Where a phase's new K/V go in its tail (`start`), and how many columns its queries see (`width`)."""
-
-    phase: Phase
-    start: int
-    width: int
-
-
-def head_scale(group: KVGroup) -> float:
-    return float(group.head_dim**-0.5)
 
 
 def _capturing() -> bool:
@@ -130,7 +123,7 @@ def _capturing() -> bool:
 
 
 def _tail_entries(tail: Tensor, source: Tensor) -> Tensor:
-    """What a commit has to copy: [layers, rows * n, 2, kv_heads, head_dim]."""
+    """What a commit has to copy: [layers, rows * n, *format]."""
     row = torch.arange(source.shape[0], device=source.device)[:, None]
     return tail.flatten(1, 2).index_select(1, (row * tail.shape[2] + source).reshape(-1))
 

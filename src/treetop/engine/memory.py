@@ -10,7 +10,7 @@ is allocated, and on what was measured once weights, tables and buffers are ther
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +28,10 @@ _BYTES_PER_GRAPH = 3 * 2**23
 _BYTES_PER_DRAW = 48
 """Bytes that filters and a draw take in PyTorch for each logit, as measured."""
 _MOST_FRACTION = 0.99
+SMALL_CHUNK = 512
+"""Prompt tokens of a step where PyTorch attends, which has masks of chunk x context: on every CPU."""
+CHUNKS = ((60 * GIB, 8192), (35 * GIB, 4096), (0, 2048))
+"""A GPU's memory from which on a prefill step holds so many tokens: the larger its memory, the faster it mostly is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,17 @@ def memory_of(device: torch.device) -> Memory:
     return _limited(_ram(Path("/proc/meminfo")), Path("/sys/fs/cgroup"))
 
 
+def chunk_of_gpu(total: int, windows: Sequence[int]) -> int:
+    """Prompt tokens of a prefill step on a GPU with `total` bytes, if `--chunked-prefill-size` does not say.
+
+    windows: of the model's layers. Weights are read once a step, so a long prompt wants large steps; activations (some
+    200 kB a token for an 8B model) and the rounds of others, which wait for a step, want small ones. A pool of windows
+    holds window and chunk for every row, so a chunk is no longer than the shortest window, which at most doubles it.
+    """
+    by_memory = next(chunk for least, chunk in CHUNKS if total >= least)
+    return max(min([by_memory, *windows]), SMALL_CHUNK)
+
+
 def activation_allowance(peak: int, num_graphs: int) -> int:
     """Bytes to leave free on a GPU. peak: what the worst prefill and the worst round took when they were tried."""
     return peak + num_graphs * _BYTES_PER_GRAPH + _SLACK
@@ -99,7 +114,7 @@ def step_bytes(layout: Layout, vocab_size: int, element_size: int) -> int:
     PyTorch's attention gathers a layer's prefix, joins it with the tail, and has two masks and a bias for each query,
     a tree's node or a prompt's token. In a round each node has its logits later, and what drawing from them takes.
     """
-    numbers = max(2 * group.kv_heads * group.head_dim for group in layout.groups)
+    numbers = max(group.kv.numbers for group in layout.groups)
     rows, nodes = layout.max_requests, layout.max_requests * layout.verify_tail
     gathered = 2 * rows * numbers * element_size
     masked = max(nodes, layout.chunk) * (element_size + 2)

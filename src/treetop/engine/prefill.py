@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from treetop.attention.phase import CausalAttention, LayerKV
-from treetop.engine.device import Device, head_scale
+from treetop.engine.device import Device
 from treetop.kernels.kv import slots_of
 from treetop.kernels.rows import Outcome, finish_reference, pick_reference
 from treetop.types.layout import KVGroup
@@ -79,13 +79,13 @@ def prefill(device: Device, batch: PrefillBatch) -> tuple[Tensor, Tensor]:
     chosen = device.choose(logits, rows, (span.extent - 1)[:, None], batch.choice)
     first = chosen.token[:, 0]
     draft = None
-    if device.head is not None:
+    if device.drafter is not None:
         following = torch.where(batch.next_token >= 0, batch.next_token, first)
         shifted = torch.cat([batch.tokens[:, 1:], batch.tokens[:, :1]], dim=1)
         shifted = shifted.scatter(1, last[:, None], following[:, None])
         attend = _attention(device, device.draft_layers, device.draft_groups, batch, span)
-        features = torch.cat(output.features, dim=-1)
-        hidden = device.head.forward(shifted, device.head.fuse(features), span.positions, attend)
+        features = torch.cat([output.hidden[..., :0], *output.features], dim=-1)  # a drafter may read none
+        hidden = device.drafter.extend(shifted, features, span.positions, attend)
         draft = device.propose(hidden, last)
     live = rows != device.layout.dummy_row
     finish_reference(device.state.tables, rows, live, Outcome(query_len, first, draft))
@@ -97,8 +97,8 @@ def _attention(
 ) -> CausalAttention:
     slots, plans = {}, {}
     for group in groups:
-        table = device.pure.table_of(device.state.page_tables, group.name).data
+        table = device.state.table_of(group.name).data
         slots[group.name] = slots_of(table, batch.rows, span.positions, span.valid, device.layout.page_size)
         prefix = device.begin(Phase.PREFILL, group.name, batch.rows, span.extent, batch.bound)
         plans[group.name] = device.backend.plan_causal(prefix, span.positions, group.window)
-    return CausalAttention(device.backend, device.ops, layers, slots, plans, head_scale(groups[0]))
+    return CausalAttention(device.backend, layers, slots, plans)

@@ -1,9 +1,10 @@
-"""The start-up proof: the real round runs once on the worst batch that can be admitted."""
+"""The start-up proofs: rounds of padding alone, and of the worst batch that can be admitted."""
 
 from treetop.engine.device import Device
 from treetop.engine.graphs import RoundLauncher
-from treetop.engine.rounds import RoundKey
+from treetop.engine.rounds import RoundKey, draft_phase
 from treetop.types.errors import CheckError
+from treetop.types.layout import SpecShape
 from treetop.types.sampling import Choice
 
 
@@ -32,3 +33,47 @@ def prove_capacity(device: Device, launcher: RoundLauncher) -> None:
         tensor.zero_()
     for name, table in state.page_tables.items():
         table.data.copy_(tables[name])
+
+
+def prove_padding(device: Device, launcher: RoundLauncher) -> None:
+    """Run the dummy row alone: it accepts the worst tree it can have, and its rounds leave no trace.
+
+    Raises CheckError if a path leaves its tree, or if something changed in the dummy row's state or in a null page, all
+    of which are zero.
+    """
+    layout, state, dummy = device.layout, device.state, device.layout.dummy_row
+    bucket = layout.buckets[0]
+    device.buffers.rows.fill_(dummy)
+    for shape in layout.shapes:
+        if shape.num_steps and device.simulate_accept_length is None:
+            _prove_acceptance(device, bucket, shape)
+        launcher.launch(RoundKey(bucket, shape, Choice.GREEDY), layout.max_committed)
+    device.probes.raise_if_fired()
+    tables = [table.data for table in state.page_tables.values()]
+    drafts = [state.draft.tokens, state.draft.logprob, state.draft.hidden] if state.draft is not None else []
+    kept = [tensor[dummy] for tensor in (state.committed, state.root, *tables, *drafts)]
+    kept += [pool.data[:, : layout.page_size] for pool in device.pools.values()]
+    if any(bool(tensor.any()) for tensor in kept):
+        raise CheckError("padded batch: a round of the dummy row changed its state or a null page")
+
+
+def _prove_acceptance(device: Device, bucket: int, shape: SpecShape) -> None:
+    """A dummy row's siblings are alike, and weights may make the target want them all: its path is a line of its tree.
+
+    The tree is grown as in a round; then every node is token 0, and so is the target's choice after each.
+    """
+    draft_phase(device, RoundKey(bucket, shape, Choice.GREEDY), device.layout.max_committed)
+    tree, accepted = device.buffers.tree_of(bucket, shape), device.buffers.accepted_of(bucket, shape)
+    tree.tokens.zero_()
+    nothing = device.target.embedding.new_zeros((bucket, shape.num_draft_tokens, device.target.config.hidden_size))
+    try:
+        device.accept(device.round_ops.greedy(device.target.logits(nothing)), tree, accepted)  # all logits are 0
+        path = accepted.path[0, : int(accepted.accept_len[0]) + 1].tolist()
+    except (IndexError, RuntimeError) as error:
+        raise CheckError(f"padded batch: the dummy row's tree of {shape} cannot be accepted: {error}") from error
+    parent, depth = tree.parent[0].tolist(), tree.depth[0].tolist()
+    line = [depth.index(max(depth))]  # the first of the deepest nodes, and up
+    while line[-1] != 0:
+        line.append(parent[line[-1]])
+    if path != line[::-1]:
+        raise CheckError(f"padded batch: the dummy row accepts {path} in a tree of {shape}, expected {line[::-1]}")

@@ -6,20 +6,19 @@ EXTEND  rebuild the draft's K/V, propose, finish        writes pages and row sta
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from treetop.attention.contract import Queries
-from treetop.attention.phase import Attend
-from treetop.engine.device import Device, Tail
+from treetop.attention.phase import Attend, Columns
+from treetop.engine.device import Device
 from treetop.kernels.commit import Paths
 from treetop.kernels.rows import DraftState, RowTables
 from treetop.spec.draft import Level, grow_tree
+from treetop.spec.round_ops import feature_nodes
 from treetop.types.errors import CheckError
-from treetop.types.ids import DRAFT
 from treetop.types.layout import SpecShape
 from treetop.types.phase import Phase
 from treetop.types.sampling import Choice
@@ -47,20 +46,23 @@ def draft_phase(device: Device, key: RoundKey, bound: int) -> None:
     roots = ops.start(tables, at, shape, tree, places)
     if shape.num_steps == 0:
         return
-    assert device.head is not None
-    prefix = device.begin(phase, DRAFT, rows, places.committed, bound)
+    assert device.drafter is not None
+    groups = device.draft_groups
+    prefixes = {g.name: device.begin(phase, g.name, rows, places.committed, bound) for g in groups}
 
     def attend(level: Level) -> Attend:
-        width = device.pure.draft_tail_width(level.index, shape)
-        mask = level.mask
-        if width > mask.shape[2]:
-            mask = F.pad(mask, (0, width - mask.shape[2]))
-        queries = Queries(level.positions, level.all_positions[:, :width], mask)
-        tail = Tail(phase, level.index * k, width)
-        plans = device.plan({DRAFT: prefix}, {DRAFT: queries})
-        return device.tail_attention(device.draft_layers, buffers.draft_tails, plans, tail)
+        queries, columns = level_tail(level)
+        plans = device.plan(prefixes, {g.name: replace(queries, window=g.window) for g in groups})
+        return device.tail_attention(phase, device.draft_layers, buffers.draft_tails, plans, columns)
 
-    ops.select(grow_tree(device.head, roots, ops, attend), tree, places)
+    ops.select(grow_tree(device.drafter, roots, ops, attend), tree, places)
+
+
+def level_tail(level: Level) -> tuple[Queries, Columns]:
+    """What a draft level asks, and its tail: k columns for each level up to its own, which come last (sgl-27360)."""
+    rows, k, width = level.mask.shape
+    queries = Queries(level.positions, level.all_positions[:, :width], level.mask)
+    return queries, Columns(rows, width - k, k, width)
 
 
 def verify_phase(device: Device, key: RoundKey, bound: int) -> None:
@@ -68,26 +70,25 @@ def verify_phase(device: Device, key: RoundKey, bound: int) -> None:
     buffers, shape, ops, phase = device.buffers, key.shape, device.round_ops, Phase.VERIFY
     rows, tree = buffers.rows[: key.bucket], buffers.tree_of(key.bucket, key.shape)
     places, accepted = buffers.places_of(key.bucket, shape), buffers.accepted_of(key.bucket, shape)
-    tokens = device.probes.index(tree.tokens, 0, device.target.spec.vocab_size, "tree_token", phase, rows)
+    tokens = device.probes.index(tree.tokens, 0, device.target.config.vocab_size, "tree_token", phase, rows)
     prefixes, queries = {}, {}
     for group in device.target_groups:
         prefixes[group.name] = device.begin(phase, group.name, rows, places.committed, bound)
         queries[group.name] = Queries(places.nodes, places.nodes, tree.mask, group.window)
-    tail = Tail(phase, 0, shape.num_draft_tokens)
+    columns = Columns(key.bucket, 0, shape.num_draft_tokens, shape.num_draft_tokens)
     plans = device.plan(prefixes, queries)
-    attend = device.tail_attention(device.target_layers, buffers.verify_tails, plans, tail)
+    attend = device.tail_attention(phase, device.target_layers, buffers.verify_tails, plans, columns)
     output = device.target.forward(tokens, places.nodes, attend)
     logits = device.target.logits(output.hidden)
     if key.choice is Choice.GREEDY:
         chosen = ops.greedy(logits)
     else:
         chosen = device.choose(logits, rows, places.nodes, key.choice)
-    emitted = device.simulate_accept_length if shape.num_steps else None
-    ops.accept(chosen, tree, accepted, None if emitted is None else emitted - 1)
+    device.accept(chosen, tree, accepted)
     device.commit(buffers.verify_tails, _paths(device, key, accepted.path))
-    if device.head is None:
+    if device.drafter is None:
         ops.finish(device.state.tables, rows, device.layout.dummy_row, accepted, None)
-    else:
+    elif output.features:
         _probe_feature_nodes(device, rows, accepted.path, shape.num_draft_tokens)
         ops.features(buffers.features_of(key.bucket, shape), output.features, accepted.path)
 
@@ -97,17 +98,19 @@ def extend_phase(device: Device, key: RoundKey, bound: int) -> None:
 
     S + 1 columns a row, causal; those past the path write to the null page.
     """
-    assert device.head is not None
+    assert device.drafter is not None
     buffers, shape, ops, phase = device.buffers, key.shape, device.round_ops, Phase.EXTEND
     width, rows = shape.commit_width, buffers.rows[: key.bucket]
     accepted, places = buffers.accepted_of(key.bucket, shape), buffers.places_of(key.bucket, shape)
-    prefix = device.begin(phase, DRAFT, rows, device.pure.extend_extent(places.committed, width), bound)
+    groups = device.draft_groups
+    prefixes = {g.name: device.begin(phase, g.name, rows, places.committed, bound) for g in groups}
     causal = ops.extend_mask(width, rows.device).expand(key.bucket, -1, -1)
-    plans = device.plan({DRAFT: prefix}, {DRAFT: Queries(places.path, places.path, causal)})
-    attend = device.tail_attention(device.draft_layers, buffers.extend_tails, plans, Tail(phase, 0, width))
-    fused = device.head.fuse(buffers.features_of(key.bucket, shape))
-    device.probes.nan(fused, "features", phase, rows)
-    hidden = device.head.forward(accepted.tokens, fused, places.path, attend)
+    plans = device.plan(prefixes, {g.name: Queries(places.path, places.path, causal, g.window) for g in groups})
+    columns = Columns(key.bucket, 0, width, width)
+    attend = device.tail_attention(phase, device.draft_layers, buffers.extend_tails, plans, columns)
+    features = buffers.features_of(key.bucket, shape)
+    device.probes.nan(features, "features", phase, rows)
+    hidden = device.drafter.extend(accepted.tokens, features, places.path, attend)
     device.commit(buffers.extend_tails, _paths(device, key, None))
     draft = device.propose(hidden, accepted.accept_len)
     ops.finish(device.state.tables, rows, device.layout.dummy_row, accepted, draft)
@@ -121,8 +124,8 @@ ROUND: dict[Phase, PhaseFunction] = {
 
 
 def phases_of(device: Device) -> dict[Phase, PhaseFunction]:
-    """The phases of a round on this device, in order; without a head there is nothing to extend."""
-    return {phase: run for phase, run in ROUND.items() if device.head is not None or phase is not Phase.EXTEND}
+    """The phases of a round on this device, in order; without a drafter there is nothing to extend."""
+    return {phase: run for phase, run in ROUND.items() if device.drafter is not None or phase is not Phase.EXTEND}
 
 
 def run_phases(device: Device, key: RoundKey, bound: int) -> None:
@@ -145,7 +148,7 @@ def _tables(device: Device, rows: Tensor, bound: int, k: int) -> tuple[RowTables
     With probes on they are copies of the batch's own rows, probed, so that a start in one launch reads nothing that a
     probe redirects.
     """
-    state, probes, phase, vocab = device.state, device.probes, Phase.DRAFT, device.target.spec.vocab_size
+    state, probes, phase, vocab = device.state, device.probes, Phase.DRAFT, device.target.config.vocab_size
     if state.draft is not None and state.draft.tokens.shape[1] < k:
         raise CheckError(f"proposals of a row: need {k}, have {state.draft.tokens.shape[1]} = max_topk")
     if not probes.enabled:
@@ -165,6 +168,6 @@ def _tables(device: Device, rows: Tensor, bound: int, k: int) -> tuple[RowTables
 def _probe_feature_nodes(device: Device, rows: Tensor, path: Tensor, num_nodes: int) -> None:
     """Level 2: the features that extend is given are nodes of their own row's tree."""
     if device.probes.enabled:
-        nodes = device.pure.feature_nodes(path, num_nodes).view(path.shape)
+        nodes = feature_nodes(path, num_nodes).view(path.shape)
         first = torch.arange(path.shape[0], device=path.device)[:, None] * num_nodes
         device.probes.index(nodes, first, first + num_nodes, "feature_node", Phase.VERIFY, rows)

@@ -17,12 +17,13 @@ def start_up_block(
     """Model, tree, memory, backend and why the others were refused, graphs; a line each. start_s: capture and proof."""
     config, layout, shape = blueprint.config, device.layout, blueprint.config.shape
     place, dtype = blueprint.place.device, blueprint.place.dtype
-    tree = f"tree S={shape.num_steps} k={shape.topk} T={shape.num_draft_tokens}" if device.head else "no draft"
+    tree = f"tree S={shape.num_steps} k={shape.topk} T={shape.num_draft_tokens}" if device.drafter else "no draft"
     refused = [(name, refusal(name, blueprint.need)) for name in BACKENDS]
     others = [f"{name}: {problem.reason}" for name, problem in refused if problem is not None]
     rows = [
         f"model {config.model}, draft {config.draft or 'none'}, {str(dtype).removeprefix('torch.')} on {_name(place)}",
-        f"{tree}; {layout.max_requests} requests of {layout.max_context} tokens, pages of {layout.page_size}",
+        f"{tree}; {layout.max_requests} requests of {layout.max_context} tokens, pages of {layout.page_size},"
+        f" prefill in steps of {layout.chunk}",
         *use.lines(),
         f"attention {device.backend.name}" + (f"; not {'; not '.join(others)}" if others else ""),
         _graphs(launcher),

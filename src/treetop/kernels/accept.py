@@ -126,10 +126,13 @@ def _accept_kernel(
         line = mask + row * mask_row + node[:, None] * mask_node + node[None, :]
         ancestor = tl.load(line, mask=real[:, None] & real[None, :], other=0) != 0
         wrong = tl.sum((ancestor & (wanted.to(tl.int32) == 0)[None, :]).to(tl.int32), 1)
-        on_path = real & (wrong == 0)
-        length = tl.sum(on_path.to(tl.int32), 0) - 1
+        agreed = real & (wrong == 0)
         level = tl.load(depth + row * tree_row + node, mask=real, other=0).to(tl.int32)
-        here = on_path[None, :] & (level[None, :] == column[:, None])  # a path has one node a depth
+        deepest = tl.max(tl.where(agreed, level * block_t + (block_t - 1 - node), 0), 0)  # of several the first
+        length = deepest // block_t
+        last = block_t - 1 - deepest % block_t
+        on_path = tl.load(mask + row * mask_row + last * mask_node + node, mask=real, other=0) != 0
+        here = on_path[None, :] & (level[None, :] == column[:, None])  # a line has one node a depth
         at_column = tl.sum(tl.where(here, node[None, :], 0), 1)
     tl.store(finite + row, tl.min((sound | (on_path.to(tl.int32) == 0)).to(tl.int32), 0).to(tl.uint8))
     emitted = tl.sum(tl.where(at_column[:, None] == node[None, :], token[None, :], 0), 1)

@@ -30,7 +30,7 @@ from treetop.kernels.triton_guard import Arg, constexpr, jit, power_of_two, tl
 class PagedKeys:
     """Where a batch's committed K/V lie.
 
-    pages: [slots, 2, kv_heads, head_dim], one layer's. page_table: [num_rows, columns] int32. rows: [rows] int64.
+    pages: [slots, planes, kv_heads, head_dim], one layer's. page_table: [num_rows, columns] int32. rows: [rows] int64.
     extent: [rows] int64, how many positions from 0 are keys. bound: no extent is larger.
     """
 
@@ -46,7 +46,7 @@ class PagedKeys:
 class TailKeys:
     """Dense K/V after the committed ones.
 
-    data: [rows, t, 2, kv_heads, head_dim]. positions: [rows, t] int64. mask: [rows, n, t] bool, what a query sees.
+    data: [rows, t, planes, kv_heads, head_dim]. positions: [rows, t] int64. mask: [rows, n, t] bool, what a query sees.
     """
 
     data: Tensor
@@ -102,7 +102,7 @@ def paged_attention_reference(
     if sinks is not None:
         lse = torch.logaddexp(lse, sinks.to(wide).view(kv_heads, -1))
     weights = torch.exp(scores - torch.where(lse > float("-inf"), lse, 0)[..., None])
-    out = torch.einsum("bnhgm,bmhd->bnhgd", weights, kv[:, :, 1].to(wide))
+    out = torch.einsum("bnhgm,bmhd->bnhgd", weights, kv[:, :, -1].to(wide))
     return out.flatten(2, 3).to(q.dtype), lse.flatten(2).to(torch.float32)
 
 
@@ -350,7 +350,9 @@ def paged_attention(
         part_lse = torch.empty((launch.splits, count), dtype=torch.float32, device=q.device)
     # Without a tail its arguments are placeholders that no lane reads.
     data, tail_positions, mask = (q, keys.rows, keys.rows) if tail is None else (tail.data, tail.positions, tail.mask)
-    tail_strides = (0,) * 8 if tail is None else (*data.stride()[:3], *tail_positions.stride(), *mask.stride())
+    tail_strides: tuple[int, ...] = (0,) * 8
+    if tail is not None:
+        tail_strides = (*data.stride()[:2], to_values(data), *tail_positions.stride(), *mask.stride())
     width = 0 if tail is None else data.shape[1]
     assert (q.stride(3), keys.page_table.stride(1), keys.rows.stride(0), keys.extent.stride(0)) == (1, 1, 1, 1)
     assert keys.pages.stride()[2:] == (dim, 1)
@@ -361,7 +363,8 @@ def paged_attention(
     _attention_kernel[(kv_heads, blocks * launch.splits, rows)](
         part, part_lse, q, keys.pages, keys.page_table, keys.rows, keys.extent, sight.positions,
         data, tail_positions, mask, lse if sinks is None else sinks, scale * math.log2(math.e), n, width, count,
-        *q.stride()[:3], *keys.pages.stride()[:2], keys.page_table.stride(0), *sight.positions.stride(), launch.splits,
+        *q.stride()[:3], keys.pages.stride(0), to_values(keys.pages), keys.page_table.stride(0),
+        *sight.positions.stride(), launch.splits,
         *tail_strides,
         group=group, dim=dim, page_size=keys.page_size, window=sight.window or 0, causal=sight.causal,
         has_tail=tail is not None, has_sinks=sinks is not None, has_parts=launch.splits > 1,
@@ -377,6 +380,11 @@ def paged_attention(
             num_warps=max(1, min(4, block_s * block_i * block_d // 2048)), **overlap,
         )  # fmt: skip
     return out, lse
+
+
+def to_values(kv: Tensor) -> int:
+    """How far V lies behind K in [..., planes, kv_heads, head_dim]: nowhere, if one plane is both."""
+    return kv.stride(-3) * (kv.shape[-3] - 1)
 
 
 def _items_to_merge(count: int, block_s: int) -> int:

@@ -58,11 +58,11 @@ class Paths:
 def commit(pool: Tensor, tail: Tensor, page_table: Tensor, page_size: int, paths: Paths, gpu: GpuTraits) -> None:
     """Copy the paths' K/V, all layers in one launch; the null page is not touched.
 
-    pool: [layers, slots, 2, kv_heads, head_dim]. tail: [layers, max rows, t, 2, kv_heads, head_dim]. page_table:
-    [num_rows, columns] int32.
+    pool: [layers, slots, planes, kv_heads, head_dim]. tail: [layers, max rows, t, planes, kv_heads, head_dim].
+    page_table: [num_rows, columns] int32.
     """
     size = pool[0, 0].numel()
-    assert pool.stride()[1:] == tail.stride()[2:] == (size, size // 2, pool.shape[4], 1)
+    assert pool.stride()[1:] == tail.stride()[2:] == (size, size // pool.shape[2], pool.shape[4], 1)
     assert page_table.stride(1) == paths.accept_len.stride(0) == paths.rows.stride(0) == paths.committed.stride(0) == 1
     node = paths.rows if paths.node is None else paths.node
     block = min(4096, lanes(size))
@@ -80,7 +80,7 @@ def _commit_kernel(
     dummy_row: Arg, width: Arg, pool_layer: Arg, tail_layer: Arg, tail_row: Arg, table_row: Arg, node_row: Arg,
     page_size: constexpr, size: constexpr, block: constexpr, has_nodes: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
-    """One block of K and V of one column in one layer a program. Grid (rows * width, layers, blocks).
+    """One block of the planes of one column in one layer a program. Grid (rows * width, layers, blocks).
 
     The page table is read only for columns that are committed: past them it may hold anything.
     """

@@ -10,8 +10,14 @@ as [n / 64, k / 128, 3, 64, 32]: tiles of 64 rows, blocks of 128 columns in four
 quarters hold their own weights in bits 15 (sign) and 10 .. 0 (code and mantissa), and in bits 14 .. 11 what the fourth
 quarter's weight needs: its code; its upper mantissa; its lower mantissa and sign. So what a program reads lies in one
 piece, and 8 weights take 15 instructions.
+
+Outliers cost time, more the more rows there are. So the committed table says with how many of them in a block of lines
+a product is still faster than with 16 bits, measured with that many in every block (`bench/compressed.py`); they are
+counted when a weight is loaded, and where one block has more the 16 bits serve. Counting, unlike timing at load, gives
+the same products at every start.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -26,10 +32,12 @@ TILE, BLOCK, QUARTER = 64, 128, 32
 MAX_ROWS = 32
 _WORTH_PARAMETERS = 4096 * 4096
 """The largest weight that was measured and gained nothing: of others only larger ones are compressed."""
-_MOST_OUTLIERS = 1 / 512
-"""Places for outliers, as a share of a weight's numbers, beyond which it is left as it is."""
-_FEWEST_PICKS, _MOST_PICKS = 16, 64
-"""Outliers that a step adds: the least that a product is made of, and what registers hold."""
+_MOST_UNMEASURED = 2.5e-4
+"""Outliers of weights that were not measured, as a share of a block's numbers; of normal weights it is 1e-4."""
+_STEPS_OUTLIERS = 16
+"""Outliers of a tile for each of its blocks of columns, beyond which none is worth it, and steps may not suffice."""
+ROWS = (1, 4, 8, 16, 32)
+"""Rows with which limits are measured; others take those of the next larger."""
 _TILES_AT_ONCE = 32
 _NOT_FINITE = 255
 _LEAST_EXPONENT = 1
@@ -37,36 +45,58 @@ _LEAST_EXPONENT = 1
 
 @dataclass(frozen=True, slots=True)
 class CompressedLaunch:
-    """How a product is cut: lines of a block, splits of k, pipeline stages, warps."""
+    """How a product is cut: lines of a block, splits of k, pipeline stages, warps, outliers that a step adds."""
 
     block_n: int
     splits: int
     num_stages: int
     num_warps: int
+    picks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A launch, and the most outliers of a block of lines with which it is faster than the whole weight's."""
+
+    launch: CompressedLaunch
+    most_outliers: int
 
 
 @dataclass(frozen=True, slots=True)
 class CompressedWeight:
     """A weight [n, k] in 12 bits a number. gated: tiles of its first and of its second half lie in turn.
 
-    words: [n / 64, k / 128, 3, 64, 32] int16. scale: [n] float32, a power of two a row. Outliers [n / 64, places]:
-    lines, int32, the row in the order of tiles, or -1 where there is none; columns, int32; values, bfloat16, over the
-    row's scale.
+    words: [n / 64, k / 128, 3, 64, 32] int16. scale: [n] float32, a power of two a row. Outliers lie tile by tile,
+    those of tile i from starts[i] to starts[i + 1]: lines, int32, the row in the order of tiles; columns, int32;
+    values, bfloat16, over the row's scale. starts: [n / 64 + 1] int32. crowd: lines of a block -> outliers of the block
+    that has most.
     """
 
     words: Tensor
     scale: Tensor
+    starts: Tensor
     lines: Tensor
     columns: Tensor
     values: Tensor
     gated: bool
+    crowd: Mapping[int, int]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a product reads of it."""
+        lists = (self.starts, self.lines, self.columns, self.values)
+        return self.words.nbytes + self.scale.nbytes + sum(each.nbytes for each in lists)
 
 
-def compress(weight: Tensor, gated: bool) -> CompressedWeight | None:
-    """weight: [n, k] bfloat16. None if it does not lie in whole tiles and blocks, or its numbers range too widely."""
+def compress(weight: Tensor, gated: bool, most_outliers: int | None = None) -> CompressedWeight | None:
+    """weight: [n, k] bfloat16. None if it does not lie in whole tiles and blocks, or its numbers range too widely.
+
+    That is if a tile has more outliers than most_outliers; the first such tile ends it.
+    """
     n, k = weight.shape
     if weight.dtype != torch.bfloat16 or not _is_whole(n, k, gated):
         return None
+    most = min(k // BLOCK * _STEPS_OUTLIERS, k * TILE if most_outliers is None else most_outliers)
     words = torch.empty((n // TILE, k // BLOCK, 3, TILE, QUARTER), dtype=torch.int16, device=weight.device)
     scale = torch.empty((n // TILE, TILE), dtype=torch.float32, device=weight.device)
     found: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
@@ -74,25 +104,28 @@ def compress(weight: Tensor, gated: bool) -> CompressedWeight | None:
         tiles = _tiles(weight, at, gated)
         here = slice(at, at + len(tiles))
         words[here], largest, outlying = _encode(tiles)
-        if int(largest.max()) == _NOT_FINITE:
+        worst, exponent = torch.stack([outlying.sum((1, 2)).max(), largest.max()]).tolist()
+        if worst > most or exponent == _NOT_FINITE:
             return None
         scale[here] = (largest << 23).view(torch.float32)
         tile, line, column = outlying.nonzero(as_tuple=True)
         found.append((at + tile, line, column, tiles[tile, line, column].double()))
     tile, line, column, number = (torch.cat(each) for each in zip(*found, strict=True))
-    counts = torch.bincount(tile, minlength=n // TILE)
-    places = max(-(-int(counts.max()) // _FEWEST_PICKS), 1) * _FEWEST_PICKS
-    if places * len(counts) > _MOST_OUTLIERS * weight.numel():
-        return None
-    place = torch.arange(len(tile), device=weight.device) - (counts.cumsum(0) - counts)[tile]
-    lines = torch.full((len(counts), places), -1, dtype=torch.int32, device=weight.device)
-    columns, values = torch.zeros_like(lines), lines.new_zeros(lines.shape, dtype=weight.dtype)
-    lines[tile, place] = (tile * TILE + line).to(torch.int32)
-    columns[tile, place] = column.to(torch.int32)
     factor = scale[tile, line].double()
-    values[tile, place] = (number / factor).to(weight.dtype)
-    exact = torch.equal(values[tile, place].double() * factor, number)
-    return CompressedWeight(words, scale.flatten(), lines, columns, values, gated) if exact else None
+    values = (number / factor).to(weight.dtype)
+    if not torch.equal(values.double() * factor, number):
+        return None
+    counts = torch.bincount(tile, minlength=n // TILE)
+    starts = torch.zeros(len(counts) + 1, dtype=torch.int32, device=weight.device)
+    starts[1:] = counts.cumsum(0)
+    lines, columns = (tile * TILE + line).to(torch.int32), column.to(torch.int32)
+    return CompressedWeight(words, scale.flatten(), starts, lines, columns, values, gated, _crowd(counts.tolist()))
+
+
+def _crowd(counts: list[int]) -> dict[int, int]:
+    """`CompressedWeight.crowd`, from the outliers of each tile."""
+    sizes = [size for size in (1, 2, 4) if len(counts) % size == 0]
+    return {size * TILE: max(sum(counts[i : i + size]) for i in range(0, len(counts), size)) for size in sizes}
 
 
 def decompress(weight: CompressedWeight) -> Tensor:
@@ -106,10 +139,9 @@ def decompress(weight: CompressedWeight) -> Tensor:
     largest = weight.scale.view(torch.int32) >> 23
     bits = torch.where(some, bits + ((largest - 15) << 7)[:, None], bits)
     out = _as_int16(bits).view(torch.bfloat16)
-    there = weight.lines >= 0
-    line = weight.lines[there].long()
-    values = weight.values[there].double() * weight.scale[line].double()
-    out[line, weight.columns[there].long()] = values.to(out.dtype)
+    line = weight.lines.long()
+    values = weight.values.double() * weight.scale[line].double()
+    out[line, weight.columns.long()] = values.to(out.dtype)
     halves = 2 if weight.gated else 1
     return out.view(-1, halves, TILE, out.shape[1]).transpose(0, 1).reshape(out.shape)
 
@@ -164,14 +196,12 @@ def compressed_rows(x: Tensor, weight: CompressedWeight, launch: CompressedLaunc
     assert x.is_contiguous()
     shape = (rows, n) if weight.gated else (launch.splits, rows, n)
     out = torch.empty(shape, dtype=x.dtype if launch.splits == 1 else torch.float32, device=x.device)
-    places = weight.lines.shape[1] * launch.block_n // TILE
-    picks = min(max(power_of_two(-(-places // launch.splits)), _FEWEST_PICKS), _MOST_PICKS)
-    assert places * BLOCK <= picks * k
+    assert weight.crowd[launch.block_n] * BLOCK <= launch.picks * k
     options = launch_options(gpu)
     _compressed_kernel[(lines // launch.block_n, launch.splits)](
-        out, x, weight.words, weight.scale, weight.lines, weight.columns, weight.values,
-        rows, n, k, k // launch.splits, places, picks=picks, block_m=max(16, power_of_two(rows)),
-        block_n=launch.block_n, gated=weight.gated, hopper=gpu.can_overlap, overlap=gpu.can_overlap,
+        out, x, weight.words, weight.scale, weight.starts, weight.lines, weight.columns, weight.values,
+        rows, n, k, k // launch.splits, picks=launch.picks, block_m=max(16, power_of_two(rows)), block_n=launch.block_n,
+        gated=weight.gated, hopper=gpu.can_overlap, overlap=gpu.can_overlap,
         num_stages=launch.num_stages, num_warps=launch.num_warps, **options,
     )  # fmt: skip
     return out
@@ -179,15 +209,15 @@ def compressed_rows(x: Tensor, weight: CompressedWeight, launch: CompressedLaunc
 
 @jit
 def _compressed_kernel(
-    out: Arg, x: Arg, words: Arg, scale: Arg, lines: Arg, columns: Arg, values: Arg,
-    rows: Arg, n: Arg, k: Arg, share: Arg, places: Arg, picks: constexpr, block_m: constexpr, block_n: constexpr,
-    gated: constexpr, hopper: constexpr, overlap: constexpr,
+    out: Arg, x: Arg, words: Arg, scale: Arg, starts: Arg, lines: Arg, columns: Arg, values: Arg,
+    rows: Arg, n: Arg, k: Arg, share: Arg, picks: constexpr, block_m: constexpr, block_n: constexpr, gated: constexpr,
+    hopper: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """One block of lines, which are outputs or gates and ups, over one share of k. Grid (lines / block_n, splits).
 
-    out: [splits, rows, n]; x: [rows, k]; the rest as in `CompressedWeight`. The block's outliers, in `places`, are
-    shared among the splits. They are added `picks` a step, each with its number of x, in the first steps, whose other
-    weights are on their way meanwhile; there are always steps enough (`_MOST_OUTLIERS`).
+    out: [splits, rows, n]; x: [rows, k]; the rest as in `CompressedWeight`. The block's outliers are shared among the
+    splits. They are added `picks` a step, each with its number of x, in the first steps, whose other weights are on
+    their way meanwhile; the launch has steps enough.
     """
     line = tl.program_id(0) * block_n + tl.arange(0, block_n)
     split = tl.program_id(1)
@@ -198,9 +228,10 @@ def _compressed_kernel(
         ask_for(at[:, None] + tl.minimum(tl.arange(0, 4) * 2048, share * 48 - 2048)[None, :])
     factor = tl.load(scale + line)[:, None]
     stride = tl.num_programs(1) * picks
-    place = tl.program_id(0) * places + split * picks + tl.arange(0, picks)
-    end = (tl.program_id(0) + 1) * places
-    where, column, value = _outliers(place, end, lines, columns, values)
+    first = tl.load(starts + tl.program_id(0) * (block_n // 64)) + split * picks
+    end = tl.load(starts + (tl.program_id(0) + 1) * (block_n // 64))
+    pick = tl.arange(0, picks)
+    where, column, value = _outliers(first + pick, end, lines, columns, values)
     take_turn(overlap, early=True)
 
     dtype: constexpr = x.dtype.element_ty
@@ -210,11 +241,11 @@ def _compressed_kernel(
     total = tl.zeros([block_n, block_m], tl.float32)
     lane = tl.arange(0, 32)[None, :]
     for i in range(0, share, 128):
-        if split * picks + i // 128 * stride < places:
+        if first < end:
             picked = tl.load(x_row + column[None, :], mask=there, other=0.0)
             total = tl.dot(_spread(line, where, value, dtype), tl.trans(picked), total)
-            place += stride
-            where, column, value = _outliers(place, end, lines, columns, values)
+            first += stride
+            where, column, value = _outliers(first + pick, end, lines, columns, values)
         word = at[:, None] + i * 48 + lane
         w0, w1, w2, w3 = _weights(_stream(word), _stream(word + 2048), _stream(word + 4096), dtype, hopper)
         x_at = x_row + start + i + lane
@@ -313,29 +344,60 @@ def why_not_compressed(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 @cache
-def choose_compressed(rows: int, n: int, k: int, gated: bool, gpu: GpuTraits) -> CompressedLaunch | None:
-    """The launch for a compressed weight [n, k]; None where its product is not faster, or no weight can be compressed.
+def offers(n: int, k: int, gated: bool, gpu: GpuTraits) -> dict[int, Offer]:
+    """By `ROWS`, the launches that make products with a compressed weight [n, k] faster, if its outliers are few.
 
     Measured ones lie in `few_rows.json`. Other weights, if larger than the largest that gained nothing, get about three
     programs a multiprocessor for up to 16 rows.
     """
     table = load_table()
-    if not table.holds_for(gpu) or rows > MAX_ROWS or not _is_whole(n, k, gated):
+    if not table.holds_for(gpu) or not _is_whole(n, k, gated):
+        return {}
+    found = {}
+    for rows in ROWS:
+        key = (n, k, gated, row_class(rows))
+        if key in table.launches:
+            if rows in table.most_outliers.get(key, {}):
+                found[rows] = Offer(CompressedLaunch(*table.compressed[key]), table.most_outliers[key][rows])
+        elif rows <= 16 and n * k > _WORTH_PARAMETERS:
+            block_n = 2 * TILE if n % (2 * TILE) == 0 else TILE
+            splits = 1 if gated else most_splits(n // block_n, k // BLOCK, gpu)
+            launch = CompressedLaunch(
+                block_n, splits, num_stages=4, num_warps=block_n // 16, picks=64 if splits == 1 else 32
+            )
+            found[rows] = Offer(launch, int(_MOST_UNMEASURED * block_n * k))
+    return found
+
+
+class CompressedProducts:
+    """A weight in 12 bits, and the launches with which its products are faster than those of the whole weight."""
+
+    def __init__(self, weight: CompressedWeight, offered: Mapping[int, Offer]) -> None:
+        self.weight = weight
+        self.launches = {
+            rows: offer.launch
+            for rows, offer in offered.items()
+            if weight.crowd[offer.launch.block_n] <= offer.most_outliers
+        }
+
+    def launch(self, rows: int) -> CompressedLaunch | None:
+        """The launch for so many rows; None where the whole weight is faster."""
+        return self.launches.get(next((limit for limit in ROWS if rows <= limit), 0))
+
+
+def compress_if_faster(weight: Tensor, gated: bool, gpu: GpuTraits) -> CompressedProducts | None:
+    """The weight [n, k] in 12 bits if any product is faster with it."""
+    offered = offers(*weight.shape, gated, gpu)
+    if not offered:
         return None
-    key = (n, k, gated, row_class(rows))
-    if key in table.launches:
-        return CompressedLaunch(*table.compressed[key]) if key in table.compressed else None
-    if row_class(rows) > 16 or n * k <= _WORTH_PARAMETERS:
-        return None
-    block_n = 2 * TILE if n % (2 * TILE) == 0 else TILE
-    splits = 1 if gated else most_splits(n // block_n, k // BLOCK, gpu)
-    return CompressedLaunch(block_n, splits, num_stages=4, num_warps=block_n // 16)
+    small = compress(weight, gated, max(offer.most_outliers for offer in offered.values()))
+    made = CompressedProducts(small, offered) if small is not None else None
+    return made if made is not None and made.launches else None
 
 
 def compressed_bytes(n: int, k: int, gated: bool, gpu: GpuTraits) -> int:
     """Bytes of the words of a weight [n, k]; 0 if no number of rows is faster with it compressed."""
-    worth = any(choose_compressed(rows, n, k, gated, gpu) is not None for rows in (16, 32))
-    return 3 * n * k // 2 if worth else 0
+    return 3 * n * k // 2 if offers(n, k, gated, gpu) else 0
 
 
 def _is_whole(n: int, k: int, gated: bool) -> bool:

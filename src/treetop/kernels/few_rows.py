@@ -232,12 +232,13 @@ class LaunchTable:
     """Measured launches, by (n, k, gated, row class); None is the vendor's product.
 
     num_sms: of the GPU that was measured, which has compute capability 9. compressed: the fields of a
-    `compressed.CompressedLaunch`, where that is faster still.
+    `compressed.CompressedLaunch`, where that is faster still; most_outliers: by rows, with how many in a block.
     """
 
     num_sms: int
     launches: dict[tuple[int, int, bool, int], RowsLaunch | None]
-    compressed: dict[tuple[int, int, bool, int], tuple[int, int, int, int]]
+    compressed: dict[tuple[int, int, bool, int], tuple[int, int, int, int, int]]
+    most_outliers: dict[tuple[int, int, bool, int], dict[int, int]]
 
     def holds_for(self, gpu: GpuTraits) -> bool:
         return gpu.can_overlap and gpu.num_sms == self.num_sms
@@ -247,9 +248,11 @@ class LaunchTable:
 def load_table() -> LaunchTable:
     """The committed table."""
     if not _TABLE.is_file():
-        return LaunchTable(0, {}, {})
+        return LaunchTable(0, {}, {}, {})
     data = json.loads(_TABLE.read_text(encoding="utf-8"))
     entries = {(e["n"], e["k"], e["gated"], e["rows"]): e for e in data["entries"]}
     launches = {key: None if e["launch"] is None else RowsLaunch(*e["launch"]) for key, e in entries.items()}
-    compressed = {key: tuple(e["compressed"]) for key, e in entries.items() if e.get("compressed")}
-    return LaunchTable(data["num_sms"], launches, compressed)
+    measured = {key: e["compressed"] for key, e in entries.items() if "compressed" in e}
+    compressed = {key: tuple(e["launch"]) for key, e in measured.items()}
+    limits = {key: {int(rows): most for rows, most in e["most_outliers"].items()} for key, e in measured.items()}
+    return LaunchTable(data["num_sms"], launches, compressed, limits)

@@ -8,6 +8,7 @@ A product may come in parts, [parts, ..., width], whose sum it is (`kernels.few_
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +31,8 @@ def joined(parts: Tensor) -> Tensor:
 
 def add_reference(x: Tensor, delta: Tensor) -> Tensor:
     """x [..., hidden] plus the parts of delta [parts, ..., hidden]."""
-    return (x + joined(delta)).to(x.dtype)
+    total = x + joined(delta)
+    return total if total.dtype == x.dtype else total.to(x.dtype)
 
 
 def add_rms_norm_reference(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -39,7 +41,25 @@ def add_rms_norm_reference(x: Tensor, delta: Tensor | None, weight: Tensor, eps:
     x: [..., hidden]. delta: [parts, ..., hidden].
     """
     total = x if delta is None else add_reference(x, delta)
-    return total, F.rms_norm(total, weight.shape, weight, eps)
+    return total, rms_norm(total, weight, eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., hidden] over its root mean square, times weight [hidden].
+
+    PyTorch has no kernel for it on a CPU and takes eight operations; these are five, in half the time.
+    """
+    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64):
+        return F.rms_norm(x, weight.shape, weight, eps)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    inverse = torch.addcmul(_scalar(eps, x.dtype), norm, norm, value=1 / x.shape[-1]).rsqrt_()
+    return (x * inverse).mul_(weight)
+
+
+@cache
+def _scalar(value: float, dtype: torch.dtype) -> Tensor:
+    """A constant on the CPU, without dimensions."""
+    return torch.tensor(value, dtype=dtype)
 
 
 def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, gpu: GpuTraits) -> tuple[Tensor, Tensor]:
@@ -102,7 +122,7 @@ def embed_and_norm_reference(table: Tensor, tokens: Tensor, hidden: Tensor, weig
 
     table: [vocab, width]. tokens: [rows, n] int64. hidden: [rows, n, hidden]. Returns [rows, n, width + hidden].
     """
-    return torch.cat([F.embedding(tokens, table), F.rms_norm(hidden, weight.shape, weight, eps)], dim=-1)
+    return torch.cat([F.embedding(tokens, table), rms_norm(hidden, weight, eps)], dim=-1)
 
 
 def embed_and_norm(table: Tensor, tokens: Tensor, hidden: Tensor, weight: Tensor, eps: float, gpu: GpuTraits) -> Tensor:
@@ -147,7 +167,7 @@ def _embed_and_norm_kernel(
 def silu_mul_reference(gate_up: Tensor) -> Tensor:
     """`silu(gate) * up` of [..., 2 * inner], gate first. Returns [..., inner]."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return F.silu(gate).mul_(up)
 
 
 def silu_mul(gate_up: Tensor, gpu: GpuTraits) -> Tensor:
@@ -187,9 +207,9 @@ class HeadNorms:
 
 def norm_heads_(qkv: Tensor, kv_heads: int, norms: HeadNorms) -> None:
     """Norm the q and k heads of qkv [rows, n, heads + 2 * kv_heads, dim] in place."""
-    heads, width = qkv.shape[2] - 2 * kv_heads, norms.weight.shape[1:]
+    heads = qkv.shape[2] - 2 * kv_heads
     for part, weight in zip((qkv[:, :, :heads], qkv[:, :, heads : heads + kv_heads]), norms.weight, strict=True):
-        part.copy_(F.rms_norm(part, width, weight.to(part.dtype), norms.eps))
+        part.copy_(rms_norm(part, weight.to(part.dtype), norms.eps))
 
 
 def rotate_and_write_reference(
@@ -239,7 +259,7 @@ def rotate_and_write(
     q = torch.empty((rows, n, heads, dim), dtype=target.dtype, device=qkv.device)
     assert qkv.is_contiguous()
     assert target.stride()[-2:] == (dim, 1)
-    assert target.stride(-3) == target.shape[-2] * dim  # v follows k
+    assert (target.shape[-3], target.stride(-3)) == (2, target.shape[-2] * dim)  # v follows k
     strides = target.stride()[:2] if slots is None else (0, target.stride(0))
     where = positions if slots is None else slots
     _rotate_and_write_kernel[(rows * n, -(-all_heads // _HEADS))](

@@ -18,7 +18,7 @@ class PageTable:
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
-    """One layer's pages. data: [slots, 2, kv_heads, head_dim]; K and V of a slot lie together."""
+    """One layer's pages. data: [slots, planes, kv_heads, head_dim], of which K is the first plane and V the last."""
 
     data: Tensor
 
@@ -28,7 +28,7 @@ class PagedKV:
 
     @property
     def v(self) -> Tensor:
-        return self.data[:, 1]
+        return self.data[:, -1]
 
 
 def slots_of(page_table: Tensor, rows: Tensor, positions: Tensor, visible: Tensor, page_size: int) -> Tensor:
@@ -37,26 +37,48 @@ def slots_of(page_table: Tensor, rows: Tensor, positions: Tensor, visible: Tenso
     page_table: [num_rows, columns] int32, one group's. rows: [rows] int64. positions: [rows, n] or [1, n] int64.
     visible: [rows, n] bool; a lane that is not visible reads column 0, whatever its position. Returns [rows, n] int64.
     """
-    column = torch.where(visible, positions // page_size, 0)
-    page = page_table[rows[:, None], column].to(torch.int64)
-    return torch.where(visible, page * page_size + positions % page_size, 0)
+    return slots_at(page_table, rows, positions // page_size, positions % page_size, visible, page_size)
+
+
+def slots_at(
+    page_table: Tensor, rows: Tensor, column: Tensor, offset: Tensor, visible: Tensor, page_size: int
+) -> Tensor:
+    """`slots_of` positions that are given as column of the page table and offset in the page, [rows, n] or [1, n]."""
+    page = page_table[rows[:, None], torch.where(visible, column, 0)].to(torch.int64)
+    return torch.where(visible, page * page_size + offset, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Ruler:
+    """Positions 0, 1, ... and where they lie in their pages. positions, column, offset: [1, n] int64."""
+
+    page_size: int
+    positions: Tensor
+    column: Tensor
+    offset: Tensor
+
+
+def make_ruler(length: int, page_size: int, device: torch.device) -> Ruler:
+    positions = torch.arange(length, device=device)[None]
+    return Ruler(page_size, positions, positions // page_size, positions % page_size)
 
 
 def write_pages(pages: PagedKV, slots: Tensor, kv: Tensor) -> None:
     """Store new K/V at their slots; what goes to the null slot is dropped, so that it stays zero.
 
-    slots: [rows, n] int64. kv: [rows, n, 2, kv_heads, head_dim].
+    slots: [rows, n] int64. kv: [rows, n, planes, kv_heads, head_dim].
     """
     pages.data.index_copy_(0, slots.reshape(-1), kv.flatten(0, 1))
     pages.data[0].zero_()
 
 
 def commit_tail(pool: Tensor, tail: Tensor, source: Tensor, slots: Tensor) -> None:
-    """Copy chosen tail entries of all layers, K and V at once, into pages.
+    """Copy chosen tail entries of all layers, all planes at once, into pages.
 
-    pool: [layers, slots, 2, kv_heads, head_dim]. tail: [layers, rows, t, 2, kv_heads, head_dim]. source: [rows, n]
-    int64, index into t. slots: [rows, n] int64; entries past the accepted path go to the null slot and are dropped.
-    Tail and pool are different memory, so no order of copying can overwrite what is still to be read (sgl-15360).
+    pool: [layers, slots, planes, kv_heads, head_dim]. tail: [layers, rows, t, planes, kv_heads, head_dim]. source:
+    [rows, n] int64, index into t. slots: [rows, n] int64; entries past the accepted path go to the null slot and are
+    dropped. Tail and pool are different memory, so no order of copying can overwrite what is still to be read
+    (sgl-15360).
     """
     row = torch.arange(source.shape[0], device=source.device)[:, None]
     flat = (row * tail.shape[2] + source).reshape(-1)

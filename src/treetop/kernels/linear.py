@@ -1,19 +1,20 @@
 """Matrix products with weights, each in the form that is fastest where the weight lies.
 
-On a CPU weights are packed once for oneDNN. On a GPU a product of few rows is a kernel of ours (`kernels.few_rows`),
-for the fewest with the weight in 12 bits if it was compressed (`kernels.compressed`), and one of many is the vendor's.
+On a CPU it is the call that timing chose for each number of rows (`kernels.products`). On a GPU a product of few rows
+is a kernel of ours (`kernels.few_rows`), for the fewest with the weight in 12 bits if it was compressed
+(`kernels.compressed`), and one of many is the vendor's.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from treetop.kernels.compressed import choose_compressed, compress, compressed_bytes, compressed_rows
+from treetop.kernels.compressed import compress_if_faster, compressed_rows
 from treetop.kernels.few_rows import choose_launch, few_rows, gated_rows
 from treetop.kernels.fused import joined, silu_mul, silu_mul_reference
+from treetop.kernels.products import ROW_CLASSES, Call, CpuProduct, default_call
 from treetop.kernels.triton_guard import GpuTraits
 
 
@@ -34,14 +35,13 @@ GatedLinear = Callable[[Tensor], Tensor]
 
 
 class LibraryLinear:
-    """The library's product: oneDNN with a packed weight on a CPU, else `F.linear`.
+    """The library's product: on a CPU by the calls given, or `default_call`; elsewhere `F.linear`."""
 
-    oneDNN's packed layout streams a float32 weight of 2432 x 512 in 83 us for one row and 167 us for sixteen, where
-    `F.linear` takes 333 and 536 us (two cores, AVX-512).
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self._product = _packed(weight, bias) or (lambda x: F.linear(x, weight, bias))
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, calls: Sequence[Call] | None = None) -> None:
+        """calls: by row class, see `kernels.products.ROW_CLASSES`."""
+        self._product: Callable[[Tensor], Tensor] = lambda x: F.linear(x, weight, bias)
+        if weight.device.type == "cpu":
+            self._product = CpuProduct(weight, bias, calls or [default_call(weight.dtype)] * len(ROW_CLASSES))
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._product(x)
@@ -62,6 +62,10 @@ class FewRowsLinear:
     def __call__(self, x: Tensor) -> Tensor:
         return joined(self.parts(x)).to(x.dtype)
 
+    def saved_bytes(self, rows: int) -> int:
+        """Bytes less than the whole weight's that a product of so many rows reads of its weight."""
+        return self._weight.saved_bytes(rows)
+
     def parts(self, x: Tensor) -> Tensor:
         parts = self._weight.few(x)
         return F.linear(x, self._weight.whole)[None] if parts is None else parts.view(len(parts), *x.shape[:-1], -1)
@@ -79,52 +83,42 @@ class FewRowsGated:
             return silu_mul(F.linear(x, self._weight.whole), self._gpu)
         return out.view(*x.shape[:-1], -1)
 
+    def saved_bytes(self, rows: int) -> int:
+        """As `FewRowsLinear.saved_bytes`."""
+        return self._weight.saved_bytes(rows)
+
 
 class _GpuWeight:
     """A weight, perhaps in 12 bits too, and its products of few rows."""
 
     def __init__(self, whole: Tensor, gated: bool, gpu: GpuTraits, compressed: bool) -> None:
         self.whole, self._gated, self._gpu = whole.contiguous(), gated, gpu
-        n, k = whole.shape
-        worth = compressed and compressed_bytes(n, k, gated, gpu) > 0
-        self._compressed = compress(self.whole, gated) if worth else None
+        self._compressed = compress_if_faster(self.whole, gated, gpu) if compressed else None
+
+    def saved_bytes(self, rows: int) -> int:
+        if self._compressed is None or self._compressed.launch(rows) is None:
+            return 0
+        return self.whole.nbytes - self._compressed.weight.nbytes
 
     def few(self, x: Tensor) -> Tensor | None:
         """Parts [parts, rows, out], or [rows, out / 2] if gated, for x [..., in]; None where the vendor's is faster."""
         rows, gated, gpu = x.numel() // x.shape[-1], self._gated, self._gpu
         if self._compressed is not None:
-            compressed_launch = choose_compressed(rows, *self.whole.shape, gated, gpu)
+            compressed_launch = self._compressed.launch(rows)
             if compressed_launch is not None:
-                return compressed_rows(_as_rows(x), self._compressed, compressed_launch, gpu)
+                return compressed_rows(_as_rows(x), self._compressed.weight, compressed_launch, gpu)
         launch = choose_launch(rows, *self.whole.shape, gated, gpu)
         if launch is None:
             return None
         return (gated_rows if gated else few_rows)(_as_rows(x), self.whole, launch, gpu)
 
 
-def library_gated(weight: Tensor, bias: Tensor | None = None) -> GatedLinear:
-    """`GatedLinear` of library calls."""
-    linear = LibraryLinear(weight, bias)
+def library_gated(weight: Tensor, bias: Tensor | None = None, calls: Sequence[Call] | None = None) -> GatedLinear:
+    """`GatedLinear` of library calls, as `LibraryLinear`."""
+    linear = LibraryLinear(weight, bias, calls)
     return lambda x: silu_mul_reference(linear(x))
 
 
 def _as_rows(x: Tensor) -> Tensor:
     """x [..., in] as contiguous [rows, in]."""
     return x.reshape(-1, x.shape[-1]).contiguous()
-
-
-def _packed(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
-    """The product with oneDNN's packed form of a weight; None where it does not apply."""
-    packable = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
-    if not packable or not torch.backends.mkldnn.is_available() or weight.dtype not in _packable_dtypes():
-        return None
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-    linear = torch.ops.mkldnn._linear_pointwise.default
-    no_args: list[float] = []
-    return lambda x: linear(x, packed, bias, "none", no_args, "")
-
-
-def _packable_dtypes() -> tuple[torch.dtype, ...]:
-    """bfloat16 is packed only where the CPU multiplies it natively."""
-    native_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return (torch.float32, torch.bfloat16) if native_bf16 else (torch.float32,)

@@ -1,5 +1,6 @@
 """The small operations of a layer, by device: PyTorch's own, or one Triton launch each."""
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +20,7 @@ from treetop.kernels.fused import (
 )
 from treetop.kernels.kv import PagedKV, write_pages
 from treetop.kernels.linear import FewRowsGated, FewRowsLinear, GatedLinear, LibraryLinear, Linear, library_gated
+from treetop.kernels.products import Call, ChosenProduct, Shape
 from treetop.kernels.rope import RopeTable, Rotation, rotate_
 from treetop.kernels.topk import top_logprobs, top_logprobs_reference
 from treetop.kernels.triton_guard import gpu_traits, why_not
@@ -56,13 +58,20 @@ class Ops(Protocol):
 
 
 class TorchOps:
-    """Any device, any dtype."""
+    """Any device, any dtype. products: what to take on a CPU for weights of a shape; the default for others."""
+
+    def __init__(self, products: Mapping[Shape, ChosenProduct] | None = None) -> None:
+        self._products = products or {}
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        return LibraryLinear(weight, bias)
+        return LibraryLinear(weight, bias, self._calls(weight))
 
     def gated(self, weight: Tensor, bias: Tensor | None = None) -> GatedLinear:
-        return library_gated(weight, bias)
+        return library_gated(weight, bias, self._calls(weight))
+
+    def _calls(self, weight: Tensor) -> tuple[Call, ...] | None:
+        chosen = self._products.get((weight.shape[0], weight.shape[1]))
+        return None if chosen is None else chosen.calls
 
     def add(self, x: Tensor, delta: Tensor) -> Tensor:
         return add_reference(x, delta)
@@ -135,7 +144,12 @@ class TritonOps:
         return top_logprobs(logits, k, self._gpu, offset) if k <= 16 else top_logprobs_reference(logits, k, offset)
 
 
-def ops_for(device: torch.device, dtype: torch.dtype, compressed: bool = False) -> Ops:
-    """Triton's where it runs; PyTorch's elsewhere, and in float64. compressed: as in `TritonOps`."""
+def ops_for(
+    device: torch.device,
+    dtype: torch.dtype,
+    compressed: bool = False,
+    products: Mapping[Shape, ChosenProduct] | None = None,
+) -> Ops:
+    """Triton's where it runs; PyTorch's elsewhere, and in float64. compressed, products: as in these."""
     usable = device.type == "cuda" and dtype != torch.float64 and why_not(device) is None
-    return TritonOps(device, compressed) if usable else TorchOps()
+    return TritonOps(device, compressed) if usable else TorchOps(products)

@@ -1,7 +1,8 @@
 """Reading weights: safetensors only, every expected tensor once, no other, each of its shape and kind, all finite."""
 
-import json
-from collections.abc import Collection, Mapping
+import os
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,40 +10,44 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from treetop.models.json_file import not_there, read_object
+from treetop.models.params import Fetch, Span, Stored
 from treetop.types.errors import CheckpointError
 
-Shapes = Mapping[str, tuple[int, ...]]
+Expected = Mapping[str, Stored]
 
-_FLOATS = ("F64", "F32", "F16", "BF16")
-_STORED = {"d2t": ("I64",), "t2d": ("BOOL", "U8", "I8", "I32", "I64")}
-"""How safetensors may hold a tensor; every other one is floating point. Fewer bits would need scales."""
+_CHECKED = 2**24
+"""Numbers that are looked at together, so that looking takes little memory."""
 
 
-def read_tensors(folder: Path, shapes: Shapes, ignored: Collection[str] = ()) -> dict[str, Tensor]:
-    """All tensors of `shapes` from the folder's safetensors files, as stored.
+@contextmanager
+def open_tensors(folder: Path, expected: Expected, ignored: Collection[str] = ()) -> Iterator[Fetch]:
+    """Reads tensors of the folder's safetensors files, as stored, whole or in parts.
 
-    shapes: name -> shape. ignored: names that may be present and are not read. Nothing is unpickled. Raises
-    CheckpointError naming the first file or tensor that is missing, unexpected, there twice, misshapen, not of a kind
-    that can be read, or not finite.
+    ignored: names that may be present and are not read. Nothing is unpickled, and a tensor takes memory while its
+    reader keeps it. Raises CheckpointError naming the first file or tensor that is missing, unexpected, there twice,
+    misshapen or not of a kind that can be read; reading, also of what is not finite.
     """
-    files = _located(folder, shapes, ignored)
-    tensors: dict[str, Tensor] = {}
-    for path in sorted({files[name] for name in shapes}):
-        with _open(path) as file:
-            for name in (name for name in shapes if files[name] == path):
-                _check_header(file, name, shapes[name], path)
-                tensors[name] = _finite(file.get_tensor(name), name, path)
-    return tensors
+    places = _located(folder, expected, ignored)
+    with ExitStack() as stack:
+        files = {path: stack.enter_context(_open(path)) for path in sorted(set(places.values()))}
+        for name, stored in expected.items():
+            _check_header(files[places[name]], name, stored, places[name])
+
+        def fetch(name: str, span: Span | None) -> Tensor:
+            file, path = files[places[name]], places[name]
+            if span is None:
+                return _finite(file.get_tensor(name), name, path)
+            before = (slice(None),) * span.axis
+            return _finite(file.get_slice(name)[*before, span.start : span.stop], name, path)
+
+        yield fetch
 
 
-def check_tensors(folder: Path, shapes: Shapes, ignored: Collection[str] = ()) -> int:
-    """Names, shapes and kinds as `read_tensors` checks them, from the files' headers. Returns how many tensors."""
-    files = _located(folder, shapes, ignored)
-    for path in sorted({files[name] for name in shapes}):
-        with _open(path) as file:
-            for name in (name for name in shapes if files[name] == path):
-                _check_header(file, name, shapes[name], path)
-    return len(shapes)
+def check_tensors(folder: Path, expected: Expected, ignored: Collection[str] = ()) -> int:
+    """Names, shapes and kinds as `open_tensors` checks them, from the files' headers. Returns how many tensors."""
+    with open_tensors(folder, expected, ignored):
+        return len(expected)
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
@@ -51,18 +56,14 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     Raises CheckpointError if there is no folder, no file, a truncated one, or a tensor twice.
     """
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        paths = [single]
-    elif index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise CheckpointError(f"{index}: not a weight index: {error}") from None
-        paths = [folder / name for name in names]
-    else:
-        paths = sorted(folder.glob("*.safetensors"))
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
+    if os.path.lexists(single):
+        paths = [single]
+    elif os.path.lexists(index):
+        paths = [folder / name for name in _indexed(index)]
+    else:
+        paths = sorted(folder.glob("*.safetensors"))
     if not paths:
         pickled = " (only pickled weights, which are never loaded)" if list(folder.glob("*.bin")) else ""
         raise CheckpointError(f"{folder}: no safetensors file in it{pickled}")
@@ -78,39 +79,50 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     return files
 
 
+def _indexed(index: Path) -> list[str]:
+    """The files that a weight index names."""
+    files = read_object(index).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(name, str) and name.isprintable() for name in files.values()):
+        raise CheckpointError(f"{index}: not a weight index: weight_map must be an object of file names")
+    return sorted(set(files.values()))
+
+
 def _open(path: Path) -> safe_open:
     try:
+        if not path.is_file():
+            raise CheckpointError(f"{path}: {not_there(path)}")
         return safe_open(path, framework="pt")
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: named by the weight index, but missing") from None
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: damaged or truncated safetensors file: {error}") from None
 
 
-def _located(folder: Path, shapes: Shapes, ignored: Collection[str]) -> dict[str, Path]:
-    """The file of each tensor. Raises CheckpointError if one is missing or unexpected."""
+def _located(folder: Path, expected: Expected, ignored: Collection[str]) -> dict[str, Path]:
+    """The file of each expected tensor. Raises CheckpointError if one is missing or unexpected."""
     files = tensor_files(folder)
-    unexpected = sorted(set(files) - set(shapes) - set(ignored))
-    missing = sorted(set(shapes) - set(files))
+    unexpected = sorted(set(files) - set(expected) - set(ignored))
+    missing = sorted(set(expected) - set(files))
     if missing:
         raise CheckpointError(f"{folder}: missing tensor {_some(missing)}")
     if unexpected:
         raise CheckpointError(f"{folder}: unexpected tensor {_some(unexpected)}")
-    return files
+    return {name: files[name] for name in expected}
 
 
-def _check_header(file: Any, name: str, shape: tuple[int, ...], path: Path) -> None:
-    header, known = file.get_slice(name), _STORED.get(name, _FLOATS)
+def _check_header(file: Any, name: str, expected: Stored, path: Path) -> None:
+    header = file.get_slice(name)
     found = tuple(header.get_shape())
-    if found != shape:
-        raise CheckpointError(f"{path}: tensor {name} has shape {found}, expected {shape}")
-    if header.get_dtype() not in known:
-        raise CheckpointError(f"{path}: tensor {name} is stored as {header.get_dtype()}, expected {' or '.join(known)}")
+    if found != expected.shape:
+        raise CheckpointError(f"{path}: tensor {name} has shape {found}, expected {expected.shape}")
+    if header.get_dtype() not in expected.kinds:
+        known = " or ".join(expected.kinds)
+        raise CheckpointError(f"{path}: tensor {name} is stored as {header.get_dtype()}, expected {known}")
 
 
 def _finite(tensor: Tensor, name: str, path: Path) -> Tensor:
-    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-        raise CheckpointError(f"{path}: tensor {name} holds NaN or infinite values")
+    if tensor.is_floating_point():
+        pieces = tensor.reshape(-1).split(_CHECKED)
+        if not all(bool(torch.isfinite(piece).all()) for piece in pieces):
+            raise CheckpointError(f"{path}: tensor {name} holds NaN or infinite values")
     return tensor
 
 

@@ -1,19 +1,16 @@
-"""The two halves of a decoder layer, shared by target and draft head."""
+"""The two halves of a decoder layer, shared by targets and draft heads, and the parameters that each consists of."""
 
-from collections.abc import Mapping, MutableMapping
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from treetop.attention.phase import Attend
 from treetop.kernels.fused import HeadNorms
 from treetop.kernels.ops import Ops
-from treetop.models.checkpoint import Shapes
-from treetop.models.spec import ModelSpec
-
-Weights = MutableMapping[str, Tensor]
-"""A checkpoint's tensors by name. Who fuses tensors takes them out, so that a model is never there twice."""
+from treetop.models.loader import Weights
+from treetop.models.params import Param, Source, matrix, vector
+from treetop.models.spec import AttentionSpec, DenseSpec
 
 
 class RMSNorm:
@@ -31,58 +28,79 @@ class RMSNorm:
 
 
 class SelfAttention:
-    """Projections, norms of heads if there are any, rotation and attention. q, k and v come from one product."""
+    """Projections, norms of heads if there are any, rotation and attention. q, k and v come from one product.
 
-    def __init__(self, spec: ModelSpec, weights: Weights, prefix: str, layer: int, ops: Ops) -> None:
-        self.layer, self.head_dim = layer, spec.head_dim
-        self.qkv = ops.linear(*_fused(weights, [f"{prefix}.{name}_proj" for name in "qkv"]))
-        self.output = ops.linear(*_fused(weights, [f"{prefix}.o_proj"]))
-        self.norms = None
-        if spec.qk_norm:
-            both = [weights.pop(f"{prefix}.{name}_norm.weight") for name in "qk"]
-            self.norms = HeadNorms(torch.stack(both), spec.norm_eps)
+    name: of its parameters. layer: its index among the model's. eps: of the norms of heads.
+    """
+
+    def __init__(self, spec: AttentionSpec, weights: Weights, name: str, layer: int, eps: float, ops: Ops) -> None:
+        self.layer, self.head_dim, self.scale, self._ops = layer, spec.head_dim, spec.scale, ops
+        self.qkv = ops.linear(weights.pop(f"{name}.qkv"), weights.pop(f"{name}.qkv_bias", None))
+        self.output = ops.linear(weights.pop(f"{name}.output"), weights.pop(f"{name}.output_bias", None))
+        self.products = [self.qkv, self.output]
+        self.norms = HeadNorms(weights.pop(f"{name}.qk_norm"), eps) if spec.qk_norm else None
+        self.sinks = weights.pop(f"{name}.sinks").float() if spec.sinks else None
 
     def __call__(self, x: Tensor, angles: Any, attend: Attend) -> Tensor:
         """x: [rows, n, in]. Returns parts [parts, rows, n, hidden]."""
         qkv = self.qkv.parts(x).unflatten(-1, (-1, self.head_dim))
-        return self.output.parts(attend(self.layer, qkv, angles, self.norms).flatten(2))
+        write = partial(self._ops.rotate_and_write, qkv, angles, norms=self.norms)
+        return self.output.parts(attend(self.layer, write, self.scale, self.sinks).flatten(2))
 
-    @staticmethod
-    def shapes(spec: ModelSpec, prefix: str, width: int) -> Shapes:
-        """Tensors of an attention block whose input is `width` wide."""
-        q, kv, hidden = spec.num_heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.hidden_size
-        sizes = {"q_proj": (q, width), "k_proj": (kv, width), "v_proj": (kv, width), "o_proj": (hidden, q)}
-        norms = {f"{prefix}.{name}_norm.weight": (spec.head_dim,) for name in "qk"} if spec.qk_norm else {}
-        return {**_linear_shapes(prefix, sizes, spec.attention_bias), **norms}
+
+def attention_params(spec: AttentionSpec, name: str, stored: str, width: int, hidden: int) -> list[Param]:
+    """Of attention whose input is `width` wide. stored: the prefix of its tensors. Ranks have whole heads."""
+    dim, q, kv = spec.head_dim, spec.num_heads * spec.head_dim, spec.kv.heads * spec.head_dim
+    rows = {"q": q, "k": kv, "v": kv}
+
+    def source(each: str, of: str, *shape: int) -> Source:
+        return Source(f"{stored}.{each}_proj.{of}", shape, unit=dim, shared=each in ("k", "v"))
+
+    params = [
+        matrix(f"{name}.qkv", *(source(each, "weight", n, width) for each, n in rows.items()), shard=0),
+        matrix(f"{name}.output", source("o", "weight", hidden, q), shard=1),
+    ]
+    if spec.bias:
+        params.append(vector(f"{name}.qkv_bias", *(source(each, "bias", n) for each, n in rows.items()), shard=0))
+    if spec.output_bias:
+        params.append(vector(f"{name}.output_bias", source("o", "bias", hidden), shard="first"))
+    if spec.qk_norm:
+        norms = tuple(Source(f"{stored}.{each}_norm.weight", (dim,)) for each in "qk")
+        params.append(Param(f"{name}.qk_norm", (2, dim), norms, "vector"))
+    if spec.sinks:
+        params.append(vector(f"{name}.sinks", Source(f"{stored}.sinks", (spec.num_heads,)), shard=0))
+    return params
 
 
 class GatedMLP:
     """down(silu(gate(x)) * up(x)), gate and up from one product."""
 
-    def __init__(self, weights: Weights, prefix: str, ops: Ops) -> None:
-        self.gate_up = ops.gated(*_fused(weights, [f"{prefix}.gate_proj", f"{prefix}.up_proj"]))
-        self.down = ops.linear(*_fused(weights, [f"{prefix}.down_proj"]))
+    def __init__(self, weights: Weights, name: str, ops: Ops) -> None:
+        self.gate_up = ops.gated(weights.pop(f"{name}.gate_up"), weights.pop(f"{name}.gate_up_bias", None))
+        self.down = ops.linear(weights.pop(f"{name}.down"), weights.pop(f"{name}.down_bias", None))
+        self.products = [self.gate_up, self.down]
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [..., hidden]. Returns parts [parts, ..., hidden]."""
         return self.down.parts(self.gate_up(x))
 
-    @staticmethod
-    def shapes(spec: ModelSpec, prefix: str) -> Shapes:
-        inner, hidden = spec.intermediate_size, spec.hidden_size
-        sizes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
-        return _linear_shapes(prefix, sizes, spec.mlp_bias)
+
+def mlp_params(spec: DenseSpec, name: str, stored: str, hidden: int) -> list[Param]:
+    """stored: the prefix of its tensors."""
+    inner, both = spec.inner_size, ("gate", "up")
+
+    def source(each: str, of: str, *shape: int) -> Source:
+        return Source(f"{stored}.{each}_proj.{of}", shape)
+
+    params = [
+        matrix(f"{name}.gate_up", *(source(each, "weight", inner, hidden) for each in both), shard=0),
+        matrix(f"{name}.down", source("down", "weight", hidden, inner), shard=1),
+    ]
+    if spec.bias:
+        params.append(vector(f"{name}.gate_up_bias", *(source(each, "bias", inner) for each in both), shard=0))
+        params.append(vector(f"{name}.down_bias", source("down", "bias", hidden), shard="first"))
+    return params
 
 
-def _fused(weights: Weights, names: list[str]) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of projections that share their input, as one."""
-    parts = [weights.pop(f"{name}.weight") for name in names]
-    biases = [weights.pop(f"{name}.bias") for name in names if f"{name}.bias" in weights]
-    return parts[0] if len(parts) == 1 else torch.cat(parts), torch.cat(biases) if biases else None
-
-
-def _linear_shapes(prefix: str, sizes: Mapping[str, tuple[int, int]], bias: bool) -> Shapes:
-    shapes: dict[str, tuple[int, ...]] = {f"{prefix}.{name}.weight": size for name, size in sizes.items()}
-    if bias:
-        shapes.update({f"{prefix}.{name}.bias": size[:1] for name, size in sizes.items()})
-    return shapes
+def norm_param(name: str, stored: str, size: int) -> Param:
+    return vector(name, Source(stored, (size,)))

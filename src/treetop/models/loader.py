@@ -1,23 +1,29 @@
-"""From a folder, or a `builtin:` name, to a model that runs. All checks come before any work."""
+"""From a folder, or a `builtin:` name, to parameters where a model computes. All checks come before any work."""
 
-from dataclasses import dataclass
+import os
+import stat
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from importlib import resources
+from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from treetop.kernels.ops import Ops, ops_for
-from treetop.kernels.rope import rope_table
-from treetop.models.checkpoint import Shapes, check_tensors, read_tensors, tensor_files
-from treetop.models.eagle3 import Eagle3Head
-from treetop.models.llama import Llama
-from treetop.models.spec import Eagle3Spec, ModelSpec, eagle3_spec
+from treetop.kernels.products import ChosenProduct, Shape
+from treetop.models.checkpoint import check_tensors, open_tensors
+from treetop.models.params import Fetch, Param, stored_tensors
+from treetop.types.config import flag
 from treetop.types.errors import CheckpointError, ConfigError
 
+Weights = MutableMapping[str, Tensor]
+"""Parameters by name. A model takes out what it keeps in another form, so that this is never there twice."""
+
 BUILTIN_PREFIX = "builtin:"
-_MIDLAYER, _NEWER = "midlayer.", "layers.0."
-_EMBEDDING = "embed_tokens.weight"
+_MOST_SHOWN = 256
+"""Characters of a folder's name in an error."""
 _TORCH_DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -26,16 +32,36 @@ _TORCH_DTYPES = {
 }
 
 
-def resolve_folder(name: str) -> Path:
-    """The checkpoint's folder. `builtin:NAME` lies in the package; anything else is a path."""
-    if not name.startswith(BUILTIN_PREFIX):
-        return Path(name)
-    assets = Path(str(resources.files("treetop") / "assets"))
-    folder = assets / name.removeprefix(BUILTIN_PREFIX)
-    if not folder.is_dir():
-        known = ", ".join(sorted(BUILTIN_PREFIX + path.name for path in assets.iterdir() if path.is_dir()))
-        raise CheckpointError(f"{name}: no such builtin model; known are {known}")
+def resolve_folder(name: str, option: str = "model") -> Path:
+    """The checkpoint's folder. `builtin:NAME` lies in the package; anything else is a path.
+
+    option: under which it was given. Raises CheckpointError, which names it, if there is no folder that can be read.
+    """
+    shown = f"{'model' if option == 'model' else flag(option)} {_short(name)}"
+    if name.startswith(BUILTIN_PREFIX):
+        assets = Path(str(resources.files("treetop") / "assets"))
+        known = {BUILTIN_PREFIX + path.name: path for path in assets.iterdir() if path.is_dir()}
+        if name not in known:
+            raise CheckpointError(f"{shown}: no such builtin model; known are {', '.join(sorted(known))}")
+        return known[name]
+    folder = Path(name)
+    try:
+        if not name or not stat.S_ISDIR(folder.stat().st_mode):
+            raise CheckpointError(f"{shown}: not a folder")
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(f"{shown}: no such folder") from None
+    except (OSError, ValueError) as error:  # too long a name, a null byte, a folder above that is closed
+        reason = error.strerror if isinstance(error, OSError) else "not a path"
+        raise CheckpointError(f"{shown}: {reason}") from None
+    if not os.access(folder, os.R_OK | os.X_OK):
+        raise CheckpointError(f"{shown}: no permission to read this folder")
     return folder
+
+
+def _short(name: str) -> str:
+    """A name for an error of one line."""
+    shown = name if name.isprintable() and name else repr(name)
+    return shown if len(shown) <= _MOST_SHOWN else f"{shown[:_MOST_SHOWN]}... ({len(name)} characters)"
 
 
 def compute_device(option: str) -> torch.device:
@@ -58,6 +84,7 @@ class Placement:
     """Where and how a model computes.
 
     rope_rows: positions its RoPE table holds. dummy: random weights, no file. compressed: weights in 12 bits as well.
+    products: on a CPU, the calls for weights of each shape.
     """
 
     dtype: torch.dtype
@@ -65,148 +92,65 @@ class Placement:
     rope_rows: int
     dummy: bool = False
     compressed: bool = False
+    products: Mapping[Shape, ChosenProduct] = field(default_factory=dict)
 
     @property
     def ops(self) -> Ops:
-        return ops_for(self.device, self.dtype, self.compressed)
+        return ops_for(self.device, self.dtype, self.compressed, self.products)
 
 
-def load_target(folder: Path, spec: ModelSpec, aux_inputs: tuple[int, ...], place: Placement) -> Llama:
-    """Load a target. aux_inputs: which residual streams the draft head reads; () without a draft."""
-    shapes = Llama.shapes(spec)
-    weights = _dummy(shapes, place) if place.dummy else _cast(read_tensors(folder, shapes, _unused(spec)), place)
-    rope = rope_table(spec.rope, place.rope_rows, place.dtype, place.device)
-    return Llama(spec, weights, rope, aux_inputs, place.ops)
+def load_weights(
+    folder: Path, params: Sequence[Param], place: Placement, ignored: Collection[str] = ()
+) -> dict[str, Tensor]:
+    """All parameters, by name, from a folder's files; random ones if the placement says so.
 
-
-def load_eagle3(folder: Path, spec: Eagle3Spec, target: Llama, place: Placement) -> Eagle3Head:
-    """Load an EAGLE-3 head. Its own embedding is used if the checkpoint has one, else the target's."""
-    if place.dummy:
-        own = {_EMBEDDING} if spec.layer.hidden_size != target.embedding.shape[1] else set()
-        weights = _dummy(_head_shapes(spec, {"d2t", *own}), place)
-    else:
-        weights = _cast(_head_tensors(folder, spec), place)
-    rope = rope_table(spec.layer.rope, place.rope_rows, place.dtype, place.device)
-    return Eagle3Head(spec, weights, rope, weights.get(_EMBEDDING, target.embedding), place.ops)
-
-
-def _head_tensors(folder: Path, spec: Eagle3Spec) -> dict[str, Tensor]:
-    """A head's tensors by today's names, as stored; the draft vocabulary maps one to one into the target's."""
-    raw = read_tensors(folder, _stored_shapes(folder, spec))
-    tensors = {name.replace(_NEWER, _MIDLAYER): tensor for name, tensor in raw.items()}
-    tensors.setdefault("d2t", torch.zeros(spec.draft_vocab_size, dtype=torch.int64))
-    _check_vocab(folder, tensors["d2t"], tensors.pop("t2d", None), spec.layer.vocab_size)
-    return tensors
-
-
-def check_target(folder: Path, spec: ModelSpec) -> int:
-    """Names and shapes of a target's tensors, without reading them; how many there are. Raises CheckpointError."""
-    return check_tensors(folder, Llama.shapes(spec), _unused(spec))
-
-
-def check_eagle3(folder: Path, spec: Eagle3Spec) -> int:
-    """The same of a head."""
-    return check_tensors(folder, _stored_shapes(folder, spec))
-
-
-def read_eagle3_spec(folder: Path, target: ModelSpec, algorithm: str | None, dummy: bool = False) -> Eagle3Spec:
-    """The head's spec, after its tensors have shown that it is an EAGLE-3 head, as `algorithm` says or None infers.
-
-    dummy: there are no tensors to look at.
+    Each is filled from one stored tensor after another: beside them there is at most one tensor in memory. ignored:
+    tensors that the files may hold. Raises CheckpointError as `checkpoint.open_tensors` says.
     """
-    if not dummy:
-        _refuse_target(folder)
-    spec = eagle3_spec(folder, target)
-    if dummy:
-        return spec
-    found = _algorithm_of(set(tensor_files(folder)))
-    if algorithm not in (None, found):
-        raise ConfigError(f"--speculative-algorithm {algorithm}, but {folder} holds an {found} head")
-    if found != "EAGLE3":
-        raise CheckpointError(f"{folder}: holds an {found} head; only EAGLE3 heads are supported")
-    if target.hidden_size != spec.layer.hidden_size and _EMBEDDING not in tensor_files(folder):
-        raise CheckpointError(
-            f"{folder}: missing tensor {_EMBEDDING}: the head is {spec.layer.hidden_size} wide and cannot use"
-            f" the target's embedding of {target.hidden_size}"
-        )
-    return spec
+    if place.dummy:
+        return random_weights(params, place)
+    with open_tensors(folder, stored_tensors(params), ignored) as fetch:
+        return {param.name: _filled(param, fetch, place) for param in params}
 
 
-def _refuse_target(folder: Path) -> None:
-    """Raise CheckpointError if the folder holds a target: layers of a model, and no `fc` that fuses features."""
-    names = tensor_files(folder)
-    layers = [name for name in names if name.startswith("model.layers.")]
-    if layers and "fc.weight" not in names:
-        raise CheckpointError(
-            f"{folder}: a target, not a draft head: it holds {layers[0]} and no fc.weight; give a head's folder to"
-            " --speculative-draft-model-path"
-        )
+def check_weights(folder: Path, params: Sequence[Param], ignored: Collection[str] = ()) -> int:
+    """Names and shapes of what `load_weights` would read, without reading it. Returns how many tensors."""
+    return check_tensors(folder, stored_tensors(params), ignored)
 
 
-def _algorithm_of(names: set[str]) -> str:
-    """An EAGLE-3 head norms the feature beside the embedding; EAGLE-1 and -2 heads have no such norm."""
-    eagle3 = {"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight", "d2t"}
-    return "EAGLE3" if eagle3 & names or "fc.weight" not in names else "EAGLE"
+def _filled(param: Param, fetch: Fetch, place: Placement) -> Tensor:
+    whole, start = torch.empty(param.shape, dtype=_dtype_of(param, place.dtype), device=place.device), 0
+    for source in param.sources:
+        start = _put(whole, start, param.format.read(source, fetch))  # keeps nothing that was read
+    assert start == param.shape[0], f"{param.name}: the sources fill {start} rows of {param.shape[0]}"
+    return whole
 
 
-def _unused(spec: ModelSpec) -> set[str]:
-    """Tensors that a target's file may hold without a use; older writers stored the frequencies of the rotation."""
-    frequencies = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(spec.num_layers)}
-    return frequencies | ({"lm_head.weight"} if spec.tied_embeddings else set())
+def _put(whole: Tensor, start: int, rows: Tensor) -> int:
+    """Write rows of a parameter, from its row `start` on; returns where they end."""
+    stop = start + rows.numel() // prod(whole.shape[1:])
+    whole[start:stop].copy_(rows.reshape(stop - start, *whole.shape[1:]))
+    return stop
 
 
-def _stored_shapes(folder: Path, spec: Eagle3Spec) -> dict[str, tuple[int, ...]]:
-    """A head's tensors as its file names them; newer writers call the one layer `layers.0`."""
-    names = set(tensor_files(folder))
-    prefix = _NEWER if f"{_NEWER}hidden_norm.weight" in names else _MIDLAYER
-    shapes = {name.replace(_MIDLAYER, prefix): shape for name, shape in _head_shapes(spec, names).items()}
-    return {**shapes, "t2d": (spec.layer.vocab_size,)} if "t2d" in names else shapes
-
-
-def _head_shapes(spec: Eagle3Spec, names: set[str]) -> dict[str, tuple[int, ...]]:
-    """Expected tensors: the optional ones only where the file has them or the vocabulary needs them."""
-    shapes = dict(Eagle3Head.shapes(spec))
-    vocab, hidden = spec.layer.vocab_size, spec.layer.hidden_size
-    if _EMBEDDING in names:
-        shapes[_EMBEDDING] = (vocab, hidden)
-    if spec.draft_vocab_size == vocab and "d2t" not in names:
-        del shapes["d2t"]
-    return shapes
-
-
-def _check_vocab(folder: Path, offset: Tensor, member: Tensor | None, vocab_size: int) -> None:
-    """d2t must be an offset that maps the draft vocabulary one to one into the target's; t2d, if present, agrees."""
-    target = torch.arange(offset.shape[0]) + offset
-    outside = (target < 0) | (target >= vocab_size)
-    if bool(outside.any()):
-        index = int(outside.nonzero()[0])
-        raise CheckpointError(
-            f"{folder}: tensor d2t maps draft token {index} to {int(target[index])}, outside [0, {vocab_size});"
-            " d2t must hold offsets, not ids"
-        )
-    if target.unique().shape[0] != target.shape[0]:
-        raise CheckpointError(f"{folder}: tensor d2t maps two draft tokens to one target token")
-    if member is not None and not torch.equal(member.nonzero().flatten(), target.sort().values):
-        raise CheckpointError(f"{folder}: tensor t2d does not mark the target tokens that d2t gives")
-
-
-def _dummy(shapes: Shapes, place: Placement) -> dict[str, Tensor]:
-    """Random weights of real shapes, for measuring speed; the draft vocabulary is the first tokens of the target's."""
+def random_weights(params: Sequence[Param], place: Placement) -> dict[str, Tensor]:
+    """Weights of real shapes, for measuring speed: products keep their input's size, norms and indices do nothing."""
     generator = torch.Generator(device=place.device).manual_seed(0)
-    tensors = {}
-    for name, shape in shapes.items():
-        if name == "d2t":
-            tensors[name] = torch.zeros(shape, dtype=torch.int64, device=place.device)
-        elif len(shape) == 1:
-            tensors[name] = torch.ones(shape, dtype=place.dtype, device=place.device)
+    weights = {}
+    for param in params:
+        made = torch.empty(param.shape, dtype=_dtype_of(param, place.dtype), device=place.device)
+        if param.kind in ("matrix", "table"):
+            made.normal_(std=float(param.shape[-1] ** -0.5), generator=generator)
         else:
-            tensors[name] = torch.empty(shape, dtype=place.dtype, device=place.device)
-            tensors[name].normal_(std=float(shape[-1] ** -0.5), generator=generator)
-    return tensors
+            made.fill_(int(param.kind == "vector"))
+        weights[param.name] = made
+    return weights
 
 
-def _cast(tensors: dict[str, Tensor], place: Placement) -> dict[str, Tensor]:
-    return {
-        name: tensor.to(place.device, place.dtype if tensor.is_floating_point() else tensor.dtype)
-        for name, tensor in tensors.items()
-    }
+def weight_bytes(params: Sequence[Param], dtype: torch.dtype) -> int:
+    """What the parameters take."""
+    return sum(param.numbers * _dtype_of(param, dtype).itemsize for param in params)
+
+
+def _dtype_of(param: Param, dtype: torch.dtype) -> torch.dtype:
+    return torch.int64 if param.kind == "index" else dtype

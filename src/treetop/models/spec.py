@@ -1,244 +1,211 @@
 """What a `config.json` says, read once into frozen values. Unknown or unsupported content is an error, not a guess."""
 
-import json
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from treetop.kernels.rope import RopeSpec
-from treetop.types.errors import CheckpointError
+from treetop.models.json_file import read_object
+from treetop.types.errors import CheckpointError, shown
+from treetop.types.kv import KVFormat, paired
 
 Config = Mapping[str, Any]
 
-LLAMA, QWEN3 = "LlamaForCausalLM", "Qwen3ForCausalLM"
-WINDOWED = "WindowedLlamaForCausalLM"
-"""Llama with `layer_types` and `sliding_window`: treetop's own test model, `debug/two_group.py`."""
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """A layer's attention. kv: what it keeps of a token. scale: of its scores. window: how far it sees, itself counted;
+    None is everything.
+
+    qk_norm: queries and keys have norms of their own, per head and before the rotation. bias: of q, k and v;
+    output_bias: of the output. sinks: each head has a logit that takes part in its softmax and has no value.
+    """
+
+    num_heads: int
+    kv: KVFormat
+    rope: RopeSpec
+    scale: float
+    window: int | None = None
+    qk_norm: bool = False
+    bias: bool = False
+    output_bias: bool = False
+    sinks: bool = False
+
+    @property
+    def head_dim(self) -> int:
+        return self.kv.head_dim
 
 
 @dataclass(frozen=True, slots=True)
-class ModelSpec:
-    """A Llama-shaped decoder: sizes, norms and positions. windows: how far each layer sees, None for everything.
+class DenseSpec:
+    """A gated feed-forward of one weight for all tokens."""
 
-    qk_norm: queries and keys have norms of their own, per head and before the rotation.
-    """
+    inner_size: int
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """Attention and feed-forward, each behind its norm and added to the residual stream."""
+
+    attention: AttentionSpec
+    feed_forward: DenseSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A decoder: what holds for all of it, and its layers, first to last."""
 
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    kv_heads: int
-    head_dim: int
     norm_eps: float
-    rope: RopeSpec
     max_positions: int
     tied_embeddings: bool
-    attention_bias: bool
-    mlp_bias: bool
     eos_token_ids: tuple[int, ...]
-    windows: tuple[int | None, ...]
-    qk_norm: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Eagle3Spec:
-    """An EAGLE-3 head: its one decoder layer, its vocabulary, and which target features it reads.
-
-    aux_inputs: indices i, each meaning the residual stream entering target layer i; the number of target layers means
-    the last layer's output, before the final norm.
-    """
-
-    layer: ModelSpec
-    draft_vocab_size: int
-    target_hidden_size: int
-    aux_inputs: tuple[int, ...]
-    norm_before_residual: bool
+    layers: tuple[LayerSpec, ...]
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The folder's `config.json`. Raises CheckpointError if it is missing or not a JSON object."""
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        reason = "no such folder" if not folder.is_dir() else "no config.json in it"
-        raise CheckpointError(f"{folder}: {reason}") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: not readable as JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, got {type(config).__name__}")
-    return config
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder")
+    return read_object(folder / "config.json")
 
 
-def decoder_spec(config: Config, where: Path) -> ModelSpec:
-    """The sizes of a Llama-shaped decoder. Raises CheckpointError naming the key that is missing or wrong."""
+def model_config(config: Config, where: Path, layers: Sequence[LayerSpec]) -> ModelConfig:
+    """What a decoder's config says beside its layers. Raises CheckpointError naming the key that is wrong."""
     if config.get("quantization_config") is not None:
         raise CheckpointError(f"{where}: quantization_config: quantized weights are not supported, only 16 or 32 bits")
-    heads = _size(config, "num_attention_heads", where)
-    hidden = _size(config, "hidden_size", where)
-    kv_heads = _size(config, "num_key_value_heads", where, default=heads)
-    head_dim = _size(config, "head_dim", where, default=hidden // heads)
+    return ModelConfig(
+        vocab_size=size(config, "vocab_size", where),
+        hidden_size=size(config, "hidden_size", where),
+        norm_eps=real(config, "rms_norm_eps", where, 1e-6),
+        max_positions=_max_positions(config, where),
+        tied_embeddings=flag(config, "tie_word_embeddings", where),
+        eos_token_ids=integers(config, "eos_token_id", where),
+        layers=tuple(layers),
+    )
+
+
+def attention_spec(config: Config, where: Path) -> AttentionSpec:
+    """Grouped-query attention by the usual keys."""
+    heads = size(config, "num_attention_heads", where)
+    hidden = size(config, "hidden_size", where)
+    kv_heads = size(config, "num_key_value_heads", where, default=heads)
+    head_dim = size(config, "head_dim", where, default=hidden // heads)
     if heads % kv_heads != 0 or head_dim % 2 != 0:
         raise CheckpointError(
             f"{where}: num_attention_heads {heads} must be a multiple of num_key_value_heads {kv_heads},"
             f" and head_dim {head_dim} even"
         )
+    bias = flag(config, "attention_bias", where)
+    rope = _rope_spec(config, head_dim, _max_positions(config, where), where)
+    return AttentionSpec(heads, paired(kv_heads, head_dim), rope, head_dim**-0.5, bias=bias, output_bias=bias)
+
+
+def dense_spec(config: Config, where: Path) -> DenseSpec:
+    """A gated feed-forward by the usual keys."""
     if config.get("hidden_act", "silu") != "silu":
-        raise CheckpointError(f"{where}: hidden_act {config['hidden_act']!r} is not supported, only 'silu'")
-    max_positions = _size(config, "max_position_embeddings", where, default=2048)
-    num_layers = _size(config, "num_hidden_layers", where)
-    return ModelSpec(
-        vocab_size=_size(config, "vocab_size", where),
-        hidden_size=hidden,
-        intermediate_size=_size(config, "intermediate_size", where),
-        num_layers=num_layers,
-        num_heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        norm_eps=_real(config, "rms_norm_eps", where, 1e-6),
-        rope=_rope_spec(config, head_dim, max_positions, where),
-        max_positions=max_positions,
-        tied_embeddings=_flag(config, "tie_word_embeddings", where),
-        attention_bias=_flag(config, "attention_bias", where),
-        mlp_bias=_flag(config, "mlp_bias", where),
-        eos_token_ids=integers(config, "eos_token_id", where),
-        windows=_windows(config, num_layers, where),
-        qk_norm=config.get("architectures") == [QWEN3],
-    )
+        raise CheckpointError(f"{where}: hidden_act {shown(config['hidden_act'])} is not supported, only 'silu'")
+    return DenseSpec(size(config, "intermediate_size", where), flag(config, "mlp_bias", where))
 
 
-def target_spec(folder: Path) -> ModelSpec:
-    """Spec of a target checkpoint. Raises CheckpointError for an architecture that treetop does not run."""
-    config = read_config(folder)
-    architectures = config.get("architectures") or ["missing"]
-    if not isinstance(architectures, list) or not all(isinstance(each, str) for each in architectures):
-        raise CheckpointError(f"{folder}/config.json: architectures must be a list of names, got {architectures!r}")
-    if architectures not in ([LLAMA], [QWEN3], [WINDOWED]):
-        raise CheckpointError(
-            f"{folder}/config.json: architecture {', '.join(architectures)} is not supported, only {LLAMA} and {QWEN3}"
-        )
-    if architectures == [QWEN3] and config.get("use_sliding_window"):
-        raise CheckpointError(f"{folder}/config.json: use_sliding_window = true is not supported with {QWEN3}")
-    return decoder_spec(config, folder / "config.json")
+def num_layers(config: Config, where: Path) -> int:
+    return size(config, "num_hidden_layers", where)
 
 
-def eagle3_spec(folder: Path, target: ModelSpec) -> Eagle3Spec:
-    """Spec of an EAGLE-3 head for `target`.
-
-    The layer count is not read: it is often the target's (sgl-33966); a head has one layer. Where the auxiliary
-    layers stand in the config decides what the numbers mean, and the default is the original repository's
-    (`formats.md`, 3b). Raises CheckpointError if the head was made for another target.
-    """
-    config = read_config(folder)
-    where = folder / "config.json"
-    layer = decoder_spec({**config, "num_hidden_layers": 1}, where)
-    for key, value in (("norm_output", False), ("norm_before_fc", False), ("fc_norm", False), ("use_aux_norm", False)):
-        if config.get(key, value) != value:
-            raise CheckpointError(f"{where}: {key} = {config[key]!r} is not supported")
-    eagle = _table(config, "eagle_config", where)
-    if eagle.get("use_aux_hidden_state", True) is not True:
-        raise CheckpointError(f"{where}: eagle_config.use_aux_hidden_state = false is not supported")
-    spec = Eagle3Spec(
-        layer=layer,
-        draft_vocab_size=_size(config, "draft_vocab_size", where, default=layer.vocab_size),
-        target_hidden_size=_size(config, "target_hidden_size", where, default=layer.hidden_size),
-        aux_inputs=_aux_inputs(config, eagle, target.num_layers, where),
-        norm_before_residual=_flag(config, "norm_before_residual", where),
-    )
-    for what, draft_value, target_value in (
-        ("vocab_size", layer.vocab_size, target.vocab_size),
-        ("target_hidden_size", spec.target_hidden_size, target.hidden_size),
-    ):
-        if draft_value != target_value:
-            raise CheckpointError(
-                f"{where}: this draft is for another target: its {what} is {draft_value}, the target has {target_value}"
-            )
-    return spec
-
-
-def _aux_inputs(config: Config, eagle: Config, num_layers: int, where: Path) -> tuple[int, ...]:
-    """Input indices of the auxiliary layers; the nested key counts layer outputs, hence the + 1 (sgl-25454)."""
-    key = "eagle_aux_hidden_state_layer_ids"
-    if eagle.get(key) is not None:
-        inputs = tuple(i + 1 for i in integers(eagle, key, where))
-    elif config.get(key) is not None:
-        inputs = integers(config, key, where)
-    else:
-        inputs = (2, num_layers // 2, num_layers - 3)
-    if not inputs or any(not 0 <= i <= num_layers for i in inputs):
-        raise CheckpointError(f"{where}: auxiliary layer inputs {inputs} lie outside the target's 0 .. {num_layers}")
-    return inputs
-
-
-def _windows(config: Config, num_layers: int, where: Path) -> tuple[int | None, ...]:
-    """Each layer's window; only the windowed architecture has any."""
-    if config.get("architectures") != [WINDOWED]:
-        return (None,) * num_layers
-    window, kinds = _size(config, "sliding_window", where), config.get("layer_types")
-    known = {"full_attention": None, "sliding_attention": window}
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= set(known):
-        raise CheckpointError(f"{where}: layer_types must name {' or '.join(known)} for each of {num_layers} layers")
-    return tuple(known[kind] for kind in kinds)
+def _max_positions(config: Config, where: Path) -> int:
+    return size(config, "max_position_embeddings", where, default=2048)
 
 
 def _rope_spec(config: Config, head_dim: int, max_positions: int, where: Path) -> RopeSpec:
     """RoPE of both spellings: transformers 5 writes `rope_parameters`, earlier ones `rope_scaling` + `rope_theta`."""
-    rope = _table(config, "rope_parameters", where) or _table(config, "rope_scaling", where)
-    theta = _real(rope, "rope_theta", where, _real(config, "rope_theta", where, 10000.0))
+    rope = table(config, "rope_parameters", where) or table(config, "rope_scaling", where)
+    theta = real(rope, "rope_theta", where, real(config, "rope_theta", where, 10000.0))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "linear", "llama3"):
-        raise CheckpointError(f"{where}: rope_type {kind!r} is not supported, only default, linear, llama3")
+        raise CheckpointError(f"{where}: rope_type {shown(kind)} is not supported, only default, linear, llama3")
     if config.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) != 1.0:
         raise CheckpointError(f"{where}: partial_rotary_factor is not supported")
+    low, high = real(rope, "low_freq_factor", where, 1.0), real(rope, "high_freq_factor", where, 4.0)
+    if kind == "llama3" and low >= high:
+        raise CheckpointError(f"{where}: high_freq_factor {high} must be greater than low_freq_factor {low}")
     return RopeSpec(
         head_dim=head_dim,
         theta=theta,
         kind=kind,
-        factor=_real(rope, "factor", where, 1.0),
-        low_freq_factor=_real(rope, "low_freq_factor", where, 1.0),
-        high_freq_factor=_real(rope, "high_freq_factor", where, 4.0),
-        original_max_position=_size(rope, "original_max_position_embeddings", where, default=max_positions),
+        factor=real(rope, "factor", where, 1.0),
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_max_position=size(rope, "original_max_position_embeddings", where, default=max_positions),
     )
 
 
-def _size(config: Config, key: str, where: Path, default: int | None = None) -> int:
+_MOST_HEADS, _MOST_WIDTH, _MOST_TOKENS, _MOST_POSITIONS = 2**10, 2**20, 2**24, 2**31
+_BOUNDS: dict[str, tuple[float, float]] = {
+    "num_hidden_layers": (1, 2**10),
+    "num_attention_heads": (1, _MOST_HEADS),
+    "num_key_value_heads": (1, _MOST_HEADS),
+    "head_dim": (2, 2**12),
+    "hidden_size": (1, _MOST_WIDTH),
+    "target_hidden_size": (1, _MOST_WIDTH),
+    "intermediate_size": (1, _MOST_WIDTH),
+    "vocab_size": (1, _MOST_TOKENS),
+    "draft_vocab_size": (1, _MOST_TOKENS),
+    "max_position_embeddings": (1, _MOST_POSITIONS),
+    "original_max_position_embeddings": (1, _MOST_POSITIONS),
+    "sliding_window": (1, _MOST_POSITIONS),
+    "rms_norm_eps": (1e-30, 1.0),
+    "rope_theta": (1.0, 1e15),
+    "factor": (1e-6, 1e6),
+    "low_freq_factor": (1e-6, 1e6),
+    "high_freq_factor": (1e-6, 1e6),
+}
+"""Least and most of every number that is read. Real models lie far within; beyond, sizes of tensors overflow."""
+
+
+def size(config: Config, key: str, where: Path, default: int | None = None) -> int:
+    return int(_bounded(config, key, where, default, "an integer", (int,)))
+
+
+def real(config: Config, key: str, where: Path, default: float) -> float:
+    return float(_bounded(config, key, where, default, "a number", (int, float)))
+
+
+def _bounded(
+    config: Config, key: str, where: Path, default: float | None, what: str, kinds: tuple[type[int | float], ...]
+) -> int | float:
+    """The number at `key`, or the default. Raises CheckpointError unless it is of its kind and within its bounds."""
     value = config.get(key)
     if value is None:
         value = default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointError(f"{where}: {key} must be a positive integer, got {value!r}")
+    least, most = _BOUNDS[key]
+    if not isinstance(value, kinds) or isinstance(value, bool) or not least <= value <= most:
+        raise CheckpointError(f"{where}: {key} must be {what} from {least} to {most}, got {shown(value)}")
     return value
 
 
-def _real(config: Config, key: str, where: Path, default: float) -> float:
-    value = config.get(key)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
-        raise CheckpointError(f"{where}: {key} must be a positive number, got {value!r}")
-    return float(value)
-
-
-def _flag(config: Config, key: str, where: Path) -> bool:
+def flag(config: Config, key: str, where: Path) -> bool:
     value = config.get(key)
     if value is not None and not isinstance(value, bool):
-        raise CheckpointError(f"{where}: {key} must be true or false, got {value!r}")
+        raise CheckpointError(f"{where}: {key} must be true or false, got {shown(value)}")
     return bool(value)
 
 
-def _table(config: Config, key: str, where: Path) -> Config:
+def table(config: Config, key: str, where: Path) -> Config:
     value = config.get(key)
     if value is not None and not isinstance(value, dict):
-        raise CheckpointError(f"{where}: {key} must be an object, got {value!r}")
+        raise CheckpointError(f"{where}: {key} must be an object, got {shown(value)}")
     return value or {}
 
 
 def integers(config: Config, key: str, where: Path) -> tuple[int, ...]:
-    """An integer or a list of them; () if there is none."""
+    """An integer or a list of them; () if there is none. -1 stands for none in some files."""
     value = config.get(key)
     listed = [] if value is None else value if isinstance(value, list) else [value]
-    if any(not isinstance(each, int) or isinstance(each, bool) for each in listed):
-        raise CheckpointError(f"{where}: {key} must be an integer or a list of integers, got {value!r}")
+    if any(not isinstance(each, int) or isinstance(each, bool) or not -1 <= each <= _MOST_TOKENS for each in listed):
+        raise CheckpointError(
+            f"{where}: {key} must be an integer or a list of integers, from -1 to {_MOST_TOKENS}, got {shown(value)}"
+        )
     return tuple(listed)

@@ -4,38 +4,60 @@ from dataclasses import dataclass, field
 
 from treetop.cache.ledger import Lease
 from treetop.types.ids import RequestId, Row
-from treetop.types.sampling import FinishReason, SamplingParams
-from treetop.types.stopping import StopChecker
+from treetop.types.requests import EngineRequest
+from treetop.types.sampling import Choice, FinishReason, SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Running:
-    """What a request holds while it runs."""
+    """What a request holds while it runs.
+
+    reserved: tokens that the lease holds in every group without a window. steps_out, rounds_out: steps with its row,
+    and rounds among them, whose results have not been committed.
+    """
 
     row: Row
     lease: Lease
+    reserved: int
+    steps_out: int = 0
+    rounds_out: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class Request:
     """Mutable, owned by the scheduler.
 
-    prefilled: tokens whose K/V the pages hold, as far as the host knows; a chunk counts once it is planned, a round
-    once its result is committed. A request decodes once all its ids are prefilled: the token after them, the root, is
-    on its way then, and once it is here `prefilled == num_ids - 1`. accept_lens: accepted drafts of each round it took
-    part in, before any cut. running: None while it waits; an ended request keeps it until no step with its row is out.
+    stop_ids: EOS, unless it is ignored, and the request's own. max_output: tokens that max_tokens and the context
+    allow. prefilled: tokens whose K/V the pages hold, as far as the host knows; a chunk counts once it is planned, a
+    round once its result is committed. A request decodes once all its ids are prefilled: the token after them, the
+    root, is on its way then, and once it is here `prefilled == num_ids - 1`. running: None while it waits; an ended
+    request keeps it until no step with its row is out. What follows it is for the stats.
     """
 
     request_id: RequestId
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     seed: int
-    stop: StopChecker
+    stop_ids: frozenset[int]
+    max_output: int
+    choice: Choice
+    arrival_s: float
     output_ids: list[int] = field(default_factory=list)
     prefilled: int = 0
-    accept_lens: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     running: Running | None = None
+    num_cached_tokens: int = 0
+    num_retractions: int = 0
+    admitted_s: float | None = None
+    first_token_s: float | None = None
+
+    @classmethod
+    def of(cls, asked: EngineRequest, eos_ids: frozenset[int], max_context: int, arrival_s: float) -> "Request":
+        """A request that waits. eos_ids: the model's."""
+        params = asked.params
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)
+        most = min(params.max_tokens, max_context - len(asked.prompt_ids))
+        return cls(asked.request_id, asked.prompt_ids, params, asked.seed, stop_ids, most, Choice.of(params), arrival_s)
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -44,13 +66,3 @@ class Request:
     @property
     def num_ids(self) -> int:
         return len(self.prompt_ids) + len(self.output_ids)
-
-
-@dataclass(frozen=True, slots=True)
-class RequestUpdate:
-    """What a step added to one request. new_ids: emitted now, cut at the stop. error: why it failed, if it did."""
-
-    request_id: RequestId
-    new_ids: tuple[int, ...]
-    finish_reason: FinishReason | None
-    error: str | None = None

@@ -5,29 +5,33 @@ waiting --admit--> prefilling --last chunk--> decoding --stop--> ended --last st
    '----------------- retract -------------------'
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from treetop.cache.ledger import Columns, LedgerRules, PageLedger
-from treetop.checks.host import check_emitted
-from treetop.engine.pure import Pure
-from treetop.scheduler.request import Request, RequestUpdate, Running
+from treetop.cache.ledger import Columns, PageLedger
+from treetop.checks.host import check_cached, check_cell, check_emitted
+from treetop.scheduler.request import Request, Running
+from treetop.scheduler.stops import first_stop
 from treetop.types.config import EngineConfig
 from treetop.types.errors import InputError, InvariantError
 from treetop.types.ids import GroupName, PageId, RequestId, Row
 from treetop.types.layout import Layout
-from treetop.types.messages import Chunk, PageEdit, PrefillPlan, RoundPlan, RowResult, RowSetup, StepPlan, StepResult
-from treetop.types.sampling import Choice, FinishReason, SamplingParams
-from treetop.types.stopping import StopChecker
+from treetop.types.messages import Chunk, PageEdit, PrefillPlan, RoundPlan, RowSetup, StepPlan, StepResult
+from treetop.types.requests import EngineRequest, RequestStats, RequestUpdate
+from treetop.types.sampling import Choice, FinishReason
+
+_CHEAP_PADDING = 512
+"""Padding of a prefill step, in tokens, that costs no more than a step of its own: its launches and the weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Out:
-    """A plan whose result has not been committed."""
+    """A plan whose result has not been committed, and its requests in the order of its rows."""
 
     plan: StepPlan
-    rows: frozenset[Row]
+    requests: list[Request]
 
 
 class Scheduler:
@@ -38,11 +42,12 @@ class Scheduler:
     them.
     """
 
-    def __init__(self, layout: Layout, config: EngineConfig, eos_ids: Sequence[int], pure: Pure | None = None) -> None:
-        self._layout, self._config, self._eos_ids = layout, config, frozenset(eos_ids)
-        self._pure = pure or Pure()
-        rules = LedgerRules(self._pure.pages_to_free, self._pure.shared_groups)
-        self._ledger = PageLedger(layout, config.radix_cache, rules, config.check_level)
+    def __init__(
+        self, layout: Layout, config: EngineConfig, eos_ids: Sequence[int], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """clock: seconds, for the stats of requests."""
+        self._layout, self._config, self._eos_ids, self._clock = layout, config, frozenset(eos_ids), clock
+        self._ledger = PageLedger(layout, not config.disable_radix_cache, config.check_level)
         self._free_rows = [Row(row) for row in range(layout.max_requests - 1, -1, -1)]
         self._waiting: deque[Request] = deque()
         self._prefilling: list[Request] = []
@@ -51,40 +56,52 @@ class Scheduler:
         self._by_row: dict[Row, Request] = {}
         self._out: deque[_Out] = deque()
         self._cells: dict[tuple[GroupName, Row, int], PageId] = {}
-        self._next_id = 0
+        self._commit_width = layout.commit_width
+        self._has_windows = any(group.window is not None for group in layout.groups)
         self._prefilled_last = False
         self.num_retractions = 0
 
     # ---------------------------------------------------------------- requests in and out
 
-    def add(self, prompt_ids: Sequence[int], params: SamplingParams, seed: int, stop: StopChecker) -> RequestId:
+    def add(self, asked: EngineRequest) -> Request:
         """Queue a request. Raises InputError, before anything changes, for a prompt that can never run."""
-        self.check_prompt(prompt_ids)
-        request = Request(RequestId(self._next_id), tuple(prompt_ids), params, seed, stop)
-        self._next_id += 1
+        self.check_prompt(asked.prompt_ids)
+        if asked.request_id in self._by_id:
+            raise InvariantError(f"request id {asked.request_id} is given twice")
+        request = Request.of(asked, self._eos_ids, self._layout.max_context, self._clock())
         self._by_id[request.request_id] = request
         self._waiting.append(request)
-        return request.request_id
+        return request
 
     def check_prompt(self, prompt_ids: Sequence[int]) -> None:
         """Raise InputError for a prompt that is empty or leaves no room for one token."""
         if not prompt_ids:
             raise InputError("the prompt is empty: it has no token after encoding")
-        if len(prompt_ids) >= self._layout.max_context:
+        self.check_length(len(prompt_ids))
+
+    def check_length(self, num_tokens: int, exact: bool = True) -> None:
+        """Raise InputError if a prompt of so many tokens, or of no fewer, leaves no room for one more."""
+        if num_tokens >= self._layout.max_context:
             raise InputError(
-                f"the prompt has {len(prompt_ids)} tokens and leaves no room for one more in a context of"
-                f" {self._layout.max_context}; shorten it or raise --context-length"
+                f"the prompt has {'' if exact else 'at least '}{num_tokens} tokens and leaves no room for one more in a"
+                f" context of {self._layout.max_context}; shorten it or raise --context-length"
             )
 
     def abort(self, request_id: RequestId) -> RequestUpdate | None:
         """End a request, wherever it stands; None if it is not alive. Steps with its row may still be out."""
         request = self._by_id.get(request_id)
+        return None if request is None else self._finish(request, (), "abort")
+
+    def finish(self, request_id: RequestId, num_tokens: int) -> RequestUpdate | None:
+        """End a request whose client stops after `num_tokens` tokens of its output; None if it is not alive.
+
+        Tokens past them are forgotten, and never reach the prefix cache (sgl-35694).
+        """
+        request = self._by_id.get(request_id)
         if request is None:
             return None
-        return self._finish(request, (), "abort")
-
-    def request(self, request_id: RequestId) -> Request:
-        return self._by_id[request_id]
+        del request.output_ids[num_tokens:]
+        return self._finish(request, (), "stop")
 
     @property
     def has_work(self) -> bool:
@@ -105,21 +122,28 @@ class Scheduler:
             plan = self._plan_round(ready)
         if plan is not None:
             self._prefilled_last = isinstance(plan, PrefillPlan)
-            self._out.append(_Out(plan, frozenset(plan.rows)))
+            self._send_out(plan)
         return plan
+
+    def _send_out(self, plan: StepPlan) -> None:
+        requests, rounds = [self._by_row[row] for row in plan.rows], int(isinstance(plan, RoundPlan))
+        for request in requests:
+            held = _held(request)
+            held.steps_out += 1
+            held.rounds_out += rounds
+        self._out.append(_Out(plan, requests))
 
     def _plan_prefill(self) -> PrefillPlan | None:
         setups: list[RowSetup] = []
         batch: list[tuple[Request, int]] = []
         for request in self._prefilling:
-            room = self._prefill_room(batch)
-            if room > 0:
-                count = min(room, request.num_ids - request.prefilled)
+            count = min(self._prefill_room(batch), request.num_ids - request.prefilled)
+            if self._may_join(batch, count):
                 self._reserve_chunk(request, count)
                 batch.append((request, count))
         while self._waiting and self._free_rows and self._cells_left():
             request, room = self._waiting[0], self._prefill_room(batch)
-            if room == 0 or not self._admit(request, room):
+            if room == 0 or not self._admit(request, batch, room):
                 break
             self._waiting.popleft()
             self._prefilling.append(request)
@@ -132,13 +156,19 @@ class Scheduler:
             freed=self._ledger.take_freed(),
             setups=tuple(setups),
             chunks=tuple(self._chunk(request, count) for request, count in batch),
-            choice=Choice.of(request.params for request, _ in batch),
+            choice=Choice.costliest(request.choice for request, _ in batch),
         )
 
     def _prefill_room(self, batch: list[tuple[Request, int]]) -> int:
         """Tokens that one more row may bring to a prefill batch, which holds `chunk` with its padding; 0 for no row."""
         room = self._layout.chunk // self._layout.bucket_for(len(batch) + 1)
         return room if all(count <= room for _, count in batch) else 0
+
+    def _may_join(self, batch: list[tuple[Request, int]], count: int) -> bool:
+        """Whether a row with `count` tokens may join a batch: its padding is cheap, or a third of the whole at most."""
+        counts = [each for _, each in batch] + [count]
+        padding = self._layout.bucket_for(len(counts)) * max(counts) - sum(counts)
+        return count > 0 and padding <= max(sum(counts) // 2, _CHEAP_PADDING)
 
     def _chunk(self, request: Request, count: int) -> Chunk:
         """The next `count` tokens of a request, and the token after them. After its last chunk it can decode."""
@@ -148,74 +178,108 @@ class Scheduler:
         if end == len(ids):
             self._prefilling.remove(request)
             self._decoding.append(request)
-        return Chunk(_held(request).row, start, ids[start:end], self._pure.next_prompt_token(ids, end))
+        return Chunk(_held(request).row, start, ids[start:end], next_prompt_token(ids, end))
 
     def _reserve_chunk(self, request: Request, count: int) -> None:
         """Pages of the windows for one more chunk; the other groups got theirs at admission."""
-        known, total, held = request.prefilled, request.num_ids + self._layout.headroom, _held(request)
-        self._write(held.row, self._ledger.slide(held.lease, known))
-        more = self._ledger.reserve(held.lease, total, known, known + count)
-        if more is None:
+        self._slide(request, self._known(request))
+        end = request.prefilled + count
+        if not self._reserve(request, request.num_ids + self._layout.headroom, end):
             raise InvariantError("a window's pool does not hold the windows of all running requests")
-        self._write(held.row, more)
 
-    def _admit(self, request: Request, budget: int) -> bool:
-        """Give a waiting request a row and pages for all its tokens and one round; False if there is no room."""
+    def _reserve(self, request: Request, num_tokens: int, end: int | None = None) -> bool:
+        """Pages for a running request; False if they are short.
+
+        Pages behind a window stay until the cache has them, which it has once their chunk is committed. If pages are
+        short they are given up, everybody's.
+        """
+        held, known = _held(request), request.prefilled
+        cells = self._ledger.reserve(held.lease, num_tokens, known, end)
+        if cells is None:
+            for other in self._by_row.values():
+                self._slide(other, other.prefilled)
+            cells = self._ledger.reserve(held.lease, num_tokens, known, end)
+        self._write(held.row, cells or [])
+        return cells is not None
+
+    def _slide(self, request: Request, known: int) -> None:
+        held = _held(request)
+        self._write(held.row, self._ledger.slide(held.lease, known))
+
+    def _known(self, request: Request) -> int:
+        """Tokens of which the host knows that the pages hold their K/V: `prefilled` but for chunks that are out."""
+        held = _held(request)
+        if held.steps_out > held.rounds_out:
+            for out in self._out:
+                if request in out.requests and isinstance(out.plan, PrefillPlan):
+                    return next(chunk.start for chunk in out.plan.chunks if chunk.row == held.row)
+        return request.prefilled
+
+    def _admit(self, request: Request, batch: list[tuple[Request, int]], budget: int) -> bool:
+        """Give a waiting request a row and pages for all its tokens and one round; False if there is no room.
+
+        Also if its first chunk, of `budget` tokens at most, does not suit the prefill `batch`.
+        """
         lease, shared = self._ledger.open(request.ids)
         known = lease.shared * self._layout.page_size
         end = min(known + budget, request.num_ids)
-        reserved = self._ledger.reserve(lease, request.num_ids + self._layout.headroom, known, end)
+        suits = self._may_join(batch, end - known)
+        total = request.num_ids + self._layout.headroom
+        reserved = self._ledger.reserve(lease, total, known, end) if suits else None
         if reserved is None:
             self._ledger.release(lease)
             return False
         request.prefilled = known
-        request.running = Running(self._free_rows.pop(), lease)
+        request.running = Running(self._free_rows.pop(), lease, request.num_ids + self._layout.headroom)
         self._by_row[request.running.row] = request
+        if request.admitted_s is None:
+            request.admitted_s, request.num_cached_tokens = self._clock(), known
         self._write(request.running.row, shared + reserved)
         return True
 
     def _plan_round(self, ready: list[Request]) -> RoundPlan | None:
         """A round of all that are ready; None if it needs pages that only a commit can tell how to find."""
         for request in ready:
-            if request.running is not None and not self._reserve_round(request):  # None: retracted for an older one
+            if not self._reserve_round(request):
                 return None
-        batch = [request for request in ready if request.running is not None]
+        batch = [request for request in ready if request.running is not None]  # the others have been retracted
         return RoundPlan(
             edits=self._take_edits(),
             freed=self._ledger.take_freed(),
             rows=tuple(_held(request).row for request in batch),
             shape=self._config.shape,
             committed_bound=max(self._committed_bound(request) for request in batch),
-            choice=Choice.of(request.params for request in batch),
+            choice=Choice.costliest(request.choice for request in batch),
         )
 
     def _may_go_on(self, request: Request) -> bool:
         """Whether a decoding request may need a round more than those that are out, of which each emits a token."""
         first = request.prefilled == request.num_ids  # its first token is out too
-        return self._rounds_out(request) + first < self._tokens_left(request)
+        return _held(request).rounds_out + first < self._tokens_left(request)
 
     def _tokens_left(self, request: Request) -> int:
         """Tokens that max_tokens and the context still allow."""
-        return min(request.params.max_tokens - len(request.output_ids), self._layout.max_context - request.num_ids)
-
-    def _rounds_out(self, request: Request) -> int:
-        row = _held(request).row
-        return sum(row in out.rows and isinstance(out.plan, RoundPlan) for out in self._out)
+        return request.max_output - len(request.output_ids)
 
     def _committed_bound(self, request: Request) -> int:
         """Tokens that the device may have committed once all that is out has run; `prefilled` are known."""
-        return request.prefilled + self._rounds_out(request) * self._layout.commit_width
+        return request.prefilled + _held(request).rounds_out * self._commit_width
 
     def _reserve_round(self, request: Request) -> bool:
         """Pages for one more round of a request; the youngest others are retracted for them, or it itself.
 
+        Nothing for one that has been retracted for an older one.
         False if pages are short while something is out: whom to retract, and at which length, shows when it is
         committed.
         """
-        held, known = _held(request), request.prefilled
-        self._write(held.row, self._ledger.slide(held.lease, known))
-        need = self._committed_bound(request) + self._layout.commit_width
-        while (cells := self._ledger.reserve(held.lease, need, known)) is None:
+        held = request.running
+        if held is None:
+            return True
+        need = request.prefilled + (held.rounds_out + 1) * self._commit_width
+        if need <= held.reserved and not self._has_windows:
+            return True
+        self._slide(request, self._known(request))
+        while not self._reserve(request, need):
             if self._out:
                 return False
             victim = self._prefilling[-1] if self._prefilling else self._decoding[-1]
@@ -224,7 +288,7 @@ class Scheduler:
             self._retract(victim)
             if victim is request:
                 return True
-        self._write(held.row, cells)
+        held.reserved = self._layout.pages_for(need) * self._layout.page_size
         return True
 
     def _write(self, row: Row, cells: Columns) -> None:
@@ -240,6 +304,10 @@ class Scheduler:
     def _take_edits(self) -> tuple[PageEdit, ...]:
         edits = tuple(PageEdit(group, row, column, page) for (group, row, column), page in self._cells.items())
         self._cells.clear()
+        if self._config.check_level >= 1:
+            for edit in edits:
+                owner = self._by_row.get(edit.row)
+                check_cell(edit, None if owner is None else _held(owner).lease.pages[edit.group])
         return edits
 
     def _retract(self, request: Request) -> None:
@@ -248,6 +316,7 @@ class Scheduler:
         self._leave(request, request.ids[: request.prefilled])
         self._queue_of(request).remove(request)
         request.prefilled = 0
+        request.num_retractions += 1
         self._waiting.appendleft(request)
         self.num_retractions += 1
 
@@ -257,48 +326,76 @@ class Scheduler:
         """Apply a step's result. A request with non-finite logits fails alone; one that has ended gets nothing more."""
         if not self._out or self._out[0].plan is not plan:
             raise InvariantError("results are committed in the order of their plans, each once")
-        self._out.popleft()
-        requests = [self._by_row[row] for row in plan.rows]
+        requests = self._out.popleft().requests
+        is_round = isinstance(plan, RoundPlan)
+        for request in requests:
+            held = _held(request)
+            held.steps_out -= 1
+            held.rounds_out -= is_round
         updates = []
         for row_result in result.rows:
             request = self._by_row[row_result.row]
             if request.finish_reason is not None:
                 continue
             if not row_result.finite:
-                update = self._finish(request, (), "abort")
-                updates.append(replace(update, error="the target's logits are not finite"))
+                updates.append(self._finish(request, (), "abort", error="the target's logits are not finite"))
                 continue
-            if isinstance(plan, RoundPlan):
-                request.prefilled += len(row_result.tokens)
-                request.accept_lens.append(len(row_result.tokens) - 1)
-            if row_result.tokens:
-                updates.append(self._emit(request, row_result))
+            tokens = row_result.tokens
+            if is_round:
+                request.prefilled += len(tokens)
+            if tokens:
+                updates.append(self._emit(request, tokens, len(tokens) - 1 if is_round else None))
+        if isinstance(plan, PrefillPlan):
+            self._cache_chunks(plan)
         for request in requests:
-            self._settle(request)
+            if request.finish_reason is not None:
+                self._settle(request)
         return updates
+
+    def _cache_chunks(self, plan: PrefillPlan) -> None:
+        """The pages that a prefill step has filled enter the cache at once, so that the next request finds them."""
+        for chunk in plan.chunks:
+            request = self._by_row.get(chunk.row)
+            if request is not None and request.finish_reason is None:
+                ids = request.ids[: chunk.start + len(chunk.token_ids)]
+                self._write(chunk.row, self._ledger.insert(_held(request).lease, ids))
 
     def fail(self, error: str) -> list[RequestUpdate]:
         """The engine broke: what is out is lost, and with it what the host knows of its rows. Every request ends."""
+        for out in self._out:
+            for request in out.requests:
+                held = _held(request)
+                held.steps_out = held.rounds_out = 0
         self._out.clear()
-        updates = [replace(self._finish(request, (), "abort"), error=error) for request in [*self._by_id.values()]]
-        for request in [*self._by_row.values()]:
+        alive = [*self._by_id.values()]
+        updates = [self._finish(request, (), "abort", error=error, engine_failed=True) for request in alive]
+        for request in [*self._by_row.values()]:  # those that had ended before, too
             self._settle(request)
         return updates
 
-    def _emit(self, request: Request, result: RowResult) -> RequestUpdate:
-        params, limit = request.params, self._tokens_left(request)
-        stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_ids)}
-        cut = self._pure.first_stop(result.tokens, stop_ids, request.stop.feed(result.tokens), limit)
+    def _emit(self, request: Request, tokens: tuple[int, ...], accept_len: int | None) -> RequestUpdate:
+        limit = self._tokens_left(request)
+        if request.first_token_s is None:
+            request.first_token_s = self._clock()
+        cut = first_stop(tokens, request.stop_ids, limit)
         if self._config.check_level >= 1:
-            count, reason = cut or (len(result.tokens), None)
-            check_emitted(result.tokens[:count], stop_ids, reason, limit)
+            count, reason = cut or (len(tokens), None)
+            check_emitted(tokens[:count], request.stop_ids, reason, limit)
         if cut is None:
-            request.output_ids += result.tokens
-            return RequestUpdate(request.request_id, result.tokens, None)
+            request.output_ids += tokens
+            return RequestUpdate(request.request_id, tokens, accept_len)
         count, reason = cut
-        return self._finish(request, result.tokens[:count], reason)
+        return self._finish(request, tokens[:count], reason, accept_len)
 
-    def _finish(self, request: Request, new_ids: tuple[int, ...], reason: FinishReason) -> RequestUpdate:
+    def _finish(
+        self,
+        request: Request,
+        new_ids: tuple[int, ...],
+        reason: FinishReason,
+        accept_len: int | None = None,
+        error: str | None = None,
+        engine_failed: bool = False,
+    ) -> RequestUpdate:
         request.output_ids += new_ids
         request.finish_reason = reason
         del self._by_id[request.request_id]
@@ -307,15 +404,23 @@ class Scheduler:
         else:
             self._queue_of(request).remove(request)
             self._settle(request)
-        return RequestUpdate(request.request_id, new_ids, reason)
+        stats = RequestStats(
+            num_prompt_tokens=len(request.prompt_ids),
+            num_cached_tokens=request.num_cached_tokens,
+            num_retractions=request.num_retractions,
+            arrival_s=request.arrival_s,
+            admitted_s=request.admitted_s,
+            first_token_s=request.first_token_s,
+            end_s=self._clock(),
+        )
+        return RequestUpdate(request.request_id, new_ids, accept_len, reason, error, engine_failed, stats)
 
     def _settle(self, request: Request) -> None:
         """Let a request go that has ended, once no step with its row is out."""
-        if request.finish_reason is None or request.running is None:
+        if request.running is None or request.running.steps_out:
             return
-        if not any(request.running.row in out.rows for out in self._out):
-            # The cache key is what the client received: a path past the stop is cut off (sgl-35694).
-            self._leave(request, request.ids[: request.prefilled] if request.finish_reason != "abort" else ())
+        # The cache key is what the client received: a path past the stop is cut off (sgl-35694).
+        self._leave(request, request.ids[: request.prefilled] if request.finish_reason != "abort" else ())
 
     def _queue_of(self, request: Request) -> list[Request]:
         """Where a running request stands."""
@@ -324,7 +429,9 @@ class Scheduler:
     def _leave(self, request: Request, ids: Sequence[int]) -> None:
         """Give back row and pages; `ids` are tokens whose K/V are complete."""
         held = _held(request)
-        self._ledger.release(held.lease, ids, request.num_ids)
+        if self._config.check_level >= 1:
+            check_cached(held.row, len(ids), request.prefilled)
+        self._ledger.release(held.lease, ids)
         self._free_rows.append(held.row)
         del self._by_row[held.row]
         self._cells = {cell: page for cell, page in self._cells.items() if cell[1] != held.row}
@@ -340,11 +447,28 @@ class Scheduler:
         """Reorder the free pages of every group; for conformance, where luck must not hide a wrong address."""
         self._ledger.arrange(order)
 
-    def check_integrity(self) -> None:
-        """Raise unless rows and pages are all accounted for. O(pages); for tests and idle moments."""
+    def check_integrity(self, count: int | None = None) -> None:
+        """Raise unless rows and pages are all accounted for.
+
+        count: look at so many pages of each group, and go on from there in the next call, which takes time O(count +
+        rows) and may be done while requests are served. None looks at all, for tests and idle moments.
+        """
         if sorted([*self._by_row, *self._free_rows]) != list(range(self._layout.max_requests)):
             raise InvariantError(f"rows {[*self._by_row]} in use and {self._free_rows} free do not make up all rows")
-        self._ledger.check([_held(request).lease for request in self._by_row.values()])
+        for row, request in self._by_row.items():
+            shared, known = _held(request).lease.shared * self._layout.page_size, self._known(request)
+            if shared > known:
+                raise InvariantError(f"row {row}: {shared} tokens are cached, {known} committed")
+        leases = [_held(request).lease for request in self._by_row.values()]
+        if count is None:
+            self._ledger.check(leases)
+        else:
+            self._ledger.check_some(leases, count)
+
+
+def next_prompt_token(ids: Sequence[int], end: int) -> int | None:
+    """The token after a chunk that ends at `end`, from prompt and output alike; None at the end (sgl-26329)."""
+    return ids[end] if end < len(ids) else None
 
 
 def _held(request: Request) -> Running:

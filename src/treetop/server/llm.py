@@ -1,31 +1,24 @@
 """The offline interface: `LLM(...).generate(prompts, params)`."""
 
-import os
 import random
-import reprlib
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from numbers import Integral
 from pathlib import Path
 from typing import Any, cast
 
-from treetop.debug.faults import active_fault
-from treetop.engine.device import Device
-from treetop.engine.engine import Engine, Ticket
-from treetop.engine.pure import Pure
-from treetop.scheduler.request import Request, RequestUpdate
+from treetop.core.engine_core import EngineCore
+from treetop.core.thread import CoreClient, CoreThread
+from treetop.engine.engine import Engine
 from treetop.scheduler.scheduler import Scheduler
 from treetop.server.text import OutputText, StopStrings
-from treetop.server.tokenizer import Tokenizer, extra_eos_ids
+from treetop.server.tokenizer import extra_eos_ids, open_tokenizer
 from treetop.types.config import EngineConfig
-from treetop.types.errors import InputError, PromptError
-from treetop.types.ids import RequestId
+from treetop.types.errors import InputError, PromptError, shown
+from treetop.types.requests import EngineRequest, RequestUpdate
 from treetop.types.sampling import FinishReason, SamplingParams
-from treetop.types.stopping import NoStop, StopChecker
 
 Prompt = str | Sequence[int]
 
@@ -75,12 +68,54 @@ class TextDelta:
 
 @dataclass(slots=True)
 class _Live:
-    """A request of a `stream` call that has not ended."""
+    """A request of a `stream` call that has not ended, as its client knows it.
+
+    text, stop: None without a tokenizer, and without stop strings.
+    """
 
     index: int
-    request: Request
+    prompt_ids: list[int]
     text: OutputText | None
+    stop: StopStrings | None
+    output_ids: list[int] = field(default_factory=list)
+    accept_lens: list[int] = field(default_factory=list)
     started_s: float = field(default_factory=time.perf_counter)
+
+    def cut(self, update: RequestUpdate) -> RequestUpdate:
+        """The update up to the first stop string that it completes, which then ends the request."""
+        at = self.stop.feed(update.new_ids) if self.stop is not None else None
+        if at is None:
+            return update
+        return update._replace(new_ids=update.new_ids[: at + 1], finish_reason="stop", error=None)
+
+    def apply(self, update: RequestUpdate) -> "TextDelta":
+        """Take what the request was given, and say it as text."""
+        self.output_ids += update.new_ids
+        if update.accept_len is not None:
+            self.accept_lens.append(update.accept_len)
+        piece = self.text.push(update.new_ids) if self.text is not None else ""
+        if update.finish_reason is None:
+            return TextDelta(self.index, piece)
+        piece += self.text.finish() if self.text is not None else ""
+        return TextDelta(self.index, piece, self._output(update))
+
+    def _output(self, update: RequestUpdate) -> RequestOutput:
+        elapsed = time.perf_counter() - self.started_s
+        rounds, emitted = len(self.accept_lens), len(self.output_ids)
+        assert update.finish_reason is not None
+        return RequestOutput(
+            prompt_token_ids=tuple(self.prompt_ids),
+            token_ids=tuple(self.output_ids),
+            text=self.text.full() if self.text is not None else "",
+            finish_reason=update.finish_reason,
+            metrics=RequestMetrics(
+                accept_length=(emitted - 1) / rounds if rounds else None,
+                target_forwards=rounds,
+                tokens_per_second=emitted / elapsed,
+                accept_lens=tuple(self.accept_lens),
+            ),
+            error=update.error,
+        )
 
 
 class _Unset(Enum):
@@ -90,36 +125,35 @@ class _Unset(Enum):
 
 
 class LLM:
-    """An engine, a scheduler and a tokenizer in one process.
+    """The engine core in this process, and a tokenizer.
 
     Without `model` and `draft` it runs the embedded pair; a model without a draft decodes plainly, and `draft=None`
-    says so. Both are folders, or builtin:NAME. Options bear the names of `EngineConfig`. pure, wrap: for tests, see
-    `Engine`; TREETOP_FAULT in the environment names a fault too. Raises UserError for a configuration that cannot work.
-    An engine that fails at run time ends every request: the stream that ran it raises, the others get an error.
-    Streams may be open side by side, also in several threads, which take turns at running the engine for all.
+    says so. Both are folders, or builtin:NAME. Options bear the names of `EngineConfig`. Raises UserError for a
+    configuration that cannot work.
+    An engine that fails at run time ends every request, and their streams raise; what is asked later runs again.
+    Streams may be open side by side, also in several threads; the engine runs on a thread of its own, which ends with
+    `close`, or when nothing holds the LLM or its streams any more.
     """
 
     def __init__(
         self,
         model: str | Path | None = None,
         draft: str | Path | _Unset | None = _Unset.UNSET,
-        pure: Pure | None = None,
-        wrap: Callable[[Device], Device] | None = None,
         **options: Any,
     ) -> None:
-        pure = pure or active_fault(os.environ)
         chosen = {} if draft is _Unset.UNSET else {"draft": _folder(draft)}
         self.config = EngineConfig.of(_folder(model), **options, **chosen)
-        self.engine = Engine(self.config, pure, wrap)
-        self.model_path, self.draft_path = self.engine.model_path, self.engine.draft_path
-        self.tokenizer = Tokenizer(self.model_path) if (self.model_path / "tokenizer.json").is_file() else None
-        eos_ids = (*self.engine.spec.eos_token_ids, *extra_eos_ids(self.model_path))
-        self.scheduler = Scheduler(self.engine.layout, self.config, eos_ids, pure)
+        engine = Engine(self.config)
+        self.model_path, self.draft_path = engine.model_path, engine.draft_path
+        self.tokenizer = open_tokenizer(self.model_path)
+        eos_ids = (*engine.spec.eos_token_ids, *extra_eos_ids(self.model_path))
+        self.engine, self.scheduler = engine, Scheduler(engine.layout, self.config, eos_ids)
+        self._core = CoreThread(EngineCore(self.engine, self.scheduler))
         self._seeds = random.Random(self.config.seed)
-        # Of scheduler, engine and inbox; a stream that is collected while its thread runs another takes it again.
-        self._lock = threading.RLock()
-        self._inbox: dict[RequestId, list[RequestUpdate]] = {}
-        self._tickets: deque[Ticket] = deque()  # steps that run, oldest first
+
+    def close(self) -> None:
+        """End every request with an error, and stop the engine's thread. What is asked later is an EngineError."""
+        self._core.close()
 
     def generate(
         self,
@@ -138,54 +172,29 @@ class LLM:
         """As `generate`, in pieces of text as they come. Bad input raises before any work; leaving early aborts."""
         listed = self._ids_of(prompts)
         paired = _paired(params, len(listed))
-        stops = [self._stop_checker(ids, each) for ids, each in zip(listed, paired, strict=True)]
-        return self._run(listed, paired, stops)
+        for each in paired:
+            self._check_stops(each)
+        return self._run(listed, paired)
 
-    def _run(
-        self, prompts: list[list[int]], params: list[SamplingParams], stops: list[StopChecker]
-    ) -> Iterator[TextDelta]:
-        live: dict[RequestId, _Live] = {}
-        try:
-            with self._lock:
-                for index, (ids, each, stop) in enumerate(zip(prompts, params, stops, strict=True)):
-                    seed = self._seeds.getrandbits(63) if each.seed is None else each.seed
-                    text = OutputText(self.tokenizer.stream(ids), each.stop) if self.tokenizer is not None else None
-                    request_id = self.scheduler.add(ids, each, seed, stop)
-                    live[request_id] = _Live(index, self.scheduler.request(request_id), text)
+    def _run(self, prompts: list[list[int]], params: list[SamplingParams]) -> Iterator[TextDelta]:
+        live, asked = {}, []
+        for index, (ids, each) in enumerate(zip(prompts, params, strict=True)):
+            request_id, seed = self._core.next_id(), self._seeds.getrandbits(63) if each.seed is None else each.seed
+            live[request_id] = self._live(index, ids, each)
+            asked.append(EngineRequest(request_id, tuple(ids), each, seed))
+        with CoreClient(self._core) as client:
+            client.add(asked)
             while live:
-                with self._lock:
-                    waiting = [update for request_id in live for update in self._inbox.pop(request_id, [])]
-                    if not waiting:
-                        self._advance()
-                for update in waiting:
-                    yield _delta(live[update.request_id], update)
-                    if update.finish_reason is not None:
+                for update in client.get():
+                    if update.engine_failed:
+                        raise client.failure
+                    mine = live[update.request_id]
+                    cut = mine.cut(update)
+                    if cut is not update:
+                        client.finish(update.request_id, len(mine.output_ids) + len(cut.new_ids))
+                    if cut.finish_reason is not None:
                         del live[update.request_id]
-        finally:
-            with self._lock:
-                for request_id in live:
-                    self.scheduler.abort(request_id)
-                    self._inbox.pop(request_id, None)
-                while self._tickets and not self.scheduler.has_work:  # launched for requests that have ended
-                    self._advance()
-
-    def _advance(self) -> None:
-        """Keep the engine busy, then commit its oldest step; each stream finds its requests' updates in the inbox."""
-        try:
-            while (plan := self.scheduler.plan()) is not None:
-                self._tickets.append(self.engine.launch(plan))
-            assert self._tickets, "requests are alive but nothing can run"
-            ticket = self._tickets.popleft()
-            updates = self.scheduler.commit(ticket.plan, self.engine.collect(ticket))
-        except BaseException as error:
-            self._tickets.clear()
-            self._post(self.scheduler.fail(f"the engine failed: {type(error).__name__}: {error}"))
-            raise
-        self._post(updates)
-
-    def _post(self, updates: Sequence[RequestUpdate]) -> None:
-        for update in updates:
-            self._inbox.setdefault(update.request_id, []).append(update)
+                    yield mine.apply(cut)
 
     def _ids_of(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
         if not isinstance(prompts, Sequence) or isinstance(prompts, _BYTES):
@@ -207,10 +216,14 @@ class LLM:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InputError(f"{self.model_path} has no tokenizer.json; pass token ids instead of text")
+            self.scheduler.check_length(self.tokenizer.fewest_tokens(prompt), exact=False)
             ids = self.tokenizer.encode(prompt)
-        elif isinstance(prompt, _BYTES) or not isinstance(prompt, Sequence) or not all(map(_is_id, prompt)):
-            raise InputError(f"a prompt must be text or a list of token ids, got {reprlib.repr(prompt)}")
         else:
+            listed = isinstance(prompt, Sequence) and not isinstance(prompt, _BYTES)
+            if listed:
+                self.scheduler.check_length(len(prompt))  # before each of its ids is looked at
+            if not listed or not all(map(_is_id, prompt)):
+                raise InputError(f"a prompt must be text or a list of token ids, got {shown(prompt)}")
             ids = [int(token) for token in prompt]
         self._check_ids("prompt", ids)
         return ids
@@ -219,15 +232,19 @@ class LLM:
         vocab = self.engine.spec.vocab_size
         outside = next((token for token in ids if not 0 <= token < vocab), None)
         if outside is not None:
-            raise InputError(f"{whose} token id {outside} lies outside the vocabulary [0, {vocab})")
+            raise InputError(f"{whose} token id {shown(outside)} lies outside the vocabulary [0, {vocab})")
 
-    def _stop_checker(self, prompt_ids: list[int], params: SamplingParams) -> StopChecker:
+    def _check_stops(self, params: SamplingParams) -> None:
         self._check_ids("stop", params.stop_token_ids)
-        if not params.stop:
-            return NoStop()
-        if self.tokenizer is None:
+        if params.stop and self.tokenizer is None:
             raise InputError(f"stop strings need a tokenizer, and {self.model_path} has no tokenizer.json")
-        return StopStrings(self.tokenizer.stream(prompt_ids), params.stop)
+
+    def _live(self, index: int, prompt_ids: list[int], params: SamplingParams) -> _Live:
+        if self.tokenizer is None:
+            return _Live(index, prompt_ids, None, None)
+        text = OutputText(self.tokenizer.stream(prompt_ids), params.stop)
+        stop = StopStrings(self.tokenizer.stream(prompt_ids), params.stop) if params.stop else None
+        return _Live(index, prompt_ids, text, stop)
 
 
 def _folder(name: str | Path | None) -> str | None:
@@ -242,39 +259,11 @@ def _is_id(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def _delta(live: _Live, update: RequestUpdate) -> TextDelta:
-    piece = live.text.push(update.new_ids) if live.text is not None else ""
-    if update.finish_reason is None:
-        return TextDelta(live.index, piece)
-    piece += live.text.finish() if live.text is not None else ""
-    return TextDelta(live.index, piece, _output(live, update))
-
-
-def _output(live: _Live, update: RequestUpdate) -> RequestOutput:
-    request = live.request
-    elapsed = time.perf_counter() - live.started_s
-    rounds, emitted = len(request.accept_lens), len(request.output_ids)
-    assert update.finish_reason is not None
-    return RequestOutput(
-        prompt_token_ids=request.prompt_ids,
-        token_ids=tuple(request.output_ids),
-        text=live.text.full() if live.text is not None else "",
-        finish_reason=update.finish_reason,
-        metrics=RequestMetrics(
-            accept_length=(emitted - 1) / rounds if rounds else None,
-            target_forwards=rounds,
-            tokens_per_second=emitted / elapsed,
-            accept_lens=tuple(request.accept_lens),
-        ),
-        error=update.error,
-    )
-
-
 def _paired(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if not isinstance(params, Sequence) or any(not isinstance(each, SamplingParams) for each in params):
-        raise InputError(f"params must be SamplingParams, or a list of them, got {reprlib.repr(params)}")
+        raise InputError(f"params must be SamplingParams, or a list of them, got {shown(params)}")
     if len(params) != count:
         raise InputError(f"{len(params)} SamplingParams for {count} prompts; give one for all, or one each")
     return list(params)

@@ -6,7 +6,7 @@ from treetop.server.tokenizer import TokenStream
 
 
 class StopStrings:
-    """The scheduler's stop checker: index of the token that completes the earliest stop string."""
+    """Finds stop strings in a request's growing output. It is fed each emitted token exactly once, in order."""
 
     def __init__(self, stream: TokenStream, stops: Sequence[str]) -> None:
         self._stream, self._stops = stream, tuple(stops)
@@ -61,5 +61,5 @@ def _cut(text: str, stops: Sequence[str]) -> str:
 
 def _held_back(text: str, stops: Sequence[str]) -> int:
     """Length of the longest end of `text` that begins a stop string."""
-    lengths = [n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
+    lengths = [n for stop in stops for n in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:n])]
     return max(lengths, default=0)

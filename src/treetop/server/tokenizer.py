@@ -1,20 +1,25 @@
 """Text to ids and back, by the `tokenizers` library."""
 
-import json
+import os
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer as BpeTokenizer
 
+from treetop.models.json_file import not_there, read_object
 from treetop.models.spec import integers
+from treetop.server.token_bound import bytes_of_a_token
 from treetop.types.errors import CheckpointError, InputError
 
 _CONTEXT = 6
 """Tokens of a prompt that its output's first pieces are decoded with."""
 _UNKNOWN = "\ufffd"
 """What bytes that are no character, or not yet, decode to."""
+_BYTES = 4
+"""Bytes of a character in UTF-8, at most."""
 _LONGEST = 16
-"""Tokens that may wait for a character to become complete; UTF-8 needs four bytes at most."""
+"""Tokens that may wait for a character to become complete."""
 
 
 class Tokenizer:
@@ -23,7 +28,7 @@ class Tokenizer:
     def __init__(self, folder: Path) -> None:
         path = folder / "tokenizer.json"
         if not path.is_file():
-            raise CheckpointError(f"{folder}: no tokenizer.json in it; pass token ids instead of text")
+            raise CheckpointError(f"{path}: {not_there(path)}; pass token ids instead of text")
         try:
             self._bpe = BpeTokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
@@ -34,6 +39,18 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         return int(self._bpe.get_vocab_size())
+
+    def fewest_tokens(self, text: str) -> int:
+        """A number of tokens that the text is known to have at least, without encoding it; 0 if nothing is known."""
+        try:
+            size = len(text.encode())
+        except UnicodeEncodeError:  # `encode` refuses it
+            return 0
+        return -(-size // self._bytes_of_a_token) if self._bytes_of_a_token is not None else 0
+
+    @cached_property
+    def _bytes_of_a_token(self) -> int | None:
+        return bytes_of_a_token(self._bpe)
 
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt, with the special tokens that the checkpoint's template adds."""
@@ -51,46 +68,71 @@ class Tokenizer:
         return TokenStream(self, prompt_ids)
 
 
+def open_tokenizer(folder: Path) -> Tokenizer | None:
+    """The checkpoint's tokenizer, None if it has none."""
+    return Tokenizer(folder) if os.path.lexists(folder / "tokenizer.json") else None
+
+
 class TokenStream:
     """Ids to text, one at a time, as it reads after the prompt; a character's bytes give it when it is complete.
 
     A token is decoded with the few before it, and what those gave is cut off: so a space that decoders drop at the
-    beginning of a text stays between a prompt and its output. Any ids give some text. The idea is that of Hugging
-    Face's text-generation-inference.
+    beginning of a text stays between a prompt and its output. A prompt may end inside a character: if the output
+    completes it, it is the output's; if not, the prompt's bytes are left out. Any ids give some text. The idea is that
+    of Hugging Face's text-generation-inference.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._ids = list(prompt_ids[-_CONTEXT:])
-        self._given = len(self._ids)  # tokens whose text is known
-        self._known = tokenizer.decode(self._ids).rstrip(_UNKNOWN)
+        self._before, self._open = _ends_whole(tokenizer, prompt_ids)
+        self._known = tokenizer.decode(self._before)
+        self._own = self._after(self._open)  # what the prompt's open bytes read as if nothing completes them
+        self._new: list[int] = []
 
     def push(self, token_id: int) -> str:
-        self._ids.append(token_id)
-        waits = len(self._ids) - self._given < _LONGEST
-        return "" if waits and self._tokenizer.decode(self._ids).endswith(_UNKNOWN) else self.flush()
+        self._new.append(token_id)
+        waits = len(self._new) < _LONGEST
+        if waits and all(self._after(ids).endswith(_UNKNOWN) for ids in self._readings()):
+            return ""
+        return self.flush()
 
     def flush(self) -> str:
         """The text of what waits, complete or not."""
-        piece = self._tokenizer.decode(self._ids)[len(self._known) :]
+        ids = self._readings()[0]
+        piece = self._after(ids)
+        if self._open and piece.startswith(self._own):  # still open
+            ids = self._new
+            piece = self._after(ids)
         if piece:
-            self._ids = self._ids[self._given :]
-            self._known = self._tokenizer.decode(self._ids)
-        else:
-            del self._ids[self._given :]
-        self._given = len(self._ids)
+            self._before, self._open = ids, []
+            self._known = self._tokenizer.decode(ids)
+        self._new = []
         return piece
+
+    def _readings(self) -> list[list[int]]:
+        """The ids that wait, behind the prompt's open bytes and, if it has any, also without them."""
+        return [self._open + self._new, self._new] if self._open else [self._new]
+
+    def _after(self, ids: list[int]) -> str:
+        """Text of ids behind what is known; by themselves if they change how that reads, as bytes may."""
+        text = self._tokenizer.decode(self._before + ids)
+        return text[len(self._known) :] if text.startswith(self._known) else self._tokenizer.decode(ids)
+
+
+def _ends_whole(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The last few of a prompt's ids, from one character's beginning to another's end; and what is open after it.
+
+    If no such part is found, its bytes are no text; then the last few ids are taken as they are.
+    """
+    for end in range(len(ids), max(len(ids) - _BYTES, -1), -1):
+        for start in range(max(end - _CONTEXT, 0), max(end - _CONTEXT - _BYTES, -1), -1):
+            text = tokenizer.decode(ids[start:end])
+            if not text.startswith(_UNKNOWN) and not text.endswith(_UNKNOWN):
+                return list(ids[start:end]), list(ids[end:])
+    return list(ids[-_CONTEXT:]), []
 
 
 def extra_eos_ids(folder: Path) -> tuple[int, ...]:
     """EOS ids that `generation_config.json` names beside those of `config.json`."""
     path = folder / "generation_config.json"
-    if not path.is_file():
-        return ()
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: not readable as JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, got {type(config).__name__}")
-    return integers(config, "eos_token_id", path)
+    return integers(read_object(path), "eos_token_id", path) if os.path.lexists(path) else ()

@@ -1,4 +1,4 @@
-"""Growing: the draft head expands k branches a level, level by level, then the best T - 1 nodes become the tree."""
+"""Growing: the drafter expands k branches a level, level by level, then the best T - 1 nodes become the tree."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from treetop.attention.phase import Attend
+from treetop.drafts.protocol import Drafter
 from treetop.kernels.grow import Children, Frontier, Growth
-from treetop.models.eagle3 import Eagle3Head
 from treetop.spec.round_ops import RoundOps
 
 
@@ -31,9 +31,9 @@ class Level:
 
 
 def grow_tree(
-    head: Eagle3Head, roots: tuple[Growth, Frontier], ops: RoundOps, attend: Callable[[Level], Attend]
+    drafter: Drafter, roots: tuple[Growth, Frontier], ops: RoundOps, attend: Callable[[Level], Attend]
 ) -> Growth:
-    """Grow each row's candidates: the head runs S - 1 times on k nodes a row; level 0 needs no run.
+    """Grow each row's candidates: the drafter runs S - 1 times on k nodes a row; level 0 needs no run.
 
     roots: what `RoundOps.start` gives. attend: the attention of a level.
     Source: EAGLE-2, arXiv:2406.16858, section 4.1.
@@ -42,7 +42,7 @@ def grow_tree(
     k = growth.shape.topk
     for index in range(growth.shape.num_steps - 1):
         level = Level(index, growth.positions, frontier.mask)
-        out = head.forward(frontier.tokens, frontier.hidden, level.positions, attend(level))
-        proposal = head.propose(out, k)
+        out = drafter.grow(frontier.tokens, frontier.hidden, level.positions, attend(level))
+        proposal = drafter.propose(out, k)
         frontier = ops.grow(growth, index, frontier, Children(proposal.tokens, proposal.logprob, out))
     return growth

@@ -56,16 +56,18 @@ def force(choice: Tensor, finite: Tensor, accept_len: int, commit_width: int) ->
 def accept(tree: DraftTree, choice: Tensor, finite: Tensor, commit_width: int) -> Accepted:
     """Follow the target's choices through each tree.
 
-    choice: [rows, T] int64, the target's token after each node. finite: [rows, T] bool, of its logits there. A node is
-    on the path iff it and all its ancestors equal their parents' choices; siblings differ, so the path has one node a
-    depth, in ascending order. Logits off the path are not looked at (but a value that is not finite spoils its
-    whole tree: in attention even a masked one counts 0 times NaN).
+    choice: [rows, T] int64, the target's token after each node. finite: [rows, T] bool, of its logits there. The path
+    is the line from the root to the deepest node that, with all its ancestors, equals its parent's choice. A live row's
+    siblings differ, so there is one such node; the dummy row's are equal, and of several the first is taken. A line has
+    one node a depth, so no path is longer than its tree is deep, whatever the tree. Logits off the path are not looked
+    at (but a value that is not finite spoils its whole tree: in attention even a masked one counts 0 times NaN).
     """
     rows, width = tree.tokens.shape
     wanted = tree.tokens == choice.gather(1, tree.parent)
     wanted[:, 0] = True
-    on_path = ~(tree.mask & ~wanted[:, None, :]).any(dim=2)  # [rows, T]
-    accept_len = on_path.sum(dim=1) - 1
+    agreed = ~(tree.mask & ~wanted[:, None, :]).any(dim=2)  # [rows, T], itself and its ancestors
+    accept_len, last = torch.where(agreed, tree.depth, -1).max(dim=1)  # the first of the deepest
+    on_path = tree.mask.gather(1, last[:, None, None].expand(-1, 1, width))[:, 0]  # its line, [rows, T]
     place = torch.where(on_path, tree.depth, commit_width)  # nodes off the path go to a column that is cut
     nodes = torch.arange(width, device=choice.device).expand(rows, -1)
     path = torch.zeros((rows, commit_width + 1), dtype=torch.int64, device=choice.device)

@@ -1,10 +1,11 @@
 """Configuration enters once, is validated once with all problems reported together, and is passed on."""
 
 from dataclasses import dataclass, fields
+from pathlib import Path
 from types import NoneType
 from typing import Literal, get_args
 
-from treetop.types.errors import ConfigError
+from treetop.types.errors import ConfigError, shown
 from treetop.types.layout import PLAIN, SpecShape
 
 Algorithm = Literal["EAGLE", "EAGLE3", "MTP", "NONE"]
@@ -32,15 +33,16 @@ _COUNTS = (
     "speculative_num_draft_tokens",
     "page_size",
     "max_running_requests",
-    "chunked_prefill_size",
     "check_level",
     "seed",
 )
 _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(_COUNTS, (int,)),
-    **dict.fromkeys(("context_length", "max_total_tokens", "simulate_accept_length"), (int, NoneType)),
+    **dict.fromkeys(
+        ("context_length", "max_total_tokens", "chunked_prefill_size", "simulate_accept_length"), (int, NoneType)
+    ),
     **dict.fromkeys(("draft", "speculative_algorithm"), (str, NoneType)),
-    "radix_cache": (bool,),
+    "disable_radix_cache": (bool,),
     **dict.fromkeys(("overlap", "compress_weights"), (bool, NoneType)),
     "mem_fraction_static": (float, int),
 }
@@ -56,10 +58,11 @@ class EngineConfig:
     load_format: dummy makes random weights of the shapes that config.json gives. compress_weights: keep weights in 12
     bits too, without loss, for products of few rows; None does where products gain and memory is plenty.
     simulate_accept_length: tokens every round emits, whatever is right; for measuring speed only.
-    chunked_prefill_size: most prompt tokens a prefill step processes, its padding counted. radix_cache: keep the K/V of
-    finished requests for prompts that begin alike. check_level: 0 off, 1 host checks, 2 device probes, 3 poison and red
-    zones. overlap: launch a round before the results of the last one are known; None is on where rounds are captured
-    CUDA graphs. graphs: `sim` runs rounds with the semantics of captured graphs, on a CPU.
+    chunked_prefill_size: most prompt tokens a prefill step processes, its padding counted; None goes by the device and
+    its memory. disable_radix_cache: do not keep the K/V of prompts and outputs for prompts that begin alike.
+    check_level: 0 off, 1 host checks, 2 device probes, 3 poison and red zones. overlap: launch a round before the
+    results of the last one are known; None is on where rounds are captured CUDA graphs. graphs: `sim` runs rounds with
+    the semantics of captured graphs, on a CPU.
     """
 
     model: str = BUILTIN_MODEL
@@ -73,8 +76,8 @@ class EngineConfig:
     context_length: int | None = None
     max_total_tokens: int | None = None
     mem_fraction_static: float = 0.88
-    chunked_prefill_size: int = 512
-    radix_cache: bool = False
+    chunked_prefill_size: int | None = None
+    disable_radix_cache: bool = False
     attention_backend: Backend = "auto"
     graphs: Graphs = "auto"
     overlap: bool | None = None
@@ -104,7 +107,7 @@ class EngineConfig:
             value, kinds = getattr(self, each.name), _KINDS.get(each.name, (str,))
             if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
                 names = " or ".join("nothing" if kind is NoneType else kind.__name__ for kind in kinds)
-                problems.append(f"{flag(each.name)} must be {names}, got {value!r}")
+                problems.append(f"{flag(each.name)} must be {names}, got {shown(value)}")
         return problems
 
     def _rules(self) -> list[tuple[bool, str]]:
@@ -112,7 +115,7 @@ class EngineConfig:
         rules = [
             (
                 page < 1 or page & (page - 1) != 0,
-                f"--page-size must be a power of two, got {page}",
+                f"--page-size must be a power of two, got {shown(page)}",
             ),
             (
                 self.speculative_algorithm == "NONE" and self.draft is not None,
@@ -120,9 +123,10 @@ class EngineConfig:
             ),
             (
                 self.speculative_algorithm not in (None, "NONE") and self.draft is None,
-                f"--speculative-algorithm {self.speculative_algorithm} needs --speculative-draft-model-path",
+                f"--speculative-algorithm {shown(self.speculative_algorithm)[1:-1]} needs"
+                " --speculative-draft-model-path",
             ),
-            (self.check_level not in range(4), f"--check-level must be 0, 1, 2 or 3, got {self.check_level}"),
+            (self.check_level not in range(4), f"--check-level must be 0, 1, 2 or 3, got {shown(self.check_level)}"),
             (
                 self.simulate_accept_length is not None
                 and not 1
@@ -130,24 +134,24 @@ class EngineConfig:
                 <= (min(self.speculative_num_steps + 1, self.speculative_num_draft_tokens) if self.draft else 1),
                 "--simulate-accept-length must lie between 1 and num-steps + 1, and not exceed num-draft-tokens"
                 " (1 without a draft),"
-                f" got {self.simulate_accept_length}",
+                f" got {shown(self.simulate_accept_length)}",
             ),
             (
                 not 0 < self.mem_fraction_static < 1,
-                f"--mem-fraction-static must lie between 0 and 1, got {self.mem_fraction_static}",
+                f"--mem-fraction-static must lie between 0 and 1, got {shown(self.mem_fraction_static)}",
             ),
-            (not 0 <= self.seed < 2**63, f"--seed must be in [0, 2^63), got {self.seed}"),
+            (not 0 <= self.seed < 2**63, f"--seed must be in [0, 2^63), got {shown(self.seed)}"),
         ]
         counts = {"max_running_requests": 65536, "page_size": 2**20}
         for name in ("max_running_requests", "chunked_prefill_size", "context_length", "max_total_tokens", "page_size"):
             value, most = getattr(self, name), counts.get(name, 2**40)
             least = 2 if name == "context_length" else 1  # a token of a prompt and one of its output
             bad = value is not None and not least <= value <= most
-            rules.append((bad, f"{flag(name)} must lie between {least} and {most}, got {value}"))
+            rules.append((bad, f"{flag(name)} must lie between {least} and {most}, got {shown(value)}"))
         for name, choices in CHOICES.items():
             value = getattr(self, name)
             bad = value is not None and value not in choices
-            rules.append((bad, f"{flag(name)} must be one of {', '.join(choices)}, got {value!r}"))
+            rules.append((bad, f"{flag(name)} must be one of {', '.join(choices)}, got {shown(value)}"))
         return rules
 
     @property
@@ -169,7 +173,7 @@ class EngineConfig:
         pair = {"model": BUILTIN_MODEL if model is None else model, "draft": None if plain else BUILTIN_DRAFT}
         given = {**pair, **options}
         known = {field.name for field in fields(cls)}
-        unknown = sorted(set(given) - known)
+        unknown = [shown(name)[1:-1] for name in sorted(set(given) - known)]
         if unknown:
             raise ConfigError(f"unknown option {', '.join(unknown)}; known are {', '.join(sorted(known))}")
         return cls(**given)  # type: ignore[arg-type]  # values are checked by __post_init__
@@ -177,5 +181,20 @@ class EngineConfig:
 
 def flag(option: str) -> str:
     """The command-line spelling of an option."""
-    special = {"draft": "--speculative-draft-model-path", "radix_cache": "--enable-radix-cache"}
-    return special.get(option, "--" + option.replace("_", "-"))
+    return "--speculative-draft-model-path" if option == "draft" else "--" + option.replace("_", "-")
+
+
+def check_writable(path: Path, option: str) -> None:
+    """Raise ConfigError, before any work, if the file that an option names cannot be written. Leaves none behind."""
+    try:
+        if not path.parent.is_dir():
+            raise ConfigError(f"{option} {path}: there is no folder {path.parent}")
+        if path.is_dir():
+            raise ConfigError(f"{option} {path} is a folder; name a file in it")
+        new = not path.exists()
+        path.open("ab").close()
+        if new:
+            path.unlink()
+    except (OSError, ValueError) as error:  # ValueError: no name of a file
+        reason = error.strerror if isinstance(error, OSError) else "not a path"
+        raise ConfigError(f"{option} {shown(str(path))}: {reason}") from None

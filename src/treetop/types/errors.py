@@ -13,6 +13,8 @@ TreetopError
         `-- CheckError       a guard of the chosen check level fired
 """
 
+import reprlib
+
 
 class TreetopError(Exception):
     """Root of everything treetop raises on purpose."""
@@ -38,8 +40,11 @@ class PromptError(InputError):
     """A prompt that cannot be served. index: which of `count` prompts; the message names it if there are several."""
 
     def __init__(self, index: int, count: int, reason: str) -> None:
-        super().__init__(f"prompt {index}: {reason}" if count > 1 else reason)
-        self.index, self.reason = index, reason
+        super().__init__(index, count, reason)  # as it was made, so that it can be pickled
+        self.index, self.count, self.reason = index, count, reason
+
+    def __str__(self) -> str:
+        return f"prompt {self.index}: {self.reason}" if self.count > 1 else self.reason
 
 
 class CheckpointError(UserError):
@@ -60,3 +65,19 @@ class OwnershipError(InvariantError):
 
 class CheckError(InvariantError):
     """A guard fired; the message names quantity, phase, row, value and range."""
+
+
+def shown(value: object) -> str:
+    """A caller's value for an error: one short line, whatever it is."""
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        return f"an integer of {value.bit_length()} bits"
+    try:
+        return " ".join(_SHORT.repr(value).split())
+    except Exception:  # of a list that holds an integer as above, or what cannot be printed
+        return f"a {type(value).__name__}"
+
+
+_MOST_BITS = 256
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 200
+_SHORT.maxlong = 80

@@ -1,7 +1,7 @@
 """Distinct types for the numbers that must never be mixed up.
 
 A page is a unit of allocation, a row a place of a request on the device. What lives in tensors (slots, positions,
-target and draft tokens) is named where the tensor is born; only `models.eagle3.DraftVocab.to_target` crosses from one
+target and draft tokens) is named where the tensor is born; only `drafts.protocol.DraftVocab.to_target` crosses from one
 vocabulary to the other.
 """
 

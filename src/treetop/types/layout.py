@@ -6,8 +6,9 @@ exceed what was sized (the fault class of sgl-27338, sgl-19016, sgl-26972).
 
 from dataclasses import dataclass
 
-from treetop.types.errors import CapacityError, ConfigError
+from treetop.types.errors import CapacityError, ConfigError, shown
 from treetop.types.ids import DRAFT, GroupName
+from treetop.types.kv import KVFormat
 
 MAX_TOPK, MAX_STEPS, MAX_NODES = 64, 64, 512
 """Past these a tree costs far more than it can win, and its tables (masks of T^2 a row) grow without a use."""
@@ -28,7 +29,10 @@ class SpecShape:
 
     def __post_init__(self) -> None:
         k, s, t = self.topk, self.num_steps, self.num_draft_tokens
-        given = f"--speculative-eagle-topk {k}, --speculative-num-steps {s}, --speculative-num-draft-tokens {t}"
+        given = (
+            f"--speculative-eagle-topk {shown(k)}, --speculative-num-steps {shown(s)},"
+            f" --speculative-num-draft-tokens {shown(t)}"
+        )
         if (k, s, t) == (1, 0, 1):
             return
         if k < 1 or s < 1 or t < 2:
@@ -67,12 +71,13 @@ PLAIN = SpecShape(1, 0, 1)
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers that share a page table and a pool. `window` counts the query itself; None sees everything."""
+    """Layers that share a page table and a pool. kv: what each keeps of a token. window: how far they see, the query
+    itself counted; None is everything.
+    """
 
     name: GroupName
     num_layers: int
-    kv_heads: int
-    head_dim: int
+    kv: KVFormat
     window: int | None = None
 
     @property
@@ -82,7 +87,7 @@ class KVGroup:
     @property
     def numbers_per_token(self) -> int:
         """Numbers that one token's K/V take in all layers of the group."""
-        return self.num_layers * 2 * self.kv_heads * self.head_dim
+        return self.num_layers * self.kv.numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +104,7 @@ class Dimension:
 class Layout:
     """Every dimension of the engine's device state, from a handful of options.
 
-    shapes: the tree shapes the engine may run, PLAIN always among them. page_size: tokens a page. max_context: tokens
+    shapes: the tree shapes the engine may run. page_size: tokens a page. max_context: tokens
     a request may hold, prompt and output. chunk: most prompt tokens a prefill step processes. lag: steps in flight.
     pool_tokens: tokens that each pool without a window holds.
     """
@@ -197,13 +202,17 @@ class Layout:
     def max_edits(self) -> int:
         """Page-table cells that one plan may change, each once.
 
-        A running row gets pages for its next step and loses those that slid behind a window since its last plan. New
-        rows get pages for a chunk of prompts, and one of them for all it may hold. Admission keeps to it.
+        A running row gets pages for its next step and loses those that slid behind a window since its last plan. Pages
+        that chunks have filled may be exchanged for the prefix cache's. New rows get pages for a chunk of prompts, and
+        one of them for all it may hold. Admission keeps to it.
         """
         slides = 2 * self.pages_for(max(self.chunk, self.headroom))
         grows = self.pages_for(self.headroom) + 1
+        exchanged = self.lag * (self.pages_for(self.chunk) + self.max_requests)
         new = self.page_columns + self.pages_for(self.chunk)
-        most = sum(new + self.max_requests * (grows if g.window is None else grows + slides) for g in self.groups)
+        most = sum(
+            new + exchanged + self.max_requests * (grows if g.window is None else grows + slides) for g in self.groups
+        )
         return min(most, len(self.groups) * self.max_requests * self.page_columns)
 
     @property

@@ -6,6 +6,7 @@ Up to `lag` plans are out at a time; the engine runs them, and the scheduler com
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from treetop.types.ids import GroupName, PageId, Row
 from treetop.types.layout import SpecShape
@@ -80,8 +81,7 @@ class RoundPlan:
 StepPlan = PrefillPlan | RoundPlan
 
 
-@dataclass(frozen=True, slots=True)
-class RowResult:
+class RowResult(NamedTuple):
     """What a step gave one row: the new tokens, the last of them the bonus; none after a chunk that is not the last.
 
     finite is False if the target's logits were not; the request fails alone.

@@ -1,0 +1,316 @@
+"""Products with weights on a CPU: which library call is fastest, by the number of rows, found by timing at load.
+
+On one CPU oneDNN's packed layout wins at every count of rows, on another a plain `weight @ x.T` takes less than half of
+its time for one row. So each call is timed on weights of the model's shapes, for four classes of row counts, and every
+class gets the fastest. Float64 always takes `F.linear`: there one row and many rows are to agree.
+"""
+
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import combinations
+from math import prod, sqrt
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Shape = tuple[int, int]
+"""Of a weight, (out, in)."""
+
+Product = Callable[[Tensor], Tensor]
+"""`x @ weight.T + bias` for x [..., in]. Returns [..., out], contiguous."""
+
+
+class Order(StrEnum):
+    """How a weight lies in memory: [out, in], oneDNN's own, or [in, out]."""
+
+    ROWS = "rows"
+    PACKED = "packed"
+    COLUMNS = "columns"
+
+
+class Call(StrEnum):
+    """A library call that gives the product. Where times are about equal, an earlier one is taken."""
+
+    PACKED = "packed oneDNN"
+    LINEAR = "F.linear"
+    TURNED = "W @ x.T"
+    COLUMNS = "x @ W.T copied"
+
+
+_ORDER = {
+    Call.PACKED: Order.PACKED,
+    Call.LINEAR: Order.ROWS,
+    Call.TURNED: Order.ROWS,
+    Call.COLUMNS: Order.COLUMNS,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RowClass:
+    """Row counts that share a call.
+
+    most: the largest, None without end. timed: the count that is timed. shapes: with how many of a model's weights.
+    """
+
+    name: str
+    most: int | None
+    timed: int
+    shapes: int
+
+
+ROW_CLASSES = (
+    RowClass("1 row", 1, 1, 16),
+    RowClass("2 to 8 rows", 8, 6, 3),
+    RowClass("9 to 32 rows", 32, 16, 3),
+    RowClass("33 rows and more", None, 64, 2),
+)
+_TIMED_FIRST = (0, 2, 1, 3)
+"""Row classes: plain decoding, then what verifies a tree, for time may run out."""
+_ENDS = [kind.most for kind in ROW_CLASSES if kind.most is not None]
+
+TIMED_DTYPES = (torch.float32, torch.bfloat16)
+BUDGET_S = 0.25
+"""Seconds that timing may take, whatever else the machine does; what is not timed by then is not chosen for."""
+_MOST_ELEMENTS = 2**19
+"""Of a timed weight: of a larger one a part is timed, for calls keep their order."""
+_TURNS = 3, 5
+"""Every call has at least, the fast ones at most so many turns; the least time counts."""
+_SLOW = 1.5
+"""Times the fastest: a call as slow as this has no more turns than the least."""
+_ABOUT_EQUAL = 1.1
+"""Times the fastest: what a later call must gain; less is within what timing errs by."""
+_COPY = 1.03
+"""What another copy of a weight must gain over all classes together."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenProduct:
+    """What was chosen for weights of a shape, and why.
+
+    calls: by row class. times_us: by row class, of each call with `RowClass.timed` rows and, of a large weight, a part;
+    empty where time ran out or only other shapes were timed. count: weights of this shape.
+    """
+
+    shape: Shape
+    dtype: str
+    count: int
+    calls: tuple[Call, ...]
+    times_us: tuple[Mapping[Call, float], ...]
+
+    def sentence(self) -> str:
+        """The choice as text, with the times of all calls."""
+        classes = []
+        for kind, chosen, times in zip(ROW_CLASSES, self.calls, self.times_us, strict=True):
+            each = ", ".join(f"{call} {us:.0f} us" for call, us in sorted(times.items(), key=lambda item: item[1]))
+            classes.append(f"{kind.name}: {chosen} ({each or 'as others, or not timed'})")
+        return f"{self.count} x [{self.shape[0]}, {self.shape[1]}]  " + "; ".join(classes)
+
+
+def choose_products(
+    shapes: Iterable[Shape], dtype: torch.dtype, orders: int, budget_s: float = BUDGET_S
+) -> dict[Shape, ChosenProduct]:
+    """The fastest call of each row class for the weights of a model, by shape; empty where only `F.linear` is used.
+
+    shapes: of every weight. orders: 1 or 2, how many copies of a weight may be kept, each in its order. A shape is
+    timed once a process for each dtype and number of threads.
+    """
+    counts = Counter(shapes)
+    if dtype not in TIMED_DTYPES:
+        return {}
+    ends_s, threads, default = time.perf_counter() + budget_s, torch.get_num_threads(), default_call(dtype)
+    largest = sorted(counts, key=lambda shape: counts[shape] * shape[0] * shape[1], reverse=True)
+    times: dict[int, dict[Shape, Mapping[Call, float]]] = {}
+    for index in _TIMED_FIRST:
+        kind = ROW_CLASSES[index]
+        keys = {shape: _Timed.of(shape, kind.timed, dtype, threads) for shape in largest[: kind.shapes]}
+        missing = dict.fromkeys(key for key in keys.values() if key not in _TIMES)
+        _TIMES.update(_time_calls(list(missing), ends_s))
+        times[index] = {shape: _TIMES[key] for shape, key in keys.items()}
+    chosen = {}
+    for shape, count in counts.items():
+        own = tuple(times[index].get(shape, {}) for index in range(len(ROW_CLASSES)))
+        ratios = [_smoothed(own[index], _together(times[index].values())) for index in range(len(ROW_CLASSES))]
+        calls = fastest(ratios, orders, default)
+        chosen[shape] = ChosenProduct(shape, str(dtype).removeprefix("torch."), count, calls, own)
+    return chosen
+
+
+def _together(times: Iterable[Mapping[Call, float]]) -> dict[Call, float]:
+    """Of each call, the geometric mean over weights of its time in proportion to the fastest."""
+    timed = [each for each in times if each]
+    return {
+        call: prod(each[call] / min(each.values()) for each in timed) ** (1 / len(timed))
+        for call in Call
+        if timed and call in timed[0]
+    }
+
+
+def _smoothed(own: Mapping[Call, float], together: Mapping[Call, float]) -> Mapping[Call, float]:
+    """What a call costs for one shape: its own times and those of all shapes weigh the same.
+
+    So one time that other work on the machine disturbed does not decide, and a shape that was not timed goes with the
+    others.
+    """
+    return {call: sqrt(own[call] / min(own.values()) * ratio) for call, ratio in together.items()} if own else together
+
+
+def default_call(dtype: torch.dtype) -> Call:
+    """What is taken unless timing says otherwise. bfloat16 is packed only where the CPU multiplies it natively."""
+    if not torch.backends.mkldnn.is_available() or dtype not in TIMED_DTYPES:
+        return Call.LINEAR
+    packs = dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return Call.PACKED if packs else Call.LINEAR
+
+
+def fastest(times: Sequence[Mapping[Call, float]], orders: int, default: Call) -> tuple[Call, ...]:
+    """The calls by row class, of at most so many orders, whose times are least in proportion to the fastest.
+
+    times: by row class, of each call, in any unit. A class without times takes the default.
+    """
+    known = [each or {default: 1.0} for each in times]
+    best: tuple[float, tuple[Call, ...]] | None = None
+    for kept in (kept for count in range(1, orders + 1) for kept in combinations(Order, count)):
+        calls = tuple(call for each in known if (call := _pick(each, kept)) is not None)
+        if len(calls) == len(known):
+            cost = sum(each[call] / min(each.values()) for call, each in zip(calls, known, strict=True))
+            cost *= _COPY ** (len(kept) - 1) * (1.0 if _ORDER[default] in kept else _ABOUT_EQUAL)
+            best = (cost, calls) if best is None or cost < best[0] else best
+    return (default,) * len(times) if best is None else best[1]
+
+
+def _pick(times: Mapping[Call, float], kept: Sequence[Order]) -> Call | None:
+    """The fastest call of these orders, or an earlier one that is about as fast; None if there is none."""
+    there = {call: times[call] for call in Call if call in times and _ORDER[call] in kept}
+    return next((call for call, us in there.items() if us <= _ABOUT_EQUAL * min(there.values())), None)
+
+
+class CpuProduct:
+    """A weight's product by one call for each row class, with the copies of the weight that these need."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, calls: Sequence[Call]) -> None:
+        """weight: [out, in]. calls: by row class."""
+        orders = {order: _in_order(weight, order) for order in {_ORDER[call] for call in calls}}
+        self._products = [_product(call, orders[_ORDER[call]], bias) for call in calls]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._products[bisect_left(_ENDS, x.numel() // x.shape[-1])](x)
+
+
+def _in_order(weight: Tensor, order: Order) -> Tensor:
+    if order is Order.PACKED:
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
+        return packed
+    return weight.contiguous() if order is Order.ROWS else weight.t().contiguous()
+
+
+def _product(call: Call, weight: Tensor, bias: Tensor | None) -> Product:
+    """The product by one call. weight: in that call's order."""
+    if call is Call.PACKED:
+        packed, no_args = torch.ops.mkldnn._linear_pointwise.default, list[float]()
+        return lambda x: packed(x, weight, bias, "none", no_args, "")
+    if call is Call.LINEAR:
+        return lambda x: F.linear(x, weight, bias)
+    if call is Call.COLUMNS:
+        return (lambda x: x @ weight) if bias is None else (lambda x: x @ weight + bias)
+
+    def turned(x: Tensor) -> Tensor:
+        out = torch.mm(weight, x.reshape(-1, x.shape[-1]).t()).t().contiguous()
+        return (out if bias is None else out + bias).view(*x.shape[:-1], -1)
+
+    return turned
+
+
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    """What is timed: a weight or its first part, and a number of rows."""
+
+    shape: Shape
+    rows: int
+    dtype: torch.dtype
+    threads: int
+
+    @classmethod
+    def of(cls, shape: Shape, rows: int, dtype: torch.dtype, threads: int) -> "_Timed":
+        inner = min(shape[1], _MOST_ELEMENTS // 64)
+        return cls((min(shape[0], _MOST_ELEMENTS // inner), inner), rows, dtype, threads)
+
+    @property
+    def calls(self) -> list[Call]:
+        """A copy [in, out] is for one row alone, whose product is a walk through memory."""
+        packs = default_call(self.dtype) is Call.PACKED
+        return [call for call in Call if packs or call is not Call.PACKED if call is not Call.COLUMNS or self.rows == 1]
+
+
+_TIMES: dict[_Timed, Mapping[Call, float]] = {}
+"""What was timed in this process, in microseconds; empty where time ran out."""
+
+
+def _time_calls(timed: Sequence[_Timed], ends_s: float) -> dict[_Timed, Mapping[Call, float]]:
+    """The least time of each call in microseconds; empty if the least number of turns is not over by `ends_s`.
+
+    A turn goes through all weights with one call, then with the next. So a machine that slows down slows all calls, and
+    a weight has left the nearer caches when it is read again, as in a model. Random generators are not touched.
+    """
+    clock = _clock()
+    least: dict[_Timed, dict[Call, float]] = {key: dict.fromkeys(key.calls, float("inf")) for key in timed}
+    for turn, runs in enumerate(_turns(_runs(timed), least)):
+        for run in runs:
+            if time.perf_counter() > ends_s:
+                return {key: least[key] if turn >= _TURNS[0] else {} for key in timed}
+            started_s = clock()
+            run.product(run.x)
+            taken_us = 1e6 * (clock() - started_s)
+            least[run.timed][run.call] = min(least[run.timed][run.call], taken_us)
+    return {**least}
+
+
+def _clock() -> Callable[[], float]:
+    """Seconds that this thread ran, waiting for its helpers included and other work left out, where that is precise.
+
+    Threads that share a product wait for each other awake, so on a quiet machine it is the time of day.
+    """
+    return time.thread_time if time.get_clock_info("thread_time").resolution <= 1e-6 else time.perf_counter
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One call on one weight, ready to be timed."""
+
+    timed: _Timed
+    call: Call
+    product: Product
+    x: Tensor
+
+
+def _runs(timed: Sequence[_Timed]) -> Iterator[_Run]:
+    """All calls with each weight, call by call. Made one by one, so that what takes long can be left."""
+    weights: dict[tuple[Shape, Order], Tensor] = {}
+    for call in Call:
+        for key in (key for key in timed if call in key.calls):
+            place = key.shape, _ORDER[call]
+            if place not in weights:
+                weights[place] = _in_order(torch.full(key.shape, 0.01, dtype=key.dtype), place[1])
+            x = torch.full((1, key.rows, key.shape[1]), 0.01, dtype=key.dtype)
+            yield _Run(key, call, _product(call, weights[place], None), x)
+
+
+def _turns(runs: Iterator[_Run], least: Mapping[_Timed, Mapping[Call, float]]) -> Iterator[Iterable[_Run]]:
+    """Turns of all runs, then of those that were not slow."""
+    made: list[_Run] = []
+
+    def first() -> Iterator[_Run]:
+        for run in runs:
+            made.append(run)
+            yield run
+
+    yield first()
+    for turn in range(1, _TURNS[1]):
+        if turn < _TURNS[0]:
+            yield made
+        else:
+            yield [run for run in made if least[run.timed][run.call] < _SLOW * min(least[run.timed].values())]

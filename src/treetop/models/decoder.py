@@ -1,0 +1,97 @@
+"""A decoder of layers described by data: Llama, Qwen3, and what else differs from them in data only."""
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from treetop.attention.phase import Attend
+from treetop.kernels.ops import Ops
+from treetop.kernels.rope import rope_table
+from treetop.models.layers import GatedMLP, RMSNorm, SelfAttention, attention_params, mlp_params, norm_param
+from treetop.models.loader import Placement, Weights
+from treetop.models.params import Param, Source, matrix
+from treetop.models.spec import ModelConfig
+from treetop.models.target import TargetOutput
+
+
+class DecoderLayer:
+    """Attention and feed-forward, each behind its norm, each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, index: int, ops: Ops) -> None:
+        spec, name, eps = config.layers[index], f"layers.{index}", config.norm_eps
+        self.rope = spec.attention.rope
+        self.input_norm = RMSNorm(weights[f"{name}.input_norm"], eps, ops)
+        self.attention = SelfAttention(spec.attention, weights, f"{name}.attention", index, eps, ops)
+        self.mlp_norm = RMSNorm(weights[f"{name}.mlp_norm"], eps, ops)
+        self.mlp = GatedMLP(weights, f"{name}.mlp", ops)
+        self.products = [*self.attention.products, *self.mlp.products]
+
+    def __call__(self, x: Tensor, normed: Tensor, angles: Any, attend: Attend) -> tuple[Tensor, Tensor]:
+        """x: the residual stream, normed: its input norm. Returns the stream after attention, and the MLP's parts."""
+        x, normed = self.mlp_norm.after(x, self.attention(normed, angles, attend))
+        return x, self.mlp(normed)
+
+
+class Decoder:
+    """A `Target`. aux_inputs: the residual streams that its features are."""
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, aux_inputs: tuple[int, ...], place: Placement, ops: Ops
+    ) -> None:
+        self.config, self.aux_inputs, self._ops = config, aux_inputs, ops
+        self.embedding = weights["embedding"]
+        self.layers = [DecoderLayer(config, weights, index, ops) for index in range(len(config.layers))]
+        ropes = dict.fromkeys(layer.rope for layer in self.layers)
+        self._ropes = {rope: rope_table(rope, place.rope_rows, place.dtype, place.device) for rope in ropes}
+        self.norm = RMSNorm(weights["norm"], config.norm_eps, ops)
+        self.lm_head = ops.linear(self.embedding if config.tied_embeddings else weights.pop("lm_head"))
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> TargetOutput:
+        """See `Target`."""
+        x = F.embedding(tokens, self.embedding)
+        angles = {rope: self._ops.angles(table, positions) for rope, table in self._ropes.items()}
+        features, normed = {0: x}, self.layers[0].input_norm(x)
+        next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
+        for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True), 1):
+            x, added = layer(x, normed, angles[layer.rope], attend)
+            x, normed = next_norm.after(x, added)
+            if index in self.aux_inputs:
+                features[index] = x
+        return TargetOutput(normed, tuple(features[i] for i in self.aux_inputs))
+
+    @property
+    def products(self) -> list[object]:
+        """See `Target`."""
+        return [*(product for layer in self.layers for product in layer.products), self.lm_head]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `Target`."""
+        return self.lm_head(hidden)
+
+
+def decoder_params(config: ModelConfig) -> list[Param]:
+    """By the names that Llama gave its tensors, and most others after it."""
+    hidden, vocab = config.hidden_size, config.vocab_size
+    table = (vocab, hidden)
+    params = [
+        Param("embedding", table, (Source("model.embed_tokens.weight", table),), "table", 0),
+        norm_param("norm", "model.norm.weight", hidden),
+    ]
+    for index, layer in enumerate(config.layers):
+        name, stored = f"layers.{index}", f"model.layers.{index}"
+        params += [
+            norm_param(f"{name}.input_norm", f"{stored}.input_layernorm.weight", hidden),
+            norm_param(f"{name}.mlp_norm", f"{stored}.post_attention_layernorm.weight", hidden),
+            *attention_params(layer.attention, f"{name}.attention", f"{stored}.self_attn", hidden, hidden),
+            *mlp_params(layer.feed_forward, f"{name}.mlp", f"{stored}.mlp", hidden),
+        ]
+    if not config.tied_embeddings:
+        params.append(matrix("lm_head", Source("lm_head.weight", table), shard=0))
+    return params
+
+
+def unused_tensors(config: ModelConfig) -> set[str]:
+    """What a file may hold without a use; older writers stored the frequencies of the rotation."""
+    frequencies = {f"model.layers.{index}.self_attn.rotary_emb.inv_freq" for index in range(len(config.layers))}
+    return frequencies | ({"lm_head.weight"} if config.tied_embeddings else set())

@@ -1,0 +1,162 @@
+"""Parameters, declared once: expected tensors, loading, the memory count and shards all follow from these."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from math import lcm, prod
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from treetop.types.errors import ConfigError
+
+Kind = Literal["matrix", "table", "vector", "index"]
+"""A weight that inputs are multiplied by, one that rows are looked up in, a vector of a norm or a bias, integers."""
+Shard = int | Literal["whole", "first"]
+"""How ranks share a parameter: cut along an axis, each rank all of it, or the first rank alone (the bias of a product
+whose parts are summed over the ranks)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """start .. stop along an axis."""
+
+    axis: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Rows of a parameter, and what they are made of.
+
+    name, shape: what is stored. transform: from the stored tensor to those rows, where they are not equal; rows: how
+    many, where they are not all of its numbers. unit: how many rows or columns belong together, such as those of a
+    head. shared: ranks in excess of the units may share one. span: the part of the rows that is wanted, None for all.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    transform: Callable[[Tensor], Tensor] | None = None
+    rows: int | None = None
+    unit: int = 1
+    shared: bool = False
+    span: Span | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor that a checkpoint must hold. kinds: how safetensors may hold it."""
+
+    shape: tuple[int, ...]
+    kinds: tuple[str, ...]
+
+
+Fetch = Callable[[str, Span | None], Tensor]
+"""Reads a stored tensor by name, or a part of it."""
+
+
+class Format(Protocol):
+    """How numbers are stored.
+
+    stored: a source's tensors. read: a source's rows, decoded. unit: along this axis a parameter may be cut at
+    multiples of it only.
+    """
+
+    def stored(self, source: Source) -> dict[str, Stored]: ...
+
+    def read(self, source: Source, fetch: Fetch) -> Tensor: ...
+
+    def unit(self, axis: int) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """As they are, in a tensor of one of these kinds."""
+
+    kinds: tuple[str, ...]
+
+    def stored(self, source: Source) -> dict[str, Stored]:
+        return {source.name: Stored(source.shape, self.kinds)}
+
+    def read(self, source: Source, fetch: Fetch) -> Tensor:
+        if source.transform is None:
+            return fetch(source.name, source.span)
+        rows, span = source.transform(fetch(source.name, None)), source.span
+        return rows if span is None else rows.narrow(span.axis, span.start, span.stop - span.start)
+
+    def unit(self, axis: int) -> int:
+        return 1
+
+
+FLOATS = Plain(("F64", "F32", "F16", "BF16"))
+"""Fewer bits would need scales."""
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """A parameter of a model: its sources' rows, one below the other.
+
+    name: ours, by which the model takes it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    sources: tuple[Source, ...]
+    kind: Kind = "matrix"
+    shard: Shard = "whole"
+    format: Format = FLOATS
+
+    @property
+    def numbers(self) -> int:
+        return prod(self.shape)
+
+    def rows_of(self, source: Source) -> int:
+        """How many rows a whole source fills."""
+        return prod(source.shape) // prod(self.shape[1:]) if source.rows is None else source.rows
+
+
+def stored_tensors(params: Iterable[Param]) -> dict[str, Stored]:
+    """What a checkpoint must hold."""
+    return {name: each for p in params for s in p.sources for name, each in p.format.stored(s).items()}
+
+
+def matrix(name: str, *sources: Source, shard: Shard = "whole") -> Param:
+    """A product's weight, [out, in]; sources that share their input lie one below the other."""
+    return Param(name, (sum(s.shape[0] for s in sources), sources[0].shape[1]), sources, "matrix", shard)
+
+
+def vector(name: str, *sources: Source, shard: Shard = "whole") -> Param:
+    """A norm's weight or a bias."""
+    return Param(name, (sum(s.shape[0] for s in sources),), sources, "vector", shard)
+
+
+def cut(param: Param, rank: int, size: int) -> Param | None:
+    """What rank `rank` of `size` has of a parameter that is whole: None if nothing.
+
+    Each source is cut by itself, at multiples of its units: so a rank has whole heads of q, k and v. Raises ConfigError
+    if they cannot be divided.
+    """
+    if param.shard == "whole" or (param.shard == "first" and rank == 0):
+        return param
+    if param.shard == "first":
+        return None
+    axis = param.shard
+    spans = [_span(param, source, axis, rank, size) for source in param.sources]
+    lengths = [span.stop - span.start for span in spans]
+    length = sum(lengths) if axis == 0 else lengths[0]
+    sources = tuple(replace(source, span=span) for source, span in zip(param.sources, spans, strict=True))
+    return replace(param, shape=(*param.shape[:axis], length, *param.shape[axis + 1 :]), sources=sources)
+
+
+def _span(param: Param, source: Source, axis: int, rank: int, size: int) -> Span:
+    """The part of a source that is the rank's."""
+    length, unit = param.rows_of(source) if axis == 0 else param.shape[axis], lcm(source.unit, param.format.unit(axis))
+    units = length // unit
+    if length % unit == 0 and units % size == 0:
+        return Span(axis, rank * length // size, (rank + 1) * length // size)
+    if length % unit == 0 and source.shared and size % units == 0:
+        first = rank * units // size
+        return Span(axis, first * unit, (first + 1) * unit)
+    raise ConfigError(
+        f"--tp-size {size}: {source.name} cannot be divided: {length} along axis {axis}, in units of {unit}"
+    )

@@ -1,0 +1,81 @@
+"""Architectures by name: what each makes of its config, and the rest of a target before its weights are read."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from treetop.kernels.ops import Ops
+from treetop.models import llama, qwen3, windowed_llama
+from treetop.models.decoder import Decoder, decoder_params, unused_tensors
+from treetop.models.loader import Placement, Weights, check_weights, load_weights
+from treetop.models.params import Param
+from treetop.models.spec import Config, ModelConfig, read_config
+from treetop.models.target import Target
+from treetop.types.errors import CheckpointError, shown
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A family of targets.
+
+    read: its config.json, whose path errors name. params: what it consists of. unused: tensors that a file may hold
+    without a use. build: the model from its weights, the states that a drafter reads, and where it runs.
+    """
+
+    read: Callable[[Config, Path], ModelConfig]
+    params: Callable[[ModelConfig], list[Param]] = decoder_params
+    unused: Callable[[ModelConfig], set[str]] = unused_tensors
+    build: Callable[[ModelConfig, Weights, tuple[int, ...], Placement, Ops], Target] = Decoder
+
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family(llama.read),
+    "Qwen3ForCausalLM": Family(qwen3.read),
+    "WindowedLlamaForCausalLM": Family(windowed_llama.read),
+}
+_OWN = frozenset({"WindowedLlamaForCausalLM"})
+"""Test models, which no message offers."""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetSpec:
+    """A target before its weights are read."""
+
+    folder: Path
+    config: ModelConfig
+    family: Family
+
+    @property
+    def params(self) -> list[Param]:
+        return self.family.params(self.config)
+
+    @property
+    def streamed(self) -> int:
+        """Numbers that a forward reads of the weights: its products; an embedding is looked up, unless it is both."""
+        kinds = ("matrix", "table") if self.config.tied_embeddings else ("matrix",)
+        return sum(param.numbers for param in self.params if param.kind in kinds)
+
+    def build(self, weights: Weights, aux_inputs: tuple[int, ...], place: Placement, ops: Ops) -> Target:
+        """aux_inputs: which residual streams the drafter reads; () without one."""
+        return self.family.build(self.config, weights, aux_inputs, place, ops)
+
+    def load(self, aux_inputs: tuple[int, ...], place: Placement) -> Target:
+        weights = load_weights(self.folder, self.params, place, self.family.unused(self.config))
+        return self.build(weights, aux_inputs, place, place.ops)
+
+    def check(self) -> int:
+        """Names and shapes of its tensors, without reading them; how many there are. Raises CheckpointError."""
+        return check_weights(self.folder, self.params, self.family.unused(self.config))
+
+
+def target_spec(folder: Path) -> TargetSpec:
+    """The target in a folder. Raises CheckpointError for an architecture that treetop does not run."""
+    config, where = read_config(folder), folder / "config.json"
+    named = config.get("architectures") or ["missing"]
+    if not isinstance(named, list) or not all(isinstance(each, str) for each in named):
+        raise CheckpointError(f"{where}: architectures must be a list of names, got {shown(named)}")
+    if len(named) != 1 or named[0] not in FAMILIES:
+        known = " and ".join(name for name in FAMILIES if name not in _OWN)
+        raise CheckpointError(f"{where}: architecture {', '.join(named)} is not supported, only {known}")
+    family = FAMILIES[named[0]]
+    return TargetSpec(folder, family.read(config, where), family)

@@ -1,0 +1,39 @@
+"""What the engine asks of a target model."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from treetop.attention.phase import Attend
+from treetop.models.spec import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOutput:
+    """hidden: [rows, n, hidden], after the final norm. features: [rows, n, hidden] of each state that was asked for."""
+
+    hidden: Tensor
+    features: tuple[Tensor, ...]
+
+
+class Target(Protocol):
+    """Tokens in, hidden states and what a drafter reads out. embedding: [vocab, hidden], which a drafter may share.
+    products: all that a forward and its logits take with weights.
+
+    Its features are residual streams, chosen at construction: index i is the one that enters layer i, the number of
+    layers what the last one leaves, before the final norm.
+    """
+
+    config: ModelConfig
+    embedding: Tensor
+
+    @property
+    def products(self) -> Sequence[object]: ...
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> TargetOutput:
+        """tokens, positions: [rows, n] int64. The layers' K/V go where `attend` puts them."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [..., hidden], after the final norm. Returns [..., vocab]."""
