@@ -155,7 +155,7 @@ def test_an_engine_has_the_rows_and_the_context_that_its_grid_needs():
         (["--check-level", "7"], [1], ["--check-level", "7"]),
         (["--plot", "p.png"], [1], ["--plot p.png", ".html"]),
         (["--plot", "nowhere/p.html"], [1], ["--plot nowhere/p.html", "folder"]),
-        (["--plot", f"{'p' * 300}.html"], [1], ["--plot ppp", "too long"]),
+        (["--plot", f"{'p' * 300}.html"], [1], ["--plot 'ppp", "too long"]),
     ],
     ids=lambda value: " ".join(map(str, value))[:50],
 )

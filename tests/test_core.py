@@ -267,7 +267,9 @@ class Interrupt:
         sys.settrace(None)
 
     def _call(self, frame, event, arg):
-        return self._line if "treetop" in frame.f_code.co_filename or "queue" in frame.f_code.co_filename else None
+        code = frame.f_code  # Python itself swallows what is raised in a finalizer
+        traced = ("treetop" in code.co_filename or "queue" in code.co_filename) and code.co_name != "__del__"
+        return self._line if traced else None
 
     def _line(self, frame, event, arg):
         self.left -= event == "line"
