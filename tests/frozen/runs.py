@@ -4,7 +4,7 @@ A run is one call with one or more prompts. Nothing is drawn at random here: the
 every pair of a model and a tree shape meets many sizes of pages, chunks and batches.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -25,14 +25,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Setup:
-    """An engine, and its runs one after the other."""
+    """An engine, and its runs one after the other. retracts: its pool is too small for its batch."""
 
     name: str
     pair: str
     shape: Shape | None
     options: dict[str, Any]
     runs: tuple[Run, ...]
-    retracts: bool = field(default=False)
+    retracts: bool = False
 
 
 SHAPES: tuple[Shape | None, ...] = (

@@ -22,13 +22,25 @@ def test_every_run_has_a_golden_record():
 
 
 def compare(setup: Setup, pairs) -> None:
-    """Each run of an engine, in order, gives what is recorded."""
+    """Each run of an engine, in order, gives what is recorded; after a retraction, in whatever rounds."""
     llm, known = build_setup(setup, pairs[setup.pair]), golden.load("runs")[setup.name]
     found = [perform(llm, pairs[setup.pair], run) for run in setup.runs]
     for run, expected, got in zip(setup.runs, known, found, strict=True):
-        assert got == expected, f"{setup}\n{run}"
-    if setup.retracts:
-        assert any(retracted(record) for run in found for record in run), "nothing was retracted"
+        shown = [without_rounds(each) if setup.retracts else each for each in (got, expected)]
+        assert shown[0] == shown[1], f"{setup}\n{run}"
+
+
+def without_rounds(records: list) -> list:
+    """Who is retracted, and when, depends on which requests run together; what a request says does not."""
+    return [[record[0], *record[2:]] for record in records]
+
+
+def test_small_pools_make_requests_come_back(pairs):
+    """Or the runs that retract would test nothing. Plain decoding shows it: no cut path hides the token more."""
+    (setup,) = (each for each in SETUPS if each.retracts and each.shape is None)
+    llm = build_setup(setup, pairs[setup.pair])
+    for run in setup.runs:
+        assert any(retracted(record) for record in perform(llm, pairs[setup.pair], run))
 
 
 def retracted(record: list) -> bool:
@@ -39,7 +51,7 @@ def retracted(record: list) -> bool:
 
 @pytest.mark.parametrize("setup", [each for each in SETUPS if each is not HOSTILE_PADDED], ids=lambda setup: setup.name)
 def test_an_engine_gives_what_it_gave(setup, pairs):
-    """Token ids, accept lengths, finish reasons, texts; retraction where the pool is small."""
+    """Token ids, accept lengths, finish reasons, texts."""
     compare(setup, pairs)
 
 
