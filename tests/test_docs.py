@@ -1,0 +1,133 @@
+"""What README and docs name exists: links, headings, files, commands and options.
+
+The changelog speaks of what was, so only its links are checked.
+"""
+
+import importlib
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from treetop.cli import build_parser
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+BLOCK = re.compile(r"^```[a-z]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"[\w.-]+(/[\w.-]+)+/?|[\w.-]+/|[\w-]+\.(py|md)")
+MADE = {"build/"}
+"""What `make` writes."""
+
+
+@cache
+def text_of(page):
+    return page.read_text(encoding="utf-8")
+
+
+def headings(page):
+    """How links name them, as GitHub does."""
+    titles = re.findall(r"^#+ (.*)$", BLOCK.sub("", text_of(page)), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def spans(page):
+    """Text in backticks, outside blocks. A line may end within it."""
+    joined = re.sub(r"(?<!\n)\n(?!\n)", " ", BLOCK.sub("", text_of(page)))
+    return re.findall(r"`([^`\n]+)`", joined)
+
+
+def lost_files(page):
+    """Paths in backticks that do not exist. They start at the top; a name alone may also be a test."""
+    names = [word for span in spans(page) for word in span.split() if FILE.fullmatch(word) and word not in MADE]
+    return [name for name in names if not ((ROOT / name).exists() or (ROOT / "tests" / name).exists())]
+
+
+def dead_links(page):
+    """Relative links whose file, or whose heading in it, does not exist."""
+    dead = []
+    for target in LINK.findall(text_of(page)):
+        name, _, heading = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        if "://" not in target and not (file.exists() and (not heading or heading in headings(file))):
+            dead.append(target)
+    return dead
+
+
+def commands(page):
+    """Lines of blocks, and text in backticks, that run treetop or a script of ours; as words, without comments."""
+    lines = [line for block in BLOCK.findall(text_of(page)) for line in block.splitlines()]
+    ours = re.compile(r"(treetop|python (bench|scripts|recipes)/\S+)( |$)")
+    return [shlex.split(line, comments=True) for line in [*lines, *spans(page)] if ours.match(line)]
+
+
+def subparsers():
+    (found,) = (action.choices for action in build_parser()._actions if isinstance(action.choices, dict))
+    return found
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    assert not dead_links(page)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_are_named_exist(page):
+    assert not lost_files(page)
+
+
+@pytest.mark.parametrize(
+    "words", [words for page in PAGES for words in commands(page)], ids=lambda words: " ".join(words)[:70]
+)
+def test_commands_are_taken_by_what_they_call(words):
+    """treetop's parser takes the line, and nothing runs. A script is there and knows the line's options.
+
+    Two words name a command without a line to type. Capitals stand for what a reader fills in; N for a number.
+    """
+    if words[0] == "treetop":
+        if len(words) > 2 or (len(words) == 2 and words[1] not in subparsers()):
+            build_parser().parse_args(["1" if word == "N" else word for word in words[1:]])
+        return
+    source = text_of(ROOT / words[1])
+    known = {option for option in words if option.startswith("--") and option not in source}
+    if words[1] == "bench/rounds.py":  # hands the rest to `treetop bench`
+        known -= {option for action in subparsers()["bench"]._actions for option in action.option_strings}
+    assert not known
+
+
+def test_options_that_are_named_exist():
+    """`--option` in backticks is treetop's or a script's, unless the text is another tool's command."""
+    known = {o for parser in subparsers().values() for action in parser._actions for o in action.option_strings}
+    scripts = "".join(text_of(path) for folder in ("bench", "scripts") for path in (ROOT / folder).glob("*.py"))
+    for page in PAGES:
+        for span in spans(page):
+            if not re.match(r"(pip|pytest|python) ", span):
+                named = re.findall(r"(?<!\S)--[a-z][a-z-]+", span)
+                assert not [option for option in named if option not in known and f'"{option}"' not in scripts], span
+
+
+def test_the_python_of_the_readme_compiles_and_imports():
+    blocks = re.findall(r"^```python\n(.*?)^```", text_of(ROOT / "README.md"), re.MULTILINE | re.DOTALL)
+    assert blocks
+    for block in blocks:
+        compile(block, "README.md", "exec")
+        for module, names in re.findall(r"^from (treetop[\w.]*) import (.*)$", block, re.MULTILINE):
+            for name in names.split(", "):
+                assert hasattr(importlib.import_module(module), name)
+
+
+def test_what_is_wrong_is_found(tmp_path):
+    """A dead link, a heading that is not there, a lost file, and an option that treetop lacks."""
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A title\n[a](no.md) [b](#a-title) [c](#b) `src/treetop/no.py` `README.md`\n\n"
+        "```\ntreetop generate --nothing # x\n```\n",
+        encoding="utf-8",
+    )
+    assert dead_links(page) == ["no.md", "#b"]
+    assert lost_files(page) == ["src/treetop/no.py"]
+    assert commands(page) == [["treetop", "generate", "--nothing"]]
+    with pytest.raises(SystemExit):
+        test_commands_are_taken_by_what_they_call(commands(page)[0])
