@@ -21,7 +21,7 @@ from treetop.engine.rehearsal import compile_steps
 from treetop.kernels import compressed, triton_guard
 from treetop.kernels.attention import PagedKeys, Sight, TailKeys, paged_attention
 from treetop.kernels.launch import Launch
-from treetop.kernels.ops import TritonOps
+from treetop.kernels.table import OpContext, Ops, operations
 from treetop.kernels.triton_guard import (
     GpuTraits,
     _probe,
@@ -33,7 +33,6 @@ from treetop.kernels.triton_guard import (
     tl,
 )
 from treetop.models.loader import Placement
-from treetop.spec.round_ops import TritonRoundOps
 from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL, EngineConfig
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
@@ -209,6 +208,10 @@ def test_an_error_inside_does_not_wait_for_what_was_asked_for(monkeypatch):
     assert len(begun) == 1
 
 
+def on_a_gpu_of(place):
+    return OpContext(torch.device("cuda"), place.dtype, place.shapes)
+
+
 @pytest.fixture
 def as_if_on_a_gpu(absent_gpu, monkeypatch):
     """An engine on a CPU takes an H200's kernels, which are only compiled; what would be recorded runs on zeros.
@@ -220,10 +223,7 @@ def as_if_on_a_gpu(absent_gpu, monkeypatch):
     for name, module in list(sys.modules.items()):
         if name.startswith("treetop.") and hasattr(module, "gpu_traits"):
             monkeypatch.setattr(module, "gpu_traits", lambda _: traits)
-    monkeypatch.setattr(Placement, "ops", property(lambda place: TritonOps(place.device, place.compressed)))
-    monkeypatch.setattr(
-        build, "make_round_ops", lambda layout, _, at: TritonRoundOps(at, layout.max_topk, layout.commit_width)
-    )
+    monkeypatch.setattr(Placement, "ops", property(lambda place: Ops(on_a_gpu_of(place), place.compressed)))
     for name, real in (("empty", torch.empty), ("empty_like", torch.empty_like)):
         monkeypatch.setattr(torch, name, lambda *args, real=real, **options: real(*args, **options).zero_())
     monkeypatch.setattr(build, "captures", lambda *_: True)
@@ -245,14 +245,13 @@ def test_a_rehearsal_compiles_all_that_an_engine_launches_on_a_gpu(as_if_on_a_gp
     )
     made = []
     blueprint = build.read_blueprint(config)
-    compile_ahead(lambda: made.append(build._without_pools(blueprint)[0]))  # the head norms its embedding
+    compile_ahead(lambda: made.append(build._without_pools(blueprint, blueprint.place)[0]))  # the head norms its embedding
     build._gpu_allowance(config, made[0])
     assert not any(by_itself for _, by_itself in as_if_on_a_gpu)
     names = {name for name, _ in as_if_on_a_gpu}
-    of_weights = {"_few_rows_kernel", "_compressed_kernel", "_silu_mul_kernel"}
-    of_libraries = {"_gather_kernel", "_tail_kernel"}
-    expected = {place.rpartition(".")[2] for place in all_kernels()} - of_libraries
-    assert names == (expected if "compress_weights" in options else expected - of_weights)
+    of_libraries, context = {"gather_table", "tail_and_merge"}, on_a_gpu_of(blueprint.place)
+    used = [op for name, op in operations().items() if op.applies(context) and name not in of_libraries]
+    assert names == {kernel.fn.__name__ for op in used for kernel in op.launches}
     asked = len(as_if_on_a_gpu)
     build._gpu_allowance(config, made[0])
     assert len(as_if_on_a_gpu) == asked

@@ -74,7 +74,7 @@ class Sight:
 def paged_attention_reference(
     q: Tensor, keys: PagedKeys, sight: Sight, tail: TailKeys | None, scale: float, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """What `paged_attention` computes, densely and in float32 (float64 if q is).
+    """Attention over the committed pages and the tail, densely and in float32 (float64 if q is).
 
     q: [rows, n, heads, head_dim]. Returns out like q and lse [rows, n, heads] float32; a query that sees nothing gets
     out 0 and lse -inf, or its sink.
