@@ -1,6 +1,6 @@
 """Writes `docs/operations.md` from the table of operations (`kernels/table.py`).
 
-    python scripts/operations.py
+python scripts/operations.py
 """
 
 import inspect

@@ -61,7 +61,7 @@ def steps(llm, limit=10_000):
             assert not llm.scheduler.has_work, "work is left, but there is no plan"
             return
         result = llm.engine.step(plan)
-        _note(llm.scheduler.commit(plan, result))
+        note(llm.scheduler.commit(plan, result))
         llm.scheduler.check_integrity()
         yield plan, result
     raise AssertionError(f"the work was not done after {limit} steps")
@@ -78,20 +78,22 @@ def pump(llm, limit=10_000):
             return
         ticket = tickets.popleft()
         updates = llm.scheduler.commit(ticket.plan, llm.engine.collect(ticket))
+        note(updates)
         llm.scheduler.check_integrity()
         yield ticket.plan, updates
     raise AssertionError(f"the work was not done after {limit} steps")
 
 
 def accepted(request) -> list[int]:
-    """Accepted drafts of each round of a request that `steps` ran."""
+    """Accepted drafts of each round of a request that `steps` or `pump` ran."""
     return _ACCEPTED.get(request.request_id, [])
 
 
 _ACCEPTED: dict[RequestId, list[int]] = {}
 
 
-def _note(updates) -> None:
+def note(updates) -> None:
+    """Remember accepted lengths, for `accepted`."""
     for update in updates:
         if update.accept_len is not None:
             _ACCEPTED.setdefault(update.request_id, []).append(update.accept_len)

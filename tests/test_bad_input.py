@@ -2,7 +2,10 @@
 
 import copy
 import math
+import os
 import pickle
+from dataclasses import fields
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +15,7 @@ from refusing import refused
 from treetop import LLM, SamplingParams
 from treetop.types import errors
 from treetop.types.config import EngineConfig
-from treetop.types.errors import CapacityError, CheckpointError, ConfigError, InputError, PromptError
+from treetop.types.errors import CapacityError, CheckpointError, ConfigError, InputError, PromptError, UserError
 
 SHAPE = (2, 3, 6)
 
@@ -75,6 +78,45 @@ def test_a_context_beyond_the_model_is_refused(strong_pair):
 
 def test_a_pool_below_one_request_is_a_capacity_error(strong_pair):
     refused(CapacityError, lambda: build(strong_pair, SHAPE, max_total_tokens=1), "--max-total-tokens", "need", "have")
+
+
+class Unprintable:
+    """Its words for itself are many lines, or an error."""
+
+    def __init__(self, error: bool) -> None:
+        self._error = error
+
+    def __repr__(self) -> str:
+        if self._error:
+            raise RuntimeError("no words")
+        return "line\n" * 1000
+
+
+LEGAL = {"model": str, "draft": str, "stop": (str, list), "stop_token_ids": list, "top_k": int, "max_tokens": int}
+"""What may be anything of its kind here; folders and ids are checked by the engine."""
+HOSTILE = [10**5000, -(10**5000), "x" * 10**6, ["\n" * 10**5], [10**5000], Unprintable(True), Unprintable(False), {}]
+
+
+@pytest.mark.parametrize("value", HOSTILE, ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("kind", [EngineConfig, SamplingParams])
+def test_a_value_of_any_kind_is_refused_in_one_short_line(kind, value):
+    """Of every option and parameter; numbers too long to print are told by their size."""
+    for each in fields(kind):
+        if isinstance(value, LEGAL.get(each.name, ())):
+            continue
+        message = refused(UserError, lambda name=each.name: kind(**{name: value}))
+        assert len(message) < 1000, each.name
+
+
+def test_an_unknown_option_of_many_lines_is_one_line():
+    assert len(refused(ConfigError, lambda: LLM(**{"a\n" * 10**4: 1}), "unknown option a")) < 1000
+
+
+def test_a_folder_without_permission_is_refused_by_option(strong_pair, tmp_path, monkeypatch):
+    """Whoever runs this; the system's word is replaced, for some may read everything."""
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path) != tmp_path)
+    refused(CheckpointError, lambda: LLM(tmp_path), "model", "permission")
+    refused(CheckpointError, lambda: LLM(strong_pair.target, tmp_path), "--speculative-draft-model-path", "permission")
 
 
 # ---------------------------------------------------------------------------------------------- requests
@@ -169,6 +211,8 @@ def test_extreme_but_legal_parameters_are_served(strong_pair):
         ([b"text"], ("prompt 1", "text")),
         ([[4, 12]], ("prompt 1", "12")),
         (["text"], ("tokenizer",)),
+        ([[10**5000]], ("an integer of", "vocabulary")),
+        ([[4] * 10**7], ("10000000 tokens", "--context-length")),
         ([""], ("tokenizer",)),
     ],
 )
@@ -234,6 +278,12 @@ def test_every_error_can_be_pickled_and_copied():
         error = kind(*args)
         for twin in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
             assert (type(twin), str(twin), vars(twin)) == (kind, str(error), vars(error))
+
+
+def test_a_stop_string_longer_than_any_text_costs_nothing(weak_pair):
+    llm = build(weak_pair, SHAPE)
+    plain, stopped = (SamplingParams(max_tokens=20, ignore_eos=True, stop=stop) for stop in ((), "x" * 10**7))
+    assert llm.generate("def f", stopped)[0].token_ids == llm.generate("def f", plain)[0].token_ids
 
 
 def test_an_empty_text_is_an_empty_prompt(weak_pair):

@@ -51,6 +51,11 @@ from tiny_models import copy_folder
         (["--prompt", "x", "--prompt", ""], ["--prompt, number 2", "empty"]),
         (["--prompt", "x", "--top-p", "0", "--min-p", "2"], ["--top-p must", "; --min-p must"]),
         (["--prompt", "x", "--no-such-flag"], ["--no-such-flag"]),
+        (["--prompt", "x", "--no-such\nflag"], ["--no-such\\nflag"]),
+        (["--prompt", "x", "--seed", "9" * 4000], ["--seed must", "an integer of"]),
+        (["--prompt-file", "no\nwhere"], ["--prompt-file no\\nwhere"]),
+        (["--prompt-file", "\0"], ["--prompt-file", "null byte"]),
+        (["--prompt-file", "\ud800"], ["--prompt-file"]),
         (["--prompt-file", "nowhere.txt"], ["--prompt-file", "nowhere.txt"]),
         (["no-such-model", "--prompt", "x"], ["no-such-model", "no such folder"]),
         (["builtin:cuckoo", "--prompt", "x"], ["builtin:cuckoo"]),
@@ -92,6 +97,16 @@ def test_nan_in_the_weights_is_refused_with_the_tensors_name(capsys, weak_pair, 
 
 
 @pytest.mark.parametrize(
+    "line",
+    ["[" * 100_000, "9" * 100_000, '{"prompt": 5}', '{"prompt": null}', "[1]", "5", '"x"', "{}", "\0"],
+    ids=lambda line: ascii(line)[:12],
+)
+def test_a_line_of_prompts_that_holds_none_is_refused(capsys, tmp_path, line):
+    (tmp_path / "prompts.jsonl").write_text(line)
+    refused(capsys, ["bench", "--prompts", tmp_path / "prompts.jsonl"], "--prompts", "JSON lines with a `prompt`")
+
+
+@pytest.mark.parametrize(
     ("argv", "parts"),
     [
         ([], ["COMMAND"]),
@@ -102,6 +117,8 @@ def test_nan_in_the_weights_is_refused_with_the_tensors_name(capsys, weak_pair, 
         (["bench", "--speculative-algorithm", "NONE"], ["draft"]),
         (["doctor", "--cases", "0"], ["--cases", "0"]),
         (["trace", "--prompt", "x"], ["--output"]),
+        (["bench", "--sweep", "tree", "--plot", "\0.html"], ["--plot", "not a path"]),
+        (["bench", "--sweep", "tree", "--plot", "x" * 5000 + ".html"], ["--plot", "too long"]),
     ],
     ids=" ".join,
 )

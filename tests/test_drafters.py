@@ -15,7 +15,7 @@ from treetop.engine.rounds import phases_of
 from treetop.engine.start_log import start_up_block
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.types.ids import FULL
-from treetop.types.layout import Layout, SpecShape
+from treetop.types.layout import SpecShape
 from treetop.types.phase import Phase
 from weightless import followers, install
 
@@ -44,7 +44,7 @@ def rounds_of_a_chain(output, vocab, num_steps):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"graphs": "sim", "check_level": 3}, {"check_level": 2}, {"radix_cache": True}], ids=str
+    "options", [{}, {"graphs": "sim", "check_level": 3}, {"check_level": 2}, {"disable_radix_cache": True}], ids=str
 )
 @pytest.mark.parametrize("shape", SHAPES)
 def test_its_tokens_are_those_of_plain_decoding(strong_pair, shape, options):
@@ -95,7 +95,7 @@ def test_it_takes_no_pages_no_tails_and_no_weights(strong_pair):
 
 def test_doctor_start_log_trace_and_roofline_take_it_as_it_is(strong_pair):
     llm = build(strong_pair, (4, 3, 12))
-    blueprint = read_blueprint(llm.config, Layout)
+    blueprint = read_blueprint(llm.config)
     assert f"{strong_pair.head}: 0 tensors" in checkpoint(blueprint)[1][1]
     engine = llm.engine
     assert "tree S=3 k=4 T=12" in start_up_block(blueprint, engine.device, engine.launcher, engine.memory, 0.0)

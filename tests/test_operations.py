@@ -147,7 +147,7 @@ def attended() -> tuple[Any, PagedKeys, Sight, TailKeys]:
 @case
 def paged_attention(_: bool) -> Call:
     s, keys, sight, tail = attended()
-    return Call((s.q, keys, sight, tail, s.scale), {"launch": Launch(16, 16, 3, 4, 1), "sinks": None})
+    return Call((s.q, keys, sight, tail, s.scale), {"launch": Launch(16, 16, 3, 4, 1)})
 
 
 @case
@@ -229,9 +229,8 @@ def greedy(_: bool) -> Call:
 
 @case
 def draw(_: bool) -> Call:
-    params = WarpParams(
-        torch.tensor([0.0, 0.7, 1.3]), torch.tensor([0, 5, 0]), torch.tensor([1.0, 0.8, 0.6]), torch.tensor([0.0, 0.1, 0])
-    )
+    columns = zip((0.0, 0, 1.0, 0.0), (0.7, 5, 0.8, 0.1), (1.3, 0, 0.6, 0.0), strict=True)
+    params = WarpParams(*(torch.tensor(column) for column in columns))
     rows, positions = torch.tensor([2, 0, 1]), torch.randint(0, 10**6, (3, 2))
     return Call((torch.randn(3, 2, 90) * 3, Sampler(params, torch.randint(0, 2**62, (3,))), rows, positions, True))
 

@@ -31,7 +31,7 @@ def pair(tmp_path, monkeypatch):
     (None, {}),
     ((4, 3, 12), {"graphs": "sim", "check_level": 3}),
     ((1, 4, 5), {"check_level": 2}),
-    ((3, 4, 20), {"radix_cache": True}),
+    ((3, 4, 20), {"disable_radix_cache": True}),
 ], ids=str)  # fmt: skip
 def test_a_target_of_one_plane_gives_the_tokens_of_its_dense_reference(pair, shape, options):
     """Prefill in chunks, rounds of ragged batches; drafts are accepted, so tails are committed."""
@@ -66,7 +66,7 @@ def test_a_cached_prefix_of_one_plane_gives_the_same_tokens_and_accepted_lengths
     prompts = [[*first, *other], [*first, *other[::-1]]]
     options = {"page_size": 4, "chunked_prefill_size": 7, "context_length": 80}
     cold = [build(pair, (3, 3, 8), **options).generate([prompt], greedy(20))[0] for prompt in prompts]
-    llm = build(pair, (3, 3, 8), radix_cache=True, **options)
+    llm = build(pair, (3, 3, 8), **options)
     submit(llm, [first], greedy(4))
     finish(llm)
     for prompt, want in zip(prompts, cold, strict=True):

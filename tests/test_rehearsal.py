@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 import threading
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,15 +13,20 @@ import pytest
 import torch
 
 from engines import greedy, tokens
+from operations import kernel_ops
 from treetop import LLM
 from treetop.attention.capabilities import CAPABILITIES
+from treetop.debug.faults import FAULTS
 from treetop.debug.kernels import all_kernels
 from treetop.engine import build
 from treetop.engine.cuda_graphs import CudaGraphs
 from treetop.engine.rehearsal import compile_steps
 from treetop.kernels import compressed, triton_guard
 from treetop.kernels.attention import PagedKeys, Sight, TailKeys, paged_attention
+from treetop.kernels.commit import Paths
+from treetop.kernels.grow import Children
 from treetop.kernels.launch import Launch
+from treetop.kernels.rows import DraftState, RowTables
 from treetop.kernels.table import OpContext, Ops, operations
 from treetop.kernels.triton_guard import (
     GpuTraits,
@@ -34,6 +40,8 @@ from treetop.kernels.triton_guard import (
 )
 from treetop.models.loader import Placement
 from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL, EngineConfig
+from treetop.types.layout import SpecShape
+from treetop.types.tree import Accepted, DraftTree, Places
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 GPUTarget = pytest.importorskip("triton.backends.compiler", reason="Triton is not installed").GPUTarget
@@ -167,6 +175,43 @@ def test_the_kernels_of_a_call_are_compiled_and_then_there(absent_gpu):
         assert sorted(triton.runtime.driver.active.launchers) == sorted(absent_gpu)
 
 
+def launch_a_round(ops):
+    """Every operation that a fault may be inside of, on memory that nobody reads: only kernels are asked for."""
+    shape, long = SpecShape(2, 3, 6), torch.int64
+    tree = DraftTree(*torch.zeros((3, 1, 6), dtype=long), torch.zeros(1, 6, 6, dtype=torch.bool), torch.zeros(1, 6))
+    places = Places(torch.zeros(1, dtype=long), torch.zeros(1, 6, dtype=long), torch.zeros(1, 4, dtype=long))
+    rows, wide = torch.zeros(1, dtype=long), torch.zeros(1, 4, dtype=long)
+    draft = DraftState(torch.zeros(1, 2, dtype=long), torch.zeros(1, 2), torch.zeros(1, 8))
+    identity = torch.eye(2, dtype=torch.bool)
+    growth, frontier = ops.start(RowTables(rows, rows, draft), rows, shape, tree, places, identity)
+    ops.grow(
+        growth, 0, frontier, Children(torch.zeros(1, 2, 2, dtype=long), torch.zeros(1, 2, 2), torch.zeros(1, 2, 8))
+    )
+    accepted = Accepted(wide, rows, wide.clone(), rows.clone(), torch.zeros(1, dtype=torch.bool))
+    ops.accept(ops.greedy(torch.zeros(1, 6, 40)), tree, accepted, None)
+    paths = Paths(rows, rows, rows, 4, accepted.path, 1)
+    ops.commit(
+        torch.zeros(1, 8, 2, 1, 4), torch.zeros(1, 1, 6, 2, 1, 4), torch.zeros(2, 2, dtype=torch.int32), 4, paths
+    )
+    ops.path_features(torch.zeros(1, 4, 8), (torch.zeros(1, 6, 8),), accepted.path)
+
+
+@compiled_here
+def test_twin_kernels_compile_for_a_gpu_too(absent_gpu):
+    """A fault inside a kernel is that kernel with other text, which the interpreter may accept and a compiler not."""
+    ops = kernel_ops(torch.device("cpu"))
+    compile_ahead(lambda: launch_a_round(ops))
+    shipped = Counter(kernel for kernel, _ in absent_gpu)
+    for name, found in FAULTS.items():
+        inside = [each.target.rpartition(":")[2] for each in found.patches if each.target.endswith("_kernel")]
+        if inside:
+            with found.active():
+                compile_ahead(lambda: launch_a_round(ops))
+            more = Counter(kernel for kernel, _ in absent_gpu) - shipped
+            assert set(more) == set(inside), name
+            shipped += more
+
+
 @jit
 def _wrong_kernel(x):  # tl has no such name
     tl.store(x, tl.there_is_no_such_thing)
@@ -245,7 +290,8 @@ def test_a_rehearsal_compiles_all_that_an_engine_launches_on_a_gpu(as_if_on_a_gp
     )
     made = []
     blueprint = build.read_blueprint(config)
-    compile_ahead(lambda: made.append(build._without_pools(blueprint, blueprint.place)[0]))  # the head norms its embedding
+    # The head norms its embedding, so a kernel runs while weights are loaded.
+    compile_ahead(lambda: made.append(build._without_pools(blueprint, blueprint.place)[0]))
     build._gpu_allowance(config, made[0])
     assert not any(by_itself for _, by_itself in as_if_on_a_gpu)
     names = {name for name, _ in as_if_on_a_gpu}

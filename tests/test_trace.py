@@ -240,6 +240,9 @@ def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixtu
     [
         (["--output", "{}/missing/page.html"], "there is no folder {}/missing"),
         (["--output", "{}"], "is a folder"),
+        (["--output", "{}/\0"], "not a path"),
+        (["--output", "{}/\ud800"], "not a path"),
+        (["--output", "{}/" + "x" * 5000], "too long"),
         (["--output", "{}/page.html", "--speculative-algorithm", "NONE"], "--speculative-draft-model-path"),
         (["--output", "{}/page.html", "--graphs", "sim"], "--graphs sim"),
     ],

@@ -63,7 +63,7 @@ class OneLineParser(argparse.ArgumentParser):
         super().__init__(**options, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog.split()[0]}: {message}\n")
+        self.exit(2, f"{self.prog.split()[0]}: {_one_line(message)}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,10 +94,10 @@ def exit_code(program: str, run: Callable[[], int]) -> int:
     try:
         return run()
     except UserError as error:
-        print(f"{program}: {error}", file=sys.stderr)
+        print(f"{program}: {_one_line(error)}", file=sys.stderr)
         return 2
     except EngineError as error:
-        print(f"{program}: {error}", file=sys.stderr)
+        print(f"{program}: {_one_line(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -105,8 +105,13 @@ def exit_code(program: str, run: Callable[[], int]) -> int:
         sys.stderr.close()
         return 0
     except OSError as error:
-        print(f"{program}: {error}", file=sys.stderr)
+        print(f"{program}: {_one_line(error)}", file=sys.stderr)
         return 1
+
+
+def _one_line(message: object) -> str:
+    """A message whose line ends and control characters, which names may hold, are escaped."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in str(message))
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -370,7 +375,7 @@ def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
 def _read_text(name: str) -> str:
     try:
         return Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a null byte in the name
         raise InputError(f"--prompt-file {name}: {error}") from None
 
 

@@ -21,6 +21,7 @@ from treetop.engine.device import Device
 from treetop.engine.rounds import RoundKey, phases_of
 from treetop.server.llm import LLM, RequestOutput
 from treetop.server.tokenizer import Tokenizer
+from treetop.types.config import check_writable
 from treetop.types.errors import ConfigError
 from treetop.types.messages import RoundPlan
 from treetop.types.sampling import SamplingParams
@@ -111,15 +112,9 @@ class TimedLauncher:
 
 def run(model: str | None, engine_options: dict[str, Any], prompt: str, params: SamplingParams, path: Path) -> Trace:
     """Trace a prompt into the page `path`. Raises UserError for what cannot work, before any work where it can."""
-    if not path.parent.is_dir():
-        raise ConfigError(f"--output {path}: there is no folder {path.parent}")
-    if path.is_dir():
-        raise ConfigError(f"--output {path} is a folder; name a file in it")
+    check_writable(path, "--output")
     trace = collect(model, engine_options, prompt, params)
-    try:
-        path.write_text(fill_page(page_data(trace)), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--output {path}: {error.strerror}") from None
+    path.write_text(fill_page(page_data(trace)), encoding="utf-8")
     return trace
 
 

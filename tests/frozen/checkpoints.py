@@ -30,7 +30,8 @@ class Pair:
 
     def prompt(self, length: int, seed: int) -> list[int]:
         """Token ids of a seeded prompt, EOS not among them."""
-        return torch.randint(EOS + 1, self.vocab, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+        drawn = torch.randint(0, self.vocab - 1, (length,), generator=torch.Generator().manual_seed(seed))
+        return (drawn + (drawn >= EOS)).tolist()
 
 
 class Weights:
@@ -107,10 +108,9 @@ SIZES = {
 
 
 def _llama() -> tuple[Checkpoint, Checkpoint]:
-    """Layers that matter as much as the embeddings, and a head that knows only these; it lacks a few tokens."""
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SIZES, "vocab_size": 30}
-    tensors = _weak_decoder(config, seed=1, strength=0.45)
-    return (config, tensors), _copying_head(config, tensors["lm_head.weight"], draft_vocab=26, seed=2)
+    """Layers that matter as much as the embeddings; a random head, right by chance because there are few tokens."""
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SIZES, "vocab_size": 7}
+    return (config, _weak_decoder(config, seed=1, strength=0.45)), _random_head(config, seed=2)
 
 
 def _qwen3() -> tuple[Checkpoint, Checkpoint]:
@@ -124,9 +124,9 @@ def _qwen3() -> tuple[Checkpoint, Checkpoint]:
 def _window() -> tuple[Checkpoint, Checkpoint]:
     """Layers that see 12 tokens back, in turn with layers that see everything; a random head, right by chance."""
     kinds = ["sliding_attention", "full_attention"] * 2
-    config = {"architectures": ["WindowedLlamaForCausalLM"], "model_type": "llama", **SIZES, "vocab_size": 9}
+    config = {"architectures": ["WindowedLlamaForCausalLM"], "model_type": "llama", **SIZES, "vocab_size": 6}
     config |= {"sliding_window": 12, "layer_types": kinds}
-    return (config, _decoder(config, seed=5)), _random_head(config, draft_vocab=None, seed=6)
+    return (config, _decoder(config, seed=5)), _random_head(config, seed=6)
 
 
 def _text() -> tuple[Checkpoint, Checkpoint]:
@@ -189,23 +189,22 @@ def _weak_decoder(config: dict, seed: int, strength: float) -> dict[str, Tensor]
     return tensors
 
 
-def _random_head(target: dict, draft_vocab: int | None, seed: int) -> Checkpoint:
+def _random_head(target: dict, seed: int) -> Checkpoint:
+    """Attention is sharp and loud, so that a key or a position that is wrong changes what is proposed."""
     hidden, dim, inner = target["hidden_size"], target["head_dim"], 40
     q, kv = target["num_attention_heads"] * dim, target["num_key_value_heads"] * dim
     weights = Weights(seed)
-    weights.matrix("fc.weight", hidden, 3 * hidden)
+    weights.matrix("fc.weight", hidden, 3 * hidden, gain=0.5)
     for name, size in (("q", q), ("k", kv), ("v", kv)):
-        weights.matrix(f"midlayer.self_attn.{name}_proj.weight", size, 2 * hidden)
-    weights.matrix("midlayer.self_attn.o_proj.weight", hidden, q)
+        weights.matrix(f"midlayer.self_attn.{name}_proj.weight", size, 2 * hidden, gain=1.0 if name == "v" else 2.0)
+    weights.matrix("midlayer.self_attn.o_proj.weight", hidden, q, gain=4.0)
     weights.matrix("midlayer.mlp.gate_proj.weight", inner, hidden)
     weights.matrix("midlayer.mlp.up_proj.weight", inner, hidden)
     weights.matrix("midlayer.mlp.down_proj.weight", hidden, inner)
     for name in ("midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm", "norm"):
         weights.norm(name + ".weight", hidden)
-    weights.matrix("lm_head.weight", draft_vocab or target["vocab_size"], hidden, gain=2.0)
-    if draft_vocab is not None:
-        weights.tensors["d2t"] = _d2t(weights, target["vocab_size"], draft_vocab)
-    return _head_config(target, draft_vocab, inner), weights.tensors
+    weights.matrix("lm_head.weight", target["vocab_size"], hidden)
+    return _head_config(target, None, inner), weights.tensors
 
 
 def _copying_head(target: dict, output_rows: Tensor, draft_vocab: int | None, seed: int) -> Checkpoint:

@@ -36,7 +36,7 @@ class Setup:
 
 
 SHAPES: tuple[Shape | None, ...] = (
-    (4, 5, 16), (1, 3, 4), (2, 3, 6), None, (3, 4, 11), (1, 1, 2), (8, 2, 20), (2, 1, 3), (4, 3, 37), (1, 5, 6),
+    (4, 5, 16), (1, 3, 4), (2, 3, 6), None, (3, 4, 11), (1, 1, 2), (6, 2, 20), (2, 1, 3), (4, 3, 37), (1, 5, 6),
 )  # fmt: skip
 PAGES, CHUNKS, ROWS = (4, 16, 1, 8, 2, 32), (16, 512, 7, 33, 64), (2, 4, 1, 3, 5)
 WORDS = ("def f(", "the cat", "import os", "x = 1", "class A:")
@@ -105,8 +105,8 @@ def _common_runs(index: int, pair: str) -> tuple[Run, ...]:
     """Greedy and ragged; sampled with EOS; stop ids and small limits; prompts that begin alike, twice."""
     lengths = (3, 17, 30, 9, 1, 24, 40, 12)
     ragged = tuple((lengths[(index + i) % 8], 10 * index + i) for i in range(1 + index % 4))
-    known = {"llama": 30, "qwen3": 50, "window": 9, "text": 160}[pair]
-    stops = ({"stop_token_ids": tuple(range(5, known, 3))}, {"max_tokens": 1}, {"max_tokens": 2 + index % 5})
+    known = {"llama": 7, "qwen3": 50, "window": 6, "text": 160}[pair]
+    stops = ({"stop_token_ids": tuple(range(5, known, 6))}, {"max_tokens": 1}, {"max_tokens": 2 + index % 5})
     shared = tuple((22 + i, 30 * index + i, 18) for i in range(2))
     more = (*shared[:1], (25, 30 * index + 2, 20))
     return (
@@ -169,6 +169,8 @@ def _texts() -> list[Setup]:
         ]
         runs.append(Run((WORDS[0],), (_sampled(4, stop=("a", "e"), max_tokens=30),)))
         runs.append(Run(WORDS[:3], (_greedy(max_tokens=20, stop=("c",), stop_token_ids=(89, 33)),) * 3))
+        ties = tuple(_greedy(max_tokens=count, stop="dd", stop_token_ids=(33,)) for count in range(2, 12))
+        runs.append(Run((WORDS[0],) * 10, ties))  # one of them ends by both at the same token
         found.append(Setup(f"stops-{'plain' if shape is None else 'tree'}", "text", shape, options, tuple(runs)))
     return found
 
@@ -183,7 +185,7 @@ def _hostile() -> list[Setup]:
             Run(((5, 1), (17, 2)), (_greedy(max_tokens=20),) * 2),
             Run(((5, 1),), (_sampled(index, max_tokens=30),)),
             Run(((9, 3), (9, 4)), (_greedy(max_tokens=17), _greedy(max_tokens=17))),
-            Run(([9, 12, EOS],), (_greedy(ignore_eos=False),)),
+            Run(([9, 12, EOS], [12, EOS]), (_greedy(ignore_eos=False), _greedy(ignore_eos=False, max_tokens=1))),
             Run(([9, EOS], [12]), (_greedy(), _greedy(stop_token_ids=(EOS, 12)))),
         )
         found.append(Setup(f"repeat-{index}", "repeat", shape, options, runs))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from treetop.bench.rounds import Figures, RoundsReport
+from treetop.types.config import check_writable
 from treetop.types.errors import ConfigError
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 860, 460, 70, 220, 30, 50
@@ -22,15 +23,7 @@ def check_path(path: Path) -> None:
     """Raise ConfigError, before anything is measured, if the plot cannot be written."""
     if path.suffix != ".html":
         raise ConfigError(f"--plot {path}: the plot is an HTML page; name a file that ends in .html")
-    try:
-        if not path.parent.is_dir() or path.is_dir():
-            raise ConfigError(f"--plot {path}: not a file in a folder that exists")
-        new = not path.exists()
-        path.open("a", encoding="utf-8").close()
-        if new:
-            path.unlink()
-    except OSError as error:
-        raise ConfigError(f"--plot {path}: {error.strerror}") from None
+    check_writable(path, "--plot")
 
 
 def page(report: RoundsReport) -> str:

@@ -24,9 +24,12 @@ def read_prompts(file: str | None, count: int, tokenizer: Tokenizer | None) -> l
         if not lines:
             raise ValueError("it is empty")
         chosen = lines[:: max(len(lines) // count, 1)][:count]
-        return [tokenizer.encode(json.loads(line)["prompt"]) for line in chosen]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        texts = [json.loads(line)["prompt"] for line in chosen]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("a prompt must be text")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(f"--prompts {path}: not JSON lines with a `prompt` each: {error}") from None
+    return [tokenizer.encode(text) for text in texts]
 
 
 def prompt_ids(llm: LLM, batch: int, length: int) -> list[list[int]]:

@@ -41,7 +41,7 @@ from treetop.models.spec import (
     table,
 )
 from treetop.models.target import Target
-from treetop.types.errors import CheckpointError
+from treetop.types.errors import CheckpointError, shown
 
 _EMBEDDING = "embed_tokens.weight"
 _IDS, _MARKS = Plain(("I64",)), Plain(("BOOL", "U8", "I8", "I32", "I64"))
@@ -180,7 +180,7 @@ def eagle3_spec(folder: Path, target: ModelConfig, dummy: bool) -> Eagle3Spec:
     decoder = model_config(config, where, [LayerSpec(attention_spec(config, where), dense_spec(config, where))])
     for key, value in (("norm_output", False), ("norm_before_fc", False), ("fc_norm", False), ("use_aux_norm", False)):
         if config.get(key, value) != value:
-            raise CheckpointError(f"{where}: {key} = {config[key]!r:.200} is not supported")
+            raise CheckpointError(f"{where}: {key} = {shown(config[key])} is not supported")
     eagle = table(config, "eagle_config", where)
     if eagle.get("use_aux_hidden_state", True) is not True:
         raise CheckpointError(f"{where}: eagle_config.use_aux_hidden_state = false is not supported")

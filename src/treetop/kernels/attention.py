@@ -23,7 +23,7 @@ from torch import Tensor
 from treetop.kernels.kv import slots_of
 from treetop.kernels.launch import Launch
 from treetop.kernels.overlap import take_turn
-from treetop.kernels.triton_guard import Arg, constexpr, jit, power_of_two, tl
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, power_of_two, tl
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,6 +330,7 @@ def paged_attention(
     scale: float,
     launch: Launch,
     sinks: Tensor | None = None,
+    gpu: GpuTraits | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of q over the pages, and over the tail if there is one.
 

@@ -11,7 +11,7 @@ from treetop.models.loader import Placement, Weights, check_weights, load_weight
 from treetop.models.params import Param
 from treetop.models.spec import Config, ModelConfig, read_config
 from treetop.models.target import Target
-from treetop.types.errors import CheckpointError
+from treetop.types.errors import CheckpointError, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def target_spec(folder: Path) -> TargetSpec:
     config, where = read_config(folder), folder / "config.json"
     named = config.get("architectures") or ["missing"]
     if not isinstance(named, list) or not all(isinstance(each, str) for each in named):
-        raise CheckpointError(f"{where}: architectures must be a list of names, got {named!r:.200}")
+        raise CheckpointError(f"{where}: architectures must be a list of names, got {shown(named)}")
     if len(named) != 1 or named[0] not in FAMILIES:
         known = " and ".join(name for name in FAMILIES if name not in _OWN)
         raise CheckpointError(f"{where}: architecture {', '.join(named)} is not supported, only {known}")

@@ -1,6 +1,5 @@
 """What a `config.json` says, read once into frozen values. Unknown or unsupported content is an error, not a guess."""
 
-import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 from treetop.kernels.rope import RopeSpec
 from treetop.models.json_file import read_object
-from treetop.types.errors import CheckpointError
+from treetop.types.errors import CheckpointError, shown
 from treetop.types.kv import KVFormat, paired
 
 Config = Mapping[str, Any]
@@ -108,7 +107,7 @@ def attention_spec(config: Config, where: Path) -> AttentionSpec:
 def dense_spec(config: Config, where: Path) -> DenseSpec:
     """A gated feed-forward by the usual keys."""
     if config.get("hidden_act", "silu") != "silu":
-        raise CheckpointError(f"{where}: hidden_act {config['hidden_act']!r:.200} is not supported, only 'silu'")
+        raise CheckpointError(f"{where}: hidden_act {shown(config['hidden_act'])} is not supported, only 'silu'")
     return DenseSpec(size(config, "intermediate_size", where), flag(config, "mlp_bias", where))
 
 
@@ -126,7 +125,7 @@ def _rope_spec(config: Config, head_dim: int, max_positions: int, where: Path) -
     theta = real(rope, "rope_theta", where, real(config, "rope_theta", where, 10000.0))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "linear", "llama3"):
-        raise CheckpointError(f"{where}: rope_type {kind!r:.200} is not supported, only default, linear, llama3")
+        raise CheckpointError(f"{where}: rope_type {shown(kind)} is not supported, only default, linear, llama3")
     if config.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) != 1.0:
         raise CheckpointError(f"{where}: partial_rotary_factor is not supported")
     low, high = real(rope, "low_freq_factor", where, 1.0), real(rope, "high_freq_factor", where, 4.0)
@@ -183,21 +182,21 @@ def _bounded(
         value = default
     least, most = _BOUNDS[key]
     if not isinstance(value, kinds) or isinstance(value, bool) or not least <= value <= most:
-        raise CheckpointError(f"{where}: {key} must be {what} from {least} to {most}, got {reprlib.repr(value)}")
+        raise CheckpointError(f"{where}: {key} must be {what} from {least} to {most}, got {shown(value)}")
     return value
 
 
 def flag(config: Config, key: str, where: Path) -> bool:
     value = config.get(key)
     if value is not None and not isinstance(value, bool):
-        raise CheckpointError(f"{where}: {key} must be true or false, got {reprlib.repr(value)}")
+        raise CheckpointError(f"{where}: {key} must be true or false, got {shown(value)}")
     return bool(value)
 
 
 def table(config: Config, key: str, where: Path) -> Config:
     value = config.get(key)
     if value is not None and not isinstance(value, dict):
-        raise CheckpointError(f"{where}: {key} must be an object, got {reprlib.repr(value)}")
+        raise CheckpointError(f"{where}: {key} must be an object, got {shown(value)}")
     return value or {}
 
 
@@ -207,7 +206,6 @@ def integers(config: Config, key: str, where: Path) -> tuple[int, ...]:
     listed = [] if value is None else value if isinstance(value, list) else [value]
     if any(not isinstance(each, int) or isinstance(each, bool) or not -1 <= each <= _MOST_TOKENS for each in listed):
         raise CheckpointError(
-            f"{where}: {key} must be an integer or a list of integers, from -1 to {_MOST_TOKENS},"
-            f" got {reprlib.repr(value)}"
+            f"{where}: {key} must be an integer or a list of integers, from -1 to {_MOST_TOKENS}, got {shown(value)}"
         )
     return tuple(listed)

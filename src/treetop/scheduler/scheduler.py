@@ -208,10 +208,11 @@ class Scheduler:
 
     def _known(self, request: Request) -> int:
         """Tokens of which the host knows that the pages hold their K/V: `prefilled` but for chunks that are out."""
-        row = _held(request).row
-        for out in self._out:
-            if request in out.requests and isinstance(out.plan, PrefillPlan):
-                return next(chunk.start for chunk in out.plan.chunks if chunk.row == row)
+        held = _held(request)
+        if held.steps_out > held.rounds_out:
+            for out in self._out:
+                if request in out.requests and isinstance(out.plan, PrefillPlan):
+                    return next(chunk.start for chunk in out.plan.chunks if chunk.row == held.row)
         return request.prefilled
 
     def _admit(self, request: Request, batch: list[tuple[Request, int]], budget: int) -> bool:

@@ -1,7 +1,6 @@
 """The offline interface: `LLM(...).generate(prompts, params)`."""
 
 import random
-import reprlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from treetop.scheduler.scheduler import Scheduler
 from treetop.server.text import OutputText, StopStrings
 from treetop.server.tokenizer import extra_eos_ids, open_tokenizer
 from treetop.types.config import EngineConfig
-from treetop.types.errors import InputError, PromptError
+from treetop.types.errors import InputError, PromptError, shown
 from treetop.types.requests import EngineRequest, RequestUpdate
 from treetop.types.sampling import FinishReason, SamplingParams
 
@@ -219,9 +218,12 @@ class LLM:
                 raise InputError(f"{self.model_path} has no tokenizer.json; pass token ids instead of text")
             self.scheduler.check_length(self.tokenizer.fewest_tokens(prompt), exact=False)
             ids = self.tokenizer.encode(prompt)
-        elif isinstance(prompt, _BYTES) or not isinstance(prompt, Sequence) or not all(map(_is_id, prompt)):
-            raise InputError(f"a prompt must be text or a list of token ids, got {reprlib.repr(prompt)}")
         else:
+            listed = isinstance(prompt, Sequence) and not isinstance(prompt, _BYTES)
+            if listed:
+                self.scheduler.check_length(len(prompt))  # before each of its ids is looked at
+            if not listed or not all(map(_is_id, prompt)):
+                raise InputError(f"a prompt must be text or a list of token ids, got {shown(prompt)}")
             ids = [int(token) for token in prompt]
         self._check_ids("prompt", ids)
         return ids
@@ -230,7 +232,7 @@ class LLM:
         vocab = self.engine.spec.vocab_size
         outside = next((token for token in ids if not 0 <= token < vocab), None)
         if outside is not None:
-            raise InputError(f"{whose} token id {outside} lies outside the vocabulary [0, {vocab})")
+            raise InputError(f"{whose} token id {shown(outside)} lies outside the vocabulary [0, {vocab})")
 
     def _check_stops(self, params: SamplingParams) -> None:
         self._check_ids("stop", params.stop_token_ids)
@@ -261,7 +263,7 @@ def _paired(params: SamplingParams | Sequence[SamplingParams] | None, count: int
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if not isinstance(params, Sequence) or any(not isinstance(each, SamplingParams) for each in params):
-        raise InputError(f"params must be SamplingParams, or a list of them, got {reprlib.repr(params)}")
+        raise InputError(f"params must be SamplingParams, or a list of them, got {shown(params)}")
     if len(params) != count:
         raise InputError(f"{len(params)} SamplingParams for {count} prompts; give one for all, or one each")
     return list(params)

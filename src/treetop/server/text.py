@@ -61,5 +61,5 @@ def _cut(text: str, stops: Sequence[str]) -> str:
 
 def _held_back(text: str, stops: Sequence[str]) -> int:
     """Length of the longest end of `text` that begins a stop string."""
-    lengths = [n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
+    lengths = [n for stop in stops for n in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:n])]
     return max(lengths, default=0)

@@ -1,10 +1,11 @@
 """Configuration enters once, is validated once with all problems reported together, and is passed on."""
 
 from dataclasses import dataclass, fields
+from pathlib import Path
 from types import NoneType
 from typing import Literal, get_args
 
-from treetop.types.errors import ConfigError
+from treetop.types.errors import ConfigError, shown
 from treetop.types.layout import PLAIN, SpecShape
 
 Algorithm = Literal["EAGLE", "EAGLE3", "MTP", "NONE"]
@@ -106,7 +107,7 @@ class EngineConfig:
             value, kinds = getattr(self, each.name), _KINDS.get(each.name, (str,))
             if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
                 names = " or ".join("nothing" if kind is NoneType else kind.__name__ for kind in kinds)
-                problems.append(f"{flag(each.name)} must be {names}, got {value!r}")
+                problems.append(f"{flag(each.name)} must be {names}, got {shown(value)}")
         return problems
 
     def _rules(self) -> list[tuple[bool, str]]:
@@ -114,7 +115,7 @@ class EngineConfig:
         rules = [
             (
                 page < 1 or page & (page - 1) != 0,
-                f"--page-size must be a power of two, got {page}",
+                f"--page-size must be a power of two, got {shown(page)}",
             ),
             (
                 self.speculative_algorithm == "NONE" and self.draft is not None,
@@ -122,9 +123,10 @@ class EngineConfig:
             ),
             (
                 self.speculative_algorithm not in (None, "NONE") and self.draft is None,
-                f"--speculative-algorithm {self.speculative_algorithm} needs --speculative-draft-model-path",
+                f"--speculative-algorithm {shown(self.speculative_algorithm)[1:-1]} needs"
+                " --speculative-draft-model-path",
             ),
-            (self.check_level not in range(4), f"--check-level must be 0, 1, 2 or 3, got {self.check_level}"),
+            (self.check_level not in range(4), f"--check-level must be 0, 1, 2 or 3, got {shown(self.check_level)}"),
             (
                 self.simulate_accept_length is not None
                 and not 1
@@ -132,24 +134,24 @@ class EngineConfig:
                 <= (min(self.speculative_num_steps + 1, self.speculative_num_draft_tokens) if self.draft else 1),
                 "--simulate-accept-length must lie between 1 and num-steps + 1, and not exceed num-draft-tokens"
                 " (1 without a draft),"
-                f" got {self.simulate_accept_length}",
+                f" got {shown(self.simulate_accept_length)}",
             ),
             (
                 not 0 < self.mem_fraction_static < 1,
-                f"--mem-fraction-static must lie between 0 and 1, got {self.mem_fraction_static}",
+                f"--mem-fraction-static must lie between 0 and 1, got {shown(self.mem_fraction_static)}",
             ),
-            (not 0 <= self.seed < 2**63, f"--seed must be in [0, 2^63), got {self.seed}"),
+            (not 0 <= self.seed < 2**63, f"--seed must be in [0, 2^63), got {shown(self.seed)}"),
         ]
         counts = {"max_running_requests": 65536, "page_size": 2**20}
         for name in ("max_running_requests", "chunked_prefill_size", "context_length", "max_total_tokens", "page_size"):
             value, most = getattr(self, name), counts.get(name, 2**40)
             least = 2 if name == "context_length" else 1  # a token of a prompt and one of its output
             bad = value is not None and not least <= value <= most
-            rules.append((bad, f"{flag(name)} must lie between {least} and {most}, got {value}"))
+            rules.append((bad, f"{flag(name)} must lie between {least} and {most}, got {shown(value)}"))
         for name, choices in CHOICES.items():
             value = getattr(self, name)
             bad = value is not None and value not in choices
-            rules.append((bad, f"{flag(name)} must be one of {', '.join(choices)}, got {value!r}"))
+            rules.append((bad, f"{flag(name)} must be one of {', '.join(choices)}, got {shown(value)}"))
         return rules
 
     @property
@@ -171,7 +173,7 @@ class EngineConfig:
         pair = {"model": BUILTIN_MODEL if model is None else model, "draft": None if plain else BUILTIN_DRAFT}
         given = {**pair, **options}
         known = {field.name for field in fields(cls)}
-        unknown = sorted(set(given) - known)
+        unknown = [shown(name)[1:-1] for name in sorted(set(given) - known)]
         if unknown:
             raise ConfigError(f"unknown option {', '.join(unknown)}; known are {', '.join(sorted(known))}")
         return cls(**given)  # type: ignore[arg-type]  # values are checked by __post_init__
@@ -180,3 +182,19 @@ class EngineConfig:
 def flag(option: str) -> str:
     """The command-line spelling of an option."""
     return "--speculative-draft-model-path" if option == "draft" else "--" + option.replace("_", "-")
+
+
+def check_writable(path: Path, option: str) -> None:
+    """Raise ConfigError, before any work, if the file that an option names cannot be written. Leaves none behind."""
+    try:
+        if not path.parent.is_dir():
+            raise ConfigError(f"{option} {path}: there is no folder {path.parent}")
+        if path.is_dir():
+            raise ConfigError(f"{option} {path} is a folder; name a file in it")
+        new = not path.exists()
+        path.open("ab").close()
+        if new:
+            path.unlink()
+    except (OSError, ValueError) as error:  # ValueError: no name of a file
+        reason = error.strerror if isinstance(error, OSError) else "not a path"
+        raise ConfigError(f"{option} {shown(str(path))}: {reason}") from None

@@ -13,6 +13,8 @@ TreetopError
         `-- CheckError       a guard of the chosen check level fired
 """
 
+import reprlib
+
 
 class TreetopError(Exception):
     """Root of everything treetop raises on purpose."""
@@ -63,3 +65,19 @@ class OwnershipError(InvariantError):
 
 class CheckError(InvariantError):
     """A guard fired; the message names quantity, phase, row, value and range."""
+
+
+def shown(value: object) -> str:
+    """A caller's value for an error: one short line, whatever it is."""
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        return f"an integer of {value.bit_length()} bits"
+    try:
+        return " ".join(_SHORT.repr(value).split())
+    except Exception:  # of a list that holds an integer as above, or what cannot be printed
+        return f"a {type(value).__name__}"
+
+
+_MOST_BITS = 256
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 200
+_SHORT.maxlong = 80

@@ -6,7 +6,7 @@ exceed what was sized (the fault class of sgl-27338, sgl-19016, sgl-26972).
 
 from dataclasses import dataclass
 
-from treetop.types.errors import CapacityError, ConfigError
+from treetop.types.errors import CapacityError, ConfigError, shown
 from treetop.types.ids import DRAFT, GroupName
 from treetop.types.kv import KVFormat
 
@@ -29,7 +29,10 @@ class SpecShape:
 
     def __post_init__(self) -> None:
         k, s, t = self.topk, self.num_steps, self.num_draft_tokens
-        given = f"--speculative-eagle-topk {k}, --speculative-num-steps {s}, --speculative-num-draft-tokens {t}"
+        given = (
+            f"--speculative-eagle-topk {shown(k)}, --speculative-num-steps {shown(s)},"
+            f" --speculative-num-draft-tokens {shown(t)}"
+        )
         if (k, s, t) == (1, 0, 1):
             return
         if k < 1 or s < 1 or t < 2:

@@ -7,7 +7,7 @@ from enum import Enum
 from numbers import Integral, Real
 from typing import Literal
 
-from treetop.types.errors import InputError
+from treetop.types.errors import InputError, shown
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -52,21 +52,24 @@ class SamplingParams:
             ("ignore_eos", "True or False", _is(self.ignore_eos, bool)),
             ("seed", "an integer or None", self.seed is None or _is(self.seed, Integral)),
         ]
-        return [f"{name} must be {what}, got {getattr(self, name)!r}" for name, what, ok in kinds if not ok]
+        return [f"{name} must be {what}, got {shown(getattr(self, name))}" for name, what, ok in kinds if not ok]
 
     def _rules(self) -> list[tuple[bool, str]]:
         return [
             (
                 not (_finite(self.temperature) and self.temperature >= 0),
-                f"temperature must be a finite number >= 0, got {self.temperature}",
+                f"temperature must be a finite number >= 0, got {shown(self.temperature)}",
             ),
-            (self.top_k < -1, f"top_k must be 0 (off), -1 (off) or positive, got {self.top_k}"),
-            (not 0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}"),
-            (not 0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {self.min_p}"),
-            (self.max_tokens < 1, f"max_tokens must be at least 1, got {self.max_tokens}"),
+            (self.top_k < -1, f"top_k must be 0 (off), -1 (off) or positive, got {shown(self.top_k)}"),
+            (not 0 < self.top_p <= 1, f"top_p must be in (0, 1], got {shown(self.top_p)}"),
+            (not 0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {shown(self.min_p)}"),
+            (self.max_tokens < 1, f"max_tokens must be at least 1, got {shown(self.max_tokens)}"),
             (any(not s for s in self.stop), "stop strings must not be empty"),
             (any(token < 0 for token in self.stop_token_ids), "stop_token_ids must not be negative"),
-            (self.seed is not None and not 0 <= self.seed < 2**63, f"seed must be in [0, 2^63), got {self.seed}"),
+            (
+                self.seed is not None and not 0 <= self.seed < 2**63,
+                f"seed must be in [0, 2^63), got {shown(self.seed)}",
+            ),
         ]
 
     @property
