@@ -60,6 +60,7 @@ from treetop.attention.libraries import FlashOp, find_fa3
 from treetop.attention.library_backend import LibraryBackend
 from treetop.attention.registry import make_backend
 from treetop.kernels import launch
+from treetop.kernels.table import OpContext, Ops
 from treetop.kernels.triton_guard import gpu_traits
 
 DEVICE = torch.device("cuda")
@@ -84,7 +85,8 @@ def unscheduled(need: Need) -> Backend:
     found = find_fa3()
     op = FlashOp(found.fwd, None, found.source)
     triton_backend = make_backend("triton", need)
-    return LibraryBackend("fa3", FlashPages(op, kernels=True), triton_backend, gpu_traits(DEVICE))
+    ops = Ops(OpContext(need.device, need.dtype))
+    return LibraryBackend("fa3", FlashPages(op, ops), triton_backend, ops)
 
 
 def say(text: str) -> None:

@@ -245,7 +245,7 @@ def rotation(s: Shape) -> Callable[[], object]:
     angles = torch.zeros((1, 2, s.head_dim), device=DEVICE)
     positions = torch.zeros((s.rows, s.n), dtype=torch.int64, device=DEVICE)
     target = torch.empty((s.rows, s.n, 2, 1, s.head_dim), dtype=s.dtype, device=DEVICE)
-    return partial(rotate_and_write, qkv, 1, angles, positions, target, None, gpu_traits(DEVICE))
+    return partial(rotate_and_write, qkv, (angles, positions), target, None, None, gpu_traits(DEVICE))
 
 
 def reference(case: Case, layer: PagedKV) -> Tensor:

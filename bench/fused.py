@@ -28,9 +28,8 @@ from treetop.kernels.fused import (
     silu_mul_reference,
 )
 from treetop.kernels.rope import RopeSpec, RopeTable, rope_table, rotate_
-from treetop.kernels.sampling import Sampler, WarpParams
+from treetop.kernels.sampling import Sampler, WarpParams, draw_reference
 from treetop.kernels.triton_guard import gpu_traits
-from treetop.spec.verify import sampled_choice
 
 HIDDEN, INNER, HEADS, KV_HEADS, DIM, VOCAB = 4096, 14336, 32, 8, 128, 128256
 CALLS = 32
@@ -69,8 +68,9 @@ def cases(rows: int, n: int) -> dict[str, tuple[Callable[[], object], Callable[[
         require_equal("add_rms_norm", got, want)
     require_equal("silu_mul", silu_mul(gate_up, gpu), silu_mul_reference(gate_up))
     want_tail = tail.clone()
-    ours = rotate_and_write(qkv, HEADS, table.data, positions, tail, None, gpu)
-    theirs = rotate_and_write_reference(qkv, HEADS, table.data, positions, want_tail, None)
+    ours = rotate_and_write(qkv, (table.data, positions), tail, None, None, gpu)
+    wide = RopeTable(table.data.float()).at(positions)
+    theirs = rotate_and_write_reference(qkv.float(), wide, want_tail, None)
     require_equal("rotate q", ours, theirs)
     require_equal("rotate and write k, v", tail, want_tail)
 
@@ -86,7 +86,7 @@ def cases(rows: int, n: int) -> dict[str, tuple[Callable[[], object], Callable[[
         ),
         "silu_mul": (lambda: silu_mul(gate_up, gpu), lambda: silu_mul_reference(gate_up), gate_up.nbytes * 3 // 2),
         "rotate_and_write": (
-            lambda: rotate_and_write(qkv, HEADS, table.data, positions, tail, None, gpu),
+            lambda: rotate_and_write(qkv, (table.data, positions), tail, None, None, gpu),
             plain_rotation,
             2 * qkv.nbytes,
         ),
@@ -102,9 +102,9 @@ def draws(rows: int, n: int) -> dict[str, tuple[Callable[[], object], Callable[[
     for name, top_k, top_p in (("draw", 0, 1.0), ("draw, top-p", 0, 0.9), ("draw, top-k top-p", 50, 0.9)):
         full = [torch.full((rows,), value, device=DEVICE) for value in (0.8, top_k, top_p, 0.0)]
         sampler = Sampler(WarpParams(*full), torch.arange(rows, device=DEVICE))
-        fused = partial(draw_tokens, logits, sampler, at, positions, gpu)
-        plain = partial(sampled_choice, logits, sampler, at, positions, name != "draw")
-        differing = int((fused()[0] != plain()[0]).sum())
+        fused = partial(draw_tokens, logits, sampler, at, positions, name != "draw", gpu)
+        plain = partial(draw_reference, logits, sampler, at, positions, name != "draw")
+        differing = int((fused().token != plain().token).sum())
         if differing > 1 + rows * n // 256:
             raise SystemExit(f"wrong result, nothing timed: {name}: {differing} of {rows * n} tokens differ")
         found[name] = (fused, plain, logits.nbytes)

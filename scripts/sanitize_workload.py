@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 from treetop import LLM, SamplingParams
 from treetop.debug.kernels import all_kernels, place_of
-from treetop.debug.patching import Patch, replaced, wrapped_device
+from treetop.debug.patching import wrapped_device
 from treetop.debug.two_group import write_two_group_pair
 from treetop.engine.device import Device
 from treetop.kernels.attention import TailKeys
@@ -57,27 +57,24 @@ class Plant:
         self._kind, self._device = kind, None
 
     def wrap(self, device: Device) -> Device:
-        self._device = device
+        self._device, real = device, device.ops.commit
+
+        def commit(*args: Any) -> None:
+            real(*args)
+            self._harm()
+
+        vars(device.ops)["commit"] = commit  # these are the device's own
         return device
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Engines that are made and run inside have the bug."""
 
-        def make(real: Callable[..., None]) -> Callable[..., None]:
-            def commit(*args: Any) -> None:
-                real(*args)
-                self._harm()
-
-            return commit
-
-        targets = ("TorchRoundOps", "TritonRoundOps")
-        with wrapped_device(self.wrap), replaced([Patch(f"treetop.spec.round_ops:{t}.commit", make) for t in targets]):
+        with wrapped_device(self.wrap):
             yield
 
     def _harm(self) -> None:
-        if self._device is None:  # no engine yet
-            return
+        assert self._device is not None
         pool = next(iter(self._device.pools.values())).data
         if self._kind == "overrun":
             _planted_overrun_kernel[(1,)](pool, pool.numel())
@@ -193,13 +190,14 @@ def attention_after_a_library(device: torch.device) -> None:
     at = torch.arange(n, device=device)
     extent = torch.tensor([0, 9], device=device)
     table = torch.ones((3, 7), dtype=torch.int32, device=device)
-    gather_table(table, torch.tensor([2, 0], device=device), extent, 7, 4)
+    gpu = gpu_traits(device)
+    gather_table(table, torch.tensor([2, 0], device=device), extent, 7, 4, gpu)
     q = torch.ones((rows, n, 3 * kv_heads, dim), device=device)
     prefix = PrefixPart(q.clone(), q.new_zeros((rows, 3 * kv_heads, n)).transpose(1, 2), extent)
     positions = extent[:, None] + at
     tail = TailKeys(q.new_ones((rows, n, 2, kv_heads, dim)), positions, (at <= at[:, None]).expand(rows, n, n).clone())
     for window in (None, 3):
-        tail_and_merge(q, prefix, tail, TailSight(positions, window), 0.1, gpu_traits(device), q[0, 0, :, 0].clone())
+        tail_and_merge(q, prefix, tail, TailSight(positions, window), 0.1, q[0, 0, :, 0].clone(), gpu)
 
 
 def main() -> int:

@@ -7,7 +7,7 @@ import pytest
 from engines import accept_lens, build, greedy, sampled, tokens
 from treetop.engine.cuda_graphs import CudaGraphs, greedy_keys, num_graphs
 from treetop.engine.rounds import RoundKey, run_phases
-from treetop.spec.round_ops import TorchRoundOps
+from treetop.kernels.table import Ops
 from treetop.types.layout import PLAIN, SpecShape
 from treetop.types.phase import Phase
 from treetop.types.sampling import Choice
@@ -120,7 +120,7 @@ def test_a_sampled_round_is_captured_when_it_is_asked_for_and_only_once(strong_p
 
 @pytest.mark.parametrize("apart", [True, False])
 def test_filters_share_the_graph_of_sampling_where_both_are_the_same_work(strong_pair, monkeypatch, apart):
-    monkeypatch.setattr(TorchRoundOps, "filters_apart", apart)
+    monkeypatch.setattr(Ops, "filters_apart", apart)
     _, graphs, recorder = with_fakes(strong_pair)
     known = len(recorder.recorded)
     graphs.capture([RoundKey(4, TREE, Choice.SAMPLE), RoundKey(4, TREE, Choice.FILTER)])

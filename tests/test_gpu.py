@@ -8,12 +8,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from engines import accept_lens, greedy, sampled, submit, tokens
+from operations import reference_ops
 from treetop import LLM
 from treetop.debug.faults import fault
 from treetop.debug.patching import wrapped_device
 from treetop.engine.cuda_graphs import CudaGraphs
 from treetop.engine.rounds import RoundKey
-from treetop.spec.round_ops import TorchRoundOps, TritonRoundOps
+from treetop.kernels.table import Ops
 from treetop.types.layout import SpecShape
 from treetop.types.messages import RoundPlan
 from treetop.types.sampling import Choice
@@ -67,8 +68,8 @@ def test_captured_rounds_are_the_same_with_fused_and_plain_operations(shape, par
         "speculative_num_draft_tokens": nodes,
     }
     llm, fused = run(params, **tree)
-    assert isinstance(llm.engine.device.round_ops, TritonRoundOps)
-    with wrapped_device(lambda device: replace(device, round_ops=TorchRoundOps())):
+    assert llm.engine.device.ops.accept is not Ops.accept.reference
+    with wrapped_device(lambda device: replace(device, ops=reference_ops())):
         llm, plain = run(params, **tree)
     assert isinstance(llm.engine.launcher, CudaGraphs)
     assert tokens(fused) == tokens(plain)
@@ -81,7 +82,7 @@ def test_a_fault_in_a_round_runs_and_harms_when_captured():
     with fault("sgl-27545"):
         llm, faulty = run(greedy(60))
     assert isinstance(llm.engine.launcher, CudaGraphs)
-    assert isinstance(llm.engine.device.round_ops, TritonRoundOps)
+    assert llm.engine.device.ops.accept is not Ops.accept.reference
     assert tokens(faulty) == tokens(sound), "verification keeps the output right"
     assert accept_lens(faulty) != accept_lens(sound)
 

@@ -20,6 +20,7 @@ from treetop.attention.registry import BACKENDS, make_backend
 from treetop.debug.two_group import write_two_group_pair
 from treetop.engine.cuda_graphs import CudaGraphs
 from treetop.kernels.pages import gather_table, gather_table_reference
+from treetop.kernels.triton_guard import gpu_traits
 from treetop.types.ids import FULL
 
 pytestmark = [
@@ -167,7 +168,9 @@ def test_the_gathered_table_on_a_gpu():
     rows, extent = torch.tensor([2, 0, 1], device=GPU), torch.tensor([5000, 0, 17], device=GPU)
     table = torch.randint(1, 9999, (3, 400), dtype=torch.int32, device=GPU)
     for have, want in zip(
-        gather_table(table, rows, extent, 313, 16), gather_table_reference(table, rows, extent, 313, 16), strict=True
+        gather_table(table, rows, extent, 313, 16, gpu_traits(GPU)),
+        gather_table_reference(table, rows, extent, 313, 16),
+        strict=True,
     ):
         assert torch.equal(have, want)
 

@@ -12,6 +12,7 @@ import torch
 import fake_libraries
 from engines import accept_lens, greedy, tokens
 from fake_libraries import BUILDS, FakeFlashInfer, register_fa3
+from operations import reference_ops
 from scenes import assert_close, assert_close_lse, dense_answer, scene
 from treetop import LLM
 from treetop.attention import flashinfer_pages, libraries
@@ -53,13 +54,13 @@ def fa3(request):
 
 
 def fa3_backend(op, dtype=torch.float32):
-    return LibraryBackend("fa3", FlashPages(op, kernels=False), TorchBackend(dtype, CPU), None)
+    return LibraryBackend("fa3", FlashPages(op, reference_ops()), TorchBackend(dtype, CPU), reference_ops())
 
 
 def flashinfer_backend(s):
     need = GroupNeed(FULL, s.q.shape[2], s.tail.data.shape[3], s.q.shape[3])
     pages = FlashInferPages(Need(s.q.dtype, CPU, groups=(need,)), FakeFlashInfer)
-    return LibraryBackend("flashinfer", pages, TorchBackend(s.q.dtype, CPU), None)
+    return LibraryBackend("flashinfer", pages, TorchBackend(s.q.dtype, CPU), reference_ops())
 
 
 def usable(s):
@@ -312,7 +313,7 @@ def test_rounds_on_fa3_give_the_tokens_of_torch(weak_pair, fa3):
 
 def flashinfer_of(device):
     pages = FlashInferPages(Need(torch.float32, CPU, groups=groups_of(device)), FakeFlashInfer)
-    return LibraryBackend("flashinfer", pages, TorchBackend(torch.float32, CPU), None)
+    return LibraryBackend("flashinfer", pages, TorchBackend(torch.float32, CPU), reference_ops())
 
 
 class AsCaptured(Eager):

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from engines import build, greedy, sampled, tokens
+from operations import with_op
 from tiny_models import Pair, copy_folder, save_copying_head, save_weak_llama
+from treetop.kernels.rows import finish_reference
 from treetop.types.errors import CheckError, EngineError
 from treetop.types.layout import SpecShape
 
@@ -118,20 +120,25 @@ def _not_a_line(chosen, tree, out, forced):
 
 
 @pytest.mark.parametrize("wrong", [_one_too_long, _not_a_line])
-def test_the_start_up_proof_refuses_a_path_that_is_no_line_of_the_dummy_rows_tree(hostile, monkeypatch, wrong):
+def test_the_start_up_proof_refuses_a_path_that_is_no_line_of_the_dummy_rows_tree(hostile, wrong):
     """Whatever the weights: the tree is the dummy row's, the target's choices are the proof's own."""
-    monkeypatch.setattr("treetop.spec.round_ops.TorchRoundOps.accept", lambda self, *args: wrong(*args))
-    with pytest.raises((CheckError, EngineError), match=r"padded batch: the dummy row accepts \[0, .*, expected \[0, "):
+    with (
+        with_op("accept", wrong),
+        pytest.raises((CheckError, EngineError), match=r"padded batch: the dummy row accepts \[0, .*, expected \[0, "),
+    ):
         build(hostile["all alike"], (4, 3, 12))
 
 
-def test_the_start_up_proof_refuses_a_round_that_changes_the_dummy_row(hostile, monkeypatch):
+def test_the_start_up_proof_refuses_a_round_that_changes_the_dummy_row(hostile):
     """As if a store did not ask who is live."""
-    from treetop.kernels import rows
 
-    real = rows.finish_reference
-    monkeypatch.setattr(rows, "finish_reference", lambda tables, each, live, new: real(tables, each, live | True, new))
-    with pytest.raises((CheckError, EngineError), match="padded batch: a round of the dummy row changed"):
+    def all_live(tables, rows, dummy_row, *rest):
+        finish_reference(tables, rows, -1, *rest)
+
+    with (
+        with_op("finish", all_live),
+        pytest.raises((CheckError, EngineError), match="padded batch: a round of the dummy row changed"),
+    ):
         build(hostile["all alike"], (4, 3, 12))
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from engines import greedy, tokens
+from operations import kernel_ops
 from treetop import LLM
 from treetop.attention.capabilities import CAPABILITIES
 from treetop.debug.faults import FAULTS
@@ -25,8 +26,8 @@ from treetop.kernels.attention import PagedKeys, Sight, TailKeys, paged_attentio
 from treetop.kernels.commit import Paths
 from treetop.kernels.grow import Children
 from treetop.kernels.launch import Launch
-from treetop.kernels.ops import TritonOps
 from treetop.kernels.rows import DraftState, RowTables
+from treetop.kernels.table import OpContext, Ops, operations
 from treetop.kernels.triton_guard import (
     GpuTraits,
     _probe,
@@ -38,7 +39,6 @@ from treetop.kernels.triton_guard import (
     tl,
 )
 from treetop.models.loader import Placement
-from treetop.spec.round_ops import TritonRoundOps
 from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL, EngineConfig
 from treetop.types.layout import SpecShape
 from treetop.types.tree import Accepted, DraftTree, Places
@@ -182,7 +182,8 @@ def launch_a_round(ops):
     places = Places(torch.zeros(1, dtype=long), torch.zeros(1, 6, dtype=long), torch.zeros(1, 4, dtype=long))
     rows, wide = torch.zeros(1, dtype=long), torch.zeros(1, 4, dtype=long)
     draft = DraftState(torch.zeros(1, 2, dtype=long), torch.zeros(1, 2), torch.zeros(1, 8))
-    growth, frontier = ops.start(RowTables(rows, rows, draft), rows, shape, tree, places)
+    identity = torch.eye(2, dtype=torch.bool)
+    growth, frontier = ops.start(RowTables(rows, rows, draft), rows, shape, tree, places, identity)
     ops.grow(
         growth, 0, frontier, Children(torch.zeros(1, 2, 2, dtype=long), torch.zeros(1, 2, 2), torch.zeros(1, 2, 8))
     )
@@ -192,13 +193,13 @@ def launch_a_round(ops):
     ops.commit(
         torch.zeros(1, 8, 2, 1, 4), torch.zeros(1, 1, 6, 2, 1, 4), torch.zeros(2, 2, dtype=torch.int32), 4, paths
     )
-    ops.features(torch.zeros(1, 4, 8), (torch.zeros(1, 6, 8),), accepted.path)
+    ops.path_features(torch.zeros(1, 4, 8), (torch.zeros(1, 6, 8),), accepted.path)
 
 
 @compiled_here
 def test_twin_kernels_compile_for_a_gpu_too(absent_gpu):
     """A fault inside a kernel is that kernel with other text, which the interpreter may accept and a compiler not."""
-    ops = TritonRoundOps(torch.device("cpu"), 2, 4)
+    ops = kernel_ops(torch.device("cpu"))
     compile_ahead(lambda: launch_a_round(ops))
     shipped = Counter(kernel for kernel, _ in absent_gpu)
     for name, found in FAULTS.items():
@@ -252,6 +253,10 @@ def test_an_error_inside_does_not_wait_for_what_was_asked_for(monkeypatch):
     assert len(begun) == 1
 
 
+def on_a_gpu_of(place):
+    return OpContext(torch.device("cuda"), place.dtype, place.shapes)
+
+
 @pytest.fixture
 def as_if_on_a_gpu(absent_gpu, monkeypatch):
     """An engine on a CPU takes an H200's kernels, which are only compiled; what would be recorded runs on zeros.
@@ -263,10 +268,7 @@ def as_if_on_a_gpu(absent_gpu, monkeypatch):
     for name, module in list(sys.modules.items()):
         if name.startswith("treetop.") and hasattr(module, "gpu_traits"):
             monkeypatch.setattr(module, "gpu_traits", lambda _: traits)
-    monkeypatch.setattr(Placement, "ops", property(lambda place: TritonOps(place.device, place.compressed)))
-    monkeypatch.setattr(
-        build, "make_round_ops", lambda layout, _, at: TritonRoundOps(at, layout.max_topk, layout.commit_width)
-    )
+    monkeypatch.setattr(Placement, "ops", property(lambda place: Ops(on_a_gpu_of(place), place.compressed)))
     for name, real in (("empty", torch.empty), ("empty_like", torch.empty_like)):
         monkeypatch.setattr(torch, name, lambda *args, real=real, **options: real(*args, **options).zero_())
     monkeypatch.setattr(build, "captures", lambda *_: True)
@@ -293,10 +295,9 @@ def test_a_rehearsal_compiles_all_that_an_engine_launches_on_a_gpu(as_if_on_a_gp
     build._gpu_allowance(config, made[0])
     assert not any(by_itself for _, by_itself in as_if_on_a_gpu)
     names = {name for name, _ in as_if_on_a_gpu}
-    of_weights = {"_few_rows_kernel", "_compressed_kernel", "_silu_mul_kernel"}
-    of_libraries = {"_gather_kernel", "_tail_kernel"}
-    expected = {place.rpartition(".")[2] for place in all_kernels()} - of_libraries
-    assert names == (expected if "compress_weights" in options else expected - of_weights)
+    of_libraries, context = {"gather_table", "tail_and_merge"}, on_a_gpu_of(blueprint.place)
+    used = [op for name, op in operations().items() if op.applies(context) and name not in of_libraries]
+    assert names == {kernel.fn.__name__ for op in used for kernel in op.launches}
     asked = len(as_if_on_a_gpu)
     build._gpu_allowance(config, made[0])
     assert len(as_if_on_a_gpu) == asked

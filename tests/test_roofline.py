@@ -14,7 +14,7 @@ from treetop.drafts.registry import drafter_spec
 from treetop.kernels import compressed
 from treetop.kernels.compressed import CompressedLaunch, Offer
 from treetop.kernels.linear import FewRowsGated, FewRowsLinear
-from treetop.kernels.ops import TorchOps
+from treetop.kernels.table import OpContext, Ops
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.models.loader import Placement, random_weights
 from treetop.models.registry import target_spec
@@ -124,7 +124,7 @@ def test_the_presets_of_the_table_are_configurations_that_load():
     assert sweeps.TABLE == ((3, 1, 4), (5, 1, 6), (5, 4, 16))
 
 
-class GpuProducts(TorchOps):
+class GpuProducts(Ops):
     """Products as on a GPU, which nobody computes, with weights in 12 bits."""
 
     def linear(self, weight, bias=None):
@@ -149,8 +149,9 @@ def small_models(strong_pair, monkeypatch):
     offered = {1: offer, 4: offer, 8: offer, 16: offer}
     monkeypatch.setattr(compressed, "offers", lambda n, k, gated, gpu: {1: offer} if k == 256 == 2 * n else offered)
     place = Placement(torch.bfloat16, torch.device("cpu"), 8)
-    made = target.build(random_weights(target.params, place), (0, 1), place, GpuProducts())
-    return made, head.build(random_weights(head.params, place), made, place, GpuProducts())
+    products = GpuProducts(OpContext(place.device, place.dtype))
+    made = target.build(random_weights(target.params, place), (0, 1), place, products)
+    return made, head.build(random_weights(head.params, place), made, place, products)
 
 
 def test_what_is_saved_counts_each_product_by_its_own_rows(small_models):

@@ -16,19 +16,20 @@ from torch import Tensor
 
 from engines import accept_lens, build, greedy, sampled, tokens
 from interpreted import INTERPRETED, require_interpreted_pass
+from operations import kernel_ops, reference_ops
 from oracles import float32
 from treetop.debug.faults import FAULTS, fault
 from treetop.debug.patching import wrapped_device
 from treetop.debug.visibility import VisibilityWatch
-from treetop.engine.round_ops import make_round_ops
-from treetop.kernels.accept import Drawn
 from treetop.kernels.commit import Paths
 from treetop.kernels.grow import Children
 from treetop.kernels.rows import DraftState, RowTables
+from treetop.kernels.sampling import SampledTokens
+from treetop.kernels.table import OpContext, Ops, operations
 from treetop.kernels.tree import ancestor_mask
-from treetop.spec.round_ops import TorchRoundOps, TritonRoundOps
+from treetop.kernels.triton_guard import GpuTraits
 from treetop.types.errors import CheckError, EngineError
-from treetop.types.layout import Layout, SpecShape
+from treetop.types.layout import SpecShape
 from treetop.types.tree import Accepted, DraftTree, Places
 
 CPU = torch.device("cpu")
@@ -112,6 +113,10 @@ def shapes(draw, smallest=1):
     return SpecShape(k, num_steps, draw(st.one_of(st.just(2), st.just(largest), st.integers(2, largest))))
 
 
+def identity(shape: SpecShape) -> Tensor:
+    return torch.eye(shape.topk, dtype=torch.bool)
+
+
 def random_tables(rng: random.Random, max_topk: int, width: int, dtype=torch.float32) -> RowTables:
     """Five request rows and the dummy, wider than a tree needs."""
     scores = [sorted((rng.choice(SCORES) for _ in range(max_topk)), reverse=True) for _ in range(6)]
@@ -173,18 +178,24 @@ if not INTERPRETED:
     def test_the_kernels_pass_in_tritons_interpreter():
         require_interpreted_pass(__file__)
 
-    def test_fused_launches_are_used_where_they_can_be(monkeypatch):
-        """On a GPU, in at most 32 bits, for trees that one program holds."""
-        sizes = {"page_size": 1, "max_requests": 1, "max_context": 8, "chunk": 8, "groups": (), "pool_tokens": 9}
-        layout = Layout(shapes=(SpecShape(2, 3, 6),), **sizes)
-        monkeypatch.setattr("treetop.engine.round_ops.why_not", lambda device: None)
-        monkeypatch.setattr("treetop.engine.round_ops.TritonRoundOps", lambda *sizes: "fused")
-        gpu = torch.device("cuda")
-        assert make_round_ops(layout, torch.float32, gpu) == "fused"
-        assert isinstance(make_round_ops(layout, torch.float64, gpu), TorchRoundOps)
-        assert isinstance(make_round_ops(layout, torch.float32, CPU), TorchRoundOps)
-        huge = replace(layout, shapes=(SpecShape(8, 8, 200),))
-        assert isinstance(make_round_ops(huge, torch.float32, gpu), TorchRoundOps)
+    def test_kernels_are_chosen_where_they_serve(monkeypatch):
+        """On a GPU, in at most 32 bits; those of a tree where one program holds it, products in 16 bits."""
+        monkeypatch.setattr("treetop.kernels.table.why_not", lambda device: None)
+        monkeypatch.setattr("treetop.kernels.table.gpu_traits", lambda device: GpuTraits(8, False))
+        gpu, tree, every = torch.device("cuda"), (SpecShape(2, 3, 6),), set(operations())
+
+        def kernels(*context) -> set[str]:
+            ops = Ops(OpContext(*context))
+            return {name for name, op in operations().items() if getattr(ops, name) is not op.reference}
+
+        of_products = {"silu_mul", "few_rows", "gated_rows", "compressed_rows"}
+        of_trees = {"start", "grow", "select", "greedy", "accept"}
+        assert kernels(gpu, torch.bfloat16, tree) == every
+        assert kernels(gpu, torch.float32, tree) == every - of_products
+        assert kernels(gpu, torch.float32, (SpecShape(8, 8, 200),)) == every - of_products - of_trees
+        assert kernels(gpu, torch.float16, (SpecShape(17, 2, 60),)) == every - of_trees - {"top_logprobs"}
+        assert not kernels(gpu, torch.float64, tree)
+        assert not kernels(CPU, torch.float32, tree)
 
 
 if INTERPRETED or DEVICE.type == "cuda":
@@ -195,7 +206,7 @@ if INTERPRETED or DEVICE.type == "cuda":
             yield
 
     def both() -> list[tuple]:
-        return [(TorchRoundOps(), Buffers.make()), (TritonRoundOps(DEVICE, 6, FULL_TREE[1]), Buffers.make())]
+        return [(reference_ops(), Buffers.make()), (kernel_ops(DEVICE), Buffers.make())]
 
     @given(shape=shapes(0), rows=st.integers(1, 4), seed=st.integers(0, 10**6), half=st.booleans())
     @FEW
@@ -208,7 +219,7 @@ if INTERPRETED or DEVICE.type == "cuda":
             tables = random_tables(rng, 6, 37, dtype)
             listed = torch.tensor([*rng.sample(range(5), rows), 5])
             tree, places, _ = buffers.of(len(listed), shape)
-            growth, frontier = ops.start(tables, listed, shape, tree, places)
+            growth, frontier = ops.start(tables, listed, shape, tree, places, identity(shape))
             frontiers = [frontier] if shape.num_steps else []
             for level in range(shape.num_steps - 1):
                 frontier = ops.grow(growth, level, frontier, random_children(rng, len(listed), shape.topk, 37, dtype))
@@ -232,10 +243,10 @@ if INTERPRETED or DEVICE.type == "cuda":
         results = []
         for _, buffers in both():
             rng = random.Random(3)
-            ops = TorchRoundOps() if not results else TritonRoundOps(DEVICE, 16, FULL_TREE[1])
+            ops = kernel_ops(DEVICE) if results else reference_ops()
             tables = random_tables(rng, 16, 8)
             tree, places, _ = buffers.of(2, shape)
-            growth, frontier = ops.start(tables, torch.tensor([4, 5]), shape, tree, places)
+            growth, frontier = ops.start(tables, torch.tensor([4, 5]), shape, tree, places, identity(shape))
             for level in range(shape.num_steps - 1):
                 frontier = ops.grow(growth, level, frontier, random_children(rng, 2, shape.topk, 8))
             ops.select(growth, tree, places)
@@ -267,7 +278,7 @@ if INTERPRETED or DEVICE.type == "cuda":
                 logits[rng.randrange(rows), rng.randrange(shape.num_draft_tokens), :] = spoilt
                 logits[0, 0, 3:5] = spoilt
             sound = torch.tensor([[rng.random() < 0.8 for _ in range(choice.shape[1])] for _ in range(rows)])
-            chosen = Drawn(choice, sound) if kind == "drawn" else ops.greedy(logits)
+            chosen = SampledTokens(choice, sound) if kind == "drawn" else ops.greedy(logits)
             forced = rng.randrange(min(shape.num_steps + 1, shape.num_draft_tokens)) if kind == "forced" else None
             out = buffers.of(rows, shape)[2]
             ops.accept(chosen, tree, out, forced)
@@ -284,7 +295,7 @@ if INTERPRETED or DEVICE.type == "cuda":
             tree, places, out = buffers.of(1, shape)
             state = DraftState(torch.zeros(1, shape.topk).long(), torch.zeros(1, shape.topk), torch.zeros(1, 8))
             tables = RowTables(torch.tensor([0]), torch.tensor([0]), state)
-            growth, frontier = ops.start(tables, torch.tensor([0]), shape, tree, places)
+            growth, frontier = ops.start(tables, torch.tensor([0]), shape, tree, places, identity(shape))
             for level in range(shape.num_steps - 1):
                 zeros = torch.zeros(1, shape.topk, shape.topk)
                 frontier = ops.grow(
@@ -294,7 +305,7 @@ if INTERPRETED or DEVICE.type == "cuda":
             nodes = torch.arange(shape.num_draft_tokens, dtype=torch.float32).view(1, -1, 1)
             ops.accept(ops.greedy(torch.zeros(1, shape.num_draft_tokens, VOCAB)), tree, out, None)
             features = torch.full((1, shape.commit_width, 1), -1.0)
-            ops.features(features, (nodes,), out.path)
+            ops.path_features(features, (nodes,), out.path)
             picked = ops.pick(features, out.accept_len)
             paths.append((out.path.tolist(), out.accept_len.tolist(), features.flatten().tolist(), picked.tolist()))
             line, (length,) = out.path[0].tolist(), out.accept_len.tolist()
@@ -349,8 +360,8 @@ if INTERPRETED or DEVICE.type == "cuda":
         node = None if in_order else torch.randint(0, t, (6, width + 2))[:5, :width]
         paths = Paths(rows, committed[rows], lens, width, node, 3)
         got, want = pool.clone(), pool.clone()
-        TorchRoundOps().commit(want, tail, table, page_size, paths)
-        TritonRoundOps(DEVICE, 1, 1).commit(got, tail, table, page_size, paths)
+        reference_ops().commit(want, tail, table, page_size, paths)
+        kernel_ops(DEVICE).commit(got, tail, table, page_size, paths)
         assert torch.equal(got, want)
         assert (got != pool).any()
 
@@ -358,7 +369,7 @@ if INTERPRETED or DEVICE.type == "cuda":
         """The start-up proof runs all rows on the null page; the fused copy does not touch it."""
         pool, tail = torch.zeros(2, 8, 2, 1, 4), torch.ones(2, 1, 3, 2, 1, 4)
         paths = Paths(torch.tensor([0]), torch.tensor([1]), torch.tensor([2]), 3, None, 1)
-        TritonRoundOps(DEVICE, 1, 1).commit(pool, tail, torch.zeros(2, 4, dtype=torch.int32), 4, paths)
+        kernel_ops(DEVICE).commit(pool, tail, torch.zeros(2, 4, dtype=torch.int32), 4, paths)
         assert (pool == 0).all()
 
     def of_each_kernel(ops) -> dict[str, Tensor]:
@@ -366,7 +377,7 @@ if INTERPRETED or DEVICE.type == "cuda":
         rng, buffers, shape = random.Random(7), Buffers.make(), SpecShape(3, 3, 9)
         tables, listed = random_tables(rng, 6, 21), torch.tensor([3, 0, 4, 5])
         tree, places, out = buffers.of(4, shape)
-        growth, frontier = ops.start(tables, listed, shape, tree, places)
+        growth, frontier = ops.start(tables, listed, shape, tree, places, identity(shape))
         for level in range(2):
             frontier = ops.grow(growth, level, frontier, random_children(rng, 4, 3, 21))
         ops.select(growth, tree, places)
@@ -377,11 +388,8 @@ if INTERPRETED or DEVICE.type == "cuda":
         paths = Paths(listed, torch.tensor([1, 0, 5, 0]), torch.tensor([3, 3, 2, 0]), 4, out.path, 5)
         ops.commit(pool, tail, table.to(torch.int32), 4, paths)
         features = torch.zeros(4, 4, 6)
-        ops.features(features, (torch.randn(4, 9, 6),), out.path)
-        mask = ops.extend_mask(4, DEVICE)
-        return {
-            "positions": growth.positions, "mask": frontier.mask, "pool": pool, "features": features, "extend": mask
-        }  # fmt: skip
+        ops.path_features(features, (torch.randn(4, 9, 6),), out.path)
+        return {"positions": growth.positions, "mask": frontier.mask, "pool": pool, "features": features}
 
     @pytest.mark.parametrize(
         ("name", "changed"),
@@ -390,14 +398,13 @@ if INTERPRETED or DEVICE.type == "cuda":
             ("column-ancestors", "mask"),
             ("in-place-compaction", "pool"),
             ("sgl-27545", "features"),
-            ("sgl-26628-missed", "extend"),
         ],
     )
     def test_a_twin_kernel_does_what_the_twin_of_the_reference_does(name, changed):
         """Both give the same wrong bits, in the operation that the fault is in and in no other."""
-        sound = of_each_kernel(TritonRoundOps(DEVICE, 6, 13))
+        sound = of_each_kernel(kernel_ops(DEVICE))
         with fault(name):
-            wrong = [of_each_kernel(TorchRoundOps()), of_each_kernel(TritonRoundOps(DEVICE, 6, 13))]
+            wrong = [of_each_kernel(reference_ops()), of_each_kernel(kernel_ops(DEVICE))]
         for key, value in sound.items():
             assert torch.equal(wrong[0][key], wrong[1][key]), key
             assert torch.equal(wrong[1][key], value) == (key != changed), key
@@ -410,8 +417,8 @@ if INTERPRETED or DEVICE.type == "cuda":
         given_streams = tuple(torch.randn(3, 6, hidden) for _ in range(streams))
         path = torch.randint(0, 6, (5, 7))[:3, :4]
         got, want = (sown(torch.float32, 4, 5, streams * hidden) for _ in range(2))
-        TorchRoundOps().features(want[:3, :4], given_streams, path)
-        TritonRoundOps(DEVICE, 1, 1).features(got[:3, :4], given_streams, path)
+        reference_ops().path_features(want[:3, :4], given_streams, path)
+        kernel_ops(DEVICE).path_features(got[:3, :4], given_streams, path)
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
     @given(seed=st.integers(0, 10**6), k=st.integers(1, 6), with_draft=st.booleans())
@@ -433,7 +440,7 @@ if INTERPRETED or DEVICE.type == "cuda":
                 draft = DraftState(new.tokens[:5, :k], new.logprob[:5, :k], chosen)
             else:
                 tables = replace(tables, draft=rng.choice([None, tables.draft]))
-            ops.finish(tables, rows, 5, accepted, draft)
+            ops.finish(tables, rows, 5, accepted.accept_len, accepted.bonus, draft)
             results.append((tables, tables.draft))
         assert_same(results[1][0], results[0][0])
         if results[0][1] is not None:
@@ -443,8 +450,7 @@ if INTERPRETED or DEVICE.type == "cuda":
 if INTERPRETED:
 
     def with_fused(device):
-        ops = TritonRoundOps(CPU, device.layout.max_topk, device.layout.commit_width)
-        return replace(device, round_ops=ops)
+        return replace(device, ops=kernel_ops(CPU))
 
     @pytest.mark.parametrize(
         ("params", "level"),

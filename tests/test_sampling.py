@@ -8,8 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from oracles import drawn, float32, philox4x32_10, warped
-from treetop.kernels.sampling import Sampler, WarpParams, draw, philox_coin, warp
-from treetop.spec.verify import sampled_choice
+from treetop.kernels.sampling import Sampler, WarpParams, draw, draw_reference, philox_coin, warp
 
 KNOWN_ANSWERS = [  # counter, key, words: the Random123 distribution's kat_vectors
     ([0, 0, 0, 0], [0, 0], "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
@@ -178,8 +177,9 @@ def test_a_sampled_choice_is_the_drawn_token_of_the_warped_logits(seed, start, s
     params = WarpParams(
         torch.tensor([0.7, 0.0]), torch.tensor([5, 0]), torch.tensor([0.875, 1.0]), torch.tensor([0.0625, 0.0])
     )
-    token, finite = sampled_choice(logits, Sampler(params, torch.tensor([seed, 3])), torch.arange(2), positions, True)
-    assert bool(finite.all())
+    chosen = draw_reference(logits, Sampler(params, torch.tensor([seed, 3])), torch.arange(2), positions, True)
+    token = chosen.token
+    assert bool(chosen.finite.all())
     for node in range(3):
         at = int(positions[0, node]) + 1
         coin = philox4x32_10([at & 0xFFFFFFFF, at >> 32, 0, 0], [seed & 0xFFFFFFFF, seed >> 32])[0] / 2**32
@@ -192,9 +192,10 @@ def test_logits_that_are_not_finite_do_not_disturb_their_neighbours():
     logits = torch.randn(3, 2, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     params = WarpParams(torch.ones(3), torch.zeros(3, dtype=torch.int64), torch.ones(3), torch.zeros(3))
     seed, positions = torch.tensor([1, 2, 3]), torch.tensor([[4, 5]] * 3)
-    clean, _ = sampled_choice(logits, Sampler(params, seed), torch.arange(3), positions, False)
+    clean = draw_reference(logits, Sampler(params, seed), torch.arange(3), positions, False)
     logits[1, 1, 4] = float("nan")
-    token, finite = sampled_choice(logits, Sampler(params, seed), torch.arange(3), positions, False)
+    chosen = draw_reference(logits, Sampler(params, seed), torch.arange(3), positions, False)
+    token, finite = chosen.token, chosen.finite
     assert finite.tolist() == [[True, True], [True, False], [True, True]]
-    assert torch.equal(token[finite], clean[finite])
+    assert torch.equal(token[finite], clean.token[finite])
     assert bool(((token >= 0) & (token < 9)).all())

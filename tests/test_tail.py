@@ -112,18 +112,18 @@ if INTERPRETED:
         sight = TailSight(s.queries.positions, s.queries.window)
         part = prefix_of(s)
         want = dense_answer(s, with_tail=True, sinks=sinks)[0]
-        got = tail_and_merge(s.q, part, keys_of(s), sight, s.scale, GPU, sinks)
+        got = tail_and_merge(s.q, part, keys_of(s), sight, s.scale, sinks, GPU)
         assert_close(got, want, s)
         two = 1.4426950408889634
         part = replace(part, lse=part.lse * two, unit=1 / two)
-        assert_close(tail_and_merge(s.q, part, keys_of(s), sight, s.scale, GPU, sinks), want, s)
+        assert_close(tail_and_merge(s.q, part, keys_of(s), sight, s.scale, sinks, GPU), want, s)
 
     def test_a_query_that_saw_nothing_of_a_row_with_keys_takes_the_tail_alone():
         """Whatever the library left in its output."""
         s = scene(n=4, t=6)
         sight, part = TailSight(s.queries.positions), prefix_of(s)
         part.lse[:], part.out[:] = float("-inf"), float("nan")
-        got = tail_and_merge(s.q, part, keys_of(s), sight, s.scale, GPU)
+        got = tail_and_merge(s.q, part, keys_of(s), sight, s.scale, None, GPU)
         assert bool(torch.isfinite(got).all())
         assert_close(got, tail_and_merge_reference(s.q, part, keys_of(s), sight, s.scale), s)
 
@@ -133,12 +133,12 @@ if INTERPRETED:
         """Where a row has keys; rows without any give what they gave."""
         s = scene(n=4, t=6)
         sight, part = TailSight(s.queries.positions), prefix_of(s)
-        clean = tail_and_merge(s.q, part, keys_of(s), sight, s.scale, GPU)
+        clean = tail_and_merge(s.q, part, keys_of(s), sight, s.scale, None, GPU)
         part.lse[:], part.out[:] = value, float("nan")
         empty = part.extent == 0
         assert 0 < int(empty.sum()) < empty.shape[0]
         for got in (
-            tail_and_merge(s.q, part, keys_of(s), sight, s.scale, GPU),
+            tail_and_merge(s.q, part, keys_of(s), sight, s.scale, None, GPU),
             tail_and_merge_reference(s.q, part, keys_of(s), sight, s.scale),
         ):
             assert bool(got[~empty].isnan().all())
@@ -158,7 +158,7 @@ if INTERPRETED:
         assert torch.equal(got.isnan().all(dim=(2, 3)), sees)
         assert_close(got[~sees], dense_answer(s, with_tail=True)[0][~sees], s)
         part = prefix_of(s)
-        merged = tail_and_merge(s.q, part, keys_of(s), TailSight(s.queries.positions), s.scale, GPU)
+        merged = tail_and_merge(s.q, part, keys_of(s), TailSight(s.queries.positions), s.scale, None, GPU)
         assert torch.equal(merged.isnan().all(dim=(2, 3)), sees)
 
     @pytest.mark.parametrize("options", VARIETY[-3:], ids=str)
@@ -202,7 +202,7 @@ if INTERPRETED:
         table[3] = 0
         used = torch.arange(columns + 5) * page_size < torch.zeros(4).long().index_put((rows,), extent)[:, None]
         table[~used] = INT_MIN
-        got, lengths = gather_table(table, rows, extent, columns, page_size)
+        got, lengths = gather_table(table, rows, extent, columns, page_size, GPU)
         want, want_lengths = gather_table_reference(table, rows, extent, columns, page_size)
         assert torch.equal(got, want)
         assert torch.equal(lengths, want_lengths)

@@ -7,15 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from operations import reference_ops
 from oracles import chain, float32, grow, longest_line, select, walk
 from treetop.drafts.eagle3 import Eagle3Head
 from treetop.drafts.protocol import DraftVocab, Proposal
-from treetop.kernels.ops import TorchOps
+from treetop.kernels.accept import accept, force
 from treetop.kernels.rows import DraftState, RowTables
+from treetop.kernels.sampling import greedy_reference
 from treetop.kernels.tree import ancestor_mask, keyed_topk, next_level_mask, stable_topk
 from treetop.spec.draft import grow_tree
-from treetop.spec.round_ops import TorchRoundOps
-from treetop.spec.verify import accept, force, greedy_choice
 from treetop.types.layout import SpecShape
 from treetop.types.tree import DraftTree, Places
 
@@ -84,12 +84,12 @@ def grown(head, shape, starts, roots, committed):
 
 def planted(head, tables, shape, attend, ops=None):
     """Trees and places of all rows of `tables`, from buffers that held something else."""
-    ops, n, t = ops or TorchRoundOps(), len(tables.root), shape.num_draft_tokens
+    ops, n, t = ops or reference_ops(), len(tables.root), shape.num_draft_tokens
     tree = DraftTree(
         *torch.full((3, n, t), -7), torch.ones((n, t, t), dtype=torch.bool), torch.full((n, t), float("nan"))
     )
     places = Places(torch.full((n,), -7), torch.full((n, t), -7), torch.full((n, shape.commit_width), -7))
-    roots = ops.start(tables, torch.arange(n), shape, tree, places)
+    roots = ops.start(tables, torch.arange(n), shape, tree, places, torch.eye(shape.topk, dtype=torch.bool))
     if shape.num_steps:
         ops.select(grow_tree(head, roots, ops, attend), tree, places)
     return tree, places
@@ -253,9 +253,9 @@ def test_greedy_choice_takes_the_first_of_the_largest_and_reports_what_is_not_fi
     logits[1, 2, 0] = float("nan")
     logits[2, 0, 1] = float("inf")
     logits[3] = float("-inf")
-    token, finite = greedy_choice(logits)
-    assert token[0].tolist() == [0, 3, 0]
-    assert finite.tolist() == [[True] * 3, [True, True, False], [False, True, True], [False] * 3]
+    chosen = greedy_reference(logits)
+    assert chosen.token[0].tolist() == [0, 3, 0]
+    assert chosen.finite.tolist() == [[True] * 3, [True, True, False], [False, True, True], [False] * 3]
 
 
 # ---------------------------------------------------------------------------------------------- chains
@@ -291,7 +291,7 @@ def test_with_topk_one_tree_and_acceptance_equal_a_chain(num_steps, seed):
         paths[len(paths)] = [*paths[int(hidden)], int(tokens)]
         return torch.full_like(hidden, len(paths) - 1)
 
-    stand_in = SimpleNamespace(lm_head=lm_head, norm=lambda x: x, vocab=DraftVocab(offset), _ops=TorchOps())
+    stand_in = SimpleNamespace(lm_head=lm_head, norm=lambda x: x, vocab=DraftVocab(offset), _ops=reference_ops())
     head = SimpleNamespace(grow=grow_forward, propose=lambda hidden, k: Eagle3Head.propose(stand_in, hidden, k))
     start = torch.zeros(1, 1)
     proposal = head.propose(start, 1)
@@ -299,7 +299,8 @@ def test_with_topk_one_tree_and_acceptance_equal_a_chain(num_steps, seed):
     tree, _ = planted(head, tables, SpecShape(1, num_steps, num_steps + 1), lambda level: None)
     drafts = tree.tokens[0, 1:].tolist()
     verify = torch.tensor([[target_logits([root, *drafts[:i]]) for i in range(num_steps + 1)]])
-    accepted = accept(tree, *greedy_choice(verify), num_steps + 1)
+    chosen = greedy_reference(verify)
+    accepted = accept(tree, chosen.token, chosen.finite, num_steps + 1)
 
     want_drafts, want_len, want_bonus = chain(
         root, lambda ids: logits("draft", ids, draft_vocab), offset.tolist(), target_logits, num_steps

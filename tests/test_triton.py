@@ -327,8 +327,9 @@ if INTERPRETED:
         else:
             slots[0, 1] = slots[2, 0] = 0
             write_pages(PagedKV(hand), slots, kv)
-        q = rotate_and_write(qkv, heads, table.data, positions, places[0], slots, gpu_traits(CPU), norms)
-        by_reference = rotate_and_write_reference(qkv, heads, table.data, positions, places[1], slots, norms)
+        lying, at = (table.data, positions), table.at(positions)
+        q = rotate_and_write(qkv, lying, places[0], slots, norms, gpu_traits(CPU))
+        by_reference = rotate_and_write_reference(qkv, at, places[1], slots, norms)
         for result, target in ((q, got), (by_reference, want)):
             torch.testing.assert_close(result, by_hand[:, :, :heads])
             torch.testing.assert_close(target, hand)
@@ -345,7 +346,7 @@ if INTERPRETED:
         every = log_softmax(logits)
         exact = Exact(every.value.topk(k).values, every.error[..., :k])
         for add in (None, offset):
-            got, want = top_logprobs(logits, k, gpu_traits(CPU), add), top_logprobs_reference(logits, k, add)
+            got, want = top_logprobs(logits, k, add, gpu_traits(CPU)), top_logprobs_reference(logits, k, add)
             assert torch.equal(got[1], want[1])
             for best in (got[0], want[0]):
                 assert_near(best, exact)
@@ -355,7 +356,7 @@ if INTERPRETED:
         """The probability of every proposal is NaN, which a probe finds, and the tokens are still tokens."""
         logits = torch.randn(2, 1100)
         logits[1, 1050] = float("nan")
-        best, token = top_logprobs(logits, 4, gpu_traits(CPU))
+        best, token = top_logprobs(logits, 4, None, gpu_traits(CPU))
         assert best[0].isfinite().all()
         assert best[1].isnan().all()
         assert ((token >= 0) & (token < 1100)).all()

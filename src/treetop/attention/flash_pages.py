@@ -9,7 +9,7 @@ from treetop.attention.contract import RoundExtents, TableView
 from treetop.attention.libraries import FlashAttention, PagedCall
 from treetop.attention.library_backend import AttendPages
 from treetop.kernels.kv import PagedKV
-from treetop.kernels.pages import gather_table, gather_table_reference
+from treetop.kernels.table import Ops
 from treetop.kernels.tail import PrefixPart
 
 
@@ -23,15 +23,14 @@ class FlashTable:
 
 
 class FlashPages:
-    """`attention` over pages. kernels: Triton runs on the engine's device."""
+    """`attention` over pages."""
 
-    def __init__(self, attention: FlashAttention, kernels: bool) -> None:
-        self._attention = attention
-        self._gather = gather_table if kernels else gather_table_reference
+    def __init__(self, attention: FlashAttention, ops: Ops) -> None:
+        self._attention, self._ops = attention, ops
 
     def begin(self, view: TableView) -> FlashTable:
         columns = min(max(-(-view.bound // view.page_size), 1), view.table.data.shape[1])
-        table, lengths = self._gather(view.table.data, view.rows, view.extent, columns, view.page_size)
+        table, lengths = self._ops.gather_table(view.table.data, view.rows, view.extent, columns, view.page_size)
         return FlashTable(view, table, lengths)
 
     def plan(self, begun: FlashTable, n: int) -> AttendPages:

@@ -1,10 +1,8 @@
 """A backend made of a library that attends to pages: the tail, the merge, windows and sinks are shared.
 
-    prefix_tail   the library over the pages, then tail and merge in one Triton launch
-    causal        the library, after which padding is set to 0 and a sink takes its share
-    a window      the Triton backend: a library's window counts queries, a tree's goes by position
-
-Without Triton (`gpu` None: fake libraries, in tests, on a CPU) the references take the kernels' place.
+prefix_tail   the library over the pages, then tail and merge in one Triton launch
+causal        the library, after which padding is set to 0 and a sink takes its share
+a window      the Triton backend: a library's window counts queries, a tree's goes by position
 """
 
 from collections.abc import Callable
@@ -19,8 +17,8 @@ from treetop.attention.contract import AttentionBackend, Queries, RoundExtents, 
 from treetop.attention.tail import with_sinks
 from treetop.kernels.attention import TailKeys
 from treetop.kernels.kv import PagedKV
-from treetop.kernels.tail import PrefixPart, TailSight, tail_and_merge, tail_and_merge_reference
-from treetop.kernels.triton_guard import GpuTraits
+from treetop.kernels.table import Ops
+from treetop.kernels.tail import PrefixPart, TailSight
 
 AttendPages = Callable[[Tensor, PagedKV, float], PrefixPart]
 """(q, kv, scale) -> what the pages give; made by a plan, called once a layer."""
@@ -73,14 +71,12 @@ class WindowPlan:
 class LibraryBackend:
     """See the module. windows: the backend of layers with a window."""
 
-    def __init__(
-        self, name: str, library: PagesLibrary, windows: AttentionBackend[Any, Any], gpu: GpuTraits | None
-    ) -> None:
+    def __init__(self, name: str, library: PagesLibrary, windows: AttentionBackend[Any, Any], ops: Ops) -> None:
         self.name = name
         self.capabilities: Capabilities = CAPABILITIES[name]
         assert not self.capabilities.own_windows  # shared here, as are sinks
         assert not self.capabilities.own_sinks
-        self._library, self._windows, self._gpu = library, windows, gpu
+        self._library, self._windows, self._ops = library, windows, ops
 
     def plan_round(self, round: RoundExtents) -> None:
         """Where the library needs lengths on the host: exact plans for a round about to run."""
@@ -121,9 +117,7 @@ class LibraryBackend:
         part = plan.attend(q, kv, scale)
         keys = TailKeys(tail.data, plan.queries.tail_positions, plan.queries.mask)
         sight = TailSight(plan.queries.positions)
-        if self._gpu is None:
-            return tail_and_merge_reference(q, part, keys, sight, scale, sinks)
-        return tail_and_merge(q, part, keys, sight, scale, self._gpu, sinks)
+        return self._ops.tail_and_merge(q, part, keys, sight, scale, sinks)
 
     def causal(
         self,

@@ -11,7 +11,7 @@ from treetop.attention.libraries import FlashCute, find_fa3
 from treetop.attention.library_backend import LibraryBackend, PagesLibrary
 from treetop.attention.torch_backend import TorchBackend
 from treetop.attention.triton_backend import TritonBackend
-from treetop.kernels.triton_guard import gpu_traits
+from treetop.kernels.table import OpContext, Ops
 
 BACKENDS = ("torch", "triton", "fa3", "flashinfer", "fa4")
 
@@ -30,10 +30,11 @@ def make_backend(name: str, need: Need) -> AttentionBackend[Any, Any]:
     if name == "torch":
         return TorchBackend(need.dtype, need.device)
     triton = TritonBackend(need.dtype, need.device)
-    return triton if name == "triton" else LibraryBackend(name, _library(name, need), triton, gpu_traits(need.device))
+    ops = Ops(OpContext(need.device, need.dtype))
+    return triton if name == "triton" else LibraryBackend(name, _library(name, need, ops), triton, ops)
 
 
-def _library(name: str, need: Need) -> PagesLibrary:
+def _library(name: str, need: Need, ops: Ops) -> PagesLibrary:
     if name == "flashinfer":
         return FlashInferPages(need)
-    return FlashPages(find_fa3() if name == "fa3" else FlashCute(), kernels=True)
+    return FlashPages(find_fa3() if name == "fa3" else FlashCute(), ops)

@@ -134,7 +134,7 @@ FAULTS: dict[str, Fault] = _registry(
             "padding-siblings",
             "acceptance relies on siblings that differ, which the dummy row's do not",
             (
-                instead("treetop.spec.round_ops:accept", twins.whole_tree),
+                instead("treetop.kernels.accept:accept", twins.whole_tree),
                 kernel_twin(
                     "treetop.kernels.accept:_accept_kernel",
                     ("length = deepest // block_t\n", "length = tl.sum(agreed.to(tl.int32), 0) - 1\n"),
@@ -160,7 +160,7 @@ FAULTS: dict[str, Fault] = _registry(
         Fault(
             "sgl-26628-missed",
             "draft extend does not see the tokens it has just written",
-            (instead("treetop.spec.round_ops:extend_mask", twins.misses_itself),),
+            (instead("treetop.engine.buffers:extend_mask", twins.misses_itself),),
             "visibility",
             None,
         ),
@@ -176,7 +176,7 @@ FAULTS: dict[str, Fault] = _registry(
             "sgl-25015",
             "draft positions are one too far",
             (
-                instead("treetop.spec.round_ops:draft_positions", twins.one_too_far),
+                instead("treetop.kernels.grow:draft_positions", twins.one_too_far),
                 kernel_twin(
                     "treetop.kernels.grow:_start_kernel", ("node, length + node // k,", "node, length + node // k + 1,")
                 ),
@@ -188,7 +188,7 @@ FAULTS: dict[str, Fault] = _registry(
             "sgl-27545",
             "draft extend finds a row's features with stride S + 1 instead of T",
             (
-                instead("treetop.spec.round_ops:feature_nodes", twins.stride_of_path),
+                instead("treetop.kernels.commit:feature_nodes", twins.stride_of_path),
                 instead("treetop.engine.rounds:feature_nodes", twins.stride_of_path),
                 kernel_twin(
                     "treetop.kernels.commit:_path_features_kernel",
@@ -209,7 +209,7 @@ FAULTS: dict[str, Fault] = _registry(
             "column-ancestors",
             "a branch of the draft tree sees its own column instead of its ancestors",
             (
-                instead("treetop.spec.round_ops:next_level_mask", twins.own_column),
+                instead("treetop.kernels.grow:next_level_mask", twins.own_column),
                 kernel_twin(
                     "treetop.kernels.grow:_grow_kernel", ("parent[:, None] * mask_node", "slot[:, None] * mask_node")
                 ),
@@ -221,7 +221,7 @@ FAULTS: dict[str, Fault] = _registry(
             "in-place-compaction",
             "the accepted path is compacted inside the tail, last entry first",
             (
-                instead("treetop.spec.round_ops:commit_tail", twins.in_place),
+                instead("treetop.kernels.commit:commit_tail", twins.in_place),
                 kernel_twin("treetop.kernels.commit:_commit_kernel", (_ENTRY, _MOVED_ENTRY)),
             ),
             "commit: a committed slot",

@@ -15,7 +15,7 @@ from treetop.attention.contract import AttentionBackend, Queries, TableView, Tai
 from treetop.engine.device import Device
 from treetop.kernels.grow import Frontier, Growth
 from treetop.kernels.kv import PagedKV
-from treetop.spec.round_ops import RoundOps
+from treetop.kernels.table import Ops
 from treetop.types.errors import CheckError
 from treetop.types.ids import NULL_PAGE
 from treetop.types.phase import Phase
@@ -40,8 +40,8 @@ class VisibilityWatch:
     checked: dict[Phase, int] = field(default_factory=lambda: dict.fromkeys(Phase, 0))
 
     def wrap(self, device: Device) -> Device:
-        ops = cast(RoundOps, _NotedGrowth(device.round_ops, self))
-        return replace(device, backend=WatchedBackend(device.backend, device, self), round_ops=ops)
+        ops = cast(Ops, _NotedGrowth(device.ops, self))
+        return replace(device, backend=WatchedBackend(device.backend, device, self), ops=ops)
 
     def parents(self, row: int, level: int) -> list[list[int]]:
         """For each level 1 .. `level`, which node of the level before each of its k nodes hangs on."""
@@ -54,7 +54,7 @@ class VisibilityWatch:
 class _NotedGrowth:
     """The operations of a round, which tell the watch what grows."""
 
-    def __init__(self, inner: RoundOps, watch: VisibilityWatch) -> None:
+    def __init__(self, inner: Ops, watch: VisibilityWatch) -> None:
         self._inner, self._watch = inner, watch
 
     def start(self, *args: Any) -> tuple[Growth, Frontier]:

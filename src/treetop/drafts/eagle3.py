@@ -13,8 +13,8 @@ from torch import Tensor
 
 from treetop.attention.phase import Attend
 from treetop.drafts.protocol import DraftProducts, DraftVocab, Proposal, Streamed
-from treetop.kernels.ops import Ops
 from treetop.kernels.rope import rope_table
+from treetop.kernels.table import Ops
 from treetop.models.checkpoint import tensor_files
 from treetop.models.layers import (
     GatedMLP,

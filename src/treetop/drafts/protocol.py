@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from treetop.attention.phase import Attend
-from treetop.kernels.ops import Ops
+from treetop.kernels.table import Ops
 from treetop.models.loader import Placement, Weights
 from treetop.models.params import Param
 from treetop.models.spec import AttentionSpec

@@ -20,13 +20,16 @@ Zeros = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class RoundBuffers:
-    """rows: the graph input. tree, places: written by DRAFT. accepted, features: written by VERIFY.
+    """rows: the graph input. identity, causal: the masks of level 0 and of draft extend, which nothing writes. tree,
+    places: written by DRAFT. accepted, features: written by VERIFY.
 
     features: [max_requests, S + 1, 3 * hidden], of the accepted path's nodes, all auxiliary layers side by side.
     Tails: group -> [layers, max_requests, capacity, *kv.shape], each scratch of one phase.
     """
 
     rows: Tensor
+    identity: Tensor
+    causal: Tensor
     tree: DraftTree
     places: Places
     accepted: Accepted
@@ -64,6 +67,12 @@ class RoundBuffers:
         return _part(self.features, bucket, shape.commit_width)
 
 
+def extend_mask(width: int, device: torch.device) -> Tensor:
+    """Which of its own columns draft extend sees: causal, itself included. Returns [width, width] bool (sgl-26628)."""
+    column = torch.arange(width, device=device)
+    return column[:, None] >= column
+
+
 def _part(buffer: Tensor, *need: int) -> Tensor:
     """The first `need` of each of a buffer's first dimensions; slicing alone would hide that there are fewer."""
     have = tuple(buffer.shape[: len(need)])
@@ -81,10 +90,16 @@ def make_round_buffers(
     def tails(groups: list[KVGroup], capacity: int) -> dict[GroupName, Tensor]:
         return {g.name: zeros((g.num_layers, b, capacity, *g.kv.shape), dtype) for g in groups}
 
+    k = layout.max_topk
+    identity, causal = zeros((k, k), torch.bool), zeros((w, w), torch.bool)
+    identity.fill_diagonal_(True)
+    causal.copy_(extend_mask(w, causal.device))
     target = [group for group in layout.groups if not group.is_draft]
     draft = [group for group in layout.groups if group.is_draft]
     return RoundBuffers(
         rows=zeros((b,), long),
+        identity=identity,
+        causal=causal,
         tree=DraftTree(
             zeros((b, t), long),
             zeros((b, t), long),

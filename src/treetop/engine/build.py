@@ -32,7 +32,6 @@ from treetop.engine.memory import (
     step_bytes,
 )
 from treetop.engine.rehearsal import rehearse
-from treetop.engine.round_ops import make_round_ops
 from treetop.engine.state import make_state
 from treetop.engine.trial import peak_bytes
 from treetop.kernels.products import ChosenProduct, choose_products
@@ -73,7 +72,8 @@ def read_blueprint(config: EngineConfig) -> Blueprint:
     layout = make_layout(config, target.config, draft)
     device = compute_device(config.device)
     dtype = compute_dtype(config.dtype, device)
-    place = Placement(dtype, device, layout.max_positions, config.load_format == "dummy")
+    dummy = config.load_format == "dummy"
+    place = Placement(dtype, device, layout.max_positions, dummy, shapes=layout.shapes)
     memory, static = memory_of(device), _static_estimate(layout, target, draft, dtype)
     memory = Memory(memory.total, memory.free - static)
     allowance = _cpu_allowance(config, memory, place, layout, target.config)
@@ -209,7 +209,7 @@ def _without_pools(blueprint: Blueprint, place: Placement) -> tuple[Device, RedZ
         target=target,
         drafter=draft.load(target, place) if draft is not None else None,
         backend=backend,
-        round_ops=make_round_ops(layout, place.dtype, place.device),
+        ops=place.ops,
         pools={},
         state=make_state(layout, draft.state_size if draft is not None else None, place.dtype, zeros),
         buffers=make_round_buffers(layout, len(aux), hidden_size, place.dtype, zeros),

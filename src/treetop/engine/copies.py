@@ -13,8 +13,8 @@ from treetop.drafts.protocol import DrafterSpec
 from treetop.engine.memory import Budget, Memory, fit, pool_bytes
 from treetop.kernels.compressed import compressed_bytes, why_not_compressed
 from treetop.kernels.linear import GatedLinear, Linear
-from treetop.kernels.ops import TorchOps
 from treetop.kernels.products import TIMED_DTYPES, Shape
+from treetop.kernels.table import OpContext, Ops
 from treetop.kernels.triton_guard import GpuTraits, gpu_traits
 from treetop.models.loader import Placement
 from treetop.models.params import Param
@@ -126,11 +126,11 @@ def _without_memory(params: Sequence[Param]) -> dict[str, Tensor]:
     return {param.name: torch.empty(param.shape, device="meta") for param in params}
 
 
-class _Recorded(TorchOps):
+class _Recorded(Ops):
     """Notes every weight that a product is prepared for."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(OpContext(torch.device("meta"), torch.float32))
         self.weights: list[ProductWeight] = []
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:

@@ -163,5 +163,5 @@ def num_graphs(device: Device) -> int:
 
 def _place(device: Device, key: RoundKey) -> RoundKey:
     """Where a round's graph is kept: rounds that are the same work share it."""
-    alike = key.choice is Choice.FILTER and not device.round_ops.filters_apart
+    alike = key.choice is Choice.FILTER and not device.ops.filters_apart
     return replace(key, choice=Choice.SAMPLE) if alike else key

@@ -14,19 +14,15 @@ from treetop.checks.probes import Probes
 from treetop.drafts.protocol import Drafter
 from treetop.engine.buffers import RoundBuffers
 from treetop.engine.state import RowState
-from treetop.kernels.accept import Drawn, Pieces
 from treetop.kernels.commit import Paths
 from treetop.kernels.kv import slots_of
 from treetop.kernels.rows import DraftState
+from treetop.kernels.table import Ops
 from treetop.models.target import Target
-from treetop.spec.round_ops import RoundOps
-from treetop.spec.verify import greedy_choice
 from treetop.types.errors import CheckError
 from treetop.types.ids import GroupName
-from treetop.types.layout import KVGroup, Layout
+from treetop.types.layout import KVGroup, Layout, SpecShape
 from treetop.types.phase import Phase
-from treetop.types.sampling import Choice
-from treetop.types.tree import Accepted, DraftTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +37,7 @@ class Device:
     target: Target
     drafter: Drafter | None
     backend: AttentionBackend[Any, Any]
-    round_ops: RoundOps
+    ops: Ops
     pools: dict[GroupName, KVPool]
     state: RowState
     buffers: RoundBuffers
@@ -93,26 +89,20 @@ class Device:
             pool, page_size = self.pools[name].data, self.layout.page_size
             check = self.check_level >= 3 and not _capturing()
             want = _tail_entries(tail, paths.source) if check else None
-            self.round_ops.commit(pool, tail, table, page_size, paths)
+            self.ops.commit(pool, tail, table, page_size, paths)
             if want is not None:
                 slots = slots_of(table, paths.rows, paths.positions, paths.kept, page_size)
                 _check_committed(pool, want, slots, page_size)
 
-    def choose(self, logits: Tensor, rows: Tensor, positions: Tensor, how: Choice) -> Drawn:
-        """The target's token after each node, and whether its logits there are finite. positions: of the nodes."""
-        if how is Choice.GREEDY:
-            return Drawn(*greedy_choice(logits))
-        return self.round_ops.draw(logits, self.state.sampler, rows, positions, how is Choice.FILTER)
-
-    def accept(self, chosen: Drawn | Pieces, tree: DraftTree, out: Accepted) -> None:
-        """Follow the target's choices through each tree, or take the simulated length where there is a tree."""
-        emitted = self.simulate_accept_length if out.path.shape[1] > 1 else None
-        self.round_ops.accept(chosen, tree, out, None if emitted is None else emitted - 1)
+    def forced(self, shape: SpecShape) -> int | None:
+        """The simulated number of accepted drafts, where there is a tree."""
+        emitted = self.simulate_accept_length if shape.num_steps > 0 else None
+        return None if emitted is None else emitted - 1
 
     def propose(self, hidden: Tensor, index: Tensor) -> DraftState:
         """The proposals after one column of each row, and that column's state."""
         assert self.drafter is not None
-        chosen = self.round_ops.pick(hidden, index)
+        chosen = self.ops.pick(hidden, index)
         proposal = self.drafter.propose(chosen, self.layout.max_topk)
         return DraftState(proposal.tokens, proposal.logprob, chosen)
 

@@ -8,11 +8,13 @@ from torch import Tensor
 from treetop.attention.phase import CausalAttention, LayerKV
 from treetop.engine.device import Device
 from treetop.kernels.kv import slots_of
-from treetop.kernels.rows import Outcome, finish_reference, pick_reference
+from treetop.kernels.tree import root_tree
+from treetop.spec.verify import choose
 from treetop.types.layout import KVGroup
 from treetop.types.messages import PrefillPlan
 from treetop.types.phase import Phase
 from treetop.types.sampling import Choice
+from treetop.types.tree import Accepted
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ class _Span:
 
 def prefill(device: Device, batch: PrefillBatch) -> tuple[Tensor, Tensor]:
     """Process one chunk a row. Returns the first new token of each row [rows], and finite [rows] bool."""
-    rows, query_len = batch.rows, batch.query_len
+    rows, query_len, ops = batch.rows, batch.query_len, device.ops
     start = device.state.committed[rows]
     columns = torch.arange(batch.tokens.shape[1], device=rows.device)
     valid = columns < query_len[:, None]
@@ -75,9 +77,11 @@ def prefill(device: Device, batch: PrefillBatch) -> tuple[Tensor, Tensor]:
     attend = _attention(device, device.target_layers, device.target_groups, batch, span)
     output = device.target.forward(batch.tokens, span.positions, attend)
     last = (query_len - 1).clamp(min=0)
-    logits = device.target.logits(pick_reference(output.hidden, last)[:, None])
-    chosen = device.choose(logits, rows, (span.extent - 1)[:, None], batch.choice)
-    first = chosen.token[:, 0]
+    logits = device.target.logits(ops.pick(output.hidden, last)[:, None])
+    chosen = choose(ops, logits, device.state.sampler, rows, (span.extent - 1)[:, None], batch.choice)
+    accepted = _one_column(rows)
+    ops.accept(chosen, root_tree(batch.next_token), accepted, None)  # the root, whose choice is the bonus
+    first = accepted.bonus
     draft = None
     if device.drafter is not None:
         following = torch.where(batch.next_token >= 0, batch.next_token, first)
@@ -87,9 +91,16 @@ def prefill(device: Device, batch: PrefillBatch) -> tuple[Tensor, Tensor]:
         features = torch.cat([output.hidden[..., :0], *output.features], dim=-1)  # a drafter may read none
         hidden = device.drafter.extend(shifted, features, span.positions, attend)
         draft = device.propose(hidden, last)
-    live = rows != device.layout.dummy_row
-    finish_reference(device.state.tables, rows, live, Outcome(query_len, first, draft))
-    return first, chosen.finite[:, 0]
+    ops.finish(device.state.tables, rows, device.layout.dummy_row, last, first, draft)
+    return first, accepted.finite
+
+
+def _one_column(rows: Tensor) -> Accepted:
+    """Unwritten, for trees of a root alone. rows: [rows] int64."""
+    column, wide = torch.empty_like(rows), torch.empty_like(rows)[:, None]
+    return Accepted(
+        wide, column, torch.empty_like(wide), torch.empty_like(column), column.new_empty(len(rows), dtype=torch.bool)
+    )
 
 
 def _attention(

@@ -67,7 +67,7 @@ def _prove_acceptance(device: Device, bucket: int, shape: SpecShape) -> None:
     tree.tokens.zero_()
     nothing = device.target.embedding.new_zeros((bucket, shape.num_draft_tokens, device.target.config.hidden_size))
     try:
-        device.accept(device.round_ops.greedy(device.target.logits(nothing)), tree, accepted)  # all logits are 0
+        device.ops.accept(device.ops.greedy(device.target.logits(nothing)), tree, accepted, None)  # all logits are 0
         path = accepted.path[0, : int(accepted.accept_len[0]) + 1].tolist()
     except (IndexError, RuntimeError) as error:
         raise CheckError(f"padded batch: the dummy row's tree of {shape} cannot be accepted: {error}") from error

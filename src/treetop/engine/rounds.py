@@ -14,10 +14,10 @@ from torch import Tensor
 from treetop.attention.contract import Queries
 from treetop.attention.phase import Attend, Columns
 from treetop.engine.device import Device
-from treetop.kernels.commit import Paths
+from treetop.kernels.commit import Paths, feature_nodes
 from treetop.kernels.rows import DraftState, RowTables
 from treetop.spec.draft import Level, grow_tree
-from treetop.spec.round_ops import feature_nodes
+from treetop.spec.verify import choose
 from treetop.types.errors import CheckError
 from treetop.types.layout import SpecShape
 from treetop.types.phase import Phase
@@ -39,11 +39,11 @@ PhaseFunction = Callable[[Device, RoundKey, int], None]
 
 def draft_phase(device: Device, key: RoundKey, bound: int) -> None:
     """Grow each row's tree from the proposals stored with it."""
-    buffers, shape, ops, phase = device.buffers, key.shape, device.round_ops, Phase.DRAFT
+    buffers, shape, ops, phase = device.buffers, key.shape, device.ops, Phase.DRAFT
     rows, k = buffers.rows[: key.bucket], key.shape.topk
     tree, places = buffers.tree_of(key.bucket, shape), buffers.places_of(key.bucket, shape)
     tables, at = _tables(device, rows, bound, k)
-    roots = ops.start(tables, at, shape, tree, places)
+    roots = ops.start(tables, at, shape, tree, places, buffers.identity[:k, :k])
     if shape.num_steps == 0:
         return
     assert device.drafter is not None
@@ -67,7 +67,7 @@ def level_tail(level: Level) -> tuple[Queries, Columns]:
 
 def verify_phase(device: Device, key: RoundKey, bound: int) -> None:
     """One target forward over the trees; accept each row's path, commit its K/V and keep its features."""
-    buffers, shape, ops, phase = device.buffers, key.shape, device.round_ops, Phase.VERIFY
+    buffers, shape, ops, phase = device.buffers, key.shape, device.ops, Phase.VERIFY
     rows, tree = buffers.rows[: key.bucket], buffers.tree_of(key.bucket, key.shape)
     places, accepted = buffers.places_of(key.bucket, shape), buffers.accepted_of(key.bucket, shape)
     tokens = device.probes.index(tree.tokens, 0, device.target.config.vocab_size, "tree_token", phase, rows)
@@ -80,17 +80,14 @@ def verify_phase(device: Device, key: RoundKey, bound: int) -> None:
     attend = device.tail_attention(phase, device.target_layers, buffers.verify_tails, plans, columns)
     output = device.target.forward(tokens, places.nodes, attend)
     logits = device.target.logits(output.hidden)
-    if key.choice is Choice.GREEDY:
-        chosen = ops.greedy(logits)
-    else:
-        chosen = device.choose(logits, rows, places.nodes, key.choice)
-    device.accept(chosen, tree, accepted)
+    chosen = choose(ops, logits, device.state.sampler, rows, places.nodes, key.choice)
+    ops.accept(chosen, tree, accepted, device.forced(shape))
     device.commit(buffers.verify_tails, _paths(device, key, accepted.path))
     if device.drafter is None:
-        ops.finish(device.state.tables, rows, device.layout.dummy_row, accepted, None)
+        ops.finish(device.state.tables, rows, device.layout.dummy_row, accepted.accept_len, accepted.bonus, None)
     elif output.features:
         _probe_feature_nodes(device, rows, accepted.path, shape.num_draft_tokens)
-        ops.features(buffers.features_of(key.bucket, shape), output.features, accepted.path)
+        ops.path_features(buffers.features_of(key.bucket, shape), output.features, accepted.path)
 
 
 def extend_phase(device: Device, key: RoundKey, bound: int) -> None:
@@ -99,12 +96,12 @@ def extend_phase(device: Device, key: RoundKey, bound: int) -> None:
     S + 1 columns a row, causal; those past the path write to the null page.
     """
     assert device.drafter is not None
-    buffers, shape, ops, phase = device.buffers, key.shape, device.round_ops, Phase.EXTEND
+    buffers, shape, ops, phase = device.buffers, key.shape, device.ops, Phase.EXTEND
     width, rows = shape.commit_width, buffers.rows[: key.bucket]
     accepted, places = buffers.accepted_of(key.bucket, shape), buffers.places_of(key.bucket, shape)
     groups = device.draft_groups
     prefixes = {g.name: device.begin(phase, g.name, rows, places.committed, bound) for g in groups}
-    causal = ops.extend_mask(width, rows.device).expand(key.bucket, -1, -1)
+    causal = buffers.causal[:width, :width].expand(key.bucket, -1, -1)
     plans = device.plan(prefixes, {g.name: Queries(places.path, places.path, causal, g.window) for g in groups})
     columns = Columns(key.bucket, 0, width, width)
     attend = device.tail_attention(phase, device.draft_layers, buffers.extend_tails, plans, columns)
@@ -113,7 +110,7 @@ def extend_phase(device: Device, key: RoundKey, bound: int) -> None:
     hidden = device.drafter.extend(accepted.tokens, features, places.path, attend)
     device.commit(buffers.extend_tails, _paths(device, key, None))
     draft = device.propose(hidden, accepted.accept_len)
-    ops.finish(device.state.tables, rows, device.layout.dummy_row, accepted, draft)
+    ops.finish(device.state.tables, rows, device.layout.dummy_row, accepted.accept_len, accepted.bonus, draft)
 
 
 ROUND: dict[Phase, PhaseFunction] = {

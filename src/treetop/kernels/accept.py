@@ -1,41 +1,80 @@
 # ruff: noqa: PLR0917 (kernels take what they touch as arguments)
-"""Choosing and accepting on a GPU: a greedy round in two launches, a sampled one in one after `kernels.draw`.
+"""Accepting: the path of the tree that equals what the target itself chooses.
 
-References: `greedy_choice`, `accept` and `force` of `spec.verify`, which these equal bit for bit. Where a logit
-is NaN the node is not finite, and the token chosen there has no meaning.
+The target chooses a token at every node: the argmax, or a draw by a coin that depends only on the request's seed and
+the token's position. A draft is accepted iff it equals its parent's choice; the last choice on the path is the bonus.
+
+Why this is lossless: the children of a node are a fixed set, so drawing x from the target and moving to the child
+that equals x, or stopping with x, emits exactly x ~ target. It accepts with probability sum over children of
+p(child), the same as multi-round rejection with point-mass proposals, and it makes sampled output with a tree equal,
+token for token, to sampled output without one.
+
+On a GPU a greedy round chooses and accepts in two launches, a sampled one accepts in one after `kernels.draw`. Where a
+logit is NaN the node is not finite, and the token chosen there has no meaning.
 """
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from treetop.kernels.order import index_of, key_of, value_of
 from treetop.kernels.overlap import launch_options, take_turn
+from treetop.kernels.sampling import PartialArgmax, SampledTokens
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, tl
-from treetop.types.tree import Accepted, DraftTree
+from treetop.types.tree import Accepted, DraftTree, copy_into
 
 _PIECE = 4096
 """Logits of one program of the first launch."""
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """The target's token after each node, drawn already. token: [rows, T] int64. finite: [rows, T] bool, its logits."""
+def accept(tree: DraftTree, choice: Tensor, finite: Tensor, commit_width: int) -> Accepted:
+    """Follow the target's choices through each tree.
 
-    token: Tensor
-    finite: Tensor
+    choice: [rows, T] int64, the target's token after each node. finite: [rows, T] bool, of its logits there. The path
+    is the line from the root to the deepest node that, with all its ancestors, equals its parent's choice. A live row's
+    siblings differ, so there is one such node; the dummy row's are equal, and of several the first is taken. A line has
+    one node a depth, so no path is longer than its tree is deep, whatever the tree. Logits off the path are not looked
+    at (but a value that is not finite spoils its whole tree: in attention even a masked one counts 0 times NaN).
+    """
+    rows, width = tree.tokens.shape
+    wanted = tree.tokens == choice.gather(1, tree.parent)
+    wanted[:, 0] = True
+    agreed = ~(tree.mask & ~wanted[:, None, :]).any(dim=2)  # [rows, T], itself and its ancestors
+    accept_len, last = torch.where(agreed, tree.depth, -1).max(dim=1)  # the first of the deepest
+    on_path = tree.mask.gather(1, last[:, None, None].expand(-1, 1, width))[:, 0]  # its line, [rows, T]
+    place = torch.where(on_path, tree.depth, commit_width)  # nodes off the path go to a column that is cut
+    nodes = torch.arange(width, device=choice.device).expand(rows, -1)
+    path = torch.zeros((rows, commit_width + 1), dtype=torch.int64, device=choice.device)
+    path = path.scatter_(1, place, nodes)[:, :commit_width]
+    tokens = choice.gather(1, path)
+    sound = (finite | ~on_path).all(dim=1)
+    return Accepted(path, accept_len, tokens, tokens.gather(1, accept_len[:, None])[:, 0], sound)
 
 
-@dataclass(frozen=True, slots=True)
-class Pieces:
-    """The first of the largest logits of each piece of the vocabulary, as keys [rows, T, pieces] int64."""
+def force(choice: Tensor, finite: Tensor, accept_len: int, commit_width: int) -> Accepted:
+    """A path of the first `accept_len` nodes after the root, right or wrong: for measuring speed only."""
+    rows = choice.shape[0]
+    column = torch.arange(commit_width, device=choice.device).expand(rows, -1)
+    path = torch.where(column <= accept_len, column, 0)
+    tokens = choice.gather(1, path)
+    lengths = torch.full((rows,), accept_len, dtype=torch.int64, device=choice.device)
+    return Accepted(path, lengths, tokens, tokens[:, accept_len], finite.gather(1, path).all(dim=1))
 
-    key: Tensor
+
+def accept_reference(chosen: SampledTokens | PartialArgmax, tree: DraftTree, out: Accepted, forced: int | None) -> None:
+    """Follow the choices through each tree and write what is accepted; or `force` a path, where that is asked for."""
+    assert isinstance(chosen, SampledTokens)
+    width = out.path.shape[1]
+    if forced is None:
+        copy_into(out, accept(tree, chosen.token, chosen.finite, width))
+    else:
+        copy_into(out, force(chosen.token, chosen.finite, forced, width))
 
 
-def best_of_pieces(logits: Tensor, gpu: GpuTraits) -> Pieces:
-    """logits: [rows, T, vocab], contiguous; float32 or narrower."""
+def best_of_pieces(logits: Tensor, gpu: GpuTraits) -> PartialArgmax:
+    """`greedy_reference` but for the merge of the pieces, which `accept_in_one_launch` does.
+
+    logits: [rows, T, vocab], contiguous; float32 or narrower.
+    """
     rows, width, vocab = logits.shape
     assert logits.is_contiguous()
     pieces = -(-vocab // _PIECE)
@@ -44,7 +83,7 @@ def best_of_pieces(logits: Tensor, gpu: GpuTraits) -> Pieces:
         key, logits, vocab,
         block=min(_PIECE, lanes(vocab)), overlap=gpu.can_overlap, num_warps=4, **launch_options(gpu),
     )  # fmt: skip
-    return Pieces(key)
+    return PartialArgmax(key)
 
 
 @jit
@@ -61,15 +100,14 @@ def _pieces_kernel(key: Arg, logits: Arg, vocab: Arg, block: constexpr, overlap:
     tl.store(key + node * tl.num_programs(1) + part, key_of(best, first))
 
 
-def accept(chosen: Drawn | Pieces, tree: DraftTree, out: Accepted, forced: int | None, gpu: GpuTraits) -> None:
-    """Merge the pieces if there are any, follow the choices through each tree, and write what is accepted.
-
-    forced: accept this many nodes after the root in order, right or wrong; for measuring speed only.
-    """
+def accept_in_one_launch(
+    chosen: SampledTokens | PartialArgmax, tree: DraftTree, out: Accepted, forced: int | None, gpu: GpuTraits
+) -> None:
+    """`accept_reference`; it merges the pieces if there are any."""
     rows, nodes = tree.tokens.shape
-    greedy = isinstance(chosen, Pieces)
-    choice = chosen.key if isinstance(chosen, Pieces) else chosen.token
-    finite_in = choice if isinstance(chosen, Pieces) else chosen.finite.view(torch.uint8)
+    greedy = isinstance(chosen, PartialArgmax)
+    choice = chosen.key if isinstance(chosen, PartialArgmax) else chosen.token
+    finite_in = choice if isinstance(chosen, PartialArgmax) else chosen.finite.view(torch.uint8)
     assert forced is None or forced < min(nodes, out.path.shape[1])
     assert choice.is_contiguous()
     assert finite_in.is_contiguous()

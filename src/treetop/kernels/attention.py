@@ -23,7 +23,7 @@ from torch import Tensor
 from treetop.kernels.kv import slots_of
 from treetop.kernels.launch import Launch
 from treetop.kernels.overlap import take_turn
-from treetop.kernels.triton_guard import Arg, constexpr, jit, power_of_two, tl
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, power_of_two, tl
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Sight:
 def paged_attention_reference(
     q: Tensor, keys: PagedKeys, sight: Sight, tail: TailKeys | None, scale: float, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """What `paged_attention` computes, densely and in float32 (float64 if q is).
+    """Attention over the committed pages and the tail, densely and in float32 (float64 if q is).
 
     q: [rows, n, heads, head_dim]. Returns out like q and lse [rows, n, heads] float32; a query that sees nothing gets
     out 0 and lse -inf, or its sink.
@@ -330,6 +330,7 @@ def paged_attention(
     scale: float,
     launch: Launch,
     sinks: Tensor | None = None,
+    gpu: GpuTraits | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of q over the pages, and over the tail if there is one.
 

@@ -1,7 +1,7 @@
 # ruff: noqa: PLR0917 (kernels take what they touch as arguments)
 """What a round leaves behind: the path's K/V in the pages, and its features for the draft head.
 
-References: `slots_of` and `commit_tail` of `kernels.kv`; `path_features_reference`. On a GPU one launch each.
+On a GPU each is one launch.
 """
 
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from treetop.kernels.kv import commit_tail, slots_of
 from treetop.kernels.overlap import launch_options, take_turn
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, tl
 
@@ -55,12 +56,17 @@ class Paths:
         return torch.arange(self.width, device=self.rows.device)
 
 
-def commit(pool: Tensor, tail: Tensor, page_table: Tensor, page_size: int, paths: Paths, gpu: GpuTraits) -> None:
-    """Copy the paths' K/V, all layers in one launch; the null page is not touched.
+def commit_reference(pool: Tensor, tail: Tensor, page_table: Tensor, page_size: int, paths: Paths) -> None:
+    """Copy the K/V of each path from the tail to the pages, all layers of a group.
 
     pool: [layers, slots, planes, kv_heads, head_dim]. tail: [layers, max rows, t, planes, kv_heads, head_dim].
     page_table: [num_rows, columns] int32.
     """
+    commit_tail(pool, tail, paths.source, slots_of(page_table, paths.rows, paths.positions, paths.kept, page_size))
+
+
+def commit(pool: Tensor, tail: Tensor, page_table: Tensor, page_size: int, paths: Paths, gpu: GpuTraits) -> None:
+    """`commit_reference`, all layers in one launch; the null page is not touched."""
     size = pool[0, 0].numel()
     assert pool.stride()[1:] == tail.stride()[2:] == (size, size // pool.shape[2], pool.shape[4], 1)
     assert page_table.stride(1) == paths.accept_len.stride(0) == paths.rows.stride(0) == paths.committed.stride(0) == 1
@@ -103,18 +109,27 @@ def _commit_kernel(
             tl.store(pool + layer * pool_layer + slot * size + lane, kv, mask=there)
 
 
-def path_features_reference(out: Tensor, streams: tuple[Tensor, ...], nodes: Tensor) -> None:
-    """Each column's features, side by side.
+def feature_nodes(path: Tensor, num_nodes: int) -> Tensor:
+    """Rows of the flattened [rows * T, hidden] features that a path's nodes have. The stride is T (sgl-27545).
 
-    out: [rows, width, len(streams) * hidden]. streams: [rows, T, hidden] each. nodes: [rows * width] int64, rows of the
-    flattened streams.
+    path: [rows, S + 1] int64. Returns [rows * (S + 1)] int64.
     """
+    row = torch.arange(path.shape[0], device=path.device)[:, None]
+    return (row * num_nodes + path).reshape(-1)
+
+
+def path_features_reference(out: Tensor, streams: tuple[Tensor, ...], path: Tensor) -> None:
+    """The features of each path's nodes, side by side.
+
+    out: [rows, width, len(streams) * hidden]. streams: [rows, T, hidden] each. path: [rows, width] int64, nodes.
+    """
+    nodes = feature_nodes(path, streams[0].shape[1])
     chosen = [stream.reshape(-1, stream.shape[2]).index_select(0, nodes) for stream in streams]
     out.copy_(torch.cat(chosen, dim=1).view(out.shape))
 
 
 def path_features(out: Tensor, streams: tuple[Tensor, ...], path: Tensor, gpu: GpuTraits) -> None:
-    """`path_features_reference` of the nodes of a path [rows, width] int64: one launch for every three streams."""
+    """`path_features_reference`, one launch for every three streams."""
     rows, width = path.shape
     hidden = streams[0].shape[2]
     assert out.stride(2) == path.stride(1) == 1

@@ -1,12 +1,11 @@
 # ruff: noqa: PLR0915, PLR0917 (kernels take what they touch as arguments, and are one body by nature)
 """Drawing tokens on a GPU: temperature, top-k, top-p, min-p and the draw in one launch, without sorting.
 
-Reference: `spec.verify.sampled_choice`. A logit's weight is exp((logit - best) / temperature), so that min-p compares
-with it directly. What top-k and top-p keep is a prefix of the tokens ordered by logit, hence a lowest logit and how
-many of its equals; both are found by a search over the ordered bits of a logit, where one pass over the row counts, or
-weighs, what lies above three thresholds. The first pass bounds the searches: top-k by the lowest of the lanes' best,
-top-p by the logit below which all together weigh too little. The draw finds its block of the vocabulary first, then the
-token in it.
+A logit's weight is exp((logit - best) / temperature), so that min-p compares with it directly. What top-k and top-p
+keep is a prefix of the tokens ordered by logit, hence a lowest logit and how many of its equals; both are found by a
+search over the ordered bits of a logit, where one pass over the row counts, or weighs, what lies above three
+thresholds. The first pass bounds the searches: top-k by the lowest of the lanes' best, top-p by the logit below which
+all together weigh too little. The draw finds its block of the vocabulary first, then the token in it.
 
 Weights are float32; a lane adds its own in float32, lanes and the blocks of a draw are added in float64, all in a fixed
 order: the token depends on the row's logits, its parameters and its coin alone. It may differ from the reference's
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from treetop.kernels.overlap import launch_options, take_turn
-from treetop.kernels.sampling import TEMPERATURES, Sampler
+from treetop.kernels.sampling import TEMPERATURES, SampledTokens, Sampler
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, tl
 
 _BLOCK = 8192
@@ -25,13 +24,11 @@ _BLOCK = 8192
 
 
 def draw_tokens(
-    logits: Tensor, sampler: Sampler, rows: Tensor, positions: Tensor, gpu: GpuTraits
-) -> tuple[Tensor, Tensor]:
-    """The token drawn after each node, and whether its logits have a finite largest one.
+    logits: Tensor, sampler: Sampler, rows: Tensor, positions: Tensor, filtered: bool, gpu: GpuTraits
+) -> SampledTokens:
+    """`draw_reference` in one launch, which is the same with filters and without.
 
-    logits: [rows, T, vocab], contiguous; float32 or narrower. sampler: of all rows. rows: [rows] int64. positions:
-    [rows, T] int64, where the nodes stand; a token stands one further. Returns [rows, T] int64 and bool; a token of
-    logits that are not finite has no meaning.
+    logits: contiguous; float32 or narrower. A token of logits that are not finite has no meaning.
     """
     count, width, vocab = logits.shape
     assert logits.is_contiguous()
@@ -48,7 +45,7 @@ def draw_tokens(
         hottest=TEMPERATURES[1], overlap=gpu.can_overlap,
         num_warps=max(4, min(16, block // 512)), **launch_options(gpu),
     )  # fmt: skip
-    return token, finite
+    return SampledTokens(token, finite)
 
 
 @jit

@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from treetop.kernels.kv import PagedKV, write_pages
 from treetop.kernels.overlap import launch_options, take_turn
+from treetop.kernels.rope import RopeTable, Rotation, rotate_
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, power_of_two, tl
 
 _HEADS = 8
@@ -63,7 +65,8 @@ def _scalar(value: float, dtype: torch.dtype) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, gpu: GpuTraits) -> tuple[Tensor, Tensor]:
-    """`add_rms_norm_reference` in one pass; the norm is of the sum as rounded. x, delta: contiguous."""
+    """`add_rms_norm_reference` in one pass; the norm is of the sum as rounded. delta: contiguous."""
+    x = x.contiguous()
     normed = torch.empty_like(x)
     total = x if delta is None else torch.empty_like(x)
     _launch_add(total, normed, x, delta, weight, eps, gpu)
@@ -71,7 +74,8 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, gp
 
 
 def add(x: Tensor, delta: Tensor, gpu: GpuTraits) -> Tensor:
-    """`add_reference` in one launch. x, delta: contiguous."""
+    """`add_reference` in one launch. delta: contiguous."""
+    x = x.contiguous()
     total = torch.empty_like(x)
     _launch_add(total, None, x, delta, None, 0.0, gpu)
     return total
@@ -212,50 +216,49 @@ def norm_heads_(qkv: Tensor, kv_heads: int, norms: HeadNorms) -> None:
         part.copy_(rms_norm(part, weight.to(part.dtype), norms.eps))
 
 
+def angles_reference(table: RopeTable, positions: Tensor) -> Rotation:
+    """What `rotate_and_write` takes of a RoPE table at positions [rows, n], made once a forward."""
+    return table.at(positions)
+
+
+def angles(table: RopeTable, positions: Tensor, gpu: GpuTraits) -> tuple[Tensor, Tensor]:
+    """The table and the positions as they are: the kernel reads one through the other."""
+    return table.data, positions
+
+
 def rotate_and_write_reference(
-    qkv: Tensor,
-    heads: int,
-    table: Tensor,
-    positions: Tensor,
-    target: Tensor,
-    slots: Tensor | None,
-    norms: HeadNorms | None = None,
+    qkv: Tensor, angles: Rotation, target: Tensor, slots: Tensor | None, norms: HeadNorms | None = None
 ) -> Tensor:
     """Norm and rotate q and k, write k and v where they belong, a tail or pages, and return q [rows, n, heads, dim].
 
-    qkv: [parts, rows, n, heads + 2 * kv_heads, dim]. table: [num_positions, 2, dim], cos then signed sin
-    (`RopeTable.data`). positions: [rows, n] int64. target: a tail's columns [rows, n, 2, kv_heads, dim]; or, with slots
-    [rows, n] int64, pages [slots, 2, kv_heads, dim], where what goes to slot 0 is dropped. q has target's dtype.
+    qkv: [parts, rows, n, heads + 2 * kv_heads, dim], which it may use up. angles: what the operation of that name
+    gives. target: a tail's columns [rows, n, 2, kv_heads, dim]; or, with slots [rows, n] int64, pages
+    [slots, 2, kv_heads, dim], where what goes to slot 0 is dropped. q has target's dtype.
     """
-    kv_heads = target.shape[-2]
-    whole = joined(qkv).to(torch.float32, copy=True)
+    kv_heads, whole = target.shape[-2], joined(qkv)
     if norms is not None:
         norm_heads_(whole, kv_heads, norms)
-    turned = whole[:, :, : heads + kv_heads]
-    angles = table[positions].to(torch.float32)[:, :, :, None]
-    half = turned.shape[-1] // 2
-    turned = turned * angles[:, :, 0] + turned.roll(half, dims=-1) * angles[:, :, 1]
-    kv = torch.stack([turned[:, :, heads:], whole[:, :, heads + kv_heads :]], dim=2).to(target.dtype)
+    rotate_(whole[:, :, :-kv_heads], angles)
+    kv = whole[:, :, -2 * kv_heads :].view(*whole.shape[:2], 2, kv_heads, whole.shape[3])
     if slots is None:
         target.copy_(kv)
     else:
-        kept = slots != 0
-        target[slots[kept]] = kv[kept]
-    return turned[:, :, :heads].to(target.dtype)
+        write_pages(PagedKV(target), slots, kv)
+    return whole[:, :, : -2 * kv_heads]
 
 
 def rotate_and_write(
     qkv: Tensor,
-    heads: int,
-    table: Tensor,
-    positions: Tensor,
+    angles: tuple[Tensor, Tensor],
     target: Tensor,
     slots: Tensor | None,
+    norms: HeadNorms | None,
     gpu: GpuTraits,
-    norms: HeadNorms | None = None,
 ) -> Tensor:
-    """`rotate_and_write_reference` in one launch; reads the angles through the positions. qkv: contiguous."""
+    """`rotate_and_write_reference` in one launch, in float32. qkv: contiguous."""
+    table, positions = angles
     parts, rows, n, all_heads, dim = qkv.shape
+    heads = all_heads - 2 * target.shape[-2]
     q = torch.empty((rows, n, heads, dim), dtype=target.dtype, device=qkv.device)
     assert qkv.is_contiguous()
     assert target.stride()[-2:] == (dim, 1)

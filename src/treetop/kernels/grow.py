@@ -1,8 +1,8 @@
 # ruff: noqa: PLR0917 (kernels take what they touch as arguments)
-"""Growing a tree on a GPU: one launch to start, one a draft level, one to select.
+"""Growing a tree; on a GPU one launch to start, one a draft level, one to select.
 
-References: the functions of `kernels.tree` and `TorchRoundOps` of `spec.round_ops`, which these equal bit for bit:
-scores are the same float32 additions, ties go to the smaller index. Flat candidate indices: see `kernels.tree`.
+Both ways give the same bits: scores are the same float32 additions, ties go to the smaller index. Flat candidate
+indices: see `kernels.tree`.
 """
 
 from dataclasses import dataclass
@@ -13,9 +13,11 @@ from torch import Tensor
 from treetop.kernels.order import index_of, key_of
 from treetop.kernels.overlap import launch_options, take_turn
 from treetop.kernels.rows import RowTables
+from treetop.kernels.topk import MOST
+from treetop.kernels.tree import next_level_mask, root_tree, select_tree, stable_topk, worst_if_nan_
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, tl
 from treetop.types.layout import SpecShape
-from treetop.types.tree import DraftTree, Places
+from treetop.types.tree import DraftTree, Places, copy_into
 
 _BLOCK = 4096
 """Elements of hidden states that a program moves."""
@@ -77,19 +79,55 @@ def empty_growth(shape: SpecShape, rows: Tensor) -> Growth:
 
 def fits(shape: SpecShape) -> bool:
     """Whether one program can hold a row's candidates and its tree's mask in registers."""
-    return shape.topk <= 16 and shape.num_draft_tokens <= 128 and shape.num_candidates <= 2048
+    return shape.topk <= MOST and shape.num_draft_tokens <= 128 and shape.num_candidates <= 2048
 
 
 # ---------------------------------------------------------------------------------------------------------- start
 
 
-def start(tables: RowTables, rows: Tensor, growth: Growth, tree: DraftTree, places: Places, ones: Tensor) -> Frontier:
-    """Write node 0 of the trees, places but for other nodes, and level 0 of a growth; returns that level.
+def draft_positions(committed: Tensor, level: int, k: int) -> Tensor:
+    """Nodes of depth `level + 1` stand at `committed + level`: the draft runs one position behind its token.
 
-    rows: [rows] int64. ones: [k, k] bool, the identity, constant. A tree without levels is complete after this. Often
-    the first of a graph, it has nothing before it to overlap with.
+    Returns [rows, k] int64. Source: sgl-25015, where they were one too far.
     """
-    shape, draft = growth.shape, tables.draft
+    return (committed + level)[:, None].expand(-1, k)
+
+
+def start_reference(
+    tables: RowTables, rows: Tensor, shape: SpecShape, tree: DraftTree, places: Places, identity: Tensor
+) -> tuple[Growth, Frontier]:
+    """Begin the trees: node 0, where the rows stand, and level 0, the first frontier.
+
+    rows: [rows] int64. identity: [k, k] bool, constant. A tree without levels is complete after this, and its frontier
+    is nothing.
+    """
+    k, n = shape.topk, rows.shape[0]
+    committed, root = tables.committed[rows], tables.root[rows]
+    places.committed.copy_(committed)
+    torch.add(committed[:, None], torch.arange(shape.commit_width, device=rows.device), out=places.path)
+    growth = empty_growth(shape, rows)
+    if shape.num_steps == 0:
+        copy_into(tree, root_tree(root))
+        places.nodes.copy_(committed[:, None])
+        return growth, Frontier(*[growth.scores] * 4)
+    assert tables.draft is not None
+    tree.tokens[:, 0] = root
+    tokens, score = growth.tokens[:, :k], growth.scores[:, :k]
+    tokens.copy_(tables.draft.tokens[rows, :k])
+    score.copy_(tables.draft.logprob[rows, :k])
+    worst_if_nan_(score)
+    growth.parents[:, : k + 1] = torch.arange(-1, k, device=rows.device)
+    levels = [draft_positions(committed, level, k) for level in range(shape.num_steps)]
+    torch.cat(levels, dim=1, out=growth.positions)
+    hidden = tables.draft.hidden[rows][:, None].expand(-1, k, -1)
+    return growth, Frontier(tokens, score, hidden, identity.expand(n, k, k))
+
+
+def start(
+    tables: RowTables, rows: Tensor, shape: SpecShape, tree: DraftTree, places: Places, identity: Tensor, gpu: GpuTraits
+) -> tuple[Growth, Frontier]:
+    """`start_reference` in one launch. Often the first of a graph, it has nothing before it to overlap with."""
+    growth, draft = empty_growth(shape, rows), tables.draft
     k, steps = shape.topk, shape.num_steps
     assert draft is not None or steps == 0
     state = tables.root[:, None] if draft is None else draft.hidden
@@ -107,7 +145,7 @@ def start(tables: RowTables, rows: Tensor, growth: Growth, tree: DraftTree, plac
         block_p=lanes(k * steps), block=block, num_warps=4,
     )  # fmt: skip
     tokens, scores = growth.tokens[:, :k], growth.scores[:, :k]
-    return Frontier(tokens, scores, hidden, ones.expand(len(rows), k, k))
+    return growth, Frontier(tokens, scores, hidden, identity.expand(len(rows), k, k))
 
 
 @jit
@@ -159,8 +197,30 @@ def _worst_if_nan(score: Arg) -> Arg:
 # ----------------------------------------------------------------------------------------------------------- grow
 
 
+def grow_reference(growth: Growth, level: int, frontier: Frontier, children: Children) -> Frontier:
+    """Record a frontier's children, those of level `level + 1`, and make the k best of them the next frontier."""
+    k = frontier.tokens.shape[1]
+    first = k + level * k**2
+    scores = growth.scores[:, first : first + k**2]
+    torch.add(frontier.score[:, :, None], children.logprob, out=scores.unflatten(1, (k, k)))
+    worst_if_nan_(scores)
+    tokens = children.tokens.flatten(1)
+    growth.tokens[:, first : first + k**2] = tokens
+    score, chosen = stable_topk(scores, k)
+    group = 1 + (level + 1) * k  # the first below the new frontier
+    torch.add(chosen, first, out=growth.parents[:, group : group + k])
+    parent = chosen // k
+    hidden = children.hidden
+    return Frontier(
+        tokens.gather(1, chosen),
+        score,
+        hidden.gather(1, parent[:, :, None].expand(-1, -1, hidden.shape[2])),
+        next_level_mask(frontier.mask, parent),
+    )
+
+
 def grow(growth: Growth, level: int, frontier: Frontier, children: Children, gpu: GpuTraits) -> Frontier:
-    """Record a level's children as candidates and make the k best of them the next frontier."""
+    """`grow_reference` in one launch."""
     rows, k, t = frontier.mask.shape
     width = children.hidden.shape[2]
     assert children.hidden.is_contiguous()
@@ -235,8 +295,15 @@ def _grow_kernel(
 # --------------------------------------------------------------------------------------------------------- select
 
 
+def select_reference(growth: Growth, tree: DraftTree, places: Places) -> None:
+    """Choose the verify tree among the candidates, into buffers whose node 0 `start` wrote, and place its nodes."""
+    root = tree.tokens[:, 0]
+    copy_into(tree, select_tree(root, growth.tokens, growth.scores, growth.parents, growth.shape))
+    torch.add(places.committed[:, None], tree.depth, out=places.nodes)
+
+
 def select(growth: Growth, tree: DraftTree, places: Places, gpu: GpuTraits) -> None:
-    """`kernels.tree.select_tree` into the buffers of trees whose node 0 `start` wrote, and the nodes' places."""
+    """`select_reference` in one launch."""
     shape = growth.shape
     flags = _flags(tree.mask)
     _select_kernel[(len(growth.tokens),)](

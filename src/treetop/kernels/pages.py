@@ -4,13 +4,17 @@
 import torch
 from torch import Tensor
 
-from treetop.kernels.triton_guard import Arg, constexpr, jit, tl
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, tl
 
 
 def gather_table_reference(
     table: Tensor, rows: Tensor, extent: Tensor, columns: int, page_size: int
 ) -> tuple[Tensor, Tensor]:
-    """What `gather_table` computes."""
+    """The first `columns` columns of each row's table, with the null page where the row has no keys, and its length.
+
+    table: [num_rows, >= columns] int32. rows, extent: [rows] int64. Returns [rows, columns] int32, contiguous, and
+    [rows] int32.
+    """
     first = torch.arange(columns, device=table.device) * page_size
     pages = table[rows, :columns]
     return torch.where(first < extent[:, None], pages, 0).contiguous(), extent.to(torch.int32)
@@ -32,12 +36,10 @@ def _gather_kernel(
     tl.store(lengths + index, length, mask=tl.program_id(0) == 0)
 
 
-def gather_table(table: Tensor, rows: Tensor, extent: Tensor, columns: int, page_size: int) -> tuple[Tensor, Tensor]:
-    """The first `columns` columns of each row's table, with the null page where the row has no keys, and its length.
-
-    table: [num_rows, >= columns] int32. rows, extent: [rows] int64. Returns [rows, columns] int32, contiguous, and
-    [rows] int32. Columns past the extent are not read, so nothing in them can reach a library.
-    """
+def gather_table(
+    table: Tensor, rows: Tensor, extent: Tensor, columns: int, page_size: int, gpu: GpuTraits
+) -> tuple[Tensor, Tensor]:
+    """`gather_table_reference`; columns past the extent are not read, so nothing in them can reach a library."""
     count, block = rows.shape[0], 256
     out = torch.empty((count, columns), dtype=torch.int32, device=table.device)
     lengths = torch.empty((count,), dtype=torch.int32, device=table.device)

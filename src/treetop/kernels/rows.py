@@ -1,7 +1,7 @@
 # ruff: noqa: PLR0917 (kernels take what they touch as arguments)
 """State by request row: the tables a round reads at its start and writes at its end, and the end.
 
-Reference: `finish_reference`. On a GPU one launch; another picks the column that the next proposals come from.
+On a GPU the end is one launch; another picks the column that the next proposals come from.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from treetop.kernels.overlap import launch_options, take_turn
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, tl
-from treetop.types.tree import Accepted
 
 _BLOCK = 1024
 """Elements of a hidden state that a program moves."""
@@ -35,32 +34,23 @@ class RowTables:
     draft: DraftState | None
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a step adds to each row: how many tokens are committed, the new root, and what its next tree grows from.
+def finish_reference(
+    tables: RowTables, rows: Tensor, dummy_row: int, accept_len: Tensor, root: Tensor, draft: DraftState | None
+) -> None:
+    """The last operation of a step: `committed` grows by accept_len + 1, the root and the next proposals are stored.
 
-    advance, root: [rows] int64. draft: tokens, logprob [rows, k] and hidden [rows, draft hidden]; None without a head.
+    rows, accept_len, root: [rows] int64. draft: tokens, logprob [rows, k] and hidden [rows, draft hidden]; None without
+    a head. The dummy row keeps its state, so that its duplicates in a padded batch all write what is there.
     """
-
-    advance: Tensor
-    root: Tensor
-    draft: DraftState | None
-
-
-def finish_reference(tables: RowTables, rows: Tensor, live: Tensor, outcome: Outcome) -> None:
-    """The last operation of a step: committed grows, the root and the next proposals are stored.
-
-    rows: [rows] int64. live: [rows] bool; the dummy row keeps its state, so that its duplicates in a padded batch all
-    write what is there.
-    """
-    _store(tables.committed, rows, live, tables.committed[rows] + outcome.advance)
-    _store(tables.root, rows, live, outcome.root)
-    if outcome.draft is not None:
+    live = rows != dummy_row
+    _store(tables.committed, rows, live, tables.committed[rows] + (accept_len + 1))
+    _store(tables.root, rows, live, root)
+    if draft is not None:
         assert tables.draft is not None
-        k = outcome.draft.tokens.shape[1]
-        _store(tables.draft.tokens[:, :k], rows, live, outcome.draft.tokens)
-        _store(tables.draft.logprob[:, :k], rows, live, outcome.draft.logprob)
-        _store(tables.draft.hidden, rows, live, outcome.draft.hidden)
+        k = draft.tokens.shape[1]
+        _store(tables.draft.tokens[:, :k], rows, live, draft.tokens)
+        _store(tables.draft.logprob[:, :k], rows, live, draft.logprob)
+        _store(tables.draft.hidden, rows, live, draft.hidden)
 
 
 def _store(table: Tensor, rows: Tensor, live: Tensor, value: Tensor) -> None:
@@ -69,22 +59,23 @@ def _store(table: Tensor, rows: Tensor, live: Tensor, value: Tensor) -> None:
 
 
 def pick_reference(x: Tensor, index: Tensor) -> Tensor:
-    """x: [rows, n, width], index: [rows] int64. Returns [rows, width]."""
+    """One column of each row. x: [rows, n, width], index: [rows] int64. Returns [rows, width]."""
     return x[torch.arange(x.shape[0], device=x.device), index]
 
 
 def finish(
-    tables: RowTables, rows: Tensor, dummy_row: int, accepted: Accepted, draft: DraftState | None, gpu: GpuTraits
-) -> None:
-    """`finish_reference` of a round in one launch; a row advances by its accepted drafts and the root before them."""
+    tables: RowTables, rows: Tensor, dummy_row: int, accept_len: Tensor, root: Tensor, draft: DraftState | None,
+    gpu: GpuTraits,
+) -> None:  # fmt: skip
+    """`finish_reference` in one launch."""
     state, new = tables.draft or _no_draft(tables), draft or _no_draft(tables)
     width = new.hidden.shape[1] if draft is not None else 0
-    assert new.hidden.stride(1) == state.hidden.stride(1) == 1
+    assert new.hidden.stride(1) == state.hidden.stride(1) == accept_len.stride(0) == root.stride(0) == 1
     k = new.tokens.shape[1]
     block = min(_BLOCK, lanes(width))
     _finish_kernel[(len(rows), max(1, -(-width // block)))](
         tables.committed, tables.root, state.tokens, state.logprob, state.hidden,
-        rows, accepted.accept_len, accepted.bonus, new.tokens.contiguous(), new.logprob.contiguous(), new.hidden,
+        rows, accept_len, root, new.tokens.contiguous(), new.logprob.contiguous(), new.hidden,
         dummy_row, state.tokens.stride(0), state.hidden.stride(0), new.hidden.stride(0),
         k=k, width=width, block_k=lanes(k), block=block, has_draft=draft is not None,
         overlap=gpu.can_overlap, num_warps=4, **launch_options(gpu),

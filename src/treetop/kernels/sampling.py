@@ -1,4 +1,4 @@
-"""Choosing tokens: counter-based coins, the one logits processor, and the draw.
+"""Choosing tokens: greedily, or by counter-based coins, the one logits processor and a draw.
 
 A token is drawn by inverse CDF in vocabulary order from a coin that depends on (request seed, position of the token)
 alone. So a request's tokens do not depend on its batch, its row, the tree, or a retraction.
@@ -33,6 +33,43 @@ class Sampler:
 
     params: WarpParams
     seed: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """The target's token after each node. token: [rows, T] int64. finite: [rows, T] bool, whether its logits are."""
+
+    token: Tensor
+    finite: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PartialArgmax:
+    """The first of the largest logits of each piece of the vocabulary, as keys [rows, T, pieces] int64."""
+
+    key: Tensor
+
+
+def greedy_reference(logits: Tensor) -> SampledTokens:
+    """The largest logit's token after each node, the first of several. logits: [rows, T, vocab]."""
+    best, token = logits.max(dim=-1)  # NaN wins a maximum, so `best` tells of it
+    return SampledTokens(token, torch.isfinite(best))
+
+
+def draw_reference(logits: Tensor, sampler: Sampler, rows: Tensor, positions: Tensor, filtered: bool) -> SampledTokens:
+    """A token after each node, drawn from the warped logits [rows, T, vocab] by its row's sampler.
+
+    sampler: of all rows; `rows` [rows] picks. positions: [rows, T] int64, where the nodes stand; a token stands one
+    further. filtered: see `warp`.
+    """
+    count, width, vocab = logits.shape
+    finite = torch.isfinite(logits.max(dim=-1).values)
+    params, each_row = sampler.params, rows.repeat_interleave(width)
+    each = WarpParams(*(v[each_row] for v in (params.temperature, params.top_k, params.top_p, params.min_p)))
+    safe = torch.where(finite[:, :, None], logits, 0)
+    coins = philox_coin(sampler.seed[rows][:, None].expand(count, width), positions + 1)
+    token = draw(warp(safe.reshape(count * width, vocab), each, filtered), coins.reshape(-1))
+    return SampledTokens(token.reshape(count, width), finite)
 
 
 def _mul_hi_lo(factor: int, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -48,7 +48,11 @@ class TailSight:
 def tail_and_merge_reference(
     q: Tensor, prefix: PrefixPart, tail: TailKeys, sight: TailSight, scale: float, sinks: Tensor | None = None
 ) -> Tensor:
-    """What `tail_and_merge` computes, densely and in float32 (float64 if q is)."""
+    """Attention over prefix and tail, from the prefix's (out, lse), densely and in float32 (float64 if q is).
+
+    q: [rows, n, heads, head_dim], dense in its last dimension. sinks: [heads] float32. Returns [rows, n, heads,
+    head_dim]. A query that sees nothing at all gets 0.
+    """
     wide = torch.promote_types(q.dtype, torch.float32)
     out, lse = prefix.normalised()
     visible = tail.mask
@@ -128,14 +132,10 @@ def tail_and_merge(
     tail: TailKeys,
     sight: TailSight,
     scale: float,
+    sinks: Tensor | None,
     gpu: GpuTraits,
-    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention over prefix and tail, from the prefix's (out, lse).
-
-    q: [rows, n, heads, head_dim], dense in its last dimension. sinks: [heads] float32. Returns [rows, n, heads,
-    head_dim]. A query that sees nothing at all gets 0.
-    """
+    """`tail_and_merge_reference` in one launch."""
     rows, n, heads, dim = q.shape
     kv_heads, width = tail.data.shape[3], tail.data.shape[1]
     group = heads // kv_heads

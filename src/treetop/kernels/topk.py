@@ -15,10 +15,12 @@ from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, 
 
 _PIECE = 1024
 """Logits of one program of the first launch."""
+MOST = 16
+"""The largest k of a launch."""
 
 
 def top_logprobs_reference(logits: Tensor, k: int, offset: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Log-probabilities [..., k] float32, best first, and tokens [..., k] int64.
+    """The k best tokens: log-probabilities [..., k] float32, best first, and tokens [..., k] int64.
 
     logits: [..., vocab]. offset: [vocab] int64, what to add to an index to make it a token; None is 0.
     """
@@ -27,7 +29,7 @@ def top_logprobs_reference(logits: Tensor, k: int, offset: Tensor | None = None)
     return best, index if offset is None else index + offset[index]
 
 
-def top_logprobs(logits: Tensor, k: int, gpu: GpuTraits, offset: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def top_logprobs(logits: Tensor, k: int, offset: Tensor | None, gpu: GpuTraits) -> tuple[Tensor, Tensor]:
     """`top_logprobs_reference` in two launches, for k up to 16; order and ties are those of the logits."""
     vocab = logits.shape[-1]
     flat = logits.reshape(-1, vocab)

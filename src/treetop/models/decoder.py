@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treetop.attention.phase import Attend
-from treetop.kernels.ops import Ops
 from treetop.kernels.rope import rope_table
+from treetop.kernels.table import Ops
 from treetop.models.layers import GatedMLP, RMSNorm, SelfAttention, attention_params, mlp_params, norm_param
 from treetop.models.loader import Placement, Weights
 from treetop.models.params import Param, Source, matrix

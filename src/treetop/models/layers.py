@@ -7,7 +7,7 @@ from torch import Tensor
 
 from treetop.attention.phase import Attend
 from treetop.kernels.fused import HeadNorms
-from treetop.kernels.ops import Ops
+from treetop.kernels.table import Ops
 from treetop.models.loader import Weights
 from treetop.models.params import Param, Source, matrix, vector
 from treetop.models.spec import AttentionSpec, DenseSpec

@@ -11,12 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from treetop.kernels.ops import Ops, ops_for
 from treetop.kernels.products import ChosenProduct, Shape
+from treetop.kernels.table import OpContext, Ops
 from treetop.models.checkpoint import check_tensors, open_tensors
 from treetop.models.params import Fetch, Param, stored_tensors
 from treetop.types.config import flag
 from treetop.types.errors import CheckpointError, ConfigError
+from treetop.types.layout import SpecShape
 
 Weights = MutableMapping[str, Tensor]
 """Parameters by name. A model takes out what it keeps in another form, so that this is never there twice."""
@@ -84,7 +85,7 @@ class Placement:
     """Where and how a model computes.
 
     rope_rows: positions its RoPE table holds. dummy: random weights, no file. compressed: weights in 12 bits as well.
-    products: on a CPU, the calls for weights of each shape.
+    products: on a CPU, the calls for weights of each shape. shapes: of trees that will be grown.
     """
 
     dtype: torch.dtype
@@ -93,10 +94,12 @@ class Placement:
     dummy: bool = False
     compressed: bool = False
     products: Mapping[Shape, ChosenProduct] = field(default_factory=dict)
+    shapes: tuple[SpecShape, ...] = ()
 
     @property
     def ops(self) -> Ops:
-        return ops_for(self.device, self.dtype, self.compressed, self.products)
+        """The operations that serve here."""
+        return Ops(OpContext(self.device, self.dtype, self.shapes), self.compressed, self.products)
 
 
 def load_weights(

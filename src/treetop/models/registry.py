@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from treetop.kernels.ops import Ops
+from treetop.kernels.table import Ops
 from treetop.models import llama, qwen3, windowed_llama
 from treetop.models.decoder import Decoder, decoder_params, unused_tensors
 from treetop.models.loader import Placement, Weights, check_weights, load_weights

@@ -8,7 +8,7 @@ from torch import Tensor
 from treetop.attention.phase import Attend
 from treetop.drafts.protocol import Drafter
 from treetop.kernels.grow import Children, Frontier, Growth
-from treetop.spec.round_ops import RoundOps
+from treetop.kernels.table import Ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,10 @@ class Level:
         return self.all_positions[:, self.index * k : (self.index + 1) * k]
 
 
-def grow_tree(
-    drafter: Drafter, roots: tuple[Growth, Frontier], ops: RoundOps, attend: Callable[[Level], Attend]
-) -> Growth:
+def grow_tree(drafter: Drafter, roots: tuple[Growth, Frontier], ops: Ops, attend: Callable[[Level], Attend]) -> Growth:
     """Grow each row's candidates: the drafter runs S - 1 times on k nodes a row; level 0 needs no run.
 
-    roots: what `RoundOps.start` gives. attend: the attention of a level.
+    roots: what `Ops.start` gives. attend: the attention of a level.
     Source: EAGLE-2, arXiv:2406.16858, section 4.1.
     """
     growth, frontier = roots

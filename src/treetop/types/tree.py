@@ -50,3 +50,9 @@ class Places:
     committed: "Tensor"
     nodes: "Tensor"
     path: "Tensor"
+
+
+def copy_into(target: DraftTree | Accepted, source: DraftTree | Accepted) -> None:
+    """Write every tensor of a value into the buffers of another."""
+    for name in source.__dataclass_fields__:
+        getattr(target, name).copy_(getattr(source, name))

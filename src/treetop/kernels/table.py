@@ -1,0 +1,213 @@
+"""The table of operations: what runs beside the library's products, once as plain tensor operations, once as kernels.
+
+Every row of `Ops` is an operation. An instance of it holds, for one engine, the function of each row that serves there:
+nowhere else is a kernel chosen over its reference. `docs/operations.md` is this table, written out.
+
+Two things are chosen elsewhere, for they depend on more than an engine: the attention of a phase, by its backend, and
+the product with a weight, by the rows of each call. Their kernels are rows too, to be tested, compiled ahead and
+checked with the rest.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Generic, TypeVar, cast, overload
+
+import torch
+from torch import Tensor
+
+from treetop.kernels import accept as accepting
+from treetop.kernels import attention as attending
+from treetop.kernels import commit as committing
+from treetop.kernels import compressed, fused, pages, tail, topk
+from treetop.kernels import draw as drawing
+from treetop.kernels import few_rows as skinny
+from treetop.kernels import grow as growing
+from treetop.kernels import rows as row_state
+from treetop.kernels.linear import FewRowsGated, FewRowsLinear, GatedLinear, LibraryLinear, Linear, library_gated
+from treetop.kernels.products import Call, ChosenProduct, Shape
+from treetop.kernels.sampling import draw_reference, greedy_reference
+from treetop.kernels.triton_guard import GpuTraits, gpu_traits, why_not
+from treetop.types.layout import SpecShape
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class OpContext:
+    """What an engine computes on, and the shapes of its trees; () where no tree is grown."""
+
+    device: torch.device
+    dtype: torch.dtype
+    shapes: tuple[SpecShape, ...] = ()
+
+
+def on_a_gpu(context: OpContext) -> bool:
+    """On a GPU, up to float32"""
+    return context.device.type == "cuda" and context.dtype != torch.float64 and why_not(context.device) is None
+
+
+def on_a_gpu_in_16_bits(context: OpContext) -> bool:
+    """On a GPU, in bfloat16 or float16"""
+    return on_a_gpu(context) and context.dtype in (torch.float16, torch.bfloat16)
+
+
+def for_few_branches(context: OpContext) -> bool:
+    """On a GPU, up to float32 and topk 16"""
+    return on_a_gpu(context) and all(shape.topk <= topk.MOST for shape in context.shapes)
+
+
+def for_trees_of_one_program(context: OpContext) -> bool:
+    """On a GPU, up to float32, topk 16, 128 nodes and 2,048 candidates"""
+    return on_a_gpu(context) and all(growing.fits(shape) for shape in context.shapes)
+
+
+@dataclass(frozen=True)
+class Op(Generic[F]):
+    """An operation. As an attribute of an `Ops` it is the function chosen there.
+
+    reference: plain tensor operations, on any device and in any dtype. kernel: the same with an argument `gpu`, and
+    with others if it is called by more than the table. tolerance: how far they may differ in float32, as a share of the
+    largest value; 0 is not a bit. applies: where the kernel serves. launches: the Triton kernels it is made of.
+    """
+
+    reference: F
+    kernel: Callable[..., Any]
+    tolerance: float
+    applies: Callable[[OpContext], bool]
+    launches: tuple[Any, ...] = ()
+    name: str = field(default="", init=False)
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        object.__setattr__(self, "name", name)
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> "Op[F]": ...
+
+    @overload
+    def __get__(self, instance: object, owner: type) -> F: ...
+
+    def __get__(self, instance: object | None, owner: type) -> "Op[F] | F":
+        """The row of the class; instances hold the functions themselves, which are found before this is asked."""
+        return self
+
+    def on(self, gpu: GpuTraits) -> F:
+        """The kernel on a GPU, called like the reference."""
+        return cast(F, partial(self.kernel, gpu=gpu))
+
+
+class Ops:
+    """The table, and as an instance what was chosen from it. compressed, products: see `linear`."""
+
+    # of a layer
+    add = Op(fused.add_reference, fused.add, 1e-6, on_a_gpu, (fused._add_rms_norm_kernel,))
+    add_rms_norm = Op(fused.add_rms_norm_reference, fused.add_rms_norm, 1e-6, on_a_gpu, (fused._add_rms_norm_kernel,))
+    embed_and_norm = Op(
+        fused.embed_and_norm_reference, fused.embed_and_norm, 1e-6, on_a_gpu, (fused._embed_and_norm_kernel,)
+    )
+    angles = Op(fused.angles_reference, fused.angles, 0.0, on_a_gpu)
+    rotate_and_write = Op(
+        fused.rotate_and_write_reference, fused.rotate_and_write, 1e-6, on_a_gpu, (fused._rotate_and_write_kernel,)
+    )
+    silu_mul = Op(fused.silu_mul_reference, fused.silu_mul, 1e-6, on_a_gpu_in_16_bits, (fused._silu_mul_kernel,))
+    few_rows = Op(skinny.few_rows_reference, skinny.few_rows, 1e-5, on_a_gpu_in_16_bits, (skinny._few_rows_kernel,))
+    gated_rows = Op(
+        skinny.gated_rows_reference, skinny.gated_rows, 1e-5, on_a_gpu_in_16_bits, (skinny._few_rows_kernel,)
+    )
+    compressed_rows = Op(
+        compressed.compressed_rows_reference,
+        compressed.compressed_rows,
+        1e-5,
+        on_a_gpu_in_16_bits,
+        (compressed._compressed_kernel,),
+    )
+
+    # of attention
+    paged_attention = Op(
+        attending.paged_attention_reference,
+        attending.paged_attention,
+        1e-5,
+        on_a_gpu,
+        (attending._attention_kernel, attending._merge_kernel),
+    )
+    tail_and_merge = Op(tail.tail_and_merge_reference, tail.tail_and_merge, 1e-5, on_a_gpu, (tail._tail_kernel,))
+    gather_table = Op(pages.gather_table_reference, pages.gather_table, 0.0, on_a_gpu, (pages._gather_kernel,))
+
+    # of a round, in their order
+    start = Op(growing.start_reference, growing.start, 0.0, for_trees_of_one_program, (growing._start_kernel,))
+    top_logprobs = Op(
+        topk.top_logprobs_reference,
+        topk.top_logprobs,
+        1e-6,
+        for_few_branches,
+        (topk._pieces_kernel, topk._merge_kernel),
+    )
+    grow = Op(growing.grow_reference, growing.grow, 0.0, for_trees_of_one_program, (growing._grow_kernel,))
+    select = Op(growing.select_reference, growing.select, 0.0, for_trees_of_one_program, (growing._select_kernel,))
+    greedy = Op(greedy_reference, accepting.best_of_pieces, 0.0, for_trees_of_one_program, (accepting._pieces_kernel,))
+    draw = Op(draw_reference, drawing.draw_tokens, 1e-6, on_a_gpu, (drawing._draw_kernel,))
+    accept = Op(
+        accepting.accept_reference,
+        accepting.accept_in_one_launch,
+        0.0,
+        for_trees_of_one_program,
+        (accepting._accept_kernel,),
+    )
+    commit = Op(committing.commit_reference, committing.commit, 0.0, on_a_gpu, (committing._commit_kernel,))
+    path_features = Op(
+        committing.path_features_reference,
+        committing.path_features,
+        0.0,
+        on_a_gpu,
+        (committing._path_features_kernel,),
+    )
+    pick = Op(row_state.pick_reference, row_state.pick, 0.0, on_a_gpu, (row_state._pick_kernel,))
+    finish = Op(row_state.finish_reference, row_state.finish, 0.0, on_a_gpu, (row_state._finish_kernel,))
+
+    def __init__(
+        self, context: OpContext, compressed: bool = False, products: Mapping[Shape, ChosenProduct] | None = None
+    ) -> None:
+        self._context, self._compressed, self._products = context, compressed, products or {}
+        self._gpu = gpu_traits(context.device) if on_a_gpu(context) else None
+        for name, op in operations().items():
+            serves = self._gpu is not None and op.applies(context)
+            vars(self)[name] = op.on(self._gpu) if self._gpu is not None and serves else op.reference
+
+    @property
+    def filters_apart(self) -> bool:
+        """Whether a draw with filters is other work than one without: the reference sorts the vocabulary."""
+        return self.draw is draw_reference
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """A product with a weight [out, in], prepared once.
+
+        On a CPU it goes by the calls that `products` names for the weight's shape; on a GPU the weight is kept in 12
+        bits too, where `compressed` and products of few rows gain by it.
+        """
+        gpu = self._few_rows_on(bias)
+        return (
+            LibraryLinear(weight, bias, self._calls(weight))
+            if gpu is None
+            else FewRowsLinear(weight, gpu, self._compressed)
+        )
+
+    def gated(self, weight: Tensor, bias: Tensor | None = None) -> GatedLinear:
+        """`silu(gate) * up`, both from a product with one weight [2 * out, in]; see `linear`."""
+        gpu = self._few_rows_on(bias)
+        return (
+            library_gated(weight, bias, self._calls(weight))
+            if gpu is None
+            else FewRowsGated(weight, gpu, self._compressed)
+        )
+
+    def _few_rows_on(self, bias: Tensor | None) -> GpuTraits | None:
+        return self._gpu if bias is None and Ops.few_rows.applies(self._context) else None
+
+    def _calls(self, weight: Tensor) -> tuple[Call, ...] | None:
+        chosen = self._products.get((weight.shape[0], weight.shape[1]))
+        return None if chosen is None else chosen.calls
+
+
+def operations() -> dict[str, Op[Any]]:
+    """The rows of the table, by name."""
+    return {name: row for name, row in vars(Ops).items() if isinstance(row, Op)}

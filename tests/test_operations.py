@@ -1,0 +1,338 @@
+"""The table of operations: each kernel equals its reference within the row's tolerance, and nothing is left out.
+
+Under pytest this file starts itself again with TRITON_INTERPRET=1, and there, and on a GPU, it holds the tests of the
+kernels. What each operation must do besides, and where it is hard, has tests of its own: see `docs/testing.md`.
+"""
+
+import importlib.util
+import pkgutil
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import treetop.attention
+import treetop.kernels
+from interpreted import INTERPRETED, require_interpreted_pass
+from scenes import scene
+from test_round_ops import Buffers, agreeing, random_children, random_tables, random_tree
+from treetop.debug.kernels import all_kernels, place_of
+from treetop.kernels.attention import PagedKeys, Sight, TailKeys, paged_attention_reference
+from treetop.kernels.commit import Paths
+from treetop.kernels.compressed import CompressedLaunch, compress
+from treetop.kernels.few_rows import RowsLaunch
+from treetop.kernels.fused import HeadNorms
+from treetop.kernels.grow import Children, Frontier, Growth
+from treetop.kernels.launch import Launch
+from treetop.kernels.rope import RopeSpec, RopeTable, rope_table
+from treetop.kernels.sampling import PartialArgmax, SampledTokens, Sampler, WarpParams
+from treetop.kernels.table import Op, operations
+from treetop.kernels.tail import PrefixPart
+from treetop.kernels.triton_guard import _probe, gpu_traits
+from treetop.types.layout import SpecShape
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+SHAPE = SpecShape(3, 3, 9)
+
+
+@dataclass
+class Call:
+    """One call of an operation. more: arguments that only the kernel takes. compared: what must be equal after it."""
+
+    args: tuple[Any, ...]
+    more: dict[str, Any] = field(default_factory=dict)
+    compared: Callable[[tuple[Any, ...], Any], Any] = lambda args, result: (result, args)
+
+
+CASES: dict[str, Callable[[bool], Call]] = {}
+"""Operation -> the same random arguments at every call; told whether they are for the kernel."""
+
+
+def case(make: Callable[[bool], Call]) -> Callable[[bool], Call]:
+    CASES[make.__name__] = make
+    return make
+
+
+def only_result(args: tuple[Any, ...], result: Any) -> Any:
+    return result
+
+
+# ------------------------------------------------------------------------------------------------------- of a layer
+
+
+@case
+def add(_: bool) -> Call:
+    return Call((torch.randn(2, 3, 48), torch.randn(2, 2, 3, 48)))
+
+
+@case
+def add_rms_norm(_: bool) -> Call:
+    return Call((torch.randn(2, 3, 48), torch.randn(3, 2, 3, 48), torch.rand(48), 1e-5))
+
+
+@case
+def embed_and_norm(_: bool) -> Call:
+    tokens = torch.randint(0, 30, (3, 5))[:, 1:4]
+    return Call((torch.randn(30, 24), tokens, torch.randn(3, 5, 40)[:, :3], torch.rand(40), 1e-5))
+
+
+@case
+def angles(_: bool) -> Call:
+    table = rope_table(RopeSpec(24, 10000.0), 50, torch.float32, DEVICE)
+
+    def at_positions(args: tuple[Any, ...], result: Any) -> Any:
+        return RopeTable(result[0]).at(result[1]) if isinstance(result, tuple) else result
+
+    return Call((table, torch.randint(0, 50, (3, 4))), compared=at_positions)
+
+
+@case
+def rotate_and_write(kernel: bool) -> Call:
+    table, positions = rope_table(RopeSpec(24, 10000.0), 50, torch.float32, DEVICE), torch.randint(0, 50, (3, 4))
+    given = (table.data, positions) if kernel else table.at(positions)
+    slots = (torch.randperm(30)[:12] + 1).view(3, 4)
+    slots[0, 1] = slots[2, 0] = 0
+    qkv, pages = torch.randn(2, 3, 4, 10, 24), torch.zeros(31, 2, 2, 24)
+    norms = HeadNorms(torch.rand(2, 24) + 0.5, 0.1)
+    return Call((qkv, given, pages, slots, norms), compared=lambda args, result: (result, args[2]))
+
+
+@case
+def silu_mul(_: bool) -> Call:
+    return Call((torch.randn(2, 3, 2 * 1100) * 4,))
+
+
+@case
+def few_rows(kernel: bool) -> Call:
+    x, weight = torch.randn(19, 128).half(), torch.randn(72, 128).half()
+    launch = {"launch": RowsLaunch(block_n=32, block_k=16, splits=2, num_stages=1, num_warps=4)}
+    return Call((x, weight) if kernel else (x, weight, 2), launch, only_result)
+
+
+@case
+def gated_rows(_: bool) -> Call:
+    x, weight = torch.randn(17, 64).half(), torch.randn(2 * 40, 64).half() / 4
+    launch = {"launch": RowsLaunch(block_n=16, block_k=32, splits=1, num_stages=1, num_warps=4)}
+    return Call((x, weight), launch, only_result)
+
+
+@case
+def compressed_rows(_: bool) -> Call:
+    dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32  # the interpreter knows no bfloat16
+    with torch.device("cpu"):
+        made = compress(torch.randn(192, 1024).bfloat16(), False)
+    assert made is not None
+    names = ("words", "scale", "starts", "lines", "columns", "values")
+    made = replace(made, **{name: getattr(made, name).to(DEVICE) for name in names})
+    launch = {"launch": CompressedLaunch(64, 2, 1, 4, 16)}
+    parts = lambda args, result: result if result.dim() == 2 else result.sum(0)  # noqa: E731
+    return Call((torch.randn(5, 1024).to(dtype), made), launch, parts)
+
+
+# ----------------------------------------------------------------------------------------------------- of attention
+
+
+def attended() -> tuple[Any, PagedKeys, Sight, TailKeys]:
+    s = scene(n=4, t=6, window=9)
+    keys = PagedKeys(s.clean.data, s.clean_table, s.view.rows, s.view.extent, s.view.bound, s.view.page_size)
+    return s, keys, Sight(s.queries.positions, 9), TailKeys(s.tail.data, s.queries.tail_positions, s.queries.mask)
+
+
+@case
+def paged_attention(_: bool) -> Call:
+    s, keys, sight, tail = attended()
+    return Call((s.q, keys, sight, tail, s.scale), {"launch": Launch(16, 16, 3, 4, 1)})
+
+
+@case
+def tail_and_merge(_: bool) -> Call:
+    s, keys, sight, tail = attended()
+    part = PrefixPart(*paged_attention_reference(s.q, keys, sight, None, s.scale), s.view.extent)
+    return Call((s.q, part, tail, sight, s.scale, torch.randn(s.q.shape[2])))
+
+
+@case
+def gather_table(_: bool) -> Call:
+    return Call((torch.randint(1, 99, (4, 12)).int(), torch.tensor([2, 0, 3]), torch.tensor([36, 0, 17]), 9, 4))
+
+
+# -------------------------------------------------------------------------------------------------------- of a round
+
+
+def growing() -> tuple[Buffers, Growth, Frontier, Children]:
+    rng = random.Random(5)
+    shape = (4, SHAPE.num_candidates)
+    tokens, scores = torch.randint(0, 40, shape), -torch.rand(shape)
+    parents = torch.arange(-1, 9).expand(4, -1).clone()
+    parents[:, 4:] = 3 + torch.arange(6)
+    growth = Growth(SHAPE, tokens, scores, parents, torch.zeros(4, 9, dtype=torch.int64))
+    mask = torch.eye(3, dtype=torch.bool).expand(4, 3, 3)
+    frontier = Frontier(tokens[:, :3], scores[:, :3], torch.randn(4, 3, 21), mask)
+    return Buffers.make(), growth, frontier, random_children(rng, 4, 3, 21)
+
+
+@case
+def start(_: bool) -> Call:
+    buffers, tables = Buffers.make(), random_tables(random.Random(3), 6, 21)
+    tree, places, _ = buffers.of(4, SHAPE)
+    args = (tables, torch.tensor([3, 0, 4, 5]), SHAPE, tree, places, torch.eye(3, dtype=torch.bool))
+
+    def written(args: tuple[Any, ...], result: Any) -> Any:
+        growth, frontier = result  # candidates of later levels are not written yet
+        return buffers, growth.tokens[:, :3], growth.scores[:, :3], growth.positions, frontier
+
+    return Call(args, compared=written)
+
+
+@case
+def top_logprobs(_: bool) -> Call:
+    logits = torch.randint(-6, 6, (3, 2, 2500)) / 2.0
+    return Call((logits, 5, torch.randint(0, 5, (2500,))))
+
+
+@case
+def grow(_: bool) -> Call:
+    _, growth, frontier, children = growing()
+    return Call((growth, 0, frontier, children))
+
+
+@case
+def select(_: bool) -> Call:
+    buffers, growth, _, _ = growing()
+    tree, places, _ = buffers.of(4, SHAPE)
+    buffers.tree.tokens[:, 0], buffers.places.committed[:] = 7, 11
+    tree.parent[:, 0], tree.depth[:, 0], tree.logprob[:, 0], tree.mask[:, 0] = 0, 0, 0.0, False
+    tree.mask[:, 0, 0], places.nodes[:, 0] = True, 11
+    return Call((growth, tree, places), compared=lambda args, result: buffers)
+
+
+@case
+def greedy(_: bool) -> Call:
+    def merged(args: tuple[Any, ...], result: Any) -> Any:
+        if not isinstance(result, PartialArgmax):
+            return result
+        key = result.key.amax(-1)
+        ordered = (key >> 32).int()
+        value = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32)
+        return SampledTokens(0x7FFFFFFF - (key & 0x7FFFFFFF), value.isfinite())
+
+    logits = torch.randint(-9, 9, (2, 3, 9000)) / 2.0
+    logits[1, 2, 8000] = float("inf")
+    return Call((logits,), compared=merged)
+
+
+@case
+def draw(_: bool) -> Call:
+    columns = zip((0.0, 0, 1.0, 0.0), (0.7, 5, 0.8, 0.1), (1.3, 0, 0.6, 0.0), strict=True)
+    params = WarpParams(*(torch.tensor(column) for column in columns))
+    rows, positions = torch.tensor([2, 0, 1]), torch.randint(0, 10**6, (3, 2))
+    return Call((torch.randn(3, 2, 90) * 3, Sampler(params, torch.randint(0, 2**62, (3,))), rows, positions, True))
+
+
+@case
+def accept(_: bool) -> Call:
+    rng, buffers = random.Random(1), Buffers.make()
+    tree = random_tree(rng, 4, SHAPE, buffers)
+    chosen = SampledTokens(agreeing(rng, tree), torch.rand(4, 9) < 0.9)
+    return Call((chosen, tree, buffers.of(4, SHAPE)[2], None), compared=lambda args, result: buffers)
+
+
+@case
+def commit(_: bool) -> Call:
+    rows, path = torch.tensor([3, 0, 4, 5]), torch.tensor([[0, 2, 3, 7], [0, 1, 3, 5], [0, 3, 6, 8], [0, 0, 0, 0]])
+    table = torch.arange(1, 19, dtype=torch.int32).view(6, 3) * (torch.arange(6) < 5)[:, None]
+    paths = Paths(rows, torch.tensor([1, 0, 5, 0]), torch.tensor([3, 1, 2, 0]), 4, path, 5)
+    return Call((torch.zeros(2, 80, 2, 1, 4), torch.randn(2, 4, 9, 2, 1, 4), table.int(), 4, paths))
+
+
+@case
+def path_features(_: bool) -> Call:
+    return Call((torch.zeros(4, 4, 24), tuple(torch.randn(4, 9, 6) for _ in range(4)), torch.randint(0, 9, (4, 4))))
+
+
+@case
+def pick(_: bool) -> Call:
+    return Call((torch.randn(4, 5, 42)[:, :, :21], torch.tensor([0, 4, 2, 1])))
+
+
+@case
+def finish(_: bool) -> Call:
+    rng = random.Random(2)
+    tables, new = random_tables(rng, 6, 21), random_tables(rng, 6, 21)
+    assert new.draft is not None
+    draft = replace(new.draft, tokens=new.draft.tokens[:4, :3], logprob=new.draft.logprob[:4, :3])
+    rows, root = torch.tensor([3, 0, 5, 5]), torch.randint(0, 40, (4,))
+    return Call((tables, rows, 5, torch.tensor([0, 3, 1, 2]), root, replace(draft, hidden=new.draft.hidden[:4])))
+
+
+# ----------------------------------------------------------------------------------------------------------- the tests
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if is_dataclass(value):
+        return tensors_of([getattr(value, name) for name in value.__dataclass_fields__])
+    return [tensor for each in value for tensor in tensors_of(each)] if isinstance(value, tuple | list) else []
+
+
+def assert_within(op: Op[Any], got: Any, want: Any) -> None:
+    """The row's share of the largest value, and a rounding where a result is narrower than float32."""
+    pairs = list(zip(tensors_of(got), tensors_of(want), strict=True))
+    assert pairs
+    for one, other in pairs:
+        assert one.dtype == other.dtype or op.tolerance
+        share = op.tolerance + (torch.finfo(one.dtype).eps if one.dtype in (torch.float16, torch.bfloat16) else 0)
+        largest = float(other.abs().nan_to_num(0, 0, 0).max()) if op.tolerance and other.numel() else 0.0
+        torch.testing.assert_close(
+            one, other, rtol=0, atol=share * largest, equal_nan=True, check_dtype=not op.tolerance, check_stride=False
+        )
+
+
+def test_every_operation_has_a_case():
+    assert sorted(CASES) == sorted(operations())
+
+
+def test_every_kernel_of_the_package_is_in_the_table():
+    """So what compiles, counts or checks the kernels of the table leaves none out."""
+    found = set()
+    for package in (treetop.kernels, treetop.attention):
+        for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+            for value in vars(importlib.import_module(module.name)).values():
+                if isinstance(value, type(_probe)) and getattr(value, "__name__", "").endswith("_kernel"):
+                    found.add(place_of(value))
+    assert set(all_kernels()) == found
+
+
+def test_the_page_of_the_table_is_up_to_date():
+    spec = importlib.util.spec_from_file_location("operations_page", SCRIPTS / "operations.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert script.PAGE.read_text(encoding="utf-8") == script.page(), "run: python scripts/operations.py"
+
+
+if not INTERPRETED and DEVICE.type == "cpu":
+
+    def test_the_kernels_pass_in_tritons_interpreter():
+        require_interpreted_pass(__file__)
+
+
+if INTERPRETED or DEVICE.type == "cuda":
+
+    @pytest.mark.parametrize("name", sorted(CASES))
+    def test_a_kernel_equals_its_reference(name):
+        op, ends = operations()[name], []
+        with DEVICE:
+            for kernel in (False, True):
+                torch.manual_seed(3)
+                call = CASES[name](kernel)
+                run = op.on(gpu_traits(DEVICE)) if kernel else op.reference
+                result = run(*call.args, **(call.more if kernel else {}))
+                ends.append(call.compared(call.args, result))
+        assert_within(op, ends[1], ends[0])
