@@ -13,8 +13,9 @@ PAGE = Path(__file__).parent.parent / "docs" / "operations.md"
 HEAD = """# Operations
 
 Written by `python scripts/operations.py` from `src/treetop/kernels/table.py`; a test compares. Every operation has a
-reference in plain tensor operations, which runs anywhere, and a kernel. An engine takes the kernel where it serves, once,
-when it is made. The tolerance is how far the two may differ in float32, as a share of the largest value; 0 is not a bit.
+reference in plain tensor operations, which runs anywhere, and a kernel. An engine takes the kernel where it serves,
+once, when it is made. The tolerance is how far the two may differ in float32, as a share of the largest
+value. 0 is equal bits.
 
 | operation | what it does | code | Triton kernels | tolerance | kernel where |
 |---|---|---|---|---|---|
