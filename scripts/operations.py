@@ -29,8 +29,7 @@ def _line(op: Op) -> str:  # type: ignore[type-arg]
     what = _first_sentence(op.reference)
     module = op.kernel.__module__.removeprefix("treetop.").replace(".", "/")
     launches = ", ".join(f"`{place_of(kernel).rpartition('.')[2]}`" for kernel in op.launches) or "none"
-    tolerance = f"{op.tolerance:g}" if op.tolerance else "0"
-    return f"| `{op.name}` | {what} | `{module}.py` | {launches} | {tolerance} | {_first_sentence(op.applies)} |\n"
+    return f"| `{op.name}` | {what} | `{module}.py` | {launches} | {op.tolerance:g} | {_first_sentence(op.applies)} |\n"
 
 
 def _first_sentence(function: object) -> str:
