@@ -130,7 +130,7 @@ def diagnose(case: Case, backend: Backend) -> str:
     layer = case.layers[0]
     out, want = case.call(backend, case.plan(backend), layer), reference(case, layer)
     rows = [
-        f"  row {i}: extent {int(case.view.extent[i])}, error {relative_error(out[i], want[i]):.1e},"
+        f"  row {i}: extent {int(case.metadata.extent[i])}, error {relative_error(out[i], want[i]):.1e},"
         f" {int((~torch.isfinite(out[i])).sum())} not finite"
         for i in range(case.shape.rows)
     ]

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from treetop.attention.capabilities import GroupNeed, Need
-from treetop.attention.contract import AttentionBackend, Queries, TableView, TailKV
+from treetop.attention.contract import AttentionBackend, TailKV
 from treetop.attention.library_backend import LibraryPlan
-from treetop.kernels.attention import PagedKeys, Sight, TailKeys, paged_attention_reference
+from treetop.kernels.attention import paged_attention, paged_attention_reference
 from treetop.kernels.fused import rotate_and_write
 from treetop.kernels.kv import PagedKV, PageTable
 from treetop.kernels.launch import CallShape
+from treetop.kernels.metadata import AttentionMetadata
 from treetop.kernels.tree import ancestor_mask
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.types.ids import FULL
@@ -155,8 +156,7 @@ class Case:
     shape: Shape
     q: Tensor
     layers: list[PagedKV]
-    view: TableView
-    queries: Queries
+    metadata: AttentionMetadata
     tail: TailKV
     rotate: Callable[[], object]
     expected: dict[int, Tensor] = field(default_factory=dict)  # by the layer's id
@@ -176,16 +176,13 @@ class Case:
         if self.shape.kind == "prefill":
             return backend.causal(self.q, layer, plan, scale)
         if self.shape.kind == "prefix":
-            if isinstance(plan, LibraryPlan):  # its own call alone, without what `prefix` does to the result
+            if isinstance(plan, LibraryPlan):  # its own call alone
                 return plan.attend(self.q, layer, scale).out
-            return backend.prefix(self.q, layer, plan, scale)[0]
+            return paged_attention(self.q, layer.data, self.metadata, None, scale, None, gpu_traits(DEVICE))[0]
         return backend.prefix_tail(self.q, layer, plan, self.tail, scale)
 
     def plan(self, backend: Backend) -> Any:
-        prefix = backend.begin(self.view)
-        if self.shape.kind == "prefill":
-            return backend.plan_causal(prefix, self.queries.positions, self.shape.window)
-        return backend.plan(prefix, self.queries)
+        return backend.plan(backend.begin(self.metadata), self.metadata)
 
     @cached_property
     def compared(self) -> Tensor:
@@ -225,18 +222,18 @@ def build(shape: Shape, num_layers: int) -> Case:
     if s.kind == "prefill":
         positions = (extent - s.n).clamp(min=0)[:, None] + columns_of_q
         positions = torch.where(extent[:, None] > 0, positions, 0)
-        queries = Queries(positions, positions, torch.empty(0, device=DEVICE))
+        queries = (positions, s.window)
     elif s.kind == "prefix":
         positions = extent[:, None] + columns_of_q
-        queries = Queries(positions, positions, torch.empty(0, device=DEVICE))
+        queries = (positions, None, positions, torch.empty((s.rows, s.n, 0), dtype=torch.bool, device=DEVICE))
     else:
         picks = torch.rand(s.rows, s.tail, device=DEVICE) * torch.arange(s.tail, device=DEVICE)
         mask = ancestor_mask(picks.long(), s.tail)[:, -s.n :].contiguous()
         depth = ancestor_mask(picks.long(), s.tail).sum(dim=2) - 1
         spots = extent[:, None] + depth
-        queries = Queries(spots[:, -s.n :], spots, mask, s.window)
-    view = TableView(Phase.VERIFY, PageTable(FULL, table), rows, extent, s.capacity, p)
-    return Case(s, q, layers, view, queries, tail, rotation(s))
+        queries = (spots[:, -s.n :], s.window, spots, mask)
+    metadata = AttentionMetadata(Phase.VERIFY, PageTable(FULL, table), rows, extent, s.capacity, p, *queries)
+    return Case(s, q, layers, metadata, tail, rotation(s))
 
 
 def rotation(s: Shape) -> Callable[[], object]:
@@ -250,17 +247,22 @@ def rotation(s: Shape) -> Callable[[], object]:
 
 def reference(case: Case, layer: PagedKV) -> Tensor:
     """Dense attention in float32 of the queries that are compared, a row at a time."""
-    s, view, queries, at = case.shape, case.view, case.queries, case.compared
+    s, metadata, at = case.shape, case.metadata, case.compared
     outs = []
     for i in range(s.rows):
         one = slice(i, i + 1)
-        keys = PagedKeys(layer.data, view.table.data, view.rows[one], view.extent[one], s.prefix_len, view.page_size)
-        sight = Sight(queries.positions[one][:, at], s.window, s.kind == "prefill")
-        tail = None
-        if s.kind not in ("prefill", "prefix"):
-            tail = TailKeys(case.tail.data[one], queries.tail_positions[one], queries.mask[one])
+        tail = case.tail.data[one] if s.kind not in ("prefill", "prefix") else None
+        mine = replace(
+            metadata,
+            rows=metadata.rows[one],
+            extent=metadata.extent[one],
+            bound=s.prefix_len,
+            positions=metadata.positions[one][:, at],
+            tail_positions=None if metadata.tail_positions is None else metadata.tail_positions[one],
+            mask=None if metadata.mask is None else metadata.mask[one],
+        )
         q = case.q[one][:, at].to(torch.float32)
-        outs.append(paged_attention_reference(q, keys, sight, tail, s.head_dim**-0.5)[0])
+        outs.append(paged_attention_reference(q, layer.data, mine, tail, s.head_dim**-0.5)[0])
     return torch.cat(outs)
 
 

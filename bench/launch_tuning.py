@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from attention_cases import DEVICE, TOLERANCE, Case, Shape, build, error_of, num_layers_for, times_in_a_round
 
-from treetop.kernels.attention import PagedKeys, Sight, TailKeys, paged_attention
+from treetop.kernels.attention import paged_attention
 from treetop.kernels.kv import PagedKV
 from treetop.kernels.launch import Launch, entry_of, launch_by_formula
 from treetop.kernels.triton_guard import gpu_traits, power_of_two
@@ -78,11 +78,10 @@ def splits_of(shape: Shape, block_m: int, block_n: int, halves: tuple[int, ...])
 
 def call(case: Case, launch: Launch, layer: PagedKV) -> torch.Tensor:
     """Attention of one layer."""
-    shape, view = case.shape, case.view
-    sight = Sight(case.queries.positions, shape.window, shape.kind == "prefill")
-    tail = None if sight.causal else TailKeys(case.tail.data, case.queries.tail_positions, case.queries.mask)
-    keys = PagedKeys(layer.data, view.table.data, view.rows, view.extent, view.bound, view.page_size)
-    return paged_attention(case.q, keys, sight, tail, shape.head_dim**-0.5, launch)[0]
+    shape, metadata = case.shape, case.metadata
+    tail = None if metadata.causal else case.tail.data
+    gpu = gpu_traits(DEVICE)
+    return paged_attention(case.q, layer.data, metadata, tail, shape.head_dim**-0.5, None, gpu, launch)[0]
 
 
 def compile_once(job: tuple[Shape, Launch]) -> None:

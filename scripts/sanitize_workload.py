@@ -28,14 +28,17 @@ from treetop.debug.kernels import all_kernels, place_of
 from treetop.debug.patching import wrapped_device
 from treetop.debug.two_group import write_two_group_pair
 from treetop.engine.device import Device
-from treetop.kernels.attention import TailKeys
 from treetop.kernels.compressed import CompressedLaunch, compress, compressed_rows
 from treetop.kernels.few_rows import RowsLaunch, few_rows, gated_rows
+from treetop.kernels.kv import PageTable
+from treetop.kernels.metadata import AttentionMetadata
 from treetop.kernels.pages import gather_table
-from treetop.kernels.tail import PrefixPart, TailSight, tail_and_merge
+from treetop.kernels.tail import PrefixPart, tail_and_merge
 from treetop.kernels.triton_guard import _probe, gpu_traits, is_compiling_ahead, jit, tl
 from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL
 from treetop.types.errors import CheckError
+from treetop.types.ids import FULL
+from treetop.types.phase import Phase
 
 MARK = "WORKLOAD "
 
@@ -195,9 +198,11 @@ def attention_after_a_library(device: torch.device) -> None:
     q = torch.ones((rows, n, 3 * kv_heads, dim), device=device)
     prefix = PrefixPart(q.clone(), q.new_zeros((rows, 3 * kv_heads, n)).transpose(1, 2), extent)
     positions = extent[:, None] + at
-    tail = TailKeys(q.new_ones((rows, n, 2, kv_heads, dim)), positions, (at <= at[:, None]).expand(rows, n, n).clone())
+    tail, mask = q.new_ones((rows, n, 2, kv_heads, dim)), (at <= at[:, None]).expand(rows, n, n).clone()
+    pages, listed = PageTable(FULL, table), torch.tensor([2, 0], device=device)
     for window in (None, 3):
-        tail_and_merge(q, prefix, tail, TailSight(positions, window), 0.1, q[0, 0, :, 0].clone(), gpu)
+        metadata = AttentionMetadata(Phase.VERIFY, pages, listed, extent, 9, 4, positions, window, positions, mask)
+        tail_and_merge(q, prefix, tail, metadata, 0.1, q[0, 0, :, 0].clone(), gpu)
 
 
 def main() -> int:

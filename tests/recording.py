@@ -4,25 +4,16 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from treetop.attention.contract import Queries, TableView
 from treetop.engine.graphs import Eager
-
-
-@dataclass
-class Begun:
-    view: TableView
-    inner: object
+from treetop.kernels.metadata import AttentionMetadata
 
 
 @dataclass
 class Planned:
-    """One phase in one KV group: where the prefix lies, who asks, and the tail's keys in the first layer."""
+    """One phase in one KV group: who sees what, and the tail's keys in the first layer."""
 
-    prefix: Begun
+    metadata: AttentionMetadata
     inner: object
-    queries: Queries | None
-    positions: torch.Tensor
-    window: int | None
     tail_keys: torch.Tensor | None = None
 
 
@@ -34,22 +25,14 @@ class RecordingBackend:
     name: str = "recording"
     plans: list[Planned] = field(default_factory=list)
 
-    def begin(self, view):
-        frozen = replace(view, table=replace(view.table, data=view.table.data.clone()), extent=view.extent.clone())
-        return Begun(frozen, self.inner.begin(view))
+    def begin(self, metadata):
+        return self.inner.begin(metadata)
 
-    def plan(self, prefix, queries):
-        planned = Planned(prefix, self.inner.plan(prefix.inner, queries), queries, queries.positions, queries.window)
-        self.plans.append(planned)
-        return planned
-
-    def plan_causal(self, prefix, positions, window):
-        inner = self.inner.plan_causal(prefix.inner, positions, window)
-        self.plans.append(Planned(prefix, inner, None, positions, window))
+    def plan(self, begun, metadata):
+        table = replace(metadata.table, data=metadata.table.data.clone())
+        frozen = replace(metadata, table=table, extent=metadata.extent.clone())
+        self.plans.append(Planned(frozen, self.inner.plan(begun, metadata)))
         return self.plans[-1]
-
-    def prefix(self, q, kv, plan, scale):
-        return self.inner.prefix(q, kv, plan.inner, scale)
 
     def prefix_tail(self, q, kv, plan, tail, scale, sinks=None):
         if plan.tail_keys is None:

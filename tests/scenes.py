@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from tolerance import attention_errors
-from treetop.attention.contract import Queries, TableView, TailKV
+from treetop.attention.contract import TailKV
 from treetop.kernels.kv import PagedKV, PageTable
+from treetop.kernels.metadata import AttentionMetadata
 from treetop.kernels.tree import ancestor_mask
 from treetop.types.ids import FULL
 from treetop.types.phase import Phase
@@ -19,14 +20,13 @@ INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 class Scene:
     """A ragged batch: a full row, an empty one, random ones, and the padding row, each with n queries.
 
-    view and kv are poisoned: NaN in every slot and INT_MIN in every column that no query may see. k, v: [rows, bound,
-    kv_heads, dim] dense and clean. seen: [rows, n, bound] bool.
+    The page table and kv are poisoned: NaN in every slot and INT_MIN in every column that no query may see. k, v:
+    [rows, bound, kv_heads, dim] dense and clean. seen: [rows, n, bound] bool.
     """
 
     q: Tensor
-    view: TableView
+    metadata: AttentionMetadata
     kv: PagedKV
-    queries: Queries
     tail: TailKV
     k: Tensor
     v: Tensor
@@ -73,7 +73,6 @@ def scene(  # noqa: PLR0917
         count = torch.tensor([n, n, max(n // 2, 1), 0])  # queries of a row that are no padding
         real = torch.arange(n) < count[:, None]
         positions = torch.where(real, (extent - count)[:, None] + torch.arange(n), 0)
-        mask, tail_positions = torch.zeros(rows, n, 0, dtype=torch.bool), positions[:, :0]
         t = 0
     else:
         tree = ancestor_mask((torch.rand(rows, t) * torch.arange(t)).long(), t)
@@ -99,9 +98,19 @@ def scene(  # noqa: PLR0917
     tail = torch.randn(rows, t + 3, planes, kv_heads, dim).to(dtype)[:, :t]  # a slice of a larger buffer
     return Scene(
         q=q,
-        view=TableView(Phase.VERIFY, PageTable(FULL, spoilt_table), row_list, extent, bound, page_size),
+        metadata=AttentionMetadata(
+            Phase.VERIFY,
+            PageTable(FULL, spoilt_table),
+            row_list,
+            extent,
+            bound,
+            page_size,
+            positions,
+            window,
+            None if causal else tail_positions,
+            None if causal else mask,
+        ),
         kv=PagedKV(spoilt),
-        queries=Queries(positions, tail_positions, mask, window),
         tail=TailKV(tail),
         k=dense[:, :, 0],
         v=dense[:, :, -1],
@@ -117,7 +126,7 @@ def dense_answer(s: Scene, with_tail: bool, sinks: Tensor | None = None) -> tupl
 
     Nothing of the code under test is used; a sink is one more logit, of a key without a value.
     """
-    k, v, seen, tail = s.k, s.v, s.seen, s.queries
+    k, v, seen, tail = s.k, s.v, s.seen, s.metadata
     if with_tail:
         k, v = torch.cat([k, s.tail.k], dim=1), torch.cat([v, s.tail.v], dim=1)
         distance = tail.positions[:, :, None] - tail.tail_positions[:, None, :]

@@ -1,17 +1,18 @@
 """Conformance of attention backends: prefix + tail and causal equal attention written with loops."""
 
-import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
 from oracles import attention
-from treetop.attention.contract import Queries, TableView, TailKV
-from treetop.attention.tail import attend, merge, merged_prefix_tail, tail_visible
+from treetop.attention.contract import TailKV
+from treetop.attention.tail import attend
 from treetop.attention.torch_backend import TorchBackend
+from treetop.kernels.attention import tail_visible
 from treetop.kernels.kv import PagedKV, PageTable, commit_tail, slots_of, write_pages
+from treetop.kernels.metadata import AttentionMetadata
 from treetop.types.ids import FULL
 from treetop.types.phase import Phase
 
@@ -22,9 +23,8 @@ DIM = 4
 class Case:
     """A random batch: pages, extents, a tail with a tree mask, queries, and what each query may see."""
 
-    view: TableView
+    metadata: AttentionMetadata
     kv: PagedKV
-    queries: Queries
     tail: TailKV
     q: torch.Tensor
     kv_heads: int
@@ -47,43 +47,38 @@ def make_case(seed, page_size, window=None, *, heads=4, kv_heads=2, extents=(0, 
     kv = PagedKV(normal((rows * columns + 1) * page_size, 2, kv_heads, DIM))
     kv.data[0] = 0
     extent = torch.tensor(extents)
-    view = TableView(
-        Phase.VERIFY,
-        PageTable(FULL, table),
-        torch.tensor([*torch.randperm(rows - 1, generator=generator).tolist(), rows - 1]),
-        extent,
-        bound,
-        page_size,
-    )
+    row_list = torch.tensor([*torch.randperm(rows - 1, generator=generator).tolist(), rows - 1])
     depth = torch.tensor([[rng.randrange(4) for _ in range(t)] for _ in range(rows)])
     tail_positions = extent[:, None] + depth
     chosen = torch.tensor([rng.sample(range(t), n) for _ in range(rows)])  # each query is a node of the tail
     mask = torch.rand((rows, n, t), generator=generator) < 0.4
     mask.scatter_(2, chosen[:, :, None], True)
     mask &= depth[:, None, :] <= depth.gather(1, chosen)[:, :, None]
-    queries = Queries(tail_positions.gather(1, chosen), tail_positions, mask, window)
-    return Case(view, kv, queries, TailKV(normal(rows, t, 2, kv_heads, DIM)), normal(rows, n, heads, DIM), kv_heads)
-
-
-def slot(view, index, position):
-    return (
-        int(view.table.data[view.rows[index], position // view.page_size]) * view.page_size + position % view.page_size
+    positions, pages = tail_positions.gather(1, chosen), PageTable(FULL, table)
+    metadata = AttentionMetadata(
+        Phase.VERIFY, pages, row_list, extent, bound, page_size, positions, window, tail_positions, mask
     )
+    return Case(metadata, kv, TailKV(normal(rows, t, 2, kv_heads, DIM)), normal(rows, n, heads, DIM), kv_heads)
+
+
+def slot(metadata, index, position):
+    size = metadata.page_size
+    return int(metadata.table.data[metadata.rows[index], position // size]) * size + position % size
 
 
 def expected_row(case, index, column, head, *, parts=("prefix", "tail"), causal=False):
     """Keys and values that one query head sees, gathered one by one, and their attention."""
-    at, window = int(case.queries.positions[index, column]), case.queries.window
+    at, window = int(case.metadata.positions[index, column]), case.metadata.window
     kv_head = head // (case.q.shape[2] // case.kv_heads)
     keys, values = [], []
-    for position in range(int(case.view.extent[index])) if "prefix" in parts else ():
+    for position in range(int(case.metadata.extent[index])) if "prefix" in parts else ():
         if (window is None or at - position < window) and (not causal or position <= at):
-            place = slot(case.view, index, position)
+            place = slot(case.metadata, index, position)
             keys.append(case.kv.k[place, kv_head].tolist())
             values.append(case.kv.v[place, kv_head].tolist())
     for j in range(case.tail.k.shape[1]) if "tail" in parts else ():
-        position = int(case.queries.tail_positions[index, j])
-        if case.queries.mask[index, column, j] and (window is None or at - position < window):
+        position = int(case.metadata.tail_positions[index, j])
+        if case.metadata.mask[index, column, j] and (window is None or at - position < window):
             keys.append(case.tail.k[index, j, kv_head].tolist())
             values.append(case.tail.v[index, j, kv_head].tolist())
     return attention(case.q[index, column, head].tolist(), keys, values, 0.6)
@@ -122,30 +117,9 @@ def backend():
 
 def test_prefix_and_tail_equal_attention_over_the_visible_keys(case, backend):
     """Committed keys within the extent and the window, and the tail's keys that mask and window show; no others."""
-    plan = backend.plan(backend.begin(case.view), case.queries)
+    plan = backend.plan(backend.begin(case.metadata), case.metadata)
     out = backend.prefix_tail(case.q, case.kv, plan, case.tail, 0.6)
     torch.testing.assert_close(out, expected(case)[0], rtol=1e-9, atol=1e-9)
-
-
-def test_the_prefix_alone_gives_output_and_natural_log_sum_exp(case, backend):
-    """Where nothing is committed, or the window shows nothing, the output is 0 and the log-sum-exp -inf."""
-    plan = backend.plan(backend.begin(case.view), case.queries)
-    out, lse = backend.prefix(case.q, case.kv, plan, 0.6)
-    want_out, want_lse = expected(case, parts=("prefix",))
-    torch.testing.assert_close(out, want_out, rtol=1e-9, atol=1e-9)
-    assert lse.dtype == torch.float32
-    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
-    assert bool((lse[0] == -math.inf).all())
-    assert not out[0].any()
-
-
-def test_merging_prefix_and_tail_equals_the_fused_path(case, backend):
-    """`merged_prefix_tail` over a backend's `prefix` gives what its `prefix_tail` gives, up to a float32 weight."""
-    plan = backend.plan(backend.begin(case.view), case.queries)
-    fused = backend.prefix_tail(case.q, case.kv, plan, case.tail, 0.6)
-    prefix = backend.prefix(case.q, case.kv, plan, 0.6)
-    merged = merged_prefix_tail(prefix, case.q, case.tail, case.queries, 0.6)
-    torch.testing.assert_close(merged, fused, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
@@ -154,8 +128,8 @@ def test_causal_equals_attention_over_all_positions_up_to_the_query(backend, pag
     """A prefill query sees positions up to its own, no further back than its window; position 0 is no exception."""
     case = make_case(page, page, window, extents=(9, 17, 30, 0))
     positions = torch.tensor([[3, 7, 8], [14, 15, 16], [0, 1, 29], [0, 0, 0]])
-    case.queries = Queries(positions, case.queries.tail_positions, case.queries.mask, window)
-    plan = backend.plan_causal(backend.begin(case.view), positions, window)
+    case.metadata = replace(case.metadata, positions=positions, tail_positions=None, mask=None)
+    plan = backend.plan(backend.begin(case.metadata), case.metadata)
     out = backend.causal(case.q, case.kv, plan, 0.6)
     want, _ = expected(case, parts=("prefix",), causal=True)
     torch.testing.assert_close(out[:3], want[:3], rtol=1e-9, atol=1e-9)
@@ -166,7 +140,8 @@ def test_a_window_is_applied_by_position_and_not_by_tail_column():
     """Siblings stand at one position: a window of 2 shows the parent of both, whatever columns lie between."""
     positions = torch.tensor([[10, 11, 11, 11, 12]])
     mask = torch.ones(1, 5, 5, dtype=torch.bool)
-    seen = tail_visible(Queries(positions, positions, mask, 2))
+    metadata = make_case(0, 4, window=2).metadata
+    seen = tail_visible(replace(metadata, positions=positions, tail_positions=positions, mask=mask))
     assert seen[0, 4].tolist() == [False, True, True, True, True]
     assert seen[0, 3].tolist() == [True, True, True, True, True]
 
@@ -174,35 +149,22 @@ def test_a_window_is_applied_by_position_and_not_by_tail_column():
 def test_an_empty_prefix_of_width_zero_is_legal(backend):
     """A batch in which nobody has anything committed, with a bound of 0, is attention over the tail alone."""
     case = make_case(5, 4, extents=(0, 0, 0))
-    case.view = TableView(case.view.phase, case.view.table, case.view.rows, case.view.extent, 0, 4)
-    plan = backend.plan(backend.begin(case.view), case.queries)
+    case.metadata = replace(case.metadata, bound=0)
+    plan = backend.plan(backend.begin(case.metadata), case.metadata)
     out = backend.prefix_tail(case.q, case.kv, plan, case.tail, 0.6)
     torch.testing.assert_close(out, expected(case)[0], rtol=1e-9, atol=1e-9)
-    _, lse = backend.prefix(case.q, case.kv, plan, 0.6)
-    assert bool((lse == -math.inf).all())
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_what_lies_beyond_the_extent_is_never_read(backend, seed):
     """NaN in every slot outside the committed positions, the null slot apart, changes no bit."""
     case = make_case(seed, 4)
-    plan = backend.plan(backend.begin(case.view), case.queries)
+    plan = backend.plan(backend.begin(case.metadata), case.metadata)
     clean = backend.prefix_tail(case.q, case.kv, plan, case.tail, 0.6)
-    used = {slot(case.view, i, p) for i in range(5) for p in range(int(case.view.extent[i]))} | {0}
+    used = {slot(case.metadata, i, p) for i in range(5) for p in range(int(case.metadata.extent[i]))} | {0}
     unused = [s for s in range(case.kv.k.shape[0]) if s not in used]
     case.kv.data[unused] = float("nan")
     assert torch.equal(backend.prefix_tail(case.q, case.kv, plan, case.tail, 0.6), clean)
-
-
-def test_a_merge_with_a_side_that_saw_nothing_is_the_other_side():
-    """A log-sum-exp of -inf weighs 0, also when the other side's is very negative."""
-    generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(2, 1, 2, DIM, generator=generator) for _ in range(2))
-    low, nothing = torch.full((2, 1, 2), -1e4), torch.full((2, 1, 2), -math.inf)
-    assert torch.equal(merge((a, low), (b, nothing)), a)
-    assert torch.equal(merge((a, nothing), (b, low)), b)
-    equal = merge((a, low), (b, low))
-    torch.testing.assert_close(equal, (a + b) / 2, rtol=1e-3, atol=1e-3)
 
 
 def test_attend_survives_scores_that_overflow_an_exponential():

@@ -107,15 +107,12 @@ class Named:
     def __init__(self, name):
         self.name, self.begun = name, 0
 
-    def begin(self, view):
+    def begin(self, metadata):
         self.begun += 1
         return self.name
 
-    def plan(self, prefix, queries):
-        return prefix
-
-    def plan_causal(self, prefix, positions, window):
-        return prefix
+    def plan(self, begun, metadata):
+        return begun
 
     def prefix_tail(self, q, kv, plan, tail, scale, sinks=None):
         return plan
@@ -130,7 +127,7 @@ class Named:
 def call_class(s, causal=False):
     heads, kv_heads = s.q.shape[2], s.tail.data.shape[3]
     rows, n, _, dim = s.q.shape
-    return CallShape(rows, n, kv_heads, heads // kv_heads, dim, 2, s.view.bound, causal).shape_class
+    return CallShape(rows, n, kv_heads, heads // kv_heads, dim, 2, s.metadata.bound, causal).shape_class
 
 
 def auto_of(monkeypatch, s, classes, window=None, num_sms=8, serves=("triton", "fa3", "flashinfer")):
@@ -155,15 +152,15 @@ def test_auto_runs_each_class_on_its_fastest_backend(monkeypatch):
     }
     auto, made = auto_of(monkeypatch, s, classes)
     assert set(made) == {"triton", "fa3"}
-    prefix = auto.begin(s.view)
-    plans = [auto.plan(prefix, s.queries) for _ in range(2)]
+    prefix = auto.begin(s.metadata)
+    plans = [auto.plan(prefix, s.metadata) for _ in range(2)]
     assert [auto.prefix_tail(s.q, s.kv, plan, s.tail, 1.0) for plan in plans] == ["fa3", "fa3"]
     assert made["fa3"].begun == 1
     assert auto.reasons[call_class(s)] == f"{call_class(s)}: fa3 20.0, triton 30.0 us (2026-01-01)"
-    plan = auto.plan_causal(auto.begin(c.view), c.queries.positions, None)
+    plan = auto.plan(auto.begin(c.metadata), c.metadata)
     assert auto.causal(c.q, c.kv, plan, 1.0) == "triton"
     fewer = scene(dim=64, causal=True, n=3)
-    plan = auto.plan_causal(auto.begin(fewer.view), fewer.queries.positions, None)
+    plan = auto.plan(auto.begin(fewer.metadata), fewer.metadata)
     assert plan.backend.name == "triton"
     assert "not measured" in auto.reasons[call_class(fewer, causal=True)]
 
@@ -198,10 +195,10 @@ def test_auto_answers_for_a_class_by_the_nearest_one_and_says_so(monkeypatch):
     near = call_class(s).rsplit(" keys", 1)[0] + " keys8192"
     assert near != call_class(s)
     auto, _ = auto_of(monkeypatch, s, {near: {"triton": Timing(30.0), "fa3": Timing(20.0)}})
-    assert auto.plan(auto.begin(s.view), s.queries).backend.name == "fa3"
+    assert auto.plan(auto.begin(s.metadata), s.metadata).backend.name == "fa3"
     assert auto.reasons[call_class(s)] == f"{call_class(s)}: fa3 20.0, triton 30.0 us in {near} (2026-01-01)"
     wide = scene(dim=64, n=12, t=12)
-    assert auto.plan(auto.begin(wide.view), wide.queries).backend.name == "fa3"
+    assert auto.plan(auto.begin(wide.metadata), wide.metadata).backend.name == "fa3"
 
 
 @pytest.mark.parametrize(
@@ -241,8 +238,8 @@ def test_a_prefill_leaves_triton_for_less_than_a_round_does(monkeypatch):
     s, c = scene(dim=64), scene(dim=64, causal=True, n=9)
     near = {"triton": Timing(20.0), "fa3": Timing(19.0)}
     auto, _ = auto_of(monkeypatch, s, {call_class(s): near, call_class(c, causal=True): near})
-    assert auto.plan(auto.begin(s.view), s.queries).backend.name == "triton"
-    assert auto.plan_causal(auto.begin(c.view), c.queries.positions, None).backend.name == "fa3"
+    assert auto.plan(auto.begin(s.metadata), s.metadata).backend.name == "triton"
+    assert auto.plan(auto.begin(c.metadata), c.metadata).backend.name == "fa3"
 
 
 def test_a_launch_of_the_table_serves_other_context_limits(monkeypatch):
@@ -275,8 +272,8 @@ def test_auto_never_takes_what_is_refused_or_measured_elsewhere(monkeypatch):
     classes = {call_class(s): {"triton": Timing(30.0), "fa3": Timing(20.0)}}
     for options in ({"serves": ("triton",)}, {"num_sms": 132}, {"window": 5}):
         auto, _ = auto_of(monkeypatch, s, classes, **options)
-        queries = replace(s.queries, window=options.get("window"))
-        assert auto.plan(auto.begin(s.view), queries).backend.name == "triton"
+        metadata = replace(s.metadata, window=options.get("window"))
+        assert auto.plan(auto.begin(metadata), metadata).backend.name == "triton"
         monkeypatch.undo()
 
 
@@ -286,7 +283,7 @@ def test_auto_weighs_the_cost_of_planning_on_the_host(monkeypatch):
     dear, cheap = Timing(20.0, plan_us=500.0), Timing(20.0, plan_us=32.0)
     for timing, want in ((dear, "triton"), (cheap, "flashinfer")):
         auto, made = auto_of(monkeypatch, s, {call_class(s): {"triton": Timing(30.0), "flashinfer": timing}})
-        assert auto.plan(auto.begin(s.view), s.queries).backend.name == want
+        assert auto.plan(auto.begin(s.metadata), s.metadata).backend.name == want
         assert auto.capabilities.needs_host_extents == (want == "flashinfer")
         assert auto.capabilities.captures_first_call == (want == "triton")
         if want == "flashinfer":
@@ -300,7 +297,7 @@ def test_auto_leaves_triton_only_for_a_margin(monkeypatch, fa3_us, want):
     """Twenty microseconds on Triton: nineteen are too little a gain, for rows shorter than their class lose it."""
     s = scene(dim=64)
     auto, _ = auto_of(monkeypatch, s, {call_class(s): {"triton": Timing(20.0), "fa3": Timing(fa3_us)}})
-    assert auto.plan(auto.begin(s.view), s.queries).backend.name == want
+    assert auto.plan(auto.begin(s.metadata), s.metadata).backend.name == want
     assert auto.capabilities.captures_first_call  # of both
 
 

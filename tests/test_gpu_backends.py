@@ -16,6 +16,7 @@ from scenes import dense_answer, moved, scene
 from treetop import LLM
 from treetop.attention.capabilities import CAPABILITIES, GroupNeed, Need, refusal
 from treetop.attention.contract import RoundExtents
+from treetop.attention.library_backend import LibraryPlan
 from treetop.attention.registry import BACKENDS, make_backend
 from treetop.debug.two_group import write_two_group_pair
 from treetop.engine.cuda_graphs import CudaGraphs
@@ -39,8 +40,8 @@ HEADS = [(64, 8, 2), (128, 8, 8), (128, 16, 2), (256, 4, 1)]
 def backend_of(name, s):
     """The backend for a scene, or a skip with the reason that an engine would give."""
     heads, kv_heads, dim = s.q.shape[2], s.tail.data.shape[3], s.q.shape[3]
-    group = GroupNeed(FULL, heads, kv_heads, dim, s.queries.window)
-    need = Need(s.q.dtype, GPU, s.view.page_size, (group,), rows=s.q.shape[0], queries=s.q.shape[1])
+    group = GroupNeed(FULL, heads, kv_heads, dim, s.metadata.window)
+    need = Need(s.q.dtype, GPU, s.metadata.page_size, (group,), rows=s.q.shape[0], queries=s.q.shape[1])
     problem = refusal(name, need)
     if problem is not None:
         pytest.skip(f"{name}: {problem.reason}")
@@ -85,11 +86,13 @@ def test_prefix_and_tail_equal_dense_attention(name, options):
     """NaN in every slot and INT_MIN in every column that no query may see; a full, an empty and a padding row."""
     s = moved(scene(**options), GPU)
     backend = backend_of(name, s)
-    plan = backend.plan(backend.begin(s.view), s.queries)
+    plan = backend.plan(backend.begin(s.metadata), s.metadata)
     dtype, sinks = s.q.dtype, torch.randn(s.q.shape[2], device=GPU)
     check(backend.prefix_tail(s.q, s.kv, plan, s.tail, s.scale), dense_answer(s, True)[0], dtype)
     check(backend.prefix_tail(s.q, s.kv, plan, s.tail, s.scale, sinks), dense_answer(s, True, sinks)[0], dtype)
-    out, lse = backend.prefix(s.q, s.kv, plan, s.scale)
+    if s.metadata.window is not None or not isinstance(plan, LibraryPlan):
+        return
+    out, lse = plan.attend(s.q, s.kv, s.scale).normalised()
     want, want_lse = dense_answer(s, with_tail=False)
     check(out, want, dtype)
     torch.testing.assert_close(lse, want_lse, atol=2e-2, rtol=2e-3)
@@ -103,7 +106,7 @@ def test_causal_equals_dense_attention(name, options):
     """Chunks of different lengths in one padded batch; padding gives 0."""
     s = moved(scene(**options, causal=True), GPU)
     backend = backend_of(name, s)
-    plan = backend.plan_causal(backend.begin(s.view), s.queries.positions, s.queries.window)
+    plan = backend.plan(backend.begin(s.metadata), s.metadata)
     for sinks in (None, torch.randn(s.q.shape[2], device=GPU)):
         out = backend.causal(s.q, s.kv, plan, s.scale, sinks)
         want = dense_answer(s, False, sinks)[0]
@@ -123,11 +126,11 @@ def test_a_captured_phase_follows_its_buffers(name, page, window):
     backend = backend_of(name, s)
 
     def phase():
-        plan = backend.plan(backend.begin(s.view), s.queries)
+        plan = backend.plan(backend.begin(s.metadata), s.metadata)
         return [backend.prefix_tail(s.q, s.kv, plan, s.tail, s.scale) for _ in range(2)]
 
-    s.view.rows.fill_(3)
-    s.view.extent.zero_()
+    s.metadata.rows.fill_(3)
+    s.metadata.extent.zero_()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -141,8 +144,8 @@ def test_a_captured_phase_follows_its_buffers(name, page, window):
             target.copy_(value)
         if CAPABILITIES[name].needs_host_extents:
             committed = torch.zeros(4, dtype=torch.int64, device=GPU)
-            committed[s.view.rows] = s.view.extent
-            backend.plan_round(RoundExtents(s.view.rows, committed, {s.view.phase: 9}))
+            committed[s.metadata.rows] = s.metadata.extent
+            backend.plan_round(RoundExtents(s.metadata.rows, committed, {s.metadata.phase: 9}))
         graph.replay()
         want = dense_answer(source, with_tail=True)[0]
         for out in outs:
@@ -151,16 +154,17 @@ def test_a_captured_phase_follows_its_buffers(name, page, window):
 
 def tensors_of(s):
     """What a captured phase reads."""
-    data = [s.view.rows, s.view.extent, s.view.table.data, s.kv.data, s.q, s.tail.data]
-    return [*data, s.queries.positions, s.queries.tail_positions, s.queries.mask]
+    data = [s.metadata.rows, s.metadata.extent, s.metadata.table.data, s.kv.data, s.q, s.tail.data]
+    return [*data, s.metadata.positions, s.metadata.tail_positions, s.metadata.mask]
 
 
 def rebuilt(s, tensors):
     """The scene on given buffers."""
     rows, extent, table, kv, q, tail, positions, tail_positions, mask = tensors
-    view = replace(s.view, rows=rows, extent=extent, table=replace(s.view.table, data=table))
-    queries = replace(s.queries, positions=positions, tail_positions=tail_positions, mask=mask)
-    return replace(s, view=view, kv=replace(s.kv, data=kv), q=q, tail=replace(s.tail, data=tail), queries=queries)
+    prefix = {"rows": rows, "extent": extent, "table": replace(s.metadata.table, data=table)}
+    queries = {"positions": positions, "tail_positions": tail_positions, "mask": mask}
+    metadata = replace(s.metadata, **prefix, **queries)
+    return replace(s, metadata=metadata, kv=replace(s.kv, data=kv), q=q, tail=replace(s.tail, data=tail))
 
 
 def test_the_gathered_table_on_a_gpu():

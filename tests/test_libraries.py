@@ -17,7 +17,7 @@ from scenes import assert_close, assert_close_lse, dense_answer, scene
 from treetop import LLM
 from treetop.attention import flashinfer_pages, libraries
 from treetop.attention.capabilities import GroupNeed, Need
-from treetop.attention.contract import Queries, RoundExtents
+from treetop.attention.contract import RoundExtents
 from treetop.attention.flash_pages import FlashPages
 from treetop.attention.flashinfer_pages import FlashInferPages, HostPages, workspace_bytes
 from treetop.attention.libraries import FlashOp, PagedCall
@@ -27,6 +27,7 @@ from treetop.debug.patching import wrapped_device
 from treetop.engine.build import backend_need
 from treetop.engine.cuda_graphs import plan_host_extents
 from treetop.engine.graphs import Eager
+from treetop.kernels.attention import paged_attention_reference
 from treetop.kernels.kv import PageTable
 from treetop.types.ids import FULL
 from treetop.types.layout import SpecShape
@@ -65,22 +66,24 @@ def flashinfer_backend(s):
 
 def usable(s):
     """Where PyTorch serves the windows, what no query sees must be finite: it multiplies it by 0."""
-    if s.queries.window is None:
-        return s.view, s.kv
-    return replace(s.view, table=PageTable(FULL, s.clean_table)), s.clean
+    if s.metadata.window is None:
+        return s.metadata, s.kv
+    return replace(s.metadata, table=PageTable(FULL, s.clean_table)), s.clean
 
 
 def check_backend(backend, options):
-    """prefix, prefix_tail with and without a sink: against dense attention."""
+    """Prefix and tail, with and without a sink, and what the library itself gives: against dense attention."""
     s = scene(**options)
-    view, kv = usable(s)
-    plan = backend.plan(backend.begin(view), s.queries)
+    metadata, kv = usable(s)
+    plan = backend.plan(backend.begin(metadata), metadata)
     torch.manual_seed(1)
     for sinks in (None, torch.randn(s.q.shape[2])):
         want = dense_answer(s, with_tail=True, sinks=sinks)[0]
         got = backend.prefix_tail(s.q, kv, plan, s.tail, s.scale, sinks)
         assert_close(got, want, s)
-    out, lse = backend.prefix(s.q, kv, plan, s.scale)
+    if s.metadata.window is not None:
+        return
+    out, lse = plan.attend(s.q, kv, s.scale).normalised()
     want, want_lse = dense_answer(s, with_tail=False)
     assert_close(out, want, s)
     assert_close_lse(lse, want_lse, s)
@@ -90,14 +93,14 @@ def check_backend(backend, options):
 
 def check_causal(backend, options):
     s = scene(**options, causal=True)
-    view, kv = usable(s)
-    plan = backend.plan_causal(backend.begin(view), s.queries.positions, s.queries.window)
+    metadata, kv = usable(s)
+    plan = backend.plan(backend.begin(metadata), metadata)
     torch.manual_seed(1)
     for sinks in (None, torch.randn(s.q.shape[2])):
         out = backend.causal(s.q, kv, plan, s.scale, sinks)
         want = dense_answer(s, with_tail=False, sinks=sinks)[0]
         assert_close(out[s.real], want[s.real], s)
-        if s.queries.window is None:
+        if s.metadata.window is None:
             assert not out[~s.real].any(), "padding is 0, whatever the library left there"
 
 
@@ -136,7 +139,7 @@ def test_fa3_reads_pages_in_place_and_one_table_a_phase(fa3):
     """K and V are views of the pool, and two layers of a phase share table and lengths."""
     s = scene()
     backend = fa3_backend(fa3)
-    plan = backend.plan(backend.begin(s.view), s.queries)
+    plan = backend.plan(backend.begin(s.metadata), s.metadata)
     fake_libraries.calls.clear()
     for _ in range(2):
         backend.prefix_tail(s.q, s.kv, plan, s.tail, s.scale)
@@ -145,7 +148,7 @@ def test_fa3_reads_pages_in_place_and_one_table_a_phase(fa3):
     assert first["v"].data_ptr() - first["k"].data_ptr() == 4 * 2 * 16  # one slot's K, float32
     assert first["page_table"].data_ptr() == second["page_table"].data_ptr()
     assert first["seqused_k"].data_ptr() == second["seqused_k"].data_ptr()
-    assert first["max_seqlen_k"] == s.view.bound
+    assert first["max_seqlen_k"] == s.metadata.bound
     assert first["q"].data_ptr() == s.q.data_ptr()
     assert first["scheduler_metadata"] is second["scheduler_metadata"]
     assert (first["scheduler_metadata"] is None) == (len(fa3.schemas) == 1)
@@ -168,23 +171,19 @@ def test_a_flashinfer_round_is_planned_anew_from_the_lengths_of_its_rows():
     s = scene()
     backend = flashinfer_backend(s)
     FakeFlashInfer.made.clear()
-    plan = backend.plan(backend.begin(s.view), s.queries)
-    other = Queries(s.queries.positions[:, :2], s.queries.tail_positions, s.queries.mask[:, :2])
-    backend.plan(backend.begin(replace(s.view, phase=Phase.EXTEND)), other)
+    plan = backend.plan(backend.begin(s.metadata), s.metadata)
+    few = {"positions": s.metadata.positions[:, :2], "mask": s.metadata.mask[:, :2]}
+    other = replace(s.metadata, phase=Phase.EXTEND, **few)
+    backend.plan(backend.begin(other), other)
     verify, extend = FakeFlashInfer.made
     committed = torch.zeros(4, dtype=torch.long)
-    committed[s.view.rows] = torch.tensor([3, 0, 17, 0])
-    s.view.table.data.copy_(s.clean_table)
-    backend.plan_round(RoundExtents(s.view.rows, committed, {Phase.VERIFY: s.q.shape[1]}))
+    committed[s.metadata.rows] = torch.tensor([3, 0, 17, 0])
+    s.metadata.table.data.copy_(s.clean_table)
+    backend.plan_round(RoundExtents(s.metadata.rows, committed, {Phase.VERIFY: s.q.shape[1]}))
     assert (verify.plans, extend.plans) == (2, 1)
-    fresh = replace(s.view, extent=committed[s.view.rows])
+    fresh = replace(s.metadata, extent=committed[s.metadata.rows])
     part = plan.attend(s.q, s.clean, s.scale)
-    want, want_lse = TorchBackend(torch.float32, CPU).prefix(
-        s.q,
-        s.clean,
-        TorchBackend(torch.float32, CPU).plan(TorchBackend(torch.float32, CPU).begin(fresh), s.queries),
-        s.scale,
-    )
+    want, want_lse = paged_attention_reference(s.q, s.clean.data, fresh, None, s.scale)
     out, lse = replace(part, extent=fresh.extent).normalised()
     assert_close(out, want, s)
     assert_close_lse(lse, want_lse, s)

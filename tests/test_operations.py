@@ -19,21 +19,24 @@ from torch import Tensor
 import treetop.attention
 import treetop.kernels
 from interpreted import INTERPRETED, require_interpreted_pass
-from scenes import scene
+from scenes import Scene, scene
 from test_round_ops import Buffers, agreeing, random_children, random_tables, random_tree
 from treetop.debug.kernels import all_kernels, place_of
-from treetop.kernels.attention import PagedKeys, Sight, TailKeys, paged_attention_reference
+from treetop.kernels.attention import paged_attention_reference
 from treetop.kernels.commit import Paths
 from treetop.kernels.compressed import CompressedLaunch, compress
 from treetop.kernels.few_rows import RowsLaunch
 from treetop.kernels.fused import HeadNorms
 from treetop.kernels.grow import Children, Frontier, Growth
+from treetop.kernels.kv import PageTable
 from treetop.kernels.launch import Launch
+from treetop.kernels.metadata import AttentionMetadata
 from treetop.kernels.rope import RopeSpec, RopeTable, rope_table
 from treetop.kernels.sampling import PartialArgmax, SampledTokens, Sampler, WarpParams
 from treetop.kernels.table import Op, operations
 from treetop.kernels.tail import PrefixPart
 from treetop.kernels.triton_guard import _probe, gpu_traits
+from treetop.types.ids import FULL
 from treetop.types.layout import SpecShape
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
@@ -138,23 +141,22 @@ def compressed_rows(_: bool) -> Call:
 # ----------------------------------------------------------------------------------------------------- of attention
 
 
-def attended() -> tuple[Any, PagedKeys, Sight, TailKeys]:
-    s = scene(n=4, t=6, window=9)
-    keys = PagedKeys(s.clean.data, s.clean_table, s.view.rows, s.view.extent, s.view.bound, s.view.page_size)
-    return s, keys, Sight(s.queries.positions, 9), TailKeys(s.tail.data, s.queries.tail_positions, s.queries.mask)
-
-
 @case
 def paged_attention(_: bool) -> Call:
-    s, keys, sight, tail = attended()
-    return Call((s.q, keys, sight, tail, s.scale), {"launch": Launch(16, 16, 3, 4, 1)})
+    s = scene(n=4, t=6, window=9)
+    return Call((s.q, s.clean.data, clean(s), s.tail.data, s.scale, None), {"launch": Launch(16, 16, 3, 4, 1)})
 
 
 @case
 def tail_and_merge(_: bool) -> Call:
-    s, keys, sight, tail = attended()
-    part = PrefixPart(*paged_attention_reference(s.q, keys, sight, None, s.scale), s.view.extent)
-    return Call((s.q, part, tail, sight, s.scale, torch.randn(s.q.shape[2])))
+    s = scene(n=4, t=6, window=9)
+    prefix = paged_attention_reference(s.q, s.clean.data, clean(s), None, s.scale)
+    part = PrefixPart(*prefix, s.metadata.extent)
+    return Call((s.q, part, s.tail.data, clean(s), s.scale, torch.randn(s.q.shape[2])))
+
+
+def clean(s: Scene) -> AttentionMetadata:
+    return replace(s.metadata, table=PageTable(FULL, s.clean_table))
 
 
 @case
@@ -168,7 +170,8 @@ def gather_table(_: bool) -> Call:
 def growing() -> tuple[Buffers, Growth, Frontier, Children]:
     rng = random.Random(5)
     shape = (4, SHAPE.num_candidates)
-    tokens, scores = torch.randint(0, 40, shape), -torch.rand(shape)
+    level = torch.tensor([1.0] * 3 + [2.0] * 9 + [3.0] * 9)  # no score rises from parent to child
+    tokens, scores = torch.randint(0, 40, shape), -torch.rand(shape) - level
     parents = torch.arange(-1, 9).expand(4, -1).clone()
     parents[:, 4:] = 3 + torch.arange(6)
     growth = Growth(SHAPE, tokens, scores, parents, torch.zeros(4, 9, dtype=torch.int64))
@@ -184,8 +187,9 @@ def start(_: bool) -> Call:
     args = (tables, torch.tensor([3, 0, 4, 5]), SHAPE, tree, places, torch.eye(3, dtype=torch.bool))
 
     def written(args: tuple[Any, ...], result: Any) -> Any:
-        growth, frontier = result  # candidates of later levels are not written yet
-        return buffers, growth.tokens[:, :3], growth.scores[:, :3], growth.positions, frontier
+        growth, frontier = result  # later levels, and all else of node 0, may be written or not
+        level = growth.tokens[:, :3], growth.scores[:, :3], growth.positions, frontier
+        return tree.tokens[:, 0], places.committed, places.path, level
 
     return Call(args, compared=written)
 
@@ -289,7 +293,7 @@ def assert_within(op: Op[Any], got: Any, want: Any) -> None:
     for one, other in pairs:
         assert one.dtype == other.dtype or op.tolerance
         share = op.tolerance + (torch.finfo(one.dtype).eps if one.dtype in (torch.float16, torch.bfloat16) else 0)
-        largest = float(other.abs().nan_to_num(0, 0, 0).max()) if op.tolerance and other.numel() else 0.0
+        largest = float(other.float().abs().nan_to_num(0, 0, 0).max()) if other.is_floating_point() else 0.0
         torch.testing.assert_close(
             one, other, rtol=0, atol=share * largest, equal_nan=True, check_dtype=not op.tolerance, check_stride=False
         )

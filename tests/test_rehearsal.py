@@ -22,16 +22,19 @@ from treetop.engine import build
 from treetop.engine.cuda_graphs import CudaGraphs
 from treetop.engine.rehearsal import compile_steps
 from treetop.kernels import compressed, triton_guard
-from treetop.kernels.attention import PagedKeys, Sight, TailKeys, paged_attention
+from treetop.kernels.attention import paged_attention
 from treetop.kernels.commit import Paths
 from treetop.kernels.grow import Children
+from treetop.kernels.kv import PageTable
 from treetop.kernels.launch import Launch
+from treetop.kernels.metadata import AttentionMetadata
 from treetop.kernels.rows import DraftState, RowTables
 from treetop.kernels.table import OpContext, Ops, operations
 from treetop.kernels.triton_guard import (
     GpuTraits,
     _probe,
     compile_ahead,
+    gpu_traits,
     interpreted,
     is_compiling_ahead,
     jit,
@@ -40,7 +43,9 @@ from treetop.kernels.triton_guard import (
 )
 from treetop.models.loader import Placement
 from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL, EngineConfig
+from treetop.types.ids import FULL
 from treetop.types.layout import SpecShape
+from treetop.types.phase import Phase
 from treetop.types.tree import Accepted, DraftTree, Places
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
@@ -156,16 +161,16 @@ def absent_gpu(compilations, monkeypatch):
 @compiled_here
 def test_the_kernels_of_a_call_are_compiled_and_then_there(absent_gpu):
     """Attention in one split, two and four: two kernels of its own and a merge of two and of four."""
-    keys = PagedKeys(
-        torch.zeros(64, 2, 2, 64), torch.zeros((3, 4), dtype=torch.int32), *torch.zeros(2, 2).long(), 64, 16
-    )
-    positions = torch.zeros((2, 4), dtype=torch.int64)
-    tail = TailKeys(torch.zeros(2, 4, 2, 2, 64), positions, torch.ones(2, 4, 4, dtype=torch.bool))
+    pages, tail, rows = torch.zeros(64, 2, 2, 64), torch.zeros(2, 4, 2, 2, 64), torch.zeros(2).long()
+    table, positions = PageTable(FULL, torch.zeros((3, 4), dtype=torch.int32)), torch.zeros((2, 4), dtype=torch.int64)
+    mask = torch.ones(2, 4, 4, dtype=torch.bool)
+    metadata = AttentionMetadata(Phase.VERIFY, table, rows, rows, 64, 16, positions, None, positions, mask)
+    gpu = gpu_traits(torch.device("cpu"))
 
     def attend():
         for splits in (1, 2, 4):
             launch = Launch(16, 32, splits, 4, 2, overlap=True)
-            paged_attention(torch.zeros(2, 4, 8, 64), keys, Sight(positions), tail, 1.0, launch)
+            paged_attention(torch.zeros(2, 4, 8, 64), pages, metadata, tail, 1.0, None, gpu, launch)
 
     for _ in range(2):
         compile_ahead(lambda: (attend(), attend()))

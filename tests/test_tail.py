@@ -11,15 +11,14 @@ import torch
 
 from interpreted import INTERPRETED, require_interpreted_pass
 from scenes import INT_MIN, assert_close, assert_close_lse, dense_answer, scene
-from treetop.attention.tail import merged_prefix_tail
 from treetop.attention.torch_backend import TorchBackend
 from treetop.attention.triton_backend import TritonBackend
 from treetop.kernels import attention
-from treetop.kernels.attention import PagedKeys, Sight, TailKeys, paged_attention, paged_attention_reference
+from treetop.kernels.attention import paged_attention, paged_attention_reference
 from treetop.kernels.kv import PageTable
 from treetop.kernels.launch import Launch
 from treetop.kernels.pages import gather_table, gather_table_reference
-from treetop.kernels.tail import PrefixPart, TailSight, tail_and_merge, tail_and_merge_reference
+from treetop.kernels.tail import PrefixPart, tail_and_merge, tail_and_merge_reference
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.types.ids import FULL
 
@@ -40,15 +39,11 @@ CAUSAL = [{"n": 1}, {"n": 9, "page_size": 1}, {"n": 40, "bound": 90, "window": 1
 def prefix_of(s):
     """What a library would say of the prefix: garbage where a row is empty, and a transposed lse."""
     out, lse = dense_answer(s, with_tail=False)
-    empty = s.view.extent == 0
+    empty = s.metadata.extent == 0
     out[empty] = float("nan")
     lse[empty] = float("inf")
     transposed = lse.transpose(1, 2).contiguous().transpose(1, 2)
-    return PrefixPart(out.to(s.q.dtype), transposed, s.view.extent)
-
-
-def keys_of(s):
-    return TailKeys(s.tail.data, s.queries.tail_positions, s.queries.mask)
+    return PrefixPart(out.to(s.q.dtype), transposed, s.metadata.extent)
 
 
 def sinks_of(s, low=False):
@@ -59,9 +54,8 @@ def sinks_of(s, low=False):
 def test_the_reference_of_tail_and_merge_is_dense_attention():
     """From what a library says of the prefix, whatever it leaves where a prefix is empty, with and without a sink."""
     s = scene(n=4, t=6, window=9)
-    sight = TailSight(s.queries.positions, 9)
     for sinks in (None, sinks_of(s)):
-        got = tail_and_merge_reference(s.q, prefix_of(s), keys_of(s), sight, s.scale, sinks)
+        got = tail_and_merge_reference(s.q, prefix_of(s), s.tail.data, s.metadata, s.scale, sinks)
         assert_close(got, dense_answer(s, with_tail=True, sinks=sinks)[0], s)
 
 
@@ -69,15 +63,13 @@ def test_a_sink_enters_the_torch_backend_once():
     """prefix_tail, causal, and the merge of two parts give dense attention with one more logit a head."""
     s = scene(n=4, t=6)
     backend, sinks = TorchBackend(torch.float32, CPU), sinks_of(s)
-    view = replace(s.view, table=PageTable(FULL, s.clean_table))
-    plan = backend.plan(backend.begin(view), s.queries)
+    metadata = replace(s.metadata, table=PageTable(FULL, s.clean_table))
+    plan = backend.plan(backend.begin(metadata), metadata)
     want = dense_answer(s, with_tail=True, sinks=sinks)[0]
     assert_close(backend.prefix_tail(s.q, s.clean, plan, s.tail, s.scale, sinks), want, s)
-    prefix = backend.prefix(s.q, s.clean, plan, s.scale)
-    assert_close(merged_prefix_tail(prefix, s.q, s.tail, s.queries, s.scale, sinks), want, s)
     c = scene(n=6, causal=True)
-    view = replace(c.view, table=PageTable(FULL, c.clean_table))
-    plan = backend.plan_causal(backend.begin(view), c.queries.positions, None)
+    metadata = replace(c.metadata, table=PageTable(FULL, c.clean_table))
+    plan = backend.plan(backend.begin(metadata), metadata)
     out = backend.causal(c.q, c.clean, plan, c.scale, sinks)
     want = dense_answer(c, with_tail=False, sinks=sinks)[0]
     assert_close(out[c.real], want[c.real], c)
@@ -86,10 +78,10 @@ def test_a_sink_enters_the_torch_backend_once():
 def test_a_sink_takes_its_share_by_hand():
     """One key of score 0 and a sink of log 3: the key keeps a quarter."""
     s = scene(n=1, t=1, bound=50)
-    q, extent = torch.zeros_like(s.q), torch.zeros_like(s.view.extent)
+    q, extent = torch.zeros_like(s.q), torch.zeros_like(s.metadata.extent)
     part = PrefixPart(torch.zeros_like(q), torch.zeros(q.shape[:3]), extent)
     sinks = torch.full((q.shape[2],), 3.0).log()
-    got = tail_and_merge_reference(q, part, keys_of(s), TailSight(s.queries.positions), s.scale, sinks)
+    got = tail_and_merge_reference(q, part, s.tail.data, s.metadata, s.scale, sinks)
     value = s.tail.v[:, 0].repeat_interleave(q.shape[2] // s.tail.v.shape[2], dim=1)
     assert_close(got[:, 0], value / 4, s)
 
@@ -109,37 +101,36 @@ if INTERPRETED:
         """One launch from a library's (out, lse), garbage in empty rows and a base-2 lse included."""
         s = scene(**options)
         sinks = sinks_of(s) if with_sinks else None
-        sight = TailSight(s.queries.positions, s.queries.window)
         part = prefix_of(s)
         want = dense_answer(s, with_tail=True, sinks=sinks)[0]
-        got = tail_and_merge(s.q, part, keys_of(s), sight, s.scale, sinks, GPU)
+        got = tail_and_merge(s.q, part, s.tail.data, s.metadata, s.scale, sinks, GPU)
         assert_close(got, want, s)
         two = 1.4426950408889634
         part = replace(part, lse=part.lse * two, unit=1 / two)
-        assert_close(tail_and_merge(s.q, part, keys_of(s), sight, s.scale, sinks, GPU), want, s)
+        assert_close(tail_and_merge(s.q, part, s.tail.data, s.metadata, s.scale, sinks, GPU), want, s)
 
     def test_a_query_that_saw_nothing_of_a_row_with_keys_takes_the_tail_alone():
         """Whatever the library left in its output."""
         s = scene(n=4, t=6)
-        sight, part = TailSight(s.queries.positions), prefix_of(s)
+        part = prefix_of(s)
         part.lse[:], part.out[:] = float("-inf"), float("nan")
-        got = tail_and_merge(s.q, part, keys_of(s), sight, s.scale, None, GPU)
+        got = tail_and_merge(s.q, part, s.tail.data, s.metadata, s.scale, None, GPU)
         assert bool(torch.isfinite(got).all())
-        assert_close(got, tail_and_merge_reference(s.q, part, keys_of(s), sight, s.scale), s)
+        assert_close(got, tail_and_merge_reference(s.q, part, s.tail.data, s.metadata, s.scale), s)
 
     @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
     @pytest.mark.parametrize("value", [float("inf"), float("nan")])
     def test_a_prefix_that_is_not_finite_shows(value):
         """Where a row has keys; rows without any give what they gave."""
         s = scene(n=4, t=6)
-        sight, part = TailSight(s.queries.positions), prefix_of(s)
-        clean = tail_and_merge(s.q, part, keys_of(s), sight, s.scale, None, GPU)
+        part = prefix_of(s)
+        clean = tail_and_merge(s.q, part, s.tail.data, s.metadata, s.scale, None, GPU)
         part.lse[:], part.out[:] = value, float("nan")
         empty = part.extent == 0
         assert 0 < int(empty.sum()) < empty.shape[0]
         for got in (
-            tail_and_merge(s.q, part, keys_of(s), sight, s.scale, None, GPU),
-            tail_and_merge_reference(s.q, part, keys_of(s), sight, s.scale),
+            tail_and_merge(s.q, part, s.tail.data, s.metadata, s.scale, None, GPU),
+            tail_and_merge_reference(s.q, part, s.tail.data, s.metadata, s.scale),
         ):
             assert bool(got[~empty].isnan().all())
             assert_close(got[empty], clean[empty], s)
@@ -151,14 +142,13 @@ if INTERPRETED:
         s = scene(n=4, t=6)
         s.tail.data[:, column, 0] = float("nan")
         launch = Launch(block_m=16, block_n=16, splits=splits, num_warps=4, num_stages=1)
-        keys = PagedKeys(s.kv.data, s.view.table.data, s.view.rows, s.view.extent, s.view.bound, s.view.page_size)
-        got, _ = paged_attention(s.q, keys, Sight(s.queries.positions), keys_of(s), s.scale, launch)
-        sees = s.queries.mask[:, :, column]
+        got, _ = paged_attention(s.q, s.kv.data, s.metadata, s.tail.data, s.scale, None, GPU, launch)
+        sees = s.metadata.mask[:, :, column]
         assert bool(sees.any())
         assert torch.equal(got.isnan().all(dim=(2, 3)), sees)
         assert_close(got[~sees], dense_answer(s, with_tail=True)[0][~sees], s)
         part = prefix_of(s)
-        merged = tail_and_merge(s.q, part, keys_of(s), TailSight(s.queries.positions), s.scale, None, GPU)
+        merged = tail_and_merge(s.q, part, s.tail.data, s.metadata, s.scale, None, GPU)
         assert torch.equal(merged.isnan().all(dim=(2, 3)), sees)
 
     @pytest.mark.parametrize("options", VARIETY[-3:], ids=str)
@@ -169,25 +159,24 @@ if INTERPRETED:
         s = scene(**options)
         sinks = sinks_of(s)
         launch = Launch(block_m=16, block_n=16, splits=splits, num_warps=4, num_stages=1)
-        keys = PagedKeys(s.kv.data, s.view.table.data, s.view.rows, s.view.extent, s.view.bound, s.view.page_size)
-        sight = Sight(s.queries.positions, s.queries.window)
-        out, lse = paged_attention(s.q, keys, sight, keys_of(s), s.scale, launch, sinks)
+        call = s.q, s.kv.data, s.metadata, s.tail.data, s.scale
+        out, lse = paged_attention(*call, sinks, GPU, launch)
         want, want_lse = dense_answer(s, with_tail=True, sinks=sinks)
         assert_close(out, want, s)
         if s.q.dtype == torch.float32:
             assert_close_lse(lse, torch.logaddexp(want_lse, sinks), s)
-        clean = replace(keys, pages=s.clean.data, page_table=s.clean_table)
-        out, _ = paged_attention_reference(s.q, clean, sight, keys_of(s), s.scale, sinks)
+        clean = replace(s.metadata, table=PageTable(FULL, s.clean_table))
+        out, _ = paged_attention_reference(s.q, s.clean.data, clean, s.tail.data, s.scale, sinks)
         assert_close(out, want, s)
-        low, _ = paged_attention(s.q, keys, sight, keys_of(s), s.scale, launch, sinks_of(s, low=True))
-        none, _ = paged_attention(s.q, keys, sight, keys_of(s), s.scale, launch)
+        low, _ = paged_attention(*call, sinks_of(s, low=True), GPU, launch)
+        none, _ = paged_attention(*call, None, GPU, launch)
         assert_close(low, none, s)
 
     @pytest.mark.parametrize("options", CAUSAL, ids=str)
     def test_a_sink_enters_causal_attention_once(options):
         s = scene(**options, causal=True)
         backend, sinks = TritonBackend(s.q.dtype, CPU), sinks_of(s)
-        plan = backend.plan_causal(backend.begin(s.view), s.queries.positions, s.queries.window)
+        plan = backend.plan(backend.begin(s.metadata), s.metadata)
         out = backend.causal(s.q, s.kv, plan, s.scale, sinks)
         assert_close(out, dense_answer(s, with_tail=False, sinks=sinks)[0], s)
 

@@ -19,7 +19,7 @@ from tolerance import Exact, assert_near, gated_product, log_softmax, product, r
 from treetop.attention.torch_backend import TorchBackend
 from treetop.attention.triton_backend import TritonBackend
 from treetop.kernels import attention
-from treetop.kernels.attention import PagedKeys, Sight, TailKeys, paged_attention, paged_attention_reference
+from treetop.kernels.attention import paged_attention, paged_attention_reference
 from treetop.kernels.compressed import CompressedLaunch, compress, compressed_rows
 from treetop.kernels.few_rows import (
     RowsLaunch,
@@ -105,7 +105,7 @@ if INTERPRETED:
         """One pass over pages and tail gives what one product over all visible keys gives."""
         s = scene(**options)
         backend = TritonBackend(s.q.dtype, CPU)
-        plan = backend.plan(backend.begin(s.view), s.queries)
+        plan = backend.plan(backend.begin(s.metadata), s.metadata)
         out = backend.prefix_tail(s.q, s.kv, plan, s.tail, s.scale)
         assert out.shape == s.q.shape
         assert_close(out, dense_answer(s, with_tail=True)[0], s)
@@ -114,8 +114,7 @@ if INTERPRETED:
     def test_the_prefix_alone_gives_its_log_sum_exp(options):
         """Natural logarithm, float32; an empty prefix gives out 0 and lse -inf."""
         s = scene(**options)
-        backend = TritonBackend(s.q.dtype, CPU)
-        out, lse = backend.prefix(s.q, s.kv, backend.plan(backend.begin(s.view), s.queries), s.scale)
+        out, lse = paged_attention(s.q, s.kv.data, s.metadata, None, s.scale, None, gpu_traits(CPU))
         want, want_lse = dense_answer(s, with_tail=False)
         assert_close(out, want, s)
         assert lse.dtype == torch.float32
@@ -140,7 +139,7 @@ if INTERPRETED:
         """Chunks longer than a block of queries, padded; padding queries give 0 and read nothing."""
         s = scene(**options, causal=True)
         backend = TritonBackend(s.q.dtype, CPU)
-        plan = backend.plan_causal(backend.begin(s.view), s.queries.positions, s.queries.window)
+        plan = backend.plan(backend.begin(s.metadata), s.metadata)
         out = backend.causal(s.q, s.kv, plan, s.scale)
         assert_close(out, dense_answer(s, with_tail=False)[0], s)
         assert (out[~s.real] == 0).all()
@@ -155,18 +154,13 @@ if INTERPRETED:
         monkeypatch.setattr(attention, "_items_to_merge", lambda count, _: math.gcd(items, count))
         s = scene(n=3, t=4, heads=2, kv_heads=1, bound=70, window=window)
         launch = Launch(block_m=16, block_n=16, splits=splits, num_warps=4, num_stages=1)
-        keys = PagedKeys(s.kv.data, s.view.table.data, s.view.rows, s.view.extent, s.view.bound, s.view.page_size)
-        sight = Sight(s.queries.positions, window)
-        tail = TailKeys(s.tail.data, s.queries.tail_positions, s.queries.mask)
-        out, lse = paged_attention(s.q, keys, sight, tail, s.scale, launch)
+        gpu = gpu_traits(CPU)
+        out, lse = paged_attention(s.q, s.kv.data, s.metadata, s.tail.data, s.scale, None, gpu, launch)
         want, want_lse = dense_answer(s, with_tail=True)
         assert_close(out, want, s)
         assert_close_lse(lse, want_lse, s)
         causal = scene(n=10, heads=2, kv_heads=1, bound=70, window=window, causal=True)
-        keys = replace(keys, pages=causal.kv.data, page_table=causal.view.table.data, extent=causal.view.extent)
-        out, _ = paged_attention(
-            causal.q, keys, Sight(causal.queries.positions, window, causal=True), None, causal.scale, launch
-        )
+        out, _ = paged_attention(causal.q, causal.kv.data, causal.metadata, None, causal.scale, None, gpu, launch)
         assert_close(out, dense_answer(causal, with_tail=False)[0], causal)
 
     @pytest.mark.parametrize("options", VARIETY, ids=str)
@@ -174,17 +168,13 @@ if INTERPRETED:
         """Two backends, one contract; the reference beside the kernel is a third witness."""
         s = scene(**options)
         torch_backend, backend = TorchBackend(s.q.dtype, torch.device("cpu")), TritonBackend(s.q.dtype, CPU)
-        view = replace(s.view, table=PageTable(FULL, s.clean_table))
-        want = torch_backend.prefix_tail(
-            s.q, s.clean, torch_backend.plan(torch_backend.begin(view), s.queries), s.tail, s.scale
-        )
-        plan = backend.plan(backend.begin(view), s.queries)
+        metadata = replace(s.metadata, table=PageTable(FULL, s.clean_table))
+        plan = torch_backend.plan(torch_backend.begin(metadata), metadata)
+        want = torch_backend.prefix_tail(s.q, s.clean, plan, s.tail, s.scale)
+        plan = backend.plan(backend.begin(metadata), metadata)
         assert_close(backend.prefix_tail(s.q, s.clean, plan, s.tail, s.scale), want, s)
-        keys = PagedKeys(s.kv.data, s.view.table.data, view.rows, view.extent, view.bound, view.page_size)
-        tail = TailKeys(s.tail.data, s.queries.tail_positions, s.queries.mask)
-        if s.queries.window is None:
-            got = paged_attention_reference(s.q, keys, Sight(s.queries.positions), tail, s.scale)[0]
-            assert_close(got, want, s)
+        got = paged_attention_reference(s.q, s.clean.data, metadata, s.tail.data, s.scale)[0]
+        assert_close(got, want, s)
 
     @pytest.mark.parametrize("hidden", [48, 64])
     @pytest.mark.parametrize("parts", [0, 1, 3])

@@ -111,18 +111,18 @@ def check_prefill(witness, backend, plan, rows):
     """Each prompt token sees all tokens up to itself, in the target's group and in the draft's."""
     assert len(backend.plans) == 2
     for group, planned in zip((FULL, DRAFT), backend.plans, strict=True):
-        assert planned.queries is None
+        assert planned.metadata.causal
         for index, (chunk, request) in enumerate(zip(plan.chunks, rows, strict=True)):
             end = chunk.start + len(chunk.token_ids)
             assert chunk.token_ids == request.ids[chunk.start : end]
-            names = witness.prefix(group, planned.prefix.view, index)
+            names = witness.prefix(group, planned.metadata, index)
             assert names == named_prefix(request, end)
             for column in range(len(chunk.token_ids)):
-                position = int(planned.positions[index, column])
+                position = int(planned.metadata.positions[index, column])
                 seen = [name for name in names if name[1] <= position]  # the meaning of `causal`
                 assert seen == named_prefix(request, chunk.start + column + 1)
-        for index in range(len(rows), planned.prefix.view.rows.shape[0]):
-            assert witness.prefix(group, planned.prefix.view, index) == []
+        for index in range(len(rows), planned.metadata.rows.shape[0]):
+            assert witness.prefix(group, planned.metadata, index) == []
     return [
         (request, chunk.start + i)
         for chunk, request in zip(plan.chunks, rows, strict=True)
@@ -155,8 +155,8 @@ def check_round(seen: Round):
     for index, (request, row) in enumerate(zip(rows, seen.result.rows, strict=True)):
         length = request.num_ids - 1  # all tokens but the root are committed
         for group, planned in [*((DRAFT, each) for each in drafts), (FULL, verify), (DRAFT, extend)]:
-            assert planned.window is None
-            assert witness.prefix(group, planned.prefix.view, index) == named_prefix(request, length)
+            assert planned.metadata.window is None
+            assert witness.prefix(group, planned.metadata, index) == named_prefix(request, length)
         root, born, frontiers = grow(request.ids[-1], k, num_steps, heard(calls, index, seen.latest[request]))
         nodes = select(root, born, width)
 
@@ -180,14 +180,14 @@ def check_round(seen: Round):
         count = len(row.tokens)
         tokens = calls.forwards[-1][0]
         assert tokens[index, :count].tolist() == list(row.tokens)
-        assert extend.positions[index].tolist() == [length + j for j in range(num_steps + 1)]
-        assert extend.queries.tail_positions[index].tolist() == [length + j for j in range(num_steps + 1)]
+        assert extend.metadata.positions[index].tolist() == [length + j for j in range(num_steps + 1)]
+        assert extend.metadata.tail_positions[index].tolist() == [length + j for j in range(num_steps + 1)]
         for j in range(count):
-            assert extend.queries.mask[index, j].nonzero().flatten().tolist() == list(range(j + 1))
+            assert extend.metadata.mask[index, j].nonzero().flatten().tolist() == list(range(j + 1))
         written += [(request, length + j) for j in range(count)]
     for planned in backend.plans:
-        for index in range(len(rows), planned.prefix.view.rows.shape[0]):
-            assert int(planned.prefix.view.extent[index]) == 0, "a padding row sees a prefix"
+        for index in range(len(rows), planned.metadata.rows.shape[0]):
+            assert int(planned.metadata.extent[index]) == 0, "a padding row sees a prefix"
     return written
 
 
@@ -207,7 +207,7 @@ def heard(calls, index, first):
 
 def assert_tail(planned, index, queries, columns, start):
     """Queries and tail stand where their nodes stand, and a query sees itself and its ancestors, nothing else."""
-    told = planned.queries
+    told = planned.metadata
     assert told.positions[index].tolist() == [start + node.depth for node in queries]
     assert told.tail_positions[index].tolist() == [start + node.depth for node in columns]
     assert told.mask.shape[1:] == (len(queries), len(columns))

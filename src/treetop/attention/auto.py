@@ -17,9 +17,10 @@ from typing import Any, cast
 from torch import Tensor
 
 from treetop.attention.capabilities import CAPABILITIES, Capabilities, GroupNeed, Need, refusal
-from treetop.attention.contract import AttentionBackend, HostPlanned, Queries, RoundExtents, TableView, TailKV
+from treetop.attention.contract import AttentionBackend, HostPlanned, RoundExtents, TailKV
 from treetop.kernels.kv import PagedKV
 from treetop.kernels.launch import CallShape
+from treetop.kernels.metadata import AttentionMetadata
 from treetop.kernels.triton_guard import gpu_traits
 
 TABLE = "choices.json"
@@ -115,22 +116,21 @@ def summary(table: ChoiceTable, usable: frozenset[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What a backend of the composition made: a prefix or a plan."""
+    """What a backend of the composition planned."""
 
     backend: AttentionBackend[Any, Any]
     inner: Any
 
 
 class AutoPrefix:
-    """A view, and what each backend that was chosen for it made of it."""
+    """What each backend that was chosen for a prefix made of it."""
 
-    def __init__(self, view: TableView) -> None:
-        self.view = view
+    def __init__(self) -> None:
         self._begun: dict[str, Any] = {}
 
-    def of(self, backend: AttentionBackend[Any, Any]) -> Any:
+    def of(self, backend: AttentionBackend[Any, Any], metadata: AttentionMetadata) -> Any:
         if backend.name not in self._begun:
-            self._begun[backend.name] = backend.begin(self.view)
+            self._begun[backend.name] = backend.begin(metadata)
         return self._begun[backend.name]
 
 
@@ -165,12 +165,13 @@ class AutoBackend:
         ratio, size = group.heads // group.kv_heads, self._need.dtype.itemsize
         return CallShape(rows, n, group.kv_heads, ratio, group.head_dim, size, bound, causal)
 
-    def backend_for(self, view: TableView, n: int, window: int | None, causal: bool) -> AttentionBackend[Any, Any]:
+    def backend_for(self, metadata: AttentionMetadata) -> AttentionBackend[Any, Any]:
         """The backend of one phase, and why, noted in `reasons`."""
-        group = self._groups.get(view.table.group)
-        if group is None or window is not None:
+        group = self._groups.get(metadata.table.group)
+        if group is None or metadata.window is not None:
             return self.parts[FALLBACK]
-        shape_class = self._call(group, view.rows.shape[0], n, view.bound, causal).shape_class
+        rows, n = metadata.positions.shape
+        shape_class = self._call(group, rows, n, metadata.bound, metadata.causal).shape_class
         if shape_class not in self._chosen:
             chosen = self._table.choose(shape_class, frozenset(self.parts))
             self._chosen[shape_class], self.reasons[shape_class] = chosen
@@ -181,19 +182,12 @@ class AutoBackend:
             if CAPABILITIES[name].needs_host_extents:
                 cast(HostPlanned, backend).plan_round(round)
 
-    def begin(self, view: TableView) -> AutoPrefix:
-        return AutoPrefix(view)
+    def begin(self, metadata: AttentionMetadata) -> AutoPrefix:
+        return AutoPrefix()
 
-    def plan(self, prefix: AutoPrefix, queries: Queries) -> Chosen:
-        backend = self.backend_for(prefix.view, queries.positions.shape[1], queries.window, False)
-        return Chosen(backend, backend.plan(prefix.of(backend), queries))
-
-    def plan_causal(self, prefix: AutoPrefix, positions: Tensor, window: int | None) -> Chosen:
-        backend = self.backend_for(prefix.view, positions.shape[1], window, True)
-        return Chosen(backend, backend.plan_causal(prefix.of(backend), positions, window))
-
-    def prefix(self, q: Tensor, kv: PagedKV, plan: Chosen, scale: float) -> tuple[Tensor, Tensor]:
-        return plan.backend.prefix(q, kv, plan.inner, scale)
+    def plan(self, begun: AutoPrefix, metadata: AttentionMetadata) -> Chosen:
+        backend = self.backend_for(metadata)
+        return Chosen(backend, backend.plan(begun.of(backend, metadata), metadata))
 
     def prefix_tail(
         self, q: Tensor, kv: PagedKV, plan: Chosen, tail: TailKV, scale: float, sinks: Tensor | None = None

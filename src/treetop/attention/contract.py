@@ -1,15 +1,13 @@
 """What a backend is given and what it gives back.
 
     plan_round(round)            once a round, before its phases, for backends that need host extents
-    begin(view)                  once a phase and KV group: where the committed prefix lies
-    plan(prefix, queries)        once a phase: who sees what; shared by the layers of the phase
-    prefix(q, kv, plan)          -> out, lse over the committed prefix alone
-    prefix_tail(q, kv, plan, tail)  the same and the tail; `tail.merged_prefix_tail` serves any backend
+    begin(metadata)              once a phase and KV group: what all its plans need of the committed prefix
+    plan(begun, metadata)        once a phase, or a draft level: who sees what; shared by the group's layers
+    prefix_tail(q, kv, plan, tail)  over the committed prefix and the tail
     causal(q, kv, plan)          prefill: K/V are in the pages already
 
-Shapes: q and out [rows, n, heads, head_dim]; lse [rows, n, heads] float32, natural logarithm; an empty prefix gives
-out 0 and lse -inf. sinks: [heads] float32 or None, a logit a head that takes part in the normalisation and has no
-value; it enters once, in `prefix_tail` and in `causal`, never in `prefix`.
+Shapes: q and out [rows, n, heads, head_dim]. sinks: [heads] float32 or None, a logit a head that takes part in the
+normalisation and has no value.
 """
 
 from collections.abc import Mapping
@@ -19,41 +17,12 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from treetop.attention.capabilities import Capabilities
-from treetop.kernels.kv import PagedKV, PageTable
+from treetop.kernels.kv import PagedKV
+from treetop.kernels.metadata import AttentionMetadata
 from treetop.types.phase import Phase
 
 P = TypeVar("P")
 Q = TypeVar("Q")
-
-
-@dataclass(frozen=True, slots=True)
-class TableView:
-    """One group's page table as a batch sees it in one phase.
-
-    rows: [rows] int64. extent: [rows] int64, how many positions from 0 hold
-    K/V to be seen; `committed` in every decode phase, `committed + query_len` in prefill. bound: no extent is larger.
-    """
-
-    phase: Phase
-    table: PageTable
-    rows: Tensor
-    extent: Tensor
-    bound: int
-    page_size: int
-
-
-@dataclass(frozen=True, slots=True)
-class Queries:
-    """Where the queries of a phase stand, and their tail.
-
-    positions: [rows, n] int64. tail_positions: [rows, t] int64. mask: [rows, n, t] bool. window: how far a query sees,
-    itself counted, by position; None is everything.
-    """
-
-    positions: Tensor
-    tail_positions: Tensor
-    mask: Tensor
-    window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +41,16 @@ class TailKV:
 
 
 class AttentionBackend(Protocol[P, Q]):
-    """A library or kernel that answers the contract's questions. P: its view of a prefix; Q: its plan of a phase."""
+    """A library or kernel that answers the contract's questions. P: what it makes of a prefix; Q: its plan."""
 
     name: str
 
     @property
     def capabilities(self) -> Capabilities: ...
 
-    def begin(self, view: TableView) -> P: ...
+    def begin(self, metadata: AttentionMetadata) -> P: ...
 
-    def plan(self, prefix: P, queries: Queries) -> Q: ...
-
-    def plan_causal(self, prefix: P, positions: Tensor, window: int | None) -> Q: ...
-
-    def prefix(self, q: Tensor, kv: PagedKV, plan: Q, scale: float) -> tuple[Tensor, Tensor]: ...
+    def plan(self, begun: P, metadata: AttentionMetadata) -> Q: ...
 
     def prefix_tail(
         self, q: Tensor, kv: PagedKV, plan: Q, tail: TailKV, scale: float, sinks: Tensor | None = None

@@ -5,19 +5,20 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from treetop.attention.contract import RoundExtents, TableView
+from treetop.attention.contract import RoundExtents
 from treetop.attention.libraries import FlashAttention, PagedCall
 from treetop.attention.library_backend import AttendPages
 from treetop.kernels.kv import PagedKV
+from treetop.kernels.metadata import AttentionMetadata
 from treetop.kernels.table import Ops
 from treetop.kernels.tail import PrefixPart
 
 
 @dataclass(frozen=True, slots=True)
 class FlashTable:
-    """A view as FlashAttention reads it. table: [rows, columns] int32. lengths: [rows] int32."""
+    """A prefix as FlashAttention reads it. table: [rows, columns] int32. lengths: [rows] int32."""
 
-    view: TableView
+    metadata: AttentionMetadata
     table: Tensor
     lengths: Tensor
 
@@ -28,32 +29,33 @@ class FlashPages:
     def __init__(self, attention: FlashAttention, ops: Ops) -> None:
         self._attention, self._ops = attention, ops
 
-    def begin(self, view: TableView) -> FlashTable:
-        columns = min(max(-(-view.bound // view.page_size), 1), view.table.data.shape[1])
-        table, lengths = self._ops.gather_table(view.table.data, view.rows, view.extent, columns, view.page_size)
-        return FlashTable(view, table, lengths)
+    def begin(self, metadata: AttentionMetadata) -> FlashTable:
+        columns = min(max(-(-metadata.bound // metadata.page_size), 1), metadata.table.data.shape[1])
+        table, lengths = self._ops.gather_table(
+            metadata.table.data, metadata.rows, metadata.extent, columns, metadata.page_size
+        )
+        return FlashTable(metadata, table, lengths)
 
-    def plan(self, begun: FlashTable, n: int) -> AttendPages:
-        return self._attend(begun, None)
-
-    def plan_causal(self, begun: FlashTable, positions: Tensor) -> AttendPages:
+    def plan(self, begun: FlashTable, metadata: AttentionMetadata) -> AttendPages:
+        if not metadata.causal:
+            return self._attend(begun, None)
         # A chunk's first position is where its row's committed tokens end; the dummy row has length 0 and position 0.
-        return self._attend(begun, (begun.view.extent - positions[:, 0]).to(torch.int32))
+        return self._attend(begun, (metadata.extent - metadata.positions[:, 0]).to(torch.int32))
 
     def plan_round(self, round: RoundExtents) -> None:
         """Lengths are read on the device: nothing to do."""
 
     def _attend(self, begun: FlashTable, query_len: Tensor | None) -> AttendPages:
-        view = begun.view
+        metadata = begun.metadata
         shared: list[Tensor | None] = []  # the schedule, from the first layer on
 
         def attend(q: Tensor, kv: PagedKV, scale: float) -> PrefixPart:
-            pages = kv.data.unflatten(0, (-1, view.page_size))
+            pages = kv.data.unflatten(0, (-1, metadata.page_size))
             k, v = pages[:, :, 0], pages[:, :, 1]
-            call = PagedCall(q, k, v, begun.table, begun.lengths, query_len, view.bound, scale)
+            call = PagedCall(q, k, v, begun.table, begun.lengths, query_len, metadata.bound, scale)
             if not shared:
                 shared.append(self._attention.schedule(call))
             out, lse = self._attention(replace(call, schedule=shared[0]))
-            return PrefixPart(out, lse.transpose(1, 2), view.extent)
+            return PrefixPart(out, lse.transpose(1, 2), metadata.extent)
 
         return attend

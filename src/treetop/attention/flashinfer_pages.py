@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from treetop.attention.capabilities import GroupNeed, Need
-from treetop.attention.contract import RoundExtents, TableView
+from treetop.attention.contract import RoundExtents
 from treetop.attention.library_backend import AttendPages
 from treetop.kernels.kv import PagedKV
+from treetop.kernels.metadata import AttentionMetadata
 from treetop.kernels.tail import PrefixPart
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.types.ids import GroupName
@@ -99,28 +100,34 @@ class FlashInferPages:
         self._decode: dict[Key, _Planned] = {}
         self._prefill: dict[GroupName, Any] = {}
 
-    def begin(self, view: TableView) -> TableView:
-        return view
+    def begin(self, metadata: AttentionMetadata) -> None:
+        """A plan is made of lengths and positions together."""
 
-    def plan(self, view: TableView, n: int) -> AttendPages:
-        """Plans with the view's own lengths, unless a graph is being captured: `plan_round` does that for a replay."""
-        key = (view.phase, view.table.group, view.rows.shape[0], n)
+    def plan(self, begun: None, metadata: AttentionMetadata) -> AttendPages:
+        return self._plan_causal(metadata) if metadata.causal else self._plan_decode(metadata)
+
+    def _plan_decode(self, metadata: AttentionMetadata) -> AttendPages:
+        """Plans with the lengths as they are, unless a graph is being captured: `plan_round` does that for a replay."""
+        key = (metadata.phase, metadata.table.group, *metadata.positions.shape)
         planned = self._decode.get(key)
         if planned is None:
-            planned = self._decode[key] = self._wrapper(view)
+            planned = self._decode[key] = self._wrapper(metadata)
         if not _capturing(self._device):
-            self._fill(key, planned, _host_pages(view.table.data, view.rows, view.extent, view.page_size))
+            self._fill(
+                key, planned, _host_pages(metadata.table.data, metadata.rows, metadata.extent, metadata.page_size)
+            )
         wrapper = planned.wrapper
 
         def attend(q: Tensor, kv: PagedKV, scale: float) -> PrefixPart:
-            out, lse = _run(wrapper, q.flatten(0, 1), kv, view.page_size, scale)
-            return PrefixPart(out.view(q.shape), lse.view(q.shape[:3]), view.extent, _NATURAL)
+            out, lse = _run(wrapper, q.flatten(0, 1), kv, metadata.page_size, scale)
+            return PrefixPart(out.view(q.shape), lse.view(q.shape[:3]), metadata.extent, _NATURAL)
 
         return attend
 
-    def plan_causal(self, view: TableView, positions: Tensor) -> AttendPages:
-        group, n = view.table.group, positions.shape[1]
-        pages = _host_pages(view.table.data, view.rows, view.extent, view.page_size)
+    def _plan_causal(self, metadata: AttentionMetadata) -> AttendPages:
+        group, positions = metadata.table.group, metadata.positions
+        n = positions.shape[1]
+        pages = _host_pages(metadata.table.data, metadata.rows, metadata.extent, metadata.page_size)
         query_len = [length - start for length, start in zip(pages.lengths, positions[:, 0].tolist(), strict=True)]
         if group not in self._prefill:
             self._prefill[group] = self._make(self._workspace, "NHD", backend="fa2")
@@ -131,10 +138,10 @@ class FlashInferPages:
 
         def attend(q: Tensor, kv: PagedKV, scale: float) -> PrefixPart:
             rows, width, heads, dim = q.shape
-            some, some_lse = _run(wrapper, q.flatten(0, 1).index_select(0, packed), kv, view.page_size, scale)
+            some, some_lse = _run(wrapper, q.flatten(0, 1).index_select(0, packed), kv, metadata.page_size, scale)
             out = q.new_zeros((rows * width, heads, dim)).index_copy_(0, packed, some)
             lse = some_lse.new_full((rows * width, heads), float("-inf")).index_copy_(0, packed, some_lse)
-            return PrefixPart(out.view(q.shape), lse.view(q.shape[:3]), view.extent, _NATURAL)
+            return PrefixPart(out.view(q.shape), lse.view(q.shape[:3]), metadata.extent, _NATURAL)
 
         return attend
 
@@ -149,9 +156,9 @@ class FlashInferPages:
                     seen[group] = _host_pages(planned.table, round.rows, extent, planned.page_size)
                 self._fill(key, planned, seen[group])
 
-    def _wrapper(self, view: TableView) -> _Planned:
+    def _wrapper(self, metadata: AttentionMetadata) -> _Planned:
         """A wrapper whose buffers hold the largest batch of its rows."""
-        rows, columns = view.rows.shape[0], view.table.data.shape[1]
+        rows, columns = metadata.rows.shape[0], metadata.table.data.shape[1]
 
         def ints(size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.int32, device=self._device)
@@ -166,7 +173,7 @@ class FlashInferPages:
             paged_kv_last_page_len_buf=ints(rows),
             backend="fa2",
         )
-        return _Planned(wrapper, view.table.data, view.page_size)
+        return _Planned(wrapper, metadata.table.data, metadata.page_size)
 
     def _fill(self, key: Key, planned: _Planned, pages: HostPages) -> None:
         _, group, rows, n = key

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from treetop.attention.capabilities import CAPABILITIES, Capabilities
-from treetop.attention.contract import AttentionBackend, Queries, RoundExtents, TableView, TailKV
+from treetop.attention.contract import AttentionBackend, RoundExtents, TailKV
 from treetop.attention.tail import with_sinks
-from treetop.kernels.attention import TailKeys
 from treetop.kernels.kv import PagedKV
+from treetop.kernels.metadata import AttentionMetadata
 from treetop.kernels.table import Ops
-from treetop.kernels.tail import PrefixPart, TailSight
+from treetop.kernels.tail import PrefixPart
 
 AttendPages = Callable[[Tensor, PagedKV, float], PrefixPart]
 """(q, kv, scale) -> what the pages give; made by a plan, called once a layer."""
@@ -27,37 +27,32 @@ AttendPages = Callable[[Tensor, PagedKV, float], PrefixPart]
 class PagesLibrary(Protocol):
     """What a library is asked for. `begin` is called once a phase and group at most, and only if a plan follows."""
 
-    def begin(self, view: TableView) -> Any: ...
+    def begin(self, metadata: AttentionMetadata) -> Any: ...
 
-    def plan(self, begun: Any, n: int) -> AttendPages:
-        """Every one of n queries a row sees the row's whole prefix."""
-
-    def plan_causal(self, begun: Any, positions: Tensor) -> AttendPages:
-        """A query sees up to its own position. Padding queries may give anything."""
+    def plan(self, begun: Any, metadata: AttentionMetadata) -> AttendPages:
+        """A query sees its row's whole prefix; a prefill's up to its own position, and padding may give anything."""
 
     def plan_round(self, round: RoundExtents) -> None: ...
 
 
 class LibraryPrefix:
-    """A view, and what the library made of it when the first plan asked."""
+    """What library and window backend made of a prefix when the first plan of each asked."""
 
-    def __init__(self, view: TableView, library: PagesLibrary) -> None:
-        self.view = view
-        self._library, self._begun = library, None
+    def __init__(self) -> None:
+        self._begun: dict[object, Any] = {}
 
-    @property
-    def begun(self) -> Any:
-        if self._begun is None:
-            self._begun = self._library.begin(self.view)
-        return self._begun
+    def of(self, backend: PagesLibrary | AttentionBackend[Any, Any], metadata: AttentionMetadata) -> Any:
+        if backend not in self._begun:
+            self._begun[backend] = backend.begin(metadata)
+        return self._begun[backend]
 
 
 @dataclass(frozen=True, slots=True)
 class LibraryPlan:
-    """queries: None in prefill, where `padding` [rows, n] bool says which queries are none."""
+    """padding: [rows, n] bool, which queries of a prefill are none."""
 
     attend: AttendPages
-    queries: Queries | None
+    metadata: AttentionMetadata
     padding: Tensor | None
 
 
@@ -82,25 +77,17 @@ class LibraryBackend:
         """Where the library needs lengths on the host: exact plans for a round about to run."""
         self._library.plan_round(round)
 
-    def begin(self, view: TableView) -> LibraryPrefix:
-        return LibraryPrefix(view, self._library)
+    def begin(self, metadata: AttentionMetadata) -> LibraryPrefix:
+        return LibraryPrefix()
 
-    def plan(self, prefix: LibraryPrefix, queries: Queries) -> LibraryPlan | WindowPlan:
-        if queries.window is not None:
-            return WindowPlan(self._windows.plan(self._windows.begin(prefix.view), queries))
-        return LibraryPlan(self._library.plan(prefix.begun, queries.positions.shape[1]), queries, None)
-
-    def plan_causal(self, prefix: LibraryPrefix, positions: Tensor, window: int | None) -> LibraryPlan | WindowPlan:
-        if window is not None:
-            return WindowPlan(self._windows.plan_causal(self._windows.begin(prefix.view), positions, window))
-        query_len = prefix.view.extent - positions[:, 0]
-        padding = torch.arange(positions.shape[1], device=positions.device) >= query_len[:, None]
-        return LibraryPlan(self._library.plan_causal(prefix.begun, positions), None, padding)
-
-    def prefix(self, q: Tensor, kv: PagedKV, plan: LibraryPlan | WindowPlan, scale: float) -> tuple[Tensor, Tensor]:
-        if isinstance(plan, WindowPlan):
-            return self._windows.prefix(q, kv, plan.inner, scale)
-        return plan.attend(q, kv, scale).normalised()
+    def plan(self, begun: LibraryPrefix, metadata: AttentionMetadata) -> LibraryPlan | WindowPlan:
+        if metadata.window is not None:
+            return WindowPlan(self._windows.plan(begun.of(self._windows, metadata), metadata))
+        padding = None
+        if metadata.causal:
+            query_len, n = metadata.extent - metadata.positions[:, 0], metadata.positions.shape[1]
+            padding = torch.arange(n, device=query_len.device) >= query_len[:, None]
+        return LibraryPlan(self._library.plan(begun.of(self._library, metadata), metadata), metadata, padding)
 
     def prefix_tail(
         self,
@@ -113,11 +100,8 @@ class LibraryBackend:
     ) -> Tensor:
         if isinstance(plan, WindowPlan):
             return self._windows.prefix_tail(q, kv, plan.inner, tail, scale, sinks)
-        assert plan.queries is not None
         part = plan.attend(q, kv, scale)
-        keys = TailKeys(tail.data, plan.queries.tail_positions, plan.queries.mask)
-        sight = TailSight(plan.queries.positions)
-        return self._ops.tail_and_merge(q, part, keys, sight, scale, sinks)
+        return self._ops.tail_and_merge(q, part, tail.data, plan.metadata, scale, sinks)
 
     def causal(
         self,

@@ -1,20 +1,7 @@
-"""The shared tail in tensor operations: masked attention over a handful of dense keys, and the merge of two parts.
-
-`kernels/tail.py` does both in one launch on a GPU.
-"""
+"""Masked attention in plain tensor operations, and sinks."""
 
 import torch
 from torch import Tensor
-
-from treetop.attention.contract import Queries, TailKV
-
-
-def tail_visible(queries: Queries) -> Tensor:
-    """Which tail keys a query sees: its mask, and the window by position. Returns [rows, n, t] bool."""
-    if queries.window is None:
-        return queries.mask
-    distance = queries.positions[:, :, None] - queries.tail_positions[:, None, :]
-    return queries.mask & (distance < queries.window)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -33,29 +20,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tu
     weights = torch.exp(scores - torch.where(seen, lse, 0)[..., None])
     out = torch.einsum("bnhgm,bmhd->bnhgd", weights, v)
     return out.reshape(rows, n, heads, dim), lse.reshape(rows, n, heads).to(torch.float32)
-
-
-def merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
-    """Attention over two disjoint sets of keys from each set's (out, lse); a side with lse -inf weighs 0."""
-    total = torch.logaddexp(a[1], b[1])
-    weight_a = torch.exp(a[1] - total)[..., None].to(a[0].dtype)
-    weight_b = torch.exp(b[1] - total)[..., None].to(b[0].dtype)
-    return a[0] * weight_a + b[0] * weight_b
-
-
-def merged_prefix_tail(
-    prefix: tuple[Tensor, Tensor],
-    q: Tensor,
-    tail: TailKV,
-    queries: Queries,
-    scale: float,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """`prefix_tail` for a backend that only does the prefix. Every query sees itself in the tail, so none is empty."""
-    part = attend(q, tail.k, tail.v, tail_visible(queries), scale)
-    if sinks is None:
-        return merge(prefix, part)
-    return with_sinks(merge(prefix, part), torch.logaddexp(prefix[1], part[1]), sinks)
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

@@ -7,9 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treetop.attention.capabilities import CAPABILITIES
-from treetop.attention.contract import Queries, TableView, TailKV
-from treetop.attention.tail import attend, tail_visible, with_sinks
+from treetop.attention.contract import TailKV
+from treetop.attention.tail import attend, with_sinks
+from treetop.kernels.attention import tail_visible
 from treetop.kernels.kv import PagedKV, Ruler, make_ruler, slots_at
+from treetop.kernels.metadata import AttentionMetadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,34 +42,29 @@ class TorchBackend:
 
         self._ruler: Ruler | None = None
 
-    def begin(self, view: TableView) -> TorchPrefix:
+    def begin(self, metadata: AttentionMetadata) -> TorchPrefix:
         ruler = self._ruler
-        if ruler is None or ruler.page_size != view.page_size or ruler.positions.shape[1] < view.bound:
-            ruler = self._ruler = make_ruler(2 * view.bound, view.page_size, view.rows.device)
-        positions, column, offset = (each[:, : view.bound] for each in (ruler.positions, ruler.column, ruler.offset))
-        visible = positions < view.extent[:, None]
-        return TorchPrefix(slots_at(view.table.data, view.rows, column, offset, visible, view.page_size), visible)
+        if ruler is None or ruler.page_size != metadata.page_size or ruler.positions.shape[1] < metadata.bound:
+            ruler = self._ruler = make_ruler(2 * metadata.bound, metadata.page_size, metadata.rows.device)
+        positions, column, offset = (
+            each[:, : metadata.bound] for each in (ruler.positions, ruler.column, ruler.offset)
+        )
+        visible = positions < metadata.extent[:, None]
+        slots = slots_at(metadata.table.data, metadata.rows, column, offset, visible, metadata.page_size)
+        return TorchPrefix(slots, visible)
 
-    def plan(self, prefix: TorchPrefix, queries: Queries) -> TorchPlan:
-        visible = _prefix_visible(prefix, queries.positions, queries.window)
-        return self._plan(prefix, torch.cat([visible, tail_visible(queries)], dim=2))
-
-    def plan_causal(self, prefix: TorchPrefix, positions: Tensor, window: int | None) -> TorchPlan:
-        keys = torch.arange(prefix.slots.shape[1], device=positions.device)
-        causal = keys <= positions[:, :, None]
-        # The dummy row has no key at all; the null slot, shown to it alone, keeps its softmax from being empty.
-        empty = ~prefix.visible[:, None, :1] & (keys == 0)
-        visible = (_prefix_visible(prefix, positions, window) & causal) | empty
-        return self._plan(prefix, visible)
-
-    def _plan(self, prefix: TorchPrefix, visible: Tensor) -> TorchPlan:
+    def plan(self, begun: TorchPrefix, metadata: AttentionMetadata) -> TorchPlan:
+        visible = _prefix_visible(begun, metadata.positions, metadata.window)
+        if metadata.causal:
+            keys = torch.arange(begun.slots.shape[1], device=visible.device)
+            causal = keys <= metadata.positions[:, :, None]
+            # The dummy row has no key at all; the null slot, shown to it alone, keeps its softmax from being empty.
+            empty = ~begun.visible[:, None, :1] & (keys == 0)
+            visible = (visible & causal) | empty
+        else:
+            visible = torch.cat([visible, tail_visible(metadata)], dim=2)
         bias = torch.zeros(visible.shape, dtype=self._dtype, device=self._device)
-        return TorchPlan(prefix, visible, bias.masked_fill_(~visible, float("-inf")))
-
-    def prefix(self, q: Tensor, kv: PagedKV, plan: TorchPlan, scale: float) -> tuple[Tensor, Tensor]:
-        width = plan.prefix.slots.shape[1]
-        pages = _gather(kv, plan.prefix)
-        return attend(q, pages[:, :, 0], pages[:, :, -1], plan.visible[:, :, :width], scale)
+        return TorchPlan(begun, visible, bias.masked_fill_(~visible, float("-inf")))
 
     def prefix_tail(
         self, q: Tensor, kv: PagedKV, plan: TorchPlan, tail: TailKV, scale: float, sinks: Tensor | None = None

@@ -167,7 +167,7 @@ FAULTS: dict[str, Fault] = _registry(
         Fault(
             "sgl-26628-twice",
             "draft extend counts its own tokens as committed too",
-            (Patch("treetop.engine.device:Device.begin", twins.counts_twice),),
+            (Patch("treetop.engine.device:Device.metadata", twins.counts_twice),),
             "visibility",
             None,
             {"graphs": "sim"},

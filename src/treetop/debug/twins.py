@@ -8,10 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from treetop.attention.contract import Queries
 from treetop.attention.phase import Columns
 from treetop.cache.ledger import Lease, PageLedger
-from treetop.engine.device import Device
+from treetop.engine.device import Device, Prefix
 from treetop.engine.state import RowState
 from treetop.kernels.kv import PageTable
 from treetop.kernels.tree import next_level_mask
@@ -19,7 +18,7 @@ from treetop.scheduler.request import Request
 from treetop.scheduler.scheduler import Scheduler
 from treetop.spec.draft import Level
 from treetop.types.ids import DRAFT, FULL, WINDOW, GroupName
-from treetop.types.layout import Layout
+from treetop.types.layout import KVGroup, Layout
 from treetop.types.phase import Phase
 from treetop.types.sampling import FinishReason
 from treetop.types.tree import Accepted, DraftTree
@@ -27,11 +26,11 @@ from treetop.types.tree import Accepted, DraftTree
 # ---------------------------------------------------------------- capacity
 
 
-def all_levels_wide(level: Level) -> tuple[Queries, Columns]:
+def all_levels_wide(level: Level) -> tuple[Tensor, Tensor, Columns]:
     rows, k, own = level.mask.shape
     width = level.all_positions.shape[1]
     mask = F.pad(level.mask, (0, width - own))
-    return Queries(level.positions, level.all_positions, mask), Columns(rows, own - k, k, width)
+    return level.all_positions, mask, Columns(rows, own - k, k, width)
 
 
 def no_topk_factor(layout: Layout) -> int:
@@ -78,11 +77,12 @@ def misses_itself(width: int, device: torch.device) -> Tensor:
 def counts_twice(real: Callable[..., Any]) -> Callable[..., Any]:
     """Draft extend's extent holds the tokens that are still in its tail."""
 
-    def begin(device: Device, phase: Phase, group: GroupName, rows: Tensor, extent: Tensor, bound: int) -> Any:
+    def metadata(device: Device, phase: Phase, group: KVGroup, prefix: Prefix, *queries: Tensor) -> Any:
+        rows, extent, bound = prefix
         more = device.layout.commit_width if phase is Phase.EXTEND else 0
-        return real(device, phase, group, rows, extent + more, bound)
+        return real(device, phase, group, (rows, extent + more, bound), *queries)
 
-    return begin
+    return metadata
 
 
 def one_too_far(committed: Tensor, level: int, k: int) -> Tensor:

@@ -11,22 +11,15 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from treetop.attention.contract import AttentionBackend, Queries, TableView, TailKV
+from treetop.attention.contract import AttentionBackend, TailKV
 from treetop.engine.device import Device
 from treetop.kernels.grow import Frontier, Growth
 from treetop.kernels.kv import PagedKV
+from treetop.kernels.metadata import AttentionMetadata
 from treetop.kernels.table import Ops
 from treetop.types.errors import CheckError
 from treetop.types.ids import NULL_PAGE
 from treetop.types.phase import Phase
-
-
-@dataclass(frozen=True, slots=True)
-class WatchedPrefix:
-    """The inner backend's prefix, and the view it was made from."""
-
-    inner: Any
-    view: TableView
 
 
 @dataclass(slots=True)
@@ -74,33 +67,24 @@ class WatchedBackend:
         self.capabilities = replace(inner.capabilities, captures=False)  # it looks at the host on every call
         self._inner, self._device, self._watch = inner, device, watch
 
-    def begin(self, view: TableView) -> WatchedPrefix:
-        return WatchedPrefix(self._inner.begin(view), view)
+    def begin(self, metadata: AttentionMetadata) -> Any:
+        return self._inner.begin(metadata)
 
-    def plan(self, prefix: WatchedPrefix, queries: Queries) -> Any:
-        view = prefix.view
-        self._watch.checked[view.phase] += 1
-        committed = self._device.state.committed[view.rows].tolist()
-        for index, row in self._live(view):
-            _same(view, row, "extent of the prefix", int(view.extent[index]), committed[index])
-            self._check_pages(view, index, queries.window)
-            depth, ancestors = self._truth(view.phase, index, queries)
-            _check_row(view, row, _row_of(queries, index), committed[index], depth, ancestors)
-        return self._inner.plan(prefix.inner, queries)
-
-    def plan_causal(self, prefix: WatchedPrefix, positions: Tensor, window: int | None) -> Any:
-        view = prefix.view
-        self._watch.checked[view.phase] += 1
-        committed = self._device.state.committed[view.rows].tolist()
-        for index, row in self._live(view):
-            length = int(view.extent[index]) - committed[index]
-            want = [committed[index] + j for j in range(length)]
-            _same(view, row, "positions", positions[index, : max(length, 0)].tolist(), want)
-            self._check_pages(view, index, window)
-        return self._inner.plan_causal(prefix.inner, positions, window)
-
-    def prefix(self, q: Tensor, kv: PagedKV, plan: Any, scale: float) -> tuple[Tensor, Tensor]:
-        return self._inner.prefix(q, kv, plan, scale)
+    def plan(self, begun: Any, metadata: AttentionMetadata) -> Any:
+        self._watch.checked[metadata.phase] += 1
+        committed = self._device.state.committed[metadata.rows].tolist()
+        for index, row in self._live(metadata):
+            if metadata.causal:
+                length = int(metadata.extent[index]) - committed[index]
+                want = [committed[index] + j for j in range(length)]
+                _same(metadata, row, "positions", metadata.positions[index, : max(length, 0)].tolist(), want)
+            else:
+                _same(metadata, row, "extent of the prefix", int(metadata.extent[index]), committed[index])
+            self._check_pages(metadata, index)
+            if not metadata.causal:
+                depth, ancestors = self._truth(metadata, index)
+                _check_row(metadata, row, _row_of(metadata, index), committed[index], depth, ancestors)
+        return self._inner.plan(begun, metadata)
 
     def prefix_tail(
         self, q: Tensor, kv: PagedKV, plan: Any, tail: TailKV, scale: float, sinks: Tensor | None = None
@@ -110,28 +94,29 @@ class WatchedBackend:
     def causal(self, q: Tensor, kv: PagedKV, plan: Any, scale: float, sinks: Tensor | None = None) -> Tensor:
         return self._inner.causal(q, kv, plan, scale, sinks)
 
-    def _live(self, view: TableView) -> list[tuple[int, int]]:
+    def _live(self, metadata: AttentionMetadata) -> list[tuple[int, int]]:
         dummy = self._device.layout.dummy_row
-        return [(index, row) for index, row in enumerate(view.rows.tolist()) if row != dummy]
+        return [(index, row) for index, row in enumerate(metadata.rows.tolist()) if row != dummy]
 
-    def _check_pages(self, view: TableView, index: int, window: int | None) -> None:
+    def _check_pages(self, metadata: AttentionMetadata, index: int) -> None:
         """Every position that some query can see has a page of the group, and no two columns have the same one."""
-        row, extent = int(view.rows[index]), int(view.extent[index])
+        row, extent = int(metadata.rows[index]), int(metadata.extent[index])
         committed = int(self._device.state.committed[row])
-        first = 0 if window is None else max(committed - window + 1, 0)
-        columns = range(first // view.page_size, -(-extent // view.page_size))
-        cells = view.table.data[row].tolist()
+        first = 0 if metadata.window is None else max(committed - metadata.window + 1, 0)
+        columns = range(first // metadata.page_size, -(-extent // metadata.page_size))
+        cells = metadata.table.data[row].tolist()
         pages = [cells[column] if column < len(cells) else -1 for column in columns]
-        total = self._device.layout.num_pages[view.table.group]
+        total = self._device.layout.num_pages[metadata.table.group]
         wrong = [page for page in pages if not NULL_PAGE < page < total]
         if wrong and committed < self._device.layout.max_context:  # the start-up proof runs on the null page
-            raise CheckError(f"visibility: phase {view.phase}, row {row}: a visible position has page {wrong[0]}")
+            raise CheckError(f"visibility: phase {metadata.phase}, row {row}: a visible position has page {wrong[0]}")
         if not wrong and len(set(pages)) != len(pages):
-            raise CheckError(f"visibility: phase {view.phase}, row {row}: two columns have one page")
+            raise CheckError(f"visibility: phase {metadata.phase}, row {row}: two columns have one page")
 
-    def _truth(self, phase: Phase, index: int, queries: Queries) -> tuple[list[int], list[set[int]]]:
+    def _truth(self, metadata: AttentionMetadata, index: int) -> tuple[list[int], list[set[int]]]:
         """Steps of each tail column from the committed length, and the columns each query may see."""
-        n, width = queries.mask.shape[1:]
+        assert metadata.mask is not None
+        phase, (n, width) = metadata.phase, metadata.mask.shape[1:]
         if phase is Phase.EXTEND:
             return list(range(width)), [set(range(j + 1)) for j in range(n)]
         if phase is Phase.VERIFY:
@@ -150,32 +135,30 @@ class _Row:
     positions: list[int]
     tail_positions: list[int]
     mask: list[list[bool]]
-    window: int | None
 
 
-def _row_of(queries: Queries, index: int) -> _Row:
+def _row_of(metadata: AttentionMetadata, index: int) -> _Row:
+    assert metadata.tail_positions is not None
+    assert metadata.mask is not None
     return _Row(
-        queries.positions[index].tolist(),
-        queries.tail_positions[index].tolist(),
-        queries.mask[index].tolist(),
-        queries.window,
+        metadata.positions[index].tolist(), metadata.tail_positions[index].tolist(), metadata.mask[index].tolist()
     )
 
 
 def _check_row(
-    view: TableView, row: int, given: _Row, committed: int, depth: list[int], ancestors: list[set[int]]
+    metadata: AttentionMetadata, row: int, given: _Row, committed: int, depth: list[int], ancestors: list[set[int]]
 ) -> None:
     """Positions of tail and queries, then what each query sees of the tail."""
     n = len(given.positions)
     tail = [committed + steps for steps in depth]
-    _same(view, row, "positions of the tail", given.tail_positions, tail)
-    _same(view, row, "positions of the queries", given.positions, tail[len(tail) - n :])
+    _same(metadata, row, "positions of the tail", given.tail_positions, tail)
+    _same(metadata, row, "positions of the queries", given.positions, tail[len(tail) - n :])
     for query in range(n):
         seen = {column for column, shown in enumerate(given.mask[query]) if shown}
         if seen != ancestors[query]:
             raise CheckError(
-                f"visibility: phase {view.phase}, row {row}, query {query}: sees tail columns {sorted(seen)}, may see"
-                f" {sorted(ancestors[query])}"
+                f"visibility: phase {metadata.phase}, row {row}, query {query}: sees tail columns {sorted(seen)},"
+                f" may see {sorted(ancestors[query])}"
             )
 
 
@@ -196,6 +179,6 @@ def _branch(j: int, level: int, k: int, parents: list[list[int]]) -> set[int]:
     return columns
 
 
-def _same(view: TableView, row: int, what: str, have: object, want: object) -> None:
+def _same(metadata: AttentionMetadata, row: int, what: str, have: object, want: object) -> None:
     if have != want:
-        raise CheckError(f"visibility: phase {view.phase}, row {row}: {what} {have}, expected {want}")
+        raise CheckError(f"visibility: phase {metadata.phase}, row {row}: {what} {have}, expected {want}")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treetop.attention.contract import AttentionBackend, Queries, TableView
+from treetop.attention.contract import AttentionBackend
 from treetop.attention.phase import Columns, LayerKV, TailAttention
 from treetop.cache.pool import KVPool
 from treetop.checks.probes import Probes
@@ -16,6 +16,7 @@ from treetop.engine.buffers import RoundBuffers
 from treetop.engine.state import RowState
 from treetop.kernels.commit import Paths
 from treetop.kernels.kv import slots_of
+from treetop.kernels.metadata import AttentionMetadata
 from treetop.kernels.rows import DraftState
 from treetop.kernels.table import Ops
 from treetop.models.target import Target
@@ -23,6 +24,9 @@ from treetop.types.errors import CheckError
 from treetop.types.ids import GroupName
 from treetop.types.layout import KVGroup, Layout, SpecShape
 from treetop.types.phase import Phase
+
+Prefix = tuple[Tensor, Tensor, int]
+"""(rows, extent, bound) of a phase, as in `AttentionMetadata`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +57,29 @@ class Device:
     def draft_groups(self) -> list[KVGroup]:
         return [group for group in self.layout.groups if group.is_draft]
 
-    def begin(self, phase: Phase, group: GroupName, rows: Tensor, extent: Tensor, bound: int) -> Any:
-        """The backend's view of the pages that a group's layers see: positions 0 .. extent."""
-        table = self.state.table_of(group)
-        if self.check_level >= 1 and table.group != group:
-            raise CheckError(f"phase {phase}: layers of group {group} were given the page table of {table.group}")
-        return self.backend.begin(TableView(phase, table, rows, extent, bound, self.layout.page_size))
+    def metadata(
+        self,
+        phase: Phase,
+        group: KVGroup,
+        prefix: Prefix,
+        positions: Tensor,
+        tail_positions: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> AttentionMetadata:
+        """Who sees what in a phase, of a group's layers; see `AttentionMetadata`."""
+        table, (rows, extent, bound) = self.state.table_of(group.name), prefix
+        if self.check_level >= 1 and table.group != group.name:
+            raise CheckError(f"phase {phase}: layers of group {group.name} were given the page table of {table.group}")
+        return AttentionMetadata(
+            phase, table, rows, extent, bound, self.layout.page_size, positions, group.window, tail_positions, mask
+        )
+
+    def plan(self, metadata: AttentionMetadata, begun: dict[GroupName, Any] | None = None) -> Any:
+        """The backend's plan. begun: what it has made of the prefixes of this phase, for plans that share them."""
+        begun, group = {} if begun is None else begun, metadata.table.group
+        if group not in begun:
+            begun[group] = self.backend.begin(metadata)
+        return self.backend.plan(begun[group], metadata)
 
     def tail_attention(
         self,
@@ -78,9 +99,6 @@ class Device:
                         f" have {have}; the layout sizes it by another formula than fills it"
                     )
         return TailAttention(self.backend, layers, tails, plans, columns)
-
-    def plan(self, prefixes: Mapping[GroupName, Any], queries: Mapping[GroupName, Queries]) -> dict[GroupName, Any]:
-        return {name: self.backend.plan(prefixes[name], each) for name, each in queries.items()}
 
     def commit(self, tails: Mapping[GroupName, Tensor], paths: Paths) -> None:
         """Copy each path's K/V from the tails to positions L .. of the pages."""

@@ -110,6 +110,6 @@ def _attention(
     for group in groups:
         table = device.state.table_of(group.name).data
         slots[group.name] = slots_of(table, batch.rows, span.positions, span.valid, device.layout.page_size)
-        prefix = device.begin(Phase.PREFILL, group.name, batch.rows, span.extent, batch.bound)
-        plans[group.name] = device.backend.plan_causal(prefix, span.positions, group.window)
+        prefix = batch.rows, span.extent, batch.bound
+        plans[group.name] = device.plan(device.metadata(Phase.PREFILL, group, prefix, span.positions))
     return CausalAttention(device.backend, layers, slots, plans)

@@ -6,12 +6,12 @@ EXTEND  rebuild the draft's K/V, propose, finish        writes pages and row sta
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from treetop.attention.contract import Queries
 from treetop.attention.phase import Attend, Columns
 from treetop.engine.device import Device
 from treetop.kernels.commit import Paths, feature_nodes
@@ -19,6 +19,7 @@ from treetop.kernels.rows import DraftState, RowTables
 from treetop.spec.draft import Level, grow_tree
 from treetop.spec.verify import choose
 from treetop.types.errors import CheckError
+from treetop.types.ids import GroupName
 from treetop.types.layout import SpecShape
 from treetop.types.phase import Phase
 from treetop.types.sampling import Choice
@@ -47,22 +48,26 @@ def draft_phase(device: Device, key: RoundKey, bound: int) -> None:
     if shape.num_steps == 0:
         return
     assert device.drafter is not None
-    groups = device.draft_groups
-    prefixes = {g.name: device.begin(phase, g.name, rows, places.committed, bound) for g in groups}
+    prefix, begun = (rows, places.committed, bound), dict[GroupName, Any]()
 
     def attend(level: Level) -> Attend:
-        queries, columns = level_tail(level)
-        plans = device.plan(prefixes, {g.name: replace(queries, window=g.window) for g in groups})
+        tail_positions, mask, columns = level_tail(level)
+        plans = {}
+        for g in device.draft_groups:
+            metadata = device.metadata(phase, g, prefix, level.positions, tail_positions, mask)
+            plans[g.name] = device.plan(metadata, begun)
         return device.tail_attention(phase, device.draft_layers, buffers.draft_tails, plans, columns)
 
     ops.select(grow_tree(device.drafter, roots, ops, attend), tree, places)
 
 
-def level_tail(level: Level) -> tuple[Queries, Columns]:
-    """What a draft level asks, and its tail: k columns for each level up to its own, which come last (sgl-27360)."""
+def level_tail(level: Level) -> tuple[Tensor, Tensor, Columns]:
+    """A draft level's tail: k columns for each level up to its own, which come last (sgl-27360).
+
+    Returns its positions [rows, width], its mask [rows, k, width] and its columns.
+    """
     rows, k, width = level.mask.shape
-    queries = Queries(level.positions, level.all_positions[:, :width], level.mask)
-    return queries, Columns(rows, width - k, k, width)
+    return level.all_positions[:, :width], level.mask, Columns(rows, width - k, k, width)
 
 
 def verify_phase(device: Device, key: RoundKey, bound: int) -> None:
@@ -71,12 +76,10 @@ def verify_phase(device: Device, key: RoundKey, bound: int) -> None:
     rows, tree = buffers.rows[: key.bucket], buffers.tree_of(key.bucket, key.shape)
     places, accepted = buffers.places_of(key.bucket, shape), buffers.accepted_of(key.bucket, shape)
     tokens = device.probes.index(tree.tokens, 0, device.target.config.vocab_size, "tree_token", phase, rows)
-    prefixes, queries = {}, {}
-    for group in device.target_groups:
-        prefixes[group.name] = device.begin(phase, group.name, rows, places.committed, bound)
-        queries[group.name] = Queries(places.nodes, places.nodes, tree.mask, group.window)
+    prefix, plans = (rows, places.committed, bound), {}
+    for g in device.target_groups:
+        plans[g.name] = device.plan(device.metadata(phase, g, prefix, places.nodes, places.nodes, tree.mask))
     columns = Columns(key.bucket, 0, shape.num_draft_tokens, shape.num_draft_tokens)
-    plans = device.plan(prefixes, queries)
     attend = device.tail_attention(phase, device.target_layers, buffers.verify_tails, plans, columns)
     output = device.target.forward(tokens, places.nodes, attend)
     logits = device.target.logits(output.hidden)
@@ -99,10 +102,10 @@ def extend_phase(device: Device, key: RoundKey, bound: int) -> None:
     buffers, shape, ops, phase = device.buffers, key.shape, device.ops, Phase.EXTEND
     width, rows = shape.commit_width, buffers.rows[: key.bucket]
     accepted, places = buffers.accepted_of(key.bucket, shape), buffers.places_of(key.bucket, shape)
-    groups = device.draft_groups
-    prefixes = {g.name: device.begin(phase, g.name, rows, places.committed, bound) for g in groups}
+    prefix, plans = (rows, places.committed, bound), {}
     causal = buffers.causal[:width, :width].expand(key.bucket, -1, -1)
-    plans = device.plan(prefixes, {g.name: Queries(places.path, places.path, causal, g.window) for g in groups})
+    for g in device.draft_groups:
+        plans[g.name] = device.plan(device.metadata(phase, g, prefix, places.path, places.path, causal))
     columns = Columns(key.bucket, 0, width, width)
     attend = device.tail_attention(phase, device.draft_layers, buffers.extend_tails, plans, columns)
     features = buffers.features_of(key.bucket, shape)

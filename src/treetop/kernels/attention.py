@@ -15,84 +15,48 @@ Gimelshein, arXiv:1805.02867.
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from treetop.kernels.kv import slots_of
-from treetop.kernels.launch import Launch
+from treetop.kernels.launch import CallShape, Launch, choose_launch
+from treetop.kernels.metadata import AttentionMetadata
 from treetop.kernels.overlap import take_turn
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, power_of_two, tl
-
-
-@dataclass(frozen=True, slots=True)
-class PagedKeys:
-    """Where a batch's committed K/V lie.
-
-    pages: [slots, planes, kv_heads, head_dim], one layer's. page_table: [num_rows, columns] int32. rows: [rows] int64.
-    extent: [rows] int64, how many positions from 0 are keys. bound: no extent is larger.
-    """
-
-    pages: Tensor
-    page_table: Tensor
-    rows: Tensor
-    extent: Tensor
-    bound: int
-    page_size: int
-
-
-@dataclass(frozen=True, slots=True)
-class TailKeys:
-    """Dense K/V after the committed ones.
-
-    data: [rows, t, planes, kv_heads, head_dim]. positions: [rows, t] int64. mask: [rows, n, t] bool, what a query sees.
-    """
-
-    data: Tensor
-    positions: Tensor
-    mask: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Sight:
-    """What queries see of the pages.
-
-    positions: [rows, n] int64. window: how far a query sees, itself counted; None is everything. causal: only
-    positions up to its own; then positions rise along a row, and a query that does not stand above the first is padding
-    and sees nothing.
-    """
-
-    positions: Tensor
-    window: int | None = None
-    causal: bool = False
-
 
 # ---------------------------------------------------------------------------------------------------- the reference
 
 
 def paged_attention_reference(
-    q: Tensor, keys: PagedKeys, sight: Sight, tail: TailKeys | None, scale: float, sinks: Tensor | None = None
+    q: Tensor,
+    pages: Tensor,
+    metadata: AttentionMetadata,
+    tail: Tensor | None,
+    scale: float,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the committed pages and the tail, densely and in float32 (float64 if q is).
+    """Attention over the committed pages and the tail, if there is one, densely and in float32 (float64 if q is).
 
-    q: [rows, n, heads, head_dim]. Returns out like q and lse [rows, n, heads] float32; a query that sees nothing gets
-    out 0 and lse -inf, or its sink.
+    q: [rows, n, heads, head_dim], dense in its last dimension. pages: [slots, planes, kv_heads, head_dim], one layer's.
+    tail: [rows, t, planes, kv_heads, head_dim]. sinks: [heads] float32, a logit a head that takes part in the
+    normalisation. Returns out like q and lse [rows, n, heads] float32, natural logarithm, the sink in it; a query that
+    sees nothing gets out 0 and lse -inf, or its sink.
     """
-    at = torch.arange(keys.bound, device=q.device)
-    stored = at < keys.extent[:, None]
-    slots = slots_of(keys.page_table, keys.rows, at[None], stored, keys.page_size)
-    kv = torch.where(stored[:, :, None, None, None], keys.pages[slots], 0)
-    distance = sight.positions[:, :, None] - at
-    visible = stored[:, None] & _within(distance, sight.window)
-    if sight.causal:
+    at = torch.arange(metadata.bound, device=q.device)
+    stored = at < metadata.extent[:, None]
+    slots = slots_of(metadata.table.data, metadata.rows, at[None], stored, metadata.page_size)
+    kv = torch.where(stored[:, :, None, None, None], pages[slots], 0)
+    positions = metadata.positions
+    distance = positions[:, :, None] - at
+    visible = stored[:, None] & _within(distance, metadata.window)
+    if metadata.causal:
         columns = torch.arange(q.shape[1], device=q.device)
-        real = (columns == 0) | (sight.positions > sight.positions[:, :1])
+        real = (columns == 0) | (positions > positions[:, :1])
         visible = visible & (distance >= 0) & real[:, :, None]
     if tail is not None:
-        distance = sight.positions[:, :, None] - tail.positions[:, None]
-        visible = torch.cat([visible, tail.mask & _within(distance, sight.window)], dim=2)
-        kv = torch.cat([kv, tail.data], dim=1)
+        visible = torch.cat([visible, tail_visible(metadata)], dim=2)
+        kv = torch.cat([kv, tail], dim=1)
     wide = torch.promote_types(q.dtype, torch.float32)
     kv_heads = kv.shape[3]
     grouped = q.to(wide).unflatten(2, (kv_heads, -1))
@@ -104,6 +68,16 @@ def paged_attention_reference(
     weights = torch.exp(scores - torch.where(lse > float("-inf"), lse, 0)[..., None])
     out = torch.einsum("bnhgm,bmhd->bnhgd", weights, kv[:, :, -1].to(wide))
     return out.flatten(2, 3).to(q.dtype), lse.flatten(2).to(torch.float32)
+
+
+def tail_visible(metadata: AttentionMetadata) -> Tensor:
+    """Which tail keys a query sees: its mask, and the window by position. Returns [rows, n, t] bool."""
+    assert metadata.mask is not None
+    assert metadata.tail_positions is not None
+    if metadata.window is None:
+        return metadata.mask
+    distance = metadata.positions[:, :, None] - metadata.tail_positions[:, None, :]
+    return metadata.mask & (distance < metadata.window)
 
 
 def _within(distance: Tensor, window: int | None) -> Tensor:
@@ -158,7 +132,7 @@ def fold_tail(
     """Fold columns 0 .. stop of a dense tail into the running softmax.
 
     tail, tail_positions, mask: pointers to one row's, at its K/V head. query, position: [m] int, of the lanes that are
-    `real`. The rest as in `fold` and `TailKeys`.
+    `real`. The rest as in `fold` and `AttentionMetadata`.
     """
     for column_start in tl.range(0, stop, block_t, num_stages=1):
         column = column_start + tl.arange(0, block_t)
@@ -324,25 +298,26 @@ def _merge_kernel(
 
 def paged_attention(
     q: Tensor,
-    keys: PagedKeys,
-    sight: Sight,
-    tail: TailKeys | None,
+    pages: Tensor,
+    metadata: AttentionMetadata,
+    tail: Tensor | None,
     scale: float,
-    launch: Launch,
-    sinks: Tensor | None = None,
-    gpu: GpuTraits | None = None,
+    sinks: Tensor | None,
+    gpu: GpuTraits,
+    launch: Launch | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of q over the pages, and over the tail if there is one.
+    """`paged_attention_reference`. launch: how the call is cut, or else `choose_launch` says.
 
-    q: [rows, n, heads, head_dim], dense in its last dimension. sinks: [heads] float32, a logit a head that takes part
-    in the normalisation. Returns out [rows, n, heads, head_dim] and lse [rows, n, heads] float32, natural logarithm,
-    the sink in it; a query that sees nothing gets out 0 and lse -inf. Reads lengths on the device only, and allocates
-    only tensors whose shapes the arguments' shapes give.
+    Reads lengths on the device only, and allocates only tensors whose shapes the arguments' shapes give.
     """
     rows, n, heads, dim = q.shape
-    kv_heads = keys.pages.shape[2]
+    kv_heads = pages.shape[2]
     group = heads // kv_heads
     count = rows * n * heads
+    table, positions = metadata.table.data, metadata.positions
+    if launch is None:
+        call = CallShape(rows, n, kv_heads, group, dim, q.element_size(), metadata.bound, metadata.causal)
+        launch = choose_launch(call, gpu)
     out = torch.empty((rows, n, heads, dim), dtype=q.dtype, device=q.device)
     lse = torch.empty((rows, n, heads), dtype=torch.float32, device=q.device)
     part, part_lse = out, lse
@@ -350,24 +325,26 @@ def paged_attention(
         part = torch.empty((launch.splits, count, dim), dtype=torch.float32, device=q.device)
         part_lse = torch.empty((launch.splits, count), dtype=torch.float32, device=q.device)
     # Without a tail its arguments are placeholders that no lane reads.
-    data, tail_positions, mask = (q, keys.rows, keys.rows) if tail is None else (tail.data, tail.positions, tail.mask)
+    data, tail_positions, mask = q, metadata.rows, metadata.rows
     tail_strides: tuple[int, ...] = (0,) * 8
     if tail is not None:
+        assert metadata.tail_positions is not None
+        assert metadata.mask is not None
+        data, tail_positions, mask = tail, metadata.tail_positions, metadata.mask
         tail_strides = (*data.stride()[:2], to_values(data), *tail_positions.stride(), *mask.stride())
+        assert data.stride()[3:] == (dim, 1)
     width = 0 if tail is None else data.shape[1]
-    assert (q.stride(3), keys.page_table.stride(1), keys.rows.stride(0), keys.extent.stride(0)) == (1, 1, 1, 1)
-    assert keys.pages.stride()[2:] == (dim, 1)
-    assert tail is None or data.stride()[3:] == (dim, 1)
+    assert (q.stride(3), table.stride(1), metadata.rows.stride(0), metadata.extent.stride(0)) == (1, 1, 1, 1)
+    assert pages.stride()[2:] == (dim, 1)
     blocks = -(-n * group // launch.block_m)
     block_d = max(16, power_of_two(dim))
     overlap = {"launch_pdl": True} if launch.overlap else {}
     _attention_kernel[(kv_heads, blocks * launch.splits, rows)](
-        part, part_lse, q, keys.pages, keys.page_table, keys.rows, keys.extent, sight.positions,
+        part, part_lse, q, pages, table, metadata.rows, metadata.extent, positions,
         data, tail_positions, mask, lse if sinks is None else sinks, scale * math.log2(math.e), n, width, count,
-        *q.stride()[:3], keys.pages.stride(0), to_values(keys.pages), keys.page_table.stride(0),
-        *sight.positions.stride(), launch.splits,
+        *q.stride()[:3], pages.stride(0), to_values(pages), table.stride(0), *positions.stride(), launch.splits,
         *tail_strides,
-        group=group, dim=dim, page_size=keys.page_size, window=sight.window or 0, causal=sight.causal,
+        group=group, dim=dim, page_size=metadata.page_size, window=metadata.window or 0, causal=metadata.causal,
         has_tail=tail is not None, has_sinks=sinks is not None, has_parts=launch.splits > 1,
         block_m=launch.block_m, block_n=launch.block_n, block_t=min(launch.block_n, max(16, power_of_two(width))),
         block_d=block_d, overlap=launch.overlap, num_warps=launch.num_warps, num_stages=launch.num_stages, **overlap,

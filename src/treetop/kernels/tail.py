@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from treetop.kernels.attention import TailKeys, add_sink, fold_tail
+from treetop.kernels.attention import add_sink, fold_tail, tail_visible
+from treetop.kernels.metadata import AttentionMetadata
 from treetop.kernels.overlap import launch_options, take_turn
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, power_of_two, tl
 
@@ -37,37 +38,27 @@ class PrefixPart:
         return torch.where(seen[..., None], self.out, 0), torch.where(seen, self.lse * self.unit, float("-inf"))
 
 
-@dataclass(frozen=True, slots=True)
-class TailSight:
-    """positions: [rows, n] int64, of the queries. window: how far they see, by position; None is everything."""
-
-    positions: Tensor
-    window: int | None = None
-
-
 def tail_and_merge_reference(
-    q: Tensor, prefix: PrefixPart, tail: TailKeys, sight: TailSight, scale: float, sinks: Tensor | None = None
+    q: Tensor, prefix: PrefixPart, tail: Tensor, metadata: AttentionMetadata, scale: float, sinks: Tensor | None = None
 ) -> Tensor:
     """Attention over prefix and tail, from the prefix's (out, lse), densely and in float32 (float64 if q is).
 
-    q: [rows, n, heads, head_dim], dense in its last dimension. sinks: [heads] float32. Returns [rows, n, heads,
-    head_dim]. A query that sees nothing at all gets 0.
+    q: [rows, n, heads, head_dim], dense in its last dimension. tail: [rows, t, 2, kv_heads, head_dim]. sinks: [heads]
+    float32. Returns [rows, n, heads, head_dim]. A query that sees nothing at all gets 0.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     out, lse = prefix.normalised()
-    visible = tail.mask
-    if sight.window is not None:
-        visible = visible & (sight.positions[:, :, None] - tail.positions[:, None] < sight.window)
-    kv_heads = tail.data.shape[3]
+    visible = tail_visible(metadata)
+    kv_heads = tail.shape[3]
     grouped = q.to(wide).unflatten(2, (kv_heads, -1))
-    scores = torch.einsum("bnhgd,bmhd->bnhgm", grouped, tail.data[:, :, 0].to(wide)) * scale
+    scores = torch.einsum("bnhgd,bmhd->bnhgm", grouped, tail[:, :, 0].to(wide)) * scale
     scores = scores.masked_fill(~visible[:, :, None, None], float("-inf"))
     before = lse.to(wide).unflatten(2, (kv_heads, -1))
     total = torch.logaddexp(torch.logsumexp(scores, dim=-1), before)
     if sinks is not None:
         total = torch.logaddexp(total, sinks.to(wide).view(kv_heads, -1))
     base = torch.where(total > float("-inf"), total, 0)
-    new = torch.einsum("bnhgm,bmhd->bnhgd", torch.exp(scores - base[..., None]), tail.data[:, :, 1].to(wide))
+    new = torch.einsum("bnhgm,bmhd->bnhgd", torch.exp(scores - base[..., None]), tail[:, :, 1].to(wide))
     old = out.to(wide).unflatten(2, (kv_heads, -1)) * torch.exp(before - base)[..., None]
     merged: Tensor = new + old
     return merged.flatten(2, 3).to(q.dtype)
@@ -129,28 +120,31 @@ def _tail_kernel(
 def tail_and_merge(
     q: Tensor,
     prefix: PrefixPart,
-    tail: TailKeys,
-    sight: TailSight,
+    tail: Tensor,
+    metadata: AttentionMetadata,
     scale: float,
     sinks: Tensor | None,
     gpu: GpuTraits,
 ) -> Tensor:
     """`tail_and_merge_reference` in one launch."""
     rows, n, heads, dim = q.shape
-    kv_heads, width = tail.data.shape[3], tail.data.shape[1]
+    kv_heads, width = tail.shape[3], tail.shape[1]
+    positions, tail_positions, mask = metadata.positions, metadata.tail_positions, metadata.mask
+    assert tail_positions is not None
+    assert mask is not None
     group = heads // kv_heads
     out = torch.empty((rows, n, heads, dim), dtype=q.dtype, device=q.device)
     assert (q.stride(3), prefix.out.stride(3), prefix.extent.stride(0)) == (1, 1, 1)
-    assert tail.data.stride()[3:] == (dim, 1)
+    assert tail.stride()[3:] == (dim, 1)
     small = q.element_size() > 2 or dim > 128  # float32 without tensor cores, or wide heads: what fits in registers
     block_m = min(max(16, power_of_two(n * group)), 32 if small else 64)
     overlap = launch_options(gpu)
     _tail_kernel[(kv_heads, -(-n * group // block_m), rows)](
-        out, q, prefix.out, prefix.lse, prefix.extent, sight.positions, tail.data, tail.positions, tail.mask,
+        out, q, prefix.out, prefix.lse, prefix.extent, positions, tail, tail_positions, mask,
         prefix.lse if sinks is None else sinks, scale * math.log2(math.e), prefix.unit * math.log2(math.e), n,
-        width, *q.stride()[:3], *prefix.out.stride()[:3], *prefix.lse.stride(), *sight.positions.stride(),
-        *tail.data.stride()[:3], *tail.positions.stride(), *tail.mask.stride(),
-        group=group, dim=dim, window=sight.window or 0, has_sinks=sinks is not None, block_m=block_m,
+        width, *q.stride()[:3], *prefix.out.stride()[:3], *prefix.lse.stride(), *positions.stride(),
+        *tail.stride()[:3], *tail_positions.stride(), *mask.stride(),
+        group=group, dim=dim, window=metadata.window or 0, has_sinks=sinks is not None, block_m=block_m,
         block_t=min(16 if small else 64, max(16, power_of_two(width))), block_d=max(16, power_of_two(dim)),
         overlap=gpu.can_overlap, num_warps=4, num_stages=2, **overlap,
     )  # fmt: skip
