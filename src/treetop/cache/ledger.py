@@ -132,10 +132,10 @@ class PageLedger:
         for allocator in self._allocators.values():
             allocator.arrange(order)
 
-    def usage(self, group: GroupName) -> float:
-        """Fraction of the group's pages in use."""
-        allocator = self._allocators[group]
-        return 1 - allocator.num_free / allocator.total
+    @property
+    def usage(self) -> float:
+        """Share of the fullest group's pages that are not free."""
+        return max(1 - each.num_free / each.total for each in self._allocators.values())
 
     def check(self, leases: Sequence[Lease]) -> None:
         """Raise OwnershipError unless, in every group, leases and cache own exactly the pages that are not free."""

@@ -114,6 +114,20 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._by_id)
 
+    @property
+    def num_running(self) -> int:
+        """Requests that hold a row, those that ended while a step of theirs is out included."""
+        return len(self._by_row)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the fullest pool that requests and cache hold."""
+        return self._ledger.usage
+
     # ---------------------------------------------------------------- planning
 
     def plan(self) -> StepPlan | None:
