@@ -35,7 +35,7 @@ CORE = (
     "spec/draft.py",
     "spec/round_ops.py",
     "spec/verify.py",
-    "engine/pure.py",
+    "scheduler/stops.py",
     "engine/rounds.py",
 )
 TESTS = (

@@ -14,7 +14,8 @@ import json
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,9 @@ import torch.nn.functional as F
 
 from treetop import LLM, SamplingParams
 from treetop.debug.kernels import all_kernels, place_of
+from treetop.debug.patching import Patch, replaced, wrapped_device
 from treetop.debug.two_group import write_two_group_pair
 from treetop.engine.device import Device
-from treetop.engine.pure import Pure
 from treetop.kernels.attention import TailKeys
 from treetop.kernels.compressed import CompressedLaunch, compress, compressed_rows
 from treetop.kernels.few_rows import RowsLaunch, few_rows, gated_rows
@@ -59,16 +60,20 @@ class Plant:
         self._device = device
         return device
 
-    @property
-    def pure(self) -> Pure:
-        real = Pure().commit
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Engines that are made and run inside have the bug."""
 
-        def commit(*args: Any) -> Any:
-            result = real(*args)
-            self._harm()
-            return result
+        def make(real: Callable[..., None]) -> Callable[..., None]:
+            def commit(*args: Any) -> None:
+                real(*args)
+                self._harm()
 
-        return replace(Pure(), commit=commit)
+            return commit
+
+        targets = ("TorchRoundOps", "TritonRoundOps")
+        with wrapped_device(self.wrap), replaced([Patch(f"treetop.spec.round_ops:{t}.commit", make) for t in targets]):
+            yield
 
     def _harm(self) -> None:
         if self._device is None:  # no engine yet
@@ -110,10 +115,9 @@ def count_launches() -> Counter[str]:
     return launched
 
 
-def work(mode: str, device: str, plant: Plant | None) -> None:
+def work(mode: str, device: str) -> None:
     """Prefill in chunks, then rounds: greedy, sampled, filtered; requests of different lengths, so that rows drain."""
     captured = "auto" if device == "cuda" else "sim"
-    planted: dict[str, Any] = {} if plant is None else {"pure": plant.pure, "wrap": plant.wrap}
     prompts = [[(7 * i + 3 * n) % 96 for i in range(n)] for n in (1, 5, 23)]
     batches = [
         [SamplingParams(max_tokens=4 + 3 * i, ignore_eos=True) for i in range(3)],
@@ -142,7 +146,6 @@ def work(mode: str, device: str, plant: Plant | None) -> None:
                 speculative_num_steps=2,
                 speculative_eagle_topk=2,
                 speculative_num_draft_tokens=5,
-                **planted,
             )
             for params in batches if device == "cuda" else batches[2:]:
                 llm.generate(prompts, params)
@@ -210,7 +213,8 @@ def main() -> int:
         zero_products()
     launched = count_launches()
     try:
-        work(args.mode, args.device, Plant(args.plant) if args.plant else None)
+        with Plant(args.plant).active() if args.plant else nullcontext():
+            work(args.mode, args.device)
     except CheckError as error:
         print(f"CheckError: {error}", file=sys.stderr)
         return 1

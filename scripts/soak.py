@@ -259,7 +259,7 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
         "attention_backend": args.attention_backend,
         "check_level": args.check_level,
         "page_size": args.page_size,
-        "radix_cache": args.radix,
+        "disable_radix_cache": args.disable_radix_cache,
         "context_length": args.context_length,
         "max_running_requests": 8,
         "chunked_prefill_size": 128,
@@ -281,7 +281,7 @@ def main() -> int:
     parser.add_argument("--check-level", type=int, default=2)
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--context-length", type=int, default=256)
-    parser.add_argument("--radix", action="store_true", help="keep pages of finished requests for prompts that repeat")
+    parser.add_argument("--disable-radix-cache", action="store_true", help="keep no pages for prompts that repeat")
     args = parser.parse_args()
     return exit_code("soak", lambda: run(args))
 
@@ -295,7 +295,7 @@ def run(args: argparse.Namespace) -> int:
     soak = Soak(LLM(**options), args.seed, args.sample)
     summary = soak.run(args.rounds)
     room = 8 * (args.context_length + 64)
-    soak.compare(LLM(**{**options, "max_total_tokens": room, "radix_cache": False, "check_level": 1}))
+    soak.compare(LLM(**{**options, "max_total_tokens": room, "disable_radix_cache": True, "check_level": 1}))
     launcher, backend = type(soak.llm.engine.launcher).__name__, soak.llm.engine.device.backend.name
     print(
         json.dumps(

@@ -196,6 +196,8 @@ def test_a_grid_is_measured_after_outputs_were_compared(strong_pair):
         assert each.wall_ms_low <= each.wall_ms <= each.wall_ms_high
         assert set(each.phase_ms) == ({"draft", "verify"} if each.shape == (0, 1, 1) else {"draft", "verify", "extend"})
         assert each.wall_over_floor == pytest.approx(each.wall_ms / each.floor_ms)
+        assert each.read_floor_ms == each.floor_ms
+        assert each.wall_over_read_floor == each.wall_over_floor
         assert each.tokens_per_second == pytest.approx(1e3 * each.batch * each.accept_length / each.wall_ms)
         assert each.accept_length == 1 if each.shape == (0, 1, 1) else 1 <= each.accept_length <= 4
         assert each.row() in said
@@ -241,7 +243,7 @@ def test_shapes_whose_outputs_differ_are_not_timed(strong_pair, monkeypatch):
         "measure",
         lambda llm, *args: (
             measured.append(llm.config.shape)
-            or rounds.Figures((0, 1, 1), 1, 1, 1.0, 1.0, 1.0, 1.0, {}, 1.0, 1.0, 1.0, 1.0, 1.0, 1, 1.0)
+            or rounds.Figures((0, 1, 1), 1, 1, 1.0, 1.0, 1.0, 1.0, {}, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1, 1.0)
         ),
     )
     grid = Grid((PLAIN, SpecShape(2, 3, 6)), (1,), (20,), 2)

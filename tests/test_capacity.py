@@ -102,10 +102,10 @@ def test_rounds_start_within_what_rounds_in_flight_may_have_committed(lag):
 
 
 def test_the_changes_of_a_plan_are_bounded_by_what_rows_grow_slide_and_are_admitted_with():
-    """Each group: a row's pages and a chunk's, and of every row the next step's, twice a window's step."""
+    """Each group: a row's pages and a chunk's, two chunks' exchanged, each row's next step's, twice a window's step."""
     made = layout(context=1000, chunk=32, requests=3, lag=2)
     rows = -(-12 // 16) + 1
-    assert made.max_edits == 2 * (made.page_columns + 2 + 3 * rows)
+    assert made.max_edits == 2 * (made.page_columns + 2 + 2 * (2 + 3) + 3 * rows)
     window = layout(context=1000, chunk=32, requests=3, lag=2, groups=(FULL_GROUP, KVGroup(WINDOW, 3, 2, 8, window=50)))
     assert window.max_edits == made.max_edits + 3 * 2 * 2
     assert layout(context=20, page=16, requests=2).max_edits == 2 * 2 * 2, "never more than there are cells"

@@ -123,20 +123,21 @@ def test_a_fault_makes_a_case_of_the_matrix_fail(conformance, name):
     """Without any guard, the comparison with the oracle alone finds the bug."""
     case = Case("torch", "sim", 2, 2, 3, "largest", WINDOW, 5, "shuffled", "float64", True)
     assert conformance.run(case).failure is None
-    assert conformance.run(case, fault(name).pure).failure is not None
+    with fault(name):
+        assert conformance.run(case, check_level=0).failure is not None
 
 
 @pytest.mark.parametrize("name", SEEN_ON_LONG_PATHS)
 def test_a_fault_of_the_accepted_path_makes_a_deep_case_fail(accepting_pair, name):
     """Bugs that need an accepted path show where paths are accepted."""
-    options = {"page_size": 2, "context_length": 64, "check_level": 0, "pure": fault(name).pure}
-    llm = build(accepting_pair, (2, 3, 11), **options)
     oracle = DensePair(accepting_pair.target, accepting_pair.head)
-    assert follow(llm, oracle, accepting_pair.prompts([9, 1, 14]), [greedy(12)] * 3)[2] is not None
+    with fault(name):
+        llm = build(accepting_pair, (2, 3, 11), page_size=2, context_length=64, check_level=0)
+        assert follow(llm, oracle, accepting_pair.prompts([9, 1, 14]), [greedy(12)] * 3)[2] is not None
 
 
 def test_a_fault_of_the_windows_table_stops_a_case(conformance):
     """Full-group addresses in the window's pool leave it."""
     case = Case("torch", "off", 2, 2, 3, "largest", WINDOW, 5, "shuffled", "float64", True)
-    with pytest.raises(IndexError):
-        conformance.run(case, fault("sgl-24617").pure)
+    with pytest.raises(IndexError), fault("sgl-24617"):
+        conformance.run(case, check_level=0)

@@ -1,23 +1,23 @@
 """Each past bug of the field, put back by name: its guard says so, and without a guard it does harm."""
 
-import io
-from contextlib import redirect_stderr
-from dataclasses import fields
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
+from inspect import getattr_static
 
 import pytest
+import torch
 
 from engines import build, greedy, tokens
+from memory import all_tensors
 from treetop.cli import main
 from treetop.debug import faults
-from treetop.debug.faults import ENVIRONMENT, FAULTS, active_fault, fault
+from treetop.debug.faults import ENVIRONMENT, FAULTS, Fault, environment_fault, fault
+from treetop.debug.patching import instead, kernel_twin, replaced
 from treetop.doctor.provoke import Provocation
-from treetop.engine import pure as sound
-from treetop.engine.pure import Pure
-from treetop.kernels.kv import commit_tail
-from treetop.kernels.tree import next_level_mask
-from treetop.spec.round_ops import draft_positions
-from treetop.types.errors import ConfigError, EngineError, TreetopError
-from treetop.types.layout import Layout
+from treetop.scheduler import scheduler
+from treetop.types.errors import ConfigError, EngineError, InvariantError, TreetopError
 
 REQUIRED = {  # what issue and design name; the registry may hold more
     "sgl-27360",
@@ -102,7 +102,7 @@ def said(trial) -> str:
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_caught_by_the_guard_that_is_named_for_it(provocation, name):
     """At its level, or by the visibility decoder and the ownership check at level 0, the guard's words are said."""
-    found = fault(name)
+    found = FAULTS[name]
     trial = provocation.run(found, found.level or 0, watched=found.level is None)
     assert found.guard in said(trial)
     assert isinstance(trial.error, TreetopError)
@@ -116,7 +116,7 @@ def test_a_fault_is_not_caught_at_the_level_below_its_guard(provocation, name):
     A table without headroom is the exception: the ledger checks capacity at every level, but only when a request is at
     the wall and not at start-up.
     """
-    found = fault(name)
+    found = FAULTS[name]
     trial = provocation.run(found, (found.level or 1) - 1)
     if name == "sgl-26972":
         assert provocation.run(found, 1).tokens == (), "the start-up proof comes before any request"
@@ -128,7 +128,7 @@ def test_a_fault_is_not_caught_at_the_level_below_its_guard(provocation, name):
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_does_harm_where_no_guard_looks(provocation, name):
     """Wrong tokens, a lower accept length, lost pages, an overwritten result or a crash: no fault is a straw man."""
-    harm = provocation.harm(fault(name))
+    harm = provocation.harm(FAULTS[name])
     assert harm is not None
     assert HARM[name] in harm
 
@@ -138,8 +138,8 @@ def test_a_fault_does_harm_where_no_guard_looks(provocation, name):
 )
 def test_no_guard_fires_on_the_sound_engine(provocation, name):
     """The scenario runs to its end at level 3 under the decoder, and gives what it gives at level 0."""
-    watched = provocation.run(fault(name), 3, watched=True, sound=True)
-    bare = provocation.run(fault(name), 0, sound=True)
+    watched = provocation.run(FAULTS[name], 3, watched=True, sound=True)
+    bare = provocation.run(FAULTS[name], 0, sound=True)
     assert watched.error is None
     assert (watched.tokens, watched.rounds, watched.overwritten) == (bare.tokens, bare.rounds, 0)
 
@@ -151,33 +151,97 @@ def test_the_registry_and_these_tables_name_the_same_faults():
     assert set(HARM) == set(FAULTS)
 
 
-def test_each_fault_replaces_entries_of_the_table_and_nothing_else():
-    """A fault is the table with the entries it names exchanged, each for another function."""
-    for name, found in FAULTS.items():
-        changed = {f.name for f in fields(Pure) if getattr(found.pure, f.name) is not getattr(Pure(), f.name)}
-        assert changed == set(found.replace), name
-        assert changed, name
+# ---------------------------------------------------------------------------------------------- patches
 
 
-# ---------------------------------------------------------------------------------------------- never active otherwise
+def targets(found):
+    """(owner, attribute, what stands there) of each of a fault's patches."""
+    return [(owner, name, getattr_static(owner, name)) for owner, name in (each.place() for each in found.patches)]
 
 
-def test_without_a_name_the_table_holds_the_real_functions(strong_pair):
-    """`Pure()`, an empty environment and a fresh engine all have the functions of the core, every entry."""
-    elsewhere = {
-        "layout": Layout,
-        "commit": commit_tail,
-        "next_level_mask": next_level_mask,
-        "draft_positions": draft_positions,
-    }
-    for field in fields(Pure):
-        real = elsewhere[field.name] if field.name in elsewhere else getattr(sound, field.name)
-        assert getattr(Pure(), field.name) is real
-    errors = io.StringIO()
-    with redirect_stderr(errors):
-        assert active_fault({}) == active_fault({ENVIRONMENT: ""}) == Pure()
-        assert build(strong_pair, (2, 3, 6)).engine.device.pure == Pure()
-    assert errors.getvalue() == ""
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_there_inside_its_context_and_gone_after_it(name):
+    """Every target holds another object inside, and the same as before afterwards, also after an error."""
+    before = targets(FAULTS[name])
+    assert before
+    with suppress(InvariantError), fault(name):  # no twin runs
+        inside = targets(FAULTS[name])
+    with pytest.raises(ZeroDivisionError), fault(name):
+        raise ZeroDivisionError
+    for (_, _, now), (_, _, twin), (_, _, real) in zip(targets(FAULTS[name]), inside, before, strict=True):
+        assert twin is not real
+        assert now is real
+
+
+def test_a_twin_that_never_ran_is_an_error_and_so_is_a_target_that_is_not_there():
+    """A fault that does nothing would look as if its guard were asleep, or as if it did no harm."""
+    with pytest.raises(InvariantError, match="fault limit-before-stop: no twin of it ran"), fault("limit-before-stop"):
+        pass
+    for target in ("treetop.engine.rounds:no_such_function", "treetop.no_such_module:f", "treetop.cli:NoClass.method"):
+        lost = Fault("lost", "nothing", (instead(target, len),), "nothing", 1)
+        with pytest.raises(InvariantError, match="is not there to be replaced"), lost.active():
+            pass
+    wrong = kernel_twin("treetop.kernels.rows:_pick_kernel", ("text that is not in it", ""))
+    with pytest.raises(InvariantError, match="0 times, expected once"), replaced([wrong]):
+        pass
+
+
+def test_only_one_fault_is_active_at_a_time_in_any_thread():
+    with suppress(InvariantError), fault("chunk-tail"), ThreadPoolExecutor(1) as pool:
+        refused = [pytest.raises(ConfigError, match="another fault is active") for _ in range(2)]
+        with refused[0], fault("sgl-27360"):
+            pass
+        with refused[1]:
+            pool.submit(fault("chunk-tail").__enter__).result()
+    assert not faults._one_at_a_time.locked()
+
+
+def bits(llm) -> list:
+    return [(name, tensor.clone()) for name, tensor in all_tensors(llm).items()]
+
+
+@pytest.mark.parametrize("graphs", ["off", "sim"])
+def test_a_clean_engine_built_after_all_faults_is_equal_to_the_bit(strong_pair, graphs):
+    """State, buffers and pools of the same work, before any fault was active and after each of them."""
+
+    def work():
+        llm = build(strong_pair, (2, 3, 6), graphs=graphs, page_size=4)
+        outputs = llm.generate(strong_pair.prompts([5, 9, 3]), greedy(12))
+        return tokens(outputs), bits(llm)
+
+    before = work()
+    for name in FAULTS:
+        with suppress(Exception), fault(name):  # whatever it breaks, and where it takes a larger batch to run
+            build(strong_pair, (2, 3, 6), graphs=graphs, check_level=0, page_size=4).generate(
+                strong_pair.prompts([5, 9, 3]), greedy(4)
+            )
+    after = work()
+    assert after[0] == before[0]
+    for (name, one), (other, two) in zip(before[1], after[1], strict=True):
+        assert name == other
+        assert torch.equal(one.nan_to_num(), two.nan_to_num()), name
+
+
+def test_no_module_keeps_a_twin():
+    """Modules that are imported while a fault is active bind what is sound."""
+    code = """
+import sys
+from treetop.debug.faults import FAULTS, fault
+for name, found in FAULTS.items():
+    try:
+        with fault(name):
+            held = [getattr(owner, attribute) for owner, attribute in (each.place() for each in found.patches)]
+            import treetop.cli, treetop.server.llm, treetop.doctor.run, treetop.bench.compare, treetop.trace
+    except Exception as error:
+        assert "no twin of it ran" in str(error), error
+    for module in [m for n, m in sys.modules.items() if n.startswith("treetop")]:
+        kept = [key for key, value in vars(module).items() if any(value is twin for twin in held)]
+        assert not kept, (module, kept)
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr == ""
+
+
+# ---------------------------------------------------------------------------------------------- by the environment
 
 
 @pytest.fixture
@@ -187,19 +251,32 @@ def unsaid():
 
 
 @pytest.mark.usefixtures("unsaid")
-def test_a_fault_of_the_environment_is_active_and_says_so_loudly(strong_pair, monkeypatch, capsys):
-    """TREETOP_FAULT reaches engine and scheduler; one line on stderr, once, names it and says what it does."""
-    monkeypatch.setenv(ENVIRONMENT, "limit-before-stop")
-    llm = build(strong_pair, (2, 3, 6), check_level=0)
-    assert llm.engine.device.pure == fault("limit-before-stop").pure
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    for part in ("FAULT", "limit-before-stop", "IS ACTIVE", ENVIRONMENT, fault("limit-before-stop").summary):
-        assert part in err
-    build(strong_pair, (2, 3, 6), check_level=0)
-    assert capsys.readouterr().err == "", "said again by the second engine of the process"
-    monkeypatch.delenv(ENVIRONMENT)
-    assert build(strong_pair, (2, 3, 6)).engine.device.pure == Pure()
+def test_a_fault_of_the_environment_is_said_loudly_and_once(capsys):
+    """One line on stderr names it and says what it does. Without a name, or with an empty one, nothing happens."""
+    for environment in ({}, {ENVIRONMENT: ""}):
+        with environment_fault(environment):
+            pass
+    assert capsys.readouterr().err == ""
+    environment = {ENVIRONMENT: "limit-before-stop"}
+    for said in (1, 0):
+        with environment_fault(environment):
+            assert first_stop_of_the_scheduler()([5, 5], {5}, None, 2) == (2, "length")
+        err = capsys.readouterr().err
+        assert err.count("\n") == said
+        parts = ("FAULT", "limit-before-stop", "IS ACTIVE", ENVIRONMENT, FAULTS["limit-before-stop"].summary)
+        assert all(part in err for part in parts) == bool(said)
+
+
+def first_stop_of_the_scheduler():
+    return scheduler.first_stop
+
+
+@pytest.mark.usefixtures("unsaid")
+def test_a_python_program_is_not_touched_by_the_environment(strong_pair, monkeypatch, capsys):
+    """`LLM` knows of no fault; only entry points apply one."""
+    monkeypatch.setenv(ENVIRONMENT, "sgl-23037-alias")
+    build(strong_pair, (2, 3, 6)).generate(strong_pair.prompts([5]), greedy(3))
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.usefixtures("unsaid")
@@ -224,32 +301,35 @@ def test_an_unknown_fault_is_refused_in_one_line_that_lists_the_known(monkeypatc
     assert all(name in err for name in FAULTS)
     with pytest.raises(ConfigError):
         fault("sgl-1")
+    with pytest.raises(ConfigError):
+        environment_fault({ENVIRONMENT: "sgl-1"})
 
 
 def test_the_faults_guard_holds_in_graphsim_too(strong_pair):
     """A kept view is overwritten by the next replay, and a sound copy is not."""
     outputs = []
-    for pure in (Pure(), fault("sgl-23037-alias").pure):
-        llm = build(strong_pair, (2, 3, 6), graphs="sim", check_level=0, pure=pure)
-        kept = []
-        llm.engine.observer = lambda plan, tree, accepted, kept=kept: kept.append(
-            (accepted.tokens, accepted.tokens.tolist())
-        )
-        outputs.append(tokens(llm.generate(strong_pair.prompts([5, 9]), greedy(20))))
+    for faulty in (False, True):
+        with fault("sgl-23037-alias") if faulty else nullcontext():
+            llm = build(strong_pair, (2, 3, 6), graphs="sim", check_level=0)
+            kept = []
+            llm.engine.observer = lambda plan, tree, accepted, kept=kept: kept.append(
+                (accepted.tokens, accepted.tokens.tolist())
+            )
+            outputs.append(tokens(llm.generate(strong_pair.prompts([5, 9]), greedy(20))))
         overwritten = sum(tensor.tolist() != values for tensor, values in kept)
-        assert (overwritten > 0) == (pure != Pure())
+        assert (overwritten > 0) == faulty
     assert outputs[0] == outputs[1], "the engine itself reads results before the next round"
-    with pytest.raises(EngineError, match="shares memory"):
-        build(strong_pair, (2, 3, 6), graphs="sim", pure=pure).generate(strong_pair.prompts([5]), greedy(3))
+    with pytest.raises(EngineError, match="shares memory"), fault("sgl-23037-alias"):
+        build(strong_pair, (2, 3, 6), graphs="sim").generate(strong_pair.prompts([5]), greedy(3))
 
 
 def test_a_kept_view_gives_wrong_tokens_where_rounds_overlap(strong_pair):
     """With a round in flight the buffers hold the next round's results when the last one's are read."""
     prompts = strong_pair.prompts([5, 9])
     expected = tokens(build(strong_pair, (2, 3, 6)).generate(prompts, greedy(20)))
-    broken = fault("sgl-23037-alias").pure
     assert tokens(build(strong_pair, (2, 3, 6), overlap=True, check_level=0).generate(prompts, greedy(20))) == expected
-    wrong = build(strong_pair, (2, 3, 6), overlap=True, check_level=0, pure=broken).generate(prompts, greedy(20))
+    with fault("sgl-23037-alias"):
+        wrong = build(strong_pair, (2, 3, 6), overlap=True, check_level=0).generate(prompts, greedy(20))
     assert tokens(wrong) != expected
-    with pytest.raises(EngineError, match="shares memory"):
-        build(strong_pair, (2, 3, 6), overlap=True, pure=broken).generate(prompts, greedy(3))
+    with pytest.raises(EngineError, match="shares memory"), fault("sgl-23037-alias"):
+        build(strong_pair, (2, 3, 6), overlap=True).generate(prompts, greedy(3))

@@ -10,6 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 from engines import accept_lens, greedy, sampled, submit, tokens
 from treetop import LLM
 from treetop.debug.faults import fault
+from treetop.debug.patching import wrapped_device
 from treetop.engine.cuda_graphs import CudaGraphs
 from treetop.engine.rounds import RoundKey
 from treetop.spec.round_ops import TorchRoundOps, TritonRoundOps
@@ -67,18 +68,20 @@ def test_captured_rounds_are_the_same_with_fused_and_plain_operations(shape, par
     }
     llm, fused = run(params, **tree)
     assert isinstance(llm.engine.device.round_ops, TritonRoundOps)
-    llm, plain = run(params, wrap=lambda device: replace(device, round_ops=TorchRoundOps()), **tree)
+    with wrapped_device(lambda device: replace(device, round_ops=TorchRoundOps())):
+        llm, plain = run(params, **tree)
     assert isinstance(llm.engine.launcher, CudaGraphs)
     assert tokens(fused) == tokens(plain)
     assert accept_lens(fused) == accept_lens(plain)
 
 
 def test_a_fault_in_a_round_runs_and_harms_when_captured():
-    """An engine with a replaced part captures the plain operations, so the fault is what runs."""
+    """The twin kernel is what is captured, in the place of the one that ships."""
     _, sound = run(greedy(60))
-    llm, faulty = run(greedy(60), pure=fault("sgl-27545").pure)
+    with fault("sgl-27545"):
+        llm, faulty = run(greedy(60))
     assert isinstance(llm.engine.launcher, CudaGraphs)
-    assert isinstance(llm.engine.device.round_ops, TorchRoundOps)
+    assert isinstance(llm.engine.device.round_ops, TritonRoundOps)
     assert tokens(faulty) == tokens(sound), "verification keeps the output right"
     assert accept_lens(faulty) != accept_lens(sound)
 

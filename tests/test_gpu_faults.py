@@ -9,14 +9,14 @@ guards have `test_faults.py`.
 import pytest
 import torch
 
-from treetop.debug.faults import FAULTS, Fault, fault
+from treetop.debug.faults import FAULTS, Fault
 from treetop.doctor.provoke import Provocation, looks_from_the_host
 from treetop.types.errors import TreetopError
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 PLACES = ["cpu", pytest.param("cuda", marks=needs_gpu)]
 OF_THE_PHASES = [name for name, found in FAULTS.items() if looks_from_the_host(found)]
-SOUND = Fault("sound", "nothing", {}, "nothing", 1)
+SOUND = Fault("sound", "nothing", (), "nothing", 1)
 
 
 @pytest.fixture(scope="module", params=PLACES)
@@ -35,7 +35,7 @@ def gpu_provocation():
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_caught_on_the_gpu_by_the_guard_that_is_named_for_it(gpu_provocation, name):
     """The words of the guard, in one line, and the context survives."""
-    found = fault(name)
+    found = FAULTS[name]
     error = gpu_provocation.guarded(found).error
     assert isinstance(error, TreetopError), f"{name}: {error!r}"
     assert found.guard in str(error)
@@ -47,7 +47,7 @@ def test_a_fault_is_caught_on_the_gpu_by_the_guard_that_is_named_for_it(gpu_prov
 @pytest.mark.parametrize("two_group", [False, True], ids=["embedded pair", "two-group pair"])
 def test_no_guard_fires_on_the_sound_engine_on_the_gpu(gpu_provocation, two_group):
     """The scenario runs to its end: captured at level 3, and eagerly at level 3 under the decoder."""
-    sound = Fault("sound", "nothing", {}, "nothing", 1, seed=0 if two_group else None)
+    sound = Fault("sound", "nothing", (), "nothing", 1, seed=0 if two_group else None)
     captured = gpu_provocation.run(sound, 3, place=gpu_provocation.options)
     assert captured.error is None
     eager = gpu_provocation.run(sound, 3, watched=True, place={**gpu_provocation.options, "graphs": "off"})
@@ -64,7 +64,7 @@ def test_the_sound_engine_differs_from_the_oracle_nowhere(provocation):
 @pytest.mark.parametrize("name", OF_THE_PHASES)
 def test_a_fault_that_only_eager_guards_see_differs_from_the_oracle_in_captured_rounds(provocation, name):
     """Without any guard, trees or tokens of replayed rounds are not what a dense computation gives."""
-    assert provocation.captured_difference(fault(name)) is not None
+    assert provocation.captured_difference(FAULTS[name]) is not None
 
 
 def test_the_faults_whose_guards_no_replay_runs_are_known():

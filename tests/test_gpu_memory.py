@@ -75,9 +75,8 @@ def test_what_is_measured_is_about_what_the_shapes_say():
     needs(40)
     from treetop.engine.build import read_blueprint
     from treetop.types.config import EngineConfig
-    from treetop.types.layout import Layout
 
-    estimate = read_blueprint(EngineConfig.of(**LLAMA, context_length=4096), Layout).use.budget.static
+    estimate = read_blueprint(EngineConfig.of(**LLAMA, context_length=4096)).use.budget.static
     taken = LLM(**LLAMA, context_length=4096).engine.memory.budget.static
     print(f"\nestimate {gib(estimate)}, taken {gib(taken)}")
     assert 0.9 * taken <= estimate <= 1.01 * taken

@@ -1,7 +1,6 @@
 """The check levels: each guard is shown alive, says where, and costs nothing it should not."""
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from treetop.cache.allocator import CACHE, FREE
 from treetop.checks.poison import RedZones, poison
 from treetop.checks.probes import NAN, OUT_OF_BOUNDS, Probes
 from treetop.debug.two_group import write_two_group_pair
-from treetop.engine.pure import Pure
 from treetop.kernels.kv import commit_tail
 from treetop.types.errors import CheckError
 from treetop.types.ids import FULL
@@ -200,7 +198,7 @@ def test_poison_changes_no_bit_of_any_round(strong_pair, graphs, radix):
     params = [greedy(50), sampled(1, 50), sampled(2, 40, top_k=5), greedy(60), greedy(30)]
     found = []
     for level in (0, 3):
-        llm = build(strong_pair, SHAPE, check_level=level, graphs=graphs, radix_cache=radix, **CROWDED)
+        llm = build(strong_pair, SHAPE, check_level=level, graphs=graphs, disable_radix_cache=not radix, **CROWDED)
         found.append(observed(llm, prompts, params))
         assert llm.scheduler.num_retractions > 0
     assert found[0][0] == found[1][0]
@@ -228,7 +226,7 @@ def nothing_but_nan(llm, group, page) -> bool:
 
 def test_free_pages_are_nan_and_the_null_page_is_finite(strong_pair):
     """At level 3, from the start and after every step, a page that nobody owns is NaN and page 0 is zero."""
-    llm = build(strong_pair, SHAPE, check_level=3, radix_cache=True, **CROWDED)
+    llm = build(strong_pair, SHAPE, check_level=3, **CROWDED)
     allocators, size = llm.scheduler._ledger._allocators, llm.engine.layout.page_size
     for group, pages in llm.engine.layout.num_pages.items():
         assert all(nothing_but_nan(llm, group, page) for page in range(1, pages))
@@ -367,9 +365,10 @@ def _one_lane_off(pool, tail, source, slots):
 
 @pytest.mark.parametrize("wrong", [_drop_last, _one_lane_off], ids=["last entry dropped", "one number changed"])
 @pytest.mark.parametrize("level", [2, 3])
-def test_a_commit_that_does_not_store_every_entry_is_reported_at_level_3(strong_pair, wrong, level):
+def test_a_commit_that_does_not_store_every_entry_is_reported_at_level_3(strong_pair, monkeypatch, wrong, level):
     """The slots are read back and compared bit for bit; level 2 does not look."""
-    llm = build(strong_pair, SHAPE, check_level=level, page_size=4, pure=replace(Pure(), commit=wrong))
+    monkeypatch.setattr("treetop.spec.round_ops.commit_tail", wrong)
+    llm = build(strong_pair, SHAPE, check_level=level, page_size=4)
     prompts = strong_pair.prompts([9, 20, 5])
     if level == 3:
         with pytest.raises(CheckError, match="commit: a committed slot"):

@@ -7,8 +7,8 @@ import torch
 
 from engines import build, greedy, submit, tokens
 from memory import all_tensors, state_tensors
-from treetop.checks.host import check_cached, check_cell, check_emitted, check_own_memory, check_padded, check_result
-from treetop.engine.pure import Pure
+from treetop.checks.host import check_cached, check_cell, check_emitted, check_padded, check_result
+from treetop.engine.ring import check_own_memory
 from treetop.types.errors import CheckError
 from treetop.types.ids import DRAFT, FULL, PageId, Row
 from treetop.types.layout import Layout, SpecShape
@@ -152,18 +152,17 @@ def test_what_is_emitted_ends_at_its_stop_and_within_its_limit(ids, reason, limi
 @pytest.mark.parametrize(
     "name", ["draft_tail", "verify_tail", "commit_width", "headroom", "max_positions", "page_columns", "max_topk"]
 )
-def test_a_dimension_that_is_one_too_small_is_refused_at_construction(strong_pair, name, graphs):
+def test_a_dimension_that_is_one_too_small_is_refused_at_construction(strong_pair, monkeypatch, name, graphs):
     """A layout that computes one dimension by another formula than the fill does not survive the start-up proof."""
     real = getattr(Layout, name).fget
-    short = type("Short", (Layout,), {name: property(lambda self: real(self) - 1)})
-    pure = replace(Pure(), layout=short)
+    monkeypatch.setattr(Layout, name, property(lambda self: real(self) - 1))
     options = {"page_size": 1, "context_length": 32, "max_running_requests": 2, "graphs": graphs}
     with pytest.raises((CheckError, RuntimeError, IndexError)) as error:
-        build(strong_pair, SHAPE, pure=pure, check_level=1, **options)
+        build(strong_pair, SHAPE, check_level=1, **options)
     if name in ("draft_tail", "page_columns", "headroom", "max_positions"):
         assert isinstance(error.value, CheckError)
         assert "need" in str(error.value)
-    build(strong_pair, SHAPE, pure=pure, check_level=0, **options)
+    build(strong_pair, SHAPE, check_level=0, **options)
 
 
 def test_the_proof_leaves_no_trace(strong_pair):

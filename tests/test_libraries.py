@@ -22,6 +22,7 @@ from treetop.attention.flashinfer_pages import FlashInferPages, HostPages, works
 from treetop.attention.libraries import FlashOp, PagedCall
 from treetop.attention.library_backend import LibraryBackend
 from treetop.attention.torch_backend import TorchBackend
+from treetop.debug.patching import wrapped_device
 from treetop.engine.build import backend_need
 from treetop.engine.cuda_graphs import plan_host_extents
 from treetop.engine.graphs import Eager
@@ -277,17 +278,17 @@ PROMPTS = [(3, 18), (0, 1), (1, 30), (2, 9), (4, 22)]
 
 def generate(pair, make, launcher=None):
     """Five requests through three rows, page size 4, chunks of 7, on the backend that `make` builds for a device."""
-    llm = LLM(
-        str(pair.target),
-        str(pair.head),
-        wrap=lambda device: replace(device, backend=make(device)),
-        dtype="float32",
-        page_size=4,
-        chunked_prefill_size=7,
-        max_running_requests=3,
-        context_length=128,
-        check_level=3,
-    )
+    with wrapped_device(lambda device: replace(device, backend=make(device))):
+        llm = LLM(
+            str(pair.target),
+            str(pair.head),
+            dtype="float32",
+            page_size=4,
+            chunked_prefill_size=7,
+            max_running_requests=3,
+            context_length=128,
+            check_level=3,
+        )
     if launcher is not None:
         llm.engine.launcher = launcher(llm.engine.device)
     prompts = [pair.prompts([length], seed)[0] for seed, length in PROMPTS]

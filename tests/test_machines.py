@@ -87,7 +87,7 @@ class RequestMachine(RuleBasedStateMachine):
             max_total_tokens=columns * page + spare,
             graphs=graphs,
             overlap=overlap,
-            radix_cache=radix and self.window is None,  # the cache does not know windows
+            disable_radix_cache=not radix,
             check_level=level,
             speculative_eagle_topk=topk,
             speculative_num_steps=num_steps,
@@ -210,7 +210,8 @@ class RequestMachine(RuleBasedStateMachine):
         if group.name != WINDOW:
             assert owned == pages
         else:
-            assert len(owned) <= layout.window_pages(group.window)
+            in_flight = layout.lag * max(layout.chunk, layout.headroom)  # what is out may yet enter the cache
+            assert len(owned) <= layout.pages_for(group.window - 1 + in_flight) + 1
             seen = max(request.prefilled - group.window + 1, 0) // layout.page_size
             last = [column for column in range(len(pages)) if pages[column] != NULL_PAGE][-1]
             needed = range(seen, min(last, max(request.prefilled - 1, 0) // layout.page_size) + 1)
@@ -231,7 +232,7 @@ class RequestMachine(RuleBasedStateMachine):
         for group in layout.groups:
             null = self.llm.engine.device.pools[group.name].data[:, : layout.page_size]
             assert torch.equal(null, torch.zeros_like(null)), "the null page is not clean"
-            if not self.llm.config.radix_cache:
+            if self.llm.config.disable_radix_cache:
                 assert ledger.usage == 0
 
 

@@ -52,7 +52,12 @@ def idle(llm) -> bool:
 def test_overlap_changes_no_token_no_round_and_no_reason(strong_pair, shape, page, chunk, rows, radix, graphs):
     """Stops in paths, mixed sampling, chunks, more requests than rows: all as without it, rounds counted alike."""
     prompts = strong_pair.prompts(LENGTHS)
-    options = {"page_size": page, "chunked_prefill_size": chunk, "max_running_requests": rows, "radix_cache": radix}
+    options = {
+        "page_size": page,
+        "chunked_prefill_size": chunk,
+        "max_running_requests": rows,
+        "disable_radix_cache": not radix,
+    }
     expected = build(strong_pair, shape, **options, overlap=False).generate(prompts * 2, mixed(14, 60))
     llm = build(strong_pair, shape, **options, overlap=True, graphs=graphs)
     outputs = llm.generate(prompts * 2, mixed(14, 60))
@@ -72,7 +77,7 @@ def test_overlap_changes_no_token_when_requests_are_retracted(strong_pair, shape
     params = [greedy(60), sampled(1, 60), sampled(2, 50), greedy(64), sampled(3, 60, temperature=0.7)]
     expected = build(strong_pair, None, context_length=128).generate(prompts, params)
     tight = {"context_length": 128, "max_total_tokens": 192, "page_size": page, "chunked_prefill_size": chunk}
-    llm = build(strong_pair, shape, **tight, overlap=True, radix_cache=radix, check_level=level)
+    llm = build(strong_pair, shape, **tight, overlap=True, disable_radix_cache=not radix, check_level=level)
     outputs = llm.generate(prompts, params)
     assert llm.scheduler.num_retractions > 0
     assert outcome(outputs) == outcome(expected)
@@ -295,7 +300,7 @@ def test_admission_keeps_to_what_a_plan_can_carry(strong_pair):
     prefix = strong_pair.prompts([220])[0]
     prompts = [[*prefix, i] for i in range(8)]
     expected = tokens(build(strong_pair, None).generate(prompts, greedy(6)))
-    llm = build(strong_pair, SHAPE, page_size=1, chunked_prefill_size=32, radix_cache=True)
+    llm = build(strong_pair, SHAPE, page_size=1, chunked_prefill_size=32)
     llm.generate([prefix], greedy(1))
     requests = submit(llm, prompts, greedy(6))
     admitted, most = [], 0

@@ -13,7 +13,23 @@ MACHINE = Machine("H200", "2", "bfloat16", 4.27e12, 790e12)
 
 def figures(shape, batch, length, ms):
     return rounds.Figures(
-        shape, batch, length, ms, ms, ms, ms, {"draft": 0.0, "verify": ms}, ms / 2, 2.0, 2.0, 1.0, 1.0, 9, 1.0
+        shape,
+        batch,
+        length,
+        ms,
+        ms,
+        ms,
+        ms,
+        {"draft": 0.0, "verify": ms},
+        ms / 2,
+        2.0,
+        2.0,
+        ms / 3,
+        3.0,
+        1.0,
+        1.0,
+        9,
+        1.0,
     )
 
 

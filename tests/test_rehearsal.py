@@ -17,7 +17,6 @@ from treetop.attention.capabilities import CAPABILITIES
 from treetop.debug.kernels import all_kernels
 from treetop.engine import build
 from treetop.engine.cuda_graphs import CudaGraphs
-from treetop.engine.pure import Pure
 from treetop.engine.rehearsal import compile_steps
 from treetop.kernels import compressed, triton_guard
 from treetop.kernels.attention import PagedKeys, Sight, TailKeys, paged_attention
@@ -36,7 +35,6 @@ from treetop.kernels.triton_guard import (
 from treetop.models.loader import Placement
 from treetop.spec.round_ops import TritonRoundOps
 from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL, EngineConfig
-from treetop.types.layout import Layout
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 GPUTarget = pytest.importorskip("triton.backends.compiler", reason="Triton is not installed").GPUTarget
@@ -224,7 +222,7 @@ def as_if_on_a_gpu(absent_gpu, monkeypatch):
             monkeypatch.setattr(module, "gpu_traits", lambda _: traits)
     monkeypatch.setattr(Placement, "ops", property(lambda place: TritonOps(place.device, place.compressed)))
     monkeypatch.setattr(
-        build, "make_round_ops", lambda _, layout, __, at: TritonRoundOps(at, layout.max_topk, layout.commit_width)
+        build, "make_round_ops", lambda layout, _, at: TritonRoundOps(at, layout.max_topk, layout.commit_width)
     )
     for name, real in (("empty", torch.empty), ("empty_like", torch.empty_like)):
         monkeypatch.setattr(torch, name, lambda *args, real=real, **options: real(*args, **options).zero_())
@@ -246,8 +244,8 @@ def test_a_rehearsal_compiles_all_that_an_engine_launches_on_a_gpu(as_if_on_a_gp
         BUILTIN_MODEL, draft=BUILTIN_DRAFT, device="cpu", attention_backend="triton", max_running_requests=4, **options
     )
     made = []
-    blueprint = build.read_blueprint(config, Layout)
-    compile_ahead(lambda: made.append(build._without_pools(blueprint, Pure())[0]))  # the head norms its embedding
+    blueprint = build.read_blueprint(config)
+    compile_ahead(lambda: made.append(build._without_pools(blueprint)[0]))  # the head norms its embedding
     build._gpu_allowance(config, made[0])
     assert not any(by_itself for _, by_itself in as_if_on_a_gpu)
     names = {name for name, _ in as_if_on_a_gpu}

@@ -9,7 +9,15 @@ import torch
 
 from treetop.bench import sweeps
 from treetop.bench.machine import Machine, measure_machine
-from treetop.bench.roofline import Case, head_parameters, round_floor, target_parameters
+from treetop.bench.roofline import Case, head_parameters, round_floor, saved_bytes, target_parameters
+from treetop.kernels import compressed
+from treetop.kernels.compressed import CompressedLaunch, Offer
+from treetop.kernels.linear import FewRowsGated, FewRowsLinear
+from treetop.kernels.ops import TorchOps
+from treetop.kernels.rope import rope_table
+from treetop.kernels.triton_guard import GpuTraits
+from treetop.models.eagle3 import Eagle3Head
+from treetop.models.llama import Llama
 from treetop.models.spec import eagle3_spec, target_spec
 from treetop.types.layout import PLAIN, SpecShape
 from treetop.types.phase import Phase
@@ -111,3 +119,66 @@ def test_the_presets_of_the_table_are_configurations_that_load():
     assert (target.vocab_size, head.draft_vocab_size, target.qk_norm) == (151936, 32000, True)
     assert target_parameters(target) / 1e9 == pytest.approx(7.568, abs=0.001)
     assert sweeps.TABLE == ((3, 1, 4), (5, 1, 6), (5, 4, 16))
+
+
+class GpuProducts(TorchOps):
+    """Products as on a GPU, which nobody computes, with weights in 12 bits."""
+
+    def linear(self, weight, bias=None):
+        return FewRowsLinear(weight, GpuTraits(132, True), compressed=True)
+
+    def gated(self, weight, bias=None):
+        return FewRowsGated(weight, GpuTraits(132, True), compressed=True)
+
+
+@pytest.fixture
+def small_models(strong_pair, monkeypatch):
+    """A target of two layers and a head, whose weights are in 12 bits for up to 16 rows, `down` for one."""
+    target = target_spec(strong_pair.target)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_heads": 4, "kv_heads": 2, "head_dim": 32}
+    target = replace(target, **sizes, vocab_size=512, num_layers=2, windows=(None, None))
+    head = eagle3_spec(strong_pair.head, target_spec(strong_pair.target))
+    head = replace(head, layer=replace(head.layer, **sizes), target_hidden_size=128, draft_vocab_size=192)
+    offer = Offer(CompressedLaunch(64, 1, 3, 4, 16), 16)
+    offered = {1: offer, 4: offer, 8: offer, 16: offer}
+    monkeypatch.setattr(compressed, "offers", lambda n, k, gated, gpu: {1: offer} if k == 256 == 2 * n else offered)
+    rope = rope_table(target.rope, 8, torch.bfloat16, torch.device("cpu"))
+
+    def ones(shapes):
+        return {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+
+    made = Llama(target, ones(Llama.shapes(target)), rope, (0, 1), GpuProducts())
+    return made, Eagle3Head(head, ones(Eagle3Head.shapes(head)), rope, made.embedding, GpuProducts())
+
+
+def test_what_is_saved_counts_each_product_by_its_own_rows(small_models):
+    """A quarter of each weight in 12 bits, but for its scales, which are 2 % of rows this short; padded rows count."""
+    target, head = small_models
+    qkv, output, gate_up, down = 256 * 128, 128 * 128, 512 * 128, 128 * 256
+
+    def near(numbers):
+        return pytest.approx(numbers / 2, rel=0.08)
+
+    few = 2 * (qkv + output + gate_up) + 512 * 128
+    assert saved_bytes(target, None, PLAIN, 1) == {Phase.VERIFY: near(few + 2 * down)}
+    assert saved_bytes(target, None, PLAIN, 16) == {Phase.VERIFY: near(few)}
+    assert saved_bytes(target, None, PLAIN, 17) == {Phase.VERIFY: 0}
+    level = 2 * qkv + output + gate_up
+    fuse = 128 * 128 * len(head.spec.aux_inputs)
+    got = saved_bytes(target, head, SpecShape(4, 5, 8), 2)
+    extend = near(level + fuse + 192 * 128)
+    assert got == {Phase.VERIFY: near(few), Phase.DRAFT: near(level + 192 * 128), Phase.EXTEND: extend}
+    got = saved_bytes(target, head, SpecShape(4, 5, 8), 3)
+    assert got == {Phase.VERIFY: 0, Phase.DRAFT: near(level + 192 * 128), Phase.EXTEND: near(192 * 128)}
+
+
+def test_the_floor_of_what_is_read_is_lower_by_what_is_saved():
+    """In each draft level, in verify and in extend; an operation is not saved."""
+    target, head = presets()
+    case = Case(SpecShape(1, 3, 4), 1, 1024, 2)
+    full = round_floor(target, head, case, H200)
+    less = round_floor(target, head, case, H200, {Phase.DRAFT: 100 << 20, Phase.VERIFY: 1 << 30, Phase.EXTEND: 9 << 20})
+    by = {phase: (full[phase] - less[phase]) * H200.bytes_per_s / (1 << 20) for phase in full}
+    assert by == pytest.approx({Phase.DRAFT: 200, Phase.VERIFY: 1024, Phase.EXTEND: 9})
+    bound = replace(H200, flop_per_s=1e9)
+    assert round_floor(target, None, case, bound, {Phase.VERIFY: 1 << 30}) == round_floor(target, None, case, bound)

@@ -5,6 +5,7 @@ holds the tests of the kernels. Every output buffer is filled with something els
 """
 
 import random
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 
 import pytest
@@ -16,8 +17,9 @@ from torch import Tensor
 from engines import accept_lens, build, greedy, sampled, tokens
 from interpreted import INTERPRETED, require_interpreted_pass
 from oracles import float32
-from treetop.debug.faults import fault
-from treetop.engine.pure import Pure
+from treetop.debug.faults import FAULTS, fault
+from treetop.debug.patching import wrapped_device
+from treetop.debug.visibility import VisibilityWatch
 from treetop.engine.round_ops import make_round_ops
 from treetop.kernels.accept import Drawn
 from treetop.kernels.commit import Paths
@@ -25,7 +27,8 @@ from treetop.kernels.grow import Children
 from treetop.kernels.rows import DraftState, RowTables
 from treetop.kernels.tree import ancestor_mask
 from treetop.spec.round_ops import TorchRoundOps, TritonRoundOps
-from treetop.types.layout import PLAIN, Layout, SpecShape
+from treetop.types.errors import CheckError, EngineError
+from treetop.types.layout import Layout, SpecShape
 from treetop.types.tree import Accepted, DraftTree, Places
 
 CPU = torch.device("cpu")
@@ -34,6 +37,7 @@ FEW = settings(max_examples=15, deadline=None)
 # Few values, so that ties are common: equal ones, both zeros, and impossible ones.
 SCORES = [0.0, -0.0, float32(-0.1), -0.5, -0.5, -1.0, -30.0, float("-inf"), float("nan")]
 VOCAB = 40
+IN_KERNELS = [name for name, found in FAULTS.items() if any("_kernel" in each.target for each in found.patches)]
 FULL_TREE = (130, 13)  # nodes and columns of buffers larger than any tree here
 
 
@@ -169,23 +173,18 @@ if not INTERPRETED:
     def test_the_kernels_pass_in_tritons_interpreter():
         require_interpreted_pass(__file__)
 
-    @pytest.mark.parametrize(
-        "name", ["sgl-25015", "column-ancestors", "sgl-26628-missed", "sgl-27545", "in-place-compaction"]
-    )
-    def test_an_engine_with_a_replaced_part_runs_the_reference(monkeypatch, name):
-        """A fault of a part is what runs, also where fused launches could; without one they are used."""
+    def test_fused_launches_are_used_where_they_can_be(monkeypatch):
+        """On a GPU, in at most 32 bits, for trees that one program holds."""
         sizes = {"page_size": 1, "max_requests": 1, "max_context": 8, "chunk": 8, "groups": (), "pool_tokens": 9}
-        layout = Layout(shapes=(PLAIN, SpecShape(2, 3, 6)), **sizes)
+        layout = Layout(shapes=(SpecShape(2, 3, 6),), **sizes)
         monkeypatch.setattr("treetop.engine.round_ops.why_not", lambda device: None)
         monkeypatch.setattr("treetop.engine.round_ops.TritonRoundOps", lambda *sizes: "fused")
         gpu = torch.device("cuda")
-        assert make_round_ops(Pure(), layout, torch.float32, gpu) == "fused"
-        assert make_round_ops(fault("sgl-23037-alias").pure, layout, torch.float32, gpu) == "fused"
-        assert isinstance(make_round_ops(fault(name).pure, layout, torch.float32, gpu), TorchRoundOps)
-        assert isinstance(make_round_ops(Pure(), layout, torch.float64, gpu), TorchRoundOps)
-        assert isinstance(make_round_ops(Pure(), layout, torch.float32, CPU), TorchRoundOps)
-        huge = replace(layout, shapes=(*layout.shapes, SpecShape(8, 8, 200)))
-        assert isinstance(make_round_ops(Pure(), huge, torch.float32, gpu), TorchRoundOps)
+        assert make_round_ops(layout, torch.float32, gpu) == "fused"
+        assert isinstance(make_round_ops(layout, torch.float64, gpu), TorchRoundOps)
+        assert isinstance(make_round_ops(layout, torch.float32, CPU), TorchRoundOps)
+        huge = replace(layout, shapes=(SpecShape(8, 8, 200),))
+        assert isinstance(make_round_ops(huge, torch.float32, gpu), TorchRoundOps)
 
 
 if INTERPRETED or DEVICE.type == "cuda":
@@ -361,6 +360,47 @@ if INTERPRETED or DEVICE.type == "cuda":
         TritonRoundOps(DEVICE, 1, 1).commit(pool, tail, torch.zeros(2, 4, dtype=torch.int32), 4, paths)
         assert (pool == 0).all()
 
+    def of_each_kernel(ops) -> dict[str, Tensor]:
+        """What the operations that faults change give: three rows and the dummy, three levels, paths with gaps."""
+        rng, buffers, shape = random.Random(7), Buffers.make(), SpecShape(3, 3, 9)
+        tables, listed = random_tables(rng, 6, 21), torch.tensor([3, 0, 4, 5])
+        tree, places, out = buffers.of(4, shape)
+        growth, frontier = ops.start(tables, listed, shape, tree, places)
+        for level in range(2):
+            frontier = ops.grow(growth, level, frontier, random_children(rng, 4, 3, 21))
+        ops.select(growth, tree, places)
+        torch.manual_seed(1)
+        out.path.copy_(torch.tensor([[0, 2, 3, 7], [0, 1, 3, 5], [0, 3, 6, 8], [0, 0, 0, 0]]))
+        pool, tail = torch.zeros(2, 80, 2, 1, 4), torch.randn(2, 4, 9, 2, 1, 4)
+        table = torch.arange(1, 19, dtype=torch.int32).view(6, 3) * (torch.arange(6) < 5)[:, None]
+        paths = Paths(listed, torch.tensor([1, 0, 5, 0]), torch.tensor([3, 3, 2, 0]), 4, out.path, 5)
+        ops.commit(pool, tail, table.to(torch.int32), 4, paths)
+        features = torch.zeros(4, 4, 6)
+        ops.features(features, (torch.randn(4, 9, 6),), out.path)
+        mask = ops.extend_mask(4, DEVICE)
+        return {
+            "positions": growth.positions, "mask": frontier.mask, "pool": pool, "features": features, "extend": mask
+        }  # fmt: skip
+
+    @pytest.mark.parametrize(
+        ("name", "changed"),
+        [
+            ("sgl-25015", "positions"),
+            ("column-ancestors", "mask"),
+            ("in-place-compaction", "pool"),
+            ("sgl-27545", "features"),
+            ("sgl-26628-missed", "extend"),
+        ],
+    )
+    def test_a_twin_kernel_does_what_the_twin_of_the_reference_does(name, changed):
+        """Both give the same wrong bits, in the operation that the fault is in and in no other."""
+        sound = of_each_kernel(TritonRoundOps(DEVICE, 6, 13))
+        with fault(name):
+            wrong = [of_each_kernel(TorchRoundOps()), of_each_kernel(TritonRoundOps(DEVICE, 6, 13))]
+        for key, value in sound.items():
+            assert torch.equal(wrong[0][key], wrong[1][key]), key
+            assert torch.equal(wrong[1][key], value) == (key != changed), key
+
     @pytest.mark.parametrize("streams", [1, 3, 4])
     @pytest.mark.parametrize("hidden", [24, 1500])
     def test_features_of_a_path_equal_the_plain_gather(streams, hidden):
@@ -401,6 +441,10 @@ if INTERPRETED or DEVICE.type == "cuda":
 
 if INTERPRETED:
 
+    def with_fused(device):
+        ops = TritonRoundOps(CPU, device.layout.max_topk, device.layout.commit_width)
+        return replace(device, round_ops=ops)
+
     @pytest.mark.parametrize(
         ("params", "level"),
         [(greedy(12), 3), (sampled(3, 12), 2), (sampled(4, 12, top_p=0.8), 1)],
@@ -412,15 +456,30 @@ if INTERPRETED:
         options = {"dtype": "float32", "page_size": 4, "context_length": 64, "max_running_requests": 4}
         options["attention_backend"] = "torch"  # Triton's is interpreted slowly, and has tests of its own
         for fused in (False, True):
-
-            def wrap(device, fused=fused):
-                layout = device.layout
-                ops = TritonRoundOps(CPU, layout.max_topk, layout.commit_width) if fused else device.round_ops
-                return replace(device, round_ops=ops)
-
-            llm = build(strong_pair, (2, 3, 6), check_level=level, wrap=wrap, **options)
+            with wrapped_device(with_fused) if fused else nullcontext():
+                llm = build(strong_pair, (2, 3, 6), check_level=level, **options)
             outputs = llm.generate(prompts, params)
             llm.scheduler.check_integrity()
             seen.append((tokens(outputs), accept_lens(outputs)))
         assert seen[0] == seen[1]
         assert max(a for each in seen[0][1] for a in each) > 0
+
+    def with_fused_and_watched(device):
+        return VisibilityWatch().wrap(with_fused(device))
+
+    def generated(pair, level):
+        options = {"dtype": "float32", "page_size": 4, "context_length": 64, "max_running_requests": 4}
+        with wrapped_device(with_fused_and_watched):
+            llm = build(pair, (2, 3, 6), attention_backend="torch", check_level=level, **options)
+        return llm.generate(pair.prompts([9, 4, 13]), greedy(12))
+
+    def test_no_guard_fires_on_an_engine_with_fused_launches(strong_pair):
+        """At level 3, under the visibility decoder, which reads parents where the fused launches record them."""
+        assert len(generated(strong_pair, 3)) == 3
+
+    @pytest.mark.parametrize("name", IN_KERNELS)
+    def test_a_fault_inside_a_kernel_is_caught_by_the_guard_that_is_named_for_it(strong_pair, name):
+        """On fused launches, as on a GPU: the twin kernel runs in the place of the one that ships."""
+        found = FAULTS[name]
+        with pytest.raises((CheckError, EngineError), match=found.guard), found.active():
+            generated(strong_pair, found.level or 0)

@@ -1,5 +1,7 @@
 """The scheduler: chunks, turns, retraction, aborts, padding and poison never change what a request receives."""
 
+import subprocess
+import sys
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -52,7 +54,7 @@ def test_chunks_cover_each_prompt_once_and_know_the_token_after_them(strong_pair
 @pytest.mark.parametrize("lengths", [[240] + 15 * [3], 15 * [3] + [240], 5 * [240] + 3 * [3], 12 * [200]])
 def test_a_large_step_is_not_filled_with_the_padding_of_short_prompts(strong_pair, radix, lengths):
     """Padding is 512 tokens or a third of a step at most; all prompts run, and get what they get in small steps."""
-    options = {"radix_cache": radix, "max_running_requests": 16, "page_size": 4}
+    options = {"disable_radix_cache": not radix, "max_running_requests": 16, "page_size": 4}
     llm = build(strong_pair, None, chunked_prefill_size=4096, **options)
     prompts = strong_pair.prompts(lengths)
     requests, most = submit(llm, prompts, greedy(3)), 0
@@ -68,7 +70,7 @@ def test_a_large_step_is_not_filled_with_the_padding_of_short_prompts(strong_pai
 
 def test_a_cached_prefix_counts_as_what_is_left_of_it(strong_pair):
     """A prompt that is nearly all cached is a short one beside a new one, however long it is."""
-    llm = build(strong_pair, None, chunked_prefill_size=4096, radix_cache=True, max_running_requests=16, page_size=4)
+    llm = build(strong_pair, None, chunked_prefill_size=4096, max_running_requests=16, page_size=4)
     known, new = strong_pair.prompts([240]), strong_pair.prompts([241], seed=5)
     llm.generate(known, greedy(1))
     submit(llm, [*new, *known, *known, *known], greedy(2))
@@ -123,7 +125,7 @@ def test_retraction_and_resumption_do_not_change_the_tokens(strong_pair, shape, 
         max_total_tokens=192,
         page_size=page,
         chunked_prefill_size=chunk,
-        radix_cache=radix,
+        disable_radix_cache=not radix,
     )
     requests = submit(llm, prompts, params)
     finish(llm)
@@ -363,13 +365,13 @@ def crowd(pair, **options):
 
 def test_a_retraction_that_caches_a_token_more_than_is_committed_is_refused(strong_pair, monkeypatch):
     """The root's K/V are nowhere yet: a prefix that holds it would be read before it is written."""
-    assert crowd(strong_pair, radix_cache=True).scheduler.num_retractions > 0
+    assert crowd(strong_pair).scheduler.num_retractions > 0
     leave = Scheduler._leave
     monkeypatch.setattr(
         Scheduler, "_leave", lambda self, request, ids: leave(self, request, request.ids[: len(ids) + 1])
     )
     with pytest.raises(CheckError, match=r"tokens for the prefix cache: row \d+ has \d+, outside \[0, \d+\]"):
-        crowd(strong_pair, radix_cache=True)
+        crowd(strong_pair)
 
 
 def abort_who_waits_for_pages(pair) -> int:
@@ -403,3 +405,9 @@ def test_page_table_cells_of_a_row_that_was_left_are_refused(strong_pair, monkey
     monkeypatch.setattr(Scheduler, "_leave", forgetful)
     with pytest.raises(CheckError, match=r"page_table\.\w+ cell: row \d+, column \d+ is to hold page \d+"):
         abort_who_waits_for_pages(strong_pair)
+
+
+def test_the_scheduler_comes_without_torch():
+    """Importing it imports no tensor library, directly or through others."""
+    code = "import sys, treetop.scheduler.scheduler; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

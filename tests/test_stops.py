@@ -11,7 +11,7 @@ from engines import build, greedy, pump, sampled, submit, tokens
 from oracles import stop_index
 from tiny_models import EOS, Pair, save_tokenizer
 from treetop import SamplingParams
-from treetop.engine.pure import first_stop
+from treetop.scheduler.stops import first_stop
 from treetop.server.text import OutputText, StopStrings
 from treetop.server.tokenizer import Tokenizer
 

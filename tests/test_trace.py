@@ -11,6 +11,7 @@ import pytest
 
 from treetop import LLM, SamplingParams
 from treetop.cli import main
+from treetop.debug.patching import wrapped_device
 from treetop.trace import Trace, TreeRound, collect, drafted_vocabulary, fill_page, page_data, run, statistics
 from treetop.types.errors import ConfigError
 
@@ -217,8 +218,8 @@ class FailsLater:
 @pytest.mark.parametrize("good", [0, 4])
 def test_a_request_that_fails_leaves_the_rounds_before(good: int) -> None:
     """Call 1 is the prompt's, the others are rounds'; level 0 runs no start-up proof that would take some."""
-    options = {**SMALL, "check_level": 0, "wrap": lambda d: replace(d, target=FailsLater(d.target, good))}
-    trace = collect(None, options, "x = 1", SamplingParams(max_tokens=60, ignore_eos=True))
+    with wrapped_device(lambda device: replace(device, target=FailsLater(device.target, good))):
+        trace = collect(None, {**SMALL, "check_level": 0}, "x = 1", SamplingParams(max_tokens=60, ignore_eos=True))
     data = data_of(fill_page(page_data(trace)))
     assert "not finite" in data["error"]
     assert len(data["rounds"]) == max(good - 1, 0)

@@ -9,6 +9,7 @@ import argparse
 import io
 import json
 import logging
+import os
 import re
 import sys
 import time
@@ -41,7 +42,7 @@ ENGINE_HELP = {
     "mem_fraction_static": "share of the device's memory for weights, tables and KV pools",
     "chunked_prefill_size": "prompt tokens a prefill step processes, padding counted (default: 512 on a CPU, 2048 to"
     " 8192 on a GPU by its memory)",
-    "radix_cache": "keep the K/V of finished requests for prompts that begin alike",
+    "disable_radix_cache": "do not keep the K/V of prompts and outputs for prompts that begin alike",
     "attention_backend": "who computes attention",
     "overlap": "launch a round before the last one's results are known; on by default where rounds are captured",
     "graphs": "captured graphs; sim gives a CPU their semantics, for tests",
@@ -75,7 +76,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         logger = logging.getLogger("treetop")
         logger.setLevel(logging.INFO)
         logger.addHandler(logging.StreamHandler(sys.stderr))
-    return exit_code("treetop", lambda: int(args.run(args)))
+    return exit_code("treetop", lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Run a command, on engines with a bug of the past if the environment names one."""
+    if not os.environ.get("TREETOP_FAULT"):
+        return int(args.run(args))
+    from treetop.debug.faults import environment_fault
+
+    with environment_fault(os.environ):
+        return int(args.run(args))
 
 
 def exit_code(program: str, run: Callable[[], int]) -> int:

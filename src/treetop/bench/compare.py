@@ -26,7 +26,6 @@ from treetop.server.llm import LLM, RequestOutput
 from treetop.server.tokenizer import open_tokenizer
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, InputError
-from treetop.types.layout import Layout
 from treetop.types.sampling import SamplingParams
 
 
@@ -120,7 +119,8 @@ _SPARE_ROUNDS = 64
 def run(model: str | None, engine_options: dict[str, Any], options: BenchOptions) -> Report:
     """Load both engines, compare, then time. Raises UserError for options that cannot work.
 
-    Contexts are as long as the prompts need unless an option says otherwise, for two engines share the memory.
+    Contexts are as long as the prompts need unless an option says otherwise, for two engines share the memory. Prompts
+    come again and again, so there is no prefix cache: each time is of the whole work.
     """
     if options.transformers and importlib.util.find_spec("transformers") is None:
         raise ConfigError("--transformers: the library is not installed; pip install transformers")
@@ -133,6 +133,7 @@ def run(model: str | None, engine_options: dict[str, Any], options: BenchOptions
     longest = max(options.max_tokens, (options.rounds + _SPARE_ROUNDS) * config.shape.commit_width)
     context = min(up_to_step(max(map(len, prompts)) + longest), target_spec(folder).max_positions)
     sized = {"max_running_requests": options.batch_size, "context_length": context, **engine_options}
+    sized["disable_radix_cache"] = True
     both = (plain_options(sized), sized)
     cases = [_timed_case(EngineConfig.of(model, **each), prompts, options) for each in both]
     plain, speculative = (LLM(model, **each) for each in both)
@@ -187,7 +188,7 @@ def _timed_case(config: EngineConfig, prompts: list[list[int]], options: BenchOp
 
     Raises UserError for what the engine would refuse, for prompts too long, and if there is no room for a round.
     """
-    layout, lengths = read_blueprint(config, Layout).layout, sorted(map(len, prompts))
+    layout, lengths = read_blueprint(config).layout, sorted(map(len, prompts))
     width, context = config.shape.commit_width, layout.max_context
     if lengths[-1] >= context:
         raise ConfigError(

@@ -19,7 +19,7 @@ import torch
 from treetop.bench.equality import equal_outputs
 from treetop.bench.machine import Machine, measure_machine, synchronize
 from treetop.bench.prompts import prompt_ids
-from treetop.bench.roofline import Case, round_floor
+from treetop.bench.roofline import Case, round_floor, saved_bytes
 from treetop.engine.build import read_blueprint
 from treetop.engine.cuda_graphs import CudaGraphs, plan_host_extents
 from treetop.engine.rounds import RoundKey, phases_of
@@ -28,7 +28,7 @@ from treetop.models.spec import target_spec
 from treetop.server.llm import LLM, RequestOutput, TextDelta
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, EngineError
-from treetop.types.layout import PLAIN, Layout, SpecShape
+from treetop.types.layout import PLAIN, SpecShape
 from treetop.types.phase import Phase
 from treetop.types.sampling import Choice, SamplingParams
 
@@ -70,8 +70,8 @@ class Grid:
 
 _COLUMNS = (
     ("S", 3), ("k", 4), ("T", 4), ("B", 5), ("input", 7), ("wall ms", 10), ("low .. high", 19), ("device ms", 11),
-    ("draft + verify + extend", 26), ("floor", 9), ("wall/floor", 12), ("device/floor", 14), ("tokens/s", 10),
-    ("accept", 8),
+    ("draft + verify + extend", 26), ("floor", 9), ("wall/floor", 12), ("device/floor", 14), ("wall/read", 11),
+    ("tokens/s", 10), ("accept", 8),
 )  # fmt: skip
 """Titles and widths of a row of figures."""
 
@@ -81,7 +81,8 @@ class Figures:
     """One case, in milliseconds a round.
 
     wall_ms: median, with low and high. device_ms: of the device alone, median; phase_ms: of each phase by itself.
-    floor_ms: of the round. start_s: making the engine, capture included. accept_length: mean tokens a row-round gave.
+    floor_ms: of the round; read_floor_ms: of the bytes really read, less where weights lie in 12 bits. start_s: making
+    the engine, capture included. accept_length: mean tokens a row-round gave.
     """
 
     shape: tuple[int, int, int]
@@ -95,6 +96,8 @@ class Figures:
     floor_ms: float
     wall_over_floor: float
     device_over_floor: float
+    read_floor_ms: float
+    wall_over_read_floor: float
     tokens_per_second: float
     accept_length: float
     rounds: int
@@ -113,6 +116,7 @@ class Figures:
             f"{self.floor_ms:.3f}",
             f"{self.wall_over_floor:.2f}x",
             f"{self.device_over_floor:.2f}x",
+            f"{self.wall_over_read_floor:.2f}x",
             f"{self.tokens_per_second:.0f}",
             f"{self.accept_length:.2f}",
         )
@@ -151,7 +155,7 @@ def run_grid(model: str | None, options: dict[str, Any], grid: Grid, tell: Calla
         raise ConfigError(f"--simulate-accept-length {asked}: the longest path of these shapes has {longest} tokens")
     configs = [engine_config(model, options, shape, grid) for shape in grid.shapes]
     for config in configs:
-        read_blueprint(config, Layout)  # refuses what an engine would, before the machine is measured
+        read_blueprint(config)  # refuses what an engine would, before the machine is measured
     device = compute_device(configs[0].device)
     machine = measure_machine(device, compute_dtype(configs[0].dtype, device))
     forced, dummy = options.get("simulate_accept_length"), configs[0].load_format == "dummy"
@@ -187,13 +191,17 @@ def run_grid(model: str | None, options: dict[str, Any], grid: Grid, tell: Calla
 
 
 def engine_config(model: str | None, options: dict[str, Any], shape: SpecShape, grid: Grid) -> EngineConfig:
-    """The engine of one shape: rows and context as the grid needs them, unless they were given. Raises ConfigError."""
+    """The engine of one shape: rows and context as the grid needs them, unless they were given. Raises ConfigError.
+
+    Prompts come again and again, so there is no prefix cache: a request that hits it would take up its rounds earlier.
+    """
     need = grid.most_tokens(shape)
     rows: dict[str, Any] = {
         "max_running_requests": max(grid.batches),
         "context_length": up_to_step(need),
         "chunked_prefill_size": grid.chunk,
         **options,
+        "disable_radix_cache": True,
     }
     base = EngineConfig.of(model, **plain_options(rows))
     positions = target_spec(resolve_folder(base.model)).max_positions
@@ -242,8 +250,10 @@ def measure(llm: LLM, batch: int, length: int, rounds: int, machine: Machine, st
     phases = phase_times_ms(llm, batch, length, rounds)
     shape = llm.config.shape
     case = Case(shape, batch, length, llm.engine.dtype.itemsize)
-    head = llm.engine.device.head
-    floor_ms = 1e3 * sum(round_floor(llm.engine.spec, head.spec if head else None, case, machine).values())
+    target, head = llm.engine.device.target, llm.engine.device.head
+    saved = saved_bytes(target, head, shape, llm.engine.layout.bucket_for(batch))
+    floor_of = partial(round_floor, llm.engine.spec, head.spec if head else None, case, machine)
+    floor_ms, read_floor_ms = 1e3 * sum(floor_of().values()), 1e3 * sum(floor_of(saved).values())
     wall_ms, device_ms = statistics.median(wall), statistics.median(device_times_ms(llm, batch, length, rounds))
     return Figures(
         shape=(shape.num_steps, shape.topk, shape.num_draft_tokens),
@@ -257,6 +267,8 @@ def measure(llm: LLM, batch: int, length: int, rounds: int, machine: Machine, st
         floor_ms=floor_ms,
         wall_over_floor=wall_ms / floor_ms,
         device_over_floor=device_ms / floor_ms,
+        read_floor_ms=read_floor_ms,
+        wall_over_read_floor=wall_ms / read_floor_ms,
         tokens_per_second=1e3 * batch * accept_length / wall_ms,
         accept_length=accept_length,
         rounds=len(wall),

@@ -21,8 +21,9 @@ class PageAllocator:
 
     def __init__(self, group: GroupName, num_pages: int) -> None:
         self.group = group
-        self._free = [PageId(page) for page in range(num_pages - 1, 0, -1)]
+        self._free = dict.fromkeys(PageId(page) for page in range(num_pages - 1, 0, -1))  # the last goes first
         self._owner = [FREE] * num_pages
+        self._num_cached = 0
 
     @property
     def total(self) -> int:
@@ -33,11 +34,15 @@ class PageAllocator:
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def num_cached(self) -> int:
+        return self._num_cached
+
     def take(self, count: int, owner: Owner) -> list[PageId]:
         """`count` free pages for `owner`. The caller has checked `num_free`."""
         if count > len(self._free):
             raise OwnershipError(f"{self.group}: {count} pages wanted, {len(self._free)} free")
-        pages = [self._free.pop() for _ in range(count)]
+        pages = [self._free.popitem()[0] for _ in range(count)]
         for page in pages:
             self._move(page, FREE, owner)
         return pages
@@ -46,7 +51,7 @@ class PageAllocator:
         """Free pages that `owner` holds."""
         for page in pages:
             self._move(page, owner, FREE)
-            self._free.append(page)
+            self._free[page] = None
 
     def transfer(self, page: PageId, old: Owner, new: Owner) -> None:
         """Hand one page from one owner to another."""
@@ -57,7 +62,7 @@ class PageAllocator:
         arranged = order(list(self._free))
         if sorted(arranged) != sorted(self._free):
             raise OwnershipError(f"{self.group}: a new order must hold the free pages, each once")
-        self._free = arranged
+        self._free = dict.fromkeys(arranged)
 
     def owned_by(self, owner: Owner) -> list[PageId]:
         return [PageId(page) for page in range(1, len(self._owner)) if self._owner[page] == owner]
@@ -67,13 +72,20 @@ class PageAllocator:
 
     def check(self) -> None:
         """Raise OwnershipError unless free + leased + cached == total, each page exactly once."""
-        if len(set(self._free)) != len(self._free) or NULL_PAGE in self._free:
-            raise OwnershipError(f"{self.group}: the free list holds a page twice, or the null page")
-        if any(self._owner[page] != FREE for page in self._free):
-            raise OwnershipError(f"{self.group}: a free page has an owner")
+        if NULL_PAGE in self._free:
+            raise OwnershipError(f"{self.group}: the null page is free")
+        for page in range(1, len(self._owner)):
+            self.check_page(PageId(page))
         owned = sum(owner != FREE for owner in self._owner[1:])
         if len(self._free) + owned != self.total:
             raise OwnershipError(f"{self.group}: {len(self._free)} free + {owned} owned != {self.total} pages")
+        if self._num_cached != len(self.owned_by(CACHE)):
+            raise OwnershipError(f"{self.group}: the cache owns {len(self.owned_by(CACHE))}, not {self._num_cached}")
+
+    def check_page(self, page: PageId) -> None:
+        """Raise OwnershipError unless a page either has an owner or can be handed out."""
+        if (self._owner[page] == FREE) != (page in self._free):
+            raise OwnershipError(f"{self.group}: page {page} of owner {self._owner[page]} is free to take, or is not")
 
     def _move(self, page: PageId, old: Owner, new: Owner) -> None:
         if not 0 < page < len(self._owner) or self._owner[page] != old:
@@ -82,3 +94,4 @@ class PageAllocator:
                 f" {self._owner[page] if 0 <= page < len(self._owner) else 'nobody'}"
             )
         self._owner[page] = new
+        self._num_cached += (new == CACHE) - (old == CACHE)

@@ -1,11 +1,11 @@
-"""Leases: the only way a request gets, keeps and gives back pages."""
+"""Leases: the only way a request gets, keeps, shares and gives back pages."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
-from treetop.cache.allocator import CACHE, Owner, PageAllocator
-from treetop.cache.radix import Node, RadixCache
-from treetop.types.errors import CheckError, InvariantError, OwnershipError
+from treetop.cache.allocator import CACHE, FREE, Owner, PageAllocator
+from treetop.cache.radix import Node, Pages, RadixCache, first_seen
+from treetop.types.errors import CheckError, OwnershipError
 from treetop.types.ids import NULL_PAGE, GroupName, PageId
 from treetop.types.layout import Layout
 
@@ -17,8 +17,8 @@ Columns = list[tuple[GroupName, int, PageId]]
 class Lease:
     """The pages of one request, by column, in every group.
 
-    The first `shared` columns belong to the cache and are pinned while the lease lives. A column whose page left the
-    window holds the null page.
+    path: nodes of the prefix cache. Their columns come first and hold pages of the cache, pinned while the lease lives;
+    in a window's group until they leave the window. A column whose page left the window holds the null page.
     """
 
     owner: Owner
@@ -31,24 +31,18 @@ class Lease:
         return len(self.path)
 
 
-@dataclass(frozen=True, slots=True)
-class LedgerRules:
-    """What a fault can replace: pages that a release gives back, and groups whose pages a prefix hit shares."""
-
-    pages_to_free: Callable[[Sequence[PageId], int, int], Sequence[PageId]]
-    shared_groups: Callable[[Sequence[GroupName]], Sequence[GroupName]]
-
-
 class PageLedger:
     """The allocators of all groups and the prefix cache, behind reserve / slide / release."""
 
-    def __init__(self, layout: Layout, radix_cache: bool, rules: LedgerRules, check_level: int) -> None:
-        self._layout, self._rules, self._check_level = layout, rules, check_level
+    def __init__(self, layout: Layout, radix_cache: bool, check_level: int) -> None:
+        self._layout, self._check_level = layout, check_level
         num_pages = layout.num_pages
         self._allocators = {g.name: PageAllocator(g.name, num_pages[g.name]) for g in layout.groups}
         self._windows = {g.name: g.window for g in layout.groups}
-        self._radix = RadixCache(layout.page_size, int(layout.has_draft)) if radix_cache else None
+        self._radix = RadixCache(layout.page_size, int(layout.has_draft), self._windows) if radix_cache else None
+        self._nodes: dict[GroupName, list[Node | None]] = {g: [None] * pages for g, pages in num_pages.items()}
         self._next_owner = 1
+        self._next_check = {"lease": 0, "column": 0, "page": 0}  # where `check_some` goes on
         self._freed: list[tuple[GroupName, PageId]] = []
 
     def open(self, ids: Sequence[int]) -> tuple[Lease, Columns]:
@@ -58,13 +52,19 @@ class PageLedger:
         if self._radix is not None:
             lease.path = self._radix.match(ids)
             self._radix.pin(lease.path)
-        for node in lease.path:
-            for group in self._rules.shared_groups(list(node.pages)):
-                lease.pages[group].append(node.pages[group])
+            for group in lease.pages:
+                self._share(lease, group)
         if self._check_level >= 1:
             self._check_filled(lease)
         cells = [(g, column, page) for g, pages in lease.pages.items() for column, page in enumerate(pages)]
         return lease, cells
+
+    def _share(self, lease: Lease, group: GroupName) -> None:
+        """Take over a group's pages of a prefix hit, those that a query after it can see (sgl-19796)."""
+        assert self._radix is not None
+        first = self._first_column(group, lease.shared * self._layout.page_size)
+        seen = [self._radix.read(node, group) for node in lease.path[first:]]
+        lease.pages[group] = [NULL_PAGE] * first + seen
 
     def reserve(self, lease: Lease, num_tokens: int, known: int = 0, end: int | None = None) -> Columns | None:
         """Grow the lease to hold `num_tokens` in every group: the new cells, or None and nothing changed.
@@ -93,33 +93,65 @@ class PageLedger:
                 cells.append((group, column, page))
         return cells
 
-    def slide(self, lease: Lease, known: int) -> Columns:
-        """Give back pages behind the windows, by the last known committed length; their cells become the null page."""
+    def insert(self, lease: Lease, ids: Sequence[int]) -> Columns:
+        """Hand the cache the pages that hold `ids`, the lease's first tokens, and pin them. Returns cells to write.
+
+        ids: tokens whose K/V are complete in every group, and which the client has or gave. Where the cache has a page
+        of these tokens already, the lease shares it and gives back its own.
+        """
+        if self._radix is None:
+            return []
+        full = min(len(ids) // self._layout.page_size, *(len(pages) for pages in lease.pages.values()))
         cells: Columns = []
-        for group, held in lease.pages.items():
-            for column in range(min(self._first_column(group, known), len(held))):
-                if held[column] != NULL_PAGE:
-                    self._give_back(group, [held[column]], lease.owner)
-                    held[column] = NULL_PAGE
-                    cells.append((group, column, NULL_PAGE))
+        nodes = self._radix.extend(lease.path, ids, full)
+        for column, node in enumerate(nodes, start=lease.shared):
+            for group, held in lease.pages.items():
+                page = held[column]
+                if page == NULL_PAGE:
+                    continue
+                if group in node.pages:
+                    self._give_back(group, [page], lease.owner)
+                    held[column] = node.pages[group]
+                    cells.append((group, column, held[column]))
+                else:
+                    self._allocators[group].transfer(page, lease.owner, CACHE)
+                    self._radix.fill(node, group, page)
+                    self._nodes[group][page] = node
+                self._radix.read(node, group)
+        lease.path += nodes
         return cells
 
-    def release(self, lease: Lease, ids: Sequence[int] = (), num_tokens: int = 0) -> None:
-        """Give back every page, once.
+    def slide(self, lease: Lease, known: int) -> Columns:
+        """Let go of pages behind the windows, by a known committed length; their cells become the null page."""
+        cells: Columns = []
+        for group, held in lease.pages.items():
+            for column in reversed(range(min(self._first_column(group, known), len(held)))):
+                page = held[column]
+                if page == NULL_PAGE:  # and so are all before it
+                    break
+                if column >= lease.shared:
+                    self._give_back(group, [page], lease.owner)
+                elif self._radix is not None:
+                    self._radix.leave(lease.path[column], group)
+                held[column] = NULL_PAGE
+                cells.append((group, column, NULL_PAGE))
+        return cells
 
-        ids: tokens whose K/V the pages hold and that the cache may keep. num_tokens: that the request has.
-        """
+    def release(self, lease: Lease, ids: Sequence[int] = ()) -> None:
+        """Give back every page, once. ids: tokens whose K/V the pages hold and that the cache may keep."""
         if lease.released:
             return
+        self.insert(lease, ids)
         lease.released = True
-        kept = self._keep(lease, ids)
         for group, pages in lease.pages.items():
-            own = [page for c, page in enumerate(pages) if c >= lease.shared and c not in kept and page != NULL_PAGE]
-            first = len(pages) - len(own)
-            tokens = max(min(num_tokens, len(pages) * self._layout.page_size) - first * self._layout.page_size, 0)
-            self._give_back(group, self._rules.pages_to_free(own, tokens, self._layout.page_size), lease.owner)
+            own = [page for page in pages[lease.shared :] if page != NULL_PAGE]
+            self._give_back(group, own, lease.owner)
         if self._radix is not None:
-            self._radix.unpin(lease.path)
+            for group, pages in lease.pages.items():
+                for node, page in zip(lease.path, pages, strict=False):  # pages of a lease's own may follow
+                    if page != NULL_PAGE:
+                        self._radix.leave(node, group)
+            self._give_back_cached(self._radix.unpin(lease.path))
 
     def take_freed(self) -> tuple[tuple[GroupName, PageId], ...]:
         """Pages given back since the last call, also those that have a new owner, who has written nothing yet."""
@@ -138,46 +170,94 @@ class PageLedger:
         return max(1 - each.num_free / each.total for each in self._allocators.values())
 
     def check(self, leases: Sequence[Lease]) -> None:
-        """Raise OwnershipError unless, in every group, leases and cache own exactly the pages that are not free."""
-        cached = self._radix.num_pages if self._radix is not None else 0
+        """Raise OwnershipError unless, in every group, leases and cache own exactly the pages that are not free.
+
+        leases: all that live. O(pages), for tests and idle moments.
+        """
+        live = {lease.owner for lease in leases}
         for group, allocator in self._allocators.items():
             allocator.check()
-            leased = 0
-            for lease in leases:
-                own = [page for page in lease.pages[group][lease.shared :] if page != NULL_PAGE]
-                if sorted(own) != allocator.owned_by(lease.owner):
-                    raise OwnershipError(f"{group}: lease {lease.owner} and the allocator disagree on its pages")
-                leased += len(own)
-            if len(allocator.owned_by(CACHE)) != cached or allocator.num_free + leased + cached != allocator.total:
-                raise OwnershipError(
-                    f"{group}: free {allocator.num_free} + leased {leased} + cached {cached} != {allocator.total}"
-                )
+            self._check_counts(group, leases)
+            for page in range(1, allocator.total + 1):
+                self._check_page(group, PageId(page), live)
+        for lease in leases:
+            self._check_columns(lease, 0, max(len(pages) for pages in lease.pages.values()))
+        if self._radix is not None:
+            self._radix.check([lease.path for lease in leases])
 
-    def _keep(self, lease: Lease, ids: Sequence[int]) -> set[int]:
-        """Columns that the cache takes over from a lease."""
-        if self._radix is None:
-            return set()
-        full = min(len(ids) // self._layout.page_size, *(len(pages) for pages in lease.pages.values()))
-        rows = [{group: pages[column] for group, pages in lease.pages.items()} for column in range(full)]
-        kept = set(self._radix.insert(ids, rows))
-        if any(column < lease.shared for column in kept):
-            raise InvariantError("a pinned page of the prefix cache was evicted")
-        for column in kept:
-            for group, page in rows[column].items():
-                self._allocators[group].transfer(page, lease.owner, CACHE)
-        return kept
+    def check_some(self, leases: Sequence[Lease], count: int) -> None:
+        """The same for the next `count` pages of each group and the next `count` columns of the leases, one at a time.
+
+        It goes on where the last call stopped. O(count + leases), so that it can run while requests are served.
+        """
+        live, at = {lease.owner for lease in leases}, self._next_check
+        for group, allocator in self._allocators.items():
+            self._check_counts(group, leases)
+            for page in range(at["page"] + 1, min(at["page"] + count, allocator.total) + 1):
+                allocator.check_page(PageId(page))
+                self._check_page(group, PageId(page), live)
+        largest = max(allocator.total for allocator in self._allocators.values())
+        at["page"] = at["page"] + count if at["page"] + count < largest else 0
+        if leases:
+            lease = leases[at["lease"] % len(leases)]
+            self._check_columns(lease, at["column"], at["column"] + count)
+            at["column"] += count
+            if at["column"] >= max(len(pages) for pages in lease.pages.values()):
+                at["lease"], at["column"] = at["lease"] + 1, 0
+
+    def _check_counts(self, group: GroupName, leases: Sequence[Lease]) -> None:
+        """The partition equation. O(leases); in a window's group times the pages of a window."""
+        allocator = self._allocators[group]
+        cached = self._radix.num_pages(group) if self._radix is not None else 0
+        leased = sum(_num_own(lease, group) for lease in leases)
+        if allocator.num_cached != cached or allocator.num_free + leased + cached != allocator.total:
+            raise OwnershipError(
+                f"{group}: free {allocator.num_free} + leased {leased} + cached {cached} != {allocator.total}, or the"
+                f" cache does not own {allocator.num_cached} pages"
+            )
+
+    def _check_page(self, group: GroupName, page: PageId, live: Collection[Owner]) -> None:
+        """A page's owner lives and, if it is the cache, knows of it."""
+        owner, node = self._allocators[group].owner_of(page), self._nodes[group][page]
+        if (owner == CACHE) != (node is not None):
+            raise OwnershipError(f"{group}: page {page} belongs to {owner}, and cache and ledger disagree on it")
+        if node is not None and self._radix is not None:
+            if node.pages.get(group) != page:
+                raise OwnershipError(f"{group}: page {page} is cached, but its node holds {node.pages}")
+            self._radix.check_node(node)
+        elif owner != FREE and owner not in live:
+            raise OwnershipError(f"{group}: page {page} belongs to lease {owner}, which has ended")
+
+    def _check_columns(self, lease: Lease, begin: int, end: int) -> None:
+        """Pages of a lease belong to it, those of its path to the cache; only windows leave any behind."""
+        for group, held in lease.pages.items():
+            pages = held[begin:end]
+            own = [page for page in pages if page != NULL_PAGE]
+            if len(set(own)) != len(own) or (self._windows[group] is None and len(own) < len(pages)):
+                raise OwnershipError(f"{group}: lease {lease.owner} holds a page twice, or none in some column")
+            for column, page in enumerate(pages, start=begin):
+                shared = column < lease.shared
+                if page != NULL_PAGE and self._allocators[group].owner_of(page) != (CACHE if shared else lease.owner):
+                    raise OwnershipError(f"{group}: page {page} in column {column} does not belong to {lease.owner}")
+                if page != NULL_PAGE and shared and lease.path[column].pages.get(group) != page:
+                    raise OwnershipError(f"{group}: lease {lease.owner} shares page {page}, but the cache has another")
 
     def _make_room(self, need: dict[GroupName, int]) -> bool:
         """Evict until every group has the pages free; False, with nothing evicted in vain, if that cannot be."""
-        short = max((count - self._allocators[group].num_free for group, count in need.items()), default=0)
-        if short <= 0:
+        short = {group: count - self._allocators[group].num_free for group, count in need.items()}
+        if all(count <= 0 for count in short.values()):
             return True
-        if self._radix is None or self._radix.num_evictable < short:
+        if self._radix is None or any(count > self._radix.num_evictable(group) for group, count in short.items()):
             return False
-        for pages in self._radix.evict(short):
-            for group, page in pages.items():
-                self._give_back(group, [page], CACHE)
+        for group, count in need.items():
+            while self._allocators[group].num_free < count:
+                self._give_back_cached(self._radix.evict(group))
         return True
+
+    def _give_back_cached(self, pages: Pages) -> None:
+        for group, page in pages:
+            self._nodes[group][page] = None
+            self._give_back(group, [page], CACHE)
 
     def _give_back(self, group: GroupName, pages: Sequence[PageId], owner: Owner) -> None:
         self._allocators[group].give_back(pages, owner)
@@ -185,8 +265,7 @@ class PageLedger:
 
     def _first_column(self, group: GroupName, known: int) -> int:
         """First column that a query at `known` or later can see."""
-        window = self._windows[group]
-        return 0 if window is None else max(known - window + 1, 0) // self._layout.page_size
+        return first_seen(self._windows[group], known, self._layout.page_size)
 
     def _check_filled(self, lease: Lease) -> None:
         """A shared prefix is as long as every group has filled it (sgl-19796)."""
@@ -195,3 +274,11 @@ class PageLedger:
                 raise CheckError(
                     f"prefix hit: {lease.shared} pages are shared, but group {group} has {len(pages)} of them filled"
                 )
+
+
+def _num_own(lease: Lease, group: GroupName) -> int:
+    """Pages that a lease owns in a group. Null pages come before all others."""
+    pages, count = lease.pages[group], len(lease.pages[group]) - lease.shared
+    if count <= 0 or pages[lease.shared] != NULL_PAGE:
+        return max(count, 0)
+    return next((i for i, page in enumerate(reversed(pages)) if page == NULL_PAGE), count)

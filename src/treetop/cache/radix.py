@@ -1,123 +1,255 @@
-"""The prefix cache: a trie of pages, each with its page in every KV group.
+"""The prefix cache: a trie of pages, each with its page in every KV group that still has one.
 
 A page's key is its tokens and, with a draft head, the token after it: the draft's K/V at position i depend on token
 i + 1 (sgl-10846). So matching P tokens reuses `floor((P - 1) / p)` pages with a draft, `floor(P / p)` without.
+
+Groups that see everything keep their page as long as the node lives. A window's group may lose its page and leave the
+node to the others: a hit needs the window's pages only just before its end.
 
 No operation walks the trie: each takes constant time a page that it finds, adds or drops.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from treetop.types.errors import OwnershipError
 from treetop.types.ids import GroupName, PageId
 
 Key = tuple[int, tuple[int, ...]]
 """The parent's serial number; the tokens of the page, and with a draft head the one after them."""
+Pages = list[tuple[GroupName, PageId]]
 
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One cached page of every group.
+    """One page of tokens. pages: that hold its K/V, by group; a window's group may have none.
 
-    pins: leases that read it now. A lease pins its whole path, so below an unpinned node nothing is pinned.
+    pins: leases that have it on their path. A lease pins its whole path, so below an unpinned node nothing is pinned.
     """
 
     serial: int
     key: Key
     parent: "Node | None"
-    pages: Mapping[GroupName, PageId]
+    pages: dict[GroupName, PageId]
     num_children: int = 0
     pins: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """A window's pages. readers: leases that see a node's page, if any. unread: the others, least recently used first.
+
+    A page that is read belongs to a pinned node.
+    """
+
+    window: int
+    readers: dict[Node, int] = field(default_factory=dict)
+    unread: OrderedDict[Node, None] = field(default_factory=OrderedDict)
+
+
+def first_seen(window: int | None, position: int, page_size: int) -> int:
+    """The first page that a query at `position` or later can see."""
+    return 0 if window is None else max(position - window + 1, 0) // page_size
 
 
 class RadixCache:
     """Finds, adds and evicts cached pages. It owns no allocator: the ledger moves the pages it names.
 
     `_unpinned` holds the unpinned nodes, least recently used first. A path is put there from its end to its beginning,
-    so a node stands before its parent, and the first of all is a leaf: the one to evict.
+    so a node stands before its parent, and the first of all is a leaf: the one to evict. windows: of each group, None
+    for one that sees everything.
     """
 
-    def __init__(self, page_size: int, lookahead: int) -> None:
+    def __init__(self, page_size: int, lookahead: int, windows: Mapping[GroupName, int | None]) -> None:
         self._page_size, self._lookahead = page_size, lookahead
+        self._windows = {group: _Window(window) for group, window in windows.items() if window is not None}
         self._root = Node(0, (0, ()), None, {})
         self._nodes: dict[Key, Node] = {}
         self._unpinned: OrderedDict[Node, None] = OrderedDict()
         self._next_serial = 1
 
+    # ---------------------------------------------------------------- lookup and insertion
+
     def match(self, ids: Sequence[int]) -> list[Node]:
-        """The longest cached path for `ids`, one token at least left to compute. Who reads it pins it."""
+        """The longest path for `ids` that every group still holds, one token at least left to compute.
+
+        A window's group holds it if it has all pages that the next token sees.
+        """
         path: list[Node] = []
-        serial = self._root.serial
-        for tokens in self._tokens(ids, (len(ids) - 1) // self._page_size):
+        usable, serial, limit = 0, self._root.serial, (len(ids) - 1) // self._page_size
+        begins = dict.fromkeys(self._windows, 0)  # first page of the unbroken run that ends here
+        for tokens in self._tokens(ids, 0, limit):
             node = self._nodes.get((serial, tokens))
             if node is None:
                 break
             path.append(node)
-            serial = node.serial
-        return path
+            serial, end = node.serial, len(path)
+            for group in begins:
+                if group not in node.pages:
+                    begins[group] = end
+            if all(begin <= self._first_seen(group, end) for group, begin in begins.items()):
+                usable = end
+        return path[:usable]
 
-    def insert(self, ids: Sequence[int], pages: Sequence[Mapping[GroupName, PageId]]) -> list[int]:
-        """Add the pages that hold `ids` from their beginning. Returns the indices of the pages that were taken.
+    def extend(self, path: Sequence[Node], ids: Sequence[int], num_pages: int) -> list[Node]:
+        """The nodes that lead from a pinned path on to page `num_pages` of `ids`, found or made. They are pinned.
 
-        A page whose key is cached already is not taken. `ids` are what the client received, never more (sgl-35694).
+        `ids` are what the client received, never more (sgl-35694); a page that they do not determine gets no node.
         """
-        taken: list[int] = []
-        path: list[Node] = []
-        node = self._root
-        for index, tokens in enumerate(self._tokens(ids, len(pages))):
+        nodes: list[Node] = []
+        node = path[-1] if path else self._root
+        for tokens in self._tokens(ids, len(path), num_pages):
             key = (node.serial, tokens)
             child = self._nodes.get(key)
             if child is None:
-                child = self._nodes[key] = Node(self._next_serial, key, node, pages[index])
-                self._unpinned[child] = None
+                child = self._nodes[key] = Node(self._next_serial, key, node, {}, pins=1)
                 self._next_serial += 1
                 node.num_children += 1
-                taken.append(index)
-            path.append(child)
+            else:
+                self._pin(child)
+            nodes.append(child)
             node = child
-        for node in reversed(path):
-            if node.pins == 0:
-                self._unpinned.move_to_end(node)
-        return taken
+        return nodes
+
+    def fill(self, node: Node, group: GroupName, page: PageId) -> None:
+        """Give a node the page that it lacks in a group."""
+        node.pages[group] = page
+        if group in self._windows:
+            self._windows[group].unread[node] = None
+
+    # ---------------------------------------------------------------- leases
 
     def pin(self, path: Sequence[Node]) -> None:
-        """Keep a path, which begins at the root, from eviction until it is unpinned."""
+        """Keep a path, which begins at the root, until it is unpinned. Pages of windows may go if nobody reads them."""
         for node in path:
-            if node.pins == 0:
-                del self._unpinned[node]
-            node.pins += 1
+            self._pin(node)
 
-    def unpin(self, path: Sequence[Node]) -> None:
-        """End one pin of each node of a path. What nothing else pins has been used just now."""
+    def unpin(self, path: Sequence[Node]) -> Pages:
+        """End one pin of each node of a path. What nothing else pins has been used just now.
+
+        Returns the pages of nodes that are dropped, because no hit can end there any more.
+        """
+        dropped: Pages = []
         for node in reversed(path):
             node.pins -= 1
             if node.pins == 0:
                 self._unpinned[node] = None
-
-    def evict(self, count: int) -> list[Mapping[GroupName, PageId]]:
-        """Drop up to `count` unpinned pages, the least recently used leaf first, and return them."""
-        dropped: list[Mapping[GroupName, PageId]] = []
-        while self._unpinned and len(dropped) < count:
-            leaf, _ = self._unpinned.popitem(last=False)
-            assert leaf.num_children == 0
-            assert leaf.parent is not None
-            del self._nodes[leaf.key]
-            leaf.parent.num_children -= 1
-            dropped.append(leaf.pages)
+                if self._is_useless(node):
+                    dropped += self._drop(node)
         return dropped
 
-    @property
-    def num_pages(self) -> int:
+    def read(self, node: Node, group: GroupName) -> PageId:
+        """A pinned node's page in a group, which in a window's group stays until `leave`."""
+        if group in self._windows:
+            pages = self._windows[group]
+            pages.unread.pop(node, None)
+            pages.readers[node] = pages.readers.get(node, 0) + 1
+        return node.pages[group]
+
+    def leave(self, node: Node, group: GroupName) -> None:
+        """A lease that read a node's page does not see it any more."""
+        if group in self._windows:
+            pages = self._windows[group]
+            pages.readers[node] -= 1
+            if pages.readers[node] == 0:
+                del pages.readers[node]
+                pages.unread[node] = None
+
+    # ---------------------------------------------------------------- eviction
+
+    def evict(self, group: GroupName) -> Pages:
+        """Drop the group's least recently used page that nobody reads. Returns what that frees, in all groups."""
+        window = self._windows.get(group)
+        if window is None:
+            leaf = next(iter(self._unpinned))
+            dropped, node = self._drop(leaf), leaf.parent
+        else:
+            node, _ = window.unread.popitem(last=False)
+            dropped = [(group, node.pages.pop(group))]
+        while node is not None and self._is_useless(node):
+            dropped += self._drop(node)
+            node = node.parent
+        return dropped
+
+    def num_evictable(self, group: GroupName) -> int:
+        """Pages of a group that evicting all that nobody reads would give back."""
+        return len(self._windows[group].unread if group in self._windows else self._unpinned)
+
+    def num_pages(self, group: GroupName) -> int:
+        """Pages of a group in the cache."""
+        if group in self._windows:
+            return len(self._windows[group].unread) + len(self._windows[group].readers)
         return len(self._nodes)
 
-    @property
-    def num_evictable(self) -> int:
-        """Pages that evicting everything unpinned would give back."""
-        return len(self._unpinned)
+    # ---------------------------------------------------------------- inspection
 
-    def _tokens(self, ids: Sequence[int], limit: int) -> Iterator[tuple[int, ...]]:
-        """What up to `limit` pages of `ids` depend on beside the pages before them."""
+    def check_node(self, node: Node) -> None:
+        """Raise OwnershipError unless a node can be found, and stands where eviction looks for it."""
+        parent = node.parent
+        if self._nodes.get(node.key) is not node or parent is None or parent.serial != node.key[0]:
+            raise OwnershipError(f"prefix cache: the node of pages {node.pages} is not in it")
+        if parent is not self._root and self._nodes.get(parent.key) is not parent:
+            raise OwnershipError(f"prefix cache: the parent of the node of pages {node.pages} is gone")
+        if parent.pins < node.pins and parent is not self._root:
+            raise OwnershipError(f"prefix cache: {node.pins} leases pin a node, {parent.pins} its parent")
+        if (node.pins == 0) != (node in self._unpinned):
+            raise OwnershipError(f"prefix cache: a node with {node.pins} pins stands in the wrong list")
+        for group, pages in self._windows.items():
+            if (node in pages.readers) + (node in pages.unread) != (group in node.pages):
+                raise OwnershipError(f"prefix cache: a page of group {group} stands in no list or in two")
+            if node.pins < pages.readers.get(node, 0):
+                raise OwnershipError(f"prefix cache: {node.pins} leases pin a node of which more read group {group}")
+
+    def check(self, paths: Sequence[Sequence[Node]]) -> None:
+        """Raise OwnershipError unless all nodes, lists, children and pins agree. paths: of all leases. O(pages)."""
+        pins: dict[Node, int] = {}
+        children = dict.fromkeys([self._root, *self._nodes.values()], 0)
+        for node in (node for path in paths for node in path):
+            pins[node] = pins.get(node, 0) + 1
+        for node in self._nodes.values():
+            self.check_node(node)
+            assert node.parent is not None
+            children[node.parent] += 1
+            if node.pins != pins.get(node, 0) or self._is_useless(node):
+                raise OwnershipError(f"prefix cache: {node.pins} pins, {pins.get(node, 0)} leases, {node.pages}")
+        if any(node.num_children != count for node, count in children.items()):
+            raise OwnershipError("prefix cache: a node counts its children wrongly")
+        seen: set[Node | None] = set()
+        for node in self._unpinned:
+            seen.add(node)
+            if node.parent in seen:
+                raise OwnershipError("prefix cache: a node would be evicted before its child")
+
+    # ---------------------------------------------------------------- inside
+
+    def _pin(self, node: Node) -> None:
+        if node.pins == 0:
+            del self._unpinned[node]
+        node.pins += 1
+
+    def _is_useless(self, node: Node) -> bool:
+        """Whether nothing is read there or below, and no hit can end there, for want of a window's page."""
+        if not self._windows or node.num_children or node.pins or node is self._root:
+            return False
+        return any(group not in node.pages for group in self._windows)
+
+    def _drop(self, leaf: Node) -> Pages:
+        """Take an unpinned leaf out of the trie. Returns its pages."""
+        assert leaf.num_children == leaf.pins == 0
+        assert leaf.parent is not None
+        del self._nodes[leaf.key], self._unpinned[leaf]
+        leaf.parent.num_children -= 1
+        for pages in self._windows.values():
+            pages.unread.pop(leaf, None)
+        return list(leaf.pages.items())
+
+    def _first_seen(self, group: GroupName, num_pages: int) -> int:
+        """First page of a group that the token after `num_pages` sees."""
+        return first_seen(self._windows[group].window, num_pages * self._page_size, self._page_size)
+
+    def _tokens(self, ids: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, ...]]:
+        """What pages `begin .. end` of `ids` depend on beside the pages before them, as far as `ids` know it."""
         p, width, known = self._page_size, self._page_size + self._lookahead, tuple(ids)
-        for start in range(0, min(limit * p, len(known) - width + 1), p):
+        for start in range(begin * p, min(end * p, len(known) - width + 1), p):
             yield known[start : start + width]

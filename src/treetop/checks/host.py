@@ -1,15 +1,11 @@
 """Level 1: plans and results are checked on the host before they reach the device, in time O(rows)."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from treetop.types.errors import CheckError
 from treetop.types.ids import Row
 from treetop.types.layout import Layout
 from treetop.types.messages import Chunk, PageEdit, RoundPlan, RowResult, StepPlan
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class PlanChecker:
@@ -108,12 +104,6 @@ def check_result(result: RowResult, vocab_size: int, commit_width: int) -> None:
     _within("number of tokens", result.row, len(result.tokens), 0, commit_width)
     for token in result.tokens:
         _within("token", result.row, token, 0, vocab_size - 1)
-
-
-def check_own_memory(name: str, handed: "Tensor", buffer: "Tensor") -> None:
-    """A result that is handed out has memory of its own (sgl-23037)."""
-    if handed.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr():
-        raise CheckError(f"result {name}: shares memory with the round's buffers")
 
 
 def _within(what: str, row: int, value: int, low: int, high: int) -> None:

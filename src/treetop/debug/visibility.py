@@ -7,14 +7,15 @@ hands to the backend, and raises at the first difference. It needs no attention 
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
 from treetop.attention.contract import AttentionBackend, Queries, TableView, TailKV
 from treetop.engine.device import Device
-from treetop.engine.pure import Pure
+from treetop.kernels.grow import Frontier, Growth
 from treetop.kernels.kv import PagedKV
+from treetop.spec.round_ops import RoundOps
 from treetop.types.errors import CheckError
 from treetop.types.ids import NULL_PAGE
 from treetop.types.phase import Phase
@@ -30,22 +31,39 @@ class WatchedPrefix:
 
 @dataclass(slots=True)
 class VisibilityWatch:
-    """Install with `LLM(pure=watch.pure(Pure()), wrap=watch.wrap)`. checked: phases compared so far, by name."""
+    """Make engines inside `wrapped_device(watch.wrap)`. growth: of this round. checked: phases so far, by name.
 
-    parents: list[list[list[int]]] = field(default_factory=list)
+    What a level's nodes hang on is read where growing records it for the choice of the tree, never from a mask.
+    """
+
+    growth: Growth | None = None
     checked: dict[Phase, int] = field(default_factory=lambda: dict.fromkeys(Phase, 0))
 
-    def pure(self, pure: Pure) -> Pure:
-        """Note the parents that growing hands to `next_level_mask`, whatever mask comes back."""
-
-        def noted(previous: Tensor, parent: Tensor) -> Tensor:
-            self.parents.append(parent.tolist())
-            return pure.next_level_mask(previous, parent)
-
-        return replace(pure, next_level_mask=noted)
-
     def wrap(self, device: Device) -> Device:
-        return replace(device, backend=WatchedBackend(device.backend, device, self))
+        ops = cast(RoundOps, _NotedGrowth(device.round_ops, self))
+        return replace(device, backend=WatchedBackend(device.backend, device, self), round_ops=ops)
+
+    def parents(self, row: int, level: int) -> list[list[int]]:
+        """For each level 1 .. `level`, which node of the level before each of its k nodes hangs on."""
+        assert self.growth is not None
+        k, flat = self.growth.shape.topk, self.growth.parents[row].tolist()
+        firsts = [k + (each - 1) * k * k for each in range(1, level + 1)]  # flat index of a level's first candidate
+        return [[(flat[1 + each * k + j] - first) // k for j in range(k)] for each, first in enumerate(firsts, 1)]
+
+
+class _NotedGrowth:
+    """The operations of a round, which tell the watch what grows."""
+
+    def __init__(self, inner: RoundOps, watch: VisibilityWatch) -> None:
+        self._inner, self._watch = inner, watch
+
+    def start(self, *args: Any) -> tuple[Growth, Frontier]:
+        growth, frontier = self._inner.start(*args)
+        self._watch.growth = growth
+        return growth, frontier
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
 
 class WatchedBackend:
@@ -57,8 +75,6 @@ class WatchedBackend:
         self._inner, self._device, self._watch = inner, device, watch
 
     def begin(self, view: TableView) -> WatchedPrefix:
-        if view.phase is Phase.DRAFT:
-            self._watch.parents.clear()
         return WatchedPrefix(self._inner.begin(view), view)
 
     def plan(self, prefix: WatchedPrefix, queries: Queries) -> Any:
@@ -124,7 +140,7 @@ class WatchedBackend:
             return [len(nodes) - 1 for nodes in line], [set(nodes) for nodes in line]
         level = width // n - 1
         depth = [column // n for column in range(width)]
-        return depth, [_branch(j, level, n, [parent[index] for parent in self._watch.parents]) for j in range(n)]
+        return depth, [_branch(j, level, n, self._watch.parents(index, level)) for j in range(n)]
 
 
 @dataclass(frozen=True, slots=True)

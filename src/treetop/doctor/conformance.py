@@ -14,7 +14,6 @@ from pathlib import Path
 
 from treetop.debug.oracle import DensePair, OracleNode
 from treetop.debug.two_group import write_two_group_pair
-from treetop.engine.pure import Pure
 from treetop.server.llm import LLM
 from treetop.types.ids import PageId
 from treetop.types.layout import SpecShape
@@ -129,14 +128,13 @@ class Conformance:
             self._seeded[seed] = (str(target), str(head))
         return self._seeded[seed]
 
-    def run(self, case: Case, pure: Pure | None = None, device: str = "auto") -> Outcome:
-        """Run one case to its end or its first difference. pure: with a fault, which then runs without guards."""
+    def run(self, case: Case, device: str = "auto", check_level: int = 3) -> Outcome:
+        """Run one case to its end or its first difference."""
         target, head, oracle = self._pairs[case.window]
         shape = case.shape
         llm = LLM(
             str(target),
             str(head),
-            pure=pure,
             device=device,
             dtype=case.dtype,
             page_size=case.page_size,
@@ -146,7 +144,7 @@ class Conformance:
             max_running_requests=8,
             context_length=96,
             chunked_prefill_size=7,
-            check_level=3 if pure is None else 0,
+            check_level=check_level,
             speculative_num_steps=shape.num_steps,
             speculative_eagle_topk=shape.topk,
             speculative_num_draft_tokens=shape.num_draft_tokens,

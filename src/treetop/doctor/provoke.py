@@ -13,6 +13,7 @@ faults address memory that is not theirs, and a GPU context does not survive tha
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +21,9 @@ from torch import Tensor
 
 from treetop.debug.faults import Fault
 from treetop.debug.oracle import DensePair
+from treetop.debug.patching import wrapped_device
 from treetop.debug.visibility import VisibilityWatch
 from treetop.doctor.conformance import WINDOW, Case, Conformance, follow
-from treetop.engine.pure import Pure
 from treetop.models.loader import resolve_folder
 from treetop.server.llm import LLM, RequestOutput
 from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL
@@ -42,7 +43,7 @@ _OPTIONS: dict[str, Any] = {
     "page_size": 4,
     "chunked_prefill_size": 16,
     "context_length": _CONTEXT,
-    "radix_cache": False,
+    "disable_radix_cache": True,
 }
 _ON: dict[str, dict[str, Any]] = {
     "cpu": {"device": "cpu"},
@@ -131,13 +132,12 @@ class Provocation:
         gpu = self.device == "cuda"
         where = ("triton", "auto", "float32") if gpu else ("torch", "sim", "float64")
         case = Case(where[0], where[1], 2, 2, 3, "largest", WINDOW, 5, "shuffled", where[2], overlap=False)
-        found = self._conformance.run(case, fault.pure, self.device).failure
+        with fault.active():
+            found = self._conformance.run(case, self.device, check_level=0).failure
         if found is not None:
             return found
         options = {**self.options, "graphs": where[1], "dtype": where[2]}  # accepted paths are long on this pair
-        llm = LLM(pure=fault.pure, check_level=0, page_size=2, **_SMALL_TREE, **options)
-        oracle = DensePair(resolve_folder(BUILTIN_MODEL), resolve_folder(BUILTIN_DRAFT))
-        return follow(llm, oracle, _prompts(llm)[:1], [SamplingParams(max_tokens=24, ignore_eos=True)])[2]
+        return _drafted_otherwise(fault, check_level=0, page_size=2, **_SMALL_TREE, **options)
 
     def harm(self, fault: Fault) -> str | None:
         """What the fault does at check level 0, on the CPU."""
@@ -156,9 +156,7 @@ class Provocation:
         if broken.accept_length < 0.97 * sound.accept_length:
             return f"accept length {broken.accept_length:.2f} instead of {sound.accept_length:.2f}"
         options = {**_ON["cpu"], **_SMALL_TREE, **fault.options}
-        llm = LLM(pure=fault.pure, dtype="float64", check_level=0, page_size=4, **options)
-        oracle = DensePair(resolve_folder(BUILTIN_MODEL), resolve_folder(BUILTIN_DRAFT))
-        failure = follow(llm, oracle, _prompts(llm)[:1], [SamplingParams(max_tokens=24, ignore_eos=True)])[2]
+        failure = _drafted_otherwise(fault, dtype="float64", check_level=0, page_size=4, **options)
         return f"not what the head drafts: {failure[:80]}" if failure is not None else None
 
     def run(
@@ -171,20 +169,20 @@ class Provocation:
         place: Mapping[str, Any] = _ON["cpu"],
     ) -> Trial:
         """The scenario on an engine with the fault (or a sound one, with the same options). place: device options."""
-        pure, watch = Pure() if sound else fault.pure, VisibilityWatch()
         model, draft = (BUILTIN_MODEL, BUILTIN_DRAFT) if fault.seed is None else self._conformance.pair(fault.seed)
         options = {**_OPTIONS, **fault.options, **place, "check_level": level}
         outputs: list[RequestOutput] = []
         kept: list[tuple[Tensor, list[Any]]] = []
         error: Exception | None = None
-        try:
-            pure, wrap = (watch.pure(pure), watch.wrap) if watched else (pure, None)
-            llm = LLM(model, draft, pure=pure, wrap=wrap, **options)
-            llm.engine.observer = lambda plan, tree, accepted: kept.append(_note(plan, tree, accepted))
-            _scenario(llm, outputs)
-            llm.scheduler.check_integrity()
-        except Exception as caught:  # whatever a fault breaks is a finding
-            error = caught
+        with nullcontext() if sound else fault.active():
+            try:
+                with wrapped_device(VisibilityWatch().wrap) if watched else nullcontext():
+                    llm = LLM(model, draft, **options)
+                llm.engine.observer = lambda plan, tree, accepted: kept.append(_note(plan, tree, accepted))
+                _scenario(llm, outputs)
+                llm.scheduler.check_integrity()
+            except Exception as caught:  # whatever a fault breaks is a finding
+                error = caught
         tokens = tuple(output.token_ids for output in outputs)
         rounds = sum(output.metrics.target_forwards for output in outputs)
         return Trial(tokens, rounds, error, sum(tensor.tolist() != values for tensor, values in kept))
@@ -193,6 +191,14 @@ class Provocation:
 def looks_from_the_host(fault: Fault) -> bool:
     """Whether the fault's guard is host code inside the phases: the decoder, or the readback of committed slots."""
     return fault.guard == "visibility" or fault.level == 3
+
+
+def _drafted_otherwise(fault: Fault, **options: Any) -> str | None:
+    """The first difference of the embedded pair's rounds with the fault from the dense oracle, or None."""
+    oracle = DensePair(resolve_folder(BUILTIN_MODEL), resolve_folder(BUILTIN_DRAFT))
+    with fault.active():
+        llm = LLM(**options)
+        return follow(llm, oracle, _prompts(llm)[:1], [SamplingParams(max_tokens=24, ignore_eos=True)])[2]
 
 
 def _scenario(llm: LLM, outputs: list[RequestOutput]) -> None:

@@ -12,7 +12,6 @@ from treetop.doctor.conformance import Conformance, quick_cases
 from treetop.doctor.provoke import Finding, Provocation
 from treetop.doctor.report import backends, capacity, checkpoint, machine
 from treetop.engine.build import read_blueprint
-from treetop.engine.pure import Pure
 from treetop.types.config import EngineConfig
 
 
@@ -28,7 +27,7 @@ def run(model: str | None, options: dict[str, Any], visit: Visit) -> int:
     """Print the report for a configuration, then test. Raises UserError for options that cannot work."""
     console = Console(soft_wrap=True)
     config = EngineConfig.of(model, **options)
-    blueprint = read_blueprint(config, Pure().layout)
+    blueprint = read_blueprint(config)
     dtype, device = blueprint.place.dtype, blueprint.place.device
     statuses = backends(blueprint)
     tensors = checkpoint(blueprint)

@@ -30,7 +30,6 @@ from treetop.engine.memory import (
     out_of_memory_explained,
     step_bytes,
 )
-from treetop.engine.pure import Pure
 from treetop.engine.rehearsal import rehearse
 from treetop.engine.round_ops import make_round_ops
 from treetop.engine.state import make_state
@@ -72,10 +71,10 @@ class Blueprint:
     weights: CpuWeights
 
 
-def read_blueprint(config: EngineConfig, kind: type[Layout]) -> Blueprint:
+def read_blueprint(config: EngineConfig) -> Blueprint:
     """Read the checkpoints' configs, and check every option against them and against the device's memory.
 
-    kind: `Layout`, or a faulty twin. Raises UserError for what cannot work, before any weight is read.
+    Raises UserError for what cannot work, before any weight is read.
     """
     folder = resolve_folder(config.model)
     target = (folder, target_spec(folder))
@@ -83,7 +82,7 @@ def read_blueprint(config: EngineConfig, kind: type[Layout]) -> Blueprint:
     if config.draft is not None:
         folder = resolve_folder(config.draft, "draft")
         draft = (folder, read_draft_spec(config, folder, target[1]))
-    layout = make_layout(config, target[1], draft[1] if draft is not None else None, kind)
+    layout = make_layout(config, target[1], draft[1] if draft is not None else None)
     device = compute_device(config.device)
     dtype = compute_dtype(config.dtype, device)
     place = Placement(dtype, device, layout.max_positions, config.load_format == "dummy")
@@ -103,14 +102,14 @@ def read_blueprint(config: EngineConfig, kind: type[Layout]) -> Blueprint:
     return Blueprint(config, target, draft, layout, place, need, use, weights)
 
 
-def make_layout(config: EngineConfig, spec: ModelSpec, draft: Eagle3Spec | None, kind: type[Layout]) -> Layout:
+def make_layout(config: EngineConfig, spec: ModelSpec, draft: Eagle3Spec | None) -> Layout:
     """The capacity algebra of a configuration and its models; the pools as large as rows can use, or as asked."""
     context = config.context_length or spec.max_positions
     if context > spec.max_positions:
         raise ConfigError(f"--context-length {context} exceeds the model's {spec.max_positions} positions")
     groups = tuple(_groups(spec, draft))
     chunk = config.chunked_prefill_size or _default_chunk(config, groups)
-    layout = kind(
+    layout = Layout(
         shapes=(config.shape,),
         page_size=config.page_size,
         max_requests=config.max_running_requests,
@@ -123,8 +122,6 @@ def make_layout(config: EngineConfig, spec: ModelSpec, draft: Eagle3Spec | None,
     if config.max_total_tokens is None:
         layout = replace(layout, pool_tokens=layout.tokens_for_all)
     layout.validate()
-    if config.radix_cache and any(group.window is not None for group in groups):
-        raise ConfigError("--enable-radix-cache does not work with a model that has windows")
     return layout
 
 
@@ -186,7 +183,7 @@ class Built:
     products: tuple[ChosenProduct, ...]
 
 
-def build_device(blueprint: Blueprint, pure: Pure) -> Built:
+def build_device(blueprint: Blueprint) -> Built:
     """Load weights, make tables and buffers, try the worst steps, and give what is left to the pools.
 
     Raises CapacityError if what is left does not hold one request, EngineError if memory runs out on the way.
@@ -195,7 +192,7 @@ def build_device(blueprint: Blueprint, pure: Pure) -> Built:
     products = choose_products(blueprint.weights.shapes, place.dtype, blueprint.weights.orders)
     with out_of_memory_explained("loading weights and trying the worst steps", place.device, blueprint.use):
         before = _allocated(place.device)
-        device, zones, zeros = _without_pools(blueprint, replace(place, products=products), pure)
+        device, zones, zeros = _without_pools(blueprint, replace(place, products=products))
         static = _allocated(place.device) - before or blueprint.use.budget.static
         allowance = _gpu_allowance(config, device) if place.device.type == "cuda" else 0
     memory = memory_of(place.device)
@@ -208,7 +205,7 @@ def build_device(blueprint: Blueprint, pure: Pure) -> Built:
     return Built(_with_pools(device, layout, pools), zones, use, tuple(products.values()))
 
 
-def _without_pools(blueprint: Blueprint, place: Placement, pure: Pure) -> tuple[Device, RedZones | None, Zeros]:
+def _without_pools(blueprint: Blueprint, place: Placement) -> tuple[Device, RedZones | None, Zeros]:
     """The device as yet without pools; the red zones, and what makes buffers."""
     config, spec = blueprint.config, blueprint.target[1]
     backend = make_backend(config.attention_backend, blueprint.need)
@@ -220,14 +217,13 @@ def _without_pools(blueprint: Blueprint, place: Placement, pure: Pure) -> tuple[
     layout = blueprint.layout
     device = Device(
         layout=layout,
-        pure=pure,
         check_level=config.check_level,
         simulate_accept_length=config.simulate_accept_length,
         target=target,
         head=head,
         backend=backend,
         ops=place.ops,
-        round_ops=make_round_ops(pure, layout, place.dtype, place.device),
+        round_ops=make_round_ops(layout, place.dtype, place.device),
         pools={},
         state=make_state(layout, head.spec.layer.hidden_size if head is not None else None, place.dtype, zeros),
         buffers=make_round_buffers(layout, len(aux), spec.hidden_size, place.dtype, zeros),

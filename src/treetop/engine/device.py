@@ -12,7 +12,6 @@ from treetop.attention.phase import LayerKV, TailAttention
 from treetop.cache.pool import KVPool
 from treetop.checks.probes import Probes
 from treetop.engine.buffers import RoundBuffers
-from treetop.engine.pure import Pure
 from treetop.engine.state import RowState
 from treetop.kernels.accept import Drawn, Pieces
 from treetop.kernels.commit import Paths
@@ -38,7 +37,6 @@ class Device:
     """
 
     layout: Layout
-    pure: Pure
     check_level: int
     simulate_accept_length: int | None
     target: Llama
@@ -63,7 +61,7 @@ class Device:
 
     def begin(self, phase: Phase, group: GroupName, rows: Tensor, extent: Tensor, bound: int) -> Any:
         """The backend's view of the pages that a group's layers see: positions 0 .. extent."""
-        table = self.pure.table_of(self.state.page_tables, group)
+        table = self.state.table_of(group)
         if self.check_level >= 1 and table.group != group:
             raise CheckError(f"phase {phase}: layers of group {group} were given the page table of {table.group}")
         return self.backend.begin(TableView(phase, table, rows, extent, bound, self.layout.page_size))
@@ -89,7 +87,7 @@ class Device:
     def commit(self, tails: Mapping[GroupName, Tensor], paths: Paths) -> None:
         """Copy each path's K/V from the tails to positions L .. of the pages."""
         for name, tail in tails.items():
-            table = self.pure.table_of(self.state.page_tables, name).data
+            table = self.state.table_of(name).data
             pool, page_size = self.pools[name].data, self.layout.page_size
             check = self.check_level >= 3 and not _capturing()
             want = _tail_entries(tail, paths.source) if check else None

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,17 +13,15 @@ import torch
 from torch import Tensor
 
 from treetop.attention.phase import DenseAttention
-from treetop.checks.host import PlanChecker, check_own_memory, check_padded, check_result
+from treetop.checks.host import PlanChecker, check_padded, check_result
 from treetop.checks.poison import poison
 from treetop.engine.build import build_device, captures, read_blueprint, zeros_on
 from treetop.engine.cuda_graphs import CudaGraphs
-from treetop.engine.device import Device
 from treetop.engine.graphs import Eager, GraphSim, RoundLauncher
 from treetop.engine.memory import out_of_memory_explained
 from treetop.engine.prefill import chunk_columns, make_batch, prefill
 from treetop.engine.proof import prove_capacity, prove_padding
-from treetop.engine.pure import Pure
-from treetop.engine.ring import Posted, Results, Ring, Slot, collect
+from treetop.engine.ring import Posted, Results, Ring, Slot, check_own_memory, collect, hand_out
 from treetop.engine.rounds import RoundKey
 from treetop.engine.start_log import start_up_block
 from treetop.engine.state import setup_columns
@@ -51,23 +49,18 @@ class Ticket:
 class Engine:
     """Owns device memory and runs steps. Raises UserError before any weight is read where it can."""
 
-    def __init__(
-        self, config: EngineConfig, pure: Pure | None = None, wrap: Callable[[Device], Device] | None = None
-    ) -> None:
-        """pure: with a fault in it, for tests. wrap: puts an instrument around the device, for tests and doctor.
-
-        `observer` and `launcher` may be set between steps; `treetop trace` sets both.
-        """
-        self.config, pure = config, pure or Pure()
+    def __init__(self, config: EngineConfig) -> None:
+        """`observer` and `launcher` may be set between steps; `treetop trace` sets both."""
+        self.config = config
         self.observer: Observer | None = None
-        blueprint = read_blueprint(config, pure.layout)
+        blueprint = read_blueprint(config)
         self.model_path, self.spec = blueprint.target
         self.draft_path = blueprint.draft[0] if blueprint.draft is not None else None
         self.dtype, device = blueprint.place.dtype, blueprint.place.device
-        built = build_device(blueprint, pure)
+        built = build_device(blueprint)
         self.layout, self.memory, self._zones = built.device.layout, built.use, built.zones
         self.products = built.products
-        self.device = wrap(built.device) if wrap is not None else built.device
+        self.device = built.device
         self.launcher: RoundLauncher = Eager(self.device)
         if config.graphs == "sim":
             self.launcher = GraphSim(self.device, self._keys())
@@ -76,9 +69,8 @@ class Engine:
         self._plans = PlanChecker(self.layout)
         zeros = partial(zeros_on, device) if self._zones is None else self._zones.zeros
         with self._explained("starting"):
-            self._ring = Ring(self.layout, device, zeros, pure, config.check_level)
+            self._ring = Ring(self.layout, device, zeros, config.check_level)
         self.last_key: RoundKey | None = None
-        self._last_rows = [0] * self.layout.max_requests  # what the row buffer holds
         started_s = time.perf_counter()
         with torch.inference_mode(), self._explained("starting"):
             self._start_up()
@@ -188,7 +180,7 @@ class Engine:
         copies = {}
         for name in value.__dataclass_fields__:
             tensor: Tensor = getattr(value, name)
-            copies[name] = self.device.pure.hand_out(tensor, torch.empty_like(tensor))
+            copies[name] = hand_out(tensor, torch.empty_like(tensor))
             if self.config.check_level >= 1:
                 check_own_memory(name, copies[name], tensor)
         return replace(value, **copies)
@@ -196,8 +188,7 @@ class Engine:
     def _padded(self, rows: tuple[Row, ...]) -> list[int]:
         """The row list, padded with the dummy row to its bucket before anything else happens."""
         bucket = self.layout.bucket_for(len(rows))
-        padded = self.device.pure.pad_rows(rows, bucket, self.layout.dummy_row, self._last_rows)
-        self._last_rows[:bucket] = padded
+        padded = pad_rows(rows, bucket, self.layout.dummy_row)
         if self.config.check_level >= 1:
             check_padded(padded, rows, self.layout)
         return padded
@@ -208,3 +199,8 @@ class Engine:
         for group, page in pages:
             assert page != NULL_PAGE
             poison(self.device.pools[group].data[:, page * size : (page + 1) * size])
+
+
+def pad_rows(rows: Sequence[int], bucket: int, dummy: int) -> list[int]:
+    """The row list of a bucket: the batch, then the dummy row (sgl-23037)."""
+    return [*rows, *[dummy] * (bucket - len(rows))]

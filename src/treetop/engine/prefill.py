@@ -97,7 +97,7 @@ def _attention(
 ) -> CausalAttention:
     slots, plans = {}, {}
     for group in groups:
-        table = device.pure.table_of(device.state.page_tables, group.name).data
+        table = device.state.table_of(group.name).data
         slots[group.name] = slots_of(table, batch.rows, span.positions, span.valid, device.layout.page_size)
         prefix = device.begin(Phase.PREFILL, group.name, batch.rows, span.extent, batch.bound)
         plans[group.name] = device.backend.plan_causal(prefix, span.positions, group.window)

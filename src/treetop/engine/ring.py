@@ -11,12 +11,10 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from treetop.checks.host import check_own_memory
 from treetop.checks.probes import RECORD
 from treetop.engine.buffers import Zeros
-from treetop.engine.pure import Pure
 from treetop.engine.state import SETUP_COLUMNS
-from treetop.types.errors import CapacityError, InvariantError
+from treetop.types.errors import CapacityError, CheckError, InvariantError
 from treetop.types.layout import Layout
 
 
@@ -62,8 +60,8 @@ class Posted:
 class Ring:
     """`lag + 1` slots, and the device memory that they are copied to and from."""
 
-    def __init__(self, layout: Layout, device: torch.device, zeros: Zeros, pure: Pure, check_level: int) -> None:
-        self._pure, self._check_level = pure, check_level
+    def __init__(self, layout: Layout, device: torch.device, zeros: Zeros, check_level: int) -> None:
+        self._check_level = check_level
         b = layout.max_requests
         # Row list, cells; for a prefill the setups, and of each row: length, next token; of each token: place, id.
         self._inputs = zeros((3 * b + 3 * layout.max_edits + SETUP_COLUMNS * b + 2 * layout.chunk,), torch.int64)
@@ -102,12 +100,23 @@ class Ring:
         parts = [results.tokens.reshape(-1), results.accept_len, results.finite.to(torch.int64), record]
         packed = self._results[: sum(len(part) for part in parts)]
         torch.cat(parts, out=packed)
-        values = self._pure.hand_out(packed, slot.results[: len(packed)])
+        values = hand_out(packed, slot.results[: len(packed)])
         if self._check_level >= 1:
             check_own_memory("tokens", values, packed)
         if slot.done is not None:
             slot.done.record()
         return Posted(slot, slot.step, values, len(results.tokens))
+
+
+def hand_out(tensor: Tensor, memory: Tensor) -> Tensor:
+    """What outlives the round's buffers: a copy in `memory`, never a view (sgl-23037). It does not wait."""
+    return memory.copy_(tensor, non_blocking=True)
+
+
+def check_own_memory(name: str, handed: Tensor, buffer: Tensor) -> None:
+    """Level 1: a result that is handed out has memory of its own (sgl-23037)."""
+    if handed.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr():
+        raise CheckError(f"result {name}: shares memory with the round's buffers")
 
 
 def collect(posted: Posted) -> HostResults:

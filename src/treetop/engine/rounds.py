@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from treetop.attention.contract import Queries
@@ -18,6 +17,7 @@ from treetop.engine.device import Device, Tail
 from treetop.kernels.commit import Paths
 from treetop.kernels.rows import DraftState, RowTables
 from treetop.spec.draft import Level, grow_tree
+from treetop.spec.round_ops import feature_nodes
 from treetop.types.errors import CheckError
 from treetop.types.ids import DRAFT
 from treetop.types.layout import SpecShape
@@ -51,16 +51,18 @@ def draft_phase(device: Device, key: RoundKey, bound: int) -> None:
     prefix = device.begin(phase, DRAFT, rows, places.committed, bound)
 
     def attend(level: Level) -> Attend:
-        width = device.pure.draft_tail_width(level.index, shape)
-        mask = level.mask
-        if width > mask.shape[2]:
-            mask = F.pad(mask, (0, width - mask.shape[2]))
-        queries = Queries(level.positions, level.all_positions[:, :width], mask)
-        tail = Tail(phase, level.index * k, width)
+        queries, tail = level_tail(level)
         plans = device.plan({DRAFT: prefix}, {DRAFT: queries})
         return device.tail_attention(device.draft_layers, buffers.draft_tails, plans, tail)
 
     ops.select(grow_tree(device.head, roots, ops, attend), tree, places)
+
+
+def level_tail(level: Level) -> tuple[Queries, Tail]:
+    """What a draft level asks, and its tail: k columns for each level up to its own, which come last (sgl-27360)."""
+    k, width = level.mask.shape[1:]
+    queries = Queries(level.positions, level.all_positions[:, :width], level.mask)
+    return queries, Tail(Phase.DRAFT, width - k, width)
 
 
 def verify_phase(device: Device, key: RoundKey, bound: int) -> None:
@@ -100,7 +102,7 @@ def extend_phase(device: Device, key: RoundKey, bound: int) -> None:
     buffers, shape, ops, phase = device.buffers, key.shape, device.round_ops, Phase.EXTEND
     width, rows = shape.commit_width, buffers.rows[: key.bucket]
     accepted, places = buffers.accepted_of(key.bucket, shape), buffers.places_of(key.bucket, shape)
-    prefix = device.begin(phase, DRAFT, rows, device.pure.extend_extent(places.committed, width), bound)
+    prefix = device.begin(phase, DRAFT, rows, places.committed, bound)
     causal = ops.extend_mask(width, rows.device).expand(key.bucket, -1, -1)
     plans = device.plan({DRAFT: prefix}, {DRAFT: Queries(places.path, places.path, causal)})
     attend = device.tail_attention(device.draft_layers, buffers.extend_tails, plans, Tail(phase, 0, width))
@@ -164,6 +166,6 @@ def _tables(device: Device, rows: Tensor, bound: int, k: int) -> tuple[RowTables
 def _probe_feature_nodes(device: Device, rows: Tensor, path: Tensor, num_nodes: int) -> None:
     """Level 2: the features that extend is given are nodes of their own row's tree."""
     if device.probes.enabled:
-        nodes = device.pure.feature_nodes(path, num_nodes).view(path.shape)
+        nodes = feature_nodes(path, num_nodes).view(path.shape)
         first = torch.arange(path.shape[0], device=path.device)[:, None] * num_nodes
         device.probes.index(nodes, first, first + num_nodes, "feature_node", Phase.VERIFY, rows)

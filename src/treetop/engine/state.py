@@ -34,6 +34,10 @@ class RowState:
     params: WarpParams
     draft: DraftState | None
 
+    def table_of(self, group: GroupName) -> PageTable:
+        """The page table that a group's layers read: their own (sgl-24617)."""
+        return self.page_tables[group]
+
     def edit_columns(self, edits: Sequence[PageEdit]) -> list[list[int]]:
         """Page-table cells as columns of integers: row, column and page, three for each group."""
         columns: list[list[int]] = []

@@ -81,6 +81,12 @@ class CompressedWeight:
     gated: bool
     crowd: Mapping[int, int]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a product reads of it."""
+        lists = (self.starts, self.lines, self.columns, self.values)
+        return self.words.nbytes + self.scale.nbytes + sum(each.nbytes for each in lists)
+
 
 def compress(weight: Tensor, gated: bool, most_outliers: int | None = None) -> CompressedWeight | None:
     """weight: [n, k] bfloat16. None if it does not lie in whole tiles and blocks, or its numbers range too widely.

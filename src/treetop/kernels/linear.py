@@ -62,6 +62,10 @@ class FewRowsLinear:
     def __call__(self, x: Tensor) -> Tensor:
         return joined(self.parts(x)).to(x.dtype)
 
+    def saved_bytes(self, rows: int) -> int:
+        """Bytes less than the whole weight's that a product of so many rows reads of its weight."""
+        return self._weight.saved_bytes(rows)
+
     def parts(self, x: Tensor) -> Tensor:
         parts = self._weight.few(x)
         return F.linear(x, self._weight.whole)[None] if parts is None else parts.view(len(parts), *x.shape[:-1], -1)
@@ -79,6 +83,10 @@ class FewRowsGated:
             return silu_mul(F.linear(x, self._weight.whole), self._gpu)
         return out.view(*x.shape[:-1], -1)
 
+    def saved_bytes(self, rows: int) -> int:
+        """As `FewRowsLinear.saved_bytes`."""
+        return self._weight.saved_bytes(rows)
+
 
 class _GpuWeight:
     """A weight, perhaps in 12 bits too, and its products of few rows."""
@@ -86,6 +94,11 @@ class _GpuWeight:
     def __init__(self, whole: Tensor, gated: bool, gpu: GpuTraits, compressed: bool) -> None:
         self.whole, self._gated, self._gpu = whole.contiguous(), gated, gpu
         self._compressed = compress_if_faster(self.whole, gated, gpu) if compressed else None
+
+    def saved_bytes(self, rows: int) -> int:
+        if self._compressed is None or self._compressed.launch(rows) is None:
+            return 0
+        return self.whole.nbytes - self._compressed.weight.nbytes
 
     def few(self, x: Tensor) -> Tensor | None:
         """Parts [parts, rows, out], or [rows, out / 2] if gated, for x [..., in]; None where the vendor's is faster."""

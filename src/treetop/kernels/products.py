@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import combinations
+from math import prod, sqrt
 
 import torch
 import torch.nn.functional as F
@@ -51,18 +52,22 @@ _ORDER = {
 
 @dataclass(frozen=True, slots=True)
 class RowClass:
-    """Row counts that share a call. most: the largest, None without end. timed: the count that is timed."""
+    """Row counts that share a call.
+
+    most: the largest, None without end. timed: the count that is timed. shapes: with how many of a model's weights.
+    """
 
     name: str
     most: int | None
     timed: int
+    shapes: int
 
 
 ROW_CLASSES = (
-    RowClass("1 row", 1, 1),
-    RowClass("2 to 8 rows", 8, 6),
-    RowClass("9 to 32 rows", 32, 16),
-    RowClass("33 rows and more", None, 64),
+    RowClass("1 row", 1, 1, 16),
+    RowClass("2 to 8 rows", 8, 6, 3),
+    RowClass("9 to 32 rows", 32, 16, 3),
+    RowClass("33 rows and more", None, 64, 2),
 )
 _TIMED_FIRST = (0, 2, 1, 3)
 """Row classes: plain decoding, then what verifies a tree, for time may run out."""
@@ -71,11 +76,9 @@ _ENDS = [kind.most for kind in ROW_CLASSES if kind.most is not None]
 TIMED_DTYPES = (torch.float32, torch.bfloat16)
 BUDGET_S = 0.25
 """Seconds that timing may take, whatever else the machine does; what is not timed by then is not chosen for."""
-_MULTIPLICATIONS = 2**22
-"""Of one timed product: of a larger weight a part is timed, for calls keep their order."""
 _MOST_ELEMENTS = 2**19
-"""Of a timed weight."""
-_TURNS = 2, 4
+"""Of a timed weight: of a larger one a part is timed, for calls keep their order."""
+_TURNS = 3, 5
 """Every call has at least, the fast ones at most so many turns; the least time counts."""
 _SLOW = 1.5
 """Times the fastest: a call as slow as this has no more turns than the least."""
@@ -90,7 +93,7 @@ class ChosenProduct:
     """What was chosen for weights of a shape, and why.
 
     calls: by row class. times_us: by row class, of each call with `RowClass.timed` rows and, of a large weight, a part;
-    empty where time ran out. count: weights of this shape.
+    empty where time ran out or only other shapes were timed. count: weights of this shape.
     """
 
     shape: Shape
@@ -104,7 +107,7 @@ class ChosenProduct:
         classes = []
         for kind, chosen, times in zip(ROW_CLASSES, self.calls, self.times_us, strict=True):
             each = ", ".join(f"{call} {us:.0f} us" for call, us in sorted(times.items(), key=lambda item: item[1]))
-            classes.append(f"{kind.name}: {chosen} ({each or 'not timed'})")
+            classes.append(f"{kind.name}: {chosen} ({each or 'as others, or not timed'})")
         return f"{self.count} x [{self.shape[0]}, {self.shape[1]}]  " + "; ".join(classes)
 
 
@@ -114,23 +117,46 @@ def choose_products(
     """The fastest call of each row class for the weights of a model, by shape; empty where only `F.linear` is used.
 
     shapes: of every weight. orders: 1 or 2, how many copies of a weight may be kept, each in its order. A shape is
-    timed once a process for each dtype and number of threads, so that all engines of a process choose alike.
+    timed once a process for each dtype and number of threads.
     """
     counts = Counter(shapes)
     if dtype not in TIMED_DTYPES:
         return {}
-    threads = torch.get_num_threads()
-    keys = {shape: [_Timed.of(shape, kind.timed, dtype, threads) for kind in ROW_CLASSES] for shape in counts}
-    ends_s = time.perf_counter() + budget_s
+    ends_s, threads, default = time.perf_counter() + budget_s, torch.get_num_threads(), default_call(dtype)
+    largest = sorted(counts, key=lambda shape: counts[shape] * shape[0] * shape[1], reverse=True)
+    times: dict[int, dict[Shape, Mapping[Call, float]]] = {}
     for index in _TIMED_FIRST:
-        missing = dict.fromkeys(each[index] for each in keys.values() if each[index] not in _TIMES)
+        kind = ROW_CLASSES[index]
+        keys = {shape: _Timed.of(shape, kind.timed, dtype, threads) for shape in largest[: kind.shapes]}
+        missing = dict.fromkeys(key for key in keys.values() if key not in _TIMES)
         _TIMES.update(_time_calls(list(missing), ends_s))
+        times[index] = {shape: _TIMES[key] for shape, key in keys.items()}
     chosen = {}
     for shape, count in counts.items():
-        times = tuple(_TIMES[key] for key in keys[shape])
-        calls = fastest(times, orders, default_call(dtype))
-        chosen[shape] = ChosenProduct(shape, str(dtype).removeprefix("torch."), count, calls, times)
+        own = tuple(times[index].get(shape, {}) for index in range(len(ROW_CLASSES)))
+        ratios = [_smoothed(own[index], _together(times[index].values())) for index in range(len(ROW_CLASSES))]
+        calls = fastest(ratios, orders, default)
+        chosen[shape] = ChosenProduct(shape, str(dtype).removeprefix("torch."), count, calls, own)
     return chosen
+
+
+def _together(times: Iterable[Mapping[Call, float]]) -> dict[Call, float]:
+    """Of each call, the geometric mean over weights of its time in proportion to the fastest."""
+    timed = [each for each in times if each]
+    return {
+        call: prod(each[call] / min(each.values()) for each in timed) ** (1 / len(timed))
+        for call in Call
+        if timed and call in timed[0]
+    }
+
+
+def _smoothed(own: Mapping[Call, float], together: Mapping[Call, float]) -> Mapping[Call, float]:
+    """What a call costs for one shape: its own times and those of all shapes weigh the same.
+
+    So one time that other work on the machine disturbed does not decide, and a shape that was not timed goes with the
+    others.
+    """
+    return {call: sqrt(own[call] / min(own.values()) * ratio) for call, ratio in together.items()} if own else together
 
 
 def default_call(dtype: torch.dtype) -> Call:
@@ -144,7 +170,7 @@ def default_call(dtype: torch.dtype) -> Call:
 def fastest(times: Sequence[Mapping[Call, float]], orders: int, default: Call) -> tuple[Call, ...]:
     """The calls by row class, of at most so many orders, whose times are least in proportion to the fastest.
 
-    times: microseconds by row class, of each call. A class without times takes the default.
+    times: by row class, of each call, in any unit. A class without times takes the default.
     """
     known = [each or {default: 1.0} for each in times]
     best: tuple[float, tuple[Call, ...]] | None = None
@@ -152,7 +178,7 @@ def fastest(times: Sequence[Mapping[Call, float]], orders: int, default: Call) -
         calls = tuple(call for each in known if (call := _pick(each, kept)) is not None)
         if len(calls) == len(known):
             cost = sum(each[call] / min(each.values()) for call, each in zip(calls, known, strict=True))
-            cost *= _COPY ** (len(kept) - 1)
+            cost *= _COPY ** (len(kept) - 1) * (1.0 if _ORDER[default] in kept else _ABOUT_EQUAL)
             best = (cost, calls) if best is None or cost < best[0] else best
     return (default,) * len(times) if best is None else best[1]
 
@@ -210,9 +236,8 @@ class _Timed:
 
     @classmethod
     def of(cls, shape: Shape, rows: int, dtype: torch.dtype, threads: int) -> "_Timed":
-        elements = min(_MOST_ELEMENTS, _MULTIPLICATIONS // rows)
-        inner = min(shape[1], elements // 64)
-        return cls((min(shape[0], elements // inner), inner), rows, dtype, threads)
+        inner = min(shape[1], _MOST_ELEMENTS // 64)
+        return cls((min(shape[0], _MOST_ELEMENTS // inner), inner), rows, dtype, threads)
 
     @property
     def calls(self) -> list[Call]:
@@ -231,16 +256,25 @@ def _time_calls(timed: Sequence[_Timed], ends_s: float) -> dict[_Timed, Mapping[
     A turn goes through all weights with one call, then with the next. So a machine that slows down slows all calls, and
     a weight has left the nearer caches when it is read again, as in a model. Random generators are not touched.
     """
+    clock = _clock()
     least: dict[_Timed, dict[Call, float]] = {key: dict.fromkeys(key.calls, float("inf")) for key in timed}
     for turn, runs in enumerate(_turns(_runs(timed), least)):
         for run in runs:
             if time.perf_counter() > ends_s:
                 return {key: least[key] if turn >= _TURNS[0] else {} for key in timed}
-            started_s = time.perf_counter()
+            started_s = clock()
             run.product(run.x)
-            taken_us = 1e6 * (time.perf_counter() - started_s)
+            taken_us = 1e6 * (clock() - started_s)
             least[run.timed][run.call] = min(least[run.timed][run.call], taken_us)
     return {**least}
+
+
+def _clock() -> Callable[[], float]:
+    """Seconds that this thread ran, waiting for its helpers included and other work left out, where that is precise.
+
+    Threads that share a product wait for each other awake, so on a quiet machine it is the time of day.
+    """
+    return time.thread_time if time.get_clock_info("thread_time").resolution <= 1e-6 else time.perf_counter
 
 
 @dataclass(frozen=True, slots=True)

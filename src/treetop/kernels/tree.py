@@ -22,7 +22,7 @@ def stable_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if scores.shape[-1] <= _SORT_WIDTH:
         values, indices = torch.sort(scores, dim=-1, descending=True, stable=True)
         return values[..., :k], indices[..., :k]
-    if scores.device.type == "cpu":
+    if scores.device.type == "cpu" and k < scores.shape[-1]:
         values, indices = torch.topk(scores, k + 1, dim=-1)
         if bool((values[..., :-1] > values[..., 1:]).all()):  # nothing ties, and nothing is NaN
             return values[..., :k], indices[..., :k]

@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from treetop.cache.ledger import Columns, LedgerRules, PageLedger
+from treetop.cache.ledger import Columns, PageLedger
 from treetop.checks.host import check_cached, check_cell, check_emitted
-from treetop.engine.pure import Pure
 from treetop.scheduler.request import Request, Running
+from treetop.scheduler.stops import first_stop
 from treetop.types.config import EngineConfig
 from treetop.types.errors import InputError, InvariantError
 from treetop.types.ids import GroupName, PageId, RequestId, Row
@@ -43,18 +43,11 @@ class Scheduler:
     """
 
     def __init__(
-        self,
-        layout: Layout,
-        config: EngineConfig,
-        eos_ids: Sequence[int],
-        pure: Pure | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, layout: Layout, config: EngineConfig, eos_ids: Sequence[int], clock: Callable[[], float] = time.monotonic
     ) -> None:
         """clock: seconds, for the stats of requests."""
         self._layout, self._config, self._eos_ids, self._clock = layout, config, frozenset(eos_ids), clock
-        self._pure = pure or Pure()
-        rules = LedgerRules(self._pure.pages_to_free, self._pure.shared_groups)
-        self._ledger = PageLedger(layout, config.radix_cache, rules, config.check_level)
+        self._ledger = PageLedger(layout, not config.disable_radix_cache, config.check_level)
         self._free_rows = [Row(row) for row in range(layout.max_requests - 1, -1, -1)]
         self._waiting: deque[Request] = deque()
         self._prefilling: list[Request] = []
@@ -199,16 +192,41 @@ class Scheduler:
         if end == len(ids):
             self._prefilling.remove(request)
             self._decoding.append(request)
-        return Chunk(_held(request).row, start, ids[start:end], self._pure.next_prompt_token(ids, end))
+        return Chunk(_held(request).row, start, ids[start:end], next_prompt_token(ids, end))
 
     def _reserve_chunk(self, request: Request, count: int) -> None:
         """Pages of the windows for one more chunk; the other groups got theirs at admission."""
-        known, total, held = request.prefilled, request.num_ids + self._layout.headroom, _held(request)
-        self._write(held.row, self._ledger.slide(held.lease, known))
-        more = self._ledger.reserve(held.lease, total, known, known + count)
-        if more is None:
+        self._slide(request, self._known(request))
+        end = request.prefilled + count
+        if not self._reserve(request, request.num_ids + self._layout.headroom, end):
             raise InvariantError("a window's pool does not hold the windows of all running requests")
-        self._write(held.row, more)
+
+    def _reserve(self, request: Request, num_tokens: int, end: int | None = None) -> bool:
+        """Pages for a running request; False if they are short.
+
+        Pages behind a window stay until the cache has them, which it has once their chunk is committed. If pages are
+        short they are given up, everybody's.
+        """
+        held, known = _held(request), request.prefilled
+        cells = self._ledger.reserve(held.lease, num_tokens, known, end)
+        if cells is None:
+            for other in self._by_row.values():
+                self._slide(other, other.prefilled)
+            cells = self._ledger.reserve(held.lease, num_tokens, known, end)
+        self._write(held.row, cells or [])
+        return cells is not None
+
+    def _slide(self, request: Request, known: int) -> None:
+        held = _held(request)
+        self._write(held.row, self._ledger.slide(held.lease, known))
+
+    def _known(self, request: Request) -> int:
+        """Tokens of which the host knows that the pages hold their K/V: `prefilled` but for chunks that are out."""
+        row = _held(request).row
+        for out in self._out:
+            if request in out.requests and isinstance(out.plan, PrefillPlan):
+                return next(chunk.start for chunk in out.plan.chunks if chunk.row == row)
+        return request.prefilled
 
     def _admit(self, request: Request, batch: list[tuple[Request, int]], budget: int) -> bool:
         """Give a waiting request a row and pages for all its tokens and one round; False if there is no room.
@@ -267,14 +285,14 @@ class Scheduler:
         False if pages are short while something is out: whom to retract, and at which length, shows when it is
         committed.
         """
-        held, known = request.running, request.prefilled
+        held = request.running
         if held is None:
             return True
-        need = known + (held.rounds_out + 1) * self._commit_width
+        need = request.prefilled + (held.rounds_out + 1) * self._commit_width
         if need <= held.reserved and not self._has_windows:
             return True
-        self._write(held.row, self._ledger.slide(held.lease, known))
-        while (cells := self._ledger.reserve(held.lease, need, known)) is None:
+        self._slide(request, self._known(request))
+        while not self._reserve(request, need):
             if self._out:
                 return False
             victim = self._prefilling[-1] if self._prefilling else self._decoding[-1]
@@ -283,7 +301,6 @@ class Scheduler:
             self._retract(victim)
             if victim is request:
                 return True
-        self._write(held.row, cells)
         held.reserved = self._layout.pages_for(need) * self._layout.page_size
         return True
 
@@ -341,10 +358,20 @@ class Scheduler:
                 request.prefilled += len(tokens)
             if tokens:
                 updates.append(self._emit(request, tokens, len(tokens) - 1 if is_round else None))
+        if isinstance(plan, PrefillPlan):
+            self._cache_chunks(plan)
         for request in requests:
             if request.finish_reason is not None:
                 self._settle(request)
         return updates
+
+    def _cache_chunks(self, plan: PrefillPlan) -> None:
+        """The pages that a prefill step has filled enter the cache at once, so that the next request finds them."""
+        for chunk in plan.chunks:
+            request = self._by_row.get(chunk.row)
+            if request is not None and request.finish_reason is None:
+                ids = request.ids[: chunk.start + len(chunk.token_ids)]
+                self._write(chunk.row, self._ledger.insert(_held(request).lease, ids))
 
     def fail(self, error: str) -> list[RequestUpdate]:
         """The engine broke: what is out is lost, and with it what the host knows of its rows. Every request ends."""
@@ -363,7 +390,7 @@ class Scheduler:
         limit = self._tokens_left(request)
         if request.first_token_s is None:
             request.first_token_s = self._clock()
-        cut = self._pure.first_stop(tokens, request.stop_ids, limit)
+        cut = first_stop(tokens, request.stop_ids, limit)
         if self._config.check_level >= 1:
             count, reason = cut or (len(tokens), None)
             check_emitted(tokens[:count], request.stop_ids, reason, limit)
@@ -417,7 +444,7 @@ class Scheduler:
         held = _held(request)
         if self._config.check_level >= 1:
             check_cached(held.row, len(ids), request.prefilled)
-        self._ledger.release(held.lease, ids, request.num_ids)
+        self._ledger.release(held.lease, ids)
         self._free_rows.append(held.row)
         del self._by_row[held.row]
         self._cells = {cell: page for cell, page in self._cells.items() if cell[1] != held.row}
@@ -433,11 +460,28 @@ class Scheduler:
         """Reorder the free pages of every group; for conformance, where luck must not hide a wrong address."""
         self._ledger.arrange(order)
 
-    def check_integrity(self) -> None:
-        """Raise unless rows and pages are all accounted for. O(pages); for tests and idle moments."""
+    def check_integrity(self, count: int | None = None) -> None:
+        """Raise unless rows and pages are all accounted for.
+
+        count: look at so many pages of each group, and go on from there in the next call, which takes time O(count +
+        rows) and may be done while requests are served. None looks at all, for tests and idle moments.
+        """
         if sorted([*self._by_row, *self._free_rows]) != list(range(self._layout.max_requests)):
             raise InvariantError(f"rows {[*self._by_row]} in use and {self._free_rows} free do not make up all rows")
-        self._ledger.check([_held(request).lease for request in self._by_row.values()])
+        for row, request in self._by_row.items():
+            shared, known = _held(request).lease.shared * self._layout.page_size, self._known(request)
+            if shared > known:
+                raise InvariantError(f"row {row}: {shared} tokens are cached, {known} committed")
+        leases = [_held(request).lease for request in self._by_row.values()]
+        if count is None:
+            self._ledger.check(leases)
+        else:
+            self._ledger.check_some(leases, count)
+
+
+def next_prompt_token(ids: Sequence[int], end: int) -> int | None:
+    """The token after a chunk that ends at `end`, from prompt and output alike; None at the end (sgl-26329)."""
+    return ids[end] if end < len(ids) else None
 
 
 def _held(request: Request) -> Running:

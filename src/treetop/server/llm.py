@@ -1,10 +1,9 @@
 """The offline interface: `LLM(...).generate(prompts, params)`."""
 
-import os
 import random
 import reprlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from numbers import Integral
@@ -13,10 +12,7 @@ from typing import Any, cast
 
 from treetop.core.engine_core import EngineCore
 from treetop.core.thread import CoreClient, CoreThread
-from treetop.debug.faults import active_fault
-from treetop.engine.device import Device
 from treetop.engine.engine import Engine
-from treetop.engine.pure import Pure
 from treetop.scheduler.scheduler import Scheduler
 from treetop.server.text import OutputText, StopStrings
 from treetop.server.tokenizer import extra_eos_ids, open_tokenizer
@@ -133,8 +129,8 @@ class LLM:
     """The engine core in this process, and a tokenizer.
 
     Without `model` and `draft` it runs the embedded pair; a model without a draft decodes plainly, and `draft=None`
-    says so. Both are folders, or builtin:NAME. Options bear the names of `EngineConfig`. pure, wrap: for tests, see
-    `Engine`; TREETOP_FAULT in the environment names a fault too. Raises UserError for a configuration that cannot work.
+    says so. Both are folders, or builtin:NAME. Options bear the names of `EngineConfig`. Raises UserError for a
+    configuration that cannot work.
     An engine that fails at run time ends every request, and their streams raise; what is asked later runs again.
     Streams may be open side by side, also in several threads; the engine runs on a thread of its own, which ends with
     `close`, or when nothing holds the LLM or its streams any more.
@@ -144,18 +140,15 @@ class LLM:
         self,
         model: str | Path | None = None,
         draft: str | Path | _Unset | None = _Unset.UNSET,
-        pure: Pure | None = None,
-        wrap: Callable[[Device], Device] | None = None,
         **options: Any,
     ) -> None:
-        pure = pure or active_fault(os.environ)
         chosen = {} if draft is _Unset.UNSET else {"draft": _folder(draft)}
         self.config = EngineConfig.of(_folder(model), **options, **chosen)
-        engine = Engine(self.config, pure, wrap)
+        engine = Engine(self.config)
         self.model_path, self.draft_path = engine.model_path, engine.draft_path
         self.tokenizer = open_tokenizer(self.model_path)
         eos_ids = (*engine.spec.eos_token_ids, *extra_eos_ids(self.model_path))
-        self.engine, self.scheduler = engine, Scheduler(engine.layout, self.config, eos_ids, pure)
+        self.engine, self.scheduler = engine, Scheduler(engine.layout, self.config, eos_ids)
         self._core = CoreThread(EngineCore(self.engine, self.scheduler))
         self._seeds = random.Random(self.config.seed)
 

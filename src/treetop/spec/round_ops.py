@@ -4,8 +4,6 @@ Everything a round does besides the models' forwards and attention: gathering it
 accepting, and writing what it leaves behind. Integers of both are equal bit for bit, scores are the same float32 sums.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -92,25 +90,10 @@ def feature_nodes(path: Tensor, num_nodes: int) -> Tensor:
     return (row * num_nodes + path).reshape(-1)
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """The functions that the reference is made of and that a fault can replace; a fused launch contains them."""
-
-    draft_positions: Callable[[Tensor, int, int], Tensor] = draft_positions
-    next_level_mask: Callable[[Tensor, Tensor], Tensor] = next_level_mask
-    extend_mask: Callable[[int, torch.device], Tensor] = extend_mask
-    feature_nodes: Callable[[Tensor, int], Tensor] = feature_nodes
-    commit: Callable[[Tensor, Tensor, Tensor, Tensor], None] = commit_tail
-    accept: Callable[[DraftTree, Tensor, Tensor, int], Accepted] = accept
-
-
 class TorchRoundOps:
     """Any device, any dtype, any shape."""
 
     filters_apart = True  # they sort the vocabulary
-
-    def __init__(self, parts: Parts | None = None) -> None:
-        self._parts = parts or Parts()
 
     def start(
         self, tables: RowTables, rows: Tensor, shape: SpecShape, tree: DraftTree, places: Places
@@ -131,7 +114,7 @@ class TorchRoundOps:
         score.copy_(tables.draft.logprob[rows, :k])
         worst_if_nan_(score)
         growth.parents[:, : k + 1] = torch.arange(-1, k, device=rows.device)
-        levels = [self._parts.draft_positions(committed, level, k) for level in range(shape.num_steps)]
+        levels = [draft_positions(committed, level, k) for level in range(shape.num_steps)]
         torch.cat(levels, dim=1, out=growth.positions)
         hidden = tables.draft.hidden[rows][:, None].expand(-1, k, -1)
         mask = torch.eye(k, dtype=torch.bool, device=rows.device).expand(n, k, k)
@@ -154,7 +137,7 @@ class TorchRoundOps:
             tokens.gather(1, chosen),
             score,
             hidden.gather(1, parent[:, :, None].expand(-1, -1, hidden.shape[2])),
-            self._parts.next_level_mask(frontier.mask, parent),
+            next_level_mask(frontier.mask, parent),
         )
 
     def select(self, growth: Growth, tree: DraftTree, places: Places) -> None:
@@ -172,16 +155,16 @@ class TorchRoundOps:
         assert isinstance(chosen, Drawn)
         width = out.path.shape[1]
         if forced is None:
-            copy_into(out, self._parts.accept(tree, chosen.token, chosen.finite, width))
+            copy_into(out, accept(tree, chosen.token, chosen.finite, width))
         else:
             copy_into(out, force(chosen.token, chosen.finite, forced, width))
 
     def commit(self, pool: Tensor, tail: Tensor, page_table: Tensor, page_size: int, paths: Paths) -> None:
         slots = slots_of(page_table, paths.rows, paths.positions, paths.kept, page_size)
-        self._parts.commit(pool, tail, paths.source, slots)
+        commit_tail(pool, tail, paths.source, slots)
 
     def features(self, out: Tensor, streams: tuple[Tensor, ...], path: Tensor) -> None:
-        nodes = self._parts.feature_nodes(path, streams[0].shape[1])
+        nodes = feature_nodes(path, streams[0].shape[1])
         committing.path_features_reference(out, streams, nodes)
 
     def pick(self, x: Tensor, index: Tensor) -> Tensor:
@@ -194,11 +177,11 @@ class TorchRoundOps:
         row_state.finish_reference(tables, rows, rows != dummy_row, outcome)
 
     def extend_mask(self, width: int, device: torch.device) -> Tensor:
-        return self._parts.extend_mask(width, device)
+        return extend_mask(width, device)
 
 
 class TritonRoundOps:
-    """A GPU, shapes that `kernels.grow.fits` admits, and the parts as they are."""
+    """A GPU, and shapes that `kernels.grow.fits` admits."""
 
     filters_apart = False
 

@@ -41,7 +41,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
         ("context_length", "max_total_tokens", "chunked_prefill_size", "simulate_accept_length"), (int, NoneType)
     ),
     **dict.fromkeys(("draft", "speculative_algorithm"), (str, NoneType)),
-    "radix_cache": (bool,),
+    "disable_radix_cache": (bool,),
     **dict.fromkeys(("overlap", "compress_weights"), (bool, NoneType)),
     "mem_fraction_static": (float, int),
 }
@@ -58,10 +58,10 @@ class EngineConfig:
     bits too, without loss, for products of few rows; None does where products gain and memory is plenty.
     simulate_accept_length: tokens every round emits, whatever is right; for measuring speed only.
     chunked_prefill_size: most prompt tokens a prefill step processes, its padding counted; None goes by the device and
-    its memory. radix_cache: keep the K/V of finished requests for prompts that begin alike. check_level: 0 off, 1 host
-    checks, 2 device probes, 3 poison and red zones. overlap: launch a round before the results of the last one are
-    known; None is on where rounds are captured CUDA graphs. graphs: `sim` runs rounds with the semantics of captured
-    graphs, on a CPU.
+    its memory. disable_radix_cache: do not keep the K/V of prompts and outputs for prompts that begin alike.
+    check_level: 0 off, 1 host checks, 2 device probes, 3 poison and red zones. overlap: launch a round before the
+    results of the last one are known; None is on where rounds are captured CUDA graphs. graphs: `sim` runs rounds with
+    the semantics of captured graphs, on a CPU.
     """
 
     model: str = BUILTIN_MODEL
@@ -76,7 +76,7 @@ class EngineConfig:
     max_total_tokens: int | None = None
     mem_fraction_static: float = 0.88
     chunked_prefill_size: int | None = None
-    radix_cache: bool = False
+    disable_radix_cache: bool = False
     attention_backend: Backend = "auto"
     graphs: Graphs = "auto"
     overlap: bool | None = None
@@ -179,5 +179,4 @@ class EngineConfig:
 
 def flag(option: str) -> str:
     """The command-line spelling of an option."""
-    special = {"draft": "--speculative-draft-model-path", "radix_cache": "--enable-radix-cache"}
-    return special.get(option, "--" + option.replace("_", "-"))
+    return "--speculative-draft-model-path" if option == "draft" else "--" + option.replace("_", "-")

@@ -197,13 +197,17 @@ class Layout:
     def max_edits(self) -> int:
         """Page-table cells that one plan may change, each once.
 
-        A running row gets pages for its next step and loses those that slid behind a window since its last plan. New
-        rows get pages for a chunk of prompts, and one of them for all it may hold. Admission keeps to it.
+        A running row gets pages for its next step and loses those that slid behind a window since its last plan. Pages
+        that chunks have filled may be exchanged for the prefix cache's. New rows get pages for a chunk of prompts, and
+        one of them for all it may hold. Admission keeps to it.
         """
         slides = 2 * self.pages_for(max(self.chunk, self.headroom))
         grows = self.pages_for(self.headroom) + 1
+        exchanged = self.lag * (self.pages_for(self.chunk) + self.max_requests)
         new = self.page_columns + self.pages_for(self.chunk)
-        most = sum(new + self.max_requests * (grows if g.window is None else grows + slides) for g in self.groups)
+        most = sum(
+            new + exchanged + self.max_requests * (grows if g.window is None else grows + slides) for g in self.groups
+        )
         return min(most, len(self.groups) * self.max_requests * self.page_columns)
 
     @property
