@@ -166,8 +166,13 @@ class PageLedger:
 
     @property
     def usage(self) -> float:
-        """Share of the fullest group's pages that are not free."""
-        return max(1 - each.num_free / each.total for each in self._allocators.values())
+        """Share of the fullest group's pages that requests hold: neither free nor evictable from the cache."""
+        return max(
+            1 - (each.num_free + self._evictable(group)) / each.total for group, each in self._allocators.items()
+        )
+
+    def _evictable(self, group: GroupName) -> int:
+        return 0 if self._radix is None else self._radix.num_evictable(group)
 
     def check(self, leases: Sequence[Lease]) -> None:
         """Raise OwnershipError unless, in every group, leases and cache own exactly the pages that are not free.

@@ -2,12 +2,16 @@
 
     python -m treetop.core.engine_process      started by `treetop serve`; a line of JSON on stdin says what to run
 
-stdin stays open as long as the parent lives; its end is the end of this process. Ctrl-C and SIGTERM are the parent's to
-act on: it drains first. A failure of the engine is told to every client, and ends the process with exit code 1.
+stdin stays open as long as the parent lives; its end is the end of this process, whatever it is doing. Ctrl-C and
+SIGTERM are the parent's to act on: it drains first. A failure of the engine is told to every client, and ends the
+process with exit code 1.
 """
 
+import logging
+import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,25 +26,26 @@ from treetop.core.loop import CoreLoop
 from treetop.core.wire import (
     Abort,
     Add,
-    CoreInfo,
     Failed,
     Finish,
     Hello,
     Load,
     ProcessOptions,
+    Ready,
     ToCore,
     Updates,
     decode_to_core,
     encode,
 )
 from treetop.types.errors import TreetopError, UserError
-from treetop.types.requests import RequestUpdate
+from treetop.types.requests import CoreInfo, CoreLoad, RequestUpdate
 
 ID_RANGE = 2**40
 """Request ids that each client has for itself."""
 _LOAD_S = 0.25
-"""Seconds between two words about the load."""
-_IDLE_MS = 1000
+"""Seconds between two words about the load, at least."""
+_LINGER_MS = 2000
+"""For the last words."""
 
 
 class CoreServer:
@@ -49,25 +54,19 @@ class CoreServer:
     def __init__(self, core: EngineCore[Any], info: CoreInfo, socket: "zmq.Socket[bytes]") -> None:
         self._core, self._loop, self._info, self._socket = core, CoreLoop(core), info, socket
         self._clients: dict[bytes, Callable[[list[RequestUpdate]], None]] = {}
-        self._told_s = 0.0
+        self._told, self._told_s = CoreLoad(), 0.0
 
-    def run(self, parent: int) -> int:
-        """Serve until the file descriptor `parent` ends. Returns the exit code."""
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(parent, zmq.POLLIN)
-        while True:
-            ready = dict(poller.poll(0 if self._core.busy else _IDLE_MS))
-            if parent in ready:
-                return 0
-            if self._socket in ready:
+    def run(self) -> str:
+        """Serve until the engine fails. Returns why it did."""
+        while self._core.failure is None:
+            if self._socket.poll(0 if self._core.busy else int(_LOAD_S * 1000)):
                 self._receive()
             if self._core.busy:
                 self._loop.step()
-            if self._core.failure is not None:
-                self._broadcast(Failed(f"{type(self._core.failure).__name__}: {self._core.failure}", False))
-                return 1
             self._tell_load()
+        reason = f"{type(self._core.failure).__name__}: {self._core.failure}"
+        self._broadcast(Failed(reason, False))
+        return reason
 
     def _receive(self) -> None:
         with suppress(zmq.Again):
@@ -80,7 +79,7 @@ class CoreServer:
             case Hello():
                 self._clients.setdefault(identity, partial(self._send_updates, identity))
                 number = list(self._clients).index(identity)
-                self._send(identity, msgspec.structs.replace(self._info, first_id=number * ID_RANGE))
+                self._send(identity, Ready(self._info, number * ID_RANGE))
             case Add(requests):
                 self._loop.add(requests, self._clients[identity])
             case Abort(request_ids):
@@ -92,56 +91,73 @@ class CoreServer:
         self._send(identity, Updates(tuple(updates)))
 
     def _tell_load(self) -> None:
-        if time.monotonic() - self._told_s >= _LOAD_S:
-            self._told_s = time.monotonic()
-            self._broadcast(load_of(self._core))
+        now = time.monotonic()
+        if now - self._told_s < _LOAD_S:
+            return
+        self._told_s, load = now, self._core.scheduler.load
+        if load != self._told:
+            self._told = load
+            self._broadcast(Load(load))
 
     def _broadcast(self, message: Load | Failed) -> None:
         for identity in self._clients:
             self._send(identity, message)
 
-    def _send(self, identity: bytes, message: CoreInfo | Updates | Load | Failed) -> None:
+    def _send(self, identity: bytes, message: Ready | Updates | Load | Failed) -> None:
         self._socket.send_multipart([identity, encode(message)])
-
-
-def load_of(core: EngineCore[Any]) -> Load:
-    scheduler = core.scheduler
-    return Load(scheduler.num_running, scheduler.num_waiting, scheduler.kv_usage, scheduler.num_retractions)
 
 
 def make(options: ProcessOptions) -> tuple[EngineCore[Any], CoreInfo]:
     """The core that was asked for. Raises TreetopError."""
-    from treetop.core.make import make_core, make_mock  # what loads PyTorch comes after the socket is there
+    if options.mock is not None:
+        from treetop.core.mock import make_mock  # noqa: PLC0415  # needs no PyTorch
 
-    return make_core(options.config) if options.mock is None else make_mock(options.config, options.mock)
+        return make_mock(options.config, options.mock)
+    from treetop.core.make import make_core  # noqa: PLC0415  # loads PyTorch, which takes seconds
+    from treetop.engine.engine import Engine  # noqa: PLC0415  # too
+
+    return make_core(Engine(options.config))
 
 
 def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    options = msgspec.json.decode(sys.stdin.buffer.readline(), type=ProcessOptions)
+    line = sys.stdin.buffer.readline()
+    threading.Thread(target=_end_with_parent, name="treetop-parent", daemon=True).start()
+    options = msgspec.json.decode(line, type=ProcessOptions)
+    logging.basicConfig(level=options.log_level, format="%(message)s", stream=sys.stderr)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.ROUTER)
     socket.sndhwm = socket.rcvhwm = 0  # what waits is bounded by the requests that were accepted
-    socket.linger = 2000
     socket.bind(options.address)
     try:
         core, info = make(options)
+        reason = CoreServer(core, info, socket).run()
     except TreetopError as error:
         refuse(socket, Failed(str(error), isinstance(error, UserError)))
         return 2 if isinstance(error, UserError) else 1
-    try:
-        return CoreServer(core, info, socket).run(sys.stdin.fileno())
     finally:
-        context.destroy(linger=2000)
+        context.destroy(linger=_LINGER_MS)
+    logging.getLogger("treetop").error("the engine failed: %s", reason)
+    return 1
 
 
 def refuse(socket: "zmq.Socket[bytes]", why: Failed) -> None:
-    """Answer each client that asks within a second; the parent is one of them."""
-    deadline = time.monotonic() + 1.0
-    while (left := deadline - time.monotonic()) > 0 and socket.poll(int(left * 1000)):
-        identity, _ = socket.recv_multipart()
-        socket.send_multipart([identity, encode(why)])
+    """Answer each client that asks within a moment; the parent is one of them."""
+    deadline = time.monotonic() + _LINGER_MS / 1000
+    told = False
+    while not told and (left_s := deadline - time.monotonic()) > 0:
+        if socket.poll(int(left_s * 1000) + 1):
+            identity, _ = socket.recv_multipart()
+            socket.send_multipart([identity, encode(why)])
+            told = True
+
+
+def _end_with_parent() -> None:
+    """The parent holds the other end of stdin and never writes again."""
+    while sys.stdin.buffer.read(1):
+        pass
+    os._exit(0)  # also out of a call that never returns
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from treetop.types.errors import EngineError
 from treetop.types.ids import RequestId
 from treetop.types.requests import EngineRequest, RequestUpdate
 
+
 class _Add(NamedTuple):
     requests: Sequence[EngineRequest]
     deliver: Deliver
@@ -155,9 +156,7 @@ def _run(core: EngineCore[Any], inbox: "SimpleQueue[Command]") -> None:
     loop = CoreLoop(core)
     while True:
         command = None
-        if not core.busy:
-            command = inbox.get()
-        elif not inbox.empty():
+        if not core.busy or not inbox.empty():
             command = inbox.get()
         match command:
             case None:

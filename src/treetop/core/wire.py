@@ -1,20 +1,18 @@
 """What an API process and the engine process say to each other: typed msgpack messages, never pickles."""
 
-from typing import Any
-
 import msgspec
 
 from treetop.types.config import EngineConfig
 from treetop.types.ids import RequestId
-from treetop.types.requests import EngineRequest, RequestUpdate
+from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, RequestUpdate
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """A client asks what it talks to; the answer is a `CoreInfo`."""
+    """A client asks what it talks to; the answer is `Ready` or `Failed`."""
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
-    """Requests that are planned together. Their ids come from the range that `CoreInfo` gave the client."""
+    """Requests that are planned together. Their ids come from the range that `Ready` gave the client."""
 
     requests: tuple[EngineRequest, ...]
 
@@ -32,15 +30,11 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
     num_tokens: int
 
 
-class CoreInfo(msgspec.Struct, frozen=True, tag=True):
-    """What a client must know of the engine. first_id: its requests' ids count up from here."""
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The engine is up. first_id: the client's requests count up from here."""
 
-    model_path: str
-    vocab_size: int
-    max_context: int
-    max_requests: int
-    num_steps: int
-    first_id: int = 0
+    info: CoreInfo
+    first_id: int
 
 
 class Updates(msgspec.Struct, frozen=True, tag=True):
@@ -50,51 +44,51 @@ class Updates(msgspec.Struct, frozen=True, tag=True):
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
-    """What the engine is busy with, told now and then. kv_usage: share of the fullest pool that requests hold."""
+    """The engine's load has changed; told now and then."""
 
-    num_running: int
-    num_waiting: int
-    kv_usage: float
-    num_retractions: int
+    load: CoreLoad
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The engine could not start, or has failed; the process ends."""
+    """The engine could not start, or has failed; its process ends. user_error: whoever started it can change that."""
 
     reason: str
     user_error: bool
 
 
 class MockOptions(msgspec.Struct, frozen=True):
-    """An engine without a model. stream: ids it gives. step_s: what a step takes. tokens: most that a round gives."""
+    """An engine without a model.
+
+    stream: ids it gives, by position. step_s: what a step takes. least, most: tokens that a round gives.
+    """
 
     stream: tuple[int, ...]
     step_s: float
-    tokens: int
+    least: int
+    most: int
 
 
 class ProcessOptions(msgspec.Struct, frozen=True):
-    """What an engine process is told on stdin. address: its socket's, ipc."""
+    """What an engine process is told on stdin. address: its socket's, ipc. log_level: of `logging`."""
 
     address: str
     config: EngineConfig
     mock: MockOptions | None = None
+    log_level: int = 30
 
 
 ToCore = Hello | Add | Abort | Finish
-FromCore = CoreInfo | Updates | Load | Failed
+FromCore = Ready | Updates | Load | Failed
 
 encode = msgspec.msgpack.Encoder().encode
-_to_core = msgspec.msgpack.Decoder(ToCore)
-_from_core = msgspec.msgpack.Decoder(FromCore)
+_to_core: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)
+_from_core: msgspec.msgpack.Decoder[FromCore] = msgspec.msgpack.Decoder(FromCore)
 
 
 def decode_to_core(message: bytes) -> ToCore:
     """Raises msgspec.ValidationError for what is no message of a client."""
-    decoded: Any = _to_core.decode(message)
-    return decoded  # type: ignore[no-any-return]  # a union of structs, which the stub cannot say
+    return _to_core.decode(message)
 
 
 def decode_from_core(message: bytes) -> FromCore:
-    decoded: Any = _from_core.decode(message)
-    return decoded  # type: ignore[no-any-return]  # as above
+    return _from_core.decode(message)

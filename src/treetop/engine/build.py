@@ -36,6 +36,7 @@ from treetop.engine.state import make_state
 from treetop.engine.trial import peak_bytes
 from treetop.kernels.products import ChosenProduct, choose_products
 from treetop.models.eagle3 import Eagle3Head
+from treetop.models.folder import resolve_folder
 from treetop.models.llama import Llama
 from treetop.models.loader import (
     Placement,
@@ -44,7 +45,6 @@ from treetop.models.loader import (
     load_eagle3,
     load_target,
     read_eagle3_spec,
-    resolve_folder,
 )
 from treetop.models.spec import Eagle3Spec, ModelSpec, target_spec
 from treetop.types.config import EngineConfig
