@@ -7,6 +7,7 @@ SIGTERM are the parent's to act on: it drains first. A failure of the engine is 
 process with exit code 1.
 """
 
+import io
 import logging
 import os
 import signal
@@ -122,8 +123,9 @@ def make(options: ProcessOptions) -> tuple[EngineCore[Any], CoreInfo]:
 def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    line = sys.stdin.buffer.readline()
-    threading.Thread(target=_end_with_parent, name="treetop-parent", daemon=True).start()
+    stdin = io.FileIO(0, closefd=False)  # without a buffer, whose lock the thread would hold at the end
+    line = stdin.readline()
+    threading.Thread(target=_end_with_parent, args=(stdin,), name="treetop-parent", daemon=True).start()
     options = msgspec.json.decode(line, type=ProcessOptions)
     logging.basicConfig(level=options.log_level, format="%(message)s", stream=sys.stderr)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -153,9 +155,9 @@ def refuse(socket: "zmq.Socket[bytes]", why: Failed) -> None:
             told = True
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(stdin: io.FileIO) -> None:
     """The parent holds the other end of stdin and never writes again."""
-    while sys.stdin.buffer.read(1):
+    while stdin.read(1):
         pass
     os._exit(0)  # also out of a call that never returns
 

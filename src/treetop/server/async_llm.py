@@ -85,8 +85,8 @@ class AsyncLLM:
 
     async def ids_of(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
         """Ids of each prompt, checked. Raises InputError."""
-        texts = [prompts] if isinstance(prompts, str) else [each for each in prompts if isinstance(each, str)]
-        if sum(map(len, texts)) < _LONG_TEXT:
+        listed = prompts if isinstance(prompts, list) else [prompts]
+        if sum(len(each) for each in listed if isinstance(each, str)) < _LONG_TEXT:
             return self.reader.ids_of(prompts)
         return await asyncio.to_thread(self.reader.ids_of, prompts)
 

@@ -1,6 +1,5 @@
 """Chat templates: messages to the text of a prompt, rendered in a process of limits (`render.py`)."""
 
-import importlib.util
 import json
 import os
 import signal
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from treetop.models.json_file import read_object
+from treetop.server.options import is_installed
 from treetop.types.errors import CheckpointError, ConfigError, InputError
 
 Message = dict[str, Any]
@@ -25,7 +25,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, tokens: dict[str, str]) -> None:
         """tokens: names and texts of special tokens. Raises ConfigError without jinja2."""
-        if importlib.util.find_spec("jinja2") is None:
+        if not is_installed("jinja2"):
             raise ConfigError("chat templates need jinja2; pip install treetop[serve]")
         self._header = json.dumps({"source": source, "tokens": tokens})
         self._lock = threading.Lock()

@@ -1,14 +1,13 @@
 """`treetop serve` on the command line: its flags, the spellings of vLLM and SGLang, and the configuration file."""
 
 import argparse
-import importlib.util
 import os
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from treetop.server.options import ServeOptions, Unset, engine_config
+from treetop.server.options import ServeOptions, Unset, engine_config, is_installed
 from treetop.types.config import flag
 from treetop.types.errors import ConfigError
 
@@ -133,6 +132,6 @@ def serve_options(args: argparse.Namespace) -> ServeOptions:
 
 
 def _check_packages() -> None:
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    missing = [name for name in _NEEDED if not is_installed(name)]
     if missing:
         raise ConfigError(f"serve needs {', '.join(missing)}; pip install treetop[serve]")

@@ -1,5 +1,6 @@
 """What callers of the front ends may choose."""
 
+import importlib.util
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
@@ -67,3 +68,11 @@ class ServeOptions:
         problems = [text for bad, text in rules if bad]
         if problems:
             raise ConfigError("; ".join(problems))
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package of the `serve` extra can be imported."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False

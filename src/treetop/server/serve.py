@@ -7,6 +7,7 @@ dies: the others see the end of their stdin, and end.
 """
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -30,6 +31,9 @@ from treetop.types.errors import ConfigError, EngineError
 _END_S = 10.0
 """How long a process may take to end once it should."""
 _LONGEST_PATH = 90
+_BACKLOG = 2048
+
+log = logging.getLogger("treetop.server")
 
 
 def run(config: EngineConfig, options: ServeOptions, mock: MockOptions | None) -> int:
@@ -58,7 +62,8 @@ def _bind(options: ServeOptions) -> socket.socket:
 
 async def _run(process: ProcessOptions, options: ServeOptions, listening: socket.socket) -> int:
     stopped: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    _on_signals(stopped)
+    workers: list[Process] = []
+    _on_signals(stopped, workers)
     async with AsyncExitStack() as stack:
         engine = await _spawn(["treetop.core.engine_process"], process)
         stack.push_async_callback(_end, engine)
@@ -73,18 +78,25 @@ async def _run(process: ProcessOptions, options: ServeOptions, listening: socket
             watch = asyncio.ensure_future(_watch(engine, core))
             stack.callback(watch.cancel)
             return await serve(core, told, listening, lambda: _say(listening, core, told))
-        return await _serve_with_workers(stack, engine, core, told, listening, stopped)
+        return await _serve_with_workers(stack, engine, workers, (core, told), listening, stopped)
 
 
-def _on_signals(stopped: "asyncio.Future[int]") -> None:
-    """Until the API has handlers of its own, a signal ends everything."""
+def _on_signals(stopped: "asyncio.Future[int]", workers: Sequence[Process]) -> None:
+    """A signal ends everything: the first lets workers finish, the second does not. One API has its own handlers."""
 
     def stop(number: signal.Signals) -> None:
         if not stopped.done():
             stopped.set_result(128 + number if number == signal.SIGINT else 0)
+        _terminate(workers)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop, number)
+
+
+def _terminate(workers: Sequence[Process]) -> None:
+    for worker in workers:
+        if worker.returncode is None:
+            worker.terminate()
 
 
 async def _spawn(arguments: Sequence[str], options: msgspec.Struct, **given: Any) -> Process:
@@ -125,27 +137,31 @@ def _died(code: int) -> str:
 async def _serve_with_workers(
     stack: AsyncExitStack,
     engine: Process,
-    core: RemoteCore,
-    told: ApiOptions,
+    workers: list[Process],
+    of: tuple[RemoteCore, ApiOptions],
     listening: socket.socket,
     stopped: "asyncio.Future[int]",
 ) -> int:
     """Run API processes on the socket until one of all the processes ends, or a signal comes."""
-    listening.listen(2048)
+    core, told = of
+    listening.listen(_BACKLOG)
     metrics = Path(told.address.removeprefix("ipc://")).parent / "metrics"
     metrics.mkdir()
     environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
-    workers = []
+    spawned = []
     for number in range(told.serve.api_workers):
         arguments = ["treetop.server.api.worker", str(listening.fileno())]
         options = msgspec.structs.replace(told, number=number)
         worker = await _spawn(arguments, options, stdout=PIPE, pass_fds=(listening.fileno(),), env=environment)
         stack.push_async_callback(_end, worker)
-        workers.append(worker)
+        spawned.append(worker)
+    workers += spawned
+    if stopped.done():
+        _terminate(workers)
     ends: set[asyncio.Future[Any]] = {asyncio.ensure_future(each.wait()) for each in (engine, *workers)}
     ups = asyncio.ensure_future(_all_up(workers))
     await asyncio.wait({*ends, ups, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    if ups.done():
+    if ups.done() and ups.result():
         _say(listening, core, told)
     listening.close()  # the workers have it
     await asyncio.wait({*ends, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -153,18 +169,17 @@ async def _serve_with_workers(
         for worker in workers:
             assert worker.stdin is not None
             worker.stdin.write(_died(engine.returncode).encode() + b"\n")
-    for worker in workers:
-        if engine.returncode is None and worker.returncode is None:
-            worker.terminate()
+    elif not stopped.done():
+        log.error("an API process has ended; so does the server")
+        _terminate(workers)
     codes = await asyncio.gather(*(worker.wait() for worker in workers))
-    return stopped.result() if stopped.done() and not any(codes) else 1
+    return stopped.result() if stopped.done() and {*codes} <= {0, -signal.SIGTERM} else 1
 
 
-async def _all_up(workers: Sequence[Process]) -> None:
-    for worker in workers:
-        assert worker.stdout is not None
-        if not await worker.stdout.readline():
-            raise EngineError("an API process ended before it was up")
+async def _all_up(workers: Sequence[Process]) -> bool:
+    """Wait for the word of each; False if one ends without it."""
+    lines = [await worker.stdout.readline() for worker in workers if worker.stdout is not None]
+    return all(lines)
 
 
 def _say(listening: socket.socket, core: RemoteCore, told: ApiOptions) -> None:

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from treetop.server.api.chat import chat
 from treetop.server.api.completions import completions
-from treetop.server.api.errors import add_error_handlers, error_response
+from treetop.server.api.errors import add_error_handlers, as_api_error, error_response
 from treetop.server.api.front import Front
 from treetop.server.api.operations import operations
 from treetop.version import __version__
@@ -33,7 +33,10 @@ def make_app(front: Front) -> FastAPI:
 
 
 class Gate:
-    """Turns away whoever has no key, and bodies that are too large, before anything is read or kept."""
+    """Turns away whoever has no key, and bodies that are too large, before anything is read or kept.
+
+    What a bug raises ends here, as a 500.
+    """
 
     def __init__(self, app: ASGIApp, keys: tuple[str, ...], max_body_bytes: int) -> None:
         self._app, self._keys, self._most = app, [key.encode() for key in keys], max_body_bytes
@@ -50,7 +53,19 @@ class Gate:
         if length.isdecimal() and int(length[:20]) > self._most:
             await error_response(413, self._too_large())(scope, receive, send)
             return
-        await self._app(scope, self._counted(receive), send)
+        started = False
+
+        async def noted(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, self._counted(receive), noted)
+        except Exception as error:  # a bug: told here, for what is above would log its words
+            api = as_api_error(error)
+            if not started:
+                await error_response(api.status, str(api), api.param, api.code)(scope, receive, send)
 
     def _known(self, given: str) -> bool:
         """Whether it is one of the keys, in a time that does not tell how much of it is right."""

@@ -12,6 +12,7 @@ from treetop.server.api.fields import SamplingFields
 from treetop.server.api.front import Front, new_id
 from treetop.server.async_llm import DeltaStream
 from treetop.server.outputs import RequestOutput, TextDelta
+from treetop.types.errors import InputError
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -93,6 +94,8 @@ def completions(front: Front) -> APIRouter:
     async def complete(request: Request, body: CompletionRequest) -> Response:
         front.check_model(body.model)
         ids = await front.llm.ids_of(body.prompt)
+        if not ids:
+            raise InputError("prompt: the list is empty")
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         deltas = await front.start(ids, body, max_tokens)
         try:

@@ -1,6 +1,7 @@
 """Errors in OpenAI's shape. What a caller sent never becomes a 500, and never reaches the log."""
 
 import logging
+import traceback
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -48,7 +49,8 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(400, str(error))
     if isinstance(error, EngineError):
         return ApiError(503, str(error), code="engine_error")
-    log.error("a request failed", exc_info=error)
+    frames = "".join(traceback.format_tb(error.__traceback__))  # its words may be a prompt
+    log.error("a request failed: %s\n%s", type(error).__name__, frames)
     return ApiError(500, f"internal error: {type(error).__name__}")
 
 
@@ -68,7 +70,7 @@ def add_error_handlers(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         return error_response(error.status_code, str(error.detail))
 
-    for kind in (ApiError, UserError, EngineError, Exception):
+    for kind in (ApiError, UserError, EngineError):
         app.add_exception_handler(kind, told)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)

@@ -91,7 +91,7 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-Text = Annotated[str, Field(max_length=LONGEST_STOP)]
+Stops = Annotated[list[Annotated[str, Field(max_length=LONGEST_STOP)]], Field(max_length=MOST_STOPS)]
 
 
 class SamplingFields(Body):
@@ -104,7 +104,7 @@ class SamplingFields(Body):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: Annotated[list[Text] | None, BeforeValidator(_listed), Field(max_length=MOST_STOPS)] = None
+    stop: Annotated[Stops | None, BeforeValidator(_listed)] = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     stream: bool = False

@@ -7,6 +7,7 @@ stdout: a line once requests are accepted.
 """
 
 import asyncio
+import io
 import os
 import socket
 import sys
@@ -20,14 +21,15 @@ from treetop.server.api.run import ApiOptions, log_to_stderr, serve
 
 def main() -> int:
     listening = socket.socket(fileno=int(sys.argv[1]))
-    options = msgspec.json.decode(sys.stdin.buffer.readline(), type=ApiOptions)
+    stdin = io.FileIO(0, closefd=False)  # without a buffer, whose lock the thread would hold at the end
+    options = msgspec.json.decode(stdin.readline(), type=ApiOptions)
     log_to_stderr()
-    return asyncio.run(_run(options, listening))
+    return asyncio.run(_run(options, listening, stdin))
 
 
-async def _run(options: ApiOptions, listening: socket.socket) -> int:
+async def _run(options: ApiOptions, listening: socket.socket, stdin: io.FileIO) -> int:
     core = RemoteCore(options.address)
-    threading.Thread(target=_listen, args=(core, asyncio.get_running_loop()), daemon=True).start()
+    threading.Thread(target=_listen, args=(stdin, core, asyncio.get_running_loop()), daemon=True).start()
     await core.connect()
     try:
         return await serve(core, options, listening, lambda: print("up", flush=True))
@@ -35,8 +37,8 @@ async def _run(options: ApiOptions, listening: socket.socket) -> int:
         core.close()
 
 
-def _listen(core: RemoteCore, loop: asyncio.AbstractEventLoop) -> None:
-    for line in sys.stdin.buffer:
+def _listen(stdin: io.FileIO, core: RemoteCore, loop: asyncio.AbstractEventLoop) -> None:
+    while line := stdin.readline():
         loop.call_soon_threadsafe(core.fail, line.decode().strip())
     os._exit(1)
 
