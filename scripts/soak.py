@@ -23,7 +23,8 @@ from treetop import LLM, SamplingParams
 from treetop.bench.equality import NEAR_TIE, TIES_ALLOWED, equal_outputs
 from treetop.cli import OneLineParser, exit_code
 from treetop.kernels.sampling import WarpParams, draw, philox_coin, warp
-from treetop.models.loader import compute_device, resolve_folder
+from treetop.models.folder import resolve_folder
+from treetop.models.loader import compute_device
 from treetop.server.llm import RequestOutput, TextDelta
 from treetop.types.config import CHOICES
 from treetop.types.errors import InputError

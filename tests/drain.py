@@ -4,7 +4,7 @@ import json
 
 from engines import greedy
 from treetop.engine.graphs import Eager
-from treetop.models.loader import resolve_folder
+from treetop.models.folder import resolve_folder
 
 
 def held_out(llm, count: int, longest: int = 90) -> list[list[int]]:

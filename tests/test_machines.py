@@ -233,7 +233,7 @@ class RequestMachine(RuleBasedStateMachine):
             null = self.llm.engine.device.pools[group.name].data[:, : layout.page_size]
             assert torch.equal(null, torch.zeros_like(null)), "the null page is not clean"
             if self.llm.config.disable_radix_cache:
-                assert ledger.usage(group.name) == 0
+                assert ledger.usage == 0
 
 
 class WindowMachine(RequestMachine):

@@ -6,13 +6,18 @@ from treetop.types.sampling import SamplingParams
 from treetop.version import __version__
 
 if TYPE_CHECKING:
+    from treetop.server.async_llm import AsyncLLM
     from treetop.server.llm import LLM, RequestOutput
 
-__all__ = ["LLM", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "RequestOutput", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
     """`LLM` and `RequestOutput` load PyTorch, so they are loaded when they are asked for."""
+    if name == "AsyncLLM":
+        from treetop.server.async_llm import AsyncLLM
+
+        return AsyncLLM
     if name in ("LLM", "RequestOutput"):
         from treetop.server import llm
 

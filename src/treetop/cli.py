@@ -1,4 +1,4 @@
-"""The command line: `treetop generate`, `bench`, `trace`, `doctor`.
+"""The command line: `treetop generate`, `serve`, `bench`, `trace`, `doctor`.
 
 Exit codes: 0 ok; 1 a failure at run time, unequal outputs in bench, failed conformance or an uncaught
 fault in doctor; 2 bad input or configuration, one line on
@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
@@ -71,16 +71,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # of what the terminal's encoding lacks
-    args = build_parser().parse_args(argv)
+    parser, given = build_parser(), sys.argv[1:] if argv is None else argv
+    args = parser.parse_args(given)
     if args.verbose:
         logger = logging.getLogger("treetop")
         logger.setLevel(logging.INFO)
         logger.addHandler(logging.StreamHandler(sys.stderr))
-    return exit_code("treetop", lambda: _run(args))
+    return exit_code("treetop", lambda: _run(args, parser, given))
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace, parser: argparse.ArgumentParser, given: Sequence[str]) -> int:
     """Run a command, on engines with a bug of the past if the environment names one."""
+    if getattr(args, "config", None) is not None:
+        from treetop.server.command import with_config_file
+
+        args = parser.parse_args(with_config_file(args, given))
     if not os.environ.get("TREETOP_FAULT"):
         return int(args.run(args))
     from treetop.debug.faults import environment_fault
@@ -131,6 +136,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_engine(generate)
     generate.set_defaults(run=run_generate)
 
+    _add_serve(commands.add_parser("serve", help="an HTTP server with OpenAI's API"))
     _add_bench(commands.add_parser("bench", help="plain against speculative decoding, and rounds against their floor"))
 
     trace = commands.add_parser("trace", help="decode a prompt and write an HTML page that shows every draft tree")
@@ -298,6 +304,14 @@ def run_doctor(args: argparse.Namespace) -> int:
     return run(args.model, _engine_options(args), Visit(args.cases, args.faults))
 
 
+def _add_serve(serve: argparse.ArgumentParser) -> None:
+    from treetop.server import command
+
+    _add_engine(serve, command.ENGINE_ALIASES)
+    command.add_serve_flags(serve)
+    serve.set_defaults(run=lambda args: command.run_serve(args, _engine_options(args)))
+
+
 def _add_bench(bench: argparse.ArgumentParser) -> None:
     compare = bench.add_argument_group("plain against speculative, the default")
     compare.add_argument(
@@ -344,7 +358,8 @@ def _sampling_params(args: argparse.Namespace) -> SamplingParams:
         raise InputError(re.sub(rf"(^|; )({'|'.join(names)})\b", lambda m: m[1] + flag(m[2]), str(error))) from None
 
 
-def _add_engine(parser: argparse.ArgumentParser) -> None:
+def _add_engine(parser: argparse.ArgumentParser, aliases: Mapping[str, Sequence[str]] | None = None) -> None:
+    """Flags of all engine options. aliases: more spellings of some."""
     parser.add_argument("model", nargs="?", metavar="MODEL", help="folder of the target; the embedded pair by default")
     parser.add_argument("-v", "--verbose", action="store_true", help="say on stderr what the engine is made of")
     hints = get_type_hints(EngineConfig)
@@ -363,7 +378,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
             options["type"] = next((kind for kind in (int, float) if kind in kinds), str)
             options["choices"] = CHOICES.get(field.name)
             options["metavar"] = None if field.name in CHOICES else _METAVAR[options["type"]]
-        parser.add_argument(flag(field.name), **options)
+        parser.add_argument(flag(field.name), *(aliases or {}).get(field.name, ()), **options)
 
 
 def _engine_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from treetop.bench.prompts import read_prompts
 from treetop.bench.rounds import Figures, measure, plain_options, up_to_step, warm_up
 from treetop.engine.build import read_blueprint
 from treetop.kernels.products import ChosenProduct
-from treetop.models.loader import compute_device, resolve_folder
+from treetop.models.folder import resolve_folder
+from treetop.models.loader import compute_device
 from treetop.models.registry import target_spec
 from treetop.server.llm import LLM, RequestOutput
 from treetop.server.tokenizer import open_tokenizer

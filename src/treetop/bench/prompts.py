@@ -4,7 +4,7 @@ import json
 import random
 from pathlib import Path
 
-from treetop.models.loader import resolve_folder
+from treetop.models.folder import resolve_folder
 from treetop.server.llm import LLM
 from treetop.server.tokenizer import Tokenizer
 from treetop.types.config import BUILTIN_MODEL

@@ -23,7 +23,8 @@ from treetop.bench.roofline import Case, round_floor, saved_bytes
 from treetop.engine.build import read_blueprint
 from treetop.engine.cuda_graphs import CudaGraphs, plan_host_extents
 from treetop.engine.rounds import RoundKey, phases_of
-from treetop.models.loader import compute_device, compute_dtype, resolve_folder
+from treetop.models.folder import resolve_folder
+from treetop.models.loader import compute_device, compute_dtype
 from treetop.models.registry import target_spec
 from treetop.server.llm import LLM, RequestOutput, TextDelta
 from treetop.types.config import EngineConfig

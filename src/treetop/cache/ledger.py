@@ -164,10 +164,15 @@ class PageLedger:
         for allocator in self._allocators.values():
             allocator.arrange(order)
 
-    def usage(self, group: GroupName) -> float:
-        """Fraction of the group's pages in use."""
-        allocator = self._allocators[group]
-        return 1 - allocator.num_free / allocator.total
+    @property
+    def usage(self) -> float:
+        """Share of the fullest group's pages that requests hold: neither free nor evictable from the cache."""
+        return max(
+            1 - (each.num_free + self._evictable(group)) / each.total for group, each in self._allocators.items()
+        )
+
+    def _evictable(self, group: GroupName) -> int:
+        return 0 if self._radix is None else self._radix.num_evictable(group)
 
     def check(self, leases: Sequence[Lease]) -> None:
         """Raise OwnershipError unless, in every group, leases and cache own exactly the pages that are not free.

@@ -7,18 +7,16 @@ A command is one `put`, which is atomic: an interrupt falls before it or after i
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from treetop.core.engine_core import EngineCore
-from treetop.types.errors import EngineError, InputError
+from treetop.core.loop import CoreLoop, Deliver
+from treetop.types.errors import EngineError
 from treetop.types.ids import RequestId
 from treetop.types.requests import EngineRequest, RequestUpdate
-
-Deliver = Callable[[list[RequestUpdate]], None]
-"""Takes a step's updates of one client, on the core's thread; it must not wait and not raise."""
 
 
 class _Add(NamedTuple):
@@ -155,74 +153,22 @@ def _close(inbox: "SimpleQueue[Command]", thread: threading.Thread) -> None:
 
 
 def _run(core: EngineCore[Any], inbox: "SimpleQueue[Command]") -> None:
-    loop = _Loop(core)
-    while not loop.stopped:
-        if not core.busy:
-            loop.apply(inbox.get())
-        while not inbox.empty():
-            loop.apply(inbox.get())
-        if core.busy and not loop.stopped:
-            loop.step()
-    loop.end()
-
-
-class _Loop:
-    """What the thread holds: whom to tell of each request, and who waits for what is in flight."""
-
-    def __init__(self, core: EngineCore[Any]) -> None:
-        self._core = core
-        self._clients: dict[RequestId, Deliver] = {}
-        self._flushes: list[tuple[int, threading.Event]] = []  # set once so many steps have been committed
-        self.stopped = False
-
-    def apply(self, command: Command) -> None:
+    loop = CoreLoop(core)
+    while True:
+        command = None
+        if not core.busy or not inbox.empty():
+            command = inbox.get()
         match command:
+            case None:
+                loop.step()
             case _Add(requests, deliver):
-                for request in requests:
-                    self._add(request, deliver)
+                loop.add(requests, deliver)
             case _Abort(request_ids):
-                ended = [self._core.abort(request_id) for request_id in request_ids]
-                self._tell([update for update in ended if update is not None])
+                loop.abort(request_ids)
             case _Finish(request_id, num_tokens):
-                if self._core.finish(request_id, num_tokens) is not None:
-                    del self._clients[request_id]
+                loop.finish(request_id, num_tokens)
             case _Flush(done):
-                self._flushes.append((self._core.num_launched, done))
-                self._wake()
+                loop.flush(done)
             case _Stop():
-                self.stopped = True
-
-    def step(self) -> None:
-        self._tell(self._core.step())
-        if self._flushes:
-            self._wake()
-
-    def end(self) -> None:
-        self._tell(self._core.fail(EngineError("the engine core has been closed")))
-        self._wake()
-
-    def _add(self, request: EngineRequest, deliver: Deliver) -> None:
-        try:
-            self._core.add(request)
-        except InputError as error:
-            deliver([RequestUpdate(request.request_id, (), finish_reason="abort", error=str(error))])
-        else:
-            self._clients[request.request_id] = deliver
-
-    def _tell(self, updates: Sequence[RequestUpdate]) -> None:
-        """Each client its own updates, in one call. A request that was given to the scheduler itself has no client."""
-        by_client: dict[Deliver, list[RequestUpdate]] = {}
-        for update in updates:
-            request_id = update.request_id
-            known = self._clients.get if update.finish_reason is None else self._clients.pop
-            deliver = known(request_id, None)
-            if deliver is not None:
-                by_client.setdefault(deliver, []).append(update)
-        for deliver, mine in by_client.items():
-            deliver(mine)
-
-    def _wake(self) -> None:
-        committed = self._core.num_committed
-        for _, done in (flush for flush in self._flushes if flush[0] <= committed):
-            done.set()
-        self._flushes = [flush for flush in self._flushes if flush[0] > committed]
+                loop.end(EngineError("the engine core has been closed"))
+                return

@@ -24,7 +24,7 @@ from treetop.debug.oracle import DensePair
 from treetop.debug.patching import wrapped_device
 from treetop.debug.visibility import VisibilityWatch
 from treetop.doctor.conformance import WINDOW, Case, Conformance, follow
-from treetop.models.loader import resolve_folder
+from treetop.models.folder import resolve_folder
 from treetop.server.llm import LLM, RequestOutput
 from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL
 from treetop.types.errors import TreetopError

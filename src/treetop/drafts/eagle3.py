@@ -16,6 +16,7 @@ from treetop.drafts.protocol import DraftProducts, DraftVocab, Proposal, Streame
 from treetop.kernels.rope import rope_table
 from treetop.kernels.table import Ops
 from treetop.models.checkpoint import tensor_files
+from treetop.models.json_file import integers
 from treetop.models.layers import (
     GatedMLP,
     RMSNorm,
@@ -34,7 +35,6 @@ from treetop.models.spec import (
     attention_spec,
     dense_spec,
     flag,
-    integers,
     model_config,
     read_config,
     size,

@@ -35,7 +35,8 @@ from treetop.engine.rehearsal import rehearse
 from treetop.engine.state import make_state
 from treetop.engine.trial import peak_bytes
 from treetop.kernels.products import ChosenProduct, choose_products
-from treetop.models.loader import Placement, compute_device, compute_dtype, resolve_folder, weight_bytes
+from treetop.models.folder import resolve_folder
+from treetop.models.loader import Placement, compute_device, compute_dtype, weight_bytes
 from treetop.models.registry import TargetSpec, target_spec
 from treetop.models.spec import AttentionSpec, ModelConfig
 from treetop.types.config import EngineConfig

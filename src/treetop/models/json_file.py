@@ -1,11 +1,14 @@
 """Reading the JSON files of a model folder. What is in them is anybody's, so whatever is wrong is a CheckpointError."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from treetop.types.errors import CheckpointError
+from treetop.types.errors import CheckpointError, shown
 
+MOST_TOKENS = 2**24
+"""Of a vocabulary."""
 _MOST_BYTES = 2**28
 """Of a file that is read as JSON; real ones have a few megabytes."""
 _MOST_DIGITS = 64
@@ -34,6 +37,17 @@ def not_there(path: Path) -> str:
     if path.is_symlink() and not path.exists():
         return f"a link to {path.readlink()}, which is not there"
     return "not a file" if path.exists() else "no such file"
+
+
+def integers(config: Mapping[str, Any], key: str, where: Path) -> tuple[int, ...]:
+    """An integer or a list of them; () if there is none. -1 stands for none in some files."""
+    value = config.get(key)
+    listed = [] if value is None else value if isinstance(value, list) else [value]
+    if any(not isinstance(each, int) or isinstance(each, bool) or not -1 <= each <= MOST_TOKENS for each in listed):
+        raise CheckpointError(
+            f"{where}: {key} must be an integer or a list of integers, from -1 to {MOST_TOKENS}, got {shown(value)}"
+        )
+    return tuple(listed)
 
 
 def _integer(digits: str) -> int | float:

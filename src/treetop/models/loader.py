@@ -1,10 +1,7 @@
 """From a folder, or a `builtin:` name, to parameters where a model computes. All checks come before any work."""
 
-import os
-import stat
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from importlib import resources
 from math import prod
 from pathlib import Path
 
@@ -15,54 +12,18 @@ from treetop.kernels.products import ChosenProduct, Shape
 from treetop.kernels.table import OpContext, Ops
 from treetop.models.checkpoint import check_tensors, open_tensors
 from treetop.models.params import Fetch, Param, stored_tensors
-from treetop.types.config import flag
-from treetop.types.errors import CheckpointError, ConfigError
+from treetop.types.errors import ConfigError
 from treetop.types.layout import SpecShape
 
 Weights = MutableMapping[str, Tensor]
 """Parameters by name. A model takes out what it keeps in another form, so that this is never there twice."""
 
-BUILTIN_PREFIX = "builtin:"
-_MOST_SHOWN = 256
-"""Characters of a folder's name in an error."""
 _TORCH_DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-
-
-def resolve_folder(name: str, option: str = "model") -> Path:
-    """The checkpoint's folder. `builtin:NAME` lies in the package; anything else is a path.
-
-    option: under which it was given. Raises CheckpointError, which names it, if there is no folder that can be read.
-    """
-    shown = f"{'model' if option == 'model' else flag(option)} {_short(name)}"
-    if name.startswith(BUILTIN_PREFIX):
-        assets = Path(str(resources.files("treetop") / "assets"))
-        known = {BUILTIN_PREFIX + path.name: path for path in assets.iterdir() if path.is_dir()}
-        if name not in known:
-            raise CheckpointError(f"{shown}: no such builtin model; known are {', '.join(sorted(known))}")
-        return known[name]
-    folder = Path(name)
-    try:
-        if not name or not stat.S_ISDIR(folder.stat().st_mode):
-            raise CheckpointError(f"{shown}: not a folder")
-    except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{shown}: no such folder") from None
-    except (OSError, ValueError) as error:  # too long a name, a null byte, a folder above that is closed
-        reason = error.strerror if isinstance(error, OSError) else "not a path"
-        raise CheckpointError(f"{shown}: {reason}") from None
-    if not os.access(folder, os.R_OK | os.X_OK):
-        raise CheckpointError(f"{shown}: no permission to read this folder")
-    return folder
-
-
-def _short(name: str) -> str:
-    """A name for an error of one line."""
-    shown = name if name.isprintable() and name else repr(name)
-    return shown if len(shown) <= _MOST_SHOWN else f"{shown[:_MOST_SHOWN]}... ({len(name)} characters)"
 
 
 def compute_device(option: str) -> torch.device:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from treetop.kernels.rope import RopeSpec
-from treetop.models.json_file import read_object
+from treetop.models.json_file import MOST_TOKENS, integers, read_object
 from treetop.types.errors import CheckpointError, shown
 from treetop.types.kv import KVFormat, paired
 
@@ -142,7 +142,7 @@ def _rope_spec(config: Config, head_dim: int, max_positions: int, where: Path) -
     )
 
 
-_MOST_HEADS, _MOST_WIDTH, _MOST_TOKENS, _MOST_POSITIONS = 2**10, 2**20, 2**24, 2**31
+_MOST_HEADS, _MOST_WIDTH, _MOST_POSITIONS = 2**10, 2**20, 2**31
 _BOUNDS: dict[str, tuple[float, float]] = {
     "num_hidden_layers": (1, 2**10),
     "num_attention_heads": (1, _MOST_HEADS),
@@ -151,8 +151,8 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "hidden_size": (1, _MOST_WIDTH),
     "target_hidden_size": (1, _MOST_WIDTH),
     "intermediate_size": (1, _MOST_WIDTH),
-    "vocab_size": (1, _MOST_TOKENS),
-    "draft_vocab_size": (1, _MOST_TOKENS),
+    "vocab_size": (1, MOST_TOKENS),
+    "draft_vocab_size": (1, MOST_TOKENS),
     "max_position_embeddings": (1, _MOST_POSITIONS),
     "original_max_position_embeddings": (1, _MOST_POSITIONS),
     "sliding_window": (1, _MOST_POSITIONS),
@@ -198,14 +198,3 @@ def table(config: Config, key: str, where: Path) -> Config:
     if value is not None and not isinstance(value, dict):
         raise CheckpointError(f"{where}: {key} must be an object, got {shown(value)}")
     return value or {}
-
-
-def integers(config: Config, key: str, where: Path) -> tuple[int, ...]:
-    """An integer or a list of them; () if there is none. -1 stands for none in some files."""
-    value = config.get(key)
-    listed = [] if value is None else value if isinstance(value, list) else [value]
-    if any(not isinstance(each, int) or isinstance(each, bool) or not -1 <= each <= _MOST_TOKENS for each in listed):
-        raise CheckpointError(
-            f"{where}: {key} must be an integer or a list of integers, from -1 to {_MOST_TOKENS}, got {shown(value)}"
-        )
-    return tuple(listed)

@@ -15,11 +15,11 @@ from treetop.checks.host import check_cached, check_cell, check_emitted
 from treetop.scheduler.request import Request, Running
 from treetop.scheduler.stops import first_stop
 from treetop.types.config import EngineConfig
-from treetop.types.errors import InputError, InvariantError
+from treetop.types.errors import InvariantError
 from treetop.types.ids import GroupName, PageId, RequestId, Row
 from treetop.types.layout import Layout
 from treetop.types.messages import Chunk, PageEdit, PrefillPlan, RoundPlan, RowSetup, StepPlan, StepResult
-from treetop.types.requests import EngineRequest, RequestStats, RequestUpdate
+from treetop.types.requests import CoreLoad, EngineRequest, RequestStats, RequestUpdate, check_prompt
 from treetop.types.sampling import Choice, FinishReason
 
 _CHEAP_PADDING = 512
@@ -65,27 +65,13 @@ class Scheduler:
 
     def add(self, asked: EngineRequest) -> Request:
         """Queue a request. Raises InputError, before anything changes, for a prompt that can never run."""
-        self.check_prompt(asked.prompt_ids)
+        check_prompt(asked.prompt_ids, self._layout.max_context)
         if asked.request_id in self._by_id:
             raise InvariantError(f"request id {asked.request_id} is given twice")
         request = Request.of(asked, self._eos_ids, self._layout.max_context, self._clock())
         self._by_id[request.request_id] = request
         self._waiting.append(request)
         return request
-
-    def check_prompt(self, prompt_ids: Sequence[int]) -> None:
-        """Raise InputError for a prompt that is empty or leaves no room for one token."""
-        if not prompt_ids:
-            raise InputError("the prompt is empty: it has no token after encoding")
-        self.check_length(len(prompt_ids))
-
-    def check_length(self, num_tokens: int, exact: bool = True) -> None:
-        """Raise InputError if a prompt of so many tokens, or of no fewer, leaves no room for one more."""
-        if num_tokens >= self._layout.max_context:
-            raise InputError(
-                f"the prompt has {'' if exact else 'at least '}{num_tokens} tokens and leaves no room for one more in a"
-                f" context of {self._layout.max_context}; shorten it or raise --context-length"
-            )
 
     def abort(self, request_id: RequestId) -> RequestUpdate | None:
         """End a request, wherever it stands; None if it is not alive. Steps with its row may still be out."""
@@ -106,6 +92,11 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self._by_id)
+
+    @property
+    def load(self) -> CoreLoad:
+        """What it is busy with; requests that ended while a step of theirs is out count as running."""
+        return CoreLoad(len(self._by_row), len(self._waiting), self._ledger.usage, self.num_retractions)
 
     # ---------------------------------------------------------------- planning
 
@@ -374,8 +365,8 @@ class Scheduler:
         return updates
 
     def _emit(self, request: Request, tokens: tuple[int, ...], accept_len: int | None) -> RequestUpdate:
-        limit = self._tokens_left(request)
-        if request.first_token_s is None:
+        limit, first = self._tokens_left(request), request.first_token_s is None
+        if first:
             request.first_token_s = self._clock()
         cut = first_stop(tokens, request.stop_ids, limit)
         if self._config.check_level >= 1:
@@ -383,9 +374,11 @@ class Scheduler:
             check_emitted(tokens[:count], request.stop_ids, reason, limit)
         if cut is None:
             request.output_ids += tokens
-            return RequestUpdate(request.request_id, tokens, accept_len)
-        count, reason = cut
-        return self._finish(request, tokens[:count], reason, accept_len)
+            update = RequestUpdate(request.request_id, tokens, accept_len)
+        else:
+            count, reason = cut
+            update = self._finish(request, tokens[:count], reason, accept_len)
+        return update._replace(num_cached_tokens=request.num_cached_tokens) if first else update
 
     def _finish(
         self,

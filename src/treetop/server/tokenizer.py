@@ -7,8 +7,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer as BpeTokenizer
 
-from treetop.models.json_file import not_there, read_object
-from treetop.models.spec import integers
+from treetop.models.json_file import not_there
 from treetop.server.token_bound import bytes_of_a_token
 from treetop.types.errors import CheckpointError, InputError
 
@@ -52,10 +51,10 @@ class Tokenizer:
     def _bytes_of_a_token(self) -> int | None:
         return bytes_of_a_token(self._bpe)
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a prompt, with the special tokens that the checkpoint's template adds."""
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Ids of a prompt. special: with the special tokens that the checkpoint's template adds."""
         try:
-            return list(self._bpe.encode(text).ids)
+            return list(self._bpe.encode(text, add_special_tokens=special).ids)
         except TypeError:  # lone surrogates: bytes of a terminal that are not UTF-8
             raise InputError("the prompt is not valid UTF-8 text") from None
 
@@ -130,9 +129,3 @@ def _ends_whole(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[list[int], li
             if not text.startswith(_UNKNOWN) and not text.endswith(_UNKNOWN):
                 return list(ids[start:end]), list(ids[end:])
     return list(ids[-_CONTEXT:]), []
-
-
-def extra_eos_ids(folder: Path) -> tuple[int, ...]:
-    """EOS ids that `generation_config.json` names beside those of `config.json`."""
-    path = folder / "generation_config.json"
-    return integers(read_object(path), "eos_token_id", path) if os.path.lexists(path) else ()

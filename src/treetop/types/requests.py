@@ -5,9 +5,12 @@ client --EngineRequest--> core --RequestUpdate--> client
 Ids only: text, stop strings and tokenizers are the client's.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from treetop.types.errors import InputError
 from treetop.types.ids import RequestId
+from treetop.types.layout import SpecShape
 from treetop.types.sampling import FinishReason, SamplingParams
 
 
@@ -40,7 +43,7 @@ class RequestUpdate(NamedTuple):
 
     new_ids: emitted now, cut at the stop. accept_len: accepted drafts of the round that gave them, before any cut; None
     if it was no round. error: why the request failed, if it did. engine_failed: it failed with the whole engine. stats
-    come with finish_reason, in the request's last update.
+    come with finish_reason, in the request's last update. num_cached_tokens: as in the stats, with the first tokens.
     """
 
     request_id: RequestId
@@ -50,3 +53,39 @@ class RequestUpdate(NamedTuple):
     error: str | None = None
     engine_failed: bool = False
     stats: RequestStats | None = None
+    num_cached_tokens: int | None = None
+
+
+class CoreInfo(NamedTuple):
+    """What a client must know of a core. model_path: the folder. shape: of a round's tree."""
+
+    model_path: str
+    vocab_size: int
+    max_context: int
+    max_requests: int
+    shape: SpecShape
+
+
+class CoreLoad(NamedTuple):
+    """What a core is busy with. kv_usage: share of the fullest pool that requests hold."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_usage: float = 0.0
+    num_retractions: int = 0
+
+
+def check_prompt(prompt_ids: Sequence[int], max_context: int) -> None:
+    """Raise InputError for a prompt that is empty or leaves no room for one token."""
+    if not prompt_ids:
+        raise InputError("the prompt is empty: it has no token after encoding")
+    check_length(len(prompt_ids), max_context)
+
+
+def check_length(num_tokens: int, max_context: int, exact: bool = True) -> None:
+    """Raise InputError if a prompt of so many tokens, or of no fewer, leaves no room for one more."""
+    if num_tokens >= max_context:
+        raise InputError(
+            f"the prompt has {'' if exact else 'at least '}{num_tokens} tokens and leaves no room for one more in a"
+            f" context of {max_context}; shorten it or raise --context-length"
+        )

@@ -1,0 +1,112 @@
+"""What a front end with an event loop needs of a core, and a core on a thread of its own process that offers it."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from treetop.core.thread import CoreThread
+from treetop.types.errors import EngineError
+from treetop.types.ids import RequestId
+from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, RequestUpdate
+
+Sink = Callable[[RequestUpdate], None]
+"""Takes a request's updates, in the event loop; it does not wait."""
+
+
+class AsyncCore(Protocol):
+    """A core, wherever it runs. load: the last word about it. failure: why it is dead, None while it lives."""
+
+    @property
+    def info(self) -> CoreInfo: ...
+
+    @property
+    def load(self) -> CoreLoad: ...
+
+    @property
+    def failure(self) -> EngineError | None: ...
+
+    def next_id(self) -> RequestId: ...
+
+    def add(self, requests: Sequence[EngineRequest], sink: Sink) -> None:
+        """Queue requests together. If the core dies, each gets a last update that says so. Raises EngineError if dead.
+
+        Called in the event loop, where `sink` will be called too.
+        """
+        ...
+
+    def abort(self, request_ids: Sequence[RequestId]) -> None:
+        """End requests, of which nothing more will be heard; those that have ended stay as they are."""
+        ...
+
+    def finish(self, request_id: RequestId, num_tokens: int) -> None:
+        """The client stops after `num_tokens` tokens of the output; nothing more will be heard."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Sinks:
+    """Whom to tell of which request; all of them once, if the core dies."""
+
+    def __init__(self) -> None:
+        self._sinks: dict[RequestId, Sink] = {}
+
+    def add(self, requests: Sequence[EngineRequest], sink: Sink) -> None:
+        self._sinks.update((request.request_id, sink) for request in requests)
+
+    def drop(self, request_ids: Sequence[RequestId]) -> None:
+        for request_id in request_ids:
+            self._sinks.pop(request_id, None)
+
+    def deliver(self, updates: Sequence[RequestUpdate]) -> None:
+        for update in updates:
+            sink = self._sinks.get(update.request_id)
+            if update.finish_reason is not None:
+                self.drop((update.request_id,))
+            if sink is not None:
+                sink(update)
+
+    def fail(self, reason: str) -> None:
+        """End all that are alive with an error."""
+        self.deliver([RequestUpdate(i, (), None, "abort", reason, engine_failed=True) for i in [*self._sinks]])
+
+
+class LocalCore:
+    """A core on a thread of this process, for one event loop at a time."""
+
+    def __init__(self, thread: CoreThread, info: CoreInfo) -> None:
+        self._thread, self.info, self._sinks = thread, info, Sinks()
+
+    @property
+    def load(self) -> CoreLoad:
+        return self._thread.core.scheduler.load
+
+    @property
+    def failure(self) -> EngineError | None:
+        return None if self._thread.alive else EngineError("the engine core has been closed")
+
+    def next_id(self) -> RequestId:
+        return self._thread.next_id()
+
+    def add(self, requests: Sequence[EngineRequest], sink: Sink) -> None:
+        if self.failure is not None:
+            raise self.failure
+        loop, sinks = asyncio.get_running_loop(), self._sinks
+        sinks.add(requests, sink)
+
+        def deliver(updates: list[RequestUpdate]) -> None:  # on the core's thread
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(sinks.deliver, updates)
+
+        self._thread.add(requests, deliver)
+
+    def abort(self, request_ids: Sequence[RequestId]) -> None:
+        self._sinks.drop(request_ids)
+        self._thread.abort(request_ids)
+
+    def finish(self, request_id: RequestId, num_tokens: int) -> None:
+        self._sinks.drop((request_id,))
+        self._thread.finish(request_id, num_tokens)
+
+    def close(self) -> None:
+        self._thread.close()

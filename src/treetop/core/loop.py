@@ -1,0 +1,73 @@
+"""A core and its clients: whom to tell of each request, and who waits for what is in flight. One thread calls it."""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from treetop.core.engine_core import EngineCore
+from treetop.types.errors import UserError
+from treetop.types.ids import RequestId
+from treetop.types.requests import EngineRequest, RequestUpdate
+
+Deliver = Callable[[list[RequestUpdate]], None]
+"""Takes a step's updates of one client, on the core's thread; it must not wait and not raise."""
+
+
+class CoreLoop:
+    """Applies the commands of clients between steps, and delivers each step's updates."""
+
+    def __init__(self, core: EngineCore[Any]) -> None:
+        self.core = core
+        self._clients: dict[RequestId, Deliver] = {}
+        self._flushes: list[tuple[int, threading.Event]] = []  # set once so many steps have been committed
+
+    def add(self, requests: Sequence[EngineRequest], deliver: Deliver) -> None:
+        """Queue requests together. One that can never run is told so in its last update."""
+        for request in requests:
+            try:
+                self.core.add(request)
+            except UserError as error:
+                deliver([RequestUpdate(request.request_id, (), finish_reason="abort", error=str(error))])
+            else:
+                self._clients[request.request_id] = deliver
+
+    def abort(self, request_ids: Sequence[RequestId]) -> None:
+        ended = [self.core.abort(request_id) for request_id in request_ids]
+        self._tell([update for update in ended if update is not None])
+
+    def finish(self, request_id: RequestId, num_tokens: int) -> None:
+        if self.core.finish(request_id, num_tokens) is not None:
+            del self._clients[request_id]
+
+    def flush(self, done: threading.Event) -> None:
+        """Set `done` once nothing is in flight that is now."""
+        self._flushes.append((self.core.num_launched, done))
+        self._wake()
+
+    def step(self) -> None:
+        self._tell(self.core.step())
+        if self._flushes:
+            self._wake()
+
+    def end(self, error: BaseException) -> None:
+        """End every request with this error."""
+        self._tell(self.core.fail(error))
+        self._wake()
+
+    def _tell(self, updates: Sequence[RequestUpdate]) -> None:
+        """Each client its own updates, in one call. A request that was given to the scheduler itself has no client."""
+        by_client: dict[Deliver, list[RequestUpdate]] = {}
+        for update in updates:
+            request_id = update.request_id
+            known = self._clients.get if update.finish_reason is None else self._clients.pop
+            deliver = known(request_id, None)
+            if deliver is not None:
+                by_client.setdefault(deliver, []).append(update)
+        for deliver, mine in by_client.items():
+            deliver(mine)
+
+    def _wake(self) -> None:
+        committed = self.core.num_committed
+        for _, done in (flush for flush in self._flushes if flush[0] <= committed):
+            done.set()
+        self._flushes = [flush for flush in self._flushes if flush[0] > committed]

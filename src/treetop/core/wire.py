@@ -1,0 +1,94 @@
+"""What an API process and the engine process say to each other: typed msgpack messages, never pickles."""
+
+import msgspec
+
+from treetop.types.config import EngineConfig
+from treetop.types.ids import RequestId
+from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, RequestUpdate
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """A client asks what it talks to; the answer is `Ready` or `Failed`."""
+
+
+class Add(msgspec.Struct, frozen=True, tag=True):
+    """Requests that are planned together. Their ids come from the range that `Ready` gave the client."""
+
+    requests: tuple[EngineRequest, ...]
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """End these requests; a last update comes for those that are alive."""
+
+    request_ids: tuple[RequestId, ...]
+
+
+class Finish(msgspec.Struct, frozen=True, tag=True):
+    """The client stops after `num_tokens` tokens of the output; no more updates come."""
+
+    request_id: RequestId
+    num_tokens: int
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The engine is up. first_id: the client's requests count up from here."""
+
+    info: CoreInfo
+    first_id: int
+
+
+class Updates(msgspec.Struct, frozen=True, tag=True):
+    """A step's updates of one client."""
+
+    updates: tuple[RequestUpdate, ...]
+
+
+class Load(msgspec.Struct, frozen=True, tag=True):
+    """The engine's load has changed; told now and then."""
+
+    load: CoreLoad
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The engine could not start, or has failed; its process ends. user_error: whoever started it can change that."""
+
+    reason: str
+    user_error: bool
+
+
+class MockOptions(msgspec.Struct, frozen=True):
+    """An engine without a model.
+
+    stream: ids it gives, by position. step_s: what a step takes. least, most: tokens that a round gives.
+    """
+
+    stream: tuple[int, ...]
+    step_s: float
+    least: int
+    most: int
+
+
+class ProcessOptions(msgspec.Struct, frozen=True):
+    """What an engine process is told on stdin. address: its socket's, ipc. log_level: of `logging`."""
+
+    address: str
+    config: EngineConfig
+    mock: MockOptions | None = None
+    log_level: int = 30
+
+
+ToCore = Hello | Add | Abort | Finish
+FromCore = Ready | Updates | Load | Failed
+
+encode = msgspec.msgpack.Encoder().encode
+_to_core: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)
+_from_core: msgspec.msgpack.Decoder[FromCore] = msgspec.msgpack.Decoder(FromCore)
+
+
+def decode_to_core(message: bytes) -> ToCore:
+    """Raises msgspec.ValidationError for what is no message of a client."""
+    return _to_core.decode(message)
+
+
+def decode_from_core(message: bytes) -> FromCore:
+    return _from_core.decode(message)

@@ -1,0 +1,91 @@
+"""The application: routes, errors, and the gate in front of them."""
+
+import hmac
+
+from fastapi import FastAPI
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from treetop.server.api.chat import chat
+from treetop.server.api.completions import completions
+from treetop.server.api.errors import add_error_handlers, as_api_error, error_response
+from treetop.server.api.front import Front
+from treetop.server.api.operations import operations
+from treetop.version import __version__
+
+_OPEN = ("/health", "/health/live", "/health/ready", "/metrics", "/version")
+"""Paths that need no key."""
+
+
+def make_app(front: Front) -> FastAPI:
+    app = FastAPI(title="treetop", version=__version__, docs_url=None, redoc_url=None)
+    add_error_handlers(app)
+    for router in (completions(front), chat(front), operations(front)):
+        app.include_router(router)
+    app.add_middleware(Gate, keys=front.options.api_key, max_body_bytes=front.options.max_body_bytes)
+    if front.options.allow_origin:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=front.options.allow_origin, allow_methods=["*"], allow_headers=["*"]
+        )
+    return app
+
+
+class Gate:
+    """Turns away whoever has no key, and bodies that are too large, before anything is read or kept.
+
+    What a bug raises ends here, as a 500.
+    """
+
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...], max_body_bytes: int) -> None:
+        self._app, self._keys, self._most = app, [key.encode() for key in keys], max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        if self._keys and scope["path"] not in _OPEN and not self._known(headers.get("authorization", "")):
+            await error_response(401, "wrong or missing API key: Authorization: Bearer KEY")(scope, receive, send)
+            return
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length[:20]) > self._most:
+            await error_response(413, self._too_large())(scope, receive, send)
+            return
+        started = False
+
+        async def noted(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, self._counted(receive), noted)
+        except Exception as error:  # a bug: told here, for what is above would log its words
+            api = as_api_error(error)
+            if not started:
+                await error_response(api.status, str(api), api.param, api.code)(scope, receive, send)
+
+    def _known(self, given: str) -> bool:
+        """Whether it is one of the keys, in a time that does not tell how much of it is right."""
+        scheme, _, key = given.partition(" ")
+        sent = key.strip().encode()
+        matches = [hmac.compare_digest(sent, each) for each in self._keys]
+        return scheme.lower() == "bearer" and any(matches)
+
+    def _counted(self, receive: Receive) -> Receive:
+        size = 0
+
+        async def counted() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > self._most:
+                raise HTTPException(413, self._too_large())
+            return message
+
+        return counted
+
+    def _too_large(self) -> str:
+        return f"the body has more than {self._most} bytes (--max-body-bytes)"

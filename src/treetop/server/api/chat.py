@@ -1,0 +1,136 @@
+"""`/v1/chat/completions`: messages through the chat template, the next message back."""
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any, Literal
+
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from treetop.server.api.events import EventStream, check_output, collected, event, json_response
+from treetop.server.api.fields import Body, SamplingFields
+from treetop.server.api.front import Front, new_id
+from treetop.server.async_llm import DeltaStream
+from treetop.server.chat_template import Message
+from treetop.server.outputs import RequestOutput
+from treetop.types.errors import InputError
+
+
+class TextPart(Body):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(BaseModel):
+    """A message. Its other fields reach the template as they are."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+
+    def flat(self) -> Message:
+        """As templates expect it: text parts joined by a newline, no field that says nothing."""
+        content = self.content
+        if isinstance(content, list):
+            content = "\n".join(part.text for part in content)
+        extra = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+        return {**extra, "role": self.role, "content": "" if content is None else content}
+
+
+class ChatRequest(SamplingFields):
+    """OpenAI's request, with top_k, min_p, ignore_eos, stop_token_ids and chat_template_kwargs."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = Field(None, description="all that the context holds by default")
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+
+    @property
+    def most_tokens(self) -> int | None:
+        given = {each for each in (self.max_tokens, self.max_completion_tokens) if each is not None}
+        if len(given) > 1:
+            raise InputError("max_tokens and max_completion_tokens: give one of them")
+        return given.pop() if given else None
+
+
+class Chat:
+    """One request as it is answered."""
+
+    def __init__(self, front: Front, body: ChatRequest, ids: list[int], deltas: DeltaStream) -> None:
+        self._front, self._body, self._ids, self._deltas = front, body, ids, deltas
+        self._id, self._name = new_id("chatcmpl"), body.model or front.names[0]
+        self._created = int(time.time())
+
+    async def whole(self, request: Request) -> Response:
+        outputs = await collected(request, self._deltas)
+        choices = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": output.text},
+                "logprobs": None,
+                "finish_reason": output.finish_reason,
+            }
+            for index, output in enumerate(outputs)
+        ]
+        return json_response({**self._head("chat.completion", choices), **self._closing(outputs)})
+
+    async def events(self) -> AsyncIterator[bytes]:
+        outputs: list[RequestOutput] = []
+        for index in range(self._body.n):
+            yield self._event(index, {"role": "assistant", "content": ""}, None)
+        async for delta in self._deltas:
+            if delta.output is not None:
+                check_output(delta.output)
+                outputs.append(delta.output)
+            if delta.text or delta.output is not None:
+                yield self._event(delta.index, {"content": delta.text} if delta.text else {}, delta.output)
+        if self._body.include_usage:
+            yield event({**self._head("chat.completion.chunk", []), **self._closing(outputs)})
+
+    def _event(self, index: int, delta: dict[str, str], output: RequestOutput | None) -> bytes:
+        reason = None if output is None else output.finish_reason
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+        unused = {"usage": None} if self._body.include_usage else {}
+        return event({**self._head("chat.completion.chunk", [choice]), **unused})
+
+    def _head(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._name,
+            "choices": choices,
+        }
+
+    def _closing(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        return {"usage": self._front.usage([self._ids], outputs), "metrics": self._front.metrics.of(outputs)}
+
+
+def chat(front: Front) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/chat/completions", response_model=None)
+    async def complete(request: Request, body: ChatRequest) -> Response:
+        front.check_model(body.model)
+        most = body.most_tokens
+        messages = [message.flat() for message in body.messages]
+        options = {**(body.chat_template_kwargs or {}), "add_generation_prompt": body.add_generation_prompt}
+        ids = await front.chat_ids(messages, **_template_options(options))
+        deltas = await front.start([ids], body, most)
+        try:
+            answer = Chat(front, body, ids, deltas)
+            return EventStream(deltas, answer.events) if body.stream else await answer.whole(request)
+        except BaseException:
+            deltas.close()
+            raise
+
+    return router
+
+
+def _template_options(options: dict[str, Any]) -> dict[str, Any]:
+    if "messages" in options:
+        raise InputError("chat_template_kwargs: messages is not an option of the template")
+    return options

@@ -1,0 +1,108 @@
+"""`/v1/completions`: text or ids go on; several prompts and choices at once."""
+
+import time
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
+
+from treetop.server.api.events import EventStream, check_output, collected, event, json_response
+from treetop.server.api.fields import SamplingFields
+from treetop.server.api.front import Front, new_id
+from treetop.server.async_llm import DeltaStream
+from treetop.server.outputs import RequestOutput, TextDelta
+from treetop.types.errors import InputError
+
+DEFAULT_MAX_TOKENS = 16
+
+
+class CompletionRequest(SamplingFields):
+    """OpenAI's request, with top_k, min_p, ignore_eos and stop_token_ids."""
+
+    prompt: Annotated[
+        str | list[int] | list[str] | list[list[int]], Field(description="text, token ids, or a list of either")
+    ]
+    max_tokens: int | None = Field(DEFAULT_MAX_TOKENS, description="16 by default; null is the same")
+    echo: bool = False
+
+
+class Completion:
+    """One request as it is answered. Choice i of prompt j has index j * n + i."""
+
+    def __init__(self, front: Front, body: CompletionRequest, ids: list[list[int]], deltas: DeltaStream) -> None:
+        self._front, self._body, self._ids, self._deltas = front, body, ids, deltas
+        self._id, self._name = new_id("cmpl"), body.model or front.names[0]
+        self._created = int(time.time())
+        self._echo = [self._text_of(index) for index in range(len(ids))] if body.echo else [""] * len(ids)
+
+    async def whole(self, request: Request) -> Response:
+        outputs = await collected(request, self._deltas)
+        choices = [
+            self._choice(index, self._prefix(index) + output.text, output) for index, output in enumerate(outputs)
+        ]
+        return json_response({**self._head(choices), **self._closing(outputs)})
+
+    async def events(self) -> AsyncIterator[bytes]:
+        outputs: list[RequestOutput] = []
+        unused = {"usage": None} if self._body.include_usage else {}
+        if self._body.echo:
+            for index in range(len(self._ids) * self._body.n):
+                yield event({**self._head([self._choice(index, self._prefix(index), None)]), **unused})
+        async for delta in self._deltas:
+            if delta.output is not None:
+                check_output(delta.output)
+                outputs.append(delta.output)
+            if delta.text or delta.output is not None:
+                yield event({**self._head([self._piece(delta)]), **unused})
+        if self._body.include_usage:
+            yield event({**self._head([]), **self._closing(outputs)})
+
+    def _piece(self, delta: TextDelta) -> dict[str, Any]:
+        return self._choice(delta.index, delta.text, delta.output)
+
+    def _choice(self, index: int, text: str, output: RequestOutput | None) -> dict[str, Any]:
+        reason = None if output is None else output.finish_reason
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+
+    def _head(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self._name,
+            "choices": choices,
+        }
+
+    def _closing(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        return {"usage": self._front.usage(self._ids, outputs), "metrics": self._front.metrics.of(outputs)}
+
+    def _prefix(self, index: int) -> str:
+        return self._echo[index // self._body.n]
+
+    def _text_of(self, index: int) -> str:
+        prompt = self._body.prompt
+        given = prompt if isinstance(prompt, str) else prompt[index]
+        tokenizer = self._front.llm.reader.tokenizer
+        return given if isinstance(given, str) else tokenizer.decode(self._ids[index]) if tokenizer is not None else ""
+
+
+def completions(front: Front) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/completions", response_model=None)
+    async def complete(request: Request, body: CompletionRequest) -> Response:
+        front.check_model(body.model)
+        ids = await front.llm.ids_of(body.prompt)
+        if not ids:
+            raise InputError("prompt: the list is empty")
+        max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        deltas = await front.start(ids, body, max_tokens)
+        try:
+            completion = Completion(front, body, ids, deltas)
+            return EventStream(deltas, completion.events) if body.stream else await completion.whole(request)
+        except BaseException:
+            deltas.close()
+            raise
+
+    return router

@@ -1,0 +1,115 @@
+"""What the endpoints share: the model, its names and defaults, admission, and the counting of what is served."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from treetop.core.clients import AsyncCore
+from treetop.models.folder import generation_config
+from treetop.server.api.errors import ApiError
+from treetop.server.api.fields import SamplingFields
+from treetop.server.async_llm import AsyncLLM, DeltaStream
+from treetop.server.chat_template import Message, open_chat_template
+from treetop.server.metrics import Metrics
+from treetop.server.options import ServeOptions
+from treetop.server.outputs import RequestOutput
+from treetop.types.errors import CheckpointError, InputError
+from treetop.types.sampling import SamplingParams
+
+log = logging.getLogger("treetop.server")
+
+
+class Front:
+    """One API process. draining: it takes what comes until its connections end, and says that it is not ready."""
+
+    def __init__(self, core: AsyncCore, options: ServeOptions, model: str, seed: int) -> None:
+        """model: as the caller named it. Raises UserError for files of the model that cannot be read."""
+        self.options, self.core = options, core
+        self.names = options.served_model_name or (model,)
+        self.created = int(time.time())
+        self.metrics = Metrics(self.names[0], core.info)
+        self.llm = AsyncLLM.of(core, seed, self.metrics.observe)
+        folder = Path(core.info.model_path)
+        self.defaults = sampling_defaults(folder)
+        self.template = open_chat_template(folder, options.chat_template)
+        self.draining = False
+        rows, waiting = core.info.max_requests, options.max_queued_requests
+        self._most_alive = -(-(rows + waiting) // options.api_workers)
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name not in self.names:
+            raise ApiError(404, f"model: {name[:200]!r} is not served here", "model", "model_not_found")
+
+    async def start(self, ids: Sequence[list[int]], body: SamplingFields, max_tokens: int | None) -> DeltaStream:
+        """Queue n choices of each prompt. max_tokens: None for all that the context holds. Raises ApiError if full."""
+        most = self.core.info.max_context if max_tokens is None else max_tokens
+        params = body.params(self.defaults, most)
+        self._admit(len(ids) * body.n)
+        prompts = [each for each in ids for _ in range(body.n)]
+        own: list[SamplingParams] = params * len(ids)
+        stream = await self.llm.stream(prompts, own)
+        self.metrics.arrived(sum(map(len, prompts)))
+        return stream
+
+    def _admit(self, count: int) -> None:
+        if count > self._most_alive:
+            raise ApiError(
+                400,
+                f"{count} completions in one request: at most {self._most_alive} can run and wait; ask for less, or"
+                " raise --max-queued-requests",
+                "n",
+            )
+        if self.llm.num_alive + count > self._most_alive:
+            self.metrics.refused()
+            raise ApiError(
+                429,
+                f"the queue is full: {self.llm.num_alive} requests run and wait, of {self._most_alive}; try again later"
+                " (--max-queued-requests)",
+                code="queue_full",
+            )
+
+    async def chat_ids(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        """Ids of a conversation. Raises ApiError without a template."""
+        template = self.template
+        if template is None:
+            raise ApiError(400, "the model has no chat template; serve it with --chat-template FILE", "messages")
+        text = await asyncio.to_thread(template.render, messages, **options)
+        return await self.llm.encode(text, False)
+
+    def usage(self, prompts: Sequence[Sequence[int]], outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """Tokens asked and received: each prompt once, every choice."""
+        asked, given = sum(map(len, prompts)), sum(len(output.token_ids) for output in outputs)
+        cached = min(asked, sum(output.metrics.num_cached_tokens for output in outputs))
+        return {
+            "prompt_tokens": asked,
+            "completion_tokens": given,
+            "total_tokens": asked + given,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def close(self) -> None:
+        if self.template is not None:
+            self.template.close()
+
+
+def sampling_defaults(folder: Path) -> dict[str, float]:
+    """What a request that does not say gets: of `generation_config.json`, else temperature 1 and no filter."""
+    config, where = generation_config(folder), folder / "generation_config.json"
+    defaults: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    defaults |= {name: config[name] for name in defaults if config.get(name) is not None}
+    try:
+        SamplingParams(**defaults)
+    except InputError as error:
+        raise CheckpointError(f"{where}: {error}") from None
+    for name, neutral in (("repetition_penalty", 1), ("no_repeat_ngram_size", 0)):
+        if config.get(name, neutral) not in (neutral, None):
+            log.warning("%s asks for %s %s, which is not supported: it is not applied", where, name, config[name])
+    return defaults
+
+
+def new_id(kind: str) -> str:
+    return f"{kind}-{uuid4().hex}"

@@ -1,0 +1,109 @@
+"""One API process: a uvicorn server over a core in another process, and its end."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+
+import msgspec
+import uvicorn
+
+from treetop.core.remote import RemoteCore
+from treetop.server.api.app import make_app
+from treetop.server.api.front import Front
+from treetop.server.options import ServeOptions
+
+GRACE_S = 2.0
+"""How long a server whose engine is dead still says so."""
+_STUCK_S = 5.0
+"""How long connections may then take to end."""
+
+
+class ApiOptions(msgspec.Struct, frozen=True):
+    """What an API process is told. model, seed: of the engine. number: of this process, None if there is but one."""
+
+    serve: ServeOptions
+    address: str
+    model: str
+    seed: int
+    number: int | None = None
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals alone: `serve` has handlers of its own."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve(
+    core: RemoteCore, options: ApiOptions, listening: socket.socket, started: Callable[[], None] | None = None
+) -> int:
+    """Serve over a core that is up until SIGTERM, SIGINT or its death. Returns the exit code.
+
+    SIGTERM and SIGINT: nothing new is accepted, what was accepted is finished, the second one ends at once.
+    """
+    front = Front(core, options.serve, options.model, options.seed)
+    timeout_s = options.serve.drain_timeout
+    config = uvicorn.Config(
+        make_app(front),
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        timeout_graceful_shutdown=timeout_s,  # type: ignore[arg-type]  # seconds of any kind
+    )
+    server, code = _Server(config), 0
+
+    def stop(number: signal.Signals) -> None:
+        nonlocal code
+        server.force_exit = front.draining
+        server.should_exit = front.draining = True
+        code = 128 + number if number == signal.SIGINT else 0
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop, number)
+    side: list[Awaitable[None]] = [_end_with(core, server), _tell(front, options.number)]
+    if started is not None:
+        side.append(_when_started(server, started))
+    tasks = [asyncio.ensure_future(each) for each in side]
+    try:
+        await server.serve(sockets=[listening])
+    finally:
+        for task in tasks:
+            task.cancel()
+        front.close()
+    return code if core.failure is None else 1
+
+
+async def _end_with(core: RemoteCore, server: _Server) -> None:
+    """A server without an engine says so for a moment, then ends."""
+    await core.failed.wait()
+    await asyncio.sleep(GRACE_S)
+    server.should_exit = True
+    await asyncio.sleep(_STUCK_S)
+    server.force_exit = True
+
+
+async def _when_started(server: _Server, started: Callable[[], None]) -> None:
+    while not server.started:
+        await asyncio.sleep(0.01)
+    started()
+
+
+async def _tell(front: Front, number: int | None) -> None:
+    """A log line now and then."""
+    interval_s = front.options.log_interval
+    while interval_s:
+        await asyncio.sleep(interval_s)
+        front.metrics.interval.tell(front.core.load, "" if number is None else f"[{number}] ")
+
+
+def log_to_stderr() -> None:
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    logging.getLogger("treetop").setLevel(logging.INFO)

@@ -1,0 +1,191 @@
+"""The asynchronous interface: `await AsyncLLM(...).stream(prompts, params)`, over a core wherever it runs."""
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from treetop.core.clients import AsyncCore, LocalCore
+from treetop.core.thread import CoreThread
+from treetop.server.options import Unset, engine_config
+from treetop.server.outputs import LiveRequest, RequestOutput, TextDelta
+from treetop.server.prompts import Prompt, PromptReader, paired
+from treetop.types.errors import EngineError
+from treetop.types.ids import RequestId
+from treetop.types.requests import EngineRequest, RequestUpdate
+from treetop.types.sampling import SamplingParams
+
+_LONG_TEXT = 4096
+"""Characters that are encoded beside the event loop, not in it."""
+
+Observer = Callable[[LiveRequest, RequestUpdate], None]
+"""Told of each update, cut to what the client gets, before the request takes it."""
+
+
+class AsyncLLM:
+    """As `LLM`, for an event loop. Requests of all tasks are decoded together.
+
+    The engine runs on a thread of its own in this process; `AsyncLLM.of` takes a core that runs elsewhere.
+    """
+
+    core: AsyncCore
+    reader: PromptReader
+
+    def __init__(
+        self, model: str | Path | None = None, draft: str | Path | Unset | None = Unset.UNSET, **options: Any
+    ) -> None:
+        from treetop.core.make import make_core  # noqa: PLC0415  # loads PyTorch
+        from treetop.engine.engine import Engine  # noqa: PLC0415  # too
+
+        config = engine_config(model, draft, options)
+        core, info = make_core(Engine(config))
+        self._open(LocalCore(CoreThread(core), info), config.seed, None)
+
+    @classmethod
+    def of(cls, core: AsyncCore, seed: int = 0, observe: Observer | None = None) -> "AsyncLLM":
+        """Over a core that is up. seed: of the requests that bring none."""
+        llm = cls.__new__(cls)
+        llm._open(core, seed, observe)
+        return llm
+
+    def _open(self, core: AsyncCore, seed: int, observe: Observer | None) -> None:
+        self.core, self.reader, self._observe = core, PromptReader(core.info), observe
+        self._seeds = random.Random(seed)
+        self.num_alive = 0
+        """Requests that have been queued and have not ended."""
+
+    def close(self) -> None:
+        """End every request with an error, and let the core go."""
+        self.core.close()
+
+    async def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete each prompt, as `LLM.generate`; cancelling the task aborts."""
+        return await (await self.stream(prompts, params)).outputs()
+
+    async def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> "DeltaStream":
+        """Queue the prompts; the result gives pieces of text as they come.
+
+        Raises InputError before any work, and EngineError if the engine is dead.
+        """
+        listed = await self.ids_of(prompts)
+        own = [self._bounded(each) for each in paired(params, len(listed))]
+        for each in own:
+            self.reader.check_stops(each)
+        return DeltaStream(self, listed, own, self._observe)
+
+    async def ids_of(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
+        """Ids of each prompt, checked. Raises InputError."""
+        listed = prompts if isinstance(prompts, list) else [prompts]
+        if sum(len(each) for each in listed if isinstance(each, str)) < _LONG_TEXT:
+            return self.reader.ids_of(prompts)
+        return await asyncio.to_thread(self.reader.ids_of, prompts)
+
+    async def encode(self, text: str, special: bool = True) -> list[int]:
+        """As `PromptReader.encode`."""
+        if len(text) < _LONG_TEXT:
+            return self.reader.encode(text, special)
+        return await asyncio.to_thread(self.reader.encode, text, special)
+
+    def seed_of(self, params: SamplingParams) -> int:
+        return self._seeds.getrandbits(63) if params.seed is None else params.seed
+
+    def _bounded(self, params: SamplingParams) -> SamplingParams:
+        """The same with numbers that a message can carry: what exceeds context or vocabulary is off."""
+        info = self.core.info
+        return replace(
+            params,
+            max_tokens=min(params.max_tokens, info.max_context),
+            top_k=params.top_k if params.top_k < info.vocab_size else 0,
+        )
+
+
+class DeltaStream:
+    """Deltas of one call, as they come; `close` aborts what is alive. What a slow reader has not taken is joined."""
+
+    def __init__(
+        self, llm: AsyncLLM, prompts: list[list[int]], params: list[SamplingParams], observe: Observer | None
+    ) -> None:
+        self._llm, self._core, self._observe = llm, llm.core, observe
+        self._live: dict[RequestId, LiveRequest] = {}
+        self._ready: dict[int, TextDelta] = {}  # by prompt, in the order of their coming
+        self._failure: EngineError | None = None
+        self._news = asyncio.Event()
+        asked = []
+        for index, (ids, each) in enumerate(zip(prompts, params, strict=True)):
+            request_id = self._core.next_id()
+            self._live[request_id] = LiveRequest.of(index, ids, each, llm.reader.tokenizer)
+            asked.append(EngineRequest(request_id, tuple(ids), each, llm.seed_of(each)))
+        self._core.add(asked, self._take)
+        llm.num_alive += len(asked)
+
+    def __aiter__(self) -> "DeltaStream":
+        return self
+
+    async def __anext__(self) -> TextDelta:
+        """The next piece of any prompt. Raises EngineError if the engine fails."""
+        while not self._ready:
+            if self._failure is not None:
+                raise self._failure
+            if not self._live:
+                raise StopAsyncIteration
+            self._news.clear()
+            await self._news.wait()
+        return self._ready.pop(next(iter(self._ready)))
+
+    async def outputs(self) -> list[RequestOutput]:
+        """All results, in the order of the prompts; leaving early aborts."""
+        try:
+            outputs = {delta.index: delta.output async for delta in self if delta.output is not None}
+        finally:
+            self.close()
+        return [outputs[index] for index in sorted(outputs)]
+
+    def close(self) -> None:
+        """Abort what is alive; any number of times."""
+        if self._live:
+            self._core.abort(tuple(self._live))
+        for request_id in [*self._live]:
+            self._end(request_id)
+
+    def _take(self, update: RequestUpdate) -> None:
+        """An update, as soon as it comes: a stop string ends its request however slowly the text is read."""
+        mine = self._live.get(update.request_id)
+        if mine is None:
+            return
+        if update.engine_failed:
+            self._fail(EngineError(update.error or "the engine failed"))
+            return
+        try:
+            cut = mine.cut(update)
+            if cut is not update:
+                self._core.finish(update.request_id, len(mine.output_ids) + len(cut.new_ids))
+            if self._observe is not None:
+                self._observe(mine, cut)
+            delta = mine.apply(cut)
+        except Exception as error:  # whatever it was, its reader must not wait for ever
+            self._fail(EngineError(f"the text could not be made: {type(error).__name__}"))
+            raise
+        if delta.output is not None:
+            self._end(update.request_id)
+        waiting = self._ready.get(delta.index)
+        self._ready[delta.index] = delta if waiting is None else replace(delta, text=waiting.text + delta.text)
+        self._news.set()
+
+    def _end(self, request_id: RequestId) -> None:
+        del self._live[request_id]
+        self._llm.num_alive -= 1
+
+    def _fail(self, error: EngineError) -> None:
+        self._failure = error
+        self.close()
+        self._news.set()

@@ -1,0 +1,137 @@
+"""`treetop serve` on the command line: its flags, the spellings of vLLM and SGLang, and the configuration file."""
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from treetop.server.options import ServeOptions, Unset, engine_config, is_installed
+from treetop.types.config import flag
+from treetop.types.errors import ConfigError
+
+_NEEDED = ("fastapi", "uvicorn", "zmq", "msgspec", "prometheus_client", "jinja2", "yaml")
+KEY_VARIABLE = "TREETOP_API_KEY"
+
+ENGINE_ALIASES = {
+    "draft": ("--speculative-draft-model", "--spec-model"),
+    "context_length": ("--max-model-len",),
+    "max_running_requests": ("--max-num-seqs",),
+    "mem_fraction_static": ("--gpu-memory-utilization",),
+    "chunked_prefill_size": ("--max-num-batched-tokens",),
+    "page_size": ("--block-size",),
+    "disable_radix_cache": ("--no-enable-prefix-caching",),
+    "seed": ("--random-seed",),
+}
+"""Engine options in the spellings of vLLM and SGLang."""
+
+_ONLY_ONE = ("--tensor-parallel-size", "--tp-size", "--tp", "--pipeline-parallel-size", "--data-parallel-size")
+
+_HELP = {
+    "host": "address to listen on (default %(default)s)",
+    "port": "port to listen on, 0 for a free one (default %(default)s)",
+    "api_workers": "processes for HTTP and text (default %(default)s)",
+    "served_model_name": "names that requests may give (default: the model as it was given)",
+    "chat_template": "file with a chat template, or the template itself, instead of the model's",
+    "api_key": f"key that requests must bring; repeats (default: ${KEY_VARIABLE}, else none)",
+    "allow_origin": "origin whose web pages may call the server (CORS); repeats (default: none)",
+    "max_queued_requests": "requests that may wait for a row; more get 429 (default %(default)s)",
+    "max_body_bytes": "largest body of a request (default %(default)s)",
+    "drain_timeout": "seconds that requests may still take after SIGTERM (default: all they need)",
+    "log_interval": "seconds between two log lines; 0 for none (default %(default)s)",
+}
+
+
+def add_serve_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `ServeOptions`, of the mock engine, and aliases that stand for an engine option's value."""
+    serve = parser.add_argument_group("server")
+    defaults = ServeOptions()
+    for field in fields(ServeOptions):
+        default = getattr(defaults, field.name)
+        options: dict[str, Any] = {"help": _HELP[field.name], "default": default}
+        if isinstance(default, tuple):
+            repeats = "extend" if field.name == "served_model_name" else "append"
+            options |= {"action": repeats, "default": None, "metavar": "TEXT"}
+            options |= {"nargs": "+"} if repeats == "extend" else {}
+        else:
+            options |= {"type": float if default is None and field.name != "chat_template" else type(default)}
+            options |= {"type": str, "metavar": "FILE"} if field.name == "chat_template" else {"metavar": None}
+        serve.add_argument(flag(field.name), **options)
+    serve.add_argument("--config", metavar="FILE", help="YAML of flags without dashes; the command line has precedence")
+    serve.add_argument(
+        "--mock-engine",
+        metavar="STEP_MS,TOKENS",
+        help="no model runs: steps take so long and rounds give so many tokens (N, or A-B at random), for tests",
+    )
+    aliases = parser.add_argument_group("the same in vLLM's and SGLang's words")
+    aliases.add_argument("--model", "--model-path", dest="model_flag", metavar="MODEL", help="as MODEL")
+    graphs = {"dest": "graphs", "action": "store_const", "const": "off", "help": "as --graphs off"}
+    aliases.add_argument("--enforce-eager", "--disable-cuda-graph", **graphs)  # type: ignore[arg-type]  # of many kinds
+    overlap = {"dest": "overlap", "action": "store_false", "default": None, "help": "as --no-overlap"}
+    aliases.add_argument("--disable-overlap-schedule", **overlap)  # type: ignore[arg-type]  # of many kinds
+    aliases.add_argument(*_ONLY_ONE, dest="parallel_size", type=int, default=1, metavar="N", help="only 1 for now")
+
+
+def with_config_file(args: argparse.Namespace, argv: Sequence[str]) -> list[str]:
+    """The command line with the flags of `--config FILE` before its own. Raises ConfigError."""
+    _check_packages()
+    import yaml  # noqa: PLC0415  # of the serve extra
+
+    where = f"--config {args.config}"
+    try:
+        given = yaml.safe_load(Path(args.config).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{where}: {' '.join(str(error).split())}") from None
+    if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
+        raise ConfigError(f"{where}: expected flags and their values, as in `context-length: 4096`")
+    words: list[str] = []
+    for name, value in given.items():
+        words += _words("--" + name.replace("_", "-"), value, where)
+    at = list(argv).index("serve") + 1
+    return [*argv[:at], *words, *argv[at:]]
+
+
+def _words(name: str, value: Any, where: str) -> list[str]:
+    if name == "--config":
+        raise ConfigError(f"{where}: config files do not nest")
+    if value is True:
+        return [name]
+    if value is False:
+        return [name.replace("--", "--no-", 1)] if name in ("--overlap", "--compress-weights") else []
+    listed = value if isinstance(value, list) else [value]
+    if not all(isinstance(each, str | int | float) and not isinstance(each, bool) for each in listed):
+        raise ConfigError(f"{where}: {name[2:]} must be text, a number, true or false, or a list of these")
+    return [f"{name}={each}" for each in listed]
+
+
+def run_serve(args: argparse.Namespace, engine_options: dict[str, Any]) -> int:
+    """Serve. engine_options: those that were given. Raises UserError and EngineError."""
+    _check_packages()
+    if args.parallel_size != 1:
+        raise ConfigError(f"{', '.join(_ONLY_ONE)}: one device only for now, got {args.parallel_size}")
+    if args.model is not None and args.model_flag not in (None, args.model) and args.config is None:
+        raise ConfigError(f"two models: {args.model} and --model {args.model_flag}")
+    model = args.model if args.model is not None else args.model_flag
+    config = engine_config(model, Unset.UNSET, engine_options)
+    options = serve_options(args)
+    from treetop.server.mock_options import mock_options  # noqa: PLC0415  # needs the serve extra
+    from treetop.server.serve import run  # noqa: PLC0415  # too
+
+    return run(config, options, mock_options(args.mock_engine, config))
+
+
+def serve_options(args: argparse.Namespace) -> ServeOptions:
+    """The server's options that were given. Raises ConfigError."""
+    given = {field.name: getattr(args, field.name) for field in fields(ServeOptions)}
+    if given["api_key"] is None and os.environ.get(KEY_VARIABLE):
+        given["api_key"] = [os.environ[KEY_VARIABLE]]
+    for name in ("served_model_name", "api_key", "allow_origin"):
+        given[name] = tuple(given[name] or ())
+    return ServeOptions(**given)
+
+
+def _check_packages() -> None:
+    missing = [name for name in _NEEDED if not is_installed(name)]
+    if missing:
+        raise ConfigError(f"serve needs {', '.join(missing)}; pip install treetop[serve]")

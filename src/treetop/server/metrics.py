@@ -1,0 +1,207 @@
+"""Prometheus metrics under `treetop:`, with the names that dashboards and routers know from vLLM as aliases."""
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.metrics_core import Metric
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+from treetop.server.outputs import LiveRequest, RequestOutput
+from treetop.types.requests import CoreInfo, CoreLoad, RequestUpdate
+
+log = logging.getLogger("treetop.server")
+
+OWN, ALIAS = "treetop:", "vllm:"
+NOT_ALIASED = ("treetop:requests_refused", "treetop:num_retractions", "treetop:spec_decode_num_emitted_tokens")
+_FIRST_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+_TOKEN_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.4, 1, 5)
+_WHOLE_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 120, 240, 480, 960)
+
+FEW_ACCEPTED, FEW_ROUNDS, WARN_S = 1.1, 500, 300.0
+"""A mean accept length below the first over so many rounds is a warning, once in so many seconds."""
+
+
+class Metrics:
+    """Counts what one API process serves. Several are added up through files, if the environment names a place."""
+
+    def __init__(self, model_name: str, info: CoreInfo) -> None:
+        self._shape = info.shape
+        self._registry = registry = CollectorRegistry()
+        several = "PROMETHEUS_MULTIPROC_DIR" in os.environ
+
+        def gauge(name: str, words: str) -> Gauge:
+            kind = Gauge(OWN + name, words, ["model_name"], registry=registry, multiprocess_mode="mostrecent")
+            return kind.labels(model_name)
+
+        def counter(name: str, words: str) -> Counter:
+            return Counter(OWN + name, words, ["model_name"], registry=registry).labels(model_name)
+
+        def histogram(name: str, words: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(OWN + name, words, ["model_name"], registry=registry, buckets=buckets).labels(model_name)
+
+        self._running = gauge("num_requests_running", "Requests that hold a row")
+        self._waiting = gauge("num_requests_waiting", "Requests that wait for a row")
+        self._kv_usage = gauge("kv_cache_usage_perc", "Share of the fullest pool's pages that requests hold, 0 to 1")
+        self._retractions = gauge("num_retractions", "Requests put back for want of pages, since the start")
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that were queued")
+        self._tokens = counter("generation_tokens", "Tokens that clients received")
+        self._refused = counter("requests_refused", "Requests refused because the queue was full")
+        self._queries = counter("prefix_cache_queries", "Prompt tokens that the prefix cache was asked for")
+        self._hits = counter("prefix_cache_hits", "Prompt tokens that the prefix cache had")
+        self._first_s = histogram("time_to_first_token_seconds", "From arrival to the first token", _FIRST_S)
+        self._token_s = histogram(
+            "inter_token_latency_seconds", "Seconds since the tokens before, divided by the number that came", _TOKEN_S
+        )
+        self._whole_s = histogram("e2e_request_latency_seconds", "From arrival to the last token", _WHOLE_S)
+        self._drafts = counter("spec_decode_num_drafts", "Trees that were verified")
+        self._draft_tokens = counter("spec_decode_num_draft_tokens", "Drafts that were verified, roots excluded")
+        self._accepted = counter("spec_decode_num_accepted_tokens", "Drafts that were accepted")
+        success = Counter(
+            OWN + "request_success", "Requests that ended", ["model_name", "finished_reason"], registry=registry
+        )
+        self._ended = {reason: success.labels(model_name, reason) for reason in ("stop", "length", "abort")}
+        depths = Counter(
+            OWN + "spec_decode_num_accepted_tokens_per_pos",
+            "Rounds that accepted a draft at this depth",
+            ["model_name", "position"],
+            registry=registry,
+        )
+        self._at_depth = [depths.labels(model_name, str(depth)) for depth in range(self._shape.num_steps)]
+        source: Collector = registry
+        if several:
+            source = MultiProcessCollector(CollectorRegistry())  # type: ignore[no-untyped-call]
+        self._page = CollectorRegistry()
+        self._page.register(_Aliased(source))
+        self.interval = Interval()
+
+    def arrived(self, num_prompt_tokens: int) -> None:
+        self._prompt_tokens.inc(num_prompt_tokens)
+        self.interval.prompt_tokens += num_prompt_tokens
+
+    def refused(self) -> None:
+        self._refused.inc()
+
+    def observe(self, live: LiveRequest, update: RequestUpdate) -> None:
+        """An update, cut to what the client gets, before the request takes it."""
+        now, count = time.perf_counter(), len(update.new_ids)
+        if count:
+            self._tokens.inc(count)
+            self.interval.tokens += count
+            if live.last_s is None:
+                self._first_s.observe(now - live.started_s)
+            else:
+                self._token_s.observe((now - live.last_s) / count)
+        if update.num_cached_tokens is not None:
+            self._queries.inc(len(live.prompt_ids))
+            self._hits.inc(update.num_cached_tokens)
+        if update.accept_len is not None and self._shape.num_steps:
+            self._round(update.accept_len)
+        if update.finish_reason is not None:
+            self._ended[update.finish_reason].inc()
+            self._whole_s.observe(now - live.started_s)
+
+    def _round(self, accept_len: int) -> None:
+        self._drafts.inc()
+        self._draft_tokens.inc(self._shape.num_draft_tokens - 1)
+        self._accepted.inc(accept_len)
+        for depth in range(accept_len):
+            self._at_depth[depth].inc()
+        self.interval.rounds += 1
+        self.interval.accepted += accept_len
+
+    def take(self, load: CoreLoad) -> None:
+        """What the engine last said of itself."""
+        self._running.set(load.num_running)
+        self._waiting.set(load.num_waiting)
+        self._kv_usage.set(load.kv_usage)
+        self._retractions.set(load.num_retractions)
+
+    def page(self) -> tuple[bytes, str]:
+        """The text that Prometheus reads, and its content type."""
+        return generate_latest(self._page), CONTENT_TYPE_LATEST
+
+    def of(self, outputs: Sequence[RequestOutput]) -> dict[str, Any] | None:
+        """Speculative statistics of one answer, all its choices together; None for plain decoding."""
+        shape = self._shape
+        if not shape.num_steps:
+            return None
+        lens = [accept_len for output in outputs for accept_len in output.metrics.accept_lens]
+        accepted, drafted = sum(lens), len(lens) * (shape.num_draft_tokens - 1)
+        return {
+            "speculative_decoding": {
+                "mean_acceptance_length": 1 + accepted / len(lens) if lens else None,
+                "draft_acceptance_rate": accepted / drafted if drafted else None,
+                "acceptance_histogram": [lens.count(depth) for depth in range(shape.num_steps + 1)],
+                "num_spec_steps": len(lens),
+                "num_accepted_draft_tokens": accepted,
+                "num_draft_tokens": drafted,
+                "num_spec_tokens": shape.num_draft_tokens - 1,
+            }
+        }
+
+
+class Interval:
+    """Counts since the last log line, and rounds since the last warning."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens = self.tokens = self.rounds = self.accepted = 0
+        self._since_s = time.monotonic()
+        self._seen_rounds = self._seen_accepted = 0
+        self._warned_s = float("-inf")
+
+    def tell(self, load: CoreLoad, who: str) -> None:
+        """Log what has happened, if anything, and begin anew."""
+        now = time.monotonic()
+        elapsed_s = max(now - self._since_s, 1e-9)
+        if self.tokens or self.prompt_tokens or load.num_running or load.num_waiting:
+            length = f", accept len: {1 + self.accepted / self.rounds:.2f}" if self.rounds else ""
+            log.info(
+                "%srunning: %d, waiting: %d, KV usage: %.1f %%, prompt: %.1f tokens/s, generation: %.1f tokens/s%s",
+                *(who, load.num_running, load.num_waiting, 100 * load.kv_usage),
+                *(self.prompt_tokens / elapsed_s, self.tokens / elapsed_s, length),
+            )
+        self._seen_rounds += self.rounds
+        self._seen_accepted += self.accepted
+        self.prompt_tokens = self.tokens = self.rounds = self.accepted = 0
+        self._since_s = now
+        self._warn(now)
+
+    def _warn(self, now: float) -> None:
+        if self._seen_rounds < FEW_ROUNDS:
+            return
+        length = 1 + self._seen_accepted / self._seen_rounds
+        if length < FEW_ACCEPTED and now - self._warned_s >= WARN_S:
+            self._warned_s = now
+            log.warning(
+                "mean accept length %.2f over %d rounds: the draft is almost never right, and costs more than it gives."
+                " Was --speculative-draft-model-path trained for this model, and for prompts this long? `treetop trace`"
+                " shows its trees; --speculative-algorithm NONE decodes plainly",
+                *(length, self._seen_rounds),
+            )
+        self._seen_rounds = self._seen_accepted = 0
+
+
+class _Aliased(Collector):
+    """Each metric under its own name and, unless there is none, under its alias."""
+
+    def __init__(self, source: Collector) -> None:
+        self._source = source
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._source.collect():
+            yield metric
+            if metric.name.startswith(OWN) and metric.name not in NOT_ALIASED:
+                copy = Metric(_alias(metric.name), metric.documentation, metric.type)
+                copy.samples = [Sample(_alias(each.name), *each[1:]) for each in metric.samples]
+                yield copy
+
+
+def _alias(name: str) -> str:
+    return ALIAS + name.removeprefix(OWN)

@@ -1,0 +1,78 @@
+"""What callers of the front ends may choose."""
+
+import importlib.util
+from dataclasses import dataclass
+from enum import Enum, auto
+from pathlib import Path
+from typing import Any
+
+from treetop.types.config import EngineConfig
+from treetop.types.errors import ConfigError
+
+
+class Unset(Enum):
+    """`draft` was not given, which is not the same as None."""
+
+    UNSET = auto()
+
+
+def engine_config(model: str | Path | None, draft: str | Path | Unset | None, options: dict[str, Any]) -> EngineConfig:
+    """The configuration of what a caller gave. Raises ConfigError."""
+    chosen = {} if isinstance(draft, Unset) else {"draft": _folder(draft)}
+    return EngineConfig.of(_folder(model), **options, **chosen)
+
+
+def _folder(name: str | Path | None) -> str | None:
+    """What the options hold; what is neither text nor a path is left for them to refuse."""
+    return str(name) if isinstance(name, Path) else name
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """Options of `treetop serve`, under the flags' names. Raises ConfigError with all problems at once.
+
+    served_model_name: names that requests may give; none is the model as it was given. max_queued_requests: that wait
+    for a row; more are refused with 429. max_body_bytes: of a request. drain_timeout: seconds that requests may still
+    take after SIGTERM, None for all they need. log_interval: seconds between two log lines, 0 for none.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_workers: int = 1
+    served_model_name: tuple[str, ...] = ()
+    chat_template: str | None = None
+    api_key: tuple[str, ...] = ()
+    allow_origin: tuple[str, ...] = ()
+    max_queued_requests: int = 4096
+    max_body_bytes: int = 16 * 2**20
+    drain_timeout: float | None = None
+    log_interval: float = 10.0
+
+    def __post_init__(self) -> None:
+        rules = [
+            (not 0 <= self.port < 2**16, f"--port must lie between 0 and 65535, got {self.port}"),
+            (not 1 <= self.api_workers <= 256, f"--api-workers must lie between 1 and 256, got {self.api_workers}"),
+            (self.max_queued_requests < 0, f"--max-queued-requests must be at least 0, got {self.max_queued_requests}"),
+            (self.max_body_bytes < 1, f"--max-body-bytes must be at least 1, got {self.max_body_bytes}"),
+            (
+                self.drain_timeout is not None and not 0 <= self.drain_timeout < float("inf"),
+                f"--drain-timeout must be a number of seconds, got {self.drain_timeout}",
+            ),
+            (
+                not 0 <= self.log_interval < float("inf"),
+                f"--log-interval must be a number of seconds, got {self.log_interval}",
+            ),
+            (any(not key for key in self.api_key), "--api-key must not be empty"),
+            (any(not name for name in self.served_model_name), "--served-model-name must not be empty"),
+        ]
+        problems = [text for bad, text in rules if bad]
+        if problems:
+            raise ConfigError("; ".join(problems))
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package of the `serve` extra can be imported."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False

@@ -1,0 +1,122 @@
+"""What a request gives: its output, pieces of text on the way to it, and how they are put together from updates."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from treetop.server.text import OutputText, StopStrings
+from treetop.server.tokenizer import Tokenizer
+from treetop.types.requests import RequestUpdate
+from treetop.types.sampling import FinishReason, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """target_forwards: decode rounds, prefill excluded. accept_length: (tokens - 1) / rounds, None without a round.
+
+    accept_lens: accepted drafts of each round, before any cut. tokens_per_second: from the
+    call to the last token, waiting for a row included. num_cached_tokens: of the prompt, from the prefix cache.
+    """
+
+    accept_length: float | None
+    target_forwards: int
+    tokens_per_second: float
+    accept_lens: tuple[int, ...]
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """One prompt's result. text: as it reads after the prompt, cut before a stop string; "" without a tokenizer.
+
+    error: why it was aborted, if it was.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    metrics: RequestMetrics
+    error: str | None = None
+
+    @property
+    def round_tokens(self) -> int:
+        """Tokens that rounds gave: all but the first, which the prompt gave."""
+        return max(len(self.token_ids) - 1, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """Text that a step added to prompt `index`; `output` comes with the last one."""
+
+    index: int
+    text: str
+    output: RequestOutput | None = None
+
+
+@dataclass(slots=True)
+class LiveRequest:
+    """A request that has not ended, as its client knows it.
+
+    text, stop: None without a tokenizer, and without stop strings. last_s: when the last tokens came, None before.
+    """
+
+    index: int
+    prompt_ids: Sequence[int]
+    text: OutputText | None
+    stop: StopStrings | None
+    output_ids: list[int] = field(default_factory=list)
+    accept_lens: list[int] = field(default_factory=list)
+    started_s: float = field(default_factory=time.perf_counter)
+    last_s: float | None = None
+    num_cached_tokens: int = 0
+
+    @classmethod
+    def of(
+        cls, index: int, prompt_ids: Sequence[int], params: SamplingParams, tokenizer: Tokenizer | None
+    ) -> "LiveRequest":
+        if tokenizer is None:
+            return cls(index, prompt_ids, None, None)
+        text = OutputText(tokenizer.stream(prompt_ids), params.stop)
+        stop = StopStrings(tokenizer.stream(prompt_ids), params.stop) if params.stop else None
+        return cls(index, prompt_ids, text, stop)
+
+    def cut(self, update: RequestUpdate) -> RequestUpdate:
+        """The update up to the first stop string that it completes, which then ends the request."""
+        at = self.stop.feed(update.new_ids) if self.stop is not None else None
+        if at is None:
+            return update
+        return update._replace(new_ids=update.new_ids[: at + 1], finish_reason="stop", error=None)
+
+    def apply(self, update: RequestUpdate) -> TextDelta:
+        """Take what the request was given, and say it as text."""
+        self.output_ids += update.new_ids
+        self.last_s = time.perf_counter()
+        if update.num_cached_tokens is not None:
+            self.num_cached_tokens = update.num_cached_tokens
+        if update.accept_len is not None:
+            self.accept_lens.append(update.accept_len)
+        piece = self.text.push(update.new_ids) if self.text is not None else ""
+        if update.finish_reason is None:
+            return TextDelta(self.index, piece)
+        piece += self.text.finish() if self.text is not None else ""
+        return TextDelta(self.index, piece, self._output(update))
+
+    def _output(self, update: RequestUpdate) -> RequestOutput:
+        elapsed = time.perf_counter() - self.started_s
+        rounds, emitted = len(self.accept_lens), len(self.output_ids)
+        assert update.finish_reason is not None
+        return RequestOutput(
+            prompt_token_ids=tuple(self.prompt_ids),
+            token_ids=tuple(self.output_ids),
+            text=self.text.full() if self.text is not None else "",
+            finish_reason=update.finish_reason,
+            metrics=RequestMetrics(
+                accept_length=(emitted - 1) / rounds if rounds else None,
+                target_forwards=rounds,
+                tokens_per_second=emitted / elapsed,
+                accept_lens=tuple(self.accept_lens),
+                num_cached_tokens=self.num_cached_tokens,
+            ),
+            error=update.error,
+        )

@@ -1,0 +1,88 @@
+"""What callers ask, checked before any work: prompts become ids, parameters pair with them."""
+
+from collections.abc import Sequence
+from numbers import Integral
+from pathlib import Path
+from typing import cast
+
+from treetop.server.tokenizer import Tokenizer, open_tokenizer
+from treetop.types.errors import InputError, PromptError, shown
+from treetop.types.requests import CoreInfo, check_length, check_prompt
+from treetop.types.sampling import SamplingParams
+
+Prompt = str | Sequence[int]
+_BYTES = (bytes, bytearray, memoryview)
+
+
+class PromptReader:
+    """Reads prompts for one model. tokenizer: None if its folder has none."""
+
+    def __init__(self, info: CoreInfo) -> None:
+        self._info = info
+        self.tokenizer: Tokenizer | None = open_tokenizer(Path(info.model_path))
+
+    def ids_of(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
+        """Ids of each prompt; text or a list of ids is one. Raises InputError for what can never run."""
+        if not isinstance(prompts, Sequence) or isinstance(prompts, _BYTES):
+            raise InputError(f"prompts must be text, token ids, or a list of these, got {type(prompts).__name__}")
+        one = isinstance(prompts, str) or (len(prompts) > 0 and _is_id(prompts[0]))
+        listed = cast(Sequence[Prompt], [prompts] if one else prompts)
+        return [self._checked(prompt, index, len(listed)) for index, prompt in enumerate(listed)]
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Ids of a text, not checked for an empty one. special: add the special tokens of the tokenizer's template.
+
+        Raises InputError, before it is encoded, for one that is known to be too long.
+        """
+        if self.tokenizer is None:
+            raise InputError(f"{self._info.model_path} has no tokenizer.json; pass token ids instead of text")
+        check_length(self.tokenizer.fewest_tokens(text), self._info.max_context, exact=False)
+        return self.tokenizer.encode(text, special)
+
+    def check_stops(self, params: SamplingParams) -> None:
+        self.check_ids("stop", params.stop_token_ids)
+        if params.stop and self.tokenizer is None:
+            raise InputError(f"stop strings need a tokenizer, and {self._info.model_path} has no tokenizer.json")
+
+    def check_ids(self, whose: str, ids: Sequence[int]) -> None:
+        vocab = self._info.vocab_size
+        outside = next((token for token in ids if not 0 <= token < vocab), None)
+        if outside is not None:
+            raise InputError(f"{whose} token id {shown(outside)} lies outside the vocabulary [0, {vocab})")
+
+    def _checked(self, prompt: Prompt, index: int, count: int) -> list[int]:
+        """A prompt's ids. Raises PromptError, which names it among several, if it can never run."""
+        try:
+            ids = self._ids(prompt)
+            check_prompt(ids, self._info.max_context)
+        except InputError as error:
+            raise PromptError(index, count, str(error)) from None
+        return ids
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            ids = self.encode(prompt)
+        else:
+            listed = isinstance(prompt, Sequence) and not isinstance(prompt, _BYTES)
+            if listed:
+                check_length(len(prompt), self._info.max_context)  # before each of its ids is looked at
+            if not listed or not all(map(_is_id, prompt)):
+                raise InputError(f"a prompt must be text or a list of token ids, got {shown(prompt)}")
+            ids = [int(token) for token in prompt]
+        self.check_ids("prompt", ids)
+        return ids
+
+
+def paired(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    """Parameters of each of `count` prompts: one for all, or one each."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or any(not isinstance(each, SamplingParams) for each in params):
+        raise InputError(f"params must be SamplingParams, or a list of them, got {shown(params)}")
+    if len(params) != count:
+        raise InputError(f"{len(params)} SamplingParams for {count} prompts; give one for all, or one each")
+    return list(params)
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)

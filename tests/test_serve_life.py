@@ -1,0 +1,289 @@
+"""Processes of a server: who ends with whom, with which exit code, and what clients hear of it."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from functools import partial
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from serving import WAIT_S, Server, command_of, mock, replayed, serving, until
+
+NAME = "builtin:nestling"
+LONG = {"model": NAME, "prompt": "a", "max_tokens": 2000}
+
+
+def in_threads(count: int, work) -> list[threading.Thread]:
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def joined(threads) -> None:
+    for thread in threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive(), "a client hangs"
+
+
+def test_an_engine_that_is_killed_ends_everything_with_a_clear_error():
+    """Requests in flight fail, streamed or not; new ones and health are 503; then exit code 1, and nothing is left."""
+    with mock(20, "1") as server:
+        heard = []
+
+        def ask(index: int) -> None:
+            try:
+                answer = server.client().completions.create(**LONG, stream=bool(index % 2))
+                heard.append([*answer])
+            except openai.APIError as error:
+                heard.append(str(error))
+
+        threads = in_threads(4, ask)
+        until(lambda: server.metric("treetop:num_requests_running") == 4)
+        pids = server.children()
+        os.kill(server.engine(), signal.SIGKILL)
+        joined(threads)
+        assert len(heard) == 4
+        assert all("engine process has ended with exit code -9" in each for each in heard), heard
+        for answer in (server.get("/health"), server.get("/health/ready"), server.post("/v1/completions", LONG)):
+            assert answer.status_code == 503
+            assert "engine process has ended" in answer.json()["error"]["message"]
+        assert server.process.wait(WAIT_S) == 1
+    until(lambda: not any("treetop" in command_of(pid) for pid in pids))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_api_that_is_killed_takes_the_engine_with_it(workers):
+    """Also its workers and the process of the chat template; kill -9 leaves it no time to say goodbye."""
+    with mock(5, "1", "--api-workers", str(workers)) as server:
+        assert server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2})
+        pids = server.children()
+        assert len(pids) >= workers
+        server.process.kill()
+        until(lambda: not any("treetop" in command_of(pid) for pid in pids), "a process is left")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_sigterm_finishes_what_was_accepted(workers):
+    """Every answer is whole, streamed or not; nobody new is let in; exit code 0."""
+    with mock(5, "1", "--api-workers", str(workers)) as server:
+        texts = {}
+
+        def ask(index: int) -> None:
+            answer = server.client().completions.create(model=NAME, prompt="a", max_tokens=150, stream=bool(index % 2))
+            texts[index] = "".join(chunk.choices[0].text for chunk in (answer if index % 2 else [answer]))
+
+        threads = in_threads(8, ask)
+        until(lambda: server.metric("treetop:num_requests_running") == 8)
+        server.process.send_signal(signal.SIGTERM)
+        joined(threads)
+        assert texts == dict.fromkeys(range(8), replayed(1, 150))
+        assert server.process.wait(WAIT_S) == 0
+        with pytest.raises(httpx.ConnectError):
+            server.get("/health")
+
+
+def test_a_drain_has_a_limit_and_a_second_signal_ends_it():
+    for flags, again in ((("--drain-timeout", "0.2"), False), ((), True), (("--api-workers", "2"), True)):
+        with mock(50, "1", *flags) as server:
+            threads = in_threads(1, partial(cut_off, server))
+            until(lambda: server.metric("treetop:num_requests_running") == 1)
+            server.process.send_signal(signal.SIGINT)
+            if again:
+                until(lambda: not reachable(server))
+                server.process.send_signal(signal.SIGINT)
+            assert server.process.wait(WAIT_S) == 130
+            joined(threads)
+
+
+def cut_off(server: Server, _: int) -> None:
+    with pytest.raises(openai.APIError):
+        server.client().completions.create(**LONG)
+
+
+def reachable(server: Server) -> bool:
+    try:
+        return server.get("/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_a_full_queue_is_a_429_and_harms_nobody():
+    """Two run, two wait, the fifth is told to come again; more than can ever be is a 400."""
+    with mock(20, "1", "--max-running-requests", "2", "--max-queued-requests", "2") as server:
+        texts = []
+        body = {"model": NAME, "prompt": "a", "max_tokens": 60}
+        threads = in_threads(4, lambda _: texts.append(server.client().completions.create(**body).choices[0].text))
+        until(lambda: server.metric("treetop:num_requests_waiting") == 2)
+        with pytest.raises(openai.RateLimitError, match="max-queued-requests") as refused:
+            server.client().completions.create(**body)
+        assert refused.value.response.headers["retry-after"] == "1"
+        assert server.metric("treetop:requests_refused_total") == 1
+        with pytest.raises(openai.BadRequestError, match="at most 4"):
+            server.client().completions.create(**body, n=5)
+        joined(threads)
+        assert texts == [replayed(1, 60)] * 4
+        assert server.client().completions.create(**body, n=4).choices[3].text == texts[0]
+
+
+def test_memory_so_small_that_requests_are_put_back_changes_no_text():
+    """Eight requests over pages for two and a half: all end, and with the text they would have had alone."""
+    with mock(1, "1-4", "--max-total-tokens", "512", "--context-length", "200") as server:
+
+        async def all_of_them() -> list[str]:
+            async with server.async_client() as client:
+                asked = (client.completions.create(model=NAME, prompt="a", max_tokens=190) for _ in range(8))
+                return [answer.choices[0].text for answer in await asyncio.gather(*asked)]
+
+        assert asyncio.run(all_of_them()) == [replayed(1, 190)] * 8
+        assert server.metric("treetop:num_retractions") > 0
+
+
+def test_several_api_processes_share_socket_and_engine():
+    """Each answers, and /metrics of either counts what both served."""
+    with mock(1, "4", "--api-workers", "2") as server:
+        assert sum("api.worker" in command_of(pid) for pid in server.children()) == 2
+        for _ in range(12):
+            assert server.client().completions.create(model=NAME, prompt="a", max_tokens=9).choices[0].text
+        assert server.metric("treetop:generation_tokens_total") == 12 * 9
+        assert server.metric("vllm:request_success_total", finished_reason="length") == 12
+        worker = next(pid for pid in server.children() if "api.worker" in command_of(pid))
+        os.kill(worker, signal.SIGKILL)
+        assert server.process.wait(WAIT_S) == 1
+
+
+def test_the_socket_lies_where_nobody_else_can_go():
+    with mock(1, "1") as server:
+        address = next(
+            line.split()[-1]
+            for line in Path("/proc/net/unix").read_text().splitlines()
+            if "treetop-" in line and is_of(server, line.split()[-1])
+        )
+        folder = Path(address).parent
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert server.end() == 0
+        assert not folder.exists()
+
+
+def is_of(server: Server, address: str) -> bool:
+    """Whether the server's engine has this socket: its folder is named on nobody else's."""
+    maps = Path(f"/proc/{server.engine()}/fd")
+    inodes = {os.readlink(each) for each in maps.iterdir() if "socket" in os.readlink(each)}
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
+    return any(f"socket:[{line[6]}]" in inodes for line in lines if line[-1] == address)
+
+
+# ---------------------------------------------------------------------------------------------- starting
+
+
+def refused(*flags: str, code: int = 2, environment: dict[str, str] | None = None) -> str:
+    """What a server that cannot start says: one line."""
+    command = [sys.executable, "-m", "treetop.cli", "serve", "--port", "0", *flags]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=WAIT_S, check=False, env={**os.environ, **(environment or {})}
+    )
+    assert ended.returncode == code, ended.stderr
+    assert ended.stderr.count("\n") == 1, ended.stderr
+    return ended.stderr
+
+
+def test_what_cannot_start_is_one_line_and_exit_code_2(tmp_path):
+    assert "no such folder" in refused(str(tmp_path / "nowhere"), "--mock-engine", "1,1")
+    assert "--mock-engine must be" in refused("--mock-engine", "fast")
+    assert "--port must lie" in refused("--port", "70000", "--mock-engine", "1,1")
+    assert "one device only" in refused("--tensor-parallel-size", "2")
+    assert "--api-workers must lie" in refused("--api-workers", "0")
+    assert "--chat-template" in refused("--mock-engine", "1,1", "--chat-template", str(tmp_path / "none.jinja"))
+
+
+def test_a_model_that_cannot_be_loaded_is_one_line_from_the_engine_process(tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["Unheard"]}')
+    assert "Unheard is not supported" in refused(str(tmp_path))
+
+
+def test_a_port_that_is_taken_is_told_before_anything_is_loaded():
+    with mock(1, "1") as server:
+        port = server.url.rsplit(":", 1)[1]
+        assert f"--port {port}: Address already in use" in refused("--port", port, "--mock-engine", "1,1")
+
+
+def test_a_signal_while_the_engine_loads_ends_it():
+    server = Server("--mock-engine", "1,1")
+    until(lambda: any("engine_process" in command_of(pid) for pid in server.children()))
+    pids = server.children()
+    assert server.end() == 0
+    server.kill()
+    until(lambda: not any("treetop" in command_of(pid) for pid in pids))
+
+
+def test_a_file_may_hold_the_flags_in_anybodys_spelling(tmp_path):
+    """The command line wins over the file; an unknown name is an error that names it."""
+    file = tmp_path / "serve.yaml"
+    file.write_text(
+        textwrap.dedent("""
+            model: builtin:nestling
+            max-model-len: 512
+            max_num_seqs: 3
+            enforce-eager: true
+            served-model-name: [small, little]
+            mock-engine: 1,2
+        """)
+    )
+    with serving("--config", str(file), "--context-length", "256") as server:
+        model = server.client().models.retrieve("small").model_extra
+        assert model["max_model_len"] == 256
+        assert "3 requests at a time" in "".join(server.said)
+    file.write_text("max-modle-len: 512")
+    assert "--max-modle-len" in refused("--config", str(file))
+    file.write_text("- a\n- b")
+    assert "flags and their values" in refused("--config", str(file))
+    assert "No such file" in refused("--config", str(tmp_path / "none.yaml"))
+
+
+def test_a_key_of_the_environment_is_asked_for():
+    with mock(1, "1", environment={"TREETOP_API_KEY": "sesame"}) as server:
+        assert server.get("/v1/models").status_code == 401
+        assert server.get("/v1/models", headers={"Authorization": "Bearer sesame"}).status_code == 200
+
+
+# ---------------------------------------------------------------------------------------------- a real engine
+
+
+def test_a_real_engine_gives_what_llm_gives(weak_pair):
+    """Greedy and seeded, at once and beside others: the tokens of `LLM.generate` of the same prompt alone."""
+    from engines import build, greedy, sampled, tokens
+
+    llm = build(weak_pair)
+    prompts = weak_pair.prompts([3, 9, 14, 30])
+    params = [greedy(24), sampled(7, 24), greedy(30), sampled(8, 20, top_k=9, temperature=0.7)]
+    expected = [llm.generate([each], one)[0] for each, one in zip(prompts, params, strict=True)]
+    llm.close()
+    flags = ("--speculative-draft-model-path", str(weak_pair.head), "--dtype", "float64", "--max-model-len", "256")
+    with serving(str(weak_pair.target), *flags, "--served-model-name", "weak") as server:
+
+        async def all_of_them():
+            async with server.async_client() as client:
+                asked = [
+                    client.completions.create(
+                        model="weak",
+                        prompt=each,
+                        max_tokens=one.max_tokens,
+                        temperature=one.temperature,
+                        seed=one.seed,
+                        extra_body={"ignore_eos": True, "top_k": one.top_k},
+                    )
+                    for each, one in zip(prompts, params, strict=True)
+                ]
+                return await asyncio.gather(*asked)
+
+        answers = asyncio.run(all_of_them())
+        assert [answer.choices[0].text for answer in answers] == [output.text for output in expected]
+        assert [answer.usage.completion_tokens for answer in answers] == [len(ids) for ids in tokens(expected)]
+        assert server.end() == 0
