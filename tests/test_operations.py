@@ -121,7 +121,7 @@ def few_rows(kernel: bool) -> Call:
 @case
 def gated_rows(_: bool) -> Call:
     x, weight = torch.randn(17, 64).half(), torch.randn(2 * 40, 64).half() / 4
-    launch = {"launch": RowsLaunch(block_n=16, block_k=32, splits=1, num_stages=1, num_warps=4)}
+    launch = {"launch": RowsLaunch(block_n=16, block_k=64, splits=1, num_stages=1, num_warps=4)}
     return Call((x, weight), launch, only_result)
 
 
