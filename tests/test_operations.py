@@ -114,7 +114,7 @@ def silu_mul(_: bool) -> Call:
 @case
 def few_rows(kernel: bool) -> Call:
     x, weight = torch.randn(19, 128).half(), torch.randn(72, 128).half()
-    launch = {"launch": RowsLaunch(block_n=32, block_k=16, splits=2, num_stages=1, num_warps=4)}
+    launch = {"launch": RowsLaunch(block_n=32, block_k=64, splits=2, num_stages=1, num_warps=4)}
     return Call((x, weight) if kernel else (x, weight, 2), launch, only_result)
 
 
