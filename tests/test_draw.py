@@ -151,7 +151,7 @@ else:
         logits = (torch.randn(1, 1, vocab, generator=generator) * 2).expand(1, draws, vocab).contiguous().to(DEVICE)
         sampler = sampler_of([filters], generator)
         rows, positions = torch.zeros(1, dtype=torch.int64, device=DEVICE), torch.arange(draws, device=DEVICE)[None]
-        token, _ = draw_tokens(logits, sampler, rows, positions, True, gpu_traits(DEVICE))
+        token = draw_tokens(logits, sampler, rows, positions, True, gpu_traits(DEVICE)).token
         weights = warp(logits[0, :1].double(), sampler.params)[0].cpu()
         expected = draws * weights / weights.sum()
         seen = torch.bincount(token.cpu().flatten(), minlength=vocab).double()
@@ -167,9 +167,8 @@ else:
         positions = torch.tensor([[0, 1, 2**31, 2**32 + 5, 2**40 + 3, 77, 78, 79]], device=DEVICE)
         sampler = sampler_of([(1.0, 0, 1.0, 0.0)], generator)
         logits = torch.zeros(1, 8, 2, device=DEVICE)
-        token, _ = draw_tokens(
-            logits, sampler, torch.zeros(1, dtype=torch.int64, device=DEVICE), positions, True, gpu_traits(DEVICE)
-        )
+        rows = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+        token = draw_tokens(logits, sampler, rows, positions, True, gpu_traits(DEVICE)).token
         coins = philox_coin(sampler.seed[:, None].expand(1, 8), positions + 1)
         assert torch.equal(token, (coins >= 0.5).long())
 
@@ -179,9 +178,8 @@ else:
         logits = torch.randn(2, 4, 100, generator=generator).to(DEVICE)
         logits[0, 1, 63], logits[1, 2, 99], logits[1, 3] = float("nan"), float("inf"), float("-inf")
         sampler, positions = sampler_of([(1.0, 0, 0.9, 0.0)] * 2, generator), torch.arange(8, device=DEVICE).view(2, 4)
-        token, finite = draw_tokens(
-            logits, sampler, torch.arange(2, device=DEVICE), positions, True, gpu_traits(DEVICE)
-        )
+        drawn = draw_tokens(logits, sampler, torch.arange(2, device=DEVICE), positions, True, gpu_traits(DEVICE))
+        token, finite = drawn.token, drawn.finite
         assert finite.tolist() == [[True, False, True, True], [True, True, False, False]]
         assert bool(((token >= 0) & (token < 100)).all())
         params = WarpParams(

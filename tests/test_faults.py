@@ -270,7 +270,7 @@ def test_a_fault_of_the_environment_is_said_loudly_and_once(capsys):
     environment = {ENVIRONMENT: "limit-before-stop"}
     for said in (1, 0):
         with environment_fault(environment):
-            assert first_stop_of_the_scheduler()([5, 5], {5}, None, 2) == (2, "length")
+            assert first_stop_of_the_scheduler()([5, 5], {5}, 2) == (2, "length")
         err = capsys.readouterr().err
         assert err.count("\n") == said
         parts = ("FAULT", "limit-before-stop", "IS ACTIVE", ENVIRONMENT, FAULTS["limit-before-stop"].summary)

@@ -167,7 +167,7 @@ def test_what_is_not_finite_or_was_aborted_before_its_result_is_not_cached(pair)
         llm.scheduler.commit(plan, result)
         llm.scheduler.check_integrity()
         assert request.finish_reason == "abort"
-        assert all(llm.scheduler._ledger.usage(group) == 0 for group in llm.engine.layout.token_groups)
+        assert all(each.num_free == each.total for each in llm.scheduler._ledger._allocators.values())
 
 
 def test_disabling_the_cache_disables_it(pair):
@@ -176,7 +176,7 @@ def test_disabling_the_cache_disables_it(pair):
         submit(llm, [[1] * 40], greedy(9))
         starts = [c.start for plan, _ in steps(llm) if isinstance(plan, PrefillPlan) for c in plan.chunks]
         assert starts == [0]
-    assert all(llm.scheduler._ledger.usage(group) == 0 for group in llm.engine.layout.token_groups)
+    assert all(each.num_free == each.total for each in llm.scheduler._ledger._allocators.values())
 
 
 # ---------------------------------------------------------------------------------------------- integrity
