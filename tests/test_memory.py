@@ -213,7 +213,7 @@ def test_prefill_steps_are_chosen_by_the_device_unless_they_are_given(monkeypatc
     monkeypatch.setattr(building, "memory_of", lambda device: Memory(140 * GIB, 140 * GIB))
     preset = Path(__file__).parent.parent / "bench" / "presets" / "llama-3.1-8b"
     config = EngineConfig(str(preset), load_format="dummy", **options)
-    assert building.make_layout(config, target_spec(preset).config, None, Layout).chunk == chunk
+    assert building.make_layout(config, target_spec(preset).config, None).chunk == chunk
 
 
 # ---------------------------------------------------------------------------------------------- engines
