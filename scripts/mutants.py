@@ -28,13 +28,13 @@ ROOT = Path(__file__).parent.parent
 CORE = (
     "types/layout.py",
     "cache/allocator.py",
-    "cache/ledger.py",
+    "cache/kv_cache_manager.py",
     "kernels/accept.py",
     "kernels/tree.py",
     "kernels/kv.py",
     "kernels/sampling.py",
-    "spec/draft.py",
-    "spec/verify.py",
+    "speculative/draft.py",
+    "speculative/verify.py",
     "scheduler/stops.py",
     "engine/rounds.py",
 )

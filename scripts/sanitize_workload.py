@@ -27,12 +27,12 @@ from treetop import LLM, SamplingParams
 from treetop.debug.kernels import all_kernels, place_of
 from treetop.debug.patching import wrapped_device
 from treetop.debug.two_group import write_two_group_pair
-from treetop.engine.device import Device
-from treetop.kernels.compressed import CompressedLaunch, compress, compressed_rows
-from treetop.kernels.few_rows import RowsLaunch, few_rows, gated_rows
+from treetop.engine.model_runner import ModelRunner
 from treetop.kernels.kv import PageTable
 from treetop.kernels.metadata import AttentionMetadata
+from treetop.kernels.packed_weights import CompressedLaunch, compress, compressed_rows
 from treetop.kernels.pages import gather_table
+from treetop.kernels.skinny_gemm import RowsLaunch, gated_rows, skinny_gemm
 from treetop.kernels.tail import PrefixPart, tail_and_merge
 from treetop.kernels.triton_guard import _probe, gpu_traits, is_compiling_ahead, jit, tl
 from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL
@@ -59,15 +59,15 @@ class Plant:
     def __init__(self, kind: str) -> None:
         self._kind, self._device = kind, None
 
-    def wrap(self, device: Device) -> Device:
-        self._device, real = device, device.ops.commit
+    def wrap(self, runner: ModelRunner) -> ModelRunner:
+        self._device, real = runner, runner.ops.commit
 
         def commit(*args: Any) -> None:
             real(*args)
             self._harm()
 
-        vars(device.ops)["commit"] = commit  # these are the device's own
-        return device
+        vars(runner.ops)["commit"] = commit  # these are the device's own
+        return runner
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -165,7 +165,7 @@ def products_by_tiles() -> None:
     weight = torch.ones((200, 256), dtype=torch.bfloat16, device="cuda")
     for rows in (1, 20, 130):
         x = torch.ones((rows, 256), dtype=torch.bfloat16, device="cuda")
-        few_rows(x, weight, RowsLaunch(64, 64, 2, 3, 4, 1, True), gpu)
+        skinny_gemm(x, weight, RowsLaunch(64, 64, 2, 3, 4, 1, True), gpu)
         gated_rows(x, weight[:128], RowsLaunch(64, 64, 1, 3, 4, 1, True), gpu)
 
 
@@ -191,17 +191,17 @@ def attention_after_a_library(device: torch.device) -> None:
     """What runs beside a library's attention: its page table, then the tail and the merge; no size fits a block."""
     rows, n, kv_heads, dim = 2, 5, 2, 48
     at = torch.arange(n, device=device)
-    extent = torch.tensor([0, 9], device=device)
+    kv_len = torch.tensor([0, 9], device=device)
     table = torch.ones((3, 7), dtype=torch.int32, device=device)
     gpu = gpu_traits(device)
-    gather_table(table, torch.tensor([2, 0], device=device), extent, 7, 4, gpu)
+    gather_table(table, torch.tensor([2, 0], device=device), kv_len, 7, 4, gpu)
     q = torch.ones((rows, n, 3 * kv_heads, dim), device=device)
-    prefix = PrefixPart(q.clone(), q.new_zeros((rows, 3 * kv_heads, n)).transpose(1, 2), extent)
-    positions = extent[:, None] + at
+    prefix = PrefixPart(q.clone(), q.new_zeros((rows, 3 * kv_heads, n)).transpose(1, 2), kv_len)
+    positions = kv_len[:, None] + at
     tail, mask = q.new_ones((rows, n, 2, kv_heads, dim)), (at <= at[:, None]).expand(rows, n, n).clone()
     pages, listed = PageTable(FULL, table), torch.tensor([2, 0], device=device)
     for window in (None, 3):
-        metadata = AttentionMetadata(Phase.VERIFY, pages, listed, extent, 9, 4, positions, window, positions, mask)
+        metadata = AttentionMetadata(Phase.VERIFY, pages, listed, kv_len, 9, 4, positions, window, positions, mask)
         tail_and_merge(q, prefix, tail, metadata, 0.1, q[0, 0, :, 0].clone(), gpu)
 
 

@@ -22,7 +22,7 @@ import torch
 from treetop import LLM, SamplingParams
 from treetop.bench.equality import NEAR_TIE, TIES_ALLOWED, equal_outputs
 from treetop.cli import OneLineParser, exit_code
-from treetop.kernels.sampling import WarpParams, draw, philox_coin, warp
+from treetop.kernels.sampling import WarpParams, draw, philox_uniform, warp
 from treetop.models.folder import resolve_folder
 from treetop.models.loader import compute_device
 from treetop.server.llm import RequestOutput, TextDelta
@@ -238,8 +238,8 @@ def near_tie(fresh: LLM, params: SamplingParams, want: RequestOutput, have: Requ
     row = [params.temperature, params.top_k, params.top_p, params.min_p]
     probs = warp(logits, WarpParams(*(torch.tensor([value]) for value in row)))
     assert params.seed is not None
-    coin = philox_coin(torch.tensor([params.seed]), torch.tensor([len(ids)]))
-    near = {int(draw(probs, (coin + shift).clamp(0, 1 - 2.0**-32))) for shift in (-NEAR_TIE, 0.0, NEAR_TIE)}
+    uniform = philox_uniform(torch.tensor([params.seed]), torch.tensor([len(ids)]))
+    near = {int(draw(probs, (uniform + shift).clamp(0, 1 - 2.0**-32))) for shift in (-NEAR_TIE, 0.0, NEAR_TIE)}
     return {want.token_ids[at], have.token_ids[at]} <= near
 
 
@@ -297,7 +297,7 @@ def run(args: argparse.Namespace) -> int:
     summary = soak.run(args.rounds)
     room = 8 * (args.context_length + 64)
     soak.compare(LLM(**{**options, "max_total_tokens": room, "disable_radix_cache": True, "check_level": 1}))
-    launcher, backend = type(soak.llm.engine.launcher).__name__, soak.llm.engine.device.backend.name
+    launcher, backend = type(soak.llm.engine.launcher).__name__, soak.llm.engine.runner.backend.name
     print(
         json.dumps(
             {"options": {**options, "seed": args.seed}, "launcher": launcher, "backend": backend} | asdict(summary)

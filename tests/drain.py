@@ -23,7 +23,7 @@ class Crossover:
     """Rounds of buckets above `largest` run eagerly, the others as the engine's own launcher has them (sgl-28569)."""
 
     def __init__(self, engine, largest: int) -> None:
-        self._own, self._eager, self._largest = engine.launcher, Eager(engine.device), largest
+        self._own, self._eager, self._largest = engine.launcher, Eager(engine.runner), largest
         self.launched: dict[str, set[int]] = {"own": set(), "eager": set()}
 
     def launch(self, key, *rest):

@@ -76,11 +76,11 @@ def pump(llm, limit=10_000):
         if not tickets:
             assert not llm.scheduler.has_work, "work is left, but there is no plan"
             return
-        ticket = tickets.popleft()
-        updates = llm.scheduler.commit(ticket.plan, llm.engine.collect(ticket))
+        in_flight = tickets.popleft()
+        updates = llm.scheduler.commit(in_flight.plan, llm.engine.collect(in_flight))
         note(updates)
         llm.scheduler.check_integrity()
-        yield ticket.plan, updates
+        yield in_flight.plan, updates
     raise AssertionError(f"the work was not done after {limit} steps")
 
 

@@ -54,7 +54,7 @@ def register_fa3(namespace):
 
 
 def schedule(  # noqa: PLR0917 - the vendor's
-    rows, n, bound, heads, kv_heads, dim, dim_v, dtype, lengths, *rest
+    rows, n, max_kv_len, heads, kv_heads, dim, dim_v, dtype, lengths, *rest
 ):
     """A tensor that says what it was made for."""
     starts, _, _, query_len, _, page_size, new, causal, left, right, softcap, splits, _, _ = rest
@@ -63,7 +63,7 @@ def schedule(  # noqa: PLR0917 - the vendor's
     assert (query_len is not None) == causal
     assert dim == dim_v
     assert lengths.dtype == torch.int32
-    return torch.tensor([rows, n, bound, heads, kv_heads, dim, page_size, int(causal)], dtype=torch.int32)
+    return torch.tensor([rows, n, max_kv_len, heads, kv_heads, dim, page_size, int(causal)], dtype=torch.int32)
 
 
 def fa3(given):

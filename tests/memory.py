@@ -17,14 +17,14 @@ def buffer_tensors(buffers) -> dict[str, torch.Tensor]:
     for part in ("tree", "places", "accepted"):
         value = getattr(buffers, part)
         found |= {f"{part}.{name}": getattr(value, name) for name in value.__dataclass_fields__}
-    found["features"] = buffers.features
+    found["features"] = buffers.aux_hidden
     for part in ("draft_tails", "verify_tails", "extend_tails"):
         found |= {f"{part}.{group}": tail for group, tail in getattr(buffers, part).items()}
     return found
 
 
 def all_tensors(llm) -> dict[str, torch.Tensor]:
-    device = llm.engine.device
+    device = llm.engine.runner
     pools = {f"pool.{name}": pool.data for name, pool in device.pools.items()}
     return state_tensors(device.state) | buffer_tensors(device.buffers) | pools
 

@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 
 from treetop.kernels.kv import PagedKV, write_pages
 from treetop.kernels.rope import RopeSpec, rope_table, rotate_
+from treetop.models.config import AttentionSpec, DenseSpec, LayerSpec, model_config, num_layers
 from treetop.models.layers import norm_param
 from treetop.models.params import Param, Source, matrix, stored_tensors
 from treetop.models.registry import Family
-from treetop.models.spec import AttentionSpec, DenseSpec, LayerSpec, model_config, num_layers
 from treetop.models.target import TargetOutput
 from treetop.types.kv import KVFormat
 

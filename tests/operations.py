@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from treetop.debug.patching import wrapped_device
-from treetop.engine.device import Device
+from treetop.engine.model_runner import ModelRunner
 from treetop.kernels.table import OpContext, Ops, operations
 from treetop.kernels.triton_guard import gpu_traits
 
@@ -26,9 +26,9 @@ def kernel_ops(device: torch.device) -> Ops:
 def with_op(name: str, function: Any) -> AbstractContextManager[None]:
     """Engines that are made inside have this function for an operation of their rounds."""
 
-    def change(device: Device) -> Device:
+    def change(runner: ModelRunner) -> ModelRunner:
         ops = reference_ops()
-        vars(ops).update({**vars(device.ops), name: function})
-        return replace(device, ops=ops)
+        vars(ops).update({**vars(runner.ops), name: function})
+        return replace(runner, ops=ops)
 
     return wrapped_device(change)

@@ -53,12 +53,12 @@ def warped(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> list[float
     return [mass[i] / total if i in kept else 0.0 for i in range(len(logits))]
 
 
-def drawn(probs, coin: float) -> int:
+def drawn(probs, uniform: float) -> int:
     """The first token whose cumulative share exceeds the coin."""
     total, running = math.fsum(probs), 0.0
     for token, p in enumerate(probs):
         running += p
-        if p > 0 and running > coin * total:
+        if p > 0 and running > uniform * total:
             return token
     raise AssertionError("no token has a probability")
 

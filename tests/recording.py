@@ -30,7 +30,7 @@ class RecordingBackend:
 
     def plan(self, begun, metadata):
         table = replace(metadata.table, data=metadata.table.data.clone())
-        frozen = replace(metadata, table=table, extent=metadata.extent.clone())
+        frozen = replace(metadata, table=table, kv_len=metadata.kv_len.clone())
         self.plans.append(Planned(frozen, self.inner.plan(begun, metadata)))
         return self.plans[-1]
 
@@ -57,10 +57,10 @@ class HeadCalls:
 
 def record(llm) -> tuple[RecordingBackend, HeadCalls]:
     """From now on the engine runs on a recording backend and its drafter is watched."""
-    device = llm.engine.device
+    device = llm.engine.runner
     backend, calls = RecordingBackend(device.backend), HeadCalls()
-    llm.engine.device = replace(device, backend=backend)
-    llm.engine.launcher = Eager(llm.engine.device)
+    llm.engine.runner = replace(device, backend=backend)
+    llm.engine.launcher = Eager(llm.engine.runner)
     drafter = device.drafter
     grow, propose = drafter.grow, drafter.propose
 

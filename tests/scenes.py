@@ -47,7 +47,7 @@ def scene(  # noqa: PLR0917
     kv_heads=2,
     dim=16,
     page_size=4,
-    bound=50,
+    max_kv_len=50,
     window=None,
     dtype=torch.float32,
     causal=False,
@@ -56,15 +56,15 @@ def scene(  # noqa: PLR0917
 ) -> Scene:
     """Random K/V in pages in random order; prefill rows end with padding queries, as the runner pads them."""
     torch.manual_seed(seed)
-    rows, columns = 4, -(-bound // page_size)
-    extent = torch.tensor([bound, n if causal else 0, int(torch.randint(n, bound, ())), 0])
+    rows, columns = 4, -(-max_kv_len // page_size)
+    kv_len = torch.tensor([max_kv_len, n if causal else 0, int(torch.randint(n, max_kv_len, ())), 0])
     row_list = torch.tensor([2, 0, 1, 3])  # the last is the dummy: null pages, nothing committed
     num_pages = 1 + 3 * columns
     table = torch.zeros((4, columns), dtype=torch.int32)
     table[:3] = (torch.randperm(num_pages - 1) + 1).view(3, columns)
     pages = torch.randn(num_pages * page_size, planes, kv_heads, dim).to(dtype)
     pages[:page_size] = 0
-    at = torch.arange(bound)
+    at = torch.arange(max_kv_len)
     slots = table[row_list[:, None], at // page_size].long() * page_size + at % page_size
     dense = pages[slots]
 
@@ -72,26 +72,28 @@ def scene(  # noqa: PLR0917
     if causal:
         count = torch.tensor([n, n, max(n // 2, 1), 0])  # queries of a row that are no padding
         real = torch.arange(n) < count[:, None]
-        positions = torch.where(real, (extent - count)[:, None] + torch.arange(n), 0)
+        positions = torch.where(real, (kv_len - count)[:, None] + torch.arange(n), 0)
         t = 0
     else:
         tree = ancestor_mask((torch.rand(rows, t) * torch.arange(t)).long(), t)
-        tail_positions = extent[:, None] + tree.sum(dim=2) - 1
+        tail_positions = kv_len[:, None] + tree.sum(dim=2) - 1
         mask, positions = tree[:, -n:], tail_positions[:, -n:]
     distance = positions[:, :, None] - at
-    seen = (at < extent[:, None])[:, None] & real[:, :, None]
+    seen = (at < kv_len[:, None])[:, None] & real[:, :, None]
     seen = seen & (distance < (window or INT_MAX)) & ((distance >= 0) | torch.tensor(not causal))
 
     spoilt, spoilt_table = pages.clone(), table.clone()
     live = seen.any(dim=1)  # [rows, bound]
     if causal and window is not None:  # a window's pages are released behind its first query
-        live = live | ((at < extent[:, None]) & (at >= positions[:, :1] - window + 1))
+        live = live | ((at < kv_len[:, None]) & (at >= positions[:, :1] - window + 1))
     keep = torch.zeros(len(pages), dtype=torch.bool)
     keep[slots[live]] = True
     keep[:page_size] = True
     spoilt[~keep] = float("nan")
     used = torch.zeros_like(table, dtype=torch.bool)
-    used[row_list] = torch.nn.functional.pad(live, (0, columns * page_size - bound)).unflatten(1, (columns, -1)).any(2)
+    used[row_list] = (
+        torch.nn.functional.pad(live, (0, columns * page_size - max_kv_len)).unflatten(1, (columns, -1)).any(2)
+    )
     spoilt_table[~used] = INT_MIN
 
     q = torch.randn(rows, n, heads + 2 * kv_heads, dim).to(dtype)[:, :, :heads]  # a slice, as the projection leaves it
@@ -102,8 +104,8 @@ def scene(  # noqa: PLR0917
             Phase.VERIFY,
             PageTable(FULL, spoilt_table),
             row_list,
-            extent,
-            bound,
+            kv_len,
+            max_kv_len,
             page_size,
             positions,
             window,

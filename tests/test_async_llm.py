@@ -108,7 +108,7 @@ def test_an_engine_that_fails_or_is_closed_is_told_to_each_reader():
         first, second = [await llm.stream([1, i], SamplingParams(max_tokens=2000)) for i in range(2)]
         async for _ in first:
             break
-        llm.core._thread.core.engine.collect = lambda ticket: 1 / 0
+        llm.core._thread.core.engine.collect = lambda in_flight: 1 / 0
         for stream in (first, second):
             with pytest.raises(EngineError, match="ZeroDivisionError"):
                 async for _ in stream:

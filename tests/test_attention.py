@@ -38,25 +38,25 @@ def make_case(seed, page_size, window=None, *, heads=4, kv_heads=2, extents=(0, 
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     rows, n, t = len(extents), 3, 5
-    bound = max(extents) + rng.randrange(3)
-    columns = -(-(bound + 6) // page_size)
+    max_kv_len = max(extents) + rng.randrange(3)
+    columns = -(-(max_kv_len + 6) // page_size)
     pages = list(range(1, rows * columns + 1))
     rng.shuffle(pages)
     table = torch.tensor(pages, dtype=torch.int32).reshape(rows, columns)
     table[-1] = 0
     kv = PagedKV(normal((rows * columns + 1) * page_size, 2, kv_heads, DIM))
     kv.data[0] = 0
-    extent = torch.tensor(extents)
+    kv_len = torch.tensor(extents)
     row_list = torch.tensor([*torch.randperm(rows - 1, generator=generator).tolist(), rows - 1])
     depth = torch.tensor([[rng.randrange(4) for _ in range(t)] for _ in range(rows)])
-    tail_positions = extent[:, None] + depth
+    tail_positions = kv_len[:, None] + depth
     chosen = torch.tensor([rng.sample(range(t), n) for _ in range(rows)])  # each query is a node of the tail
     mask = torch.rand((rows, n, t), generator=generator) < 0.4
     mask.scatter_(2, chosen[:, :, None], True)
     mask &= depth[:, None, :] <= depth.gather(1, chosen)[:, :, None]
     positions, pages = tail_positions.gather(1, chosen), PageTable(FULL, table)
     metadata = AttentionMetadata(
-        Phase.VERIFY, pages, row_list, extent, bound, page_size, positions, window, tail_positions, mask
+        Phase.VERIFY, pages, row_list, kv_len, max_kv_len, page_size, positions, window, tail_positions, mask
     )
     return Case(metadata, kv, TailKV(normal(rows, t, 2, kv_heads, DIM)), normal(rows, n, heads, DIM), kv_heads)
 
@@ -71,7 +71,7 @@ def expected_row(case, index, column, head, *, parts=("prefix", "tail"), causal=
     at, window = int(case.metadata.positions[index, column]), case.metadata.window
     kv_head = head // (case.q.shape[2] // case.kv_heads)
     keys, values = [], []
-    for position in range(int(case.metadata.extent[index])) if "prefix" in parts else ():
+    for position in range(int(case.metadata.kv_len[index])) if "prefix" in parts else ():
         if (window is None or at - position < window) and (not causal or position <= at):
             place = slot(case.metadata, index, position)
             keys.append(case.kv.k[place, kv_head].tolist())
@@ -149,7 +149,7 @@ def test_a_window_is_applied_by_position_and_not_by_tail_column():
 def test_an_empty_prefix_of_width_zero_is_legal(backend):
     """A batch in which nobody has anything committed, with a bound of 0, is attention over the tail alone."""
     case = make_case(5, 4, extents=(0, 0, 0))
-    case.metadata = replace(case.metadata, bound=0)
+    case.metadata = replace(case.metadata, max_kv_len=0)
     plan = backend.plan(backend.begin(case.metadata), case.metadata)
     out = backend.prefix_tail(case.q, case.kv, plan, case.tail, 0.6)
     torch.testing.assert_close(out, expected(case)[0], rtol=1e-9, atol=1e-9)
@@ -161,7 +161,7 @@ def test_what_lies_beyond_the_extent_is_never_read(backend, seed):
     case = make_case(seed, 4)
     plan = backend.plan(backend.begin(case.metadata), case.metadata)
     clean = backend.prefix_tail(case.q, case.kv, plan, case.tail, 0.6)
-    used = {slot(case.metadata, i, p) for i in range(5) for p in range(int(case.metadata.extent[i]))} | {0}
+    used = {slot(case.metadata, i, p) for i in range(5) for p in range(int(case.metadata.kv_len[i]))} | {0}
     unused = [s for s in range(case.kv.k.shape[0]) if s not in used]
     case.kv.data[unused] = float("nan")
     assert torch.equal(backend.prefix_tail(case.q, case.kv, plan, case.tail, 0.6), clean)

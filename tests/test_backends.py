@@ -17,9 +17,9 @@ from treetop.attention.auto import AutoBackend, ChoiceTable, Timing, load_table,
 from treetop.attention.capabilities import CAPABILITIES, Capabilities, GroupNeed, Need, Refusal, refusal, require
 from treetop.attention.registry import BACKENDS, make_backend
 from treetop.attention.torch_backend import TorchBackend
-from treetop.kernels import few_rows
-from treetop.kernels import launch as launching
-from treetop.kernels.launch import CallShape, Launch, entry_of, launch_by_formula, launch_table, nearest_class
+from treetop.kernels import attention_config as launching
+from treetop.kernels import skinny_gemm
+from treetop.kernels.attention_config import CallShape, Launch, entry_of, launch_by_formula, launch_table, nearest_class
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.types.config import CHOICES
 from treetop.types.errors import ConfigError
@@ -127,7 +127,7 @@ class Named:
 def call_class(s, causal=False):
     heads, kv_heads = s.q.shape[2], s.tail.data.shape[3]
     rows, n, _, dim = s.q.shape
-    return CallShape(rows, n, kv_heads, heads // kv_heads, dim, 2, s.metadata.bound, causal).shape_class
+    return CallShape(rows, n, kv_heads, heads // kv_heads, dim, 2, s.metadata.max_kv_len, causal).shape_class
 
 
 def auto_of(monkeypatch, s, classes, window=None, num_sms=8, serves=("triton", "fa3", "flashinfer")):
@@ -246,10 +246,10 @@ def test_a_launch_of_the_table_serves_other_context_limits(monkeypatch):
     """What was measured, and its nearest neighbour with no more splits than blocks; the formula for all else."""
     gpu, call = GpuTraits(132, True, 227 << 10), CallShape(1, 16, 8, 4, 128, 2, 2048)
     known = {2048: Launch(64, 32, 16, 4, 3), 131072: Launch(64, 64, 9, 4, 3)}
-    classes = {replace(call, bound=keys).shape_class: entry_of(launch) for keys, launch in known.items()}
+    classes = {replace(call, max_kv_len=keys).shape_class: entry_of(launch) for keys, launch in known.items()}
     monkeypatch.setattr(launching, "launch_table", lambda: {"num_sms": 132, "classes": classes})
     choose = launching.choose_launch.__wrapped__
-    for bound, keys, splits in (
+    for max_kv_len, keys, splits in (
         (2048, 2048, 16),
         (1025, 2048, 16),
         (16384, 2048, 16),
@@ -259,7 +259,7 @@ def test_a_launch_of_the_table_serves_other_context_limits(monkeypatch):
         (0, 2048, 1),
     ):
         want = replace(known[keys], splits=splits, overlap=True)
-        assert choose(replace(call, bound=bound), gpu) == want, bound
+        assert choose(replace(call, max_kv_len=max_kv_len), gpu) == want, max_kv_len
     for other in (replace(call, rows=3), replace(call, n=4), replace(call, head_dim=64), replace(call, causal=True)):
         assert choose(other, gpu) == launch_by_formula(other, gpu)
     elsewhere = replace(gpu, num_sms=84)
@@ -319,17 +319,17 @@ def test_the_committed_tables_are_well_formed():
 
 def test_the_committed_launches_of_products_can_be_launched():
     """Shares of k are whole blocks, gated ones have one split, blocks are powers of two, and all fit a Hopper GPU."""
-    table = few_rows.load_table()
+    table = skinny_gemm.load_table()
     assert table.num_sms == 132
     assert len(table.launches) > 30
     for (n, k, gated, rows), launch in table.launches.items():
-        assert rows == few_rows.row_class(rows) <= few_rows.MAX_ROWS
+        assert rows == skinny_gemm.row_class(rows) <= skinny_gemm.MAX_ROWS
         if launch is not None:
             assert k % (launch.splits * launch.block_k) == 0
             assert launch.splits == 1 or not gated
             assert n % 64 == 0
             assert all(x & (x - 1) == 0 for x in (launch.block_n, launch.block_k, launch.num_warps))
-            assert few_rows.shared_bytes(launch, rows, gated) <= 227 << 10
+            assert skinny_gemm.shared_bytes(launch, rows, gated) <= 227 << 10
 
 
 @pytest.mark.parametrize("shared", [48 << 10, 99 << 10, 163 << 10, 227 << 10])
@@ -338,11 +338,11 @@ def test_products_fit_the_shared_memory_of_any_gpu(shared, gated):
     """No tiles and nothing from the table on a GPU that was not measured; what does not fit is the vendor's product."""
     gpu = GpuTraits(num_sms=84, can_overlap=False, shared_bytes=shared)
     for rows in (1, 16, 32, 64, 100):
-        launch = few_rows.choose_launch(rows, 28672, 4096, gated, gpu)
-        assert launch is None or few_rows.shared_bytes(launch, rows, gated) <= shared
+        launch = skinny_gemm.choose_launch(rows, 28672, 4096, gated, gpu)
+        assert launch is None or skinny_gemm.shared_bytes(launch, rows, gated) <= shared
         assert launch is None or not launch.tiled
     measured = GpuTraits(132, True, 227 << 10)
-    assert few_rows.choose_launch(32, 28672, 4096, True, measured).tiled
+    assert skinny_gemm.choose_launch(32, 28672, 4096, True, measured).tiled
 
 
 def test_auto_on_a_cpu_is_the_torch_backend():

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from treetop.kernels import few_rows as kernels
-from treetop.kernels.compressed import ROWS, CompressedLaunch, compress, offers
-from treetop.kernels.few_rows import choose_launch, load_table, row_class
+from treetop.kernels import skinny_gemm as kernels
+from treetop.kernels.packed_weights import ROWS, CompressedLaunch, compress, offers
+from treetop.kernels.skinny_gemm import choose_launch, load_table, row_class
 from treetop.kernels.triton_guard import GpuTraits
 
 H200 = GpuTraits(132, True, 227 << 10)
@@ -19,10 +19,10 @@ H200 = GpuTraits(132, True, 227 << 10)
 @pytest.fixture
 def bench(monkeypatch, tmp_path):
     """The script on a CPU, its table a copy, its weights smaller ones, which the table names."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "bench"))
-    for name in ("compressed", "few_rows", "attention_cases"):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+    for name in ("packed_weights", "skinny_gemm", "attention_cases"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    module, tuner = importlib.import_module("compressed"), importlib.import_module("few_rows")
+    module, tuner = importlib.import_module("compressed"), importlib.import_module("skinny_gemm")
     shapes = {"small": (8192, 256, False), "gates": (16384, 256, True)}
     entries = [
         {"name": name, "n": n, "k": k, "gated": gated, "rows": rows, "launch": None, "us": 1.0, "vendor_us": 1.0}
@@ -44,7 +44,7 @@ def bench(monkeypatch, tmp_path):
     yield module
     for each in caches:
         each.cache_clear()
-    for name in ("compressed", "few_rows", "attention_cases"):
+    for name in ("packed_weights", "skinny_gemm", "attention_cases"):
         sys.modules.pop(name, None)
 
 

@@ -13,7 +13,7 @@ import torch
 from treetop import LLM
 from treetop.types.errors import InputError
 
-BENCH = Path(__file__).parent.parent / "bench"
+BENCH = Path(__file__).parent.parent / "benchmarks"
 CHOICES = BENCH.parent / "src" / "treetop" / "attention" / "choices.json"
 
 
@@ -69,7 +69,7 @@ def test_a_written_table_is_read_back_with_a_class_a_line(script):
 
 
 @pytest.mark.parametrize(
-    ("package", "name"), [("treetop.attention", "choices.json"), ("treetop.kernels", "launches.json")]
+    ("package", "name"), [("treetop.attention", "choices.json"), ("treetop.kernels", "attention_config.json")]
 )
 def test_the_committed_tables_are_as_the_benchmark_writes_them(script, package, name):
     """So a run that adds classes changes no other line."""
@@ -84,7 +84,7 @@ def test_a_table_of_another_gpu_is_not_overwritten_unasked(script, monkeypatch, 
     pytest.importorskip("triton")
     attention = script("attention")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "another GPU")
-    for asked, name in (("--write-table", "choices.json"), ("--tune", "launches.json")):
+    for asked, name in (("--write-table", "choices.json"), ("--tune", "attention_config.json")):
         with pytest.raises(SystemExit) as stopped:
             attention.options_of([asked, "--shapes", "prefill"])
         assert stopped.value.code == 2

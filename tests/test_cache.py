@@ -7,8 +7,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engines import accept_lens, accepted, build, finish, greedy, sampled, steps, submit, tokens
 from treetop.cache.allocator import CACHE, FREE, Owner, PageAllocator
-from treetop.cache.ledger import PageLedger
-from treetop.cache.radix import RadixCache
+from treetop.cache.kv_cache_manager import KVCacheManager
+from treetop.cache.prefix_cache import PrefixCache
 from treetop.types.errors import OwnershipError
 from treetop.types.ids import DRAFT, FULL, NULL_PAGE, WINDOW, PageId
 from treetop.types.kv import paired
@@ -89,7 +89,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def start(self, page_size, draft, radix, window):
         self.page_size, self.lookahead, self.radix = page_size, int(draft), radix
         self.layout = make_layout(page_size, draft, window)
-        self.ledger = PageLedger(self.layout, radix, check_level=1)
+        self.ledger = KVCacheManager(self.layout, radix, check_level=1)
         self.memory = {}
         self.live, self.dead = [], []  # [lease, ids, how many of them are committed]
 
@@ -255,7 +255,7 @@ def keep(cache, ids, pages, groups=(FULL,)) -> list:
 @pytest.mark.parametrize(("lookahead", "shared"), [(0, 2), (1, 1)])
 def test_a_page_is_reused_only_if_the_token_after_it_agrees_when_there_is_a_draft(lookahead, shared):
     """Eight tokens agree and the ninth differs: two pages of four without a draft, one with it."""
-    cache = RadixCache(4, lookahead, {FULL: None})
+    cache = PrefixCache(4, lookahead, {FULL: None})
     ids = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
     keep(cache, ids, [1, 2])
     assert len(cache.match([*ids[:8], 99, 100])) == shared
@@ -267,7 +267,7 @@ def test_a_page_is_reused_only_if_the_token_after_it_agrees_when_there_is_a_draf
 
 def test_eviction_takes_the_least_recently_used_leaf_and_never_a_pinned_one():
     """Leaves go before their parents, the oldest use first; a pinned path stays."""
-    cache = RadixCache(2, 0, {FULL: None})
+    cache = PrefixCache(2, 0, {FULL: None})
     for first, ids in enumerate(([1, 1, 2, 2], [1, 1, 3, 3], [4, 4])):
         keep(cache, ids, [10 * first + 1, 10 * first + 2][: len(ids) // 2])
     assert cache.num_pages(FULL) == 4
@@ -284,7 +284,7 @@ def test_eviction_takes_the_least_recently_used_leaf_and_never_a_pinned_one():
 
 def test_a_window_needs_its_pages_only_just_before_the_end_of_a_hit():
     """Pages of two, a window of four: the token after n pages sees page n - 1 and the last token of page n - 2."""
-    cache, ids = RadixCache(2, 0, {FULL: None, WINDOW: 4}), [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    cache, ids = PrefixCache(2, 0, {FULL: None, WINDOW: 4}), [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
     keep(cache, ids, [(1, None), (2, None), (3, 23), (4, 24), (5, 25)], (FULL, WINDOW))
     assert len(cache.match([*ids, 0])) == 5, "what lies behind the window is not needed"
     assert len(cache.match([*ids[:8], 0])) == 4
@@ -301,7 +301,7 @@ def test_a_window_needs_its_pages_only_just_before_the_end_of_a_hit():
 
 def test_a_window_page_that_somebody_reads_stays_and_one_that_was_left_may_go():
     """A lease that has slid past a page pins the node, not the window's page; a later request may bring it back."""
-    cache, ids = RadixCache(2, 0, {FULL: None, WINDOW: 4}), [1, 2, 3, 4, 5, 6, 7]
+    cache, ids = PrefixCache(2, 0, {FULL: None, WINDOW: 4}), [1, 2, 3, 4, 5, 6, 7]
     keep(cache, ids, [(1, 21), (2, 22), (3, 23)], (FULL, WINDOW))
     path = cache.match(ids)
     cache.pin(path)

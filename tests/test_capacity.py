@@ -14,8 +14,10 @@ FULL_GROUP, DRAFT_GROUP = KVGroup(FULL, 3, paired(2, 8)), KVGroup(DRAFT, 1, pair
 SHAPES = (PLAIN, SpecShape(4, 5, 16))
 
 
-def layout(shapes=SHAPES, page=16, *, requests=6, context=100, chunk=32, groups=(FULL_GROUP, DRAFT_GROUP), lag=1):
-    return Layout(shapes, page, requests, context, chunk, groups, 1000, lag=lag)
+def layout(
+    shapes=SHAPES, page=16, *, requests=6, context=100, chunk=32, groups=(FULL_GROUP, DRAFT_GROUP), max_in_flight=1
+):
+    return Layout(shapes, page, requests, context, chunk, groups, 1000, max_in_flight=max_in_flight)
 
 
 # ---------------------------------------------------------------------------------------------- shapes
@@ -34,7 +36,7 @@ def test_a_shape_within_the_bounds_exists(k, s, t):
 
 
 @pytest.mark.parametrize(
-    ("k", "s", "t", "bound"),
+    ("k", "s", "t", "limit"),
     [
         (4, 5, 70, "69"),
         (2, 1, 4, "3"),
@@ -47,12 +49,12 @@ def test_a_shape_within_the_bounds_exists(k, s, t):
         (2, 0, 1, ">= 1"),
     ],
 )
-def test_an_impossible_shape_is_refused_with_its_bound(k, s, t, bound):
+def test_an_impossible_shape_is_refused_with_its_bound(k, s, t, limit):
     """The message names the three options, their values and the bound."""
     with pytest.raises(ConfigError) as error:
         SpecShape(k, s, t)
     message = str(error.value)
-    for part in (f"topk {k}", f"num-steps {s}", f"num-draft-tokens {t}", bound):
+    for part in (f"topk {k}", f"num-steps {s}", f"num-draft-tokens {t}", limit):
         assert part in message
     assert "\n" not in message
 
@@ -61,14 +63,14 @@ def test_an_impossible_shape_is_refused_with_its_bound(k, s, t, bound):
 
 
 @pytest.mark.parametrize("page", [1, 4, 16, 64])
-@pytest.mark.parametrize("lag", [1, 2])
-def test_dimensions_follow_their_formulas(page, lag):
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_dimensions_follow_their_formulas(page, max_in_flight):
     """Every dimension is the maximum over the shapes, and positions reach past the context by the rounds in flight."""
     shapes = (PLAIN, SpecShape(4, 5, 16), SpecShape(8, 2, 40), SpecShape(1, 7, 8))
-    made = layout(shapes, page, lag=lag)
+    made = layout(shapes, page, max_in_flight=max_in_flight)
     assert made.commit_width == 8
-    assert made.max_positions == 100 + lag * 8
-    assert made.page_columns == -(-(100 + lag * 8) // page)
+    assert made.max_positions == 100 + max_in_flight * 8
+    assert made.page_columns == -(-(100 + max_in_flight * 8) // page)
     assert made.draft_tail == 16
     assert made.verify_tail == 40
     assert made.max_topk == 8
@@ -85,7 +87,7 @@ def test_dimensions_follow_their_formulas(page, lag):
 
 
 def test_a_window_group_holds_the_window_and_what_is_in_flight():
-    """ceil((window - 1 + max(chunk, lag (S + 1))) / page) + 1 pages, and never more than all columns."""
+    """ceil((window - 1 + max(chunk, max_in_flight (S + 1))) / page) + 1 pages, and never more than all columns."""
     made = layout(context=1000, chunk=32, groups=(FULL_GROUP, KVGroup(WINDOW, 3, paired(2, 8), window=50)))
     assert made.window_pages(50) == -(-(49 + 32) // 16) + 1
     assert made.pages_per_request(made.group(WINDOW)) == made.window_pages(50)
@@ -94,21 +96,21 @@ def test_a_window_group_holds_the_window_and_what_is_in_flight():
     assert layout(page=1, context=1000, chunk=32).window_pages(50) == 49 + 32 + 1
 
 
-@pytest.mark.parametrize("lag", [1, 2])
-def test_rounds_start_within_what_rounds_in_flight_may_have_committed(lag):
-    """context + (lag - 1) (S + 1) committed, and S + 1 more positions make up all there are."""
-    made = layout(lag=lag)
-    assert made.max_committed == 100 + (lag - 1) * 6
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_rounds_start_within_what_rounds_in_flight_may_have_committed(max_in_flight):
+    """context + (max_in_flight - 1) (S + 1) committed, and S + 1 more positions make up all there are."""
+    made = layout(max_in_flight=max_in_flight)
+    assert made.max_committed == 100 + (max_in_flight - 1) * 6
     assert made.max_committed + made.commit_width == made.max_positions
 
 
 def test_the_changes_of_a_plan_are_bounded_by_what_rows_grow_slide_and_are_admitted_with():
     """Each group: a row's pages and a chunk's, two chunks' exchanged, each row's next step's, twice a window's step."""
-    made = layout(context=1000, chunk=32, requests=3, lag=2)
+    made = layout(context=1000, chunk=32, requests=3, max_in_flight=2)
     rows = -(-12 // 16) + 1
     assert made.max_edits == 2 * (made.page_columns + 2 + 2 * (2 + 3) + 3 * rows)
     groups = (FULL_GROUP, KVGroup(WINDOW, 3, paired(2, 8), window=50))
-    window = layout(context=1000, chunk=32, requests=3, lag=2, groups=groups)
+    window = layout(context=1000, chunk=32, requests=3, max_in_flight=2, groups=groups)
     assert window.max_edits == made.max_edits + 3 * 2 * 2
     assert layout(context=20, page=16, requests=2).max_edits == 2 * 2 * 2, "never more than there are cells"
     assert made.dimensions()["max_edits"].value == made.max_edits

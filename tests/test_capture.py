@@ -46,7 +46,7 @@ def _name(run):
 
 def with_fakes(pair, shape=(4, 5, 16), **options):
     llm, recorder = build(pair, shape, max_running_requests=6, **options), FakeRecorder()
-    llm.engine.launcher = graphs = CudaGraphs(llm.engine.device, recorder)
+    llm.engine.launcher = graphs = CudaGraphs(llm.engine.runner, recorder)
     graphs.capture_all()
     return llm, graphs, recorder
 
@@ -56,11 +56,11 @@ def test_every_bucket_of_the_shape_that_is_planned_is_captured_at_start_the_bigg
     """Greedy only, a graph a round, and none that no plan asks for."""
     llm, graphs, recorder = with_fakes(strong_pair, shape)
     keys = [RoundKey(bucket, TREE if shape else PLAIN, Choice.GREEDY) for bucket in (6, 4, 2, 1)]
-    assert greedy_keys(graphs._device) == keys
+    assert greedy_keys(graphs._runner) == keys
     assert recorder.recorded == keys
     assert len(graphs) == 4
     assert graphs.seconds > 0
-    assert num_graphs(graphs._device) == len(keys) * len(Choice)
+    assert num_graphs(graphs._runner) == len(keys) * len(Choice)
     llm.generate(strong_pair.prompts([9, 20, 5, 31, 12, 7]), [greedy(6 * n) for n in range(1, 7)])
     assert set(recorder.replayed) == set(keys), "a graph was captured for nothing"
 
@@ -84,9 +84,9 @@ def test_capturing_runs_on_dummy_rows_and_puts_the_row_list_back(strong_pair):
     llm, graphs, recorder = with_fakes(strong_pair)
     dummy = llm.engine.layout.dummy_row
     assert all(set(rows) == {dummy} for rows in recorder.rows)
-    llm.engine.device.buffers.rows.copy_(llm.engine.device.buffers.rows.new_tensor([3, 1, 4, 0, 2, 5]))
+    llm.engine.runner.buffers.rows.copy_(llm.engine.runner.buffers.rows.new_tensor([3, 1, 4, 0, 2, 5]))
     graphs.capture([RoundKey(4, TREE, Choice.SAMPLE)])
-    assert llm.engine.device.buffers.rows.tolist() == [3, 1, 4, 0, 2, 5]
+    assert llm.engine.runner.buffers.rows.tolist() == [3, 1, 4, 0, 2, 5]
 
 
 @pytest.mark.parametrize(
@@ -125,4 +125,4 @@ def test_filters_share_the_graph_of_sampling_where_both_are_the_same_work(strong
     known = len(recorder.recorded)
     graphs.capture([RoundKey(4, TREE, Choice.SAMPLE), RoundKey(4, TREE, Choice.FILTER)])
     assert len(recorder.recorded) == known + (2 if apart else 1)
-    assert num_graphs(graphs._device) == 4 * (3 if apart else 2)
+    assert num_graphs(graphs._runner) == 4 * (3 if apart else 2)

@@ -216,12 +216,12 @@ def test_doctor_shows_machine_backends_capacity_and_conformance(capsys):
         assert part in out
     flat = " ".join(out.replace("│", " ").split())
     assert f"{-(-(100 + shape.commit_width) // 4)} " in flat
-    assert "ceil((context 100 + lag" in flat
+    assert "ceil((context 100 + max_in_flight" in flat
     assert "conformance: 3 of 3 cases agree" in out
 
 
-@pytest.mark.parametrize(("given", "lag"), [("--overlap", 2), ("--no-overlap", 1)])
-def test_overlap_is_a_flag_with_its_opposite(capsys, given, lag):
+@pytest.mark.parametrize(("given", "max_in_flight"), [("--overlap", 2), ("--no-overlap", 1)])
+def test_overlap_is_a_flag_with_its_opposite(capsys, given, max_in_flight):
     """The capacity table has positions for the steps in flight, and the text is the same either way."""
     argv = ("--prompt", "def f", "--max-tokens", 12, "--dtype", "float64", "--json", "--device", "cpu")
     code, out, _ = run(capsys, "generate", *argv, given)
@@ -229,7 +229,7 @@ def test_overlap_is_a_flag_with_its_opposite(capsys, given, lag):
     plain = run(capsys, "generate", *argv)[1]
     assert json.loads(out)["token_ids"] == json.loads(plain)["token_ids"]
     code, out, _ = run(capsys, "doctor", "--cases", 1, "--device", "cpu", given)
-    assert f" {2048 + lag * 6} " in out
+    assert f" {2048 + max_in_flight * 6} " in out
 
 
 def test_trace_refuses_overlap(capsys, tmp_path):
@@ -262,10 +262,10 @@ def test_doctor_looks_at_the_backend_dtype_and_checkpoint_that_were_asked_for(ca
 def test_a_doctor_that_finds_a_difference_exits_1(capsys, monkeypatch):
     """A failed case is printed with its values, and the exit code says so."""
     from treetop.doctor import run as doctor
-    from treetop.doctor.conformance import Outcome
+    from treetop.doctor.conformance import CaseResult
 
     monkeypatch.setattr(
-        doctor.Conformance, "run", lambda self, case, device: Outcome(case, 1, 0, "tree after 3 tokens: something")
+        doctor.Conformance, "run", lambda self, case, device: CaseResult(case, 1, 0, "tree after 3 tokens: something")
     )
     code, out, _ = run(capsys, "doctor", "--cases", 2)
     assert code == 1

@@ -50,7 +50,7 @@ class CountingEngine:
         return RowResult(row, new, True)
 
 
-def make_core(engine=None, rows=4, lag=1, chunk=64, context=512, pages=256) -> EngineCore:
+def make_core(engine=None, rows=4, max_in_flight=1, chunk=64, context=512, pages=256) -> EngineCore:
     layout = Layout(
         shapes=(SpecShape(2, 3, 6),),
         page_size=4,
@@ -59,7 +59,7 @@ def make_core(engine=None, rows=4, lag=1, chunk=64, context=512, pages=256) -> E
         chunk=chunk,
         groups=(KVGroup(FULL, 1, paired(1, 8)),),
         pool_tokens=4 * pages,
-        lag=lag,
+        max_in_flight=max_in_flight,
     )
     config = EngineConfig(max_running_requests=rows, page_size=4)
     return EngineCore(engine or CountingEngine(), Scheduler(layout, config, [10**6]))
@@ -87,10 +87,10 @@ def collected(updates) -> tuple[dict, dict]:
     return ids, last
 
 
-@pytest.mark.parametrize("lag", [1, 2])
-def test_updates_alone_tell_a_client_everything(lag):
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_updates_alone_tell_a_client_everything(max_in_flight):
     """Ids, reason, accepted drafts, counts and times come in the updates, which survive a process boundary."""
-    core = make_core(lag=lag)
+    core = make_core(max_in_flight=max_in_flight)
     core.add(ask(1, [5, 6, 7], max_tokens=13))
     core.add(ask(2, [50], max_tokens=40, stop_token_ids=(60,)))
     updates = [pickle.loads(pickle.dumps(update)) for update in drained(core)]
@@ -107,11 +107,11 @@ def test_updates_alone_tell_a_client_everything(lag):
     core.scheduler.check_integrity()
 
 
-@pytest.mark.parametrize("lag", [1, 2])
-def test_a_client_may_finish_a_request_at_any_time(lag):
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_a_client_may_finish_a_request_at_any_time(max_in_flight):
     """It ends where the client says, also behind what the core has done since; twice and too late change nothing."""
     for moment in range(12):
-        core = make_core(lag=lag)
+        core = make_core(max_in_flight=max_in_flight)
         core.add(ask(1, [5], max_tokens=30))
         core.add(ask(2, [50], max_tokens=30))
         ids = []
@@ -132,7 +132,7 @@ def test_a_failed_step_ends_every_request_and_the_core_goes_on():
     """Whatever the engine raises, in a launch or in a collect, each request is told; later ones run."""
     for method, error in [("launch", ValueError("a")), ("collect", MemoryError("b")), ("collect", SystemExit("c"))]:
         engine = CountingEngine()
-        core = make_core(engine, rows=2, lag=2)
+        core = make_core(engine, rows=2, max_in_flight=2)
         for number in range(5):
             core.add(ask(number, [5 + number]))
         early = [update for _ in range(3) for update in core.step()]
@@ -170,7 +170,7 @@ def test_no_delta_waits_for_more_than_one_prefill_step_of_others():
 
 
 def test_clients_of_one_thread_each_get_their_own_updates_in_order():
-    thread = CoreThread(make_core(rows=3, lag=2))
+    thread = CoreThread(make_core(rows=3, max_in_flight=2))
     outputs = {}
 
     def serve(base):

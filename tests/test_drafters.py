@@ -8,11 +8,11 @@ from treetop import trace
 from treetop.bench.machine import Machine
 from treetop.bench.roofline import Case, round_floor
 from treetop.doctor.report import checkpoint
-from treetop.engine.build import read_blueprint
-from treetop.engine.copies import copies_estimate
+from treetop.engine.build import plan_engine
 from treetop.engine.cuda_graphs import CudaGraphs
 from treetop.engine.rounds import phases_of
-from treetop.engine.start_log import start_up_block
+from treetop.engine.startup_log import start_up_block
+from treetop.engine.weight_copies import copies_estimate
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.types.ids import FULL
 from treetop.types.layout import SpecShape
@@ -73,7 +73,7 @@ def test_captured_rounds_are_the_eager_ones(strong_pair):
     prompts = strong_pair.prompts([9, 20, 5])
     eager = build(strong_pair, (4, 3, 12), graphs="off").generate(prompts, params)
     llm, recorder = build(strong_pair, (4, 3, 12), max_running_requests=4), FakeRecorder()
-    llm.engine.launcher = graphs = CudaGraphs(llm.engine.device, recorder)
+    llm.engine.launcher = graphs = CudaGraphs(llm.engine.runner, recorder)
     graphs.capture_all()
     outputs = llm.generate(prompts, params)
     assert (tokens(outputs), accept_lens(outputs)) == (tokens(eager), accept_lens(eager))
@@ -83,11 +83,11 @@ def test_captured_rounds_are_the_eager_ones(strong_pair):
 def test_it_takes_no_pages_no_tails_and_no_weights(strong_pair):
     """A state of one number a row is all: nothing of the target's states, no weights to copy."""
     llm, plain = build(strong_pair, (4, 3, 12)), build(strong_pair, None)
-    device, layout = llm.engine.device, llm.engine.layout
+    device, layout = llm.engine.runner, llm.engine.layout
     assert [group.name for group in layout.groups] == list(device.pools) == [FULL]
     assert not device.buffers.draft_tails
     assert not device.buffers.extend_tails
-    assert device.buffers.features.numel() == 0
+    assert device.buffers.aux_hidden.numel() == 0
     assert device.state.draft.hidden.shape == (layout.num_rows, 1)
     assert list(phases_of(device)) == [Phase.DRAFT, Phase.VERIFY, Phase.EXTEND]
     assert copies_estimate(llm.engine.target, llm.engine.draft, GPU) == copies_estimate(plain.engine.target, None, GPU)
@@ -95,10 +95,10 @@ def test_it_takes_no_pages_no_tails_and_no_weights(strong_pair):
 
 def test_doctor_start_log_trace_and_roofline_take_it_as_it_is(strong_pair):
     llm = build(strong_pair, (4, 3, 12))
-    blueprint = read_blueprint(llm.config)
-    assert f"{strong_pair.head}: 0 tensors" in checkpoint(blueprint)[1][1]
+    engine_plan = plan_engine(llm.config)
+    assert f"{strong_pair.head}: 0 tensors" in checkpoint(engine_plan)[1][1]
     engine = llm.engine
-    assert "tree S=3 k=4 T=12" in start_up_block(blueprint, engine.device, engine.launcher, engine.memory, 0.0)
+    assert "tree S=3 k=4 T=12" in start_up_block(engine_plan, engine.runner, engine.launcher, engine.memory, 0.0)
     assert trace.drafted_vocabulary(llm) == set(range(llm.engine.spec.vocab_size))
     machine = Machine("a machine", "1", "float64", 1e9, 1e12)
     floor = round_floor(llm.engine.target, llm.engine.draft, Case(SpecShape(4, 3, 12), 2, 30, 8), machine)

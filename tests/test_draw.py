@@ -12,7 +12,7 @@ from interpreted import INTERPRETED, require_interpreted_pass
 from operations import kernel_ops
 from treetop.kernels import draw as drawing
 from treetop.kernels.draw import draw_tokens
-from treetop.kernels.sampling import Sampler, WarpParams, draw, draw_reference, philox_coin, warp
+from treetop.kernels.sampling import Sampler, WarpParams, draw, draw_reference, philox_uniform, warp
 from treetop.kernels.triton_guard import gpu_traits
 
 ON_GPU = torch.cuda.is_available()
@@ -94,16 +94,16 @@ else:
         """Many coins a row over few distinct logits: equals in every block, both zeros, large seeds and positions."""
         monkeypatch.setattr(drawing, "_BLOCK", 16)
         generator = torch.Generator().manual_seed(0)
-        count, vocab, coins = len(EDGES), 43, 14
+        count, vocab, uniforms = len(EDGES), 43, 14
         logits = (torch.randn(count, 1, vocab, generator=generator) * 1.2).round()
         logits[torch.rand(logits.shape, generator=generator) < 0.2] = float("-inf")
         minus = (logits == 0) & (torch.rand(logits.shape, generator=generator) < 0.5)
         logits = torch.where(minus, -0.0, logits)
         logits[0, 0, ::2], logits[0, 0, 1::2] = -0.0, 0.0
-        logits = logits.expand(count, coins, vocab).contiguous().to(dtype).to(DEVICE)
+        logits = logits.expand(count, uniforms, vocab).contiguous().to(dtype).to(DEVICE)
         sampler = sampler_of(EDGES, generator)
         sampler = Sampler(sampler.params, torch.arange(count, device=DEVICE) + 2**63 - 50)
-        positions = torch.arange(count * coins, device=DEVICE).view(count, coins) + 2**32 - 5
+        positions = torch.arange(count * uniforms, device=DEVICE).view(count, uniforms) + 2**32 - 5
         got, want = both(logits, sampler, torch.arange(count, device=DEVICE), positions)
         assert (got.token != want.token).sum(dim=1).tolist() == [0] * count
 
@@ -111,9 +111,12 @@ else:
     def test_a_top_k_beyond_the_lanes_of_a_block_starts_at_the_bottom(monkeypatch, top_k):
         """The highest of each lane bound the search only while they are at least k."""
         monkeypatch.setattr(drawing, "_BLOCK", 16)
-        coins, generator = 40, torch.Generator().manual_seed(4)
-        logits = (torch.arange(43.0) * 0.25).expand(1, coins, 43).contiguous().to(DEVICE)
-        sampler, positions = sampler_of([(1e10, top_k, 1.0, 0.0)], generator), torch.arange(coins, device=DEVICE)[None]
+        uniforms, generator = 40, torch.Generator().manual_seed(4)
+        logits = (torch.arange(43.0) * 0.25).expand(1, uniforms, 43).contiguous().to(DEVICE)
+        sampler, positions = (
+            sampler_of([(1e10, top_k, 1.0, 0.0)], generator),
+            torch.arange(uniforms, device=DEVICE)[None],
+        )
         got, want = both(logits, sampler, torch.zeros(1, dtype=torch.int64, device=DEVICE), positions)
         assert torch.equal(got.token, want.token)
         assert int(got.token.min()) < 43 - top_k + top_k // 2  # coins reach far down
@@ -169,8 +172,8 @@ else:
         logits = torch.zeros(1, 8, 2, device=DEVICE)
         rows = torch.zeros(1, dtype=torch.int64, device=DEVICE)
         token = draw_tokens(logits, sampler, rows, positions, True, gpu_traits(DEVICE)).token
-        coins = philox_coin(sampler.seed[:, None].expand(1, 8), positions + 1)
-        assert torch.equal(token, (coins >= 0.5).long())
+        uniforms = philox_uniform(sampler.seed[:, None].expand(1, 8), positions + 1)
+        assert torch.equal(token, (uniforms >= 0.5).long())
 
     def test_logits_that_are_not_finite_are_reported():
         """NaN anywhere, or an infinite best: the node is marked, its neighbours are drawn as ever."""
@@ -189,5 +192,5 @@ else:
             )
         )
         for row, node in itertools.product((0,), (0, 2, 3)):
-            coin = philox_coin(sampler.seed[row : row + 1], positions[row, node : node + 1] + 1)
-            assert int(token[row, node]) == int(draw(warp(logits[row, node : node + 1], params), coin))
+            uniform = philox_uniform(sampler.seed[row : row + 1], positions[row, node : node + 1] + 1)
+            assert int(token[row, node]) == int(draw(warp(logits[row, node : node + 1], params), uniform))

@@ -61,14 +61,14 @@ def test_the_head_is_fed_the_layers_that_the_config_means(strong_pair, tmp_path,
     head = copy_folder(strong_pair.head, tmp_path / "head", **keys)
     llm = build(Pair(strong_pair.target, head), SHAPE, chunked_prefill_size=7)
     seen = []
-    fuse = llm.engine.device.drafter.fuse
-    llm.engine.device.drafter.fuse = lambda features: seen.append(features) or fuse(features)
+    fuse = llm.engine.runner.drafter.fuse
+    llm.engine.runner.drafter.fuse = lambda aux_hidden: seen.append(aux_hidden) or fuse(aux_hidden)
     prompt = strong_pair.prompts([17])[0]
     llm.generate([prompt], greedy(1))
     expected = hooked_residuals(strong_pair.target, prompt)
     assert len(inputs) == 3
     for number, index in enumerate(inputs):
-        fed = torch.cat([features[0].chunk(3, dim=-1)[number] for features in seen])
+        fed = torch.cat([aux_hidden[0].chunk(3, dim=-1)[number] for aux_hidden in seen])
         torch.testing.assert_close(fed, expected[index], rtol=1e-6, atol=1e-6)
         others = [other for other in expected if other != index]
         assert not any(torch.allclose(fed, expected[other], atol=1e-2) for other in others)
@@ -92,13 +92,13 @@ def test_a_head_written_with_the_newer_layer_name_is_the_same_head(strong_pair, 
 
 def draft_state(llm, request):
     """What the next tree of a running request grows from, and the K/V of its known tokens in every group."""
-    state, row = llm.engine.device.state.draft, request.running.row
+    state, row = llm.engine.runner.state.draft, request.running.row
     tables = [state.tokens[row].clone(), state.logprob[row].clone(), state.hidden[row].clone()]
     page = llm.engine.layout.page_size
     for group in (FULL, DRAFT):
         position = torch.arange(request.num_ids - 1)
         slots = torch.tensor(request.running.lease.pages[group])[position // page] * page + position % page
-        for layer in llm.engine.device.pools[group].layers():
+        for layer in llm.engine.runner.pools[group].layers():
             tables += [layer.kv.k[slots].clone(), layer.kv.v[slots].clone()]
     return tables
 
@@ -149,7 +149,7 @@ def test_rounds_leave_the_same_state_as_a_prefill_of_the_same_tokens(strong_pair
         (other,) = submit(fresh, [request.ids[:-1]], greedy(60))
         # The token that the prefill chooses is the root only if it is forced: let the rounds' root follow instead.
         plan = fresh.scheduler.plan()
-        target = fresh.engine.device.target
+        target = fresh.engine.runner.target
         logits = target.logits
         root = request.ids[-1]
         target.logits = lambda hidden, root=root, logits=logits: logits(hidden).index_fill(
@@ -189,7 +189,7 @@ def test_a_head_that_gives_nan_changes_no_token(strong_pair):
     expected = tokens(build(strong_pair, None).generate(prompts, greedy(30)))
     for wounded in ("norm", "hidden_norm"):
         llm = build(strong_pair, SHAPE)
-        getattr(llm.engine.device.drafter, wounded).weight.fill_(float("nan"))
+        getattr(llm.engine.runner.drafter, wounded).weight.fill_(float("nan"))
         assert tokens(llm.generate(prompts, greedy(30))) == expected
 
 

@@ -18,7 +18,7 @@ from engines import greedy
 from tiny_models import LLAMA3_ROPE, copy_folder, save_random_llama, save_random_qwen3
 from tolerance import gamma
 from treetop import LLM
-from treetop.models.spec import ModelConfig
+from treetop.models.config import ModelConfig
 
 CONFIGS = {
     "grouped queries": {},
@@ -49,7 +49,7 @@ PLACES = [
 
 @pytest.fixture(params=PLACES)
 def place(request) -> Iterator[dict[str, str]]:
-    """Device and backend; TF32 stays off."""
+    """ModelRunner and backend; TF32 stays off."""
     assert torch.get_float32_matmul_precision() == "highest"
     yield request.param
     assert torch.get_float32_matmul_precision() == "highest"
@@ -71,7 +71,7 @@ def reference(folder: Path, device: str = "cpu") -> PreTrainedModel:
 
 def record_logits(llm: LLM) -> list[torch.Tensor]:
     """From now on, keep the logits of every position that the target runs: [rows, n, vocab] a forward."""
-    target, seen = llm.engine.device.target, []
+    target, seen = llm.engine.runner.target, []
     forward = target.forward
 
     def recording(tokens, positions, attend):

@@ -43,7 +43,7 @@ def test_captured_speculation_on_triton_equals_plain_decoding(page, shape):
         "page_size": page,
     }
     llm, outputs = run(greedy(60), **tree)
-    assert llm.engine.device.backend.name == "triton"
+    assert llm.engine.runner.backend.name == "triton"
     assert isinstance(llm.engine.launcher, CudaGraphs)
     assert tokens(outputs) == tokens(run(greedy(60), draft=None, page_size=page)[1])
 
@@ -68,7 +68,7 @@ def test_captured_rounds_are_the_same_with_fused_and_plain_operations(shape, par
         "speculative_num_draft_tokens": nodes,
     }
     llm, fused = run(params, **tree)
-    assert llm.engine.device.ops.accept is not Ops.accept.reference
+    assert llm.engine.runner.ops.accept is not Ops.accept.reference
     with wrapped_device(lambda device: replace(device, ops=reference_ops())):
         llm, plain = run(params, **tree)
     assert isinstance(llm.engine.launcher, CudaGraphs)
@@ -82,7 +82,7 @@ def test_a_fault_in_a_round_runs_and_harms_when_captured():
     with fault("sgl-27545"):
         llm, faulty = run(greedy(60))
     assert isinstance(llm.engine.launcher, CudaGraphs)
-    assert llm.engine.device.ops.accept is not Ops.accept.reference
+    assert llm.engine.runner.ops.accept is not Ops.accept.reference
     assert tokens(faulty) == tokens(sound), "verification keeps the output right"
     assert accept_lens(faulty) != accept_lens(sound)
 
@@ -151,8 +151,8 @@ def test_launching_a_round_makes_no_host_sync(level):
                 tickets.append(engine.launch(plan))
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        ticket = tickets.popleft()
-        scheduler.commit(ticket.plan, engine.collect(ticket))
+        in_flight = tickets.popleft()
+        scheduler.commit(in_flight.plan, engine.collect(in_flight))
     assert launched > 8
     assert edited > 8
     scheduler.check_integrity()
@@ -163,9 +163,9 @@ def test_overlap_changes_no_token_on_a_gpu(draft):
     """float32, captured; greedy and sampled requests, more than rows: on by default, and equal to no overlap."""
     params = [greedy(60), sampled(1, 50), greedy(7), sampled(2, 61, top_k=8), greedy(33), sampled(3, 20)]
     llm, outputs = run(params, draft=draft)
-    assert llm.engine.layout.lag == 2
+    assert llm.engine.layout.max_in_flight == 2
     alone, expected = run(params, draft=draft, overlap=False)
-    assert alone.engine.layout.lag == 1
+    assert alone.engine.layout.max_in_flight == 1
     assert tokens(outputs) == tokens(expected)
     assert accept_lens(outputs) == accept_lens(expected)
 
@@ -190,7 +190,7 @@ def test_device_probes_fire_inside_captured_rounds():
     from treetop.types.errors import CheckError
 
     llm, _ = run(greedy(8), check_level=2)
-    llm.engine.observer = lambda *_: llm.engine.device.state.draft.hidden.fill_(float("nan"))
+    llm.engine.observer = lambda *_: llm.engine.runner.state.draft.hidden.fill_(float("nan"))
     with pytest.raises(CheckError, match="hidden in phase draft"):
         llm.generate(PROMPTS[0], greedy(30))
     assert torch.ones(3, device="cuda").sum().item() == 3

@@ -130,7 +130,7 @@ def test_a_captured_phase_follows_its_buffers(name, page, window):
         return [backend.prefix_tail(s.q, s.kv, plan, s.tail, s.scale) for _ in range(2)]
 
     s.metadata.rows.fill_(3)
-    s.metadata.extent.zero_()
+    s.metadata.kv_len.zero_()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -144,7 +144,7 @@ def test_a_captured_phase_follows_its_buffers(name, page, window):
             target.copy_(value)
         if CAPABILITIES[name].needs_host_extents:
             committed = torch.zeros(4, dtype=torch.int64, device=GPU)
-            committed[s.metadata.rows] = s.metadata.extent
+            committed[s.metadata.rows] = s.metadata.kv_len
             backend.plan_round(RoundExtents(s.metadata.rows, committed, {s.metadata.phase: 9}))
         graph.replay()
         want = dense_answer(source, with_tail=True)[0]
@@ -154,14 +154,14 @@ def test_a_captured_phase_follows_its_buffers(name, page, window):
 
 def tensors_of(s):
     """What a captured phase reads."""
-    data = [s.metadata.rows, s.metadata.extent, s.metadata.table.data, s.kv.data, s.q, s.tail.data]
+    data = [s.metadata.rows, s.metadata.kv_len, s.metadata.table.data, s.kv.data, s.q, s.tail.data]
     return [*data, s.metadata.positions, s.metadata.tail_positions, s.metadata.mask]
 
 
 def rebuilt(s, tensors):
     """The scene on given buffers."""
-    rows, extent, table, kv, q, tail, positions, tail_positions, mask = tensors
-    prefix = {"rows": rows, "extent": extent, "table": replace(s.metadata.table, data=table)}
+    rows, kv_len, table, kv, q, tail, positions, tail_positions, mask = tensors
+    prefix = {"rows": rows, "extent": kv_len, "table": replace(s.metadata.table, data=table)}
     queries = {"positions": positions, "tail_positions": tail_positions, "mask": mask}
     metadata = replace(s.metadata, **prefix, **queries)
     return replace(s, metadata=metadata, kv=replace(s.kv, data=kv), q=q, tail=replace(s.tail, data=tail))
@@ -169,11 +169,11 @@ def rebuilt(s, tensors):
 
 def test_the_gathered_table_on_a_gpu():
     """The kernel gives what its reference gives, past one block of columns."""
-    rows, extent = torch.tensor([2, 0, 1], device=GPU), torch.tensor([5000, 0, 17], device=GPU)
+    rows, kv_len = torch.tensor([2, 0, 1], device=GPU), torch.tensor([5000, 0, 17], device=GPU)
     table = torch.randint(1, 9999, (3, 400), dtype=torch.int32, device=GPU)
     for have, want in zip(
-        gather_table(table, rows, extent, 313, 16, gpu_traits(GPU)),
-        gather_table_reference(table, rows, extent, 313, 16),
+        gather_table(table, rows, kv_len, 313, 16, gpu_traits(GPU)),
+        gather_table_reference(table, rows, kv_len, 313, 16),
         strict=True,
     ):
         assert torch.equal(have, want)

@@ -21,7 +21,7 @@ from treetop.types.sampling import Choice, SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
-PRESETS = Path(__file__).parent.parent / "bench" / "presets"
+PRESETS = Path(__file__).parent.parent / "benchmarks" / "presets"
 LLAMA = {
     "model": str(PRESETS / "llama-3.1-8b"),
     "draft": str(PRESETS / "eagle3-llama-3.1-8b"),
@@ -55,10 +55,10 @@ def test_an_8b_model_takes_its_share_and_serves_a_full_batch_without_running_out
     lines = "\n".join(use.lines())
     print(f"\n{lines}\nfree now {gib(free)}; {len(graphs)} graphs in {graphs.seconds:.1f} s; start {start_s:.1f} s")
     assert isinstance(graphs, CudaGraphs)
-    assert len(graphs) == len(greedy_keys(llm.engine.device))
+    assert len(graphs) == len(greedy_keys(llm.engine.runner))
     assert graphs.seconds < 30
     assert layout.tokens_per_request <= layout.pool_tokens < layout.tokens_for_all
-    made = sum(pool.data.nbytes for pool in llm.engine.device.pools.values())
+    made = sum(pool.data.nbytes for pool in llm.engine.runner.pools.values())
     assert made == pool_bytes(layout, 2)
     assert use.budget.static + made <= 0.88 * total
     prompts = [[(7 * i + j) % 128000 for j in range(700)] for i in range(64)]
@@ -73,10 +73,10 @@ def test_an_8b_model_takes_its_share_and_serves_a_full_batch_without_running_out
 def test_what_is_measured_is_about_what_the_shapes_say():
     """Weights and tables: the estimate before loading is no more than what was taken, and most of it."""
     needs(40)
-    from treetop.engine.build import read_blueprint
+    from treetop.engine.build import plan_engine
     from treetop.types.config import EngineConfig
 
-    estimate = read_blueprint(EngineConfig.of(**LLAMA, context_length=4096)).use.budget.static
+    estimate = plan_engine(EngineConfig.of(**LLAMA, context_length=4096)).use.budget.static
     taken = LLM(**LLAMA, context_length=4096).engine.memory.budget.static
     print(f"\nestimate {gib(estimate)}, taken {gib(taken)}")
     assert 0.9 * taken <= estimate <= 1.01 * taken

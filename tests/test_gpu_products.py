@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from treetop.kernels.compressed import (
+from treetop.kernels.linear import SkinnyGated, SkinnyLinear
+from treetop.kernels.packed_weights import (
     CompressedLaunch,
     compress,
     compressed_rows,
@@ -11,16 +12,15 @@ from treetop.kernels.compressed import (
     decompress,
     offers,
 )
-from treetop.kernels.few_rows import (
+from treetop.kernels.skinny_gemm import (
     RowsLaunch,
     choose_launch,
-    few_rows,
-    few_rows_reference,
     gated_rows,
     gated_rows_reference,
     load_table,
+    skinny_gemm,
+    skinny_gemm_reference,
 )
-from treetop.kernels.linear import FewRowsGated, FewRowsLinear
 from treetop.kernels.triton_guard import gpu_traits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -72,8 +72,8 @@ def test_parts_add_up_to_the_product(rows, tiled, rows_left, splits):
     x, weight = inputs(rows, 200, 512)
     launch = RowsLaunch(64, 64, splits, 3, 4, 2, tiled, rows_left)
     for _ in range(3):  # later calls start while the one before them runs
-        got = few_rows(x, weight, launch, gpu)
-    assert_near(got, few_rows_reference(x, weight, splits))
+        got = skinny_gemm(x, weight, launch, gpu)
+    assert_near(got, skinny_gemm_reference(x, weight, splits))
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -99,7 +99,7 @@ def test_the_launches_that_a_llama_8b_gets_are_right(rows, n, k, gated):
     if gated:
         assert_near(gated_rows(x, weight, launch, gpu), gated_rows_reference(x, weight))
     else:
-        assert_near(few_rows(x, weight, launch, gpu).float().sum(0), few_rows_reference(x, weight, 1)[0])
+        assert_near(skinny_gemm(x, weight, launch, gpu).float().sum(0), skinny_gemm_reference(x, weight, 1)[0])
 
 
 @needs_hopper
@@ -155,7 +155,7 @@ def test_layers_take_compressed_weights_for_few_rows_and_whole_ones_for_more(mon
     monkeypatch.setattr(
         "treetop.kernels.linear.compressed_rows", lambda x, *args: taken.append(len(x)) or compressed_rows(x, *args)
     )
-    for kind, n in ((FewRowsLinear, 8192), (FewRowsGated, 16384)):
+    for kind, n in ((SkinnyLinear, 8192), (SkinnyGated, 16384)):
         x, weight = inputs(64, n, 4096)
         plain, both = kind(weight, gpu), kind(weight, gpu, compressed=True)
         assert set(both._weight._compressed.launches) == {1, 4, 8, 16}
@@ -179,5 +179,5 @@ def test_the_compressed_launches_that_a_llama_8b_gets_are_right(rows, n, k, gate
     x, weight = inputs(rows, n, k)
     small, launch = compress(weight, gated), found[rows].launch
     assert small.crowd[launch.block_n] <= found[rows].most_outliers
-    got, want = compressed_rows(x, small, launch, gpu).float(), few_rows_reference(x, weight, 1)[0]
+    got, want = compressed_rows(x, small, launch, gpu).float(), skinny_gemm_reference(x, weight, 1)[0]
     assert_near(got if gated else got.sum(0), gated_rows_reference(x, weight) if gated else want)

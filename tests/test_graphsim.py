@@ -118,7 +118,7 @@ def test_a_batch_without_live_rows_is_legal_and_leaves_no_trace(strong_pair):
     run = steps(llm)
     while not isinstance((plan := next(run)[0]), RoundPlan):
         pass
-    device = llm.engine.device
+    device = llm.engine.runner
     kept = [
         device.state.committed,
         device.state.root,
@@ -151,7 +151,7 @@ def outcome(llm, plan):
     llm.engine.step(plan)
     live = len(plan.rows)
     tensors = {name: getattr(value, name)[:live] for value in kept for name in value.__dataclass_fields__}
-    state, rows = llm.engine.device.state, list(plan.rows)
+    state, rows = llm.engine.runner.state, list(plan.rows)
     return tensors | {
         "committed": state.committed[rows],
         "root": state.root[rows],
@@ -163,30 +163,30 @@ def outcome(llm, plan):
 
 def scribble_padding(llm):
     """Other content in every buffer behind the live rows."""
-    for name, tensor in buffer_tensors(llm.engine.device.buffers).items():
+    for name, tensor in buffer_tensors(llm.engine.runner.buffers).items():
         lanes = tensor[:, 3:] if "tails" in name else tensor[3:]
         lanes.fill_(1 if tensor.dtype != torch.bool else True)
 
 
 def scribble_everything(llm):
-    for tensor in buffer_tensors(llm.engine.device.buffers).values():
+    for tensor in buffer_tensors(llm.engine.runner.buffers).values():
         tensor.fill_(3 if tensor.dtype != torch.bool else True)
 
 
 def scribble_free_rows(llm):
     """Other content in the row that no request has, and in pages that nobody owns."""
-    state = llm.engine.device.state
+    state = llm.engine.runner.state
     for tensor in (state.committed, state.root, state.draft.tokens, state.seed):
         tensor[3] = 7
     state.draft.hidden[3] = 1e9
-    for group, allocator in llm.scheduler._ledger._allocators.items():
+    for group, allocator in llm.scheduler._kv_cache._allocators.items():
         for page in allocator.owned_by(FREE):
-            llm.engine.device.pools[group].data[:, page * 4 : page * 4 + 4] = -1e9
+            llm.engine.runner.pools[group].data[:, page * 4 : page * 4 + 4] = -1e9
 
 
 def scribble_dummy_proposals(llm):
     """The dummy row's proposal, root and hidden state: legal, but others."""
-    state, dummy = llm.engine.device.state, llm.engine.layout.dummy_row
+    state, dummy = llm.engine.runner.state, llm.engine.layout.dummy_row
     state.root[dummy] = 9
     state.draft.tokens[dummy] = 4
     state.draft.hidden[dummy] = 5.0
@@ -208,25 +208,25 @@ def test_content_that_no_live_row_owns_changes_no_bit_of_a_live_row(strong_pair,
 # ---------------------------------------------------------------------------------------------- what must show
 
 
-def reads_the_tree_of_the_last_round(device, key, bound):
+def reads_the_tree_of_the_last_round(device, key, max_kv_len):
     """A draft phase that decides by what its output still holds."""
     tokens = device.buffers.tree_of(key.bucket, key.shape).tokens
     stale = tokens[:, -1].clone()
-    SOUND[Phase.DRAFT](device, key, bound)
+    SOUND[Phase.DRAFT](device, key, max_kv_len)
     tokens[:, -1] = torch.where(stale >= 0, tokens[:, -1], stale)
 
 
-def adds_to_the_features(device, key, bound):
+def adds_to_the_features(device, key, max_kv_len):
     """A verify phase that accumulates into an output it should overwrite."""
-    features = device.buffers.features_of(key.bucket, key.shape)
-    before = features.clone()
-    SOUND[Phase.VERIFY](device, key, bound)
-    features.add_(0 * before)
+    aux_hidden = device.buffers.aux_hidden_of(key.bucket, key.shape)
+    before = aux_hidden.clone()
+    SOUND[Phase.VERIFY](device, key, max_kv_len)
+    aux_hidden.add_(0 * before)
 
 
-def keeps_k_v_in_a_tail(device, key, bound):
+def keeps_k_v_in_a_tail(device, key, max_kv_len):
     """A draft extend that finds the verify tail as the phase before left it."""
-    SOUND[Phase.EXTEND](device, key, bound)
+    SOUND[Phase.EXTEND](device, key, max_kv_len)
     tail = next(iter(device.buffers.verify_tails.values()))
     device.state.draft.hidden[device.buffers.rows[: key.bucket]] += 0 * tail[0, : key.bucket, 0, 0, 0, :1]
 
@@ -266,16 +266,16 @@ def test_host_numbers_are_those_of_the_capture(strong_pair, monkeypatch):
     """A replay sees the key and the bound it was captured with, whatever the round's own bound is."""
     seen = []
 
-    def noted(device, key, bound):
-        seen.append((key, bound))
-        SOUND[Phase.VERIFY](device, key, bound)
+    def noted(device, key, max_kv_len):
+        seen.append((key, max_kv_len))
+        SOUND[Phase.VERIFY](device, key, max_kv_len)
 
     monkeypatch.setitem(rounds.ROUND, Phase.VERIFY, noted)
     for graphs in ("off", "sim"):
         llm = build(strong_pair, SHAPE, graphs=graphs, check_level=0, context_length=96)
         seen.clear()
         llm.generate(strong_pair.prompts([9, 20, 5]), greedy(20))
-        bounds = {bound for _, bound in seen}
+        bounds = {max_kv_len for _, max_kv_len in seen}
         assert bounds == {96} if graphs == "sim" else len(bounds) > 3
         assert {key.bucket for key, _ in seen} <= {1, 2, 4}
     captured = set(llm.engine.launcher._captured)
@@ -290,9 +290,9 @@ def test_a_host_number_read_in_a_phase_is_baked_in(strong_pair, monkeypatch):
 
     armed = []
 
-    def skips(device, key, bound):
-        SOUND[Phase.EXTEND](device, key, bound)
-        if armed and bound > 30:  # a host decision: eagerly the number is the batch's own
+    def skips(device, key, max_kv_len):
+        SOUND[Phase.EXTEND](device, key, max_kv_len)
+        if armed and max_kv_len > 30:  # a host decision: eagerly the number is the batch's own
             device.state.draft.hidden[device.buffers.rows[: key.bucket]] = float("nan")
 
     monkeypatch.setitem(rounds.ROUND, Phase.EXTEND, skips)
@@ -308,7 +308,7 @@ def test_the_next_replay_scribbles_over_what_the_last_one_left(strong_pair):
     """Outputs are poisoned before a replay: a view that was kept past it does not hold last round's numbers."""
     llm, plan = prepared(strong_pair)
     llm.scheduler.commit(plan, llm.engine.step(plan))
-    buffers, poisoned = llm.engine.device.buffers, []
+    buffers, poisoned = llm.engine.runner.buffers, []
     sound = llm.engine.launcher._captured
     key = next(k for k, _ in sound if (k.bucket, k.shape, k.choice) == (4, SpecShape(*SHAPE), Choice.GREEDY))
 

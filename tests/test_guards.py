@@ -143,12 +143,12 @@ def test_state_that_is_wrong_is_reported_by_the_next_round_and_hurts_no_other_ro
             next(run)
         else:
             plan = llm.scheduler.plan()
-            plant(llm.engine.device.state, plan.rows[1])
+            plant(llm.engine.runner.state, plan.rows[1])
             with pytest.raises(CheckError) as error:
                 llm.engine.step(plan)
             for part in (name, "phase draft", f"row {plan.rows[1]}", words):
                 assert part in str(error.value)
-            llm.engine.device.probes.raise_if_fired()  # the record was cleared
+            llm.engine.runner.probes.raise_if_fired()  # the record was cleared
         seen.append(rounds[0])
     for value, other in zip(seen[0][1:], seen[1][1:], strict=True):
         for field in value.__dataclass_fields__:
@@ -221,13 +221,13 @@ def test_poison_changes_no_bit_behind_a_window(two_group, graphs):
 
 def nothing_but_nan(llm, group, page) -> bool:
     size = llm.engine.layout.page_size
-    return bool(llm.engine.device.pools[group].data[:, page * size : (page + 1) * size].isnan().all())
+    return bool(llm.engine.runner.pools[group].data[:, page * size : (page + 1) * size].isnan().all())
 
 
 def test_free_pages_are_nan_and_the_null_page_is_finite(strong_pair):
     """At level 3, from the start and after every step, a page that nobody owns is NaN and page 0 is zero."""
     llm = build(strong_pair, SHAPE, check_level=3, **CROWDED)
-    allocators, size = llm.scheduler._ledger._allocators, llm.engine.layout.page_size
+    allocators, size = llm.scheduler._kv_cache._allocators, llm.engine.layout.page_size
     for group, pages in llm.engine.layout.num_pages.items():
         assert all(nothing_but_nan(llm, group, page) for page in range(1, pages))
     submit(llm, strong_pair.prompts([30, 12, 25, 7]), greedy(40))
@@ -235,7 +235,7 @@ def test_free_pages_are_nan_and_the_null_page_is_finite(strong_pair):
     while (plan := llm.scheduler.plan()) is not None:
         result = llm.engine.step(plan)
         for group, allocator in allocators.items():
-            pool = llm.engine.device.pools[group].data
+            pool = llm.engine.runner.pools[group].data
             assert torch.equal(pool[:, :size], torch.zeros_like(pool[:, :size]))
             free = allocator.owned_by(FREE)
             assert all(nothing_but_nan(llm, group, page) for page in free)
@@ -267,7 +267,7 @@ def test_a_page_is_nan_when_it_comes_to_a_request(strong_pair):
 def test_columns_without_a_page_hold_what_no_page_is(strong_pair):
     """At level 3 a row's table is INT_MIN but where the scheduler wrote a page, also after a longer request in it."""
     llm = build(strong_pair, SHAPE, check_level=3, page_size=4, max_running_requests=2)
-    tables, dummy = llm.engine.device.state.page_tables, llm.engine.layout.dummy_row
+    tables, dummy = llm.engine.runner.state.page_tables, llm.engine.layout.dummy_row
     for table in tables.values():
         assert (table.data[:dummy] == INT_MIN).all()
         assert (table.data[dummy] == 0).all()
@@ -295,8 +295,8 @@ def test_a_read_of_a_free_page_is_silent_at_level_0_and_shows_at_level_3(strong_
     run = steps(llm)
     while not isinstance(next(run)[0], RoundPlan):
         pass
-    page = llm.scheduler._ledger._allocators[FULL].owned_by(FREE)[0]
-    llm.engine.device.state.page_tables[FULL].data[victim.running.row, 1] = page
+    page = llm.scheduler._kv_cache._allocators[FULL].owned_by(FREE)[0]
+    llm.engine.runner.state.page_tables[FULL].data[victim.running.row, 1] = page
     plan = llm.scheduler.plan()
     row = victim.running.row
     if level == 0:
@@ -346,7 +346,7 @@ def test_every_buffer_of_the_engine_lies_between_red_zones(two_group):
             cell.copy_(kept)
             llm.engine._zones.check()
     submit(llm, [[1, 2, 3]], greedy(4))
-    beside(llm.engine.device.buffers.rows, True).fill_(0)
+    beside(llm.engine.runner.buffers.rows, True).fill_(0)
     with pytest.raises(CheckError, match=r"red zone.*\(2,\) torch.int64"):
         llm.engine.step(llm.scheduler.plan())
 

@@ -8,7 +8,7 @@ import torch
 from engines import build, greedy, submit, tokens
 from memory import all_tensors, state_tensors
 from treetop.checks.host import check_cached, check_cell, check_emitted, check_padded, check_result
-from treetop.engine.ring import check_own_memory
+from treetop.engine.staging import check_own_memory
 from treetop.types.errors import CheckError
 from treetop.types.ids import DRAFT, FULL, PageId, Row
 from treetop.types.layout import Layout, SpecShape
@@ -169,7 +169,7 @@ def test_the_proof_leaves_no_trace(strong_pair):
     """After construction the state and the pools are what they are at level 0, where there is no proof."""
     fresh, proven = (build(strong_pair, SHAPE, check_level=level, max_running_requests=2) for level in (0, 1))
     assert all_tensors(fresh).keys() == all_tensors(proven).keys()
-    device = proven.engine.device
+    device = proven.engine.runner
     kept = state_tensors(device.state) | {f"pool.{name}": pool.data for name, pool in device.pools.items()}
     for name, tensor in kept.items():
         assert torch.equal(tensor, all_tensors(fresh)[name]), name

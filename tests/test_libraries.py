@@ -148,7 +148,7 @@ def test_fa3_reads_pages_in_place_and_one_table_a_phase(fa3):
     assert first["v"].data_ptr() - first["k"].data_ptr() == 4 * 2 * 16  # one slot's K, float32
     assert first["page_table"].data_ptr() == second["page_table"].data_ptr()
     assert first["seqused_k"].data_ptr() == second["seqused_k"].data_ptr()
-    assert first["max_seqlen_k"] == s.metadata.bound
+    assert first["max_seqlen_k"] == s.metadata.max_kv_len
     assert first["q"].data_ptr() == s.q.data_ptr()
     assert first["scheduler_metadata"] is second["scheduler_metadata"]
     assert (first["scheduler_metadata"] is None) == (len(fa3.schemas) == 1)
@@ -181,10 +181,10 @@ def test_a_flashinfer_round_is_planned_anew_from_the_lengths_of_its_rows():
     s.metadata.table.data.copy_(s.clean_table)
     backend.plan_round(RoundExtents(s.metadata.rows, committed, {Phase.VERIFY: s.q.shape[1]}))
     assert (verify.plans, extend.plans) == (2, 1)
-    fresh = replace(s.metadata, extent=committed[s.metadata.rows])
+    fresh = replace(s.metadata, kv_len=committed[s.metadata.rows])
     part = plan.attend(s.q, s.clean, s.scale)
     want, want_lse = paged_attention_reference(s.q, s.clean.data, fresh, None, s.scale)
-    out, lse = replace(part, extent=fresh.extent).normalised()
+    out, lse = replace(part, kv_len=fresh.kv_len).normalised()
     assert_close(out, want, s)
     assert_close_lse(lse, want_lse, s)
 
@@ -237,7 +237,7 @@ def test_the_probe_of_fa4_believes_results_not_versions(monkeypatch):
 
     def right(call: PagedCall):
         given = {"q": call.q, "k": call.k, "v": call.v, "page_table": call.table, "seqused_k": call.lengths}
-        given |= {"seqused_q": None, "softmax_scale": call.scale, "is_causal": False, "max_seqlen_k": call.bound}
+        given |= {"seqused_q": None, "softmax_scale": call.scale, "is_causal": False, "max_seqlen_k": call.max_kv_len}
         given |= {"window_size_left": -1, "window_size_right": -1, "softcap": 0.0}
         out, lse, *_ = fake_libraries.fa3(given)
         return out, lse
@@ -290,7 +290,7 @@ def generate(pair, make, launcher=None):
             check_level=3,
         )
     if launcher is not None:
-        llm.engine.launcher = launcher(llm.engine.device)
+        llm.engine.launcher = launcher(llm.engine.runner)
     prompts = [pair.prompts([length], seed)[0] for seed, length in PROMPTS]
     outputs = llm.generate(prompts, greedy(30))
     llm.scheduler.check_integrity()
@@ -322,7 +322,7 @@ class AsCaptured(Eager):
         super().__init__(device)
         self.device, self.capturing, self.keys = device, False, set()
 
-    def launch(self, key, bound):
+    def launch(self, key, max_kv_len):
         buffer, dummy = self.device.buffers.rows, self.device.layout.dummy_row
         if key not in self.keys:
             self.keys.add(key)
@@ -357,7 +357,7 @@ def test_rounds_on_flashinfer_give_the_tokens_of_torch(weak_pair, monkeypatch):
 def test_an_engines_need_names_every_group_with_its_heads(weak_pair):
     """Target and draft have their own numbers of heads; the backend is asked about both, and the largest phase."""
     llm = LLM(str(weak_pair.target), str(weak_pair.head), page_size=8, dtype="float32")
-    device = llm.engine.device
+    device = llm.engine.runner
     model, draft = llm.engine.spec, llm.engine.draft
     place = type("Place", (), {"dtype": torch.float32, "device": CPU})
     need = backend_need(device.layout, model, draft, place)

@@ -131,7 +131,7 @@ class RequestMachine(RuleBasedStateMachine):
         plan = llm.scheduler.plan()
         if plan is None:
             return
-        assert len(self.tickets) < llm.engine.layout.lag
+        assert len(self.tickets) < llm.engine.layout.max_in_flight
         assert set(plan.freed) == {(group, page) for group, page in plan.freed if page != NULL_PAGE}
         if isinstance(plan, PrefillPlan):
             assert sum(len(chunk.token_ids) for chunk in plan.chunks) <= llm.engine.layout.chunk
@@ -140,9 +140,9 @@ class RequestMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tickets)
     @rule()
     def collect(self):
-        ticket = self.tickets.popleft()
-        result = self.llm.engine.collect(ticket)
-        for update in self.llm.scheduler.commit(ticket.plan, result):
+        in_flight = self.tickets.popleft()
+        result = self.llm.engine.collect(in_flight)
+        for update in self.llm.scheduler.commit(in_flight.plan, result):
             assert update.error is None
             request, expected, reason = self.alive[update.request_id]
             if update.finish_reason is not None:
@@ -188,18 +188,18 @@ class RequestMachine(RuleBasedStateMachine):
         if not hasattr(self, "llm"):
             return
         self.llm.scheduler.check_integrity()
-        layout, state = self.llm.engine.layout, self.llm.engine.device.state
+        layout, state = self.llm.engine.layout, self.llm.engine.runner.state
         assert int(state.committed[layout.dummy_row]) == 0
         for request, expected, _ in self.alive.values():
             assert tuple(request.output_ids) == expected[: len(request.output_ids)]
-            assert request.running is not None or request.prefilled == 0
+            assert request.running is not None or request.num_computed_tokens == 0
         for row, request in self.llm.scheduler._by_row.items():
-            out = [ticket.plan for ticket in self.tickets if row in ticket.plan.rows]
+            out = [in_flight.plan for in_flight in self.tickets if row in in_flight.plan.rows]
             assert request.finish_reason is None or out, "a request that ended keeps its row for nothing"
             rounds = sum(isinstance(plan, RoundPlan) for plan in out)
-            ahead = int(state.committed[row]) - request.prefilled
+            ahead = int(state.committed[row]) - request.num_computed_tokens
             assert rounds <= ahead <= rounds * layout.commit_width
-            assert ahead + request.prefilled <= layout.max_committed + layout.commit_width
+            assert ahead + request.num_computed_tokens <= layout.max_committed + layout.commit_width
             for group in layout.groups:
                 self.check_pages(group, request.running.lease.pages[group.name], row, request)
 
@@ -210,13 +210,13 @@ class RequestMachine(RuleBasedStateMachine):
         if group.name != WINDOW:
             assert owned == pages
         else:
-            in_flight = layout.lag * max(layout.chunk, layout.headroom)  # what is out may yet enter the cache
+            in_flight = layout.max_in_flight * max(layout.chunk, layout.headroom)  # what is out may yet enter the cache
             assert len(owned) <= layout.pages_for(group.window - 1 + in_flight) + 1
-            seen = max(request.prefilled - group.window + 1, 0) // layout.page_size
+            seen = max(request.num_computed_tokens - group.window + 1, 0) // layout.page_size
             last = [column for column in range(len(pages)) if pages[column] != NULL_PAGE][-1]
-            needed = range(seen, min(last, max(request.prefilled - 1, 0) // layout.page_size) + 1)
+            needed = range(seen, min(last, max(request.num_computed_tokens - 1, 0) // layout.page_size) + 1)
             assert all(pages[column] != NULL_PAGE for column in needed), "a page that a query can see was given back"
-        cells = self.llm.engine.device.state.page_tables[group.name].data[row, : len(pages)].tolist()
+        cells = self.llm.engine.runner.state.page_tables[group.name].data[row, : len(pages)].tolist()
         waiting = self.llm.scheduler._cells  # for the next plan
         assert [waiting.get((group.name, row, i), cell) for i, cell in enumerate(cells)] == list(pages)
 
@@ -228,9 +228,9 @@ class RequestMachine(RuleBasedStateMachine):
                 break
             self.advance()
         assert not self.alive
-        layout, ledger = self.llm.engine.layout, self.llm.scheduler._ledger
+        layout, ledger = self.llm.engine.layout, self.llm.scheduler._kv_cache
         for group in layout.groups:
-            null = self.llm.engine.device.pools[group.name].data[:, : layout.page_size]
+            null = self.llm.engine.runner.pools[group.name].data[:, : layout.page_size]
             assert torch.equal(null, torch.zeros_like(null)), "the null page is not clean"
             if self.llm.config.disable_radix_cache:
                 assert ledger.usage == 0

@@ -24,7 +24,7 @@ from treetop.engine.memory import (
     pool_bytes,
     step_bytes,
 )
-from treetop.engine.trial import worst_prefill
+from treetop.engine.worst_steps import worst_prefill
 from treetop.models.registry import TargetSpec, target_spec
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CapacityError, ConfigError, EngineError
@@ -55,7 +55,7 @@ def test_a_tokens_bytes_are_all_layers_of_k_and_v():
 def test_pool_bytes_are_those_of_the_tensors_that_are_made(strong_pair):
     """The arithmetic and the allocation agree, windows included."""
     llm = build(strong_pair, page_size=4)
-    made = sum(pool.data.nbytes for pool in llm.engine.device.pools.values())
+    made = sum(pool.data.nbytes for pool in llm.engine.runner.pools.values())
     assert pool_bytes(llm.engine.layout, 8) == made
 
 
@@ -73,10 +73,10 @@ def test_without_it_they_take_the_smaller_of_the_fractions_share_and_what_is_fre
     """A page more would exceed the bound that binds; what is taken does not."""
     given = budget(free=free, fraction=fraction)
     made = fit(LLAMA, 2, given, None)
-    bound = free - 2 * GIB if binds == "free" else int(fraction * 80 * GIB) - 17 * GIB
-    assert given.pool_bytes == bound
+    limit = free - 2 * GIB if binds == "free" else int(fraction * 80 * GIB) - 17 * GIB
+    assert given.pool_bytes == limit
     assert LLAMA.tokens_per_request <= made.pool_tokens < LLAMA.tokens_for_all
-    assert pool_bytes(made, 2) <= bound < pool_bytes(replace(made, pool_tokens=made.pool_tokens + 16), 2)
+    assert pool_bytes(made, 2) <= limit < pool_bytes(replace(made, pool_tokens=made.pool_tokens + 16), 2)
 
 
 def test_asked_tokens_override_the_fraction_but_not_the_memory_there_is():
@@ -211,7 +211,7 @@ def test_prefill_steps_are_chosen_by_the_device_unless_they_are_given(monkeypatc
     monkeypatch.setattr(building, "compute_device", lambda option: torch.device(place))
     monkeypatch.setattr(building, "refusal", lambda name, need: None)
     monkeypatch.setattr(building, "memory_of", lambda device: Memory(140 * GIB, 140 * GIB))
-    preset = Path(__file__).parent.parent / "bench" / "presets" / "llama-3.1-8b"
+    preset = Path(__file__).parent.parent / "benchmarks" / "presets" / "llama-3.1-8b"
     config = EngineConfig(str(preset), load_format="dummy", **options)
     assert building.make_layout(config, target_spec(preset).config, None).chunk == chunk
 
@@ -276,15 +276,15 @@ def test_the_proofs_run_the_dummy_row_then_all_rows_and_put_the_state_back(stron
     ran = []
     launch = Eager.launch
 
-    def note(self, key, bound):
+    def note(self, key, max_kv_len):
         ran.append((key.bucket, key.shape, self._device.buffers.rows[: key.bucket].tolist()))
-        launch(self, key, bound)
+        launch(self, key, max_kv_len)
 
     monkeypatch.setattr(Eager, "launch", note)
     llm = build(strong_pair, max_running_requests=20)
     (shape,) = llm.engine.layout.shapes
     assert ran == [(1, shape, [20]), (20, shape, list(range(20)))]
-    assert not llm.engine.device.state.committed.any()
+    assert not llm.engine.runner.state.committed.any()
 
 
 def test_absurd_options_are_refused_before_anything_is_allocated(strong_pair):

@@ -23,16 +23,16 @@ from scenes import Scene, scene
 from test_round_ops import Buffers, agreeing, random_children, random_tables, random_tree
 from treetop.debug.kernels import all_kernels, place_of
 from treetop.kernels.attention import paged_attention_reference
+from treetop.kernels.attention_config import Launch
 from treetop.kernels.commit import Paths
-from treetop.kernels.compressed import CompressedLaunch, compress
-from treetop.kernels.few_rows import RowsLaunch
 from treetop.kernels.fused import HeadNorms
-from treetop.kernels.grow import Children, Frontier, Growth
+from treetop.kernels.grow import Children, Frontier, TreeBuilder
 from treetop.kernels.kv import PageTable
-from treetop.kernels.launch import Launch
 from treetop.kernels.metadata import AttentionMetadata
+from treetop.kernels.packed_weights import CompressedLaunch, compress
 from treetop.kernels.rope import RopeSpec, RopeTable, rope_table
 from treetop.kernels.sampling import PartialArgmax, SampledTokens, Sampler, WarpParams
+from treetop.kernels.skinny_gemm import RowsLaunch
 from treetop.kernels.table import Op, operations
 from treetop.kernels.tail import PrefixPart
 from treetop.kernels.triton_guard import _probe, gpu_traits
@@ -112,7 +112,7 @@ def silu_mul(_: bool) -> Call:
 
 
 @case
-def few_rows(kernel: bool) -> Call:
+def skinny_gemm(kernel: bool) -> Call:
     x, weight = torch.randn(19, 128).half(), torch.randn(72, 128).half()
     launch = {"launch": RowsLaunch(block_n=32, block_k=64, splits=2, num_stages=1, num_warps=4)}
     return Call((x, weight) if kernel else (x, weight, 2), launch, only_result)
@@ -151,7 +151,7 @@ def paged_attention(_: bool) -> Call:
 def tail_and_merge(_: bool) -> Call:
     s = scene(n=4, t=6, window=9)
     prefix = paged_attention_reference(s.q, s.clean.data, clean(s), None, s.scale)
-    part = PrefixPart(*prefix, s.metadata.extent)
+    part = PrefixPart(*prefix, s.metadata.kv_len)
     return Call((s.q, part, s.tail.data, clean(s), s.scale, torch.randn(s.q.shape[2])))
 
 
@@ -167,14 +167,14 @@ def gather_table(_: bool) -> Call:
 # -------------------------------------------------------------------------------------------------------- of a round
 
 
-def growing() -> tuple[Buffers, Growth, Frontier, Children]:
+def growing() -> tuple[Buffers, TreeBuilder, Frontier, Children]:
     rng = random.Random(5)
     shape = (4, SHAPE.num_candidates)
     level = torch.tensor([1.0] * 3 + [2.0] * 9 + [3.0] * 9)  # no score rises from parent to child
     tokens, scores = torch.randint(0, 40, shape), -torch.rand(shape) - level
     parents = torch.arange(-1, 9).expand(4, -1).clone()
     parents[:, 4:] = 3 + torch.arange(6)
-    growth = Growth(SHAPE, tokens, scores, parents, torch.zeros(4, 9, dtype=torch.int64))
+    growth = TreeBuilder(SHAPE, tokens, scores, parents, torch.zeros(4, 9, dtype=torch.int64))
     mask = torch.eye(3, dtype=torch.bool).expand(4, 3, 3)
     frontier = Frontier(tokens[:, :3], scores[:, :3], torch.randn(4, 3, 21), mask)
     return Buffers.make(), growth, frontier, random_children(rng, 4, 3, 21)
@@ -256,7 +256,7 @@ def commit(_: bool) -> Call:
 
 
 @case
-def path_features(_: bool) -> Call:
+def path_aux_hidden(_: bool) -> Call:
     return Call((torch.zeros(4, 4, 24), tuple(torch.randn(4, 9, 6) for _ in range(4)), torch.randint(0, 9, (4, 4))))
 
 

@@ -8,8 +8,8 @@ from engines import accept_lens, build, finish, greedy, pump, sampled, steps, su
 from memory import all_tensors
 from treetop import LLM, SamplingParams
 from treetop.debug.two_group import write_two_group_pair
-from treetop.engine.build import choose_lag
-from treetop.engine.ring import collect
+from treetop.engine.build import choose_max_in_flight
+from treetop.engine.staging import collect
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CapacityError, CheckError, ConfigError, EngineError, InvariantError
 from treetop.types.ids import DRAFT, FULL
@@ -126,7 +126,7 @@ def test_a_step_is_planned_before_the_last_ones_result_is_known(strong_pair):
     assert len(request.output_ids) == 1
     second = llm.scheduler.plan()
     assert second.committed_bound == 9 + 4
-    assert 9 < int(llm.engine.device.state.committed[request.running.row]) <= 13
+    assert 9 < int(llm.engine.runner.state.committed[request.running.row]) <= 13
     last = llm.engine.launch(second)
     llm.scheduler.commit(first, llm.engine.collect(tickets[1]))
     llm.scheduler.commit(second, llm.engine.collect(last))
@@ -170,21 +170,21 @@ def test_results_are_committed_in_order_and_once(strong_pair):
 
 
 def test_a_result_survives_the_steps_that_may_follow_it_and_is_refused_after_that(strong_pair):
-    """The slots are `lag + 1`; a step that is collected too late does not get another step's numbers."""
+    """The slots are `max_in_flight + 1`; a step that is collected too late does not get another step's numbers."""
     llm = build(strong_pair, SHAPE, overlap=True)
     submit(llm, strong_pair.prompts([9, 5]), greedy(60))
     run = steps(llm)
     while not isinstance(next(run)[0], RoundPlan):
         pass
     plan = llm.scheduler.plan()
-    ticket = llm.engine.launch(plan)
-    early = collect(ticket.posted)
+    in_flight = llm.engine.launch(plan)
+    early = collect(in_flight.posted)
     llm.engine.launch(plan)
     llm.engine.launch(plan)
-    assert collect(ticket.posted) == early
+    assert collect(in_flight.posted) == early
     llm.engine.launch(plan)
     with pytest.raises(InvariantError, match="too late"):
-        llm.engine.collect(ticket)
+        llm.engine.collect(in_flight)
 
 
 # ---------------------------------------------------------------------------------------------- endings in flight
@@ -331,7 +331,7 @@ def test_sampling_parameters_arrive_as_they_are_given(strong_pair):
     given = SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=1e-3, seed=2**62 + 1, max_tokens=4)
     (request,) = submit(llm, strong_pair.prompts([5]), [given])
     llm.engine.launch(llm.scheduler.plan())
-    state, row = llm.engine.device.state, request.running.row
+    state, row = llm.engine.runner.state, request.running.row
     floats = [state.params.temperature, state.params.top_p, state.params.min_p]
     assert [float(x[row]) for x in floats] == [
         float(x.new_tensor(v)) for x, v in zip(floats, (0.7, 0.9, 1e-3), strict=True)
@@ -343,10 +343,10 @@ def test_sampling_parameters_arrive_as_they_are_given(strong_pair):
 
 
 def test_overlap_is_off_on_a_cpu_unless_asked_for(strong_pair):
-    assert build(strong_pair, SHAPE, device="cpu").engine.layout.lag == 1
-    assert build(strong_pair, SHAPE, device="cpu", overlap=False).engine.layout.lag == 1
+    assert build(strong_pair, SHAPE, device="cpu").engine.layout.max_in_flight == 1
+    assert build(strong_pair, SHAPE, device="cpu", overlap=False).engine.layout.max_in_flight == 1
     layout = build(strong_pair, SHAPE, device="cpu", overlap=True).engine.layout
-    assert layout.lag == 2
+    assert layout.max_in_flight == 2
     assert layout.max_positions == 256 + 2 * 4
     assert layout.max_committed == 256 + 4
     with pytest.raises(ConfigError, match="--overlap must be bool or nothing"):
@@ -355,13 +355,13 @@ def test_overlap_is_off_on_a_cpu_unless_asked_for(strong_pair):
 
 def test_a_backend_that_needs_exact_lengths_on_the_host_is_refused_with_the_reason():
     with pytest.raises(ConfigError, match="--overlap: attention backend flashinfer plans with exact lengths"):
-        choose_lag(EngineConfig(attention_backend="flashinfer", overlap=True))
-    assert choose_lag(EngineConfig(attention_backend="flashinfer")) == 1
-    assert choose_lag(EngineConfig(attention_backend="torch", overlap=True)) == 2
+        choose_max_in_flight(EngineConfig(attention_backend="flashinfer", overlap=True))
+    assert choose_max_in_flight(EngineConfig(attention_backend="flashinfer")) == 1
+    assert choose_max_in_flight(EngineConfig(attention_backend="torch", overlap=True)) == 2
 
 
 def test_overlap_makes_positions_pages_and_slots_for_the_step_more(strong_pair):
-    """Every buffer that grows with the lag does, and no other."""
+    """Every buffer that grows with the max_in_flight does, and no other."""
     options = {"page_size": 1, "context_length": 32, "max_running_requests": 2, "max_total_tokens": 100}
     one, two = (build(strong_pair, SHAPE, **options, overlap=overlap) for overlap in (False, True))
     a, b = all_tensors(one), all_tensors(two)
@@ -369,7 +369,7 @@ def test_overlap_makes_positions_pages_and_slots_for_the_step_more(strong_pair):
     assert len(grown) == 2
     assert all("page_table" in name for name in grown)
     assert one.engine.layout.page_columns + 4 == two.engine.layout.page_columns
-    assert [len(llm.engine._ring._slots) for llm in (one, two)] == [2, 3]
+    assert [len(llm.engine._staging._slots) for llm in (one, two)] == [2, 3]
 
 
 def test_prefill_and_rounds_take_turns_with_overlap_too(strong_pair):

@@ -84,7 +84,7 @@ def test_no_head_makes_a_padded_batch_fail_or_differ(hostile, plainly, shape, he
     pair = hostile[head]
     llm = build(pair, shape, max_running_requests=8, **options)
     assert tokens(llm.generate(pair.prompts(PROMPTS)[:count], params)) == plainly[params][:count]
-    device = llm.engine.device
+    device = llm.engine.runner
     state, page_size = device.state, llm.engine.layout.page_size
     tables = [table.data for table in state.page_tables.values()]
     for tensor in (state.committed, state.root, state.draft.tokens, state.draft.logprob, state.draft.hidden, *tables):
@@ -104,7 +104,7 @@ def test_a_dummy_row_that_is_not_finite_is_nobodys_error(weak_pair, tmp_path, gr
     prompts, want = zip(*[each for each in outputs if 0 not in each[1]][:3], strict=True)
     assert len(prompts) == 3
     llm = build(pair, (4, 1, 5), graphs=graphs, check_level=2)
-    device = llm.engine.device
+    device = llm.engine.runner
     device.target.embedding[0] = device.drafter.normed_embedding[0] = float("nan")
     assert tokens(llm.generate(list(prompts), greedy(12))) == list(want)
 

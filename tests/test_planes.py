@@ -51,7 +51,7 @@ def test_a_target_of_one_plane_gives_the_tokens_of_its_dense_reference(pair, sha
 def test_a_plane_takes_half_the_pool_and_the_tail_of_a_pair(pair):
     """Pools, tails and their counts follow the format; the head keeps its pair."""
     llm = build(pair, (2, 3, 6), page_size=4, context_length=80)
-    device, layout = llm.engine.device, llm.engine.layout
+    device, layout = llm.engine.runner, llm.engine.layout
     assert layout.group(FULL).kv == KVFormat(1, 1, 16)
     assert layout.group(DRAFT).kv == paired(2, 8)
     assert device.pools[FULL].data.shape[2:] == device.buffers.verify_tails[FULL].shape[3:] == (1, 1, 16)

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from treetop.cache import radix
-from treetop.cache.radix import RadixCache
+from treetop.cache import prefix_cache
+from treetop.cache.prefix_cache import PrefixCache
 from treetop.types.ids import FULL, WINDOW, PageId
 
 # ---------------------------------------------------------------------------------------------- a slow model
@@ -197,7 +197,7 @@ def test_the_cache_does_what_a_model_that_walks_every_node_does(groups, window, 
     for seed in range(4):
         rng, next_page, leases = random.Random(seed), 1, []
         windows = {group: window if group == WINDOW else None for group in groups}
-        caches = RadixCache(page_size, lookahead, windows), SlowCache(page_size, lookahead, window)
+        caches = PrefixCache(page_size, lookahead, windows), SlowCache(page_size, lookahead, window)
         for _ in range(400):
             act = rng.choice(["open", "insert", "insert", "slide", "close", "evict"])
             if act == "open" and len(leases) < 5:
@@ -239,7 +239,7 @@ def lines_run(action) -> int:
         return local
 
     before = sys.gettrace()
-    sys.settrace(lambda frame, event, arg: local if frame.f_code.co_filename == radix.__file__ else None)
+    sys.settrace(lambda frame, event, arg: local if frame.f_code.co_filename == prefix_cache.__file__ else None)
     try:
         action()
     finally:
@@ -260,7 +260,7 @@ def insert(cache, ids) -> list:
 
 def costs(num_pages: int) -> list[int]:
     """Lines that each operation runs through in a cache of so many pages."""
-    cache = RadixCache(4, 1, {FULL: None, WINDOW: 9})
+    cache = PrefixCache(4, 1, {FULL: None, WINDOW: 9})
     prompt = 0
     while cache.num_pages(FULL) < num_pages:  # prompts of 40 pages, of which the first 8 are one of ten beginnings
         insert(cache, [*[prompt % 10] * 32, *[1000 + prompt] * 129])

@@ -31,8 +31,8 @@ def test_every_call_gives_the_product(call, biased, shape):
     got = CpuProduct(weight, bias, [call] * 4)(x)
     expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     assert got.is_contiguous()
-    bound = 2**-23 * 96 * (F.linear(x.abs().double(), weight.abs().double()) + 10)
-    assert bool(((got - expected).abs() <= bound).all())
+    limit = 2**-23 * 96 * (F.linear(x.abs().double(), weight.abs().double()) + 10)
+    assert bool(((got - expected).abs() <= limit).all())
 
 
 def test_each_row_class_takes_its_own_call(monkeypatch):
@@ -152,9 +152,9 @@ def test_top_k_of_a_wide_row_is_stable_with_and_without_ties():
 def test_a_ruler_gives_the_slots_of_positions(page_size):
     """Columns and offsets made once address what divisions address."""
     table = torch.randperm(5 * 40).view(5, 40).to(torch.int32)
-    rows, extent = torch.tensor([3, 0, 4]), torch.tensor([0, 17, 31])
+    rows, kv_len = torch.tensor([3, 0, 4]), torch.tensor([0, 17, 31])
     ruler = make_ruler(64, page_size, table.device)
     positions, column, offset = (each[:, :40] for each in (ruler.positions, ruler.column, ruler.offset))
-    visible = positions < extent[:, None]
+    visible = positions < kv_len[:, None]
     expected = slots_of(table, rows, positions, visible, page_size)
     assert torch.equal(slots_at(table, rows, column, offset, visible, page_size), expected)

@@ -11,19 +11,19 @@ from treetop.bench import sweeps
 from treetop.bench.machine import Machine, measure_machine
 from treetop.bench.roofline import Case, round_floor, saved_bytes
 from treetop.drafts.registry import drafter_spec
-from treetop.kernels import compressed
-from treetop.kernels.compressed import CompressedLaunch, Offer
-from treetop.kernels.linear import FewRowsGated, FewRowsLinear
+from treetop.kernels import packed_weights
+from treetop.kernels.linear import SkinnyGated, SkinnyLinear
+from treetop.kernels.packed_weights import CompressedLaunch, Offer
 from treetop.kernels.table import OpContext, Ops
 from treetop.kernels.triton_guard import GpuTraits
+from treetop.models.config import DenseSpec
 from treetop.models.loader import Placement, random_weights
 from treetop.models.registry import target_spec
-from treetop.models.spec import DenseSpec
 from treetop.types.kv import paired
 from treetop.types.layout import PLAIN, SpecShape
 from treetop.types.phase import Phase
 
-PRESETS = Path(__file__).parent.parent / "bench" / "presets"
+PRESETS = Path(__file__).parent.parent / "benchmarks" / "presets"
 H200 = Machine("H200", "2", "bfloat16", 4.27e12, 790e12)
 
 
@@ -128,10 +128,10 @@ class GpuProducts(Ops):
     """Products as on a GPU, which nobody computes, with weights in 12 bits."""
 
     def linear(self, weight, bias=None):
-        return FewRowsLinear(weight, GpuTraits(132, True), compressed=True)
+        return SkinnyLinear(weight, GpuTraits(132, True), compressed=True)
 
     def gated(self, weight, bias=None):
-        return FewRowsGated(weight, GpuTraits(132, True), compressed=True)
+        return SkinnyGated(weight, GpuTraits(132, True), compressed=True)
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def small_models(strong_pair, monkeypatch):
     head = replace(head, decoder=small, target_hidden_size=128, vocab_size=192)
     offer = Offer(CompressedLaunch(64, 1, 3, 4, 16), 16)
     offered = {1: offer, 4: offer, 8: offer, 16: offer}
-    monkeypatch.setattr(compressed, "offers", lambda n, k, gated, gpu: {1: offer} if k == 256 == 2 * n else offered)
+    monkeypatch.setattr(packed_weights, "offers", lambda n, k, gated, gpu: {1: offer} if k == 256 == 2 * n else offered)
     place = Placement(torch.bfloat16, torch.device("cpu"), 8)
     products = GpuProducts(OpContext(place.device, place.dtype))
     made = target.build(random_weights(target.params, place), (0, 1), place, products)
@@ -183,5 +183,5 @@ def test_the_floor_of_what_is_read_is_lower_by_what_is_saved():
     less = round_floor(target, head, case, H200, {Phase.DRAFT: 100 << 20, Phase.VERIFY: 1 << 30, Phase.EXTEND: 9 << 20})
     by = {phase: (full[phase] - less[phase]) * H200.bytes_per_s / (1 << 20) for phase in full}
     assert by == pytest.approx({Phase.DRAFT: 200, Phase.VERIFY: 1024, Phase.EXTEND: 9})
-    bound = replace(H200, flop_per_s=1e9)
-    assert round_floor(target, None, case, bound, {Phase.VERIFY: 1 << 30}) == round_floor(target, None, case, bound)
+    limit = replace(H200, flop_per_s=1e9)
+    assert round_floor(target, None, case, limit, {Phase.VERIFY: 1 << 30}) == round_floor(target, None, case, limit)

@@ -30,7 +30,7 @@ from treetop.kernels.tree import ancestor_mask
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.types.errors import CheckError, EngineError
 from treetop.types.layout import SpecShape
-from treetop.types.tree import Accepted, DraftTree, Places
+from treetop.types.tree import Accepted, DraftTree, PathPositions
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
@@ -53,7 +53,7 @@ class Buffers:
     """Buffers for more rows and larger trees than any test has."""
 
     tree: DraftTree
-    places: Places
+    places: PathPositions
     accepted: Accepted
 
     @classmethod
@@ -62,11 +62,11 @@ class Buffers:
         wide = [sown(long, 6, t) for _ in range(3)]
         return cls(
             DraftTree(*wide, sown(torch.bool, 6, t, t), sown(torch.float32, 6, t)),
-            Places(sown(long, 6), sown(long, 6, t), sown(long, 6, w)),
+            PathPositions(sown(long, 6), sown(long, 6, t), sown(long, 6, w)),
             Accepted(sown(long, 6, w), sown(long, 6), sown(long, 6, w), sown(long, 6), sown(torch.bool, 6)),
         )
 
-    def of(self, rows: int, shape: SpecShape) -> tuple[DraftTree, Places, Accepted]:
+    def of(self, rows: int, shape: SpecShape) -> tuple[DraftTree, PathPositions, Accepted]:
         t, w, tree, places, out = shape.num_draft_tokens, shape.commit_width, self.tree, self.places, self.accepted
         return (
             DraftTree(
@@ -76,7 +76,7 @@ class Buffers:
                 tree.mask[:rows, :t, :t],
                 tree.logprob[:rows, :t],
             ),
-            Places(places.committed[:rows], places.nodes[:rows, :t], places.path[:rows, :w]),
+            PathPositions(places.committed[:rows], places.nodes[:rows, :t], places.path[:rows, :w]),
             Accepted(
                 out.path[:rows, :w], out.accept_len[:rows], out.tokens[:rows, :w], out.bonus[:rows], out.finite[:rows]
             ),
@@ -188,7 +188,7 @@ if not INTERPRETED:
             ops = Ops(OpContext(*context))
             return {name for name, op in operations().items() if getattr(ops, name) is not op.reference}
 
-        of_products = {"silu_mul", "few_rows", "gated_rows", "compressed_rows"}
+        of_products = {"silu_mul", "skinny_gemm", "gated_rows", "compressed_rows"}
         of_trees = {"start", "grow", "select", "greedy", "accept"}
         assert kernels(gpu, torch.bfloat16, tree) == every
         assert kernels(gpu, torch.float32, tree) == every - of_products
@@ -304,14 +304,14 @@ if INTERPRETED or DEVICE.type == "cuda":
             ops.select(growth, tree, places)
             nodes = torch.arange(shape.num_draft_tokens, dtype=torch.float32).view(1, -1, 1)
             ops.accept(ops.greedy(torch.zeros(1, shape.num_draft_tokens, VOCAB)), tree, out, None)
-            features = torch.full((1, shape.commit_width, 1), -1.0)
-            ops.path_features(features, (nodes,), out.path)
-            picked = ops.pick(features, out.accept_len)
-            paths.append((out.path.tolist(), out.accept_len.tolist(), features.flatten().tolist(), picked.tolist()))
+            aux_hidden = torch.full((1, shape.commit_width, 1), -1.0)
+            ops.path_aux_hidden(aux_hidden, (nodes,), out.path)
+            picked = ops.pick(aux_hidden, out.accept_len)
+            paths.append((out.path.tolist(), out.accept_len.tolist(), aux_hidden.flatten().tolist(), picked.tolist()))
             line, (length,) = out.path[0].tolist(), out.accept_len.tolist()
             assert tree.parent[0, line[1 : length + 1]].tolist() == line[:length]
             assert length == int(tree.depth.max())
-            assert features.flatten().tolist() == line
+            assert aux_hidden.flatten().tolist() == line
             assert picked.item() == line[length]
         assert paths[0] == paths[1]
 
@@ -387,9 +387,9 @@ if INTERPRETED or DEVICE.type == "cuda":
         table = torch.arange(1, 19, dtype=torch.int32).view(6, 3) * (torch.arange(6) < 5)[:, None]
         paths = Paths(listed, torch.tensor([1, 0, 5, 0]), torch.tensor([3, 3, 2, 0]), 4, out.path, 5)
         ops.commit(pool, tail, table.to(torch.int32), 4, paths)
-        features = torch.zeros(4, 4, 6)
-        ops.path_features(features, (torch.randn(4, 9, 6),), out.path)
-        return {"positions": growth.positions, "mask": frontier.mask, "pool": pool, "features": features}
+        aux_hidden = torch.zeros(4, 4, 6)
+        ops.path_aux_hidden(aux_hidden, (torch.randn(4, 9, 6),), out.path)
+        return {"positions": growth.positions, "mask": frontier.mask, "pool": pool, "features": aux_hidden}
 
     @pytest.mark.parametrize(
         ("name", "changed"),
@@ -417,8 +417,8 @@ if INTERPRETED or DEVICE.type == "cuda":
         given_streams = tuple(torch.randn(3, 6, hidden) for _ in range(streams))
         path = torch.randint(0, 6, (5, 7))[:3, :4]
         got, want = (sown(torch.float32, 4, 5, streams * hidden) for _ in range(2))
-        reference_ops().path_features(want[:3, :4], given_streams, path)
-        kernel_ops(DEVICE).path_features(got[:3, :4], given_streams, path)
+        reference_ops().path_aux_hidden(want[:3, :4], given_streams, path)
+        kernel_ops(DEVICE).path_aux_hidden(got[:3, :4], given_streams, path)
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
     @given(seed=st.integers(0, 10**6), k=st.integers(1, 6), with_draft=st.booleans())

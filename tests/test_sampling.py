@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from oracles import drawn, float32, philox4x32_10, warped
-from treetop.kernels.sampling import Sampler, WarpParams, draw, draw_reference, philox_coin, warp
+from treetop.kernels.sampling import Sampler, WarpParams, draw, draw_reference, philox_uniform, warp
 
 KNOWN_ANSWERS = [  # counter, key, words: the Random123 distribution's kat_vectors
     ([0, 0, 0, 0], [0, 0], "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
@@ -29,7 +29,7 @@ def test_the_oracle_of_the_coin_gives_the_published_words(counter, key, words):
 
 def test_the_coin_of_seed_zero_and_position_zero_is_the_published_word():
     """A known answer for the production code, not by way of the oracle."""
-    assert philox_coin(torch.tensor(0), torch.tensor(0)).item() == 0x6627E8D5 / 2**32
+    assert philox_uniform(torch.tensor(0), torch.tensor(0)).item() == 0x6627E8D5 / 2**32
 
 
 @given(
@@ -41,12 +41,12 @@ def test_the_coin_of_seed_zero_and_position_zero_is_the_published_word():
 def test_coins_equal_the_oracle_bit_for_bit(seeds, positions, number):
     """The seed is the key, the position and the draw are the counter; a coin is its first word over 2^32."""
     grid = [(seed, position) for seed in seeds for position in positions]
-    coins = philox_coin(torch.tensor([s for s, _ in grid]), torch.tensor([p for _, p in grid]), number)
-    assert coins.dtype == torch.float64
-    for coin, (seed, position) in zip(coins.tolist(), grid, strict=True):
+    uniforms = philox_uniform(torch.tensor([s for s, _ in grid]), torch.tensor([p for _, p in grid]), number)
+    assert uniforms.dtype == torch.float64
+    for uniform, (seed, position) in zip(uniforms.tolist(), grid, strict=True):
         counter = [position & 0xFFFFFFFF, position >> 32, number, 0]
-        assert coin == philox4x32_10(counter, [seed & 0xFFFFFFFF, seed >> 32])[0] / 2**32
-        assert 0 <= coin < 1
+        assert uniform == philox4x32_10(counter, [seed & 0xFFFFFFFF, seed >> 32])[0] / 2**32
+        assert 0 <= uniform < 1
 
 
 LOGITS = st.lists(
@@ -150,21 +150,21 @@ COINS = st.one_of(st.just(0.0), st.just(1 - 2.0**-32), st.integers(0, 2**32 - 1)
 
 @given(PROBS, COINS)
 @settings(max_examples=400, deadline=None)
-def test_a_draw_is_an_inverse_cdf_and_never_takes_a_token_of_probability_zero(probs, coin):
+def test_a_draw_is_an_inverse_cdf_and_never_takes_a_token_of_probability_zero(probs, uniform):
     """Every coin from 0 to the largest draws a token with a probability, and the one the oracle draws."""
-    token = int(draw(torch.tensor([probs], dtype=torch.float64), torch.tensor([coin], dtype=torch.float64)))
+    token = int(draw(torch.tensor([probs], dtype=torch.float64), torch.tensor([uniform], dtype=torch.float64)))
     assert 0 <= token < len(probs)
     assert probs[token] > 0
     total, edges = math.fsum(probs), [math.fsum(probs[: i + 1]) for i in range(len(probs))]
-    if all(abs(coin * total - edge) > 1e-9 * total for edge in edges):
-        assert token == drawn(probs, coin)
+    if all(abs(uniform * total - edge) > 1e-9 * total for edge in edges):
+        assert token == drawn(probs, uniform)
 
 
-@pytest.mark.parametrize("coin", [0.0, 0.25, 1 - 2.0**-32])
-def test_zeros_at_both_ends_are_never_drawn(coin):
+@pytest.mark.parametrize("uniform", [0.0, 0.25, 1 - 2.0**-32])
+def test_zeros_at_both_ends_are_never_drawn(uniform):
     """Coin 0 skips leading zeros; the largest coin stops before trailing zeros."""
     probs = torch.tensor([[0.0, 0.0, 0.5, 0.0, 0.5, 0.0]], dtype=torch.float64)
-    assert draw(probs, torch.tensor([coin], dtype=torch.float64)).item() in (2, 4)
+    assert draw(probs, torch.tensor([uniform], dtype=torch.float64)).item() in (2, 4)
 
 
 @given(st.integers(0, 2**63 - 1), st.integers(0, 500), st.integers(0, 10**6))
@@ -182,8 +182,8 @@ def test_a_sampled_choice_is_the_drawn_token_of_the_warped_logits(seed, start, s
     assert bool(chosen.finite.all())
     for node in range(3):
         at = int(positions[0, node]) + 1
-        coin = philox4x32_10([at & 0xFFFFFFFF, at >> 32, 0, 0], [seed & 0xFFFFFFFF, seed >> 32])[0] / 2**32
-        assert int(token[0, node]) == drawn(warped(logits[0, node].tolist(), float32(0.7), 5, 0.875, 0.0625), coin)
+        uniform = philox4x32_10([at & 0xFFFFFFFF, at >> 32, 0, 0], [seed & 0xFFFFFFFF, seed >> 32])[0] / 2**32
+        assert int(token[0, node]) == drawn(warped(logits[0, node].tolist(), float32(0.7), 5, 0.875, 0.0625), uniform)
         assert int(token[1, node]) == int(logits[1, node].argmax())
 
 

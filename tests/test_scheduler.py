@@ -144,7 +144,7 @@ def test_a_request_is_retracted_in_the_middle_of_its_prompt(strong_pair):
     began, retracted = False, False
     for _ in steps(llm):
         long = requests[2]
-        began |= 0 < long.prefilled < 90
+        began |= 0 < long.num_computed_tokens < 90
         retracted |= began and long.running is None and not long.output_ids and long.finish_reason is None
     assert retracted, "the long prompt was never retracted while it was prefilled"
     assert outputs_of(requests) == tokens(expected)
@@ -160,9 +160,9 @@ def test_an_abort_in_any_state_frees_everything_and_leaves_the_others_alone(stro
     llm = build(strong_pair, SHAPE, max_running_requests=3, chunked_prefill_size=8)
     survivor, decoding, prefilling, waiting = submit(llm, prompts, greedy(50))
     run = steps(llm)
-    while not (decoding.output_ids and prefilling.prefilled):
+    while not (decoding.output_ids and prefilling.num_computed_tokens):
         next(run)
-    assert prefilling.prefilled < 60
+    assert prefilling.num_computed_tokens < 60
     assert waiting.running is None
     for request in (waiting, prefilling):
         update = llm.scheduler.abort(request.request_id)
@@ -245,7 +245,7 @@ def test_a_round_and_a_prefill_without_live_rows_run_and_change_nothing(strong_p
 def poison(llm, requests, plan) -> None:
     """NaN in every place that `plan` must write before it reads: tails, and all slots but those of known tokens."""
     starts = {chunk.row: chunk.start for chunk in plan.chunks} if isinstance(plan, PrefillPlan) else {}
-    runner, page = llm.engine.device, llm.engine.layout.page_size
+    runner, page = llm.engine.runner, llm.engine.layout.page_size
     buffers = runner.buffers
     for tails in (buffers.verify_tails, buffers.draft_tails, buffers.extend_tails):
         for tail in tails.values():
@@ -257,7 +257,7 @@ def poison(llm, requests, plan) -> None:
         for request in requests:
             if request.running is not None:
                 pages = torch.tensor(request.running.lease.pages[group])
-                position = torch.arange(starts.get(request.running.row, request.prefilled))
+                position = torch.arange(starts.get(request.running.row, request.num_computed_tokens))
                 keep[pages[position // page] * page + position % page] = True
         for kv in layers:
             kv.k[~keep] = kv.v[~keep] = float("nan")
@@ -278,7 +278,7 @@ def test_stale_memory_does_not_change_a_row_bitwise(strong_pair, page):
             llm.scheduler.commit(plan, result)
             listed.append(result)
         results.append(listed)
-        draft = llm.engine.device.state.draft
+        draft = llm.engine.runner.state.draft
         states.append([draft.hidden.clone(), draft.logprob.clone(), draft.tokens.clone()])
     assert results[0] == results[1]
     assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
@@ -288,10 +288,10 @@ def test_the_dummy_row_stays_as_it_was_made(strong_pair):
     """After work in padded batches the dummy row has nothing committed and only null pages."""
     llm = build(strong_pair, SHAPE, max_running_requests=4)
     llm.generate(strong_pair.prompts([5, 18, 30]), greedy(20))
-    state, dummy = llm.engine.device.state, llm.engine.layout.dummy_row
+    state, dummy = llm.engine.runner.state, llm.engine.layout.dummy_row
     assert int(state.committed[dummy]) == 0
     assert all(not table.data[dummy].any() for table in state.page_tables.values())
-    for pool in llm.engine.device.pools.values():
+    for pool in llm.engine.runner.pools.values():
         for layer in pool.layers():
             assert not layer.kv.k[0].any(), "the null slot was written"
             assert not layer.kv.v[0].any(), "the null slot was written"
@@ -304,7 +304,7 @@ def test_a_request_whose_logits_are_not_finite_fails_alone(strong_pair, shape):
     prompts = [[token for token in prompt if token != hidden] for prompt in strong_pair.prompts([9, 30, 14])]
     llm = build(strong_pair, shape, page_size=4)
     expected = build(strong_pair, None).generate(prompts, greedy(8))
-    llm.engine.device.target.embedding[hidden] = float("nan")
+    llm.engine.runner.target.embedding[hidden] = float("nan")
     bad = [[*prompts[0], hidden], [hidden], [*[4] * 20, hidden, 5]]
     mixed = [bad[0], prompts[0], bad[1], prompts[1], bad[2], prompts[2]]
     outputs = llm.generate(mixed, greedy(8))
@@ -386,8 +386,8 @@ def abort_who_waits_for_pages(pair) -> int:
         for request in [each for row, each in scheduler._by_row.items() if row in rows]:
             aborted += scheduler.abort(request.request_id) is not None
         if tickets:
-            ticket = tickets.popleft()
-            scheduler.commit(ticket.plan, llm.engine.collect(ticket))
+            in_flight = tickets.popleft()
+            scheduler.commit(in_flight.plan, llm.engine.collect(in_flight))
         scheduler.check_integrity()
     return aborted
 

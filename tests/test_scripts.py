@@ -30,7 +30,7 @@ SCRIPTS = Path(__file__).parent.parent / "scripts"
         ("sanitize", ["--logs", __file__], ["--logs", __file__]),
         ("mutants", ["--count", "-1"], ["--count must", "-1"]),
         ("mutants", ["--limit-s", "0"], ["--limit-s must", "0"]),
-        ("mutants", ["--only", "nowhere.py"], ["--only", "nowhere.py", "spec/draft.py"]),
+        ("mutants", ["--only", "nowhere.py"], ["--only", "nowhere.py", "speculative/draft.py"]),
         ("mutants", ["--json", "/nowhere/x.json"], ["--json /nowhere/x.json"]),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None,

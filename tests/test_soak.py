@@ -67,7 +67,7 @@ def test_a_soak_sees_a_probe(script, strong_pair):
 
     def spoil(*args):
         tell(*args)
-        llm.engine.device.state.draft.hidden.fill_(float("nan"))
+        llm.engine.runner.state.draft.hidden.fill_(float("nan"))
 
     llm.engine.observer = spoil
     assert "detect_nan" in soak.run(ROUNDS).failures[0]

@@ -15,8 +15,8 @@ from treetop.attention.torch_backend import TorchBackend
 from treetop.attention.triton_backend import TritonBackend
 from treetop.kernels import attention
 from treetop.kernels.attention import paged_attention, paged_attention_reference
+from treetop.kernels.attention_config import Launch
 from treetop.kernels.kv import PageTable
-from treetop.kernels.launch import Launch
 from treetop.kernels.pages import gather_table, gather_table_reference
 from treetop.kernels.tail import PrefixPart, tail_and_merge, tail_and_merge_reference
 from treetop.kernels.triton_guard import gpu_traits
@@ -39,11 +39,11 @@ CAUSAL = [{"n": 1}, {"n": 9, "page_size": 1}, {"n": 40, "bound": 90, "window": 1
 def prefix_of(s):
     """What a library would say of the prefix: garbage where a row is empty, and a transposed lse."""
     out, lse = dense_answer(s, with_tail=False)
-    empty = s.metadata.extent == 0
+    empty = s.metadata.kv_len == 0
     out[empty] = float("nan")
     lse[empty] = float("inf")
     transposed = lse.transpose(1, 2).contiguous().transpose(1, 2)
-    return PrefixPart(out.to(s.q.dtype), transposed, s.metadata.extent)
+    return PrefixPart(out.to(s.q.dtype), transposed, s.metadata.kv_len)
 
 
 def sinks_of(s, low=False):
@@ -77,9 +77,9 @@ def test_a_sink_enters_the_torch_backend_once():
 
 def test_a_sink_takes_its_share_by_hand():
     """One key of score 0 and a sink of log 3: the key keeps a quarter."""
-    s = scene(n=1, t=1, bound=50)
-    q, extent = torch.zeros_like(s.q), torch.zeros_like(s.metadata.extent)
-    part = PrefixPart(torch.zeros_like(q), torch.zeros(q.shape[:3]), extent)
+    s = scene(n=1, t=1, max_kv_len=50)
+    q, kv_len = torch.zeros_like(s.q), torch.zeros_like(s.metadata.kv_len)
+    part = PrefixPart(torch.zeros_like(q), torch.zeros(q.shape[:3]), kv_len)
     sinks = torch.full((q.shape[2],), 3.0).log()
     got = tail_and_merge_reference(q, part, s.tail.data, s.metadata, s.scale, sinks)
     value = s.tail.v[:, 0].repeat_interleave(q.shape[2] // s.tail.v.shape[2], dim=1)
@@ -126,7 +126,7 @@ if INTERPRETED:
         part = prefix_of(s)
         clean = tail_and_merge(s.q, part, s.tail.data, s.metadata, s.scale, None, GPU)
         part.lse[:], part.out[:] = value, float("nan")
-        empty = part.extent == 0
+        empty = part.kv_len == 0
         assert 0 < int(empty.sum()) < empty.shape[0]
         for got in (
             tail_and_merge(s.q, part, s.tail.data, s.metadata, s.scale, None, GPU),
@@ -186,18 +186,18 @@ if INTERPRETED:
         """Columns at and past the extent are never read: INT_MIN there does not come through."""
         torch.manual_seed(0)
         rows = torch.tensor([2, 0, 3, 1])
-        extent = torch.tensor([columns * page_size, 0, 0, max(columns * page_size // 2, 1)])
+        kv_len = torch.tensor([columns * page_size, 0, 0, max(columns * page_size // 2, 1)])
         table = torch.randint(1, 1000, (4, columns + 5), dtype=torch.int32)
         table[3] = 0
-        used = torch.arange(columns + 5) * page_size < torch.zeros(4).long().index_put((rows,), extent)[:, None]
+        used = torch.arange(columns + 5) * page_size < torch.zeros(4).long().index_put((rows,), kv_len)[:, None]
         table[~used] = INT_MIN
-        got, lengths = gather_table(table, rows, extent, columns, page_size, GPU)
-        want, want_lengths = gather_table_reference(table, rows, extent, columns, page_size)
+        got, lengths = gather_table(table, rows, kv_len, columns, page_size, GPU)
+        want, want_lengths = gather_table_reference(table, rows, kv_len, columns, page_size)
         assert torch.equal(got, want)
         assert torch.equal(lengths, want_lengths)
         assert int(got.min()) >= 0
         assert lengths.dtype == got.dtype == torch.int32
         for index, row in enumerate(rows.tolist()):
             for column in range(columns):
-                inside = column * page_size < int(extent[index])
+                inside = column * page_size < int(kv_len[index])
                 assert int(got[index, column]) == (int(table[row, column]) if inside else 0)

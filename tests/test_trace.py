@@ -28,7 +28,7 @@ def greedy() -> Trace:
 
 @pytest.fixture(scope="module")
 def sampled() -> Trace:
-    return collect(None, NARROW, "class Ring:", WARM)
+    return collect(None, NARROW, "class StagingBuffers:", WARM)
 
 
 @pytest.fixture(params=["greedy", "sampled"])
@@ -155,7 +155,7 @@ def test_times_cover_the_run(trace: Trace) -> None:
 
 
 def test_a_traced_run_gives_the_tokens_of_any_other(sampled: Trace) -> None:
-    assert LLM(None, **NARROW).generate("class Ring:", WARM)[0].token_ids == sampled.output.token_ids
+    assert LLM(None, **NARROW).generate("class StagingBuffers:", WARM)[0].token_ids == sampled.output.token_ids
 
 
 def test_text_cannot_leave_the_element_it_is_in(greedy: Trace) -> None:

@@ -15,9 +15,9 @@ from treetop.kernels.accept import accept, force
 from treetop.kernels.rows import DraftState, RowTables
 from treetop.kernels.sampling import greedy_reference
 from treetop.kernels.tree import ancestor_mask, keyed_topk, next_level_mask, stable_topk
-from treetop.spec.draft import grow_tree
+from treetop.speculative.draft import grow_tree
 from treetop.types.layout import SpecShape
-from treetop.types.tree import DraftTree, Places
+from treetop.types.tree import DraftTree, PathPositions
 
 PRIME = 2**31 - 1
 VOCAB = 50
@@ -88,7 +88,7 @@ def planted(head, tables, shape, attend, ops=None):
     tree = DraftTree(
         *torch.full((3, n, t), -7), torch.ones((n, t, t), dtype=torch.bool), torch.full((n, t), float("nan"))
     )
-    places = Places(torch.full((n,), -7), torch.full((n, t), -7), torch.full((n, shape.commit_width), -7))
+    places = PathPositions(torch.full((n,), -7), torch.full((n, t), -7), torch.full((n, shape.commit_width), -7))
     roots = ops.start(tables, torch.arange(n), shape, tree, places, torch.eye(shape.topk, dtype=torch.bool))
     if shape.num_steps:
         ops.select(grow_tree(head, roots, ops, attend), tree, places)

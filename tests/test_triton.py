@@ -20,14 +20,7 @@ from treetop.attention.torch_backend import TorchBackend
 from treetop.attention.triton_backend import TritonBackend
 from treetop.kernels import attention
 from treetop.kernels.attention import paged_attention, paged_attention_reference
-from treetop.kernels.compressed import CompressedLaunch, compress, compressed_rows
-from treetop.kernels.few_rows import (
-    RowsLaunch,
-    few_rows,
-    few_rows_reference,
-    gated_rows,
-    gated_rows_reference,
-)
+from treetop.kernels.attention_config import CallShape, Launch, launch_by_formula
 from treetop.kernels.fused import (
     HeadNorms,
     add,
@@ -41,9 +34,16 @@ from treetop.kernels.fused import (
     silu_mul_reference,
 )
 from treetop.kernels.kv import PagedKV, PageTable, write_pages
-from treetop.kernels.launch import CallShape, Launch, launch_by_formula
-from treetop.kernels.linear import FewRowsGated, FewRowsLinear, LibraryLinear, library_gated
+from treetop.kernels.linear import LibraryLinear, SkinnyGated, SkinnyLinear, library_gated
+from treetop.kernels.packed_weights import CompressedLaunch, compress, compressed_rows
 from treetop.kernels.rope import RopeSpec, rope_table, rotate_
+from treetop.kernels.skinny_gemm import (
+    RowsLaunch,
+    gated_rows,
+    gated_rows_reference,
+    skinny_gemm,
+    skinny_gemm_reference,
+)
 from treetop.kernels.topk import top_logprobs, top_logprobs_reference
 from treetop.kernels.triton_guard import GpuTraits, gpu_traits
 from treetop.types.errors import ConfigError
@@ -152,14 +152,14 @@ if INTERPRETED:
         Also where a program of the merge joins several items, which in an engine only large batches ask for.
         """
         monkeypatch.setattr(attention, "_items_to_merge", lambda count, _: math.gcd(items, count))
-        s = scene(n=3, t=4, heads=2, kv_heads=1, bound=70, window=window)
+        s = scene(n=3, t=4, heads=2, kv_heads=1, max_kv_len=70, window=window)
         launch = Launch(block_m=16, block_n=16, splits=splits, num_warps=4, num_stages=1)
         gpu = gpu_traits(CPU)
         out, lse = paged_attention(s.q, s.kv.data, s.metadata, s.tail.data, s.scale, None, gpu, launch)
         want, want_lse = dense_answer(s, with_tail=True)
         assert_close(out, want, s)
         assert_close_lse(lse, want_lse, s)
-        causal = scene(n=10, heads=2, kv_heads=1, bound=70, window=window, causal=True)
+        causal = scene(n=10, heads=2, kv_heads=1, max_kv_len=70, window=window, causal=True)
         out, _ = paged_attention(causal.q, causal.kv.data, causal.metadata, None, causal.scale, None, gpu, launch)
         assert_close(out, dense_answer(causal, with_tail=False)[0], causal)
 
@@ -215,9 +215,9 @@ if INTERPRETED:
         torch.manual_seed(0)
         x, weight = torch.randn(rows, 128).half(), torch.randn(72, 128).half()
         launch = RowsLaunch(block_n=32, block_k=16, splits=splits, num_stages=1, num_warps=1, rows_left=rows_left)
-        got = few_rows(x, weight, launch, gpu_traits(CPU))
+        got = skinny_gemm(x, weight, launch, gpu_traits(CPU))
         assert got.dtype == (torch.float16 if splits == 1 else torch.float32)
-        for parts in (got, few_rows_reference(x, weight, splits)):
+        for parts in (got, skinny_gemm_reference(x, weight, splits)):
             for part, a, b in zip(parts, x.chunk(splits, dim=1), weight.chunk(splits, dim=1), strict=True):
                 assert_near(part, product(a, b))
 
@@ -279,7 +279,7 @@ if INTERPRETED:
         gpu = gpu_traits(CPU)
         for n, k, rows, is_ours in ((256, 512, 4, True), (256, 200, 4, False), (64, 128, 400, False)):
             weight, x = torch.randn(n, k).half() / 16, torch.randn(2, rows // 2, k).half()
-            ours, library, gated = FewRowsLinear(weight, gpu), LibraryLinear(weight), FewRowsGated(weight, gpu)
+            ours, library, gated = SkinnyLinear(weight, gpu), LibraryLinear(weight), SkinnyGated(weight, gpu)
             if is_ours:
                 flat = x.flatten(0, 1)
                 assert_near(ours(x).flatten(0, 1), product(flat, weight))

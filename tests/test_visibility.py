@@ -52,10 +52,10 @@ class Witness:
 
     def prefix(self, group, view, index):
         """Names of the committed keys that row `index` of a view shows, in order."""
-        assert int(view.extent[index]) <= view.bound
+        assert int(view.kv_len[index]) <= view.max_kv_len
         assert view.page_size == self.page_size
         names = []
-        for position in range(int(view.extent[index])):
+        for position in range(int(view.kv_len[index])):
             page = int(view.table.data[int(view.rows[index]), position // self.page_size])
             names.append(self.named(group, page * self.page_size + position % self.page_size))
         return names
@@ -82,7 +82,7 @@ def test_every_query_sees_its_committed_prefix_and_its_own_line_of_the_tree(stro
     backend, calls = record(llm)
     params = [sampled(i, 14 + i) if i % 3 else greedy(20) for i in range(len(lengths))]
     requests = submit(llm, strong_pair.prompts(lengths, seed=page), params)
-    pools, state = llm.engine.device.pools, llm.engine.device.state
+    pools, state = llm.engine.runner.pools, llm.engine.runner.state
     latest, accepted = {}, 0  # request -> what it will propose after its root
     while (plan := llm.scheduler.plan()) is not None:
         backend.plans.clear()
@@ -187,7 +187,7 @@ def check_round(seen: Round):
         written += [(request, length + j) for j in range(count)]
     for planned in backend.plans:
         for index in range(len(rows), planned.metadata.rows.shape[0]):
-            assert int(planned.metadata.extent[index]) == 0, "a padding row sees a prefix"
+            assert int(planned.metadata.kv_len[index]) == 0, "a padding row sees a prefix"
     return written
 
 

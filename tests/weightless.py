@@ -47,8 +47,8 @@ class Fixed:
         self.vocab = DraftVocab(torch.zeros(vocab_size, dtype=torch.int64, device=place.device))
         self.dtype, self.products = place.dtype, DraftProducts()
 
-    def extend(self, tokens, features, positions, attend):
-        assert features.shape == (*tokens.shape, 0)
+    def extend(self, tokens, aux_hidden, positions, attend):
+        assert aux_hidden.shape == (*tokens.shape, 0)
         return self.grow(tokens, None, positions, attend)
 
     def grow(self, tokens, state, positions, attend):

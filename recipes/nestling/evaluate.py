@@ -81,15 +81,15 @@ def proposals(head: Eagle3Head, states: torch.Tensor, topk: int) -> list[tuple[l
 
 
 def grow(
-    head: Eagle3Head, target: Target, features: torch.Tensor, tokens: list[int], shape: TreeShape
+    head: Eagle3Head, target: Target, aux_hidden: torch.Tensor, tokens: list[int], shape: TreeShape
 ) -> list[Candidate]:
-    """All candidates, level by level. features: [committed, 3 * hidden]; tokens: committed ones and the root.
+    """All candidates, level by level. aux_hidden: [committed, 3 * hidden]; tokens: committed ones and the root.
 
     Committed slot i pairs the feature of position i with token i + 1. A node of depth d runs at
     position committed + d - 1 and takes its parent's output state in place of the feature.
     """
-    committed = len(features)
-    fused = head.fc(features)
+    committed = len(aux_hidden)
+    fused = head.fc(aux_hidden)
     slots = list(range(committed))
     states = draft_forward(head, target, fused, tokens[1:], slots, visibility(committed, []))
     (ids, logprobs), last = proposals(head, states[-1:], shape.topk)[0], states[-1]
@@ -148,12 +148,12 @@ def decode(
     """Greedy decoding with drafts. Returns the new tokens, and how many drafts each round accepted."""
     device = target.model.device
     logits, aux = target.run(torch.tensor([prompt], device=device))
-    features = aux[0]
+    aux_hidden = aux[0]
     tokens = [*prompt, int(logits[0, -1].argmax())]
     accepted = []
     while len(tokens) - len(prompt) < new_tokens and end_of_text not in tokens[len(prompt) :]:
-        committed = len(features)
-        nodes, parents = select(grow(head, target, features, tokens, shape), shape.num_draft_tokens - 1)
+        committed = len(aux_hidden)
+        nodes, parents = select(grow(head, target, aux_hidden, tokens, shape), shape.num_draft_tokens - 1)
         ids = torch.tensor([[*tokens, *(node.token for node in nodes)]], device=device)
         positions = [*range(committed + 1), *(committed + node.depth for node in nodes)]
         mask = visibility(committed + 1, parents).to(device)
@@ -163,7 +163,7 @@ def decode(
         )
         path, bonus = accept(nodes, parents, logits[0, committed:].argmax(-1).tolist())
         rows = [committed, *(committed + 1 + node for node in path)]
-        features = torch.cat([features, aux[0, rows]])
+        aux_hidden = torch.cat([aux_hidden, aux[0, rows]])
         tokens += [*(nodes[node].token for node in path), bonus]
         accepted.append(len(path))
     return cut(tokens[len(prompt) :], new_tokens, end_of_text), accepted

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 
-from treetop.engine.device import Device
+from treetop.engine.model_runner import ModelRunner
 from treetop.engine.rounds import RoundKey, phases_of
 from treetop.server.llm import LLM, RequestOutput
 from treetop.server.tokenizer import Tokenizer
@@ -95,16 +95,16 @@ class Statistics:
 class TimedLauncher:
     """Launches the phases of a round as `Eager` does, and notes when each begins and ends."""
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
         self.marks: list[tuple[float, ...]] = []
         """A round: when DRAFT began, DRAFT ended, VERIFY ended, EXTEND ended, in seconds."""
 
-    def launch(self, key: RoundKey, bound: int) -> None:
+    def launch(self, key: RoundKey, max_kv_len: int) -> None:
         marks = [time.perf_counter()]
-        for phase in phases_of(self._device).values():
-            phase(self._device, key, bound)
-            if self._device.buffers.rows.is_cuda:
+        for phase in phases_of(self._runner).values():
+            phase(self._runner, key, max_kv_len)
+            if self._runner.buffers.rows.is_cuda:
                 torch.cuda.synchronize()
             marks.append(time.perf_counter())
         self.marks.append(tuple(marks))
@@ -125,7 +125,7 @@ def collect(model: str | None, engine_options: dict[str, Any], prompt: str, para
     if engine_options.get("overlap"):
         raise ConfigError("trace times each round by itself, which --overlap makes meaningless; leave it out")
     llm = LLM(model, **{**engine_options, "overlap": False})
-    if llm.engine.device.drafter is None:
+    if llm.engine.runner.drafter is None:
         raise ConfigError("trace shows a draft head's trees; give --speculative-draft-model-path, not NONE")
     seen: list[tuple[DraftTree, Accepted]] = []
 
@@ -134,7 +134,7 @@ def collect(model: str | None, engine_options: dict[str, Any], prompt: str, para
         seen.append((tree, accepted))
 
     llm.engine.observer = observe
-    llm.engine.launcher = launcher = TimedLauncher(llm.engine.device)
+    llm.engine.launcher = launcher = TimedLauncher(llm.engine.runner)
     begun = time.perf_counter()
     output = llm.generate(prompt, params)[0]
     times = [*(mark[0] for mark in launcher.marks), time.perf_counter()]
@@ -152,7 +152,7 @@ def collect(model: str | None, engine_options: dict[str, Any], prompt: str, para
 
 def drafted_vocabulary(llm: LLM) -> frozenset[int]:
     """The target tokens that the draft head can propose."""
-    drafter = llm.engine.device.drafter
+    drafter = llm.engine.runner.drafter
     assert drafter is not None
     return frozenset(
         drafter.vocab.to_target(torch.arange(len(drafter.vocab.offset)).to(drafter.vocab.offset.device)).tolist()

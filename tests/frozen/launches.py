@@ -1,7 +1,7 @@
 """Launches of each kernel in a captured round, counted over the public interface: `python -m frozen.launches`.
 
 Two calls differ in their number of rounds and in nothing else; what the longer one launches more, divided by the rounds
-it has more, is a round. Prints the counts as JSON and writes `golden/launches.json`.
+it has more, is a round. Prints the counts as JSON and writes `golden/attention_config.json`.
 """
 
 import json

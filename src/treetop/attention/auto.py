@@ -1,9 +1,9 @@
 """`auto`: each phase and shape class runs on the backend that was fastest for it when measured.
 
-`choices.json`, written by `python bench/attention.py --write-table` on one kind of GPU, gives for each shape class the
-microseconds of every backend that gave right results. A class that was not measured takes the nearest that was, so the
-largest one answers for all beyond it. Fewer queries a row than were ever measured, other heads, and any other GPU run
-on Triton.
+`choices.json`, written by `python benchmarks/attention.py --write-table` on one kind of GPU, gives for each shape class
+the microseconds of every backend that gave right results. A class that was not measured takes the nearest that was, so
+the largest one answers for all beyond it. Fewer queries a row than were ever measured, other heads, and any other GPU
+run on Triton.
 """
 
 import json
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from treetop.attention.capabilities import CAPABILITIES, Capabilities, GroupNeed, Need, refusal
 from treetop.attention.contract import AttentionBackend, HostPlanned, RoundExtents, TailKV
+from treetop.kernels.attention_config import CallShape
 from treetop.kernels.kv import PagedKV
-from treetop.kernels.launch import CallShape
 from treetop.kernels.metadata import AttentionMetadata
 from treetop.kernels.triton_guard import gpu_traits
 
@@ -161,9 +161,9 @@ class AutoBackend:
         heads = self._call(group, 1, 1, 1, False).heads
         return [name for name in self._table.classes if name.split()[1] == heads]
 
-    def _call(self, group: GroupNeed, rows: int, n: int, bound: int, causal: bool) -> CallShape:
+    def _call(self, group: GroupNeed, rows: int, n: int, max_kv_len: int, causal: bool) -> CallShape:
         ratio, size = group.heads // group.kv_heads, self._need.dtype.itemsize
-        return CallShape(rows, n, group.kv_heads, ratio, group.head_dim, size, bound, causal)
+        return CallShape(rows, n, group.kv_heads, ratio, group.head_dim, size, max_kv_len, causal)
 
     def backend_for(self, metadata: AttentionMetadata) -> AttentionBackend[Any, Any]:
         """The backend of one phase, and why, noted in `reasons`."""
@@ -171,7 +171,7 @@ class AutoBackend:
         if group is None or metadata.window is not None:
             return self.parts[FALLBACK]
         rows, n = metadata.positions.shape
-        shape_class = self._call(group, rows, n, metadata.bound, metadata.causal).shape_class
+        shape_class = self._call(group, rows, n, metadata.max_kv_len, metadata.causal).shape_class
         if shape_class not in self._chosen:
             chosen = self._table.choose(shape_class, frozenset(self.parts))
             self._chosen[shape_class], self.reasons[shape_class] = chosen

@@ -74,7 +74,7 @@ class GroupNeed:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What an engine asks of its backend. page_size None and no groups: not known yet. lag: rounds in flight.
+    """What an engine asks of its backend. page_size None and no groups: not known yet. max_in_flight: rounds in flight.
 
     rows, queries: of the largest phase of a round, padding included, and in each of its rows; 0 without rounds.
     """
@@ -83,7 +83,7 @@ class Need:
     device: torch.device
     page_size: int | None = None
     groups: tuple[GroupNeed, ...] = ()
-    lag: int = 1
+    max_in_flight: int = 1
     rows: int = 0
     queries: int = 0
 
@@ -108,7 +108,7 @@ def refusal(name: str, need: Need) -> Refusal | None:
             f"it computes in {names}, not in {_name(need.dtype)}",
             f"use --dtype {_name(able.dtypes[0])} or --attention-backend {_wider(need)}",
         )
-    if need.lag > 1 and able.needs_host_extents:
+    if need.max_in_flight > 1 and able.needs_host_extents:
         reason = "it plans with exact lengths on the host, so only one round may be in flight"
         return Refusal(reason, "use --no-overlap or --attention-backend triton")
     for group in need.groups:

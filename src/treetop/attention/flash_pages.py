@@ -30,9 +30,9 @@ class FlashPages:
         self._attention, self._ops = attention, ops
 
     def begin(self, metadata: AttentionMetadata) -> FlashTable:
-        columns = min(max(-(-metadata.bound // metadata.page_size), 1), metadata.table.data.shape[1])
+        columns = min(max(-(-metadata.max_kv_len // metadata.page_size), 1), metadata.table.data.shape[1])
         table, lengths = self._ops.gather_table(
-            metadata.table.data, metadata.rows, metadata.extent, columns, metadata.page_size
+            metadata.table.data, metadata.rows, metadata.kv_len, columns, metadata.page_size
         )
         return FlashTable(metadata, table, lengths)
 
@@ -40,7 +40,7 @@ class FlashPages:
         if not metadata.causal:
             return self._attend(begun, None)
         # A chunk's first position is where its row's committed tokens end; the dummy row has length 0 and position 0.
-        return self._attend(begun, (metadata.extent - metadata.positions[:, 0]).to(torch.int32))
+        return self._attend(begun, (metadata.kv_len - metadata.positions[:, 0]).to(torch.int32))
 
     def plan_round(self, round: RoundExtents) -> None:
         """Lengths are read on the device: nothing to do."""
@@ -52,10 +52,10 @@ class FlashPages:
         def attend(q: Tensor, kv: PagedKV, scale: float) -> PrefixPart:
             pages = kv.data.unflatten(0, (-1, metadata.page_size))
             k, v = pages[:, :, 0], pages[:, :, 1]
-            call = PagedCall(q, k, v, begun.table, begun.lengths, query_len, metadata.bound, scale)
+            call = PagedCall(q, k, v, begun.table, begun.lengths, query_len, metadata.max_kv_len, scale)
             if not shared:
                 shared.append(self._attention.schedule(call))
             out, lse = self._attention(replace(call, schedule=shared[0]))
-            return PrefixPart(out, lse.transpose(1, 2), metadata.extent)
+            return PrefixPart(out, lse.transpose(1, 2), metadata.kv_len)
 
         return attend

@@ -114,20 +114,20 @@ class FlashInferPages:
             planned = self._decode[key] = self._wrapper(metadata)
         if not _capturing(self._device):
             self._fill(
-                key, planned, _host_pages(metadata.table.data, metadata.rows, metadata.extent, metadata.page_size)
+                key, planned, _host_pages(metadata.table.data, metadata.rows, metadata.kv_len, metadata.page_size)
             )
         wrapper = planned.wrapper
 
         def attend(q: Tensor, kv: PagedKV, scale: float) -> PrefixPart:
             out, lse = _run(wrapper, q.flatten(0, 1), kv, metadata.page_size, scale)
-            return PrefixPart(out.view(q.shape), lse.view(q.shape[:3]), metadata.extent, _NATURAL)
+            return PrefixPart(out.view(q.shape), lse.view(q.shape[:3]), metadata.kv_len, _NATURAL)
 
         return attend
 
     def _plan_causal(self, metadata: AttentionMetadata) -> AttendPages:
         group, positions = metadata.table.group, metadata.positions
         n = positions.shape[1]
-        pages = _host_pages(metadata.table.data, metadata.rows, metadata.extent, metadata.page_size)
+        pages = _host_pages(metadata.table.data, metadata.rows, metadata.kv_len, metadata.page_size)
         query_len = [length - start for length, start in zip(pages.lengths, positions[:, 0].tolist(), strict=True)]
         if group not in self._prefill:
             self._prefill[group] = self._make(self._workspace, "NHD", backend="fa2")
@@ -141,7 +141,7 @@ class FlashInferPages:
             some, some_lse = _run(wrapper, q.flatten(0, 1).index_select(0, packed), kv, metadata.page_size, scale)
             out = q.new_zeros((rows * width, heads, dim)).index_copy_(0, packed, some)
             lse = some_lse.new_full((rows * width, heads), float("-inf")).index_copy_(0, packed, some_lse)
-            return PrefixPart(out.view(q.shape), lse.view(q.shape[:3]), metadata.extent, _NATURAL)
+            return PrefixPart(out.view(q.shape), lse.view(q.shape[:3]), metadata.kv_len, _NATURAL)
 
         return attend
 
@@ -152,8 +152,8 @@ class FlashInferPages:
             phase, group, rows, n = key
             if rows == bucket and round.queries.get(phase) == n:
                 if group not in seen:
-                    extent = round.committed[round.rows]
-                    seen[group] = _host_pages(planned.table, round.rows, extent, planned.page_size)
+                    kv_len = round.committed[round.rows]
+                    seen[group] = _host_pages(planned.table, round.rows, kv_len, planned.page_size)
                 self._fill(key, planned, seen[group])
 
     def _wrapper(self, metadata: AttentionMetadata) -> _Planned:
@@ -209,9 +209,9 @@ def _run(wrapper: Any, q: Tensor, kv: PagedKV, page_size: int, scale: float) -> 
     return run
 
 
-def _host_pages(table: Tensor, rows: Tensor, extent: Tensor, page_size: int) -> HostPages:
+def _host_pages(table: Tensor, rows: Tensor, kv_len: Tensor, page_size: int) -> HostPages:
     """One transfer: each row's length, then its columns."""
-    both = torch.cat([extent.to(torch.int32)[:, None], table[rows]], dim=1).cpu()
+    both = torch.cat([kv_len.to(torch.int32)[:, None], table[rows]], dim=1).cpu()
     return HostPages(both[:, 0].tolist(), both[:, 1:], page_size)
 
 

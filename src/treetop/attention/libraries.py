@@ -34,8 +34,8 @@ class PagedCall:
 
     q: [rows, n, heads, d]. k, v: [pages, page_size, kv_heads, d], strided. table: [rows, columns] int32. lengths:
     [rows] int32, keys a row. query_len: [rows] int32, queries a row that are not padding, which stand last in its keys
-    and see up to themselves; None: all are real and see every key. bound: no length is larger. schedule: how the work
-    is shared out, from `schedule` of the library, for all layers of a phase; None: each call finds out for itself.
+    and see up to themselves; None: all are real and see every key. max_kv_len: no length is larger. schedule: how the
+    work is shared out, from `schedule` of the library, for all layers of a phase; None: each call finds out for itself.
     """
 
     q: Tensor
@@ -44,7 +44,7 @@ class PagedCall:
     table: Tensor
     lengths: Tensor
     query_len: Tensor | None
-    bound: int
+    max_kv_len: int
     scale: float
     schedule: Tensor | None = None
 
@@ -149,7 +149,11 @@ def _lengths(call: PagedCall) -> dict[str, Any]:
     A padded batch whose keys are split gave wrong results where `seqused_q` is given (H200, n = 150; right with one
     split, and right as sequences either way). Prefill has queries enough to fill a GPU without.
     """
-    lengths = {"seqused_k": call.lengths, "max_seqlen_k": max(call.bound, 1), "is_causal": call.query_len is not None}
+    lengths = {
+        "seqused_k": call.lengths,
+        "max_seqlen_k": max(call.max_kv_len, 1),
+        "is_causal": call.query_len is not None,
+    }
     if call.query_len is None:
         return lengths
     rows, n = call.q.shape[:2]
@@ -244,7 +248,7 @@ def _call_fa4(call: PagedCall) -> tuple[Tensor, Tensor]:
         seqused_q=call.query_len,
         seqused_k=call.lengths,
         max_seqlen_q=call.q.shape[1],
-        max_seqlen_k=max(call.bound, 1),
+        max_seqlen_k=max(call.max_kv_len, 1),
         page_table=call.table,
         softmax_scale=call.scale,
         causal=call.query_len is not None,

@@ -85,7 +85,7 @@ class LibraryBackend:
             return WindowPlan(self._windows.plan(begun.of(self._windows, metadata), metadata))
         padding = None
         if metadata.causal:
-            query_len, n = metadata.extent - metadata.positions[:, 0], metadata.positions.shape[1]
+            query_len, n = metadata.kv_len - metadata.positions[:, 0], metadata.positions.shape[1]
             padding = torch.arange(n, device=query_len.device) >= query_len[:, None]
         return LibraryPlan(self._library.plan(begun.of(self._library, metadata), metadata), metadata, padding)
 

@@ -44,12 +44,12 @@ class TorchBackend:
 
     def begin(self, metadata: AttentionMetadata) -> TorchPrefix:
         ruler = self._ruler
-        if ruler is None or ruler.page_size != metadata.page_size or ruler.positions.shape[1] < metadata.bound:
-            ruler = self._ruler = make_ruler(2 * metadata.bound, metadata.page_size, metadata.rows.device)
+        if ruler is None or ruler.page_size != metadata.page_size or ruler.positions.shape[1] < metadata.max_kv_len:
+            ruler = self._ruler = make_ruler(2 * metadata.max_kv_len, metadata.page_size, metadata.rows.device)
         positions, column, offset = (
-            each[:, : metadata.bound] for each in (ruler.positions, ruler.column, ruler.offset)
+            each[:, : metadata.max_kv_len] for each in (ruler.positions, ruler.column, ruler.offset)
         )
-        visible = positions < metadata.extent[:, None]
+        visible = positions < metadata.kv_len[:, None]
         slots = slots_at(metadata.table.data, metadata.rows, column, offset, visible, metadata.page_size)
         return TorchPrefix(slots, visible)
 

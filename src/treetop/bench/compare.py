@@ -18,7 +18,7 @@ from treetop.bench.equality import equal_outputs
 from treetop.bench.machine import Machine, measure_machine, synchronize
 from treetop.bench.prompts import read_prompts
 from treetop.bench.rounds import Figures, measure, plain_options, up_to_step, warm_up
-from treetop.engine.build import read_blueprint
+from treetop.engine.build import plan_engine
 from treetop.kernels.products import ChosenProduct
 from treetop.models.folder import resolve_folder
 from treetop.models.loader import compute_device
@@ -158,7 +158,7 @@ def run(model: str | None, engine_options: dict[str, Any], options: BenchOptions
     accept_lens = [a for output in got for a in output.metrics.accept_lens]
     emitted = max(sum(output.round_tokens for output in got), 1)
     shape = speculative.config.shape
-    machine = measure_machine(speculative.engine.device.buffers.rows.device, speculative.engine.dtype)
+    machine = measure_machine(speculative.engine.runner.buffers.rows.device, speculative.engine.dtype)
     return Report(
         shape=(shape.num_steps, shape.topk, shape.num_draft_tokens),
         dtype=str(speculative.engine.dtype).removeprefix("torch."),
@@ -189,7 +189,7 @@ def _timed_case(config: EngineConfig, prompts: list[list[int]], options: BenchOp
 
     Raises UserError for what the engine would refuse, for prompts too long, and if there is no room for a round.
     """
-    layout, lengths = read_blueprint(config).layout, sorted(map(len, prompts))
+    layout, lengths = plan_engine(config).layout, sorted(map(len, prompts))
     width, context = config.shape.commit_width, layout.max_context
     if lengths[-1] >= context:
         raise ConfigError(
@@ -215,7 +215,7 @@ def transformers_pass(llm: LLM, prompts: list[list[int]], max_tokens: int) -> Ca
     """A pass of transformers' greedy `generate`, one prompt at a time, with the weights, dtype and device of `llm`."""
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - an optional peer, which takes seconds to import
 
-    device = llm.engine.device.buffers.rows.device
+    device = llm.engine.runner.buffers.rows.device
     model: Any = AutoModelForCausalLM.from_pretrained(llm.model_path, dtype=llm.engine.dtype)
     model = model.to(device)
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from treetop.bench.machine import Machine
 from treetop.drafts.protocol import Drafter, DrafterSpec
-from treetop.kernels.linear import FewRowsGated, FewRowsLinear
+from treetop.kernels.linear import SkinnyGated, SkinnyLinear
+from treetop.models.config import AttentionSpec
 from treetop.models.registry import TargetSpec
-from treetop.models.spec import AttentionSpec
 from treetop.models.target import Target
 from treetop.types.layout import SpecShape
 from treetop.types.phase import Phase
@@ -87,7 +87,7 @@ def saved_bytes(target: Target, drafter: Drafter | None, shape: SpecShape, rows:
 
 
 def _saved(products: Iterable[object], rows: int) -> int:
-    few = (each for each in products if isinstance(each, FewRowsLinear | FewRowsGated))
+    few = (each for each in products if isinstance(each, SkinnyLinear | SkinnyGated))
     return sum(each.saved_bytes(rows) for each in few)
 
 

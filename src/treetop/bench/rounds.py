@@ -20,7 +20,7 @@ from treetop.bench.equality import equal_outputs
 from treetop.bench.machine import Machine, measure_machine, synchronize
 from treetop.bench.prompts import prompt_ids
 from treetop.bench.roofline import Case, round_floor, saved_bytes
-from treetop.engine.build import read_blueprint
+from treetop.engine.build import plan_engine
 from treetop.engine.cuda_graphs import CudaGraphs, plan_host_extents
 from treetop.engine.rounds import RoundKey, phases_of
 from treetop.models.folder import resolve_folder
@@ -156,7 +156,7 @@ def run_grid(model: str | None, options: dict[str, Any], grid: Grid, tell: Calla
         raise ConfigError(f"--simulate-accept-length {asked}: the longest path of these shapes has {longest} tokens")
     configs = [engine_config(model, options, shape, grid) for shape in grid.shapes]
     for config in configs:
-        read_blueprint(config)  # refuses what an engine would, before the machine is measured
+        plan_engine(config)  # refuses what an engine would, before the machine is measured
     device = compute_device(configs[0].device)
     machine = measure_machine(device, compute_dtype(configs[0].dtype, device))
     forced, dummy = options.get("simulate_accept_length"), configs[0].load_format == "dummy"
@@ -251,7 +251,7 @@ def measure(llm: LLM, batch: int, length: int, rounds: int, machine: Machine, st
     phases = phase_times_ms(llm, batch, length, rounds)
     shape = llm.config.shape
     case = Case(shape, batch, length, llm.engine.dtype.itemsize)
-    device = llm.engine.device
+    device = llm.engine.runner
     saved = saved_bytes(device.target, device.drafter, shape, llm.engine.layout.bucket_for(batch))
     floor_of = partial(round_floor, llm.engine.target, llm.engine.draft, case, machine)
     floor_ms, read_floor_ms = 1e3 * sum(floor_of().values()), 1e3 * sum(floor_of(saved).values())
@@ -280,7 +280,7 @@ def measure(llm: LLM, batch: int, length: int, rounds: int, machine: Machine, st
 def wall_times_ms(llm: LLM, prompts: list[list[int]], rounds: int) -> tuple[list[float], float]:
     """Times between rounds in which every prompt took part, and the mean tokens that a row got from one of them."""
     params = SamplingParams(max_tokens=llm.engine.layout.max_context, ignore_eos=True)
-    skipped = warm_up(llm.engine.device.buffers.rows.device)
+    skipped = warm_up(llm.engine.runner.buffers.rows.device)
     begun: set[int] = set()
     stamps: list[float] = []
     emitted = 0
@@ -320,7 +320,7 @@ def device_times_ms(llm: LLM, batch: int, length: int, rounds: int) -> list[floa
 @torch.inference_mode()
 def phase_times_ms(llm: LLM, batch: int, length: int, rounds: int) -> dict[Phase, list[float]]:
     """Each phase's times, as `device_times_ms`; of captured rounds each is a graph of its own."""
-    launcher, device, key = llm.engine.launcher, llm.engine.device, _greedy_key(llm, batch)
+    launcher, device, key = llm.engine.launcher, llm.engine.runner, _greedy_key(llm, batch)
     if isinstance(launcher, CudaGraphs):
         runs = launcher.phases(key)
     else:
@@ -337,7 +337,7 @@ def _posed_times_ms(
     llm: LLM, batch: int, length: int, rounds: int, runs: list[Callable[[], None]]
 ) -> list[list[float]]:
     """Times of each run, one after another, `rounds` times over."""
-    device, key = llm.engine.device, _greedy_key(llm, batch)
+    device, key = llm.engine.runner, _greedy_key(llm, batch)
     place = device.buffers.rows.device
     times: list[list[float]] = [[] for _ in runs]
     skipped = warm_up(place)
@@ -360,7 +360,7 @@ def _posed_times_ms(
 
 def _pose(llm: LLM, batch: int, length: int) -> None:
     """Rows 0 .. batch - 1 with `length` committed tokens, their pages spread over the pools."""
-    layout, device = llm.engine.layout, llm.engine.device
+    layout, device = llm.engine.layout, llm.engine.runner
     rows = device.buffers.rows
     rows.fill_(layout.dummy_row)
     rows[:batch] = torch.arange(batch, device=rows.device)

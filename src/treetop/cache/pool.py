@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from treetop.attention.phase import LayerKV
+from treetop.attention.layer import LayerKV
 from treetop.kernels.kv import PagedKV
 from treetop.types.ids import GroupName
 from treetop.types.layout import KVGroup, Layout

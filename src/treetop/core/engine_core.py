@@ -8,35 +8,35 @@ from treetop.types.ids import RequestId
 from treetop.types.messages import StepPlan, StepResult
 from treetop.types.requests import EngineRequest, RequestUpdate
 
-Ticket = TypeVar("Ticket")
+InFlightStep = TypeVar("InFlightStep")
 """A step in flight."""
 
 
-class StepEngine(Protocol[Ticket]):
-    """What runs steps. Up to `Layout.lag` are in flight, and they are collected in the order of their launches."""
+class StepEngine(Protocol[InFlightStep]):
+    """What runs steps. Up to `Layout.max_in_flight` are out, and they are collected in launch order."""
 
-    def launch(self, plan: StepPlan) -> Ticket:
+    def launch(self, plan: StepPlan) -> InFlightStep:
         """Start a step and return at once."""
         ...
 
-    def collect(self, ticket: Ticket) -> StepResult:
+    def collect(self, in_flight: InFlightStep) -> StepResult:
         """Wait for the end of a step, and read its result."""
         ...
 
 
-class EngineCore(Generic[Ticket]):
+class EngineCore(Generic[InFlightStep]):
     """Turns requests into updates, a step at a time. Not thread-safe: one thread calls it (`core/thread.py`).
 
     An engine that fails ends every request: what was in flight is lost, and with it what the host knows of the rows.
     The error is told in each request's last update and kept in `failure`. The core goes on with what is added later.
     """
 
-    def __init__(self, engine: StepEngine[Ticket], scheduler: Scheduler) -> None:
+    def __init__(self, engine: StepEngine[InFlightStep], scheduler: Scheduler) -> None:
         self.engine, self.scheduler = engine, scheduler
         self.failure: BaseException | None = None
         self.num_launched = self.num_committed = 0
         """Steps; those that a failure lost count as committed."""
-        self._in_flight: deque[tuple[StepPlan, Ticket]] = deque()
+        self._in_flight: deque[tuple[StepPlan, InFlightStep]] = deque()
 
     @property
     def busy(self) -> bool:
@@ -63,8 +63,8 @@ class EngineCore(Generic[Ticket]):
                 self.num_launched += 1
             if not self._in_flight:
                 return []
-            plan, ticket = self._in_flight.popleft()
-            updates = self.scheduler.commit(plan, self.engine.collect(ticket))
+            plan, in_flight = self._in_flight.popleft()
+            updates = self.scheduler.commit(plan, self.engine.collect(in_flight))
         except BaseException as error:  # whatever it was, every client must hear of it
             return self.fail(error)
         self.num_committed += 1

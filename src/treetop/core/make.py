@@ -1,13 +1,13 @@
 """A core around an engine that runs a model."""
 
 from treetop.core.engine_core import EngineCore
-from treetop.engine.engine import Engine, Ticket
+from treetop.engine.engine import Engine, InFlightStep
 from treetop.models.folder import extra_eos_ids
 from treetop.scheduler.scheduler import Scheduler
 from treetop.types.requests import CoreInfo
 
 
-def make_core(engine: Engine) -> tuple[EngineCore[Ticket], CoreInfo]:
+def make_core(engine: Engine) -> tuple[EngineCore[InFlightStep], CoreInfo]:
     """A core around an engine."""
     config = engine.config
     eos_ids = (*engine.spec.eos_token_ids, *extra_eos_ids(engine.model_path))

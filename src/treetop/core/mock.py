@@ -46,11 +46,11 @@ class MockEngine:
         self._free_s = max(self._free_s, time.monotonic()) + self._options.step_s
         return _Due(plan, self._free_s)
 
-    def collect(self, ticket: _Due) -> StepResult:
-        left_s = ticket.at_s - time.monotonic()
+    def collect(self, in_flight: _Due) -> StepResult:
+        left_s = in_flight.at_s - time.monotonic()
         if left_s > 0:
             time.sleep(left_s)
-        plan = ticket.plan
+        plan = in_flight.plan
         if isinstance(plan, PrefillPlan):
             for chunk in plan.chunks:
                 self._position[chunk.row] = chunk.start + len(chunk.token_ids)
@@ -91,7 +91,7 @@ def make_mock(config: EngineConfig, mock: MockOptions) -> tuple[EngineCore[_Due]
         chunk=config.chunked_prefill_size or _CHUNK,
         groups=(KVGroup(FULL, 1, paired(1, 8)),),
         pool_tokens=config.max_total_tokens or 0,
-        lag=1 if config.overlap is False else 2,
+        max_in_flight=1 if config.overlap is False else 2,
     )
     if config.max_total_tokens is None:
         layout = replace(layout, pool_tokens=layout.tokens_for_all)

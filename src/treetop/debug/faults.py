@@ -124,8 +124,8 @@ FAULTS: dict[str, Fault] = _registry(
             "sgl-23037-alias",
             "results are views of buffers that the next round overwrites",
             (
-                instead("treetop.engine.ring:hand_out", twins.view),
-                instead("treetop.engine.engine:hand_out", twins.view),
+                instead("treetop.engine.staging:copy_out", twins.view),
+                instead("treetop.engine.engine:copy_out", twins.view),
             ),
             "shares memory with the round's buffers",
             1,
@@ -167,7 +167,7 @@ FAULTS: dict[str, Fault] = _registry(
         Fault(
             "sgl-26628-twice",
             "draft extend counts its own tokens as committed too",
-            (Patch("treetop.engine.device:Device.metadata", twins.counts_twice),),
+            (Patch("treetop.engine.model_runner:ModelRunner.metadata", twins.counts_twice),),
             "visibility",
             None,
             {"graphs": "sim"},
@@ -237,7 +237,7 @@ FAULTS: dict[str, Fault] = _registry(
         Fault(
             "prefix-without-draft",
             "a prefix hit shares the target's pages but not the draft's",
-            (Patch("treetop.cache.ledger:PageLedger._share", twins.target_groups_only),),
+            (Patch("treetop.cache.kv_cache_manager:KVCacheManager._share", twins.target_groups_only),),
             "prefix hit",
             1,
             {"disable_radix_cache": False},

@@ -50,14 +50,14 @@ class DensePair:
         logits = _norm(x, w["model.norm.weight"], c) @ lm_head.T
         return logits, torch.cat([outputs[i] for i in self.aux_outputs], dim=-1)
 
-    def run_head(self, ids: list[int], features: Tensor, branch: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def run_head(self, ids: list[int], aux_hidden: Tensor, branch: list[Tensor]) -> tuple[Tensor, Tensor]:
         """The head over slots 0 .. n-1, slot i holding (feature i, token i + 1).
 
-        ids: the n + 1 tokens. features: [m, 3 * hidden] of the first m slots; the head's own states `branch` stand in
+        ids: the n + 1 tokens. aux_hidden: [m, 3 * hidden] of the first m slots; the head's own states `branch` stand in
         for the other n - m. Returns the state [hidden] and log-probabilities [draft vocabulary] of the last slot.
         """
         c, w = self.head_config, self.head
-        hidden = torch.cat([features @ w["fc.weight"].T, *(state[None] for state in branch)])
+        hidden = torch.cat([aux_hidden @ w["fc.weight"].T, *(state[None] for state in branch)])
         embedding = self.target["model.embed_tokens.weight"][torch.tensor(ids[1:])]
         normed = [
             _norm(embedding, w["midlayer.input_layernorm.weight"], c),
@@ -70,8 +70,8 @@ class DensePair:
 
     def tree(self, ids: list[int], k: int, steps: int, size: int) -> list[OracleNode]:
         """The tree that follows `ids`, whose last token is the root: `size` nodes in breadth-first order."""
-        features = self.run_target(ids[:-1])[1]
-        state, logprobs = self.run_head(ids, features, [])
+        aux_hidden = self.run_target(ids[:-1])[1]
+        state, logprobs = self.run_head(ids, aux_hidden, [])
         found = [OracleNode(ids[-1], 0, 0.0)]
         flat: list[tuple[int, float, int]] = []  # (token, logprob, flat index of the parent or -1)
         frontier: list[tuple[int, list[int], list[Tensor]]] = []  # (flat index, ids, branch states)
@@ -81,7 +81,7 @@ class DensePair:
         for _ in range(steps - 1):
             grown: list[tuple[float, int, list[int], list[Tensor]]] = []
             for index, path, branch in frontier:
-                state, logprobs = self.run_head(path, features, branch)
+                state, logprobs = self.run_head(path, aux_hidden, branch)
                 for token, logprob in self._best(logprobs, k):
                     score = float(torch.tensor(flat[index][1]) + torch.tensor(logprob))  # float32, as drafted
                     grown.append((score, len(flat), [*path, token], [*branch, state]))

@@ -15,8 +15,8 @@ from functools import wraps
 from typing import Any
 from unittest.mock import patch
 
-from treetop.engine.build import Blueprint, Built
-from treetop.engine.device import Device
+from treetop.engine.build import BuiltRunner, EnginePlan
+from treetop.engine.model_runner import ModelRunner
 from treetop.types.errors import InvariantError
 
 
@@ -111,15 +111,15 @@ class _NotedKernel:
 
 
 @contextmanager
-def wrapped_device(change: Callable[[Device], Device]) -> Iterator[None]:
+def wrapped_device(change: Callable[[ModelRunner], ModelRunner]) -> Iterator[None]:
     """Engines that are made inside run on `change(device)`, which puts an instrument around a part of it."""
 
-    def make(real: Callable[[Blueprint], Built]) -> Callable[[Blueprint], Built]:
-        def build_device(blueprint: Blueprint) -> Built:
-            built = real(blueprint)
+    def make(real: Callable[[EnginePlan], BuiltRunner]) -> Callable[[EnginePlan], BuiltRunner]:
+        def build_runner(engine_plan: EnginePlan) -> BuiltRunner:
+            built = real(engine_plan)
             return replace(built, device=change(built.device))
 
-        return build_device
+        return build_runner
 
-    with replaced([Patch("treetop.engine.engine:build_device", make)]):
+    with replaced([Patch("treetop.engine.engine:build_runner", make)]):
         yield

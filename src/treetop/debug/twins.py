@@ -8,15 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from treetop.attention.phase import Columns
-from treetop.cache.ledger import Lease, PageLedger
-from treetop.engine.device import Device, Prefix
+from treetop.attention.layer import Columns
+from treetop.cache.kv_cache_manager import KVCacheManager, Lease
+from treetop.engine.model_runner import ModelRunner, Prefix
 from treetop.engine.state import RowState
 from treetop.kernels.kv import PageTable
 from treetop.kernels.tree import next_level_mask
 from treetop.scheduler.request import Request
 from treetop.scheduler.scheduler import Scheduler
-from treetop.spec.draft import Level
+from treetop.speculative.draft import Level
 from treetop.types.ids import DRAFT, FULL, WINDOW, GroupName
 from treetop.types.layout import KVGroup, Layout
 from treetop.types.phase import Phase
@@ -77,10 +77,10 @@ def misses_itself(width: int, device: torch.device) -> Tensor:
 def counts_twice(real: Callable[..., Any]) -> Callable[..., Any]:
     """Draft extend's extent holds the tokens that are still in its tail."""
 
-    def metadata(device: Device, phase: Phase, group: KVGroup, prefix: Prefix, *queries: Tensor) -> Any:
-        rows, extent, bound = prefix
-        more = device.layout.commit_width if phase is Phase.EXTEND else 0
-        return real(device, phase, group, (rows, extent + more, bound), *queries)
+    def metadata(runner: ModelRunner, phase: Phase, group: KVGroup, prefix: Prefix, *queries: Tensor) -> Any:
+        rows, kv_len, max_kv_len = prefix
+        more = runner.layout.commit_width if phase is Phase.EXTEND else 0
+        return real(runner, phase, group, (rows, kv_len + more, max_kv_len), *queries)
 
     return metadata
 
@@ -147,7 +147,7 @@ def whole_pages_only(real: Callable[..., None]) -> Callable[..., None]:
 def target_groups_only(real: Callable[..., None]) -> Callable[..., None]:
     """A prefix hit leaves the draft without pages."""
 
-    def share(ledger: PageLedger, lease: Lease, group: GroupName) -> None:
+    def share(ledger: KVCacheManager, lease: Lease, group: GroupName) -> None:
         if group != DRAFT:
             real(ledger, lease, group)
 

@@ -12,8 +12,8 @@ from typing import Any, cast
 from torch import Tensor
 
 from treetop.attention.contract import AttentionBackend, TailKV
-from treetop.engine.device import Device
-from treetop.kernels.grow import Frontier, Growth
+from treetop.engine.model_runner import ModelRunner
+from treetop.kernels.grow import Frontier, TreeBuilder
 from treetop.kernels.kv import PagedKV
 from treetop.kernels.metadata import AttentionMetadata
 from treetop.kernels.table import Ops
@@ -29,12 +29,12 @@ class VisibilityWatch:
     What a level's nodes hang on is read where growing records it for the choice of the tree, never from a mask.
     """
 
-    growth: Growth | None = None
+    growth: TreeBuilder | None = None
     checked: dict[Phase, int] = field(default_factory=lambda: dict.fromkeys(Phase, 0))
 
-    def wrap(self, device: Device) -> Device:
-        ops = cast(Ops, _NotedGrowth(device.ops, self))
-        return replace(device, backend=WatchedBackend(device.backend, device, self), ops=ops)
+    def wrap(self, runner: ModelRunner) -> ModelRunner:
+        ops = cast(Ops, _NotedGrowth(runner.ops, self))
+        return replace(runner, backend=WatchedBackend(runner.backend, runner, self), ops=ops)
 
     def parents(self, row: int, level: int) -> list[list[int]]:
         """For each level 1 .. `level`, which node of the level before each of its k nodes hangs on."""
@@ -50,7 +50,7 @@ class _NotedGrowth:
     def __init__(self, inner: Ops, watch: VisibilityWatch) -> None:
         self._inner, self._watch = inner, watch
 
-    def start(self, *args: Any) -> tuple[Growth, Frontier]:
+    def start(self, *args: Any) -> tuple[TreeBuilder, Frontier]:
         growth, frontier = self._inner.start(*args)
         self._watch.growth = growth
         return growth, frontier
@@ -62,10 +62,10 @@ class _NotedGrowth:
 class WatchedBackend:
     """Checks what each phase is given, then lets the inner backend do it."""
 
-    def __init__(self, inner: AttentionBackend[Any, Any], device: Device, watch: VisibilityWatch) -> None:
+    def __init__(self, inner: AttentionBackend[Any, Any], runner: ModelRunner, watch: VisibilityWatch) -> None:
         self.name = f"watched {inner.name}"
         self.capabilities = replace(inner.capabilities, captures=False)  # it looks at the host on every call
-        self._inner, self._device, self._watch = inner, device, watch
+        self._inner, self._device, self._watch = inner, runner, watch
 
     def begin(self, metadata: AttentionMetadata) -> Any:
         return self._inner.begin(metadata)
@@ -75,11 +75,11 @@ class WatchedBackend:
         committed = self._device.state.committed[metadata.rows].tolist()
         for index, row in self._live(metadata):
             if metadata.causal:
-                length = int(metadata.extent[index]) - committed[index]
+                length = int(metadata.kv_len[index]) - committed[index]
                 want = [committed[index] + j for j in range(length)]
                 _same(metadata, row, "positions", metadata.positions[index, : max(length, 0)].tolist(), want)
             else:
-                _same(metadata, row, "extent of the prefix", int(metadata.extent[index]), committed[index])
+                _same(metadata, row, "extent of the prefix", int(metadata.kv_len[index]), committed[index])
             self._check_pages(metadata, index)
             if not metadata.causal:
                 depth, ancestors = self._truth(metadata, index)
@@ -100,10 +100,10 @@ class WatchedBackend:
 
     def _check_pages(self, metadata: AttentionMetadata, index: int) -> None:
         """Every position that some query can see has a page of the group, and no two columns have the same one."""
-        row, extent = int(metadata.rows[index]), int(metadata.extent[index])
+        row, kv_len = int(metadata.rows[index]), int(metadata.kv_len[index])
         committed = int(self._device.state.committed[row])
         first = 0 if metadata.window is None else max(committed - metadata.window + 1, 0)
-        columns = range(first // metadata.page_size, -(-extent // metadata.page_size))
+        columns = range(first // metadata.page_size, -(-kv_len // metadata.page_size))
         cells = metadata.table.data[row].tolist()
         pages = [cells[column] if column < len(cells) else -1 for column in columns]
         total = self._device.layout.num_pages[metadata.table.group]

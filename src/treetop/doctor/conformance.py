@@ -68,7 +68,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CaseResult:
     """What a case found. rounds: row-rounds compared. ties: float32 rows left after a near tie. failure: or None."""
 
     case: Case
@@ -128,7 +128,7 @@ class Conformance:
             self._seeded[seed] = (str(target), str(head))
         return self._seeded[seed]
 
-    def run(self, case: Case, device: str = "auto", check_level: int = 3) -> Outcome:
+    def run(self, case: Case, device: str = "auto", check_level: int = 3) -> CaseResult:
         """Run one case to its end or its first difference."""
         target, head, oracle = self._pairs[case.window]
         shape = case.shape
@@ -155,7 +155,7 @@ class Conformance:
         params = [SamplingParams(max_tokens=2 + 3 * (i % 3)) for i in range(case.rows)]
         rounds, ties, failure = follow(llm, oracle, prompts, params)
         llm.scheduler.check_integrity()
-        return Outcome(case, rounds, ties, failure)
+        return CaseResult(case, rounds, ties, failure)
 
 
 def follow(

@@ -10,7 +10,7 @@ import torch
 from treetop.attention import auto
 from treetop.attention.capabilities import CAPABILITIES, refusal
 from treetop.attention.registry import BACKENDS, make_backend
-from treetop.engine.build import Blueprint
+from treetop.engine.build import EnginePlan
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.types.layout import Layout
 from treetop.types.phase import Phase
@@ -40,12 +40,12 @@ class BackendStatus:
 
 def machine(device: torch.device) -> list[tuple[str, str]]:
     """Facts of this machine, as (name, value). device: the one that is asked about."""
-    features = torch.backends.cpu.get_cpu_capability()
+    aux_hidden = torch.backends.cpu.get_cpu_capability()
     rows = [
         ("treetop", __version__),
         ("python", platform.python_version()),
         ("system", f"{platform.system()} {platform.machine()}"),
-        ("CPU", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {features}"),
+        ("CPU", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {aux_hidden}"),
         ("oneDNN", "packs float32 weights" if torch.backends.mkldnn.is_available() else "missing: products are slower"),
         ("GPU", torch.cuda.get_device_name() if torch.cuda.is_available() else "none"),
         ("computes on", device.type),
@@ -53,13 +53,13 @@ def machine(device: torch.device) -> list[tuple[str, str]]:
     return rows + [(name, _version(name)) for name in LIBRARIES]
 
 
-def backends(blueprint: Blueprint) -> list[BackendStatus]:
+def backends(engine_plan: EnginePlan) -> list[BackendStatus]:
     """Every backend of the interface, usable or not for what this configuration needs, and what `auto` makes of them.
 
     Raises ConfigError with the reason if the one that `--attention-backend` names cannot serve.
     """
-    need = blueprint.need
-    chosen = make_backend(blueprint.config.attention_backend, need).name
+    need = engine_plan.need
+    chosen = make_backend(engine_plan.config.attention_backend, need).name
     rows = []
     for name in BACKENDS:
         problem = refusal(name, need)
@@ -73,14 +73,14 @@ def backends(blueprint: Blueprint) -> list[BackendStatus]:
     return [*rows, BackendStatus("auto", tuple(Phase), choice, chosen not in BACKENDS)]
 
 
-def checkpoint(blueprint: Blueprint) -> list[tuple[str, str]]:
+def checkpoint(engine_plan: EnginePlan) -> list[tuple[str, str]]:
     """What was looked at of each checkpoint, weights unread. Raises CheckpointError for a tensor that is wrong."""
-    if blueprint.place.dummy:
+    if engine_plan.place.dummy:
         return [("target", "random weights (--load-format dummy)")]
     words = "tensors of the right names and shapes; values unread"
-    rows = [("target", f"{blueprint.target.folder}: {blueprint.target.check()} {words}")]
-    if blueprint.draft is not None:
-        rows.append(("draft", f"{blueprint.draft.folder}: {blueprint.draft.check()} {words}"))
+    rows = [("target", f"{engine_plan.target.folder}: {engine_plan.target.check()} {words}")]
+    if engine_plan.draft is not None:
+        rows.append(("draft", f"{engine_plan.draft.folder}: {engine_plan.draft.check()} {words}"))
     return rows
 
 

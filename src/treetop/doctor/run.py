@@ -11,7 +11,7 @@ from treetop.debug.faults import FAULTS
 from treetop.doctor.conformance import Conformance, quick_cases
 from treetop.doctor.provoke import Finding, Provocation
 from treetop.doctor.report import backends, capacity, checkpoint, machine
-from treetop.engine.build import read_blueprint
+from treetop.engine.build import plan_engine
 from treetop.types.config import EngineConfig
 
 
@@ -27,17 +27,17 @@ def run(model: str | None, options: dict[str, Any], visit: Visit) -> int:
     """Print the report for a configuration, then test. Raises UserError for options that cannot work."""
     console = Console(soft_wrap=True)
     config = EngineConfig.of(model, **options)
-    blueprint = read_blueprint(config)
-    dtype, device = blueprint.place.dtype, blueprint.place.device
-    statuses = backends(blueprint)
-    tensors = checkpoint(blueprint)
+    engine_plan = plan_engine(config)
+    dtype, device = engine_plan.place.dtype, engine_plan.place.device
+    statuses = backends(engine_plan)
+    tensors = checkpoint(engine_plan)
     _print(console, "machine", ("", ""), machine(device))
     rows = [(f"{b.name} (serves)" if b.chosen else b.name, ", ".join(b.phases) or "-", b.reason) for b in statuses]
     _print(console, f"backends, {str(dtype).removeprefix('torch.')}", ("backend", "runs", "why not, or which"), rows)
     console.print("\n".join(f"{name}: {words}" for name, words in tensors), markup=False, highlight=False)
-    _print(console, "capacity", ("dimension", "value", "formula", "option"), capacity(blueprint.layout))
+    _print(console, "capacity", ("dimension", "value", "formula", "option"), capacity(engine_plan.layout))
     console.print("memory, estimated before loading")
-    console.print("\n".join(f"  {line}" for line in blueprint.use.lines()), markup=False, highlight=False)
+    console.print("\n".join(f"  {line}" for line in engine_plan.use.lines()), markup=False, highlight=False)
     if visit.faults:
         return _faults(console, device.type)
     return _conformance(console, visit.cases, device.type, config.attention_backend)

@@ -11,23 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from treetop.attention.phase import Attend
+from treetop.attention.layer import Attend
 from treetop.drafts.protocol import DraftProducts, DraftVocab, Proposal, Streamed
 from treetop.kernels.rope import rope_table
 from treetop.kernels.table import Ops
 from treetop.models.checkpoint import tensor_files
-from treetop.models.json_file import integers
-from treetop.models.layers import (
-    GatedMLP,
-    RMSNorm,
-    SelfAttention,
-    attention_params,
-    mlp_params,
-    norm_param,
-)
-from treetop.models.loader import Placement, Weights, check_weights, load_weights
-from treetop.models.params import Param, Plain, Source, matrix
-from treetop.models.spec import (
+from treetop.models.config import (
     AttentionSpec,
     Config,
     LayerSpec,
@@ -40,6 +29,17 @@ from treetop.models.spec import (
     size,
     table,
 )
+from treetop.models.json_file import integers
+from treetop.models.layers import (
+    GatedMLP,
+    RMSNorm,
+    SelfAttention,
+    attention_params,
+    mlp_params,
+    norm_param,
+)
+from treetop.models.loader import Placement, Weights, check_weights, load_weights
+from treetop.models.params import Param, Plain, Source, matrix
 from treetop.models.target import Target
 from treetop.types.errors import CheckpointError, shown
 
@@ -150,9 +150,9 @@ class Eagle3Head:
         self.products = DraftProducts([*self.attention.products, *self.mlp.products], [self.fuse], [self.lm_head])
         self.vocab = DraftVocab(weights.setdefault("d2t", _no_offset(spec.vocab_size, place)))
 
-    def extend(self, tokens: Tensor, features: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def extend(self, tokens: Tensor, aux_hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """See `Drafter`."""
-        return self.grow(tokens, self.fuse(features), positions, attend)
+        return self.grow(tokens, self.fuse(aux_hidden), positions, attend)
 
     def grow(self, tokens: Tensor, state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """See `Drafter`. The state is the residual stream before `norm`."""

@@ -7,11 +7,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from treetop.attention.phase import Attend
+from treetop.attention.layer import Attend
 from treetop.kernels.table import Ops
+from treetop.models.config import AttentionSpec
 from treetop.models.loader import Placement, Weights
 from treetop.models.params import Param
-from treetop.models.spec import AttentionSpec
 from treetop.models.target import Target
 
 
@@ -64,8 +64,8 @@ class Drafter(Protocol):
     vocab: DraftVocab
     products: DraftProducts
 
-    def extend(self, tokens: Tensor, features: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """tokens, positions: [rows, n] int64, the pairs' second tokens and their slots. features: [rows, n, width],
+    def extend(self, tokens: Tensor, aux_hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """tokens, positions: [rows, n] int64, the pairs' second tokens and their slots. aux_hidden: [rows, n, width],
         the target's states of `aux_inputs` side by side. Returns states [rows, n, state_size]."""
 
     def grow(self, tokens: Tensor, state: Tensor, positions: Tensor, attend: Attend) -> Tensor:

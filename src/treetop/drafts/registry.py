@@ -6,7 +6,7 @@ from pathlib import Path
 from treetop.drafts.eagle3 import eagle3_spec
 from treetop.drafts.protocol import DrafterSpec
 from treetop.models.checkpoint import tensor_files
-from treetop.models.spec import ModelConfig
+from treetop.models.config import ModelConfig
 from treetop.types.errors import CheckpointError, ConfigError
 
 DRAFTERS: dict[str, Callable[[Path, ModelConfig, bool], DrafterSpec]] = {"EAGLE3": eagle3_spec}

@@ -12,7 +12,7 @@ from torch import Tensor
 from treetop.types.errors import CheckError
 from treetop.types.ids import GroupName
 from treetop.types.layout import KVGroup, Layout, SpecShape
-from treetop.types.tree import Accepted, DraftTree, Places
+from treetop.types.tree import Accepted, DraftTree, PathPositions
 
 Zeros = Callable[[tuple[int, ...], torch.dtype], Tensor]
 """Makes a zeroed tensor on the engine's device; at check level 3 inside red zones."""
@@ -21,9 +21,9 @@ Zeros = Callable[[tuple[int, ...], torch.dtype], Tensor]
 @dataclass(frozen=True, slots=True)
 class RoundBuffers:
     """rows: the graph input. identity, causal: the masks of level 0 and of draft extend, which nothing writes. tree,
-    places: written by DRAFT. accepted, features: written by VERIFY.
+    places: written by DRAFT. accepted, aux_hidden: written by VERIFY.
 
-    features: [max_requests, S + 1, 3 * hidden], of the accepted path's nodes, all auxiliary layers side by side.
+    aux_hidden: [max_requests, S + 1, 3 * hidden], of the accepted path's nodes, all auxiliary layers side by side.
     Tails: group -> [layers, max_requests, capacity, *kv.shape], each scratch of one phase.
     """
 
@@ -31,9 +31,9 @@ class RoundBuffers:
     identity: Tensor
     causal: Tensor
     tree: DraftTree
-    places: Places
+    places: PathPositions
     accepted: Accepted
-    features: Tensor
+    aux_hidden: Tensor
     draft_tails: dict[GroupName, Tensor]
     verify_tails: dict[GroupName, Tensor]
     extend_tails: dict[GroupName, Tensor]
@@ -49,9 +49,11 @@ class RoundBuffers:
             _part(tree.logprob, bucket, t),
         )
 
-    def places_of(self, bucket: int, shape: SpecShape) -> Places:
+    def places_of(self, bucket: int, shape: SpecShape) -> PathPositions:
         t, w, places = shape.num_draft_tokens, shape.commit_width, self.places
-        return Places(_part(places.committed, bucket), _part(places.nodes, bucket, t), _part(places.path, bucket, w))
+        return PathPositions(
+            _part(places.committed, bucket), _part(places.nodes, bucket, t), _part(places.path, bucket, w)
+        )
 
     def accepted_of(self, bucket: int, shape: SpecShape) -> Accepted:
         w, accepted = shape.commit_width, self.accepted
@@ -63,8 +65,8 @@ class RoundBuffers:
             _part(accepted.finite, bucket),
         )
 
-    def features_of(self, bucket: int, shape: SpecShape) -> Tensor:
-        return _part(self.features, bucket, shape.commit_width)
+    def aux_hidden_of(self, bucket: int, shape: SpecShape) -> Tensor:
+        return _part(self.aux_hidden, bucket, shape.commit_width)
 
 
 def extend_mask(width: int, device: torch.device) -> Tensor:
@@ -107,11 +109,11 @@ def make_round_buffers(
             zeros((b, t, t), torch.bool),
             zeros((b, t), torch.float32),
         ),
-        places=Places(zeros((b,), long), zeros((b, t), long), zeros((b, w), long)),
+        places=PathPositions(zeros((b,), long), zeros((b, t), long), zeros((b, w), long)),
         accepted=Accepted(
             zeros((b, w), long), zeros((b,), long), zeros((b, w), long), zeros((b,), long), zeros((b,), torch.bool)
         ),
-        features=zeros((b, w, num_features * hidden), dtype),
+        aux_hidden=zeros((b, w, num_features * hidden), dtype),
         draft_tails=tails(draft, layout.draft_tail),
         verify_tails=tails(target, layout.verify_tail),
         extend_tails=tails(draft, layout.commit_width),

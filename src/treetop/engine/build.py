@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from treetop.attention.capabilities import CAPABILITIES, Capabilities, GroupNeed, Need, refusal, require
-from treetop.attention.phase import LayerKV
+from treetop.attention.layer import LayerKV
 from treetop.attention.registry import make_backend
 from treetop.cache.pool import KVPool, make_pools
 from treetop.checks.poison import RedZones
@@ -16,9 +16,8 @@ from treetop.checks.probes import Probes
 from treetop.drafts.protocol import DrafterSpec
 from treetop.drafts.registry import drafter_spec
 from treetop.engine.buffers import Zeros, make_round_buffers
-from treetop.engine.copies import CpuWeights, with_copies, with_second_orders
+from treetop.engine.compile_ahead import rehearse
 from treetop.engine.cuda_graphs import num_graphs
-from treetop.engine.device import Device
 from treetop.engine.memory import (
     SMALL_CHUNK,
     Budget,
@@ -31,14 +30,15 @@ from treetop.engine.memory import (
     out_of_memory_explained,
     step_bytes,
 )
-from treetop.engine.rehearsal import rehearse
+from treetop.engine.model_runner import ModelRunner
 from treetop.engine.state import make_state
-from treetop.engine.trial import peak_bytes
+from treetop.engine.weight_copies import CpuWeights, with_copies, with_second_orders
+from treetop.engine.worst_steps import peak_bytes
 from treetop.kernels.products import ChosenProduct, choose_products
+from treetop.models.config import AttentionSpec, ModelConfig
 from treetop.models.folder import resolve_folder
 from treetop.models.loader import Placement, compute_device, compute_dtype, weight_bytes
 from treetop.models.registry import TargetSpec, target_spec
-from treetop.models.spec import AttentionSpec, ModelConfig
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
 from treetop.types.ids import DRAFT, FULL, WINDOW, GroupName
@@ -46,7 +46,7 @@ from treetop.types.layout import KVGroup, Layout
 
 
 @dataclass(frozen=True, slots=True)
-class Blueprint:
+class EnginePlan:
     """Everything that is known before a weight is read.
 
     layout: with pools as large as the estimate lets them be. need: what attention has to do. use: that estimate of
@@ -63,7 +63,7 @@ class Blueprint:
     weights: CpuWeights
 
 
-def read_blueprint(config: EngineConfig) -> Blueprint:
+def plan_engine(config: EngineConfig) -> EnginePlan:
     """Read the checkpoints' configs, and check every option against them and against the device's memory.
 
     Raises UserError for what cannot work, before any weight is read.
@@ -87,7 +87,7 @@ def read_blueprint(config: EngineConfig) -> Blueprint:
     if config.attention_backend != "auto":
         require(config.attention_backend, need)
     use = MemoryUse(layout, dtype.itemsize, budget)
-    return Blueprint(config, target, draft, layout, place, need, use, weights)
+    return EnginePlan(config, target, draft, layout, place, need, use, weights)
 
 
 def make_layout(config: EngineConfig, model: ModelConfig, draft: DrafterSpec | None) -> Layout:
@@ -105,7 +105,7 @@ def make_layout(config: EngineConfig, model: ModelConfig, draft: DrafterSpec | N
         chunk=min(chunk, config.max_running_requests * context),  # a step can hold no more
         groups=groups,
         pool_tokens=config.max_total_tokens or 0,
-        lag=choose_lag(config),
+        max_in_flight=choose_max_in_flight(config),
     )
     if config.max_total_tokens is None:
         layout = replace(layout, pool_tokens=layout.tokens_for_all)
@@ -113,7 +113,7 @@ def make_layout(config: EngineConfig, model: ModelConfig, draft: DrafterSpec | N
     return layout
 
 
-def choose_lag(config: EngineConfig) -> int:
+def choose_max_in_flight(config: EngineConfig) -> int:
     """Steps in flight: 2 if host and device overlap, else 1. Raises ConfigError if --overlap cannot be."""
     device = compute_device(config.device)
     name = _attends(config, device)
@@ -160,50 +160,50 @@ def read_draft_spec(config: EngineConfig, draft: str, target: ModelConfig) -> Dr
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class BuiltRunner:
     """A device with its memory. zones: at check level 3, between which every buffer lies. use: where memory went.
 
     products: on a CPU, how products with weights are taken.
     """
 
-    device: Device
+    device: ModelRunner
     zones: RedZones | None
     use: MemoryUse
     products: tuple[ChosenProduct, ...]
 
 
-def build_device(blueprint: Blueprint) -> Built:
+def build_runner(engine_plan: EnginePlan) -> BuiltRunner:
     """Load weights, make tables and buffers, try the worst steps, and give what is left to the pools.
 
     Raises CapacityError if what is left does not hold one request, EngineError if memory runs out on the way.
     """
-    config, place = blueprint.config, blueprint.place
-    products = choose_products(blueprint.weights.shapes, place.dtype, blueprint.weights.orders)
-    with out_of_memory_explained("loading weights and trying the worst steps", place.device, blueprint.use):
+    config, place = engine_plan.config, engine_plan.place
+    products = choose_products(engine_plan.weights.shapes, place.dtype, engine_plan.weights.orders)
+    with out_of_memory_explained("loading weights and trying the worst steps", place.device, engine_plan.use):
         before = _allocated(place.device)
-        device, zones, zeros = _without_pools(blueprint, replace(place, products=products))
-        static = _allocated(place.device) - before or blueprint.use.budget.static
+        device, zones, zeros = _without_pools(engine_plan, replace(place, products=products))
+        static = _allocated(place.device) - before or engine_plan.use.budget.static
         allowance = _gpu_allowance(config, device) if place.device.type == "cuda" else 0
     memory = memory_of(place.device)
-    allowance = allowance or _cpu_allowance(config, memory, place, blueprint.layout, blueprint.target.config)
-    budget = Budget(memory, static, allowance, config.mem_fraction_static, blueprint.use.budget.copies)
-    layout = fit(blueprint.layout, place.dtype.itemsize, budget, config.max_total_tokens)
+    allowance = allowance or _cpu_allowance(config, memory, place, engine_plan.layout, engine_plan.target.config)
+    budget = Budget(memory, static, allowance, config.mem_fraction_static, engine_plan.use.budget.copies)
+    layout = fit(engine_plan.layout, place.dtype.itemsize, budget, config.max_total_tokens)
     use = MemoryUse(layout, place.dtype.itemsize, budget)
     with out_of_memory_explained("making the KV pools", place.device, use):
         pools = make_pools(layout, place.dtype, zeros)
-    return Built(_with_pools(device, layout, pools), zones, use, tuple(products.values()))
+    return BuiltRunner(_with_pools(device, layout, pools), zones, use, tuple(products.values()))
 
 
-def _without_pools(blueprint: Blueprint, place: Placement) -> tuple[Device, RedZones | None, Zeros]:
+def _without_pools(engine_plan: EnginePlan, place: Placement) -> tuple[ModelRunner, RedZones | None, Zeros]:
     """The device as yet without pools; the red zones, and what makes buffers."""
-    config, draft = blueprint.config, blueprint.draft
-    backend = make_backend(config.attention_backend, blueprint.need)
+    config, draft = engine_plan.config, engine_plan.draft
+    backend = make_backend(config.attention_backend, engine_plan.need)
     zones = RedZones(place.device) if config.check_level >= 3 else None
     zeros: Zeros = zones.zeros if zones is not None else partial(zeros_on, place.device)
-    layout, aux = blueprint.layout, draft.aux_inputs if draft is not None else ()
-    target = blueprint.target.load(aux, place)
-    hidden_size = blueprint.target.config.hidden_size
-    device = Device(
+    layout, aux = engine_plan.layout, draft.aux_inputs if draft is not None else ()
+    target = engine_plan.target.load(aux, place)
+    hidden_size = engine_plan.target.config.hidden_size
+    device = ModelRunner(
         layout=layout,
         check_level=config.check_level,
         simulate_accept_length=config.simulate_accept_length,
@@ -221,11 +221,11 @@ def _without_pools(blueprint: Blueprint, place: Placement) -> tuple[Device, RedZ
     return device, zones, zeros
 
 
-def _with_pools(device: Device, layout: Layout, pools: dict[GroupName, KVPool]) -> Device:
+def _with_pools(runner: ModelRunner, layout: Layout, pools: dict[GroupName, KVPool]) -> ModelRunner:
     """The device over these pools, which are the layout's."""
     layers = {name: pool.layers() for name, pool in pools.items()}
-    target_layers = _in_order(device.target.config, layers)
-    return replace(device, layout=layout, pools=pools, target_layers=target_layers, draft_layers=layers.get(DRAFT, []))
+    target_layers = _in_order(runner.target.config, layers)
+    return replace(runner, layout=layout, pools=pools, target_layers=target_layers, draft_layers=layers.get(DRAFT, []))
 
 
 def _static_estimate(layout: Layout, target: TargetSpec, draft: DrafterSpec | None, dtype: torch.dtype) -> int:
@@ -256,19 +256,19 @@ def _cpu_allowance(config: EngineConfig, memory: Memory, place: Placement, layou
     return rest + step_bytes(layout, model.vocab_size, place.dtype.itemsize)
 
 
-def _gpu_allowance(config: EngineConfig, device: Device) -> int:
+def _gpu_allowance(config: EngineConfig, runner: ModelRunner) -> int:
     """Bytes to leave free on a GPU: the worst steps, tried on pools of a null page each.
 
     Where rounds will be captured, the kernels of those steps and of all greedy rounds are compiled before.
     """
-    able, place = device.backend.capabilities, device.buffers.rows.device
-    layout = replace(device.layout, pool_tokens=0)
-    pools = make_pools(layout, device.buffers.features.dtype, partial(zeros_on, place))
-    tried = _with_pools(device, layout, pools)
+    able, place = runner.backend.capabilities, runner.buffers.rows.device
+    layout = replace(runner.layout, pool_tokens=0)
+    pools = make_pools(layout, runner.buffers.aux_hidden.dtype, partial(zeros_on, place))
+    tried = _with_pools(runner, layout, pools)
     captured = captures(config, place, able)
     if captured and able.captures_first_call:
         rehearse(tried)
-    return activation_allowance(peak_bytes(tried), num_graphs(device) if captured else 0)
+    return activation_allowance(peak_bytes(tried), num_graphs(runner) if captured else 0)
 
 
 def _allocated(device: torch.device) -> int:
@@ -284,7 +284,7 @@ def backend_need(layout: Layout, model: ModelConfig, draft: DrafterSpec | None, 
     ]
     queries = max(layout.verify_tail, layout.commit_width, layout.max_topk)
     rows = layout.max_requests
-    return Need(place.dtype, place.device, layout.page_size, tuple(groups), layout.lag, rows, queries)
+    return Need(place.dtype, place.device, layout.page_size, tuple(groups), layout.max_in_flight, rows, queries)
 
 
 def layer_groups(model: ModelConfig, draft: DrafterSpec | None) -> dict[GroupName, list[AttentionSpec]]:

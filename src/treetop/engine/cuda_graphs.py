@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from treetop.attention.contract import HostPlanned, RoundExtents
-from treetop.engine.device import Device
+from treetop.engine.model_runner import ModelRunner
 from treetop.engine.rounds import RoundKey, phases_of, run_phases
 from treetop.kernels.garbage import no_collection
 from treetop.types.phase import Phase
@@ -69,8 +69,8 @@ class CudaGraphs:
     seconds: what capturing took so far.
     """
 
-    def __init__(self, device: Device, recorder: Recorder | None = None) -> None:
-        self._device = device
+    def __init__(self, runner: ModelRunner, recorder: Recorder | None = None) -> None:
+        self._runner = runner
         self._recorder = recorder or CudaRecorder()
         self._graphs: dict[RoundKey, Graph] = {}
         self.seconds = 0.0
@@ -78,37 +78,37 @@ class CudaGraphs:
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def launch(self, key: RoundKey, bound: int) -> None:
-        """Replay a round, captured if it is not yet. bound: the graphs hold for the largest there is."""
-        assert bound <= self._device.layout.max_committed
+    def launch(self, key: RoundKey, max_kv_len: int) -> None:
+        """Replay a round, captured if it is not yet. max_kv_len: the graphs hold for the largest there is."""
+        assert max_kv_len <= self._runner.layout.max_committed
         replay = self.round(key)
-        plan_host_extents(self._device, key)
+        plan_host_extents(self._runner, key)
         replay()
 
     def round(self, key: RoundKey) -> Run:
         """What replays a round, captured if it is not yet, without planning on the host."""
-        place = _place(self._device, key)
+        place = _place(self._runner, key)
         if place not in self._graphs:
             self.capture([key])
         return self._graphs[place].replay
 
     def phases(self, key: RoundKey) -> dict[Phase, Run]:
         """A round's phases in order, captured one by one, to be measured: they are not kept."""
-        bound = self._device.layout.max_committed
+        max_kv_len = self._runner.layout.max_committed
         with self._on_dummy_rows():
             graphs = {
-                phase: self._recorder.record(partial(run, self._device, key, bound))
-                for phase, run in phases_of(self._device).items()
+                phase: self._recorder.record(partial(run, self._runner, key, max_kv_len))
+                for phase, run in phases_of(self._runner).items()
             }
         return {phase: graph.replay for phase, graph in graphs.items()}
 
     def capture_all(self) -> None:
         """Capture every bucket and shape for greedy rounds; a progress bar shows on a terminal."""
-        self.capture(greedy_keys(self._device))
+        self.capture(greedy_keys(self._runner))
 
     def capture(self, keys: Sequence[RoundKey]) -> None:
         """Capture those of the keys that are not yet, in their order."""
-        device, bound = self._device, self._device.layout.max_committed
+        device, max_kv_len = self._runner, self._runner.layout.max_committed
         missing = [place for place in dict.fromkeys(_place(device, key) for key in keys) if place not in self._graphs]
         if not missing:
             return
@@ -118,7 +118,7 @@ class CudaGraphs:
             Progress(console=Console(stderr=True), transient=True, disable=hidden) as progress,
         ):
             for place in progress.track(missing, description="capturing graphs"):
-                self._graphs[place] = self._recorder.record(partial(run_phases, device, place, bound))
+                self._graphs[place] = self._recorder.record(partial(run_phases, device, place, max_kv_len))
 
     @contextmanager
     def _on_dummy_rows(self) -> Iterator[None]:
@@ -126,9 +126,9 @@ class CudaGraphs:
 
         Nothing is collected: a graph of an engine that is gone, freed while another is captured, spoils that.
         """
-        started_s, rows = time.perf_counter(), self._device.buffers.rows
+        started_s, rows = time.perf_counter(), self._runner.buffers.rows
         before = rows.clone()
-        rows.fill_(self._device.layout.dummy_row)
+        rows.fill_(self._runner.layout.dummy_row)
         try:
             with no_collection():
                 yield
@@ -137,31 +137,31 @@ class CudaGraphs:
             self.seconds += time.perf_counter() - started_s
 
 
-def plan_host_extents(device: Device, key: RoundKey) -> None:
+def plan_host_extents(runner: ModelRunner, key: RoundKey) -> None:
     """For a backend that plans on the host: read the lengths of a round about to run, which waits for the device."""
-    if device.backend.capabilities.needs_host_extents:
+    if runner.backend.capabilities.needs_host_extents:
         shape = key.shape
         queries = {
             Phase.DRAFT: shape.topk,
             Phase.VERIFY: shape.num_draft_tokens,
             Phase.EXTEND: shape.commit_width,
         }
-        round = RoundExtents(device.buffers.rows[: key.bucket], device.state.committed, queries)
-        cast(HostPlanned, device.backend).plan_round(round)
+        round = RoundExtents(runner.buffers.rows[: key.bucket], runner.state.committed, queries)
+        cast(HostPlanned, runner.backend).plan_round(round)
 
 
-def greedy_keys(device: Device) -> list[RoundKey]:
+def greedy_keys(runner: ModelRunner) -> list[RoundKey]:
     """What is captured at start: the biggest bucket first."""
-    layout = device.layout
+    layout = runner.layout
     return [RoundKey(bucket, shape, Choice.GREEDY) for bucket, shape in product(layout.buckets[::-1], layout.shapes)]
 
 
-def num_graphs(device: Device) -> int:
+def num_graphs(runner: ModelRunner) -> int:
     """Most graphs that this device can come to hold, sampled rounds included."""
-    return len({_place(device, replace(key, choice=choice)) for key, choice in product(greedy_keys(device), Choice)})
+    return len({_place(runner, replace(key, choice=choice)) for key, choice in product(greedy_keys(runner), Choice)})
 
 
-def _place(device: Device, key: RoundKey) -> RoundKey:
+def _place(runner: ModelRunner, key: RoundKey) -> RoundKey:
     """Where a round's graph is kept: rounds that are the same work share it."""
-    alike = key.choice is Choice.FILTER and not device.ops.filters_apart
+    alike = key.choice is Choice.FILTER and not runner.ops.filters_apart
     return replace(key, choice=Choice.SAMPLE) if alike else key

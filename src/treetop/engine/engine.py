@@ -12,18 +12,18 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from treetop.attention.phase import DenseAttention
+from treetop.attention.layer import DenseAttention
 from treetop.checks.host import PlanChecker, check_padded, check_result
 from treetop.checks.poison import poison
-from treetop.engine.build import build_device, captures, read_blueprint, zeros_on
+from treetop.engine.build import build_runner, captures, plan_engine, zeros_on
+from treetop.engine.capacity_proof import prove_capacity, prove_padding
 from treetop.engine.cuda_graphs import CudaGraphs
 from treetop.engine.graphs import Eager, GraphSim, RoundLauncher
 from treetop.engine.memory import out_of_memory_explained
 from treetop.engine.prefill import chunk_columns, make_batch, prefill
-from treetop.engine.proof import prove_capacity, prove_padding
-from treetop.engine.ring import Posted, Results, Ring, Slot, check_own_memory, collect, hand_out
 from treetop.engine.rounds import RoundKey
-from treetop.engine.start_log import start_up_block
+from treetop.engine.staging import InFlightResults, Results, Slot, StagingBuffers, check_own_memory, collect, copy_out
+from treetop.engine.startup_log import start_up_block
 from treetop.engine.state import setup_columns
 from treetop.types.config import EngineConfig
 from treetop.types.ids import NULL_PAGE, GroupName, PageId, Row
@@ -38,11 +38,11 @@ Observer = Callable[[RoundPlan, DraftTree, Accepted], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Ticket:
+class InFlightStep:
     """A step that was launched. It may be dropped. seen: what the observer will be told of a round."""
 
     plan: StepPlan
-    posted: Posted
+    posted: InFlightResults
     seen: tuple[DraftTree, Accepted] | None
 
 
@@ -56,35 +56,35 @@ class Engine:
         """
         self.config = config
         self.observer: Observer | None = None
-        blueprint = read_blueprint(config)
-        self.target, self.draft = blueprint.target, blueprint.draft
+        engine_plan = plan_engine(config)
+        self.target, self.draft = engine_plan.target, engine_plan.draft
         self.model_path, self.spec = self.target.folder, self.target.config
         self.draft_path = self.draft.folder if self.draft is not None else None
-        self.dtype, device = blueprint.place.dtype, blueprint.place.device
-        built = build_device(blueprint)
+        self.dtype, device = engine_plan.place.dtype, engine_plan.place.device
+        built = build_runner(engine_plan)
         self.layout, self.memory, self._zones = built.device.layout, built.use, built.zones
         self.products = built.products
-        self.device = built.device
-        self.launcher: RoundLauncher = Eager(self.device)
+        self.runner = built.device
+        self.launcher: RoundLauncher = Eager(self.runner)
         if config.graphs == "sim":
-            self.launcher = GraphSim(self.device, self._keys())
-        if captures(config, device, self.device.backend.capabilities):
-            self.launcher = CudaGraphs(self.device)
+            self.launcher = GraphSim(self.runner, self._keys())
+        if captures(config, device, self.runner.backend.capabilities):
+            self.launcher = CudaGraphs(self.runner)
         self._plans = PlanChecker(self.layout)
         zeros = partial(zeros_on, device) if self._zones is None else self._zones.zeros
         with self._explained("starting"):
-            self._ring = Ring(self.layout, device, zeros, config.check_level)
+            self._staging = StagingBuffers(self.layout, device, zeros, config.check_level)
         self.last_key: RoundKey | None = None
         started_s = time.perf_counter()
         with torch.inference_mode(), self._explained("starting"):
             self._start_up()
         start_s = time.perf_counter() - started_s
         if log.isEnabledFor(logging.INFO):  # saying why other backends were refused tries them
-            log.info("%s", start_up_block(blueprint, self.device, self.launcher, self.memory, start_s))
+            log.info("%s", start_up_block(engine_plan, self.runner, self.launcher, self.memory, start_s))
 
     def _explained(self, doing: str) -> AbstractContextManager[None]:
         """Out of memory becomes an EngineError with the numbers and the options to change."""
-        return out_of_memory_explained(doing, self.device.buffers.rows.device, self.memory)
+        return out_of_memory_explained(doing, self.runner.buffers.rows.device, self.memory)
 
     def _keys(self) -> Iterator[RoundKey]:
         for bucket, shape, choice in product(self.layout.buckets, self.layout.shapes, Choice):
@@ -94,10 +94,10 @@ class Engine:
         if isinstance(self.launcher, CudaGraphs):
             self.launcher.capture_all()
         if self.config.check_level >= 1:
-            prove_padding(self.device, self.launcher)
-            prove_capacity(self.device, self.launcher)
+            prove_padding(self.runner, self.launcher)
+            prove_capacity(self.runner, self.launcher)
         if self.config.check_level >= 3:
-            self.device.state.forget_pages(list(range(self.layout.max_requests)))
+            self.runner.state.forget_pages(list(range(self.layout.max_requests)))
             for name in self.layout.token_groups:
                 self._poison_pages((name, PageId(page)) for page in range(1, self.layout.num_pages[name]))
 
@@ -106,33 +106,33 @@ class Engine:
         return self.collect(self.launch(plan))
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Ticket:
-        """Start a step and return at once. Up to `lag` tickets may be out; they are collected in this order."""
-        level, device = self.config.check_level, self.device
+    def launch(self, plan: StepPlan) -> InFlightStep:
+        """Start a step and return at once. Up to `max_in_flight` may be out; they are collected in this order."""
+        level, device = self.config.check_level, self.runner
         if level >= 1:
             self._plans.check(plan)
         if level >= 3:
             self._poison_pages(plan.freed)
             if isinstance(plan, PrefillPlan):
                 device.state.forget_pages([setup.row for setup in plan.setups])
-        slot = self._ring.take()
+        slot = self._staging.take()
         with self._explained("running"):
             run = self._prefill(plan, slot) if isinstance(plan, PrefillPlan) else self._round(plan, slot)
-        posted = self._ring.post(slot, run, device.probes.record)
+        posted = self._staging.post(slot, run, device.probes.record)
         if device.probes.enabled:
             device.probes.record.zero_()
         seen = None
         if self.observer is not None and isinstance(plan, RoundPlan):
             tree = device.buffers.tree_of(posted.rows, plan.shape)
             seen = (self._hand_out(tree), self._hand_out(device.buffers.accepted_of(posted.rows, plan.shape)))
-        return Ticket(plan, posted, seen)
+        return InFlightStep(plan, posted, seen)
 
-    def collect(self, ticket: Ticket) -> StepResult:
+    def collect(self, in_flight: InFlightStep) -> StepResult:
         """Wait for the end of a step, and nothing later, and read its result. Raises CheckError if a probe fired."""
-        plan, got = ticket.plan, collect(ticket.posted)
-        if self.observer is not None and ticket.seen is not None and isinstance(plan, RoundPlan):
-            self.observer(plan, *ticket.seen)
-        self.device.probes.check(got.record)
+        plan, got = in_flight.plan, collect(in_flight.posted)
+        if self.observer is not None and in_flight.seen is not None and isinstance(plan, RoundPlan):
+            self.observer(plan, *in_flight.seen)
+        self.runner.probes.check(got.record)
         if self._zones is not None:
             self._zones.check()
         rows = []
@@ -147,35 +147,35 @@ class Engine:
     @torch.inference_mode()
     def next_logits(self, ids: list[int]) -> Tensor:
         """The target's logits after `ids`, [vocab], computed densely and outside all state; for comparisons."""
-        positions = torch.arange(len(ids))[None].to(self.device.buffers.rows.device)
+        positions = torch.arange(len(ids))[None].to(self.runner.buffers.rows.device)
         layers = [(layer.attention.kv, layer.attention.window) for layer in self.spec.layers]
         attend = DenseAttention(len(ids), self.dtype, positions.device, layers)
-        target = self.device.target
+        target = self.runner.target
         tokens = torch.tensor([ids], device=positions.device)
         return target.logits(target.forward(tokens, positions, attend).hidden[0, -1])
 
     def _prefill(self, plan: PrefillPlan, slot: Slot) -> Results:
-        padded, edits = self._padded(plan.rows), self.device.state.edit_columns(plan.edits)
+        padded, edits = self._padded(plan.rows), self.runner.state.edit_columns(plan.edits)
         setups, chunks = setup_columns(plan.setups), chunk_columns(plan, len(padded))
-        sent = self._ring.send(slot, [padded, *edits, *setups, *chunks])
+        sent = self._staging.send(slot, [padded, *edits, *setups, *chunks])
         rows = self._apply(sent[: 1 + len(edits)])
         rest = sent[1 + len(edits) :]
-        self.device.state.apply_setups(rest[: len(setups)])
-        first, finite = prefill(self.device, make_batch(plan, rows, rest[len(setups) :]))
+        self.runner.state.apply_setups(rest[: len(setups)])
+        first, finite = prefill(self.runner, make_batch(plan, rows, rest[len(setups) :]))
         return Results(first[:, None], torch.zeros_like(first), finite)
 
     def _round(self, plan: RoundPlan, slot: Slot) -> Results:
-        padded, edits = self._padded(plan.rows), self.device.state.edit_columns(plan.edits)
-        self._apply(self._ring.send(slot, [padded, *edits]))
+        padded, edits = self._padded(plan.rows), self.runner.state.edit_columns(plan.edits)
+        self._apply(self._staging.send(slot, [padded, *edits]))
         key = self.last_key = RoundKey(len(padded), plan.shape, plan.choice)
         self.launcher.launch(key, plan.committed_bound)
-        accepted = self.device.buffers.accepted_of(key.bucket, key.shape)
+        accepted = self.runner.buffers.accepted_of(key.bucket, key.shape)
         return Results(accepted.tokens, accepted.accept_len, accepted.finite)
 
     def _apply(self, sent: list[Tensor]) -> Tensor:
         """Write the row list into its buffer, and page-table cells into the tables. Returns the row list."""
-        rows = self.device.buffers.rows[: len(sent[0])].copy_(sent[0])
-        self.device.state.apply_edits(sent[1:])
+        rows = self.runner.buffers.rows[: len(sent[0])].copy_(sent[0])
+        self.runner.state.apply_edits(sent[1:])
         return rows
 
     def _hand_out(self, value: Value) -> Value:
@@ -183,7 +183,7 @@ class Engine:
         copies = {}
         for name in value.__dataclass_fields__:
             tensor: Tensor = getattr(value, name)
-            copies[name] = hand_out(tensor, torch.empty_like(tensor))
+            copies[name] = copy_out(tensor, torch.empty_like(tensor))
             if self.config.check_level >= 1:
                 check_own_memory(name, copies[name], tensor)
         return replace(value, **copies)
@@ -201,7 +201,7 @@ class Engine:
         size = self.layout.page_size
         for group, page in pages:
             assert page != NULL_PAGE
-            poison(self.device.pools[group].data[:, page * size : (page + 1) * size])
+            poison(self.runner.pools[group].data[:, page * size : (page + 1) * size])
 
 
 def pad_rows(rows: Sequence[int], bucket: int, dummy: int) -> list[int]:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Protocol
 
 from treetop.checks.poison import poison
-from treetop.engine.device import Device
+from treetop.engine.model_runner import ModelRunner
 from treetop.engine.rounds import RoundKey, phases_of
 from treetop.types.phase import Phase
 
@@ -17,20 +17,20 @@ from treetop.types.phase import Phase
 class RoundLauncher(Protocol):
     """Runs the phases of one round over what the buffers hold."""
 
-    def launch(self, key: RoundKey, bound: int) -> None: ...
+    def launch(self, key: RoundKey, max_kv_len: int) -> None: ...
 
 
 class Eager:
     """Calls each phase with the batch's own bound."""
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
 
-    def launch(self, key: RoundKey, bound: int) -> None:
-        for phase, run in phases_of(self._device).items():
-            if self._device.check_level >= 3:
-                poison_undeclared(self._device, phase)
-            run(self._device, key, bound)
+    def launch(self, key: RoundKey, max_kv_len: int) -> None:
+        for phase, run in phases_of(self._runner).items():
+            if self._runner.check_level >= 3:
+                poison_undeclared(self._runner, phase)
+            run(self._runner, key, max_kv_len)
 
 
 class GraphSim:
@@ -41,27 +41,29 @@ class GraphSim:
     read before it is written, or kept as a view past the next replay, shows.
     """
 
-    def __init__(self, device: Device, keys: Iterable[RoundKey]) -> None:
-        self._device = device
-        bound, phases = device.layout.max_committed, phases_of(device)
+    def __init__(self, runner: ModelRunner, keys: Iterable[RoundKey]) -> None:
+        self._runner = runner
+        max_kv_len, phases = runner.layout.max_committed, phases_of(runner)
         self._captured = {
-            (key, phase): partial(function, device, key, bound) for key in keys for phase, function in phases.items()
+            (key, phase): partial(function, runner, key, max_kv_len)
+            for key in keys
+            for phase, function in phases.items()
         }
 
-    def launch(self, key: RoundKey, bound: int) -> None:
-        assert bound <= self._device.layout.max_committed
-        for phase in phases_of(self._device):
-            poison_undeclared(self._device, phase)
+    def launch(self, key: RoundKey, max_kv_len: int) -> None:
+        assert max_kv_len <= self._runner.layout.max_committed
+        for phase in phases_of(self._runner):
+            poison_undeclared(self._runner, phase)
             self._captured[key, phase]()
 
 
-def poison_undeclared(device: Device, phase: Phase) -> None:
+def poison_undeclared(runner: ModelRunner, phase: Phase) -> None:
     """Poison scratch and outputs of a phase: whatever they hold before it runs must not matter."""
-    buffers = device.buffers
+    buffers = runner.buffers
     tails = [*buffers.draft_tails.values(), *buffers.verify_tails.values(), *buffers.extend_tails.values()]
     drafted = [getattr(value, name) for value in (buffers.tree, buffers.places) for name in value.__dataclass_fields__]
     verified = [getattr(buffers.accepted, name) for name in buffers.accepted.__dataclass_fields__]
-    verified.append(buffers.features)
+    verified.append(buffers.aux_hidden)
     outputs = {
         Phase.DRAFT: [*drafted, *verified],
         Phase.VERIFY: verified,

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from treetop.attention.phase import CausalAttention, LayerKV
-from treetop.engine.device import Device
+from treetop.attention.layer import CausalAttention, LayerKV
+from treetop.engine.model_runner import ModelRunner
 from treetop.kernels.kv import slots_of
 from treetop.kernels.tree import root_tree
-from treetop.spec.verify import choose
+from treetop.speculative.verify import choose
 from treetop.types.layout import KVGroup
 from treetop.types.messages import PrefillPlan
 from treetop.types.phase import Phase
@@ -22,14 +22,14 @@ class PrefillBatch:
     """One prefill step on the device.
 
     rows: [rows] int64. tokens: [rows, n] int64, padded. query_len: [rows] int64, 0 for the dummy row. next_token:
-    [rows] int64, the prompt token after the chunk; -1 for a prompt's last chunk. bound: no extent is larger.
+    [rows] int64, the prompt token after the chunk; -1 for a prompt's last chunk. max_kv_len: no extent is larger.
     """
 
     rows: Tensor
     tokens: Tensor
     query_len: Tensor
     next_token: Tensor
-    bound: int
+    max_kv_len: int
     choice: Choice
 
 
@@ -53,45 +53,45 @@ def make_batch(plan: PrefillPlan, rows: Tensor, columns: list[Tensor]) -> Prefil
     """rows: [bucket] int64. columns: those of `chunk_columns`, on the device."""
     query_len, next_token, place, ids = columns
     width = chunk_width(plan)
-    bound = max((chunk.start + len(chunk.token_ids) for chunk in plan.chunks), default=1)
+    max_kv_len = max((chunk.start + len(chunk.token_ids) for chunk in plan.chunks), default=1)
     tokens = rows.new_zeros(len(rows) * width).index_copy_(0, place, ids).view(len(rows), width)
-    return PrefillBatch(rows, tokens, query_len, next_token, bound, plan.choice)
+    return PrefillBatch(rows, tokens, query_len, next_token, max_kv_len, plan.choice)
 
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Where a chunk's tokens stand. positions: [rows, n], 0 where padded. valid: [rows, n] bool. extent: [rows]."""
+    """Where a chunk's tokens stand. positions: [rows, n], 0 where padded. valid: [rows, n] bool. kv_len: [rows]."""
 
     positions: Tensor
     valid: Tensor
-    extent: Tensor
+    kv_len: Tensor
 
 
-def prefill(device: Device, batch: PrefillBatch) -> tuple[Tensor, Tensor]:
+def prefill(runner: ModelRunner, batch: PrefillBatch) -> tuple[Tensor, Tensor]:
     """Process one chunk a row. Returns the first new token of each row [rows], and finite [rows] bool."""
-    rows, query_len, ops = batch.rows, batch.query_len, device.ops
-    start = device.state.committed[rows]
+    rows, query_len, ops = batch.rows, batch.query_len, runner.ops
+    start = runner.state.committed[rows]
     columns = torch.arange(batch.tokens.shape[1], device=rows.device)
     valid = columns < query_len[:, None]
     span = _Span(torch.where(valid, start[:, None] + columns, 0), valid, start + query_len)
-    attend = _attention(device, device.target_layers, device.target_groups, batch, span)
-    output = device.target.forward(batch.tokens, span.positions, attend)
+    attend = _attention(runner, runner.target_layers, runner.target_groups, batch, span)
+    output = runner.target.forward(batch.tokens, span.positions, attend)
     last = (query_len - 1).clamp(min=0)
-    logits = device.target.logits(ops.pick(output.hidden, last)[:, None])
-    chosen = choose(ops, logits, device.state.sampler, rows, (span.extent - 1)[:, None], batch.choice)
+    logits = runner.target.logits(ops.pick(output.hidden, last)[:, None])
+    chosen = choose(ops, logits, runner.state.sampler, rows, (span.kv_len - 1)[:, None], batch.choice)
     accepted = _one_column(rows)
     ops.accept(chosen, root_tree(batch.next_token), accepted, None)  # the root, whose choice is the bonus
     first = accepted.bonus
     draft = None
-    if device.drafter is not None:
+    if runner.drafter is not None:
         following = torch.where(batch.next_token >= 0, batch.next_token, first)
         shifted = torch.cat([batch.tokens[:, 1:], batch.tokens[:, :1]], dim=1)
         shifted = shifted.scatter(1, last[:, None], following[:, None])
-        attend = _attention(device, device.draft_layers, device.draft_groups, batch, span)
-        features = torch.cat([output.hidden[..., :0], *output.features], dim=-1)  # a drafter may read none
-        hidden = device.drafter.extend(shifted, features, span.positions, attend)
-        draft = device.propose(hidden, last)
-    ops.finish(device.state.tables, rows, device.layout.dummy_row, last, first, draft)
+        attend = _attention(runner, runner.draft_layers, runner.draft_groups, batch, span)
+        aux_hidden = torch.cat([output.hidden[..., :0], *output.aux_hidden], dim=-1)  # a drafter may read none
+        hidden = runner.drafter.extend(shifted, aux_hidden, span.positions, attend)
+        draft = runner.propose(hidden, last)
+    ops.finish(runner.state.tables, rows, runner.layout.dummy_row, last, first, draft)
     return first, accepted.finite
 
 
@@ -104,12 +104,12 @@ def _one_column(rows: Tensor) -> Accepted:
 
 
 def _attention(
-    device: Device, layers: list[LayerKV], groups: list[KVGroup], batch: PrefillBatch, span: _Span
+    runner: ModelRunner, layers: list[LayerKV], groups: list[KVGroup], batch: PrefillBatch, span: _Span
 ) -> CausalAttention:
     slots, plans = {}, {}
     for group in groups:
-        table = device.state.table_of(group.name).data
-        slots[group.name] = slots_of(table, batch.rows, span.positions, span.valid, device.layout.page_size)
-        prefix = batch.rows, span.extent, batch.bound
-        plans[group.name] = device.plan(device.metadata(Phase.PREFILL, group, prefix, span.positions))
-    return CausalAttention(device.backend, layers, slots, plans)
+        table = runner.state.table_of(group.name).data
+        slots[group.name] = slots_of(table, batch.rows, span.positions, span.valid, runner.layout.page_size)
+        prefix = batch.rows, span.kv_len, batch.max_kv_len
+        plans[group.name] = runner.plan(runner.metadata(Phase.PREFILL, group, prefix, span.positions))
+    return CausalAttention(runner.backend, layers, slots, plans)

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treetop.attention.phase import Attend, Columns
-from treetop.engine.device import Device
+from treetop.attention.layer import Attend, Columns
+from treetop.engine.model_runner import ModelRunner
 from treetop.kernels.commit import Paths, feature_nodes
 from treetop.kernels.rows import DraftState, RowTables
-from treetop.spec.draft import Level, grow_tree
-from treetop.spec.verify import choose
+from treetop.speculative.draft import Level, grow_tree
+from treetop.speculative.verify import choose
 from treetop.types.errors import CheckError
 from treetop.types.ids import GroupName
 from treetop.types.layout import SpecShape
@@ -34,31 +34,31 @@ class RoundKey:
     choice: Choice
 
 
-PhaseFunction = Callable[[Device, RoundKey, int], None]
+PhaseFunction = Callable[[ModelRunner, RoundKey, int], None]
 """(device, key, bound): bound is a host number no row's committed length exceeds."""
 
 
-def draft_phase(device: Device, key: RoundKey, bound: int) -> None:
+def draft_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     """Grow each row's tree from the proposals stored with it."""
-    buffers, shape, ops, phase = device.buffers, key.shape, device.ops, Phase.DRAFT
+    buffers, shape, ops, phase = runner.buffers, key.shape, runner.ops, Phase.DRAFT
     rows, k = buffers.rows[: key.bucket], key.shape.topk
     tree, places = buffers.tree_of(key.bucket, shape), buffers.places_of(key.bucket, shape)
-    tables, at = _tables(device, rows, bound, k)
+    tables, at = _tables(runner, rows, max_kv_len, k)
     roots = ops.start(tables, at, shape, tree, places, buffers.identity[:k, :k])
     if shape.num_steps == 0:
         return
-    assert device.drafter is not None
-    prefix, begun = (rows, places.committed, bound), dict[GroupName, Any]()
+    assert runner.drafter is not None
+    prefix, begun = (rows, places.committed, max_kv_len), dict[GroupName, Any]()
 
     def attend(level: Level) -> Attend:
         tail_positions, mask, columns = level_tail(level)
         plans = {}
-        for g in device.draft_groups:
-            metadata = device.metadata(phase, g, prefix, level.positions, tail_positions, mask)
-            plans[g.name] = device.plan(metadata, begun)
-        return device.tail_attention(phase, device.draft_layers, buffers.draft_tails, plans, columns)
+        for g in runner.draft_groups:
+            metadata = runner.metadata(phase, g, prefix, level.positions, tail_positions, mask)
+            plans[g.name] = runner.plan(metadata, begun)
+        return runner.tail_attention(phase, runner.draft_layers, buffers.draft_tails, plans, columns)
 
-    ops.select(grow_tree(device.drafter, roots, ops, attend), tree, places)
+    ops.select(grow_tree(runner.drafter, roots, ops, attend), tree, places)
 
 
 def level_tail(level: Level) -> tuple[Tensor, Tensor, Columns]:
@@ -70,50 +70,50 @@ def level_tail(level: Level) -> tuple[Tensor, Tensor, Columns]:
     return level.all_positions[:, :width], level.mask, Columns(rows, width - k, k, width)
 
 
-def verify_phase(device: Device, key: RoundKey, bound: int) -> None:
+def verify_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     """One target forward over the trees; accept each row's path, commit its K/V and keep its features."""
-    buffers, shape, ops, phase = device.buffers, key.shape, device.ops, Phase.VERIFY
+    buffers, shape, ops, phase = runner.buffers, key.shape, runner.ops, Phase.VERIFY
     rows, tree = buffers.rows[: key.bucket], buffers.tree_of(key.bucket, key.shape)
     places, accepted = buffers.places_of(key.bucket, shape), buffers.accepted_of(key.bucket, shape)
-    tokens = device.probes.index(tree.tokens, 0, device.target.config.vocab_size, "tree_token", phase, rows)
-    prefix, plans = (rows, places.committed, bound), {}
-    for g in device.target_groups:
-        plans[g.name] = device.plan(device.metadata(phase, g, prefix, places.nodes, places.nodes, tree.mask))
+    tokens = runner.probes.index(tree.tokens, 0, runner.target.config.vocab_size, "tree_token", phase, rows)
+    prefix, plans = (rows, places.committed, max_kv_len), {}
+    for g in runner.target_groups:
+        plans[g.name] = runner.plan(runner.metadata(phase, g, prefix, places.nodes, places.nodes, tree.mask))
     columns = Columns(key.bucket, 0, shape.num_draft_tokens, shape.num_draft_tokens)
-    attend = device.tail_attention(phase, device.target_layers, buffers.verify_tails, plans, columns)
-    output = device.target.forward(tokens, places.nodes, attend)
-    logits = device.target.logits(output.hidden)
-    chosen = choose(ops, logits, device.state.sampler, rows, places.nodes, key.choice)
-    ops.accept(chosen, tree, accepted, device.forced(shape))
-    device.commit(buffers.verify_tails, _paths(device, key, accepted.path))
-    if device.drafter is None:
-        ops.finish(device.state.tables, rows, device.layout.dummy_row, accepted.accept_len, accepted.bonus, None)
-    elif output.features:
-        _probe_feature_nodes(device, rows, accepted.path, shape.num_draft_tokens)
-        ops.path_features(buffers.features_of(key.bucket, shape), output.features, accepted.path)
+    attend = runner.tail_attention(phase, runner.target_layers, buffers.verify_tails, plans, columns)
+    output = runner.target.forward(tokens, places.nodes, attend)
+    logits = runner.target.logits(output.hidden)
+    chosen = choose(ops, logits, runner.state.sampler, rows, places.nodes, key.choice)
+    ops.accept(chosen, tree, accepted, runner.forced(shape))
+    runner.commit(buffers.verify_tails, _paths(runner, key, accepted.path))
+    if runner.drafter is None:
+        ops.finish(runner.state.tables, rows, runner.layout.dummy_row, accepted.accept_len, accepted.bonus, None)
+    elif output.aux_hidden:
+        _probe_feature_nodes(runner, rows, accepted.path, shape.num_draft_tokens)
+        ops.path_aux_hidden(buffers.aux_hidden_of(key.bucket, shape), output.aux_hidden, accepted.path)
 
 
-def extend_phase(device: Device, key: RoundKey, bound: int) -> None:
+def extend_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     """Rebuild the draft's K/V of the accepted tokens from the target's features, propose what follows, and finish.
 
     S + 1 columns a row, causal; those past the path write to the null page.
     """
-    assert device.drafter is not None
-    buffers, shape, ops, phase = device.buffers, key.shape, device.ops, Phase.EXTEND
+    assert runner.drafter is not None
+    buffers, shape, ops, phase = runner.buffers, key.shape, runner.ops, Phase.EXTEND
     width, rows = shape.commit_width, buffers.rows[: key.bucket]
     accepted, places = buffers.accepted_of(key.bucket, shape), buffers.places_of(key.bucket, shape)
-    prefix, plans = (rows, places.committed, bound), {}
+    prefix, plans = (rows, places.committed, max_kv_len), {}
     causal = buffers.causal[:width, :width].expand(key.bucket, -1, -1)
-    for g in device.draft_groups:
-        plans[g.name] = device.plan(device.metadata(phase, g, prefix, places.path, places.path, causal))
+    for g in runner.draft_groups:
+        plans[g.name] = runner.plan(runner.metadata(phase, g, prefix, places.path, places.path, causal))
     columns = Columns(key.bucket, 0, width, width)
-    attend = device.tail_attention(phase, device.draft_layers, buffers.extend_tails, plans, columns)
-    features = buffers.features_of(key.bucket, shape)
-    device.probes.nan(features, "features", phase, rows)
-    hidden = device.drafter.extend(accepted.tokens, features, places.path, attend)
-    device.commit(buffers.extend_tails, _paths(device, key, None))
-    draft = device.propose(hidden, accepted.accept_len)
-    ops.finish(device.state.tables, rows, device.layout.dummy_row, accepted.accept_len, accepted.bonus, draft)
+    attend = runner.tail_attention(phase, runner.draft_layers, buffers.extend_tails, plans, columns)
+    aux_hidden = buffers.aux_hidden_of(key.bucket, shape)
+    runner.probes.nan(aux_hidden, "features", phase, rows)
+    hidden = runner.drafter.extend(accepted.tokens, aux_hidden, places.path, attend)
+    runner.commit(buffers.extend_tails, _paths(runner, key, None))
+    draft = runner.propose(hidden, accepted.accept_len)
+    ops.finish(runner.state.tables, rows, runner.layout.dummy_row, accepted.accept_len, accepted.bonus, draft)
 
 
 ROUND: dict[Phase, PhaseFunction] = {
@@ -123,38 +123,38 @@ ROUND: dict[Phase, PhaseFunction] = {
 }
 
 
-def phases_of(device: Device) -> dict[Phase, PhaseFunction]:
+def phases_of(runner: ModelRunner) -> dict[Phase, PhaseFunction]:
     """The phases of a round on this device, in order; without a drafter there is nothing to extend."""
-    return {phase: run for phase, run in ROUND.items() if device.drafter is not None or phase is not Phase.EXTEND}
+    return {phase: run for phase, run in ROUND.items() if runner.drafter is not None or phase is not Phase.EXTEND}
 
 
-def run_phases(device: Device, key: RoundKey, bound: int) -> None:
+def run_phases(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     """A whole round, which is what a graph captures."""
-    for run in phases_of(device).values():
-        run(device, key, bound)
+    for run in phases_of(runner).values():
+        run(runner, key, max_kv_len)
 
 
-def _paths(device: Device, key: RoundKey, node: Tensor | None) -> Paths:
+def _paths(runner: ModelRunner, key: RoundKey, node: Tensor | None) -> Paths:
     """What the rows of a round commit. node: the tail entries of the columns, in order if None."""
-    buffers, width = device.buffers, key.shape.commit_width
+    buffers, width = runner.buffers, key.shape.commit_width
     places, accepted = buffers.places_of(key.bucket, key.shape), buffers.accepted_of(key.bucket, key.shape)
     rows = buffers.rows[: key.bucket]
-    return Paths(rows, places.committed, accepted.accept_len, width, node, device.layout.dummy_row)
+    return Paths(rows, places.committed, accepted.accept_len, width, node, runner.layout.dummy_row)
 
 
-def _tables(device: Device, rows: Tensor, bound: int, k: int) -> tuple[RowTables, Tensor]:
+def _tables(runner: ModelRunner, rows: Tensor, max_kv_len: int, k: int) -> tuple[RowTables, Tensor]:
     """The tables that trees of `k` branches start from, and where the batch's rows lie in them.
 
     With probes on they are copies of the batch's own rows, probed, so that a start in one launch reads nothing that a
     probe redirects.
     """
-    state, probes, phase, vocab = device.state, device.probes, Phase.DRAFT, device.target.config.vocab_size
+    state, probes, phase, vocab = runner.state, runner.probes, Phase.DRAFT, runner.target.config.vocab_size
     if state.draft is not None and state.draft.tokens.shape[1] < k:
         raise CheckError(f"proposals of a row: need {k}, have {state.draft.tokens.shape[1]} = max_topk")
     if not probes.enabled:
         return state.tables, rows
     root = probes.index(state.root[rows], 0, vocab, "root_token", phase, rows)
-    committed = probes.index(state.committed[rows], 0, bound + 1, "committed", phase, rows)
+    committed = probes.index(state.committed[rows], 0, max_kv_len + 1, "committed", phase, rows)
     draft = None
     if state.draft is not None:
         tokens, logprob, hidden = state.draft.tokens[rows, :k], state.draft.logprob[rows, :k], state.draft.hidden[rows]
@@ -165,9 +165,9 @@ def _tables(device: Device, rows: Tensor, bound: int, k: int) -> tuple[RowTables
     return RowTables(committed, root, draft), torch.arange(rows.shape[0], device=rows.device)
 
 
-def _probe_feature_nodes(device: Device, rows: Tensor, path: Tensor, num_nodes: int) -> None:
+def _probe_feature_nodes(runner: ModelRunner, rows: Tensor, path: Tensor, num_nodes: int) -> None:
     """Level 2: the features that extend is given are nodes of their own row's tree."""
-    if device.probes.enabled:
+    if runner.probes.enabled:
         nodes = feature_nodes(path, num_nodes).view(path.shape)
         first = torch.arange(path.shape[0], device=path.device)[:, None] * num_nodes
-        device.probes.index(nodes, first, first + num_nodes, "feature_node", Phase.VERIFY, rows)
+        runner.probes.index(nodes, first, first + num_nodes, "feature_node", Phase.VERIFY, rows)

@@ -16,9 +16,9 @@ logit is NaN the node is not finite, and the token chosen there has no meaning.
 import torch
 from torch import Tensor
 
-from treetop.kernels.order import index_of, key_of, value_of
-from treetop.kernels.overlap import launch_options, take_turn
+from treetop.kernels.dependent_launch import launch_options, pdl_wait
 from treetop.kernels.sampling import PartialArgmax, SampledTokens
+from treetop.kernels.sort_key import index_of, key_of, value_of
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, tl
 from treetop.types.tree import Accepted, DraftTree, copy_into
 
@@ -89,7 +89,7 @@ def best_of_pieces(logits: Tensor, gpu: GpuTraits) -> PartialArgmax:
 @jit
 def _pieces_kernel(key: Arg, logits: Arg, vocab: Arg, block: constexpr, overlap: constexpr) -> None:
     """One piece of one node's logits a program; a key is made of its best alone. Grid (rows * T, pieces)."""
-    take_turn(overlap, early=True)
+    pdl_wait(overlap, early=True)
     node, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = part * block + tl.arange(0, block)
     there = token < vocab
@@ -136,7 +136,7 @@ def _accept_kernel(
     """One row a program. choice: keys [rows, nodes, pieces] if greedy, else tokens [rows, nodes], and finite_in
     bytes [rows, nodes]. Grid (rows,).
     """
-    take_turn(overlap, early=True)
+    pdl_wait(overlap, early=True)
     row = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, block_t)
     real = node < nodes

@@ -19,10 +19,10 @@ import math
 import torch
 from torch import Tensor
 
+from treetop.kernels.attention_config import CallShape, Launch, choose_launch
+from treetop.kernels.dependent_launch import pdl_wait
 from treetop.kernels.kv import slots_of
-from treetop.kernels.launch import CallShape, Launch, choose_launch
 from treetop.kernels.metadata import AttentionMetadata
-from treetop.kernels.overlap import take_turn
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, power_of_two, tl
 
 # ---------------------------------------------------------------------------------------------------- the reference
@@ -43,8 +43,8 @@ def paged_attention_reference(
     normalisation. Returns out like q and lse [rows, n, heads] float32, natural logarithm, the sink in it; a query that
     sees nothing gets out 0 and lse -inf, or its sink.
     """
-    at = torch.arange(metadata.bound, device=q.device)
-    stored = at < metadata.extent[:, None]
+    at = torch.arange(metadata.max_kv_len, device=q.device)
+    stored = at < metadata.kv_len[:, None]
     slots = slots_of(metadata.table.data, metadata.rows, at[None], stored, metadata.page_size)
     kv = torch.where(stored[:, :, None, None, None], pages[slots], 0)
     positions = metadata.positions
@@ -156,7 +156,7 @@ def _page_of(table: Arg, block: Arg, start: Arg, end: Arg, block_n: constexpr, p
 
 @jit
 def _attention_kernel(
-    out: Arg, lse: Arg, q: Arg, pages: Arg, page_table: Arg, rows: Arg, extent: Arg, positions: Arg,
+    out: Arg, lse: Arg, q: Arg, pages: Arg, page_table: Arg, rows: Arg, kv_len: Arg, positions: Arg,
     tail: Arg, tail_positions: Arg, mask: Arg, sinks: Arg, scale: Arg, n: Arg, t: Arg, split_stride: Arg,
     q_row: Arg, q_query: Arg, q_head: Arg, slot_stride: Arg, v_offset: Arg, table_row: Arg,
     position_row: Arg, position_query: Arg, splits: Arg, tail_row: Arg, tail_column: Arg, tail_v: Arg,
@@ -171,12 +171,12 @@ def _attention_kernel(
     `paged_attention`; *_row, *_query, ... are strides in elements; window 0 is none. Grid (kv_heads, blocks of queries
     * splits, rows). All slot arithmetic is int64.
     """
-    take_turn(overlap, early=True)
+    pdl_wait(overlap, early=True)
     kv_head = tl.program_id(0)
     split = tl.program_id(1) % splits
     tile = tl.num_programs(1) // splits - 1 - tl.program_id(1) // splits  # causal: the longest blocks start first
     row = tl.program_id(2).to(tl.int64)
-    end = tl.load(extent + row).to(tl.int32)
+    end = tl.load(kv_len + row).to(tl.int32)
     table = page_table + tl.load(rows + row) * table_row
 
     lane = tile * block_m + tl.arange(0, block_m)
@@ -267,7 +267,7 @@ def _merge_kernel(
     out: [count, dim]; lse: [count] float32. parts: [splits, count, dim] float32; part_lse: [splits, count] float32. A
     part with lse -inf counts for nothing, whatever lies there. sinks: [heads] float32. Grid (count / block_i,).
     """
-    take_turn(overlap, early=True)
+    pdl_wait(overlap, early=True)
     item = tl.program_id(0).to(tl.int64) * block_i + tl.arange(0, block_i)
     split = tl.arange(0, block_s)
     dims = tl.arange(0, block_d)
@@ -316,7 +316,7 @@ def paged_attention(
     count = rows * n * heads
     table, positions = metadata.table.data, metadata.positions
     if launch is None:
-        call = CallShape(rows, n, kv_heads, group, dim, q.element_size(), metadata.bound, metadata.causal)
+        call = CallShape(rows, n, kv_heads, group, dim, q.element_size(), metadata.max_kv_len, metadata.causal)
         launch = choose_launch(call, gpu)
     out = torch.empty((rows, n, heads, dim), dtype=q.dtype, device=q.device)
     lse = torch.empty((rows, n, heads), dtype=torch.float32, device=q.device)
@@ -334,13 +334,13 @@ def paged_attention(
         tail_strides = (*data.stride()[:2], to_values(data), *tail_positions.stride(), *mask.stride())
         assert data.stride()[3:] == (dim, 1)
     width = 0 if tail is None else data.shape[1]
-    assert (q.stride(3), table.stride(1), metadata.rows.stride(0), metadata.extent.stride(0)) == (1, 1, 1, 1)
+    assert (q.stride(3), table.stride(1), metadata.rows.stride(0), metadata.kv_len.stride(0)) == (1, 1, 1, 1)
     assert pages.stride()[2:] == (dim, 1)
     blocks = -(-n * group // launch.block_m)
     block_d = max(16, power_of_two(dim))
     overlap = {"launch_pdl": True} if launch.overlap else {}
     _attention_kernel[(kv_heads, blocks * launch.splits, rows)](
-        part, part_lse, q, pages, table, metadata.rows, metadata.extent, positions,
+        part, part_lse, q, pages, table, metadata.rows, metadata.kv_len, positions,
         data, tail_positions, mask, lse if sinks is None else sinks, scale * math.log2(math.e), n, width, count,
         *q.stride()[:3], pages.stride(0), to_values(pages), table.stride(0), *positions.stride(), launch.splits,
         *tail_strides,

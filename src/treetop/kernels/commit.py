@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from treetop.kernels.dependent_launch import launch_options, pdl_wait
 from treetop.kernels.kv import commit_tail, slots_of
-from treetop.kernels.overlap import launch_options, take_turn
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, tl
 
 _BLOCK = 1024
@@ -90,7 +90,7 @@ def _commit_kernel(
 
     The page table is read only for columns that are committed: past them it may hold anything.
     """
-    take_turn(overlap, early=True)
+    pdl_wait(overlap, early=True)
     item = (tl.program_id(0) // width).to(tl.int64)
     column = (tl.program_id(0) % width).to(tl.int64)
     layer = tl.program_id(1).to(tl.int64)
@@ -118,7 +118,7 @@ def feature_nodes(path: Tensor, num_nodes: int) -> Tensor:
     return (row * num_nodes + path).reshape(-1)
 
 
-def path_features_reference(out: Tensor, streams: tuple[Tensor, ...], path: Tensor) -> None:
+def path_aux_hidden_reference(out: Tensor, streams: tuple[Tensor, ...], path: Tensor) -> None:
     """The features of each path's nodes, side by side.
 
     out: [rows, width, len(streams) * hidden]. streams: [rows, T, hidden] each. path: [rows, width] int64, nodes.
@@ -128,8 +128,8 @@ def path_features_reference(out: Tensor, streams: tuple[Tensor, ...], path: Tens
     out.copy_(torch.cat(chosen, dim=1).view(out.shape))
 
 
-def path_features(out: Tensor, streams: tuple[Tensor, ...], path: Tensor, gpu: GpuTraits) -> None:
-    """`path_features_reference`, one launch for every three streams."""
+def path_aux_hidden(out: Tensor, streams: tuple[Tensor, ...], path: Tensor, gpu: GpuTraits) -> None:
+    """`path_aux_hidden_reference`, one launch for every three streams."""
     rows, width = path.shape
     hidden = streams[0].shape[2]
     assert out.stride(2) == path.stride(1) == 1
@@ -152,7 +152,7 @@ def _path_features_kernel(
     count: constexpr, block: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """One block of one column, of every stream, a program. Grid (rows * width, blocks)."""
-    take_turn(overlap, early=True)
+    pdl_wait(overlap, early=True)
     row = (tl.program_id(0) // width).to(tl.int64)
     column = (tl.program_id(0) % width).to(tl.int64)
     lane = tl.program_id(1) * block + tl.arange(0, block)

@@ -15,7 +15,7 @@ where a coin, a top-p mass or a min-p weight falls on an edge within those round
 import torch
 from torch import Tensor
 
-from treetop.kernels.overlap import launch_options, take_turn
+from treetop.kernels.dependent_launch import launch_options, pdl_wait
 from treetop.kernels.sampling import TEMPERATURES, SampledTokens, Sampler
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, tl
 
@@ -55,7 +55,7 @@ def _draw_kernel(
     block: constexpr, block_b: constexpr, coldest: constexpr, hottest: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """One node a program. token: [rows * T] int64; finite: the same, bytes. Grid (rows * T,)."""
-    take_turn(overlap, early=True)
+    pdl_wait(overlap, early=True)
     node = tl.program_id(0).to(tl.int64)
     line = logits + node * vocab
     row = tl.load(rows + node // width)
@@ -119,8 +119,8 @@ def _draw_kernel(
             known += equal
         sums = tl.cumsum(parts, 0)
         position = tl.load(positions + node // width * position_row + node % width * position_node)
-        coin = _coin(tl.load(seeds + row), position + 1)
-        target = coin * tl.max(sums, 0)
+        uniform = _uniform(tl.load(seeds + row), position + 1)
+        target = uniform * tl.max(sums, 0)
         chosen = tl.minimum(tl.sum((sums <= target).to(tl.int32), 0), block_b - 1)
         before = tl.max(tl.where(part < chosen, sums, 0.0), 0)
         known = tl.sum(tl.where(part == chosen, ties, 0), 0)
@@ -228,8 +228,8 @@ def _kept(
 
 
 @jit
-def _coin(seed: Arg, position: Arg) -> Arg:
-    """`kernels.sampling.philox_coin` of one draw."""
+def _uniform(seed: Arg, position: Arg) -> Arg:
+    """`kernels.sampling.philox_uniform` of one draw."""
     low, high = (position & 0xFFFFFFFF).to(tl.uint32), (position >> 32).to(tl.uint32)
     zero = tl.zeros_like(low)
     bits, _, _, _ = tl.philox(seed, low, high, zero, zero)

@@ -4,7 +4,7 @@
 Each is memory-bound and short, so what counts is the number of launches and of trips through memory. All compute in
 float32 and round once. The references are the plain operations.
 
-A product may come in parts, [parts, ..., width], whose sum it is (`kernels.few_rows`); its reader adds them up.
+A product may come in parts, [parts, ..., width], whose sum it is (`kernels.skinny_gemm`); its reader adds them up.
 """
 
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from treetop.kernels.dependent_launch import launch_options, pdl_wait
 from treetop.kernels.kv import PagedKV, write_pages
-from treetop.kernels.overlap import launch_options, take_turn
 from treetop.kernels.rope import RopeTable, Rotation, rotate_
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, power_of_two, tl
 
@@ -103,7 +103,7 @@ def _add_rms_norm_kernel(
     there = column < hidden
     if norms:
         scale = tl.load(weight + column, mask=there, other=0.0).to(tl.float32)  # a constant: needs no waiting
-    take_turn(overlap)
+    pdl_wait(overlap)
     at = tl.program_id(0).to(tl.int64) * hidden + column
     value = tl.load(x + at, mask=there, other=0.0)
     if parts > 0:
@@ -153,7 +153,7 @@ def _embed_and_norm_kernel(
     lane = tl.arange(0, block)
     inside = lane < hidden_size
     scale = tl.load(weight + lane, mask=inside, other=0.0).to(tl.float32)
-    take_turn(overlap, early=True)
+    pdl_wait(overlap, early=True)
     item = tl.program_id(0).to(tl.int64)
     row, column = item // n, item % n
     token = tl.load(tokens + row * token_row + column * token_column)
@@ -188,7 +188,7 @@ def silu_mul(gate_up: Tensor, gpu: GpuTraits) -> Tensor:
 @jit
 def _silu_mul_kernel(out: Arg, gate_up: Arg, inner: constexpr, block: constexpr, overlap: constexpr) -> None:
     """One block of a row a program. out: [rows, inner]; gate_up: [rows, 2 * inner]. Grid (rows, inner / block)."""
-    take_turn(overlap, early=True)
+    pdl_wait(overlap, early=True)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     there = column < inner
@@ -285,7 +285,7 @@ def _rotate_and_write_kernel(
     normed: constexpr, in_pages: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """`block_h` heads of one token a program; arguments as in the reference. Grid (rows * n, heads / block_h)."""
-    take_turn(overlap)
+    pdl_wait(overlap)
     row = (tl.program_id(0) // n).to(tl.int64)
     column = (tl.program_id(0) % n).to(tl.int64)
     head = tl.program_id(1) * block_h + tl.arange(0, block_h)

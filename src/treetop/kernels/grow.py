@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from treetop.kernels.order import index_of, key_of
-from treetop.kernels.overlap import launch_options, take_turn
+from treetop.kernels.dependent_launch import launch_options, pdl_wait
 from treetop.kernels.rows import RowTables
+from treetop.kernels.sort_key import index_of, key_of
 from treetop.kernels.topk import MOST
 from treetop.kernels.tree import next_level_mask, root_tree, select_tree, stable_topk, worst_if_nan_
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, tl
 from treetop.types.layout import SpecShape
-from treetop.types.tree import DraftTree, Places, copy_into
+from treetop.types.tree import DraftTree, PathPositions, copy_into
 
 _BLOCK = 4096
 """Elements of hidden states that a program moves."""
@@ -50,7 +50,7 @@ class Children:
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
+class TreeBuilder:
     """A batch of growing trees: every candidate by its flat index, and where the levels stand.
 
     tokens: [rows, n] int64. scores: [rows, n] float32. parents: [rows, 1 + k * S] int64, the flat index of the parent
@@ -65,10 +65,10 @@ class Growth:
     positions: Tensor
 
 
-def empty_growth(shape: SpecShape, rows: Tensor) -> Growth:
+def empty_growth(shape: SpecShape, rows: Tensor) -> TreeBuilder:
     """Unwritten candidates of a batch. rows: [rows]."""
     n, device, wide = rows.shape[0], rows.device, shape.topk * shape.num_steps
-    return Growth(
+    return TreeBuilder(
         shape,
         torch.empty((n, shape.num_candidates), dtype=torch.int64, device=device),
         torch.empty((n, shape.num_candidates), dtype=torch.float32, device=device),
@@ -94,8 +94,8 @@ def draft_positions(committed: Tensor, level: int, k: int) -> Tensor:
 
 
 def start_reference(
-    tables: RowTables, rows: Tensor, shape: SpecShape, tree: DraftTree, places: Places, identity: Tensor
-) -> tuple[Growth, Frontier]:
+    tables: RowTables, rows: Tensor, shape: SpecShape, tree: DraftTree, places: PathPositions, identity: Tensor
+) -> tuple[TreeBuilder, Frontier]:
     """Begin the trees: node 0, where the rows stand, and level 0, the first frontier.
 
     rows: [rows] int64. identity: [k, k] bool, constant. A tree without levels is complete after this, and its frontier
@@ -124,8 +124,14 @@ def start_reference(
 
 
 def start(
-    tables: RowTables, rows: Tensor, shape: SpecShape, tree: DraftTree, places: Places, identity: Tensor, gpu: GpuTraits
-) -> tuple[Growth, Frontier]:
+    tables: RowTables,
+    rows: Tensor,
+    shape: SpecShape,
+    tree: DraftTree,
+    places: PathPositions,
+    identity: Tensor,
+    gpu: GpuTraits,
+) -> tuple[TreeBuilder, Frontier]:
     """`start_reference` in one launch. Often the first of a graph, it has nothing before it to overlap with."""
     growth, draft = empty_growth(shape, rows), tables.draft
     k, steps = shape.topk, shape.num_steps
@@ -197,7 +203,7 @@ def _worst_if_nan(score: Arg) -> Arg:
 # ----------------------------------------------------------------------------------------------------------- grow
 
 
-def grow_reference(growth: Growth, level: int, frontier: Frontier, children: Children) -> Frontier:
+def grow_reference(growth: TreeBuilder, level: int, frontier: Frontier, children: Children) -> Frontier:
     """Record a frontier's children, those of level `level + 1`, and make the k best of them the next frontier."""
     k = frontier.tokens.shape[1]
     first = k + level * k**2
@@ -219,7 +225,7 @@ def grow_reference(growth: Growth, level: int, frontier: Frontier, children: Chi
     )
 
 
-def grow(growth: Growth, level: int, frontier: Frontier, children: Children, gpu: GpuTraits) -> Frontier:
+def grow(growth: TreeBuilder, level: int, frontier: Frontier, children: Children, gpu: GpuTraits) -> Frontier:
     """`grow_reference` in one launch."""
     rows, k, t = frontier.mask.shape
     width = children.hidden.shape[2]
@@ -253,7 +259,7 @@ def _grow_kernel(
     writes the rest. first: flat index of the first child; first_group: number of the first group below the new
     frontier. Grid (rows, blocks).
     """
-    take_turn(overlap, early=True)
+    pdl_wait(overlap, early=True)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     child = tl.arange(0, block_c)
     real = child < k * k
@@ -295,14 +301,14 @@ def _grow_kernel(
 # --------------------------------------------------------------------------------------------------------- select
 
 
-def select_reference(growth: Growth, tree: DraftTree, places: Places) -> None:
+def select_reference(growth: TreeBuilder, tree: DraftTree, places: PathPositions) -> None:
     """Choose the verify tree among the candidates, into buffers whose node 0 `start` wrote, and place its nodes."""
     root = tree.tokens[:, 0]
     copy_into(tree, select_tree(root, growth.tokens, growth.scores, growth.parents, growth.shape))
     torch.add(places.committed[:, None], tree.depth, out=places.nodes)
 
 
-def select(growth: Growth, tree: DraftTree, places: Places, gpu: GpuTraits) -> None:
+def select(growth: TreeBuilder, tree: DraftTree, places: PathPositions, gpu: GpuTraits) -> None:
     """`select_reference` in one launch."""
     shape = growth.shape
     flags = _flags(tree.mask)
@@ -325,7 +331,7 @@ def _select_kernel(
     overlap: constexpr,
 ) -> None:  # fmt: skip
     """One tree a program: the `count` best candidates, best first, then each one's place among them. Grid (rows,)."""
-    take_turn(overlap, early=True)
+    pdl_wait(overlap, early=True)
     row = tl.program_id(0).to(tl.int64)
     candidate = tl.arange(0, block_n)
     real = candidate < candidates

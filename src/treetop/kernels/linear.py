@@ -1,7 +1,7 @@
 """Matrix products with weights, each in the form that is fastest where the weight lies.
 
 On a CPU it is the call that timing chose for each number of rows (`kernels.products`). On a GPU a product of few rows
-is a kernel of ours (`kernels.few_rows`), for the fewest with the weight in 12 bits if it was compressed
+is a kernel of ours (`kernels.skinny_gemm`), for the fewest with the weight in 12 bits if it was compressed
 (`kernels.compressed`), and one of many is the vendor's.
 """
 
@@ -11,10 +11,10 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
-from treetop.kernels.compressed import compress_if_faster, compressed_rows
-from treetop.kernels.few_rows import choose_launch, few_rows, gated_rows
 from treetop.kernels.fused import joined, silu_mul, silu_mul_reference
+from treetop.kernels.packed_weights import compress_if_faster, compressed_rows
 from treetop.kernels.products import ROW_CLASSES, Call, CpuProduct, default_call
+from treetop.kernels.skinny_gemm import choose_launch, gated_rows, skinny_gemm
 from treetop.kernels.triton_guard import GpuTraits
 
 
@@ -50,7 +50,7 @@ class LibraryLinear:
         return self._product(x)[None]
 
 
-class FewRowsLinear:
+class SkinnyLinear:
     """Few rows by a kernel of ours, more by `F.linear`. No bias; weight: [out, in], float16 or bfloat16.
 
     compressed: keep the weight in 12 bits too, if products with that are faster.
@@ -71,8 +71,8 @@ class FewRowsLinear:
         return F.linear(x, self._weight.whole)[None] if parts is None else parts.view(len(parts), *x.shape[:-1], -1)
 
 
-class FewRowsGated:
-    """`GatedLinear` over a weight [2 * out, in], gate first, as `FewRowsLinear`."""
+class SkinnyGated:
+    """`GatedLinear` over a weight [2 * out, in], gate first, as `SkinnyLinear`."""
 
     def __init__(self, weight: Tensor, gpu: GpuTraits, compressed: bool = False) -> None:
         self._weight, self._gpu = _GpuWeight(weight, True, gpu, compressed), gpu
@@ -84,7 +84,7 @@ class FewRowsGated:
         return out.view(*x.shape[:-1], -1)
 
     def saved_bytes(self, rows: int) -> int:
-        """As `FewRowsLinear.saved_bytes`."""
+        """As `SkinnyLinear.saved_bytes`."""
         return self._weight.saved_bytes(rows)
 
 
@@ -110,7 +110,7 @@ class _GpuWeight:
         launch = choose_launch(rows, *self.whole.shape, gated, gpu)
         if launch is None:
             return None
-        return (gated_rows if gated else few_rows)(_as_rows(x), self.whole, launch, gpu)
+        return (gated_rows if gated else skinny_gemm)(_as_rows(x), self.whole, launch, gpu)
 
 
 def library_gated(weight: Tensor, bias: Tensor | None = None, calls: Sequence[Call] | None = None) -> GatedLinear:

@@ -12,9 +12,9 @@ from treetop.types.phase import Phase
 class AttentionMetadata:
     """The committed prefix of each row, the queries, and what these see of a tail; shared by the layers of a group.
 
-    rows: [rows] int64, the row list; with `table` it says where K/V of the prefix lie. extent: [rows] int64, how many
-    positions from 0 hold K/V to be seen: `committed` in every decode phase, `committed + query_len` in prefill. bound:
-    no extent is larger.
+    rows: [rows] int64, the row list; with `table` it says where K/V of the prefix lie. kv_len: [rows] int64, how many
+    positions from 0 hold K/V to be seen: `committed` in every decode phase, `committed + query_len` in prefill.
+    max_kv_len: no extent is larger.
 
     positions: [rows, n] int64, of the queries. window: how far they see, themselves counted, by position; None is
     everything. tail_positions: [rows, t] int64, and mask: [rows, n, t] bool, of a dense tail after the prefix. Without
@@ -25,8 +25,8 @@ class AttentionMetadata:
     phase: Phase
     table: PageTable
     rows: Tensor
-    extent: Tensor
-    bound: int
+    kv_len: Tensor
+    max_kv_len: int
     page_size: int
     positions: Tensor
     window: int | None = None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from treetop.kernels.overlap import launch_options, take_turn
+from treetop.kernels.dependent_launch import launch_options, pdl_wait
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, tl
 
 _BLOCK = 1024
@@ -95,7 +95,7 @@ def _finish_kernel(
     k: constexpr, width: constexpr, block_k: constexpr, block: constexpr, has_draft: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """One block of one row's hidden state a program, the first also the rest. Grid (rows, blocks)."""
-    take_turn(overlap, early=True)
+    pdl_wait(overlap, early=True)
     item, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(rows + item)
     if row != dummy_row:
@@ -134,7 +134,7 @@ def _pick_kernel(
     out: Arg, x: Arg, index: Arg, x_row: Arg, x_column: Arg, width: Arg, block: constexpr, overlap: constexpr
 ) -> None:
     """One block of one row a program. Grid (rows, blocks)."""
-    take_turn(overlap, early=True)
+    pdl_wait(overlap, early=True)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * block + tl.arange(0, block)
     column = tl.load(index + row)

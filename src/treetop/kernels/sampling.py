@@ -67,8 +67,8 @@ def draw_reference(logits: Tensor, sampler: Sampler, rows: Tensor, positions: Te
     params, each_row = sampler.params, rows.repeat_interleave(width)
     each = WarpParams(*(v[each_row] for v in (params.temperature, params.top_k, params.top_p, params.min_p)))
     safe = torch.where(finite[:, :, None], logits, 0)
-    coins = philox_coin(sampler.seed[rows][:, None].expand(count, width), positions + 1)
-    token = draw(warp(safe.reshape(count * width, vocab), each, filtered), coins.reshape(-1))
+    uniforms = philox_uniform(sampler.seed[rows][:, None].expand(count, width), positions + 1)
+    token = draw(warp(safe.reshape(count * width, vocab), each, filtered), uniforms.reshape(-1))
     return SampledTokens(token.reshape(count, width), finite)
 
 
@@ -80,7 +80,7 @@ def _mul_hi_lo(factor: int, x: Tensor) -> tuple[Tensor, Tensor]:
     return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
 
 
-def philox_coin(seed: Tensor, position: Tensor, draw: int = 0) -> Tensor:
+def philox_uniform(seed: Tensor, position: Tensor, draw: int = 0) -> Tensor:
     """A uniform coin in [0, 1) from Philox-4x32-10.
 
     seed: int64 >= 0, the key. position: int64 of the same shape, with `draw` the counter. Returns float64, a multiple
@@ -131,10 +131,10 @@ def _inside_filters(logits: Tensor, weights: Tensor, params: WarpParams) -> Tens
     return torch.zeros_like(keep).scatter_(1, order, keep)
 
 
-def draw(weights: Tensor, coin: Tensor) -> Tensor:
+def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     """The first token whose cumulative weight exceeds `coin * total`; one of weight 0 is never drawn.
 
-    weights: [n, vocab]. coin: [n] float64 in [0, 1). Returns [n] int64.
+    weights: [n, vocab]. uniform: [n] float64 in [0, 1). Returns [n] int64.
     """
     cdf = weights.cumsum(dim=-1, dtype=torch.float64)
-    return torch.searchsorted(cdf, coin[:, None] * cdf[:, -1:], right=True)[:, 0]
+    return torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)[:, 0]

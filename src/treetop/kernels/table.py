@@ -19,12 +19,12 @@ from torch import Tensor
 from treetop.kernels import accept as accepting
 from treetop.kernels import attention as attending
 from treetop.kernels import commit as committing
-from treetop.kernels import compressed, fused, pages, tail, topk
 from treetop.kernels import draw as drawing
-from treetop.kernels import few_rows as skinny
+from treetop.kernels import fused, packed_weights, pages, tail, topk
 from treetop.kernels import grow as growing
 from treetop.kernels import rows as row_state
-from treetop.kernels.linear import FewRowsGated, FewRowsLinear, GatedLinear, LibraryLinear, Linear, library_gated
+from treetop.kernels import skinny_gemm as skinny
+from treetop.kernels.linear import GatedLinear, LibraryLinear, Linear, SkinnyGated, SkinnyLinear, library_gated
 from treetop.kernels.products import Call, ChosenProduct, Shape
 from treetop.kernels.sampling import draw_reference, greedy_reference
 from treetop.kernels.triton_guard import GpuTraits, gpu_traits, why_not
@@ -110,16 +110,18 @@ class Ops:
         fused.rotate_and_write_reference, fused.rotate_and_write, 1e-6, on_a_gpu, (fused._rotate_and_write_kernel,)
     )
     silu_mul = Op(fused.silu_mul_reference, fused.silu_mul, 1e-6, on_a_gpu_in_16_bits, (fused._silu_mul_kernel,))
-    few_rows = Op(skinny.few_rows_reference, skinny.few_rows, 1e-5, on_a_gpu_in_16_bits, (skinny._few_rows_kernel,))
+    skinny_gemm = Op(
+        skinny.skinny_gemm_reference, skinny.skinny_gemm, 1e-5, on_a_gpu_in_16_bits, (skinny._skinny_gemm_kernel,)
+    )
     gated_rows = Op(
-        skinny.gated_rows_reference, skinny.gated_rows, 1e-5, on_a_gpu_in_16_bits, (skinny._few_rows_kernel,)
+        skinny.gated_rows_reference, skinny.gated_rows, 1e-5, on_a_gpu_in_16_bits, (skinny._skinny_gemm_kernel,)
     )
     compressed_rows = Op(
-        compressed.compressed_rows_reference,
-        compressed.compressed_rows,
+        packed_weights.compressed_rows_reference,
+        packed_weights.compressed_rows,
         1e-5,
         on_a_gpu_in_16_bits,
-        (compressed._compressed_kernel,),
+        (packed_weights._compressed_kernel,),
     )
 
     # of attention
@@ -154,9 +156,9 @@ class Ops:
         (accepting._accept_kernel,),
     )
     commit = Op(committing.commit_reference, committing.commit, 0.0, on_a_gpu, (committing._commit_kernel,))
-    path_features = Op(
-        committing.path_features_reference,
-        committing.path_features,
+    path_aux_hidden = Op(
+        committing.path_aux_hidden_reference,
+        committing.path_aux_hidden,
         0.0,
         on_a_gpu,
         (committing._path_features_kernel,),
@@ -188,7 +190,7 @@ class Ops:
         return (
             LibraryLinear(weight, bias, self._calls(weight))
             if gpu is None
-            else FewRowsLinear(weight, gpu, self._compressed)
+            else SkinnyLinear(weight, gpu, self._compressed)
         )
 
     def gated(self, weight: Tensor, bias: Tensor | None = None) -> GatedLinear:
@@ -197,11 +199,11 @@ class Ops:
         return (
             library_gated(weight, bias, self._calls(weight))
             if gpu is None
-            else FewRowsGated(weight, gpu, self._compressed)
+            else SkinnyGated(weight, gpu, self._compressed)
         )
 
     def _few_rows_on(self, bias: Tensor | None) -> GpuTraits | None:
-        return self._gpu if bias is None and Ops.few_rows.applies(self._context) else None
+        return self._gpu if bias is None and Ops.skinny_gemm.applies(self._context) else None
 
     def _calls(self, weight: Tensor) -> tuple[Call, ...] | None:
         chosen = self._products.get((weight.shape[0], weight.shape[1]))

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from treetop.kernels.attention import add_sink, fold_tail, tail_visible
+from treetop.kernels.dependent_launch import launch_options, pdl_wait
 from treetop.kernels.metadata import AttentionMetadata
-from treetop.kernels.overlap import launch_options, take_turn
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, power_of_two, tl
 
 
@@ -22,19 +22,19 @@ class PrefixPart:
     """What a library says of the committed keys.
 
     out: [rows, n, heads, head_dim], dense in its last dimension. lse: [rows, n, heads] float32, any strides; times
-    `unit` it is the natural logarithm. extent: [rows] int64, the number of keys. Where a row has none, or the lse is
+    `unit` it is the natural logarithm. kv_len: [rows] int64, the number of keys. Where a row has none, or the lse is
     -inf, neither counts, whatever lies there: libraries differ on what they leave for an empty prefix. An lse of a row
     with keys that is NaN or +inf is an error before, and shows.
     """
 
     out: Tensor
     lse: Tensor
-    extent: Tensor
+    kv_len: Tensor
     unit: float = 1.0
 
     def normalised(self) -> tuple[Tensor, Tensor]:
         """(out, lse) as the contract has them: natural, and 0 and -inf where nothing was seen."""
-        seen = (self.extent > 0)[:, None, None] & (self.lse != float("-inf"))
+        seen = (self.kv_len > 0)[:, None, None] & (self.lse != float("-inf"))
         return torch.where(seen[..., None], self.out, 0), torch.where(seen, self.lse * self.unit, float("-inf"))
 
 
@@ -66,7 +66,7 @@ def tail_and_merge_reference(
 
 @jit
 def _tail_kernel(
-    out: Arg, q: Arg, before: Arg, before_lse: Arg, extent: Arg, positions: Arg, tail: Arg, tail_positions: Arg,
+    out: Arg, q: Arg, before: Arg, before_lse: Arg, kv_len: Arg, positions: Arg, tail: Arg, tail_positions: Arg,
     mask: Arg, sinks: Arg, scale: Arg, lse_scale: Arg, n: Arg, t: Arg, q_row: Arg, q_query: Arg, q_head: Arg,
     before_row: Arg, before_query: Arg, before_head: Arg, lse_row: Arg, lse_query: Arg, lse_head: Arg,
     position_row: Arg, position_query: Arg, tail_row: Arg, tail_column: Arg, tail_v: Arg,
@@ -79,7 +79,7 @@ def _tail_kernel(
     out: [rows, n, heads, dim], contiguous. The rest as in `tail_and_merge`; *_row, *_query, ... are strides in
     elements; scale and lse_scale lead to base 2; window 0 is none. Grid (kv_heads, blocks of queries, rows).
     """
-    take_turn(overlap, early=True)
+    pdl_wait(overlap, early=True)
     kv_head = tl.program_id(0)
     row = tl.program_id(2).to(tl.int64)
     lane = tl.program_id(1) * block_m + tl.arange(0, block_m)
@@ -91,7 +91,7 @@ def _tail_kernel(
     q_at = row * q_row + query * q_query + head * q_head
     queries = tl.load(q + q_at[:, None] + dims[None, :], mask=wide, other=0.0)
 
-    keys = tl.zeros([block_m], tl.int32) + tl.load(extent + row).to(tl.int32)
+    keys = tl.zeros([block_m], tl.int32) + tl.load(kv_len + row).to(tl.int32)
     lse_at = row * lse_row + query * lse_query + head * lse_head
     log_mass = tl.load(before_lse + lse_at, mask=real & (keys > 0), other=float("-inf"))
     seen = log_mass != float("-inf")  # NaN too, which must show
@@ -134,13 +134,13 @@ def tail_and_merge(
     assert mask is not None
     group = heads // kv_heads
     out = torch.empty((rows, n, heads, dim), dtype=q.dtype, device=q.device)
-    assert (q.stride(3), prefix.out.stride(3), prefix.extent.stride(0)) == (1, 1, 1)
+    assert (q.stride(3), prefix.out.stride(3), prefix.kv_len.stride(0)) == (1, 1, 1)
     assert tail.stride()[3:] == (dim, 1)
     small = q.element_size() > 2 or dim > 128  # float32 without tensor cores, or wide heads: what fits in registers
     block_m = min(max(16, power_of_two(n * group)), 32 if small else 64)
     overlap = launch_options(gpu)
     _tail_kernel[(kv_heads, -(-n * group // block_m), rows)](
-        out, q, prefix.out, prefix.lse, prefix.extent, positions, tail, tail_positions, mask,
+        out, q, prefix.out, prefix.lse, prefix.kv_len, positions, tail, tail_positions, mask,
         prefix.lse if sinks is None else sinks, scale * math.log2(math.e), prefix.unit * math.log2(math.e), n,
         width, *q.stride()[:3], *prefix.out.stride()[:3], *prefix.lse.stride(), *positions.stride(),
         *tail.stride()[:3], *tail_positions.stride(), *mask.stride(),

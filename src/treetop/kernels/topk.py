@@ -8,8 +8,8 @@ keeps its k best and its share of the normaliser, then a program a row merges th
 import torch
 from torch import Tensor
 
-from treetop.kernels.order import index_of, key_of, value_of
-from treetop.kernels.overlap import launch_options, take_turn
+from treetop.kernels.dependent_launch import launch_options, pdl_wait
+from treetop.kernels.sort_key import index_of, key_of, value_of
 from treetop.kernels.tree import stable_topk
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, tl
 
@@ -57,7 +57,7 @@ def _pieces_kernel(
     k: constexpr, slots: constexpr, piece: constexpr, pieces: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """The k best of one piece, and the maximum and sum of exponentials. Grid (rows, pieces)."""
-    take_turn(overlap, early=True)
+    pdl_wait(overlap, early=True)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = part * piece + tl.arange(0, piece)
     x = tl.load(logits + row * row_stride + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
@@ -78,7 +78,7 @@ def _merge_kernel(
     k: constexpr, slots: constexpr, pieces: constexpr, block: constexpr, has_offset: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """The k best of the pieces' best, less the row's normaliser. Grid (rows,)."""
-    take_turn(overlap, early=True)
+    pdl_wait(overlap, early=True)
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, block)
     there = part < pieces

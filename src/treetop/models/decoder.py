@@ -5,13 +5,13 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from treetop.attention.phase import Attend
+from treetop.attention.layer import Attend
 from treetop.kernels.rope import rope_table
 from treetop.kernels.table import Ops
+from treetop.models.config import ModelConfig
 from treetop.models.layers import GatedMLP, RMSNorm, SelfAttention, attention_params, mlp_params, norm_param
 from treetop.models.loader import Placement, Weights
 from treetop.models.params import Param, Source, matrix
-from treetop.models.spec import ModelConfig
 from treetop.models.target import TargetOutput
 
 
@@ -51,14 +51,14 @@ class Decoder:
         """See `Target`."""
         x = F.embedding(tokens, self.embedding)
         angles = {rope: self._ops.angles(table, positions) for rope, table in self._ropes.items()}
-        features, normed = {0: x}, self.layers[0].input_norm(x)
+        aux_hidden, normed = {0: x}, self.layers[0].input_norm(x)
         next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
         for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True), 1):
             x, added = layer(x, normed, angles[layer.rope], attend)
             x, normed = next_norm.after(x, added)
             if index in self.aux_inputs:
-                features[index] = x
-        return TargetOutput(normed, tuple(features[i] for i in self.aux_inputs))
+                aux_hidden[index] = x
+        return TargetOutput(normed, tuple(aux_hidden[i] for i in self.aux_inputs))
 
     @property
     def products(self) -> list[object]:

@@ -5,12 +5,12 @@ from typing import Any
 
 from torch import Tensor
 
-from treetop.attention.phase import Attend
+from treetop.attention.layer import Attend
 from treetop.kernels.fused import HeadNorms
 from treetop.kernels.table import Ops
+from treetop.models.config import AttentionSpec, DenseSpec
 from treetop.models.loader import Weights
 from treetop.models.params import Param, Source, matrix, vector
-from treetop.models.spec import AttentionSpec, DenseSpec
 
 
 class RMSNorm:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from treetop.models.spec import Config, LayerSpec, ModelConfig, attention_spec, dense_spec, model_config, num_layers
+from treetop.models.config import Config, LayerSpec, ModelConfig, attention_spec, dense_spec, model_config, num_layers
 
 
 def read(config: Config, where: Path) -> ModelConfig:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from treetop.models.spec import Config, LayerSpec, ModelConfig, attention_spec, dense_spec, model_config, num_layers
+from treetop.models.config import Config, LayerSpec, ModelConfig, attention_spec, dense_spec, model_config, num_layers
 from treetop.types.errors import CheckpointError
 
 

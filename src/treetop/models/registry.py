@@ -6,10 +6,10 @@ from pathlib import Path
 
 from treetop.kernels.table import Ops
 from treetop.models import llama, qwen3, windowed_llama
+from treetop.models.config import Config, ModelConfig, read_config
 from treetop.models.decoder import Decoder, decoder_params, unused_tensors
 from treetop.models.loader import Placement, Weights, check_weights, load_weights
 from treetop.models.params import Param
-from treetop.models.spec import Config, ModelConfig, read_config
 from treetop.models.target import Target
 from treetop.types.errors import CheckpointError, shown
 

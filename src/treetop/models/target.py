@@ -6,16 +6,16 @@ from typing import Protocol
 
 from torch import Tensor
 
-from treetop.attention.phase import Attend
-from treetop.models.spec import ModelConfig
+from treetop.attention.layer import Attend
+from treetop.models.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
 class TargetOutput:
-    """hidden: [rows, n, hidden], after the final norm. features: [rows, n, hidden] of each state that was asked for."""
+    """hidden: [rows, n, hidden], after the final norm. aux_hidden: [rows, n, hidden] of each state asked for."""
 
     hidden: Tensor
-    features: tuple[Tensor, ...]
+    aux_hidden: tuple[Tensor, ...]
 
 
 class Target(Protocol):

@@ -6,7 +6,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from treetop.models.spec import (
+from treetop.models.config import (
     Config,
     LayerSpec,
     ModelConfig,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from treetop.cache.ledger import Lease
+from treetop.cache.kv_cache_manager import Lease
 from treetop.types.ids import RequestId, Row
 from treetop.types.requests import EngineRequest
 from treetop.types.sampling import Choice, FinishReason, SamplingParams
@@ -28,10 +28,10 @@ class Request:
     """Mutable, owned by the scheduler.
 
     stop_ids: EOS, unless it is ignored, and the request's own. max_output: tokens that max_tokens and the context
-    allow. prefilled: tokens whose K/V the pages hold, as far as the host knows; a chunk counts once it is planned, a
-    round once its result is committed. A request decodes once all its ids are prefilled: the token after them, the
-    root, is on its way then, and once it is here `prefilled == num_ids - 1`. running: None while it waits; an ended
-    request keeps it until no step with its row is out. What follows it is for the stats.
+    allow. num_computed_tokens: tokens whose K/V the pages hold, as far as the host knows; a chunk counts once it is
+    planned, a round once its result is committed. A request decodes once all its ids are num_computed_tokens: the token
+    after them, the root, is on its way then, and once it is here `num_computed_tokens == num_ids - 1`. running: None
+    while it waits; an ended request keeps it until no step with its row is out. What follows it is for the stats.
     """
 
     request_id: RequestId
@@ -43,7 +43,7 @@ class Request:
     choice: Choice
     arrival_s: float
     output_ids: list[int] = field(default_factory=list)
-    prefilled: int = 0
+    num_computed_tokens: int = 0
     finish_reason: FinishReason | None = None
     running: Running | None = None
     num_cached_tokens: int = 0

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from treetop.cache.ledger import Columns, PageLedger
+from treetop.cache.kv_cache_manager import Columns, KVCacheManager
 from treetop.checks.host import check_cached, check_cell, check_emitted
 from treetop.scheduler.request import Request, Running
 from treetop.scheduler.stops import first_stop
@@ -35,7 +35,8 @@ class _Out:
 
 
 class Scheduler:
-    """Owns requests, rows and leases. Up to `lag` plans are out at a time, and `commit` takes results in their order.
+    """Owns requests, rows and leases. Up to `max_in_flight` plans are out at a time, and `commit` takes results in
+    their order.
 
     A request that ends while steps with its row are out keeps row and lease until the last of them is committed; what
     they give is dropped. Page-table changes wait in `_cells` for the next plan, whatever becomes of the one that made
@@ -47,7 +48,7 @@ class Scheduler:
     ) -> None:
         """clock: seconds, for the stats of requests."""
         self._layout, self._config, self._eos_ids, self._clock = layout, config, frozenset(eos_ids), clock
-        self._ledger = PageLedger(layout, not config.disable_radix_cache, config.check_level)
+        self._kv_cache = KVCacheManager(layout, not config.disable_radix_cache, config.check_level)
         self._free_rows = [Row(row) for row in range(layout.max_requests - 1, -1, -1)]
         self._waiting: deque[Request] = deque()
         self._prefilling: list[Request] = []
@@ -96,7 +97,7 @@ class Scheduler:
     @property
     def load(self) -> CoreLoad:
         """What it is busy with; requests that ended while a step of theirs is out count as running."""
-        return CoreLoad(len(self._by_row), len(self._waiting), self._ledger.usage, self.num_retractions)
+        return CoreLoad(len(self._by_row), len(self._waiting), self._kv_cache.usage, self.num_retractions)
 
     # ---------------------------------------------------------------- planning
 
@@ -105,7 +106,7 @@ class Scheduler:
 
         Prefill goes first, but takes turns with rounds that could run.
         """
-        if len(self._out) == self._layout.lag:
+        if len(self._out) == self._layout.max_in_flight:
             return None
         ready = [request for request in self._decoding if self._may_go_on(request)]
         plan: StepPlan | None = None if self._prefilled_last and ready else self._plan_prefill()
@@ -128,7 +129,7 @@ class Scheduler:
         setups: list[RowSetup] = []
         batch: list[tuple[Request, int]] = []
         for request in self._prefilling:
-            count = min(self._prefill_room(batch), request.num_ids - request.prefilled)
+            count = min(self._prefill_room(batch), request.num_ids - request.num_computed_tokens)
             if self._may_join(batch, count):
                 self._reserve_chunk(request, count)
                 batch.append((request, count))
@@ -138,13 +139,13 @@ class Scheduler:
                 break
             self._waiting.popleft()
             self._prefilling.append(request)
-            setups.append(RowSetup(_held(request).row, request.prefilled, request.params, request.seed))
-            batch.append((request, min(room, request.num_ids - request.prefilled)))
+            setups.append(RowSetup(_held(request).row, request.num_computed_tokens, request.params, request.seed))
+            batch.append((request, min(room, request.num_ids - request.num_computed_tokens)))
         if not batch:
             return None
         return PrefillPlan(
             edits=self._take_edits(),
-            freed=self._ledger.take_freed(),
+            freed=self._kv_cache.take_freed(),
             setups=tuple(setups),
             chunks=tuple(self._chunk(request, count) for request, count in batch),
             choice=Choice.costliest(request.choice for request, _ in batch),
@@ -163,9 +164,9 @@ class Scheduler:
 
     def _chunk(self, request: Request, count: int) -> Chunk:
         """The next `count` tokens of a request, and the token after them. After its last chunk it can decode."""
-        ids, start = request.ids, request.prefilled
+        ids, start = request.ids, request.num_computed_tokens
         end = start + count
-        request.prefilled = end
+        request.num_computed_tokens = end
         if end == len(ids):
             self._prefilling.remove(request)
             self._decoding.append(request)
@@ -173,8 +174,8 @@ class Scheduler:
 
     def _reserve_chunk(self, request: Request, count: int) -> None:
         """Pages of the windows for one more chunk; the other groups got theirs at admission."""
-        self._slide(request, self._known(request))
-        end = request.prefilled + count
+        self._slide(request, self._num_known(request))
+        end = request.num_computed_tokens + count
         if not self._reserve(request, request.num_ids + self._layout.headroom, end):
             raise InvariantError("a window's pool does not hold the windows of all running requests")
 
@@ -184,43 +185,43 @@ class Scheduler:
         Pages behind a window stay until the cache has them, which it has once their chunk is committed. If pages are
         short they are given up, everybody's.
         """
-        held, known = _held(request), request.prefilled
-        cells = self._ledger.reserve(held.lease, num_tokens, known, end)
+        held, known = _held(request), request.num_computed_tokens
+        cells = self._kv_cache.reserve(held.lease, num_tokens, known, end)
         if cells is None:
             for other in self._by_row.values():
-                self._slide(other, other.prefilled)
-            cells = self._ledger.reserve(held.lease, num_tokens, known, end)
+                self._slide(other, other.num_computed_tokens)
+            cells = self._kv_cache.reserve(held.lease, num_tokens, known, end)
         self._write(held.row, cells or [])
         return cells is not None
 
     def _slide(self, request: Request, known: int) -> None:
         held = _held(request)
-        self._write(held.row, self._ledger.slide(held.lease, known))
+        self._write(held.row, self._kv_cache.slide(held.lease, known))
 
-    def _known(self, request: Request) -> int:
-        """Tokens of which the host knows that the pages hold their K/V: `prefilled` but for chunks that are out."""
+    def _num_known(self, request: Request) -> int:
+        """Tokens whose K/V the pages hold for certain: `num_computed_tokens` without chunks that are out."""
         held = _held(request)
         if held.steps_out > held.rounds_out:
             for out in self._out:
                 if request in out.requests and isinstance(out.plan, PrefillPlan):
                     return next(chunk.start for chunk in out.plan.chunks if chunk.row == held.row)
-        return request.prefilled
+        return request.num_computed_tokens
 
     def _admit(self, request: Request, batch: list[tuple[Request, int]], budget: int) -> bool:
         """Give a waiting request a row and pages for all its tokens and one round; False if there is no room.
 
         Also if its first chunk, of `budget` tokens at most, does not suit the prefill `batch`.
         """
-        lease, shared = self._ledger.open(request.ids)
+        lease, shared = self._kv_cache.open(request.ids)
         known = lease.shared * self._layout.page_size
         end = min(known + budget, request.num_ids)
         suits = self._may_join(batch, end - known)
         total = request.num_ids + self._layout.headroom
-        reserved = self._ledger.reserve(lease, total, known, end) if suits else None
+        reserved = self._kv_cache.reserve(lease, total, known, end) if suits else None
         if reserved is None:
-            self._ledger.release(lease)
+            self._kv_cache.release(lease)
             return False
-        request.prefilled = known
+        request.num_computed_tokens = known
         request.running = Running(self._free_rows.pop(), lease, request.num_ids + self._layout.headroom)
         self._by_row[request.running.row] = request
         if request.admitted_s is None:
@@ -236,7 +237,7 @@ class Scheduler:
         batch = [request for request in ready if request.running is not None]  # the others have been retracted
         return RoundPlan(
             edits=self._take_edits(),
-            freed=self._ledger.take_freed(),
+            freed=self._kv_cache.take_freed(),
             rows=tuple(_held(request).row for request in batch),
             shape=self._config.shape,
             committed_bound=max(self._committed_bound(request) for request in batch),
@@ -245,7 +246,7 @@ class Scheduler:
 
     def _may_go_on(self, request: Request) -> bool:
         """Whether a decoding request may need a round more than those that are out, of which each emits a token."""
-        first = request.prefilled == request.num_ids  # its first token is out too
+        first = request.num_computed_tokens == request.num_ids  # its first token is out too
         return _held(request).rounds_out + first < self._tokens_left(request)
 
     def _tokens_left(self, request: Request) -> int:
@@ -253,8 +254,8 @@ class Scheduler:
         return request.max_output - len(request.output_ids)
 
     def _committed_bound(self, request: Request) -> int:
-        """Tokens that the device may have committed once all that is out has run; `prefilled` are known."""
-        return request.prefilled + _held(request).rounds_out * self._commit_width
+        """Tokens that the device may have committed once all that is out has run; `num_computed_tokens` are known."""
+        return request.num_computed_tokens + _held(request).rounds_out * self._commit_width
 
     def _reserve_round(self, request: Request) -> bool:
         """Pages for one more round of a request; the youngest others are retracted for them, or it itself.
@@ -266,10 +267,10 @@ class Scheduler:
         held = request.running
         if held is None:
             return True
-        need = request.prefilled + (held.rounds_out + 1) * self._commit_width
+        need = request.num_computed_tokens + (held.rounds_out + 1) * self._commit_width
         if need <= held.reserved and not self._has_windows:
             return True
-        self._slide(request, self._known(request))
+        self._slide(request, self._num_known(request))
         while not self._reserve(request, need):
             if self._out:
                 return False
@@ -304,9 +305,9 @@ class Scheduler:
     def _retract(self, request: Request) -> None:
         """Back to the head of the queue; it resumes by a prefill of its prompt and output (sgl-28254)."""
         assert not self._out, "its length is not known"
-        self._leave(request, request.ids[: request.prefilled])
+        self._leave(request, request.ids[: request.num_computed_tokens])
         self._queue_of(request).remove(request)
-        request.prefilled = 0
+        request.num_computed_tokens = 0
         request.num_retractions += 1
         self._waiting.appendleft(request)
         self.num_retractions += 1
@@ -333,7 +334,7 @@ class Scheduler:
                 continue
             tokens = row_result.tokens
             if is_round:
-                request.prefilled += len(tokens)
+                request.num_computed_tokens += len(tokens)
             if tokens:
                 updates.append(self._emit(request, tokens, len(tokens) - 1 if is_round else None))
         if isinstance(plan, PrefillPlan):
@@ -349,7 +350,7 @@ class Scheduler:
             request = self._by_row.get(chunk.row)
             if request is not None and request.finish_reason is None:
                 ids = request.ids[: chunk.start + len(chunk.token_ids)]
-                self._write(chunk.row, self._ledger.insert(_held(request).lease, ids))
+                self._write(chunk.row, self._kv_cache.insert(_held(request).lease, ids))
 
     def fail(self, error: str) -> list[RequestUpdate]:
         """The engine broke: what is out is lost, and with it what the host knows of its rows. Every request ends."""
@@ -413,7 +414,7 @@ class Scheduler:
         if request.running is None or request.running.steps_out:
             return
         # The cache key is what the client received: a path past the stop is cut off (sgl-35694).
-        self._leave(request, request.ids[: request.prefilled] if request.finish_reason != "abort" else ())
+        self._leave(request, request.ids[: request.num_computed_tokens] if request.finish_reason != "abort" else ())
 
     def _queue_of(self, request: Request) -> list[Request]:
         """Where a running request stands."""
@@ -423,8 +424,8 @@ class Scheduler:
         """Give back row and pages; `ids` are tokens whose K/V are complete."""
         held = _held(request)
         if self._config.check_level >= 1:
-            check_cached(held.row, len(ids), request.prefilled)
-        self._ledger.release(held.lease, ids)
+            check_cached(held.row, len(ids), request.num_computed_tokens)
+        self._kv_cache.release(held.lease, ids)
         self._free_rows.append(held.row)
         del self._by_row[held.row]
         self._cells = {cell: page for cell, page in self._cells.items() if cell[1] != held.row}
@@ -438,7 +439,7 @@ class Scheduler:
 
     def arrange_pages(self, order: Callable[[list[PageId]], list[PageId]]) -> None:
         """Reorder the free pages of every group; for conformance, where luck must not hide a wrong address."""
-        self._ledger.arrange(order)
+        self._kv_cache.arrange(order)
 
     def check_integrity(self, count: int | None = None) -> None:
         """Raise unless rows and pages are all accounted for.
@@ -449,14 +450,14 @@ class Scheduler:
         if sorted([*self._by_row, *self._free_rows]) != list(range(self._layout.max_requests)):
             raise InvariantError(f"rows {[*self._by_row]} in use and {self._free_rows} free do not make up all rows")
         for row, request in self._by_row.items():
-            shared, known = _held(request).lease.shared * self._layout.page_size, self._known(request)
+            shared, known = _held(request).lease.shared * self._layout.page_size, self._num_known(request)
             if shared > known:
                 raise InvariantError(f"row {row}: {shared} tokens are cached, {known} committed")
         leases = [_held(request).lease for request in self._by_row.values()]
         if count is None:
-            self._ledger.check(leases)
+            self._kv_cache.check(leases)
         else:
-            self._ledger.check_some(leases, count)
+            self._kv_cache.check_some(leases, count)
 
 
 def next_prompt_token(ids: Sequence[int], end: int) -> int | None:

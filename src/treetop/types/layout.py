@@ -105,8 +105,8 @@ class Layout:
     """Every dimension of the engine's device state, from a handful of options.
 
     shapes: the tree shapes the engine may run. page_size: tokens a page. max_context: tokens
-    a request may hold, prompt and output. chunk: most prompt tokens a prefill step processes. lag: steps in flight.
-    pool_tokens: tokens that each pool without a window holds.
+    a request may hold, prompt and output. chunk: most prompt tokens a prefill step processes. max_in_flight: steps in
+    flight. pool_tokens: tokens that each pool without a window holds.
     """
 
     shapes: tuple[SpecShape, ...]
@@ -116,7 +116,7 @@ class Layout:
     chunk: int
     groups: tuple[KVGroup, ...]
     pool_tokens: int
-    lag: int = 1
+    max_in_flight: int = 1
 
     @property
     def commit_width(self) -> int:
@@ -124,8 +124,8 @@ class Layout:
 
     @property
     def headroom(self) -> int:
-        """Positions past the context that rounds in flight may touch: `lag * (S + 1)`."""
-        return self.lag * self.commit_width
+        """Positions past the context that rounds in flight may touch: `max_in_flight * (S + 1)`."""
+        return self.max_in_flight * self.commit_width
 
     @property
     def max_committed(self) -> int:
@@ -133,7 +133,7 @@ class Layout:
 
         The rounds that are out may have passed the context, which the host learns later.
         """
-        return self.max_context + (self.lag - 1) * self.commit_width
+        return self.max_context + (self.max_in_flight - 1) * self.commit_width
 
     @property
     def max_positions(self) -> int:
@@ -208,7 +208,7 @@ class Layout:
         """
         slides = 2 * self.pages_for(max(self.chunk, self.headroom))
         grows = self.pages_for(self.headroom) + 1
-        exchanged = self.lag * (self.pages_for(self.chunk) + self.max_requests)
+        exchanged = self.max_in_flight * (self.pages_for(self.chunk) + self.max_requests)
         new = self.page_columns + self.pages_for(self.chunk)
         most = sum(
             new + exchanged + self.max_requests * (grows if g.window is None else grows + slides) for g in self.groups
@@ -245,7 +245,7 @@ class Layout:
 
     def dimensions(self) -> dict[str, Dimension]:
         """All dimensions by name, for buffers, errors and the capacity table."""
-        c, w, p, lag = self.max_context, self.commit_width, self.page_size, self.lag
+        c, w, p, max_in_flight = self.max_context, self.commit_width, self.page_size, self.max_in_flight
         rows = [
             Dimension("max_requests", self.max_requests, "--max-running-requests", "--max-running-requests"),
             Dimension("max_context", c, "--context-length", "--context-length"),
@@ -253,11 +253,14 @@ class Layout:
             Dimension(
                 "page_columns",
                 self.page_columns,
-                f"ceil((context {c} + lag {lag} * (S + 1) {w}) / page {p})",
+                f"ceil((context {c} + max_in_flight {max_in_flight} * (S + 1) {w}) / page {p})",
                 "--context-length",
             ),
             Dimension(
-                "max_positions", self.max_positions, f"context {c} + lag {lag} * (S + 1) {w}", "--context-length"
+                "max_positions",
+                self.max_positions,
+                f"context {c} + max_in_flight {max_in_flight} * (S + 1) {w}",
+                "--context-length",
             ),
             Dimension("max_edits", self.max_edits, "cells that one plan may change", "--max-running-requests"),
             Dimension("draft_tail", self.draft_tail, "max over shapes of k * (S - 1)", "--speculative-num-steps"),

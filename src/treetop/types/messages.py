@@ -2,7 +2,8 @@
 
 scheduler --StepPlan--> engine --StepResult--> scheduler
 
-Up to `lag` plans are out at a time; the engine runs them, and the scheduler commits their results, in their order.
+Up to `max_in_flight` plans are out at a time; the engine runs them, and the scheduler commits their results, in their
+order.
 """
 
 from dataclasses import dataclass

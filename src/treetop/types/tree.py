@@ -40,7 +40,7 @@ class Accepted:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class PathPositions:
     """Where the rows of a round stand: found once, by its first phase, for all of them.
 
     committed: [rows] int64, the extent of every phase's prefix. nodes: [rows, T] int64, positions of the tree's nodes

@@ -19,14 +19,14 @@ from treetop.attention.capabilities import CAPABILITIES
 from treetop.debug.faults import FAULTS
 from treetop.debug.kernels import all_kernels
 from treetop.engine import build
+from treetop.engine.compile_ahead import compile_steps
 from treetop.engine.cuda_graphs import CudaGraphs
-from treetop.engine.rehearsal import compile_steps
-from treetop.kernels import compressed, triton_guard
+from treetop.kernels import packed_weights, triton_guard
 from treetop.kernels.attention import paged_attention
+from treetop.kernels.attention_config import Launch
 from treetop.kernels.commit import Paths
 from treetop.kernels.grow import Children
 from treetop.kernels.kv import PageTable
-from treetop.kernels.launch import Launch
 from treetop.kernels.metadata import AttentionMetadata
 from treetop.kernels.rows import DraftState, RowTables
 from treetop.kernels.table import OpContext, Ops, operations
@@ -46,7 +46,7 @@ from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL, EngineConfig
 from treetop.types.ids import FULL
 from treetop.types.layout import SpecShape
 from treetop.types.phase import Phase
-from treetop.types.tree import Accepted, DraftTree, Places
+from treetop.types.tree import Accepted, DraftTree, PathPositions
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 GPUTarget = pytest.importorskip("triton.backends.compiler", reason="Triton is not installed").GPUTarget
@@ -184,7 +184,7 @@ def launch_a_round(ops):
     """Every operation that a fault may be inside of, on memory that nobody reads: only kernels are asked for."""
     shape, long = SpecShape(2, 3, 6), torch.int64
     tree = DraftTree(*torch.zeros((3, 1, 6), dtype=long), torch.zeros(1, 6, 6, dtype=torch.bool), torch.zeros(1, 6))
-    places = Places(torch.zeros(1, dtype=long), torch.zeros(1, 6, dtype=long), torch.zeros(1, 4, dtype=long))
+    places = PathPositions(torch.zeros(1, dtype=long), torch.zeros(1, 6, dtype=long), torch.zeros(1, 4, dtype=long))
     rows, wide = torch.zeros(1, dtype=long), torch.zeros(1, 4, dtype=long)
     draft = DraftState(torch.zeros(1, 2, dtype=long), torch.zeros(1, 2), torch.zeros(1, 8))
     identity = torch.eye(2, dtype=torch.bool)
@@ -198,7 +198,7 @@ def launch_a_round(ops):
     ops.commit(
         torch.zeros(1, 8, 2, 1, 4), torch.zeros(1, 1, 6, 2, 1, 4), torch.zeros(2, 2, dtype=torch.int32), 4, paths
     )
-    ops.path_features(torch.zeros(1, 4, 8), (torch.zeros(1, 6, 8),), accepted.path)
+    ops.path_aux_hidden(torch.zeros(1, 4, 8), (torch.zeros(1, 6, 8),), accepted.path)
 
 
 @compiled_here
@@ -280,10 +280,10 @@ def as_if_on_a_gpu(absent_gpu, monkeypatch):
     monkeypatch.setattr(build, "peak_bytes", lambda _: 0)
     for name in ("graph", "CUDAGraph", "Stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nullcontext())
-    monkeypatch.setattr(compressed, "_WORTH_PARAMETERS", 0)
-    compressed.offers.cache_clear()
+    monkeypatch.setattr(packed_weights, "_WORTH_PARAMETERS", 0)
+    packed_weights.offers.cache_clear()
     yield absent_gpu
-    compressed.offers.cache_clear()
+    packed_weights.offers.cache_clear()
 
 
 @compiled_here
@@ -294,13 +294,13 @@ def test_a_rehearsal_compiles_all_that_an_engine_launches_on_a_gpu(as_if_on_a_gp
         BUILTIN_MODEL, draft=BUILTIN_DRAFT, device="cpu", attention_backend="triton", max_running_requests=4, **options
     )
     made = []
-    blueprint = build.read_blueprint(config)
+    engine_plan = build.plan_engine(config)
     # The head norms its embedding, so a kernel runs while weights are loaded.
-    compile_ahead(lambda: made.append(build._without_pools(blueprint, blueprint.place)[0]))
+    compile_ahead(lambda: made.append(build._without_pools(engine_plan, engine_plan.place)[0]))
     build._gpu_allowance(config, made[0])
     assert not any(by_itself for _, by_itself in as_if_on_a_gpu)
     names = {name for name, _ in as_if_on_a_gpu}
-    of_libraries, context = {"gather_table", "tail_and_merge"}, on_a_gpu_of(blueprint.place)
+    of_libraries, context = {"gather_table", "tail_and_merge"}, on_a_gpu_of(engine_plan.place)
     used = [op for name, op in operations().items() if op.applies(context) and name not in of_libraries]
     assert names == {kernel.fn.__name__ for op in used for kernel in op.launches}
     asked = len(as_if_on_a_gpu)
@@ -317,7 +317,7 @@ def test_who_rehearses(monkeypatch, able, captured, rehearsed):
     monkeypatch.setattr(build, "captures", lambda *_: captured)
     monkeypatch.setattr(build, "peak_bytes", lambda _: 0)
     monkeypatch.setattr(build, "rehearse", asked.append)
-    build._gpu_allowance(engine.config, replace(engine.device, backend=backend))
+    build._gpu_allowance(engine.config, replace(engine.runner, backend=backend))
     assert len(asked) == rehearsed
 
 

@@ -1,7 +1,7 @@
 """What passes between host and device each step: one copy in, one copy out, in slots that rotate.
 
 The host writes a step's inputs into its slot and goes on; the device copies them, runs, and copies the results into the
-same slot. `lag` steps are out at most, so a slot that comes round again has long been read.
+same slot. `max_in_flight` steps are out at most, so a slot that comes round again has long been read.
 """
 
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ class HostResults:
 
 
 @dataclass(frozen=True, slots=True)
-class Posted:
+class InFlightResults:
     """Results of step `step`, on their way to its slot: `values`, a part of it, for a bucket of `rows` rows."""
 
     slot: Slot
@@ -57,8 +57,8 @@ class Posted:
     rows: int
 
 
-class Ring:
-    """`lag + 1` slots, and the device memory that they are copied to and from."""
+class StagingBuffers:
+    """`max_in_flight + 1` slots, and the device memory that they are copied to and from."""
 
     def __init__(self, layout: Layout, device: torch.device, zeros: Zeros, check_level: int) -> None:
         self._check_level = check_level
@@ -66,7 +66,7 @@ class Ring:
         # Row list, cells; for a prefill the setups, and of each row: length, next token; of each token: place, id.
         self._inputs = zeros((3 * b + 3 * layout.max_edits + SETUP_COLUMNS * b + 2 * layout.chunk,), torch.int64)
         self._results = zeros((b * (layout.commit_width + 2) + RECORD,), torch.int64)
-        self._slots = [self._slot(device) for _ in range(layout.lag + 1)]
+        self._slots = [self._slot(device) for _ in range(layout.max_in_flight + 1)]
         self._steps = 0
 
     def _slot(self, device: torch.device) -> Slot:
@@ -75,7 +75,7 @@ class Ring:
         return Slot(inputs, results, torch.cuda.Event() if cuda else None)
 
     def take(self) -> Slot:
-        """The next step's slot. It waits only if more than `lag` steps are out, for the one that is then lost."""
+        """The next step's slot. It waits for a step only if more than `max_in_flight` are out; that one is lost."""
         slot = self._slots[self._steps % len(self._slots)]
         if slot.done is not None:
             slot.done.synchronize()
@@ -95,20 +95,20 @@ class Ring:
         self._inputs[:need].copy_(slot.inputs[:need], non_blocking=True)
         return list(self._inputs[:need].split([len(column) for column in columns]))
 
-    def post(self, slot: Slot, results: Results, record: Tensor) -> Posted:
+    def post(self, slot: Slot, results: Results, record: Tensor) -> InFlightResults:
         """Copy a step's results into its slot, in one copy, and mark the step's end."""
         parts = [results.tokens.reshape(-1), results.accept_len, results.finite.to(torch.int64), record]
         packed = self._results[: sum(len(part) for part in parts)]
         torch.cat(parts, out=packed)
-        values = hand_out(packed, slot.results[: len(packed)])
+        values = copy_out(packed, slot.results[: len(packed)])
         if self._check_level >= 1:
             check_own_memory("tokens", values, packed)
         if slot.done is not None:
             slot.done.record()
-        return Posted(slot, slot.step, values, len(results.tokens))
+        return InFlightResults(slot, slot.step, values, len(results.tokens))
 
 
-def hand_out(tensor: Tensor, memory: Tensor) -> Tensor:
+def copy_out(tensor: Tensor, memory: Tensor) -> Tensor:
     """What outlives the round's buffers: a copy in `memory`, never a view (sgl-23037). It does not wait."""
     return memory.copy_(tensor, non_blocking=True)
 
@@ -119,10 +119,10 @@ def check_own_memory(name: str, handed: Tensor, buffer: Tensor) -> None:
         raise CheckError(f"result {name}: shares memory with the round's buffers")
 
 
-def collect(posted: Posted) -> HostResults:
+def collect(posted: InFlightResults) -> HostResults:
     """Wait for the end of a step, and nothing later, and read its results.
 
-    Raises InvariantError if `lag` more steps, and one, have been launched since: its slot is another's now.
+    Raises InvariantError if `max_in_flight` more steps, and one, have been launched since: its slot is another's now.
     """
     slot, n = posted.slot, posted.rows
     if slot.step != posted.step:

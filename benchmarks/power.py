@@ -1,7 +1,7 @@
 """What a board's power limit does to products and rounds: time after a pause, sustained time, power and energy.
 
-    python bench/power.py                                     gate and up of Llama-3.1-8B, 16 .. 2048 rows
-    python bench/power.py --rounds --shape 5,1,6 --batch 32   whole rounds, back to back
+    python benchmarks/power.py                                     gate and up of Llama-3.1-8B, 16 .. 2048 rows
+    python benchmarks/power.py --rounds --shape 5,1,6 --batch 32   whole rounds, back to back
 
 Everything is measured with random weights and with zeros, which move no bits: operations, bytes and launches are the
 same, so where the times differ it is power that sets them. Energy is the driver's counter (NVML); it covers the board.
@@ -23,8 +23,8 @@ from unittest.mock import patch
 import torch
 import triton
 from attention_cases import DEVICE, graph_of, times_us
-from few_rows import SHAPES, check, multiply
 from rounds import NAMES, preset
+from skinny_gemm import SHAPES, check, multiply
 from torch import Tensor
 
 from treetop import LLM
@@ -32,7 +32,7 @@ from treetop.bench.prompts import prompt_ids
 from treetop.bench.rounds import device_times_ms, engine_config, phase_times_ms, wall_times_ms
 from treetop.bench.sweeps import SweepOptions, make_grid
 from treetop.cli import OneLineParser, exit_code
-from treetop.kernels.few_rows import RowsLaunch, choose_launch
+from treetop.kernels.skinny_gemm import RowsLaunch, choose_launch
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.models import loader
 from treetop.models.params import Param

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from treetop.engine.cuda_graphs import Run
-from treetop.engine.device import Device
+from treetop.engine.model_runner import ModelRunner
 from treetop.engine.prefill import PrefillBatch, prefill
 from treetop.engine.rounds import RoundKey, run_phases
 from treetop.types.layout import Layout
@@ -13,19 +13,19 @@ from treetop.types.sampling import Choice
 
 
 @torch.inference_mode()
-def peak_bytes(device: Device) -> int:
+def peak_bytes(runner: ModelRunner) -> int:
     """Bytes that the worst prefill and the worst round reserve on a GPU, added up.
 
     Both run on dummy rows, which leaves no trace in any state. They are added, not compared, for the memory of
     captured rounds stays theirs while a prefill runs. What they compile and load is left in place: the driver's part
     of it is then no longer counted as free.
     """
-    return sum(_peak(step) for step in worst_steps(device))
+    return sum(_peak(step) for step in worst_steps(runner))
 
 
-def worst_steps(device: Device) -> tuple[Run, Run]:
+def worst_steps(runner: ModelRunner) -> tuple[Run, Run]:
     """The worst prefill and the worst round, on dummy rows."""
-    return partial(_prefill, device), partial(_round, device)
+    return partial(_prefill, runner), partial(_round, runner)
 
 
 def worst_prefill(layout: Layout) -> tuple[int, int]:
@@ -48,22 +48,22 @@ def _peak(run: Run) -> int:
     return torch.cuda.max_memory_reserved() - before
 
 
-def _prefill(device: Device) -> None:
-    rows, width = worst_prefill(device.layout)
-    dummies = device.buffers.rows.new_full((rows,), device.layout.dummy_row)
+def _prefill(runner: ModelRunner) -> None:
+    rows, width = worst_prefill(runner.layout)
+    dummies = runner.buffers.rows.new_full((rows,), runner.layout.dummy_row)
     batch = PrefillBatch(
         rows=dummies,
         tokens=dummies.new_zeros((rows, width)),
         query_len=dummies.new_zeros(rows),
         next_token=dummies.new_full((rows,), -1),
-        bound=device.layout.max_committed,
+        max_kv_len=runner.layout.max_committed,
         choice=Choice.FILTER,
     )
-    prefill(device, batch)
+    prefill(runner, batch)
 
 
-def _round(device: Device) -> None:
-    layout = device.layout
-    device.buffers.rows.fill_(layout.dummy_row)
+def _round(runner: ModelRunner) -> None:
+    layout = runner.layout
+    runner.buffers.rows.fill_(layout.dummy_row)
     for shape in layout.shapes:
-        run_phases(device, RoundKey(layout.max_requests, shape, Choice.FILTER), layout.max_committed)
+        run_phases(runner, RoundKey(layout.max_requests, shape, Choice.FILTER), layout.max_committed)

@@ -1,8 +1,8 @@
 """How the attention kernels are cut for a call: a committed table by shape class, and a formula for what it lacks.
 
-`launches.json` holds what `python bench/attention.py --tune` measured, for one kind of GPU: shape class -> launch, with
-its time and the formula's. A number of keys that was not measured takes the launch of the nearest that was. A class of
-which no number of keys was measured, and another kind of GPU, use the formula.
+`attention_config.json` holds what `python benchmarks/attention.py --tune` measured, for one kind of GPU: shape class ->
+launch, with its time and the formula's. A number of keys that was not measured takes the launch of the nearest that
+was. A class of which no number of keys was measured, and another kind of GPU, use the formula.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 
 from treetop.kernels.triton_guard import GpuTraits, power_of_two
 
-TABLE = "launches.json"
+TABLE = "attention_config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class CallShape:
-    """What a call of attention looks like to a launch. n: queries a row. bound: no row has more keys in the pages."""
+    """A call of attention, as a launch sees it. n: queries a row. max_kv_len: no row has more keys in the pages."""
 
     rows: int
     n: int
@@ -42,7 +42,7 @@ class CallShape:
     group: int
     head_dim: int
     element_bytes: int
-    bound: int
+    max_kv_len: int
     causal: bool = False
 
     @property
@@ -54,7 +54,7 @@ class CallShape:
     def shape_class(self) -> str:
         """The name of the class: rows, queries and keys are rounded up to powers of two."""
         kind = "causal" if self.causal else "tail"
-        rows, n, keys = power_of_two(self.rows), power_of_two(self.n), power_of_two(max(self.bound, 64))
+        rows, n, keys = power_of_two(self.rows), power_of_two(self.n), power_of_two(max(self.max_kv_len, 64))
         return f"{kind} {self.heads} rows{rows} n{n} keys{keys}"
 
 
@@ -87,7 +87,7 @@ def choose_launch(call: CallShape, gpu: GpuTraits) -> Launch:
     if name is None:
         return launch_by_formula(call, gpu)
     entry = {each: table["classes"][name][each] for each in _TUNED}
-    entry["splits"] = max(1, min(entry["splits"], -(-call.bound // entry["block_n"])))
+    entry["splits"] = max(1, min(entry["splits"], -(-call.max_kv_len // entry["block_n"])))
     return Launch(**entry, overlap=gpu.can_overlap)
 
 
@@ -101,7 +101,7 @@ def entry_of(launch: Launch) -> dict[str, int]:
 
 
 def launch_by_formula(call: CallShape, gpu: GpuTraits) -> Launch:
-    """Enough programs to fill the GPU, cut no finer than parts are worth; measured on an H200, bench/attention.py."""
+    """Enough programs to fill the GPU, cut no finer than parts are worth; measured by benchmarks/attention.py."""
     width = call.n * call.group
     lanes = max(16, power_of_two(width))
     if call.element_bytes > 2:  # float32 without tensor cores: what fits in registers
@@ -113,7 +113,7 @@ def launch_by_formula(call: CallShape, gpu: GpuTraits) -> Launch:
     programs = call.rows * call.kv_heads * -(-width // block_m)
     splits = 2 * gpu.num_sms // programs  # two programs fit on a multiprocessor
     # Parts cost what they write and merge: few of short ranges, more of long ones, or where SMs would stand idle.
-    blocks = -(-call.bound // block_n)
+    blocks = -(-call.max_kv_len // block_n)
     few = max(512 // block_m, blocks // 8, gpu.num_sms // (2 * programs))
     splits = max(1, min(splits, few, blocks, 64))
     return Launch(block_m, block_n, splits, warps, stages, gpu.can_overlap)

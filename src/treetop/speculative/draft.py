@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from treetop.attention.phase import Attend
+from treetop.attention.layer import Attend
 from treetop.drafts.protocol import Drafter
-from treetop.kernels.grow import Children, Frontier, Growth
+from treetop.kernels.grow import Children, Frontier, TreeBuilder
 from treetop.kernels.table import Ops
 
 
@@ -30,7 +30,9 @@ class Level:
         return self.all_positions[:, self.index * k : (self.index + 1) * k]
 
 
-def grow_tree(drafter: Drafter, roots: tuple[Growth, Frontier], ops: Ops, attend: Callable[[Level], Attend]) -> Growth:
+def grow_tree(
+    drafter: Drafter, roots: tuple[TreeBuilder, Frontier], ops: Ops, attend: Callable[[Level], Attend]
+) -> TreeBuilder:
     """Grow each row's candidates: the drafter runs S - 1 times on k nodes a row; level 0 needs no run.
 
     roots: what `Ops.start` gives. attend: the attention of a level.

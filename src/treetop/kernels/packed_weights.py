@@ -12,9 +12,9 @@ quarter's weight needs: its code; its upper mantissa; its lower mantissa and sig
 piece, and 8 weights take 15 instructions.
 
 Outliers cost time, more the more rows there are. So the committed table says with how many of them in a block of lines
-a product is still faster than with 16 bits, measured with that many in every block (`bench/compressed.py`); they are
-counted when a weight is loaded, and where one block has more the 16 bits serve. Counting, unlike timing at load, gives
-the same products at every start.
+a product is still faster than with 16 bits, measured with that many in every block (`benchmarks/packed_weights.py`);
+they are counted when a weight is loaded, and where one block has more the 16 bits serve. Counting, unlike timing at
+load, gives the same products at every start.
 """
 
 from collections.abc import Mapping
@@ -24,8 +24,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from treetop.kernels.few_rows import gated_rows_reference, load_table, most_splits, row_class
-from treetop.kernels.overlap import ask_for, launch_options, take_turn
+from treetop.kernels.dependent_launch import ask_for, launch_options, pdl_wait
+from treetop.kernels.skinny_gemm import gated_rows_reference, load_table, most_splits, row_class
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, gpu_traits, jit, power_of_two, tl, why_not
 
 TILE, BLOCK, QUARTER = 64, 128, 32
@@ -181,7 +181,7 @@ def compressed_rows_reference(x: Tensor, weight: CompressedWeight) -> Tensor:
 
 
 def compressed_rows(x: Tensor, weight: CompressedWeight, launch: CompressedLaunch, gpu: GpuTraits) -> Tensor:
-    """The product as `kernels.few_rows` gives it: parts [parts, rows, n], or [rows, n / 2] of a gated weight.
+    """The product as `kernels.skinny_gemm` gives it: parts [parts, rows, n], or [rows, n / 2] of a gated weight.
 
     x: [rows, k] bfloat16 (in the interpreter float32), contiguous, rows <= MAX_ROWS. The weight's n is a multiple of
     `block_n`, which is one of 64, or 128 if gated; k is one of `128 * splits`. Several splits give their parts in
@@ -232,7 +232,7 @@ def _compressed_kernel(
     end = tl.load(starts + (tl.program_id(0) + 1) * (block_n // 64))
     pick = tl.arange(0, picks)
     where, column, value = _outliers(first + pick, end, lines, columns, values)
-    take_turn(overlap, early=True)
+    pdl_wait(overlap, early=True)
 
     dtype: constexpr = x.dtype.element_ty
     row = tl.arange(0, block_m)
@@ -347,8 +347,8 @@ def why_not_compressed(device: torch.device, dtype: torch.dtype) -> str | None:
 def offers(n: int, k: int, gated: bool, gpu: GpuTraits) -> dict[int, Offer]:
     """By `ROWS`, the launches that make products with a compressed weight [n, k] faster, if its outliers are few.
 
-    Measured ones lie in `few_rows.json`. Other weights, if larger than the largest that gained nothing, get about three
-    programs a multiprocessor for up to 16 rows.
+    Measured ones lie in `skinny_gemm.json`. Other weights, if larger than the largest that gained nothing, get about
+    three programs a multiprocessor for up to 16 rows.
     """
     table = load_table()
     if not table.holds_for(gpu) or not _is_whole(n, k, gated):

@@ -1,6 +1,6 @@
 """Where the GPU's time goes in one captured round: kernels by time between completions.
 
-    python bench/profile_round.py --shape 5,4,16 --batch 1
+    python benchmarks/profile_round.py --shape 5,4,16 --batch 1
 
 Shapes and weights as in `rounds.py`. A kernel's time is its end minus the end before it (`completions.py`), so times
 add up to that of the round. Each replay is recorded by itself; a round's time without the profiler stands beside it.

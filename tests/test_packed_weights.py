@@ -8,11 +8,11 @@ import torch
 
 from engines import build
 from treetop.drafts.eagle3 import HeadFile
-from treetop.engine import copies as deciding
-from treetop.engine.copies import copies_estimate, with_copies
+from treetop.engine import weight_copies as deciding
 from treetop.engine.memory import Budget, Memory, MemoryUse, fit, out_of_memory_explained, pool_bytes
-from treetop.kernels import compressed
-from treetop.kernels.compressed import (
+from treetop.engine.weight_copies import copies_estimate, with_copies
+from treetop.kernels import packed_weights
+from treetop.kernels.packed_weights import (
     BLOCK,
     MAX_ROWS,
     ROWS,
@@ -26,7 +26,7 @@ from treetop.kernels.compressed import (
     offers,
     why_not_compressed,
 )
-from treetop.kernels.few_rows import _TABLE, load_table
+from treetop.kernels.skinny_gemm import _TABLE, load_table
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.models.loader import Placement
 from treetop.types.config import EngineConfig
@@ -117,11 +117,11 @@ def test_a_tile_with_too_many_outliers_ends_it():
     weight, packed = normal(2 * 4096, 128), []
     weight[5, :40] = 1e-20
     few = compress(normal(4096, 128), False).crowd[TILE]
-    encode = compressed._encode
+    encode = packed_weights._encode
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compressed, "_encode", lambda tiles: packed.append(len(tiles)) or encode(tiles))
+        patch.setattr(packed_weights, "_encode", lambda tiles: packed.append(len(tiles)) or encode(tiles))
         assert compress(weight, False, 39) is None
-        assert sum(packed) == compressed._TILES_AT_ONCE
+        assert sum(packed) == packed_weights._TILES_AT_ONCE
     assert compress(weight, False, 40 + few) is None, "no launch has the steps"
     assert compress(normal(4096, 128), False, few) is not None
     assert compress(normal(4096, 128), False, few - 1) is None
@@ -153,7 +153,7 @@ def test_each_number_of_rows_is_decided_by_the_block_that_has_most(monkeypatch):
     """At the limit 12 bits serve, one outlier more and 16 do; without any number of rows left nothing is kept."""
     launch, wide = CompressedLaunch(64, 1, 3, 4, 16), CompressedLaunch(128, 1, 3, 8, 64)
     table = {1: Offer(launch, 90), 4: Offer(launch, 50), 16: Offer(launch, 50), 32: Offer(wide, 60)}
-    monkeypatch.setattr(compressed, "offers", lambda *args: table)
+    monkeypatch.setattr(packed_weights, "offers", lambda *args: table)
 
     def rows_of(counts):
         made = compress_if_faster(planted(counts), False, H200)
@@ -344,4 +344,4 @@ def test_only_weights_larger_than_those_measured_without_gain_are_worth_it():
     without = [
         n * k for n, k, gated, rows in table.launches if rows == 16 and (n, k, gated, 16) not in table.compressed
     ]
-    assert max(without) == compressed._WORTH_PARAMETERS
+    assert max(without) == packed_weights._WORTH_PARAMETERS

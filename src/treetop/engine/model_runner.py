@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from treetop.attention.contract import AttentionBackend
-from treetop.attention.phase import Columns, LayerKV, TailAttention
+from treetop.attention.layer import Columns, LayerKV, TailAttention
 from treetop.cache.pool import KVPool
 from treetop.checks.probes import Probes
 from treetop.drafts.protocol import Drafter
@@ -30,7 +30,7 @@ Prefix = tuple[Tensor, Tensor, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class ModelRunner:
     """target_layers, draft_layers: where each layer's K/V live. check_level: see `docs/testing.md`.
     simulate_accept_length: tokens every round emits instead of the right ones, for measuring speed.
     """
@@ -67,11 +67,11 @@ class Device:
         mask: Tensor | None = None,
     ) -> AttentionMetadata:
         """Who sees what in a phase, of a group's layers; see `AttentionMetadata`."""
-        table, (rows, extent, bound) = self.state.table_of(group.name), prefix
+        table, (rows, kv_len, max_kv_len) = self.state.table_of(group.name), prefix
         if self.check_level >= 1 and table.group != group.name:
             raise CheckError(f"phase {phase}: layers of group {group.name} were given the page table of {table.group}")
         return AttentionMetadata(
-            phase, table, rows, extent, bound, self.layout.page_size, positions, group.window, tail_positions, mask
+            phase, table, rows, kv_len, max_kv_len, self.layout.page_size, positions, group.window, tail_positions, mask
         )
 
     def plan(self, metadata: AttentionMetadata, begun: dict[GroupName, Any] | None = None) -> Any:

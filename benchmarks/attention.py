@@ -1,10 +1,10 @@
 """Checks and times attention backends on one GPU, against their floor, and writes the tables that engines choose by.
 
-    python bench/attention.py --check                 what is here, and whether every result is right; no timing
-    python bench/attention.py [--json FILE]           every usable backend on every shape, checked first
-    python bench/attention.py --write-table           the same over the classes of `auto`; writes attention/choices.json
-    python bench/attention.py --tune                  launches of the Triton kernel; writes kernels/launches.json
-    python bench/attention.py --write-table --shapes prefill --unchecked     the classes of prefill alone
+    python benchmarks/attention.py --check                 what is here, and whether every result is right; no timing
+    python benchmarks/attention.py [--json FILE]           every usable backend on every shape, checked first
+    python benchmarks/attention.py --write-table           the same by `auto`'s classes; writes attention/choices.json
+    python benchmarks/attention.py --tune                  tunes Triton's launches; writes kernels/attention_config.json
+    python benchmarks/attention.py --write-table --shapes prefill --unchecked     the classes of prefill alone
 
 Every shape's result is compared with a dense float32 reference before it is timed, and again after the last replay.
 One graph holds the calls of many layers, each with K/V of its own, so that nothing is read from the L2 cache that an
@@ -59,7 +59,7 @@ from treetop.attention.flash_pages import FlashPages
 from treetop.attention.libraries import FlashOp, find_fa3
 from treetop.attention.library_backend import LibraryBackend
 from treetop.attention.registry import make_backend
-from treetop.kernels import launch
+from treetop.kernels import attention_config
 from treetop.kernels.table import OpContext, Ops
 from treetop.kernels.triton_guard import gpu_traits
 
@@ -130,7 +130,7 @@ def diagnose(case: Case, backend: Backend) -> str:
     layer = case.layers[0]
     out, want = case.call(backend, case.plan(backend), layer), reference(case, layer)
     rows = [
-        f"  row {i}: extent {int(case.metadata.extent[i])}, error {relative_error(out[i], want[i]):.1e},"
+        f"  row {i}: extent {int(case.metadata.kv_len[i])}, error {relative_error(out[i], want[i]):.1e},"
         f" {int((~torch.isfinite(out[i])).sum())} not finite"
         for i in range(case.shape.rows)
     ]
@@ -174,7 +174,11 @@ def time_all(backends: Backends, shapes: list[Shape], end: float) -> list[dict[s
         figures = {name: {**asdict(r), "ratio": r.us / floor} for name, r in results.items()}
         row: dict[str, Any] = {**describe(shape), "class": shape.call.shape_class, "floor_us": floor}
         timed.append(
-            {**row, "backends": figures, "launch": asdict(launch.choose_launch(shape.call, gpu_traits(DEVICE)))}
+            {
+                **row,
+                "backends": figures,
+                "launch": asdict(attention_config.choose_launch(shape.call, gpu_traits(DEVICE))),
+            }
         )
         del case
     return timed
@@ -191,7 +195,7 @@ def classes_of_auto() -> list[Shape]:
     sizes = itertools.product(LENGTHS.items(), (1, 8, 32, 4, 16, 64), (16, 8, 1, 4, 32, 64))
     for (limit, (length, *_)), rows, n in sizes:
         if rows * length <= 131072:
-            shapes.append(Shape("tree" if n > 1 else "plain", rows, n, length, n, bound=limit))
+            shapes.append(Shape("tree" if n > 1 else "plain", rows, n, length, n, max_kv_len=limit))
     return shapes + prefill_shapes()
 
 
@@ -221,7 +225,7 @@ def write_table(package: Any, name: str, arguments: list[str], classes: Table) -
         "gpu": torch.cuda.get_device_name(),
         "num_sms": gpu_traits(DEVICE).num_sms,
         "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python bench/attention.py", *arguments]),
+        "command": " ".join(["python benchmarks/attention.py", *arguments]),
     }
     path = Path(package.__path__[0]) / name
     path.write_text(text_of(head, classes), encoding="utf-8")
@@ -244,7 +248,7 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
     what.add_argument("--write-table", action="store_true", help="time the classes of `auto` and write its table")
     what.add_argument("--tune", action="store_true", help="tune the Triton kernel's launches and write their table")
     options = parser.parse_args(arguments)
-    tables = {"write_table": (treetop.attention, auto.TABLE), "tune": (treetop.kernels, launch.TABLE)}
+    tables = {"write_table": (treetop.attention, auto.TABLE), "tune": (treetop.kernels, attention_config.TABLE)}
     for asked, table in tables.items():
         if getattr(options, asked) and not table_of(*table) and not options.replace:
             parser.error(f"{table[1]} is of another GPU; --replace forgets its classes and begins anew")
@@ -259,11 +263,11 @@ def main(arguments: list[str]) -> int:
     report_machine(backends.names)
     end = time.monotonic() + options.limit_s
     if options.tune:
-        known = table_of(treetop.kernels, launch.TABLE)
+        known = table_of(treetop.kernels, attention_config.TABLE)
         classes = [shapes for shapes in classes_to_tune() if shapes[0].kind in kinds]
         if options.missing:
             classes = [shapes for shapes in classes if shapes[0].call.shape_class not in known]
-        write_table(treetop.kernels, launch.TABLE, arguments, {**known, **tune(classes, end, say)})
+        write_table(treetop.kernels, attention_config.TABLE, arguments, {**known, **tune(classes, end, say)})
         return 0
     wrong = 0 if options.unchecked else check_all(backends, kinds)
     if options.check:

@@ -1,73 +1,73 @@
 """The start-up proofs: rounds of padding alone, and of the worst batch that can be admitted."""
 
-from treetop.engine.device import Device
 from treetop.engine.graphs import RoundLauncher
+from treetop.engine.model_runner import ModelRunner
 from treetop.engine.rounds import RoundKey, draft_phase
 from treetop.types.errors import CheckError
 from treetop.types.layout import SpecShape
 from treetop.types.sampling import Choice
 
 
-def prove_capacity(device: Device, launcher: RoundLauncher) -> None:
+def prove_capacity(runner: ModelRunner, launcher: RoundLauncher) -> None:
     """Run every shape with all rows as long as they can get, on the null page, and put the state back.
 
     Memory for that is in the account before: a GPU has tried it (`engine.trial`), a CPU counts it (`step_bytes`).
     Raises CheckError where a buffer was sized by another formula than the one that fills it (sgl-27338, sgl-26972): no
     option can cause that.
     """
-    layout, state = device.layout, device.state
-    need = layout.pages_for(layout.max_context + layout.lag * layout.commit_width)
+    layout, state = runner.layout, runner.state
+    need = layout.pages_for(layout.max_context + layout.max_in_flight * layout.commit_width)
     if need > layout.page_columns:
         raise CheckError(f"page_columns: need {need} for the rounds at the context wall, have {layout.page_columns}")
     tables = {name: table.data.clone() for name, table in state.page_tables.items()}
     for table in state.page_tables.values():
         table.data.zero_()
     for shape in layout.shapes:
-        device.buffers.rows.copy_(device.buffers.rows.new_tensor(range(layout.max_requests)))
+        runner.buffers.rows.copy_(runner.buffers.rows.new_tensor(range(layout.max_requests)))
         state.committed[: layout.max_requests] = layout.max_committed
         launcher.launch(RoundKey(layout.max_requests, shape, Choice.GREEDY), layout.max_committed)
-    device.probes.raise_if_fired()
+    runner.probes.raise_if_fired()
     draft = [state.draft.tokens, state.draft.logprob, state.draft.hidden] if state.draft is not None else []
-    null_pages = [pool.data[:, : layout.page_size] for pool in device.pools.values()]  # nothing else was written
+    null_pages = [pool.data[:, : layout.page_size] for pool in runner.pools.values()]  # nothing else was written
     for tensor in (state.committed, state.root, *draft, *null_pages):
         tensor.zero_()
     for name, table in state.page_tables.items():
         table.data.copy_(tables[name])
 
 
-def prove_padding(device: Device, launcher: RoundLauncher) -> None:
+def prove_padding(runner: ModelRunner, launcher: RoundLauncher) -> None:
     """Run the dummy row alone: it accepts the worst tree it can have, and its rounds leave no trace.
 
     Raises CheckError if a path leaves its tree, or if something changed in the dummy row's state or in a null page, all
     of which are zero.
     """
-    layout, state, dummy = device.layout, device.state, device.layout.dummy_row
+    layout, state, dummy = runner.layout, runner.state, runner.layout.dummy_row
     bucket = layout.buckets[0]
-    device.buffers.rows.fill_(dummy)
+    runner.buffers.rows.fill_(dummy)
     for shape in layout.shapes:
-        if shape.num_steps and device.simulate_accept_length is None:
-            _prove_acceptance(device, bucket, shape)
+        if shape.num_steps and runner.simulate_accept_length is None:
+            _prove_acceptance(runner, bucket, shape)
         launcher.launch(RoundKey(bucket, shape, Choice.GREEDY), layout.max_committed)
-    device.probes.raise_if_fired()
+    runner.probes.raise_if_fired()
     tables = [table.data for table in state.page_tables.values()]
     drafts = [state.draft.tokens, state.draft.logprob, state.draft.hidden] if state.draft is not None else []
     kept = [tensor[dummy] for tensor in (state.committed, state.root, *tables, *drafts)]
-    kept += [pool.data[:, : layout.page_size] for pool in device.pools.values()]
+    kept += [pool.data[:, : layout.page_size] for pool in runner.pools.values()]
     if any(bool(tensor.any()) for tensor in kept):
         raise CheckError("padded batch: a round of the dummy row changed its state or a null page")
 
 
-def _prove_acceptance(device: Device, bucket: int, shape: SpecShape) -> None:
+def _prove_acceptance(runner: ModelRunner, bucket: int, shape: SpecShape) -> None:
     """A dummy row's siblings are alike, and weights may make the target want them all: its path is a line of its tree.
 
     The tree is grown as in a round; then every node is token 0, and so is the target's choice after each.
     """
-    draft_phase(device, RoundKey(bucket, shape, Choice.GREEDY), device.layout.max_committed)
-    tree, accepted = device.buffers.tree_of(bucket, shape), device.buffers.accepted_of(bucket, shape)
+    draft_phase(runner, RoundKey(bucket, shape, Choice.GREEDY), runner.layout.max_committed)
+    tree, accepted = runner.buffers.tree_of(bucket, shape), runner.buffers.accepted_of(bucket, shape)
     tree.tokens.zero_()
-    nothing = device.target.embedding.new_zeros((bucket, shape.num_draft_tokens, device.target.config.hidden_size))
+    nothing = runner.target.embedding.new_zeros((bucket, shape.num_draft_tokens, runner.target.config.hidden_size))
     try:
-        device.ops.accept(device.ops.greedy(device.target.logits(nothing)), tree, accepted, None)  # all logits are 0
+        runner.ops.accept(runner.ops.greedy(runner.target.logits(nothing)), tree, accepted, None)  # all logits are 0
         path = accepted.path[0, : int(accepted.accept_len[0]) + 1].tolist()
     except (IndexError, RuntimeError) as error:
         raise CheckError(f"padded batch: the dummy row's tree of {shape} cannot be accepted: {error}") from error

@@ -1,15 +1,15 @@
 """Times products with weights in 12 bits against 16, whatever the weights, and says which of them are accepted.
 
-    python bench/compressed.py                  the committed table: every distribution, weight and number of rows
-    python bench/compressed.py --write-table    measure launches and limits first, and write them into
-                                                src/treetop/kernels/few_rows.json; then the same with those
+    python benchmarks/packed_weights.py                  the committed table: every distribution, weight, row count
+    python benchmarks/packed_weights.py --write-table    measure launches and limits first, and write them into
+                                                src/treetop/kernels/skinny_gemm.json; then the same with those
 
 A limit is how many outliers a block of lines may have. It is measured with that many in every block, so a weight whose
 fullest block is within it takes no longer, wherever its outliers lie. 12 bits have to take less than 0.97 of the time
 of 16. A line that is accepted and takes longer than 16 bits is marked SLOWER, and the exit code is 1.
 
-As in `bench/few_rows.py` a time is that of one product in a replayed graph over weights that are not in the cache, and
-results are checked first. Lines as they are known, on stderr a table, on stdout JSON.
+As in `benchmarks/skinny_gemm.py` a time is that of one product in a replayed graph over weights that are not in the
+cache, and results are checked first. Lines as they are known, on stderr a table, on stdout JSON.
 """
 
 import argparse
@@ -24,10 +24,10 @@ from itertools import product
 
 import torch
 from attention_cases import DEVICE, graph_of, times_us
-from few_rows import SHAPES, TABLE, check_result, key_of, multiply, save_table
+from skinny_gemm import SHAPES, TABLE, check_result, key_of, multiply, save_table
 from torch import Tensor
 
-from treetop.kernels.compressed import (
+from treetop.kernels.packed_weights import (
     BLOCK,
     QUARTER,
     ROWS,
@@ -40,7 +40,7 @@ from treetop.kernels.compressed import (
     compressed_rows,
     offers,
 )
-from treetop.kernels.few_rows import RowsLaunch, choose_launch, load_table, row_class
+from treetop.kernels.skinny_gemm import RowsLaunch, choose_launch, load_table, row_class
 from treetop.kernels.triton_guard import compile_ahead, gpu_traits
 
 NAMES = ("qkv", "output", "gate_up", "down", "lm_head", "draft fc", "draft qkv", "draft lm_head")
@@ -373,7 +373,7 @@ def main() -> int:
     parser.add_argument("--distributions", nargs="+", choices=DISTRIBUTIONS, default=list(DISTRIBUTIONS))
     args = parser.parse_args()
     if not load_table().holds_for(gpu_traits(DEVICE)):
-        parser.error("the table was measured on another kind of GPU; run bench/few_rows.py --write-table first")
+        parser.error("the table was measured on another kind of GPU; run benchmarks/skinny_gemm.py --write-table first")
     begun = time.perf_counter()
     torch.manual_seed(0)
     machine: dict[str, object] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}

@@ -1,7 +1,7 @@
 """What the prefix cache costs on the host: microseconds for 1,000 tokens of lookup, insertion and eviction.
 
-    python bench/prefix_cache.py                       50,000 and 500,000 cached pages of 16 tokens
-    python bench/prefix_cache.py --pages 125000 --page-size 32
+    python benchmarks/prefix_cache.py                       50,000 and 500,000 cached pages of 16 tokens
+    python benchmarks/prefix_cache.py --pages 125000 --page-size 32
 
 A cache of two groups (a target and its draft head) is filled with prompts of 4,000 tokens, a quarter of which is one of
 50 beginnings. Then prompts are looked up, pinned and let go again; others are inserted in place of the least recently
@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from treetop.cache.radix import RadixCache
+from treetop.cache.prefix_cache import PrefixCache
 from treetop.cli import OneLineParser, exit_code
 from treetop.types.errors import InputError
 from treetop.types.ids import DRAFT, FULL, WINDOW, PageId
@@ -40,7 +40,7 @@ def prompts(rng: random.Random) -> Iterator[tuple[int, ...]]:
 def measure(num_pages: int, page_size: int, window: int | None, rng: random.Random) -> dict[str, tuple[float, float]]:
     """Fill a cache, then time each operation: name -> median and fastest, in microseconds for 1,000 tokens."""
     windows = {FULL: None, DRAFT: None} if window is None else {FULL: None, WINDOW: window, DRAFT: None}
-    cache, each = RadixCache(page_size, 1, windows), TOKENS // page_size
+    cache, each = PrefixCache(page_size, 1, windows), TOKENS // page_size
     endless, known = prompts(rng), deque[tuple[int, ...]](maxlen=PROMPTS)
 
     def insert(ids: tuple[int, ...]) -> None:

@@ -13,16 +13,18 @@ import torch
 from rich.console import Console
 
 from treetop.engine.cuda_graphs import Run, greedy_keys
-from treetop.engine.device import Device
+from treetop.engine.model_runner import ModelRunner
 from treetop.engine.rounds import run_phases
-from treetop.engine.trial import worst_steps
+from treetop.engine.worst_steps import worst_steps
 from treetop.kernels.triton_guard import compile_ahead
 
 
-def rehearse(device: Device) -> None:
+def rehearse(runner: ModelRunner) -> None:
     """Compile the kernels of the worst steps and of all greedy rounds."""
-    bound = device.layout.max_committed
-    compile_steps([*worst_steps(device), *(partial(run_phases, device, key, bound) for key in greedy_keys(device))])
+    max_kv_len = runner.layout.max_committed
+    compile_steps(
+        [*worst_steps(runner), *(partial(run_phases, runner, key, max_kv_len) for key in greedy_keys(runner))]
+    )
 
 
 @torch.inference_mode()

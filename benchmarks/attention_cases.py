@@ -15,9 +15,9 @@ from treetop.attention.capabilities import GroupNeed, Need
 from treetop.attention.contract import AttentionBackend, TailKV
 from treetop.attention.library_backend import LibraryPlan
 from treetop.kernels.attention import paged_attention, paged_attention_reference
+from treetop.kernels.attention_config import CallShape
 from treetop.kernels.fused import rotate_and_write
 from treetop.kernels.kv import PagedKV, PageTable
-from treetop.kernels.launch import CallShape
 from treetop.kernels.metadata import AttentionMetadata
 from treetop.kernels.tree import ancestor_mask
 from treetop.kernels.triton_guard import gpu_traits
@@ -53,12 +53,12 @@ class Shape:
     window: int | None = None
     dtype: torch.dtype = torch.bfloat16
     ragged: bool = False
-    bound: int | None = None
+    max_kv_len: int | None = None
 
     @property
     def capacity(self) -> int:
         """The bound that a launch is made for: a captured graph's is the context limit."""
-        return self.bound or self.prefix_len
+        return self.max_kv_len or self.prefix_len
 
     @property
     def need(self) -> Need:
@@ -109,8 +109,8 @@ def shapes_to_time() -> list[Shape]:
         *whole_and_prefix,
         *[Shape("tree", rows, n, length, n) for rows, n, length in tree],
         *[Shape("plain", rows, 1, 1024, 1) for rows in (1, 8, 32)],
-        *[Shape("tree", rows, n, 1024, n, bound=16384) for rows, n in ((1, 16), (8, 16))],
-        *[Shape("plain", rows, 1, 1024, 1, bound=16384) for rows in (1, 8)],
+        *[Shape("tree", rows, n, 1024, n, max_kv_len=16384) for rows, n in ((1, 16), (8, 16))],
+        *[Shape("plain", rows, 1, 1024, 1, max_kv_len=16384) for rows in (1, 8)],
         *[Shape("draft", rows, n, length, tail) for rows, n, length, tail in draft],
         *[Shape("prefill", rows, n, length, 0) for rows, n, length in prefill],
     ]
@@ -203,12 +203,12 @@ def build(shape: Shape, num_layers: int) -> Case:
     table = torch.zeros((s.rows + 1, -(-s.capacity // p)), dtype=torch.int32, device=DEVICE)
     table[: s.rows, :columns] = order.view(s.rows, columns)
     rows = torch.randperm(s.rows, device=DEVICE)
-    extent = torch.full((s.rows,), s.prefix_len, device=DEVICE)
+    kv_len = torch.full((s.rows,), s.prefix_len, device=DEVICE)
     if s.ragged:
         rows[-1] = s.rows
         least = s.n if s.kind == "prefill" else 0
-        extent[:-1] = torch.randint(least, s.prefix_len + 1, (s.rows - 1,), device=DEVICE)
-        extent[-1] = 0
+        kv_len[:-1] = torch.randint(least, s.prefix_len + 1, (s.rows - 1,), device=DEVICE)
+        kv_len[-1] = 0
     pages = (num_pages * p, 2, s.kv_heads, s.head_dim)
     layers = []
     for _ in range(num_layers):
@@ -220,19 +220,19 @@ def build(shape: Shape, num_layers: int) -> Case:
     columns_of_q = torch.arange(s.n, device=DEVICE)
     tail = TailKV(torch.randn(s.rows, s.tail, 2, s.kv_heads, s.head_dim, dtype=s.dtype, device=DEVICE))
     if s.kind == "prefill":
-        positions = (extent - s.n).clamp(min=0)[:, None] + columns_of_q
-        positions = torch.where(extent[:, None] > 0, positions, 0)
+        positions = (kv_len - s.n).clamp(min=0)[:, None] + columns_of_q
+        positions = torch.where(kv_len[:, None] > 0, positions, 0)
         queries = (positions, s.window)
     elif s.kind == "prefix":
-        positions = extent[:, None] + columns_of_q
+        positions = kv_len[:, None] + columns_of_q
         queries = (positions, None, positions, torch.empty((s.rows, s.n, 0), dtype=torch.bool, device=DEVICE))
     else:
         picks = torch.rand(s.rows, s.tail, device=DEVICE) * torch.arange(s.tail, device=DEVICE)
         mask = ancestor_mask(picks.long(), s.tail)[:, -s.n :].contiguous()
         depth = ancestor_mask(picks.long(), s.tail).sum(dim=2) - 1
-        spots = extent[:, None] + depth
+        spots = kv_len[:, None] + depth
         queries = (spots[:, -s.n :], s.window, spots, mask)
-    metadata = AttentionMetadata(Phase.VERIFY, PageTable(FULL, table), rows, extent, s.capacity, p, *queries)
+    metadata = AttentionMetadata(Phase.VERIFY, PageTable(FULL, table), rows, kv_len, s.capacity, p, *queries)
     return Case(s, q, layers, metadata, tail, rotation(s))
 
 
@@ -255,8 +255,8 @@ def reference(case: Case, layer: PagedKV) -> Tensor:
         mine = replace(
             metadata,
             rows=metadata.rows[one],
-            extent=metadata.extent[one],
-            bound=s.prefix_len,
+            kv_len=metadata.kv_len[one],
+            max_kv_len=s.prefix_len,
             positions=metadata.positions[one][:, at],
             tail_positions=None if metadata.tail_positions is None else metadata.tail_positions[one],
             mask=None if metadata.mask is None else metadata.mask[one],
@@ -314,7 +314,7 @@ def times_us(launch: Callable[[], object], repeats: int) -> list[float]:
 
 
 def copy_bytes_per_s() -> float:
-    """Device-to-device copy of 2 GiB, bytes read and written."""
+    """ModelRunner-to-device copy of 2 GiB, bytes read and written."""
     source = torch.empty(1 << 31, dtype=torch.uint8, device=DEVICE).random_()
     target = torch.empty_like(source)
     times = times_us(lambda: target.copy_(source), 24)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from treetop.cache.allocator import CACHE, FREE, Owner, PageAllocator
-from treetop.cache.radix import Node, Pages, RadixCache, first_seen
+from treetop.cache.prefix_cache import Node, Pages, PrefixCache, first_seen
 from treetop.types.errors import CheckError, OwnershipError
 from treetop.types.ids import NULL_PAGE, GroupName, PageId
 from treetop.types.layout import Layout
@@ -31,7 +31,7 @@ class Lease:
         return len(self.path)
 
 
-class PageLedger:
+class KVCacheManager:
     """The allocators of all groups and the prefix cache, behind reserve / slide / release."""
 
     def __init__(self, layout: Layout, radix_cache: bool, check_level: int) -> None:
@@ -39,7 +39,7 @@ class PageLedger:
         num_pages = layout.num_pages
         self._allocators = {g.name: PageAllocator(g.name, num_pages[g.name]) for g in layout.groups}
         self._windows = {g.name: g.window for g in layout.groups}
-        self._radix = RadixCache(layout.page_size, int(layout.has_draft), self._windows) if radix_cache else None
+        self._radix = PrefixCache(layout.page_size, int(layout.has_draft), self._windows) if radix_cache else None
         self._nodes: dict[GroupName, list[Node | None]] = {g: [None] * pages for g, pages in num_pages.items()}
         self._next_owner = 1
         self._next_check = {"lease": 0, "column": 0, "page": 0}  # where `check_some` goes on

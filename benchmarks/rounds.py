@@ -3,7 +3,7 @@
 Input 1024, forced accept length 3, greedy, bfloat16 on a GPU; shapes plain, (3, 1, 4), (5, 1, 6), (5, 4, 16); batches
 1, 8, 32. It is `treetop bench --sweep table` on the presets beside this file; options of that command may follow.
 
-    python bench/rounds.py --preset qwen3-8b --shapes 5,4,16 --batches 1 --rounds 30
+    python benchmarks/rounds.py --preset qwen3-8b --shapes 5,4,16 --batches 1 --rounds 30
 
 `--preset` (llama-3.1-8b unless given) names the shape; `--help` shows what `treetop bench` takes.
 """

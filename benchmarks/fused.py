@@ -1,6 +1,6 @@
 """Times the small fused kernels on one GPU against the plain operations and the bytes they move.
 
-    python bench/fused.py
+    python benchmarks/fused.py
 
 Llama-3.1-8B's widths. Results are compared with the references before anything is timed; times are of one call in a
 replayed graph of many, which is how an engine runs them. JSON on stdout, a table on stderr.

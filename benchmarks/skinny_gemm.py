@@ -1,11 +1,11 @@
 """Tunes the products of few rows on one GPU and compares them with the vendor's, in one run.
 
-    python bench/few_rows.py                 the committed launches against the vendor's and the floor
-    python bench/few_rows.py --write-table   measure every candidate and write src/treetop/kernels/few_rows.json, where
+    python benchmarks/skinny_gemm.py                 the committed launches against the vendor's and the floor
+    python benchmarks/skinny_gemm.py --write-table   measure every candidate, write kernels/skinny_gemm.json, where
                                              entries of other rows and weights on the same kind of GPU stay
 A time is that of one product in a replayed graph of many over different weights, so that none lies in the cache: as in
 a decode round. Results are checked before anything is timed. JSON lines on stdout; the first names the machine. What
-12 bits gain over a launch is measured by `bench/compressed.py`, to be run again after a launch has changed.
+12 bits gain over a launch is measured by `benchmarks/packed_weights.py`, to be run again after a launch has changed.
 """
 
 import argparse
@@ -24,16 +24,16 @@ import torch.nn.functional as F
 from attention_cases import DEVICE, copy_bytes_per_s, graph_of, times_us
 from torch import Tensor
 
-from treetop.kernels import few_rows as kernels
-from treetop.kernels.few_rows import (
+from treetop.kernels import skinny_gemm as kernels
+from treetop.kernels.fused import silu_mul
+from treetop.kernels.skinny_gemm import (
     RowsLaunch,
     choose_launch,
-    few_rows,
     gated_rows,
     row_class,
     shared_bytes,
+    skinny_gemm,
 )
-from treetop.kernels.fused import silu_mul
 from treetop.kernels.triton_guard import gpu_traits
 
 SHAPES = {
@@ -53,7 +53,7 @@ SHAPES = {
 Qwen3-8B's `down` has the shape of `draft fc`.
 """
 ROWS = (16, 32, 64, 128, 192, 256)
-TABLE = Path(kernels.__file__).with_name("few_rows.json")
+TABLE = Path(kernels.__file__).with_name("skinny_gemm.json")
 SHARED_MEMORY = 227 * 1024
 GAP_US = 2.0
 """What a vendor's product costs more in a round than alone: it neither starts early nor lets the next kernel do so."""
@@ -87,7 +87,7 @@ def multiply(x: Tensor, weight: Tensor, gated: bool, launch: RowsLaunch | None) 
     if launch is None:
         out = F.linear(x, weight)
         return silu_mul(out, gpu) if gated else out
-    return gated_rows(x, weight, launch, gpu) if gated else few_rows(x, weight, launch, gpu)
+    return gated_rows(x, weight, launch, gpu) if gated else skinny_gemm(x, weight, launch, gpu)
 
 
 def measure_us(x: Tensor, weights: Sequence[Tensor], gated: bool, launch: RowsLaunch | None) -> float:

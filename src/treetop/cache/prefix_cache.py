@@ -53,7 +53,7 @@ def first_seen(window: int | None, position: int, page_size: int) -> int:
     return 0 if window is None else max(position - window + 1, 0) // page_size
 
 
-class RadixCache:
+class PrefixCache:
     """Finds, adds and evicts cached pages. It owns no allocator: the ledger moves the pages it names.
 
     `_unpinned` holds the unpinned nodes, least recently used first. A path is put there from its end to its beginning,

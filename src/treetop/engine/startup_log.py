@@ -4,30 +4,31 @@ import torch
 
 from treetop.attention.capabilities import refusal
 from treetop.attention.registry import BACKENDS
-from treetop.engine.build import Blueprint
+from treetop.engine.build import EnginePlan
 from treetop.engine.cuda_graphs import CudaGraphs
-from treetop.engine.device import Device
 from treetop.engine.graphs import GraphSim, RoundLauncher
 from treetop.engine.memory import MemoryUse
+from treetop.engine.model_runner import ModelRunner
 
 
 def start_up_block(
-    blueprint: Blueprint, device: Device, launcher: RoundLauncher, use: MemoryUse, start_s: float
+    engine_plan: EnginePlan, runner: ModelRunner, launcher: RoundLauncher, use: MemoryUse, start_s: float
 ) -> str:
     """Model, tree, memory, backend and why the others were refused, graphs; a line each. start_s: capture and proof."""
-    config, layout, shape = blueprint.config, device.layout, blueprint.config.shape
-    place, dtype = blueprint.place.device, blueprint.place.dtype
-    tree = f"tree S={shape.num_steps} k={shape.topk} T={shape.num_draft_tokens}" if device.drafter else "no draft"
-    refused = [(name, refusal(name, blueprint.need)) for name in BACKENDS]
+    config, layout, shape = engine_plan.config, runner.layout, engine_plan.config.shape
+    place, dtype = engine_plan.place.device, engine_plan.place.dtype
+    tree = f"tree S={shape.num_steps} k={shape.topk} T={shape.num_draft_tokens}" if runner.drafter else "no draft"
+    refused = [(name, refusal(name, engine_plan.need)) for name in BACKENDS]
     others = [f"{name}: {problem.reason}" for name, problem in refused if problem is not None]
     rows = [
         f"model {config.model}, draft {config.draft or 'none'}, {str(dtype).removeprefix('torch.')} on {_name(place)}",
         f"{tree}; {layout.max_requests} requests of {layout.max_context} tokens, pages of {layout.page_size},"
         f" prefill in steps of {layout.chunk}",
         *use.lines(),
-        f"attention {device.backend.name}" + (f"; not {'; not '.join(others)}" if others else ""),
+        f"attention {runner.backend.name}" + (f"; not {'; not '.join(others)}" if others else ""),
         _graphs(launcher),
-        f"overlap of host and device {'on' if layout.lag > 1 else 'off'}; capture and capacity proof {start_s:.1f} s",
+        f"overlap of host and device {'on' if layout.max_in_flight > 1 else 'off'}; capture and "
+        f"capacity proof {start_s:.1f} s",
     ]
     return "\n  ".join(["treetop is up", *rows])
 

@@ -12,7 +12,7 @@ def launch_options(gpu: GpuTraits) -> dict[str, bool]:
 
 
 @jit
-def take_turn(overlap: constexpr, early: constexpr = False) -> None:
+def pdl_wait(overlap: constexpr, early: constexpr = False) -> None:
     """A kernel's turn in a chain of launches that overlap: wait for the one before, and let the next one start.
 
     Every such kernel calls it before it reads anything but constants. The next kernel starts, and waits in its turn,

@@ -20,8 +20,8 @@ import torch
 from attention_cases import DEVICE, TOLERANCE, Case, Shape, build, error_of, num_layers_for, times_in_a_round
 
 from treetop.kernels.attention import paged_attention
+from treetop.kernels.attention_config import Launch, entry_of, launch_by_formula
 from treetop.kernels.kv import PagedKV
-from treetop.kernels.launch import Launch, entry_of, launch_by_formula
 from treetop.kernels.triton_guard import gpu_traits, power_of_two
 
 WORTH = 0.97
@@ -41,7 +41,7 @@ def classes_to_tune() -> list[list[Shape]]:
     """
     sizes = itertools.product(LENGTHS.items(), (32, 8, 1, 16, 4, 64), (8, 1, 16, 4, 32, 64))
     tree = [
-        [Shape("tree", rows, n, length, n, bound=limit) for length in lengths if rows * length <= MOST_TOKENS]
+        [Shape("tree", rows, n, length, n, max_kv_len=limit) for length in lengths if rows * length <= MOST_TOKENS]
         for (limit, lengths), rows, n in sizes
     ]
     prefill = [(1, 512, length) for length in (512, 2048, 8192)]

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from treetop.drafts.protocol import DrafterSpec
 from treetop.engine.memory import Budget, Memory, fit, pool_bytes
-from treetop.kernels.compressed import compressed_bytes, why_not_compressed
 from treetop.kernels.linear import GatedLinear, Linear
+from treetop.kernels.packed_weights import compressed_bytes, why_not_compressed
 from treetop.kernels.products import TIMED_DTYPES, Shape
 from treetop.kernels.table import OpContext, Ops
 from treetop.kernels.triton_guard import GpuTraits, gpu_traits

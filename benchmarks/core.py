@@ -1,6 +1,6 @@
 """Host time of a round: scheduler and engine core over an engine that answers at once.
 
-    python bench/core.py [--rows 64] [--tokens 3] [--rounds 1000] [--overlap] [--json]
+    python benchmarks/core.py [--rows 64] [--tokens 3] [--rounds 1000] [--overlap] [--json]
 
 Prints microseconds of processor time a round: median and middle half of the core alone, and the mean with its thread,
 queues and a client that reads ids.
@@ -40,7 +40,7 @@ class InstantEngine:
         return StepResult(tuple(RowResult(row, tokens, True) for row in plan.rows))
 
 
-def make_core(rows: int, tokens: int, lag: int) -> EngineCore[StepPlan]:
+def make_core(rows: int, tokens: int, max_in_flight: int) -> EngineCore[StepPlan]:
     config = EngineConfig(max_running_requests=rows, chunked_prefill_size=rows, page_size=16)
     layout = Layout(
         shapes=(SpecShape(4, 5, 16),),
@@ -50,7 +50,7 @@ def make_core(rows: int, tokens: int, lag: int) -> EngineCore[StepPlan]:
         chunk=rows,
         groups=(KVGroup(FULL, 1, paired(1, 8)),),
         pool_tokens=rows * CONTEXT * 2,
-        lag=lag,
+        max_in_flight=max_in_flight,
     )
     return EngineCore(InstantEngine(tuple(range(3, 3 + tokens))), Scheduler(layout, config, [2]))
 
@@ -60,9 +60,9 @@ def asked(rows: int, rounds: int, tokens: int) -> list[EngineRequest]:
     return [EngineRequest(RequestId(i), (5,), params, 0) for i in range(rows)]
 
 
-def alone(rows: int, tokens: int, rounds: int, lag: int) -> list[float]:
+def alone(rows: int, tokens: int, rounds: int, max_in_flight: int) -> list[float]:
     """Processor time in microseconds of each round that all rows took part in, without thread or queues."""
-    core, times = make_core(rows, tokens, lag), []
+    core, times = make_core(rows, tokens, max_in_flight), []
     for request in asked(rows, rounds, tokens):
         core.add(request)
     while core.busy:
@@ -74,9 +74,9 @@ def alone(rows: int, tokens: int, rounds: int, lag: int) -> list[float]:
     return times[len(times) // 10 :]
 
 
-def through_the_thread(rows: int, tokens: int, rounds: int, lag: int) -> float:
+def through_the_thread(rows: int, tokens: int, rounds: int, max_in_flight: int) -> float:
     """Processor time in microseconds a round, from the first update to the last, with one client that reads ids."""
-    thread, num_updates = CoreThread(make_core(rows, tokens, lag)), 0
+    thread, num_updates = CoreThread(make_core(rows, tokens, max_in_flight)), 0
     with CoreClient(thread) as client:
         client.add(asked(rows, rounds, tokens))
         left, started = rows, time.process_time()
@@ -97,8 +97,8 @@ def main() -> None:
     parser.add_argument("--overlap", action="store_true")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    lag = 2 if args.overlap else 1
-    times = alone(args.rows, args.tokens, args.rounds, lag)
+    max_in_flight = 2 if args.overlap else 1
+    times = alone(args.rows, args.tokens, args.rounds, max_in_flight)
     low, middle, high = statistics.quantiles(times, n=4)
     report = {
         "rows": args.rows,
@@ -106,7 +106,7 @@ def main() -> None:
         "rounds": len(times),
         "us_median": round(middle, 1),
         "us_quartiles": [round(low, 1), round(high, 1)],
-        "us_with_thread_and_queue": round(through_the_thread(args.rows, args.tokens, args.rounds, lag), 1),
+        "us_with_thread_and_queue": round(through_the_thread(args.rows, args.tokens, args.rounds, max_in_flight), 1),
     }
     print(json.dumps(report) if args.json else "\n".join(f"{name:26} {value}" for name, value in report.items()))
 

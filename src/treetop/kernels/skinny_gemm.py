@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from treetop.kernels.overlap import ask_for, launch_options, take_turn
+from treetop.kernels.dependent_launch import ask_for, launch_options, pdl_wait
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, power_of_two, tiles_of, tl
 
 MAX_ROWS = 256
-_TABLE = Path(__file__).with_name("few_rows.json")
+_TABLE = Path(__file__).with_name("skinny_gemm.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class RowsLaunch:
     rows_left: bool = False
 
 
-def few_rows_reference(x: Tensor, weight: Tensor, splits: int) -> Tensor:
+def skinny_gemm_reference(x: Tensor, weight: Tensor, splits: int) -> Tensor:
     """The parts of `x @ weight.T`, each over its share of k, in float32. Returns [splits, rows, n]."""
     shares = zip(x.chunk(splits, dim=-1), weight.chunk(splits, dim=-1), strict=True)
     return torch.stack([a.to(torch.float32) @ b.to(torch.float32).T for a, b in shares])
@@ -55,8 +55,8 @@ def gated_rows_reference(x: Tensor, weight: Tensor) -> Tensor:
     return (F.silu(gate) * up).to(x.dtype)
 
 
-def few_rows(x: Tensor, weight: Tensor, launch: RowsLaunch, gpu: GpuTraits) -> Tensor:
-    """`few_rows_reference`; with one split rounded to x's dtype, with more in float32.
+def skinny_gemm(x: Tensor, weight: Tensor, launch: RowsLaunch, gpu: GpuTraits) -> Tensor:
+    """`skinny_gemm_reference`; with one split rounded to x's dtype, with more in float32.
 
     x: [rows, k], contiguous, float16 or bfloat16, rows <= MAX_ROWS. weight: [n, k], contiguous; k a multiple of
     `splits * block_k`. Returns [splits, rows, n].
@@ -69,7 +69,7 @@ def few_rows(x: Tensor, weight: Tensor, launch: RowsLaunch, gpu: GpuTraits) -> T
 
 
 def gated_rows(x: Tensor, weight: Tensor, launch: RowsLaunch, gpu: GpuTraits) -> Tensor:
-    """`gated_rows_reference` in one launch, which has one split. Arguments as in `few_rows`."""
+    """`gated_rows_reference` in one launch, which has one split. Arguments as in `skinny_gemm`."""
     assert launch.splits == 1
     out = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=x.dtype, device=x.device)
     _launch(out, x, weight, weight.shape[0] // 2, True, launch, gpu)
@@ -88,7 +88,7 @@ def _launch(out: Tensor, x: Tensor, weight: Tensor, n: int, gated: bool, launch:
         x_tiles, weight_tiles = tiles_of(x, block_m, launch.block_k), tiles_of(weight, launch.block_n, launch.block_k)
         more_tiles = tiles_of(x, more_m, launch.block_k) if more_m else x_tiles
     options = launch_options(gpu)
-    _few_rows_kernel[(-(-n // launch.block_n), launch.splits)](
+    _skinny_gemm_kernel[(-(-n // launch.block_n), launch.splits)](
         out, x, weight, x_tiles, more_tiles, weight_tiles, rows, n, k, k // launch.splits,
         block_m=block_m, more_m=more_m, block_n=launch.block_n, block_k=launch.block_k, gated=gated,
         tiled=launch.tiled, rows_left=launch.rows_left, ahead=launch.ahead, overlap=gpu.can_overlap,
@@ -97,7 +97,7 @@ def _launch(out: Tensor, x: Tensor, weight: Tensor, n: int, gated: bool, launch:
 
 
 @jit
-def _few_rows_kernel(
+def _skinny_gemm_kernel(
     out: Arg, x: Arg, weight: Arg, x_tiles: Arg, more_tiles: Arg, weight_tiles: Arg, rows: Arg, n: Arg, k: Arg,
     share: Arg, block_m: constexpr, more_m: constexpr, block_n: constexpr, block_k: constexpr, gated: constexpr,
     tiled: constexpr, rows_left: constexpr, ahead: constexpr, overlap: constexpr,
@@ -119,7 +119,7 @@ def _few_rows_kernel(
         ask_for(tl.where(there, line + first, weight))
         if gated:
             ask_for(tl.where(there, up_line + first, weight))
-    take_turn(overlap, early=True)
+    pdl_wait(overlap, early=True)
     row = tl.arange(0, block_m)
     lane = tl.arange(0, block_k)
     x_at = x + row[:, None] * k + start + lane[None, :]
@@ -197,9 +197,9 @@ def _row_blocks(rows: int) -> tuple[int, int]:
 def choose_launch(rows: int, n: int, k: int, gated: bool, gpu: GpuTraits) -> RowsLaunch | None:
     """The launch for a weight [n, k], or None where the vendor's product is faster.
 
-    Measured ones lie in `few_rows.json` (`bench/few_rows.py --write-table` measures again) and hold for GPUs like the
-    measured one. Elsewhere, and for other weights, up to 64 rows get about three programs a multiprocessor and as many
-    stages as its shared memory holds.
+    Measured ones lie in `skinny_gemm.json` (`benchmarks/skinny_gemm.py --write-table` measures again) and hold for GPUs
+    like the measured one. Elsewhere, and for other weights, up to 64 rows get about three programs a multiprocessor and
+    as many stages as its shared memory holds.
     """
     if rows > MAX_ROWS:
         return None

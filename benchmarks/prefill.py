@@ -1,6 +1,6 @@
 """Time of prompts by the size of prefill steps and the attention backend: an 8B target's shape, random weights.
 
-    python bench/prefill.py --chunks 2048 4096 8192 --backends auto --json prefill.json
+    python benchmarks/prefill.py --chunks 2048 4096 8192 --backends auto --json prefill.json
 
 For each backend and each size (`--chunked-prefill-size`) one engine is started; 0 is what the engine chooses. The cases
 are prompts times tokens. A time is that from the call to the first token of the last prompt, the prompts encoded and
@@ -133,7 +133,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             figures.append(measure(llm, backend, case, args.repeats, expected.get(case)))
             expected.setdefault(case, figures[-1].first_tokens)
             say(line_of(figures[-1]))
-        backend_now = llm.engine.device.backend
+        backend_now = llm.engine.runner.backend
         reasons = backend_now.reasons if isinstance(backend_now, AutoBackend) else {}
         engines.append(
             {
