@@ -374,7 +374,7 @@ def test_a_t2d_that_contradicts_d2t_is_refused(weak_pair, tmp_path):
         ({"norm_before_fc": True}, "input_norm.weight"),
         ({"norm_before_fc": True, "fc_norm": True}, "norm_before_fc and fc_norm"),
         ({"bias": True}, "fc.bias"),
-        ({"attention_bias": True}, "midlayer.self_attn.q_proj.bias"),
+        ({"attention_bias": True}, "midlayer.self_attn.k_proj.bias"),
         ({"num_aux_hidden_states": 2}, "num_aux_hidden_states"),
         ({"layer_types": ["sliding_attention"]}, "layer_types"),
         ({"speculators_model_type": "peagle"}, "peagle"),

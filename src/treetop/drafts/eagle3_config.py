@@ -51,7 +51,7 @@ def eagle3_spec(folder: Path, target: ModelConfig, dummy: bool) -> Eagle3Spec:
         fuses=reads_layers,
         norms=_norms(config, names, prefixes, len(aux_inputs), where),
         prefixes=prefixes,
-        fuse_bias=reads_layers and (flag(config, "bias", where) or "fc.bias" in names),
+        fuse_bias=reads_layers and stated(config, ("bias",), "fc.bias", names, where),
         output=output_of(decoder, vocab_size, target, names, folder),
         stored=frozenset(names) & {EMBEDDING, "d2t", "t2d"} | ({"d2t"} if vocab_size != decoder.vocab_size else set()),
     )
@@ -101,7 +101,8 @@ def _aux_inputs(config: Config, num_layers: int, where: Path) -> tuple[int, ...]
     of layers, which is no layer: then all of them count the boundaries between layers, as NVIDIA's later heads do
     (sgl-32334). At top level (`speculators`) they are inputs. The default is the original repository's.
     """
-    eagle, inputs = table(config, "eagle_config", where), (2, num_layers // 2, num_layers - 3)
+    eagle = table(config, "eagle_config", where)
+    inputs: tuple[int, ...] = (2, num_layers // 2, num_layers - 3)
     if eagle.get(_IDS) is not None:
         ids = integers(eagle, _IDS, where)
         inputs = ids if num_layers in ids else tuple(i + 1 for i in ids)

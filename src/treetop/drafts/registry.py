@@ -64,8 +64,7 @@ def find_draft(folder: Path) -> FoundDraft:
         layout, why = _eagle3_layout(config, nested, names)
         return FoundDraft("EAGLE3", layout, (f"it holds {signs[0]}", *why))
     if "fc.weight" in names:
-        why = "it holds fc.weight, and no hidden_norm of an EAGLE-3 head"
-        return FoundDraft("EAGLE", "SafeAILab", (why,))
+        return FoundDraft("EAGLE", "SafeAILab", ("it holds fc.weight, and no hidden_norm of an EAGLE-3 head",))
     raise CheckpointError(
         f"{folder}: no draft head: it holds {next(iter(names), 'nothing')}, but neither fc.weight (EAGLE) nor"
         " midlayer.hidden_norm.weight (EAGLE3)"

@@ -5,6 +5,7 @@ containers and runs nothing.
 """
 
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,9 @@ class PickledTensors:
     def __init__(self, path: Path) -> None:
         """Raises CheckpointError for what is no pickle of tensors by name alone."""
         try:
-            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=_can_map(path))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of newer pickle protocols: what cannot be read is an error
+                loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=_can_map(path))
         except pickle.UnpicklingError as error:
             raise CheckpointError(f"{path}: holds more than tensors, and is not unpickled: {_first(error)}") from None
         except (RuntimeError, OSError, ValueError, EOFError, KeyError, TypeError) as error:
