@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from treetop.cache.kv_cache_manager import Lease
 from treetop.types.ids import RequestId, Row
+from treetop.types.messages import RowHistory, RowSetup
 from treetop.types.requests import EngineRequest
 from treetop.types.sampling import Choice, FinishReason, SamplingParams
 
@@ -58,6 +59,14 @@ class Request:
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)
         most = min(params.max_tokens, max_context - len(asked.prompt_ids))
         return cls(asked.request_id, asked.prompt_ids, params, asked.seed, stop_ids, most, Choice.of(params), arrival_s)
+
+    def setup(self) -> RowSetup:
+        """Its entry into the row that it has been given."""
+        assert self.running is not None
+        history = None
+        if self.params.changes_logits:
+            history = RowHistory(self.prompt_ids, tuple(self.output_ids), self.stop_ids)
+        return RowSetup(self.running.row, self.num_computed_tokens, self.params, self.seed, history)
 
     @property
     def ids(self) -> tuple[int, ...]:

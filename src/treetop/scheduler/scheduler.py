@@ -139,7 +139,7 @@ class Scheduler:
                 break
             self._waiting.popleft()
             self._prefilling.append(request)
-            setups.append(RowSetup(_held(request).row, request.num_computed_tokens, request.params, request.seed))
+            setups.append(request.setup())
             batch.append((request, min(room, request.num_ids - request.num_computed_tokens)))
         if not batch:
             return None
@@ -149,6 +149,7 @@ class Scheduler:
             setups=tuple(setups),
             chunks=tuple(self._chunk(request, count) for request, count in batch),
             choice=Choice.costliest(request.choice for request, _ in batch),
+            logprobs=_logprobs([request for request, _ in batch]),
         )
 
     def _prefill_room(self, batch: list[tuple[Request, int]]) -> int:
@@ -242,6 +243,7 @@ class Scheduler:
             shape=self._config.shape,
             committed_bound=max(self._committed_bound(request) for request in batch),
             choice=Choice.costliest(request.choice for request in batch),
+            logprobs=_logprobs(batch),
         )
 
     def _may_go_on(self, request: Request) -> bool:
@@ -336,7 +338,8 @@ class Scheduler:
             if is_round:
                 request.num_computed_tokens += len(tokens)
             if tokens:
-                updates.append(self._emit(request, tokens, len(tokens) - 1 if is_round else None))
+                update = self._emit(request, tokens, len(tokens) - 1 if is_round else None)
+                updates.append(update._replace(logprobs=row_result.logprobs[: len(update.new_ids)]))
         if isinstance(plan, PrefillPlan):
             self._cache_chunks(plan)
         for request in requests:
@@ -458,6 +461,12 @@ class Scheduler:
             self._kv_cache.check(leases)
         else:
             self._kv_cache.check_some(leases, count)
+
+
+def _logprobs(batch: Sequence[Request]) -> tuple[int | None, ...]:
+    """What each row of a plan asks for, () if none does."""
+    wanted = tuple(request.params.logprobs for request in batch)
+    return () if all(each is None for each in wanted) else wanted
 
 
 def next_prompt_token(ids: Sequence[int], end: int) -> int | None:
