@@ -258,7 +258,7 @@ def test_thousands_of_rows_are_counted_before_they_can_exhaust_a_cpus_memory(mon
     rest = int(0.12 * 4 * GIB)
     assert some.memory.budget.allowance - rest == pytest.approx(step_bytes(some.layout, 4096, 4), abs=2)
     monkeypatch.setattr(TargetSpec, "load", lambda *args: pytest.fail("weights were read"))
-    message = r"need 0\.6\d GiB beside 18\.\d\d GiB for activations.*lower --max-running-requests, --context-length"
+    message = r"need 0\.6\d GiB beside 17\.\d\d GiB for activations.*lower --max-running-requests, --context-length"
     with pytest.raises(CapacityError, match=message):
         LLM(max_running_requests=4096, device="cpu")
 
