@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from treetop.scheduler.queues import Queues
-from treetop.scheduler.request import Request, wanted_logprobs
+from treetop.scheduler.request import Request, logprobs_of
 from treetop.scheduler.rows import Rows
 from treetop.scheduler.steps import StepsOut
 from treetop.types.errors import InvariantError
@@ -48,7 +48,7 @@ class PrefillPlanner:
             setups=tuple(setups),
             chunks=tuple(self._chunk(request, count) for request, count in batch),
             choice=Choice.costliest(request.choice for request, _ in batch),
-            logprobs=wanted_logprobs([request for request, _ in batch]),
+            logprobs=logprobs_of([request for request, _ in batch]),
         )
 
     def _room(self, batch: Batch) -> int:

@@ -63,11 +63,10 @@ class Request:
 
     def setup(self) -> RowSetup:
         """Its entry into the row that it has been given."""
-        assert self.running is not None
         history = None
         if self.params.changes_logits:
             history = RowHistory(self.prompt_ids, tuple(self.output_ids), self.stop_ids)
-        return RowSetup(self.running.row, self.num_computed_tokens, self.params, self.seed, history)
+        return RowSetup(self.held.row, self.num_computed_tokens, self.params, self.seed, history)
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -89,7 +88,7 @@ class Request:
         return self.max_output - len(self.output_ids)
 
 
-def wanted_logprobs(batch: Sequence[Request]) -> tuple[int | None, ...]:
-    """What each row of a plan asks for, () if none does."""
+def logprobs_of(batch: Sequence[Request]) -> tuple[int | None, ...]:
+    """What each row of a plan asks for, () if none asks."""
     wanted = tuple(request.params.logprobs for request in batch)
     return () if all(each is None for each in wanted) else wanted
