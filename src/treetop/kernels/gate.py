@@ -16,7 +16,7 @@ def activated_reference(gate: Tensor, kind: Gate) -> Tensor:
 
 @jit
 def activated(gate: Arg, kind: constexpr) -> Arg:
-    """Half of 1 + tanh(u) is the sigmoid of 2 u, and 0 in float32 far below -80. Source: arXiv:1606.08415, section 2."""
+    """Half of 1 + tanh(u) is the sigmoid of 2 u, and as good as 0 below -80. Source: arXiv:1606.08415, section 2."""
     if kind == "gelu_tanh":
         twice = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
         return gate * tl.sigmoid(tl.maximum(twice, -80.0))

@@ -66,3 +66,14 @@ class Request:
     @property
     def num_ids(self) -> int:
         return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def held(self) -> Running:
+        """Row and lease of a request that runs."""
+        assert self.running is not None
+        return self.running
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens that max_tokens and the context still allow."""
+        return self.max_output - len(self.output_ids)
