@@ -12,6 +12,7 @@ from treetop.kernels.products import ChosenProduct, Shape
 from treetop.kernels.table import OpContext, Ops
 from treetop.models.checkpoint import check_tensors, open_tensors
 from treetop.models.params import Fetch, Param, stored_tensors
+from treetop.models.progress import progress
 from treetop.types.errors import ConfigError
 from treetop.types.layout import SpecShape
 
@@ -68,13 +69,19 @@ def load_weights(
 ) -> dict[str, Tensor]:
     """All parameters, by name, from a folder's files; random ones if the placement says so.
 
-    Each is filled from one stored tensor after another: beside them there is at most one tensor in memory. ignored:
-    tensors that the files may hold. Raises CheckpointError as `checkpoint.open_tensors` says.
+    Each is filled from one stored tensor after another, where the model computes: beside them there is at most one
+    tensor in memory. A terminal sees how far it is. ignored: tensors that the files may hold. Raises CheckpointError
+    as `checkpoint.open_tensors` says.
     """
     if place.dummy:
         return random_weights(params, place)
-    with open_tensors(folder, stored_tensors(params), ignored) as fetch:
-        return {param.name: _filled(param, fetch, place) for param in params}
+    weights: dict[str, Tensor] = {}
+    stored, total = stored_tensors(params), weight_bytes(params, place.dtype)
+    with open_tensors(folder, stored, ignored, place.device) as fetch, progress(folder, total) as loaded:
+        for param in params:
+            weights[param.name] = _filled(param, fetch, place)
+            loaded(weights[param.name].nbytes)
+    return weights
 
 
 def check_weights(folder: Path, params: Sequence[Param], ignored: Collection[str] = ()) -> int:
