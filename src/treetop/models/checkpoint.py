@@ -4,8 +4,11 @@ From safetensors, or where a folder has none from PyTorch's files (`pickled`).
 """
 
 import os
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +36,29 @@ class _Reader:
         self._path: Path | None = None
         self._file: Any = None
         self._read = 0
+        self._ahead = set[Path]()
 
     def check(self, expected: Expected) -> None:
         """Raises CheckpointError unless every tensor is of its shape and of one of its kinds."""
         for name in sorted(expected, key=lambda name: self._places[name]):
-            path, header = self._places[name], self._open(name).get_slice(name)
-            found, kinds = tuple(header.get_shape()), expected[name].kinds
+            path, kinds = self._places[name], expected[name].kinds
+            found, kind = self.header(name)
             if found != expected[name].shape:
                 raise CheckpointError(f"{path}: tensor {name} has shape {found}, expected {expected[name].shape}")
-            if header.get_dtype() not in kinds:
+            if kind not in kinds:
                 known = " or ".join(kinds)
-                raise CheckpointError(f"{path}: tensor {name} is stored as {header.get_dtype()}, expected {known}")
+                raise CheckpointError(f"{path}: tensor {name} is stored as {kind}, expected {known}")
+
+    def header(self, name: str) -> tuple[tuple[int, ...], str]:
+        """Shape and kind, as its file says."""
+        found = self._open(name).get_slice(name)
+        return tuple(found.get_shape()), found.get_dtype()
 
     def read(self, name: str, span: Span | None) -> Tensor:
         """A view of its file, which stays mapped for it."""
+        if self._places[name] not in self._ahead:
+            self._ahead.add(self._places[name])
+            _read_ahead(self._places[name])
         try:
             if span is None:
                 tensor: Tensor = self._open(name).get_tensor(name)
@@ -63,6 +75,13 @@ class _Reader:
             self._file = None
             self._path, self._file, self._read = self._places[name], _open(self._places[name]), 0
         return self._file
+
+
+def _read_ahead(path: Path) -> None:
+    """Ask the system to read a whole file: page by page, as a mapping is touched, a disk is many times slower."""
+    if hasattr(os, "posix_fadvise") and path.is_file():
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
 
 @contextmanager
@@ -90,6 +109,25 @@ def check_tensors(folder: Path, expected: Expected, ignored: Collection[str] = (
     """Names, shapes and kinds as `open_tensors` checks them, from the files' headers. Returns how many tensors."""
     with open_tensors(folder, expected, ignored):
         return len(expected)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFiles:
+    """What a folder's weight files hold, by their headers. numbers: of each kind of safetensors, such as BF16."""
+
+    files: int
+    tensors: int
+    numbers: dict[str, int]
+
+
+def stored_files(folder: Path) -> StoredFiles:
+    """Reads headers alone. Raises CheckpointError as `tensor_files` does."""
+    places = tensor_files(folder)
+    reader, numbers = _Reader(places), Counter[str]()
+    for name in sorted(places, key=lambda name: places[name]):
+        shape, kind = reader.header(name)
+        numbers[kind] += prod(shape)
+    return StoredFiles(len(set(places.values())), len(places), dict(sorted(numbers.items())))
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:

@@ -42,8 +42,7 @@ def hub_folder(name: str, shown: str) -> Path:
     repo, revision = match["repo"], match["revision"]
 
     def fetched(patterns: list[str]) -> Path:
-        kept = {"allow_patterns": patterns, "ignore_patterns": _IGNORED}
-        return Path(snapshot_download(repo, revision=revision, **kept))
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns, ignore_patterns=_IGNORED))
 
     try:
         folder = fetched(_FILES)
