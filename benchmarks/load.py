@@ -3,9 +3,9 @@
     python benchmarks/load.py                               about 1.5 GB, to a CPU
     python benchmarks/load.py --layers 32 --device cuda     the shape of an 8B model, to a GPU
 
-Writes a checkpoint of random bfloat16 weights in shards, reads it as plain bytes, then loads it in a process of its own,
-each time after the files have left the page cache (`posix_fadvise`), and once more from the page cache. Peak host memory
-is what the process has beyond what it had before loading. One JSON object on stdout. The files are deleted.
+Writes a checkpoint of random bfloat16 weights in shards, reads it as plain bytes, then loads it in a process of its
+own, each time after the files have left the page cache (`posix_fadvise`), and once more from the page cache. Peak host
+memory is what the process has beyond what it had before loading. One JSON object on stdout. The files are deleted.
 """
 
 import argparse

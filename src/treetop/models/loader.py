@@ -1,7 +1,7 @@
 """From a folder, or a `builtin:` name, to parameters where a model computes. All checks come before any work."""
 
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from treetop.kernels.products import ChosenProduct, Shape
 from treetop.kernels.table import OpContext, Ops
 from treetop.models.checkpoint import check_tensors, open_tensors
-from treetop.models.params import Fetch, Param, stored_tensors
+from treetop.models.params import Fetch, Param, Plain, Source, Span, stored_tensors
 from treetop.models.progress import progress
 from treetop.types.errors import ConfigError
 from treetop.types.layout import SpecShape
@@ -19,6 +19,8 @@ from treetop.types.layout import SpecShape
 Weights = MutableMapping[str, Tensor]
 """Parameters by name. A model takes out what it keeps in another form, so that this is never there twice."""
 
+_PIECE = 2**24
+"""Numbers of a stored tensor that are read together."""
 _TORCH_DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -92,9 +94,18 @@ def check_weights(folder: Path, params: Sequence[Param], ignored: Collection[str
 def _filled(param: Param, fetch: Fetch, place: Placement) -> Tensor:
     whole, start = torch.empty(param.shape, dtype=_dtype_of(param, place.dtype), device=place.device), 0
     for source in param.sources:
-        start = _put(whole, start, param.format.read(source, fetch))  # keeps nothing that was read
+        for piece in _pieces(param, source):
+            start = _put(whole, start, param.format.read(piece, fetch))  # keeps nothing that was read
     assert start == param.shape[0], f"{param.name}: the sources fill {start} rows of {param.shape[0]}"
     return whole
+
+
+def _pieces(param: Param, source: Source) -> list[Source]:
+    """Parts of a source that is stored as it is, so that little of a large tensor is in memory beside its parameter."""
+    if not isinstance(param.format, Plain) or source.transform is not None or source.span is not None:
+        return [source]
+    rows, step = source.shape[0], max(1, _PIECE // prod(source.shape[1:]))
+    return [replace(source, span=Span(0, first, min(first + step, rows))) for first in range(0, rows, step)]
 
 
 def _put(whole: Tensor, start: int, rows: Tensor) -> int:
