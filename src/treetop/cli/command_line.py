@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
-from treetop.cli import bench, doctor, generate, serve, trace
+from treetop.cli import bench, doctor, generate, inspect, serve, trace
 from treetop.types.errors import EngineError, UserError
 from treetop.version import __version__
 
@@ -30,6 +30,7 @@ COMMANDS: dict[str, Command] = {
     "bench": bench,
     "trace": trace,
     "doctor": doctor,
+    "inspect": inspect,
 }
 
 

@@ -1,5 +1,6 @@
 """Architectures by name: what each makes of its config, and the rest of a target before its weights are read."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,11 +10,14 @@ from treetop.models import gemma3, glm4, llama, mimo, mistral, qwen2, qwen3, win
 from treetop.models.checkpoint import tensor_files
 from treetop.models.config import Config, ModelConfig, read_config
 from treetop.models.decoder import Decoder, decoder_params, unused_tensors
+from treetop.models.json_file import custom_code
 from treetop.models.loader import Placement, Weights, check_weights, load_weights
 from treetop.models.params import Param
 from treetop.models.refused import refuse_adapter, refuse_by_key, refuse_by_name
 from treetop.models.target import Target
 from treetop.types.errors import CheckpointError, shown
+
+_log = logging.getLogger("treetop")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,11 @@ def target_spec(folder: Path) -> TargetSpec:
     refuse_by_key(config, where)
     if len(named) != 1 or named[0] not in FAMILIES:
         known = ", ".join(name for name in FAMILIES if name not in _OWN)
-        raise CheckpointError(f"{where}: architecture {', '.join(named)} is not supported, only {known}")
+        code = custom_code(config)
+        raise CheckpointError(
+            f"{where}: architecture {', '.join(named)} is not supported, only {known}" + (f"; {code}" if code else "")
+        )
+    if (code := custom_code(config)) is not None:
+        _log.warning("%s: %s; treetop's own %s is used", where, code, named[0])
     family = FAMILIES[named[0]]
     return TargetSpec(folder, family.read(config, where), family)
