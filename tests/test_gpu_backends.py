@@ -61,7 +61,7 @@ SIZES = [
     {"n": 8, "t": 8, "max_kv_len": 300, "window": 50},
 ]
 
-CHUNKS = [{"n": 1}, {"n": 150, "max_kv_len": 700}, {"n": 150, "bound": 700, "window": 90}]
+CHUNKS = [{"n": 1}, {"n": 150, "max_kv_len": 700}, {"n": 150, "max_kv_len": 700, "window": 90}]
 
 
 def options_of(index, page, size):
@@ -161,7 +161,7 @@ def tensors_of(s):
 def rebuilt(s, tensors):
     """The scene on given buffers."""
     rows, kv_len, table, kv, q, tail, positions, tail_positions, mask = tensors
-    prefix = {"rows": rows, "extent": kv_len, "table": replace(s.metadata.table, data=table)}
+    prefix = {"rows": rows, "kv_len": kv_len, "table": replace(s.metadata.table, data=table)}
     queries = {"positions": positions, "tail_positions": tail_positions, "mask": mask}
     metadata = replace(s.metadata, **prefix, **queries)
     return replace(s, metadata=metadata, kv=replace(s.kv, data=kv), q=q, tail=replace(s.tail, data=tail))
