@@ -12,12 +12,15 @@ DEV := $(VENV)/.dev
 demo: $(READY)
 	@$(BIN)/treetop generate --echo --compare-plain --max-tokens 192 --temperature 0.6 --seed 5 --prompt-file docs/demo_prompt.txt
 
+# Two processes, a thread of arithmetic each: most of a test is Python.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
 test: $(DEV)
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 # The long matrices too.
 test-all: $(DEV)
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 # What needs a GPU: a process and a log a file, side by side; then memory alone, for it takes all there is.
 GPU_LAST := tests/test_gpu_memory.py

@@ -96,7 +96,7 @@ def make_layout(config: EngineConfig, model: ModelConfig, draft: DrafterSpec | N
     context = config.context_length or model.max_positions
     if context > model.max_positions:
         raise ConfigError(f"--context-length {context} exceeds the model's {model.max_positions} positions")
-    if context > MOST_COUNT and not config.disable_logits_processors:
+    if context - 1 > MOST_COUNT and not config.disable_logits_processors:
         raise ConfigError(
             f"--context-length {context}: penalties can count {MOST_COUNT} tokens; lower it, or use"
             " --disable-logits-processors"
