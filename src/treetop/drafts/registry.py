@@ -7,10 +7,13 @@ from pathlib import Path
 from treetop.drafts.eagle import eagle_spec
 from treetop.drafts.eagle3_config import eagle3_spec
 from treetop.drafts.head_files import head_config
+from treetop.drafts.ngram import ngram_spec
 from treetop.drafts.protocol import DrafterSpec
 from treetop.models.checkpoint import tensor_files
 from treetop.models.config import Config, ModelConfig
 from treetop.types.errors import CheckpointError, ConfigError
+
+__all__ = ["DRAFTERS", "FoundDraft", "drafter_spec", "find_draft", "ngram_spec"]
 
 DRAFTERS: dict[str, Callable[[Path, ModelConfig, bool], DrafterSpec]] = {"EAGLE": eagle_spec, "EAGLE3": eagle3_spec}
 """Algorithm -> the reader of a folder, for a target, and whether the folder has no tensors to look at."""

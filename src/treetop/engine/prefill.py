@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from treetop.attention.layer import CausalAttention, LayerKV
+from treetop.drafts.protocol import Extension
 from treetop.engine.model_runner import ModelRunner
+from treetop.kernels.history import remember
 from treetop.kernels.kv import slots_of
 from treetop.kernels.tree import root_tree
 from treetop.speculative.verify import choose
@@ -89,8 +91,13 @@ def prefill(runner: ModelRunner, batch: PrefillBatch) -> tuple[Tensor, Tensor]:
         shifted = shifted.scatter(1, last[:, None], following[:, None])
         attend = _attention(runner, runner.draft_layers, runner.draft_groups, batch, span)
         aux_hidden = torch.cat([output.hidden[..., :0], *output.aux_hidden], dim=-1)  # a drafter may read none
-        hidden = runner.drafter.extend(shifted, aux_hidden, span.positions, attend)
-        draft = runner.propose(hidden, last)
+        history = runner.state.history
+        if history is not None:
+            remember(history, rows, span.positions, batch.tokens, valid)
+            live = (rows != runner.layout.dummy_row)[:, None]
+            remember(history, rows, span.kv_len[:, None], following[:, None], live)
+        at = Extension(rows, last, history)
+        draft = runner.propose(runner.drafter.extend(shifted, aux_hidden, span.positions, at, attend))
     ops.finish(runner.state.tables, rows, runner.layout.dummy_row, last, first, draft)
     return first, accepted.finite
 

@@ -38,7 +38,9 @@ class PrefillPlanner:
             if room == 0 or not self._admit(request, batch, room):
                 break
             self._queues.admitted(request)
-            setups.append(RowSetup(request.held.row, request.num_computed_tokens, request.params, request.seed))
+            known = request.num_computed_tokens
+            prefix = tuple(request.ids[:known])
+            setups.append(RowSetup(request.held.row, known, request.params, request.seed, prefix))
             batch.append((request, min(room, request.num_ids - request.num_computed_tokens)))
         if not batch:
             return None

@@ -26,12 +26,13 @@ class PageEdit:
 
 @dataclass(frozen=True, slots=True)
 class RowSetup:
-    """A request moves into `row` with `committed` tokens already in the pages of every group."""
+    """A request moves into `row` with `committed` tokens already in the pages of every group: prefix_ids."""
 
     row: Row
     committed: int
     params: SamplingParams
     seed: int
+    prefix_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
