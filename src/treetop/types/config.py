@@ -58,8 +58,9 @@ class EngineConfig:
     holds, and NGRAM, which has none. speculative_algorithm None is inferred from the draft's tensors. context_length
     None is the model's. mem_fraction_static: share of the device's memory for weights, tables and KV pools.
     max_total_tokens: tokens each KV pool holds, whatever that share is; None gives every running request its whole
-    context if it fits. load_format: dummy makes random weights of the shapes that config.json gives. compress_weights: keep weights in 12
-    bits too, without loss, for products of few rows; None does where products gain and memory is plenty.
+    context if it fits. load_format: dummy makes random weights of the shapes that config.json gives.
+    compress_weights: keep weights in 12 bits too, without loss, for products of few rows; None does where products gain
+    and memory is plenty.
     simulate_accept_length: tokens every round emits, whatever is right; for measuring speed only.
     chunked_prefill_size: most prompt tokens a prefill step processes, its padding counted; None goes by the device and
     its memory. disable_radix_cache: do not keep the K/V of prompts and outputs for prompts that begin alike.
