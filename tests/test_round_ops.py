@@ -188,7 +188,7 @@ if not INTERPRETED:
             ops = Ops(OpContext(*context))
             return {name for name, op in operations().items() if getattr(ops, name) is not op.reference}
 
-        of_products = {"silu_mul", "skinny_gemm", "gated_rows", "compressed_rows"}
+        of_products = {"silu_mul", "gelu_tanh_mul", "skinny_gemm", "gated_rows", "compressed_rows"}
         of_trees = {"start", "grow", "select", "greedy", "accept"}
         assert kernels(gpu, torch.bfloat16, tree) == every
         assert kernels(gpu, torch.float32, tree) == every - of_products

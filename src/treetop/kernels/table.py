@@ -24,6 +24,7 @@ from treetop.kernels import fused, packed_weights, pages, tail, topk
 from treetop.kernels import grow as growing
 from treetop.kernels import rows as row_state
 from treetop.kernels import skinny_gemm as skinny
+from treetop.kernels.gate import Gate
 from treetop.kernels.linear import GatedLinear, LibraryLinear, Linear, SkinnyGated, SkinnyLinear, library_gated
 from treetop.kernels.products import Call, ChosenProduct, Shape
 from treetop.kernels.sampling import draw_reference, greedy_reference
@@ -109,7 +110,10 @@ class Ops:
     rotate_and_write = Op(
         fused.rotate_and_write_reference, fused.rotate_and_write, 1e-6, on_a_gpu, (fused._rotate_and_write_kernel,)
     )
-    silu_mul = Op(fused.silu_mul_reference, fused.silu_mul, 1e-6, on_a_gpu_in_16_bits, (fused._silu_mul_kernel,))
+    silu_mul = Op(fused.silu_mul_reference, fused.silu_mul, 1e-6, on_a_gpu_in_16_bits, (fused._gate_mul_kernel,))
+    gelu_tanh_mul = Op(
+        fused.gelu_tanh_mul_reference, fused.gelu_tanh_mul, 1e-6, on_a_gpu_in_16_bits, (fused._gate_mul_kernel,)
+    )
     skinny_gemm = Op(
         skinny.skinny_gemm_reference, skinny.skinny_gemm, 1e-5, on_a_gpu_in_16_bits, (skinny._skinny_gemm_kernel,)
     )
@@ -186,23 +190,23 @@ class Ops:
         On a CPU it goes by the calls that `products` names for the weight's shape; on a GPU the weight is kept in 12
         bits too, where `compressed` and products of few rows gain by it.
         """
-        gpu = self._few_rows_on(bias)
+        gpu = self._skinny_on(bias)
         return (
             LibraryLinear(weight, bias, self._calls(weight))
             if gpu is None
             else SkinnyLinear(weight, gpu, self._compressed)
         )
 
-    def gated(self, weight: Tensor, bias: Tensor | None = None) -> GatedLinear:
-        """`silu(gate) * up`, both from a product with one weight [2 * out, in]; see `linear`."""
-        gpu = self._few_rows_on(bias)
+    def gated(self, weight: Tensor, bias: Tensor | None = None, kind: Gate = "silu") -> GatedLinear:
+        """Activated gate times up, both from a product with one weight [2 * out, in]; see `linear`."""
+        gpu = self._skinny_on(bias)
         return (
-            library_gated(weight, bias, self._calls(weight))
+            library_gated(weight, bias, self._calls(weight), kind)
             if gpu is None
-            else SkinnyGated(weight, gpu, self._compressed)
+            else SkinnyGated(weight, gpu, self._compressed, kind)
         )
 
-    def _few_rows_on(self, bias: Tensor | None) -> GpuTraits | None:
+    def _skinny_on(self, bias: Tensor | None) -> GpuTraits | None:
         return self._gpu if bias is None and Ops.skinny_gemm.applies(self._context) else None
 
     def _calls(self, weight: Tensor) -> tuple[Call, ...] | None:
