@@ -31,13 +31,13 @@ def target(tmp_path_factory):
     return folder, DenseTarget(folder)
 
 
-def assert_drafts(pair: Pair, dense_target, reference, which, prompt_length=9) -> None:
+def assert_drafts(pair: Pair, dense_target, reference, which, **options) -> None:
     """The first round's tree is the reference's; greedy output is plain output, prefix cache on, in small chunks."""
     k, steps, size = SHAPE
-    llm = build(pair, SHAPE, page_size=4, chunked_prefill_size=4)
+    llm = build(pair, SHAPE, page_size=4, chunked_prefill_size=4, **options)
     trees = []
     llm.engine.observer = lambda plan, tree, accepted: trees.append(tree)
-    prompts = pair.prompts([prompt_length, 3, 14], seed=1)
+    prompts = pair.prompts([9, 3, 14], seed=1)
     outputs = llm.generate(prompts[:1], greedy(14))
     ids = [*prompts[0], outputs[0].token_ids[0]]
     root, born, _ = grow(ids[-1], k, steps, proposals_of(reference, dense_target, which, ids, k))

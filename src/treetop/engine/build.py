@@ -153,7 +153,8 @@ def read_draft_spec(config: EngineConfig, target: TargetSpec) -> DrafterSpec:
         spec: DrafterSpec = ngram_spec(target.config, config.shape)
     else:
         folder = target.folder if config.draft is None else resolve_folder(config.draft, "draft")
-        spec = drafter_spec(folder, target.config, config.algorithm, config.load_format == "dummy")
+        dummy, recurrence = config.load_format == "dummy", config.speculative_mtp_recurrence
+        spec = drafter_spec(folder, target.config, config.algorithm, dummy, recurrence)
     if config.speculative_eagle_topk > spec.vocab_size:
         raise ConfigError(
             f"--speculative-eagle-topk {config.speculative_eagle_topk} exceeds the draft vocabulary of"

@@ -11,6 +11,7 @@ from treetop.types.layout import PLAIN, SpecShape
 Algorithm = Literal["EAGLE", "EAGLE3", "MTP", "NEXTN", "NGRAM", "NONE"]
 _ALONE = ("MTP", "NEXTN", "NGRAM")
 """Algorithms that need no folder of a draft: the target's holds their weights, or there are none."""
+MtpRecurrence = Literal["auto", "before-norm", "after-norm"]
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Backend = Literal["auto", "torch", "triton", "fa3", "flashinfer", "fa4"]
 DeviceName = Literal["auto", "cpu", "cuda"]
@@ -22,6 +23,7 @@ BUILTIN_DRAFT = "builtin:nestling-eagle3"
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "speculative_algorithm": get_args(Algorithm),
+    "speculative_mtp_recurrence": get_args(MtpRecurrence),
     "dtype": get_args(DType),
     "attention_backend": get_args(Backend),
     "graphs": get_args(Graphs),
@@ -55,7 +57,8 @@ class EngineConfig:
     """Every option of the engine, under the flag's name. Raises ConfigError with all problems at once.
 
     draft None decodes plainly, but for algorithms that need none: MTP, alias NEXTN, whose weights the target's folder
-    holds, and NGRAM, which has none. speculative_algorithm None is inferred from the draft's tensors. context_length
+    holds, and NGRAM, which has none. speculative_algorithm None is inferred from the draft's tensors.
+    speculative_mtp_recurrence: which state of an MTP layer feeds it again; auto is the family's. context_length
     None is the model's. mem_fraction_static: share of the device's memory for weights, tables and KV pools.
     max_total_tokens: tokens each KV pool holds, whatever that share is; None gives every running request its whole
     context if it fits. load_format: dummy makes random weights of the shapes that config.json gives.
@@ -72,6 +75,7 @@ class EngineConfig:
     model: str = BUILTIN_MODEL
     draft: str | None = None
     speculative_algorithm: Algorithm | None = None
+    speculative_mtp_recurrence: MtpRecurrence = "auto"
     speculative_num_steps: int = 5
     speculative_eagle_topk: int = 4
     speculative_num_draft_tokens: int = 16
