@@ -4,11 +4,11 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from dense_drafts import AFTER_NORM, DenseMtp, DenseTarget, dense_of
-from engines import accept_lens, build, greedy, sampled, tokens
+from engines import build, greedy, sampled, tokens
 from refusing import refused
 from test_draft_layouts import WIDTH, assert_drafts, biases, layer_shapes, random_tensors
 from tiny_models import Pair, copy_folder, llama_config, save_random, save_random_llama
@@ -98,7 +98,7 @@ def test_its_tokens_are_those_of_plain_decoding(family, shape, options, algorith
     """Chains and trees, by name and without a folder of a draft; prompts that share a prefix."""
     if algorithm == "NEXTN" and options:
         pytest.skip("one spelling is enough")
-    name, both, _ = family
+    _, both, _ = family
     k, steps, size = shape
     pair = Pair(both, both)
     base = pair.prompts([18, 5])
@@ -112,7 +112,7 @@ def test_its_tokens_are_those_of_plain_decoding(family, shape, options, algorith
 
 
 def test_a_target_with_an_mtp_layer_decodes_plainly_without_it(family):
-    name, both, dense_target = family
+    _, both, _ = family
     assert "draft" not in build(Pair(both, both), None).engine.layout.token_groups
 
 
