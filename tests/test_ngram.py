@@ -12,7 +12,7 @@ from test_capture import FakeRecorder
 from treetop import LLM
 from treetop.drafts.ngram import PLACES, NgramLookup, NgramSpec
 from treetop.engine.cuda_graphs import CudaGraphs
-from treetop.kernels.history import continued, longest_matches
+from treetop.kernels.row_text import continued, longest_matches
 from treetop.models.loader import Placement
 from treetop.types.errors import ConfigError
 
@@ -149,7 +149,7 @@ def test_a_prefix_hit_brings_its_text(strong_pair):
     plan = llm.scheduler.plan()
     assert sum(len(chunk.token_ids) for chunk in plan.chunks) < len(prompt), "no hit"
     llm.scheduler.commit(plan, llm.engine.step(plan))
-    row = llm.engine.runner.state.history[plan.rows[0]]
+    row = llm.engine.runner.state.text[plan.rows[0]]
     assert row[: request.num_ids].tolist() == list(request.ids)
 
 

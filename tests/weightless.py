@@ -26,7 +26,7 @@ class FixedSpec:
     params: tuple = ()
     derived: int = 0
     state_dtype: None = None
-    reads_history: bool = False
+    reads_text: bool = False
 
     @property
     def streamed(self):

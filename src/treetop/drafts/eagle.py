@@ -49,7 +49,7 @@ class EagleSpec:
     embedding: bool
     aux_inputs: tuple[int, ...] = (LAST_HIDDEN,)
     state_dtype: torch.dtype | None = None
-    reads_history: bool = False
+    reads_text: bool = False
 
     @property
     def vocab_size(self) -> int:

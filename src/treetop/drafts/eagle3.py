@@ -70,7 +70,7 @@ class Eagle3Spec:
     output: OutputOf
     stored: frozenset[str]
     state_dtype: torch.dtype | None = None
-    reads_history: bool = False
+    reads_text: bool = False
 
     @property
     def attention(self) -> tuple[AttentionSpec, ...]:

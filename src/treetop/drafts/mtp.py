@@ -90,7 +90,7 @@ class MtpSpec:
     normed_state: bool
     aux_inputs: tuple[int, ...] = (LAST_HIDDEN,)
     state_dtype: torch.dtype | None = None
-    reads_history: bool = False
+    reads_text: bool = False
 
     @property
     def vocab_size(self) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 from treetop.attention.layer import Attend
 from treetop.drafts.head_files import no_offset
 from treetop.drafts.protocol import DraftProducts, DraftVocab, Extension, Proposal, Streamed
-from treetop.kernels.history import continued, longest_matches
+from treetop.kernels.row_text import continued, longest_matches
 from treetop.kernels.table import Ops
 from treetop.kernels.tree import stable_topk
 from treetop.models.config import AttentionSpec, ModelConfig
@@ -47,7 +47,7 @@ class NgramSpec:
     params: tuple[Param, ...] = ()
     derived: int = 0
     state_dtype: torch.dtype | None = torch.int32
-    reads_history: bool = True
+    reads_text: bool = True
 
     @property
     def state_size(self) -> int:
@@ -75,9 +75,9 @@ class NgramLookup:
         self.vocab, self.products = DraftVocab(no_offset(spec.vocab_size, place.device)), DraftProducts()
 
     def extend(self, tokens: Tensor, aux_hidden: Tensor, positions: Tensor, at: Extension, attend: Attend) -> Tensor:
-        """See `Drafter`. Only the history counts."""
-        assert at.history is not None
-        text, end = at.history[at.rows], positions.gather(1, at.last[:, None])[:, 0] + 1
+        """See `Drafter`. Only the text counts."""
+        assert at.text is not None
+        text, end = at.text[at.rows], positions.gather(1, at.last[:, None])[:, 0] + 1
         place, length = longest_matches(text, end, PLACES, _MOST)
         following = continued(text, end, place, self.spec.num_steps)
         return torch.cat([length[:, :, None].to(text.dtype), following], dim=2).flatten(1)

@@ -59,13 +59,13 @@ class DraftProducts:
 class Extension:
     """Whose tokens `Drafter.extend` is given, and what of them is wanted.
 
-    rows: [rows] int64, in the tables. last: [rows] int64, the column whose state is wanted. history: the text of all
+    rows: [rows] int64, in the tables. last: [rows] int64, the column whose state is wanted. text: of all
     rows, [num_rows, width] int32, known up to the token of that column; None unless the spec reads it.
     """
 
     rows: Tensor
     last: Tensor
-    history: Tensor | None = None
+    text: Tensor | None = None
 
 
 class Drafter(Protocol):
@@ -95,7 +95,7 @@ class DrafterSpec(Protocol):
 
     folder: of its checkpoint, if it has one. vocab_size: how many tokens it can propose. state_size: of a row's state;
     state_dtype: None is the engine's. aux_inputs: the states of the target that it reads, as `Target` numbers them.
-    reads_history: it looks at the rows' text. attention: of each of its layers that keep K/V, all in
+    reads_text: it looks at the rows' text. attention: of each of its layers that keep K/V, all in
     one group; () for none. params: its parameters. derived: numbers that it makes of them and keeps.
     """
 
@@ -112,7 +112,7 @@ class DrafterSpec(Protocol):
     def state_dtype(self) -> torch.dtype | None: ...
 
     @property
-    def reads_history(self) -> bool: ...
+    def reads_text(self) -> bool: ...
 
     @property
     def aux_inputs(self) -> tuple[int, ...]: ...

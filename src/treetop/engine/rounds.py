@@ -16,15 +16,16 @@ from treetop.attention.layer import Attend, Columns
 from treetop.drafts.protocol import Extension
 from treetop.engine.model_runner import ModelRunner
 from treetop.kernels.commit import Paths, feature_nodes
-from treetop.kernels.history import remember
+from treetop.kernels.row_text import remember
 from treetop.kernels.rows import DraftState, RowTables
 from treetop.speculative.draft import Level, grow_tree
-from treetop.speculative.verify import choose
+from treetop.speculative.verify import choose, path_logprobs
 from treetop.types.errors import CheckError
 from treetop.types.ids import GroupName
 from treetop.types.layout import SpecShape
 from treetop.types.phase import Phase
 from treetop.types.sampling import Choice
+from treetop.types.tree import copy_into
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +86,12 @@ def verify_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     attend = runner.tail_attention(phase, runner.target_layers, buffers.verify_tails, plans, columns)
     output = runner.target.forward(tokens, places.nodes, attend)
     logits = runner.target.logits(output.hidden)
-    chosen = choose(ops, logits, runner.state.sampler, rows, places.nodes, key.choice)
+    chosen = choose(ops, logits, runner.state.sampler, rows, places.nodes, tree, key.choice)
     ops.accept(chosen, tree, accepted, runner.forced(shape))
+    if key.choice is Choice.LOGPROBS:
+        found = buffers.logprobs_of(key.bucket, shape)
+        copy_into(found, path_logprobs(ops, logits, accepted, found.ids.shape[2]))
+    runner.count(rows, key.choice, accepted.tokens, accepted.accept_len + 1)
     runner.commit(buffers.verify_tails, _paths(runner, key, accepted.path))
     if runner.drafter is None:
         ops.finish(runner.state.tables, rows, runner.layout.dummy_row, accepted.accept_len, accepted.bonus, None)
@@ -112,10 +117,10 @@ def extend_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     attend = runner.tail_attention(phase, runner.draft_layers, buffers.extend_tails, plans, columns)
     aux_hidden = buffers.aux_hidden_of(key.bucket, shape)
     runner.probes.nan(aux_hidden, "features", phase, rows)
-    history, paths = runner.state.history, _paths(runner, key, None)
-    if history is not None:
-        remember(history, rows, places.path + 1, accepted.tokens, paths.kept)
-    at = Extension(rows, accepted.accept_len, history)
+    text, paths = runner.state.text, _paths(runner, key, None)
+    if text is not None:
+        remember(text, rows, places.path + 1, accepted.tokens, paths.kept)
+    at = Extension(rows, accepted.accept_len, text)
     draft_state = runner.drafter.extend(accepted.tokens, aux_hidden, places.path, at, attend)
     runner.commit(buffers.extend_tails, paths)
     draft = runner.propose(draft_state)

@@ -10,11 +10,13 @@ from torch import Tensor
 from treetop.drafts.protocol import DrafterSpec
 from treetop.engine.buffers import Zeros
 from treetop.kernels.kv import PageTable
+from treetop.kernels.process import Processors
 from treetop.kernels.rows import DraftState, RowTables
 from treetop.kernels.sampling import Sampler, WarpParams
 from treetop.types.ids import GroupName
 from treetop.types.layout import Layout
 from treetop.types.messages import PageEdit, RowSetup
+from treetop.types.sampling import MOST_BIASES, Choice
 
 _ANY_VOCABULARY = 2**31 - 1
 """A larger top-k means the same."""
@@ -25,9 +27,9 @@ class RowState:
     """Tables of `num_rows` rows, written in place, never rebound.
 
     page_tables: group -> its table, [num_rows, page_columns] int32. committed: [num_rows] int64, tokens whose K/V are
-    in the pages of every group. root: [num_rows] int64, the token after them, whose K/V are in none.
-    history: the text of each row up to its root, [num_rows, width] int32, as `kernels.history` has it; None where no
-    drafter reads it.
+    in the pages of every group. root: [num_rows] int64, the token after them, whose K/V are in none. processors: None
+    where no request may change its logits. text: of each row up to its root, [num_rows, width] int32, as
+    `kernels.row_text` has it; None where no drafter reads it.
     """
 
     page_tables: dict[GroupName, PageTable]
@@ -36,7 +38,8 @@ class RowState:
     seed: Tensor
     params: WarpParams
     draft: DraftState | None
-    history: Tensor | None
+    processors: Processors | None
+    text: Tensor | None
 
     def table_of(self, group: GroupName) -> PageTable:
         """The page table that a group's layers read: their own (sgl-24617)."""
@@ -59,13 +62,13 @@ class RowState:
 
     def apply_prefixes(self, setups: Sequence[RowSetup], columns: Sequence[Tensor]) -> None:
         """Write the text that requests move in with, from the prefix cache. columns: those of `prefix_columns`."""
-        if self.history is not None:
+        if self.text is not None:
             for setup, ids in zip(setups, columns, strict=True):
-                self.history[setup.row, : len(ids)] = ids.to(self.history.dtype)
+                self.text[setup.row, : len(ids)] = ids.to(self.text.dtype)
 
     def prefix_columns(self, setups: Sequence[RowSetup]) -> list[list[int]]:
         """The committed text of requests that move in, if any drafter reads it."""
-        return [] if self.history is None else [list(setup.prefix_ids) for setup in setups]
+        return [] if self.text is None else [list(setup.prefix_ids) for setup in setups]
 
     def forget_pages(self, rows: list[int]) -> None:
         """Level 3: fill the tables of rows about to be set up with what no page is."""
@@ -86,8 +89,13 @@ class RowState:
 
     @property
     def sampler(self) -> Sampler:
-        """What rows draw by."""
-        return Sampler(self.params, self.seed)
+        """What rows choose by."""
+        return Sampler(self.params, self.seed, self.processors)
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """How tokens may have to be chosen."""
+        return tuple(choice for choice in Choice if choice is not Choice.PROCESS or self.processors is not None)
 
     @property
     def tables(self) -> RowTables:
@@ -117,15 +125,17 @@ def _bits(number: float) -> int:
     return int(struct.unpack("q", struct.pack("d", number))[0])
 
 
-def make_state(layout: Layout, drafter: DrafterSpec | None, dtype: torch.dtype, zeros: Zeros) -> RowState:
-    """Zeroed tables; for plain decoding without a drafter."""
+def make_state(
+    layout: Layout, drafter: DrafterSpec | None, vocab_size: int | None, dtype: torch.dtype, zeros: Zeros
+) -> RowState:
+    """Zeroed tables; drafter None for plain decoding, vocab_size None where no logits are changed."""
     n, long, real = layout.num_rows, torch.int64, torch.float32
-    draft = history = None
+    draft = text = None
     if drafter is not None:
         k, kind = layout.max_topk, drafter.state_dtype or dtype
         draft = DraftState(zeros((n, k), long), zeros((n, k), real), zeros((n, drafter.state_size), kind))
-        if drafter.reads_history:
-            history = zeros((n, layout.max_positions + 2), torch.int32)  # the root too, and one column for nothing
+        if drafter.reads_text:
+            text = zeros((n, layout.max_positions + 2), torch.int32)  # the root too, and one column for nothing
     top_p = zeros((n,), real)
     top_p.fill_(1.0)
     columns = layout.page_columns
@@ -136,5 +146,12 @@ def make_state(layout: Layout, drafter: DrafterSpec | None, dtype: torch.dtype, 
         seed=zeros((n,), long),
         params=WarpParams(zeros((n,), real), zeros((n,), long), top_p, zeros((n,), real)),
         draft=draft,
-        history=history,
+        processors=None if vocab_size is None else _make_processors(n, vocab_size, zeros),
+        text=text,
     )
+
+
+def _make_processors(n: int, vocab_size: int, zeros: Zeros) -> Processors:
+    words, biases = zeros((n, vocab_size), torch.int32), zeros((n, 1 + MOST_BIASES), torch.float32)
+    presence, frequency, repetition = (zeros((n,), torch.float32) for _ in range(3))
+    return Processors(words, biases, presence, frequency, repetition, zeros((n,), torch.int64), zeros((n,), torch.bool))

@@ -1,6 +1,6 @@
 """The text of each row on the device, and where its end has stood before. Plain tensor operations, no host sync.
 
-history: [num_rows, width] int32, the token at each position of a row; its last column takes what must go nowhere.
+text: [num_rows, width] int32, the token at each position of a row; its last column takes what must go nowhere.
 """
 
 import torch
@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def remember(history: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, kept: Tensor) -> None:
+def remember(text: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, kept: Tensor) -> None:
     """Write tokens of rows where they stand. rows: [rows] int64; positions, tokens: [rows, n] int64; kept: bool."""
-    nowhere = history.shape[1] - 1
+    nowhere = text.shape[1] - 1
     place = torch.where(kept, positions, nowhere)
-    history[rows[:, None], place] = tokens.to(history.dtype)
+    text[rows[:, None], place] = tokens.to(text.dtype)
 
 
 def longest_matches(text: Tensor, end: Tensor, count: int, most: int) -> tuple[Tensor, Tensor]:
