@@ -114,7 +114,6 @@ FAMILIES: dict[str, Tiny] = {
         by_token=True,
     ),
     "mistral": Tiny("Mistral", {"sliding_window": WINDOW}),
-    "mistral without a window": Tiny("Mistral", {"sliding_window": None}),
     "qwen2": Tiny("Qwen2", {"head_dim": 8}),
     "qwen2 windows": Tiny("Qwen2", {**WINDOWED, "head_dim": 8}),
     "qwen3": Tiny("Qwen3", {"tie_word_embeddings": True}),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engines import accept_lens, build, greedy, steps, submit, tokens
-from families import FAMILIES, WINDOW, Saved
+from families import FAMILIES, SIZES, WINDOW, Saved
 from refusing import refused
 from test_golden import record_logits
 from tiny_models import copy_folder
@@ -40,6 +40,22 @@ def test_logits_equal_those_of_transformers(saved):
             ours = torch.cat([logits[0] for logits in seen])
             theirs = saved.logits(model, [*prompt, *output.token_ids[:-1]])
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["gemma3", "glm4", "qwen2 windows"])
+def test_bfloat16_is_as_near_to_float64_as_that_of_transformers(name, tmp_path):
+    """Norms of 1 + w are kept in float32, the rest in bfloat16."""
+    saved = FAMILIES[name].save(tmp_path, seed=5)
+    llm = LLM(model=str(saved.pair.target), draft=None, dtype="bfloat16", graphs="off", device="cpu")
+    seen, (prompt,) = record_logits(llm), saved.pair.prompts([30])
+    llm.generate([prompt], greedy(1))
+    exact = saved.logits(saved.reference(torch.float64), prompt)
+    theirs = saved.logits(saved.reference(torch.bfloat16), prompt)
+    ours, theirs = (float((logits.double() - exact).norm() / exact.norm()) for logits in (seen[0][0], theirs))
+    print(f"relative error {ours:.4f}, transformers {theirs:.4f}")
+    assert 0 < ours < 1.5 * theirs < 0.3
+    weights = llm.engine.runner.target.norm.weight
+    assert weights.dtype == (torch.float32 if name == "gemma3" else torch.bfloat16)
 
 
 def expected_tokens(saved: Saved, prompts, count: int) -> list[tuple[int, ...]]:
@@ -91,7 +107,7 @@ def test_pages_behind_a_window_are_given_back(tmp_path, name):
             most = max(most, len(pages) - len(held))
     assert most * layout.page_size > 120
     assert layout.window_spares(layout.group(WINDOW_GROUP)) > 120
-    assert llm.scheduler._kv_cache.usage == 0
+    assert llm.scheduler.load.kv_usage == 0
 
 
 def test_every_family_has_a_tiny_model():
@@ -120,6 +136,13 @@ def test_qwen_windows_of_the_older_spelling_mean_the_same(tmp_path):
     assert respelled(saved, tmp_path / "old", layer_types=None) == spec
     off = respelled(saved, tmp_path / "off", layer_types=None, use_sliding_window=False)
     assert {layer.attention.window for layer in off.layers} == {None}
+
+
+@pytest.mark.parametrize(("said", "window"), [({}, 4096), ({"sliding_window": None}, None), ({"sliding_window": 7}, 7)])
+def test_mistral_without_a_window_has_none_and_by_default_that_of_the_first_release(tmp_path, said, window):
+    config = {**SIZES, "architectures": ["MistralForCausalLM"], **said}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert {layer.attention.window for layer in target_spec(tmp_path).config.layers} == {window}
 
 
 def test_gemma_of_the_older_spelling_means_the_same(tmp_path):
@@ -168,6 +191,7 @@ UNSUPPORTED = [
     ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
     ("gemma3", {"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern"),
     ("gemma3", {"rope_parameters": {"full_attention": 1}}, "full_attention"),
+    ("gemma3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "rope_parameters"),
     ("glm4", {"partial_rotary_factor": 0.3, "rope_parameters": {"rope_type": "default"}}, "partial_rotary_factor"),
     ("mimo", {"use_mrope": True}, "use_mrope"),
 ]

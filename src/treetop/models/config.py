@@ -224,6 +224,8 @@ def _rope_table(config: Config, layer_type: str | None, where: Path) -> Config:
     new, old = table(config, "rope_parameters", where), table(config, "rope_scaling", where)
     nested = {key: value for key, value in new.items() if isinstance(value, dict)}
     if nested:
+        if len(nested) < len(new):
+            raise CheckpointError(f"{where}: rope_parameters has parts for types of layers and keys beside them")
         if layer_type not in nested:
             raise CheckpointError(
                 f"{where}: rope_parameters has parts for {shown(', '.join(nested))}, but"

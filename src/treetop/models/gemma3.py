@@ -50,7 +50,7 @@ _NORMS = NormNames(
 
 
 def read(config: Config, where: Path) -> ModelConfig:
-    config = {**_DEFAULTS, **config}
+    config = {**_DEFAULTS, **{key: value for key, value in config.items() if value is not None}}
     for key, value in _ONLY.items():
         require_value(config, key, value, where)
     pattern = size(config, "sliding_window_pattern", where)
