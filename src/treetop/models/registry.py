@@ -1,6 +1,7 @@
 """Architectures by name: what each makes of its config, and the rest of a target before its weights are read."""
 
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,8 +83,15 @@ class TargetSpec:
     def _unused(self) -> set[str]:
         """Names of tensors that the files may hold without a use."""
         names = self.family.unused(self.config)
-        prefixes = tuple(name for name in names if name.endswith("."))
-        return names | {name for name in tensor_files(self.folder) if name.startswith(prefixes)} if prefixes else names
+        stored = tensor_files(self.folder)
+        further = (_FURTHER_LAYER.fullmatch(name) for name in stored)
+        mtp = [match[1] for match in further if match and int(match[2]) >= len(self.config.layers)]
+        prefixes = (*(name for name in names if name.endswith(".")), *mtp)
+        return names | {name for name in stored if name.startswith(prefixes)} if prefixes else names
+
+
+_FURTHER_LAYER = re.compile(r"(model\.layers\.(\d{1,9})\.)eh_proj\.weight")
+"""A layer past the last that predicts a further token, in DeepSeek's names, which any family may have."""
 
 
 def target_spec(folder: Path) -> TargetSpec:
