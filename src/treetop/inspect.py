@@ -117,9 +117,11 @@ def inspect(config: EngineConfig) -> Report:
             report = _target_report(spec, config)
     except UserError as error:
         problems.append(str(error))
-    if config.draft is not None and draft is None:
+    in_the_target = spec is not None and config.draft is None and config.algorithm == "MTP"
+    if (config.draft is not None or in_the_target) and draft is None:
         try:
-            draft = _draft_report(resolve_folder(config.draft, "draft"), spec, config)
+            where = folder if config.draft is None else resolve_folder(config.draft, "draft")
+            draft = _draft_report(where, spec, config)
         except UserError as error:
             problems.append(str(error))
     elif draft is not None and config.draft is not None:
@@ -149,7 +151,7 @@ def _draft_report(folder: Path, target: TargetSpec | None, config: EngineConfig)
     known = (str(folder), found.algorithm, found.layout, found.reasons, stored_files(folder))
     if target is None:
         return DraftReport(*known)
-    spec: DrafterSpec = read_draft_spec(config, config.draft or str(folder), target.config)
+    spec: DrafterSpec = read_draft_spec(config, target)
     spec.check()
     numbers = sum(param.numbers for param in spec.params) + spec.derived
     held = weight_bytes(spec.params, _dtype(config)) + spec.derived * _dtype(config).itemsize
