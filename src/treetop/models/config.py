@@ -3,9 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from treetop.kernels.experts import Activation
 from treetop.kernels.rope import RopeSpec
+from treetop.kernels.routing import RouterSpec
 from treetop.models.json_file import MOST_TOKENS, integers, read_object
 from treetop.types.errors import CheckpointError, shown
 from treetop.types.kv import KVFormat, paired
@@ -46,11 +48,27 @@ class DenseSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertSpec:
+    """Gated feed-forwards of which a router chooses `router.top_k` for each token.
+
+    inner_size: of one expert. activation: of its gate and up. shared_inner: of a dense one beside them, which every
+    token takes too; 0 is none. bias: experts have biases. stored: how a checkpoint holds them, see `models.experts`.
+    """
+
+    inner_size: int
+    router: RouterSpec
+    activation: Activation = Activation.SILU
+    shared_inner: int = 0
+    bias: bool = False
+    stored: Literal["each", "stacked", "mxfp4"] = "each"
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """Attention and feed-forward, each behind its norm and added to the residual stream."""
 
     attention: AttentionSpec
-    feed_forward: DenseSpec
+    feed_forward: DenseSpec | ExpertSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,9 @@ from torch import Tensor
 from treetop.attention.layer import Attend
 from treetop.kernels.rope import rope_table
 from treetop.kernels.table import Ops
-from treetop.models.config import ModelConfig
-from treetop.models.layers import GatedMLP, RMSNorm, SelfAttention, attention_params, mlp_params, norm_param
+from treetop.models.config import ExpertSpec, ModelConfig
+from treetop.models.feed_forward import feed_forward, feed_forward_params
+from treetop.models.layers import RMSNorm, SelfAttention, attention_params, norm_param
 from treetop.models.loader import Placement, Weights
 from treetop.models.params import Param, Source, matrix
 from treetop.models.target import TargetOutput
@@ -24,13 +25,15 @@ class DecoderLayer:
         self.input_norm = RMSNorm(weights[f"{name}.input_norm"], eps, ops)
         self.attention = SelfAttention(spec.attention, weights, f"{name}.attention", index, eps, ops)
         self.mlp_norm = RMSNorm(weights[f"{name}.mlp_norm"], eps, ops)
-        self.mlp = GatedMLP(weights, f"{name}.mlp", ops)
+        self.mlp = feed_forward(spec.feed_forward, weights, f"{name}.mlp", ops)
         self.products = [*self.attention.products, *self.mlp.products]
 
-    def __call__(self, x: Tensor, normed: Tensor, angles: Any, attend: Attend) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, x: Tensor, normed: Tensor, angles: Any, attend: Attend, live: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """x: the residual stream, normed: its input norm. Returns the stream after attention, and the MLP's parts."""
         x, normed = self.mlp_norm.after(x, self.attention(normed, angles, attend))
-        return x, self.mlp(normed)
+        return x, self.mlp(normed, live)
 
 
 class Decoder:
@@ -42,6 +45,7 @@ class Decoder:
         self.config, self.aux_inputs, self._ops = config, aux_inputs, ops
         self.embedding = weights["embedding"]
         self.layers = [DecoderLayer(config, weights, index, ops) for index in range(len(config.layers))]
+        self._has_experts = any(isinstance(layer.feed_forward, ExpertSpec) for layer in config.layers)
         ropes = dict.fromkeys(layer.rope for layer in self.layers)
         self._ropes = {rope: rope_table(rope, place.rope_rows, place.dtype, place.device) for rope in ropes}
         self.norm = RMSNorm(weights["norm"], config.norm_eps, ops)
@@ -51,10 +55,11 @@ class Decoder:
         """See `Target`."""
         x = F.embedding(tokens, self.embedding)
         angles = {rope: self._ops.angles(table, positions) for rope, table in self._ropes.items()}
+        live = attend.live() if self._has_experts else None
         aux_hidden, normed = {0: x}, self.layers[0].input_norm(x)
         next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
         for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True), 1):
-            x, added = layer(x, normed, angles[layer.rope], attend)
+            x, added = layer(x, normed, angles[layer.rope], attend, live)
             x, normed = next_norm.after(x, added)
             if index in self.aux_inputs:
                 aux_hidden[index] = x
@@ -84,7 +89,7 @@ def decoder_params(config: ModelConfig) -> list[Param]:
             norm_param(f"{name}.input_norm", f"{stored}.input_layernorm.weight", hidden),
             norm_param(f"{name}.mlp_norm", f"{stored}.post_attention_layernorm.weight", hidden),
             *attention_params(layer.attention, f"{name}.attention", f"{stored}.self_attn", hidden, hidden),
-            *mlp_params(layer.feed_forward, f"{name}.mlp", f"{stored}.mlp", hidden),
+            *feed_forward_params(layer.feed_forward, f"{name}.mlp", f"{stored}.mlp", hidden),
         ]
     if not config.tied_embeddings:
         params.append(matrix("lm_head", Source("lm_head.weight", table), shard=0))
