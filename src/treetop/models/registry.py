@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from treetop.kernels.table import Ops
-from treetop.models import llama, qwen3, windowed_llama
+from treetop.models import glm4_moe, gpt_oss, llama, qwen3, qwen3_moe, windowed_llama
 from treetop.models.config import Config, ModelConfig, read_config
 from treetop.models.decoder import Decoder, decoder_params, unused_tensors
 from treetop.models.loader import Placement, Weights, check_weights, load_weights
@@ -29,8 +29,11 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
+    "Glm4MoeForCausalLM": Family(glm4_moe.read),
+    "GptOssForCausalLM": Family(gpt_oss.read),
     "LlamaForCausalLM": Family(llama.read),
     "Qwen3ForCausalLM": Family(qwen3.read),
+    "Qwen3MoeForCausalLM": Family(qwen3_moe.read),
     "WindowedLlamaForCausalLM": Family(windowed_llama.read),
 }
 _OWN = frozenset({"WindowedLlamaForCausalLM"})
