@@ -257,12 +257,14 @@ def _choose_kernel(
     expert = tl.arange(0, block_e)
     there = (token < tokens)[:, None] & (expert < experts)[None, :]
     at = token[:, None] * experts + expert[None, :]
-    score = tl.load(logits + at, mask=there, other=float("-inf"))
+    score = tl.load(logits + at, mask=there, other=0.0)
     for part in range(1, parts):
         score += tl.load(logits + part * tokens * experts + at, mask=there, other=0.0)
+    if not sigmoid:
+        score = tl.where((expert < experts)[None, :], score, float("-inf"))
     peak = tl.max(score, 1)
     if sigmoid:
-        score = 1.0 / (1.0 + tl.exp(-score))
+        score = tl.sigmoid(score)
     elif not of_chosen:
         score = tl.exp(score - peak[:, None])
         score = score / tl.sum(tl.where((expert < experts)[None, :], score, 0.0), 1)[:, None]
@@ -274,10 +276,9 @@ def _choose_kernel(
     lowest: constexpr = -0x7FFFFFFFFFFFFFFF
     index = tl.broadcast_to(expert[None, :], [block, block_e])
     keys = tl.where((expert < experts)[None, :], key_of(choice, index), lowest)
+    alive = token < tokens
     if masked:
-        alive = (tl.load(live + token, mask=token < tokens, other=0) != 0) & (token < tokens)
-    else:
-        alive = token < tokens
+        alive = alive & (tl.load(live + token, mask=alive, other=0) != 0)
     slot = tl.full([block, block_e], -1, tl.int32)
     lane = tl.arange(0, block_k)
     weights = tl.zeros([block, block_k], tl.float32)
