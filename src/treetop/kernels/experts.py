@@ -162,7 +162,7 @@ def _grouped(
     _grouped_kernel[(len(tiles.expert), -(-lines // launch.block_n), launch.splits)](
         out, x, data, scales, data if bias is None else bias, tiles.order, tiles.expert, tiles.start, tiles.count,
         tiles.number, routes.expert, routes.weight, tokens, n, k, share,
-        packed=packed, has_bias=bias is not None, gated=gated, clamped=activation is Activation.CLAMPED, top_k=top_k,
+        packed=packed, wide=isinstance(weight, Mxfp4Weight) and weight.wide, has_bias=bias is not None, gated=gated, clamped=activation is Activation.CLAMPED, top_k=top_k,
         block_m=tiles.rows, block_n=launch.block_n, block_k=launch.block_k, hopper=gpu.can_overlap,
         overlap=gpu.can_overlap, num_stages=launch.num_stages, num_warps=launch.num_warps, **launch_options(gpu),
     )  # fmt: skip
@@ -172,7 +172,7 @@ def _grouped(
 def _grouped_kernel(
     out: Arg, x: Arg, weight: Arg, scales: Arg, bias: Arg, order: Arg, tile_expert: Arg, tile_start: Arg,
     tile_count: Arg, number: Arg, expert_of: Arg, weight_of: Arg, tokens: Arg, n: Arg, k: Arg, share: Arg,
-    packed: constexpr, has_bias: constexpr, gated: constexpr, clamped: constexpr, top_k: constexpr,
+    packed: constexpr, wide: constexpr, has_bias: constexpr, gated: constexpr, clamped: constexpr, top_k: constexpr,
     block_m: constexpr, block_n: constexpr, block_k: constexpr, hopper: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """A block of lines for one tile over one share of k. Grid (most tiles, lines / block_n, splits).
@@ -197,7 +197,7 @@ def _grouped_kernel(
         x_at = x + x_row.to(tl.int64)[:, None] * k
         if packed:
             total = _packed_product(
-                x_at, weight, scales, expert, block, split, there, n, k, share, gated, block_m, block_n, dtype, hopper
+                x_at, weight, scales, expert, block, split, there, n, k, share, gated, block_m, block_n, wide, dtype, hopper
             )
         else:
             total = _product(x_at, weight, expert, line, split, there, n, k, share, gated, block_m, block_n, block_k)
@@ -269,7 +269,7 @@ def _product(
 @jit
 def _packed_product(
     x_at: Arg, words: Arg, scales: Arg, expert: Arg, block: Arg, split: Arg, there: Arg, n: Arg, k: Arg, share: Arg,
-    gated: constexpr, block_m: constexpr, block_n: constexpr, dtype: constexpr, hopper: constexpr,
+    gated: constexpr, block_m: constexpr, block_n: constexpr, wide: constexpr, dtype: constexpr, hopper: constexpr,
 ) -> Arg:  # fmt: skip
     """words, scales: as in `Mxfp4Weight`."""
     lines = 2 * n if gated else n
@@ -286,7 +286,7 @@ def _packed_product(
         here = at + i * 64
         word = tl.load(words + here[:, None] * 32 + lane[None, :], eviction_policy="evict_first")
         scale = tl.load(scales + here)
-        w0, w1, w2, w3 = decoded_quarters(word, scale, dtype, hopper)
+        w0, w1, w2, w3 = decoded_quarters(word, scale, wide, dtype, hopper)
         total = _add_quarter(total, w0, x_at, column + i * 128, end, there)
         total = _add_quarter(total, w1, x_at, column + i * 128 + 32, end, there)
         total = _add_quarter(total, w2, x_at, column + i * 128 + 64, end, there)

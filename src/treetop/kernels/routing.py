@@ -138,10 +138,10 @@ def _within_groups(choice: Tensor, spec: RouterSpec) -> Tensor:
 
 # ------------------------------------------------------------------------------------------------------- the kernels
 
-_ONE_PROGRAM = 2**14
+_ONE_PROGRAM = 2**11
 """Tokens times experts, both as powers of two, up to which one program does all that comes after the logits."""
-_BLOCK = 64
-"""Tokens of one program where there are more."""
+_MOST_BLOCKS = 64
+"""Blocks of tokens where there are more, of 4 to 64 tokens as long as that will do."""
 
 
 def tile_rows(tokens: int, spec: RouterSpec) -> int:
@@ -168,7 +168,7 @@ def route(x: Tensor, router: Router, live: Tensor | None, gpu: GpuTraits) -> Rou
     numbers = torch.empty((3, most_tiles(tokens, rows, spec)), dtype=torch.int32, device=x.device)
     order, number = torch.empty_like(expert).view(-1), numbers.new_empty(1)
     one = lanes(tokens) * lanes(experts) <= _ONE_PROGRAM
-    block = lanes(tokens) if one else _BLOCK
+    block = lanes(tokens) if one else min(max(power_of_two(-(-tokens // _MOST_BLOCKS)), 4), 64)
     blocks = 1 if one else -(-tokens // block)
     counts = numbers.new_empty((blocks, experts))
     choice = {
@@ -346,10 +346,12 @@ def _place_kernel(
     expert = tl.arange(0, block_e)
     before = tl.zeros([block_e], tl.int32)
     total = tl.zeros([block_e], tl.int32)
-    for other in range(blocks):
-        count = tl.load(counts + other * experts + expert, mask=expert < experts, other=0)
-        total += count
-        before += tl.where(other < mine, count, 0)
+    for first in range(0, blocks, 8):
+        other = first + tl.arange(0, 8)[:, None]
+        there = (other < blocks) & (expert < experts)[None, :]
+        count = tl.load(counts + other * experts + expert[None, :], mask=there, other=0)
+        total += tl.sum(count, 0)
+        before += tl.sum(tl.where(other < mine, count, 0), 0)
     token = mine * block + tl.arange(0, block)
     slot = tl.full([block, block_e], -1, tl.int32)
     for i in tl.static_range(top_k):
