@@ -3,8 +3,8 @@
     python benchmarks/experts.py                   the launches that are chosen, a line a shape and number of tokens
     python benchmarks/experts.py --launches        every candidate launch of the two products besides
 
-A time is that of one layer in a replayed graph of many over different weights, as in a decode round: norm, routing, both
-products. Results are checked before anything is timed. The floor is what the chosen experts' weights take at the
+A time is that of one layer in a replayed graph of many over different weights, as in a decode round: norm, routing,
+both products. Results are checked before anything is timed. The floor is what the chosen experts' weights take at the
 machine's copy rate. JSON lines on stdout; the first names the machine.
 """
 
@@ -75,7 +75,7 @@ class Layer:
     def _normal(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.bfloat16, device=DEVICE) * shape[-1] ** -0.5
 
-    def _weight(self, *shape: int):  # noqa: ANN202 (a tensor, or packed)
+    def _weight(self, *shape: int):
         if not self.shape.packed:
             return self._normal(*shape)
         groups = torch.randint(0, 256, (*shape[:-1], shape[-1] // 32, GROUP_BYTES), dtype=torch.uint8, device=DEVICE)
@@ -140,13 +140,11 @@ def measure(layers: list[Layer], tokens: int) -> dict[str, object]:
 
 
 def candidates(shape: Shape, rows: int, gated: bool) -> list[GroupedLaunch]:
-    found = []
-    for block_n, splits, stages, warps in product((64, 128), (1, 2, 4), (2, 3, 4, 6), (4, 8)):
-        for block_k in (128,) if shape.packed else (64, 128):
-            used = 2 * stages * block_k * (block_n // (4 if shape.packed else 1) + rows)
-            if not (gated and splits > 1) and used < 200_000 and warps * 32 <= block_n * 2:
-                found.append(GroupedLaunch(block_n, block_k, splits, stages, warps))
-    return found
+    block_k = 128 if shape.packed else 64
+    cuts = ((128, 4), (128, 8), (64, 2), (64, 4)) if rows > 32 else ((32, 2), (64, 2), (64, 4), (128, 4))
+    splits = (1,) if gated else (1, 2) if rows > 32 else (2, 4, 6)
+    stages = (3,) if rows > 32 else (4, 7)
+    return [GroupedLaunch(n, block_k, s, each, warps) for (n, warps), s, each in product(cuts, splits, stages)]
 
 
 def try_launches(layers: list[Layer], tokens: int, name: str) -> None:
@@ -163,7 +161,8 @@ def try_launches(layers: list[Layer], tokens: int, name: str) -> None:
     for gated in (True, False):
         rows = []
         for launch in candidates(layers[0].shape, tiles.rows, gated):
-            def chosen(*args, launch=launch, gated=gated):  # noqa: ANN002, ANN202 (as `choose_grouped`)
+
+            def chosen(*args, launch=launch, gated=gated):
                 return launch if args[3] == gated else choose_grouped(*args)
 
             try:
@@ -172,7 +171,10 @@ def try_launches(layers: list[Layer], tokens: int, name: str) -> None:
             except Exception as error:  # out of shared memory
                 print(json.dumps({"launch": str(launch), "error": repr(error)[:200]}), flush=True)
         for us, launch in sorted(rows, key=lambda row: row[0])[:6]:
-            print(json.dumps({"shape": name, "tokens": tokens, "gated": gated, "us": us, "launch": str(launch)}), flush=True)
+            print(
+                json.dumps({"shape": name, "tokens": tokens, "gated": gated, "us": us, "launch": str(launch)}),
+                flush=True,
+            )
 
 
 def main() -> None:

@@ -61,8 +61,8 @@ class Experts:
 def experts_reference(x: Tensor, routes: Routes, experts: Experts) -> Tensor:
     """The weighted sum of each token's experts, in x's dtype; padding gets 0.
 
-    x: [tokens, hidden]. Returns parts [1, tokens, hidden]. On a CPU an expert that nobody chose takes no time; elsewhere
-    every expert computes all tokens, for nothing may wait for the device.
+    x: [tokens, hidden]. Returns parts [1, tokens, hidden]. On a CPU an expert that nobody chose takes no time;
+    elsewhere every expert computes all tokens, for nothing may wait for the device.
     """
     number, inner, _ = experts.size
     gate_up, down = _plain(experts.gate_up, x.dtype, inner), _plain(experts.down, x.dtype, None)
@@ -110,12 +110,27 @@ class GroupedLaunch:
     num_warps: int
 
 
+_PACKED = {
+    "few": (GroupedLaunch(64, BLOCK, 1, 6, 2), GroupedLaunch(64, BLOCK, 4, 4, 2)),
+    "more": (GroupedLaunch(64, BLOCK, 1, 4, 2), GroupedLaunch(64, BLOCK, 2, 4, 2)),
+    "long": (GroupedLaunch(128, BLOCK, 1, 3, 4), GroupedLaunch(128, BLOCK, 1, 3, 4)),
+}
+"""Of a first and a second product in MXFP4: of few tiles, of more, and of such that have many tokens each."""
+_FEW_TILES = 8
+
+
 def choose_grouped(tiles: Tiles, k: int, lines: int, gated: bool, packed: bool, size: int) -> GroupedLaunch:
-    """The launch of a product with weights [experts, lines, k]. packed: MXFP4. size: bytes of a number of x."""
+    """The launch of a product with weights [experts, lines, k]. packed: MXFP4. size: bytes of a number of x.
+
+    As `benchmarks/experts.py` measured with GPT-OSS-20B's and Qwen3-30B-A3B's shapes on an H200.
+    """
     if size > 2:
         return GroupedLaunch(64, BLOCK if packed else 32, 1, 2, 4)
     if tiles.rows == 128:
         return GroupedLaunch(128, BLOCK if packed else 64, 1, 3, 8)
+    if packed:
+        kind = "long" if tiles.rows > 32 else "few" if len(tiles.expert) <= _FEW_TILES else "more"
+        return _PACKED[kind][0 if gated else 1]
     splits = 1 if gated or lines * len(tiles.expert) > 64 * 512 or k < 1024 else 2
     return GroupedLaunch(64, BLOCK, splits, 4 if tiles.rows <= 32 else 3, 4)
 
@@ -162,7 +177,8 @@ def _grouped(
     _grouped_kernel[(len(tiles.expert), -(-lines // launch.block_n), launch.splits)](
         out, x, data, scales, data if bias is None else bias, tiles.order, tiles.expert, tiles.start, tiles.count,
         tiles.number, routes.expert, routes.weight, tokens, n, k, share,
-        packed=packed, wide=isinstance(weight, Mxfp4Weight) and weight.wide, has_bias=bias is not None, gated=gated, clamped=activation is Activation.CLAMPED, top_k=top_k,
+        packed=packed, wide=isinstance(weight, Mxfp4Weight) and weight.wide, has_bias=bias is not None, gated=gated,
+        clamped=activation is Activation.CLAMPED, top_k=top_k,
         block_m=tiles.rows, block_n=launch.block_n, block_k=launch.block_k, hopper=gpu.can_overlap,
         overlap=gpu.can_overlap, num_stages=launch.num_stages, num_warps=launch.num_warps, **launch_options(gpu),
     )  # fmt: skip
@@ -185,9 +201,8 @@ def _grouped_kernel(
     dtype: constexpr = x.dtype.element_ty
     line = block * block_n + tl.arange(0, block_n)
     lane = tl.arange(0, block_m)
-    if not gated:
-        if tile == 0:
-            _zero_padding(out, expert_of, line, split, tokens, n, top_k, block_m)
+    if not gated and tile == 0:
+        _zero_padding(out, expert_of, line, split, tokens, n, top_k, block_m)
     if tile < tl.load(number):
         expert = tl.load(tile_expert + tile).to(tl.int64)
         place = tl.load(tile_start + tile) + lane
@@ -197,8 +212,9 @@ def _grouped_kernel(
         x_at = x + x_row.to(tl.int64)[:, None] * k
         if packed:
             total = _packed_product(
-                x_at, weight, scales, expert, block, split, there, n, k, share, gated, block_m, block_n, wide, dtype, hopper
-            )
+                x_at, weight, scales, expert, block, split, there, n, k, share, gated, block_m, block_n, wide, dtype,
+                hopper,
+            )  # fmt: skip
         else:
             total = _product(x_at, weight, expert, line, split, there, n, k, share, gated, block_m, block_n, block_k)
         if gated:

@@ -51,13 +51,13 @@ class LibraryLinear:
 
 
 class SkinnyLinear:
-    """Few rows by a kernel of ours, more by `F.linear`. No bias; weight: [out, in], float16 or bfloat16.
+    """Few rows by a kernel of ours, more by `F.linear`. weight: [out, in], float16 or bfloat16.
 
-    compressed: keep the weight in 12 bits too, if products with that are faster.
+    compressed: keep the weight in 12 bits too, if products with that are faster and there is no bias.
     """
 
-    def __init__(self, weight: Tensor, gpu: GpuTraits, compressed: bool = False) -> None:
-        self._weight = _GpuWeight(weight, False, gpu, compressed)
+    def __init__(self, weight: Tensor, gpu: GpuTraits, compressed: bool = False, bias: Tensor | None = None) -> None:
+        self._weight = _GpuWeight(weight, False, gpu, compressed and bias is None, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         return joined(self.parts(x)).to(x.dtype)
@@ -68,7 +68,11 @@ class SkinnyLinear:
 
     def parts(self, x: Tensor) -> Tensor:
         parts = self._weight.few(x)
-        return F.linear(x, self._weight.whole)[None] if parts is None else parts.view(len(parts), *x.shape[:-1], -1)
+        return (
+            F.linear(x, self._weight.whole, self._weight.bias)[None]
+            if parts is None
+            else parts.view(len(parts), *x.shape[:-1], -1)
+        )
 
 
 class SkinnyGated:
@@ -91,8 +95,10 @@ class SkinnyGated:
 class _GpuWeight:
     """A weight, perhaps in 12 bits too, and its products of few rows."""
 
-    def __init__(self, whole: Tensor, gated: bool, gpu: GpuTraits, compressed: bool) -> None:
-        self.whole, self._gated, self._gpu = whole.contiguous(), gated, gpu
+    def __init__(
+        self, whole: Tensor, gated: bool, gpu: GpuTraits, compressed: bool, bias: Tensor | None = None
+    ) -> None:
+        self.whole, self.bias, self._gated, self._gpu = whole.contiguous(), bias, gated, gpu
         self._compressed = compress_if_faster(self.whole, gated, gpu) if compressed else None
 
     def saved_bytes(self, rows: int) -> int:
@@ -110,7 +116,9 @@ class _GpuWeight:
         launch = choose_launch(rows, *self.whole.shape, gated, gpu)
         if launch is None:
             return None
-        return (gated_rows if gated else skinny_gemm)(_as_rows(x), self.whole, launch, gpu)
+        if gated:
+            return gated_rows(_as_rows(x), self.whole, launch, gpu)
+        return skinny_gemm(_as_rows(x), self.whole, launch, gpu, self.bias)
 
 
 def library_gated(weight: Tensor, bias: Tensor | None = None, calls: Sequence[Call] | None = None) -> GatedLinear:

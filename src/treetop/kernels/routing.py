@@ -239,7 +239,7 @@ def _logits_kernel(
 
 
 @jit
-def _choose_kernel(
+def _choose_kernel(  # noqa: PLR0915 (a choice, then what follows from it)
     expert_out: Arg, weight_out: Arg, logits: Arg, correction: Arg, live: Arg, order: Arg, tile_expert: Arg,
     tile_start: Arg, tile_count: Arg, number: Arg, counts: Arg, tokens: Arg, blocks: Arg, parts: Arg, scale: Arg,
     sigmoid: constexpr, of_chosen: constexpr, renormalise: constexpr, corrected: constexpr, masked: constexpr,
@@ -340,7 +340,10 @@ def _place_kernel(
     tokens: Arg, blocks: Arg, rows: constexpr, top_k: constexpr, experts: constexpr, block: constexpr,
     block_e: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
-    """Puts the assignments of a block of tokens in order; the first block's program writes the tiles. Grid (blocks,)."""
+    """Puts the assignments of a block of tokens in order; the first block's program writes the tiles.
+
+    Grid (blocks,).
+    """
     pdl_wait(overlap, early=True)
     mine = tl.program_id(0)
     expert = tl.arange(0, block_e)

@@ -197,16 +197,16 @@ class Ops:
         On a CPU it goes by the calls that `products` names for the weight's shape; on a GPU the weight is kept in 12
         bits too, where `compressed` and products of few rows gain by it.
         """
-        gpu = self._few_rows_on(bias)
+        gpu = self._few_rows
         return (
             LibraryLinear(weight, bias, self._calls(weight))
             if gpu is None
-            else SkinnyLinear(weight, gpu, self._compressed)
+            else SkinnyLinear(weight, gpu, self._compressed, bias)
         )
 
     def gated(self, weight: Tensor, bias: Tensor | None = None) -> GatedLinear:
         """`silu(gate) * up`, both from a product with one weight [2 * out, in]; see `linear`."""
-        gpu = self._few_rows_on(bias)
+        gpu = self._few_rows if bias is None else None
         return (
             library_gated(weight, bias, self._calls(weight))
             if gpu is None
@@ -224,8 +224,9 @@ class Ops:
             return mxfp4.decode(weight, self._context.dtype)
         return mxfp4.pack(weight.transpose(1, 2) if weight.dim() == 5 else weight)
 
-    def _few_rows_on(self, bias: Tensor | None) -> GpuTraits | None:
-        return self._gpu if bias is None and Ops.skinny_gemm.applies(self._context) else None
+    @property
+    def _few_rows(self) -> GpuTraits | None:
+        return self._gpu if Ops.skinny_gemm.applies(self._context) else None
 
     def _calls(self, weight: Tensor) -> tuple[Call, ...] | None:
         chosen = self._products.get((weight.shape[0], weight.shape[1]))

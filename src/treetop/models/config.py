@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from treetop.kernels.experts import Activation
-from treetop.kernels.routing import RouterSpec
 from treetop.kernels.rope import DynamicNTK, Linear, Llama3, RopeSpec, Yarn
+from treetop.kernels.routing import RouterSpec
 from treetop.models.json_file import MOST_TOKENS, integers, read_object
 from treetop.types.errors import CheckpointError, shown
 from treetop.types.kv import KVFormat, paired

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from treetop.kernels.experts import Experts
-from treetop.kernels.routing import Router
+from treetop.kernels.routing import Router, Routes
 from treetop.kernels.table import Ops
 from treetop.models.config import DenseSpec, ExpertSpec
 from treetop.models.layers import GatedMLP, mlp_params
@@ -37,12 +37,16 @@ class ExpertMLP:
             spec.activation,
         )
         self._shared = GatedMLP(weights, f"{name}.shared", ops) if spec.shared_inner else None
-        self.products: list[object] = [] if self._shared is None else list(self._shared.products)
+        self.products = [self, *(() if self._shared is None else self._shared.products)]
+
+    def route(self, x: Tensor, live: Tensor | None) -> Routes:
+        """The experts of each token. x: [tokens, hidden]; live: [tokens] bool."""
+        return self._ops.route(x, self._router, live)
 
     def __call__(self, x: Tensor, live: Tensor | None = None) -> Tensor:
         """x: [..., hidden]; live: [...] bool. Returns parts [parts, ..., hidden], of experts 0 where not live."""
         flat = x.reshape(-1, x.shape[-1]).contiguous()
-        routes = self._ops.route(flat, self._router, None if live is None else live.reshape(-1))
+        routes = self.route(flat, None if live is None else live.reshape(-1))
         parts = self._ops.experts(flat, routes, self._experts).view(-1, *x.shape)
         if self._shared is None:
             return parts
@@ -77,7 +81,10 @@ def _each(spec: ExpertSpec, name: str, stored: str, hidden: int) -> list[Param]:
         for each in ("gate", "up")
     ]
     down = [Source(f"{stored}.{expert}.down_proj.weight", (hidden, inner)) for expert in range(number)]
-    return [matrix(f"{name}.gate_up", *both), matrix(f"{name}.down", *down)]
+    return [
+        Param(f"{name}.gate_up", (number * 2 * inner, hidden), tuple(both), "experts"),
+        Param(f"{name}.down", (number * hidden, inner), tuple(down), "experts"),
+    ]
 
 
 def _stacked(spec: ExpertSpec, name: str, stored: str, hidden: int) -> list[Param]:
@@ -95,7 +102,7 @@ def _stacked(spec: ExpertSpec, name: str, stored: str, hidden: int) -> list[Para
 
         source = Source(f"{stored}.{each}_proj", shape, arranged, rows=number * out)
         format_ = MXFP4 if packed else FLOATS
-        params.append(Param(f"{name}.{each}", (number * out, width), (source,), format=format_))
+        params.append(Param(f"{name}.{each}", (number * out, width), (source,), "experts", format=format_))
     if spec.bias:
         biases = Source(f"{stored}.gate_up_proj_bias", (number, 2 * inner), _gates_first, rows=number * 2 * inner)
         params.append(Param(f"{name}.gate_up_bias", (number * 2 * inner,), (biases,), "vector"))

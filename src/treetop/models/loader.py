@@ -107,7 +107,7 @@ def random_weights(params: Sequence[Param], place: Placement) -> dict[str, Tenso
         if made.dtype == torch.uint8:
             made.random_(0, 256, generator=generator)
             made[..., GROUP_BYTES - 1] = 125 - round(log2(param.shape[-1]) / 2)  # of the same size, about
-        elif param.kind in ("matrix", "table"):
+        elif param.kind in ("matrix", "experts", "table"):
             made.normal_(std=float(param.shape[-1] ** -0.5), generator=generator)
         else:
             made.fill_(int(param.kind == "vector"))

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from treetop.types.errors import ConfigError
 
-Kind = Literal["matrix", "table", "vector", "score", "index"]
-"""A weight that inputs are multiplied by, one that rows are looked up in, a vector of a norm or a bias, one that decides
-choices and keeps 32 bits, integers."""
+Kind = Literal["matrix", "experts", "table", "vector", "score", "index"]
+"""A weight that inputs are multiplied by, one of many experts of which inputs take some, one that rows are looked up
+in, a vector of a norm or a bias, one that decides choices and keeps 32 bits, integers."""
 Shard = int | Literal["whole", "first"]
 """How ranks share a parameter: cut along an axis, each rank all of it, or the first rank alone (the bias of a product
 whose parts are summed over the ranks)."""
