@@ -109,17 +109,6 @@ _SAME = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "bos_token_id", "eos_token_id"),
 )
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "bos_token_id",
-    "eos_token_id",
-]
 
 
 def save_mxfp4(folder: Path, stacked: Path, seed: int = 0) -> Path:

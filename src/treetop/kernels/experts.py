@@ -111,8 +111,8 @@ class GroupedLaunch:
 
 
 _PACKED = {
-    "few": (GroupedLaunch(64, BLOCK, 1, 6, 2), GroupedLaunch(64, BLOCK, 4, 4, 2)),
-    "more": (GroupedLaunch(64, BLOCK, 1, 4, 2), GroupedLaunch(64, BLOCK, 2, 4, 2)),
+    "few": (GroupedLaunch(64, BLOCK, 1, 7, 2), GroupedLaunch(128, BLOCK, 6, 4, 4)),
+    "more": (GroupedLaunch(64, BLOCK, 1, 4, 2), GroupedLaunch(128, BLOCK, 2, 4, 4)),
     "long": (GroupedLaunch(128, BLOCK, 1, 3, 4), GroupedLaunch(128, BLOCK, 1, 3, 4)),
 }
 """Of a first and a second product in MXFP4: of few tiles, of more, and of such that have many tokens each."""
@@ -174,7 +174,7 @@ def _grouped(
     assert data.is_contiguous()
     blocks = -(-k // launch.block_k)
     share = -(-blocks // launch.splits) * launch.block_k
-    _grouped_kernel[(len(tiles.expert), -(-lines // launch.block_n), launch.splits)](
+    _grouped_kernel[(len(tiles.expert) + 1, -(-lines // launch.block_n), launch.splits)](
         out, x, data, scales, data if bias is None else bias, tiles.order, tiles.expert, tiles.start, tiles.count,
         tiles.number, routes.expert, routes.weight, tokens, n, k, share,
         packed=packed, wide=isinstance(weight, Mxfp4Weight) and weight.wide, has_bias=bias is not None, gated=gated,
@@ -191,7 +191,8 @@ def _grouped_kernel(
     packed: constexpr, wide: constexpr, has_bias: constexpr, gated: constexpr, clamped: constexpr, top_k: constexpr,
     block_m: constexpr, block_n: constexpr, block_k: constexpr, hopper: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
-    """A block of lines for one tile over one share of k. Grid (most tiles, lines / block_n, splits).
+    """A block of lines for one tile over one share of k. Grid (most tiles + 1, lines / block_n, splits); the last
+    writes zeros for padding.
 
     gated: x is [tokens, k], lines are a gate and an up in turn, out is [assignments, n] in the order of the tiles.
     Else: x is [assignments, k] in that order, out is [splits * top_k, tokens, n], times the weights of the routes.
@@ -201,12 +202,14 @@ def _grouped_kernel(
     dtype: constexpr = x.dtype.element_ty
     line = block * block_n + tl.arange(0, block_n)
     lane = tl.arange(0, block_m)
-    if not gated and tile == 0:
+    last = tl.num_programs(0) - 1
+    if not gated and tile == last:
         _zero_padding(out, expert_of, line, split, tokens, n, top_k, block_m)
+    at = tl.minimum(tile, last - 1)  # asked for with the number of tiles, not after it
+    expert = tl.load(tile_expert + at).to(tl.int64)
+    place = tl.load(tile_start + at) + lane
+    there = lane < tl.load(tile_count + at)
     if tile < tl.load(number):
-        expert = tl.load(tile_expert + tile).to(tl.int64)
-        place = tl.load(tile_start + tile) + lane
-        there = lane < tl.load(tile_count + tile)
         assignment = tl.load(order + place, mask=there, other=0)
         x_row = assignment // top_k if gated else place
         x_at = x + x_row.to(tl.int64)[:, None] * k

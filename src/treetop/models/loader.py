@@ -99,7 +99,7 @@ def _put(whole: Tensor, start: int, rows: Tensor) -> int:
 
 
 def random_weights(params: Sequence[Param], place: Placement) -> dict[str, Tensor]:
-    """Weights of real shapes, for measuring speed: products keep their input's size, norms and indices do nothing."""
+    """Weights of real shapes, for measuring speed: products keep their input's size, all else does nothing."""
     generator = torch.Generator(device=place.device).manual_seed(0)
     weights = {}
     for param in params:
@@ -110,7 +110,7 @@ def random_weights(params: Sequence[Param], place: Placement) -> dict[str, Tenso
         elif param.kind in ("matrix", "experts", "table"):
             made.normal_(std=float(param.shape[-1] ** -0.5), generator=generator)
         else:
-            made.fill_(int(param.kind == "vector"))
+            made.fill_(int(param.kind == "vector" and not param.name.endswith("bias")))
         weights[param.name] = made
     return weights
 
