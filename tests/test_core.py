@@ -125,7 +125,7 @@ def test_a_client_may_finish_a_request_at_any_time(max_in_flight):
         assert 1 not in rest
         assert (rest[2][-1], last[2].finish_reason) == (80, "length")
         core.scheduler.check_integrity()
-        assert not core.scheduler._by_row
+        assert not core.scheduler.rows.by_row
 
 
 def test_a_failed_step_ends_every_request_and_the_core_goes_on():
@@ -303,7 +303,7 @@ def test_an_interrupt_at_any_line_loses_nothing(strong_pair, overlap, runs):
                 interrupted += 1
         llm._core.flush()
         assert not llm._core.core.busy
-        assert not llm.scheduler._by_row
+        assert not llm.scheduler.rows.by_row
         llm.scheduler.check_integrity()
     assert interrupted > 0.8 * runs
     assert tokens(llm.generate(prompts, params)) == expected

@@ -179,7 +179,7 @@ def scribble_free_rows(llm):
     for tensor in (state.committed, state.root, state.draft.tokens, state.seed):
         tensor[3] = 7
     state.draft.hidden[3] = 1e9
-    for group, allocator in llm.scheduler._kv_cache._allocators.items():
+    for group, allocator in llm.scheduler.rows.kv_cache._allocators.items():
         for page in allocator.owned_by(FREE):
             llm.engine.runner.pools[group].data[:, page * 4 : page * 4 + 4] = -1e9
 

@@ -227,7 +227,7 @@ def nothing_but_nan(llm, group, page) -> bool:
 def test_free_pages_are_nan_and_the_null_page_is_finite(strong_pair):
     """At level 3, from the start and after every step, a page that nobody owns is NaN and page 0 is zero."""
     llm = build(strong_pair, SHAPE, check_level=3, **CROWDED)
-    allocators, size = llm.scheduler._kv_cache._allocators, llm.engine.layout.page_size
+    allocators, size = llm.scheduler.rows.kv_cache._allocators, llm.engine.layout.page_size
     for group, pages in llm.engine.layout.num_pages.items():
         assert all(nothing_but_nan(llm, group, page) for page in range(1, pages))
     submit(llm, strong_pair.prompts([30, 12, 25, 7]), greedy(40))
@@ -295,7 +295,7 @@ def test_a_read_of_a_free_page_is_silent_at_level_0_and_shows_at_level_3(strong_
     run = steps(llm)
     while not isinstance(next(run)[0], RoundPlan):
         pass
-    page = llm.scheduler._kv_cache._allocators[FULL].owned_by(FREE)[0]
+    page = llm.scheduler.rows.kv_cache._allocators[FULL].owned_by(FREE)[0]
     llm.engine.runner.state.page_tables[FULL].data[victim.running.row, 1] = page
     plan = llm.scheduler.plan()
     row = victim.running.row

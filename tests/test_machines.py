@@ -168,7 +168,7 @@ class RequestMachine(RuleBasedStateMachine):
             self.advance()
         assert not self.alive
         assert not self.llm.scheduler.has_work
-        assert not self.llm.scheduler._by_row
+        assert not self.llm.scheduler.rows.by_row
 
     def advance(self):
         """Launch all that can be, then collect the oldest, as `LLM` does."""
@@ -193,7 +193,7 @@ class RequestMachine(RuleBasedStateMachine):
         for request, expected, _ in self.alive.values():
             assert tuple(request.output_ids) == expected[: len(request.output_ids)]
             assert request.running is not None or request.num_computed_tokens == 0
-        for row, request in self.llm.scheduler._by_row.items():
+        for row, request in self.llm.scheduler.rows.by_row.items():
             out = [in_flight.plan for in_flight in self.tickets if row in in_flight.plan.rows]
             assert request.finish_reason is None or out, "a request that ended keeps its row for nothing"
             rounds = sum(isinstance(plan, RoundPlan) for plan in out)
@@ -217,7 +217,7 @@ class RequestMachine(RuleBasedStateMachine):
             needed = range(seen, min(last, max(request.num_computed_tokens - 1, 0) // layout.page_size) + 1)
             assert all(pages[column] != NULL_PAGE for column in needed), "a page that a query can see was given back"
         cells = self.llm.engine.runner.state.page_tables[group.name].data[row, : len(pages)].tolist()
-        waiting = self.llm.scheduler._cells  # for the next plan
+        waiting = self.llm.scheduler.rows.cells  # for the next plan
         assert [waiting.get((group.name, row, i), cell) for i, cell in enumerate(cells)] == list(pages)
 
     def teardown(self):
@@ -228,7 +228,7 @@ class RequestMachine(RuleBasedStateMachine):
                 break
             self.advance()
         assert not self.alive
-        layout, ledger = self.llm.engine.layout, self.llm.scheduler._kv_cache
+        layout, ledger = self.llm.engine.layout, self.llm.scheduler.rows.kv_cache
         for group in layout.groups:
             null = self.llm.engine.runner.pools[group.name].data[:, : layout.page_size]
             assert torch.equal(null, torch.zeros_like(null)), "the null page is not clean"

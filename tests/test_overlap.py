@@ -37,7 +37,7 @@ def outcome(outputs):
 def idle(llm) -> bool:
     """No step, request, row or page is held."""
     llm.scheduler.check_integrity()
-    busy = llm.scheduler.has_work or llm.scheduler._by_row or llm.scheduler._out
+    busy = llm.scheduler.has_work or llm.scheduler.rows.by_row or llm.scheduler.steps
     return not busy
 
 
@@ -201,7 +201,7 @@ def test_a_request_that_is_aborted_in_flight_keeps_row_and_pages_until_its_steps
         for _ in range(after):
             next(run)
         out = [llm.scheduler.plan()]  # one is out, and the next is planned
-        held = {row for plan in [*(o.plan for o in llm.scheduler._out), *out] if plan is not None for row in plan.rows}
+        held = {row for plan in [*(o.plan for o in llm.scheduler.steps), *out] if plan is not None for row in plan.rows}
         for request in requests[1:]:
             ids, row = list(request.output_ids), request.running and request.running.row
             update = llm.scheduler.abort(request.request_id)
@@ -209,7 +209,7 @@ def test_a_request_that_is_aborted_in_flight_keeps_row_and_pages_until_its_steps
             assert (request.running is not None) == (row in held)
             assert request.output_ids == ids
             llm.scheduler.check_integrity()
-        for plan in [o.plan for o in llm.scheduler._out]:
+        for plan in [o.plan for o in llm.scheduler.steps]:
             updates = llm.scheduler.commit(plan, StepResult(()))
             assert updates == []
         assert all(request.running is None for request in requests[1:])

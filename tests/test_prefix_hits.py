@@ -167,7 +167,7 @@ def test_what_is_not_finite_or_was_aborted_before_its_result_is_not_cached(pair)
         llm.scheduler.commit(plan, result)
         llm.scheduler.check_integrity()
         assert request.finish_reason == "abort"
-        assert all(each.num_free == each.total for each in llm.scheduler._kv_cache._allocators.values())
+        assert all(each.num_free == each.total for each in llm.scheduler.rows.kv_cache._allocators.values())
 
 
 def test_disabling_the_cache_disables_it(pair):
@@ -176,7 +176,7 @@ def test_disabling_the_cache_disables_it(pair):
         submit(llm, [[1] * 40], greedy(9))
         starts = [c.start for plan, _ in steps(llm) if isinstance(plan, PrefillPlan) for c in plan.chunks]
         assert starts == [0]
-    assert all(each.num_free == each.total for each in llm.scheduler._kv_cache._allocators.values())
+    assert all(each.num_free == each.total for each in llm.scheduler.rows.kv_cache._allocators.values())
 
 
 # ---------------------------------------------------------------------------------------------- integrity
@@ -184,17 +184,17 @@ def test_disabling_the_cache_disables_it(pair):
 
 def lost(llm, lease):
     """A page that belongs to a lease nobody has."""
-    llm.scheduler._kv_cache._allocators[FULL].take(1, Owner(99))
+    llm.scheduler.rows.kv_cache._allocators[FULL].take(1, Owner(99))
 
 
 def leased_and_free(llm, lease):
-    free = llm.scheduler._kv_cache._allocators[FULL]._free
+    free = llm.scheduler.rows.kv_cache._allocators[FULL]._free
     free.popitem()
     free[lease.pages[FULL][-1]] = None
 
 
 def evicted_while_read(llm, lease):
-    llm.scheduler._kv_cache._radix._nodes.pop(lease.path[-1].key)
+    llm.scheduler.rows.kv_cache._radix._nodes.pop(lease.path[-1].key)
 
 
 def wrong_page(llm, lease):
@@ -202,17 +202,17 @@ def wrong_page(llm, lease):
 
 
 def forgotten(llm, lease):
-    node = llm.scheduler._kv_cache._radix.match([1] * 30)[-1]
-    del llm.scheduler._kv_cache._radix._unpinned[node]
+    node = llm.scheduler.rows.kv_cache._radix.match([1] * 30)[-1]
+    del llm.scheduler.rows.kv_cache._radix._unpinned[node]
 
 
 def uncommitted(llm, lease):
     """More is cached than is committed."""
-    next(iter(llm.scheduler._by_row.values())).num_computed_tokens = len(lease.path) * 4 - 1
+    next(iter(llm.scheduler.rows.by_row.values())).num_computed_tokens = len(lease.path) * 4 - 1
 
 
 def unread(llm, lease):
-    window = llm.scheduler._kv_cache._radix._windows[WINDOW]
+    window = llm.scheduler.rows.kv_cache._radix._windows[WINDOW]
     window.unread[next(iter(window.readers))] = None
 
 
@@ -238,8 +238,8 @@ def test_integrity_is_checked_a_few_pages_at_a_time_and_nothing_escapes(windowed
     damage(llm, request.running.lease)
     with pytest.raises(InvariantError):
         [check() for _ in rounds]
-    llm.scheduler._by_id.clear()  # nothing can be given back any more
-    llm.scheduler._by_row.clear()
+    llm.scheduler.queues.by_id.clear()  # nothing can be given back any more
+    llm.scheduler.rows.by_row.clear()
 
 
 def test_a_bounded_check_looks_at_no_more_pages_than_it_was_asked_to(windowed):
@@ -249,7 +249,7 @@ def test_a_bounded_check_looks_at_no_more_pages_than_it_was_asked_to(windowed):
     for _ in steps(llm):
         pass
     asked = []
-    for allocator in llm.scheduler._kv_cache._allocators.values():
+    for allocator in llm.scheduler.rows.kv_cache._allocators.values():
         real = allocator.owner_of
         allocator.owner_of = lambda page, real=real: (asked.append(page), real(page))[1]
     llm.scheduler.check_integrity(10)

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from engines import accept_lens, build, finish, greedy, pump, sampled, steps, submit, tokens
-from treetop.scheduler.scheduler import Scheduler
+from treetop.scheduler.rows import Rows
 from treetop.types.errors import CheckError
 from treetop.types.ids import RequestId
 from treetop.types.messages import PrefillPlan, RoundPlan, StepPlan
@@ -366,10 +366,8 @@ def crowd(pair, **options):
 def test_a_retraction_that_caches_a_token_more_than_is_committed_is_refused(strong_pair, monkeypatch):
     """The root's K/V are nowhere yet: a prefix that holds it would be read before it is written."""
     assert crowd(strong_pair).scheduler.num_retractions > 0
-    leave = Scheduler._leave
-    monkeypatch.setattr(
-        Scheduler, "_leave", lambda self, request, ids: leave(self, request, request.ids[: len(ids) + 1])
-    )
+    leave = Rows.leave
+    monkeypatch.setattr(Rows, "leave", lambda self, request, ids: leave(self, request, request.ids[: len(ids) + 1]))
     with pytest.raises(CheckError, match=r"tokens for the prefix cache: row \d+ has \d+, outside \[0, \d+\]"):
         crowd(strong_pair)
 
@@ -382,8 +380,8 @@ def abort_who_waits_for_pages(pair) -> int:
     while scheduler.has_work:
         while (plan := scheduler.plan()) is not None:
             tickets.append(llm.engine.launch(plan))
-        rows = {row for _, row, _ in scheduler._cells}
-        for request in [each for row, each in scheduler._by_row.items() if row in rows]:
+        rows = {row for _, row, _ in scheduler.rows.cells}
+        for request in [each for row, each in scheduler.rows.by_row.items() if row in rows]:
             aborted += scheduler.abort(request.request_id) is not None
         if tickets:
             in_flight = tickets.popleft()
@@ -395,14 +393,14 @@ def abort_who_waits_for_pages(pair) -> int:
 def test_page_table_cells_of_a_row_that_was_left_are_refused(strong_pair, monkeypatch):
     """They wait for the next plan, and would give the row's next request pages that it does not hold."""
     assert abort_who_waits_for_pages(strong_pair) > 0
-    leave = Scheduler._leave
+    leave = Rows.leave
 
     def forgetful(self, request, ids):
-        cells = dict(self._cells)
+        cells = dict(self.cells)
         leave(self, request, ids)
-        self._cells = cells
+        self.cells = cells
 
-    monkeypatch.setattr(Scheduler, "_leave", forgetful)
+    monkeypatch.setattr(Rows, "leave", forgetful)
     with pytest.raises(CheckError, match=r"page_table\.\w+ cell: row \d+, column \d+ is to hold page \d+"):
         abort_who_waits_for_pages(strong_pair)
 

@@ -230,7 +230,7 @@ FAULTS: dict[str, Fault] = _registry(
         Fault(
             "unaligned-allocation",
             "a release gives back whole pages only, the last partial page is leaked",
-            (Patch("treetop.scheduler.scheduler:Scheduler._leave", twins.whole_pages_only),),
+            (Patch("treetop.scheduler.rows:Rows.leave", twins.whole_pages_only),),
             "leased",
             None,
         ),
@@ -245,7 +245,7 @@ FAULTS: dict[str, Fault] = _registry(
         Fault(
             "chunk-tail",
             "the draft's last slot of a chunk holds a wrong next token",
-            (instead("treetop.scheduler.scheduler:next_prompt_token", twins.last_token_again),),
+            (instead("treetop.scheduler.prefill:next_prompt_token", twins.last_token_again),),
             "promised by the chunk before",
             1,
             {"chunked_prefill_size": 8},
@@ -253,7 +253,7 @@ FAULTS: dict[str, Fault] = _registry(
         Fault(
             "limit-before-stop",
             "max_tokens is checked before EOS in the tokens of one round",
-            (instead("treetop.scheduler.scheduler:first_stop", twins.limit_first),),
+            (instead("treetop.scheduler.endings:first_stop", twins.limit_first),),
             "emitted tokens",
             1,
         ),

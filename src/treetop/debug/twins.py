@@ -15,7 +15,7 @@ from treetop.engine.state import RowState
 from treetop.kernels.kv import PageTable
 from treetop.kernels.tree import next_level_mask
 from treetop.scheduler.request import Request
-from treetop.scheduler.scheduler import Scheduler
+from treetop.scheduler.rows import Rows
 from treetop.speculative.draft import Level
 from treetop.types.ids import DRAFT, FULL, WINDOW, GroupName
 from treetop.types.layout import KVGroup, Layout
@@ -135,11 +135,11 @@ def in_place(pool: Tensor, tail: Tensor, source: Tensor, slots: Tensor) -> None:
 def whole_pages_only(real: Callable[..., None]) -> Callable[..., None]:
     """A request leaves without its last page if that is not full: nobody gives it back."""
 
-    def leave(scheduler: Scheduler, request: Request, ids: Sequence[int]) -> None:
+    def leave(rows: Rows, request: Request, ids: Sequence[int]) -> None:
         assert request.running is not None
         for pages in request.running.lease.pages.values():
-            del pages[request.num_ids // scheduler._layout.page_size :]
-        real(scheduler, request, ids)
+            del pages[request.num_ids // rows._layout.page_size :]
+        real(rows, request, ids)
 
     return leave
 

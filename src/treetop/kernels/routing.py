@@ -133,7 +133,8 @@ def _within_groups(choice: Tensor, spec: RouterSpec) -> Tensor:
     best = grouped.topk(min(2, grouped.shape[2]), dim=-1).values.sum(dim=-1)
     _, group = stable_topk(best, spec.top_groups)
     taken = torch.zeros_like(best, dtype=torch.bool).scatter_(1, group, True)
-    return grouped.masked_fill(~taken[..., None], float("-inf")).flatten(1)
+    inside: Tensor = grouped.masked_fill(~taken[..., None], float("-inf"))
+    return inside.flatten(1)
 
 
 # ------------------------------------------------------------------------------------------------------- the kernels
@@ -187,7 +188,8 @@ def route(x: Tensor, router: Router, live: Tensor | None, gpu: GpuTraits) -> Rou
     )  # fmt: skip
     if not one:
         _place_kernel[(blocks,)](expert, *placed, rows=rows, **choice)
-    return Routes(expert, weight, Tiles(rows, order, *numbers, number))
+    tile_expert, start, count = numbers
+    return Routes(expert, weight, Tiles(rows, order, tile_expert, start, count, number))
 
 
 def _logits(x: Tensor, router: Router, gpu: GpuTraits) -> Tensor:

@@ -13,7 +13,7 @@ from treetop.models.feed_forward import feed_forward, feed_forward_params
 from treetop.models.layers import RMSNorm, SelfAttention, attention_params, norm_param
 from treetop.models.loader import Placement, Weights
 from treetop.models.params import Param, Source, matrix
-from treetop.models.target import TargetOutput
+from treetop.models.target import LAST_HIDDEN, TargetOutput
 
 
 class DecoderLayer:
@@ -29,7 +29,7 @@ class DecoderLayer:
         self.products = [*self.attention.products, *self.mlp.products]
 
     def __call__(
-        self, x: Tensor, normed: Tensor, angles: Any, attend: Attend, live: Tensor | None
+        self, x: Tensor, normed: Tensor, angles: Any, attend: Attend, live: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """x: the residual stream, normed: its input norm. Returns the stream after attention, and the MLP's parts."""
         x, normed = self.mlp_norm.after(x, self.attention(normed, angles, attend))
@@ -63,6 +63,7 @@ class Decoder:
             x, normed = next_norm.after(x, added)
             if index in self.aux_inputs:
                 aux_hidden[index] = x
+        aux_hidden[LAST_HIDDEN] = normed
         return TargetOutput(normed, tuple(aux_hidden[i] for i in self.aux_inputs))
 
     @property

@@ -119,4 +119,5 @@ def _stacked(spec: ExpertSpec, name: str, stored: str, hidden: int) -> list[Para
 
 def _gates_first(lines: Tensor) -> Tensor:
     """[experts, 2 * inner, ...] with gates and ups in turn as [experts, 2, inner, ...]: a view."""
-    return lines.unflatten(1, (-1, 2)).transpose(1, 2)
+    in_pairs: Tensor = lines.unflatten(1, (-1, 2))
+    return in_pairs.transpose(1, 2)

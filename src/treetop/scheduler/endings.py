@@ -1,0 +1,118 @@
+"""What a step's result gives each request, when a request has ended, and what is told of it."""
+
+from collections.abc import Callable, Sequence
+
+from treetop.checks.host import check_emitted
+from treetop.scheduler.queues import Queues
+from treetop.scheduler.request import Request
+from treetop.scheduler.rows import Rows
+from treetop.scheduler.steps import StepsOut
+from treetop.scheduler.stops import first_stop
+from treetop.types.messages import PrefillPlan, RoundPlan, StepPlan, StepResult
+from treetop.types.requests import RequestStats, RequestUpdate
+from treetop.types.sampling import FinishReason
+
+
+class Committer:
+    """Turns results into updates.
+
+    A request that ends while steps with its row are out keeps row and lease until the last of them is committed; what
+    they give is dropped.
+    """
+
+    def __init__(
+        self, queues: Queues, rows: Rows, steps: StepsOut, check_level: int, clock: Callable[[], float]
+    ) -> None:
+        self._queues, self._rows, self._steps, self._clock = queues, rows, steps, clock
+        self._check_level = check_level
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
+        """Apply a step's result. A request with non-finite logits fails alone; one that has ended gets nothing more."""
+        requests = self._steps.take(plan)
+        is_round = isinstance(plan, RoundPlan)
+        updates = []
+        for row_result in result.rows:
+            request = self._rows.by_row[row_result.row]
+            if request.finish_reason is not None:
+                continue
+            if not row_result.finite:
+                updates.append(self.finish(request, (), "abort", error="the target's logits are not finite"))
+                continue
+            tokens = row_result.tokens
+            if is_round:
+                request.num_computed_tokens += len(tokens)
+            if tokens:
+                update = self._emit(request, tokens, len(tokens) - 1 if is_round else None)
+                updates.append(update._replace(logprobs=row_result.logprobs[: len(update.new_ids)]))
+        if isinstance(plan, PrefillPlan):
+            self._cache_chunks(plan)
+        for request in requests:
+            if request.finish_reason is not None:
+                self._settle(request)
+        return updates
+
+    def fail(self, error: str) -> list[RequestUpdate]:
+        """The engine broke: what is out is lost, and with it what the host knows of its rows. Every request ends."""
+        self._steps.forget()
+        alive = [*self._queues.by_id.values()]
+        updates = [self.finish(request, (), "abort", error=error, engine_failed=True) for request in alive]
+        for request in [*self._rows.by_row.values()]:  # those that had ended before, too
+            self._settle(request)
+        return updates
+
+    def finish(
+        self,
+        request: Request,
+        new_ids: Sequence[int],
+        reason: FinishReason,
+        accept_len: int | None = None,
+        error: str | None = None,
+        engine_failed: bool = False,
+    ) -> RequestUpdate:
+        """End a request, wherever it stands; its last update."""
+        request.output_ids += new_ids
+        request.finish_reason = reason
+        self._queues.remove(request)
+        self._settle(request)
+        stats = RequestStats(
+            num_prompt_tokens=len(request.prompt_ids),
+            num_cached_tokens=request.num_cached_tokens,
+            num_retractions=request.num_retractions,
+            arrival_s=request.arrival_s,
+            admitted_s=request.admitted_s,
+            first_token_s=request.first_token_s,
+            end_s=self._clock(),
+        )
+        return RequestUpdate(request.request_id, tuple(new_ids), accept_len, reason, error, engine_failed, stats)
+
+    def _cache_chunks(self, plan: PrefillPlan) -> None:
+        """The pages that a prefill step has filled enter the cache at once."""
+        for chunk in plan.chunks:
+            request = self._rows.by_row.get(chunk.row)
+            if request is not None and request.finish_reason is None:
+                self._rows.cache(request, request.ids[: chunk.start + len(chunk.token_ids)])
+
+    def _emit(self, request: Request, tokens: tuple[int, ...], accept_len: int | None) -> RequestUpdate:
+        limit, first = request.tokens_left, request.first_token_s is None
+        if first:
+            request.first_token_s = self._clock()
+        cut = first_stop(tokens, request.stop_ids, limit)
+        if self._check_level >= 1:
+            count, reason = cut or (len(tokens), None)
+            check_emitted(tokens[:count], request.stop_ids, reason, limit)
+        if cut is None:
+            request.output_ids += tokens
+            update = RequestUpdate(request.request_id, tokens, accept_len)
+        else:
+            count, reason = cut
+            update = self.finish(request, tokens[:count], reason, accept_len)
+        return update._replace(num_cached_tokens=request.num_cached_tokens) if first else update
+
+    def _settle(self, request: Request) -> None:
+        """Let a request go that has ended, once no step with its row is out."""
+        if request.running is None or request.running.steps_out:
+            return
+        # The cache key is what the client received: a path past the stop is cut off (sgl-35694).
+        self._rows.leave(
+            request, request.ids[: request.num_computed_tokens] if request.finish_reason != "abort" else ()
+        )

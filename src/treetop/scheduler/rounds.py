@@ -1,0 +1,87 @@
+"""Who takes part in a decode round, and who gives way if pages run short."""
+
+from collections.abc import Sequence
+
+from treetop.scheduler.queues import Queues
+from treetop.scheduler.request import Request, logprobs_of
+from treetop.scheduler.rows import Rows
+from treetop.scheduler.steps import StepsOut
+from treetop.types.errors import InvariantError
+from treetop.types.layout import Layout, SpecShape
+from treetop.types.messages import RoundPlan
+from treetop.types.sampling import Choice
+
+
+class RoundPlanner:
+    """Plans rounds of all that may decode, in one shape. num_retractions: since the start."""
+
+    def __init__(self, layout: Layout, shape: SpecShape, queues: Queues, rows: Rows, steps: StepsOut) -> None:
+        self._layout, self._shape, self._queues, self._rows, self._steps = layout, shape, queues, rows, steps
+        self._commit_width = layout.commit_width
+        self._has_windows = any(group.window is not None for group in layout.groups)
+        self.num_retractions = 0
+
+    def ready(self) -> list[Request]:
+        """Decoding requests that may need a round more than those that are out, of which each emits a token."""
+        return [request for request in self._queues.decoding if _may_go_on(request)]
+
+    def plan(self, ready: Sequence[Request]) -> RoundPlan | None:
+        """A round of all that are ready; None if it needs pages that only a commit can tell how to find."""
+        for request in ready:
+            if not self._reserve(request):
+                return None
+        batch = [request for request in ready if request.running is not None]  # the others have been retracted
+        return RoundPlan(
+            edits=self._rows.take_edits(),
+            freed=self._rows.kv_cache.take_freed(),
+            rows=tuple(request.held.row for request in batch),
+            shape=self._shape,
+            committed_bound=max(self._committed_bound(request) for request in batch),
+            choice=Choice.costliest(request.choice for request in batch),
+            logprobs=logprobs_of(batch),
+        )
+
+    def _committed_bound(self, request: Request) -> int:
+        """Tokens that the device may have committed once all that is out has run; `num_computed_tokens` are known."""
+        return request.num_computed_tokens + request.held.rounds_out * self._commit_width
+
+    def _reserve(self, request: Request) -> bool:
+        """Pages for one more round of a request; the youngest others are retracted for them, or it itself.
+
+        Nothing for one that has been retracted for an older one.
+        False if pages are short while something is out: whom to retract, and at which length, shows when it is
+        committed.
+        """
+        held = request.running
+        if held is None:
+            return True
+        need = request.num_computed_tokens + (held.rounds_out + 1) * self._commit_width
+        if need <= held.reserved and not self._has_windows:
+            return True
+        self._rows.slide(request, self._steps.num_known(request))
+        prefilling, decoding = self._queues.prefilling, self._queues.decoding
+        while not self._rows.reserve(request, need):
+            if self._steps:
+                return False
+            victim = prefilling[-1] if prefilling else decoding[-1]
+            if victim is request and len(decoding) == 1:
+                raise InvariantError("the pools do not hold one request at the context wall")
+            self._retract(victim)
+            if victim is request:
+                return True
+        held.reserved = self._layout.pages_for(need) * self._layout.page_size
+        return True
+
+    def _retract(self, request: Request) -> None:
+        """Back to the head of the queue; it resumes by a prefill of its prompt and output (sgl-28254)."""
+        assert not self._steps, "its length is not known"
+        self._rows.leave(request, request.ids[: request.num_computed_tokens])
+        self._queues.put_back(request)
+        request.num_computed_tokens = 0
+        request.num_retractions += 1
+        self.num_retractions += 1
+
+
+def _may_go_on(request: Request) -> bool:
+    first = request.num_computed_tokens == request.num_ids  # its first token is out too
+    return request.held.rounds_out + first < request.tokens_left

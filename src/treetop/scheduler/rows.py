@@ -1,0 +1,108 @@
+"""Who holds which row and which pages, and what the page tables must be told of it."""
+
+from collections.abc import Callable, Sequence
+
+from treetop.cache.kv_cache_manager import Columns, KVCacheManager, Lease
+from treetop.checks.host import check_cached, check_cell
+from treetop.scheduler.request import Request, Running
+from treetop.types.errors import InvariantError
+from treetop.types.ids import GroupName, PageId, Row
+from treetop.types.layout import Layout
+from treetop.types.messages import PageEdit
+
+
+class Rows:
+    """Rows and leases. Page-table changes wait in `cells` for the next plan, whatever becomes of the one that made
+    them.
+    """
+
+    def __init__(self, layout: Layout, radix_cache: bool, check_level: int) -> None:
+        self._layout, self._check_level = layout, check_level
+        self.kv_cache = KVCacheManager(layout, radix_cache, check_level)
+        self.by_row: dict[Row, Request] = {}
+        self.cells: dict[tuple[GroupName, Row, int], PageId] = {}
+        self._free = [Row(row) for row in range(layout.max_requests - 1, -1, -1)]
+
+    # ---------------------------------------------------------------- rows
+
+    @property
+    def may_enter(self) -> bool:
+        """Whether a row is free, and the next plan can carry one more admission."""
+        layout = self._layout
+        return bool(self._free) and len(self.cells) + len(layout.groups) * layout.page_columns <= layout.max_edits
+
+    def enter(self, request: Request, lease: Lease, cells: Columns, reserved: int) -> None:
+        """Give a request a free row, with the pages that its lease has."""
+        request.running = Running(self._free.pop(), lease, reserved)
+        self.by_row[request.running.row] = request
+        self._write(request.running.row, cells)
+
+    def leave(self, request: Request, ids: Sequence[int]) -> None:
+        """Give back row and pages; `ids` are tokens whose K/V are complete."""
+        held = request.held
+        if self._check_level >= 1:
+            check_cached(held.row, len(ids), request.num_computed_tokens)
+        self.kv_cache.release(held.lease, ids)
+        self._free.append(held.row)
+        del self.by_row[held.row]
+        self.cells = {cell: page for cell, page in self.cells.items() if cell[1] != held.row}
+        request.running = None
+
+    # ---------------------------------------------------------------- pages
+
+    def reserve(self, request: Request, num_tokens: int, end: int | None = None) -> bool:
+        """Pages for a running request; False if they are short.
+
+        Pages behind a window stay until the cache has them, which it has once their chunk is committed. If pages are
+        short they are given up, everybody's.
+        """
+        held, known = request.held, request.num_computed_tokens
+        cells = self.kv_cache.reserve(held.lease, num_tokens, known, end)
+        if cells is None:
+            for other in self.by_row.values():
+                self.slide(other, other.num_computed_tokens)
+            cells = self.kv_cache.reserve(held.lease, num_tokens, known, end)
+        self._write(held.row, cells or [])
+        return cells is not None
+
+    def slide(self, request: Request, known: int) -> None:
+        """Let go of pages behind the windows, by a known committed length."""
+        held = request.held
+        self._write(held.row, self.kv_cache.slide(held.lease, known))
+
+    def cache(self, request: Request, ids: Sequence[int]) -> None:
+        """The pages that hold `ids`, its first tokens, enter the prefix cache, so that the next request finds them."""
+        held = request.held
+        self._write(held.row, self.kv_cache.insert(held.lease, ids))
+
+    # ---------------------------------------------------------------- page tables
+
+    def _write(self, row: Row, cells: Columns) -> None:
+        """Page-table cells of a row, for the next plan; of two writes to a cell the later one counts."""
+        for group, column, page in cells:
+            self.cells[group, row, column] = page
+
+    def take_edits(self) -> tuple[PageEdit, ...]:
+        edits = tuple(PageEdit(group, row, column, page) for (group, row, column), page in self.cells.items())
+        self.cells.clear()
+        if self._check_level >= 1:
+            for edit in edits:
+                owner = self.by_row.get(edit.row)
+                check_cell(edit, None if owner is None else owner.held.lease.pages[edit.group])
+        return edits
+
+    # ---------------------------------------------------------------- inspection
+
+    def check(self, num_known: Callable[[Request], int], count: int | None) -> None:
+        """As `Scheduler.check_integrity`. num_known: tokens of a request whose K/V the pages hold for certain."""
+        if sorted([*self.by_row, *self._free]) != list(range(self._layout.max_requests)):
+            raise InvariantError(f"rows {[*self.by_row]} in use and {self._free} free do not make up all rows")
+        for row, request in self.by_row.items():
+            shared, known = request.held.lease.shared * self._layout.page_size, num_known(request)
+            if shared > known:
+                raise InvariantError(f"row {row}: {shared} tokens are cached, {known} committed")
+        leases = [request.held.lease for request in self.by_row.values()]
+        if count is None:
+            self.kv_cache.check(leases)
+        else:
+            self.kv_cache.check_some(leases, count)

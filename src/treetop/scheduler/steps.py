@@ -1,0 +1,65 @@
+"""Plans whose results have not been committed."""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from treetop.scheduler.request import Request
+from treetop.types.errors import InvariantError
+from treetop.types.messages import PrefillPlan, RoundPlan, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class StepOut:
+    """A plan, and its requests in the order of its rows."""
+
+    plan: StepPlan
+    requests: list[Request]
+
+
+class StepsOut:
+    """The steps in flight, oldest first. A request counts those with its row."""
+
+    def __init__(self) -> None:
+        self._steps: deque[StepOut] = deque()
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __iter__(self) -> Iterator[StepOut]:
+        return iter(self._steps)
+
+    def send(self, plan: StepPlan, requests: list[Request]) -> None:
+        rounds = int(isinstance(plan, RoundPlan))
+        for request in requests:
+            held = request.held
+            held.steps_out += 1
+            held.rounds_out += rounds
+        self._steps.append(StepOut(plan, requests))
+
+    def take(self, plan: StepPlan) -> list[Request]:
+        """Its result is here. Returns its requests. Raises InvariantError unless it is the oldest that is out."""
+        if not self._steps or self._steps[0].plan is not plan:
+            raise InvariantError("results are committed in the order of their plans, each once")
+        requests, rounds = self._steps.popleft().requests, int(isinstance(plan, RoundPlan))
+        for request in requests:
+            held = request.held
+            held.steps_out -= 1
+            held.rounds_out -= rounds
+        return requests
+
+    def forget(self) -> None:
+        """All of them are lost."""
+        for step in self._steps:
+            for request in step.requests:
+                request.held.steps_out = request.held.rounds_out = 0
+        self._steps.clear()
+
+    def num_known(self, request: Request) -> int:
+        """Tokens whose K/V the pages hold for certain: `num_computed_tokens` without chunks that are out."""
+        held = request.held
+        if held.steps_out > held.rounds_out:
+            for step in self._steps:
+                if request in step.requests and isinstance(step.plan, PrefillPlan):
+                    return next(chunk.start for chunk in step.plan.chunks if chunk.row == held.row)
+        return request.num_computed_tokens
