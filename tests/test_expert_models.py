@@ -113,7 +113,7 @@ def test_memory_and_floor_know_the_experts(folders, family):
     assert held == sum(p.held_bytes(torch.float32) for p in spec.params if p.kind == "experts")
     if family == "mxfp4":
         assert held == sum(layer.numbers * layer.router.num_experts for layer in layers) * 17 / 32
-    machine, case = Machine("none", "cpu", 1e9, 1e30), Case(PLAIN, 1, 8, 4)
+    machine, case = Machine("none", "0", "float32", 1e9, 1e30), Case(PLAIN, 1, 8, 4)
     top_k = layers[0].router.top_k
     one, all_of_them = (
         round_floor(spec, None, case, machine, distinct=[count] * len(layers))[Phase.VERIFY]

@@ -176,7 +176,7 @@ def route(x: Tensor, router: Router, live: Tensor | None, gpu: GpuTraits) -> Rou
         "top_k": spec.top_k, "experts": experts, "block": block, "block_e": lanes(experts), "overlap": gpu.can_overlap,
         "num_warps": 4 if block * lanes(experts) <= 4096 else 8, **options,
     }  # fmt: skip
-    placed = order, *numbers, number, counts, tokens, blocks
+    placed = order, *numbers, number, counts, tokens, blocks, numbers.shape[1]
     sigmoid = spec.kind is RouterKind.SIGMOID
     _choose_kernel[(blocks,)](
         expert, weight, logits, logits if router.correction is None else router.correction,
@@ -243,8 +243,8 @@ def _logits_kernel(
 @jit
 def _choose_kernel(  # noqa: PLR0915 (a choice, then what follows from it)
     expert_out: Arg, weight_out: Arg, logits: Arg, correction: Arg, live: Arg, order: Arg, tile_expert: Arg,
-    tile_start: Arg, tile_count: Arg, number: Arg, counts: Arg, tokens: Arg, blocks: Arg, parts: Arg, scale: Arg,
-    sigmoid: constexpr, of_chosen: constexpr, renormalise: constexpr, corrected: constexpr, masked: constexpr,
+    tile_start: Arg, tile_count: Arg, number: Arg, counts: Arg, tokens: Arg, blocks: Arg, most: Arg, parts: Arg,
+    scale: Arg, sigmoid: constexpr, of_chosen: constexpr, renormalise: constexpr, corrected: constexpr, masked: constexpr,
     groups: constexpr, top_groups: constexpr, block_g: constexpr, places: constexpr, rows: constexpr,
     top_k: constexpr, block_k: constexpr, experts: constexpr, block: constexpr, block_e: constexpr,
     overlap: constexpr,
@@ -303,7 +303,7 @@ def _choose_kernel(  # noqa: PLR0915 (a choice, then what follows from it)
     count = tl.sum((slot >= 0).to(tl.int32), 0)
     if places:
         _write_order(order, slot, token, tl.zeros([block_e], tl.int32), count, top_k)
-        _write_tiles(tile_expert, tile_start, tile_count, number, expert, count, tokens, rows)
+        _write_tiles(tile_expert, tile_start, tile_count, number, expert, count, tokens, most, rows)
     else:
         tl.store(counts + tl.program_id(0) * experts + expert, count, mask=expert < experts)
 
@@ -339,7 +339,7 @@ def _in_best_groups(
 @jit
 def _place_kernel(
     expert_in: Arg, order: Arg, tile_expert: Arg, tile_start: Arg, tile_count: Arg, number: Arg, counts: Arg,
-    tokens: Arg, blocks: Arg, rows: constexpr, top_k: constexpr, experts: constexpr, block: constexpr,
+    tokens: Arg, blocks: Arg, most: Arg, rows: constexpr, top_k: constexpr, experts: constexpr, block: constexpr,
     block_e: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """Puts the assignments of a block of tokens in order; the first block's program writes the tiles.
@@ -364,7 +364,7 @@ def _place_kernel(
         slot = tl.where(expert[None, :] == chosen[:, None], i, slot)
     _write_order(order, slot, token, before, total, top_k)
     if mine == 0:
-        _write_tiles(tile_expert, tile_start, tile_count, number, expert, total, tokens, rows)
+        _write_tiles(tile_expert, tile_start, tile_count, number, expert, total, tokens, most, rows)
 
 
 @jit
@@ -378,10 +378,10 @@ def _write_order(order: Arg, slot: Arg, token: Arg, before: Arg, total: Arg, top
 
 @jit
 def _write_tiles(
-    tile_expert: Arg, tile_start: Arg, tile_count: Arg, number: Arg, expert: Arg, count: Arg, tokens: Arg,
+    tile_expert: Arg, tile_start: Arg, tile_count: Arg, number: Arg, expert: Arg, count: Arg, tokens: Arg, most: Arg,
     rows: constexpr,
 ) -> None:  # fmt: skip
-    """count: [experts], assignments of each."""
+    """count: [experts], assignments of each. Tiles that are not there are zeros: they are read, and not used."""
     start = tl.cumsum(count, 0) - count
     tiles = (count + rows - 1) // rows
     place = tl.cumsum(tiles, 0) - tiles
@@ -390,4 +390,11 @@ def _write_tiles(
         tl.store(tile_expert + place + tile, expert, mask=there)
         tl.store(tile_start + place + tile, start + tile * rows, mask=there)
         tl.store(tile_count + place + tile, tl.minimum(count - tile * rows, rows), mask=there)
-    tl.store(number, tl.sum(tiles, 0))
+    total = tl.sum(tiles, 0)
+    tl.store(number, total)
+    for first in range(0, most, 128):
+        at = first + tl.arange(0, 128)
+        unused = (at >= total) & (at < most)
+        tl.store(tile_expert + at, 0, mask=unused)
+        tl.store(tile_start + at, 0, mask=unused)
+        tl.store(tile_count + at, 0, mask=unused)
