@@ -125,6 +125,17 @@ def test_memory_and_floor_know_the_experts(folders, family):
     assert expert_work(layers, 1).flop == sum(2 * top_k * layer.numbers for layer in layers)
 
 
+def test_a_glm_with_its_layer_of_mtp_loads_as_a_target(folders, tmp_path):
+    """The layer after the last, with the experts, shared and routed, of every other, is known and left alone."""
+    folder = folders["glm4_moe"][0].target
+    layer = {name: t for name, t in load_file(folder / "model.safetensors").items() if ".layers.3." in name}
+    more = {name.replace(".layers.3.", ".layers.4."): tensor for name, tensor in layer.items()}
+    more |= {f"model.layers.4.{name}.weight": torch.ones(64) for name in ("enorm", "hnorm", "eh_proj", "embed_tokens")}
+    more |= {f"model.layers.4.shared_head.{name}.weight": torch.ones(64) for name in ("norm", "head")}
+    spec = target_spec(copy_folder(folder, tmp_path / "mtp", tensors=more))
+    assert spec.check() == target_spec(folder).check()
+
+
 def test_what_is_wrong_with_mxfp4_is_an_error_that_names_it(folders, tmp_path):
     pair, _ = folders["mxfp4"]
     name = "model.layers.1.mlp.experts.down_proj"

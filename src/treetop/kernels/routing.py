@@ -244,8 +244,8 @@ def _logits_kernel(
 def _choose_kernel(  # noqa: PLR0915 (a choice, then what follows from it)
     expert_out: Arg, weight_out: Arg, logits: Arg, correction: Arg, live: Arg, order: Arg, tile_expert: Arg,
     tile_start: Arg, tile_count: Arg, number: Arg, counts: Arg, tokens: Arg, blocks: Arg, most: Arg, parts: Arg,
-    scale: Arg, sigmoid: constexpr, of_chosen: constexpr, renormalise: constexpr, corrected: constexpr, masked: constexpr,
-    groups: constexpr, top_groups: constexpr, block_g: constexpr, places: constexpr, rows: constexpr,
+    scale: Arg, sigmoid: constexpr, of_chosen: constexpr, renormalise: constexpr, corrected: constexpr,
+    masked: constexpr, groups: constexpr, top_groups: constexpr, block_g: constexpr, places: constexpr, rows: constexpr,
     top_k: constexpr, block_k: constexpr, experts: constexpr, block: constexpr, block_e: constexpr,
     overlap: constexpr,
 ) -> None:  # fmt: skip

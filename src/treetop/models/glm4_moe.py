@@ -19,6 +19,10 @@ from treetop.models.config import (
     real,
     size,
 )
+from treetop.models.decoder import unused_tensors
+from treetop.models.feed_forward import feed_forward_params
+from treetop.models.layers import attention_params
+from treetop.models.params import stored_tensors
 from treetop.types.errors import CheckpointError
 
 _ROTARY_FACTOR = 0.5
@@ -56,3 +60,20 @@ def read(config: Config, where: Path) -> ModelConfig:
         return dense if layer < first else experts
 
     return model_config(config, where, [LayerSpec(attention, feed_forward(layer)) for layer in range(count)])
+
+
+def unused(config: ModelConfig) -> set[str]:
+    """The layer after the last, which predicts a token more (MTP): targets have one and do not need it."""
+    stored, hidden, layer = f"model.layers.{len(config.layers)}", config.hidden_size, config.layers[-1]
+    params = [
+        *attention_params(layer.attention, "", f"{stored}.self_attn", hidden, hidden),
+        *feed_forward_params(layer.feed_forward, "", f"{stored}.mlp", hidden),
+    ]
+    return unused_tensors(config) | set(stored_tensors(params)) | {f"{stored}.{name}.weight" for name in _MTP}
+
+
+_MTP = (
+    *("input_layernorm", "post_attention_layernorm", "enorm", "hnorm", "eh_proj"),
+    *("shared_head.norm", "shared_head.head", "embed_tokens"),
+)
+"""What a layer of MTP has beside what every layer has."""

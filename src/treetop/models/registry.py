@@ -32,7 +32,7 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
-    "Glm4MoeForCausalLM": Family(glm4_moe.read),
+    "Glm4MoeForCausalLM": Family(glm4_moe.read, unused=glm4_moe.unused),
     "GptOssForCausalLM": Family(gpt_oss.read),
     "LlamaForCausalLM": Family(llama.read),
     "Qwen3ForCausalLM": Family(qwen3.read),
