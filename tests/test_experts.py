@@ -255,6 +255,7 @@ if INTERPRETED or ON_GPU:
             want = experts_reference(x, routes, made)[0]
         torch.testing.assert_close(parts.sum(0), want, rtol=1e-5, atol=1e-5)
 
+    @pytest.mark.skipif(INTERPRETED, reason="NumPy, which interprets, warns of what is not a number")
     def test_a_token_that_is_not_a_number_reaches_no_other_token():
         """Its experts are experts, and it alone is not finite."""
         torch.manual_seed(10)

@@ -105,7 +105,7 @@ class Figures:
     accept_length: float
     rounds: int
     start_s: float
-    distinct_experts: float | None
+    distinct_experts: float | None = None
 
     HEADER = "".join(title.rjust(width) for title, width in _COLUMNS)
 
