@@ -2,12 +2,13 @@
 
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
+from math import log2, prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from treetop.kernels.mxfp4 import GROUP_BYTES
 from treetop.kernels.products import ChosenProduct, Shape
 from treetop.kernels.table import OpContext, Ops
 from treetop.models.checkpoint import check_tensors, open_tensors
@@ -92,7 +93,7 @@ def check_weights(folder: Path, params: Sequence[Param], ignored: Collection[str
 
 
 def _filled(param: Param, fetch: Fetch, place: Placement) -> Tensor:
-    whole, start = torch.empty(param.shape, dtype=_dtype_of(param, place.dtype), device=place.device), 0
+    whole, start = param.empty(place.dtype, place.device), 0
     for source in param.sources:
         for piece in _pieces(param, source):
             start = _put(whole, start, param.format.read(piece, fetch))  # keeps nothing that was read
@@ -111,30 +112,27 @@ def _pieces(param: Param, source: Source) -> list[Source]:
 def _put(whole: Tensor, start: int, rows: Tensor) -> int:
     """Write rows of a parameter, from its row `start` on; returns where they end."""
     stop = start + rows.numel() // prod(whole.shape[1:])
-    whole[start:stop].copy_(rows.reshape(stop - start, *whole.shape[1:]))
+    whole[start:stop].view(rows.shape).copy_(rows)  # rows may be turned: copied once
     return stop
 
 
 def random_weights(params: Sequence[Param], place: Placement) -> dict[str, Tensor]:
-    """Weights of real shapes, for measuring speed: products keep their input's size, norms and indices do nothing."""
+    """Weights of real shapes, for measuring speed: products keep their input's size, all else does nothing."""
     generator = torch.Generator(device=place.device).manual_seed(0)
     weights = {}
     for param in params:
-        made = torch.empty(param.shape, dtype=_dtype_of(param, place.dtype), device=place.device)
-        if param.kind in ("matrix", "table"):
+        made = param.empty(place.dtype, place.device)
+        if made.dtype == torch.uint8:
+            made.random_(0, 256, generator=generator)
+            made[..., GROUP_BYTES - 1] = 125 - round(log2(param.shape[-1]) / 2)  # of the same size, about
+        elif param.kind in ("matrix", "experts", "table"):
             made.normal_(std=float(param.shape[-1] ** -0.5), generator=generator)
         else:
-            made.fill_(int(param.kind == "vector"))
+            made.fill_(int(param.kind == "vector" and not param.name.endswith("bias")))
         weights[param.name] = made
     return weights
 
 
 def weight_bytes(params: Sequence[Param], dtype: torch.dtype) -> int:
     """What the parameters take."""
-    return sum(param.numbers * _dtype_of(param, dtype).itemsize for param in params)
-
-
-def _dtype_of(param: Param, dtype: torch.dtype) -> torch.dtype:
-    if param.kind == "index":
-        return torch.int64
-    return torch.promote_types(dtype, torch.float32) if param.wide else dtype
+    return sum(param.held_bytes(dtype) for param in params)
