@@ -35,13 +35,16 @@ ENGINE_HELP = {
     " bfloat16 on a GPU like an H200 if that takes up to a quarter of what is left for KV pools",
     "simulate_accept_length": "tokens every round emits: the output is wrong; for measuring speed only",
     "page_size": "tokens a KV page holds",
-    "max_running_requests": "requests decoded at a time",
+    "max_running_requests": "requests decoded at a time (default: 16 on a CPU, up to 64 on a GPU by its memory)",
     "context_length": "tokens a request may hold, prompt and output (default: the model's)",
     "max_total_tokens": "tokens each KV pool holds, whatever the fraction below says (default: what fits, and no more"
     " than all running requests can use)",
     "mem_fraction_static": "share of the device's memory for weights, tables and KV pools",
     "chunked_prefill_size": "prompt tokens a prefill step processes, padding counted (default: 512 on a CPU, 2048 to"
     " 8192 on a GPU by its memory)",
+    "prefill_tokens_per_round": "the same while requests decode, which wait for such a step between two rounds"
+    " (default: about what a round computes)",
+    "schedule_policy": "who runs first: fcfs by arrival, priority by each request's `priority`, lower first",
     "disable_radix_cache": "do not keep the K/V of prompts and outputs for prompts that begin alike",
     "attention_backend": "who computes attention",
     "overlap": "launch a round before the last one's results are known; on by default where rounds are captured",
@@ -53,6 +56,7 @@ ENGINE_HELP = {
 }
 
 
+BENCH_SERVE = "bench-serve"
 _METAVAR = {int: "N", float: "X", str: "FOLDER"}
 
 
@@ -71,7 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # of what the terminal's encoding lacks
-    parser, given = build_parser(), sys.argv[1:] if argv is None else argv
+    parser, given = build_parser(), list(sys.argv[1:] if argv is None else argv)
+    if given[:2] == ["bench", "serve"]:  # beside `bench MODEL`, which argparse would take it for
+        given[:2] = [BENCH_SERVE]
     args = parser.parse_args(given)
     if args.verbose:
         logger = logging.getLogger("treetop")
@@ -138,6 +144,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     _add_serve(commands.add_parser("serve", help="an HTTP server with OpenAI's API"))
     _add_bench(commands.add_parser("bench", help="plain against speculative decoding, and rounds against their floor"))
+    _add_bench_serve(commands.add_parser(BENCH_SERVE, help="load on a server over HTTP; also spelled `bench serve`"))
 
     trace = commands.add_parser("trace", help="decode a prompt and write an HTML page that shows every draft tree")
     text = trace.add_mutually_exclusive_group(required=True)
@@ -260,7 +267,7 @@ def run_bench(args: argparse.Namespace) -> int:
 
 def _run_sweep(args: argparse.Namespace, engine_options: dict[str, Any]) -> int:
     """Rounds over a grid; text as it is measured, or one JSON object."""
-    from treetop.bench import plot, rounds, sweeps
+    from treetop.bench import axes, plot, rounds, sweeps
 
     compared = ["transformers", "prompts", "num_prompts", "max_tokens", "repeats"]
     given = [flag(name) for name in compared if getattr(args, name) not in (None, False)]
@@ -269,7 +276,7 @@ def _run_sweep(args: argparse.Namespace, engine_options: dict[str, Any]) -> int:
     if args.batches is not None and args.batch_size is not None:
         raise InputError("--batches and --batch-size: give one of them")
     if args.plot is not None:
-        plot.check_path(Path(args.plot))
+        axes.check_path(Path(args.plot))
     names = [field.name for field in fields(sweeps.SweepOptions)]
     batch_size = 1 if args.batch_size is None else args.batch_size
     options = sweeps.SweepOptions(**{**{name: getattr(args, name) for name in names}, "batch_size": batch_size})
@@ -336,6 +343,13 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else there")
     _add_engine(bench)
     bench.set_defaults(run=run_bench)
+
+
+def _add_bench_serve(parser: argparse.ArgumentParser) -> None:
+    from treetop.bench.serve_command import add_flags
+
+    add_flags(parser)
+    parser.add_argument("-v", "--verbose", action="store_true", help=argparse.SUPPRESS)
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:

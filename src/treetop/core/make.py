@@ -17,5 +17,6 @@ def make_core(engine: Engine) -> tuple[EngineCore[InFlightStep], CoreInfo]:
         max_context=engine.layout.max_context,
         max_requests=engine.layout.max_requests,
         shape=config.shape,
+        by_priority=config.schedule_policy == "priority",
     )
     return EngineCore(engine, Scheduler(engine.layout, config, eos_ids)), info

@@ -39,6 +39,7 @@ _HELP = {
     "max_queued_requests": "requests that may wait for a row; more get 429 (default %(default)s)",
     "max_body_bytes": "largest body of a request (default %(default)s)",
     "drain_timeout": "seconds that requests may still take after SIGTERM (default: all they need)",
+    "request_timeout": "seconds that a request may take; it then ends with an error (default: all it needs)",
     "log_interval": "seconds between two log lines; 0 for none (default %(default)s)",
 }
 

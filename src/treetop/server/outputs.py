@@ -29,7 +29,7 @@ class RequestMetrics:
 class RequestOutput:
     """One prompt's result. text: as it reads after the prompt, cut before a stop string; "" without a tokenizer.
 
-    error: why it was aborted, if it was.
+    error: why it was aborted, if it was. timed_out: because its time was over.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -38,6 +38,7 @@ class RequestOutput:
     finish_reason: FinishReason
     metrics: RequestMetrics
     error: str | None = None
+    timed_out: bool = False
 
     @property
     def round_tokens(self) -> int:
@@ -86,7 +87,7 @@ class LiveRequest:
         at = self.stop.feed(update.new_ids) if self.stop is not None else None
         if at is None:
             return update
-        return update._replace(new_ids=update.new_ids[: at + 1], finish_reason="stop", error=None)
+        return update._replace(new_ids=update.new_ids[: at + 1], finish_reason="stop", error=None, timed_out=False)
 
     def apply(self, update: RequestUpdate) -> TextDelta:
         """Take what the request was given, and say it as text."""
@@ -119,4 +120,5 @@ class LiveRequest:
                 num_cached_tokens=self.num_cached_tokens,
             ),
             error=update.error,
+            timed_out=update.timed_out,
         )
