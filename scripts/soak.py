@@ -186,6 +186,7 @@ class Soak:
 
     def _idle(self) -> None:
         """Nothing is alive: all rows and pages are accounted for, and nobody is left in a queue."""
+        self.llm._core.flush()  # the last steps of requests that have ended
         self.llm.scheduler.check_integrity()
         if self.llm.scheduler.has_work:
             self._fail("requests are alive that nobody waits for")

@@ -21,7 +21,7 @@ class Scene:
     """A ragged batch: a full row, an empty one, random ones, and the padding row, each with n queries.
 
     The page table and kv are poisoned: NaN in every slot and INT_MIN in every column that no query may see. k, v:
-    [rows, bound, kv_heads, dim] dense and clean. seen: [rows, n, bound] bool.
+    [rows, max_kv_len, kv_heads, dim] dense and clean. seen: [rows, n, max_kv_len] bool.
     """
 
     q: Tensor
@@ -83,7 +83,7 @@ def scene(  # noqa: PLR0917
     seen = seen & (distance < (window or INT_MAX)) & ((distance >= 0) | torch.tensor(not causal))
 
     spoilt, spoilt_table = pages.clone(), table.clone()
-    live = seen.any(dim=1)  # [rows, bound]
+    live = seen.any(dim=1)  # [rows, max_kv_len]
     if causal and window is not None:  # a window's pages are released behind its first query
         live = live | ((at < kv_len[:, None]) & (at >= positions[:, :1] - window + 1))
     keep = torch.zeros(len(pages), dtype=torch.bool)

@@ -51,7 +51,7 @@ def test_a_config_that_is_no_json_object_is_named(tmp_path, text):
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"head_dim": 15}, "head_dim"),
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "yarn"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0}}, "longrope"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"architectures": "LlamaForCausalLM"}, "architectures"),
         ({"architectures": [1]}, "architectures"),
@@ -105,7 +105,10 @@ def test_an_absurd_size_names_key_and_bound(strong_pair, tmp_path, key, value):
         ({"rope_parameters": {"rope_theta": 5e-324}}, ("rope_theta",)),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 10**400}}, ("factor",)),
         ({"rope_parameters": {"rope_type": "llama3", "original_max_position_embeddings": 2**70}}, ("original_max",)),
-        ({"rope_parameters": {"rope_type": "llama3", "high_freq_factor": 1}}, ("high_freq_factor", "greater")),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 2, "low_freq_factor": 1, "high_freq_factor": 1}},
+            ("high_freq_factor", "greater"),
+        ),
         ({"eos_token_id": 2**70}, ("eos_token_id", "16777216")),
     ],
 )

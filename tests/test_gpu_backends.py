@@ -55,13 +55,13 @@ def check(got, want, dtype):
 
 
 SIZES = [
-    {"n": 1, "t": 1, "bound": 200},
-    {"n": 4, "t": 12, "bound": 333},
-    {"n": 33, "t": 33, "bound": 900},
-    {"n": 8, "t": 8, "bound": 300, "window": 50},
+    {"n": 1, "t": 1, "max_kv_len": 200},
+    {"n": 4, "t": 12, "max_kv_len": 333},
+    {"n": 33, "t": 33, "max_kv_len": 900},
+    {"n": 8, "t": 8, "max_kv_len": 300, "window": 50},
 ]
 
-CHUNKS = [{"n": 1}, {"n": 150, "bound": 700}, {"n": 150, "bound": 700, "window": 90}]
+CHUNKS = [{"n": 1}, {"n": 150, "max_kv_len": 700}, {"n": 150, "max_kv_len": 700, "window": 90}]
 
 
 def options_of(index, page, size):
@@ -119,7 +119,7 @@ def test_causal_equals_dense_attention(name, options):
 @pytest.mark.parametrize("window", [None, 60])
 def test_a_captured_phase_follows_its_buffers(name, page, window):
     """Captured on a batch of dummy rows, replayed on two others: lengths, tables, rows and masks are data."""
-    size = {"n": 9, "t": 9, "heads": 8, "dim": 128, "page_size": page, "bound": 1500, "window": window}
+    size = {"n": 9, "t": 9, "heads": 8, "dim": 128, "page_size": page, "max_kv_len": 1500, "window": window}
     first, second = (moved(scene(dtype=torch.bfloat16, seed=seed, **size), GPU) for seed in (1, 2))
     static = [tensor.clone() for tensor in tensors_of(first)]
     s = rebuilt(first, static)
@@ -161,7 +161,7 @@ def tensors_of(s):
 def rebuilt(s, tensors):
     """The scene on given buffers."""
     rows, kv_len, table, kv, q, tail, positions, tail_positions, mask = tensors
-    prefix = {"rows": rows, "extent": kv_len, "table": replace(s.metadata.table, data=table)}
+    prefix = {"rows": rows, "kv_len": kv_len, "table": replace(s.metadata.table, data=table)}
     queries = {"positions": positions, "tail_positions": tail_positions, "mask": mask}
     metadata = replace(s.metadata, **prefix, **queries)
     return replace(s, metadata=metadata, kv=replace(s.kv, data=kv), q=q, tail=replace(s.tail, data=tail))

@@ -1,4 +1,9 @@
-"""Rotary position embedding: tables from a Hugging Face config, and the rotation."""
+"""Rotary position embedding: tables from a Hugging Face config, and the rotation.
+
+There is one rotation, of the whole head, whose first half pairs with its second. What other conventions differ in, the
+dimensions that pair and those that do not turn at all, is an order of a head's dimensions (`head_order`), in which
+weights are read once: so no operation knows of it. Dimensions that do not turn have an angle of zero.
+"""
 
 import math
 from dataclasses import dataclass
@@ -8,16 +13,71 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
+class Linear:
+    """Positions are divided by the factor."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3:
+    """Low frequencies are divided by the factor, high ones stay, and between them lies a ramp.
+
+    Source: Llama 3.1's published configuration.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Yarn:
+    """Frequencies with fewer turns in the original context than beta_slow are divided by the factor, those with more
+    than beta_fast stay, and between them lies a ramp over dimensions.
+
+    truncate: the ramp begins and ends at whole dimensions. attention_factor: cos and sin are multiplied by it.
+    Source: YaRN, arXiv:2309.00071, section 3.
+    """
+
+    factor: float
+    original_max_position: int
+    beta_fast: float
+    beta_slow: float
+    truncate: bool
+    attention_factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicNTK:
+    """Position p has the frequencies that a text of p + 1 tokens has: those of a larger theta past max_position.
+
+    So a key's rotation depends on its position alone, as if each token were decoded by itself: what a prefix cache, a
+    chunk or a tree makes of it is the same. Source: arXiv:2309.00071, section 3.3, and `transformers`' formula.
+    """
+
+    factor: float
+    max_position: int
+
+
+@dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotation frequencies of one model. kind: default, linear or llama3; the numbers are the config's."""
+    """Rotation of a layer's heads. rotary_dim: how many of a head's first dimensions turn; None is all.
+
+    interleaved: in a checkpoint, dimension 2i pairs with 2i + 1, not i with i + rotary_dim / 2.
+    """
 
     head_dim: int
     theta: float
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
+    scaling: Linear | Llama3 | Yarn | DynamicNTK | None = None
+    rotary_dim: int | None = None
+    interleaved: bool = False
+
+    @property
+    def turned(self) -> int:
+        """Dimensions that turn."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,29 +100,67 @@ class Rotation:
     sin: Tensor
 
 
-def inverse_frequencies(spec: RopeSpec) -> Tensor:
-    """[head_dim / 2] float32, the precision that checkpoints were trained with.
-
-    Source of the llama3 ramp: Llama 3.1's published configuration.
-    """
-    exponent = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
+def inverse_frequencies(spec: RopeSpec, positions: Tensor) -> Tensor:
+    """[1 or positions, turned / 2] float32, the precision that checkpoints were trained with. positions: float32."""
+    exponent = torch.arange(0, spec.turned, 2, dtype=torch.float32) / spec.turned
+    scaling = spec.scaling
+    if isinstance(scaling, DynamicNTK):
+        length = (positions + 1).clamp(min=scaling.max_position)
+        grown = 1 + scaling.factor * (length / scaling.max_position - 1)
+        theta = spec.theta * grown ** (spec.turned / (spec.turned - 2))
+        return 1.0 / theta[:, None] ** exponent
     inverse = 1.0 / spec.theta**exponent
-    if spec.kind == "linear":
-        return inverse / spec.factor
-    if spec.kind == "llama3":
+    if isinstance(scaling, Linear):
+        inverse = inverse / scaling.factor
+    elif isinstance(scaling, Llama3):
         wavelength = 2 * math.pi / inverse
-        low, high = spec.low_freq_factor, spec.high_freq_factor
-        smooth = ((spec.original_max_position / wavelength - low) / (high - low)).clamp(0, 1)
-        return inverse * ((1 - smooth) / spec.factor + smooth)
-    return inverse
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        kept = ((scaling.original_max_position / wavelength - low) / (high - low)).clamp(0, 1)
+        inverse = inverse * ((1 - kept) / scaling.factor + kept)
+    elif isinstance(scaling, Yarn):
+        kept = 1 - _ramp(spec, scaling)
+        inverse = inverse / scaling.factor * (1 - kept) + inverse * kept
+    return inverse[None]
+
+
+def _ramp(spec: RopeSpec, yarn: Yarn) -> Tensor:
+    """[turned / 2]: 0 for dimensions that keep their frequency, 1 for those whose frequency is divided."""
+
+    def dimension(turns: float) -> float:
+        """The one that turns so often in the original context."""
+        return spec.turned * math.log(yarn.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
+
+    low, high = dimension(yarn.beta_fast), dimension(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.turned - 1)
+    if low == high:
+        high += 0.001
+    return ((torch.arange(spec.turned // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
 
 
 def rope_table(spec: RopeSpec, num_positions: int, dtype: torch.dtype, device: torch.device) -> RopeTable:
     """Tables of `num_positions` rows; sized by the target's context, never by the draft's config (vllm-48894)."""
-    angle = torch.arange(num_positions, dtype=torch.float32)[:, None] * inverse_frequencies(spec)
-    cos, sin = angle.cos(), angle.sin()
+    positions = torch.arange(num_positions, dtype=torch.float32)
+    angle = positions[:, None] * inverse_frequencies(spec, positions)
+    factor = spec.scaling.attention_factor if isinstance(spec.scaling, Yarn) else 1.0
+    cos, sin = angle.cos() * factor, angle.sin() * factor
+    still = num_positions, (spec.head_dim - spec.turned) // 2
+    cos, sin = torch.cat([cos, torch.ones(still)], dim=-1), torch.cat([sin, torch.zeros(still)], dim=-1)
     table = torch.stack([torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)], dim=1)
     return RopeTable(table.to(device, dtype))
+
+
+def head_order(spec: RopeSpec) -> tuple[int, ...] | None:
+    """Which of a checkpoint's dimensions of a head stands at each of ours; None if they stand there already.
+
+    Each half begins with its half of the pairs that turn, and ends with half of what does not turn.
+    """
+    half, still = spec.turned // 2, range(spec.turned, spec.head_dim)
+    first = range(0, spec.turned, 2) if spec.interleaved else range(half)
+    second = range(1, spec.turned, 2) if spec.interleaved else range(half, spec.turned)
+    order = (*first, *still[: len(still) // 2], *second, *still[len(still) // 2 :])
+    return None if order == tuple(range(spec.head_dim)) else order
 
 
 def rotate_(x: Tensor, rotation: Rotation) -> Tensor:

@@ -186,7 +186,7 @@ class Ops:
         On a CPU it goes by the calls that `products` names for the weight's shape; on a GPU the weight is kept in 12
         bits too, where `compressed` and products of few rows gain by it.
         """
-        gpu = self._few_rows_on(bias)
+        gpu = self._skinny_on(bias)
         return (
             LibraryLinear(weight, bias, self._calls(weight))
             if gpu is None
@@ -195,14 +195,14 @@ class Ops:
 
     def gated(self, weight: Tensor, bias: Tensor | None = None) -> GatedLinear:
         """`silu(gate) * up`, both from a product with one weight [2 * out, in]; see `linear`."""
-        gpu = self._few_rows_on(bias)
+        gpu = self._skinny_on(bias)
         return (
             library_gated(weight, bias, self._calls(weight))
             if gpu is None
             else SkinnyGated(weight, gpu, self._compressed)
         )
 
-    def _few_rows_on(self, bias: Tensor | None) -> GpuTraits | None:
+    def _skinny_on(self, bias: Tensor | None) -> GpuTraits | None:
         return self._gpu if bias is None and Ops.skinny_gemm.applies(self._context) else None
 
     def _calls(self, weight: Tensor) -> tuple[Call, ...] | None:

@@ -1,11 +1,12 @@
 """What a `config.json` says, read once into frozen values. Unknown or unsupported content is an error, not a guess."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from treetop.kernels.rope import RopeSpec
+from treetop.kernels.rope import DynamicNTK, Linear, Llama3, RopeSpec, Yarn
 from treetop.models.json_file import MOST_TOKENS, integers, read_object
 from treetop.types.errors import CheckpointError, shown
 from treetop.types.kv import KVFormat, paired
@@ -81,7 +82,7 @@ def model_config(config: Config, where: Path, layers: Sequence[LayerSpec]) -> Mo
         vocab_size=size(config, "vocab_size", where),
         hidden_size=size(config, "hidden_size", where),
         norm_eps=real(config, "rms_norm_eps", where, 1e-6),
-        max_positions=_max_positions(config, where),
+        max_positions=max(_max_positions(config, where), *(_reach(layer.attention.rope) for layer in layers)),
         tied_embeddings=flag(config, "tie_word_embeddings", where),
         eos_token_ids=integers(config, "eos_token_id", where),
         layers=tuple(layers),
@@ -100,7 +101,7 @@ def attention_spec(config: Config, where: Path) -> AttentionSpec:
             f" and head_dim {head_dim} even"
         )
     bias = flag(config, "attention_bias", where)
-    rope = _rope_spec(config, head_dim, _max_positions(config, where), where)
+    rope = rope_spec(config, head_dim, where)
     return AttentionSpec(heads, paired(kv_heads, head_dim), rope, head_dim**-0.5, bias=bias, output_bias=bias)
 
 
@@ -115,31 +116,113 @@ def num_layers(config: Config, where: Path) -> int:
     return size(config, "num_hidden_layers", where)
 
 
+def _reach(rope: RopeSpec) -> int:
+    """Positions that a scaled rotation was made for, where a config says less; 0 where it does not say."""
+    scaling = rope.scaling
+    if isinstance(scaling, Yarn):
+        return int(scaling.factor * scaling.original_max_position)
+    return int(scaling.factor * scaling.max_position) if isinstance(scaling, DynamicNTK) else 0
+
+
 def _max_positions(config: Config, where: Path) -> int:
     return size(config, "max_position_embeddings", where, default=2048)
 
 
-def _rope_spec(config: Config, head_dim: int, max_positions: int, where: Path) -> RopeSpec:
-    """RoPE of both spellings: transformers 5 writes `rope_parameters`, earlier ones `rope_scaling` + `rope_theta`."""
-    rope = table(config, "rope_parameters", where) or table(config, "rope_scaling", where)
+def rope_spec(
+    config: Config,
+    head_dim: int,
+    where: Path,
+    *,
+    layer_type: str | None = None,
+    rotary_factor: float | None = None,
+    interleaved: bool = False,
+) -> RopeSpec:
+    """RoPE of both spellings: transformers 5 writes `rope_parameters`, earlier ones `rope_scaling` + `rope_theta`.
+
+    layer_type: whose part of `rope_parameters` counts, where layers differ. rotary_factor: the family's default share
+    of a head that turns; None where the family turns all of it. interleaved: see `RopeSpec`.
+    """
+    rope = _rope_table(config, layer_type, where)
+    for key in sorted(set(rope) - set(_ROPE_KEYS.split())):
+        raise CheckpointError(f"{where}: {key} of the rotary embedding is not supported")
     theta = real(rope, "rope_theta", where, real(config, "rope_theta", where, 10000.0))
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "linear", "llama3"):
-        raise CheckpointError(f"{where}: rope_type {shown(kind)} is not supported, only default, linear, llama3")
-    if config.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise CheckpointError(f"{where}: partial_rotary_factor is not supported")
-    low, high = real(rope, "low_freq_factor", where, 1.0), real(rope, "high_freq_factor", where, 4.0)
-    if kind == "llama3" and low >= high:
-        raise CheckpointError(f"{where}: high_freq_factor {high} must be greater than low_freq_factor {low}")
-    return RopeSpec(
-        head_dim=head_dim,
-        theta=theta,
-        kind=kind,
-        factor=real(rope, "factor", where, 1.0),
-        low_freq_factor=low,
-        high_freq_factor=high,
-        original_max_position=size(rope, "original_max_position_embeddings", where, default=max_positions),
+    if rotary_factor is None:
+        share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1
+        if share != 1:
+            raise CheckpointError(f"{where}: partial_rotary_factor {shown(share)} is not supported with this model")
+        return RopeSpec(head_dim, theta, _rope_scaling(config, rope, head_dim, theta, where), None, interleaved)
+    of_config = real(config, "partial_rotary_factor", where, rotary_factor)
+    share = real(rope, "partial_rotary_factor", where, of_config)
+    turned = int(head_dim * share)
+    if turned < 2 or turned % 2 != 0:
+        raise CheckpointError(
+            f"{where}: partial_rotary_factor {share} must turn an even number of {head_dim} dimensions, not {turned}"
+        )
+    return RopeSpec(head_dim, theta, _rope_scaling(config, rope, turned, theta, where), turned, interleaved)
+
+
+_ROPE_KEYS = (
+    "rope_theta rope_type type partial_rotary_factor factor low_freq_factor high_freq_factor truncate beta_fast"
+    " beta_slow attention_factor mscale mscale_all_dim original_max_position_embeddings finetuned"
+)
+"""What may stand in a table of RoPE; `finetuned` says nothing of the arithmetic."""
+
+
+def _rope_table(config: Config, layer_type: str | None, where: Path) -> Config:
+    """The one table that counts, of either spelling."""
+    new, old = table(config, "rope_parameters", where), table(config, "rope_scaling", where)
+    nested = {key: value for key, value in new.items() if isinstance(value, dict)}
+    if nested:
+        if layer_type not in nested:
+            raise CheckpointError(
+                f"{where}: rope_parameters has parts for {shown(', '.join(nested))}, but"
+                f" {'none for ' + layer_type if layer_type else 'all layers of this model rotate alike'}"
+            )
+        new = nested[layer_type]
+    if new and old and new != old:
+        raise CheckpointError(f"{where}: rope_parameters and rope_scaling differ; remove one of them")
+    return new or old
+
+
+def _rope_scaling(
+    config: Config, rope: Config, turned: int, theta: float, where: Path
+) -> Linear | Llama3 | Yarn | DynamicNTK | None:
+    """turned: dimensions of a head that turn. Raises CheckpointError for a kind that is not supported."""
+    kind, positions = rope.get("rope_type", rope.get("type", "default")), _max_positions(config, where)
+    key = "original_max_position_embeddings"
+    original = size(config if config.get(key) is not None else rope, key, where, default=positions)
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return Linear(real(rope, "factor", where))
+    if kind == "llama3":
+        low, high = real(rope, "low_freq_factor", where), real(rope, "high_freq_factor", where)
+        if low >= high:
+            raise CheckpointError(f"{where}: high_freq_factor {high} must be greater than low_freq_factor {low}")
+        return Llama3(real(rope, "factor", where), low, high, original)
+    if kind == "dynamic" and turned > 2:
+        return DynamicNTK(real(rope, "factor", where), positions)
+    if kind == "yarn" and theta > 1:
+        return _yarn(rope, real(rope, "factor", where, positions / original), original, where)
+    raise CheckpointError(
+        f"{where}: rope_type {shown(kind)} is not supported, only default, linear, llama3, yarn (rope_theta above 1)"
+        " and dynamic (more than 2 dimensions that turn)"
     )
+
+
+def _yarn(rope: Config, factor: float, original: int, where: Path) -> Yarn:
+    """The attention factor is what the table says, or follows from the factor and, if both are there, its mscales."""
+    fast, slow = real(rope, "beta_fast", where, 32.0), real(rope, "beta_slow", where, 1.0)
+    if fast < slow:
+        raise CheckpointError(f"{where}: beta_fast {fast} must be no less than beta_slow {slow}")
+
+    def grown(mscale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+    scales = real(rope, "mscale", where, 0.0), real(rope, "mscale_all_dim", where, 0.0)
+    attention = grown(scales[0]) / grown(scales[1]) if all(scales) else grown(1.0)
+    truncate = rope.get("truncate") is None or flag(rope, "truncate", where)
+    return Yarn(factor, original, fast, slow, truncate, real(rope, "attention_factor", where, attention))
 
 
 _MOST_HEADS, _MOST_WIDTH, _MOST_POSITIONS = 2**10, 2**20, 2**31
@@ -161,6 +244,12 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "factor": (1e-6, 1e6),
     "low_freq_factor": (1e-6, 1e6),
     "high_freq_factor": (1e-6, 1e6),
+    "beta_fast": (1e-6, 1e6),
+    "beta_slow": (1e-6, 1e6),
+    "attention_factor": (1e-6, 1e3),
+    "mscale": (0.0, 1e3),
+    "mscale_all_dim": (0.0, 1e3),
+    "partial_rotary_factor": (1e-6, 1.0),
 }
 """Least and most of every number that is read. Real models lie far within; beyond, sizes of tensors overflow."""
 
@@ -169,7 +258,7 @@ def size(config: Config, key: str, where: Path, default: int | None = None) -> i
     return int(_bounded(config, key, where, default, "an integer", (int,)))
 
 
-def real(config: Config, key: str, where: Path, default: float) -> float:
+def real(config: Config, key: str, where: Path, default: float | None = None) -> float:
     return float(_bounded(config, key, where, default, "a number", (int, float)))
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from treetop.attention.layer import Attend
 from treetop.kernels.fused import HeadNorms
+from treetop.kernels.rope import head_order
 from treetop.kernels.table import Ops
 from treetop.models.config import AttentionSpec, DenseSpec
 from treetop.models.loader import Weights
@@ -49,12 +50,17 @@ class SelfAttention:
 
 
 def attention_params(spec: AttentionSpec, name: str, stored: str, width: int, hidden: int) -> list[Param]:
-    """Of attention whose input is `width` wide. stored: the prefix of its tensors. Ranks have whole heads."""
+    """Of attention whose input is `width` wide. stored: the prefix of its tensors. Ranks have whole heads.
+
+    Heads of queries and keys are read in the order that the rotation wants.
+    """
     dim, q, kv = spec.head_dim, spec.num_heads * spec.head_dim, spec.kv.heads * spec.head_dim
-    rows = {"q": q, "k": kv, "v": kv}
+    rows, order = {"q": q, "k": kv, "v": kv}, head_order(spec.rope)
+    reorder = None if order is None else partial(_reorder_heads, order=order)
 
     def source(each: str, of: str, *shape: int) -> Source:
-        return Source(f"{stored}.{each}_proj.{of}", shape, unit=dim, shared=each in ("k", "v"))
+        turned = reorder if each in ("q", "k") else None
+        return Source(f"{stored}.{each}_proj.{of}", shape, turned, unit=dim, shared=each in ("k", "v"))
 
     params = [
         matrix(f"{name}.qkv", *(source(each, "weight", n, width) for each, n in rows.items()), shard=0),
@@ -65,11 +71,17 @@ def attention_params(spec: AttentionSpec, name: str, stored: str, width: int, hi
     if spec.output_bias:
         params.append(vector(f"{name}.output_bias", source("o", "bias", hidden), shard="first"))
     if spec.qk_norm:
-        norms = tuple(Source(f"{stored}.{each}_norm.weight", (dim,)) for each in "qk")
+        norms = tuple(Source(f"{stored}.{each}_norm.weight", (dim,), reorder) for each in "qk")
         params.append(Param(f"{name}.qk_norm", (2, dim), norms, "vector"))
     if spec.sinks:
         params.append(vector(f"{name}.sinks", Source(f"{stored}.sinks", (spec.num_heads,)), shard=0))
     return params
+
+
+def _reorder_heads(stored: Tensor, order: tuple[int, ...]) -> Tensor:
+    """Rows of whole heads [heads * head_dim, ...], each head's in this order."""
+    heads = stored.view(-1, len(order), *stored.shape[1:])
+    return heads[:, list(order)].reshape(stored.shape)
 
 
 class GatedMLP:
