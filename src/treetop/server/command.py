@@ -22,6 +22,7 @@ ENGINE_ALIASES = {
     "chunked_prefill_size": ("--max-num-batched-tokens",),
     "page_size": ("--block-size",),
     "disable_radix_cache": ("--no-enable-prefix-caching",),
+    "schedule_policy": ("--scheduling-policy",),
     "seed": ("--random-seed",),
 }
 """Engine options in the spellings of vLLM and SGLang."""

@@ -7,16 +7,19 @@ from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
+from treetop.bench import serve
 from treetop.bench.arrivals import ARRIVALS
 from treetop.bench.axes import check_path
-from treetop.bench.serve import LoadOptions, run
+from treetop.bench.serve import LoadOptions
 from treetop.bench.serve_plot import page
 from treetop.types.config import flag
 from treetop.types.errors import ConfigError
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 
-_HELP = {
+HELP = "load on a server over HTTP, and how fast it answers; spelled `bench serve`"
+
+_WORDS = {
     "base_url": "the server (default %(default)s)",
     "endpoint": "completions or chat (default %(default)s)",
     "model": "name to ask for (default: the first of /v1/models)",
@@ -39,10 +42,10 @@ _HELP = {
 }
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     for each in fields(LoadOptions):
         default: Any = each.default if each.default is not MISSING else None
-        options: dict[str, Any] = {"help": _HELP[each.name], "default": default}
+        options: dict[str, Any] = {"help": _WORDS[each.name], "default": default}
         if each.name == "ignore_eos":
             options["action"] = "store_true"
         elif each.name in ("max_concurrency", "goodput"):
@@ -55,10 +58,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag(each.name), **options)
     parser.add_argument("--plot", metavar="FILE.html", help="also draw tokens/s of a user against tokens/s of all")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else there")
-    parser.set_defaults(run=run_bench_serve)
+    parser.set_defaults(verbose=False)
 
 
-def run_bench_serve(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Exit code 1 if a request failed. Raises UserError and EngineError."""
     given = {each.name: getattr(args, each.name) for each in fields(LoadOptions)}
     given["max_concurrency"] = tuple(given["max_concurrency"] or ())
@@ -67,7 +70,7 @@ def run_bench_serve(args: argparse.Namespace) -> int:
     options, plot = LoadOptions(**given), Path(args.plot) if args.plot is not None else None
     if plot is not None:
         check_path(plot)
-    report = run(options, (lambda text: None) if args.json else (lambda text: print(text, flush=True)))
+    report = serve.run(options, (lambda text: None) if args.json else (lambda text: print(text, flush=True)))
     if args.json:
         print(json.dumps(asdict(report)))
     if plot is not None:
