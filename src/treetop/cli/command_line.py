@@ -40,6 +40,12 @@ class OneLineParser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """`bench serve` is a command of its own, beside `bench MODEL`, for which argparse would take it."""
+        args = list(sys.argv[1:] if args is None else args)
+        words = ["bench-serve", *args[2:]] if args[:2] == ["bench", "serve"] else args
+        return super().parse_known_args(words, namespace)
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog.split()[0]}: {_one_line(message)}\n")
 
@@ -49,9 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # of what the terminal's encoding lacks
-    parser, given = build_parser(), list(sys.argv[1:] if argv is None else argv)
-    if given[:2] == ["bench", "serve"]:  # beside `bench MODEL`, for which argparse would take it
-        given[:2] = ["bench-serve"]
+    parser, given = build_parser(), sys.argv[1:] if argv is None else argv
     args = parser.parse_args(given)
     if args.verbose:
         logger = logging.getLogger("treetop")
