@@ -5,6 +5,7 @@ from treetop.engine.engine import Engine, InFlightStep
 from treetop.models.folder import extra_eos_ids
 from treetop.scheduler.scheduler import Scheduler
 from treetop.types.requests import CoreInfo
+from treetop.types.sampling import MOST_LOGPROBS
 
 
 def make_core(engine: Engine) -> tuple[EngineCore[InFlightStep], CoreInfo]:
@@ -18,5 +19,8 @@ def make_core(engine: Engine) -> tuple[EngineCore[InFlightStep], CoreInfo]:
         max_requests=engine.layout.max_requests,
         shape=config.shape,
         by_priority=config.schedule_policy == "priority",
+        can_change_logits=not config.disable_logits_processors,
+        max_logprobs=MOST_LOGPROBS,
+        eos_ids=eos_ids,
     )
     return EngineCore(engine, Scheduler(engine.layout, config, eos_ids)), info

@@ -97,7 +97,12 @@ def make_mock(config: EngineConfig, mock: MockOptions) -> tuple[EngineCore[_Due]
         layout = replace(layout, pool_tokens=layout.tokens_for_all)
     layout.validate()
     info = CoreInfo(
-        str(folder), vocab_size, context, layout.max_requests, config.shape, config.schedule_policy == "priority"
+        str(folder),
+        vocab_size,
+        context,
+        layout.max_requests,
+        config.shape,
+        by_priority=config.schedule_policy == "priority",
     )
     return EngineCore(MockEngine(mock), Scheduler(layout, config, ())), info
 

@@ -103,7 +103,7 @@ class AsyncLLM:
             raise InputError(f"timeout must be a number of seconds above 0, up to {MOST_TIMEOUT_S}")
         own = [self._bounded(each) for each in params]
         for each in own:
-            self.reader.check_stops(each)
+            self.reader.check_params(each)
         asked = []
         for ids, each in zip(prompts, own, strict=True):
             request_id, seed = self.core.next_id(), self._seed_of(each)
@@ -132,6 +132,7 @@ class AsyncLLM:
         return replace(
             params,
             max_tokens=min(params.max_tokens, info.max_context),
+            min_tokens=min(params.min_tokens, info.max_context),
             top_k=params.top_k if params.top_k < info.vocab_size else 0,
         )
 
@@ -200,7 +201,7 @@ class DeltaStream:
         if delta.output is not None:
             self._end(update.request_id)
         waiting = self._ready.get(delta.index)
-        self._ready[delta.index] = delta if waiting is None else replace(delta, text=waiting.text + delta.text)
+        self._ready[delta.index] = delta if waiting is None else delta.after(waiting)
         self._news.set()
 
     def _end(self, request_id: RequestId) -> None:

@@ -51,7 +51,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
         (int, NoneType),
     ),
     **dict.fromkeys(("draft", "speculative_algorithm"), (str, NoneType)),
-    "disable_radix_cache": (bool,),
+    **dict.fromkeys(("disable_radix_cache", "disable_logits_processors"), (bool,)),
     **dict.fromkeys(("overlap", "compress_weights"), (bool, NoneType)),
     "mem_fraction_static": (float, int),
 }
@@ -71,10 +71,11 @@ class EngineConfig:
     processes, its padding counted; None goes by the device and its memory. prefill_tokens_per_round: the same while
     requests decode, which take turns with prefill steps; None is about what a round computes. schedule_policy: who is
     admitted first, and retracted last: by arrival, or by each request's priority, lower first, and then by arrival.
-    disable_radix_cache: do not keep the K/V of prompts and outputs for prompts that begin alike. check_level: 0 off, 1
-    host checks, 2 device probes, 3 poison and red zones. overlap: launch a round before the results of the last one are
-    known; None is on where rounds are captured CUDA graphs. graphs: `sim` runs rounds with the semantics of captured
-    graphs, on a CPU.
+    disable_radix_cache: do not keep the K/V of prompts and outputs for prompts that begin alike.
+    disable_logits_processors: refuse requests with penalties, biases and the like, and keep no memory for them.
+    check_level: 0 off, 1 host checks, 2 device probes, 3 poison and red zones. overlap: launch a round before the
+    results of the last one are known; None is on where rounds are captured CUDA graphs. graphs: `sim` runs rounds with
+    the semantics of captured graphs, on a CPU.
     """
 
     model: str = BUILTIN_MODEL
@@ -92,6 +93,7 @@ class EngineConfig:
     prefill_tokens_per_round: int | None = None
     schedule_policy: SchedulePolicy = "fcfs"
     disable_radix_cache: bool = False
+    disable_logits_processors: bool = False
     attention_backend: Backend = "auto"
     graphs: Graphs = "auto"
     overlap: bool | None = None

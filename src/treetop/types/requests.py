@@ -11,7 +11,7 @@ from typing import NamedTuple
 from treetop.types.errors import InputError
 from treetop.types.ids import RequestId
 from treetop.types.layout import SpecShape
-from treetop.types.sampling import FinishReason, SamplingParams
+from treetop.types.sampling import FinishReason, SamplingParams, TokenLogprobs
 
 
 class EngineRequest(NamedTuple):
@@ -51,6 +51,7 @@ class RequestUpdate(NamedTuple):
     if it was no round. error: why the request failed, if it did. engine_failed: it failed with the whole engine.
     timed_out: its time was over. stats come with finish_reason, in the request's last update. num_cached_tokens: as in
     the stats, with the first tokens.
+    logprobs: of each of new_ids, if the request asks for them.
     """
 
     request_id: RequestId
@@ -61,12 +62,15 @@ class RequestUpdate(NamedTuple):
     engine_failed: bool = False
     stats: RequestStats | None = None
     num_cached_tokens: int | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
     timed_out: bool = False
 
 
 class CoreInfo(NamedTuple):
-    """What a client must know of a core. model_path: the folder. shape: of a round's tree. by_priority: whether it goes
-    by the priority of requests.
+    """What a client must know of a core. model_path: the folder. shape: of a round's tree.
+
+    can_change_logits, max_logprobs: what a request may ask: penalties, biases and the like, and log-probabilities; -1
+    if there are none. eos_ids: the model's. by_priority: whether it goes by the priority of requests.
     """
 
     model_path: str
@@ -74,6 +78,9 @@ class CoreInfo(NamedTuple):
     max_context: int
     max_requests: int
     shape: SpecShape
+    can_change_logits: bool = False
+    max_logprobs: int = -1
+    eos_ids: tuple[int, ...] = ()
     by_priority: bool = False
 
 
