@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEV := $(VENV)/.dev
 
-.PHONY: demo test test-all test-gpu check bench mutants clean
+.PHONY: demo test test-all test-gpu check wheel bench mutants clean
 
 demo: $(READY)
 	@$(BIN)/treetop generate --echo --compare-plain --max-tokens 192 --temperature 0.6 --seed 5 --prompt-file docs/demo_prompt.txt
@@ -42,6 +42,10 @@ check: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The wheel, built, installed and served from an environment of its own.
+wheel: $(DEV)
+	$(BIN)/python scripts/wheel.py
 
 bench: $(READY)
 	$(BIN)/treetop bench
