@@ -70,14 +70,14 @@ class EngineConfig:
     speculative_mtp_recurrence: which state of an MTP layer feeds it again; auto is the family's. context_length
     None is the model's. max_running_requests: decoded at a time; None goes by the device and its memory.
     mem_fraction_static: share of the device's memory for weights, tables and KV pools. max_total_tokens: tokens each KV
-    pool holds, whatever that share is; None gives every running request its whole context if it fits. load_format: dummy
-    makes random weights of the shapes that config.json gives. compress_weights: keep weights in 12 bits too, without
-    loss, for products of few rows; None does where products gain and memory is plenty. simulate_accept_length: tokens
-    every round emits, whatever is right; for measuring speed only. chunked_prefill_size: most prompt tokens a prefill
-    step processes, its padding counted; None goes by the device and its memory. prefill_tokens_per_round: the same while
-    requests decode, which take turns with prefill steps; None is about what a round computes. schedule_policy: who is
-    admitted first, and retracted last: by arrival, or by each request's priority, lower first, and then by arrival.
-    disable_radix_cache: do not keep the K/V of prompts and outputs for prompts that begin alike.
+    pool holds, whatever that share is; None gives every running request its whole context if it fits. load_format:
+    dummy makes random weights of the shapes that config.json gives. compress_weights: keep weights in 12 bits too,
+    without loss, for products of few rows; None does where products gain and memory is plenty. simulate_accept_length:
+    tokens every round emits, whatever is right; for measuring speed only. chunked_prefill_size: most prompt tokens a
+    prefill step processes, its padding counted; None goes by the device and its memory. prefill_tokens_per_round: the
+    same while requests decode, which take turns with prefill steps; None is about what a round computes.
+    schedule_policy: who is admitted first, and retracted last: by arrival, or by each request's priority, lower first,
+    and then by arrival. disable_radix_cache: do not keep the K/V of prompts and outputs for prompts that begin alike.
     disable_logits_processors: refuse requests with penalties, biases and the like, and keep no memory for them.
     check_level: 0 off, 1 host checks, 2 device probes, 3 poison and red zones. overlap: launch a round before the
     results of the last one are known; None is on where rounds are captured CUDA graphs. graphs: `sim` runs rounds with
