@@ -98,7 +98,7 @@ def test_the_first_tree_is_that_of_a_slow_search(strong_pair, shape):
     nodes = select(root, born, size)
     assert trees[0].tokens[0].tolist() == [node.token for node in nodes]
     want = torch.tensor([node.score for node in nodes])
-    torch.testing.assert_close(trees[0].logprob[0], want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(trees[0].logprob[0].cpu(), want, rtol=1e-5, atol=1e-5)
     for tree in trees:
         for parent in range(size):
             of = [int(t) for t, p in zip(tree.tokens[0, 1:], tree.parent[0, 1:], strict=True) if p == parent]
