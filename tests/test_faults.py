@@ -16,7 +16,7 @@ from treetop.debug import faults
 from treetop.debug.faults import ENVIRONMENT, FAULTS, Fault, environment_fault, fault
 from treetop.debug.patching import instead, kernel_twin, replaced
 from treetop.doctor.provoke import Provocation
-from treetop.scheduler import scheduler
+from treetop.scheduler import endings
 from treetop.types.errors import ConfigError, EngineError, InvariantError, TreetopError
 
 REQUIRED = {  # what issue and design name; the registry may hold more
@@ -278,7 +278,7 @@ def test_a_fault_of_the_environment_is_said_loudly_and_once(capsys):
 
 
 def first_stop_of_the_scheduler():
-    return scheduler.first_stop
+    return endings.first_stop
 
 
 @pytest.mark.usefixtures("unsaid")

@@ -295,21 +295,17 @@ def wall_times_ms(llm: LLM, prompts: list[list[int]], rounds: int) -> tuple[list
     for delta in stream:
         if delta.output is not None:
             raise EngineError(f"a request of the benchmark ended early: {delta.output.error or 'its context is full'}")
+        emitted += len(delta.token_ids)
         if delta.index == 0 and len(begun) == len(prompts):
             stamps.append(time.perf_counter())
             if len(stamps) == 1 + skipped:
-                emitted = -_tokens_alive(llm)
+                emitted = 0  # from one delta of the first prompt to another every row gets a delta a round
             if len(stamps) == 1 + skipped + rounds:
-                emitted += _tokens_alive(llm)
                 break
         begun.add(delta.index)
     stream.close()
     times = [1e3 * (b - a) for a, b in pairwise(stamps)]
     return times[skipped:], emitted / (rounds * len(prompts))
-
-
-def _tokens_alive(llm: LLM) -> int:
-    return sum(len(ids) for ids in llm.scheduler.ids_by_row().values())
 
 
 @torch.inference_mode()

@@ -50,7 +50,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What a step added to prompt `index`: text, and the tokens with their log-probabilities if these are asked for.
+    """What a step added to prompt `index`: text, token ids, and the ids with log-probabilities if these are asked for.
 
     A token may come before its text, which may wait for what follows. `output` comes with the last one.
     """
@@ -59,10 +59,12 @@ class TextDelta:
     text: str
     output: RequestOutput | None = None
     tokens: tuple[tuple[int, TokenLogprobs], ...] = ()
+    token_ids: tuple[int, ...] = ()
 
     def after(self, waiting: "TextDelta") -> "TextDelta":
         """This and one before it that nobody has taken, as one."""
-        return replace(self, text=waiting.text + self.text, tokens=waiting.tokens + self.tokens)
+        ids = waiting.token_ids + self.token_ids
+        return replace(self, text=waiting.text + self.text, tokens=waiting.tokens + self.tokens, token_ids=ids)
 
 
 @dataclass(slots=True)
@@ -117,9 +119,9 @@ class LiveRequest:
             self.logprobs += update.logprobs
             tokens = tuple(zip(update.new_ids, update.logprobs, strict=True))
         if update.finish_reason is None:
-            return TextDelta(self.index, piece, tokens=tokens)
+            return TextDelta(self.index, piece, tokens=tokens, token_ids=update.new_ids)
         piece += self.text.finish() if self.text is not None else ""
-        return TextDelta(self.index, piece, self._output(update), tokens)
+        return TextDelta(self.index, piece, self._output(update), tokens, update.new_ids)
 
     def _output(self, update: RequestUpdate) -> RequestOutput:
         elapsed = time.perf_counter() - self.started_s
