@@ -44,7 +44,7 @@ def test_a_config_that_is_no_json_object_is_named(tmp_path, text):
     [
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
         ({"architectures": None}, "architecture"),
-        ({"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True}, "use_sliding_window"),
+        ({"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": 1}, "use_sliding_window"),
         ({"hidden_size": None}, "hidden_size"),
         ({"hidden_size": "64"}, "hidden_size"),
         ({"num_hidden_layers": 0}, "num_hidden_layers"),

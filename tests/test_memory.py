@@ -355,6 +355,21 @@ def test_the_use_adds_up():
     assert "total 80.00 GiB" in use.lines()[-1]
 
 
+def test_what_a_window_saves_is_said():
+    """Of a request of 4,000 tokens and one round: all pages but those that window and chunk touch."""
+    window = KVGroup(WINDOW, 12, paired(8, 64), 128)
+    layout = replace(
+        LLAMA, page_size=16, max_context=4000, chunk=256, groups=(*LLAMA.groups, window), pool_tokens=16_000
+    )
+    kept = -(-(127 + 256) // 16) + 1
+    spared = (-(-(4000 + layout.headroom) // 16) - kept) * 16
+    (line,) = [each for each in MemoryUse(layout, 2, budget(60 * GIB)).lines() if each.startswith("pool window")]
+    assert (
+        f"window of 128 are given back, which saves {spared} tokens or {spared * 12 * 2 * 8 * 64 * 2 / 2**20:.2f} MiB"
+        in line
+    )
+
+
 def test_nothing_is_logged_unless_asked_for(capsys):
     """A library is silent by default."""
     LLM(max_running_requests=1).generate("x", greedy(1))

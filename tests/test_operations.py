@@ -113,6 +113,11 @@ def silu_mul(_: bool) -> Call:
 
 
 @case
+def gelu_tanh_mul(_: bool) -> Call:
+    return Call((torch.randn(2, 3, 2 * 1100) * 4,))
+
+
+@case
 def skinny_gemm(kernel: bool) -> Call:
     x, weight = torch.randn(19, 128).half(), torch.randn(72, 128).half()
     launch = {"launch": RowsLaunch(block_n=32, block_k=64, splits=2, num_stages=1, num_warps=4)}

@@ -9,6 +9,7 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -269,6 +270,22 @@ if INTERPRETED:
         want = gated_product(x, weight)
         assert bool((want.error[0] < 1e-3 * want.value[0].abs()).all())
         assert_near(got, want)
+
+    @pytest.mark.parametrize("rows", [1, 17])
+    def test_gates_may_be_gelu(rows):
+        """Of whole weights and of compressed ones, far from 0 too, and not the same as SiLU."""
+        torch.manual_seed(0)
+        x, weight = torch.randn(rows, 1024), torch.randn(2 * 64, 1024).bfloat16() / 8
+        gate, up = product(x, weight).value.float().chunk(2, dim=-1)
+        want = torch.nn.functional.gelu(gate, approximate="tanh") * up
+        launch = RowsLaunch(block_n=16, block_k=32, splits=1, num_stages=1, num_warps=1)
+        whole = gated_rows(x, weight.float(), launch, gpu_traits(CPU), "gelu_tanh")
+        small = compress(weight, True)
+        close = partial(torch.testing.assert_close, rtol=1e-3, atol=1e-3)
+        close(whole, want)
+        close(gated_rows_reference(x, weight.float(), "gelu_tanh"), want)
+        close(compressed_rows(x, small, CompressedLaunch(128, 1, 1, 1, 32), gpu_traits(CPU), "gelu_tanh"), want)
+        assert not torch.allclose(gated_rows_reference(x, weight.float()), want, atol=1e-2)
 
     def test_products_of_any_shape_are_ours_or_the_librarys():
         """Layers give parts and sums; a width that our kernel refuses, and more rows than it takes, are the library's.

@@ -71,14 +71,14 @@ def qwen3_config(**changes) -> Qwen3Config:
 
 
 def save_random_qwen3(folder: Path, seed: int = 0, **changes) -> Path:
-    return _save_random(Qwen3ForCausalLM, qwen3_config(**changes), folder, seed)
+    return save_random(Qwen3ForCausalLM, qwen3_config(**changes), folder, seed)
 
 
 def save_random_llama(folder: Path, seed: int = 0, **changes) -> Path:
-    return _save_random(LlamaForCausalLM, llama_config(**changes), folder, seed)
+    return save_random(LlamaForCausalLM, llama_config(**changes), folder, seed)
 
 
-def _save_random(kind, config, folder: Path, seed: int) -> Path:
+def save_random(kind, config, folder: Path, seed: int) -> Path:
     """A model with random weights large enough that every part of it matters to the logits."""
     torch.manual_seed(seed)
     model = kind(config).eval()
@@ -158,6 +158,7 @@ def save_copying_head(folder: Path, target: Path, draft_vocab: int, seed: int = 
 def save_random_head(folder: Path, target: Path, draft_vocab: int | None, seed: int = 0, **config_changes) -> Path:
     """A head with random weights: it proposes nonsense, of which the engine's output must not depend."""
     config = json.loads((target / "config.json").read_text())
+    config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
     hidden, dim, vocab = config["hidden_size"], config["head_dim"], config["vocab_size"]
     q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
     size = draft_vocab or vocab

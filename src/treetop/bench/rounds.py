@@ -226,7 +226,7 @@ def engine_config(model: str | None, options: dict[str, Any], shape: SpecShape, 
         "simulate_accept_length": None if forced is None else min(forced, longest_path(shape)),
     }
     config = EngineConfig.of(model, **rows)
-    if config.draft is None:
+    if not config.speculates:
         raise ConfigError(f"the tree {shape} needs --speculative-draft-model-path")
     return config
 

@@ -14,7 +14,10 @@ from treetop.types.sampling import SamplingParams
 ENGINE_HELP = {
     "draft": "folder of the draft head, or builtin:NAME; a model without one decodes plainly (default: none, and the"
     " embedded head for the embedded model)",
-    "speculative_algorithm": "NONE forbids a draft (default: what the draft's tensors are)",
+    "speculative_algorithm": "NONE forbids a draft; MTP and NGRAM need no folder of one (default: what the draft's"
+    " tensors are)",
+    "speculative_mtp_recurrence": "which state of an MTP layer feeds it again: before or after its norm (auto: as the"
+    " family's reference does)",
     "speculative_num_steps": "levels of the tree (S)",
     "speculative_eagle_topk": "branches of each node (k); 1 is a chain",
     "speculative_num_draft_tokens": "nodes verified in one pass, root included (T)",

@@ -26,7 +26,7 @@ from treetop.drafts.head_files import (
     output_of,
     stated,
 )
-from treetop.drafts.protocol import DraftProducts, DraftVocab, Proposal, Streamed
+from treetop.drafts.protocol import DraftProducts, DraftVocab, Extension, Proposal, Streamed
 from treetop.kernels.rope import rope_table
 from treetop.kernels.table import Ops
 from treetop.models.checkpoint import tensor_files
@@ -48,6 +48,8 @@ class EagleSpec:
     output: OutputOf
     embedding: bool
     aux_inputs: tuple[int, ...] = (LAST_HIDDEN,)
+    state_dtype: torch.dtype | None = None
+    reads_text: bool = False
 
     @property
     def vocab_size(self) -> int:
@@ -128,9 +130,9 @@ class EagleHead:
         self.products = DraftProducts([self.fuse, *layers], [], [self.lm_head])
         self.vocab = DraftVocab(no_offset(spec.vocab_size, place.device))
 
-    def extend(self, tokens: Tensor, aux_hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def extend(self, tokens: Tensor, aux_hidden: Tensor, positions: Tensor, at: Extension, attend: Attend) -> Tensor:
         """See `Drafter`."""
-        return self.grow(tokens, aux_hidden, positions, attend)
+        return self._ops.pick(self.grow(tokens, aux_hidden, positions, attend), at.last)
 
     def grow(self, tokens: Tensor, state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """See `Drafter`. The state is the head's output, where the target's last hidden state would be."""

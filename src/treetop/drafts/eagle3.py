@@ -15,7 +15,7 @@ from torch import Tensor
 
 from treetop.attention.layer import Attend
 from treetop.drafts.head_files import EMBEDDING, OUTPUT, OutputOf, check_vocab, no_offset
-from treetop.drafts.protocol import DraftProducts, DraftVocab, Proposal, Streamed
+from treetop.drafts.protocol import DraftProducts, DraftVocab, Extension, Proposal, Streamed
 from treetop.kernels.rope import rope_table
 from treetop.kernels.table import Ops
 from treetop.models.config import AttentionSpec, ModelConfig
@@ -69,6 +69,8 @@ class Eagle3Spec:
     fuse_bias: bool
     output: OutputOf
     stored: frozenset[str]
+    state_dtype: torch.dtype | None = None
+    reads_text: bool = False
 
     @property
     def attention(self) -> tuple[AttentionSpec, ...]:
@@ -177,9 +179,9 @@ class Eagle3Head:
         self.products = DraftProducts(layers, [] if self.fuse is None else [self.fuse], [self.lm_head])
         self.vocab = DraftVocab(weights.setdefault("d2t", no_offset(spec.vocab_size, place.device)))
 
-    def extend(self, tokens: Tensor, aux_hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def extend(self, tokens: Tensor, aux_hidden: Tensor, positions: Tensor, at: Extension, attend: Attend) -> Tensor:
         """See `Drafter`."""
-        return self.grow(tokens, self._fused(aux_hidden), positions, attend)
+        return self._ops.pick(self.grow(tokens, self._fused(aux_hidden), positions, attend), at.last)
 
     def _fused(self, aux_hidden: Tensor) -> Tensor:
         """aux_hidden: [rows, n, features * target hidden]. Returns [rows, n, hidden]."""

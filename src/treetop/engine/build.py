@@ -14,7 +14,7 @@ from treetop.cache.pool import KVPool, make_pools
 from treetop.checks.poison import RedZones
 from treetop.checks.probes import Probes
 from treetop.drafts.protocol import DrafterSpec
-from treetop.drafts.registry import drafter_spec
+from treetop.drafts.registry import drafter_spec, ngram_spec
 from treetop.engine.buffers import Zeros, make_round_buffers
 from treetop.engine.compile_ahead import rehearse
 from treetop.engine.cuda_graphs import num_graphs
@@ -70,7 +70,7 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     Raises UserError for what cannot work, before any weight is read.
     """
     target = target_spec(resolve_folder(config.model))
-    draft = None if config.draft is None else read_draft_spec(config, config.draft, target.config)
+    draft = read_draft_spec(config, target) if config.speculates else None
     layout = make_layout(config, target.config, draft)
     device = compute_device(config.device)
     dtype = compute_dtype(config.dtype, device)
@@ -153,10 +153,14 @@ def captures(config: EngineConfig, device: torch.device, able: Capabilities) -> 
     return config.graphs == "auto" and device.type == "cuda" and able.captures
 
 
-def read_draft_spec(config: EngineConfig, draft: str, target: ModelConfig) -> DrafterSpec:
+def read_draft_spec(config: EngineConfig, target: TargetSpec) -> DrafterSpec:
     """The drafter's spec, and whether the options fit it."""
-    dummy = config.load_format == "dummy"
-    spec = drafter_spec(resolve_folder(draft, "draft"), target, config.speculative_algorithm, dummy)
+    if config.algorithm == "NGRAM":
+        spec: DrafterSpec = ngram_spec(target.config, config.shape)
+    else:
+        folder = target.folder if config.draft is None else resolve_folder(config.draft, "draft")
+        dummy, recurrence = config.load_format == "dummy", config.speculative_mtp_recurrence
+        spec = drafter_spec(folder, target.config, config.algorithm, dummy, recurrence)
     if config.speculative_eagle_topk > spec.vocab_size:
         raise ConfigError(
             f"--speculative-eagle-topk {config.speculative_eagle_topk} exceeds the draft vocabulary of"
@@ -218,7 +222,7 @@ def _without_pools(engine_plan: EnginePlan, place: Placement) -> tuple[ModelRunn
         backend=backend,
         ops=place.ops,
         pools={},
-        state=make_state(layout, draft.state_size if draft is not None else None, changed, place.dtype, zeros),
+        state=make_state(layout, draft, changed, place.dtype, zeros),
         buffers=make_round_buffers(layout, len(aux), model.hidden_size, model.vocab_size, place.dtype, zeros),
         target_layers=[],
         draft_layers=[],
@@ -248,7 +252,7 @@ def _static_estimate(
         return torch.empty(shape, dtype=kind, device="meta")
 
     model, aux = target.config, draft.aux_inputs if draft is not None else ()
-    make_state(layout, draft.state_size if draft is not None else None, _changed_vocab(config, model), dtype, counted)
+    make_state(layout, draft, _changed_vocab(config, model), dtype, counted)
     make_round_buffers(layout, len(aux), model.hidden_size, model.vocab_size, dtype, counted)
     return weights + sum(made)
 

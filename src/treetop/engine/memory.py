@@ -177,7 +177,16 @@ class MemoryUse:
             slots = (self.layout.num_pages[group.name] - 1) * self.layout.page_size
             size = self.layout.num_pages[group.name] * self.layout.page_size * group.numbers_per_token
             per_token = group.numbers_per_token * self.element_size
-            rows.append(f"pool {group.name}: {slots} tokens, {gib(size * self.element_size)}, {per_token} B a token")
+            spared = self.layout.window_spares(group)
+            rows.append(
+                f"pool {group.name}: {slots} tokens, {gib(size * self.element_size)}, {per_token} B a token"
+                + (
+                    f"; pages behind the window of {group.window} are given back, which saves {spared} tokens or"
+                    f" {gib(spared * per_token)} of a request at the context wall"
+                    if group.window is not None
+                    else ""
+                )
+            )
         memory, budget = self.budget.memory, self.budget
         rows.append(
             f"memory: total {gib(memory.total)}, weights and tables {gib(budget.static)}"

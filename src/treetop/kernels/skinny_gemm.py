@@ -16,10 +16,10 @@ from functools import cache
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from treetop.kernels.dependent_launch import ask_for, launch_options, pdl_wait
+from treetop.kernels.gate import Gate, activated, activated_reference
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, power_of_two, tiles_of, tl
 
 MAX_ROWS = 256
@@ -49,10 +49,10 @@ def skinny_gemm_reference(x: Tensor, weight: Tensor, splits: int) -> Tensor:
     return torch.stack([a.to(torch.float32) @ b.to(torch.float32).T for a, b in shares])
 
 
-def gated_rows_reference(x: Tensor, weight: Tensor) -> Tensor:
-    """`silu(gate) * up` of `x @ weight.T`, whose first half is the gate, rounded once. Returns [rows, n / 2]."""
+def gated_rows_reference(x: Tensor, weight: Tensor, kind: Gate = "silu") -> Tensor:
+    """Activated gate times up of `x @ weight.T`, whose first half is the gate, rounded once. Returns [rows, n / 2]."""
     gate, up = (x.to(torch.float32) @ weight.to(torch.float32).T).chunk(2, dim=-1)
-    return (F.silu(gate) * up).to(x.dtype)
+    return (activated_reference(gate, kind) * up).to(x.dtype)
 
 
 def skinny_gemm(x: Tensor, weight: Tensor, launch: RowsLaunch, gpu: GpuTraits) -> Tensor:
@@ -64,19 +64,21 @@ def skinny_gemm(x: Tensor, weight: Tensor, launch: RowsLaunch, gpu: GpuTraits) -
     rows, n = x.shape[0], weight.shape[0]
     dtype = x.dtype if launch.splits == 1 else torch.float32
     out = torch.empty((launch.splits, rows, n), dtype=dtype, device=x.device)
-    _launch(out, x, weight, n, False, launch, gpu)
+    _launch(out, x, weight, n, None, launch, gpu)
     return out
 
 
-def gated_rows(x: Tensor, weight: Tensor, launch: RowsLaunch, gpu: GpuTraits) -> Tensor:
+def gated_rows(x: Tensor, weight: Tensor, launch: RowsLaunch, gpu: GpuTraits, kind: Gate = "silu") -> Tensor:
     """`gated_rows_reference` in one launch, which has one split. Arguments as in `skinny_gemm`."""
     assert launch.splits == 1
     out = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=x.dtype, device=x.device)
-    _launch(out, x, weight, weight.shape[0] // 2, True, launch, gpu)
+    _launch(out, x, weight, weight.shape[0] // 2, kind, launch, gpu)
     return out
 
 
-def _launch(out: Tensor, x: Tensor, weight: Tensor, n: int, gated: bool, launch: RowsLaunch, gpu: GpuTraits) -> None:
+def _launch(
+    out: Tensor, x: Tensor, weight: Tensor, n: int, kind: Gate | None, launch: RowsLaunch, gpu: GpuTraits
+) -> None:
     rows, k = x.shape
     assert rows <= MAX_ROWS
     assert k % (launch.splits * launch.block_k) == 0
@@ -90,7 +92,7 @@ def _launch(out: Tensor, x: Tensor, weight: Tensor, n: int, gated: bool, launch:
     options = launch_options(gpu)
     _skinny_gemm_kernel[(-(-n // launch.block_n), launch.splits)](
         out, x, weight, x_tiles, more_tiles, weight_tiles, rows, n, k, k // launch.splits,
-        block_m=block_m, more_m=more_m, block_n=launch.block_n, block_k=launch.block_k, gated=gated,
+        block_m=block_m, more_m=more_m, block_n=launch.block_n, block_k=launch.block_k, kind=kind,
         tiled=launch.tiled, rows_left=launch.rows_left, ahead=launch.ahead, overlap=gpu.can_overlap,
         num_stages=launch.num_stages, num_warps=launch.num_warps, **options,
     )  # fmt: skip
@@ -99,13 +101,14 @@ def _launch(out: Tensor, x: Tensor, weight: Tensor, n: int, gated: bool, launch:
 @jit
 def _skinny_gemm_kernel(
     out: Arg, x: Arg, weight: Arg, x_tiles: Arg, more_tiles: Arg, weight_tiles: Arg, rows: Arg, n: Arg, k: Arg,
-    share: Arg, block_m: constexpr, more_m: constexpr, block_n: constexpr, block_k: constexpr, gated: constexpr,
+    share: Arg, block_m: constexpr, more_m: constexpr, block_n: constexpr, block_k: constexpr, kind: constexpr,
     tiled: constexpr, rows_left: constexpr, ahead: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """One block of outputs over one share of k. out: [splits, rows, n]; x: [rows, k]; weight: [n or 2n, k].
 
-    Grid (n / block_n, splits). gated: weight rows j and n + j give one output. Rows come in a block of block_m and one
-    of more_m (0: none), since blocks are powers of two. tiled: tiles come through descriptors, not pointers.
+    Grid (n / block_n, splits). kind: of a gate, where weight rows j and n + j give one output, or None. Rows come in a
+    block of block_m and one of more_m (0: none), since blocks are powers of two. tiled: tiles come through descriptors,
+    not pointers.
     """
     first_column = tl.program_id(0) * block_n
     column = first_column + tl.arange(0, block_n)
@@ -117,7 +120,7 @@ def _skinny_gemm_kernel(
     if overlap and ahead > 0:  # 64 elements of 2 bytes are a cache line
         first = tl.minimum(tl.arange(0, ahead * block_k // 64) * 64, share - 1)[None, :]
         ask_for(tl.where(there, line + first, weight))
-        if gated:
+        if kind is not None:
             ask_for(tl.where(there, up_line + first, weight))
     pdl_wait(overlap, early=True)
     row = tl.arange(0, block_m)
@@ -137,15 +140,15 @@ def _skinny_gemm_kernel(
         if more_m > 0:
             more = _tile(more_at + i, more_tiles, block_m, start + i, (more_row < rows)[:, None], tiled)
             more_total = _multiply(w, more, more_total, rows_left)
-        if gated:
+        if kind is not None:
             w = _tile(up_line + (i + lane)[None, :], weight_tiles, n + first_column, start + i, there, tiled)
             up = _multiply(w, values, up, rows_left)
             if more_m > 0:
                 more_up = _multiply(w, more, more_up, rows_left)
     out_at = out + split * rows * n + column[:, None]
-    _store(out_at, total, up, row, rows, n, there, gated, rows_left)
+    _store(out_at, total, up, row, rows, n, there, kind, rows_left)
     if more_m > 0:
-        _store(out_at, more_total, more_up, more_row, rows, n, there, gated, rows_left)
+        _store(out_at, more_total, more_up, more_row, rows, n, there, kind, rows_left)
 
 
 @jit
@@ -162,11 +165,11 @@ def _multiply(w: Arg, values: Arg, total: Arg, rows_left: constexpr) -> Arg:
 
 @jit
 def _store(
-    out_at: Arg, total: Arg, up: Arg, row: Arg, rows: Arg, n: Arg, there: Arg, gated: constexpr, rows_left: constexpr
+    out_at: Arg, total: Arg, up: Arg, row: Arg, rows: Arg, n: Arg, there: Arg, kind: constexpr, rows_left: constexpr
 ) -> None:
-    """Write the sums of a block of rows, rounded; gated: `silu(total) * up`. out_at: [block_n, 1], in row 0."""
-    if gated:
-        total = total * tl.sigmoid(total) * up
+    """Write the sums of a block of rows, rounded; of a gate its activation times up. out_at: [block_n, 1], in row 0."""
+    if kind is not None:
+        total = activated(total, kind) * up
     if rows_left:
         total = tl.trans(total)
     tl.store(out_at + row[None, :] * n, total.to(out_at.dtype.element_ty), mask=there & (row < rows)[None, :])

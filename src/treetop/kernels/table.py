@@ -25,6 +25,7 @@ from treetop.kernels import grow as growing
 from treetop.kernels import process as processing
 from treetop.kernels import rows as row_state
 from treetop.kernels import skinny_gemm as skinny
+from treetop.kernels.gate import Gate
 from treetop.kernels.linear import GatedLinear, LibraryLinear, Linear, SkinnyGated, SkinnyLinear, library_gated
 from treetop.kernels.products import Call, ChosenProduct, Shape
 from treetop.kernels.sampling import draw_reference, greedy_reference
@@ -110,7 +111,10 @@ class Ops:
     rotate_and_write = Op(
         fused.rotate_and_write_reference, fused.rotate_and_write, 1e-6, on_a_gpu, (fused._rotate_and_write_kernel,)
     )
-    silu_mul = Op(fused.silu_mul_reference, fused.silu_mul, 1e-6, on_a_gpu_in_16_bits, (fused._silu_mul_kernel,))
+    silu_mul = Op(fused.silu_mul_reference, fused.silu_mul, 1e-6, on_a_gpu_in_16_bits, (fused._gate_mul_kernel,))
+    gelu_tanh_mul = Op(
+        fused.gelu_tanh_mul_reference, fused.gelu_tanh_mul, 1e-6, on_a_gpu_in_16_bits, (fused._gate_mul_kernel,)
+    )
     skinny_gemm = Op(
         skinny.skinny_gemm_reference, skinny.skinny_gemm, 1e-5, on_a_gpu_in_16_bits, (skinny._skinny_gemm_kernel,)
     )
@@ -196,13 +200,13 @@ class Ops:
             else SkinnyLinear(weight, gpu, self._compressed)
         )
 
-    def gated(self, weight: Tensor, bias: Tensor | None = None) -> GatedLinear:
-        """`silu(gate) * up`, both from a product with one weight [2 * out, in]; see `linear`."""
+    def gated(self, weight: Tensor, bias: Tensor | None = None, kind: Gate = "silu") -> GatedLinear:
+        """Activated gate times up, both from a product with one weight [2 * out, in]; see `linear`."""
         gpu = self._skinny_on(bias)
         return (
-            library_gated(weight, bias, self._calls(weight))
+            library_gated(weight, bias, self._calls(weight), kind)
             if gpu is None
-            else SkinnyGated(weight, gpu, self._compressed)
+            else SkinnyGated(weight, gpu, self._compressed, kind)
         )
 
     def _skinny_on(self, bias: Tensor | None) -> GpuTraits | None:

@@ -117,4 +117,6 @@ def weight_bytes(params: Sequence[Param], dtype: torch.dtype) -> int:
 
 
 def _dtype_of(param: Param, dtype: torch.dtype) -> torch.dtype:
-    return torch.int64 if param.kind == "index" else dtype
+    if param.kind == "index":
+        return torch.int64
+    return torch.promote_types(dtype, torch.float32) if param.wide else dtype

@@ -96,7 +96,7 @@ FLOATS = Plain(("F64", "F32", "F16", "BF16"))
 class Param:
     """A parameter of a model: its sources' rows, one below the other.
 
-    name: ours, by which the model takes it.
+    name: ours, by which the model takes it. wide: kept in no less than float32.
     """
 
     name: str
@@ -105,6 +105,7 @@ class Param:
     kind: Kind = "matrix"
     shard: Shard = "whole"
     format: Format = FLOATS
+    wide: bool = False
 
     @property
     def numbers(self) -> int:

@@ -66,7 +66,8 @@ class Request:
         history = None
         if self.params.changes_logits:
             history = RowHistory(self.prompt_ids, tuple(self.output_ids), self.stop_ids)
-        return RowSetup(self.held.row, self.num_computed_tokens, self.params, self.seed, history)
+        known = self.num_computed_tokens
+        return RowSetup(self.held.row, known, self.params, self.seed, history, tuple(self.ids[:known]))
 
     @property
     def ids(self) -> tuple[int, ...]:
