@@ -169,7 +169,7 @@ def _attend_many(query, key, value, mask, scaling, sinks):
     group, extra = query.shape[1] // key.shape[1], 8  # fused kernels want multiples of 8
     padded = [functional.pad(each, (0, extra, 1, 0)) for each in (query, key, value)]
     q, k, v = padded[0], padded[1].repeat_interleave(group, 1), padded[2].repeat_interleave(group, 1)
-    unit = functional.one_hot(torch.tensor(dim, device=q.device), dim + extra).to(q.dtype)
+    unit = functional.pad(q.new_ones(1), (dim, extra - 1))
     q = q + unit
     sink = (sinks / scaling)[:, None, None] * unit  # [heads, 1, dim + extra]
     k = torch.cat([sink.expand(batch, -1, -1, -1).to(k.dtype), k[:, :, 1:]], dim=2)

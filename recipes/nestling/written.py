@@ -139,7 +139,7 @@ def write_rows(
     ]
     ids, lengths, source = generate(target, sources, settings.generated_rows, settings, newline, chunk)
     held = source == 2
-    kept = held[: len(ids)].to(ids.device)
+    kept = held.to(ids.device)
     return Rows(ids[~kept], lengths[~held], ids[kept], lengths[held], time.perf_counter() - began)
 
 
