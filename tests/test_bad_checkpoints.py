@@ -123,6 +123,7 @@ def test_the_largest_sizes_are_a_matter_of_memory(strong_pair, tmp_path):
     target = copy_folder(strong_pair.target, tmp_path / "t", **most, **wide)
     huge = {"max_running_requests": 65536, "chunked_prefill_size": 2**40}
     for options in ({}, huge):
+        options |= {"disable_logits_processors": True}
         refused(CapacityError, lambda options=options: LLM(target, **options), "need", "have")
 
 

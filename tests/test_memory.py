@@ -212,8 +212,32 @@ def test_prefill_steps_are_chosen_by_the_device_unless_they_are_given(monkeypatc
     monkeypatch.setattr(building, "refusal", lambda name, need: None)
     monkeypatch.setattr(building, "memory_of", lambda device: Memory(140 * GIB, 140 * GIB))
     preset = Path(__file__).parent.parent / "benchmarks" / "presets" / "llama-3.1-8b"
-    config = EngineConfig(str(preset), load_format="dummy", **options)
+    config = EngineConfig(str(preset), load_format="dummy", **{"max_running_requests": 8, **options})
     assert building.make_layout(config, target_spec(preset).config, None).chunk == chunk
+
+
+@pytest.mark.parametrize(
+    ("place", "total", "options", "rows", "tokens"),
+    [
+        ("cuda", 140, {}, 64, 512),
+        ("cuda", 24, {"context_length": 8192}, 16, 512),  # pools of 40,000 tokens
+        ("cuda", 24, {"context_length": 1000}, 32, 512),  # shorter ones: more of them
+        ("cuda", 24, {"context_length": 8192, "max_running_requests": 100}, 100, 512),
+        ("cuda", 140, {"prefill_tokens_per_round": 99}, 64, 99),
+        ("cuda", 140, {"chunked_prefill_size": 300}, 64, 300),
+        ("cpu", 64, {"dtype": "bfloat16", "context_length": 2048}, 16, 128),
+    ],
+)
+def test_rows_and_the_tokens_beside_a_round_follow_device_and_memory(monkeypatch, place, total, options, rows, tokens):
+    """The plan's configuration says what was chosen, and the layout is made of it."""
+    monkeypatch.setattr(building, "compute_device", lambda option: torch.device(place))
+    monkeypatch.setattr(building, "refusal", lambda name, need: None)
+    monkeypatch.setattr(building, "memory_of", lambda device: Memory(total * GIB, total * GIB))
+    monkeypatch.setattr(building, "with_copies", lambda config, place, budget, *rest: budget)
+    preset = Path(__file__).parent.parent / "benchmarks" / "presets" / "llama-3.1-8b"
+    planned = building.plan_engine(EngineConfig(str(preset), load_format="dummy", **options))
+    assert planned.config.max_running_requests == planned.layout.max_requests == rows
+    assert planned.config.prefill_tokens_per_round == tokens
 
 
 # ---------------------------------------------------------------------------------------------- engines

@@ -56,12 +56,12 @@ VARIETY = [
     {"n": 1, "t": 1},
     {"n": 3, "t": 9, "heads": 2, "page_size": 1},
     {"n": 16, "t": 16, "heads": 4, "kv_heads": 1, "dim": 32, "page_size": 16},
-    {"n": 17, "t": 17, "heads": 4, "kv_heads": 1, "page_size": 8, "bound": 150},
-    {"heads": 14, "dim": 24, "page_size": 3, "bound": 20},
-    {"dim": 64, "dtype": torch.float16, "bound": 90},
+    {"n": 17, "t": 17, "heads": 4, "kv_heads": 1, "page_size": 8, "max_kv_len": 150},
+    {"heads": 14, "dim": 24, "page_size": 3, "max_kv_len": 20},
+    {"dim": 64, "dtype": torch.float16, "max_kv_len": 90},
     {"planes": 1, "kv_heads": 1, "dim": 24},
     {"window": 6},
-    {"n": 12, "t": 12, "window": 17, "page_size": 8, "bound": 70},
+    {"n": 12, "t": 12, "window": 17, "page_size": 8, "max_kv_len": 70},
 ]
 
 if not INTERPRETED:
@@ -128,11 +128,11 @@ if INTERPRETED:
         [
             {"n": 1},
             {"n": 9, "page_size": 1},
-            {"n": 40, "bound": 90, "dim": 32},
-            {"n": 40, "bound": 90, "window": 11},
+            {"n": 40, "max_kv_len": 90, "dim": 32},
+            {"n": 40, "max_kv_len": 90, "window": 11},
             {"n": 7, "planes": 1, "kv_heads": 1},
             {"n": 23, "heads": 4, "kv_heads": 4, "window": 1},
-            {"n": 30, "bound": 100, "dtype": torch.float16},
+            {"n": 30, "max_kv_len": 100, "dtype": torch.float16},
         ],
         ids=str,
     )

@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 
 from treetop.bench.equality import equal_outputs
+from treetop.bench.experts import distinct_experts
 from treetop.bench.machine import Machine, measure_machine, synchronize
 from treetop.bench.prompts import prompt_ids
 from treetop.bench.roofline import Case, round_floor, saved_bytes
@@ -72,7 +73,7 @@ class Grid:
 _COLUMNS = (
     ("S", 3), ("k", 4), ("T", 4), ("B", 5), ("input", 7), ("wall ms", 10), ("low .. high", 19), ("device ms", 11),
     ("draft + verify + extend", 26), ("floor", 9), ("wall/floor", 12), ("device/floor", 14), ("wall/read", 11),
-    ("tokens/s", 10), ("accept", 8),
+    ("tokens/s", 10), ("accept", 8), ("experts", 9),
 )  # fmt: skip
 """Titles and widths of a row of figures."""
 
@@ -83,7 +84,8 @@ class Figures:
 
     wall_ms: median, with low and high. device_ms: of the device alone, median; phase_ms: of each phase by itself.
     floor_ms: of the round; read_floor_ms: of the bytes really read, less where weights lie in 12 bits. start_s: making
-    the engine, capture included. accept_length: mean tokens a row-round gave.
+    the engine, capture included. accept_length: mean tokens a row-round gave. distinct_experts: that a verify reads,
+    mean of the layers that have any.
     """
 
     shape: tuple[int, int, int]
@@ -103,6 +105,7 @@ class Figures:
     accept_length: float
     rounds: int
     start_s: float
+    distinct_experts: float | None = None
 
     HEADER = "".join(title.rjust(width) for title, width in _COLUMNS)
 
@@ -120,6 +123,7 @@ class Figures:
             f"{self.wall_over_read_floor:.2f}x",
             f"{self.tokens_per_second:.0f}",
             f"{self.accept_length:.2f}",
+            "-" if self.distinct_experts is None else f"{self.distinct_experts:.1f}",
         )
         return "".join(text.rjust(width) for text, (_, width) in zip(texts, _COLUMNS, strict=True))
 
@@ -253,8 +257,10 @@ def measure(llm: LLM, batch: int, length: int, rounds: int, machine: Machine, st
     case = Case(shape, batch, length, llm.engine.dtype.itemsize)
     device = llm.engine.runner
     saved = saved_bytes(device.target, device.drafter, shape, llm.engine.layout.bucket_for(batch))
-    floor_of = partial(round_floor, llm.engine.target, llm.engine.draft, case, machine)
-    floor_ms, read_floor_ms = 1e3 * sum(floor_of().values()), 1e3 * sum(floor_of(saved).values())
+    _pose(llm, batch, length)
+    distinct = distinct_experts(device, _greedy_key(llm, batch), length)
+    floor_of = partial(round_floor, llm.engine.target, llm.engine.draft, case, machine, distinct=distinct)
+    floor_ms, read_floor_ms = 1e3 * sum(floor_of().values()), 1e3 * sum(floor_of(saved=saved).values())
     wall_ms, device_ms = statistics.median(wall), statistics.median(device_times_ms(llm, batch, length, rounds))
     return Figures(
         shape=(shape.num_steps, shape.topk, shape.num_draft_tokens),
@@ -274,6 +280,7 @@ def measure(llm: LLM, batch: int, length: int, rounds: int, machine: Machine, st
         accept_length=accept_length,
         rounds=len(wall),
         start_s=start_s,
+        distinct_experts=None if distinct is None else statistics.mean(distinct),
     )
 
 

@@ -18,6 +18,7 @@ def make_core(engine: Engine) -> tuple[EngineCore[InFlightStep], CoreInfo]:
         max_context=engine.layout.max_context,
         max_requests=engine.layout.max_requests,
         shape=config.shape,
+        by_priority=config.schedule_policy == "priority",
         can_change_logits=not config.disable_logits_processors,
         max_logprobs=MOST_LOGPROBS,
         eos_ids=eos_ids,

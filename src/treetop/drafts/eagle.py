@@ -32,7 +32,8 @@ from treetop.kernels.table import Ops
 from treetop.models.checkpoint import tensor_files
 from treetop.models.config import AttentionSpec, ModelConfig, model_config, read_config
 from treetop.models.decoder import DecoderLayer
-from treetop.models.layers import GatedMLP, RMSNorm, SelfAttention, attention_params, mlp_params, norm_param
+from treetop.models.feed_forward import feed_forward_params
+from treetop.models.layers import GatedMLP, RMSNorm, SelfAttention, attention_params, norm_param
 from treetop.models.loader import Placement, Weights, check_weights, load_weights
 from treetop.models.params import Param, Source, matrix, vector
 from treetop.models.target import LAST_HIDDEN, Target
@@ -76,7 +77,7 @@ class EagleSpec:
             params += [
                 norm_param(f"{name}.mlp_norm", f"{name}.post_attention_layernorm.weight", hidden),
                 *attention_params(layer.attention, f"{name}.attention", f"{name}.self_attn", hidden, hidden),
-                *mlp_params(layer.feed_forward, f"{name}.mlp", f"{name}.mlp", hidden),
+                *feed_forward_params(layer.feed_forward, f"{name}.mlp", f"{name}.mlp", hidden),
             ]
         if self.output == "own":
             params.append(matrix("lm_head", Source(OUTPUT, table), shard=0))

@@ -20,12 +20,12 @@ from treetop.kernels.rope import rope_table
 from treetop.kernels.table import Ops
 from treetop.models.config import AttentionSpec, ModelConfig
 from treetop.models.decoder import DecoderLayer
+from treetop.models.feed_forward import feed_forward_params
 from treetop.models.layers import (
     GatedMLP,
     RMSNorm,
     SelfAttention,
     attention_params,
-    mlp_params,
     norm_param,
 )
 from treetop.models.loader import Placement, Weights, check_weights, load_weights
@@ -90,7 +90,7 @@ class Eagle3Spec:
                 norm_param(f"{name}.input_norm", norm, hidden),
                 norm_param(f"{name}.mlp_norm", f"{stored}.post_attention_layernorm.weight", hidden),
                 *attention_params(layer.attention, f"{name}.attention", f"{stored}.self_attn", hidden, hidden),
-                *mlp_params(layer.feed_forward, f"{name}.mlp", f"{stored}.mlp", hidden),
+                *feed_forward_params(layer.feed_forward, f"{name}.mlp", f"{stored}.mlp", hidden),
             ]
         return params + self._vocab_params()
 
@@ -112,7 +112,7 @@ class Eagle3Spec:
         return [
             *(norm_param(name, f"{stored}.{tensor}.weight", hidden) for name, tensor in norms.items()),
             *attention_params(layer.attention, "attention", f"{stored}.self_attn", 2 * hidden, hidden),
-            *mlp_params(layer.feed_forward, "mlp", f"{stored}.mlp", hidden),
+            *feed_forward_params(layer.feed_forward, "mlp", f"{stored}.mlp", hidden),
         ]
 
     def _vocab_params(self) -> list[Param]:

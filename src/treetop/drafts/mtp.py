@@ -172,7 +172,7 @@ class MtpLayer:
         tokens = torch.where(positions == 0, self.spec.vocab_size, tokens)
         x = self.projection(self._ops.embed_and_norm(self.normed_embedding, tokens, state, norm.weight, norm.eps))
         angles = self._ops.angles(self._rope, positions)
-        x, added = self.layer(x, self.layer.input_norm(x), angles, attend)
+        x, added = self.layer(x, self.layer.input_norm(x), angles, attend, attend.live())
         return self.norm.after(x, added)[1] if self.spec.normed_state else self._ops.add(x, added)
 
     def propose(self, state: Tensor, k: int) -> Proposal:

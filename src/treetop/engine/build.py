@@ -1,5 +1,6 @@
 """From a configuration to a device: specs, capacity algebra, weights, memory, in this order."""
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -19,7 +20,12 @@ from treetop.engine.buffers import Zeros, make_round_buffers
 from treetop.engine.compile_ahead import rehearse
 from treetop.engine.cuda_graphs import num_graphs
 from treetop.engine.memory import (
+    LEAST_CHUNK_OF_CPU,
+    LEAST_CHUNK_OF_GPU,
+    ROWS_OF_CPU,
+    ROWS_OF_GPU,
     SMALL_CHUNK,
+    TOKENS_OF_A_ROW,
     Budget,
     Memory,
     MemoryUse,
@@ -41,7 +47,7 @@ from treetop.models.folder import resolve_folder
 from treetop.models.loader import Placement, compute_device, compute_dtype, weight_bytes
 from treetop.models.registry import TargetSpec, target_spec
 from treetop.types.config import EngineConfig
-from treetop.types.errors import ConfigError
+from treetop.types.errors import CapacityError, ConfigError
 from treetop.types.ids import DRAFT, FULL, WINDOW, GroupName
 from treetop.types.layout import KVGroup, Layout
 
@@ -67,8 +73,22 @@ class EnginePlan:
 def plan_engine(config: EngineConfig) -> EnginePlan:
     """Read the checkpoints' configs, and check every option against them and against the device's memory.
 
-    Raises UserError for what cannot work, before any weight is read.
+    The plan's configuration says what the given one leaves to device and memory. Raises UserError for what cannot work,
+    before any weight is read.
     """
+    if config.max_running_requests is not None:
+        return _plan_rows(config)
+    *many, fewest = ROWS_OF_CPU if compute_device(config.device).type == "cpu" else ROWS_OF_GPU
+    for rows in many:
+        with suppress(CapacityError):
+            engine_plan = _plan_rows(replace(config, max_running_requests=rows))
+            if engine_plan.layout.pool_tokens >= rows * min(engine_plan.layout.max_context, TOKENS_OF_A_ROW):
+                return engine_plan
+    return _plan_rows(replace(config, max_running_requests=fewest))
+
+
+def _plan_rows(config: EngineConfig) -> EnginePlan:
+    """The plan for a given number of rows."""
     target = target_spec(resolve_folder(config.model))
     draft = read_draft_spec(config, target) if config.speculates else None
     layout = make_layout(config, target.config, draft)
@@ -88,6 +108,8 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     if config.attention_backend != "auto":
         require(config.attention_backend, need)
     use = MemoryUse(layout, dtype.itemsize, budget)
+    if config.prefill_tokens_per_round is None:
+        config = replace(config, prefill_tokens_per_round=tokens_of_a_round(layout, device))
     return EnginePlan(config, target, draft, layout, place, need, use, weights)
 
 
@@ -96,19 +118,20 @@ def make_layout(config: EngineConfig, model: ModelConfig, draft: DrafterSpec | N
     context = config.context_length or model.max_positions
     if context > model.max_positions:
         raise ConfigError(f"--context-length {context} exceeds the model's {model.max_positions} positions")
-    if context > MOST_COUNT and not config.disable_logits_processors:
+    if context - 1 > MOST_COUNT and not config.disable_logits_processors:
         raise ConfigError(
             f"--context-length {context}: penalties can count {MOST_COUNT} tokens; lower it, or use"
             " --disable-logits-processors"
         )
     groups = tuple(KVGroup(name, len(of), of[0].kv, of[0].window) for name, of in layer_groups(model, draft).items())
-    chunk = config.chunked_prefill_size or _default_chunk(config, groups)
+    chunk, rows = config.chunked_prefill_size or _default_chunk(config, groups), config.max_running_requests
+    assert rows is not None, "plan_engine has chosen"
     layout = Layout(
         shapes=(config.shape,),
         page_size=config.page_size,
-        max_requests=config.max_running_requests,
+        max_requests=rows,
         max_context=context,
-        chunk=min(chunk, config.max_running_requests * context),  # a step can hold no more
+        chunk=min(chunk, rows * context),  # a step can hold no more
         groups=groups,
         pool_tokens=config.max_total_tokens or 0,
         max_in_flight=choose_max_in_flight(config),
@@ -146,6 +169,16 @@ def _default_chunk(config: EngineConfig, groups: tuple[KVGroup, ...]) -> int:
     if device.type == "cpu" or _attends(config, device) == "torch":
         return SMALL_CHUNK
     return chunk_of_gpu(memory_of(device).total, [group.window for group in groups if group.window is not None])
+
+
+def tokens_of_a_round(layout: Layout, device: torch.device) -> int:
+    """Prompt tokens of a prefill step between two rounds, if `--prefill-tokens-per-round` does not say.
+
+    As many as a round of all rows computes, so that a prompt at most doubles the time between two rounds where products
+    cost what their rows do; and as many as a step takes in for little more than reading the weights.
+    """
+    least = LEAST_CHUNK_OF_CPU if device.type == "cpu" else LEAST_CHUNK_OF_GPU
+    return min(max(layout.max_requests * layout.verify_tail, least), layout.chunk)
 
 
 def captures(config: EngineConfig, device: torch.device, able: Capabilities) -> bool:

@@ -52,11 +52,12 @@ class Engine:
     def __init__(self, config: EngineConfig) -> None:
         """`observer` and `launcher` may be set between steps; `treetop trace` sets both.
 
+        config: what was left to device and memory is in it.
         target, draft: what was read of the checkpoints; spec: the target's configuration.
         """
-        self.config = config
         self.observer: Observer | None = None
         engine_plan = plan_engine(config)
+        self.config = config = engine_plan.config
         self.target, self.draft = engine_plan.target, engine_plan.draft
         self.model_path, self.spec = self.target.folder, self.target.config
         self.draft_path = self.draft.folder if self.draft is not None else None

@@ -30,6 +30,12 @@ _BYTES_PER_DRAW = 52
 _MOST_FRACTION = 0.99
 SMALL_CHUNK = 512
 """Prompt tokens of a step where PyTorch attends, which has masks of chunk x context: on every CPU."""
+LEAST_CHUNK_OF_CPU, LEAST_CHUNK_OF_GPU = 128, 512
+"""Prompt tokens of a prefill step between two rounds, at least: fewer cost nearly as much, for the weights are read."""
+ROWS_OF_CPU, ROWS_OF_GPU = (16, 8), (64, 32, 16, 8)
+"""Rows to choose from, if `--max-running-requests` does not say: batches whose rounds were measured."""
+TOKENS_OF_A_ROW = 2048
+"""Pool tokens that each of so many rows must find, or its whole context if that is shorter."""
 CHUNKS = ((60 * GIB, 8192), (35 * GIB, 4096), (0, 2048))
 """A GPU's memory from which on a prefill step holds so many tokens: the larger its memory, the faster it mostly is."""
 

@@ -99,7 +99,8 @@ class ModelRunner:
                         f"tail of phase {phase}, group {name}: need {columns.width} columns from {columns.start},"
                         f" have {have}; the layout sizes it by another formula than fills it"
                     )
-        return TailAttention(self.backend, layers, tails, plans, columns)
+        rows = self.buffers.rows[: columns.rows]
+        return TailAttention(self.backend, layers, tails, plans, columns, rows, self.layout.dummy_row)
 
     def commit(self, tails: Mapping[GroupName, Tensor], paths: Paths) -> None:
         """Copy each path's K/V from the tails to positions L .. of the pages."""

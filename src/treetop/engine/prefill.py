@@ -134,4 +134,4 @@ def _attention(
         slots[group.name] = slots_of(table, batch.rows, span.positions, span.valid, runner.layout.page_size)
         prefix = batch.rows, span.kv_len, batch.max_kv_len
         plans[group.name] = runner.plan(runner.metadata(Phase.PREFILL, group, prefix, span.positions))
-    return CausalAttention(runner.backend, layers, slots, plans)
+    return CausalAttention(runner.backend, layers, slots, plans, span.valid)

@@ -124,7 +124,7 @@ def product_weights(target: TargetSpec, draft: DrafterSpec | None) -> list[Produ
 
 
 def _without_memory(params: Sequence[Param]) -> dict[str, Tensor]:
-    return {param.name: torch.empty(param.shape, device="meta") for param in params}
+    return {param.name: param.empty(torch.float32, "meta") for param in params}
 
 
 class _Recorded(Ops):

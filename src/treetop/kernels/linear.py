@@ -52,13 +52,13 @@ class LibraryLinear:
 
 
 class SkinnyLinear:
-    """Few rows by a kernel of ours, more by `F.linear`. No bias; weight: [out, in], float16 or bfloat16.
+    """Few rows by a kernel of ours, more by `F.linear`. weight: [out, in], float16 or bfloat16.
 
-    compressed: keep the weight in 12 bits too, if products with that are faster.
+    compressed: keep the weight in 12 bits too, if products with that are faster and there is no bias.
     """
 
-    def __init__(self, weight: Tensor, gpu: GpuTraits, compressed: bool = False) -> None:
-        self._weight = _GpuWeight(weight, None, gpu, compressed)
+    def __init__(self, weight: Tensor, gpu: GpuTraits, compressed: bool = False, bias: Tensor | None = None) -> None:
+        self._weight = _GpuWeight(weight, None, gpu, compressed and bias is None, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         return joined(self.parts(x)).to(x.dtype)
@@ -69,7 +69,11 @@ class SkinnyLinear:
 
     def parts(self, x: Tensor) -> Tensor:
         parts = self._weight.few(x)
-        return F.linear(x, self._weight.whole)[None] if parts is None else parts.view(len(parts), *x.shape[:-1], -1)
+        return (
+            F.linear(x, self._weight.whole, self._weight.bias)[None]
+            if parts is None
+            else parts.view(len(parts), *x.shape[:-1], -1)
+        )
 
 
 class SkinnyGated:
@@ -92,8 +96,10 @@ class SkinnyGated:
 class _GpuWeight:
     """A weight, perhaps in 12 bits too, and its products of few rows. kind: of a gated one's gate."""
 
-    def __init__(self, whole: Tensor, kind: Gate | None, gpu: GpuTraits, compressed: bool) -> None:
-        self.whole, self._kind, self._gpu = whole.contiguous(), kind, gpu
+    def __init__(
+        self, whole: Tensor, kind: Gate | None, gpu: GpuTraits, compressed: bool, bias: Tensor | None = None
+    ) -> None:
+        self.whole, self.bias, self._kind, self._gpu = whole.contiguous(), bias, kind, gpu
         self._compressed = compress_if_faster(self.whole, kind is not None, gpu) if compressed else None
 
     def saved_bytes(self, rows: int) -> int:
@@ -112,7 +118,7 @@ class _GpuWeight:
         if launch is None:
             return None
         if kind is None:
-            return skinny_gemm(_as_rows(x), self.whole, launch, gpu)
+            return skinny_gemm(_as_rows(x), self.whole, launch, gpu, self.bias)
         return gated_rows(_as_rows(x), self.whole, launch, gpu, kind)
 
 

@@ -43,10 +43,16 @@ class RowsLaunch:
     rows_left: bool = False
 
 
-def skinny_gemm_reference(x: Tensor, weight: Tensor, splits: int) -> Tensor:
-    """The parts of `x @ weight.T`, each over its share of k, in float32. Returns [splits, rows, n]."""
+def skinny_gemm_reference(x: Tensor, weight: Tensor, splits: int, bias: Tensor | None = None) -> Tensor:
+    """The parts of `x @ weight.T + bias`, each over its share of k, in float32, the bias in the first.
+
+    Returns [splits, rows, n].
+    """
     shares = zip(x.chunk(splits, dim=-1), weight.chunk(splits, dim=-1), strict=True)
-    return torch.stack([a.to(torch.float32) @ b.to(torch.float32).T for a, b in shares])
+    parts = torch.stack([a.to(torch.float32) @ b.to(torch.float32).T for a, b in shares])
+    if bias is not None:
+        parts[0] += bias.to(torch.float32)
+    return parts
 
 
 def gated_rows_reference(x: Tensor, weight: Tensor, kind: Gate = "silu") -> Tensor:
@@ -55,16 +61,16 @@ def gated_rows_reference(x: Tensor, weight: Tensor, kind: Gate = "silu") -> Tens
     return (activated_reference(gate, kind) * up).to(x.dtype)
 
 
-def skinny_gemm(x: Tensor, weight: Tensor, launch: RowsLaunch, gpu: GpuTraits) -> Tensor:
+def skinny_gemm(x: Tensor, weight: Tensor, launch: RowsLaunch, gpu: GpuTraits, bias: Tensor | None = None) -> Tensor:
     """`skinny_gemm_reference`; with one split rounded to x's dtype, with more in float32.
 
     x: [rows, k], contiguous, float16 or bfloat16, rows <= MAX_ROWS. weight: [n, k], contiguous; k a multiple of
-    `splits * block_k`. Returns [splits, rows, n].
+    `splits * block_k`. bias: [n]. Returns [splits, rows, n].
     """
     rows, n = x.shape[0], weight.shape[0]
     dtype = x.dtype if launch.splits == 1 else torch.float32
     out = torch.empty((launch.splits, rows, n), dtype=dtype, device=x.device)
-    _launch(out, x, weight, n, None, launch, gpu)
+    _launch(out, x, weight, bias, n, None, launch, gpu)
     return out
 
 
@@ -72,12 +78,19 @@ def gated_rows(x: Tensor, weight: Tensor, launch: RowsLaunch, gpu: GpuTraits, ki
     """`gated_rows_reference` in one launch, which has one split. Arguments as in `skinny_gemm`."""
     assert launch.splits == 1
     out = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=x.dtype, device=x.device)
-    _launch(out, x, weight, weight.shape[0] // 2, kind, launch, gpu)
+    _launch(out, x, weight, None, weight.shape[0] // 2, kind, launch, gpu)
     return out
 
 
 def _launch(
-    out: Tensor, x: Tensor, weight: Tensor, n: int, kind: Gate | None, launch: RowsLaunch, gpu: GpuTraits
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    n: int,
+    kind: Gate | None,
+    launch: RowsLaunch,
+    gpu: GpuTraits,
 ) -> None:
     rows, k = x.shape
     assert rows <= MAX_ROWS
@@ -91,7 +104,8 @@ def _launch(
         more_tiles = tiles_of(x, more_m, launch.block_k) if more_m else x_tiles
     options = launch_options(gpu)
     _skinny_gemm_kernel[(-(-n // launch.block_n), launch.splits)](
-        out, x, weight, x_tiles, more_tiles, weight_tiles, rows, n, k, k // launch.splits,
+        out, x, weight, weight if bias is None else bias, x_tiles, more_tiles, weight_tiles, rows, n, k,
+        k // launch.splits, has_bias=bias is not None,
         block_m=block_m, more_m=more_m, block_n=launch.block_n, block_k=launch.block_k, kind=kind,
         tiled=launch.tiled, rows_left=launch.rows_left, ahead=launch.ahead, overlap=gpu.can_overlap,
         num_stages=launch.num_stages, num_warps=launch.num_warps, **options,
@@ -100,15 +114,15 @@ def _launch(
 
 @jit
 def _skinny_gemm_kernel(
-    out: Arg, x: Arg, weight: Arg, x_tiles: Arg, more_tiles: Arg, weight_tiles: Arg, rows: Arg, n: Arg, k: Arg,
-    share: Arg, block_m: constexpr, more_m: constexpr, block_n: constexpr, block_k: constexpr, kind: constexpr,
-    tiled: constexpr, rows_left: constexpr, ahead: constexpr, overlap: constexpr,
+    out: Arg, x: Arg, weight: Arg, bias: Arg, x_tiles: Arg, more_tiles: Arg, weight_tiles: Arg, rows: Arg, n: Arg,
+    k: Arg, share: Arg, has_bias: constexpr, block_m: constexpr, more_m: constexpr, block_n: constexpr,
+    block_k: constexpr, kind: constexpr, tiled: constexpr, rows_left: constexpr, ahead: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """One block of outputs over one share of k. out: [splits, rows, n]; x: [rows, k]; weight: [n or 2n, k].
 
     Grid (n / block_n, splits). kind: of a gate, where weight rows j and n + j give one output, or None. Rows come in a
     block of block_m and one of more_m (0: none), since blocks are powers of two. tiled: tiles come through descriptors,
-    not pointers.
+    not pointers. The first split adds the bias.
     """
     first_column = tl.program_id(0) * block_n
     column = first_column + tl.arange(0, block_n)
@@ -145,6 +159,12 @@ def _skinny_gemm_kernel(
             up = _multiply(w, values, up, rows_left)
             if more_m > 0:
                 more_up = _multiply(w, more, more_up, rows_left)
+    if has_bias:
+        added = tl.load(bias + column, mask=(column < n) & (split == 0), other=0.0).to(tl.float32)
+        added = added[None, :] if rows_left else added[:, None]
+        total += added
+        if more_m > 0:
+            more_total += added
     out_at = out + split * rows * n + column[:, None]
     _store(out_at, total, up, row, rows, n, there, kind, rows_left)
     if more_m > 0:
@@ -210,7 +230,7 @@ def choose_launch(rows: int, n: int, k: int, gated: bool, gpu: GpuTraits) -> Row
     key = (n, k, gated, row_class(rows))
     if table.holds_for(gpu) and key in table.launches:
         return table.launches[key]
-    block_n, block_k = 64, 128
+    block_n, block_k = 64, 64 if k % 128 else 128
     if row_class(rows) > 64 or k % block_k or n < block_n:
         return None
     tiles = -(-(n // 2 if gated else n) // block_n)
@@ -221,7 +241,11 @@ def choose_launch(rows: int, n: int, k: int, gated: bool, gpu: GpuTraits) -> Row
 
 def most_splits(tiles: int, blocks: int, gpu: GpuTraits) -> int:
     """Splits of k, which has so many blocks, that give up to three programs a multiprocessor, and whole blocks each."""
-    return max(s for s in (1, 2, 4) if s == 1 or (tiles * s <= 3 * gpu.num_sms and blocks % s == 0))
+    return max(
+        s
+        for s in ((1, 2, 4) if blocks % 2 == 0 else (1, 3, 5))
+        if s == 1 or (tiles * s <= 3 * gpu.num_sms and blocks % s == 0)
+    )
 
 
 def shared_bytes(launch: RowsLaunch, rows: int, gated: bool) -> int:

@@ -4,10 +4,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from treetop.kernels.experts import Activation
 from treetop.kernels.gate import Gate
 from treetop.kernels.rope import DynamicNTK, Linear, Llama3, RopeSpec, Yarn
+from treetop.kernels.routing import RouterSpec
 from treetop.models.json_file import MOST_TOKENS, integers, read_object
 from treetop.types.errors import CheckpointError, shown
 from treetop.types.kv import KVFormat, paired
@@ -63,11 +65,27 @@ class NormNames:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertSpec:
+    """Gated feed-forwards of which a router chooses `router.top_k` for each token.
+
+    inner_size: of one expert. activation: of its gate and up. shared_inner: of a dense one beside them, which every
+    token takes too; 0 is none. bias: experts have biases. stored: how a checkpoint holds them, see `models.experts`.
+    """
+
+    inner_size: int
+    router: RouterSpec
+    activation: Activation = Activation.SILU
+    shared_inner: int = 0
+    bias: bool = False
+    stored: Literal["each", "stacked", "mxfp4"] = "each"
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """Attention and feed-forward, each behind its norm and added to the residual stream, perhaps through another."""
 
     attention: AttentionSpec
-    feed_forward: DenseSpec
+    feed_forward: DenseSpec | ExpertSpec
     norms: NormNames = NormNames()
 
 
@@ -161,6 +179,14 @@ def require_value(config: Config, key: str, value: object, where: Path) -> None:
     found = config.get(key)
     if found is not None and found != value:
         raise CheckpointError(f"{where}: {key} = {shown(found)} is not supported, only {value!r}")
+
+
+def num_experts_per_token(config: Config, most: int, where: Path) -> int:
+    """most: experts that a token can choose among."""
+    chosen = size(config, "num_experts_per_tok", where)
+    if chosen > most:
+        raise CheckpointError(f"{where}: num_experts_per_tok {chosen} exceeds the {most} experts of a token's choice")
+    return chosen
 
 
 def num_layers(config: Config, where: Path) -> int:
@@ -278,7 +304,7 @@ def _yarn(rope: Config, factor: float, original: int, where: Path) -> Yarn:
     return Yarn(factor, original, fast, slow, truncate, real(rope, "attention_factor", where, attention))
 
 
-_MOST_HEADS, _MOST_WIDTH, _MOST_POSITIONS = 2**10, 2**20, 2**31
+_MOST_HEADS, _MOST_WIDTH, _MOST_POSITIONS, _MOST_EXPERTS = 2**10, 2**20, 2**31, 2**10
 _BOUNDS: dict[str, tuple[float, float]] = {
     "num_hidden_layers": (1, 2**10),
     "num_attention_heads": (1, _MOST_HEADS),
@@ -296,6 +322,20 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "sliding_window_pattern": (1, 2**10),
     "query_pre_attn_scalar": (1e-6, 1e6),
     "rope_local_base_freq": (1.0, 1e15),
+    "num_experts": (1, _MOST_EXPERTS),
+    "num_local_experts": (1, _MOST_EXPERTS),
+    "n_routed_experts": (1, _MOST_EXPERTS),
+    "num_experts_per_tok": (1, _MOST_EXPERTS),
+    "n_shared_experts": (0, 2**6),
+    "n_group": (1, _MOST_EXPERTS),
+    "topk_group": (1, _MOST_EXPERTS),
+    "moe_intermediate_size": (1, _MOST_WIDTH),
+    "decoder_sparse_step": (1, 2**10),
+    "first_k_dense_replace": (0, 2**10),
+    "num_nextn_predict_layers": (0, 2**6),
+    "routed_scaling_factor": (1e-6, 1e6),
+    "swiglu_limit": (1e-6, 1e6),
+    "swiglu_alpha": (1e-6, 1e6),
     "rms_norm_eps": (1e-30, 1.0),
     "rope_theta": (1.0, 1e15),
     "factor": (1e-6, 1e6),

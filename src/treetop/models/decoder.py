@@ -9,8 +9,9 @@ from torch import Tensor
 from treetop.attention.layer import Attend
 from treetop.kernels.rope import rope_table
 from treetop.kernels.table import Ops
-from treetop.models.config import ModelConfig
-from treetop.models.layers import GatedMLP, RMSNorm, SelfAttention, attention_params, mlp_params, norm_param
+from treetop.models.config import ExpertSpec, ModelConfig
+from treetop.models.feed_forward import feed_forward, feed_forward_params
+from treetop.models.layers import RMSNorm, SelfAttention, attention_params, norm_param
 from treetop.models.loader import Placement, Weights
 from treetop.models.params import Param, Source, matrix
 from treetop.models.target import LAST_HIDDEN, TargetOutput
@@ -25,20 +26,22 @@ class DecoderLayer:
         self.input_norm = RMSNorm(weights[f"{name}.input_norm"], eps, ops)
         self.attention = SelfAttention(spec.attention, weights, f"{name}.attention", index, eps, ops)
         self.mlp_norm = RMSNorm(weights[f"{name}.mlp_norm"], eps, ops)
-        self.mlp = GatedMLP(weights, f"{name}.mlp", ops, spec.feed_forward.gate)
+        self.mlp = feed_forward(spec.feed_forward, weights, f"{name}.mlp", ops)
         outputs = (f"{name}.attention_output_norm", f"{name}.mlp_output_norm")
         self.attention_output_norm, self.mlp_output_norm = (
             RMSNorm(weights[each], eps, ops) if each in weights else None for each in outputs
         )
         self.products = [*self.attention.products, *self.mlp.products]
 
-    def __call__(self, x: Tensor, normed: Tensor, angles: Any, attend: Attend) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, x: Tensor, normed: Tensor, angles: Any, attend: Attend, live: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """x: the residual stream, normed: its input norm. Returns the stream after attention, and what to add to it."""
         added = self.attention(normed, angles, attend)
         if self.attention_output_norm is not None:
             added = self.attention_output_norm.of_parts(added, x.dtype)
         x, normed = self.mlp_norm.after(x, added)
-        added = self.mlp(normed)
+        added = self.mlp(normed, live)
         return x, added if self.mlp_output_norm is None else self.mlp_output_norm.of_parts(added, x.dtype)
 
 
@@ -52,6 +55,7 @@ class Decoder:
         self.embedding = weights["embedding"]
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=torch.float32).to(place.dtype))
         self.layers = [DecoderLayer(config, weights, index, ops) for index in range(len(config.layers))]
+        self._has_experts = any(isinstance(layer.feed_forward, ExpertSpec) for layer in config.layers)
         ropes = dict.fromkeys(layer.rope for layer in self.layers)
         self._ropes = {rope: rope_table(rope, place.rope_rows, place.dtype, place.device) for rope in ropes}
         self.norm = RMSNorm(weights["norm"], config.norm_eps, ops)
@@ -63,10 +67,11 @@ class Decoder:
         if self._embedding_scale != 1:
             x = x * self._embedding_scale
         angles = {rope: self._ops.angles(table, positions) for rope, table in self._ropes.items()}
+        live = attend.live() if self._has_experts else None
         aux_hidden, normed = {0: x}, self.layers[0].input_norm(x)
         next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
         for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True), 1):
-            x, added = layer(x, normed, angles[layer.rope], attend)
+            x, added = layer(x, normed, angles[layer.rope], attend, live)
             x, normed = next_norm.after(x, added)
             if index in self.aux_inputs:
                 aux_hidden[index] = x
@@ -102,7 +107,7 @@ def decoder_params(config: ModelConfig) -> list[Param]:
         params += [
             *(norm_param(f"{name}.{n}", f"{stored}.{s}.weight", hidden, offset) for n, s in norms.items() if s),
             *attention_params(layer.attention, f"{name}.attention", f"{stored}.self_attn", hidden, hidden, offset),
-            *mlp_params(layer.feed_forward, f"{name}.mlp", f"{stored}.mlp", hidden),
+            *feed_forward_params(layer.feed_forward, f"{name}.mlp", f"{stored}.mlp", hidden),
         ]
     if not config.tied_embeddings:
         params.append(matrix("lm_head", Source("lm_head.weight", table), shard=0))

@@ -104,8 +104,8 @@ class GatedMLP:
         self.down = ops.linear(weights.pop(f"{name}.down"), weights.pop(f"{name}.down_bias", None))
         self.products = [self.gate_up, self.down]
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: [..., hidden]. Returns parts [parts, ..., hidden]."""
+    def __call__(self, x: Tensor, live: Tensor | None = None) -> Tensor:
+        """x: [..., hidden]. Returns parts [parts, ..., hidden], of all tokens, live or not."""
         return self.down.parts(self.gate_up(x))
 
 

@@ -1,20 +1,39 @@
 """Architectures by name: what each makes of its config, and the rest of a target before its weights are read."""
 
+import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
+from treetop.kernels.routing import RouterSpec
 from treetop.kernels.table import Ops
-from treetop.models import gemma3, glm4, llama, mimo, mistral, qwen2, qwen3, windowed_llama
+from treetop.models import (
+    gemma3,
+    glm4,
+    glm4_moe,
+    gpt_oss,
+    llama,
+    mimo,
+    mistral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    windowed_llama,
+)
 from treetop.models.checkpoint import tensor_files
-from treetop.models.config import Config, ModelConfig, read_config
+from treetop.models.config import Config, ExpertSpec, ModelConfig, read_config
 from treetop.models.decoder import Decoder, decoder_params, unused_tensors
+from treetop.models.json_file import custom_code
 from treetop.models.loader import Placement, Weights, check_weights, load_weights
 from treetop.models.params import Param
 from treetop.models.refused import refuse_adapter, refuse_by_key, refuse_by_name
 from treetop.models.target import Target
 from treetop.types.errors import CheckpointError, shown
+
+_log = logging.getLogger("treetop")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +52,8 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
+    "Glm4MoeForCausalLM": Family(glm4_moe.read, unused=glm4_moe.unused),
+    "GptOssForCausalLM": Family(gpt_oss.read),
     "LlamaForCausalLM": Family(llama.read),
     "MistralForCausalLM": Family(mistral.read),
     "Qwen2ForCausalLM": Family(qwen2.read),
@@ -40,10 +61,20 @@ FAMILIES: dict[str, Family] = {
     "Gemma3ForCausalLM": Family(gemma3.read),
     "Glm4ForCausalLM": Family(glm4.read),
     "MiMoForCausalLM": Family(mimo.read, unused=mimo.unused),
+    "Qwen3MoeForCausalLM": Family(qwen3_moe.read),
     "WindowedLlamaForCausalLM": Family(windowed_llama.read),
 }
 _OWN = frozenset({"WindowedLlamaForCausalLM"})
 """Test models, which no message offers."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayer:
+    """What one expert of a layer has: numbers, and bytes in memory."""
+
+    router: RouterSpec
+    numbers: int
+    bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +91,23 @@ class TargetSpec:
 
     @property
     def streamed(self) -> int:
-        """Numbers that a forward reads of the weights: its products; an embedding is looked up, unless it is both."""
+        """Numbers that a forward reads of the weights: its products; an embedding is looked up, unless it is both.
+
+        Experts come beside them, see `expert_layers`.
+        """
         kinds = ("matrix", "table") if self.config.tied_embeddings else ("matrix",)
         return sum(param.numbers for param in self.params if param.kind in kinds)
+
+    def expert_layers(self, dtype: torch.dtype) -> list[ExpertLayer]:
+        """The layers that have experts, and what one of these takes where models compute in `dtype`."""
+        found, params = [], [param for param in self.params if param.kind == "experts"]
+        for index, layer in enumerate(self.config.layers):
+            if isinstance(layer.feed_forward, ExpertSpec):
+                own = [param for param in params if param.name.startswith(f"layers.{index}.")]
+                router = layer.feed_forward.router
+                numbers, held = sum(p.numbers for p in own), sum(p.held_bytes(dtype) for p in own)
+                found.append(ExpertLayer(router, numbers // router.num_experts, held // router.num_experts))
+        return found
 
     def build(self, weights: Weights, aux_inputs: tuple[int, ...], place: Placement, ops: Ops) -> Target:
         """aux_inputs: which residual streams the drafter reads; () without one."""
@@ -102,6 +147,11 @@ def target_spec(folder: Path) -> TargetSpec:
     refuse_by_key(config, where)
     if len(named) != 1 or named[0] not in FAMILIES:
         known = ", ".join(name for name in FAMILIES if name not in _OWN)
-        raise CheckpointError(f"{where}: architecture {', '.join(named)} is not supported, only {known}")
+        code = custom_code(config)
+        raise CheckpointError(
+            f"{where}: architecture {', '.join(named)} is not supported, only {known}" + (f"; {code}" if code else "")
+        )
+    if (code := custom_code(config)) is not None:
+        _log.warning("%s: %s; treetop's own %s is used", where, code, named[0])
     family = FAMILIES[named[0]]
     return TargetSpec(folder, family.read(config, where), family)

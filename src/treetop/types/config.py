@@ -17,6 +17,7 @@ Backend = Literal["auto", "torch", "triton", "fa3", "flashinfer", "fa4"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "dummy"]
 Graphs = Literal["auto", "off", "sim"]
+SchedulePolicy = Literal["fcfs", "priority"]
 
 BUILTIN_MODEL = "builtin:nestling"
 BUILTIN_DRAFT = "builtin:nestling-eagle3"
@@ -29,6 +30,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "graphs": get_args(Graphs),
     "device": get_args(DeviceName),
     "load_format": get_args(LoadFormat),
+    "schedule_policy": get_args(SchedulePolicy),
 }
 
 _COUNTS = (
@@ -36,14 +38,21 @@ _COUNTS = (
     "speculative_eagle_topk",
     "speculative_num_draft_tokens",
     "page_size",
-    "max_running_requests",
     "check_level",
     "seed",
 )
 _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(_COUNTS, (int,)),
     **dict.fromkeys(
-        ("context_length", "max_total_tokens", "chunked_prefill_size", "simulate_accept_length"), (int, NoneType)
+        (
+            "max_running_requests",
+            "context_length",
+            "max_total_tokens",
+            "chunked_prefill_size",
+            "prefill_tokens_per_round",
+            "simulate_accept_length",
+        ),
+        (int, NoneType),
     ),
     **dict.fromkeys(("draft", "speculative_algorithm"), (str, NoneType)),
     **dict.fromkeys(("disable_radix_cache", "disable_logits_processors"), (bool,)),
@@ -59,14 +68,16 @@ class EngineConfig:
     draft None decodes plainly, but for algorithms that need none: MTP, alias NEXTN, whose weights the target's folder
     holds, and NGRAM, which has none. speculative_algorithm None is inferred from the draft's tensors.
     speculative_mtp_recurrence: which state of an MTP layer feeds it again; auto is the family's. context_length
-    None is the model's. mem_fraction_static: share of the device's memory for weights, tables and KV pools.
-    max_total_tokens: tokens each KV pool holds, whatever that share is; None gives every running request its whole
-    context if it fits. load_format: dummy makes random weights of the shapes that config.json gives.
-    compress_weights: keep weights in 12 bits too, without loss, for products of few rows; None does where products gain
-    and memory is plenty.
-    simulate_accept_length: tokens every round emits, whatever is right; for measuring speed only.
-    chunked_prefill_size: most prompt tokens a prefill step processes, its padding counted; None goes by the device and
-    its memory. disable_radix_cache: do not keep the K/V of prompts and outputs for prompts that begin alike.
+    None is the model's. max_running_requests: decoded at a time; None goes by the device and its memory.
+    mem_fraction_static: share of the device's memory for weights, tables and KV pools. max_total_tokens: tokens each KV
+    pool holds, whatever that share is; None gives every running request its whole context if it fits. load_format:
+    dummy makes random weights of the shapes that config.json gives. compress_weights: keep weights in 12 bits too,
+    without loss, for products of few rows; None does where products gain and memory is plenty. simulate_accept_length:
+    tokens every round emits, whatever is right; for measuring speed only. chunked_prefill_size: most prompt tokens a
+    prefill step processes, its padding counted; None goes by the device and its memory. prefill_tokens_per_round: the
+    same while requests decode, which take turns with prefill steps; None is about what a round computes.
+    schedule_policy: who is admitted first, and retracted last: by arrival, or by each request's priority, lower first,
+    and then by arrival. disable_radix_cache: do not keep the K/V of prompts and outputs for prompts that begin alike.
     disable_logits_processors: refuse requests with penalties, biases and the like, and keep no memory for them.
     check_level: 0 off, 1 host checks, 2 device probes, 3 poison and red zones. overlap: launch a round before the
     results of the last one are known; None is on where rounds are captured CUDA graphs. graphs: `sim` runs rounds with
@@ -81,11 +92,13 @@ class EngineConfig:
     speculative_eagle_topk: int = 4
     speculative_num_draft_tokens: int = 16
     page_size: int = 16
-    max_running_requests: int = 8
+    max_running_requests: int | None = None
     context_length: int | None = None
     max_total_tokens: int | None = None
     mem_fraction_static: float = 0.88
     chunked_prefill_size: int | None = None
+    prefill_tokens_per_round: int | None = None
+    schedule_policy: SchedulePolicy = "fcfs"
     disable_radix_cache: bool = False
     disable_logits_processors: bool = False
     attention_backend: Backend = "auto"
@@ -158,7 +171,14 @@ class EngineConfig:
             (not 0 <= self.seed < 2**63, f"--seed must be in [0, 2^63), got {shown(self.seed)}"),
         ]
         counts = {"max_running_requests": 65536, "page_size": 2**20}
-        for name in ("max_running_requests", "chunked_prefill_size", "context_length", "max_total_tokens", "page_size"):
+        for name in (
+            "max_running_requests",
+            "chunked_prefill_size",
+            "prefill_tokens_per_round",
+            "context_length",
+            "max_total_tokens",
+            "page_size",
+        ):
             value, most = getattr(self, name), counts.get(name, 2**40)
             least = 2 if name == "context_length" else 1  # a token of a prompt and one of its output
             bad = value is not None and not least <= value <= most

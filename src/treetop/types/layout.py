@@ -257,13 +257,13 @@ class Layout:
             Dimension(
                 "page_columns",
                 self.page_columns,
-                f"ceil((context {c} + max_in_flight {max_in_flight} * (S + 1) {w}) / page {p})",
+                f"ceil((context {c} + in_flight {max_in_flight} * (S + 1) {w}) / page {p})",
                 "--context-length",
             ),
             Dimension(
                 "max_positions",
                 self.max_positions,
-                f"context {c} + max_in_flight {max_in_flight} * (S + 1) {w}",
+                f"context {c} + in_flight {max_in_flight} * (S + 1) {w}",
                 "--context-length",
             ),
             Dimension("max_edits", self.max_edits, "cells that one plan may change", "--max-running-requests"),
