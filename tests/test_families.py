@@ -75,7 +75,8 @@ def assert_shapes_give(saved: Saved, shapes, count: int, **options) -> None:
         for again in (False, True):
             outputs = llm.generate(prompts, greedy(count))
             assert tokens(outputs) == expected
-            assert shape is None or shape[0] == 1 or sum(map(sum, accept_lens(outputs))) > 0  # a chain may agree nowhere
+            if shape is not None and shape[0] > 1:  # a chain may agree nowhere
+                assert sum(map(sum, accept_lens(outputs))) > 0
             assert (max(output.metrics.num_cached_tokens for output in outputs) > 0) == again
 
 

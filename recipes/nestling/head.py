@@ -236,7 +236,7 @@ def write_card(draft: Draft, target: Path, folder: Path, result: dict, target_tr
         **told,
         what=what,
         name=folder.name,
-        target=target.name,
+        target=target.name if isinstance(draft, Eagle3Head) else folder.name,
         temperatures=" and ".join(map(str, settings["temperatures"])),
         done=losses["step"][-1],
         rows=result["generated_rows"],
