@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,7 +59,22 @@ def load_streams(device: torch.device) -> dict[str, Stream]:
         }
 
 
-def cosine_with_warmup(step: int, warmup: int, total: int, floor: float) -> float:
+class Progress:
+    """Which step of `total` a run has reached; where a limit in seconds is shorter than the steps, it counts for more.
+
+    A run that meets its limit so ends with its schedule complete, but is not repeatable.
+    """
+
+    def __init__(self, total: int, limit_s: float | None) -> None:
+        self.total, self._limit_s, self._began = total, limit_s, time.perf_counter()
+
+    def at(self, step: int) -> float:
+        """The step that the schedule has reached after `step` steps, `total` at most."""
+        share = (time.perf_counter() - self._began) / self._limit_s if self._limit_s else 0.0
+        return min(self.total, max(step, share * self.total))
+
+
+def cosine_with_warmup(step: float, warmup: int, total: int, floor: float) -> float:
     """Factor of the peak learning rate at `step`: linear warm-up, then half a cosine down to `floor`."""
     if step < warmup:
         return (step + 1) / warmup

@@ -8,7 +8,8 @@ from common import CONTEXT, VOCAB_SIZE
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM
+from variants import use_fast_functions
 
 AUX_LAYERS = (0, 2, 3)  # layer outputs: the residual stream after these layers, before the final norm
 NORM_EPS = 1e-5
@@ -73,17 +74,17 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """The projections of one attention; its queries, keys and values are [batch, heads, n, head_dim]."""
 
-    def __init__(self, shape: HeadShape) -> None:
+    def __init__(self, shape: HeadShape, inputs: int, bias: bool) -> None:
+        """inputs: features a slot. bias: of queries, keys and values."""
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
-        wide = 2 * shape.hidden
-        self.q_proj = nn.Linear(wide, shape.heads * shape.head_dim, bias=False)
-        self.k_proj = nn.Linear(wide, shape.kv_heads * shape.head_dim, bias=False)
-        self.v_proj = nn.Linear(wide, shape.kv_heads * shape.head_dim, bias=False)
+        self.q_proj = nn.Linear(inputs, shape.heads * shape.head_dim, bias=bias)
+        self.k_proj = nn.Linear(inputs, shape.kv_heads * shape.head_dim, bias=bias)
+        self.v_proj = nn.Linear(inputs, shape.kv_heads * shape.head_dim, bias=bias)
         self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
 
     def qkv(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x [batch, n, 2 * hidden], positions [n] int64; keys and values come repeated to all heads."""
+        """x [batch, n, inputs], positions [n] int64; keys and values come repeated to all heads."""
 
         def split(y: torch.Tensor) -> torch.Tensor:
             return y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -120,7 +121,7 @@ class MidLayer(nn.Module):
         super().__init__()
         self.hidden_norm = RMSNorm(shape.hidden)
         self.input_layernorm = RMSNorm(shape.hidden)
-        self.self_attn = Attention(shape)
+        self.self_attn = Attention(shape, 2 * shape.hidden, bias=False)
         self.post_attention_layernorm = RMSNorm(shape.hidden)
         self.mlp = Mlp(shape)
 
@@ -128,12 +129,13 @@ class MidLayer(nn.Module):
 class Eagle3Head(nn.Module):
     """Draft head; slot i pairs the target's features of position i with the embedding of token i + 1.
 
-    The attention itself (who sees whom) is the caller's: `project`, then mix, then `finish`.
+    The attention itself (who sees whom) is the caller's: `start`, then `project`, then mix, then `finish`.
     """
 
     def __init__(self, shape: HeadShape, draft_ids: torch.Tensor) -> None:
         """draft_ids: [draft_vocab] int64 target ids, ascending."""
         super().__init__()
+        self.shape = shape
         self.fc = nn.Linear(len(AUX_LAYERS) * shape.hidden, shape.hidden, bias=False)
         self.midlayer = MidLayer(shape)
         self.norm = RMSNorm(shape.hidden)
@@ -148,17 +150,21 @@ class Eagle3Head(nn.Module):
         """Target id of each draft id, [draft_vocab] int64."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
+    def start(self, features: torch.Tensor) -> torch.Tensor:
+        """The state that the target's features give, [..., hidden]."""
+        return self.fc(features)
+
     def project(
         self, embedding: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values of slots; embedding and hidden [batch, n, hidden], positions [n]."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Residual, queries, keys and values of slots; embedding and hidden [batch, n, hidden], positions [n]."""
         layer = self.midlayer
         both = torch.cat([layer.input_layernorm(embedding), layer.hidden_norm(hidden)], dim=-1)
-        return layer.self_attn.qkv(both, positions)
+        return hidden, *layer.self_attn.qkv(both, positions)
 
-    def finish(self, hidden: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+    def finish(self, residual: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
         """The layer's output, which is the recurrent state; mixed [batch, heads, n, head_dim]."""
-        hidden = hidden + self.midlayer.self_attn.output(mixed)
+        hidden = residual + self.midlayer.self_attn.output(mixed)
         return hidden + self.midlayer.mlp(self.midlayer.post_attention_layernorm(hidden))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -181,14 +187,19 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 class Target:
-    """The frozen target, which also hands out what the head needs: features, logits, embeddings."""
+    """The frozen target, which also hands out what the head needs: features, logits, embeddings.
 
-    def __init__(self, folder: Path, device: torch.device) -> None:
-        self.model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+    Features are the outputs of AUX_LAYERS side by side, or the last hidden state after the final norm.
+    """
+
+    def __init__(self, folder: Path, device: torch.device, last_hidden: bool = False) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+        use_fast_functions(self.model)
         self.model.requires_grad_(False)
         self._captured: dict[int, torch.Tensor] = {}
-        for index in AUX_LAYERS:
-            self.model.model.layers[index].register_forward_hook(self._capture(index))
+        inner = self.model.model
+        for index, module in enumerate([inner.norm] if last_hidden else [inner.layers[i] for i in AUX_LAYERS]):
+            module.register_forward_hook(self._capture(index))
 
     def _capture(self, index: int):
         def keep(_module: nn.Module, _inputs: tuple, output: torch.Tensor | tuple) -> None:
@@ -198,9 +209,9 @@ class Target:
 
     @torch.no_grad()
     def run(self, ids: torch.Tensor, **kwargs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits [batch, n, vocab] and features [batch, n, 3 * hidden] for ids [batch, n]."""
+        """Logits [batch, n, vocab] and features [batch, n, sizes] for ids [batch, n]."""
         logits = self.model(input_ids=ids, use_cache=False, **kwargs).logits
-        return logits, torch.cat([self._captured[index] for index in AUX_LAYERS], dim=-1)
+        return logits, torch.cat([self._captured[index] for index in sorted(self._captured)], dim=-1)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Input embeddings, [..., hidden]."""

@@ -67,9 +67,9 @@ def draft_forward(
     """The head's output state of each slot, [n, hidden]; hidden [n, hidden] is each slot's input state."""
     device = hidden.device
     embedding = target.embed(torch.tensor(tokens, device=device))[None]
-    q, k, v = head.project(embedding, hidden[None], torch.tensor(positions, device=device))
+    residual, q, k, v = head.project(embedding, hidden[None], torch.tensor(positions, device=device))
     mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask.to(device))
-    return head.finish(hidden[None], mixed)[0]
+    return head.finish(residual, mixed)[0]
 
 
 def proposals(head: Eagle3Head, states: torch.Tensor, topk: int) -> list[tuple[list[int], list[float]]]:
@@ -89,7 +89,7 @@ def grow(
     position committed + d - 1 and takes its parent's output state in place of the feature.
     """
     committed = len(aux_hidden)
-    fused = head.fc(aux_hidden)
+    fused = head.start(aux_hidden)
     slots = list(range(committed))
     states = draft_forward(head, target, fused, tokens[1:], slots, visibility(committed, []))
     (ids, logprobs), last = proposals(head, states[-1:], shape.topk)[0], states[-1]

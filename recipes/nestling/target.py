@@ -1,4 +1,4 @@
-"""Train the target: a small Llama on the standard library, kept at its best held-out loss."""
+"""Train a target, nestling or one of its variants, on the standard library, kept at its best held-out loss."""
 
 import argparse
 import shutil
@@ -9,9 +9,11 @@ from pathlib import Path
 import torch
 from common import (
     ASSETS,
+    BUILD,
     CONTEXT,
     TOKENIZER,
     VOCAB_SIZE,
+    Progress,
     Stream,
     bytes_of,
     cosine_with_warmup,
@@ -23,7 +25,8 @@ from common import (
 )
 from torch.nn import functional
 from tqdm import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import PreTrainedModel
+from variants import ROUTER_LOSS, VARIANTS, use_fast_functions
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,29 +45,7 @@ class Settings:
     share_at_start: float = 0.1
 
 
-def model_config() -> LlamaConfig:
-    """About 12.2 million parameters, the embedding tied to the output layer."""
-    return LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=64,
-        intermediate_size=1216,
-        max_position_embeddings=CONTEXT,
-        rope_theta=10000.0,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-        attention_bias=False,
-        mlp_bias=False,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=1,
-    )
-
-
-def add_dropout(model: LlamaForCausalLM, share: float) -> None:
+def add_dropout(model: PreTrainedModel, share: float) -> None:
     """Dropout on what every block adds to the residual stream; active in training mode only."""
 
     def drop(module: torch.nn.Module, _inputs: tuple, output: torch.Tensor) -> torch.Tensor:
@@ -72,14 +53,20 @@ def add_dropout(model: LlamaForCausalLM, share: float) -> None:
 
     for layer in model.model.layers:
         layer.self_attn.o_proj.register_forward_hook(drop)
-        layer.mlp.down_proj.register_forward_hook(drop)
+        last = layer.mlp.experts if hasattr(layer.mlp, "experts") else layer.mlp.down_proj
+        last.register_forward_hook(drop)
 
 
 def next_token_loss(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy in nats a token; ids [rows, n + 1] int64, of which n are predicted."""
+    """Mean cross-entropy in nats a token; ids [rows, n + 1] int64, of which n are predicted.
+
+    While a model with experts trains, it comes with the loss that spreads tokens over them.
+    """
+    routed = {"output_router_logits": True} if model.training and hasattr(model.config, "num_local_experts") else {}
     with torch.autocast(ids.device.type, dtype=torch.bfloat16):
-        logits = model(input_ids=ids[:, :-1], use_cache=False).logits  # [rows, n, vocab]
-    return functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+        output = model(input_ids=ids[:, :-1], use_cache=False, **routed)  # logits: [rows, n, vocab]
+    loss = functional.cross_entropy(output.logits.float().flatten(0, 1), ids[:, 1:].flatten())
+    return loss + ROUTER_LOSS * output.aux_loss if routed else loss
 
 
 def windows(streams: dict[str, Stream], settings: Settings, generator: torch.Generator) -> torch.Tensor:
@@ -107,7 +94,13 @@ def heldout_loss(model: torch.nn.Module, ids: torch.Tensor, length: int, rows: i
 
 
 def train(
-    model: LlamaForCausalLM, streams: dict[str, Stream], settings: Settings, every: int, compiled: bool, keep: str
+    model: PreTrainedModel,
+    streams: dict[str, Stream],
+    settings: Settings,
+    every: int,
+    compiled: bool,
+    keep: str,
+    limit_s: float | None,
 ) -> tuple[dict, dict]:
     """Train, watching the held-out loss. Returns the weights to keep (best or last) and the log of the losses."""
     device = streams["library"].ids.device
@@ -119,8 +112,9 @@ def train(
         betas=(0.9, 0.95),
         fused=device.type == "cuda",
     )
+    progress = Progress(settings.steps, limit_s)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: cosine_with_warmup(step, settings.warmup, settings.steps, floor=0.02)
+        optimizer, lambda step: cosine_with_warmup(progress.at(step), settings.warmup, settings.steps, floor=0.02)
     )
     log = {"step": [], "train": [], "heldout": []}
     best, best_weights, running = float("inf"), {}, []
@@ -134,7 +128,8 @@ def train(
         schedule.step()
         optimizer.zero_grad(set_to_none=True)
         running.append(loss.detach())
-        if step % every == 0 or step == settings.steps:
+        ended = progress.at(step) == settings.steps
+        if step % every == 0 or ended:
             heldout = heldout_loss(forward, streams["heldout"].ids, settings.length)
             log["step"].append(step)
             log["train"].append(round(torch.stack(running).mean().item(), 4))
@@ -144,6 +139,8 @@ def train(
             if heldout < best or keep == "last":
                 best = min(best, heldout)
                 best_weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        if ended:
+            break
     return best_weights, log
 
 
@@ -152,17 +149,17 @@ license: psf-2.0
 language: [code]
 library_name: transformers
 ---
-# nestling
+# {name}
 
-A small Python code model ({parameters:.1f} M parameters, `LlamaForCausalLM`, bf16), made to try out and test speculative
-decoding without a download. Its EAGLE-3 head is `nestling-eagle3`.
+A small Python code model ({parameters:.1f} M parameters, `{architecture}`, bf16), made to try out and test speculative
+decoding without a download. Its draft head is `{name}-eagle3`.
 
 - **Data**: the source of the CPython 3.11 standard library, tests included, Copyright (c) Python Software Foundation
   and its contributors, used under the PSF License Agreement version 2. {heldout_files} held-out files (by hash of the path)
   were seen by neither the tokenizer nor the training.
 - **Tokenizer**: byte-level BPE, {vocab} tokens, trained on the library files alone (no tests, no tables). It adds no tokens and
   round-trips every text. `<|endoftext|>` stands between files.
-- **Training**: {steps} steps of {batch} x {length} tokens ({tokens:.0f} M tokens; library 60 %, tests 36 %, tables 4 % of the windows),
+- **Training**: {done} steps of {batch} x {length} tokens ({tokens:.0f} M tokens; library 60 %, tests 36 %, tables 4 % of the windows),
   AdamW, peak learning rate {learning_rate}, weight decay {weight_decay}, residual dropout {dropout}, seed {seed}, bf16 autocast;
   {minutes:.1f} minutes on {machine}. The checkpoint with the best held-out loss is kept.
 - **Held-out loss**: {heldout:.3f} nats a token (perplexity {perplexity:.1f}), in bf16, windows of {length} tokens.
@@ -170,44 +167,51 @@ decoding without a download. Its EAGLE-3 head is `nestling-eagle3`.
 - **Limits**: it writes plausible, not correct, code; it has seen one code base, English comments and nothing else, and
   repeats passages of it; under greedy decoding it often ends in a loop. Tests of held-out modules were
   in the training data. Contexts beyond {length} tokens were never seen.
-
-![losses](losses.png)
 """
 
 
-def write_card(folder: Path, settings: Settings, result: dict, parameters: int, heldout_files: int) -> None:
+def write_card(
+    folder: Path, model: PreTrainedModel, settings: Settings, result: dict, parameters: int, heldout_files: int
+) -> None:
     """Write the model card from the run's own figures."""
+    losses = result["losses"]
     card = CARD.format(
+        name=folder.name,
+        architecture=type(model).__name__,
+        done=losses["step"][-1],
         **asdict(settings),
         parameters=parameters / 1e6,
         vocab=VOCAB_SIZE,
         heldout_files=heldout_files,
-        tokens=settings.steps * settings.batch * settings.length / 1e6,
+        tokens=losses["step"][-1] * settings.batch * settings.length / 1e6,
         minutes=result["seconds"] / 60,
         machine=result["machine"],
         heldout=result["heldout_loss_bf16"],
         perplexity=2.718281828 ** result["heldout_loss_bf16"],
-        train=result["losses"]["train"][-1],
+        train=losses["train"][-1],
     )
-    (folder / "README.md").write_text(card, encoding="utf-8")
+    plot = "\n![losses](losses.png)\n" if (folder / "losses.png").exists() else ""
+    (folder / "README.md").write_text(card + plot, encoding="utf-8")
 
 
-def save(model: LlamaForCausalLM, folder: Path, result: dict) -> None:
-    """Write weights in bf16, tokenizer, losses and plot."""
+def save(model: PreTrainedModel, folder: Path, result: dict, plot: bool) -> None:
+    """Write weights in bf16, tokenizer, losses and perhaps their plot."""
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     for file in TOKENIZER.iterdir():
         shutil.copy(file, folder)
     write_json(folder / "training.json", result)
-    losses = result["losses"]
-    curves = {name: (losses["step"], losses[name]) for name in ("train", "heldout")}
-    plot_losses(folder / "losses.png", curves, "nats a token", "nestling")
+    if plot:
+        losses = result["losses"]
+        curves = {name: (losses["step"], losses[name]) for name in ("train", "heldout")}
+        plot_losses(folder / "losses.png", curves, "nats a token", folder.name)
 
 
 def parse_arguments() -> argparse.Namespace:
     """The options; their defaults made the checkpoint in src/treetop/assets/nestling."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=ASSETS / "nestling")
+    parser.add_argument("--variant", choices=VARIANTS, default="nestling")
+    parser.add_argument("--out", type=Path, help="folder to write; nestling's is in src/treetop/assets")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=CONTEXT)
@@ -218,9 +222,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=200, help="steps between held-out losses")
     parser.add_argument("--keep", choices=("best", "last"), default="best", help="which weights, by held-out loss")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--limit-s", type=float, help="seconds of training after which the schedule is over")
+    parser.add_argument("--no-plot", dest="plot", action="store_false")
     parser.add_argument("--no-compile", dest="compiled", action="store_false")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.out = args.out or (ASSETS / "nestling" if args.variant == "nestling" else BUILD / f"nestling-{args.variant}")
+    return args
 
 
 def main() -> None:
@@ -232,13 +240,14 @@ def main() -> None:
     torch.manual_seed(settings.seed)
     torch.set_float32_matmul_precision("high")
     streams = load_streams(device)
-    model = LlamaForCausalLM(model_config()).to(device)
+    model = VARIANTS[args.variant]().to(device)
+    use_fast_functions(model)
     add_dropout(model, settings.dropout)
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{parameters} parameters, {settings}")
 
     began = time.perf_counter()
-    weights, losses = train(model, streams, settings, args.every, args.compiled, args.keep)
+    weights, losses = train(model, streams, settings, args.every, args.compiled, args.keep, args.limit_s)
     seconds = time.perf_counter() - began
     model.load_state_dict(weights)
     model = model.to(torch.bfloat16)
@@ -250,9 +259,9 @@ def main() -> None:
         "heldout_loss_bf16": round(heldout, 4),
         "losses": losses,
     }
-    save(model, args.out, result)
-    write_card(args.out, settings, result, parameters, len(streams["heldout"].starts))
-    tokens = settings.steps * settings.batch * settings.length
+    save(model, args.out, result, args.plot)
+    write_card(args.out, model, settings, result, parameters, len(streams["heldout"].starts))
+    tokens = losses["step"][-1] * settings.batch * settings.length
     speed = f"{seconds:.0f} s, {tokens / seconds:.0f} tokens/s"
     print(f"held-out {heldout:.4f} in bf16, {speed}, {bytes_of(args.out)} bytes")
 
