@@ -219,17 +219,22 @@ def test_a_truncated_weight_file_is_named(strong_pair, tmp_path, keep):
     refused(CheckpointError, load(folder), "model.safetensors")
 
 
-def test_pickled_weights_are_never_loaded(strong_pair, tmp_path):
-    """A folder with only a pickle says so, and nothing in it runs."""
+class Bomb:
+    """Opens a file when it is unpickled."""
 
-    class Bomb:
-        def __reduce__(self):
-            return (open, (str(tmp_path / "it ran"), "w"))
+    def __init__(self, path) -> None:
+        self.path = path
 
+    def __reduce__(self):
+        return (open, (str(self.path), "w"))
+
+
+def test_a_pickle_runs_nothing(strong_pair, tmp_path):
+    """`weights_only` alone: what holds more than tensors is refused by name, whatever it would have done."""
     folder = copy_folder(strong_pair.target, tmp_path / "t")
     (folder / "model.safetensors").unlink()
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb()))
-    refused(CheckpointError, load(folder), "safetensors", "pickled")
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(tmp_path / "it ran")))
+    refused(CheckpointError, load(folder), "pytorch_model.bin", "more than tensors")
     assert not (tmp_path / "it ran").exists()
 
 
@@ -314,7 +319,14 @@ def offsets(ids):
         ({"lm_head.weight": None}, ("missing", "lm_head.weight")),
         ({"fc.weight": torch.zeros(64, 128)}, ("fc.weight", "(64, 128)", "(64, 192)")),
         ({"midlayer.hidden_norm.weight": torch.full((64,), math.nan)}, ("midlayer.hidden_norm.weight", "NaN")),
-        ({"midlayer.self_attn.q_norm.weight": torch.ones(16)}, ("unexpected", "q_norm")),
+        ({"midlayer.self_attn.q_norm.weight": torch.ones(16)}, ("missing", "midlayer.self_attn.k_norm.weight")),
+        ({"midlayer.extra.weight": torch.ones(16)}, ("unexpected", "midlayer.extra.weight")),
+        ({"midlayer.hidden_norm.weight": None}, ("missing", "midlayer.hidden_norm.weight")),
+        ({"layers.0.hidden_norm.weight": torch.ones(64)}, ("midlayer", "layers.0", "two first layers")),
+        ({"layers.2.input_layernorm.weight": torch.ones(64)}, ("missing", "layers.1.self_attn.q_proj.weight")),
+        ({"fc_norm.0.weight": torch.ones(64)}, ("missing", "fc_norm.1.weight")),
+        ({"input_norm.weight": torch.ones(64)}, ("input_norm.weight", "(64,)", "(192,)")),
+        ({"fc.bias": torch.ones(32)}, ("fc.bias", "(32,)", "(64,)")),
         ({"midlayer.input_layernorm.weight": None}, ("missing", "midlayer.input_layernorm.weight")),
     ],
     ids=[
@@ -328,7 +340,14 @@ def offsets(ids):
         "no-lm-head",
         "narrow-fc",
         "nan",
+        "half-of-the-head-norms",
         "unexpected",
+        "no-hidden-norm",
+        "two-first-layers",
+        "a-gap-in-the-layers",
+        "one-feature-norm",
+        "narrow-input-norm",
+        "short-bias",
         "no-input-norm",
     ],
 )
@@ -349,10 +368,21 @@ def test_a_t2d_that_contradicts_d2t_is_refused(weak_pair, tmp_path):
     [
         ({"vocab_size": 13}, "vocab_size"),
         ({"target_hidden_size": 48}, "target_hidden_size"),
-        ({"norm_output": True}, "norm_output"),
-        ({"fc_norm": True}, "fc_norm"),
+        ({"norm_output": 1}, "norm_output"),
+        ({"fc_norm": True}, "fc_norm.0.weight"),
+        ({"use_aux_norm": True}, "fc_norm.0.weight"),
+        ({"norm_before_fc": True}, "input_norm.weight"),
+        ({"norm_before_fc": True, "fc_norm": True}, "norm_before_fc and fc_norm"),
+        ({"bias": True}, "fc.bias"),
+        ({"attention_bias": True}, "midlayer.self_attn.k_proj.bias"),
+        ({"num_aux_hidden_states": 2}, "num_aux_hidden_states"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types"),
+        ({"speculators_model_type": "peagle"}, "peagle"),
+        ({"speculators_model_type": "eagle3"}, "transformer_layer_config"),
+        ({"eagle_config": {"use_aux_hidden_state": "no"}}, "use_aux_hidden_state"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 4]}}, "layer"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 5]}}, "layer"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [-1, 1, 2]}}, "layer"),
         ({"eagle_aux_hidden_state_layer_ids": [0, 1, 5]}, "layer"),
         ({"eagle_aux_hidden_state_layer_ids": []}, "layer"),
         ({"eagle_aux_hidden_state_layer_ids": [-1, 1, 2]}, "layer"),
@@ -382,11 +412,40 @@ def test_another_algorithm_than_the_heads_is_a_conflict(strong_pair, algorithm):
     assert build(strong_pair, SHAPE, speculative_algorithm="EAGLE3").generate([[5]], greedy(1))
 
 
-def test_an_eagle_1_head_is_refused_as_what_it_is(strong_pair, tmp_path):
-    """Without the norm of an EAGLE-3 head it is an EAGLE head, which is not supported."""
-    weights = {"d2t": None, "midlayer.hidden_norm.weight": None}
-    head = copy_folder(strong_pair.head, tmp_path / "h", tensors=weights)
-    refused(CheckpointError, load(strong_pair.target, head), "EAGLE")
+@pytest.mark.parametrize(
+    ("config", "tensors", "parts"),
+    [
+        ({"norm_before_fc": False}, {"input_norm.weight": torch.ones(192)}, ("norm_before_fc", "input_norm.weight")),
+        ({"fc_norm": False}, {"fc_norm.0.weight": torch.ones(64)}, ("fc_norm = false", "fc_norm.0.weight")),
+        ({"bias": False}, {"fc.bias": torch.ones(64)}, ("bias = false", "fc.bias")),
+        ({"draft_vocab_size": None}, {"lm_head.weight": None, "d2t": None, "t2d": None}, ("fits",)),
+        ({"target_hidden_size": 64, "hidden_size": 32}, {"embed_tokens.weight": None}, ("embed_tokens.weight",)),
+    ],
+)
+def test_a_config_that_contradicts_the_tensors_is_refused(strong_pair, tmp_path, config, tensors, parts):
+    head = copy_folder(strong_pair.head, tmp_path / "h", tensors=tensors, **config)
+    if parts == ("fits",):  # it uses the target's matrix: nothing is wrong
+        assert load(strong_pair.target, head)()
+    else:
+        refused(CheckpointError, load(strong_pair.target, head), *parts)
+
+
+def test_a_pickled_head_is_refused_by_name(strong_pair, tmp_path):
+    """More than tensors, other containers, a truncated file, tensors that are missing."""
+    head = copy_folder(strong_pair.head, tmp_path / "h")
+    (head / "model.safetensors").unlink()
+    weights = head / "pytorch_model.bin"
+    ran = tmp_path / "ran"
+    torch.save({"fc.weight": torch.ones(2, 2), "bomb": Bomb(ran)}, weights)
+    refused(CheckpointError, load(strong_pair.target, head), "pytorch_model.bin", "more than tensors")
+    assert not ran.exists()
+    torch.save([torch.ones(2)], weights)
+    refused(CheckpointError, load(strong_pair.target, head), "pytorch_model.bin", "tensors by name")
+    torch.save({"fc.weight": torch.ones(200, 200)}, weights)
+    weights.write_bytes(weights.read_bytes()[:2000])
+    refused(CheckpointError, load(strong_pair.target, head), "pytorch_model.bin", "damaged")
+    torch.save({"fc.weight": torch.ones(3, 64), "layers.0.self_attn.q_proj.weight": torch.ones(2)}, weights)
+    refused(CheckpointError, load(strong_pair.target, head), "missing", "layers.0.")
 
 
 def test_a_target_is_no_head(strong_pair, weak_pair):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engines import build
-from treetop.drafts.eagle3 import HeadFile
+from treetop.drafts.head_files import EMBEDDING
 from treetop.engine import weight_copies as deciding
 from treetop.engine.memory import Budget, Memory, MemoryUse, fit, out_of_memory_explained, pool_bytes
 from treetop.engine.weight_copies import copies_estimate, with_copies
@@ -265,7 +265,9 @@ def test_copies_are_counted_by_the_models_own_products(strong_pair, monkeypatch,
     attention = replace(layer.attention, bias=attention_bias, output_bias=attention_bias)
     layers = (replace(layer, attention=attention),) * len(config.layers)
     target = replace(llm.engine.target, config=replace(config, layers=layers))
-    head = replace(head, decoder=replace(head.decoder, hidden_size=2 * head.state_size), file=HeadFile(embedding=True))
+    head = replace(
+        head, decoder=replace(head.decoder, hidden_size=2 * head.state_size), stored=frozenset({EMBEDDING, "d2t"})
+    )
     seen: list[tuple[int, int, bool]] = []
 
     def counted(n, k, gated, gpu):

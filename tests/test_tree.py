@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from operations import reference_ops
 from oracles import chain, float32, grow, longest_line, select, walk
-from treetop.drafts.eagle3 import Eagle3Head
+from treetop.drafts.eagle3 import Eagle3Head, Eagle3Norms
 from treetop.drafts.protocol import DraftVocab, Proposal
 from treetop.kernels.accept import accept, force
 from treetop.kernels.rows import DraftState, RowTables
@@ -291,7 +291,13 @@ def test_with_topk_one_tree_and_acceptance_equal_a_chain(num_steps, seed):
         paths[len(paths)] = [*paths[int(hidden)], int(tokens)]
         return torch.full_like(hidden, len(paths) - 1)
 
-    stand_in = SimpleNamespace(lm_head=lm_head, norm=lambda x: x, vocab=DraftVocab(offset), _ops=reference_ops())
+    stand_in = SimpleNamespace(
+        spec=SimpleNamespace(norms=Eagle3Norms()),
+        _logits=lm_head,
+        norm=lambda x: x,
+        vocab=DraftVocab(offset),
+        _ops=reference_ops(),
+    )
     head = SimpleNamespace(grow=grow_forward, propose=lambda hidden, k: Eagle3Head.propose(stand_in, hidden, k))
     start = torch.zeros(1, 1)
     proposal = head.propose(start, 1)

@@ -1,10 +1,12 @@
 """The EAGLE-3 draft head.
 
 Its slot i holds the pair (feature of token i, token i + 1) at position i and proposes token i + 2. The feature is the
-target's where the target has run (`extend`), and the head's own hidden state while a tree grows (`grow`).
-Source: EAGLE-3, arXiv:2503.01840.
+target's where the target has run (`extend`), and the head's own hidden state while a tree grows (`grow`): which of the
+two it is goes by the phase, never by a width (sgl-21272).
+Source: EAGLE-3, arXiv:2503.01840. `eagle3_config` reads the layouts of its checkpoints.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,24 +14,12 @@ import torch
 from torch import Tensor
 
 from treetop.attention.layer import Attend
+from treetop.drafts.head_files import EMBEDDING, OUTPUT, OutputOf, check_vocab, no_offset
 from treetop.drafts.protocol import DraftProducts, DraftVocab, Proposal, Streamed
 from treetop.kernels.rope import rope_table
 from treetop.kernels.table import Ops
-from treetop.models.checkpoint import tensor_files
-from treetop.models.config import (
-    AttentionSpec,
-    Config,
-    LayerSpec,
-    ModelConfig,
-    attention_spec,
-    dense_spec,
-    flag,
-    model_config,
-    read_config,
-    size,
-    table,
-)
-from treetop.models.json_file import integers
+from treetop.models.config import AttentionSpec, ModelConfig
+from treetop.models.decoder import DecoderLayer
 from treetop.models.layers import (
     GatedMLP,
     RMSNorm,
@@ -39,29 +29,33 @@ from treetop.models.layers import (
     norm_param,
 )
 from treetop.models.loader import Placement, Weights, check_weights, load_weights
-from treetop.models.params import Param, Plain, Source, matrix
+from treetop.models.params import Param, Plain, Source, matrix, vector
 from treetop.models.target import Target
-from treetop.types.errors import CheckpointError, shown
 
-_EMBEDDING = "embed_tokens.weight"
-_IDS, _MARKS = Plain(("I64",)), Plain(("BOOL", "U8", "I8", "I32", "I64"))
+_INDICES, _MARKS = Plain(("I64",)), Plain(("BOOL", "U8", "I8", "I32", "I64"))
 
 
 @dataclass(frozen=True, slots=True)
-class HeadFile:
-    """What head files differ in. layer: the prefix of the one layer. embedding, d2t, t2d: whether they are there."""
+class Eagle3Norms:
+    """What heads norm beside what all norm.
 
-    layer: str = "midlayer"
-    embedding: bool = False
-    d2t: bool = True
-    t2d: bool = False
+    before_residual: the residual stream begins with the normed state. output: the state that goes on is the normed one.
+    joined: one norm of all features side by side, before they are fused. each: one of each feature; the prefixes of
+    its tensors, () for none. deeper: the tensor of the input norm of each layer after the first.
+    """
+
+    before_residual: bool = False
+    output: bool = False
+    joined: bool = False
+    each: tuple[str, ...] = ()
+    deeper: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Spec:
-    """A `DrafterSpec`. decoder: sizes, with the one layer. vocab_size: of the draft.
-
-    norm_before_residual: the residual stream begins with the normed state.
+    """A `DrafterSpec`. decoder: sizes and layers. vocab_size: of the draft. fuses: features are many and `fc` joins
+    them. prefixes: of each layer's tensors. output: whose matrix gives logits: own, embedding or target. stored:
+    which of the embedding, d2t and t2d the file has.
     """
 
     folder: Path
@@ -69,16 +63,16 @@ class Eagle3Spec:
     vocab_size: int
     target_hidden_size: int
     aux_inputs: tuple[int, ...]
-    norm_before_residual: bool
-    file: HeadFile
-
-    @property
-    def layer(self) -> LayerSpec:
-        return self.decoder.layers[0]
+    fuses: bool
+    norms: Eagle3Norms
+    prefixes: tuple[str, ...]
+    fuse_bias: bool
+    output: OutputOf
+    stored: frozenset[str]
 
     @property
     def attention(self) -> tuple[AttentionSpec, ...]:
-        return (self.layer.attention,)
+        return tuple(layer.attention for layer in self.decoder.layers)
 
     @property
     def state_size(self) -> int:
@@ -86,24 +80,49 @@ class Eagle3Spec:
 
     @property
     def params(self) -> list[Param]:
-        hidden, file = self.decoder.hidden_size, self.file
-        fused = Source("fc.weight", (hidden, len(self.aux_inputs) * self.target_hidden_size))
-        head, wide = (self.vocab_size, hidden), (self.decoder.vocab_size, hidden)
+        hidden = self.decoder.hidden_size
+        params = [*self._fuse_params(), *self._first_layer(), norm_param("norm", "norm.weight", hidden)]
+        for index, norm in enumerate(self.norms.deeper, 1):
+            name, stored, layer = f"layers.{index}", self.prefixes[index], self.decoder.layers[index]
+            params += [
+                norm_param(f"{name}.input_norm", norm, hidden),
+                norm_param(f"{name}.mlp_norm", f"{stored}.post_attention_layernorm.weight", hidden),
+                *attention_params(layer.attention, f"{name}.attention", f"{stored}.self_attn", hidden, hidden),
+                *mlp_params(layer.feed_forward, f"{name}.mlp", f"{stored}.mlp", hidden),
+            ]
+        return params + self._vocab_params()
+
+    def _fuse_params(self) -> list[Param]:
+        if not self.fuses:
+            return []
+        hidden, each = self.decoder.hidden_size, self.target_hidden_size
+        width = len(self.aux_inputs) * each
+        params = [matrix("fuse", Source("fc.weight", (hidden, width)))]
+        if self.fuse_bias:
+            params.append(vector("fuse_bias", Source("fc.bias", (hidden,))))
+        if self.norms.joined:
+            params.append(norm_param("joined_norm", "input_norm.weight", width))
+        return params + [norm_param(f"each_norm.{i}", f"{p}.weight", each) for i, p in enumerate(self.norms.each)]
+
+    def _first_layer(self) -> list[Param]:
+        hidden, stored, layer = self.decoder.hidden_size, self.prefixes[0], self.decoder.layers[0]
         norms = {"hidden_norm": "hidden_norm", "input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-        params = [
-            matrix("fuse", fused),
-            *(norm_param(name, f"{file.layer}.{stored}.weight", hidden) for name, stored in norms.items()),
-            norm_param("norm", "norm.weight", hidden),
-            *attention_params(self.layer.attention, "attention", f"{file.layer}.self_attn", 2 * hidden, hidden),
-            *mlp_params(self.layer.feed_forward, "mlp", f"{file.layer}.mlp", hidden),
-            matrix("lm_head", Source("lm_head.weight", head), shard=0),
+        return [
+            *(norm_param(name, f"{stored}.{tensor}.weight", hidden) for name, tensor in norms.items()),
+            *attention_params(layer.attention, "attention", f"{stored}.self_attn", 2 * hidden, hidden),
+            *mlp_params(layer.feed_forward, "mlp", f"{stored}.mlp", hidden),
         ]
-        if file.d2t:
-            params.append(Param("d2t", head[:1], (Source("d2t", head[:1]),), "index", format=_IDS))
-        if file.t2d:
-            params.append(Param("t2d", wide[:1], (Source("t2d", wide[:1]),), "index", format=_MARKS))
-        if file.embedding:
-            params.append(Param(_EMBEDDING, wide, (Source(_EMBEDDING, wide),), "table"))
+
+    def _vocab_params(self) -> list[Param]:
+        hidden, wide = self.decoder.hidden_size, self.decoder.vocab_size
+        params = []
+        if self.output == "own":
+            params.append(matrix("lm_head", Source(OUTPUT, (self.vocab_size, hidden)), shard=0))
+        for name, rows, kinds in (("d2t", self.vocab_size, _INDICES), ("t2d", wide, _MARKS)):
+            if name in self.stored:
+                params.append(Param(name, (rows,), (Source(name, (rows,)),), "index", format=kinds))
+        if EMBEDDING in self.stored:
+            params.append(Param(EMBEDDING, (wide, hidden), (Source(EMBEDDING, (wide, hidden)),), "table"))
         return params
 
     @property
@@ -113,17 +132,18 @@ class Eagle3Spec:
     @property
     def streamed(self) -> Streamed:
         numbers = {param.name: param.numbers for param in self.params if param.kind == "matrix"}
-        fuse, output = numbers.pop("fuse"), numbers.pop("lm_head")
+        fuse, output = numbers.pop("fuse", 0), self.vocab_size * self.decoder.hidden_size
+        numbers.pop("lm_head", None)
         return Streamed(sum(numbers.values()), fuse, output)
 
     def build(self, weights: Weights, target: Target, place: Placement, ops: Ops) -> "Eagle3Head":
-        return Eagle3Head(self, weights, target.embedding, place, ops)
+        return Eagle3Head(self, weights, target, place, ops)
 
     def load(self, target: Target, place: Placement) -> "Eagle3Head":
         """Raises CheckpointError for a wrong tensor; the draft vocabulary maps one to one into the target's."""
         weights = load_weights(self.folder, self.params, place)
-        offset = weights.setdefault("d2t", _no_offset(self.vocab_size, place))
-        _check_vocab(self.folder, offset, weights.pop("t2d", None), self.decoder.vocab_size)
+        offset = weights.setdefault("d2t", no_offset(self.vocab_size, place.device))
+        check_vocab(self.folder, offset, weights.pop("t2d", None), self.decoder.vocab_size)
         return self.build(weights, target, place, place.ops)
 
     def check(self) -> int:
@@ -131,124 +151,62 @@ class Eagle3Spec:
 
 
 class Eagle3Head:
-    """One decoder layer over [embedding, feature], with its own vocabulary. A `Drafter`."""
+    """A decoder layer over [embedding, feature], perhaps plain ones after it, and its own vocabulary. A `Drafter`."""
 
-    def __init__(self, spec: Eagle3Spec, weights: Weights, embedding: Tensor, place: Placement, ops: Ops) -> None:
-        """embedding: the target's, which the head uses unless it has one of its own."""
-        eps, layer = spec.decoder.norm_eps, spec.layer
+    def __init__(self, spec: Eagle3Spec, weights: Weights, target: Target, place: Placement, ops: Ops) -> None:
+        """target: whose embedding and output matrix the head uses where it has none of its own."""
+        eps, first = spec.decoder.norm_eps, spec.decoder.layers[0]
         self.spec, self._ops = spec, ops
-        self._rope = rope_table(layer.attention.rope, place.rope_rows, place.dtype, place.device)
-        self.fuse = ops.linear(weights.pop("fuse"))
+        self._rope = rope_table(first.attention.rope, place.rope_rows, place.dtype, place.device)
+        self.fuse = ops.linear(weights.pop("fuse"), weights.pop("fuse_bias", None)) if spec.fuses else None
+        self.joined_norm = RMSNorm(weights["joined_norm"], eps, ops) if spec.norms.joined else None
+        self.each_norm = [RMSNorm(weights[f"each_norm.{i}"], eps, ops) for i in range(len(spec.norms.each))]
         self.hidden_norm = RMSNorm(weights["hidden_norm"], eps, ops)
         # A token's normed embedding never changes, so the whole table is normed once.
-        self.normed_embedding = RMSNorm(weights["input_norm"], eps, ops)(weights.pop(_EMBEDDING, embedding))
-        self.attention = SelfAttention(layer.attention, weights, "attention", 0, eps, ops)
+        embedding = weights.pop(EMBEDDING, target.embedding)
+        self.normed_embedding = RMSNorm(weights["input_norm"], eps, ops)(embedding)
+        self.attention = SelfAttention(first.attention, weights, "attention", 0, eps, ops)
         self.mlp_norm = RMSNorm(weights["mlp_norm"], eps, ops)
         self.mlp = GatedMLP(weights, "mlp", ops)
+        self.deeper = [DecoderLayer(spec.decoder, weights, i, ops) for i in range(1, len(spec.decoder.layers))]
         self.norm = RMSNorm(weights["norm"], eps, ops)
-        self.lm_head = ops.linear(weights.pop("lm_head"))
-        self.products = DraftProducts([*self.attention.products, *self.mlp.products], [self.fuse], [self.lm_head])
-        self.vocab = DraftVocab(weights.setdefault("d2t", _no_offset(spec.vocab_size, place)))
+        own = {"own": weights.pop("lm_head", None), "embedding": embedding, "target": None}[spec.output]
+        self.lm_head = target.lm_head if own is None else ops.linear(own)
+        self._logits: Callable[[Tensor], Tensor] = target.logits if own is None else self.lm_head
+        layers = [*self.attention.products, *self.mlp.products, *(p for layer in self.deeper for p in layer.products)]
+        self.products = DraftProducts(layers, [] if self.fuse is None else [self.fuse], [self.lm_head])
+        self.vocab = DraftVocab(weights.setdefault("d2t", no_offset(spec.vocab_size, place.device)))
 
     def extend(self, tokens: Tensor, aux_hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """See `Drafter`."""
-        return self.grow(tokens, self.fuse(aux_hidden), positions, attend)
+        return self.grow(tokens, self._fused(aux_hidden), positions, attend)
+
+    def _fused(self, aux_hidden: Tensor) -> Tensor:
+        """aux_hidden: [rows, n, features * target hidden]. Returns [rows, n, hidden]."""
+        if self.fuse is None:
+            return aux_hidden
+        if self.joined_norm is not None:
+            aux_hidden = self.joined_norm(aux_hidden)
+        if self.each_norm:
+            parts = aux_hidden.chunk(len(self.each_norm), dim=-1)
+            aux_hidden = torch.cat([norm(part) for norm, part in zip(self.each_norm, parts, strict=True)], dim=-1)
+        return self.fuse(aux_hidden)
 
     def grow(self, tokens: Tensor, state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """See `Drafter`. The state is the residual stream before `norm`."""
+        """See `Drafter`. The state is the residual stream before `norm`, or the normed one where the head says so."""
         norm, width = self.hidden_norm, state.shape[-1]
         x = self._ops.embed_and_norm(self.normed_embedding, tokens, state, norm.weight, norm.eps)
-        residual = x[..., -width:] if self.spec.norm_before_residual else state
-        x, normed = self.mlp_norm.after(residual, self.attention(x, self._ops.angles(self._rope, positions), attend))
-        return self._ops.add(x, self.mlp(normed))
+        residual = x[..., -width:] if self.spec.norms.before_residual else state
+        angles = self._ops.angles(self._rope, positions)
+        x, normed = self.mlp_norm.after(residual, self.attention(x, angles, attend))
+        added = self.mlp(normed)
+        for layer in self.deeper:
+            x, normed = layer.input_norm.after(x, added)
+            x, added = layer(x, normed, angles, attend)
+        return self.norm.after(x, added)[1] if self.spec.norms.output else self._ops.add(x, added)
 
     def propose(self, state: Tensor, k: int) -> Proposal:
         """See `Drafter`."""
-        best, tokens = self._ops.top_logprobs(self.lm_head(self.norm(state)), k, self.vocab.offset)
+        normed = state if self.spec.norms.output else self.norm(state)
+        best, tokens = self._ops.top_logprobs(self._logits(normed), k, self.vocab.offset)
         return Proposal(tokens, best)
-
-
-def eagle3_spec(folder: Path, target: ModelConfig, dummy: bool) -> Eagle3Spec:
-    """The head in a folder, for `target`. dummy: there are no tensors to look at.
-
-    The layer count is not read: it is often the target's (sgl-33966); a head has one layer. Where the auxiliary
-    layers stand in the config decides what the numbers mean, and the default is the original repository's
-    (`formats.md`, 3b). Raises CheckpointError if the head was made for another target.
-    """
-    config = read_config(folder)
-    where = folder / "config.json"
-    decoder = model_config(config, where, [LayerSpec(attention_spec(config, where), dense_spec(config, where))])
-    for key, value in (("norm_output", False), ("norm_before_fc", False), ("fc_norm", False), ("use_aux_norm", False)):
-        if config.get(key, value) != value:
-            raise CheckpointError(f"{where}: {key} = {shown(config[key])} is not supported")
-    eagle = table(config, "eagle_config", where)
-    if eagle.get("use_aux_hidden_state", True) is not True:
-        raise CheckpointError(f"{where}: eagle_config.use_aux_hidden_state = false is not supported")
-    vocab_size = size(config, "draft_vocab_size", where, default=decoder.vocab_size)
-    spec = Eagle3Spec(
-        folder=folder,
-        decoder=decoder,
-        vocab_size=vocab_size,
-        target_hidden_size=size(config, "target_hidden_size", where, default=decoder.hidden_size),
-        aux_inputs=_aux_inputs(config, eagle, len(target.layers), where),
-        norm_before_residual=flag(config, "norm_before_residual", where),
-        file=HeadFile(embedding=decoder.hidden_size != target.hidden_size)
-        if dummy
-        else _head_file(folder, vocab_size != decoder.vocab_size),
-    )
-    for what, draft_value, target_value in (
-        ("vocab_size", decoder.vocab_size, target.vocab_size),
-        ("target_hidden_size", spec.target_hidden_size, target.hidden_size),
-    ):
-        if draft_value != target_value:
-            raise CheckpointError(
-                f"{where}: this draft is for another target: its {what} is {draft_value}, the target has {target_value}"
-            )
-    if target.hidden_size != decoder.hidden_size and not spec.file.embedding:
-        raise CheckpointError(
-            f"{folder}: missing tensor {_EMBEDDING}: the head is {decoder.hidden_size} wide and cannot use"
-            f" the target's embedding of {target.hidden_size}"
-        )
-    return spec
-
-
-def _head_file(folder: Path, reduced: bool) -> HeadFile:
-    """What the file has; newer writers call the one layer `layers.0`. reduced: a vocabulary that needs `d2t`."""
-    names = tensor_files(folder)
-    layer = "layers.0" if "layers.0.hidden_norm.weight" in names else "midlayer"
-    return HeadFile(layer, _EMBEDDING in names, reduced or "d2t" in names, "t2d" in names)
-
-
-def _aux_inputs(config: Config, eagle: Config, num_layers: int, where: Path) -> tuple[int, ...]:
-    """Input indices of the auxiliary layers; the nested key counts layer outputs, hence the + 1 (sgl-25454)."""
-    key = "eagle_aux_hidden_state_layer_ids"
-    if eagle.get(key) is not None:
-        inputs = tuple(i + 1 for i in integers(eagle, key, where))
-    elif config.get(key) is not None:
-        inputs = integers(config, key, where)
-    else:
-        inputs = (2, num_layers // 2, num_layers - 3)
-    if not inputs or any(not 0 <= i <= num_layers for i in inputs):
-        raise CheckpointError(f"{where}: auxiliary layer inputs {inputs} lie outside the target's 0 .. {num_layers}")
-    return inputs
-
-
-def _no_offset(vocab_size: int, place: Placement) -> Tensor:
-    """Of a head that proposes the target's own tokens."""
-    return torch.zeros(vocab_size, dtype=torch.int64, device=place.device)
-
-
-def _check_vocab(folder: Path, offset: Tensor, member: Tensor | None, vocab_size: int) -> None:
-    """d2t must be an offset that maps the draft vocabulary one to one into the target's; t2d, if present, agrees."""
-    target = torch.arange(offset.shape[0], device=offset.device) + offset
-    outside = (target < 0) | (target >= vocab_size)
-    if bool(outside.any()):
-        index = int(outside.nonzero()[0])
-        raise CheckpointError(
-            f"{folder}: tensor d2t maps draft token {index} to {int(target[index])}, outside [0, {vocab_size});"
-            " d2t must hold offsets, not ids"
-        )
-    if target.unique().shape[0] != target.shape[0]:
-        raise CheckpointError(f"{folder}: tensor d2t maps two draft tokens to one target token")
-    if member is not None and not torch.equal(member.nonzero().flatten(), target.sort().values):
-        raise CheckpointError(f"{folder}: tensor t2d does not mark the target tokens that d2t gives")

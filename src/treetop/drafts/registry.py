@@ -1,18 +1,33 @@
-"""Drafters by algorithm, which the tensors of a folder tell."""
+"""Drafters by algorithm, and which of them a folder holds."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
 
-from treetop.drafts.eagle3 import eagle3_spec
+from treetop.drafts.eagle import eagle_spec
+from treetop.drafts.eagle3_config import eagle3_spec
+from treetop.drafts.head_files import head_config
 from treetop.drafts.protocol import DrafterSpec
 from treetop.models.checkpoint import tensor_files
-from treetop.models.config import ModelConfig
+from treetop.models.config import Config, ModelConfig
 from treetop.types.errors import CheckpointError, ConfigError
 
-DRAFTERS: dict[str, Callable[[Path, ModelConfig, bool], DrafterSpec]] = {"EAGLE3": eagle3_spec}
+DRAFTERS: dict[str, Callable[[Path, ModelConfig, bool], DrafterSpec]] = {"EAGLE": eagle_spec, "EAGLE3": eagle3_spec}
 """Algorithm -> the reader of a folder, for a target, and whether the folder has no tensors to look at."""
 _ASSUMED = "EAGLE3"
-"""What a folder without tensors holds."""
+"""What a folder without tensors holds, if nobody says."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundDraft:
+    """What a folder can draft with. algorithm: as `--speculative-algorithm` takes it. layout: who writes such files.
+
+    reasons: what says so, each a sentence that names a tensor or a key.
+    """
+
+    algorithm: str
+    layout: str
+    reasons: tuple[str, ...]
 
 
 def drafter_spec(folder: Path, target: ModelConfig, algorithm: str | None = None, dummy: bool = False) -> DrafterSpec:
@@ -21,18 +36,21 @@ def drafter_spec(folder: Path, target: ModelConfig, algorithm: str | None = None
     Raises CheckpointError for a folder without a drafter that runs, ConfigError if it is of another algorithm.
     """
     if dummy:
-        return DRAFTERS[_ASSUMED](folder, target, True)
-    _refuse_target(folder)
-    found = _algorithm_of(set(tensor_files(folder)))
-    if algorithm not in (None, found):
-        raise ConfigError(f"--speculative-algorithm {algorithm}, but {folder} holds an {found} head")
-    if found not in DRAFTERS:
-        raise CheckpointError(f"{folder}: holds an {found} head; only {', '.join(DRAFTERS)} heads are supported")
-    return DRAFTERS[found](folder, target, False)
+        return DRAFTERS[algorithm or _ASSUMED](folder, target, True)
+    found = find_draft(folder)
+    if algorithm not in (None, found.algorithm):
+        raise ConfigError(
+            f"--speculative-algorithm {algorithm}, but {folder} holds an {found.algorithm} head:"
+            f" {'; '.join(found.reasons)}"
+        )
+    return DRAFTERS[found.algorithm](folder, target, False)
 
 
-def _refuse_target(folder: Path) -> None:
-    """Raise CheckpointError if the folder holds a target: layers of a model, and no `fc` that fuses features."""
+def find_draft(folder: Path) -> FoundDraft:
+    """Which drafter a folder holds, by the names of its tensors, and in which layout, by its config.
+
+    Raises CheckpointError for a folder that holds none, or one that is not supported.
+    """
     names = tensor_files(folder)
     layers = [name for name in names if name.startswith("model.layers.")]
     if layers and "fc.weight" not in names:
@@ -40,9 +58,29 @@ def _refuse_target(folder: Path) -> None:
             f"{folder}: a target, not a draft head: it holds {layers[0]} and no fc.weight; give a head's folder to"
             " --speculative-draft-model-path"
         )
+    config, nested = head_config(folder)
+    signs = [name for name in names if name in _OF_EAGLE3 or name.startswith("midlayer.")]
+    if signs:
+        layout, why = _eagle3_layout(config, nested, names)
+        return FoundDraft("EAGLE3", layout, (f"it holds {signs[0]}", *why))
+    if "fc.weight" in names:
+        return FoundDraft("EAGLE", "SafeAILab", ("it holds fc.weight, and no hidden_norm of an EAGLE-3 head",))
+    raise CheckpointError(
+        f"{folder}: no draft head: it holds {next(iter(names), 'nothing')}, but neither fc.weight (EAGLE) nor"
+        " midlayer.hidden_norm.weight (EAGLE3)"
+    )
 
 
-def _algorithm_of(names: set[str]) -> str:
-    """An EAGLE-3 head norms the feature beside the embedding; EAGLE-1 and -2 heads have no such norm."""
-    eagle3 = {"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight", "d2t"}
-    return "EAGLE3" if eagle3 & names or "fc.weight" not in names else "EAGLE"
+_OF_EAGLE3 = ("midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight", "d2t")
+
+
+def _eagle3_layout(config: Config, nested: bool, names: Collection[str]) -> tuple[str, tuple[str, ...]]:
+    """Who writes such files, and the key or the tensor that says so; none for the original layout."""
+    if nested:
+        return "speculators", ("config.json has speculators_model_type",)
+    norms = [name for name in names if name.startswith(("fc_norm.", "aux_norm_"))]
+    if norms:
+        return "EAGLE-3.1", (f"it holds {norms[0]}",)
+    if config.get("eagle_config"):
+        return "SpecForge", ("config.json has eagle_config",)
+    return "SafeAILab", ()

@@ -1,4 +1,7 @@
-"""Reading weights: safetensors only, every expected tensor once, no other, each of its shape and kind, all finite."""
+"""Reading weights: every expected tensor once, no other, each of its shape and kind, all finite.
+
+From safetensors, or where a folder has none from PyTorch's files (`pickled`).
+"""
 
 import os
 from collections.abc import Collection, Iterator, Mapping
@@ -12,6 +15,7 @@ from torch import Tensor
 
 from treetop.models.json_file import not_there, read_object
 from treetop.models.params import Fetch, Span, Stored
+from treetop.models.pickled import PickledTensors
 from treetop.types.errors import CheckpointError
 
 Expected = Mapping[str, Stored]
@@ -22,11 +26,11 @@ _CHECKED = 2**24
 
 @contextmanager
 def open_tensors(folder: Path, expected: Expected, ignored: Collection[str] = ()) -> Iterator[Fetch]:
-    """Reads tensors of the folder's safetensors files, as stored, whole or in parts.
+    """Reads tensors of the folder's files, as stored, whole or in parts.
 
-    ignored: names that may be present and are not read. Nothing is unpickled, and a tensor takes memory while its
-    reader keeps it. Raises CheckpointError naming the first file or tensor that is missing, unexpected, there twice,
-    misshapen or not of a kind that can be read; reading, also of what is not finite.
+    ignored: names that may be present and are not read. A tensor takes memory while its reader keeps it. Raises
+    CheckpointError naming the first file or tensor that is missing, unexpected, there twice, misshapen or not of a
+    kind that can be read; reading, also of what is not finite.
     """
     places = _located(folder, expected, ignored)
     with ExitStack() as stack:
@@ -51,7 +55,8 @@ def check_tensors(folder: Path, expected: Expected, ignored: Collection[str] = (
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """Tensor name -> safetensors file: `model.safetensors`, else what the index names, else every one in the folder.
+    """Tensor name -> file: `model.safetensors`, else what the index names, else every safetensors file in the folder;
+    without any, `pytorch_model.bin` or what its index names.
 
     Raises CheckpointError if there is no folder, no file, a truncated one, or a tensor twice.
     """
@@ -63,10 +68,9 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     elif os.path.lexists(index):
         paths = [folder / name for name in _indexed(index)]
     else:
-        paths = sorted(folder.glob("*.safetensors"))
+        paths = sorted(folder.glob("*.safetensors")) or _pickles(folder)
     if not paths:
-        pickled = " (only pickled weights, which are never loaded)" if list(folder.glob("*.bin")) else ""
-        raise CheckpointError(f"{folder}: no safetensors file in it{pickled}")
+        raise CheckpointError(f"{folder}: no safetensors file in it, and no pytorch_model.bin")
     files: dict[str, Path] = {}
     for path in paths:
         with _open(path) as file:
@@ -87,10 +91,20 @@ def _indexed(index: Path) -> list[str]:
     return sorted(set(files.values()))
 
 
-def _open(path: Path) -> safe_open:
+def _pickles(folder: Path) -> list[Path]:
+    single, index = folder / "pytorch_model.bin", folder / "pytorch_model.bin.index.json"
+    if os.path.lexists(single):
+        return [single]
+    return [folder / name for name in _indexed(index)] if os.path.lexists(index) else []
+
+
+def _open(path: Path) -> Any:
+    """An open file, as `safe_open` gives it."""
     try:
         if not path.is_file():
             raise CheckpointError(f"{path}: {not_there(path)}")
+        if path.suffix == ".bin":
+            return PickledTensors(path)
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: damaged or truncated safetensors file: {error}") from None

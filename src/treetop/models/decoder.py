@@ -12,7 +12,7 @@ from treetop.models.config import ModelConfig
 from treetop.models.layers import GatedMLP, RMSNorm, SelfAttention, attention_params, mlp_params, norm_param
 from treetop.models.loader import Placement, Weights
 from treetop.models.params import Param, Source, matrix
-from treetop.models.target import TargetOutput
+from treetop.models.target import LAST_HIDDEN, TargetOutput
 
 
 class DecoderLayer:
@@ -58,6 +58,7 @@ class Decoder:
             x, normed = next_norm.after(x, added)
             if index in self.aux_inputs:
                 aux_hidden[index] = x
+        aux_hidden[LAST_HIDDEN] = normed
         return TargetOutput(normed, tuple(aux_hidden[i] for i in self.aux_inputs))
 
     @property

@@ -7,7 +7,11 @@ from typing import Protocol
 from torch import Tensor
 
 from treetop.attention.layer import Attend
+from treetop.kernels.linear import Linear
 from treetop.models.config import ModelConfig
+
+LAST_HIDDEN = -1
+"""The feature that is the last hidden state after the final norm: what logits are made of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +24,15 @@ class TargetOutput:
 
 class Target(Protocol):
     """Tokens in, hidden states and what a drafter reads out. embedding: [vocab, hidden], which a drafter may share.
-    products: all that a forward and its logits take with weights.
+    lm_head: the product that logits are. products: all that a forward and its logits take with weights.
 
     Its features are residual streams, chosen at construction: index i is the one that enters layer i, the number of
-    layers what the last one leaves, before the final norm.
+    layers what the last one leaves, before the final norm; `LAST_HIDDEN` is that after the norm.
     """
 
     config: ModelConfig
     embedding: Tensor
+    lm_head: Linear
 
     @property
     def products(self) -> Sequence[object]: ...

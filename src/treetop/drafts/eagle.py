@@ -1,0 +1,169 @@
+"""The draft head of EAGLE-1 and EAGLE-2, which differ in the trees they grow and not in their weights.
+
+Its slot i holds the pair (last hidden state of token i, token i + 1) at position i: a decoder layer without an input
+norm over `fc` of both, whose output is the state that goes on, and of which the target's own output matrix makes
+logits. There is no final norm.
+Source: EAGLE, arXiv:2401.15077; SafeAILab/EAGLE `eagle/model/cnets1.py`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from treetop.attention.layer import Attend
+from treetop.drafts.head_files import (
+    EMBEDDING,
+    OUTPUT,
+    OutputOf,
+    check_made_for,
+    head_layers,
+    layer_prefixes,
+    no_offset,
+    output_of,
+    stated,
+)
+from treetop.drafts.protocol import DraftProducts, DraftVocab, Proposal, Streamed
+from treetop.kernels.rope import rope_table
+from treetop.kernels.table import Ops
+from treetop.models.checkpoint import tensor_files
+from treetop.models.config import AttentionSpec, ModelConfig, model_config, read_config
+from treetop.models.decoder import DecoderLayer
+from treetop.models.layers import GatedMLP, RMSNorm, SelfAttention, attention_params, mlp_params, norm_param
+from treetop.models.loader import Placement, Weights, check_weights, load_weights
+from treetop.models.params import Param, Source, matrix, vector
+from treetop.models.target import LAST_HIDDEN, Target
+
+
+@dataclass(frozen=True, slots=True)
+class EagleSpec:
+    """A `DrafterSpec`. output: whose matrix gives logits. embedding: whether the file has one."""
+
+    folder: Path
+    decoder: ModelConfig
+    fuse_bias: bool
+    output: OutputOf
+    embedding: bool
+    aux_inputs: tuple[int, ...] = (LAST_HIDDEN,)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.decoder.vocab_size
+
+    @property
+    def attention(self) -> tuple[AttentionSpec, ...]:
+        return tuple(layer.attention for layer in self.decoder.layers)
+
+    @property
+    def state_size(self) -> int:
+        return self.decoder.hidden_size
+
+    @property
+    def params(self) -> list[Param]:
+        hidden, table = self.decoder.hidden_size, (self.decoder.vocab_size, self.decoder.hidden_size)
+        params = [matrix("fuse", Source("fc.weight", (hidden, 2 * hidden)))]
+        if self.fuse_bias:
+            params.append(vector("fuse_bias", Source("fc.bias", (hidden,))))
+        for index, layer in enumerate(self.decoder.layers):
+            name = f"layers.{index}"
+            if index > 0:
+                params.append(norm_param(f"{name}.input_norm", f"{name}.input_layernorm.weight", hidden))
+            params += [
+                norm_param(f"{name}.mlp_norm", f"{name}.post_attention_layernorm.weight", hidden),
+                *attention_params(layer.attention, f"{name}.attention", f"{name}.self_attn", hidden, hidden),
+                *mlp_params(layer.feed_forward, f"{name}.mlp", f"{name}.mlp", hidden),
+            ]
+        if self.output == "own":
+            params.append(matrix("lm_head", Source(OUTPUT, table), shard=0))
+        if self.embedding:
+            params.append(Param(EMBEDDING, table, (Source(EMBEDDING, table),), "table"))
+        return params
+
+    @property
+    def derived(self) -> int:
+        return 0
+
+    @property
+    def streamed(self) -> Streamed:
+        numbers = {param.name: param.numbers for param in self.params if param.kind == "matrix"}
+        numbers.pop("lm_head", None)
+        return Streamed(sum(numbers.values()), 0, self.vocab_size * self.decoder.hidden_size)
+
+    def build(self, weights: Weights, target: Target, place: Placement, ops: Ops) -> "EagleHead":
+        return EagleHead(self, weights, target, place, ops)
+
+    def load(self, target: Target, place: Placement) -> "EagleHead":
+        """Most files have a copy of the target's embedding, which is not kept twice."""
+        weights = load_weights(self.folder, self.params, place)
+        own = weights.get(EMBEDDING)
+        if own is not None and self.output != "embedding" and torch.equal(own, target.embedding):
+            del weights[EMBEDDING]
+        return self.build(weights, target, place, place.ops)
+
+    def check(self) -> int:
+        return check_weights(self.folder, self.params)
+
+
+class EagleHead:
+    """A `Drafter`; see the module."""
+
+    def __init__(self, spec: EagleSpec, weights: Weights, target: Target, place: Placement, ops: Ops) -> None:
+        """target: whose embedding and output matrix the head uses where it has none of its own."""
+        eps, first = spec.decoder.norm_eps, spec.decoder.layers[0]
+        self._ops = ops
+        self._rope = rope_table(first.attention.rope, place.rope_rows, place.dtype, place.device)
+        self.embedding = weights.pop(EMBEDDING, target.embedding)
+        self.fuse = ops.linear(weights.pop("fuse"), weights.pop("fuse_bias", None))
+        self.attention = SelfAttention(first.attention, weights, "layers.0.attention", 0, eps, ops)
+        self.mlp_norm = RMSNorm(weights["layers.0.mlp_norm"], eps, ops)
+        self.mlp = GatedMLP(weights, "layers.0.mlp", ops)
+        self.deeper = [DecoderLayer(spec.decoder, weights, i, ops) for i in range(1, len(spec.decoder.layers))]
+        own = {"own": weights.pop("lm_head", None), "embedding": self.embedding, "target": None}[spec.output]
+        self.lm_head = target.lm_head if own is None else ops.linear(own)
+        self._logits: Callable[[Tensor], Tensor] = target.logits if own is None else self.lm_head
+        layers = [*self.attention.products, *self.mlp.products, *(p for layer in self.deeper for p in layer.products)]
+        self.products = DraftProducts([self.fuse, *layers], [], [self.lm_head])
+        self.vocab = DraftVocab(no_offset(spec.vocab_size, place.device))
+
+    def extend(self, tokens: Tensor, aux_hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """See `Drafter`."""
+        return self.grow(tokens, aux_hidden, positions, attend)
+
+    def grow(self, tokens: Tensor, state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """See `Drafter`. The state is the head's output, where the target's last hidden state would be."""
+        angles = self._ops.angles(self._rope, positions)
+        x = self.fuse(torch.cat([F.embedding(tokens, self.embedding), state], dim=-1))
+        x, normed = self.mlp_norm.after(x, self.attention(x, angles, attend))
+        added = self.mlp(normed)
+        for layer in self.deeper:
+            x, normed = layer.input_norm.after(x, added)
+            x, added = layer(x, normed, angles, attend)
+        return self._ops.add(x, added)
+
+    def propose(self, state: Tensor, k: int) -> Proposal:
+        """See `Drafter`."""
+        best, tokens = self._ops.top_logprobs(self._logits(state), k, self.vocab.offset)
+        return Proposal(tokens, best)
+
+
+def eagle_spec(folder: Path, target: ModelConfig, dummy: bool) -> EagleSpec:
+    """The head in a folder, for `target`. dummy: there are no tensors to look at.
+
+    `fc.bias` is there or not, whatever the config says by default: published files differ. Raises CheckpointError if
+    the head was made for another target.
+    """
+    config, where = read_config(folder), folder / "config.json"
+    names = frozenset({"layers.0.mlp"} if dummy else tensor_files(folder))
+    prefixes = layer_prefixes(folder, names)
+    decoder = model_config(config, where, head_layers(config, where, names, prefixes))
+    check_made_for(where, decoder, decoder.hidden_size, target)
+    return EagleSpec(
+        folder=folder,
+        decoder=decoder,
+        fuse_bias=stated(config, ("bias", "eagle_fc_bias"), "fc.bias", names, where),
+        output=output_of(decoder, decoder.vocab_size, target, names, folder),
+        embedding=EMBEDDING in names,
+    )

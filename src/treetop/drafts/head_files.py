@@ -1,0 +1,173 @@
+"""What the folders of draft heads have in common: their config, and what their tensors say of it.
+
+Tensors decide where a config may be wrong: published heads name the target's number of layers (sgl-33966), the target's
+architecture, or leave out a bias.
+"""
+
+import logging
+import re
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from treetop.models.config import (
+    Config,
+    LayerSpec,
+    ModelConfig,
+    attention_spec,
+    dense_spec,
+    flag,
+    read_config,
+    table,
+)
+from treetop.types.errors import CheckpointError, shown
+
+log = logging.getLogger("treetop")
+
+EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
+OutputOf = Literal["own", "embedding", "target"]
+"""Whose matrix gives a head's logits."""
+_OF_SPECULATORS = (
+    "draft_vocab_size",
+    "target_hidden_size",
+    "norm_before_residual",
+    "norm_before_fc",
+    "fc_norm",
+    "norm_output",
+    "eagle_aux_hidden_state_layer_ids",
+)
+
+
+def head_config(folder: Path) -> tuple[Config, bool]:
+    """A head's `config.json` as one table, and whether `speculators` wrote it, which nests the layers' part.
+
+    A file of `speculators` without `norm_before_residual` means true, as vLLM reads it; the library's own default is
+    false, so it is logged. Source: vllm `transformers_utils/configs/speculators`, `speculators` 0.9.0.
+    """
+    config, where = read_config(folder), folder / "config.json"
+    kind = config.get("speculators_model_type")
+    if kind is None:
+        return config, False
+    if kind != "eagle3":
+        raise CheckpointError(f"{where}: speculators_model_type {shown(kind)} is not supported, only 'eagle3'")
+    layers = table(config, "transformer_layer_config", where)
+    if not layers:
+        raise CheckpointError(f"{where}: transformer_layer_config is missing")
+    merged = {**layers, **{key: config[key] for key in _OF_SPECULATORS if config.get(key) is not None}}
+    if "norm_before_residual" not in merged:
+        log.warning("%s: norm_before_residual is missing; taken as true, as vLLM does", where)
+    return {"norm_before_residual": True, "draft_vocab_size": 32000, **merged}, True
+
+
+def layer_prefixes(folder: Path, names: Collection[str]) -> tuple[str, ...]:
+    """The prefix of each layer's tensors, as many as there are. Raises CheckpointError if one between is missing."""
+    numbers = sorted({int(match[1]) for name in names if (match := re.match(r"layers\.(\d{1,9})\.", name))})
+    middle = any(name.startswith("midlayer.") for name in names)
+    if middle and 0 in numbers:
+        raise CheckpointError(f"{folder}: tensors midlayer.* and layers.0.* are two first layers")
+    stored = ([0] if middle else []) + numbers
+    if not stored or stored != list(range(len(stored))):
+        gap = next((i for i, number in enumerate(stored) if number != i), len(stored))
+        raise CheckpointError(f"{folder}: missing tensor layers.{gap}.self_attn.q_proj.weight")
+    first = ("midlayer",) if middle else ()
+    return (*first, *(f"layers.{number}" for number in numbers))
+
+
+def head_layers(config: Config, where: Path, names: Collection[str], prefixes: tuple[str, ...]) -> list[LayerSpec]:
+    """A head's layers: sizes and rotation by its own config, norms of heads and biases by its tensors.
+
+    RoPE is the head's, not the target's: a head for GPT-OSS may rotate by YaRN or not. Raises CheckpointError for
+    layers with a window.
+    """
+    kinds = config.get("layer_types")
+    if config.get("use_sliding_window") or (isinstance(kinds, list) and "sliding_attention" in kinds[: len(prefixes)]):
+        raise CheckpointError(f"{where}: layers of a draft head with a sliding window are not supported (layer_types)")
+    attention, dense = attention_spec(config, where), dense_spec(config, where)
+    layers = []
+    for prefix in prefixes:
+        has = {part: f"{prefix}.{part}" in names for part in _OPTIONAL}
+        layers.append(
+            LayerSpec(
+                replace(
+                    attention,
+                    qk_norm=has["self_attn.q_norm.weight"],
+                    bias=attention.bias or has["self_attn.q_proj.bias"],
+                    output_bias=has["self_attn.o_proj.bias"],
+                ),
+                replace(dense, bias=dense.bias or has["mlp.gate_proj.bias"]),
+            )
+        )
+    return layers
+
+
+_OPTIONAL = ("self_attn.q_norm.weight", "self_attn.q_proj.bias", "self_attn.o_proj.bias", "mlp.gate_proj.bias")
+
+
+def stated(config: Config, keys: tuple[str, ...], tensor: str, names: Collection[str], where: Path) -> bool:
+    """Whether a head has a part, by one of these keys or by its tensor. To deny what is there is an error."""
+    said = [key for key in keys if flag(config, key, where)]
+    denied = [key for key in keys if config.get(key) is False]
+    if tensor in names and denied and not said:
+        raise CheckpointError(f"{where}: {denied[0]} = false, but the file holds {tensor}")
+    return bool(said) or tensor in names
+
+
+def output_of(
+    decoder: ModelConfig, vocab_size: int, target: ModelConfig, names: Collection[str], folder: Path
+) -> OutputOf:
+    """Whose matrix gives the logits: the head's own if it has one (vllm-27732), its embedding if tied, the target's.
+
+    Source of a head without one: sgl-27908.
+    """
+    if OUTPUT in names:
+        return "own"
+    if vocab_size != decoder.vocab_size:
+        raise CheckpointError(
+            f"{folder}: missing tensor {OUTPUT}: the head proposes {vocab_size} of {decoder.vocab_size} tokens and"
+            " cannot use the target's"
+        )
+    if decoder.tied_embeddings and EMBEDDING in names:
+        return "embedding"
+    if decoder.hidden_size != target.hidden_size:
+        raise CheckpointError(
+            f"{folder}: missing tensor {OUTPUT}: the head is {decoder.hidden_size} wide and cannot use the target's"
+            f" of {target.hidden_size}"
+        )
+    return "target"
+
+
+def check_made_for(where: Path, draft: ModelConfig, target_hidden_size: int, target: ModelConfig) -> None:
+    """Raise CheckpointError if a head was made for another target than this."""
+    for what, draft_value, target_value in (
+        ("vocab_size", draft.vocab_size, target.vocab_size),
+        ("target_hidden_size", target_hidden_size, target.hidden_size),
+    ):
+        if draft_value != target_value:
+            raise CheckpointError(
+                f"{where}: this draft is for another target: its {what} is {draft_value}, the target has {target_value}"
+            )
+
+
+def no_offset(vocab_size: int, device: torch.device) -> Tensor:
+    """`DraftVocab.offset` of a drafter that proposes the target's own tokens."""
+    return torch.zeros(vocab_size, dtype=torch.int64, device=device)
+
+
+def check_vocab(folder: Path, offset: Tensor, member: Tensor | None, vocab_size: int) -> None:
+    """d2t must be an offset that maps the draft vocabulary one to one into the target's; t2d, if present, agrees."""
+    target = torch.arange(offset.shape[0], device=offset.device) + offset
+    outside = (target < 0) | (target >= vocab_size)
+    if bool(outside.any()):
+        index = int(outside.nonzero()[0])
+        raise CheckpointError(
+            f"{folder}: tensor d2t maps draft token {index} to {int(target[index])}, outside [0, {vocab_size});"
+            " d2t must hold offsets, not ids"
+        )
+    if target.unique().shape[0] != target.shape[0]:
+        raise CheckpointError(f"{folder}: tensor d2t maps two draft tokens to one target token")
+    if member is not None and not torch.equal(member.nonzero().flatten(), target.sort().values):
+        raise CheckpointError(f"{folder}: tensor t2d does not mark the target tokens that d2t gives")
