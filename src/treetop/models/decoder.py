@@ -2,13 +2,13 @@
 
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from treetop.attention.layer import Attend
 from treetop.kernels.rope import rope_table
 from treetop.kernels.table import Ops
 from treetop.models.config import ModelConfig
+from treetop.models.embedding import lookup
 from treetop.models.layers import GatedMLP, RMSNorm, SelfAttention, attention_params, mlp_params, norm_param
 from treetop.models.loader import Placement, Weights
 from treetop.models.params import Param, Source, matrix
@@ -41,6 +41,7 @@ class Decoder:
     ) -> None:
         self.config, self.aux_inputs, self._ops = config, aux_inputs, ops
         self.embedding = weights["embedding"]
+        self._embed = lookup(self.embedding, ops.parallel)
         self.layers = [DecoderLayer(config, weights, index, ops) for index in range(len(config.layers))]
         ropes = dict.fromkeys(layer.rope for layer in self.layers)
         self._ropes = {rope: rope_table(rope, place.rope_rows, place.dtype, place.device) for rope in ropes}
@@ -49,7 +50,7 @@ class Decoder:
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> TargetOutput:
         """See `Target`."""
-        x = F.embedding(tokens, self.embedding)
+        x = self._embed(tokens)
         angles = {rope: self._ops.angles(table, positions) for rope, table in self._ropes.items()}
         aux_hidden, normed = {0: x}, self.layers[0].input_norm(x)
         next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
@@ -68,7 +69,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `Target`."""
-        return self.lm_head(hidden)
+        return self._ops.parallel.join(self.lm_head(hidden))
 
 
 def decoder_params(config: ModelConfig) -> list[Param]:

@@ -11,9 +11,10 @@ from torch import Tensor
 from treetop.kernels.products import ChosenProduct, Shape
 from treetop.kernels.table import OpContext, Ops
 from treetop.models.checkpoint import check_tensors, open_tensors
-from treetop.models.params import Fetch, Param, stored_tensors
+from treetop.models.params import Fetch, Param, of_rank, stored_tensors
 from treetop.types.errors import ConfigError
 from treetop.types.layout import SpecShape
+from treetop.types.parallel import ALONE, Parallel
 
 Weights = MutableMapping[str, Tensor]
 """Parameters by name. A model takes out what it keeps in another form, so that this is never there twice."""
@@ -46,7 +47,8 @@ class Placement:
     """Where and how a model computes.
 
     rope_rows: positions its RoPE table holds. dummy: random weights, no file. compressed: weights in 12 bits as well.
-    products: on a CPU, the calls for weights of each shape. shapes: of trees that will be grown.
+    products: on a CPU, the calls for weights of each shape. shapes: of trees that will be grown. parallel: the
+    rank that computes.
     """
 
     dtype: torch.dtype
@@ -56,25 +58,27 @@ class Placement:
     compressed: bool = False
     products: Mapping[Shape, ChosenProduct] = field(default_factory=dict)
     shapes: tuple[SpecShape, ...] = ()
+    parallel: Parallel = ALONE
 
     @property
     def ops(self) -> Ops:
         """The operations that serve here."""
-        return Ops(OpContext(self.device, self.dtype, self.shapes), self.compressed, self.products)
+        return Ops(OpContext(self.device, self.dtype, self.shapes), self.compressed, self.products, self.parallel)
 
 
 def load_weights(
     folder: Path, params: Sequence[Param], place: Placement, ignored: Collection[str] = ()
 ) -> dict[str, Tensor]:
-    """All parameters, by name, from a folder's files; random ones if the placement says so.
+    """The rank's part of all parameters, by name, from a folder's files; random ones if the placement says so.
 
     Each is filled from one stored tensor after another: beside them there is at most one tensor in memory. ignored:
     tensors that the files may hold. Raises CheckpointError as `checkpoint.open_tensors` says.
     """
+    mine = of_rank(params, place.parallel)
     if place.dummy:
-        return random_weights(params, place)
+        return random_weights(mine, place)
     with open_tensors(folder, stored_tensors(params), ignored) as fetch:
-        return {param.name: _filled(param, fetch, place) for param in params}
+        return {param.name: _filled(param, fetch, place) for param in mine}
 
 
 def check_weights(folder: Path, params: Sequence[Param], ignored: Collection[str] = ()) -> int:

@@ -35,6 +35,7 @@ _COUNTS = (
     "max_running_requests",
     "check_level",
     "seed",
+    "tp_size",
 )
 _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(_COUNTS, (int,)),
@@ -44,7 +45,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("draft", "speculative_algorithm"), (str, NoneType)),
     "disable_radix_cache": (bool,),
     **dict.fromkeys(("overlap", "compress_weights"), (bool, NoneType)),
-    "mem_fraction_static": (float, int),
+    **dict.fromkeys(("mem_fraction_static", "step_timeout"), (float, int)),
 }
 
 
@@ -62,7 +63,8 @@ class EngineConfig:
     its memory. disable_radix_cache: do not keep the K/V of prompts and outputs for prompts that begin alike.
     check_level: 0 off, 1 host checks, 2 device probes, 3 poison and red zones. overlap: launch a round before the
     results of the last one are known; None is on where rounds are captured CUDA graphs. graphs: `sim` runs rounds with
-    the semantics of captured graphs, on a CPU.
+    the semantics of captured graphs, on a CPU. tp_size: GPUs, or processes on a CPU, that share the model, a rank each.
+    step_timeout: seconds after which a step that has not ended on every rank ends them all; of one rank it is not used.
     """
 
     model: str = BUILTIN_MODEL
@@ -88,6 +90,8 @@ class EngineConfig:
     simulate_accept_length: int | None = None
     check_level: int = 1
     seed: int = 0
+    tp_size: int = 1
+    step_timeout: float = 60.0
 
     def __post_init__(self) -> None:
         wrong = self._wrong_types()
@@ -142,8 +146,21 @@ class EngineConfig:
             ),
             (not 0 <= self.seed < 2**63, f"--seed must be in [0, 2^63), got {shown(self.seed)}"),
         ]
-        counts = {"max_running_requests": 65536, "page_size": 2**20}
-        for name in ("max_running_requests", "chunked_prefill_size", "context_length", "max_total_tokens", "page_size"):
+        rules.append(
+            (
+                not 0 < self.step_timeout <= 86400,
+                f"--step-timeout must lie between 0 and 86400 seconds, got {shown(self.step_timeout)}",
+            )
+        )
+        counts = {"tp_size": 64, "max_running_requests": 65536, "page_size": 2**20}
+        for name in (
+            "max_running_requests",
+            "chunked_prefill_size",
+            "context_length",
+            "max_total_tokens",
+            "page_size",
+            "tp_size",
+        ):
             value, most = getattr(self, name), counts.get(name, 2**40)
             least = 2 if name == "context_length" else 1  # a token of a prompt and one of its output
             bad = value is not None and not least <= value <= most

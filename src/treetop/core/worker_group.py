@@ -1,0 +1,293 @@
+"""A worker group: one process a rank, which share a model, and fail and end as one.
+
+          this process: core, scheduler, rank 0's engine
+              |  plans, each sent before rank 0 launches it          ^ how each step ended
+              v  (zmq, ipc in a folder of the owner's alone)         |
+          rank 1 .. size - 1: `core/follower.py`, which launch and collect what they are sent
+          all ranks exchange tensors while a step runs (`parallel/`)
+
+Whatever goes wrong anywhere, a rank that dies, that does not end a step in time, that comes to something else, ends the
+group: every process, every file. The error says which rank, and why.
+"""
+
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from shutil import rmtree
+
+import msgspec
+import torch
+import zmq
+from torch import Tensor
+
+from treetop.core.follower import digest_of, meeting_of
+from treetop.core.group_wire import (
+    Broken,
+    Ended,
+    FollowerOptions,
+    FromFollower,
+    Here,
+    NextLogits,
+    Up,
+    decode_from_follower,
+    encode,
+    launch_of,
+)
+from treetop.engine.build import plan_engine
+from treetop.engine.engine import Engine, InFlightStep
+from treetop.models.loader import compute_device
+from treetop.parallel.exchange import START_S, ExchangeRank, Group
+from treetop.types.config import EngineConfig
+from treetop.types.errors import CheckError, ConfigError, EngineError, TreetopError
+from treetop.types.messages import StepPlan, StepResult
+
+_LONGEST_PATH = 90
+_TICK_MS = 100
+"""How often a wait looks whether a rank has died."""
+_LAST_WORDS_S = 2.0
+"""How long a rank that has failed may take to say why."""
+
+
+class WorkerGroup:
+    """Rank 0 of a group, as an engine: steps are launched and collected on all ranks.
+
+    engine: rank 0's own. Raises UserError for what cannot work, before anything is started where it can, and
+    EngineError if a rank fails; after that every call raises it again. `close` ends all processes, any number of times;
+    so does the end of whoever holds this object.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        device = compute_device(config.device)
+        _check_devices(config, device)
+        plan_engine(config, ExchangeRank(0, config.tp_size, device, _nobody))
+        self.config = config
+        self._ranks = _Ranks(config)
+        self.close = weakref.finalize(self, _Ranks.end, self._ranks)
+        self._failure: EngineError | None = None
+        self._launched = self._collected = 0
+        try:
+            self._ranks.await_all(Here, time.monotonic() + START_S)
+            self.engine = Engine(config, self._ranks.meet(device))
+            self._ranks.await_all(Up, time.monotonic() + START_S)
+        except BaseException as error:
+            raise self._ended(error, "while the group started") from error
+        self._ranks.start_deadlines(config.step_timeout)
+
+    def launch(self, plan: StepPlan) -> InFlightStep:
+        """As `Engine.launch`, on all ranks."""
+        self._check_alive()
+        try:
+            self._ranks.tell(encode(launch_of(self._launched, self.engine.bucket_of(plan), plan)))
+            self._launched += 1
+            return self.engine.launch(plan)
+        except BaseException as error:
+            raise self._ended(error, f"in step {self._launched - 1}") from error
+
+    def collect(self, in_flight: InFlightStep) -> StepResult:
+        """As `Engine.collect`. Nothing is handed out that a rank does not agree to."""
+        self._check_alive()
+        number, deadline = self._collected, time.monotonic() + self.config.step_timeout
+        try:
+            digests = self._ranks.await_step(number, deadline)  # then rank 0 waits for no rank but itself
+            result = self.engine.collect(in_flight)
+            if self.config.check_level >= 1:
+                _compare(number, digest_of(result), digests)
+        except BaseException as error:
+            raise self._ended(error, f"in step {number}") from error
+        self._collected += 1
+        return result
+
+    def next_logits(self, ids: list[int]) -> Tensor:
+        """As `Engine.next_logits`, while no step is in flight."""
+        self._check_alive()
+        try:
+            self._ranks.tell(encode(NextLogits(ids)))
+            return self.engine.next_logits(ids)
+        except BaseException as error:
+            raise self._ended(error, "in a forward for logits") from error
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        dead = self._ranks.dead()
+        if dead is not None:
+            raise self._ended(EngineError(dead), "between steps")
+
+    def _ended(self, error: BaseException, when: str) -> BaseException:
+        """End the group. Returns what to raise: this error, or the word of a rank that failed before it did."""
+        told = self._ranks.last_words(_LAST_WORDS_S if isinstance(error, RuntimeError) else 0.0)
+        self.close()
+        if isinstance(error, TreetopError) and not isinstance(error, EngineError):
+            self._failure = EngineError("the worker group could not start")
+            return error
+        if told is not None and told.user_error:
+            self._failure = EngineError(told.reason)
+            return ConfigError(told.reason)
+        reason = f"{type(error).__name__}: {error}" if told is None else f"rank {told.rank}: {told.reason}"
+        self._failure = error if isinstance(error, EngineError) and told is None else EngineError(f"{reason}; {when}")
+        return self._failure if isinstance(error, Exception) else error
+
+
+@dataclass(slots=True)
+class _Rank:
+    """A follower. process: which ends when its stdin does."""
+
+    process: "subprocess.Popen[bytes]"
+    plans: "zmq.Socket[bytes]"
+
+
+class _Ranks:
+    """The followers of a group, and what lies between them and rank 0."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._size, self._timeout_s = config.tp_size, config.step_timeout
+        self.folder = tempfile.mkdtemp(prefix="treetop-")  # mode 0700: nobody else reaches a rank
+        self._group: Group | None = None
+        self._ending = threading.Lock()
+        self._words: list[FromFollower] = []
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._inbox = self._context.socket(zmq.PULL)
+        self._ranks: dict[int, _Rank] = {}
+        try:
+            if len(self.folder) > _LONGEST_PATH:
+                raise ConfigError(f"the path of temporary files is too long for a socket: {self.folder}; set TMPDIR")
+            self._inbox.bind(f"ipc://{self.folder}/words")
+            for rank in range(1, self._size):
+                plans = self._context.socket(zmq.PUSH)
+                plans.bind(f"ipc://{self.folder}/{rank}")
+                options = FollowerOptions(self.folder, config, rank, torch.get_num_threads())
+                self._ranks[rank] = _Rank(start_process(options), plans)
+        except BaseException:
+            self.end()
+            raise
+
+    def meet(self, device: torch.device) -> ExchangeRank:
+        """Rank 0's side of the group. A rank that dies from now on ends kernels of rank 0 that wait for it."""
+        self._group = Group(meeting_of(self.folder, 0, self._size), device)
+        for each in self._ranks.values():
+            threading.Thread(target=_watch, args=(each.process, self._group.close), daemon=True).start()
+        return self._group.parallel
+
+    def start_deadlines(self, seconds: float) -> None:
+        assert self._group is not None
+        self._group.set_deadline(seconds)
+
+    def tell(self, message: bytes) -> None:
+        for rank in self._ranks.values():
+            rank.plans.send(message)
+
+    def await_all(self, kind: "type[Here | Up]", deadline: float) -> None:
+        """Wait for a word of this kind from each rank."""
+        for rank in self._ranks:
+            self._await(lambda word, rank=rank: isinstance(word, kind) and word.rank == rank, deadline, "start", {rank})
+
+    def await_step(self, number: int, deadline: float) -> dict[int, int]:
+        """Wait until all have ended a step. Returns the digest of each."""
+        digests: dict[int, int] = {}
+        while len(digests) < len(self._ranks):
+            missing = self._ranks.keys() - digests.keys()
+            word = self._await(
+                lambda word: isinstance(word, Ended) and word.number == number, deadline, f"end step {number}", missing
+            )
+            assert isinstance(word, Ended)
+            digests[word.rank] = word.digest
+        return digests
+
+    def dead(self) -> str | None:
+        """Which rank has died, if one has."""
+        codes = {rank: each.process.poll() for rank, each in self._ranks.items()}
+        gone = [f"rank {rank} has ended with exit code {code}" for rank, code in codes.items() if code is not None]
+        return "; ".join(gone) or None
+
+    def last_words(self, patience_s: float) -> Broken | None:
+        """What a rank says that has failed. patience_s: for what is on its way."""
+        deadline = time.monotonic() + patience_s
+        while not self._inbox.closed:
+            broken = next((word for word in self._words if isinstance(word, Broken)), None)
+            if broken is not None or not self._receive(max(deadline - time.monotonic(), 0)):
+                return broken
+        return None
+
+    def end(self) -> None:
+        """End all processes, remove all files. Any number of times, from any thread."""
+        with self._ending:
+            for rank in self._ranks.values():
+                with suppress(OSError):
+                    rank.process.kill()  # nothing of theirs has to be saved, and one may have been stopped
+            if self._group is not None:
+                self._group.close()
+            for rank in self._ranks.values():
+                rank.process.wait()
+                assert rank.process.stdin is not None
+                with suppress(OSError):
+                    rank.process.stdin.close()
+            self._context.destroy(linger=0)
+            rmtree(self.folder, ignore_errors=True)
+
+    def _await(
+        self, wanted: Callable[[FromFollower], bool], deadline: float, what: str, who: "set[int]"
+    ) -> FromFollower:
+        """The first word that is wanted. Raises EngineError if a rank fails or dies, or if the deadline passes."""
+        while True:
+            for index, word in enumerate(self._words):
+                if isinstance(word, Broken):
+                    raise EngineError(f"rank {word.rank}: {word.reason}")
+                if wanted(word):
+                    return self._words.pop(index)
+            if self._receive(_TICK_MS / 1000):
+                continue
+            dead = self.dead()
+            if dead is not None and not self._receive(0):
+                raise EngineError(dead)
+            if time.monotonic() > deadline:
+                names = ", ".join(map(str, sorted(who)))
+                raise EngineError(
+                    f"rank {names} did not {what} in {self._timeout_s:g} s; raise --step-timeout if it needs longer"
+                )
+
+    def _receive(self, patience_s: float) -> bool:
+        """Take what has come, and wait a while for something to come. Returns whether anything did."""
+        got = False
+        while self._inbox.poll(0 if got else int(patience_s * 1000)):
+            self._words.append(decode_from_follower(self._inbox.recv()))
+            got = True
+        return got
+
+
+def start_process(options: FollowerOptions) -> "subprocess.Popen[bytes]":
+    """A follower in a process of its own, which ends with this one."""
+    command = [sys.executable, "-P", "-m", "treetop.core.follower"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(options) + b"\n")
+    process.stdin.flush()
+    return process
+
+
+def _watch(process: "subprocess.Popen[bytes]", close: Callable[[], None]) -> None:
+    process.wait()
+    close()
+
+
+def _check_devices(config: EngineConfig, device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.device_count() < config.tp_size:
+        raise ConfigError(f"--tp-size {config.tp_size}: this machine shows {torch.cuda.device_count()} GPUs")
+
+
+def _compare(number: int, own: int, digests: dict[int, int]) -> None:
+    """Raise CheckError if a rank came to something else."""
+    other = sorted(rank for rank, digest in digests.items() if digest != own)
+    if other:
+        ranks = ", ".join(map(str, other))
+        raise CheckError(f"step {number}: rank {ranks} came to other trees, paths or tokens than rank 0")
+
+
+def _nobody(out: Tensor, piece: Tensor) -> None:
+    """Nothing is exchanged before there is a group."""
+    raise AssertionError

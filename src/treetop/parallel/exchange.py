@@ -1,0 +1,104 @@
+"""A rank over a process group of `torch.distributed`: gloo between processes of a CPU, NCCL between GPUs.
+
+One operation is enough, all_gather: whoever adds, adds the same numbers in the same order. A process group is an object
+of its own here, not the default one of the process, so that a process can have several, one after the other.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from treetop.types.errors import ConfigError
+
+START_S = 600.0
+"""Seconds until a rank must answer while the group starts: ranks load weights and compile at their own pace."""
+_MEET_S = 120.0
+"""Seconds until all ranks must have met."""
+
+Gather = Callable[[Tensor, Tensor], None]
+"""(out, piece): fills out [size, ...] with the pieces [...] of the ranks, in their order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the ranks of a group find each other. file: in a folder of the owner's alone, of this group alone."""
+
+    file: Path
+    rank: int
+    size: int
+
+
+class ExchangeRank:
+    """A `Parallel` whose one operation is `gather`."""
+
+    def __init__(self, rank: int, size: int, device: torch.device, gather: Gather) -> None:
+        self.rank, self.size, self._device, self._gather = rank, size, device, gather
+
+    def sum(self, parts: Tensor) -> Tensor:
+        """The ranks' shares, in the order of the ranks: whoever adds them adds the same numbers in the same order."""
+        return self.gather(parts[0] if parts.shape[0] == 1 else parts.sum(dim=0))
+
+    def gather(self, piece: Tensor) -> Tensor:
+        out = piece.new_empty((self.size, *piece.shape))
+        self._gather(out, piece.contiguous())
+        return out
+
+    def join(self, piece: Tensor) -> Tensor:
+        return self.gather(piece).movedim(0, -2).flatten(-2)
+
+    def least(self, number: int) -> int:
+        return int(self.gather(torch.tensor(number, device=self._device)).min())
+
+
+class Group:
+    """A process group. `close` ends waiting of this rank, on whatever thread it waits, where the library can.
+
+    parallel: this rank. deadline: seconds until the others must answer, from now on.
+    """
+
+    def __init__(self, meeting: Meeting, device: torch.device) -> None:
+        """Waits until all ranks have come. Raises ConfigError if PyTorch was built without what the device needs."""
+        store = dist.FileStore(str(meeting.file), meeting.size)
+        store.set_timeout(timedelta(seconds=_MEET_S))
+        self._group = _nccl(store, meeting) if device.type == "cuda" else _gloo(store, meeting)
+        self._gpu = device.type == "cuda"
+        gather = self._gather_on_gpu if self._gpu else self._gather_on_cpu
+        self.parallel = ExchangeRank(meeting.rank, meeting.size, device, gather)
+
+    def set_deadline(self, seconds: float) -> None:
+        """The host waits so long for the others, from now on; on a GPU nothing waits on the host."""
+        if not self._gpu:
+            self._group._set_default_timeout(timedelta(seconds=seconds))
+
+    def close(self) -> None:
+        """Leave the group: kernels that wait for others end. Any number of times."""
+        if self._gpu:
+            self._group.abort()
+
+    def _gather_on_cpu(self, out: Tensor, piece: Tensor) -> None:
+        self._group.allgather([[*out.unbind(0)]], [piece]).wait()
+
+    def _gather_on_gpu(self, out: Tensor, piece: Tensor) -> None:
+        self._group._allgather_base(out, piece).wait()  # the stream waits, not the host
+
+
+def _gloo(store: dist.Store, meeting: Meeting) -> dist.Backend:
+    if not dist.is_gloo_available():
+        raise ConfigError(f"--tp-size {meeting.size}: this PyTorch has no gloo, which ranks on a CPU need")
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]  # nobody else's network
+    options._timeout = timedelta(seconds=START_S)
+    return dist.ProcessGroupGloo(store, meeting.rank, meeting.size, options)
+
+
+def _nccl(store: dist.Store, meeting: Meeting) -> dist.Backend:
+    if not dist.is_nccl_available():
+        raise ConfigError(f"--tp-size {meeting.size}: this PyTorch has no NCCL, which ranks on GPUs need")
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=START_S)
+    return dist.ProcessGroupNCCL(store, meeting.rank, meeting.size, options)
