@@ -137,10 +137,10 @@ def test_verbose_puts_the_start_up_block_on_stderr_and_nothing_else_changes(caps
 
 def test_the_results_of_several_prompts_come_as_they_end_and_in_order(capsys, monkeypatch):
     """A result waits for those before it and for no other."""
-    from treetop import cli
+    from treetop.cli import generate
 
     shown = []
-    monkeypatch.setattr(cli, "_show", lambda args, output, index, prompt: shown.append((index, output)))
+    monkeypatch.setattr(generate, "_show", lambda args, output, index, prompt: shown.append((index, output)))
     monkeypatch.setattr("treetop.server.llm.LLM", FakeLLM)
     FakeLLM.seen = shown
     assert run(capsys, "generate", "--prompt", "a", "--prompt", "b", "--prompt", "c")[0] == 0

@@ -59,7 +59,7 @@ def dead_links(page):
 def commands(page):
     """Lines of blocks, and text in backticks, that run treetop or a script of ours; as words, without comments."""
     lines = [line for block in BLOCK.findall(text_of(page)) for line in block.splitlines()]
-    ours = re.compile(r"(treetop|python (bench|scripts|recipes)/\S+)( |$)")
+    ours = re.compile(r"(treetop|python (benchmarks|scripts|recipes)/\S+)( |$)")
     return [shlex.split(line, comments=True) for line in [*lines, *spans(page)] if ours.match(line)]
 
 
@@ -100,7 +100,7 @@ def test_commands_are_taken_by_what_they_call(words):
 def test_options_that_are_named_exist():
     """`--option` in backticks is treetop's or a script's, unless the text is another tool's command."""
     known = {o for parser in subparsers().values() for action in parser._actions for o in action.option_strings}
-    scripts = "".join(text_of(path) for folder in ("bench", "scripts") for path in (ROOT / folder).glob("*.py"))
+    scripts = "".join(text_of(path) for folder in ("benchmarks", "scripts") for path in (ROOT / folder).glob("*.py"))
     for page in PAGES:
         for span in spans(page):
             if not re.match(r"(pip|pytest|python) ", span):

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from treetop.bench.rounds import Grid, warm_up
 from treetop.models.loader import compute_device
@@ -11,7 +11,6 @@ from treetop.types.errors import ConfigError, InputError
 from treetop.types.layout import PLAIN, SpecShape
 
 Sweep = Literal["batch", "context", "tree", "table"]
-SWEEPS: tuple[str, ...] = get_args(Sweep)
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (1024, 2048, 4096, 8192, 16384, 32768)

@@ -1,0 +1,107 @@
+"""From the words of a command line to the command that runs, and from what ends it to an exit code."""
+
+import argparse
+import io
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Protocol
+
+from treetop.cli import bench, doctor, generate, serve, trace
+from treetop.types.errors import EngineError, UserError
+from treetop.version import __version__
+
+
+class Command(Protocol):
+    """What a command's file has. HELP: what it does, in a line."""
+
+    HELP: str
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Returns the exit code. Raises UserError and EngineError."""
+
+
+COMMANDS: dict[str, Command] = {
+    "generate": generate,
+    "serve": serve,
+    "bench": bench,
+    "trace": trace,
+    "doctor": doctor,
+}
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A parser whose errors are one line on stderr, and whose options are spelled out."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog.split()[0]}: {_one_line(message)}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line. Returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # of what the terminal's encoding lacks
+    parser, given = build_parser(), sys.argv[1:] if argv is None else argv
+    args = parser.parse_args(given)
+    if args.verbose:
+        logger = logging.getLogger("treetop")
+        logger.setLevel(logging.INFO)
+        logger.addHandler(logging.StreamHandler(sys.stderr))
+    return exit_code("treetop", lambda: _run(args, parser, given))
+
+
+def _run(args: argparse.Namespace, parser: argparse.ArgumentParser, given: Sequence[str]) -> int:
+    """Run a command, on engines with a bug of the past if the environment names one."""
+    if getattr(args, "config", None) is not None:
+        from treetop.server.command import with_config_file
+
+        args = parser.parse_args(with_config_file(args, given))
+    if not os.environ.get("TREETOP_FAULT"):
+        return int(args.run(args))
+    from treetop.debug.faults import environment_fault
+
+    with environment_fault(os.environ):
+        return int(args.run(args))
+
+
+def exit_code(program: str, run: Callable[[], int]) -> int:
+    """Run a command, or one of `scripts/`. What ends it early becomes its exit code, and one line on stderr."""
+    try:
+        return run()
+    except UserError as error:
+        print(f"{program}: {_one_line(error)}", file=sys.stderr)
+        return 2
+    except EngineError as error:
+        print(f"{program}: {_one_line(error)}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 0
+    except OSError as error:
+        print(f"{program}: {_one_line(error)}", file=sys.stderr)
+        return 1
+
+
+def _one_line(message: object) -> str:
+    """A message whose line ends and control characters, which names may hold, are escaped."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in str(message))
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(prog="treetop", description="Exact LLM inference with EAGLE tree speculative decoding.")
+    parser.add_argument("--version", action="version", version=f"treetop {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=OneLineParser)
+    for name, command in COMMANDS.items():
+        of_command = commands.add_parser(name, help=command.HELP)
+        command.add_options(of_command)
+        of_command.set_defaults(run=command.run)
+    return parser
