@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from shutil import rmtree
 
 import msgspec
@@ -44,7 +45,7 @@ from treetop.engine.engine import Engine, InFlightStep
 from treetop.models.loader import compute_device
 from treetop.parallel.exchange import START_S, ExchangeRank, Group
 from treetop.types.config import EngineConfig
-from treetop.types.errors import CheckError, ConfigError, EngineError, TreetopError
+from treetop.types.errors import CheckError, ConfigError, EngineError, TreetopError, UserError
 from treetop.types.messages import StepPlan, StepResult
 
 _LONGEST_PATH = 90
@@ -120,18 +121,22 @@ class WorkerGroup:
             raise self._ended(EngineError(dead), "between steps")
 
     def _ended(self, error: BaseException, when: str) -> BaseException:
-        """End the group. Returns what to raise: this error, or the word of a rank that failed before it did."""
-        told = self._ranks.last_words(_LAST_WORDS_S if isinstance(error, RuntimeError) else 0.0)
+        """End the group. Returns what to raise: this error, or the reason for it if a rank failed or died before."""
+        told, dead = self._ranks.last_words(_LAST_WORDS_S if isinstance(error, EngineError) else 0.0)
         self.close()
-        if isinstance(error, TreetopError) and not isinstance(error, EngineError):
-            self._failure = EngineError("the worker group could not start")
+        self._failure = EngineError(f"{_reason(error, told, dead)}; {when}")
+        if isinstance(error, UserError) or not isinstance(error, Exception):
             return error
-        if told is not None and told.user_error:
-            self._failure = EngineError(told.reason)
-            return ConfigError(told.reason)
-        reason = f"{type(error).__name__}: {error}" if told is None else f"rank {told.rank}: {told.reason}"
-        self._failure = error if isinstance(error, EngineError) and told is None else EngineError(f"{reason}; {when}")
-        return self._failure if isinstance(error, Exception) else error
+        return ConfigError(told.reason) if told is not None and told.user_error else self._failure
+
+
+def _reason(error: BaseException, told: Broken | None, dead: str | None) -> str:
+    """What a rank said of itself says most, then that it died, then what rank 0 saw of that."""
+    if told is not None:
+        return f"rank {told.rank}: {told.reason}"
+    if dead is not None:
+        return dead
+    return str(error) if isinstance(error, TreetopError) else f"{type(error).__name__}: {error}"
 
 
 @dataclass(slots=True)
@@ -185,7 +190,7 @@ class _Ranks:
     def await_all(self, kind: "type[Here | Up]", deadline: float) -> None:
         """Wait for a word of this kind from each rank."""
         for rank in self._ranks:
-            self._await(lambda word, rank=rank: isinstance(word, kind) and word.rank == rank, deadline, "start", {rank})
+            self._await(partial(_from, rank, kind), deadline, "start", {rank})
 
     def await_step(self, number: int, deadline: float) -> dict[int, int]:
         """Wait until all have ended a step. Returns the digest of each."""
@@ -205,14 +210,17 @@ class _Ranks:
         gone = [f"rank {rank} has ended with exit code {code}" for rank, code in codes.items() if code is not None]
         return "; ".join(gone) or None
 
-    def last_words(self, patience_s: float) -> Broken | None:
-        """What a rank says that has failed. patience_s: for what is on its way."""
+    def last_words(self, patience_s: float) -> tuple[Broken | None, str | None]:
+        """What a rank says that has failed, and which have died. patience_s: for what is on its way."""
         deadline = time.monotonic() + patience_s
         while not self._inbox.closed:
-            broken = next((word for word in self._words if isinstance(word, Broken)), None)
-            if broken is not None or not self._receive(max(deadline - time.monotonic(), 0)):
-                return broken
-        return None
+            told, dead = next((word for word in self._words if isinstance(word, Broken)), None), self.dead()
+            late = time.monotonic() > deadline
+            if told is not None or dead is not None or late:
+                self._receive(0)
+                return told or next((word for word in self._words if isinstance(word, Broken)), None), dead
+            self._receive(_TICK_MS / 1000)
+        return None, None
 
     def end(self) -> None:
         """End all processes, remove all files. Any number of times, from any thread."""
@@ -268,6 +276,10 @@ def start_process(options: FollowerOptions) -> "subprocess.Popen[bytes]":
     process.stdin.write(msgspec.json.encode(options) + b"\n")
     process.stdin.flush()
     return process
+
+
+def _from(rank: int, kind: "type[Here | Up]", word: FromFollower) -> bool:
+    return isinstance(word, kind) and word.rank == rank
 
 
 def _watch(process: "subprocess.Popen[bytes]", close: Callable[[], None]) -> None:

@@ -8,12 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore, Store
 
-from treetop.types.errors import ConfigError
+from treetop.types.errors import ConfigError, EngineError
 
 START_S = 600.0
 """Seconds until a rank must answer while the group starts: ranks load weights and compile at their own pace."""
@@ -63,15 +65,17 @@ class Group:
 
     def __init__(self, meeting: Meeting, device: torch.device) -> None:
         """Waits until all ranks have come. Raises ConfigError if PyTorch was built without what the device needs."""
-        store = dist.FileStore(str(meeting.file), meeting.size)
+        store = FileStore(str(meeting.file), meeting.size)
         store.set_timeout(timedelta(seconds=_MEET_S))
-        self._group = _nccl(store, meeting) if device.type == "cuda" else _gloo(store, meeting)
-        self._gpu = device.type == "cuda"
+        self._group: Any = _nccl(store, meeting) if device.type == "cuda" else _gloo(store, meeting)
+        self._gpu, self._seconds = device.type == "cuda", START_S
         gather = self._gather_on_gpu if self._gpu else self._gather_on_cpu
         self.parallel = ExchangeRank(meeting.rank, meeting.size, device, gather)
+        self.parallel.least(0)  # the library connects at the first exchange, which cannot be recorded
 
     def set_deadline(self, seconds: float) -> None:
         """The host waits so long for the others, from now on; on a GPU nothing waits on the host."""
+        self._seconds = seconds
         if not self._gpu:
             self._group._set_default_timeout(timedelta(seconds=seconds))
 
@@ -81,24 +85,31 @@ class Group:
             self._group.abort()
 
     def _gather_on_cpu(self, out: Tensor, piece: Tensor) -> None:
-        self._group.allgather([[*out.unbind(0)]], [piece]).wait()
+        try:
+            self._group.allgather([[*out.unbind(0)]], [piece]).wait()
+        except RuntimeError as error:
+            if "imed out" not in str(error):
+                raise EngineError("a rank has left while others waited for it") from error
+            late = f"a rank did not answer in {self._seconds:g} s; raise --step-timeout if it needs longer"
+            raise EngineError(late) from error
 
     def _gather_on_gpu(self, out: Tensor, piece: Tensor) -> None:
         self._group._allgather_base(out, piece).wait()  # the stream waits, not the host
 
 
-def _gloo(store: dist.Store, meeting: Meeting) -> dist.Backend:
+def _gloo(store: Store, meeting: Meeting) -> object:
     if not dist.is_gloo_available():
         raise ConfigError(f"--tp-size {meeting.size}: this PyTorch has no gloo, which ranks on a CPU need")
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]  # nobody else's network
+    gloo: Any = dist.ProcessGroupGloo  # whose stubs lack what it is made of
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]  # nobody else's network
     options._timeout = timedelta(seconds=START_S)
-    return dist.ProcessGroupGloo(store, meeting.rank, meeting.size, options)
+    return gloo(store, meeting.rank, meeting.size, options)
 
 
-def _nccl(store: dist.Store, meeting: Meeting) -> dist.Backend:
+def _nccl(store: Store, meeting: Meeting) -> object:
     if not dist.is_nccl_available():
         raise ConfigError(f"--tp-size {meeting.size}: this PyTorch has no NCCL, which ranks on GPUs need")
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=START_S)
+    options._timeout = timedelta(days=30)  # past it PyTorch would end the process; who waits has a deadline of its own
     return dist.ProcessGroupNCCL(store, meeting.rank, meeting.size, options)
