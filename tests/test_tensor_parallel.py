@@ -3,6 +3,8 @@
 Ranks are threads here, which start in a second; `test_worker_group.py` has them in processes.
 """
 
+import time
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -18,9 +20,11 @@ from tiny_models import (
     save_random_qwen3,
     save_weak_llama,
 )
+from treetop.debug.patching import wrapped_device
+from treetop.debug.rank_faults import RANK_FAULTS
 from treetop.debug.ranks import ranks_on_threads
 from treetop.debug.two_group import write_two_group_pair
-from treetop.types.errors import ConfigError, UserError
+from treetop.types.errors import ConfigError, EngineError, UserError
 
 LENGTHS = [1, 4, 5, 15, 17, 33]
 
@@ -126,3 +130,35 @@ def test_a_rank_that_cannot_start_says_why(pairs, tmp_path):
     head[-1, -1] = torch.nan
     broken = copy_folder(pairs["weak"].target, tmp_path / "broken", tensors={"lm_head.weight": head})
     refused(UserError, lambda: build(Pair(broken, None), None, tp_size=2), "lm_head.weight", "NaN")
+
+
+def provoke(pair, found, level, seconds=2.0):
+    """Requests on ranks with a fault at a check level: how they end, the ranks' states, and how long it took."""
+    runners = []
+    options = {"tp_size": 2, "check_level": level, "step_timeout": seconds, "overlap": True, **found.options}
+    with found.active(), wrapped_device(lambda device: runners.append(device) or device):
+        llm = build(pair, (4, 5, 16), **options)
+        begun, error = time.monotonic(), None
+        try:
+            llm.generate(pair.prompts([9, 30, 4]), greedy(60))
+        except EngineError as caught:
+            error = caught
+        finally:
+            llm.close()
+    return error, [runner.state.draft.hidden.tolist() for runner in runners], time.monotonic() - begun
+
+
+@pytest.mark.parametrize("name", RANK_FAULTS)
+def test_a_fault_of_ranks_is_caught_by_its_guard(pairs, name):
+    """At its level, or at every level; before any rank waits for longer than the deadline."""
+    found = RANK_FAULTS[name]
+    error, _, seconds = provoke(pairs["weak"], found, found.level or 0)
+    assert found.guard in str(error)
+    assert seconds < 20
+
+
+def test_a_sum_in_another_order_makes_ranks_differ_where_no_guard_looks(pairs):
+    """Without the digest nothing says so, and each rank drafts from numbers of its own."""
+    error, states, _ = provoke(pairs["weak"], RANK_FAULTS["own-rank-order"], 0, seconds=60.0)
+    assert error is None
+    assert any(state != states[0] for state in states[1:])

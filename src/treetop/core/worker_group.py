@@ -66,7 +66,7 @@ class WorkerGroup:
     def __init__(self, config: EngineConfig) -> None:
         device = compute_device(config.device)
         _check_devices(config, device)
-        plan_engine(config, ExchangeRank(0, config.tp_size, device, _nobody))
+        plan_engine(config)
         self.config = config
         self._ranks = _Ranks(config)
         self.close = weakref.finalize(self, _Ranks.end, self._ranks)
@@ -298,8 +298,3 @@ def _compare(number: int, own: int, digests: dict[int, int]) -> None:
     if other:
         ranks = ", ".join(map(str, other))
         raise CheckError(f"step {number}: rank {ranks} came to other trees, paths or tokens than rank 0")
-
-
-def _nobody(out: Tensor, piece: Tensor) -> None:
-    """Nothing is exchanged before there is a group."""
-    raise AssertionError

@@ -6,7 +6,7 @@ rank.
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -19,6 +19,7 @@ from treetop.core.follower import Follower
 from treetop.core.group_wire import FollowerOptions
 from treetop.debug.patching import instead, replaced
 from treetop.parallel.exchange import START_S, ExchangeRank, Meeting
+from treetop.types.errors import EngineError
 
 
 @contextmanager
@@ -60,9 +61,16 @@ class MemoryGroup:
 
     def _gather(self, out: Tensor, piece: Tensor) -> None:
         self._table.pieces[self._rank] = piece
-        self._table.barrier.wait(self._seconds)
-        torch.stack(self._table.pieces, out=out)
-        self._table.barrier.wait(self._seconds)
+        try:
+            self._table.barrier.wait(self._seconds)
+            torch.stack(self._table.pieces, out=out)
+            self._table.barrier.wait(self._seconds)
+        except threading.BrokenBarrierError as error:
+            raise EngineError(f"a rank did not answer in {self._seconds:g} s") from error
+
+
+class RankDied(BaseException):
+    """A rank is gone without a word, as a process that is killed."""
 
 
 class RankThread:
@@ -71,8 +79,12 @@ class RankThread:
     def __init__(self, options: FollowerOptions) -> None:
         self._follower = Follower(options, zmq.Context.instance())
         self.stdin = _Nothing()
-        self._thread = threading.Thread(target=self._follower.run, name=f"rank-{options.rank}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"rank-{options.rank}", daemon=True)
         self._thread.start()
+
+    def _run(self) -> None:
+        with suppress(RankDied):
+            self._follower.run()
 
     def poll(self) -> int | None:
         return None if self._thread.is_alive() else 1

@@ -44,7 +44,7 @@ from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
 from treetop.types.ids import DRAFT, FULL, WINDOW, GroupName
 from treetop.types.layout import KVGroup, Layout
-from treetop.types.parallel import ALONE, Parallel
+from treetop.types.parallel import ALONE, Parallel, Unmet
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +65,13 @@ class EnginePlan:
     weights: CpuWeights
 
 
-def plan_engine(config: EngineConfig, parallel: Parallel = ALONE) -> EnginePlan:
+def plan_engine(config: EngineConfig, parallel: Parallel | None = None) -> EnginePlan:
     """Read the checkpoints' configs, and check every option against them and against the device's memory.
 
-    parallel: which rank this is. Raises UserError for what cannot work, before any weight is read.
+    parallel: which rank this is; None for the first of ranks that have not met. Raises UserError for what cannot work,
+    before any weight is read.
     """
+    parallel = parallel or (ALONE if config.tp_size == 1 else Unmet(config.tp_size))
     target = target_spec(resolve_folder(config.model))
     draft = None if config.draft is None else read_draft_spec(config, config.draft, target.config)
     layout = make_layout(config, target.config, draft, parallel.size)

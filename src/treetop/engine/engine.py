@@ -28,6 +28,7 @@ from treetop.engine.state import setup_columns
 from treetop.engine.witness import Witness, alone, tree_and_path
 from treetop.models.config import attention_of_rank
 from treetop.types.config import EngineConfig
+from treetop.types.errors import InvariantError
 from treetop.types.ids import NULL_PAGE, GroupName, PageId
 from treetop.types.messages import PrefillPlan, RoundPlan, RowResult, StepPlan, StepResult
 from treetop.types.parallel import ALONE, Parallel
@@ -58,6 +59,8 @@ class Engine:
         parallel: the rank that this engine is; engines of all ranks are made, and run the same steps, side by side.
         target, draft: what was read of the checkpoints; spec: the target's configuration.
         """
+        if parallel.size != config.tp_size:
+            raise InvariantError(f"an engine of --tp-size {config.tp_size} was made for a group of {parallel.size}")
         self.config, self.parallel = config, parallel
         self._witness: Witness = tree_and_path if parallel.size > 1 and config.check_level >= 1 else alone
         self.observer: Observer | None = None

@@ -150,7 +150,9 @@ def cut(param: Param, rank: int, size: int) -> Param | None:
 
 
 def of_rank(params: Sequence[Param], parallel: Parallel) -> list[Param]:
-    """What a rank has of these. Raises ConfigError if one cannot be divided."""
+    """What a rank has of these: of one rank all. Raises ConfigError if one cannot be divided."""
+    if parallel.size == 1:
+        return [*params]
     mine = (cut(param, parallel.rank, parallel.size) for param in params)
     return [param for param in mine if param is not None]
 

@@ -1,7 +1,8 @@
 """A rank over a process group of `torch.distributed`: gloo between processes of a CPU, NCCL between GPUs.
 
-One operation is enough, all_gather: whoever adds, adds the same numbers in the same order. A process group is an object
-of its own here, not the default one of the process, so that a process can have several, one after the other.
+Small shares are gathered: whoever adds them, in the norm that reads them, adds the same numbers in the same order.
+Large ones, of long prompts on GPUs, are added by NCCL, which sends one result to all ranks. A process group is an
+object of its own here, not the default one of the process, so that a process can have several, one after the other.
 """
 
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from torch._C._distributed_c10d import FileStore, Store
 
 from treetop.types.errors import ConfigError, EngineError
 
+_SMALL = 2**20
+"""Bytes up to which shares are gathered and added where they are read; more are added by the library on their way."""
 START_S = 600.0
 """Seconds until a rank must answer while the group starts: ranks load weights and compile at their own pace."""
 _MEET_S = 120.0
@@ -35,15 +38,26 @@ class Meeting:
     size: int
 
 
-class ExchangeRank:
-    """A `Parallel` whose one operation is `gather`."""
+Reduce = Callable[[Tensor], None]
+"""(share): adds up the shares of all ranks in place, to the same bytes everywhere."""
 
-    def __init__(self, rank: int, size: int, device: torch.device, gather: Gather) -> None:
-        self.rank, self.size, self._device, self._gather = rank, size, device, gather
+
+class ExchangeRank:
+    """A `Parallel` of two operations. reduce: None if the library's is not the same on all ranks."""
+
+    def __init__(
+        self, rank: int, size: int, device: torch.device, gather: Gather, reduce: Reduce | None = None
+    ) -> None:
+        self.rank, self.size, self._device, self._gather, self._reduce = rank, size, device, gather, reduce
 
     def sum(self, parts: Tensor) -> Tensor:
         """The ranks' shares, in the order of the ranks: whoever adds them adds the same numbers in the same order."""
-        return self.gather(parts[0] if parts.shape[0] == 1 else parts.sum(dim=0))
+        share = parts[0] if parts.shape[0] == 1 else parts.sum(dim=0)
+        if self._reduce is None or share.nbytes <= _SMALL:
+            return self.gather(share)
+        share = share.contiguous()
+        self._reduce(share)
+        return share[None]
 
     def gather(self, piece: Tensor) -> Tensor:
         out = piece.new_empty((self.size, *piece.shape))
@@ -69,8 +83,8 @@ class Group:
         store.set_timeout(timedelta(seconds=_MEET_S))
         self._group: Any = _nccl(store, meeting) if device.type == "cuda" else _gloo(store, meeting)
         self._gpu, self._seconds = device.type == "cuda", START_S
-        gather = self._gather_on_gpu if self._gpu else self._gather_on_cpu
-        self.parallel = ExchangeRank(meeting.rank, meeting.size, device, gather)
+        gather, reduce = (self._gather_on_gpu, self._reduce_on_gpu) if self._gpu else (self._gather_on_cpu, None)
+        self.parallel = ExchangeRank(meeting.rank, meeting.size, device, gather, reduce)
         self.parallel.least(0)  # the library connects at the first exchange, which cannot be recorded
 
     def set_deadline(self, seconds: float) -> None:
@@ -95,6 +109,9 @@ class Group:
 
     def _gather_on_gpu(self, out: Tensor, piece: Tensor) -> None:
         self._group._allgather_base(out, piece).wait()  # the stream waits, not the host
+
+    def _reduce_on_gpu(self, share: Tensor) -> None:
+        self._group.allreduce([share]).wait()
 
 
 def _gloo(store: Store, meeting: Meeting) -> object:

@@ -22,7 +22,10 @@ class Parallel(Protocol):
     def size(self) -> int: ...
 
     def sum(self, parts: Tensor) -> Tensor:
-        """parts: [parts, ..., width], whose sum is this rank's share. Returns parts whose sum is that of all shares."""
+        """parts: [parts, ..., width], whose sum is this rank's share, and which it may use up.
+
+        Returns parts whose sum is that of all shares.
+        """
         ...
 
     def gather(self, piece: Tensor) -> Tensor:
@@ -57,3 +60,20 @@ class Alone:
 
 
 ALONE = Alone()
+
+
+class Unmet:
+    """The first rank of a group that is not there yet: enough to plan with, and nothing can be exchanged."""
+
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def sum(self, parts: Tensor) -> Tensor:
+        raise AssertionError("no rank has met another")
+
+    gather = join = sum
+
+    def least(self, number: int) -> int:
+        raise AssertionError("no rank has met another")
