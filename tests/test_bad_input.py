@@ -92,7 +92,16 @@ class Unprintable:
         return "line\n" * 1000
 
 
-LEGAL = {"model": str, "draft": str, "stop": (str, list), "stop_token_ids": list, "top_k": int, "max_tokens": int}
+LEGAL = {
+    "model": str,
+    "draft": str,
+    "stop": (str, list),
+    "stop_token_ids": list,
+    "top_k": int,
+    "max_tokens": int,
+    "logit_bias": dict,
+    "allowed_token_ids": list,
+}
 """What may be anything of its kind here; folders and ids are checked by the engine."""
 HOSTILE = [10**5000, -(10**5000), "x" * 10**6, ["\n" * 10**5], [10**5000], Unprintable(True), Unprintable(False), {}]
 

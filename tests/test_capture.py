@@ -90,7 +90,15 @@ def test_capturing_runs_on_dummy_rows_and_puts_the_row_list_back(strong_pair):
 
 
 @pytest.mark.parametrize(
-    "params", [greedy(30), sampled(3, 30), sampled(3, 30, top_p=0.9)], ids=["greedy", "sample", "filter"]
+    "params",
+    [
+        greedy(30),
+        sampled(3, 30),
+        sampled(3, 30, top_p=0.9),
+        sampled(3, 30, frequency_penalty=0.6),
+        sampled(3, 30, repetition_penalty=1.5, logprobs=2),
+    ],
+    ids=[choice.value for choice in Choice],
 )
 def test_captured_rounds_give_the_tokens_of_eager_ones(strong_pair, params):
     """The batch drains through the buckets; every choice; tokens and accepted lengths are the eager engine's."""
@@ -100,6 +108,8 @@ def test_captured_rounds_give_the_tokens_of_eager_ones(strong_pair, params):
     outputs = llm.generate(prompts, params)
     assert tokens(outputs) == tokens(eager)
     assert accept_lens(outputs) == accept_lens(eager)
+    assert [each.logprobs for each in outputs] == [each.logprobs for each in eager]
+    assert {key.choice for key in recorder.replayed} == {Choice.of(params)}
     assert len({key.bucket for key in recorder.replayed}) >= 2
 
 
@@ -125,4 +135,4 @@ def test_filters_share_the_graph_of_sampling_where_both_are_the_same_work(strong
     known = len(recorder.recorded)
     graphs.capture([RoundKey(4, TREE, Choice.SAMPLE), RoundKey(4, TREE, Choice.FILTER)])
     assert len(recorder.recorded) == known + (2 if apart else 1)
-    assert num_graphs(graphs._runner) == 4 * (3 if apart else 2)
+    assert num_graphs(graphs._runner) == 4 * (5 if apart else 4)

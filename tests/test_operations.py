@@ -30,6 +30,7 @@ from treetop.kernels.grow import Children, Frontier, TreeBuilder
 from treetop.kernels.kv import PageTable
 from treetop.kernels.metadata import AttentionMetadata
 from treetop.kernels.packed_weights import CompressedLaunch, compress
+from treetop.kernels.process import ONE, Processors
 from treetop.kernels.rope import RopeSpec, RopeTable, rope_table
 from treetop.kernels.sampling import PartialArgmax, SampledTokens, Sampler, WarpParams
 from treetop.kernels.skinny_gemm import RowsLaunch
@@ -197,7 +198,7 @@ def start(_: bool) -> Call:
 @case
 def top_logprobs(_: bool) -> Call:
     logits = torch.randint(-6, 6, (3, 2, 2500)) / 2.0
-    return Call((logits, 5, torch.randint(0, 5, (2500,))))
+    return Call((logits, 20, torch.randint(0, 5, (2500,))))
 
 
 @case
@@ -237,6 +238,36 @@ def draw(_: bool) -> Call:
     params = WarpParams(*(torch.tensor(column) for column in columns))
     rows, positions = torch.tensor([2, 0, 1]), torch.randint(0, 10**6, (3, 2))
     return Call((torch.randn(3, 2, 90) * 3, Sampler(params, torch.randint(0, 2**62, (3,))), rows, positions, True))
+
+
+def changing_rows(num_rows: int, vocab: int) -> Processors:
+    """Words with every bit, counts small and large; the last row, and row 1, change nothing."""
+    words = torch.where(torch.rand(num_rows, vocab) < 0.5, torch.randint(0, 3, (num_rows, vocab)) * ONE, 0)
+    words += torch.randint(0, 4, (num_rows, vocab)) + torch.randint(0, 9, (num_rows, vocab)) * 8
+    words[:, ::7] |= 4
+    words[0, 3] = -ONE  # as often as can be counted
+    biases = torch.cat([torch.zeros(num_rows, 1), torch.randn(num_rows, 511)], dim=1)
+    active = torch.arange(num_rows) % 4 != 1
+    active[-1] = False
+    penalties = torch.randn(num_rows), torch.randn(num_rows), 0.5 + torch.rand(num_rows)
+    return Processors(words.int(), biases, *penalties, torch.tensor([12, 5, 13, 90, 14, 7]), active)
+
+
+@case
+def process(_: bool) -> Call:
+    tree, processors = random_tree(random.Random(4), 4, SHAPE, Buffers.make()), changing_rows(6, 2300)
+    tree.tokens[:, 1:] = torch.randint(0, 3, (4, 8)) + 2046  # a token may come again on its path, and at a block's edge
+    rows, logits = torch.tensor([3, 0, 1, 5]), torch.randn(4, 9, 2300) * 3
+    logits[0, :, 5], logits[1, 2, 9] = float("-inf"), float("nan")
+    logits[:, :, 2040:2050] = 4.0
+    return Call((logits, processors, rows, 11 + tree.depth, tree))
+
+
+@case
+def count(_: bool) -> Call:
+    tokens = torch.tensor([[7, 7, 2, 7], [1, 1, 1, 1], [8, 0, 0, 0], [3, 3, 4, 4], [5, 5, 5, 5], [6, 6, 6, 6]])
+    rows, num_tokens = torch.tensor([4, 3, 0, 1, 5, 5]), torch.tensor([4, 1, 0, 4, 4, 2])
+    return Call((changing_rows(6, 9), rows, tokens, num_tokens))
 
 
 @case

@@ -84,9 +84,9 @@ def test_what_cannot_be_honoured_is_a_400_that_names_it_unless_it_asks_for_nothi
     assert told(server, path, {**body, name: "something"}) == f"{name}: not supported"
     for neutral in (None, *NEUTRAL[name]):
         assert server.post(path, {**body, name: neutral}).status_code == 200
-    if name == "presence_penalty":
+    if name == "priority":
         assert server.post(path, {**body, name: 0.0}).status_code == 200
-        assert told(server, path, {**body, name: False}) == "presence_penalty: not supported"
+        assert told(server, path, {**body, name: False}) == "priority: not supported"
 
 
 @pytest.mark.parametrize(

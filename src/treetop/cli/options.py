@@ -31,6 +31,8 @@ ENGINE_HELP = {
     "chunked_prefill_size": "prompt tokens a prefill step processes, padding counted (default: 512 on a CPU, 2048 to"
     " 8192 on a GPU by its memory)",
     "disable_radix_cache": "do not keep the K/V of prompts and outputs for prompts that begin alike",
+    "disable_logits_processors": "refuse requests that change logits by penalties, biases, min_tokens or allowed"
+    " tokens, and keep no memory for them",
     "attention_backend": "who computes attention",
     "overlap": "launch a round before the last one's results are known; on by default where rounds are captured",
     "graphs": "captured graphs; sim gives a CPU their semantics, for tests",

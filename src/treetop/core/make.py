@@ -12,6 +12,7 @@ from treetop.scheduler.scheduler import Scheduler
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
 from treetop.types.requests import CoreInfo
+from treetop.types.sampling import MOST_LOGPROBS
 
 
 class OpenCore(NamedTuple):
@@ -48,6 +49,9 @@ def _around(
         max_context=layout.max_context,
         max_requests=layout.max_requests,
         shape=config.shape,
+        can_change_logits=not config.disable_logits_processors,
+        max_logprobs=MOST_LOGPROBS,
+        eos_ids=eos_ids,
     )
     return OpenCore(EngineCore(runs, Scheduler(layout, config, eos_ids)), info, engine, next_logits, close)
 

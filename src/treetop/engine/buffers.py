@@ -12,7 +12,8 @@ from torch import Tensor
 from treetop.types.errors import CheckError
 from treetop.types.ids import GroupName
 from treetop.types.layout import KVGroup, Layout, SpecShape
-from treetop.types.tree import Accepted, DraftTree, PathPositions
+from treetop.types.sampling import MOST_LOGPROBS
+from treetop.types.tree import Accepted, DraftTree, PathLogprobs, PathPositions
 
 Zeros = Callable[[tuple[int, ...], torch.dtype], Tensor]
 """Makes a zeroed tensor on the engine's device; at check level 3 inside red zones."""
@@ -21,7 +22,7 @@ Zeros = Callable[[tuple[int, ...], torch.dtype], Tensor]
 @dataclass(frozen=True, slots=True)
 class RoundBuffers:
     """rows: the graph input. identity, causal: the masks of level 0 and of draft extend, which nothing writes. tree,
-    places: written by DRAFT. accepted, aux_hidden: written by VERIFY.
+    places: written by DRAFT. accepted, logprobs, aux_hidden: written by VERIFY; logprobs only if the round has them.
 
     aux_hidden: [max_requests, S + 1, 3 * hidden], of the accepted path's nodes, all auxiliary layers side by side.
     Tails: group -> [layers, max_requests, capacity, *kv.shape], each scratch of one phase.
@@ -33,6 +34,7 @@ class RoundBuffers:
     tree: DraftTree
     places: PathPositions
     accepted: Accepted
+    logprobs: PathLogprobs
     aux_hidden: Tensor
     draft_tails: dict[GroupName, Tensor]
     verify_tails: dict[GroupName, Tensor]
@@ -65,6 +67,10 @@ class RoundBuffers:
             _part(accepted.finite, bucket),
         )
 
+    def logprobs_of(self, bucket: int, shape: SpecShape) -> PathLogprobs:
+        w, logprobs = shape.commit_width, self.logprobs
+        return PathLogprobs(_part(logprobs.values, bucket, w), _part(logprobs.ids, bucket, w))
+
     def aux_hidden_of(self, bucket: int, shape: SpecShape) -> Tensor:
         return _part(self.aux_hidden, bucket, shape.commit_width)
 
@@ -84,15 +90,15 @@ def _part(buffer: Tensor, *need: int) -> Tensor:
 
 
 def make_round_buffers(
-    layout: Layout, num_features: int, hidden: int, dtype: torch.dtype, zeros: Zeros
+    layout: Layout, num_features: int, hidden: int, vocab_size: int, dtype: torch.dtype, zeros: Zeros
 ) -> RoundBuffers:
-    """Zeroed buffers, sized by the layout's capacities. hidden: the target's."""
+    """Zeroed buffers, sized by the layout's capacities. hidden, vocab_size: the target's."""
     b, t, w, long = layout.max_requests, layout.verify_tail, layout.commit_width, torch.int64
 
     def tails(groups: list[KVGroup], capacity: int) -> dict[GroupName, Tensor]:
         return {g.name: zeros((g.num_layers, b, capacity, *g.kv.shape), dtype) for g in groups}
 
-    k = layout.max_topk
+    k, best = layout.max_topk, min(MOST_LOGPROBS, vocab_size)
     identity, causal = zeros((k, k), torch.bool), zeros((w, w), torch.bool)
     identity.fill_diagonal_(True)
     causal.copy_(extend_mask(w, causal.device))
@@ -113,6 +119,7 @@ def make_round_buffers(
         accepted=Accepted(
             zeros((b, w), long), zeros((b,), long), zeros((b, w), long), zeros((b,), long), zeros((b,), torch.bool)
         ),
+        logprobs=PathLogprobs(zeros((b, w, 1 + best), torch.float32), zeros((b, w, best), long)),
         aux_hidden=zeros((b, w, num_features * hidden), dtype),
         draft_tails=tails(draft, layout.draft_tail),
         verify_tails=tails(target, layout.verify_tail),

@@ -34,6 +34,7 @@ from treetop.engine.model_runner import ModelRunner
 from treetop.engine.state import make_state
 from treetop.engine.weight_copies import CpuWeights, with_copies, with_second_orders
 from treetop.engine.worst_steps import peak_bytes
+from treetop.kernels.process import MOST_COUNT
 from treetop.kernels.products import ChosenProduct, choose_products
 from treetop.models.config import AttentionSpec, ModelConfig, attention_of_rank
 from treetop.models.folder import resolve_folder
@@ -79,7 +80,7 @@ def plan_engine(config: EngineConfig, parallel: Parallel | None = None) -> Engin
     dtype = compute_dtype(config.dtype, device)
     dummy = config.load_format == "dummy"
     place = Placement(dtype, device, layout.max_positions, dummy, shapes=layout.shapes, parallel=parallel)
-    memory, static = _memory_of(place), _static_estimate(layout, target, draft, place)
+    memory, static = _memory_of(place), _static_estimate(config, layout, target, draft, place)
     memory = Memory(memory.total, memory.free - static)
     allowance = _cpu_allowance(config, memory, place, layout, target.config)
     budget = Budget(memory, static, allowance, config.mem_fraction_static)
@@ -102,6 +103,11 @@ def make_layout(config: EngineConfig, model: ModelConfig, draft: DrafterSpec | N
     context = config.context_length or model.max_positions
     if context > model.max_positions:
         raise ConfigError(f"--context-length {context} exceeds the model's {model.max_positions} positions")
+    if context > MOST_COUNT and not config.disable_logits_processors:
+        raise ConfigError(
+            f"--context-length {context}: penalties can count {MOST_COUNT} tokens; lower it, or use"
+            " --disable-logits-processors"
+        )
     layers = layer_groups(model, draft, ranks)
     groups = tuple(KVGroup(name, len(of), of[0].kv, of[0].window) for name, of in layers.items())
     chunk = config.chunked_prefill_size or _default_chunk(config, groups)
@@ -210,8 +216,8 @@ def _without_pools(engine_plan: EnginePlan, place: Placement) -> tuple[ModelRunn
     zones = RedZones(place.device) if config.check_level >= 3 else None
     zeros: Zeros = zones.zeros if zones is not None else partial(zeros_on, place.device)
     layout, aux = engine_plan.layout, draft.aux_inputs if draft is not None else ()
-    target = engine_plan.target.load(aux, place)
-    hidden_size = engine_plan.target.config.hidden_size
+    target, model = engine_plan.target.load(aux, place), engine_plan.target.config
+    changed = _changed_vocab(config, model)
     device = ModelRunner(
         layout=layout,
         check_level=config.check_level,
@@ -221,8 +227,8 @@ def _without_pools(engine_plan: EnginePlan, place: Placement) -> tuple[ModelRunn
         backend=backend,
         ops=place.ops,
         pools={},
-        state=make_state(layout, draft.state_size if draft is not None else None, place.dtype, zeros),
-        buffers=make_round_buffers(layout, len(aux), hidden_size, place.dtype, zeros),
+        state=make_state(layout, draft.state_size if draft is not None else None, changed, place.dtype, zeros),
+        buffers=make_round_buffers(layout, len(aux), model.hidden_size, model.vocab_size, place.dtype, zeros),
         target_layers=[],
         draft_layers=[],
         probes=Probes.make(place.device, config.check_level >= 2, layout.dummy_row),
@@ -243,7 +249,9 @@ def _memory_of(place: Placement) -> Memory:
     return Memory(memory.total // sharing, memory.free // sharing)
 
 
-def _static_estimate(layout: Layout, target: TargetSpec, draft: DrafterSpec | None, place: Placement) -> int:
+def _static_estimate(
+    config: EngineConfig, layout: Layout, target: TargetSpec, draft: DrafterSpec | None, place: Placement
+) -> int:
     """Bytes of weights, tables and buffers, from their shapes: no less than that will be taken."""
     dtype = place.dtype
     weights = weight_bytes(of_rank(target.params, place.parallel), dtype)
@@ -255,10 +263,15 @@ def _static_estimate(layout: Layout, target: TargetSpec, draft: DrafterSpec | No
         made.append(prod(shape) * kind.itemsize)
         return torch.empty(shape, dtype=kind, device="meta")
 
-    hidden_size, aux = target.config.hidden_size, draft.aux_inputs if draft is not None else ()
-    make_state(layout, draft.state_size if draft is not None else None, dtype, counted)
-    make_round_buffers(layout, len(aux), hidden_size, dtype, counted)
+    model, aux = target.config, draft.aux_inputs if draft is not None else ()
+    make_state(layout, draft.state_size if draft is not None else None, _changed_vocab(config, model), dtype, counted)
+    make_round_buffers(layout, len(aux), model.hidden_size, model.vocab_size, dtype, counted)
     return weights + sum(made)
+
+
+def _changed_vocab(config: EngineConfig, model: ModelConfig) -> int | None:
+    """The vocabulary, if requests may change logits."""
+    return None if config.disable_logits_processors else model.vocab_size
 
 
 def _cpu_allowance(config: EngineConfig, memory: Memory, place: Placement, layout: Layout, model: ModelConfig) -> int:

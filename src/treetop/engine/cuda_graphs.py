@@ -5,7 +5,7 @@ All graphs share one memory pool and one stream: what passes between phases and 
 the pool, and nothing that outlives a replay is a view of it. The biggest bucket is captured first, so that the smaller
 ones fit into the memory it left in the pool.
 
-Greedy rounds are captured at start, sampled ones when they are first asked for: that costs one eager run and one
+Greedy rounds are captured at start, the others when they are first asked for: that costs one eager run and one
 capture of a round, some tens of milliseconds for an 8B model, for which an engine that never samples has no use. Where
 PyTorch's operations draw, filters sort the vocabulary of every node, memory that the pool would keep for good, and are
 a graph of their own.
@@ -158,7 +158,8 @@ def greedy_keys(runner: ModelRunner) -> list[RoundKey]:
 
 def num_graphs(runner: ModelRunner) -> int:
     """Most graphs that this device can come to hold, sampled rounds included."""
-    return len({_place(runner, replace(key, choice=choice)) for key, choice in product(greedy_keys(runner), Choice)})
+    keys, choices = greedy_keys(runner), runner.state.choices
+    return len({_place(runner, replace(key, choice=choice)) for key, choice in product(keys, choices)})
 
 
 def _place(runner: ModelRunner, key: RoundKey) -> RoundKey:

@@ -21,6 +21,7 @@ from treetop.engine.cuda_graphs import CudaGraphs
 from treetop.engine.graphs import Eager, GraphSim, RoundLauncher
 from treetop.engine.memory import out_of_memory_explained
 from treetop.engine.prefill import chunk_columns, make_batch, prefill
+from treetop.engine.processors import RowProcessors
 from treetop.engine.rounds import RoundKey
 from treetop.engine.staging import InFlightResults, Results, Slot, StagingBuffers, check_own_memory, collect, copy_out
 from treetop.engine.startup_log import start_up_block
@@ -32,7 +33,6 @@ from treetop.types.errors import InvariantError
 from treetop.types.ids import NULL_PAGE, GroupName, PageId
 from treetop.types.messages import PrefillPlan, RoundPlan, RowResult, StepPlan, StepResult
 from treetop.types.parallel import ALONE, Parallel
-from treetop.types.sampling import Choice
 from treetop.types.tree import Accepted, DraftTree
 
 log = logging.getLogger("treetop")
@@ -79,6 +79,7 @@ class Engine:
         if captures(config, device, self.runner.backend.capabilities):
             self.launcher = CudaGraphs(self.runner)
         self._plans = PlanChecker(self.layout)
+        self._row_processors = RowProcessors(self.runner.state.processors)
         zeros = partial(zeros_on, device) if self._zones is None else self._zones.zeros
         with self._explained("starting"):
             self._staging = StagingBuffers(self.layout, device, zeros, config.check_level)
@@ -95,7 +96,7 @@ class Engine:
         return out_of_memory_explained(doing, self.runner.buffers.rows.device, self.memory)
 
     def _keys(self) -> Iterator[RoundKey]:
-        for bucket, shape, choice in product(self.layout.buckets, self.layout.shapes, Choice):
+        for bucket, shape, choice in product(self.layout.buckets, self.layout.shapes, self.runner.state.choices):
             yield RoundKey(bucket, shape, choice)
 
     def _start_up(self) -> None:
@@ -147,7 +148,9 @@ class Engine:
         for i, row in enumerate(plan.rows):
             ends = isinstance(plan, RoundPlan) or plan.chunks[i].next_token is None  # else a chunk, and no token yet
             tokens = got.tokens[i][: got.accept_len[i] + 1] if ends and got.finite[i] else ()
-            rows.append(RowResult(row, tokens, got.finite[i]))
+            most = plan.logprobs[i] if plan.logprobs else None
+            logprobs = () if most is None else got.logprobs_of(i, len(tokens), most)
+            rows.append(RowResult(row, tokens, got.finite[i], logprobs))
             if self.config.check_level >= 1:
                 check_result(rows[-1], self.spec.vocab_size, self.layout.commit_width)
         return StepResult(tuple(rows), got.record[-1])
@@ -170,17 +173,20 @@ class Engine:
         rows = self._apply(sent[: 1 + len(edits)])
         rest = sent[1 + len(edits) :]
         self.runner.state.apply_setups(rest[: len(setups)])
-        first, finite = prefill(self.runner, make_batch(plan, rows, rest[len(setups) :]))
-        return Results(first[:, None], torch.zeros_like(first), finite)
+        self._row_processors.move_in(plan.setups)
+        first = prefill(self.runner, make_batch(plan, rows, rest[len(setups) :]))
+        return Results(first.token[:, None], torch.zeros_like(first.token), first.finite, first.logprobs)
 
     def _round(self, plan: RoundPlan, slot: Slot) -> Results:
         padded, edits = self._padded(plan), self.runner.state.edit_columns(plan.edits)
         self._apply(self._staging.send(slot, [padded, *edits]))
         key = self.last_key = RoundKey(len(padded), plan.shape, plan.choice)
         self.launcher.launch(key, plan.committed_bound)
-        self._witness(self.runner.probes.digest, self.runner.buffers, key)
-        accepted = self.runner.buffers.accepted_of(key.bucket, key.shape)
-        return Results(accepted.tokens, accepted.accept_len, accepted.finite)
+        buffers = self.runner.buffers
+        self._witness(self.runner.probes.digest, buffers, key)
+        accepted = buffers.accepted_of(key.bucket, key.shape)
+        logprobs = buffers.logprobs_of(key.bucket, key.shape) if plan.logprobs else None
+        return Results(accepted.tokens, accepted.accept_len, accepted.finite, logprobs)
 
     def _apply(self, sent: list[Tensor]) -> Tensor:
         """Write the row list into its buffer, and page-table cells into the tables. Returns the row list."""

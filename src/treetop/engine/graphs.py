@@ -63,7 +63,7 @@ def poison_undeclared(runner: ModelRunner, phase: Phase) -> None:
     tails = [*buffers.draft_tails.values(), *buffers.verify_tails.values(), *buffers.extend_tails.values()]
     drafted = [getattr(value, name) for value in (buffers.tree, buffers.places) for name in value.__dataclass_fields__]
     verified = [getattr(buffers.accepted, name) for name in buffers.accepted.__dataclass_fields__]
-    verified.append(buffers.aux_hidden)
+    verified += [buffers.logprobs.values, buffers.logprobs.ids, buffers.aux_hidden]
     outputs = {
         Phase.DRAFT: [*drafted, *verified],
         Phase.VERIFY: verified,

@@ -25,8 +25,8 @@ _SLACK = 2**28
 """Bytes left to the allocator's rounding."""
 _BYTES_PER_GRAPH = 3 * 2**23
 """Bytes of the driver that a captured round of three phases is allowed."""
-_BYTES_PER_DRAW = 48
-"""Bytes that filters and a draw take in PyTorch for each logit, as measured."""
+_BYTES_PER_DRAW = 52
+"""Bytes that filters and a draw take in PyTorch for each logit, as measured, and a copy of it that was changed."""
 _MOST_FRACTION = 0.99
 SMALL_CHUNK = 512
 """Prompt tokens of a step where PyTorch attends, which has masks of chunk x context: on every CPU."""

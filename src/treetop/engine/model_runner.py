@@ -24,6 +24,7 @@ from treetop.types.errors import CheckError
 from treetop.types.ids import GroupName
 from treetop.types.layout import KVGroup, Layout, SpecShape
 from treetop.types.phase import Phase
+from treetop.types.sampling import Choice
 
 Prefix = tuple[Tensor, Tensor, int]
 """(rows, extent, bound) of a phase, as in `AttentionMetadata`."""
@@ -111,6 +112,11 @@ class ModelRunner:
             if want is not None:
                 slots = slots_of(table, paths.rows, paths.positions, paths.kept, page_size)
                 _check_committed(pool, want, slots, page_size)
+
+    def count(self, rows: Tensor, choice: Choice, tokens: Tensor, num_tokens: Tensor) -> None:
+        """What a step emitted, the first `num_tokens` [rows] of tokens [rows, w], changes later logits of its rows."""
+        if choice.processes and self.state.processors is not None:
+            self.ops.count(self.state.processors, rows, tokens, num_tokens)
 
     def forced(self, shape: SpecShape) -> int | None:
         """The simulated number of accepted drafts, where there is a tree."""

@@ -9,12 +9,12 @@ from treetop.attention.layer import CausalAttention, LayerKV
 from treetop.engine.model_runner import ModelRunner
 from treetop.kernels.kv import slots_of
 from treetop.kernels.tree import root_tree
-from treetop.speculative.verify import choose
+from treetop.speculative.verify import choose, path_logprobs
 from treetop.types.layout import KVGroup
 from treetop.types.messages import PrefillPlan
 from treetop.types.phase import Phase
-from treetop.types.sampling import Choice
-from treetop.types.tree import Accepted
+from treetop.types.sampling import MOST_LOGPROBS, Choice
+from treetop.types.tree import Accepted, PathLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,20 @@ class _Span:
     kv_len: Tensor
 
 
-def prefill(runner: ModelRunner, batch: PrefillBatch) -> tuple[Tensor, Tensor]:
-    """Process one chunk a row. Returns the first new token of each row [rows], and finite [rows] bool."""
+@dataclass(frozen=True, slots=True)
+class FirstTokens:
+    """The first new token of each row; after a chunk that is not a prompt's last it means nothing.
+
+    token: [rows] int64. finite: [rows] bool. logprobs: of one column, if the batch asks for them.
+    """
+
+    token: Tensor
+    finite: Tensor
+    logprobs: PathLogprobs | None
+
+
+def prefill(runner: ModelRunner, batch: PrefillBatch) -> FirstTokens:
+    """Process one chunk a row."""
     rows, query_len, ops = batch.rows, batch.query_len, runner.ops
     start = runner.state.committed[rows]
     columns = torch.arange(batch.tokens.shape[1], device=rows.device)
@@ -78,10 +90,13 @@ def prefill(runner: ModelRunner, batch: PrefillBatch) -> tuple[Tensor, Tensor]:
     output = runner.target.forward(batch.tokens, span.positions, attend)
     last = (query_len - 1).clamp(min=0)
     logits = runner.target.logits(ops.pick(output.hidden, last)[:, None])
-    chosen = choose(ops, logits, runner.state.sampler, rows, (span.kv_len - 1)[:, None], batch.choice)
-    accepted = _one_column(rows)
-    ops.accept(chosen, root_tree(batch.next_token), accepted, None)  # the root, whose choice is the bonus
-    first = accepted.bonus
+    tree, accepted = root_tree(batch.next_token), _one_column(rows)
+    chosen = choose(ops, logits, runner.state.sampler, rows, (span.kv_len - 1)[:, None], tree, batch.choice)
+    ops.accept(chosen, tree, accepted, None)  # the root, whose choice is the bonus
+    first, logprobs = accepted.bonus, None
+    if batch.choice is Choice.LOGPROBS:
+        logprobs = path_logprobs(ops, logits, accepted, min(MOST_LOGPROBS, logits.shape[2]))
+    runner.count(rows, batch.choice, first[:, None], (batch.next_token < 0).to(torch.int64))
     draft = None
     if runner.drafter is not None:
         following = torch.where(batch.next_token >= 0, batch.next_token, first)
@@ -92,7 +107,7 @@ def prefill(runner: ModelRunner, batch: PrefillBatch) -> tuple[Tensor, Tensor]:
         hidden = runner.drafter.extend(shifted, aux_hidden, span.positions, attend)
         draft = runner.propose(hidden, last)
     ops.finish(runner.state.tables, rows, runner.layout.dummy_row, last, first, draft)
-    return first, accepted.finite
+    return FirstTokens(first, accepted.finite, logprobs)
 
 
 def _one_column(rows: Tensor) -> Accepted:

@@ -17,12 +17,13 @@ from treetop.engine.model_runner import ModelRunner
 from treetop.kernels.commit import Paths, feature_nodes
 from treetop.kernels.rows import DraftState, RowTables
 from treetop.speculative.draft import Level, grow_tree
-from treetop.speculative.verify import choose
+from treetop.speculative.verify import choose, path_logprobs
 from treetop.types.errors import CheckError
 from treetop.types.ids import GroupName
 from treetop.types.layout import SpecShape
 from treetop.types.phase import Phase
 from treetop.types.sampling import Choice
+from treetop.types.tree import copy_into
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +84,12 @@ def verify_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     attend = runner.tail_attention(phase, runner.target_layers, buffers.verify_tails, plans, columns)
     output = runner.target.forward(tokens, places.nodes, attend)
     logits = runner.target.logits(output.hidden)
-    chosen = choose(ops, logits, runner.state.sampler, rows, places.nodes, key.choice)
+    chosen = choose(ops, logits, runner.state.sampler, rows, places.nodes, tree, key.choice)
     ops.accept(chosen, tree, accepted, runner.forced(shape))
+    if key.choice is Choice.LOGPROBS:
+        found = buffers.logprobs_of(key.bucket, shape)
+        copy_into(found, path_logprobs(ops, logits, accepted, found.ids.shape[2]))
+    runner.count(rows, key.choice, accepted.tokens, accepted.accept_len + 1)
     runner.commit(buffers.verify_tails, _paths(runner, key, accepted.path))
     if runner.drafter is None:
         ops.finish(runner.state.tables, rows, runner.layout.dummy_row, accepted.accept_len, accepted.bonus, None)

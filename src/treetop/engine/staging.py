@@ -16,6 +16,8 @@ from treetop.engine.buffers import Zeros
 from treetop.engine.state import SETUP_COLUMNS
 from treetop.types.errors import CapacityError, CheckError, InvariantError
 from treetop.types.layout import Layout
+from treetop.types.sampling import MOST_LOGPROBS, TokenLogprobs
+from treetop.types.tree import PathLogprobs
 
 
 @dataclass(slots=True)
@@ -30,11 +32,15 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """What the host learns of a step's rows. tokens: [rows, w] int64; accept_len: [rows] int64; finite: [rows] bool."""
+    """What the host learns of a step's rows. tokens: [rows, w] int64; accept_len: [rows] int64; finite: [rows] bool.
+
+    logprobs: if a row asks for them.
+    """
 
     tokens: Tensor
     accept_len: Tensor
     finite: Tensor
+    logprobs: PathLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +51,30 @@ class HostResults:
     accept_len: list[int]
     finite: list[bool]
     record: list[int]
+    logprobs: PathLogprobs | None
+
+    def logprobs_of(self, item: int, num_tokens: int, most: int) -> tuple[TokenLogprobs, ...]:
+        """Of the first tokens of a row, with up to `most` of the best beside each."""
+        assert self.logprobs is not None
+        values, ids = (each[item, :num_tokens].tolist() for each in (self.logprobs.values, self.logprobs.ids))
+        return tuple(
+            TokenLogprobs(own, tuple(zip(of_best, best, strict=False))[:most])
+            for (own, *best), of_best in zip(values, ids, strict=True)
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class InFlightResults:
-    """Results of step `step`, on their way to its slot: `values`, a part of it, for a bucket of `rows` rows."""
+    """Results of step `step`, on their way to its slot: `values`, a part of it, for a bucket of `rows` rows.
+
+    most: how many of the best tokens' log-probabilities they hold, None for none at all.
+    """
 
     slot: Slot
     step: int
     values: Tensor
     rows: int
+    most: int | None
 
 
 class StagingBuffers:
@@ -65,7 +85,8 @@ class StagingBuffers:
         b = layout.max_requests
         # Row list, cells; for a prefill the setups, and of each row: length, next token; of each token: place, id.
         self._inputs = zeros((3 * b + 3 * layout.max_edits + SETUP_COLUMNS * b + 2 * layout.chunk,), torch.int64)
-        self._results = zeros((b * (layout.commit_width + 2) + RECORD,), torch.int64)
+        a_token = 1 + 1 + 2 * MOST_LOGPROBS  # its id, log-probabilities, ids of the best
+        self._results = zeros((b * (layout.commit_width * a_token + 2) + RECORD,), torch.int64)
         self._slots = [self._slot(device) for _ in range(layout.max_in_flight + 1)]
         self._steps = 0
 
@@ -98,6 +119,9 @@ class StagingBuffers:
     def post(self, slot: Slot, results: Results, record: Tensor) -> InFlightResults:
         """Copy a step's results into its slot, in one copy, and mark the step's end."""
         parts = [results.tokens.reshape(-1), results.accept_len, results.finite.to(torch.int64), record]
+        logprobs = results.logprobs
+        if logprobs is not None:
+            parts += [logprobs.ids.reshape(-1), logprobs.values.to(torch.float64).view(torch.int64).reshape(-1)]
         packed = self._results[: sum(len(part) for part in parts)]
         torch.cat(parts, out=packed)
         values = copy_out(packed, slot.results[: len(packed)])
@@ -105,7 +129,8 @@ class StagingBuffers:
             check_own_memory("tokens", values, packed)
         if slot.done is not None:
             slot.done.record()
-        return InFlightResults(slot, slot.step, values, len(results.tokens))
+        most = None if logprobs is None else logprobs.ids.shape[2]
+        return InFlightResults(slot, slot.step, values, len(results.tokens), most)
 
 
 def copy_out(tensor: Tensor, memory: Tensor) -> Tensor:
@@ -124,17 +149,24 @@ def collect(posted: InFlightResults) -> HostResults:
 
     Raises InvariantError if `max_in_flight` more steps, and one, have been launched since: its slot is another's now.
     """
-    slot, n = posted.slot, posted.rows
+    slot, n, most = posted.slot, posted.rows, posted.most
     if slot.step != posted.step:
         raise InvariantError(f"step {posted.step} is collected too late: its slot belongs to step {slot.step}")
     if slot.done is not None:
         slot.done.synchronize()
-    values = posted.values.tolist()
-    width = (len(values) - RECORD) // n - 2
+    width = ((len(posted.values) - RECORD) // n - 2) // (1 if most is None else 2 + 2 * most)
+    head = n * (width + 2) + RECORD
+    values = posted.values[:head].tolist()
     tokens, rest = values[: n * width], values[n * width :]
+    logprobs = None
+    if most is not None:
+        ids, bits = posted.values[head:].split([n * width * most, n * width * (1 + most)])
+        floats = bits.view(torch.float64).view(n, width, 1 + most)
+        logprobs = PathLogprobs(floats.clone(), ids.view(n, width, most).clone())
     return HostResults(
         tokens=[tuple(tokens[i * width : (i + 1) * width]) for i in range(n)],
         accept_len=rest[:n],
         finite=[bool(ok) for ok in rest[n : 2 * n]],
         record=rest[2 * n :],
+        logprobs=logprobs,
     )

@@ -9,11 +9,13 @@ from torch import Tensor
 
 from treetop.engine.buffers import Zeros
 from treetop.kernels.kv import PageTable
+from treetop.kernels.process import Processors
 from treetop.kernels.rows import DraftState, RowTables
 from treetop.kernels.sampling import Sampler, WarpParams
 from treetop.types.ids import GroupName
 from treetop.types.layout import Layout
 from treetop.types.messages import PageEdit, RowSetup
+from treetop.types.sampling import MOST_BIASES, Choice
 
 _ANY_VOCABULARY = 2**31 - 1
 """A larger top-k means the same."""
@@ -24,7 +26,8 @@ class RowState:
     """Tables of `num_rows` rows, written in place, never rebound.
 
     page_tables: group -> its table, [num_rows, page_columns] int32. committed: [num_rows] int64, tokens whose K/V are
-    in the pages of every group. root: [num_rows] int64, the token after them, whose K/V are in none.
+    in the pages of every group. root: [num_rows] int64, the token after them, whose K/V are in none. processors: None
+    where no request may change its logits.
     """
 
     page_tables: dict[GroupName, PageTable]
@@ -33,6 +36,7 @@ class RowState:
     seed: Tensor
     params: WarpParams
     draft: DraftState | None
+    processors: Processors | None
 
     def table_of(self, group: GroupName) -> PageTable:
         """The page table that a group's layers read: their own (sgl-24617)."""
@@ -72,8 +76,13 @@ class RowState:
 
     @property
     def sampler(self) -> Sampler:
-        """What rows draw by."""
-        return Sampler(self.params, self.seed)
+        """What rows choose by."""
+        return Sampler(self.params, self.seed, self.processors)
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """How tokens may have to be chosen."""
+        return tuple(choice for choice in Choice if choice is not Choice.PROCESS or self.processors is not None)
 
     @property
     def tables(self) -> RowTables:
@@ -103,8 +112,10 @@ def _bits(number: float) -> int:
     return int(struct.unpack("q", struct.pack("d", number))[0])
 
 
-def make_state(layout: Layout, draft_hidden: int | None, dtype: torch.dtype, zeros: Zeros) -> RowState:
-    """Zeroed tables; draft_hidden None without a draft head."""
+def make_state(
+    layout: Layout, draft_hidden: int | None, vocab_size: int | None, dtype: torch.dtype, zeros: Zeros
+) -> RowState:
+    """Zeroed tables; draft_hidden None without a draft head, vocab_size None where no logits are changed."""
     n, long, real = layout.num_rows, torch.int64, torch.float32
     draft = None
     if draft_hidden is not None:
@@ -120,4 +131,11 @@ def make_state(layout: Layout, draft_hidden: int | None, dtype: torch.dtype, zer
         seed=zeros((n,), long),
         params=WarpParams(zeros((n,), real), zeros((n,), long), top_p, zeros((n,), real)),
         draft=draft,
+        processors=None if vocab_size is None else _make_processors(n, vocab_size, zeros),
     )
+
+
+def _make_processors(n: int, vocab_size: int, zeros: Zeros) -> Processors:
+    words, biases = zeros((n, vocab_size), torch.int32), zeros((n, 1 + MOST_BIASES), torch.float32)
+    presence, frequency, repetition = (zeros((n,), torch.float32) for _ in range(3))
+    return Processors(words, biases, presence, frequency, repetition, zeros((n,), torch.int64), zeros((n,), torch.bool))

@@ -57,7 +57,7 @@ def _prefill(runner: ModelRunner) -> None:
         query_len=dummies.new_zeros(rows),
         next_token=dummies.new_full((rows,), -1),
         max_kv_len=runner.layout.max_committed,
-        choice=Choice.FILTER,
+        choice=Choice.LOGPROBS,
     )
     prefill(runner, batch)
 
@@ -66,4 +66,4 @@ def _round(runner: ModelRunner) -> None:
     layout = runner.layout
     runner.buffers.rows.fill_(layout.dummy_row)
     for shape in layout.shapes:
-        run_phases(runner, RoundKey(layout.max_requests, shape, Choice.FILTER), layout.max_committed)
+        run_phases(runner, RoundKey(layout.max_requests, shape, Choice.LOGPROBS), layout.max_committed)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from treetop.kernels.process import Processors
+
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
@@ -29,10 +31,11 @@ class WarpParams:
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """What rows draw by. params: of every row; seed: [num_rows] int64."""
+    """What rows choose by. params: of every row; seed: [num_rows] int64. processors: None if no logits are changed."""
 
     params: WarpParams
     seed: Tensor
+    processors: Processors | None = None
 
 
 @dataclass(frozen=True, slots=True)

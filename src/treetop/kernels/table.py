@@ -22,6 +22,7 @@ from treetop.kernels import commit as committing
 from treetop.kernels import draw as drawing
 from treetop.kernels import fused, packed_weights, pages, tail, topk
 from treetop.kernels import grow as growing
+from treetop.kernels import process as processing
 from treetop.kernels import rows as row_state
 from treetop.kernels import skinny_gemm as skinny
 from treetop.kernels.linear import GatedLinear, LibraryLinear, Linear, SkinnyGated, SkinnyLinear, library_gated
@@ -151,6 +152,7 @@ class Ops:
     grow = Op(growing.grow_reference, growing.grow, 0.0, for_trees_of_one_program, (growing._grow_kernel,))
     select = Op(growing.select_reference, growing.select, 0.0, for_trees_of_one_program, (growing._select_kernel,))
     greedy = Op(greedy_reference, accepting.best_of_pieces, 0.0, for_trees_of_one_program, (accepting._pieces_kernel,))
+    process = Op(processing.process_reference, processing.process, 1e-6, on_a_gpu, (processing._process_kernel,))
     draw = Op(draw_reference, drawing.draw_tokens, 1e-6, on_a_gpu, (drawing._draw_kernel,))
     accept = Op(
         accepting.accept_reference,
@@ -159,6 +161,7 @@ class Ops:
         for_trees_of_one_program,
         (accepting._accept_kernel,),
     )
+    count = Op(processing.count_reference, processing.count, 0.0, on_a_gpu, (processing._count_kernel,))
     commit = Op(committing.commit_reference, committing.commit, 0.0, on_a_gpu, (committing._commit_kernel,))
     path_aux_hidden = Op(
         committing.path_aux_hidden_reference,

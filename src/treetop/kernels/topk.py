@@ -16,7 +16,7 @@ from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, 
 _PIECE = 1024
 """Logits of one program of the first launch."""
 MOST = 16
-"""The largest k of a launch."""
+"""The largest k of a draft's proposals; log-probabilities of outputs may be a few more."""
 
 
 def top_logprobs_reference(logits: Tensor, k: int, offset: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -30,7 +30,7 @@ def top_logprobs_reference(logits: Tensor, k: int, offset: Tensor | None = None)
 
 
 def top_logprobs(logits: Tensor, k: int, offset: Tensor | None, gpu: GpuTraits) -> tuple[Tensor, Tensor]:
-    """`top_logprobs_reference` in two launches, for k up to 16; order and ties are those of the logits."""
+    """`top_logprobs_reference` in two launches, for small k; order and ties are those of the logits."""
     vocab = logits.shape[-1]
     flat = logits.reshape(-1, vocab)
     rows, pieces, slots = flat.shape[0], -(-vocab // _PIECE), lanes(k)

@@ -42,7 +42,8 @@ class Committer:
             if is_round:
                 request.num_computed_tokens += len(tokens)
             if tokens:
-                updates.append(self._emit(request, tokens, len(tokens) - 1 if is_round else None))
+                update = self._emit(request, tokens, len(tokens) - 1 if is_round else None)
+                updates.append(update._replace(logprobs=row_result.logprobs[: len(update.new_ids)]))
         if isinstance(plan, PrefillPlan):
             self._cache_chunks(plan)
         for request in requests:

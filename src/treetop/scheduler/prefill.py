@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from treetop.scheduler.queues import Queues
-from treetop.scheduler.request import Request
+from treetop.scheduler.request import Request, logprobs_of
 from treetop.scheduler.rows import Rows
 from treetop.scheduler.steps import StepsOut
 from treetop.types.errors import InvariantError
@@ -38,7 +38,7 @@ class PrefillPlanner:
             if room == 0 or not self._admit(request, batch, room):
                 break
             self._queues.admitted(request)
-            setups.append(RowSetup(request.held.row, request.num_computed_tokens, request.params, request.seed))
+            setups.append(request.setup())
             batch.append((request, min(room, request.num_ids - request.num_computed_tokens)))
         if not batch:
             return None
@@ -48,6 +48,7 @@ class PrefillPlanner:
             setups=tuple(setups),
             chunks=tuple(self._chunk(request, count) for request, count in batch),
             choice=Choice.costliest(request.choice for request, _ in batch),
+            logprobs=logprobs_of([request for request, _ in batch]),
         )
 
     def _room(self, batch: Batch) -> int:

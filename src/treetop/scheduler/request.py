@@ -1,9 +1,11 @@
 """A request's life on the host."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from treetop.cache.kv_cache_manager import Lease
 from treetop.types.ids import RequestId, Row
+from treetop.types.messages import RowHistory, RowSetup
 from treetop.types.requests import EngineRequest
 from treetop.types.sampling import Choice, FinishReason, SamplingParams
 
@@ -59,6 +61,13 @@ class Request:
         most = min(params.max_tokens, max_context - len(asked.prompt_ids))
         return cls(asked.request_id, asked.prompt_ids, params, asked.seed, stop_ids, most, Choice.of(params), arrival_s)
 
+    def setup(self) -> RowSetup:
+        """Its entry into the row that it has been given."""
+        history = None
+        if self.params.changes_logits:
+            history = RowHistory(self.prompt_ids, tuple(self.output_ids), self.stop_ids)
+        return RowSetup(self.held.row, self.num_computed_tokens, self.params, self.seed, history)
+
     @property
     def ids(self) -> tuple[int, ...]:
         return (*self.prompt_ids, *self.output_ids)
@@ -77,3 +86,9 @@ class Request:
     def tokens_left(self) -> int:
         """Tokens that max_tokens and the context still allow."""
         return self.max_output - len(self.output_ids)
+
+
+def logprobs_of(batch: Sequence[Request]) -> tuple[int | None, ...]:
+    """What each row of a plan asks for, () if none asks."""
+    wanted = tuple(request.params.logprobs for request in batch)
+    return () if all(each is None for each in wanted) else wanted

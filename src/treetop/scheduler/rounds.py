@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from treetop.scheduler.queues import Queues
-from treetop.scheduler.request import Request
+from treetop.scheduler.request import Request, logprobs_of
 from treetop.scheduler.rows import Rows
 from treetop.scheduler.steps import StepsOut
 from treetop.types.errors import InvariantError
@@ -38,6 +38,7 @@ class RoundPlanner:
             shape=self._shape,
             committed_bound=max(self._committed_bound(request) for request in batch),
             choice=Choice.costliest(request.choice for request in batch),
+            logprobs=logprobs_of(batch),
         )
 
     def _committed_bound(self, request: Request) -> int:

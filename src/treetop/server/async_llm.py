@@ -81,7 +81,7 @@ class AsyncLLM:
         listed = await self.ids_of(prompts)
         own = [self._bounded(each) for each in paired(params, len(listed))]
         for each in own:
-            self.reader.check_stops(each)
+            self.reader.check_params(each)
         return DeltaStream(self, listed, own, self._observe)
 
     async def ids_of(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
@@ -106,6 +106,7 @@ class AsyncLLM:
         return replace(
             params,
             max_tokens=min(params.max_tokens, info.max_context),
+            min_tokens=min(params.min_tokens, info.max_context),
             top_k=params.top_k if params.top_k < info.vocab_size else 0,
         )
 
@@ -179,7 +180,7 @@ class DeltaStream:
         if delta.output is not None:
             self._end(update.request_id)
         waiting = self._ready.get(delta.index)
-        self._ready[delta.index] = delta if waiting is None else replace(delta, text=waiting.text + delta.text)
+        self._ready[delta.index] = delta if waiting is None else delta.after(waiting)
         self._news.set()
 
     def _end(self, request_id: RequestId) -> None:

@@ -95,7 +95,7 @@ class LLM:
         listed = self._reader.ids_of(prompts)
         each_own = paired(params, len(listed))
         for each in each_own:
-            self._reader.check_stops(each)
+            self._reader.check_params(each)
         return self._run(listed, each_own)
 
     def _run(self, prompts: list[list[int]], params: list[SamplingParams]) -> Iterator[TextDelta]:

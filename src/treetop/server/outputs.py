@@ -2,12 +2,12 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from treetop.server.text import OutputText, StopStrings
 from treetop.server.tokenizer import Tokenizer
 from treetop.types.requests import RequestUpdate
-from treetop.types.sampling import FinishReason, SamplingParams
+from treetop.types.sampling import FinishReason, SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class RequestMetrics:
 class RequestOutput:
     """One prompt's result. text: as it reads after the prompt, cut before a stop string; "" without a tokenizer.
 
-    error: why it was aborted, if it was.
+    error: why it was aborted, if it was. logprobs: of each of token_ids; None if they were not asked for.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -38,6 +38,7 @@ class RequestOutput:
     finish_reason: FinishReason
     metrics: RequestMetrics
     error: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
     @property
     def round_tokens(self) -> int:
@@ -47,24 +48,34 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """Text that a step added to prompt `index`; `output` comes with the last one."""
+    """What a step added to prompt `index`: text, and the tokens with their log-probabilities if these are asked for.
+
+    A token may come before its text, which may wait for what follows. `output` comes with the last one.
+    """
 
     index: int
     text: str
     output: RequestOutput | None = None
+    tokens: tuple[tuple[int, TokenLogprobs], ...] = ()
+
+    def after(self, waiting: "TextDelta") -> "TextDelta":
+        """This and one before it that nobody has taken, as one."""
+        return replace(self, text=waiting.text + self.text, tokens=waiting.tokens + self.tokens)
 
 
 @dataclass(slots=True)
 class LiveRequest:
     """A request that has not ended, as its client knows it.
 
-    text, stop: None without a tokenizer, and without stop strings. last_s: when the last tokens came, None before.
+    text, stop: None without a tokenizer, and without stop strings. logprobs: None if they were not asked for. last_s:
+    when the last tokens came, None before.
     """
 
     index: int
     prompt_ids: Sequence[int]
     text: OutputText | None
     stop: StopStrings | None
+    logprobs: list[TokenLogprobs] | None
     output_ids: list[int] = field(default_factory=list)
     accept_lens: list[int] = field(default_factory=list)
     started_s: float = field(default_factory=time.perf_counter)
@@ -75,18 +86,20 @@ class LiveRequest:
     def of(
         cls, index: int, prompt_ids: Sequence[int], params: SamplingParams, tokenizer: Tokenizer | None
     ) -> "LiveRequest":
+        logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         if tokenizer is None:
-            return cls(index, prompt_ids, None, None)
+            return cls(index, prompt_ids, None, None, logprobs)
         text = OutputText(tokenizer.stream(prompt_ids), params.stop)
         stop = StopStrings(tokenizer.stream(prompt_ids), params.stop) if params.stop else None
-        return cls(index, prompt_ids, text, stop)
+        return cls(index, prompt_ids, text, stop, logprobs)
 
     def cut(self, update: RequestUpdate) -> RequestUpdate:
         """The update up to the first stop string that it completes, which then ends the request."""
         at = self.stop.feed(update.new_ids) if self.stop is not None else None
         if at is None:
             return update
-        return update._replace(new_ids=update.new_ids[: at + 1], finish_reason="stop", error=None)
+        new_ids, logprobs = update.new_ids[: at + 1], update.logprobs[: at + 1]
+        return update._replace(new_ids=new_ids, logprobs=logprobs, finish_reason="stop", error=None)
 
     def apply(self, update: RequestUpdate) -> TextDelta:
         """Take what the request was given, and say it as text."""
@@ -97,10 +110,14 @@ class LiveRequest:
         if update.accept_len is not None:
             self.accept_lens.append(update.accept_len)
         piece = self.text.push(update.new_ids) if self.text is not None else ""
+        tokens: tuple[tuple[int, TokenLogprobs], ...] = ()
+        if self.logprobs is not None:
+            self.logprobs += update.logprobs
+            tokens = tuple(zip(update.new_ids, update.logprobs, strict=True))
         if update.finish_reason is None:
-            return TextDelta(self.index, piece)
+            return TextDelta(self.index, piece, tokens=tokens)
         piece += self.text.finish() if self.text is not None else ""
-        return TextDelta(self.index, piece, self._output(update))
+        return TextDelta(self.index, piece, self._output(update), tokens)
 
     def _output(self, update: RequestUpdate) -> RequestOutput:
         elapsed = time.perf_counter() - self.started_s
@@ -119,4 +136,5 @@ class LiveRequest:
                 num_cached_tokens=self.num_cached_tokens,
             ),
             error=update.error,
+            logprobs=None if self.logprobs is None else tuple(self.logprobs),
         )

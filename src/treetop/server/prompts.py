@@ -39,8 +39,22 @@ class PromptReader:
         check_length(self.tokenizer.fewest_tokens(text), self._info.max_context, exact=False)
         return self.tokenizer.encode(text, special)
 
-    def check_stops(self, params: SamplingParams) -> None:
+    def check_params(self, params: SamplingParams) -> None:
+        """Raise InputError, which names the option, for what this core or its model cannot do."""
+        info, allowed = self._info, params.allowed_token_ids
         self.check_ids("stop", params.stop_token_ids)
+        self.check_ids("logit_bias", [token for token, _ in params.logit_bias])
+        self.check_ids("allowed_token_ids", allowed or ())
+        if params.changes_logits and not info.can_change_logits:
+            raise InputError(
+                f"{', '.join(params.logit_options)}: this engine changes no logits; drop it, or serve without"
+                " --disable-logits-processors and --mock-engine"
+            )
+        if params.logprobs is not None and params.logprobs > info.max_logprobs:
+            raise InputError("logprobs: this engine has no log-probabilities; drop it, or serve without --mock-engine")
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else info.eos_ids)}
+        if params.min_tokens and allowed is not None and ends.issuperset(allowed):
+            raise InputError("min_tokens, allowed_token_ids: every allowed token would end the request too early")
         if params.stop and self.tokenizer is None:
             raise InputError(f"stop strings need a tokenizer, and {self._info.model_path} has no tokenizer.json")
 

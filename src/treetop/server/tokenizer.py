@@ -1,6 +1,7 @@
 """Text to ids and back, by the `tokenizers` library."""
 
 import os
+import re
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +20,14 @@ _BYTES = 4
 """Bytes of a character in UTF-8, at most."""
 _LONGEST = 16
 """Tokens that may wait for a character to become complete."""
+_SPACE = "\u2581"
+"""How SentencePiece writes a space."""
+_PLAIN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_BYTE_OF = {chr(byte): byte for byte in _PLAIN} | {
+    chr(0x100 + place): byte for place, byte in enumerate(sorted({*range(256)} - {*_PLAIN}))
+}
+"""Character -> byte, of tokenizers over bytes: those that print stand for themselves, the rest follows from U+0100 on.
+Source: GPT-2's vocabulary."""
 
 
 class Tokenizer:
@@ -61,6 +70,23 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens left out."""
         return str(self._bpe.decode(list(ids), skip_special_tokens=True))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for by itself, a special one its name; a part of a character is no text."""
+        token = self._bpe.id_to_token(token_id) or ""
+        if token_id in self._bpe.get_added_tokens_decoder():
+            return token.encode()
+        byte = re.fullmatch(r"<0x([0-9A-F]{2})>", token)
+        if byte:
+            return bytes.fromhex(byte[1])
+        if self._over_bytes and all(character in _BYTE_OF for character in token):
+            return bytes(_BYTE_OF[character] for character in token)
+        return token.replace(_SPACE, " ").encode()
+
+    @cached_property
+    def _over_bytes(self) -> bool:
+        """Whether the characters of tokens stand for bytes."""
+        return "ByteLevel" in str(self._bpe.decoder)
 
     def stream(self, prompt_ids: Sequence[int] = ()) -> "TokenStream":
         """Of what follows these ids."""

@@ -4,25 +4,41 @@ The rule that accepts is `accept` in `kernels/accept.py`. A prompt's first token
 its tree is the root alone.
 """
 
+import torch
 from torch import Tensor
 
+from treetop.kernels.commit import feature_nodes
 from treetop.kernels.sampling import PartialArgmax, SampledTokens, Sampler
 from treetop.kernels.table import Ops
 from treetop.types.sampling import Choice
+from treetop.types.tree import Accepted, DraftTree, PathLogprobs
 
 
 def choose(
-    ops: Ops, logits: Tensor, sampler: Sampler, rows: Tensor, positions: Tensor, how: Choice
+    ops: Ops, logits: Tensor, sampler: Sampler, rows: Tensor, positions: Tensor, tree: DraftTree, how: Choice
 ) -> SampledTokens | PartialArgmax:
     """The target's token after each node, in a form that `ops.accept` takes: the only way from logits to tokens.
 
-    logits: [rows, T, vocab]. sampler: of all rows; `rows` [rows] picks. positions: [rows, T] int64, where the nodes
-    stand. how: what the batch needs; it is known on the host, so a captured round has one.
+    logits: [rows, T, vocab], which stay as they are. sampler: of all rows; `rows` [rows] picks. positions: [rows, T]
+    int64, where the nodes stand. how: what the batch needs; it is known on the host, so a captured round has one.
 
-    What changes logits by row before a token is chosen (a bias, a penalty with history, a mask of a grammar) goes
-    here, as one more operation of the table, in front of every way to choose; and nowhere else. Where such an operation
-    needs what a node's ancestors are, `tree.tokens` and `tree.mask` have them.
+    What changes logits before a token is chosen is `ops.process`, and nothing else; see `kernels/process.py`.
     """
     if how is Choice.GREEDY:
         return ops.greedy(logits)
-    return ops.draw(logits, sampler, rows, positions, how is Choice.FILTER)
+    if how.processes and sampler.processors is not None:
+        logits = ops.process(logits, sampler.processors, rows, positions, tree)
+    return ops.draw(logits, sampler, rows, positions, how.filters)
+
+
+def path_logprobs(ops: Ops, logits: Tensor, accepted: Accepted, most: int) -> PathLogprobs:
+    """Log-probabilities where each token of a path was chosen, of the logits [rows, T, vocab] as the target gave them.
+
+    most: how many of the best.
+    """
+    width = accepted.path.shape[1]
+    lines = logits.flatten(0, 1).index_select(0, feature_nodes(accepted.path, logits.shape[1]))
+    best, ids = ops.top_logprobs(lines, most, None)
+    of_best, of_token = (lines.gather(1, each).float() for each in (ids[:, :1], accepted.tokens.reshape(-1, 1)))
+    values = torch.cat([(best[:, :1] + (of_token - of_best)), best], dim=1)
+    return PathLogprobs(values.view(-1, width, 1 + most), ids.view(-1, width, most))

@@ -43,7 +43,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
         ("context_length", "max_total_tokens", "chunked_prefill_size", "simulate_accept_length"), (int, NoneType)
     ),
     **dict.fromkeys(("draft", "speculative_algorithm"), (str, NoneType)),
-    "disable_radix_cache": (bool,),
+    **dict.fromkeys(("disable_radix_cache", "disable_logits_processors"), (bool,)),
     **dict.fromkeys(("overlap", "compress_weights"), (bool, NoneType)),
     **dict.fromkeys(("mem_fraction_static", "step_timeout"), (float, int)),
 }
@@ -61,6 +61,7 @@ class EngineConfig:
     simulate_accept_length: tokens every round emits, whatever is right; for measuring speed only.
     chunked_prefill_size: most prompt tokens a prefill step processes, its padding counted; None goes by the device and
     its memory. disable_radix_cache: do not keep the K/V of prompts and outputs for prompts that begin alike.
+    disable_logits_processors: refuse requests with penalties, biases and the like, and keep no memory for them.
     check_level: 0 off, 1 host checks, 2 device probes, 3 poison and red zones. overlap: launch a round before the
     results of the last one are known; None is on where rounds are captured CUDA graphs. graphs: `sim` runs rounds with
     the semantics of captured graphs, on a CPU. tp_size: GPUs, or processes on a CPU, that share the model, a rank each.
@@ -80,6 +81,7 @@ class EngineConfig:
     mem_fraction_static: float = 0.88
     chunked_prefill_size: int | None = None
     disable_radix_cache: bool = False
+    disable_logits_processors: bool = False
     attention_backend: Backend = "auto"
     graphs: Graphs = "auto"
     overlap: bool | None = None

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from treetop.types.ids import GroupName, PageId, Row
 from treetop.types.layout import SpecShape
-from treetop.types.sampling import Choice, SamplingParams
+from treetop.types.sampling import Choice, SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +25,26 @@ class PageEdit:
 
 
 @dataclass(frozen=True, slots=True)
+class RowHistory:
+    """What changing a request's logits depends on: its tokens so far, and those that would end it."""
+
+    prompt_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]
+    stop_ids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
 class RowSetup:
-    """A request moves into `row` with `committed` tokens already in the pages of every group."""
+    """A request moves into `row` with `committed` tokens already in the pages of every group.
+
+    history: only if `params` changes logits. From here on the device counts the tokens itself.
+    """
 
     row: Row
     committed: int
     params: SamplingParams
     seed: int
+    history: RowHistory | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +63,17 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """One prefill step: edits and setups are applied first. freed: pages given back since the last plan."""
+    """One prefill step: edits and setups are applied first. freed: pages given back since the last plan.
+
+    logprobs: see `RoundPlan`.
+    """
 
     edits: tuple[PageEdit, ...]
     freed: tuple[tuple[GroupName, PageId], ...]
     setups: tuple[RowSetup, ...]
     chunks: tuple[Chunk, ...]
     choice: Choice
+    logprobs: tuple[int | None, ...] = ()
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -68,7 +85,8 @@ class RoundPlan:
     """One decode round. freed: pages given back since the last plan.
 
     committed_bound: no row has more committed tokens when the round starts. With rounds out the host knows no better:
-    each may commit up to S + 1.
+    each may commit up to S + 1. logprobs: how many of the best tokens' log-probabilities each row asks for, None for no
+    log-probabilities at all; () if no row asks.
     """
 
     edits: tuple[PageEdit, ...]
@@ -77,6 +95,7 @@ class RoundPlan:
     shape: SpecShape
     committed_bound: int
     choice: Choice
+    logprobs: tuple[int | None, ...] = ()
 
 
 StepPlan = PrefillPlan | RoundPlan
@@ -85,12 +104,14 @@ StepPlan = PrefillPlan | RoundPlan
 class RowResult(NamedTuple):
     """What a step gave one row: the new tokens, the last of them the bonus; none after a chunk that is not the last.
 
-    finite is False if the target's logits were not; the request fails alone.
+    finite is False if the target's logits were not; the request fails alone. logprobs: of each token, for a row that
+    asks.
     """
 
     row: Row
     tokens: tuple[int, ...]
     finite: bool
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from treetop.types.errors import InputError
 from treetop.types.ids import RequestId
 from treetop.types.layout import SpecShape
-from treetop.types.sampling import FinishReason, SamplingParams
+from treetop.types.sampling import FinishReason, SamplingParams, TokenLogprobs
 
 
 class EngineRequest(NamedTuple):
@@ -44,6 +44,7 @@ class RequestUpdate(NamedTuple):
     new_ids: emitted now, cut at the stop. accept_len: accepted drafts of the round that gave them, before any cut; None
     if it was no round. error: why the request failed, if it did. engine_failed: it failed with the whole engine. stats
     come with finish_reason, in the request's last update. num_cached_tokens: as in the stats, with the first tokens.
+    logprobs: of each of new_ids, if the request asks for them.
     """
 
     request_id: RequestId
@@ -54,16 +55,24 @@ class RequestUpdate(NamedTuple):
     engine_failed: bool = False
     stats: RequestStats | None = None
     num_cached_tokens: int | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class CoreInfo(NamedTuple):
-    """What a client must know of a core. model_path: the folder. shape: of a round's tree."""
+    """What a client must know of a core. model_path: the folder. shape: of a round's tree.
+
+    can_change_logits, max_logprobs: what a request may ask: penalties, biases and the like, and log-probabilities; -1
+    if there are none. eos_ids: the model's.
+    """
 
     model_path: str
     vocab_size: int
     max_context: int
     max_requests: int
     shape: SpecShape
+    can_change_logits: bool = False
+    max_logprobs: int = -1
+    eos_ids: tuple[int, ...] = ()
 
 
 class CoreLoad(NamedTuple):

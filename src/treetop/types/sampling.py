@@ -1,15 +1,26 @@
 """What a caller asks of one request."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from numbers import Integral, Real
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from treetop.types.errors import InputError, shown
 
 FinishReason = Literal["stop", "length", "abort"]
+MOST_LOGPROBS = 20
+"""Best tokens whose log-probabilities a request may have beside the chosen one's."""
+MOST_BIASES = 511
+"""Tokens that a request's `logit_bias` may name."""
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities of the target's raw logits where a token was chosen: its own, and the best (token id, its)."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +30,12 @@ class SamplingParams:
     temperature 0 is greedy. top_k 0 (or -1), top_p 1 and min_p 0 are off; filters apply in the order temperature,
     top-k, top-p, min-p, each renormalised. `seed` None draws one per request; the same seed gives the same tokens
     whatever the batch, the tree or the shape. `stop` strings end the request and are cut from its text.
+
+    Logits are changed before temperature and filters, in this order: logit_bias (token id -> what is added; a dict will
+    do), repetition_penalty (of tokens in prompt or output: a positive logit is divided by it, another multiplied),
+    frequency_penalty (subtracted for each time a token is in the output), presence_penalty (once). Then tokens are
+    ruled out: those outside allowed_token_ids, and before min_tokens tokens those that would end the request.
+    `logprobs`: how many of the best tokens' log-probabilities come with each token, beside its own; None for none.
     Raises InputError, all problems at once.
     """
 
@@ -31,11 +48,20 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None
+    min_tokens: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids"):
+        if isinstance(self.logit_bias, Mapping):
+            object.__setattr__(self, "logit_bias", tuple(self.logit_bias.items()))
+        for name in ("stop", "stop_token_ids", "allowed_token_ids"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         problems = self._wrong_types() or [text for bad, text in self._rules() if bad]
@@ -45,12 +71,21 @@ class SamplingParams:
     def _wrong_types(self) -> list[str]:
         """Fields whose value is not of their kind; True and False are no numbers."""
         kinds: list[tuple[str, str, bool]] = [
-            *((name, "a number", _is(getattr(self, name), Real)) for name in ("temperature", "top_p", "min_p")),
-            *((name, "an integer", _is(getattr(self, name), Integral)) for name in ("top_k", "max_tokens")),
+            *((name, "a number", _is(getattr(self, name), Real)) for name in _NUMBERS),
+            *((name, "an integer", _is(getattr(self, name), Integral)) for name in _INTEGERS),
             ("stop", "text or a list of texts", _all(self.stop, str)),
             ("stop_token_ids", "a list of token ids", _all(self.stop_token_ids, Integral)),
             ("ignore_eos", "True or False", _is(self.ignore_eos, bool)),
-            ("seed", "an integer or None", self.seed is None or _is(self.seed, Integral)),
+            *(
+                (name, "an integer or None", getattr(self, name) is None or _is(getattr(self, name), Integral))
+                for name in ("seed", "logprobs")
+            ),
+            ("logit_bias", "a dict of token ids and numbers", _pairs(self.logit_bias)),
+            (
+                "allowed_token_ids",
+                "a list of token ids or None",
+                self.allowed_token_ids is None or _all(self.allowed_token_ids, Integral),
+            ),
         ]
         return [f"{name} must be {what}, got {shown(getattr(self, name))}" for name, what, ok in kinds if not ok]
 
@@ -70,7 +105,39 @@ class SamplingParams:
                 self.seed is not None and not 0 <= self.seed < 2**63,
                 f"seed must be in [0, 2^63), got {shown(self.seed)}",
             ),
+            *self._rules_of_logits(),
         ]
+
+    def _rules_of_logits(self) -> list[tuple[bool, str]]:
+        ids = [token for token, _ in self.logit_bias]
+        rules = [
+            (
+                not 0 <= self.min_tokens <= self.max_tokens,
+                f"min_tokens must be in [0, max_tokens], got {shown(self.min_tokens)} with max_tokens"
+                f" {shown(self.max_tokens)}",
+            ),
+            (
+                not 0.01 <= self.repetition_penalty <= 100,
+                f"repetition_penalty must be in [0.01, 100], got {shown(self.repetition_penalty)}",
+            ),
+            (any(token < 0 for token in ids), "logit_bias: token ids must not be negative"),
+            (len(set(ids)) != len(ids), "logit_bias: a token id appears twice"),
+            (len(ids) > MOST_BIASES, f"logit_bias may name {MOST_BIASES} tokens, got {len(ids)}"),
+            (
+                any(not -100 <= bias <= 100 for _, bias in self.logit_bias),
+                "logit_bias: a bias must be in [-100, 100]",
+            ),
+            (self.allowed_token_ids == (), "allowed_token_ids must not be empty"),
+            (any(token < 0 for token in self.allowed_token_ids or ()), "allowed_token_ids must not be negative"),
+            (
+                self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS,
+                f"logprobs must be in [0, {MOST_LOGPROBS}], got {shown(self.logprobs)}",
+            ),
+        ]
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            rules.append((not -2 <= value <= 2, f"{name} must be in [-2, 2], got {shown(value)}"))
+        return rules
 
     @property
     def filtered(self) -> bool:
@@ -80,6 +147,26 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def logit_options(self) -> tuple[str, ...]:
+        """The options in use that change logits, or rule tokens out, before one is chosen."""
+        neutral: dict[str, object] = {
+            "min_tokens": 0,
+            "presence_penalty": 0,
+            "frequency_penalty": 0,
+            "repetition_penalty": 1,
+        }
+        neutral |= {"logit_bias": (), "allowed_token_ids": None}
+        return tuple(name for name, value in neutral.items() if getattr(self, name) != value)
+
+    @property
+    def changes_logits(self) -> bool:
+        return bool(self.logit_options)
+
+
+_NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+_INTEGERS = ("top_k", "max_tokens", "min_tokens")
 
 
 def _finite(value: float) -> bool:
@@ -97,16 +184,33 @@ def _all(values: object, kind: type) -> bool:
     return isinstance(values, tuple) and all(_is(value, kind) for value in values)
 
 
+def _pairs(values: object) -> bool:
+    """Whether these are (token id, number) pairs."""
+    if not isinstance(values, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in values):
+        return False
+    return all(_is(token, Integral) and _is(bias, Real) for token, bias in values)
+
+
 class Choice(Enum):
-    """How a batch's tokens are chosen; a batch takes the costliest way that one of its requests needs."""
+    """How a batch's tokens are chosen; a batch takes the costliest way that one of its requests needs.
+
+    Each way gives every request that needs less the same tokens. PROCESS changes logits first, then draws as FILTER.
+    LOGPROBS does all that, and finds log-probabilities of what was chosen.
+    """
 
     GREEDY = "greedy"
     SAMPLE = "sample"
     FILTER = "filter"
+    PROCESS = "process"
+    LOGPROBS = "logprobs"
 
     @classmethod
     def of(cls, params: SamplingParams) -> "Choice":
         """What one request needs."""
+        if params.logprobs is not None:
+            return cls.LOGPROBS
+        if params.changes_logits:
+            return cls.PROCESS
         if params.filtered:
             return cls.FILTER
         return cls.GREEDY if params.greedy else cls.SAMPLE
@@ -115,4 +219,14 @@ class Choice(Enum):
     def costliest(cls, choices: Iterable["Choice"]) -> "Choice":
         """What serves all of these; GREEDY for none."""
         needed = set(choices)
-        return next((choice for choice in (cls.FILTER, cls.SAMPLE) if choice in needed), cls.GREEDY)
+        return next((choice for choice in reversed(cls) if choice in needed), cls.GREEDY)
+
+    @property
+    def processes(self) -> bool:
+        """Whether logits are changed first, of the rows that ask for it."""
+        return self in (Choice.PROCESS, Choice.LOGPROBS)
+
+    @property
+    def filters(self) -> bool:
+        """Whether rows may have a top-k or a top-p."""
+        return self not in (Choice.GREEDY, Choice.SAMPLE)

@@ -52,7 +52,18 @@ class PathPositions:
     path: "Tensor"
 
 
-def copy_into(target: DraftTree | Accepted, source: DraftTree | Accepted) -> None:
+@dataclass(frozen=True, slots=True)
+class PathLogprobs:
+    """Log-probabilities of the target's raw logits at a path's columns; those past the path say nothing.
+
+    values: [rows, w, 1 + n] float32, of the chosen token, then of the n best, best first. ids: [rows, w, n] int64.
+    """
+
+    values: "Tensor"
+    ids: "Tensor"
+
+
+def copy_into(target: DraftTree | Accepted | PathLogprobs, source: DraftTree | Accepted | PathLogprobs) -> None:
     """Write every tensor of a value into the buffers of another."""
     for name in source.__dataclass_fields__:
         getattr(target, name).copy_(getattr(source, name))

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from treetop.server.api.events import EventStream, check_output, collected, event, json_response
 from treetop.server.api.fields import Body, SamplingFields
 from treetop.server.api.front import Front, new_id
+from treetop.server.api.logprobs import LogprobWriter, Tokens, tokens_of
 from treetop.server.async_llm import DeltaStream
 from treetop.server.chat_template import Message
 from treetop.server.outputs import RequestOutput
@@ -40,13 +41,21 @@ class ChatMessage(BaseModel):
 
 
 class ChatRequest(SamplingFields):
-    """OpenAI's request, with top_k, min_p, ignore_eos, stop_token_ids and chat_template_kwargs."""
+    """OpenAI's request, with the options of `SamplingParams`, and chat_template_kwargs."""
 
     messages: list[ChatMessage] = Field(min_length=1)
     max_tokens: int | None = None
     max_completion_tokens: int | None = Field(None, description="all that the context holds by default")
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
+    logprobs: bool = False
+    top_logprobs: int | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        if self.top_logprobs and not self.logprobs:
+            raise InputError("top_logprobs: only with logprobs true")
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def most_tokens(self) -> int | None:
@@ -63,6 +72,7 @@ class Chat:
         self._front, self._body, self._ids, self._deltas = front, body, ids, deltas
         self._id, self._name = new_id("chatcmpl"), body.model or front.names[0]
         self._created = int(time.time())
+        self._logprobs = LogprobWriter(front.llm.reader.tokenizer)
 
     async def whole(self, request: Request) -> Response:
         outputs = await collected(request, self._deltas)
@@ -70,7 +80,7 @@ class Chat:
             {
                 "index": index,
                 "message": {"role": "assistant", "content": output.text},
-                "logprobs": None,
+                "logprobs": self._chosen(tokens_of(output)),
                 "finish_reason": output.finish_reason,
             }
             for index, output in enumerate(outputs)
@@ -85,16 +95,21 @@ class Chat:
             if delta.output is not None:
                 check_output(delta.output)
                 outputs.append(delta.output)
-            if delta.text or delta.output is not None:
-                yield self._event(delta.index, {"content": delta.text} if delta.text else {}, delta.output)
+            if delta.text or delta.tokens or delta.output is not None:
+                content = {"content": delta.text} if delta.text else {}
+                yield self._event(delta.index, content, delta.output, delta.tokens)
         if self._body.include_usage:
             yield event({**self._head("chat.completion.chunk", []), **self._closing(outputs)})
 
-    def _event(self, index: int, delta: dict[str, str], output: RequestOutput | None) -> bytes:
+    def _event(self, index: int, delta: dict[str, str], output: RequestOutput | None, tokens: Tokens = ()) -> bytes:
         reason = None if output is None else output.finish_reason
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+        logprobs = self._chosen(tokens) if tokens else None
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         unused = {"usage": None} if self._body.include_usage else {}
         return event({**self._head("chat.completion.chunk", [choice]), **unused})
+
+    def _chosen(self, tokens: Tokens) -> dict[str, Any] | None:
+        return self._logprobs.chat(tokens) if self._body.logprobs else None
 
     def _head(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {

@@ -10,6 +10,7 @@ from pydantic import Field
 from treetop.server.api.events import EventStream, check_output, collected, event, json_response
 from treetop.server.api.fields import SamplingFields
 from treetop.server.api.front import Front, new_id
+from treetop.server.api.logprobs import LogprobWriter, Tokens, tokens_of
 from treetop.server.async_llm import DeltaStream
 from treetop.server.outputs import RequestOutput, TextDelta
 from treetop.types.errors import InputError
@@ -18,13 +19,20 @@ DEFAULT_MAX_TOKENS = 16
 
 
 class CompletionRequest(SamplingFields):
-    """OpenAI's request, with top_k, min_p, ignore_eos and stop_token_ids."""
+    """OpenAI's request, with the options of `SamplingParams`."""
 
     prompt: Annotated[
         str | list[int] | list[str] | list[list[int]], Field(description="text, token ids, or a list of either")
     ]
     max_tokens: int | None = Field(DEFAULT_MAX_TOKENS, description="16 by default; null is the same")
     echo: bool = False
+    logprobs: int | None = Field(None, description="best tokens whose log-probabilities come with each token's")
+
+    @property
+    def num_logprobs(self) -> int | None:
+        if self.echo and self.logprobs is not None:
+            raise InputError("logprobs, echo: there are no log-probabilities of a prompt; drop one of them")
+        return self.logprobs
 
 
 class Completion:
@@ -34,12 +42,15 @@ class Completion:
         self._front, self._body, self._ids, self._deltas = front, body, ids, deltas
         self._id, self._name = new_id("cmpl"), body.model or front.names[0]
         self._created = int(time.time())
+        tokenizer = front.llm.reader.tokenizer
+        self._logprobs = [LogprobWriter(tokenizer) for _ in range(len(ids) * body.n)]
         self._echo = [self._text_of(index) for index in range(len(ids))] if body.echo else [""] * len(ids)
 
     async def whole(self, request: Request) -> Response:
         outputs = await collected(request, self._deltas)
         choices = [
-            self._choice(index, self._prefix(index) + output.text, output) for index, output in enumerate(outputs)
+            self._choice(index, self._prefix(index) + output.text, output, tokens_of(output))
+            for index, output in enumerate(outputs)
         ]
         return json_response({**self._head(choices), **self._closing(outputs)})
 
@@ -53,17 +64,18 @@ class Completion:
             if delta.output is not None:
                 check_output(delta.output)
                 outputs.append(delta.output)
-            if delta.text or delta.output is not None:
+            if delta.text or delta.tokens or delta.output is not None:
                 yield event({**self._head([self._piece(delta)]), **unused})
         if self._body.include_usage:
             yield event({**self._head([]), **self._closing(outputs)})
 
     def _piece(self, delta: TextDelta) -> dict[str, Any]:
-        return self._choice(delta.index, delta.text, delta.output)
+        return self._choice(delta.index, delta.text, delta.output, delta.tokens)
 
-    def _choice(self, index: int, text: str, output: RequestOutput | None) -> dict[str, Any]:
+    def _choice(self, index: int, text: str, output: RequestOutput | None, tokens: Tokens = ()) -> dict[str, Any]:
         reason = None if output is None else output.finish_reason
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+        logprobs = None if self._body.logprobs is None else self._logprobs[index].completion(tokens)
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def _head(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {

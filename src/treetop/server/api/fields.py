@@ -1,27 +1,22 @@
 """Fields of a request that all endpoints share, and those that cannot be honoured, each with what it may say."""
 
+import re
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from treetop.types.errors import InputError
-from treetop.types.sampling import SamplingParams
+from treetop.types.errors import InputError, shown
+from treetop.types.sampling import MOST_BIASES, SamplingParams
 
 MOST_CHOICES = 128
 MOST_STOPS, LONGEST_STOP = 16, 1000
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "prompt_logprobs": (),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
-    "min_tokens": (0,),
-    "best_of": (1,),
+    "bad_words": ([],),
+    "logits_processors": ([],),
     "suffix": ("",),
     "use_beam_search": (False,),
     "early_stopping": (False,),
@@ -103,6 +98,13 @@ class SamplingFields(Body):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[dict[str, float] | None, Field(max_length=MOST_BIASES)] = None
+    allowed_token_ids: list[int] | None = None
+    min_tokens: int | None = None
+    best_of: int | None = None
     seed: int | None = None
     stop: Annotated[Stops | None, BeforeValidator(_listed)] = None
     stop_token_ids: list[int] | None = None
@@ -120,12 +122,23 @@ class SamplingFields(Body):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the best tokens' log-probabilities come with each token; None for no log-probabilities."""
+        raise NotImplementedError
+
     def params(self, defaults: dict[str, float], max_tokens: int) -> list[SamplingParams]:
         """Of each of the n choices; with a seed, the i-th has seed + i. Raises InputError."""
         if self.stream_options is not None and not self.stream:
             raise InputError("stream_options: only with stream")
-        own = {name: value for name in defaults if (value := getattr(self, name)) is not None}
+        if self.best_of not in (None, self.n):
+            raise InputError(f"best_of: only equal to n, which is {self.n}; every choice is returned")
+        names = (*defaults, "presence_penalty", "frequency_penalty", "min_tokens")
+        own = {name: value for name in names if (value := getattr(self, name)) is not None}
         chosen: dict[str, Any] = {**defaults, **own}
+        chosen["logit_bias"] = tuple((_token_id(name), bias) for name, bias in (self.logit_bias or {}).items())
+        if self.allowed_token_ids is not None:
+            chosen["allowed_token_ids"] = tuple(self.allowed_token_ids)
         return [
             SamplingParams(
                 **chosen,
@@ -133,7 +146,20 @@ class SamplingFields(Body):
                 stop=tuple(self.stop or ()),
                 stop_token_ids=tuple(self.stop_token_ids or ()),
                 ignore_eos=self.ignore_eos,
-                seed=None if self.seed is None else self.seed + choice,
+                logprobs=self.num_logprobs,
+                seed=_seed_of(self.seed, choice),
             )
             for choice in range(self.n)
         ]
+
+
+def _token_id(name: str) -> int:
+    """A key of `logit_bias`. Raises InputError."""
+    if not re.fullmatch("[0-9]{1,9}", name):
+        raise InputError(f"logit_bias: keys must be token ids, got {shown(name)}")
+    return int(name)
+
+
+def _seed_of(seed: int | None, choice: int) -> int | None:
+    """The seed of a choice; those of a request lie on a ring of 2^63."""
+    return seed if seed is None or not 0 <= seed < 2**63 else (seed + choice) % 2**63

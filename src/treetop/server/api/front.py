@@ -35,6 +35,9 @@ class Front:
         self.llm = AsyncLLM.of(core, seed, self.metrics.observe)
         folder = Path(core.info.model_path)
         self.defaults = sampling_defaults(folder)
+        if self.defaults["repetition_penalty"] != 1 and not core.info.can_change_logits:
+            log.warning("generation_config.json: repetition_penalty is not applied, for this engine changes no logits")
+            self.defaults["repetition_penalty"] = 1.0
         self.template = open_chat_template(folder, options.chat_template)
         self.draining = False
         rows, waiting = core.info.max_requests, options.max_queued_requests
@@ -99,13 +102,19 @@ class Front:
 def sampling_defaults(folder: Path) -> dict[str, float]:
     """What a request that does not say gets: of `generation_config.json`, else temperature 1 and no filter."""
     config, where = generation_config(folder), folder / "generation_config.json"
-    defaults: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    defaults: dict[str, Any] = {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+    }
     defaults |= {name: config[name] for name in defaults if config.get(name) is not None}
     try:
         SamplingParams(**defaults)
     except InputError as error:
         raise CheckpointError(f"{where}: {error}") from None
-    for name, neutral in (("repetition_penalty", 1), ("no_repeat_ngram_size", 0)):
+    for name, neutral in (("length_penalty", 1), ("no_repeat_ngram_size", 0)):
         if config.get(name, neutral) not in (neutral, None):
             log.warning("%s asks for %s %s, which is not supported: it is not applied", where, name, config[name])
     return defaults

@@ -1,0 +1,161 @@
+"""Sampling options over HTTP, by the official client, on the embedded pair: what `LLM` gives for the same request."""
+
+import openai
+import pytest
+
+from serving import TOKENIZER, mock, serving
+from treetop import LLM, SamplingParams
+
+NAME, PROMPT = "builtin:nestling", "def area(r):"
+CHAT = "{% for m in messages %}{{ m.content }}{% endfor %}"
+NUMBERS = [TOKENIZER.encode(text, special=False)[0] for text in "0123456789"]
+
+OPTIONS = [
+    {"presence_penalty": 1.2, "frequency_penalty": 0.4},
+    {"repetition_penalty": 1.4, "temperature": 0.8},
+    {"logit_bias": {str(NUMBERS[3]): 6.5, str(NUMBERS[4]): -100}, "temperature": 1.1},
+    {"min_tokens": 20, "stop_token_ids": TOKENIZER.encode(" return\n", special=False)},
+    {"allowed_token_ids": NUMBERS},
+    {"temperature": 1.0, "min_p": 0.05, "top_k": 40, "top_p": 0.95},
+]
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving(
+        "--dtype", "float64", "--device", "cpu", "--context-length", "256", "--chat-template", CHAT
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def llm():
+    llm = LLM(dtype="float64", device="cpu", context_length=256)
+    yield llm
+    llm.close()
+
+
+def complete(server, **body):
+    """The fields that OpenAI's client does not know travel beside the others."""
+    known = {"logprobs", "n", "max_tokens", "prompt", "stream", "best_of", "echo"}
+    extra = {name: body.pop(name) for name in set(body) - known}
+    request = {"model": NAME, "prompt": PROMPT, "max_tokens": 30, **body}
+    return server.client().completions.create(**request, extra_body={"temperature": 0, "seed": 7, **extra})
+
+
+def offline(llm, **options) -> SamplingParams:
+    bias = {int(token): value for token, value in options.pop("logit_bias", {}).items()}
+    return llm.generate(PROMPT, SamplingParams(**{"max_tokens": 30, "seed": 7, "logit_bias": bias, **options}))[0]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(iter(options)))
+def test_an_option_gives_what_it_gives_offline(server, llm, options):
+    want = offline(llm, **options)
+    answer = complete(server, **options)
+    assert answer.choices[0].text == want.text
+    assert answer.choices[0].finish_reason == want.finish_reason
+    assert answer.usage.completion_tokens == len(want.token_ids)
+    if "min_p" not in options:
+        assert want.token_ids != offline(llm, temperature=options.get("temperature", 0)).token_ids
+
+
+def test_choices_have_seeds_of_their_own_that_stay(server):
+    """The i-th draws as a request with seed + i; the seeds lie on a ring."""
+    many = complete(server, n=3, temperature=1.2, seed=2**63 - 2)
+    texts = [choice.text for choice in many.choices]
+    assert len(set(texts)) == 3
+    alone = [complete(server, temperature=1.2, seed=seed).choices[0].text for seed in (2**63 - 2, 2**63 - 1, 0)]
+    assert texts == alone
+    assert many.usage.completion_tokens > 30
+    assert complete(server, n=3, best_of=3, temperature=1.2, seed=2**63 - 2).choices[2].text == texts[2]
+
+
+def test_a_completions_logprobs_are_the_engines(server, llm):
+    want = offline(llm, logprobs=2, stop=" ** ")
+    found = complete(server, logprobs=2, stop=" ** ").choices[0].logprobs
+    assert len(found.tokens) == len(want.token_ids)
+    assert found.token_logprobs == pytest.approx([each.logprob for each in want.logprobs], abs=1e-6)
+    assert "".join(found.tokens).startswith(want.text)
+    assert found.text_offset == [len("".join(found.tokens[:i])) for i in range(len(found.tokens))]
+    for token, own, top in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
+        assert top[token] == own == max(top.values())
+
+
+def test_streamed_logprobs_are_those_at_once(server):
+    whole = complete(server, logprobs=1, temperature=1.0, n=2)
+    pieces = {0: [], 1: []}
+    for chunk in complete(server, logprobs=1, temperature=1.0, n=2, stream=True):
+        for choice in chunk.choices:
+            pieces[choice.index] += zip(
+                choice.logprobs.tokens, choice.logprobs.token_logprobs, choice.logprobs.text_offset, strict=True
+            )
+    for choice in whole.choices:
+        told = choice.logprobs
+        assert pieces[choice.index] == [*zip(told.tokens, told.token_logprobs, told.text_offset, strict=True)]
+
+
+def test_a_chats_logprobs_spell_its_tokens(server):
+    body = {
+        "model": NAME,
+        "messages": [{"role": "user", "content": "# ö 素早い\ndef area(r):"}],
+        "max_tokens": 20,
+        "temperature": 1.5,
+        "seed": 3,
+        "logprobs": True,
+    }
+    client = server.client().chat.completions
+    whole = client.create(**body, top_logprobs=2).choices[0]
+    content = whole.logprobs.content
+    assert len(content) == 20
+    text = b"".join(bytes(each.bytes) for each in content)
+    assert text.decode(errors="replace") == whole.message.content
+    for each in content:
+        assert len(each.top_logprobs) == 2
+        assert bytes(each.bytes).decode(errors="replace") == each.token
+        assert each.top_logprobs[0].logprob >= max(each.logprob, each.top_logprobs[1].logprob)
+    streamed = [
+        each.model_dump()
+        for chunk in client.create(**body, top_logprobs=2, stream=True)
+        for choice in chunk.choices
+        if choice.logprobs is not None
+        for each in choice.logprobs.content
+    ]
+    assert streamed == [each.model_dump() for each in content]
+    assert all(not each.top_logprobs for each in client.create(**body).choices[0].logprobs.content)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"best_of": 2}, "best_of: only equal to n"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs: not supported"),
+        ({"logprobs": 1, "echo": True}, "logprobs, echo"),
+        ({"logprobs": 21}, "logprobs must be in"),
+        ({"logprobs": -1}, "logprobs must be in"),
+        ({"logit_bias": {"a": 1}}, "logit_bias: keys must be token ids"),
+        ({"logit_bias": {"4096": 1}}, "logit_bias token id 4096 lies outside"),
+        ({"logit_bias": {"1": 101}}, "logit_bias: a bias"),
+        ({"logit_bias": {str(token): 1 for token in range(512)}}, "logit_bias"),
+        ({"presence_penalty": 3}, "presence_penalty must be in"),
+        ({"frequency_penalty": "1"}, "frequency_penalty: "),
+        ({"repetition_penalty": -1}, "repetition_penalty must be in"),
+        ({"min_tokens": 31}, "min_tokens must be in"),
+        ({"allowed_token_ids": []}, "allowed_token_ids must not be empty"),
+        ({"bad_words": ["a"]}, "bad_words: not supported"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(server, body, words):
+    answer = server.post("/v1/completions", {"model": NAME, "prompt": PROMPT, "max_tokens": 30, **body})
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]["message"]
+
+
+def test_an_engine_that_cannot_says_so():
+    """The mock replays tokens: nothing changes them, and they have no log-probabilities."""
+    with mock() as running:
+        for body, words in (({"min_tokens": 2}, "min_tokens: this engine"), ({"logprobs": 1}, "logprobs: this engine")):
+            with pytest.raises(openai.BadRequestError, match=words):
+                complete(running, **body)
+        messages = [{"role": "user", "content": "hi"}]
+        answer = running.post("/v1/chat/completions", {"messages": messages, "top_logprobs": 2})
+        assert "top_logprobs: only with logprobs true" in answer.json()["error"]["message"]
