@@ -13,7 +13,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -22,34 +21,11 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from treetop.doctor.exchange import times_us
 from treetop.kernels.table import OpContext, Ops
 from treetop.parallel.exchange import Group, Meeting
 
 ROWS, WIDTHS, EPS = (1, 2, 4, 8, 16), (4096, 8192), 1e-5
-LAUNCHES, REPEATS = 50, 21
-"""Of a captured graph, whose time is divided by them; and how often it is replayed."""
-
-
-def captured_us(run: Callable[[], object]) -> list[float]:
-    """Microseconds of one run, in graphs of many."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for _ in range(LAUNCHES):
-            run()
-    times = []
-    for _ in range(REPEATS + 3):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(1e3 * begin.elapsed_time(end) / LAUNCHES)
-    return times[3:]
 
 
 def _ours(ops: Ops, x: Tensor, parts: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,7 +57,7 @@ def measure_exchange(rank: int, size: int, folder: str) -> None:
         found, expected = runs["ours"]()[0], runs["nccl"]()[0]
         assert torch.allclose(found.float(), expected.float(), atol=0.1, rtol=0.02), "the sums differ"
         assert all(torch.equal(each, found) for each in group.parallel.gather(found)), "ranks have other bits"
-        times = {name: captured_us(run) for name, run in runs.items()}
+        times = {name: times_us(run, device) for name, run in runs.items()}
         if rank == 0:
             figures = {name: round(statistics.median(each), 2) for name, each in times.items()}
             spread = {name: [round(min(each), 2), round(max(each), 2)] for name, each in times.items()}

@@ -67,8 +67,8 @@ MIXED = [
     greedy(20),
     sampled(2**62 + 5, 20, top_k=5),
     sampled(13, 20, top_p=0.7),
-    sampled(0, 20, min_p=0.2, temperature=1.7),
-    sampled(15, 20, top_k=4, top_p=0.9, min_p=0.05),
+    sampled(0, 20, min_p=0.2, temperature=1.7, logprobs=3),
+    sampled(15, 20, top_k=4, top_p=0.9, min_p=0.05, presence_penalty=0.5, logit_bias={5: 1.5}),
 ]
 CASES = [  # pair, (k, S, T), ranks, parameters, options
     ("weak", (4, 5, 16), 2, greedy(20), {"overlap": True}),

@@ -26,7 +26,7 @@ from treetop.engine.rounds import RoundKey
 from treetop.engine.staging import InFlightResults, Results, Slot, StagingBuffers, check_own_memory, collect, copy_out
 from treetop.engine.startup_log import start_up_block
 from treetop.engine.state import setup_columns
-from treetop.engine.witness import Witness, alone, tree_and_path
+from treetop.engine.witness import TreeAndPath, Witness, alone
 from treetop.models.config import attention_of_rank
 from treetop.types.config import EngineConfig
 from treetop.types.errors import InvariantError
@@ -62,7 +62,7 @@ class Engine:
         if parallel.size != config.tp_size:
             raise InvariantError(f"an engine of --tp-size {config.tp_size} was made for a group of {parallel.size}")
         self.config, self.parallel = config, parallel
-        self._witness: Witness = tree_and_path if parallel.size > 1 and config.check_level >= 1 else alone
+        self._witness: Witness = TreeAndPath() if parallel.size > 1 and config.check_level >= 1 else alone
         self.observer: Observer | None = None
         engine_plan = plan_engine(config, parallel)
         self.target, self.draft = engine_plan.target, engine_plan.draft

@@ -26,12 +26,20 @@ def alone(out: Tensor, buffers: RoundBuffers, key: RoundKey) -> None:
     """Of one rank nothing is asked."""
 
 
-def tree_and_path(out: Tensor, buffers: RoundBuffers, key: RoundKey) -> None:
-    """The digest of a round's trees and accepted paths, their scores and features, of padding too."""
-    tree, accepted = buffers.tree_of(key.bucket, key.shape), buffers.accepted_of(key.bucket, key.shape)
-    features = buffers.aux_hidden_of(key.bucket, key.shape)[..., :_FEATURES]
-    scores = (bits(tree.logprob), bits(features))
-    digest(out, tree.tokens, tree.parent, *scores, accepted.path, accepted.accept_len, accepted.tokens)
+class TreeAndPath:
+    """A `Witness`: the digest of a round's trees and accepted paths, their scores and features, of padding too."""
+
+    def __init__(self) -> None:
+        self._factors: dict[int, Tensor] = {}
+
+    def __call__(self, out: Tensor, buffers: RoundBuffers, key: RoundKey) -> None:
+        tree, accepted = buffers.tree_of(key.bucket, key.shape), buffers.accepted_of(key.bucket, key.shape)
+        features = buffers.aux_hidden_of(key.bucket, key.shape)[..., :_FEATURES]
+        numbers = (tree.tokens, tree.parent, accepted.path, accepted.accept_len, accepted.tokens)
+        flat = torch.cat([each.reshape(-1) for each in (*numbers, bits(tree.logprob), bits(features))])
+        if len(flat) not in self._factors:
+            self._factors[len(flat)] = factors(len(flat), out.device)
+        torch.sum(flat * self._factors[len(flat)], dim=0, keepdim=True, out=out)
 
 
 def bits(numbers: Tensor) -> Tensor:
@@ -39,8 +47,6 @@ def bits(numbers: Tensor) -> Tensor:
     return numbers.contiguous().view(_INTEGERS[numbers.itemsize])
 
 
-def digest(out: Tensor, *tensors: Tensor) -> None:
-    """A number in out [1] int64 that changes with any one number of the tensors, which are of integers."""
-    flat = torch.cat([tensor.reshape(-1).to(torch.int64) for tensor in tensors])
-    factor = torch.arange(flat.shape[0], device=flat.device) * _FACTOR + _STEP | 1  # odd: no bit is lost, but overflow
-    torch.sum((flat + 1) * factor, dim=0, keepdim=True, out=out)
+def factors(count: int, device: torch.device) -> Tensor:
+    """[count] int64: a sum of integers times these changes with any one of them."""
+    return torch.arange(count, device=device) * _FACTOR + _STEP | 1  # odd: no bit of a number is lost, but overflow

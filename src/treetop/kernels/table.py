@@ -27,7 +27,7 @@ from treetop.kernels import rows as row_state
 from treetop.kernels import skinny_gemm as skinny
 from treetop.kernels.linear import GatedLinear, LibraryLinear, Linear, SkinnyGated, SkinnyLinear, library_gated
 from treetop.kernels.products import Call, ChosenProduct, Shape
-from treetop.kernels.sampling import draw_reference, greedy_reference
+from treetop.kernels.sampling import draw_reference, greedy_of_ranks, greedy_reference
 from treetop.kernels.triton_guard import GpuTraits, gpu_traits, why_not
 from treetop.types.layout import SpecShape
 from treetop.types.parallel import ALONE, Parallel
@@ -186,6 +186,8 @@ class Ops:
         for name, op in operations().items():
             serves = self._gpu is not None and op.applies(context)
             vars(self)[name] = op.on(self._gpu) if self._gpu is not None and serves else op.reference
+        if parallel.size > 1:
+            vars(self)["greedy"] = partial(greedy_of_ranks, self.greedy, parallel)
 
     @property
     def filters_apart(self) -> bool:

@@ -67,9 +67,13 @@ class Decoder:
         """See `Target`."""
         return [*(product for layer in self.layers for product in layer.products), self.lm_head]
 
+    def piece(self, hidden: Tensor) -> Tensor:
+        """See `Target`."""
+        return self.lm_head(hidden)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """See `Target`."""
-        return self._ops.parallel.join(self.lm_head(hidden))
+        return self._ops.parallel.join(self.piece(hidden))
 
 
 def decoder_params(config: ModelConfig) -> list[Param]:

@@ -41,5 +41,8 @@ class Target(Protocol):
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> TargetOutput:
         """tokens, positions: [rows, n] int64. The layers' K/V go where `attend` puts them."""
 
+    def piece(self, hidden: Tensor) -> Tensor:
+        """As `logits`, of this rank's part of the vocabulary."""
+
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [..., hidden], after the final norm. Returns [..., vocab]."""

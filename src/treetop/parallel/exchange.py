@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -82,6 +83,7 @@ class Group:
         store = FileStore(str(meeting.file), meeting.size)
         store.set_timeout(timedelta(seconds=_MEET_S))
         self._group: Any = _nccl(store, meeting) if device.type == "cuda" else _gloo(store, meeting)
+        self._closing, self._closed = Lock(), False
         self._gpu, self._seconds = device.type == "cuda", START_S
         gather, reduce = (self._gather_on_gpu, self._reduce_on_gpu) if self._gpu else (self._gather_on_cpu, None)
         self.parallel = ExchangeRank(meeting.rank, meeting.size, device, gather, reduce)
@@ -94,9 +96,11 @@ class Group:
             self._group._set_default_timeout(timedelta(seconds=seconds))
 
     def close(self) -> None:
-        """Leave the group: kernels that wait for others end. Any number of times."""
-        if self._gpu:
-            self._group.abort()
+        """Leave the group: kernels that wait for others end. Any number of times, from any thread."""
+        with self._closing:
+            if self._gpu and not self._closed:
+                self._group.abort()
+            self._closed = True
 
     def _gather_on_cpu(self, out: Tensor, piece: Tensor) -> None:
         try:
