@@ -146,6 +146,7 @@ def main() -> int:
         Follower(options, context).run()
     finally:
         context.destroy(linger=_LINGER_MS)
+    parent.join(_LINGER_MS / 1000)  # if rank 0 is gone, the folder is to go too
     return 1
 
 
