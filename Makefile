@@ -7,17 +7,20 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEV := $(VENV)/.dev
 
-.PHONY: demo test test-all test-gpu check bench mutants clean
+.PHONY: demo test test-all test-gpu check wheel bench mutants clean
 
 demo: $(READY)
 	@$(BIN)/treetop generate --echo --compare-plain --max-tokens 192 --temperature 0.6 --seed 5 --prompt-file docs/demo_prompt.txt
 
+# Two processes, a thread of arithmetic each: most of a test is Python.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
 test: $(DEV)
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 # The long matrices too.
 test-all: $(DEV)
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 # What needs a GPU: a process and a log a file, side by side; then memory alone, for it takes all there is.
 GPU_LAST := tests/test_gpu_memory.py
@@ -39,6 +42,10 @@ check: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The wheel, built, installed and served from an environment of its own.
+wheel: $(DEV)
+	$(BIN)/python scripts/wheel.py
 
 bench: $(READY)
 	$(BIN)/treetop bench

@@ -5,7 +5,8 @@ Input 1024, forced accept length 3, greedy, bfloat16 on a GPU; shapes plain, (3,
 
     python benchmarks/rounds.py --preset qwen3-8b --shapes 5,4,16 --batches 1 --rounds 30
 
-`--preset` (llama-3.1-8b unless given) names the shape; `--help` shows what `treetop bench` takes.
+`--preset` (llama-3.1-8b unless given) names the shape; `--help` shows what `treetop bench` takes. Of a model with
+experts the floor counts those that a round's tokens chose.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from pathlib import Path
 from treetop.cli import main
 
 PRESETS = Path(__file__).parent / "presets"
-NAMES = ("llama-3.1-8b", "qwen3-8b")
+NAMES = ("llama-3.1-8b", "qwen3-8b", "gpt-oss-20b", "qwen3-30b-a3b")
 
 
 def preset(name: str) -> tuple[str, str]:

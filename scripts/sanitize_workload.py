@@ -28,10 +28,13 @@ from treetop.debug.kernels import all_kernels, place_of
 from treetop.debug.patching import wrapped_device
 from treetop.debug.two_group import write_two_group_pair
 from treetop.engine.model_runner import ModelRunner
+from treetop.kernels.experts import Activation, Experts, experts
 from treetop.kernels.kv import PageTable
 from treetop.kernels.metadata import AttentionMetadata
+from treetop.kernels.mxfp4 import pack
 from treetop.kernels.packed_weights import CompressedLaunch, compress, compressed_rows
 from treetop.kernels.pages import gather_table
+from treetop.kernels.routing import Router, RouterKind, RouterSpec, route
 from treetop.kernels.skinny_gemm import RowsLaunch, gated_rows, skinny_gemm
 from treetop.kernels.tail import PrefixPart, tail_and_merge
 from treetop.kernels.triton_guard import _probe, gpu_traits, is_compiling_ahead, jit, tl
@@ -154,6 +157,7 @@ def work(mode: str, device: str) -> None:
         if device == "cuda":
             products_by_tiles()
         products_of_compressed_weights(torch.device(device))
+        experts_of_a_layer(torch.device(device))
         attention_after_a_library(torch.device(device))
     if device == "cuda":
         torch.cuda.synchronize()
@@ -167,6 +171,22 @@ def products_by_tiles() -> None:
         x = torch.ones((rows, 256), dtype=torch.bfloat16, device="cuda")
         skinny_gemm(x, weight, RowsLaunch(64, 64, 2, 3, 4, 1, True), gpu)
         gated_rows(x, weight[:128], RowsLaunch(64, 64, 1, 3, 4, 1, True), gpu)
+
+
+def experts_of_a_layer(device: torch.device) -> None:
+    """Routing in one program and in several, and both products with weights of 16 bits and in MXFP4, with padding."""
+    gpu, dtype = gpu_traits(device), torch.bfloat16 if device.type == "cuda" else torch.float16
+    spec = RouterSpec(40, 2, RouterKind.TOPK_SOFTMAX)
+    with device:
+        router = Router(spec, torch.randn(40, 96).to(dtype), None, None)
+        whole = torch.randn(40, 2, 72, 96).to(dtype), torch.randn(40, 96, 72).to(dtype)
+        groups = torch.randint(0, 128, (40, 128, 3, 17), dtype=torch.uint8)
+        for tokens in (3, 70):
+            x, live = torch.randn(tokens, 96).to(dtype), torch.arange(tokens) % 3 != 1
+            routes = route(x, router, live, gpu)
+            experts(x, routes, Experts(*whole, None, None, Activation.SILU), gpu)
+            packed = pack(groups), pack(groups[:, :96, :2])
+            experts(x, routes, Experts(*packed, None, None, Activation.CLAMPED), gpu)
 
 
 def products_of_compressed_weights(device: torch.device) -> None:

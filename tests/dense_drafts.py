@@ -169,6 +169,36 @@ class DenseEagle:
         return states_of(self.run, features, tokens, path)[-1] @ self.lm_head.T
 
 
+@dataclass
+class DenseMtp:
+    """An MTP layer. names: of its norms of embedding and hidden state, its projection and its last norm."""
+
+    dense: Dense
+    embedding: torch.Tensor
+    lm_head: torch.Tensor
+    offset: torch.Tensor
+    prefix: str
+    names: tuple[str, str, str, str]
+    hidden_first: bool
+    normed_state: bool
+
+    def run(self, tokens, hidden):
+        d, (embedding, state, projection, _) = self.dense, self.names
+        embedded = self.embedding[torch.tensor(tokens)].clone()
+        embedded[0] = 0.0  # position 0
+        both = [d.norm(embedded, f"{self.prefix}.{embedding}.weight"), d.norm(hidden, f"{self.prefix}.{state}.weight")]
+        x = d.linear(torch.cat(both[::-1] if self.hidden_first else both, -1), f"{self.prefix}.{projection}")
+        x = d.plain_layer(x, self.prefix)
+        return self.normed(x) if self.normed_state else x
+
+    def normed(self, x):
+        return self.dense.norm(x, f"{self.prefix}.{self.names[3]}.weight")
+
+    def logits(self, features, tokens, path=()):
+        state = states_of(self.run, features, tokens, path)[-1]
+        return (state if self.normed_state else self.normed(state)) @ self.lm_head.T
+
+
 def dense_of(folder: Path, config: dict | None = None, **changes) -> Dense:
     """Sizes of a config, tensors of a file, both read here."""
     config = config or json.loads((folder / "config.json").read_text())

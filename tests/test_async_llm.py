@@ -58,7 +58,7 @@ def test_bad_input_raises_before_any_work():
     ):
         with pytest.raises(InputError, match=words):
             asyncio.run(ask(prompt, **params))
-    assert llm.num_alive == 0
+    assert llm.alive.own == 0
     llm.close()
 
 
@@ -73,7 +73,7 @@ def test_leaving_and_cancelling_abort():
         stream.close()
         task = asyncio.create_task(llm.generate([[1], [2]], SamplingParams(max_tokens=2000)))
         await asyncio.sleep(0.02)
-        assert llm.num_alive == 2
+        assert llm.alive.own == 2
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -81,7 +81,7 @@ def test_leaving_and_cancelling_abort():
             await asyncio.sleep(0.005)
 
     asyncio.run(asyncio.wait_for(leave(), 60))
-    assert llm.num_alive == 0
+    assert llm.alive.own == 0
     llm.close()
 
 

@@ -6,12 +6,14 @@ The changelog speaks of what was, so only its links are checked.
 import importlib
 import re
 import shlex
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from treetop.cli import build_parser
+from treetop.types.sampling import SamplingParams
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -131,3 +133,16 @@ def test_what_is_wrong_is_found(tmp_path):
     assert commands(page) == [["treetop", "generate", "--nothing"]]
     with pytest.raises(SystemExit):
         test_commands_are_taken_by_what_they_call(commands(page)[0])
+
+
+def test_the_table_of_sampling_options_names_all_of_them_and_tests_that_exist():
+    """An option without a row, or a row whose test is gone, fails."""
+    page = (ROOT / "docs" / "sampling.md").read_text(encoding="utf-8")
+    rows = [line.split("|") for line in page.splitlines() if line.startswith("| `") and "SamplingParams" not in line]
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row[1])}
+    assert named == {field.name for field in fields(SamplingParams)}
+    for row in rows:
+        tests = re.findall(r"`(\w+\.py)::(\w+)`", row[3])
+        assert tests, row[1]
+    for file, test in re.findall(r"`(\w+\.py)::(\w+)`", page):
+        assert f"def {test}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), test

@@ -16,6 +16,7 @@ from dense_drafts import AFTER_NORM, DenseEagle, DenseEagle3, DenseTarget, dense
 from engines import build, greedy, tokens
 from oracles import grow, select
 from tiny_models import LLAMA3_ROPE, Pair, copy_folder, save_random_llama
+from treetop.drafts.protocol import Extension
 from treetop.drafts.registry import drafter_spec, find_draft
 from treetop.models.loader import Placement
 from treetop.models.registry import target_spec
@@ -30,13 +31,13 @@ def target(tmp_path_factory):
     return folder, DenseTarget(folder)
 
 
-def assert_drafts(pair: Pair, dense_target, reference, which, prompt_length=9) -> None:
+def assert_drafts(pair: Pair, dense_target, reference, which, **options) -> None:
     """The first round's tree is the reference's; greedy output is plain output, prefix cache on, in small chunks."""
     k, steps, size = SHAPE
-    llm = build(pair, SHAPE, page_size=4, chunked_prefill_size=4)
+    llm = build(pair, SHAPE, page_size=4, chunked_prefill_size=4, **options)
     trees = []
     llm.engine.observer = lambda plan, tree, accepted: trees.append(tree)
-    prompts = pair.prompts([prompt_length, 3, 14], seed=1)
+    prompts = pair.prompts([9, 3, 14], seed=1)
     outputs = llm.generate(prompts[:1], greedy(14))
     ids = [*prompts[0], outputs[0].token_ids[0]]
     root, born, _ = grow(ids[-1], k, steps, proposals_of(reference, dense_target, which, ids, k))
@@ -316,16 +317,17 @@ def test_heads_that_speculators_wrote_compute_what_it_computed(name, tmp_path):
         ids = head.vocab.to_target(torch.arange(spec.vocab_size))
         return torch.stack([got.logprob[got.tokens == each] for each in ids])[:, 0]
 
-    def run(call, tokens_, state, at, attend):
+    def run(call, tokens_, state, first, attend, *at):
         attend.n = tokens_.shape[1]
-        return call(tokens_, state.double(), torch.arange(at, at + attend.n)[None], attend)
+        return call(tokens_, state.double(), torch.arange(first, first + attend.n)[None], *at, attend)
 
     for i in range(n - 1):
         attend = Kept(spec.attention)
-        states = run(head.extend, tokens_in[:, : i + 1], told["features"][None, : i + 1], 0, attend)
+        last = Extension(torch.tensor([0]), torch.tensor([i]))
+        states = run(head.extend, tokens_in[:, : i + 1], told["features"][None, : i + 1], 0, attend, last)
         want = torch.log_softmax(told["first"][i], -1)
-        torch.testing.assert_close(logprobs(states[0, -1]), want, rtol=1e-4, atol=1e-4)
-        states = run(head.grow, tokens_in[:, i + 1 : i + 2], states[:, -1:], i + 1, attend)
+        torch.testing.assert_close(logprobs(states[0]), want, rtol=1e-4, atol=1e-4)
+        states = run(head.grow, tokens_in[:, i + 1 : i + 2], states[:, None], i + 1, attend)
         want = torch.log_softmax(told["second"][i], -1)
         torch.testing.assert_close(logprobs(states[0, -1]), want, rtol=1e-4, atol=1e-4)
 

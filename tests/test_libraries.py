@@ -39,10 +39,10 @@ VARIETY = [
     {},
     {"n": 1, "t": 1, "page_size": 1},
     {"n": 3, "t": 9, "heads": 2, "page_size": 16},
-    {"n": 7, "t": 7, "heads": 4, "kv_heads": 4, "dim": 24, "page_size": 64, "bound": 130},
+    {"n": 7, "t": 7, "heads": 4, "kv_heads": 4, "dim": 24, "page_size": 64, "max_kv_len": 130},
     {"window": 6},
 ]
-CAUSAL = [{"n": 1}, {"n": 9, "page_size": 1}, {"n": 12, "page_size": 16, "bound": 90}, {"n": 12, "window": 5}]
+CAUSAL = [{"n": 1}, {"n": 9, "page_size": 1}, {"n": 12, "page_size": 16, "max_kv_len": 90}, {"n": 12, "window": 5}]
 
 
 @pytest.fixture(scope="module", params=BUILDS)

@@ -212,8 +212,32 @@ def test_prefill_steps_are_chosen_by_the_device_unless_they_are_given(monkeypatc
     monkeypatch.setattr(building, "refusal", lambda name, need: None)
     monkeypatch.setattr(building, "memory_of", lambda device: Memory(140 * GIB, 140 * GIB))
     preset = Path(__file__).parent.parent / "benchmarks" / "presets" / "llama-3.1-8b"
-    config = EngineConfig(str(preset), load_format="dummy", **options)
+    config = EngineConfig(str(preset), load_format="dummy", **{"max_running_requests": 8, **options})
     assert building.make_layout(config, target_spec(preset).config, None).chunk == chunk
+
+
+@pytest.mark.parametrize(
+    ("place", "total", "options", "rows", "tokens"),
+    [
+        ("cuda", 140, {}, 64, 512),
+        ("cuda", 24, {"context_length": 8192}, 16, 512),  # pools of 40,000 tokens
+        ("cuda", 24, {"context_length": 1000}, 32, 512),  # shorter ones: more of them
+        ("cuda", 24, {"context_length": 8192, "max_running_requests": 100}, 100, 512),
+        ("cuda", 140, {"prefill_tokens_per_round": 99}, 64, 99),
+        ("cuda", 140, {"chunked_prefill_size": 300}, 64, 300),
+        ("cpu", 64, {"dtype": "bfloat16", "context_length": 2048}, 16, 128),
+    ],
+)
+def test_rows_and_the_tokens_beside_a_round_follow_device_and_memory(monkeypatch, place, total, options, rows, tokens):
+    """The plan's configuration says what was chosen, and the layout is made of it."""
+    monkeypatch.setattr(building, "compute_device", lambda option: torch.device(place))
+    monkeypatch.setattr(building, "refusal", lambda name, need: None)
+    monkeypatch.setattr(building, "memory_of", lambda device: Memory(total * GIB, total * GIB))
+    monkeypatch.setattr(building, "with_copies", lambda config, place, budget, *rest: budget)
+    preset = Path(__file__).parent.parent / "benchmarks" / "presets" / "llama-3.1-8b"
+    planned = building.plan_engine(EngineConfig(str(preset), load_format="dummy", **options))
+    assert planned.config.max_running_requests == planned.layout.max_requests == rows
+    assert planned.config.prefill_tokens_per_round == tokens
 
 
 # ---------------------------------------------------------------------------------------------- engines
@@ -353,6 +377,21 @@ def test_the_use_adds_up():
     assert len(pools) == 2
     assert "16000 tokens, 1.96 GiB, 131072 B a token" in pools[0]
     assert "total 80.00 GiB" in use.lines()[-1]
+
+
+def test_what_a_window_saves_is_said():
+    """Of a request of 4,000 tokens and one round: all pages but those that window and chunk touch."""
+    window = KVGroup(WINDOW, 12, paired(8, 64), 128)
+    layout = replace(
+        LLAMA, page_size=16, max_context=4000, chunk=256, groups=(*LLAMA.groups, window), pool_tokens=16_000
+    )
+    kept = -(-(127 + 256) // 16) + 1
+    spared = (-(-(4000 + layout.headroom) // 16) - kept) * 16
+    (line,) = [each for each in MemoryUse(layout, 2, budget(60 * GIB)).lines() if each.startswith("pool window")]
+    assert (
+        f"window of 128 are given back, which saves {spared} tokens or {spared * 12 * 2 * 8 * 64 * 2 / 2**20:.2f} MiB"
+        in line
+    )
 
 
 def test_nothing_is_logged_unless_asked_for(capsys):

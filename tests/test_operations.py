@@ -25,13 +25,16 @@ from treetop.debug.kernels import all_kernels, place_of
 from treetop.kernels.attention import paged_attention_reference
 from treetop.kernels.attention_config import Launch
 from treetop.kernels.commit import Paths
+from treetop.kernels.experts import Activation, Experts
 from treetop.kernels.fused import HeadNorms
 from treetop.kernels.grow import Children, Frontier, TreeBuilder
 from treetop.kernels.kv import PageTable
 from treetop.kernels.metadata import AttentionMetadata
+from treetop.kernels.mxfp4 import pack
 from treetop.kernels.packed_weights import CompressedLaunch, compress
 from treetop.kernels.process import ONE, Processors
 from treetop.kernels.rope import RopeSpec, RopeTable, rope_table
+from treetop.kernels.routing import Router, RouterKind, RouterSpec
 from treetop.kernels.sampling import PartialArgmax, SampledTokens, Sampler, WarpParams
 from treetop.kernels.skinny_gemm import RowsLaunch
 from treetop.kernels.table import Op, operations
@@ -113,6 +116,11 @@ def silu_mul(_: bool) -> Call:
 
 
 @case
+def gelu_tanh_mul(_: bool) -> Call:
+    return Call((torch.randn(2, 3, 2 * 1100) * 4,))
+
+
+@case
 def skinny_gemm(kernel: bool) -> Call:
     x, weight = torch.randn(19, 128).half(), torch.randn(72, 128).half()
     launch = {"launch": RowsLaunch(block_n=32, block_k=64, splits=2, num_stages=1, num_warps=4)}
@@ -137,6 +145,31 @@ def compressed_rows(_: bool) -> Call:
     launch = {"launch": CompressedLaunch(64, 2, 1, 4, 16)}
     parts = lambda args, result: result if result.dim() == 2 else result.sum(0)  # noqa: E731
     return Call((torch.randn(5, 1024).to(dtype), made), launch, parts)
+
+
+@case
+def route(_: bool) -> Call:
+    spec = RouterSpec(12, 3, RouterKind.SIGMOID, renormalise=True, scale=1.5, groups=4, top_groups=2)
+    router = Router(spec, torch.randn(12, 70), torch.randn(12), torch.randn(12))
+    return Call((torch.randn(21, 70), router, torch.rand(21) < 0.8), compared=routed)
+
+
+def routed(args: tuple[Any, ...], result: Any) -> Any:
+    """Experts as 64 bits; of padding the weights count for nothing."""
+    padding = result.expert[:, :1] < 0
+    return result.expert.long(), torch.where(padding, 0, result.weight)
+
+
+@case
+def experts(kernel: bool) -> Call:
+    spec = RouterSpec(6, 2, RouterKind.TOPK_SOFTMAX)
+    x, live = torch.randn(19, 96), torch.rand(19) < 0.8
+    router = Router(spec, torch.randn(6, 96), None, None)
+    routes = operations()["route"].on(gpu_traits(DEVICE))(x, router, live)
+    groups = torch.randint(0, 256, (6, 96, 3, 17), dtype=torch.uint8)
+    groups[..., 16] = torch.randint(122, 125, (6, 96, 3))
+    made = Experts(pack(groups), torch.randn(6, 96, 48) / 7, torch.randn(6, 2, 48), None, Activation.CLAMPED)
+    return Call((x, routes, made), compared=lambda args, result: result.float().sum(0))
 
 
 # ----------------------------------------------------------------------------------------------------- of attention

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from treetop.bench import plot, rounds
+from treetop.bench import axes, plot, rounds
 from treetop.bench.machine import Machine
 
 MACHINE = Machine("H200", "2", "bfloat16", 4.27e12, 790e12)
@@ -65,7 +65,7 @@ def test_a_plot_has_a_line_each_for_wall_device_and_floor_of_every_series():
     ],
 )
 def test_ticks_are_round_numbers_up_to_the_largest_value(most, ticks):
-    assert plot.ticks_of(most) == pytest.approx(ticks)
+    assert axes.ticks_of(most) == pytest.approx(ticks)
 
 
 def test_figures_stand_below_their_titles():
@@ -80,8 +80,8 @@ def test_figures_stand_below_their_titles():
 
 
 def test_a_plot_that_can_be_written_is_not_written_before_there_is_one(tmp_path):
-    plot.check_path(tmp_path / "p.html")
+    axes.check_path(tmp_path / "p.html")
     assert not list(tmp_path.iterdir())
     (tmp_path / "p.html").write_text("old")
-    plot.check_path(tmp_path / "p.html")
+    axes.check_path(tmp_path / "p.html")
     assert (tmp_path / "p.html").read_text() == "old"

@@ -14,7 +14,10 @@ from oracles import chi_square_tail, drawn, float32, philox4x32_10, warped
 from test_exactness import GRID
 from tiny_models import EOS
 from treetop import SamplingParams
+from treetop.engine.processors import words_of
+from treetop.kernels.process import BIAS_SHIFT, ENDS, IN_PROMPT, ONE
 from treetop.types.errors import InputError
+from treetop.types.messages import RowHistory
 
 VOCAB = 12
 SHAPE = (4, 5, 16)
@@ -188,6 +191,13 @@ def test_a_request_that_asks_for_nothing_gets_its_tokens_among_those_that_do(str
     params = [*free, *(params_of("all at once", way) for way in WAYS)]
     outputs = llm.generate(prompts, params)
     assert tokens(outputs) == [oracle.run(*each) for each in zip(prompts, params, strict=True)]
+
+
+def test_a_model_may_name_an_end_that_is_not_in_its_vocabulary():
+    """Checkpoints do; such a token is never chosen, and has no word."""
+    history = RowHistory((4, 4, 7), (7, 5, 7), frozenset({EOS, VOCAB, 10**6}))
+    words = words_of(SamplingParams(min_tokens=4, logit_bias={5: 1.0}), history, VOCAB)
+    assert words == {4: IN_PROMPT, 7: IN_PROMPT + 2 * ONE, 5: ONE | 1 << BIAS_SHIFT, EOS: ENDS}
 
 
 @pytest.mark.parametrize("position", [0, 1, 3])

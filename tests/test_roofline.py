@@ -130,8 +130,8 @@ class GpuProducts(Ops):
     def linear(self, weight, bias=None):
         return SkinnyLinear(weight, GpuTraits(132, True), compressed=True)
 
-    def gated(self, weight, bias=None):
-        return SkinnyGated(weight, GpuTraits(132, True), compressed=True)
+    def gated(self, weight, bias=None, kind="silu"):
+        return SkinnyGated(weight, GpuTraits(132, True), True, kind)
 
 
 @pytest.fixture

@@ -60,7 +60,7 @@ if not INTERPRETED:
             ops = Ops(OpContext(*context))
             return {name for name, op in operations().items() if getattr(ops, name) is not op.reference}
 
-        of_products = {"silu_mul", "skinny_gemm", "gated_rows", "compressed_rows"}
+        of_products = {"silu_mul", "gelu_tanh_mul", "skinny_gemm", "gated_rows", "compressed_rows"}
         of_trees = {"start", "grow", "select", "greedy", "accept"}
         assert kernels(gpu, torch.bfloat16, tree) == every
         assert kernels(gpu, torch.float32, tree) == every - of_products
@@ -108,6 +108,34 @@ if INTERPRETED or DEVICE.type == "cuda":
         if shape.num_steps:
             for name in ("tokens", "scores", "positions"):
                 assert torch.equal(getattr(got_growth, name), getattr(want_growth, name)), name
+
+    def test_states_of_integers_are_moved_as_they_are():
+        """A drafter's state may hold token ids, which no 16-bit number can: past 2^24, in any block."""
+        shape, results = SpecShape(3, 3, 9), []
+        for ops, buffers in both():
+            rng, generator = random.Random(4), torch.Generator().manual_seed(4)
+            tables = random_tables(rng, 6, 37)
+            width = (37,)
+
+            def integers(*size, generator=generator):
+                return torch.randint(-(2**31), 2**31 - 1, size, generator=generator, device="cpu").int().to(DEVICE)
+
+            tables = replace(tables, draft=replace(tables.draft, hidden=integers(6, *width)))
+            listed = torch.tensor([3, 1, 5])
+            tree, places, _ = buffers.of(3, shape)
+            growth, frontier = ops.start(tables, listed, shape, tree, places, identity(shape))
+            seen = [frontier.hidden]
+            for level in range(shape.num_steps - 1):
+                children = replace(random_children(rng, 3, 3, 37), hidden=integers(3, 3, *width))
+                frontier = ops.grow(growth, level, frontier, children)
+                seen.append(frontier.hidden)
+            drawn = random_tables(rng, 6, 37).draft
+            new = DraftState(drawn.tokens[:3, :3], drawn.logprob[:3, :3], integers(3, *width))
+            ops.finish(tables, listed, 5, torch.tensor([0, 2, 1]), torch.tensor([1, 2, 3]), new)
+            results.append([*seen, tables.draft.hidden])
+        for want, got in zip(*results, strict=True):
+            assert got.dtype == torch.int32
+            assert torch.equal(got, want)
 
     @pytest.mark.parametrize("shape", [SpecShape(16, 2, 60), SpecShape(10, 8, 60), SpecShape(8, 4, 128)], ids=str)
     def test_large_trees_equal_the_plain_operations(shape):

@@ -163,7 +163,7 @@ def test_the_workload_launches_the_kernels_that_small_engines_do_not_reach():
     )
     assert done.returncode == 0, done.stderr
     launched = json.loads(done.stdout.removeprefix("WORKLOAD "))["launched"]
-    assert {"compressed._compressed_kernel", "pages._gather_kernel", "tail._tail_kernel"} <= set(launched)
+    assert {"packed_weights._compressed_kernel", "pages._gather_kernel", "tail._tail_kernel"} <= set(launched)
 
 
 @pytest.mark.parametrize("plant", [None, "overrun"])

@@ -16,7 +16,8 @@ HI = [{"role": "user", "content": "hi"}]
 
 @pytest.fixture(scope="module")
 def server():
-    with mock(0, "4", "--max-body-bytes", "2000000", "--max-queued-requests", "200") as running:
+    flags = ("--max-body-bytes", "2000000", "--max-running-requests", "8", "--max-queued-requests", "200")
+    with mock(0, "4", *flags) as running:
         yield running
         assert running.post(COMPLETIONS, {"prompt": "a", "max_tokens": 9}).json()["choices"][0]["text"] == replayed(
             1, 9
@@ -69,6 +70,13 @@ def told(server, path, body, status=400, **options) -> str:
         ({"prompt": "\ud800"}, ""),
         ({"model": 5}, "model"),
         ({"best": 2}, "best: unknown field"),
+        ({"timeout": 0}, "timeout must be"),
+        ({"timeout": -3.5}, "timeout must be"),
+        ({"timeout": 10**400}, "timeout"),
+        ({"timeout": "9"}, "timeout"),
+        ({"priority": 2**31}, "priority must lie"),
+        ({"priority": -(10**400)}, "priority"),
+        ({"priority": 1}, "--schedule-policy priority"),
         ({"echo": 1}, "echo"),
     ],
     ids=repr,
@@ -180,13 +188,24 @@ def test_floods_of_headers_and_wrong_methods_are_refused(server):
     assert server.get("/health").status_code == 200
 
 
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
-    max_leaves=12,
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
+json_values = st.deferred(
+    lambda: scalars | st.lists(json_values, max_size=4) | st.dictionaries(st.text(max_size=8), json_values, max_size=4)
 )
 names = ["prompt", "messages", "max_tokens", "n", "stop", "stop_token_ids", "temperature", "top_k", "stream", "echo"]
-names += ["seed", "logit_bias", "stream_options", "model", "tokens", "chat_template_kwargs", "user", "min_p", "tools"]
+names += [
+    "timeout",
+    "priority",
+    "seed",
+    "logit_bias",
+    "stream_options",
+    "model",
+    "tokens",
+    "chat_template_kwargs",
+    "user",
+    "min_p",
+    "tools",
+]
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -133,6 +133,78 @@ def test_a_full_queue_is_a_429_and_harms_nobody():
         assert server.client().completions.create(**body, n=4).choices[3].text == texts[0]
 
 
+def test_api_processes_share_one_queue():
+    """Whoever of the two is asked, as many may run and wait as there is room for, and the next is told to come again.
+
+    Each connection stays with the process that took it, so one of them alone holds more than half.
+    """
+    flags = ("--max-running-requests", "2", "--max-queued-requests", "4", "--api-workers", "2")
+    with mock(20, "1", *flags) as server:
+        texts = []
+        body = {"model": NAME, "prompt": "a", "max_tokens": 60}
+        with server.client() as one:
+            threads = in_threads(6, lambda _: texts.append(one.completions.create(**body).choices[0].text))
+            until(lambda: server.metric("treetop:num_requests_waiting") == 4)
+            for _ in range(4):
+                full = pytest.raises(openai.RateLimitError, match="6 requests run and wait, of 6")
+                with server.client() as another, full:
+                    another.completions.create(**body)
+            joined(threads)
+            assert texts == [replayed(1, 60)] * 6
+            assert one.completions.create(**body, n=6).choices[5].text == texts[0]
+
+
+def test_a_request_that_takes_too_long_ends_with_a_clear_error():
+    """By its own `timeout`, or by the server's; streamed, after what came; another one is not touched."""
+    with mock(10, "1", "--request-timeout", "20") as server, server.client() as client:
+        other = []
+        body = {"model": NAME, "prompt": "a"}
+        threads = in_threads(1, lambda _: other.append(client.completions.create(**body, max_tokens=200)))
+        with pytest.raises(openai.APIStatusError, match="its time is over") as late:
+            client.completions.create(**body, max_tokens=1900, extra_body={"timeout": 0.3})
+        assert late.value.status_code == 504
+        stream = client.completions.create(**body, max_tokens=1900, stream=True, extra_body={"timeout": 0.3})
+        pieces: list[str] = []
+        with pytest.raises(openai.APIError, match="its time is over"):
+            pieces.extend(chunk.choices[0].text for chunk in stream)
+        assert replayed(1, 1900).startswith("".join(pieces))
+        assert pieces
+        for wrong, words in ((21, "request-timeout"), (0, "above 0"), (-1, "above 0"), ("1", "timeout")):
+            answer = server.post("/v1/completions", {**body, "timeout": wrong})
+            assert answer.status_code == 400
+            assert words in answer.json()["error"]["message"]
+        joined(threads)
+        assert other[0].choices[0].text == replayed(1, 200)
+
+
+def test_priorities_need_their_policy_and_then_decide_who_waits():
+    body = {"model": NAME, "prompt": "a", "max_tokens": 20}
+    with mock(5, "1") as server:
+        answer = server.post("/v1/completions", {**body, "priority": 1})
+        assert answer.status_code == 400
+        assert "--schedule-policy priority" in answer.json()["error"]["message"]
+        assert server.post("/v1/completions", {**body, "priority": 0}).status_code == 200
+    with mock(20, "1", "--schedule-policy", "priority", "--max-running-requests", "1") as server:
+        ended = []
+
+        def ask(index: int) -> None:
+            first = index == 0  # which runs until all wait
+            fields = {**body, "max_tokens": 100 if first else 3}
+            server.client().completions.create(**fields, extra_body={"priority": (0, 2, 1, -1)[index]})
+            ended.append(index)
+
+        threads = []
+        for index in range(4):
+            threads += in_threads(1, lambda _, index=index: ask(index))
+            until(lambda there=index + 1: num_alive(server) == there)  # before the next comes
+        joined(threads)
+        assert ended == [0, 3, 2, 1]
+
+
+def num_alive(server: Server) -> float:
+    return server.metric("treetop:num_requests_running") + server.metric("treetop:num_requests_waiting")
+
+
 def test_memory_so_small_that_requests_are_put_back_changes_no_text():
     """Eight requests over pages for two and a half: all end, and with the text they would have had alone."""
     with mock(1, "1-4", "--max-total-tokens", "512", "--context-length", "200") as server:

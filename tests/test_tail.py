@@ -29,11 +29,11 @@ VARIETY = [
     {"n": 1, "t": 1},
     {"n": 3, "t": 9, "heads": 2, "page_size": 1},
     {"n": 9, "t": 16, "heads": 8, "kv_heads": 1, "dim": 32, "page_size": 16},
-    {"heads": 14, "dim": 24, "page_size": 3, "bound": 20},
-    {"n": 40, "t": 70, "heads": 2, "kv_heads": 1, "dim": 64, "dtype": torch.float16, "bound": 50},
-    {"n": 6, "t": 12, "heads": 4, "window": 5, "page_size": 8, "bound": 40},
+    {"heads": 14, "dim": 24, "page_size": 3, "max_kv_len": 20},
+    {"n": 40, "t": 70, "heads": 2, "kv_heads": 1, "dim": 64, "dtype": torch.float16, "max_kv_len": 50},
+    {"n": 6, "t": 12, "heads": 4, "window": 5, "page_size": 8, "max_kv_len": 40},
 ]
-CAUSAL = [{"n": 1}, {"n": 9, "page_size": 1}, {"n": 40, "bound": 90, "window": 11}]
+CAUSAL = [{"n": 1}, {"n": 9, "page_size": 1}, {"n": 40, "max_kv_len": 90, "window": 11}]
 
 
 def prefix_of(s):

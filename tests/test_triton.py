@@ -9,6 +9,7 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -55,12 +56,12 @@ VARIETY = [
     {"n": 1, "t": 1},
     {"n": 3, "t": 9, "heads": 2, "page_size": 1},
     {"n": 16, "t": 16, "heads": 4, "kv_heads": 1, "dim": 32, "page_size": 16},
-    {"n": 17, "t": 17, "heads": 4, "kv_heads": 1, "page_size": 8, "bound": 150},
-    {"heads": 14, "dim": 24, "page_size": 3, "bound": 20},
-    {"dim": 64, "dtype": torch.float16, "bound": 90},
+    {"n": 17, "t": 17, "heads": 4, "kv_heads": 1, "page_size": 8, "max_kv_len": 150},
+    {"heads": 14, "dim": 24, "page_size": 3, "max_kv_len": 20},
+    {"dim": 64, "dtype": torch.float16, "max_kv_len": 90},
     {"planes": 1, "kv_heads": 1, "dim": 24},
     {"window": 6},
-    {"n": 12, "t": 12, "window": 17, "page_size": 8, "bound": 70},
+    {"n": 12, "t": 12, "window": 17, "page_size": 8, "max_kv_len": 70},
 ]
 
 if not INTERPRETED:
@@ -127,11 +128,11 @@ if INTERPRETED:
         [
             {"n": 1},
             {"n": 9, "page_size": 1},
-            {"n": 40, "bound": 90, "dim": 32},
-            {"n": 40, "bound": 90, "window": 11},
+            {"n": 40, "max_kv_len": 90, "dim": 32},
+            {"n": 40, "max_kv_len": 90, "window": 11},
             {"n": 7, "planes": 1, "kv_heads": 1},
             {"n": 23, "heads": 4, "kv_heads": 4, "window": 1},
-            {"n": 30, "bound": 100, "dtype": torch.float16},
+            {"n": 30, "max_kv_len": 100, "dtype": torch.float16},
         ],
         ids=str,
     )
@@ -269,6 +270,22 @@ if INTERPRETED:
         want = gated_product(x, weight)
         assert bool((want.error[0] < 1e-3 * want.value[0].abs()).all())
         assert_near(got, want)
+
+    @pytest.mark.parametrize("rows", [1, 17])
+    def test_gates_may_be_gelu(rows):
+        """Of whole weights and of compressed ones, far from 0 too, and not the same as SiLU."""
+        torch.manual_seed(0)
+        x, weight = torch.randn(rows, 1024), torch.randn(2 * 64, 1024).bfloat16() / 8
+        gate, up = product(x, weight).value.float().chunk(2, dim=-1)
+        want = torch.nn.functional.gelu(gate, approximate="tanh") * up
+        launch = RowsLaunch(block_n=16, block_k=32, splits=1, num_stages=1, num_warps=1)
+        whole = gated_rows(x, weight.float(), launch, gpu_traits(CPU), "gelu_tanh")
+        small = compress(weight, True)
+        close = partial(torch.testing.assert_close, rtol=1e-3, atol=1e-3)
+        close(whole, want)
+        close(gated_rows_reference(x, weight.float(), "gelu_tanh"), want)
+        close(compressed_rows(x, small, CompressedLaunch(128, 1, 1, 1, 32), gpu_traits(CPU), "gelu_tanh"), want)
+        assert not torch.allclose(gated_rows_reference(x, weight.float()), want, atol=1e-2)
 
     def test_products_of_any_shape_are_ours_or_the_librarys():
         """Layers give parts and sums; a width that our kernel refuses, and more rows than it takes, are the library's.

@@ -14,7 +14,18 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 EOS = 3
 LLAMA3_ROPE = {
@@ -71,22 +82,57 @@ def qwen3_config(**changes) -> Qwen3Config:
 
 
 def save_random_qwen3(folder: Path, seed: int = 0, **changes) -> Path:
-    return _save_random(Qwen3ForCausalLM, qwen3_config(**changes), folder, seed)
+    return save_random(Qwen3ForCausalLM, qwen3_config(**changes), folder, seed)
 
 
 def save_random_llama(folder: Path, seed: int = 0, **changes) -> Path:
-    return _save_random(LlamaForCausalLM, llama_config(**changes), folder, seed)
+    return save_random(LlamaForCausalLM, llama_config(**changes), folder, seed)
 
 
-def _save_random(kind, config, folder: Path, seed: int) -> Path:
+def save_random_experts(folder: Path, family: str, seed: int = 0, **changes) -> Path:
+    """A small model with experts: qwen3_moe, gpt_oss or glm4_moe."""
+    same = {key: value for key, value in llama_config().to_dict().items() if key in _SAME} | {"head_dim": 24}
+    routed = {"num_experts_per_tok": 3, "moe_intermediate_size": 40}
+    if family == "qwen3_moe":
+        own = {"num_experts": 7, "norm_topk_prob": True, "mlp_only_layers": [1], **routed}
+        return save_random(Qwen3MoeForCausalLM, Qwen3MoeConfig(**{**same, **own, **changes}), folder, seed)
+    if family == "gpt_oss":
+        own = {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 16, "intermediate_size": 32}
+        return save_random(GptOssForCausalLM, GptOssConfig(**{**same, **own, **changes}), folder, seed)
+    assert family == "glm4_moe"
+    groups = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
+    own = {**routed, **groups, "n_shared_experts": 2, "use_qk_norm": True, "num_nextn_predict_layers": 0}
+    return save_random(Glm4MoeForCausalLM, Glm4MoeConfig(**{**same, **own, **changes}), folder, seed)
+
+
+_SAME = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "bos_token_id", "eos_token_id"),
+)
+
+
+def save_mxfp4(folder: Path, stacked: Path, seed: int = 0) -> Path:
+    """A GPT-OSS of `stacked` with its experts replaced by random ones in MXFP4, as its checkpoints have them."""
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for name, tensor in load_file(stacked / "model.safetensors").items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            number, width, out = tensor.shape
+            shape = (number, out, width // 32)
+            tensors[name] = None
+            tensors[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
+            tensors[f"{name}_scales"] = torch.randint(122, 126, shape, generator=generator).to(torch.uint8)
+    return copy_folder(stacked, folder, tensors=tensors, quantization_config={"quant_method": "mxfp4"})
+
+
+def save_random(kind, config, folder: Path, seed: int) -> Path:
     """A model with random weights large enough that every part of it matters to the logits."""
     torch.manual_seed(seed)
     model = kind(config).eval()
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        for name, weight in model.state_dict().items():
             if "norm" in name:
                 weight.uniform_(0.5, 1.5)
-            elif name.endswith("bias"):
+            elif name.endswith(("bias", "sinks")):
                 weight.normal_(0, 0.3)
             else:
                 weight.normal_(0, weight.shape[-1] ** -0.5)
@@ -158,6 +204,7 @@ def save_copying_head(folder: Path, target: Path, draft_vocab: int, seed: int = 
 def save_random_head(folder: Path, target: Path, draft_vocab: int | None, seed: int = 0, **config_changes) -> Path:
     """A head with random weights: it proposes nonsense, of which the engine's output must not depend."""
     config = json.loads((target / "config.json").read_text())
+    config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
     hidden, dim, vocab = config["hidden_size"], config["head_dim"], config["vocab_size"]
     q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
     size = draft_vocab or vocab

@@ -25,6 +25,8 @@ class FixedSpec:
     attention: tuple = ()
     params: tuple = ()
     derived: int = 0
+    state_dtype: None = None
+    reads_text: bool = False
 
     @property
     def streamed(self):
@@ -47,9 +49,9 @@ class Fixed:
         self.vocab = DraftVocab(torch.zeros(vocab_size, dtype=torch.int64, device=place.device))
         self.dtype, self.products = place.dtype, DraftProducts()
 
-    def extend(self, tokens, aux_hidden, positions, attend):
+    def extend(self, tokens, aux_hidden, positions, at, attend):
         assert aux_hidden.shape == (*tokens.shape, 0)
-        return self.grow(tokens, None, positions, attend)
+        return self.grow(tokens.gather(1, at.last[:, None]), None, positions, attend)[:, 0]
 
     def grow(self, tokens, state, positions, attend):
         return tokens[..., None].to(self.dtype)

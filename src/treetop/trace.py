@@ -192,7 +192,7 @@ def page_data(trace: Trace) -> dict[str, Any]:
     return {
         "treetop": __version__,
         "model": _model_name(llm.config.model),
-        "draft": _model_name(str(llm.config.draft)),
+        "draft": _model_name(str(llm.config.draft or llm.config.algorithm)),
         "dtype": str(llm.engine.dtype).removeprefix("torch."),
         "shape": [shape.num_steps, shape.topk, shape.num_draft_tokens],
         "vocabularies": [llm.engine.spec.vocab_size, draft.vocab_size],

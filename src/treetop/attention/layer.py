@@ -40,6 +40,10 @@ class Attend(Protocol):
 
     def __call__(self, layer: int, write: WriteKV, scale: float, sinks: Tensor | None = None) -> Tensor: ...
 
+    def live(self) -> Tensor | None:
+        """Which tokens of the batch are somebody's: [rows, n] bool; None if all are. What is padding needs no work."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Columns:
@@ -56,6 +60,7 @@ class TailAttention:
     """A decode phase: queries see the prefix and columns of the tail.
 
     tails: group -> [layers, max rows, capacity, *format]. plans: group -> the backend's plan, made for as many columns.
+    rows: [rows] int64, of the batch.
     """
 
     backend: AttentionBackend[Any, Any]
@@ -63,6 +68,11 @@ class TailAttention:
     tails: Mapping[GroupName, Tensor]
     plans: Mapping[GroupName, Any]
     columns: Columns
+    rows: Tensor
+    dummy_row: int
+
+    def live(self) -> Tensor:
+        return (self.rows != self.dummy_row)[:, None].expand(-1, self.columns.count)
 
     def __call__(self, layer: int, write: WriteKV, scale: float, sinks: Tensor | None = None) -> Tensor:
         place, at = self.layers[layer], self.columns
@@ -75,13 +85,17 @@ class TailAttention:
 class CausalAttention:
     """A prefill phase: new K/V go to the pages first, then queries see all positions up to their own.
 
-    slots: group -> [rows, n] int64, the null slot for padding.
+    slots: group -> [rows, n] int64, the null slot for padding. valid: [rows, n] bool, what is not padding.
     """
 
     backend: AttentionBackend[Any, Any]
     layers: Sequence[LayerKV]
     slots: Mapping[GroupName, Tensor]
     plans: Mapping[GroupName, Any]
+    valid: Tensor
+
+    def live(self) -> Tensor:
+        return self.valid
 
     def __call__(self, layer: int, write: WriteKV, scale: float, sinks: Tensor | None = None) -> Tensor:
         place = self.layers[layer]
@@ -100,6 +114,9 @@ class DenseAttention:
     dtype: torch.dtype
     device: torch.device
     layers: Sequence[tuple[KVFormat, int | None]]
+
+    def live(self) -> None:
+        return None
 
     def __call__(self, layer: int, write: WriteKV, scale: float, sinks: Tensor | None = None) -> Tensor:
         n, (form, window) = self.length, self.layers[layer]

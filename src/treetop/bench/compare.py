@@ -126,7 +126,7 @@ def run(model: str | None, engine_options: dict[str, Any], options: BenchOptions
     if options.transformers and importlib.util.find_spec("transformers") is None:
         raise ConfigError("--transformers: the library is not installed; pip install transformers")
     config = EngineConfig.of(model, **engine_options)
-    if config.draft is None:
+    if not config.speculates:
         raise ConfigError("bench compares with a draft head; give --speculative-draft-model-path, not NONE")
     folder = resolve_folder(config.model)
     tokenizer = open_tokenizer(folder)

@@ -4,11 +4,9 @@ import html
 import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
+from treetop.bench.axes import ticks_of
 from treetop.bench.rounds import Figures, RoundsReport
-from treetop.types.config import check_writable
-from treetop.types.errors import ConfigError
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 860, 460, 70, 220, 30, 50
 COLOURS = ("#1b6ca8", "#c8553d", "#3a7d44", "#7b4b94", "#b58900", "#2a9d8f", "#8d5524", "#555555")
@@ -17,13 +15,6 @@ STYLES = (("wall", ""), ("device", "7 4"), ("floor", "2 4"))
 
 Line = tuple[str, str, str, list[tuple[float, float]]]
 """Name, colour, dashes, points."""
-
-
-def check_path(path: Path) -> None:
-    """Raise ConfigError, before anything is measured, if the plot cannot be written."""
-    if path.suffix != ".html":
-        raise ConfigError(f"--plot {path}: the plot is an HTML page; name a file that ends in .html")
-    check_writable(path, "--plot")
 
 
 def page(report: RoundsReport) -> str:
@@ -103,13 +94,6 @@ def svg(lines: Sequence[Line], axis: str) -> str:
         f"<text x='14' y='{HEIGHT / 2:.0f}' transform='rotate(-90 14 {HEIGHT / 2:.0f})'>ms a round</text></svg>"
     )
     return "".join(parts)
-
-
-def ticks_of(most: float) -> list[float]:
-    """Round numbers from 0 to the first that is not below `most` > 0; at most seven."""
-    power = 10.0 ** math.floor(math.log10(most))
-    step = next(step for step in (power / 5, power / 2, power, 2 * power) if most <= 6 * step)
-    return [step * tick for tick in range(math.ceil(most / step) + 1)]
 
 
 def _x(figures: Figures, axis: str) -> float:

@@ -3,17 +3,21 @@
 A forward streams its weights once, in the engine's dtype, reads the K/V of every row's context, writes the new K/V and
 the logits; the floor is the larger of bytes over the copy bandwidth and operations over the matrix rate. Activations
 count as free, and so does everything that is not a matrix product. A round is one verify, S - 1 draft levels and one
-draft extend. Weights that are read in 12 bits take less: that is the floor of the bytes really read.
+draft extend. Weights that are read in 12 bits take less: that is the floor of the bytes really read. Of experts those
+that somebody chose are read once: so many as were counted, or as choices at random give.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from treetop.bench.machine import Machine
 from treetop.drafts.protocol import Drafter, DrafterSpec
 from treetop.kernels.linear import SkinnyGated, SkinnyLinear
+from treetop.kernels.routing import RouterSpec
 from treetop.models.config import AttentionSpec
-from treetop.models.registry import TargetSpec
+from treetop.models.registry import ExpertLayer, TargetSpec
 from treetop.models.target import Target
 from treetop.types.layout import SpecShape
 from treetop.types.phase import Phase
@@ -29,6 +33,9 @@ class Work:
     def without(self, saved: int) -> "Work":
         """The same with fewer bytes."""
         return Work(self.bytes - saved, self.flop)
+
+    def plus(self, other: "Work") -> "Work":
+        return Work(self.bytes + other.bytes, self.flop + other.flop)
 
     def seconds(self, machine: Machine) -> float:
         return max(self.bytes / machine.bytes_per_s, self.flop / machine.flop_per_s)
@@ -50,14 +57,18 @@ def round_floor(
     case: Case,
     machine: Machine,
     saved: Mapping[Phase, int] | None = None,
+    distinct: Sequence[float] | None = None,
 ) -> dict[Phase, float]:
     """Seconds that each phase of a round takes at least. draft: None for plain decoding.
 
-    saved: bytes of weights that a forward of a phase does not read, see `saved_bytes`.
+    saved: bytes of weights that a forward of a phase does not read, see `saved_bytes`. distinct: experts that the
+    tokens of a verify chose in each layer that has any; None for choices at random.
     """
     shape, model, less = case.shape, target.config, {phase: (saved or {}).get(phase, 0) for phase in Phase}
     attention = [layer.attention for layer in model.layers]
     verify = forward_work(attention, target.streamed, case, shape.num_draft_tokens, model.vocab_size)
+    layers = target.expert_layers(_DTYPES[case.element_size])
+    verify = verify.plus(expert_work(layers, case.batch * shape.num_draft_tokens, distinct))
     floor = {Phase.DRAFT: 0.0, Phase.VERIFY: verify.without(less[Phase.VERIFY]).seconds(machine)}
     if draft is not None:
         read = draft.streamed
@@ -71,6 +82,22 @@ def round_floor(
         extend = Work(extend.bytes + case.element_size * logits, extend.flop - unused)
         floor[Phase.EXTEND] = extend.without(less[Phase.EXTEND]).seconds(machine)
     return floor
+
+
+_DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+"""Of the case's element sizes."""
+
+
+def expert_work(layers: Sequence[ExpertLayer], tokens: int, distinct: Sequence[float] | None = None) -> Work:
+    """What the chosen experts of a forward of so many tokens take. distinct: as in `round_floor`."""
+    counts = [distinct_at_random(layer.router, tokens) for layer in layers] if distinct is None else distinct
+    moved = sum(count * layer.bytes for count, layer in zip(counts, layers, strict=True))
+    return Work(moved, sum(2 * tokens * layer.router.top_k * layer.numbers for layer in layers))
+
+
+def distinct_at_random(router: RouterSpec, tokens: int) -> float:
+    """Experts that somebody chooses, on average, where every choice is as likely as any other."""
+    return router.num_experts * (1 - (1 - router.top_k / router.num_experts) ** tokens)
 
 
 def saved_bytes(target: Target, drafter: Drafter | None, shape: SpecShape, rows: int) -> dict[Phase, int]:

@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 
 from treetop.bench.equality import equal_outputs
+from treetop.bench.experts import distinct_experts
 from treetop.bench.machine import Machine, measure_machine, synchronize
 from treetop.bench.prompts import prompt_ids
 from treetop.bench.roofline import Case, round_floor, saved_bytes
@@ -72,7 +73,7 @@ class Grid:
 _COLUMNS = (
     ("S", 3), ("k", 4), ("T", 4), ("B", 5), ("input", 7), ("wall ms", 10), ("low .. high", 19), ("device ms", 11),
     ("draft + verify + extend", 26), ("floor", 9), ("wall/floor", 12), ("device/floor", 14), ("wall/read", 11),
-    ("tokens/s", 10), ("accept", 8),
+    ("tokens/s", 10), ("accept", 8), ("experts", 9),
 )  # fmt: skip
 """Titles and widths of a row of figures."""
 
@@ -84,7 +85,8 @@ class Figures:
     wall_ms: median, with low and high. device_ms: of the device alone, median; phase_ms: of each phase by itself; of
     several ranks neither is measured, and the floor is each one's share.
     floor_ms: of the round; read_floor_ms: of the bytes really read, less where weights lie in 12 bits. start_s: making
-    the engine, capture included. accept_length: mean tokens a row-round gave.
+    the engine, capture included. accept_length: mean tokens a row-round gave. distinct_experts: that a verify reads,
+    mean of the layers that have any.
     """
 
     shape: tuple[int, int, int]
@@ -104,6 +106,7 @@ class Figures:
     accept_length: float
     rounds: int
     start_s: float
+    distinct_experts: float | None = None
 
     HEADER = "".join(title.rjust(width) for title, width in _COLUMNS)
 
@@ -121,6 +124,7 @@ class Figures:
             f"{self.wall_over_read_floor:.2f}x",
             f"{self.tokens_per_second:.0f}",
             f"{self.accept_length:.2f}",
+            "-" if self.distinct_experts is None else f"{self.distinct_experts:.1f}",
         )
         return "".join(text.rjust(width) for text, (_, width) in zip(texts, _COLUMNS, strict=True))
 
@@ -227,7 +231,7 @@ def engine_config(model: str | None, options: dict[str, Any], shape: SpecShape, 
         "simulate_accept_length": None if forced is None else min(forced, longest_path(shape)),
     }
     config = EngineConfig.of(model, **rows)
-    if config.draft is None:
+    if not config.speculates:
         raise ConfigError(f"the tree {shape} needs --speculative-draft-model-path")
     return config
 
@@ -256,9 +260,13 @@ def measure(llm: LLM, batch: int, length: int, rounds: int, machine: Machine, st
     case = Case(shape, batch, length, llm.engine.dtype.itemsize)
     device = llm.engine.runner
     mine = saved_bytes(device.target, device.drafter, shape, llm.engine.layout.bucket_for(batch))
-    saved = {phase: ranks * saved for phase, saved in mine.items()}
-    floor_of = partial(round_floor, llm.engine.target, llm.engine.draft, case, machine)
-    floor_ms, read_floor_ms = (1e3 * sum(floor.values()) / ranks for floor in (floor_of(), floor_of(saved)))
+    saved = {phase: ranks * less for phase, less in mine.items()}
+    distinct = None
+    if alone:
+        _pose(llm, batch, length)
+        distinct = distinct_experts(device, _greedy_key(llm, batch), length)
+    floor_of = partial(round_floor, llm.engine.target, llm.engine.draft, case, machine, distinct=distinct)
+    floor_ms, read_floor_ms = (1e3 * sum(floor.values()) / ranks for floor in (floor_of(), floor_of(saved=saved)))
     wall_ms = statistics.median(wall)
     device_ms = statistics.median(device_times_ms(llm, batch, length, rounds)) if alone else None
     return Figures(
@@ -279,6 +287,7 @@ def measure(llm: LLM, batch: int, length: int, rounds: int, machine: Machine, st
         accept_length=accept_length,
         rounds=len(wall),
         start_s=start_s,
+        distinct_experts=None if distinct is None else statistics.mean(distinct),
     )
 
 

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_sweep(args: argparse.Namespace, given_to_engine: dict[str, Any]) -> int:
     """Rounds over a grid; text as it is measured, or one JSON object."""
-    from treetop.bench import plot, rounds, sweeps
+    from treetop.bench import axes, plot, rounds, sweeps
 
     compared = ["transformers", "prompts", "num_prompts", "max_tokens", "repeats"]
     given = [flag(name) for name in compared if getattr(args, name) not in (None, False)]
@@ -64,7 +64,7 @@ def _run_sweep(args: argparse.Namespace, given_to_engine: dict[str, Any]) -> int
     if args.batches is not None and args.batch_size is not None:
         raise InputError("--batches and --batch-size: give one of them")
     if args.plot is not None:
-        plot.check_path(Path(args.plot))
+        axes.check_path(Path(args.plot))
     names = [field.name for field in fields(sweeps.SweepOptions)]
     batch_size = 1 if args.batch_size is None else args.batch_size
     options = sweeps.SweepOptions(**{**{name: getattr(args, name) for name in names}, "batch_size": batch_size})

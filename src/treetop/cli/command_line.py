@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
-from treetop.cli import bench, doctor, generate, serve, trace
+from treetop.cli import bench, bench_serve, doctor, generate, inspect, serve, trace
 from treetop.types.errors import EngineError, UserError
 from treetop.version import __version__
 
@@ -28,8 +28,10 @@ COMMANDS: dict[str, Command] = {
     "generate": generate,
     "serve": serve,
     "bench": bench,
+    "bench-serve": bench_serve,
     "trace": trace,
     "doctor": doctor,
+    "inspect": inspect,
 }
 
 
@@ -38,6 +40,12 @@ class OneLineParser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """`bench serve` is a command of its own, beside `bench MODEL`, for which argparse would take it."""
+        args = list(sys.argv[1:] if args is None else args)
+        words = ["bench-serve", *args[2:]] if args[:2] == ["bench", "serve"] else args
+        return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog.split()[0]}: {_one_line(message)}\n")

@@ -14,7 +14,10 @@ from treetop.types.sampling import SamplingParams
 ENGINE_HELP = {
     "draft": "folder of the draft head, or builtin:NAME; a model without one decodes plainly (default: none, and the"
     " embedded head for the embedded model)",
-    "speculative_algorithm": "NONE forbids a draft (default: what the draft's tensors are)",
+    "speculative_algorithm": "NONE forbids a draft; MTP and NGRAM need no folder of one (default: what the draft's"
+    " tensors are)",
+    "speculative_mtp_recurrence": "which state of an MTP layer feeds it again: before or after its norm (auto: as the"
+    " family's reference does)",
     "speculative_num_steps": "levels of the tree (S)",
     "speculative_eagle_topk": "branches of each node (k); 1 is a chain",
     "speculative_num_draft_tokens": "nodes verified in one pass, root included (T)",
@@ -23,13 +26,16 @@ ENGINE_HELP = {
     " bfloat16 on a GPU like an H200 if that takes up to a quarter of what is left for KV pools",
     "simulate_accept_length": "tokens every round emits: the output is wrong; for measuring speed only",
     "page_size": "tokens a KV page holds",
-    "max_running_requests": "requests decoded at a time",
+    "max_running_requests": "requests decoded at a time (default: 16 on a CPU, up to 64 on a GPU by its memory)",
     "context_length": "tokens a request may hold, prompt and output (default: the model's)",
     "max_total_tokens": "tokens each KV pool holds, whatever the fraction below says (default: what fits, and no more"
     " than all running requests can use)",
     "mem_fraction_static": "share of the device's memory for weights, tables and KV pools",
     "chunked_prefill_size": "prompt tokens a prefill step processes, padding counted (default: 512 on a CPU, 2048 to"
     " 8192 on a GPU by its memory)",
+    "prefill_tokens_per_round": "the same while requests decode, which wait for such a step between two rounds"
+    " (default: about what a round computes)",
+    "schedule_policy": "who runs first: fcfs by arrival, priority by each request's `priority`, lower first",
     "disable_radix_cache": "do not keep the K/V of prompts and outputs for prompts that begin alike",
     "disable_logits_processors": "refuse requests that change logits by penalties, biases, min_tokens or allowed"
     " tokens, and keep no memory for them",

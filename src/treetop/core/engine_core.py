@@ -56,19 +56,24 @@ class EngineCore(Generic[InFlightStep]):
         return self.scheduler.finish(request_id, num_tokens)
 
     def step(self) -> list[RequestUpdate]:
-        """Keep the engine busy, then commit its oldest step. Raises nothing: a failure is told in the updates."""
+        """End what is late, keep the engine busy, then commit its oldest step.
+
+        Raises nothing: a failure is told in the updates.
+        """
+        late: list[RequestUpdate] = []
         try:
+            late = self.scheduler.expire()
             while (plan := self.scheduler.plan()) is not None:
                 self._in_flight.append((plan, self.engine.launch(plan)))
                 self.num_launched += 1
             if not self._in_flight:
-                return []
+                return late
             plan, in_flight = self._in_flight.popleft()
             updates = self.scheduler.commit(plan, self.engine.collect(in_flight))
         except BaseException as error:  # whatever it was, every client must hear of it
-            return self.fail(error)
+            return late + self.fail(error)
         self.num_committed += 1
-        return updates
+        return late + updates
 
     def fail(self, error: BaseException) -> list[RequestUpdate]:
         """End every request with this error, and forget the steps in flight."""

@@ -49,6 +49,7 @@ def _around(
         max_context=layout.max_context,
         max_requests=layout.max_requests,
         shape=config.shape,
+        by_priority=config.schedule_policy == "priority",
         can_change_logits=not config.disable_logits_processors,
         max_logprobs=MOST_LOGPROBS,
         eos_ids=eos_ids,

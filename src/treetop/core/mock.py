@@ -21,7 +21,7 @@ from treetop.types.layout import KVGroup, Layout
 from treetop.types.messages import PrefillPlan, RowResult, StepPlan, StepResult
 from treetop.types.requests import CoreInfo
 
-_CHUNK = 2048
+_CHUNK, _ROWS = 2048, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def make_mock(config: EngineConfig, mock: MockOptions) -> tuple[EngineCore[_Due]
     layout = Layout(
         shapes=(config.shape,),
         page_size=config.page_size,
-        max_requests=config.max_running_requests,
+        max_requests=config.max_running_requests or _ROWS,
         max_context=context,
         chunk=config.chunked_prefill_size or _CHUNK,
         groups=(KVGroup(FULL, 1, paired(1, 8)),),
@@ -96,7 +96,14 @@ def make_mock(config: EngineConfig, mock: MockOptions) -> tuple[EngineCore[_Due]
     if config.max_total_tokens is None:
         layout = replace(layout, pool_tokens=layout.tokens_for_all)
     layout.validate()
-    info = CoreInfo(str(folder), vocab_size, context, layout.max_requests, config.shape)
+    info = CoreInfo(
+        str(folder),
+        vocab_size,
+        context,
+        layout.max_requests,
+        config.shape,
+        by_priority=config.schedule_policy == "priority",
+    )
     return EngineCore(MockEngine(mock), Scheduler(layout, config, ())), info
 
 

@@ -88,6 +88,7 @@ class RemoteCore:
         while True:
             try:
                 self._take(await self._receive())
+                await asyncio.sleep(0)  # what waits is received without a pause, and streams must be written, too
             except Exception as error:  # whatever it was, nobody may wait for ever
                 log.exception("an update could not be read or delivered")
                 self.fail(f"the connection to the engine is broken: {type(error).__name__}: {error}")

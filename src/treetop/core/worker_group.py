@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from shutil import rmtree
 
@@ -66,8 +66,8 @@ class WorkerGroup:
     def __init__(self, config: EngineConfig) -> None:
         device = compute_device(config.device)
         _check_devices(config, device)
-        plan_engine(config)
-        self.config = config
+        planned = plan_engine(config)  # what is left to device and memory is the same for all ranks
+        self.config = config = replace(planned.config, chunked_prefill_size=planned.layout.chunk)
         self._ranks = _Ranks(config)
         self.close = weakref.finalize(self, _Ranks.end, self._ranks)
         self._failure: EngineError | None = None

@@ -80,7 +80,12 @@ def checkpoint(engine_plan: EnginePlan) -> list[tuple[str, str]]:
     words = "tensors of the right names and shapes; values unread"
     rows = [("target", f"{engine_plan.target.folder}: {engine_plan.target.check()} {words}")]
     if engine_plan.draft is not None:
-        rows.append(("draft", f"{engine_plan.draft.folder}: {engine_plan.draft.check()} {words}"))
+        rows.append(
+            (
+                "draft",
+                f"{engine_plan.draft.folder or engine_plan.config.algorithm}: {engine_plan.draft.check()} {words}",
+            )
+        )
     return rows
 
 

@@ -26,14 +26,15 @@ from treetop.drafts.head_files import (
     output_of,
     stated,
 )
-from treetop.drafts.protocol import DraftProducts, DraftVocab, Proposal, Streamed
+from treetop.drafts.protocol import DraftProducts, DraftVocab, Extension, Proposal, Streamed
 from treetop.kernels.rope import rope_table
 from treetop.kernels.table import Ops
 from treetop.models.checkpoint import tensor_files
 from treetop.models.config import AttentionSpec, ModelConfig, model_config, read_config
 from treetop.models.decoder import DecoderLayer
 from treetop.models.embedding import part_of, whole_table
-from treetop.models.layers import GatedMLP, RMSNorm, SelfAttention, attention_params, mlp_params, norm_param
+from treetop.models.feed_forward import feed_forward_params
+from treetop.models.layers import GatedMLP, RMSNorm, SelfAttention, attention_params, norm_param
 from treetop.models.loader import Placement, Weights, check_weights, load_weights
 from treetop.models.params import Param, Source, matrix, vector
 from treetop.models.target import LAST_HIDDEN, Target
@@ -49,6 +50,8 @@ class EagleSpec:
     output: OutputOf
     embedding: bool
     aux_inputs: tuple[int, ...] = (LAST_HIDDEN,)
+    state_dtype: torch.dtype | None = None
+    reads_text: bool = False
 
     @property
     def vocab_size(self) -> int:
@@ -75,7 +78,7 @@ class EagleSpec:
             params += [
                 norm_param(f"{name}.mlp_norm", f"{name}.post_attention_layernorm.weight", hidden),
                 *attention_params(layer.attention, f"{name}.attention", f"{name}.self_attn", hidden, hidden),
-                *mlp_params(layer.feed_forward, f"{name}.mlp", f"{name}.mlp", hidden),
+                *feed_forward_params(layer.feed_forward, f"{name}.mlp", f"{name}.mlp", hidden),
             ]
         if self.output == "own":
             params.append(matrix("lm_head", Source(OUTPUT, table), shard=0))
@@ -135,9 +138,9 @@ class EagleHead:
         self.products = DraftProducts([self.fuse, *layers], [], [self.lm_head])
         self.vocab = DraftVocab(no_offset(spec.vocab_size, place.device))
 
-    def extend(self, tokens: Tensor, aux_hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def extend(self, tokens: Tensor, aux_hidden: Tensor, positions: Tensor, at: Extension, attend: Attend) -> Tensor:
         """See `Drafter`."""
-        return self.grow(tokens, aux_hidden, positions, attend)
+        return self._ops.pick(self.grow(tokens, aux_hidden, positions, attend), at.last)
 
     def grow(self, tokens: Tensor, state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """See `Drafter`. The state is the head's output, where the target's last hidden state would be."""

@@ -15,18 +15,18 @@ from torch import Tensor
 
 from treetop.attention.layer import Attend
 from treetop.drafts.head_files import EMBEDDING, OUTPUT, OutputOf, check_vocab, no_offset
-from treetop.drafts.protocol import DraftProducts, DraftVocab, Proposal, Streamed
+from treetop.drafts.protocol import DraftProducts, DraftVocab, Extension, Proposal, Streamed
 from treetop.kernels.rope import rope_table
 from treetop.kernels.table import Ops
 from treetop.models.config import AttentionSpec, ModelConfig
 from treetop.models.decoder import DecoderLayer
 from treetop.models.embedding import part_of, whole_table
+from treetop.models.feed_forward import feed_forward_params
 from treetop.models.layers import (
     GatedMLP,
     RMSNorm,
     SelfAttention,
     attention_params,
-    mlp_params,
     norm_param,
 )
 from treetop.models.loader import Placement, Weights, check_weights, load_weights
@@ -70,6 +70,8 @@ class Eagle3Spec:
     fuse_bias: bool
     output: OutputOf
     stored: frozenset[str]
+    state_dtype: torch.dtype | None = None
+    reads_text: bool = False
 
     @property
     def attention(self) -> tuple[AttentionSpec, ...]:
@@ -89,7 +91,7 @@ class Eagle3Spec:
                 norm_param(f"{name}.input_norm", norm, hidden),
                 norm_param(f"{name}.mlp_norm", f"{stored}.post_attention_layernorm.weight", hidden),
                 *attention_params(layer.attention, f"{name}.attention", f"{stored}.self_attn", hidden, hidden),
-                *mlp_params(layer.feed_forward, f"{name}.mlp", f"{stored}.mlp", hidden),
+                *feed_forward_params(layer.feed_forward, f"{name}.mlp", f"{stored}.mlp", hidden),
             ]
         return params + self._vocab_params()
 
@@ -111,7 +113,7 @@ class Eagle3Spec:
         return [
             *(norm_param(name, f"{stored}.{tensor}.weight", hidden) for name, tensor in norms.items()),
             *attention_params(layer.attention, "attention", f"{stored}.self_attn", 2 * hidden, hidden),
-            *mlp_params(layer.feed_forward, "mlp", f"{stored}.mlp", hidden),
+            *feed_forward_params(layer.feed_forward, "mlp", f"{stored}.mlp", hidden),
         ]
 
     def _vocab_params(self) -> list[Param]:
@@ -181,9 +183,9 @@ class Eagle3Head:
         self.products = DraftProducts(layers, [] if self.fuse is None else [self.fuse], [self.lm_head])
         self.vocab = DraftVocab(weights.setdefault("d2t", no_offset(spec.vocab_size, place.device)))
 
-    def extend(self, tokens: Tensor, aux_hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def extend(self, tokens: Tensor, aux_hidden: Tensor, positions: Tensor, at: Extension, attend: Attend) -> Tensor:
         """See `Drafter`."""
-        return self.grow(tokens, self._fused(aux_hidden), positions, attend)
+        return self._ops.pick(self.grow(tokens, self._fused(aux_hidden), positions, attend), at.last)
 
     def _fused(self, aux_hidden: Tensor) -> Tensor:
         """aux_hidden: [rows, n, features * target hidden]. Returns [rows, n, hidden]."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from treetop.attention.layer import Attend
@@ -54,6 +55,19 @@ class DraftProducts:
     output: Sequence[object] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Extension:
+    """Whose tokens `Drafter.extend` is given, and what of them is wanted.
+
+    rows: [rows] int64, in the tables. last: [rows] int64, the column whose state is wanted. text: of all
+    rows, [num_rows, width] int32, known up to the token of that column; None unless the spec reads it.
+    """
+
+    rows: Tensor
+    last: Tensor
+    text: Tensor | None = None
+
+
 class Drafter(Protocol):
     """Proposes what follows each token of a row, from a state [state_size] that it makes of the tokens before.
 
@@ -64,9 +78,10 @@ class Drafter(Protocol):
     vocab: DraftVocab
     products: DraftProducts
 
-    def extend(self, tokens: Tensor, aux_hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def extend(self, tokens: Tensor, aux_hidden: Tensor, positions: Tensor, at: Extension, attend: Attend) -> Tensor:
         """tokens, positions: [rows, n] int64, the pairs' second tokens and their slots. aux_hidden: [rows, n, width],
-        the target's states of `aux_inputs` side by side. Returns states [rows, n, state_size]."""
+        the target's states of `aux_inputs` side by side. Returns the states of columns `at.last`, [rows, state_size].
+        """
 
     def grow(self, tokens: Tensor, state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """tokens, positions: [rows, n] int64; state: [rows, n, state_size], of each node's parent. Returns states."""
@@ -78,19 +93,26 @@ class Drafter(Protocol):
 class DrafterSpec(Protocol):
     """A drafter before its weights are read: what has to be known to size everything.
 
-    folder: of its checkpoint. vocab_size: how many tokens it can propose. state_size: of a row's state. aux_inputs: the
-    states of the target that it reads, as `Target` numbers them. attention: of each of its layers that keep K/V, all in
+    folder: of its checkpoint, if it has one. vocab_size: how many tokens it can propose. state_size: of a row's state;
+    state_dtype: None is the engine's. aux_inputs: the states of the target that it reads, as `Target` numbers them.
+    reads_text: it looks at the rows' text. attention: of each of its layers that keep K/V, all in
     one group; () for none. params: its parameters. derived: numbers that it makes of them and keeps.
     """
 
     @property
-    def folder(self) -> Path: ...
+    def folder(self) -> Path | None: ...
 
     @property
     def vocab_size(self) -> int: ...
 
     @property
     def state_size(self) -> int: ...
+
+    @property
+    def state_dtype(self) -> torch.dtype | None: ...
+
+    @property
+    def reads_text(self) -> bool: ...
 
     @property
     def aux_inputs(self) -> tuple[int, ...]: ...

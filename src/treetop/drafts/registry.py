@@ -7,10 +7,15 @@ from pathlib import Path
 from treetop.drafts.eagle import eagle_spec
 from treetop.drafts.eagle3_config import eagle3_spec
 from treetop.drafts.head_files import head_config
+from treetop.drafts.mtp import find_mtp, mtp_spec
+from treetop.drafts.ngram import ngram_spec
 from treetop.drafts.protocol import DrafterSpec
 from treetop.models.checkpoint import tensor_files
 from treetop.models.config import Config, ModelConfig
+from treetop.types.config import MtpRecurrence
 from treetop.types.errors import CheckpointError, ConfigError
+
+__all__ = ["DRAFTERS", "FoundDraft", "drafter_spec", "find_draft", "ngram_spec"]
 
 DRAFTERS: dict[str, Callable[[Path, ModelConfig, bool], DrafterSpec]] = {"EAGLE": eagle_spec, "EAGLE3": eagle3_spec}
 """Algorithm -> the reader of a folder, for a target, and whether the folder has no tensors to look at."""
@@ -30,19 +35,30 @@ class FoundDraft:
     reasons: tuple[str, ...]
 
 
-def drafter_spec(folder: Path, target: ModelConfig, algorithm: str | None = None, dummy: bool = False) -> DrafterSpec:
+def drafter_spec(
+    folder: Path,
+    target: ModelConfig,
+    algorithm: str | None = None,
+    dummy: bool = False,
+    recurrence: MtpRecurrence = "auto",
+) -> DrafterSpec:
     """The drafter in a folder. algorithm: what it must be; None for what it is. dummy: its weights will be random.
+    recurrence: of MTP layers.
 
     Raises CheckpointError for a folder without a drafter that runs, ConfigError if it is of another algorithm.
     """
+    if algorithm == "MTP" and (dummy or not _is_head(tensor_files(folder))):
+        return mtp_spec(folder, target, dummy, recurrence)
     if dummy:
         return DRAFTERS[algorithm or _ASSUMED](folder, target, True)
     found = find_draft(folder)
     if algorithm not in (None, found.algorithm):
         raise ConfigError(
-            f"--speculative-algorithm {algorithm}, but {folder} holds an {found.algorithm} head:"
+            f"--speculative-algorithm {algorithm}, but {folder} holds what {found.algorithm} needs:"
             f" {'; '.join(found.reasons)}"
         )
+    if found.algorithm == "MTP":
+        return mtp_spec(folder, target, False, recurrence)
     return DRAFTERS[found.algorithm](folder, target, False)
 
 
@@ -53,13 +69,16 @@ def find_draft(folder: Path) -> FoundDraft:
     """
     names = tensor_files(folder)
     layers = [name for name in names if name.startswith("model.layers.")]
+    mtp = find_mtp(names)
+    if mtp is not None:
+        return FoundDraft("MTP", mtp.layout, (f"it holds {mtp.prefixes[0]}.{mtp.names.projection}.weight",))
     if layers and "fc.weight" not in names:
         raise CheckpointError(
             f"{folder}: a target, not a draft head: it holds {layers[0]} and no fc.weight; give a head's folder to"
             " --speculative-draft-model-path"
         )
     config, nested = head_config(folder)
-    signs = [name for name in names if name in _OF_EAGLE3 or name.startswith("midlayer.")]
+    signs = _signs_of_eagle3(names)
     if signs:
         layout, why = _eagle3_layout(config, nested, names)
         return FoundDraft("EAGLE3", layout, (f"it holds {signs[0]}", *why))
@@ -69,6 +88,15 @@ def find_draft(folder: Path) -> FoundDraft:
         f"{folder}: no draft head: it holds {next(iter(names), 'nothing')}, but neither fc.weight (EAGLE) nor"
         " midlayer.hidden_norm.weight (EAGLE3)"
     )
+
+
+def _is_head(names: Collection[str]) -> bool:
+    """Whether these are an EAGLE head's tensors, of any kind."""
+    return bool(_signs_of_eagle3(names)) or "fc.weight" in names
+
+
+def _signs_of_eagle3(names: Collection[str]) -> list[str]:
+    return [name for name in names if name in _OF_EAGLE3 or name.startswith("midlayer.")]
 
 
 _OF_EAGLE3 = ("midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight", "d2t")

@@ -1,5 +1,6 @@
 """From a configuration to a device: specs, capacity algebra, weights, memory, in this order."""
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -14,12 +15,17 @@ from treetop.cache.pool import KVPool, make_pools
 from treetop.checks.poison import RedZones
 from treetop.checks.probes import Probes
 from treetop.drafts.protocol import DrafterSpec
-from treetop.drafts.registry import drafter_spec
+from treetop.drafts.registry import drafter_spec, ngram_spec
 from treetop.engine.buffers import Zeros, make_round_buffers
 from treetop.engine.compile_ahead import rehearse
 from treetop.engine.cuda_graphs import num_graphs
 from treetop.engine.memory import (
+    LEAST_CHUNK_OF_CPU,
+    LEAST_CHUNK_OF_GPU,
+    ROWS_OF_CPU,
+    ROWS_OF_GPU,
     SMALL_CHUNK,
+    TOKENS_OF_A_ROW,
     Budget,
     Memory,
     MemoryUse,
@@ -42,7 +48,7 @@ from treetop.models.loader import Placement, compute_device, compute_dtype, weig
 from treetop.models.params import of_rank
 from treetop.models.registry import TargetSpec, target_spec
 from treetop.types.config import EngineConfig
-from treetop.types.errors import ConfigError
+from treetop.types.errors import CapacityError, ConfigError
 from treetop.types.ids import DRAFT, FULL, WINDOW, GroupName
 from treetop.types.layout import KVGroup, Layout
 from treetop.types.parallel import ALONE, Parallel, Unmet
@@ -69,12 +75,25 @@ class EnginePlan:
 def plan_engine(config: EngineConfig, parallel: Parallel | None = None) -> EnginePlan:
     """Read the checkpoints' configs, and check every option against them and against the device's memory.
 
-    parallel: which rank this is; None for the first of ranks that have not met. Raises UserError for what cannot work,
-    before any weight is read.
+    parallel: which rank this is; None for the first of ranks that have not met. The plan's configuration says what the
+    given one leaves to device and memory. Raises UserError for what cannot work, before any weight is read.
     """
     parallel = parallel or (ALONE if config.tp_size == 1 else Unmet(config.tp_size))
+    if config.max_running_requests is not None:
+        return _plan_rows(config, parallel)
+    *many, fewest = ROWS_OF_CPU if compute_device(config.device).type == "cpu" else ROWS_OF_GPU
+    for rows in many:
+        with suppress(CapacityError):
+            engine_plan = _plan_rows(replace(config, max_running_requests=rows), parallel)
+            if engine_plan.layout.pool_tokens >= rows * min(engine_plan.layout.max_context, TOKENS_OF_A_ROW):
+                return engine_plan
+    return _plan_rows(replace(config, max_running_requests=fewest), parallel)
+
+
+def _plan_rows(config: EngineConfig, parallel: Parallel) -> EnginePlan:
+    """The plan for a given number of rows."""
     target = target_spec(resolve_folder(config.model))
-    draft = None if config.draft is None else read_draft_spec(config, config.draft, target.config)
+    draft = read_draft_spec(config, target) if config.speculates else None
     layout = make_layout(config, target.config, draft, parallel.size)
     device = compute_device(config.device)
     dtype = compute_dtype(config.dtype, device)
@@ -92,6 +111,8 @@ def plan_engine(config: EngineConfig, parallel: Parallel | None = None) -> Engin
     if config.attention_backend != "auto":
         require(config.attention_backend, need)
     use = MemoryUse(layout, dtype.itemsize, budget)
+    if config.prefill_tokens_per_round is None:
+        config = replace(config, prefill_tokens_per_round=tokens_of_a_round(layout, device))
     return EnginePlan(config, target, draft, layout, place, need, use, weights)
 
 
@@ -103,20 +124,21 @@ def make_layout(config: EngineConfig, model: ModelConfig, draft: DrafterSpec | N
     context = config.context_length or model.max_positions
     if context > model.max_positions:
         raise ConfigError(f"--context-length {context} exceeds the model's {model.max_positions} positions")
-    if context > MOST_COUNT and not config.disable_logits_processors:
+    if context - 1 > MOST_COUNT and not config.disable_logits_processors:
         raise ConfigError(
             f"--context-length {context}: penalties can count {MOST_COUNT} tokens; lower it, or use"
             " --disable-logits-processors"
         )
     layers = layer_groups(model, draft, ranks)
     groups = tuple(KVGroup(name, len(of), of[0].kv, of[0].window) for name, of in layers.items())
-    chunk = config.chunked_prefill_size or _default_chunk(config, groups)
+    chunk, rows = config.chunked_prefill_size or _default_chunk(config, groups), config.max_running_requests
+    assert rows is not None, "plan_engine has chosen"
     layout = Layout(
         shapes=(config.shape,),
         page_size=config.page_size,
-        max_requests=config.max_running_requests,
+        max_requests=rows,
         max_context=context,
-        chunk=min(chunk, config.max_running_requests * context),  # a step can hold no more
+        chunk=min(chunk, rows * context),  # a step can hold no more
         groups=groups,
         pool_tokens=config.max_total_tokens or 0,
         max_in_flight=choose_max_in_flight(config),
@@ -156,15 +178,29 @@ def _default_chunk(config: EngineConfig, groups: tuple[KVGroup, ...]) -> int:
     return chunk_of_gpu(memory_of(device).total, [group.window for group in groups if group.window is not None])
 
 
+def tokens_of_a_round(layout: Layout, device: torch.device) -> int:
+    """Prompt tokens of a prefill step between two rounds, if `--prefill-tokens-per-round` does not say.
+
+    As many as a round of all rows computes, so that a prompt at most doubles the time between two rounds where products
+    cost what their rows do; and as many as a step takes in for little more than reading the weights.
+    """
+    least = LEAST_CHUNK_OF_CPU if device.type == "cpu" else LEAST_CHUNK_OF_GPU
+    return min(max(layout.max_requests * layout.verify_tail, least), layout.chunk)
+
+
 def captures(config: EngineConfig, device: torch.device, able: Capabilities) -> bool:
     """Whether rounds run as captured CUDA graphs."""
     return config.graphs == "auto" and device.type == "cuda" and able.captures
 
 
-def read_draft_spec(config: EngineConfig, draft: str, target: ModelConfig) -> DrafterSpec:
+def read_draft_spec(config: EngineConfig, target: TargetSpec) -> DrafterSpec:
     """The drafter's spec, and whether the options fit it."""
-    dummy = config.load_format == "dummy"
-    spec = drafter_spec(resolve_folder(draft, "draft"), target, config.speculative_algorithm, dummy)
+    if config.algorithm == "NGRAM":
+        spec: DrafterSpec = ngram_spec(target.config, config.shape)
+    else:
+        folder = target.folder if config.draft is None else resolve_folder(config.draft, "draft")
+        dummy, recurrence = config.load_format == "dummy", config.speculative_mtp_recurrence
+        spec = drafter_spec(folder, target.config, config.algorithm, dummy, recurrence)
     if config.speculative_eagle_topk > spec.vocab_size:
         raise ConfigError(
             f"--speculative-eagle-topk {config.speculative_eagle_topk} exceeds the draft vocabulary of"
@@ -227,7 +263,7 @@ def _without_pools(engine_plan: EnginePlan, place: Placement) -> tuple[ModelRunn
         backend=backend,
         ops=place.ops,
         pools={},
-        state=make_state(layout, draft.state_size if draft is not None else None, changed, place.dtype, zeros),
+        state=make_state(layout, draft, changed, place.dtype, zeros),
         buffers=make_round_buffers(layout, len(aux), model.hidden_size, model.vocab_size, place.dtype, zeros),
         target_layers=[],
         draft_layers=[],
@@ -264,7 +300,7 @@ def _static_estimate(
         return torch.empty(shape, dtype=kind, device="meta")
 
     model, aux = target.config, draft.aux_inputs if draft is not None else ()
-    make_state(layout, draft.state_size if draft is not None else None, _changed_vocab(config, model), dtype, counted)
+    make_state(layout, draft, _changed_vocab(config, model), dtype, counted)
     make_round_buffers(layout, len(aux), model.hidden_size, model.vocab_size, dtype, counted)
     return weights + sum(made)
 

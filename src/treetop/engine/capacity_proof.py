@@ -28,8 +28,9 @@ def prove_capacity(runner: ModelRunner, launcher: RoundLauncher) -> None:
         launcher.launch(RoundKey(layout.max_requests, shape, Choice.GREEDY), layout.max_committed)
     runner.probes.raise_if_fired()
     draft = [state.draft.tokens, state.draft.logprob, state.draft.hidden] if state.draft is not None else []
+    drafts = [*draft, state.text] if state.text is not None else draft
     null_pages = [pool.data[:, : layout.page_size] for pool in runner.pools.values()]  # nothing else was written
-    for tensor in (state.committed, state.root, *draft, *null_pages):
+    for tensor in (state.committed, state.root, *drafts, *null_pages):
         tensor.zero_()
     for name, table in state.page_tables.items():
         table.data.copy_(tables[name])

@@ -17,14 +17,14 @@ from treetop.engine.model_runner import ModelRunner
 from treetop.engine.rounds import run_phases
 from treetop.engine.worst_steps import worst_steps
 from treetop.kernels.triton_guard import compile_ahead
+from treetop.types.sampling import Choice
 
 
 def rehearse(runner: ModelRunner) -> None:
     """Compile the kernels of the worst steps and of all greedy rounds."""
     max_kv_len = runner.layout.max_committed
-    compile_steps(
-        [*worst_steps(runner), *(partial(run_phases, runner, key, max_kv_len) for key in greedy_keys(runner))]
-    )
+    worst = [step for choice in (Choice.FILTER, Choice.LOGPROBS) for step in worst_steps(runner, choice)]
+    compile_steps([*worst, *(partial(run_phases, runner, key, max_kv_len) for key in greedy_keys(runner))])
 
 
 @torch.inference_mode()

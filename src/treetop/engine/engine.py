@@ -57,14 +57,16 @@ class Engine:
         """`observer` and `launcher` may be set between steps; `treetop trace` sets both.
 
         parallel: the rank that this engine is; engines of all ranks are made, and run the same steps, side by side.
+        config: what was left to device and memory is in it.
         target, draft: what was read of the checkpoints; spec: the target's configuration.
         """
         if parallel.size != config.tp_size:
             raise InvariantError(f"an engine of --tp-size {config.tp_size} was made for a group of {parallel.size}")
-        self.config, self.parallel = config, parallel
-        self._witness: Witness = TreeAndPath() if parallel.size > 1 and config.check_level >= 1 else alone
         self.observer: Observer | None = None
         engine_plan = plan_engine(config, parallel)
+        self.config = config = engine_plan.config
+        self.parallel = parallel
+        self._witness: Witness = TreeAndPath() if parallel.size > 1 and config.check_level >= 1 else alone
         self.target, self.draft = engine_plan.target, engine_plan.draft
         self.model_path, self.spec = self.target.folder, self.target.config
         self.draft_path = self.draft.folder if self.draft is not None else None
@@ -82,7 +84,8 @@ class Engine:
         self._row_processors = RowProcessors(self.runner.state.processors)
         zeros = partial(zeros_on, device) if self._zones is None else self._zones.zeros
         with self._explained("starting"):
-            self._staging = StagingBuffers(self.layout, device, zeros, config.check_level)
+            texts = 0 if self.runner.state.text is None else self.layout.max_requests * self.layout.max_context
+            self._staging = StagingBuffers(self.layout, device, zeros, config.check_level, texts)
         self.last_key: RoundKey | None = None
         started_s = time.perf_counter()
         with torch.inference_mode(), self._explained("starting"):
@@ -169,12 +172,15 @@ class Engine:
     def _prefill(self, plan: PrefillPlan, slot: Slot) -> Results:
         padded, edits = self._padded(plan), self.runner.state.edit_columns(plan.edits)
         setups, chunks = setup_columns(plan.setups), chunk_columns(plan, len(padded))
-        sent = self._staging.send(slot, [padded, *edits, *setups, *chunks])
+        prefixes = self.runner.state.prefix_columns(plan.setups)
+        sent = self._staging.send(slot, [padded, *edits, *setups, *chunks, *prefixes])
         rows = self._apply(sent[: 1 + len(edits)])
         rest = sent[1 + len(edits) :]
         self.runner.state.apply_setups(rest[: len(setups)])
+        rest, sent_prefixes = rest[len(setups) :][: len(chunks)], rest[len(setups) + len(chunks) :]
+        self.runner.state.apply_prefixes(plan.setups, sent_prefixes)
         self._row_processors.move_in(plan.setups)
-        first = prefill(self.runner, make_batch(plan, rows, rest[len(setups) :]))
+        first = prefill(self.runner, make_batch(plan, rows, rest))
         return Results(first.token[:, None], torch.zeros_like(first.token), first.finite, first.logprobs)
 
     def _round(self, plan: RoundPlan, slot: Slot) -> Results:

@@ -30,6 +30,12 @@ _BYTES_PER_DRAW = 52
 _MOST_FRACTION = 0.99
 SMALL_CHUNK = 512
 """Prompt tokens of a step where PyTorch attends, which has masks of chunk x context: on every CPU."""
+LEAST_CHUNK_OF_CPU, LEAST_CHUNK_OF_GPU = 128, 512
+"""Prompt tokens of a prefill step between two rounds, at least: fewer cost nearly as much, for the weights are read."""
+ROWS_OF_CPU, ROWS_OF_GPU = (16, 8), (64, 32, 16, 8)
+"""Rows to choose from, if `--max-running-requests` does not say: batches whose rounds were measured."""
+TOKENS_OF_A_ROW = 2048
+"""Pool tokens that each of so many rows must find, or its whole context if that is shorter."""
 CHUNKS = ((60 * GIB, 8192), (35 * GIB, 4096), (0, 2048))
 """A GPU's memory from which on a prefill step holds so many tokens: the larger its memory, the faster it mostly is."""
 
@@ -177,7 +183,16 @@ class MemoryUse:
             slots = (self.layout.num_pages[group.name] - 1) * self.layout.page_size
             size = self.layout.num_pages[group.name] * self.layout.page_size * group.numbers_per_token
             per_token = group.numbers_per_token * self.element_size
-            rows.append(f"pool {group.name}: {slots} tokens, {gib(size * self.element_size)}, {per_token} B a token")
+            spared = self.layout.window_spares(group)
+            rows.append(
+                f"pool {group.name}: {slots} tokens, {gib(size * self.element_size)}, {per_token} B a token"
+                + (
+                    f"; pages behind the window of {group.window} are given back, which saves {spared} tokens or"
+                    f" {gib(spared * per_token)} of a request at the context wall"
+                    if group.window is not None
+                    else ""
+                )
+            )
         memory, budget = self.budget.memory, self.budget
         rows.append(
             f"memory: total {gib(memory.total)}, weights and tables {gib(budget.static)}"

@@ -99,7 +99,8 @@ class ModelRunner:
                         f"tail of phase {phase}, group {name}: need {columns.width} columns from {columns.start},"
                         f" have {have}; the layout sizes it by another formula than fills it"
                     )
-        return TailAttention(self.backend, layers, tails, plans, columns)
+        rows = self.buffers.rows[: columns.rows]
+        return TailAttention(self.backend, layers, tails, plans, columns, rows, self.layout.dummy_row)
 
     def commit(self, tails: Mapping[GroupName, Tensor], paths: Paths) -> None:
         """Copy each path's K/V from the tails to positions L .. of the pages."""
@@ -123,12 +124,11 @@ class ModelRunner:
         emitted = self.simulate_accept_length if shape.num_steps > 0 else None
         return None if emitted is None else emitted - 1
 
-    def propose(self, hidden: Tensor, index: Tensor) -> DraftState:
-        """The proposals after one column of each row, and that column's state."""
+    def propose(self, state: Tensor) -> DraftState:
+        """What a row keeps of a drafter's states [rows, state_size]: they, and what is proposed after them."""
         assert self.drafter is not None
-        chosen = self.ops.pick(hidden, index)
-        proposal = self.drafter.propose(chosen, self.layout.max_topk)
-        return DraftState(proposal.tokens, proposal.logprob, chosen)
+        proposal = self.drafter.propose(state, self.layout.max_topk)
+        return DraftState(proposal.tokens, proposal.logprob, state)
 
 
 def _capturing() -> bool:

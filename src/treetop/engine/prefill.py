@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from treetop.attention.layer import CausalAttention, LayerKV
+from treetop.drafts.protocol import Extension
 from treetop.engine.model_runner import ModelRunner
 from treetop.kernels.kv import slots_of
+from treetop.kernels.row_text import remember
 from treetop.kernels.tree import root_tree
 from treetop.speculative.verify import choose, logits_for, path_logprobs
 from treetop.types.layout import KVGroup
@@ -104,8 +106,13 @@ def prefill(runner: ModelRunner, batch: PrefillBatch) -> FirstTokens:
         shifted = shifted.scatter(1, last[:, None], following[:, None])
         attend = _attention(runner, runner.draft_layers, runner.draft_groups, batch, span)
         aux_hidden = torch.cat([output.hidden[..., :0], *output.aux_hidden], dim=-1)  # a drafter may read none
-        hidden = runner.drafter.extend(shifted, aux_hidden, span.positions, attend)
-        draft = runner.propose(hidden, last)
+        text = runner.state.text
+        if text is not None:
+            remember(text, rows, span.positions, batch.tokens, valid)
+            live = (rows != runner.layout.dummy_row)[:, None]
+            remember(text, rows, span.kv_len[:, None], following[:, None], live)
+        at = Extension(rows, last, text)
+        draft = runner.propose(runner.drafter.extend(shifted, aux_hidden, span.positions, at, attend))
     ops.finish(runner.state.tables, rows, runner.layout.dummy_row, last, first, draft)
     return FirstTokens(first, accepted.finite, logprobs)
 
@@ -127,4 +134,4 @@ def _attention(
         slots[group.name] = slots_of(table, batch.rows, span.positions, span.valid, runner.layout.page_size)
         prefix = batch.rows, span.kv_len, batch.max_kv_len
         plans[group.name] = runner.plan(runner.metadata(Phase.PREFILL, group, prefix, span.positions))
-    return CausalAttention(runner.backend, layers, slots, plans)
+    return CausalAttention(runner.backend, layers, slots, plans, span.valid)

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from treetop.attention.layer import Attend, Columns
+from treetop.drafts.protocol import Extension
 from treetop.engine.model_runner import ModelRunner
 from treetop.kernels.commit import Paths, feature_nodes
+from treetop.kernels.row_text import remember
 from treetop.kernels.rows import DraftState, RowTables
 from treetop.speculative.draft import Level, grow_tree
 from treetop.speculative.verify import choose, logits_for, path_logprobs
@@ -115,9 +117,13 @@ def extend_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     attend = runner.tail_attention(phase, runner.draft_layers, buffers.extend_tails, plans, columns)
     aux_hidden = buffers.aux_hidden_of(key.bucket, shape)
     runner.probes.nan(aux_hidden, "features", phase, rows)
-    hidden = runner.drafter.extend(accepted.tokens, aux_hidden, places.path, attend)
-    runner.commit(buffers.extend_tails, _paths(runner, key, None))
-    draft = runner.propose(hidden, accepted.accept_len)
+    text, paths = runner.state.text, _paths(runner, key, None)
+    if text is not None:
+        remember(text, rows, places.path + 1, accepted.tokens, paths.kept)
+    at = Extension(rows, accepted.accept_len, text)
+    draft_state = runner.drafter.extend(accepted.tokens, aux_hidden, places.path, at, attend)
+    runner.commit(buffers.extend_tails, paths)
+    draft = runner.propose(draft_state)
     ops.finish(runner.state.tables, rows, runner.layout.dummy_row, accepted.accept_len, accepted.bonus, draft)
 
 

@@ -80,11 +80,15 @@ class InFlightResults:
 class StagingBuffers:
     """`max_in_flight + 1` slots, and the device memory that they are copied to and from."""
 
-    def __init__(self, layout: Layout, device: torch.device, zeros: Zeros, check_level: int) -> None:
+    def __init__(
+        self, layout: Layout, device: torch.device, zeros: Zeros, check_level: int, prefix_tokens: int = 0
+    ) -> None:
+        """prefix_tokens: of cached prefixes that a step may bring, where a drafter reads the rows' text."""
         self._check_level = check_level
         b = layout.max_requests
         # Row list, cells; for a prefill the setups, and of each row: length, next token; of each token: place, id.
-        self._inputs = zeros((3 * b + 3 * layout.max_edits + SETUP_COLUMNS * b + 2 * layout.chunk,), torch.int64)
+        numbers = 3 * b + 3 * layout.max_edits + SETUP_COLUMNS * b + 2 * layout.chunk + prefix_tokens
+        self._inputs = zeros((numbers,), torch.int64)
         a_token = 1 + 1 + 2 * MOST_LOGPROBS  # its id, log-probabilities, ids of the best
         self._results = zeros((b * (layout.commit_width * a_token + 2) + RECORD,), torch.int64)
         self._slots = [self._slot(device) for _ in range(layout.max_in_flight + 1)]

@@ -26,7 +26,8 @@ def start_up_block(
     refused = [(name, refusal(name, engine_plan.need)) for name in BACKENDS]
     others = [f"{name}: {problem.reason}" for name, problem in refused if problem is not None]
     rows = [
-        f"model {config.model}, draft {config.draft or 'none'}, {str(dtype).removeprefix('torch.')} on {_name(place)}{shared}",
+        f"model {config.model}, draft {config.draft or config.algorithm or 'none'},"
+        f" {str(dtype).removeprefix('torch.')} on {_name(place)}{shared}",
         f"{tree}; {layout.max_requests} requests of {layout.max_context} tokens, pages of {layout.page_size},"
         f" prefill in steps of {layout.chunk}",
         *use.lines(),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from treetop.drafts.protocol import DrafterSpec
 from treetop.engine.buffers import Zeros
 from treetop.kernels.kv import PageTable
 from treetop.kernels.process import Processors
@@ -27,7 +28,8 @@ class RowState:
 
     page_tables: group -> its table, [num_rows, page_columns] int32. committed: [num_rows] int64, tokens whose K/V are
     in the pages of every group. root: [num_rows] int64, the token after them, whose K/V are in none. processors: None
-    where no request may change its logits.
+    where no request may change its logits. text: of each row up to its root, [num_rows, width] int32, as
+    `kernels.row_text` has it; None where no drafter reads it.
     """
 
     page_tables: dict[GroupName, PageTable]
@@ -37,6 +39,7 @@ class RowState:
     params: WarpParams
     draft: DraftState | None
     processors: Processors | None
+    text: Tensor | None
 
     def table_of(self, group: GroupName) -> PageTable:
         """The page table that a group's layers read: their own (sgl-24617)."""
@@ -56,6 +59,16 @@ class RowState:
             row, column, page = columns[3 * i : 3 * i + 3]
             if len(row):
                 table.data[row, column] = page.to(torch.int32)
+
+    def apply_prefixes(self, setups: Sequence[RowSetup], columns: Sequence[Tensor]) -> None:
+        """Write the text that requests move in with, from the prefix cache. columns: those of `prefix_columns`."""
+        if self.text is not None:
+            for setup, ids in zip(setups, columns, strict=True):
+                self.text[setup.row, : len(ids)] = ids.to(self.text.dtype)
+
+    def prefix_columns(self, setups: Sequence[RowSetup]) -> list[list[int]]:
+        """The committed text of requests that move in, if any drafter reads it."""
+        return [] if self.text is None else [list(setup.prefix_ids) for setup in setups]
 
     def forget_pages(self, rows: list[int]) -> None:
         """Level 3: fill the tables of rows about to be set up with what no page is."""
@@ -113,14 +126,16 @@ def _bits(number: float) -> int:
 
 
 def make_state(
-    layout: Layout, draft_hidden: int | None, vocab_size: int | None, dtype: torch.dtype, zeros: Zeros
+    layout: Layout, drafter: DrafterSpec | None, vocab_size: int | None, dtype: torch.dtype, zeros: Zeros
 ) -> RowState:
-    """Zeroed tables; draft_hidden None without a draft head, vocab_size None where no logits are changed."""
+    """Zeroed tables; drafter None for plain decoding, vocab_size None where no logits are changed."""
     n, long, real = layout.num_rows, torch.int64, torch.float32
-    draft = None
-    if draft_hidden is not None:
-        k = layout.max_topk
-        draft = DraftState(zeros((n, k), long), zeros((n, k), real), zeros((n, draft_hidden), dtype))
+    draft = text = None
+    if drafter is not None:
+        k, kind = layout.max_topk, drafter.state_dtype or dtype
+        draft = DraftState(zeros((n, k), long), zeros((n, k), real), zeros((n, drafter.state_size), kind))
+        if drafter.reads_text:
+            text = zeros((n, layout.max_positions + 2), torch.int32)  # the root too, and one column for nothing
     top_p = zeros((n,), real)
     top_p.fill_(1.0)
     columns = layout.page_columns
@@ -132,6 +147,7 @@ def make_state(
         params=WarpParams(zeros((n,), real), zeros((n,), long), top_p, zeros((n,), real)),
         draft=draft,
         processors=None if vocab_size is None else _make_processors(n, vocab_size, zeros),
+        text=text,
     )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from treetop.drafts.protocol import DrafterSpec
 from treetop.engine.memory import Budget, Memory, fit, pool_bytes
+from treetop.kernels.gate import Gate
 from treetop.kernels.linear import GatedLinear, Linear
 from treetop.kernels.packed_weights import compressed_bytes, why_not_compressed
 from treetop.kernels.products import TIMED_DTYPES, Shape
@@ -127,7 +128,7 @@ def product_weights(target: TargetSpec, draft: DrafterSpec | None, parallel: Par
 
 
 def _without_memory(params: Sequence[Param]) -> dict[str, Tensor]:
-    return {param.name: torch.empty(param.shape, device="meta") for param in params}
+    return {param.name: param.empty(torch.float32, "meta") for param in params}
 
 
 class _Recorded(Ops):
@@ -141,6 +142,6 @@ class _Recorded(Ops):
         self.weights.append(ProductWeight((weight.shape[0], weight.shape[1]), False, bias is not None))
         return super().linear(weight, bias)
 
-    def gated(self, weight: Tensor, bias: Tensor | None = None) -> GatedLinear:
+    def gated(self, weight: Tensor, bias: Tensor | None = None, kind: Gate = "silu") -> GatedLinear:
         self.weights.append(ProductWeight((weight.shape[0], weight.shape[1]), True, bias is not None))
-        return super().gated(weight, bias)
+        return super().gated(weight, bias, kind)

@@ -20,12 +20,12 @@ def peak_bytes(runner: ModelRunner) -> int:
     captured rounds stays theirs while a prefill runs. What they compile and load is left in place: the driver's part
     of it is then no longer counted as free.
     """
-    return sum(_peak(step) for step in worst_steps(runner))
+    return sum(_peak(step) for step in worst_steps(runner, Choice.LOGPROBS))
 
 
-def worst_steps(runner: ModelRunner) -> tuple[Run, Run]:
-    """The worst prefill and the worst round, on dummy rows."""
-    return partial(_prefill, runner), partial(_round, runner)
+def worst_steps(runner: ModelRunner, choice: Choice) -> tuple[Run, Run]:
+    """The worst prefill and the worst round of those that choose tokens so, on dummy rows. LOGPROBS takes most."""
+    return partial(_prefill, runner, choice), partial(_round, runner, choice)
 
 
 def worst_prefill(layout: Layout) -> tuple[int, int]:
@@ -48,7 +48,7 @@ def _peak(run: Run) -> int:
     return torch.cuda.max_memory_reserved() - before
 
 
-def _prefill(runner: ModelRunner) -> None:
+def _prefill(runner: ModelRunner, choice: Choice) -> None:
     rows, width = worst_prefill(runner.layout)
     dummies = runner.buffers.rows.new_full((rows,), runner.layout.dummy_row)
     batch = PrefillBatch(
@@ -57,13 +57,13 @@ def _prefill(runner: ModelRunner) -> None:
         query_len=dummies.new_zeros(rows),
         next_token=dummies.new_full((rows,), -1),
         max_kv_len=runner.layout.max_committed,
-        choice=Choice.LOGPROBS,
+        choice=choice,
     )
     prefill(runner, batch)
 
 
-def _round(runner: ModelRunner) -> None:
+def _round(runner: ModelRunner, choice: Choice) -> None:
     layout = runner.layout
     runner.buffers.rows.fill_(layout.dummy_row)
     for shape in layout.shapes:
-        run_phases(runner, RoundKey(layout.max_requests, shape, Choice.LOGPROBS), layout.max_committed)
+        run_phases(runner, RoundKey(layout.max_requests, shape, choice), layout.max_committed)

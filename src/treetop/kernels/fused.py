@@ -1,5 +1,5 @@
 # ruff: noqa: PLR0917 (kernels take what they touch as arguments)
-"""Small operations between the matrix products, each one launch: add and norm, SiLU and product, rotation and write.
+"""Small operations between the matrix products, each one launch: add and norm, gate and product, rotation and write.
 
 Each is memory-bound and short, so what counts is the number of launches and of trips through memory. All compute in
 float32 and round once. The references are the plain operations.
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
+from treetop.kernels.gate import Gate, activated, activated_reference
 from treetop.kernels.kv import PagedKV, write_pages
 from treetop.kernels.rope import RopeTable, Rotation, rotate_
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, power_of_two, tl
@@ -47,10 +48,13 @@ def add_rms_norm_reference(x: Tensor, delta: Tensor | None, weight: Tensor, eps:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., hidden] over its root mean square, times weight [hidden].
+    """x [..., hidden] over its root mean square, times weight [hidden], in the wider dtype of both, rounded to x's.
 
     PyTorch has no kernel for it on a CPU and takes eight operations; these are five, in half the time.
     """
+    if weight.dtype != x.dtype:
+        wide = torch.promote_types(weight.dtype, x.dtype)
+        return rms_norm(x.to(wide), weight.to(wide), eps).to(x.dtype)
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64):
         return F.rms_norm(x, weight.shape, weight, eps)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
@@ -165,28 +169,48 @@ def _embed_and_norm_kernel(
     tl.store(at + width, (state * inverse * scale).to(out.dtype.element_ty), mask=inside)
 
 
-# ------------------------------------------------------------------------------------------------- SiLU and product
+# ------------------------------------------------------------------------------------------------- gate and product
 
 
 def silu_mul_reference(gate_up: Tensor) -> Tensor:
     """`silu(gate) * up` of [..., 2 * inner], gate first. Returns [..., inner]."""
+    return gate_mul_reference(gate_up, "silu")
+
+
+def gelu_tanh_mul_reference(gate_up: Tensor) -> Tensor:
+    """`gelu_tanh(gate) * up` of [..., 2 * inner], gate first. Returns [..., inner]."""
+    return gate_mul_reference(gate_up, "gelu_tanh")
+
+
+def gate_mul_reference(gate_up: Tensor, kind: Gate) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
+    return activated_reference(gate, kind).mul_(up)
 
 
 def silu_mul(gate_up: Tensor, gpu: GpuTraits) -> Tensor:
     """`silu_mul_reference` in one pass. gate_up: [..., 2 * inner], contiguous."""
+    return gate_mul(gate_up, "silu", gpu)
+
+
+def gelu_tanh_mul(gate_up: Tensor, gpu: GpuTraits) -> Tensor:
+    """`gelu_tanh_mul_reference` in one pass. gate_up: [..., 2 * inner], contiguous."""
+    return gate_mul(gate_up, "gelu_tanh", gpu)
+
+
+def gate_mul(gate_up: Tensor, kind: Gate, gpu: GpuTraits) -> Tensor:
     inner = gate_up.shape[-1] // 2
     out = torch.empty((*gate_up.shape[:-1], inner), dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, power_of_two(inner))
-    _silu_mul_kernel[(out.numel() // inner, -(-inner // block))](
-        out, gate_up, inner=inner, block=block, overlap=gpu.can_overlap, num_warps=4, **launch_options(gpu)
+    _gate_mul_kernel[(out.numel() // inner, -(-inner // block))](
+        out, gate_up, inner=inner, block=block, kind=kind, overlap=gpu.can_overlap, num_warps=4, **launch_options(gpu)
     )
     return out
 
 
 @jit
-def _silu_mul_kernel(out: Arg, gate_up: Arg, inner: constexpr, block: constexpr, overlap: constexpr) -> None:
+def _gate_mul_kernel(
+    out: Arg, gate_up: Arg, inner: constexpr, block: constexpr, kind: constexpr, overlap: constexpr
+) -> None:
     """One block of a row a program. out: [rows, inner]; gate_up: [rows, 2 * inner]. Grid (rows, inner / block)."""
     pdl_wait(overlap, early=True)
     row = tl.program_id(0).to(tl.int64)
@@ -194,7 +218,7 @@ def _silu_mul_kernel(out: Arg, gate_up: Arg, inner: constexpr, block: constexpr,
     there = column < inner
     gate = tl.load(gate_up + row * 2 * inner + column, mask=there, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * inner + inner + column, mask=there, other=0.0).to(tl.float32)
-    value = gate * tl.sigmoid(gate) * up
+    value = activated(gate, kind) * up
     tl.store(out + row * inner + column, value.to(out.dtype.element_ty), mask=there)
 
 
@@ -213,7 +237,7 @@ def norm_heads_(qkv: Tensor, kv_heads: int, norms: HeadNorms) -> None:
     """Norm the q and k heads of qkv [rows, n, heads + 2 * kv_heads, dim] in place."""
     heads = qkv.shape[2] - 2 * kv_heads
     for part, weight in zip((qkv[:, :, :heads], qkv[:, :, heads : heads + kv_heads]), norms.weight, strict=True):
-        part.copy_(rms_norm(part, weight.to(part.dtype), norms.eps))
+        part.copy_(rms_norm(part, weight, norms.eps))
 
 
 def angles_reference(table: RopeTable, positions: Tensor) -> Rotation:

@@ -11,7 +11,8 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
-from treetop.kernels.fused import joined, silu_mul, silu_mul_reference
+from treetop.kernels.fused import gate_mul, gate_mul_reference, joined
+from treetop.kernels.gate import Gate
 from treetop.kernels.packed_weights import compress_if_faster, compressed_rows
 from treetop.kernels.products import ROW_CLASSES, Call, CpuProduct, default_call
 from treetop.kernels.skinny_gemm import choose_launch, gated_rows, skinny_gemm
@@ -31,7 +32,7 @@ class Linear(Protocol):
 
 
 GatedLinear = Callable[[Tensor], Tensor]
-"""`silu(gate) * up` for x [..., in], with gate and up the halves of a product. Returns [..., out / 2]."""
+"""Activated gate times up for x [..., in], with gate and up the halves of a product. Returns [..., out / 2]."""
 
 
 class LibraryLinear:
@@ -51,13 +52,13 @@ class LibraryLinear:
 
 
 class SkinnyLinear:
-    """Few rows by a kernel of ours, more by `F.linear`. No bias; weight: [out, in], float16 or bfloat16.
+    """Few rows by a kernel of ours, more by `F.linear`. weight: [out, in], float16 or bfloat16.
 
-    compressed: keep the weight in 12 bits too, if products with that are faster.
+    compressed: keep the weight in 12 bits too, if products with that are faster and there is no bias.
     """
 
-    def __init__(self, weight: Tensor, gpu: GpuTraits, compressed: bool = False) -> None:
-        self._weight = _GpuWeight(weight, False, gpu, compressed)
+    def __init__(self, weight: Tensor, gpu: GpuTraits, compressed: bool = False, bias: Tensor | None = None) -> None:
+        self._weight = _GpuWeight(weight, None, gpu, compressed and bias is None, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         return joined(self.parts(x)).to(x.dtype)
@@ -68,19 +69,23 @@ class SkinnyLinear:
 
     def parts(self, x: Tensor) -> Tensor:
         parts = self._weight.few(x)
-        return F.linear(x, self._weight.whole)[None] if parts is None else parts.view(len(parts), *x.shape[:-1], -1)
+        return (
+            F.linear(x, self._weight.whole, self._weight.bias)[None]
+            if parts is None
+            else parts.view(len(parts), *x.shape[:-1], -1)
+        )
 
 
 class SkinnyGated:
     """`GatedLinear` over a weight [2 * out, in], gate first, as `SkinnyLinear`."""
 
-    def __init__(self, weight: Tensor, gpu: GpuTraits, compressed: bool = False) -> None:
-        self._weight, self._gpu = _GpuWeight(weight, True, gpu, compressed), gpu
+    def __init__(self, weight: Tensor, gpu: GpuTraits, compressed: bool = False, kind: Gate = "silu") -> None:
+        self._weight, self._kind, self._gpu = _GpuWeight(weight, kind, gpu, compressed), kind, gpu
 
     def __call__(self, x: Tensor) -> Tensor:
         out = self._weight.few(x)
         if out is None:
-            return silu_mul(F.linear(x, self._weight.whole), self._gpu)
+            return gate_mul(F.linear(x, self._weight.whole), self._kind, self._gpu)
         return out.view(*x.shape[:-1], -1)
 
     def saved_bytes(self, rows: int) -> int:
@@ -89,11 +94,13 @@ class SkinnyGated:
 
 
 class _GpuWeight:
-    """A weight, perhaps in 12 bits too, and its products of few rows."""
+    """A weight, perhaps in 12 bits too, and its products of few rows. kind: of a gated one's gate."""
 
-    def __init__(self, whole: Tensor, gated: bool, gpu: GpuTraits, compressed: bool) -> None:
-        self.whole, self._gated, self._gpu = whole.contiguous(), gated, gpu
-        self._compressed = compress_if_faster(self.whole, gated, gpu) if compressed else None
+    def __init__(
+        self, whole: Tensor, kind: Gate | None, gpu: GpuTraits, compressed: bool, bias: Tensor | None = None
+    ) -> None:
+        self.whole, self.bias, self._kind, self._gpu = whole.contiguous(), bias, kind, gpu
+        self._compressed = compress_if_faster(self.whole, kind is not None, gpu) if compressed else None
 
     def saved_bytes(self, rows: int) -> int:
         if self._compressed is None or self._compressed.launch(rows) is None:
@@ -102,21 +109,25 @@ class _GpuWeight:
 
     def few(self, x: Tensor) -> Tensor | None:
         """Parts [parts, rows, out], or [rows, out / 2] if gated, for x [..., in]; None where the vendor's is faster."""
-        rows, gated, gpu = x.numel() // x.shape[-1], self._gated, self._gpu
+        rows, kind, gpu = x.numel() // x.shape[-1], self._kind, self._gpu
         if self._compressed is not None:
             compressed_launch = self._compressed.launch(rows)
             if compressed_launch is not None:
-                return compressed_rows(_as_rows(x), self._compressed.weight, compressed_launch, gpu)
-        launch = choose_launch(rows, *self.whole.shape, gated, gpu)
+                return compressed_rows(_as_rows(x), self._compressed.weight, compressed_launch, gpu, kind or "silu")
+        launch = choose_launch(rows, *self.whole.shape, kind is not None, gpu)
         if launch is None:
             return None
-        return (gated_rows if gated else skinny_gemm)(_as_rows(x), self.whole, launch, gpu)
+        if kind is None:
+            return skinny_gemm(_as_rows(x), self.whole, launch, gpu, self.bias)
+        return gated_rows(_as_rows(x), self.whole, launch, gpu, kind)
 
 
-def library_gated(weight: Tensor, bias: Tensor | None = None, calls: Sequence[Call] | None = None) -> GatedLinear:
+def library_gated(
+    weight: Tensor, bias: Tensor | None = None, calls: Sequence[Call] | None = None, kind: Gate = "silu"
+) -> GatedLinear:
     """`GatedLinear` of library calls, as `LibraryLinear`."""
     linear = LibraryLinear(weight, bias, calls)
-    return lambda x: silu_mul_reference(linear(x))
+    return lambda x: gate_mul_reference(linear(x), kind)
 
 
 def _as_rows(x: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from treetop.kernels.dependent_launch import ask_for, launch_options, pdl_wait
+from treetop.kernels.gate import Gate, activated
 from treetop.kernels.skinny_gemm import gated_rows_reference, load_table, most_splits, row_class
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, gpu_traits, jit, power_of_two, tl, why_not
 
@@ -174,13 +175,15 @@ def _as_int16(bits: Tensor) -> Tensor:
     return torch.where(bits > 0x7FFF, bits - 0x10000, bits).to(torch.int16).contiguous()
 
 
-def compressed_rows_reference(x: Tensor, weight: CompressedWeight) -> Tensor:
-    """The sum of the parts in float32 [rows, n], or rounded `silu(gate) * up` [rows, n / 2]."""
+def compressed_rows_reference(x: Tensor, weight: CompressedWeight, kind: Gate = "silu") -> Tensor:
+    """The sum of the parts in float32 [rows, n], or the rounded product of activated gate and up [rows, n / 2]."""
     whole = decompress(weight)
-    return gated_rows_reference(x, whole) if weight.gated else x.to(torch.float32) @ whole.to(torch.float32).T
+    return gated_rows_reference(x, whole, kind) if weight.gated else x.to(torch.float32) @ whole.to(torch.float32).T
 
 
-def compressed_rows(x: Tensor, weight: CompressedWeight, launch: CompressedLaunch, gpu: GpuTraits) -> Tensor:
+def compressed_rows(
+    x: Tensor, weight: CompressedWeight, launch: CompressedLaunch, gpu: GpuTraits, kind: Gate = "silu"
+) -> Tensor:
     """The product as `kernels.skinny_gemm` gives it: parts [parts, rows, n], or [rows, n / 2] of a gated weight.
 
     x: [rows, k] bfloat16 (in the interpreter float32), contiguous, rows <= MAX_ROWS. The weight's n is a multiple of
@@ -201,7 +204,7 @@ def compressed_rows(x: Tensor, weight: CompressedWeight, launch: CompressedLaunc
     _compressed_kernel[(lines // launch.block_n, launch.splits)](
         out, x, weight.words, weight.scale, weight.starts, weight.lines, weight.columns, weight.values,
         rows, n, k, k // launch.splits, picks=launch.picks, block_m=max(16, power_of_two(rows)), block_n=launch.block_n,
-        gated=weight.gated, hopper=gpu.can_overlap, overlap=gpu.can_overlap,
+        kind=kind if weight.gated else None, hopper=gpu.can_overlap, overlap=gpu.can_overlap,
         num_stages=launch.num_stages, num_warps=launch.num_warps, **options,
     )  # fmt: skip
     return out
@@ -210,7 +213,7 @@ def compressed_rows(x: Tensor, weight: CompressedWeight, launch: CompressedLaunc
 @jit
 def _compressed_kernel(
     out: Arg, x: Arg, words: Arg, scale: Arg, starts: Arg, lines: Arg, columns: Arg, values: Arg,
-    rows: Arg, n: Arg, k: Arg, share: Arg, picks: constexpr, block_m: constexpr, block_n: constexpr, gated: constexpr,
+    rows: Arg, n: Arg, k: Arg, share: Arg, picks: constexpr, block_m: constexpr, block_n: constexpr, kind: constexpr,
     hopper: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """One block of lines, which are outputs or gates and ups, over one share of k. Grid (lines / block_n, splits).
@@ -256,10 +259,10 @@ def _compressed_kernel(
     total *= factor
 
     output = tl.program_id(0) * block_n + tl.arange(0, block_n)
-    if gated:
+    if kind is not None:
         halves = tl.permute(tl.reshape(total, [block_n // 128, 2, 64, block_m]), [0, 2, 3, 1])
         gate, up = tl.split(halves)
-        total = tl.reshape(gate * tl.sigmoid(gate) * up, [block_n // 2, block_m])
+        total = tl.reshape(activated(gate, kind) * up, [block_n // 2, block_m])
         output = tl.program_id(0) * (block_n // 2) + tl.arange(0, block_n // 2)
     out_at = out + (split * rows + row[None, :]) * n + output[:, None]
     tl.store(out_at, total.to(out.dtype.element_ty), mask=(row < rows)[None, :])

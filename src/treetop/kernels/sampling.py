@@ -132,10 +132,15 @@ def warp(logits: Tensor, params: WarpParams, filtered: bool = True) -> Tensor:
     temperature = torch.where(greedy, 1.0, params.temperature).clamp(*TEMPERATURES).to(wide.dtype)
     best, first = wide.max(dim=-1, keepdim=True)
     weights = torch.exp((wide - best) / temperature[:, None])
-    if filtered:
+    if filtered and _some_filter(params):
         weights = weights * _inside_filters(wide, weights, params)
     weights = weights * (weights >= params.min_p[:, None].to(weights.dtype))
     return torch.where(greedy[:, None], torch.zeros_like(weights).scatter_(1, first, 1.0), weights)
+
+
+def _some_filter(params: WarpParams) -> bool:
+    """Whether any row has a top-k or a top-p, where looking is free: nothing waits for a CPU."""
+    return params.top_k.device.type != "cpu" or bool(((params.top_k > 0) | (params.top_p < 1)).any())
 
 
 def _inside_filters(logits: Tensor, weights: Tensor, params: WarpParams) -> Tensor:

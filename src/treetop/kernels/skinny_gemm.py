@@ -16,10 +16,10 @@ from functools import cache
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from treetop.kernels.dependent_launch import ask_for, launch_options, pdl_wait
+from treetop.kernels.gate import Gate, activated, activated_reference
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, power_of_two, tiles_of, tl
 
 MAX_ROWS = 256
@@ -43,40 +43,55 @@ class RowsLaunch:
     rows_left: bool = False
 
 
-def skinny_gemm_reference(x: Tensor, weight: Tensor, splits: int) -> Tensor:
-    """The parts of `x @ weight.T`, each over its share of k, in float32. Returns [splits, rows, n]."""
+def skinny_gemm_reference(x: Tensor, weight: Tensor, splits: int, bias: Tensor | None = None) -> Tensor:
+    """The parts of `x @ weight.T + bias`, each over its share of k, in float32, the bias in the first.
+
+    Returns [splits, rows, n].
+    """
     shares = zip(x.chunk(splits, dim=-1), weight.chunk(splits, dim=-1), strict=True)
-    return torch.stack([a.to(torch.float32) @ b.to(torch.float32).T for a, b in shares])
+    parts = torch.stack([a.to(torch.float32) @ b.to(torch.float32).T for a, b in shares])
+    if bias is not None:
+        parts[0] += bias.to(torch.float32)
+    return parts
 
 
-def gated_rows_reference(x: Tensor, weight: Tensor) -> Tensor:
-    """`silu(gate) * up` of `x @ weight.T`, whose first half is the gate, rounded once. Returns [rows, n / 2]."""
+def gated_rows_reference(x: Tensor, weight: Tensor, kind: Gate = "silu") -> Tensor:
+    """Activated gate times up of `x @ weight.T`, whose first half is the gate, rounded once. Returns [rows, n / 2]."""
     gate, up = (x.to(torch.float32) @ weight.to(torch.float32).T).chunk(2, dim=-1)
-    return (F.silu(gate) * up).to(x.dtype)
+    return (activated_reference(gate, kind) * up).to(x.dtype)
 
 
-def skinny_gemm(x: Tensor, weight: Tensor, launch: RowsLaunch, gpu: GpuTraits) -> Tensor:
+def skinny_gemm(x: Tensor, weight: Tensor, launch: RowsLaunch, gpu: GpuTraits, bias: Tensor | None = None) -> Tensor:
     """`skinny_gemm_reference`; with one split rounded to x's dtype, with more in float32.
 
     x: [rows, k], contiguous, float16 or bfloat16, rows <= MAX_ROWS. weight: [n, k], contiguous; k a multiple of
-    `splits * block_k`. Returns [splits, rows, n].
+    `splits * block_k`. bias: [n]. Returns [splits, rows, n].
     """
     rows, n = x.shape[0], weight.shape[0]
     dtype = x.dtype if launch.splits == 1 else torch.float32
     out = torch.empty((launch.splits, rows, n), dtype=dtype, device=x.device)
-    _launch(out, x, weight, n, False, launch, gpu)
+    _launch(out, x, weight, bias, n, None, launch, gpu)
     return out
 
 
-def gated_rows(x: Tensor, weight: Tensor, launch: RowsLaunch, gpu: GpuTraits) -> Tensor:
+def gated_rows(x: Tensor, weight: Tensor, launch: RowsLaunch, gpu: GpuTraits, kind: Gate = "silu") -> Tensor:
     """`gated_rows_reference` in one launch, which has one split. Arguments as in `skinny_gemm`."""
     assert launch.splits == 1
     out = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=x.dtype, device=x.device)
-    _launch(out, x, weight, weight.shape[0] // 2, True, launch, gpu)
+    _launch(out, x, weight, None, weight.shape[0] // 2, kind, launch, gpu)
     return out
 
 
-def _launch(out: Tensor, x: Tensor, weight: Tensor, n: int, gated: bool, launch: RowsLaunch, gpu: GpuTraits) -> None:
+def _launch(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    n: int,
+    kind: Gate | None,
+    launch: RowsLaunch,
+    gpu: GpuTraits,
+) -> None:
     rows, k = x.shape
     assert rows <= MAX_ROWS
     assert k % (launch.splits * launch.block_k) == 0
@@ -89,8 +104,9 @@ def _launch(out: Tensor, x: Tensor, weight: Tensor, n: int, gated: bool, launch:
         more_tiles = tiles_of(x, more_m, launch.block_k) if more_m else x_tiles
     options = launch_options(gpu)
     _skinny_gemm_kernel[(-(-n // launch.block_n), launch.splits)](
-        out, x, weight, x_tiles, more_tiles, weight_tiles, rows, n, k, k // launch.splits,
-        block_m=block_m, more_m=more_m, block_n=launch.block_n, block_k=launch.block_k, gated=gated,
+        out, x, weight, weight if bias is None else bias, x_tiles, more_tiles, weight_tiles, rows, n, k,
+        k // launch.splits, has_bias=bias is not None,
+        block_m=block_m, more_m=more_m, block_n=launch.block_n, block_k=launch.block_k, kind=kind,
         tiled=launch.tiled, rows_left=launch.rows_left, ahead=launch.ahead, overlap=gpu.can_overlap,
         num_stages=launch.num_stages, num_warps=launch.num_warps, **options,
     )  # fmt: skip
@@ -98,14 +114,15 @@ def _launch(out: Tensor, x: Tensor, weight: Tensor, n: int, gated: bool, launch:
 
 @jit
 def _skinny_gemm_kernel(
-    out: Arg, x: Arg, weight: Arg, x_tiles: Arg, more_tiles: Arg, weight_tiles: Arg, rows: Arg, n: Arg, k: Arg,
-    share: Arg, block_m: constexpr, more_m: constexpr, block_n: constexpr, block_k: constexpr, gated: constexpr,
-    tiled: constexpr, rows_left: constexpr, ahead: constexpr, overlap: constexpr,
+    out: Arg, x: Arg, weight: Arg, bias: Arg, x_tiles: Arg, more_tiles: Arg, weight_tiles: Arg, rows: Arg, n: Arg,
+    k: Arg, share: Arg, has_bias: constexpr, block_m: constexpr, more_m: constexpr, block_n: constexpr,
+    block_k: constexpr, kind: constexpr, tiled: constexpr, rows_left: constexpr, ahead: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """One block of outputs over one share of k. out: [splits, rows, n]; x: [rows, k]; weight: [n or 2n, k].
 
-    Grid (n / block_n, splits). gated: weight rows j and n + j give one output. Rows come in a block of block_m and one
-    of more_m (0: none), since blocks are powers of two. tiled: tiles come through descriptors, not pointers.
+    Grid (n / block_n, splits). kind: of a gate, where weight rows j and n + j give one output, or None. Rows come in a
+    block of block_m and one of more_m (0: none), since blocks are powers of two. tiled: tiles come through descriptors,
+    not pointers. The first split adds the bias.
     """
     first_column = tl.program_id(0) * block_n
     column = first_column + tl.arange(0, block_n)
@@ -117,7 +134,7 @@ def _skinny_gemm_kernel(
     if overlap and ahead > 0:  # 64 elements of 2 bytes are a cache line
         first = tl.minimum(tl.arange(0, ahead * block_k // 64) * 64, share - 1)[None, :]
         ask_for(tl.where(there, line + first, weight))
-        if gated:
+        if kind is not None:
             ask_for(tl.where(there, up_line + first, weight))
     pdl_wait(overlap, early=True)
     row = tl.arange(0, block_m)
@@ -137,15 +154,21 @@ def _skinny_gemm_kernel(
         if more_m > 0:
             more = _tile(more_at + i, more_tiles, block_m, start + i, (more_row < rows)[:, None], tiled)
             more_total = _multiply(w, more, more_total, rows_left)
-        if gated:
+        if kind is not None:
             w = _tile(up_line + (i + lane)[None, :], weight_tiles, n + first_column, start + i, there, tiled)
             up = _multiply(w, values, up, rows_left)
             if more_m > 0:
                 more_up = _multiply(w, more, more_up, rows_left)
+    if has_bias:
+        added = tl.load(bias + column, mask=(column < n) & (split == 0), other=0.0).to(tl.float32)
+        added = added[None, :] if rows_left else added[:, None]
+        total += added
+        if more_m > 0:
+            more_total += added
     out_at = out + split * rows * n + column[:, None]
-    _store(out_at, total, up, row, rows, n, there, gated, rows_left)
+    _store(out_at, total, up, row, rows, n, there, kind, rows_left)
     if more_m > 0:
-        _store(out_at, more_total, more_up, more_row, rows, n, there, gated, rows_left)
+        _store(out_at, more_total, more_up, more_row, rows, n, there, kind, rows_left)
 
 
 @jit
@@ -162,11 +185,11 @@ def _multiply(w: Arg, values: Arg, total: Arg, rows_left: constexpr) -> Arg:
 
 @jit
 def _store(
-    out_at: Arg, total: Arg, up: Arg, row: Arg, rows: Arg, n: Arg, there: Arg, gated: constexpr, rows_left: constexpr
+    out_at: Arg, total: Arg, up: Arg, row: Arg, rows: Arg, n: Arg, there: Arg, kind: constexpr, rows_left: constexpr
 ) -> None:
-    """Write the sums of a block of rows, rounded; gated: `silu(total) * up`. out_at: [block_n, 1], in row 0."""
-    if gated:
-        total = total * tl.sigmoid(total) * up
+    """Write the sums of a block of rows, rounded; of a gate its activation times up. out_at: [block_n, 1], in row 0."""
+    if kind is not None:
+        total = activated(total, kind) * up
     if rows_left:
         total = tl.trans(total)
     tl.store(out_at + row[None, :] * n, total.to(out_at.dtype.element_ty), mask=there & (row < rows)[None, :])
@@ -207,7 +230,7 @@ def choose_launch(rows: int, n: int, k: int, gated: bool, gpu: GpuTraits) -> Row
     key = (n, k, gated, row_class(rows))
     if table.holds_for(gpu) and key in table.launches:
         return table.launches[key]
-    block_n, block_k = 64, 128
+    block_n, block_k = 64, 64 if k % 128 else 128
     if row_class(rows) > 64 or k % block_k or n < block_n:
         return None
     tiles = -(-(n // 2 if gated else n) // block_n)
@@ -218,7 +241,11 @@ def choose_launch(rows: int, n: int, k: int, gated: bool, gpu: GpuTraits) -> Row
 
 def most_splits(tiles: int, blocks: int, gpu: GpuTraits) -> int:
     """Splits of k, which has so many blocks, that give up to three programs a multiprocessor, and whole blocks each."""
-    return max(s for s in (1, 2, 4) if s == 1 or (tiles * s <= 3 * gpu.num_sms and blocks % s == 0))
+    return max(
+        s
+        for s in ((1, 2, 4) if blocks % 2 == 0 else (1, 3, 5))
+        if s == 1 or (tiles * s <= 3 * gpu.num_sms and blocks % s == 0)
+    )
 
 
 def shared_bytes(launch: RowsLaunch, rows: int, gated: bool) -> int:

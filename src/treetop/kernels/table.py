@@ -20,11 +20,13 @@ from treetop.kernels import accept as accepting
 from treetop.kernels import attention as attending
 from treetop.kernels import commit as committing
 from treetop.kernels import draw as drawing
-from treetop.kernels import fused, packed_weights, pages, tail, topk
+from treetop.kernels import experts as expert_products
+from treetop.kernels import fused, mxfp4, packed_weights, pages, routing, tail, topk
 from treetop.kernels import grow as growing
 from treetop.kernels import process as processing
 from treetop.kernels import rows as row_state
 from treetop.kernels import skinny_gemm as skinny
+from treetop.kernels.gate import Gate
 from treetop.kernels.linear import GatedLinear, LibraryLinear, Linear, SkinnyGated, SkinnyLinear, library_gated
 from treetop.kernels.products import Call, ChosenProduct, Shape
 from treetop.kernels.sampling import draw_reference, greedy_of_ranks, greedy_reference
@@ -114,7 +116,10 @@ class Ops:
     rotate_and_write = Op(
         fused.rotate_and_write_reference, fused.rotate_and_write, 1e-6, on_a_gpu, (fused._rotate_and_write_kernel,)
     )
-    silu_mul = Op(fused.silu_mul_reference, fused.silu_mul, 1e-6, on_a_gpu_in_16_bits, (fused._silu_mul_kernel,))
+    silu_mul = Op(fused.silu_mul_reference, fused.silu_mul, 1e-6, on_a_gpu_in_16_bits, (fused._gate_mul_kernel,))
+    gelu_tanh_mul = Op(
+        fused.gelu_tanh_mul_reference, fused.gelu_tanh_mul, 1e-6, on_a_gpu_in_16_bits, (fused._gate_mul_kernel,)
+    )
     skinny_gemm = Op(
         skinny.skinny_gemm_reference, skinny.skinny_gemm, 1e-5, on_a_gpu_in_16_bits, (skinny._skinny_gemm_kernel,)
     )
@@ -127,6 +132,16 @@ class Ops:
         1e-5,
         on_a_gpu_in_16_bits,
         (packed_weights._compressed_kernel,),
+    )
+    route = Op(
+        routing.route_reference,
+        routing.route,
+        1e-5,
+        on_a_gpu,
+        (routing._logits_kernel, routing._choose_kernel, routing._place_kernel),
+    )
+    experts = Op(
+        expert_products.experts_reference, expert_products.experts, 1e-5, on_a_gpu, (expert_products._grouped_kernel,)
     )
 
     # of attention
@@ -200,24 +215,36 @@ class Ops:
         On a CPU it goes by the calls that `products` names for the weight's shape; on a GPU the weight is kept in 12
         bits too, where `compressed` and products of few rows gain by it.
         """
-        gpu = self._skinny_on(bias)
+        gpu = self._few_rows
         return (
             LibraryLinear(weight, bias, self._calls(weight))
             if gpu is None
-            else SkinnyLinear(weight, gpu, self._compressed)
+            else SkinnyLinear(weight, gpu, self._compressed, bias)
         )
 
-    def gated(self, weight: Tensor, bias: Tensor | None = None) -> GatedLinear:
-        """`silu(gate) * up`, both from a product with one weight [2 * out, in]; see `linear`."""
-        gpu = self._skinny_on(bias)
+    def gated(self, weight: Tensor, bias: Tensor | None = None, kind: Gate = "silu") -> GatedLinear:
+        """Activated gate times up, both from a product with one weight [2 * out, in]; see `linear`."""
+        gpu = self._few_rows if bias is None else None
         return (
-            library_gated(weight, bias, self._calls(weight))
+            library_gated(weight, bias, self._calls(weight), kind)
             if gpu is None
-            else SkinnyGated(weight, gpu, self._compressed)
+            else SkinnyGated(weight, gpu, self._compressed, kind)
         )
 
-    def _skinny_on(self, bias: Tensor | None) -> GpuTraits | None:
-        return self._gpu if bias is None and Ops.skinny_gemm.applies(self._context) else None
+    def expert_weight(self, weight: Tensor) -> Tensor | mxfp4.Mxfp4Weight:
+        """A weight of all experts, prepared once: [experts, ..., k], or in MXFP4 [experts, ..., k / 32, 17] uint8.
+
+        In MXFP4 it stays so where the kernel serves, gates [:, 0] and ups [:, 1] in turn, and is decoded elsewhere.
+        """
+        if weight.dtype != torch.uint8:
+            return weight
+        if self._gpu is None or not Ops.experts.applies(self._context):
+            return mxfp4.decode(weight, self._context.dtype)
+        return mxfp4.pack(weight.transpose(1, 2) if weight.dim() == 5 else weight)
+
+    @property
+    def _few_rows(self) -> GpuTraits | None:
+        return self._gpu if Ops.skinny_gemm.applies(self._context) else None
 
     def _calls(self, weight: Tensor) -> tuple[Call, ...] | None:
         chosen = self._products.get((weight.shape[0], weight.shape[1]))

@@ -4,8 +4,11 @@ From safetensors, or where a folder has none from PyTorch's files (`pickled`).
 """
 
 import os
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,42 +19,115 @@ from torch import Tensor
 from treetop.models.json_file import not_there, read_object
 from treetop.models.params import Fetch, Span, Stored
 from treetop.models.pickled import PickledTensors
-from treetop.types.errors import CheckpointError
+from treetop.types.errors import CheckpointError, shown
 
 Expected = Mapping[str, Stored]
 
-_CHECKED = 2**24
-"""Numbers that are looked at together, so that looking takes little memory."""
+_MAPPED = 2**26
+"""Bytes that are read of a file before it is mapped anew, so that what was read takes no memory."""
+
+
+class _Reader:
+    """Reads tensors of several files, and keeps no more than one of them mapped."""
+
+    def __init__(self, places: Mapping[str, Path]) -> None:
+        """places: where each tensor is."""
+        self._places = places
+        self._path: Path | None = None
+        self._file: Any = None
+        self._read = 0
+        self._ahead = set[Path]()
+
+    def check(self, expected: Expected) -> None:
+        """Raises CheckpointError unless every tensor is of its shape and of one of its kinds."""
+        for name in sorted(expected, key=lambda name: self._places[name]):
+            path, kinds = self._places[name], expected[name].kinds
+            found, kind = self.header(name)
+            if found != expected[name].shape:
+                raise CheckpointError(f"{path}: tensor {name} has shape {found}, expected {expected[name].shape}")
+            if kind not in kinds:
+                known = " or ".join(kinds)
+                raise CheckpointError(f"{path}: tensor {name} is stored as {kind}, expected {known}")
+
+    def header(self, name: str) -> tuple[tuple[int, ...], str]:
+        """Shape and kind, as its file says."""
+        found = self._open(name).get_slice(name)
+        return tuple(found.get_shape()), found.get_dtype()
+
+    def read(self, name: str, span: Span | None) -> Tensor:
+        """A view of its file, which stays mapped for it."""
+        if self._places[name] not in self._ahead:
+            self._ahead.add(self._places[name])
+            _read_ahead(self._places[name])
+        try:
+            if span is None:
+                tensor: Tensor = self._open(name).get_tensor(name)
+            else:
+                tensor = self._open(name).get_slice(name)[*(slice(None),) * span.axis, span.start : span.stop]
+        except (SafetensorError, KeyError, OSError) as error:
+            raise CheckpointError(f"{self._places[name]}: changed while it was read: {error}") from None
+        self._read += tensor.nbytes
+        return tensor
+
+    def _open(self, name: str) -> Any:
+        """The tensor's file, mapped anew after `_MAPPED` bytes: what was read of it takes no more memory."""
+        if self._path != self._places[name] or self._read > _MAPPED:
+            self._file = None
+            self._path, self._file, self._read = self._places[name], _open(self._places[name]), 0
+        return self._file
+
+
+def _read_ahead(path: Path) -> None:
+    """Ask the system to read a whole file: page by page, as a mapping is touched, a disk is many times slower."""
+    if hasattr(os, "posix_fadvise") and path.is_file():
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
 
 @contextmanager
-def open_tensors(folder: Path, expected: Expected, ignored: Collection[str] = ()) -> Iterator[Fetch]:
-    """Reads tensors of the folder's files, as stored, whole or in parts.
+def open_tensors(
+    folder: Path, expected: Expected, ignored: Collection[str] = (), device: torch.device | str = "cpu"
+) -> Iterator[Fetch]:
+    """Reads tensors of the folder's files, as stored, whole or in parts, to a device.
 
-    ignored: names that may be present and are not read. A tensor takes memory while its reader keeps it. Raises
-    CheckpointError naming the first file or tensor that is missing, unexpected, there twice, misshapen or not of a
-    kind that can be read; reading, also of what is not finite.
+    ignored: names that may be present and are not read. Files are mapped, and on a CPU a tensor is a view of its file:
+    it takes memory while its reader keeps it, and until `_MAPPED` bytes more are read. Raises CheckpointError naming
+    the first file or tensor that is missing, unexpected, there twice, misshapen or not of a kind that can be read;
+    reading, also of what is not finite.
     """
     places = _located(folder, expected, ignored)
-    with ExitStack() as stack:
-        files = {path: stack.enter_context(_open(path)) for path in sorted(set(places.values()))}
-        for name, stored in expected.items():
-            _check_header(files[places[name]], name, stored, places[name])
+    reader = _Reader(places)
+    reader.check(expected)
 
-        def fetch(name: str, span: Span | None) -> Tensor:
-            file, path = files[places[name]], places[name]
-            if span is None:
-                return _finite(file.get_tensor(name), name, path)
-            before = (slice(None),) * span.axis
-            return _finite(file.get_slice(name)[*before, span.start : span.stop], name, path)
+    def fetch(name: str, span: Span | None) -> Tensor:
+        return _finite(reader.read(name, span).to(device), name, places[name])
 
-        yield fetch
+    yield fetch
 
 
 def check_tensors(folder: Path, expected: Expected, ignored: Collection[str] = ()) -> int:
     """Names, shapes and kinds as `open_tensors` checks them, from the files' headers. Returns how many tensors."""
     with open_tensors(folder, expected, ignored):
         return len(expected)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFiles:
+    """What a folder's weight files hold, by their headers. numbers: of each kind of safetensors, such as BF16."""
+
+    files: int
+    tensors: int
+    numbers: dict[str, int]
+
+
+def stored_files(folder: Path) -> StoredFiles:
+    """Reads headers alone. Raises CheckpointError as `tensor_files` does."""
+    places = tensor_files(folder)
+    reader, numbers = _Reader(places), Counter[str]()
+    for name in sorted(places, key=lambda name: places[name]):
+        shape, kind = reader.header(name)
+        numbers[kind] += prod(shape)
+    return StoredFiles(len(set(places.values())), len(places), dict(sorted(numbers.items())))
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
@@ -66,11 +142,15 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     if os.path.lexists(single):
         paths = [single]
     elif os.path.lexists(index):
-        paths = [folder / name for name in _indexed(index)]
+        return _checked_index(index)
     else:
         paths = sorted(folder.glob("*.safetensors")) or _pickles(folder)
     if not paths:
         raise CheckpointError(f"{folder}: no safetensors file in it, and no pytorch_model.bin")
+    return _tensors_in(paths)
+
+
+def _tensors_in(paths: Sequence[Path]) -> dict[str, Path]:
     files: dict[str, Path] = {}
     for path in paths:
         with _open(path) as file:
@@ -83,19 +163,32 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     return files
 
 
-def _indexed(index: Path) -> list[str]:
-    """The files that a weight index names."""
+def _checked_index(index: Path) -> dict[str, Path]:
+    """Tensor name -> file, of an index that says what its files say. Raises CheckpointError."""
+    named = _indexed(index)
+    files = _tensors_in([index.parent / name for name in sorted(set(named.values()))])
+    for name, file in named.items():
+        if name not in files or files[name].name != file:
+            raise CheckpointError(f"{index}: weight_map says that {shown(name)} is in {file}, and it is not there")
+    return files
+
+
+def _indexed(index: Path) -> dict[str, str]:
+    """Tensor name -> name of a file beside the index."""
     files = read_object(index).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(name, str) and name.isprintable() for name in files.values()):
         raise CheckpointError(f"{index}: not a weight index: weight_map must be an object of file names")
-    return sorted(set(files.values()))
+    for name in files.values():
+        if name in ("", "..") or Path(name).name != name:
+            raise CheckpointError(f"{index}: weight_map names {shown(name)}, which is not a file beside the index")
+    return files
 
 
 def _pickles(folder: Path) -> list[Path]:
     single, index = folder / "pytorch_model.bin", folder / "pytorch_model.bin.index.json"
     if os.path.lexists(single):
         return [single]
-    return [folder / name for name in _indexed(index)] if os.path.lexists(index) else []
+    return [folder / name for name in sorted(set(_indexed(index).values()))] if os.path.lexists(index) else []
 
 
 def _open(path: Path) -> Any:
@@ -122,20 +215,10 @@ def _located(folder: Path, expected: Expected, ignored: Collection[str]) -> dict
     return {name: files[name] for name in expected}
 
 
-def _check_header(file: Any, name: str, expected: Stored, path: Path) -> None:
-    header = file.get_slice(name)
-    found = tuple(header.get_shape())
-    if found != expected.shape:
-        raise CheckpointError(f"{path}: tensor {name} has shape {found}, expected {expected.shape}")
-    if header.get_dtype() not in expected.kinds:
-        known = " or ".join(expected.kinds)
-        raise CheckpointError(f"{path}: tensor {name} is stored as {header.get_dtype()}, expected {known}")
-
-
 def _finite(tensor: Tensor, name: str, path: Path) -> Tensor:
-    if tensor.is_floating_point():
-        pieces = tensor.reshape(-1).split(_CHECKED)
-        if not all(bool(torch.isfinite(piece).all()) for piece in pieces):
+    if tensor.is_floating_point() and tensor.numel():
+        least, most = tensor.aminmax()  # one pass without a copy; both are NaN if one number is
+        if not bool(torch.isfinite(least) & torch.isfinite(most)):
             raise CheckpointError(f"{path}: tensor {name} holds NaN or infinite values")
     return tensor
 

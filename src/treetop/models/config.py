@@ -1,12 +1,15 @@
 """What a `config.json` says, read once into frozen values. Unknown or unsupported content is an error, not a guess."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from treetop.kernels.experts import Activation
+from treetop.kernels.gate import Gate
 from treetop.kernels.rope import DynamicNTK, Linear, Llama3, RopeSpec, Yarn
+from treetop.kernels.routing import RouterSpec
 from treetop.models.json_file import MOST_TOKENS, integers, read_object
 from treetop.types.errors import CheckpointError, ConfigError, shown
 from treetop.types.kv import KVFormat, paired
@@ -52,23 +55,59 @@ def attention_of_rank(spec: AttentionSpec, size: int) -> AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class DenseSpec:
-    """A gated feed-forward of one weight for all tokens."""
+    """A gated feed-forward of one weight for all tokens. joined: a checkpoint holds gate and up as one tensor."""
 
     inner_size: int
     bias: bool = False
+    gate: Gate = "silu"
+    joined: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NormNames:
+    """How a checkpoint names a layer's norms: of what attention and feed-forward read, and of what they add.
+
+    attention_output, feed_forward_output: None where what is added has no norm.
+    """
+
+    attention: str = "input_layernorm"
+    feed_forward: str = "post_attention_layernorm"
+    attention_output: str | None = None
+    feed_forward_output: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSpec:
+    """Gated feed-forwards of which a router chooses `router.top_k` for each token.
+
+    inner_size: of one expert. activation: of its gate and up. shared_inner: of a dense one beside them, which every
+    token takes too; 0 is none. bias: experts have biases. stored: how a checkpoint holds them, see `models.experts`.
+    """
+
+    inner_size: int
+    router: RouterSpec
+    activation: Activation = Activation.SILU
+    shared_inner: int = 0
+    bias: bool = False
+    stored: Literal["each", "stacked", "mxfp4"] = "each"
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """Attention and feed-forward, each behind its norm and added to the residual stream."""
+    """Attention and feed-forward, each behind its norm and added to the residual stream, perhaps through another."""
 
     attention: AttentionSpec
-    feed_forward: DenseSpec
+    feed_forward: DenseSpec | ExpertSpec
+    norms: NormNames = NormNames()
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder: what holds for all of it, and its layers, first to last."""
+    """A decoder: what holds for all of it, and its layers, first to last.
+
+    unit_offset: a norm multiplies by 1 + its weight. embedding_scale: embeddings are multiplied by it as the compute
+    dtype rounds it.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -77,6 +116,8 @@ class ModelConfig:
     tied_embeddings: bool
     eos_token_ids: tuple[int, ...]
     layers: tuple[LayerSpec, ...]
+    unit_offset: bool = False
+    embedding_scale: float = 1.0
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -101,8 +142,15 @@ def model_config(config: Config, where: Path, layers: Sequence[LayerSpec]) -> Mo
     )
 
 
-def attention_spec(config: Config, where: Path) -> AttentionSpec:
-    """Grouped-query attention by the usual keys."""
+def attention_spec(
+    config: Config,
+    where: Path,
+    *,
+    layer_type: str | None = None,
+    rotary_factor: float | None = None,
+    interleaved: bool = False,
+) -> AttentionSpec:
+    """Grouped-query attention by the usual keys. The rest as in `rope_spec`."""
     heads = size(config, "num_attention_heads", where)
     hidden = size(config, "hidden_size", where)
     kv_heads = size(config, "num_key_value_heads", where, default=heads)
@@ -113,15 +161,44 @@ def attention_spec(config: Config, where: Path) -> AttentionSpec:
             f" and head_dim {head_dim} even"
         )
     bias = flag(config, "attention_bias", where)
-    rope = rope_spec(config, head_dim, where)
+    rope = rope_spec(
+        config, head_dim, where, layer_type=layer_type, rotary_factor=rotary_factor, interleaved=interleaved
+    )
     return AttentionSpec(heads, paired(kv_heads, head_dim), rope, head_dim**-0.5, bias=bias, output_bias=bias)
 
 
 def dense_spec(config: Config, where: Path) -> DenseSpec:
     """A gated feed-forward by the usual keys."""
-    if config.get("hidden_act", "silu") != "silu":
-        raise CheckpointError(f"{where}: hidden_act {shown(config['hidden_act'])} is not supported, only 'silu'")
+    require_value(config, "hidden_act", "silu", where)
     return DenseSpec(size(config, "intermediate_size", where), flag(config, "mlp_bias", where))
+
+
+FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
+
+
+def layer_types(config: Config, where: Path, default: Callable[[int], str] | None = None) -> list[str]:
+    """The type of every layer: `layer_types`, or the default by index; without one the key must be there."""
+    count, listed, known = num_layers(config, where), config.get("layer_types"), (FULL_ATTENTION, SLIDING_ATTENTION)
+    if listed is None and default is not None:
+        return [default(index) for index in range(count)]
+    if not isinstance(listed, list) or len(listed) != count or any(kind not in known for kind in listed):
+        raise CheckpointError(f"{where}: layer_types must name {' or '.join(known)} for each of {count} layers")
+    return listed
+
+
+def require_value(config: Config, key: str, value: object, where: Path) -> None:
+    """Raises CheckpointError if a key is there with another value than the only one that is supported."""
+    found = config.get(key)
+    if found is not None and found != value:
+        raise CheckpointError(f"{where}: {key} = {shown(found)} is not supported, only {value!r}")
+
+
+def num_experts_per_token(config: Config, most: int, where: Path) -> int:
+    """most: experts that a token can choose among."""
+    chosen = size(config, "num_experts_per_tok", where)
+    if chosen > most:
+        raise CheckpointError(f"{where}: num_experts_per_tok {chosen} exceeds the {most} experts of a token's choice")
+    return chosen
 
 
 def num_layers(config: Config, where: Path) -> int:
@@ -185,6 +262,8 @@ def _rope_table(config: Config, layer_type: str | None, where: Path) -> Config:
     new, old = table(config, "rope_parameters", where), table(config, "rope_scaling", where)
     nested = {key: value for key, value in new.items() if isinstance(value, dict)}
     if nested:
+        if len(nested) < len(new):
+            raise CheckpointError(f"{where}: rope_parameters has parts for types of layers and keys beside them")
         if layer_type not in nested:
             raise CheckpointError(
                 f"{where}: rope_parameters has parts for {shown(', '.join(nested))}, but"
@@ -237,7 +316,7 @@ def _yarn(rope: Config, factor: float, original: int, where: Path) -> Yarn:
     return Yarn(factor, original, fast, slow, truncate, real(rope, "attention_factor", where, attention))
 
 
-_MOST_HEADS, _MOST_WIDTH, _MOST_POSITIONS = 2**10, 2**20, 2**31
+_MOST_HEADS, _MOST_WIDTH, _MOST_POSITIONS, _MOST_EXPERTS = 2**10, 2**20, 2**31, 2**10
 _BOUNDS: dict[str, tuple[float, float]] = {
     "num_hidden_layers": (1, 2**10),
     "num_attention_heads": (1, _MOST_HEADS),
@@ -251,6 +330,24 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "max_position_embeddings": (1, _MOST_POSITIONS),
     "original_max_position_embeddings": (1, _MOST_POSITIONS),
     "sliding_window": (1, _MOST_POSITIONS),
+    "max_window_layers": (0, 2**10),
+    "sliding_window_pattern": (1, 2**10),
+    "query_pre_attn_scalar": (1e-6, 1e6),
+    "rope_local_base_freq": (1.0, 1e15),
+    "num_experts": (1, _MOST_EXPERTS),
+    "num_local_experts": (1, _MOST_EXPERTS),
+    "n_routed_experts": (1, _MOST_EXPERTS),
+    "num_experts_per_tok": (1, _MOST_EXPERTS),
+    "n_shared_experts": (0, 2**6),
+    "n_group": (1, _MOST_EXPERTS),
+    "topk_group": (1, _MOST_EXPERTS),
+    "moe_intermediate_size": (1, _MOST_WIDTH),
+    "decoder_sparse_step": (1, 2**10),
+    "first_k_dense_replace": (0, 2**10),
+    "num_nextn_predict_layers": (0, 2**6),
+    "routed_scaling_factor": (1e-6, 1e6),
+    "swiglu_limit": (1e-6, 1e6),
+    "swiglu_alpha": (1e-6, 1e6),
     "rms_norm_eps": (1e-30, 1.0),
     "rope_theta": (1.0, 1e15),
     "factor": (1e-6, 1e6),

@@ -2,21 +2,23 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from treetop.attention.layer import Attend
 from treetop.kernels.rope import rope_table
 from treetop.kernels.table import Ops
-from treetop.models.config import ModelConfig
+from treetop.models.config import ExpertSpec, ModelConfig
 from treetop.models.embedding import lookup
-from treetop.models.layers import GatedMLP, RMSNorm, SelfAttention, attention_params, mlp_params, norm_param
+from treetop.models.feed_forward import feed_forward, feed_forward_params
+from treetop.models.layers import RMSNorm, SelfAttention, attention_params, norm_param
 from treetop.models.loader import Placement, Weights
 from treetop.models.params import Param, Source, matrix
 from treetop.models.target import LAST_HIDDEN, TargetOutput
 
 
 class DecoderLayer:
-    """Attention and feed-forward, each behind its norm, each added to the residual stream."""
+    """Attention and feed-forward, each behind its norm, each added to the residual stream, perhaps through a norm."""
 
     def __init__(self, config: ModelConfig, weights: Weights, index: int, ops: Ops) -> None:
         spec, name, eps = config.layers[index], f"layers.{index}", config.norm_eps
@@ -24,13 +26,23 @@ class DecoderLayer:
         self.input_norm = RMSNorm(weights[f"{name}.input_norm"], eps, ops)
         self.attention = SelfAttention(spec.attention, weights, f"{name}.attention", index, eps, ops)
         self.mlp_norm = RMSNorm(weights[f"{name}.mlp_norm"], eps, ops)
-        self.mlp = GatedMLP(weights, f"{name}.mlp", ops)
+        self.mlp = feed_forward(spec.feed_forward, weights, f"{name}.mlp", ops)
+        outputs = (f"{name}.attention_output_norm", f"{name}.mlp_output_norm")
+        self.attention_output_norm, self.mlp_output_norm = (
+            RMSNorm(weights[each], eps, ops) if each in weights else None for each in outputs
+        )
         self.products = [*self.attention.products, *self.mlp.products]
 
-    def __call__(self, x: Tensor, normed: Tensor, angles: Any, attend: Attend) -> tuple[Tensor, Tensor]:
-        """x: the residual stream, normed: its input norm. Returns the stream after attention, and the MLP's parts."""
-        x, normed = self.mlp_norm.after(x, self.attention(normed, angles, attend))
-        return x, self.mlp(normed)
+    def __call__(
+        self, x: Tensor, normed: Tensor, angles: Any, attend: Attend, live: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """x: the residual stream, normed: its input norm. Returns the stream after attention, and what to add to it."""
+        added = self.attention(normed, angles, attend)
+        if self.attention_output_norm is not None:
+            added = self.attention_output_norm.of_parts(added, x.dtype)
+        x, normed = self.mlp_norm.after(x, added)
+        added = self.mlp(normed, live)
+        return x, added if self.mlp_output_norm is None else self.mlp_output_norm.of_parts(added, x.dtype)
 
 
 class Decoder:
@@ -42,7 +54,9 @@ class Decoder:
         self.config, self.aux_inputs, self._ops = config, aux_inputs, ops
         self.embedding = weights["embedding"]
         self._embed = lookup(self.embedding, ops.parallel)
+        self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=torch.float32).to(place.dtype))
         self.layers = [DecoderLayer(config, weights, index, ops) for index in range(len(config.layers))]
+        self._has_experts = any(isinstance(layer.feed_forward, ExpertSpec) for layer in config.layers)
         ropes = dict.fromkeys(layer.rope for layer in self.layers)
         self._ropes = {rope: rope_table(rope, place.rope_rows, place.dtype, place.device) for rope in ropes}
         self.norm = RMSNorm(weights["norm"], config.norm_eps, ops)
@@ -51,11 +65,14 @@ class Decoder:
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> TargetOutput:
         """See `Target`."""
         x = self._embed(tokens)
+        if self._embedding_scale != 1:
+            x = x * self._embedding_scale
         angles = {rope: self._ops.angles(table, positions) for rope, table in self._ropes.items()}
+        live = attend.live() if self._has_experts else None
         aux_hidden, normed = {0: x}, self.layers[0].input_norm(x)
         next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
         for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True), 1):
-            x, added = layer(x, normed, angles[layer.rope], attend)
+            x, added = layer(x, normed, angles[layer.rope], attend, live)
             x, normed = next_norm.after(x, added)
             if index in self.aux_inputs:
                 aux_hidden[index] = x
@@ -78,19 +95,24 @@ class Decoder:
 
 def decoder_params(config: ModelConfig) -> list[Param]:
     """By the names that Llama gave its tensors, and most others after it."""
-    hidden, vocab = config.hidden_size, config.vocab_size
+    hidden, vocab, offset = config.hidden_size, config.vocab_size, config.unit_offset
     table = (vocab, hidden)
     params = [
         Param("embedding", table, (Source("model.embed_tokens.weight", table),), "table", 0),
-        norm_param("norm", "model.norm.weight", hidden),
+        norm_param("norm", "model.norm.weight", hidden, offset),
     ]
     for index, layer in enumerate(config.layers):
         name, stored = f"layers.{index}", f"model.layers.{index}"
+        norms = {
+            "input_norm": layer.norms.attention,
+            "mlp_norm": layer.norms.feed_forward,
+            "attention_output_norm": layer.norms.attention_output,
+            "mlp_output_norm": layer.norms.feed_forward_output,
+        }
         params += [
-            norm_param(f"{name}.input_norm", f"{stored}.input_layernorm.weight", hidden),
-            norm_param(f"{name}.mlp_norm", f"{stored}.post_attention_layernorm.weight", hidden),
-            *attention_params(layer.attention, f"{name}.attention", f"{stored}.self_attn", hidden, hidden),
-            *mlp_params(layer.feed_forward, f"{name}.mlp", f"{stored}.mlp", hidden),
+            *(norm_param(f"{name}.{n}", f"{stored}.{s}.weight", hidden, offset) for n, s in norms.items() if s),
+            *attention_params(layer.attention, f"{name}.attention", f"{stored}.self_attn", hidden, hidden, offset),
+            *feed_forward_params(layer.feed_forward, f"{name}.mlp", f"{stored}.mlp", hidden),
         ]
     if not config.tied_embeddings:
         params.append(matrix("lm_head", Source("lm_head.weight", table), shard=0))

@@ -6,6 +6,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from treetop.models.hub import hub_folder, is_hub_id
 from treetop.models.json_file import integers, read_object
 from treetop.types.config import flag
 from treetop.types.errors import CheckpointError
@@ -16,7 +17,7 @@ _MOST_SHOWN = 256
 
 
 def resolve_folder(name: str, option: str = "model") -> Path:
-    """The checkpoint's folder. `builtin:NAME` lies in the package; anything else is a path.
+    """The checkpoint's folder: `builtin:NAME` lies in the package; else a path, or `org/name[@revision]` of the hub.
 
     option: under which it was given. Raises CheckpointError, which names it, if there is no folder that can be read.
     """
@@ -32,6 +33,8 @@ def resolve_folder(name: str, option: str = "model") -> Path:
         if not name or not stat.S_ISDIR(folder.stat().st_mode):
             raise CheckpointError(f"{shown}: not a folder")
     except (FileNotFoundError, NotADirectoryError):
+        if is_hub_id(name):
+            return hub_folder(name, shown)
         raise CheckpointError(f"{shown}: no such folder") from None
     except (OSError, ValueError) as error:  # too long a name, a null byte, a folder above that is closed
         reason = error.strerror if isinstance(error, OSError) else "not a path"

@@ -50,5 +50,11 @@ def integers(config: Mapping[str, Any], key: str, where: Path) -> tuple[int, ...
     return tuple(listed)
 
 
+def custom_code(config: Mapping[str, Any]) -> str | None:
+    """The Python that a config names as the model's own (`auto_map`), as words for a message; None if it names none."""
+    named = config.get("auto_map")
+    return None if named is None else f"auto_map names code of its own ({shown(named)}), which is never run"
+
+
 def _integer(digits: str) -> int | float:
     return int(digits) if len(digits) <= _MOST_DIGITS else float(digits)

@@ -1,17 +1,23 @@
 """The two halves of a decoder layer, shared by targets and draft heads, and the parameters that each consists of."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from treetop.attention.layer import Attend
-from treetop.kernels.fused import HeadNorms
+from treetop.kernels.fused import HeadNorms, joined
+from treetop.kernels.gate import Gate
 from treetop.kernels.rope import head_order
 from treetop.kernels.table import Ops
 from treetop.models.config import AttentionSpec, DenseSpec
 from treetop.models.loader import Weights
 from treetop.models.params import Param, Source, matrix, vector
+
+Transform = Callable[[Tensor], Tensor]
 
 
 class RMSNorm:
@@ -26,6 +32,10 @@ class RMSNorm:
     def after(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         """x plus the parts of delta [parts, ...], and its norm."""
         return self._ops.add_rms_norm(x, delta, self.weight, self.eps)
+
+    def of_parts(self, parts: Tensor, dtype: torch.dtype) -> Tensor:
+        """The norm of a product in parts [parts, ...], rounded to dtype before, as one part."""
+        return self(joined(parts).to(dtype))[None]
 
 
 class SelfAttention:
@@ -50,10 +60,12 @@ class SelfAttention:
         return self._ops.parallel.sum(self.output.parts(attended))
 
 
-def attention_params(spec: AttentionSpec, name: str, stored: str, width: int, hidden: int) -> list[Param]:
+def attention_params(
+    spec: AttentionSpec, name: str, stored: str, width: int, hidden: int, unit_offset: bool = False
+) -> list[Param]:
     """Of attention whose input is `width` wide. stored: the prefix of its tensors. Ranks have whole heads.
 
-    Heads of queries and keys are read in the order that the rotation wants.
+    Heads of queries and keys are read in the order that the rotation wants. unit_offset: of norms, see `ModelConfig`.
     """
     dim, q, kv = spec.head_dim, spec.num_heads * spec.head_dim, spec.kv.heads * spec.head_dim
     rows, order = {"q": q, "k": kv, "v": kv}, head_order(spec.rope)
@@ -72,8 +84,8 @@ def attention_params(spec: AttentionSpec, name: str, stored: str, width: int, hi
     if spec.output_bias:
         params.append(vector(f"{name}.output_bias", source("o", "bias", hidden), shard="first"))
     if spec.qk_norm:
-        norms = tuple(Source(f"{stored}.{each}_norm.weight", (dim,), reorder) for each in "qk")
-        params.append(Param(f"{name}.qk_norm", (2, dim), norms, "vector"))
+        norms = tuple(_norm(f"{stored}.{each}_norm.weight", dim, unit_offset, reorder) for each in "qk")
+        params.append(Param(f"{name}.qk_norm", (2, dim), norms, "vector", wide=unit_offset))
     if spec.sinks:
         params.append(vector(f"{name}.sinks", Source(f"{stored}.sinks", (spec.num_heads,)), shard=0))
     return params
@@ -86,15 +98,15 @@ def _reorder_heads(stored: Tensor, order: tuple[int, ...]) -> Tensor:
 
 
 class GatedMLP:
-    """down(silu(gate(x)) * up(x)), gate and up from one product."""
+    """down(silu(gate(x)) * up(x)), gate and up from one product. gate: the activation, if it is another."""
 
-    def __init__(self, weights: Weights, name: str, ops: Ops) -> None:
-        self.gate_up = ops.gated(weights.pop(f"{name}.gate_up"), weights.pop(f"{name}.gate_up_bias", None))
+    def __init__(self, weights: Weights, name: str, ops: Ops, gate: Gate = "silu") -> None:
+        self.gate_up = ops.gated(weights.pop(f"{name}.gate_up"), weights.pop(f"{name}.gate_up_bias", None), gate)
         self.down = ops.linear(weights.pop(f"{name}.down"), weights.pop(f"{name}.down_bias", None))
         self.products, self._parallel = [self.gate_up, self.down], ops.parallel
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: [..., hidden]. Returns parts [parts, ..., hidden], of all ranks."""
+    def __call__(self, x: Tensor, live: Tensor | None = None) -> Tensor:
+        """x: [..., hidden]. Returns parts [parts, ..., hidden], of all ranks and all tokens, live or not."""
         return self._parallel.sum(self.down.parts(self.gate_up(x)))
 
 
@@ -105,8 +117,14 @@ def mlp_params(spec: DenseSpec, name: str, stored: str, hidden: int) -> list[Par
     def source(each: str, of: str, *shape: int) -> Source:
         return Source(f"{stored}.{each}_proj.{of}", shape)
 
+    def half(each: str) -> Source:
+        if not spec.joined:
+            return source(each, "weight", inner, hidden)
+        cut = partial(_half, index=both.index(each))
+        return Source(f"{stored}.gate_up_proj.weight", (2 * inner, hidden), cut, rows=inner)
+
     params = [
-        matrix(f"{name}.gate_up", *(source(each, "weight", inner, hidden) for each in both), shard=0),
+        Param(f"{name}.gate_up", (2 * inner, hidden), tuple(map(half, both)), "matrix", 0),
         matrix(f"{name}.down", source("down", "weight", hidden, inner), shard=1),
     ]
     if spec.bias:
@@ -115,5 +133,20 @@ def mlp_params(spec: DenseSpec, name: str, stored: str, hidden: int) -> list[Par
     return params
 
 
-def norm_param(name: str, stored: str, size: int) -> Param:
-    return vector(name, Source(stored, (size,)))
+def _half(stored: Tensor, index: int) -> Tensor:
+    """The first or the second half of the rows."""
+    return stored.chunk(2)[index]
+
+
+def norm_param(name: str, stored: str, size: int, unit_offset: bool = False) -> Param:
+    """unit_offset: 1 is added to the stored weight, in float32, as the norm would."""
+    return replace(vector(name, _norm(stored, size, unit_offset)), wide=unit_offset)
+
+
+def _norm(stored: str, size: int, unit_offset: bool, reorder: Transform | None = None) -> Source:
+    return Source(stored, (size,), partial(_offset_by_one, reorder=reorder) if unit_offset else reorder)
+
+
+def _offset_by_one(stored: Tensor, reorder: Transform | None) -> Tensor:
+    weight = stored if reorder is None else reorder(stored)
+    return weight.to(torch.float64) + 1  # exactly: rounded once, to what the parameter is kept in

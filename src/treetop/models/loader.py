@@ -1,17 +1,19 @@
 """From a folder, or a `builtin:` name, to parameters where a model computes. All checks come before any work."""
 
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
-from math import prod
+from dataclasses import dataclass, field, replace
+from math import log2, prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from treetop.kernels.mxfp4 import GROUP_BYTES
 from treetop.kernels.products import ChosenProduct, Shape
 from treetop.kernels.table import OpContext, Ops
 from treetop.models.checkpoint import check_tensors, open_tensors
-from treetop.models.params import Fetch, Param, of_rank, stored_tensors
+from treetop.models.params import Fetch, Param, Plain, Source, Span, of_rank, stored_tensors
+from treetop.models.progress import progress
 from treetop.types.errors import ConfigError
 from treetop.types.layout import SpecShape
 from treetop.types.parallel import ALONE, Parallel
@@ -19,6 +21,8 @@ from treetop.types.parallel import ALONE, Parallel
 Weights = MutableMapping[str, Tensor]
 """Parameters by name. A model takes out what it keeps in another form, so that this is never there twice."""
 
+_PIECE = 2**24
+"""Numbers of a stored tensor that are read together."""
 _TORCH_DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -71,14 +75,20 @@ def load_weights(
 ) -> dict[str, Tensor]:
     """The rank's part of all parameters, by name, from a folder's files; random ones if the placement says so.
 
-    Each is filled from one stored tensor after another: beside them there is at most one tensor in memory. ignored:
-    tensors that the files may hold. Raises CheckpointError as `checkpoint.open_tensors` says.
+    Each is filled from one stored tensor after another, where the model computes: beside them there is at most one
+    tensor in memory. A terminal sees how far it is. ignored: tensors that the files may hold. Raises CheckpointError
+    as `checkpoint.open_tensors` says.
     """
     mine = of_rank(params, place.parallel)
     if place.dummy:
         return random_weights(mine, place)
-    with open_tensors(folder, stored_tensors(params), ignored) as fetch:
-        return {param.name: _filled(param, fetch, place) for param in mine}
+    weights: dict[str, Tensor] = {}
+    stored, total = stored_tensors(params), weight_bytes(mine, place.dtype)
+    with open_tensors(folder, stored, ignored, place.device) as fetch, progress(folder, total) as loaded:
+        for param in mine:
+            weights[param.name] = _filled(param, fetch, place)
+            loaded(weights[param.name].nbytes)
+    return weights
 
 
 def check_weights(folder: Path, params: Sequence[Param], ignored: Collection[str] = ()) -> int:
@@ -87,38 +97,46 @@ def check_weights(folder: Path, params: Sequence[Param], ignored: Collection[str
 
 
 def _filled(param: Param, fetch: Fetch, place: Placement) -> Tensor:
-    whole, start = torch.empty(param.shape, dtype=_dtype_of(param, place.dtype), device=place.device), 0
+    whole, start = param.empty(place.dtype, place.device), 0
     for source in param.sources:
-        start = _put(whole, start, param.format.read(source, fetch))  # keeps nothing that was read
+        for piece in _pieces(param, source):
+            start = _put(whole, start, param.format.read(piece, fetch))  # keeps nothing that was read
     assert start == param.shape[0], f"{param.name}: the sources fill {start} rows of {param.shape[0]}"
     return whole
+
+
+def _pieces(param: Param, source: Source) -> list[Source]:
+    """Parts of a source that is stored as it is, so that little of a large tensor is in memory beside its parameter."""
+    if not isinstance(param.format, Plain) or source.transform is not None or source.span is not None:
+        return [source]
+    rows, step = source.shape[0], max(1, _PIECE // prod(source.shape[1:]))
+    return [replace(source, span=Span(0, first, min(first + step, rows))) for first in range(0, rows, step)]
 
 
 def _put(whole: Tensor, start: int, rows: Tensor) -> int:
     """Write rows of a parameter, from its row `start` on; returns where they end."""
     stop = start + rows.numel() // prod(whole.shape[1:])
-    whole[start:stop].copy_(rows.reshape(stop - start, *whole.shape[1:]))
+    whole[start:stop].view(rows.shape).copy_(rows)  # rows may be turned: copied once
     return stop
 
 
 def random_weights(params: Sequence[Param], place: Placement) -> dict[str, Tensor]:
-    """Weights of real shapes, for measuring speed: products keep their input's size, norms and indices do nothing."""
+    """Weights of real shapes, for measuring speed: products keep their input's size, all else does nothing."""
     generator = torch.Generator(device=place.device).manual_seed(0)
     weights = {}
     for param in params:
-        made = torch.empty(param.shape, dtype=_dtype_of(param, place.dtype), device=place.device)
-        if param.kind in ("matrix", "table"):
+        made = param.empty(place.dtype, place.device)
+        if made.dtype == torch.uint8:
+            made.random_(0, 256, generator=generator)
+            made[..., GROUP_BYTES - 1] = 125 - round(log2(param.shape[-1]) / 2)  # of the same size, about
+        elif param.kind in ("matrix", "experts", "table"):
             made.normal_(std=float(param.shape[-1] ** -0.5), generator=generator)
         else:
-            made.fill_(int(param.kind == "vector"))
+            made.fill_(int(param.kind == "vector" and not param.name.endswith("bias")))
         weights[param.name] = made
     return weights
 
 
 def weight_bytes(params: Sequence[Param], dtype: torch.dtype) -> int:
     """What the parameters take."""
-    return sum(param.numbers * _dtype_of(param, dtype).itemsize for param in params)
-
-
-def _dtype_of(param: Param, dtype: torch.dtype) -> torch.dtype:
-    return torch.int64 if param.kind == "index" else dtype
+    return sum(param.held_bytes(dtype) for param in params)

@@ -5,13 +5,15 @@ from dataclasses import dataclass, replace
 from math import lcm, prod
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from treetop.types.errors import ConfigError
 from treetop.types.parallel import Parallel
 
-Kind = Literal["matrix", "table", "vector", "index"]
-"""A weight that inputs are multiplied by, one that rows are looked up in, a vector of a norm or a bias, integers."""
+Kind = Literal["matrix", "experts", "table", "vector", "score", "index"]
+"""A weight that inputs are multiplied by, one of many experts of which inputs take some, one that rows are looked up
+in, a vector of a norm or a bias, one that decides choices and keeps 32 bits, integers."""
 Shard = int | Literal["whole", "first"]
 """How ranks share a parameter: cut along an axis, each rank all of it, or the first rank alone (the bias of a product
 whose parts are summed over the ranks)."""
@@ -59,9 +61,15 @@ Fetch = Callable[[str, Span | None], Tensor]
 class Format(Protocol):
     """How numbers are stored.
 
-    stored: a source's tensors. read: a source's rows, decoded. unit: along this axis a parameter may be cut at
-    multiples of it only.
+    stored: a source's tensors. read: a source's rows, as they are held. unit: along this axis a parameter may be cut at
+    multiples of it only. held: the shape in which a parameter lies in memory; dtype: its dtype there, None for the
+    run's.
     """
+
+    @property
+    def dtype(self) -> torch.dtype | None: ...
+
+    def held(self, shape: tuple[int, ...]) -> tuple[int, ...]: ...
 
     def stored(self, source: Source) -> dict[str, Stored]: ...
 
@@ -88,6 +96,13 @@ class Plain:
     def unit(self, axis: int) -> int:
         return 1
 
+    def held(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape
+
+    @property
+    def dtype(self) -> None:
+        return None
+
 
 FLOATS = Plain(("F64", "F32", "F16", "BF16"))
 """Fewer bits would need scales."""
@@ -97,7 +112,7 @@ FLOATS = Plain(("F64", "F32", "F16", "BF16"))
 class Param:
     """A parameter of a model: its sources' rows, one below the other.
 
-    name: ours, by which the model takes it.
+    name: ours, by which the model takes it. wide: kept in no less than float32.
     """
 
     name: str
@@ -106,10 +121,27 @@ class Param:
     kind: Kind = "matrix"
     shard: Shard = "whole"
     format: Format = FLOATS
+    wide: bool = False
 
     @property
     def numbers(self) -> int:
         return prod(self.shape)
+
+    def held_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Its dtype in memory where models compute in `dtype`."""
+        if self.kind == "index":
+            return torch.int64
+        if self.kind == "score":
+            return torch.promote_types(dtype, torch.float32)
+        return self.format.dtype or dtype
+
+    def held_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes in memory."""
+        return prod(self.format.held(self.shape)) * self.held_dtype(dtype).itemsize
+
+    def empty(self, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+        """Memory for it."""
+        return torch.empty(self.format.held(self.shape), dtype=self.held_dtype(dtype), device=device)
 
     def rows_of(self, source: Source) -> int:
         """How many rows a whole source fills."""

@@ -1,17 +1,39 @@
 """Architectures by name: what each makes of its config, and the rest of a target before its weights are read."""
 
+import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
+from treetop.kernels.routing import RouterSpec
 from treetop.kernels.table import Ops
-from treetop.models import llama, qwen3, windowed_llama
-from treetop.models.config import Config, ModelConfig, read_config
+from treetop.models import (
+    gemma3,
+    glm4,
+    glm4_moe,
+    gpt_oss,
+    llama,
+    mimo,
+    mistral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    windowed_llama,
+)
+from treetop.models.checkpoint import tensor_files
+from treetop.models.config import Config, ExpertSpec, ModelConfig, read_config
 from treetop.models.decoder import Decoder, decoder_params, unused_tensors
+from treetop.models.json_file import custom_code
 from treetop.models.loader import Placement, Weights, check_weights, load_weights
 from treetop.models.params import Param
+from treetop.models.refused import refuse_adapter, refuse_by_key, refuse_by_name
 from treetop.models.target import Target
 from treetop.types.errors import CheckpointError, shown
+
+_log = logging.getLogger("treetop")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +41,8 @@ class Family:
     """A family of targets.
 
     read: its config.json, whose path errors name. params: what it consists of. unused: tensors that a file may hold
-    without a use. build: the model from its weights, the states that a drafter reads, and where it runs.
+    without a use, and prefixes of such, which end with a dot. build: the model from its weights, the states that a
+    drafter reads, and where it runs.
     """
 
     read: Callable[[Config, Path], ModelConfig]
@@ -29,12 +52,29 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
+    "Glm4MoeForCausalLM": Family(glm4_moe.read, unused=glm4_moe.unused),
+    "GptOssForCausalLM": Family(gpt_oss.read),
     "LlamaForCausalLM": Family(llama.read),
+    "MistralForCausalLM": Family(mistral.read),
+    "Qwen2ForCausalLM": Family(qwen2.read),
     "Qwen3ForCausalLM": Family(qwen3.read),
+    "Gemma3ForCausalLM": Family(gemma3.read),
+    "Glm4ForCausalLM": Family(glm4.read),
+    "MiMoForCausalLM": Family(mimo.read, unused=mimo.unused),
+    "Qwen3MoeForCausalLM": Family(qwen3_moe.read),
     "WindowedLlamaForCausalLM": Family(windowed_llama.read),
 }
 _OWN = frozenset({"WindowedLlamaForCausalLM"})
 """Test models, which no message offers."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayer:
+    """What one expert of a layer has: numbers, and bytes in memory."""
+
+    router: RouterSpec
+    numbers: int
+    bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,31 +91,67 @@ class TargetSpec:
 
     @property
     def streamed(self) -> int:
-        """Numbers that a forward reads of the weights: its products; an embedding is looked up, unless it is both."""
+        """Numbers that a forward reads of the weights: its products; an embedding is looked up, unless it is both.
+
+        Experts come beside them, see `expert_layers`.
+        """
         kinds = ("matrix", "table") if self.config.tied_embeddings else ("matrix",)
         return sum(param.numbers for param in self.params if param.kind in kinds)
+
+    def expert_layers(self, dtype: torch.dtype) -> list[ExpertLayer]:
+        """The layers that have experts, and what one of these takes where models compute in `dtype`."""
+        found, params = [], [param for param in self.params if param.kind == "experts"]
+        for index, layer in enumerate(self.config.layers):
+            if isinstance(layer.feed_forward, ExpertSpec):
+                own = [param for param in params if param.name.startswith(f"layers.{index}.")]
+                router = layer.feed_forward.router
+                numbers, held = sum(p.numbers for p in own), sum(p.held_bytes(dtype) for p in own)
+                found.append(ExpertLayer(router, numbers // router.num_experts, held // router.num_experts))
+        return found
 
     def build(self, weights: Weights, aux_inputs: tuple[int, ...], place: Placement, ops: Ops) -> Target:
         """aux_inputs: which residual streams the drafter reads; () without one."""
         return self.family.build(self.config, weights, aux_inputs, place, ops)
 
     def load(self, aux_inputs: tuple[int, ...], place: Placement) -> Target:
-        weights = load_weights(self.folder, self.params, place, self.family.unused(self.config))
+        weights = load_weights(self.folder, self.params, place, set() if place.dummy else self._unused())
         return self.build(weights, aux_inputs, place, place.ops)
 
     def check(self) -> int:
         """Names and shapes of its tensors, without reading them; how many there are. Raises CheckpointError."""
-        return check_weights(self.folder, self.params, self.family.unused(self.config))
+        return check_weights(self.folder, self.params, self._unused())
+
+    def _unused(self) -> set[str]:
+        """Names of tensors that the files may hold without a use."""
+        names = self.family.unused(self.config)
+        stored = tensor_files(self.folder)
+        further = (_FURTHER_LAYER.fullmatch(name) for name in stored)
+        mtp = [match[1] for match in further if match and int(match[2]) >= len(self.config.layers)]
+        prefixes = (*(name for name in names if name.endswith(".")), *mtp)
+        return names | {name for name in stored if name.startswith(prefixes)} if prefixes else names
+
+
+_FURTHER_LAYER = re.compile(r"(model\.layers\.(\d{1,9})\.)eh_proj\.weight")
+"""A layer past the last that predicts a further token, in DeepSeek's names, which any family may have."""
 
 
 def target_spec(folder: Path) -> TargetSpec:
     """The target in a folder. Raises CheckpointError for an architecture that treetop does not run."""
+    refuse_adapter(folder)
     config, where = read_config(folder), folder / "config.json"
     named = config.get("architectures") or ["missing"]
     if not isinstance(named, list) or not all(isinstance(each, str) for each in named):
         raise CheckpointError(f"{where}: architectures must be a list of names, got {shown(named)}")
+    for name in named:
+        refuse_by_name(name, where)
+    refuse_by_key(config, where)
     if len(named) != 1 or named[0] not in FAMILIES:
-        known = " and ".join(name for name in FAMILIES if name not in _OWN)
-        raise CheckpointError(f"{where}: architecture {', '.join(named)} is not supported, only {known}")
+        known = ", ".join(name for name in FAMILIES if name not in _OWN)
+        code = custom_code(config)
+        raise CheckpointError(
+            f"{where}: architecture {', '.join(named)} is not supported, only {known}" + (f"; {code}" if code else "")
+        )
+    if (code := custom_code(config)) is not None:
+        _log.warning("%s: %s; treetop's own %s is used", where, code, named[0])
     family = FAMILIES[named[0]]
     return TargetSpec(folder, family.read(config, where), family)

@@ -7,25 +7,24 @@ from dataclasses import replace
 from pathlib import Path
 
 from treetop.models.config import (
+    SLIDING_ATTENTION,
     Config,
     LayerSpec,
     ModelConfig,
     attention_spec,
     dense_spec,
     flag,
+    layer_types,
     model_config,
-    num_layers,
     size,
 )
-from treetop.types.errors import CheckpointError
 
 
 def read(config: Config, where: Path) -> ModelConfig:
     attention = replace(attention_spec(config, where), sinks=flag(config, "attention_sinks", where))
-    dense = dense_spec(config, where)
-    window, kinds, count = size(config, "sliding_window", where), config.get("layer_types"), num_layers(config, where)
-    known = {"full_attention": None, "sliding_attention": window}
-    if not isinstance(kinds, list) or len(kinds) != count or not set(kinds) <= set(known):
-        raise CheckpointError(f"{where}: layer_types must name {' or '.join(known)} for each of {count} layers")
-    layers = [LayerSpec(replace(attention, window=known[kind]), dense) for kind in kinds]
+    dense, window = dense_spec(config, where), size(config, "sliding_window", where)
+    layers = [
+        LayerSpec(replace(attention, window=window if kind == SLIDING_ATTENTION else None), dense)
+        for kind in layer_types(config, where)
+    ]
     return model_config(config, where, layers)

@@ -68,6 +68,7 @@ class Committer:
         accept_len: int | None = None,
         error: str | None = None,
         engine_failed: bool = False,
+        timed_out: bool = False,
     ) -> RequestUpdate:
         """End a request, wherever it stands; its last update."""
         request.output_ids += new_ids
@@ -83,7 +84,9 @@ class Committer:
             first_token_s=request.first_token_s,
             end_s=self._clock(),
         )
-        return RequestUpdate(request.request_id, tuple(new_ids), accept_len, reason, error, engine_failed, stats)
+        return RequestUpdate(
+            request.request_id, tuple(new_ids), accept_len, reason, error, engine_failed, stats, timed_out=timed_out
+        )
 
     def _cache_chunks(self, plan: PrefillPlan) -> None:
         """The pages that a prefill step has filled enter the cache at once."""

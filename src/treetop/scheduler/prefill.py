@@ -21,8 +21,18 @@ Batch = list[tuple[Request, int]]
 class PrefillPlanner:
     """Plans prefill steps: first chunks of prompts that have begun, then of requests that wait, in their order."""
 
-    def __init__(self, layout: Layout, queues: Queues, rows: Rows, steps: StepsOut, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        tokens_per_round: int | None,
+        queues: Queues,
+        rows: Rows,
+        steps: StepsOut,
+        clock: Callable[[], float],
+    ) -> None:
+        """tokens_per_round: most tokens of a step while requests decode; None for as many as otherwise."""
         self._layout, self._queues, self._rows, self._steps, self._clock = layout, queues, rows, steps, clock
+        self._tokens_per_round = min(tokens_per_round or layout.chunk, layout.chunk)
 
     def plan(self) -> PrefillPlan | None:
         """The next step; None if there is nothing to prefill, or no room for it."""
@@ -52,8 +62,9 @@ class PrefillPlanner:
         )
 
     def _room(self, batch: Batch) -> int:
-        """Tokens that one more row may bring to a batch, which holds `chunk` with its padding; 0 for no row."""
-        room = self._layout.chunk // self._layout.bucket_for(len(batch) + 1)
+        """Tokens that one more row may bring to a batch, whose size counts its padding; 0 for no row."""
+        most = self._tokens_per_round if self._queues.decoding else self._layout.chunk
+        room = most // self._layout.bucket_for(len(batch) + 1)
         return room if all(count <= room for _, count in batch) else 0
 
     def _may_join(self, batch: Batch, count: int) -> bool:
@@ -75,20 +86,22 @@ class PrefillPlanner:
         """Pages of the windows for one more chunk; the other groups got theirs at admission."""
         self._rows.slide(request, self._steps.num_known(request))
         end = request.num_computed_tokens + count
-        if not self._rows.reserve(request, request.num_ids + self._layout.headroom, end):
+        if not self._rows.reserve(request, request.held.reserved, end):
             raise InvariantError("a window's pool does not hold the windows of all running requests")
 
     def _admit(self, request: Request, batch: Batch, budget: int) -> bool:
         """Give a waiting request a row and pages for all its tokens and one round; False if there is no room.
 
-        Also if its first chunk, of `budget` tokens at most, does not suit the prefill `batch`.
+        For all it may become, if it may not be put back again. False, too, if its first chunk, of `budget` tokens at
+        most, does not suit the prefill `batch`.
         """
         kv_cache = self._rows.kv_cache
         lease, shared = kv_cache.open(request.ids)
         known = lease.shared * self._layout.page_size
         end = min(known + budget, request.num_ids)
         suits = self._may_join(batch, end - known)
-        total = request.num_ids + self._layout.headroom
+        coming = request.tokens_left if request.keeps_its_pages else 0
+        total = request.num_ids + coming + self._layout.headroom
         reserved = kv_cache.reserve(lease, total, known, end) if suits else None
         if reserved is None:
             kv_cache.release(lease)

@@ -1,30 +1,33 @@
 """Where the requests that have not ended stand: waiting, prefilling, decoding."""
 
-from collections import deque
+from bisect import insort
+from operator import attrgetter
 
 from treetop.scheduler.request import Request
 from treetop.types.ids import RequestId
+
+_ORDER = attrgetter("order")
 
 
 class Queues:
     """Every request that has not ended stands in `by_id` and in one of the three queues.
 
-    waiting: the next first. prefilling, decoding: oldest admission first.
+    waiting: the next first, by `Request.order`. prefilling, decoding: oldest admission first.
     """
 
     def __init__(self) -> None:
         self.by_id: dict[RequestId, Request] = {}
-        self.waiting: deque[Request] = deque()
+        self.waiting: list[Request] = []
         self.prefilling: list[Request] = []
         self.decoding: list[Request] = []
 
     def add(self, request: Request) -> None:
         self.by_id[request.request_id] = request
-        self.waiting.append(request)
+        insort(self.waiting, request, key=_ORDER)
 
     def admitted(self, request: Request) -> None:
         """The first that waits has been given a row."""
-        first = self.waiting.popleft()
+        first = self.waiting.pop(0)
         assert first is request
         self.prefilling.append(request)
 
@@ -34,9 +37,9 @@ class Queues:
         self.decoding.append(request)
 
     def put_back(self, request: Request) -> None:
-        """From its row to the head of the queue."""
+        """From its row to its place in the queue: before all that came later."""
         self._of(request).remove(request)
-        self.waiting.appendleft(request)
+        insort(self.waiting, request, key=_ORDER)
 
     def remove(self, request: Request) -> None:
         """It has ended."""

@@ -9,6 +9,9 @@ from treetop.types.messages import RowHistory, RowSetup
 from treetop.types.requests import EngineRequest
 from treetop.types.sampling import Choice, FinishReason, SamplingParams
 
+MOST_RETRACTIONS = 3
+"""How often a request may be put back for want of pages. Then it waits until there are pages for all it may become."""
+
 
 @dataclass(slots=True)
 class Running:
@@ -29,11 +32,12 @@ class Running:
 class Request:
     """Mutable, owned by the scheduler.
 
-    stop_ids: EOS, unless it is ignored, and the request's own. max_output: tokens that max_tokens and the context
-    allow. num_computed_tokens: tokens whose K/V the pages hold, as far as the host knows; a chunk counts once it is
-    planned, a round once its result is committed. A request decodes once all its ids are num_computed_tokens: the token
-    after them, the root, is on its way then, and once it is here `num_computed_tokens == num_ids - 1`. running: None
-    while it waits; an ended request keeps it until no step with its row is out. What follows it is for the stats.
+    order: lower runs first, and is put back last; no two are equal. stop_ids: EOS, unless it is ignored, and the
+    request's own. max_output: tokens that max_tokens and the context allow. num_computed_tokens: tokens whose K/V the
+    pages hold, as far as the host knows; a chunk counts once it is planned, a round once its result is committed. A
+    request decodes once all its ids are num_computed_tokens: the token after them, the root, is on its way then, and
+    once it is here `num_computed_tokens == num_ids - 1`. running: None while it waits; an ended request keeps it until
+    no step with its row is out. What follows it is for the stats.
     """
 
     request_id: RequestId
@@ -43,6 +47,7 @@ class Request:
     stop_ids: frozenset[int]
     max_output: int
     choice: Choice
+    order: tuple[int, int]
     arrival_s: float
     output_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
@@ -54,19 +59,27 @@ class Request:
     first_token_s: float | None = None
 
     @classmethod
-    def of(cls, asked: EngineRequest, eos_ids: frozenset[int], max_context: int, arrival_s: float) -> "Request":
+    def of(
+        cls,
+        asked: EngineRequest,
+        eos_ids: frozenset[int],
+        max_context: int,
+        order: tuple[int, int],
+        arrival_s: float,
+    ) -> "Request":
         """A request that waits. eos_ids: the model's."""
-        params = asked.params
+        params, choice = asked.params, Choice.of(asked.params)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)
         most = min(params.max_tokens, max_context - len(asked.prompt_ids))
-        return cls(asked.request_id, asked.prompt_ids, params, asked.seed, stop_ids, most, Choice.of(params), arrival_s)
+        return cls(asked.request_id, asked.prompt_ids, params, asked.seed, stop_ids, most, choice, order, arrival_s)
 
     def setup(self) -> RowSetup:
         """Its entry into the row that it has been given."""
         history = None
         if self.params.changes_logits:
             history = RowHistory(self.prompt_ids, tuple(self.output_ids), self.stop_ids)
-        return RowSetup(self.held.row, self.num_computed_tokens, self.params, self.seed, history)
+        known = self.num_computed_tokens
+        return RowSetup(self.held.row, known, self.params, self.seed, history, tuple(self.ids[:known]))
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -81,6 +94,11 @@ class Request:
         """Row and lease of a request that runs."""
         assert self.running is not None
         return self.running
+
+    @property
+    def keeps_its_pages(self) -> bool:
+        """It has been put back often enough: it gets pages for its longest output at once, and nobody takes them."""
+        return self.num_retractions >= MOST_RETRACTIONS
 
     @property
     def tokens_left(self) -> int:

@@ -1,6 +1,7 @@
 """Who takes part in a decode round, and who gives way if pages run short."""
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 from treetop.scheduler.queues import Queues
 from treetop.scheduler.request import Request, logprobs_of
@@ -10,6 +11,8 @@ from treetop.types.errors import InvariantError
 from treetop.types.layout import Layout, SpecShape
 from treetop.types.messages import RoundPlan
 from treetop.types.sampling import Choice
+
+_ORDER = attrgetter("order")
 
 
 class RoundPlanner:
@@ -26,11 +29,16 @@ class RoundPlanner:
         return [request for request in self._queues.decoding if _may_go_on(request)]
 
     def plan(self, ready: Sequence[Request]) -> RoundPlan | None:
-        """A round of all that are ready; None if it needs pages that only a commit can tell how to find."""
+        """A round of all that are ready; None if it needs pages that only a commit can tell how to find.
+
+        Also None if all of them have been retracted for requests that keep their pages.
+        """
         for request in ready:
             if not self._reserve(request):
                 return None
         batch = [request for request in ready if request.running is not None]  # the others have been retracted
+        if not batch:
+            return None
         return RoundPlan(
             edits=self._rows.take_edits(),
             freed=self._rows.kv_cache.take_freed(),
@@ -46,7 +54,7 @@ class RoundPlanner:
         return request.num_computed_tokens + request.held.rounds_out * self._commit_width
 
     def _reserve(self, request: Request) -> bool:
-        """Pages for one more round of a request; the youngest others are retracted for them, or it itself.
+        """Pages for one more round of a request; the last in order is retracted for them, which may be it itself.
 
         Nothing for one that has been retracted for an older one.
         False if pages are short while something is out: whom to retract, and at which length, shows when it is
@@ -63,17 +71,18 @@ class RoundPlanner:
         while not self._rows.reserve(request, need):
             if self._steps:
                 return False
-            victim = prefilling[-1] if prefilling else decoding[-1]
-            if victim is request and len(decoding) == 1:
+            loose = [each for each in (*prefilling, *decoding) if not each.keeps_its_pages]
+            if not loose or len(self._rows.by_row) == 1:
                 raise InvariantError("the pools do not hold one request at the context wall")
+            victim = max(loose, key=_ORDER)
             self._retract(victim)
             if victim is request:
                 return True
-        held.reserved = self._layout.pages_for(need) * self._layout.page_size
+        held.reserved = max(held.reserved, self._layout.pages_for(need) * self._layout.page_size)
         return True
 
     def _retract(self, request: Request) -> None:
-        """Back to the head of the queue; it resumes by a prefill of its prompt and output (sgl-28254)."""
+        """Back to the queue; it resumes by a prefill of its prompt and output (sgl-28254)."""
         assert not self._steps, "its length is not known"
         self._rows.leave(request, request.ids[: request.num_computed_tokens])
         self._queues.put_back(request)

@@ -7,6 +7,8 @@ waiting --admit--> prefilling --last chunk--> decoding --stop--> ended --last st
 
 import time
 from collections.abc import Callable, Sequence
+from heapq import heapify, heappop, heappush
+from itertools import count
 
 from treetop.scheduler.endings import Committer
 from treetop.scheduler.prefill import PrefillPlanner
@@ -34,11 +36,15 @@ class Scheduler:
     def __init__(
         self, layout: Layout, config: EngineConfig, eos_ids: Sequence[int], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """clock: seconds, for the stats of requests."""
+        """clock: seconds, for the stats of requests and for their deadlines."""
         self._layout, self._eos_ids, self._clock = layout, frozenset(eos_ids), clock
+        self._by_priority, self._numbers = config.schedule_policy == "priority", count()
+        self._deadlines: list[tuple[float, RequestId]] = []  # a heap; some may have ended
         self.queues, self.steps = Queues(), StepsOut()
         self.rows = Rows(layout, not config.disable_radix_cache, config.check_level)
-        self._prefill = PrefillPlanner(layout, self.queues, self.rows, self.steps, clock)
+        self._prefill = PrefillPlanner(
+            layout, config.prefill_tokens_per_round, self.queues, self.rows, self.steps, clock
+        )
         self._rounds = RoundPlanner(layout, config.shape, self.queues, self.rows, self.steps)
         self._committer = Committer(self.queues, self.rows, self.steps, config.check_level, clock)
         self._prefilled_last = False
@@ -50,9 +56,25 @@ class Scheduler:
         check_prompt(asked.prompt_ids, self._layout.max_context)
         if asked.request_id in self.queues.by_id:
             raise InvariantError(f"request id {asked.request_id} is given twice")
-        request = Request.of(asked, self._eos_ids, self._layout.max_context, self._clock())
+        order, now = (asked.priority if self._by_priority else 0, next(self._numbers)), self._clock()
+        request = Request.of(asked, self._eos_ids, self._layout.max_context, order, now)
         self.queues.add(request)
+        if asked.timeout_s is not None:
+            heappush(self._deadlines, (now + asked.timeout_s, request.request_id))
+            if len(self._deadlines) > 2 * len(self.queues.by_id) + 64:  # most are of requests that have ended
+                self._deadlines = [each for each in self._deadlines if each[1] in self.queues.by_id]
+                heapify(self._deadlines)
         return request
+
+    def expire(self) -> list[RequestUpdate]:
+        """End the requests whose time is over. Steps with their rows may still be out."""
+        updates, now = [], self._clock() if self._deadlines else 0.0
+        while self._deadlines and self._deadlines[0][0] <= now:
+            request = self.queues.by_id.get(heappop(self._deadlines)[1])
+            if request is not None:
+                error = f"its time is over: it has {len(request.output_ids)} tokens (timeout, --request-timeout)"
+                updates.append(self._committer.finish(request, (), "abort", error=error, timed_out=True))
+        return updates
 
     def abort(self, request_id: RequestId) -> RequestUpdate | None:
         """End a request, wherever it stands; None if it is not alive. Steps with its row may still be out."""
@@ -95,7 +117,7 @@ class Scheduler:
         ready = self._rounds.ready()
         plan: StepPlan | None = None if self._prefilled_last and ready else self._prefill.plan()
         if plan is None and ready:
-            plan = self._rounds.plan(ready)
+            plan = self._rounds.plan(ready) or (None if self.steps else self._prefill.plan())
         if plan is not None:
             self._prefilled_last = isinstance(plan, PrefillPlan)
             self.steps.send(plan, [self.rows.by_row[row] for row in plan.rows])
@@ -119,10 +141,10 @@ class Scheduler:
         """Reorder the free pages of every group; for conformance, where luck must not hide a wrong address."""
         self.rows.kv_cache.arrange(order)
 
-    def check_integrity(self, count: int | None = None) -> None:
+    def check_integrity(self, num_pages: int | None = None) -> None:
         """Raise unless rows and pages are all accounted for.
 
-        count: look at so many pages of each group, and go on from there in the next call, which takes time O(count +
-        rows) and may be done while requests are served. None looks at all, for tests and idle moments.
+        num_pages: look at so many pages of each group, and go on from there in the next call, which takes time
+        O(num_pages + rows) and may be done while requests are served. None looks at all, for tests and idle moments.
         """
-        self.rows.check(self.steps.num_known, count)
+        self.rows.check(self.steps.num_known, num_pages)

@@ -9,16 +9,19 @@ from typing import Any
 
 from treetop.core.clients import AsyncCore, LocalCore
 from treetop.core.thread import CoreThread
+from treetop.server.alive import Alive
 from treetop.server.options import Unset, engine_config
 from treetop.server.outputs import LiveRequest, RequestOutput, TextDelta
 from treetop.server.prompts import Prompt, PromptReader, paired
-from treetop.types.errors import EngineError
+from treetop.types.errors import EngineError, InputError, shown
 from treetop.types.ids import RequestId
 from treetop.types.requests import EngineRequest, RequestUpdate
 from treetop.types.sampling import SamplingParams
 
 _LONG_TEXT = 4096
 """Characters that are encoded beside the event loop, not in it."""
+MOST_TIMEOUT_S = 10**6
+"""Seconds that a request may be given."""
 
 Observer = Callable[[LiveRequest, RequestUpdate], None]
 """Told of each update, cut to what the client gets, before the request takes it."""
@@ -44,16 +47,18 @@ class AsyncLLM:
         self._close_engine = opened.close
 
     @classmethod
-    def of(cls, core: AsyncCore, seed: int = 0, observe: Observer | None = None) -> "AsyncLLM":
-        """Over a core that is up. seed: of the requests that bring none."""
+    def of(
+        cls, core: AsyncCore, seed: int = 0, observe: Observer | None = None, alive: Alive | None = None
+    ) -> "AsyncLLM":
+        """Over a core that is up. seed: of the requests that bring none. alive: where they are counted."""
         llm = cls.__new__(cls)
-        llm._open(core, seed, observe)
+        llm._open(core, seed, observe, alive)
         return llm
 
-    def _open(self, core: AsyncCore, seed: int, observe: Observer | None) -> None:
+    def _open(self, core: AsyncCore, seed: int, observe: Observer | None, alive: Alive | None = None) -> None:
         self.core, self.reader, self._observe = core, PromptReader(core.info), observe
         self._seeds = random.Random(seed)
-        self.num_alive = 0
+        self.alive = alive or Alive()
         """Requests that have been queued and have not ended."""
 
     def close(self) -> None:
@@ -73,16 +78,38 @@ class AsyncLLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
     ) -> "DeltaStream":
-        """Queue the prompts; the result gives pieces of text as they come.
+        """Queue the prompts; the result gives pieces of text as they come. priority, timeout_s: of `EngineRequest`.
 
         Raises InputError before any work, and EngineError if the engine is dead.
         """
         listed = await self.ids_of(prompts)
-        own = [self._bounded(each) for each in paired(params, len(listed))]
+        return self.queue(listed, paired(params, len(listed)), priority, timeout_s)
+
+    def queue(
+        self,
+        prompts: list[list[int]],
+        params: Sequence[SamplingParams],
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> "DeltaStream":
+        """As `stream`, at once, for prompts that `ids_of` gave and as many parameters."""
+        if not -(2**31) <= priority < 2**31:
+            raise InputError(f"priority must lie in [-2^31, 2^31), got {shown(priority)}")
+        if priority and not self.core.info.by_priority:
+            raise InputError("priority: requests are served as they come; start with --schedule-policy priority")
+        if timeout_s is not None and not 0 < timeout_s <= MOST_TIMEOUT_S:
+            raise InputError(f"timeout must be a number of seconds above 0, up to {MOST_TIMEOUT_S}")
+        own = [self._bounded(each) for each in params]
         for each in own:
             self.reader.check_params(each)
-        return DeltaStream(self, listed, own, self._observe)
+        asked = []
+        for ids, each in zip(prompts, own, strict=True):
+            request_id, seed = self.core.next_id(), self._seed_of(each)
+            asked.append(EngineRequest(request_id, tuple(ids), each, seed, priority, timeout_s))
+        return DeltaStream(self, asked, self._observe)
 
     async def ids_of(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
         """Ids of each prompt, checked. Raises InputError."""
@@ -97,7 +124,7 @@ class AsyncLLM:
             return self.reader.encode(text, special)
         return await asyncio.to_thread(self.reader.encode, text, special)
 
-    def seed_of(self, params: SamplingParams) -> int:
+    def _seed_of(self, params: SamplingParams) -> int:
         return self._seeds.getrandbits(63) if params.seed is None else params.seed
 
     def _bounded(self, params: SamplingParams) -> SamplingParams:
@@ -114,21 +141,16 @@ class AsyncLLM:
 class DeltaStream:
     """Deltas of one call, as they come; `close` aborts what is alive. What a slow reader has not taken is joined."""
 
-    def __init__(
-        self, llm: AsyncLLM, prompts: list[list[int]], params: list[SamplingParams], observe: Observer | None
-    ) -> None:
+    def __init__(self, llm: AsyncLLM, asked: Sequence[EngineRequest], observe: Observer | None) -> None:
         self._llm, self._core, self._observe = llm, llm.core, observe
         self._live: dict[RequestId, LiveRequest] = {}
         self._ready: dict[int, TextDelta] = {}  # by prompt, in the order of their coming
         self._failure: EngineError | None = None
         self._news = asyncio.Event()
-        asked = []
-        for index, (ids, each) in enumerate(zip(prompts, params, strict=True)):
-            request_id = self._core.next_id()
-            self._live[request_id] = LiveRequest.of(index, ids, each, llm.reader.tokenizer)
-            asked.append(EngineRequest(request_id, tuple(ids), each, llm.seed_of(each)))
+        for index, each in enumerate(asked):
+            self._live[each.request_id] = LiveRequest.of(index, each.prompt_ids, each.params, llm.reader.tokenizer)
         self._core.add(asked, self._take)
-        llm.num_alive += len(asked)
+        llm.alive.add(len(asked))
 
     def __aiter__(self) -> "DeltaStream":
         return self
@@ -185,7 +207,7 @@ class DeltaStream:
 
     def _end(self, request_id: RequestId) -> None:
         del self._live[request_id]
-        self._llm.num_alive -= 1
+        self._llm.alive.add(-1)
 
     def _fail(self, error: EngineError) -> None:
         self._failure = error

@@ -22,6 +22,7 @@ ENGINE_ALIASES = {
     "chunked_prefill_size": ("--max-num-batched-tokens",),
     "page_size": ("--block-size",),
     "disable_radix_cache": ("--no-enable-prefix-caching",),
+    "schedule_policy": ("--scheduling-policy",),
     "seed": ("--random-seed",),
     "tp_size": ("--tensor-parallel-size", "--tp"),
 }
@@ -40,6 +41,7 @@ _HELP = {
     "max_queued_requests": "requests that may wait for a row; more get 429 (default %(default)s)",
     "max_body_bytes": "largest body of a request (default %(default)s)",
     "drain_timeout": "seconds that requests may still take after SIGTERM (default: all they need)",
+    "request_timeout": "seconds that a request may take; it then ends with an error (default: all it needs)",
     "log_interval": "seconds between two log lines; 0 for none (default %(default)s)",
 }
 

@@ -19,7 +19,7 @@ from treetop.types.requests import CoreInfo, CoreLoad, RequestUpdate
 log = logging.getLogger("treetop.server")
 
 OWN, ALIAS = "treetop:", "vllm:"
-NOT_ALIASED = ("treetop:requests_refused", "treetop:num_retractions", "treetop:spec_decode_num_emitted_tokens")
+NOT_ALIASED = ("treetop:requests_refused", "treetop:requests_timed_out", "treetop:num_retractions")
 _FIRST_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.4, 1, 5)
 _WHOLE_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 120, 240, 480, 960)
@@ -53,6 +53,7 @@ class Metrics:
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that were queued")
         self._tokens = counter("generation_tokens", "Tokens that clients received")
         self._refused = counter("requests_refused", "Requests refused because the queue was full")
+        self._timed_out = counter("requests_timed_out", "Requests that ended because their time was over")
         self._queries = counter("prefix_cache_queries", "Prompt tokens that the prefix cache was asked for")
         self._hits = counter("prefix_cache_hits", "Prompt tokens that the prefix cache had")
         self._first_s = histogram("time_to_first_token_seconds", "From arrival to the first token", _FIRST_S)
@@ -105,6 +106,7 @@ class Metrics:
             self._round(update.accept_len)
         if update.finish_reason is not None:
             self._ended[update.finish_reason].inc()
+            self._timed_out.inc(update.timed_out)
             self._whole_s.observe(now - live.started_s)
 
     def _round(self, accept_len: int) -> None:

@@ -33,7 +33,8 @@ class ServeOptions:
 
     served_model_name: names that requests may give; none is the model as it was given. max_queued_requests: that wait
     for a row; more are refused with 429. max_body_bytes: of a request. drain_timeout: seconds that requests may still
-    take after SIGTERM, None for all they need. log_interval: seconds between two log lines, 0 for none.
+    take after SIGTERM, None for all they need. request_timeout: seconds that a request may take, None for all it
+    needs; one may ask for less. log_interval: seconds between two log lines, 0 for none.
     """
 
     host: str = "127.0.0.1"
@@ -46,6 +47,7 @@ class ServeOptions:
     max_queued_requests: int = 4096
     max_body_bytes: int = 16 * 2**20
     drain_timeout: float | None = None
+    request_timeout: float | None = None
     log_interval: float = 10.0
 
     def __post_init__(self) -> None:
@@ -57,6 +59,10 @@ class ServeOptions:
             (
                 self.drain_timeout is not None and not 0 <= self.drain_timeout < float("inf"),
                 f"--drain-timeout must be a number of seconds, got {self.drain_timeout}",
+            ),
+            (
+                self.request_timeout is not None and not 0 < self.request_timeout <= 10**6,
+                f"--request-timeout must be a number of seconds above 0, up to 10^6, got {self.request_timeout}",
             ),
             (
                 not 0 <= self.log_interval < float("inf"),

@@ -29,7 +29,8 @@ class RequestMetrics:
 class RequestOutput:
     """One prompt's result. text: as it reads after the prompt, cut before a stop string; "" without a tokenizer.
 
-    error: why it was aborted, if it was. logprobs: of each of token_ids; None if they were not asked for.
+    error: why it was aborted, if it was. timed_out: because its time was over. logprobs: of each of token_ids; None if
+    they were not asked for.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -38,6 +39,7 @@ class RequestOutput:
     finish_reason: FinishReason
     metrics: RequestMetrics
     error: str | None = None
+    timed_out: bool = False
     logprobs: tuple[TokenLogprobs, ...] | None = None
 
     @property
@@ -99,7 +101,7 @@ class LiveRequest:
         if at is None:
             return update
         new_ids, logprobs = update.new_ids[: at + 1], update.logprobs[: at + 1]
-        return update._replace(new_ids=new_ids, logprobs=logprobs, finish_reason="stop", error=None)
+        return update._replace(new_ids=new_ids, logprobs=logprobs, finish_reason="stop", error=None, timed_out=False)
 
     def apply(self, update: RequestUpdate) -> TextDelta:
         """Take what the request was given, and say it as text."""
@@ -136,5 +138,6 @@ class LiveRequest:
                 num_cached_tokens=self.num_cached_tokens,
             ),
             error=update.error,
+            timed_out=update.timed_out,
             logprobs=None if self.logprobs is None else tuple(self.logprobs),
         )

@@ -145,13 +145,14 @@ async def _serve_with_workers(
     """Run API processes on the socket until one of all the processes ends, or a signal comes."""
     core, told = of
     listening.listen(_BACKLOG)
-    metrics = Path(told.address.removeprefix("ipc://")).parent / "metrics"
+    folder = Path(told.address.removeprefix("ipc://")).parent
+    metrics = folder / "metrics"
     metrics.mkdir()
     environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
     spawned = []
     for number in range(told.serve.api_workers):
         arguments = ["treetop.server.api.worker", str(listening.fileno())]
-        options = msgspec.structs.replace(told, number=number)
+        options = msgspec.structs.replace(told, number=number, alive_file=str(folder / "alive"))
         worker = await _spawn(arguments, options, stdout=PIPE, pass_fds=(listening.fileno(),), env=environment)
         stack.push_async_callback(_end, worker)
         spawned.append(worker)

@@ -8,23 +8,29 @@ from typing import Literal, get_args
 from treetop.types.errors import ConfigError, shown
 from treetop.types.layout import PLAIN, SpecShape
 
-Algorithm = Literal["EAGLE", "EAGLE3", "MTP", "NONE"]
+Algorithm = Literal["EAGLE", "EAGLE3", "MTP", "NEXTN", "NGRAM", "NONE"]
+_ALONE = ("MTP", "NEXTN", "NGRAM")
+"""Algorithms that need no folder of a draft: the target's holds their weights, or there are none."""
+MtpRecurrence = Literal["auto", "before-norm", "after-norm"]
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Backend = Literal["auto", "torch", "triton", "fa3", "flashinfer", "fa4"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "dummy"]
 Graphs = Literal["auto", "off", "sim"]
+SchedulePolicy = Literal["fcfs", "priority"]
 
 BUILTIN_MODEL = "builtin:nestling"
 BUILTIN_DRAFT = "builtin:nestling-eagle3"
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "speculative_algorithm": get_args(Algorithm),
+    "speculative_mtp_recurrence": get_args(MtpRecurrence),
     "dtype": get_args(DType),
     "attention_backend": get_args(Backend),
     "graphs": get_args(Graphs),
     "device": get_args(DeviceName),
     "load_format": get_args(LoadFormat),
+    "schedule_policy": get_args(SchedulePolicy),
 }
 
 _COUNTS = (
@@ -32,7 +38,6 @@ _COUNTS = (
     "speculative_eagle_topk",
     "speculative_num_draft_tokens",
     "page_size",
-    "max_running_requests",
     "check_level",
     "seed",
     "tp_size",
@@ -40,7 +45,15 @@ _COUNTS = (
 _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(_COUNTS, (int,)),
     **dict.fromkeys(
-        ("context_length", "max_total_tokens", "chunked_prefill_size", "simulate_accept_length"), (int, NoneType)
+        (
+            "max_running_requests",
+            "context_length",
+            "max_total_tokens",
+            "chunked_prefill_size",
+            "prefill_tokens_per_round",
+            "simulate_accept_length",
+        ),
+        (int, NoneType),
     ),
     **dict.fromkeys(("draft", "speculative_algorithm"), (str, NoneType)),
     **dict.fromkeys(("disable_radix_cache", "disable_logits_processors"), (bool,)),
@@ -53,14 +66,19 @@ _KINDS: dict[str, tuple[type, ...]] = {
 class EngineConfig:
     """Every option of the engine, under the flag's name. Raises ConfigError with all problems at once.
 
-    draft None decodes plainly. speculative_algorithm None is inferred from the draft's tensors. context_length None is
-    the model's. mem_fraction_static: share of the device's memory for weights, tables and KV pools. max_total_tokens:
-    tokens each KV pool holds, whatever that share is; None gives every running request its whole context if it fits.
-    load_format: dummy makes random weights of the shapes that config.json gives. compress_weights: keep weights in 12
-    bits too, without loss, for products of few rows; None does where products gain and memory is plenty.
-    simulate_accept_length: tokens every round emits, whatever is right; for measuring speed only.
-    chunked_prefill_size: most prompt tokens a prefill step processes, its padding counted; None goes by the device and
-    its memory. disable_radix_cache: do not keep the K/V of prompts and outputs for prompts that begin alike.
+    draft None decodes plainly, but for algorithms that need none: MTP, alias NEXTN, whose weights the target's folder
+    holds, and NGRAM, which has none. speculative_algorithm None is inferred from the draft's tensors.
+    speculative_mtp_recurrence: which state of an MTP layer feeds it again; auto is the family's. context_length
+    None is the model's. max_running_requests: decoded at a time; None goes by the device and its memory.
+    mem_fraction_static: share of the device's memory for weights, tables and KV pools. max_total_tokens: tokens each KV
+    pool holds, whatever that share is; None gives every running request its whole context if it fits. load_format:
+    dummy makes random weights of the shapes that config.json gives. compress_weights: keep weights in 12 bits too,
+    without loss, for products of few rows; None does where products gain and memory is plenty. simulate_accept_length:
+    tokens every round emits, whatever is right; for measuring speed only. chunked_prefill_size: most prompt tokens a
+    prefill step processes, its padding counted; None goes by the device and its memory. prefill_tokens_per_round: the
+    same while requests decode, which take turns with prefill steps; None is about what a round computes.
+    schedule_policy: who is admitted first, and retracted last: by arrival, or by each request's priority, lower first,
+    and then by arrival. disable_radix_cache: do not keep the K/V of prompts and outputs for prompts that begin alike.
     disable_logits_processors: refuse requests with penalties, biases and the like, and keep no memory for them.
     check_level: 0 off, 1 host checks, 2 device probes, 3 poison and red zones. overlap: launch a round before the
     results of the last one are known; None is on where rounds are captured CUDA graphs. graphs: `sim` runs rounds with
@@ -71,15 +89,18 @@ class EngineConfig:
     model: str = BUILTIN_MODEL
     draft: str | None = None
     speculative_algorithm: Algorithm | None = None
+    speculative_mtp_recurrence: MtpRecurrence = "auto"
     speculative_num_steps: int = 5
     speculative_eagle_topk: int = 4
     speculative_num_draft_tokens: int = 16
     page_size: int = 16
-    max_running_requests: int = 8
+    max_running_requests: int | None = None
     context_length: int | None = None
     max_total_tokens: int | None = None
     mem_fraction_static: float = 0.88
     chunked_prefill_size: int | None = None
+    prefill_tokens_per_round: int | None = None
+    schedule_policy: SchedulePolicy = "fcfs"
     disable_radix_cache: bool = False
     disable_logits_processors: bool = False
     attention_backend: Backend = "auto"
@@ -128,8 +149,13 @@ class EngineConfig:
                 "--speculative-algorithm NONE forbids --speculative-draft-model-path",
             ),
             (
-                self.speculative_algorithm not in (None, "NONE") and self.draft is None,
+                self.speculative_algorithm not in (None, "NONE", *_ALONE) and self.draft is None,
                 f"--speculative-algorithm {shown(self.speculative_algorithm)[1:-1]} needs"
+                " --speculative-draft-model-path",
+            ),
+            (
+                self.speculative_algorithm == "NGRAM" and self.draft is not None,
+                "--speculative-algorithm NGRAM looks drafts up in the request's own text: drop"
                 " --speculative-draft-model-path",
             ),
             (self.check_level not in range(4), f"--check-level must be 0, 1, 2 or 3, got {shown(self.check_level)}"),
@@ -137,7 +163,7 @@ class EngineConfig:
                 self.simulate_accept_length is not None
                 and not 1
                 <= self.simulate_accept_length
-                <= (min(self.speculative_num_steps + 1, self.speculative_num_draft_tokens) if self.draft else 1),
+                <= (min(self.speculative_num_steps + 1, self.speculative_num_draft_tokens) if self.speculates else 1),
                 "--simulate-accept-length must lie between 1 and num-steps + 1, and not exceed num-draft-tokens"
                 " (1 without a draft),"
                 f" got {shown(self.simulate_accept_length)}",
@@ -158,6 +184,7 @@ class EngineConfig:
         for name in (
             "max_running_requests",
             "chunked_prefill_size",
+            "prefill_tokens_per_round",
             "context_length",
             "max_total_tokens",
             "page_size",
@@ -176,7 +203,18 @@ class EngineConfig:
     @property
     def shape(self) -> SpecShape:
         """The tree shape of a round; PLAIN without a draft."""
-        return PLAIN if self.draft is None else self._tree()
+        return self._tree() if self.speculates else PLAIN
+
+    @property
+    def algorithm(self) -> str | None:
+        """Under its one name; None to infer it, or for plain decoding."""
+        asked = self.speculative_algorithm
+        return {"NEXTN": "MTP", "NONE": None}.get(asked, asked) if asked is not None else None
+
+    @property
+    def speculates(self) -> bool:
+        """Whether rounds draft."""
+        return self.draft is not None or self.speculative_algorithm in _ALONE
 
     def _tree(self) -> SpecShape:
         return SpecShape(self.speculative_eagle_topk, self.speculative_num_steps, self.speculative_num_draft_tokens)
@@ -188,7 +226,7 @@ class EngineConfig:
         `draft` among the options, None included, is the caller's word; so is speculative_algorithm NONE. An unknown
         option is a ConfigError that lists the known.
         """
-        plain = model is not None or options.get("speculative_algorithm") == "NONE"
+        plain = model is not None or options.get("speculative_algorithm") in ("NONE", *_ALONE)
         pair = {"model": BUILTIN_MODEL if model is None else model, "draft": None if plain else BUILTIN_DRAFT}
         given = {**pair, **options}
         known = {field.name for field in fields(cls)}

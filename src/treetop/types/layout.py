@@ -194,6 +194,10 @@ class Layout:
         in_flight = max(self.chunk, self.headroom)
         return min(self.pages_for(window - 1 + in_flight) + 1, self.page_columns)
 
+    def window_spares(self, group: KVGroup) -> int:
+        """Tokens of a request at the context wall for which the group has no pages: they lie behind its window."""
+        return (self.page_columns - self.pages_per_request(group)) * self.page_size
+
     def pages_per_request(self, group: KVGroup) -> int:
         """Pages of `group` that one request at the context wall holds."""
         return self.page_columns if group.window is None else self.window_pages(group.window)
@@ -253,13 +257,13 @@ class Layout:
             Dimension(
                 "page_columns",
                 self.page_columns,
-                f"ceil((context {c} + max_in_flight {max_in_flight} * (S + 1) {w}) / page {p})",
+                f"ceil((context {c} + in_flight {max_in_flight} * (S + 1) {w}) / page {p})",
                 "--context-length",
             ),
             Dimension(
                 "max_positions",
                 self.max_positions,
-                f"context {c} + max_in_flight {max_in_flight} * (S + 1) {w}",
+                f"context {c} + in_flight {max_in_flight} * (S + 1) {w}",
                 "--context-length",
             ),
             Dimension("max_edits", self.max_edits, "cells that one plan may change", "--max-running-requests"),

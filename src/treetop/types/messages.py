@@ -35,7 +35,7 @@ class RowHistory:
 
 @dataclass(frozen=True, slots=True)
 class RowSetup:
-    """A request moves into `row` with `committed` tokens already in the pages of every group.
+    """A request moves into `row` with `committed` tokens already in the pages of every group: prefix_ids.
 
     history: only if `params` changes logits. From here on the device counts the tokens itself.
     """
@@ -45,6 +45,7 @@ class RowSetup:
     params: SamplingParams
     seed: int
     history: RowHistory | None = None
+    prefix_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

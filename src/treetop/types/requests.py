@@ -15,12 +15,18 @@ from treetop.types.sampling import FinishReason, SamplingParams, TokenLogprobs
 
 
 class EngineRequest(NamedTuple):
-    """One prompt. The client chooses the id, which no other request of this core may ever have."""
+    """One prompt. The client chooses the id, which no other request of this core may ever have.
+
+    priority: lower is served first, if the core's policy goes by it. timeout_s: seconds from its arrival in the core
+    after which it is ended with an error; None for no such limit.
+    """
 
     request_id: RequestId
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     seed: int
+    priority: int = 0
+    timeout_s: float | None = None
 
 
 class RequestStats(NamedTuple):
@@ -42,8 +48,9 @@ class RequestUpdate(NamedTuple):
     """What a step added to one request.
 
     new_ids: emitted now, cut at the stop. accept_len: accepted drafts of the round that gave them, before any cut; None
-    if it was no round. error: why the request failed, if it did. engine_failed: it failed with the whole engine. stats
-    come with finish_reason, in the request's last update. num_cached_tokens: as in the stats, with the first tokens.
+    if it was no round. error: why the request failed, if it did. engine_failed: it failed with the whole engine.
+    timed_out: its time was over. stats come with finish_reason, in the request's last update. num_cached_tokens: as in
+    the stats, with the first tokens.
     logprobs: of each of new_ids, if the request asks for them.
     """
 
@@ -56,13 +63,14 @@ class RequestUpdate(NamedTuple):
     stats: RequestStats | None = None
     num_cached_tokens: int | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    timed_out: bool = False
 
 
 class CoreInfo(NamedTuple):
     """What a client must know of a core. model_path: the folder. shape: of a round's tree.
 
     can_change_logits, max_logprobs: what a request may ask: penalties, biases and the like, and log-probabilities; -1
-    if there are none. eos_ids: the model's.
+    if there are none. eos_ids: the model's. by_priority: whether it goes by the priority of requests.
     """
 
     model_path: str
@@ -73,6 +81,7 @@ class CoreInfo(NamedTuple):
     can_change_logits: bool = False
     max_logprobs: int = -1
     eos_ids: tuple[int, ...] = ()
+    by_priority: bool = False
 
 
 class CoreLoad(NamedTuple):

@@ -109,7 +109,7 @@ def completions(front: Front) -> APIRouter:
         if not ids:
             raise InputError("prompt: the list is empty")
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        deltas = await front.start(ids, body, max_tokens)
+        deltas = front.start(ids, body, max_tokens)
         try:
             completion = Completion(front, body, ids, deltas)
             return EventStream(deltas, completion.events) if body.stream else await completion.whole(request)

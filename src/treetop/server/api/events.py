@@ -43,6 +43,8 @@ async def collected(request: Request, deltas: DeltaStream) -> list[RequestOutput
 
 
 def check_output(output: RequestOutput) -> None:
+    if output.timed_out:
+        raise ApiError(504, f"the request took too long: {output.error}", "timeout", "timeout")
     if output.error is not None:
         raise ApiError(500, f"the request failed: {output.error}", code="request_failed")
 

@@ -47,7 +47,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
     "truncate_prompt_tokens": (),
-    "priority": (0,),
     "lora_path": (),
 }
 """Known fields that cannot be honoured, and the values that ask for nothing; null asks for nothing either."""
@@ -109,6 +108,8 @@ class SamplingFields(Body):
     stop: Annotated[Stops | None, BeforeValidator(_listed)] = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
+    priority: int = 0
+    timeout: float | None = Field(None, description="seconds after which the request ends with an error")
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None

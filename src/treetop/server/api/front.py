@@ -10,6 +10,7 @@ from uuid import uuid4
 
 from treetop.core.clients import AsyncCore
 from treetop.models.folder import generation_config
+from treetop.server.alive import Alive
 from treetop.server.api.errors import ApiError
 from treetop.server.api.fields import SamplingFields
 from treetop.server.async_llm import AsyncLLM, DeltaStream
@@ -26,13 +27,16 @@ log = logging.getLogger("treetop.server")
 class Front:
     """One API process. draining: it takes what comes until its connections end, and says that it is not ready."""
 
-    def __init__(self, core: AsyncCore, options: ServeOptions, model: str, seed: int) -> None:
-        """model: as the caller named it. Raises UserError for files of the model that cannot be read."""
+    def __init__(self, core: AsyncCore, options: ServeOptions, model: str, seed: int, alive: Alive) -> None:
+        """model: as the caller named it. alive: counts the requests of all API processes.
+
+        Raises UserError for files of the model that cannot be read.
+        """
         self.options, self.core = options, core
         self.names = options.served_model_name or (model,)
         self.created = int(time.time())
         self.metrics = Metrics(self.names[0], core.info)
-        self.llm = AsyncLLM.of(core, seed, self.metrics.observe)
+        self.llm = AsyncLLM.of(core, seed, self.metrics.observe, alive)
         folder = Path(core.info.model_path)
         self.defaults = sampling_defaults(folder)
         if self.defaults["repetition_penalty"] != 1 and not core.info.can_change_logits:
@@ -40,23 +44,29 @@ class Front:
             self.defaults["repetition_penalty"] = 1.0
         self.template = open_chat_template(folder, options.chat_template)
         self.draining = False
-        rows, waiting = core.info.max_requests, options.max_queued_requests
-        self._most_alive = -(-(rows + waiting) // options.api_workers)
+        self._alive, self._most_alive = alive, core.info.max_requests + options.max_queued_requests
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self.names:
             raise ApiError(404, f"model: {name[:200]!r} is not served here", "model", "model_not_found")
 
-    async def start(self, ids: Sequence[list[int]], body: SamplingFields, max_tokens: int | None) -> DeltaStream:
+    def start(self, ids: Sequence[list[int]], body: SamplingFields, max_tokens: int | None) -> DeltaStream:
         """Queue n choices of each prompt. max_tokens: None for all that the context holds. Raises ApiError if full."""
         most = self.core.info.max_context if max_tokens is None else max_tokens
-        params = body.params(self.defaults, most)
-        self._admit(len(ids) * body.n)
+        params, timeout_s = body.params(self.defaults, most), self._timeout_of(body)
         prompts = [each for each in ids for _ in range(body.n)]
         own: list[SamplingParams] = params * len(ids)
-        stream = await self.llm.stream(prompts, own)
+        with self._alive.locked():
+            self._admit(len(prompts))
+            stream = self.llm.queue(prompts, own, body.priority, timeout_s)
         self.metrics.arrived(sum(map(len, prompts)))
         return stream
+
+    def _timeout_of(self, body: SamplingFields) -> float | None:
+        most = self.options.request_timeout
+        if body.timeout is not None and most is not None and body.timeout > most:
+            raise ApiError(400, f"timeout: at most {most:g} seconds here (--request-timeout)", "timeout")
+        return most if body.timeout is None else body.timeout
 
     def _admit(self, count: int) -> None:
         if count > self._most_alive:
@@ -66,11 +76,12 @@ class Front:
                 " raise --max-queued-requests",
                 "n",
             )
-        if self.llm.num_alive + count > self._most_alive:
+        total = self._alive.total
+        if total + count > self._most_alive:
             self.metrics.refused()
             raise ApiError(
                 429,
-                f"the queue is full: {self.llm.num_alive} requests run and wait, of {self._most_alive}; try again later"
+                f"the queue is full: {total} requests run and wait, of {self._most_alive}; try again later"
                 " (--max-queued-requests)",
                 code="queue_full",
             )

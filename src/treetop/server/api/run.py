@@ -7,11 +7,13 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 
 import msgspec
 import uvicorn
 
 from treetop.core.remote import RemoteCore
+from treetop.server.alive import Alive
 from treetop.server.api.app import make_app
 from treetop.server.api.front import Front
 from treetop.server.options import ServeOptions
@@ -23,13 +25,17 @@ _STUCK_S = 5.0
 
 
 class ApiOptions(msgspec.Struct, frozen=True):
-    """What an API process is told. model, seed: of the engine. number: of this process, None if there is but one."""
+    """What an API process is told. model, seed: of the engine. number: of this process, None if there is but one.
+
+    alive_file: where several count their requests.
+    """
 
     serve: ServeOptions
     address: str
     model: str
     seed: int
     number: int | None = None
+    alive_file: str | None = None
 
 
 class _Server(uvicorn.Server):
@@ -47,7 +53,9 @@ async def serve(
 
     SIGTERM and SIGINT: nothing new is accepted, what was accepted is finished, the second one ends at once.
     """
-    front = Front(core, options.serve, options.model, options.seed)
+    file, number = options.alive_file, options.number or 0
+    alive = Alive(None if file is None else Path(file), number, options.serve.api_workers)
+    front = Front(core, options.serve, options.model, options.seed, alive)
     timeout_s = options.serve.drain_timeout
     config = uvicorn.Config(
         make_app(front),
@@ -78,6 +86,7 @@ async def serve(
         for task in tasks:
             task.cancel()
         front.close()
+        alive.close()
     return code if core.failure is None else 1
 
 

@@ -22,7 +22,7 @@ def bench(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
     for name in ("packed_weights", "skinny_gemm", "attention_cases"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    module, tuner = importlib.import_module("compressed"), importlib.import_module("skinny_gemm")
+    module, tuner = importlib.import_module("packed_weights"), importlib.import_module("skinny_gemm")
     shapes = {"small": (8192, 256, False), "gates": (16384, 256, True)}
     entries = [
         {"name": name, "n": n, "k": k, "gated": gated, "rows": rows, "launch": None, "us": 1.0, "vendor_us": 1.0}

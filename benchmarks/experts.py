@@ -1,0 +1,204 @@
+"""Times routing and the products with experts on one GPU, against the bytes of the experts that were chosen.
+
+    python benchmarks/experts.py                   the launches that are chosen, a line a shape and number of tokens
+    python benchmarks/experts.py --launches        every candidate launch of the two products besides
+
+A time is that of one layer in a replayed graph of many over different weights, as in a decode round: norm, routing,
+both products. Results are checked before anything is timed. The floor is what the chosen experts' weights take at the
+machine's copy rate. JSON lines on stdout; the first names the machine.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import product
+from unittest import mock
+
+import torch
+from attention_cases import DEVICE, copy_bytes_per_s, graph_of, times_us
+from torch import Tensor
+
+from treetop.kernels import experts as kernels
+from treetop.kernels.experts import Activation, Experts, GroupedLaunch, choose_grouped, experts_reference
+from treetop.kernels.fused import add_rms_norm
+from treetop.kernels.mxfp4 import GROUP_BYTES, pack
+from treetop.kernels.routing import Router, RouterKind, RouterSpec, route
+from treetop.kernels.triton_guard import gpu_traits
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A layer of experts. packed: in MXFP4."""
+
+    router: RouterSpec
+    hidden: int
+    inner: int
+    activation: Activation
+    packed: bool
+
+    @property
+    def expert_bytes(self) -> float:
+        return 3 * self.hidden * self.inner * (GROUP_BYTES / 32 if self.packed else 2)
+
+
+SHAPES = {
+    "gpt-oss-20b": Shape(
+        RouterSpec(32, 4, RouterKind.TOPK_SOFTMAX, bias=True), 2880, 2880, Activation.CLAMPED, packed=True
+    ),
+    "qwen3-30b-a3b": Shape(
+        RouterSpec(128, 8, RouterKind.SOFTMAX, renormalise=True), 2048, 768, Activation.SILU, packed=False
+    ),
+}
+LAYERS = 12
+GPU = gpu_traits(DEVICE)
+
+
+class Layer:
+    """Random weights, of which products keep their input's size."""
+
+    def __init__(self, shape: Shape) -> None:
+        spec, hidden, inner = shape.router, shape.hidden, shape.inner
+        self.shape, self.norm = shape, torch.ones(hidden, dtype=torch.bfloat16, device=DEVICE)
+        bias = torch.randn(spec.num_experts, device=DEVICE).bfloat16() if spec.bias else None
+        self.router = Router(spec, self._normal(spec.num_experts, hidden), bias, None)
+        self.experts = Experts(
+            self._weight(spec.num_experts, 2, inner, hidden),
+            self._weight(spec.num_experts, hidden, inner),
+            self._normal(spec.num_experts, 2, inner) if spec.bias else None,
+            self._normal(spec.num_experts, hidden) if spec.bias else None,
+            shape.activation,
+        )
+
+    @staticmethod
+    def _normal(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.bfloat16, device=DEVICE) * shape[-1] ** -0.5
+
+    def _weight(self, *shape: int):
+        if not self.shape.packed:
+            return self._normal(*shape)
+        groups = torch.randint(0, 256, (*shape[:-1], shape[-1] // 32, GROUP_BYTES), dtype=torch.uint8, device=DEVICE)
+        groups[..., GROUP_BYTES - 1] = 120
+        return pack(groups.transpose(1, 2) if len(shape) == 4 else groups)
+
+
+def check(layer: Layer, x: Tensor) -> float:
+    """The relative error of both products. Padding and two calls are looked at too."""
+    live = torch.rand(len(x), device=DEVICE) < 0.8
+    live[0] = True
+    routes = route(x, layer.router, live, GPU)
+    got = [kernels.experts(x, routes, layer.experts, GPU) for _ in range(2)]
+    assert torch.equal(*got), "two calls differ"
+    few = live.nonzero()[:64, 0]
+    part = replace(routes, expert=routes.expert[few], weight=routes.weight[few])
+    want = experts_reference(x[few].float(), part, in_float32(layer.experts))[0]
+    assert not bool(got[0][:, ~live].any()), "padding is not 0"
+    return float((got[0].float().sum(0)[few] - want).norm() / want.norm())
+
+
+def in_float32(experts: Experts) -> Experts:
+    """Weights as the reference takes them for inputs in float32."""
+    names = ("gate_up", "down", "gate_up_bias", "down_bias")
+    wide = {name: getattr(experts, name) for name in names}
+    return replace(experts, **{n: w.float() if isinstance(w, Tensor) else w for n, w in wide.items()})
+
+
+def time_of(work: Callable[[], object], calls: int) -> float:
+    graph = graph_of(work)
+    return statistics.median(times_us(graph.replay, 20)) / calls
+
+
+def measure(layers: list[Layer], tokens: int) -> dict[str, object]:
+    x = torch.randn(tokens, layers[0].shape.hidden, device=DEVICE).bfloat16()
+    error = check(layers[0], x)
+    assert error < 1e-2, f"relative error {error:.1e}"
+    routes = [route(x, layer.router, None, GPU) for layer in layers]
+    touched = statistics.mean(len(each.expert.unique()) for each in routes)
+
+    def whole() -> None:
+        stream, parts = x, torch.zeros((1, *x.shape), dtype=x.dtype, device=DEVICE)
+        for layer in layers:
+            stream, normed = add_rms_norm(stream, parts, layer.norm, 1e-5, GPU)
+            parts = kernels.experts(normed, route(normed, layer.router, None, GPU), layer.experts, GPU)
+
+    def only_routes() -> None:
+        for layer in layers:
+            route(x, layer.router, None, GPU)
+
+    def only_products() -> None:
+        for layer, each in zip(layers, routes, strict=True):
+            kernels.experts(x, each, layer.experts, GPU)
+
+    return {
+        "tokens": tokens,
+        "error": round(error, 5),
+        "experts": touched,
+        "layer_us": time_of(whole, len(layers)),
+        "route_us": time_of(only_routes, len(layers)),
+        "products_us": time_of(only_products, len(layers)),
+    }
+
+
+def candidates(shape: Shape, rows: int, gated: bool) -> list[GroupedLaunch]:
+    block_k = 128 if shape.packed else 64
+    cuts = ((128, 4), (128, 8), (64, 2), (64, 4)) if rows > 32 else ((32, 2), (64, 2), (64, 4), (128, 4))
+    splits = (1,) if gated else (1, 2) if rows > 32 else (2, 4, 6)
+    stages = (3,) if rows > 32 else (4, 7)
+    return [GroupedLaunch(n, block_k, s, each, warps) for (n, warps), s, each in product(cuts, splits, stages)]
+
+
+def try_launches(layers: list[Layer], tokens: int, name: str) -> None:
+    """Times of both products with each candidate of one of them."""
+    x = torch.randn(tokens, layers[0].shape.hidden, device=DEVICE).bfloat16()
+    routes = [route(x, layer.router, None, GPU) for layer in layers]
+    tiles = routes[0].tiles
+    assert tiles is not None
+
+    def work() -> None:
+        for layer, each in zip(layers, routes, strict=True):
+            kernels.experts(x, each, layer.experts, GPU)
+
+    for gated in (True, False):
+        rows = []
+        for launch in candidates(layers[0].shape, tiles.rows, gated):
+
+            def chosen(*args, launch=launch, gated=gated):
+                return launch if args[3] == gated else choose_grouped(*args)
+
+            try:
+                with mock.patch.object(kernels, "choose_grouped", chosen):
+                    rows.append((time_of(work, len(layers)), launch))
+            except Exception as error:  # out of shared memory
+                print(json.dumps({"launch": str(launch), "error": repr(error)[:200]}), flush=True)
+        for us, launch in sorted(rows, key=lambda row: row[0])[:6]:
+            print(
+                json.dumps({"shape": name, "tokens": tokens, "gated": gated, "us": us, "launch": str(launch)}),
+                flush=True,
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--tokens", nargs="*", type=int, default=[1, 4, 8, 32, 60, 480, 4096])
+    parser.add_argument("--launches", action="store_true")
+    args = parser.parse_args()
+    rate = copy_bytes_per_s()
+    print(json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_bytes_per_s": rate}))
+    for name in args.shapes:
+        layers = [Layer(SHAPES[name]) for _ in range(LAYERS)]
+        for tokens in args.tokens:
+            figures = measure(layers, tokens)
+            floor = 1e6 * figures["experts"] * SHAPES[name].expert_bytes / rate  # type: ignore[operator]
+            ratio = figures["layer_us"] / floor  # type: ignore[operator]
+            print(json.dumps({"shape": name, **figures, "floor_us": floor, "ratio": ratio}), flush=True)
+            if args.launches:
+                try_launches(layers, tokens, name)
+        del layers
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()

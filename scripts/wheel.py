@@ -1,0 +1,101 @@
+"""Build the wheel, install it into an environment of its own, and serve from there.
+
+    python scripts/wheel.py
+
+The environment sees the packages of this Python's, so nothing is downloaded but what builds the wheel; what the wheel
+and its serve extra ask for must be among them. It does not see this source tree. Prints one line, and exits with 1 if
+something fails.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIG = "port: 0\nmax-model-len: 128\nserved-model-name: [wheel]\nlog_interval: 0\nmax-running-requests: 2\n"
+CLEAN = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+WAIT_S = 120
+REQUIRED = """
+import importlib.metadata as metadata, re
+for each in metadata.requires("treetop"):
+    if "extra ==" not in each or "serve" in each.split(";")[1]:
+        metadata.version(re.match(r"[\\w.-]+", each)[0])
+"""
+"""Raises unless all packages are there that the wheel and its serve extra ask for."""
+
+
+def build(folder: Path) -> Path:
+    """The wheel."""
+    run(folder, sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(ROOT))
+    (wheel,) = folder.glob("treetop-*.whl")
+    return wheel
+
+
+def install(folder: Path, wheel: Path) -> Path:
+    """A new environment with the wheel; its Python."""
+    environment = folder / "environment"
+    run(folder, sys.executable, "-m", "venv", str(environment))
+    python = environment / "bin" / "python"
+    asked = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    packages = Path(subprocess.check_output(asked, text=True, env=CLEAN).strip())
+    # A line that is a path makes its packages visible, but runs none of its .pth files: no editable treetop.
+    lent = [place for place in sys.path if place.endswith("-packages")]
+    run(folder, str(python), "-m", "pip", "install", "-q", "--no-index", "--no-deps", str(wheel))
+    (packages / "lent.pth").write_text("\n".join(lent) + "\n", encoding="utf-8")
+    run(folder, str(python), "-c", REQUIRED)
+    return python
+
+
+def serve(folder: Path, python: Path) -> str:
+    """What a server from the wheel, told by a file of options, completes."""
+    (folder / "serve.yaml").write_text(CONFIG, encoding="utf-8")
+    command = [str(python.with_name("treetop")), "serve", "--config", "serve.yaml"]
+    server = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, env=CLEAN)
+    assert server.stderr is not None
+    try:
+        said = ""
+        while (found := re.search(r"serving wheel on (http://\S+) \(context 128, 2 requests", said)) is None:
+            line = server.stderr.readline()
+            if not line:
+                raise SystemExit(f"the server has ended:\n{said}")
+            said += line
+        body = json.dumps({"model": "wheel", "prompt": "def area(r):", "max_tokens": 8, "temperature": 0}).encode()
+        asked = urllib.request.Request(found[1] + "/v1/completions", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(asked, timeout=WAIT_S) as answer:
+            text = json.load(answer)["choices"][0]["text"]
+        server.send_signal(signal.SIGTERM)
+        code = server.wait(WAIT_S)
+    finally:
+        server.kill()
+        server.wait()
+    if code != 0 or not text:
+        raise SystemExit(f"exit code {code}, completion {text!r}")
+    return str(text)
+
+
+def run(folder: Path, *command: str) -> None:
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=CLEAN, check=False)
+    if ended.returncode:
+        raise SystemExit(f"{' '.join(command)}:\n{ended.stdout}{ended.stderr}")
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory(prefix="treetop-wheel-") as name:
+        folder = Path(name)
+        wheel = build(folder)
+        python = install(folder, wheel)
+        where = [str(python), "-c", "import treetop; print(treetop.__file__)"]
+        origin = subprocess.check_output(where, cwd=folder, text=True, env=CLEAN).strip()
+        if not origin.startswith(str(folder)):
+            raise SystemExit(f"treetop is taken from {origin}, not from the wheel")
+        print(f"{wheel.name}, {wheel.stat().st_size / 2**20:.1f} MiB, serves: {serve(folder, python)!r}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Drafts looked up in a request's own text: what followed where it last read as it reads now.
+
+There are no weights and no K/V. A state is a handful of earlier places, the longest match first, each with the tokens
+that followed; nodes of a tree keep those places that agree with their path. So a tree has several continuations, and
+the more of the text agrees, the likelier one is.
+Source: prompt lookup decoding, github.com/apoorvumang/prompt-lookup-decoding; a tree of it, as SGLang's `NGRAM` has.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from treetop.attention.layer import Attend
+from treetop.drafts.head_files import no_offset
+from treetop.drafts.protocol import DraftProducts, DraftVocab, Extension, Proposal, Streamed
+from treetop.kernels.row_text import continued, longest_matches
+from treetop.kernels.table import Ops
+from treetop.kernels.tree import stable_topk
+from treetop.models.config import AttentionSpec, ModelConfig
+from treetop.models.loader import Placement, Weights
+from treetop.models.params import Param
+from treetop.models.target import Target
+from treetop.types.layout import SpecShape
+
+PLACES = 16
+"""Earlier places that a state keeps."""
+_MOST = 8
+"""Tokens of a match that are compared: longer ones count as this long."""
+_BASE = 4.0
+"""Log2 of how much more a match weighs than one that is a token shorter: 16 times, more than all others there are."""
+_FILLER = -30.0
+"""Log-probability of a token that nothing speaks for; a node has k children, whatever it finds."""
+
+
+@dataclass(frozen=True, slots=True)
+class NgramSpec:
+    """A `DrafterSpec`. num_steps: drafts that a path may have."""
+
+    vocab_size: int
+    num_steps: int
+    folder: Path | None = None
+    aux_inputs: tuple[int, ...] = ()
+    attention: tuple[AttentionSpec, ...] = ()
+    params: tuple[Param, ...] = ()
+    derived: int = 0
+    state_dtype: torch.dtype | None = torch.int32
+    reads_text: bool = True
+
+    @property
+    def state_size(self) -> int:
+        return PLACES * (1 + self.num_steps)
+
+    @property
+    def streamed(self) -> Streamed:
+        return Streamed(0, 0, 0)
+
+    def build(self, weights: Weights, target: Target, place: Placement, ops: Ops) -> "NgramLookup":
+        return NgramLookup(self, place)
+
+    def load(self, target: Target, place: Placement) -> "NgramLookup":
+        return NgramLookup(self, place)
+
+    def check(self) -> int:
+        return 0
+
+
+class NgramLookup:
+    """A `Drafter`. A state is [PLACES, 1 + steps] integers: the length of the match, 0 for none, and what followed."""
+
+    def __init__(self, spec: NgramSpec, place: Placement) -> None:
+        self.spec = spec
+        self.vocab, self.products = DraftVocab(no_offset(spec.vocab_size, place.device)), DraftProducts()
+
+    def extend(self, tokens: Tensor, aux_hidden: Tensor, positions: Tensor, at: Extension, attend: Attend) -> Tensor:
+        """See `Drafter`. Only the text counts."""
+        assert at.text is not None
+        text, end = at.text[at.rows], positions.gather(1, at.last[:, None])[:, 0] + 1
+        place, length = longest_matches(text, end, PLACES, _MOST)
+        following = continued(text, end, place, self.spec.num_steps)
+        return torch.cat([length[:, :, None].to(text.dtype), following], dim=2).flatten(1)
+
+    def grow(self, tokens: Tensor, state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """See `Drafter`: places whose next token is another drop out, the others move on by one."""
+        places = state.unflatten(-1, (PLACES, -1))
+        length, following = places[..., 0], places[..., 1:]
+        agrees = (length > 0) & (following[..., 0] == tokens[..., None])
+        length = torch.where(agrees, length + 1, 0)
+        return torch.cat([length[..., None], F.pad(following[..., 1:], (0, 1))], dim=-1).flatten(-2)
+
+    def propose(self, state: Tensor, k: int) -> Proposal:
+        """See `Drafter`: a token's share of the places, by their matches, times how far the longest can be trusted."""
+        places = state.unflatten(-1, (PLACES, -1))
+        length, token = places[..., 0], places[..., 1].to(torch.int64)
+        found, longest = length > 0, length.amax(dim=-1, keepdim=True)
+        weight = torch.where(found, torch.exp2(_BASE * (length - longest).to(torch.float32)), 0.0)
+        alike = (token[..., :, None] == token[..., None, :]) & found[..., None, :]
+        together = torch.where(alike, weight[..., None, :], 0.0).sum(dim=-1)
+        share = together / weight.sum(dim=-1, keepdim=True).clamp(min=1e-30)
+        trusted = share * (1 - torch.exp2(-longest.to(torch.float32)))
+        first = found & ~(alike & self._earlier(state.device)).any(dim=-1)  # of places that say the same, the best
+        score = torch.where(first, trusted.log(), float("-inf"))
+
+        filler = torch.arange(min(k + PLACES, self.spec.vocab_size), device=state.device)
+        said = (filler[:, None] == token[..., None, :]) & found[..., None, :]
+        rest = torch.where(said.any(dim=-1), float("-inf"), _FILLER - filler.to(torch.float32))
+        best, index = stable_topk(torch.cat([score, rest], dim=-1), k)
+        candidates = torch.cat([token, filler.expand(*token.shape[:-1], -1)], dim=-1)
+        return Proposal(candidates.gather(-1, index), best)
+
+    def _earlier(self, device: torch.device) -> Tensor:
+        """[place, other] bool: the other is the better match."""
+        place = torch.arange(PLACES, device=device)
+        return place[None, :] < place[:, None]
+
+
+def ngram_spec(target: ModelConfig, shape: SpecShape) -> NgramSpec:
+    """Lookup for a target's tokens, deep enough for trees of this shape."""
+    return NgramSpec(target.vocab_size, shape.num_steps)

@@ -1,0 +1,123 @@
+"""A feed-forward of experts, of which a router chooses some for each token, and the parameters it consists of.
+
+How checkpoints hold experts (`ExpertSpec.stored`): "each" has three tensors an expert, as dense layers have them;
+"stacked" has GPT-OSS's two for all, [experts, in, out] with gates and ups in turn; "mxfp4" the same two packed, with
+rows of outputs. In memory it is always gates before ups, [experts, 2, inner, hidden], and [experts, hidden, inner].
+"""
+
+import torch
+from torch import Tensor
+
+from treetop.kernels.experts import Experts
+from treetop.kernels.routing import Router, Routes
+from treetop.kernels.table import Ops
+from treetop.models.config import DenseSpec, ExpertSpec
+from treetop.models.layers import GatedMLP, mlp_params
+from treetop.models.loader import Weights
+from treetop.models.mxfp4 import MXFP4
+from treetop.models.params import FLOATS, Param, Source, matrix, vector
+
+
+class ExpertMLP:
+    """Router, chosen experts, and what is shared by all tokens beside them."""
+
+    def __init__(self, spec: ExpertSpec, weights: Weights, name: str, ops: Ops) -> None:
+        number, inner, router = spec.router.num_experts, spec.inner_size, f"{name}.router"
+        self.spec, self._ops = spec, ops
+        self._router = Router(
+            spec.router, weights.pop(router), weights.pop(f"{router}_bias", None), weights.pop(f"{router}_score", None)
+        )
+        gate_up, down = weights.pop(f"{name}.gate_up"), weights.pop(f"{name}.down")
+        bias, down_bias = weights.pop(f"{name}.gate_up_bias", None), weights.pop(f"{name}.down_bias", None)
+        self._experts = Experts(
+            ops.expert_weight(gate_up.view(number, 2, inner, *gate_up.shape[1:])),
+            ops.expert_weight(down.view(number, -1, *down.shape[1:])),
+            None if bias is None else bias.view(number, 2, inner),
+            None if down_bias is None else down_bias.view(number, -1),
+            spec.activation,
+        )
+        self._shared = GatedMLP(weights, f"{name}.shared", ops) if spec.shared_inner else None
+        self.products = [self, *(() if self._shared is None else self._shared.products)]
+
+    def route(self, x: Tensor, live: Tensor | None) -> Routes:
+        """The experts of each token. x: [tokens, hidden]; live: [tokens] bool."""
+        return self._ops.route(x, self._router, live)
+
+    def __call__(self, x: Tensor, live: Tensor | None = None) -> Tensor:
+        """x: [..., hidden]; live: [...] bool. Returns parts [parts, ..., hidden], of experts 0 where not live."""
+        flat = x.reshape(-1, x.shape[-1]).contiguous()
+        routes = self.route(flat, None if live is None else live.reshape(-1))
+        parts = self._ops.experts(flat, routes, self._experts).view(-1, *x.shape)
+        if self._shared is None:
+            return parts
+        shared = self._shared(x)
+        return torch.cat([parts, shared.to(parts.dtype)]) if len(parts) > 1 else torch.cat([parts, shared])
+
+
+def expert_params(spec: ExpertSpec, name: str, stored: str, hidden: int) -> list[Param]:
+    """stored: the prefix of its tensors. Ranks have all of it."""
+    number, kind, router = spec.router.num_experts, spec.router, f"{name}.router"
+    gate = f"{stored}.gate" if spec.stored == "each" else f"{stored}.router"
+    params = [matrix(router, Source(f"{gate}.weight", (number, hidden)))]
+    if kind.bias:
+        params.append(vector(f"{router}_bias", Source(f"{gate}.bias", (number,))))
+    if kind.correction:
+        source = Source(f"{gate}.e_score_correction_bias", (number,))
+        params.append(Param(f"{router}_score", (number,), (source,), "score"))
+    make = _each if spec.stored == "each" else _stacked
+    params += make(spec, name, f"{stored}.experts", hidden)
+    if spec.shared_inner:
+        params += mlp_params(DenseSpec(spec.shared_inner), f"{name}.shared", f"{stored}.shared_experts", hidden)
+    return params
+
+
+def _each(spec: ExpertSpec, name: str, stored: str, hidden: int) -> list[Param]:
+    """Three matrices an expert, without biases."""
+    assert not spec.bias
+    number, inner = spec.router.num_experts, spec.inner_size
+    both = [
+        Source(f"{stored}.{expert}.{each}_proj.weight", (inner, hidden))
+        for expert in range(number)
+        for each in ("gate", "up")
+    ]
+    down = [Source(f"{stored}.{expert}.down_proj.weight", (hidden, inner)) for expert in range(number)]
+    return [
+        Param(f"{name}.gate_up", (number * 2 * inner, hidden), tuple(both), "experts"),
+        Param(f"{name}.down", (number * hidden, inner), tuple(down), "experts"),
+    ]
+
+
+def _stacked(spec: ExpertSpec, name: str, stored: str, hidden: int) -> list[Param]:
+    """One tensor for all experts' gates and ups, in turn, and one for what follows."""
+    number, inner, packed = spec.router.num_experts, spec.inner_size, spec.stored == "mxfp4"
+    rows = {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}
+    params = []
+    for each, (out, width) in rows.items():
+        shape = (number, out, width) if packed else (number, width, out)
+        in_turn = each == "gate_up"
+
+        def arranged(whole: Tensor, in_turn: bool = in_turn) -> Tensor:
+            lines = whole if packed else whole.transpose(1, 2)
+            return _gates_first(lines) if in_turn else lines
+
+        source = Source(f"{stored}.{each}_proj", shape, arranged, rows=number * out)
+        format_ = MXFP4 if packed else FLOATS
+        params.append(Param(f"{name}.{each}", (number * out, width), (source,), "experts", format=format_))
+    if spec.bias:
+        biases = Source(f"{stored}.gate_up_proj_bias", (number, 2 * inner), _gates_first, rows=number * 2 * inner)
+        params.append(Param(f"{name}.gate_up_bias", (number * 2 * inner,), (biases,), "vector"))
+        params.append(
+            Param(
+                f"{name}.down_bias",
+                (number * hidden,),
+                (Source(f"{stored}.down_proj_bias", (number, hidden), rows=number * hidden),),
+                "vector",
+            )
+        )
+    return params
+
+
+def _gates_first(lines: Tensor) -> Tensor:
+    """[experts, 2 * inner, ...] with gates and ups in turn as [experts, 2, inner, ...]: a view."""
+    in_pairs: Tensor = lines.unflatten(1, (-1, 2))
+    return in_pairs.transpose(1, 2)

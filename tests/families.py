@@ -1,0 +1,132 @@
+"""Tiny random models of every family, made by `transformers`, which is also what they are compared with."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tiny_models import EOS, LLAMA3_ROPE, Pair, copy_folder, save_random, save_random_head
+
+WINDOW = 12
+SIZES = {
+    "vocab_size": 13,  # a tree holds much of what can come, so a head that knows nothing is often right
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": EOS,
+    "pad_token_id": None,
+}
+WINDOWED = {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 2}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 16}
+SCALED_FULL = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+
+
+def _as_is(target: Path, folder: Path) -> Path:
+    return target
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A family's tiny model. name: of the class in `transformers`, without the ending. finish: makes the folder that
+    treetop reads of the one that `transformers` wrote. by_token: the reference runs one token after the other."""
+
+    name: str
+    config: dict[str, Any] = field(default_factory=dict)
+    finish: Callable[[Path, Path], Path] = _as_is
+    by_token: bool = False
+
+    def save(self, folder: Path, seed: int = 0) -> "Saved":
+        config = getattr(transformers, f"{self.name.replace('Gemma3', 'Gemma3Text')}Config")(**{**SIZES, **self.config})
+        model = getattr(transformers, f"{self.name}ForCausalLM")
+        theirs = save_random(model, config, folder / "transformers", seed)
+        ours = self.finish(theirs, folder / "target")
+        head = save_random_head(folder / "head", theirs, draft_vocab=None, seed=seed + 1)
+        return Saved(Pair(ours, head), theirs, self.by_token)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """pair: what treetop loads. theirs: the target as `transformers` loads it."""
+
+    pair: Pair
+    theirs: Path
+    by_token: bool
+
+    def reference(self, dtype: torch.dtype) -> Any:
+        model = transformers.AutoModelForCausalLM.from_pretrained(self.theirs, dtype=dtype).eval()
+        model.generation_config.eos_token_id = None
+        return model
+
+    @torch.no_grad()
+    def logits(self, model: Any, ids: list[int], more: int = 0) -> torch.Tensor:
+        """[len(ids), vocab]; and of `more` tokens that follow greedily, [len(ids) + more, vocab]."""
+        if not self.by_token:
+            given = torch.tensor([ids])
+            if more:
+                mask = torch.ones_like(given)
+                given = model.generate(given, attention_mask=mask, do_sample=False, max_new_tokens=more, pad_token_id=0)
+            return model(given).logits[0]
+        rows, cache = [], None
+        while len(rows) < len(ids) + more:
+            token = ids[len(rows)] if len(rows) < len(ids) else int(rows[-1].argmax())
+            output = model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            rows.append(output.logits[0])
+        return torch.cat(rows)
+
+
+def _with_mtp(target: Path, folder: Path) -> Path:
+    """MiMo: Qwen2 under its own name, with a layer for further tokens that a target does not use."""
+    tensors = load_file(target / "model.safetensors")
+    layer = {
+        name.replace("model.layers.0.", ""): t for name, t in tensors.items() if name.startswith("model.layers.0.")
+    }
+    added = {f"model.mtp_layers.0.{name}": tensor.clone() for name, tensor in layer.items()}
+    added["model.mtp_layers.0.input_proj.weight"] = torch.zeros(32, 64)
+    copy_folder(target, folder, architectures=["MiMoForCausalLM"], model_type="mimo", num_nextn_predict_layers=1)
+    save_file({**tensors, **added}, folder / "model.safetensors")
+    return folder
+
+
+FAMILIES: dict[str, Tiny] = {
+    "llama 2": Tiny("Llama", {"num_key_value_heads": 4}),
+    "llama 3": Tiny("Llama", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
+    "llama yarn": Tiny("Llama", {"rope_parameters": YARN}),
+    "llama dynamic": Tiny(
+        "Llama",
+        {
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 8.0},
+            "max_position_embeddings": 42,
+        },
+        by_token=True,
+    ),
+    "mistral": Tiny("Mistral", {"sliding_window": WINDOW}),
+    "qwen2": Tiny("Qwen2", {"head_dim": 8}),
+    "qwen2 windows": Tiny("Qwen2", {**WINDOWED, "head_dim": 8}),
+    "qwen3": Tiny("Qwen3", {"tie_word_embeddings": True}),
+    "qwen3 windows": Tiny("Qwen3", WINDOWED),
+    "gemma3": Tiny(
+        "Gemma3",
+        {
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            "query_pre_attn_scalar": 20,
+            "rope_parameters": SCALED_FULL,
+        },
+    ),
+    "glm4": Tiny("Glm4", {}),
+    "mimo": Tiny("Qwen2", {"head_dim": 8, "num_hidden_layers": 4}, finish=_with_mtp),
+}

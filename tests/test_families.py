@@ -1,0 +1,249 @@
+"""Every family is the model that `transformers` runs, speculation gives its tokens, and what is unknown is refused."""
+
+import json
+
+import pytest
+import torch
+
+from engines import accept_lens, build, greedy, steps, submit, tokens
+from families import FAMILIES, SIZES, WINDOW, Saved
+from refusing import refused
+from test_golden import record_logits
+from tiny_models import copy_folder
+from treetop import LLM
+from treetop.models.registry import FAMILIES as KNOWN
+from treetop.models.registry import target_spec
+from treetop.types.errors import CheckpointError
+from treetop.types.ids import NULL_PAGE
+from treetop.types.ids import WINDOW as WINDOW_GROUP
+
+LENGTHS = (1, WINDOW - 1, WINDOW, 5 * WINDOW)
+"""Prompts below the window, at its edge and far past it; 16 tokens more pass it in every case but the first."""
+GRID = [(1, 1, 2), (1, 3, 4), (1, 6, 7), (2, 2, 5), (2, 3, 6), (4, 3, 12), (4, 5, 16), (8, 5, 60)]
+
+
+@pytest.fixture(scope="module", params=FAMILIES, ids=lambda name: name.replace(" ", "-"))
+def saved(request, tmp_path_factory) -> Saved:
+    return FAMILIES[request.param].save(tmp_path_factory.mktemp("family"), seed=5)
+
+
+def test_logits_equal_those_of_transformers(saved):
+    """float32, to 1e-4 of the largest: every prompt position in one chunk and in many, then decoded positions."""
+    model = saved.reference(torch.float32)
+    for chunk in (512, 5):
+        options = {"dtype": "float32", "graphs": "off", "page_size": 4, "device": "cpu"}
+        llm = LLM(model=str(saved.pair.target), draft=None, chunked_prefill_size=chunk, **options)
+        seen = record_logits(llm)
+        for prompt in saved.pair.prompts(LENGTHS[1:], seed=chunk):
+            seen.clear()
+            (output,) = llm.generate([prompt], greedy(6))
+            ours = torch.cat([logits[0] for logits in seen])
+            theirs = saved.logits(model, [*prompt, *output.token_ids[:-1]])
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["gemma3", "glm4", "qwen2 windows"])
+def test_bfloat16_is_as_near_to_float64_as_that_of_transformers(name, tmp_path):
+    """Norms of 1 + w are kept in float32, the rest in bfloat16."""
+    saved = FAMILIES[name].save(tmp_path, seed=5)
+    llm = LLM(model=str(saved.pair.target), draft=None, dtype="bfloat16", graphs="off", device="cpu")
+    seen, (prompt,) = record_logits(llm), saved.pair.prompts([30])
+    llm.generate([prompt], greedy(1))
+    exact = saved.logits(saved.reference(torch.float64), prompt)
+    theirs = saved.logits(saved.reference(torch.bfloat16), prompt)
+    ours, theirs = (float((logits.double() - exact).norm() / exact.norm()) for logits in (seen[0][0], theirs))
+    print(f"relative error {ours:.4f}, transformers {theirs:.4f}")
+    assert 0 < ours < 1.5 * theirs < 0.3
+    weights = llm.engine.runner.target.norm.weight
+    assert weights.dtype == (torch.float32 if name == "gemma3" else torch.bfloat16)
+
+
+def expected_tokens(saved: Saved, prompts, count: int) -> list[tuple[int, ...]]:
+    """Greedy continuations by `transformers`, of one prompt after another."""
+    model = saved.reference(torch.float64)
+    each = [saved.logits(model, prompt, count - 1)[len(prompt) - 1 :] for prompt in prompts]
+    return [tuple(logits.argmax(dim=-1).tolist()) for logits in each]
+
+
+def assert_shapes_give(saved: Saved, shapes, count: int, **options) -> None:
+    """Plain and with every tree, in one ragged batch, twice: the second time prefixes come from the cache."""
+    prompts = saved.pair.prompts(LENGTHS, seed=3)
+    expected = expected_tokens(saved, prompts, count)
+    options = {"page_size": 4, "chunked_prefill_size": 16, "context_length": 128, "max_running_requests": 4, **options}
+    for shape in (None, *shapes):
+        llm = build(saved.pair, shape, **options)
+        for again in (False, True):
+            outputs = llm.generate(prompts, greedy(count))
+            assert tokens(outputs) == expected
+            assert (
+                shape is None or shape[0] == 1 or sum(map(sum, accept_lens(outputs))) > 0
+            )  # a chain may agree nowhere
+            assert (max(output.metrics.num_cached_tokens for output in outputs) > 0) == again
+
+
+def test_speculative_decoding_gives_the_tokens_of_transformers(saved):
+    """float64: the tokens of each prompt by itself, whatever the tree and the other rows, with the prefix cache."""
+    assert_shapes_give(saved, [(3, 4, 14)], 16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("graphs", ["off", "sim"])
+def test_every_shape_gives_the_tokens_of_transformers(saved, graphs):
+    assert_shapes_give(saved, GRID, 40, graphs=graphs, check_level=3)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+def test_pages_behind_a_window_are_given_back(tmp_path, name):
+    """A window's pool has room for nothing else; tokens far past it are those of a pool that keeps everything."""
+    pair = FAMILIES[name].save(tmp_path).pair
+    options = {"page_size": 4, "chunked_prefill_size": 8, "context_length": 200, "disable_radix_cache": True}
+    llm = build(pair, (3, 4, 14), max_running_requests=2, **options)
+    layout, most = llm.engine.layout, 0
+    assert layout.num_pages[WINDOW_GROUP] == 1 + 2 * layout.window_pages(WINDOW) < 1 + layout.page_columns
+    requests = submit(llm, pair.prompts([90, 30], seed=2), greedy(70))
+    for _ in steps(llm):
+        for running in (request.running for request in requests if request.running is not None):
+            pages = running.lease.pages[WINDOW_GROUP]
+            held = [page for page in pages if page != NULL_PAGE]
+            assert len(held) <= layout.window_pages(WINDOW)
+            most = max(most, len(pages) - len(held))
+    assert most * layout.page_size > 120
+    assert layout.window_spares(layout.group(WINDOW_GROUP)) > 120
+    assert llm.scheduler.load.kv_usage == 0
+
+
+def test_every_family_has_a_tiny_model():
+    """A family that is added without one fails here, but for test models."""
+    made = {f"{tiny.name}ForCausalLM" for tiny in FAMILIES.values()} | {"MiMoForCausalLM"}
+    assert {name for name in KNOWN if name != "WindowedLlamaForCausalLM"} <= made
+
+
+# ------------------------------------------------------------------------------------------------ spellings
+
+
+def respelled(saved: Saved, folder, **changes):
+    """The config that treetop reads of a copy with other keys; None takes one out."""
+    target = copy_folder(saved.pair.target, folder)
+    path = target / "config.json"
+    config = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    return target_spec(target).config
+
+
+def test_qwen_windows_of_the_older_spelling_mean_the_same(tmp_path):
+    """Without `layer_types`, the layers from `max_window_layers` on have the window."""
+    saved = FAMILIES["qwen2 windows"].save(tmp_path)
+    spec = target_spec(saved.pair.target).config
+    assert [layer.attention.window for layer in spec.layers] == [None, None, WINDOW, WINDOW]
+    assert respelled(saved, tmp_path / "old", layer_types=None) == spec
+    off = respelled(saved, tmp_path / "off", layer_types=None, use_sliding_window=False)
+    assert {layer.attention.window for layer in off.layers} == {None}
+
+
+@pytest.mark.parametrize(("said", "window"), [({}, 4096), ({"sliding_window": None}, None), ({"sliding_window": 7}, 7)])
+def test_mistral_without_a_window_has_none_and_by_default_that_of_the_first_release(tmp_path, said, window):
+    config = {**SIZES, "architectures": ["MistralForCausalLM"], **said}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert {layer.attention.window for layer in target_spec(tmp_path).config.layers} == {window}
+
+
+def test_gemma_of_the_older_spelling_means_the_same(tmp_path):
+    """A pattern in place of layer types, two thetas and a scaling in place of nested parameters, defaults left out."""
+    tiny = FAMILIES["gemma3"]
+    kinds = [layer.attention.window for layer in target_spec(tiny.save(tmp_path).pair.target).config.layers]
+    assert kinds == [WINDOW, WINDOW, None, WINDOW]
+    saved = tiny.save(tmp_path / "again")
+    old = respelled(
+        saved,
+        tmp_path / "old",
+        layer_types=None,
+        rope_parameters=None,
+        tie_word_embeddings=None,
+        sliding_window_pattern=3,
+        rope_theta=1e6,
+        rope_local_base_freq=1e4,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+    )
+    assert old == target_spec(saved.pair.target).config
+    assert old.tied_embeddings
+    ropes = [layer.attention.rope for layer in old.layers]
+    assert [rope.theta for rope in ropes] == [1e4, 1e4, 1e6, 1e4]
+    assert [rope.scaling is None for rope in ropes] == [True, True, False, True]
+
+
+# ------------------------------------------------------------------------------------------------ refusals
+
+UNSUPPORTED = [
+    ("llama 3", {"hidden_act": "gelu"}, "hidden_act"),
+    ("llama 3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ("llama 3", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+    ("llama 3", {"kv_lora_rank": 512}, "kv_lora_rank"),
+    ("llama 3", {"is_encoder_decoder": True}, "is_encoder_decoder"),
+    ("mistral", {"layer_types": ["full_attention"] * 4}, "layer_types"),
+    ("mistral", {"sliding_window": 0}, "sliding_window"),
+    ("qwen2", {"layer_types": ["sliding_attention"] * 4}, "use_sliding_window"),
+    ("qwen2", {"layer_types": ["full_attention"] * 3}, "layer_types"),
+    ("qwen2", {"layer_types": ["linear_attention"] * 4}, "layer_types"),
+    ("qwen2", {"use_sliding_window": 1}, "use_sliding_window"),
+    ("qwen2 windows", {"layer_types": None, "max_window_layers": -1}, "max_window_layers"),
+    ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+    ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+    ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ("gemma3", {"hidden_activation": "gelu"}, "hidden_activation"),
+    ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+    ("gemma3", {"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern"),
+    ("gemma3", {"rope_parameters": {"full_attention": 1}}, "full_attention"),
+    ("gemma3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "rope_parameters"),
+    ("glm4", {"partial_rotary_factor": 0.3, "rope_parameters": {"rope_type": "default"}}, "partial_rotary_factor"),
+    ("mimo", {"use_mrope": True}, "use_mrope"),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Name -> a folder, made when it is asked for."""
+    made = {}
+
+    def model(name):
+        if name not in made:
+            made[name] = FAMILIES[name].save(tmp_path_factory.mktemp("model")).pair.target
+        return made[name]
+
+    return model
+
+
+@pytest.mark.parametrize(("name", "changes", "key"), UNSUPPORTED, ids=lambda value: str(value)[:60])
+def test_an_unsupported_key_is_refused_by_name(models, tmp_path, name, changes, key):
+    folder = copy_folder(models(name), tmp_path / "changed", **changes)
+    refused(CheckpointError, lambda: target_spec(folder), "config.json", key)
+
+
+@pytest.mark.parametrize(("architecture", "reason"), [
+    ("DeepseekV3ForCausalLM", "MLA"),
+    ("Glm4MoeLiteForCausalLM", "MLA"),
+    ("Qwen3NextForCausalLM", "linear attention"),
+    ("Mamba2ForCausalLM", "state space"),
+    ("Gemma3ForConditionalGeneration", "images"),
+    ("BertForMaskedLM", "no decoder"),
+    ("NobodyForCausalLM", "only Llama"),
+])  # fmt: skip
+def test_an_unsupported_architecture_is_refused_by_name_and_reason(models, tmp_path, architecture, reason):
+    folder = copy_folder(models("llama 3"), tmp_path / "changed", architectures=[architecture])
+    refused(CheckpointError, lambda: target_spec(folder), "config.json", architecture, reason)
+
+
+def test_a_lora_adapter_is_refused(models, tmp_path):
+    """With a config of its base beside it, and alone."""
+    folder = copy_folder(models("llama 3"), tmp_path / "adapter")
+    (folder / "adapter_config.json").write_text("{}")
+    refused(CheckpointError, lambda: target_spec(folder), "adapter_config.json", "LoRA")
+    (folder / "config.json").unlink()
+    refused(CheckpointError, lambda: target_spec(folder), "adapter_config.json", "LoRA")
+
+
+def test_only_the_layers_for_further_tokens_may_be_left_over(models, tmp_path):
+    """A tensor that belongs to nothing is an error in MiMo too."""
+    target = models("mimo")
+    assert target_spec(target).check() > 0
+    other = copy_folder(target, tmp_path / "other", tensors={"model.mtp_layersx.0.weight": torch.zeros(1)})
+    refused(CheckpointError, target_spec(other).check, "model.mtp_layersx.0.weight")

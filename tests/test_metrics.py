@@ -1,0 +1,144 @@
+"""Metrics as counted in one process: every name, the figures of a round, log lines, the warning, and the dashboard."""
+
+import json
+import logging
+import re
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from treetop.server.metrics import FEW_ROUNDS, NOT_ALIASED, Interval, Metrics
+from treetop.server.outputs import LiveRequest
+from treetop.types.layout import PLAIN, SpecShape
+from treetop.types.requests import CoreInfo, CoreLoad, RequestUpdate
+from treetop.types.sampling import SamplingParams
+
+ROUTERS = """num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_hits prefix_cache_queries
+    spec_decode_num_drafts spec_decode_num_draft_tokens spec_decode_num_accepted_tokens
+    spec_decode_num_accepted_tokens_per_pos time_to_first_token_seconds inter_token_latency_seconds
+    e2e_request_latency_seconds prompt_tokens generation_tokens request_success"""
+"""What dashboards and routers read, under vLLM's names."""
+
+
+TREE = SpecShape(2, 3, 6)
+
+
+def made(shape=TREE) -> Metrics:
+    return Metrics("m", CoreInfo("/none", 100, 64, 4, shape))
+
+
+def samples(metrics: Metrics) -> dict[str, float]:
+    """Samples by name and labels, the model's left out."""
+    found = {}
+    for family in text_string_to_metric_families(metrics.page()[0].decode()):
+        for each in family.samples:
+            labels = {key: value for key, value in each.labels.items() if key != "model_name"}
+            found[each.name + (str(sorted(labels.items())) if labels else "")] = each.value
+    return found
+
+
+def exported(metrics: Metrics) -> set[str]:
+    return {re.split(r"\[", name)[0] for name in samples(metrics)}
+
+
+def test_a_request_is_counted_under_both_names():
+    metrics, live = made(), LiveRequest.of(0, [1, 2, 3], SamplingParams(), None)
+    metrics.arrived(3)
+    metrics.take(CoreLoad(2, 5, 0.25, 7))
+    updates = [
+        RequestUpdate(1, (4,), num_cached_tokens=2),
+        RequestUpdate(1, (5, 6, 7), 2),
+        RequestUpdate(1, (8,), 0, "length"),
+    ]
+    for update in updates:
+        metrics.observe(live, update)
+        live.apply(update)
+    late = LiveRequest.of(0, [1], SamplingParams(), None)
+    metrics.observe(late, RequestUpdate(2, (), None, "abort", "late", timed_out=True))
+    seen = samples(metrics)
+    want = {
+        "num_requests_running": 2,
+        "num_requests_waiting": 5,
+        "kv_cache_usage_perc": 0.25,
+        "prompt_tokens_total": 3,
+        "generation_tokens_total": 5,
+        "prefix_cache_queries_total": 3,
+        "prefix_cache_hits_total": 2,
+        "spec_decode_num_drafts_total": 2,
+        "spec_decode_num_draft_tokens_total": 10,
+        "spec_decode_num_accepted_tokens_total": 2,
+        "spec_decode_num_accepted_tokens_per_pos_total[('position', '0')]": 1,
+        "spec_decode_num_accepted_tokens_per_pos_total[('position', '1')]": 1,
+        "spec_decode_num_accepted_tokens_per_pos_total[('position', '2')]": 0,
+        "time_to_first_token_seconds_count": 1,
+        "inter_token_latency_seconds_count": 2,
+        "e2e_request_latency_seconds_count": 2,
+        "request_success_total[('finished_reason', 'length')]": 1,
+        "request_success_total[('finished_reason', 'abort')]": 1,
+    }
+    for name, value in want.items():
+        assert seen["treetop:" + name] == seen["vllm:" + name] == value, name
+    assert seen["treetop:num_retractions"] == 7
+    assert seen["treetop:requests_timed_out_total"] == 1
+
+
+def test_routers_find_the_names_they_know():
+    names = exported(made())
+    for name in ROUTERS.split():
+        assert any(each.startswith("vllm:" + name) for each in names), name
+    own = {each.removeprefix("treetop:") for each in names if each.startswith("treetop:")}
+    only_own = {name for name in own if "vllm:" + name not in names}
+    assert {re.sub("_(total|created)$", "", name) for name in only_own} == {
+        name.removeprefix("treetop:") for name in NOT_ALIASED
+    }
+
+
+def test_the_dashboard_asks_for_what_is_exported():
+    """Every metric of every panel and variable exists, and every metric but times of creation stands on some panel."""
+    board = json.loads((Path(__file__).parents[1] / "docs" / "grafana.json").read_text(encoding="utf-8"))
+    asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    asked += [each["query"] for each in board["templating"]["list"] if each["type"] == "query"]
+    used = {name for expression in asked for name in re.findall(r"\btreetop:\w+", expression)}
+    names = exported(made())
+    assert used <= names
+    parts = r"_(total|bucket|sum|count|created)$"
+    base = {re.sub(parts, "", name) for name in names if name.startswith("treetop:")}
+    assert base - {re.sub(parts, "", name) for name in used} == {"treetop:spec_decode_num_draft_tokens"}
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+    for expression in asked:
+        assert expression.count("(") == expression.count(")"), expression
+        assert "model_name" in expression, expression
+
+
+def test_a_log_line_says_what_was_done_and_none_that_nothing_was(caplog):
+    caplog.set_level(logging.INFO, "treetop.server")
+    interval = Interval()
+    interval.tell(CoreLoad(), "")
+    assert not caplog.records
+    interval.tokens, interval.rounds, interval.accepted = 30, 10, 15
+    interval.tell(CoreLoad(3, 4, 0.5), "[1] ")
+    said = caplog.records[0].getMessage()
+    assert said.startswith("[1] running: 3, waiting: 4, KV usage: 50.0 %")
+    assert said.endswith("accept len: 2.50")
+    interval.tell(CoreLoad(1), "")
+    assert "accept len" not in caplog.records[1].getMessage()
+
+
+@pytest.mark.parametrize(("accepted", "warns"), [(0, True), (0.09, True), (0.2, False)])
+def test_a_draft_that_is_never_right_is_a_warning_that_says_what_to_do(caplog, accepted, warns):
+    """Once in a while, and only after many rounds, which may come in several intervals."""
+    interval = Interval()
+    for _ in range(4):
+        interval.rounds, interval.accepted = FEW_ROUNDS // 2, int(accepted * FEW_ROUNDS // 2)
+        interval.tell(CoreLoad(1), "")
+    said = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    assert len(said) == int(warns)
+    assert all("--speculative-algorithm NONE" in each and "trained for this model" in each for each in said)
+
+
+def test_plain_decoding_counts_no_drafts():
+    metrics, live = made(PLAIN), LiveRequest.of(0, [1], SamplingParams(), None)
+    metrics.observe(live, RequestUpdate(1, (4,), 0))
+    assert samples(metrics)["treetop:spec_decode_num_drafts_total"] == 0
+    assert metrics.of([]) is None
