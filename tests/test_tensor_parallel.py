@@ -4,6 +4,7 @@ Ranks are threads here, which start in a second; `test_worker_group.py` has them
 """
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -22,8 +23,10 @@ from tiny_models import (
 )
 from treetop.debug.patching import wrapped_device
 from treetop.debug.rank_faults import RANK_FAULTS
-from treetop.debug.ranks import ranks_on_threads
+from treetop.debug.ranks import MemoryGroup, ranks_on_threads
 from treetop.debug.two_group import write_two_group_pair
+from treetop.kernels.sampling import greedy_of_ranks, greedy_reference
+from treetop.parallel.exchange import Meeting
 from treetop.types.errors import ConfigError, EngineError, UserError
 
 LENGTHS = [1, 4, 5, 15, 17, 33]
@@ -162,3 +165,22 @@ def test_a_sum_in_another_order_makes_ranks_differ_where_no_guard_looks(pairs):
     error, states, _ = provoke(pairs["weak"], RANK_FAULTS["own-rank-order"], 0, seconds=60.0)
     assert error is None
     assert any(state != states[0] for state in states[1:])
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_best_of_ranks_is_the_first_of_the_largest(tmp_path, size):
+    """Ties within a rank and across ranks, infinities, and logits that are not numbers, wherever they are."""
+    torch.manual_seed(size)
+    logits = torch.randint(0, 3, (6, 5, 24)).double()
+    logits[0, 0, 13], logits[1, 1, 0], logits[2, 2, -1] = torch.nan, torch.inf, torch.nan
+    logits[3, 3] = -torch.inf
+    want = greedy_reference(logits)
+
+    def choose(rank):
+        parallel = MemoryGroup(Meeting(tmp_path / "meeting", rank, size), torch.device("cpu")).parallel
+        return greedy_of_ranks(greedy_reference, parallel, logits.chunk(size, dim=-1)[rank])
+
+    with ThreadPoolExecutor(size) as pool:
+        for found in pool.map(choose, range(size)):
+            assert torch.equal(found.finite, want.finite)
+            assert torch.equal(found.token[want.finite], want.token[want.finite])

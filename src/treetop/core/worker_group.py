@@ -16,11 +16,12 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from shutil import rmtree
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -55,6 +56,13 @@ _LAST_WORDS_S = 2.0
 """How long a rank that has failed may take to say why."""
 
 
+class GroupStep(NamedTuple):
+    """A step in flight on all ranks. own: rank 0's."""
+
+    number: int
+    own: InFlightStep
+
+
 class WorkerGroup:
     """Rank 0 of a group, as an engine: steps are launched and collected on all ranks.
 
@@ -71,37 +79,39 @@ class WorkerGroup:
         self._ranks = _Ranks(config)
         self.close = weakref.finalize(self, _Ranks.end, self._ranks)
         self._failure: EngineError | None = None
-        self._launched = self._collected = 0
+        self._launched = 0
         try:
             self._ranks.await_all(Here, time.monotonic() + START_S)
-            self.engine = Engine(config, self._ranks.meet(device))
+            with self._ranks.no_longer_than(START_S):
+                self.engine = Engine(config, self._ranks.meet(device))
             self._ranks.await_all(Up, time.monotonic() + START_S)
         except BaseException as error:
             raise self._ended(error, "while the group started") from error
         self._ranks.start_deadlines(config.step_timeout)
 
-    def launch(self, plan: StepPlan) -> InFlightStep:
+    def launch(self, plan: StepPlan) -> GroupStep:
         """As `Engine.launch`, on all ranks."""
         self._check_alive()
+        number = self._launched
+        self._launched += 1
         try:
-            self._ranks.tell(encode(launch_of(self._launched, self.engine.bucket_of(plan), plan)))
-            self._launched += 1
-            return self.engine.launch(plan)
+            self._ranks.tell(encode(launch_of(number, self.engine.bucket_of(plan), plan)))
+            with self._ranks.no_longer_than(self.config.step_timeout):
+                return GroupStep(number, self.engine.launch(plan))
         except BaseException as error:
-            raise self._ended(error, f"in step {self._launched - 1}") from error
+            raise self._ended(error, f"in step {number}") from error
 
-    def collect(self, in_flight: InFlightStep) -> StepResult:
+    def collect(self, in_flight: GroupStep) -> StepResult:
         """As `Engine.collect`. Nothing is handed out that a rank does not agree to."""
         self._check_alive()
-        number, deadline = self._collected, time.monotonic() + self.config.step_timeout
+        number, deadline = in_flight.number, time.monotonic() + self.config.step_timeout
         try:
             digests = self._ranks.await_step(number, deadline)  # then rank 0 waits for no rank but itself
-            result = self.engine.collect(in_flight)
+            result = self.engine.collect(in_flight.own)
             if self.config.check_level >= 1:
                 _compare(number, digest_of(result), digests)
         except BaseException as error:
             raise self._ended(error, f"in step {number}") from error
-        self._collected += 1
         return result
 
     def next_logits(self, ids: list[int]) -> Tensor:
@@ -109,7 +119,8 @@ class WorkerGroup:
         self._check_alive()
         try:
             self._ranks.tell(encode(NextLogits(ids)))
-            return self.engine.next_logits(ids)
+            with self._ranks.no_longer_than(self.config.step_timeout):
+                return self.engine.next_logits(ids)
         except BaseException as error:
             raise self._ended(error, "in a forward for logits") from error
 
@@ -154,7 +165,11 @@ class _Ranks:
         self._size, self._timeout_s = config.tp_size, config.step_timeout
         self.folder = tempfile.mkdtemp(prefix="treetop-")  # mode 0700: nobody else reaches a rank
         self._group: Group | None = None
-        self._ending = threading.Lock()
+        self._ending, self._ended = threading.Lock(), threading.Event()
+        self._latest_s: float | None = None
+        self._limit_s = START_S
+        self.late: str | None = None
+        self.late: str | None = None
         self._words: list[FromFollower] = []
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._inbox = self._context.socket(zmq.PULL)
@@ -174,18 +189,42 @@ class _Ranks:
 
     def meet(self, device: torch.device) -> ExchangeRank:
         """Rank 0's side of the group. A rank that dies from now on ends kernels of rank 0 that wait for it."""
+        threading.Thread(target=self._guard, name="treetop-guard", daemon=True).start()
         self._group = Group(meeting_of(self.folder, 0, self._size), device)
         for each in self._ranks.values():
             threading.Thread(target=_watch, args=(each.process, self._group.close), daemon=True).start()
         return self._group.parallel
+
+    @contextmanager
+    def no_longer_than(self, seconds: float) -> Iterator[None]:
+        """If what is done inside has not ended by then, the other ranks are killed, and nobody waits for them."""
+        self._latest_s, self._limit_s = time.monotonic() + seconds, seconds
+        try:
+            yield
+        finally:
+            self._latest_s = None
+
+    def _guard(self) -> None:
+        """On a thread of its own: rank 0 may wait where nothing reaches it, such as for its device."""
+        while not self._ended.wait(_TICK_MS / 1000):
+            latest_s = self._latest_s
+            if latest_s is not None and time.monotonic() > latest_s + _TICK_MS / 1000:
+                self.late = f"a rank did not answer in {self._limit_s:g} s; raise --step-timeout if it needs longer"
+                for rank in self._ranks.values():
+                    rank.process.kill()
+                return
 
     def start_deadlines(self, seconds: float) -> None:
         assert self._group is not None
         self._group.set_deadline(seconds)
 
     def tell(self, message: bytes) -> None:
-        for rank in self._ranks.values():
-            rank.plans.send(message)
+        """Send to all, and wait for nobody. Raises EngineError if one is not there to take it."""
+        for rank, each in self._ranks.items():
+            try:
+                each.plans.send(message, zmq.NOBLOCK)
+            except zmq.Again:
+                raise EngineError(f"rank {rank} has left the group") from None
 
     def await_all(self, kind: "type[Here | Up]", deadline: float) -> None:
         """Wait for a word of this kind from each rank."""
@@ -193,7 +232,8 @@ class _Ranks:
             self._await(partial(_from, rank, kind), deadline, "start", {rank})
 
     def await_step(self, number: int, deadline: float) -> dict[int, int]:
-        """Wait until all have ended a step. Returns the digest of each."""
+        """Wait until all have ended a step. Returns the digest of each. Steps before it have been dropped."""
+        self._words = [word for word in self._words if not isinstance(word, Ended) or word.number >= number]
         digests: dict[int, int] = {}
         while len(digests) < len(self._ranks):
             missing = self._ranks.keys() - digests.keys()
@@ -214,7 +254,8 @@ class _Ranks:
         """What a rank says that has failed, and which have died. patience_s: for what is on its way."""
         deadline = time.monotonic() + patience_s
         while not self._inbox.closed:
-            told, dead = next((word for word in self._words if isinstance(word, Broken)), None), self.dead()
+            told = next((word for word in self._words if isinstance(word, Broken)), None)
+            dead = self.late or self.dead()
             late = time.monotonic() > deadline
             if told is not None or dead is not None or late:
                 self._receive(0)
@@ -224,6 +265,7 @@ class _Ranks:
 
     def end(self) -> None:
         """End all processes, remove all files. Any number of times, from any thread."""
+        self._ended.set()
         with self._ending:
             for rank in self._ranks.values():
                 with suppress(OSError):
