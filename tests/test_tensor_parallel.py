@@ -5,17 +5,21 @@ Ranks are threads here, which start in a second; `test_worker_group.py` has them
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from engines import accept_lens, build, greedy, sampled, tokens
+from families import FAMILIES
 from refusing import refused
+from test_draft_layouts import EAGLE, head_config, random_tensors, save_head
 from tiny_models import (
     Pair,
     copy_folder,
     save_copying_head,
+    save_random_experts,
     save_random_head,
     save_random_llama,
     save_random_qwen3,
@@ -39,11 +43,18 @@ def pairs(tmp_path_factory):
     weak = save_weak_llama(folder / "weak", strength=0.17, sharpness=0.5, vocab_size=212)
     strong = save_random_llama(folder / "strong", seed=8, vocab_size=12, attention_bias=True, mlp_bias=True)
     qwen3 = save_random_qwen3(folder / "qwen3", seed=8, vocab_size=12, tie_word_embeddings=True)
+    experts = save_random_experts(folder / "experts", "gpt_oss", vocab_size=12)
+    gemma = {**FAMILIES["gemma3"].config, "vocab_size": 12}
+    config = head_config(architectures=["LlamaForCausalLM"], bias=True, vocab_size=12, draft_vocab_size=None)
+    eagle = save_head(folder / "eagle", config, random_tensors({**EAGLE, "fc.bias": (64,)}))
     return {
         "weak": Pair(weak, save_copying_head(folder / "weak-head", weak, draft_vocab=188)),
         "strong": Pair(strong, save_random_head(folder / "strong-head", strong, draft_vocab=8, seed=2)),
         "qwen3": Pair(qwen3, save_random_head(folder / "qwen3-head", qwen3, draft_vocab=None, seed=2)),
         "windows": Pair(*write_two_group_pair(folder)),
+        "gemma3": replace(FAMILIES["gemma3"], config=gemma).save(folder / "gemma3").pair,
+        "experts": Pair(experts, save_random_head(folder / "experts-head", experts, draft_vocab=8)),
+        "eagle": Pair(strong, eagle),
     }
 
 
@@ -82,6 +93,9 @@ CASES = [  # pair, (k, S, T), ranks, parameters, options
     ("qwen3", (2, 3, 11), 4, greedy(20), {"disable_radix_cache": True}),
     ("windows", (4, 5, 16), 2, MIXED, {"page_size": 2, "overlap": True, "check_level": 2}),
     ("windows", None, 4, greedy(20), {"graphs": "sim"}),
+    ("gemma3", (2, 3, 6), 2, greedy(20), {}),
+    ("experts", (2, 3, 6), 2, MIXED, {}),
+    ("eagle", (4, 2, 8), 4, MIXED, {}),
 ]
 
 

@@ -43,8 +43,7 @@ class AsyncLLM:
 
         config = engine_config(model, draft, options)
         opened = open_core(config)
-        self._open(LocalCore(CoreThread(opened.core), opened.info), config.seed, None)
-        self._close_engine = opened.close
+        self._open(LocalCore(CoreThread(opened.core), opened.info, opened.close), config.seed, None)
 
     @classmethod
     def of(
@@ -64,7 +63,6 @@ class AsyncLLM:
     def close(self) -> None:
         """End every request with an error, and let the core go."""
         self.core.close()
-        self._close_engine()
 
     async def generate(
         self,
