@@ -169,7 +169,6 @@ class _Ranks:
         self._latest_s: float | None = None
         self._limit_s = START_S
         self.late: str | None = None
-        self.late: str | None = None
         self._words: list[FromFollower] = []
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._inbox = self._context.socket(zmq.PULL)
