@@ -111,6 +111,8 @@ class OnePlane:
     def logits(self, hidden):
         return hidden @ self.weights["lm_head"].T
 
+    piece = logits
+
 
 FAMILY = Family(read, params, lambda config: set(), OnePlane)
 

@@ -73,7 +73,7 @@ def test_a_sequence_that_ends_early_is_never_excused(strong_pair, dtype):
 
 def test_the_margin_is_the_gap_of_the_two_best_logits(strong_pair):
     llm = build(strong_pair, None)
-    best = llm.engine.next_logits([5, 6, 7]).topk(2).values
+    best = llm.next_logits([5, 6, 7]).topk(2).values
     assert equality.margin_of(llm, [5, 6, 7]) == pytest.approx(float(best[0] - best[1]) / max(1, abs(float(best[0]))))
 
 

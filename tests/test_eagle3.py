@@ -150,13 +150,11 @@ def test_rounds_leave_the_same_state_as_a_prefill_of_the_same_tokens(strong_pair
         # The token that the prefill chooses is the root only if it is forced: let the rounds' root follow instead.
         plan = fresh.scheduler.plan()
         target = fresh.engine.runner.target
-        logits = target.logits
+        logits = target.piece
         root = request.ids[-1]
-        target.logits = lambda hidden, root=root, logits=logits: logits(hidden).index_fill(
-            -1, torch.tensor([root]), 1e9
-        )
+        target.piece = lambda hidden, root=root, logits=logits: logits(hidden).index_fill(-1, torch.tensor([root]), 1e9)
         fresh.scheduler.commit(plan, fresh.engine.step(plan))
-        target.logits = logits
+        target.piece = logits
         assert other.output_ids == [root]
         assert_same_state(draft_state(fresh, other), draft_state(llm, request))
 

@@ -228,7 +228,7 @@ def margin(plain, want, have) -> float | None:
     at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
     if at is None:
         return None
-    logits = plain.engine.next_logits([*want.prompt_token_ids, *want.token_ids[:at]]).to(torch.float64)
+    logits = plain.next_logits([*want.prompt_token_ids, *want.token_ids[:at]]).to(torch.float64)
     best = float(logits.max())
     lowest = min(float(logits[want.token_ids[at]]), float(logits[have.token_ids[at]]))
     return (best - lowest) / max(1.0, abs(best))

@@ -43,7 +43,7 @@ def test_a_target_of_one_plane_gives_the_tokens_of_its_dense_reference(pair, sha
         for token in output.token_ids:
             logits = one_plane.dense_logits(pair.target, ids)
             assert int(logits.argmax()) == token
-            assert float((logits - llm.engine.next_logits(ids)).abs().max()) < 1e-5  # angles are made in float32
+            assert float((logits - llm.next_logits(ids)).abs().max()) < 1e-5  # angles are made in float32
             ids.append(token)
     assert shape is None or sum(map(sum, accept_lens(outputs))) > (10 if shape[0] > 1 else 0)
 
@@ -108,7 +108,7 @@ def test_sinks_enter_once_in_prefill_and_in_rounds(tmp_path, options):
         outputs = llm.generate(prompts, greedy(24))
         for prompt, output in zip(prompts, outputs, strict=True):
             for n, token in enumerate(output.token_ids):
-                assert int(llm.engine.next_logits([*prompt, *output.token_ids[:n]]).argmax()) == token
+                assert int(llm.next_logits([*prompt, *output.token_ids[:n]]).argmax()) == token
         assert tokens(outputs) == tokens(build(both, None, **options).generate(prompts, greedy(24)))
         texts.append(tokens(outputs))
     assert texts[0] != texts[1]

@@ -270,7 +270,7 @@ def test_what_cannot_start_is_one_line_and_exit_code_2(tmp_path):
     assert "no such folder" in refused(str(tmp_path / "nowhere"), "--mock-engine", "1,1")
     assert "--mock-engine must be" in refused("--mock-engine", "fast")
     assert "--port must lie" in refused("--port", "70000", "--mock-engine", "1,1")
-    assert "one device only" in refused("--tensor-parallel-size", "2")
+    assert "only 1 for now" in refused("--pipeline-parallel-size", "2")
     assert "--api-workers must lie" in refused("--api-workers", "0")
     assert "--chat-template" in refused("--mock-engine", "1,1", "--chat-template", str(tmp_path / "none.jinja"))
 

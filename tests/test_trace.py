@@ -210,9 +210,9 @@ class FailsLater:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
 
-    def logits(self, hidden: Any) -> Any:
+    def piece(self, hidden: Any) -> Any:
         self._good -= 1
-        return self._target.logits(hidden) * (1 if self._good >= 0 else math.nan)
+        return self._target.piece(hidden) * (1 if self._good >= 0 else math.nan)
 
 
 @pytest.mark.parametrize("good", [0, 4])

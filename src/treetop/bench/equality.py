@@ -89,5 +89,5 @@ def equal_outputs(
 
 def margin_of(llm: LLM, ids: list[int]) -> float:
     """The gap of the two best logits after `ids`, relative to max(1, |best|)."""
-    best = llm.engine.next_logits(ids).to(torch.float64).topk(2).values
+    best = llm.next_logits(ids).to(torch.float64).topk(2).values
     return float(best[0] - best[1]) / max(1.0, float(best[0].abs()))

@@ -82,7 +82,8 @@ _COLUMNS = (
 class Figures:
     """One case, in milliseconds a round.
 
-    wall_ms: median, with low and high. device_ms: of the device alone, median; phase_ms: of each phase by itself.
+    wall_ms: median, with low and high. device_ms: of the device alone, median; phase_ms: of each phase by itself; of
+    several ranks neither is measured, and the floor is each one's share.
     floor_ms: of the round; read_floor_ms: of the bytes really read, less where weights lie in 12 bits. start_s: making
     the engine, capture included. accept_length: mean tokens a row-round gave. distinct_experts: that a verify reads,
     mean of the layers that have any.
@@ -94,11 +95,11 @@ class Figures:
     wall_ms: float
     wall_ms_low: float
     wall_ms_high: float
-    device_ms: float
+    device_ms: float | None
     phase_ms: dict[str, float]
     floor_ms: float
     wall_over_floor: float
-    device_over_floor: float
+    device_over_floor: float | None
     read_floor_ms: float
     wall_over_read_floor: float
     tokens_per_second: float
@@ -115,11 +116,11 @@ class Figures:
             *map(str, (*self.shape, self.batch, self.length)),
             f"{self.wall_ms:.3f}",
             f"{self.wall_ms_low:.2f} .. {self.wall_ms_high:.2f}",
-            f"{self.device_ms:.3f}",
+            "-" if self.device_ms is None else f"{self.device_ms:.3f}",
             " + ".join(f"{ms:.3f}" for ms in parts),
             f"{self.floor_ms:.3f}",
             f"{self.wall_over_floor:.2f}x",
-            f"{self.device_over_floor:.2f}x",
+            "-" if self.device_over_floor is None else f"{self.device_over_floor:.2f}x",
             f"{self.wall_over_read_floor:.2f}x",
             f"{self.tokens_per_second:.0f}",
             f"{self.accept_length:.2f}",
@@ -252,16 +253,22 @@ def plain_options(options: dict[str, Any]) -> dict[str, Any]:
 def measure(llm: LLM, batch: int, length: int, rounds: int, machine: Machine, start_s: float) -> Figures:
     """Rounds of `batch` rows whose prompts have `length` tokens."""
     wall, accept_length = wall_times_ms(llm, prompt_ids(llm, batch, length), rounds)
-    phases = phase_times_ms(llm, batch, length, rounds)
+    ranks = llm.config.tp_size
+    alone = ranks == 1  # a posed batch is of one rank only
+    phases = phase_times_ms(llm, batch, length, rounds) if alone else {}
     shape = llm.config.shape
     case = Case(shape, batch, length, llm.engine.dtype.itemsize)
     device = llm.engine.runner
-    saved = saved_bytes(device.target, device.drafter, shape, llm.engine.layout.bucket_for(batch))
-    _pose(llm, batch, length)
-    distinct = distinct_experts(device, _greedy_key(llm, batch), length)
+    mine = saved_bytes(device.target, device.drafter, shape, llm.engine.layout.bucket_for(batch))
+    saved = {phase: ranks * less for phase, less in mine.items()}
+    distinct = None
+    if alone:
+        _pose(llm, batch, length)
+        distinct = distinct_experts(device, _greedy_key(llm, batch), length)
     floor_of = partial(round_floor, llm.engine.target, llm.engine.draft, case, machine, distinct=distinct)
-    floor_ms, read_floor_ms = 1e3 * sum(floor_of().values()), 1e3 * sum(floor_of(saved=saved).values())
-    wall_ms, device_ms = statistics.median(wall), statistics.median(device_times_ms(llm, batch, length, rounds))
+    floor_ms, read_floor_ms = (1e3 * sum(floor.values()) / ranks for floor in (floor_of(), floor_of(saved=saved)))
+    wall_ms = statistics.median(wall)
+    device_ms = statistics.median(device_times_ms(llm, batch, length, rounds)) if alone else None
     return Figures(
         shape=(shape.num_steps, shape.topk, shape.num_draft_tokens),
         batch=batch,
@@ -273,7 +280,7 @@ def measure(llm: LLM, batch: int, length: int, rounds: int, machine: Machine, st
         phase_ms={str(phase): statistics.median(times) for phase, times in phases.items()},
         floor_ms=floor_ms,
         wall_over_floor=wall_ms / floor_ms,
-        device_over_floor=device_ms / floor_ms,
+        device_over_floor=None if device_ms is None else device_ms / floor_ms,
         read_floor_ms=read_floor_ms,
         wall_over_read_floor=wall_ms / read_floor_ms,
         tokens_per_second=1e3 * batch * accept_length / wall_ms,

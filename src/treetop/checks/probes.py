@@ -14,19 +14,20 @@ from treetop.types.errors import CheckError
 from treetop.types.phase import Phase
 
 NAN, OUT_OF_BOUNDS = 1, 2
-RECORD = 7
-"""Integers of a record."""
+_PROBED = 7
+RECORD = _PROBED + 1
+"""Integers that a step says of itself: the record of the probes, and a digest (`engine.witness`)."""
 _PHASES = list(Phase)
 
 
 @dataclass(frozen=True, slots=True)
 class Probes:
-    """record: [7] int64 on the device, all zero while nothing fired. enabled False makes every probe the identity.
+    """posted: [8] int64 on the device, which travels with results. enabled False makes every probe the identity.
 
     dummy_row: whose values mean nothing, so that they need not be finite.
     """
 
-    record: Tensor
+    posted: Tensor
     enabled: bool
     dummy_row: int
     names: list[str] = field(default_factory=list)
@@ -34,6 +35,16 @@ class Probes:
     @classmethod
     def make(cls, device: torch.device, enabled: bool, dummy_row: int) -> "Probes":
         return cls(torch.zeros(RECORD, dtype=torch.int64, device=device), enabled, dummy_row)
+
+    @property
+    def record(self) -> Tensor:
+        """[7] int64, all zero while nothing fired."""
+        return self.posted[:_PROBED]
+
+    @property
+    def digest(self) -> Tensor:
+        """[1] int64, of the last step."""
+        return self.posted[_PROBED:]
 
     def nan(self, x: Tensor, name: str, phase: Phase, rows: Tensor) -> None:
         """Fire if x [rows, ...] is not finite in a live row. rows: [rows] int64."""
@@ -74,7 +85,7 @@ class Probes:
 
     def check(self, record: list[int]) -> None:
         """Raise CheckError if a probe wrote this record; `record` has come to the host, with a step's results."""
-        code, phase, name, row, value, low, high = record
+        code, phase, name, row, value, low, high = record[:_PROBED]
         if not self.enabled or code == 0:
             return
         where = f"{self.names[name]} in phase {_PHASES[phase]}, row {row}"

@@ -72,10 +72,10 @@ class Sinks:
 
 
 class LocalCore:
-    """A core on a thread of this process, for one event loop at a time."""
+    """A core on a thread of this process, for one event loop at a time. close_engine: what to call at the end."""
 
-    def __init__(self, thread: CoreThread, info: CoreInfo) -> None:
-        self._thread, self.info, self._sinks = thread, info, Sinks()
+    def __init__(self, thread: CoreThread, info: CoreInfo, close_engine: Callable[[], object] = lambda: None) -> None:
+        self._thread, self.info, self._sinks, self._close_engine = thread, info, Sinks(), close_engine
 
     @property
     def load(self) -> CoreLoad:
@@ -110,3 +110,4 @@ class LocalCore:
 
     def close(self) -> None:
         self._thread.close()
+        self._close_engine()

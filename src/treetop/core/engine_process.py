@@ -114,10 +114,10 @@ def make(options: ProcessOptions) -> tuple[EngineCore[Any], CoreInfo]:
         from treetop.core.mock import make_mock  # noqa: PLC0415  # needs no PyTorch
 
         return make_mock(options.config, options.mock)
-    from treetop.core.make import make_core  # noqa: PLC0415  # loads PyTorch, which takes seconds
-    from treetop.engine.engine import Engine  # noqa: PLC0415  # too
+    from treetop.core.make import open_core  # noqa: PLC0415  # loads PyTorch, which takes seconds
 
-    return make_core(Engine(options.config))
+    opened = open_core(options.config)
+    return opened.core, opened.info
 
 
 def main() -> int:

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from treetop.debug.faults import FAULTS
 from treetop.doctor.conformance import Conformance, quick_cases
+from treetop.doctor.exchange import exchange_times, links
 from treetop.doctor.provoke import Finding, Provocation
 from treetop.doctor.report import backends, capacity, checkpoint, machine
 from treetop.engine.build import plan_engine
@@ -29,9 +30,12 @@ def run(model: str | None, options: dict[str, Any], visit: Visit) -> int:
     config = EngineConfig.of(model, **options)
     engine_plan = plan_engine(config)
     dtype, device = engine_plan.place.dtype, engine_plan.place.device
+    sums = exchange_times(config.tp_size, device.type) if config.tp_size > 1 else []
     statuses = backends(engine_plan)
     tensors = checkpoint(engine_plan)
-    _print(console, "machine", ("", ""), machine(device))
+    _print(console, "machine", ("", ""), machine(device) + sums)
+    if pairs := links():
+        _print(console, "links", ("between", "reaches its memory", "link"), pairs)
     rows = [(f"{b.name} (serves)" if b.chosen else b.name, ", ".join(b.phases) or "-", b.reason) for b in statuses]
     _print(console, f"backends, {str(dtype).removeprefix('torch.')}", ("backend", "runs", "why not, or which"), rows)
     console.print("\n".join(f"{name}: {words}" for name, words in tensors), markup=False, highlight=False)

@@ -32,6 +32,7 @@ from treetop.kernels.table import Ops
 from treetop.models.checkpoint import tensor_files
 from treetop.models.config import AttentionSpec, ModelConfig, model_config, read_config
 from treetop.models.decoder import DecoderLayer
+from treetop.models.embedding import part_of, whole_table
 from treetop.models.feed_forward import feed_forward_params
 from treetop.models.layers import GatedMLP, RMSNorm, SelfAttention, attention_params, norm_param
 from treetop.models.loader import Placement, Weights, check_weights, load_weights
@@ -67,9 +68,9 @@ class EagleSpec:
     @property
     def params(self) -> list[Param]:
         hidden, table = self.decoder.hidden_size, (self.decoder.vocab_size, self.decoder.hidden_size)
-        params = [matrix("fuse", Source("fc.weight", (hidden, 2 * hidden)))]
+        params = [matrix("fuse", Source("fc.weight", (hidden, 2 * hidden)), shard=0)]
         if self.fuse_bias:
-            params.append(vector("fuse_bias", Source("fc.bias", (hidden,))))
+            params.append(vector("fuse_bias", Source("fc.bias", (hidden,)), shard=0))
         for index, layer in enumerate(self.decoder.layers):
             name = f"layers.{index}"
             if index > 0:
@@ -101,8 +102,11 @@ class EagleSpec:
     def load(self, target: Target, place: Placement) -> "EagleHead":
         """Most files have a copy of the target's embedding, which is not kept twice."""
         weights = load_weights(self.folder, self.params, place)
-        own = weights.get(EMBEDDING)
-        if own is not None and self.output != "embedding" and torch.equal(own, target.embedding):
+        own, parallel = weights.get(EMBEDDING), place.parallel
+        shared = (
+            own is not None and self.output != "embedding" and torch.equal(part_of(own, parallel), target.embedding)
+        )
+        if parallel.least(int(shared)):  # one answer for all ranks
             del weights[EMBEDDING]
         return self.build(weights, target, place, place.ops)
 
@@ -118,15 +122,18 @@ class EagleHead:
         eps, first = spec.decoder.norm_eps, spec.decoder.layers[0]
         self._ops = ops
         self._rope = rope_table(first.attention.rope, place.rope_rows, place.dtype, place.device)
-        self.embedding = weights.pop(EMBEDDING, target.embedding)
+        embedding = weights.pop(EMBEDDING, None)
+        self.embedding = whole_table(target.embedding, ops.parallel) if embedding is None else embedding
         self.fuse = ops.linear(weights.pop("fuse"), weights.pop("fuse_bias", None))
         self.attention = SelfAttention(first.attention, weights, "layers.0.attention", 0, eps, ops)
         self.mlp_norm = RMSNorm(weights["layers.0.mlp_norm"], eps, ops)
         self.mlp = GatedMLP(weights, "layers.0.mlp", ops)
         self.deeper = [DecoderLayer(spec.decoder, weights, i, ops) for i in range(1, len(spec.decoder.layers))]
-        own = {"own": weights.pop("lm_head", None), "embedding": self.embedding, "target": None}[spec.output]
+        own = {"own": weights.pop("lm_head", None), "embedding": part_of(self.embedding, ops.parallel), "target": None}[
+            spec.output
+        ]
         self.lm_head = target.lm_head if own is None else ops.linear(own)
-        self._logits: Callable[[Tensor], Tensor] = target.logits if own is None else self.lm_head
+        self._logits: Callable[[Tensor], Tensor] = target.logits if own is None else self._own_logits
         layers = [*self.attention.products, *self.mlp.products, *(p for layer in self.deeper for p in layer.products)]
         self.products = DraftProducts([self.fuse, *layers], [], [self.lm_head])
         self.vocab = DraftVocab(no_offset(spec.vocab_size, place.device))
@@ -138,13 +145,16 @@ class EagleHead:
     def grow(self, tokens: Tensor, state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """See `Drafter`. The state is the head's output, where the target's last hidden state would be."""
         angles = self._ops.angles(self._rope, positions)
-        x = self.fuse(torch.cat([F.embedding(tokens, self.embedding), state], dim=-1))
+        x = self._ops.parallel.join(self.fuse(torch.cat([F.embedding(tokens, self.embedding), state], dim=-1)))
         x, normed = self.mlp_norm.after(x, self.attention(x, angles, attend))
         added = self.mlp(normed)
         for layer in self.deeper:
             x, normed = layer.input_norm.after(x, added)
             x, added = layer(x, normed, angles, attend)
         return self._ops.add(x, added)
+
+    def _own_logits(self, state: Tensor) -> Tensor:
+        return self._ops.parallel.join(self.lm_head(state))
 
     def propose(self, state: Tensor, k: int) -> Proposal:
         """See `Drafter`."""

@@ -20,6 +20,7 @@ from treetop.kernels.rope import rope_table
 from treetop.kernels.table import Ops
 from treetop.models.config import AttentionSpec, ModelConfig
 from treetop.models.decoder import DecoderLayer
+from treetop.models.embedding import part_of, whole_table
 from treetop.models.feed_forward import feed_forward_params
 from treetop.models.layers import (
     GatedMLP,
@@ -99,9 +100,9 @@ class Eagle3Spec:
             return []
         hidden, each = self.decoder.hidden_size, self.target_hidden_size
         width = len(self.aux_inputs) * each
-        params = [matrix("fuse", Source("fc.weight", (hidden, width)))]
+        params = [matrix("fuse", Source("fc.weight", (hidden, width)), shard=0)]
         if self.fuse_bias:
-            params.append(vector("fuse_bias", Source("fc.bias", (hidden,))))
+            params.append(vector("fuse_bias", Source("fc.bias", (hidden,)), shard=0))
         if self.norms.joined:
             params.append(norm_param("joined_norm", "input_norm.weight", width))
         return params + [norm_param(f"each_norm.{i}", f"{p}.weight", each) for i, p in enumerate(self.norms.each)]
@@ -165,16 +166,19 @@ class Eagle3Head:
         self.each_norm = [RMSNorm(weights[f"each_norm.{i}"], eps, ops) for i in range(len(spec.norms.each))]
         self.hidden_norm = RMSNorm(weights["hidden_norm"], eps, ops)
         # A token's normed embedding never changes, so the whole table is normed once.
-        embedding = weights.pop(EMBEDDING, target.embedding)
+        embedding = weights.pop(EMBEDDING, None)
+        embedding = whole_table(target.embedding, ops.parallel) if embedding is None else embedding
         self.normed_embedding = RMSNorm(weights["input_norm"], eps, ops)(embedding)
         self.attention = SelfAttention(first.attention, weights, "attention", 0, eps, ops)
         self.mlp_norm = RMSNorm(weights["mlp_norm"], eps, ops)
         self.mlp = GatedMLP(weights, "mlp", ops)
         self.deeper = [DecoderLayer(spec.decoder, weights, i, ops) for i in range(1, len(spec.decoder.layers))]
         self.norm = RMSNorm(weights["norm"], eps, ops)
-        own = {"own": weights.pop("lm_head", None), "embedding": embedding, "target": None}[spec.output]
+        own = {"own": weights.pop("lm_head", None), "embedding": part_of(embedding, ops.parallel), "target": None}[
+            spec.output
+        ]
         self.lm_head = target.lm_head if own is None else ops.linear(own)
-        self._logits: Callable[[Tensor], Tensor] = target.logits if own is None else self.lm_head
+        self._logits: Callable[[Tensor], Tensor] = target.logits if own is None else self._own_logits
         layers = [*self.attention.products, *self.mlp.products, *(p for layer in self.deeper for p in layer.products)]
         self.products = DraftProducts(layers, [] if self.fuse is None else [self.fuse], [self.lm_head])
         self.vocab = DraftVocab(weights.setdefault("d2t", no_offset(spec.vocab_size, place.device)))
@@ -192,7 +196,7 @@ class Eagle3Head:
         if self.each_norm:
             parts = aux_hidden.chunk(len(self.each_norm), dim=-1)
             aux_hidden = torch.cat([norm(part) for norm, part in zip(self.each_norm, parts, strict=True)], dim=-1)
-        return self.fuse(aux_hidden)
+        return self._ops.parallel.join(self.fuse(aux_hidden))
 
     def grow(self, tokens: Tensor, state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """See `Drafter`. The state is the residual stream before `norm`, or the normed one where the head says so."""
@@ -206,6 +210,9 @@ class Eagle3Head:
             x, normed = layer.input_norm.after(x, added)
             x, added = layer(x, normed, angles, attend)
         return self.norm.after(x, added)[1] if self.spec.norms.output else self._ops.add(x, added)
+
+    def _own_logits(self, state: Tensor) -> Tensor:
+        return self._ops.parallel.join(self.lm_head(state))
 
     def propose(self, state: Tensor, k: int) -> Proposal:
         """See `Drafter`."""

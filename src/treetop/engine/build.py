@@ -42,14 +42,16 @@ from treetop.engine.weight_copies import CpuWeights, with_copies, with_second_or
 from treetop.engine.worst_steps import peak_bytes
 from treetop.kernels.process import MOST_COUNT
 from treetop.kernels.products import ChosenProduct, choose_products
-from treetop.models.config import AttentionSpec, ModelConfig
+from treetop.models.config import AttentionSpec, ModelConfig, attention_of_rank
 from treetop.models.folder import resolve_folder
 from treetop.models.loader import Placement, compute_device, compute_dtype, weight_bytes
+from treetop.models.params import of_rank
 from treetop.models.registry import TargetSpec, target_spec
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CapacityError, ConfigError
 from treetop.types.ids import DRAFT, FULL, WINDOW, GroupName
 from treetop.types.layout import KVGroup, Layout
+from treetop.types.parallel import ALONE, Parallel, Unmet
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,33 +72,34 @@ class EnginePlan:
     weights: CpuWeights
 
 
-def plan_engine(config: EngineConfig) -> EnginePlan:
+def plan_engine(config: EngineConfig, parallel: Parallel | None = None) -> EnginePlan:
     """Read the checkpoints' configs, and check every option against them and against the device's memory.
 
-    The plan's configuration says what the given one leaves to device and memory. Raises UserError for what cannot work,
-    before any weight is read.
+    parallel: which rank this is; None for the first of ranks that have not met. The plan's configuration says what the
+    given one leaves to device and memory. Raises UserError for what cannot work, before any weight is read.
     """
+    parallel = parallel or (ALONE if config.tp_size == 1 else Unmet(config.tp_size))
     if config.max_running_requests is not None:
-        return _plan_rows(config)
+        return _plan_rows(config, parallel)
     *many, fewest = ROWS_OF_CPU if compute_device(config.device).type == "cpu" else ROWS_OF_GPU
     for rows in many:
         with suppress(CapacityError):
-            engine_plan = _plan_rows(replace(config, max_running_requests=rows))
+            engine_plan = _plan_rows(replace(config, max_running_requests=rows), parallel)
             if engine_plan.layout.pool_tokens >= rows * min(engine_plan.layout.max_context, TOKENS_OF_A_ROW):
                 return engine_plan
-    return _plan_rows(replace(config, max_running_requests=fewest))
+    return _plan_rows(replace(config, max_running_requests=fewest), parallel)
 
 
-def _plan_rows(config: EngineConfig) -> EnginePlan:
+def _plan_rows(config: EngineConfig, parallel: Parallel) -> EnginePlan:
     """The plan for a given number of rows."""
     target = target_spec(resolve_folder(config.model))
     draft = read_draft_spec(config, target) if config.speculates else None
-    layout = make_layout(config, target.config, draft)
+    layout = make_layout(config, target.config, draft, parallel.size)
     device = compute_device(config.device)
     dtype = compute_dtype(config.dtype, device)
     dummy = config.load_format == "dummy"
-    place = Placement(dtype, device, layout.max_positions, dummy, shapes=layout.shapes)
-    memory, static = memory_of(device), _static_estimate(config, layout, target, draft, dtype)
+    place = Placement(dtype, device, layout.max_positions, dummy, shapes=layout.shapes, parallel=parallel)
+    memory, static = _memory_of(place), _static_estimate(config, layout, target, draft, place)
     memory = Memory(memory.total, memory.free - static)
     allowance = _cpu_allowance(config, memory, place, layout, target.config)
     budget = Budget(memory, static, allowance, config.mem_fraction_static)
@@ -113,8 +116,11 @@ def _plan_rows(config: EngineConfig) -> EnginePlan:
     return EnginePlan(config, target, draft, layout, place, need, use, weights)
 
 
-def make_layout(config: EngineConfig, model: ModelConfig, draft: DrafterSpec | None) -> Layout:
-    """The capacity algebra of a configuration and its models; the pools as large as rows can use, or as asked."""
+def make_layout(config: EngineConfig, model: ModelConfig, draft: DrafterSpec | None, ranks: int = 1) -> Layout:
+    """The capacity algebra of a configuration and its models; the pools as large as rows can use, or as asked.
+
+    ranks: that share the models.
+    """
     context = config.context_length or model.max_positions
     if context > model.max_positions:
         raise ConfigError(f"--context-length {context} exceeds the model's {model.max_positions} positions")
@@ -123,7 +129,8 @@ def make_layout(config: EngineConfig, model: ModelConfig, draft: DrafterSpec | N
             f"--context-length {context}: penalties can count {MOST_COUNT} tokens; lower it, or use"
             " --disable-logits-processors"
         )
-    groups = tuple(KVGroup(name, len(of), of[0].kv, of[0].window) for name, of in layer_groups(model, draft).items())
+    layers = layer_groups(model, draft, ranks)
+    groups = tuple(KVGroup(name, len(of), of[0].kv, of[0].window) for name, of in layers.items())
     chunk, rows = config.chunked_prefill_size or _default_chunk(config, groups), config.max_running_requests
     assert rows is not None, "plan_engine has chosen"
     layout = Layout(
@@ -227,10 +234,11 @@ def build_runner(engine_plan: EnginePlan) -> BuiltRunner:
         device, zones, zeros = _without_pools(engine_plan, replace(place, products=products))
         static = _allocated(place.device) - before or engine_plan.use.budget.static
         allowance = _gpu_allowance(config, device) if place.device.type == "cuda" else 0
-    memory = memory_of(place.device)
+    memory = _memory_of(place)
     allowance = allowance or _cpu_allowance(config, memory, place, engine_plan.layout, engine_plan.target.config)
     budget = Budget(memory, static, allowance, config.mem_fraction_static, engine_plan.use.budget.copies)
     layout = fit(engine_plan.layout, place.dtype.itemsize, budget, config.max_total_tokens)
+    layout = replace(layout, pool_tokens=place.parallel.least(layout.pool_tokens))  # one host plans for all ranks
     use = MemoryUse(layout, place.dtype.itemsize, budget)
     with out_of_memory_explained("making the KV pools", place.device, use):
         pools = make_pools(layout, place.dtype, zeros)
@@ -271,13 +279,20 @@ def _with_pools(runner: ModelRunner, layout: Layout, pools: dict[GroupName, KVPo
     return replace(runner, layout=layout, pools=pools, target_layers=target_layers, draft_layers=layers.get(DRAFT, []))
 
 
+def _memory_of(place: Placement) -> Memory:
+    """Of the rank's device; ranks on a CPU share its memory."""
+    memory, sharing = memory_of(place.device), place.parallel.size if place.device.type == "cpu" else 1
+    return Memory(memory.total // sharing, memory.free // sharing)
+
+
 def _static_estimate(
-    config: EngineConfig, layout: Layout, target: TargetSpec, draft: DrafterSpec | None, dtype: torch.dtype
+    config: EngineConfig, layout: Layout, target: TargetSpec, draft: DrafterSpec | None, place: Placement
 ) -> int:
     """Bytes of weights, tables and buffers, from their shapes: no less than that will be taken."""
-    weights = weight_bytes(target.params, dtype)
+    dtype = place.dtype
+    weights = weight_bytes(of_rank(target.params, place.parallel), dtype)
     if draft is not None:
-        weights += weight_bytes(draft.params, dtype) + draft.derived * dtype.itemsize
+        weights += weight_bytes(of_rank(draft.params, place.parallel), dtype) + draft.derived * dtype.itemsize
     made: list[int] = []
 
     def counted(shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
@@ -330,20 +345,23 @@ def backend_need(layout: Layout, model: ModelConfig, draft: DrafterSpec | None, 
     """What this engine asks of its attention backend."""
     groups = [
         GroupNeed(name, of[0].num_heads, of[0].kv.heads, of[0].head_dim, of[0].window, of[0].kv.planes)
-        for name, of in layer_groups(model, draft).items()
+        for name, of in layer_groups(model, draft, place.parallel.size).items()
     ]
     queries = max(layout.verify_tail, layout.commit_width, layout.max_topk)
     rows = layout.max_requests
     return Need(place.dtype, place.device, layout.page_size, tuple(groups), layout.max_in_flight, rows, queries)
 
 
-def layer_groups(model: ModelConfig, draft: DrafterSpec | None) -> dict[GroupName, list[AttentionSpec]]:
-    """KV group -> its layers: the target's by window, and the drafter's. Those of a group must be alike in shape."""
+def layer_groups(model: ModelConfig, draft: DrafterSpec | None, ranks: int = 1) -> dict[GroupName, list[AttentionSpec]]:
+    """KV group -> its layers: the target's by window, and the drafter's. Those of a group must be alike in shape.
+
+    ranks: that share the models; each layer is what one of them computes.
+    """
     groups: dict[GroupName, list[AttentionSpec]] = {}
     for layer in model.layers:
-        groups.setdefault(_group_of(layer.attention), []).append(layer.attention)
+        groups.setdefault(_group_of(layer.attention), []).append(attention_of_rank(layer.attention, ranks))
     if draft is not None and draft.attention:
-        groups[DRAFT] = list(draft.attention)
+        groups[DRAFT] = [attention_of_rank(layer, ranks) for layer in draft.attention]
     for name, layers in groups.items():
         if len({layer.window for layer in layers}) != 1:
             raise ConfigError("a model with two different windows is not supported")

@@ -68,7 +68,7 @@ def _prove_acceptance(runner: ModelRunner, bucket: int, shape: SpecShape) -> Non
     tree.tokens.zero_()
     nothing = runner.target.embedding.new_zeros((bucket, shape.num_draft_tokens, runner.target.config.hidden_size))
     try:
-        runner.ops.accept(runner.ops.greedy(runner.target.logits(nothing)), tree, accepted, None)  # all logits are 0
+        runner.ops.accept(runner.ops.greedy(runner.target.piece(nothing)), tree, accepted, None)  # all logits are 0
         path = accepted.path[0, : int(accepted.accept_len[0]) + 1].tolist()
     except (IndexError, RuntimeError) as error:
         raise CheckError(f"padded batch: the dummy row's tree of {shape} cannot be accepted: {error}") from error

@@ -26,9 +26,13 @@ from treetop.engine.rounds import RoundKey
 from treetop.engine.staging import InFlightResults, Results, Slot, StagingBuffers, check_own_memory, collect, copy_out
 from treetop.engine.startup_log import start_up_block
 from treetop.engine.state import setup_columns
+from treetop.engine.witness import TreeAndPath, Witness, alone
+from treetop.models.config import attention_of_rank
 from treetop.types.config import EngineConfig
-from treetop.types.ids import NULL_PAGE, GroupName, PageId, Row
+from treetop.types.errors import InvariantError
+from treetop.types.ids import NULL_PAGE, GroupName, PageId
 from treetop.types.messages import PrefillPlan, RoundPlan, RowResult, StepPlan, StepResult
+from treetop.types.parallel import ALONE, Parallel
 from treetop.types.tree import Accepted, DraftTree
 
 log = logging.getLogger("treetop")
@@ -49,15 +53,20 @@ class InFlightStep:
 class Engine:
     """Owns device memory and runs steps. Raises UserError before any weight is read where it can."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, parallel: Parallel = ALONE) -> None:
         """`observer` and `launcher` may be set between steps; `treetop trace` sets both.
 
+        parallel: the rank that this engine is; engines of all ranks are made, and run the same steps, side by side.
         config: what was left to device and memory is in it.
         target, draft: what was read of the checkpoints; spec: the target's configuration.
         """
+        if parallel.size != config.tp_size:
+            raise InvariantError(f"an engine of --tp-size {config.tp_size} was made for a group of {parallel.size}")
         self.observer: Observer | None = None
-        engine_plan = plan_engine(config)
+        engine_plan = plan_engine(config, parallel)
         self.config = config = engine_plan.config
+        self.parallel = parallel
+        self._witness: Witness = TreeAndPath() if parallel.size > 1 and config.check_level >= 1 else alone
         self.target, self.draft = engine_plan.target, engine_plan.draft
         self.model_path, self.spec = self.target.folder, self.target.config
         self.draft_path = self.draft.folder if self.draft is not None else None
@@ -121,7 +130,7 @@ class Engine:
         slot = self._staging.take()
         with self._explained("running"):
             run = self._prefill(plan, slot) if isinstance(plan, PrefillPlan) else self._round(plan, slot)
-        posted = self._staging.post(slot, run, device.probes.record)
+        posted = self._staging.post(slot, run, device.probes.posted)
         if device.probes.enabled:
             device.probes.record.zero_()
         seen = None
@@ -147,20 +156,21 @@ class Engine:
             rows.append(RowResult(row, tokens, got.finite[i], logprobs))
             if self.config.check_level >= 1:
                 check_result(rows[-1], self.spec.vocab_size, self.layout.commit_width)
-        return StepResult(tuple(rows))
+        return StepResult(tuple(rows), got.record[-1])
 
     @torch.inference_mode()
     def next_logits(self, ids: list[int]) -> Tensor:
         """The target's logits after `ids`, [vocab], computed densely and outside all state; for comparisons."""
         positions = torch.arange(len(ids))[None].to(self.runner.buffers.rows.device)
-        layers = [(layer.attention.kv, layer.attention.window) for layer in self.spec.layers]
+        mine = [attention_of_rank(layer.attention, self.parallel.size) for layer in self.spec.layers]
+        layers = [(layer.kv, layer.window) for layer in mine]
         attend = DenseAttention(len(ids), self.dtype, positions.device, layers)
         target = self.runner.target
         tokens = torch.tensor([ids], device=positions.device)
         return target.logits(target.forward(tokens, positions, attend).hidden[0, -1])
 
     def _prefill(self, plan: PrefillPlan, slot: Slot) -> Results:
-        padded, edits = self._padded(plan.rows), self.runner.state.edit_columns(plan.edits)
+        padded, edits = self._padded(plan), self.runner.state.edit_columns(plan.edits)
         setups, chunks = setup_columns(plan.setups), chunk_columns(plan, len(padded))
         prefixes = self.runner.state.prefix_columns(plan.setups)
         sent = self._staging.send(slot, [padded, *edits, *setups, *chunks, *prefixes])
@@ -174,11 +184,12 @@ class Engine:
         return Results(first.token[:, None], torch.zeros_like(first.token), first.finite, first.logprobs)
 
     def _round(self, plan: RoundPlan, slot: Slot) -> Results:
-        padded, edits = self._padded(plan.rows), self.runner.state.edit_columns(plan.edits)
+        padded, edits = self._padded(plan), self.runner.state.edit_columns(plan.edits)
         self._apply(self._staging.send(slot, [padded, *edits]))
         key = self.last_key = RoundKey(len(padded), plan.shape, plan.choice)
         self.launcher.launch(key, plan.committed_bound)
         buffers = self.runner.buffers
+        self._witness(self.runner.probes.digest, buffers, key)
         accepted = buffers.accepted_of(key.bucket, key.shape)
         logprobs = buffers.logprobs_of(key.bucket, key.shape) if plan.logprobs else None
         return Results(accepted.tokens, accepted.accept_len, accepted.finite, logprobs)
@@ -199,12 +210,15 @@ class Engine:
                 check_own_memory(name, copies[name], tensor)
         return replace(value, **copies)
 
-    def _padded(self, rows: tuple[Row, ...]) -> list[int]:
+    def bucket_of(self, plan: StepPlan) -> int:
+        """Rows that a step runs with, padding included."""
+        return self.layout.bucket_for(len(plan.rows))
+
+    def _padded(self, plan: StepPlan) -> list[int]:
         """The row list, padded with the dummy row to its bucket before anything else happens."""
-        bucket = self.layout.bucket_for(len(rows))
-        padded = pad_rows(rows, bucket, self.layout.dummy_row)
+        padded = pad_rows(plan.rows, self.bucket_of(plan), self.layout.dummy_row)
         if self.config.check_level >= 1:
-            check_padded(padded, rows, self.layout)
+            check_padded(padded, plan.rows, self.layout)
         return padded
 
     def _poison_pages(self, pages: Iterable[tuple[GroupName, PageId]]) -> None:

@@ -11,7 +11,7 @@ from treetop.engine.model_runner import ModelRunner
 from treetop.kernels.kv import slots_of
 from treetop.kernels.row_text import remember
 from treetop.kernels.tree import root_tree
-from treetop.speculative.verify import choose, path_logprobs
+from treetop.speculative.verify import choose, logits_for, path_logprobs
 from treetop.types.layout import KVGroup
 from treetop.types.messages import PrefillPlan
 from treetop.types.phase import Phase
@@ -91,7 +91,7 @@ def prefill(runner: ModelRunner, batch: PrefillBatch) -> FirstTokens:
     attend = _attention(runner, runner.target_layers, runner.target_groups, batch, span)
     output = runner.target.forward(batch.tokens, span.positions, attend)
     last = (query_len - 1).clamp(min=0)
-    logits = runner.target.logits(ops.pick(output.hidden, last)[:, None])
+    logits = logits_for(runner.target, ops.pick(output.hidden, last)[:, None], batch.choice)
     tree, accepted = root_tree(batch.next_token), _one_column(rows)
     chosen = choose(ops, logits, runner.state.sampler, rows, (span.kv_len - 1)[:, None], tree, batch.choice)
     ops.accept(chosen, tree, accepted, None)  # the root, whose choice is the bonus

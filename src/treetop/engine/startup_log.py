@@ -18,11 +18,16 @@ def start_up_block(
     config, layout, shape = engine_plan.config, runner.layout, engine_plan.config.shape
     place, dtype = engine_plan.place.device, engine_plan.place.dtype
     tree = f"tree S={shape.num_steps} k={shape.topk} T={shape.num_draft_tokens}" if runner.drafter else "no draft"
+    shared = (
+        f", which {config.tp_size} ranks share; of rank {engine_plan.place.parallel.rank}:"
+        if config.tp_size > 1
+        else ""
+    )
     refused = [(name, refusal(name, engine_plan.need)) for name in BACKENDS]
     others = [f"{name}: {problem.reason}" for name, problem in refused if problem is not None]
     rows = [
         f"model {config.model}, draft {config.draft or config.algorithm or 'none'},"
-        f" {str(dtype).removeprefix('torch.')} on {_name(place)}",
+        f" {str(dtype).removeprefix('torch.')} on {_name(place)}{shared}",
         f"{tree}; {layout.max_requests} requests of {layout.max_context} tokens, pages of {layout.page_size},"
         f" prefill in steps of {layout.chunk}",
         *use.lines(),

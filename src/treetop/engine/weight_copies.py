@@ -18,11 +18,12 @@ from treetop.kernels.products import TIMED_DTYPES, Shape
 from treetop.kernels.table import OpContext, Ops
 from treetop.kernels.triton_guard import GpuTraits, gpu_traits
 from treetop.models.loader import Placement
-from treetop.models.params import Param
+from treetop.models.params import Param, of_rank
 from treetop.models.registry import TargetSpec
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CapacityError, ConfigError
 from treetop.types.layout import Layout
+from treetop.types.parallel import ALONE, Parallel
 
 
 def with_copies(
@@ -44,7 +45,10 @@ def with_copies(
         raise ConfigError(f"--compress-weights: {problem}; use --no-compress-weights")
     if config.compress_weights is False or problem is not None:
         return budget
-    copies, left = copies_estimate(target, draft, gpu_traits(place.device)), _left(config, place, budget, layout)
+    copies, left = (
+        copies_estimate(target, draft, gpu_traits(place.device), place.parallel),
+        _left(config, place, budget, layout),
+    )
     memory = Memory(budget.memory.total, budget.memory.free - copies)
     made = replace(budget, memory=memory, static=budget.static + copies, copies=copies)
     if config.compress_weights or (4 * copies <= left and _fits(config, place, made, layout)):
@@ -74,7 +78,7 @@ def with_second_orders(
     """
     if place.device.type != "cpu" or place.dtype not in TIMED_DTYPES:
         return budget, CpuWeights()
-    shapes = tuple(weight.shape for weight in product_weights(target, draft))
+    shapes = tuple(weight.shape for weight in product_weights(target, draft, place.parallel))
     size = place.dtype.itemsize * sum(n * k for n, k in shapes)
     memory = Memory(budget.memory.total, budget.memory.free - size)
     made = replace(budget, memory=memory, static=budget.static + size)
@@ -99,9 +103,9 @@ def _fits(config: EngineConfig, place: Placement, budget: Budget, layout: Layout
     return True
 
 
-def copies_estimate(target: TargetSpec, draft: DrafterSpec | None, gpu: GpuTraits) -> int:
-    """Bytes of all weights in 12 bits that gain by it."""
-    weights = product_weights(target, draft)
+def copies_estimate(target: TargetSpec, draft: DrafterSpec | None, gpu: GpuTraits, parallel: Parallel = ALONE) -> int:
+    """Bytes of all weights of a rank in 12 bits that gain by it."""
+    weights = product_weights(target, draft, parallel)
     return sum(compressed_bytes(*each.shape, each.gated, gpu) for each in weights if not each.bias)
 
 
@@ -114,12 +118,12 @@ class ProductWeight:
     bias: bool
 
 
-def product_weights(target: TargetSpec, draft: DrafterSpec | None) -> list[ProductWeight]:
-    """All of these models' weights: they are made of tensors without memory, and asked."""
+def product_weights(target: TargetSpec, draft: DrafterSpec | None, parallel: Parallel = ALONE) -> list[ProductWeight]:
+    """A rank's part of these models' weights: they are made of tensors without memory, and asked."""
     ops, nowhere = _Recorded(), Placement(torch.float32, torch.device("meta"), 1)
-    model = target.build(_without_memory(target.params), (), nowhere, ops)
+    model = target.build(_without_memory(of_rank(target.params, parallel)), (), nowhere, ops)
     if draft is not None:
-        draft.build(_without_memory(draft.params), model, nowhere, ops)
+        draft.build(_without_memory(of_rank(draft.params, parallel)), model, nowhere, ops)
     return ops.weights
 
 

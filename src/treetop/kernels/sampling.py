@@ -4,12 +4,14 @@ A token is drawn by inverse CDF in vocabulary order from a coin that depends on 
 alone. So a request's tokens do not depend on its batch, its row, the tree, or a retraction.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from treetop.kernels.process import Processors
+from treetop.types.parallel import Parallel
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -57,6 +59,22 @@ def greedy_reference(logits: Tensor) -> SampledTokens:
     """The largest logit's token after each node, the first of several. logits: [rows, T, vocab]."""
     best, token = logits.max(dim=-1)  # NaN wins a maximum, so `best` tells of it
     return SampledTokens(token, torch.isfinite(best))
+
+
+def greedy_of_ranks(
+    greedy: Callable[[Tensor], SampledTokens | PartialArgmax], parallel: Parallel, logits: Tensor
+) -> SampledTokens | PartialArgmax:
+    """`greedy` over a vocabulary that ranks share: the same on all of them, who say no more than their best.
+
+    logits: [rows, T, width] of this rank's part.
+    """
+    chosen, first = greedy(logits), parallel.rank * logits.shape[-1]
+    if isinstance(chosen, PartialArgmax):
+        return PartialArgmax(parallel.join(chosen.key - first))  # a key has its index counted down
+    token = chosen.token[..., None]
+    best, tokens = parallel.join(logits.gather(-1, token)), parallel.join(token + first)
+    value, winner = best.max(dim=-1, keepdim=True)
+    return SampledTokens(tokens.gather(-1, winner)[..., 0], torch.isfinite(value[..., 0]))
 
 
 def draw_reference(logits: Tensor, sampler: Sampler, rows: Tensor, positions: Tensor, filtered: bool) -> SampledTokens:

@@ -29,9 +29,10 @@ from treetop.kernels import skinny_gemm as skinny
 from treetop.kernels.gate import Gate
 from treetop.kernels.linear import GatedLinear, LibraryLinear, Linear, SkinnyGated, SkinnyLinear, library_gated
 from treetop.kernels.products import Call, ChosenProduct, Shape
-from treetop.kernels.sampling import draw_reference, greedy_reference
+from treetop.kernels.sampling import draw_reference, greedy_of_ranks, greedy_reference
 from treetop.kernels.triton_guard import GpuTraits, gpu_traits, why_not
 from treetop.types.layout import SpecShape
+from treetop.types.parallel import ALONE, Parallel
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -100,7 +101,10 @@ class Op(Generic[F]):
 
 
 class Ops:
-    """The table, and as an instance what was chosen from it. compressed, products: see `linear`."""
+    """The table, and as an instance what was chosen from it. compressed, products: see `linear`.
+
+    parallel: the rank that computes, of a group that shares a model.
+    """
 
     # of a layer
     add = Op(fused.add_reference, fused.add, 1e-6, on_a_gpu, (fused._add_rms_norm_kernel,))
@@ -185,13 +189,20 @@ class Ops:
     finish = Op(row_state.finish_reference, row_state.finish, 0.0, on_a_gpu, (row_state._finish_kernel,))
 
     def __init__(
-        self, context: OpContext, compressed: bool = False, products: Mapping[Shape, ChosenProduct] | None = None
+        self,
+        context: OpContext,
+        compressed: bool = False,
+        products: Mapping[Shape, ChosenProduct] | None = None,
+        parallel: Parallel = ALONE,
     ) -> None:
         self._context, self._compressed, self._products = context, compressed, products or {}
+        self.parallel = parallel
         self._gpu = gpu_traits(context.device) if on_a_gpu(context) else None
         for name, op in operations().items():
             serves = self._gpu is not None and op.applies(context)
             vars(self)[name] = op.on(self._gpu) if self._gpu is not None and serves else op.reference
+        if parallel.size > 1:
+            vars(self)["greedy"] = partial(greedy_of_ranks, self.greedy, parallel)
 
     @property
     def filters_apart(self) -> bool:

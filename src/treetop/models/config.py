@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ from treetop.kernels.gate import Gate
 from treetop.kernels.rope import DynamicNTK, Linear, Llama3, RopeSpec, Yarn
 from treetop.kernels.routing import RouterSpec
 from treetop.models.json_file import MOST_TOKENS, integers, read_object
-from treetop.types.errors import CheckpointError, shown
+from treetop.types.errors import CheckpointError, ConfigError, shown
 from treetop.types.kv import KVFormat, paired
 
 Config = Mapping[str, Any]
@@ -39,6 +39,18 @@ class AttentionSpec:
     @property
     def head_dim(self) -> int:
         return self.kv.head_dim
+
+
+def attention_of_rank(spec: AttentionSpec, size: int) -> AttentionSpec:
+    """What one of `size` ranks computes of a layer's attention: an equal part of its heads, whole groups of them.
+
+    With more ranks than KV heads each has one, which others have too. Raises ConfigError if they cannot be divided.
+    """
+    heads, kv = spec.num_heads, spec.kv.heads
+    if heads % size != 0 or (kv % size != 0 and size % kv != 0):
+        fits = [n for n in range(1, heads + 1) if heads % n == 0 and (kv % n == 0 or n % kv == 0)]
+        raise ConfigError(f"--tp-size {size}: {heads} heads with {kv} of keys and values cannot be divided; {fits} can")
+    return replace(spec, num_heads=heads // size, kv=replace(spec.kv, heads=max(kv // size, 1)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,13 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from treetop.attention.layer import Attend
 from treetop.kernels.rope import rope_table
 from treetop.kernels.table import Ops
 from treetop.models.config import ExpertSpec, ModelConfig
+from treetop.models.embedding import lookup
 from treetop.models.feed_forward import feed_forward, feed_forward_params
 from treetop.models.layers import RMSNorm, SelfAttention, attention_params, norm_param
 from treetop.models.loader import Placement, Weights
@@ -53,6 +53,7 @@ class Decoder:
     ) -> None:
         self.config, self.aux_inputs, self._ops = config, aux_inputs, ops
         self.embedding = weights["embedding"]
+        self._embed = lookup(self.embedding, ops.parallel)
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=torch.float32).to(place.dtype))
         self.layers = [DecoderLayer(config, weights, index, ops) for index in range(len(config.layers))]
         self._has_experts = any(isinstance(layer.feed_forward, ExpertSpec) for layer in config.layers)
@@ -63,7 +64,7 @@ class Decoder:
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> TargetOutput:
         """See `Target`."""
-        x = F.embedding(tokens, self.embedding)
+        x = self._embed(tokens)
         if self._embedding_scale != 1:
             x = x * self._embedding_scale
         angles = {rope: self._ops.angles(table, positions) for rope, table in self._ropes.items()}
@@ -83,9 +84,13 @@ class Decoder:
         """See `Target`."""
         return [*(product for layer in self.layers for product in layer.products), self.lm_head]
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def piece(self, hidden: Tensor) -> Tensor:
         """See `Target`."""
         return self.lm_head(hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `Target`."""
+        return self._ops.parallel.join(self.piece(hidden))
 
 
 def decoder_params(config: ModelConfig) -> list[Param]:

@@ -53,10 +53,11 @@ class SelfAttention:
         self.sinks = weights.pop(f"{name}.sinks").float() if spec.sinks else None
 
     def __call__(self, x: Tensor, angles: Any, attend: Attend) -> Tensor:
-        """x: [rows, n, in]. Returns parts [parts, rows, n, hidden]."""
+        """x: [rows, n, in]. Returns parts [parts, rows, n, hidden], of all ranks."""
         qkv = self.qkv.parts(x).unflatten(-1, (-1, self.head_dim))
         write = partial(self._ops.rotate_and_write, qkv, angles, norms=self.norms)
-        return self.output.parts(attend(self.layer, write, self.scale, self.sinks).flatten(2))
+        attended = attend(self.layer, write, self.scale, self.sinks).flatten(2)
+        return self._ops.parallel.sum(self.output.parts(attended))
 
 
 def attention_params(
@@ -102,11 +103,11 @@ class GatedMLP:
     def __init__(self, weights: Weights, name: str, ops: Ops, gate: Gate = "silu") -> None:
         self.gate_up = ops.gated(weights.pop(f"{name}.gate_up"), weights.pop(f"{name}.gate_up_bias", None), gate)
         self.down = ops.linear(weights.pop(f"{name}.down"), weights.pop(f"{name}.down_bias", None))
-        self.products = [self.gate_up, self.down]
+        self.products, self._parallel = [self.gate_up, self.down], ops.parallel
 
     def __call__(self, x: Tensor, live: Tensor | None = None) -> Tensor:
-        """x: [..., hidden]. Returns parts [parts, ..., hidden], of all tokens, live or not."""
-        return self.down.parts(self.gate_up(x))
+        """x: [..., hidden]. Returns parts [parts, ..., hidden], of all ranks and all tokens, live or not."""
+        return self._parallel.sum(self.down.parts(self.gate_up(x)))
 
 
 def mlp_params(spec: DenseSpec, name: str, stored: str, hidden: int) -> list[Param]:

@@ -12,10 +12,11 @@ from treetop.kernels.mxfp4 import GROUP_BYTES
 from treetop.kernels.products import ChosenProduct, Shape
 from treetop.kernels.table import OpContext, Ops
 from treetop.models.checkpoint import check_tensors, open_tensors
-from treetop.models.params import Fetch, Param, Plain, Source, Span, stored_tensors
+from treetop.models.params import Fetch, Param, Plain, Source, Span, of_rank, stored_tensors
 from treetop.models.progress import progress
 from treetop.types.errors import ConfigError
 from treetop.types.layout import SpecShape
+from treetop.types.parallel import ALONE, Parallel
 
 Weights = MutableMapping[str, Tensor]
 """Parameters by name. A model takes out what it keeps in another form, so that this is never there twice."""
@@ -50,7 +51,8 @@ class Placement:
     """Where and how a model computes.
 
     rope_rows: positions its RoPE table holds. dummy: random weights, no file. compressed: weights in 12 bits as well.
-    products: on a CPU, the calls for weights of each shape. shapes: of trees that will be grown.
+    products: on a CPU, the calls for weights of each shape. shapes: of trees that will be grown. parallel: the
+    rank that computes.
     """
 
     dtype: torch.dtype
@@ -60,28 +62,30 @@ class Placement:
     compressed: bool = False
     products: Mapping[Shape, ChosenProduct] = field(default_factory=dict)
     shapes: tuple[SpecShape, ...] = ()
+    parallel: Parallel = ALONE
 
     @property
     def ops(self) -> Ops:
         """The operations that serve here."""
-        return Ops(OpContext(self.device, self.dtype, self.shapes), self.compressed, self.products)
+        return Ops(OpContext(self.device, self.dtype, self.shapes), self.compressed, self.products, self.parallel)
 
 
 def load_weights(
     folder: Path, params: Sequence[Param], place: Placement, ignored: Collection[str] = ()
 ) -> dict[str, Tensor]:
-    """All parameters, by name, from a folder's files; random ones if the placement says so.
+    """The rank's part of all parameters, by name, from a folder's files; random ones if the placement says so.
 
     Each is filled from one stored tensor after another, where the model computes: beside them there is at most one
     tensor in memory. A terminal sees how far it is. ignored: tensors that the files may hold. Raises CheckpointError
     as `checkpoint.open_tensors` says.
     """
+    mine = of_rank(params, place.parallel)
     if place.dummy:
-        return random_weights(params, place)
+        return random_weights(mine, place)
     weights: dict[str, Tensor] = {}
-    stored, total = stored_tensors(params), weight_bytes(params, place.dtype)
+    stored, total = stored_tensors(params), weight_bytes(mine, place.dtype)
     with open_tensors(folder, stored, ignored, place.device) as fetch, progress(folder, total) as loaded:
-        for param in params:
+        for param in mine:
             weights[param.name] = _filled(param, fetch, place)
             loaded(weights[param.name].nbytes)
     return weights

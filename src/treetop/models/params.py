@@ -1,6 +1,6 @@
 """Parameters, declared once: expected tensors, loading, the memory count and shards all follow from these."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import lcm, prod
 from typing import Literal, Protocol
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from treetop.types.errors import ConfigError
+from treetop.types.parallel import Parallel
 
 Kind = Literal["matrix", "experts", "table", "vector", "score", "index"]
 """A weight that inputs are multiplied by, one of many experts of which inputs take some, one that rows are looked up
@@ -178,6 +179,14 @@ def cut(param: Param, rank: int, size: int) -> Param | None:
     length = sum(lengths) if axis == 0 else lengths[0]
     sources = tuple(replace(source, span=span) for source, span in zip(param.sources, spans, strict=True))
     return replace(param, shape=(*param.shape[:axis], length, *param.shape[axis + 1 :]), sources=sources)
+
+
+def of_rank(params: Sequence[Param], parallel: Parallel) -> list[Param]:
+    """What a rank has of these: of one rank all. Raises ConfigError if one cannot be divided."""
+    if parallel.size == 1:
+        return [*params]
+    mine = (cut(param, parallel.rank, parallel.size) for param in params)
+    return [param for param in mine if param is not None]
 
 
 def _span(param: Param, source: Source, axis: int, rank: int, size: int) -> Span:

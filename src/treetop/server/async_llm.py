@@ -39,12 +39,11 @@ class AsyncLLM:
     def __init__(
         self, model: str | Path | None = None, draft: str | Path | Unset | None = Unset.UNSET, **options: Any
     ) -> None:
-        from treetop.core.make import make_core  # noqa: PLC0415  # loads PyTorch
-        from treetop.engine.engine import Engine  # noqa: PLC0415  # too
+        from treetop.core.make import open_core  # noqa: PLC0415  # loads PyTorch
 
         config = engine_config(model, draft, options)
-        core, info = make_core(Engine(config))
-        self._open(LocalCore(CoreThread(core), info), config.seed, None)
+        opened = open_core(config)
+        self._open(LocalCore(CoreThread(opened.core), opened.info, opened.close), config.seed, None)
 
     @classmethod
     def of(

@@ -24,10 +24,11 @@ ENGINE_ALIASES = {
     "disable_radix_cache": ("--no-enable-prefix-caching",),
     "schedule_policy": ("--scheduling-policy",),
     "seed": ("--random-seed",),
+    "tp_size": ("--tensor-parallel-size", "--tp"),
 }
 """Engine options in the spellings of vLLM and SGLang."""
 
-_ONLY_ONE = ("--tensor-parallel-size", "--tp-size", "--tp", "--pipeline-parallel-size", "--data-parallel-size")
+_ONLY_ONE = ("--pipeline-parallel-size", "--data-parallel-size")
 
 _HELP = {
     "host": "address to listen on (default %(default)s)",
@@ -111,7 +112,7 @@ def run_serve(args: argparse.Namespace, engine_options: dict[str, Any]) -> int:
     """Serve. engine_options: those that were given. Raises UserError and EngineError."""
     _check_packages()
     if args.parallel_size != 1:
-        raise ConfigError(f"{', '.join(_ONLY_ONE)}: one device only for now, got {args.parallel_size}")
+        raise ConfigError(f"{', '.join(_ONLY_ONE)}: only 1 for now, got {args.parallel_size}")
     if args.model is not None and args.model_flag not in (None, args.model) and args.config is None:
         raise ConfigError(f"two models: {args.model} and --model {args.model_flag}")
     model = args.model if args.model is not None else args.model_flag

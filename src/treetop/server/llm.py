@@ -5,9 +5,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from treetop.core.make import make_core
+from treetop.core.make import open_core
 from treetop.core.thread import CoreClient, CoreThread
-from treetop.engine.engine import Engine
 from treetop.server.chat_template import ChatTemplate, Message, open_chat_template
 from treetop.server.options import Unset, engine_config
 from treetop.server.outputs import LiveRequest, RequestMetrics, RequestOutput, TextDelta
@@ -37,8 +36,7 @@ class LLM:
         **options: Any,
     ) -> None:
         self.config = engine_config(model, draft, options)
-        self.engine = Engine(self.config)
-        core, info = make_core(self.engine)
+        core, info, self.engine, self.next_logits, self._close_engine = open_core(self.config)
         self.scheduler = core.scheduler
         self.model_path, self.draft_path = self.engine.model_path, self.engine.draft_path
         self._reader = PromptReader(info)
@@ -50,6 +48,7 @@ class LLM:
     def close(self) -> None:
         """End every request with an error, and stop the engine's thread. What is asked later is an EngineError."""
         self._core.close()
+        self._close_engine()
 
     def generate(
         self,

@@ -10,8 +10,14 @@ from torch import Tensor
 from treetop.kernels.commit import feature_nodes
 from treetop.kernels.sampling import PartialArgmax, SampledTokens, Sampler
 from treetop.kernels.table import Ops
+from treetop.models.target import Target
 from treetop.types.sampling import Choice
 from treetop.types.tree import Accepted, DraftTree, PathLogprobs
+
+
+def logits_for(target: Target, hidden: Tensor, how: Choice) -> Tensor:
+    """What `choose` takes: the largest logit is found among a rank's own, anything else among all."""
+    return target.piece(hidden) if how is Choice.GREEDY else target.logits(hidden)
 
 
 def choose(
@@ -19,8 +25,9 @@ def choose(
 ) -> SampledTokens | PartialArgmax:
     """The target's token after each node, in a form that `ops.accept` takes: the only way from logits to tokens.
 
-    logits: [rows, T, vocab], which stay as they are. sampler: of all rows; `rows` [rows] picks. positions: [rows, T]
-    int64, where the nodes stand. how: what the batch needs; it is known on the host, so a captured round has one.
+    logits: [rows, T, vocab] of `logits_for`, which stay as they are. sampler: of all rows; `rows` [rows] picks.
+    positions: [rows, T] int64, where the nodes stand. how: what the batch needs; it is known on the host, so a captured
+    round has one.
 
     What changes logits before a token is chosen is `ops.process`, and nothing else; see `kernels/process.py`.
     """

@@ -40,6 +40,7 @@ _COUNTS = (
     "page_size",
     "check_level",
     "seed",
+    "tp_size",
 )
 _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(_COUNTS, (int,)),
@@ -57,7 +58,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("draft", "speculative_algorithm"), (str, NoneType)),
     **dict.fromkeys(("disable_radix_cache", "disable_logits_processors"), (bool,)),
     **dict.fromkeys(("overlap", "compress_weights"), (bool, NoneType)),
-    "mem_fraction_static": (float, int),
+    **dict.fromkeys(("mem_fraction_static", "step_timeout"), (float, int)),
 }
 
 
@@ -81,7 +82,8 @@ class EngineConfig:
     disable_logits_processors: refuse requests with penalties, biases and the like, and keep no memory for them.
     check_level: 0 off, 1 host checks, 2 device probes, 3 poison and red zones. overlap: launch a round before the
     results of the last one are known; None is on where rounds are captured CUDA graphs. graphs: `sim` runs rounds with
-    the semantics of captured graphs, on a CPU.
+    the semantics of captured graphs, on a CPU. tp_size: GPUs, or processes on a CPU, that share the model, a rank each.
+    step_timeout: seconds after which a step that has not ended on every rank ends them all; of one rank it is not used.
     """
 
     model: str = BUILTIN_MODEL
@@ -111,6 +113,8 @@ class EngineConfig:
     simulate_accept_length: int | None = None
     check_level: int = 1
     seed: int = 0
+    tp_size: int = 1
+    step_timeout: float = 60.0
 
     def __post_init__(self) -> None:
         wrong = self._wrong_types()
@@ -170,7 +174,13 @@ class EngineConfig:
             ),
             (not 0 <= self.seed < 2**63, f"--seed must be in [0, 2^63), got {shown(self.seed)}"),
         ]
-        counts = {"max_running_requests": 65536, "page_size": 2**20}
+        rules.append(
+            (
+                not 0 < self.step_timeout <= 86400,
+                f"--step-timeout must lie between 0 and 86400 seconds, got {shown(self.step_timeout)}",
+            )
+        )
+        counts = {"tp_size": 64, "max_running_requests": 65536, "page_size": 2**20}
         for name in (
             "max_running_requests",
             "chunked_prefill_size",
@@ -178,6 +188,7 @@ class EngineConfig:
             "context_length",
             "max_total_tokens",
             "page_size",
+            "tp_size",
         ):
             value, most = getattr(self, name), counts.get(name, 2**40)
             least = 2 if name == "context_length" else 1  # a token of a prompt and one of its output

@@ -117,6 +117,7 @@ class RowResult(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The rows of a step in the plan's order."""
+    """The rows of a step in the plan's order. digest: of what the step came to, which is the same on every rank."""
 
     rows: tuple[RowResult, ...]
+    digest: int = 0

@@ -1,0 +1,109 @@
+"""What several GPUs cost and give: the exchange before a norm, and whole rounds, at each number of ranks.
+
+    python benchmarks/parallel.py exchange --ranks 2        all-reduce and norm, captured, microseconds
+    python benchmarks/parallel.py rounds --model FOLDER     rounds with random weights at --ranks 1 2, milliseconds
+
+`exchange` compares our sum with NCCL's all-reduce followed by the norm; both are checked against each other first.
+`rounds` is `treetop bench --load-format dummy` for each size; FOLDER needs a config.json alone.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import torch
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from treetop.doctor.exchange import times_us
+from treetop.kernels.table import OpContext, Ops
+from treetop.parallel.exchange import Group, Meeting
+
+ROWS, WIDTHS, EPS = (1, 2, 4, 8, 16), (4096, 8192), 1e-5
+
+
+def _ours(ops: Ops, x: Tensor, parts: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return ops.add_rms_norm(x, ops.parallel.sum(parts), weight, EPS)
+
+
+def _library(ops: Ops, group: Group, x: Tensor, parts: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    total = parts[0].clone()
+    group._group.allreduce([total]).wait()
+    return ops.add_rms_norm(x, total[None], weight, EPS)
+
+
+def measure_exchange(rank: int, size: int, folder: str) -> None:
+    """One rank's side; the first prints a line of JSON a case."""
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda")
+    group = Group(Meeting(Path(folder) / "meeting", rank, size), device)
+    ops = Ops(OpContext(device, torch.bfloat16), parallel=group.parallel)
+    generator = torch.Generator(device).manual_seed(rank)
+    for width, rows in product(WIDTHS, ROWS):
+        weight = torch.ones(width, dtype=torch.bfloat16, device=device)
+        x = torch.ones((1, rows, width), dtype=torch.bfloat16, device=device)
+        parts = torch.randn((1, 1, rows, width), device=device, generator=generator).to(torch.bfloat16)
+        runs = {
+            "ours": partial(_ours, ops, x, parts, weight),
+            "nccl": partial(_library, ops, group, x, parts, weight),
+            "norm": partial(ops.add_rms_norm, x, parts, weight, EPS),
+        }
+        found, expected = runs["ours"]()[0], runs["nccl"]()[0]
+        assert torch.allclose(found.float(), expected.float(), atol=0.1, rtol=0.02), "the sums differ"
+        assert all(torch.equal(each, found) for each in group.parallel.gather(found)), "ranks have other bits"
+        times = {name: times_us(run, device) for name, run in runs.items()}
+        if rank == 0:
+            figures = {name: round(statistics.median(each), 2) for name, each in times.items()}
+            spread = {name: [round(min(each), 2), round(max(each), 2)] for name, each in times.items()}
+            print(
+                json.dumps({"ranks": size, "rows": rows, "width": width, "us": figures, "spread": spread}), flush=True
+            )
+    torch.cuda.synchronize()
+    group.close()
+
+
+def run_exchange(sizes: list[int]) -> None:
+    print(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__}))
+    for size in sizes:
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(measure_exchange, (size, folder), nprocs=size)
+
+
+def run_rounds(model: str, sizes: list[int], more: list[str]) -> None:
+    """`treetop bench` at each size, one after the other: each ends before the next begins."""
+    for size in sizes:
+        command = [
+            sys.executable,
+            "-m",
+            "treetop.cli",
+            "bench",
+            model,
+            "--load-format",
+            "dummy",
+            "--tp-size",
+            str(size),
+        ]
+        print(" ".join(["treetop", *command[3:], *more]), flush=True)
+        subprocess.run([*command, *more], check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("exchange", "rounds"))
+    parser.add_argument("--ranks", nargs="+", type=int, help="sizes of groups (default: 2, of rounds 1 2)")
+    parser.add_argument("--model", help="of rounds: folder with the config.json of a target")
+    args, more = parser.parse_known_args()
+    if args.what == "exchange":
+        run_exchange(args.ranks or [2])
+    else:
+        run_rounds(args.model, args.ranks or [1, 2], more)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""A rank of a worker group but the first: it launches and collects what rank 0 launches, and says how each step ended.
+
+    python -m treetop.core.follower      started by `core/worker_group.py`; a line of JSON on stdin says what to run
+
+stdin stays open as long as rank 0 lives; its end is the end of this process, whatever it is doing.
+"""
+
+import io
+import logging
+import os
+import signal
+import sys
+import threading
+import zlib
+from contextlib import suppress
+from pathlib import Path
+from queue import SimpleQueue
+from shutil import rmtree
+
+import msgspec
+import torch
+import zmq
+
+from treetop.core.group_wire import (
+    Broken,
+    Ended,
+    FollowerOptions,
+    FromFollower,
+    Here,
+    Launch,
+    NextLogits,
+    Up,
+    decode_to_follower,
+    encode,
+)
+from treetop.engine.engine import Engine, InFlightStep
+from treetop.models.loader import compute_device
+from treetop.parallel.exchange import Group, Meeting
+from treetop.types.errors import CheckError, InvariantError, TreetopError, UserError
+from treetop.types.messages import StepResult
+
+_LINGER_MS = 2000
+"""For the last words."""
+_TICK_MS = 100
+"""How often a wait for a plan looks whether collecting has failed."""
+_GRACE = 1.25
+"""A follower waits longer for the others than rank 0, whose error says more."""
+
+
+def meeting_of(folder: str, rank: int, size: int) -> Meeting:
+    return Meeting(Path(folder) / "meeting", rank, size)
+
+
+def digest_of(result: StepResult) -> int:
+    """A digest of all that a step came to."""
+    return zlib.crc32(encode(result))
+
+
+class Follower:
+    """Launches on the thread that calls `run`, and collects on another: a step is launched while one before it runs."""
+
+    def __init__(self, options: FollowerOptions, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+        self._options = options
+        self._plans, self._words = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+        self._plans.connect(f"ipc://{options.folder}/{options.rank}")
+        self._words.connect(f"ipc://{options.folder}/words")
+        self._speaking = threading.Lock()
+        self._in_flight: SimpleQueue[tuple[int, InFlightStep] | None] = SimpleQueue()
+        self._next = 0
+        self._failed = threading.Event()
+
+    def run(self) -> None:
+        """Meet the others, start the engine, then follow until something fails, which is told."""
+        try:
+            options = self._options
+            device = compute_device(options.config.device)
+            if device.type == "cuda":
+                torch.cuda.set_device(options.rank)
+            self._say(Here(options.rank))
+            group = Group(meeting_of(options.folder, options.rank, options.config.tp_size), device)
+            self._engine = Engine(options.config, group.parallel)
+            group.set_deadline(_GRACE * options.config.step_timeout)
+            self._say(Up(options.rank))
+            threading.Thread(target=self._collect, name="treetop-collect", daemon=True).start()
+            while not self._failed.is_set():
+                if self._plans.poll(_TICK_MS):
+                    self._follow()
+        except Exception as error:
+            self._break(error)
+        finally:
+            self._in_flight.put(None)
+            self._plans.close(linger=0)
+            with self._speaking:
+                self._words.close(_LINGER_MS)
+
+    def _follow(self) -> None:
+        message = decode_to_follower(self._plans.recv())
+        if isinstance(message, NextLogits):
+            self._engine.next_logits(message.ids)
+        else:
+            self._launch(message)
+
+    def _launch(self, message: Launch) -> None:
+        """Raises before anything is launched that rank 0 does not launch: no rank waits for what never comes."""
+        if message.number != self._next:
+            raise InvariantError(
+                f"plan {message.number} came where plan {self._next} was due: one was lost or came twice"
+            )
+        bucket = self._engine.bucket_of(message.plan)
+        if bucket != message.bucket:
+            raise CheckError(f"step {message.number}: this rank would launch {bucket} rows, rank 0 {message.bucket}")
+        self._next += 1
+        self._in_flight.put((message.number, self._engine.launch(message.plan)))
+
+    def _collect(self) -> None:
+        try:
+            while (item := self._in_flight.get()) is not None:
+                number, step = item
+                self._say(Ended(self._options.rank, number, digest_of(self._engine.collect(step))))
+        except Exception as error:
+            self._break(error)
+            self._failed.set()
+
+    def _break(self, error: BaseException) -> None:
+        reason = str(error) if isinstance(error, TreetopError) else f"{type(error).__name__}: {error}"
+        with suppress(zmq.ZMQError):  # rank 0 has ended the group
+            self._say(Broken(self._options.rank, reason, isinstance(error, UserError)))
+
+    def _say(self, word: FromFollower) -> None:
+        with self._speaking:
+            self._words.send(encode(word))
+
+
+def main() -> int:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # rank 0 acts on them
+    stdin = io.FileIO(0, closefd=False)  # without a buffer, whose lock the thread would hold at the end
+    line = stdin.readline()
+    options = msgspec.json.decode(line, type=FollowerOptions)
+    parent = threading.Thread(target=_end_with_parent, args=(stdin, options.folder), name="treetop-parent", daemon=True)
+    parent.start()
+    logging.basicConfig(level=logging.WARNING, format=f"rank {options.rank}: %(message)s", stream=sys.stderr)
+    torch.set_num_threads(options.threads)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        Follower(options, context).run()
+    finally:
+        context.destroy(linger=_LINGER_MS)
+    parent.join(_LINGER_MS / 1000)  # if rank 0 is gone, the folder is to go too
+    return 1
+
+
+def _end_with_parent(stdin: io.FileIO, folder: str) -> None:
+    """The parent holds the other end of stdin and never writes again; it may have had no time to remove the folder."""
+    while stdin.read(1):
+        pass
+    rmtree(folder, ignore_errors=True)
+    os._exit(0)  # also out of a call that never returns
+
+
+if __name__ == "__main__":
+    sys.exit(main())

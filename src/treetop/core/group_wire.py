@@ -1,0 +1,91 @@
+"""What rank 0 and the other ranks of a worker group say to each other: typed msgpack messages, never pickles.
+
+rank 0 --Launch--> each follower, which launches it beside rank 0 and says `Ended` once it has collected it
+"""
+
+import msgspec
+
+from treetop.types.config import EngineConfig
+from treetop.types.messages import PrefillPlan, RoundPlan, StepPlan
+
+
+class FollowerOptions(msgspec.Struct, frozen=True):
+    """What a follower is told on stdin. folder: where the group meets, of its owner alone. threads: of PyTorch."""
+
+    folder: str
+    config: EngineConfig
+    rank: int
+    threads: int
+
+
+class LaunchPrefill(msgspec.Struct, frozen=True, tag=True):
+    """Launch step `number`, one more than the last, in a batch of `bucket` rows: what rank 0 launches, too."""
+
+    number: int
+    bucket: int
+    plan: PrefillPlan
+
+
+class LaunchRound(msgspec.Struct, frozen=True, tag=True):
+    """As `LaunchPrefill`."""
+
+    number: int
+    bucket: int
+    plan: RoundPlan
+
+
+class NextLogits(msgspec.Struct, frozen=True, tag=True):
+    """Take part in `Engine.next_logits`, while no step is in flight."""
+
+    ids: list[int]
+
+
+class Here(msgspec.Struct, frozen=True, tag=True):
+    """A follower is there, and will meet the others."""
+
+    rank: int
+
+
+class Up(msgspec.Struct, frozen=True, tag=True):
+    """A follower's engine is up."""
+
+    rank: int
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """A follower has collected step `number`. digest: of its results."""
+
+    rank: int
+    number: int
+    digest: int
+
+
+class Broken(msgspec.Struct, frozen=True, tag=True):
+    """A follower cannot go on, and ends. user_error: whoever started the group can change that."""
+
+    rank: int
+    reason: str
+    user_error: bool
+
+
+Launch = LaunchPrefill | LaunchRound
+ToFollower = LaunchPrefill | LaunchRound | NextLogits
+FromFollower = Here | Up | Ended | Broken
+
+encode = msgspec.msgpack.Encoder().encode
+_to_follower: msgspec.msgpack.Decoder[ToFollower] = msgspec.msgpack.Decoder(ToFollower)
+_from_follower: msgspec.msgpack.Decoder[FromFollower] = msgspec.msgpack.Decoder(FromFollower)
+
+
+def launch_of(number: int, bucket: int, plan: StepPlan) -> Launch:
+    kind = LaunchPrefill if isinstance(plan, PrefillPlan) else LaunchRound
+    return kind(number, bucket, plan)  # type: ignore[arg-type]  # each its own
+
+
+def decode_to_follower(message: bytes) -> ToFollower:
+    """Raises msgspec.ValidationError for what is no message to a follower."""
+    return _to_follower.decode(message)
+
+
+def decode_from_follower(message: bytes) -> FromFollower:
+    return _from_follower.decode(message)

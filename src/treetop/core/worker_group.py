@@ -1,0 +1,341 @@
+"""A worker group: one process a rank, which share a model, and fail and end as one.
+
+          this process: core, scheduler, rank 0's engine
+              |  plans, each sent before rank 0 launches it          ^ how each step ended
+              v  (zmq, ipc in a folder of the owner's alone)         |
+          rank 1 .. size - 1: `core/follower.py`, which launch and collect what they are sent
+          all ranks exchange tensors while a step runs (`parallel/`)
+
+Whatever goes wrong anywhere, a rank that dies, that does not end a step in time, that comes to something else, ends the
+group: every process, every file. The error says which rank, and why.
+"""
+
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from shutil import rmtree
+from typing import NamedTuple
+
+import msgspec
+import torch
+import zmq
+from torch import Tensor
+
+from treetop.core.follower import digest_of, meeting_of
+from treetop.core.group_wire import (
+    Broken,
+    Ended,
+    FollowerOptions,
+    FromFollower,
+    Here,
+    NextLogits,
+    Up,
+    decode_from_follower,
+    encode,
+    launch_of,
+)
+from treetop.engine.build import plan_engine
+from treetop.engine.engine import Engine, InFlightStep
+from treetop.models.loader import compute_device
+from treetop.parallel.exchange import START_S, ExchangeRank, Group
+from treetop.types.config import EngineConfig
+from treetop.types.errors import CheckError, ConfigError, EngineError, TreetopError, UserError
+from treetop.types.messages import StepPlan, StepResult
+
+_LONGEST_PATH = 90
+_TICK_MS = 100
+"""How often a wait looks whether a rank has died."""
+_LAST_WORDS_S = 2.0
+"""How long a rank that has failed may take to say why."""
+
+
+class GroupStep(NamedTuple):
+    """A step in flight on all ranks. own: rank 0's."""
+
+    number: int
+    own: InFlightStep
+
+
+class WorkerGroup:
+    """Rank 0 of a group, as an engine: steps are launched and collected on all ranks.
+
+    engine: rank 0's own. Raises UserError for what cannot work, before anything is started where it can, and
+    EngineError if a rank fails; after that every call raises it again. `close` ends all processes, any number of times;
+    so does the end of whoever holds this object.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        device = compute_device(config.device)
+        _check_devices(config, device)
+        planned = plan_engine(config)  # what is left to device and memory is the same for all ranks
+        self.config = config = replace(planned.config, chunked_prefill_size=planned.layout.chunk)
+        self._ranks = _Ranks(config)
+        self.close = weakref.finalize(self, _Ranks.end, self._ranks)
+        self._failure: EngineError | None = None
+        self._launched = 0
+        try:
+            self._ranks.await_all(Here, time.monotonic() + START_S)
+            with self._ranks.no_longer_than(START_S):
+                self.engine = Engine(config, self._ranks.meet(device))
+            self._ranks.await_all(Up, time.monotonic() + START_S)
+        except BaseException as error:
+            raise self._ended(error, "while the group started") from error
+        self._ranks.start_deadlines(config.step_timeout)
+
+    def launch(self, plan: StepPlan) -> GroupStep:
+        """As `Engine.launch`, on all ranks."""
+        self._check_alive()
+        number = self._launched
+        self._launched += 1
+        try:
+            self._ranks.tell(encode(launch_of(number, self.engine.bucket_of(plan), plan)))
+            with self._ranks.no_longer_than(self.config.step_timeout):
+                return GroupStep(number, self.engine.launch(plan))
+        except BaseException as error:
+            raise self._ended(error, f"in step {number}") from error
+
+    def collect(self, in_flight: GroupStep) -> StepResult:
+        """As `Engine.collect`. Nothing is handed out that a rank does not agree to."""
+        self._check_alive()
+        number, deadline = in_flight.number, time.monotonic() + self.config.step_timeout
+        try:
+            digests = self._ranks.await_step(number, deadline)  # then rank 0 waits for no rank but itself
+            result = self.engine.collect(in_flight.own)
+            if self.config.check_level >= 1:
+                _compare(number, digest_of(result), digests)
+        except BaseException as error:
+            raise self._ended(error, f"in step {number}") from error
+        return result
+
+    def next_logits(self, ids: list[int]) -> Tensor:
+        """As `Engine.next_logits`, while no step is in flight."""
+        self._check_alive()
+        try:
+            self._ranks.tell(encode(NextLogits(ids)))
+            with self._ranks.no_longer_than(self.config.step_timeout):
+                return self.engine.next_logits(ids)
+        except BaseException as error:
+            raise self._ended(error, "in a forward for logits") from error
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        dead = self._ranks.dead()
+        if dead is not None:
+            raise self._ended(EngineError(dead), "between steps")
+
+    def _ended(self, error: BaseException, when: str) -> BaseException:
+        """End the group. Returns what to raise: this error, or the reason for it if a rank failed or died before."""
+        told, dead = self._ranks.last_words(_LAST_WORDS_S if isinstance(error, EngineError) else 0.0)
+        self.close()
+        self._failure = EngineError(f"{_reason(error, told, dead)}; {when}")
+        if isinstance(error, UserError) or not isinstance(error, Exception):
+            return error
+        return ConfigError(told.reason) if told is not None and told.user_error else self._failure
+
+
+def _reason(error: BaseException, told: Broken | None, dead: str | None) -> str:
+    """What a rank said of itself says most, then that it died, then what rank 0 saw of that."""
+    if told is not None:
+        return f"rank {told.rank}: {told.reason}"
+    if dead is not None:
+        return dead
+    return str(error) if isinstance(error, TreetopError) else f"{type(error).__name__}: {error}"
+
+
+@dataclass(slots=True)
+class _Rank:
+    """A follower. process: which ends when its stdin does."""
+
+    process: "subprocess.Popen[bytes]"
+    plans: "zmq.Socket[bytes]"
+
+
+class _Ranks:
+    """The followers of a group, and what lies between them and rank 0."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._size, self._timeout_s = config.tp_size, config.step_timeout
+        self.folder = tempfile.mkdtemp(prefix="treetop-")  # mode 0700: nobody else reaches a rank
+        self._group: Group | None = None
+        self._ending, self._ended = threading.Lock(), threading.Event()
+        self._latest_s: float | None = None
+        self._limit_s = START_S
+        self.late: str | None = None
+        self._words: list[FromFollower] = []
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._inbox = self._context.socket(zmq.PULL)
+        self._ranks: dict[int, _Rank] = {}
+        try:
+            if len(self.folder) > _LONGEST_PATH:
+                raise ConfigError(f"the path of temporary files is too long for a socket: {self.folder}; set TMPDIR")
+            self._inbox.bind(f"ipc://{self.folder}/words")
+            for rank in range(1, self._size):
+                plans = self._context.socket(zmq.PUSH)
+                plans.bind(f"ipc://{self.folder}/{rank}")
+                options = FollowerOptions(self.folder, config, rank, torch.get_num_threads())
+                self._ranks[rank] = _Rank(start_process(options), plans)
+        except BaseException:
+            self.end()
+            raise
+
+    def meet(self, device: torch.device) -> ExchangeRank:
+        """Rank 0's side of the group. A rank that dies from now on ends kernels of rank 0 that wait for it."""
+        threading.Thread(target=self._guard, name="treetop-guard", daemon=True).start()
+        self._group = Group(meeting_of(self.folder, 0, self._size), device)
+        for each in self._ranks.values():
+            threading.Thread(target=_watch, args=(each.process, self._group.close), daemon=True).start()
+        return self._group.parallel
+
+    @contextmanager
+    def no_longer_than(self, seconds: float) -> Iterator[None]:
+        """If what is done inside has not ended by then, the other ranks are killed, and nobody waits for them."""
+        self._latest_s, self._limit_s = time.monotonic() + seconds, seconds
+        try:
+            yield
+        finally:
+            self._latest_s = None
+
+    def _guard(self) -> None:
+        """On a thread of its own: rank 0 may wait where nothing reaches it, such as for its device."""
+        while not self._ended.wait(_TICK_MS / 1000):
+            latest_s = self._latest_s
+            if latest_s is not None and time.monotonic() > latest_s + _TICK_MS / 1000:
+                self.late = f"a rank did not answer in {self._limit_s:g} s; raise --step-timeout if it needs longer"
+                for rank in self._ranks.values():
+                    rank.process.kill()
+                return
+
+    def start_deadlines(self, seconds: float) -> None:
+        assert self._group is not None
+        self._group.set_deadline(seconds)
+
+    def tell(self, message: bytes) -> None:
+        """Send to all, and wait for nobody. Raises EngineError if one is not there to take it."""
+        for rank, each in self._ranks.items():
+            try:
+                each.plans.send(message, zmq.NOBLOCK)
+            except zmq.Again:
+                raise EngineError(f"rank {rank} has left the group") from None
+
+    def await_all(self, kind: "type[Here | Up]", deadline: float) -> None:
+        """Wait for a word of this kind from each rank."""
+        for rank in self._ranks:
+            self._await(partial(_from, rank, kind), deadline, "start", {rank})
+
+    def await_step(self, number: int, deadline: float) -> dict[int, int]:
+        """Wait until all have ended a step. Returns the digest of each. Steps before it have been dropped."""
+        self._words = [word for word in self._words if not isinstance(word, Ended) or word.number >= number]
+        digests: dict[int, int] = {}
+        while len(digests) < len(self._ranks):
+            missing = self._ranks.keys() - digests.keys()
+            word = self._await(
+                lambda word: isinstance(word, Ended) and word.number == number, deadline, f"end step {number}", missing
+            )
+            assert isinstance(word, Ended)
+            digests[word.rank] = word.digest
+        return digests
+
+    def dead(self) -> str | None:
+        """Which rank has died, if one has."""
+        codes = {rank: each.process.poll() for rank, each in self._ranks.items()}
+        gone = [f"rank {rank} has ended with exit code {code}" for rank, code in codes.items() if code is not None]
+        return "; ".join(gone) or None
+
+    def last_words(self, patience_s: float) -> tuple[Broken | None, str | None]:
+        """What a rank says that has failed, and which have died. patience_s: for what is on its way."""
+        deadline = time.monotonic() + patience_s
+        while not self._inbox.closed:
+            told = next((word for word in self._words if isinstance(word, Broken)), None)
+            dead = self.late or self.dead()
+            late = time.monotonic() > deadline
+            if told is not None or dead is not None or late:
+                self._receive(0)
+                return told or next((word for word in self._words if isinstance(word, Broken)), None), dead
+            self._receive(_TICK_MS / 1000)
+        return None, None
+
+    def end(self) -> None:
+        """End all processes, remove all files. Any number of times, from any thread."""
+        self._ended.set()
+        with self._ending:
+            for rank in self._ranks.values():
+                with suppress(OSError):
+                    rank.process.kill()  # nothing of theirs has to be saved, and one may have been stopped
+            if self._group is not None:
+                self._group.close()
+            for rank in self._ranks.values():
+                rank.process.wait()
+                assert rank.process.stdin is not None
+                with suppress(OSError):
+                    rank.process.stdin.close()
+            self._context.destroy(linger=0)
+            rmtree(self.folder, ignore_errors=True)
+
+    def _await(
+        self, wanted: Callable[[FromFollower], bool], deadline: float, what: str, who: "set[int]"
+    ) -> FromFollower:
+        """The first word that is wanted. Raises EngineError if a rank fails or dies, or if the deadline passes."""
+        while True:
+            for index, word in enumerate(self._words):
+                if isinstance(word, Broken):
+                    raise EngineError(f"rank {word.rank}: {word.reason}")
+                if wanted(word):
+                    return self._words.pop(index)
+            if self._receive(_TICK_MS / 1000):
+                continue
+            dead = self.dead()
+            if dead is not None and not self._receive(0):
+                raise EngineError(dead)
+            if time.monotonic() > deadline:
+                names = ", ".join(map(str, sorted(who)))
+                raise EngineError(
+                    f"rank {names} did not {what} in {self._timeout_s:g} s; raise --step-timeout if it needs longer"
+                )
+
+    def _receive(self, patience_s: float) -> bool:
+        """Take what has come, and wait a while for something to come. Returns whether anything did."""
+        got = False
+        while self._inbox.poll(0 if got else int(patience_s * 1000)):
+            self._words.append(decode_from_follower(self._inbox.recv()))
+            got = True
+        return got
+
+
+def start_process(options: FollowerOptions) -> "subprocess.Popen[bytes]":
+    """A follower in a process of its own, which ends with this one."""
+    command = [sys.executable, "-P", "-m", "treetop.core.follower"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(options) + b"\n")
+    process.stdin.flush()
+    return process
+
+
+def _from(rank: int, kind: "type[Here | Up]", word: FromFollower) -> bool:
+    return isinstance(word, kind) and word.rank == rank
+
+
+def _watch(process: "subprocess.Popen[bytes]", close: Callable[[], None]) -> None:
+    process.wait()
+    close()
+
+
+def _check_devices(config: EngineConfig, device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.device_count() < config.tp_size:
+        raise ConfigError(f"--tp-size {config.tp_size}: this machine shows {torch.cuda.device_count()} GPUs")
+
+
+def _compare(number: int, own: int, digests: dict[int, int]) -> None:
+    """Raise CheckError if a rank came to something else."""
+    other = sorted(rank for rank, digest in digests.items() if digest != own)
+    if other:
+        ranks = ", ".join(map(str, other))
+        raise CheckError(f"step {number}: rank {ranks} came to other trees, paths or tokens than rank 0")

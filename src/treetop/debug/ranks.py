@@ -1,0 +1,103 @@
+"""All ranks of a worker group in one process, each on a thread: what processes do, in a second instead of ten.
+
+Engines and messages are the real ones; tensors are exchanged in memory. Faults, instruments and `GraphSim` reach every
+rank.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+import zmq
+from torch import Tensor
+
+from treetop.core.follower import Follower
+from treetop.core.group_wire import FollowerOptions
+from treetop.debug.patching import instead, replaced
+from treetop.parallel.exchange import START_S, ExchangeRank, Meeting
+from treetop.types.errors import EngineError
+
+
+@contextmanager
+def ranks_on_threads() -> Iterator[None]:
+    """Groups that are started inside have no other processes."""
+    places = [f"treetop.core.{module}:Group" for module in ("worker_group", "follower")]
+    start = instead("treetop.core.worker_group:start_process", RankThread)
+    with replaced([start, *(instead(place, MemoryGroup) for place in places)]):
+        yield
+
+
+@dataclass
+class _Table:
+    """Where the ranks of a group put what they exchange: it holds between two barriers."""
+
+    barrier: threading.Barrier
+    pieces: list[Tensor]
+
+
+class MemoryGroup:
+    """A `Group` of threads."""
+
+    _tables: ClassVar[dict[Path, _Table]] = {}
+    _first = threading.Lock()
+
+    def __init__(self, meeting: Meeting, device: torch.device) -> None:
+        with self._first:
+            new = _Table(threading.Barrier(meeting.size), [torch.empty(0)] * meeting.size)
+            self._table = self._tables.setdefault(meeting.file, new)
+        self._rank, self._seconds = meeting.rank, START_S
+        self.parallel = ExchangeRank(meeting.rank, meeting.size, device, self._gather)
+
+    def set_deadline(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def close(self) -> None:
+        """Whoever waits is told."""
+        self._table.barrier.abort()
+
+    def _gather(self, out: Tensor, piece: Tensor) -> None:
+        self._table.pieces[self._rank] = piece
+        try:
+            self._table.barrier.wait(self._seconds)
+            torch.stack(self._table.pieces, out=out)
+            self._table.barrier.wait(self._seconds)
+        except threading.BrokenBarrierError as error:
+            raise EngineError(f"a rank did not answer in {self._seconds:g} s") from error
+
+
+class RankDied(BaseException):
+    """A rank is gone without a word, as a process that is killed."""
+
+
+class RankThread:
+    """A follower on a thread, which looks like its process."""
+
+    def __init__(self, options: FollowerOptions) -> None:
+        self._follower = Follower(options, zmq.Context.instance())
+        self.stdin = _Nothing()
+        self._thread = threading.Thread(target=self._run, name=f"rank-{options.rank}", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with suppress(RankDied):
+            self._follower.run()
+
+    def poll(self) -> int | None:
+        return None if self._thread.is_alive() else 1
+
+    def wait(self) -> int:
+        self._thread.join()
+        return 1
+
+    def kill(self) -> None:
+        """It ends once it waits for nobody."""
+        self._follower._failed.set()
+
+
+class _Nothing:
+    def close(self) -> None:
+        """There is no pipe."""

@@ -1,0 +1,136 @@
+"""A rank over a process group of `torch.distributed`: gloo between processes of a CPU, NCCL between GPUs.
+
+Small shares are gathered: whoever adds them, in the norm that reads them, adds the same numbers in the same order.
+Large ones, of long prompts on GPUs, are added by NCCL, which sends one result to all ranks. A process group is an
+object of its own here, not the default one of the process, so that a process can have several, one after the other.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore, Store
+
+from treetop.types.errors import ConfigError, EngineError
+
+_SMALL = 2**20
+"""Bytes up to which shares are gathered and added where they are read; more are added by the library on their way."""
+START_S = 600.0
+"""Seconds until a rank must answer while the group starts: ranks load weights and compile at their own pace."""
+_MEET_S = 120.0
+"""Seconds until all ranks must have met."""
+
+Gather = Callable[[Tensor, Tensor], None]
+"""(out, piece): fills out [size, ...] with the pieces [...] of the ranks, in their order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the ranks of a group find each other. file: in a folder of the owner's alone, of this group alone."""
+
+    file: Path
+    rank: int
+    size: int
+
+
+Reduce = Callable[[Tensor], None]
+"""(share): adds up the shares of all ranks in place, to the same bytes everywhere."""
+
+
+class ExchangeRank:
+    """A `Parallel` of two operations. reduce: None if the library's is not the same on all ranks."""
+
+    def __init__(
+        self, rank: int, size: int, device: torch.device, gather: Gather, reduce: Reduce | None = None
+    ) -> None:
+        self.rank, self.size, self._device, self._gather, self._reduce = rank, size, device, gather, reduce
+
+    def sum(self, parts: Tensor) -> Tensor:
+        """The ranks' shares, in the order of the ranks: whoever adds them adds the same numbers in the same order."""
+        share = parts[0] if parts.shape[0] == 1 else parts.sum(dim=0)
+        if self._reduce is None or share.nbytes <= _SMALL:
+            return self.gather(share)
+        share = share.contiguous()
+        self._reduce(share)
+        return share[None]
+
+    def gather(self, piece: Tensor) -> Tensor:
+        out = piece.new_empty((self.size, *piece.shape))
+        self._gather(out, piece.contiguous())
+        return out
+
+    def join(self, piece: Tensor) -> Tensor:
+        return self.gather(piece).movedim(0, -2).flatten(-2)
+
+    def least(self, number: int) -> int:
+        return int(self.gather(torch.tensor(number, device=self._device)).min())
+
+
+class Group:
+    """A process group. `close` ends waiting of this rank, on whatever thread it waits, where the library can.
+
+    parallel: this rank. deadline: seconds until the others must answer, from now on.
+    """
+
+    def __init__(self, meeting: Meeting, device: torch.device) -> None:
+        """Waits until all ranks have come. Raises ConfigError if PyTorch was built without what the device needs."""
+        store = FileStore(str(meeting.file), meeting.size)
+        store.set_timeout(timedelta(seconds=_MEET_S))
+        self._group: Any = _nccl(store, meeting) if device.type == "cuda" else _gloo(store, meeting)
+        self._closing, self._closed = Lock(), False
+        self._gpu, self._seconds = device.type == "cuda", START_S
+        gather, reduce = (self._gather_on_gpu, self._reduce_on_gpu) if self._gpu else (self._gather_on_cpu, None)
+        self.parallel = ExchangeRank(meeting.rank, meeting.size, device, gather, reduce)
+        self.parallel.least(0)  # the library connects at the first exchange, which cannot be recorded
+
+    def set_deadline(self, seconds: float) -> None:
+        """The host waits so long for the others, from now on; on a GPU nothing waits on the host."""
+        self._seconds = seconds
+        if not self._gpu:
+            self._group._set_default_timeout(timedelta(seconds=seconds))
+
+    def close(self) -> None:
+        """Leave the group: kernels that wait for others end. Any number of times, from any thread."""
+        with self._closing:
+            if self._gpu and not self._closed:
+                self._group.abort()
+            self._closed = True
+
+    def _gather_on_cpu(self, out: Tensor, piece: Tensor) -> None:
+        try:
+            self._group.allgather([[*out.unbind(0)]], [piece]).wait()
+        except RuntimeError as error:
+            if "imed out" not in str(error):
+                raise EngineError("a rank has left while others waited for it") from error
+            late = f"a rank did not answer in {self._seconds:g} s; raise --step-timeout if it needs longer"
+            raise EngineError(late) from error
+
+    def _gather_on_gpu(self, out: Tensor, piece: Tensor) -> None:
+        self._group._allgather_base(out, piece).wait()  # the stream waits, not the host
+
+    def _reduce_on_gpu(self, share: Tensor) -> None:
+        self._group.allreduce([share]).wait()
+
+
+def _gloo(store: Store, meeting: Meeting) -> object:
+    if not dist.is_gloo_available():
+        raise ConfigError(f"--tp-size {meeting.size}: this PyTorch has no gloo, which ranks on a CPU need")
+    gloo: Any = dist.ProcessGroupGloo  # whose stubs lack what it is made of
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]  # nobody else's network
+    options._timeout = timedelta(seconds=START_S)
+    return gloo(store, meeting.rank, meeting.size, options)
+
+
+def _nccl(store: Store, meeting: Meeting) -> object:
+    if not dist.is_nccl_available():
+        raise ConfigError(f"--tp-size {meeting.size}: this PyTorch has no NCCL, which ranks on GPUs need")
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(days=30)  # past it PyTorch would end the process; who waits has a deadline of its own
+    return dist.ProcessGroupNCCL(store, meeting.rank, meeting.size, options)

@@ -1,0 +1,200 @@
+"""One model on several ranks gives what one rank gives: tokens and accept lengths, exactly, in float64.
+
+Ranks are threads here, which start in a second; `test_worker_group.py` has them in processes.
+"""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from engines import accept_lens, build, greedy, sampled, tokens
+from families import FAMILIES
+from refusing import refused
+from test_draft_layouts import EAGLE, head_config, random_tensors, save_head
+from tiny_models import (
+    Pair,
+    copy_folder,
+    save_copying_head,
+    save_random_experts,
+    save_random_head,
+    save_random_llama,
+    save_random_qwen3,
+    save_weak_llama,
+)
+from treetop.debug.patching import wrapped_device
+from treetop.debug.rank_faults import RANK_FAULTS
+from treetop.debug.ranks import MemoryGroup, ranks_on_threads
+from treetop.debug.two_group import write_two_group_pair
+from treetop.kernels.sampling import greedy_of_ranks, greedy_reference
+from treetop.parallel.exchange import Meeting
+from treetop.types.errors import ConfigError, EngineError, UserError
+
+LENGTHS = [1, 4, 5, 15, 17, 33]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """Checkpoints whose sizes can be divided by four; two KV heads, so that four ranks share them."""
+    folder = tmp_path_factory.mktemp("divisible")
+    weak = save_weak_llama(folder / "weak", strength=0.17, sharpness=0.5, vocab_size=212)
+    strong = save_random_llama(folder / "strong", seed=8, vocab_size=12, attention_bias=True, mlp_bias=True)
+    qwen3 = save_random_qwen3(folder / "qwen3", seed=8, vocab_size=12, tie_word_embeddings=True)
+    experts = save_random_experts(folder / "experts", "gpt_oss", vocab_size=12)
+    gemma = {**FAMILIES["gemma3"].config, "vocab_size": 12}
+    config = head_config(architectures=["LlamaForCausalLM"], bias=True, vocab_size=12, draft_vocab_size=None)
+    eagle = save_head(folder / "eagle", config, random_tensors({**EAGLE, "fc.bias": (64,)}))
+    return {
+        "weak": Pair(weak, save_copying_head(folder / "weak-head", weak, draft_vocab=188)),
+        "strong": Pair(strong, save_random_head(folder / "strong-head", strong, draft_vocab=8, seed=2)),
+        "qwen3": Pair(qwen3, save_random_head(folder / "qwen3-head", qwen3, draft_vocab=None, seed=2)),
+        "windows": Pair(*write_two_group_pair(folder)),
+        "gemma3": replace(FAMILIES["gemma3"], config=gemma).save(folder / "gemma3").pair,
+        "experts": Pair(experts, save_random_head(folder / "experts-head", experts, draft_vocab=8)),
+        "eagle": Pair(strong, eagle),
+    }
+
+
+@pytest.fixture(autouse=True)
+def in_this_process():
+    with ranks_on_threads():
+        yield
+
+
+def serve(pair, shape, params, ranks, **options):
+    options = {"context_length": 96, "chunked_prefill_size": 16, **options}
+    llm = build(pair, shape, tp_size=ranks, **options)
+    try:
+        outputs = llm.generate(pair.prompts(LENGTHS), params)
+        again = llm.generate(pair.prompts(LENGTHS)[4:], greedy(12))  # prefixes that are cached
+        llm.scheduler.check_integrity()
+    finally:
+        llm.close()
+    return outputs + again
+
+
+MIXED = [
+    sampled(11, 20, temperature=0.6),
+    greedy(20),
+    sampled(2**62 + 5, 20, top_k=5),
+    sampled(13, 20, top_p=0.7),
+    sampled(0, 20, min_p=0.2, temperature=1.7, logprobs=3),
+    sampled(15, 20, top_k=4, top_p=0.9, min_p=0.05, presence_penalty=0.5, logit_bias={5: 1.5}),
+]
+CASES = [  # pair, (k, S, T), ranks, parameters, options
+    ("weak", (4, 5, 16), 2, greedy(20), {"overlap": True}),
+    ("weak", (1, 3, 4), 4, MIXED, {"page_size": 4}),
+    ("strong", (2, 3, 6), 2, MIXED, {"graphs": "sim", "check_level": 3}),
+    ("strong", (4, 3, 37), 4, greedy(20), {"overlap": True, "page_size": 1}),
+    ("qwen3", (4, 2, 8), 2, MIXED, {"overlap": True, "chunked_prefill_size": 5}),
+    ("qwen3", (2, 3, 11), 4, greedy(20), {"disable_radix_cache": True}),
+    ("windows", (4, 5, 16), 2, MIXED, {"page_size": 2, "overlap": True, "check_level": 2}),
+    ("windows", None, 4, greedy(20), {"graphs": "sim"}),
+    ("gemma3", (2, 3, 6), 2, greedy(20), {}),
+    ("experts", (2, 3, 6), 2, MIXED, {}),
+    ("eagle", (4, 2, 8), 4, MIXED, {}),
+]
+
+
+@pytest.mark.parametrize(("name", "shape", "ranks", "params", "options"), CASES)
+def test_ranks_give_what_one_gives(pairs, name, shape, ranks, params, options):
+    """Greedy and sampled, trees and plain, windows, biases, norms of heads, cached prefixes, two steps in flight."""
+    alone = serve(pairs[name], shape, params, 1, **options)
+    shared = serve(pairs[name], shape, params, ranks, **options)
+    assert tokens(shared) == tokens(alone)
+    assert accept_lens(shared) == accept_lens(alone)
+    if shape is not None:
+        assert sum(map(sum, accept_lens(shared))) > 0, "nothing was accepted, so nothing was tested"
+
+
+def test_a_rank_reads_and_keeps_only_its_part(pairs):
+    """Of every divided weight, and of every pool; norms are whole."""
+    llm = build(pairs["weak"], (4, 5, 16), tp_size=2)
+    alone = build(pairs["weak"], (4, 5, 16))
+    one, all_of = (each.engine.runner for each in (llm, alone))
+    assert 2 * one.target.embedding.shape[0] == all_of.target.embedding.shape[0] == 212
+    assert one.target.layers[0].input_norm.weight.shape == (64,)
+    for name, pool in one.pools.items():
+        assert 2 * pool.data.shape[3] == all_of.pools[name].data.shape[3]
+        assert llm.engine.layout.group(name).kv.heads == 1
+    llm.close()
+
+
+def test_logits_of_ranks_are_those_of_one(pairs):
+    llm, alone = build(pairs["strong"], None, tp_size=4), build(pairs["strong"], None)
+    ids = [4, 5, 6, 7, 8]
+    assert torch.allclose(llm.next_logits(ids), alone.next_logits(ids), rtol=1e-12, atol=1e-12)
+    llm.close()
+
+
+def test_what_cannot_be_divided_is_refused_by_name_before_anything_starts(pairs, tmp_path):
+    """Heads, a vocabulary, an inner size; and no ranks at all."""
+    with_ranks = {"shape": None, "context_length": 64}
+    refused(ConfigError, lambda: build(pairs["weak"], tp_size=3, **with_ranks), "--tp-size 3", "4 heads with 2")
+    refused(ConfigError, lambda: build(pairs["weak"], tp_size=8, **with_ranks), "--tp-size 8", "[1, 2, 4] can")
+    odd = Pair(save_weak_llama(tmp_path / "odd", vocab_size=211), None)
+    refused(ConfigError, lambda: build(odd, tp_size=2, **with_ranks), "--tp-size 2", "model.embed_tokens.weight", "211")
+    refused(ConfigError, lambda: build(odd, tp_size=0, **with_ranks), "--tp-size must lie between 1 and 64")
+    refused(ConfigError, lambda: build(odd, step_timeout=0, **with_ranks), "--step-timeout")
+
+
+def test_a_rank_that_cannot_start_says_why(pairs, tmp_path):
+    """Its own word, not that it was waited for. Only the second rank reads the second half of the vocabulary."""
+    head = load_file(pairs["weak"].target / "model.safetensors")["lm_head.weight"]
+    head[-1, -1] = torch.nan
+    broken = copy_folder(pairs["weak"].target, tmp_path / "broken", tensors={"lm_head.weight": head})
+    refused(UserError, lambda: build(Pair(broken, None), None, tp_size=2), "lm_head.weight", "NaN")
+
+
+def provoke(pair, found, level, seconds=2.0):
+    """Requests on ranks with a fault at a check level: how they end, the ranks' states, and how long it took."""
+    runners = []
+    options = {"tp_size": 2, "check_level": level, "step_timeout": seconds, "overlap": True, **found.options}
+    with found.active(), wrapped_device(lambda device: runners.append(device) or device):
+        llm = build(pair, (4, 5, 16), **options)
+        begun, error = time.monotonic(), None
+        try:
+            llm.generate(pair.prompts([9, 30, 4]), greedy(60))
+        except EngineError as caught:
+            error = caught
+        finally:
+            llm.close()
+    return error, [runner.state.draft.hidden.tolist() for runner in runners], time.monotonic() - begun
+
+
+@pytest.mark.parametrize("name", RANK_FAULTS)
+def test_a_fault_of_ranks_is_caught_by_its_guard(pairs, name):
+    """At its level, or at every level; before any rank waits for longer than the deadline."""
+    found = RANK_FAULTS[name]
+    error, _, seconds = provoke(pairs["weak"], found, found.level or 0)
+    assert found.guard in str(error)
+    assert seconds < 20
+
+
+def test_a_sum_in_another_order_makes_ranks_differ_where_no_guard_looks(pairs):
+    """Without the digest nothing says so, and each rank drafts from numbers of its own."""
+    error, states, _ = provoke(pairs["weak"], RANK_FAULTS["own-rank-order"], 0, seconds=60.0)
+    assert error is None
+    assert any(state != states[0] for state in states[1:])
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_best_of_ranks_is_the_first_of_the_largest(tmp_path, size):
+    """Ties within a rank and across ranks, infinities, and logits that are not numbers, wherever they are."""
+    torch.manual_seed(size)
+    logits = torch.randint(0, 3, (6, 5, 24)).double()
+    logits[0, 0, 13], logits[1, 1, 0], logits[2, 2, -1] = torch.nan, torch.inf, torch.nan
+    logits[3, 3] = -torch.inf
+    want = greedy_reference(logits)
+
+    def choose(rank):
+        parallel = MemoryGroup(Meeting(tmp_path / "meeting", rank, size), torch.device("cpu")).parallel
+        return greedy_of_ranks(greedy_reference, parallel, logits.chunk(size, dim=-1)[rank])
+
+    with ThreadPoolExecutor(size) as pool:
+        for found in pool.map(choose, range(size)):
+            assert torch.equal(found.finite, want.finite)
+            assert torch.equal(found.token[want.finite], want.token[want.finite])

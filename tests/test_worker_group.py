@@ -1,0 +1,137 @@
+"""A worker group in processes: what ranks say of a step is compared, and whatever goes wrong ends all of them."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from engines import accept_lens, build, greedy, tokens
+from tiny_models import Pair, save_copying_head, save_weak_llama
+from treetop.core import worker_group
+from treetop.types.errors import EngineError
+
+LONG = greedy(200)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pair")
+    target = save_weak_llama(folder / "target", strength=0.17, sharpness=0.5, vocab_size=212)
+    return Pair(target, save_copying_head(folder / "head", target, draft_vocab=188))
+
+
+@contextmanager
+def group(pair, monkeypatch, **options):
+    """An LLM over two processes, and the process of the second rank; whatever happens, nothing is left of them."""
+    started = {}
+    start = worker_group.start_process
+    monkeypatch.setattr(worker_group, "start_process", lambda told: started.setdefault(told.folder, start(told)))
+    llm = build(pair, (4, 5, 16), tp_size=2, overlap=True, **options)
+    ((folder, process),) = started.items()
+    try:
+        yield llm, process
+    finally:
+        llm.close()
+        assert process.poll() is not None
+        assert not Path(folder).exists()
+
+
+def failure_of(llm, pair, params=LONG) -> tuple[str, float]:
+    """How requests end, and after how many seconds."""
+    begun = time.monotonic()
+    with pytest.raises(EngineError) as error:
+        llm.generate(pair.prompts([9, 30]), params)
+    return str(error.value), time.monotonic() - begun
+
+
+def after_first_tokens(llm, pair, act) -> tuple[str, float]:
+    """As `failure_of`, of requests that `act` falls into."""
+    stream = llm.stream(pair.prompts([9, 30]), LONG)
+    for _ in range(3):
+        next(stream)
+    act()
+    begun = time.monotonic()
+    with pytest.raises(EngineError) as error:
+        deque(stream)
+    return str(error.value), time.monotonic() - begun
+
+
+def test_processes_give_what_one_gives_and_a_rank_that_is_killed_ends_the_group(pair, monkeypatch):
+    """In flight, and then again and again: an error that names the rank, at once, and no process, no file."""
+    alone = build(pair, (4, 5, 16)).generate(pair.prompts([9, 30, 5]), greedy(40))
+    with group(pair, monkeypatch) as (llm, process):
+        shared = llm.generate(pair.prompts([9, 30, 5]), greedy(40))
+        assert tokens(shared) == tokens(alone)
+        assert accept_lens(shared) == accept_lens(alone)
+        said, seconds = after_first_tokens(llm, pair, process.kill)
+        assert "rank 1 has ended with exit code -9" in said
+        assert seconds < 10
+        again, _ = failure_of(llm, pair)
+        assert "rank 1 has ended with exit code -9" in again
+
+
+def test_a_rank_that_stops_for_longer_than_the_deadline_ends_the_group(pair, monkeypatch):
+    """A stop that is shorter only takes time."""
+    with group(pair, monkeypatch, step_timeout=3.0) as (llm, process):
+        os.kill(process.pid, signal.SIGSTOP)
+        resumed = threading.Timer(1.0, os.kill, (process.pid, signal.SIGCONT))
+        resumed.start()
+        assert len(tokens(llm.generate(pair.prompts([9]), greedy(10)))[0]) == 10
+        resumed.join()
+        said, seconds = after_first_tokens(llm, pair, lambda: os.kill(process.pid, signal.SIGSTOP))
+        assert "a rank did not answer in 3 s; raise --step-timeout" in said
+        assert seconds < 10
+
+
+PARENT = """
+import sys
+sys.path[:0] = {path!r}
+from engines import build, greedy
+from tiny_models import Pair
+from treetop.core import worker_group
+start = worker_group.start_process
+def started(told):
+    process = start(told)
+    print(process.pid, told.folder, flush=True)
+    return process
+worker_group.start_process = started
+if __name__ == "__main__":
+    pair = Pair({target!r}, {head!r})
+    llm = build(pair, (4, 5, 16), tp_size=2)
+    print("up", flush=True)
+    for delta in llm.stream([[4, 5, 6]], greedy(10**9)):
+        print(flush=True)
+"""
+
+
+def test_when_rank_0_is_killed_the_others_end_and_nothing_is_left(pair):
+    """A rank sees the end of its stdin wherever it is, also in the middle of an exchange."""
+    script = PARENT.format(path=sys.path, target=str(pair.target), head=str(pair.head))
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    pid, folder = parent.stdout.readline().split()
+    for _ in range(4):
+        assert parent.stdout.readline()
+    assert Path(folder).exists()
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 10
+    while (alive(int(pid)) or Path(folder).exists()) and time.monotonic() < deadline:
+        threading.Event().wait(0.05)
+    assert not alive(int(pid))
+    assert not Path(folder).exists()
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
