@@ -17,6 +17,8 @@ FOLDER = Path(__file__).parent / "checkpoints"
 HYBRID, HEAD, MTP = FOLDER / "nestling-hybrid", FOLDER / "nestling-hybrid-eagle3", FOLDER / "nestling-mtp"
 LARGEST = 8_000_000
 OPTIONS = {"dtype": "float64", "device": "cpu", "context_length": 1664, "max_running_requests": 2, "page_size": 16}
+TOGETHER = {"prefill_tokens_per_round": 256, "chunked_prefill_size": 256}
+"""Prefills so fast beside rounds that two long prompts come to decode together."""
 TREE, CHAIN = (4, 5, 16), (1, 5, 6)
 FLOORS = {
     ("own", TREE): 3.9,
@@ -36,8 +38,9 @@ def prompts(stride=1):
 
 FEW = prompts(5)
 """Three of the twelve."""
-FEW_FLOORS = {TREE: 3.3, CHAIN: 2.5}
-"""What three prompts must reach; their means scatter: the MTP tree has 3.58 here and 4.56 over all."""
+FEW_FLOORS = {(HYBRID, TREE): 4.2, (HYBRID, CHAIN): 2.5, (MTP, TREE): 3.3, (MTP, CHAIN): 2.5}
+"""What three prompts must reach. Their means scatter: the MTP tree has 3.58 here and 4.56 over all, the hybrid's 4.56
+and 4.12; with fault `sgl-27545` the hybrid's has 4.0."""
 
 
 def recorded(folder, name, shape) -> tuple[dict, float]:
@@ -51,7 +54,7 @@ def recorded(folder, name, shape) -> tuple[dict, float]:
 def with_tree(target, shape, **options) -> LLM:
     topk, num_steps, size = shape
     tree = {"speculative_eagle_topk": topk, "speculative_num_steps": num_steps, "speculative_num_draft_tokens": size}
-    return LLM(str(target), **tree, **{**OPTIONS, **options})
+    return LLM(str(target), **tree, **{**OPTIONS, **TOGETHER, **options})
 
 
 def hybrid(shape, **options) -> LLM:
@@ -95,13 +98,13 @@ def test_a_checkpoint_is_small(folder):
 )
 def test_the_hybrid_writes_with_drafts_what_it_writes_without(plain, shape, graphs):
     """Contexts far past the window, prefix cache on and then hit, a window's pool a fraction of the full one."""
-    llm = hybrid(shape, graphs=graphs, chunked_prefill_size=128)
+    llm = hybrid(shape, graphs=graphs)
     pages = llm.engine.layout.num_pages
     assert 4 * pages[WINDOW] < pages[FULL]
     first = llm.generate(FEW, greedy(40))
     assert all(len(output.prompt_token_ids) >= 512 for output in first)
     assert tokens(first) == plain(HYBRID)
-    assert mean_accept_length(first) >= FEW_FLOORS[shape]
+    assert mean_accept_length(first) >= FEW_FLOORS[HYBRID, shape]
     (again,) = llm.generate(FEW[-1:], greedy(40))  # whose window nobody has taken the pages of yet
     assert again.token_ids == plain(HYBRID)[-1]
     assert again.metrics.num_cached_tokens >= 512
@@ -120,7 +123,7 @@ def test_the_hybrid_writes_with_drafts_what_it_writes_without(plain, shape, grap
 def test_the_mtp_target_writes_with_its_layer_what_it_writes_without(plain, shape, recurrence):
     outputs = mtp(shape, recurrence).generate(FEW, greedy(40))
     assert tokens(outputs) == plain(MTP)
-    assert mean_accept_length(outputs) >= FEW_FLOORS[shape]
+    assert mean_accept_length(outputs) >= FEW_FLOORS[MTP, shape]
 
 
 @pytest.mark.slow
