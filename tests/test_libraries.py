@@ -31,6 +31,7 @@ from treetop.kernels.attention import paged_attention_reference
 from treetop.kernels.kv import PageTable
 from treetop.types.ids import FULL
 from treetop.types.layout import SpecShape
+from treetop.types.parallel import ALONE
 from treetop.types.phase import Phase
 
 CPU = torch.device("cpu")
@@ -359,7 +360,7 @@ def test_an_engines_need_names_every_group_with_its_heads(weak_pair):
     llm = LLM(str(weak_pair.target), str(weak_pair.head), page_size=8, dtype="float32")
     device = llm.engine.runner
     model, draft = llm.engine.spec, llm.engine.draft
-    place = type("Place", (), {"dtype": torch.float32, "device": CPU})
+    place = type("Place", (), {"dtype": torch.float32, "device": CPU, "parallel": ALONE})
     need = backend_need(device.layout, model, draft, place)
     assert need.groups == groups_of(device)
     assert (need.page_size, need.dtype) == (8, torch.float32)

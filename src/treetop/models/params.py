@@ -131,7 +131,7 @@ class Param:
         """Its dtype in memory where models compute in `dtype`."""
         if self.kind == "index":
             return torch.int64
-        if self.kind == "score":
+        if self.kind == "score" or self.wide:
             return torch.promote_types(dtype, torch.float32)
         return self.format.dtype or dtype
 
