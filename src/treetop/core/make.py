@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from treetop.core.engine_core import EngineCore, StepEngine
+from treetop.core.grammars import Grammars
 from treetop.engine.engine import Engine
 from treetop.models.folder import extra_eos_ids
 from treetop.scheduler.scheduler import Scheduler
@@ -53,8 +54,11 @@ def _around(
         can_change_logits=not config.disable_logits_processors,
         max_logprobs=MOST_LOGPROBS,
         eos_ids=eos_ids,
+        can_constrain=not config.disable_logits_processors and config.simulate_accept_length is None,
     )
-    return OpenCore(EngineCore(runs, Scheduler(layout, config, eos_ids)), info, engine, next_logits, close)
+    grammars = Grammars(engine.model_path, info.vocab_size, eos_ids)
+    scheduler = Scheduler(layout, config, eos_ids, vocab_size=info.vocab_size if info.can_constrain else None)
+    return OpenCore(EngineCore(runs, scheduler, grammars.constraint), info, engine, next_logits, close)
 
 
 def _nothing() -> None:

@@ -180,12 +180,14 @@ class Engine:
         rest, sent_prefixes = rest[len(setups) :][: len(chunks)], rest[len(setups) + len(chunks) :]
         self.runner.state.apply_prefixes(plan.setups, sent_prefixes)
         self._row_processors.move_in(plan.setups)
+        self._row_processors.restrict(plan.masks)
         first = prefill(self.runner, make_batch(plan, rows, rest))
         return Results(first.token[:, None], torch.zeros_like(first.token), first.finite, first.logprobs)
 
     def _round(self, plan: RoundPlan, slot: Slot) -> Results:
         padded, edits = self._padded(plan), self.runner.state.edit_columns(plan.edits)
         self._apply(self._staging.send(slot, [padded, *edits]))
+        self._row_processors.restrict(plan.masks)
         key = self.last_key = RoundKey(len(padded), plan.shape, plan.choice)
         self.launcher.launch(key, plan.committed_bound)
         buffers = self.runner.buffers

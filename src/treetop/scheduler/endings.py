@@ -8,6 +8,7 @@ from treetop.scheduler.request import Request
 from treetop.scheduler.rows import Rows
 from treetop.scheduler.steps import StepsOut
 from treetop.scheduler.stops import first_stop
+from treetop.types.errors import InputError
 from treetop.types.messages import PrefillPlan, RoundPlan, StepPlan, StepResult
 from treetop.types.requests import RequestStats, RequestUpdate
 from treetop.types.sampling import FinishReason
@@ -99,7 +100,14 @@ class Committer:
         limit, first = request.tokens_left, request.first_token_s is None
         if first:
             request.first_token_s = self._clock()
+        if request.constrained is not None:
+            request.constrained.check(tokens)
         cut = first_stop(tokens, request.stop_ids, limit)
+        if cut is None and request.constrained is not None:
+            try:
+                cut = None if request.constrained.advance(tokens) else (len(tokens), "stop")
+            except InputError as error:
+                return self.finish(request, tokens, "abort", accept_len, str(error))
         if self._check_level >= 1:
             count, reason = cut or (len(tokens), None)
             check_emitted(tokens[:count], request.stop_ids, reason, limit)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 
 from treetop.scheduler.queues import Queues
-from treetop.scheduler.request import Request, logprobs_of
+from treetop.scheduler.request import Request, logprobs_of, masks_of
 from treetop.scheduler.rows import Rows
 from treetop.scheduler.steps import StepsOut
 from treetop.types.errors import InvariantError
@@ -47,6 +47,7 @@ class RoundPlanner:
             committed_bound=max(self._committed_bound(request) for request in batch),
             choice=Choice.costliest(request.choice for request in batch),
             logprobs=logprobs_of(batch),
+            masks=masks_of(batch),
         )
 
     def _committed_bound(self, request: Request) -> int:
@@ -92,5 +93,7 @@ class RoundPlanner:
 
 
 def _may_go_on(request: Request) -> bool:
+    if request.constrained is not None and request.held.steps_out:
+        return False  # what may come next depends on the token that is on its way
     first = request.num_computed_tokens == request.num_ids  # its first token is out too
     return request.held.rounds_out + first < request.tokens_left

@@ -34,9 +34,15 @@ class Scheduler:
     """
 
     def __init__(
-        self, layout: Layout, config: EngineConfig, eos_ids: Sequence[int], clock: Callable[[], float] = time.monotonic
+        self,
+        layout: Layout,
+        config: EngineConfig,
+        eos_ids: Sequence[int],
+        clock: Callable[[], float] = time.monotonic,
+        vocab_size: int | None = None,
     ) -> None:
-        """clock: seconds, for the stats of requests and for their deadlines."""
+        """clock: seconds, for the stats of requests and for their deadlines. vocab_size: None takes no constraints."""
+        self._vocab_size = vocab_size
         self._layout, self._eos_ids, self._clock = layout, frozenset(eos_ids), clock
         self._by_priority, self._numbers = config.schedule_policy == "priority", count()
         self._deadlines: list[tuple[float, RequestId]] = []  # a heap; some may have ended
@@ -52,12 +58,12 @@ class Scheduler:
     # ---------------------------------------------------------------- requests in and out
 
     def add(self, asked: EngineRequest) -> Request:
-        """Queue a request. Raises InputError, before anything changes, for a prompt that can never run."""
+        """Queue a request. Raises InputError, before anything changes, for one that can never run."""
         check_prompt(asked.prompt_ids, self._layout.max_context)
         if asked.request_id in self.queues.by_id:
             raise InvariantError(f"request id {asked.request_id} is given twice")
         order, now = (asked.priority if self._by_priority else 0, next(self._numbers)), self._clock()
-        request = Request.of(asked, self._eos_ids, self._layout.max_context, order, now)
+        request = Request.of(asked, self._eos_ids, self._layout.max_context, order, now, self._vocab_size)
         self.queues.add(request)
         if asked.timeout_s is not None:
             heappush(self._deadlines, (now + asked.timeout_s, request.request_id))

@@ -8,6 +8,7 @@ Ids only: text, stop strings and tokenizers are the client's.
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from treetop.types.constraint import TokenConstraint
 from treetop.types.errors import InputError
 from treetop.types.ids import RequestId
 from treetop.types.layout import SpecShape
@@ -18,7 +19,7 @@ class EngineRequest(NamedTuple):
     """One prompt. The client chooses the id, which no other request of this core may ever have.
 
     priority: lower is served first, if the core's policy goes by it. timeout_s: seconds from its arrival in the core
-    after which it is ended with an error; None for no such limit.
+    after which it is ended with an error; None for no such limit. constraint: cannot cross to another process.
     """
 
     request_id: RequestId
@@ -27,6 +28,7 @@ class EngineRequest(NamedTuple):
     seed: int
     priority: int = 0
     timeout_s: float | None = None
+    constraint: TokenConstraint | None = None
 
 
 class RequestStats(NamedTuple):
@@ -69,8 +71,9 @@ class RequestUpdate(NamedTuple):
 class CoreInfo(NamedTuple):
     """What a client must know of a core. model_path: the folder. shape: of a round's tree.
 
-    can_change_logits, max_logprobs: what a request may ask: penalties, biases and the like, and log-probabilities; -1
-    if there are none. eos_ids: the model's. by_priority: whether it goes by the priority of requests.
+    can_change_logits, max_logprobs, can_constrain: what a request may ask: penalties, biases and the like;
+    log-probabilities, -1 if there are none; constraints. eos_ids: the model's. by_priority: whether it goes by the
+    priority of requests.
     """
 
     model_path: str
@@ -82,6 +85,7 @@ class CoreInfo(NamedTuple):
     max_logprobs: int = -1
     eos_ids: tuple[int, ...] = ()
     by_priority: bool = False
+    can_constrain: bool = False
 
 
 class CoreLoad(NamedTuple):

@@ -50,6 +50,15 @@ class Front:
         if name is not None and name not in self.names:
             raise ApiError(404, f"model: {name[:200]!r} is not served here", "model", "model_not_found")
 
+    async def check_structure(self, body: SamplingFields) -> None:
+        """Raise InputError, which names the field, for a structure that cannot be kept."""
+        if body.structure is not None:
+            field, structure = body.structure
+            try:
+                await self.llm.check_structure(structure)
+            except InputError as error:
+                raise InputError(str(error).replace("structured_output", field, 1)) from None
+
     def start(self, ids: Sequence[list[int]], body: SamplingFields, max_tokens: int | None) -> DeltaStream:
         """Queue n choices of each prompt. max_tokens: None for all that the context holds. Raises ApiError if full."""
         most = self.core.info.max_context if max_tokens is None else max_tokens
