@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from treetop.cache.kv_cache_manager import Lease
 from treetop.types.ids import RequestId, Row
 from treetop.types.messages import RowHistory, RowSetup
-from treetop.types.requests import EngineRequest
+from treetop.types.requests import EngineRequest, check_received
 from treetop.types.sampling import Choice, FinishReason, SamplingParams
 
 MOST_RETRACTIONS = 3
@@ -67,11 +67,15 @@ class Request:
         order: tuple[int, int],
         arrival_s: float,
     ) -> "Request":
-        """A request that waits. eos_ids: the model's."""
+        """A request that waits. eos_ids: the model's. Raises InputError if it has received all that it may have."""
         params, choice = asked.params, Choice.of(asked.params)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)
         most = min(params.max_tokens, max_context - len(asked.prompt_ids))
-        return cls(asked.request_id, asked.prompt_ids, params, asked.seed, stop_ids, most, choice, order, arrival_s)
+        check_received(asked.received, most)
+        received = [*asked.received]  # as if it had been put back
+        return cls(
+            asked.request_id, asked.prompt_ids, params, asked.seed, stop_ids, most, choice, order, arrival_s, received
+        )
 
     def setup(self) -> RowSetup:
         """Its entry into the row that it has been given."""
