@@ -41,8 +41,6 @@ from treetop.core.wire import (
 from treetop.types.errors import TreetopError, UserError
 from treetop.types.requests import CoreInfo, CoreLoad, RequestUpdate
 
-ID_RANGE = 2**40
-"""Request ids that each client has for itself."""
 _LOAD_S = 0.25
 """Seconds between two words about the load, at least."""
 _LINGER_MS = 2000
@@ -79,8 +77,7 @@ class CoreServer:
         match command:
             case Hello():
                 self._clients.setdefault(identity, partial(self._send_updates, identity))
-                number = list(self._clients).index(identity)
-                self._send(identity, Ready(self._info, number * ID_RANGE))
+                self._send(identity, Ready(self._info))
             case Add(requests):
                 self._loop.add(requests, self._clients[identity])
             case Abort(request_ids):

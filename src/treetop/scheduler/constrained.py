@@ -15,9 +15,14 @@ class Constrained:
     """
 
     def __init__(
-        self, constraint: TokenConstraint, vocab_size: int, params: SamplingParams, stop_ids: frozenset[int]
+        self,
+        constraint: TokenConstraint,
+        vocab_size: int,
+        params: SamplingParams,
+        stop_ids: frozenset[int],
+        received: Sequence[int] = (),
     ) -> None:
-        """Asks for the first token. Raises InputError if there can be none."""
+        """Asks for the first token, or for that behind what was `received`. Raises InputError if there can be none."""
         self._constraint, self._vocab_size, self._min_tokens = constraint, vocab_size, params.min_tokens
         self._all = (1 << vocab_size) - 1
         self._ends = _bits(token for token in stop_ids if token < vocab_size)
@@ -27,6 +32,8 @@ class Constrained:
         self.allowed = 0
         if not self.advance(()):
             raise InputError("the constraint allows no first token")
+        if received and not self.advance(received):
+            raise InputError(f"the constraint allows no token after the {len(received)} received")
 
     def advance(self, new_ids: Sequence[int]) -> bool:
         """The output has grown. Returns whether it may go on. Raises InputError if the constraint fails."""

@@ -72,6 +72,7 @@ class Committer:
         timed_out: bool = False,
     ) -> RequestUpdate:
         """End a request, wherever it stands; its last update."""
+        start = len(request.output_ids)
         request.output_ids += new_ids
         request.finish_reason = reason
         self._queues.remove(request)
@@ -86,7 +87,15 @@ class Committer:
             end_s=self._clock(),
         )
         return RequestUpdate(
-            request.request_id, tuple(new_ids), accept_len, reason, error, engine_failed, stats, timed_out=timed_out
+            request.request_id,
+            tuple(new_ids),
+            accept_len,
+            reason,
+            error,
+            engine_failed,
+            stats,
+            timed_out=timed_out,
+            start=start,
         )
 
     def _cache_chunks(self, plan: PrefillPlan) -> None:
@@ -97,8 +106,8 @@ class Committer:
                 self._rows.cache(request, request.ids[: chunk.start + len(chunk.token_ids)])
 
     def _emit(self, request: Request, tokens: tuple[int, ...], accept_len: int | None) -> RequestUpdate:
-        limit, first = request.tokens_left, request.first_token_s is None
-        if first:
+        limit, start = request.tokens_left, len(request.output_ids)
+        if request.first_token_s is None:
             request.first_token_s = self._clock()
         if request.constrained is not None:
             request.constrained.check(tokens)
@@ -113,11 +122,11 @@ class Committer:
             check_emitted(tokens[:count], request.stop_ids, reason, limit)
         if cut is None:
             request.output_ids += tokens
-            update = RequestUpdate(request.request_id, tokens, accept_len)
+            update = RequestUpdate(request.request_id, tokens, accept_len, start=start)
         else:
             count, reason = cut
             update = self.finish(request, tokens[:count], reason, accept_len)
-        return update._replace(num_cached_tokens=request.num_cached_tokens) if first else update
+        return update if start else update._replace(num_cached_tokens=request.num_cached_tokens)
 
     def _settle(self, request: Request) -> None:
         """Let a request go that has ended, once no step with its row is out."""

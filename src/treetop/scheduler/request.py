@@ -8,7 +8,7 @@ from treetop.scheduler.constrained import Constrained
 from treetop.types.errors import InputError
 from treetop.types.ids import RequestId, Row
 from treetop.types.messages import RowHistory, RowMask, RowSetup
-from treetop.types.requests import EngineRequest
+from treetop.types.requests import EngineRequest, check_received
 from treetop.types.sampling import Choice, FinishReason, SamplingParams
 
 MOST_RETRACTIONS = 3
@@ -73,18 +73,22 @@ class Request:
     ) -> "Request":
         """A request that waits. eos_ids: the model's. vocab_size: None where no constraint can be kept.
 
-        Raises InputError if its constraint cannot.
+        Raises InputError if its constraint cannot, or if it has received all that it may have.
         """
         params, choice = asked.params, Choice.of(asked.params)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)
         most = min(params.max_tokens, max_context - len(asked.prompt_ids))
+        check_received(asked.received, most)
         constrained = None
         if asked.constraint is not None:
             if vocab_size is None:
                 raise InputError("this engine cannot hold tokens to a constraint")
-            constrained = Constrained(asked.constraint, vocab_size, params, stop_ids)
+            constrained = Constrained(asked.constraint, vocab_size, params, stop_ids, asked.received)
             choice = Choice.costliest((choice, Choice.PROCESS))
-        request = cls(asked.request_id, asked.prompt_ids, params, asked.seed, stop_ids, most, choice, order, arrival_s)
+        received = [*asked.received]  # as if it had been put back
+        request = cls(
+            asked.request_id, asked.prompt_ids, params, asked.seed, stop_ids, most, choice, order, arrival_s, received
+        )
         request.constrained = constrained
         return request
 

@@ -22,7 +22,7 @@ from treetop.types.errors import InvariantError
 from treetop.types.ids import PageId, RequestId, Row
 from treetop.types.layout import Layout
 from treetop.types.messages import PrefillPlan, StepPlan, StepResult
-from treetop.types.requests import CoreLoad, EngineRequest, RequestUpdate, check_prompt
+from treetop.types.requests import CoreLoad, EngineRequest, RequestUpdate, check_prompt, late_error
 
 
 class Scheduler:
@@ -78,7 +78,7 @@ class Scheduler:
         while self._deadlines and self._deadlines[0][0] <= now:
             request = self.queues.by_id.get(heappop(self._deadlines)[1])
             if request is not None:
-                error = f"its time is over: it has {len(request.output_ids)} tokens (timeout, --request-timeout)"
+                error = late_error(len(request.output_ids))
                 updates.append(self._committer.finish(request, (), "abort", error=error, timed_out=True))
         return updates
 

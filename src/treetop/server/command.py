@@ -43,6 +43,7 @@ _HELP = {
     "drain_timeout": "seconds that requests may still take after SIGTERM (default: all they need)",
     "request_timeout": "seconds that a request may take; it then ends with an error (default: all it needs)",
     "log_interval": "seconds between two log lines; 0 for none (default %(default)s)",
+    "engine_restarts": "how often within an hour a dead engine is started again; requests go on (default %(default)s)",
 }
 
 

@@ -19,7 +19,9 @@ from treetop.types.requests import CoreInfo, CoreLoad, RequestUpdate
 log = logging.getLogger("treetop.server")
 
 OWN, ALIAS = "treetop:", "vllm:"
-NOT_ALIASED = ("treetop:requests_refused", "treetop:requests_timed_out", "treetop:num_retractions")
+NOT_ALIASED = tuple(
+    OWN + name for name in ("requests_refused", "requests_timed_out", "num_retractions", "num_engine_restarts")
+)
 _FIRST_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.4, 1, 5)
 _WHOLE_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 120, 240, 480, 960)
@@ -50,6 +52,7 @@ class Metrics:
         self._waiting = gauge("num_requests_waiting", "Requests that wait for a row")
         self._kv_usage = gauge("kv_cache_usage_perc", "Share of the fullest pool's pages that requests hold, 0 to 1")
         self._retractions = gauge("num_retractions", "Requests put back for want of pages, since the start")
+        self._restarts = gauge("num_engine_restarts", "Engines that took the place of one that had died")
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that were queued")
         self._tokens = counter("generation_tokens", "Tokens that clients received")
         self._refused = counter("requests_refused", "Requests refused because the queue was full")
@@ -118,8 +121,9 @@ class Metrics:
         self.interval.rounds += 1
         self.interval.accepted += accept_len
 
-    def take(self, load: CoreLoad) -> None:
-        """What the engine last said of itself."""
+    def take(self, load: CoreLoad, num_restarts: int) -> None:
+        """What the engine last said of itself, and which one in a row it is."""
+        self._restarts.set(num_restarts)
         self._running.set(load.num_running)
         self._waiting.set(load.num_waiting)
         self._kv_usage.set(load.kv_usage)

@@ -20,6 +20,8 @@ class EngineRequest(NamedTuple):
 
     priority: lower is served first, if the core's policy goes by it. timeout_s: seconds from its arrival in the core
     after which it is ended with an error; None for no such limit. constraint: cannot cross to another process.
+    received: output that the client has already, of an engine that is gone; this one goes on behind it, and all limits
+    count it.
     """
 
     request_id: RequestId
@@ -29,6 +31,7 @@ class EngineRequest(NamedTuple):
     priority: int = 0
     timeout_s: float | None = None
     constraint: TokenConstraint | None = None
+    received: tuple[int, ...] = ()
 
 
 class RequestStats(NamedTuple):
@@ -52,8 +55,8 @@ class RequestUpdate(NamedTuple):
     new_ids: emitted now, cut at the stop. accept_len: accepted drafts of the round that gave them, before any cut; None
     if it was no round. error: why the request failed, if it did. engine_failed: it failed with the whole engine.
     timed_out: its time was over. stats come with finish_reason, in the request's last update. num_cached_tokens: as in
-    the stats, with the first tokens.
-    logprobs: of each of new_ids, if the request asks for them.
+    the stats, with the first tokens. logprobs: of each of new_ids, if the request asks for them. start: which token of
+    the output the first of new_ids is.
     """
 
     request_id: RequestId
@@ -66,6 +69,7 @@ class RequestUpdate(NamedTuple):
     num_cached_tokens: int | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     timed_out: bool = False
+    start: int = 0
 
 
 class CoreInfo(NamedTuple):
@@ -111,3 +115,14 @@ def check_length(num_tokens: int, max_context: int, exact: bool = True) -> None:
             f"the prompt has {'' if exact else 'at least '}{num_tokens} tokens and leaves no room for one more in a"
             f" context of {max_context}; shorten it or raise --context-length"
         )
+
+
+def check_received(received: Sequence[int], most: int) -> None:
+    """Raise InputError if a request that goes on has all that it may have. most: tokens of its output."""
+    if received and len(received) >= most:
+        raise InputError(f"the request has received {len(received)} tokens of at most {most}: nothing is left to do")
+
+
+def late_error(num_tokens: int) -> str:
+    """What a request is told whose time is over."""
+    return f"its time is over: it has {num_tokens} tokens (timeout, --request-timeout)"

@@ -25,13 +25,12 @@ _STUCK_S = 5.0
 
 
 class ApiOptions(msgspec.Struct, frozen=True):
-    """What an API process is told. model, seed: of the engine. number: of this process, None if there is but one.
+    """What an API process is told. model, seed: of the engine's. number: of this process, None if there is but one.
 
     alive_file: where several count their requests.
     """
 
     serve: ServeOptions
-    address: str
     model: str
     seed: int
     number: int | None = None
