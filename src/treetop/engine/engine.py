@@ -86,7 +86,6 @@ class Engine:
         with self._explained("starting"):
             texts = 0 if self.runner.state.text is None else self.layout.max_requests * self.layout.max_context
             self._staging = StagingBuffers(self.layout, device, zeros, config.check_level, texts)
-        self.last_key: RoundKey | None = None
         started_s = time.perf_counter()
         with torch.inference_mode(), self._explained("starting"):
             self._start_up()
@@ -188,7 +187,7 @@ class Engine:
         padded, edits = self._padded(plan), self.runner.state.edit_columns(plan.edits)
         self._apply(self._staging.send(slot, [padded, *edits]))
         self._row_processors.restrict(plan.masks)
-        key = self.last_key = RoundKey(len(padded), plan.shape, plan.choice)
+        key = RoundKey(len(padded), plan.shape, plan.choice)
         self.launcher.launch(key, plan.committed_bound)
         buffers = self.runner.buffers
         self._witness(self.runner.probes.digest, buffers, key)

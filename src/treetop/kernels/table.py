@@ -92,7 +92,7 @@ class Op(Generic[F]):
     def __get__(self, instance: object, owner: type) -> F: ...
 
     def __get__(self, instance: object | None, owner: type) -> "Op[F] | F":
-        """The row of the class; instances hold the functions themselves, which are found before this is asked."""
+        """The operation itself, from the class. An instance holds the function it chose under the same name."""
         return self
 
     def on(self, gpu: GpuTraits) -> F:

@@ -29,7 +29,8 @@ class RoundPlanner:
         return [request for request in self._queues.decoding if _may_go_on(request)]
 
     def plan(self, ready: Sequence[Request]) -> RoundPlan | None:
-        """A round of all that are ready; None if it needs pages that only a commit can tell how to find.
+        """A round of all that are ready; None if pages are short while a step is in flight: whom to retract is
+        known after its commit.
 
         Also None if all of them have been retracted for requests that keep their pages.
         """
@@ -57,7 +58,7 @@ class RoundPlanner:
     def _reserve(self, request: Request) -> bool:
         """Pages for one more round of a request; the last in order is retracted for them, which may be it itself.
 
-        Nothing for one that has been retracted for an older one.
+        A request that this loop has retracted already, for an older one, is skipped: True.
         False if pages are short while something is out: whom to retract, and at which length, shows when it is
         committed.
         """

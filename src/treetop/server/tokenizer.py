@@ -110,7 +110,7 @@ class TokenStream:
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._before, self._open = _ends_whole(tokenizer, prompt_ids)
-        self._num_known = tokenizer.decode(self._before)
+        self._known_text = tokenizer.decode(self._before)
         self._own = self._after(self._open)  # what the prompt's open bytes read as if nothing completes them
         self._new: list[int] = []
 
@@ -130,7 +130,7 @@ class TokenStream:
             piece = self._after(ids)
         if piece:
             self._before, self._open = ids, []
-            self._num_known = self._tokenizer.decode(ids)
+            self._known_text = self._tokenizer.decode(ids)
         self._new = []
         return piece
 
@@ -141,7 +141,7 @@ class TokenStream:
     def _after(self, ids: list[int]) -> str:
         """Text of ids behind what is known; by themselves if they change how that reads, as bytes may."""
         text = self._tokenizer.decode(self._before + ids)
-        return text[len(self._num_known) :] if text.startswith(self._num_known) else self._tokenizer.decode(ids)
+        return text[len(self._known_text) :] if text.startswith(self._known_text) else self._tokenizer.decode(ids)
 
 
 def _ends_whole(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[list[int], list[int]]:
