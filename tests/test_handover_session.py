@@ -21,7 +21,7 @@ from treetop.types.errors import ConfigError
 from treetop.types.handover import FirstToken, Piece, Schema, SlotRef
 from treetop.types.sampling import SamplingParams, TokenLogprobs
 
-SCHEMA = Schema(1, "target", "draft", "float64", ("full: 2 layers",), ("root",), (4, 5, 16), 1000)
+SCHEMA = Schema(1, "target", "draft", "float64", ("full: 2 layers",), ("root",), (4, 5, 16), 1000, 4096)
 SECRET = b"of at least sixteen bytes"
 MESSAGES = (
     wire.Prefill(1, 2, 3, wire.Prompt((1, 2, 3, 4), SamplingParams(temperature=0.5, logit_bias=((1, 2.0),)), 9)),
@@ -118,7 +118,9 @@ def test_another_secret_is_refused_and_said() -> None:
 
 @pytest.mark.parametrize("field", Schema._fields)
 def test_a_schema_that_differs_is_refused_by_the_name_of_its_field(field: str) -> None:
-    other = {"wire": 2, "shape": (1, 1, 2), "vocab_size": 7, "groups": (), "record": ()}.get(field, "other")
+    other = {"wire": 2, "shape": (1, 1, 2), "vocab_size": 7, "slot_bytes": 8192, "groups": (), "record": ()}.get(
+        field, "other"
+    )
     greeting = Greeting(SECRET, SCHEMA._replace(**{field: other}), b"")
     answer = Listener(SECRET, SCHEMA, b"").greet(b"d", greeting.hello)
     assert answer is not None

@@ -139,13 +139,16 @@ class PrefillDesk:
         slot = self.slots[packed.slot]
         assert slot.state == "packing"
         export = slot.export
-        if export is None:
-            return self._free(packed.slot)
+        if export is not None and not packed.checksums:
+            self._drop(export, "it could not be packed")
+        if slot.export is None or export is None:
+            self._free(packed.slot)
+            return
         slot.state = "offered"
         peer, request, attempt = export.key
         ref = SlotRef(packed.slot, slot.generation)
         first = export.first if packed.piece.last else None
-        return self._say(peer, Offer(request, attempt, ref, packed.piece, packed.checksums, first))
+        self._say(peer, Offer(request, attempt, ref, packed.piece, packed.checksums, first))
 
     def _release(self, key: Key, ref: SlotRef, until: float) -> None:
         """Only what was offered to this attempt, and not been used again, may count."""
