@@ -34,6 +34,8 @@ class EngineCore(Generic[InFlightStep]):
     def __init__(self, engine: StepEngine[InFlightStep], scheduler: Scheduler) -> None:
         self.engine, self.scheduler = engine, scheduler
         self.failure: BaseException | None = None
+        self.stalled = False
+        """Whether the last step had nothing to do, though requests are alive: they wait for another worker."""
         self.num_launched = self.num_committed = 0
         """Steps; those that a failure lost count as committed."""
         self._in_flight: deque[tuple[StepPlan, InFlightStep]] = deque()
@@ -43,9 +45,12 @@ class EngineCore(Generic[InFlightStep]):
         """Whether a step would do anything: a request is alive, or a step launched for one that has ended is out."""
         return self.scheduler.has_work or bool(self._in_flight)
 
-    def add(self, request: EngineRequest) -> None:
-        """Queue a request. Raises InputError, and nothing has changed, for a prompt that can never run."""
-        self.scheduler.add(request)
+    def add(self, request: EngineRequest, remote: bool = False) -> None:
+        """Queue a request. Raises InputError, and nothing has changed, for a prompt that can never run.
+
+        remote: another worker is to prefill it.
+        """
+        self.scheduler.add(request, remote=remote)
 
     def abort(self, request_id: RequestId) -> RequestUpdate | None:
         """End a request, wherever it stands; None if it is not alive."""
@@ -66,7 +71,8 @@ class EngineCore(Generic[InFlightStep]):
             while (plan := self.scheduler.plan()) is not None:
                 self._in_flight.append((plan, self.engine.launch(plan)))
                 self.num_launched += 1
-            if not self._in_flight:
+            self.stalled = not self._in_flight
+            if self.stalled:
                 return late
             plan, in_flight = self._in_flight.popleft()
             updates = self.scheduler.commit(plan, self.engine.collect(in_flight))

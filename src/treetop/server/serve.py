@@ -22,11 +22,13 @@ from typing import Any
 import msgspec
 
 from treetop.core.remote import RemoteCore
+from treetop.core.roles import check_handover
 from treetop.core.wire import MockOptions, ProcessOptions
 from treetop.server.api.run import ApiOptions, log_to_stderr, serve
 from treetop.server.options import ServeOptions
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, EngineError
+from treetop.types.roles import HandoverOptions
 
 _END_S = 10.0
 """How long a process may take to end once it should."""
@@ -36,14 +38,16 @@ _BACKLOG = 2048
 log = logging.getLogger("treetop.server")
 
 
-def run(config: EngineConfig, options: ServeOptions, mock: MockOptions | None) -> int:
+def run(config: EngineConfig, options: ServeOptions, mock: MockOptions | None, handover: HandoverOptions) -> int:
     """Serve until SIGTERM, SIGINT or the engine's death. Returns the exit code. Raises UserError and EngineError."""
     log_to_stderr()
+    if handover.role != "both":
+        check_handover(config, handover, mock)
     listening = _bind(options)
     with tempfile.TemporaryDirectory(prefix="treetop-") as folder:  # mode 0700: nobody else reaches the engine
         if len(folder) > _LONGEST_PATH:
             raise ConfigError(f"the path of temporary files is too long for a socket: {folder}; set TMPDIR")
-        process = ProcessOptions(f"ipc://{folder}/engine", config, mock, log_level=20)
+        process = ProcessOptions(f"ipc://{folder}/engine", config, mock, log_level=20, handover=handover)
         return asyncio.run(_run(process, options, listening))
 
 

@@ -90,6 +90,13 @@ class DecodeDesk:
         """More than half of the slots wait for transfers that do not end."""
         return 2 * sum(slot.state == "quarantine" for slot in self.slots) > len(self.slots)
 
+    def lend(self) -> int | None:
+        """A free slot, to try a link with, which is in quarantine until `Ended`; None if there is none."""
+        index = next((i for i, slot in enumerate(self.slots) if slot.state == "free"), None)
+        if index is not None:
+            self.slots[index] = LandingSlot("quarantine")
+        return index
+
     def handle(self, event: ToDecodeDesk, now: float) -> list[DecodeAction]:
         match event:
             case Ask():

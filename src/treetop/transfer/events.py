@@ -30,6 +30,11 @@ class Deadlines:
     renew_s: float = 2.0
     progress_s: float = 30.0
 
+    @classmethod
+    def of(cls, lease_s: float) -> "Deadlines":
+        """In their proportions to a lease."""
+        return cls(lease_s / 5, lease_s / 2, lease_s, lease_s / 5, 3 * lease_s)
+
 
 class PeerUp(NamedTuple):
     """A session has begun."""

@@ -5,6 +5,7 @@ is kept until it has ended, since giving one back lets its bytes land all the sa
 """
 
 import importlib
+import importlib.util
 import logging
 import uuid
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from treetop.types.errors import ConfigError
 
 PACKAGES = ("nixl_cu13", "nixl_cu12")
 """Never the meta package, which brings both."""
+_MISSING = "handing requests over needs NIXL: pip install treetop[handover-cu13] (or -cu12)"
 
 
 class _Reach(msgspec.Struct, frozen=True, array_like=True):
@@ -66,6 +68,12 @@ class _Transfer:
     state: State = "busy"
 
 
+def check_installed() -> None:
+    """Raise ConfigError that says what is missing, without loading anything."""
+    if all(importlib.util.find_spec(package) is None for package in PACKAGES):
+        raise ConfigError(_MISSING)
+
+
 def find_nixl() -> Any:
     """The module. Raises ConfigError that says what is missing."""
     for package in PACKAGES:
@@ -76,7 +84,7 @@ def find_nixl() -> Any:
             words.propagate = True
             words.setLevel(logging.WARNING)
             return found
-    raise ConfigError("handing requests over needs NIXL: pip install treetop[handover-cu13] (or -cu12)")
+    raise ConfigError(_MISSING)
 
 
 class NixlTransport:

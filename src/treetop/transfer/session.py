@@ -22,8 +22,8 @@ import msgspec
 from treetop.transfer.events import PeerId
 from treetop.types.errors import ConfigError, shown
 from treetop.types.handover import Schema
+from treetop.types.roles import SECRET_VARIABLE
 
-SECRET_VARIABLE = "TREETOP_HANDOVER_SECRET"
 LEAST_SECRET = 16
 """Bytes."""
 _NONCE, _MAC, _COUNTER = 16, 32, 8
