@@ -25,6 +25,7 @@ import zmq
 from treetop.core.engine_core import EngineCore
 from treetop.core.handover import Role
 from treetop.core.loop import CoreLoop
+from treetop.core.roles import open_role
 from treetop.core.wire import (
     Abort,
     Add,
@@ -39,6 +40,7 @@ from treetop.core.wire import (
     decode_to_core,
     encode,
 )
+from treetop.transfer.nixl import NixlTransport
 from treetop.types.errors import TreetopError, UserError
 from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, RequestUpdate
 
@@ -144,16 +146,22 @@ class CoreServer:
         self._socket.send_multipart([identity, encode(message)])
 
 
-def make(options: ProcessOptions) -> tuple[EngineCore[Any], CoreInfo]:
-    """The core that was asked for. Raises TreetopError."""
+def make(options: ProcessOptions) -> tuple[EngineCore[Any], CoreInfo, Role | None]:
+    """The core that was asked for, and its part in handing requests over. Raises TreetopError."""
     if options.mock is not None:
         from treetop.core.mock import make_mock  # noqa: PLC0415  # needs no PyTorch
 
-        return make_mock(options.config, options.mock)
+        return *make_mock(options.config, options.mock), None
     from treetop.core.make import open_core  # noqa: PLC0415  # loads PyTorch, which takes seconds
 
     opened = open_core(options.config)
-    return opened.core, opened.info
+    if options.handover.role == "both":
+        return opened.core, opened.info, None
+    from treetop.core.staging import staging_of  # noqa: PLC0415  # too
+
+    staging = staging_of(opened.engine)
+    role = open_role(opened.core.scheduler, staging, options.handover, NixlTransport)
+    return opened.core, opened.info._replace(refuses=role.refuses), role
 
 
 def main() -> int:
@@ -168,13 +176,16 @@ def main() -> int:
     socket = context.socket(zmq.ROUTER)
     socket.sndhwm = socket.rcvhwm = 0  # what waits is bounded by the requests that were accepted
     socket.bind(options.address)
+    role = None
     try:
-        core, info = make(options)
-        reason = CoreServer(core, info, socket).run()
+        core, info, role = make(options)
+        reason = CoreServer(core, info, socket, role).run()
     except TreetopError as error:
         refuse(socket, Failed(str(error), isinstance(error, UserError)))
         return 2 if isinstance(error, UserError) else 1
     finally:
+        if role is not None:
+            role.close()
         context.destroy(linger=_LINGER_MS)
     logging.getLogger("treetop").error("the engine failed: %s", reason)
     return 1

@@ -42,7 +42,7 @@ from treetop.transfer.events import (
 from treetop.transfer.network import Caller, Down, FromDecode, FromPrefill, Reception, Refused, Up
 from treetop.transfer.registry import Registry
 from treetop.transfer.transport import Handle, Memory, Probe, Range, Transport
-from treetop.transfer.wire import Offer, Prompt
+from treetop.transfer.wire import Offer, Prompt, Renew
 from treetop.transfer.wire import Refused as AttemptRefused
 from treetop.types.errors import UserError
 from treetop.types.handover import Admitted, Gone, Payload, Piece, Schema
@@ -318,6 +318,7 @@ class DecodeRole:
                     self._caller.hang_up(peer, now)
                     return
                 self._num_slots[peer] = told.num_slots
+                self._caller.send(peer, Renew(()))  # with its first message the session begins over there, too
                 self._meet(peer, now)
                 self._say(place, "connected")
             case Down(peer, place):
@@ -404,12 +405,13 @@ class DecodeRole:
 
     def _meet(self, peer: PeerId, now: float) -> None:
         """Try the link, if a landing slot is free for that; only then requests go there."""
-        slot = self._desk.lend()
+        late = any(meeting.chosen for meeting in self._meetings.values())  # a try has not ended: no more of them
+        slot = None if late else self._desk.lend()
         if slot is None:
             self._tell(PeerUp(peer), now)
             return
         local, remote = (self._staging.range_of(each, self._staging.slot_bytes) for each in (slot, 0))
-        probe = Probe(self._transport, peer, remote, local, self._deadlines.connect_s)
+        probe = Probe(self._transport, peer, remote, local, self._deadlines.pull_s)
         self._meetings[peer] = _Meeting(probe, slot)
 
     def _probe(self, now: float) -> None:

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import logging
 import uuid
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from treetop.types.errors import ConfigError
 
 PACKAGES = ("nixl_cu13", "nixl_cu12")
 """Never the meta package, which brings both."""
+_MOST_EARLY = 256
+"""Words of peers that are not connected yet."""
 _MISSING = "handing requests over needs NIXL: pip install treetop[handover-cu13] (or -cu12)"
 
 
@@ -110,6 +113,7 @@ class NixlTransport:
         self._leaving: list[_Peer] = []
         self._transfers: dict[Handle, _Transfer] = {}
         self._writes: dict[tuple[str, int], _Transfer] = {}
+        self._early: deque[tuple[str, bytes]] = deque(maxlen=_MOST_EARLY)
         self._numbers = count()
 
     def connect(self, peer: PeerId, metadata: bytes) -> bool:
@@ -161,10 +165,13 @@ class NixlTransport:
         except Exception:  # a peer has gone
             notes = {}
         agents = {peer.agent: peer for peer in self._peers.values()}
+        said = [*self._early]
+        self._early.clear()
         for name, messages in notes.items():
             agent = name.decode() if isinstance(name, bytes) else name
-            for message in messages:
-                self._noted(agent, agents.get(agent), message)
+            said += [(agent, message) for message in messages]
+        for agent, message in said:
+            self._noted(agent, agents.get(agent), message)
         for (agent, number), write in [*self._writes.items()]:
             state = self._state(write)
             if state != "busy":
@@ -186,7 +193,9 @@ class NixlTransport:
             transfer = self._transfers.get(Handle(word.number))
             if transfer is not None and transfer.peer.agent == agent and transfer.handle is None:
                 transfer.state = "done" if word.whole else "failed"
-        elif peer is not None:
+        elif peer is None:
+            self._early.append((agent, message))  # its session comes by another way
+        else:
             fits = self._memory.holds(word.remote) and peer.memory.holds(word.local)
             try:
                 if not fits:
