@@ -47,6 +47,8 @@ ENGINE_HELP = {
     "check_level": "0 off, 1 host checks, 2 device probes, 3 poison and red zones",
     "tp_size": "GPUs that share the model, each with a part of every layer (docs/scale.md)",
     "step_timeout": "seconds after which a step that has not ended on every GPU ends them all; with --tp-size only",
+    "handover_slots": "staging slots, by which prefilled requests go to another worker or come from one; 0 for none",
+    "handover_slot_bytes": "bytes of each of these, on every GPU",
     "seed": "each prompt draws its own seed from this one: the same seed and prompts give the same sampled tokens",
 }
 """Every option but the model."""

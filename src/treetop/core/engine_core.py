@@ -41,6 +41,8 @@ class EngineCore(Generic[InFlightStep]):
         """constrain: makes constraints of structures; None refuses them."""
         self.engine, self.scheduler, self._constrain = engine, scheduler, constrain
         self.failure: BaseException | None = None
+        self.stalled = False
+        """Whether the last step had nothing to do, though requests are alive: they wait for another worker."""
         self.num_launched = self.num_committed = 0
         """Steps; those that a failure lost count as committed."""
         self._in_flight: deque[tuple[StepPlan, InFlightStep]] = deque()
@@ -50,14 +52,17 @@ class EngineCore(Generic[InFlightStep]):
         """Whether a step would do anything: a request is alive, or a step launched for one that has ended is out."""
         return self.scheduler.has_work or bool(self._in_flight)
 
-    def add(self, request: EngineRequest) -> None:
-        """Queue a request. Raises InputError, and nothing has changed, for one that can never run."""
+    def add(self, request: EngineRequest, remote: bool = False) -> None:
+        """Queue a request. Raises InputError, and nothing has changed, for one that can never run.
+
+        remote: another worker may prefill it.
+        """
         asked = request.params.structured_output
         if asked is not None:
             if self._constrain is None or request.constraint is not None:
                 raise InputError("structured_output: not with this engine, or not beside a constraint")
             request = request._replace(constraint=self._constrain(asked))
-        self.scheduler.add(request)
+        self.scheduler.add(request, remote=remote)
 
     def abort(self, request_id: RequestId) -> RequestUpdate | None:
         """End a request, wherever it stands; None if it is not alive."""
@@ -78,7 +83,8 @@ class EngineCore(Generic[InFlightStep]):
             while (plan := self.scheduler.plan()) is not None:
                 self._in_flight.append((plan, self.engine.launch(plan)))
                 self.num_launched += 1
-            if not self._in_flight:
+            self.stalled = not self._in_flight
+            if self.stalled:
                 return late
             plan, in_flight = self._in_flight.popleft()
             updates = self.scheduler.commit(plan, self.engine.collect(in_flight))

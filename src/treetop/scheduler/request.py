@@ -39,7 +39,9 @@ class Request:
     pages hold, as far as the host knows; a chunk counts once it is planned, a round once its result is committed. A
     request decodes once all its ids are num_computed_tokens: the token after them, the root, is on its way then, and
     once it is here `num_computed_tokens == num_ids - 1`. running: None while it waits; an ended request keeps it until
-    no step with its row is out. constrained: None if any token may come. What follows these is for the stats.
+    no step with its row is out. constrained: None if any token may come. remote: another worker is to prefill it.
+    export_from: it is prefilled for another worker, which wants its tokens from here on, and never decodes. The rest is
+    for the stats.
     """
 
     request_id: RequestId
@@ -58,6 +60,8 @@ class Request:
     constrained: Constrained | None = None
     num_cached_tokens: int = 0
     num_retractions: int = 0
+    remote: bool = False
+    export_from: int | None = None
     admitted_s: float | None = None
     first_token_s: float | None = None
 
@@ -92,12 +96,11 @@ class Request:
         request.constrained = constrained
         return request
 
-    def setup(self) -> RowSetup:
-        """Its entry into the row that it has been given."""
+    def setup(self, known: int) -> RowSetup:
+        """Its entry into the row that it has been given, with `known` tokens in its pages."""
         history = None
         if self.params.changes_logits or self.constrained is not None:
             history = RowHistory(self.prompt_ids, tuple(self.output_ids), self.stop_ids)
-        known = self.num_computed_tokens
         prefix, constrained = tuple(self.ids[:known]), self.constrained is not None
         return RowSetup(self.held.row, known, self.params, self.seed, history, prefix, constrained)
 
@@ -119,6 +122,15 @@ class Request:
     def keeps_its_pages(self) -> bool:
         """It has been put back often enough: it gets pages for its longest output at once, and nobody takes them."""
         return self.num_retractions >= MOST_RETRACTIONS
+
+    def tokens_at_entry(self, headroom: int) -> int:
+        """Tokens that it gets pages for when it is given a row: all it has, and one round if it will decode.
+
+        For all it may become, if it may not be put back again.
+        """
+        if self.export_from is not None:
+            return self.num_ids
+        return self.num_ids + headroom + (self.tokens_left if self.keeps_its_pages else 0)
 
     @property
     def tokens_left(self) -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from operator import attrgetter
 
+from treetop.scheduler.handover import Handover
 from treetop.scheduler.queues import Queues
 from treetop.scheduler.request import Request, logprobs_of, masks_of
 from treetop.scheduler.rows import Rows
@@ -18,8 +19,11 @@ _ORDER = attrgetter("order")
 class RoundPlanner:
     """Plans rounds of all that may decode, in one shape. num_retractions: since the start."""
 
-    def __init__(self, layout: Layout, shape: SpecShape, queues: Queues, rows: Rows, steps: StepsOut) -> None:
+    def __init__(
+        self, layout: Layout, shape: SpecShape, queues: Queues, rows: Rows, steps: StepsOut, handover: Handover
+    ) -> None:
         self._layout, self._shape, self._queues, self._rows, self._steps = layout, shape, queues, rows, steps
+        self._handover = handover
         self._commit_width = layout.commit_width
         self._has_windows = any(group.window is not None for group in layout.groups)
         self.num_retractions = 0
@@ -69,11 +73,10 @@ class RoundPlanner:
         if need <= held.reserved and not self._has_windows:
             return True
         self._rows.slide(request, self._steps.num_known(request))
-        prefilling, decoding = self._queues.prefilling, self._queues.decoding
         while not self._rows.reserve(request, need):
             if self._steps:
                 return False
-            loose = [each for each in (*prefilling, *decoding) if not each.keeps_its_pages]
+            loose = [each for queue in self._queues.running for each in queue if not each.keeps_its_pages]
             if not loose or len(self._rows.by_row) == 1:
                 raise InvariantError("the pools do not hold one request at the context wall")
             victim = max(loose, key=_ORDER)
@@ -86,9 +89,10 @@ class RoundPlanner:
     def _retract(self, request: Request) -> None:
         """Back to the queue; it resumes by a prefill of its prompt and output (sgl-28254)."""
         assert not self._steps, "its length is not known"
-        self._rows.leave(request, request.ids[: request.num_computed_tokens])
-        self._queues.put_back(request)
-        request.num_computed_tokens = 0
+        if not self._handover.retract(request):
+            self._rows.leave(request, request.ids[: request.num_computed_tokens])
+            self._queues.put_back(request)
+            request.num_computed_tokens = 0
         request.num_retractions += 1
         self.num_retractions += 1
 

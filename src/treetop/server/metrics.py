@@ -22,6 +22,22 @@ OWN, ALIAS = "treetop:", "vllm:"
 NOT_ALIASED = tuple(
     OWN + name for name in ("requests_refused", "requests_timed_out", "num_retractions", "num_engine_restarts")
 )
+_HANDOVER = {
+    "num_peers": "Workers at the other end",
+    "num_open": "Requests on their way",
+    "num_slots_busy": "Staging slots in use",
+    "num_quarantined": "Staging slots whose transfer was given up and has not ended",
+    "num_pieces": "Pieces offered or pulled, since the start",
+    "num_bytes": "Bytes of these",
+    "num_whole": "Requests handed over, since the start",
+    "num_local": "Requests that a decode worker had to prefill itself, since the start",
+    "transfer_s": "Seconds of transfers, since the start",
+    "hidden_s": "Of these, seconds while prefill went on",
+    "num_dropped": "Messages of nobody with a session, since the start",
+    "read_gbps": "GB/s of reads when a link was last tried",
+    "write_gbps": "GB/s of writes when a link was last tried",
+}
+"""Of `HandoverLoad`."""
 _FIRST_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.4, 1, 5)
 _WHOLE_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 120, 240, 480, 960)
@@ -67,6 +83,13 @@ class Metrics:
         self._drafts = counter("spec_decode_num_drafts", "Trees that were verified")
         self._draft_tokens = counter("spec_decode_num_draft_tokens", "Drafts that were verified, roots excluded")
         self._accepted = counter("spec_decode_num_accepted_tokens", "Drafts that were accepted")
+        self._handover = {
+            name: Gauge(
+                OWN + "handover_" + name, words, ["model_name"], registry=registry, multiprocess_mode="mostrecent"
+            )
+            for name, words in _HANDOVER.items()
+        }
+        self._model_name = model_name
         success = Counter(
             OWN + "request_success", "Requests that ended", ["model_name", "finished_reason"], registry=registry
         )
@@ -128,6 +151,9 @@ class Metrics:
         self._waiting.set(load.num_waiting)
         self._kv_usage.set(load.kv_usage)
         self._retractions.set(load.num_retractions)
+        if load.handover is not None:
+            for name, gauge in self._handover.items():
+                gauge.labels(self._model_name).set(getattr(load.handover, name))
 
     def page(self) -> tuple[bytes, str]:
         """The text that Prometheus reads, and its content type."""
@@ -203,7 +229,8 @@ class _Aliased(Collector):
     def collect(self) -> Iterator[Metric]:
         for metric in self._source.collect():
             yield metric
-            if metric.name.startswith(OWN) and metric.name not in NOT_ALIASED:
+            own = metric.name in NOT_ALIASED or metric.name.startswith(OWN + "handover_")
+            if metric.name.startswith(OWN) and not own:
                 copy = Metric(_alias(metric.name), metric.documentation, metric.type)
                 copy.samples = [Sample(_alias(each.name), *each[1:]) for each in metric.samples]
                 yield copy

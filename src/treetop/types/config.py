@@ -6,6 +6,7 @@ from types import NoneType
 from typing import Literal, get_args
 
 from treetop.types.errors import ConfigError, shown
+from treetop.types.handover import ALIGNMENT
 from treetop.types.layout import PLAIN, SpecShape
 
 Algorithm = Literal["EAGLE", "EAGLE3", "MTP", "NEXTN", "NGRAM", "NONE"]
@@ -41,6 +42,8 @@ _COUNTS = (
     "check_level",
     "seed",
     "tp_size",
+    "handover_slots",
+    "handover_slot_bytes",
 )
 _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(_COUNTS, (int,)),
@@ -84,6 +87,8 @@ class EngineConfig:
     results of the last one are known; None is on where rounds are captured CUDA graphs. graphs: `sim` runs rounds with
     the semantics of captured graphs, on a CPU. tp_size: GPUs, or processes on a CPU, that share the model, a rank each.
     step_timeout: seconds after which a step that has not ended on every rank ends them all; of one rank it is not used.
+    handover_slots: staging slots, through which prefilled requests are handed to another worker or taken from one; 0
+    for none. handover_slot_bytes: of each, on every rank.
     """
 
     model: str = BUILTIN_MODEL
@@ -115,6 +120,8 @@ class EngineConfig:
     seed: int = 0
     tp_size: int = 1
     step_timeout: float = 60.0
+    handover_slots: int = 0
+    handover_slot_bytes: int = 64 << 20
 
     def __post_init__(self) -> None:
         wrong = self._wrong_types()
@@ -178,6 +185,19 @@ class EngineConfig:
             (
                 not 0 < self.step_timeout <= 86400,
                 f"--step-timeout must lie between 0 and 86400 seconds, got {shown(self.step_timeout)}",
+            )
+        )
+        rules.append(
+            (
+                not 0 <= self.handover_slots <= 4096,
+                f"--handover-slots must lie between 0 and 4096, got {shown(self.handover_slots)}",
+            )
+        )
+        size = self.handover_slot_bytes
+        rules.append(
+            (
+                not ALIGNMENT <= size <= 2**40 or size % ALIGNMENT != 0,
+                f"--handover-slot-bytes must be a multiple of {ALIGNMENT} up to 2^40, got {shown(size)}",
             )
         )
         counts = {"tp_size": 64, "max_running_requests": 65536, "page_size": 2**20}

@@ -9,6 +9,7 @@ order.
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from treetop.types.handover import Piece
 from treetop.types.ids import GroupName, PageId, Row
 from treetop.types.layout import SpecShape
 from treetop.types.sampling import Choice, SamplingParams, TokenLogprobs
@@ -111,7 +112,59 @@ class RoundPlan:
     masks: tuple[RowMask, ...] = ()
 
 
-StepPlan = PrefillPlan | RoundPlan
+@dataclass(frozen=True, slots=True)
+class Export:
+    """Pack a piece of `row` into staging slot `slot`. The last piece has the row's record too."""
+
+    row: Row
+    slot: int
+    piece: Piece
+
+
+@dataclass(frozen=True, slots=True)
+class ExportPlan:
+    """Pack computed tokens into staging slots, each slot once. freed: pages given back since the last plan."""
+
+    edits: tuple[PageEdit, ...]
+    freed: tuple[tuple[GroupName, PageId], ...]
+    exports: tuple[Export, ...]
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        return tuple(export.row for export in self.exports)
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """Check what lies in staging slot `slot`, and unpack it into the pages of `row`.
+
+    checksums: of each stretch of the whole model's payload, as its exporter took them.
+    """
+
+    row: Row
+    slot: int
+    piece: Piece
+    checksums: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ImportPlan:
+    """Unpack staging slots into the pages of rows, each slot once. setups: of the rows whose last piece this holds.
+
+    What is not intact changes nothing that counts: no row's state, and of pages only what its request alone has.
+    """
+
+    edits: tuple[PageEdit, ...]
+    freed: tuple[tuple[GroupName, PageId], ...]
+    setups: tuple[RowSetup, ...]
+    imports: tuple[Import, ...]
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        return tuple(each.row for each in self.imports)
+
+
+StepPlan = PrefillPlan | RoundPlan | ExportPlan | ImportPlan
 
 
 class RowResult(NamedTuple):
@@ -127,9 +180,24 @@ class RowResult(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] = ()
 
 
+class ImportResult(NamedTuple):
+    """intact: every checksum agrees, and the last piece's record fits the request. root: of a last piece; None if not.
+
+    The root is the token after the prompt, the first that the request gets.
+    """
+
+    intact: bool
+    root: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The rows of a step in the plan's order. digest: of what the step came to, which is the same on every rank."""
+    """What a step gave, in the plan's order. digest: of what the step came to, which is the same on every rank.
 
-    rows: tuple[RowResult, ...]
+    rows: of a prefill or a round. exports: each export's checksums, of the whole model's payload. imports: of imports.
+    """
+
+    rows: tuple[RowResult, ...] = ()
     digest: int = 0
+    exports: tuple[tuple[int, ...], ...] = ()
+    imports: tuple[ImportResult, ...] = ()

@@ -75,6 +75,7 @@ class RequestUpdate(NamedTuple):
 class CoreInfo(NamedTuple):
     """What a client must know of a core. model_path: the folder. shape: of a round's tree.
 
+    refuses: why it takes no requests, if so.
     can_change_logits, max_logprobs, can_constrain: what a request may ask: penalties, biases and the like;
     log-probabilities, -1 if there are none; constraints. eos_ids: the model's. by_priority: whether it goes by the
     priority of requests.
@@ -90,15 +91,42 @@ class CoreInfo(NamedTuple):
     eos_ids: tuple[int, ...] = ()
     by_priority: bool = False
     can_constrain: bool = False
+    refuses: str | None = None
+
+
+class HandoverLoad(NamedTuple):
+    """What a worker does for others, or they for it; counts are since its start.
+
+    num_open: requests on their way. num_quarantined: of the busy slots, those whose transfer was given up and has not
+    ended. num_whole: requests handed over. num_local: requests that a decode worker had to prefill itself. transfer_s:
+    seconds of all pieces' transfers; hidden_s: of these, while prefill went on. num_dropped: frames that nobody with a
+    session said. read_gbps, write_gbps: of the link that was tried last.
+    """
+
+    role: str
+    num_peers: int = 0
+    num_open: int = 0
+    num_slots_busy: int = 0
+    num_quarantined: int = 0
+    num_pieces: int = 0
+    num_bytes: int = 0
+    num_whole: int = 0
+    num_local: int = 0
+    transfer_s: float = 0.0
+    hidden_s: float = 0.0
+    num_dropped: int = 0
+    read_gbps: float = 0.0
+    write_gbps: float = 0.0
 
 
 class CoreLoad(NamedTuple):
-    """What a core is busy with. kv_usage: share of the fullest pool that requests hold."""
+    """What a core is busy with. kv_usage: share of the fullest pool that requests hold. handover: None for no role."""
 
     num_running: int = 0
     num_waiting: int = 0
     kv_usage: float = 0.0
     num_retractions: int = 0
+    handover: HandoverLoad | None = None
 
 
 def check_prompt(prompt_ids: Sequence[int], max_context: int) -> None:

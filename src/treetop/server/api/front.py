@@ -61,6 +61,8 @@ class Front:
 
     def start(self, ids: Sequence[list[int]], body: SamplingFields, max_tokens: int | None) -> DeltaStream:
         """Queue n choices of each prompt. max_tokens: None for all that the context holds. Raises ApiError if full."""
+        if self.core.info.refuses is not None:
+            raise ApiError(400, self.core.info.refuses, code="prefill_worker")
         most = self.core.info.max_context if max_tokens is None else max_tokens
         params, timeout_s = body.params(self.defaults, most), self._timeout_of(body)
         prompts = [each for each in ids for _ in range(body.n)]
