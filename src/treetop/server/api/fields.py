@@ -74,9 +74,10 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """include_usage: an event with the usage comes last."""
+    """include_usage: an event with the usage comes last. continuous_usage_stats: each event has its choice's so far."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 def _listed(value: Any) -> Any:
@@ -127,6 +128,10 @@ class SamplingFields(Body):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     @property
     def num_logprobs(self) -> int | None:
