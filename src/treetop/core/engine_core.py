@@ -6,7 +6,7 @@ from typing import Generic, Protocol, TypeVar
 from treetop.scheduler.scheduler import Scheduler
 from treetop.types.ids import RequestId
 from treetop.types.messages import StepPlan, StepResult
-from treetop.types.requests import EngineRequest, RequestUpdate
+from treetop.types.requests import CoreLoad, EngineRequest, RequestUpdate
 
 InFlightStep = TypeVar("InFlightStep")
 """A step in flight."""
@@ -42,6 +42,10 @@ class EngineCore(Generic[InFlightStep]):
     def busy(self) -> bool:
         """Whether a step would do anything: a request is alive, or a step launched for one that has ended is out."""
         return self.scheduler.has_work or bool(self._in_flight)
+
+    @property
+    def load(self) -> CoreLoad:
+        return self.scheduler.load
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises InputError, and nothing has changed, for a prompt that can never run."""

@@ -17,13 +17,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import msgspec
 import zmq
 
-from treetop.core.engine_core import EngineCore
-from treetop.core.loop import CoreLoop
+from treetop.core.loop import Core, CoreLoop
 from treetop.core.wire import (
     Abort,
     Add,
@@ -52,7 +50,7 @@ _LINGER_MS = 2000
 class CoreServer:
     """Applies what clients send and sends them what the core gives, a step at a time."""
 
-    def __init__(self, core: EngineCore[Any], info: CoreInfo, socket: "zmq.Socket[bytes]") -> None:
+    def __init__(self, core: Core, info: CoreInfo, socket: "zmq.Socket[bytes]") -> None:
         self._core, self._loop, self._info, self._socket = core, CoreLoop(core), info, socket
         self._clients: dict[bytes, Callable[[list[RequestUpdate]], None]] = {}
         self._told, self._told_s = CoreLoad(), 0.0
@@ -95,7 +93,7 @@ class CoreServer:
         now = time.monotonic()
         if now - self._told_s < _LOAD_S:
             return
-        self._told_s, load = now, self._core.scheduler.load
+        self._told_s, load = now, self._core.load
         if load != self._told:
             self._told = load
             self._broadcast(Load(load))
@@ -108,7 +106,7 @@ class CoreServer:
         self._socket.send_multipart([identity, encode(message)])
 
 
-def make(options: ProcessOptions) -> tuple[EngineCore[Any], CoreInfo]:
+def make(options: ProcessOptions) -> tuple[Core, CoreInfo]:
     """The core that was asked for. Raises TreetopError."""
     if options.mock is not None:
         from treetop.core.mock import make_mock  # noqa: PLC0415  # needs no PyTorch

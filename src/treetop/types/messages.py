@@ -66,7 +66,7 @@ class Chunk:
 class PrefillPlan:
     """One prefill step: edits and setups are applied first. freed: pages given back since the last plan.
 
-    logprobs: see `RoundPlan`.
+    logprobs: see `RoundPlan`. least_tokens: that ranks with shared experts exchange, at least, padding counted.
     """
 
     edits: tuple[PageEdit, ...]
@@ -75,6 +75,7 @@ class PrefillPlan:
     chunks: tuple[Chunk, ...]
     choice: Choice
     logprobs: tuple[int | None, ...] = ()
+    least_tokens: int = 0
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -87,7 +88,7 @@ class RoundPlan:
 
     committed_bound: no row has more committed tokens when the round starts. With rounds out the host knows no better:
     each may commit up to S + 1. logprobs: how many of the best tokens' log-probabilities each row asks for, None for no
-    log-probabilities at all; () if no row asks.
+    log-probabilities at all; () if no row asks. least_rows: that the batch has at least, padding counted.
     """
 
     edits: tuple[PageEdit, ...]
@@ -97,6 +98,7 @@ class RoundPlan:
     committed_bound: int
     choice: Choice
     logprobs: tuple[int | None, ...] = ()
+    least_rows: int = 0
 
 
 StepPlan = PrefillPlan | RoundPlan
