@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from engines import greedy, sampled, tokens
+from serving import WAIT_S, serving, until
 from test_expert_parallel import TREE, build, save_glm_with_mtp
+from test_serve_life import in_threads, joined
 from test_worker_group import alive
-from tiny_models import Pair
+from tiny_models import Pair, copy_folder, save_tokenizer
 from treetop.core import expert_group
 from treetop.types.errors import EngineError
 
@@ -62,10 +64,18 @@ def in_flight(llm, folder, act):
 
 
 def test_processes_give_what_one_gives_and_a_rank_that_is_killed_ends_them(folder, monkeypatch):
-    """Mid-round: an error that names the rank, for what was asked and what is asked later; no process, no file."""
+    """Mid-round: an error that names the rank, for what was asked and what is asked later; no process, no file.
+
+    Before that a parked group takes no processor time, and wakes up for the next request.
+    """
     prompts, params = Pair(folder, None).prompts(PROMPTS), [greedy(30), sampled(3, 30), greedy(12)]
     alone = build(folder, TREE, 1, **OPTIONS).generate(prompts, params)
     with group(folder, monkeypatch) as (llm, started):
+        assert tokens(llm.generate(prompts, params)) == tokens(alone)
+        threading.Event().wait(0.5)
+        before = [seconds_of(process.pid) for process in started]
+        threading.Event().wait(2.0)
+        assert all(seconds_of(p.pid) - was < 0.2 for p, was in zip(started, before, strict=True))
         assert tokens(llm.generate(prompts, params)) == tokens(alone)
         said, seconds = in_flight(llm, folder, started[1].kill)
         assert said == "rank 1 has ended with exit code -9"
@@ -98,17 +108,6 @@ def test_a_rank_that_stops_for_longer_than_the_deadline_ends_the_group(folder, m
         assert seconds < 12
 
 
-def test_idle_ranks_sleep_and_wake_up_for_others(folder, monkeypatch):
-    """A parked group takes no processor time; the first request after that is served as any other."""
-    with group(folder, monkeypatch) as (llm, started):
-        first = tokens(llm.generate([[5, 6, 7]], greedy(10)))
-        threading.Event().wait(0.5)
-        before = [seconds_of(process.pid) for process in started]
-        threading.Event().wait(2.0)
-        assert all(seconds_of(p.pid) - was < 0.2 for p, was in zip(started, before, strict=True))
-        assert tokens(llm.generate([[5, 6, 7]], greedy(10))) == first
-
-
 def seconds_of(pid: int) -> float:
     """Processor time of a process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -137,6 +136,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_when_the_parent_is_killed_the_ranks_end_and_nothing_is_left(folder):
     """A rank sees the end of its stdin wherever it is."""
     script = PARENT.format(path=sys.path, folder=str(folder))
@@ -154,3 +154,69 @@ def test_when_the_parent_is_killed_the_ranks_end_and_nothing_is_left(folder):
         threading.Event().wait(0.05)
     assert not any(alive(int(pid)) for pid in pids)
     assert not Path(places[0]).exists()
+
+
+@pytest.fixture(scope="module")
+def served(folder, tmp_path_factory):
+    """The flags of a server of ranks, and what its model says after a prompt of ids, 40 tokens long."""
+    place = copy_folder(folder, tmp_path_factory.mktemp("served") / "model")
+    save_tokenizer(place, 12, lambda token: bytes([97 + token]))
+    prompts = Pair(folder, None).prompts([3, 11, 6, 20])
+    llm = build(place, TREE, 1, **OPTIONS)
+    texts = [output.text for output in llm.generate(prompts, greedy(40))]
+    flags = [
+        str(place),
+        "--ep-size",
+        "2",
+        "--device",
+        "cpu",
+        "--dtype",
+        "float64",
+        "--graphs",
+        "sim",
+        "--page-size",
+        "4",
+    ]
+    flags += ["--context-length", "256", "--max-running-requests", "4", "--speculative-algorithm", "MTP"]
+    k, steps, size = map(str, TREE)
+    flags += ["--speculative-eagle-topk", k, "--speculative-num-steps", steps, "--speculative-num-draft-tokens", size]
+    return flags, str(place), prompts, texts
+
+
+def test_a_server_of_ranks_drains_whole_answers(served):
+    """Every answer is what one process gives, streamed or not; exit code 0; no rank is left."""
+    flags, model, prompts, want = served
+    with serving(*flags) as server:
+        texts = {}
+
+        def ask(index):
+            options = {"max_tokens": 40, "temperature": 0, "extra_body": {"ignore_eos": True}, "stream": index % 2 == 1}
+            answer = server.client().completions.create(model=model, prompt=prompts[index], **options)
+            texts[index] = "".join(chunk.choices[0].text for chunk in (answer if index % 2 else [answer]))
+
+        threads = in_threads(4, ask)
+        until(lambda: len(texts) > 0 or server.metric("treetop:num_requests_running") > 0)
+        ranks = ranks_of(server)
+        server.process.send_signal(signal.SIGTERM)
+        joined(threads)
+        assert texts == dict(enumerate(want))
+        assert server.process.wait(WAIT_S) == 0
+    until(lambda: not any(alive(pid) for pid in ranks))
+
+
+@pytest.mark.slow
+def test_a_server_ends_with_the_first_of_its_ranks(served):
+    """Also while nobody asks for anything: exit code 1, and no rank is left."""
+    with serving(*served[0]) as server:
+        ranks = ranks_of(server)
+        os.kill(ranks[1], signal.SIGKILL)
+        assert server.process.wait(WAIT_S) == 1
+        assert any("rank 1 has ended with exit code -9" in line for line in server.said)
+    until(lambda: not any(alive(pid) for pid in ranks))
+
+
+def ranks_of(server) -> list[int]:
+    engine = server.engine()
+    found = Path(f"/proc/{engine}/task/{engine}/children").read_text().split()
+    assert len(found) == 2
+    return [int(pid) for pid in found]
