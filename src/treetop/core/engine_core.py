@@ -9,7 +9,7 @@ from treetop.types.constraint import StructuredOutput, TokenConstraint
 from treetop.types.errors import InputError
 from treetop.types.ids import RequestId
 from treetop.types.messages import StepPlan, StepResult
-from treetop.types.requests import EngineRequest, RequestUpdate
+from treetop.types.requests import CoreLoad, EngineRequest, RequestUpdate
 
 Constrain = Callable[[StructuredOutput], TokenConstraint]
 InFlightStep = TypeVar("InFlightStep")
@@ -51,6 +51,10 @@ class EngineCore(Generic[InFlightStep]):
     def busy(self) -> bool:
         """Whether a step would do anything: a request is alive, or a step launched for one that has ended is out."""
         return self.scheduler.has_work or bool(self._in_flight)
+
+    @property
+    def load(self) -> CoreLoad:
+        return self.scheduler.load
 
     def add(self, request: EngineRequest, remote: bool = False) -> None:
         """Queue a request. Raises InputError, and nothing has changed, for one that can never run.

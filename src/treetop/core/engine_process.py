@@ -17,14 +17,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import msgspec
 import zmq
 
-from treetop.core.engine_core import EngineCore
 from treetop.core.handover import Role
-from treetop.core.loop import CoreLoop
+from treetop.core.loop import Core, CoreLoop
 from treetop.core.roles import open_role
 from treetop.core.wire import (
     Abort,
@@ -53,9 +51,7 @@ _LINGER_MS = 2000
 class CoreServer:
     """Applies what clients send and sends them what the core gives, a step at a time."""
 
-    def __init__(
-        self, core: EngineCore[Any], info: CoreInfo, socket: "zmq.Socket[bytes]", role: Role | None = None
-    ) -> None:
+    def __init__(self, core: Core, info: CoreInfo, socket: "zmq.Socket[bytes]", role: Role | None = None) -> None:
         """role: the worker's part in handing requests over, if it has one."""
         self._core, self._loop, self._info, self._socket = core, CoreLoop(core), info, socket
         self._role = role
@@ -128,7 +124,7 @@ class CoreServer:
         now = time.monotonic()
         if now - self._told_s < _LOAD_S:
             return
-        self._told_s, load = now, self._core.scheduler.load
+        self._told_s, load = now, self._core.load
         if self._role is not None:
             load = load._replace(handover=self._role.load)
         if load != self._told:
@@ -143,7 +139,7 @@ class CoreServer:
         self._socket.send_multipart([identity, encode(message)])
 
 
-def make(options: ProcessOptions) -> tuple[EngineCore[Any], CoreInfo, Role | None]:
+def make(options: ProcessOptions) -> tuple[Core, CoreInfo, Role | None]:
     """The core that was asked for, and its part in handing requests over. Raises TreetopError."""
     if options.mock is not None:
         from treetop.core.mock import make_mock  # noqa: PLC0415  # needs no PyTorch
@@ -156,8 +152,9 @@ def make(options: ProcessOptions) -> tuple[EngineCore[Any], CoreInfo, Role | Non
         return opened.core, opened.info, None
     from treetop.core.staging import staging_of  # noqa: PLC0415  # too
 
-    staging = staging_of(opened.engine)
-    role = open_role(opened.core.scheduler, staging, options.handover, NixlTransport)
+    assert opened.local is not None  # `check_handover` has refused more ranks than one
+    staging = staging_of(opened.local.engine)
+    role = open_role(opened.local.scheduler, staging, options.handover, NixlTransport)
     return opened.core, opened.info._replace(refuses=role.refuses), role
 
 

@@ -21,7 +21,7 @@ from treetop.engine.cuda_graphs import CudaGraphs
 from treetop.engine.graphs import Eager, GraphSim, RoundLauncher
 from treetop.engine.handover import collect_exports, collect_imports, export_pieces, import_columns, import_pieces
 from treetop.engine.memory import out_of_memory_explained
-from treetop.engine.prefill import chunk_columns, make_batch, prefill
+from treetop.engine.prefill import chunk_columns, chunk_width, make_batch, prefill
 from treetop.engine.processors import RowProcessors
 from treetop.engine.rounds import RoundKey
 from treetop.engine.staging import (
@@ -71,18 +71,22 @@ class InFlightStep:
 class Engine:
     """Owns device memory and runs steps. Raises UserError before any weight is read where it can."""
 
-    def __init__(self, config: EngineConfig, parallel: Parallel = ALONE) -> None:
+    def __init__(self, config: EngineConfig, parallel: Parallel = ALONE, expert_ranks: Parallel = ALONE) -> None:
         """`observer` and `launcher` may be set between steps; `treetop trace` sets both.
 
         parallel: the rank that this engine is; engines of all ranks are made, and run the same steps, side by side.
+        expert_ranks: the same of engines that share only experts. They run steps of one kind and size side by side,
+        each with rows of its own.
         config: what was left to device and memory is in it.
         target, draft: what was read of the checkpoints; spec: the target's configuration. slots: to hand requests over
         by, None for none.
         """
         if parallel.size != config.tp_size:
             raise InvariantError(f"an engine of --tp-size {config.tp_size} was made for a group of {parallel.size}")
+        if expert_ranks.size != config.ep_size:
+            raise InvariantError(f"an engine of --ep-size {config.ep_size} was made for {expert_ranks.size} ranks")
         self.observer: Observer | None = None
-        engine_plan = plan_engine(config, parallel)
+        engine_plan = plan_engine(config, parallel, expert_ranks)
         self.config = config = engine_plan.config
         self.parallel = parallel
         self._witness: Witness = TreeAndPath() if parallel.size > 1 and config.check_level >= 1 else alone
@@ -276,7 +280,12 @@ class Engine:
         """Rows that a step runs with, padding included; of pieces, how many."""
         if isinstance(plan, ExportPlan | ImportPlan):
             return len(plan.rows)
-        return self.layout.bucket_for(len(plan.rows))
+        least = plan.least_rows if isinstance(plan, RoundPlan) else 0
+        return self.layout.bucket_for(max(len(plan.rows), least))
+
+    def tokens_of(self, plan: PrefillPlan) -> int:
+        """Tokens of a prefill's batch that ranks with shared experts exchange, padding included."""
+        return max(self.bucket_of(plan) * chunk_width(plan), plan.least_tokens)
 
     def _padded(self, plan: StepPlan) -> list[int]:
         """The row list, padded with the dummy row to its bucket before anything else happens."""

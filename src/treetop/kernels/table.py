@@ -198,9 +198,10 @@ class Ops:
         compressed: bool = False,
         products: Mapping[Shape, ChosenProduct] | None = None,
         parallel: Parallel = ALONE,
+        expert_ranks: Parallel = ALONE,
     ) -> None:
         self._context, self._compressed, self._products = context, compressed, products or {}
-        self.parallel = parallel
+        self.parallel, self.expert_ranks = parallel, expert_ranks
         self._gpu = gpu_traits(context.device) if on_a_gpu(context) else None
         for name, op in operations().items():
             serves = self._gpu is not None and op.applies(context)

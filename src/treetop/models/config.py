@@ -119,6 +119,10 @@ class ModelConfig:
     unit_offset: bool = False
     embedding_scale: float = 1.0
 
+    @property
+    def has_experts(self) -> bool:
+        return any(isinstance(layer.feed_forward, ExpertSpec) for layer in self.layers)
+
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The folder's `config.json`. Raises CheckpointError if it is missing or not a JSON object."""

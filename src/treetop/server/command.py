@@ -26,6 +26,7 @@ ENGINE_ALIASES = {
     "schedule_policy": ("--scheduling-policy",),
     "seed": ("--random-seed",),
     "tp_size": ("--tensor-parallel-size", "--tp"),
+    "ep_size": ("--expert-parallel-size", "--ep"),
 }
 """Engine options in the spellings of vLLM and SGLang."""
 

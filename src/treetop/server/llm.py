@@ -5,15 +5,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from treetop.core.grammars import check_structure
-from treetop.core.make import open_core
+from treetop.core.make import LocalEngine, open_core
 from treetop.core.thread import CoreClient, CoreThread
+from treetop.engine.engine import Engine
+from treetop.scheduler.scheduler import Scheduler
 from treetop.server.chat_template import ChatTemplate, Message, open_chat_template
 from treetop.server.options import Unset, engine_config
 from treetop.server.outputs import LiveRequest, RequestMetrics, RequestOutput, TextDelta
 from treetop.server.prompts import Prompt, PromptReader, one_each, paired
 from treetop.types.constraint import TokenConstraint
-from treetop.types.errors import InputError
+from treetop.types.errors import ConfigError, InputError
 from treetop.types.requests import EngineRequest
 from treetop.types.sampling import SamplingParams
 
@@ -38,14 +42,36 @@ class LLM:
         **options: Any,
     ) -> None:
         self.config = engine_config(model, draft, options)
-        core, info, self.engine, self.next_logits, self._close_engine = open_core(self.config)
-        self.scheduler = core.scheduler
-        self.model_path, self.draft_path = self.engine.model_path, self.engine.draft_path
-        self._reader = PromptReader(info)
+        opened = open_core(self.config)
+        self._local, self._close_engine = opened.local, opened.close
+        self.model_path, self.draft_path = Path(opened.info.model_path), opened.draft_path
+        self._reader = PromptReader(opened.info)
         self.tokenizer = self._reader.tokenizer
-        self._core = CoreThread(core)
+        self._core = CoreThread(opened.core)
         self._seeds = random.Random(self.config.seed)
         self._template: ChatTemplate | None = None
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of this process. Raises ConfigError if all engines are in others."""
+        return self._in_this_process.engine
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """What plans for `engine`."""
+        return self._in_this_process.scheduler
+
+    def next_logits(self, ids: list[int]) -> Tensor:
+        """See `Engine`."""
+        return self._in_this_process.next_logits(ids)
+
+    @property
+    def _in_this_process(self) -> LocalEngine:
+        if self._local is None:
+            raise ConfigError(
+                f"--ep-size {self.config.ep_size}: the engines are in other processes; this needs one here"
+            )
+        return self._local
 
     def close(self) -> None:
         """End every request with an error, and stop the engine's thread. What is asked later is an EngineError."""

@@ -77,7 +77,7 @@ class Chunk:
 class PrefillPlan:
     """One prefill step: edits and setups are applied first. freed: pages given back since the last plan.
 
-    logprobs, masks: see `RoundPlan`.
+    logprobs, masks: see `RoundPlan`. least_tokens: that ranks with shared experts exchange, at least, padding counted.
     """
 
     edits: tuple[PageEdit, ...]
@@ -87,6 +87,7 @@ class PrefillPlan:
     choice: Choice
     logprobs: tuple[int | None, ...] = ()
     masks: tuple[RowMask, ...] = ()
+    least_tokens: int = 0
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -99,7 +100,8 @@ class RoundPlan:
 
     committed_bound: no row has more committed tokens when the round starts. With rounds out the host knows no better:
     each may commit up to S + 1. logprobs: how many of the best tokens' log-probabilities each row asks for, None for no
-    log-probabilities at all; () if no row asks. masks: of the constrained rows that get a token.
+    log-probabilities at all; () if no row asks. masks: of the constrained rows that get a token. least_rows: that the
+    batch has at least, padding counted.
     """
 
     edits: tuple[PageEdit, ...]
@@ -110,6 +112,7 @@ class RoundPlan:
     choice: Choice
     logprobs: tuple[int | None, ...] = ()
     masks: tuple[RowMask, ...] = ()
+    least_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
