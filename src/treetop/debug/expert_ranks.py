@@ -10,9 +10,10 @@ import zmq
 from treetop.core.engine_core import EngineCore
 from treetop.core.expert_rank import SAID_WHY, ExpertRank, RankOptions
 from treetop.core.lockstep import Agreement, Lockstep
+from treetop.core.make import core_of
 from treetop.debug.patching import Patch, instead, replaced
 from treetop.debug.ranks import MemoryGroup, Nothing, RankDied
-from treetop.scheduler.scheduler import Scheduler
+from treetop.engine.engine import Engine
 
 _KILLED = -9
 
@@ -60,15 +61,15 @@ def expert_ranks_on_threads() -> Iterator[list[ExpertRankThread]]:
         [
             instead("treetop.core.expert_group:start_process", start),
             instead("treetop.core.expert_rank:Group", MemoryGroup),
-            instead("treetop.core.expert_rank:EngineCore", _noted_core),
+            instead("treetop.core.expert_rank:core_of", _noted_core),
             Patch("treetop.core.lockstep:Agreement._hear", _mortal),
         ]
     ):
         yield started
 
 
-def _noted_core(engine: Lockstep[Any], scheduler: Scheduler) -> EngineCore[Any]:
-    core, thread = EngineCore(engine, scheduler), threading.current_thread()
+def _noted_core(runs: Lockstep[Any], engine: Engine) -> EngineCore[Any]:
+    core, thread = core_of(runs, engine), threading.current_thread()
     assert isinstance(thread, ExpertRankThread)
     thread.core = core
     return core
