@@ -241,9 +241,13 @@ def test_requests_go_to_the_rank_with_the_fewest(folders):
         streams = [llm.stream([[4, 5, 6]], greedy(80)) for _ in range(5)]
         for stream in streams:
             next(stream)
-        assert sorted(Counter(llm._core.core.placed.values()).values()) == [2, 3]
+        core = llm._core.core
+        assert sorted(Counter(core.placed.values()).values()) == [2, 3]
+        assert 0 < core.load.num_running + core.load.num_waiting <= 5
         for stream in streams:
             stream.close()
+        llm.generate([[4, 5]], greedy(3))
+        assert (core.load.num_running, core.load.kv_usage) == (0, 0)
         llm.close()
 
 
