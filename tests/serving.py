@@ -48,6 +48,7 @@ class Server:
             env={**os.environ, **(environment or {})},
         )
         self._http = httpx.Client(timeout=WAIT_S)
+        self._clients: list[openai.OpenAI] = []
         self.said: list[str] = []
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -73,7 +74,10 @@ class Server:
         return self
 
     def client(self, **options) -> openai.OpenAI:
-        return openai.OpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0, timeout=WAIT_S, **options)
+        """Closed with the server."""
+        options = {"base_url": self.url + "/v1", "api_key": "none", "max_retries": 0, "timeout": WAIT_S, **options}
+        self._clients.append(openai.OpenAI(**options))
+        return self._clients[-1]
 
     def async_client(self, **options) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0, timeout=WAIT_S, **options)
@@ -113,7 +117,8 @@ class Server:
         self.process.kill()
         self.process.wait(WAIT_S)
         self._reader.join(WAIT_S)
-        self._http.close()
+        for client in (self._http, *self._clients):
+            client.close()
         assert self.process.stderr is not None
         self.process.stderr.close()
 

@@ -89,12 +89,12 @@ else:
         assert torch.equal(got.token, want.token)
         assert bool(got.finite.all())
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16] if ON_GPU else [torch.float32])
     def test_edges_of_filters_fall_where_sorting_puts_them(monkeypatch, dtype):
         """Many coins a row over few distinct logits: equals in every block, both zeros, large seeds and positions."""
         monkeypatch.setattr(drawing, "_BLOCK", 16)
         generator = torch.Generator().manual_seed(0)
-        count, vocab, uniforms = len(EDGES), 43, 14
+        count, vocab, uniforms = len(EDGES), 43, 14 if ON_GPU else 7
         logits = (torch.randn(count, 1, vocab, generator=generator) * 1.2).round()
         logits[torch.rand(logits.shape, generator=generator) < 0.2] = float("-inf")
         minus = (logits == 0) & (torch.rand(logits.shape, generator=generator) < 0.5)
@@ -111,7 +111,7 @@ else:
     def test_a_top_k_beyond_the_lanes_of_a_block_starts_at_the_bottom(monkeypatch, top_k):
         """The highest of each lane bound the search only while they are at least k."""
         monkeypatch.setattr(drawing, "_BLOCK", 16)
-        uniforms, generator = 40, torch.Generator().manual_seed(4)
+        uniforms, generator = 40 if ON_GPU else 16, torch.Generator().manual_seed(4)
         logits = (torch.arange(43.0) * 0.25).expand(1, uniforms, 43).contiguous().to(DEVICE)
         sampler, positions = (
             sampler_of([(1e10, top_k, 1.0, 0.0)], generator),
@@ -146,7 +146,7 @@ else:
         assert torch.equal(*drawn)
         assert torch.equal(drawn[0], draw_reference(logits, sampler, rows, positions, True).token)
 
-    @pytest.mark.parametrize("filters", [(1.0, 0, 1.0, 0.0), (0.8, 6, 0.9, 0.1)])
+    @pytest.mark.parametrize("filters", [(1.0, 0, 1.0, 0.0), (0.8, 6, 0.9, 0.1)] if ON_GPU else [(1.0, 0, 1.0, 0.0)])
     def test_the_law_is_that_of_the_filtered_weights(filters):
         """Frequencies over many coins against probabilities: chi-square, and nothing outside the filters."""
         generator = torch.Generator().manual_seed(1)

@@ -354,7 +354,7 @@ if INTERPRETED:
 
     @pytest.mark.parametrize(
         ("params", "level"),
-        [(greedy(12), 3), (sampled(3, 12), 2), (sampled(4, 12, top_p=0.8), 1)],
+        [(greedy(9), 3), (sampled(3, 7), 2), (sampled(4, 5, top_p=0.8), 1)],
         ids=["greedy", "drawn", "filtered"],
     )
     def test_an_engine_gives_the_same_rounds_with_either(strong_pair, params, level):
@@ -378,7 +378,7 @@ if INTERPRETED:
         options = {"dtype": "float32", "page_size": 4, "context_length": 64, "max_running_requests": 4}
         with wrapped_device(with_fused_and_watched):
             llm = build(pair, (2, 3, 6), attention_backend="torch", check_level=level, **options)
-        return llm.generate(pair.prompts([9, 4, 13]), greedy(12))
+        return llm.generate(pair.prompts([9, 4, 13]), greedy(8))
 
     def test_no_guard_fires_on_an_engine_with_fused_launches(strong_pair):
         """At level 3, under the visibility decoder, which reads parents where the fused launches record them."""

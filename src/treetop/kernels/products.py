@@ -254,27 +254,19 @@ def _time_calls(timed: Sequence[_Timed], ends_s: float) -> dict[_Timed, Mapping[
     """The least time of each call in microseconds; empty if the least number of turns is not over by `ends_s`.
 
     A turn goes through all weights with one call, then with the next. So a machine that slows down slows all calls, and
-    a weight has left the nearer caches when it is read again, as in a model. Random generators are not touched.
+    a weight has left the nearer caches when it is read again, as in a model. Random generators are not touched. The
+    clock is the day's: a thread's own loses microseconds on virtual machines, and the least of many keeps such a loss.
     """
-    clock = _clock()
     least: dict[_Timed, dict[Call, float]] = {key: dict.fromkeys(key.calls, float("inf")) for key in timed}
     for turn, runs in enumerate(_turns(_runs(timed), least)):
         for run in runs:
             if time.perf_counter() > ends_s:
                 return {key: least[key] if turn >= _TURNS[0] else {} for key in timed}
-            started_s = clock()
+            started_s = time.perf_counter()
             run.product(run.x)
-            taken_us = 1e6 * (clock() - started_s)
+            taken_us = 1e6 * (time.perf_counter() - started_s)
             least[run.timed][run.call] = min(least[run.timed][run.call], taken_us)
     return {**least}
-
-
-def _clock() -> Callable[[], float]:
-    """Seconds that this thread ran, waiting for its helpers included and other work left out, where that is precise.
-
-    Threads that share a product wait for each other awake, so on a quiet machine it is the time of day.
-    """
-    return time.thread_time if time.get_clock_info("thread_time").resolution <= 1e-6 else time.perf_counter
 
 
 @dataclass(frozen=True, slots=True)

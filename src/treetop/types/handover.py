@@ -150,9 +150,8 @@ class Computed(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """Prefill: slot `slot` holds this piece. checksums: of each stretch, in the payload's order.
-
-    Also if the request has ended meanwhile: the slot is written no more.
+    """Prefill: slot `slot` holds this piece. checksums: of each stretch, in the payload's order; none if it was not
+    packed, because the request has ended. The slot is written no more.
     """
 
     request_id: RequestId
@@ -177,7 +176,7 @@ class Schema(NamedTuple):
     """What two workers must have in common, so that one's K/V and records are the other's.
 
     wire: version of the messages. target, draft: fingerprints of the checkpoints. groups, record: each group and each
-    field of a record in words. shape: k, S, T.
+    field of a record in words. shape: k, S, T. slot_bytes: a piece that fits one's slot must fit the other's.
     """
 
     wire: int
@@ -188,6 +187,7 @@ class Schema(NamedTuple):
     record: tuple[str, ...]
     shape: tuple[int, int, int]
     vocab_size: int
+    slot_bytes: int
 
     @property
     def digest(self) -> str:
