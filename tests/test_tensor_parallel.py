@@ -29,6 +29,7 @@ from treetop.debug.patching import wrapped_device
 from treetop.debug.rank_faults import RANK_FAULTS
 from treetop.debug.ranks import MemoryGroup, ranks_on_threads
 from treetop.debug.two_group import write_two_group_pair
+from treetop.doctor import exchange
 from treetop.doctor.provoke_ranks import find_rank_fault
 from treetop.kernels.sampling import greedy_of_ranks, greedy_reference
 from treetop.parallel.exchange import Meeting
@@ -231,3 +232,16 @@ def test_doctor_finds_the_guard_of_a_fault_of_ranks(name):
     found = find_rank_fault(name)
     assert found.caught is not None
     assert found.fault.guard in found.caught
+
+
+def test_doctor_says_which_gpus_do_not_reach_each_other(monkeypatch):
+    """Three GPUs, of which the last is refused by the others."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: other < 2)
+    monkeypatch.setattr(exchange, "_topology", lambda: {(0, 1): "NV18"})
+    refused_words = "no: exchanges go through the host"
+    assert exchange.links() == [
+        ("GPU 0 - GPU 1", "yes", "NV18"),
+        ("GPU 0 - GPU 2", refused_words, "unknown"),
+        ("GPU 1 - GPU 2", refused_words, "unknown"),
+    ]

@@ -1,4 +1,4 @@
-"""Faults of several ranks, on the embedded pair: each must be told by its guard, in time. Ranks are threads here."""
+"""Faults of several ranks, run on the embedded pair: its guard must tell of each, in time. Ranks are threads here."""
 
 from dataclasses import dataclass
 
