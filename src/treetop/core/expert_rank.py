@@ -24,7 +24,7 @@ import zmq
 from treetop.core.engine_core import EngineCore
 from treetop.core.lockstep import Agreement, Lockstep
 from treetop.core.loop import CoreLoop
-from treetop.core.make import info_of, scheduler_of
+from treetop.core.make import core_of, info_of
 from treetop.core.wire import Abort, Add, Failed, Finish, FromCore, Load, Ready, ToCore, Updates, decode_to_core, encode
 from treetop.engine.engine import Engine
 from treetop.models.loader import compute_device
@@ -81,7 +81,7 @@ class ExpertRank:
             lockstep = Lockstep(engine, agreement, config.step_timeout)
             threading.Thread(target=self._guard, args=(lockstep,), name="treetop-guard", daemon=True).start()
             self._say(Ready(info_of(engine), 0))
-            self._serve(EngineCore(lockstep, scheduler_of(engine)), lockstep, agreement)
+            self._serve(core_of(lockstep, engine), lockstep, agreement)
         except Exception as error:
             reason = str(error) if isinstance(error, TreetopError) else f"{type(error).__name__}: {error}"
             with suppress(zmq.ZMQError):  # the parent has ended the group

@@ -66,16 +66,18 @@ def _open_expert_ranks(config: EngineConfig) -> OpenCore:
 def _around(
     runs: StepEngine[Any], engine: Engine, next_logits: Callable[[list[int]], Tensor], close: Callable[[], object]
 ) -> OpenCore:
-    scheduler = scheduler_of(engine)
-    local = LocalEngine(engine, scheduler, next_logits)
-    return OpenCore(EngineCore(runs, scheduler), info_of(engine), local, engine.draft_path, close)
+    core = core_of(runs, engine)
+    local = LocalEngine(engine, core.scheduler, next_logits)
+    return OpenCore(core, info_of(engine), local, engine.draft_path, close)
 
 
-def scheduler_of(engine: Engine) -> Scheduler:
-    return Scheduler(engine.layout, engine.config, _eos_ids(engine))
+def core_of(runs: StepEngine[Any], engine: Engine) -> EngineCore[Any]:
+    """A core that plans for an engine. runs: the engine, or what stands before it."""
+    return EngineCore(runs, Scheduler(engine.layout, engine.config, _eos_ids(engine)))
 
 
 def info_of(engine: Engine) -> CoreInfo:
+    """What clients must know of a core of this engine."""
     config, layout = engine.config, engine.layout
     return CoreInfo(
         model_path=str(engine.model_path),
