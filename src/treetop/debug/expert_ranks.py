@@ -10,7 +10,6 @@ import zmq
 from treetop.core.engine_core import EngineCore
 from treetop.core.expert_rank import SAID_WHY, ExpertRank, RankOptions
 from treetop.core.lockstep import Agreement, Lockstep
-from treetop.core.make import core_of
 from treetop.debug.patching import Patch, instead, replaced
 from treetop.debug.ranks import MemoryGroup, Nothing, RankDied
 from treetop.engine.engine import Engine
@@ -61,18 +60,21 @@ def expert_ranks_on_threads() -> Iterator[list[ExpertRankThread]]:
         [
             instead("treetop.core.expert_group:start_process", start),
             instead("treetop.core.expert_rank:Group", MemoryGroup),
-            instead("treetop.core.expert_rank:core_of", _noted_core),
+            Patch("treetop.core.expert_rank:core_of", _noted),
             Patch("treetop.core.lockstep:Agreement._hear", _mortal),
         ]
     ):
         yield started
 
 
-def _noted_core(runs: Lockstep[Any], engine: Engine) -> EngineCore[Any]:
-    core, thread = core_of(runs, engine), threading.current_thread()
-    assert isinstance(thread, ExpertRankThread)
-    thread.core = core
-    return core
+def _noted(real: Callable[..., EngineCore[Any]]) -> Callable[..., EngineCore[Any]]:
+    def core_of(runs: Lockstep[Any], engine: Engine) -> EngineCore[Any]:
+        thread = threading.current_thread()
+        assert isinstance(thread, ExpertRankThread)
+        thread.core = real(runs, engine)
+        return thread.core
+
+    return core_of
 
 
 def _mortal(real: Callable[[Agreement, float], None]) -> Callable[[Agreement, float], None]:
