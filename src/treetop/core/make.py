@@ -11,7 +11,7 @@ from treetop.models.folder import extra_eos_ids
 from treetop.scheduler.scheduler import Scheduler
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
-from treetop.types.requests import CoreInfo
+from treetop.types.requests import CoreInfo, PrefixPages
 from treetop.types.sampling import MOST_LOGPROBS
 
 
@@ -53,6 +53,7 @@ def _around(
         can_change_logits=not config.disable_logits_processors,
         max_logprobs=MOST_LOGPROBS,
         eos_ids=eos_ids,
+        prefix=None if config.disable_radix_cache else PrefixPages.of(layout),
     )
     return OpenCore(EngineCore(runs, Scheduler(layout, config, eos_ids)), info, engine, next_logits, close)
 

@@ -2,14 +2,17 @@
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from treetop.server.options import ServeOptions, Unset, engine_config, is_installed
-from treetop.types.config import flag
+from treetop.types.config import EngineConfig, flag
 from treetop.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    from treetop.core.wire import MockOptions  # needs the serve extra
 
 _NEEDED = ("fastapi", "uvicorn", "zmq", "msgspec", "prometheus_client", "jinja2", "yaml")
 KEY_VARIABLE = "TREETOP_API_KEY"
@@ -89,11 +92,16 @@ def with_config_file(args: argparse.Namespace, argv: Sequence[str]) -> list[str]
         raise ConfigError(f"{where}: {' '.join(str(error).split())}") from None
     if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
         raise ConfigError(f"{where}: expected flags and their values, as in `context-length: 4096`")
+    at = list(argv).index("serve") + 1
+    return [*argv[:at], *words_of(given, where), *argv[at:]]
+
+
+def words_of(given: Mapping[str, Any], where: str) -> list[str]:
+    """Flags without dashes, and their values, as words of a command line. Raises ConfigError that begins with where."""
     words: list[str] = []
     for name, value in given.items():
         words += _words("--" + name.replace("_", "-"), value, where)
-    at = list(argv).index("serve") + 1
-    return [*argv[:at], *words, *argv[at:]]
+    return words
 
 
 def _words(name: str, value: Any, where: str) -> list[str]:
@@ -111,6 +119,16 @@ def _words(name: str, value: Any, where: str) -> list[str]:
 
 def run_serve(args: argparse.Namespace, engine_options: dict[str, Any]) -> int:
     """Serve. engine_options: those that were given. Raises UserError and EngineError."""
+    config, options, mock = asked_for(args, engine_options)
+    from treetop.server.serve import run  # noqa: PLC0415  # needs the serve extra
+
+    return run(config, options, mock)
+
+
+def asked_for(
+    args: argparse.Namespace, engine_options: dict[str, Any]
+) -> tuple[EngineConfig, ServeOptions, "MockOptions | None"]:
+    """What is to be served, how, and by which engine. Raises ConfigError."""
     _check_packages()
     if args.parallel_size != 1:
         raise ConfigError(f"{', '.join(_ONLY_ONE)}: only 1 for now, got {args.parallel_size}")
@@ -120,9 +138,8 @@ def run_serve(args: argparse.Namespace, engine_options: dict[str, Any]) -> int:
     config = engine_config(model, Unset.UNSET, engine_options)
     options = serve_options(args)
     from treetop.server.mock_options import mock_options  # noqa: PLC0415  # needs the serve extra
-    from treetop.server.serve import run  # noqa: PLC0415  # too
 
-    return run(config, options, mock_options(args.mock_engine, config))
+    return config, options, mock_options(args.mock_engine, config)
 
 
 def serve_options(args: argparse.Namespace) -> ServeOptions:
