@@ -14,7 +14,7 @@ from treetop.models.folder import extra_eos_ids, resolve_folder
 from treetop.scheduler.scheduler import Scheduler
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
-from treetop.types.requests import CoreInfo
+from treetop.types.requests import CoreInfo, PrefixPages
 from treetop.types.sampling import MOST_LOGPROBS
 
 Step = TypeVar("Step")
@@ -96,6 +96,7 @@ def info_of(engine: Engine) -> CoreInfo:
         max_logprobs=MOST_LOGPROBS,
         eos_ids=(*engine.spec.eos_token_ids, *extra_eos_ids(engine.model_path)),
         can_constrain=not config.disable_logits_processors and config.simulate_accept_length is None,
+        prefix=None if config.disable_radix_cache else PrefixPages.of(layout),
     )
 
 
