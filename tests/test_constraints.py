@@ -250,7 +250,7 @@ REFUSING: dict = {}
 def test_a_constraint_stays_in_its_process_and_its_masks_reach_every_rank(strong_pair):
     """A structure is text, and crosses; an object cannot. What a rank is sent says the same as what was planned."""
     asked = EngineRequest(RequestId(0), (4, 5), SamplingParams(), 0, constraint=Only(None))
-    remote = RemoteCore("ipc:///nowhere")
+    remote = RemoteCore()
     with pytest.raises(InputError, match="constraints: the engine is another process"):
         remote.add([asked], print)
     remote.close()
