@@ -284,7 +284,8 @@ def changing_rows(num_rows: int, vocab: int) -> Processors:
     active = torch.arange(num_rows) % 4 != 1
     active[-1] = False
     penalties = torch.randn(num_rows), torch.randn(num_rows), 0.5 + torch.rand(num_rows)
-    return Processors(words.int(), biases, *penalties, torch.tensor([12, 5, 13, 90, 14, 7]), active)
+    may_end, free = torch.tensor([12, 5, 13, 90, 14, 7]), torch.zeros(num_rows, dtype=torch.bool)
+    return Processors(words.int(), biases, *penalties, may_end, active, free)
 
 
 @case

@@ -246,7 +246,7 @@ class KVCacheManager:
         """A page's owner lives and, if it is the cache, knows of it."""
         owner, node = self._allocators[group].owner_of(page), self._nodes[group][page]
         if (owner == CACHE) != (node is not None):
-            raise OwnershipError(f"{group}: page {page} belongs to {owner}, and cache and ledger disagree on it")
+            raise OwnershipError(f"{group}: page {page} belongs to {owner}, and the cache disagrees")
         if node is not None and self._radix is not None:
             if node.pages.get(group) != page:
                 raise OwnershipError(f"{group}: page {page} is cached, but its node holds {node.pages}")

@@ -110,6 +110,12 @@ def check_emitted(token_ids: Sequence[int], stop_ids: frozenset[int], reason: st
         raise CheckError(f"emitted tokens: {len(token_ids)}, more than the {limit} that are left")
 
 
+def check_continues(request_id: int, start: int, num_received: int) -> None:
+    """New tokens of a request begin where those that its client has end: none comes twice, none is lost."""
+    if start != num_received:
+        raise CheckError(f"request {request_id}: tokens came from {start} on, its client has {num_received}")
+
+
 def check_cached(row: Row, num_cached: int, num_committed: int) -> None:
     """The prefix cache is given no token whose K/V are not committed."""
     _within("tokens for the prefix cache", row, num_cached, 0, num_committed)

@@ -17,14 +17,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import msgspec
 import zmq
 
-from treetop.core.engine_core import EngineCore
 from treetop.core.handover import Role
-from treetop.core.loop import CoreLoop
+from treetop.core.loop import Core, CoreLoop
 from treetop.core.roles import open_role
 from treetop.core.wire import (
     Abort,
@@ -44,8 +42,6 @@ from treetop.transfer.nixl import NixlTransport
 from treetop.types.errors import TreetopError, UserError
 from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, RequestUpdate
 
-ID_RANGE = 2**40
-"""Request ids that each client has for itself."""
 _LOAD_S = 0.25
 """Seconds between two words about the load, at least."""
 _LINGER_MS = 2000
@@ -55,9 +51,7 @@ _LINGER_MS = 2000
 class CoreServer:
     """Applies what clients send and sends them what the core gives, a step at a time."""
 
-    def __init__(
-        self, core: EngineCore[Any], info: CoreInfo, socket: "zmq.Socket[bytes]", role: Role | None = None
-    ) -> None:
+    def __init__(self, core: Core, info: CoreInfo, socket: "zmq.Socket[bytes]", role: Role | None = None) -> None:
         """role: the worker's part in handing requests over, if it has one."""
         self._core, self._loop, self._info, self._socket = core, CoreLoop(core), info, socket
         self._role = role
@@ -107,8 +101,7 @@ class CoreServer:
         match command:
             case Hello():
                 self._clients.setdefault(identity, partial(self._send_updates, identity))
-                number = list(self._clients).index(identity)
-                self._send(identity, Ready(self._info, number * ID_RANGE))
+                self._send(identity, Ready(self._info))
             case Add(requests):
                 self._add(identity, requests)
             case Abort(request_ids):
@@ -131,7 +124,7 @@ class CoreServer:
         now = time.monotonic()
         if now - self._told_s < _LOAD_S:
             return
-        self._told_s, load = now, self._core.scheduler.load
+        self._told_s, load = now, self._core.load
         if self._role is not None:
             load = load._replace(handover=self._role.load)
         if load != self._told:
@@ -146,7 +139,7 @@ class CoreServer:
         self._socket.send_multipart([identity, encode(message)])
 
 
-def make(options: ProcessOptions) -> tuple[EngineCore[Any], CoreInfo, Role | None]:
+def make(options: ProcessOptions) -> tuple[Core, CoreInfo, Role | None]:
     """The core that was asked for, and its part in handing requests over. Raises TreetopError."""
     if options.mock is not None:
         from treetop.core.mock import make_mock  # noqa: PLC0415  # needs no PyTorch
@@ -159,8 +152,9 @@ def make(options: ProcessOptions) -> tuple[EngineCore[Any], CoreInfo, Role | Non
         return opened.core, opened.info, None
     from treetop.core.staging import staging_of  # noqa: PLC0415  # too
 
-    staging = staging_of(opened.engine)
-    role = open_role(opened.core.scheduler, staging, options.handover, NixlTransport)
+    assert opened.local is not None  # `check_handover` has refused more ranks than one
+    staging = staging_of(opened.local.engine)
+    role = open_role(opened.local.scheduler, staging, options.handover, NixlTransport)
     return opened.core, opened.info._replace(refuses=role.refuses), role
 
 

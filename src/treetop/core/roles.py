@@ -26,6 +26,8 @@ def check_handover(config: EngineConfig, options: HandoverOptions, mock: MockOpt
         raise ConfigError(f"--role {options.role}: a mock engine has nothing to hand over")
     if config.tp_size != 1:
         raise ConfigError(f"--role {options.role}: only with --tp-size 1 for now, got {config.tp_size}")
+    if config.ep_size != 1:
+        raise ConfigError(f"--role {options.role}: only with --ep-size 1 for now, got {config.ep_size}")
     check_installed()
     secret = read_secret(os.environ, options.handover_secret_file)
     if options.handover_listen is not None:

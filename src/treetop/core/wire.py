@@ -7,13 +7,16 @@ from treetop.types.ids import RequestId
 from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, RequestUpdate
 from treetop.types.roles import HandoverOptions
 
+ID_RANGE = 2**40
+"""Request ids that each client has for itself: client i those from i times this on."""
+
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
     """A client asks what it talks to; the answer is `Ready` or `Failed`."""
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
-    """Requests that are planned together. Their ids come from the range that `Ready` gave the client."""
+    """Requests that are planned together. Their ids come from the client's own range."""
 
     requests: tuple[EngineRequest, ...]
 
@@ -32,10 +35,9 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The engine is up. first_id: the client's requests count up from here."""
+    """The engine is up."""
 
     info: CoreInfo
-    first_id: int
 
 
 class Updates(msgspec.Struct, frozen=True, tag=True):
@@ -55,6 +57,28 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
     reason: str
     user_error: bool
+
+
+class EngineUp(msgspec.Struct, frozen=True, tag=True):
+    """To an API process: the engine is up, at this address. It answers with the address once it has given it all."""
+
+    address: str
+
+
+class EngineLost(msgspec.Struct, frozen=True, tag=True):
+    """To an API process: the engine has ended; another may come."""
+
+    reason: str
+
+
+class EngineDead(msgspec.Struct, frozen=True, tag=True):
+    """To an API process: there is no engine any more."""
+
+    reason: str
+
+
+EngineNews = EngineUp | EngineLost | EngineDead
+"""What an API process is told of the engine, a line of JSON each."""
 
 
 class MockOptions(msgspec.Struct, frozen=True):

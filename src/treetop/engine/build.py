@@ -47,7 +47,6 @@ from treetop.kernels.products import ChosenProduct, choose_products
 from treetop.models.config import AttentionSpec, ModelConfig, attention_of_rank
 from treetop.models.folder import resolve_folder
 from treetop.models.loader import Placement, compute_device, compute_dtype, weight_bytes
-from treetop.models.params import of_rank
 from treetop.models.registry import TargetSpec, target_spec
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CapacityError, ConfigError
@@ -75,27 +74,45 @@ class EnginePlan:
     handover: HandoverSpec | None
 
 
-def plan_engine(config: EngineConfig, parallel: Parallel | None = None) -> EnginePlan:
+def plan_engine(
+    config: EngineConfig, parallel: Parallel | None = None, expert_ranks: Parallel | None = None
+) -> EnginePlan:
     """Read the checkpoints' configs, and check every option against them and against the device's memory.
 
-    parallel: which rank this is; None for the first of ranks that have not met. The plan's configuration says what the
-    given one leaves to device and memory. Raises UserError for what cannot work, before any weight is read.
+    parallel, expert_ranks: which rank this is; None for the first of ranks that have not met. The plan's configuration
+    says what the given one leaves to device and memory. Raises UserError for what cannot work, before any weight is
+    read.
     """
     parallel = parallel or (ALONE if config.tp_size == 1 else Unmet(config.tp_size))
+    expert_ranks = expert_ranks or (ALONE if config.ep_size == 1 else Unmet(config.ep_size))
+    engine_plan = _plan_own(config, parallel, expert_ranks)
+    if isinstance(expert_ranks, Unmet):
+        return engine_plan
+    rows, chunk = engine_plan.layout.max_requests, engine_plan.layout.chunk  # steps of all ranks have one size
+    fewest, least = expert_ranks.least(rows), expert_ranks.least(chunk)
+    if (rows, chunk) == (fewest, least):
+        return engine_plan
+    return _plan_rows(replace(config, max_running_requests=fewest, chunked_prefill_size=least), parallel, expert_ranks)
+
+
+def _plan_own(config: EngineConfig, parallel: Parallel, expert_ranks: Parallel) -> EnginePlan:
+    """The plan by this rank's own memory."""
     if config.max_running_requests is not None:
-        return _plan_rows(config, parallel)
+        return _plan_rows(config, parallel, expert_ranks)
     *many, fewest = ROWS_OF_CPU if compute_device(config.device).type == "cpu" else ROWS_OF_GPU
     for rows in many:
         with suppress(CapacityError):
-            engine_plan = _plan_rows(replace(config, max_running_requests=rows), parallel)
+            engine_plan = _plan_rows(replace(config, max_running_requests=rows), parallel, expert_ranks)
             if engine_plan.layout.pool_tokens >= rows * min(engine_plan.layout.max_context, TOKENS_OF_A_ROW):
                 return engine_plan
-    return _plan_rows(replace(config, max_running_requests=fewest), parallel)
+    return _plan_rows(replace(config, max_running_requests=fewest), parallel, expert_ranks)
 
 
-def _plan_rows(config: EngineConfig, parallel: Parallel) -> EnginePlan:
+def _plan_rows(config: EngineConfig, parallel: Parallel, expert_ranks: Parallel) -> EnginePlan:
     """The plan for a given number of rows."""
     target = target_spec(resolve_folder(config.model))
+    if config.ep_size > 1 and not target.config.has_experts:
+        raise ConfigError(f"--ep-size {config.ep_size}: {config.model} has no experts that ranks could share")
     draft = read_draft_spec(config, target) if config.speculates else None
     layout = make_layout(config, target.config, draft, parallel.size)
     device = compute_device(config.device)
@@ -103,6 +120,7 @@ def _plan_rows(config: EngineConfig, parallel: Parallel) -> EnginePlan:
     layout, handover = _with_slots(config, layout, target.config, draft, dtype)
     dummy = config.load_format == "dummy"
     place = Placement(dtype, device, layout.max_positions, dummy, shapes=layout.shapes, parallel=parallel)
+    place = replace(place, expert_ranks=expert_ranks)
     memory, static = _memory_of(place), _static_estimate(config, layout, target, draft, place)
     memory = Memory(memory.total, memory.free - static)
     allowance = _cpu_allowance(config, memory, place, layout, target.config)
@@ -312,7 +330,8 @@ def _with_pools(runner: ModelRunner, layout: Layout, pools: dict[GroupName, KVPo
 
 def _memory_of(place: Placement) -> Memory:
     """Of the rank's device; ranks on a CPU share its memory."""
-    memory, sharing = memory_of(place.device), place.parallel.size if place.device.type == "cpu" else 1
+    memory, ranks = memory_of(place.device), place.parallel.size * place.expert_ranks.size
+    sharing = ranks if place.device.type == "cpu" else 1
     return Memory(memory.total // sharing, memory.free // sharing)
 
 
@@ -321,9 +340,9 @@ def _static_estimate(
 ) -> int:
     """Bytes of weights, tables and buffers, from their shapes: no less than that will be taken."""
     dtype = place.dtype
-    weights = weight_bytes(of_rank(target.params, place.parallel), dtype)
+    weights = weight_bytes(place.own(target.params), dtype)
     if draft is not None:
-        weights += weight_bytes(of_rank(draft.params, place.parallel), dtype) + draft.derived * dtype.itemsize
+        weights += weight_bytes(place.own(draft.params), dtype) + draft.derived * dtype.itemsize
     made: list[int] = []
 
     def counted(shape: tuple[int, ...], kind: torch.dtype) -> Tensor:

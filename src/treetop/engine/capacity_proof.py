@@ -15,7 +15,7 @@ from treetop.types.sampling import Choice
 def prove_capacity(runner: ModelRunner, launcher: RoundLauncher) -> None:
     """Run every shape with all rows as long as they can get, on the null page, and put the state back.
 
-    Memory for that is in the account before: a GPU has tried it (`engine.trial`), a CPU counts it (`step_bytes`).
+    Memory for that is in the account before: a GPU has tried it (`engine.worst_steps`), a CPU counts it (`step_bytes`).
     Raises CheckError where a buffer was sized by another formula than the one that fills it (sgl-27338, sgl-26972): no
     option can cause that.
     """

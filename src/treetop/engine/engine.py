@@ -21,7 +21,7 @@ from treetop.engine.cuda_graphs import CudaGraphs
 from treetop.engine.graphs import Eager, GraphSim, RoundLauncher
 from treetop.engine.handover import collect_exports, collect_imports, export_pieces, import_columns, import_pieces
 from treetop.engine.memory import out_of_memory_explained
-from treetop.engine.prefill import chunk_columns, make_batch, prefill
+from treetop.engine.prefill import chunk_columns, chunk_width, make_batch, prefill
 from treetop.engine.processors import RowProcessors
 from treetop.engine.rounds import RoundKey
 from treetop.engine.staging import (
@@ -71,18 +71,22 @@ class InFlightStep:
 class Engine:
     """Owns device memory and runs steps. Raises UserError before any weight is read where it can."""
 
-    def __init__(self, config: EngineConfig, parallel: Parallel = ALONE) -> None:
+    def __init__(self, config: EngineConfig, parallel: Parallel = ALONE, expert_ranks: Parallel = ALONE) -> None:
         """`observer` and `launcher` may be set between steps; `treetop trace` sets both.
 
         parallel: the rank that this engine is; engines of all ranks are made, and run the same steps, side by side.
+        expert_ranks: the same of engines that share only experts. They run steps of one kind and size side by side,
+        each with rows of its own.
         config: what was left to device and memory is in it.
         target, draft: what was read of the checkpoints; spec: the target's configuration. slots: to hand requests over
         by, None for none.
         """
         if parallel.size != config.tp_size:
             raise InvariantError(f"an engine of --tp-size {config.tp_size} was made for a group of {parallel.size}")
+        if expert_ranks.size != config.ep_size:
+            raise InvariantError(f"an engine of --ep-size {config.ep_size} was made for {expert_ranks.size} ranks")
         self.observer: Observer | None = None
-        engine_plan = plan_engine(config, parallel)
+        engine_plan = plan_engine(config, parallel, expert_ranks)
         self.config = config = engine_plan.config
         self.parallel = parallel
         self._witness: Witness = TreeAndPath() if parallel.size > 1 and config.check_level >= 1 else alone
@@ -106,7 +110,6 @@ class Engine:
             texts = 0 if self.runner.state.text is None else self.layout.max_requests * self.layout.max_context
             checksums = 0 if self.slots is None else parallel.size * self.slots.spec.num_own
             self._staging = StagingBuffers(self.layout, device, zeros, config.check_level, texts, checksums)
-        self.last_key: RoundKey | None = None
         started_s = time.perf_counter()
         with torch.inference_mode(), self._explained("starting"):
             self._start_up()
@@ -241,13 +244,15 @@ class Engine:
         rest, sent_prefixes = rest[len(setups) :][: len(chunks)], rest[len(setups) + len(chunks) :]
         self.runner.state.apply_prefixes(plan.setups, sent_prefixes)
         self._row_processors.move_in(plan.setups)
+        self._row_processors.restrict(plan.masks)
         first = prefill(self.runner, make_batch(plan, rows, rest))
         return Results(first.token[:, None], torch.zeros_like(first.token), first.finite, first.logprobs)
 
     def _round(self, plan: RoundPlan, slot: Slot) -> Results:
         padded, edits = self._padded(plan), self.runner.state.edit_columns(plan.edits)
         self._apply(self._staging.send(slot, [padded, *edits]))
-        key = self.last_key = RoundKey(len(padded), plan.shape, plan.choice)
+        self._row_processors.restrict(plan.masks)
+        key = RoundKey(len(padded), plan.shape, plan.choice)
         self.launcher.launch(key, plan.committed_bound)
         buffers = self.runner.buffers
         self._witness(self.runner.probes.digest, buffers, key)
@@ -275,7 +280,12 @@ class Engine:
         """Rows that a step runs with, padding included; of pieces, how many."""
         if isinstance(plan, ExportPlan | ImportPlan):
             return len(plan.rows)
-        return self.layout.bucket_for(len(plan.rows))
+        least = plan.least_rows if isinstance(plan, RoundPlan) else 0
+        return self.layout.bucket_for(max(len(plan.rows), least))
+
+    def tokens_of(self, plan: PrefillPlan) -> int:
+        """Tokens of a prefill's batch that ranks with shared experts exchange, padding included."""
+        return max(self.bucket_of(plan) * chunk_width(plan), plan.least_tokens)
 
     def _padded(self, plan: StepPlan) -> list[int]:
         """The row list, padded with the dummy row to its bucket before anything else happens."""

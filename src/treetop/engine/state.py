@@ -157,4 +157,5 @@ def make_state(
 def _make_processors(n: int, vocab_size: int, zeros: Zeros) -> Processors:
     words, biases = zeros((n, vocab_size), torch.int32), zeros((n, 1 + MOST_BIASES), torch.float32)
     presence, frequency, repetition = (zeros((n,), torch.float32) for _ in range(3))
-    return Processors(words, biases, presence, frequency, repetition, zeros((n,), torch.int64), zeros((n,), torch.bool))
+    active, constrained = (zeros((n,), torch.bool) for _ in range(2))
+    return Processors(words, biases, presence, frequency, repetition, zeros((n,), torch.int64), active, constrained)

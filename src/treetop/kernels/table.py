@@ -92,7 +92,7 @@ class Op(Generic[F]):
     def __get__(self, instance: object, owner: type) -> F: ...
 
     def __get__(self, instance: object | None, owner: type) -> "Op[F] | F":
-        """The row of the class; instances hold the functions themselves, which are found before this is asked."""
+        """The operation itself, from the class. An instance holds the function it chose under the same name."""
         return self
 
     def on(self, gpu: GpuTraits) -> F:
@@ -198,9 +198,10 @@ class Ops:
         compressed: bool = False,
         products: Mapping[Shape, ChosenProduct] | None = None,
         parallel: Parallel = ALONE,
+        expert_ranks: Parallel = ALONE,
     ) -> None:
         self._context, self._compressed, self._products = context, compressed, products or {}
-        self.parallel = parallel
+        self.parallel, self.expert_ranks = parallel, expert_ranks
         self._gpu = gpu_traits(context.device) if on_a_gpu(context) else None
         for name, op in operations().items():
             serves = self._gpu is not None and op.applies(context)

@@ -9,6 +9,7 @@ from treetop.scheduler.request import Request
 from treetop.scheduler.rows import Rows
 from treetop.scheduler.steps import StepsOut
 from treetop.scheduler.stops import first_stop
+from treetop.types.errors import InputError
 from treetop.types.handover import FirstToken
 from treetop.types.messages import ExportPlan, ImportPlan, PrefillPlan, RoundPlan, StepPlan, StepResult
 from treetop.types.requests import RequestStats, RequestUpdate
@@ -98,6 +99,7 @@ class Committer:
         timed_out: bool = False,
     ) -> RequestUpdate:
         """End a request, wherever it stands; its last update."""
+        start = len(request.output_ids)
         request.output_ids += new_ids
         request.finish_reason = reason
         self._queues.remove(request)
@@ -113,7 +115,15 @@ class Committer:
             end_s=self._clock(),
         )
         return RequestUpdate(
-            request.request_id, tuple(new_ids), accept_len, reason, error, engine_failed, stats, timed_out=timed_out
+            request.request_id,
+            tuple(new_ids),
+            accept_len,
+            reason,
+            error,
+            engine_failed,
+            stats,
+            timed_out=timed_out,
+            start=start,
         )
 
     def _cache_chunks(self, plan: PrefillPlan) -> None:
@@ -129,20 +139,27 @@ class Committer:
         return update if first.logprobs is None else update._replace(logprobs=(first.logprobs,))
 
     def _emit(self, request: Request, tokens: tuple[int, ...], accept_len: int | None) -> RequestUpdate:
-        limit, first = request.tokens_left, request.first_token_s is None
-        if first:
+        limit, start = request.tokens_left, len(request.output_ids)
+        if request.first_token_s is None:
             request.first_token_s = self._clock()
+        if request.constrained is not None:
+            request.constrained.check(tokens)
         cut = first_stop(tokens, request.stop_ids, limit)
+        if cut is None and request.constrained is not None:
+            try:
+                cut = None if request.constrained.advance(tokens) else (len(tokens), "stop")
+            except InputError as error:
+                return self.finish(request, tokens, "abort", accept_len, str(error))
         if self._check_level >= 1:
             count, reason = cut or (len(tokens), None)
             check_emitted(tokens[:count], request.stop_ids, reason, limit)
         if cut is None:
             request.output_ids += tokens
-            update = RequestUpdate(request.request_id, tokens, accept_len)
+            update = RequestUpdate(request.request_id, tokens, accept_len, start=start)
         else:
             count, reason = cut
             update = self.finish(request, tokens[:count], reason, accept_len)
-        return update._replace(num_cached_tokens=request.num_cached_tokens) if first else update
+        return update if start else update._replace(num_cached_tokens=request.num_cached_tokens)
 
     def _settle(self, request: Request) -> None:
         """Let a request go that has ended, once no step with its row is out."""

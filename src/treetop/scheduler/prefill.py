@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from treetop.scheduler.handover import Handover
 from treetop.scheduler.queues import Queues
-from treetop.scheduler.request import Request, logprobs_of
+from treetop.scheduler.request import Request, logprobs_of, masks_of
 from treetop.scheduler.rows import Rows
 from treetop.scheduler.steps import StepsOut
 from treetop.types.errors import InvariantError
@@ -59,13 +59,16 @@ class PrefillPlanner:
             batch.append((request, min(room, request.num_ids - request.num_computed_tokens)))
         if not batch:
             return None
+        chunks = tuple(self._chunk(request, count) for request, count in batch)
+        last = (request for (request, _), chunk in zip(batch, chunks, strict=True) if chunk.next_token is None)
         return PrefillPlan(
             edits=self._rows.take_edits(),
             freed=self._rows.kv_cache.take_freed(),
             setups=tuple(setups),
-            chunks=tuple(self._chunk(request, count) for request, count in batch),
+            chunks=chunks,
             choice=Choice.costliest(request.choice for request, _ in batch),
             logprobs=logprobs_of([request for request, _ in batch]),
+            masks=masks_of(last),
         )
 
     def _room(self, batch: Batch) -> int:

@@ -5,7 +5,7 @@ from operator import attrgetter
 
 from treetop.scheduler.handover import Handover
 from treetop.scheduler.queues import Queues
-from treetop.scheduler.request import Request, logprobs_of
+from treetop.scheduler.request import Request, logprobs_of, masks_of
 from treetop.scheduler.rows import Rows
 from treetop.scheduler.steps import StepsOut
 from treetop.types.errors import InvariantError
@@ -33,7 +33,8 @@ class RoundPlanner:
         return [request for request in self._queues.decoding if _may_go_on(request)]
 
     def plan(self, ready: Sequence[Request]) -> RoundPlan | None:
-        """A round of all that are ready; None if it needs pages that only a commit can tell how to find.
+        """A round of all that are ready; None if pages are short while a step is in flight: whom to retract is
+        known after its commit.
 
         Also None if all of them have been retracted for requests that keep their pages.
         """
@@ -51,6 +52,7 @@ class RoundPlanner:
             committed_bound=max(self._committed_bound(request) for request in batch),
             choice=Choice.costliest(request.choice for request in batch),
             logprobs=logprobs_of(batch),
+            masks=masks_of(batch),
         )
 
     def _committed_bound(self, request: Request) -> int:
@@ -60,7 +62,7 @@ class RoundPlanner:
     def _reserve(self, request: Request) -> bool:
         """Pages for one more round of a request; the last in order is retracted for them, which may be it itself.
 
-        Nothing for one that has been retracted for an older one.
+        A request that this loop has retracted already, for an older one, is skipped: True.
         False if pages are short while something is out: whom to retract, and at which length, shows when it is
         committed.
         """
@@ -96,5 +98,7 @@ class RoundPlanner:
 
 
 def _may_go_on(request: Request) -> bool:
+    if request.constrained is not None and request.held.steps_out:
+        return False  # what may come next depends on the token that is on its way
     first = request.num_computed_tokens == request.num_ids  # its first token is out too
     return request.held.rounds_out + first < request.tokens_left

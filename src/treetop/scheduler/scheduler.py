@@ -25,7 +25,7 @@ from treetop.types.errors import ConfigError, InvariantError
 from treetop.types.ids import PageId, RequestId, Row
 from treetop.types.layout import Layout
 from treetop.types.messages import PrefillPlan, StepPlan, StepResult
-from treetop.types.requests import CoreLoad, EngineRequest, RequestUpdate, check_prompt
+from treetop.types.requests import CoreLoad, EngineRequest, RequestUpdate, check_prompt, late_error
 
 
 class Scheduler:
@@ -37,9 +37,15 @@ class Scheduler:
     """
 
     def __init__(
-        self, layout: Layout, config: EngineConfig, eos_ids: Sequence[int], clock: Callable[[], float] = time.monotonic
+        self,
+        layout: Layout,
+        config: EngineConfig,
+        eos_ids: Sequence[int],
+        clock: Callable[[], float] = time.monotonic,
+        vocab_size: int | None = None,
     ) -> None:
-        """clock: seconds, for the stats of requests and for their deadlines."""
+        """clock: seconds, for the stats of requests and for their deadlines. vocab_size: None takes no constraints."""
+        self._vocab_size = vocab_size
         self._layout, self._eos_ids, self._clock = layout, frozenset(eos_ids), clock
         self._by_priority, self._numbers = config.schedule_policy == "priority", count()
         self._deadlines: list[tuple[float, RequestId]] = []  # a heap; some may have ended
@@ -56,10 +62,11 @@ class Scheduler:
     # ---------------------------------------------------------------- requests in and out
 
     def add(self, asked: EngineRequest, remote: bool = False, export_from: int | None = None) -> Request:
-        """Queue a request. Raises InputError, before anything changes, for a prompt that can never run.
+        """Queue a request. Raises InputError, before anything changes, for one that can never run.
 
-        remote: another worker is to prefill it, which events of the hand-over tell the desk. export_from: it is
-        prefilled for another worker, which has the tokens before this one, and ends with `finish_export`.
+        remote: another worker may prefill it, which events of the hand-over tell the desk; what has a constraint, or
+        goes on behind tokens of another engine, is prefilled here all the same. export_from: it is prefilled for
+        another worker, which has the tokens before this one, and ends with `finish_export`.
         """
         check_prompt(asked.prompt_ids, self._layout.max_context)
         if remote or export_from is not None:
@@ -67,8 +74,9 @@ class Scheduler:
         if asked.request_id in self.queues.by_id:
             raise InvariantError(f"request id {asked.request_id} is given twice")
         order, now = (asked.priority if self._by_priority else 0, next(self._numbers)), self._clock()
-        request = Request.of(asked, self._eos_ids, self._layout.max_context, order, now)
-        request.remote, request.export_from = remote, export_from
+        request = Request.of(asked, self._eos_ids, self._layout.max_context, order, now, self._vocab_size)
+        request.remote = remote and asked.constraint is None and not asked.received
+        request.export_from = export_from
         self.queues.add(request)
         if asked.timeout_s is not None:
             heappush(self._deadlines, (now + asked.timeout_s, request.request_id))
@@ -83,7 +91,7 @@ class Scheduler:
         while self._deadlines and self._deadlines[0][0] <= now:
             request = self.queues.by_id.get(heappop(self._deadlines)[1])
             if request is not None:
-                error = f"its time is over: it has {len(request.output_ids)} tokens (timeout, --request-timeout)"
+                error = late_error(len(request.output_ids))
                 updates.append(self._committer.finish(request, (), "abort", error=error, timed_out=True))
         return updates
 

@@ -26,6 +26,7 @@ ENGINE_ALIASES = {
     "schedule_policy": ("--scheduling-policy",),
     "seed": ("--random-seed",),
     "tp_size": ("--tensor-parallel-size", "--tp"),
+    "ep_size": ("--expert-parallel-size", "--ep"),
 }
 """Engine options in the spellings of vLLM and SGLang."""
 
@@ -54,6 +55,7 @@ _HELP = {
     "drain_timeout": "seconds that requests may still take after SIGTERM (default: all they need)",
     "request_timeout": "seconds that a request may take; it then ends with an error (default: all it needs)",
     "log_interval": "seconds between two log lines; 0 for none (default %(default)s)",
+    "engine_restarts": "how often within an hour a dead engine is started again; requests go on (default %(default)s)",
 }
 
 

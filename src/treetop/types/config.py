@@ -42,6 +42,7 @@ _COUNTS = (
     "check_level",
     "seed",
     "tp_size",
+    "ep_size",
     "handover_slots",
     "handover_slot_bytes",
 )
@@ -86,6 +87,7 @@ class EngineConfig:
     check_level: 0 off, 1 host checks, 2 device probes, 3 poison and red zones. overlap: launch a round before the
     results of the last one are known; None is on where rounds are captured CUDA graphs. graphs: `sim` runs rounds with
     the semantics of captured graphs, on a CPU. tp_size: GPUs, or processes on a CPU, that share the model, a rank each.
+    ep_size: the same, but each has requests of its own, and they share only the experts of a model that has some.
     step_timeout: seconds after which a step that has not ended on every rank ends them all; of one rank it is not used.
     handover_slots: staging slots, through which prefilled requests are handed to another worker or taken from one; 0
     for none. handover_slot_bytes: of each, on every rank.
@@ -119,6 +121,7 @@ class EngineConfig:
     check_level: int = 1
     seed: int = 0
     tp_size: int = 1
+    ep_size: int = 1
     step_timeout: float = 60.0
     handover_slots: int = 0
     handover_slot_bytes: int = 64 << 20
@@ -181,6 +184,8 @@ class EngineConfig:
             ),
             (not 0 <= self.seed < 2**63, f"--seed must be in [0, 2^63), got {shown(self.seed)}"),
         ]
+        together = self.tp_size > 1 and self.ep_size > 1
+        rules.append((together, "--tp-size and --ep-size cannot both be more than 1 for now"))
         rules.append(
             (
                 not 0 < self.step_timeout <= 86400,
@@ -200,7 +205,7 @@ class EngineConfig:
                 f"--handover-slot-bytes must be a multiple of {ALIGNMENT} up to 2^40, got {shown(size)}",
             )
         )
-        counts = {"tp_size": 64, "max_running_requests": 65536, "page_size": 2**20}
+        counts = {"tp_size": 64, "ep_size": 64, "max_running_requests": 65536, "page_size": 2**20}
         for name in (
             "max_running_requests",
             "chunked_prefill_size",
@@ -209,6 +214,7 @@ class EngineConfig:
             "max_total_tokens",
             "page_size",
             "tp_size",
+            "ep_size",
         ):
             value, most = getattr(self, name), counts.get(name, 2**40)
             least = 2 if name == "context_length" else 1  # a token of a prompt and one of its output

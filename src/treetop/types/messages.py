@@ -35,10 +35,19 @@ class RowHistory:
 
 
 @dataclass(frozen=True, slots=True)
+class RowMask:
+    """What may follow `row`'s root in this step: bit t % 8 of byte t // 8 of `allowed` for token t."""
+
+    row: Row
+    allowed: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class RowSetup:
     """A request moves into `row` with `committed` tokens already in the pages of every group: prefix_ids.
 
-    history: only if `params` changes logits. From here on the device counts the tokens itself.
+    history: only if its logits are changed. From here on the device counts the tokens itself. constrained: each step
+    that gives it a token has a `RowMask` for it, and no draft of it is accepted.
     """
 
     row: Row
@@ -47,6 +56,7 @@ class RowSetup:
     seed: int
     history: RowHistory | None = None
     prefix_ids: tuple[int, ...] = ()
+    constrained: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +77,7 @@ class Chunk:
 class PrefillPlan:
     """One prefill step: edits and setups are applied first. freed: pages given back since the last plan.
 
-    logprobs: see `RoundPlan`.
+    logprobs, masks: see `RoundPlan`. least_tokens: that ranks with shared experts exchange, at least, padding counted.
     """
 
     edits: tuple[PageEdit, ...]
@@ -76,6 +86,8 @@ class PrefillPlan:
     chunks: tuple[Chunk, ...]
     choice: Choice
     logprobs: tuple[int | None, ...] = ()
+    masks: tuple[RowMask, ...] = ()
+    least_tokens: int = 0
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -88,7 +100,8 @@ class RoundPlan:
 
     committed_bound: no row has more committed tokens when the round starts. With rounds out the host knows no better:
     each may commit up to S + 1. logprobs: how many of the best tokens' log-probabilities each row asks for, None for no
-    log-probabilities at all; () if no row asks.
+    log-probabilities at all; () if no row asks. masks: of the constrained rows that get a token. least_rows: that the
+    batch has at least, padding counted.
     """
 
     edits: tuple[PageEdit, ...]
@@ -98,6 +111,8 @@ class RoundPlan:
     committed_bound: int
     choice: Choice
     logprobs: tuple[int | None, ...] = ()
+    masks: tuple[RowMask, ...] = ()
+    least_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ Ids only: text, stop strings and tokenizers are the client's.
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from treetop.types.constraint import TokenConstraint
 from treetop.types.errors import InputError
 from treetop.types.ids import RequestId
 from treetop.types.layout import SpecShape
@@ -18,7 +19,9 @@ class EngineRequest(NamedTuple):
     """One prompt. The client chooses the id, which no other request of this core may ever have.
 
     priority: lower is served first, if the core's policy goes by it. timeout_s: seconds from its arrival in the core
-    after which it is ended with an error; None for no such limit.
+    after which it is ended with an error; None for no such limit. constraint: cannot cross to another process.
+    received: output that the client has already, of an engine that is gone; this one goes on behind it, and all limits
+    count it.
     """
 
     request_id: RequestId
@@ -27,6 +30,8 @@ class EngineRequest(NamedTuple):
     seed: int
     priority: int = 0
     timeout_s: float | None = None
+    constraint: TokenConstraint | None = None
+    received: tuple[int, ...] = ()
 
 
 class RequestStats(NamedTuple):
@@ -50,8 +55,8 @@ class RequestUpdate(NamedTuple):
     new_ids: emitted now, cut at the stop. accept_len: accepted drafts of the round that gave them, before any cut; None
     if it was no round. error: why the request failed, if it did. engine_failed: it failed with the whole engine.
     timed_out: its time was over. stats come with finish_reason, in the request's last update. num_cached_tokens: as in
-    the stats, with the first tokens.
-    logprobs: of each of new_ids, if the request asks for them.
+    the stats, with the first tokens. logprobs: of each of new_ids, if the request asks for them. start: which token of
+    the output the first of new_ids is.
     """
 
     request_id: RequestId
@@ -64,14 +69,16 @@ class RequestUpdate(NamedTuple):
     num_cached_tokens: int | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     timed_out: bool = False
+    start: int = 0
 
 
 class CoreInfo(NamedTuple):
     """What a client must know of a core. model_path: the folder. shape: of a round's tree.
 
     refuses: why it takes no requests, if so.
-    can_change_logits, max_logprobs: what a request may ask: penalties, biases and the like, and log-probabilities; -1
-    if there are none. eos_ids: the model's. by_priority: whether it goes by the priority of requests.
+    can_change_logits, max_logprobs, can_constrain: what a request may ask: penalties, biases and the like;
+    log-probabilities, -1 if there are none; constraints. eos_ids: the model's. by_priority: whether it goes by the
+    priority of requests.
     """
 
     model_path: str
@@ -83,6 +90,7 @@ class CoreInfo(NamedTuple):
     max_logprobs: int = -1
     eos_ids: tuple[int, ...] = ()
     by_priority: bool = False
+    can_constrain: bool = False
     refuses: str | None = None
 
 
@@ -135,3 +143,14 @@ def check_length(num_tokens: int, max_context: int, exact: bool = True) -> None:
             f"the prompt has {'' if exact else 'at least '}{num_tokens} tokens and leaves no room for one more in a"
             f" context of {max_context}; shorten it or raise --context-length"
         )
+
+
+def check_received(received: Sequence[int], most: int) -> None:
+    """Raise InputError if a request that goes on has all that it may have. most: tokens of its output."""
+    if received and len(received) >= most:
+        raise InputError(f"the request has received {len(received)} tokens of at most {most}: nothing is left to do")
+
+
+def late_error(num_tokens: int) -> str:
+    """What a request is told whose time is over."""
+    return f"its time is over: it has {num_tokens} tokens (timeout, --request-timeout)"
