@@ -7,6 +7,7 @@ import pytest
 
 from serving import Server, until
 from treetop.core.roles import check_handover
+from treetop.core.wire import ProcessOptions
 from treetop.doctor.transport import transport_speeds
 from treetop.models.fingerprint import fingerprint
 from treetop.server.llm import LLM
@@ -33,7 +34,7 @@ def test_options_that_cannot_be_together_are_refused_by_their_names(given, messa
 
 def _check(**given):
     config = {key: given.pop(key) for key in ("tp_size",) if key in given}
-    check_handover(EngineConfig(**config), HandoverOptions(**given), None)
+    check_handover(ProcessOptions("", EngineConfig(**config), handover=HandoverOptions(**given)))
 
 
 def test_what_cannot_work_is_said_before_anything_starts(monkeypatch, tmp_path):

@@ -98,7 +98,24 @@ def _faults(console: Console, device: str) -> int:
     console.print(
         f"faults: {len(findings) - len(missed)} of {len(findings)} caught on {device}, with harm shown without a guard"
     )
-    return int(bool(missed))
+    return int(bool(missed)) | _rank_faults(console)
+
+
+def _rank_faults(console: Console) -> int:
+    """Those of several ranks, on the CPU."""
+    try:
+        from treetop.debug.rank_faults import RANK_FAULTS  # noqa: PLC0415  # needs an extra
+        from treetop.doctor.provoke_ranks import find_rank_fault  # noqa: PLC0415  # too
+    except ModuleNotFoundError as error:
+        console.print(f"faults of ranks: not run without {error.name}: install treetop[serve]")
+        return 0
+    with Progress(console=console, transient=True) as progress:
+        findings = [find_rank_fault(name) for name in progress.track([*RANK_FAULTS], description="ranks")]
+    rows = [(f.fault.name, f.by if f.caught else "NOT CAUGHT", f.caught or "") for f in findings]
+    _print(console, "faults of ranks", ("fault", "guard", "what it said"), rows)
+    num_caught = sum(f.caught is not None for f in findings)
+    console.print(f"faults of ranks: {num_caught} of {len(findings)} caught")
+    return int(num_caught < len(findings))
 
 
 def _print(console: Console, title: str, columns: tuple[str, ...], rows: list[Any]) -> None:

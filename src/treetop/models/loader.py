@@ -107,12 +107,17 @@ def _filled(param: Param, fetch: Fetch, place: Placement) -> Tensor:
     for source in param.sources:
         for piece in _pieces(param, source):
             start = _put(whole, start, param.format.read(piece, fetch))  # keeps nothing that was read
+    if param.padded:
+        whole[start:] = 0
+        return whole
     assert start == param.shape[0], f"{param.name}: the sources fill {start} rows of {param.shape[0]}"
     return whole
 
 
 def _pieces(param: Param, source: Source) -> list[Source]:
     """Parts of a source that is stored as it is, so that little of a large tensor is in memory beside its parameter."""
+    if source.span is not None and source.span.start == source.span.stop:
+        return []
     if not isinstance(param.format, Plain) or source.transform is not None or source.span is not None:
         return [source]
     rows, step = source.shape[0], max(1, _PIECE // prod(source.shape[1:]))

@@ -117,7 +117,8 @@ class Param:
     """A parameter of a model: its sources' rows, one below the other.
 
     name: ours, by which the model takes it. wide: kept in no less than float32. experts: how many experts' rows it
-    holds, one below the other; 0 for what belongs to no expert.
+    holds, one below the other; 0 for what belongs to no expert. padded: where ranks cannot divide its one source's
+    rows, zeros stand for those that are missing.
     """
 
     name: str
@@ -128,6 +129,7 @@ class Param:
     format: Format = FLOATS
     wide: bool = False
     experts: int = 0
+    padded: bool = False
 
     @property
     def numbers(self) -> int:
@@ -164,6 +166,11 @@ def matrix(name: str, *sources: Source, shard: Shard = "whole") -> Param:
     return Param(name, (sum(s.shape[0] for s in sources), sources[0].shape[1]), sources, "matrix", shard)
 
 
+def of_vocab(name: str, stored: str, vocab: int, hidden: int, kind: Kind = "matrix") -> Param:
+    """A table or an output matrix [vocab, hidden]: ranks have equal parts of the vocabulary, the last ones padded."""
+    return Param(name, (vocab, hidden), (Source(stored, (vocab, hidden)),), kind, 0, padded=True)
+
+
 def vector(name: str, *sources: Source, shard: Shard = "whole") -> Param:
     """A norm's weight or a bias."""
     return Param(name, (sum(s.shape[0] for s in sources),), sources, "vector", shard)
@@ -180,6 +187,11 @@ def cut(param: Param, rank: int, size: int) -> Param | None:
     if param.shard == "first":
         return None
     axis = param.shard
+    if param.padded:
+        length = param.shape[0]
+        each = -(-length // size)
+        span = Span(0, min(rank * each, length), min((rank + 1) * each, length))
+        return replace(param, shape=(each, *param.shape[1:]), sources=(replace(param.sources[0], span=span),))
     spans = [_span(param, source, axis, rank, size) for source in param.sources]
     lengths = [span.stop - span.start for span in spans]
     length = sum(lengths) if axis == 0 else lengths[0]

@@ -23,7 +23,7 @@ _SMALL = 2**20
 """Bytes up to which shares are gathered and added where they are read; more are added by the library on their way."""
 START_S = 600.0
 """Seconds until a rank must answer while the group starts: ranks load weights and compile at their own pace."""
-_MEET_S = 120.0
+MEET_S = 120.0
 """Seconds until all ranks must have met."""
 
 Gather = Callable[[Tensor, Tensor], None]
@@ -89,7 +89,7 @@ class Group:
     def __init__(self, meeting: Meeting, device: torch.device) -> None:
         """Waits until all ranks have come. Raises ConfigError if PyTorch was built without what the device needs."""
         store = FileStore(str(meeting.file), meeting.size)
-        store.set_timeout(timedelta(seconds=_MEET_S))
+        store.set_timeout(timedelta(seconds=MEET_S))
         self._group: Any = _nccl(store, meeting) if device.type == "cuda" else _gloo(store, meeting)
         self._closing, self._closed = Lock(), False
         self._gpu, self._seconds = device.type == "cuda", START_S
@@ -98,7 +98,8 @@ class Group:
         )
         reduce = self._reduce_on_gpu if self._gpu else None
         self.parallel = ExchangeRank(meeting.rank, meeting.size, device, gather, swap, reduce)
-        self.parallel.least(0)  # the library connects at the first exchange, which cannot be recorded
+        self.parallel.least(0)  # the library connects at the first exchange of a kind, which cannot be recorded
+        self.parallel.all_to_all(torch.zeros((meeting.size, 1), device=device))
 
     def set_deadline(self, seconds: float) -> None:
         """The host waits so long for the others, from now on; on a GPU nothing waits on the host."""
