@@ -44,7 +44,7 @@ from treetop.transfer.registry import Registry
 from treetop.transfer.transport import Handle, Memory, Probe, Range, Transport
 from treetop.transfer.wire import Offer, Prompt, Renew
 from treetop.transfer.wire import Refused as AttemptRefused
-from treetop.types.errors import UserError
+from treetop.types.errors import InputError, UserError
 from treetop.types.handover import Admitted, Gone, Payload, Piece, Schema
 from treetop.types.ids import RequestId
 from treetop.types.requests import EngineRequest, HandoverLoad
@@ -130,6 +130,7 @@ class PrefillRole:
         self._scheduler, self._transport, self._reception = scheduler, transport, reception
         self._desk = PrefillDesk(staging.num_slots, staging.tokens_per_slot, deadlines)
         self._payload, self._renew_s = staging.payload, deadlines.renew_s
+        self._vocab_size = staging.schema.vocab_size
         self._registry, self._address, self._announced_s = registry, address, float("-inf")
         self._peers: set[PeerId] = set()
         self._pieces = self._bytes = self._requests = 0
@@ -197,6 +198,8 @@ class PrefillRole:
             case Start(request_id, start, prompt):
                 asked = EngineRequest(request_id, prompt.ids, prompt.params, prompt.seed)
                 try:
+                    if not all(0 <= token < self._vocab_size for token in prompt.ids):
+                        raise InputError(f"a prompt has tokens outside the vocabulary of {self._vocab_size}")
                     self._scheduler.add(asked, export_from=start)
                 except UserError as error:
                     log.warning("a decode worker asked for what cannot be prefilled here: %s", error)

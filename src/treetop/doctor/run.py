@@ -13,7 +13,6 @@ from treetop.doctor.exchange import exchange_times, links
 from treetop.doctor.expert_ranks import expert_rank_times
 from treetop.doctor.provoke import Finding, Provocation
 from treetop.doctor.report import backends, capacity, checkpoint, machine
-from treetop.doctor.transport import transport_speeds
 from treetop.engine.build import plan_engine
 from treetop.types.config import EngineConfig
 
@@ -40,8 +39,7 @@ def run(model: str | None, options: dict[str, Any], visit: Visit) -> int:
     if pairs := links():
         _print(console, "links", ("between", "reaches its memory", "link"), pairs)
     if config.handover_slots:
-        speeds = transport_speeds(device.type)
-        _print(console, "handing requests over, 64 MiB", ("transport", "by", "speed"), speeds)
+        _print(console, "handing requests over, 64 MiB", ("transport", "by", "speed"), _speeds(device.type))
     rows = [(f"{b.name} (serves)" if b.chosen else b.name, ", ".join(b.phases) or "-", b.reason) for b in statuses]
     _print(console, f"backends, {str(dtype).removeprefix('torch.')}", ("backend", "runs", "why not, or which"), rows)
     console.print("\n".join(f"{name}: {words}" for name, words in tensors), markup=False, highlight=False)
@@ -51,6 +49,14 @@ def run(model: str | None, options: dict[str, Any], visit: Visit) -> int:
     if visit.faults:
         return _faults(console, device.type)
     return _conformance(console, visit.cases, device.type, config.attention_backend)
+
+
+def _speeds(device: str) -> list[tuple[str, str, str]]:
+    try:
+        from treetop.doctor.transport import transport_speeds  # noqa: PLC0415  # needs an extra
+    except ModuleNotFoundError as error:
+        return [("none", "", f"needs {error.name}: pip install treetop[handover-cu13] (or -cu12)")]
+    return transport_speeds(device)
 
 
 def _conformance(console: Console, count: int, device: str, backend: str) -> int:
