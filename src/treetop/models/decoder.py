@@ -8,8 +8,9 @@ from torch import Tensor
 from treetop.attention.layer import Attend
 from treetop.kernels.rope import rope_table
 from treetop.kernels.table import Ops
-from treetop.models.config import ExpertSpec, ModelConfig
+from treetop.models.config import ModelConfig
 from treetop.models.embedding import lookup, piece_of, whole_logits
+from treetop.models.experts import live_rows
 from treetop.models.feed_forward import feed_forward, feed_forward_params
 from treetop.models.layers import RMSNorm, SelfAttention, attention_params, norm_param
 from treetop.models.loader import Placement, Weights
@@ -56,7 +57,6 @@ class Decoder:
         self._embed = lookup(self.embedding, ops.parallel)
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=torch.float32).to(place.dtype))
         self.layers = [DecoderLayer(config, weights, index, ops) for index in range(len(config.layers))]
-        self._has_experts = any(isinstance(layer.feed_forward, ExpertSpec) for layer in config.layers)
         ropes = dict.fromkeys(layer.rope for layer in self.layers)
         self._ropes = {rope: rope_table(rope, place.rope_rows, place.dtype, place.device) for rope in ropes}
         self.norm = RMSNorm(weights["norm"], config.norm_eps, ops)
@@ -70,7 +70,7 @@ class Decoder:
         if self._embedding_scale != 1:
             x = x * self._embedding_scale
         angles = {rope: self._ops.angles(table, positions) for rope, table in self._ropes.items()}
-        live = attend.live() if self._has_experts else None
+        live = live_rows(attend.live(), self._ops.expert_ranks) if self.config.has_experts else None
         aux_hidden, normed = {0: x}, self.layers[0].input_norm(x)
         next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
         for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True), 1):
