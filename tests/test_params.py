@@ -11,9 +11,11 @@ from refusing import refused
 from tiny_models import save_random_head, save_random_llama, save_random_qwen3
 from treetop.drafts.registry import drafter_spec
 from treetop.models import checkpoint
+from treetop.models.embedding import part_of
 from treetop.models.loader import Placement, load_weights, random_weights, weight_bytes
-from treetop.models.params import Param, Plain, Source, cut, stored_tensors
+from treetop.models.params import Param, Plain, Source, cut, of_vocab, stored_tensors
 from treetop.models.registry import target_spec
+from treetop.parallel.exchange import ExchangeRank
 from treetop.types.errors import ConfigError
 
 PLACE = Placement(torch.float64, torch.device("cpu"), 1)
@@ -85,10 +87,24 @@ def test_a_rank_has_whole_heads_and_the_kv_heads_that_they_need(checkpoints):
     assert spans == [(5 * 8, 6 * 8), (2 * 8, 3 * 8), (2 * 8, 3 * 8)]
 
 
-@pytest.mark.parametrize(("name", "size"), [("layers.0.attention.qkv", 3), ("layers.1.mlp.down", 5), ("lm_head", 3)])
+@pytest.mark.parametrize(("name", "size"), [("layers.0.attention.qkv", 3), ("layers.1.mlp.down", 5)])
 def test_ranks_that_cannot_divide_a_parameter_are_refused(checkpoints, name, size):
     param = next(param for param in checkpoints["llama"].params if param.name == name)
     refused(ConfigError, lambda: cut(param, 0, size), f"--tp-size {size}", param.sources[0].name)
+
+
+def test_a_vocabulary_that_ranks_cannot_divide_ends_in_padding(tmp_path):
+    """Nine rows for four: three each, and the last rank has none. As loaded, and as a whole table is cut."""
+    table = torch.randn(9, 5, dtype=torch.float64)
+    save_file({"head": table}, tmp_path / "model.safetensors")
+    param = of_vocab("head", "head", 9, 5)
+    for rank, rows in enumerate([3, 3, 3, 0]):
+        place = Placement(torch.float64, torch.device("cpu"), 4, parallel=ExchangeRank(rank, 4, PLACE.device, None))
+        (part,) = load_weights(tmp_path, [param], place).values()
+        assert torch.equal(part[:rows], table[3 * rank :][:rows])
+        assert part.shape == (3, 5)
+        assert not part[rows:].any()
+        assert torch.equal(part_of(table, place.parallel), part)
 
 
 def test_a_format_says_where_a_parameter_may_be_cut(checkpoints):

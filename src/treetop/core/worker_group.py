@@ -287,7 +287,7 @@ class _Ranks:
             dead = self.late or self.dead()
             late = time.monotonic() > deadline
             if told is not None or dead is not None or late:
-                self._receive(0)
+                self._receive(0 if told is not None else _TICK_MS / 1000)  # of one that died, too: on their way
                 return told or next((word for word in self._words if isinstance(word, Broken)), None), dead
             self._receive(_TICK_MS / 1000)
         return None, None
