@@ -20,8 +20,8 @@ AFTER_NORM = "after the final norm"
 class DenseTarget:
     """A target by `transformers`. Residual streams by layer input, and the last hidden state after the norm."""
 
-    def __init__(self, folder: Path) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    def __init__(self, folder: Path, **options) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **options).eval()
         self.embedding = self.model.get_input_embeddings().weight.detach()
         self.lm_head = self.model.get_output_embeddings().weight.detach()
         self._seen: dict = {}

@@ -4,6 +4,7 @@ The kernels run here in Triton's interpreter too (this file starts itself again)
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -107,6 +108,34 @@ def test_a_token_gets_the_weighted_sum_of_its_experts(activation):
                     act = gate / (1 + torch.exp(-gate)) * up
                 want += weight * (made.down[expert] @ act + made.down_bias[expert])
         torch.testing.assert_close(got[token], want)
+
+
+def of_rank(router, made, own):
+    """What a rank has that has these experts."""
+    mine = slice(own.start, own.stop)
+    kept = (None if b is None else b[mine].contiguous() for b in (made.gate_up_bias, made.down_bias))
+    experts = Experts(made.gate_up[mine].contiguous(), made.down[mine].contiguous(), *kept, made.activation)
+    return replace(router, own=own), experts
+
+
+SHARES = [range(4), range(4, 5), range(5, 12)]
+
+
+def test_what_ranks_experts_give_adds_up_to_what_all_give():
+    """Each token's experts are chosen among all, weighted as among all, and computed once."""
+    torch.manual_seed(4)
+    spec = SPECS["groups"]
+    router, made = make_router(spec, 40, torch.float64), make_experts(12, 40, 24, bias=True, dtype=torch.float64)
+    x, live = torch.randn(33, 40, dtype=torch.float64), torch.arange(33) % 4 != 1
+    whole = route_reference(x, router, live)
+    total = torch.zeros_like(x)
+    for own in SHARES:
+        its_router, its_experts = of_rank(router, made, own)
+        routes = route_reference(x, its_router, live)
+        elsewhere = (whole.expert < own.start) | (whole.expert >= own.stop)
+        assert torch.equal(routes.expert, torch.where(elsewhere, -1, whole.expert - own.start))
+        total += experts_reference(x, routes, its_experts)[0]
+    torch.testing.assert_close(total, experts_reference(x, whole, made)[0], rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("name", ["softmax", "groups"])
@@ -254,6 +283,23 @@ if INTERPRETED or ON_GPU:
             parts = products.experts(x, routes, made, gpu_traits(DEVICE))
             want = experts_reference(x, routes, made)[0]
         torch.testing.assert_close(parts.sum(0), want, rtol=1e-5, atol=1e-5)
+
+    @pytest.mark.parametrize("own", SHARES, ids=str)
+    @pytest.mark.parametrize("tokens", [3, 300])
+    def test_a_rank_with_some_of_the_experts_computes_these_alone(tokens, own):
+        """In one launch that chooses and in two; what other ranks compute is zero here, as padding is."""
+        torch.manual_seed(tokens)
+        with DEVICE:
+            router, made = make_router(SPECS["groups"], 70), make_experts(12, 70, 45, bias=True)
+            x, live = torch.randn(tokens, 70), torch.rand(tokens) < 0.8
+            its_router, its_experts = of_rank(router, made, own)
+            routes = routing.route(x, its_router, live, gpu_traits(DEVICE))
+            want = route_reference(x, its_router, live)
+            assert torch.equal(routes.expert.long(), want.expert)
+            parts = products.experts(x, routes, its_experts, gpu_traits(DEVICE))
+        assert not bool(parts.transpose(0, 1)[want.expert < 0].any())
+        assert len(own) == 1 or bool((want.expert >= 0).any())
+        torch.testing.assert_close(parts.sum(0), experts_reference(x, want, its_experts)[0], rtol=1e-5, atol=1e-5)
 
     @pytest.mark.skipif(INTERPRETED, reason="NumPy, which interprets, warns of what is not a number")
     def test_a_token_that_is_not_a_number_reaches_no_other_token():

@@ -84,3 +84,10 @@ def test_a_rank_that_is_gone_ends_the_group_and_gives_back_its_memory(monkeypatc
 def test_more_ranks_than_gpus_are_refused_by_name():
     wanted = 64
     refused(ConfigError, lambda: LLM(tp_size=wanted, device="cuda"), f"--tp-size {wanted}")
+
+
+def test_where_peers_cannot_reach_each_other_the_answers_are_the_same(monkeypatch):
+    """Exchanges then go through the host."""
+    direct = run(greedy(40), tp_size=2)
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    assert tokens(run(greedy(40), tp_size=2)) == tokens(direct)

@@ -73,6 +73,28 @@ def test_what_follows_is_what_would_have_followed(llm, received):
             assert [token for token, _ in one.top] == [token for token, _ in other.top]
 
 
+class Alternating:
+    """Even tokens and odd ones in turn."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def allowed(self, new_ids):
+        self.count += len(new_ids)
+        return range(self.count % 2, 31, 2)
+
+
+@pytest.mark.parametrize("received", [1, 8])
+def test_a_constraint_goes_on_behind_what_was_received(llm, received):
+    prompt, params = llm_prompts(3)[2], sampled(5, COUNT)
+    request = asked(llm, prompt, params)
+    ((whole, *_),) = run(llm, [request._replace(constraint=Alternating())]).values()
+    assert [token % 2 for token in whole] == [0, 1] * (COUNT // 2)
+    again = asked(llm, prompt, params, tuple(whole[:received]))
+    ((rest, *_),) = run(llm, [again._replace(constraint=Alternating())]).values()
+    assert rest == whole[received:]
+
+
 def llm_prompts(count) -> list[list[int]]:
     return [[(5 * i + 3 * j) % 31 for j in range(3 + 4 * i)] for i in range(count)]
 

@@ -29,6 +29,8 @@ from treetop.debug.patching import wrapped_device
 from treetop.debug.rank_faults import RANK_FAULTS
 from treetop.debug.ranks import MemoryGroup, ranks_on_threads
 from treetop.debug.two_group import write_two_group_pair
+from treetop.doctor import exchange
+from treetop.doctor.provoke_ranks import find_rank_fault
 from treetop.kernels.sampling import greedy_of_ranks, greedy_reference
 from treetop.parallel.exchange import Meeting
 from treetop.types.errors import ConfigError, EngineError, UserError
@@ -43,6 +45,9 @@ def pairs(tmp_path_factory):
     weak = save_weak_llama(folder / "weak", strength=0.17, sharpness=0.5, vocab_size=212)
     strong = save_random_llama(folder / "strong", seed=8, vocab_size=12, attention_bias=True, mlp_bias=True)
     qwen3 = save_random_qwen3(folder / "qwen3", seed=8, vocab_size=12, tie_word_embeddings=True)
+    odd = save_weak_llama(folder / "odd", strength=0.17, sharpness=0.5, vocab_size=211)
+    tiny = save_random_qwen3(folder / "tiny", seed=8, vocab_size=9, tie_word_embeddings=True)
+    mtp = save_glm_with_mtp(folder / "mtp")
     experts = save_random_experts(folder / "experts", "gpt_oss", vocab_size=12)
     gemma = {**FAMILIES["gemma3"].config, "vocab_size": 12}
     config = head_config(architectures=["LlamaForCausalLM"], bias=True, vocab_size=12, draft_vocab_size=None)
@@ -55,7 +60,22 @@ def pairs(tmp_path_factory):
         "gemma3": replace(FAMILIES["gemma3"], config=gemma).save(folder / "gemma3").pair,
         "experts": Pair(experts, save_random_head(folder / "experts-head", experts, draft_vocab=8)),
         "eagle": Pair(strong, eagle),
+        "odd": Pair(odd, save_copying_head(folder / "odd-head", odd, draft_vocab=187)),
+        "tiny": Pair(tiny, save_random_head(folder / "tiny-head", tiny, draft_vocab=None, seed=2)),
+        "mtp": Pair(mtp, mtp),
     }
+
+
+def save_glm_with_mtp(folder):
+    """A GLM-4.5 with experts, and the layer of MTP after its last: that one again, with a projection of its own."""
+    alone = save_random_experts(folder.with_name("glm"), "glm4_moe", seed=3, vocab_size=13)
+    tensors = load_file(alone / "model.safetensors")
+    more = {name.replace(".layers.3.", ".layers.4."): t for name, t in tensors.items() if ".layers.3." in name}
+    norms = {f"model.layers.4.{name}.weight": (64,) for name in ("enorm", "hnorm", "shared_head.norm")}
+    more |= random_tensors({**norms, "model.layers.4.eh_proj.weight": (64, 128)})
+    more["model.layers.4.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    more["model.layers.4.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    return copy_folder(alone, folder, tensors=more, num_nextn_predict_layers=1)
 
 
 @pytest.fixture(autouse=True)
@@ -96,6 +116,10 @@ CASES = [  # pair, (k, S, T), ranks, parameters, options
     ("gemma3", (2, 3, 6), 2, greedy(20), {}),
     ("experts", (2, 3, 6), 2, MIXED, {}),
     ("eagle", (4, 2, 8), 4, MIXED, {}),
+    ("odd", (4, 5, 16), 2, MIXED, {"overlap": True}),
+    ("odd", (2, 3, 6), 4, greedy(20), {"graphs": "sim", "check_level": 2}),
+    ("tiny", (2, 3, 6), 4, MIXED, {}),
+    ("mtp", (2, 3, 6), 2, MIXED, {"graphs": "sim"}),
 ]
 
 
@@ -131,12 +155,12 @@ def test_logits_of_ranks_are_those_of_one(pairs):
 
 
 def test_what_cannot_be_divided_is_refused_by_name_before_anything_starts(pairs, tmp_path):
-    """Heads, a vocabulary, an inner size; and no ranks at all."""
+    """Heads, an inner size; and no ranks at all."""
     with_ranks = {"shape": None, "context_length": 64}
     refused(ConfigError, lambda: build(pairs["weak"], tp_size=3, **with_ranks), "--tp-size 3", "4 heads with 2")
     refused(ConfigError, lambda: build(pairs["weak"], tp_size=8, **with_ranks), "--tp-size 8", "[1, 2, 4] can")
-    odd = Pair(save_weak_llama(tmp_path / "odd", vocab_size=211), None)
-    refused(ConfigError, lambda: build(odd, tp_size=2, **with_ranks), "--tp-size 2", "model.embed_tokens.weight", "211")
+    odd = Pair(save_weak_llama(tmp_path / "odd", intermediate_size=99), None)
+    refused(ConfigError, lambda: build(odd, tp_size=2, **with_ranks), "--tp-size 2", "gate_proj.weight", "99")
     refused(ConfigError, lambda: build(odd, tp_size=0, **with_ranks), "--tp-size must lie between 1 and 64")
     refused(ConfigError, lambda: build(odd, step_timeout=0, **with_ranks), "--step-timeout")
 
@@ -198,3 +222,26 @@ def test_the_best_of_ranks_is_the_first_of_the_largest(tmp_path, size):
         for found in pool.map(choose, range(size)):
             assert torch.equal(found.finite, want.finite)
             assert torch.equal(found.token[want.finite], want.token[want.finite])
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=() if each == "another-bucket" else pytest.mark.slow) for each in RANK_FAULTS]
+)
+def test_doctor_finds_the_guard_of_a_fault_of_ranks(name):
+    """On the pair that everybody has."""
+    found = find_rank_fault(name)
+    assert found.caught is not None
+    assert found.fault.guard in found.caught
+
+
+def test_doctor_says_which_gpus_do_not_reach_each_other(monkeypatch):
+    """Three GPUs, of which the last is refused by the others."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: other < 2)
+    monkeypatch.setattr(exchange, "_topology", lambda: {(0, 1): "NV18"})
+    refused_words = "no: exchanges go through the host"
+    assert exchange.links() == [
+        ("GPU 0 - GPU 1", "yes", "NV18"),
+        ("GPU 0 - GPU 2", refused_words, "unknown"),
+        ("GPU 1 - GPU 2", refused_words, "unknown"),
+    ]

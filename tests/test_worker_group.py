@@ -10,6 +10,7 @@ from collections import deque
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from engines import accept_lens, build, greedy, tokens
@@ -88,6 +89,57 @@ def test_a_rank_that_stops_for_longer_than_the_deadline_ends_the_group(pair, mon
         said, seconds = after_first_tokens(llm, pair, lambda: os.kill(process.pid, signal.SIGSTOP))
         assert "a rank did not answer in 3 s; raise --step-timeout" in said
         assert seconds < 10
+
+
+REFUSED = """
+import os, signal, sys, threading
+from treetop.core import follower
+from treetop.parallel import exchange
+
+def refuse(store, meeting):
+    {what}
+
+exchange._gloo = refuse
+sys.exit(follower.main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("raise RuntimeError('peer access is not supported between these two devices')", "rank 1: RuntimeError: peer"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 has ended with exit code -9"),
+        (
+            "threading.Event().wait(1); os.kill(os.getpid(), signal.SIGSTOP)",
+            "a rank did not answer in 2 s; while the group started",
+        ),
+    ],
+    ids=["refused", "killed", "stopped"],
+)
+def test_a_rank_that_does_not_meet_the_others_ends_the_start(pair, monkeypatch, what, words):
+    """Whether its access is refused, it dies or it stops: an error at once, or by the deadline, and nothing is left.
+
+    It stops a second after it came, so that its word has left it.
+    """
+    started = {}
+
+    def start(told):
+        started[told.folder] = process = subprocess.Popen(
+            [sys.executable, "-c", REFUSED.format(what=what)], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+        )
+        process.stdin.write(msgspec.json.encode(told) + b"\n")
+        process.stdin.flush()
+        return process
+
+    monkeypatch.setattr(worker_group, "start_process", start)
+    monkeypatch.setattr(worker_group, "MEET_S", 2.0)
+    began = time.monotonic()
+    with pytest.raises(EngineError, match=words):
+        build(pair, None, tp_size=2)
+    assert time.monotonic() - began < 60, "it was waited for"
+    ((folder, process),) = started.items()
+    assert process.poll() is not None
+    assert not Path(folder).exists()
 
 
 PARENT = """

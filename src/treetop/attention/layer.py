@@ -41,7 +41,10 @@ class Attend(Protocol):
     def __call__(self, layer: int, write: WriteKV, scale: float, sinks: Tensor | None = None) -> Tensor: ...
 
     def live(self) -> Tensor | None:
-        """Which tokens of the batch are somebody's: [rows, n] bool; None if all are. What is padding needs no work."""
+        """Which tokens of the batch are somebody's: [rows, n] bool; None if all are. What is padding needs no work.
+
+        It may be longer, [tokens], where ranks exchange as many tokens as the one that has most.
+        """
         ...
 
 
@@ -85,7 +88,7 @@ class TailAttention:
 class CausalAttention:
     """A prefill phase: new K/V go to the pages first, then queries see all positions up to their own.
 
-    slots: group -> [rows, n] int64, the null slot for padding. valid: [rows, n] bool, what is not padding.
+    slots: group -> [rows, n] int64, the null slot for padding. valid: [rows, n] bool, what is not padding; see `live`.
     """
 
     backend: AttentionBackend[Any, Any]

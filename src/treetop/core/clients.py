@@ -90,7 +90,7 @@ class LocalCore:
 
     @property
     def load(self) -> CoreLoad:
-        return self._thread.core.scheduler.load
+        return self._thread.core.load
 
     @property
     def failure(self) -> EngineError | None:

@@ -2,30 +2,61 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Protocol
 
-from treetop.core.engine_core import EngineCore
 from treetop.types.errors import UserError
 from treetop.types.ids import RequestId
-from treetop.types.requests import EngineRequest, RequestUpdate
+from treetop.types.requests import CoreLoad, EngineRequest, RequestUpdate
 
 Deliver = Callable[[list[RequestUpdate]], None]
 """Takes a step's updates of one client, on the core's thread; it must not wait and not raise."""
 
 
+class Core(Protocol):
+    """What turns requests into updates, step by step; see `EngineCore`, which is one."""
+
+    @property
+    def busy(self) -> bool: ...
+
+    @property
+    def failure(self) -> BaseException | None: ...
+
+    @property
+    def load(self) -> CoreLoad: ...
+
+    @property
+    def num_launched(self) -> int: ...
+
+    @property
+    def num_committed(self) -> int: ...
+
+    @property
+    def stalled(self) -> bool: ...
+
+    def add(self, request: EngineRequest, remote: bool = False) -> None: ...
+
+    def abort(self, request_id: RequestId) -> RequestUpdate | None: ...
+
+    def finish(self, request_id: RequestId, num_tokens: int) -> RequestUpdate | None: ...
+
+    def step(self) -> list[RequestUpdate]: ...
+
+    def fail(self, error: BaseException) -> list[RequestUpdate]: ...
+
+
 class CoreLoop:
     """Applies the commands of clients between steps, and delivers each step's updates."""
 
-    def __init__(self, core: EngineCore[Any]) -> None:
+    def __init__(self, core: Core) -> None:
         self.core = core
         self._clients: dict[RequestId, Deliver] = {}
         self._flushes: list[tuple[int, threading.Event]] = []  # set once so many steps have been committed
 
-    def add(self, requests: Sequence[EngineRequest], deliver: Deliver) -> None:
-        """Queue requests together. One that can never run is told so in its last update."""
+    def add(self, requests: Sequence[EngineRequest], deliver: Deliver, remote: bool = False) -> None:
+        """Queue requests together. One that can never run is told so in its last update. remote: see `EngineCore`."""
         for request in requests:
             try:
-                self.core.add(request)
+                self.core.add(request, remote)
             except UserError as error:
                 deliver([RequestUpdate(request.request_id, (), finish_reason="abort", error=str(error))])
             else:

@@ -29,7 +29,7 @@ from treetop.core.wire import (
     decode_from_core,
     encode,
 )
-from treetop.types.errors import ConfigError, EngineError
+from treetop.types.errors import ConfigError, EngineError, InputError
 from treetop.types.ids import RequestId
 from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest
 
@@ -107,6 +107,8 @@ class RemoteCore:
     def add(self, requests: Sequence[EngineRequest], sink: Sink) -> None:
         if self.failure is not None:
             raise self.failure
+        if any(request.constraint is not None for request in requests):
+            raise InputError("constraints: the engine is another process; give a structured_output instead")
         self._ledger.add(requests, sink)
         self._give()
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import msgspec
 
 from treetop.core.remote import RemoteCore
-from treetop.core.wire import MockOptions, ProcessOptions
+from treetop.core.wire import ProcessOptions
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, EngineError, UserError
 
@@ -48,14 +48,15 @@ class FrontEnd(Protocol):
 class EngineSupervisor:
     """Keeps an engine process running. core: its client in this process, which can be used once `start` is over."""
 
-    def __init__(self, config: EngineConfig, mock: MockOptions | None, folder: Path, restarts: int) -> None:
-        """folder: of this user alone. restarts: how often within an hour an engine that has died is started again.
+    def __init__(self, process: ProcessOptions, folder: Path, restarts: int) -> None:
+        """process: what each engine is told, but for its address. folder: of this user alone. restarts: how often
+        within an hour an engine that has died is started again.
 
         Raises ConfigError for a folder whose path is too long.
         """
         if len(str(folder)) > _LONGEST_PATH:
             raise ConfigError(f"the path of temporary files is too long for a socket: {folder}; set TMPDIR")
-        self._config, self._mock, self._folder, self._restarts = config, mock, folder, restarts
+        self._options, self._folder, self._restarts = process, folder, restarts
         self._began_s: deque[float] = deque(maxlen=restarts)
         self._num_started = 0
         self._process: Process | None = None
@@ -69,7 +70,7 @@ class EngineSupervisor:
     async def start(self) -> None:
         """Start an engine and wait until it is up. Raises UserError and EngineError for what it says."""
         self._num_started += 1
-        options = ProcessOptions(self.address, self._config, self._mock, log_level=20)
+        options = msgspec.structs.replace(self._options, address=self.address)
         self._process = await spawn(["treetop.core.engine_process"], options)
         await self._while_it_lives(self.core.connect(self.address), " before it was up")
 
@@ -171,7 +172,7 @@ async def supervised_engine(config: EngineConfig, restarts: int = 3) -> AsyncIte
     restarts: within an hour. Raises UserError and EngineError if it cannot start.
     """
     with tempfile.TemporaryDirectory(prefix="treetop-") as folder:  # mode 0700: nobody else reaches the engine
-        supervisor = EngineSupervisor(config, None, Path(folder), restarts)
+        supervisor = EngineSupervisor(ProcessOptions("", config, log_level=20), Path(folder), restarts)
         try:
             await supervisor.start()
             watching = asyncio.ensure_future(supervisor.watch())

@@ -10,10 +10,9 @@ import weakref
 from collections.abc import Sequence
 from itertools import count
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from treetop.core.engine_core import EngineCore
-from treetop.core.loop import CoreLoop, Deliver
+from treetop.core.loop import Core, CoreLoop, Deliver
 from treetop.types.errors import EngineError
 from treetop.types.ids import RequestId
 from treetop.types.requests import EngineRequest, RequestUpdate
@@ -49,7 +48,7 @@ Command = _Add | _Abort | _Finish | _Flush | _Stop
 class CoreThread:
     """Runs a core until `close`, or until nobody holds this object. Requests that are alive then end with an error."""
 
-    def __init__(self, core: EngineCore[Any]) -> None:
+    def __init__(self, core: Core) -> None:
         self.core = core
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         self._ids = count()
@@ -152,7 +151,7 @@ def _close(inbox: "SimpleQueue[Command]", thread: threading.Thread) -> None:
         thread.join()
 
 
-def _run(core: EngineCore[Any], inbox: "SimpleQueue[Command]") -> None:
+def _run(core: Core, inbox: "SimpleQueue[Command]") -> None:
     loop = CoreLoop(core)
     while True:
         command = None

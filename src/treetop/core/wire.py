@@ -5,6 +5,7 @@ import msgspec
 from treetop.types.config import EngineConfig
 from treetop.types.ids import RequestId
 from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, RequestUpdate
+from treetop.types.roles import HandoverOptions
 
 ID_RANGE = 2**40
 """Request ids that each client has for itself: client i those from i times this on."""
@@ -93,12 +94,16 @@ class MockOptions(msgspec.Struct, frozen=True):
 
 
 class ProcessOptions(msgspec.Struct, frozen=True):
-    """What an engine process is told on stdin. address: its socket's, ipc. log_level: of `logging`."""
+    """What an engine process is told on stdin. address: its socket's, ipc. log_level: of `logging`.
+
+    handover: what it does for others.
+    """
 
     address: str
     config: EngineConfig
     mock: MockOptions | None = None
     log_level: int = 30
+    handover: HandoverOptions = HandoverOptions()
 
 
 ToCore = Hello | Add | Abort | Finish

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from queue import Empty, SimpleQueue
 from shutil import rmtree
 from typing import NamedTuple
 
@@ -44,12 +45,13 @@ from treetop.core.group_wire import (
 from treetop.engine.build import plan_engine
 from treetop.engine.engine import Engine, InFlightStep
 from treetop.models.loader import compute_device
-from treetop.parallel.exchange import START_S, ExchangeRank, Group
+from treetop.parallel.exchange import MEET_S, START_S, ExchangeRank, Group
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CheckError, ConfigError, EngineError, TreetopError, UserError
 from treetop.types.messages import StepPlan, StepResult
 
 _LONGEST_PATH = 90
+_HINT = "; raise --step-timeout if it needs longer"
 _TICK_MS = 100
 """How often a wait looks whether a rank has died."""
 _LAST_WORDS_S = 2.0
@@ -82,8 +84,10 @@ class WorkerGroup:
         self._launched = 0
         try:
             self._ranks.await_all(Here, time.monotonic() + START_S)
-            with self._ranks.no_longer_than(START_S):
-                self.engine = Engine(config, self._ranks.meet(device))
+            with self._ranks.no_longer_than(MEET_S, hint=""):
+                parallel = self._ranks.meet(device)
+            with self._ranks.no_longer_than(START_S, hint=""):
+                self.engine = Engine(config, parallel)
             self._ranks.await_all(Up, time.monotonic() + START_S)
         except BaseException as error:
             raise self._ended(error, "while the group started") from error
@@ -167,7 +171,7 @@ class _Ranks:
         self._group: Group | None = None
         self._ending, self._ended = threading.Lock(), threading.Event()
         self._latest_s: float | None = None
-        self._limit_s = START_S
+        self._late = ""
         self.late: str | None = None
         self._words: list[FromFollower] = []
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -187,17 +191,43 @@ class _Ranks:
             raise
 
     def meet(self, device: torch.device) -> ExchangeRank:
-        """Rank 0's side of the group. A rank that dies from now on ends kernels of rank 0 that wait for it."""
+        """Rank 0's side of the group. A rank that dies from now on ends kernels of rank 0 that wait for it.
+
+        Raises EngineError if one fails or dies before all have met: nothing in the library hears of that.
+        """
         threading.Thread(target=self._guard, name="treetop-guard", daemon=True).start()
-        self._group = Group(meeting_of(self.folder, 0, self._size), device)
+        self._group = self._met(device)
         for each in self._ranks.values():
             threading.Thread(target=_watch, args=(each.process, self._group.close), daemon=True).start()
         return self._group.parallel
 
+    def _met(self, device: torch.device) -> Group:
+        """The group, once all have come. Meeting is the library's, so it is done on a thread that can be left."""
+        met: SimpleQueue[Group | BaseException] = SimpleQueue()
+
+        def meet() -> None:
+            try:
+                met.put(Group(meeting_of(self.folder, 0, self._size), device))
+            except BaseException as error:
+                met.put(error)
+
+        threading.Thread(target=meet, name="treetop-meeting", daemon=True).start()
+        while True:
+            with suppress(Empty):
+                group = met.get(timeout=_TICK_MS / 1000)
+                break
+            self._receive(0)
+            wrong = self.late or self.dead()
+            if wrong is not None or any(isinstance(word, Broken) for word in self._words):
+                raise EngineError(wrong or "a rank has failed")
+        if isinstance(group, BaseException):
+            raise group
+        return group
+
     @contextmanager
-    def no_longer_than(self, seconds: float) -> Iterator[None]:
+    def no_longer_than(self, seconds: float, hint: str = _HINT) -> Iterator[None]:
         """If what is done inside has not ended by then, the other ranks are killed, and nobody waits for them."""
-        self._latest_s, self._limit_s = time.monotonic() + seconds, seconds
+        self._latest_s, self._late = time.monotonic() + seconds, f"a rank did not answer in {seconds:g} s{hint}"
         try:
             yield
         finally:
@@ -208,7 +238,7 @@ class _Ranks:
         while not self._ended.wait(_TICK_MS / 1000):
             latest_s = self._latest_s
             if latest_s is not None and time.monotonic() > latest_s + _TICK_MS / 1000:
-                self.late = f"a rank did not answer in {self._limit_s:g} s; raise --step-timeout if it needs longer"
+                self.late = self._late
                 for rank in self._ranks.values():
                     rank.process.kill()
                 return
@@ -296,9 +326,7 @@ class _Ranks:
                 raise EngineError(dead)
             if time.monotonic() > deadline:
                 names = ", ".join(map(str, sorted(who)))
-                raise EngineError(
-                    f"rank {names} did not {what} in {self._timeout_s:g} s; raise --step-timeout if it needs longer"
-                )
+                raise EngineError(f"rank {names} did not {what} in {self._timeout_s:g} s{_HINT}")
 
     def _receive(self, patience_s: float) -> bool:
         """Take what has come, and wait a while for something to come. Returns whether anything did."""

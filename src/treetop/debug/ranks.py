@@ -5,7 +5,7 @@ rank.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +50,7 @@ class MemoryGroup:
             new = _Table(threading.Barrier(meeting.size), [torch.empty(0)] * meeting.size)
             self._table = self._tables.setdefault(meeting.file, new)
         self._rank, self._seconds = meeting.rank, START_S
-        self.parallel = ExchangeRank(meeting.rank, meeting.size, device, self._gather)
+        self.parallel = ExchangeRank(meeting.rank, meeting.size, device, self._gather, self._swap)
 
     def set_deadline(self, seconds: float) -> None:
         self._seconds = seconds
@@ -60,10 +60,16 @@ class MemoryGroup:
         self._table.barrier.abort()
 
     def _gather(self, out: Tensor, piece: Tensor) -> None:
-        self._table.pieces[self._rank] = piece
+        self._exchange(piece, lambda pieces: torch.stack(pieces, out=out))
+
+    def _swap(self, out: Tensor, pieces: Tensor) -> None:
+        self._exchange(pieces, lambda all_of_them: torch.stack([each[self._rank] for each in all_of_them], out=out))
+
+    def _exchange(self, mine: Tensor, take: Callable[[list[Tensor]], object]) -> None:
+        self._table.pieces[self._rank] = mine
         try:
             self._table.barrier.wait(self._seconds)
-            torch.stack(self._table.pieces, out=out)
+            take(self._table.pieces)
             self._table.barrier.wait(self._seconds)
         except threading.BrokenBarrierError as error:
             raise EngineError(f"a rank did not answer in {self._seconds:g} s") from error
@@ -78,7 +84,7 @@ class RankThread:
 
     def __init__(self, options: FollowerOptions) -> None:
         self._follower = Follower(options, zmq.Context.instance())
-        self.stdin = _Nothing()
+        self.stdin = Nothing()
         self._thread = threading.Thread(target=self._run, name=f"rank-{options.rank}", daemon=True)
         self._thread.start()
 
@@ -98,6 +104,8 @@ class RankThread:
         self._follower._failed.set()
 
 
-class _Nothing:
+class Nothing:
+    """The stdin of a rank that is no process."""
+
     def close(self) -> None:
         """There is no pipe."""

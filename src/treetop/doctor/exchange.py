@@ -38,8 +38,17 @@ def links() -> list[tuple[str, str, str]]:
 
 def exchange_times(size: int, device: str) -> list[tuple[str, str]]:
     """Microseconds of a sum over `size` ranks, by rows, median. Raises EngineError if the ranks cannot exchange."""
+    times = measured_by_ranks("treetop.doctor.exchange", size, device)
+    return [(f"sum over {size} ranks, {rows} x {WIDTH}", f"{us:.1f} us") for rows, us in times.items()]
+
+
+def measured_by_ranks(module: str, size: int, device: str) -> dict[str, float]:
+    """What the first rank has measured, where `python -m module FOLDER RANK SIZE DEVICE` is each rank's side.
+
+    Raises EngineError if the ranks cannot exchange.
+    """
     with tempfile.TemporaryDirectory(prefix="treetop-") as folder:
-        command = [sys.executable, "-P", "-m", "treetop.doctor.exchange", folder]
+        command = [sys.executable, "-P", "-m", module, folder]
         ranks = [
             subprocess.Popen([*command, str(rank), str(size), device], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
             for rank in range(size)
@@ -57,7 +66,7 @@ def exchange_times(size: int, device: str) -> list[tuple[str, str]]:
             last = (error.decode(errors="replace").strip().splitlines() or ["without a word"])[-1]
             raise EngineError(f"ranks on {device} cannot exchange: {last}")
     times: dict[str, float] = json.loads(said[0][0])
-    return [(f"sum over {size} ranks, {rows} x {WIDTH}", f"{us:.1f} us") for rows, us in times.items()]
+    return times
 
 
 def times_us(run: Callable[[], object], device: torch.device) -> list[float]:

@@ -10,8 +10,10 @@ from rich.table import Table
 from treetop.debug.faults import FAULTS
 from treetop.doctor.conformance import Conformance, quick_cases
 from treetop.doctor.exchange import exchange_times, links
+from treetop.doctor.expert_ranks import expert_rank_times
 from treetop.doctor.provoke import Finding, Provocation
 from treetop.doctor.report import backends, capacity, checkpoint, machine
+from treetop.doctor.transport import transport_speeds
 from treetop.engine.build import plan_engine
 from treetop.types.config import EngineConfig
 
@@ -31,11 +33,15 @@ def run(model: str | None, options: dict[str, Any], visit: Visit) -> int:
     engine_plan = plan_engine(config)
     dtype, device = engine_plan.place.dtype, engine_plan.place.device
     sums = exchange_times(config.tp_size, device.type) if config.tp_size > 1 else []
+    sums += expert_rank_times(config.ep_size, device.type) if config.ep_size > 1 else []
     statuses = backends(engine_plan)
     tensors = checkpoint(engine_plan)
     _print(console, "machine", ("", ""), machine(device) + sums)
     if pairs := links():
         _print(console, "links", ("between", "reaches its memory", "link"), pairs)
+    if config.handover_slots:
+        speeds = transport_speeds(device.type)
+        _print(console, "handing requests over, 64 MiB", ("transport", "by", "speed"), speeds)
     rows = [(f"{b.name} (serves)" if b.chosen else b.name, ", ".join(b.phases) or "-", b.reason) for b in statuses]
     _print(console, f"backends, {str(dtype).removeprefix('torch.')}", ("backend", "runs", "why not, or which"), rows)
     console.print("\n".join(f"{name}: {words}" for name, words in tensors), markup=False, highlight=False)
@@ -86,7 +92,24 @@ def _faults(console: Console, device: str) -> int:
     console.print(
         f"faults: {len(findings) - len(missed)} of {len(findings)} caught on {device}, with harm shown without a guard"
     )
-    return int(bool(missed))
+    return int(bool(missed)) | _rank_faults(console)
+
+
+def _rank_faults(console: Console) -> int:
+    """Those of several ranks, on the CPU."""
+    try:
+        from treetop.debug.rank_faults import RANK_FAULTS  # noqa: PLC0415  # needs an extra
+        from treetop.doctor.provoke_ranks import find_rank_fault  # noqa: PLC0415  # too
+    except ModuleNotFoundError as error:
+        console.print(f"faults of ranks: not run without {error.name}: install treetop[serve]")
+        return 0
+    with Progress(console=console, transient=True) as progress:
+        findings = [find_rank_fault(name) for name in progress.track([*RANK_FAULTS], description="ranks")]
+    rows = [(f.fault.name, f.by if f.caught else "NOT CAUGHT", f.caught or "") for f in findings]
+    _print(console, "faults of ranks", ("fault", "guard", "what it said"), rows)
+    num_caught = sum(f.caught is not None for f in findings)
+    console.print(f"faults of ranks: {num_caught} of {len(findings)} caught")
+    return int(num_caught < len(findings))
 
 
 def _print(console: Console, title: str, columns: tuple[str, ...], rows: list[Any]) -> None:

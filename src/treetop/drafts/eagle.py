@@ -32,11 +32,11 @@ from treetop.kernels.table import Ops
 from treetop.models.checkpoint import tensor_files
 from treetop.models.config import AttentionSpec, ModelConfig, model_config, read_config
 from treetop.models.decoder import DecoderLayer
-from treetop.models.embedding import part_of, whole_table
+from treetop.models.embedding import part_of, whole_logits, whole_table
 from treetop.models.feed_forward import feed_forward_params
 from treetop.models.layers import GatedMLP, RMSNorm, SelfAttention, attention_params, norm_param
 from treetop.models.loader import Placement, Weights, check_weights, load_weights
-from treetop.models.params import Param, Source, matrix, vector
+from treetop.models.params import Param, Source, matrix, of_vocab, vector
 from treetop.models.target import LAST_HIDDEN, Target
 
 
@@ -81,7 +81,7 @@ class EagleSpec:
                 *feed_forward_params(layer.feed_forward, f"{name}.mlp", f"{name}.mlp", hidden),
             ]
         if self.output == "own":
-            params.append(matrix("lm_head", Source(OUTPUT, table), shard=0))
+            params.append(of_vocab("lm_head", OUTPUT, *table))
         if self.embedding:
             params.append(Param(EMBEDDING, table, (Source(EMBEDDING, table),), "table"))
         return params
@@ -120,10 +120,12 @@ class EagleHead:
     def __init__(self, spec: EagleSpec, weights: Weights, target: Target, place: Placement, ops: Ops) -> None:
         """target: whose embedding and output matrix the head uses where it has none of its own."""
         eps, first = spec.decoder.norm_eps, spec.decoder.layers[0]
-        self._ops = ops
+        self.spec, self._ops = spec, ops
         self._rope = rope_table(first.attention.rope, place.rope_rows, place.dtype, place.device)
         embedding = weights.pop(EMBEDDING, None)
-        self.embedding = whole_table(target.embedding, ops.parallel) if embedding is None else embedding
+        self.embedding = (
+            whole_table(target.embedding, spec.decoder.vocab_size, ops.parallel) if embedding is None else embedding
+        )
         self.fuse = ops.linear(weights.pop("fuse"), weights.pop("fuse_bias", None))
         self.attention = SelfAttention(first.attention, weights, "layers.0.attention", 0, eps, ops)
         self.mlp_norm = RMSNorm(weights["layers.0.mlp_norm"], eps, ops)
@@ -154,7 +156,7 @@ class EagleHead:
         return self._ops.add(x, added)
 
     def _own_logits(self, state: Tensor) -> Tensor:
-        return self._ops.parallel.join(self.lm_head(state))
+        return whole_logits(self.lm_head(state), self.spec.vocab_size, self._ops.parallel)
 
     def propose(self, state: Tensor, k: int) -> Proposal:
         """See `Drafter`."""

@@ -20,7 +20,7 @@ from treetop.kernels.rope import rope_table
 from treetop.kernels.table import Ops
 from treetop.models.config import AttentionSpec, ModelConfig
 from treetop.models.decoder import DecoderLayer
-from treetop.models.embedding import part_of, whole_table
+from treetop.models.embedding import part_of, whole_logits, whole_table
 from treetop.models.feed_forward import feed_forward_params
 from treetop.models.layers import (
     GatedMLP,
@@ -30,7 +30,7 @@ from treetop.models.layers import (
     norm_param,
 )
 from treetop.models.loader import Placement, Weights, check_weights, load_weights
-from treetop.models.params import Param, Plain, Source, matrix, vector
+from treetop.models.params import Param, Plain, Source, matrix, of_vocab, vector
 from treetop.models.target import Target
 
 _INDICES, _MARKS = Plain(("I64",)), Plain(("BOOL", "U8", "I8", "I32", "I64"))
@@ -120,7 +120,7 @@ class Eagle3Spec:
         hidden, wide = self.decoder.hidden_size, self.decoder.vocab_size
         params = []
         if self.output == "own":
-            params.append(matrix("lm_head", Source(OUTPUT, (self.vocab_size, hidden)), shard=0))
+            params.append(of_vocab("lm_head", OUTPUT, self.vocab_size, hidden))
         for name, rows, kinds in (("d2t", self.vocab_size, _INDICES), ("t2d", wide, _MARKS)):
             if name in self.stored:
                 params.append(Param(name, (rows,), (Source(name, (rows,)),), "index", format=kinds))
@@ -167,7 +167,9 @@ class Eagle3Head:
         self.hidden_norm = RMSNorm(weights["hidden_norm"], eps, ops)
         # A token's normed embedding never changes, so the whole table is normed once.
         embedding = weights.pop(EMBEDDING, None)
-        embedding = whole_table(target.embedding, ops.parallel) if embedding is None else embedding
+        embedding = (
+            whole_table(target.embedding, spec.decoder.vocab_size, ops.parallel) if embedding is None else embedding
+        )
         self.normed_embedding = RMSNorm(weights["input_norm"], eps, ops)(embedding)
         self.attention = SelfAttention(first.attention, weights, "attention", 0, eps, ops)
         self.mlp_norm = RMSNorm(weights["mlp_norm"], eps, ops)
@@ -212,7 +214,7 @@ class Eagle3Head:
         return self.norm.after(x, added)[1] if self.spec.norms.output else self._ops.add(x, added)
 
     def _own_logits(self, state: Tensor) -> Tensor:
-        return self._ops.parallel.join(self.lm_head(state))
+        return whole_logits(self.lm_head(state), self.spec.vocab_size, self._ops.parallel)
 
     def propose(self, state: Tensor, k: int) -> Proposal:
         """See `Drafter`."""

@@ -25,6 +25,8 @@ from treetop.kernels.table import Ops
 from treetop.models.checkpoint import tensor_files
 from treetop.models.config import AttentionSpec, ModelConfig, read_config
 from treetop.models.decoder import DecoderLayer, decoder_params
+from treetop.models.embedding import whole_table
+from treetop.models.experts import live_rows
 from treetop.models.layers import RMSNorm, norm_param
 from treetop.models.loader import Placement, Weights, check_weights, load_weights
 from treetop.models.params import Param, Source, matrix
@@ -153,7 +155,7 @@ class MtpLayer:
         self._rope = rope_table(spec.attention[0].rope, place.rope_rows, place.dtype, place.device)
         # A token's normed embedding never changes; the last row is that of no token, for position 0.
         nothing = target.embedding.new_zeros((1, spec.block.hidden_size))
-        embedding = torch.cat([target.embedding, nothing])
+        embedding = torch.cat([whole_table(target.embedding, spec.vocab_size, ops.parallel), nothing])
         self.normed_embedding = RMSNorm(weights["embedding_norm"], eps, ops)(embedding)
         self.hidden_norm = RMSNorm(weights["hidden_norm"], eps, ops)
         self.projection = ops.linear(weights.pop("projection"))
@@ -172,7 +174,8 @@ class MtpLayer:
         tokens = torch.where(positions == 0, self.spec.vocab_size, tokens)
         x = self.projection(self._ops.embed_and_norm(self.normed_embedding, tokens, state, norm.weight, norm.eps))
         angles = self._ops.angles(self._rope, positions)
-        x, added = self.layer(x, self.layer.input_norm(x), angles, attend, attend.live())
+        live = live_rows(attend.live(), self._ops.expert_ranks)
+        x, added = self.layer(x, self.layer.input_norm(x), angles, attend, live)
         return self.norm.after(x, added)[1] if self.spec.normed_state else self._ops.add(x, added)
 
     def propose(self, state: Tensor, k: int) -> Proposal:

@@ -19,6 +19,7 @@ from treetop.drafts.registry import drafter_spec, ngram_spec
 from treetop.engine.buffers import Zeros, make_round_buffers
 from treetop.engine.compile_ahead import rehearse
 from treetop.engine.cuda_graphs import num_graphs
+from treetop.engine.handover import HandoverSpec, StagingSlots
 from treetop.engine.memory import (
     LEAST_CHUNK_OF_CPU,
     LEAST_CHUNK_OF_GPU,
@@ -37,6 +38,7 @@ from treetop.engine.memory import (
     step_bytes,
 )
 from treetop.engine.model_runner import ModelRunner
+from treetop.engine.row_record import record_bytes, record_fields
 from treetop.engine.state import make_state
 from treetop.engine.weight_copies import CpuWeights, with_copies, with_second_orders
 from treetop.engine.worst_steps import peak_bytes
@@ -45,7 +47,6 @@ from treetop.kernels.products import ChosenProduct, choose_products
 from treetop.models.config import AttentionSpec, ModelConfig, attention_of_rank
 from treetop.models.folder import resolve_folder
 from treetop.models.loader import Placement, compute_device, compute_dtype, weight_bytes
-from treetop.models.params import of_rank
 from treetop.models.registry import TargetSpec, target_spec
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CapacityError, ConfigError
@@ -59,7 +60,7 @@ class EnginePlan:
     """Everything that is known before a weight is read.
 
     layout: with pools as large as the estimate lets them be. need: what attention has to do. use: that estimate of
-    memory. weights: whose products are chosen by timing.
+    memory. weights: whose products are chosen by timing. handover: what staging slots hold, if there are any.
     """
 
     config: EngineConfig
@@ -70,35 +71,56 @@ class EnginePlan:
     need: Need
     use: MemoryUse
     weights: CpuWeights
+    handover: HandoverSpec | None
 
 
-def plan_engine(config: EngineConfig, parallel: Parallel | None = None) -> EnginePlan:
+def plan_engine(
+    config: EngineConfig, parallel: Parallel | None = None, expert_ranks: Parallel | None = None
+) -> EnginePlan:
     """Read the checkpoints' configs, and check every option against them and against the device's memory.
 
-    parallel: which rank this is; None for the first of ranks that have not met. The plan's configuration says what the
-    given one leaves to device and memory. Raises UserError for what cannot work, before any weight is read.
+    parallel, expert_ranks: which rank this is; None for the first of ranks that have not met. The plan's configuration
+    says what the given one leaves to device and memory. Raises UserError for what cannot work, before any weight is
+    read.
     """
     parallel = parallel or (ALONE if config.tp_size == 1 else Unmet(config.tp_size))
+    expert_ranks = expert_ranks or (ALONE if config.ep_size == 1 else Unmet(config.ep_size))
+    engine_plan = _plan_own(config, parallel, expert_ranks)
+    if isinstance(expert_ranks, Unmet):
+        return engine_plan
+    rows, chunk = engine_plan.layout.max_requests, engine_plan.layout.chunk  # steps of all ranks have one size
+    fewest, least = expert_ranks.least(rows), expert_ranks.least(chunk)
+    if (rows, chunk) == (fewest, least):
+        return engine_plan
+    return _plan_rows(replace(config, max_running_requests=fewest, chunked_prefill_size=least), parallel, expert_ranks)
+
+
+def _plan_own(config: EngineConfig, parallel: Parallel, expert_ranks: Parallel) -> EnginePlan:
+    """The plan by this rank's own memory."""
     if config.max_running_requests is not None:
-        return _plan_rows(config, parallel)
+        return _plan_rows(config, parallel, expert_ranks)
     *many, fewest = ROWS_OF_CPU if compute_device(config.device).type == "cpu" else ROWS_OF_GPU
     for rows in many:
         with suppress(CapacityError):
-            engine_plan = _plan_rows(replace(config, max_running_requests=rows), parallel)
+            engine_plan = _plan_rows(replace(config, max_running_requests=rows), parallel, expert_ranks)
             if engine_plan.layout.pool_tokens >= rows * min(engine_plan.layout.max_context, TOKENS_OF_A_ROW):
                 return engine_plan
-    return _plan_rows(replace(config, max_running_requests=fewest), parallel)
+    return _plan_rows(replace(config, max_running_requests=fewest), parallel, expert_ranks)
 
 
-def _plan_rows(config: EngineConfig, parallel: Parallel) -> EnginePlan:
+def _plan_rows(config: EngineConfig, parallel: Parallel, expert_ranks: Parallel) -> EnginePlan:
     """The plan for a given number of rows."""
     target = target_spec(resolve_folder(config.model))
+    if config.ep_size > 1 and not target.config.has_experts:
+        raise ConfigError(f"--ep-size {config.ep_size}: {config.model} has no experts that ranks could share")
     draft = read_draft_spec(config, target) if config.speculates else None
     layout = make_layout(config, target.config, draft, parallel.size)
     device = compute_device(config.device)
     dtype = compute_dtype(config.dtype, device)
+    layout, handover = _with_slots(config, layout, target.config, draft, dtype)
     dummy = config.load_format == "dummy"
     place = Placement(dtype, device, layout.max_positions, dummy, shapes=layout.shapes, parallel=parallel)
+    place = replace(place, expert_ranks=expert_ranks)
     memory, static = _memory_of(place), _static_estimate(config, layout, target, draft, place)
     memory = Memory(memory.total, memory.free - static)
     allowance = _cpu_allowance(config, memory, place, layout, target.config)
@@ -113,7 +135,7 @@ def _plan_rows(config: EngineConfig, parallel: Parallel) -> EnginePlan:
     use = MemoryUse(layout, dtype.itemsize, budget)
     if config.prefill_tokens_per_round is None:
         config = replace(config, prefill_tokens_per_round=tokens_of_a_round(layout, device))
-    return EnginePlan(config, target, draft, layout, place, need, use, weights)
+    return EnginePlan(config, target, draft, layout, place, need, use, weights, handover)
 
 
 def make_layout(config: EngineConfig, model: ModelConfig, draft: DrafterSpec | None, ranks: int = 1) -> Layout:
@@ -129,8 +151,7 @@ def make_layout(config: EngineConfig, model: ModelConfig, draft: DrafterSpec | N
             f"--context-length {context}: penalties can count {MOST_COUNT} tokens; lower it, or use"
             " --disable-logits-processors"
         )
-    layers = layer_groups(model, draft, ranks)
-    groups = tuple(KVGroup(name, len(of), of[0].kv, of[0].window) for name, of in layers.items())
+    groups = kv_groups(model, draft, ranks)
     chunk, rows = config.chunked_prefill_size or _default_chunk(config, groups), config.max_running_requests
     assert rows is not None, "plan_engine has chosen"
     layout = Layout(
@@ -147,6 +168,25 @@ def make_layout(config: EngineConfig, model: ModelConfig, draft: DrafterSpec | N
         layout = replace(layout, pool_tokens=layout.tokens_for_all)
     layout.validate()
     return layout
+
+
+def _with_slots(
+    config: EngineConfig, layout: Layout, model: ModelConfig, draft: DrafterSpec | None, dtype: torch.dtype
+) -> tuple[Layout, HandoverSpec | None]:
+    """The layout with the staging slots that are asked for, and what they hold.
+
+    Raises ConfigError or CapacityError for slots that cannot hold this model's tokens.
+    """
+    if not config.handover_slots:
+        return layout, None
+    odd = [group.name for group in layout.groups if group.kv.head_dim * dtype.itemsize % 4]
+    if odd:
+        raise ConfigError(f"--handover-slots: heads of KV group {odd[0]} are not whole 32-bit words in {dtype}")
+    record = record_bytes(record_fields(layout, draft, dtype))
+    ranks = config.tp_size
+    handover = HandoverSpec.of(layout.groups, kv_groups(model, draft, 1), dtype.itemsize, record, ranks)
+    tokens = min(handover.own.tokens_per_slot(config.handover_slot_bytes), layout.max_context)
+    return replace(layout, handover_slots=config.handover_slots, slot_tokens=tokens), handover
 
 
 def choose_max_in_flight(config: EngineConfig) -> int:
@@ -213,10 +253,11 @@ def read_draft_spec(config: EngineConfig, target: TargetSpec) -> DrafterSpec:
 class BuiltRunner:
     """A device with its memory. zones: at check level 3, between which every buffer lies. use: where memory went.
 
-    products: on a CPU, how products with weights are taken.
+    products: on a CPU, how products with weights are taken. slots: to hand requests over by, if there are any.
     """
 
     device: ModelRunner
+    slots: StagingSlots | None
     zones: RedZones | None
     use: MemoryUse
     products: tuple[ChosenProduct, ...]
@@ -232,6 +273,7 @@ def build_runner(engine_plan: EnginePlan) -> BuiltRunner:
     with out_of_memory_explained("loading weights and trying the worst steps", place.device, engine_plan.use):
         before = _allocated(place.device)
         device, zones, zeros = _without_pools(engine_plan, replace(place, products=products))
+        slots = _make_slots(engine_plan, zeros)
         static = _allocated(place.device) - before or engine_plan.use.budget.static
         allowance = _gpu_allowance(config, device) if place.device.type == "cuda" else 0
     memory = _memory_of(place)
@@ -242,7 +284,14 @@ def build_runner(engine_plan: EnginePlan) -> BuiltRunner:
     use = MemoryUse(layout, place.dtype.itemsize, budget)
     with out_of_memory_explained("making the KV pools", place.device, use):
         pools = make_pools(layout, place.dtype, zeros)
-    return BuiltRunner(_with_pools(device, layout, pools), zones, use, tuple(products.values()))
+    return BuiltRunner(_with_pools(device, layout, pools), slots, zones, use, tuple(products.values()))
+
+
+def _make_slots(engine_plan: EnginePlan, zeros: Zeros) -> StagingSlots | None:
+    spec, config = engine_plan.handover, engine_plan.config
+    if spec is None:
+        return None
+    return StagingSlots(spec, zeros((config.handover_slots, config.handover_slot_bytes), torch.uint8))
 
 
 def _without_pools(engine_plan: EnginePlan, place: Placement) -> tuple[ModelRunner, RedZones | None, Zeros]:
@@ -281,7 +330,8 @@ def _with_pools(runner: ModelRunner, layout: Layout, pools: dict[GroupName, KVPo
 
 def _memory_of(place: Placement) -> Memory:
     """Of the rank's device; ranks on a CPU share its memory."""
-    memory, sharing = memory_of(place.device), place.parallel.size if place.device.type == "cpu" else 1
+    memory, ranks = memory_of(place.device), place.parallel.size * place.expert_ranks.size
+    sharing = ranks if place.device.type == "cpu" else 1
     return Memory(memory.total // sharing, memory.free // sharing)
 
 
@@ -290,9 +340,9 @@ def _static_estimate(
 ) -> int:
     """Bytes of weights, tables and buffers, from their shapes: no less than that will be taken."""
     dtype = place.dtype
-    weights = weight_bytes(of_rank(target.params, place.parallel), dtype)
+    weights = weight_bytes(place.own(target.params), dtype)
     if draft is not None:
-        weights += weight_bytes(of_rank(draft.params, place.parallel), dtype) + draft.derived * dtype.itemsize
+        weights += weight_bytes(place.own(draft.params), dtype) + draft.derived * dtype.itemsize
     made: list[int] = []
 
     def counted(shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
@@ -302,7 +352,7 @@ def _static_estimate(
     model, aux = target.config, draft.aux_inputs if draft is not None else ()
     make_state(layout, draft, _changed_vocab(config, model), dtype, counted)
     make_round_buffers(layout, len(aux), model.hidden_size, model.vocab_size, dtype, counted)
-    return weights + sum(made)
+    return weights + sum(made) + config.handover_slots * config.handover_slot_bytes
 
 
 def _changed_vocab(config: EngineConfig, model: ModelConfig) -> int | None:
@@ -350,6 +400,12 @@ def backend_need(layout: Layout, model: ModelConfig, draft: DrafterSpec | None, 
     queries = max(layout.verify_tail, layout.commit_width, layout.max_topk)
     rows = layout.max_requests
     return Need(place.dtype, place.device, layout.page_size, tuple(groups), layout.max_in_flight, rows, queries)
+
+
+def kv_groups(model: ModelConfig, draft: DrafterSpec | None, ranks: int) -> tuple[KVGroup, ...]:
+    """The KV groups of one of `ranks` ranks."""
+    layers = layer_groups(model, draft, ranks)
+    return tuple(KVGroup(name, len(of), of[0].kv, of[0].window) for name, of in layers.items())
 
 
 def layer_groups(model: ModelConfig, draft: DrafterSpec | None, ranks: int = 1) -> dict[GroupName, list[AttentionSpec]]:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from treetop.attention.layer import CausalAttention, LayerKV
@@ -25,6 +26,7 @@ class PrefillBatch:
 
     rows: [rows] int64. tokens: [rows, n] int64, padded. query_len: [rows] int64, 0 for the dummy row. next_token:
     [rows] int64, the prompt token after the chunk; -1 for a prompt's last chunk. max_kv_len: no extent is larger.
+    exchanged: tokens that ranks with shared experts exchange, where these are more than the batch has.
     """
 
     rows: Tensor
@@ -33,6 +35,7 @@ class PrefillBatch:
     next_token: Tensor
     max_kv_len: int
     choice: Choice
+    exchanged: int = 0
 
 
 def chunk_columns(plan: PrefillPlan, bucket: int) -> list[list[int]]:
@@ -57,7 +60,7 @@ def make_batch(plan: PrefillPlan, rows: Tensor, columns: list[Tensor]) -> Prefil
     width = chunk_width(plan)
     max_kv_len = max((chunk.start + len(chunk.token_ids) for chunk in plan.chunks), default=1)
     tokens = rows.new_zeros(len(rows) * width).index_copy_(0, place, ids).view(len(rows), width)
-    return PrefillBatch(rows, tokens, query_len, next_token, max_kv_len, plan.choice)
+    return PrefillBatch(rows, tokens, query_len, next_token, max_kv_len, plan.choice, plan.least_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,4 +137,9 @@ def _attention(
         slots[group.name] = slots_of(table, batch.rows, span.positions, span.valid, runner.layout.page_size)
         prefix = batch.rows, span.kv_len, batch.max_kv_len
         plans[group.name] = runner.plan(runner.metadata(Phase.PREFILL, group, prefix, span.positions))
-    return CausalAttention(runner.backend, layers, slots, plans, span.valid)
+    return CausalAttention(runner.backend, layers, slots, plans, _live(span.valid, batch.exchanged))
+
+
+def _live(valid: Tensor, exchanged: int) -> Tensor:
+    """valid [rows, n], or as many tokens as are exchanged: those in excess of the batch's are nobody's."""
+    return valid if exchanged <= valid.numel() else F.pad(valid.reshape(-1), (0, exchanged - valid.numel()))

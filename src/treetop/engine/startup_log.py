@@ -18,11 +18,11 @@ def start_up_block(
     config, layout, shape = engine_plan.config, runner.layout, engine_plan.config.shape
     place, dtype = engine_plan.place.device, engine_plan.place.dtype
     tree = f"tree S={shape.num_steps} k={shape.topk} T={shape.num_draft_tokens}" if runner.drafter else "no draft"
-    shared = (
-        f", which {config.tp_size} ranks share; of rank {engine_plan.place.parallel.rank}:"
-        if config.tp_size > 1
-        else ""
-    )
+    shared = ""
+    if config.tp_size > 1:
+        shared = f", which {config.tp_size} ranks share; of rank {engine_plan.place.parallel.rank}:"
+    elif config.ep_size > 1:
+        shared = f", whose experts {config.ep_size} ranks share; of rank {engine_plan.place.expert_ranks.rank}:"
     refused = [(name, refusal(name, engine_plan.need)) for name in BACKENDS]
     others = [f"{name}: {problem.reason}" for name, problem in refused if problem is not None]
     rows = [

@@ -178,7 +178,7 @@ def _grouped(
         out, x, data, scales, data if bias is None else bias, tiles.order, tiles.expert, tiles.start, tiles.count,
         tiles.number, routes.expert, routes.weight, tokens, n, k, share,
         packed=packed, wide=isinstance(weight, Mxfp4Weight) and weight.wide, has_bias=bias is not None, gated=gated,
-        clamped=activation is Activation.CLAMPED, top_k=top_k,
+        clamped=activation is Activation.CLAMPED, apart=routes.apart, top_k=top_k,
         block_m=tiles.rows, block_n=launch.block_n, block_k=launch.block_k, hopper=gpu.can_overlap,
         overlap=gpu.can_overlap, num_stages=launch.num_stages, num_warps=launch.num_warps, **launch_options(gpu),
     )  # fmt: skip
@@ -188,11 +188,11 @@ def _grouped(
 def _grouped_kernel(
     out: Arg, x: Arg, weight: Arg, scales: Arg, bias: Arg, order: Arg, tile_expert: Arg, tile_start: Arg,
     tile_count: Arg, number: Arg, expert_of: Arg, weight_of: Arg, tokens: Arg, n: Arg, k: Arg, share: Arg,
-    packed: constexpr, wide: constexpr, has_bias: constexpr, gated: constexpr, clamped: constexpr, top_k: constexpr,
-    block_m: constexpr, block_n: constexpr, block_k: constexpr, hopper: constexpr, overlap: constexpr,
+    packed: constexpr, wide: constexpr, has_bias: constexpr, gated: constexpr, clamped: constexpr, apart: constexpr,
+    top_k: constexpr, block_m: constexpr, block_n: constexpr, block_k: constexpr, hopper: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """A block of lines for one tile over one share of k. Grid (most tiles + 1, lines / block_n, splits); the last
-    writes zeros for padding.
+    writes zeros for padding, and for what another rank's experts compute.
 
     gated: x is [tokens, k], lines are a gate and an up in turn, out is [assignments, n] in the order of the tiles.
     Else: x is [assignments, k] in that order, out is [splits * top_k, tokens, n], times the weights of the routes.
@@ -204,7 +204,10 @@ def _grouped_kernel(
     lane = tl.arange(0, block_m)
     last = tl.num_programs(0) - 1
     if not gated and tile == last:
-        _zero_padding(out, expert_of, line, split, tokens, n, top_k, block_m)
+        if apart:
+            _zero_elsewhere(out, expert_of, line, split, tokens, n, top_k, block_m)
+        else:
+            _zero_padding(out, expert_of, line, split, tokens, n, top_k, block_m)
     at = tl.minimum(tile, last - 1)  # asked for with the number of tiles, not after it
     expert = tl.load(tile_expert + at).to(tl.int64)
     place = tl.load(tile_start + at) + lane
@@ -259,6 +262,20 @@ def _zero_padding(
                 at = out + row[None, :] * n + line[:, None]
                 zeros = tl.zeros([line.shape[0], block_m], out.dtype.element_ty)
                 tl.store(at, zeros, mask=padding[None, :] & (line < n)[:, None])
+
+
+@jit
+def _zero_elsewhere(
+    out: Arg, expert_of: Arg, line: Arg, split: Arg, tokens: Arg, n: Arg, top_k: constexpr, block_m: constexpr
+) -> None:
+    """As `_zero_padding`, of each assignment by itself."""
+    for first in range(0, tokens * top_k, block_m):
+        assignment = first + tl.arange(0, block_m)
+        elsewhere = tl.load(expert_of + assignment, mask=assignment < tokens * top_k, other=0) < 0
+        row = ((split * top_k + assignment % top_k) * tokens + assignment // top_k).to(tl.int64)
+        at = out + row[None, :] * n + line[:, None]
+        zeros = tl.zeros([line.shape[0], block_m], out.dtype.element_ty)
+        tl.store(at, zeros, mask=elsewhere[None, :] & (line < n)[:, None])
 
 
 @jit

@@ -54,12 +54,20 @@ class RouterSpec:
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """weight: [experts, hidden]. bias: [experts]. correction: [experts], float32 or float64."""
+    """weight: [experts, hidden]. bias: [experts]. correction: [experts], float32 or float64.
+
+    own: the experts that are here, where ranks share them; None for all. Routes number them from 0.
+    """
 
     spec: RouterSpec
     weight: Tensor
     bias: Tensor | None
     correction: Tensor | None
+    own: range | None = None
+
+    @property
+    def here(self) -> range:
+        return range(self.spec.num_experts) if self.own is None else self.own
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +88,13 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """expert: [tokens, top_k] integers, -1 for padding. weight: [tokens, top_k], float32 or float64. tiles: of a
-    kernel."""
+    """expert: [tokens, top_k] integers, -1 for padding and for another rank's experts. weight: [tokens, top_k], float32
+    or float64. tiles: of a kernel. apart: another rank may have some of a token's experts."""
 
     expert: Tensor
     weight: Tensor
     tiles: Tiles | None = None
+    apart: bool = False
 
 
 def route_reference(x: Tensor, router: Router, live: Tensor | None) -> Routes:
@@ -94,7 +103,9 @@ def route_reference(x: Tensor, router: Router, live: Tensor | None) -> Routes:
     bias = None if router.bias is None else router.bias.to(wide)
     logits = each_row(x.to(wide), router.weight.to(wide), bias)
     expert, weight = choose_experts(logits, router.spec, router.correction)
-    return Routes(expert if live is None else torch.where(live[:, None], expert, -1), weight)
+    here = (expert >= router.here.start) & (expert < router.here.stop)
+    expert = torch.where(here if live is None else here & live[:, None], expert - router.here.start, -1)
+    return Routes(expert, weight, apart=router.own is not None)
 
 
 def each_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -184,12 +195,12 @@ def route(x: Tensor, router: Router, live: Tensor | None, gpu: GpuTraits) -> Rou
         sigmoid=sigmoid, of_chosen=spec.kind is RouterKind.TOPK_SOFTMAX, renormalise=spec.renormalise,
         corrected=router.correction is not None, masked=live is not None, groups=spec.groups,
         top_groups=spec.top_groups, block_g=lanes(spec.groups), places=one, rows=rows, block_k=lanes(spec.top_k),
-        **choice,
+        first=router.here.start, stop=router.here.stop, **choice,
     )  # fmt: skip
     if not one:
         _place_kernel[(blocks,)](expert, *placed, rows=rows, **choice)
     tile_expert, start, count = numbers
-    return Routes(expert, weight, Tiles(rows, order, tile_expert, start, count, number))
+    return Routes(expert, weight, Tiles(rows, order, tile_expert, start, count, number), router.own is not None)
 
 
 def _logits(x: Tensor, router: Router, gpu: GpuTraits) -> Tensor:
@@ -246,13 +257,14 @@ def _choose_kernel(  # noqa: PLR0915 (a choice, then what follows from it)
     tile_start: Arg, tile_count: Arg, number: Arg, counts: Arg, tokens: Arg, blocks: Arg, most: Arg, parts: Arg,
     scale: Arg, sigmoid: constexpr, of_chosen: constexpr, renormalise: constexpr, corrected: constexpr,
     masked: constexpr, groups: constexpr, top_groups: constexpr, block_g: constexpr, places: constexpr, rows: constexpr,
-    top_k: constexpr, block_k: constexpr, experts: constexpr, block: constexpr, block_e: constexpr,
-    overlap: constexpr,
+    block_k: constexpr, first: constexpr, stop: constexpr, top_k: constexpr, experts: constexpr, block: constexpr,
+    block_e: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """Experts and weights of a block of tokens, and how many of them each expert gets. Grid (blocks,).
 
-    logits: [parts, tokens, experts]. counts: [blocks, experts]. places: there is one block, whose assignments are put
-    in order too. Ties go to the smaller index, and NaN is above all numbers, so that experts are experts.
+    logits: [parts, tokens, experts]. counts: [blocks, experts]. first, stop: the experts that are here, numbered from
+    0; a token's others are -1. places: there is one block, whose assignments are put in order too. Ties go to the
+    smaller index, and NaN is above all numbers, so that experts are experts.
     """
     pdl_wait(overlap, early=True)
     token = tl.program_id(0) * block + tl.arange(0, block)
@@ -292,8 +304,9 @@ def _choose_kernel(  # noqa: PLR0915 (a choice, then what follows from it)
         if of_chosen:
             weight = tl.exp(weight - peak)
         weights = tl.where((lane == i)[None, :], weight[:, None], weights)
-        ids = tl.where((lane == i)[None, :] & alive[:, None], chosen[:, None], ids)
-        slot = tl.where(is_chosen & alive[:, None], i, slot)
+        here = alive & (chosen >= first) & (chosen < stop)
+        ids = tl.where((lane == i)[None, :] & here[:, None], (chosen - first)[:, None], ids)
+        slot = tl.where((index == (chosen - first)[:, None]) & here[:, None], i, slot)
         keys = tl.where(is_chosen, lowest, keys)
     if renormalise or of_chosen:
         weights = weights / (tl.sum(weights, 1) + 1e-20)[:, None]

@@ -119,6 +119,10 @@ class ModelConfig:
     unit_offset: bool = False
     embedding_scale: float = 1.0
 
+    @property
+    def has_experts(self) -> bool:
+        return any(isinstance(layer.feed_forward, ExpertSpec) for layer in self.layers)
+
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The folder's `config.json`. Raises CheckpointError if it is missing or not a JSON object."""
@@ -130,7 +134,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 def model_config(config: Config, where: Path, layers: Sequence[LayerSpec]) -> ModelConfig:
     """What a decoder's config says beside its layers. Raises CheckpointError naming the key that is wrong."""
     if config.get("quantization_config") is not None:
-        raise CheckpointError(f"{where}: quantization_config: quantized weights are not supported, only 16 or 32 bits")
+        raise CheckpointError(
+            f"{where}: quantization_config: quantized weights are not supported, only 16, 32 or 64 bits, and GPT-OSS's"
+            " MXFP4"
+        )
     return ModelConfig(
         vocab_size=size(config, "vocab_size", where),
         hidden_size=size(config, "hidden_size", where),

@@ -8,12 +8,13 @@ from torch import Tensor
 from treetop.attention.layer import Attend
 from treetop.kernels.rope import rope_table
 from treetop.kernels.table import Ops
-from treetop.models.config import ExpertSpec, ModelConfig
-from treetop.models.embedding import lookup
+from treetop.models.config import ModelConfig
+from treetop.models.embedding import lookup, piece_of, whole_logits
+from treetop.models.experts import live_rows
 from treetop.models.feed_forward import feed_forward, feed_forward_params
 from treetop.models.layers import RMSNorm, SelfAttention, attention_params, norm_param
 from treetop.models.loader import Placement, Weights
-from treetop.models.params import Param, Source, matrix
+from treetop.models.params import Param, of_vocab
 from treetop.models.target import LAST_HIDDEN, TargetOutput
 
 
@@ -56,11 +57,12 @@ class Decoder:
         self._embed = lookup(self.embedding, ops.parallel)
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=torch.float32).to(place.dtype))
         self.layers = [DecoderLayer(config, weights, index, ops) for index in range(len(config.layers))]
-        self._has_experts = any(isinstance(layer.feed_forward, ExpertSpec) for layer in config.layers)
         ropes = dict.fromkeys(layer.rope for layer in self.layers)
         self._ropes = {rope: rope_table(rope, place.rope_rows, place.dtype, place.device) for rope in ropes}
         self.norm = RMSNorm(weights["norm"], config.norm_eps, ops)
-        self.lm_head = ops.linear(self.embedding if config.tied_embeddings else weights.pop("lm_head"))
+        output = self.embedding if config.tied_embeddings else weights.pop("lm_head")
+        self.lm_head = ops.linear(output)
+        self._piece = piece_of(self.lm_head, output.shape[0], config.vocab_size, ops.parallel)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> TargetOutput:
         """See `Target`."""
@@ -68,7 +70,7 @@ class Decoder:
         if self._embedding_scale != 1:
             x = x * self._embedding_scale
         angles = {rope: self._ops.angles(table, positions) for rope, table in self._ropes.items()}
-        live = attend.live() if self._has_experts else None
+        live = live_rows(attend.live(), self._ops.expert_ranks) if self.config.has_experts else None
         aux_hidden, normed = {0: x}, self.layers[0].input_norm(x)
         next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
         for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True), 1):
@@ -86,19 +88,18 @@ class Decoder:
 
     def piece(self, hidden: Tensor) -> Tensor:
         """See `Target`."""
-        return self.lm_head(hidden)
+        return self._piece(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `Target`."""
-        return self._ops.parallel.join(self.piece(hidden))
+        return whole_logits(self.lm_head(hidden), self.config.vocab_size, self._ops.parallel)
 
 
 def decoder_params(config: ModelConfig) -> list[Param]:
     """By the names that Llama gave its tensors, and most others after it."""
     hidden, vocab, offset = config.hidden_size, config.vocab_size, config.unit_offset
-    table = (vocab, hidden)
     params = [
-        Param("embedding", table, (Source("model.embed_tokens.weight", table),), "table", 0),
+        of_vocab("embedding", "model.embed_tokens.weight", vocab, hidden, "table"),
         norm_param("norm", "model.norm.weight", hidden, offset),
     ]
     for index, layer in enumerate(config.layers):
@@ -115,7 +116,7 @@ def decoder_params(config: ModelConfig) -> list[Param]:
             *feed_forward_params(layer.feed_forward, f"{name}.mlp", f"{stored}.mlp", hidden),
         ]
     if not config.tied_embeddings:
-        params.append(matrix("lm_head", Source("lm_head.weight", table), shard=0))
+        params.append(of_vocab("lm_head", "lm_head.weight", vocab, hidden))
     return params
 
 

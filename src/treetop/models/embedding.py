@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treetop.kernels.fused import joined
+from treetop.kernels.linear import Linear
 from treetop.types.parallel import Parallel
 
 Lookup = Callable[[Tensor], Tensor]
@@ -31,11 +32,30 @@ def _lookup_in_part(table: Tensor, parallel: Parallel, tokens: Tensor) -> Tensor
     return joined(parallel.sum(found[None]))
 
 
-def whole_table(part: Tensor, parallel: Parallel) -> Tensor:
-    """The ranks' parts of a table [vocab, hidden], one below the other; a rank alone has it already."""
-    return parallel.gather(part).flatten(0, 1)
+def whole_table(part: Tensor, rows: int, parallel: Parallel) -> Tensor:
+    """The ranks' parts of a table [rows, hidden], one below the other; a rank alone has it already."""
+    return parallel.gather(part).flatten(0, 1)[:rows]
 
 
 def part_of(table: Tensor, parallel: Parallel) -> Tensor:
-    """This rank's part of the rows of a whole table; they can be divided, or `params.cut` would have refused."""
-    return table.chunk(parallel.size)[parallel.rank]
+    """This rank's part of the rows of a whole table, as `params.cut` makes it: zeros stand for missing rows."""
+    each = -(-table.shape[0] // parallel.size)
+    part = table[parallel.rank * each : (parallel.rank + 1) * each]
+    return part if part.shape[0] == each else F.pad(part, (0, 0, 0, each - part.shape[0]))
+
+
+def whole_logits(piece: Tensor, vocab: int, parallel: Parallel) -> Tensor:
+    """Logits [..., vocab] of the ranks' pieces [..., width], contiguous: the padding comes last."""
+    return parallel.join(piece)[..., :vocab].contiguous()
+
+
+def piece_of(lm_head: Linear, width: int, vocab: int, parallel: Parallel) -> Callable[[Tensor], Tensor]:
+    """The product that gives this rank's `width` logits; those of padding are -inf, so that nobody chooses them."""
+    real = min(max(vocab - parallel.rank * width, 0), width)
+    return lm_head if real == width else partial(_without_padding, lm_head, real)
+
+
+def _without_padding(lm_head: Linear, real: int, hidden: Tensor) -> Tensor:
+    logits = lm_head(hidden)
+    logits[..., real:] = -torch.inf
+    return logits

@@ -3,9 +3,14 @@
 How checkpoints hold experts (`ExpertSpec.stored`): "each" has three tensors an expert, as dense layers have them;
 "stacked" has GPT-OSS's two for all, [experts, in, out] with gates and ups in turn; "mxfp4" the same two packed, with
 rows of outputs. In memory it is always gates before ups, [experts, 2, inner, hidden], and [experts, hidden, inner].
+
+Ranks may share the experts (`--ep-size`): each has an equal part of them, in order, and all else. They give each other
+the rows of their batches; each computes what its experts add to them, and gives that back to the row's rank. There the
+shares are added in the order of the ranks, so that a row comes to the same numbers whichever rank it is on.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from treetop.kernels.experts import Experts
@@ -15,18 +20,24 @@ from treetop.models.config import DenseSpec, ExpertSpec
 from treetop.models.layers import GatedMLP, mlp_params
 from treetop.models.loader import Weights
 from treetop.models.mxfp4 import MXFP4
-from treetop.models.params import FLOATS, Param, Source, matrix, vector
+from treetop.models.params import FLOATS, Param, Source, matrix, own_experts
+from treetop.types.parallel import Parallel
 
 
 class ExpertMLP:
     """Router, chosen experts, and what is shared by all tokens beside them."""
 
     def __init__(self, spec: ExpertSpec, weights: Weights, name: str, ops: Ops) -> None:
-        number, inner, router = spec.router.num_experts, spec.inner_size, f"{name}.router"
-        self.spec, self._ops = spec, ops
+        inner, router, ranks = spec.inner_size, f"{name}.router", ops.expert_ranks
+        self.spec, self._ops, self._ranks = spec, ops, ranks
         self._router = Router(
-            spec.router, weights.pop(router), weights.pop(f"{router}_bias", None), weights.pop(f"{router}_score", None)
+            spec.router,
+            weights.pop(router),
+            weights.pop(f"{router}_bias", None),
+            weights.pop(f"{router}_score", None),
+            None if ranks.size == 1 else own_experts(spec.router.num_experts, ranks),
         )
+        number = spec.router.num_experts // ranks.size
         gate_up, down = weights.pop(f"{name}.gate_up"), weights.pop(f"{name}.down")
         bias, down_bias = weights.pop(f"{name}.gate_up_bias", None), weights.pop(f"{name}.down_bias", None)
         self._experts = Experts(
@@ -44,23 +55,49 @@ class ExpertMLP:
         return self._ops.route(x, self._router, live)
 
     def __call__(self, x: Tensor, live: Tensor | None = None) -> Tensor:
-        """x: [..., hidden]; live: [...] bool. Returns parts [parts, ..., hidden], of experts 0 where not live."""
+        """x: [..., hidden]; live: of `live_rows`. Returns parts [parts, ..., hidden], of experts 0 where not live."""
         flat = x.reshape(-1, x.shape[-1]).contiguous()
-        routes = self.route(flat, None if live is None else live.reshape(-1))
-        parts = self._ops.experts(flat, routes, self._experts).view(-1, *x.shape)
+        flags = None if live is None else live.reshape(-1)
+        routed = self._routed(flat, flags) if self._ranks.size == 1 else self._routed_by_ranks(flat, flags)
+        parts = routed.reshape(-1, *x.shape)
         if self._shared is None:
             return parts
         shared = self._shared(x)
         return torch.cat([parts, shared.to(parts.dtype)]) if len(parts) > 1 else torch.cat([parts, shared])
 
+    def _routed(self, x: Tensor, live: Tensor | None) -> Tensor:
+        """What this rank's experts add to rows [rows, hidden], in parts [parts, rows, hidden]."""
+        return self._ops.experts(x, self.route(x, live), self._experts)
+
+    def _routed_by_ranks(self, x: Tensor, live: Tensor | None) -> Tensor:
+        """As `_routed`, of the experts of all ranks; a part of each. live: of the rows of all, [ranks * most rows]."""
+        assert live is not None, "ranks exchange the rows of batches only"
+        size, count = self._ranks.size, len(x)
+        most = len(live) // size
+        padded = x if most == count else F.pad(x, (0, 0, 0, most - count))
+        rows = self._ranks.gather(padded).flatten(0, 1)
+        parts = self._routed(rows, live)
+        share = parts[0] if len(parts) == 1 else parts.sum(dim=0)
+        return self._ranks.all_to_all(share.view(size, most, -1))[:, :count]
+
+
+def live_rows(live: Tensor | None, ranks: Parallel) -> Tensor | None:
+    """Which rows of a batch are somebody's, as experts want to know it: of all the ranks that share them.
+
+    live: of `Attend`. Exchanged once a forward, not in every layer.
+    """
+    if live is None or ranks.size == 1:
+        return live
+    return ranks.gather(live.reshape(-1).to(torch.uint8)).bool()
+
 
 def expert_params(spec: ExpertSpec, name: str, stored: str, hidden: int) -> list[Param]:
-    """stored: the prefix of its tensors. Ranks have all of it."""
+    """stored: the prefix of its tensors. Ranks of `--tp-size` have all of it, those of `--ep-size` whole experts."""
     number, kind, router = spec.router.num_experts, spec.router, f"{name}.router"
     gate = f"{stored}.gate" if spec.stored == "each" else f"{stored}.router"
     params = [matrix(router, Source(f"{gate}.weight", (number, hidden)))]
     if kind.bias:
-        params.append(vector(f"{router}_bias", Source(f"{gate}.bias", (number,))))
+        params.append(Param(f"{router}_bias", (number,), (Source(f"{gate}.bias", (number,)),), "vector"))
     if kind.correction:
         source = Source(f"{gate}.e_score_correction_bias", (number,))
         params.append(Param(f"{router}_score", (number,), (source,), "score"))
@@ -82,8 +119,8 @@ def _each(spec: ExpertSpec, name: str, stored: str, hidden: int) -> list[Param]:
     ]
     down = [Source(f"{stored}.{expert}.down_proj.weight", (hidden, inner)) for expert in range(number)]
     return [
-        Param(f"{name}.gate_up", (number * 2 * inner, hidden), tuple(both), "experts"),
-        Param(f"{name}.down", (number * hidden, inner), tuple(down), "experts"),
+        Param(f"{name}.gate_up", (number * 2 * inner, hidden), tuple(both), "experts", experts=number),
+        Param(f"{name}.down", (number * hidden, inner), tuple(down), "experts", experts=number),
     ]
 
 
@@ -96,24 +133,20 @@ def _stacked(spec: ExpertSpec, name: str, stored: str, hidden: int) -> list[Para
         shape = (number, out, width) if packed else (number, width, out)
         in_turn = each == "gate_up"
 
-        def arranged(whole: Tensor, in_turn: bool = in_turn) -> Tensor:
-            lines = whole if packed else whole.transpose(1, 2)
+        def arranged(tensor: Tensor, in_turn: bool = in_turn) -> Tensor:
+            lines = tensor if packed else tensor.transpose(1, 2)
             return _gates_first(lines) if in_turn else lines
 
-        source = Source(f"{stored}.{each}_proj", shape, arranged, rows=number * out)
+        source = Source(f"{stored}.{each}_proj", shape, arranged, rows=number * out, stacked=True)
         format_ = MXFP4 if packed else FLOATS
-        params.append(Param(f"{name}.{each}", (number * out, width), (source,), "experts", format=format_))
+        whole = (number * out, width)
+        params.append(Param(f"{name}.{each}", whole, (source,), "experts", format=format_, experts=number))
     if spec.bias:
-        biases = Source(f"{stored}.gate_up_proj_bias", (number, 2 * inner), _gates_first, rows=number * 2 * inner)
-        params.append(Param(f"{name}.gate_up_bias", (number * 2 * inner,), (biases,), "vector"))
-        params.append(
-            Param(
-                f"{name}.down_bias",
-                (number * hidden,),
-                (Source(f"{stored}.down_proj_bias", (number, hidden), rows=number * hidden),),
-                "vector",
-            )
-        )
+        both, last = number * 2 * inner, number * hidden
+        biases = Source(f"{stored}.gate_up_proj_bias", (number, 2 * inner), _gates_first, rows=both, stacked=True)
+        after = Source(f"{stored}.down_proj_bias", (number, hidden), rows=last, stacked=True)
+        params.append(Param(f"{name}.gate_up_bias", (both,), (biases,), "vector", experts=number))
+        params.append(Param(f"{name}.down_bias", (last,), (after,), "vector", experts=number))
     return params
 
 

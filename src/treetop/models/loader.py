@@ -52,7 +52,7 @@ class Placement:
 
     rope_rows: positions its RoPE table holds. dummy: random weights, no file. compressed: weights in 12 bits as well.
     products: on a CPU, the calls for weights of each shape. shapes: of trees that will be grown. parallel: the
-    rank that computes.
+    rank that computes. expert_ranks: the same of ranks that share only the experts.
     """
 
     dtype: torch.dtype
@@ -63,11 +63,17 @@ class Placement:
     products: Mapping[Shape, ChosenProduct] = field(default_factory=dict)
     shapes: tuple[SpecShape, ...] = ()
     parallel: Parallel = ALONE
+    expert_ranks: Parallel = ALONE
 
     @property
     def ops(self) -> Ops:
         """The operations that serve here."""
-        return Ops(OpContext(self.device, self.dtype, self.shapes), self.compressed, self.products, self.parallel)
+        context = OpContext(self.device, self.dtype, self.shapes)
+        return Ops(context, self.compressed, self.products, self.parallel, self.expert_ranks)
+
+    def own(self, params: Sequence[Param]) -> list[Param]:
+        """The rank's part of parameters. Raises ConfigError if one cannot be divided."""
+        return of_rank(params, self.parallel, self.expert_ranks)
 
 
 def load_weights(
@@ -79,7 +85,7 @@ def load_weights(
     tensor in memory. A terminal sees how far it is. ignored: tensors that the files may hold. Raises CheckpointError
     as `checkpoint.open_tensors` says.
     """
-    mine = of_rank(params, place.parallel)
+    mine = place.own(params)
     if place.dummy:
         return random_weights(mine, place)
     weights: dict[str, Tensor] = {}
@@ -101,12 +107,17 @@ def _filled(param: Param, fetch: Fetch, place: Placement) -> Tensor:
     for source in param.sources:
         for piece in _pieces(param, source):
             start = _put(whole, start, param.format.read(piece, fetch))  # keeps nothing that was read
+    if param.padded:
+        whole[start:] = 0
+        return whole
     assert start == param.shape[0], f"{param.name}: the sources fill {start} rows of {param.shape[0]}"
     return whole
 
 
 def _pieces(param: Param, source: Source) -> list[Source]:
     """Parts of a source that is stored as it is, so that little of a large tensor is in memory beside its parameter."""
+    if source.span is not None and source.span.start == source.span.stop:
+        return []
     if not isinstance(param.format, Plain) or source.transform is not None or source.span is not None:
         return [source]
     rows, step = source.shape[0], max(1, _PIECE // prod(source.shape[1:]))

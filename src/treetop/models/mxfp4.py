@@ -26,8 +26,8 @@ class Mxfp4:
         }
 
     def read(self, source: Source, fetch: Fetch) -> Tensor:
-        assert source.span is None
-        blocks, scales = fetch(f"{source.name}_blocks", None), fetch(f"{source.name}_scales", None)
+        assert source.span is None or source.stacked
+        blocks, scales = (fetch(f"{source.name}_{each}", source.span) for each in ("blocks", "scales"))
         groups = join_groups(blocks, scales)
         large = scales > LARGEST_SCALE
         if bool(large.any()) and not (

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from treetop.types.errors import ConfigError
-from treetop.types.parallel import Parallel
+from treetop.types.parallel import ALONE, Parallel
 
 Kind = Literal["matrix", "experts", "table", "vector", "score", "index"]
 """A weight that inputs are multiplied by, one of many experts of which inputs take some, one that rows are looked up
@@ -35,6 +35,7 @@ class Source:
     name, shape: what is stored. transform: from the stored tensor to those rows, where they are not equal; rows: how
     many, where they are not all of its numbers. unit: how many rows or columns belong together, such as those of a
     head. shared: ranks in excess of the units may share one. span: the part of the rows that is wanted, None for all.
+    stacked: what is stored has experts along axis 0, each of which the transform treats by itself; a span is of them.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Source:
     unit: int = 1
     shared: bool = False
     span: Span | None = None
+    stacked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,8 @@ class Plain:
     def read(self, source: Source, fetch: Fetch) -> Tensor:
         if source.transform is None:
             return fetch(source.name, source.span)
+        if source.stacked:
+            return source.transform(fetch(source.name, source.span))
         rows, span = source.transform(fetch(source.name, None)), source.span
         return rows if span is None else rows.narrow(span.axis, span.start, span.stop - span.start)
 
@@ -112,7 +116,9 @@ FLOATS = Plain(("F64", "F32", "F16", "BF16"))
 class Param:
     """A parameter of a model: its sources' rows, one below the other.
 
-    name: ours, by which the model takes it. wide: kept in no less than float32.
+    name: ours, by which the model takes it. wide: kept in no less than float32. experts: how many experts' rows it
+    holds, one below the other; 0 for what belongs to no expert. padded: where ranks cannot divide its one source's
+    rows, zeros stand for those that are missing.
     """
 
     name: str
@@ -122,6 +128,8 @@ class Param:
     shard: Shard = "whole"
     format: Format = FLOATS
     wide: bool = False
+    experts: int = 0
+    padded: bool = False
 
     @property
     def numbers(self) -> int:
@@ -158,6 +166,11 @@ def matrix(name: str, *sources: Source, shard: Shard = "whole") -> Param:
     return Param(name, (sum(s.shape[0] for s in sources), sources[0].shape[1]), sources, "matrix", shard)
 
 
+def of_vocab(name: str, stored: str, vocab: int, hidden: int, kind: Kind = "matrix") -> Param:
+    """A table or an output matrix [vocab, hidden]: ranks have equal parts of the vocabulary, the last ones padded."""
+    return Param(name, (vocab, hidden), (Source(stored, (vocab, hidden)),), kind, 0, padded=True)
+
+
 def vector(name: str, *sources: Source, shard: Shard = "whole") -> Param:
     """A norm's weight or a bias."""
     return Param(name, (sum(s.shape[0] for s in sources),), sources, "vector", shard)
@@ -174,6 +187,11 @@ def cut(param: Param, rank: int, size: int) -> Param | None:
     if param.shard == "first":
         return None
     axis = param.shard
+    if param.padded:
+        length = param.shape[0]
+        each = -(-length // size)
+        span = Span(0, min(rank * each, length), min((rank + 1) * each, length))
+        return replace(param, shape=(each, *param.shape[1:]), sources=(replace(param.sources[0], span=span),))
     spans = [_span(param, source, axis, rank, size) for source in param.sources]
     lengths = [span.stop - span.start for span in spans]
     length = sum(lengths) if axis == 0 else lengths[0]
@@ -181,11 +199,37 @@ def cut(param: Param, rank: int, size: int) -> Param | None:
     return replace(param, shape=(*param.shape[:axis], length, *param.shape[axis + 1 :]), sources=sources)
 
 
-def of_rank(params: Sequence[Param], parallel: Parallel) -> list[Param]:
-    """What a rank has of these: of one rank all. Raises ConfigError if one cannot be divided."""
+def own_experts(number: int, ranks: Parallel) -> range:
+    """Which of `number` experts a rank has, where ranks share them. Raises ConfigError if they cannot be divided."""
+    if number % ranks.size != 0:
+        raise ConfigError(f"--ep-size {ranks.size}: {number} experts cannot be divided equally")
+    each = number // ranks.size
+    return range(ranks.rank * each, (ranks.rank + 1) * each)
+
+
+def cut_experts(param: Param, ranks: Parallel) -> Param:
+    """What a rank has of a parameter where ranks share experts: its experts' rows, and all of what is no expert's."""
+    if param.experts == 0 or ranks.size == 1:
+        return param
+    own, sources = own_experts(param.experts, ranks), param.sources
+    if len(sources) == 1:
+        sources = (replace(sources[0], span=Span(0, own.start, own.stop)),)
+    else:
+        each = len(sources) // param.experts
+        sources = sources[own.start * each : own.stop * each]
+    rows = param.shape[0] // param.experts * len(own)
+    return replace(param, shape=(rows, *param.shape[1:]), sources=sources, experts=len(own))
+
+
+def of_rank(params: Sequence[Param], parallel: Parallel, expert_ranks: Parallel = ALONE) -> list[Param]:
+    """What a rank has of these: of one rank all. Raises ConfigError if one cannot be divided.
+
+    parallel: ranks that share all of it. expert_ranks: such that share the experts.
+    """
+    whole = [cut_experts(param, expert_ranks) for param in params]
     if parallel.size == 1:
-        return [*params]
-    mine = (cut(param, parallel.rank, parallel.size) for param in params)
+        return whole
+    mine = (cut(param, parallel.rank, parallel.size) for param in whole)
     return [param for param in mine if param is not None]
 
 

@@ -23,7 +23,7 @@ _SMALL = 2**20
 """Bytes up to which shares are gathered and added where they are read; more are added by the library on their way."""
 START_S = 600.0
 """Seconds until a rank must answer while the group starts: ranks load weights and compile at their own pace."""
-_MEET_S = 120.0
+MEET_S = 120.0
 """Seconds until all ranks must have met."""
 
 Gather = Callable[[Tensor, Tensor], None]
@@ -39,17 +39,20 @@ class Meeting:
     size: int
 
 
+Swap = Callable[[Tensor, Tensor], None]
+"""(out, pieces): fills out [size, ...] with what each rank has for this one; pieces [size, ...]: what this one has."""
 Reduce = Callable[[Tensor], None]
 """(share): adds up the shares of all ranks in place, to the same bytes everywhere."""
 
 
 class ExchangeRank:
-    """A `Parallel` of two operations. reduce: None if the library's is not the same on all ranks."""
+    """A `Parallel` of three operations. reduce: None if the library's is not the same on all ranks."""
 
     def __init__(
-        self, rank: int, size: int, device: torch.device, gather: Gather, reduce: Reduce | None = None
+        self, rank: int, size: int, device: torch.device, gather: Gather, swap: Swap, reduce: Reduce | None = None
     ) -> None:
-        self.rank, self.size, self._device, self._gather, self._reduce = rank, size, device, gather, reduce
+        self.rank, self.size, self._device = rank, size, device
+        self._gather, self._swap, self._reduce = gather, swap, reduce
 
     def sum(self, parts: Tensor) -> Tensor:
         """The ranks' shares, in the order of the ranks: whoever adds them adds the same numbers in the same order."""
@@ -68,6 +71,11 @@ class ExchangeRank:
     def join(self, piece: Tensor) -> Tensor:
         return self.gather(piece).movedim(0, -2).flatten(-2)
 
+    def all_to_all(self, pieces: Tensor) -> Tensor:
+        out = torch.empty_like(pieces, memory_format=torch.contiguous_format)
+        self._swap(out, pieces.contiguous())
+        return out
+
     def least(self, number: int) -> int:
         return int(self.gather(torch.tensor(number, device=self._device)).min())
 
@@ -81,13 +89,17 @@ class Group:
     def __init__(self, meeting: Meeting, device: torch.device) -> None:
         """Waits until all ranks have come. Raises ConfigError if PyTorch was built without what the device needs."""
         store = FileStore(str(meeting.file), meeting.size)
-        store.set_timeout(timedelta(seconds=_MEET_S))
+        store.set_timeout(timedelta(seconds=MEET_S))
         self._group: Any = _nccl(store, meeting) if device.type == "cuda" else _gloo(store, meeting)
         self._closing, self._closed = Lock(), False
         self._gpu, self._seconds = device.type == "cuda", START_S
-        gather, reduce = (self._gather_on_gpu, self._reduce_on_gpu) if self._gpu else (self._gather_on_cpu, None)
-        self.parallel = ExchangeRank(meeting.rank, meeting.size, device, gather, reduce)
-        self.parallel.least(0)  # the library connects at the first exchange, which cannot be recorded
+        gather, swap = (
+            (self._gather_on_gpu, self._swap_on_gpu) if self._gpu else (self._gather_on_cpu, self._swap_on_cpu)
+        )
+        reduce = self._reduce_on_gpu if self._gpu else None
+        self.parallel = ExchangeRank(meeting.rank, meeting.size, device, gather, swap, reduce)
+        self.parallel.least(0)  # the library connects at the first exchange of a kind, which cannot be recorded
+        self.parallel.all_to_all(torch.zeros((meeting.size, 1), device=device))
 
     def set_deadline(self, seconds: float) -> None:
         """The host waits so long for the others, from now on; on a GPU nothing waits on the host."""
@@ -103,8 +115,14 @@ class Group:
             self._closed = True
 
     def _gather_on_cpu(self, out: Tensor, piece: Tensor) -> None:
+        self._wait(lambda: self._group.allgather([[*out.unbind(0)]], [piece]))
+
+    def _swap_on_cpu(self, out: Tensor, pieces: Tensor) -> None:
+        self._wait(lambda: self._group.alltoall_base(out, pieces, [], []))
+
+    def _wait(self, begin: Callable[[], Any]) -> None:
         try:
-            self._group.allgather([[*out.unbind(0)]], [piece]).wait()
+            begin().wait()
         except RuntimeError as error:
             if "imed out" not in str(error):
                 raise EngineError("a rank has left while others waited for it") from error
@@ -114,13 +132,16 @@ class Group:
     def _gather_on_gpu(self, out: Tensor, piece: Tensor) -> None:
         self._group._allgather_base(out, piece).wait()  # the stream waits, not the host
 
+    def _swap_on_gpu(self, out: Tensor, pieces: Tensor) -> None:
+        self._group.alltoall_base(out, pieces, [], []).wait()
+
     def _reduce_on_gpu(self, share: Tensor) -> None:
         self._group.allreduce([share]).wait()
 
 
 def _gloo(store: Store, meeting: Meeting) -> object:
     if not dist.is_gloo_available():
-        raise ConfigError(f"--tp-size {meeting.size}: this PyTorch has no gloo, which ranks on a CPU need")
+        raise ConfigError(f"{meeting.size} ranks: this PyTorch has no gloo, which ranks on a CPU need")
     gloo: Any = dist.ProcessGroupGloo  # whose stubs lack what it is made of
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname="127.0.0.1")]  # nobody else's network
@@ -130,7 +151,7 @@ def _gloo(store: Store, meeting: Meeting) -> object:
 
 def _nccl(store: Store, meeting: Meeting) -> object:
     if not dist.is_nccl_available():
-        raise ConfigError(f"--tp-size {meeting.size}: this PyTorch has no NCCL, which ranks on GPUs need")
+        raise ConfigError(f"{meeting.size} ranks: this PyTorch has no NCCL, which ranks on GPUs need")
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(days=30)  # past it PyTorch would end the process; who waits has a deadline of its own
     return dist.ProcessGroupNCCL(store, meeting.rank, meeting.size, options)

@@ -24,10 +24,9 @@ import msgspec
 
 from treetop.core.remote import RemoteCore
 from treetop.core.supervisor import EngineSupervisor, end, spawn
-from treetop.core.wire import EngineDead, EngineLost, EngineNews, EngineUp, MockOptions
+from treetop.core.wire import EngineDead, EngineLost, EngineNews, EngineUp, ProcessOptions
 from treetop.server.api.run import ApiOptions, log_to_stderr, serve
 from treetop.server.options import ServeOptions
-from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
 
 _BACKLOG = 2048
@@ -35,12 +34,12 @@ _BACKLOG = 2048
 log = logging.getLogger("treetop.server")
 
 
-def run(config: EngineConfig, options: ServeOptions, mock: MockOptions | None) -> int:
+def run(process: ProcessOptions, options: ServeOptions) -> int:
     """Serve until SIGTERM, SIGINT or the engine's death. Returns the exit code. Raises UserError and EngineError."""
     log_to_stderr()
     listening = _bind(options)
     with tempfile.TemporaryDirectory(prefix="treetop-") as folder:  # mode 0700: nobody else reaches the engine
-        return asyncio.run(_run(Path(folder), config, mock, options, listening))
+        return asyncio.run(_run(Path(folder), process, options, listening))
 
 
 def _bind(options: ServeOptions) -> socket.socket:
@@ -56,14 +55,12 @@ def _bind(options: ServeOptions) -> socket.socket:
     return listening
 
 
-async def _run(
-    folder: Path, config: EngineConfig, mock: MockOptions | None, options: ServeOptions, listening: socket.socket
-) -> int:
+async def _run(folder: Path, process: ProcessOptions, options: ServeOptions, listening: socket.socket) -> int:
     stopped: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     workers: list[Process] = []
     _on_signals(stopped, workers)
     async with AsyncExitStack() as stack:
-        engines = EngineSupervisor(config, mock, folder, options.engine_restarts)
+        engines = EngineSupervisor(process, folder, options.engine_restarts)
         stack.push_async_callback(engines.close)
         stack.callback(engines.core.close)
         started = asyncio.ensure_future(engines.start())
@@ -74,7 +71,7 @@ async def _run(
             engines.kill()
             return stopped.result()
         started.result()
-        told = ApiOptions(options, config.model, config.seed)
+        told = ApiOptions(options, process.config.model, process.config.seed)
         if options.api_workers == 1:
             watch = asyncio.ensure_future(engines.watch())
             stack.callback(watch.cancel)

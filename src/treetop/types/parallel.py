@@ -36,6 +36,10 @@ class Parallel(Protocol):
         """piece: [..., width]. Returns [..., size * width], the ranks' pieces side by side, contiguous."""
         ...
 
+    def all_to_all(self, pieces: Tensor) -> Tensor:
+        """pieces: [size, ...], one for each rank. Returns [size, ...], what each rank has for this one."""
+        ...
+
     def least(self, number: int) -> int:
         """The smallest of the ranks' numbers; the host waits for it."""
         ...
@@ -55,6 +59,9 @@ class Alone:
     def join(self, piece: Tensor) -> Tensor:
         return piece
 
+    def all_to_all(self, pieces: Tensor) -> Tensor:
+        return pieces
+
     def least(self, number: int) -> int:
         return number
 
@@ -73,7 +80,7 @@ class Unmet:
     def sum(self, parts: Tensor) -> Tensor:
         raise AssertionError("no rank has met another")
 
-    gather = join = sum
+    gather = join = all_to_all = sum
 
     def least(self, number: int) -> int:
         raise AssertionError("no rank has met another")

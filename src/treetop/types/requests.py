@@ -8,6 +8,7 @@ Ids only: text, stop strings and tokenizers are the client's.
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from treetop.types.constraint import TokenConstraint
 from treetop.types.errors import InputError
 from treetop.types.ids import RequestId
 from treetop.types.layout import Layout, SpecShape
@@ -18,8 +19,9 @@ class EngineRequest(NamedTuple):
     """One prompt. The client chooses the id, which no other request of this core may ever have.
 
     priority: lower is served first, if the core's policy goes by it. timeout_s: seconds from its arrival in the core
-    after which it is ended with an error; None for no such limit. received: output that the client has already, of an
-    engine that is gone; this one goes on behind it, and all limits count it.
+    after which it is ended with an error; None for no such limit. constraint: cannot cross to another process.
+    received: output that the client has already, of an engine that is gone; this one goes on behind it, and all limits
+    count it.
     """
 
     request_id: RequestId
@@ -28,6 +30,7 @@ class EngineRequest(NamedTuple):
     seed: int
     priority: int = 0
     timeout_s: float | None = None
+    constraint: TokenConstraint | None = None
     received: tuple[int, ...] = ()
 
 
@@ -91,8 +94,10 @@ class CoreInfo(NamedTuple):
     """What a client must know of a core. model_path: the folder. shape: of a round's tree. prefix: None if it
     keeps nothing of prompts.
 
-    can_change_logits, max_logprobs: what a request may ask: penalties, biases and the like, and log-probabilities; -1
-    if there are none. eos_ids: the model's. by_priority: whether it goes by the priority of requests.
+    refuses: why it takes no requests, if so.
+    can_change_logits, max_logprobs, can_constrain: what a request may ask: penalties, biases and the like;
+    log-probabilities, -1 if there are none; constraints. eos_ids: the model's. by_priority: whether it goes by the
+    priority of requests.
     """
 
     model_path: str
@@ -104,16 +109,44 @@ class CoreInfo(NamedTuple):
     max_logprobs: int = -1
     eos_ids: tuple[int, ...] = ()
     by_priority: bool = False
+    can_constrain: bool = False
+    refuses: str | None = None
     prefix: PrefixPages | None = None
 
 
+class HandoverLoad(NamedTuple):
+    """What a worker does for others, or they for it; counts are since its start.
+
+    num_open: requests on their way. num_quarantined: of the busy slots, those whose transfer was given up and has not
+    ended. num_whole: requests handed over. num_local: requests that a decode worker had to prefill itself. transfer_s:
+    seconds of all pieces' transfers; hidden_s: of these, while prefill went on. num_dropped: frames that nobody with a
+    session said. read_gbps, write_gbps: of the link that was tried last.
+    """
+
+    role: str
+    num_peers: int = 0
+    num_open: int = 0
+    num_slots_busy: int = 0
+    num_quarantined: int = 0
+    num_pieces: int = 0
+    num_bytes: int = 0
+    num_whole: int = 0
+    num_local: int = 0
+    transfer_s: float = 0.0
+    hidden_s: float = 0.0
+    num_dropped: int = 0
+    read_gbps: float = 0.0
+    write_gbps: float = 0.0
+
+
 class CoreLoad(NamedTuple):
-    """What a core is busy with. kv_usage: share of the fullest pool that requests hold."""
+    """What a core is busy with. kv_usage: share of the fullest pool that requests hold. handover: None for no role."""
 
     num_running: int = 0
     num_waiting: int = 0
     kv_usage: float = 0.0
     num_retractions: int = 0
+    handover: HandoverLoad | None = None
 
 
 def check_prompt(prompt_ids: Sequence[int], max_context: int) -> None:

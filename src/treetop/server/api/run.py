@@ -58,6 +58,7 @@ async def serve(
     timeout_s = options.serve.drain_timeout
     config = uvicorn.Config(
         make_app(front),
+        http="h11",  # which bounds headers; httptools, which uvicorn takes where it finds it, does not
         log_config=None,
         access_log=False,
         lifespan="off",

@@ -14,7 +14,7 @@ import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
-from treetop.core.wire import MockOptions
+from treetop.core.wire import ProcessOptions
 from treetop.server.alive import Alive
 from treetop.server.api.app import make_app
 from treetop.server.api.front import Front
@@ -23,7 +23,6 @@ from treetop.server.options import ServeOptions
 from treetop.server.ray.core import RayCore
 from treetop.server.ray.replica import Replica
 from treetop.server.ray.router import PrefixRequestRouter
-from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
 
 _ROWS = 64
@@ -70,9 +69,12 @@ class Api:
             self._front.close()
 
 
-def build_app(config: EngineConfig, options: ServeOptions, mock: MockOptions | None, scale: Scale) -> Any:
-    """The application, for `serve.run`. Raises ConfigError for options that are not an application's."""
-    defaults = ServeOptions()
+def build_app(process: ProcessOptions, options: ServeOptions, scale: Scale) -> Any:
+    """The application, for `serve.run`. process: what each replica's engine is told, but for its address.
+
+    Raises ConfigError for options that are not an application's.
+    """
+    defaults, config = ServeOptions(), process.config
     for name in ("host", "port"):
         if getattr(options, name) != getattr(defaults, name):
             raise ConfigError(f"--{name}: Ray's proxy listens; give it to `serve start --http-{name}`")
@@ -83,7 +85,7 @@ def build_app(config: EngineConfig, options: ServeOptions, mock: MockOptions | N
         max_ongoing_requests=2 * rows,
         graceful_shutdown_timeout_s=drain_s,
         graceful_shutdown_wait_loop_s=0.5,
-        ray_actor_options={"num_cpus": 1, "num_gpus": _gpus(config, mock)},
+        ray_actor_options={"num_cpus": 1, "num_gpus": _gpus(process)},
         request_router_config=RequestRouterConfig(
             request_router_class=PrefixRequestRouter, request_router_kwargs={"queue_bound": scale.queue_bound}
         ),
@@ -97,7 +99,7 @@ def build_app(config: EngineConfig, options: ServeOptions, mock: MockOptions | N
         graceful_shutdown_wait_loop_s=0.5,
         ray_actor_options={"num_cpus": 0},
     )
-    return api.bind(replica.bind(config, mock, options.engine_restarts), options, config.model, config.seed)
+    return api.bind(replica.bind(process, options.engine_restarts), options, config.model, config.seed)
 
 
 def _scaling(scale: Scale, rows: int) -> dict[str, Any]:
@@ -112,9 +114,10 @@ def _scaling(scale: Scale, rows: int) -> dict[str, Any]:
     }
 
 
-def _gpus(config: EngineConfig, mock: MockOptions | None) -> int:
+def _gpus(process: ProcessOptions) -> int:
     """GPUs of one replica: what `--device auto` finds is what Ray gives it."""
-    if mock is not None or config.device == "cpu":
+    config = process.config
+    if process.mock is not None or config.device == "cpu":
         return 0
     has_gpus = config.device != "auto" or (ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0)
-    return config.tp_size if has_gpus else 0
+    return config.tp_size * config.ep_size if has_gpus else 0

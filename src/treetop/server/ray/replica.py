@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from treetop.core.supervisor import EngineSupervisor
-from treetop.core.wire import MockOptions
+from treetop.core.wire import ProcessOptions
 from treetop.server.ray.router import told_of
-from treetop.types.config import EngineConfig
 from treetop.types.errors import EngineError
 from treetop.types.requests import CoreInfo, EngineRequest, RequestUpdate
 
@@ -25,10 +24,10 @@ class Replica:
     """
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it
-        self, config: EngineConfig, mock: MockOptions | None, engine_restarts: int
+        self, process: ProcessOptions, engine_restarts: int
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="treetop-")  # mode 0700: nobody else reaches the engine
-        self._engines = EngineSupervisor(config, mock, Path(self._folder.name), engine_restarts)
+        self._engines = EngineSupervisor(process, Path(self._folder.name), engine_restarts)
         await self._engines.start()
         self._watching = asyncio.ensure_future(self._watch())
 

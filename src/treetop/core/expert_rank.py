@@ -1,0 +1,182 @@
+"""A rank of a group that shares experts: an engine core like any other, whose steps are in lockstep with the others'.
+
+    python -m treetop.core.expert_rank     started by `core/expert_group.py`; a line of JSON on stdin says what to run
+
+stdin stays open as long as the parent lives; its end is the end of this process, whatever it is doing.
+"""
+
+import io
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
+
+import msgspec
+import torch
+import zmq
+
+from treetop.core.engine_core import EngineCore
+from treetop.core.lockstep import Agreement, Lockstep
+from treetop.core.loop import CoreLoop
+from treetop.core.make import core_of, info_of
+from treetop.core.wire import Abort, Add, Failed, Finish, FromCore, Load, Ready, ToCore, Updates, decode_to_core, encode
+from treetop.engine.engine import Engine
+from treetop.models.loader import compute_device
+from treetop.parallel.exchange import Group, Meeting
+from treetop.types.config import EngineConfig
+from treetop.types.errors import TreetopError, UserError
+from treetop.types.requests import CoreLoad, RequestUpdate
+
+_LOAD_S = 0.25
+"""Seconds between two words about the load while requests are served, at least."""
+_LINGER_MS = 2000
+"""For the last words."""
+_TICK_S = 0.1
+SAID_WHY = 1
+"""Exit code of a rank that has told what failed."""
+_GRACE = 1.5
+"""A wait for others ends by itself, and says for whom; only after so many times the limit does the guard speak."""
+
+
+class RankOptions(msgspec.Struct, frozen=True):
+    """What a rank is told on stdin. folder: where the group meets, of its owner alone. threads: of PyTorch."""
+
+    folder: str
+    config: EngineConfig
+    rank: int
+    threads: int
+
+
+class ExpertRank:
+    """Serves the requests that it is sent. ended: set from any thread, for it to end before its next step."""
+
+    def __init__(self, options: RankOptions, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+        self._options, self._context = options, context
+        self._orders, self._words = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+        self._orders.rcvhwm = self._words.sndhwm = 0
+        self._orders.connect(f"ipc://{options.folder}/orders-{options.rank}")
+        self._words.connect(f"ipc://{options.folder}/words")
+        self._speaking = threading.Lock()
+        self._told, self._told_s = CoreLoad(), 0.0
+        self.ended = threading.Event()
+
+    def run(self) -> None:
+        """Meet the others, start the engine, then serve until something fails, which is told."""
+        group = agreement = None
+        try:
+            rank, config = self._options.rank, self._options.config
+            device = compute_device(config.device)
+            if device.type == "cuda":
+                torch.cuda.set_device(rank)
+            group = Group(Meeting(Path(self._options.folder) / "meeting", rank, config.ep_size), device)
+            engine = Engine(config, expert_ranks=group.parallel)
+            group.set_deadline(config.step_timeout)
+            agreement = Agreement(self._options.folder, rank, config.ep_size, self._context)
+            lockstep = Lockstep(engine, agreement, config.step_timeout)
+            threading.Thread(target=self._guard, args=(lockstep,), name="treetop-guard", daemon=True).start()
+            self._say(Ready(info_of(engine)))
+            self._serve(core_of(lockstep, engine), lockstep, agreement)
+        except Exception as error:
+            reason = str(error) if isinstance(error, TreetopError) else f"{type(error).__name__}: {error}"
+            with suppress(zmq.ZMQError):  # the parent has ended the group
+                self._say(Failed(reason, isinstance(error, UserError)))
+        finally:
+            self.ended.set()
+            if group is not None:
+                group.close()
+            if agreement is not None:
+                agreement.close()
+            self._orders.close(linger=0)
+            with self._speaking:
+                self._words.close(_LINGER_MS)
+
+    def _serve(self, core: EngineCore[Any], lockstep: Lockstep[Any], agreement: Agreement) -> None:
+        """A step at a time: of its own requests, or of the others'; it sleeps while there is neither."""
+        loop, poller = CoreLoop(core), zmq.Poller()
+        for socket in (self._orders, agreement.inbox):
+            poller.register(socket, zmq.POLLIN)
+        while not self.ended.is_set():
+            while self._orders.poll(0):
+                self._apply(loop, decode_to_core(self._orders.recv()))
+            if core.busy:
+                loop.step()
+            elif lockstep.called():
+                lockstep.rest()
+            else:
+                poller.poll(int(1000 * _LOAD_S))
+            self._tell_load(core)
+            if core.failure is not None:
+                raise core.failure
+
+    def _apply(self, loop: CoreLoop, order: ToCore) -> None:
+        match order:
+            case Add(requests):
+                loop.add(requests, self._tell)
+            case Abort(request_ids):
+                loop.abort(request_ids)
+            case Finish(request_id, num_tokens):
+                loop.finish(request_id, num_tokens)
+
+    def _tell(self, updates: list[RequestUpdate]) -> None:
+        if not any(update.engine_failed for update in updates):  # which the end of the group will say
+            self._say(Updates(tuple(updates)))
+
+    def _tell_load(self, core: EngineCore[Any]) -> None:
+        now = time.monotonic()
+        if core.busy and now - self._told_s < _LOAD_S:
+            return
+        self._told_s, load = now, core.load
+        if load != self._told:
+            self._told = load
+            self._say(Load(load))
+
+    def _guard(self, lockstep: Lockstep[Any]) -> None:
+        """On a thread of its own: the rank may wait where nothing reaches it, such as for its device."""
+        timeout_s = self._options.config.step_timeout
+        while not self.ended.wait(_TICK_S):
+            since = lockstep.waiting_since
+            if since is not None and time.monotonic() - since > _GRACE * timeout_s:
+                late = f"a step did not end in {timeout_s:g} s; raise --step-timeout if it needs longer"
+                with suppress(zmq.ZMQError):
+                    self._say(Failed(late, False))  # the parent ends all ranks
+                return
+
+    def _say(self, word: FromCore) -> None:
+        with self._speaking:
+            self._words.send_multipart([str(self._options.rank).encode(), encode(word)])
+
+
+def main() -> int:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the parent acts on them
+    stdin = io.FileIO(0, closefd=False)  # without a buffer, whose lock the thread would hold at the end
+    options = msgspec.json.decode(stdin.readline(), type=RankOptions)
+    parent = threading.Thread(target=_end_with_parent, args=(stdin, options.folder), name="treetop-parent", daemon=True)
+    parent.start()
+    logging.basicConfig(level=logging.WARNING, format=f"rank {options.rank}: %(message)s", stream=sys.stderr)
+    torch.set_num_threads(options.threads)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        ExpertRank(options, context).run()
+    finally:
+        context.destroy(linger=_LINGER_MS)
+    parent.join(_LINGER_MS / 1000)  # if the parent is gone, the folder is to go too
+    return SAID_WHY
+
+
+def _end_with_parent(stdin: io.FileIO, folder: str) -> None:
+    """The parent holds the other end of stdin and never writes again; it may have had no time to remove the folder."""
+    while stdin.read(1):
+        pass
+    rmtree(folder, ignore_errors=True)
+    os._exit(0)  # also out of a call that never returns
+
+
+if __name__ == "__main__":
+    sys.exit(main())
