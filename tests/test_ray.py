@@ -319,6 +319,10 @@ def test_a_moved_stream_that_is_not_whole_is_an_error(name):
         ({"replicas": "many"}, "replicas must be N or A-B"),
         ({"queue-bound": "-1"}, "queue-bound a number"),
         ({"port": 8001}, "serve start --http-port"),
+        (
+            {"role": "prefill", "handover-listen": "tcp://127.0.0.1:7001", "handover-secret-file": __file__},
+            "would answer none",
+        ),
         ({"hoste": "x"}, "unrecognized arguments: --hoste=x"),
         ({"page-size": "x"}, "--page-size"),
         ({"model": "/no/such"}, "/no/such"),
@@ -337,7 +341,7 @@ def test_the_application_says_ray_what_was_asked():
     api = app({"mock-engine": "1,1", **given, **switches})._bound_deployment
     assert api.init_args[1].allow_origin == ("a", "b")
     replica = api.init_args[0]._bound_deployment
-    config = replica.init_args[0]
+    config = replica.init_args[0].config
     assert (config.disable_radix_cache, config.overlap, config.max_running_requests) == (True, False, 8)
     scaling = replica._deployment_config.autoscaling_config
     assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (2, 5, 6)
