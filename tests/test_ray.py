@@ -319,10 +319,6 @@ def test_a_moved_stream_that_is_not_whole_is_an_error(name):
         ({"replicas": "many"}, "replicas must be N or A-B"),
         ({"queue-bound": "-1"}, "queue-bound a number"),
         ({"port": 8001}, "serve start --http-port"),
-        (
-            {"role": "prefill", "handover-listen": "tcp://127.0.0.1:7001", "handover-secret-file": __file__},
-            "would answer none",
-        ),
         ({"hoste": "x"}, "unrecognized arguments: --hoste=x"),
         ({"page-size": "x"}, "--page-size"),
         ({"model": "/no/such"}, "/no/such"),
@@ -333,6 +329,18 @@ def test_what_cannot_be_is_refused_by_name(given, words):
 
     with pytest.raises((ConfigError, UserError), match=words):
         app({"mock-engine": "1,1", **given})
+
+
+def test_replicas_of_a_prefill_worker_are_refused():
+    from treetop.core.wire import ProcessOptions
+    from treetop.server.options import ServeOptions
+    from treetop.server.ray.app import Scale, build_app
+    from treetop.types.config import EngineConfig
+    from treetop.types.roles import HandoverOptions
+
+    handover = HandoverOptions(role="prefill", handover_listen="tcp://127.0.0.1:7001")
+    with pytest.raises(ConfigError, match="would answer none"):
+        build_app(ProcessOptions("", EngineConfig(), handover=handover), ServeOptions(), Scale())
 
 
 def test_the_application_says_ray_what_was_asked():
