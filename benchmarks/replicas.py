@@ -3,10 +3,10 @@
     python benchmarks/replicas.py [--replicas 4] [--seconds 60]
 
 1. The time to the first token of one client, against `treetop serve` with the same engine.
-2. Tokens a second of N replicas against one, each with as many clients as it runs requests at a time.
+2. Tokens a second of N replicas against one, each with half as many clients again as it runs requests at a time.
 3. How many requests found their prefix: those whose cached tokens, as the replica's own prefix cache counted them, are
    all that earlier prompts of the same topic have in common with them. The first of each topic does not count, and
-   neither 2 nor 3 counts what ended in the first half of the time.
+   neither 2 nor 3 counts the first half of the time.
 
 One JSON object on stdout. It starts and ends a Ray of its own.
 """
@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
+import urllib.request
 from contextlib import aclosing
 from typing import Any
 
@@ -33,9 +34,11 @@ from treetop.cli import OneLineParser, exit_code
 from treetop.cli.replicas import app
 
 PORT = 8231
-ROWS, TOKENS, TOPICS = 8, 128, 24
-"""Requests a replica runs at a time; tokens of an answer; prefixes that prompts begin with."""
-FAST, SLOW = "10,1", "300,16"
+ROWS, LONG, SHORT, TOPICS = 4, 512, 32, 24
+"""Requests a replica runs at a time; tokens of answers, for rates and for prefixes; what prompts begin with."""
+CLIENTS = 6
+"""For each replica, so that there is always work for it."""
+FAST, SLOW = "10,1", "200,8"
 """Engines for the two measurements: STEP_MS,TOKENS."""
 PAGE, PREFIX = 16, 96
 
@@ -47,8 +50,8 @@ def prompt(topic: int, end: int) -> list[int]:
     return [topical.randrange(4, 4000) for _ in range(PREFIX)] + [ending.randrange(4, 4000) for _ in range(8)]
 
 
-async def ask(address: Address, topic: int, end: int, count: int) -> tuple[float, int, int]:
-    """Seconds to the first text, tokens, and cached tokens of a streamed completion."""
+async def ask(address: Address, topic: int, end: int, count: int) -> tuple[float, int]:
+    """Seconds to the first text, and cached tokens, of a streamed completion."""
     body = {"prompt": prompt(topic, end), "max_tokens": count, "stream": True, "ignore_eos": True}
     body["stream_options"] = {"include_usage": True}
     began_s, first_s, usage = time.perf_counter(), None, {}
@@ -59,7 +62,7 @@ async def ask(address: Address, topic: int, end: int, count: int) -> tuple[float
                 first_s = time.perf_counter() - began_s
             usage = event.get("usage") or usage
     assert first_s is not None
-    return first_s, usage["completion_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+    return first_s, usage["prompt_tokens_details"]["cached_tokens"]
 
 
 async def first_tokens(address: Address, count: int) -> list[float]:
@@ -68,34 +71,49 @@ async def first_tokens(address: Address, count: int) -> list[float]:
     return [each * 1000 for each in times[5:]]
 
 
-async def load(address: Address, clients: int, seconds: float) -> dict[str, Any]:
+async def generated(address: Address) -> tuple[float, float]:
+    """Tokens that clients have received so far, and when that was."""
+    url = f"http://{address.host}:{address.port}/metrics"
+
+    def page() -> str:
+        with urllib.request.urlopen(url) as answer:
+            return str(answer.read().decode())
+
+    lines = (await asyncio.to_thread(page)).splitlines()
+    count = next(line for line in lines if line.startswith("treetop:generation_tokens_total{"))
+    return float(count.split()[-1]), time.perf_counter()
+
+
+async def load(address: Address, clients: int, seconds: float, length: int) -> dict[str, Any]:
     """Tokens a second of clients that ask again at once, and the share of requests that found their prefix.
 
-    Of requests that ended in the second half of `seconds`.
+    In the second half of `seconds`. length: tokens of each answer.
     """
     began_s = time.perf_counter()
     warm_s, end_s = began_s + seconds / 2, began_s + seconds
     seen: set[int] = set()
     found: list[bool] = []
-    tokens = 0
 
     async def client(number: int) -> None:
-        nonlocal tokens
         rng = random.Random(number)
         await asyncio.sleep(rng.random() * 2)
         while time.perf_counter() < end_s:
             topic = rng.randrange(TOPICS)
             known = topic in seen
-            _, count, cached = await ask(address, topic, rng.randrange(10**9), TOKENS)
+            _, cached = await ask(address, topic, rng.randrange(10**9), length)
             seen.add(topic)  # one that was asked while the first was on its way does not count either
-            if warm_s <= time.perf_counter() < end_s:
-                tokens += count
-                found.extend([cached >= PREFIX] * known)
+            if known and warm_s <= time.perf_counter() < end_s:
+                found.append(cached >= PREFIX)
 
-    await asyncio.gather(*(client(number) for number in range(clients)))
-    rate = tokens / (end_s - warm_s)
-    share = round(sum(found) / len(found), 3)
-    return {"clients": clients, "tokens_per_second": round(rate, 1), "requests": len(found), "found_prefix": share}
+    running = asyncio.gather(*(client(number) for number in range(clients)))
+    await asyncio.sleep(seconds / 2)
+    before, before_s = await generated(address)
+    await asyncio.sleep(end_s - time.perf_counter())
+    after, after_s = await generated(address)
+    await running
+    rate = round((after - before) / (after_s - before_s), 1)
+    share = round(sum(found) / len(found), 3) if found else None
+    return {"clients": clients, "tokens_per_second": rate, "requests": len(found), "found_prefix": share}
 
 
 def behind_ray(replicas: int, engine: str) -> Address:
@@ -127,8 +145,10 @@ def run(args: argparse.Namespace) -> int:
     serve.start(http_options={"host": "127.0.0.1", "port": PORT})
     try:
         through = asyncio.run(first_tokens(behind_ray(2, FAST), args.requests))
-        one = asyncio.run(load(behind_ray(1, SLOW), ROWS, args.seconds))
-        many = asyncio.run(load(behind_ray(args.replicas, SLOW), ROWS * args.replicas, args.seconds))
+        one = asyncio.run(load(behind_ray(1, SLOW), CLIENTS, args.seconds, LONG))
+        several, clients = behind_ray(args.replicas, SLOW), CLIENTS * args.replicas
+        many = asyncio.run(load(several, clients, args.seconds, LONG))
+        short = asyncio.run(load(several, clients, args.seconds, SHORT))
     finally:
         serve.shutdown()
         ray.shutdown()
@@ -138,6 +158,7 @@ def run(args: argparse.Namespace) -> int:
         "one": one,
         "replicas": args.replicas,
         "many": many,
+        "many_with_short_answers": short,
         "times_one": round(many["tokens_per_second"] / one["tokens_per_second"], 2),
         "cores": os.cpu_count(),
         "ray": ray.__version__,

@@ -29,6 +29,8 @@ with warnings.catch_warnings():  # of Ray's own modules, as they are imported
     pytest.importorskip("ray.serve", reason="Ray is not installed (treetop[ray])")
 
 MOVED = "its stream goes on with another"
+START_S = 240.0
+"""Ray starts a dozen processes; ten seconds will do on a machine that has nothing else to do."""
 
 
 class Replicas:
@@ -50,15 +52,17 @@ class Replicas:
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        self.wait_for("up")
 
     def _read(self) -> None:
         for line in self.process.stdout:
             self.said.append(line.rstrip())
 
     def wait_for(self, word: str, count: int = 1) -> None:
-        until(lambda: self.said.count(word) >= count or self.process.poll() is not None, word)
-        assert self.process.poll() is None, "\n".join(self.said)
+        deadline = time.monotonic() + START_S
+        while self.said.count(word) < count:
+            assert self.process.poll() is None, "\n".join(self.said)
+            assert time.monotonic() < deadline, "\n".join(self.said)
+            time.sleep(0.02)
 
     def num_moved(self) -> int:
         return sum(MOVED in line for line in self.said)
@@ -97,6 +101,7 @@ class Replicas:
 def replicas():
     running = Replicas(mock_engine="20,1-3", replicas="2", max_running_requests="8", model="builtin:nestling")
     try:
+        running.wait_for("up")
         yield running
     finally:
         everything = running.processes()
@@ -188,6 +193,23 @@ def test_a_rolling_restart_drains(replicas):
     asyncio.run(streams(replicas.url, 6, 400, restart))
     until(lambda: len(now := replicas.engines()) == 2 and not now.keys() & engines.keys(), "the old ones are left")
     assert replicas.num_moved() == before
+
+
+def test_an_api_that_is_killed_comes_back_and_its_streams_do_not_end_as_if_they_were_whole(replicas):
+    (api,) = [pid for pid in replicas.processes() if "ServeReplica:default:Api" in command_of(pid)]
+
+    async def cut_off() -> None:
+        async with httpx.AsyncClient(timeout=WAIT_S) as http:
+            asked = [asyncio.ensure_future(stream(http, replicas.url, prompt(n, 20), 400)) for n in range(3)]
+            await asyncio.sleep(0.5)
+            os.kill(api, signal.SIGKILL)
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+        assert all(isinstance(answer, (AssertionError, httpx.HTTPError)) for answer in answers), answers
+
+    asyncio.run(cut_off())
+    with httpx.Client(timeout=WAIT_S) as http:
+        answer = http.post(replicas.url + "/v1/completions", json={"prompt": prompt(1, 30), "max_tokens": 5})
+    assert answer.json()["choices"][0]["text"] == replayed(30, 5)
 
 
 # ------------------------------------------------------------------------------------------------ without a cluster
@@ -309,10 +331,26 @@ def test_what_cannot_be_is_refused_by_name(given, words):
         app({"mock-engine": "1,1", **given})
 
 
+def test_replicas_of_a_prefill_worker_are_refused():
+    from treetop.core.wire import ProcessOptions
+    from treetop.server.options import ServeOptions
+    from treetop.server.ray.app import Scale, build_app
+    from treetop.types.config import EngineConfig
+    from treetop.types.roles import HandoverOptions
+
+    handover = HandoverOptions(role="prefill", handover_listen="tcp://127.0.0.1:7001")
+    with pytest.raises(ConfigError, match="would answer none"):
+        build_app(ProcessOptions("", EngineConfig(), handover=handover), ServeOptions(), Scale())
+
+
 def test_the_application_says_ray_what_was_asked():
     given = {"replicas": "2-5", "max_running_requests": 8, "drain_timeout": 7, "api_workers": 3, "queue_bound": 2}
-    api = app({"mock-engine": "1,1", **given})._bound_deployment
+    switches = {"disable_radix_cache": "true", "overlap": "false", "allow_origin": ["a", "b"]}
+    api = app({"mock-engine": "1,1", **given, **switches})._bound_deployment
+    assert api.init_args[1].allow_origin == ("a", "b")
     replica = api.init_args[0]._bound_deployment
+    config = replica.init_args[0].config
+    assert (config.disable_radix_cache, config.overlap, config.max_running_requests) == (True, False, 8)
     scaling = replica._deployment_config.autoscaling_config
     assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (2, 5, 6)
     assert replica._deployment_config.graceful_shutdown_timeout_s == 7

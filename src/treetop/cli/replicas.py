@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from treetop.server.ray.app import Scale
 
 _WHERE = "the application's arguments"
+_SWITCH: dict[Any, Any] = {"true": True, "false": False}
+"""What the command line of Ray gives as text."""
 
 
 def app(given: Mapping[str, Any]) -> Any:
@@ -29,7 +31,10 @@ def app(given: Mapping[str, Any]) -> Any:
     from treetop.cli.options import engine_options
     from treetop.server.command import asked_for, with_config_file, words_of
 
-    own = {name.replace("_", "-"): value for name, value in given.items()}
+    own = {
+        name.replace("_", "-"): _SWITCH.get(value, value) if isinstance(value, str) else value
+        for name, value in given.items()
+    }
     try:
         from treetop.server.ray.app import build_app
     except ModuleNotFoundError as error:

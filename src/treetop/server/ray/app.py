@@ -78,6 +78,8 @@ def build_app(process: ProcessOptions, options: ServeOptions, scale: Scale) -> A
     for name in ("host", "port"):
         if getattr(options, name) != getattr(defaults, name):
             raise ConfigError(f"--{name}: Ray's proxy listens; give it to `serve start --http-{name}`")
+    if process.handover.role == "prefill":
+        raise ConfigError("--role prefill: a prefill worker serves no requests, so replicas of it would answer none")
     drain_s = _ALL_S if options.drain_timeout is None else options.drain_timeout
     rows = config.max_running_requests or _ROWS
     replica = serve.deployment(Replica).options(
