@@ -43,12 +43,12 @@ def accept_lens(outputs) -> list[tuple[int, ...]]:
     return [output.metrics.accept_lens for output in outputs]
 
 
-def submit(llm, prompts, params) -> list:
+def submit(llm, prompts, params, constraints=None) -> list:
     """Queue requests beside the core's thread, for a test that runs the steps itself; returns them."""
     listed = params if isinstance(params, list) else [params] * len(prompts)
     asked = [
-        EngineRequest(RequestId(next(_IDS)), tuple(prompt), each, each.seed or 0)
-        for prompt, each in zip(prompts, listed, strict=True)
+        EngineRequest(RequestId(next(_IDS)), tuple(prompt), each, each.seed or 0, constraint=constraint)
+        for prompt, each, constraint in zip(prompts, listed, constraints or [None] * len(prompts), strict=True)
     ]
     return [llm.scheduler.add(each) for each in asked]
 

@@ -1,6 +1,7 @@
 """`treetop inspect` says what a folder is and whether it fits, and never reads a weight."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,7 @@ from treetop.models import checkpoint
 KEYS = {
     "": "fits problems target draft memory",
     "target": "folder architecture layers vocab_size hidden_size max_positions tied_embeddings parameters stored dtype"
-    " weight_bytes",
+    " weight_bytes own_draft",
     "draft": "folder algorithm layout reasons stored parameters layers vocab_size aux_inputs weight_bytes",
     "memory": "device total free static kept pools",
 }
@@ -101,3 +102,10 @@ def test_what_is_no_folder_is_named_and_dummy_weights_are_refused(capsys, tmp_pa
     code, out, err = run(capsys, "inspect", strong_pair.target, "--load-format", "dummy")
     assert (code, out) == (2, "")
     assert "--load-format dummy" in err
+
+
+def test_a_target_with_draft_layers_of_its_own_says_which_option_uses_them(capsys, strong_pair):
+    folder = Path(__file__).parent / "checkpoints" / "nestling-mtp"
+    assert looked(capsys, folder)["target"]["own_draft"] == "MTP"
+    assert "--speculative-algorithm MTP" in run(capsys, "inspect", folder, *PAIR)[1]
+    assert looked(capsys, strong_pair.target)["target"]["own_draft"] is None

@@ -45,7 +45,7 @@ def exported(metrics: Metrics) -> set[str]:
 def test_a_request_is_counted_under_both_names():
     metrics, live = made(), LiveRequest.of(0, [1, 2, 3], SamplingParams(), None)
     metrics.arrived(3)
-    metrics.take(CoreLoad(2, 5, 0.25, 7))
+    metrics.take(CoreLoad(2, 5, 0.25, 7), 2)
     updates = [
         RequestUpdate(1, (4,), num_cached_tokens=2),
         RequestUpdate(1, (5, 6, 7), 2),

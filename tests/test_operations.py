@@ -30,8 +30,9 @@ from treetop.kernels.fused import HeadNorms
 from treetop.kernels.grow import Children, Frontier, TreeBuilder
 from treetop.kernels.kv import PageTable
 from treetop.kernels.metadata import AttentionMetadata
-from treetop.kernels.mxfp4 import pack
+from treetop.kernels.mxfp4 import pack as pack_mxfp4
 from treetop.kernels.packed_weights import CompressedLaunch, compress
+from treetop.kernels.pieces import Span, pack_reference, unpack_reference
 from treetop.kernels.process import ONE, Processors
 from treetop.kernels.rope import RopeSpec, RopeTable, rope_table
 from treetop.kernels.routing import Router, RouterKind, RouterSpec
@@ -168,7 +169,7 @@ def experts(kernel: bool) -> Call:
     routes = operations()["route"].on(gpu_traits(DEVICE))(x, router, live)
     groups = torch.randint(0, 256, (6, 96, 3, 17), dtype=torch.uint8)
     groups[..., 16] = torch.randint(122, 125, (6, 96, 3))
-    made = Experts(pack(groups), torch.randn(6, 96, 48) / 7, torch.randn(6, 2, 48), None, Activation.CLAMPED)
+    made = Experts(pack_mxfp4(groups), torch.randn(6, 96, 48) / 7, torch.randn(6, 2, 48), None, Activation.CLAMPED)
     return Call((x, routes, made), compared=lambda args, result: result.float().sum(0))
 
 
@@ -283,7 +284,8 @@ def changing_rows(num_rows: int, vocab: int) -> Processors:
     active = torch.arange(num_rows) % 4 != 1
     active[-1] = False
     penalties = torch.randn(num_rows), torch.randn(num_rows), 0.5 + torch.rand(num_rows)
-    return Processors(words.int(), biases, *penalties, torch.tensor([12, 5, 13, 90, 14, 7]), active)
+    may_end, free = torch.tensor([12, 5, 13, 90, 14, 7]), torch.zeros(num_rows, dtype=torch.bool)
+    return Processors(words.int(), biases, *penalties, may_end, active, free)
 
 
 @case
@@ -337,6 +339,30 @@ def finish(_: bool) -> Call:
     draft = replace(new.draft, tokens=new.draft.tokens[:4, :3], logprob=new.draft.logprob[:4, :3])
     rows, root = torch.tensor([3, 0, 5, 5]), torch.randint(0, 40, (4,))
     return Call((tables, rows, 5, torch.tensor([0, 3, 1, 2]), root, replace(draft, hidden=new.draft.hidden[:4])))
+
+
+# ---------------------------------------------------------------------------------------------------- of a hand-over
+
+
+def moved(run: Callable[..., Any]) -> Call:
+    """Nine tokens from the middle of a page on, of heads that are no power of two; the row's third page is missing."""
+    kind = torch.float16 if run is pack_reference else torch.float32
+    span = Span(first=6, count=9, page_size=4, offset=48, stride=2304)
+    table = torch.tensor([5, 2, 0, 7, 1], dtype=torch.int32)
+    pool, slot = torch.randn(3, 32, 2, 2, 6).to(kind), torch.randint(0, 256, (8192,), dtype=torch.uint8)
+    pool[:, :4] = 0
+    pool[1, 11, 0, 1, 3] = float("nan")
+    return Call((slot, pool, table, span), compared=lambda args, result: (result, args[0], args[1].view(torch.uint8)))
+
+
+@case
+def pack(_: bool) -> Call:
+    return moved(pack_reference)
+
+
+@case
+def unpack(_: bool) -> Call:
+    return moved(unpack_reference)
 
 
 # ----------------------------------------------------------------------------------------------------------- the tests

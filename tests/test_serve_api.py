@@ -154,6 +154,23 @@ def test_answers_carry_speculative_statistics(server):
     assert last.model_extra["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
 
 
+@pytest.mark.parametrize("ask", [complete, chat])
+def test_each_event_may_have_its_choices_usage_so_far(server, ask):
+    """It grows by what came, and ends with what the whole answer counts."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    so_far, whole = {0: [], 1: []}, None
+    for chunk in ask(server, n=2, max_tokens=40, stream=True, stream_options=options):
+        for choice in chunk.choices:
+            so_far[choice.index].append(chunk.usage.completion_tokens)
+            assert chunk.usage.total_tokens == chunk.usage.prompt_tokens + chunk.usage.completion_tokens
+        whole = chunk.usage
+    for counts in so_far.values():
+        assert counts == sorted(counts)
+        assert len({*counts}) > 3
+        assert counts[-1] == 40
+    assert whole.completion_tokens == 80
+
+
 def test_a_prefix_hit_shows_in_the_usage(server):
     prompt = TOKENIZER.encode(
         "class Rectangle:\n    def __init__(self, width, height):\n        self.width = width\n" * 3

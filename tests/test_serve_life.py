@@ -35,7 +35,7 @@ def joined(threads) -> None:
 
 def test_an_engine_that_is_killed_ends_everything_with_a_clear_error():
     """Requests in flight fail, streamed or not; new ones and health are 503; then exit code 1, and nothing is left."""
-    with mock(20, "1") as server:
+    with mock(20, "1", "--engine-restarts", "0") as server:
         heard = []
 
         def ask(index: int) -> None:

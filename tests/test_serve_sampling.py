@@ -1,10 +1,12 @@
 """Sampling options over HTTP, by the official client, on the embedded pair: what `LLM` gives for the same request."""
 
+import json
+
 import openai
 import pytest
 
 from serving import TOKENIZER, mock, serving
-from treetop import LLM, SamplingParams
+from treetop import LLM, SamplingParams, StructuredOutput
 
 NAME, PROMPT = "builtin:nestling", "def area(r):"
 CHAT = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -57,6 +59,47 @@ def test_an_option_gives_what_it_gives_offline(server, llm, options):
     assert answer.usage.completion_tokens == len(want.token_ids)
     if "min_p" not in options:
         assert want.token_ids != offline(llm, temperature=options.get("temperature", 0)).token_ids
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["area", "r"]}, "count": {"type": "integer", "minimum": 3, "maximum": 99}},
+    "required": ["name", "count"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+NAMED = {"type": "json_schema", "json_schema": {"name": "counted", "strict": True, "schema": SCHEMA}}
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "spec"),
+    [
+        ({"response_format": NAMED}, "json_schema", json.dumps(SCHEMA)),
+        ({"guided_json": SCHEMA}, "json_schema", json.dumps(SCHEMA)),
+        ({"json_schema": json.dumps(SCHEMA)}, "json_schema", json.dumps(SCHEMA)),
+        ({"structured_outputs": {"regex": "[a-f]{3}"}}, "regex", "[a-f]{3}"),
+        ({"guided_choice": ["one", "two"]}, "choice", '["one", "two"]'),
+        ({"response_format": {"type": "json_object"}}, "json_object", ""),
+    ],
+)
+def test_a_structure_gives_what_it_gives_offline(server, llm, body, kind, spec):
+    """Each spelling; the same tokens as without HTTP, and JSON where it is asked for."""
+    want = offline(llm, structured_output=StructuredOutput(kind, spec), temperature=0.9)
+    answer = complete(server, temperature=0.9, **body)
+    assert answer.choices[0].text == want.text
+    assert answer.choices[0].finish_reason == want.finish_reason
+    if kind == "json_schema":
+        assert json.loads(want.text)["count"] >= 3
+
+
+def test_chat_streams_json_to_the_official_client(server):
+    """Two choices, and another request beside them."""
+    body = {"model": NAME, "messages": [{"role": "user", "content": "# hi"}], "max_tokens": 60, "seed": 3, "n": 2}
+    client, texts = server.client().chat.completions, ["", ""]
+    for chunk in client.create(**body, response_format=NAMED, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert all(json.loads(text)["count"] >= 3 for text in texts)
 
 
 def test_choices_have_seeds_of_their_own_that_stay(server):
@@ -124,6 +167,11 @@ def test_a_chats_logprobs_spell_its_tokens(server):
     assert all(not each.top_logprobs for each in client.create(**body).choices[0].logprobs.content)
 
 
+DEEP: dict = {}
+for _ in range(300):
+    DEEP = {"properties": {"a": DEEP}}
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [
@@ -142,6 +190,19 @@ def test_a_chats_logprobs_spell_its_tokens(server):
         ({"min_tokens": 31}, "min_tokens must be in"),
         ({"allowed_token_ids": []}, "allowed_token_ids must not be empty"),
         ({"bad_words": ["a"]}, "bad_words: not supported"),
+        ({"response_format": {"type": "xml"}}, "response_format: type must be"),
+        ({"response_format": {"type": "json_schema"}}, "response_format: json_schema must be"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format: type must be"),
+        ({"structured_outputs": {"grammar": "a"}}, "structured_outputs: 'grammar' is not supported"),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs: json, regex: give one"),
+        ({"guided_regex": "a", "regex": "b"}, "guided_regex, regex: give one"),
+        ({"guided_regex": "a(b"}, "unclosed group"),
+        ({"guided_json": {"type": "strange"}}, "strange"),
+        ({"guided_json": "no json"}, "guided_json: "),
+        ({"guided_json": DEEP}, "guided_json"),
+        ({"guided_choice": []}, "choice needs"),
+        ({"guided_grammar": "a"}, "guided_grammar: not supported"),
+        ({"ebnf": "a"}, "ebnf: not supported"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(server, body, words):
@@ -153,7 +214,11 @@ def test_what_cannot_be_honoured_is_refused_by_name(server, body, words):
 def test_an_engine_that_cannot_says_so():
     """The mock replays tokens: nothing changes them, and they have no log-probabilities."""
     with mock() as running:
-        for body, words in (({"min_tokens": 2}, "min_tokens: this engine"), ({"logprobs": 1}, "logprobs: this engine")):
+        for body, words in (
+            ({"min_tokens": 2}, "min_tokens: this engine"),
+            ({"logprobs": 1}, "logprobs: this engine"),
+            ({"regex": "a"}, "structured_output: this engine"),
+        ):
             with pytest.raises(openai.BadRequestError, match=words):
                 complete(running, **body)
         messages = [{"role": "user", "content": "hi"}]

@@ -12,7 +12,7 @@ from oracles import stop_index
 from tiny_models import EOS, Pair, save_tokenizer
 from treetop import SamplingParams
 from treetop.scheduler.stops import first_stop
-from treetop.server.text import OutputText, StopStrings
+from treetop.server.text import OutputText
 from treetop.server.tokenizer import Tokenizer
 
 SHAPE = (4, 4, 24)
@@ -185,14 +185,12 @@ def test_text_in_pieces_equals_text_at_once_for_any_ids(word_tokenizer, data):
         width = data.draw(st.integers(1, 4))
         groups.append(ids[at : at + width])
         at += width
-    checker = StopStrings(tokenizer.stream(), stops) if stops else None
     shown = OutputText(tokenizer.stream(), stops)
     pieces, emitted = [], []
     for group in groups:
-        found = checker.feed(group) if checker else None
-        kept = group if found is None else group[: found + 1]
-        emitted += kept
-        pieces.append(shown.push(kept))
+        found = shown.feed(group)
+        emitted += group if found is None else group[: found + 1]
+        pieces.append(shown.piece())
         assert not any(stop in "".join(pieces) for stop in stops)
         if found is not None:
             break
@@ -211,7 +209,11 @@ def test_text_is_shown_as_soon_as_no_stop_string_can_begin_in_it(word_tokenizer)
     tokenizer, _ = word_tokenizer
     shown = OutputText(tokenizer.stream(), ("aab",))
     a, b, space = 4, 5, 15
-    assert [shown.push([token]) for token in (b, a, a, a, space, a)] == ["b", "", "", "a", "aa ", ""]
+    pieces = []
+    for token in (b, a, a, a, space, a):
+        assert shown.feed([token]) is None
+        pieces.append(shown.piece())
+    assert pieces == ["b", "", "", "a", "aa ", ""]
     assert shown.finish() == "a"
 
 

@@ -1,5 +1,6 @@
 """Text in and out: tokenizers of other families than the embedded model's, and what their files may hold."""
 
+import itertools
 import json
 import unicodedata
 from pathlib import Path
@@ -71,15 +72,15 @@ def test_a_space_between_prompt_and_output_is_kept(folder):
     vocab = save_sentencepiece(folder)
     hello, wor, ld = (vocab[name] for name in ("\u2581hello", "\u2581wor", "ld"))
     stream = tokenizer.stream([hello])
-    assert [stream.push(token) for token in (wor, ld, hello)] == [" wor", "ld", " hello"]
-    assert [tokenizer.stream().push(token) for token in (wor,)] == ["wor"]
+    assert [stream.push([token]) for token in (wor, ld, hello)] == [" wor", "ld", " hello"]
+    assert [tokenizer.stream().push([token]) for token in (wor,)] == ["wor"]
 
 
 def test_a_character_in_bytes_shows_when_it_is_complete(folder):
     vocab = save_sentencepiece(folder)
     stream = Tokenizer(folder).stream([vocab["\u2581hello"]])
     given = [vocab[name] for name in ("<0xE4>", "<0xB8>", "<0xAD>", "a", "<0xE4>", "b")]
-    assert [stream.push(token) for token in given] == ["", "", "\u4e2d", "a", "", "\ufffdb"]
+    assert [stream.push([token]) for token in given] == ["", "", "\u4e2d", "a", "", "\ufffdb"]
 
 
 def save_byte_level(folder: Path, *merged: bytes, normalizer=None) -> Path:
@@ -118,7 +119,7 @@ def test_an_output_that_completes_its_prompts_character_shows_it_whole(folder, b
     whole = spelled[:cut].decode(errors="ignore")
     for tokenizer, ids in ((Tokenizer(folder), spm_bytes(spelled)), (Tokenizer(byte_folder), level_bytes(spelled))):
         stream = tokenizer.stream(ids[:cut])
-        got = "".join(stream.push(token) for token in ids[cut:]) + stream.flush()
+        got = "".join(stream.push([token]) for token in ids[cut:]) + stream.flush()
         assert whole + got == text
 
 
@@ -130,25 +131,31 @@ def test_bytes_that_a_prompt_left_open_stay_out_of_the_output(folder, byte_folde
         before, after = b"b" + opened.encode()[:count], text.encode()
         for tokenizer, spell in ((Tokenizer(folder), spm_bytes), (Tokenizer(byte_folder), level_bytes)):
             stream = tokenizer.stream(spell(before))
-            assert "".join(stream.push(token) for token in spell(after)) + stream.flush() == text
+            assert "".join(stream.push([token]) for token in spell(after)) + stream.flush() == text
 
 
 def test_a_mark_for_the_unknown_in_a_prompt_is_not_repeated(byte_folder):
     stream = Tokenizer(byte_folder).stream(level_bytes("a\ufffd".encode()))
-    assert stream.push(level_bytes(b"b")[0]) + stream.flush() == "b"
+    assert stream.push(level_bytes(b"b")) + stream.flush() == "b"
 
 
 @given(
     prompt=st.lists(st.integers(0, 269), max_size=9),
     ids=st.lists(st.integers(0, 269), min_size=1, max_size=40),
     stops=st.lists(st.sampled_from(["a", "\ufffd", " h", "ab"]), max_size=2),
+    widths=st.lists(st.integers(1, 4), min_size=1, max_size=4),
 )
 @settings(max_examples=300, deadline=None)
-def test_any_ids_give_text_whose_pieces_join_to_it(folder, prompt, ids, stops):
+def test_any_ids_give_text_whose_pieces_join_to_it(folder, prompt, ids, stops, widths):
     """Also bytes that are no UTF-8, at which the library's own streams raise."""
     shown = OutputText(Tokenizer(folder).stream(prompt), stops)
-    pieces = [shown.push([token]) for token in ids]
-    pieces.append(shown.finish())
+    pieces, taken = [], 0
+    for width in itertools.cycle(widths):
+        if taken >= len(ids) or shown.feed(ids[taken : taken + width]) is not None:
+            break
+        taken += width
+        pieces.append(shown.piece())
+    pieces.append(shown.piece() + shown.finish())
     assert "".join(pieces) == shown.full()
     assert not any(stop in shown.full() for stop in stops)
 

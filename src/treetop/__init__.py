@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from treetop.types.constraint import StructuredOutput, TokenConstraint
 from treetop.types.sampling import SamplingParams
 from treetop.version import __version__
 
@@ -9,7 +10,7 @@ if TYPE_CHECKING:
     from treetop.server.async_llm import AsyncLLM
     from treetop.server.llm import LLM, RequestOutput
 
-__all__ = ["LLM", "AsyncLLM", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "RequestOutput", "SamplingParams", "StructuredOutput", "TokenConstraint", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

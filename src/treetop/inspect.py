@@ -35,7 +35,10 @@ class LayerKind:
 
 @dataclass(frozen=True, slots=True)
 class TargetReport:
-    """stored: what is on disk. dtype: what it computes in. weight_bytes: in memory."""
+    """stored: what is on disk. dtype: what it computes in. weight_bytes: in memory, of the target alone.
+
+    own_draft: the algorithm that the folder's own draft layers need; None if it has none.
+    """
 
     folder: str
     architecture: str
@@ -48,6 +51,7 @@ class TargetReport:
     stored: StoredFiles
     dtype: str
     weight_bytes: int
+    own_draft: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +176,15 @@ def _target_report(spec: TargetSpec, config: EngineConfig) -> TargetReport:
         stored=stored_files(spec.folder),
         dtype=_name(_dtype(config)),
         weight_bytes=weight_bytes(spec.params, _dtype(config)),
+        own_draft=_own_draft(spec.folder),
     )
+
+
+def _own_draft(folder: Path) -> str | None:
+    try:
+        return find_draft(folder).algorithm
+    except UserError:
+        return None  # it holds nothing but a target
 
 
 def _kinds_of(layers: tuple[LayerSpec, ...]) -> list[LayerKind]:
@@ -261,7 +273,10 @@ def _target_lines(target: TargetReport) -> list[str]:
     for kind in target.layers:
         lines.append(f"  {kind.count} layers: attention {_said(kind.attention)}; {_said(kind.feed_forward)}")
     lines.append(f"  on disk: {_stored(target.stored)}")
-    return [*lines, f"  in memory: {target.dtype}, {_bytes(target.weight_bytes)}"]
+    lines.append(f"  in memory: {target.dtype}, {_bytes(target.weight_bytes)}")
+    if target.own_draft is not None:
+        lines.append(f"  it holds draft layers of its own: --speculative-algorithm {target.own_draft}")
+    return lines
 
 
 def _draft_lines(draft: DraftReport) -> list[str]:

@@ -205,7 +205,7 @@ def page_data(trace: Trace) -> dict[str, Any]:
         "prompt": trace.prompt,
         "prompt_tokens": len(output.prompt_token_ids),
         "output": list(output.token_ids),
-        "text": [stream.push(token) for token in output.token_ids],
+        "text": [stream.push((token,)) for token in output.token_ids],
         "pieces": pieces,
         "names": names,
         "statistics": asdict(statistics(rounds, shape.num_steps, shape.topk)),

@@ -2,15 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from treetop.bench.rounds import Grid, warm_up
 from treetop.models.loader import compute_device
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, InputError
 from treetop.types.layout import PLAIN, SpecShape
-
-Sweep = Literal["batch", "context", "tree", "table"]
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (1024, 2048, 4096, 8192, 16384, 32768)

@@ -1,1 +1,1 @@
-"""Who owns which page: pools, allocators, leases, and the radix cache of finished prefixes."""
+"""Who owns which page: pools, allocators, leases, and the cache of prefixes."""

@@ -18,13 +18,15 @@ class Lease:
     """The pages of one request, by column, in every group.
 
     path: nodes of the prefix cache. Their columns come first and hold pages of the cache, pinned while the lease lives;
-    in a window's group until they leave the window. A column whose page left the window holds the null page.
+    in a window's group until they leave the window. A column whose page left the window holds the null page. torn: in a
+    window's group, the column whose page lacks its first tokens, which no query of this lease sees.
     """
 
     owner: Owner
     pages: dict[GroupName, list[PageId]]
     path: list[Node] = field(default_factory=list)
     released: bool = False
+    torn: dict[GroupName, int] = field(default_factory=dict)
 
     @property
     def shared(self) -> int:
@@ -88,18 +90,34 @@ class KVCacheManager:
             held = lease.pages[group]
             pages = self._allocators[group].take(len(columns), lease.owner)
             for column, page in zip(columns, pages, strict=True):
-                held.extend([NULL_PAGE] * (column - len(held)))
+                while len(held) < column:  # behind the window from the start
+                    cells.append((group, len(held), NULL_PAGE))
+                    held.append(NULL_PAGE)
                 held.append(page)
                 cells.append((group, column, page))
         return cells
+
+    def reserve_import(self, lease: Lease, num_tokens: int, total: int) -> Columns | None:
+        """Grow a new lease to hold `num_tokens`, of which the first `total` come from elsewhere; else as `reserve`.
+
+        Of a window only tokens come that a query at `total` sees. So pages before them go, and the first may be torn.
+        If it returns None, the lease can only be released.
+        """
+        cells = self.slide(lease, total)
+        more = self.reserve(lease, num_tokens, total, total)
+        for group, window in self._windows.items() if more is not None else ():
+            column, missing = divmod(0 if window is None else max(total - window + 1, 0), self._layout.page_size)
+            if missing and column >= lease.shared:
+                lease.torn[group] = column
+        return None if more is None else cells + more
 
     def insert(self, lease: Lease, ids: Sequence[int]) -> Columns:
         """Hand the cache the pages that hold `ids`, the lease's first tokens, and pin them. Returns cells to write.
 
         ids: tokens whose K/V are complete in every group, and which the client has or gave. Where the cache has a page
-        of these tokens already, the lease shares it and gives back its own.
+        of these tokens already, the lease shares it and gives back its own. Nothing while a page is torn.
         """
-        if self._radix is None:
+        if self._radix is None or self._torn(lease):
             return []
         full = min(len(ids) // self._layout.page_size, *(len(pages) for pages in lease.pages.values()))
         cells: Columns = []
@@ -141,6 +159,9 @@ class KVCacheManager:
         """Give back every page, once. ids: tokens whose K/V the pages hold and that the cache may keep."""
         if lease.released:
             return
+        for group, page in self._torn(lease):
+            lease.pages[group][lease.torn[group]] = NULL_PAGE
+            self._give_back(group, [page], lease.owner)
         self.insert(lease, ids)
         lease.released = True
         for group, pages in lease.pages.items():
@@ -225,7 +246,7 @@ class KVCacheManager:
         """A page's owner lives and, if it is the cache, knows of it."""
         owner, node = self._allocators[group].owner_of(page), self._nodes[group][page]
         if (owner == CACHE) != (node is not None):
-            raise OwnershipError(f"{group}: page {page} belongs to {owner}, and cache and ledger disagree on it")
+            raise OwnershipError(f"{group}: page {page} belongs to {owner}, and the cache disagrees")
         if node is not None and self._radix is not None:
             if node.pages.get(group) != page:
                 raise OwnershipError(f"{group}: page {page} is cached, but its node holds {node.pages}")
@@ -267,6 +288,11 @@ class KVCacheManager:
     def _give_back(self, group: GroupName, pages: Sequence[PageId], owner: Owner) -> None:
         self._allocators[group].give_back(pages, owner)
         self._freed += [(group, page) for page in pages]
+
+    def _torn(self, lease: Lease) -> Pages:
+        """The torn pages that a lease still holds."""
+        held = [(group, lease.pages[group][column]) for group, column in lease.torn.items()]
+        return [(group, page) for group, page in held if page != NULL_PAGE]
 
     def _first_column(self, group: GroupName, known: int) -> int:
         """First column that a query at `known` or later can see."""

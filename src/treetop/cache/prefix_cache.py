@@ -54,7 +54,7 @@ def first_seen(window: int | None, position: int, page_size: int) -> int:
 
 
 class PrefixCache:
-    """Finds, adds and evicts cached pages. It owns no allocator: the ledger moves the pages it names.
+    """Finds, adds and evicts cached pages. It owns no allocator: the KV cache manager moves the pages it names.
 
     `_unpinned` holds the unpinned nodes, least recently used first. A path is put there from its end to its beginning,
     so a node stands before its parent, and the first of all is a leaf: the one to evict. windows: of each group, None

@@ -3,17 +3,29 @@
 from collections.abc import Sequence
 
 from treetop.types.errors import CheckError
+from treetop.types.handover import Piece
 from treetop.types.ids import Row
 from treetop.types.layout import Layout
-from treetop.types.messages import Chunk, PageEdit, RoundPlan, RowResult, StepPlan
+from treetop.types.messages import (
+    Chunk,
+    Export,
+    ExportPlan,
+    Import,
+    ImportPlan,
+    PageEdit,
+    RoundPlan,
+    RowResult,
+    StepPlan,
+)
 
 
 class PlanChecker:
-    """Checks plans against a layout, and each chunk against the one before it in its row."""
+    """Checks plans against a layout, each chunk against the one before it in its row, and what is exported of it."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout, self._num_pages = layout, layout.num_pages
         self._expected: dict[Row, tuple[int, int]] = {}  # row -> (start, first token) of its next chunk
+        self._filled: dict[Row, tuple[int, bool]] = {}  # row -> tokens that prefills have filled, and whether all
 
     def check(self, plan: StepPlan) -> None:
         """Raise CheckError naming quantity, row, value and range if a plan cannot be run on this layout."""
@@ -24,10 +36,14 @@ class PlanChecker:
         if isinstance(plan, RoundPlan):
             check_round(plan, layout)
             return
+        if isinstance(plan, ExportPlan | ImportPlan):
+            self._check_pieces(plan)
+            return
         check_rows([chunk.row for chunk in plan.chunks], layout)
         check_rows([setup.row for setup in plan.setups], layout)
         for setup in plan.setups:
             self._expected.pop(setup.row, None)
+            self._filled[setup.row] = setup.committed, False
         for chunk in plan.chunks:
             self._check_chunk(chunk)
 
@@ -46,6 +62,34 @@ class PlanChecker:
         _within("first token of a chunk, promised by the chunk before,", chunk.row, chunk.token_ids[0], token, token)
         if chunk.next_token is not None:
             self._expected[chunk.row] = (end, chunk.next_token)
+        self._filled[chunk.row] = end, chunk.next_token is None
+
+    def _check_pieces(self, plan: ExportPlan | ImportPlan) -> None:
+        """No slot twice, pieces of what there is, and a row is set up with its last piece, which holds its record."""
+        layout, moved = self._layout, plan.exports if isinstance(plan, ExportPlan) else plan.imports
+        slots = [each.slot for each in moved]
+        if len(set(slots)) != len(slots):
+            raise CheckError(f"a staging slot appears twice in {slots}")
+        for each in moved:
+            self._check_piece(each, each.piece)
+        if isinstance(plan, ImportPlan):
+            last = [each.row for each in plan.imports if each.piece.last]
+            check_rows(last, layout)
+            if [setup.row for setup in plan.setups] != last:
+                raise CheckError(f"imports end in rows {last}, and rows {[s.row for s in plan.setups]} are set up")
+
+    def _check_piece(self, each: Export | Import, piece: Piece) -> None:
+        layout, row = self._layout, each.row
+        _within("row", row, row, 0, layout.max_requests - 1)
+        _within("staging slot", row, each.slot, 0, layout.handover_slots - 1)
+        _within("tokens of a piece", row, piece.count, 1, layout.slot_tokens)
+        _within("start of a piece", row, piece.start, 0, piece.total - piece.count)
+        _within("tokens of a request that is handed over", row, piece.total, 1, layout.max_context)
+        if isinstance(each, Export):
+            filled, whole = self._filled.get(row, (0, False))
+            _within("end of an exported piece, of what is prefilled,", row, piece.end, 1, filled)
+            if piece.last and not whole:
+                raise CheckError(f"exported piece: row {row} has no record, for its prompt is not prefilled to its end")
 
 
 def check_padded(padded: Sequence[int], rows: Sequence[Row], layout: Layout) -> None:
@@ -64,6 +108,12 @@ def check_emitted(token_ids: Sequence[int], stop_ids: frozenset[int], reason: st
             raise CheckError(f"emitted tokens: stop token {token} at {index} of {len(token_ids)}, reason {reason}")
     if len(token_ids) > limit:
         raise CheckError(f"emitted tokens: {len(token_ids)}, more than the {limit} that are left")
+
+
+def check_continues(request_id: int, start: int, num_received: int) -> None:
+    """New tokens of a request begin where those that its client has end: none comes twice, none is lost."""
+    if start != num_received:
+        raise CheckError(f"request {request_id}: tokens came from {start} on, its client has {num_received}")
 
 
 def check_cached(row: Row, num_cached: int, num_committed: int) -> None:

@@ -14,7 +14,10 @@ Sink = Callable[[RequestUpdate], None]
 
 
 class AsyncCore(Protocol):
-    """A core, wherever it runs. load: the last word about it. failure: why it is dead, None while it lives."""
+    """A core, wherever it runs. load: the last word about it. failure: why it is dead, None while it lives.
+
+    restarting: its engine has died, and another is on its way; num_restarts: so far. Requests go on then as they were.
+    """
 
     @property
     def info(self) -> CoreInfo: ...
@@ -24,6 +27,12 @@ class AsyncCore(Protocol):
 
     @property
     def failure(self) -> EngineError | None: ...
+
+    @property
+    def restarting(self) -> bool: ...
+
+    @property
+    def num_restarts(self) -> int: ...
 
     def next_id(self) -> RequestId: ...
 
@@ -73,6 +82,8 @@ class Sinks:
 
 class LocalCore:
     """A core on a thread of this process, for one event loop at a time. close_engine: what to call at the end."""
+
+    restarting, num_restarts = False, 0
 
     def __init__(self, thread: CoreThread, info: CoreInfo, close_engine: Callable[[], object] = lambda: None) -> None:
         self._thread, self.info, self._sinks, self._close_engine = thread, info, Sinks(), close_engine

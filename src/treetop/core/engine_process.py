@@ -14,14 +14,16 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
 import msgspec
 import zmq
 
+from treetop.core.handover import Role
 from treetop.core.loop import Core, CoreLoop
+from treetop.core.roles import open_role
 from treetop.core.wire import (
     Abort,
     Add,
@@ -36,11 +38,10 @@ from treetop.core.wire import (
     decode_to_core,
     encode,
 )
+from treetop.transfer.nixl import NixlTransport
 from treetop.types.errors import TreetopError, UserError
-from treetop.types.requests import CoreInfo, CoreLoad, RequestUpdate
+from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, RequestUpdate
 
-ID_RANGE = 2**40
-"""Request ids that each client has for itself."""
 _LOAD_S = 0.25
 """Seconds between two words about the load, at least."""
 _LINGER_MS = 2000
@@ -50,22 +51,45 @@ _LINGER_MS = 2000
 class CoreServer:
     """Applies what clients send and sends them what the core gives, a step at a time."""
 
-    def __init__(self, core: Core, info: CoreInfo, socket: "zmq.Socket[bytes]") -> None:
+    def __init__(self, core: Core, info: CoreInfo, socket: "zmq.Socket[bytes]", role: Role | None = None) -> None:
+        """role: the worker's part in handing requests over, if it has one."""
         self._core, self._loop, self._info, self._socket = core, CoreLoop(core), info, socket
+        self._role = role
         self._clients: dict[bytes, Callable[[list[RequestUpdate]], None]] = {}
         self._told, self._told_s = CoreLoad(), 0.0
 
     def run(self) -> str:
         """Serve until the engine fails. Returns why it did."""
-        while self._core.failure is None:
-            if self._socket.poll(0 if self._core.busy else int(_LOAD_S * 1000)):
-                self._receive()
+        reason = None
+        while reason is None:
+            self._wait()
+            self._receive()
+            if self._role is not None:
+                self._role.poll(time.monotonic())
             if self._core.busy:
                 self._loop.step()
             self._tell_load()
-        reason = f"{type(self._core.failure).__name__}: {self._core.failure}"
+            reason = self._end()
         self._broadcast(Failed(reason, False))
         return reason
+
+    def _end(self) -> str | None:
+        """Why nothing more can be served, if so."""
+        if self._core.failure is not None:
+            return f"{type(self._core.failure).__name__}: {self._core.failure}"
+        return None if self._role is None or self._core.busy else self._role.stuck
+
+    def _wait(self) -> None:
+        """Until there is something to do, which nothing may be known of for a while."""
+        if self._core.busy and not self._core.stalled:
+            return
+        poller, wait_ms = zmq.Poller(), int(_LOAD_S * 1000)
+        poller.register(self._socket, zmq.POLLIN)
+        if self._role is not None:
+            wait_ms = min(wait_ms, self._role.wait_ms)
+            for socket in self._role.sockets():
+                poller.register(socket, zmq.POLLIN)
+        poller.poll(wait_ms)
 
     def _receive(self) -> None:
         with suppress(zmq.Again):
@@ -77,14 +101,21 @@ class CoreServer:
         match command:
             case Hello():
                 self._clients.setdefault(identity, partial(self._send_updates, identity))
-                number = list(self._clients).index(identity)
-                self._send(identity, Ready(self._info, number * ID_RANGE))
+                self._send(identity, Ready(self._info))
             case Add(requests):
-                self._loop.add(requests, self._clients[identity])
+                self._add(identity, requests)
             case Abort(request_ids):
                 self._loop.abort(request_ids)
             case Finish(request_id, num_tokens):
                 self._loop.finish(request_id, num_tokens)
+
+    def _add(self, identity: bytes, requests: Sequence[EngineRequest]) -> None:
+        refused = None if self._role is None else self._role.refuses
+        if refused is None:
+            remote = self._role is not None and self._role.asks
+            self._loop.add(requests, self._clients[identity], remote)
+        else:
+            self._send_updates(identity, [RequestUpdate(r.request_id, (), None, "abort", refused) for r in requests])
 
     def _send_updates(self, identity: bytes, updates: list[RequestUpdate]) -> None:
         self._send(identity, Updates(tuple(updates)))
@@ -94,6 +125,8 @@ class CoreServer:
         if now - self._told_s < _LOAD_S:
             return
         self._told_s, load = now, self._core.load
+        if self._role is not None:
+            load = load._replace(handover=self._role.load)
         if load != self._told:
             self._told = load
             self._broadcast(Load(load))
@@ -106,16 +139,23 @@ class CoreServer:
         self._socket.send_multipart([identity, encode(message)])
 
 
-def make(options: ProcessOptions) -> tuple[Core, CoreInfo]:
-    """The core that was asked for. Raises TreetopError."""
+def make(options: ProcessOptions) -> tuple[Core, CoreInfo, Role | None]:
+    """The core that was asked for, and its part in handing requests over. Raises TreetopError."""
     if options.mock is not None:
         from treetop.core.mock import make_mock  # noqa: PLC0415  # needs no PyTorch
 
-        return make_mock(options.config, options.mock)
+        return *make_mock(options.config, options.mock), None
     from treetop.core.make import open_core  # noqa: PLC0415  # loads PyTorch, which takes seconds
 
     opened = open_core(options.config)
-    return opened.core, opened.info
+    if options.handover.role == "both":
+        return opened.core, opened.info, None
+    from treetop.core.staging import staging_of  # noqa: PLC0415  # too
+
+    assert opened.local is not None  # `check_handover` has refused more ranks than one
+    staging = staging_of(opened.local.engine)
+    role = open_role(opened.local.scheduler, staging, options.handover, NixlTransport)
+    return opened.core, opened.info._replace(refuses=role.refuses), role
 
 
 def main() -> int:
@@ -130,13 +170,16 @@ def main() -> int:
     socket = context.socket(zmq.ROUTER)
     socket.sndhwm = socket.rcvhwm = 0  # what waits is bounded by the requests that were accepted
     socket.bind(options.address)
+    role = None
     try:
-        core, info = make(options)
-        reason = CoreServer(core, info, socket).run()
+        core, info, role = make(options)
+        reason = CoreServer(core, info, socket, role).run()
     except TreetopError as error:
         refuse(socket, Failed(str(error), isinstance(error, UserError)))
         return 2 if isinstance(error, UserError) else 1
     finally:
+        if role is not None:
+            role.close()
         context.destroy(linger=_LINGER_MS)
     logging.getLogger("treetop").error("the engine failed: %s", reason)
     return 1

@@ -43,7 +43,7 @@ from treetop.models.params import of_rank
 from treetop.models.registry import target_spec
 from treetop.parallel.exchange import START_S
 from treetop.types.config import EngineConfig
-from treetop.types.errors import ConfigError, EngineError, TreetopError
+from treetop.types.errors import ConfigError, EngineError, InputError, TreetopError
 from treetop.types.ids import RequestId
 from treetop.types.parallel import ALONE, Unmet
 from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, RequestUpdate, check_prompt
@@ -234,6 +234,7 @@ class DispatchCore:
     """
 
     num_launched = num_committed = 0
+    stalled = False
     """Steps are the ranks' own; a request that was aborted is forgotten at once."""
 
     def __init__(
@@ -264,8 +265,11 @@ class DispatchCore:
         """The rank of each request that is alive."""
         return self._rank_of
 
-    def add(self, request: EngineRequest) -> None:
-        """Raises InputError for a prompt that can never run."""
+    def add(self, request: EngineRequest, remote: bool = False) -> None:
+        """Raises InputError for a prompt that can never run. remote: no rank has a part in a hand-over."""
+        assert not remote
+        if request.constraint is not None:
+            raise InputError("constraints: the engines are other processes; give a structured_output instead")
         check_prompt(request.prompt_ids, self.info.max_context)
         counts = Counter(self._rank_of.values())
         rank = self.choose([counts[rank] for rank in range(self._group.size)], request)

@@ -80,7 +80,7 @@ class ExpertRank:
             agreement = Agreement(self._options.folder, rank, config.ep_size, self._context)
             lockstep = Lockstep(engine, agreement, config.step_timeout)
             threading.Thread(target=self._guard, args=(lockstep,), name="treetop-guard", daemon=True).start()
-            self._say(Ready(info_of(engine), 0))
+            self._say(Ready(info_of(engine)))
             self._serve(core_of(lockstep, engine), lockstep, agreement)
         except Exception as error:
             reason = str(error) if isinstance(error, TreetopError) else f"{type(error).__name__}: {error}"

@@ -6,7 +6,7 @@ rank 0 --Launch--> each follower, which launches it beside rank 0 and says `Ende
 import msgspec
 
 from treetop.types.config import EngineConfig
-from treetop.types.messages import PrefillPlan, RoundPlan, StepPlan
+from treetop.types.messages import ExportPlan, ImportPlan, PrefillPlan, RoundPlan, StepPlan
 
 
 class FollowerOptions(msgspec.Struct, frozen=True):
@@ -32,6 +32,22 @@ class LaunchRound(msgspec.Struct, frozen=True, tag=True):
     number: int
     bucket: int
     plan: RoundPlan
+
+
+class LaunchExport(msgspec.Struct, frozen=True, tag=True):
+    """As `LaunchPrefill`, of as many pieces."""
+
+    number: int
+    bucket: int
+    plan: ExportPlan
+
+
+class LaunchImport(msgspec.Struct, frozen=True, tag=True):
+    """As `LaunchExport`."""
+
+    number: int
+    bucket: int
+    plan: ImportPlan
 
 
 class NextLogits(msgspec.Struct, frozen=True, tag=True):
@@ -68,8 +84,8 @@ class Broken(msgspec.Struct, frozen=True, tag=True):
     user_error: bool
 
 
-Launch = LaunchPrefill | LaunchRound
-ToFollower = LaunchPrefill | LaunchRound | NextLogits
+Launch = LaunchPrefill | LaunchRound | LaunchExport | LaunchImport
+ToFollower = LaunchPrefill | LaunchRound | LaunchExport | LaunchImport | NextLogits
 FromFollower = Here | Up | Ended | Broken
 
 encode = msgspec.msgpack.Encoder().encode
@@ -78,8 +94,15 @@ _from_follower: msgspec.msgpack.Decoder[FromFollower] = msgspec.msgpack.Decoder(
 
 
 def launch_of(number: int, bucket: int, plan: StepPlan) -> Launch:
-    kind = LaunchPrefill if isinstance(plan, PrefillPlan) else LaunchRound
-    return kind(number, bucket, plan)  # type: ignore[arg-type]  # each its own
+    match plan:
+        case PrefillPlan():
+            return LaunchPrefill(number, bucket, plan)
+        case RoundPlan():
+            return LaunchRound(number, bucket, plan)
+        case ExportPlan():
+            return LaunchExport(number, bucket, plan)
+        case ImportPlan():
+            return LaunchImport(number, bucket, plan)
 
 
 def decode_to_follower(message: bytes) -> ToFollower:

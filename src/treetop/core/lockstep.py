@@ -23,7 +23,7 @@ import zmq
 from treetop.core.engine_core import StepEngine
 from treetop.types.errors import CheckError, EngineError
 from treetop.types.layout import Layout, SpecShape
-from treetop.types.messages import PrefillPlan, RoundPlan, StepPlan, StepResult
+from treetop.types.messages import ExportPlan, ImportPlan, PrefillPlan, RoundPlan, StepPlan, StepResult
 from treetop.types.sampling import Choice
 
 InFlight = TypeVar("InFlight")
@@ -150,7 +150,9 @@ class Lockstep(Generic[InFlight]):
         return self._agreement.called()
 
     def launch(self, plan: StepPlan) -> LockstepStep[InFlight]:
-        """Launch a plan as soon as the ranks agree on a step of its kind."""
+        """Launch a plan as soon as the ranks agree on a step of its kind; one that needs no expert at once."""
+        if isinstance(plan, ExportPlan | ImportPlan):
+            return self._started(plan)
         want = want_of(self._engine, plan)
         while bool(want.tokens) != bool((step := self._agree(want)).tokens):
             self._start(without_rows(step, self._engine.layout.shapes[0]), step)
@@ -173,20 +175,23 @@ class Lockstep(Generic[InFlight]):
         self._prefilled_last = step.tokens > 0
         return step
 
-    def _start(self, plan: StepPlan, step: Want) -> LockstepStep[InFlight]:
+    def _start(self, plan: PrefillPlan | RoundPlan, step: Want) -> LockstepStep[InFlight]:
         """Raises CheckError before it launches what the others do not launch: nobody waits for what never comes."""
         mine = want_of(self._engine, plan)
         if mine != step:
             number = self._agreement.step - 1
             raise CheckError(f"step {number}: this rank would launch {mine}, the ranks have agreed on {step}")
+        self.num_steps += 1
+        self.num_idle += not plan.rows
+        return self._started(plan)
+
+    def _started(self, plan: StepPlan) -> LockstepStep[InFlight]:
         while len(self._out) >= self._engine.layout.max_in_flight:
             self._end_oldest()
         self.waiting_since = time.monotonic()
         started = LockstepStep(self._engine.launch(plan))
         self.waiting_since = None
         self._out.append(started)
-        self.num_steps += 1
-        self.num_idle += not plan.rows
         return started
 
     def _end_oldest(self) -> None:
@@ -196,21 +201,21 @@ class Lockstep(Generic[InFlight]):
         self.waiting_since = None
 
 
-def want_of(engine: RankEngine[InFlight], plan: StepPlan) -> Want:
+def want_of(engine: RankEngine[InFlight], plan: PrefillPlan | RoundPlan) -> Want:
     """What a rank says for a plan. The kinds of round and the sizes are all that exchanges depend on."""
     if isinstance(plan, PrefillPlan):
         return Want(tokens=engine.tokens_of(plan))
     return Want(engine.bucket_of(plan), _CHOICES.index(plan.choice))
 
 
-def grown(plan: StepPlan, step: Want) -> StepPlan:
+def grown(plan: PrefillPlan | RoundPlan, step: Want) -> PrefillPlan | RoundPlan:
     """A plan in the size that was agreed on."""
     if isinstance(plan, PrefillPlan):
         return replace(plan, least_tokens=step.tokens)
     return replace(plan, least_rows=step.rows, choice=_CHOICES[step.choice])
 
 
-def without_rows(step: Want, shape: SpecShape) -> StepPlan:
+def without_rows(step: Want, shape: SpecShape) -> PrefillPlan | RoundPlan:
     """A plan of nobody's rows, for a step that others have rows for: all of its batch is padding."""
     if step.tokens:
         return PrefillPlan((), (), (), (), Choice.GREEDY, least_tokens=step.tokens)

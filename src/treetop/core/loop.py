@@ -30,7 +30,10 @@ class Core(Protocol):
     @property
     def num_committed(self) -> int: ...
 
-    def add(self, request: EngineRequest) -> None: ...
+    @property
+    def stalled(self) -> bool: ...
+
+    def add(self, request: EngineRequest, remote: bool = False) -> None: ...
 
     def abort(self, request_id: RequestId) -> RequestUpdate | None: ...
 
@@ -49,11 +52,11 @@ class CoreLoop:
         self._clients: dict[RequestId, Deliver] = {}
         self._flushes: list[tuple[int, threading.Event]] = []  # set once so many steps have been committed
 
-    def add(self, requests: Sequence[EngineRequest], deliver: Deliver) -> None:
-        """Queue requests together. One that can never run is told so in its last update."""
+    def add(self, requests: Sequence[EngineRequest], deliver: Deliver, remote: bool = False) -> None:
+        """Queue requests together. One that can never run is told so in its last update. remote: see `EngineCore`."""
         for request in requests:
             try:
-                self.core.add(request)
+                self.core.add(request, remote)
             except UserError as error:
                 deliver([RequestUpdate(request.request_id, (), finish_reason="abort", error=str(error))])
             else:

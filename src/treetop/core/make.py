@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
 from treetop.core.engine_core import EngineCore, StepEngine
+from treetop.core.grammars import Grammars
 from treetop.core.loop import Core
 from treetop.engine.engine import Engine
 from treetop.models.folder import extra_eos_ids, resolve_folder
@@ -15,6 +16,8 @@ from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
 from treetop.types.requests import CoreInfo
 from treetop.types.sampling import MOST_LOGPROBS
+
+Step = TypeVar("Step")
 
 
 class OpenCore(NamedTuple):
@@ -71,13 +74,15 @@ def _around(
     return OpenCore(core, info_of(engine), local, engine.draft_path, close)
 
 
-def core_of(runs: StepEngine[Any], engine: Engine) -> EngineCore[Any]:
-    """A core that plans for an engine. runs: the engine, or what stands before it."""
-    return EngineCore(runs, Scheduler(engine.layout, engine.config, _eos_ids(engine)))
+def core_of(runs: StepEngine[Step], engine: Engine) -> EngineCore[Step]:
+    """A core with a scheduler for the engine. runs: what its steps are launched on."""
+    info = info_of(engine)
+    vocab_size = info.vocab_size if info.can_constrain else None
+    scheduler = Scheduler(engine.layout, engine.config, info.eos_ids, vocab_size=vocab_size)
+    return EngineCore(runs, scheduler, Grammars(engine.model_path, info.vocab_size, info.eos_ids).constraint)
 
 
 def info_of(engine: Engine) -> CoreInfo:
-    """What clients must know of a core of this engine."""
     config, layout = engine.config, engine.layout
     return CoreInfo(
         model_path=str(engine.model_path),
@@ -88,12 +93,9 @@ def info_of(engine: Engine) -> CoreInfo:
         by_priority=config.schedule_policy == "priority",
         can_change_logits=not config.disable_logits_processors,
         max_logprobs=MOST_LOGPROBS,
-        eos_ids=_eos_ids(engine),
+        eos_ids=(*engine.spec.eos_token_ids, *extra_eos_ids(engine.model_path)),
+        can_constrain=not config.disable_logits_processors and config.simulate_accept_length is None,
     )
-
-
-def _eos_ids(engine: Engine) -> tuple[int, ...]:
-    return *engine.spec.eos_token_ids, *extra_eos_ids(engine.model_path)
 
 
 def _nothing() -> None:

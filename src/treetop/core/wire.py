@@ -5,6 +5,10 @@ import msgspec
 from treetop.types.config import EngineConfig
 from treetop.types.ids import RequestId
 from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, RequestUpdate
+from treetop.types.roles import HandoverOptions
+
+ID_RANGE = 2**40
+"""Request ids that each client has for itself: client i those from i times this on."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -12,7 +16,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
-    """Requests that are planned together. Their ids come from the range that `Ready` gave the client."""
+    """Requests that are planned together. Their ids come from the client's own range."""
 
     requests: tuple[EngineRequest, ...]
 
@@ -31,10 +35,9 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The engine is up. first_id: the client's requests count up from here."""
+    """The engine is up."""
 
     info: CoreInfo
-    first_id: int
 
 
 class Updates(msgspec.Struct, frozen=True, tag=True):
@@ -56,6 +59,28 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     user_error: bool
 
 
+class EngineUp(msgspec.Struct, frozen=True, tag=True):
+    """To an API process: the engine is up, at this address. It answers with the address once it has given it all."""
+
+    address: str
+
+
+class EngineLost(msgspec.Struct, frozen=True, tag=True):
+    """To an API process: the engine has ended; another may come."""
+
+    reason: str
+
+
+class EngineDead(msgspec.Struct, frozen=True, tag=True):
+    """To an API process: there is no engine any more."""
+
+    reason: str
+
+
+EngineNews = EngineUp | EngineLost | EngineDead
+"""What an API process is told of the engine, a line of JSON each."""
+
+
 class MockOptions(msgspec.Struct, frozen=True):
     """An engine without a model.
 
@@ -69,12 +94,16 @@ class MockOptions(msgspec.Struct, frozen=True):
 
 
 class ProcessOptions(msgspec.Struct, frozen=True):
-    """What an engine process is told on stdin. address: its socket's, ipc. log_level: of `logging`."""
+    """What an engine process is told on stdin. address: its socket's, ipc. log_level: of `logging`.
+
+    handover: what it does for others.
+    """
 
     address: str
     config: EngineConfig
     mock: MockOptions | None = None
     log_level: int = 30
+    handover: HandoverOptions = HandoverOptions()
 
 
 ToCore = Hello | Add | Abort | Finish

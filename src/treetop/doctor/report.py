@@ -40,12 +40,12 @@ class BackendStatus:
 
 def machine(device: torch.device) -> list[tuple[str, str]]:
     """Facts of this machine, as (name, value). device: the one that is asked about."""
-    aux_hidden = torch.backends.cpu.get_cpu_capability()
+    capability = torch.backends.cpu.get_cpu_capability()
     rows = [
         ("treetop", __version__),
         ("python", platform.python_version()),
         ("system", f"{platform.system()} {platform.machine()}"),
-        ("CPU", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {aux_hidden}"),
+        ("CPU", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {capability}"),
         ("oneDNN", "packs float32 weights" if torch.backends.mkldnn.is_available() else "missing: products are slower"),
         ("GPU", torch.cuda.get_device_name() if torch.cuda.is_available() else "none"),
         ("computes on", device.type),

@@ -19,6 +19,7 @@ from treetop.drafts.registry import drafter_spec, ngram_spec
 from treetop.engine.buffers import Zeros, make_round_buffers
 from treetop.engine.compile_ahead import rehearse
 from treetop.engine.cuda_graphs import num_graphs
+from treetop.engine.handover import HandoverSpec, StagingSlots
 from treetop.engine.memory import (
     LEAST_CHUNK_OF_CPU,
     LEAST_CHUNK_OF_GPU,
@@ -37,6 +38,7 @@ from treetop.engine.memory import (
     step_bytes,
 )
 from treetop.engine.model_runner import ModelRunner
+from treetop.engine.row_record import record_bytes, record_fields
 from treetop.engine.state import make_state
 from treetop.engine.weight_copies import CpuWeights, with_copies, with_second_orders
 from treetop.engine.worst_steps import peak_bytes
@@ -58,7 +60,7 @@ class EnginePlan:
     """Everything that is known before a weight is read.
 
     layout: with pools as large as the estimate lets them be. need: what attention has to do. use: that estimate of
-    memory. weights: whose products are chosen by timing.
+    memory. weights: whose products are chosen by timing. handover: what staging slots hold, if there are any.
     """
 
     config: EngineConfig
@@ -69,6 +71,7 @@ class EnginePlan:
     need: Need
     use: MemoryUse
     weights: CpuWeights
+    handover: HandoverSpec | None
 
 
 def plan_engine(
@@ -114,6 +117,7 @@ def _plan_rows(config: EngineConfig, parallel: Parallel, expert_ranks: Parallel)
     layout = make_layout(config, target.config, draft, parallel.size)
     device = compute_device(config.device)
     dtype = compute_dtype(config.dtype, device)
+    layout, handover = _with_slots(config, layout, target.config, draft, dtype)
     dummy = config.load_format == "dummy"
     place = Placement(dtype, device, layout.max_positions, dummy, shapes=layout.shapes, parallel=parallel)
     place = replace(place, expert_ranks=expert_ranks)
@@ -131,7 +135,7 @@ def _plan_rows(config: EngineConfig, parallel: Parallel, expert_ranks: Parallel)
     use = MemoryUse(layout, dtype.itemsize, budget)
     if config.prefill_tokens_per_round is None:
         config = replace(config, prefill_tokens_per_round=tokens_of_a_round(layout, device))
-    return EnginePlan(config, target, draft, layout, place, need, use, weights)
+    return EnginePlan(config, target, draft, layout, place, need, use, weights, handover)
 
 
 def make_layout(config: EngineConfig, model: ModelConfig, draft: DrafterSpec | None, ranks: int = 1) -> Layout:
@@ -147,8 +151,7 @@ def make_layout(config: EngineConfig, model: ModelConfig, draft: DrafterSpec | N
             f"--context-length {context}: penalties can count {MOST_COUNT} tokens; lower it, or use"
             " --disable-logits-processors"
         )
-    layers = layer_groups(model, draft, ranks)
-    groups = tuple(KVGroup(name, len(of), of[0].kv, of[0].window) for name, of in layers.items())
+    groups = kv_groups(model, draft, ranks)
     chunk, rows = config.chunked_prefill_size or _default_chunk(config, groups), config.max_running_requests
     assert rows is not None, "plan_engine has chosen"
     layout = Layout(
@@ -165,6 +168,25 @@ def make_layout(config: EngineConfig, model: ModelConfig, draft: DrafterSpec | N
         layout = replace(layout, pool_tokens=layout.tokens_for_all)
     layout.validate()
     return layout
+
+
+def _with_slots(
+    config: EngineConfig, layout: Layout, model: ModelConfig, draft: DrafterSpec | None, dtype: torch.dtype
+) -> tuple[Layout, HandoverSpec | None]:
+    """The layout with the staging slots that are asked for, and what they hold.
+
+    Raises ConfigError or CapacityError for slots that cannot hold this model's tokens.
+    """
+    if not config.handover_slots:
+        return layout, None
+    odd = [group.name for group in layout.groups if group.kv.head_dim * dtype.itemsize % 4]
+    if odd:
+        raise ConfigError(f"--handover-slots: heads of KV group {odd[0]} are not whole 32-bit words in {dtype}")
+    record = record_bytes(record_fields(layout, draft, dtype))
+    ranks = config.tp_size
+    handover = HandoverSpec.of(layout.groups, kv_groups(model, draft, 1), dtype.itemsize, record, ranks)
+    tokens = min(handover.own.tokens_per_slot(config.handover_slot_bytes), layout.max_context)
+    return replace(layout, handover_slots=config.handover_slots, slot_tokens=tokens), handover
 
 
 def choose_max_in_flight(config: EngineConfig) -> int:
@@ -231,10 +253,11 @@ def read_draft_spec(config: EngineConfig, target: TargetSpec) -> DrafterSpec:
 class BuiltRunner:
     """A device with its memory. zones: at check level 3, between which every buffer lies. use: where memory went.
 
-    products: on a CPU, how products with weights are taken.
+    products: on a CPU, how products with weights are taken. slots: to hand requests over by, if there are any.
     """
 
     device: ModelRunner
+    slots: StagingSlots | None
     zones: RedZones | None
     use: MemoryUse
     products: tuple[ChosenProduct, ...]
@@ -250,6 +273,7 @@ def build_runner(engine_plan: EnginePlan) -> BuiltRunner:
     with out_of_memory_explained("loading weights and trying the worst steps", place.device, engine_plan.use):
         before = _allocated(place.device)
         device, zones, zeros = _without_pools(engine_plan, replace(place, products=products))
+        slots = _make_slots(engine_plan, zeros)
         static = _allocated(place.device) - before or engine_plan.use.budget.static
         allowance = _gpu_allowance(config, device) if place.device.type == "cuda" else 0
     memory = _memory_of(place)
@@ -260,7 +284,14 @@ def build_runner(engine_plan: EnginePlan) -> BuiltRunner:
     use = MemoryUse(layout, place.dtype.itemsize, budget)
     with out_of_memory_explained("making the KV pools", place.device, use):
         pools = make_pools(layout, place.dtype, zeros)
-    return BuiltRunner(_with_pools(device, layout, pools), zones, use, tuple(products.values()))
+    return BuiltRunner(_with_pools(device, layout, pools), slots, zones, use, tuple(products.values()))
+
+
+def _make_slots(engine_plan: EnginePlan, zeros: Zeros) -> StagingSlots | None:
+    spec, config = engine_plan.handover, engine_plan.config
+    if spec is None:
+        return None
+    return StagingSlots(spec, zeros((config.handover_slots, config.handover_slot_bytes), torch.uint8))
 
 
 def _without_pools(engine_plan: EnginePlan, place: Placement) -> tuple[ModelRunner, RedZones | None, Zeros]:
@@ -321,7 +352,7 @@ def _static_estimate(
     model, aux = target.config, draft.aux_inputs if draft is not None else ()
     make_state(layout, draft, _changed_vocab(config, model), dtype, counted)
     make_round_buffers(layout, len(aux), model.hidden_size, model.vocab_size, dtype, counted)
-    return weights + sum(made)
+    return weights + sum(made) + config.handover_slots * config.handover_slot_bytes
 
 
 def _changed_vocab(config: EngineConfig, model: ModelConfig) -> int | None:
@@ -369,6 +400,12 @@ def backend_need(layout: Layout, model: ModelConfig, draft: DrafterSpec | None, 
     queries = max(layout.verify_tail, layout.commit_width, layout.max_topk)
     rows = layout.max_requests
     return Need(place.dtype, place.device, layout.page_size, tuple(groups), layout.max_in_flight, rows, queries)
+
+
+def kv_groups(model: ModelConfig, draft: DrafterSpec | None, ranks: int) -> tuple[KVGroup, ...]:
+    """The KV groups of one of `ranks` ranks."""
+    layers = layer_groups(model, draft, ranks)
+    return tuple(KVGroup(name, len(of), of[0].kv, of[0].window) for name, of in layers.items())
 
 
 def layer_groups(model: ModelConfig, draft: DrafterSpec | None, ranks: int = 1) -> dict[GroupName, list[AttentionSpec]]:

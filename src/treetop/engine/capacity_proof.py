@@ -1,17 +1,21 @@
 """The start-up proofs: rounds of padding alone, and of the worst batch that can be admitted."""
 
 from treetop.engine.graphs import RoundLauncher
+from treetop.engine.handover import StagingSlots, export_pieces, import_pieces
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.rounds import RoundKey, draft_phase
 from treetop.types.errors import CheckError
+from treetop.types.handover import Piece
+from treetop.types.ids import Row
 from treetop.types.layout import SpecShape
+from treetop.types.messages import Export, ExportPlan, Import, ImportPlan
 from treetop.types.sampling import Choice
 
 
 def prove_capacity(runner: ModelRunner, launcher: RoundLauncher) -> None:
     """Run every shape with all rows as long as they can get, on the null page, and put the state back.
 
-    Memory for that is in the account before: a GPU has tried it (`engine.trial`), a CPU counts it (`step_bytes`).
+    Memory for that is in the account before: a GPU has tried it (`engine.worst_steps`), a CPU counts it (`step_bytes`).
     Raises CheckError where a buffer was sized by another formula than the one that fills it (sgl-27338, sgl-26972): no
     option can cause that.
     """
@@ -27,10 +31,9 @@ def prove_capacity(runner: ModelRunner, launcher: RoundLauncher) -> None:
         state.committed[: layout.max_requests] = layout.max_committed
         launcher.launch(RoundKey(layout.max_requests, shape, Choice.GREEDY), layout.max_committed)
     runner.probes.raise_if_fired()
-    draft = [state.draft.tokens, state.draft.logprob, state.draft.hidden] if state.draft is not None else []
-    drafts = [*draft, state.text] if state.text is not None else draft
+    texts = [] if state.text is None else [state.text]
     null_pages = [pool.data[:, : layout.page_size] for pool in runner.pools.values()]  # nothing else was written
-    for tensor in (state.committed, state.root, *drafts, *null_pages):
+    for tensor in (*state.record.tables.values(), *texts, *null_pages):
         tensor.zero_()
     for name, table in state.page_tables.items():
         table.data.copy_(tables[name])
@@ -42,20 +45,38 @@ def prove_padding(runner: ModelRunner, launcher: RoundLauncher) -> None:
     Raises CheckError if a path leaves its tree, or if something changed in the dummy row's state or in a null page, all
     of which are zero.
     """
-    layout, state, dummy = runner.layout, runner.state, runner.layout.dummy_row
+    layout = runner.layout
     bucket = layout.buckets[0]
-    runner.buffers.rows.fill_(dummy)
+    runner.buffers.rows.fill_(layout.dummy_row)
     for shape in layout.shapes:
         if shape.num_steps and runner.simulate_accept_length is None:
             _prove_acceptance(runner, bucket, shape)
         launcher.launch(RoundKey(bucket, shape, Choice.GREEDY), layout.max_committed)
     runner.probes.raise_if_fired()
+    _check_untouched(runner, "padded batch: a round of the dummy row")
+
+
+def prove_handover(runner: ModelRunner, slots: StagingSlots) -> None:
+    """Pack and unpack the dummy row, and with it compile what that takes.
+
+    Raises CheckError if something changed in the dummy row's state or in a null page.
+    """
+    dummy, piece = Row(runner.layout.dummy_row), Piece(0, 1, 1)
+    export_pieces(runner, slots, ExportPlan((), (), (Export(dummy, 0, piece),)))
+    numbers = runner.state.committed.new_zeros((1, slots.spec.num_own))
+    plan = ImportPlan((), (), (), (Import(dummy, 0, piece, ()),))
+    import_pieces(runner, slots, plan, numbers, numbers[:, 0], runner.state.committed.new_tensor([dummy]))
+    _check_untouched(runner, "hand-over: a piece of the dummy row")
+
+
+def _check_untouched(runner: ModelRunner, what: str) -> None:
+    """All of the dummy row's state and of the null pages is zero."""
+    layout, state, dummy = runner.layout, runner.state, runner.layout.dummy_row
     tables = [table.data for table in state.page_tables.values()]
-    drafts = [state.draft.tokens, state.draft.logprob, state.draft.hidden] if state.draft is not None else []
-    kept = [tensor[dummy] for tensor in (state.committed, state.root, *tables, *drafts)]
+    kept = [tensor[dummy] for tensor in (*state.record.tables.values(), *tables)]
     kept += [pool.data[:, : layout.page_size] for pool in runner.pools.values()]
     if any(bool(tensor.any()) for tensor in kept):
-        raise CheckError("padded batch: a round of the dummy row changed its state or a null page")
+        raise CheckError(f"{what} changed its state or a null page")
 
 
 def _prove_acceptance(runner: ModelRunner, bucket: int, shape: SpecShape) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import islice, product
 from typing import TypeVar
 
 import torch
@@ -16,14 +16,24 @@ from treetop.attention.layer import DenseAttention
 from treetop.checks.host import PlanChecker, check_padded, check_result
 from treetop.checks.poison import poison
 from treetop.engine.build import build_runner, captures, plan_engine, zeros_on
-from treetop.engine.capacity_proof import prove_capacity, prove_padding
+from treetop.engine.capacity_proof import prove_capacity, prove_handover, prove_padding
 from treetop.engine.cuda_graphs import CudaGraphs
 from treetop.engine.graphs import Eager, GraphSim, RoundLauncher
+from treetop.engine.handover import collect_exports, collect_imports, export_pieces, import_columns, import_pieces
 from treetop.engine.memory import out_of_memory_explained
 from treetop.engine.prefill import chunk_columns, chunk_width, make_batch, prefill
 from treetop.engine.processors import RowProcessors
 from treetop.engine.rounds import RoundKey
-from treetop.engine.staging import InFlightResults, Results, Slot, StagingBuffers, check_own_memory, collect, copy_out
+from treetop.engine.staging import (
+    HostResults,
+    InFlightResults,
+    Results,
+    Slot,
+    StagingBuffers,
+    check_own_memory,
+    collect,
+    copy_out,
+)
 from treetop.engine.startup_log import start_up_block
 from treetop.engine.state import setup_columns
 from treetop.engine.witness import TreeAndPath, Witness, alone
@@ -31,7 +41,15 @@ from treetop.models.config import attention_of_rank
 from treetop.types.config import EngineConfig
 from treetop.types.errors import InvariantError
 from treetop.types.ids import NULL_PAGE, GroupName, PageId
-from treetop.types.messages import PrefillPlan, RoundPlan, RowResult, StepPlan, StepResult
+from treetop.types.messages import (
+    ExportPlan,
+    ImportPlan,
+    PrefillPlan,
+    RoundPlan,
+    RowResult,
+    StepPlan,
+    StepResult,
+)
 from treetop.types.parallel import ALONE, Parallel
 from treetop.types.tree import Accepted, DraftTree
 
@@ -60,7 +78,8 @@ class Engine:
         expert_ranks: the same of engines that share only experts. They run steps of one kind and size side by side,
         each with rows of its own.
         config: what was left to device and memory is in it.
-        target, draft: what was read of the checkpoints; spec: the target's configuration.
+        target, draft: what was read of the checkpoints; spec: the target's configuration. slots: to hand requests over
+        by, None for none.
         """
         if parallel.size != config.tp_size:
             raise InvariantError(f"an engine of --tp-size {config.tp_size} was made for a group of {parallel.size}")
@@ -78,7 +97,7 @@ class Engine:
         built = build_runner(engine_plan)
         self.layout, self.memory, self._zones = built.device.layout, built.use, built.zones
         self.products = built.products
-        self.runner = built.device
+        self.runner, self.slots = built.device, built.slots
         self.launcher: RoundLauncher = Eager(self.runner)
         if config.graphs == "sim":
             self.launcher = GraphSim(self.runner, self._keys())
@@ -89,8 +108,8 @@ class Engine:
         zeros = partial(zeros_on, device) if self._zones is None else self._zones.zeros
         with self._explained("starting"):
             texts = 0 if self.runner.state.text is None else self.layout.max_requests * self.layout.max_context
-            self._staging = StagingBuffers(self.layout, device, zeros, config.check_level, texts)
-        self.last_key: RoundKey | None = None
+            checksums = 0 if self.slots is None else parallel.size * self.slots.spec.num_own
+            self._staging = StagingBuffers(self.layout, device, zeros, config.check_level, texts, checksums)
         started_s = time.perf_counter()
         with torch.inference_mode(), self._explained("starting"):
             self._start_up()
@@ -112,6 +131,8 @@ class Engine:
         if self.config.check_level >= 1:
             prove_padding(self.runner, self.launcher)
             prove_capacity(self.runner, self.launcher)
+        if self.slots is not None:
+            prove_handover(self.runner, self.slots)
         if self.config.check_level >= 3:
             self.runner.state.forget_pages(list(range(self.layout.max_requests)))
             for name in self.layout.token_groups:
@@ -133,7 +154,7 @@ class Engine:
                 device.state.forget_pages([setup.row for setup in plan.setups])
         slot = self._staging.take()
         with self._explained("running"):
-            run = self._prefill(plan, slot) if isinstance(plan, PrefillPlan) else self._round(plan, slot)
+            run = self._run(plan, slot)
         posted = self._staging.post(slot, run, device.probes.posted)
         if device.probes.enabled:
             device.probes.record.zero_()
@@ -151,6 +172,8 @@ class Engine:
         self.runner.probes.check(got.record)
         if self._zones is not None:
             self._zones.check()
+        if isinstance(plan, ExportPlan | ImportPlan):
+            return self._collect_pieces(plan, got)
         rows = []
         for i, row in enumerate(plan.rows):
             ends = isinstance(plan, RoundPlan) or plan.chunks[i].next_token is None  # else a chunk, and no token yet
@@ -161,6 +184,13 @@ class Engine:
             if self.config.check_level >= 1:
                 check_result(rows[-1], self.spec.vocab_size, self.layout.commit_width)
         return StepResult(tuple(rows), got.record[-1])
+
+    def _collect_pieces(self, plan: ExportPlan | ImportPlan, got: HostResults) -> StepResult:
+        assert self.slots is not None
+        digest, level = got.record[-1], self.config.check_level
+        if isinstance(plan, ImportPlan):
+            return StepResult(digest=digest, imports=collect_imports(plan, got, level))
+        return StepResult(digest=digest, exports=collect_exports(self.slots.spec, plan, got, level))
 
     @torch.inference_mode()
     def next_logits(self, ids: list[int]) -> Tensor:
@@ -173,6 +203,36 @@ class Engine:
         tokens = torch.tensor([ids], device=positions.device)
         return target.logits(target.forward(tokens, positions, attend).hidden[0, -1])
 
+    def _run(self, plan: StepPlan, slot: Slot) -> Results:
+        match plan:
+            case PrefillPlan():
+                return self._prefill(plan, slot)
+            case RoundPlan():
+                return self._round(plan, slot)
+            case ExportPlan():
+                return self._export(plan, slot)
+            case ImportPlan():
+                return self._import(plan, slot)
+
+    def _export(self, plan: ExportPlan, slot: Slot) -> Results:
+        assert self.slots is not None
+        state = self.runner.state
+        state.apply_edits(self._staging.send(slot, state.edit_columns(plan.edits)))
+        return export_pieces(self.runner, self.slots, plan)
+
+    def _import(self, plan: ImportPlan, slot: Slot) -> Results:
+        assert self.slots is not None
+        state, spec = self.runner.state, self.slots.spec
+        edits, setups = state.edit_columns(plan.edits), setup_columns(plan.setups)
+        prefixes, checks = state.prefix_columns(plan.setups), import_columns(spec, plan, self.parallel)
+        sent = iter(self._staging.send(slot, [*edits, *setups, *prefixes, *checks]))
+        state.apply_edits([*islice(sent, len(edits))])
+        state.apply_setups([*islice(sent, len(setups))])
+        state.apply_prefixes(plan.setups, [*islice(sent, len(prefixes))])
+        self._row_processors.move_in(plan.setups)
+        expected, known, last_rows = sent
+        return import_pieces(self.runner, self.slots, plan, expected.view(-1, spec.num_own), known, last_rows)
+
     def _prefill(self, plan: PrefillPlan, slot: Slot) -> Results:
         padded, edits = self._padded(plan), self.runner.state.edit_columns(plan.edits)
         setups, chunks = setup_columns(plan.setups), chunk_columns(plan, len(padded))
@@ -184,13 +244,15 @@ class Engine:
         rest, sent_prefixes = rest[len(setups) :][: len(chunks)], rest[len(setups) + len(chunks) :]
         self.runner.state.apply_prefixes(plan.setups, sent_prefixes)
         self._row_processors.move_in(plan.setups)
+        self._row_processors.restrict(plan.masks)
         first = prefill(self.runner, make_batch(plan, rows, rest))
         return Results(first.token[:, None], torch.zeros_like(first.token), first.finite, first.logprobs)
 
     def _round(self, plan: RoundPlan, slot: Slot) -> Results:
         padded, edits = self._padded(plan), self.runner.state.edit_columns(plan.edits)
         self._apply(self._staging.send(slot, [padded, *edits]))
-        key = self.last_key = RoundKey(len(padded), plan.shape, plan.choice)
+        self._row_processors.restrict(plan.masks)
+        key = RoundKey(len(padded), plan.shape, plan.choice)
         self.launcher.launch(key, plan.committed_bound)
         buffers = self.runner.buffers
         self._witness(self.runner.probes.digest, buffers, key)
@@ -215,7 +277,9 @@ class Engine:
         return replace(value, **copies)
 
     def bucket_of(self, plan: StepPlan) -> int:
-        """Rows that a step runs with, padding included."""
+        """Rows that a step runs with, padding included; of pieces, how many."""
+        if isinstance(plan, ExportPlan | ImportPlan):
+            return len(plan.rows)
         least = plan.least_rows if isinstance(plan, RoundPlan) else 0
         return self.layout.bucket_for(max(len(plan.rows), least))
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from treetop.kernels.process import BIAS_SHIFT, ENDS, IN_PROMPT, NEVER, ONE, Processors
-from treetop.types.messages import RowHistory, RowSetup
+from treetop.types.errors import CheckError
+from treetop.types.messages import RowHistory, RowMask, RowSetup
 from treetop.types.sampling import SamplingParams
 
 
@@ -30,7 +31,7 @@ class RowProcessors:
                 self._active.add(setup.row)
             elif setup.row in self._active:
                 assert self._processors is not None
-                self._processors.active[setup.row] = False
+                self._processors.active[setup.row] = self._processors.constrained[setup.row] = False
                 self._active.discard(setup.row)
 
     def _write(self, setup: RowSetup, history: RowHistory) -> None:
@@ -46,7 +47,23 @@ class RowProcessors:
         rows.presence[row], rows.frequency[row] = params.presence_penalty, params.frequency_penalty
         rows.repetition[row] = params.repetition_penalty
         rows.may_end[row] = len(history.prompt_ids) + params.min_tokens
-        rows.active[row] = True
+        rows.active[row], rows.constrained[row] = True, setup.constrained
+
+    def restrict(self, masks: Sequence[RowMask]) -> None:
+        """Rule out what may not follow the roots of constrained rows in the step that comes."""
+        if not masks:
+            return
+        rows = self._processors
+        assert rows is not None, "the client is told that no logits can be changed"
+        vocab, device = rows.words.shape[1], rows.words.device
+        if any(len(mask.allowed) != -(-vocab // 8) for mask in masks):
+            raise CheckError(f"masks of {[len(mask.allowed) for mask in masks]} bytes for a vocabulary of {vocab}")
+        at = _to(device, torch.tensor([mask.row for mask in masks]))
+        packed = torch.frombuffer(bytearray(b"".join(mask.allowed for mask in masks)), dtype=torch.uint8)
+        packed = _to(device, packed.view(len(masks), -1, 1))
+        bit = torch.arange(8, dtype=torch.uint8, device=device)
+        allowed = (packed >> bit & 1).flatten(1)[:, :vocab].to(torch.int32)
+        rows.words[at] = rows.words[at] & ~NEVER | NEVER * (1 - allowed)
 
 
 def words_of(params: SamplingParams, history: RowHistory, vocab_size: int) -> dict[int, int]:

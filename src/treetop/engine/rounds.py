@@ -19,7 +19,7 @@ from treetop.kernels.commit import Paths, feature_nodes
 from treetop.kernels.row_text import remember
 from treetop.kernels.rows import DraftState, RowTables
 from treetop.speculative.draft import Level, grow_tree
-from treetop.speculative.verify import choose, logits_for, path_logprobs
+from treetop.speculative.verify import choose, logits_for, path_logprobs, withhold_drafts
 from treetop.types.errors import CheckError
 from treetop.types.ids import GroupName
 from treetop.types.layout import SpecShape
@@ -87,6 +87,7 @@ def verify_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     output = runner.target.forward(tokens, places.nodes, attend)
     logits = logits_for(runner.target, output.hidden, key.choice)
     chosen = choose(ops, logits, runner.state.sampler, rows, places.nodes, tree, key.choice)
+    withhold_drafts(tree, runner.state.processors, rows, key.choice)
     ops.accept(chosen, tree, accepted, runner.forced(shape))
     if key.choice is Choice.LOGPROBS:
         found = buffers.logprobs_of(key.bucket, shape)

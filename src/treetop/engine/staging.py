@@ -34,7 +34,7 @@ class Slot:
 class Results:
     """What the host learns of a step's rows. tokens: [rows, w] int64; accept_len: [rows] int64; finite: [rows] bool.
 
-    logprobs: if a row asks for them.
+    logprobs: if a row asks for them. What is handed over has results of this form, too (`engine/handover.py`).
     """
 
     tokens: Tensor
@@ -81,16 +81,27 @@ class StagingBuffers:
     """`max_in_flight + 1` slots, and the device memory that they are copied to and from."""
 
     def __init__(
-        self, layout: Layout, device: torch.device, zeros: Zeros, check_level: int, prefix_tokens: int = 0
+        self,
+        layout: Layout,
+        device: torch.device,
+        zeros: Zeros,
+        check_level: int,
+        prefix_tokens: int = 0,
+        checksums: int = 0,
     ) -> None:
-        """prefix_tokens: of cached prefixes that a step may bring, where a drafter reads the rows' text."""
+        """prefix_tokens: of prompts that a step may bring, where a drafter reads the rows' text. checksums: of a piece
+        that is handed over, of all ranks.
+        """
         self._check_level = check_level
-        b = layout.max_requests
+        b, pieces = layout.max_requests, layout.handover_slots
         # Row list, cells; for a prefill the setups, and of each row: length, next token; of each token: place, id.
-        numbers = 3 * b + 3 * layout.max_edits + SETUP_COLUMNS * b + 2 * layout.chunk + prefix_tokens
+        # For an import the checksums of each piece, known, row.
+        numbers = 3 * b + 3 * layout.max_edits + SETUP_COLUMNS * b + prefix_tokens
+        numbers += max(2 * layout.chunk, pieces * (checksums + 2))
         self._inputs = zeros((numbers,), torch.int64)
         a_token = 1 + 1 + 2 * MOST_LOGPROBS  # its id, log-probabilities, ids of the best
-        self._results = zeros((b * (layout.commit_width * a_token + 2) + RECORD,), torch.int64)
+        results = max(b * (layout.commit_width * a_token + 2), pieces * (checksums + 2))
+        self._results = zeros((results + RECORD,), torch.int64)
         self._slots = [self._slot(device) for _ in range(layout.max_in_flight + 1)]
         self._steps = 0
 

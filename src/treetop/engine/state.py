@@ -9,6 +9,7 @@ from torch import Tensor
 
 from treetop.drafts.protocol import DrafterSpec
 from treetop.engine.buffers import Zeros
+from treetop.engine.row_record import RowRecord, record_fields
 from treetop.kernels.kv import PageTable
 from treetop.kernels.process import Processors
 from treetop.kernels.rows import DraftState, RowTables
@@ -26,13 +27,14 @@ _ANY_VOCABULARY = 2**31 - 1
 class RowState:
     """Tables of `num_rows` rows, written in place, never rebound.
 
-    page_tables: group -> its table, [num_rows, page_columns] int32. committed: [num_rows] int64, tokens whose K/V are
-    in the pages of every group. root: [num_rows] int64, the token after them, whose K/V are in none. processors: None
-    where no request may change its logits. text: of each row up to its root, [num_rows, width] int32, as
+    page_tables: group -> its table, [num_rows, page_columns] int32. record: the tables of what a row hands over, of
+    which committed and root [num_rows] int64 and draft are some. processors: None where no request may change its
+    logits. text: of each row up to its root, [num_rows, width] int32, as
     `kernels.row_text` has it; None where no drafter reads it.
     """
 
     page_tables: dict[GroupName, PageTable]
+    record: RowRecord
     committed: Tensor
     root: Tensor
     seed: Tensor
@@ -130,10 +132,10 @@ def make_state(
 ) -> RowState:
     """Zeroed tables; drafter None for plain decoding, vocab_size None where no logits are changed."""
     n, long, real = layout.num_rows, torch.int64, torch.float32
+    record = RowRecord.make(record_fields(layout, drafter, dtype), n, zeros)
     draft = text = None
     if drafter is not None:
-        k, kind = layout.max_topk, drafter.state_dtype or dtype
-        draft = DraftState(zeros((n, k), long), zeros((n, k), real), zeros((n, drafter.state_size), kind))
+        draft = DraftState(*(record.tables[name] for name in DraftState.__dataclass_fields__))
         if drafter.reads_text:
             text = zeros((n, layout.max_positions + 2), torch.int32)  # the root too, and one column for nothing
     top_p = zeros((n,), real)
@@ -141,8 +143,9 @@ def make_state(
     columns = layout.page_columns
     return RowState(
         page_tables={name: PageTable(name, zeros((n, columns), torch.int32)) for name in layout.token_groups},
-        committed=zeros((n,), long),
-        root=zeros((n,), long),
+        record=record,
+        committed=record.tables["committed"],
+        root=record.tables["root"],
         seed=zeros((n,), long),
         params=WarpParams(zeros((n,), real), zeros((n,), long), top_p, zeros((n,), real)),
         draft=draft,
@@ -154,4 +157,5 @@ def make_state(
 def _make_processors(n: int, vocab_size: int, zeros: Zeros) -> Processors:
     words, biases = zeros((n, vocab_size), torch.int32), zeros((n, 1 + MOST_BIASES), torch.float32)
     presence, frequency, repetition = (zeros((n,), torch.float32) for _ in range(3))
-    return Processors(words, biases, presence, frequency, repetition, zeros((n,), torch.int64), zeros((n,), torch.bool))
+    active, constrained = (zeros((n,), torch.bool) for _ in range(2))
+    return Processors(words, biases, presence, frequency, repetition, zeros((n,), torch.int64), active, constrained)

@@ -1,6 +1,6 @@
 """Which copies of weights are kept, and what they take: in 12 bits on a GPU, in a second order on a CPU.
 
-`kernels.compressed` and `kernels.products` say what for. Decided before any weight is read.
+`kernels.packed_weights` and `kernels.products` say what for. Decided before any weight is read.
 """
 
 from collections.abc import Sequence

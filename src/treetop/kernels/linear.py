@@ -2,7 +2,7 @@
 
 On a CPU it is the call that timing chose for each number of rows (`kernels.products`). On a GPU a product of few rows
 is a kernel of ours (`kernels.skinny_gemm`), for the fewest with the weight in 12 bits if it was compressed
-(`kernels.compressed`), and one of many is the vendor's.
+(`kernels.packed_weights`), and one of many is the vendor's.
 """
 
 from collections.abc import Callable, Sequence

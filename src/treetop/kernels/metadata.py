@@ -18,8 +18,8 @@ class AttentionMetadata:
 
     positions: [rows, n] int64, of the queries. window: how far they see, themselves counted, by position; None is
     everything. tail_positions: [rows, t] int64, and mask: [rows, n, t] bool, of a dense tail after the prefix. Without
-    these the queries are a prefill's: they see positions up to their own, which rise along a row, and one that does not
-    stand above the first is padding and sees nothing.
+    these the queries are a prefill's: they see positions up to their own, which rise along a row. A query after the
+    first whose position is not above the first's is padding and sees nothing.
     """
 
     phase: Phase

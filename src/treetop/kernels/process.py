@@ -39,7 +39,8 @@ _BLOCK = 2048
 class Processors:
     """How rows change their logits. words: [num_rows, vocab] int32, see above. biases: [num_rows, 512] float32, the
     first 0. presence, frequency, repetition: [num_rows] float32. may_end: [num_rows] int64, the position from which on
-    a token may end the request. active: [num_rows] bool.
+    a token may end the request. active: [num_rows] bool. constrained: [num_rows] bool, rows of which the words hold
+    what may follow the root, and nothing of what may follow its drafts.
     """
 
     words: Tensor
@@ -49,6 +50,7 @@ class Processors:
     repetition: Tensor
     may_end: Tensor
     active: Tensor
+    constrained: Tensor
 
 
 def process_reference(

@@ -18,7 +18,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 _LOW = 0xFFFFFFFF
 TEMPERATURES = (1e-30, 1e30)
-"""Below this a positive temperature would divide logits into infinities; the draw is greedy long before."""
+"""Least and most: a positive one is clamped to them, for logits / temperature must not overflow. 0 is greedy."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from treetop.kernels import attention as attending
 from treetop.kernels import commit as committing
 from treetop.kernels import draw as drawing
 from treetop.kernels import experts as expert_products
-from treetop.kernels import fused, mxfp4, packed_weights, pages, routing, tail, topk
+from treetop.kernels import fused, mxfp4, packed_weights, pages, pieces, routing, tail, topk
 from treetop.kernels import grow as growing
 from treetop.kernels import process as processing
 from treetop.kernels import rows as row_state
@@ -92,7 +92,7 @@ class Op(Generic[F]):
     def __get__(self, instance: object, owner: type) -> F: ...
 
     def __get__(self, instance: object | None, owner: type) -> "Op[F] | F":
-        """The row of the class; instances hold the functions themselves, which are found before this is asked."""
+        """The operation itself, from the class. An instance holds the function it chose under the same name."""
         return self
 
     def on(self, gpu: GpuTraits) -> F:
@@ -187,6 +187,10 @@ class Ops:
     )
     pick = Op(row_state.pick_reference, row_state.pick, 0.0, on_a_gpu, (row_state._pick_kernel,))
     finish = Op(row_state.finish_reference, row_state.finish, 0.0, on_a_gpu, (row_state._finish_kernel,))
+
+    # of a hand-over
+    pack = Op(pieces.pack_reference, pieces.pack, 0.0, on_a_gpu, (pieces._move_kernel,))
+    unpack = Op(pieces.unpack_reference, pieces.unpack, 0.0, on_a_gpu, (pieces._move_kernel,))
 
     def __init__(
         self,

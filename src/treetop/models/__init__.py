@@ -1,1 +1,1 @@
-"""Target and draft models as plain functions of their arguments, and the loader that checks every tensor."""
+"""Targets: a file a family, parameters declared once, and the loader that checks every tensor."""

@@ -134,7 +134,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 def model_config(config: Config, where: Path, layers: Sequence[LayerSpec]) -> ModelConfig:
     """What a decoder's config says beside its layers. Raises CheckpointError naming the key that is wrong."""
     if config.get("quantization_config") is not None:
-        raise CheckpointError(f"{where}: quantization_config: quantized weights are not supported, only 16 or 32 bits")
+        raise CheckpointError(
+            f"{where}: quantization_config: quantized weights are not supported, only 16, 32 or 64 bits, and GPT-OSS's"
+            " MXFP4"
+        )
     return ModelConfig(
         vocab_size=size(config, "vocab_size", where),
         hidden_size=size(config, "hidden_size", where),

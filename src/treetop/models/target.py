@@ -24,8 +24,8 @@ class TargetOutput:
 
 class Target(Protocol):
     """Tokens in, hidden states and what a drafter reads out. embedding: [vocab, hidden], which a drafter may share.
-    lm_head: the product that logits are. Of both a rank has its part of the vocabulary. products: all that a forward
-    and its logits take with weights.
+    lm_head: hidden -> logits. With several ranks both hold this rank's part of the vocabulary. products: all
+    that a forward and its logits take with weights.
 
     Its features are residual streams, chosen at construction: index i is the one that enters layer i, the number of
     layers what the last one leaves, before the final norm; `LAST_HIDDEN` is that after the norm.

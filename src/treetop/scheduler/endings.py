@@ -3,12 +3,15 @@
 from collections.abc import Callable, Sequence
 
 from treetop.checks.host import check_emitted
+from treetop.scheduler.handover import Handover
 from treetop.scheduler.queues import Queues
 from treetop.scheduler.request import Request
 from treetop.scheduler.rows import Rows
 from treetop.scheduler.steps import StepsOut
 from treetop.scheduler.stops import first_stop
-from treetop.types.messages import PrefillPlan, RoundPlan, StepPlan, StepResult
+from treetop.types.errors import InputError
+from treetop.types.handover import FirstToken
+from treetop.types.messages import ExportPlan, ImportPlan, PrefillPlan, RoundPlan, StepPlan, StepResult
 from treetop.types.requests import RequestStats, RequestUpdate
 from treetop.types.sampling import FinishReason
 
@@ -21,14 +24,36 @@ class Committer:
     """
 
     def __init__(
-        self, queues: Queues, rows: Rows, steps: StepsOut, check_level: int, clock: Callable[[], float]
+        self,
+        queues: Queues,
+        rows: Rows,
+        steps: StepsOut,
+        handover: Handover,
+        check_level: int,
+        clock: Callable[[], float],
     ) -> None:
         self._queues, self._rows, self._steps, self._clock = queues, rows, steps, clock
-        self._check_level = check_level
+        self._handover, self._check_level = handover, check_level
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
         """Apply a step's result. A request with non-finite logits fails alone; one that has ended gets nothing more."""
         requests = self._steps.take(plan)
+        match plan:
+            case ExportPlan():
+                updates = []
+                self._handover.commit_exports(plan, requests, result)
+            case ImportPlan():
+                done = self._handover.commit_imports(plan, requests, result)
+                updates = [self._emit_first(request, first) for request, first in done]
+            case _:
+                updates = self._commit_rows(plan, result)
+        for request in requests:
+            if request.finish_reason is not None:
+                self._settle(request)
+        return updates
+
+    def _commit_rows(self, plan: PrefillPlan | RoundPlan, result: StepResult) -> list[RequestUpdate]:
+        """What a prefill or a round gave each row."""
         is_round = isinstance(plan, RoundPlan)
         updates = []
         for row_result in result.rows:
@@ -38,24 +63,27 @@ class Committer:
             if not row_result.finite:
                 updates.append(self.finish(request, (), "abort", error="the target's logits are not finite"))
                 continue
-            tokens = row_result.tokens
+            tokens, logprobs = row_result.tokens, row_result.logprobs
+            if tokens and request.export_from is not None:
+                self._handover.computed(request, FirstToken(tokens[0], logprobs[0] if logprobs else None))
+                continue
             if is_round:
                 request.num_computed_tokens += len(tokens)
             if tokens:
                 update = self._emit(request, tokens, len(tokens) - 1 if is_round else None)
-                updates.append(update._replace(logprobs=row_result.logprobs[: len(update.new_ids)]))
+                updates.append(update._replace(logprobs=logprobs[: len(update.new_ids)]))
         if isinstance(plan, PrefillPlan):
             self._cache_chunks(plan)
-        for request in requests:
-            if request.finish_reason is not None:
-                self._settle(request)
         return updates
 
     def fail(self, error: str) -> list[RequestUpdate]:
         """The engine broke: what is out is lost, and with it what the host knows of its rows. Every request ends."""
+        lost = [*self._steps]
         self._steps.forget()
         alive = [*self._queues.by_id.values()]
         updates = [self.finish(request, (), "abort", error=error, engine_failed=True) for request in alive]
+        for step in lost:
+            self._handover.lose(step.plan, step.requests)
         for request in [*self._rows.by_row.values()]:  # those that had ended before, too
             self._settle(request)
         return updates
@@ -71,9 +99,11 @@ class Committer:
         timed_out: bool = False,
     ) -> RequestUpdate:
         """End a request, wherever it stands; its last update."""
+        start = len(request.output_ids)
         request.output_ids += new_ids
         request.finish_reason = reason
         self._queues.remove(request)
+        self._handover.ended(request)
         self._settle(request)
         stats = RequestStats(
             num_prompt_tokens=len(request.prompt_ids),
@@ -85,7 +115,15 @@ class Committer:
             end_s=self._clock(),
         )
         return RequestUpdate(
-            request.request_id, tuple(new_ids), accept_len, reason, error, engine_failed, stats, timed_out=timed_out
+            request.request_id,
+            tuple(new_ids),
+            accept_len,
+            reason,
+            error,
+            engine_failed,
+            stats,
+            timed_out=timed_out,
+            start=start,
         )
 
     def _cache_chunks(self, plan: PrefillPlan) -> None:
@@ -95,21 +133,33 @@ class Committer:
             if request is not None and request.finish_reason is None:
                 self._rows.cache(request, request.ids[: chunk.start + len(chunk.token_ids)])
 
+    def _emit_first(self, request: Request, first: FirstToken) -> RequestUpdate:
+        """The token that another worker's prefill gave."""
+        update = self._emit(request, (first.token,), None)
+        return update if first.logprobs is None else update._replace(logprobs=(first.logprobs,))
+
     def _emit(self, request: Request, tokens: tuple[int, ...], accept_len: int | None) -> RequestUpdate:
-        limit, first = request.tokens_left, request.first_token_s is None
-        if first:
+        limit, start = request.tokens_left, len(request.output_ids)
+        if request.first_token_s is None:
             request.first_token_s = self._clock()
+        if request.constrained is not None:
+            request.constrained.check(tokens)
         cut = first_stop(tokens, request.stop_ids, limit)
+        if cut is None and request.constrained is not None:
+            try:
+                cut = None if request.constrained.advance(tokens) else (len(tokens), "stop")
+            except InputError as error:
+                return self.finish(request, tokens, "abort", accept_len, str(error))
         if self._check_level >= 1:
             count, reason = cut or (len(tokens), None)
             check_emitted(tokens[:count], request.stop_ids, reason, limit)
         if cut is None:
             request.output_ids += tokens
-            update = RequestUpdate(request.request_id, tokens, accept_len)
+            update = RequestUpdate(request.request_id, tokens, accept_len, start=start)
         else:
             count, reason = cut
             update = self.finish(request, tokens[:count], reason, accept_len)
-        return update._replace(num_cached_tokens=request.num_cached_tokens) if first else update
+        return update if start else update._replace(num_cached_tokens=request.num_cached_tokens)
 
     def _settle(self, request: Request) -> None:
         """Let a request go that has ended, once no step with its row is out."""

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
+from treetop.scheduler.handover import Handover
 from treetop.scheduler.queues import Queues
-from treetop.scheduler.request import Request, logprobs_of
+from treetop.scheduler.request import Request, logprobs_of, masks_of
 from treetop.scheduler.rows import Rows
 from treetop.scheduler.steps import StepsOut
 from treetop.types.errors import InvariantError
@@ -28,10 +29,12 @@ class PrefillPlanner:
         queues: Queues,
         rows: Rows,
         steps: StepsOut,
+        handover: Handover,
         clock: Callable[[], float],
     ) -> None:
         """tokens_per_round: most tokens of a step while requests decode; None for as many as otherwise."""
         self._layout, self._queues, self._rows, self._steps, self._clock = layout, queues, rows, steps, clock
+        self._handover = handover
         self._tokens_per_round = min(tokens_per_round or layout.chunk, layout.chunk)
 
     def plan(self) -> PrefillPlan | None:
@@ -45,20 +48,27 @@ class PrefillPlanner:
                 batch.append((request, count))
         while self._queues.waiting and self._rows.may_enter:
             request, room = self._queues.waiting[0], self._room(batch)
+            if request.remote:  # its row is set up by its last import
+                if not self._handover.admit(request):
+                    break
+                continue
             if room == 0 or not self._admit(request, batch, room):
                 break
             self._queues.admitted(request)
-            setups.append(request.setup())
+            setups.append(request.setup(request.num_computed_tokens))
             batch.append((request, min(room, request.num_ids - request.num_computed_tokens)))
         if not batch:
             return None
+        chunks = tuple(self._chunk(request, count) for request, count in batch)
+        last = (request for (request, _), chunk in zip(batch, chunks, strict=True) if chunk.next_token is None)
         return PrefillPlan(
             edits=self._rows.take_edits(),
             freed=self._rows.kv_cache.take_freed(),
             setups=tuple(setups),
-            chunks=tuple(self._chunk(request, count) for request, count in batch),
+            chunks=chunks,
             choice=Choice.costliest(request.choice for request, _ in batch),
             logprobs=logprobs_of([request for request, _ in batch]),
+            masks=masks_of(last),
         )
 
     def _room(self, batch: Batch) -> int:
@@ -78,6 +88,7 @@ class PrefillPlanner:
         ids, start = request.ids, request.num_computed_tokens
         end = start + count
         request.num_computed_tokens = end
+        self._handover.computed(request)
         if end == len(ids):
             self._queues.prefilled(request)
         return Chunk(request.held.row, start, ids[start:end], next_prompt_token(ids, end))
@@ -92,16 +103,14 @@ class PrefillPlanner:
     def _admit(self, request: Request, batch: Batch, budget: int) -> bool:
         """Give a waiting request a row and pages for all its tokens and one round; False if there is no room.
 
-        For all it may become, if it may not be put back again. False, too, if its first chunk, of `budget` tokens at
-        most, does not suit the prefill `batch`.
+        False, too, if its first chunk, of `budget` tokens at most, does not suit the prefill `batch`.
         """
         kv_cache = self._rows.kv_cache
         lease, shared = kv_cache.open(request.ids)
         known = lease.shared * self._layout.page_size
         end = min(known + budget, request.num_ids)
         suits = self._may_join(batch, end - known)
-        coming = request.tokens_left if request.keeps_its_pages else 0
-        total = request.num_ids + coming + self._layout.headroom
+        total = request.tokens_at_entry(self._layout.headroom)
         reserved = kv_cache.reserve(lease, total, known, end) if suits else None
         if reserved is None:
             kv_cache.release(lease)

@@ -1,4 +1,4 @@
-"""Where the requests that have not ended stand: waiting, prefilling, decoding."""
+"""Where the requests that have not ended stand: waiting, prefilling, importing, decoding, exporting."""
 
 from bisect import insort
 from operator import attrgetter
@@ -10,16 +10,19 @@ _ORDER = attrgetter("order")
 
 
 class Queues:
-    """Every request that has not ended stands in `by_id` and in one of the three queues.
+    """Every request that has not ended stands in `by_id` and in one of the five queues.
 
-    waiting: the next first, by `Request.order`. prefilling, decoding: oldest admission first.
+    waiting: the next first, by `Request.order`. The others: oldest admission first. importing: another worker prefills
+    them. exporting: prefilled for another worker, which has not taken all of it.
     """
 
     def __init__(self) -> None:
         self.by_id: dict[RequestId, Request] = {}
         self.waiting: list[Request] = []
         self.prefilling: list[Request] = []
+        self.importing: list[Request] = []
         self.decoding: list[Request] = []
+        self.exporting: list[Request] = []
 
     def add(self, request: Request) -> None:
         self.by_id[request.request_id] = request
@@ -29,11 +32,16 @@ class Queues:
         """The first that waits has been given a row."""
         first = self.waiting.pop(0)
         assert first is request
-        self.prefilling.append(request)
+        (self.importing if request.remote else self.prefilling).append(request)
 
     def prefilled(self, request: Request) -> None:
         """Its last chunk is planned."""
         self.prefilling.remove(request)
+        (self.decoding if request.export_from is None else self.exporting).append(request)
+
+    def imported(self, request: Request) -> None:
+        """All its tokens are in its pages."""
+        self.importing.remove(request)
         self.decoding.append(request)
 
     def put_back(self, request: Request) -> None:
@@ -51,4 +59,9 @@ class Queues:
 
     def _of(self, request: Request) -> list[Request]:
         """Where a running request stands."""
-        return self.prefilling if request in self.prefilling else self.decoding
+        return next(queue for queue in self.running if request in queue)
+
+    @property
+    def running(self) -> tuple[list[Request], ...]:
+        """The queues of requests that hold rows."""
+        return self.prefilling, self.importing, self.decoding, self.exporting

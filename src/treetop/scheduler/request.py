@@ -1,12 +1,14 @@
 """A request's life on the host."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from treetop.cache.kv_cache_manager import Lease
+from treetop.scheduler.constrained import Constrained
+from treetop.types.errors import InputError
 from treetop.types.ids import RequestId, Row
-from treetop.types.messages import RowHistory, RowSetup
-from treetop.types.requests import EngineRequest
+from treetop.types.messages import RowHistory, RowMask, RowSetup
+from treetop.types.requests import EngineRequest, check_received
 from treetop.types.sampling import Choice, FinishReason, SamplingParams
 
 MOST_RETRACTIONS = 3
@@ -37,7 +39,9 @@ class Request:
     pages hold, as far as the host knows; a chunk counts once it is planned, a round once its result is committed. A
     request decodes once all its ids are num_computed_tokens: the token after them, the root, is on its way then, and
     once it is here `num_computed_tokens == num_ids - 1`. running: None while it waits; an ended request keeps it until
-    no step with its row is out. What follows it is for the stats.
+    no step with its row is out. constrained: None if any token may come. remote: another worker is to prefill it.
+    export_from: it is prefilled for another worker, which wants its tokens from here on, and never decodes. The rest is
+    for the stats.
     """
 
     request_id: RequestId
@@ -53,8 +57,11 @@ class Request:
     num_computed_tokens: int = 0
     finish_reason: FinishReason | None = None
     running: Running | None = None
+    constrained: Constrained | None = None
     num_cached_tokens: int = 0
     num_retractions: int = 0
+    remote: bool = False
+    export_from: int | None = None
     admitted_s: float | None = None
     first_token_s: float | None = None
 
@@ -66,20 +73,36 @@ class Request:
         max_context: int,
         order: tuple[int, int],
         arrival_s: float,
+        vocab_size: int | None = None,
     ) -> "Request":
-        """A request that waits. eos_ids: the model's."""
+        """A request that waits. eos_ids: the model's. vocab_size: None where no constraint can be kept.
+
+        Raises InputError if its constraint cannot, or if it has received all that it may have.
+        """
         params, choice = asked.params, Choice.of(asked.params)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)
         most = min(params.max_tokens, max_context - len(asked.prompt_ids))
-        return cls(asked.request_id, asked.prompt_ids, params, asked.seed, stop_ids, most, choice, order, arrival_s)
+        check_received(asked.received, most)
+        constrained = None
+        if asked.constraint is not None:
+            if vocab_size is None:
+                raise InputError("this engine cannot hold tokens to a constraint")
+            constrained = Constrained(asked.constraint, vocab_size, params, stop_ids, asked.received)
+            choice = Choice.costliest((choice, Choice.PROCESS))
+        received = [*asked.received]  # as if it had been put back
+        request = cls(
+            asked.request_id, asked.prompt_ids, params, asked.seed, stop_ids, most, choice, order, arrival_s, received
+        )
+        request.constrained = constrained
+        return request
 
-    def setup(self) -> RowSetup:
-        """Its entry into the row that it has been given."""
+    def setup(self, known: int) -> RowSetup:
+        """Its entry into the row that it has been given, with `known` tokens in its pages."""
         history = None
-        if self.params.changes_logits:
+        if self.params.changes_logits or self.constrained is not None:
             history = RowHistory(self.prompt_ids, tuple(self.output_ids), self.stop_ids)
-        known = self.num_computed_tokens
-        return RowSetup(self.held.row, known, self.params, self.seed, history, tuple(self.ids[:known]))
+        prefix, constrained = tuple(self.ids[:known]), self.constrained is not None
+        return RowSetup(self.held.row, known, self.params, self.seed, history, prefix, constrained)
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -100,6 +123,15 @@ class Request:
         """It has been put back often enough: it gets pages for its longest output at once, and nobody takes them."""
         return self.num_retractions >= MOST_RETRACTIONS
 
+    def tokens_at_entry(self, headroom: int) -> int:
+        """Tokens that it gets pages for when it is given a row: all it has, and one round if it will decode.
+
+        For all it may become, if it may not be put back again.
+        """
+        if self.export_from is not None:
+            return self.num_ids
+        return self.num_ids + headroom + (self.tokens_left if self.keeps_its_pages else 0)
+
     @property
     def tokens_left(self) -> int:
         """Tokens that max_tokens and the context still allow."""
@@ -110,3 +142,8 @@ def logprobs_of(batch: Sequence[Request]) -> tuple[int | None, ...]:
     """What each row of a plan asks for, () if none asks."""
     wanted = tuple(request.params.logprobs for request in batch)
     return () if all(each is None for each in wanted) else wanted
+
+
+def masks_of(batch: Iterable[Request]) -> tuple[RowMask, ...]:
+    """Of requests that get a token in a plan, those that are constrained."""
+    return tuple(RowMask(each.held.row, each.constrained.mask()) for each in batch if each.constrained is not None)

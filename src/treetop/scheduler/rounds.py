@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from operator import attrgetter
 
+from treetop.scheduler.handover import Handover
 from treetop.scheduler.queues import Queues
-from treetop.scheduler.request import Request, logprobs_of
+from treetop.scheduler.request import Request, logprobs_of, masks_of
 from treetop.scheduler.rows import Rows
 from treetop.scheduler.steps import StepsOut
 from treetop.types.errors import InvariantError
@@ -18,8 +19,11 @@ _ORDER = attrgetter("order")
 class RoundPlanner:
     """Plans rounds of all that may decode, in one shape. num_retractions: since the start."""
 
-    def __init__(self, layout: Layout, shape: SpecShape, queues: Queues, rows: Rows, steps: StepsOut) -> None:
+    def __init__(
+        self, layout: Layout, shape: SpecShape, queues: Queues, rows: Rows, steps: StepsOut, handover: Handover
+    ) -> None:
         self._layout, self._shape, self._queues, self._rows, self._steps = layout, shape, queues, rows, steps
+        self._handover = handover
         self._commit_width = layout.commit_width
         self._has_windows = any(group.window is not None for group in layout.groups)
         self.num_retractions = 0
@@ -29,7 +33,8 @@ class RoundPlanner:
         return [request for request in self._queues.decoding if _may_go_on(request)]
 
     def plan(self, ready: Sequence[Request]) -> RoundPlan | None:
-        """A round of all that are ready; None if it needs pages that only a commit can tell how to find.
+        """A round of all that are ready; None if pages are short while a step is in flight: whom to retract is
+        known after its commit.
 
         Also None if all of them have been retracted for requests that keep their pages.
         """
@@ -47,6 +52,7 @@ class RoundPlanner:
             committed_bound=max(self._committed_bound(request) for request in batch),
             choice=Choice.costliest(request.choice for request in batch),
             logprobs=logprobs_of(batch),
+            masks=masks_of(batch),
         )
 
     def _committed_bound(self, request: Request) -> int:
@@ -56,7 +62,7 @@ class RoundPlanner:
     def _reserve(self, request: Request) -> bool:
         """Pages for one more round of a request; the last in order is retracted for them, which may be it itself.
 
-        Nothing for one that has been retracted for an older one.
+        A request that this loop has retracted already, for an older one, is skipped: True.
         False if pages are short while something is out: whom to retract, and at which length, shows when it is
         committed.
         """
@@ -67,11 +73,10 @@ class RoundPlanner:
         if need <= held.reserved and not self._has_windows:
             return True
         self._rows.slide(request, self._steps.num_known(request))
-        prefilling, decoding = self._queues.prefilling, self._queues.decoding
         while not self._rows.reserve(request, need):
             if self._steps:
                 return False
-            loose = [each for each in (*prefilling, *decoding) if not each.keeps_its_pages]
+            loose = [each for queue in self._queues.running for each in queue if not each.keeps_its_pages]
             if not loose or len(self._rows.by_row) == 1:
                 raise InvariantError("the pools do not hold one request at the context wall")
             victim = max(loose, key=_ORDER)
@@ -84,13 +89,16 @@ class RoundPlanner:
     def _retract(self, request: Request) -> None:
         """Back to the queue; it resumes by a prefill of its prompt and output (sgl-28254)."""
         assert not self._steps, "its length is not known"
-        self._rows.leave(request, request.ids[: request.num_computed_tokens])
-        self._queues.put_back(request)
-        request.num_computed_tokens = 0
+        if not self._handover.retract(request):
+            self._rows.leave(request, request.ids[: request.num_computed_tokens])
+            self._queues.put_back(request)
+            request.num_computed_tokens = 0
         request.num_retractions += 1
         self.num_retractions += 1
 
 
 def _may_go_on(request: Request) -> bool:
+    if request.constrained is not None and request.held.steps_out:
+        return False  # what may come next depends on the token that is on its way
     first = request.num_computed_tokens == request.num_ids  # its first token is out too
     return request.held.rounds_out + first < request.tokens_left

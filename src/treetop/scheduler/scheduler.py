@@ -3,6 +3,8 @@
 waiting --admit--> prefilling --last chunk--> decoding --stop--> ended --last step committed--> gone
    ^                                             |
    '----------------- retract -------------------'
+
+What other workers prefill, and what is prefilled for them: `scheduler/handover.py`.
 """
 
 import time
@@ -11,6 +13,7 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 
 from treetop.scheduler.endings import Committer
+from treetop.scheduler.handover import Handover
 from treetop.scheduler.prefill import PrefillPlanner
 from treetop.scheduler.queues import Queues
 from treetop.scheduler.request import Request
@@ -18,46 +21,62 @@ from treetop.scheduler.rounds import RoundPlanner
 from treetop.scheduler.rows import Rows
 from treetop.scheduler.steps import StepsOut
 from treetop.types.config import EngineConfig
-from treetop.types.errors import InvariantError
+from treetop.types.errors import ConfigError, InvariantError
 from treetop.types.ids import PageId, RequestId, Row
 from treetop.types.layout import Layout
 from treetop.types.messages import PrefillPlan, StepPlan, StepResult
-from treetop.types.requests import CoreLoad, EngineRequest, RequestUpdate, check_prompt
+from treetop.types.requests import CoreLoad, EngineRequest, RequestUpdate, check_prompt, late_error
 
 
 class Scheduler:
     """Requests in, plans out; results in, updates out. Up to `max_in_flight` plans are out at a time, and `commit`
     takes results in their order.
 
-    Where requests stand: `queues`. What they hold: `rows`. What is in flight: `steps`. Two planners and a committer
-    share these three.
+    Where requests stand: `queues`. What they hold: `rows`. What is in flight: `steps`. What goes to other workers and
+    comes from them: `handover`. Two planners and a committer share these four.
     """
 
     def __init__(
-        self, layout: Layout, config: EngineConfig, eos_ids: Sequence[int], clock: Callable[[], float] = time.monotonic
+        self,
+        layout: Layout,
+        config: EngineConfig,
+        eos_ids: Sequence[int],
+        clock: Callable[[], float] = time.monotonic,
+        vocab_size: int | None = None,
     ) -> None:
-        """clock: seconds, for the stats of requests and for their deadlines."""
+        """clock: seconds, for the stats of requests and for their deadlines. vocab_size: None takes no constraints."""
+        self._vocab_size = vocab_size
         self._layout, self._eos_ids, self._clock = layout, frozenset(eos_ids), clock
         self._by_priority, self._numbers = config.schedule_policy == "priority", count()
         self._deadlines: list[tuple[float, RequestId]] = []  # a heap; some may have ended
         self.queues, self.steps = Queues(), StepsOut()
         self.rows = Rows(layout, not config.disable_radix_cache, config.check_level)
+        self.handover = Handover(layout, self.queues, self.rows, clock)
         self._prefill = PrefillPlanner(
-            layout, config.prefill_tokens_per_round, self.queues, self.rows, self.steps, clock
+            layout, config.prefill_tokens_per_round, self.queues, self.rows, self.steps, self.handover, clock
         )
-        self._rounds = RoundPlanner(layout, config.shape, self.queues, self.rows, self.steps)
-        self._committer = Committer(self.queues, self.rows, self.steps, config.check_level, clock)
+        self._rounds = RoundPlanner(layout, config.shape, self.queues, self.rows, self.steps, self.handover)
+        self._committer = Committer(self.queues, self.rows, self.steps, self.handover, config.check_level, clock)
         self._prefilled_last = False
 
     # ---------------------------------------------------------------- requests in and out
 
-    def add(self, asked: EngineRequest) -> Request:
-        """Queue a request. Raises InputError, before anything changes, for a prompt that can never run."""
+    def add(self, asked: EngineRequest, remote: bool = False, export_from: int | None = None) -> Request:
+        """Queue a request. Raises InputError, before anything changes, for one that can never run.
+
+        remote: another worker may prefill it, which events of the hand-over tell the desk; what has a constraint, or
+        goes on behind tokens of another engine, is prefilled here all the same. export_from: it is prefilled for
+        another worker, which has the tokens before this one, and ends with `finish_export`.
+        """
         check_prompt(asked.prompt_ids, self._layout.max_context)
+        if remote or export_from is not None:
+            self._check_handover(asked, remote, export_from)
         if asked.request_id in self.queues.by_id:
             raise InvariantError(f"request id {asked.request_id} is given twice")
         order, now = (asked.priority if self._by_priority else 0, next(self._numbers)), self._clock()
-        request = Request.of(asked, self._eos_ids, self._layout.max_context, order, now)
+        request = Request.of(asked, self._eos_ids, self._layout.max_context, order, now, self._vocab_size)
+        request.remote = remote and asked.constraint is None and not asked.received
+        request.export_from = export_from
         self.queues.add(request)
         if asked.timeout_s is not None:
             heappush(self._deadlines, (now + asked.timeout_s, request.request_id))
@@ -72,7 +91,7 @@ class Scheduler:
         while self._deadlines and self._deadlines[0][0] <= now:
             request = self.queues.by_id.get(heappop(self._deadlines)[1])
             if request is not None:
-                error = f"its time is over: it has {len(request.output_ids)} tokens (timeout, --request-timeout)"
+                error = late_error(len(request.output_ids))
                 updates.append(self._committer.finish(request, (), "abort", error=error, timed_out=True))
         return updates
 
@@ -92,6 +111,21 @@ class Scheduler:
         del request.output_ids[num_tokens:]
         return self._committer.finish(request, (), "stop")
 
+    def finish_export(self, request_id: RequestId) -> None:
+        """All pieces of a request have been taken: its row and its pages go, to the prefix cache where that keeps them.
+
+        Nothing if it is not alive.
+        """
+        request = self.queues.by_id.get(request_id)
+        if request is not None:
+            self._committer.finish(request, (), "stop")
+
+    def _check_handover(self, asked: EngineRequest, remote: bool, export_from: int | None) -> None:
+        if not self._layout.handover_slots:
+            raise ConfigError("a request is to be handed over, and there are no staging slots; set --handover-slots")
+        if export_from is not None and (remote or not 0 <= export_from < len(asked.prompt_ids)):
+            raise InvariantError(f"request {asked.request_id} is to be exported from token {export_from}")
+
     @property
     def has_work(self) -> bool:
         return bool(self.queues.by_id)
@@ -110,10 +144,15 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step; None if there is nothing to do before the oldest plan that is out has been committed.
 
-        Prefill goes first, but takes turns with rounds that could run.
+        Prefill goes first, but takes turns with rounds that could run. What is handed over takes little, and goes
+        before both.
         """
         if len(self.steps) == self._layout.max_in_flight:
             return None
+        handed = self.handover.plan()
+        if handed is not None:
+            self.steps.send(handed, [self.rows.by_row[row] for row in handed.rows])
+            return handed
         ready = self._rounds.ready()
         plan: StepPlan | None = None if self._prefilled_last and ready else self._prefill.plan()
         if plan is None and ready:

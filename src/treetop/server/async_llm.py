@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from treetop.core.clients import AsyncCore, LocalCore
+from treetop.core.grammars import check_structure
 from treetop.core.thread import CoreThread
 from treetop.server.alive import Alive
 from treetop.server.options import Unset, engine_config
 from treetop.server.outputs import LiveRequest, RequestOutput, TextDelta
-from treetop.server.prompts import Prompt, PromptReader, paired
+from treetop.server.prompts import Prompt, PromptReader, one_each, paired
+from treetop.types.constraint import StructuredOutput, TokenConstraint
 from treetop.types.errors import EngineError, InputError, shown
 from treetop.types.ids import RequestId
 from treetop.types.requests import EngineRequest, RequestUpdate
@@ -68,9 +70,10 @@ class AsyncLLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        constraints: TokenConstraint | Sequence[TokenConstraint | None] | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt, as `LLM.generate`; cancelling the task aborts."""
-        return await (await self.stream(prompts, params)).outputs()
+        return await (await self.stream(prompts, params, constraints=constraints)).outputs()
 
     async def stream(
         self,
@@ -78,13 +81,22 @@ class AsyncLLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         priority: int = 0,
         timeout_s: float | None = None,
+        constraints: TokenConstraint | Sequence[TokenConstraint | None] | None = None,
     ) -> "DeltaStream":
         """Queue the prompts; the result gives pieces of text as they come. priority, timeout_s: of `EngineRequest`.
 
         Raises InputError before any work, and EngineError if the engine is dead.
         """
         listed = await self.ids_of(prompts)
-        return self.queue(listed, paired(params, len(listed)), priority, timeout_s)
+        each_own = paired(params, len(listed))
+        for structure in {each.structured_output for each in each_own}:
+            await self.check_structure(structure)
+        return self.queue(listed, each_own, priority, timeout_s, one_each(constraints, len(listed)))
+
+    async def check_structure(self, asked: StructuredOutput | None) -> None:
+        """Raise InputError for what no grammar can be made of."""
+        if asked is not None:
+            await asyncio.to_thread(check_structure, asked)
 
     def queue(
         self,
@@ -92,21 +104,21 @@ class AsyncLLM:
         params: Sequence[SamplingParams],
         priority: int = 0,
         timeout_s: float | None = None,
+        constraints: Sequence[TokenConstraint | None] | None = None,
     ) -> "DeltaStream":
-        """As `stream`, at once, for prompts that `ids_of` gave and as many parameters."""
+        """As `stream`, at once, for prompts that `ids_of` gave, and as many parameters, their structures checked."""
         if not -(2**31) <= priority < 2**31:
             raise InputError(f"priority must lie in [-2^31, 2^31), got {shown(priority)}")
         if priority and not self.core.info.by_priority:
             raise InputError("priority: requests are served as they come; start with --schedule-policy priority")
         if timeout_s is not None and not 0 < timeout_s <= MOST_TIMEOUT_S:
             raise InputError(f"timeout must be a number of seconds above 0, up to {MOST_TIMEOUT_S}")
-        own = [self._bounded(each) for each in params]
-        for each in own:
-            self.reader.check_params(each)
+        own, held_to = [self._bounded(each) for each in params], constraints or [None] * len(params)
         asked = []
-        for ids, each in zip(prompts, own, strict=True):
+        for ids, each, constraint in zip(prompts, own, held_to, strict=True):
+            self.reader.check_params(each, constraint)
             request_id, seed = self.core.next_id(), self._seed_of(each)
-            asked.append(EngineRequest(request_id, tuple(ids), each, seed, priority, timeout_s))
+            asked.append(EngineRequest(request_id, tuple(ids), each, seed, priority, timeout_s, constraint))
         return DeltaStream(self, asked, self._observe)
 
     async def ids_of(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:

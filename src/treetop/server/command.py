@@ -3,13 +3,14 @@
 import argparse
 import os
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from treetop.server.options import ServeOptions, Unset, engine_config, is_installed
 from treetop.types.config import flag
 from treetop.types.errors import ConfigError
+from treetop.types.roles import DEFAULT_SLOTS, ROLES, SECRET_VARIABLE, HandoverOptions
 
 _NEEDED = ("fastapi", "uvicorn", "zmq", "msgspec", "prometheus_client", "jinja2", "yaml")
 KEY_VARIABLE = "TREETOP_API_KEY"
@@ -31,6 +32,16 @@ ENGINE_ALIASES = {
 
 _ONLY_ONE = ("--pipeline-parallel-size", "--data-parallel-size")
 
+_HANDOVER_HELP = {
+    "role": "prefill computes prompts for decode workers and serves no requests, decode has them computed, both serves"
+    " alone (docs/scale.md)",
+    "handover_listen": "where a prefill worker is reached by decode workers",
+    "prefill_peers": "prefill workers that a decode worker asks; more after commas",
+    "peer_registry": "folder in which prefill workers say where they are, and decode workers look",
+    "handover_secret_file": f"file with what both sides know; needed beyond this machine (default: ${SECRET_VARIABLE})",
+    "handover_lease": "seconds without a word after which one worker gives another up; a request then goes on locally;"
+    " a transfer may take half of it (default %(default)s)",
+}
 _HELP = {
     "host": "address to listen on (default %(default)s)",
     "port": "port to listen on, 0 for a free one (default %(default)s)",
@@ -44,6 +55,15 @@ _HELP = {
     "drain_timeout": "seconds that requests may still take after SIGTERM (default: all they need)",
     "request_timeout": "seconds that a request may take; it then ends with an error (default: all it needs)",
     "log_interval": "seconds between two log lines; 0 for none (default %(default)s)",
+    "engine_restarts": "how often within an hour a dead engine is started again; requests go on (default %(default)s)",
+}
+
+
+_HANDOVER_VALUES = {
+    "handover_listen": "HOST:PORT",
+    "prefill_peers": "HOST:PORT,...",
+    "peer_registry": "FOLDER",
+    "handover_secret_file": "FILE",
 }
 
 
@@ -62,6 +82,13 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
             options |= {"type": float if default is None and field.name != "chat_template" else type(default)}
             options |= {"type": str, "metavar": "FILE"} if field.name == "chat_template" else {"metavar": None}
         serve.add_argument(flag(field.name), **options)
+    handover = parser.add_argument_group("prefill and decode apart")
+    handover.add_argument("--role", choices=ROLES, default="both", help=_HANDOVER_HELP["role"])
+    handover.add_argument(
+        "--handover-lease", type=float, default=HandoverOptions().handover_lease, help=_HANDOVER_HELP["handover_lease"]
+    )
+    for name, metavar in _HANDOVER_VALUES.items():
+        handover.add_argument(flag(name), metavar=metavar, help=_HANDOVER_HELP[name])
     serve.add_argument("--config", metavar="FILE", help="YAML of flags without dashes; the command line has precedence")
     serve.add_argument(
         "--mock-engine",
@@ -119,10 +146,13 @@ def run_serve(args: argparse.Namespace, engine_options: dict[str, Any]) -> int:
     model = args.model if args.model is not None else args.model_flag
     config = engine_config(model, Unset.UNSET, engine_options)
     options = serve_options(args)
+    handover = handover_options(args)
     from treetop.server.mock_options import mock_options  # noqa: PLC0415  # needs the serve extra
     from treetop.server.serve import run  # noqa: PLC0415  # too
 
-    return run(config, options, mock_options(args.mock_engine, config))
+    if handover.role != "both" and not config.handover_slots:
+        config = replace(config, handover_slots=DEFAULT_SLOTS)
+    return run(config, options, mock_options(args.mock_engine, config), handover)
 
 
 def serve_options(args: argparse.Namespace) -> ServeOptions:
@@ -133,6 +163,14 @@ def serve_options(args: argparse.Namespace) -> ServeOptions:
     for name in ("served_model_name", "api_key", "allow_origin"):
         given[name] = tuple(given[name] or ())
     return ServeOptions(**given)
+
+
+def handover_options(args: argparse.Namespace) -> HandoverOptions:
+    """What this worker does for others. Raises ConfigError."""
+    given = {name: getattr(args, name) for name in ("role", "handover_lease", *_HANDOVER_VALUES)}
+    peers = given["prefill_peers"] or ""
+    given["prefill_peers"] = tuple(each.strip() for each in peers.split(",") if each.strip())
+    return HandoverOptions(**given)
 
 
 def _check_packages() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from treetop.core.grammars import check_structure
 from treetop.core.make import LocalEngine, open_core
 from treetop.core.thread import CoreClient, CoreThread
 from treetop.engine.engine import Engine
@@ -14,7 +15,8 @@ from treetop.scheduler.scheduler import Scheduler
 from treetop.server.chat_template import ChatTemplate, Message, open_chat_template
 from treetop.server.options import Unset, engine_config
 from treetop.server.outputs import LiveRequest, RequestMetrics, RequestOutput, TextDelta
-from treetop.server.prompts import Prompt, PromptReader, paired
+from treetop.server.prompts import Prompt, PromptReader, one_each, paired
+from treetop.types.constraint import TokenConstraint
 from treetop.types.errors import ConfigError, InputError
 from treetop.types.requests import EngineRequest
 from treetop.types.sampling import SamplingParams
@@ -80,9 +82,14 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        constraints: TokenConstraint | Sequence[TokenConstraint | None] | None = None,
     ) -> list[RequestOutput]:
-        """Complete each prompt. A str or a list of ids is one prompt; a list of params pairs with the prompts."""
-        outputs = {delta.index: delta.output for delta in self.stream(prompts, params) if delta.output is not None}
+        """Complete each prompt. A str or a list of ids is one prompt; a list of params pairs with the prompts.
+
+        constraints: what the tokens of each prompt are held to, if anything; an object for each.
+        """
+        deltas = self.stream(prompts, params, constraints)
+        outputs = {delta.index: delta.output for delta in deltas if delta.output is not None}
         return [outputs[index] for index in sorted(outputs)]
 
     def chat(
@@ -116,20 +123,25 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        constraints: TokenConstraint | Sequence[TokenConstraint | None] | None = None,
     ) -> Iterator[TextDelta]:
         """As `generate`, in pieces of text as they come. Bad input raises before any work; leaving early aborts."""
         listed = self._reader.ids_of(prompts)
-        each_own = paired(params, len(listed))
-        for each in each_own:
-            self._reader.check_params(each)
-        return self._run(listed, each_own)
+        each_own, held_to = paired(params, len(listed)), one_each(constraints, len(listed))
+        for each, constraint in zip(each_own, held_to, strict=True):
+            self._reader.check_params(each, constraint)
+        for structure in {each.structured_output for each in each_own}:
+            check_structure(structure)
+        return self._run(listed, each_own, held_to)
 
-    def _run(self, prompts: list[list[int]], params: list[SamplingParams]) -> Iterator[TextDelta]:
+    def _run(
+        self, prompts: list[list[int]], params: list[SamplingParams], constraints: list[TokenConstraint | None]
+    ) -> Iterator[TextDelta]:
         live, asked = {}, []
-        for index, (ids, each) in enumerate(zip(prompts, params, strict=True)):
+        for index, (ids, each, constraint) in enumerate(zip(prompts, params, constraints, strict=True)):
             request_id, seed = self._core.next_id(), self._seeds.getrandbits(63) if each.seed is None else each.seed
             live[request_id] = LiveRequest.of(index, ids, each, self.tokenizer)
-            asked.append(EngineRequest(request_id, tuple(ids), each, seed))
+            asked.append(EngineRequest(request_id, tuple(ids), each, seed, constraint=constraint))
         with CoreClient(self._core) as client:
             client.add(asked)
             while live:

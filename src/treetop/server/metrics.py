@@ -3,6 +3,7 @@
 import logging
 import os
 import time
+from collections import Counter as Counts
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,11 +20,31 @@ from treetop.types.requests import CoreInfo, CoreLoad, RequestUpdate
 log = logging.getLogger("treetop.server")
 
 OWN, ALIAS = "treetop:", "vllm:"
-NOT_ALIASED = ("treetop:requests_refused", "treetop:requests_timed_out", "treetop:num_retractions")
+NOT_ALIASED = tuple(
+    OWN + name for name in ("requests_refused", "requests_timed_out", "num_retractions", "num_engine_restarts")
+)
+_HANDOVER = {
+    "num_peers": "Workers at the other end",
+    "num_open": "Requests on their way",
+    "num_slots_busy": "Staging slots in use",
+    "num_quarantined": "Staging slots whose transfer was given up and has not ended",
+    "num_pieces": "Pieces offered or pulled, since the start",
+    "num_bytes": "Bytes of these",
+    "num_whole": "Requests handed over, since the start",
+    "num_local": "Requests that a decode worker had to prefill itself, since the start",
+    "transfer_s": "Seconds of transfers, since the start",
+    "hidden_s": "Of these, seconds while prefill went on",
+    "num_dropped": "Messages of nobody with a session, since the start",
+    "read_gbps": "GB/s of reads when a link was last tried",
+    "write_gbps": "GB/s of writes when a link was last tried",
+}
+"""Of `HandoverLoad`."""
 _FIRST_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.4, 1, 5)
 _WHOLE_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 120, 240, 480, 960)
 
+_ADD_S = 0.1
+"""Seconds that tokens and rounds may wait to be added to the counters of a running request."""
 FEW_ACCEPTED, FEW_ROUNDS, WARN_S = 1.1, 500, 300.0
 """A mean accept length below the first over so many rounds is a warning, once in so many seconds."""
 
@@ -50,6 +71,7 @@ class Metrics:
         self._waiting = gauge("num_requests_waiting", "Requests that wait for a row")
         self._kv_usage = gauge("kv_cache_usage_perc", "Share of the fullest pool's pages that requests hold, 0 to 1")
         self._retractions = gauge("num_retractions", "Requests put back for want of pages, since the start")
+        self._restarts = gauge("num_engine_restarts", "Engines that took the place of one that had died")
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that were queued")
         self._tokens = counter("generation_tokens", "Tokens that clients received")
         self._refused = counter("requests_refused", "Requests refused because the queue was full")
@@ -64,6 +86,13 @@ class Metrics:
         self._drafts = counter("spec_decode_num_drafts", "Trees that were verified")
         self._draft_tokens = counter("spec_decode_num_draft_tokens", "Drafts that were verified, roots excluded")
         self._accepted = counter("spec_decode_num_accepted_tokens", "Drafts that were accepted")
+        self._handover = {
+            name: Gauge(
+                OWN + "handover_" + name, words, ["model_name"], registry=registry, multiprocess_mode="mostrecent"
+            )
+            for name, words in _HANDOVER.items()
+        }
+        self._model_name = model_name
         success = Counter(
             OWN + "request_success", "Requests that ended", ["model_name", "finished_reason"], registry=registry
         )
@@ -80,6 +109,7 @@ class Metrics:
             source = MultiProcessCollector(CollectorRegistry())  # type: ignore[no-untyped-call]
         self._page = CollectorRegistry()
         self._page.register(_Aliased(source))
+        self._new_tokens, self._new_rounds, self._added_s = 0, Counts[int](), float("-inf")
         self.interval = Interval()
 
     def arrived(self, num_prompt_tokens: int) -> None:
@@ -93,7 +123,7 @@ class Metrics:
         """An update, cut to what the client gets, before the request takes it."""
         now, count = time.perf_counter(), len(update.new_ids)
         if count:
-            self._tokens.inc(count)
+            self._new_tokens += count
             self.interval.tokens += count
             if live.last_s is None:
                 self._first_s.observe(now - live.started_s)
@@ -108,25 +138,40 @@ class Metrics:
             self._ended[update.finish_reason].inc()
             self._timed_out.inc(update.timed_out)
             self._whole_s.observe(now - live.started_s)
+        if update.finish_reason is not None or now - self._added_s > _ADD_S:
+            self._added_s = now
+            self._add()
 
     def _round(self, accept_len: int) -> None:
-        self._drafts.inc()
-        self._draft_tokens.inc(self._shape.num_draft_tokens - 1)
-        self._accepted.inc(accept_len)
-        for depth in range(accept_len):
-            self._at_depth[depth].inc()
+        self._new_rounds[accept_len] += 1
         self.interval.rounds += 1
         self.interval.accepted += accept_len
 
-    def take(self, load: CoreLoad) -> None:
-        """What the engine last said of itself."""
+    def _add(self) -> None:
+        """Add tokens and rounds to their counters, each of which takes a lock."""
+        self._tokens.inc(self._new_tokens)
+        self._new_tokens, rounds, self._new_rounds = 0, self._new_rounds, Counts[int]()
+        self._drafts.inc(rounds.total())
+        self._draft_tokens.inc(rounds.total() * (self._shape.num_draft_tokens - 1))
+        for depth, counter in enumerate(self._at_depth):
+            deeper = sum(times for accept_len, times in rounds.items() if accept_len > depth)
+            self._accepted.inc(deeper)
+            counter.inc(deeper)
+
+    def take(self, load: CoreLoad, num_restarts: int) -> None:
+        """What the engine last said of itself, and which one in a row it is."""
+        self._restarts.set(num_restarts)
         self._running.set(load.num_running)
         self._waiting.set(load.num_waiting)
         self._kv_usage.set(load.kv_usage)
         self._retractions.set(load.num_retractions)
+        if load.handover is not None:
+            for name, gauge in self._handover.items():
+                gauge.labels(self._model_name).set(getattr(load.handover, name))
 
     def page(self) -> tuple[bytes, str]:
         """The text that Prometheus reads, and its content type."""
+        self._add()
         return generate_latest(self._page), CONTENT_TYPE_LATEST
 
     def of(self, outputs: Sequence[RequestOutput]) -> dict[str, Any] | None:
@@ -199,7 +244,8 @@ class _Aliased(Collector):
     def collect(self) -> Iterator[Metric]:
         for metric in self._source.collect():
             yield metric
-            if metric.name.startswith(OWN) and metric.name not in NOT_ALIASED:
+            own = metric.name in NOT_ALIASED or metric.name.startswith(OWN + "handover_")
+            if metric.name.startswith(OWN) and not own:
                 copy = Metric(_alias(metric.name), metric.documentation, metric.type)
                 copy.samples = [Sample(_alias(each.name), *each[1:]) for each in metric.samples]
                 yield copy

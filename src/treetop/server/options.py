@@ -34,7 +34,8 @@ class ServeOptions:
     served_model_name: names that requests may give; none is the model as it was given. max_queued_requests: that wait
     for a row; more are refused with 429. max_body_bytes: of a request. drain_timeout: seconds that requests may still
     take after SIGTERM, None for all they need. request_timeout: seconds that a request may take, None for all it
-    needs; one may ask for less. log_interval: seconds between two log lines, 0 for none.
+    needs; one may ask for less. log_interval: seconds between two log lines, 0 for none. engine_restarts: how often
+    within an hour an engine that has died is started again; 0 ends the server with it.
     """
 
     host: str = "127.0.0.1"
@@ -49,6 +50,7 @@ class ServeOptions:
     drain_timeout: float | None = None
     request_timeout: float | None = None
     log_interval: float = 10.0
+    engine_restarts: int = 3
 
     def __post_init__(self) -> None:
         rules = [
@@ -67,6 +69,10 @@ class ServeOptions:
             (
                 not 0 <= self.log_interval < float("inf"),
                 f"--log-interval must be a number of seconds, got {self.log_interval}",
+            ),
+            (
+                not 0 <= self.engine_restarts <= 1000,
+                f"--engine-restarts must lie between 0 and 1000, got {self.engine_restarts}",
             ),
             (any(not key for key in self.api_key), "--api-key must not be empty"),
             (any(not name for name in self.served_model_name), "--served-model-name must not be empty"),

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from treetop.server.text import OutputText, StopStrings
+from treetop.server.text import OutputText
 from treetop.server.tokenizer import Tokenizer
 from treetop.types.requests import RequestUpdate
 from treetop.types.sampling import FinishReason, SamplingParams, TokenLogprobs
@@ -71,14 +71,13 @@ class TextDelta:
 class LiveRequest:
     """A request that has not ended, as its client knows it.
 
-    text, stop: None without a tokenizer, and without stop strings. logprobs: None if they were not asked for. last_s:
-    when the last tokens came, None before.
+    text: None without a tokenizer. logprobs: None if they were not asked for. last_s: when the last tokens came, None
+    before.
     """
 
     index: int
     prompt_ids: Sequence[int]
     text: OutputText | None
-    stop: StopStrings | None
     logprobs: list[TokenLogprobs] | None
     output_ids: list[int] = field(default_factory=list)
     accept_lens: list[int] = field(default_factory=list)
@@ -92,35 +91,34 @@ class LiveRequest:
     ) -> "LiveRequest":
         logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         if tokenizer is None:
-            return cls(index, prompt_ids, None, None, logprobs)
-        text = OutputText(tokenizer.stream(prompt_ids), params.stop)
-        stop = StopStrings(tokenizer.stream(prompt_ids), params.stop) if params.stop else None
-        return cls(index, prompt_ids, text, stop, logprobs)
+            return cls(index, prompt_ids, None, logprobs)
+        return cls(index, prompt_ids, OutputText(tokenizer.stream(prompt_ids), params.stop), logprobs)
 
     def cut(self, update: RequestUpdate) -> RequestUpdate:
-        """The update up to the first stop string that it completes, which then ends the request."""
-        at = self.stop.feed(update.new_ids) if self.stop is not None else None
+        """Read the update's text; the update up to the first stop string that it completes, which ends the request."""
+        at = self.text.feed(update.new_ids) if self.text is not None else None
         if at is None:
             return update
         new_ids, logprobs = update.new_ids[: at + 1], update.logprobs[: at + 1]
         return update._replace(new_ids=new_ids, logprobs=logprobs, finish_reason="stop", error=None, timed_out=False)
 
     def apply(self, update: RequestUpdate) -> TextDelta:
-        """Take what the request was given, and say it as text."""
+        """Take what the request was given, as `cut` has read it, and say it as text."""
         self.output_ids += update.new_ids
         self.last_s = time.perf_counter()
         if update.num_cached_tokens is not None:
             self.num_cached_tokens = update.num_cached_tokens
         if update.accept_len is not None:
             self.accept_lens.append(update.accept_len)
-        piece = self.text.push(update.new_ids) if self.text is not None else ""
+        text, piece = self.text, ""
+        if text is not None:
+            piece = text.piece() if update.finish_reason is None else text.finish()
         tokens: tuple[tuple[int, TokenLogprobs], ...] = ()
         if self.logprobs is not None:
             self.logprobs += update.logprobs
             tokens = tuple(zip(update.new_ids, update.logprobs, strict=True))
         if update.finish_reason is None:
             return TextDelta(self.index, piece, tokens=tokens, token_ids=update.new_ids)
-        piece += self.text.finish() if self.text is not None else ""
         return TextDelta(self.index, piece, self._output(update), tokens, update.new_ids)
 
     def _output(self, update: RequestUpdate) -> RequestOutput:

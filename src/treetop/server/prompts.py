@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import cast
 
 from treetop.server.tokenizer import Tokenizer, open_tokenizer
+from treetop.types.constraint import TokenConstraint
 from treetop.types.errors import InputError, PromptError, shown
 from treetop.types.requests import CoreInfo, check_length, check_prompt
 from treetop.types.sampling import SamplingParams
@@ -39,8 +40,11 @@ class PromptReader:
         check_length(self.tokenizer.fewest_tokens(text), self._info.max_context, exact=False)
         return self.tokenizer.encode(text, special)
 
-    def check_params(self, params: SamplingParams) -> None:
-        """Raise InputError, which names the option, for what this core or its model cannot do."""
+    def check_params(self, params: SamplingParams, constraint: TokenConstraint | None = None) -> None:
+        """Raise InputError, which names the option, for what this core or its model cannot do.
+
+        A structured_output is checked by `check_structure`, which takes longer.
+        """
         info, allowed = self._info, params.allowed_token_ids
         self.check_ids("stop", params.stop_token_ids)
         self.check_ids("logit_bias", [token for token, _ in params.logit_bias])
@@ -55,6 +59,13 @@ class PromptReader:
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else info.eos_ids)}
         if params.min_tokens and allowed is not None and ends.issuperset(allowed):
             raise InputError("min_tokens, allowed_token_ids: every allowed token would end the request too early")
+        if (params.structured_output is not None or constraint is not None) and not info.can_constrain:
+            raise InputError(
+                "structured_output, constraints: this engine holds no tokens to a structure; serve without"
+                " --disable-logits-processors, --simulate-accept-length and --mock-engine"
+            )
+        if params.structured_output is not None and constraint is not None:
+            raise InputError("structured_output, constraints: give one of them")
         if params.stop and self.tokenizer is None:
             raise InputError(f"stop strings need a tokenizer, and {self._info.model_path} has no tokenizer.json")
 
@@ -96,6 +107,21 @@ def paired(params: SamplingParams | Sequence[SamplingParams] | None, count: int)
     if len(params) != count:
         raise InputError(f"{len(params)} SamplingParams for {count} prompts; give one for all, or one each")
     return list(params)
+
+
+def one_each(
+    constraints: TokenConstraint | Sequence[TokenConstraint | None] | None, count: int
+) -> list[TokenConstraint | None]:
+    """The constraint of each of `count` prompts, which nothing else may use."""
+    if constraints is None:
+        return [None] * count
+    listed: list[TokenConstraint | None] = [*constraints] if isinstance(constraints, Sequence) else [constraints]
+    given = [each for each in listed if each is not None]
+    if any(not callable(getattr(each, "allowed", None)) for each in given):
+        raise InputError("constraints: each must have a method `allowed`, as treetop.TokenConstraint says, or be None")
+    if len(listed) != count or len({id(each) for each in given}) != len(given):
+        raise InputError(f"constraints: give each of {count} prompts one of its own, or None; got {len(listed)}")
+    return listed
 
 
 def _is_id(value: object) -> bool:

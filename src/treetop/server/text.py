@@ -5,58 +5,52 @@ from collections.abc import Sequence
 from treetop.server.tokenizer import TokenStream
 
 
-class StopStrings:
-    """Finds stop strings in a request's growing output. It is fed each emitted token exactly once, in order."""
+class OutputText:
+    """Text of the emitted tokens, each decoded once, in pieces, up to the first stop string.
+
+    What might become a stop string waits until it is none, so one that is found lies in what waits.
+    """
 
     def __init__(self, stream: TokenStream, stops: Sequence[str]) -> None:
         self._stream, self._stops = stream, tuple(stops)
-        self._longest = max(len(stop) for stop in stops)
-        self._recent = ""
+        self._shown: list[str] = []
+        self._waiting = ""
+        self._stopped = False
 
     def feed(self, token_ids: Sequence[int]) -> int | None:
+        """Take emitted ids. Returns the place of the one that completes a stop string; what follows it is not taken."""
+        if not self._stops:
+            self._waiting += self._stream.push(token_ids)
+            return None
         for index, token in enumerate(token_ids):
-            self._recent += self._stream.push(token)
-            if any(stop in self._recent for stop in self._stops):
+            self._add(self._stream.push((token,)))
+            if self._stopped:
                 return index
-            self._recent = self._recent[-self._longest :]
         return None
 
-
-class OutputText:
-    """Text of the emitted tokens, in pieces. What might become a stop string is held back until it is not."""
-
-    def __init__(self, stream: TokenStream, stops: Sequence[str]) -> None:
-        self._stream, self._stops = stream, tuple(stops)
-        self._text = ""
-        self._shown = 0
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        """Add emitted ids; returns the text that is safe to show now."""
-        self._text += "".join(self._stream.push(token) for token in token_ids)
-        safe = len(_cut(self._text, self._stops))
-        if safe == len(self._text):
-            safe -= _held_back(self._text, self._stops)
-        return self._show(self._text, safe)
-
-    def finish(self) -> str:
-        """The rest of the text, once no more ids come."""
-        self._text += self._stream.flush()
-        full = self.full()
-        return self._show(full, len(full))
-
-    def full(self) -> str:
-        """The whole text so far, cut before the first stop string."""
-        return _cut(self._text, self._stops)
-
-    def _show(self, text: str, end: int) -> str:
-        piece = text[self._shown : end]
-        self._shown = max(self._shown, end)
+    def piece(self) -> str:
+        """The text that is safe to show and has not been shown."""
+        end = len(self._waiting) - (0 if self._stopped else _held_back(self._waiting, self._stops))
+        piece, self._waiting = self._waiting[:end], self._waiting[end:]
+        self._shown.append(piece)
         return piece
 
+    def finish(self) -> str:
+        """The rest, once no more ids come."""
+        self._add(self._stream.flush())
+        self._stopped = True
+        return self.piece()
 
-def _cut(text: str, stops: Sequence[str]) -> str:
-    found = [at for at in (text.find(stop) for stop in stops) if at >= 0]
-    return text[: min(found)] if found else text
+    def full(self) -> str:
+        """All that has been shown."""
+        return "".join(self._shown)
+
+    def _add(self, text: str) -> None:
+        if not self._stopped:
+            self._waiting += text
+            found = [at for at in (self._waiting.find(stop) for stop in self._stops) if at >= 0]
+            if found:
+                self._waiting, self._stopped = self._waiting[: min(found)], True
 
 
 def _held_back(text: str, stops: Sequence[str]) -> int:

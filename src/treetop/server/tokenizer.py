@@ -99,7 +99,7 @@ def open_tokenizer(folder: Path) -> Tokenizer | None:
 
 
 class TokenStream:
-    """Ids to text, one at a time, as it reads after the prompt; a character's bytes give it when it is complete.
+    """Ids to text, some at a time, as it reads after the prompt; a character's bytes give it when it is complete.
 
     A token is decoded with the few before it, and what those gave is cut off: so a space that decoders drop at the
     beginning of a text stays between a prompt and its output. A prompt may end inside a character: if the output
@@ -110,11 +110,20 @@ class TokenStream:
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._before, self._open = _ends_whole(tokenizer, prompt_ids)
-        self._num_known = tokenizer.decode(self._before)
+        self._known_text = tokenizer.decode(self._before)
         self._own = self._after(self._open)  # what the prompt's open bytes read as if nothing completes them
         self._new: list[int] = []
 
-    def push(self, token_id: int) -> str:
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that these ids complete. Whole characters, as nearly always, are decoded together."""
+        ids = list(token_ids)
+        if not self._new and not self._open:
+            piece = self._after(ids)
+            if not piece.endswith(_UNKNOWN):
+                return self._known(ids, piece)
+        return "".join(self._push_one(token) for token in ids)
+
+    def _push_one(self, token_id: int) -> str:
         self._new.append(token_id)
         waits = len(self._new) < _LONGEST
         if waits and all(self._after(ids).endswith(_UNKNOWN) for ids in self._readings()):
@@ -128,10 +137,14 @@ class TokenStream:
         if self._open and piece.startswith(self._own):  # still open
             ids = self._new
             piece = self._after(ids)
+        self._new = []
+        return self._known(ids, piece)
+
+    def _known(self, ids: list[int], piece: str) -> str:
+        """What follows is read behind these ids, if they gave any text."""
         if piece:
             self._before, self._open = ids, []
-            self._num_known = self._tokenizer.decode(ids)
-        self._new = []
+            self._known_text = self._tokenizer.decode(ids)
         return piece
 
     def _readings(self) -> list[list[int]]:
@@ -141,7 +154,7 @@ class TokenStream:
     def _after(self, ids: list[int]) -> str:
         """Text of ids behind what is known; by themselves if they change how that reads, as bytes may."""
         text = self._tokenizer.decode(self._before + ids)
-        return text[len(self._num_known) :] if text.startswith(self._num_known) else self._tokenizer.decode(ids)
+        return text[len(self._known_text) :] if text.startswith(self._known_text) else self._tokenizer.decode(ids)
 
 
 def _ends_whole(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -8,11 +8,15 @@ import torch
 from torch import Tensor
 
 from treetop.kernels.commit import feature_nodes
+from treetop.kernels.process import Processors
 from treetop.kernels.sampling import PartialArgmax, SampledTokens, Sampler
 from treetop.kernels.table import Ops
 from treetop.models.target import Target
 from treetop.types.sampling import Choice
 from treetop.types.tree import Accepted, DraftTree, PathLogprobs
+
+NO_TOKEN = -1
+"""What no target chooses."""
 
 
 def logits_for(target: Target, hidden: Tensor, how: Choice) -> Tensor:
@@ -36,6 +40,15 @@ def choose(
     if how.processes and sampler.processors is not None:
         logits = ops.process(logits, sampler.processors, rows, positions, tree)
     return ops.draw(logits, sampler, rows, positions, how.filters)
+
+
+def withhold_drafts(tree: DraftTree, processors: Processors | None, rows: Tensor, how: Choice) -> None:
+    """Write `NO_TOKEN` over the drafts of constrained rows: only what follows their roots is known to be allowed.
+
+    To be called when everything but accepting has read the trees.
+    """
+    if how.processes and processors is not None:
+        tree.tokens[:, 1:].masked_fill_(processors.constrained[rows][:, None], NO_TOKEN)
 
 
 def path_logprobs(ops: Ops, logits: Tensor, accepted: Accepted, most: int) -> PathLogprobs:

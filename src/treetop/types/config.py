@@ -6,6 +6,7 @@ from types import NoneType
 from typing import Literal, get_args
 
 from treetop.types.errors import ConfigError, shown
+from treetop.types.handover import ALIGNMENT
 from treetop.types.layout import PLAIN, SpecShape
 
 Algorithm = Literal["EAGLE", "EAGLE3", "MTP", "NEXTN", "NGRAM", "NONE"]
@@ -42,6 +43,8 @@ _COUNTS = (
     "seed",
     "tp_size",
     "ep_size",
+    "handover_slots",
+    "handover_slot_bytes",
 )
 _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(_COUNTS, (int,)),
@@ -86,6 +89,8 @@ class EngineConfig:
     the semantics of captured graphs, on a CPU. tp_size: GPUs, or processes on a CPU, that share the model, a rank each.
     ep_size: the same, but each has requests of its own, and they share only the experts of a model that has some.
     step_timeout: seconds after which a step that has not ended on every rank ends them all; of one rank it is not used.
+    handover_slots: staging slots, through which prefilled requests are handed to another worker or taken from one; 0
+    for none. handover_slot_bytes: of each, on every rank.
     """
 
     model: str = BUILTIN_MODEL
@@ -118,6 +123,8 @@ class EngineConfig:
     tp_size: int = 1
     ep_size: int = 1
     step_timeout: float = 60.0
+    handover_slots: int = 0
+    handover_slot_bytes: int = 64 << 20
 
     def __post_init__(self) -> None:
         wrong = self._wrong_types()
@@ -183,6 +190,19 @@ class EngineConfig:
             (
                 not 0 < self.step_timeout <= 86400,
                 f"--step-timeout must lie between 0 and 86400 seconds, got {shown(self.step_timeout)}",
+            )
+        )
+        rules.append(
+            (
+                not 0 <= self.handover_slots <= 4096,
+                f"--handover-slots must lie between 0 and 4096, got {shown(self.handover_slots)}",
+            )
+        )
+        size = self.handover_slot_bytes
+        rules.append(
+            (
+                not ALIGNMENT <= size <= 2**40 or size % ALIGNMENT != 0,
+                f"--handover-slot-bytes must be a multiple of {ALIGNMENT} up to 2^40, got {shown(size)}",
             )
         )
         counts = {"tp_size": 64, "ep_size": 64, "max_running_requests": 65536, "page_size": 2**20}

@@ -106,7 +106,8 @@ class Layout:
 
     shapes: the tree shapes the engine may run. page_size: tokens a page. max_context: tokens
     a request may hold, prompt and output. chunk: most prompt tokens a prefill step processes. max_in_flight: steps in
-    flight. pool_tokens: tokens that each pool without a window holds.
+    flight. pool_tokens: tokens that each pool without a window holds. handover_slots: staging slots; slot_tokens: most
+    tokens whose K/V one holds.
     """
 
     shapes: tuple[SpecShape, ...]
@@ -117,6 +118,8 @@ class Layout:
     groups: tuple[KVGroup, ...]
     pool_tokens: int
     max_in_flight: int = 1
+    handover_slots: int = 0
+    slot_tokens: int = 0
 
     @property
     def commit_width(self) -> int:
@@ -207,12 +210,13 @@ class Layout:
         """Page-table cells that one plan may change, each once.
 
         A running row gets pages for its next step and loses those that slid behind a window since its last plan. Pages
-        that chunks have filled may be exchanged for the prefix cache's. New rows get pages for a chunk of prompts, and
-        one of them for all it may hold. Admission keeps to it.
+        that chunks or imports have filled may be exchanged for the prefix cache's. New rows get pages for a chunk of
+        prompts, and one of them for all it may hold. Admission keeps to it.
         """
         slides = 2 * self.pages_for(max(self.chunk, self.headroom))
         grows = self.pages_for(self.headroom) + 1
-        exchanged = self.max_in_flight * (self.pages_for(self.chunk) + self.max_requests)
+        imported = self.handover_slots * (self.pages_for(self.slot_tokens) + 1)
+        exchanged = self.max_in_flight * (self.pages_for(self.chunk) + self.max_requests + imported)
         new = self.page_columns + self.pages_for(self.chunk)
         most = sum(
             new + exchanged + self.max_requests * (grows if g.window is None else grows + slides) for g in self.groups
@@ -271,6 +275,10 @@ class Layout:
             Dimension("verify_tail", self.verify_tail, "max over shapes of T", "--speculative-num-draft-tokens"),
             Dimension("extend_tail", w, "max over shapes of S + 1", "--speculative-num-steps"),
         ]
+        if self.handover_slots:
+            formula = "(--handover-slot-bytes - record and alignment) / bytes a token"
+            rows.append(Dimension("handover_slots", self.handover_slots, "--handover-slots", "--handover-slots"))
+            rows.append(Dimension("slot_tokens", self.slot_tokens, formula, "--handover-slot-bytes"))
         for group in self.groups:
             formula = "pool tokens / page + null page"
             rows.append(Dimension(f"pages.{group.name}", self.num_pages[group.name], formula, "--max-total-tokens"))

@@ -9,6 +9,7 @@ order.
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from treetop.types.handover import Piece
 from treetop.types.ids import GroupName, PageId, Row
 from treetop.types.layout import SpecShape
 from treetop.types.sampling import Choice, SamplingParams, TokenLogprobs
@@ -34,10 +35,19 @@ class RowHistory:
 
 
 @dataclass(frozen=True, slots=True)
+class RowMask:
+    """What may follow `row`'s root in this step: bit t % 8 of byte t // 8 of `allowed` for token t."""
+
+    row: Row
+    allowed: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class RowSetup:
     """A request moves into `row` with `committed` tokens already in the pages of every group: prefix_ids.
 
-    history: only if `params` changes logits. From here on the device counts the tokens itself.
+    history: only if its logits are changed. From here on the device counts the tokens itself. constrained: each step
+    that gives it a token has a `RowMask` for it, and no draft of it is accepted.
     """
 
     row: Row
@@ -46,6 +56,7 @@ class RowSetup:
     seed: int
     history: RowHistory | None = None
     prefix_ids: tuple[int, ...] = ()
+    constrained: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +77,7 @@ class Chunk:
 class PrefillPlan:
     """One prefill step: edits and setups are applied first. freed: pages given back since the last plan.
 
-    logprobs: see `RoundPlan`. least_tokens: that ranks with shared experts exchange, at least, padding counted.
+    logprobs, masks: see `RoundPlan`. least_tokens: that ranks with shared experts exchange, at least, padding counted.
     """
 
     edits: tuple[PageEdit, ...]
@@ -75,6 +86,7 @@ class PrefillPlan:
     chunks: tuple[Chunk, ...]
     choice: Choice
     logprobs: tuple[int | None, ...] = ()
+    masks: tuple[RowMask, ...] = ()
     least_tokens: int = 0
 
     @property
@@ -88,7 +100,8 @@ class RoundPlan:
 
     committed_bound: no row has more committed tokens when the round starts. With rounds out the host knows no better:
     each may commit up to S + 1. logprobs: how many of the best tokens' log-probabilities each row asks for, None for no
-    log-probabilities at all; () if no row asks. least_rows: that the batch has at least, padding counted.
+    log-probabilities at all; () if no row asks. masks: of the constrained rows that get a token. least_rows: that the
+    batch has at least, padding counted.
     """
 
     edits: tuple[PageEdit, ...]
@@ -98,10 +111,63 @@ class RoundPlan:
     committed_bound: int
     choice: Choice
     logprobs: tuple[int | None, ...] = ()
+    masks: tuple[RowMask, ...] = ()
     least_rows: int = 0
 
 
-StepPlan = PrefillPlan | RoundPlan
+@dataclass(frozen=True, slots=True)
+class Export:
+    """Pack a piece of `row` into staging slot `slot`. The last piece has the row's record too."""
+
+    row: Row
+    slot: int
+    piece: Piece
+
+
+@dataclass(frozen=True, slots=True)
+class ExportPlan:
+    """Pack computed tokens into staging slots, each slot once. freed: pages given back since the last plan."""
+
+    edits: tuple[PageEdit, ...]
+    freed: tuple[tuple[GroupName, PageId], ...]
+    exports: tuple[Export, ...]
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        return tuple(export.row for export in self.exports)
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """Check what lies in staging slot `slot`, and unpack it into the pages of `row`.
+
+    checksums: of each stretch of the whole model's payload, as its exporter took them.
+    """
+
+    row: Row
+    slot: int
+    piece: Piece
+    checksums: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ImportPlan:
+    """Unpack staging slots into the pages of rows, each slot once. setups: of the rows whose last piece this holds.
+
+    What is not intact changes nothing that counts: no row's state, and of pages only what its request alone has.
+    """
+
+    edits: tuple[PageEdit, ...]
+    freed: tuple[tuple[GroupName, PageId], ...]
+    setups: tuple[RowSetup, ...]
+    imports: tuple[Import, ...]
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        return tuple(each.row for each in self.imports)
+
+
+StepPlan = PrefillPlan | RoundPlan | ExportPlan | ImportPlan
 
 
 class RowResult(NamedTuple):
@@ -117,9 +183,24 @@ class RowResult(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] = ()
 
 
+class ImportResult(NamedTuple):
+    """intact: every checksum agrees, and the last piece's record fits the request. root: of a last piece; None if not.
+
+    The root is the token after the prompt, the first that the request gets.
+    """
+
+    intact: bool
+    root: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The rows of a step in the plan's order. digest: of what the step came to, which is the same on every rank."""
+    """What a step gave, in the plan's order. digest: of what the step came to, which is the same on every rank.
 
-    rows: tuple[RowResult, ...]
+    rows: of a prefill or a round. exports: each export's checksums, of the whole model's payload. imports: of imports.
+    """
+
+    rows: tuple[RowResult, ...] = ()
     digest: int = 0
+    exports: tuple[tuple[int, ...], ...] = ()
+    imports: tuple[ImportResult, ...] = ()

@@ -8,6 +8,7 @@ Ids only: text, stop strings and tokenizers are the client's.
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from treetop.types.constraint import TokenConstraint
 from treetop.types.errors import InputError
 from treetop.types.ids import RequestId
 from treetop.types.layout import SpecShape
@@ -18,7 +19,9 @@ class EngineRequest(NamedTuple):
     """One prompt. The client chooses the id, which no other request of this core may ever have.
 
     priority: lower is served first, if the core's policy goes by it. timeout_s: seconds from its arrival in the core
-    after which it is ended with an error; None for no such limit.
+    after which it is ended with an error; None for no such limit. constraint: cannot cross to another process.
+    received: output that the client has already, of an engine that is gone; this one goes on behind it, and all limits
+    count it.
     """
 
     request_id: RequestId
@@ -27,6 +30,8 @@ class EngineRequest(NamedTuple):
     seed: int
     priority: int = 0
     timeout_s: float | None = None
+    constraint: TokenConstraint | None = None
+    received: tuple[int, ...] = ()
 
 
 class RequestStats(NamedTuple):
@@ -50,8 +55,8 @@ class RequestUpdate(NamedTuple):
     new_ids: emitted now, cut at the stop. accept_len: accepted drafts of the round that gave them, before any cut; None
     if it was no round. error: why the request failed, if it did. engine_failed: it failed with the whole engine.
     timed_out: its time was over. stats come with finish_reason, in the request's last update. num_cached_tokens: as in
-    the stats, with the first tokens.
-    logprobs: of each of new_ids, if the request asks for them.
+    the stats, with the first tokens. logprobs: of each of new_ids, if the request asks for them. start: which token of
+    the output the first of new_ids is.
     """
 
     request_id: RequestId
@@ -64,13 +69,16 @@ class RequestUpdate(NamedTuple):
     num_cached_tokens: int | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     timed_out: bool = False
+    start: int = 0
 
 
 class CoreInfo(NamedTuple):
     """What a client must know of a core. model_path: the folder. shape: of a round's tree.
 
-    can_change_logits, max_logprobs: what a request may ask: penalties, biases and the like, and log-probabilities; -1
-    if there are none. eos_ids: the model's. by_priority: whether it goes by the priority of requests.
+    refuses: why it takes no requests, if so.
+    can_change_logits, max_logprobs, can_constrain: what a request may ask: penalties, biases and the like;
+    log-probabilities, -1 if there are none; constraints. eos_ids: the model's. by_priority: whether it goes by the
+    priority of requests.
     """
 
     model_path: str
@@ -82,15 +90,43 @@ class CoreInfo(NamedTuple):
     max_logprobs: int = -1
     eos_ids: tuple[int, ...] = ()
     by_priority: bool = False
+    can_constrain: bool = False
+    refuses: str | None = None
+
+
+class HandoverLoad(NamedTuple):
+    """What a worker does for others, or they for it; counts are since its start.
+
+    num_open: requests on their way. num_quarantined: of the busy slots, those whose transfer was given up and has not
+    ended. num_whole: requests handed over. num_local: requests that a decode worker had to prefill itself. transfer_s:
+    seconds of all pieces' transfers; hidden_s: of these, while prefill went on. num_dropped: frames that nobody with a
+    session said. read_gbps, write_gbps: of the link that was tried last.
+    """
+
+    role: str
+    num_peers: int = 0
+    num_open: int = 0
+    num_slots_busy: int = 0
+    num_quarantined: int = 0
+    num_pieces: int = 0
+    num_bytes: int = 0
+    num_whole: int = 0
+    num_local: int = 0
+    transfer_s: float = 0.0
+    hidden_s: float = 0.0
+    num_dropped: int = 0
+    read_gbps: float = 0.0
+    write_gbps: float = 0.0
 
 
 class CoreLoad(NamedTuple):
-    """What a core is busy with. kv_usage: share of the fullest pool that requests hold."""
+    """What a core is busy with. kv_usage: share of the fullest pool that requests hold. handover: None for no role."""
 
     num_running: int = 0
     num_waiting: int = 0
     kv_usage: float = 0.0
     num_retractions: int = 0
+    handover: HandoverLoad | None = None
 
 
 def check_prompt(prompt_ids: Sequence[int], max_context: int) -> None:
@@ -107,3 +143,14 @@ def check_length(num_tokens: int, max_context: int, exact: bool = True) -> None:
             f"the prompt has {'' if exact else 'at least '}{num_tokens} tokens and leaves no room for one more in a"
             f" context of {max_context}; shorten it or raise --context-length"
         )
+
+
+def check_received(received: Sequence[int], most: int) -> None:
+    """Raise InputError if a request that goes on has all that it may have. most: tokens of its output."""
+    if received and len(received) >= most:
+        raise InputError(f"the request has received {len(received)} tokens of at most {most}: nothing is left to do")
+
+
+def late_error(num_tokens: int) -> str:
+    """What a request is told whose time is over."""
+    return f"its time is over: it has {num_tokens} tokens (timeout, --request-timeout)"

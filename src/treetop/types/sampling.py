@@ -7,6 +7,7 @@ from enum import Enum
 from numbers import Integral, Real
 from typing import Literal, NamedTuple
 
+from treetop.types.constraint import StructuredOutput
 from treetop.types.errors import InputError, shown
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -35,6 +36,7 @@ class SamplingParams:
     do), repetition_penalty (of tokens in prompt or output: a positive logit is divided by it, another multiplied),
     frequency_penalty (subtracted for each time a token is in the output), presence_penalty (once). Then tokens are
     ruled out: those outside allowed_token_ids, and before min_tokens tokens those that would end the request.
+    `structured_output`: what the output is held to; it needs the package llguidance.
     `logprobs`: how many of the best tokens' log-probabilities come with each token, beside its own; None for none.
     Raises InputError, all problems at once.
     """
@@ -55,6 +57,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     logprobs: int | None = None
+    structured_output: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -85,6 +88,11 @@ class SamplingParams:
                 "allowed_token_ids",
                 "a list of token ids or None",
                 self.allowed_token_ids is None or _all(self.allowed_token_ids, Integral),
+            ),
+            (
+                "structured_output",
+                "a StructuredOutput or None",
+                self.structured_output is None or isinstance(self.structured_output, StructuredOutput),
             ),
         ]
         return [f"{name} must be {what}, got {shown(getattr(self, name))}" for name, what, ok in kinds if not ok]
@@ -157,7 +165,7 @@ class SamplingParams:
             "frequency_penalty": 0,
             "repetition_penalty": 1,
         }
-        neutral |= {"logit_bias": (), "allowed_token_ids": None}
+        neutral |= {"logit_bias": (), "allowed_token_ids": None, "structured_output": None}
         return tuple(name for name, value in neutral.items() if getattr(self, name) != value)
 
     @property

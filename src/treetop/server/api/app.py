@@ -46,7 +46,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        if self._keys and scope["path"] not in _OPEN and not self._num_known(headers.get("authorization", "")):
+        if self._keys and scope["path"] not in _OPEN and not self._is_valid_key(headers.get("authorization", "")):
             await error_response(401, "wrong or missing API key: Authorization: Bearer KEY")(scope, receive, send)
             return
         length = headers.get("content-length", "0")
@@ -67,7 +67,7 @@ class Gate:
             if not started:
                 await error_response(api.status, str(api), api.param, api.code)(scope, receive, send)
 
-    def _num_known(self, given: str) -> bool:
+    def _is_valid_key(self, given: str) -> bool:
         """Whether it is one of the keys, in a time that does not tell how much of it is right."""
         scheme, _, key = given.partition(" ")
         sent = key.strip().encode()

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from treetop.server.api.events import EventStream, check_output, collected, event, json_response
 from treetop.server.api.fields import Body, SamplingFields
-from treetop.server.api.front import Front, new_id
+from treetop.server.api.front import Front, UsageSoFar, new_id
 from treetop.server.api.logprobs import LogprobWriter, Tokens, tokens_of
 from treetop.server.async_llm import DeltaStream
 from treetop.server.chat_template import Message
@@ -89,24 +89,27 @@ class Chat:
 
     async def events(self) -> AsyncIterator[bytes]:
         outputs: list[RequestOutput] = []
+        usage = UsageSoFar(self._body, [self._ids])
         for index in range(self._body.n):
-            yield self._event(index, {"role": "assistant", "content": ""}, None)
+            yield self._event(index, {"role": "assistant", "content": ""}, None, usage.after(index, 0))
         async for delta in self._deltas:
             if delta.output is not None:
                 check_output(delta.output)
                 outputs.append(delta.output)
+            used = usage.after(delta.index, len(delta.token_ids))
             if delta.text or delta.tokens or delta.output is not None:
                 content = {"content": delta.text} if delta.text else {}
-                yield self._event(delta.index, content, delta.output, delta.tokens)
+                yield self._event(delta.index, content, delta.output, used, delta.tokens)
         if self._body.include_usage:
             yield event({**self._head("chat.completion.chunk", []), **self._closing(outputs)})
 
-    def _event(self, index: int, delta: dict[str, str], output: RequestOutput | None, tokens: Tokens = ()) -> bytes:
+    def _event(
+        self, index: int, delta: dict[str, str], output: RequestOutput | None, used: dict[str, Any], tokens: Tokens = ()
+    ) -> bytes:
         reason = None if output is None else output.finish_reason
         logprobs = self._chosen(tokens) if tokens else None
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        unused = {"usage": None} if self._body.include_usage else {}
-        return event({**self._head("chat.completion.chunk", [choice]), **unused})
+        return event({**self._head("chat.completion.chunk", [choice]), **used})
 
     def _chosen(self, tokens: Tokens) -> dict[str, Any] | None:
         return self._logprobs.chat(tokens) if self._body.logprobs else None
@@ -134,6 +137,7 @@ def chat(front: Front) -> APIRouter:
         messages = [message.flat() for message in body.messages]
         options = {**(body.chat_template_kwargs or {}), "add_generation_prompt": body.add_generation_prompt}
         ids = await front.chat_ids(messages, **_template_options(options))
+        await front.check_structure(body)
         deltas = front.start([ids], body, most)
         try:
             answer = Chat(front, body, ids, deltas)

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from treetop.server.api.events import EventStream, check_output, collected, event, json_response
 from treetop.server.api.fields import SamplingFields
-from treetop.server.api.front import Front, new_id
+from treetop.server.api.front import Front, UsageSoFar, new_id
 from treetop.server.api.logprobs import LogprobWriter, Tokens, tokens_of
 from treetop.server.async_llm import DeltaStream
 from treetop.server.outputs import RequestOutput, TextDelta
@@ -56,16 +56,17 @@ class Completion:
 
     async def events(self) -> AsyncIterator[bytes]:
         outputs: list[RequestOutput] = []
-        unused = {"usage": None} if self._body.include_usage else {}
+        usage = UsageSoFar(self._body, self._ids)
         if self._body.echo:
             for index in range(len(self._ids) * self._body.n):
-                yield event({**self._head([self._choice(index, self._prefix(index), None)]), **unused})
+                yield event({**self._head([self._choice(index, self._prefix(index), None)]), **usage.after(index, 0)})
         async for delta in self._deltas:
             if delta.output is not None:
                 check_output(delta.output)
                 outputs.append(delta.output)
+            used = usage.after(delta.index, len(delta.token_ids))
             if delta.text or delta.tokens or delta.output is not None:
-                yield event({**self._head([self._piece(delta)]), **unused})
+                yield event({**self._head([self._piece(delta)]), **used})
         if self._body.include_usage:
             yield event({**self._head([]), **self._closing(outputs)})
 
@@ -109,6 +110,7 @@ def completions(front: Front) -> APIRouter:
         if not ids:
             raise InputError("prompt: the list is empty")
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        await front.check_structure(body)
         deltas = front.start(ids, body, max_tokens)
         try:
             completion = Completion(front, body, ids, deltas)

@@ -6,6 +6,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from treetop.server.api.structured import FIELDS, structured_output
+from treetop.types.constraint import StructuredOutput
 from treetop.types.errors import InputError, shown
 from treetop.types.sampling import MOST_BIASES, SamplingParams
 
@@ -25,14 +27,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
     "guided_grammar": (),
-    "json_schema": (),
-    "regex": (),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
+    "structural_tag": (),
     "ebnf": (),
     "modalities": (["text"],),
     "audio": (),
@@ -76,9 +74,10 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """include_usage: an event with the usage comes last."""
+    """include_usage: an event with the usage comes last. continuous_usage_stats: each event has its choice's so far."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 def _listed(value: Any) -> Any:
@@ -103,6 +102,13 @@ class SamplingFields(Body):
     logit_bias: Annotated[dict[str, float] | None, Field(max_length=MOST_BIASES)] = None
     allowed_token_ids: list[int] | None = None
     min_tokens: int | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
     best_of: int | None = None
     seed: int | None = None
     stop: Annotated[Stops | None, BeforeValidator(_listed)] = None
@@ -124,9 +130,18 @@ class SamplingFields(Body):
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
+    def continuous_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    @property
     def num_logprobs(self) -> int | None:
         """How many of the best tokens' log-probabilities come with each token; None for no log-probabilities."""
         raise NotImplementedError
+
+    @property
+    def structure(self) -> tuple[str, StructuredOutput] | None:
+        """What the output is held to, behind the field that says so. Raises InputError."""
+        return structured_output({name: value for name in FIELDS if (value := getattr(self, name)) is not None})
 
     def params(self, defaults: dict[str, float], max_tokens: int) -> list[SamplingParams]:
         """Of each of the n choices; with a seed, the i-th has seed + i. Raises InputError."""
@@ -140,6 +155,9 @@ class SamplingFields(Body):
         chosen["logit_bias"] = tuple((_token_id(name), bias) for name, bias in (self.logit_bias or {}).items())
         if self.allowed_token_ids is not None:
             chosen["allowed_token_ids"] = tuple(self.allowed_token_ids)
+        structure = self.structure
+        if structure is not None:
+            chosen["structured_output"] = structure[1]
         return [
             SamplingParams(
                 **chosen,

@@ -50,8 +50,19 @@ class Front:
         if name is not None and name not in self.names:
             raise ApiError(404, f"model: {name[:200]!r} is not served here", "model", "model_not_found")
 
+    async def check_structure(self, body: SamplingFields) -> None:
+        """Raise InputError, which names the field, for a structure that cannot be kept."""
+        if body.structure is not None:
+            field, structure = body.structure
+            try:
+                await self.llm.check_structure(structure)
+            except InputError as error:
+                raise InputError(str(error).replace("structured_output", field, 1)) from None
+
     def start(self, ids: Sequence[list[int]], body: SamplingFields, max_tokens: int | None) -> DeltaStream:
         """Queue n choices of each prompt. max_tokens: None for all that the context holds. Raises ApiError if full."""
+        if self.core.info.refuses is not None:
+            raise ApiError(400, self.core.info.refuses, code="prefill_worker")
         most = self.core.info.max_context if max_tokens is None else max_tokens
         params, timeout_s = body.params(self.defaults, most), self._timeout_of(body)
         prompts = [each for each in ids for _ in range(body.n)]
@@ -98,12 +109,7 @@ class Front:
         """Tokens asked and received: each prompt once, every choice."""
         asked, given = sum(map(len, prompts)), sum(len(output.token_ids) for output in outputs)
         cached = min(asked, sum(output.metrics.num_cached_tokens for output in outputs))
-        return {
-            "prompt_tokens": asked,
-            "completion_tokens": given,
-            "total_tokens": asked + given,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        }
+        return {**tokens_used(asked, given), "prompt_tokens_details": {"cached_tokens": cached}}
 
     def close(self) -> None:
         if self.template is not None:
@@ -129,6 +135,25 @@ def sampling_defaults(folder: Path) -> dict[str, float]:
         if config.get(name, neutral) not in (neutral, None):
             log.warning("%s asks for %s %s, which is not supported: it is not applied", where, name, config[name])
     return defaults
+
+
+class UsageSoFar:
+    """What an event of a stream says of usage: nothing, null if it comes last, or that of the event's choice so far."""
+
+    def __init__(self, body: SamplingFields, prompts: Sequence[Sequence[int]]) -> None:
+        self._body, self._prompts = body, prompts
+        self._given = [0] * (len(prompts) * body.n)
+
+    def after(self, index: int, num_new: int) -> dict[str, Any]:
+        """Once choice `index` has so many tokens more."""
+        if self._body.continuous_usage:
+            self._given[index] += num_new
+            return {"usage": tokens_used(len(self._prompts[index // self._body.n]), self._given[index])}
+        return {"usage": None} if self._body.include_usage else {}
+
+
+def tokens_used(asked: int, given: int) -> dict[str, int]:
+    return {"prompt_tokens": asked, "completion_tokens": given, "total_tokens": asked + given}
 
 
 def new_id(kind: str) -> str:

@@ -72,12 +72,18 @@ def _add_tokens(router: APIRouter, front: Front) -> None:
 
 
 def _add_state(router: APIRouter, front: Front) -> None:
-    @router.get("/health", response_model=None)
     @router.get("/health/live", response_model=None)
-    async def health() -> Response:
-        """200 as long as the engine lives."""
+    async def live() -> Response:
+        """200 unless the server is about to end: an engine that is started again is no reason to end it."""
         failure = front.core.failure
         return json_response({"status": "ok"}) if failure is None else error_response(503, str(failure))
+
+    @router.get("/health", response_model=None)
+    async def health() -> Response:
+        """200 as long as there is an engine."""
+        if front.core.restarting:
+            return error_response(503, "the engine has died and is started again; requests wait for it")
+        return await live()
 
     @router.get("/health/ready", response_model=None)
     async def ready() -> Response:
@@ -86,7 +92,7 @@ def _add_state(router: APIRouter, front: Front) -> None:
 
     @router.get("/metrics", response_model=None)
     async def metrics() -> Response:
-        front.metrics.take(front.core.load)
+        front.metrics.take(front.core.load, front.core.num_restarts)
         content, kind = front.metrics.page()
         return Response(content, media_type=kind)
 

@@ -25,13 +25,12 @@ _STUCK_S = 5.0
 
 
 class ApiOptions(msgspec.Struct, frozen=True):
-    """What an API process is told. model, seed: of the engine. number: of this process, None if there is but one.
+    """What an API process is told. model, seed: of the engine's. number: of this process, None if there is but one.
 
     alive_file: where several count their requests.
     """
 
     serve: ServeOptions
-    address: str
     model: str
     seed: int
     number: int | None = None
@@ -59,6 +58,7 @@ async def serve(
     timeout_s = options.serve.drain_timeout
     config = uvicorn.Config(
         make_app(front),
+        http="h11",  # which bounds headers; httptools, which uvicorn takes where it finds it, does not
         log_config=None,
         access_log=False,
         lifespan="off",

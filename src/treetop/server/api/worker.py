@@ -2,8 +2,8 @@
 
     python -m treetop.server.api.worker FD      started by `treetop serve`
 
-stdin: a line of JSON says what to do; a later line says that the engine died; the end of it, that the parent did.
-stdout: a line once requests are accepted.
+stdin: a line of JSON says what to do; later lines, what has become of the engine; the end of it, that the parent died.
+stdout: the address of each engine, once requests are accepted and it has all that were.
 """
 
 import asyncio
@@ -12,11 +12,14 @@ import os
 import socket
 import sys
 import threading
+from contextlib import suppress
 
 import msgspec
 
 from treetop.core.remote import RemoteCore
+from treetop.core.wire import EngineDead, EngineLost, EngineNews, EngineUp
 from treetop.server.api.run import ApiOptions, log_to_stderr, serve
+from treetop.types.errors import TreetopError
 
 
 def main() -> int:
@@ -28,18 +31,50 @@ def main() -> int:
 
 
 async def _run(options: ApiOptions, listening: socket.socket, stdin: io.FileIO) -> int:
-    core = RemoteCore(options.address)
-    threading.Thread(target=_listen, args=(stdin, core, asyncio.get_running_loop()), daemon=True).start()
-    await core.connect()
+    core = RemoteCore(1 + (options.number or 0))  # the parent's is the first
+    told = _Told(core)
+    threading.Thread(target=_listen, args=(stdin, told, asyncio.get_running_loop()), daemon=True).start()
     try:
-        return await serve(core, options, listening, lambda: print("up", flush=True))
+        await told.first.wait()
+        if core.failure is not None:
+            return 1
+        return await serve(core, options, listening, told.serving.set)
     finally:
         core.close()
 
 
-def _listen(stdin: io.FileIO, core: RemoteCore, loop: asyncio.AbstractEventLoop) -> None:
+class _Told:
+    """Does what the parent's news ask for. first: there has been an engine, or there will be none."""
+
+    def __init__(self, core: RemoteCore) -> None:
+        self._core = core
+        self._resuming: asyncio.Task[None] | None = None
+        self.first, self.serving = asyncio.Event(), asyncio.Event()
+
+    def take(self, news: EngineNews) -> None:
+        if self._resuming is not None:
+            self._resuming.cancel()
+        match news:
+            case EngineUp(address):
+                self._resuming = asyncio.create_task(self._resume(address))
+            case EngineLost(reason):
+                self._core.lost(reason)
+            case EngineDead(reason):
+                self._core.fail(reason)
+                self.first.set()
+
+    async def _resume(self, address: str) -> None:
+        with suppress(TreetopError):  # of an engine that dies at once: the parent says so
+            await self._core.connect(address)
+            self.first.set()
+            await self._core.settled.wait()
+            await self.serving.wait()
+            print(address, flush=True)
+
+
+def _listen(stdin: io.FileIO, told: _Told, loop: asyncio.AbstractEventLoop) -> None:
     while line := stdin.readline():
-        loop.call_soon_threadsafe(core.fail, line.decode().strip())
+        loop.call_soon_threadsafe(told.take, msgspec.json.decode(line, type=EngineNews))
     os._exit(1)
 
 

@@ -1,0 +1,182 @@
+"""What a client's requests have received, from however many engines: one that dies costs a pause and nothing else.
+
+    add --> waiting --due--> with the engine --take--> ended
+               ^                  |
+               '------ lost ------'
+
+A request that is resumed is its prompt and what it has received, with the seed that it had. A coin depends on seed and
+position alone, so it goes on as it would have. Every update says where in the output its tokens begin, and one that
+does not begin where the client stands is an error, not a token.
+
+A request that kills the engine would kill the next one too. So after a death those that were with the engine are under
+suspicion: they go to the next one first, one after the other, each once the one before is past whatever it did. If the
+engine dies again while one of them is on trial, that one is ended with an error, and the others go on.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from treetop.checks.host import check_continues
+from treetop.core.clients import Sink
+from treetop.types.errors import CheckError
+from treetop.types.ids import RequestId
+from treetop.types.requests import EngineRequest, RequestUpdate, late_error
+
+TRIAL_STEPS = 4
+"""Steps that end a trial: a prefill, and the rounds that may have been in flight when the engine died."""
+TRIAL_S = 10.0
+"""Seconds after which the next trial begins beside one that has not ended, such as of a long prompt."""
+
+
+@dataclass(slots=True, eq=False)
+class _Alive:
+    """A request that has not ended.
+
+    num_steps: that gave it tokens, of the engine that it is with. suspect: it was with an engine that died.
+    """
+
+    request: EngineRequest
+    sink: Sink
+    deadline_s: float | None
+    received: list[int] = field(default_factory=list)
+    with_engine: bool = False
+    num_steps: int = 0
+    suspect: bool = False
+
+
+class Ledger:
+    """A client's requests that have not ended, in the order of their coming. No sockets and no tasks."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """clock: seconds, for deadlines."""
+        self._clock, self._alive = clock, dict[RequestId, _Alive]()
+        self._waiting: dict[RequestId, _Alive] = {}
+        self._on_trial: _Alive | None = None
+        self._trial_began_s = 0.0
+        self._max_suspects = 0
+        self.open = False
+        """Whether there is an engine."""
+
+    def __len__(self) -> int:
+        return len(self._alive)
+
+    @property
+    def settled(self) -> bool:
+        """Whether the engine has all that there is, and nothing is on trial."""
+        return self.open and not self._waiting and self._on_trial is None
+
+    def add(self, requests: Sequence[EngineRequest], sink: Sink) -> None:
+        now = self._clock()
+        for request in requests:
+            deadline_s = None if request.timeout_s is None else now + request.timeout_s
+            entry = _Alive(request, sink, deadline_s)
+            self._alive[request.request_id] = self._waiting[request.request_id] = entry
+
+    def drop(self, request_ids: Sequence[RequestId]) -> None:
+        """Nothing more is to be heard of these."""
+        for request_id in request_ids:
+            entry = self._alive.pop(request_id, None)
+            self._waiting.pop(request_id, None)
+            if entry is not None and entry is self._on_trial:
+                self._on_trial = None
+
+    # ---------------------------------------------------------------- an engine is there
+
+    def opened(self, max_requests: int) -> None:
+        """An engine is up, and has nothing yet. max_requests: that it runs at a time."""
+        self.open, self._max_suspects = True, max_requests
+
+    def due(self) -> list[EngineRequest]:
+        """What the engine is to be given now, and is with it from then on."""
+        if not self.open or not self._waiting or self._on_trial is not None:
+            return []
+        suspect = self._on_trial = next((entry for entry in self._waiting.values() if entry.suspect), None)
+        given = [*self._waiting.values()] if suspect is None else [suspect]
+        for entry in given:
+            entry.with_engine, entry.num_steps = True, 0
+            del self._waiting[entry.request.request_id]
+        now = self._trial_began_s = self._clock()
+        return [resumed(entry.request, entry.received, _left_s(entry, now)) for entry in given]
+
+    def take(self, updates: Sequence[RequestUpdate]) -> list[RequestId]:
+        """Deliver what the engine gives. Returns requests that the engine is to end: what it gave them is wrong.
+
+        That an engine has failed is no update of a request: `lost` or `fail` follows.
+        """
+        wrong = []
+        for update in updates:
+            entry = self._alive.get(update.request_id)
+            if entry is None or update.engine_failed:
+                continue
+            if update.new_ids:
+                try:
+                    check_continues(update.request_id, update.start, len(entry.received))
+                except CheckError as error:
+                    wrong.append(update.request_id)
+                    self._end(entry, str(error))
+                    continue
+                entry.received += update.new_ids
+                entry.num_steps += 1
+                if entry.suspect and entry.num_steps >= TRIAL_STEPS:
+                    entry.suspect = False
+                    self._on_trial = None if self._on_trial is entry else self._on_trial
+            if update.finish_reason is not None:
+                self.drop((update.request_id,))
+            entry.sink(update)
+        return wrong
+
+    # ---------------------------------------------------------------- it has gone
+
+    def lost(self, reason: str) -> None:
+        """The engine has ended. All that it had waits for the next one, but for what has killed two."""
+        if not self.open:
+            return
+        self.open, guilty = False, self._on_trial
+        if guilty is None:
+            self._suspect()
+        else:
+            self._end(guilty, f"the engine ended twice with this request, which is not tried again: {reason}")
+        for entry in self._alive.values():
+            entry.with_engine = False
+        self._waiting = {**self._alive}
+
+    def _suspect(self) -> None:
+        """Those that were with the engine: as many as can have run, first those that are known to have."""
+        with_engine = [entry for entry in self._alive.values() if entry.with_engine]
+        likely = sorted(with_engine, key=lambda entry: (entry.num_steps == 0, entry.request.priority))
+        for entry in likely[: self._max_suspects]:
+            entry.suspect = True
+
+    def fail(self, reason: str) -> None:
+        """End all with an error: no engine comes any more."""
+        self.open = False
+        for entry in [*self._alive.values()]:
+            self._end(entry, reason, engine_failed=True)
+
+    def tend(self) -> None:
+        """End those that wait and whose time is over, which an engine does of its own; do not wait for a long trial."""
+        now = self._clock()
+        for entry in [*self._waiting.values()]:
+            left_s = _left_s(entry, now)
+            if left_s is not None and left_s <= 0:
+                self._end(entry, late_error(len(entry.received)), timed_out=True)
+        if now - self._trial_began_s > TRIAL_S:
+            self._on_trial = None
+
+    def _end(self, entry: _Alive, error: str, engine_failed: bool = False, timed_out: bool = False) -> None:
+        request_id = entry.request.request_id
+        if self._alive.get(request_id) is not entry:
+            return  # whoever was told of another one's end has dropped it
+        self.drop((request_id,))
+        last = RequestUpdate(request_id, (), None, "abort", error, engine_failed, start=len(entry.received))
+        entry.sink(last._replace(timed_out=timed_out))
+
+
+def resumed(request: EngineRequest, received: Sequence[int], timeout_s: float | None) -> EngineRequest:
+    """What an engine is asked for a request of which the client has received some. timeout_s: what is left of it."""
+    return request._replace(received=tuple(received), timeout_s=timeout_s)
+
+
+def _left_s(entry: _Alive, now: float) -> float | None:
+    return None if entry.deadline_s is None else entry.deadline_s - now

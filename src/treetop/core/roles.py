@@ -1,0 +1,96 @@
+"""From options to a worker's part in handing requests over."""
+
+import os
+from collections.abc import Callable, Sequence
+
+import msgspec
+import zmq
+
+from treetop.core.handover import DecodeRole, Metadata, PrefillRole, Role, Staging
+from treetop.core.wire import MockOptions
+from treetop.scheduler.scheduler import Scheduler
+from treetop.transfer.events import Deadlines
+from treetop.transfer.network import Caller, Common, Reception
+from treetop.transfer.nixl import check_installed
+from treetop.transfer.registry import Registry
+from treetop.transfer.session import is_loopback, parse_address, read_secret, zmq_address
+from treetop.transfer.transport import Memory, Transport
+from treetop.types.config import EngineConfig
+from treetop.types.errors import ConfigError
+from treetop.types.roles import SECRET_VARIABLE, HandoverOptions
+
+
+def check_handover(config: EngineConfig, options: HandoverOptions, mock: MockOptions | None) -> None:
+    """Raise ConfigError, before anything is started, for what cannot work."""
+    if mock is not None:
+        raise ConfigError(f"--role {options.role}: a mock engine has nothing to hand over")
+    if config.tp_size != 1:
+        raise ConfigError(f"--role {options.role}: only with --tp-size 1 for now, got {config.tp_size}")
+    if config.ep_size != 1:
+        raise ConfigError(f"--role {options.role}: only with --ep-size 1 for now, got {config.ep_size}")
+    check_installed()
+    secret = read_secret(os.environ, options.handover_secret_file)
+    if options.handover_listen is not None:
+        host, port = _allowed(options.handover_listen, "--handover-listen", secret)
+        if options.peer_registry is not None and (not port or host in ("0.0.0.0", "::")):
+            raise ConfigError("--handover-listen: with --peer-registry it is the address that others reach, port too")
+    for peer in options.prefill_peers:
+        _allowed(peer, "--prefill-peers", secret)
+    if options.peer_registry is not None:
+        Registry(options.peer_registry, 0.0)
+
+
+def open_role(
+    scheduler: Scheduler,
+    staging: Staging,
+    options: HandoverOptions,
+    make_transport: Callable[[Memory], Transport],
+) -> Role:
+    """The part that the options give a worker. Raises ConfigError."""
+    secret, deadlines = read_secret(os.environ, options.handover_secret_file), Deadlines.of(options.handover_lease)
+    registry = None
+    if options.peer_registry is not None:
+        registry = Registry(options.peer_registry, deadlines.lease_s)
+    transport = make_transport(staging.memory)
+    metadata = msgspec.msgpack.encode(Metadata(staging.num_slots, transport.metadata))
+    common = Common(secret, staging.schema, metadata)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+    try:
+        if options.role == "decode":
+            find = _finder(options.prefill_peers, registry, secret)
+            caller = Caller(context, common, deadlines.connect_s)
+            return DecodeRole(scheduler, staging, transport, caller, deadlines, find)
+        assert options.handover_listen is not None
+        host, port = _allowed(options.handover_listen, "--handover-listen", secret)
+        reception = Reception(context, common, zmq_address(host, port), 2 * deadlines.lease_s)
+        return PrefillRole(scheduler, staging, transport, reception, deadlines, registry, options.handover_listen)
+    except BaseException:
+        transport.close()
+        raise
+
+
+def _finder(given: Sequence[str], registry: Registry | None, secret: bytes) -> Callable[[], list[str]]:
+    """Where prefill workers are now, in zmq's words. What the registry says is checked as what is given."""
+
+    def find() -> list[str]:
+        found = list(given) if registry is None else [*given, *registry.addresses()]
+        addresses = []
+        for text in dict.fromkeys(found):
+            try:
+                addresses.append(zmq_address(*_allowed(text, "--peer-registry", secret)))
+            except ConfigError:
+                continue  # what was given has been checked
+        return addresses
+
+    return find
+
+
+def _allowed(text: str, option: str, secret: bytes) -> tuple[str, int]:
+    """Host and port. Raises ConfigError for one beyond this machine without a secret."""
+    host, port = parse_address(text, option)
+    if not secret and not is_loopback(host):
+        raise ConfigError(
+            f"{option} {text}: without a secret only addresses of this machine; give ${SECRET_VARIABLE} or"
+            " --handover-secret-file on both sides"
+        )
+    return host, port

@@ -1,0 +1,42 @@
+"""What an engine has to hand requests over with: its slots, and what other workers must have in common with it."""
+
+from treetop.core.handover import Staging
+from treetop.engine.engine import Engine
+from treetop.models.fingerprint import fingerprint
+from treetop.transfer.transport import Memory
+from treetop.transfer.wire import WIRE_VERSION
+from treetop.types.errors import ConfigError
+from treetop.types.handover import Schema, words_of_groups
+
+
+def staging_of(engine: Engine) -> Staging:
+    """Raises ConfigError for an engine without slots."""
+    slots, config = engine.slots, engine.config
+    if slots is None:
+        raise ConfigError("no staging slots to hand requests over by; set --handover-slots")
+    memory, payload = slots.memory, slots.spec.own
+    shape = config.shape
+    schema = Schema(
+        wire=WIRE_VERSION,
+        target=f"dummy {config.seed}" if config.load_format == "dummy" else fingerprint(engine.model_path),
+        draft=_draft(engine),
+        dtype=str(engine.dtype).removeprefix("torch."),
+        groups=words_of_groups(slots.spec.whole.groups),
+        record=tuple(field.words for field in engine.runner.state.record.fields),
+        shape=(shape.topk, shape.num_steps, shape.num_draft_tokens),
+        vocab_size=engine.spec.vocab_size,
+        slot_bytes=config.handover_slot_bytes,
+    )
+    device = memory.device.index or 0 if memory.device.type == "cuda" else None
+    reached = Memory(memory.data_ptr(), memory.nbytes, device)
+    return Staging(reached, config.handover_slots, config.handover_slot_bytes, payload, schema)
+
+
+def _draft(engine: Engine) -> str:
+    """What drafts: which kind, and the fingerprint of a folder of its own."""
+    if engine.draft is None:
+        return "none"
+    folder, algorithm = engine.draft_path, engine.config.algorithm
+    if folder is None or engine.config.load_format == "dummy":
+        return str(algorithm)
+    return f"{algorithm} {fingerprint(folder)}"

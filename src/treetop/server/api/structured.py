@@ -1,0 +1,87 @@
+"""What asks for structured output, in the spellings of OpenAI, vLLM and SGLang."""
+
+import json
+from typing import Any
+
+from treetop.types.constraint import StructuredOutput, StructureKind
+from treetop.types.errors import InputError, shown
+
+FIELDS = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "json_schema",
+    "regex",
+)
+_KINDS: dict[str, StructureKind] = {
+    "guided_json": "json_schema",
+    "json_schema": "json_schema",
+    "guided_regex": "regex",
+    "regex": "regex",
+    "guided_choice": "choice",
+}
+_OF_VLLM: dict[str, StructureKind] = {
+    "json": "json_schema",
+    "regex": "regex",
+    "choice": "choice",
+    "json_object": "json_object",
+}
+
+
+def structured_output(given: dict[str, Any]) -> tuple[str, StructuredOutput] | None:
+    """The field by which a body asks, and what for. given: those of `FIELDS` that are not null.
+
+    Raises InputError, which names the field.
+    """
+    asked = {name: structure for name, value in given.items() if (structure := _structure(name, value)) is not None}
+    if len(asked) > 1:
+        raise InputError(f"{', '.join(asked)}: give one of them")
+    return next(iter(asked.items()), None)
+
+
+def _structure(name: str, value: Any) -> StructuredOutput | None:
+    if name in _KINDS:
+        return _made(name, _KINDS[name], value)
+    if not isinstance(value, dict):
+        raise InputError(f"{name}: must be an object, got {shown(value)}")
+    return _response_format(value) if name == "response_format" else _structured_outputs(value)
+
+
+def _response_format(value: dict[str, Any]) -> StructuredOutput | None:
+    kind, described = value.get("type"), value.get("json_schema")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutput("json_object")
+    if kind != "json_schema":
+        raise InputError(f"response_format: type must be text, json_object or json_schema, got {shown(kind)}")
+    if not isinstance(described, dict) or "schema" not in described:
+        raise InputError("response_format: json_schema must be an object with a schema")
+    return _made("response_format", "json_schema", described["schema"])
+
+
+def _structured_outputs(value: dict[str, Any]) -> StructuredOutput | None:
+    asked = {name: each for name, each in value.items() if each not in (None, False)}
+    unknown = [name for name in asked if name not in _OF_VLLM]
+    if unknown:
+        raise InputError(f"structured_outputs: {shown(unknown[0])} is not supported, only {', '.join(_OF_VLLM)}")
+    if len(asked) > 1:
+        raise InputError(f"structured_outputs: {', '.join(asked)}: give one of them")
+    made = [_made(f"structured_outputs.{name}", _OF_VLLM[name], each) for name, each in asked.items()]
+    return made[0] if made else None
+
+
+def _made(where: str, kind: StructureKind, value: Any) -> StructuredOutput:
+    """A schema may be given as JSON, or as its text."""
+    if kind == "json_object":
+        return StructuredOutput(kind)
+    if kind == "choice" or (kind == "json_schema" and not isinstance(value, str)):
+        try:
+            value = json.dumps(value)
+        except RecursionError:
+            raise InputError(f"{where}: too deep") from None
+    if not isinstance(value, str):
+        raise InputError(f"{where}: must be text, got {shown(value)}")
+    return StructuredOutput(kind, value)

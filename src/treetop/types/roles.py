@@ -1,0 +1,61 @@
+"""What a worker does for others, and how they find each other."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from treetop.types.errors import ConfigError, shown
+
+Role = Literal["both", "prefill", "decode"]
+ROLES: tuple[str, ...] = get_args(Role)
+DEFAULT_SLOTS = 8
+SECRET_VARIABLE = "TREETOP_HANDOVER_SECRET"
+
+
+@dataclass(frozen=True, slots=True)
+class HandoverOptions:
+    """Options of handing prefilled requests over, under the flags' names. Raises ConfigError, all problems at once.
+
+    role: a prefill worker computes prompts for decode workers, one that does both serves alone. handover_listen: where
+    a prefill worker is reached. prefill_peers: those that a decode worker asks. peer_registry: a folder in which
+    prefill workers say where they are. handover_secret_file: what all of them know; else it is the environment's.
+    handover_lease: seconds without a word after which a worker is given up.
+    """
+
+    role: Role = "both"
+    handover_listen: str | None = None
+    prefill_peers: tuple[str, ...] = ()
+    peer_registry: str | None = None
+    handover_secret_file: str | None = None
+    handover_lease: float = 10.0
+
+    def __post_init__(self) -> None:
+        finds = bool(self.prefill_peers) or self.peer_registry is not None
+        given = [name for name, value in self._others() if value]
+        rules = [
+            (self.role not in ROLES, f"--role must be one of {', '.join(ROLES)}, got {shown(self.role)}"),
+            (self.role == "both" and bool(given), f"{', '.join(given)}: only with --role prefill or --role decode"),
+            (
+                self.role == "prefill" and self.handover_listen is None,
+                "--role prefill needs --handover-listen HOST:PORT",
+            ),
+            (self.role == "prefill" and bool(self.prefill_peers), "--prefill-peers: only with --role decode"),
+            (self.role == "decode" and not finds, "--role decode needs --prefill-peers or --peer-registry"),
+            (self.role == "decode" and self.handover_listen is not None, "--handover-listen: only with --role prefill"),
+        ]
+        rules.append(
+            (
+                not 0.1 <= self.handover_lease <= 3600,
+                f"--handover-lease must lie between 0.1 and 3600 seconds, got {shown(self.handover_lease)}",
+            )
+        )
+        problems = [text for bad, text in rules if bad]
+        if problems:
+            raise ConfigError("; ".join(problems))
+
+    def _others(self) -> list[tuple[str, object]]:
+        return [
+            ("--handover-listen", self.handover_listen),
+            ("--prefill-peers", self.prefill_peers),
+            ("--peer-registry", self.peer_registry),
+            ("--handover-secret-file", self.handover_secret_file),
+        ]

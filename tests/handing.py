@@ -1,0 +1,216 @@
+"""Two engines of one process, and a small desk between them, which copies slots from memory to memory.
+
+The real desks and transports have tests of their own; this one is in order, and loses nothing unless it is told to.
+"""
+
+from collections import deque
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from engines import build
+from treetop.debug.patching import Patch, replaced
+from treetop.types.handover import Admitted, Computed, Gone, Imported, Packed, Piece
+from treetop.types.ids import RequestId
+from treetop.types.requests import EngineRequest, RequestUpdate
+
+SLOTS = {"handover_slots": 3, "handover_slot_bytes": 1 << 17}
+
+
+@contextmanager
+def slots_kept():
+    """The staging slots of engines that are made inside, by rank; the last engine's of each rank."""
+    kept = {}
+
+    def make(real):
+        def build_runner(engine_plan):
+            built = real(engine_plan)
+            kept[engine_plan.place.parallel.rank] = built.slots
+            return built
+
+        return build_runner
+
+    with replaced([Patch("treetop.engine.engine:build_runner", make)]):
+        yield kept
+
+
+class Worker:
+    """An engine with staging slots, whose steps the test runs. slots: by rank."""
+
+    def __init__(self, pair, shape, make=build, **options):
+        with slots_kept() as kept:
+            self.llm = make(pair, shape, **{"context_length": 128, **SLOTS, **options})
+        self.slots, self.core, self.scheduler = kept, self.llm._core.core, self.llm.scheduler
+        self.handover, self.engine = self.scheduler.handover, self.llm.engine
+        self.free = list(range(self.engine.layout.handover_slots))
+
+    @property
+    def slot_tokens(self) -> int:
+        return self.engine.layout.slot_tokens
+
+    def close(self):
+        self.llm.close()
+
+
+def copy_piece(piece, source, slot, target, landing):
+    """Each target rank's heads from the source rank that has them, and the record from the first: bytes, nothing else.
+
+    source, target: staging slots by rank. So ranks of any number get what they need of ranks of any other.
+    """
+    size = len(target)
+    for rank, mine in target.items():
+        begins, begin = {}, 0
+        for group in mine.spec.whole.groups:
+            begins[group.name] = begin, rank * group.kv.heads // size
+            begin += group.kv.heads
+        for stretch in mine.spec.own.stretches(piece):
+            if stretch.group is None:
+                theirs = source[0].spec.own.stretches(piece)[-1]
+                rank_of = 0
+            else:
+                begin, first = begins[stretch.group]
+                rank_of, place = source[0].spec.sources[begin + first + stretch.head]
+                theirs = source[rank_of].spec.own.stretches(piece)[place]
+            assert theirs.num_bytes == stretch.num_bytes
+            found = source[rank_of].memory[slot, theirs.offset : theirs.offset + theirs.num_bytes]
+            mine.memory[landing, stretch.offset : stretch.offset + stretch.num_bytes] = found
+
+
+@dataclass
+class Handed:
+    """A request on its way: D's id and P's, the tokens that P has packed, and what waits to be moved."""
+
+    request: EngineRequest
+    remote_id: RequestId
+    asked: int
+    computed: int = 0
+    first: object = None
+    waiting: deque = field(default_factory=deque)
+
+
+class Relay:
+    """Runs both workers until all requests have ended.
+
+    spoil: called with (piece, landing slot) once a piece has been moved. most: tokens of a piece at most. updates,
+    errors, imported: of each request. landed: pieces in all.
+    """
+
+    def __init__(self, prefill, decode, most=10**6, spoil=None):
+        self.prefill, self.decode, self.spoil = prefill, decode, spoil
+        self.most = min(most, prefill.slot_tokens, decode.slot_tokens)
+        self.handed, self.by_remote = {}, {}
+        self.updates: dict[RequestId, list[RequestUpdate]] = {}
+        self.local, self.landed, self._ids = set(), 0, iter(range(10**9, 2 * 10**9))
+        self.busy = {"prefill": {}, "decode": {}}
+
+    def submit(self, prompts, params, ids, remote=True):
+        asked = [
+            EngineRequest(RequestId(next(ids)), tuple(p), s, s.seed or 0) for p, s in zip(prompts, params, strict=True)
+        ]
+        for each in asked:
+            self.decode.scheduler.add(each, remote=remote)
+            self.updates[each.request_id] = []
+        return [each.request_id for each in asked]
+
+    @property
+    def done(self) -> bool:
+        return not (self.decode.core.busy or self.prefill.core.busy)
+
+    def run(self, limit=20_000):
+        for _ in range(limit):
+            self.step()
+            if self.done and not any(self.busy.values()):
+                return
+        raise AssertionError("the work was not done")
+
+    def step(self):
+        for worker, hear in ((self.decode, self._hear_decode), (self.prefill, self._hear_prefill)):
+            for update in worker.core.step():
+                if worker is self.decode:
+                    self.updates[update.request_id].append(update)
+            worker.scheduler.check_integrity()
+            for event in worker.handover.take_events():
+                hear(event)
+        self.move()
+
+    def _hear_decode(self, event):
+        match event:
+            case Admitted(request_id, start):
+                request = self.decode.scheduler.queues.by_id[request_id]
+                if request_id in self.local:  # told while it waited
+                    return
+                asked = EngineRequest(RequestId(next(self._ids)), request.prompt_ids, request.params, request.seed)
+                self.handed[request_id] = Handed(asked, asked.request_id, start)
+                self.by_remote[asked.request_id] = request_id
+                self.prefill.scheduler.add(asked, export_from=start)
+            case Imported(_, slot):
+                del self.busy["decode"][slot]
+            case Gone(request_id):
+                self.drop(request_id)
+
+    def _hear_prefill(self, event):
+        handed = self.handed.get(self.by_remote.get(event.request_id))
+        match event:
+            case Computed(_, num_tokens, first):
+                if handed is not None:
+                    handed.computed, handed.first = max(handed.computed, num_tokens), first or handed.first
+            case Packed(_, slot, piece, checksums):
+                if handed is None:
+                    del self.busy["prefill"][slot]
+                else:
+                    handed.waiting.append((slot, piece, checksums))
+            case Gone(remote_id):
+                request_id = self.by_remote.get(remote_id)
+                if request_id is not None:
+                    self.drop(request_id)
+                    self.decode.handover.prefill_locally(request_id)
+
+    def drop(self, request_id):
+        """Nothing more of a request is moved."""
+        self.local.add(request_id)
+        handed = self.handed.pop(request_id, None)
+        if handed is None:
+            return
+        for slot, _, _ in handed.waiting:
+            del self.busy["prefill"][slot]
+        self.prefill.scheduler.abort(handed.remote_id)
+
+    def give_up(self, request_id):
+        """The desk goes on without the other worker."""
+        self.drop(request_id)
+        self.decode.handover.prefill_locally(request_id)
+
+    def move(self):
+        """Ask for pieces, and move what has been packed, as far as slots are free."""
+        for request_id, handed in [*self.handed.items()]:
+            total = len(handed.request.prompt_ids)
+            while handed.asked < handed.computed and (slot := _free(self.prefill, self.busy["prefill"])) is not None:
+                end = min(handed.asked + self.most, handed.computed)
+                if end == total and handed.first is None:
+                    break
+                piece = Piece(handed.asked, end - handed.asked, total)
+                self.busy["prefill"][slot], handed.asked = handed.remote_id, end
+                self.prefill.handover.export(handed.remote_id, slot, piece)
+            while handed.waiting and (landing := _free(self.decode, self.busy["decode"])) is not None:
+                slot, piece, checksums = handed.waiting.popleft()
+                copy_piece(piece, self.prefill.slots, slot, self.decode.slots, landing)
+                del self.busy["prefill"][slot]
+                if self.spoil is not None:
+                    self.spoil(piece, landing)
+                self.busy["decode"][landing] = request_id
+                self.landed += 1
+                self.decode.handover.landed(request_id, landing, piece, checksums, handed.first if piece.last else None)
+                if piece.last:
+                    del self.handed[request_id], self.by_remote[handed.remote_id]
+                    self.prefill.scheduler.finish_export(handed.remote_id)
+
+    def result(self, request_id):
+        """Tokens, accepted lengths and log-probabilities."""
+        updates = self.updates[request_id]
+        assert all(update.error is None for update in updates), updates
+        new = tuple(token for update in updates for token in update.new_ids)
+        accepted = [update.accept_len for update in updates if update.accept_len is not None]
+        return new, accepted, [each for update in updates for each in update.logprobs]
+
+
+def _free(worker, busy):
+    return next((slot for slot in worker.free if slot not in busy), None)

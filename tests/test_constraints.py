@@ -1,0 +1,322 @@
+"""Structured output is exact: a constrained request gives, in any batch, what a slow oracle under its constraint gives.
+
+The oracle is that of the logit options, one token at a time; what the constraint rules out has weight 0.
+"""
+
+import json
+import random
+import re
+
+import pytest
+
+from engines import build, pump, submit, tokens
+from oracles import chi_square_tail, drawn, float32, philox4x32_10, warped
+from test_processors import SHAPE, VOCAB, WAYS, Oracle, changed, params_of
+from tiny_models import EOS
+from treetop import LLM, SamplingParams, StructuredOutput
+from treetop.engine.processors import RowProcessors
+from treetop.types.errors import CheckError, InputError
+
+LENGTH = 24
+
+
+class Whims:
+    """Another random set after each output, at times any token or, late, none; the same for the same output."""
+
+    def __init__(self, seed: int, ends: bool = True) -> None:
+        self.seed, self.ends, self.output = seed, ends, []
+
+    def allowed(self, new_ids):
+        self.output += new_ids
+        dice = random.Random(f"{self.seed} {self.output}")
+        if dice.random() < 0.2:
+            return None
+        if self.ends and len(self.output) > 10 and dice.random() < 0.1:
+            return []
+        ids = {token for token in range(VOCAB) if dice.random() < 0.5} | {dice.randrange(3, VOCAB)}
+        if dice.random() < 0.5:
+            return ids
+        return sum(1 << token for token in ids).to_bytes(2, "little")
+
+
+def set_of(said) -> set[int]:
+    if said is None:
+        return {*range(VOCAB)}
+    return {t for t in range(VOCAB) if said[t // 8] >> t % 8 & 1} if isinstance(said, bytes) else {*said}
+
+
+@pytest.fixture(scope="module")
+def oracle(strong_pair):
+    return Oracle(strong_pair)
+
+
+def weights_of(oracle, prompt, output, params, allowed) -> list[float]:
+    logits = changed(oracle.logits([*prompt, *output]), prompt, output, params)
+    held = [logit if token in allowed else float("-inf") for token, logit in enumerate(logits)]
+    return warped(held, float32(params.temperature), params.top_k, float32(params.top_p), float32(params.min_p))
+
+
+def run(oracle, prompt, params, constraint) -> tuple[int, ...]:
+    output, new = [], ()
+    while len(output) < params.max_tokens:
+        allowed = set_of(constraint.allowed(new))
+        if not allowed:
+            break
+        coin = philox4x32_10([len(prompt) + len(output), 0, 0, 0], [params.seed, 0])[0] / 2**32
+        new = (drawn(weights_of(oracle, prompt, output, params, allowed), coin),)
+        output += new
+        if new[0] == EOS and not params.ignore_eos:
+            break
+    return tuple(output)
+
+
+@pytest.fixture(scope="module")
+def asked(strong_pair, oracle):
+    """Prompts with and without constraints side by side, every way to choose, some with penalties; and what is due."""
+    params = [
+        SamplingParams(max_tokens=LENGTH, seed=seed, ignore_eos=seed % 3 > 0, **WAYS[way])
+        for seed, way in enumerate([*WAYS] * 4)
+    ]
+    params += [params_of(option, way, 50, LENGTH) for option in ("presence_penalty", "logit_bias") for way in WAYS]
+    prompts = strong_pair.prompts([(7 * i) % 23 + 1 for i in range(len(params))])
+    seeds = [seed if seed % 4 else None for seed in range(len(params))]
+    want = [
+        run(oracle, prompt, each, held_to(seed)) if seed is not None else oracle.run(prompt, each)
+        for prompt, each, seed in zip(prompts, params, seeds, strict=True)
+    ]
+    return prompts, params, seeds, want
+
+
+def held_to(seed):
+    return None if seed is None else Whims(seed)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        (None, {}),
+        (SHAPE, {"graphs": "sim", "check_level": 3, "overlap": True}),
+        ((4, 3, 37), {"overlap": False, "max_running_requests": 3}),
+        ((1, 5, 6), {"overlap": True, "chunked_prefill_size": 16}),
+    ],
+)
+def test_constrained_requests_equal_the_oracle_in_any_batch(strong_pair, asked, shape, options):
+    prompts, params, seeds, want = asked
+    llm = build(strong_pair, shape, **options)
+    outputs = llm.generate(prompts, params, [held_to(seed) for seed in seeds])
+    assert tokens(outputs) == want
+    for output, seed in zip(outputs, seeds, strict=True):
+        if seed is not None:
+            assert not any(output.metrics.accept_lens), "a draft of a constrained request was accepted"
+    if shape is not None:
+        free = [sum(o.metrics.accept_lens) for o, seed in zip(outputs, seeds, strict=True) if seed is None]
+        assert sum(free) > len(free), "the others lost their trees"
+    llm.close()
+
+
+def test_only_the_constrained_row_waits_for_the_host(strong_pair):
+    """With two steps in flight the others take part in every round, it in every second one."""
+    llm = build(strong_pair, SHAPE, overlap=True)
+    (prompt, other) = strong_pair.prompts([6, 6])
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    constrained, free = submit(llm, [prompt, other], params, [Whims(3, ends=False), None])
+    row_of, most = {}, 0
+    rounds = {constrained.request_id: 0, free.request_id: 0}
+    for plan, _ in pump(llm):
+        row_of |= {r.running.row: r.request_id for r in (constrained, free) if r.running is not None}
+        most = max(most, len(llm.scheduler.steps))
+        if not getattr(plan, "chunks", ()):
+            for row in plan.rows:
+                rounds[row_of[row]] += 1
+    assert most == 1, "one step was out after each commit: two were in flight"
+    assert rounds[constrained.request_id] == 39
+    assert [len(r.output_ids) for r in (constrained, free)] == [40, 40]
+
+
+def test_retraction_and_steps_in_flight_change_nothing(strong_pair, asked):
+    prompts, params, seeds, want = asked
+    llm = build(
+        strong_pair, (2, 3, 8), page_size=4, context_length=80, max_total_tokens=96, overlap=True, check_level=3
+    )
+    requests = submit(llm, prompts, params, [held_to(seed) for seed in seeds])
+    for _ in pump(llm):
+        pass
+    assert llm.scheduler.num_retractions > 3
+    assert [tuple(request.output_ids) for request in requests] == want
+
+
+def test_the_row_of_a_constrained_request_forgets_it(strong_pair, oracle):
+    """One row: with a constraint, free, with options that change logits, with a constraint again."""
+    llm = build(strong_pair, SHAPE, max_running_requests=1)
+    (prompt,) = strong_pair.prompts([8], seed=4)
+    free = SamplingParams(temperature=1.1, seed=3, max_tokens=LENGTH, ignore_eos=True)
+    for params, seed in ((free, 1), (free, None), (free, 2), (params_of("all at once", "sampled"), None), (free, 5)):
+        want = oracle.run(prompt, params) if seed is None else run(oracle, prompt, params, Whims(seed))
+        (output,) = llm.generate([prompt], params, [held_to(seed)])
+        assert output.token_ids == want
+        if seed is None:
+            assert sum(output.metrics.accept_lens) > 0
+
+
+@pytest.mark.parametrize("position", [0, 1, 3])
+def test_tokens_follow_the_constrained_distribution(strong_pair, oracle, position, constrained_draws):
+    """Counts fit the exact mixture over what was sampled before."""
+    prompt, params, outputs = constrained_draws
+    observed, expected = [0.0] * VOCAB, [0.0] * VOCAB
+    for output in outputs:
+        whims, before = Whims(7, ends=False), output.token_ids[:position]
+        allowed = set_of(whims.allowed(before))
+        probs = weights_of(oracle, prompt, list(before), params, allowed)
+        observed[output.token_ids[position]] += 1
+        expected = [e + p / sum(probs) for e, p in zip(expected, probs, strict=True)]
+    assert chi_square_tail(observed, expected) > 1e-4
+
+
+@pytest.fixture(scope="module")
+def constrained_draws(strong_pair):
+    llm = build(strong_pair, (4, 3, 16), max_running_requests=64, context_length=64)
+    (prompt,) = strong_pair.prompts([6], seed=9)
+    params = [SamplingParams(temperature=1.1, seed=seed, max_tokens=4, ignore_eos=True) for seed in range(600)]
+    outputs = llm.generate([prompt] * len(params), params, [Whims(7, ends=False) for _ in params])
+    return prompt, params[0], outputs
+
+
+def test_a_token_outside_the_constraint_never_leaves(strong_pair, monkeypatch):
+    """If the device does not rule it out, the host does: the guard fires, and nothing is given."""
+    llm = build(strong_pair, SHAPE)
+    (prompt,) = strong_pair.prompts([8])
+    (first,) = llm.generate([prompt], SamplingParams(max_tokens=1, ignore_eos=True))[0].token_ids
+    monkeypatch.setattr(RowProcessors, "restrict", lambda self, masks: None)
+    deltas = llm.stream([prompt], SamplingParams(ignore_eos=True), [Only({*range(VOCAB)} - {first})])
+    with pytest.raises(CheckError, match="constrained request got"):
+        next(deltas)
+
+
+def test_an_accepted_draft_of_a_constrained_request_never_leaves(strong_pair, monkeypatch):
+    llm = build(strong_pair, SHAPE)
+    monkeypatch.setattr("treetop.engine.rounds.withhold_drafts", lambda *_: None)
+    with pytest.raises(CheckError, match="constrained request got"):
+        llm.generate(strong_pair.prompts([8]), SamplingParams(ignore_eos=True), [Only(None)])
+
+
+class Only:
+    """The same set always, or what a function of the call's number gives."""
+
+    def __init__(self, what) -> None:
+        self.what, self.calls = what, 0
+
+    def allowed(self, new_ids):
+        self.calls += 1
+        return self.what(self.calls) if callable(self.what) else self.what
+
+
+def raised(call):
+    if call == 3:
+        raise ZeroDivisionError("at a bad moment")
+
+
+@pytest.mark.parametrize(
+    ("what", "options", "words"),
+    [
+        (lambda call: [4] if call < 3 else [VOCAB], {}, f"allows token {VOCAB} of a vocabulary of {VOCAB}"),
+        (lambda call: None if call < 3 else [-1], {}, "allows token -1"),
+        (lambda call: None if call < 3 else b"\0" * 9 + b"\1", {}, "allows token 72"),
+        (raised, {}, "the constraint failed: ZeroDivisionError: at a bad moment"),
+        (lambda call: None if call < 3 else [EOS], {"min_tokens": 9, "ignore_eos": False}, "min_tokens leave"),
+        (lambda call: None if call < 3 else [7], {"allowed_token_ids": (4, 5)}, "allowed_token_ids and"),
+        ([], {}, "allows no first token"),
+        ([99], {}, "allows token 99"),
+    ],
+)
+def test_a_constraint_that_cannot_be_kept_ends_its_request_alone(strong_pair, oracle, what, options, words):
+    llm = REFUSING.setdefault("llm", build(strong_pair, SHAPE))
+    prompts = strong_pair.prompts([5, 7])
+    params = SamplingParams(**{"max_tokens": 12, "ignore_eos": True, **options})
+    free = SamplingParams(max_tokens=12, ignore_eos=True)
+    bad, good = llm.generate(prompts, [params, free], [Only(what), None])
+    assert bad.finish_reason == "abort"
+    assert words in bad.error
+    assert good.token_ids == oracle.run(prompts[1], SamplingParams(max_tokens=12, ignore_eos=True, seed=0))
+    llm.scheduler.check_integrity()
+
+
+REFUSING: dict = {}
+
+
+def test_what_cannot_be_asked_is_refused_by_name(strong_pair):
+    llm = REFUSING.setdefault("llm", build(strong_pair, SHAPE))
+    prompts, one = strong_pair.prompts([3, 3]), Only(None)
+    for constraints, words in (
+        (one, "constraints: give each of 2"),
+        ([one, one], "one of its own"),
+        ([one, 3], "must have a method"),
+    ):
+        with pytest.raises(InputError, match=words):
+            llm.generate(prompts, None, constraints)
+    json_object = SamplingParams(structured_output=StructuredOutput("json_object"))
+    with pytest.raises(InputError, match="give one of them"):
+        llm.generate(prompts[:1], json_object, [one])
+    for plain in (
+        build(strong_pair, SHAPE, disable_logits_processors=True),
+        build(strong_pair, SHAPE, simulate_accept_length=2),
+    ):
+        with pytest.raises(InputError, match="structured_output"):
+            plain.generate(prompts[:1], None, [Only(None)])
+
+
+# ---------------------------------------------------------------------------------------------- structures
+
+
+@pytest.fixture(scope="module")
+def nestling():
+    llm = LLM(max_running_requests=4, context_length=192)
+    yield llm
+    llm.close()
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["a", "bc"]}, "count": {"type": "integer", "minimum": 3, "maximum": 99}},
+    "required": ["name", "count"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+STRUCTURES = [
+    (StructuredOutput("json_schema", json.dumps(SCHEMA)), lambda text: 3 <= json.loads(text)["count"] <= 99),
+    (StructuredOutput("regex", "[a-f]{3}-(x|yz){2}"), lambda text: re.fullmatch("[a-f]{3}-(x|yz){2}", text)),
+    (StructuredOutput("choice", '["def f", "a \\"b\\"", "é"]'), lambda text: text in ("def f", 'a "b"', "é")),
+]
+
+
+def test_texts_have_the_structures_that_were_asked_for(nestling):
+    """Together with free requests; every output is complete, for EOS comes only where the structure ends."""
+    params, checks = [], []
+    for temperature in (0, 0.9, 1.6):
+        for structure, check in STRUCTURES:
+            params.append(SamplingParams(temperature, seed=3, max_tokens=80, structured_output=structure))
+            checks.append(check)
+        params.append(SamplingParams(temperature, seed=3, max_tokens=20, ignore_eos=True))
+        checks.append(lambda text: len(text) > 5)
+    outputs = nestling.generate(["def f(x):"] * len(params), params)
+    for output, check, each in zip(outputs, checks, params, strict=True):
+        assert check(output.text), output.text
+        assert output.finish_reason == ("stop" if each.structured_output else "length")
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec", "words"),
+    [
+        ("json_schema", "{", "structured_output"),
+        ("json_schema", '{"type": "strange"}', "strange"),
+        ("json_schema", '{"$ref": "#/nowhere"}', "nowhere"),
+        ("regex", "a(b", "unclosed group"),
+        ("choice", "[]", "choice needs"),
+        ("choice", "[1]", "choice needs"),
+        ("grammar", "x", "kind must be"),
+        ("regex", "a" * 70000, "70000 characters"),
+        ("regex", 3, "spec must be text"),
+    ],
+)
+def test_structures_that_make_no_sense_are_refused(nestling, kind, spec, words):
+    with pytest.raises(InputError, match=words):
+        nestling.generate("a", SamplingParams(structured_output=StructuredOutput(kind, spec)))

@@ -1,0 +1,66 @@
+"""Both desks of a hand-over, in thousands of schedules that go wrong (`handover_world.py`)."""
+
+from collections import Counter
+
+import pytest
+
+from handover_world import Odds, World
+from treetop.debug.handover_faults import HANDOVER_FAULTS
+
+CALM = Odds()
+LOSSY = Odds(loss=0.1, twice=0.1, delay_s=0.3)
+SLOW = Odds(delay_s=0.05, stall=0.1, broken=0.02)
+CHAOS = Odds(loss=0.05, twice=0.1, delay_s=0.3, stall=0.1, broken=0.02, mishap_s=6.0)
+FAULTY = Odds(delay_s=0.1, stall=0.15, broken=0.05, mishap_s=8.0)
+CRASHES = Odds(mishap_s=4.0, stall=0.05)
+
+
+def _worlds(odds: Odds, seeds: range, **options: int | bool) -> Counter[str]:
+    """Run schedules. Returns how requests ended, wrong imports, and pulls into a slot that was still written."""
+    ends: Counter[str] = Counter()
+    for seed in seeds:
+        world = World(seed, odds, **options)  # type: ignore[arg-type]
+        world.run(requests=8)
+        ends.update(world.decode.done.values())
+        ends["wrong"] += world.wrong
+        ends["refused"] += world.refused
+        ends["overlaps"] += world.overlaps
+    return ends
+
+
+def test_in_calm_every_request_that_is_not_aborted_is_handed_over() -> None:
+    """But for the few that the prefill worker loses by itself."""
+    ends = _worlds(CALM, range(40))
+    assert ends["wrong"] == 0
+    assert ends["locally"] < 0.15 * ends["imported"]
+
+
+@pytest.mark.parametrize(("name", "odds"), [("lossy", LOSSY), ("slow", SLOW), ("chaos", CHAOS), ("crashes", CRASHES)])
+def test_no_schedule_imports_a_wrong_byte_loses_a_slot_or_waits_for_ever(name: str, odds: Odds) -> None:
+    """Without comparing a checksum: who owns what is enough. Both ways of ending happen."""
+    ends = _worlds(odds, range(150))
+    assert ends["wrong"] == ends["overlaps"] == 0, name
+    assert ends["imported"] > 40
+    assert ends["locally"] > 20
+
+
+def test_the_same_with_one_slot_a_side_and_with_several_prefill_workers() -> None:
+    assert _worlds(CHAOS, range(1000, 1100), slots=1)["wrong"] == 0
+    assert _worlds(CHAOS, range(1100, 1200), num_prefill=3)["wrong"] == 0
+
+
+@pytest.mark.parametrize("name", HANDOVER_FAULTS)
+def test_a_fault_does_harm_without_checksums_and_none_with_them(name: str) -> None:
+    """The harm is real: bytes of another request are imported. With its guard each is refused before it counts."""
+    with HANDOVER_FAULTS[name].active():
+        unguarded, guarded = (_worlds(FAULTY, range(150), slots=2, checks=checks) for checks in (False, True))
+    assert unguarded["wrong"] > 0
+    assert guarded["wrong"] == 0
+    assert guarded["refused"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("odds", [LOSSY, SLOW, CHAOS, CRASHES])
+def test_many_more_schedules(odds: Odds) -> None:
+    for slots in (1, 2, 5):
+        assert _worlds(odds, range(10_000, 11_500), slots=slots, num_prefill=2)["wrong"] == 0

@@ -1,0 +1,191 @@
+"""Prefill and decode in processes of their own, over NIXL on a CPU, while workers are killed, stopped and started.
+
+Whatever happens, every accepted request gets the tokens and accept lengths of one engine, and all slots come back.
+"""
+
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from engines import build, greedy, sampled
+from handover_workers import WorkerProcess
+from tiny_models import Pair
+from treetop.types.config import EngineConfig
+from treetop.types.ids import RequestId
+from treetop.types.roles import HandoverOptions
+from treetop.types.sampling import SamplingParams
+
+pytest.importorskip("nixl_cu12", reason="needs NIXL")
+LEASE_S = 2.0
+LENGTHS = [3, 200, 40, 150, 220, 33]
+PARAMS = [greedy(12), sampled(5, 12), greedy(12), sampled(9, 12, top_k=5, logprobs=2), greedy(12), sampled(1, 12)]
+_SEEDS = count(100)
+Expected = list[tuple[tuple[int, ...], list[int]]]
+
+
+class Site:
+    """A decode worker that lives through all drills, and the prefill workers that come and go."""
+
+    def __init__(self, folder: Path, pair: Pair) -> None:
+        self.folder, self.pair = folder, pair
+        self.registry = folder / "registry"
+        self.registry.mkdir()
+        self.alone = build(pair, chunked_prefill_size=64)
+        self.config = EngineConfig(
+            model=str(pair.target),
+            draft=str(pair.head),
+            dtype="float64",
+            device="cpu",
+            context_length=256,
+            max_running_requests=8,
+            chunked_prefill_size=16,
+            handover_slots=4,
+            handover_slot_bytes=1 << 17,
+        )
+        self.decode = self.start("decode")
+        self.prefill = self.start("prefill")
+        self.decode.up()
+
+    def start(self, role: str) -> WorkerProcess:
+        listen = f"127.0.0.1:{_free_port()}" if role == "prefill" else None
+        options = HandoverOptions(role, listen, (), str(self.registry), None, LEASE_S)  # type: ignore[arg-type]  # a role
+        return WorkerProcess(self.folder, self.config, options)
+
+    def prompts(self) -> list[list[int]]:
+        """Other ones each time, so that no cache has them."""
+        return self.pair.prompts(LENGTHS, seed=next(_SEEDS))
+
+    def expected(self, prompts: list[list[int]], params: list[SamplingParams] = PARAMS) -> Expected:
+        return [(o.token_ids, [*o.metrics.accept_lens]) for o in self.alone.generate(prompts, params)]
+
+    def ask(self) -> tuple[list[RequestId], Expected]:
+        prompts = self.prompts()
+        return self.decode.ask(prompts, PARAMS), self.expected(prompts)
+
+    def with_prefill(self) -> None:
+        """A prefill worker is there, and has been seen."""
+        if self.prefill.process.poll() is not None:
+            self.prefill.close()
+            self.prefill = self.start("prefill")
+        self.prefill.up()
+        self.decode.until(lambda: self.decode.handover.num_peers == 1)
+
+    def all_is_back(self) -> None:
+        """No request, no slot, no row is held at the decode worker, nor at the prefill worker if it lives."""
+        for worker in (self.decode, self.prefill):
+            if worker.process.poll() is None:
+                worker.until(lambda w=worker: _nothing_held(w))  # type: ignore[misc]  # bound now
+
+    def close(self) -> None:
+        for worker in (self.decode, self.prefill):
+            if worker.process.poll() is None:
+                worker.process.send_signal(signal.SIGCONT)
+            worker.close()
+        self.alone.close()
+
+
+def _nothing_held(worker: WorkerProcess) -> bool:
+    load, handover = worker.load, worker.handover
+    return load.num_running == load.num_waiting == handover.num_open == handover.num_slots_busy == 0
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory, strong_pair: Pair) -> Iterator[Site]:
+    drills = Site(tmp_path_factory.mktemp("site"), strong_pair)
+    yield drills
+    drills.close()
+
+
+def test_without_a_prefill_worker_requests_are_served(site: Site) -> None:
+    """The prefill worker is still starting, or has just come: both are right."""
+    ids, expected = site.ask()
+    assert site.decode.wait(ids) == expected
+
+
+def test_requests_are_handed_over_and_prefix_hits_shorten_what_is_asked_for(site: Site) -> None:
+    site.with_prefill()
+    before = site.decode.handover
+    prompts = site.prompts()
+    expected = site.expected(prompts)
+    assert site.decode.wait(site.decode.ask(prompts, PARAMS)) == expected
+    assert site.decode.wait(site.decode.ask(prompts, PARAMS)) == expected
+    site.all_is_back()
+    site.decode.until(lambda: site.decode.handover.num_whole == before.num_whole + 2 * len(prompts))
+    after = site.decode.handover
+    assert after.num_local == before.num_local
+    assert after.num_bytes > before.num_bytes
+    assert after.num_pieces - before.num_pieces < 2 * sum(-(-length // 16) for length in LENGTHS)
+    assert after.transfer_s > before.transfer_s
+
+
+@pytest.mark.parametrize("when", ["before", "during", "after"])
+def test_a_prefill_worker_is_killed(site: Site, when: str) -> None:
+    """Before anything was computed, while pieces travel, or once the requests decode."""
+    site.with_prefill()
+    before = site.decode.handover
+    ids, expected = site.ask()
+    if when == "during":
+        site.decode.until(lambda: site.decode.handover.num_pieces > before.num_pieces)
+    if when == "after":
+        site.decode.until(lambda: site.decode.handover.num_whole == before.num_whole + len(ids))
+    site.prefill.process.kill()
+    killed_s = time.monotonic()
+    assert site.decode.wait(ids) == expected
+    site.all_is_back()
+    assert site.decode.handover.num_peers == 0
+    if when == "before":
+        assert site.decode.handover.num_local > before.num_local
+        assert min(site.decode.first_s[each] for each in ids) - killed_s < LEASE_S, "a death is seen at once"
+
+
+def test_a_stopped_prefill_worker_delays_and_loses_nothing(site: Site) -> None:
+    """It goes on after twice its lease: late answers count for nothing, and it is used again."""
+    site.with_prefill()
+    before = site.decode.handover
+    ids, expected = site.ask()
+    site.decode.until(lambda: site.decode.handover.num_pieces > before.num_pieces)
+    site.prefill.process.send_signal(signal.SIGSTOP)
+    stopped_s = time.monotonic()
+    assert site.decode.wait(ids) == expected
+    assert site.decode.handover.num_local > before.num_local
+    time.sleep(max(0.0, stopped_s + 2 * LEASE_S - time.monotonic()))  # all leases are over by then
+    site.prefill.process.send_signal(signal.SIGCONT)
+    site.with_prefill()
+    site.all_is_back()
+    whole = site.decode.handover.num_whole
+    ids, expected = site.ask()
+    assert site.decode.wait(ids) == expected
+    site.decode.until(lambda: site.decode.handover.num_whole == whole + len(ids))
+
+
+def test_a_registry_without_renewals_ends_no_session(site: Site) -> None:
+    """Whoever is connected stays so; only who has gone is not looked for."""
+    site.with_prefill()
+    site.prefill.process.send_signal(signal.SIGSTOP)
+    for file in site.registry.glob("*"):
+        file.unlink()
+    site.prefill.process.send_signal(signal.SIGCONT)
+    whole = site.decode.handover.num_whole
+    ids, expected = site.ask()
+    assert site.decode.wait(ids) == expected
+    site.decode.until(lambda: site.decode.handover.num_whole == whole + len(ids))
+
+
+def test_a_killed_decode_workers_slots_come_back(site: Site) -> None:
+    """Its prefill worker gives up what it computes for it. Last, for the decode worker is the site's."""
+    site.with_prefill()
+    before = site.decode.handover
+    site.ask()
+    site.decode.until(lambda: site.decode.handover.num_pieces > before.num_pieces)
+    site.decode.process.kill()
+    site.prefill.until(lambda: site.prefill.handover.num_peers == 0 and _nothing_held(site.prefill))

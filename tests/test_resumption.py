@@ -1,0 +1,379 @@
+"""An engine that dies costs a pause: requests go on behind what their clients have; no token is lost or comes twice."""
+
+import asyncio
+import os
+import random
+import signal
+import tempfile
+import threading
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+import zmq
+
+from fake_core import ask, make_core
+from serving import WAIT_S, command_of, mock, replayed, serving, until
+from test_serve_chaos import NAME, PAIR, nothing_is_left, of_the_mock, of_the_pair, storm
+from treetop import LLM, AsyncLLM, SamplingParams
+from treetop.core.engine_process import CoreServer
+from treetop.core.ledger import TRIAL_S, TRIAL_STEPS, Ledger
+from treetop.core.remote import RemoteCore
+from treetop.core.supervisor import supervised_engine
+from treetop.debug.resume_faults import RESUME_FAULTS
+from treetop.types.config import EngineConfig
+from treetop.types.layout import SpecShape
+from treetop.types.messages import PrefillPlan, RowResult, StepResult
+from treetop.types.requests import CoreInfo, EngineRequest, RequestUpdate
+
+POISON = 999
+
+
+class PositionEngine:
+    """A token is a function of the prompt's first and of its place, as if drawn by a coin; rounds give one to four.
+
+    It dies of a prompt that begins with POISON, in the round in which its output is `deadly` long, and after `steps`.
+    """
+
+    def __init__(self, steps=None, deadly=0):
+        self.at, self.first, self.random = {}, {}, random.Random(3)
+        self.steps, self.deadly = steps, deadly
+
+    def launch(self, plan):
+        return plan
+
+    def collect(self, plan):
+        if self.steps is not None:
+            self.steps -= 1
+            if self.steps < 0:
+                raise RuntimeError("a bit fell over")
+        return StepResult(tuple(self._row(plan, i, row) for i, row in enumerate(plan.rows)))
+
+    def _row(self, plan, i, row):
+        if isinstance(plan, PrefillPlan):
+            chunk = plan.chunks[i]
+            if chunk.start == 0:
+                self.first[row] = chunk.token_ids[0]
+            self.at[row] = chunk.start + len(chunk.token_ids)
+            count = int(chunk.next_token is None)
+        else:
+            count = self.random.randint(1, 4)
+        at = self.at[row]
+        if self.first[row] == POISON and at + count > self.deadly:
+            raise RuntimeError("poisoned")
+        self.at[row] = at + count
+        return RowResult(row, tuple(token_at(self.first[row], i) for i in range(at, at + count)), True)
+
+
+def token_at(first: int, position: int) -> int:
+    return (first * 7919 + position * 104729) % 900
+
+
+def output_of(prompt, count) -> list[int]:
+    return [token_at(prompt[0], i) for i in range(len(prompt), len(prompt) + count)]
+
+
+INFO = CoreInfo("/none", 1000, 512, 4, SpecShape(2, 3, 6))
+
+
+class Engines:
+    """Engines one after the other, each with its scheduler and socket on a thread, as in a process of its own."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder, self.count = folder, 0
+
+    def start(self, engine) -> str:
+        self.count += 1
+        address = f"ipc://{self.folder}/{self.count}"
+        context = zmq.Context()
+        socket = context.socket(zmq.ROUTER)
+        socket.bind(address)
+        core = make_core(engine, max_in_flight=2, disable_radix_cache=True)
+
+        def run():
+            CoreServer(core, INFO, socket).run()
+            context.destroy(linger=2000)
+
+        threading.Thread(target=run, daemon=True).start()
+        return address
+
+
+@asynccontextmanager
+async def connected(first):
+    """A client, and a function that gives it another engine once the one before is gone."""
+    with tempfile.TemporaryDirectory() as folder:
+        engines, core = Engines(folder), RemoteCore()
+        await core.connect(engines.start(first))
+
+        async def again(engine) -> None:
+            await asyncio.wait_for(core.gone.wait(), WAIT_S)
+            await core.connect(engines.start(engine))
+
+        try:
+            yield core, again
+        finally:
+            core.fail("the test is over")  # which ends its requests
+            core.close()
+
+
+class Heard:
+    """What a request gets."""
+
+    def __init__(self, core, request: EngineRequest) -> None:
+        self.ids, self.updates, self.ended = [], [], asyncio.Event()
+        core.add([request], self)
+
+    def __call__(self, update: RequestUpdate) -> None:
+        assert not self.ended.is_set(), "an update after the last"
+        self.ids += update.new_ids
+        self.updates.append(update)
+        if update.finish_reason is not None:
+            self.ended.set()
+
+    async def end(self) -> RequestUpdate:
+        await asyncio.wait_for(self.ended.wait(), WAIT_S)
+        return self.updates[-1]
+
+
+def test_engines_that_die_at_any_step_lose_no_token_and_repeat_none():
+    """One after the other, with more requests than rows, and some that come while there is none."""
+
+    async def run():
+        rng, engine = random.Random(1), PositionEngine(steps=3)
+        async with connected(engine) as (core, again):
+            asked, heard = [], []
+
+            def come(count):
+                for _ in range(count):
+                    asked.append(ask(core.next_id(), [len(asked) + 1] * rng.randint(1, 9), rng.randint(1, 90)))
+                    heard.append(Heard(core, asked[-1]))
+
+            come(8)
+            for _ in range(10):
+                engine = PositionEngine()
+                await again(engine)
+                await asyncio.wait_for(core.settled.wait(), WAIT_S)  # with trials over, nobody is blamed
+                assert not core.restarting
+                come(2)
+                engine.steps = rng.randint(0, 12)
+                await asyncio.wait_for(core.gone.wait(), WAIT_S)
+                assert core.restarting
+                come(2)
+            await again(PositionEngine())
+            for request, each in zip(asked, heard, strict=True):
+                assert (await each.end()).finish_reason == "length"
+                assert each.ids == output_of(request.prompt_ids, request.params.max_tokens)
+                assert sum(update.num_cached_tokens is not None for update in each.updates) == 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("deadly", [0, 30])
+def test_a_request_that_kills_two_engines_is_ended_and_the_others_go_on(deadly):
+    """In its prefill, or in a round much later: whoever was with it is not blamed, however many there are."""
+
+    async def run():
+        async with connected(PositionEngine(deadly=deadly)) as (core, again):
+            good = [ask(core.next_id(), [i + 1] * 5, 60) for i in range(6)]
+            heard = [Heard(core, each) for each in good[:3]]
+            bad = Heard(core, ask(core.next_id(), [POISON] * 5, 60))
+            heard += [Heard(core, each) for each in good[3:]]
+            await again(PositionEngine(deadly=deadly))
+            await again(PositionEngine(deadly=deadly))
+            last = await bad.end()
+            assert last.finish_reason == "abort"
+            assert "the engine ended twice with this request" in last.error
+            assert "RuntimeError: poisoned" in last.error
+            assert not last.engine_failed
+            for request, each in zip(good, heard, strict=True):
+                assert (await each.end()).error is None
+                assert each.ids == output_of(request.prompt_ids, 60)
+            assert core.num_restarts == 2
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("name", RESUME_FAULTS)
+def test_a_fault_of_resumption_is_caught_by_its_guard(name):
+    async def run():
+        async with connected(PositionEngine(steps=9)) as (core, again):
+            heard = Heard(core, ask(core.next_id(), [5] * 3, 60))
+            await again(PositionEngine())
+            return await heard.end(), heard.ids
+
+    found = RESUME_FAULTS[name]
+    with found.active():
+        last, ids = asyncio.run(run())
+    assert found.guard in last.error
+    assert ids == output_of([5] * 3, 60)[: len(ids)], "a wrong token was handed out"
+
+
+# ---------------------------------------------------------------------------------------------- the ledger alone
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def opened(num_requests: int, **options):
+    """A ledger whose requests are with an engine, its clock, and what they hear."""
+    clock, heard = Clock(), []
+    ledger = Ledger(clock)
+    ledger.opened(4)
+    ledger.add([ask(i, [1], **options) for i in range(num_requests)], heard.append)
+    assert len(ledger.due()) == num_requests
+    return ledger, clock, heard
+
+
+def test_a_deadline_holds_while_there_is_no_engine_and_counts_what_has_passed():
+    ledger, clock, heard = opened(2, timeout_s=10)
+    clock.now_s = 3
+    ledger.lost("gone")
+    ledger.add([ask(7, [1], timeout_s=2)], heard.append)
+    clock.now_s = 6
+    ledger.tend()
+    assert [(each.request_id, each.timed_out) for each in heard] == [(7, True)]
+    assert "its time is over: it has 0 tokens" in heard[0].error
+    ledger.opened(4)
+    (first,) = ledger.due()
+    assert first.timeout_s == 4
+    clock.now_s = 11  # the engine's own to end; the other waits for the trial
+    ledger.tend()
+    assert [each.request_id for each in heard] == [7, 1]
+
+
+def test_suspects_are_tried_one_after_the_other_and_a_long_trial_does_not_hold_up_the_next():
+    ledger, clock, heard = opened(6)
+    ledger.take([RequestUpdate(i, (3,)) for i in (1, 4)])
+    ledger.lost("gone")
+    ledger.opened(4)
+    assert [each.request_id for each in ledger.due()] == [0]
+    assert ledger.due() == []
+    for step in range(TRIAL_STEPS):
+        assert not ledger.settled
+        ledger.take([RequestUpdate(0, (3,), start=step)])
+    (second,) = ledger.due()
+    assert second == ask(1, [1])._replace(received=(3,))
+    clock.now_s = TRIAL_S / 2
+    ledger.tend()
+    assert ledger.due() == []
+    clock.now_s = 1.5 * TRIAL_S
+    ledger.tend()
+    assert [each.request_id for each in ledger.due()] == [2]
+    ledger.drop([2])  # its client has gone
+    assert [each.request_id for each in ledger.due()] == [4]
+    ledger.lost("gone again")
+    assert [each.request_id for each in heard if each.error] == [4]
+    ledger.opened(4)
+    given = [ledger.due()]
+    ledger.take([RequestUpdate(1, (3,), None, "length", start=1)])
+    given.append(ledger.due())
+    assert [[each.request_id for each in each_time] for each_time in given] == [[1], [0, 3, 5]]
+    assert ledger.settled
+
+
+# ---------------------------------------------------------------------------------------------- processes
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_engines_that_are_killed_in_a_storm_cost_a_pause(workers):
+    """Twice: every answer is what it would have been, streamed or not, and nothing else reaches a client."""
+    with mock(2, "1-4", "--api-workers", workers) as server:
+        killed = []
+
+        def kill():
+            killed.append(server.engine())
+            os.kill(killed[-1], signal.SIGKILL)
+
+        for _ in range(2):
+            outcomes = asyncio.run(storm(server, of_the_mock(), 12, 5, during=kill))
+            assert outcomes.keys() <= {"result", "left"}, outcomes
+            until(lambda: server.get("/health").status_code == 200)
+        assert len(set(killed)) == 2
+        assert server.metric("treetop:num_engine_restarts") == 2
+        assert sum("it is started again" in line for line in server.said) == 2
+        nothing_is_left(server)
+        assert server.end() == 0
+
+
+def test_the_pair_goes_on_in_another_engine_as_it_would_have():
+    """Real rounds in float64: greedy, sampled and with stop strings, against plain decoding of each prompt alone."""
+    with serving(*PAIR, "--max-running-requests", "8") as server:
+        outcomes = asyncio.run(
+            storm(server, of_the_pair(6, 40), 6, 3, ("whole", "stream"), lambda: os.kill(server.engine(), 9))
+        )
+        assert outcomes == {"result": 18}
+        assert server.metric("treetop:num_engine_restarts") == 1
+
+
+def test_health_while_an_engine_is_started_again_and_after_the_last_restart():
+    with mock(20, "1", "--engine-restarts", "1") as server:
+        body = {"model": NAME, "prompt": "a", "max_tokens": 20}
+        server.post("/v1/completions", body)
+        os.kill(server.engine(), signal.SIGKILL)
+        paths = ("/health", "/health/ready", "/health/live")
+        until(lambda: [server.get(path).status_code for path in paths] == [503, 503, 200])
+        late = server.post("/v1/completions", {**body, "timeout": 0.05})
+        assert late.status_code == 504
+        assert server.post("/v1/completions", body).json()["choices"][0]["text"] == replayed(1, 20)
+        assert server.get("/health").status_code == 200
+        os.kill(server.engine(), signal.SIGKILL)
+        assert "exit code -9" in server.post("/v1/completions", body).json()["error"]["message"]
+        assert server.process.wait(WAIT_S) == 1
+
+
+@pytest.mark.parametrize(
+    ("rank", "number"),
+    [
+        (1, signal.SIGKILL),
+        pytest.param(0, signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(1, signal.SIGSTOP, marks=pytest.mark.slow),
+    ],
+)
+def test_a_group_of_ranks_dies_and_comes_back_as_one(rank, number):
+    """A rank is killed, or rank 0, or one stops for longer than its deadline: a pause, and nothing is left of it."""
+    with serving(*PAIR, "--tp-size", "2", "--device", "cpu", "--step-timeout", "4") as server:
+        ranks = [server.engine(), follower_of(server)]
+        strike = partial(os.kill, ranks[rank], number)
+        outcomes = asyncio.run(storm(server, of_the_pair(4, 24), 4, 2, ("whole", "stream"), strike))
+        assert outcomes == {"result": 8}
+        until(lambda: server.get("/health").status_code == 200)
+        assert server.metric("treetop:num_engine_restarts") == 1
+        until(lambda: not any(map(command_of, ranks)), "a rank is left")
+        ranks = [server.engine(), follower_of(server)]
+        assert server.end() == 0
+        until(lambda: not any(map(command_of, ranks)), "a rank is left")
+
+
+def follower_of(server) -> int:
+    """The process of the second rank."""
+    engine = server.engine()
+    tasks = Path(f"/proc/{engine}/task").iterdir()  # whichever thread started it
+    children = [pid for task in tasks for pid in (task / "children").read_text().split()]
+    return next(int(pid) for pid in children if "follower" in command_of(int(pid)))
+
+
+def test_an_engine_of_its_own_process_serves_an_event_loop():
+    """`AsyncLLM` over it: the engine is killed in the middle, and the output is that of `LLM`."""
+    options = {"dtype": "float64", "context_length": 128}
+    llm = LLM(**options)
+    params = [SamplingParams(max_tokens=60, ignore_eos=True), SamplingParams(max_tokens=60, temperature=0.9, seed=4)]
+    prompts = ["def area(radius):", "import os\n\nclass"]
+    want = [output.token_ids for output in llm.generate(prompts, params)]
+    llm.close()
+
+    async def run():
+        async with supervised_engine(EngineConfig.of(None, **options)) as core:
+            stream = await AsyncLLM.of(core).stream(prompts, params)
+            for _ in range(3):
+                await anext(stream)
+            children = Path("/proc/self/task").glob("*/children")
+            pids = [int(pid) for task in children for pid in task.read_text().split()]
+            os.kill(next(pid for pid in pids if "engine_process" in command_of(pid)), signal.SIGKILL)
+            return [output.token_ids for output in await stream.outputs()], core.num_restarts
+
+    assert asyncio.run(run()) == (want, 1)
