@@ -83,7 +83,6 @@ def core_of(runs: StepEngine[Step], engine: Engine) -> EngineCore[Step]:
 
 
 def info_of(engine: Engine) -> CoreInfo:
-    """What clients must know of a core of this engine."""
     config, layout = engine.config, engine.layout
     return CoreInfo(
         model_path=str(engine.model_path),
