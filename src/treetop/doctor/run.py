@@ -10,11 +10,11 @@ from rich.table import Table
 from treetop.debug.faults import FAULTS
 from treetop.doctor.conformance import Conformance, quick_cases
 from treetop.doctor.exchange import exchange_times, links
-from treetop.doctor.expert_ranks import expert_rank_times
 from treetop.doctor.provoke import Finding, Provocation
 from treetop.doctor.report import backends, capacity, checkpoint, machine
 from treetop.engine.build import plan_engine
 from treetop.types.config import EngineConfig
+from treetop.types.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ def run(model: str | None, options: dict[str, Any], visit: Visit) -> int:
     engine_plan = plan_engine(config)
     dtype, device = engine_plan.place.dtype, engine_plan.place.device
     sums = exchange_times(config.tp_size, device.type) if config.tp_size > 1 else []
-    sums += expert_rank_times(config.ep_size, device.type) if config.ep_size > 1 else []
+    sums += _agreement_times(config.ep_size, device.type) if config.ep_size > 1 else []
     statuses = backends(engine_plan)
     tensors = checkpoint(engine_plan)
     _print(console, "machine", ("", ""), machine(device) + sums)
@@ -49,6 +49,14 @@ def run(model: str | None, options: dict[str, Any], visit: Visit) -> int:
     if visit.faults:
         return _faults(console, device.type)
     return _conformance(console, visit.cases, device.type, config.attention_backend)
+
+
+def _agreement_times(size: int, device: str) -> list[tuple[str, str]]:
+    try:
+        from treetop.doctor.expert_ranks import expert_rank_times  # noqa: PLC0415  # needs an extra
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"--ep-size {size} needs {error.name}: install treetop[serve]") from None
+    return expert_rank_times(size, device)
 
 
 def _speeds(device: str) -> list[tuple[str, str, str]]:
