@@ -77,10 +77,11 @@ def copy_piece(piece, source, slot, target, landing):
 
 @dataclass
 class Handed:
-    """A request on its way: D's id and P's, the tokens that P has packed, and what waits to be moved."""
+    """A request on its way: P's id of it, the tokens that D has and that P has packed, and what waits to be moved."""
 
     request: EngineRequest
     remote_id: RequestId
+    start: int
     asked: int
     computed: int = 0
     first: object = None
@@ -139,7 +140,7 @@ class Relay:
                 if request_id in self.local:  # told while it waited
                     return
                 asked = EngineRequest(RequestId(next(self._ids)), request.prompt_ids, request.params, request.seed)
-                self.handed[request_id] = Handed(asked, asked.request_id, start)
+                self.handed[request_id] = Handed(asked, asked.request_id, start, start)
                 self.by_remote[asked.request_id] = request_id
                 self.prefill.scheduler.add(asked, export_from=start)
             case Imported(_, slot):

@@ -72,13 +72,13 @@ def test_leaving_and_cancelling_abort():
             break
         stream.close()
         task = asyncio.create_task(llm.generate([[1], [2]], SamplingParams(max_tokens=2000)))
-        await asyncio.sleep(0.02)
-        assert llm.alive.own == 2
+        while llm.alive.own != 2:
+            await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        while llm.core.load.num_running:
-            await asyncio.sleep(0.005)
+        await asyncio.to_thread(llm.core._thread.flush)
+        assert llm.core.load.num_running == 0
 
     asyncio.run(asyncio.wait_for(leave(), 60))
     assert llm.alive.own == 0
@@ -90,9 +90,9 @@ def test_a_slow_reader_gets_all_in_fewer_pieces_and_its_stop_is_seen_at_once():
 
     async def read():
         stream = await llm.stream([1, 2], SamplingParams(max_tokens=40))
-        while llm.core.load.num_running or not stream._ready:
-            await asyncio.sleep(0.005)
-        await asyncio.sleep(0.02)
+        while stream._live:
+            stream._news.clear()
+            await stream._news.wait()
         return [delta async for delta in stream]
 
     pieces = asyncio.run(asyncio.wait_for(read(), 60))

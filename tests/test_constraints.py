@@ -14,8 +14,12 @@ from oracles import chi_square_tail, drawn, float32, philox4x32_10, warped
 from test_processors import SHAPE, VOCAB, WAYS, Oracle, changed, params_of
 from tiny_models import EOS
 from treetop import LLM, SamplingParams, StructuredOutput
+from treetop.core.group_wire import decode_to_follower, encode, launch_of
+from treetop.core.remote import RemoteCore
 from treetop.engine.processors import RowProcessors
 from treetop.types.errors import CheckError, InputError
+from treetop.types.ids import RequestId
+from treetop.types.requests import EngineRequest
 
 LENGTH = 24
 
@@ -241,6 +245,25 @@ def test_a_constraint_that_cannot_be_kept_ends_its_request_alone(strong_pair, or
 
 
 REFUSING: dict = {}
+
+
+def test_a_constraint_stays_in_its_process_and_its_masks_reach_every_rank(strong_pair):
+    """A structure is text, and crosses; an object cannot. What a rank is sent says the same as what was planned."""
+    asked = EngineRequest(RequestId(0), (4, 5), SamplingParams(), 0, constraint=Only(None))
+    remote = RemoteCore("ipc:///nowhere")
+    with pytest.raises(InputError, match="constraints: the engine is another process"):
+        remote.add([asked], print)
+    remote.close()
+    llm, masks = build(strong_pair, SHAPE), 0
+    submit(llm, strong_pair.prompts([4, 6]), SamplingParams(max_tokens=5, ignore_eos=True), [Whims(1), None])
+    for number in range(20):
+        plan = llm.scheduler.plan()
+        if plan is None:
+            break
+        assert decode_to_follower(encode(launch_of(number, 2, plan))).plan == plan
+        masks += len(plan.masks)
+        llm.scheduler.commit(plan, llm.engine.step(plan))
+    assert masks == 5
 
 
 def test_what_cannot_be_asked_is_refused_by_name(strong_pair):

@@ -5,6 +5,9 @@ Ranks are threads here, which start in a second; `test_expert_group.py` has them
 
 import random
 import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -12,15 +15,18 @@ from safetensors.torch import load_file
 
 from engines import accept_lens, greedy, sampled, tokens
 from refusing import refused
-from tiny_models import Pair, copy_folder, save_random_experts
+from tiny_models import Pair, copy_folder, save_mxfp4, save_random_experts, save_random_head
 from treetop import LLM
+from treetop.core.lockstep import Want, agreed
 from treetop.core.thread import CoreClient
 from treetop.debug.expert_ranks import expert_ranks_on_threads
 from treetop.debug.lockstep_faults import LOCKSTEP_FAULTS
+from treetop.debug.ranks import MemoryGroup
+from treetop.models.experts import ExpertMLP, live_rows
 from treetop.models.loader import Placement, load_weights, weight_bytes
 from treetop.models.registry import target_spec
-from treetop.parallel.exchange import ExchangeRank
-from treetop.types.errors import ConfigError, EngineError
+from treetop.parallel.exchange import ExchangeRank, Meeting
+from treetop.types.errors import ConfigError, EngineError, InputError, UserError
 from treetop.types.parallel import ALONE
 from treetop.types.requests import EngineRequest
 
@@ -57,21 +63,27 @@ def folders(tmp_path_factory):
     """Models whose experts 2 and 4 ranks can share; GPT-OSS's are stacked, and have biases."""
     folder = tmp_path_factory.mktemp("experts")
     small = {"vocab_size": 12, "num_hidden_layers": 2}
+    packed = {"num_local_experts": 4, "intermediate_size": 64, **small}
+    streams = {"vocab_size": 12, "num_hidden_layers": 4}  # enough for the features of an EAGLE-3 head
     return {
         "glm": save_glm_with_mtp(folder),
         "six": save_glm_with_mtp(folder / "six", n_routed_experts=6, n_group=3),
-        "qwen3": save_random_experts(folder / "qwen3", "qwen3_moe", num_experts=8, mlp_only_layers=[], **small),
+        "qwen3": save_random_experts(folder / "qwen3", "qwen3_moe", num_experts=8, mlp_only_layers=[], **streams),
+        "head": save_random_head(folder / "head", folder / "qwen3", draft_vocab=8),
         "gpt_oss": save_random_experts(folder / "gpt_oss", "gpt_oss", num_local_experts=4, **small),
+        "mxfp4": save_mxfp4(folder / "mxfp4", save_random_experts(folder / "stacked", "gpt_oss", **packed)),
     }
 
 
 def build(folder, shape, ranks, **options):
-    """shape: (k, S, T) of MTP; None decodes plainly."""
+    """shape: (k, S, T), of MTP if nothing else is asked for; None decodes plainly."""
+    if shape is not None and "draft" not in options:
+        options.setdefault("speculative_algorithm", "MTP")
     options = {"dtype": "float64", "context_length": 96, "page_size": 4, "max_running_requests": 4, **options}
     if shape is not None:
         k, steps, size = shape
-        options |= {"speculative_algorithm": "MTP", "speculative_eagle_topk": k, "speculative_num_steps": steps}
-        options |= {"speculative_num_draft_tokens": size}
+        tree = {"speculative_eagle_topk": k, "speculative_num_steps": steps, "speculative_num_draft_tokens": size}
+        options |= tree
     return LLM(str(folder), ep_size=ranks, **options)
 
 
@@ -102,12 +114,16 @@ CASES = [  # model, shape, ranks, the rank of each of twelve requests, options
     ("glm", None, 2, [1] * 6 + [0, 1] * 3, {"chunked_prefill_size": 5}),
     ("qwen3", None, 4, [3, 0, 0, 3, 3, 0] * 2, {"graphs": "sim", "overlap": True}),
     ("gpt_oss", None, 2, [0, 1, 1, 1, 1, 1] * 2, {"chunked_prefill_size": 7}),
+    ("qwen3", TREE, 2, [0, 0, 0, 1, 0, 0] * 2, {"graphs": "sim", "draft": "head"}),
+    ("gpt_oss", TREE, 4, [0, 2] * 6, {"graphs": "sim", "speculative_algorithm": "NGRAM", "overlap": True}),
 ]
 
 
 @pytest.mark.parametrize(("name", "shape", "ranks", "places", "options"), CASES)
 def test_any_placement_gives_what_one_process_gives(folders, name, shape, ranks, places, options):
     """Greedy and sampled, trees, chains and plain; ranks that are idle all the time; prompts that are cached."""
+    if "draft" in options:
+        options = {**options, "draft": str(folders[options["draft"]])}
     prompts = Pair(folders[name], None).prompts(LENGTHS)
     rounds = [(prompts, MIXED), (prompts[::-1], [greedy(12)] * 6)]
     want = on_one(folders[name], shape, rounds, **options)
@@ -205,6 +221,54 @@ def test_random_steps_under_graph_semantics_end_and_give_what_one_gives(folders,
     assert len(crowd.gone) < len(asked)
 
 
+def test_the_largest_of_each_number_is_agreed_on_and_nobody_starves():
+    """Prefills and rounds take turns where both are wanted; a kind that nobody else wants is run at once."""
+    long, short, wide = Want(tokens=512), Want(tokens=7), Want(rows=8, choice=1)
+    assert agreed([short, Want(), long], False) == agreed([long, short], True) == long
+    assert agreed([wide, Want(2, 3), Want()], True) == Want(8, 3)
+    ran, prefilled = [], False
+    for _ in range(6):
+        step = agreed([long, wide, Want()], prefilled)
+        prefilled = step.tokens > 0
+        ran.append(step)
+    assert ran == [long, wide] * 3
+
+
+def test_requests_go_to_the_rank_with_the_fewest(folders):
+    """As long as they are alive."""
+    with expert_ranks_on_threads():
+        llm = build(folders["glm"], None, 2)
+        streams = [llm.stream([[4, 5, 6]], greedy(80)) for _ in range(5)]
+        for stream in streams:
+            next(stream)
+        core = llm._core.core
+        assert sorted(Counter(core.placed.values()).values()) == [2, 3]
+        assert 0 < core.load.num_running + core.load.num_waiting <= 5
+        for stream in streams:
+            stream.close()
+        llm.generate([[4, 5]], greedy(3))
+        assert (core.load.num_running, core.load.kv_usage) == (0, 0)
+        llm.close()
+
+
+def test_a_rank_that_cannot_start_says_why(folders, tmp_path):
+    """Its own word, not that it was waited for. Only the second rank reads the last expert."""
+    name = "model.layers.1.mlp.experts.7.down_proj.weight"
+    broken = load_file(folders["glm"] / "model.safetensors")[name]
+    broken[-1, -1] = torch.nan
+    folder = copy_folder(folders["glm"], tmp_path / "broken", tensors={name: broken})
+    with expert_ranks_on_threads():
+        refused(UserError, lambda: build(folder, None, 2), name, "NaN")
+
+
+def test_a_request_that_cannot_run_is_refused_alone(folders):
+    with expert_ranks_on_threads():
+        llm = build(folders["glm"], None, 2)
+        refused(InputError, lambda: llm.generate([[4] * 200], greedy(3)), "96")
+        assert len(tokens(llm.generate([[4, 5]], greedy(3)))[0]) == 3
+        llm.close()
+
+
 def test_what_cannot_work_is_refused_by_name(folders, tmp_path):
     folder = folders["glm"]
     dense = {"draft": None, "dtype": "float64"}
@@ -231,11 +295,13 @@ def test_a_fault_of_idle_ranks_is_caught_by_its_guard(folders, name):
     assert time.monotonic() - begun < 20
 
 
-def test_ranks_that_read_a_part_have_a_part(folders):
+@pytest.mark.parametrize("name", ["glm", "gpt_oss", "mxfp4"])
+def test_ranks_that_read_a_part_have_a_part(folders, name):
     """Of the experts half the bytes each, of all else everything; together every expert once."""
-    spec = target_spec(folders["gpt_oss"])
-    whole = load_weights(spec.folder, spec.params, place_of(None))
-    parts = [load_weights(spec.folder, spec.params, place_of(rank)) for rank in range(2)]
+    spec = target_spec(folders[name])
+    whole = load_weights(spec.folder, spec.params, place_of(None), spec._unused())
+    parts = [load_weights(spec.folder, spec.params, place_of(rank), spec._unused()) for rank in range(2)]
+    assert any(param.experts for param in spec.params)
     for param in spec.params:
         own = [part[param.name] for part in parts]
         if param.experts:
@@ -250,3 +316,33 @@ def test_ranks_that_read_a_part_have_a_part(folders):
 def place_of(rank):
     ranks = ALONE if rank is None else ExchangeRank(rank, 2, torch.device("cpu"), None, None)
     return Placement(torch.float32, torch.device("cpu"), 8, expert_ranks=ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_row_comes_to_the_same_bits_on_any_rank(folders, tmp_path, ranks):
+    """Beside other ranks' rows, beside none, and where others have more rows; and it is what one process computes."""
+    spec = target_spec(folders["glm"])
+    generator = torch.Generator().manual_seed(ranks)
+    x, other = (torch.randn((n, 64), generator=generator, dtype=torch.float64) for n in (3, 5))
+
+    def layer(place):
+        weights = load_weights(spec.folder, spec.params, place, spec._unused())
+        return ExpertMLP(spec.config.layers[1].feed_forward, weights, "layers.1.mlp", place.ops)
+
+    alone = layer(Placement(torch.float64, torch.device("cpu"), 8))(x, torch.ones(3, dtype=torch.bool)).sum(0)
+
+    def run(rank, at, beside):
+        group = MemoryGroup(Meeting(tmp_path / f"{at}{beside}", rank, ranks), torch.device("cpu"))
+        place = Placement(torch.float64, torch.device("cpu"), 8, expert_ranks=group.parallel)
+        rows = x if rank == at else other
+        live = torch.full((5,), rank == at or beside)
+        live[len(rows) :] = False
+        return layer(place)(rows, live_rows(live, group.parallel))
+
+    found = []
+    with ThreadPoolExecutor(ranks) as pool:
+        for at in range(ranks):
+            for beside in (False, True):
+                found.append([*pool.map(partial(run, at=at, beside=beside), range(ranks))][at])
+    assert all(torch.equal(each, found[0]) for each in found)
+    torch.testing.assert_close(found[0].sum(0), alone, rtol=1e-12, atol=1e-12)

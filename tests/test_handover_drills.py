@@ -128,26 +128,6 @@ def test_requests_are_handed_over_and_prefix_hits_shorten_what_is_asked_for(site
     assert after.transfer_s > before.transfer_s
 
 
-@pytest.mark.parametrize("when", ["before", "during", "after"])
-def test_a_prefill_worker_is_killed(site: Site, when: str) -> None:
-    """Before anything was computed, while pieces travel, or once the requests decode."""
-    site.with_prefill()
-    before = site.decode.handover
-    ids, expected = site.ask()
-    if when == "during":
-        site.decode.until(lambda: site.decode.handover.num_pieces > before.num_pieces)
-    if when == "after":
-        site.decode.until(lambda: site.decode.handover.num_whole == before.num_whole + len(ids))
-    site.prefill.process.kill()
-    killed_s = time.monotonic()
-    assert site.decode.wait(ids) == expected
-    site.all_is_back()
-    assert site.decode.handover.num_peers == 0
-    if when == "before":
-        assert site.decode.handover.num_local > before.num_local
-        assert min(site.decode.first_s[each] for each in ids) - killed_s < LEASE_S, "a death is seen at once"
-
-
 def test_a_stopped_prefill_worker_delays_and_loses_nothing(site: Site) -> None:
     """It goes on after twice its lease: late answers count for nothing, and it is used again."""
     site.with_prefill()
@@ -179,6 +159,28 @@ def test_a_registry_without_renewals_ends_no_session(site: Site) -> None:
     ids, expected = site.ask()
     assert site.decode.wait(ids) == expected
     site.decode.until(lambda: site.decode.handover.num_whole == whole + len(ids))
+
+
+@pytest.mark.parametrize(
+    "when", [pytest.param("before", marks=pytest.mark.slow), pytest.param("after", marks=pytest.mark.slow), "during"]
+)
+def test_a_prefill_worker_is_killed(site: Site, when: str) -> None:
+    """Before anything was computed, while pieces travel, or once the requests decode."""
+    site.with_prefill()
+    before = site.decode.handover
+    ids, expected = site.ask()
+    if when == "during":
+        site.decode.until(lambda: site.decode.handover.num_pieces > before.num_pieces)
+    if when == "after":
+        site.decode.until(lambda: site.decode.handover.num_whole == before.num_whole + len(ids))
+    site.prefill.process.kill()
+    killed_s = time.monotonic()
+    assert site.decode.wait(ids) == expected
+    site.all_is_back()
+    assert site.decode.handover.num_peers == 0
+    if when == "before":
+        assert site.decode.handover.num_local > before.num_local
+        assert min(site.decode.first_s[each] for each in ids) - killed_s < LEASE_S, "a death is seen at once"
 
 
 def test_a_killed_decode_workers_slots_come_back(site: Site) -> None:

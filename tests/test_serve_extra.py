@@ -1,11 +1,11 @@
-"""Without the packages of the `serve` extra everything else works, and `treetop serve` says what to install."""
+"""Without the packages of the extras everything else works, and what needs them says what to install."""
 
 import subprocess
 import sys
 
 BLOCK = """
 import sys
-BLOCKED = ("fastapi", "starlette", "uvicorn", "zmq", "msgspec", "prometheus_client", "jinja2", "yaml")
+BLOCKED = ("fastapi", "starlette", "uvicorn", "zmq", "msgspec", "prometheus_client", "jinja2", "yaml", "ray")
 class Blocker:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in BLOCKED:
@@ -42,3 +42,14 @@ def test_serve_without_them_is_one_line():
     assert "pip install treetop[serve]" in ended.stderr
     ended = run("import treetop.cli; sys.exit(treetop.cli.main(['serve', '--config', 'x.yaml']))")
     assert "pip install treetop[serve]" in ended.stderr
+
+
+def test_replicas_without_ray_say_what_to_install():
+    code = """
+from treetop.cli.replicas import app
+try:
+    app({"replicas": 2})
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+    assert run(code).stdout == "ConfigError replicas need ray; pip install treetop[ray]\n"

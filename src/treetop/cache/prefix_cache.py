@@ -53,6 +53,16 @@ def first_seen(window: int | None, position: int, page_size: int) -> int:
     return 0 if window is None else max(position - window + 1, 0) // page_size
 
 
+def page_tokens(ids: Sequence[int], page_size: int, lookahead: int, begin: int, end: int) -> Iterator[tuple[int, ...]]:
+    """What pages `begin .. end` of `ids` depend on beside the pages before them, as far as `ids` know it.
+
+    lookahead: 1 with a draft head, whose last K/V of a page depend on the token after it, 0 without.
+    """
+    width, known = page_size + lookahead, tuple(ids)
+    for start in range(begin * page_size, min(end * page_size, len(known) - width + 1), page_size):
+        yield known[start : start + width]
+
+
 class PrefixCache:
     """Finds, adds and evicts cached pages. It owns no allocator: the KV cache manager moves the pages it names.
 
@@ -249,7 +259,4 @@ class PrefixCache:
         return first_seen(self._windows[group].window, num_pages * self._page_size, self._page_size)
 
     def _tokens(self, ids: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, ...]]:
-        """What pages `begin .. end` of `ids` depend on beside the pages before them, as far as `ids` know it."""
-        p, width, known = self._page_size, self._page_size + self._lookahead, tuple(ids)
-        for start in range(begin * p, min(end * p, len(known) - width + 1), p):
-            yield known[start : start + width]
+        return page_tokens(ids, self._page_size, self._lookahead, begin, end)

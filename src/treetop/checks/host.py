@@ -1,6 +1,6 @@
 """Level 1: plans and results are checked on the host before they reach the device, in time O(rows)."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from treetop.types.errors import CheckError
 from treetop.types.handover import Piece
@@ -114,6 +114,12 @@ def check_continues(request_id: int, start: int, num_received: int) -> None:
     """New tokens of a request begin where those that its client has end: none comes twice, none is lost."""
     if start != num_received:
         raise CheckError(f"request {request_id}: tokens came from {start} on, its client has {num_received}")
+
+
+def check_alive(replica: object, alive: Collection[object]) -> None:
+    """A request is sent to a replica that is there."""
+    if replica not in alive:
+        raise CheckError(f"replica {replica} was chosen, which is not one of the {len(alive)} that are alive")
 
 
 def check_cached(row: Row, num_cached: int, num_committed: int) -> None:

@@ -146,6 +146,7 @@ class _Processes:
         self._ending, self._over = threading.Lock(), False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._inbox = self._context.socket(zmq.PULL)
+        self._inbox.rcvhwm = 0  # what waits is bounded by the requests that were accepted
         self.orders: list[zmq.Socket[bytes]] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         try:
@@ -155,6 +156,7 @@ class _Processes:
             threads = max(1, torch.get_num_threads() // config.ep_size)
             for rank in range(config.ep_size):
                 self.orders.append(self._context.socket(zmq.PUSH))
+                self.orders[-1].sndhwm = 0
                 self.orders[-1].bind(f"ipc://{self.folder}/orders-{rank}")
                 self._processes.append(start_process(RankOptions(self.folder, config, rank, threads)))
         except BaseException:
@@ -254,7 +256,9 @@ class DispatchCore:
 
     @property
     def load(self) -> CoreLoad:
-        return joined_load(self._loads)
+        """What the ranks have told last; without a request nobody listens, and nothing is held."""
+        told = joined_load(self._loads)
+        return told if self.busy else CoreLoad(num_retractions=told.num_retractions)
 
     @property
     def placed(self) -> Mapping[RequestId, int]:

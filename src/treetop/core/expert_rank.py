@@ -59,6 +59,7 @@ class ExpertRank:
     def __init__(self, options: RankOptions, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
         self._options, self._context = options, context
         self._orders, self._words = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+        self._orders.rcvhwm = self._words.sndhwm = 0
         self._orders.connect(f"ipc://{options.folder}/orders-{options.rank}")
         self._words.connect(f"ipc://{options.folder}/words")
         self._speaking = threading.Lock()

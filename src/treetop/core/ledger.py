@@ -70,7 +70,7 @@ class Ledger:
         now = self._clock()
         for request in requests:
             deadline_s = None if request.timeout_s is None else now + request.timeout_s
-            entry = _Alive(request, sink, deadline_s)
+            entry = _Alive(request, sink, deadline_s, [*request.received])
             self._alive[request.request_id] = self._waiting[request.request_id] = entry
 
     def drop(self, request_ids: Sequence[RequestId]) -> None:

@@ -14,7 +14,7 @@ from treetop.models.folder import extra_eos_ids, resolve_folder
 from treetop.scheduler.scheduler import Scheduler
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
-from treetop.types.requests import CoreInfo
+from treetop.types.requests import CoreInfo, PrefixPages
 from treetop.types.sampling import MOST_LOGPROBS
 
 Step = TypeVar("Step")
@@ -83,6 +83,7 @@ def core_of(runs: StepEngine[Step], engine: Engine) -> EngineCore[Step]:
 
 
 def info_of(engine: Engine) -> CoreInfo:
+    """What clients must know of a core of this engine."""
     config, layout = engine.config, engine.layout
     return CoreInfo(
         model_path=str(engine.model_path),
@@ -95,6 +96,7 @@ def info_of(engine: Engine) -> CoreInfo:
         max_logprobs=MOST_LOGPROBS,
         eos_ids=(*engine.spec.eos_token_ids, *extra_eos_ids(engine.model_path)),
         can_constrain=not config.disable_logits_processors and config.simulate_accept_length is None,
+        prefix=None if config.disable_radix_cache else PrefixPages.of(layout),
     )
 
 

@@ -19,7 +19,7 @@ from treetop.types.ids import FULL, Row
 from treetop.types.kv import paired
 from treetop.types.layout import KVGroup, Layout
 from treetop.types.messages import PrefillPlan, RowResult, StepPlan, StepResult
-from treetop.types.requests import CoreInfo
+from treetop.types.requests import CoreInfo, PrefixPages
 
 _CHUNK, _ROWS = 2048, 64
 
@@ -103,6 +103,7 @@ def make_mock(config: EngineConfig, mock: MockOptions) -> tuple[EngineCore[_Due]
         layout.max_requests,
         config.shape,
         by_priority=config.schedule_policy == "priority",
+        prefix=None if config.disable_radix_cache else PrefixPages.of(layout),
     )
     return EngineCore(MockEngine(mock), Scheduler(layout, config, ())), info
 

@@ -7,7 +7,7 @@ import msgspec
 import zmq
 
 from treetop.core.handover import DecodeRole, Metadata, PrefillRole, Role, Staging
-from treetop.core.wire import MockOptions
+from treetop.core.wire import ProcessOptions
 from treetop.scheduler.scheduler import Scheduler
 from treetop.transfer.events import Deadlines
 from treetop.transfer.network import Caller, Common, Reception
@@ -15,14 +15,14 @@ from treetop.transfer.nixl import check_installed
 from treetop.transfer.registry import Registry
 from treetop.transfer.session import is_loopback, parse_address, read_secret, zmq_address
 from treetop.transfer.transport import Memory, Transport
-from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
 from treetop.types.roles import SECRET_VARIABLE, HandoverOptions
 
 
-def check_handover(config: EngineConfig, options: HandoverOptions, mock: MockOptions | None) -> None:
+def check_handover(process: ProcessOptions) -> None:
     """Raise ConfigError, before anything is started, for what cannot work."""
-    if mock is not None:
+    config, options = process.config, process.handover
+    if process.mock is not None:
         raise ConfigError(f"--role {options.role}: a mock engine has nothing to hand over")
     if config.tp_size != 1:
         raise ConfigError(f"--role {options.role}: only with --tp-size 1 for now, got {config.tp_size}")

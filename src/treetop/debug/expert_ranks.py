@@ -12,7 +12,7 @@ from treetop.core.expert_rank import SAID_WHY, ExpertRank, RankOptions
 from treetop.core.lockstep import Agreement, Lockstep
 from treetop.debug.patching import Patch, instead, replaced
 from treetop.debug.ranks import MemoryGroup, Nothing, RankDied
-from treetop.scheduler.scheduler import Scheduler
+from treetop.engine.engine import Engine
 
 _KILLED = -9
 
@@ -60,18 +60,21 @@ def expert_ranks_on_threads() -> Iterator[list[ExpertRankThread]]:
         [
             instead("treetop.core.expert_group:start_process", start),
             instead("treetop.core.expert_rank:Group", MemoryGroup),
-            instead("treetop.core.expert_rank:EngineCore", _noted_core),
+            Patch("treetop.core.expert_rank:core_of", _noted),
             Patch("treetop.core.lockstep:Agreement._hear", _mortal),
         ]
     ):
         yield started
 
 
-def _noted_core(engine: Lockstep[Any], scheduler: Scheduler) -> EngineCore[Any]:
-    core, thread = EngineCore(engine, scheduler), threading.current_thread()
-    assert isinstance(thread, ExpertRankThread)
-    thread.core = core
-    return core
+def _noted(real: Callable[..., EngineCore[Any]]) -> Callable[..., EngineCore[Any]]:
+    def core_of(runs: Lockstep[Any], engine: Engine) -> EngineCore[Any]:
+        thread = threading.current_thread()
+        assert isinstance(thread, ExpertRankThread)
+        thread.core = real(runs, engine)
+        return thread.core
+
+    return core_of
 
 
 def _mortal(real: Callable[[Agreement, float], None]) -> Callable[[Agreement, float], None]:

@@ -25,6 +25,8 @@ LIBRARIES = (
     "flashinfer-python",
     "flash-attn-3",
     "flash-attn-4",
+    "nixl-cu12",
+    "nixl-cu13",
 )
 
 

@@ -13,6 +13,7 @@ from treetop.doctor.exchange import exchange_times, links
 from treetop.doctor.expert_ranks import expert_rank_times
 from treetop.doctor.provoke import Finding, Provocation
 from treetop.doctor.report import backends, capacity, checkpoint, machine
+from treetop.doctor.transport import transport_speeds
 from treetop.engine.build import plan_engine
 from treetop.types.config import EngineConfig
 
@@ -38,6 +39,9 @@ def run(model: str | None, options: dict[str, Any], visit: Visit) -> int:
     _print(console, "machine", ("", ""), machine(device) + sums)
     if pairs := links():
         _print(console, "links", ("between", "reaches its memory", "link"), pairs)
+    if config.handover_slots:
+        speeds = transport_speeds(device.type)
+        _print(console, "handing requests over, 64 MiB", ("transport", "by", "speed"), speeds)
     rows = [(f"{b.name} (serves)" if b.chosen else b.name, ", ".join(b.phases) or "-", b.reason) for b in statuses]
     _print(console, f"backends, {str(dtype).removeprefix('torch.')}", ("backend", "runs", "why not, or which"), rows)
     console.print("\n".join(f"{name}: {words}" for name, words in tensors), markup=False, highlight=False)

@@ -74,7 +74,8 @@ class ExpertMLP:
         assert live is not None, "ranks exchange the rows of batches only"
         size, count = self._ranks.size, len(x)
         most = len(live) // size
-        rows = self._ranks.gather(F.pad(x, (0, 0, 0, most - count))).flatten(0, 1)
+        padded = x if most == count else F.pad(x, (0, 0, 0, most - count))
+        rows = self._ranks.gather(padded).flatten(0, 1)
         parts = self._routed(rows, live)
         share = parts[0] if len(parts) == 1 else parts.sum(dim=0)
         return self._ranks.all_to_all(share.view(size, most, -1))[:, :count]

@@ -117,8 +117,8 @@ class Param:
     """A parameter of a model: its sources' rows, one below the other.
 
     name: ours, by which the model takes it. wide: kept in no less than float32. experts: how many experts' rows it
-    holds, one below the other; 0 for what belongs to no expert. padded: where ranks cannot divide its one
-    source's rows, zeros stand for those that are missing.
+    holds, one below the other; 0 for what belongs to no expert. padded: where ranks cannot divide its one source's
+    rows, zeros stand for those that are missing.
     """
 
     name: str
@@ -128,8 +128,8 @@ class Param:
     shard: Shard = "whole"
     format: Format = FLOATS
     wide: bool = False
-    padded: bool = False
     experts: int = 0
+    padded: bool = False
 
     @property
     def numbers(self) -> int:

@@ -98,7 +98,8 @@ class Group:
         )
         reduce = self._reduce_on_gpu if self._gpu else None
         self.parallel = ExchangeRank(meeting.rank, meeting.size, device, gather, swap, reduce)
-        self.parallel.least(0)  # the library connects at the first exchange, which cannot be recorded
+        self.parallel.least(0)  # the library connects at the first exchange of a kind, which cannot be recorded
+        self.parallel.all_to_all(torch.zeros((meeting.size, 1), device=device))
 
     def set_deadline(self, seconds: float) -> None:
         """The host waits so long for the others, from now on; on a GPU nothing waits on the host."""

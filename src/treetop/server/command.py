@@ -2,15 +2,18 @@
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from treetop.server.options import ServeOptions, Unset, engine_config, is_installed
 from treetop.types.config import flag
 from treetop.types.errors import ConfigError
 from treetop.types.roles import DEFAULT_SLOTS, ROLES, SECRET_VARIABLE, HandoverOptions
+
+if TYPE_CHECKING:
+    from treetop.core.wire import ProcessOptions  # needs the serve extra
 
 _NEEDED = ("fastapi", "uvicorn", "zmq", "msgspec", "prometheus_client", "jinja2", "yaml")
 KEY_VARIABLE = "TREETOP_API_KEY"
@@ -116,11 +119,16 @@ def with_config_file(args: argparse.Namespace, argv: Sequence[str]) -> list[str]
         raise ConfigError(f"{where}: {' '.join(str(error).split())}") from None
     if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
         raise ConfigError(f"{where}: expected flags and their values, as in `context-length: 4096`")
+    at = list(argv).index("serve") + 1
+    return [*argv[:at], *words_of(given, where), *argv[at:]]
+
+
+def words_of(given: Mapping[str, Any], where: str) -> list[str]:
+    """Flags without dashes, and their values, as words of a command line. Raises ConfigError that begins with where."""
     words: list[str] = []
     for name, value in given.items():
         words += _words("--" + name.replace("_", "-"), value, where)
-    at = list(argv).index("serve") + 1
-    return [*argv[:at], *words, *argv[at:]]
+    return words
 
 
 def _words(name: str, value: Any, where: str) -> list[str]:
@@ -138,6 +146,14 @@ def _words(name: str, value: Any, where: str) -> list[str]:
 
 def run_serve(args: argparse.Namespace, engine_options: dict[str, Any]) -> int:
     """Serve. engine_options: those that were given. Raises UserError and EngineError."""
+    process, options = asked_for(args, engine_options)
+    from treetop.server.serve import run  # noqa: PLC0415  # needs the serve extra
+
+    return run(process, options)
+
+
+def asked_for(args: argparse.Namespace, engine_options: dict[str, Any]) -> tuple["ProcessOptions", ServeOptions]:
+    """What an engine process is to run, but for its address, and how it is served. Raises ConfigError."""
     _check_packages()
     if args.parallel_size != 1:
         raise ConfigError(f"{', '.join(_ONLY_ONE)}: only 1 for now, got {args.parallel_size}")
@@ -147,12 +163,16 @@ def run_serve(args: argparse.Namespace, engine_options: dict[str, Any]) -> int:
     config = engine_config(model, Unset.UNSET, engine_options)
     options = serve_options(args)
     handover = handover_options(args)
-    from treetop.server.mock_options import mock_options  # noqa: PLC0415  # needs the serve extra
-    from treetop.server.serve import run  # noqa: PLC0415  # too
+    from treetop.core.roles import check_handover  # noqa: PLC0415  # needs the serve extra
+    from treetop.core.wire import ProcessOptions  # noqa: PLC0415  # too
+    from treetop.server.mock_options import mock_options  # noqa: PLC0415  # too
 
     if handover.role != "both" and not config.handover_slots:
         config = replace(config, handover_slots=DEFAULT_SLOTS)
-    return run(config, options, mock_options(args.mock_engine, config), handover)
+    process = ProcessOptions("", config, mock_options(args.mock_engine, config), log_level=20, handover=handover)
+    if handover.role != "both":
+        check_handover(process)
+    return process, options
 
 
 def serve_options(args: argparse.Namespace) -> ServeOptions:

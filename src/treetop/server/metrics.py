@@ -132,7 +132,7 @@ class Metrics:
         if update.num_cached_tokens is not None:
             self._queries.inc(len(live.prompt_ids))
             self._hits.inc(update.num_cached_tokens)
-        if update.accept_len is not None and self._shape.num_steps:
+        if update.accept_len is not None and self._shape.num_steps and live.speculates:
             self._round(update.accept_len)
         if update.finish_reason is not None:
             self._ended[update.finish_reason].inc()

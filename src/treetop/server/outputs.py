@@ -72,13 +72,14 @@ class LiveRequest:
     """A request that has not ended, as its client knows it.
 
     text: None without a tokenizer. logprobs: None if they were not asked for. last_s: when the last tokens came, None
-    before.
+    before. speculates: whether drafts of it may be accepted.
     """
 
     index: int
     prompt_ids: Sequence[int]
     text: OutputText | None
     logprobs: list[TokenLogprobs] | None
+    speculates: bool = True
     output_ids: list[int] = field(default_factory=list)
     accept_lens: list[int] = field(default_factory=list)
     started_s: float = field(default_factory=time.perf_counter)
@@ -90,9 +91,8 @@ class LiveRequest:
         cls, index: int, prompt_ids: Sequence[int], params: SamplingParams, tokenizer: Tokenizer | None
     ) -> "LiveRequest":
         logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
-        if tokenizer is None:
-            return cls(index, prompt_ids, None, logprobs)
-        return cls(index, prompt_ids, OutputText(tokenizer.stream(prompt_ids), params.stop), logprobs)
+        text = None if tokenizer is None else OutputText(tokenizer.stream(prompt_ids), params.stop)
+        return cls(index, prompt_ids, text, logprobs, params.structured_output is None)
 
     def cut(self, update: RequestUpdate) -> RequestUpdate:
         """Read the update's text; the update up to the first stop string that it completes, which ends the request."""

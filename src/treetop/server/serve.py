@@ -23,28 +23,22 @@ from typing import Any
 import msgspec
 
 from treetop.core.remote import RemoteCore
-from treetop.core.roles import check_handover
 from treetop.core.supervisor import EngineSupervisor, end, spawn
-from treetop.core.wire import EngineDead, EngineLost, EngineNews, EngineUp, MockOptions, ProcessOptions
+from treetop.core.wire import EngineDead, EngineLost, EngineNews, EngineUp, ProcessOptions
 from treetop.server.api.run import ApiOptions, log_to_stderr, serve
 from treetop.server.options import ServeOptions
-from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
-from treetop.types.roles import HandoverOptions
 
 _BACKLOG = 2048
 
 log = logging.getLogger("treetop.server")
 
 
-def run(config: EngineConfig, options: ServeOptions, mock: MockOptions | None, handover: HandoverOptions) -> int:
+def run(process: ProcessOptions, options: ServeOptions) -> int:
     """Serve until SIGTERM, SIGINT or the engine's death. Returns the exit code. Raises UserError and EngineError."""
     log_to_stderr()
-    if handover.role != "both":
-        check_handover(config, handover, mock)
     listening = _bind(options)
     with tempfile.TemporaryDirectory(prefix="treetop-") as folder:  # mode 0700: nobody else reaches the engine
-        process = ProcessOptions("", config, mock, log_level=20, handover=handover)
         return asyncio.run(_run(Path(folder), process, options, listening))
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from treetop.types.constraint import TokenConstraint
 from treetop.types.errors import InputError
 from treetop.types.ids import RequestId
-from treetop.types.layout import SpecShape
+from treetop.types.layout import Layout, SpecShape
 from treetop.types.sampling import FinishReason, SamplingParams, TokenLogprobs
 
 
@@ -72,8 +72,27 @@ class RequestUpdate(NamedTuple):
     start: int = 0
 
 
+class PrefixPages(NamedTuple):
+    """How a core keeps what prompts begin with, which says where a prompt is best sent.
+
+    page_size: tokens of a page. lookahead: tokens after a page that it depends on, 1 with a draft head. capacity: pages
+    of the smallest pool, of those without a window if there are any.
+    """
+
+    page_size: int
+    lookahead: int
+    capacity: int
+
+    @classmethod
+    def of(cls, layout: Layout) -> "PrefixPages":
+        pages = layout.num_pages
+        whole = [pages[group.name] for group in layout.groups if group.window is None]
+        return cls(layout.page_size, int(layout.has_draft), min(whole or pages.values()) - 1)
+
+
 class CoreInfo(NamedTuple):
-    """What a client must know of a core. model_path: the folder. shape: of a round's tree.
+    """What a client must know of a core. model_path: the folder. shape: of a round's tree. prefix: None if it
+    keeps nothing of prompts.
 
     refuses: why it takes no requests, if so.
     can_change_logits, max_logprobs, can_constrain: what a request may ask: penalties, biases and the like;
@@ -92,6 +111,7 @@ class CoreInfo(NamedTuple):
     by_priority: bool = False
     can_constrain: bool = False
     refuses: str | None = None
+    prefix: PrefixPages | None = None
 
 
 class HandoverLoad(NamedTuple):

@@ -76,7 +76,7 @@ async def serve(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
-    side: list[Awaitable[None]] = [_end_with(core, server), _tell(front, options.number)]
+    side: list[Awaitable[None]] = [_end_with(core, server), tell(front, options.number)]
     if started is not None:
         side.append(_when_started(server, started))
     tasks = [asyncio.ensure_future(each) for each in side]
@@ -105,7 +105,7 @@ async def _when_started(server: _Server, started: Callable[[], None]) -> None:
     started()
 
 
-async def _tell(front: Front, number: int | None) -> None:
+async def tell(front: Front, number: int | None) -> None:
     """A log line now and then."""
     interval_s = front.options.log_interval
     while interval_s:

@@ -1,0 +1,59 @@
+"""An application for Ray Serve's command line, which takes the flags of `treetop serve`, without dashes.
+
+serve run treetop.cli.replicas:app model=FOLDER replicas=4 max-running-requests=32
+"""
+
+import io
+import re
+from collections.abc import Mapping
+from contextlib import redirect_stderr
+from typing import TYPE_CHECKING, Any
+
+from treetop.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    from treetop.server.ray.app import Scale
+
+_WHERE = "the application's arguments"
+
+
+def app(given: Mapping[str, Any]) -> Any:
+    """Replicas of a server. given: names and values, as in a file for `treetop serve --config`, and two more.
+
+    replicas: N, or A-B for as many as the load needs (default 1). queue-bound: requests that the replica with most of a
+    prompt's pages may have more than the one that has fewest (default: a quarter of those it runs at a time, at
+    least 2).
+    Raises ConfigError.
+    """
+    from treetop.cli.command_line import build_parser
+    from treetop.cli.options import engine_options
+    from treetop.server.command import asked_for, with_config_file, words_of
+
+    own = {name.replace("_", "-"): value for name, value in given.items()}
+    try:
+        from treetop.server.ray.app import build_app
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"replicas need {error.name}; pip install treetop[ray]") from None
+    scale = _scale(own.pop("replicas", 1), own.pop("queue-bound", None))
+    path = own.pop("config", None)
+    words = ["serve", *([] if path is None else [f"--config={path}"]), *words_of(own, _WHERE)]
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            parser = build_parser()
+            args = parser.parse_args(words)
+            if path is not None:
+                args = parser.parse_args(with_config_file(args, words))
+    except SystemExit:
+        raise ConfigError(f"{_WHERE}: {said.getvalue().strip()}") from None
+    return build_app(*asked_for(args, engine_options(args)), scale)
+
+
+def _scale(replicas: Any, queue_bound: Any) -> "Scale":
+    from treetop.server.ray.app import Scale
+
+    found = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", str(replicas))
+    if found is None or not (queue_bound is None or re.fullmatch(r"\d{1,6}", str(queue_bound))):
+        raise ConfigError(f"replicas must be N or A-B, queue-bound a number, got {replicas} and {queue_bound}")
+    least = int(found[1])
+    return Scale(least, int(found[2] or least), None if queue_bound is None else int(queue_bound))

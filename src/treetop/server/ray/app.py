@@ -1,0 +1,123 @@
+"""An application of Ray Serve: the HTTP API in front, replicas of the engine behind it.
+
+client --HTTP--> Ray's proxy --> Api (--api-workers of them) --PrefixRequestRouter--> Replica, Replica, ...
+                                 tokenizer, templates,                                 engine process each
+                                 stop strings, what each stream has received
+"""
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+
+from treetop.core.wire import ProcessOptions
+from treetop.server.alive import Alive
+from treetop.server.api.app import make_app
+from treetop.server.api.front import Front
+from treetop.server.api.run import tell
+from treetop.server.options import ServeOptions
+from treetop.server.ray.core import RayCore
+from treetop.server.ray.replica import Replica
+from treetop.server.ray.router import PrefixRequestRouter
+from treetop.types.errors import ConfigError
+
+_ROWS = 64
+"""Requests that an engine runs at a time at most, if it chooses itself."""
+_ALL_S = 86400.0
+"""Seconds, for a drain without a limit: Ray needs one."""
+_MOST_REQUESTS = 10**5
+"""Of one `Api`, which has limits of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How many replicas: from least, when little waits, to most. queue_bound: see `PrefixRouter`."""
+
+    least: int = 1
+    most: int = 1
+    queue_bound: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.least <= self.most:
+            raise ConfigError(f"replicas: must be N or A-B with 1 <= A <= B, got {self.least}-{self.most}")
+        if self.queue_bound is not None and self.queue_bound < 0:
+            raise ConfigError(f"queue-bound: must be at least 0, got {self.queue_bound}")
+
+
+class Api:
+    """The HTTP API of `treetop serve` over all replicas. Ray calls what is named after it."""
+
+    async def __init__(  # type: ignore[misc]  # Ray awaits it
+        self, replicas: Any, options: ServeOptions, model: str, seed: int
+    ) -> None:
+        logging.getLogger("treetop").setLevel(logging.INFO)
+        core = RayCore(replicas, await replicas.info.remote())
+        self._front = Front(core, options, model, seed, Alive())
+        self._telling = asyncio.ensure_future(tell(self._front, None))
+
+    def __serve_build_asgi_app__(self) -> Any:  # Ray's name for it
+        return make_app(self._front)
+
+    async def __del__(self) -> None:
+        if hasattr(self, "_telling"):
+            self._telling.cancel()
+            self._front.core.close()
+            self._front.close()
+
+
+def build_app(process: ProcessOptions, options: ServeOptions, scale: Scale) -> Any:
+    """The application, for `serve.run`. process: what each replica's engine is told, but for its address.
+
+    Raises ConfigError for options that are not an application's.
+    """
+    defaults, config = ServeOptions(), process.config
+    for name in ("host", "port"):
+        if getattr(options, name) != getattr(defaults, name):
+            raise ConfigError(f"--{name}: Ray's proxy listens; give it to `serve start --http-{name}`")
+    drain_s = _ALL_S if options.drain_timeout is None else options.drain_timeout
+    rows = config.max_running_requests or _ROWS
+    replica = serve.deployment(Replica).options(
+        name="Replica",
+        max_ongoing_requests=2 * rows,
+        graceful_shutdown_timeout_s=drain_s,
+        graceful_shutdown_wait_loop_s=0.5,
+        ray_actor_options={"num_cpus": 1, "num_gpus": _gpus(process)},
+        request_router_config=RequestRouterConfig(
+            request_router_class=PrefixRequestRouter, request_router_kwargs={"queue_bound": scale.queue_bound}
+        ),
+        **_scaling(scale, rows),
+    )
+    api = serve.deployment(serve.ingress()(Api)).options(
+        name="Api",
+        num_replicas=options.api_workers,
+        max_ongoing_requests=_MOST_REQUESTS,
+        graceful_shutdown_timeout_s=drain_s,
+        graceful_shutdown_wait_loop_s=0.5,
+        ray_actor_options={"num_cpus": 0},
+    )
+    return api.bind(replica.bind(process, options.engine_restarts), options, config.model, config.seed)
+
+
+def _scaling(scale: Scale, rows: int) -> dict[str, Any]:
+    """Ray adds replicas while each has more than three quarters of the requests that it runs at a time."""
+    if scale.least == scale.most:
+        return {"num_replicas": scale.least}
+    target = max(rows * 3 // 4, 1)
+    return {
+        "autoscaling_config": AutoscalingConfig(
+            min_replicas=scale.least, max_replicas=scale.most, target_ongoing_requests=target
+        )
+    }
+
+
+def _gpus(process: ProcessOptions) -> int:
+    """GPUs of one replica: what `--device auto` finds is what Ray gives it."""
+    config = process.config
+    if process.mock is not None or config.device == "cpu":
+        return 0
+    has_gpus = config.device != "auto" or (ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0)
+    return config.tp_size * config.ep_size if has_gpus else 0

@@ -1,0 +1,321 @@
+"""Two replicas behind Ray Serve, with mock engines: where prompts go, a replica that dies, a rolling restart."""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import httpx
+import pytest
+
+from serving import TOKENIZER, WAIT_S, command_of, replayed, until
+from treetop.cli.replicas import app
+from treetop.debug.resume_faults import RESUME_FAULTS
+from treetop.types.errors import ConfigError, EngineError
+from treetop.types.layout import SpecShape
+from treetop.types.requests import CoreInfo, EngineRequest, RequestUpdate
+from treetop.types.sampling import SamplingParams
+
+with warnings.catch_warnings():  # of Ray's own modules, as they are imported
+    warnings.simplefilter("ignore")
+    pytest.importorskip("ray.serve", reason="Ray is not installed (treetop[ray])")
+
+MOVED = "its stream goes on with another"
+
+
+class Replicas:
+    """The driver's process, and all that Ray has started below it."""
+
+    def __init__(self, **given: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url, self.said = f"http://127.0.0.1:{port}", list[str]()
+        command = [sys.executable, str(Path(__file__).parent / "ray_driver.py"), str(port)]
+        self.process = subprocess.Popen(
+            [*command, *(f"{name.replace('_', '-')}={value}" for name, value in given.items())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"},
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.wait_for("up")
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            self.said.append(line.rstrip())
+
+    def wait_for(self, word: str, count: int = 1) -> None:
+        until(lambda: self.said.count(word) >= count or self.process.poll() is not None, word)
+        assert self.process.poll() is None, "\n".join(self.said)
+
+    def num_moved(self) -> int:
+        return sum(MOVED in line for line in self.said)
+
+    def processes(self) -> dict[int, int]:
+        """All below the driver: process ids, with that of the parent."""
+        parents = {}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+        found, new = {}, {self.process.pid}
+        while new:
+            new = {pid for pid, parent in parents.items() if parent in new and pid not in found}
+            found |= {pid: parents[pid] for pid in new}
+        return found
+
+    def engines(self) -> dict[int, int]:
+        """Engine processes, with their replica's."""
+        return {pid: parent for pid, parent in self.processes().items() if "engine_process" in command_of(pid)}
+
+    def ask_again(self) -> None:
+        self.process.stdin.write("again\n")
+        self.process.stdin.flush()
+
+    def close(self) -> None:
+        if not self.process.stdin.closed:
+            self.process.stdin.close()
+        self.process.wait(WAIT_S)
+        self._reader.join(WAIT_S)
+        self.process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def replicas():
+    running = Replicas(mock_engine="20,1-3", replicas="2", max_running_requests="8", model="builtin:nestling")
+    try:
+        yield running
+    finally:
+        everything = running.processes()
+        running.close()
+        assert running.process.returncode == 0
+        until(lambda: not any(command_of(pid) for pid in everything), "processes are left")
+
+
+def prompt(topic: int, length: int, end: int = 0) -> list[int]:
+    """Prompts of one topic begin alike, up to the last token."""
+    return [4 + (topic * 37 + i * (topic + 1)) % 150 for i in range(length - 1)] + [4 + end]
+
+
+async def stream(http: httpx.AsyncClient, url: str, ids: list[int], count: int) -> tuple[str, float]:
+    """The text, and the longest pause in it."""
+    body = {"prompt": ids, "max_tokens": count, "stream": True}
+    text, last_s, pause_s = "", time.monotonic(), 0.0
+    async with http.stream("POST", url + "/v1/completions", json=body) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        async for line in answer.aiter_lines():
+            if line == "data: [DONE]":
+                return text, pause_s
+            if line:
+                event = json.loads(line.removeprefix("data: "))
+                assert "error" not in event, event
+                text += event["choices"][0]["text"]
+                last_s, pause_s = time.monotonic(), max(pause_s, time.monotonic() - last_s)
+    raise AssertionError(f"the stream ends after {len(text)} characters")
+
+
+async def streams(url: str, count: int, tokens: int, during) -> list[float]:
+    """So many streams of so many tokens each, all of which must be right, and their pauses. during: meanwhile."""
+    async with httpx.AsyncClient(timeout=WAIT_S) as http:
+        asked = [asyncio.ensure_future(stream(http, url, prompt(n, 20 + n), tokens)) for n in range(count)]
+        await asyncio.sleep(0.5)
+        await asyncio.to_thread(during)
+        answers = await asyncio.gather(*asked)
+    for number, (text, _) in enumerate(answers):
+        assert text == replayed(20 + number, tokens)
+    return [pause_s for _, pause_s in answers]
+
+
+def test_prompts_go_where_their_prefix_is(replicas):
+    """The replicas' own prefix caches say how much they had: all but the last page, after the first of each topic."""
+    http, missed, engines = httpx.Client(timeout=WAIT_S), [], replicas.engines()
+    assert len(set(engines.values())) == 2
+    with http:
+        for turn in range(6):
+            for topic in range(4):
+                body = {"prompt": prompt(topic, 100, turn), "max_tokens": 2}
+                usage = http.post(replicas.url + "/v1/completions", json=body).json()["usage"]
+                if turn and usage["prompt_tokens_details"]["cached_tokens"] != 96:
+                    missed.append((topic, turn))
+        chat = http.get(replicas.url + "/v1/models").json()
+        text = http.post(replicas.url + "/v1/completions", json={"prompt": "def area(r):", "max_tokens": 9}).json()
+    assert missed == []
+    assert chat["data"][0]["id"] == "builtin:nestling"
+    assert text["choices"][0]["text"] == replayed(len(TOKENIZER.encode("def area(r):")), 9)
+
+
+def test_a_stream_whose_replica_is_killed_goes_on_with_another(replicas):
+    """No token comes twice and none is lost, for all that were on it; what is asked then finds the other replica."""
+    before, engines = replicas.num_moved(), replicas.engines()
+    victim = next(iter(engines.values()))
+
+    def kill():
+        os.kill(victim, signal.SIGKILL)
+
+    pauses = asyncio.run(streams(replicas.url, 8, 150, kill))
+    moved = replicas.num_moved() - before
+    assert 1 <= moved < 8, "all or none of them were on one replica"
+    print(f"{moved} of 8 streams moved, longest pause {max(pauses):.3f} s")
+    with httpx.Client(timeout=WAIT_S) as http:
+        for number in range(10):
+            body = {"prompt": prompt(number, 30), "max_tokens": 3}
+            assert http.post(replicas.url + "/v1/completions", json=body).status_code == 200
+    until(lambda: not any(command_of(pid) for pid, parent in engines.items() if parent == victim), "its engine is left")
+    until(lambda: len(set(replicas.engines().values())) == 2, "Ray starts another one")
+
+
+def test_a_rolling_restart_drains(replicas):
+    """Every replica is replaced while streams run, and no stream has to move for it."""
+    before, engines, done = replicas.num_moved(), replicas.engines(), replicas.said.count("again")
+
+    def restart():
+        replicas.ask_again()
+        replicas.wait_for("again", done + 1)
+
+    asyncio.run(streams(replicas.url, 6, 400, restart))
+    until(lambda: len(now := replicas.engines()) == 2 and not now.keys() & engines.keys(), "the old ones are left")
+    assert replicas.num_moved() == before
+
+
+# ------------------------------------------------------------------------------------------------ without a cluster
+
+
+class MortalReplicas:
+    """A deployment's handle. A stream goes on behind what its request has received, and may die after any piece.
+
+    A request whose prompt is 13 kills its replica always, one of 14 never gets one.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.rng, self.num_streams, self.num_cancelled = random.Random(seed), 0, 0
+        self.generate = self
+
+    def options(self, stream: bool) -> "MortalReplicas":
+        assert stream
+        return self
+
+    def remote(self, asked: EngineRequest) -> "MortalStream":
+        self.num_streams += 1
+        return MortalStream(self, asked)
+
+
+class MortalStream:
+    def __init__(self, replicas: MortalReplicas, asked: EngineRequest) -> None:
+        self.replicas, self.asked, self.at = replicas, asked, len(asked.received)
+
+    def __aiter__(self) -> "MortalStream":
+        return self
+
+    async def __anext__(self) -> list[RequestUpdate]:
+        from ray.exceptions import ActorDiedError, ActorUnavailableError
+
+        await asyncio.sleep(0 if self.asked.prompt_ids[0] != 14 else WAIT_S)
+        rng, most = self.replicas.rng, self.asked.params.max_tokens
+        # more than the steps of a trial apart, so that nothing is thought to have killed its replica
+        if self.asked.prompt_ids[0] == 13 or (self.at > len(self.asked.received) + 20 and rng.random() < 0.2):
+            kinds = [ActorDiedError(), ActorUnavailableError("gone", None), EngineError("dead"), StopAsyncIteration()]
+            raise rng.choice(kinds)
+        end = min(self.at + rng.randint(1, 4), most)
+        new, start = tuple(range(self.at, end)), self.at
+        self.at = end
+        reason = "length" if end == most else None
+        return [RequestUpdate(self.asked.request_id, new, finish_reason=reason, start=start)]
+
+    def cancel(self) -> None:
+        self.replicas.num_cancelled += 1
+
+
+async def through(replicas: MortalReplicas, prompts: list[int], count: int, timeout_s: float | None = None):
+    """Tokens of each request, and its last update."""
+    from treetop.server.ray.core import RayCore
+
+    core = RayCore(replicas, CoreInfo("", 1000, 10**4, 4, SpecShape(1, 0, 1)))
+    tokens, ends, ended = {}, {}, asyncio.Event()
+
+    def take(update: RequestUpdate) -> None:
+        tokens.setdefault(update.request_id, []).extend(update.new_ids)
+        if update.finish_reason is not None:
+            assert update.request_id not in ends, "an end that comes twice"
+            ends[update.request_id] = update
+        if len(ends) == len(prompts):
+            ended.set()
+
+    params = SamplingParams(max_tokens=count)
+    core.add([EngineRequest(core.next_id(), (first,), params, 0, timeout_s=timeout_s) for first in prompts], take)
+    await asyncio.wait_for(ended.wait(), WAIT_S)
+    assert core.load.num_running == 0 or await asyncio.sleep(0.05) or core.load.num_running == 0
+    return tokens, ends
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_streams_of_replicas_that_die_at_any_time_are_whole(seed):
+    replicas = MortalReplicas(seed)
+    tokens, ends = asyncio.run(through(replicas, [1, 2, 3, 13, 4], 150))
+    for number in (0, 1, 2, 4):
+        assert tokens[number] == list(range(150))
+        assert ends[number].finish_reason == "length"
+    assert replicas.num_streams > 7, "nobody died"
+    assert "ended twice with this request" in ends[3].error, "what kills replicas is tried for ever"
+
+
+def test_a_request_that_no_replica_takes_ends_with_its_time(monkeypatch):
+    monkeypatch.setattr("treetop.server.ray.core._LATE_S", 0.0)
+    replicas = MortalReplicas(0)
+    _, ends = asyncio.run(through(replicas, [14], 5, timeout_s=0.2))
+    assert ends[0].timed_out
+    assert replicas.num_cancelled == 1
+
+
+@pytest.mark.parametrize("name", RESUME_FAULTS)
+def test_a_moved_stream_that_is_not_whole_is_an_error(name):
+    fault = RESUME_FAULTS[name]
+    with fault.active():
+        tokens, ends = asyncio.run(through(MortalReplicas(0), [1, 2, 3], 400))
+    for number, end in ends.items():
+        assert tokens[number] == list(range(len(tokens[number])))
+        assert fault.guard in end.error
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"replicas": "0"}, "replicas: must be N or A-B with"),
+        ({"replicas": "4-2"}, "replicas: must be N or A-B with"),
+        ({"replicas": "many"}, "replicas must be N or A-B"),
+        ({"queue-bound": "-1"}, "queue-bound a number"),
+        ({"port": 8001}, "serve start --http-port"),
+        ({"hoste": "x"}, "unrecognized arguments: --hoste=x"),
+        ({"page-size": "x"}, "--page-size"),
+        ({"model": "/no/such"}, "/no/such"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(given, words):
+    from treetop.types.errors import UserError
+
+    with pytest.raises((ConfigError, UserError), match=words):
+        app({"mock-engine": "1,1", **given})
+
+
+def test_the_application_says_ray_what_was_asked():
+    given = {"replicas": "2-5", "max_running_requests": 8, "drain_timeout": 7, "api_workers": 3, "queue_bound": 2}
+    api = app({"mock-engine": "1,1", **given})._bound_deployment
+    replica = api.init_args[0]._bound_deployment
+    scaling = replica._deployment_config.autoscaling_config
+    assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (2, 5, 6)
+    assert replica._deployment_config.graceful_shutdown_timeout_s == 7
+    assert replica._deployment_config.max_ongoing_requests == 16
+    assert replica._deployment_config.request_router_config.request_router_kwargs == {"queue_bound": 2}
+    assert api.num_replicas == 3
