@@ -99,7 +99,7 @@ def test_a_vocabulary_that_ranks_cannot_divide_ends_in_padding(tmp_path):
     save_file({"head": table}, tmp_path / "model.safetensors")
     param = of_vocab("head", "head", 9, 5)
     for rank, rows in enumerate([3, 3, 3, 0]):
-        place = Placement(torch.float64, torch.device("cpu"), 4, parallel=ExchangeRank(rank, 4, PLACE.device, None))
+        place = replace(PLACE, parallel=ExchangeRank(rank, 4, PLACE.device, None, None))
         (part,) = load_weights(tmp_path, [param], place).values()
         assert torch.equal(part[:rows], table[3 * rank :][:rows])
         assert part.shape == (3, 5)
