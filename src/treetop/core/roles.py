@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 import zmq
 
-from treetop.core.handover import DecodeRole, Metadata, PrefillRole, Role, Staging
+from treetop.core.decode_role import DecodeRole
+from treetop.core.handover import Metadata, Role, Staging
+from treetop.core.prefill_role import PrefillRole
 from treetop.core.wire import ProcessOptions
 from treetop.scheduler.scheduler import Scheduler
 from treetop.transfer.events import Deadlines

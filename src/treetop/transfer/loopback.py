@@ -23,7 +23,7 @@ class LoopbackTransport:
 
     name = "loopback"
     _all: ClassVar[dict[bytes, "LoopbackTransport"]] = {}
-    _names: ClassVar[count[int]] = count()
+    _names: ClassVar["count[int]"] = count()
 
     def __init__(self, memory: Memory) -> None:
         self.memory, self.metadata = memory, f"loopback-{next(self._names)}".encode()
