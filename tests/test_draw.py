@@ -94,7 +94,7 @@ else:
         """Many coins a row over few distinct logits: equals in every block, both zeros, large seeds and positions."""
         monkeypatch.setattr(drawing, "_BLOCK", 16)
         generator = torch.Generator().manual_seed(0)
-        count, vocab, uniforms = len(EDGES), 43, 14 if ON_GPU else 7
+        count, vocab, uniforms = len(EDGES), 43, 14 if ON_GPU else 4
         logits = (torch.randn(count, 1, vocab, generator=generator) * 1.2).round()
         logits[torch.rand(logits.shape, generator=generator) < 0.2] = float("-inf")
         minus = (logits == 0) & (torch.rand(logits.shape, generator=generator) < 0.5)

@@ -182,6 +182,7 @@ def test_a_stream_whose_replica_is_killed_goes_on_with_another(replicas):
     until(lambda: len(set(replicas.engines().values())) == 2, "Ray starts another one")
 
 
+@pytest.mark.slow
 def test_a_rolling_restart_drains(replicas):
     """Every replica is replaced while streams run, and no stream has to move for it."""
     before, engines, done = replicas.num_moved(), replicas.engines(), replicas.said.count("again")
@@ -195,6 +196,7 @@ def test_a_rolling_restart_drains(replicas):
     assert replicas.num_moved() == before
 
 
+@pytest.mark.slow
 def test_an_api_that_is_killed_comes_back_and_its_streams_do_not_end_as_if_they_were_whole(replicas):
     (api,) = [pid for pid in replicas.processes() if "ServeReplica:default:Api" in command_of(pid)]
 

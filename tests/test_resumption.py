@@ -300,6 +300,7 @@ def test_engines_that_are_killed_in_a_storm_cost_a_pause(workers):
         assert server.end() == 0
 
 
+@pytest.mark.slow
 def test_the_pair_goes_on_in_another_engine_as_it_would_have():
     """Real rounds in float64: greedy, sampled and with stop strings, against plain decoding of each prompt alone."""
     with serving(*PAIR, "--max-running-requests", "8") as server:

@@ -154,6 +154,7 @@ def test_without_the_tool_there_is_one_line(script, tmp_path, monkeypatch, capsy
     assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_the_workload_launches_the_kernels_that_small_engines_do_not_reach():
     """Eager, in Triton's interpreter: products of compressed weights, a library's page table and the tail after it."""
     pytest.importorskip("triton", reason="Triton is not installed")

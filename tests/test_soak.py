@@ -33,7 +33,15 @@ def fresh(pair):
     return small(pair, max_total_tokens=None, graphs="off", check_level=1, disable_radix_cache=True)
 
 
-@pytest.mark.parametrize("options", [{}, {"graphs": "sim", "check_level": 3}, {"disable_radix_cache": True}], ids=repr)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"graphs": "sim", "check_level": 3},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"disable_radix_cache": True}, marks=pytest.mark.slow),
+    ],
+    ids=repr,
+)
 def test_a_short_soak_ends_clean(script, strong_pair, options):
     """Float64, 300 rounds: requests finish, are aborted and retracted; a fresh engine gives the same tokens."""
     soak = script.Soak(small(strong_pair, **options), seed=3, sample=20)

@@ -38,7 +38,8 @@ class ExpertRankThread(threading.Thread):
         return None if self.is_alive() else self._code
 
     def wait(self) -> int:
-        self.join()
+        if self is not threading.current_thread():  # else a collection on its own thread
+            self.join()
         return self._code
 
     def kill(self) -> None:
