@@ -207,8 +207,8 @@ def test_a_server_of_ranks_drains_whole_answers(served):
 
 @pytest.mark.slow
 def test_a_server_ends_with_the_first_of_its_ranks(served):
-    """Also while nobody asks for anything: exit code 1, and no rank is left."""
-    with serving(*served[0]) as server:
+    """Also while nobody asks for anything: exit code 1 if no engine may be started again, and no rank is left."""
+    with serving(*served[0], "--engine-restarts", "0") as server:
         ranks = ranks_of(server)
         os.kill(ranks[1], signal.SIGKILL)
         assert server.process.wait(WAIT_S) == 1

@@ -7,20 +7,16 @@ SIGTERM are the parent's to act on: it drains first. A failure of the engine is 
 process with exit code 1.
 """
 
-import io
 import logging
-import os
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
-import msgspec
 import zmq
 
+from treetop.core.child import begin
 from treetop.core.handover import Role
 from treetop.core.loop import Core, CoreLoop
 from treetop.core.roles import open_role
@@ -159,12 +155,7 @@ def make(options: ProcessOptions) -> tuple[Core, CoreInfo, Role | None]:
 
 
 def main() -> int:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    stdin = io.FileIO(0, closefd=False)  # without a buffer, whose lock the thread would hold at the end
-    line = stdin.readline()
-    threading.Thread(target=_end_with_parent, args=(stdin,), name="treetop-parent", daemon=True).start()
-    options = msgspec.json.decode(line, type=ProcessOptions)
+    options, _ = begin(ProcessOptions, lambda _: None)
     logging.basicConfig(level=options.log_level, format="%(message)s", stream=sys.stderr)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.ROUTER)
@@ -194,13 +185,6 @@ def refuse(socket: "zmq.Socket[bytes]", why: Failed) -> None:
             identity, _ = socket.recv_multipart()
             socket.send_multipart([identity, encode(why)])
             told = True
-
-
-def _end_with_parent(stdin: io.FileIO) -> None:
-    """The parent holds the other end of stdin and never writes again."""
-    while stdin.read(1):
-        pass
-    os._exit(0)  # also out of a call that never returns
 
 
 if __name__ == "__main__":

@@ -5,22 +5,19 @@
 stdin stays open as long as the parent lives; its end is the end of this process, whatever it is doing.
 """
 
-import io
 import logging
-import os
-import signal
 import sys
 import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from shutil import rmtree
 from typing import Any
 
 import msgspec
 import torch
 import zmq
 
+from treetop.core.child import begin
 from treetop.core.engine_core import EngineCore
 from treetop.core.lockstep import Agreement, Lockstep
 from treetop.core.loop import CoreLoop
@@ -154,12 +151,7 @@ class ExpertRank:
 
 
 def main() -> int:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the parent acts on them
-    stdin = io.FileIO(0, closefd=False)  # without a buffer, whose lock the thread would hold at the end
-    options = msgspec.json.decode(stdin.readline(), type=RankOptions)
-    parent = threading.Thread(target=_end_with_parent, args=(stdin, options.folder), name="treetop-parent", daemon=True)
-    parent.start()
+    options, parent = begin(RankOptions, lambda said: said.folder)
     logging.basicConfig(level=logging.WARNING, format=f"rank {options.rank}: %(message)s", stream=sys.stderr)
     torch.set_num_threads(options.threads)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -169,14 +161,6 @@ def main() -> int:
         context.destroy(linger=_LINGER_MS)
     parent.join(_LINGER_MS / 1000)  # if the parent is gone, the folder is to go too
     return SAID_WHY
-
-
-def _end_with_parent(stdin: io.FileIO, folder: str) -> None:
-    """The parent holds the other end of stdin and never writes again; it may have had no time to remove the folder."""
-    while stdin.read(1):
-        pass
-    rmtree(folder, ignore_errors=True)
-    os._exit(0)  # also out of a call that never returns
 
 
 if __name__ == "__main__":

@@ -5,22 +5,18 @@
 stdin stays open as long as rank 0 lives; its end is the end of this process, whatever it is doing.
 """
 
-import io
 import logging
-import os
-import signal
 import sys
 import threading
 import zlib
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
-from shutil import rmtree
 
-import msgspec
 import torch
 import zmq
 
+from treetop.core.child import begin
 from treetop.core.group_wire import (
     Broken,
     Ended,
@@ -132,13 +128,7 @@ class Follower:
 
 
 def main() -> int:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # rank 0 acts on them
-    stdin = io.FileIO(0, closefd=False)  # without a buffer, whose lock the thread would hold at the end
-    line = stdin.readline()
-    options = msgspec.json.decode(line, type=FollowerOptions)
-    parent = threading.Thread(target=_end_with_parent, args=(stdin, options.folder), name="treetop-parent", daemon=True)
-    parent.start()
+    options, parent = begin(FollowerOptions, lambda said: said.folder)
     logging.basicConfig(level=logging.WARNING, format=f"rank {options.rank}: %(message)s", stream=sys.stderr)
     torch.set_num_threads(options.threads)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -148,14 +138,6 @@ def main() -> int:
         context.destroy(linger=_LINGER_MS)
     parent.join(_LINGER_MS / 1000)  # if rank 0 is gone, the folder is to go too
     return 1
-
-
-def _end_with_parent(stdin: io.FileIO, folder: str) -> None:
-    """The parent holds the other end of stdin and never writes again; it may have had no time to remove the folder."""
-    while stdin.read(1):
-        pass
-    rmtree(folder, ignore_errors=True)
-    os._exit(0)  # also out of a call that never returns
 
 
 if __name__ == "__main__":
