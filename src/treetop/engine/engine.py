@@ -16,7 +16,7 @@ from treetop.attention.layer import DenseAttention
 from treetop.checks.host import PlanChecker, check_padded, check_result
 from treetop.checks.poison import poison
 from treetop.engine.build import build_runner, captures, plan_engine, zeros_on
-from treetop.engine.capacity_proof import prove_capacity, prove_handover, prove_padding
+from treetop.engine.capacity_proof import prove_acceptance, prove_capacity, prove_handover, prove_padding
 from treetop.engine.cuda_graphs import CudaGraphs
 from treetop.engine.graphs import Eager, GraphSim, RoundLauncher
 from treetop.engine.handover import collect_exports, collect_imports, export_pieces, import_columns, import_pieces
@@ -129,6 +129,7 @@ class Engine:
         if isinstance(self.launcher, CudaGraphs):
             self.launcher.capture_all()
         if self.config.check_level >= 1:
+            prove_acceptance(self.runner)
             prove_padding(self.runner, self.launcher)
             prove_capacity(self.runner, self.launcher)
         if self.slots is not None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Thread
 from typing import Any
 
 import torch
@@ -108,10 +108,14 @@ class Group:
             self._group._set_default_timeout(timedelta(seconds=seconds))
 
     def close(self) -> None:
-        """Leave the group: kernels that wait for others end. Any number of times, from any thread."""
+        """Leave the group: kernels that wait for others end. Any number of times, from any thread.
+
+        The library ends them at once, then waits until no captured graph holds a kernel of its own. That is for a thread
+        that may be left behind: whoever closes may hold such graphs.
+        """
         with self._closing:
             if self._gpu and not self._closed:
-                self._group.abort()
+                Thread(target=self._group.abort, name="treetop-leave", daemon=True).start()
             self._closed = True
 
     def _gather_on_cpu(self, out: Tensor, piece: Tensor) -> None:
