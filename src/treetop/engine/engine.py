@@ -139,6 +139,11 @@ class Engine:
             for name in self.layout.token_groups:
                 self._poison_pages((name, PageId(page)) for page in range(1, self.layout.num_pages[name]))
 
+    def release(self) -> None:
+        """Give back what captured rounds hold of others, such as of a group of ranks. Nothing runs afterwards."""
+        if isinstance(self.launcher, CudaGraphs):
+            self.launcher.release()
+
     def step(self, plan: StepPlan) -> StepResult:
         """Run one prefill step or one decode round, and wait for its result. Zero rows are a legal batch."""
         return self.collect(self.launch(plan))
