@@ -354,7 +354,7 @@ if INTERPRETED:
 
     @pytest.mark.parametrize(
         ("params", "level"),
-        [(greedy(9), 3), (sampled(3, 7), 2), (sampled(4, 5, top_p=0.8), 1)],
+        [(greedy(9), 3), (sampled(3, 5), 2), (sampled(4, 3, top_p=0.8), 1)],
         ids=["greedy", "drawn", "filtered"],
     )
     def test_an_engine_gives_the_same_rounds_with_either(strong_pair, params, level):

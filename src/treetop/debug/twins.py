@@ -70,8 +70,8 @@ def full_table(state: RowState, group: GroupName) -> PageTable:
 # ---------------------------------------------------------------- who sees whom
 
 
-def misses_itself(width: int, device: torch.device) -> Tensor:
-    return torch.eye(width, dtype=torch.bool, device=device)
+def misses_itself(width: int) -> Tensor:
+    return torch.eye(width, dtype=torch.bool)
 
 
 def counts_twice(real: Callable[..., Any]) -> Callable[..., Any]:

@@ -205,13 +205,14 @@ def _scenario(llm: LLM, outputs: list[RequestOutput]) -> None:
     prompts = _prompts(llm)
     # The last row of four ends first: its place in the row list is padding while a long prompt is prefilled in it.
     ragged = [ids[:length] for ids, length in zip(prompts, (9, 3, 10, 28, 53, 58), strict=False)]
-    paces = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (60, 60, 60, 4, 50, 50)]
+    paces = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (24, 24, 24, 4, 16, 16)]
     outputs += llm.generate(ragged, paces)
     first = llm.generate(prompts[:4], SamplingParams(max_tokens=30, ignore_eos=True))
     outputs += first
     # The same beginnings again, the draft's last shared token followed by another one.
-    outputs += llm.generate([[*ids[:41], 7] for ids in prompts[:2]], SamplingParams(max_tokens=20, ignore_eos=True))
-    outputs += llm.generate(prompts[6:8], SamplingParams(max_tokens=_CONTEXT, ignore_eos=True))  # to the context wall
+    outputs += llm.generate([[*ids[:41], 7] for ids in prompts[:2]], SamplingParams(max_tokens=10, ignore_eos=True))
+    nearly = [(ids * 2)[: _CONTEXT - 14] for ids in prompts[6:8]]
+    outputs += llm.generate(nearly, SamplingParams(max_tokens=_CONTEXT, ignore_eos=True))  # to the context wall
     outputs += _stop_inside_a_path(llm, prompts[:4], first)
 
 

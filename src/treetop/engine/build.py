@@ -89,11 +89,13 @@ def plan_engine(
     engine_plan = _plan_own(config, parallel, expert_ranks)
     if isinstance(expert_ranks, Unmet):
         return engine_plan
-    rows, chunk = engine_plan.layout.max_requests, engine_plan.layout.chunk  # steps of all ranks have one size
-    fewest, least = expert_ranks.least(rows), expert_ranks.least(chunk)
-    if (rows, chunk) == (fewest, least):
+    # Steps of all ranks have one size, and a request gets the same bits on any of them.
+    own = engine_plan.layout.max_requests, engine_plan.layout.chunk, int(engine_plan.place.compressed)
+    agreed = tuple(expert_ranks.least(number) for number in own)
+    if own == agreed:
         return engine_plan
-    return _plan_rows(replace(config, max_running_requests=fewest, chunked_prefill_size=least), parallel, expert_ranks)
+    config = replace(config, max_running_requests=agreed[0], chunked_prefill_size=agreed[1])
+    return _plan_rows(replace(config, compress_weights=bool(agreed[2])), parallel, expert_ranks)
 
 
 def _plan_own(config: EngineConfig, parallel: Parallel, expert_ranks: Parallel) -> EnginePlan:
@@ -136,6 +138,8 @@ def _plan_rows(config: EngineConfig, parallel: Parallel, expert_ranks: Parallel)
     use = MemoryUse(layout, dtype.itemsize, budget)
     if config.prefill_tokens_per_round is None:
         config = replace(config, prefill_tokens_per_round=tokens_of_a_round(layout, device))
+    if config.compress_weights is None:
+        config = replace(config, compress_weights=place.compressed)
     return EnginePlan(config, target, draft, layout, place, need, use, weights, handover)
 
 
