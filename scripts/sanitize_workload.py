@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 from treetop import LLM, SamplingParams
 from treetop.debug.kernels import all_kernels, place_of
-from treetop.debug.patching import wrapped_device
+from treetop.debug.patching import wrapped_runner
 from treetop.debug.two_group import write_two_group_pair
 from treetop.engine.model_runner import ModelRunner
 from treetop.kernels.experts import Activation, Experts, experts
@@ -79,7 +79,7 @@ class Plant:
     def active(self) -> Iterator[None]:
         """Engines that are made and run inside have the bug."""
 
-        with wrapped_device(self.wrap):
+        with wrapped_runner(self.wrap):
             yield
 
     def _harm(self) -> None:

@@ -95,9 +95,9 @@ class Engine:
         self.draft_path = self.draft.folder if self.draft is not None else None
         self.dtype, device = engine_plan.place.dtype, engine_plan.place.device
         built = build_runner(engine_plan)
-        self.layout, self.memory, self._zones = built.device.layout, built.use, built.zones
+        self.layout, self.memory, self._zones = built.runner.layout, built.use, built.zones
         self.products = built.products
-        self.runner, self.slots = built.device, built.slots
+        self.runner, self.slots = built.runner, built.slots
         self.launcher: RoundLauncher = Eager(self.runner)
         if config.graphs == "sim":
             self.launcher = GraphSim(self.runner, self._keys())
@@ -151,23 +151,23 @@ class Engine:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlightStep:
         """Start a step and return at once. Up to `max_in_flight` may be out; they are collected in this order."""
-        level, device = self.config.check_level, self.runner
+        level, runner = self.config.check_level, self.runner
         if level >= 1:
             self._plans.check(plan)
         if level >= 3:
             self._poison_pages(plan.freed)
             if isinstance(plan, PrefillPlan):
-                device.state.forget_pages([setup.row for setup in plan.setups])
+                runner.state.forget_pages([setup.row for setup in plan.setups])
         slot = self._staging.take()
         with self._explained("running"):
             run = self._run(plan, slot)
-        posted = self._staging.post(slot, run, device.probes.posted)
-        if device.probes.enabled:
-            device.probes.record.zero_()
+        posted = self._staging.post(slot, run, runner.probes.posted)
+        if runner.probes.enabled:
+            runner.probes.record.zero_()
         seen = None
         if self.observer is not None and isinstance(plan, RoundPlan):
-            tree = device.buffers.tree_of(posted.rows, plan.shape)
-            seen = (self._hand_out(tree), self._hand_out(device.buffers.accepted_of(posted.rows, plan.shape)))
+            tree = runner.buffers.tree_of(posted.rows, plan.shape)
+            seen = (self._hand_out(tree), self._hand_out(runner.buffers.accepted_of(posted.rows, plan.shape)))
         return InFlightStep(plan, posted, seen)
 
     def collect(self, in_flight: InFlightStep) -> StepResult:
