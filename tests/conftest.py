@@ -24,7 +24,19 @@ transformers_logging.disable_progress_bar()
 transformers_logging.set_verbosity_error()
 
 
-LONGEST = ("frozen/test_command_line.py", "test_faults.py", "test_draw.py", "test_triton.py", "test_round_ops.py")
+LONGEST = (
+    "frozen/test_command_line.py",
+    "test_faults.py",
+    "test_draw.py",
+    "test_triton.py",
+    "test_round_ops.py",
+    "test_handover_drills.py",
+    "test_ray.py",
+    "test_resumption.py",
+    "test_serve_life.py",
+    "test_tensor_parallel.py",
+    "test_worker_group.py",
+)
 """Files that run first, so that none of them is what the last process waits for."""
 
 

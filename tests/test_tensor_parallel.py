@@ -25,7 +25,7 @@ from tiny_models import (
     save_random_qwen3,
     save_weak_llama,
 )
-from treetop.debug.patching import wrapped_device
+from treetop.debug.patching import wrapped_runner
 from treetop.debug.rank_faults import RANK_FAULTS
 from treetop.debug.ranks import MemoryGroup, ranks_on_threads
 from treetop.debug.two_group import write_two_group_pair
@@ -177,7 +177,7 @@ def provoke(pair, found, level, seconds=2.0):
     """Requests on ranks with a fault at a check level: how they end, the ranks' states, and how long it took."""
     runners = []
     options = {"tp_size": 2, "check_level": level, "step_timeout": seconds, "overlap": True, **found.options}
-    with found.active(), wrapped_device(lambda device: runners.append(device) or device):
+    with found.active(), wrapped_runner(lambda device: runners.append(device) or device):
         llm = build(pair, (4, 5, 16), **options)
         begun, error = time.monotonic(), None
         try:

@@ -80,7 +80,7 @@ class ExpertRank:
             core = core_of(lockstep, engine)
             self._say(Ready(info_of(engine)))
             self._serve(core, lockstep, agreement)
-        except Exception as error:
+        except Exception as error:  # whatever ends this rank, the others are told
             reason = str(error) if isinstance(error, TreetopError) else f"{type(error).__name__}: {error}"
             with suppress(zmq.ZMQError):  # the parent has ended the group
                 self._say(Failed(reason, isinstance(error, UserError)))

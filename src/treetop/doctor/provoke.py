@@ -21,7 +21,7 @@ from torch import Tensor
 
 from treetop.debug.faults import Fault
 from treetop.debug.oracle import DensePair
-from treetop.debug.patching import wrapped_device
+from treetop.debug.patching import wrapped_runner
 from treetop.debug.visibility import VisibilityWatch
 from treetop.doctor.conformance import WINDOW, Case, Conformance, follow
 from treetop.models.folder import resolve_folder
@@ -176,7 +176,7 @@ class Provocation:
         error: Exception | None = None
         with nullcontext() if sound else fault.active():
             try:
-                with wrapped_device(VisibilityWatch().wrap) if watched else nullcontext():
+                with wrapped_runner(VisibilityWatch().wrap) if watched else nullcontext():
                     llm = LLM(model, draft, **options)
                 llm.engine.observer = lambda plan, tree, accepted: kept.append(_note(plan, tree, accepted))
                 _scenario(llm, outputs)
@@ -198,7 +198,7 @@ def _drafted_otherwise(fault: Fault, **options: Any) -> str | None:
     oracle = DensePair(resolve_folder(BUILTIN_MODEL), resolve_folder(BUILTIN_DRAFT))
     with fault.active():
         llm = LLM(**options)
-        return follow(llm, oracle, _prompts(llm)[:1], [SamplingParams(max_tokens=24, ignore_eos=True)])[2]
+        return follow(llm, oracle, _prompts(llm)[:1], [SamplingParams(max_tokens=12, ignore_eos=True)])[2]
 
 
 def _scenario(llm: LLM, outputs: list[RequestOutput]) -> None:

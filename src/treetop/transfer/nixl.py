@@ -117,7 +117,7 @@ class NixlTransport:
             self._agent = nixl.nixl_agent(self._agent_name, nixl.nixl_agent_config(backends=["UCX"]))
             region = (memory.address, memory.num_bytes, memory.device or 0, "")
             self._registered = self._agent.register_memory([region], mem_type=_kind(memory))
-        except Exception as error:
+        except Exception as error:  # NIXL names no base class of its errors
             raise ConfigError(f"NIXL cannot register memory for the hand-over: {error}") from error
         reach = _Reach(self._agent.get_agent_metadata(), memory.address, memory.num_bytes, memory.device)
         self.metadata = _encode(reach)
