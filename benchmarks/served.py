@@ -1,6 +1,7 @@
 """A server of one's own, and a client that notes when its streams were given which token."""
 
 import asyncio
+import os
 import re
 import sys
 import time
@@ -32,7 +33,7 @@ class Client:
     """Asks the server for completions of ids."""
 
     def __init__(self, url: str) -> None:
-        self._connection = Connection(Address.of(url), None)
+        self.url, self._connection = url, Connection(Address.of(url), None)
 
     async def ask(self, ids: Sequence[int], max_tokens: int, into: Stream | None = None) -> Stream:
         """A completion, to its end. into: hears it as it comes."""
@@ -76,11 +77,15 @@ async def until(true: Callable[[], bool], tasks: Sequence["asyncio.Task[Any]"] =
 
 
 @asynccontextmanager
-async def served(model: str, options: dict[str, Any]) -> AsyncIterator[Client]:
-    """A `treetop serve` of its own, which ends with this."""
+async def served(
+    model: str, options: dict[str, Any], environment: dict[str, str] | None = None
+) -> AsyncIterator[Client]:
+    """A `treetop serve` of its own, which ends with this. environment: variables beside those of this process."""
     flags = [word for name, value in options.items() for word in flag_of(name, value)]
     command = [sys.executable, "-m", "treetop.cli", "serve", model, "--port", "0", "--log-interval", "0", *flags]
-    process = await asyncio.create_subprocess_exec(*command, stderr=PIPE, stdout=DEVNULL, start_new_session=True)
+    process = await asyncio.create_subprocess_exec(
+        *command, stderr=PIPE, stdout=DEVNULL, start_new_session=True, env={**os.environ, **(environment or {})}
+    )
     assert process.stderr is not None
     said, reading = [], None
     try:
