@@ -64,9 +64,10 @@ def addresses(count):
 class Side:
     """A group with a role. ranks: its threads."""
 
-    def __init__(self, config, handover):
-        with expert_ranks_on_threads() as self.ranks:
-            self.opened = open_core(config, handover)
+    def __init__(self, started, config, handover):
+        before = len(started)
+        self.opened = open_core(config, handover)
+        self.ranks = started[before:]
         self.core = self.opened.core
         self.thread = CoreThread(self.core)
 
@@ -115,16 +116,23 @@ class Side:
         self.opened.close()
 
 
-def computing(folder, shape, peers, **options):
+@pytest.fixture
+def started():
+    """All ranks that are started, on threads."""
+    with expert_ranks_on_threads() as ranks:
+        yield ranks
+
+
+def computing(started, folder, shape, peers, **options):
     """A prefill group that listens at these addresses."""
     handover = HandoverOptions("prefill", peers[0], handover_lease=LEASE_S)
-    return Side(config_of(folder, shape, len(peers), **{"graphs": "sim", **SLOTS, **options}), handover)
+    return Side(started, config_of(folder, shape, len(peers), **{"graphs": "sim", **SLOTS, **options}), handover)
 
 
-def asking(folder, shape, ranks, peers, **options):
+def asking(started, folder, shape, ranks, peers, **options):
     """A decode group that asks at these addresses."""
     handover = HandoverOptions("decode", None, tuple(peers), handover_lease=LEASE_S)
-    return Side(config_of(folder, shape, ranks, **{"graphs": "sim", **SLOTS, **options}), handover)
+    return Side(started, config_of(folder, shape, ranks, **{"graphs": "sim", **SLOTS, **options}), handover)
 
 
 def have_met(prefill, decode):
@@ -134,12 +142,12 @@ def have_met(prefill, decode):
 
 
 @contextmanager
-def sides(folder, shape, prefill_ranks, decode_ranks, **options):
+def sides(started, folder, shape, prefill_ranks, decode_ranks, **options):
     """A prefill and a decode group that have met."""
     peers = addresses(prefill_ranks)
     with (
-        closing(computing(folder, shape, peers, **options)) as prefill,
-        closing(asking(folder, shape, decode_ranks, peers, **options)) as decode,
+        closing(computing(started, folder, shape, peers, **options)) as prefill,
+        closing(asking(started, folder, shape, decode_ranks, peers, **options)) as decode,
     ):
         have_met(prefill, decode)
         yield prefill, decode
@@ -157,11 +165,13 @@ def expected(folder, shape, prompts, params):
         (CHAIN, 2, 4, [3] * 6, {"overlap": False, "check_level": 2}),
     ],
 )
-def test_groups_hand_over_what_one_process_computes(folder, shape, prefill_ranks, decode_ranks, places, options):
+def test_groups_hand_over_what_one_process_computes(
+    started, folder, shape, prefill_ranks, decode_ranks, places, options
+):
     """Greedy and sampled, to ranks of which some are idle; then again, with prompts that both sides have in caches."""
     prompts = Pair(folder, None).prompts(LENGTHS)
     want = expected(folder, shape, prompts, PARAMS)
-    with sides(folder, shape, prefill_ranks, decode_ranks, **options) as (prefill, decode):
+    with sides(started, folder, shape, prefill_ranks, decode_ranks, **options) as (prefill, decode):
         assert decode.generate(prompts, PARAMS, places) == want
         pieces = decode.counted("num_pieces")
         assert decode.generate(prompts, PARAMS, places) == want
@@ -173,12 +183,12 @@ def test_groups_hand_over_what_one_process_computes(folder, shape, prefill_ranks
     assert sum(sum(lens) for _, lens in want) > 0
 
 
-def test_a_prefill_rank_that_dies_ends_its_group_and_costs_a_local_prefill(folder):
+def test_a_prefill_rank_that_dies_ends_its_group_and_costs_a_local_prefill(started, folder):
     """While pieces travel. Another group in its place is used again; all that was held comes back."""
     prompts = Pair(folder, None).prompts(LENGTHS)
     want, peers = expected(folder, TREE, prompts, PARAMS), addresses(2)
-    with closing(asking(folder, TREE, 2, peers)) as decode:
-        with closing(computing(folder, TREE, peers)) as prefill:
+    with closing(asking(started, folder, TREE, 2, peers)) as decode:
+        with closing(computing(started, folder, TREE, peers)) as prefill:
             have_met(prefill, decode)
 
             def strike():
@@ -191,7 +201,7 @@ def test_a_prefill_rank_that_dies_ends_its_group_and_costs_a_local_prefill(folde
             decode.all_is_back()
         whole, local = decode.counted("num_whole"), decode.counted("num_local")
         assert local > 0
-        with closing(computing(folder, TREE, peers)) as again:
+        with closing(computing(started, folder, TREE, peers)) as again:
             have_met(again, decode)
             others = [prompt[::-1] for prompt in prompts]
             assert decode.generate(others, PARAMS) == expected(folder, TREE, others, PARAMS)
@@ -200,10 +210,10 @@ def test_a_prefill_rank_that_dies_ends_its_group_and_costs_a_local_prefill(folde
             decode.all_is_back()
 
 
-def test_a_decode_rank_that_dies_ends_its_group_and_gives_the_prefill_ranks_their_slots_back(folder):
+def test_a_decode_rank_that_dies_ends_its_group_and_gives_the_prefill_ranks_their_slots_back(started, folder):
     """Every request is told so, as the engine's end; a supervisor would go on with another (`test_resumption.py`)."""
     prompts = Pair(folder, None).prompts(LENGTHS)
-    with sides(folder, TREE, 2, 2) as (prefill, decode):
+    with sides(started, folder, TREE, 2, 2) as (prefill, decode):
         asked = [EngineRequest(decode.thread.next_id(), tuple(prompt), greedy(30), 0) for prompt in prompts]
         with CoreClient(decode.thread) as client:
             client.add(asked)
@@ -216,9 +226,9 @@ def test_a_decode_rank_that_dies_ends_its_group_and_gives_the_prefill_ranks_thei
         prefill.all_is_back()
 
 
-def test_a_prefill_group_refuses_clients_and_says_what_it_does(folder):
+def test_a_prefill_group_refuses_clients_and_says_what_it_does(started, folder):
     """Its load is told though nobody asks it for anything."""
-    with closing(computing(folder, TREE, addresses(2))) as prefill:
+    with closing(computing(started, folder, TREE, addresses(2))) as prefill:
         assert "--role prefill" in prefill.opened.info.refuses
         role = RolesOfRanks(prefill.core)
         prefill.thread.close()
