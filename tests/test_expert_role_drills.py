@@ -7,13 +7,14 @@ import time
 import pytest
 
 from engines import greedy
-from serving import Server, serving, until
+from serving import Server, serving
 from test_expert_group import OPTIONS, ranks_of
 from test_expert_parallel import TREE, build, save_glm_with_mtp
 from test_expert_roles import addresses
 from test_serve_life import in_threads, joined
 from tiny_models import Pair, copy_folder, save_tokenizer
 from treetop.types.roles import SECRET_VARIABLE
+from waiting import until
 
 pytest.importorskip("nixl_cu12", reason="needs NIXL")
 pytestmark = pytest.mark.slow

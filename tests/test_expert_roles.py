@@ -11,7 +11,6 @@ import pytest
 
 from engines import greedy, sampled
 from refusing import refused
-from serving import until
 from test_expert_parallel import CHAIN, TREE, build, save_glm_with_mtp
 from tiny_models import Pair
 from treetop.core.expert_group import RolesOfRanks
@@ -24,6 +23,7 @@ from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
 from treetop.types.requests import EngineRequest
 from treetop.types.roles import HandoverOptions
+from waiting import until
 
 LENGTHS = [3, 33, 17, 60, 9, 41]
 PARAMS = [

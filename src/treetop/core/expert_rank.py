@@ -72,7 +72,7 @@ class ExpertRank:
 
     def run(self) -> None:
         """Meet the others, start the engine, then serve until something fails, which is told."""
-        group = agreement = role = None
+        group = agreement = engine = role = None
         try:
             rank, config = self._options.rank, self._options.config
             device = compute_device(config.device)
@@ -99,6 +99,8 @@ class ExpertRank:
             self.ended.set()
             if role is not None:
                 role.close()
+            if engine is not None:
+                engine.release()
             if group is not None:
                 group.close()
             if agreement is not None:
@@ -113,10 +115,10 @@ class ExpertRank:
         while not self.ended.is_set():
             while self._orders.poll(0):
                 self._apply(loop, decode_to_core(self._orders.recv()))
-            if role is not None:
-                role.poll(time.monotonic())
             if core.busy:
                 loop.step()
+            if role is not None:  # after the step, whose requests are asked for before anything is waited for
+                role.poll(time.monotonic())
             if not core.busy or core.stalled:
                 if lockstep.called():
                     lockstep.rest()
