@@ -1,0 +1,243 @@
+# ruff: noqa: PLR0917 (kernels take what they touch as arguments)
+"""Exchanges between the GPUs of one host by writing into each other's memory, each one launch.
+
+Every rank has a mailbox that all can write. A program writes its row, or its piece, into the same slot of every rank's
+mailbox, waits for what the others write into its own, and goes on with all of them, in the order of the ranks. Data
+says by itself that it has come, so one trip over the link is enough: a row of a sum is written over a number that no
+sum is; each word of a gathered piece comes beside the number of its exchange.
+
+A slot has two boxes, used in turn. Who writes into a box for the second time has read, in between, what its owner wrote
+after emptying it. How often a slot was used is counted on the device, so recorded graphs can be replayed.
+
+Source: the protocols LL of NCCL and "Lamport" of TensorRT-LLM's all-reduce, whose ideas these are.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from treetop.checks.probes import LATE
+from treetop.kernels.dependent_launch import launch_options, pdl_wait
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, interpreted, jit, lanes, tl
+
+ROWS, ROW_BYTES = 64, 64 << 10
+"""Slots of sums, one for each row of a launch, and how long a row may be, in float32."""
+CHUNKS, CHUNK = 64, 1024
+"""Slots of gathers, and how many words of 4 bytes a slot holds, each beside a number."""
+_BOXES = 2
+_QUIET_NS = 1_000_000
+"""A wait looks at the clock only; after so long it also looks whether it is to end."""
+
+
+def mailbox_bytes(ranks: int) -> int:
+    """Memory that each rank's mailbox takes. To begin with all of its bits are set."""
+    return _BOXES * ranks * (ROWS * ROW_BYTES + CHUNKS * CHUNK * 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Mailboxes:
+    """What a rank has of the mailboxes of all.
+
+    addresses: [ranks] int64, of each rank's mailbox as this rank reaches it. counts: [ROWS + CHUNKS] int32, zero to
+    begin with. control: [2] int64 in pinned memory of the host: whether waiting is to end, and how long a wait may be,
+    in nanoseconds. record: [8] int64, as `checks.probes` reads it.
+    """
+
+    rank: int
+    ranks: int
+    addresses: Tensor
+    counts: Tensor
+    control: Tensor
+    record: Tensor
+
+    @classmethod
+    def make(cls, rank: int, addresses: list[int], device: torch.device, record: Tensor) -> "Mailboxes":
+        counts = torch.zeros(ROWS + CHUNKS, dtype=torch.int32, device=device)
+        control = torch.zeros(2, dtype=torch.int64, pin_memory=device.type == "cuda")
+        return cls(rank, len(addresses), torch.tensor(addresses, device=device), counts, control, record)
+
+
+def adds(parts: Tensor) -> bool:
+    """Whether `add_shares_rms_norm` takes a share in these parts [parts, ..., hidden]."""
+    hidden = parts.shape[-1]
+    rows = parts[0].numel() // max(hidden, 1)
+    return 0 < rows <= ROWS and hidden * 4 <= ROW_BYTES and parts.dtype != torch.float64
+
+
+def gathers(piece: Tensor) -> bool:
+    """Whether `gather` takes a piece."""
+    return 0 < piece.nbytes <= CHUNKS * CHUNK * 4 and piece.nbytes % 4 == 0 and piece.data_ptr() % 4 == 0
+
+
+_NAN = {2: 0x7FFF, 4: 0x7FFFFFFF}
+"""By the bytes of a number: a NaN whose bits are not all set."""
+
+
+def add_shares_rms_norm(
+    x: Tensor, parts: Tensor, weight: Tensor | None, eps: float, mail: Mailboxes, gpu: GpuTraits, num_warps: int = 0
+) -> tuple[Tensor, Tensor]:
+    """x plus the shares of all ranks, and that over its root mean square, times weight; the sum twice without weight.
+
+    parts: [parts, ..., hidden], whose sum, rounded to x's dtype, is this rank's share. It is `fused.add_rms_norm` of
+    the gathered shares.
+    """
+    x, parts = x.contiguous(), parts.contiguous()
+    hidden, wide = x.shape[-1], x.element_size() == 4
+    total = torch.empty_like(x)
+    normed = total if weight is None else torch.empty_like(x)
+    _add_shares_kernel[(x.numel() // hidden,)](
+        total, normed, x, parts, x if weight is None else weight, eps, x.numel(),
+        mail.addresses, mail.counts, mail.control, mail.record, mail.rank,
+        ranks=mail.ranks, hidden=hidden, block=lanes(hidden), parts_count=parts.shape[0], norms=weight is not None,
+        word=tl.int32 if wide else tl.int16, nan=_NAN[x.element_size()], slot=ROW_BYTES // x.element_size(), slots=ROWS,
+        late=LATE, quiet=_QUIET_NS, clock=not interpreted(), overlap=gpu.can_overlap,
+        num_warps=num_warps or (8 if hidden > 2048 else 4), **launch_options(gpu),
+    )  # fmt: skip
+    return total, normed
+
+
+def gather(out: Tensor, piece: Tensor, mail: Mailboxes, gpu: GpuTraits) -> None:
+    """Fill out [ranks, ...] with the pieces [...] of the ranks, in their order. Both contiguous; see `gathers`."""
+    words = piece.nbytes // 4
+    _gather_kernel[(-(-words // CHUNK),)](
+        out.view(-1).view(torch.int32), piece.view(-1).view(torch.int32), words,
+        mail.addresses, mail.counts, mail.control, mail.record, mail.rank,
+        ranks=mail.ranks, block=CHUNK, chunks=CHUNKS, before=_BOXES * mail.ranks * ROWS * ROW_BYTES // 8,
+        slots=ROWS, late=LATE, quiet=_QUIET_NS, clock=not interpreted(), overlap=gpu.can_overlap, num_warps=4,
+        **launch_options(gpu),
+    )  # fmt: skip
+
+
+@jit
+def _add_shares_kernel(
+    total: Arg, normed: Arg, x: Arg, parts: Arg, weight: Arg, eps: Arg, size: Arg,
+    addresses: Arg, counts: Arg, control: Arg, record: Arg, rank: Arg,
+    ranks: constexpr, hidden: constexpr, block: constexpr, parts_count: constexpr, norms: constexpr, word: constexpr,
+    nan: constexpr, slot: constexpr, slots: constexpr, late: constexpr, quiet: constexpr, clock: constexpr,
+    overlap: constexpr,
+) -> None:  # fmt: skip
+    """One row a program. total, normed, x: [rows, hidden]; parts: [parts, rows, hidden]; weight: [hidden].
+
+    slot: numbers that one has room for. A mailbox begins with [2, slots, ranks, slot] of them, all bits set where
+    nothing has come.
+    """
+    column = tl.arange(0, block)
+    there = column < hidden
+    if norms:
+        scale = tl.load(weight + column, mask=there, other=0.0).to(tl.float32)  # a constant: needs no waiting
+    row = tl.program_id(0)
+    pdl_wait(overlap)
+    at = row.to(tl.int64) * hidden + column
+    share = tl.load(parts + at, mask=there, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, parts_count):
+        share += tl.load(parts + part * size + at, mask=there, other=0.0)
+    bits = share.to(x.dtype.element_ty).to(word, bitcast=True)
+    bits = tl.where(bits == -1, tl.full([block], nan, word), bits)  # stays NaN
+    count = tl.load(counts + row)
+    first = ((count & 1) * slots + row) * (ranks * slot)
+    for turn in tl.static_range(ranks):
+        box = _mailbox(addresses, (rank + 1 + turn) % ranks, word)
+        tl.store(box + (first + rank * slot) + column, bits, mask=there)
+
+    own = _mailbox(addresses, rank, word) + first
+    value = tl.load(x + at, mask=there, other=0.0)
+    added = tl.zeros([block], tl.float32)
+    missing = tl.full([], 1, tl.int32)
+    tries = tl.full([], 0, tl.int64)
+    began = tl.full([], 0, tl.int64)
+    while missing > 0:
+        added = tl.zeros([block], tl.float32)
+        absent = tl.zeros([block], tl.int32)
+        for peer in tl.static_range(ranks):
+            bits = tl.load(own + peer * slot + column, mask=there, other=0, volatile=True)
+            absent = tl.where(bits == -1, peer + 1, absent)
+            added += bits.to(x.dtype.element_ty, bitcast=True).to(tl.float32)
+        missing = tl.max(absent, 0)
+        if missing > 0:
+            tries += 1
+            missing, began = _patience(missing, tries, began, control, record, row, late, quiet, clock)
+    for peer in tl.static_range(ranks):
+        tl.store(own + peer * slot + column, tl.full([block], -1, word), mask=there)
+    value = (value.to(tl.float32) + added).to(value.dtype)
+    tl.store(total + at, value, mask=there)
+    if norms:
+        value = value.to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(value * value, 0) / hidden + eps)
+        tl.store(normed + at, (value * inverse * scale).to(normed.dtype.element_ty), mask=there)
+    tl.store(counts + row, count + 1)  # all of the program has read it: all have waited for one another above
+
+
+@jit
+def _gather_kernel(
+    out: Arg, piece: Arg, words: Arg, addresses: Arg, counts: Arg, control: Arg, record: Arg, rank: Arg,
+    ranks: constexpr, block: constexpr, chunks: constexpr, before: constexpr, slots: constexpr, late: constexpr,
+    quiet: constexpr, clock: constexpr, overlap: constexpr,
+) -> None:  # fmt: skip
+    """`block` words a program. out: [ranks, words] int32; piece: [words] int32.
+
+    A mailbox has, after `before` numbers of 8 bytes, [2, chunks, ranks, block] of them: a word, above it its number.
+    """
+    lane = tl.arange(0, block)
+    chunk = tl.program_id(0)
+    pdl_wait(overlap)
+    at = chunk * block + lane
+    there = at < words
+    count = tl.load(counts + slots + chunk)
+    number = (count + 1).to(tl.int64)
+    data = tl.load(piece + at, mask=there, other=0).to(tl.int64) & 0xFFFFFFFF
+    first = before + ((count & 1) * chunks + chunk) * (ranks * block)
+    for turn in tl.static_range(ranks):
+        box = _mailbox(addresses, (rank + 1 + turn) % ranks, tl.int64)
+        tl.store(box + (first + rank * block) + lane, (number << 32) | data, mask=there)
+
+    own = _mailbox(addresses, rank, tl.int64) + first
+    missing = tl.full([], 1, tl.int32)
+    tries = tl.full([], 0, tl.int64)
+    began = tl.full([], 0, tl.int64)
+    while missing > 0:
+        absent = tl.zeros([block], tl.int32)
+        for peer in tl.static_range(ranks):
+            data = tl.load(own + peer * block + lane, mask=there, other=0, volatile=True)
+            absent = tl.where(there & ((data >> 32) != number), peer + 1, absent)
+            tl.store(out + peer * words + at, data.to(tl.int32), mask=there)
+        missing = tl.max(absent, 0)
+        if missing > 0:
+            tries += 1
+            missing, began = _patience(missing, tries, began, control, record, chunk, late, quiet, clock)
+    tl.store(counts + slots + chunk, count + 1)
+
+
+@jit
+def _mailbox(addresses: Arg, rank: Arg, number: constexpr) -> Arg:
+    """Where a rank's mailbox begins."""
+    return tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(number)), 16)
+
+
+@jit
+def _patience(
+    missing: Arg, tries: Arg, began: Arg, control: Arg, record: Arg, row: Arg, late: constexpr, quiet: constexpr,
+    clock: constexpr,
+) -> Arg:  # fmt: skip
+    """Whether to wait on. missing: 1 + the rank that is waited for. Returns it, or 0 to end, and since when one waits.
+
+    A wait that is too long is written down, and so that all that come after it end soon. Without a clock tries count.
+    """
+    now = tries
+    if clock:
+        now = tl.extra.cuda.globaltimer().to(tl.int64)
+    if began == 0:
+        began = now
+    waited = now - began
+    if waited > (quiet if clock else 0):
+        stop = tl.load(control, volatile=True) != 0
+        if (waited > tl.load(control + 1, volatile=True)) & (stop == 0):
+            stop = stop == 0
+            if tl.load(record) == 0:
+                tl.store(record + 3, row)
+                tl.store(record + 4, missing - 1)
+                tl.store(record, late)
+            tl.store(control, 1)
+        if stop:
+            missing = missing * 0
+    return missing, began
