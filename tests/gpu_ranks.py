@@ -133,9 +133,9 @@ def graphs_replay(rank: int, group: Group) -> None:
         def look(found: Tensor, gathered: Tensor, expected: Tensor = expected, shares: Tensor = shares) -> None:
             wrong.add_((found != expected).any() | (gathered != shares).any())
 
-        graphs.append(graph_of(group, shares[rank], exchanges, look))
+        graphs.append((graph_of(group, shares[rank], exchanges, look), look))  # with what it reads
     for step in range(300):
-        graphs[step % 2].replay()
+        graphs[step % 2][0].replay()
         if own.random() < 0.1:
             torch.cuda._sleep(int(own.random() * 2_000_000))
     torch.cuda.synchronize()

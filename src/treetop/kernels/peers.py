@@ -12,13 +12,18 @@ after emptying it. How often a slot was used is counted on the device, so record
 Source: the protocols LL of NCCL and "Lamport" of TensorRT-LLM's all-reduce, whose ideas these are.
 """
 
+import ctypes
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from treetop.checks.probes import LATE
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
+from treetop.kernels.fused import add_rms_norm_reference, joined
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, interpreted, jit, lanes, tl
 
 ROWS, ROW_BYTES = 64, 64 << 10
@@ -54,7 +59,7 @@ class Mailboxes:
     @classmethod
     def make(cls, rank: int, addresses: list[int], device: torch.device, record: Tensor) -> "Mailboxes":
         counts = torch.zeros(ROWS + CHUNKS, dtype=torch.int32, device=device)
-        control = torch.zeros(2, dtype=torch.int64, pin_memory=device.type == "cuda")
+        control = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
         return cls(rank, len(addresses), torch.tensor(addresses, device=device), counts, control, record)
 
 
@@ -74,14 +79,93 @@ _NAN = {2: 0x7FFF, 4: 0x7FFFFFFF}
 """By the bytes of a number: a NaN whose bits are not all set."""
 
 
-def add_shares_rms_norm(
-    x: Tensor, parts: Tensor, weight: Tensor | None, eps: float, mail: Mailboxes, gpu: GpuTraits, num_warps: int = 0
+def add_shares_rms_norm_reference(
+    x: Tensor, parts: Tensor, weight: Tensor | None, eps: float, mail: Mailboxes
 ) -> tuple[Tensor, Tensor]:
     """x plus the shares of all ranks, and that over its root mean square, times weight; the sum twice without weight.
 
-    parts: [parts, ..., hidden], whose sum, rounded to x's dtype, is this rank's share. It is `fused.add_rms_norm` of
-    the gathered shares.
+    parts: [parts, ..., hidden], whose sum, rounded to x's dtype, is this rank's share. It is `add_rms_norm` of the
+    gathered shares.
     """
+    word, nan = (torch.int16, torch.int32)[x.element_size() == 4], _NAN[x.element_size()]
+    boxes = [_sums(mail, peer).view(word) for peer in range(mail.ranks)]
+    came = []
+    for slot, row in enumerate(joined(parts).to(x.dtype).view(-1, x.shape[-1]).view(word)):
+        slots, words = [each[:, slot] for each in boxes], row.where(row != -1, nan)
+        came.append(_exchanged(mail, slot, slots, words, lambda words: words != -1))
+        slots[mail.rank][int(mail.counts[slot]) - 1 & 1] = -1
+    shares = torch.stack(came, dim=1).view(x.dtype).view(mail.ranks, *x.shape)
+    total = add_rms_norm_reference(x, shares, x.new_ones(x.shape[-1]), eps)[0]
+    return total, total if weight is None else add_rms_norm_reference(total, None, weight, eps)[1]
+
+
+def gather_reference(out: Tensor, piece: Tensor, mail: Mailboxes) -> None:
+    """Fill out [ranks, ...] with the pieces [...] of the ranks, in their order."""
+    boxes = [_pieces(mail, peer) for peer in range(mail.ranks)]
+    to = out.view(mail.ranks, -1).view(torch.int32)
+    for chunk, words in enumerate(piece.reshape(-1).view(torch.int32).split(CHUNK)):
+        number = (mail.counts[ROWS + chunk] + 1).to(torch.int64)
+        numbered, slots = number << 32 | words.to(torch.int64) & 0xFFFFFFFF, [each[:, chunk] for each in boxes]
+        came = _exchanged(mail, ROWS + chunk, slots, numbered, partial(_numbered, number))
+        to[:, chunk * CHUNK :][:, : len(words)] = came.to(torch.int32)
+
+
+def _numbered(number: Tensor, words: Tensor) -> Tensor:
+    return words >> 32 == number
+
+
+def _exchanged(
+    mail: Mailboxes, slot: int, slots: list[Tensor], words: Tensor, there: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """The words of all ranks for one slot, [ranks, words]. slots: of each rank, [2, ranks, most words]."""
+    box = int(mail.counts[slot]) & 1
+    mail.counts[slot] += 1
+    others = [peer for peer in range(mail.ranks) if peer != mail.rank]
+    for peer in others:
+        slots[peer][box, mail.rank, : len(words)] = words
+    began = time.monotonic_ns()
+    while True:
+        came = slots[mail.rank][box, :, : len(words)].clone()
+        came[mail.rank] = words
+        if there(came).all() or mail.control[0]:
+            return came
+        time.sleep(0)
+        if time.monotonic_ns() - began > mail.control[1]:
+            mail.record[:5] = torch.tensor([LATE, 0, 0, slot, int((~there(came)).any(1).nonzero()[-1])])
+            mail.control[0] = 1
+
+
+def _sums(mail: Mailboxes, peer: int) -> Tensor:
+    """The slots of sums of a rank's mailbox, [2, ROWS, ranks, ROW_BYTES] uint8."""
+    size = _BOXES * ROWS * mail.ranks * ROW_BYTES
+    return _memory(int(mail.addresses[peer]), size, mail.counts.device).view(_BOXES, ROWS, mail.ranks, ROW_BYTES)
+
+
+def _pieces(mail: Mailboxes, peer: int) -> Tensor:
+    """The slots of gathers of a rank's mailbox, [2, CHUNKS, ranks, CHUNK] int64."""
+    first, size = _BOXES * ROWS * mail.ranks * ROW_BYTES, _BOXES * CHUNKS * mail.ranks * CHUNK * 8
+    found = _memory(int(mail.addresses[peer]) + first, size, mail.counts.device).view(torch.int64)
+    return found.view(_BOXES, CHUNKS, mail.ranks, CHUNK)
+
+
+class _At:
+    """Memory of a GPU, as PyTorch asks for it."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+def _memory(address: int, size: int, device: torch.device) -> Tensor:
+    """[size] uint8, the memory at an address."""
+    if device.type == "cuda":
+        return torch.as_tensor(_At(address, size), device=device)
+    return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
+
+
+def add_shares_rms_norm(
+    x: Tensor, parts: Tensor, weight: Tensor | None, eps: float, mail: Mailboxes, gpu: GpuTraits, num_warps: int = 0
+) -> tuple[Tensor, Tensor]:
+    """`add_shares_rms_norm_reference` in one launch."""
     x, parts = x.contiguous(), parts.contiguous()
     hidden, wide = x.shape[-1], x.element_size() == 4
     total = torch.empty_like(x)
@@ -98,7 +182,7 @@ def add_shares_rms_norm(
 
 
 def gather(out: Tensor, piece: Tensor, mail: Mailboxes, gpu: GpuTraits) -> None:
-    """Fill out [ranks, ...] with the pieces [...] of the ranks, in their order. Both contiguous; see `gathers`."""
+    """`gather_reference` in one launch. Both contiguous; see `gathers`."""
     words = piece.nbytes // 4
     _gather_kernel[(-(-words // CHUNK),)](
         out.view(-1).view(torch.int32), piece.view(-1).view(torch.int32), words,
@@ -123,7 +207,7 @@ def _add_shares_kernel(
     nothing has come.
     """
     column = tl.arange(0, block)
-    there = column < hidden
+    there, me = column < hidden, tl.zeros([block], tl.int32) + rank
     if norms:
         scale = tl.load(weight + column, mask=there, other=0.0).to(tl.float32)  # a constant: needs no waiting
     row = tl.program_id(0)
@@ -136,8 +220,8 @@ def _add_shares_kernel(
     bits = tl.where(bits == -1, tl.full([block], nan, word), bits)  # stays NaN
     count = tl.load(counts + row)
     first = ((count & 1) * slots + row) * (ranks * slot)
-    for turn in tl.static_range(ranks):
-        box = _mailbox(addresses, (rank + 1 + turn) % ranks, word)
+    for turn in tl.static_range(1, ranks):
+        box = _mailbox(addresses, (rank + turn) % ranks, word)
         tl.store(box + (first + rank * slot) + column, bits, mask=there)
 
     own = _mailbox(addresses, rank, word) + first
@@ -150,15 +234,15 @@ def _add_shares_kernel(
         added = tl.zeros([block], tl.float32)
         absent = tl.zeros([block], tl.int32)
         for peer in tl.static_range(ranks):
-            bits = tl.load(own + peer * slot + column, mask=there, other=0, volatile=True)
-            absent = tl.where(bits == -1, peer + 1, absent)
-            added += bits.to(x.dtype.element_ty, bitcast=True).to(tl.float32)
+            came = tl.load(own + peer * slot + column, mask=there & (me != peer), other=bits, volatile=True)
+            absent = tl.where(came == -1, peer + 1, absent)
+            added += came.to(x.dtype.element_ty, bitcast=True).to(tl.float32)
         missing = tl.max(absent, 0)
         if missing > 0:
             tries += 1
             missing, began = _patience(missing, tries, began, control, record, row, late, quiet, clock)
     for peer in tl.static_range(ranks):
-        tl.store(own + peer * slot + column, tl.full([block], -1, word), mask=there)
+        tl.store(own + peer * slot + column, tl.full([block], -1, word), mask=there & (me != peer))
     value = (value.to(tl.float32) + added).to(value.dtype)
     tl.store(total + at, value, mask=there)
     if norms:
@@ -182,14 +266,14 @@ def _gather_kernel(
     chunk = tl.program_id(0)
     pdl_wait(overlap)
     at = chunk * block + lane
-    there = at < words
+    there, me = at < words, tl.zeros([block], tl.int32) + rank
     count = tl.load(counts + slots + chunk)
     number = (count + 1).to(tl.int64)
-    data = tl.load(piece + at, mask=there, other=0).to(tl.int64) & 0xFFFFFFFF
+    data = (number << 32) | (tl.load(piece + at, mask=there, other=0).to(tl.int64) & 0xFFFFFFFF)
     first = before + ((count & 1) * chunks + chunk) * (ranks * block)
-    for turn in tl.static_range(ranks):
-        box = _mailbox(addresses, (rank + 1 + turn) % ranks, tl.int64)
-        tl.store(box + (first + rank * block) + lane, (number << 32) | data, mask=there)
+    for turn in tl.static_range(1, ranks):
+        box = _mailbox(addresses, (rank + turn) % ranks, tl.int64)
+        tl.store(box + (first + rank * block) + lane, data, mask=there)
 
     own = _mailbox(addresses, rank, tl.int64) + first
     missing = tl.full([], 1, tl.int32)
@@ -198,9 +282,9 @@ def _gather_kernel(
     while missing > 0:
         absent = tl.zeros([block], tl.int32)
         for peer in tl.static_range(ranks):
-            data = tl.load(own + peer * block + lane, mask=there, other=0, volatile=True)
-            absent = tl.where(there & ((data >> 32) != number), peer + 1, absent)
-            tl.store(out + peer * words + at, data.to(tl.int32), mask=there)
+            came = tl.load(own + peer * block + lane, mask=there & (me != peer), other=data, volatile=True)
+            absent = tl.where((came >> 32) != number, peer + 1, absent)
+            tl.store(out + peer * words + at, came.to(tl.int32), mask=there)
         missing = tl.max(absent, 0)
         if missing > 0:
             tries += 1

@@ -3,9 +3,9 @@
 Every row of `Ops` is an operation. An instance of it holds, for one engine, the function of each row that serves there:
 nowhere else is a kernel chosen over its reference. `docs/operations.md` is this table, written out.
 
-Two things are chosen elsewhere, for they depend on more than an engine: the attention of a phase, by its backend, and
-the product with a weight, by the rows of each call. Their kernels are rows too, to be tested, compiled ahead and
-checked with the rest.
+Three things are chosen elsewhere, for they depend on more than an engine: the attention of a phase, by its backend, the
+product with a weight, by the rows of each call, and an exchange between ranks, by its size and by where they are. Their
+kernels are rows too, to be tested, compiled ahead and checked with the rest.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ from treetop.kernels import attention as attending
 from treetop.kernels import commit as committing
 from treetop.kernels import draw as drawing
 from treetop.kernels import experts as expert_products
-from treetop.kernels import fused, mxfp4, packed_weights, pages, pieces, routing, tail, topk
+from treetop.kernels import fused, mxfp4, packed_weights, pages, peers, pieces, routing, tail, topk
 from treetop.kernels import grow as growing
 from treetop.kernels import process as processing
 from treetop.kernels import rows as row_state
@@ -217,6 +217,12 @@ class Ops:
     )
     pick = Op(row_state.pick_reference, row_state.pick, 0.0, on_a_gpu, (row_state._pick_kernel,))
     finish = Op(row_state.finish_reference, row_state.finish, 0.0, on_a_gpu, (row_state._finish_kernel,))
+
+    # of ranks that reach each other's memory
+    add_shares_rms_norm = Op(
+        peers.add_shares_rms_norm_reference, peers.add_shares_rms_norm, 1e-6, on_a_gpu, (peers._add_shares_kernel,)
+    )
+    gather = Op(peers.gather_reference, peers.gather, 0.0, on_a_gpu, (peers._gather_kernel,))
 
     # of a hand-over
     pack = Op(pieces.pack_reference, pieces.pack, 0.0, on_a_gpu, (pieces._move_kernel,))

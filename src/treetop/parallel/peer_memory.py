@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from treetop.checks.probes import RECORD
-from treetop.kernels import peers
-from treetop.kernels.peers import Mailboxes
+from treetop.kernels.peers import Mailboxes, mailbox_bytes
+from treetop.kernels.table import Ops
 from treetop.kernels.triton_guard import gpu_traits, why_not
 from treetop.types.parallel import Parallel
 
@@ -104,7 +104,11 @@ class PeerExchange:
     """What a rank exchanges by memory. memory: what has to live as long as this does."""
 
     def __init__(self, mail: Mailboxes, device: torch.device, memory: object) -> None:
-        self.mail, self._memory, self._gpu = mail, memory, gpu_traits(device)
+        self.mail, self._memory = mail, memory
+        add, gather = Ops.add_shares_rms_norm, Ops.gather
+        gpu = gpu_traits(device) if why_not(device) is None else None
+        self._add = add.reference if gpu is None else add.on(gpu)
+        self._gather = gather.reference if gpu is None else gather.on(gpu)
 
     def set_deadline(self, seconds: float) -> None:
         """So long a rank waits for another."""
@@ -116,11 +120,11 @@ class PeerExchange:
 
     def add_rms_norm(self, x: Tensor, parts: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
         """See `Share`."""
-        return peers.add_shares_rms_norm(x, parts, weight, eps, self.mail, self._gpu)
+        return self._add(x, parts, weight, eps, self.mail)
 
     def gather(self, out: Tensor, piece: Tensor) -> None:
         """Fill out [size, ...] with the pieces [...] of the ranks, in their order."""
-        peers.gather(out, piece, self.mail, self._gpu)
+        self._gather(out, piece, self.mail)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +152,7 @@ def reach_peers(whole: Parallel, device: torch.device) -> PeerExchange | None:
     reason, memory, exchange = None, None, None
     try:
         _check_access(whole, device)
-        memory = _Mapped(peers.mailbox_bytes(whole.size), device)
+        memory = _Mapped(mailbox_bytes(whole.size), device)
         handle = memory.handle
     except PeerMemoryError as error:
         reason, handle = str(error), bytes(_HANDLE_BYTES)
