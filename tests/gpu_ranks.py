@@ -98,6 +98,9 @@ def ten_thousand_exchanges(rank: int, group: Group) -> None:
         shape = alike.choice(SHAPES)
         if alike.random() < 0.3:
             wrong += (parallel.gather(shares[shape][rank]) != shares[shape]).any()
+        elif alike.random() < 0.3:
+            side_by_side = shares[shape].movedim(0, -2).flatten(-2)
+            wrong += (parallel.join(shares[shape][rank]) != side_by_side).any()
         else:
             found = norm_of(group, shares[shape][rank], dtype)
             wrong += (found[0] != expected[shape][0]).any() | (found[1] != expected[shape][1]).any()

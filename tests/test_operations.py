@@ -369,13 +369,13 @@ def add_shares_rms_norm(_: bool) -> Call:
 
 @case
 def gather(_: bool) -> Call:
-    """Of 1,500 words, so of two slots."""
+    """Of 1,500 words, so of two slots, in three rows that lie side by side."""
     mail, boxes = mailboxes(0, 2)
     words = torch.randint(-(2**31), 2**31, (2 * peers.CHUNK,))
     peers._pieces(mail, 0)[1, :2, 1] = (2 << 32 | words & 0xFFFFFFFF).view(2, -1)
     piece = torch.randint(-(2**31), 2**31, (3, 500), dtype=torch.int32)
     piece[1, 7] = -1
-    out = torch.zeros(2, 3, 500, dtype=torch.int32)
+    out = torch.zeros(3, 2, 500, dtype=torch.int32)
     return Call((out, piece, mail), compared=lambda args, result: (out, boxes, mail.counts))
 
 

@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -75,7 +76,7 @@ class MailboxGroup(MemoryGroup):
     def set_deadline(self, seconds):
         super().set_deadline(seconds)
         if self.parallel.peers is not None:
-            self.parallel.peers.set_deadline(seconds)
+            self.parallel.peers.set_deadline(seconds / 4)  # before the host has seen that a step is late
 
 
 class Counted(PeerExchange):
@@ -123,23 +124,22 @@ def test_an_engine_whose_ranks_exchange_by_memory_gives_what_one_rank_gives(pair
 
 
 def test_a_wait_that_was_too_long_ends_the_step_with_an_error(pairs, monkeypatch):
-    """At every check level: the second rank's mail is lost from some exchange on."""
-    real, sent = peers._exchanged, []
+    """At level 0, too: the second rank's mail is lost. The host would see it much later."""
+    real, losing = peers._exchanged, threading.Event()
 
     def loses(mail, slot, slots, *more):
-        sent.append(mail.rank)
-        if mail.rank == 1 and len(sent) > 2000:
+        if mail.rank == 1 and losing.is_set():
             slots = [torch.zeros_like(slots[0]), slots[1]]
         return real(mail, slot, slots, *more)
 
     monkeypatch.setattr(threads, "MemoryGroup", MailboxGroup)
     monkeypatch.setattr(peers, "_exchanged", loses)
     with ranks_on_threads():
-        llm = build(pairs["weak"], (3, 3, 8), tp_size=2, dtype="float32", check_level=0, step_timeout=2.0)
-        with pytest.raises(EngineError, match="rank 1 did not answer others in time|did not (end|answer)"):
+        llm = build(pairs["weak"], (3, 3, 8), tp_size=2, dtype="float32", check_level=0, step_timeout=8.0)
+        losing.set()
+        with pytest.raises(EngineError, match=r"rank \d did not answer others in time"):
             llm.generate(pairs["weak"].prompts([4] * 4), greedy(300))
         llm.close()
-    assert len(sent) > 2000
 
 
 def test_a_record_of_a_late_rank_is_raised_whatever_the_level():

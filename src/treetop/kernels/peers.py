@@ -71,8 +71,9 @@ def adds(parts: Tensor) -> bool:
 
 
 def gathers(piece: Tensor) -> bool:
-    """Whether `gather` takes a piece."""
-    return 0 < piece.nbytes <= CHUNKS * CHUNK * 4 and piece.nbytes % 4 == 0 and piece.data_ptr() % 4 == 0
+    """Whether `gather` takes a piece [..., width]."""
+    whole_words = piece.shape[-1] * piece.element_size() % 4 == 0 and piece.data_ptr() % 4 == 0
+    return whole_words and 0 < piece.nbytes <= CHUNKS * CHUNK * 4
 
 
 _NAN = {2: 0x7FFF, 4: 0x7FFFFFFF}
@@ -100,14 +101,20 @@ def add_shares_rms_norm_reference(
 
 
 def gather_reference(out: Tensor, piece: Tensor, mail: Mailboxes) -> None:
-    """Fill out [ranks, ...] with the pieces [...] of the ranks, in their order."""
+    """Fill out [..., ranks, width] with the pieces [..., width] of the ranks, in their order.
+
+    piece: `width` is a multiple of 4 bytes; see `gathers`. Instead of what does not come in time out gets this rank's
+    own, so that indices stay legal until the host reads the record.
+    """
     boxes = [_pieces(mail, peer) for peer in range(mail.ranks)]
-    to = out.view(mail.ranks, -1).view(torch.int32)
+    came = piece.new_empty((mail.ranks, *piece.shape))
+    to = came.view(mail.ranks, -1).view(torch.int32)
     for chunk, words in enumerate(piece.reshape(-1).view(torch.int32).split(CHUNK)):
         number = (mail.counts[ROWS + chunk] + 1).to(torch.int64)
         numbered, slots = number << 32 | words.to(torch.int64) & 0xFFFFFFFF, [each[:, chunk] for each in boxes]
-        came = _exchanged(mail, ROWS + chunk, slots, numbered, partial(_numbered, number))
-        to[:, chunk * CHUNK :][:, : len(words)] = came.to(torch.int32)
+        found = _exchanged(mail, ROWS + chunk, slots, numbered, partial(_numbered, number))
+        to[:, chunk * CHUNK :][:, : len(words)] = found.where(found >> 32 == number, numbered).to(torch.int32)
+    out.copy_(came.movedim(0, -2))
 
 
 def _numbered(number: Tensor, words: Tensor) -> Tensor:
@@ -184,8 +191,9 @@ def add_shares_rms_norm(
 def gather(out: Tensor, piece: Tensor, mail: Mailboxes, gpu: GpuTraits) -> None:
     """`gather_reference` in one launch. Both contiguous; see `gathers`."""
     words = piece.nbytes // 4
+    width = piece.shape[-1] * piece.element_size() // 4
     _gather_kernel[(-(-words // CHUNK),)](
-        out.view(-1).view(torch.int32), piece.view(-1).view(torch.int32), words,
+        out.view(-1).view(torch.int32), piece.view(-1).view(torch.int32), words, width,
         mail.addresses, mail.counts, mail.control, mail.record, mail.rank,
         ranks=mail.ranks, block=CHUNK, chunks=CHUNKS, before=_BOXES * mail.ranks * ROWS * ROW_BYTES // 8,
         slots=ROWS, late=LATE, quiet=_QUIET_NS, clock=not interpreted(), overlap=gpu.can_overlap, num_warps=4,
@@ -254,11 +262,11 @@ def _add_shares_kernel(
 
 @jit
 def _gather_kernel(
-    out: Arg, piece: Arg, words: Arg, addresses: Arg, counts: Arg, control: Arg, record: Arg, rank: Arg,
+    out: Arg, piece: Arg, words: Arg, width: Arg, addresses: Arg, counts: Arg, control: Arg, record: Arg, rank: Arg,
     ranks: constexpr, block: constexpr, chunks: constexpr, before: constexpr, slots: constexpr, late: constexpr,
     quiet: constexpr, clock: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
-    """`block` words a program. out: [ranks, words] int32; piece: [words] int32.
+    """`block` words a program. out: [words / width, ranks, width] int32; piece: [words] int32.
 
     A mailbox has, after `before` numbers of 8 bytes, [2, chunks, ranks, block] of them: a word, above it its number.
     """
@@ -276,6 +284,7 @@ def _gather_kernel(
         tl.store(box + (first + rank * block) + lane, data, mask=there)
 
     own = _mailbox(addresses, rank, tl.int64) + first
+    to = out + at // width * (ranks * width) + at % width
     missing = tl.full([], 1, tl.int32)
     tries = tl.full([], 0, tl.int64)
     began = tl.full([], 0, tl.int64)
@@ -284,7 +293,7 @@ def _gather_kernel(
         for peer in tl.static_range(ranks):
             came = tl.load(own + peer * block + lane, mask=there & (me != peer), other=data, volatile=True)
             absent = tl.where((came >> 32) != number, peer + 1, absent)
-            tl.store(out + peer * words + at, came.to(tl.int32), mask=there)
+            tl.store(to + peer * width, tl.where((came >> 32) == number, came, data).to(tl.int32), mask=there)
         missing = tl.max(absent, 0)
         if missing > 0:
             tries += 1

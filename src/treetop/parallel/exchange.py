@@ -79,12 +79,18 @@ class ExchangeRank:
 
     def gather(self, piece: Tensor) -> Tensor:
         out, piece = piece.new_empty((self.size, *piece.shape)), piece.contiguous()
-        fill = self._gather if self.peers is None or not gathers(piece) else self.peers.gather
-        fill(out, piece)
+        if self.peers is None or not gathers(piece.view(-1)):
+            self._gather(out, piece)
+        else:
+            self.peers.gather(out.view(self.size, -1), piece.view(-1))
         return out
 
     def join(self, piece: Tensor) -> Tensor:
-        return self.gather(piece).movedim(0, -2).flatten(-2)
+        if self.peers is None or not gathers(piece := piece.contiguous()):
+            return self.gather(piece).movedim(0, -2).flatten(-2)
+        out = piece.new_empty((*piece.shape[:-1], self.size, piece.shape[-1]))
+        self.peers.gather(out, piece)
+        return out.flatten(-2)
 
     def all_to_all(self, pieces: Tensor) -> Tensor:
         out = torch.empty_like(pieces, memory_format=torch.contiguous_format)

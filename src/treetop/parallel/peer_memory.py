@@ -123,7 +123,7 @@ class PeerExchange:
         return self._add(x, parts, weight, eps, self.mail)
 
     def gather(self, out: Tensor, piece: Tensor) -> None:
-        """Fill out [size, ...] with the pieces [...] of the ranks, in their order."""
+        """Fill out [..., size, width] with the pieces [..., width] of the ranks, in their order."""
         self._gather(out, piece, self.mail)
 
 
@@ -195,7 +195,7 @@ def _tried(exchange: PeerExchange, whole: Parallel, device: torch.device) -> str
     expected = torch.arange(whole.size, dtype=torch.int32, device=device)
     for _ in range(4):
         found = torch.full_like(expected, -1)
-        exchange.gather(found, expected[whole.rank].clone())
+        exchange.gather(found[:, None], expected[whole.rank, None].clone())
         if int(exchange.mail.record[0]):
             return f"rank {int(exchange.mail.record[4])} did not answer in {_TRY_S:g} s"
         if not torch.equal(found, expected):
