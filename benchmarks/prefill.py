@@ -92,6 +92,7 @@ def start(args: argparse.Namespace, cases: list[Case], chunk: int, backend: str)
         graphs="off",
         overlap=able is None or not able.needs_host_extents,
         compress_weights=False,
+        disable_radix_cache=True,
         device=args.device,
     )
 

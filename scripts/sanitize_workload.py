@@ -34,6 +34,9 @@ from treetop.kernels.metadata import AttentionMetadata
 from treetop.kernels.mxfp4 import pack
 from treetop.kernels.packed_weights import CompressedLaunch, compress, compressed_rows
 from treetop.kernels.pages import gather_table
+from treetop.kernels.pieces import Span
+from treetop.kernels.pieces import pack as pack_piece
+from treetop.kernels.pieces import unpack as unpack_piece
 from treetop.kernels.routing import Router, RouterKind, RouterSpec, route
 from treetop.kernels.skinny_gemm import RowsLaunch, gated_rows, skinny_gemm
 from treetop.kernels.tail import PrefixPart, tail_and_merge
@@ -159,6 +162,7 @@ def work(mode: str, device: str) -> None:
         products_of_compressed_weights(torch.device(device))
         experts_of_a_layer(torch.device(device))
         attention_after_a_library(torch.device(device))
+        pieces_of_a_request(torch.device(device))
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -223,6 +227,17 @@ def attention_after_a_library(device: torch.device) -> None:
     for window in (None, 3):
         metadata = AttentionMetadata(Phase.VERIFY, pages, listed, kv_len, 9, 4, positions, window, positions, mask)
         tail_and_merge(q, prefix, tail, metadata, 0.1, q[0, 0, :, 0].clone(), gpu)
+
+
+def pieces_of_a_request(device: torch.device) -> None:
+    """Packing into a slot and unpacking from it; pages are not full, and no size fits a block."""
+    gpu, pool = gpu_traits(device), torch.randn((2, 40, 2, 3, 24), device=device)
+    table = torch.tensor([5, 2, 7], dtype=torch.int32, device=device)
+    stride = 2 * 9 * 2 * 24 * pool.itemsize
+    slot = torch.zeros(32 + 3 * stride, dtype=torch.uint8, device=device)
+    span = Span(1, 9, 4, 32, stride)
+    packed = pack_piece(slot, pool, table, span, gpu)
+    assert torch.equal(packed, unpack_piece(slot, torch.zeros_like(pool), table, span, gpu))
 
 
 def main() -> int:

@@ -26,10 +26,18 @@ _NUMBERS = count()
 class WorkerProcess:
     """One engine process. load: its last word. ended: last updates, and tokens, accepted lengths of each request."""
 
-    def __init__(self, folder: Path, config: EngineConfig, handover: HandoverOptions, secret: str = SECRET) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: EngineConfig,
+        handover: HandoverOptions,
+        secret: str = SECRET,
+        gpu: int | None = None,
+    ) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         address = f"ipc://{folder}/{next(_NUMBERS)}"
-        environment = {**os.environ, SECRET_VARIABLE: secret, "UCX_TLS": "tcp"}
+        over = {"UCX_TLS": "tcp"} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
+        environment = {**os.environ, SECRET_VARIABLE: secret, **over}
         command = [sys.executable, "-P", "-m", "treetop.core.engine_process"]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
         assert self.process.stdin is not None

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ import openai
 from treetop.models.folder import resolve_folder
 from treetop.server.mock_options import TEXT
 from treetop.server.tokenizer import Tokenizer
+from waiting import WAIT_S
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
@@ -26,7 +26,6 @@ TEMPLATE = (
 )
 TOKENIZER = Tokenizer(resolve_folder("builtin:nestling"))
 STREAM = TOKENIZER.encode(TEXT, special=False)
-WAIT_S = 60.0
 
 
 def replayed(num_prompt_tokens: int, count: int) -> str:
@@ -129,14 +128,6 @@ def command_of(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
     except (FileNotFoundError, ProcessLookupError):
         return ""
-
-
-def until(true, what: str = "") -> None:
-    """Poll for something that must become true."""
-    deadline = time.monotonic() + WAIT_S
-    while not true():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
 
 
 @contextmanager

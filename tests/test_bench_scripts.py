@@ -163,3 +163,36 @@ def test_first_tokens_that_differ_are_said(script, strong_pair):
 def test_a_case_that_is_none_is_refused(script, case):
     with pytest.raises(InputError, match="--cases"):
         script("prefill").Case.of(case)
+
+
+# ---------------------------------------------------------------------------------------------------------- serving
+
+
+def test_a_server_is_timed_beside_an_engine_of_this_process(script, strong_pair, capsys):
+    """On a CPU: every part gives its line, over a server that streams text though the model has no tokenizer."""
+    model = ["--model", str(strong_pair.target), "--draft", str(strong_pair.head), "--device", "cpu"]
+    sizes = ["--batches", "1", "2", "--input-tokens", "5", "--prompt-tokens", "100", "--rounds", "10", "--repeats", "1"]
+    assert script("serving").main([*model, *sizes, "--accept-length", "2"]) == 0
+    machine, one, two, host, ttft, gaps = map(json.loads, capsys.readouterr().out.splitlines())
+    assert machine["options"]["simulate_accept_length"] == 2
+    assert [one["batch"], two["batch"], host["batch"], gaps["rows"]] == [1, 2, 2, 1]
+    assert all(each["server_rounds_per_s"]["low"] > 0 < each["llm_rounds_per_s"]["low"] for each in (one, two))
+    assert 0 < host["scheduler_core_us"]["median"] < host["round_us"]
+    assert host["hidden"] is None  # nothing overlaps on a CPU
+    assert ttft["cached_tokens"] == 80  # whole pages of 16 of the 90 that prompts share
+    assert ttft["uncached_share"] == 0.2
+    assert gaps["alone_ms"]["p50"] > 0
+    assert gaps["ratio"]["p99"] > 0
+
+
+def test_rounds_of_a_stream_are_counted_by_its_tokens(script):
+    """An event may hold several rounds: the one with the last round ends the time, and all its rounds count."""
+    serving = script("serving")
+    stream = script("served").Stream(0.0, [(1.0, 1), (2.0, 4)])
+    later = [(3.0, 7), (4.5, 16), (5.0, 19)]
+    assert serving.rounds_since(stream, 1, 3, 3) is None
+    stream.events += later[:1]
+    assert serving.rounds_since(stream, 1, 3, 3) is None
+    stream.events += later[1:]
+    assert serving.rounds_since(stream, 1, 3, 3) == (2.5, 4)
+    assert serving.gaps_ms(stream, 2) == [1000.0, 1500.0, 500.0]

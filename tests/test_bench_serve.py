@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from serving import mock, until
+from serving import mock
 from treetop.bench import serve_plot
 from treetop.bench.arrivals import ARRIVALS
 from treetop.bench.http_client import Address
@@ -18,6 +18,7 @@ from treetop.bench.serve import Answer, LoadOptions, point_of, run, summary
 from treetop.bench.workload import conversations
 from treetop.cli import main
 from treetop.types.errors import ConfigError, EngineError, InputError
+from waiting import until
 
 
 @pytest.mark.parametrize("name", sorted(ARRIVALS))

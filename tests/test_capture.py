@@ -20,6 +20,9 @@ class FakeGraph:
     run: object
     log: list
 
+    def reset(self):
+        pass
+
     def replay(self):
         self.log.append(_name(self.run))
         self.run()

@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 
 from engines import greedy, sampled, tokens
-from serving import WAIT_S, serving, until
+from serving import serving
 from test_expert_parallel import TREE, build, save_glm_with_mtp
 from test_serve_life import in_threads, joined
 from test_worker_group import alive
 from tiny_models import Pair, copy_folder, save_tokenizer
 from treetop.core import expert_group
 from treetop.types.errors import EngineError
+from waiting import WAIT_S, until
 
 OPTIONS = {"graphs": "sim", "overlap": True, "context_length": 256}
 PROMPTS = [9, 30, 5]

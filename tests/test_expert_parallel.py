@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 
 from engines import accept_lens, greedy, sampled, tokens
 from refusing import refused
-from serving import until
 from tiny_models import Pair, copy_folder, save_mxfp4, save_random_experts, save_random_head
 from treetop import LLM
 from treetop.core.lockstep import Want, agreed
@@ -30,6 +29,7 @@ from treetop.parallel.exchange import ExchangeRank, Meeting
 from treetop.types.errors import ConfigError, EngineError, InputError, UserError
 from treetop.types.parallel import ALONE
 from treetop.types.requests import EngineRequest
+from waiting import until
 
 LENGTHS = [1, 4, 5, 15, 17, 33]
 MIXED = [

@@ -1,4 +1,6 @@
-"""Prefill and decode in processes of their own, over NIXL on a CPU, while workers are killed, stopped and started.
+"""Prefill and decode in processes of their own, over NIXL, while workers are killed, stopped and started.
+
+On a CPU; where there are GPUs on them, the prefill worker on the last.
 
 Whatever happens, every accepted request gets the tokens and accept lengths of one engine, and all slots come back.
 """
@@ -7,20 +9,25 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 
 import pytest
+import torch
 
 from engines import build, greedy, sampled
 from handover_workers import WorkerProcess
 from tiny_models import Pair
+from treetop.transfer.nixl import PACKAGES
 from treetop.types.config import EngineConfig
 from treetop.types.ids import RequestId
 from treetop.types.roles import HandoverOptions
 from treetop.types.sampling import SamplingParams
 
-pytest.importorskip("nixl_cu12", reason="needs NIXL")
+pytestmark = pytest.mark.skipif(not any(map(find_spec, PACKAGES)), reason="needs NIXL")
+NUM_GPUS = torch.cuda.device_count()
+PLACE = {"device": "cuda", "dtype": "float32"} if NUM_GPUS else {"device": "cpu", "dtype": "float64"}
 LEASE_S = 3.0
 LENGTHS = [3, 200, 40, 150, 220, 33]
 PARAMS = [greedy(12), sampled(5, 12), greedy(12), sampled(9, 12, top_k=5, logprobs=2), greedy(12), sampled(1, 12)]
@@ -35,12 +42,11 @@ class Site:
         self.folder, self.pair = folder, pair
         self.registry = folder / "registry"
         self.registry.mkdir()
-        self.alone = build(pair, chunked_prefill_size=64)
+        self.alone = build(pair, chunked_prefill_size=64, **PLACE)
         self.config = EngineConfig(
             model=str(pair.target),
             draft=str(pair.head),
-            dtype="float64",
-            device="cpu",
+            **PLACE,
             context_length=256,
             max_running_requests=8,
             chunked_prefill_size=16,
@@ -54,7 +60,8 @@ class Site:
     def start(self, role: str) -> WorkerProcess:
         listen = f"127.0.0.1:{_free_port()}" if role == "prefill" else None
         options = HandoverOptions(role, listen, (), str(self.registry), None, LEASE_S)  # type: ignore[arg-type]  # a role
-        return WorkerProcess(self.folder, self.config, options)
+        gpu = None if NUM_GPUS == 0 else NUM_GPUS - 1 if role == "prefill" else 0
+        return WorkerProcess(self.folder, self.config, options, gpu=gpu)
 
     def prompts(self) -> list[list[int]]:
         """Other ones each time, so that no cache has them."""

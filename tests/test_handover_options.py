@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from serving import Server, until
+from serving import Server
 from treetop.core.roles import check_handover
 from treetop.core.wire import ProcessOptions
 from treetop.doctor.transport import transport_speeds
@@ -15,6 +15,7 @@ from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
 from treetop.types.roles import SECRET_VARIABLE, HandoverOptions
 from treetop.types.sampling import SamplingParams
+from waiting import until
 
 WRONG = [
     ({"role": "both", "handover_listen": "127.0.0.1:1"}, "--handover-listen: only with --role"),

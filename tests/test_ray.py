@@ -16,13 +16,14 @@ from pathlib import Path
 import httpx
 import pytest
 
-from serving import TOKENIZER, WAIT_S, command_of, replayed, until
+from serving import TOKENIZER, command_of, replayed
 from treetop.cli.replicas import app
 from treetop.debug.resume_faults import RESUME_FAULTS
 from treetop.types.errors import ConfigError, EngineError
 from treetop.types.layout import SpecShape
 from treetop.types.requests import CoreInfo, EngineRequest, RequestUpdate
 from treetop.types.sampling import SamplingParams
+from waiting import WAIT_S, until
 
 with warnings.catch_warnings():  # of Ray's own modules, as they are imported
     warnings.simplefilter("ignore")

@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from fake_core import ask, make_core
-from serving import WAIT_S, command_of, mock, replayed, serving, until
+from serving import command_of, mock, replayed, serving
 from test_serve_chaos import NAME, PAIR, nothing_is_left, of_the_mock, of_the_pair, storm
 from treetop import LLM, AsyncLLM, SamplingParams
 from treetop.core.engine_process import CoreServer
@@ -26,6 +26,7 @@ from treetop.types.config import EngineConfig
 from treetop.types.layout import SpecShape
 from treetop.types.messages import PrefillPlan, RowResult, StepResult
 from treetop.types.requests import CoreInfo, EngineRequest, RequestUpdate
+from waiting import WAIT_S, until
 
 POISON = 999
 

@@ -6,7 +6,8 @@ import random
 import openai
 import pytest
 
-from serving import TOKENIZER, Server, mock, replayed, until
+from serving import TOKENIZER, Server, mock, replayed
+from waiting import until
 
 NAME = "builtin:nestling"
 

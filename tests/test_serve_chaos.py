@@ -14,10 +14,11 @@ from functools import partial
 import httpx
 import pytest
 
-from serving import WAIT_S, Server, command_of, mock, replayed, serving, until
+from serving import Server, command_of, mock, replayed, serving
 from treetop.bench.http_client import Address, Connection
 from treetop.bench.workload import read_texts
 from treetop.models.folder import resolve_folder
+from waiting import WAIT_S, until
 
 NAME = "builtin:nestling"
 MANNERS = ("whole", "stream", "stream", "slow", "leaves", "hangs up")

@@ -14,7 +14,8 @@ import httpx
 import openai
 import pytest
 
-from serving import WAIT_S, Server, command_of, mock, replayed, serving, until
+from serving import Server, command_of, mock, replayed, serving
+from waiting import WAIT_S, until
 
 NAME = "builtin:nestling"
 LONG = {"model": NAME, "prompt": "a", "max_tokens": 2000}

@@ -32,7 +32,7 @@ from treetop.debug.two_group import write_two_group_pair
 from treetop.doctor import exchange
 from treetop.doctor.provoke_ranks import find_rank_fault
 from treetop.kernels.sampling import greedy_of_ranks, greedy_reference
-from treetop.parallel.exchange import Meeting
+from treetop.parallel.exchange import ExchangeRank, Meeting
 from treetop.types.errors import ConfigError, EngineError, UserError
 
 LENGTHS = [1, 4, 5, 15, 17, 33]
@@ -222,6 +222,16 @@ def test_the_best_of_ranks_is_the_first_of_the_largest(tmp_path, size):
         for found in pool.map(choose, range(size)):
             assert torch.equal(found.finite, want.finite)
             assert torch.equal(found.token[want.finite], want.token[want.finite])
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_joined_pieces_lie_in_one_row_whatever_their_width(width):
+    """Of a small vocabulary a rank has a piece one wide; kernels read what is joined as contiguous memory."""
+    pieces = torch.arange(2 * 4 * 5 * width).view(2, 4, 5, width)
+    rank = ExchangeRank(0, 2, pieces.device, lambda out, piece: out.copy_(pieces), None)
+    joined = rank.join(pieces[0])
+    assert joined.is_contiguous()
+    assert torch.equal(joined, torch.cat([*pieces], -1))
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ class ExpertRank:
 
     def run(self) -> None:
         """Meet the others, start the engine, then serve until something fails, which is told."""
-        group = agreement = None
+        group = agreement = engine = None
         try:
             rank, config = self._options.rank, self._options.config
             device = compute_device(config.device)
@@ -86,6 +86,8 @@ class ExpertRank:
                 self._say(Failed(reason, isinstance(error, UserError)))
         finally:
             self.ended.set()
+            if engine is not None:
+                engine.release()
             if group is not None:
                 group.close()
             if agreement is not None:

@@ -87,7 +87,7 @@ class WorkerGroup:
             with self._ranks.no_longer_than(MEET_S, hint=""):
                 parallel = self._ranks.meet(device)
             with self._ranks.no_longer_than(START_S, hint=""):
-                self.engine = Engine(config, parallel)
+                self.engine = self._ranks.engine = Engine(config, parallel)
             self._ranks.await_all(Up, time.monotonic() + START_S)
         except BaseException as error:
             raise self._ended(error, "while the group started") from error
@@ -170,6 +170,7 @@ class _Ranks:
         self._peer_memory = not config.disable_custom_all_reduce
         self.folder = tempfile.mkdtemp(prefix="treetop-")  # mode 0700: nobody else reaches a rank
         self._group: Group | None = None
+        self.engine: Engine | None = None
         self._ending, self._ended = threading.Lock(), threading.Event()
         self._latest_s: float | None = None
         self._late = ""
@@ -199,7 +200,7 @@ class _Ranks:
         threading.Thread(target=self._guard, name="treetop-guard", daemon=True).start()
         self._group = self._met(device)
         for each in self._ranks.values():
-            threading.Thread(target=_watch, args=(each.process, self._group.close), daemon=True).start()
+            threading.Thread(target=_watch, args=(each.process, partial(self._group.close, 0.0)), daemon=True).start()
         return self._group.parallel
 
     def _met(self, device: torch.device) -> Group:
@@ -301,6 +302,9 @@ class _Ranks:
                 with suppress(OSError):
                     rank.process.kill()  # nothing of theirs has to be saved, and one may have been stopped
             if self._group is not None:
+                self._group.close(0.0)
+                if self.engine is not None:
+                    self.engine.release()
                 self._group.close()
             for rank in self._ranks.values():
                 rank.process.wait()

@@ -17,6 +17,7 @@ from treetop.checks.probes import Probes
 from treetop.drafts.protocol import DrafterSpec
 from treetop.drafts.registry import drafter_spec, ngram_spec
 from treetop.engine.buffers import Zeros, make_round_buffers
+from treetop.engine.capacity_proof import prove_acceptance
 from treetop.engine.compile_ahead import rehearse
 from treetop.engine.cuda_graphs import num_graphs
 from treetop.engine.handover import HandoverSpec, StagingSlots
@@ -372,7 +373,7 @@ def _cpu_allowance(config: EngineConfig, memory: Memory, place: Placement, layou
 
 
 def _gpu_allowance(config: EngineConfig, runner: ModelRunner) -> int:
-    """Bytes to leave free on a GPU: the worst steps, tried on pools of a null page each.
+    """Bytes to leave free on a GPU: the worst steps, tried on pools of a null page each, once padding is proven.
 
     Where rounds will be captured, the kernels of those steps and of all greedy rounds are compiled before.
     """
@@ -383,6 +384,8 @@ def _gpu_allowance(config: EngineConfig, runner: ModelRunner) -> int:
     captured = captures(config, place, able)
     if captured and able.captures_first_call:
         rehearse(tried)
+    if config.check_level >= 1:
+        prove_acceptance(tried)
     return activation_allowance(peak_bytes(tried), num_graphs(runner) if captured else 0)
 
 

@@ -1,4 +1,6 @@
-"""The start-up proofs: rounds of padding alone, and of the worst batch that can be admitted."""
+"""The start-up proofs: acceptance and rounds of padding alone, and of the worst batch that can be admitted."""
+
+import torch
 
 from treetop.engine.graphs import RoundLauncher
 from treetop.engine.handover import StagingSlots, export_pieces, import_pieces
@@ -40,20 +42,30 @@ def prove_capacity(runner: ModelRunner, launcher: RoundLauncher) -> None:
 
 
 def prove_padding(runner: ModelRunner, launcher: RoundLauncher) -> None:
-    """Run the dummy row alone: it accepts the worst tree it can have, and its rounds leave no trace.
+    """Run the dummy row alone: its rounds leave no trace.
 
-    Raises CheckError if a path leaves its tree, or if something changed in the dummy row's state or in a null page, all
-    of which are zero.
+    Raises CheckError if something changed in the dummy row's state or in a null page, all of which are zero.
     """
     layout = runner.layout
     bucket = layout.buckets[0]
     runner.buffers.rows.fill_(layout.dummy_row)
     for shape in layout.shapes:
-        if shape.num_steps and runner.simulate_accept_length is None:
-            _prove_acceptance(runner, bucket, shape)
         launcher.launch(RoundKey(bucket, shape, Choice.GREEDY), layout.max_committed)
     runner.probes.raise_if_fired()
     _check_untouched(runner, "padded batch: a round of the dummy row")
+
+
+@torch.inference_mode()
+def prove_acceptance(runner: ModelRunner) -> None:
+    """The dummy row alone accepts the worst tree it can have, which is to be shown before any step runs on it.
+
+    Raises CheckError if a path leaves its tree.
+    """
+    bucket = runner.layout.buckets[0]
+    runner.buffers.rows.fill_(runner.layout.dummy_row)
+    for shape in runner.layout.shapes:
+        if shape.num_steps and runner.simulate_accept_length is None:
+            _prove_acceptance_of(shape, runner, bucket)
 
 
 def prove_handover(runner: ModelRunner, slots: StagingSlots) -> None:
@@ -79,7 +91,7 @@ def _check_untouched(runner: ModelRunner, what: str) -> None:
         raise CheckError(f"{what} changed its state or a null page")
 
 
-def _prove_acceptance(runner: ModelRunner, bucket: int, shape: SpecShape) -> None:
+def _prove_acceptance_of(shape: SpecShape, runner: ModelRunner, bucket: int) -> None:
     """A dummy row's siblings are alike, and weights may make the target want them all: its path is a line of its tree.
 
     The tree is grown as in a round; then every node is token 0, and so is the target's choice after each.

@@ -39,6 +39,8 @@ class Graph(Protocol):
 
     def replay(self) -> None: ...
 
+    def reset(self) -> None: ...
+
 
 class Recorder(Protocol):
     """Runs a function once for real, which compiles and sizes everything, then records it."""
@@ -77,6 +79,12 @@ class CudaGraphs:
 
     def __len__(self) -> int:
         return len(self._graphs)
+
+    def release(self) -> None:
+        """Give back what the graphs hold; libraries of collectives wait for that before they end."""
+        for graph in self._graphs.values():
+            graph.reset()
+        self._graphs.clear()
 
     def launch(self, key: RoundKey, max_kv_len: int) -> None:
         """Replay a round, captured if it is not yet. max_kv_len: the graphs hold for the largest there is."""

@@ -16,7 +16,7 @@ from treetop.attention.layer import DenseAttention
 from treetop.checks.host import PlanChecker, check_padded, check_result
 from treetop.checks.poison import poison
 from treetop.engine.build import build_runner, captures, plan_engine, zeros_on
-from treetop.engine.capacity_proof import prove_capacity, prove_handover, prove_padding
+from treetop.engine.capacity_proof import prove_acceptance, prove_capacity, prove_handover, prove_padding
 from treetop.engine.cuda_graphs import CudaGraphs
 from treetop.engine.graphs import Eager, GraphSim, RoundLauncher
 from treetop.engine.handover import collect_exports, collect_imports, export_pieces, import_columns, import_pieces
@@ -129,6 +129,7 @@ class Engine:
         if isinstance(self.launcher, CudaGraphs):
             self.launcher.capture_all()
         if self.config.check_level >= 1:
+            prove_acceptance(self.runner)
             prove_padding(self.runner, self.launcher)
             prove_capacity(self.runner, self.launcher)
         if self.slots is not None:
@@ -137,6 +138,11 @@ class Engine:
             self.runner.state.forget_pages(list(range(self.layout.max_requests)))
             for name in self.layout.token_groups:
                 self._poison_pages((name, PageId(page)) for page in range(1, self.layout.num_pages[name]))
+
+    def release(self) -> None:
+        """Give back what captured rounds hold of others, such as of a group of ranks. Nothing runs afterwards."""
+        if isinstance(self.launcher, CudaGraphs):
+            self.launcher.release()
 
     def step(self, plan: StepPlan) -> StepResult:
         """Run one prefill step or one decode round, and wait for its result. Zero rows are a legal batch."""

@@ -114,10 +114,13 @@ class ModelRunner:
                 slots = slots_of(table, paths.rows, paths.positions, paths.kept, page_size)
                 _check_committed(pool, want, slots, page_size)
 
-    def count(self, rows: Tensor, choice: Choice, tokens: Tensor, num_tokens: Tensor) -> None:
-        """What a step emitted, the first `num_tokens` [rows] of tokens [rows, w], changes later logits of its rows."""
+    def count(self, rows: Tensor, choice: Choice, tokens: Tensor, last: Tensor) -> None:
+        """What a step emitted, tokens [rows, w] up to column `last` [rows], changes later logits of its rows.
+
+        last: -1 where nothing was emitted.
+        """
         if choice.processes and self.state.processors is not None:
-            self.ops.count(self.state.processors, rows, tokens, num_tokens)
+            self.ops.count(self.state.processors, rows, tokens, last + 1)
 
     def forced(self, shape: SpecShape) -> int | None:
         """The simulated number of accepted drafts, where there is a tree."""

@@ -101,7 +101,7 @@ def prefill(runner: ModelRunner, batch: PrefillBatch) -> FirstTokens:
     first, logprobs = accepted.bonus, None
     if batch.choice is Choice.LOGPROBS:
         logprobs = path_logprobs(ops, logits, accepted, min(MOST_LOGPROBS, logits.shape[2]))
-    runner.count(rows, batch.choice, first[:, None], (batch.next_token < 0).to(torch.int64))
+    runner.count(rows, batch.choice, first[:, None], -(batch.next_token >= 0).to(torch.int64))
     draft = None
     if runner.drafter is not None:
         following = torch.where(batch.next_token >= 0, batch.next_token, first)

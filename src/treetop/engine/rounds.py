@@ -92,7 +92,7 @@ def verify_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     if key.choice is Choice.LOGPROBS:
         found = buffers.logprobs_of(key.bucket, shape)
         copy_into(found, path_logprobs(ops, logits, accepted, found.ids.shape[2]))
-    runner.count(rows, key.choice, accepted.tokens, accepted.accept_len + 1)
+    runner.count(rows, key.choice, accepted.tokens, accepted.accept_len)
     runner.commit(buffers.verify_tails, _paths(runner, key, accepted.path))
     if runner.drafter is None:
         ops.finish(runner.state.tables, rows, runner.layout.dummy_row, accepted.accept_len, accepted.bonus, None)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Thread
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ START_S = 600.0
 """Seconds until a rank must answer while the group starts: ranks load weights and compile at their own pace."""
 MEET_S = 120.0
 """Seconds until all ranks must have met."""
+_LEAVE_S = 10.0
+"""Seconds that the library may take to give back what a group held."""
 
 Gather = Callable[[Tensor, Tensor], None]
 """(out, piece): fills out [size, ...] with the pieces [...] of the ranks, in their order."""
@@ -87,7 +89,7 @@ class ExchangeRank:
 
     def join(self, piece: Tensor) -> Tensor:
         if self.peers is None or not gathers(piece := piece.contiguous()):
-            return self.gather(piece).movedim(0, -2).flatten(-2)
+            return self.gather(piece).movedim(0, -2).flatten(-2).contiguous()  # pieces one wide would be a view
         out = piece.new_empty((*piece.shape[:-1], self.size, piece.shape[-1]))
         self.peers.gather(out, piece)
         return out.flatten(-2)
@@ -118,7 +120,8 @@ class Group:
         store = FileStore(str(meeting.file), meeting.size)
         store.set_timeout(timedelta(seconds=MEET_S))
         self._group: Any = _nccl(store, meeting) if device.type == "cuda" else _gloo(store, meeting)
-        self._closing, self._closed = Lock(), False
+        self._closing = Lock()
+        self._leaving: Thread | None = None
         self._gpu, self._seconds = device.type == "cuda", START_S
         gather, swap = (
             (self._gather_on_gpu, self._swap_on_gpu) if self._gpu else (self._gather_on_cpu, self._swap_on_cpu)
@@ -139,14 +142,21 @@ class Group:
         if self.parallel.peers is not None:
             self.parallel.peers.set_deadline(seconds)
 
-    def close(self) -> None:
-        """Leave the group: kernels that wait for others end. Any number of times, from any thread."""
+    def close(self, patience_s: float = _LEAVE_S) -> None:
+        """Leave the group: kernels that wait for others end. Any number of times, from any thread.
+
+        The library ends them at once, then waits until no captured graph holds a kernel of its own, which are to be
+        released first (`Engine.release`). patience_s: how long to wait for it, on a GPU.
+        """
+        if not self._gpu:
+            return
         with self._closing:
             if self.parallel.peers is not None:
                 self.parallel.peers.close()
-            if self._gpu and not self._closed:
-                self._group.abort()
-            self._closed = True
+            if self._leaving is None:
+                self._leaving = Thread(target=self._group.abort, name="treetop-leave", daemon=True)
+                self._leaving.start()
+        self._leaving.join(patience_s)
 
     def _gather_on_cpu(self, out: Tensor, piece: Tensor) -> None:
         self._wait(lambda: self._group.allgather([[*out.unbind(0)]], [piece]))

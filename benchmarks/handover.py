@@ -1,0 +1,162 @@
+"""What it gives to prefill elsewhere: one worker that does both, against one that decodes while another prefills.
+
+    python benchmarks/handover.py                                   two GPUs, Llama-3.1-8B's shape, random weights
+    python benchmarks/handover.py --model builtin:nestling --device cpu --prompt-tokens 256 512
+
+The worker that decodes is on the GPU that the one that does both is on; the one that prefills has the other. Each is a
+`treetop serve`; accept lengths are forced. One JSON object a line: for each length of prompts the ms to the first token
+on an idle server, together and apart, with what was transferred, in how long, and the share that prefill hid; then ms
+between two events of a stream while prompts always come, and without any.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import re
+import socket
+import sys
+import urllib.request
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from served import Client, served, until
+
+from serving import NAMES, gaps_ms, pair, shown
+from treetop.bench.serve import summary
+from treetop.cli import OneLineParser, exit_code
+from treetop.types.errors import InputError
+
+COUNTED = ("num_peers", "num_bytes", "num_pieces", "num_whole", "num_local", "transfer_s", "hidden_s")
+VOCABULARY = 1000
+"""Ids of prompts."""
+
+
+def prompt(draw: random.Random, count: int) -> list[int]:
+    return [draw.randrange(3, VOCABULARY) for _ in range(count)]
+
+
+def handed_over(url: str) -> dict[str, float]:
+    """What a worker's metrics say of its hand-overs."""
+    with urllib.request.urlopen(url + "/metrics") as answer:
+        text = answer.read().decode()
+    found = dict(re.findall(r"^treetop:handover_(\w+)\{[^}]*\} (\S+)$", text, re.MULTILINE))
+    return {name: float(found[name]) for name in COUNTED}
+
+
+async def first_token_ms(client: Client, draw: random.Random, count: int, repeats: int) -> list[float]:
+    """Of prompts that no cache has, one after the other; the first warms up."""
+    return [(await client.ask(prompt(draw, count), 1)).ttft_ms for _ in range(1 + repeats)][1:]
+
+
+async def measure_first_tokens(workers: dict[str, Client], args: argparse.Namespace, draw: random.Random) -> None:
+    for count in args.prompt_tokens:
+        line: dict[str, Any] = {"part": "ttft", "prompt_tokens": count}
+        for name, client in workers.items():
+            before = handed_over(client.url) if name == "apart" else {}
+            times = await first_token_ms(client, draw, count, args.repeats)
+            line[name + "_ms"] = shown(times)
+            if name == "apart":
+                await asyncio.sleep(1.0)  # metrics are told now and then
+                moved = {key: value - before[key] for key, value in handed_over(client.url).items()}
+                asked = 1 + args.repeats
+                line["handed_over"] = [round(moved["num_whole"]), asked]
+                line["MiB"] = round(moved["num_bytes"] / asked / 2**20, 1)
+                line["transfer_ms"] = round(1e3 * moved["transfer_s"] / asked, 2)
+                line["hidden"] = round(moved["hidden_s"] / moved["transfer_s"], 3) if moved["transfer_s"] else None
+        line["added_ms"] = round(line["apart_ms"]["median"] - line["together_ms"]["median"], 2)
+        print(json.dumps(line), flush=True)
+
+
+async def measure_gaps(name: str, client: Client, args: argparse.Namespace, draw: random.Random) -> None:
+    """Streams that decode: alone, then while a prompt is always on its way."""
+
+    async def come() -> None:
+        while True:
+            await client.ask(prompt(draw, args.gap_prompt_tokens), 1)
+
+    found: dict[str, Any] = {
+        "part": "gaps",
+        "workers": name,
+        "rows": args.rows,
+        "prompt_tokens": args.gap_prompt_tokens,
+    }
+    prompts = [prompt(draw, args.input_tokens) for _ in range(args.rows)]
+    async with client.streams(prompts, args.room) as streams:
+        for load in ("alone", "with_prompts"):
+            coming = [asyncio.create_task(come())] if load == "with_prompts" else []
+            begun = [len(each.events) for each in streams]
+            last = begun[0] + args.rounds
+            await until(lambda last=last: len(streams[0].events) >= last, coming)  # type: ignore[misc]  # bound now
+            for task in coming:
+                task.cancel()
+            await asyncio.gather(*coming, return_exceptions=True)
+            times = [gap for each, at in zip(streams, begun, strict=True) for gap in gaps_ms(each, at)]
+            found[load + "_ms"] = {key: round(value, 2) for key, value in summary(times).items()}
+    found["p99_ratio"] = round(found["with_prompts_ms"]["p99"] / found["alone_ms"]["p99"], 2)
+    print(json.dumps(found), flush=True)
+
+
+@asynccontextmanager
+async def workers_of(model: str, options: dict[str, Any], gpus: Sequence[str]) -> AsyncIterator[dict[str, Client]]:
+    """together: a worker of its own. apart: the one that decodes."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        listen = f"127.0.0.1:{found.getsockname()[1]}"
+    kinds: list[tuple[str, dict[str, Any], str]] = [
+        ("together", {}, gpus[0]),
+        ("prefill", {"role": "prefill", "handover_listen": listen}, gpus[-1]),
+        ("apart", {"role": "decode", "prefill_peers": listen}, gpus[0]),
+    ]
+    async with AsyncExitStack() as stack:
+        starts = [
+            stack.enter_async_context(served(model, {**options, **own}, {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}))
+            for _, own, gpu in kinds
+        ]
+        together, _, apart = await asyncio.gather(*starts)
+        await until(lambda: handed_over(apart.url)["num_peers"] > 0)
+        yield {"together": together, "apart": apart}
+
+
+async def run(args: argparse.Namespace) -> None:
+    longest, draw = max(*args.prompt_tokens, args.gap_prompt_tokens) + 2, random.Random(0)
+    args.room = args.accept_length * (3 * args.rounds + 200)
+    context = max(longest, args.input_tokens + args.room + 64)
+    options = {
+        "simulate_accept_length": args.accept_length,
+        "load_format": "auto" if args.model else "dummy",
+        "max_running_requests": args.rows + 4,
+        "context_length": context,
+        "max_total_tokens": args.rows * (args.input_tokens + args.room) + 4 * longest,
+        "device": args.device,
+    }
+    gpus = [""] if args.device == "cpu" else ["0", "1"]
+    with pair(args, context) as (model, draft):
+        async with workers_of(model, {**options, "draft": draft}, gpus) as workers:
+            await measure_first_tokens(workers, args, draw)
+            for name, client in workers.items():
+                await measure_gaps(name, client, args, draw)
+
+
+def main(arguments: list[str]) -> int:
+    parser = OneLineParser(prog="handover", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=NAMES, default=NAMES[0], help="shape, with random weights")
+    parser.add_argument("--model", metavar="FOLDER", help="a target with weights instead, or builtin:nestling")
+    parser.add_argument("--draft", metavar="FOLDER", help="its head")
+    parser.add_argument("--prompt-tokens", nargs="+", type=int, default=[2048, 8192, 16384, 32000], metavar="N")
+    parser.add_argument("--gap-prompt-tokens", type=int, default=8192, metavar="N", help="of prompts beside streams")
+    parser.add_argument("--input-tokens", type=int, default=1024, metavar="N", help="prompts of streams")
+    parser.add_argument("--rows", type=int, default=8, metavar="N", help="streams")
+    parser.add_argument("--accept-length", type=int, default=3, metavar="N", help="tokens that every round gives")
+    parser.add_argument("--rounds", type=int, default=300, metavar="N", help="of a measurement of gaps")
+    parser.add_argument("--repeats", type=int, default=5, metavar="N")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    args = parser.parse_args(arguments)
+    if min(*args.prompt_tokens, args.gap_prompt_tokens, args.input_tokens, args.rows, args.rounds, args.repeats) < 1:
+        raise InputError("every number must be at least 1")
+    asyncio.run(run(args))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code("handover", lambda: main(sys.argv[1:])))
