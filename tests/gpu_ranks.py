@@ -6,6 +6,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -57,8 +58,16 @@ def shares_of_all(rows: int, width: int, dtype: torch.dtype, parts: int = 1) -> 
     return shares.to(dtype if parts == 1 else torch.float32).cuda()
 
 
+@cache
+def ones(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """There before any kernel runs: a norm reads its weight without waiting for what ran before."""
+    made = torch.ones(shape, device="cuda", dtype=dtype)
+    torch.cuda.synchronize()
+    return made
+
+
 def norm_of(group: Group, mine: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    x, weight = (torch.ones(n, device="cuda", dtype=dtype) for n in (mine.shape[1:], mine.shape[-1:]))
+    x, weight = ones(mine.shape[1:], dtype), ones(mine.shape[-1:], dtype)
     return ops_of(group, dtype).add_rms_norm(x, group.parallel.share(mine), weight, EPS)
 
 
@@ -67,7 +76,7 @@ def norm_of_gathered(group: Group, mine: Tensor, dtype: torch.dtype) -> tuple[Te
     share = mine.sum(0).to(dtype)
     shares = share.new_empty((SIZE, *share.shape))
     group._gather_on_gpu(shares, share)
-    x, weight = (torch.ones(n, device="cuda", dtype=dtype) for n in (mine.shape[1:], mine.shape[-1:]))
+    x, weight = ones(mine.shape[1:], dtype), ones(mine.shape[-1:], dtype)
     return ops_of(group, dtype).add_rms_norm(x, shares, weight, EPS)
 
 

@@ -5,6 +5,7 @@
 
 import logging
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -54,6 +55,68 @@ def test_ranks_exchange_behind_delays_and_the_death_of_one_is_written_down(tmp_p
     assert [rank.returncode for rank in ranks] == [0] * size
     assert said[0][0] == said[1][0]
     assert said[0][1] == f"{LATE} 1 1"
+
+
+class Model:
+    """The protocol of a slot of sums, a step at a time, where a store arrives at any time before its launch has ended,
+    in any order with others. Each rank uses slots in the order of `uses`, which says how many numbers."""
+
+    def __init__(self, rng, ranks, boxes, uses):
+        self.rng, self.boxes, self.uses, self.ranks = rng, boxes, uses, ranks
+        most = max(uses)
+        self.memory = [[[[None] * most for _ in range(ranks)] for _ in range(boxes)] for _ in range(ranks)]
+        self.step, self.sent = [0] * ranks, [False] * ranks
+        self.stores = [[] for _ in range(ranks)]  # of the launch that runs: (where, box, whose, number, value)
+
+    def advance(self, rank):
+        """One thing that this rank may do now."""
+        if self.stores[rank] and self.rng.random() < 0.5:
+            self._arrives(*self.stores[rank].pop(self.rng.randrange(len(self.stores[rank]))))
+            return
+        step = self.step[rank]
+        if step == 2 * len(self.uses):
+            return
+        use, size = step // 2, self.uses[step // 2]
+        box, others = use % self.boxes, [peer for peer in range(self.ranks) if peer != rank]
+        if step % 2 == 0:  # the launch begins once the last one has ended
+            if not self.stores[rank]:
+                self.stores[rank] = [(peer, box, rank, n, (rank, use, n)) for peer in others for n in range(size)]
+                self.step[rank] += 1
+            return
+        there = [self.memory[rank][box][peer][n] for peer in others for n in range(size)]
+        if None not in there:
+            assert there == [(peer, use, n) for peer in others for n in range(size)], "a number of another use"
+            self.stores[rank] += [(rank, box, peer, n, None) for peer in others for n in range(size)]
+            self.step[rank] += 1
+
+    def _arrives(self, where, box, whose, number, value):
+        cell = self.memory[where][box][whose]
+        assert (cell[number] is None) != (value is None), "a store into a box that is not empty"
+        cell[number] = value
+
+
+def lost_by(ranks, boxes, trials=150):
+    """How many of so many random runs break the protocol."""
+    lost = 0
+    for seed in range(trials):
+        rng = random.Random(seed)
+        model = Model(rng, ranks, boxes, [rng.randint(1, 3) for _ in range(7)])
+        try:
+            for _ in range(20_000):
+                model.advance(rng.randrange(ranks))
+                if all(step == 14 for step in model.step):
+                    break
+            assert all(step == 14 for step in model.step), "it stands still"
+        except AssertionError:
+            lost += 1
+    return lost
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_two_boxes_are_enough_in_whatever_order_stores_arrive(ranks):
+    """And one is not: so the model can fail."""
+    assert lost_by(ranks, boxes=2) == 0
+    assert lost_by(ranks, boxes=1) > 0
 
 
 class MailboxGroup(MemoryGroup):

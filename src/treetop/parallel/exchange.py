@@ -151,9 +151,9 @@ class Group:
         if not self._gpu:
             return
         with self._closing:
-            if self.parallel.peers is not None:
-                self.parallel.peers.close()
             if self._leaving is None:
+                if self.parallel.peers is not None:
+                    self.parallel.peers.close()
                 self._leaving = Thread(target=self._group.abort, name="treetop-leave", daemon=True)
                 self._leaving.start()
         self._leaving.join(patience_s)

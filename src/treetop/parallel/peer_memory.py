@@ -191,13 +191,19 @@ def _exchange_over(memory: _Mapped, whole: Parallel, handles: list[bytes], devic
 
 
 def _tried(exchange: PeerExchange, whole: Parallel, device: torch.device) -> str | None:
-    """What is wrong with a first exchange of all ranks, twice through each of a slot's boxes."""
-    expected = torch.arange(whole.size, dtype=torch.int32, device=device)
+    """What is wrong with first exchanges of all ranks, twice through each of a slot's boxes."""
+    own = torch.arange(6, dtype=torch.float32, device=device).view(2, 3) + 10 * whole.rank
+    expected = torch.stack([own + 10 * (peer - whole.rank) for peer in range(whole.size)])
+    weight = torch.ones(3, device=device)
+    torch.cuda.synchronize(device)  # kernels read weights without waiting for what ran before
     for _ in range(4):
-        found = torch.full_like(expected, -1)
-        exchange.gather(found[:, None], expected[whole.rank, None].clone())
+        side_by_side = torch.empty((2, whole.size, 3), device=device)
+        exchange.gather(side_by_side, own)
+        total = exchange.add_rms_norm(torch.zeros_like(own), own[None], weight, 1e-5)[0]
         if int(exchange.mail.record[0]):
             return f"rank {int(exchange.mail.record[4])} did not answer in {_TRY_S:g} s"
-        if not torch.equal(found, expected):
-            return f"where the ranks' numbers were written, {found.tolist()} came"
+        if not torch.equal(side_by_side.movedim(1, 0), expected):
+            return "a gathered piece was not what had been sent"
+        if not torch.equal(total, expected.sum(0)):
+            return "a sum was not that of the ranks' shares"
     return None
