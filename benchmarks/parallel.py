@@ -1,9 +1,10 @@
 """What several GPUs cost and give: the exchange before a norm, and whole rounds, at each number of ranks.
 
-    python benchmarks/parallel.py exchange --ranks 2        all-reduce and norm, captured, microseconds
+    python benchmarks/parallel.py exchange --ranks 2        sum over ranks and norm, captured, microseconds
     python benchmarks/parallel.py rounds --model FOLDER     rounds with random weights at --ranks 1 2, milliseconds
 
-`exchange` compares our sum with NCCL's all-reduce followed by the norm; both are checked against each other first.
+`exchange` compares sums by peer memory, which the norm takes (peers), shares that NCCL gathers and the norm adds up
+(gathered), NCCL's all-reduce followed by the norm (nccl), and the norm alone. They are compared before they are timed.
 `rounds` is `treetop bench --load-format dummy` for each size; FOLDER needs a config.json alone.
 """
 
@@ -25,11 +26,17 @@ from treetop.doctor.exchange import times_us
 from treetop.kernels.table import OpContext, Ops
 from treetop.parallel.exchange import Group, Meeting
 
-ROWS, WIDTHS, EPS = (1, 2, 4, 8, 16), (4096, 8192), 1e-5
+ROWS, WIDTHS, EPS = (1, 2, 4, 8, 16, 64), (4096, 8192), 1e-5
 
 
-def _ours(ops: Ops, x: Tensor, parts: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    return ops.add_rms_norm(x, ops.parallel.sum(parts), weight, EPS)
+def _shared(ops: Ops, x: Tensor, parts: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return ops.add_rms_norm(x, ops.parallel.share(parts), weight, EPS)
+
+
+def _gathered(ops: Ops, group: Group, x: Tensor, parts: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    shares = parts.new_empty((ops.parallel.size, *parts.shape[1:]))
+    group._gather_on_gpu(shares, parts[0])
+    return ops.add_rms_norm(x, shares, weight, EPS)
 
 
 def _library(ops: Ops, group: Group, x: Tensor, parts: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,7 +49,9 @@ def measure_exchange(rank: int, size: int, folder: str) -> None:
     """One rank's side; the first prints a line of JSON a case."""
     torch.cuda.set_device(rank)
     device = torch.device("cuda")
-    group = Group(Meeting(Path(folder) / "meeting", rank, size), device)
+    group = Group(Meeting(Path(folder) / "meeting", rank, size), device, peer_memory=True)
+    if group.parallel.peers is None:
+        raise SystemExit("these GPUs do not exchange by memory; the warning above says why")
     ops = Ops(OpContext(device, torch.bfloat16), parallel=group.parallel)
     generator = torch.Generator(device).manual_seed(rank)
     for width, rows in product(WIDTHS, ROWS):
@@ -50,11 +59,13 @@ def measure_exchange(rank: int, size: int, folder: str) -> None:
         x = torch.ones((1, rows, width), dtype=torch.bfloat16, device=device)
         parts = torch.randn((1, 1, rows, width), device=device, generator=generator).to(torch.bfloat16)
         runs = {
-            "ours": partial(_ours, ops, x, parts, weight),
+            "peers": partial(_shared, ops, x, parts, weight),
+            "gathered": partial(_gathered, ops, group, x, parts, weight),
             "nccl": partial(_library, ops, group, x, parts, weight),
             "norm": partial(ops.add_rms_norm, x, parts, weight, EPS),
         }
-        found, expected = runs["ours"]()[0], runs["nccl"]()[0]
+        found, expected = runs["peers"]()[0], runs["nccl"]()[0]
+        assert torch.equal(found, runs["gathered"]()[0]), "the sum by peer memory is not that of gathered shares"
         assert torch.allclose(found.float(), expected.float(), atol=0.1, rtol=0.02), "the sums differ"
         assert all(torch.equal(each, found) for each in group.parallel.gather(found)), "ranks have other bits"
         times = {name: times_us(run, device) for name, run in runs.items()}

@@ -1,4 +1,4 @@
-"""On two NVIDIA GPUs: ranks over NCCL, captured rounds, and one GPU's answers."""
+"""On two NVIDIA GPUs: ranks over NCCL and by peer memory, captured rounds, and one GPU's answers."""
 
 import os
 import signal
@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+import gpu_ranks
 from engines import accept_lens, greedy, sampled, tokens
 from refusing import refused
 from treetop import LLM
@@ -34,6 +35,26 @@ def run(params, **options):
         outputs = llm.generate(PROMPTS * 2, params)
         llm.scheduler.check_integrity()
         return outputs
+
+
+DRILLS = [
+    gpu_ranks.sums_are_the_same,
+    gpu_ranks.ten_thousand_exchanges,
+    gpu_ranks.graphs_replay,
+    gpu_ranks.a_rank_dies,
+    gpu_ranks.waits_are_ended,
+]
+
+
+@pytest.mark.parametrize("drill", DRILLS, ids=lambda drill: drill.__name__)
+def test_exchanges_by_peer_memory(drill):
+    """Each drill says in its docstring what holds."""
+    gpu_ranks.ranks_do(drill)
+
+
+def test_exchanges_by_peer_memory_and_by_nccl_give_the_same_tokens():
+    shared = run(greedy(40), tp_size=2)
+    assert tokens(run(greedy(40), tp_size=2, disable_custom_all_reduce=True)) == tokens(shared)
 
 
 @pytest.mark.parametrize("shape", [(5, 4, 16), (3, 1, 4)])

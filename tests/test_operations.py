@@ -22,6 +22,7 @@ from interpreted import INTERPRETED, require_interpreted_pass
 from scenes import Scene, scene
 from test_round_ops import Buffers, agreeing, random_children, random_tables, random_tree
 from treetop.debug.kernels import all_kernels, place_of
+from treetop.kernels import peers
 from treetop.kernels.attention import paged_attention_reference
 from treetop.kernels.attention_config import Launch
 from treetop.kernels.commit import Paths
@@ -32,6 +33,7 @@ from treetop.kernels.kv import PageTable
 from treetop.kernels.metadata import AttentionMetadata
 from treetop.kernels.mxfp4 import pack as pack_mxfp4
 from treetop.kernels.packed_weights import CompressedLaunch, compress
+from treetop.kernels.peers import Mailboxes
 from treetop.kernels.pieces import Span, pack_reference, unpack_reference
 from treetop.kernels.process import ONE, Processors
 from treetop.kernels.rope import RopeSpec, RopeTable, rope_table
@@ -339,6 +341,42 @@ def finish(_: bool) -> Call:
     draft = replace(new.draft, tokens=new.draft.tokens[:4, :3], logprob=new.draft.logprob[:4, :3])
     rows, root = torch.tensor([3, 0, 5, 5]), torch.randint(0, 40, (4,))
     return Call((tables, rows, 5, torch.tensor([0, 3, 1, 2]), root, replace(draft, hidden=new.draft.hidden[:4])))
+
+
+# ------------------------------------------------------------------------------------------------------- of ranks
+
+
+def mailboxes(rank: int, ranks: int) -> tuple[Mailboxes, list[Tensor]]:
+    """Of ranks that have written what they write for their second exchange, when this one begins its own."""
+    boxes = [torch.full((peers.mailbox_bytes(ranks),), 255, dtype=torch.uint8) for _ in range(ranks)]
+    mail = Mailboxes.make(rank, [each.data_ptr() for each in boxes], DEVICE, torch.zeros(8, dtype=torch.int64))
+    mail.control[1] = 10**9
+    mail.counts.fill_(1)
+    return mail, boxes
+
+
+@case
+def add_shares_rms_norm(_: bool) -> Call:
+    """Two rows of rank 1 of 3, whose own parts have an exact sum: what is sent is compared too."""
+    mail, boxes = mailboxes(1, 3)
+    sums = peers._sums(mail, 1).view(torch.float32)
+    for peer in (0, 2):
+        sums[1, :2, peer, :48] = torch.randn(2, 48)
+    parts = torch.randint(-8, 9, (3, 2, 48)).float()
+    args = torch.randn(2, 48), parts, torch.rand(48), 1e-5, mail
+    return Call(args, compared=lambda args, result: (result, boxes, mail.counts, mail.record))
+
+
+@case
+def gather(_: bool) -> Call:
+    """Of 1,500 words, so of two slots, in three rows that lie side by side."""
+    mail, boxes = mailboxes(0, 2)
+    words = torch.randint(-(2**31), 2**31, (2 * peers.CHUNK,))
+    peers._pieces(mail, 0)[1, :2, 1] = (2 << 32 | words & 0xFFFFFFFF).view(2, -1)
+    piece = torch.randint(-(2**31), 2**31, (3, 500), dtype=torch.int32)
+    piece[1, 7] = -1
+    out = torch.zeros(3, 2, 500, dtype=torch.int32)
+    return Call((out, piece, mail), compared=lambda args, result: (out, boxes, mail.counts))
 
 
 # ---------------------------------------------------------------------------------------------------- of a hand-over

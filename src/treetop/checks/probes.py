@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from treetop.types.errors import CheckError
+from treetop.types.errors import CheckError, EngineError
 from treetop.types.phase import Phase
 
-NAN, OUT_OF_BOUNDS = 1, 2
+NAN, OUT_OF_BOUNDS, LATE = 1, 2, 3
+"""What a record tells of. LATE is no probe's: exchanges write it, at every level, of a rank `value` that was late."""
 _PROBED = 7
 RECORD = _PROBED + 1
 """Integers that a step says of itself: the record of the probes, and a digest (`engine.witness`)."""
@@ -33,8 +34,10 @@ class Probes:
     names: list[str] = field(default_factory=list)
 
     @classmethod
-    def make(cls, device: torch.device, enabled: bool, dummy_row: int) -> "Probes":
-        return cls(torch.zeros(RECORD, dtype=torch.int64, device=device), enabled, dummy_row)
+    def make(cls, device: torch.device, enabled: bool, dummy_row: int, posted: Tensor | None = None) -> "Probes":
+        """posted: what others write into, too; None makes it."""
+        new = torch.zeros(RECORD, dtype=torch.int64, device=device) if posted is None else posted
+        return cls(new, enabled, dummy_row)
 
     @property
     def record(self) -> Tensor:
@@ -84,8 +87,13 @@ class Probes:
         self.check(record)
 
     def check(self, record: list[int]) -> None:
-        """Raise CheckError if a probe wrote this record; `record` has come to the host, with a step's results."""
+        """Raise CheckError if a probe wrote this record; `record` has come to the host, with a step's results.
+
+        Raises EngineError if an exchange wrote it.
+        """
         code, phase, name, row, value, low, high = record[:_PROBED]
+        if code == LATE:
+            raise EngineError(f"rank {value} did not answer others in time; raise --step-timeout if it needs longer")
         if not self.enabled or code == 0:
             return
         where = f"{self.names[name]} in phase {_PHASES[phase]}, row {row}"

@@ -45,6 +45,7 @@ ENGINE_HELP = {
     "device": "auto is a GPU if there is one",
     "dtype": "what the model computes in; auto is float32 on a CPU and bfloat16 on a GPU",
     "check_level": "0 off, 1 host checks, 2 device probes, 3 poison and red zones",
+    "disable_custom_all_reduce": "with --tp-size: exchange by NCCL alone, not by peer memory (docs/scale.md)",
     "tp_size": "GPUs that share the model, each with a part of every layer (docs/scale.md)",
     "ep_size": "GPUs that share the experts of a model that has some, each with requests of its own (docs/scale.md)",
     "step_timeout": "seconds after which a step that has not ended on every GPU ends them all; with --tp-size or"

@@ -79,7 +79,9 @@ class Follower:
             if device.type == "cuda":
                 torch.cuda.set_device(options.rank)
             self._say(Here(options.rank))
-            group = Group(meeting_of(options.folder, options.rank, options.config.tp_size), device)
+            config = options.config
+            meeting = meeting_of(options.folder, options.rank, config.tp_size)
+            group = Group(meeting, device, not config.disable_custom_all_reduce)
             self._engine = Engine(options.config, group.parallel)
             group.set_deadline(_GRACE * options.config.step_timeout)
             if options.hands_over:

@@ -181,6 +181,7 @@ class _Ranks:
 
     def __init__(self, config: EngineConfig, hands_over: bool) -> None:
         self._size, self._timeout_s = config.tp_size, config.step_timeout
+        self._peer_memory = not config.disable_custom_all_reduce
         self.folder = tempfile.mkdtemp(prefix="treetop-")  # mode 0700: nobody else reaches a rank
         self._group: Group | None = None
         self.engine: Engine | None = None
@@ -222,7 +223,7 @@ class _Ranks:
 
         def meet() -> None:
             try:
-                met.put(Group(meeting_of(self.folder, 0, self._size), device))
+                met.put(Group(meeting_of(self.folder, 0, self._size), device, self._peer_memory))
             except BaseException as error:
                 met.put(error)
 

@@ -47,7 +47,7 @@ class MemoryGroup:
     _tables: ClassVar[dict[Path, _Table]] = {}
     _first = threading.Lock()
 
-    def __init__(self, meeting: Meeting, device: torch.device) -> None:
+    def __init__(self, meeting: Meeting, device: torch.device, peer_memory: bool = False) -> None:
         with self._first:
             new = _Table(threading.Barrier(meeting.size), [torch.empty(0)] * meeting.size)
             self._table = self._tables.setdefault(meeting.file, new)

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import torch
 
+from treetop.kernels.table import OpContext, Ops
 from treetop.parallel.exchange import Group, Meeting
 from treetop.types.errors import EngineError
 
-ROWS, WIDTH = (1, 16), 4096
+ROWS, WIDTH, EPS = (1, 16), 4096, 1e-5
 """Shares that are timed: of a plain round and of a tree, of a model as wide as many of 8 billion parameters."""
 _LAUNCHES, _REPEATS, _SKIPPED = 50, 21, 3
 """Runs in a row, whose time is divided by them; how often; how many of these are not counted."""
@@ -37,9 +38,12 @@ def links() -> list[tuple[str, str, str]]:
 
 
 def exchange_times(size: int, device: str) -> list[tuple[str, str]]:
-    """Microseconds of a sum over `size` ranks, by rows, median. Raises EngineError if the ranks cannot exchange."""
+    """Microseconds of sums over `size` ranks and the norm after it, and by what means, median.
+
+    Raises EngineError if the ranks cannot exchange.
+    """
     times = measured_by_ranks("treetop.doctor.exchange", size, device)
-    return [(f"sum over {size} ranks, {rows} x {WIDTH}", f"{us:.1f} us") for rows, us in times.items()]
+    return [(f"sum over {size} ranks and norm, {what}", f"{us:.1f} us") for what, us in times.items()]
 
 
 def measured_by_ranks(module: str, size: int, device: str) -> dict[str, float]:
@@ -117,17 +121,28 @@ def _topology() -> dict[tuple[int, int], str]:
     return found
 
 
+def means_of(group: Group, device: torch.device) -> str:
+    """How small sums are exchanged."""
+    if device.type != "cuda":
+        return "gloo"
+    return "NCCL" if group.parallel.peers is None else "peer memory"
+
+
 def main(folder: str, rank: int, size: int, place: str) -> None:
     device = torch.device(place)
     if device.type == "cuda":
         torch.cuda.set_device(rank)
-    group, dtype = Group(Meeting(Path(folder) / "meeting", rank, size), device), torch.bfloat16
-    shares = {rows: torch.ones((1, 1, rows, WIDTH), dtype=dtype, device=device) for rows in ROWS}
-    with torch.inference_mode():
-        times = {
-            rows: statistics.median(times_us(lambda share=share: group.parallel.sum(share), device))  # type: ignore[misc]  # bound now
-            for rows, share in shares.items()
-        }
+    group, dtype = Group(Meeting(Path(folder) / "meeting", rank, size), device, peer_memory=True), torch.bfloat16
+    ops, means = Ops(OpContext(device, dtype), parallel=group.parallel), means_of(group, device)
+    weight, times = torch.ones(WIDTH, dtype=dtype, device=device), {}
+    for rows in ROWS:
+        x = torch.ones((1, rows, WIDTH), dtype=dtype, device=device)
+
+        def sum_and_norm(x: torch.Tensor = x) -> object:
+            return ops.add_rms_norm(x, group.parallel.share(x[None]), weight, EPS)
+
+        with torch.inference_mode():
+            times[f"{rows} x {WIDTH}, by {means}"] = statistics.median(times_us(sum_and_norm, device))
     if rank == 0:
         print(json.dumps(times))
     group.parallel.least(0)  # nobody leaves before all have measured

@@ -315,7 +315,7 @@ def _without_pools(engine_plan: EnginePlan, place: Placement) -> tuple[ModelRunn
         buffers=make_round_buffers(layout, len(aux), model.hidden_size, model.vocab_size, place.dtype, zeros),
         target_layers=[],
         draft_layers=[],
-        probes=Probes.make(place.device, config.check_level >= 2, layout.dummy_row),
+        probes=Probes.make(place.device, config.check_level >= 2, layout.dummy_row, place.parallel.record()),
     )
     return runner, zones, zeros
 

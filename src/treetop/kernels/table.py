@@ -3,15 +3,15 @@
 Every row of `Ops` is an operation. An instance of it holds, for one engine, the function of each row that serves there:
 nowhere else is a kernel chosen over its reference. `docs/operations.md` is this table, written out.
 
-Two things are chosen elsewhere, for they depend on more than an engine: the attention of a phase, by its backend, and
-the product with a weight, by the rows of each call. Their kernels are rows too, to be tested, compiled ahead and
-checked with the rest.
+Three things are chosen elsewhere, for they depend on more than an engine: the attention of a phase, by its backend, the
+product with a weight, by the rows of each call, and an exchange between ranks, by its size and by where they are. Their
+kernels are rows too, to be tested, compiled ahead and checked with the rest.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, TypeVar, cast, overload
+from typing import Any, Generic, Protocol, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from treetop.kernels import attention as attending
 from treetop.kernels import commit as committing
 from treetop.kernels import draw as drawing
 from treetop.kernels import experts as expert_products
-from treetop.kernels import fused, mxfp4, packed_weights, pages, pieces, routing, tail, topk
+from treetop.kernels import fused, mxfp4, packed_weights, pages, peers, pieces, routing, tail, topk
 from treetop.kernels import grow as growing
 from treetop.kernels import process as processing
 from treetop.kernels import rows as row_state
@@ -32,7 +32,7 @@ from treetop.kernels.products import Call, ChosenProduct, Shape
 from treetop.kernels.sampling import draw_reference, greedy_of_ranks, greedy_reference
 from treetop.kernels.triton_guard import GpuTraits, gpu_traits, why_not
 from treetop.types.layout import SpecShape
-from treetop.types.parallel import ALONE, Parallel
+from treetop.types.parallel import ALONE, Parallel, Summed
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -100,6 +100,30 @@ class Op(Generic[F]):
         return cast(F, partial(self.kernel, gpu=gpu))
 
 
+class AddRmsNorm(Protocol):
+    """`fused.add_rms_norm_reference`, also of a sum over ranks that has yet to be taken."""
+
+    def __call__(self, x: Tensor, delta: Summed | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
+
+
+class Add(Protocol):
+    """`fused.add_reference`, also of a sum over ranks that has yet to be taken."""
+
+    def __call__(self, x: Tensor, delta: Summed) -> Tensor: ...
+
+
+def _add_rms_norm_of_ranks(
+    own: AddRmsNorm, x: Tensor, delta: Summed | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    if delta is None or isinstance(delta, Tensor):
+        return own(x, delta, weight, eps)
+    return delta.add_rms_norm(x, weight, eps)
+
+
+def _add_of_ranks(own: Add, x: Tensor, delta: Summed) -> Tensor:
+    return own(x, delta) if isinstance(delta, Tensor) else delta.add_rms_norm(x, None, 0.0)[0]
+
+
 class Ops:
     """The table, and as an instance what was chosen from it. compressed, products: see `linear`.
 
@@ -107,8 +131,14 @@ class Ops:
     """
 
     # of a layer
-    add = Op(fused.add_reference, fused.add, 1e-6, on_a_gpu, (fused._add_rms_norm_kernel,))
-    add_rms_norm = Op(fused.add_rms_norm_reference, fused.add_rms_norm, 1e-6, on_a_gpu, (fused._add_rms_norm_kernel,))
+    add = Op(cast(Add, fused.add_reference), fused.add, 1e-6, on_a_gpu, (fused._add_rms_norm_kernel,))
+    add_rms_norm = Op(
+        cast(AddRmsNorm, fused.add_rms_norm_reference),
+        fused.add_rms_norm,
+        1e-6,
+        on_a_gpu,
+        (fused._add_rms_norm_kernel,),
+    )
     embed_and_norm = Op(
         fused.embed_and_norm_reference, fused.embed_and_norm, 1e-6, on_a_gpu, (fused._embed_and_norm_kernel,)
     )
@@ -188,6 +218,12 @@ class Ops:
     pick = Op(row_state.pick_reference, row_state.pick, 0.0, on_a_gpu, (row_state._pick_kernel,))
     finish = Op(row_state.finish_reference, row_state.finish, 0.0, on_a_gpu, (row_state._finish_kernel,))
 
+    # of ranks that reach each other's memory
+    add_shares_rms_norm = Op(
+        peers.add_shares_rms_norm_reference, peers.add_shares_rms_norm, 1e-6, on_a_gpu, (peers._add_shares_kernel,)
+    )
+    gather = Op(peers.gather_reference, peers.gather, 0.0, on_a_gpu, (peers._gather_kernel,))
+
     # of a hand-over
     pack = Op(pieces.pack_reference, pieces.pack, 0.0, on_a_gpu, (pieces._move_kernel,))
     unpack = Op(pieces.unpack_reference, pieces.unpack, 0.0, on_a_gpu, (pieces._move_kernel,))
@@ -208,6 +244,8 @@ class Ops:
             vars(self)[name] = op.on(self._gpu) if self._gpu is not None and serves else op.reference
         if parallel.size > 1:
             vars(self)["greedy"] = partial(greedy_of_ranks, self.greedy, parallel)
+            vars(self)["add"] = partial(_add_of_ranks, self.add)
+            vars(self)["add_rms_norm"] = partial(_add_rms_norm_of_ranks, self.add_rms_norm)
 
     @property
     def filters_apart(self) -> bool:

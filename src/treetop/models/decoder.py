@@ -16,6 +16,7 @@ from treetop.models.layers import RMSNorm, SelfAttention, attention_params, norm
 from treetop.models.loader import Placement, Weights
 from treetop.models.params import Param, of_vocab
 from treetop.models.target import LAST_HIDDEN, TargetOutput
+from treetop.types.parallel import Summed
 
 
 class DecoderLayer:
@@ -36,7 +37,7 @@ class DecoderLayer:
 
     def __call__(
         self, x: Tensor, normed: Tensor, angles: Any, attend: Attend, live: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Summed]:
         """x: the residual stream, normed: its input norm. Returns the stream after attention, and what to add to it."""
         added = self.attention(normed, angles, attend)
         if self.attention_output_norm is not None:

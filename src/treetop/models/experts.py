@@ -21,7 +21,7 @@ from treetop.models.layers import GatedMLP, mlp_params
 from treetop.models.loader import Weights
 from treetop.models.mxfp4 import MXFP4
 from treetop.models.params import FLOATS, Param, Source, matrix, own_experts
-from treetop.types.parallel import Parallel
+from treetop.types.parallel import Parallel, taken
 
 
 class ExpertMLP:
@@ -62,7 +62,7 @@ class ExpertMLP:
         parts = routed.reshape(-1, *x.shape)
         if self._shared is None:
             return parts
-        shared = self._shared(x)
+        shared = taken(self._shared(x))
         return torch.cat([parts, shared.to(parts.dtype)]) if len(parts) > 1 else torch.cat([parts, shared])
 
     def _routed(self, x: Tensor, live: Tensor | None) -> Tensor:

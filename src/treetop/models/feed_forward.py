@@ -11,6 +11,7 @@ from treetop.models.experts import ExpertMLP, expert_params
 from treetop.models.layers import GatedMLP, mlp_params
 from treetop.models.loader import Weights
 from treetop.models.params import Param
+from treetop.types.parallel import Summed
 
 
 class FeedForward(Protocol):
@@ -19,7 +20,7 @@ class FeedForward(Protocol):
     @property
     def products(self) -> Sequence[object]: ...
 
-    def __call__(self, x: Tensor, live: Tensor | None) -> Tensor:
+    def __call__(self, x: Tensor, live: Tensor | None) -> Summed:
         """x: [..., hidden]. live: [...] bool, False for padding, None if there is none. Returns parts [parts, ...,
         hidden], whose sum it is."""
 

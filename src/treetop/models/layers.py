@@ -16,6 +16,7 @@ from treetop.kernels.table import Ops
 from treetop.models.config import AttentionSpec, DenseSpec
 from treetop.models.loader import Weights
 from treetop.models.params import Param, Source, matrix, vector
+from treetop.types.parallel import Summed, taken
 
 Transform = Callable[[Tensor], Tensor]
 
@@ -29,13 +30,13 @@ class RMSNorm:
     def __call__(self, x: Tensor) -> Tensor:
         return self._ops.add_rms_norm(x, None, self.weight, self.eps)[1]
 
-    def after(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    def after(self, x: Tensor, delta: Summed) -> tuple[Tensor, Tensor]:
         """x plus the parts of delta [parts, ...], and its norm."""
         return self._ops.add_rms_norm(x, delta, self.weight, self.eps)
 
-    def of_parts(self, parts: Tensor, dtype: torch.dtype) -> Tensor:
+    def of_parts(self, parts: Summed, dtype: torch.dtype) -> Tensor:
         """The norm of a product in parts [parts, ...], rounded to dtype before, as one part."""
-        return self(joined(parts).to(dtype))[None]
+        return self(joined(taken(parts)).to(dtype))[None]
 
 
 class SelfAttention:
@@ -52,12 +53,12 @@ class SelfAttention:
         self.norms = HeadNorms(weights.pop(f"{name}.qk_norm"), eps) if spec.qk_norm else None
         self.sinks = weights.pop(f"{name}.sinks").float() if spec.sinks else None
 
-    def __call__(self, x: Tensor, angles: Any, attend: Attend) -> Tensor:
+    def __call__(self, x: Tensor, angles: Any, attend: Attend) -> Summed:
         """x: [rows, n, in]. Returns parts [parts, rows, n, hidden], of all ranks."""
         qkv = self.qkv.parts(x).unflatten(-1, (-1, self.head_dim))
         write = partial(self._ops.rotate_and_write, qkv, angles, norms=self.norms)
         attended = attend(self.layer, write, self.scale, self.sinks).flatten(2)
-        return self._ops.parallel.sum(self.output.parts(attended))
+        return self._ops.parallel.share(self.output.parts(attended))
 
 
 def attention_params(
@@ -105,9 +106,9 @@ class GatedMLP:
         self.down = ops.linear(weights.pop(f"{name}.down"), weights.pop(f"{name}.down_bias", None))
         self.products, self._parallel = [self.gate_up, self.down], ops.parallel
 
-    def __call__(self, x: Tensor, live: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, live: Tensor | None = None) -> Summed:
         """x: [..., hidden]. Returns parts [parts, ..., hidden], of all ranks and all tokens, live or not."""
-        return self._parallel.sum(self.down.parts(self.gate_up(x)))
+        return self._parallel.share(self.down.parts(self.gate_up(x)))
 
 
 def mlp_params(spec: DenseSpec, name: str, stored: str, hidden: int) -> list[Param]:

@@ -1,8 +1,9 @@
 """A rank over a process group of `torch.distributed`: gloo between processes of a CPU, NCCL between GPUs.
 
 Small shares are gathered: whoever adds them, in the norm that reads them, adds the same numbers in the same order.
-Large ones, of long prompts on GPUs, are added by NCCL, which sends one result to all ranks. A process group is an
-object of its own here, not the default one of the process, so that a process can have several, one after the other.
+GPUs that reach each other's memory do both in one launch, and gather small pieces so (`parallel/peer_memory.py`). Large
+shares, of long prompts on GPUs, are added by NCCL, which sends one result to all ranks. A process group is an object of
+its own here, not the default one of the process, so that a process can have several, one after the other.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, Store
 
+from treetop.kernels.peers import adds, gathers
+from treetop.parallel.peer_memory import PeerExchange, PeerShare, reach_peers
 from treetop.types.errors import ConfigError, EngineError
+from treetop.types.parallel import Summed
 
 _SMALL = 2**20
 """Bytes up to which shares are gathered and added where they are read; more are added by the library on their way."""
@@ -48,13 +52,17 @@ Reduce = Callable[[Tensor], None]
 
 
 class ExchangeRank:
-    """A `Parallel` of three operations. reduce: None if the library's is not the same on all ranks."""
+    """A `Parallel` of three operations. reduce: None if the library's is not the same on all ranks.
+
+    peers: what is exchanged by memory, None for nothing.
+    """
 
     def __init__(
         self, rank: int, size: int, device: torch.device, gather: Gather, swap: Swap, reduce: Reduce | None = None
     ) -> None:
         self.rank, self.size, self._device = rank, size, device
         self._gather, self._swap, self._reduce = gather, swap, reduce
+        self.peers: PeerExchange | None = None
 
     def sum(self, parts: Tensor) -> Tensor:
         """The ranks' shares, in the order of the ranks: whoever adds them adds the same numbers in the same order."""
@@ -65,13 +73,26 @@ class ExchangeRank:
         self._reduce(share)
         return share[None]
 
+    def share(self, parts: Tensor) -> Summed:
+        """See `Parallel`."""
+        if self.peers is None or not adds(parts):
+            return self.sum(parts)
+        return PeerShare(parts, self.peers, self)
+
     def gather(self, piece: Tensor) -> Tensor:
-        out = piece.new_empty((self.size, *piece.shape))
-        self._gather(out, piece.contiguous())
+        out, piece = piece.new_empty((self.size, *piece.shape)), piece.contiguous()
+        if self.peers is None or not gathers(piece.view(-1)):
+            self._gather(out, piece)
+        else:
+            self.peers.gather(out.view(self.size, -1), piece.view(-1))
         return out
 
     def join(self, piece: Tensor) -> Tensor:
-        return self.gather(piece).movedim(0, -2).flatten(-2).contiguous()  # pieces one wide would be a view
+        if self.peers is None or not gathers(piece := piece.contiguous()):
+            return self.gather(piece).movedim(0, -2).flatten(-2).contiguous()  # pieces one wide would be a view
+        out = piece.new_empty((*piece.shape[:-1], self.size, piece.shape[-1]))
+        self.peers.gather(out, piece)
+        return out.flatten(-2)
 
     def all_to_all(self, pieces: Tensor) -> Tensor:
         out = torch.empty_like(pieces, memory_format=torch.contiguous_format)
@@ -81,6 +102,9 @@ class ExchangeRank:
     def least(self, number: int) -> int:
         return int(self.gather(torch.tensor(number, device=self._device)).min())
 
+    def record(self) -> Tensor | None:
+        return None if self.peers is None else self.peers.mail.record
+
 
 class Group:
     """A process group. `close` ends waiting of this rank, on whatever thread it waits, where the library can.
@@ -88,8 +112,11 @@ class Group:
     parallel: this rank. deadline: seconds until the others must answer, from now on.
     """
 
-    def __init__(self, meeting: Meeting, device: torch.device) -> None:
-        """Waits until all ranks have come. Raises ConfigError if PyTorch was built without what the device needs."""
+    def __init__(self, meeting: Meeting, device: torch.device, peer_memory: bool = False) -> None:
+        """Waits until all ranks have come. Raises ConfigError if PyTorch was built without what the device needs.
+
+        peer_memory: GPUs exchange what is small by writing into each other's memory, if all of them can.
+        """
         store = FileStore(str(meeting.file), meeting.size)
         store.set_timeout(timedelta(seconds=MEET_S))
         self._group: Any = _nccl(store, meeting) if device.type == "cuda" else _gloo(store, meeting)
@@ -103,12 +130,17 @@ class Group:
         self.parallel = ExchangeRank(meeting.rank, meeting.size, device, gather, swap, reduce)
         self.parallel.least(0)  # the library connects at the first exchange of a kind, which cannot be recorded
         self.parallel.all_to_all(torch.zeros((meeting.size, 1), device=device))
+        if self._gpu and peer_memory:
+            self.parallel.peers = reach_peers(self.parallel, torch.device("cuda", torch.cuda.current_device()))
+        self.set_deadline(START_S)
 
     def set_deadline(self, seconds: float) -> None:
-        """The host waits so long for the others, from now on; on a GPU nothing waits on the host."""
+        """The host waits so long for the others, from now on; on a GPU it does not wait, but kernels do."""
         self._seconds = seconds
         if not self._gpu:
             self._group._set_default_timeout(timedelta(seconds=seconds))
+        if self.parallel.peers is not None:
+            self.parallel.peers.set_deadline(seconds)
 
     def close(self, patience_s: float = _LEAVE_S) -> None:
         """Leave the group: kernels that wait for others end. Any number of times, from any thread.
@@ -120,6 +152,8 @@ class Group:
             return
         with self._closing:
             if self._leaving is None:
+                if self.parallel.peers is not None:
+                    self.parallel.peers.close()
                 self._leaving = Thread(target=self._group.abort, name="treetop-leave", daemon=True)
                 self._leaving.start()
         self._leaving.join(patience_s)

@@ -60,7 +60,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
         (int, NoneType),
     ),
     **dict.fromkeys(("draft", "speculative_algorithm"), (str, NoneType)),
-    **dict.fromkeys(("disable_radix_cache", "disable_logits_processors"), (bool,)),
+    **dict.fromkeys(("disable_radix_cache", "disable_logits_processors", "disable_custom_all_reduce"), (bool,)),
     **dict.fromkeys(("overlap", "compress_weights"), (bool, NoneType)),
     **dict.fromkeys(("mem_fraction_static", "step_timeout"), (float, int)),
 }
@@ -89,6 +89,7 @@ class EngineConfig:
     results of the last one are known; None is on where rounds are captured CUDA graphs. graphs: `sim` runs rounds with
     the semantics of captured graphs, on a CPU. tp_size: GPUs, or processes on a CPU, that share the model, a rank each.
     ep_size: the same, but each has requests of its own, and they share only the experts of a model that has some.
+    disable_custom_all_reduce: GPUs exchange by NCCL alone, also where they reach each other's memory.
     step_timeout: seconds after which a step that has not ended on every rank ends them all; of one rank it is not used.
     handover_slots: staging slots, through which prefilled requests are handed to another worker or taken from one; 0
     for none. handover_slot_bytes: of each, on every rank.
@@ -123,6 +124,7 @@ class EngineConfig:
     seed: int = 0
     tp_size: int = 1
     ep_size: int = 1
+    disable_custom_all_reduce: bool = False
     step_timeout: float = 60.0
     handover_slots: int = 0
     handover_slot_bytes: int = 64 << 20

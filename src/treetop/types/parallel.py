@@ -9,6 +9,27 @@ from typing import Protocol
 from torch import Tensor
 
 
+class Share(Protocol):
+    """A rank's share of a sum, which is taken by whoever reads it: once, by all ranks alike."""
+
+    def add_rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+        """`kernels.fused.add_rms_norm` of x and the shares of all ranks; without weight, x plus the shares twice."""
+        ...
+
+    def sum(self) -> Tensor:
+        """As `Parallel.sum`."""
+        ...
+
+
+Summed = Tensor | Share
+"""Parts of a sum, or one that has yet to be taken."""
+
+
+def taken(summed: Summed) -> Tensor:
+    """The parts of a sum, which is taken now if it has yet to be."""
+    return summed if isinstance(summed, Tensor) else summed.sum()
+
+
 class Parallel(Protocol):
     """One rank of a group. Every call is collective: all ranks make the same calls, in one order, of the same shapes.
 
@@ -28,6 +49,10 @@ class Parallel(Protocol):
         """
         ...
 
+    def share(self, parts: Tensor) -> Summed:
+        """The same, or a sum that is left to the norm which reads it, where one launch can do both."""
+        ...
+
     def gather(self, piece: Tensor) -> Tensor:
         """piece: [...]. Returns [size, ...]."""
         ...
@@ -44,6 +69,10 @@ class Parallel(Protocol):
         """The smallest of the ranks' numbers; the host waits for it."""
         ...
 
+    def record(self) -> Tensor | None:
+        """[8] int64, as `checks.probes` reads it: where kernels that wait for others write who did not answer."""
+        ...
+
 
 class Alone:
     """A group of one."""
@@ -51,6 +80,9 @@ class Alone:
     rank, size = 0, 1
 
     def sum(self, parts: Tensor) -> Tensor:
+        return parts
+
+    def share(self, parts: Tensor) -> Summed:
         return parts
 
     def gather(self, piece: Tensor) -> Tensor:
@@ -64,6 +96,9 @@ class Alone:
 
     def least(self, number: int) -> int:
         return number
+
+    def record(self) -> Tensor | None:
+        return None
 
 
 ALONE = Alone()
@@ -80,7 +115,10 @@ class Unmet:
     def sum(self, parts: Tensor) -> Tensor:
         raise AssertionError("no rank has met another")
 
-    gather = join = all_to_all = sum
+    share = gather = join = all_to_all = sum
 
     def least(self, number: int) -> int:
         raise AssertionError("no rank has met another")
+
+    def record(self) -> Tensor | None:
+        return None

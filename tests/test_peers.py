@@ -1,0 +1,253 @@
+"""Exchanges by peer memory without a GPU: the kernels, interpreted, in processes whose mailboxes are shared memory.
+
+`tests/test_operations.py` compares them with their references, `tests/test_gpu_parallel.py` runs them on GPUs.
+"""
+
+import logging
+import os
+import random
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+
+from engines import accept_lens, build, greedy, tokens
+from families import FAMILIES
+from tiny_models import Pair, save_copying_head, save_random_experts, save_random_head, save_weak_llama
+from treetop.checks.probes import LATE, RECORD, Probes
+from treetop.debug import ranks as threads
+from treetop.debug.ranks import MemoryGroup, ranks_on_threads
+from treetop.kernels import peers
+from treetop.kernels.peers import Mailboxes
+from treetop.parallel import peer_memory
+from treetop.parallel.exchange import Meeting
+from treetop.parallel.peer_memory import PeerExchange, PeerMemoryError, reach_peers
+from treetop.types.errors import EngineError
+
+CPU = torch.device("cpu")
+
+
+def test_ranks_exchange_behind_delays_and_the_death_of_one_is_written_down(tmp_path):
+    """Sums in several dtypes and numbers of parts, gathers of one and several slots, in an order of chance; all ranks
+    come to the same bits. A wait for who is gone ends, says who it is, and no later one waits."""
+    pytest.importorskip("triton", reason="Triton is not installed; its interpreter runs on any CPU")
+    size, exchanges = 2, 40
+    for rank in range(size):
+        torch.full((peers.mailbox_bytes(size),), 255, dtype=torch.uint8).numpy().tofile(tmp_path / f"mailbox-{rank}")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, str(Path(__file__).parent / "peer_rank.py"), str(tmp_path)]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(size), str(exchanges)], env=environment, stdout=subprocess.PIPE)
+        for rank in range(size)
+    ]
+    try:
+        said = [rank.communicate(timeout=240)[0].decode().splitlines() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert [rank.returncode for rank in ranks] == [0] * size
+    assert said[0][0] == said[1][0]
+    assert said[0][1] == f"{LATE} 1 1"
+
+
+class Model:
+    """The protocol of a slot of sums, a step at a time, where a store arrives at any time before its launch has ended,
+    in any order with others. Each rank uses slots in the order of `uses`, which says how many numbers."""
+
+    def __init__(self, rng, ranks, boxes, uses):
+        self.rng, self.boxes, self.uses, self.ranks = rng, boxes, uses, ranks
+        most = max(uses)
+        self.memory = [[[[None] * most for _ in range(ranks)] for _ in range(boxes)] for _ in range(ranks)]
+        self.step, self.sent = [0] * ranks, [False] * ranks
+        self.stores = [[] for _ in range(ranks)]  # of the launch that runs: (where, box, whose, number, value)
+
+    def advance(self, rank):
+        """One thing that this rank may do now."""
+        if self.stores[rank] and self.rng.random() < 0.5:
+            self._arrives(*self.stores[rank].pop(self.rng.randrange(len(self.stores[rank]))))
+            return
+        step = self.step[rank]
+        if step == 2 * len(self.uses):
+            return
+        use, size = step // 2, self.uses[step // 2]
+        box, others = use % self.boxes, [peer for peer in range(self.ranks) if peer != rank]
+        if step % 2 == 0:  # the launch begins once the last one has ended
+            if not self.stores[rank]:
+                self.stores[rank] = [(peer, box, rank, n, (rank, use, n)) for peer in others for n in range(size)]
+                self.step[rank] += 1
+            return
+        there = [self.memory[rank][box][peer][n] for peer in others for n in range(size)]
+        if None not in there:
+            assert there == [(peer, use, n) for peer in others for n in range(size)], "a number of another use"
+            self.stores[rank] += [(rank, box, peer, n, None) for peer in others for n in range(size)]
+            self.step[rank] += 1
+
+    def _arrives(self, where, box, whose, number, value):
+        cell = self.memory[where][box][whose]
+        assert (cell[number] is None) != (value is None), "a store into a box that is not empty"
+        cell[number] = value
+
+
+def lost_by(ranks, boxes, trials=150):
+    """How many of so many random runs break the protocol."""
+    lost = 0
+    for seed in range(trials):
+        rng = random.Random(seed)
+        model = Model(rng, ranks, boxes, [rng.randint(1, 3) for _ in range(7)])
+        try:
+            for _ in range(20_000):
+                model.advance(rng.randrange(ranks))
+                if all(step == 14 for step in model.step):
+                    break
+            assert all(step == 14 for step in model.step), "it stands still"
+        except AssertionError:
+            lost += 1
+    return lost
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_two_boxes_are_enough_in_whatever_order_stores_arrive(ranks):
+    """And one is not: so the model can fail."""
+    assert lost_by(ranks, boxes=2) == 0
+    assert lost_by(ranks, boxes=1) > 0
+
+
+class MailboxGroup(MemoryGroup):
+    """Ranks on threads that exchange by memory what ranks on GPUs do. shares: how many sums were left to their norm."""
+
+    boxes: ClassVar[dict[Path, list[torch.Tensor]]] = {}
+    shares = 0
+
+    def __init__(self, meeting, device, peer_memory=False):
+        super().__init__(meeting, device)
+        if not peer_memory:
+            return
+        new = [torch.full((peers.mailbox_bytes(meeting.size),), 255, dtype=torch.uint8) for _ in range(meeting.size)]
+        boxes = self.boxes.setdefault(meeting.file, new)
+        record = torch.zeros(RECORD, dtype=torch.int64)
+        mail = Mailboxes.make(meeting.rank, [each.data_ptr() for each in boxes], device, record)
+        self.parallel.peers = Counted(mail, device, boxes)
+        self.set_deadline(60.0)
+
+    def set_deadline(self, seconds):
+        super().set_deadline(seconds)
+        if self.parallel.peers is not None:
+            self.parallel.peers.set_deadline(seconds / 4)  # before the host has seen that a step is late
+
+
+class Counted(PeerExchange):
+    def add_rms_norm(self, *arguments):
+        MailboxGroup.shares += 1
+        return super().add_rms_norm(*arguments)
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("peers")
+    weak = save_weak_llama(folder / "weak", strength=0.17, sharpness=0.5, vocab_size=212)
+    experts = save_random_experts(folder / "experts", "glm4_moe", vocab_size=12)
+    gemma = {**FAMILIES["gemma3"].config, "vocab_size": 12}
+    return {
+        "weak": Pair(weak, save_copying_head(folder / "weak-head", weak, draft_vocab=188)),
+        "experts": Pair(experts, save_random_head(folder / "experts-head", experts, draft_vocab=8)),
+        "gemma3": replace(FAMILIES["gemma3"], config=gemma).save(folder / "gemma3").pair,
+    }
+
+
+def answers(pair, **options):
+    llm = build(pair, (3, 3, 8), context_length=96, chunked_prefill_size=16, dtype="float32", **options)
+    try:
+        return llm.generate(pair.prompts([1, 4, 17]), greedy(12))
+    finally:
+        llm.close()
+
+
+@pytest.mark.parametrize("name", ["weak", "experts", "gemma3"])
+def test_an_engine_whose_ranks_exchange_by_memory_gives_what_one_rank_gives(pairs, monkeypatch, name):
+    """Sums that the next norm takes, that a norm of their own takes, that a shared expert adds, and that a head's
+    output is; gathers of logits. Without the option, and with it."""
+    alone = answers(pairs[name])
+    monkeypatch.setattr(threads, "MemoryGroup", MailboxGroup)
+    with ranks_on_threads():
+        MailboxGroup.shares = 0
+        shared = answers(pairs[name], tp_size=2)
+        assert MailboxGroup.shares > 0
+        MailboxGroup.shares = 0
+        by_library = answers(pairs[name], tp_size=2, disable_custom_all_reduce=True)
+        assert MailboxGroup.shares == 0
+    assert tokens(shared) == tokens(by_library) == tokens(alone)
+    assert accept_lens(shared) == accept_lens(alone)
+
+
+def test_a_wait_that_was_too_long_ends_the_step_with_an_error(pairs, monkeypatch):
+    """At level 0, too: the second rank's mail is lost. The host would see it much later."""
+    real, losing = peers._exchanged, threading.Event()
+
+    def loses(mail, slot, slots, *more):
+        if mail.rank == 1 and losing.is_set():
+            slots = [torch.zeros_like(slots[0]), slots[1]]
+        return real(mail, slot, slots, *more)
+
+    monkeypatch.setattr(threads, "MemoryGroup", MailboxGroup)
+    monkeypatch.setattr(peers, "_exchanged", loses)
+    with ranks_on_threads():
+        llm = build(pairs["weak"], (3, 3, 8), tp_size=2, dtype="float32", check_level=0, step_timeout=8.0)
+        losing.set()
+        with pytest.raises(EngineError, match=r"rank \d did not answer others in time"):
+            llm.generate(pairs["weak"].prompts([4] * 4), greedy(300))
+        llm.close()
+
+
+def test_a_record_of_a_late_rank_is_raised_whatever_the_level():
+    for enabled in (False, True):
+        probes = Probes.make(CPU, enabled, dummy_row=3)
+        with pytest.raises(EngineError, match="rank 5 did not answer others in time; raise --step-timeout"):
+            probes.check([LATE, 0, 0, 2, 5, 0, 0, 17])
+
+
+@pytest.mark.parametrize("refused", ["nobody", "one", "all"])
+def test_ranks_whose_memory_is_not_reached_by_all_use_the_library(tmp_path, monkeypatch, caplog, refused):
+    """All or none: no rank waits for another that has given up, and what is allocated is given back."""
+    size, held = 2, set()
+
+    class Mapped:
+        handle = bytes(64)
+
+        def __init__(self, size, device):
+            self.own = id(self)
+            held.add(self.own)
+
+        def map(self, handle):
+            return 0
+
+        def __del__(self):
+            held.remove(self.own)
+
+    def check(whole, device):
+        if refused == "all" or (refused == "one" and whole.rank == 1):
+            raise PeerMemoryError(f"GPU {whole.rank} is alone")
+
+    monkeypatch.setattr(peer_memory, "_Mapped", Mapped)
+    monkeypatch.setattr(peer_memory, "_check_access", check)
+    monkeypatch.setattr(peer_memory, "_tried", lambda exchange, whole, device: None)
+
+    def reach(rank):
+        group = MemoryGroup(Meeting(tmp_path / "meeting", rank, size), CPU)
+        return reach_peers(group.parallel, CPU)
+
+    with caplog.at_level(logging.WARNING, "treetop"), ThreadPoolExecutor(size) as pool:
+        found = [*pool.map(reach, range(size))]
+    assert [each is not None for each in found] == [refused == "nobody"] * size
+    if refused == "nobody":
+        assert not caplog.records
+        return
+    assert "GPU 1 is alone" in caplog.text
+    assert ("another rank does not reach" in caplog.text) == (refused == "one")
+    assert not held
