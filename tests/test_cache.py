@@ -133,7 +133,7 @@ class LedgerMachine(RuleBasedStateMachine):
         num_tokens, end = min(max(len(ids), known + more), 19), min(known + more, 19)
         before = {group: list(pages) for group, pages in lease.pages.items()}
         free = {group: self.count(group, FREE) for group in before}
-        last = {g: -(-(num_tokens if g != WINDOW else end or num_tokens) // self.page_size) for g in before}
+        last = {g: -(-(num_tokens if g != WINDOW else end) // self.page_size) for g in before}
         columns = {g: range(max(len(before[g]), self.first_seen(g, known)), last[g]) for g in before}
         evictable = {group: self.count(group, CACHE) - len(self.shared(group)) for group in before}
         fits = {group: len(columns[group]) <= free[group] + evictable[group] for group in before}

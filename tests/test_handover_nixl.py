@@ -93,13 +93,16 @@ def test_ranges_beyond_the_peers_memory_and_unknown_peers_fail(over_tcp: Pair, w
 
 
 def test_a_probe_times_both_ways_and_takes_the_better(over_tcp: Pair) -> None:
-    probe = Probe(over_tcp.transport, PEER, Range(0, SIZE // 2), Range(0, SIZE // 2), late_s=20.0)
+    half = Range(0, SIZE // 2)
+    probe = Probe(
+        lambda way: over_tcp.transport.pull(PEER, [half], [half], way), over_tcp.transport.poll, SIZE // 2, late_s=20.0
+    )
     while not probe.step(time.monotonic()):
         over_tcp.transport.progress()
         time.sleep(0.0005)
     assert probe.has_ended()
     assert {*probe.gbps} == {*WAYS}
-    assert over_tcp.transport.way[PEER] == max(WAYS, key=lambda way: probe.gbps[way])
+    assert probe.best == max(WAYS, key=lambda way: probe.gbps[way])
     assert over_tcp.memory.raw[: SIZE // 2] == known_bytes(SIZE)[: SIZE // 2]
 
 

@@ -34,8 +34,7 @@ def test_options_that_cannot_be_together_are_refused_by_their_names(given, messa
 
 
 def _check(**given):
-    config = {key: given.pop(key) for key in ("tp_size",) if key in given}
-    check_handover(ProcessOptions("", EngineConfig(**config), handover=HandoverOptions(**given)))
+    check_handover(ProcessOptions("", EngineConfig(), handover=HandoverOptions(**given)))
 
 
 def test_what_cannot_work_is_said_before_anything_starts(monkeypatch, tmp_path):
@@ -50,8 +49,6 @@ def test_what_cannot_work_is_said_before_anything_starts(monkeypatch, tmp_path):
         _check(**prefill, peer_registry=str(tmp_path))
     with pytest.raises(ConfigError, match="there is no such folder"):
         _check(role="decode", peer_registry=str(tmp_path / "nowhere"))
-    with pytest.raises(ConfigError, match="only with --tp-size 1"):
-        _check(**prefill, tp_size=2)
     monkeypatch.setenv(SECRET_VARIABLE, "of sixteen bytes or more")
     _check(role="prefill", handover_listen="10.0.0.1:70", peer_registry=str(tmp_path))
     monkeypatch.setattr("treetop.transfer.nixl.PACKAGES", ("not_there",))

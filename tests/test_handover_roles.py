@@ -43,7 +43,7 @@ class Sides:
 
     @property
     def transport(self):
-        return self.asks._transport
+        return self.asks._links.own.transport
 
     def step(self):
         """A turn of each. Returns what the decode worker has emitted."""

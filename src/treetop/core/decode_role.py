@@ -3,9 +3,11 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from treetop.core.handover import IDLE_MS, LATER_MS, SOON_MS, Staging, metadata_of
+from treetop.core.links import Links
 from treetop.scheduler.scheduler import Scheduler
 from treetop.transfer.desk_decode import DecodeDesk
 from treetop.transfer.events import (
@@ -27,7 +29,7 @@ from treetop.transfer.events import (
     ToDecodeDesk,
 )
 from treetop.transfer.network import Caller, Down, FromPrefill, Refused, Up
-from treetop.transfer.transport import Handle, Probe, Transport
+from treetop.transfer.transport import Handle, Probe
 from treetop.transfer.wire import Offer, Prompt, Renew
 from treetop.transfer.wire import Refused as AttemptRefused
 from treetop.types.handover import Admitted, Gone, Piece
@@ -66,12 +68,12 @@ class DecodeRole:
         self,
         scheduler: Scheduler,
         staging: Staging,
-        transport: Transport,
+        links: Links,
         caller: Caller,
         deadlines: Deadlines,
         find: Callable[[], Sequence[str]],
     ) -> None:
-        self._scheduler, self._staging, self._transport, self._caller = scheduler, staging, transport, caller
+        self._scheduler, self._staging, self._links, self._caller = scheduler, staging, links, caller
         self._deadlines, self._find, self._found_s = deadlines, find, float("-inf")
         self._desk = DecodeDesk(staging.num_slots, staging.tokens_per_slot, deadlines)
         self._moving: dict[int, _Moving] = {}
@@ -118,7 +120,7 @@ class DecodeRole:
             self._caller.look_for(self._find())
         for event in self._caller.poll(now):
             self._network(event, now)
-        self._transport.progress()
+        self._links.progress()
         self._probe(now)
         self._follow(now)
         for happened in self._scheduler.handover.take_events():
@@ -132,7 +134,7 @@ class DecodeRole:
 
     def close(self) -> None:
         self._caller.close()
-        self._transport.close()
+        self._links.close()
 
     # ---------------------------------------------------------------- what happens
 
@@ -140,7 +142,7 @@ class DecodeRole:
         match event:
             case Up(peer, place, metadata):
                 told = metadata_of(metadata)
-                if told is None or not self._transport.connect(peer, told.transport):
+                if told is None or not self._links.connect(peer, told.transports):
                     self._say(place, "its memory cannot be reached")
                     self._caller.hang_up(peer, now)
                     return
@@ -150,7 +152,7 @@ class DecodeRole:
                 self._say(place, "connected")
             case Down(peer, place):
                 self._say(place, "the session has ended")
-                self._transport.disconnect(peer)
+                self._links.disconnect(peer)
                 self._num_slots.pop(peer, None)
                 if (meeting := self._meetings.get(peer)) is not None:
                     meeting.chosen = True  # by nobody: only its slot is waited for
@@ -168,7 +170,7 @@ class DecodeRole:
         piece = offer.piece
         if not 0 <= offer.ref.slot < self._num_slots.get(peer, 0) or not 0 <= piece.start < piece.end <= piece.total:
             return False
-        return len(offer.checksums) == len(self._staging.payload.stretches(piece))
+        return len(offer.checksums) == len(self._staging.whole.stretches(piece))
 
     def _scheduled(self, event: Any, now: float) -> None:
         if isinstance(event, Admitted):
@@ -206,18 +208,16 @@ class DecodeRole:
     # ---------------------------------------------------------------- transfers
 
     def _pull(self, slot: int, peer: PeerId, remote_slot: int, piece: Piece, now: float) -> None:
-        num_bytes = self._staging.payload.num_bytes(piece)
-        ranges = (self._staging.range_of(each, num_bytes) for each in (remote_slot, slot))
-        remote, local = ranges
+        num_bytes = self._staging.whole.num_bytes(piece)
         attempt = self._desk.slots[slot].attempt
         assert attempt is not None
-        handle = self._transport.pull(peer, [remote], [local])
+        handle = self._links.pull(peer, remote_slot, slot, piece)
         self._moving[slot] = _Moving(handle, attempt.request_id, num_bytes, now)
 
     def _follow(self, now: float) -> None:
         """See what has become of transfers."""
         for slot, moving in [*self._moving.items()]:
-            state = self._transport.poll(moving.handle)
+            state = self._links.poll(moving.handle)
             if state == "busy" or (state == "broken" and moving.broken):
                 continue
             if state == "broken":
@@ -237,8 +237,8 @@ class DecodeRole:
         if slot is None:
             self._tell(PeerUp(peer), now)
             return
-        local, remote = (self._staging.range_of(each, self._staging.slot_bytes) for each in (slot, 0))
-        probe = Probe(self._transport, peer, remote, local, self._deadlines.pull_s)
+        begin = partial(self._links.pull, peer, 0, slot, None)
+        probe = Probe(begin, self._links.poll, self._staging.slot_bytes, self._deadlines.pull_s)
         self._meetings[peer] = _Meeting(probe, slot)
 
     def _probe(self, now: float) -> None:
@@ -246,8 +246,9 @@ class DecodeRole:
             if not meeting.chosen and meeting.probe.step(now):
                 meeting.chosen = True
                 speeds = ", ".join(f"{way} {gbps:.2f} GB/s" for way, gbps in meeting.probe.gbps.items())
-                log.info("transfers over %s: %s", self._transport.name, speeds or "none works")
-                if meeting.probe.gbps:
+                log.info("transfers over %s: %s", self._links.name, speeds or "none works")
+                if meeting.probe.best is not None:
+                    self._links.way[peer] = meeting.probe.best
                     self._load = self._load._replace(
                         read_gbps=meeting.probe.gbps.get("read", 0.0), write_gbps=meeting.probe.gbps.get("write", 0.0)
                     )

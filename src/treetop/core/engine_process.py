@@ -159,7 +159,7 @@ def make(options: ProcessOptions) -> tuple[Core, CoreInfo, Role | None]:
     from treetop.core.staging import staging_of  # noqa: PLC0415  # too
 
     staging = staging_of(opened.local.engine)
-    role = open_role(opened.local.scheduler, staging, options.handover, NixlTransport)
+    role = open_role(opened.local.scheduler, staging, options.handover, NixlTransport, opened.local.others)
     return opened.core, opened.info._replace(refuses=role.refuses), role
 
 

@@ -24,14 +24,19 @@ from treetop.core.group_wire import (
     FromFollower,
     Here,
     Launch,
+    Moved,
     NextLogits,
     Up,
     decode_to_follower,
     encode,
 )
+from treetop.core.handover import LATER_MS, SOON_MS
+from treetop.core.links import Connect, Disconnect, Pull, RankLinks
+from treetop.core.staging import staging_of
 from treetop.engine.engine import Engine, InFlightStep
 from treetop.models.loader import compute_device
 from treetop.parallel.exchange import Group, Meeting
+from treetop.transfer.nixl import NixlTransport
 from treetop.types.errors import CheckError, InvariantError, TreetopError, UserError
 from treetop.types.messages import StepResult
 
@@ -63,6 +68,7 @@ class Follower:
         self._speaking = threading.Lock()
         self._in_flight: SimpleQueue[tuple[int, InFlightStep] | None] = SimpleQueue()
         self._next = 0
+        self._links: RankLinks | None = None
         self._failed = threading.Event()
 
     def run(self) -> None:
@@ -78,25 +84,47 @@ class Follower:
             group = Group(meeting, device, not config.disable_custom_all_reduce)
             self._engine = Engine(options.config, group.parallel)
             group.set_deadline(_GRACE * options.config.step_timeout)
-            self._say(Up(options.rank))
+            if options.hands_over:
+                staging = staging_of(self._engine)
+                self._links = RankLinks(NixlTransport(staging.memory), staging)
+            self._say(Up(options.rank, b"" if self._links is None else self._links.transport.metadata))
             threading.Thread(target=self._collect, name="treetop-collect", daemon=True).start()
             while not self._failed.is_set():
-                if self._plans.poll(_TICK_MS):
+                if self._plans.poll(self._wait_ms):
                     self._follow()
+                self._move()
         except Exception as error:  # whatever ends this rank, rank 0 is told
             self._break(error)
         finally:
             self._in_flight.put(None)
+            if self._links is not None:
+                self._links.close()
             self._plans.close(linger=0)
             with self._speaking:
                 self._words.close(_LINGER_MS)
 
     def _follow(self) -> None:
         message = decode_to_follower(self._plans.recv())
-        if isinstance(message, NextLogits):
-            self._engine.next_logits(message.ids)
-        else:
-            self._launch(message)
+        match message:
+            case NextLogits(ids):
+                self._engine.next_logits(ids)
+            case Connect() | Disconnect() | Pull():
+                assert self._links is not None
+                self._links.take(message)
+            case _:
+                self._launch(message)
+
+    @property
+    def _wait_ms(self) -> int:
+        if self._links is None:
+            return _TICK_MS
+        return SOON_MS if self._links.busy else LATER_MS
+
+    def _move(self) -> None:
+        """Other workers' transfers go on, and rank 0 hears of this rank's own."""
+        if self._links is not None:
+            for number, state in self._links.moved():
+                self._say(Moved(self._options.rank, number, state))
 
     def _launch(self, message: Launch) -> None:
         """Raises before anything is launched that rank 0 does not launch: no rank waits for what never comes."""

@@ -5,17 +5,23 @@ rank 0 --Launch--> each follower, which launches it beside rank 0 and says `Ende
 
 import msgspec
 
+from treetop.core.links import Connect, Disconnect, Pull
+from treetop.transfer.transport import State
 from treetop.types.config import EngineConfig
 from treetop.types.messages import ExportPlan, ImportPlan, PrefillPlan, RoundPlan, StepPlan
 
 
 class FollowerOptions(msgspec.Struct, frozen=True):
-    """What a follower is told on stdin. folder: where the group meets, of its owner alone. threads: of PyTorch."""
+    """What a follower is told on stdin. folder: where the group meets, of its owner alone. threads: of PyTorch.
+
+    hands_over: other workers reach its staging slots.
+    """
 
     folder: str
     config: EngineConfig
     rank: int
     threads: int
+    hands_over: bool = False
 
 
 class LaunchPrefill(msgspec.Struct, frozen=True, tag=True):
@@ -63,9 +69,10 @@ class Here(msgspec.Struct, frozen=True, tag=True):
 
 
 class Up(msgspec.Struct, frozen=True, tag=True):
-    """A follower's engine is up."""
+    """A follower's engine is up. transport: what others need to reach its staging slots."""
 
     rank: int
+    transport: bytes = b""
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
@@ -74,6 +81,14 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     rank: int
     number: int
     digest: int
+
+
+class Moved(msgspec.Struct, frozen=True, tag=True):
+    """The state of a pull, which rank 0 has ordered under this number, has changed."""
+
+    rank: int
+    number: int
+    state: State
 
 
 class Broken(msgspec.Struct, frozen=True, tag=True):
@@ -85,8 +100,8 @@ class Broken(msgspec.Struct, frozen=True, tag=True):
 
 
 Launch = LaunchPrefill | LaunchRound | LaunchExport | LaunchImport
-ToFollower = LaunchPrefill | LaunchRound | LaunchExport | LaunchImport | NextLogits
-FromFollower = Here | Up | Ended | Broken
+ToFollower = LaunchPrefill | LaunchRound | LaunchExport | LaunchImport | NextLogits | Connect | Disconnect | Pull
+FromFollower = Here | Up | Ended | Moved | Broken
 
 encode = msgspec.msgpack.Encoder().encode
 _to_follower: msgspec.msgpack.Decoder[ToFollower] = msgspec.msgpack.Decoder(ToFollower)

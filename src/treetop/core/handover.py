@@ -17,27 +17,32 @@ SOON_MS, LATER_MS, IDLE_MS = 1, 5, 250
 
 
 class Staging(NamedTuple):
-    """The slots of a worker. memory: all of them, one after the other. payload: what a piece takes in one."""
+    """The slots of rank `rank` of a worker of `size`. memory: all of them, one after the other.
+
+    whole: what a piece is on all ranks together.
+    """
 
     memory: Memory
     num_slots: int
     slot_bytes: int
-    payload: Payload
+    whole: Payload
     schema: Schema
+    rank: int = 0
+    size: int = 1
 
     @property
     def tokens_per_slot(self) -> int:
-        return self.payload.tokens_per_slot(self.slot_bytes)
+        return self.whole.of_rank(self.size).tokens_per_slot(self.slot_bytes)
 
-    def range_of(self, slot: int, num_bytes: int) -> Range:
-        return Range(slot * self.slot_bytes, num_bytes)
+    def range_of(self, slot: int) -> Range:
+        return Range(slot * self.slot_bytes, self.slot_bytes)
 
 
 class Metadata(msgspec.Struct, frozen=True, array_like=True):
-    """What one worker tells another of its slots."""
+    """What one worker tells another of its slots. transports: of each rank, in their order."""
 
     num_slots: int
-    transport: bytes
+    transports: tuple[bytes, ...]
 
 
 class Role(Protocol):

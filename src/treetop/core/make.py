@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -17,6 +17,9 @@ from treetop.types.errors import ConfigError
 from treetop.types.requests import CoreInfo, PrefixPages
 from treetop.types.roles import NO_ROLE, HandoverOptions
 from treetop.types.sampling import MOST_LOGPROBS
+
+if TYPE_CHECKING:  # needs an extra
+    from treetop.core.worker_group import WorkerGroup
 
 Step = TypeVar("Step")
 
@@ -33,29 +36,30 @@ class OpenCore(NamedTuple):
 
 
 class LocalEngine(NamedTuple):
-    """An engine of this process, and what plans for it. next_logits: see `Engine`."""
+    """An engine of this process, and what plans for it. next_logits: see `Engine`. others: the ranks but the first."""
 
     engine: Engine
     scheduler: Scheduler
     next_logits: Callable[[list[int]], Tensor]
+    others: "WorkerGroup | None"
 
 
 def open_core(config: EngineConfig, handover: HandoverOptions = NO_ROLE) -> OpenCore:
     """Start what a configuration asks for. Raises UserError for what cannot work, EngineError for a rank that fails.
 
-    handover: of ranks that have a scheduler each, and so a part each in handing requests over.
+    handover: what its ranks do for other workers. Those that have a scheduler each have a part each.
     """
     if config.ep_size > 1:
         return _open_expert_ranks(config, handover)
     if config.tp_size == 1:
         engine = Engine(config)
-        return _around(engine, engine, engine.next_logits, _nothing)
+        return _around(engine, engine, engine.next_logits, _nothing, None)
     try:
         from treetop.core.worker_group import WorkerGroup  # noqa: PLC0415  # needs an extra
     except ModuleNotFoundError as error:
         raise ConfigError(f"--tp-size {config.tp_size} needs {error.name}: install treetop[serve]") from None
-    group = WorkerGroup(config)
-    return _around(group, group.engine, group.next_logits, group.close)
+    group = WorkerGroup(config, handover.role != "both")
+    return _around(group, group.engine, group.next_logits, group.close, group)
 
 
 def _open_expert_ranks(config: EngineConfig, handover: HandoverOptions) -> OpenCore:
@@ -71,10 +75,14 @@ def _open_expert_ranks(config: EngineConfig, handover: HandoverOptions) -> OpenC
 
 
 def _around(
-    runs: StepEngine[Any], engine: Engine, next_logits: Callable[[list[int]], Tensor], close: Callable[[], object]
+    runs: StepEngine[Any],
+    engine: Engine,
+    next_logits: Callable[[list[int]], Tensor],
+    close: Callable[[], object],
+    others: "WorkerGroup | None",
 ) -> OpenCore:
     core = core_of(runs, engine)
-    local = LocalEngine(engine, core.scheduler, next_logits)
+    local = LocalEngine(engine, core.scheduler, next_logits, others)
     return OpenCore(core, info_of(engine), local, engine.draft_path, close)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from treetop.core.handover import IDLE_MS, LATER_MS, Staging, metadata_of
+from treetop.core.links import Links
 from treetop.scheduler.scheduler import Scheduler
 from treetop.transfer.desk_prefill import PrefillDesk
 from treetop.transfer.events import (
@@ -23,7 +24,6 @@ from treetop.transfer.events import (
 )
 from treetop.transfer.network import Down, FromDecode, Reception, Up
 from treetop.transfer.registry import Registry
-from treetop.transfer.transport import Transport
 from treetop.transfer.wire import Offer
 from treetop.types.errors import InputError, UserError
 from treetop.types.handover import Gone
@@ -42,15 +42,15 @@ class PrefillRole:
         self,
         scheduler: Scheduler,
         staging: Staging,
-        transport: Transport,
+        links: Links,
         reception: Reception,
         deadlines: Deadlines,
         registry: Registry | None = None,
         address: str = "",
     ) -> None:
-        self._scheduler, self._transport, self._reception = scheduler, transport, reception
+        self._scheduler, self._links, self._reception = scheduler, links, reception
         self._desk = PrefillDesk(staging.num_slots, staging.tokens_per_slot, deadlines)
-        self._payload, self._renew_s = staging.payload, deadlines.renew_s
+        self._payload, self._renew_s = staging.whole, deadlines.renew_s
         self._vocab_size = staging.schema.vocab_size
         self._registry, self._address, self._announced_s = registry, address, float("-inf")
         self._peers: set[PeerId] = set()
@@ -86,10 +86,10 @@ class PrefillRole:
                     self._peers.add(peer)
                     told = metadata_of(metadata)
                     if told is not None:
-                        self._transport.connect(peer, told.transport)
+                        self._links.connect(peer, told.transports)
                 case Down(peer):
                     self._peers.discard(peer)
-                    self._transport.disconnect(peer)
+                    self._links.disconnect(peer)
                     self._tell(PeerDown(peer), now)
                 case FromDecode(peer, message):
                     self._tell(HeardByPrefill(peer, message), now)
@@ -97,13 +97,13 @@ class PrefillRole:
             assert isinstance(happened, ToPrefillDesk)
             self._tell(happened, now)
         self._tell(Tick(), now)
-        self._transport.progress()
+        self._links.progress()
 
     def close(self) -> None:
         if self._registry is not None:
             self._registry.withdraw()
         self._reception.close()
-        self._transport.close()
+        self._links.close()
 
     def _tell(self, event: ToPrefillDesk, now: float) -> None:
         for action in self._desk.handle(event, now):

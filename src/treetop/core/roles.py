@@ -3,11 +3,11 @@
 import os
 from collections.abc import Callable, Sequence
 
-import msgspec
 import zmq
 
 from treetop.core.decode_role import DecodeRole
-from treetop.core.handover import Metadata, Role, Staging
+from treetop.core.handover import Role, Staging
+from treetop.core.links import Links, OtherRanks, RankLinks
 from treetop.core.prefill_role import PrefillRole
 from treetop.core.wire import ProcessOptions
 from treetop.scheduler.scheduler import Scheduler
@@ -26,8 +26,6 @@ def check_handover(process: ProcessOptions) -> None:
     config, options = process.config, process.handover
     if process.mock is not None:
         raise ConfigError(f"--role {options.role}: a mock engine has nothing to hand over")
-    if config.tp_size != 1:
-        raise ConfigError(f"--role {options.role}: only with --tp-size 1 for now, got {config.tp_size}")
     check_installed()
     secret = read_secret(os.environ, options.handover_secret_file)
     if options.handover_listen is not None:
@@ -47,27 +45,27 @@ def open_role(
     staging: Staging,
     options: HandoverOptions,
     make_transport: Callable[[Memory], Transport],
+    others: OtherRanks | None = None,
 ) -> Role:
-    """The part that the options give a worker. Raises ConfigError."""
+    """The part that the options give a worker. others: its ranks but this one, if there are any. Raises ConfigError."""
     secret, deadlines = read_secret(os.environ, options.handover_secret_file), Deadlines.of(options.handover_lease)
     registry = None
     if options.peer_registry is not None:
         registry = Registry(options.peer_registry, deadlines.lease_s)
-    transport = make_transport(staging.memory)
-    metadata = msgspec.msgpack.encode(Metadata(staging.num_slots, transport.metadata))
-    common = Common(secret, staging.schema, metadata)
+    links = Links(RankLinks(make_transport(staging.memory), staging), others)
+    common = Common(secret, staging.schema, links.metadata)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
     try:
         if options.role == "decode":
             find = _finder(options.prefill_peers, registry, secret)
             caller = Caller(context, common, deadlines.connect_s)
-            return DecodeRole(scheduler, staging, transport, caller, deadlines, find)
+            return DecodeRole(scheduler, staging, links, caller, deadlines, find)
         assert options.handover_listen is not None
         host, port = _allowed(options.handover_listen, "--handover-listen", secret)
         reception = Reception(context, common, zmq_address(host, port), 2 * deadlines.lease_s)
-        return PrefillRole(scheduler, staging, transport, reception, deadlines, registry, options.handover_listen)
+        return PrefillRole(scheduler, staging, links, reception, deadlines, registry, options.handover_listen)
     except BaseException:
-        transport.close()
+        links.close()
         raise
 
 

@@ -14,14 +14,15 @@ def staging_of(engine: Engine) -> Staging:
     slots, config = engine.slots, engine.config
     if slots is None:
         raise ConfigError("no staging slots to hand requests over by; set --handover-slots")
-    memory, payload = slots.memory, slots.spec.own
+    memory, whole, ranks = slots.memory, slots.spec.whole, engine.parallel
+    assert slots.spec.own == whole.of_rank(ranks.size)
     shape = config.shape
     schema = Schema(
         wire=WIRE_VERSION,
         target=f"dummy {config.seed}" if config.load_format == "dummy" else fingerprint(engine.model_path),
         draft=_draft(engine),
         dtype=str(engine.dtype).removeprefix("torch."),
-        groups=words_of_groups(slots.spec.whole.groups),
+        groups=words_of_groups(whole.groups),
         record=tuple(field.words for field in engine.runner.state.record.fields),
         shape=(shape.topk, shape.num_steps, shape.num_draft_tokens),
         vocab_size=engine.spec.vocab_size,
@@ -29,7 +30,8 @@ def staging_of(engine: Engine) -> Staging:
     )
     device = memory.device.index or 0 if memory.device.type == "cuda" else None
     reached = Memory(memory.data_ptr(), memory.nbytes, device)
-    return Staging(reached, config.handover_slots, config.handover_slot_bytes, payload, schema)
+    size = config.handover_slot_bytes
+    return Staging(reached, config.handover_slots, size, whole, schema, ranks.rank, ranks.size)
 
 
 def _draft(engine: Engine) -> str:

@@ -35,16 +35,19 @@ from treetop.core.group_wire import (
     FollowerOptions,
     FromFollower,
     Here,
+    Moved,
     NextLogits,
     Up,
     decode_from_follower,
     encode,
     launch_of,
 )
+from treetop.core.links import Order
 from treetop.engine.build import plan_engine
 from treetop.engine.engine import Engine, InFlightStep
 from treetop.models.loader import compute_device
 from treetop.parallel.exchange import MEET_S, START_S, ExchangeRank, Group
+from treetop.transfer.transport import State
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CheckError, ConfigError, EngineError, TreetopError, UserError
 from treetop.types.messages import StepPlan, StepResult
@@ -72,12 +75,13 @@ class WorkerGroup:
     so does the end of whoever holds this object.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, hands_over: bool = False) -> None:
+        """hands_over: other workers reach the staging slots of all ranks."""
         device = compute_device(config.device)
         _check_devices(config, device)
         planned = plan_engine(config)  # what is left to device and memory is the same for all ranks
         self.config = config = replace(planned.config, chunked_prefill_size=planned.layout.chunk)
-        self._ranks = _Ranks(config)
+        self._ranks = _Ranks(config, hands_over)
         self.close = weakref.finalize(self, _Ranks.end, self._ranks)
         self._failure: EngineError | None = None
         self._launched = 0
@@ -87,9 +91,10 @@ class WorkerGroup:
                 parallel = self._ranks.meet(device)
             with self._ranks.no_longer_than(START_S, hint=""):
                 self.engine = self._ranks.engine = Engine(config, parallel)
-            self._ranks.await_all(Up, time.monotonic() + START_S)
+            up = self._ranks.await_all(Up, time.monotonic() + START_S)
         except BaseException as error:
             raise self._ended(error, "while the group started") from error
+        self.transports = [word.transport for word in up if isinstance(word, Up)]
         self._ranks.start_deadlines(config.step_timeout)
 
     def launch(self, plan: StepPlan) -> GroupStep:
@@ -126,6 +131,16 @@ class WorkerGroup:
                 return self.engine.next_logits(ids)
         except BaseException as error:
             raise self._ended(error, "in a forward for logits") from error
+
+    def order(self, order: Order) -> None:
+        """As `OtherRanks.order`. Of a rank that has died the next step says so."""
+        if self._failure is None:
+            with suppress(EngineError):
+                self._ranks.tell(encode(order))
+
+    def moved(self) -> list[tuple[int, int, State]]:
+        """As `OtherRanks.moved`."""
+        return [] if self._failure is not None else self._ranks.take_moved()
 
     def _check_alive(self) -> None:
         if self._failure is not None:
@@ -164,7 +179,7 @@ class _Rank:
 class _Ranks:
     """The followers of a group, and what lies between them and rank 0."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, hands_over: bool) -> None:
         self._size, self._timeout_s = config.tp_size, config.step_timeout
         self._peer_memory = not config.disable_custom_all_reduce
         self.folder = tempfile.mkdtemp(prefix="treetop-")  # mode 0700: nobody else reaches a rank
@@ -185,7 +200,7 @@ class _Ranks:
             for rank in range(1, self._size):
                 plans = self._context.socket(zmq.PUSH)
                 plans.bind(f"ipc://{self.folder}/{rank}")
-                options = FollowerOptions(self.folder, config, rank, torch.get_num_threads())
+                options = FollowerOptions(self.folder, config, rank, torch.get_num_threads(), hands_over)
                 self._ranks[rank] = _Rank(start_process(options), plans)
         except BaseException:
             self.end()
@@ -256,10 +271,16 @@ class _Ranks:
             except zmq.Again:
                 raise EngineError(f"rank {rank} has left the group") from None
 
-    def await_all(self, kind: "type[Here | Up]", deadline: float) -> None:
-        """Wait for a word of this kind from each rank."""
-        for rank in self._ranks:
-            self._await(partial(_from, rank, kind), deadline, "start", {rank})
+    def await_all(self, kind: "type[Here | Up]", deadline: float) -> list[FromFollower]:
+        """Wait for a word of this kind from each rank. Returns them in the ranks' order."""
+        return [self._await(partial(_from, rank, kind), deadline, "start", {rank}) for rank in self._ranks]
+
+    def take_moved(self) -> list[tuple[int, int, State]]:
+        """What ranks have said of their pulls since the last call."""
+        self._receive(0)
+        moved = [(word.rank, word.number, word.state) for word in self._words if isinstance(word, Moved)]
+        self._words = [word for word in self._words if not isinstance(word, Moved)]
+        return moved
 
     def await_step(self, number: int, deadline: float) -> dict[int, int]:
         """Wait until all have ended a step. Returns the digest of each. Steps before it have been dropped."""

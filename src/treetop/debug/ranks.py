@@ -19,6 +19,7 @@ from treetop.core.follower import Follower
 from treetop.core.group_wire import FollowerOptions
 from treetop.debug.patching import instead, replaced
 from treetop.parallel.exchange import START_S, ExchangeRank, Meeting
+from treetop.transfer.loopback import LoopbackTransport
 from treetop.types.errors import EngineError
 
 
@@ -27,7 +28,8 @@ def ranks_on_threads() -> Iterator[None]:
     """Groups that are started inside have no other processes."""
     places = [f"treetop.core.{module}:Group" for module in ("worker_group", "follower")]
     start = instead("treetop.core.worker_group:start_process", RankThread)
-    with replaced([start, *(instead(place, MemoryGroup) for place in places)]):
+    transport = instead("treetop.core.follower:NixlTransport", LoopbackTransport)
+    with replaced([start, transport, *(instead(place, MemoryGroup) for place in places)]):
         yield
 
 

@@ -67,7 +67,7 @@ def _probed(transport: NixlTransport, process: "subprocess.Popen[str]") -> dict[
     process.stdin.write(transport.metadata.hex() + "\n")
     process.stdin.flush()
     whole = Range(0, NUM_BYTES)
-    probe = Probe(transport, _PEER, whole, whole, _PATIENCE_S / 4)
+    probe = Probe(lambda way: transport.pull(_PEER, [whole], [whole], way), transport.poll, NUM_BYTES, _PATIENCE_S / 4)
     while not probe.step(time.monotonic()):
         transport.progress()
     return probe.gbps

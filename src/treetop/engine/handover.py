@@ -17,7 +17,7 @@ from treetop.engine.row_record import parts_of
 from treetop.engine.staging import HostResults, Results
 from treetop.kernels.pieces import Span, checksum
 from treetop.types.errors import CheckError
-from treetop.types.handover import Payload, Piece, Stretch
+from treetop.types.handover import Payload, Piece, Stretch, first_head
 from treetop.types.layout import KVGroup
 from treetop.types.messages import Export, ExportPlan, Import, ImportPlan, ImportResult
 from treetop.types.parallel import Parallel
@@ -51,8 +51,8 @@ class HandoverSpec:
         sources = []
         for begin, mine, group in zip(begins, own, whole, strict=False):
             for head in range(group.kv.heads):  # of several ranks that share a head the first is as good as any
-                rank = next(r for r in range(ranks) if head - _first_head(group, r, ranks) in range(mine.kv.heads))
-                sources.append((rank, begin + head - _first_head(group, rank, ranks)))
+                rank = next(r for r in range(ranks) if head - first_head(group, r, ranks) in range(mine.kv.heads))
+                sources.append((rank, begin + head - first_head(group, rank, ranks)))
         mine_alone, all_of = (Payload(tuple(groups), itemsize, record_bytes) for groups in (own, whole))
         return cls(mine_alone, all_of, tuple(sources))
 
@@ -72,15 +72,10 @@ class HandoverSpec:
         found: list[int] = []
         begin = 0
         for mine, group in zip(self.own.groups, self.whole.groups, strict=True):
-            first = begin + _first_head(group, rank, ranks)
+            first = begin + first_head(group, rank, ranks)
             found += checksums[first : first + mine.kv.heads]
             begin += group.kv.heads
         return [*found, checksums[-1] if piece.last else 0]
-
-
-def _first_head(group: KVGroup, rank: int, ranks: int) -> int:
-    """Of a whole group's heads the first that a rank has; with more ranks than heads neighbours have the same."""
-    return rank * group.kv.heads // ranks
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ class Committer:
                 request.num_computed_tokens += len(tokens)
             if tokens:
                 update = self._emit(request, tokens, len(tokens) - 1 if is_round else None)
-                updates.append(update._replace(logprobs=logprobs[: len(update.new_ids)]))
+                updates.append(update._replace(logprobs=logprobs[: len(update.new_ids)]) if logprobs else update)
         if isinstance(plan, PrefillPlan):
             self._cache_chunks(plan)
         return updates

@@ -138,7 +138,8 @@ class DecodeDesk:
         number = self.peers[peer].asked = next(self._numbers)
         attempt = Attempt(asked.request_id, number, peer, len(asked.prompt.ids), asked.start, self._latest(now))
         self.attempts[asked.request_id] = attempt
-        return self._say(peer, Prefill(asked.request_id, attempt.number, asked.start, asked.prompt))
+        most = self._tokens_per_slot
+        return self._say(peer, Prefill(asked.request_id, number, asked.start, asked.prompt, most))
 
     def _heard(self, peer: PeerId, message: ToDecode, now: float) -> None:
         if peer not in self.peers:

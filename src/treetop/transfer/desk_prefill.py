@@ -39,13 +39,14 @@ Key = tuple[PeerId, int, int]
 class Export:
     """A request that is computed for a peer. packed: its tokens before this one have been given a slot.
 
-    until: when it is given up without a word from its peer.
+    most: tokens of a piece. until: when it is given up without a word from its peer.
     """
 
     key: Key
     request_id: RequestId
     prompt: Prompt
     packed: int
+    most: int
     until: float
     num_computed: int = 0
     first: FirstToken | None = None
@@ -123,10 +124,16 @@ class PrefillDesk:
         if not 0 <= asked.start < len(asked.prompt.ids):
             self._say(peer, Refused(request, attempt, f"no token is asked for from {asked.start} on"))
             return
+        if asked.most < 1:
+            self._say(peer, Refused(request, attempt, f"pieces of {asked.most} tokens are asked for"))
+            return
         for older in others:
             self._drop(older, None)
+        most = min(asked.most, self._tokens_per_slot)
         request_id = RequestId(next(self._ids))
-        export = self.exports[key] = self._by_id[request_id] = Export(key, request_id, asked.prompt, asked.start, until)
+        export = self.exports[key] = self._by_id[request_id] = Export(
+            key, request_id, asked.prompt, asked.start, most, until
+        )
         self._actions.append(Start(request_id, asked.start, export.prompt))
 
     def _computed(self, request_id: RequestId, num_tokens: int, first: FirstToken | None) -> None:
@@ -170,7 +177,7 @@ class PrefillDesk:
         free = [i for i, slot in enumerate(self.slots) if slot.state == "free"]
         for export in self.exports.values():
             while free and export.packed < export.num_computed:
-                end = min(export.packed + self._tokens_per_slot, export.num_computed)
+                end = min(export.packed + export.most, export.num_computed)
                 if end == export.total and export.first is None:
                     break
                 index = free.pop(0)

@@ -27,7 +27,6 @@ class LoopbackTransport:
 
     def __init__(self, memory: Memory) -> None:
         self.memory, self.metadata = memory, f"loopback-{next(self._names)}".encode()
-        self.way: dict[PeerId, Way] = {}
         self.stalled = self.broken = False
         self._peers: dict[PeerId, LoopbackTransport] = {}
         self._copies: dict[Handle, _Copy] = {}
@@ -42,9 +41,8 @@ class LoopbackTransport:
 
     def disconnect(self, peer: PeerId) -> None:
         self._peers.pop(peer, None)
-        self.way.pop(peer, None)
 
-    def pull(self, peer: PeerId, remote: Sequence[Range], local: Sequence[Range], way: Way | None = None) -> Handle:
+    def pull(self, peer: PeerId, remote: Sequence[Range], local: Sequence[Range], way: Way = "read") -> Handle:
         handle = Handle(next(self._handles))
         copy = self._copies[handle] = _Copy()
         source = self._peers.get(peer)

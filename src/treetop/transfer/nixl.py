@@ -111,7 +111,6 @@ class NixlTransport:
     def __init__(self, memory: Memory) -> None:
         nixl = find_nixl()
         self._memory = memory
-        self.way: dict[PeerId, Way] = {}
         self._agent_name = f"treetop-{uuid.uuid4()}"
         try:
             self._agent = nixl.nixl_agent(self._agent_name, nixl.nixl_agent_config(backends=["UCX"]))
@@ -140,12 +139,11 @@ class NixlTransport:
         return True
 
     def disconnect(self, peer: PeerId) -> None:
-        self.way.pop(peer, None)
         if (found := self._peers.pop(peer, None)) is not None:
             self._leaving.append(found)
             self._forget_agents()
 
-    def pull(self, peer: PeerId, remote: Sequence[Range], local: Sequence[Range], way: Way | None = None) -> Handle:
+    def pull(self, peer: PeerId, remote: Sequence[Range], local: Sequence[Range], way: Way = "read") -> Handle:
         number = next(self._numbers)
         handle = Handle(number)
         source = self._peers.get(peer)
@@ -155,7 +153,7 @@ class NixlTransport:
         assert self._memory.holds(local)
         transfer = self._transfers[handle] = _Transfer(source, local=tuple(local))
         try:
-            if (way or self.way.get(peer, "read")) == "read":
+            if way == "read":
                 transfer.handle = self._begin("READ", source, local, remote)
             else:
                 self._agent.send_notif(source.agent, _encode(_Write(number, tuple(remote), tuple(local))))

@@ -4,7 +4,7 @@ A decode worker pulls. A transfer is a read by the decode worker, or a write by 
 one; which is faster depends on links and libraries, so both are tried when two workers meet.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, NewType, Protocol
 
 from treetop.transfer.events import PeerId
@@ -37,12 +37,11 @@ class Memory(NamedTuple):
 class Transport(Protocol):
     """One worker's end. Calls return at once, and none raises for what a peer does or fails to do.
 
-    name: in words. metadata: what a peer needs to connect. way: by which transfers from a peer go, if not reads.
+    name: in words. metadata: what a peer needs to connect.
     """
 
     name: str
     metadata: bytes
-    way: dict[PeerId, Way]
 
     def connect(self, peer: PeerId, metadata: bytes) -> bool:
         """Whether this peer can be reached."""
@@ -52,8 +51,8 @@ class Transport(Protocol):
         """Begin no more transfers; those that are under way go on."""
         ...
 
-    def pull(self, peer: PeerId, remote: Sequence[Range], local: Sequence[Range], way: Way | None = None) -> Handle:
-        """Begin to move ranges of the peer's memory into ranges of the same sizes here. way: None goes by `way`."""
+    def pull(self, peer: PeerId, remote: Sequence[Range], local: Sequence[Range], way: Way = "read") -> Handle:
+        """Begin to move ranges of the peer's memory into ranges of the same sizes here."""
         ...
 
     def poll(self, handle: Handle) -> State:
@@ -70,35 +69,40 @@ class Transport(Protocol):
 class Probe:
     """Tries both ways from a peer, one after the other, into a landing slot that nobody uses.
 
-    Each goes twice, for the first transfer of a kind connects. gbps: gigabytes a second of each way that worked, the
-    better of both times. late_s: how long one may take.
+    Each goes twice, for the first transfer of a kind connects. begin: begins one of `num_bytes`; poll: of a transport.
+    gbps: gigabytes a second of each way that worked, the better of both times. late_s: how long one may take.
     """
 
-    def __init__(self, transport: Transport, peer: PeerId, remote: Range, local: Range, late_s: float) -> None:
+    def __init__(
+        self, begin: Callable[[Way], Handle], poll: Callable[[Handle], State], num_bytes: int, late_s: float
+    ) -> None:
         self.gbps: dict[Way, float] = {}
-        self.peer = peer
-        self._transport, self._remote, self._local, self._late_s = transport, remote, local, late_s
+        self._begin, self._state, self._num_bytes, self._late_s = begin, poll, num_bytes, late_s
         self._ways = [way for way in WAYS for _ in range(2)]
         self._handle: Handle | None = None
         self._begun_s = 0.0
 
     def step(self, now: float) -> bool:
-        """Go on. Returns whether the choice is made: the better way is the transport's from now on."""
+        """Go on. Returns whether all has been tried, and `best` is known."""
         state = self._poll()
         if self._handle is not None and now - self._begun_s >= self._late_s:
             self._ways.clear()
         elif self._handle is None:
             if state == "done":
-                gbps = self._local.num_bytes / max(now - self._begun_s, 1e-9) / 1e9
+                gbps = self._num_bytes / max(now - self._begun_s, 1e-9) / 1e9
                 self.gbps[self._ways[0]] = max(gbps, self.gbps.get(self._ways[0], 0.0))
             if state is not None:
                 self._ways.pop(0)
             if self._ways:
                 self._begun_s = now
-                self._handle = self._transport.pull(self.peer, [self._remote], [self._local], self._ways[0])
-        if not self._ways and self.gbps:
-            self._transport.way[self.peer] = max(self.gbps, key=lambda way: self.gbps[way])
+                self._handle = self._begin(self._ways[0])
         return not self._ways
+
+    @property
+    def best(self) -> Way | None:
+        """The faster way so far; None if none has worked."""
+        ways = sorted(self.gbps, key=lambda way: self.gbps[way])
+        return ways[-1] if ways else None
 
     def has_ended(self) -> bool:
         """Whether the landing slot may be used again, once the choice is made."""
@@ -109,7 +113,7 @@ class Probe:
         """What has become of the transfer that is under way; None if there is none."""
         if self._handle is None:
             return None
-        state = self._transport.poll(self._handle)
+        state = self._state(self._handle)
         if state in ("done", "failed"):
             self._handle = None
         return state

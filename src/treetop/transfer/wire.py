@@ -16,7 +16,7 @@ from treetop.types.errors import UserError
 from treetop.types.handover import FirstToken, Piece, SlotRef
 from treetop.types.sampling import SamplingParams
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -28,12 +28,13 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class Prefill(msgspec.Struct, frozen=True, tag=True):
-    """Compute this, and offer its tokens from `start` on."""
+    """Compute this, and offer its tokens from `start` on. most: tokens of a piece, that slots of the asker hold."""
 
     request: int
     attempt: int
     start: int
     prompt: Prompt
+    most: int
 
 
 class Renew(msgspec.Struct, frozen=True, tag=True):

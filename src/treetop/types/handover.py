@@ -8,7 +8,7 @@ Pages never meet the network. Host values only, which can cross a process bounda
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from treetop.types.errors import CapacityError
@@ -93,6 +93,11 @@ class Payload:
             found.append(Stretch(None, 0, offset, self.record_bytes))
         return tuple(found)
 
+    def of_rank(self, size: int) -> "Payload":
+        """What one of `size` ranks has of a whole model's; with more ranks than heads neighbours have the same."""
+        parts = [replace(each, kv=replace(each.kv, heads=max(each.kv.heads // size, 1))) for each in self.groups]
+        return replace(self, groups=tuple(parts))
+
     def num_bytes(self, piece: Piece) -> int:
         """From the slot's first byte to the payload's last, filled up to `ALIGNMENT`."""
         end = self.stretches(piece)[-1]
@@ -112,6 +117,11 @@ class Payload:
     def _head_bytes(self, group: KVGroup) -> int:
         """Of one token and one KV head, in all layers."""
         return group.num_layers * group.kv.planes * group.kv.head_dim * self.itemsize
+
+
+def first_head(group: KVGroup, rank: int, size: int) -> int:
+    """Of a whole group's heads the first that a rank of `size` has."""
+    return rank * group.kv.heads // size
 
 
 class FirstToken(NamedTuple):

@@ -1,0 +1,69 @@
+"""Workers of several ranks over NIXL, in processes: they hand over, and when a rank is killed no request is lost."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from handover_workers import WorkerProcess
+from serving import command_of
+from test_expert_roles import addresses
+from test_rank_roles import LENGTHS, PARAMS, expected, options_of, pair  # noqa: F401  # fixtures
+from treetop.types.config import EngineConfig
+from treetop.types.roles import HandoverOptions
+from waiting import until
+
+pytest.importorskip("nixl_cu12", reason="needs NIXL")
+pytestmark = pytest.mark.slow
+LEASE_S = 3.0
+
+
+@pytest.fixture
+def start(tmp_path, pair):  # noqa: F811  # the fixture
+    """Starts a worker of so many ranks."""
+    started = []
+
+    def begin(ranks, *handover):
+        slots = {"handover_slots": 4, "handover_slot_bytes": 1 << 15, "disable_radix_cache": True}
+        config = EngineConfig(**options_of(pair, device="cpu", tp_size=ranks, **slots))
+        started.append(WorkerProcess(tmp_path, config, HandoverOptions(*handover, handover_lease=LEASE_S)))
+        return started[-1]
+
+    yield begin
+    for worker in started:
+        worker.close()
+
+
+def follower_of(worker) -> int:
+    """The process of its second rank."""
+    tasks = Path(f"/proc/{worker.process.pid}/task").iterdir()  # whichever thread started it
+    children = [pid for task in tasks for pid in (task / "children").read_text().split()]
+    return next(int(pid) for pid in children if "follower" in command_of(int(pid)))
+
+
+def nothing_held(worker):
+    load, handover = worker.load, worker.handover
+    return load.num_running == load.num_waiting == handover.num_open == handover.num_slots_busy == 0
+
+
+@pytest.mark.parametrize(("prefill_ranks", "decode_ranks"), [(2, 2), (2, 1), (1, 2)])
+def test_a_rank_of_a_prefill_worker_is_killed_while_pieces_travel(start, pair, expected, prefill_ranks, decode_ranks):  # noqa: F811
+    """Before that all is handed over, as one rank would compute it. Of one rank the worker itself is killed."""
+    (listen,) = addresses(1)
+    decode = start(decode_ranks, "decode", None, (listen,))
+    prefill = start(prefill_ranks, "prefill", listen)
+    prefill.up()
+    decode.up().until(lambda: decode.handover.num_peers == 1 and nothing_held(decode))
+    prompts = pair.prompts(LENGTHS)
+    assert decode.wait(decode.ask(prompts, PARAMS)) == expected
+    decode.until(lambda: decode.handover.num_whole + decode.handover.num_local == len(prompts) and nothing_held(decode))
+    assert decode.handover.num_whole > len(prompts) // 2  # a deadline may pass on a busy machine
+    prefill.until(lambda: nothing_held(prefill))
+    before = decode.handover.num_pieces
+    ids = decode.ask(prompts, PARAMS)
+    decode.until(lambda: decode.handover.num_pieces > before)
+    os.kill(follower_of(prefill) if prefill_ranks > 1 else prefill.process.pid, signal.SIGKILL)
+    assert decode.wait(ids) == expected
+    decode.until(lambda: decode.handover.num_peers == 0 and nothing_held(decode))
+    until(lambda: prefill.process.poll() is not None, "a worker without one of its ranks goes on")
