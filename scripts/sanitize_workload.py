@@ -24,10 +24,12 @@ import torch
 import torch.nn.functional as F
 
 from treetop import LLM, SamplingParams
+from treetop.checks.probes import RECORD
 from treetop.debug.kernels import all_kernels, place_of
 from treetop.debug.patching import wrapped_runner
 from treetop.debug.two_group import write_two_group_pair
 from treetop.engine.model_runner import ModelRunner
+from treetop.kernels import peers
 from treetop.kernels.experts import Activation, Experts, experts
 from treetop.kernels.kv import PageTable
 from treetop.kernels.metadata import AttentionMetadata
@@ -163,6 +165,7 @@ def work(mode: str, device: str) -> None:
         experts_of_a_layer(torch.device(device))
         attention_after_a_library(torch.device(device))
         pieces_of_a_request(torch.device(device))
+        exchanges_of_a_rank(torch.device(device))
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -238,6 +241,25 @@ def pieces_of_a_request(device: torch.device) -> None:
     span = Span(1, 9, 4, 32, stride)
     packed = pack_piece(slot, pool, table, span, gpu)
     assert torch.equal(packed, unpack_piece(slot, torch.zeros_like(pool), table, span, gpu))
+
+
+def exchanges_of_a_rank(device: torch.device) -> None:
+    """A sum and a gather of the first of two ranks, to whom the other has written before; both mailboxes are here."""
+    gpu, rows, hidden = gpu_traits(device), 3, 48
+    boxes = [torch.full((peers.mailbox_bytes(2),), 255, dtype=torch.uint8, device=device) for _ in range(2)]
+    record = torch.zeros(RECORD, dtype=torch.int64, device=device)
+    mail = peers.Mailboxes.make(0, [each.data_ptr() for each in boxes], device, record)
+    mail.control[1] = 10**10
+    shares = torch.randn(2, rows, hidden, device=device)
+    words = torch.arange(2 * rows * hidden, dtype=torch.int32, device=device).view(rows, 2, hidden)
+    boxes[0][: peers.sums_bytes(2)].view(torch.float32).view(2, peers.ROWS, 2, -1)[0, :rows, 1, :hidden] = shares[1]
+    pieces = boxes[0][peers.sums_bytes(2) :].view(torch.int64).view(2, peers.CHUNKS, 2, -1)
+    pieces[0, 0, 1, : rows * hidden] = 1 << 32 | words[:, 1].flatten().long()
+    x, weight, gathered = shares.new_zeros(rows, hidden), shares.new_ones(hidden), torch.zeros_like(words)
+    total = peers.add_shares_rms_norm(x, shares[:1], weight, 1e-5, mail, gpu)[0]
+    peers.gather(gathered, words[:, 0].contiguous(), mail, gpu)
+    assert torch.equal(total, shares[0] + shares[1])
+    assert torch.equal(gathered, words)
 
 
 def main() -> int:

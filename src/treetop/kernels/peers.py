@@ -37,7 +37,12 @@ _QUIET_NS = 1_000_000
 
 def mailbox_bytes(ranks: int) -> int:
     """Memory that each rank's mailbox takes. To begin with all of its bits are set."""
-    return _BOXES * ranks * (ROWS * ROW_BYTES + CHUNKS * CHUNK * 8)
+    return sums_bytes(ranks) + _BOXES * ranks * CHUNKS * CHUNK * 8
+
+
+def sums_bytes(ranks: int) -> int:
+    """Of that the slots of sums, with which it begins."""
+    return _BOXES * ranks * ROWS * ROW_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +149,13 @@ def _exchanged(
 
 def _sums(mail: Mailboxes, peer: int) -> Tensor:
     """The slots of sums of a rank's mailbox, [2, ROWS, ranks, ROW_BYTES] uint8."""
-    size = _BOXES * ROWS * mail.ranks * ROW_BYTES
+    size = sums_bytes(mail.ranks)
     return _memory(int(mail.addresses[peer]), size, mail.counts.device).view(_BOXES, ROWS, mail.ranks, ROW_BYTES)
 
 
 def _pieces(mail: Mailboxes, peer: int) -> Tensor:
     """The slots of gathers of a rank's mailbox, [2, CHUNKS, ranks, CHUNK] int64."""
-    first, size = _BOXES * ROWS * mail.ranks * ROW_BYTES, _BOXES * CHUNKS * mail.ranks * CHUNK * 8
+    first, size = sums_bytes(mail.ranks), _BOXES * CHUNKS * mail.ranks * CHUNK * 8
     found = _memory(int(mail.addresses[peer]) + first, size, mail.counts.device).view(torch.int64)
     return found.view(_BOXES, CHUNKS, mail.ranks, CHUNK)
 
@@ -195,7 +200,7 @@ def gather(out: Tensor, piece: Tensor, mail: Mailboxes, gpu: GpuTraits) -> None:
     _gather_kernel[(-(-words // CHUNK),)](
         out.view(-1).view(torch.int32), piece.view(-1).view(torch.int32), words, width,
         mail.addresses, mail.counts, mail.control, mail.record, mail.rank,
-        ranks=mail.ranks, block=CHUNK, chunks=CHUNKS, before=_BOXES * mail.ranks * ROWS * ROW_BYTES // 8,
+        ranks=mail.ranks, block=CHUNK, chunks=CHUNKS, before=sums_bytes(mail.ranks) // 8,
         slots=ROWS, late=LATE, quiet=_QUIET_NS, clock=not interpreted(), overlap=gpu.can_overlap, num_warps=4,
         **launch_options(gpu),
     )  # fmt: skip
