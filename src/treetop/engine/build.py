@@ -52,7 +52,7 @@ from treetop.models.registry import TargetSpec, target_spec
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CapacityError, ConfigError
 from treetop.types.ids import DRAFT, GroupName
-from treetop.types.layout import KVGroup, Layout
+from treetop.types.layout import KVGroup, Layout, PrefillPace
 from treetop.types.parallel import ALONE, Parallel, Unmet
 
 
@@ -136,8 +136,6 @@ def _plan_rows(config: EngineConfig, parallel: Parallel, expert_ranks: Parallel)
     if config.attention_backend != "auto":
         require(config.attention_backend, need)
     use = MemoryUse(layout, dtype.itemsize, budget)
-    if config.prefill_tokens_per_round is None:
-        config = replace(config, prefill_tokens_per_round=tokens_of_a_round(layout, device))
     if config.compress_weights is None:
         config = replace(config, compress_weights=place.compressed)
     return EnginePlan(config, target, draft, layout, place, need, use, weights, handover)
@@ -223,14 +221,10 @@ def _default_chunk(config: EngineConfig, groups: tuple[KVGroup, ...]) -> int:
     return chunk_of_gpu(memory_of(device).total, [group.window for group in groups if group.window is not None])
 
 
-def tokens_of_a_round(layout: Layout, device: torch.device) -> int:
-    """Prompt tokens of a prefill step between two rounds, if `--prefill-tokens-per-round` does not say.
-
-    As many as a round of all rows computes, so that a prompt at most doubles the time between two rounds where products
-    cost what their rows do; and as many as a step takes in for little more than reading the weights.
-    """
-    least = LEAST_CHUNK_OF_CPU if device.type == "cpu" else LEAST_CHUNK_OF_GPU
-    return min(max(layout.max_requests * layout.verify_tail, least), layout.chunk)
+def pace_of(target: TargetSpec, place: Placement) -> PrefillPace:
+    """What a prefill step between two rounds costs."""
+    least = LEAST_CHUNK_OF_CPU if place.device.type == "cpu" else LEAST_CHUNK_OF_GPU
+    return PrefillPace(least, target.attended_for_a_token(place.dtype))
 
 
 def captures(config: EngineConfig, device: torch.device, able: Capabilities) -> bool:

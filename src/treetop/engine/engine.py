@@ -15,7 +15,7 @@ from torch import Tensor
 from treetop.attention.layer import DenseAttention
 from treetop.checks.host import PlanChecker, check_padded, check_result
 from treetop.checks.poison import poison
-from treetop.engine.build import build_runner, captures, plan_engine, zeros_on
+from treetop.engine.build import build_runner, captures, pace_of, plan_engine, zeros_on
 from treetop.engine.capacity_proof import prove_acceptance, prove_capacity, prove_handover, prove_padding
 from treetop.engine.cuda_graphs import CudaGraphs
 from treetop.engine.graphs import Eager, GraphSim, RoundLauncher
@@ -79,8 +79,8 @@ class Engine:
         expert_ranks: the same of engines that share only experts. They run steps of one kind and size side by side,
         each with rows of its own.
         config: what was left to device and memory is in it.
-        target, draft: what was read of the checkpoints; spec: the target's configuration. slots: to hand requests over
-        by, None for none.
+        target, draft: what was read of the checkpoints; spec: the target's configuration. pace: of prefill steps
+        between rounds. slots: to hand requests over by, None for none.
         """
         if parallel.size != config.tp_size:
             raise InvariantError(f"an engine of --tp-size {config.tp_size} was made for a group of {parallel.size}")
@@ -95,6 +95,7 @@ class Engine:
         self.model_path, self.spec = self.target.folder, self.target.config
         self.draft_path = self.draft.folder if self.draft is not None else None
         self.dtype, device = engine_plan.place.dtype, engine_plan.place.device
+        self.pace = pace_of(self.target, engine_plan.place)
         built = build_runner(engine_plan)
         self.layout, self.memory, self._zones = built.runner.layout, built.use, built.zones
         self.products = built.products
