@@ -4,7 +4,8 @@
 
 The embedded pair, with as many positions as the prompts need and a forced accept length: its text means nothing then,
 its time does. `rows` requests decode, first alone, then while a prompt is always being processed. One JSON object a
-line: milliseconds of processor time between the ends of two rounds, median, p90 and p99, and their ratio.
+line: milliseconds of processor time between the ends of two rounds, median, p90 and p99, and their ratio; and how many
+prompt tokens a second were processed meanwhile.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import torch
 from treetop import LLM, SamplingParams
 from treetop.models.folder import resolve_folder
 from treetop.types.ids import RequestId
-from treetop.types.messages import RoundPlan
+from treetop.types.messages import PrefillPlan, RoundPlan
 from treetop.types.requests import EngineRequest
 
 PAIR = ("nestling", "nestling-eagle3")
@@ -58,9 +59,9 @@ class Load:
         for _ in range(rows):
             self._add(64, ROOM - 64)
 
-    def gaps_ms(self, rounds: int, prompts: bool) -> dict[str, float]:
-        """Of so many rounds, whose ends are one gap more."""
-        scheduler, ends = self.llm.scheduler, list[float]()
+    def gaps_ms(self, rounds: int, prompts: bool) -> tuple[dict[str, float], float]:
+        """Of so many rounds, whose ends are one gap more; and the prompt tokens processed in a second of all that."""
+        scheduler, ends, tokens = self.llm.scheduler, list[float](), 0
         while len(ends) <= rounds:
             queues = scheduler.queues
             if prompts and len(queues.by_id) == self._rows:
@@ -70,8 +71,11 @@ class Load:
             scheduler.commit(plan, self.llm.engine.step(plan))
             if isinstance(plan, RoundPlan):
                 ends.append(time.process_time())
+            elif isinstance(plan, PrefillPlan) and ends:
+                tokens += sum(len(chunk.token_ids) for chunk in plan.chunks)
         gaps = sorted(1e3 * (b - a) for a, b in pairwise(ends))
-        return {name: round(gaps[int(share * (len(gaps) - 1))], 1) for name, share in QUANTILES.items()}
+        found = {name: round(gaps[int(share * (len(gaps) - 1))], 1) for name, share in QUANTILES.items()}
+        return found, tokens / (ends[-1] - ends[0])
 
     def _add(self, prompt_tokens: int, max_tokens: int) -> None:
         prompt = tuple(self._random.randrange(5, 4000) for _ in range(prompt_tokens))
@@ -82,13 +86,14 @@ class Load:
 def measured(folder: Path, args: argparse.Namespace, tokens_per_round: int | None) -> dict[str, Any]:
     load = Load(folder, args.rows, args.prompt_tokens, tokens_per_round)
     load.gaps_ms(20, False)
-    alone, beside = load.gaps_ms(args.rounds, False), load.gaps_ms(args.rounds, True)
+    (alone, _), (beside, tokens_per_s) = load.gaps_ms(args.rounds, False), load.gaps_ms(args.rounds, True)
     load.llm.close()
     return {
         "prefill_tokens_per_round": load.llm.engine.config.prefill_tokens_per_round,
         "alone_ms": alone,
         "with_prompts_ms": beside,
         "ratio": {name: round(beside[name] / alone[name], 2) for name in QUANTILES},
+        "prompt_tokens_per_s": round(tokens_per_s),
     }
 
 

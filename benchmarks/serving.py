@@ -7,9 +7,8 @@ Accept lengths are forced: text means nothing, times do. Both engines have the s
 of them works at a time. One JSON object a line, in this order:
 
 rounds  rounds a second of B streams over HTTP, their share of those of `LLM.stream`, measured in turns
-host    microseconds of a round of the largest B: scheduler, core and messages; launches; waiting for the device. The
-        round from plan to updates, the device's part alone, and how much of the host's work the difference does not
-        show, where steps overlap
+host    microseconds of a round of the largest B: scheduler, core and messages; launches; waiting for the device. Where
+        steps overlap, `hidden` is the share of rounds that the device had not ended when the next one was launched
 ttft    ms to the first token over HTTP, idle server: a cold prompt, one whose first nine tenths are cached, and a cold
         one as long as the rest
 gaps    ms between two events of a stream over HTTP, half of the largest B: alone, and while a prompt is always being
@@ -42,7 +41,7 @@ from tokenizers.models import WordLevel
 
 from treetop import LLM, SamplingParams
 from treetop.bench.prompts import prompt_ids
-from treetop.bench.rounds import device_times_ms, wall_times_ms, warm_up
+from treetop.bench.rounds import wall_times_ms, warm_up
 from treetop.bench.serve import summary
 from treetop.cli import OneLineParser, exit_code
 from treetop.core.engine_core import EngineCore
@@ -60,6 +59,8 @@ from treetop.types.requests import EngineRequest
 PARTS = ("rounds", "host", "ttft", "gaps")
 CACHED = 0.9
 """Share of a prompt that the cache has, where it has any."""
+WAITED_US = 50
+"""A wait that is longer finds the device at work."""
 SPARE = 64
 """Rounds that a stream may go on beside those that count."""
 
@@ -183,17 +184,14 @@ async def host(bench: Bench) -> AsyncIterator[dict[str, Any]]:
     while loop.core.busy:
         loop.step()
     own, launches, waits = zip(*parts[bench.skipped :], strict=True)
-    wall_us = statistics.fmean(map(sum, parts[bench.skipped :]))
-    device_us = 1e3 * statistics.fmean(device_times_ms(llm, batch, bench.input_tokens, bench.num_rounds))
-    shown_us, work_us = wall_us - device_us, statistics.fmean(own) + statistics.fmean(launches)
+    overlaps = llm.engine.layout.max_in_flight > 1
     yield {
         "batch": batch,
         "scheduler_core_us": {"median": round(statistics.median(own), 1), "p90": round(summary(own)["p90"], 1)},
         "launch_us": round(statistics.median(launches), 1),
-        "wait_us": round(statistics.median(waits), 1),
-        "round_us": round(wall_us, 1),
-        "device_us": round(device_us, 1),
-        "hidden": round(1 - min(max(shown_us, 0) / work_us, 1), 3) if llm.engine.layout.max_in_flight > 1 else None,
+        "wait_us": {"median": round(statistics.median(waits), 1), "low": round(min(waits), 1)},
+        "round_us": round(statistics.fmean(map(sum, parts[bench.skipped :])), 1),
+        "hidden": round(statistics.fmean(wait > WAITED_US for wait in waits), 3) if overlaps else None,
     }
 
 

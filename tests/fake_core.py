@@ -40,7 +40,16 @@ class CountingEngine:
 
 
 def make_core(
-    engine=None, rows=4, max_in_flight=1, chunk=64, context=512, pages=256, clock=time.monotonic, **options
+    engine=None,
+    rows=4,
+    max_in_flight=1,
+    chunk=64,
+    context=512,
+    pages=256,
+    clock=time.monotonic,
+    *,
+    pace=None,
+    **options,
 ) -> EngineCore:
     layout = Layout(
         shapes=(SpecShape(2, 3, 6),),
@@ -53,7 +62,7 @@ def make_core(
         max_in_flight=max_in_flight,
     )
     config = EngineConfig(max_running_requests=rows, page_size=4, **options)
-    return EngineCore(engine or CountingEngine(), Scheduler(layout, config, [10**6], clock))
+    return EngineCore(engine or CountingEngine(), Scheduler(layout, config, [10**6], clock, pace=pace))
 
 
 def ask(number, prompt, max_tokens=20, priority=0, timeout_s=None, **params) -> EngineRequest:

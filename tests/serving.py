@@ -90,8 +90,8 @@ class Server:
         return self._http.get(self.url + path, **options)
 
     def metric(self, name: str, **labels: str) -> float:
-        """A sample of /metrics; 0 if it has none yet."""
-        for line in self.get("/metrics").text.splitlines():
+        """A sample of /metrics, of whichever process takes the connection; 0 if it has none yet."""
+        for line in self.get("/metrics", headers={"Connection": "close"}).text.splitlines():
             found = re.fullmatch(rf"{re.escape(name)}{{(.*)}} (\S+)", line)
             if found and all(f'{key}="{value}"' in found[1] for key, value in labels.items()):
                 return float(found[2])

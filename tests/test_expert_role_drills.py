@@ -62,13 +62,10 @@ class Site:
         until(lambda: self.decode.metric("treetop:handover_num_peers") == 4, "peers have not met")
 
     def nothing_is_held(self) -> None:
-        """But for the landing slots that a killed rank was writing: nobody says when that has ended."""
-        names = ("num_requests_running", "num_requests_waiting", "handover_num_open")
+        names = ("num_requests_running", "num_requests_waiting", "handover_num_open", "handover_num_slots_busy")
         for server in (self.prefill, self.decode):
             for name in names:
                 until(lambda s=server, n=name: s.metric(f"treetop:{n}") == 0, name)
-            busy, given_up = (f"treetop:handover_num_{name}" for name in ("slots_busy", "quarantined"))
-            until(lambda s=server, b=busy, q=given_up: s.metric(b) == s.metric(q), "a slot is held")
 
     def kill(self, server: Server, rank: int) -> float:
         """Once pieces travel. Returns when."""

@@ -1,6 +1,6 @@
 """The loop of an engine process with a role: what a step asks for is sent before anything is waited for."""
 
-import itertools
+from itertools import pairwise
 
 import zmq
 
@@ -52,4 +52,4 @@ def test_a_role_hears_of_a_step_before_the_loop_waits(monkeypatch):
     finally:
         context.destroy(linger=0)
     assert "step" in log
-    assert all(after == "poll" for before, after in itertools.pairwise(log) if before == "step")
+    assert all(after == "poll" for before, after in pairwise(log) if before == "step")

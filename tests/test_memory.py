@@ -217,19 +217,20 @@ def test_prefill_steps_are_chosen_by_the_device_unless_they_are_given(monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("place", "total", "options", "rows", "tokens"),
+    ("place", "total", "options", "rows", "least"),
     [
         ("cuda", 140, {}, 64, 512),
         ("cuda", 24, {"context_length": 8192}, 16, 512),  # pools of 40,000 tokens
         ("cuda", 24, {"context_length": 1000}, 32, 512),  # shorter ones: more of them
         ("cuda", 24, {"context_length": 8192, "max_running_requests": 100}, 100, 512),
-        ("cuda", 140, {"prefill_tokens_per_round": 99}, 64, 99),
-        ("cuda", 140, {"chunked_prefill_size": 300}, 64, 300),
         ("cpu", 64, {"dtype": "bfloat16", "context_length": 2048}, 16, 128),
     ],
 )
-def test_rows_and_the_tokens_beside_a_round_follow_device_and_memory(monkeypatch, place, total, options, rows, tokens):
-    """The plan's configuration says what was chosen, and the layout is made of it."""
+def test_rows_and_the_tokens_beside_a_round_follow_device_and_memory(monkeypatch, place, total, options, rows, least):
+    """The plan's configuration says what was chosen, and the layout is made of it. An 8B model's pace is by its shape.
+
+    Its layers have 218.1 million weights, and 4 x 4096 operations for each token that one attends to.
+    """
     monkeypatch.setattr(building, "compute_device", lambda option: torch.device(place))
     monkeypatch.setattr(building, "refusal", lambda name, need: None)
     monkeypatch.setattr(building, "memory_of", lambda device: Memory(total * GIB, total * GIB))
@@ -237,7 +238,7 @@ def test_rows_and_the_tokens_beside_a_round_follow_device_and_memory(monkeypatch
     preset = Path(__file__).parent.parent / "benchmarks" / "presets" / "llama-3.1-8b"
     planned = building.plan_engine(EngineConfig(str(preset), load_format="dummy", **options))
     assert planned.config.max_running_requests == planned.layout.max_requests == rows
-    assert planned.config.prefill_tokens_per_round == tokens
+    assert building.pace_of(planned.target, planned.place) == (least, 26624)
 
 
 # ---------------------------------------------------------------------------------------------- engines

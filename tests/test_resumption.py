@@ -9,6 +9,7 @@ import threading
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import zmq
@@ -21,8 +22,10 @@ from treetop.core.engine_process import CoreServer
 from treetop.core.ledger import TRIAL_S, TRIAL_STEPS, Ledger
 from treetop.core.remote import RemoteCore
 from treetop.core.supervisor import supervised_engine
+from treetop.core.wire import ID_RANGE, Add, Hello, Leave, decode_from_core
 from treetop.debug.resume_faults import RESUME_FAULTS
 from treetop.types.config import EngineConfig
+from treetop.types.ids import RequestId
 from treetop.types.layout import SpecShape
 from treetop.types.messages import PrefillPlan, RowResult, StepResult
 from treetop.types.requests import CoreInfo, EngineRequest, RequestUpdate
@@ -280,7 +283,7 @@ def test_suspects_are_tried_one_after_the_other_and_a_long_trial_does_not_hold_u
 # ---------------------------------------------------------------------------------------------- processes
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("workers", [pytest.param("1", marks=pytest.mark.slow), "2"])
 def test_engines_that_are_killed_in_a_storm_cost_a_pause(workers):
     """Twice: every answer is what it would have been, streamed or not, and nothing else reaches a client."""
     with mock(2, "1-4", "--api-workers", workers) as server:
@@ -353,15 +356,47 @@ def test_a_group_of_ranks_dies_and_comes_back_as_one(rank, number):
 
 def follower_of(server) -> int:
     """The process of the second rank."""
-    engine = server.engine()
-    tasks = Path(f"/proc/{engine}/task").iterdir()  # whichever thread started it
-    children = [pid for task in tasks for pid in (task / "children").read_text().split()]
-    return next(int(pid) for pid in children if "follower" in command_of(int(pid)))
+    return child_of(server.engine(), "follower")
 
 
-def test_an_engine_of_its_own_process_serves_an_event_loop():
-    """`AsyncLLM` over it: the engine is killed in the middle, and the output is that of `LLM`."""
-    options = {"dtype": "float64", "context_length": 128}
+def child_of(parent: int, words: str) -> int:
+    """A process that one of the parent's threads started with these words."""
+    children = [pid for task in Path(f"/proc/{parent}/task").glob("*/children") for pid in task.read_text().split()]
+    return next(int(pid) for pid in children if words in command_of(int(pid)))
+
+
+def test_what_a_client_said_last_before_it_ended_starts_nothing():
+    """Its words may come after the news of its end, by another way; the others' requests go on."""
+
+    wire = Mock()
+    core = make_core(PositionEngine(), max_in_flight=1, disable_radix_cache=True)
+    server = CoreServer(core, INFO, wire)
+    first, second = (RequestId(number * ID_RANGE) for number in (1, 2))
+    for identity, number, request_id in ((b"a", 1, first), (b"b", 2, second)):
+        server._apply(identity, Hello(number))
+        server._apply(identity, Add((ask(request_id, [number] * 5, 40),)))
+    server._loop.step()
+    server._apply(b"b", Leave(1))
+    assert core.scheduler.queues.by_id.keys() == {second}
+    num_sent = wire.send_multipart.call_count
+    server._apply(b"a", Add((ask(first + 1, [3] * 5, 40),)))
+    server._apply(b"late", Hello(1))
+    server._apply(b"late", Add((ask(first + 2, [3] * 5, 40),)))
+    assert core.scheduler.queues.by_id.keys() == {second}
+    assert wire.send_multipart.call_count == num_sent
+    while core.busy:
+        server._loop.step()
+    sent = [call.args[0] for call in wire.send_multipart.call_args_list]
+    given = [decode_from_core(message) for identity, message in sent if identity == b"b"]
+    ids = [token for each in given[1:] for update in each.updates for token in update.new_ids]
+    assert ids == output_of([2] * 5, 40)
+    core.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_an_engine_of_its_own_process_serves_an_event_loop(ranks):
+    """`AsyncLLM` over it: the engine, or another rank, is killed in the middle, and the output is that of `LLM`."""
+    options = {"dtype": "float64", "context_length": 128, "device": "cpu"}
     llm = LLM(**options)
     params = [SamplingParams(max_tokens=60, ignore_eos=True), SamplingParams(max_tokens=60, temperature=0.9, seed=4)]
     prompts = ["def area(radius):", "import os\n\nclass"]
@@ -369,13 +404,12 @@ def test_an_engine_of_its_own_process_serves_an_event_loop():
     llm.close()
 
     async def run():
-        async with supervised_engine(EngineConfig.of(None, **options)) as core:
+        async with supervised_engine(EngineConfig.of(None, tp_size=ranks, **options)) as core:
             stream = await AsyncLLM.of(core).stream(prompts, params)
             for _ in range(3):
                 await anext(stream)
-            children = Path("/proc/self/task").glob("*/children")
-            pids = [int(pid) for task in children for pid in task.read_text().split()]
-            os.kill(next(pid for pid in pids if "engine_process" in command_of(pid)), signal.SIGKILL)
+            engine = child_of(os.getpid(), "engine_process")
+            os.kill(engine if ranks == 1 else child_of(engine, "follower"), signal.SIGKILL)
             return [output.token_ids for output in await stream.outputs()], core.num_restarts
 
     assert asyncio.run(run()) == (want, 1)

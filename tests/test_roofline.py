@@ -106,6 +106,18 @@ def test_tied_embeddings_are_streamed_once(strong_pair, alien_pair):
         assert spec.streamed == replace(spec, config=replace(spec.config, tied_embeddings=not tied)).streamed
 
 
+def test_what_a_token_attends_to_is_weighed_against_its_products(strong_pair, alien_pair):
+    """GPT-OSS: four of 32 experts, every other layer without a window; logits are of a prompt's last token alone."""
+    layer = 2880 * (4096 + 1024) + 4096 * 2880 + 2880 * 32 + 4 * 3 * 2880 * 2880
+    target, _ = presets("gpt-oss-20b")
+    assert target.attended_for_a_token(torch.bfloat16) == pytest.approx(24 * layer / (2 * 12 * 64 * 64), rel=0.01)
+    config = target.config
+    near = [replace(each, attention=replace(each.attention, window=128)) for each in config.layers]
+    assert replace(target, config=replace(config, layers=tuple(near))).attended_for_a_token(torch.bfloat16) is None
+    tied, untied = (target_spec(pair.target).attended_for_a_token(torch.float32) for pair in (alien_pair, strong_pair))
+    assert tied == untied  # they differ in vocabulary and embeddings alone
+
+
 def test_the_machine_is_measured_in_the_engines_dtype():
     machine = measure_machine(torch.device("cpu"), torch.float32)
     assert machine.dtype == "float32"

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from fake_core import ask, collected, drained, make_core
 from treetop.scheduler.request import MOST_RETRACTIONS
+from treetop.types.layout import PrefillPace
 from treetop.types.messages import PrefillPlan
 
 
@@ -176,3 +177,43 @@ def test_a_prompt_lets_others_decode_between_small_chunks(budget, chunk, most):
     alone = make_core(rows=4, chunk=chunk, prefill_tokens_per_round=budget)
     alone.add(ask(0, list(range(500))))
     assert len(alone.scheduler.plan().chunks[0].token_ids) == chunk
+
+
+def test_a_step_beside_a_round_costs_no_more_than_the_round():
+    """Chunks get shorter the more they attend to, down to a page, and longer the more rows decode; all tokens come."""
+    pace = PrefillPace(least=20, attended=50)
+    core = make_core(rows=8, chunk=400, context=1000, pages=4000, pace=pace)
+    for number in range(5):  # 5 rows of 6 nodes: more than 20
+        core.add(ask(number, [10 * number], max_tokens=900))
+    core.step()
+    core.add(ask(9, list(range(400)), max_tokens=2))
+    seen = {}
+    while 9 in core.scheduler.queues.by_id:
+        plan = core.scheduler.plan()
+        if isinstance(plan, PrefillPlan):
+            seen.update({chunk.start: len(chunk.token_ids) for chunk in plan.chunks})
+        core.scheduler.commit(plan, core.engine.collect(plan))
+        if core.scheduler.queues.by_id.keys() == {0, 1, 2, 3, 4, 9} and len(seen) == 3:
+            for number in (2, 3, 4):
+                core.abort(number)
+    starts = sorted(seen)
+    assert [start + seen[start] for start in starts] == [*starts[1:], 400]
+    assert [seen[start] for start in starts[:3]] == [30 * 50 // (50 + start) for start in starts[:3]]
+    assert [seen[start] for start in starts[3:-1]] == [max(20 * 50 // (50 + start), 4) for start in starts[3:-1]]
+    assert seen[starts[-2]] == 4  # a page, which more than a fifth of this prompt would make less
+
+
+def test_cached_tokens_count_as_attended_to():
+    """A prompt whose beginning is cached is admitted with the chunk that its place allows."""
+    core = make_core(rows=4, chunk=400, context=1000, pages=4000, pace=PrefillPace(least=40, attended=50))
+    core.add(ask(0, list(range(201)), max_tokens=1))
+    while core.busy:
+        core.step()
+    core.add(ask(1, [7], max_tokens=900))
+    core.step()
+    core.add(ask(2, [*range(201), *range(500, 600)], max_tokens=2))
+    plan = core.scheduler.plan()
+    while not isinstance(plan, PrefillPlan):
+        core.scheduler.commit(plan, core.engine.collect(plan))
+        plan = core.scheduler.plan()
+    assert [(chunk.start, len(chunk.token_ids)) for chunk in plan.chunks] == [(200, 40 * 50 // 250)]

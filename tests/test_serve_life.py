@@ -60,7 +60,7 @@ def test_an_engine_that_is_killed_ends_everything_with_a_clear_error():
     until(lambda: not any("treetop" in command_of(pid) for pid in pids))
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_an_api_that_is_killed_takes_the_engine_with_it(workers):
     """Also its workers and the process of the chat template; kill -9 leaves it no time to say goodbye."""
     with mock(5, "1", "--api-workers", str(workers)) as server:
@@ -71,7 +71,7 @@ def test_an_api_that_is_killed_takes_the_engine_with_it(workers):
         until(lambda: not any("treetop" in command_of(pid) for pid in pids), "a process is left")
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_sigterm_finishes_what_was_accepted(workers):
     """Every answer is whole, streamed or not; nobody new is let in; exit code 0."""
     with mock(5, "1", "--api-workers", str(workers)) as server:
@@ -227,9 +227,51 @@ def test_several_api_processes_share_socket_and_engine():
             assert server.client().completions.create(model=NAME, prompt="a", max_tokens=9).choices[0].text
         assert server.metric("treetop:generation_tokens_total") == 12 * 9
         assert server.metric("vllm:request_success_total", finished_reason="length") == 12
-        worker = next(pid for pid in server.children() if "api.worker" in command_of(pid))
-        os.kill(worker, signal.SIGKILL)
+        for worker in api_workers(server):
+            os.kill(worker, signal.SIGKILL)
         assert server.process.wait(WAIT_S) == 1
+        assert any("no API process is left" in line for line in server.said)
+
+
+def api_workers(server: Server) -> list[int]:
+    return [pid for pid in server.children() if "api.worker" in command_of(pid)]
+
+
+def test_an_api_process_that_is_killed_cuts_its_own_streams_and_no_others():
+    """Its requests end in the engine and in the queue's length at once; what others stream is whole, and exit code 0.
+
+    While one process is stopped the other takes all that comes, so three streams are known to be with each.
+    """
+    flags = ("--api-workers", "2", "--max-running-requests", "6", "--max-queued-requests", "0")
+    with mock(20, "1", *flags) as server:
+        body, texts, cut = {"model": NAME, "prompt": "a", "max_tokens": 300, "stream": True}, [], []
+
+        def ask(_: int) -> None:
+            with server.client() as client:
+                try:
+                    texts.append("".join(event.choices[0].text for event in client.completions.create(**body)))
+                except openai.APIConnectionError as error:  # it ends inside a stream
+                    cut.append(str(error))
+
+        threads, workers = [], api_workers(server)
+        for away, count in zip(workers, (3, 6), strict=True):
+            os.kill(away, signal.SIGSTOP)
+            try:
+                threads += in_threads(3, ask)
+                until(lambda count=count: server.metric("treetop:num_requests_running") == count)
+            finally:
+                os.kill(away, signal.SIGCONT)
+        os.kill(workers[0], signal.SIGKILL)
+        until(lambda: len(cut) == 3)
+        until(lambda: server.metric("treetop:num_requests_running") == 3)
+        assert texts == []  # the others have not ended: it is not their end that was waited for
+        threads += in_threads(3, ask)
+        until(lambda: server.metric("treetop:num_requests_running") == 6)
+        joined(threads)
+        assert (texts, len(cut)) == ([replayed(1, 300)] * 6, 3)
+        until(lambda: server.metric("treetop:kv_cache_usage_perc") == 0, "pages are leaked")
+        assert any("API process" in line and "exit code -9" in line for line in server.said)
+        assert server.end() == 0
 
 
 def test_the_socket_lies_where_nobody_else_can_go():

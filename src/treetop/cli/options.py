@@ -33,8 +33,8 @@ ENGINE_HELP = {
     "mem_fraction_static": "share of the device's memory for weights, tables and KV pools",
     "chunked_prefill_size": "prompt tokens a prefill step processes, padding counted (default: 512 on a CPU, 2048 to"
     " 8192 on a GPU by its memory)",
-    "prefill_tokens_per_round": "the same while requests decode, which wait for such a step between two rounds"
-    " (default: about what a round computes)",
+    "prefill_tokens_per_round": "the same while requests decode, which wait for such a step between two rounds; fewer"
+    " the more they attend to (default: about what a round computes)",
     "schedule_policy": "who runs first: fcfs by arrival, priority by each request's `priority`, lower first",
     "disable_radix_cache": "do not keep the K/V of prompts and outputs for prompts that begin alike",
     "disable_logits_processors": "refuse requests that change logits by penalties, biases, min_tokens or allowed"

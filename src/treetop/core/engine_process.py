@@ -26,6 +26,7 @@ from treetop.core.wire import (
     Failed,
     Finish,
     Hello,
+    Leave,
     Load,
     ProcessOptions,
     Ready,
@@ -52,6 +53,8 @@ class CoreServer:
         self._core, self._loop, self._info, self._socket = core, CoreLoop(core, role), info, socket
         self._role = role
         self._clients: dict[bytes, Callable[[list[RequestUpdate]], None]] = {}
+        self._identities: dict[int, bytes] = {}  # of clients, by number
+        self._left: set[int] = set()
         self._told, self._told_s = CoreLoad(), 0.0
 
     def run(self) -> str:
@@ -95,15 +98,27 @@ class CoreServer:
 
     def _apply(self, identity: bytes, command: ToCore) -> None:
         match command:
-            case Hello():
-                self._clients.setdefault(identity, partial(self._send_updates, identity))
-                self._send(identity, Ready(self._info))
+            case Hello(number):
+                if number not in self._left:
+                    self._identities[number] = identity
+                    self._clients.setdefault(identity, partial(self._send_updates, identity))
+                    self._send(identity, Ready(self._info))
             case Add(requests):
-                self._loop.add(requests, self._clients[identity])
+                if identity in self._clients:
+                    self._loop.add(requests, self._clients[identity])
+            case Leave(number):
+                self._leave(number)
             case Abort(request_ids):
                 self._loop.abort(request_ids)
             case Finish(request_id, num_tokens):
                 self._loop.finish(request_id, num_tokens)
+
+    def _leave(self, number: int) -> None:
+        """A client has ended. What it said last may be on its way still."""
+        self._left.add(number)
+        identity = self._identities.pop(number, None)
+        if identity is not None:
+            self._loop.leave(self._clients.pop(identity))
 
     def _send_updates(self, identity: bytes, updates: list[RequestUpdate]) -> None:
         self._send(identity, Updates(tuple(updates)))

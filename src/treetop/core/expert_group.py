@@ -9,7 +9,6 @@ Whatever goes wrong with one rank ends the group: every process, every file. The
 """
 
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -20,10 +19,10 @@ from contextlib import suppress
 from shutil import rmtree
 from typing import Any
 
-import msgspec
 import torch
 import zmq
 
+from treetop.core.child import start_child
 from treetop.core.expert_rank import SAID_WHY, RankOptions
 from treetop.core.handover import IDLE_MS
 from treetop.core.wire import (
@@ -213,12 +212,7 @@ class _Processes:
 
 def start_process(options: RankOptions) -> "subprocess.Popen[bytes]":
     """A rank in a process of its own, which ends with this one."""
-    command = [sys.executable, "-P", "-m", "treetop.core.expert_rank"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
-    assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(options) + b"\n")
-    process.stdin.flush()
-    return process
+    return start_child("treetop.core.expert_rank", options)
 
 
 def check_experts(config: EngineConfig) -> None:

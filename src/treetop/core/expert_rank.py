@@ -91,7 +91,7 @@ class ExpertRank:
                 info = info._replace(refuses=role.refuses)
             self._say(Ready(info))
             self._serve(CoreLoop(core, role), lockstep, agreement)
-        except Exception as error:
+        except Exception as error:  # whatever ends this rank, the others are told
             reason = str(error) if isinstance(error, TreetopError) else f"{type(error).__name__}: {error}"
             with suppress(zmq.ZMQError):  # the parent has ended the group
                 self._say(Failed(reason, isinstance(error, UserError)))

@@ -91,7 +91,7 @@ class Follower:
                 if self._plans.poll(self._wait_ms):
                     self._follow()
                 self._move()
-        except Exception as error:
+        except Exception as error:  # whatever ends this rank, rank 0 is told
             self._break(error)
         finally:
             self._in_flight.put(None)
@@ -141,7 +141,7 @@ class Follower:
             while (item := self._in_flight.get()) is not None:
                 number, step = item
                 self._say(Ended(self._options.rank, number, digest_of(self._engine.collect(step))))
-        except Exception as error:
+        except Exception as error:  # likewise, from the thread that collects
             self._break(error)
             self._failed.set()
 

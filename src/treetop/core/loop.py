@@ -84,6 +84,10 @@ class CoreLoop:
         if self.core.finish(request_id, num_tokens) is not None:
             del self._clients[request_id]
 
+    def leave(self, deliver: Deliver) -> None:
+        """A client has gone: its requests end."""
+        self.abort([request_id for request_id, each in self._clients.items() if each is deliver])
+
     def flush(self, done: threading.Event) -> None:
         """Set `done` once nothing is in flight that is now."""
         self._flushes.append((self.core.num_launched, done))

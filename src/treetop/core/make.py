@@ -90,7 +90,7 @@ def core_of(runs: StepEngine[Step], engine: Engine) -> EngineCore[Step]:
     """A core with a scheduler for the engine. runs: what its steps are launched on."""
     info = info_of(engine)
     vocab_size = info.vocab_size if info.can_constrain else None
-    scheduler = Scheduler(engine.layout, engine.config, info.eos_ids, vocab_size=vocab_size)
+    scheduler = Scheduler(engine.layout, engine.config, info.eos_ids, vocab_size=vocab_size, pace=engine.pace)
     return EngineCore(runs, scheduler, Grammars(engine.model_path, info.vocab_size, info.eos_ids).constraint)
 
 

@@ -22,6 +22,7 @@ from treetop.core.wire import (
     Finish,
     FromCore,
     Hello,
+    Leave,
     Load,
     Ready,
     ToCore,
@@ -58,7 +59,7 @@ class RemoteCore:
         self._address: str | None = None
         self._reader: asyncio.Task[None] | None = None
         self._tender: asyncio.Task[None] | None = None
-        self._ledger, self._ids = Ledger(), count(number * ID_RANGE)
+        self._number, self._ledger, self._ids = number, Ledger(), count(number * ID_RANGE)
         self.why: str | None = None
         self.load = CoreLoad()
         self.failure: EngineError | None = None
@@ -80,7 +81,7 @@ class RemoteCore:
         socket.sndhwm = socket.rcvhwm = socket.linger = 0
         socket.connect(address)
         try:
-            socket.send(encode(Hello()))
+            socket.send(encode(Hello(self._number)))
             while not isinstance(answer := decode_from_core(await socket.recv()), Ready):
                 if isinstance(answer, Failed):
                     raise (ConfigError if answer.user_error else EngineError)(answer.reason)
@@ -121,6 +122,10 @@ class RemoteCore:
         self._ledger.drop((request_id,))
         self._send(Finish(request_id, num_tokens))
         self._give()
+
+    def left(self, number: int) -> None:
+        """Another client of this engine has ended. One that comes later will not hear of it."""
+        self._send(Leave(number))
 
     def lost(self, reason: str) -> None:
         """The engine has ended: what it had waits for another, if one comes. Any number of times."""

@@ -12,7 +12,9 @@ ID_RANGE = 2**40
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """A client asks what it talks to; the answer is `Ready` or `Failed`."""
+    """A client asks what it talks to; the answer is `Ready` or `Failed`. number: of this client among all."""
+
+    number: int = 0
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
@@ -32,6 +34,12 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
 
     request_id: RequestId
     num_tokens: int
+
+
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """Another client has ended without a word: so do its requests, and nothing of it counts that comes later."""
+
+    number: int
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -106,7 +114,7 @@ class ProcessOptions(msgspec.Struct, frozen=True):
     handover: HandoverOptions = HandoverOptions()
 
 
-ToCore = Hello | Add | Abort | Finish
+ToCore = Hello | Add | Abort | Finish | Leave
 FromCore = Ready | Updates | Load | Failed
 
 encode = msgspec.msgpack.Encoder().encode

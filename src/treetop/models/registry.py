@@ -98,6 +98,18 @@ class TargetSpec:
         kinds = ("matrix", "table") if self.config.tied_embeddings else ("matrix",)
         return sum(param.numbers for param in self.params if param.kind in kinds)
 
+    def attended_for_a_token(self, dtype: torch.dtype) -> int | None:
+        """Tokens that a prompt's token attends to for as many operations as its products take, experts chosen alone.
+
+        None if every layer has a window.
+        """
+        config = self.config
+        seen = [layer.attention for layer in config.layers if layer.attention.window is None]
+        experts = sum(layer.router.top_k * layer.numbers for layer in self.expert_layers(dtype))
+        numbers = self.streamed - config.vocab_size * config.hidden_size + experts  # logits are of the last token only
+        attending = 2 * sum(each.num_heads * each.head_dim for each in seen)
+        return max(numbers // attending, 1) if seen else None
+
     def expert_layers(self, dtype: torch.dtype) -> list[ExpertLayer]:
         """The layers that have experts, and what one of these takes where models compute in `dtype`."""
         found, params = [], [param for param in self.params if param.kind == "experts"]

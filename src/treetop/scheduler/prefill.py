@@ -8,7 +8,7 @@ from treetop.scheduler.request import Request, logprobs_of, masks_of
 from treetop.scheduler.rows import Rows
 from treetop.scheduler.steps import StepsOut
 from treetop.types.errors import InvariantError
-from treetop.types.layout import Layout
+from treetop.types.layout import Layout, PrefillPace
 from treetop.types.messages import Chunk, PrefillPlan, RowSetup
 from treetop.types.sampling import Choice
 
@@ -31,32 +31,36 @@ class PrefillPlanner:
         steps: StepsOut,
         handover: Handover,
         clock: Callable[[], float],
+        *,
+        pace: PrefillPace | None,
     ) -> None:
-        """tokens_per_round: most tokens of a step while requests decode; None for as many as otherwise."""
+        """tokens_per_round: most tokens of a step while requests decode; None goes by the pace. pace: None counts no
+        attention, and without tokens_per_round a step is as large as any.
+        """
         self._layout, self._queues, self._rows, self._steps, self._clock = layout, queues, rows, steps, clock
         self._handover = handover
-        self._tokens_per_round = min(tokens_per_round or layout.chunk, layout.chunk)
+        self._tokens_per_round, self._pace = tokens_per_round, pace or PrefillPace(layout.chunk, None)
 
     def plan(self) -> PrefillPlan | None:
         """The next step; None if there is nothing to prefill, or no room for it."""
         setups: list[RowSetup] = []
         batch: Batch = []
         for request in self._queues.prefilling:
-            count = min(self._room(batch), request.num_ids - request.num_computed_tokens)
+            count = self._count(batch, request)
             if self._may_join(batch, count):
                 self._reserve_chunk(request, count)
                 batch.append((request, count))
         while self._queues.waiting and self._rows.may_enter:
-            request, room = self._queues.waiting[0], self._room(batch)
+            request = self._queues.waiting[0]
             if request.remote:  # its row is set up by its last import
                 if not self._handover.admit(request):
                     break
                 continue
-            if room == 0 or not self._admit(request, batch, room):
+            if not self._admit(request, batch):
                 break
             self._queues.admitted(request)
             setups.append(request.setup(request.num_computed_tokens))
-            batch.append((request, min(room, request.num_ids - request.num_computed_tokens)))
+            batch.append((request, self._count(batch, request)))
         if not batch:
             return None
         chunks = tuple(self._chunk(request, count) for request, count in batch)
@@ -71,11 +75,31 @@ class PrefillPlanner:
             masks=masks_of(last),
         )
 
-    def _room(self, batch: Batch) -> int:
-        """Tokens that one more row may bring to a batch, whose size counts its padding; 0 for no row."""
-        most = self._tokens_per_round if self._queues.decoding else self._layout.chunk
+    def _count(self, batch: Batch, request: Request) -> int:
+        """Tokens that a request may bring to a batch; 0 for no row."""
+        start = request.num_computed_tokens
+        return min(self._room(batch, start), request.num_ids - start)
+
+    def _room(self, batch: Batch, start: int) -> int:
+        """Tokens that one more row may bring to a batch, whose size counts its padding; 0 for no row. start: behind so
+        many."""
+        most = self._most(max([start, *(request.num_computed_tokens for request, _ in batch)]))
         room = most // self._layout.bucket_for(len(batch) + 1)
         return room if all(count <= room for _, count in batch) else 0
+
+    def _most(self, start: int) -> int:
+        """Tokens of a step, whose deepest chunk has `start` before it.
+
+        While requests decode, it may take about as long as their round: as many tokens as that computes, fewer the more
+        each of them attends to.
+        """
+        layout, pace, decoding = self._layout, self._pace, len(self._queues.decoding)
+        if not decoding:
+            return layout.chunk
+        most = min(self._tokens_per_round or max(decoding * layout.verify_tail, pace.least), layout.chunk)
+        if pace.attended is None:
+            return most
+        return max(most * pace.attended // (pace.attended + start), min(most, layout.page_size))
 
     def _may_join(self, batch: Batch, count: int) -> bool:
         """Whether a row with `count` tokens may join a batch: its padding is cheap, or a third of the whole at most."""
@@ -100,15 +124,15 @@ class PrefillPlanner:
         if not self._rows.reserve(request, request.held.reserved, end):
             raise InvariantError("a window's pool does not hold the windows of all running requests")
 
-    def _admit(self, request: Request, batch: Batch, budget: int) -> bool:
+    def _admit(self, request: Request, batch: Batch) -> bool:
         """Give a waiting request a row and pages for all its tokens and one round; False if there is no room.
 
-        False, too, if its first chunk, of `budget` tokens at most, does not suit the prefill `batch`.
+        False, too, if its first chunk does not suit the prefill `batch`.
         """
         kv_cache = self._rows.kv_cache
         lease, shared = kv_cache.open(request.ids)
         known = lease.shared * self._layout.page_size
-        end = min(known + budget, request.num_ids)
+        end = min(known + self._room(batch, known), request.num_ids)
         suits = self._may_join(batch, end - known)
         total = request.tokens_at_entry(self._layout.headroom)
         reserved = kv_cache.reserve(lease, total, known, end) if suits else None

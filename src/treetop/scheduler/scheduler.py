@@ -23,7 +23,7 @@ from treetop.scheduler.steps import StepsOut
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, InvariantError
 from treetop.types.ids import PageId, RequestId, Row
-from treetop.types.layout import Layout
+from treetop.types.layout import Layout, PrefillPace
 from treetop.types.messages import PrefillPlan, StepPlan, StepResult
 from treetop.types.requests import CoreLoad, EngineRequest, RequestUpdate, check_prompt, late_error
 
@@ -43,8 +43,12 @@ class Scheduler:
         eos_ids: Sequence[int],
         clock: Callable[[], float] = time.monotonic,
         vocab_size: int | None = None,
+        pace: PrefillPace | None = None,
     ) -> None:
-        """clock: seconds, for the stats of requests and for their deadlines. vocab_size: None takes no constraints."""
+        """clock: seconds, for the stats of requests and for their deadlines. vocab_size: None takes no constraints.
+
+        pace: of prefill steps between rounds; None counts no attention.
+        """
         self._vocab_size = vocab_size
         self._layout, self._eos_ids, self._clock = layout, frozenset(eos_ids), clock
         self._by_priority, self._numbers = config.schedule_policy == "priority", count()
@@ -53,7 +57,7 @@ class Scheduler:
         self.rows = Rows(layout, not config.disable_radix_cache, config.check_level)
         self.handover = Handover(layout, self.queues, self.rows, clock)
         self._prefill = PrefillPlanner(
-            layout, config.prefill_tokens_per_round, self.queues, self.rows, self.steps, self.handover, clock
+            layout, config.prefill_tokens_per_round, self.queues, self.rows, self.steps, self.handover, clock, pace=pace
         )
         self._rounds = RoundPlanner(layout, config.shape, self.queues, self.rows, self.steps, self.handover)
         self._committer = Committer(self.queues, self.rows, self.steps, self.handover, config.check_level, clock)

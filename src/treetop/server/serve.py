@@ -2,6 +2,7 @@
 
 client --HTTP--> API (this process; or --api-workers N, which share the socket) --zmq, private path--> engine process
 
+An API process dies: its streams are cut, the others go on (with none left, everything ends with exit code 1).
 The engine dies: another takes its place, and requests go on (`core/supervisor.py`). When it may not be started again,
 requests in flight end with an error, new ones get 503, and everything ends with exit code 1. This process dies: the
 others see the end of their stdin, and end.
@@ -25,6 +26,7 @@ import msgspec
 from treetop.core.remote import RemoteCore
 from treetop.core.supervisor import EngineSupervisor, end, spawn
 from treetop.core.wire import EngineDead, EngineLost, EngineNews, EngineUp, ProcessOptions
+from treetop.server.alive import Alive
 from treetop.server.api.run import ApiOptions, log_to_stderr, serve
 from treetop.server.options import ServeOptions
 from treetop.types.errors import ConfigError
@@ -98,28 +100,31 @@ def _terminate(workers: Sequence[Process]) -> None:
 
 
 class ApiProcess:
-    """An API process, which is told of the engine. A `FrontEnd` of the supervisor."""
+    """An API process, which is told of the engine. A `FrontEnd` of the supervisor, also once it has ended.
 
-    def __init__(self, process: Process) -> None:
-        self._process = process
+    number: of its client among all of the engine; the server's own is 0.
+    """
+
+    def __init__(self, process: Process, number: int) -> None:
+        self.process, self.number = process, number
 
     def lost(self, reason: str) -> None:
         self._tell(EngineLost(reason))
 
     async def resume(self, address: str) -> None:
         self._tell(EngineUp(address))
-        assert self._process.stdout is not None
-        while line := await self._process.stdout.readline():
+        assert self.process.stdout is not None
+        while line := await self.process.stdout.readline():
             if line.decode().strip() == address:
                 return
-        await asyncio.get_running_loop().create_future()  # it has ended, and the server will
 
     def fail(self, reason: str) -> None:
         self._tell(EngineDead(reason))
 
     def _tell(self, news: EngineNews) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(msgspec.json.encode(news) + b"\n")
+        assert self.process.stdin is not None
+        if self.process.returncode is None:
+            self.process.stdin.write(msgspec.json.encode(news) + b"\n")
 
 
 async def _serve_with_workers(
@@ -130,36 +135,59 @@ async def _serve_with_workers(
     of: tuple[socket.socket, Path],
     stopped: "asyncio.Future[int]",
 ) -> int:
-    """Run API processes on the socket until one of them or the engine ends, or a signal comes."""
+    """Run API processes on the socket until none is left, the engine ends, or a signal comes."""
     listening, folder = of
     listening.listen(_BACKLOG)
-    metrics = folder / "metrics"
-    metrics.mkdir()
-    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
-    spawned = []
-    for number in range(told.serve.api_workers):
-        arguments = ["treetop.server.api.worker", str(listening.fileno())]
-        options = msgspec.structs.replace(told, number=number, alive_file=str(folder / "alive"))
-        worker = await spawn(arguments, options, stdout=PIPE, pass_fds=(listening.fileno(),), env=environment)
-        stack.push_async_callback(end, worker)
-        spawned.append(worker)
-    workers += spawned
+    apis = [await _start_api(stack, number, told, listening, folder) for number in range(told.serve.api_workers)]
+    workers += [each.process for each in apis]
     if stopped.done():
         _terminate(workers)
     up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    dead = asyncio.ensure_future(engines.watch([ApiProcess(each) for each in workers], up))
+    dead = asyncio.ensure_future(engines.watch(apis, up))
     stack.callback(dead.cancel)
-    ends: set[asyncio.Future[Any]] = {dead, *(asyncio.ensure_future(each.wait()) for each in workers)}
-    await asyncio.wait({*ends, up, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    if up.done():
+    ends: dict[asyncio.Future[Any], ApiProcess] = {asyncio.ensure_future(each.process.wait()): each for each in apis}
+    stops: set[asyncio.Future[Any]] = {dead, stopped}
+    await asyncio.wait({up, *stops, *ends}, return_when=asyncio.FIRST_COMPLETED)
+    served = up.done() and all(each.process.returncode is None for each in apis)
+    if served:
         _say(listening, engines.core, told)
     listening.close()  # the workers have it
-    await asyncio.wait({*ends, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    if not dead.done() and not stopped.done():
-        log.error("an API process has ended; so does the server")
+    while served and ends and not any(each.done() for each in stops):
+        await asyncio.wait({*stops, *ends}, return_when=asyncio.FIRST_COMPLETED)
+        if not any(each.done() for each in stops):
+            for gone in [each for each in ends if each.done()]:
+                _left(engines.core, ends.pop(gone), told, folder)
+    if not any(each.done() for each in stops):
+        log.error("no API process is left; the server ends" if served else "an API process did not start")
         _terminate(workers)
-    codes = await asyncio.gather(*(worker.wait() for worker in workers))
+    codes = await asyncio.gather(*ends)
     return stopped.result() if stopped.done() and {*codes} <= {0, -signal.SIGTERM} else 1
+
+
+async def _start_api(
+    stack: AsyncExitStack, place: int, told: ApiOptions, listening: socket.socket, folder: Path
+) -> ApiProcess:
+    metrics = folder / "metrics"
+    metrics.mkdir(exist_ok=True)
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
+    arguments = ["treetop.server.api.worker", str(listening.fileno())]
+    options = msgspec.structs.replace(told, number=place, alive_file=str(folder / "alive"))
+    process = await spawn(arguments, options, stdout=PIPE, pass_fds=(listening.fileno(),), env=environment)
+    stack.push_async_callback(end, process)
+    return ApiProcess(process, 1 + place)
+
+
+def _left(core: RemoteCore, api: ApiProcess, told: ApiOptions, folder: Path) -> None:
+    """An API process has ended of its own: its requests end in the engine, and count no more."""
+    log.error(
+        "API process %d has ended with exit code %s, and its connections with it",
+        api.process.pid,
+        api.process.returncode,
+    )
+    core.left(api.number)
+    alive = Alive(folder / "alive", api.number - 1, told.serve.api_workers)
+    alive.add(-alive.own)
+    alive.close()
 
 
 def _say(listening: socket.socket, core: RemoteCore, told: ApiOptions) -> None:

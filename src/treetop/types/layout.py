@@ -5,6 +5,7 @@ exceed what was sized (the fault class of sgl-27338, sgl-19016, sgl-26972).
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from treetop.types.errors import CapacityError, ConfigError, shown
 from treetop.types.ids import DRAFT, GroupName
@@ -98,6 +99,17 @@ class Dimension:
     value: int
     formula: str
     option: str
+
+
+class PrefillPace(NamedTuple):
+    """What a prefill step costs, for one that stands between two rounds.
+
+    least: tokens that it takes in for little more than reading the weights. attended: tokens before a token that cost
+    as much as the token's products; None where that does not grow with their number.
+    """
+
+    least: int
+    attended: int | None
 
 
 @dataclass(frozen=True, slots=True)
