@@ -24,7 +24,7 @@ from treetop.types.sampling import SamplingParams, TokenLogprobs
 SCHEMA = Schema(1, "target", "draft", "float64", ("full: 2 layers",), ("root",), (4, 5, 16), 1000, 4096)
 SECRET = b"of at least sixteen bytes"
 MESSAGES = (
-    wire.Prefill(1, 2, 3, wire.Prompt((1, 2, 3, 4), SamplingParams(temperature=0.5, logit_bias=((1, 2.0),)), 9)),
+    wire.Prefill(1, 2, 3, wire.Prompt((1, 2, 3, 4), SamplingParams(temperature=0.5, logit_bias=((1, 2.0),)), 9), 64),
     wire.Renew(((1, 2), (3, 4))),
     wire.Release(1, 2, SlotRef(0, 7)),
     wire.Abort(1, 2),
