@@ -12,8 +12,8 @@ DEV := $(VENV)/.dev
 demo: $(READY)
 	@$(BIN)/treetop generate --echo --compare-plain --max-tokens 192 --temperature 0.6 --seed 5 --prompt-file docs/demo_prompt.txt
 
-# Two processes, a thread of arithmetic each: most of a test is Python.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+# Two processes, a thread of arithmetic each: most of a test is Python. Files in the order of tests/conftest.py.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(DEV)
 	$(PYTEST) -m "not slow"

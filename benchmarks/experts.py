@@ -190,8 +190,8 @@ def main() -> None:
         layers = [Layer(SHAPES[name]) for _ in range(LAYERS)]
         for tokens in args.tokens:
             figures = measure(layers, tokens)
-            floor = 1e6 * figures["experts"] * SHAPES[name].expert_bytes / rate  # type: ignore[operator]
-            ratio = figures["layer_us"] / floor  # type: ignore[operator]
+            floor = 1e6 * figures["experts"] * SHAPES[name].expert_bytes / rate  # type: ignore[operator]  # JSON values
+            ratio = figures["layer_us"] / floor  # type: ignore[operator]  # JSON values
             print(json.dumps({"shape": name, **figures, "floor_us": floor, "ratio": ratio}), flush=True)
             if args.launches:
                 try_launches(layers, tokens, name)

@@ -26,7 +26,7 @@ def page() -> str:
     return HEAD + "".join(map(_line, operations().values()))
 
 
-def _line(op: Op) -> str:  # type: ignore[type-arg]
+def _line(op: Op) -> str:  # type: ignore[type-arg]  # of any function
     what = _first_sentence(op.reference)
     module = op.kernel.__module__.replace(".", "/")
     launches = ", ".join(f"`{place_of(kernel).rpartition('.')[2]}`" for kernel in op.launches) or "none"

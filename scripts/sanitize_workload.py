@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 from treetop import LLM, SamplingParams
 from treetop.debug.kernels import all_kernels, place_of
-from treetop.debug.patching import wrapped_device
+from treetop.debug.patching import wrapped_runner
 from treetop.debug.two_group import write_two_group_pair
 from treetop.engine.model_runner import ModelRunner
 from treetop.kernels.experts import Activation, Experts, experts
@@ -50,12 +50,12 @@ MARK = "WORKLOAD "
 
 
 @jit
-def _planted_overrun_kernel(base, count):  # type: ignore[no-untyped-def]
+def _planted_overrun_kernel(base, count):  # type: ignore[no-untyped-def]  # Triton types them
     tl.store(base + count, 1.0)
 
 
 @jit
-def _planted_unwritten_kernel(base):  # type: ignore[no-untyped-def]
+def _planted_unwritten_kernel(base):  # type: ignore[no-untyped-def]  # likewise
     tl.store(base + 1, tl.load(base))
 
 
@@ -79,7 +79,7 @@ class Plant:
     def active(self) -> Iterator[None]:
         """Engines that are made and run inside have the bug."""
 
-        with wrapped_device(self.wrap):
+        with wrapped_runner(self.wrap):
             yield
 
     def _harm(self) -> None:
@@ -103,7 +103,7 @@ def zero_products() -> None:
         torch.mm(x.reshape(-1, x.shape[-1]), weight.T, out=out.view(-1, weight.shape[0]))
         return out if bias is None else out.add_(bias)
 
-    F.linear = linear  # type: ignore[assignment]
+    F.linear = linear  # type: ignore[assignment]  # for this run
 
 
 def count_launches() -> Counter[str]:

@@ -1,6 +1,7 @@
 """Session fixtures: the tiny checkpoints, made once."""
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -21,6 +22,27 @@ from tiny_models import (
 torch.set_num_threads(1)  # the models are too small to share
 transformers_logging.disable_progress_bar()
 transformers_logging.set_verbosity_error()
+
+
+LONGEST = (
+    "frozen/test_command_line.py",
+    "test_faults.py",
+    "test_draw.py",
+    "test_triton.py",
+    "test_round_ops.py",
+    "test_handover_drills.py",
+    "test_ray.py",
+    "test_resumption.py",
+    "test_serve_life.py",
+    "test_tensor_parallel.py",
+    "test_worker_group.py",
+)
+"""Files that run first, so that none of them is what the last process waits for."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    ranks = {Path(__file__).parent / name: rank for rank, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
 
 
 @pytest.fixture(autouse=True)

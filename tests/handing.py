@@ -6,13 +6,24 @@ The real desks and transports have tests of their own; this one is in order, and
 from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
+from unittest.mock import patch
+
+import pytest
+import torch
+from safetensors.torch import load_file
 
 from engines import build
+from test_mtp import NAMES, mtp_tensors
+from tiny_models import Pair, copy_folder, save_copying_head, save_random_llama, save_weak_llama
+from treetop.debug import two_group
 from treetop.debug.patching import Patch, replaced
 from treetop.types.handover import Admitted, Computed, Gone, Imported, Packed, Piece
 from treetop.types.ids import RequestId
 from treetop.types.requests import EngineRequest, RequestUpdate
 
+LENGTHS = [1, 4, 5, 17, 33, 60]
+IDS = count(10**6)
 SLOTS = {"handover_slots": 3, "handover_slot_bytes": 1 << 17}
 
 
@@ -215,3 +226,49 @@ class Relay:
 
 def _free(worker, busy):
     return next((slot for slot in worker.free if slot not in busy), None)
+
+
+def make_pairs(folder, strong_pair):
+    """Targets and heads by name, and a target with an MTP layer."""
+    weak = save_weak_llama(folder / "weak", strength=0.17, sharpness=0.5, vocab_size=212)
+    small = {"vocab_size": 7}
+    with patch.dict(two_group._TARGET, small), patch.dict(two_group._HEAD, {**small, "draft_vocab_size": 6}):
+        windows = Pair(*two_group.write_two_group_pair(folder, 9))
+    return {
+        "weak": Pair(weak, save_copying_head(folder / "weak-head", weak, draft_vocab=188)),
+        "strong": strong_pair,
+        "windows": windows,
+        "mtp": Pair(target_with_mtp(folder), None),
+    }
+
+
+def target_with_mtp(folder):
+    """A target whose folder holds an MTP layer, in GLM's names."""
+    alone = save_random_llama(folder / "alone", seed=7, vocab_size=12)
+    tensors, more = load_file(alone / "model.safetensors"), mtp_tensors("GLM")
+    more[f"{NAMES['GLM'][0]}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    more[f"{NAMES['GLM'][0]}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    return copy_folder(alone, folder / "mtp", tensors=more, num_nextn_predict_layers=1)
+
+
+def bits(value):
+    return value.reshape(-1).view(torch.uint8)
+
+
+def run_plans(worker):
+    while (plan := worker.scheduler.plan()) is not None:
+        worker.scheduler.commit(plan, worker.engine.step(plan))
+
+
+def stopped(kind, act, *parts):
+    """The message of an error that only a bug can cause."""
+    with pytest.raises(kind) as error:
+        act()
+    assert all(part in str(error.value) for part in parts), error.value
+
+
+def parts(worker):
+    """The first token, and (slot, piece, checksums) of what was packed."""
+    events = worker.handover.take_events()
+    (first,) = [e.first for e in events if getattr(e, "first", None) is not None]
+    return first, [(e.slot, e.piece, e.checksums) for e in events if isinstance(e, Packed)]

@@ -200,7 +200,7 @@ class World:
                 self.after(self.soon(0.3), lambda: self._compute(node, request_id, action.start))
             case Pack(request_id, slot, piece):
                 node.memory[slot][0] = ("half packed", request_id)
-                prompt_ids = node.desk.slots[slot].export.prompt.ids  # type: ignore[union-attr]
+                prompt_ids = node.desk.slots[slot].export.prompt.ids  # type: ignore[union-attr]  # a slot in use
                 self.after(self.soon(0.05), lambda: self._packed(node, request_id, slot, piece, prompt_ids))
             case Finish(request_id):
                 del node.running[request_id]

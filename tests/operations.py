@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from treetop.debug.patching import wrapped_device
+from treetop.debug.patching import wrapped_runner
 from treetop.engine.model_runner import ModelRunner
 from treetop.kernels.table import OpContext, Ops, operations
 from treetop.kernels.triton_guard import gpu_traits
@@ -31,4 +31,4 @@ def with_op(name: str, function: Any) -> AbstractContextManager[None]:
         vars(ops).update({**vars(runner.ops), name: function})
         return replace(runner, ops=ops)
 
-    return wrapped_device(change)
+    return wrapped_runner(change)

@@ -40,7 +40,7 @@ class Scene:
         return self.q.shape[3] ** -0.5
 
 
-def scene(  # noqa: PLR0917
+def scene(  # noqa: PLR0917 - by keyword
     n=5,
     t=7,
     heads=6,

@@ -13,6 +13,7 @@ from treetop.core.wire import MockOptions
 from treetop.server.chat_template import ChatTemplate, open_chat_template
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, EngineError, InputError
+from waiting import until
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}"
 
@@ -72,8 +73,7 @@ def test_leaving_and_cancelling_abort():
             break
         stream.close()
         task = asyncio.create_task(llm.generate([[1], [2]], SamplingParams(max_tokens=2000)))
-        while llm.alive.own != 2:
-            await asyncio.sleep(0)
+        await asyncio.to_thread(until, lambda: llm.alive.own == 2)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

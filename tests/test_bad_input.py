@@ -187,7 +187,7 @@ def test_numbers_of_numpy_and_lists_are_sampling_parameters():
 
 
 def test_all_problems_of_sampling_parameters_are_reported_at_once():
-    act = lambda: SamplingParams(temperature=-1, top_p=2, max_tokens=0, seed=-5)  # noqa: E731
+    act = lambda: SamplingParams(temperature=-1, top_p=2, max_tokens=0, seed=-5)  # noqa: E731  # one line, called twice
     refused(InputError, act, "temperature", "top_p", "max_tokens", "seed")
 
 

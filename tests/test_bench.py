@@ -207,7 +207,7 @@ def test_a_grid_is_measured_after_outputs_were_compared(strong_pair):
 def test_a_tree_alone_is_compared_with_plain_decoding(strong_pair, monkeypatch):
     """A grid needs no plain shape for that; plain decoding alone has nothing to be compared with."""
     options = {"draft": str(strong_pair.head), "dtype": "float64"}
-    measure = lambda *shapes: run_grid(  # noqa: E731
+    measure = lambda *shapes: run_grid(  # noqa: E731  # one call
         str(strong_pair.target), options, Grid(shapes, (1,), (20,), 2), lambda text: None
     )
     assert measure(SpecShape(2, 3, 6)).checked.startswith("outputs equal")

@@ -101,22 +101,30 @@ def test_a_plain_batch_of_eight_equals_eight_batches_of_one(strong_pair, plain):
     assert tokens(serve(strong_pair, None, 8, greedy(40), page_size=2, chunked_prefill_size=5)) == plain["strong"]
 
 
+DRAWN = [
+    sampled(10, 40),
+    sampled(11, 40, temperature=0.6),
+    greedy(40),
+    sampled(2**62 + 5, 40, top_k=5),
+    sampled(13, 40, top_p=0.7),
+    sampled(0, 40, min_p=0.2, temperature=1.7),
+    sampled(15, 40, top_k=4, top_p=0.9, min_p=0.05),
+    sampled(2**32, 40),
+]
+
+
+@pytest.fixture(scope="module")
+def plainly_drawn(strong_pair):
+    return tokens(serve(strong_pair, None, 1, DRAWN))
+
+
 @pytest.mark.parametrize(("shape", "page", "chunk", "batch"), [GRID[i] for i in (0, 2, 5, 6, 9, 11, 15)])
-def test_sampled_speculative_equals_sampled_plain_for_the_same_seeds(strong_pair, *, shape, page, chunk, batch):
+def test_sampled_speculative_equals_sampled_plain_for_the_same_seeds(
+    strong_pair, plainly_drawn, *, shape, page, chunk, batch
+):
     """The coin depends on (seed, position) alone, so that sampled tokens are equal one for one too."""
-    params = [
-        sampled(10, 40),
-        sampled(11, 40, temperature=0.6),
-        greedy(40),
-        sampled(2**62 + 5, 40, top_k=5),
-        sampled(13, 40, top_p=0.7),
-        sampled(0, 40, min_p=0.2, temperature=1.7),
-        sampled(15, 40, top_k=4, top_p=0.9, min_p=0.05),
-        sampled(2**32, 40),
-    ]
-    expected = serve(strong_pair, None, 1, params)
-    outputs = serve(strong_pair, shape, batch, params, page_size=page, chunked_prefill_size=chunk)
-    assert tokens(outputs) == tokens(expected)
+    outputs = serve(strong_pair, shape, batch, DRAWN, page_size=page, chunked_prefill_size=chunk)
+    assert tokens(outputs) == plainly_drawn
 
 
 def test_the_tokens_of_a_seed_do_not_depend_on_the_other_requests(strong_pair):
@@ -155,8 +163,8 @@ def test_in_float32_only_near_ties_may_differ(weak_pair, strong_pair, alien_pair
     for pair in (weak_pair, strong_pair, alien_pair):
         model = LlamaForCausalLM.from_pretrained(pair.target, dtype=torch.float32).eval()
         prompts = pair.prompts(range(2, 36), seed=3)
-        expected = tokens(build(pair, None, dtype="float32", max_running_requests=17).generate(prompts, greedy(100)))
-        got = tokens(build(pair, (4, 5, 16), dtype="float32", max_running_requests=17).generate(prompts, greedy(100)))
+        expected = tokens(build(pair, None, dtype="float32", max_running_requests=34).generate(prompts, greedy(100)))
+        got = tokens(build(pair, (4, 5, 16), dtype="float32", max_running_requests=34).generate(prompts, greedy(100)))
         for prompt, want, have in zip(prompts, expected, got, strict=True):
             total += len(want)
             assert len(want) == len(have)

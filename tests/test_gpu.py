@@ -11,7 +11,7 @@ from engines import accept_lens, greedy, sampled, submit, tokens
 from operations import reference_ops
 from treetop import LLM
 from treetop.debug.faults import fault
-from treetop.debug.patching import wrapped_device
+from treetop.debug.patching import wrapped_runner
 from treetop.engine.cuda_graphs import CudaGraphs
 from treetop.engine.rounds import RoundKey
 from treetop.kernels.table import Ops
@@ -69,7 +69,7 @@ def test_captured_rounds_are_the_same_with_fused_and_plain_operations(shape, par
     }
     llm, fused = run(params, **tree)
     assert llm.engine.runner.ops.accept is not Ops.accept.reference
-    with wrapped_device(lambda device: replace(device, ops=reference_ops())):
+    with wrapped_runner(lambda device: replace(device, ops=reference_ops())):
         llm, plain = run(params, **tree)
     assert isinstance(llm.engine.launcher, CudaGraphs)
     assert tokens(fused) == tokens(plain)

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from engines import build, greedy, sampled
-from handing import Relay, Worker
-from test_handover import bits
+from handing import Relay, Worker, bits
 from treetop.kernels.pieces import Span, pack, pack_reference, unpack, unpack_reference
 from treetop.kernels.triton_guard import gpu_traits
 

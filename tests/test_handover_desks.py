@@ -19,7 +19,7 @@ def _worlds(odds: Odds, seeds: range, **options: int | bool) -> Counter[str]:
     """Run schedules. Returns how requests ended, wrong imports, and pulls into a slot that was still written."""
     ends: Counter[str] = Counter()
     for seed in seeds:
-        world = World(seed, odds, **options)  # type: ignore[arg-type]
+        world = World(seed, odds, **options)  # type: ignore[arg-type]  # any options
         world.run(requests=8)
         ends.update(world.decode.done.values())
         ends["wrong"] += world.wrong

@@ -1,5 +1,7 @@
 """The loop of an engine process with a role: what a step asks for is sent before anything is waited for."""
 
+from itertools import pairwise
+
 import zmq
 
 from fake_core import ask, make_core
@@ -50,4 +52,4 @@ def test_a_role_hears_of_a_step_before_the_loop_waits(monkeypatch):
     finally:
         context.destroy(linger=0)
     assert "step" in log
-    assert all(after == "poll" for before, after in zip(log, log[1:], strict=False) if before == "step")
+    assert all(after == "poll" for before, after in pairwise(log) if before == "step")

@@ -116,6 +116,33 @@ def test_a_transfer_from_a_stopped_peer_ends_when_it_goes_on(over_tcp: Pair, way
     assert over_tcp.memory.raw == known_bytes(SIZE)
 
 
+def test_a_write_by_a_peer_that_is_killed_ends_and_one_by_a_stopped_peer_does_not() -> None:
+    """Its session has ended in both cases; of one that goes on again the write ends, too."""
+    pair, whole = Pair(), [Range(0, SIZE)]
+    try:
+        pair.process.send_signal(signal.SIGSTOP)
+        stopped, killed = (pair.transport.pull(PEER, whole, whole, "write") for _ in range(2))
+        pair.transport.disconnect(PEER)
+        assert pair.wait(stopped, 3.0) == "busy"
+        assert pair.transport.poll(killed) == "busy"
+        pair.process.send_signal(signal.SIGCONT)
+        assert pair.wait(stopped) == "done"
+    finally:
+        pair.close()
+    pair = Pair()
+    try:
+        pair.process.send_signal(signal.SIGSTOP)
+        killed = pair.transport.pull(PEER, whole, whole, "write")
+        pair.transport.disconnect(PEER)
+        assert pair.wait(killed, 1.0) == "busy"
+        pair.process.kill()
+        begun = time.monotonic()
+        assert pair.wait(killed) == "failed"
+        assert 1.0 <= time.monotonic() - begun < 10.0
+    finally:
+        pair.close()
+
+
 def test_a_read_from_a_peer_that_is_killed_fails_and_nothing_arrives_after(over_tcp: Pair) -> None:
     """Also one that is begun after its death."""
     whole = [Range(0, SIZE)]

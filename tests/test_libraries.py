@@ -23,10 +23,10 @@ from treetop.attention.flashinfer_pages import FlashInferPages, HostPages, works
 from treetop.attention.libraries import FlashOp, PagedCall
 from treetop.attention.library_backend import LibraryBackend
 from treetop.attention.torch_backend import TorchBackend
-from treetop.debug.patching import wrapped_device
-from treetop.engine.build import backend_need
+from treetop.debug.patching import wrapped_runner
 from treetop.engine.cuda_graphs import plan_host_extents
 from treetop.engine.graphs import Eager
+from treetop.engine.layer_groups import backend_need
 from treetop.kernels.attention import paged_attention_reference
 from treetop.kernels.kv import PageTable
 from treetop.types.ids import FULL
@@ -279,7 +279,7 @@ PROMPTS = [(3, 18), (0, 1), (1, 30), (2, 9), (4, 22)]
 
 def generate(pair, make, launcher=None):
     """Five requests through three rows, page size 4, chunks of 7, on the backend that `make` builds for a device."""
-    with wrapped_device(lambda device: replace(device, backend=make(device))):
+    with wrapped_runner(lambda device: replace(device, backend=make(device))):
         llm = LLM(
             str(pair.target),
             str(pair.head),

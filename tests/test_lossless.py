@@ -8,7 +8,7 @@ from engines import build, greedy, sampled, tokens
 from oracles import chi_square_tail, float32, warped
 from treetop import SamplingParams
 
-SAMPLES = 900
+SAMPLES = 600
 SHAPE = (4, 3, 16)
 KINDS = [  # temperature, top_k, top_p, min_p of one row each, all in one batch
     (0.4, 0, 1.0, 0.0),

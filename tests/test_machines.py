@@ -242,7 +242,7 @@ class WindowMachine(RequestMachine):
     window = SPAN
 
 
-RequestMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=14, deadline=None)
-WindowMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=14, deadline=None)
+RequestMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=14, deadline=None)
+WindowMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=14, deadline=None)
 TestRequests = RequestMachine.TestCase
 TestRequestsWithAWindow = WindowMachine.TestCase

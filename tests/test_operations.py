@@ -144,7 +144,7 @@ def compressed_rows(_: bool) -> Call:
     names = ("words", "scale", "starts", "lines", "columns", "values")
     made = replace(made, **{name: getattr(made, name).to(DEVICE) for name in names})
     launch = {"launch": CompressedLaunch(64, 2, 1, 4, 16)}
-    parts = lambda args, result: result if result.dim() == 2 else result.sum(0)  # noqa: E731
+    parts = lambda args, result: result if result.dim() == 2 else result.sum(0)  # noqa: E731  # one line
     return Call((torch.randn(5, 1024).to(dtype), made), launch, parts)
 
 

@@ -44,12 +44,19 @@ def idle(llm) -> bool:
 # ---------------------------------------------------------------------------------------------- the same tokens
 
 
-@pytest.mark.parametrize("graphs", ["off", "sim"])
-@pytest.mark.parametrize("radix", [False, True])
 @pytest.mark.parametrize(
-    ("shape", "page", "chunk", "rows"), [(None, 4, 512, 3), (SHAPE, 1, 5, 3), ((4, 3, 16), 4, 16, 8), (SHAPE, 16, 7, 1)]
+    ("shape", "page", "chunk", "rows", "radix", "graphs"),
+    [
+        (None, 4, 512, 3, False, "sim"),
+        (None, 4, 512, 3, True, "off"),
+        (SHAPE, 1, 5, 3, False, "off"),
+        (SHAPE, 1, 5, 3, True, "sim"),
+        ((4, 3, 16), 4, 16, 8, False, "sim"),
+        ((4, 3, 16), 4, 16, 8, True, "off"),
+        (SHAPE, 16, 7, 1, True, "sim"),
+    ],
 )
-def test_overlap_changes_no_token_no_round_and_no_reason(strong_pair, shape, page, chunk, rows, radix, graphs):
+def test_overlap_changes_no_token_no_round_and_no_reason(strong_pair, *, shape, page, chunk, rows, radix, graphs):
     """Stops in paths, mixed sampling, chunks, more requests than rows: all as without it, rounds counted alike."""
     prompts = strong_pair.prompts(LENGTHS)
     options = {
@@ -58,24 +65,40 @@ def test_overlap_changes_no_token_no_round_and_no_reason(strong_pair, shape, pag
         "max_running_requests": rows,
         "disable_radix_cache": not radix,
     }
-    expected = build(strong_pair, shape, **options, overlap=False).generate(prompts * 2, mixed(14, 60))
+    params = mixed(14, 60)
+    expected = build(strong_pair, shape, **options, overlap=False).generate(prompts * 2, params)
     llm = build(strong_pair, shape, **options, overlap=True, graphs=graphs)
-    outputs = llm.generate(prompts * 2, mixed(14, 60))
+    outputs = llm.generate(prompts * 2, params)
     assert outcome(outputs) == outcome(expected)
     assert accept_lens(outputs) == accept_lens(expected)
     assert idle(llm)
 
 
-@pytest.mark.parametrize("radix", [False, True])
-@pytest.mark.parametrize("level", [1, 3])
-@pytest.mark.parametrize(
-    ("shape", "page", "chunk"), [(None, 4, 512), (SHAPE, 4, 7), ((4, 3, 12), 1, 16), (SHAPE, 16, 5)]
-)
-def test_overlap_changes_no_token_when_requests_are_retracted(strong_pair, shape, page, chunk, level, radix):
-    """Pools for little more than one request: retraction waits until lengths are known, and nothing is lost."""
+@pytest.fixture(scope="module")
+def unhurried(strong_pair):
+    """Prompts, what is asked for, and what plain decoding gives where memory is ample."""
     prompts = strong_pair.prompts([30, 12, 25, 7, 18])
     params = [greedy(60), sampled(1, 60), sampled(2, 50), greedy(64), sampled(3, 60, temperature=0.7)]
-    expected = build(strong_pair, None, context_length=128).generate(prompts, params)
+    return prompts, params, build(strong_pair, None, context_length=128).generate(prompts, params)
+
+
+@pytest.mark.parametrize(
+    ("shape", "page", "chunk", "level", "radix"),
+    [
+        (None, 4, 512, 1, True),
+        (None, 4, 512, 3, False),
+        (SHAPE, 4, 7, 1, False),
+        (SHAPE, 4, 7, 3, True),
+        ((4, 3, 12), 1, 16, 1, True),
+        ((4, 3, 12), 1, 16, 3, False),
+        (SHAPE, 16, 5, 3, True),
+    ],
+)
+def test_overlap_changes_no_token_when_requests_are_retracted(
+    strong_pair, unhurried, *, shape, page, chunk, level, radix
+):
+    """Pools for little more than one request: retraction waits until lengths are known, and nothing is lost."""
+    prompts, params, expected = unhurried
     tight = {"context_length": 128, "max_total_tokens": 192, "page_size": page, "chunked_prefill_size": chunk}
     llm = build(strong_pair, shape, **tight, overlap=True, disable_radix_cache=not radix, check_level=level)
     outputs = llm.generate(prompts, params)
@@ -84,8 +107,7 @@ def test_overlap_changes_no_token_when_requests_are_retracted(strong_pair, shape
     assert idle(llm)
 
 
-@pytest.mark.parametrize("level", [1, 3])
-@pytest.mark.parametrize(("page", "chunk"), [(1, 9), (4, 512), (16, 5)])
+@pytest.mark.parametrize(("page", "chunk", "level"), [(1, 9, 1), (4, 512, 3), (16, 5, 3), (16, 5, 1)])
 def test_overlap_changes_no_token_behind_a_window(tmp_path, page, chunk, level):
     """Pages leave the window by the length that is known, while a round further on may run."""
     target, head = write_two_group_pair(tmp_path, window=12)

@@ -2,13 +2,16 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from engines import build
+from tiny_models import save_random_experts
 from treetop.drafts.head_files import EMBEDDING
 from treetop.engine import weight_copies as deciding
+from treetop.engine.build import plan_engine
 from treetop.engine.memory import Budget, Memory, MemoryUse, fit, out_of_memory_explained, pool_bytes
 from treetop.engine.weight_copies import copies_estimate, with_copies
 from treetop.kernels import packed_weights
@@ -222,6 +225,52 @@ def test_by_itself_copies_take_a_quarter_of_what_pools_could_have(decide, total,
     assert made.memory.free == free * GIB - made.copies
     assert decide(budget, 10 * GIB, compress_weights=True).copies == 10 * GIB
     assert decide(budget, 1, compress_weights=False) is budget
+
+
+@pytest.fixture
+def on_a_measured_gpu(monkeypatch):
+    """Copies of a few bytes can be made, and by itself a rank makes them if `fit` says so."""
+    monkeypatch.setattr(deciding, "why_not_compressed", lambda device, dtype: None)
+    monkeypatch.setattr(deciding, "copies_estimate", lambda *args: 1000)
+    return lambda fit: monkeypatch.setattr(deciding, "_fits", lambda *args: fit)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_ranks_that_share_a_model_follow_the_first_one(strong_pair, on_a_measured_gpu, first):
+    """They get its configuration, which holds what it chose, and may have more or less memory themselves."""
+    given = EngineConfig.of(str(strong_pair.target), draft=None, tp_size=2, dtype="float64", device="cpu")
+    on_a_measured_gpu(first)
+    planned = plan_engine(given)
+    assert planned.place.compressed is first
+    on_a_measured_gpu(not first)
+    assert plan_engine(planned.config).place.compressed is first
+
+
+@pytest.mark.parametrize(("own", "others"), [(True, 1), (True, 0), (False, 1)])
+def test_ranks_that_share_experts_compress_together_or_not_at_all(tmp_path, on_a_measured_gpu, own, others):
+    """Or a request's bits would depend on its rank. others: the least that another rank says of this."""
+    folder = save_random_experts(tmp_path / "target", "qwen3_moe", num_experts=8)
+    said = []
+
+    def least(number):
+        said.append(number)
+        return min(number, others) if len(said) == 3 else number
+
+    on_a_measured_gpu(own)
+    config = EngineConfig.of(str(folder), draft=None, ep_size=2, dtype="float64", device="cpu")
+    planned = plan_engine(config, expert_ranks=SimpleNamespace(size=2, rank=0, least=least))
+    assert said[2] == own
+    assert planned.place.compressed == bool(own and others)
+
+
+def test_parts_of_ranks_come_out_of_12_bits_bit_for_bit():
+    """By rows and by columns, as parameters are cut; a part that is no whole tile stays as it is."""
+    torch.manual_seed(0)
+    weight = torch.randn(256, 2048).bfloat16()
+    for parts in (weight.chunk(2), weight.chunk(2, dim=1)):
+        for part in parts:
+            assert torch.equal(decompress(compress(part.contiguous(), False)), part)
+    assert compressed_bytes(28672 // 3, 4096, True, H200) == 0
 
 
 def test_by_itself_copies_leave_the_tokens_that_were_asked_for(decide):

@@ -283,7 +283,7 @@ def test_suspects_are_tried_one_after_the_other_and_a_long_trial_does_not_hold_u
 # ---------------------------------------------------------------------------------------------- processes
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("workers", [pytest.param("1", marks=pytest.mark.slow), "2"])
 def test_engines_that_are_killed_in_a_storm_cost_a_pause(workers):
     """Twice: every answer is what it would have been, streamed or not, and nothing else reaches a client."""
     with mock(2, "1-4", "--api-workers", workers) as server:

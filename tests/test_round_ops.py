@@ -34,7 +34,7 @@ from round_ops import (
     sown,
 )
 from treetop.debug.faults import FAULTS, fault
-from treetop.debug.patching import wrapped_device
+from treetop.debug.patching import wrapped_runner
 from treetop.debug.visibility import VisibilityWatch
 from treetop.kernels.commit import Paths
 from treetop.kernels.grow import Children
@@ -354,7 +354,7 @@ if INTERPRETED:
 
     @pytest.mark.parametrize(
         ("params", "level"),
-        [(greedy(9), 3), (sampled(3, 7), 2), (sampled(4, 5, top_p=0.8), 1)],
+        [(greedy(9), 3), (sampled(3, 5), 2), (sampled(4, 3, top_p=0.8), 1)],
         ids=["greedy", "drawn", "filtered"],
     )
     def test_an_engine_gives_the_same_rounds_with_either(strong_pair, params, level):
@@ -363,7 +363,7 @@ if INTERPRETED:
         options = {"dtype": "float32", "page_size": 4, "context_length": 64, "max_running_requests": 4}
         options["attention_backend"] = "torch"  # Triton's is interpreted slowly, and has tests of its own
         for fused in (False, True):
-            with wrapped_device(with_fused) if fused else nullcontext():
+            with wrapped_runner(with_fused) if fused else nullcontext():
                 llm = build(strong_pair, (2, 3, 6), check_level=level, **options)
             outputs = llm.generate(prompts, params)
             llm.scheduler.check_integrity()
@@ -376,7 +376,7 @@ if INTERPRETED:
 
     def generated(pair, level):
         options = {"dtype": "float32", "page_size": 4, "context_length": 64, "max_running_requests": 4}
-        with wrapped_device(with_fused_and_watched):
+        with wrapped_runner(with_fused_and_watched):
             llm = build(pair, (2, 3, 6), attention_backend="torch", check_level=level, **options)
         return llm.generate(pair.prompts([9, 4, 13]), greedy(8))
 

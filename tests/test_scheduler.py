@@ -263,7 +263,7 @@ def poison(llm, requests, plan) -> None:
             kv.k[~keep] = kv.v[~keep] = float("nan")
 
 
-@pytest.mark.parametrize("page", [1, 4, 16])
+@pytest.mark.parametrize("page", [1, 16])
 def test_stale_memory_does_not_change_a_row_bitwise(strong_pair, page):
     """Three rows in a bucket of four: NaN in padding rows, tails, free pages and unused slots changes no bit."""
     results, states = [], []

@@ -157,7 +157,7 @@ def test_sigterm_in_a_storm_loses_nothing_that_was_accepted(workers):
         assert server.process.wait(WAIT_S) == 0
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("workers", [pytest.param("1", marks=pytest.mark.slow), "2"])
 def test_kill_of_the_engine_in_a_storm_is_a_clear_error_for_all(workers):
     """Those in flight and those who come in the next moment are told; then exit code 1, and no process is left."""
     with mock(2, "1-4", "--api-workers", workers, "--engine-restarts", "0") as server:

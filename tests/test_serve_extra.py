@@ -21,10 +21,12 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_generating_needs_none_of_them():
+    """Nor PyTorch's compiler, which takes two seconds to load."""
     code = """
 from treetop import LLM, AsyncLLM, SamplingParams
 import treetop.cli, treetop.doctor.run, treetop.bench.compare, treetop.trace
 print(len(LLM(max_running_requests=1, context_length=64).generate("def f(", SamplingParams(max_tokens=5))[0].token_ids))
+print([name for name in ("sympy", "torch._dynamo") if name in sys.modules])
 try:
     LLM(max_running_requests=1, context_length=64).chat([{"role": "user"}], chat_template="{{ messages }}")
 except Exception as error:
@@ -32,7 +34,7 @@ except Exception as error:
 """
     ended = run(code)
     assert ended.stderr == ""
-    assert ended.stdout.splitlines() == ["5", "chat templates need jinja2; pip install treetop[serve]"]
+    assert ended.stdout.splitlines() == ["5", "[]", "chat templates need jinja2; pip install treetop[serve]"]
 
 
 def test_serve_without_them_is_one_line():

@@ -60,7 +60,7 @@ def test_an_engine_that_is_killed_ends_everything_with_a_clear_error():
     until(lambda: not any("treetop" in command_of(pid) for pid in pids))
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_an_api_that_is_killed_takes_the_engine_with_it(workers):
     """Also its workers and the process of the chat template; kill -9 leaves it no time to say goodbye."""
     with mock(5, "1", "--api-workers", str(workers)) as server:
@@ -71,7 +71,7 @@ def test_an_api_that_is_killed_takes_the_engine_with_it(workers):
         until(lambda: not any("treetop" in command_of(pid) for pid in pids), "a process is left")
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_sigterm_finishes_what_was_accepted(workers):
     """Every answer is whole, streamed or not; nobody new is let in; exit code 0."""
     with mock(5, "1", "--api-workers", str(workers)) as server:

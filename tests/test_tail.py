@@ -156,8 +156,11 @@ if INTERPRETED:
         merged = tail_and_merge(s.q, part, s.tail.data, s.metadata, s.scale, None, GPU)
         assert torch.equal(merged.isnan().all(dim=(2, 3)), sees)
 
-    @pytest.mark.parametrize("options", SMALL, ids=str)
-    @pytest.mark.parametrize(("splits", "items"), [(1, 1), (3, 1), (3, 4)])
+    @pytest.mark.parametrize(
+        ("options", "splits", "items"),
+        [*((options, 1, 1) for options in SMALL), *zip(SMALL, (3, 3, 3), (1, 4, 1), strict=True)],
+        ids=str,
+    )
     def test_a_sink_enters_the_fused_kernel_once(options, splits, items, monkeypatch):
         """At the end of a single split, in the merge of several, item by item or some at a time."""
         monkeypatch.setattr(attention, "_items_to_merge", lambda count, _: math.gcd(items, count))

@@ -25,12 +25,12 @@ from tiny_models import (
     save_random_qwen3,
     save_weak_llama,
 )
-from treetop.debug.patching import wrapped_device
+from treetop.debug.patching import wrapped_runner
 from treetop.debug.rank_faults import RANK_FAULTS
 from treetop.debug.ranks import MemoryGroup, ranks_on_threads
 from treetop.debug.two_group import write_two_group_pair
 from treetop.doctor import exchange
-from treetop.doctor.provoke_ranks import find_rank_fault
+from treetop.doctor.provoke_ranks import NAMES, find_rank_fault
 from treetop.kernels.sampling import greedy_of_ranks, greedy_reference
 from treetop.parallel.exchange import ExchangeRank, Meeting
 from treetop.types.errors import ConfigError, EngineError, UserError
@@ -177,7 +177,7 @@ def provoke(pair, found, level, seconds=2.0):
     """Requests on ranks with a fault at a check level: how they end, the ranks' states, and how long it took."""
     runners = []
     options = {"tp_size": 2, "check_level": level, "step_timeout": seconds, "overlap": True, **found.options}
-    with found.active(), wrapped_device(lambda device: runners.append(device) or device):
+    with found.active(), wrapped_runner(lambda device: runners.append(device) or device):
         llm = build(pair, (4, 5, 16), **options)
         begun, error = time.monotonic(), None
         try:
@@ -235,10 +235,10 @@ def test_joined_pieces_lie_in_one_row_whatever_their_width(width):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=() if each == "another-bucket" else pytest.mark.slow) for each in RANK_FAULTS]
+    "name", [pytest.param(each, marks=() if "another" in each else pytest.mark.slow) for each in NAMES]
 )
 def test_doctor_finds_the_guard_of_a_fault_of_ranks(name):
-    """On the pair that everybody has."""
+    """On the pair that everybody has, and of ranks that share experts on a random target. The frozen suite runs all."""
     found = find_rank_fault(name)
     assert found.caught is not None
     assert found.fault.guard in found.caught

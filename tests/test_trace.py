@@ -11,7 +11,7 @@ import pytest
 
 from treetop import LLM, SamplingParams
 from treetop.cli import main
-from treetop.debug.patching import wrapped_device
+from treetop.debug.patching import wrapped_runner
 from treetop.trace import Trace, TreeRound, collect, drafted_vocabulary, fill_page, page_data, run, statistics
 from treetop.types.errors import ConfigError
 
@@ -218,7 +218,7 @@ class FailsLater:
 @pytest.mark.parametrize("good", [0, 4])
 def test_a_request_that_fails_leaves_the_rounds_before(good: int) -> None:
     """Call 1 is the prompt's, the others are rounds'; level 0 runs no start-up proof that would take some."""
-    with wrapped_device(lambda device: replace(device, target=FailsLater(device.target, good))):
+    with wrapped_runner(lambda device: replace(device, target=FailsLater(device.target, good))):
         trace = collect(None, {**SMALL, "check_level": 0}, "x = 1", SamplingParams(max_tokens=60, ignore_eos=True))
     data = data_of(fill_page(page_data(trace)))
     assert "not finite" in data["error"]

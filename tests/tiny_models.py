@@ -12,20 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import transformers  # its classes are loaded where one is named: most tests in Triton's interpreter name none
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    Glm4MoeConfig,
-    Glm4MoeForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
 
 EOS = 3
 LLAMA3_ROPE = {
@@ -56,7 +45,7 @@ class Pair:
         return [torch.randint(EOS + 1, vocab, (n,), generator=generator).tolist() for n in lengths]
 
 
-def llama_config(**changes) -> LlamaConfig:
+def llama_config(**changes) -> "transformers.LlamaConfig":
     """A small Llama with grouped queries; every size differs from the others where it can."""
     options = {
         "vocab_size": 211,
@@ -73,20 +62,20 @@ def llama_config(**changes) -> LlamaConfig:
         "eos_token_id": EOS,
         "pad_token_id": None,
     }
-    return LlamaConfig(**{**options, **changes})
+    return transformers.LlamaConfig(**{**options, **changes})
 
 
-def qwen3_config(**changes) -> Qwen3Config:
+def qwen3_config(**changes) -> "transformers.Qwen3Config":
     """The same sizes, with heads wider than the hidden size gives."""
-    return Qwen3Config(**{**llama_config().to_dict(), "model_type": "qwen3", "head_dim": 24, **changes})
+    return transformers.Qwen3Config(**{**llama_config().to_dict(), "model_type": "qwen3", "head_dim": 24, **changes})
 
 
 def save_random_qwen3(folder: Path, seed: int = 0, **changes) -> Path:
-    return save_random(Qwen3ForCausalLM, qwen3_config(**changes), folder, seed)
+    return save_random(transformers.Qwen3ForCausalLM, qwen3_config(**changes), folder, seed)
 
 
 def save_random_llama(folder: Path, seed: int = 0, **changes) -> Path:
-    return save_random(LlamaForCausalLM, llama_config(**changes), folder, seed)
+    return save_random(transformers.LlamaForCausalLM, llama_config(**changes), folder, seed)
 
 
 def save_random_experts(folder: Path, family: str, seed: int = 0, **changes) -> Path:
@@ -95,14 +84,20 @@ def save_random_experts(folder: Path, family: str, seed: int = 0, **changes) -> 
     routed = {"num_experts_per_tok": 3, "moe_intermediate_size": 40}
     if family == "qwen3_moe":
         own = {"num_experts": 7, "norm_topk_prob": True, "mlp_only_layers": [1], **routed}
-        return save_random(Qwen3MoeForCausalLM, Qwen3MoeConfig(**{**same, **own, **changes}), folder, seed)
+        return save_random(
+            transformers.Qwen3MoeForCausalLM, transformers.Qwen3MoeConfig(**{**same, **own, **changes}), folder, seed
+        )
     if family == "gpt_oss":
         own = {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 16, "intermediate_size": 32}
-        return save_random(GptOssForCausalLM, GptOssConfig(**{**same, **own, **changes}), folder, seed)
+        return save_random(
+            transformers.GptOssForCausalLM, transformers.GptOssConfig(**{**same, **own, **changes}), folder, seed
+        )
     assert family == "glm4_moe"
     groups = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
     own = {**routed, **groups, "n_shared_experts": 2, "use_qk_norm": True, "num_nextn_predict_layers": 0}
-    return save_random(Glm4MoeForCausalLM, Glm4MoeConfig(**{**same, **own, **changes}), folder, seed)
+    return save_random(
+        transformers.Glm4MoeForCausalLM, transformers.Glm4MoeConfig(**{**same, **own, **changes}), folder, seed
+    )
 
 
 _SAME = (
@@ -143,7 +138,7 @@ def save_random(kind, config, folder: Path, seed: int) -> Path:
 def save_weak_llama(folder: Path, seed: int = 0, strength: float = 1.0, sharpness: float = 0.35, **changes) -> Path:
     """A Llama whose next token is mostly a function of the current one; `strength` scales what its layers add."""
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(llama_config(**changes)).eval()
+    model = transformers.LlamaForCausalLM(llama_config(**changes)).eval()
     kv_width = model.config.num_key_value_heads * model.config.head_dim
     with torch.no_grad():
         for name, weight in model.named_parameters():

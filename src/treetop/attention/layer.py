@@ -49,7 +49,7 @@ class Attend(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class TailColumns:
     """Of a tail, in a batch of `rows`: new K/V go to `count` of them from `start` on, queries see the first `width`."""
 
     rows: int
@@ -70,7 +70,7 @@ class TailAttention:
     layers: Sequence[LayerKV]
     tails: Mapping[GroupName, Tensor]
     plans: Mapping[GroupName, Any]
-    columns: Columns
+    columns: TailColumns
     rows: Tensor
     dummy_row: int
 

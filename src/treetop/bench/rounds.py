@@ -258,13 +258,13 @@ def measure(llm: LLM, batch: int, length: int, rounds: int, machine: Machine, st
     phases = phase_times_ms(llm, batch, length, rounds) if alone else {}
     shape = llm.config.shape
     case = Case(shape, batch, length, llm.engine.dtype.itemsize)
-    device = llm.engine.runner
-    mine = saved_bytes(device.target, device.drafter, shape, llm.engine.layout.bucket_for(batch))
+    runner = llm.engine.runner
+    mine = saved_bytes(runner.target, runner.drafter, shape, llm.engine.layout.bucket_for(batch))
     saved = {phase: ranks * less for phase, less in mine.items()}
     distinct = None
     if alone:
         _pose(llm, batch, length)
-        distinct = distinct_experts(device, _greedy_key(llm, batch), length)
+        distinct = distinct_experts(runner, _greedy_key(llm, batch), length)
     floor_of = partial(round_floor, llm.engine.target, llm.engine.draft, case, machine, distinct=distinct)
     floor_ms, read_floor_ms = (1e3 * sum(floor.values()) / ranks for floor in (floor_of(), floor_of(saved=saved)))
     wall_ms = statistics.median(wall)
@@ -330,11 +330,11 @@ def device_times_ms(llm: LLM, batch: int, length: int, rounds: int) -> list[floa
 @torch.inference_mode()
 def phase_times_ms(llm: LLM, batch: int, length: int, rounds: int) -> dict[Phase, list[float]]:
     """Each phase's times, as `device_times_ms`; of captured rounds each is a graph of its own."""
-    launcher, device, key = llm.engine.launcher, llm.engine.runner, _greedy_key(llm, batch)
+    launcher, runner, key = llm.engine.launcher, llm.engine.runner, _greedy_key(llm, batch)
     if isinstance(launcher, CudaGraphs):
         runs = launcher.phases(key)
     else:
-        runs = {phase: partial(run, device, key, length) for phase, run in phases_of(device).items()}
+        runs = {phase: partial(run, runner, key, length) for phase, run in phases_of(runner).items()}
     times = _posed_times_ms(llm, batch, length, rounds, list(runs.values()))
     return dict(zip(runs, times, strict=True))
 
@@ -347,35 +347,35 @@ def _posed_times_ms(
     llm: LLM, batch: int, length: int, rounds: int, runs: list[Callable[[], None]]
 ) -> list[list[float]]:
     """Times of each run, one after another, `rounds` times over."""
-    device, key = llm.engine.runner, _greedy_key(llm, batch)
-    place = device.buffers.rows.device
+    runner, key = llm.engine.runner, _greedy_key(llm, batch)
+    device = runner.buffers.rows.device
     times: list[list[float]] = [[] for _ in runs]
-    skipped = warm_up(place)
+    skipped = warm_up(device)
     for index in range(skipped + rounds):
         _pose(llm, batch, length)
         if isinstance(llm.engine.launcher, CudaGraphs):
-            plan_host_extents(device, key)
-        synchronize(place)
-        marks = [_mark(place)]
+            plan_host_extents(runner, key)
+        synchronize(device)
+        marks = [_mark(device)]
         for run in runs:
             run()
-            marks.append(_mark(place))
-        synchronize(place)
+            marks.append(_mark(device))
+        synchronize(device)
         if index >= skipped:
             for each, (begin, end) in zip(times, pairwise(marks), strict=True):
                 each.append(_between_ms(begin, end))
-    device.probes.raise_if_fired()
+    runner.probes.raise_if_fired()
     return times
 
 
 def _pose(llm: LLM, batch: int, length: int) -> None:
     """Rows 0 .. batch - 1 with `length` committed tokens, their pages spread over the pools."""
-    layout, device = llm.engine.layout, llm.engine.runner
-    rows = device.buffers.rows
+    layout, runner = llm.engine.layout, llm.engine.runner
+    rows = runner.buffers.rows
     rows.fill_(layout.dummy_row)
     rows[:batch] = torch.arange(batch, device=rows.device)
-    device.state.committed[:batch] = length
-    for name, table in device.state.page_tables.items():
+    runner.state.committed[:batch] = length
+    for name, table in runner.state.page_tables.items():
         cells = torch.arange(batch * layout.page_columns, device=rows.device) % (layout.num_pages[name] - 1)
         table.data[:batch] = (1 + cells).view(batch, -1).to(table.data.dtype)
 

@@ -9,7 +9,7 @@ from treetop.types.errors import CheckError, OwnershipError
 from treetop.types.ids import NULL_PAGE, GroupName, PageId
 from treetop.types.layout import Layout
 
-Columns = list[tuple[GroupName, int, PageId]]
+Cells = list[tuple[GroupName, int, PageId]]
 """Page-table cells to write: (group, column, page)."""
 
 
@@ -47,7 +47,7 @@ class KVCacheManager:
         self._next_check = {"lease": 0, "column": 0, "page": 0}  # where `check_some` goes on
         self._freed: list[tuple[GroupName, PageId]] = []
 
-    def open(self, ids: Sequence[int]) -> tuple[Lease, Columns]:
+    def open(self, ids: Sequence[int]) -> tuple[Lease, Cells]:
         """A lease for a request whose tokens begin with `ids`, and the cells of the prefix it shares with the cache."""
         lease = Lease(Owner(self._next_owner), {group: [] for group in self._allocators})
         self._next_owner += 1
@@ -68,24 +68,25 @@ class KVCacheManager:
         seen = [self._radix.read(node, group) for node in lease.path[first:]]
         lease.pages[group] = [NULL_PAGE] * first + seen
 
-    def reserve(self, lease: Lease, num_tokens: int, known: int = 0, end: int | None = None) -> Columns | None:
+    def reserve(self, lease: Lease, num_tokens: int, committed: int = 0, step_end: int | None = None) -> Cells | None:
         """Grow the lease to hold `num_tokens` in every group: the new cells, or None and nothing changed.
 
         Pages are whole, so what is allocated is always page aligned. Cached pages are evicted for it. A window's
-        group gets pages for positions `known - window + 1 .. end` only; known: committed tokens, end: the step's last
-        position + 1, `num_tokens` by default.
+        group gets pages for positions `committed - window + 1 .. step_end - 1` only. committed: as many are known to
+        be. step_end: the first position that the step does not write, `num_tokens` by default.
         """
         if lease.released:
             raise OwnershipError(f"lease {lease.owner} is used after its release")
         layout = self._layout
         layout.require("page_columns", layout.pages_for(num_tokens))
+        window_end = num_tokens if step_end is None else step_end
         new: dict[GroupName, list[int]] = {}  # columns that get a page
         for group, held in lease.pages.items():
-            last = layout.pages_for(num_tokens if self._windows[group] is None else end or num_tokens)
-            new[group] = [c for c in range(len(held), last) if c >= self._first_column(group, known)]
+            last = layout.pages_for(num_tokens if self._windows[group] is None else window_end)
+            new[group] = [c for c in range(len(held), last) if c >= self._first_column(group, committed)]
         if not self._make_room({group: len(columns) for group, columns in new.items()}):
             return None
-        cells: Columns = []
+        cells: Cells = []
         for group, columns in new.items():
             held = lease.pages[group]
             pages = self._allocators[group].take(len(columns), lease.owner)
@@ -97,7 +98,7 @@ class KVCacheManager:
                 cells.append((group, column, page))
         return cells
 
-    def reserve_import(self, lease: Lease, num_tokens: int, total: int) -> Columns | None:
+    def reserve_import(self, lease: Lease, num_tokens: int, total: int) -> Cells | None:
         """Grow a new lease to hold `num_tokens`, of which the first `total` come from elsewhere; else as `reserve`.
 
         Of a window only tokens come that a query at `total` sees. So pages before them go, and the first may be torn.
@@ -111,7 +112,7 @@ class KVCacheManager:
                 lease.torn[group] = column
         return None if more is None else cells + more
 
-    def insert(self, lease: Lease, ids: Sequence[int]) -> Columns:
+    def insert(self, lease: Lease, ids: Sequence[int]) -> Cells:
         """Hand the cache the pages that hold `ids`, the lease's first tokens, and pin them. Returns cells to write.
 
         ids: tokens whose K/V are complete in every group, and which the client has or gave. Where the cache has a page
@@ -120,7 +121,7 @@ class KVCacheManager:
         if self._radix is None or self._torn(lease):
             return []
         full = min(len(ids) // self._layout.page_size, *(len(pages) for pages in lease.pages.values()))
-        cells: Columns = []
+        cells: Cells = []
         nodes = self._radix.extend(lease.path, ids, full)
         for column, node in enumerate(nodes, start=lease.shared):
             for group, held in lease.pages.items():
@@ -139,9 +140,9 @@ class KVCacheManager:
         lease.path += nodes
         return cells
 
-    def slide(self, lease: Lease, known: int) -> Columns:
+    def slide(self, lease: Lease, known: int) -> Cells:
         """Let go of pages behind the windows, by a known committed length; their cells become the null page."""
-        cells: Columns = []
+        cells: Cells = []
         for group, held in lease.pages.items():
             for column in reversed(range(min(self._first_column(group, known), len(held)))):
                 page = held[column]

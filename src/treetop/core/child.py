@@ -3,6 +3,8 @@
 import io
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from shutil import rmtree
@@ -11,6 +13,16 @@ from typing import TypeVar
 import msgspec
 
 Options = TypeVar("Options", bound=msgspec.Struct)
+
+
+def start_child(module: str, options: msgspec.Struct) -> "subprocess.Popen[bytes]":
+    """Run a module that calls `begin`, in a process which ends with this one."""
+    command = [sys.executable, "-P", "-m", module]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(options) + b"\n")
+    process.stdin.flush()
+    return process
 
 
 def begin(kind: type[Options], folder: Callable[[Options], str | None]) -> tuple[Options, threading.Thread]:

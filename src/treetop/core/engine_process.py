@@ -10,7 +10,7 @@ process with exit code 1.
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
@@ -37,7 +37,7 @@ from treetop.core.wire import (
 )
 from treetop.transfer.nixl import NixlTransport
 from treetop.types.errors import TreetopError, UserError
-from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, RequestUpdate
+from treetop.types.requests import CoreInfo, CoreLoad, RequestUpdate
 
 _LOAD_S = 0.25
 """Seconds between two words about the load, at least."""
@@ -50,7 +50,7 @@ class CoreServer:
 
     def __init__(self, core: Core, info: CoreInfo, socket: "zmq.Socket[bytes]", role: Role | None = None) -> None:
         """role: the worker's part in handing requests over, if it has one."""
-        self._core, self._loop, self._info, self._socket = core, CoreLoop(core), info, socket
+        self._core, self._loop, self._info, self._socket = core, CoreLoop(core, role), info, socket
         self._role = role
         self._clients: dict[bytes, Callable[[list[RequestUpdate]], None]] = {}
         self._identities: dict[int, bytes] = {}  # of clients, by number
@@ -105,7 +105,7 @@ class CoreServer:
                     self._send(identity, Ready(self._info))
             case Add(requests):
                 if identity in self._clients:
-                    self._add(identity, requests)
+                    self._loop.add(requests, self._clients[identity])
             case Leave(number):
                 self._leave(number)
             case Abort(request_ids):
@@ -120,14 +120,6 @@ class CoreServer:
         if identity is not None:
             self._loop.leave(self._clients.pop(identity))
 
-    def _add(self, identity: bytes, requests: Sequence[EngineRequest]) -> None:
-        refused = None if self._role is None else self._role.refuses
-        if refused is None:
-            remote = self._role is not None and self._role.asks
-            self._loop.add(requests, self._clients[identity], remote)
-        else:
-            self._send_updates(identity, [RequestUpdate(r.request_id, (), None, "abort", refused) for r in requests])
-
     def _send_updates(self, identity: bytes, updates: list[RequestUpdate]) -> None:
         self._send(identity, Updates(tuple(updates)))
 
@@ -135,9 +127,7 @@ class CoreServer:
         now = time.monotonic()
         if now - self._told_s < _LOAD_S:
             return
-        self._told_s, load = now, self._core.load
-        if self._role is not None:
-            load = load._replace(handover=self._role.load)
+        self._told_s, load = now, self._loop.load
         if load != self._told:
             self._told = load
             self._broadcast(Load(load))
@@ -158,12 +148,16 @@ def make(options: ProcessOptions) -> tuple[Core, CoreInfo, Role | None]:
         return *make_mock(options.config, options.mock), None
     from treetop.core.make import open_core  # noqa: PLC0415  # loads PyTorch, which takes seconds
 
-    opened = open_core(options.config)
+    opened = open_core(options.config, options.handover)
     if options.handover.role == "both":
         return opened.core, opened.info, None
+    if opened.local is None:  # each rank has a part of its own
+        from treetop.core.expert_group import DispatchCore, RolesOfRanks  # noqa: PLC0415  # too
+
+        assert isinstance(opened.core, DispatchCore)
+        return opened.core, opened.info, RolesOfRanks(opened.core)
     from treetop.core.staging import staging_of  # noqa: PLC0415  # too
 
-    assert opened.local is not None  # `check_handover` has refused more ranks than one
     staging = staging_of(opened.local.engine)
     role = open_role(opened.local.scheduler, staging, options.handover, NixlTransport)
     return opened.core, opened.info._replace(refuses=role.refuses), role

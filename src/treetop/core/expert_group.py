@@ -9,7 +9,6 @@ Whatever goes wrong with one rank ends the group: every process, every file. The
 """
 
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -18,12 +17,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from shutil import rmtree
+from typing import Any
 
-import msgspec
 import torch
 import zmq
 
+from treetop.core.child import start_child
 from treetop.core.expert_rank import SAID_WHY, RankOptions
+from treetop.core.handover import IDLE_MS
 from treetop.core.wire import (
     Abort,
     Add,
@@ -46,7 +47,8 @@ from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, EngineError, InputError, TreetopError
 from treetop.types.ids import RequestId
 from treetop.types.parallel import ALONE, Unmet
-from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, RequestUpdate, check_prompt
+from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, HandoverLoad, RequestUpdate, check_prompt
+from treetop.types.roles import NO_ROLE, HandoverOptions
 
 _LONGEST_PATH = 90
 _TICK_S = 0.1
@@ -66,10 +68,10 @@ class ExpertGroup:
 
     info: CoreInfo
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, handover: HandoverOptions = NO_ROLE) -> None:
         check_experts(config)
         self.size = config.ep_size
-        self._ranks = _Processes(config)
+        self._ranks = _Processes(config, handover)
         self.close = weakref.finalize(self, _Processes.end, self._ranks)
         self._why: TreetopError | None = None
         try:
@@ -90,6 +92,11 @@ class ExpertGroup:
         if self.failure is not None:
             raise self.failure
         self._ranks.orders[rank].send(encode(order))
+
+    @property
+    def inbox(self) -> "zmq.Socket[bytes]":
+        """Where words of the ranks arrive."""
+        return self._ranks.inbox
 
     def receive(self, patience_s: float) -> list[tuple[int, FromCore]]:
         """What ranks have said since; waits so long for a word. Raises EngineError once one has failed or died."""
@@ -140,25 +147,26 @@ class ExpertGroup:
 class _Processes:
     """The ranks' processes and sockets. died: the first that has ended, and its exit code."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, handover: HandoverOptions) -> None:
         self.folder = tempfile.mkdtemp(prefix="treetop-")  # mode 0700: nobody else reaches a rank
         self.died: tuple[int, int] | None = None
         self._ending, self._over = threading.Lock(), False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._inbox = self._context.socket(zmq.PULL)
-        self._inbox.rcvhwm = 0  # what waits is bounded by the requests that were accepted
+        self.inbox = self._context.socket(zmq.PULL)
+        self.inbox.rcvhwm = 0  # what waits is bounded by the requests that were accepted
         self.orders: list[zmq.Socket[bytes]] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         try:
             if len(self.folder) > _LONGEST_PATH:
                 raise ConfigError(f"the path of temporary files is too long for a socket: {self.folder}; set TMPDIR")
-            self._inbox.bind(f"ipc://{self.folder}/words")
+            self.inbox.bind(f"ipc://{self.folder}/words")
             threads = max(1, torch.get_num_threads() // config.ep_size)
             for rank in range(config.ep_size):
                 self.orders.append(self._context.socket(zmq.PUSH))
                 self.orders[-1].sndhwm = 0
                 self.orders[-1].bind(f"ipc://{self.folder}/orders-{rank}")
-                self._processes.append(start_process(RankOptions(self.folder, config, rank, threads)))
+                options = RankOptions(self.folder, config, rank, threads, handover)
+                self._processes.append(start_process(options))
         except BaseException:
             self.end()
             raise
@@ -167,8 +175,8 @@ class _Processes:
 
     def hear(self, patience_s: float) -> list[tuple[int, FromCore]]:
         heard: list[tuple[int, FromCore]] = []
-        while self._inbox.poll(0 if heard else int(1000 * patience_s)):
-            rank, message = self._inbox.recv_multipart()
+        while self.inbox.poll(0 if heard else int(1000 * patience_s)):
+            rank, message = self.inbox.recv_multipart()
             heard.append((int(rank), decode_from_core(message)))
         return heard
 
@@ -204,12 +212,7 @@ class _Processes:
 
 def start_process(options: RankOptions) -> "subprocess.Popen[bytes]":
     """A rank in a process of its own, which ends with this one."""
-    command = [sys.executable, "-P", "-m", "treetop.core.expert_rank"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
-    assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(options) + b"\n")
-    process.stdin.flush()
-    return process
+    return start_child("treetop.core.expert_rank", options)
 
 
 def check_experts(config: EngineConfig) -> None:
@@ -254,11 +257,14 @@ class DispatchCore:
     def busy(self) -> bool:
         return bool(self._rank_of)
 
+    def sockets(self) -> "list[zmq.Socket[bytes]]":
+        return [self._group.inbox]
+
     @property
     def load(self) -> CoreLoad:
-        """What the ranks have told last; without a request nobody listens, and nothing is held."""
+        """What the ranks have told last; without a request or a role nobody listens, and nothing is held."""
         told = joined_load(self._loads)
-        return told if self.busy else CoreLoad(num_retractions=told.num_retractions)
+        return told if self.busy or told.handover is not None else CoreLoad(num_retractions=told.num_retractions)
 
     @property
     def placed(self) -> Mapping[RequestId, int]:
@@ -266,7 +272,7 @@ class DispatchCore:
         return self._rank_of
 
     def add(self, request: EngineRequest, remote: bool = False) -> None:
-        """Raises InputError for a prompt that can never run. remote: no rank has a part in a hand-over."""
+        """Raises InputError for a prompt that can never run. remote: whoever gets it decides that."""
         assert not remote
         if request.constraint is not None:
             raise InputError("constraints: the engines are other processes; give a structured_output instead")
@@ -291,9 +297,13 @@ class DispatchCore:
 
     def step(self) -> list[RequestUpdate]:
         """What ranks have to say, after a short wait for it. A failure is told in the updates."""
+        return self.hear(_STEP_S)
+
+    def hear(self, patience_s: float) -> list[RequestUpdate]:
+        """As `step`, after a wait of so many seconds."""
         updates: list[RequestUpdate] = []
         try:
-            for rank, word in self._group.receive(_STEP_S):
+            for rank, word in self._group.receive(patience_s):
                 if isinstance(word, Load):
                     self._loads[rank] = word.load
                 elif isinstance(word, Updates):
@@ -316,6 +326,30 @@ class DispatchCore:
             self._group.send(rank, order)
 
 
+class RolesOfRanks:
+    """The ranks' parts in handing requests over, as one. Each has a desk of its own, and chooses what it asks for."""
+
+    asks, stuck, wait_ms = False, None, IDLE_MS
+
+    def __init__(self, core: DispatchCore) -> None:
+        self._core, self.refuses = core, core.info.refuses
+
+    @property
+    def load(self) -> HandoverLoad | None:
+        return self._core.load.handover
+
+    def sockets(self) -> Sequence[Any]:
+        return self._core.sockets()
+
+    def poll(self, now: float) -> None:
+        """Ranks have things to say also while no client has asked for anything."""
+        if not self._core.busy:
+            self._core.hear(0)
+
+    def close(self) -> None:
+        """The parts end with their ranks."""
+
+
 def joined_load(loads: Sequence[CoreLoad]) -> CoreLoad:
     """Of all ranks: of the fullest pool, and all else added up."""
     return CoreLoad(
@@ -323,4 +357,14 @@ def joined_load(loads: Sequence[CoreLoad]) -> CoreLoad:
         sum(load.num_waiting for load in loads),
         max(load.kv_usage for load in loads),
         sum(load.num_retractions for load in loads),
+        joined_handover([load.handover for load in loads if load.handover is not None]),
     )
+
+
+def joined_handover(loads: Sequence[HandoverLoad]) -> HandoverLoad | None:
+    """Of all ranks: of the fastest link, and all else added up; None of none."""
+    if not loads:
+        return None
+    added = {name: sum(getattr(load, name) for load in loads) for name in HandoverLoad._fields if name != "role"}
+    fastest = {name: max(getattr(load, name) for load in loads) for name in ("read_gbps", "write_gbps")}
+    return HandoverLoad(loads[0].role, **{**added, **fastest})

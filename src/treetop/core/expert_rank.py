@@ -18,17 +18,20 @@ import torch
 import zmq
 
 from treetop.core.child import begin
-from treetop.core.engine_core import EngineCore
 from treetop.core.lockstep import Agreement, Lockstep
 from treetop.core.loop import CoreLoop
 from treetop.core.make import core_of, info_of
+from treetop.core.roles import open_role
+from treetop.core.staging import staging_of
 from treetop.core.wire import Abort, Add, Failed, Finish, FromCore, Load, Ready, ToCore, Updates, decode_to_core, encode
 from treetop.engine.engine import Engine
 from treetop.models.loader import compute_device
 from treetop.parallel.exchange import Group, Meeting
+from treetop.transfer.nixl import NixlTransport
 from treetop.types.config import EngineConfig
-from treetop.types.errors import TreetopError, UserError
+from treetop.types.errors import EngineError, TreetopError, UserError
 from treetop.types.requests import CoreLoad, RequestUpdate
+from treetop.types.roles import NO_ROLE, HandoverOptions
 
 _LOAD_S = 0.25
 """Seconds between two words about the load while requests are served, at least."""
@@ -42,12 +45,16 @@ _GRACE = 1.5
 
 
 class RankOptions(msgspec.Struct, frozen=True):
-    """What a rank is told on stdin. folder: where the group meets, of its owner alone. threads: of PyTorch."""
+    """What a rank is told on stdin. folder: where the group meets, of its owner alone. threads: of PyTorch.
+
+    handover: the group's options.
+    """
 
     folder: str
     config: EngineConfig
     rank: int
     threads: int
+    handover: HandoverOptions = NO_ROLE
 
 
 class ExpertRank:
@@ -65,7 +72,7 @@ class ExpertRank:
 
     def run(self) -> None:
         """Meet the others, start the engine, then serve until something fails, which is told."""
-        group = agreement = engine = None
+        group = agreement = engine = role = None
         try:
             rank, config = self._options.rank, self._options.config
             device = compute_device(config.device)
@@ -77,15 +84,21 @@ class ExpertRank:
             agreement = Agreement(self._options.folder, rank, config.ep_size, self._context)
             lockstep = Lockstep(engine, agreement, config.step_timeout)
             threading.Thread(target=self._guard, args=(lockstep,), name="treetop-guard", daemon=True).start()
-            core = core_of(lockstep, engine)
-            self._say(Ready(info_of(engine)))
-            self._serve(core, lockstep, agreement)
-        except Exception as error:
+            core, info = core_of(lockstep, engine), info_of(engine)
+            if self._options.handover.role != "both":
+                mine = self._options.handover.of_rank(rank)
+                role = open_role(core.scheduler, staging_of(engine), mine, NixlTransport)
+                info = info._replace(refuses=role.refuses)
+            self._say(Ready(info))
+            self._serve(CoreLoop(core, role), lockstep, agreement)
+        except Exception as error:  # whatever ends this rank, the others are told
             reason = str(error) if isinstance(error, TreetopError) else f"{type(error).__name__}: {error}"
             with suppress(zmq.ZMQError):  # the parent has ended the group
                 self._say(Failed(reason, isinstance(error, UserError)))
         finally:
             self.ended.set()
+            if role is not None:
+                role.close()
             if engine is not None:
                 engine.release()
             if group is not None:
@@ -96,23 +109,41 @@ class ExpertRank:
             with self._speaking:
                 self._words.close(_LINGER_MS)
 
-    def _serve(self, core: EngineCore[Any], lockstep: Lockstep[Any], agreement: Agreement) -> None:
+    def _serve(self, loop: CoreLoop, lockstep: Lockstep[Any], agreement: Agreement) -> None:
         """A step at a time: of its own requests, or of the others'; it sleeps while there is neither."""
-        loop, poller = CoreLoop(core), zmq.Poller()
-        for socket in (self._orders, agreement.inbox):
-            poller.register(socket, zmq.POLLIN)
+        core, role = loop.core, loop.role
         while not self.ended.is_set():
             while self._orders.poll(0):
                 self._apply(loop, decode_to_core(self._orders.recv()))
             if core.busy:
                 loop.step()
-            elif lockstep.called():
-                lockstep.rest()
-            else:
-                poller.poll(int(1000 * _LOAD_S))
-            self._tell_load(core)
+            if role is not None:  # after the step, whose requests are asked for before anything is waited for
+                role.poll(time.monotonic())
+            if not core.busy or core.stalled:
+                if lockstep.called():
+                    lockstep.rest()
+                else:
+                    self._sleep(loop, agreement)
+            self._tell_load(loop)
             if core.failure is not None:
                 raise core.failure
+
+    def _sleep(self, loop: CoreLoop, agreement: Agreement) -> None:
+        """Until there is something to do, which nothing may be known of for a while.
+
+        Raises EngineError if the rank has to be started anew, while nobody has anything for the group to do.
+        """
+        role, wait_ms = loop.role, int(1000 * _LOAD_S)
+        sockets = [self._orders, agreement.inbox]
+        if role is not None:
+            if role.stuck is not None and not loop.core.busy:
+                raise EngineError(role.stuck)
+            wait_ms = min(wait_ms, role.wait_ms)
+            sockets += role.sockets()
+        poller = zmq.Poller()
+        for socket in sockets:
+            poller.register(socket, zmq.POLLIN)
+        poller.poll(wait_ms)
 
     def _apply(self, loop: CoreLoop, order: ToCore) -> None:
         match order:
@@ -127,11 +158,11 @@ class ExpertRank:
         if not any(update.engine_failed for update in updates):  # which the end of the group will say
             self._say(Updates(tuple(updates)))
 
-    def _tell_load(self, core: EngineCore[Any]) -> None:
+    def _tell_load(self, loop: CoreLoop) -> None:
         now = time.monotonic()
-        if core.busy and now - self._told_s < _LOAD_S:
+        if loop.core.busy and now - self._told_s < _LOAD_S:
             return
-        self._told_s, load = now, core.load
+        self._told_s, load = now, loop.load
         if load != self._told:
             self._told = load
             self._say(Load(load))

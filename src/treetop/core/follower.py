@@ -81,7 +81,7 @@ class Follower:
             while not self._failed.is_set():
                 if self._plans.poll(_TICK_MS):
                     self._follow()
-        except Exception as error:
+        except Exception as error:  # whatever ends this rank, rank 0 is told
             self._break(error)
         finally:
             self._in_flight.put(None)
@@ -113,7 +113,7 @@ class Follower:
             while (item := self._in_flight.get()) is not None:
                 number, step = item
                 self._say(Ended(self._options.rank, number, digest_of(self._engine.collect(step))))
-        except Exception as error:
+        except Exception as error:  # likewise, from the thread that collects
             self._break(error)
             self._failed.set()
 

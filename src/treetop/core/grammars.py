@@ -32,7 +32,7 @@ class Grammars:
 
     def _read(self) -> "LLTokenizer":
         if self._tokenizer is None:
-            from llguidance import LLTokenizer  # noqa: PLC0415
+            from llguidance import LLTokenizer  # noqa: PLC0415  # an extra
 
             try:
                 text = (self._folder / "tokenizer.json").read_text(encoding="utf-8")
@@ -63,7 +63,7 @@ def check_structure(asked: StructuredOutput | None) -> None:
     """Raise InputError for what no grammar can be made of. It may take a second."""
     if asked is not None:
         grammar = grammar_of(asked)
-        from llguidance import LLMatcher  # noqa: PLC0415
+        from llguidance import LLMatcher  # noqa: PLC0415  # an extra
 
         problem = LLMatcher.validate_grammar(grammar)
         if problem and not problem.startswith("WARNING"):

@@ -2,11 +2,14 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from treetop.types.errors import UserError
 from treetop.types.ids import RequestId
 from treetop.types.requests import CoreLoad, EngineRequest, RequestUpdate
+
+if TYPE_CHECKING:  # needs an extra
+    from treetop.core.handover import Role
 
 Deliver = Callable[[list[RequestUpdate]], None]
 """Takes a step's updates of one client, on the core's thread; it must not wait and not raise."""
@@ -45,18 +48,29 @@ class Core(Protocol):
 
 
 class CoreLoop:
-    """Applies the commands of clients between steps, and delivers each step's updates."""
+    """Applies the commands of clients between steps, and delivers each step's updates.
 
-    def __init__(self, core: Core) -> None:
-        self.core = core
+    role: the worker's part in handing requests over, if it has one; whoever runs the loop polls it.
+    """
+
+    def __init__(self, core: Core, role: "Role | None" = None) -> None:
+        self.core, self.role = core, role
         self._clients: dict[RequestId, Deliver] = {}
         self._flushes: list[tuple[int, threading.Event]] = []  # set once so many steps have been committed
 
-    def add(self, requests: Sequence[EngineRequest], deliver: Deliver, remote: bool = False) -> None:
-        """Queue requests together. One that can never run is told so in its last update. remote: see `EngineCore`."""
+    @property
+    def load(self) -> CoreLoad:
+        return self.core.load if self.role is None else self.core.load._replace(handover=self.role.load)
+
+    def add(self, requests: Sequence[EngineRequest], deliver: Deliver) -> None:
+        """Queue requests together. One that can never run, or not here, is told so in its last update."""
+        refused = None if self.role is None else self.role.refuses
+        if refused is not None:
+            deliver([RequestUpdate(each.request_id, (), None, "abort", refused) for each in requests])
+            return
         for request in requests:
             try:
-                self.core.add(request, remote)
+                self.core.add(request, self.role is not None and self.role.asks)
             except UserError as error:
                 deliver([RequestUpdate(request.request_id, (), finish_reason="abort", error=str(error))])
             else:

@@ -15,6 +15,7 @@ from treetop.scheduler.scheduler import Scheduler
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
 from treetop.types.requests import CoreInfo, PrefixPages
+from treetop.types.roles import NO_ROLE, HandoverOptions
 from treetop.types.sampling import MOST_LOGPROBS
 
 Step = TypeVar("Step")
@@ -39,10 +40,13 @@ class LocalEngine(NamedTuple):
     next_logits: Callable[[list[int]], Tensor]
 
 
-def open_core(config: EngineConfig) -> OpenCore:
-    """Start what a configuration asks for. Raises UserError for what cannot work, EngineError for a rank that fails."""
+def open_core(config: EngineConfig, handover: HandoverOptions = NO_ROLE) -> OpenCore:
+    """Start what a configuration asks for. Raises UserError for what cannot work, EngineError for a rank that fails.
+
+    handover: of ranks that have a scheduler each, and so a part each in handing requests over.
+    """
     if config.ep_size > 1:
-        return _open_expert_ranks(config)
+        return _open_expert_ranks(config, handover)
     if config.tp_size == 1:
         engine = Engine(config)
         return _around(engine, engine, engine.next_logits, _nothing)
@@ -54,12 +58,12 @@ def open_core(config: EngineConfig) -> OpenCore:
     return _around(group, group.engine, group.next_logits, group.close)
 
 
-def _open_expert_ranks(config: EngineConfig) -> OpenCore:
+def _open_expert_ranks(config: EngineConfig, handover: HandoverOptions) -> OpenCore:
     try:
         from treetop.core.expert_group import DispatchCore, ExpertGroup  # noqa: PLC0415  # needs an extra
     except ModuleNotFoundError as error:
         raise ConfigError(f"--ep-size {config.ep_size} needs {error.name}: install treetop[serve]") from None
-    group = ExpertGroup(config)
+    group = ExpertGroup(config, handover)
     core = DispatchCore(group)
     own = Path(core.info.model_path) if config.algorithm == "MTP" else None
     draft = own if config.draft is None else resolve_folder(config.draft, "draft")

@@ -28,14 +28,14 @@ def check_handover(process: ProcessOptions) -> None:
         raise ConfigError(f"--role {options.role}: a mock engine has nothing to hand over")
     if config.tp_size != 1:
         raise ConfigError(f"--role {options.role}: only with --tp-size 1 for now, got {config.tp_size}")
-    if config.ep_size != 1:
-        raise ConfigError(f"--role {options.role}: only with --ep-size 1 for now, got {config.ep_size}")
     check_installed()
     secret = read_secret(os.environ, options.handover_secret_file)
     if options.handover_listen is not None:
         host, port = _allowed(options.handover_listen, "--handover-listen", secret)
         if options.peer_registry is not None and (not port or host in ("0.0.0.0", "::")):
             raise ConfigError("--handover-listen: with --peer-registry it is the address that others reach, port too")
+        if port + config.ep_size > 2**16:
+            raise ConfigError(f"--handover-listen: {config.ep_size} ranks need a port each from {port} on")
     for peer in options.prefill_peers:
         _allowed(peer, "--prefill-peers", secret)
     if options.peer_registry is not None:

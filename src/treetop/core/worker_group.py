@@ -11,7 +11,6 @@ group: every process, every file. The error says which rank, and why.
 """
 
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -24,11 +23,11 @@ from queue import Empty, SimpleQueue
 from shutil import rmtree
 from typing import NamedTuple
 
-import msgspec
 import torch
 import zmq
 from torch import Tensor
 
+from treetop.core.child import start_child
 from treetop.core.follower import digest_of, meeting_of
 from treetop.core.group_wire import (
     Broken,
@@ -343,12 +342,7 @@ class _Ranks:
 
 def start_process(options: FollowerOptions) -> "subprocess.Popen[bytes]":
     """A follower in a process of its own, which ends with this one."""
-    command = [sys.executable, "-P", "-m", "treetop.core.follower"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
-    assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(options) + b"\n")
-    process.stdin.flush()
-    return process
+    return start_child("treetop.core.follower", options)
 
 
 def _from(rank: int, kind: "type[Here | Up]", word: FromFollower) -> bool:

@@ -1,26 +1,32 @@
-"""Ranks that share experts as threads of one process, see `debug/ranks.py`: engines, messages and sockets are real."""
+"""Ranks that share experts as threads of one process, see `debug/ranks.py`: engines, messages and sockets are real.
+
+What they hand over to each other is copied in memory.
+"""
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import zmq
 
 from treetop.core.engine_core import EngineCore
 from treetop.core.expert_rank import SAID_WHY, ExpertRank, RankOptions
+from treetop.core.handover import Role
 from treetop.core.lockstep import Agreement, Lockstep
 from treetop.debug.patching import Patch, instead, replaced
 from treetop.debug.ranks import MemoryGroup, Nothing, RankDied
 from treetop.engine.engine import Engine
+from treetop.transfer.loopback import LoopbackTransport
 
 _KILLED = -9
 
 
 class ExpertRankThread(threading.Thread):
-    """A rank on a thread, which looks like its process. core: its own, once it is up."""
+    """A rank on a thread, which looks like its process. core: its own, once it is up; role: if the group has one."""
 
     core: "EngineCore[Any]"
+    role: "Role | None" = None
 
     def __init__(self, options: RankOptions) -> None:
         super().__init__(name=f"rank-{options.rank}", daemon=True)
@@ -29,9 +35,9 @@ class ExpertRankThread(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        try:
+        with suppress(RankDied):
             self._rank.run()
-        except RankDied:
+        if self.killed.is_set():
             self._code = _KILLED
 
     def poll(self) -> int | None:
@@ -61,7 +67,9 @@ def expert_ranks_on_threads() -> Iterator[list[ExpertRankThread]]:
         [
             instead("treetop.core.expert_group:start_process", start),
             instead("treetop.core.expert_rank:Group", MemoryGroup),
+            instead("treetop.core.expert_rank:NixlTransport", LoopbackTransport),
             Patch("treetop.core.expert_rank:core_of", _noted),
+            Patch("treetop.core.expert_rank:open_role", _noted_role),
             Patch("treetop.core.lockstep:Agreement._hear", _mortal),
         ]
     ):
@@ -76,6 +84,16 @@ def _noted(real: Callable[..., EngineCore[Any]]) -> Callable[..., EngineCore[Any
         return thread.core
 
     return core_of
+
+
+def _noted_role(real: Callable[..., Role]) -> Callable[..., Role]:
+    def open_role(*arguments: Any) -> Role:
+        thread = threading.current_thread()
+        assert isinstance(thread, ExpertRankThread)
+        thread.role = real(*arguments)
+        return thread.role
+
+    return open_role
 
 
 def _mortal(real: Callable[[Agreement, float], None]) -> Callable[[Agreement, float], None]:

@@ -111,13 +111,13 @@ class _NotedKernel:
 
 
 @contextmanager
-def wrapped_device(change: Callable[[ModelRunner], ModelRunner]) -> Iterator[None]:
-    """Engines that are made inside run on `change(device)`, which puts an instrument around a part of it."""
+def wrapped_runner(change: Callable[[ModelRunner], ModelRunner]) -> Iterator[None]:
+    """Engines that are made inside run on `change(runner)`, which puts an instrument around a part of it."""
 
     def make(real: Callable[[EnginePlan], BuiltRunner]) -> Callable[[EnginePlan], BuiltRunner]:
         def build_runner(engine_plan: EnginePlan) -> BuiltRunner:
             built = real(engine_plan)
-            return replace(built, device=change(built.device))
+            return replace(built, runner=change(built.runner))
 
         return build_runner
 

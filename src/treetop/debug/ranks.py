@@ -55,8 +55,8 @@ class MemoryGroup:
     def set_deadline(self, seconds: float) -> None:
         self._seconds = seconds
 
-    def close(self) -> None:
-        """Whoever waits is told."""
+    def close(self, patience_s: float = 0.0) -> None:
+        """Whoever waits is told, at once."""
         self._table.barrier.abort()
 
     def _gather(self, out: Tensor, piece: Tensor) -> None:

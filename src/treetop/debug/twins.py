@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from treetop.attention.layer import Columns
+from treetop.attention.layer import TailColumns
 from treetop.cache.kv_cache_manager import KVCacheManager, Lease
 from treetop.engine.model_runner import ModelRunner, Prefix
 from treetop.engine.state import RowState
@@ -26,11 +26,11 @@ from treetop.types.tree import Accepted, DraftTree
 # ---------------------------------------------------------------- capacity
 
 
-def all_levels_wide(level: Level) -> tuple[Tensor, Tensor, Columns]:
+def all_levels_wide(level: Level) -> tuple[Tensor, Tensor, TailColumns]:
     rows, k, own = level.mask.shape
     width = level.all_positions.shape[1]
     mask = F.pad(level.mask, (0, width - own))
-    return level.all_positions, mask, Columns(rows, own - k, k, width)
+    return level.all_positions, mask, TailColumns(rows, own - k, k, width)
 
 
 def no_topk_factor(layout: Layout) -> int:
@@ -70,8 +70,8 @@ def full_table(state: RowState, group: GroupName) -> PageTable:
 # ---------------------------------------------------------------- who sees whom
 
 
-def misses_itself(width: int, device: torch.device) -> Tensor:
-    return torch.eye(width, dtype=torch.bool, device=device)
+def misses_itself(width: int) -> Tensor:
+    return torch.eye(width, dtype=torch.bool)
 
 
 def counts_twice(real: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,17 +3,13 @@
 Two KV groups in one target are where window faults live (sgl-24617); no small public model has them.
 """
 
-import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
 
+from treetop.debug.random_checkpoint import random_tensors, write_config, write_tensors
 from treetop.drafts.registry import drafter_spec
-from treetop.models.params import Param, stored_tensors
 from treetop.models.registry import target_spec
 
 _TARGET: dict[str, Any] = {
@@ -55,33 +51,13 @@ def write_two_group_pair(folder: Path, window: int = 12, seed: int = 0) -> tuple
     """Write target and head below `folder`; returns their folders. The same arguments give the same bytes."""
     generator = torch.Generator().manual_seed(seed)
     target, head = folder / "two-group", folder / "two-group-eagle3"
-    _write_config(target, {**_TARGET, "sliding_window": window})
+    write_config(target, {**_TARGET, "sliding_window": window})
     spec = target_spec(target)
-    _write_tensors(target, _random_tensors(spec.params, generator))
-    _write_config(head, _HEAD)
+    write_tensors(target, random_tensors(spec.params, generator))
+    write_config(head, _HEAD)
     draft = drafter_spec(head, spec.config, dummy=True)  # it has no tensors yet
-    tensors = _random_tensors(draft.params, generator)
+    tensors = random_tensors(draft.params, generator)
     chosen = torch.randperm(spec.config.vocab_size, generator=generator)[: draft.vocab_size].sort().values
     tensors["d2t"] = chosen - torch.arange(draft.vocab_size)
-    _write_tensors(head, tensors)
+    write_tensors(head, tensors)
     return target, head
-
-
-def _random_tensors(params: Sequence[Param], generator: torch.Generator) -> dict[str, Tensor]:
-    return {name: _random(stored.shape, generator) for name, stored in stored_tensors(params).items()}
-
-
-def _random(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Norm weights near one, matrices scaled to keep their input's size."""
-    if len(shape) == 1:
-        return 1 + 0.1 * torch.randn(shape, generator=generator)
-    return torch.randn(shape, generator=generator) * float(shape[-1] ** -0.5)
-
-
-def _write_config(folder: Path, config: dict[str, Any]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-
-
-def _write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
-    save_file(tensors, folder / "model.safetensors")

@@ -24,7 +24,7 @@ from treetop.types.phase import Phase
 
 @dataclass(slots=True)
 class VisibilityWatch:
-    """Make engines inside `wrapped_device(watch.wrap)`. growth: of this round. checked: phases so far, by name.
+    """Make engines inside `wrapped_runner(watch.wrap)`. growth: of this round. checked: phases so far, by name.
 
     What a level's nodes hang on is read where growing records it for the choice of the tree, never from a mask.
     """

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from treetop.debug.faults import Fault
 from treetop.debug.oracle import DensePair
-from treetop.debug.patching import wrapped_device
+from treetop.debug.patching import wrapped_runner
 from treetop.debug.visibility import VisibilityWatch
 from treetop.doctor.conformance import WINDOW, Case, Conformance, follow
 from treetop.models.folder import resolve_folder
@@ -176,7 +176,7 @@ class Provocation:
         error: Exception | None = None
         with nullcontext() if sound else fault.active():
             try:
-                with wrapped_device(VisibilityWatch().wrap) if watched else nullcontext():
+                with wrapped_runner(VisibilityWatch().wrap) if watched else nullcontext():
                     llm = LLM(model, draft, **options)
                 llm.engine.observer = lambda plan, tree, accepted: kept.append(_note(plan, tree, accepted))
                 _scenario(llm, outputs)
@@ -198,20 +198,21 @@ def _drafted_otherwise(fault: Fault, **options: Any) -> str | None:
     oracle = DensePair(resolve_folder(BUILTIN_MODEL), resolve_folder(BUILTIN_DRAFT))
     with fault.active():
         llm = LLM(**options)
-        return follow(llm, oracle, _prompts(llm)[:1], [SamplingParams(max_tokens=24, ignore_eos=True)])[2]
+        return follow(llm, oracle, _prompts(llm)[:1], [SamplingParams(max_tokens=12, ignore_eos=True)])[2]
 
 
 def _scenario(llm: LLM, outputs: list[RequestOutput]) -> None:
     prompts = _prompts(llm)
     # The last row of four ends first: its place in the row list is padding while a long prompt is prefilled in it.
     ragged = [ids[:length] for ids, length in zip(prompts, (9, 3, 10, 28, 53, 58), strict=False)]
-    paces = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (60, 60, 60, 4, 50, 50)]
+    paces = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (24, 24, 24, 4, 16, 16)]
     outputs += llm.generate(ragged, paces)
     first = llm.generate(prompts[:4], SamplingParams(max_tokens=30, ignore_eos=True))
     outputs += first
     # The same beginnings again, the draft's last shared token followed by another one.
-    outputs += llm.generate([[*ids[:41], 7] for ids in prompts[:2]], SamplingParams(max_tokens=20, ignore_eos=True))
-    outputs += llm.generate(prompts[6:8], SamplingParams(max_tokens=_CONTEXT, ignore_eos=True))  # to the context wall
+    outputs += llm.generate([[*ids[:41], 7] for ids in prompts[:2]], SamplingParams(max_tokens=10, ignore_eos=True))
+    nearly = [(ids * 2)[: _CONTEXT - 14] for ids in prompts[6:8]]
+    outputs += llm.generate(nearly, SamplingParams(max_tokens=_CONTEXT, ignore_eos=True))  # to the context wall
     outputs += _stop_inside_a_path(llm, prompts[:4], first)
 
 

@@ -1,8 +1,15 @@
-"""Faults of several ranks, run on the embedded pair: its guard must tell of each, in time. Ranks are threads here."""
+"""Faults of several ranks, run: its guard must tell of each, in time. Ranks are threads here."""
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
+from treetop.debug.expert_ranks import expert_ranks_on_threads
 from treetop.debug.faults import Fault
+from treetop.debug.lockstep_faults import LOCKSTEP_FAULTS
+from treetop.debug.random_checkpoint import write_expert_target
 from treetop.debug.rank_faults import RANK_FAULTS
 from treetop.debug.ranks import ranks_on_threads
 from treetop.server.llm import LLM
@@ -11,6 +18,8 @@ from treetop.types.sampling import SamplingParams
 
 _TOKENS = 200
 _DEADLINE_S = 5.0
+NAMES = (*RANK_FAULTS, *LOCKSTEP_FAULTS)
+"""Of all faults of several ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +35,30 @@ class RankFinding:
 
 
 def find_rank_fault(name: str) -> RankFinding:
-    """Requests on a group with the fault, at its guard's level. Raises ConfigError without the serve extra."""
-    found = RANK_FAULTS[name]
-    options = {"tp_size": 2, "check_level": found.level or 0, "context_length": 256, "dtype": "float32"}
+    """Requests on a group with the fault, at its guard's level. Raises ConfigError without the serve extra.
+
+    Ranks that share every layer run the embedded pair. Ranks that share experts run a random target that has some; the
+    request goes to the first of them, and the other has none, which is what these faults are about.
+    """
+    if name in RANK_FAULTS:
+        return _found(RANK_FAULTS[name], ranks_on_threads(), ["def area(radius):", "import os\n"], tp_size=2)
+    with TemporaryDirectory(prefix="treetop-experts-") as folder:
+        target = str(write_expert_target(Path(folder)))
+        prompt = [(7 * i) % 96 for i in range(20)]
+        options = {"model": target, "draft": None, "ep_size": 2}
+        return _found(LOCKSTEP_FAULTS[name], expert_ranks_on_threads(), [prompt], **options)
+
+
+def _found(fault: Fault, ranks: AbstractContextManager[Any], prompts: list[Any], **options: Any) -> RankFinding:
+    options = {"check_level": fault.level or 0, "context_length": 256, "dtype": "float32", **options, **fault.options}
+    params = SamplingParams(max_tokens=_TOKENS, ignore_eos=True)
     said = ""
-    with ranks_on_threads(), found.active():
-        llm = LLM(device="cpu", overlap=True, step_timeout=_DEADLINE_S, **{**options, **found.options})
+    with ranks, fault.active():
+        llm = LLM(device="cpu", overlap=True, step_timeout=_DEADLINE_S, **options)
         try:
-            llm.generate(["def area(radius):", "import os\n"], SamplingParams(max_tokens=_TOKENS, ignore_eos=True))
+            llm.generate(prompts, params)
         except EngineError as error:
             said = str(error)
         finally:
             llm.close()
-    return RankFinding(found, said if found.guard in said else None)
+    return RankFinding(fault, said if fault.guard in said else None)

@@ -112,13 +112,12 @@ def _faults(console: Console, device: str) -> int:
 def _rank_faults(console: Console) -> int:
     """Those of several ranks, on the CPU."""
     try:
-        from treetop.debug.rank_faults import RANK_FAULTS  # noqa: PLC0415  # needs an extra
-        from treetop.doctor.provoke_ranks import find_rank_fault  # noqa: PLC0415  # too
+        from treetop.doctor.provoke_ranks import NAMES, find_rank_fault  # noqa: PLC0415  # needs an extra
     except ModuleNotFoundError as error:
         console.print(f"faults of ranks: not run without {error.name}: install treetop[serve]")
         return 0
     with Progress(console=console, transient=True) as progress:
-        findings = [find_rank_fault(name) for name in progress.track([*RANK_FAULTS], description="ranks")]
+        findings = [find_rank_fault(name) for name in progress.track(NAMES, description="ranks")]
     rows = [(f.fault.name, f.by if f.caught else "NOT CAUGHT", f.caught or "") for f in findings]
     _print(console, "faults of ranks", ("fault", "guard", "what it said"), rows)
     num_caught = sum(f.caught is not None for f in findings)

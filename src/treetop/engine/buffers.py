@@ -75,9 +75,12 @@ class RoundBuffers:
         return _part(self.aux_hidden, bucket, shape.commit_width)
 
 
-def extend_mask(width: int, device: torch.device) -> Tensor:
-    """Which of its own columns draft extend sees: causal, itself included. Returns [width, width] bool (sgl-26628)."""
-    column = torch.arange(width, device=device)
+def extend_mask(width: int) -> Tensor:
+    """Which of its own columns draft extend sees: causal, itself included. Returns [width, width] bool (sgl-26628).
+
+    On the CPU: arithmetic on a meta tensor, by which memory is counted, would load PyTorch's compiler, in a second.
+    """
+    column = torch.arange(width)
     return column[:, None] >= column
 
 
@@ -101,7 +104,7 @@ def make_round_buffers(
     k, best = layout.max_topk, min(MOST_LOGPROBS, vocab_size)
     identity, causal = zeros((k, k), torch.bool), zeros((w, w), torch.bool)
     identity.fill_diagonal_(True)
-    causal.copy_(extend_mask(w, causal.device))
+    causal.copy_(extend_mask(w))
     target = [group for group in layout.groups if not group.is_draft]
     draft = [group for group in layout.groups if group.is_draft]
     return RoundBuffers(

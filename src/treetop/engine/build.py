@@ -8,8 +8,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from treetop.attention.capabilities import CAPABILITIES, Capabilities, GroupNeed, Need, refusal, require
-from treetop.attention.layer import LayerKV
+from treetop.attention.capabilities import CAPABILITIES, Capabilities, Need, refusal, require
 from treetop.attention.registry import make_backend
 from treetop.cache.pool import KVPool, make_pools
 from treetop.checks.poison import RedZones
@@ -21,6 +20,7 @@ from treetop.engine.capacity_proof import prove_acceptance
 from treetop.engine.compile_ahead import rehearse
 from treetop.engine.cuda_graphs import num_graphs
 from treetop.engine.handover import HandoverSpec, StagingSlots
+from treetop.engine.layer_groups import backend_need, kv_groups, layers_in_order
 from treetop.engine.memory import (
     LEAST_CHUNK_OF_CPU,
     LEAST_CHUNK_OF_GPU,
@@ -45,13 +45,13 @@ from treetop.engine.weight_copies import CpuWeights, with_copies, with_second_or
 from treetop.engine.worst_steps import peak_bytes
 from treetop.kernels.process import MOST_COUNT
 from treetop.kernels.products import ChosenProduct, choose_products
-from treetop.models.config import AttentionSpec, ModelConfig, attention_of_rank
+from treetop.models.config import ModelConfig
 from treetop.models.folder import resolve_folder
 from treetop.models.loader import Placement, compute_device, compute_dtype, weight_bytes
 from treetop.models.registry import TargetSpec, target_spec
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CapacityError, ConfigError
-from treetop.types.ids import DRAFT, FULL, WINDOW, GroupName
+from treetop.types.ids import DRAFT, GroupName
 from treetop.types.layout import KVGroup, Layout, PrefillPace
 from treetop.types.parallel import ALONE, Parallel, Unmet
 
@@ -89,11 +89,13 @@ def plan_engine(
     engine_plan = _plan_own(config, parallel, expert_ranks)
     if isinstance(expert_ranks, Unmet):
         return engine_plan
-    rows, chunk = engine_plan.layout.max_requests, engine_plan.layout.chunk  # steps of all ranks have one size
-    fewest, least = expert_ranks.least(rows), expert_ranks.least(chunk)
-    if (rows, chunk) == (fewest, least):
+    # Steps of all ranks have one size, and a request gets the same bits on any of them.
+    own = engine_plan.layout.max_requests, engine_plan.layout.chunk, int(engine_plan.place.compressed)
+    agreed = tuple(expert_ranks.least(number) for number in own)
+    if own == agreed:
         return engine_plan
-    return _plan_rows(replace(config, max_running_requests=fewest, chunked_prefill_size=least), parallel, expert_ranks)
+    config = replace(config, max_running_requests=agreed[0], chunked_prefill_size=agreed[1])
+    return _plan_rows(replace(config, compress_weights=bool(agreed[2])), parallel, expert_ranks)
 
 
 def _plan_own(config: EngineConfig, parallel: Parallel, expert_ranks: Parallel) -> EnginePlan:
@@ -134,6 +136,8 @@ def _plan_rows(config: EngineConfig, parallel: Parallel, expert_ranks: Parallel)
     if config.attention_backend != "auto":
         require(config.attention_backend, need)
     use = MemoryUse(layout, dtype.itemsize, budget)
+    if config.compress_weights is None:
+        config = replace(config, compress_weights=place.compressed)
     return EnginePlan(config, target, draft, layout, place, need, use, weights, handover)
 
 
@@ -251,7 +255,7 @@ class BuiltRunner:
     products: on a CPU, how products with weights are taken. slots: to hand requests over by, if there are any.
     """
 
-    device: ModelRunner
+    runner: ModelRunner
     slots: StagingSlots | None
     zones: RedZones | None
     use: MemoryUse
@@ -267,10 +271,10 @@ def build_runner(engine_plan: EnginePlan) -> BuiltRunner:
     products = choose_products(engine_plan.weights.shapes, place.dtype, engine_plan.weights.orders)
     with out_of_memory_explained("loading weights and trying the worst steps", place.device, engine_plan.use):
         before = _allocated(place.device)
-        device, zones, zeros = _without_pools(engine_plan, replace(place, products=products))
+        runner, zones, zeros = _without_pools(engine_plan, replace(place, products=products))
         slots = _make_slots(engine_plan, zeros)
         static = _allocated(place.device) - before or engine_plan.use.budget.static
-        allowance = _gpu_allowance(config, device) if place.device.type == "cuda" else 0
+        allowance = _gpu_allowance(config, runner) if place.device.type == "cuda" else 0
     memory = _memory_of(place)
     allowance = allowance or _cpu_allowance(config, memory, place, engine_plan.layout, engine_plan.target.config)
     budget = Budget(memory, static, allowance, config.mem_fraction_static, engine_plan.use.budget.copies)
@@ -279,7 +283,7 @@ def build_runner(engine_plan: EnginePlan) -> BuiltRunner:
     use = MemoryUse(layout, place.dtype.itemsize, budget)
     with out_of_memory_explained("making the KV pools", place.device, use):
         pools = make_pools(layout, place.dtype, zeros)
-    return BuiltRunner(_with_pools(device, layout, pools), slots, zones, use, tuple(products.values()))
+    return BuiltRunner(_with_pools(runner, layout, pools), slots, zones, use, tuple(products.values()))
 
 
 def _make_slots(engine_plan: EnginePlan, zeros: Zeros) -> StagingSlots | None:
@@ -290,7 +294,7 @@ def _make_slots(engine_plan: EnginePlan, zeros: Zeros) -> StagingSlots | None:
 
 
 def _without_pools(engine_plan: EnginePlan, place: Placement) -> tuple[ModelRunner, RedZones | None, Zeros]:
-    """The device as yet without pools; the red zones, and what makes buffers."""
+    """The runner as yet without pools; the red zones, and what makes buffers."""
     config, draft = engine_plan.config, engine_plan.draft
     backend = make_backend(config.attention_backend, engine_plan.need)
     zones = RedZones(place.device) if config.check_level >= 3 else None
@@ -298,7 +302,7 @@ def _without_pools(engine_plan: EnginePlan, place: Placement) -> tuple[ModelRunn
     layout, aux = engine_plan.layout, draft.aux_inputs if draft is not None else ()
     target, model = engine_plan.target.load(aux, place), engine_plan.target.config
     changed = _changed_vocab(config, model)
-    device = ModelRunner(
+    runner = ModelRunner(
         layout=layout,
         check_level=config.check_level,
         simulate_accept_length=config.simulate_accept_length,
@@ -313,13 +317,13 @@ def _without_pools(engine_plan: EnginePlan, place: Placement) -> tuple[ModelRunn
         draft_layers=[],
         probes=Probes.make(place.device, config.check_level >= 2, layout.dummy_row),
     )
-    return device, zones, zeros
+    return runner, zones, zeros
 
 
 def _with_pools(runner: ModelRunner, layout: Layout, pools: dict[GroupName, KVPool]) -> ModelRunner:
-    """The device over these pools, which are the layout's."""
+    """The runner over these pools, which are the layout's."""
     layers = {name: pool.layers() for name, pool in pools.items()}
-    target_layers = _in_order(runner.target.config, layers)
+    target_layers = layers_in_order(runner.target.config, layers)
     return replace(runner, layout=layout, pools=pools, target_layers=target_layers, draft_layers=layers.get(DRAFT, []))
 
 
@@ -386,51 +390,6 @@ def _gpu_allowance(config: EngineConfig, runner: ModelRunner) -> int:
 def _allocated(device: torch.device) -> int:
     """Bytes that live tensors take on a GPU; 0 on a CPU, where nothing counts them."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
-def backend_need(layout: Layout, model: ModelConfig, draft: DrafterSpec | None, place: Placement) -> Need:
-    """What this engine asks of its attention backend."""
-    groups = [
-        GroupNeed(name, of[0].num_heads, of[0].kv.heads, of[0].head_dim, of[0].window, of[0].kv.planes)
-        for name, of in layer_groups(model, draft, place.parallel.size).items()
-    ]
-    queries = max(layout.verify_tail, layout.commit_width, layout.max_topk)
-    rows = layout.max_requests
-    return Need(place.dtype, place.device, layout.page_size, tuple(groups), layout.max_in_flight, rows, queries)
-
-
-def kv_groups(model: ModelConfig, draft: DrafterSpec | None, ranks: int) -> tuple[KVGroup, ...]:
-    """The KV groups of one of `ranks` ranks."""
-    layers = layer_groups(model, draft, ranks)
-    return tuple(KVGroup(name, len(of), of[0].kv, of[0].window) for name, of in layers.items())
-
-
-def layer_groups(model: ModelConfig, draft: DrafterSpec | None, ranks: int = 1) -> dict[GroupName, list[AttentionSpec]]:
-    """KV group -> its layers: the target's by window, and the drafter's. Those of a group must be alike in shape.
-
-    ranks: that share the models; each layer is what one of them computes.
-    """
-    groups: dict[GroupName, list[AttentionSpec]] = {}
-    for layer in model.layers:
-        groups.setdefault(_group_of(layer.attention), []).append(attention_of_rank(layer.attention, ranks))
-    if draft is not None and draft.attention:
-        groups[DRAFT] = [attention_of_rank(layer, ranks) for layer in draft.attention]
-    for name, layers in groups.items():
-        if len({layer.window for layer in layers}) != 1:
-            raise ConfigError("a model with two different windows is not supported")
-        if len({(layer.num_heads, layer.kv) for layer in layers}) != 1:
-            raise ConfigError(f"layers of KV group {name} with different heads are not supported")
-    return groups
-
-
-def _group_of(attention: AttentionSpec) -> GroupName:
-    return FULL if attention.window is None else WINDOW
-
-
-def _in_order(model: ModelConfig, layers: dict[GroupName, list[LayerKV]]) -> list[LayerKV]:
-    """The target's layers in the model's order, each with its place in its group."""
-    queues = {name: iter(places) for name, places in layers.items()}
-    return [next(queues[_group_of(layer.attention)]) for layer in model.layers]
 
 
 def zeros_on(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -2,11 +2,11 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice, product
+from itertools import product
 from typing import TypeVar
 
 import torch
@@ -47,6 +47,7 @@ from treetop.types.messages import (
     PrefillPlan,
     RoundPlan,
     RowResult,
+    RowSetup,
     StepPlan,
     StepResult,
 )
@@ -96,9 +97,9 @@ class Engine:
         self.dtype, device = engine_plan.place.dtype, engine_plan.place.device
         self.pace = pace_of(self.target, engine_plan.place)
         built = build_runner(engine_plan)
-        self.layout, self.memory, self._zones = built.device.layout, built.use, built.zones
+        self.layout, self.memory, self._zones = built.runner.layout, built.use, built.zones
         self.products = built.products
-        self.runner, self.slots = built.device, built.slots
+        self.runner, self.slots = built.runner, built.slots
         self.launcher: RoundLauncher = Eager(self.runner)
         if config.graphs == "sim":
             self.launcher = GraphSim(self.runner, self._keys())
@@ -152,23 +153,23 @@ class Engine:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlightStep:
         """Start a step and return at once. Up to `max_in_flight` may be out; they are collected in this order."""
-        level, device = self.config.check_level, self.runner
+        level, runner = self.config.check_level, self.runner
         if level >= 1:
             self._plans.check(plan)
         if level >= 3:
             self._poison_pages(plan.freed)
             if isinstance(plan, PrefillPlan):
-                device.state.forget_pages([setup.row for setup in plan.setups])
+                runner.state.forget_pages([setup.row for setup in plan.setups])
         slot = self._staging.take()
         with self._explained("running"):
             run = self._run(plan, slot)
-        posted = self._staging.post(slot, run, device.probes.posted)
-        if device.probes.enabled:
-            device.probes.record.zero_()
+        posted = self._staging.post(slot, run, runner.probes.posted)
+        if runner.probes.enabled:
+            runner.probes.record.zero_()
         seen = None
         if self.observer is not None and isinstance(plan, RoundPlan):
-            tree = device.buffers.tree_of(posted.rows, plan.shape)
-            seen = (self._hand_out(tree), self._hand_out(device.buffers.accepted_of(posted.rows, plan.shape)))
+            tree = runner.buffers.tree_of(posted.rows, plan.shape)
+            seen = (self._hand_out(tree), self._hand_out(runner.buffers.accepted_of(posted.rows, plan.shape)))
         return InFlightStep(plan, posted, seen)
 
     def collect(self, in_flight: InFlightStep) -> StepResult:
@@ -224,40 +225,43 @@ class Engine:
     def _export(self, plan: ExportPlan, slot: Slot) -> Results:
         assert self.slots is not None
         state = self.runner.state
-        state.apply_edits(self._staging.send(slot, state.edit_columns(plan.edits)))
+        state.apply_edits(self._staging.send(slot, edits=state.edit_columns(plan.edits))["edits"])
         return export_pieces(self.runner, self.slots, plan)
 
     def _import(self, plan: ImportPlan, slot: Slot) -> Results:
         assert self.slots is not None
         state, spec = self.runner.state, self.slots.spec
-        edits, setups = state.edit_columns(plan.edits), setup_columns(plan.setups)
-        prefixes, checks = state.prefix_columns(plan.setups), import_columns(spec, plan, self.parallel)
-        sent = iter(self._staging.send(slot, [*edits, *setups, *prefixes, *checks]))
-        state.apply_edits([*islice(sent, len(edits))])
-        state.apply_setups([*islice(sent, len(setups))])
-        state.apply_prefixes(plan.setups, [*islice(sent, len(prefixes))])
-        self._row_processors.move_in(plan.setups)
-        expected, known, last_rows = sent
+        sent = self._staging.send(
+            slot,
+            edits=state.edit_columns(plan.edits),
+            setups=setup_columns(plan.setups),
+            prefixes=state.prefix_columns(plan.setups),
+            checks=import_columns(spec, plan, self.parallel),
+        )
+        state.apply_edits(sent["edits"])
+        self._move_in(plan.setups, sent)
+        expected, known, last_rows = sent["checks"]
         return import_pieces(self.runner, self.slots, plan, expected.view(-1, spec.num_own), known, last_rows)
 
     def _prefill(self, plan: PrefillPlan, slot: Slot) -> Results:
-        padded, edits = self._padded(plan), self.runner.state.edit_columns(plan.edits)
-        setups, chunks = setup_columns(plan.setups), chunk_columns(plan, len(padded))
-        prefixes = self.runner.state.prefix_columns(plan.setups)
-        sent = self._staging.send(slot, [padded, *edits, *setups, *chunks, *prefixes])
-        rows = self._apply(sent[: 1 + len(edits)])
-        rest = sent[1 + len(edits) :]
-        self.runner.state.apply_setups(rest[: len(setups)])
-        rest, sent_prefixes = rest[len(setups) :][: len(chunks)], rest[len(setups) + len(chunks) :]
-        self.runner.state.apply_prefixes(plan.setups, sent_prefixes)
-        self._row_processors.move_in(plan.setups)
+        padded, state = self._padded(plan), self.runner.state
+        sent = self._staging.send(
+            slot,
+            rows=[padded],
+            edits=state.edit_columns(plan.edits),
+            setups=setup_columns(plan.setups),
+            chunks=chunk_columns(plan, len(padded)),
+            prefixes=state.prefix_columns(plan.setups),
+        )
+        rows = self._apply(sent)
+        self._move_in(plan.setups, sent)
         self._row_processors.restrict(plan.masks)
-        first = prefill(self.runner, make_batch(plan, rows, rest))
+        first = prefill(self.runner, make_batch(plan, rows, sent["chunks"]))
         return Results(first.token[:, None], torch.zeros_like(first.token), first.finite, first.logprobs)
 
     def _round(self, plan: RoundPlan, slot: Slot) -> Results:
         padded, edits = self._padded(plan), self.runner.state.edit_columns(plan.edits)
-        self._apply(self._staging.send(slot, [padded, *edits]))
+        self._apply(self._staging.send(slot, rows=[padded], edits=edits))
         self._row_processors.restrict(plan.masks)
         key = RoundKey(len(padded), plan.shape, plan.choice)
         self.launcher.launch(key, plan.committed_bound)
@@ -267,11 +271,18 @@ class Engine:
         logprobs = buffers.logprobs_of(key.bucket, key.shape) if plan.logprobs else None
         return Results(accepted.tokens, accepted.accept_len, accepted.finite, logprobs)
 
-    def _apply(self, sent: list[Tensor]) -> Tensor:
+    def _apply(self, sent: Mapping[str, list[Tensor]]) -> Tensor:
         """Write the row list into its buffer, and page-table cells into the tables. Returns the row list."""
-        rows = self.runner.buffers.rows[: len(sent[0])].copy_(sent[0])
-        self.runner.state.apply_edits(sent[1:])
+        (listed,) = sent["rows"]
+        rows = self.runner.buffers.rows[: len(listed)].copy_(listed)
+        self.runner.state.apply_edits(sent["edits"])
         return rows
+
+    def _move_in(self, setups: Sequence[RowSetup], sent: Mapping[str, list[Tensor]]) -> None:
+        """Rows get the requests that are to run in them."""
+        self.runner.state.apply_setups(sent["setups"])
+        self.runner.state.apply_prefixes(setups, sent["prefixes"])
+        self._row_processors.move_in(setups)
 
     def _hand_out(self, value: Value) -> Value:
         """Values that may be kept past the next round. At level 1 a view of the buffers is refused (sgl-23037)."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from treetop.attention.contract import AttentionBackend
-from treetop.attention.layer import Columns, LayerKV, TailAttention
+from treetop.attention.layer import LayerKV, TailAttention, TailColumns
 from treetop.cache.pool import KVPool
 from treetop.checks.probes import Probes
 from treetop.drafts.protocol import Drafter
@@ -88,7 +88,7 @@ class ModelRunner:
         layers: list[LayerKV],
         tails: Mapping[GroupName, Tensor],
         plans: Mapping[GroupName, Any],
-        columns: Columns,
+        columns: TailColumns,
     ) -> TailAttention:
         """Attention of a decode phase. Raises CheckError if its tail is wider than the buffer (sgl-27360)."""
         if self.check_level >= 1:

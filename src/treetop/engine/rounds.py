@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treetop.attention.layer import Attend, Columns
+from treetop.attention.layer import Attend, TailColumns
 from treetop.drafts.protocol import Extension
 from treetop.engine.model_runner import ModelRunner
 from treetop.kernels.commit import Paths, feature_nodes
@@ -38,7 +38,7 @@ class RoundKey:
 
 
 PhaseFunction = Callable[[ModelRunner, RoundKey, int], None]
-"""(device, key, bound): bound is a host number no row's committed length exceeds."""
+"""(runner, key, bound): bound is a host number no row's committed length exceeds."""
 
 
 def draft_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
@@ -46,7 +46,7 @@ def draft_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     buffers, shape, ops, phase = runner.buffers, key.shape, runner.ops, Phase.DRAFT
     rows, k = buffers.rows[: key.bucket], key.shape.topk
     tree, places = buffers.tree_of(key.bucket, shape), buffers.places_of(key.bucket, shape)
-    tables, at = _tables(runner, rows, max_kv_len, k)
+    tables, at = _tables_of_roots(runner, rows, max_kv_len, k)
     roots = ops.start(tables, at, shape, tree, places, buffers.identity[:k, :k])
     if shape.num_steps == 0:
         return
@@ -64,13 +64,13 @@ def draft_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     ops.select(grow_tree(runner.drafter, roots, ops, attend), tree, places)
 
 
-def level_tail(level: Level) -> tuple[Tensor, Tensor, Columns]:
+def level_tail(level: Level) -> tuple[Tensor, Tensor, TailColumns]:
     """A draft level's tail: k columns for each level up to its own, which come last (sgl-27360).
 
     Returns its positions [rows, width], its mask [rows, k, width] and its columns.
     """
     rows, k, width = level.mask.shape
-    return level.all_positions[:, :width], level.mask, Columns(rows, width - k, k, width)
+    return level.all_positions[:, :width], level.mask, TailColumns(rows, width - k, k, width)
 
 
 def verify_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
@@ -82,7 +82,7 @@ def verify_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     prefix, plans = (rows, places.committed, max_kv_len), {}
     for g in runner.target_groups:
         plans[g.name] = runner.plan(runner.metadata(phase, g, prefix, places.nodes, places.nodes, tree.mask))
-    columns = Columns(key.bucket, 0, shape.num_draft_tokens, shape.num_draft_tokens)
+    columns = TailColumns(key.bucket, 0, shape.num_draft_tokens, shape.num_draft_tokens)
     attend = runner.tail_attention(phase, runner.target_layers, buffers.verify_tails, plans, columns)
     output = runner.target.forward(tokens, places.nodes, attend)
     logits = logits_for(runner.target, output.hidden, key.choice)
@@ -114,7 +114,7 @@ def extend_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     causal = buffers.causal[:width, :width].expand(key.bucket, -1, -1)
     for g in runner.draft_groups:
         plans[g.name] = runner.plan(runner.metadata(phase, g, prefix, places.path, places.path, causal))
-    columns = Columns(key.bucket, 0, width, width)
+    columns = TailColumns(key.bucket, 0, width, width)
     attend = runner.tail_attention(phase, runner.draft_layers, buffers.extend_tails, plans, columns)
     aux_hidden = buffers.aux_hidden_of(key.bucket, shape)
     runner.probes.nan(aux_hidden, "features", phase, rows)
@@ -154,7 +154,7 @@ def _paths(runner: ModelRunner, key: RoundKey, node: Tensor | None) -> Paths:
     return Paths(rows, places.committed, accepted.accept_len, width, node, runner.layout.dummy_row)
 
 
-def _tables(runner: ModelRunner, rows: Tensor, max_kv_len: int, k: int) -> tuple[RowTables, Tensor]:
+def _tables_of_roots(runner: ModelRunner, rows: Tensor, max_kv_len: int, k: int) -> tuple[RowTables, Tensor]:
     """The tables that trees of `k` branches start from, and where the batch's rows lie in them.
 
     With probes on they are copies of the batch's own rows, probed, so that a start in one launch reads nothing that a

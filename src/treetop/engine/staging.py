@@ -6,7 +6,7 @@ same slot. `max_in_flight` steps are out at most, so a slot that comes round aga
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
@@ -119,8 +119,12 @@ class StagingBuffers:
         self._steps += 1
         return slot
 
-    def send(self, slot: Slot, columns: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Columns of integers on the device, int64, in one copy. They hold until the next step's are sent."""
+    def send(self, slot: Slot, **parts: Sequence[Sequence[int]]) -> dict[str, list[Tensor]]:
+        """Parts of columns of integers on the device, int64, in one copy. They hold until the next step's are sent.
+
+        Returns the columns of each part under its name.
+        """
+        columns = [column for part in parts.values() for column in part]
         need = sum(len(column) for column in columns)
         if need > len(self._inputs):
             raise CapacityError(
@@ -129,7 +133,8 @@ class StagingBuffers:
             )
         slot.inputs[:need] = torch.tensor(list(chain.from_iterable(columns)), dtype=torch.int64)
         self._inputs[:need].copy_(slot.inputs[:need], non_blocking=True)
-        return list(self._inputs[:need].split([len(column) for column in columns]))
+        sent = iter(self._inputs[:need].split([len(column) for column in columns]))
+        return {name: [*islice(sent, len(part))] for name, part in parts.items()}
 
     def post(self, slot: Slot, results: Results, record: Tensor) -> InFlightResults:
         """Copy a step's results into its slot, in one copy, and mark the step's end."""

@@ -109,7 +109,8 @@ def start_reference(
     if shape.num_steps == 0:
         copy_into(tree, root_tree(root))
         places.nodes.copy_(committed[:, None])
-        return growth, Frontier(*[growth.scores] * 4)
+        nothing = growth.scores  # [rows, 0]
+        return growth, Frontier(tokens=nothing, score=nothing, hidden=nothing, mask=nothing)
     assert tables.draft is not None
     tree.tokens[:, 0] = root
     tokens, score = growth.tokens[:, :k], growth.scores[:, :k]

@@ -30,7 +30,7 @@ def hub_folder(name: str, shown: str) -> Path:
     what the cache has. Raises CheckpointError if that is nothing, or if the hub refuses.
     """
     from huggingface_hub import snapshot_download  # noqa: PLC0415  # takes long to import, and few need it
-    from huggingface_hub.errors import (  # noqa: PLC0415
+    from huggingface_hub.errors import (  # noqa: PLC0415  # takes long to load
         GatedRepoError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,

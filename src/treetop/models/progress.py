@@ -16,7 +16,7 @@ def progress(folder: Path, total: int) -> Iterator[Callable[[int], None]]:
         yield lambda added: None
         return
     from rich.console import Console  # noqa: PLC0415  # only a terminal needs it
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn  # noqa: PLC0415
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn  # noqa: PLC0415  # shown rarely
 
     columns = (TextColumn("loading {task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from treetop.cache.kv_cache_manager import Columns, KVCacheManager, Lease
+from treetop.cache.kv_cache_manager import Cells, KVCacheManager, Lease
 from treetop.checks.host import check_cached, check_cell
 from treetop.scheduler.request import Request, Running
 from treetop.types.errors import InvariantError
@@ -31,7 +31,7 @@ class Rows:
         layout = self._layout
         return bool(self._free) and len(self.cells) + len(layout.groups) * layout.page_columns <= layout.max_edits
 
-    def enter(self, request: Request, lease: Lease, cells: Columns, reserved: int) -> None:
+    def enter(self, request: Request, lease: Lease, cells: Cells, reserved: int) -> None:
         """Give a request a free row, with the pages that its lease has."""
         request.running = Running(self._free.pop(), lease, reserved)
         self.by_row[request.running.row] = request
@@ -77,7 +77,7 @@ class Rows:
 
     # ---------------------------------------------------------------- page tables
 
-    def _write(self, row: Row, cells: Columns) -> None:
+    def _write(self, row: Row, cells: Cells) -> None:
         """Page-table cells of a row, for the next plan; of two writes to a cell the later one counts."""
         for group, column, page in cells:
             self.cells[group, row, column] = page

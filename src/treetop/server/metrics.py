@@ -106,7 +106,7 @@ class Metrics:
         self._at_depth = [depths.labels(model_name, str(depth)) for depth in range(self._shape.num_steps)]
         source: Collector = registry
         if several:
-            source = MultiProcessCollector(CollectorRegistry())  # type: ignore[no-untyped-call]
+            source = MultiProcessCollector(CollectorRegistry())  # type: ignore[no-untyped-call]  # theirs
         self._page = CollectorRegistry()
         self._page.register(_Aliased(source))
         self._new_tokens, self._new_rounds, self._added_s = 0, Counts[int](), float("-inf")

@@ -66,10 +66,11 @@ class LandingSlot:
 
 @dataclass(slots=True)
 class Peer:
-    """heard_s: its last word. renew_s: when it gets the next."""
+    """heard_s: its last word. renew_s: when it gets the next. asked: number of the last attempt that it was given."""
 
     heard_s: float
     renew_s: float
+    asked: int = 0
 
 
 class DecodeDesk:
@@ -133,10 +134,9 @@ class DecodeDesk:
         if not self.peers:
             return self._locally(asked.request_id, "no prefill worker is there")
         busy = [each.peer for each in self.attempts.values()]
-        peer = min(self.peers, key=lambda each: (busy.count(each), each))
-        attempt = Attempt(
-            asked.request_id, next(self._numbers), peer, len(asked.prompt.ids), asked.start, self._latest(now)
-        )
+        peer = min(self.peers, key=lambda each: (busy.count(each), self.peers[each].asked))
+        number = self.peers[peer].asked = next(self._numbers)
+        attempt = Attempt(asked.request_id, number, peer, len(asked.prompt.ids), asked.start, self._latest(now))
         self.attempts[asked.request_id] = attempt
         return self._say(peer, Prefill(asked.request_id, attempt.number, asked.start, asked.prompt))
 

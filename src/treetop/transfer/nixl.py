@@ -2,11 +2,16 @@
 
 A write is asked for, and its end is told, by NIXL's notifications. A transfer cannot be cancelled (nixl-2067): a handle
 is kept until it has ended, since giving one back lets its bytes land all the same.
+
+A writer that dies tells nobody. So once its session has ended it is looked for: a byte is read from it, now and then,
+into the range that it was to write. Once the library says that this peer has gone, and `_DRAIN_S` later, the write has
+ended. From one that has only stopped the byte does not come, and nothing is known.
 """
 
 import importlib
 import importlib.util
 import logging
+import time
 import uuid
 from collections import deque
 from collections.abc import Sequence
@@ -25,6 +30,8 @@ PACKAGES = ("nixl_cu13", "nixl_cu12")
 """Never the meta package, which brings both."""
 _MOST_EARLY = 256
 """Words of peers that are not connected yet."""
+_LOOK_S, _DRAIN_S = 0.5, 1.0
+"""Seconds between two looks for a writer, and from its death until what it had sent has been taken off the wire."""
 _MISSING = "handing requests over needs NIXL: pip install treetop[handover-cu13] (or -cu12)"
 
 
@@ -64,11 +71,17 @@ class _Peer:
 
 @dataclass(slots=True)
 class _Transfer:
-    """handle: of a read, or of a write that this end was asked for. state: of a write that this end has asked for."""
+    """handle: of a read, or of a write that this end was asked for. state: of a write that this end has asked for, into
+    `local`. look: for its writer, from look_s on. gone_s: when that was found to have gone.
+    """
 
     peer: _Peer
     handle: Any = None
     state: State = "busy"
+    local: Sequence[Range] = ()
+    look: Any = None
+    look_s: float = 0.0
+    gone_s: float | None = None
 
 
 def check_installed() -> None:
@@ -104,7 +117,7 @@ class NixlTransport:
             self._agent = nixl.nixl_agent(self._agent_name, nixl.nixl_agent_config(backends=["UCX"]))
             region = (memory.address, memory.num_bytes, memory.device or 0, "")
             self._registered = self._agent.register_memory([region], mem_type=_kind(memory))
-        except Exception as error:
+        except Exception as error:  # NIXL names no base class of its errors
             raise ConfigError(f"NIXL cannot register memory for the hand-over: {error}") from error
         reach = _Reach(self._agent.get_agent_metadata(), memory.address, memory.num_bytes, memory.device)
         self.metadata = _encode(reach)
@@ -140,7 +153,7 @@ class NixlTransport:
             self._transfers[handle] = _Transfer(_Peer("", self._memory), state="failed")
             return handle
         assert self._memory.holds(local)
-        transfer = self._transfers[handle] = _Transfer(source)
+        transfer = self._transfers[handle] = _Transfer(source, local=tuple(local))
         try:
             if (way or self.way.get(peer, "read")) == "read":
                 transfer.handle = self._begin("READ", source, local, remote)
@@ -152,7 +165,9 @@ class NixlTransport:
 
     def poll(self, handle: Handle) -> State:
         transfer = self._transfers[handle]
-        state = transfer.state if transfer.handle is None else self._state(transfer)
+        if transfer.handle is None and transfer.state == "busy" and transfer.peer in self._leaving:
+            self._look_for_writer(transfer, time.monotonic())
+        state = transfer.state if transfer.handle is None else self._state(transfer.handle)
         if state in ("done", "failed"):
             del self._transfers[handle]
             self._forget_agents()
@@ -173,7 +188,7 @@ class NixlTransport:
         for agent, message in said:
             self._noted(agent, agents.get(agent), message)
         for (agent, number), write in [*self._writes.items()]:
-            state = self._state(write)
+            state = self._state(write.handle)
             if state != "busy":
                 del self._writes[agent, number]
                 self._tell(agent, _Written(number, state == "done"))
@@ -216,10 +231,28 @@ class NixlTransport:
         self._agent.transfer(handle)
         return handle
 
-    def _state(self, transfer: _Transfer) -> State:
+    def _look_for_writer(self, write: _Transfer, now: float) -> None:
+        """Its session has ended: has it died, too, and everything that it had sent come?"""
+        if write.gone_s is not None:
+            if now - write.gone_s >= _DRAIN_S:
+                write.state = "failed"
+        elif write.look is not None:
+            found = self._state(write.look)
+            if found != "busy":
+                write.look = None
+            if found == "failed":
+                write.gone_s = now
+        elif now >= write.look_s:
+            write.look_s = now + _LOOK_S
+            try:
+                write.look = self._begin("READ", write.peer, [Range(write.local[0].offset, 1)], [Range(0, 1)])
+            except Exception:  # the library knows already that it has gone
+                write.gone_s = now
+
+    def _state(self, handle: Any) -> State:
         """UCX ends all operations of an endpoint before it says that it failed."""
         try:
-            state = self._agent.check_xfer_state(transfer.handle)
+            state = self._agent.check_xfer_state(handle)
         except Exception:  # nixlRemoteDisconnectError and its kind
             return "failed"
         return {"DONE": "done", "PROC": "busy"}.get(state, "failed")  # type: ignore[return-value]  # of these

@@ -1,6 +1,6 @@
 """What a worker does for others, and how they find each other."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from treetop.types.errors import ConfigError, shown
@@ -52,6 +52,11 @@ class HandoverOptions:
         if problems:
             raise ConfigError("; ".join(problems))
 
+    def of_rank(self, rank: int) -> "HandoverOptions":
+        """Of a rank that has a part of its own: each listens at a port of its own, from the one that is given on."""
+        host, _, port = (self.handover_listen or "").rpartition(":")
+        return replace(self, handover_listen=f"{host}:{int(port) + rank}") if port not in ("", "0") else self
+
     def _others(self) -> list[tuple[str, object]]:
         return [
             ("--handover-listen", self.handover_listen),
@@ -59,3 +64,7 @@ class HandoverOptions:
             ("--peer-registry", self.peer_registry),
             ("--handover-secret-file", self.handover_secret_file),
         ]
+
+
+NO_ROLE = HandoverOptions()
+"""Of a worker that serves without others."""

@@ -1,0 +1,160 @@
+"""What a rank of a soak does beside its work: it accounts for its rows, pages and slots, and says what it has done.
+
+    python scripts/rank_books.py FOLDER      in the place of `python -m treetop.core.expert_rank`, for `soak_roles.py`
+
+Each rank renews a file of the folder: counts, memory, and whether it holds nothing.
+"""
+
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from treetop.core import expert_rank
+from treetop.core.decode_role import DecodeRole
+from treetop.core.engine_core import EngineCore
+from treetop.core.handover import Role
+from treetop.core.lockstep import Lockstep
+from treetop.core.prefill_role import PrefillRole
+from treetop.debug.patching import Patch, replaced
+from treetop.scheduler.scheduler import Scheduler
+from treetop.types.errors import InvariantError
+from treetop.types.messages import ExportPlan, ImportPlan, PrefillPlan, StepPlan
+
+PAGES = 16
+"""Pages that a rank accounts for between two steps."""
+TOLD_S = 0.3
+KINDS = {PrefillPlan: "prefills", ExportPlan: "exports", ImportPlan: "imports"}
+
+
+class Books:
+    """What a rank has done, and whether its rows, pages and slots add up. Lives on the rank's thread."""
+
+    def __init__(self, core: EngineCore[Any], folder: Path) -> None:
+        self.core, self._folder = core, folder
+        self.counts: Counter[str] = Counter()
+        self.role: Role | None = None
+        self._told_s = 0.0
+
+    def noted(self, launch: Callable[[StepPlan], Any]) -> Callable[[StepPlan], Any]:
+        """The engine's `launch`, whose plans are counted."""
+
+        def run(plan: StepPlan) -> Any:
+            kind = KINDS.get(type(plan), "rounds")
+            self.counts[kind] += 1
+            self.counts[f"idle_{kind}"] += not plan.rows
+            return launch(plan)
+
+        return run
+
+    def audited(self, role: Role) -> None:
+        """Look between any two steps of the rank from now on."""
+        self.role, poll = role, role.poll
+
+        def run(now: float) -> None:
+            poll(now)
+            idle = not self.core.busy
+            self.core.scheduler.check_integrity(None if idle else PAGES)
+            check_slots(self.core.scheduler, role)
+            self.counts["audits"] += 1
+            self._tell(now, idle)
+
+        role.poll = run  # type: ignore[method-assign]  # of this object alone
+
+    def _tell(self, now: float, idle: bool) -> None:
+        if now - self._told_s < TOLD_S:
+            return
+        self._told_s, role = now, self.role
+        assert role is not None
+        load, handover = self.core.load, role.load
+        assert handover is not None
+        held = load.num_running + load.num_waiting + handover.num_open + handover.num_slots_busy
+        said = {
+            "role": handover.role,
+            "idle": idle and held == 0 and load.kv_usage == 0,
+            "counts": self.counts,
+            "memory": memory(),
+            "retractions": load.num_retractions,
+            "handover": handover._asdict(),
+        }
+        new = self._folder / f".{id(self)}-{os.getpid()}"
+        new.write_text(json.dumps(said))
+        new.replace(self._folder / f"{id(self)}-{os.getpid()}.json")
+
+
+def check_slots(scheduler: Scheduler, role: Role) -> None:
+    """Raise InvariantError unless desk and scheduler, or desk and transport, name the same slots as busy."""
+    handover = scheduler.handover
+    events = {each.slot for each in handover._events if hasattr(each, "slot")}
+    if isinstance(role, PrefillRole):
+        flying = {e.slot for out in scheduler.steps if isinstance(out.plan, ExportPlan) for e in out.plan.exports}
+        want = {each[1] for each in handover._exports} | flying | events
+        _same("packing", [s.state for s in role._desk.slots], want)
+        owners = {slot for export in role._desk.exports.values() for slot in export.slots}
+        offered = {i for i, slot in enumerate(role._desk.slots) if slot.state == "offered"}
+        if not offered <= owners:
+            raise InvariantError(f"slots {offered - owners} are offered, and of no export")
+    elif isinstance(role, DecodeRole):
+        flying = {e.slot for out in scheduler.steps if isinstance(out.plan, ImportPlan) for e in out.plan.imports}
+        want = {each[1] for each in handover._imports} | flying | events
+        states: list[str] = [s.state for s in role._desk.slots]
+        _same("importing", states, want)
+        moving = {*role._moving, *(meeting.slot for meeting in role._meetings.values())}
+        busy = {i for i, state in enumerate(states) if state in ("pulling", "quarantine")}
+        if busy != moving:
+            raise InvariantError(f"slots {busy} are pulled, transfers go into {moving}")
+
+
+def _same(state: str, states: list[Any], want: set[int]) -> None:
+    have = {i for i, each in enumerate(states) if each == state}
+    if have != want:
+        raise InvariantError(f"slots {have} are {state} to the desk, {want} to the scheduler")
+
+
+def memory() -> dict[str, int]:
+    """Bytes of this process and of its GPU that are in use."""
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return {"resident": resident, "allocated": torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0}
+
+
+@contextmanager
+def audits(folder: Path) -> Iterator[None]:
+    """Ranks that start inside, on threads or in this process, keep books in the folder."""
+    books: dict[int, Books] = {}  # by scheduler
+
+    def core_of(real: Callable[..., EngineCore[Any]]) -> Callable[..., EngineCore[Any]]:
+        def make(runs: Lockstep[Any], engine: Any) -> EngineCore[Any]:
+            core = real(runs, engine)
+            mine = books[id(core.scheduler)] = Books(core, folder)
+            engine.launch = mine.noted(engine.launch)
+            return core
+
+        return make
+
+    def open_role(real: Callable[..., Role]) -> Callable[..., Role]:
+        def make(scheduler: Scheduler, *rest: Any) -> Role:
+            role = real(scheduler, *rest)
+            books[id(scheduler)].audited(role)
+            return role
+
+        return make
+
+    module = "treetop.core.expert_rank"
+    with replaced([Patch(f"{module}:core_of", core_of), Patch(f"{module}:open_role", open_role)]):
+        yield
+
+
+def rank_main(folder: Path) -> int:
+    """A rank's process, as `treetop.core.expert_rank` is one."""
+    with audits(folder):
+        return expert_rank.main()
+
+
+if __name__ == "__main__":
+    sys.exit(rank_main(Path(sys.argv[1])))

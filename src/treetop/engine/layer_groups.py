@@ -1,0 +1,56 @@
+"""Which layers share a KV group: what pools and attention backends are made for."""
+
+from treetop.attention.capabilities import GroupNeed, Need
+from treetop.attention.layer import LayerKV
+from treetop.drafts.protocol import DrafterSpec
+from treetop.models.config import AttentionSpec, ModelConfig, attention_of_rank
+from treetop.models.loader import Placement
+from treetop.types.errors import ConfigError
+from treetop.types.ids import DRAFT, FULL, WINDOW, GroupName
+from treetop.types.layout import KVGroup, Layout
+
+
+def backend_need(layout: Layout, model: ModelConfig, draft: DrafterSpec | None, place: Placement) -> Need:
+    """What this engine asks of its attention backend."""
+    groups = [
+        GroupNeed(name, of[0].num_heads, of[0].kv.heads, of[0].head_dim, of[0].window, of[0].kv.planes)
+        for name, of in layer_groups(model, draft, place.parallel.size).items()
+    ]
+    queries = max(layout.verify_tail, layout.commit_width, layout.max_topk)
+    rows = layout.max_requests
+    return Need(place.dtype, place.device, layout.page_size, tuple(groups), layout.max_in_flight, rows, queries)
+
+
+def kv_groups(model: ModelConfig, draft: DrafterSpec | None, ranks: int) -> tuple[KVGroup, ...]:
+    """The KV groups of one of `ranks` ranks."""
+    layers = layer_groups(model, draft, ranks)
+    return tuple(KVGroup(name, len(of), of[0].kv, of[0].window) for name, of in layers.items())
+
+
+def layer_groups(model: ModelConfig, draft: DrafterSpec | None, ranks: int = 1) -> dict[GroupName, list[AttentionSpec]]:
+    """KV group -> its layers: the target's by window, and the drafter's. Those of a group must be alike in shape.
+
+    ranks: that share the models; each layer is what one of them computes.
+    """
+    groups: dict[GroupName, list[AttentionSpec]] = {}
+    for layer in model.layers:
+        groups.setdefault(group_of(layer.attention), []).append(attention_of_rank(layer.attention, ranks))
+    if draft is not None and draft.attention:
+        groups[DRAFT] = [attention_of_rank(layer, ranks) for layer in draft.attention]
+    for name, layers in groups.items():
+        if len({layer.window for layer in layers}) != 1:
+            raise ConfigError("a model with two different windows is not supported")
+        if len({(layer.num_heads, layer.kv) for layer in layers}) != 1:
+            raise ConfigError(f"layers of KV group {name} with different heads are not supported")
+    return groups
+
+
+def group_of(attention: AttentionSpec) -> GroupName:
+    """The KV group of a layer of the target."""
+    return FULL if attention.window is None else WINDOW
+
+
+def layers_in_order(model: ModelConfig, layers: dict[GroupName, list[LayerKV]]) -> list[LayerKV]:
+    """The target's layers in the model's order, each with its place in its group."""
+    queues = {name: iter(places) for name, places in layers.items()}
+    return [next(queues[group_of(layer.attention)]) for layer in model.layers]

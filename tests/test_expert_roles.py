@@ -1,0 +1,243 @@
+"""Ranks that share experts prefill for ranks that share experts, with MTP: tokens and accept lengths of one process.
+
+Ranks are threads here, and what they hand over is copied in memory; `test_expert_role_drills.py` has processes.
+"""
+
+import random
+import socket
+from contextlib import ExitStack, closing, contextmanager, suppress
+
+import pytest
+
+from engines import greedy, sampled
+from refusing import refused
+from test_expert_parallel import CHAIN, TREE, build, save_glm_with_mtp
+from tiny_models import Pair
+from treetop.core.expert_group import RolesOfRanks
+from treetop.core.make import open_core
+from treetop.core.roles import check_handover
+from treetop.core.thread import CoreClient, CoreThread
+from treetop.core.wire import ProcessOptions
+from treetop.debug.expert_ranks import expert_ranks_on_threads
+from treetop.types.config import EngineConfig
+from treetop.types.errors import ConfigError
+from treetop.types.requests import EngineRequest
+from treetop.types.roles import HandoverOptions
+from waiting import until
+
+LENGTHS = [3, 33, 17, 60, 9, 41]
+PARAMS = [
+    greedy(12),
+    sampled(5, 12),
+    greedy(12),
+    sampled(9, 12, top_k=5, logprobs=2),
+    sampled(3, 10, presence_penalty=0.5, logit_bias={5: 1.5}),
+    greedy(1),
+]
+LEASE_S = 2.0
+SLOTS = {"handover_slots": 3, "handover_slot_bytes": 1 << 14, "chunked_prefill_size": 16}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_glm_with_mtp(tmp_path_factory.mktemp("glm"))
+
+
+def config_of(folder, shape, ranks, **options):
+    """As `build` has it."""
+    k, steps, size = shape
+    tree = {"speculative_eagle_topk": k, "speculative_num_steps": steps, "speculative_num_draft_tokens": size}
+    options = {"dtype": "float64", "context_length": 96, "page_size": 4, "max_running_requests": 4, **options}
+    return EngineConfig(str(folder), speculative_algorithm="MTP", ep_size=ranks, **tree, **options)
+
+
+def addresses(count):
+    """Free ports of this machine, one after the other, below those that the system gives to connections."""
+    while True:
+        first = random.randrange(20_000, 30_000)
+        with ExitStack() as taken, suppress(OSError):
+            for port in range(first, first + count):
+                taken.enter_context(socket.create_server(("127.0.0.1", port)))
+            return [f"127.0.0.1:{port}" for port in range(first, first + count)]
+
+
+class Side:
+    """A group with a role. ranks: its threads."""
+
+    def __init__(self, started, config, handover):
+        before = len(started)
+        self.opened = open_core(config, handover)
+        self.ranks = started[before:]
+        self.core = self.opened.core
+        self.thread = CoreThread(self.core)
+
+    @property
+    def loads(self):
+        return [rank.role.load for rank in self.ranks]
+
+    def counted(self, name):
+        return sum(getattr(load, name) for load in self.loads)
+
+    def generate(self, prompts, params, places=None, meanwhile=lambda: None):
+        """Ids and accept lengths of each prompt. places: its rank. meanwhile: is called between updates."""
+        if places is not None:
+            numbers = iter(places)
+            self.core.choose = lambda alive, request: next(numbers)
+        found = {self.thread.next_id(): ([], []) for _ in prompts}
+        asked = [
+            EngineRequest(number, tuple(prompt), each, each.seed or 0)
+            for number, prompt, each in zip(found, prompts, params, strict=True)
+        ]
+        left = len(asked)
+        with CoreClient(self.thread) as client:
+            client.add(asked)
+            while left:
+                for update in client.get():
+                    assert update.error is None
+                    found[update.request_id][0].extend(update.new_ids)
+                    found[update.request_id][1].extend([] if update.accept_len is None else [update.accept_len])
+                    left -= update.finish_reason is not None
+                meanwhile()
+        return [(tuple(ids), tuple(lens)) for ids, lens in found.values()]
+
+    def nothing_is_held(self):
+        """Rows, pages and slots; only while its ranks have nothing to do."""
+        if any(rank.core.busy for rank in self.ranks) or self.counted("num_open") or self.counted("num_slots_busy"):
+            return False
+        for rank in self.ranks:
+            rank.core.scheduler.check_integrity()
+        return True
+
+    def all_is_back(self):
+        until(self.nothing_is_held, "something is held")
+
+    def close(self):
+        self.thread.close()
+        self.opened.close()
+
+
+@pytest.fixture
+def started():
+    """All ranks that are started, on threads."""
+    with expert_ranks_on_threads() as ranks:
+        yield ranks
+
+
+def computing(started, folder, shape, peers, **options):
+    """A prefill group that listens at these addresses."""
+    handover = HandoverOptions("prefill", peers[0], handover_lease=LEASE_S)
+    return Side(started, config_of(folder, shape, len(peers), **{"graphs": "sim", **SLOTS, **options}), handover)
+
+
+def asking(started, folder, shape, ranks, peers, **options):
+    """A decode group that asks at these addresses."""
+    handover = HandoverOptions("decode", None, tuple(peers), handover_lease=LEASE_S)
+    return Side(started, config_of(folder, shape, ranks, **{"graphs": "sim", **SLOTS, **options}), handover)
+
+
+def have_met(prefill, decode):
+    """Every rank of one with every rank of the other, and links have been tried."""
+    until(lambda: decode.counted("num_peers") == len(prefill.ranks) * len(decode.ranks), "peers have not met")
+    until(lambda: decode.counted("num_slots_busy") == 0, "a link is being tried")
+
+
+@contextmanager
+def sides(started, folder, shape, prefill_ranks, decode_ranks, **options):
+    """A prefill and a decode group that have met."""
+    peers = addresses(prefill_ranks)
+    with (
+        closing(computing(started, folder, shape, peers, **options)) as prefill,
+        closing(asking(started, folder, shape, decode_ranks, peers, **options)) as decode,
+    ):
+        have_met(prefill, decode)
+        yield prefill, decode
+
+
+def expected(folder, shape, prompts, params):
+    outputs = build(folder, shape, 1).generate(prompts, params)
+    return [(output.token_ids, output.metrics.accept_lens) for output in outputs]
+
+
+@pytest.mark.parametrize(
+    ("shape", "prefill_ranks", "decode_ranks", "places", "options"),
+    [
+        (TREE, 2, 2, [0, 1] * 3, {"overlap": True}),
+        (CHAIN, 2, 4, [3] * 6, {"overlap": False, "check_level": 2}),
+    ],
+)
+def test_groups_hand_over_what_one_process_computes(
+    started, folder, shape, prefill_ranks, decode_ranks, places, options
+):
+    """Greedy and sampled, to ranks of which some are idle; then again, with prompts that both sides have in caches."""
+    prompts = Pair(folder, None).prompts(LENGTHS)
+    want = expected(folder, shape, prompts, PARAMS)
+    with sides(started, folder, shape, prefill_ranks, decode_ranks, **options) as (prefill, decode):
+        assert decode.generate(prompts, PARAMS, places) == want
+        pieces = decode.counted("num_pieces")
+        assert decode.generate(prompts, PARAMS, places) == want
+        assert (decode.counted("num_whole"), decode.counted("num_local")) == (12, 0)
+        assert 0 < decode.counted("num_pieces") - pieces < pieces, "prefixes that are there were asked for"
+        assert all(load.num_whole for load in prefill.loads), "all went to one rank"
+        prefill.all_is_back()
+        decode.all_is_back()
+    assert sum(sum(lens) for _, lens in want) > 0
+
+
+def test_a_prefill_rank_that_dies_ends_its_group_and_costs_a_local_prefill(started, folder):
+    """While pieces travel. Another group in its place is used again; all that was held comes back."""
+    prompts = Pair(folder, None).prompts(LENGTHS)
+    want, peers = expected(folder, TREE, prompts, PARAMS), addresses(2)
+    with closing(asking(started, folder, TREE, 2, peers)) as decode:
+        with closing(computing(started, folder, TREE, peers)) as prefill:
+            have_met(prefill, decode)
+
+            def strike():
+                if decode.counted("num_pieces") > 1:
+                    prefill.ranks[1].kill()
+
+            assert decode.generate(prompts, PARAMS, meanwhile=strike) == want
+            until(lambda: decode.counted("num_peers") == 0, "nobody sees that it is dead")
+            until(lambda: "rank 1 has ended with exit code -9" in str(prefill.core.failure))
+            decode.all_is_back()
+        whole, local = decode.counted("num_whole"), decode.counted("num_local")
+        assert local > 0
+        with closing(computing(started, folder, TREE, peers)) as again:
+            have_met(again, decode)
+            others = [prompt[::-1] for prompt in prompts]
+            assert decode.generate(others, PARAMS) == expected(folder, TREE, others, PARAMS)
+            assert (decode.counted("num_whole"), decode.counted("num_local")) == (whole + len(others), local)
+            again.all_is_back()
+            decode.all_is_back()
+
+
+def test_a_decode_rank_that_dies_ends_its_group_and_gives_the_prefill_ranks_their_slots_back(started, folder):
+    """Every request is told so, as the engine's end; a supervisor would go on with another (`test_resumption.py`)."""
+    prompts = Pair(folder, None).prompts(LENGTHS)
+    with sides(started, folder, TREE, 2, 2) as (prefill, decode):
+        asked = [EngineRequest(decode.thread.next_id(), tuple(prompt), greedy(30), 0) for prompt in prompts]
+        with CoreClient(decode.thread) as client:
+            client.add(asked)
+            until(lambda: decode.counted("num_pieces") > 1)
+            decode.ranks[0].kill()
+            failed = 0
+            while failed < len(asked):
+                failed += sum(update.engine_failed for update in client.get())
+        until(lambda: prefill.counted("num_peers") == 0, "a session goes on")
+        prefill.all_is_back()
+
+
+def test_a_prefill_group_refuses_clients_and_says_what_it_does(started, folder):
+    """Its load is told though nobody asks it for anything."""
+    with closing(computing(started, folder, TREE, addresses(2))) as prefill:
+        assert "--role prefill" in prefill.opened.info.refuses
+        role = RolesOfRanks(prefill.core)
+        prefill.thread.close()
+        until(lambda: role.poll(0.0) is None and role.load is not None)
+        assert role.load.role == "prefill"
+
+
+def test_ports_that_do_not_suffice_are_refused_by_name():
+    handover = HandoverOptions("prefill", "127.0.0.1:65534")
+    refused(
+        ConfigError, lambda: check_handover(ProcessOptions("", EngineConfig(ep_size=4), handover=handover)), "4 ranks"
+    )

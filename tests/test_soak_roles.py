@@ -1,0 +1,87 @@
+"""The soak of `scripts/soak_roles.py`, short, with ranks as threads: nothing leaks or changes, and it can tell."""
+
+import importlib
+import sys
+from argparse import Namespace
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from test_expert_roles import addresses
+from treetop import LLM
+from treetop.debug.faults import fault
+from treetop.debug.patching import Patch, replaced
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+OPTIONS = {"speculative": "3,2,6", "ranks": 2, "device": "cpu", "dtype": "float64", "graphs": "sim", "check_level": 2}
+SIZES = {"page_size": 4, "context_length": 96, "slot_bytes": 1 << 17}
+
+
+@pytest.fixture(scope="module")
+def script():
+    sys.path.insert(0, str(SCRIPTS))
+    yield importlib.import_module("soak_roles")
+    sys.path.remove(str(SCRIPTS))
+    for name in ("soak_roles", "rank_books", "soak"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def model(script, tmp_path_factory):
+    return script.save_tiny_glm(tmp_path_factory.mktemp("glm"))
+
+
+def soak(script, model, rounds, seed=4, spoil=lambda run: None, **changes):
+    """A summary. spoil: is told of the soak before it compares."""
+    config = script.config_of(Namespace(**{**OPTIONS, **SIZES, **changes}), model)
+    fresh = LLM(**script.alone(config))
+    with script.both_groups(config, addresses(config.ep_size), threads=True) as groups:
+        run = script.SoakRoles(*groups, lambda rng: script.random_params(rng, fresh), seed)
+        summary = run.run(rounds)
+    spoil(run)
+    run.compare(fresh, 30)
+    fresh.close()
+    return summary
+
+
+@pytest.mark.parametrize(
+    ("rounds", "changes"),
+    [
+        (120, {"check_level": 3}),
+        pytest.param(3000, {}, marks=pytest.mark.slow),
+        pytest.param(1000, {"ranks": 4, "speculative": "3,1,4"}, marks=pytest.mark.slow),
+    ],
+)
+def test_groups_with_roles_run_long_and_clean(script, model, rounds, changes):
+    """Idle ranks in at least three of ten rounds; aborts; what was finished equals what one fresh engine says."""
+    done = soak(script, model, rounds, **changes)
+    assert done.failures == []
+    assert done.rounds >= rounds
+    assert done.finished + done.aborted == done.arrived
+    assert done.idle_rounds >= 0.3 * done.rounds
+    assert min(done.aborted, done.handed_over, done.imports, done.compared) > 0
+    assert (done.ties, done.unequal) == (0, 0)
+
+
+def _lose(real):
+    """A staging slot is not given back, now and then."""
+    calls = count(1)
+
+    def free(desk, index):
+        if next(calls) % 4:
+            real(desk, index)
+
+    return free
+
+
+def test_it_sees_a_lost_slot_a_lost_page_and_a_wrong_token(script, model):
+    with replaced([Patch("treetop.transfer.desk_prefill:PrefillDesk._free", _lose)]):
+        assert any("are offered, and of no export" in each for each in soak(script, model, 60).failures)
+    with fault("unaligned-allocation"):
+        assert any("+ leased" in each for each in soak(script, model, 60, check_level=0).failures)
+
+    def spoil(run):
+        run.finished[3].ids[-1] ^= 1
+
+    assert any("otherwise" in each for each in soak(script, model, 60, spoil=spoil).failures)
