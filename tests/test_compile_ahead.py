@@ -278,6 +278,7 @@ def as_if_on_a_gpu(absent_gpu, monkeypatch):
         monkeypatch.setattr(torch, name, lambda *args, real=real, **options: real(*args, **options).zero_())
     monkeypatch.setattr(build, "captures", lambda *_: True)
     monkeypatch.setattr(build, "peak_bytes", lambda _: 0)
+    monkeypatch.setattr(build, "prove_acceptance", lambda _: None)
     for name in ("graph", "CUDAGraph", "Stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nullcontext())
     monkeypatch.setattr(packed_weights, "_WORTH_PARAMETERS", 0)
@@ -324,6 +325,7 @@ def test_who_rehearses(monkeypatch, able, captured, rehearsed):
     backend = SimpleNamespace(capabilities=replace(CAPABILITIES["triton"], captures_first_call=able))
     monkeypatch.setattr(build, "captures", lambda *_: captured)
     monkeypatch.setattr(build, "peak_bytes", lambda _: 0)
+    monkeypatch.setattr(build, "prove_acceptance", lambda _: None)
     monkeypatch.setattr(build, "rehearse", asked.append)
     build._gpu_allowance(engine.config, replace(engine.runner, backend=backend))
     assert len(asked) == rehearsed
