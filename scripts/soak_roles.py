@@ -34,7 +34,6 @@ from typing import Any
 import msgspec
 import torch
 from rank_books import audits
-from safetensors.torch import save_file
 from soak import near_tie, random_params
 
 from treetop import LLM, SamplingParams
@@ -45,8 +44,8 @@ from treetop.core.make import open_core
 from treetop.core.thread import CoreThread
 from treetop.debug.expert_ranks import expert_ranks_on_threads
 from treetop.debug.patching import instead, replaced
+from treetop.debug.random_checkpoint import random_tensors, write_config, write_tensors
 from treetop.engine.build import plan_engine
-from treetop.models.params import stored_tensors
 from treetop.server.llm import RequestOutput
 from treetop.transfer.session import parse_address
 from treetop.types.config import CHOICES, EngineConfig
@@ -366,16 +365,11 @@ def ranks_in_processes(folder: Path, number: int) -> Iterator[None]:
 
 def save_tiny_glm(folder: Path) -> Path:
     """A checkpoint of GLM-4.5's kind with an MTP layer and random weights, which all matter to the logits."""
-    (folder / "config.json").write_text(json.dumps(GLM))
+    write_config(folder, GLM)
     planned = plan_engine(EngineConfig(str(folder), speculative_algorithm="MTP", load_format="dummy", device="cpu"))
     assert planned.draft is not None
-    generator = torch.Generator().manual_seed(8)
-    tensors = {}
-    for name, stored in stored_tensors([*planned.target.params, *planned.draft.params]).items():
-        matrix = len(stored.shape) > 1
-        made = (torch.randn if matrix else torch.rand)(stored.shape, generator=generator)
-        tensors[name] = made * 1.5 * stored.shape[-1] ** -0.5 if matrix else made + 0.5
-    save_file(tensors, folder / "model.safetensors")
+    params = [*planned.target.params, *planned.draft.params]
+    write_tensors(folder, random_tensors(params, torch.Generator().manual_seed(8)))
     return folder
 
 
