@@ -47,10 +47,20 @@ SHAPES = {
     "draft lm_head": (32000, 4096, False),
     "qwen3 gate_up": (24576, 4096, True),
     "qwen3 lm_head": (151936, 4096, False),
+    "gpt-oss qkv": (5120, 2880, False),
+    "gpt-oss output": (2880, 4096, False),
+    "gpt-oss lm_head": (201088, 2880, False),
+    "gpt-oss draft lm_head": (32000, 2880, False),
+    "gpt-oss draft qkv": (5120, 5760, False),
+    "gpt-oss draft gate_up": (34560, 2880, True),
+    "gpt-oss draft down": (2880, 17280, False),
+    "qwen3-moe qkv": (5120, 2048, False),
+    "qwen3-moe output": (2048, 4096, False),
+    "qwen3-moe lm_head": (151936, 2048, False),
 }
-"""Name -> (n, k, gated): the products of Llama-3.1-8B and its EAGLE-3 head, and those in which Qwen3-8B differs.
+"""Name -> (n, k, gated): the products of Llama-3.1-8B and its EAGLE-3 head, and those in which others differ.
 
-Qwen3-8B's `down` has the shape of `draft fc`.
+Qwen3-8B's `down` has the shape of `draft fc`. gpt-oss is GPT-OSS-20B, with its EAGLE-3 head; qwen3-moe Qwen3-30B-A3B.
 """
 ROWS = (16, 32, 64, 128, 192, 256)
 TABLE = Path(kernels.__file__).with_name("skinny_gemm.json")
@@ -63,7 +73,7 @@ def candidates(rows: int, n: int, k: int, gated: bool) -> Iterator[RowsLaunch]:
     """Launches that could be fast: they fit, fill the GPU, and do not spill accumulators."""
     outputs, weights = (n // 2, 2) if gated else (n, 1)
     blocks = ((64, 64, 4), (64, 128, 4), (64, 256, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8), (256, 64, 8))
-    all_splits = (1,) if gated else (1, 2, 3, 4)
+    all_splits = (1,) if gated else (1, 2, 3, 4, 5)
     for (block_n, block_k, warps), stages, splits in product(blocks, (3, 4, 5, 6), all_splits):
         programs = -(-outputs // block_n) * splits
         accumulators = weights * block_n * row_class(rows) // (32 * warps)
