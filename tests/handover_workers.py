@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from nixl_peer import OVER_TCP
 from treetop.core.wire import Add, Failed, Hello, Load, ProcessOptions, Ready, Updates, decode_from_core, encode
 from treetop.types.config import EngineConfig
 from treetop.types.ids import RequestId
@@ -36,7 +37,7 @@ class WorkerProcess:
     ) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         address = f"ipc://{folder}/{next(_NUMBERS)}"
-        over = {"UCX_TLS": "tcp"} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
+        over = {"UCX_TLS": OVER_TCP} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
         environment = {**os.environ, SECRET_VARIABLE: secret, **over}
         command = [sys.executable, "-P", "-m", "treetop.core.engine_process"]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)

@@ -8,9 +8,14 @@ import random
 import select
 import sys
 
+import torch
+
 from treetop.transfer.events import PeerId
 from treetop.transfer.nixl import NixlTransport
 from treetop.transfer.transport import Memory
+
+OVER_TCP = "tcp,cuda_copy" if torch.cuda.is_available() else "tcp"
+"""For UCX_TLS, as between two hosts. Where there are GPUs NIXL refuses to start without a transport that knows them."""
 
 
 def known_bytes(num_bytes: int) -> bytes:

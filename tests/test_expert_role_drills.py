@@ -7,6 +7,7 @@ import time
 import pytest
 
 from engines import greedy
+from nixl_peer import OVER_TCP
 from serving import Server, serving
 from test_expert_group import OPTIONS, ranks_of
 from test_expert_parallel import TREE, build, save_glm_with_mtp
@@ -86,7 +87,7 @@ def site(tmp_path):
     llm.close()
     peers = addresses(2)
     flags = [str(place), *(str(each) for pair in FLAGS.items() for each in pair)]
-    environment = {SECRET_VARIABLE: "a secret of the tests", "UCX_TLS": "tcp"}
+    environment = {SECRET_VARIABLE: "a secret of the tests", "UCX_TLS": OVER_TCP}
     prefill = ("--role", "prefill", "--handover-listen", peers[0])
     decode = ("--role", "decode", "--prefill-peers", ",".join(peers), "--disable-radix-cache")
     with (

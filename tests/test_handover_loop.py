@@ -1,14 +1,22 @@
-"""The loop of an engine process with a role: what a step asks for is sent before anything is waited for."""
+"""The loop of an engine process with a role: what it does before it waits, and how long it waits."""
 
+import ctypes
+import time
 from itertools import pairwise
 
 import zmq
 
 from fake_core import ask, make_core
 from treetop.core.engine_process import CoreServer
+from treetop.core.handover import LATER_MS, SOON_MS, Staging
+from treetop.core.links import Links, RankLinks
+from treetop.transfer.events import PeerId
+from treetop.transfer.loopback import LoopbackTransport
+from treetop.transfer.transport import Memory
 from treetop.types.layout import SpecShape
 from treetop.types.requests import CoreInfo, HandoverLoad
 
+PEER = PeerId(3)
 INFO = CoreInfo("/none", 1000, 512, 4, SpecShape(2, 3, 6))
 
 
@@ -53,3 +61,26 @@ def test_a_role_hears_of_a_step_before_the_loop_waits(monkeypatch):
         context.destroy(linger=0)
     assert "step" in log
     assert all(after == "poll" for before, after in pairwise(log) if before == "step")
+
+
+def test_a_loop_sleeps_only_while_no_transfer_is_young(monkeypatch):
+    """Between two GPUs one takes a fraction of a millisecond; one whose peer has stopped may take for ever."""
+    memory = ctypes.create_string_buffer(64)
+    transports = [LoopbackTransport(Memory(ctypes.addressof(memory), 64)) for _ in range(2)]
+    own = Links(RankLinks(transports[0], Staging(Memory(0, 64), 1, 64, None, None)))
+    try:
+        assert own.connect(PEER, [transports[1].metadata])
+        assert own.wait_ms == LATER_MS
+        transports[0].stalled = True
+        handle = own.pull(PEER, 0, 0, None)
+        assert own.wait_ms == own.own.wait_ms == 0
+        later_s = time.monotonic() + 1.0
+        monkeypatch.setattr(time, "monotonic", lambda: later_s)
+        assert own.wait_ms == own.own.wait_ms == SOON_MS
+        transports[0].stalled = False
+        while own.poll(handle) != "done":
+            own.progress()
+        assert own.wait_ms == own.own.wait_ms == LATER_MS
+    finally:
+        for transport in transports:
+            transport.close()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nixl_peer import known_bytes
+from nixl_peer import OVER_TCP, known_bytes
 from treetop.transfer.events import PeerId
 from treetop.transfer.nixl import PACKAGES, NixlTransport, find_nixl
 from treetop.transfer.transport import WAYS, Handle, Memory, Probe, Range, State, Way
@@ -61,7 +61,7 @@ class Pair:
 def over_tcp() -> Iterator[Pair]:
     """As between two hosts: the system's copies between processes would not notice that a peer was stopped."""
     before = os.environ.get("UCX_TLS")
-    os.environ["UCX_TLS"] = "tcp"
+    os.environ["UCX_TLS"] = OVER_TCP
     pair = Pair()
     yield pair
     pair.close()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from treetop.core.handover import IDLE_MS, LATER_MS, SOON_MS, Staging, metadata_of
+from treetop.core.handover import IDLE_MS, LATER_MS, Staging, metadata_of
 from treetop.core.links import Links
 from treetop.scheduler.scheduler import Scheduler
 from treetop.transfer.desk_decode import DecodeDesk
@@ -99,7 +99,7 @@ class DecodeRole:
     @property
     def wait_ms(self) -> int:
         if self._moving or self._meetings:
-            return SOON_MS
+            return self._links.wait_ms
         return LATER_MS if self._desk.attempts else IDLE_MS
 
     @property

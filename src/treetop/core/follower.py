@@ -30,7 +30,6 @@ from treetop.core.group_wire import (
     decode_to_follower,
     encode,
 )
-from treetop.core.handover import LATER_MS, SOON_MS
 from treetop.core.links import Connect, Disconnect, Pull, RankLinks
 from treetop.core.staging import staging_of
 from treetop.engine.engine import Engine, InFlightStep
@@ -118,7 +117,7 @@ class Follower:
     def _wait_ms(self) -> int:
         if self._links is None:
             return _TICK_MS
-        return SOON_MS if self._links.busy else LATER_MS
+        return self._links.wait_ms
 
     def _move(self) -> None:
         """Other workers' transfers go on, and rank 0 hears of this rank's own."""

@@ -7,6 +7,7 @@
 A piece is there once it is there on every rank.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -14,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from treetop.core.handover import Metadata, Staging
+from treetop.core.handover import Metadata, Staging, wait_ms
 from treetop.transfer.events import PeerId
 from treetop.transfer.transport import Handle, Range, State, Transport, Way
 from treetop.types.handover import ALIGNMENT, Payload, Piece, first_head
@@ -165,8 +166,9 @@ class RankLinks:
         return changed
 
     @property
-    def busy(self) -> bool:
-        return bool(self._pulls)
+    def wait_ms(self) -> int:
+        """How long a loop without other work may wait."""
+        return wait_ms(self.transport.newest_s)
 
     def close(self) -> None:
         self.transport.close()
@@ -203,7 +205,14 @@ class Links:
         self.name = own.transport.name
         self.way: dict[PeerId, Way] = {}
         self._states: dict[Handle, dict[int, State]] = {}
+        self._pulled_s = 0.0
         self._numbers = count()
+
+    @property
+    def wait_ms(self) -> int:
+        """How long a loop without other work may wait, also for what other ranks pull."""
+        newest = self.own.transport.newest_s
+        return wait_ms(max(self._pulled_s, newest or 0.0) if self._states else newest)
 
     def connect(self, peer: PeerId, transports: Sequence[bytes]) -> bool:
         """Whether this peer can be reached from this rank; others' pulls will say so."""
@@ -216,7 +225,7 @@ class Links:
 
     def pull(self, peer: PeerId, there: int, here: int, piece: Piece | None, way: Way | None = None) -> Handle:
         """Begin to move a piece from the peer's slots into this worker's; None moves a whole slot of each rank."""
-        handle = Handle(next(self._numbers))
+        handle, self._pulled_s = Handle(next(self._numbers)), time.monotonic()
         self._states[handle] = dict.fromkeys(range(self.own.staging.size), "busy")
         self._order(Pull(handle, peer, there, here, piece, way or self.way.get(peer, "read")))
         return handle

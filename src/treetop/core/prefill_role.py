@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from treetop.core.handover import IDLE_MS, LATER_MS, Staging, metadata_of
+from treetop.core.handover import IDLE_MS, Staging, metadata_of
 from treetop.core.links import Links
 from treetop.scheduler.scheduler import Scheduler
 from treetop.transfer.desk_prefill import PrefillDesk
@@ -58,7 +58,7 @@ class PrefillRole:
 
     @property
     def wait_ms(self) -> int:
-        return LATER_MS if self._peers else IDLE_MS
+        return self._links.wait_ms if self._peers else IDLE_MS
 
     @property
     def load(self) -> HandoverLoad:

@@ -1,6 +1,7 @@
 """A transport inside one process, for tests: memory is copied between two engines a stretch at a time."""
 
 import ctypes
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -31,7 +32,12 @@ class LoopbackTransport:
         self._peers: dict[PeerId, LoopbackTransport] = {}
         self._copies: dict[Handle, _Copy] = {}
         self._handles = count()
+        self._newest_s = 0.0
         self._all[self.metadata] = self
+
+    @property
+    def newest_s(self) -> float | None:
+        return self._newest_s if self._copies else None
 
     def connect(self, peer: PeerId, metadata: bytes) -> bool:
         found = self._all.get(metadata)
@@ -45,6 +51,7 @@ class LoopbackTransport:
     def pull(self, peer: PeerId, remote: Sequence[Range], local: Sequence[Range], way: Way = "read") -> Handle:
         handle = Handle(next(self._handles))
         copy = self._copies[handle] = _Copy()
+        self._newest_s = time.monotonic()
         source = self._peers.get(peer)
         if source is None or not source.memory.holds(remote):
             copy.failed = True

@@ -76,6 +76,7 @@ class _Transfer:
     """
 
     peer: _Peer
+    begun_s: float
     handle: Any = None
     state: State = "busy"
     local: Sequence[Range] = ()
@@ -128,6 +129,10 @@ class NixlTransport:
         self._early: deque[tuple[str, bytes]] = deque(maxlen=_MOST_EARLY)
         self._numbers = count()
 
+    @property
+    def newest_s(self) -> float | None:
+        return max((each.begun_s for each in (*self._transfers.values(), *self._writes.values())), default=None)
+
     def connect(self, peer: PeerId, metadata: bytes) -> bool:
         try:
             reach = msgspec.msgpack.decode(metadata, type=_Reach)
@@ -146,12 +151,12 @@ class NixlTransport:
     def pull(self, peer: PeerId, remote: Sequence[Range], local: Sequence[Range], way: Way = "read") -> Handle:
         number = next(self._numbers)
         handle = Handle(number)
-        source = self._peers.get(peer)
+        source, now = self._peers.get(peer), time.monotonic()
         if source is None or not source.memory.holds(remote) or len(remote) != len(local):
-            self._transfers[handle] = _Transfer(_Peer("", self._memory), state="failed")
+            self._transfers[handle] = _Transfer(_Peer("", self._memory), now, state="failed")
             return handle
         assert self._memory.holds(local)
-        transfer = self._transfers[handle] = _Transfer(source, local=tuple(local))
+        transfer = self._transfers[handle] = _Transfer(source, now, local=tuple(local))
         try:
             if way == "read":
                 transfer.handle = self._begin("READ", source, local, remote)
@@ -214,7 +219,7 @@ class NixlTransport:
                 if not fits:
                     raise ValueError
                 handle = self._begin("WRITE", peer, word.remote, word.local)
-                self._writes[agent, word.number] = _Transfer(peer, handle)
+                self._writes[agent, word.number] = _Transfer(peer, time.monotonic(), handle)
             except Exception:  # out of bounds, or the peer has gone
                 self._tell(agent, _Written(word.number, whole=False))
 

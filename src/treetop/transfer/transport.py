@@ -37,11 +37,15 @@ class Memory(NamedTuple):
 class Transport(Protocol):
     """One worker's end. Calls return at once, and none raises for what a peer does or fails to do.
 
-    name: in words. metadata: what a peer needs to connect.
+    name: in words. metadata: what a peer needs to connect. newest_s: when the newest began, by `time.monotonic`, of the
+    transfers that have not ended, here or for a peer; None without any.
     """
 
     name: str
     metadata: bytes
+
+    @property
+    def newest_s(self) -> float | None: ...
 
     def connect(self, peer: PeerId, metadata: bytes) -> bool:
         """Whether this peer can be reached."""
