@@ -47,20 +47,29 @@ class Watching:
         pass
 
 
-def test_a_role_hears_of_a_step_before_the_loop_waits(monkeypatch):
-    """An idle worker waits a quarter of a second: so much later would a request have been asked for."""
+def test_a_step_follows_what_a_role_does_before_the_loop_waits(monkeypatch):
+    """An idle worker waits a quarter of a second: so much later would a piece that has landed be imported."""
     log, core = [], make_core()
     core.add(ask(1, [5, 6], max_tokens=6))
     step = core.step
-    monkeypatch.setattr(core, "step", lambda: log.append("step") or step())
+
+    def stall():
+        """A step, after which there is nothing to do until the role does something."""
+        log.append("step")
+        updates = step()
+        core.stalled = True
+        return updates
+
+    monkeypatch.setattr(core, "step", stall)
     context = zmq.Context()
     try:
         socket = context.socket(zmq.ROUTER)
         assert CoreServer(core, INFO, socket, Watching(log)).run() == "enough"
     finally:
         context.destroy(linger=0)
-    assert "step" in log
-    assert all(after == "poll" for before, after in pairwise(log) if before == "step")
+    steps = log[: len(log) - log[::-1].index("step")]
+    assert "wait" in steps
+    assert all(after == "step" for before, after in pairwise(steps) if before == "poll")
 
 
 def test_a_loop_sleeps_only_while_no_transfer_is_young(monkeypatch):

@@ -120,6 +120,24 @@ def test_requests_are_handed_over_through_many_slots_or_one(sides, prompts, expe
 
 
 @pytest.mark.parametrize("sides", [(3, 3)], indirect=True)
+def test_neither_loop_waits_before_the_other_worker_is_told_of_a_step(sides, prompts):
+    """Of a request that has been admitted, and of what has been computed for it."""
+    number, waits = RequestId(7), []
+    sides.decode.core.add(EngineRequest(number, tuple(prompts[1]), greedy(3), 0), remote=True)
+    sides.decode.core.step()
+    assert sides.asks.wait_ms == 0
+    while not waits:
+        sides.asks.poll(time.monotonic())
+        assert sides.asks.wait_ms > 0
+        sides.computes.poll(time.monotonic())
+        sides.prefill.core.step()
+        waits += [sides.computes.wait_ms] if sides.prefill.scheduler.handover.has_events else []
+    assert waits == [0]
+    sides.decode.core.abort(number)
+    sides.until(sides.nothing_is_held)
+
+
+@pytest.mark.parametrize("sides", [(3, 3)], indirect=True)
 @pytest.mark.parametrize("how", ["stalled", "broken", "dead"])
 def test_what_stops_in_the_middle_goes_on_at_the_decode_worker(sides, prompts, expected, how):
     """A transfer that does not end, one that fails, and a worker that says nothing more, after some pieces."""

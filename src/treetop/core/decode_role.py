@@ -98,6 +98,8 @@ class DecodeRole:
 
     @property
     def wait_ms(self) -> int:
+        if self._scheduler.handover.has_events:
+            return 0
         if self._moving or self._meetings:
             return self._links.wait_ms
         return LATER_MS if self._desk.attempts else IDLE_MS

@@ -63,10 +63,10 @@ class CoreServer:
         while reason is None:
             self._wait()
             self._receive()
+            if self._role is not None:  # before the step, which does what the role tells the scheduler
+                self._role.poll(time.monotonic())
             if self._core.busy:
                 self._loop.step()
-            if self._role is not None:  # after the step, whose requests are asked for before anything is waited for
-                self._role.poll(time.monotonic())
             self._tell_load()
             reason = self._end()
         self._broadcast(Failed(reason, False))

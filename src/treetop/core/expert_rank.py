@@ -115,10 +115,10 @@ class ExpertRank:
         while not self.ended.is_set():
             while self._orders.poll(0):
                 self._apply(loop, decode_to_core(self._orders.recv()))
+            if role is not None:  # before the step, which does what the role tells the scheduler
+                role.poll(time.monotonic())
             if core.busy:
                 loop.step()
-            if role is not None:  # after the step, whose requests are asked for before anything is waited for
-                role.poll(time.monotonic())
             if not core.busy or core.stalled:
                 if lockstep.called():
                     lockstep.rest()

@@ -58,6 +58,8 @@ class PrefillRole:
 
     @property
     def wait_ms(self) -> int:
+        if self._scheduler.handover.has_events:
+            return 0
         return self._links.wait_ms if self._peers else IDLE_MS
 
     @property

@@ -65,6 +65,11 @@ class Handover:
         self._imports: list[tuple[Request, int, Piece, tuple[int, ...]]] = []
         self._events: list[DecodeEvent | PrefillEvent] = []
 
+    @property
+    def has_events(self) -> bool:
+        """Whether the desk is to be told of something."""
+        return bool(self._events)
+
     def take_events(self) -> list[DecodeEvent | PrefillEvent]:
         """What has happened since the last call, in order."""
         events, self._events = self._events, []
