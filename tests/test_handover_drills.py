@@ -19,9 +19,11 @@ import torch
 from engines import build, greedy, sampled
 from handover_workers import WorkerProcess
 from tiny_models import Pair
+from treetop.core.engine_process import _LOAD_S
 from treetop.transfer.nixl import PACKAGES
 from treetop.types.config import EngineConfig
 from treetop.types.ids import RequestId
+from treetop.types.requests import HandoverLoad
 from treetop.types.roles import HandoverOptions
 from treetop.types.sampling import SamplingParams
 
@@ -90,6 +92,12 @@ class Site:
             if worker.process.poll() is None:
                 worker.until(lambda w=worker: _nothing_held(w))  # type: ignore[misc]  # bound now
 
+    def settled(self) -> HandoverLoad:
+        """The decode worker's numbers, once what has happened is in them: it tells them now and then."""
+        told = time.monotonic() + 2 * _LOAD_S
+        self.decode.until(lambda: time.monotonic() >= told)
+        return self.decode.handover
+
     def close(self) -> None:
         for worker in (self.decode, self.prefill):
             if worker.process.poll() is None:
@@ -128,7 +136,7 @@ def test_without_a_prefill_worker_requests_are_served(site: Site) -> None:
 
 def test_requests_are_handed_over_and_prefix_hits_shorten_what_is_asked_for(site: Site) -> None:
     site.with_prefill()
-    before = site.decode.handover
+    before = site.settled()
     prompts = site.prompts()
     expected = site.expected(prompts)
     assert site.decode.wait(site.decode.ask(prompts, PARAMS)) == expected
@@ -147,7 +155,7 @@ def test_requests_are_handed_over_and_prefix_hits_shorten_what_is_asked_for(site
 def test_a_stopped_prefill_worker_delays_and_loses_nothing(site: Site) -> None:
     """It goes on after twice its lease: late answers count for nothing, and it is used again."""
     site.with_prefill()
-    before = site.decode.handover
+    before = site.settled()
     ids, expected = site.ask()
     site.decode.until(lambda: site.decode.handover.num_pieces > before.num_pieces)
     site.prefill.process.send_signal(signal.SIGSTOP)
@@ -184,7 +192,7 @@ def test_a_registry_without_renewals_ends_no_session(site: Site) -> None:
 def test_a_prefill_worker_is_killed(site: Site, when: str) -> None:
     """Before anything was computed, while pieces travel, or once the requests decode."""
     site.with_prefill()
-    before = site.decode.handover
+    before = site.settled()
     ids, expected = site.ask()
     if when == "during":
         site.decode.until(lambda: site.decode.handover.num_pieces > before.num_pieces)
@@ -204,7 +212,7 @@ def test_a_prefill_worker_is_killed(site: Site, when: str) -> None:
 def test_a_killed_decode_workers_slots_come_back(site: Site) -> None:
     """Its prefill worker gives up what it computes for it. Last, for the decode worker is the site's."""
     site.with_prefill()
-    before = site.decode.handover
+    before = site.settled()
     site.ask()
     site.decode.until(lambda: site.decode.handover.num_pieces > before.num_pieces)
     site.decode.process.kill()
