@@ -25,12 +25,14 @@ from treetop.debug import ranks as threads
 from treetop.debug.ranks import MemoryGroup, ranks_on_threads
 from treetop.kernels import peers
 from treetop.kernels.peers import Mailboxes
+from treetop.kernels.triton_guard import gpu_traits
 from treetop.parallel import peer_memory
 from treetop.parallel.exchange import Meeting
 from treetop.parallel.peer_memory import PeerExchange, PeerMemoryError, reach_peers
 from treetop.types.errors import EngineError
 
 CPU = torch.device("cpu")
+GPU = gpu_traits(CPU)
 
 
 def test_ranks_exchange_behind_delays_and_the_death_of_one_is_written_down(tmp_path):
@@ -55,6 +57,32 @@ def test_ranks_exchange_behind_delays_and_the_death_of_one_is_written_down(tmp_p
     assert [rank.returncode for rank in ranks] == [0] * size
     assert said[0][0] == said[1][0]
     assert said[0][1] == f"{LATE} 1 1"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_no_two_threads_look_for_the_same_number(monkeypatch, dtype):
+    """One of them might empty its box before the other, which waits on, has seen it."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    launches = []
+    monkeypatch.setattr(peers, "_add_shares_kernel", Launches(launches))
+    monkeypatch.setattr(peers, "_gather_kernel", Launches(launches))
+    mail = Mailboxes.make(0, [0, 0], CPU, torch.zeros(RECORD, dtype=torch.int64))
+    for width in (2, 6, 64, 100, 512, 2880, 8192):
+        x = torch.zeros((1, width), dtype=dtype)
+        peers.add_shares_rms_norm(x, x[None], None, 1e-5, mail, GPU)
+        peers.gather(torch.zeros((1, 2, width), dtype=dtype), x, mail, GPU)
+    assert len(launches) == 14
+    assert all(launch["block"] >= 32 * launch["num_warps"] for launch in launches)
+
+
+class Launches:
+    """Stands for a kernel."""
+
+    def __init__(self, options):
+        self.options = options
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: self.options.append(options)
 
 
 class Model:

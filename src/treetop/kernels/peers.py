@@ -180,15 +180,16 @@ def add_shares_rms_norm(
     """`add_shares_rms_norm_reference` in one launch."""
     x, parts = x.contiguous(), parts.contiguous()
     hidden, wide = x.shape[-1], x.element_size() == 4
+    num_warps = num_warps or (8 if hidden > 2048 else 4)
     total = torch.empty_like(x)
     normed = total if weight is None else torch.empty_like(x)
     _add_shares_kernel[(x.numel() // hidden,)](
         total, normed, x, parts, x if weight is None else weight, eps, x.numel(),
         mail.addresses, mail.counts, mail.control, mail.record, mail.rank,
-        ranks=mail.ranks, hidden=hidden, block=lanes(hidden), parts_count=parts.shape[0], norms=weight is not None,
+        ranks=mail.ranks, hidden=hidden, block=max(lanes(hidden), 32 * num_warps), parts_count=parts.shape[0], norms=weight is not None,
         word=tl.int32 if wide else tl.int16, nan=_NAN[x.element_size()], slot=ROW_BYTES // x.element_size(), slots=ROWS,
         late=LATE, quiet=_QUIET_NS, clock=not interpreted(), overlap=gpu.can_overlap,
-        num_warps=num_warps or (8 if hidden > 2048 else 4), **launch_options(gpu),
+        num_warps=num_warps, **launch_options(gpu),
     )  # fmt: skip
     return total, normed
 
@@ -217,7 +218,8 @@ def _add_shares_kernel(
     """One row a program. total, normed, x: [rows, hidden]; parts: [parts, rows, hidden]; weight: [hidden].
 
     slot: numbers that one has room for. A mailbox begins with [2, slots, ranks, slot] of them, all bits set where
-    nothing has come.
+    nothing has come. block: no less than there are threads: were two to look for the same number, one might empty its
+    box before the other has seen it.
     """
     column = tl.arange(0, block)
     there, me = column < hidden, tl.zeros([block], tl.int32) + rank
