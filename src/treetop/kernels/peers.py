@@ -181,12 +181,13 @@ def add_shares_rms_norm(
     x, parts = x.contiguous(), parts.contiguous()
     hidden, wide = x.shape[-1], x.element_size() == 4
     num_warps = num_warps or (8 if hidden > 2048 else 4)
+    block = max(lanes(hidden), 32 * num_warps)
     total = torch.empty_like(x)
     normed = total if weight is None else torch.empty_like(x)
     _add_shares_kernel[(x.numel() // hidden,)](
         total, normed, x, parts, x if weight is None else weight, eps, x.numel(),
         mail.addresses, mail.counts, mail.control, mail.record, mail.rank,
-        ranks=mail.ranks, hidden=hidden, block=max(lanes(hidden), 32 * num_warps), parts_count=parts.shape[0], norms=weight is not None,
+        ranks=mail.ranks, hidden=hidden, block=block, parts_count=parts.shape[0], norms=weight is not None,
         word=tl.int32 if wide else tl.int16, nan=_NAN[x.element_size()], slot=ROW_BYTES // x.element_size(), slots=ROWS,
         late=LATE, quiet=_QUIET_NS, clock=not interpreted(), overlap=gpu.can_overlap,
         num_warps=num_warps, **launch_options(gpu),
