@@ -26,7 +26,7 @@ from treetop.doctor.exchange import times_us
 from treetop.kernels.table import OpContext, Ops
 from treetop.parallel.exchange import Group, Meeting
 
-ROWS, WIDTHS, EPS = (1, 2, 4, 8, 16, 64), (4096, 8192), 1e-5
+ROWS, WIDTHS, EPS = (1, 4, 16, 64, 128, 256), (4096, 8192), 1e-5
 
 
 def _shared(ops: Ops, x: Tensor, parts: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

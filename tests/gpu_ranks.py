@@ -19,7 +19,7 @@ from treetop.parallel.exchange import Group, Meeting
 
 SIZE, EPS = 2, 1e-5
 DEADLINE_S = 2.0
-SHAPES = [(1, 4096), (16, 8192), (4, 4096), (64, 1024), (7, 2880), (3, 512), (2, 6)]
+SHAPES = [(1, 4096), (256, 4096), (16, 8192), (4, 4096), (64, 1024), (7, 2880), (3, 512), (2, 6)]
 """Rows and widths of sums."""
 
 

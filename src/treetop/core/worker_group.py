@@ -114,8 +114,9 @@ class WorkerGroup:
         self._check_alive()
         number, deadline = in_flight.number, time.monotonic() + self.config.step_timeout
         try:
-            digests = self._ranks.await_step(number, deadline)  # then rank 0 waits for no rank but itself
-            result = self.engine.collect(in_flight.own)
+            with self._ranks.no_longer_than(self.config.step_timeout):  # the others end it meanwhile
+                result = self.engine.collect(in_flight.own)
+            digests = self._ranks.await_step(number, deadline)
             if self.config.check_level >= 1:
                 _compare(number, digest_of(result), digests)
         except BaseException as error:

@@ -26,7 +26,7 @@ from treetop.kernels.dependent_launch import launch_options, pdl_wait
 from treetop.kernels.fused import add_rms_norm_reference, joined
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, interpreted, jit, lanes, tl
 
-ROWS, ROW_BYTES = 64, 64 << 10
+ROWS, ROW_BYTES = 256, 32 << 10
 """Slots of sums, one for each row of a launch, and how long a row may be, in float32."""
 CHUNKS, CHUNK = 64, 1024
 """Slots of gathers, and how many words of 4 bytes a slot holds, each beside a number."""
