@@ -390,7 +390,8 @@ def moved(run: Callable[..., Any]) -> Call:
     pool, slot = torch.randn(3, 32, 2, 2, 6).to(kind), torch.randint(0, 256, (8192,), dtype=torch.uint8)
     pool[:, :4] = 0
     pool[1, 11, 0, 1, 3] = float("nan")
-    return Call((slot, pool, table, span), compared=lambda args, result: (result, args[0], args[1].view(torch.uint8)))
+    sums = torch.tensor([5, -7])
+    return Call((slot, pool, table, span, sums), compared=lambda args, _: (args[0], args[1].view(torch.uint8), args[4]))
 
 
 @case

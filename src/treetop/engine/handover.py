@@ -28,7 +28,7 @@ _LOWEST, _HIGHEST = -(2**63), 2**63 - 1
 class Move(Protocol):
     """`pack` or `unpack` of the table of operations."""
 
-    def __call__(self, slot: Tensor, pool: Tensor, table: Tensor, span: Span) -> Tensor: ...
+    def __call__(self, slot: Tensor, pool: Tensor, table: Tensor, span: Span, sums: Tensor) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,19 +99,18 @@ class StagingSlots:
 
 def export_pieces(runner: ModelRunner, slots: StagingSlots, plan: ExportPlan) -> Results:
     """Pack pieces into slots. As results, a piece a row: tokens: checksums of all ranks; finite: see `_same_record`."""
-    sums, sound = [], []
-    for export in plan.exports:
-        own, stretch = _move(runner, slots, export, runner.ops.pack), _record_stretch(slots, export.piece)
-        record, good = own.new_zeros(1), own.new_ones((), dtype=torch.bool)
+    sums = _no_sums(slots, plan.exports)
+    sound = torch.ones_like(sums[:, 0], dtype=torch.bool)
+    for i, export in enumerate(plan.exports):
+        _move(runner, slots, export, runner.ops.pack, sums[i])
+        stretch = _record_stretch(slots, export.piece)
         if stretch is not None:
             staged = _bytes_of(slots, export.slot, stretch)
             staged.copy_(runner.state.record.pack(export.row))
-            record = checksum(staged.clone().view(torch.int32))[None]
-            good = _same_record(runner, export.row, staged)
-        sums.append(torch.cat([own, record]))
-        sound.append(good)
-    gathered = runner.ops.parallel.gather(torch.stack(sums)).movedim(0, 1).flatten(1)
-    return Results(gathered, gathered.new_zeros(len(sums)), _all_ranks(runner.ops.parallel, torch.stack(sound)))
+            sums[i, -1] = checksum(staged.clone().view(torch.int32))
+            sound[i] = _same_record(runner, export.row, staged)
+    gathered = runner.ops.parallel.gather(sums).movedim(0, 1).flatten(1)
+    return Results(gathered, gathered.new_zeros(len(sums)), _all_ranks(runner.ops.parallel, sound))
 
 
 def import_pieces(
@@ -123,28 +122,23 @@ def import_pieces(
     pieces, int64. As results, a piece a row: tokens: the root, of a last piece; accept_len: 1 if it is intact; finite:
     whether an intact record is in its row.
     """
-    sums = []
-    for each in plan.imports:
-        _clear_torn_pages(runner, slots, each)
-        own, stretch = _move(runner, slots, each, runner.ops.unpack), _record_stretch(slots, each.piece)
-        record = own.new_zeros(1)
-        if stretch is not None:
-            record = checksum(_bytes_of(slots, each.slot, stretch).clone().view(torch.int32))[None]
-        sums.append(torch.cat([own, record]))
-    intact = _all_ranks(runner.ops.parallel, (torch.stack(sums) == expected).all(1) & (known != 0))
-    roots, good, written = [], [*intact.unbind()], [torch.ones_like(flag) for flag in intact.unbind()]
-    rows = iter(last_rows.split(1))
+    sums, staged = _no_sums(slots, plan.imports), dict[int, Tensor]()
     for i, each in enumerate(plan.imports):
+        _clear_torn_pages(runner, slots, each)
+        _move(runner, slots, each, runner.ops.unpack, sums[i])
         stretch = _record_stretch(slots, each.piece)
-        if stretch is None:
-            roots.append(expected.new_zeros(()))
-            continue
-        staged = _bytes_of(slots, each.slot, stretch)
-        good[i] = good[i] & _fits(runner, each.piece, staged)
-        runner.state.record.unpack(each.row, staged, good[i])
-        written[i] = (runner.state.record.pack(each.row) == staged).all() | ~good[i]
-        roots.append(_begin(runner, each, good[i], next(rows)))
-    return Results(torch.stack(roots)[:, None], torch.stack(good).to(torch.int64), torch.stack(written))
+        if stretch is not None:
+            staged[i] = _bytes_of(slots, each.slot, stretch)
+            sums[i, -1] = checksum(staged[i].clone().view(torch.int32))
+    good = _all_ranks(runner.ops.parallel, (sums == expected).all(1) & (known != 0))
+    roots, written = torch.zeros_like(known), torch.ones_like(good)
+    for (i, record), row in zip(staged.items(), last_rows.unbind(), strict=True):
+        each = plan.imports[i]
+        good[i] &= _fits(runner, each.piece, record)
+        runner.state.record.unpack(each.row, record, good[i])
+        written[i] = (runner.state.record.pack(each.row) == record).all() | ~good[i]
+        roots[i] = _begin(runner, each, good[i], row.view(1))
+    return Results(roots[:, None], good.to(torch.int64), written)
 
 
 def _begin(runner: ModelRunner, each: Import, good: Tensor, row: Tensor) -> Tensor:
@@ -158,18 +152,24 @@ def _begin(runner: ModelRunner, each: Import, good: Tensor, row: Tensor) -> Tens
     return root
 
 
-def _move(runner: ModelRunner, slots: StagingSlots, moved: Export | Import, run: Move) -> Tensor:
-    """Run pack or unpack over all groups of a piece. Returns the checksum of each KV head, [heads of all groups]."""
-    spec, layout, piece = slots.spec, runner.layout, moved.piece
-    stretches, sums = iter(spec.own.stretches(piece)), []
+def _no_sums(slots: StagingSlots, moved: Sequence[Export | Import]) -> Tensor:
+    """Room for the checksums of pieces, [pieces, num_own] int64."""
+    return torch.zeros((len(moved), slots.spec.num_own), dtype=torch.int64, device=slots.memory.device)
+
+
+def _move(runner: ModelRunner, slots: StagingSlots, moved: Export | Import, run: Move, sums: Tensor) -> None:
+    """Run pack or unpack over all groups of a piece. sums: [num_own], gets the checksum of each KV head."""
+    spec, layout, piece, begin = slots.spec, runner.layout, moved.piece, 0
+    stretches = spec.own.stretches(piece)
     for group in spec.own.groups:
-        mine = [next(stretches) for _ in range(group.kv.heads)]
+        mine, end = stretches[begin : begin + group.kv.heads], begin + group.kv.heads
         first = piece.first_seen(group.window)
-        stride = mine[1].offset - mine[0].offset if len(mine) > 1 else 0
-        span = Span(first, piece.end - first, layout.page_size, mine[0].offset, stride)
-        pool, table = runner.pools[group.name].data, runner.state.table_of(group.name).data[moved.row]
-        sums.append(run(slots.memory[moved.slot], pool, table, span) if span.count else _nothing(table, group))
-    return torch.cat(sums)
+        if first < piece.end:
+            stride = mine[1].offset - mine[0].offset if len(mine) > 1 else 0
+            span = Span(first, piece.end - first, layout.page_size, mine[0].offset, stride)
+            pool, table = runner.pools[group.name].data, runner.state.table_of(group.name).data[moved.row]
+            run(slots.memory[moved.slot], pool, table, span, sums[begin:end])
+        begin = end
 
 
 def _clear_torn_pages(runner: ModelRunner, slots: StagingSlots, each: Import) -> None:
@@ -181,11 +181,6 @@ def _clear_torn_pages(runner: ModelRunner, slots: StagingSlots, each: Import) ->
             page = runner.state.table_of(group.name).data[each.row, first // size].to(torch.int64)
             torn = page * size + torch.arange(first % size, device=page.device)
             runner.pools[group.name].data.index_fill_(1, torn, 0)
-
-
-def _nothing(table: Tensor, group: KVGroup) -> Tensor:
-    """The checksums of no bytes."""
-    return table.new_zeros(group.kv.heads, dtype=torch.int64)
 
 
 def _record_stretch(slots: StagingSlots, piece: Piece) -> Stretch | None:

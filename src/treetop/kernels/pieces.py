@@ -40,22 +40,22 @@ def checksum(words: Tensor) -> Tensor:
     return ((words.to(torch.int64) & 0xFFFFFFFF) * factors).sum(-1)
 
 
-def pack_reference(slot: Tensor, pool: Tensor, table: Tensor, span: Span) -> Tensor:
-    """Copy a piece's K/V of a group, all its layers, from the pages of a row into a slot; the checksum of each KV head.
+def pack_reference(slot: Tensor, pool: Tensor, table: Tensor, span: Span, sums: Tensor) -> None:
+    """Copy a piece's K/V of a group, all its layers, from the pages of a row into a slot; add up its checksums.
 
     slot: [slot_bytes] uint8. pool: [layers, slots, planes, kv_heads, head_dim]. table: [columns] int32, the row's
-    pages. Returns [kv_heads] int64.
+    pages. sums: [kv_heads] int64, to which the checksum of each KV head is added.
     """
     moved = pool.index_select(1, _slots(table, span)).permute(3, 0, 1, 2, 4).contiguous()
     stretches = _stretches(slot, pool, span)
     stretches.copy_(moved.view(torch.uint8).view(stretches.shape))
-    return checksum(moved.view(_WORD).flatten(1))
+    sums += checksum(moved.view(_WORD).flatten(1))
 
 
-def unpack_reference(slot: Tensor, pool: Tensor, table: Tensor, span: Span) -> Tensor:
+def unpack_reference(slot: Tensor, pool: Tensor, table: Tensor, span: Span, sums: Tensor) -> None:
     """`pack_reference` the other way: from a slot into the pages of a row, but for the null page.
 
-    Returns the checksum of each KV head, [kv_heads] int64, of what the slot holds.
+    The checksums are of what the slot holds.
     """
     layers, _, planes, heads, dim = pool.shape
     moved = _stretches(slot, pool, span).contiguous()
@@ -64,7 +64,7 @@ def unpack_reference(slot: Tensor, pool: Tensor, table: Tensor, span: Span) -> T
     values = moved.view(pool.dtype).view(heads, layers, span.count, planes, dim)
     pool.index_copy_(1, slots, values.permute(1, 2, 3, 0, 4))
     pool[:, 0].zero_()
-    return checksum(moved.view(_WORD))
+    sums += checksum(moved.view(_WORD))
 
 
 def _slots(table: Tensor, span: Span) -> Tensor:
@@ -83,24 +83,23 @@ def _stretches(slot: Tensor, pool: Tensor, span: Span) -> Tensor:
     return slot.as_strided((heads, size), (span.stride, 1), slot.storage_offset() + span.offset)
 
 
-def pack(slot: Tensor, pool: Tensor, table: Tensor, span: Span, gpu: GpuTraits) -> Tensor:
+def pack(slot: Tensor, pool: Tensor, table: Tensor, span: Span, sums: Tensor, gpu: GpuTraits) -> None:
     """`pack_reference` in one launch."""
-    return _move(slot, pool, table, span, into_pages=False)
+    _move(slot, pool, table, span, sums, into_pages=False)
 
 
-def unpack(slot: Tensor, pool: Tensor, table: Tensor, span: Span, gpu: GpuTraits) -> Tensor:
+def unpack(slot: Tensor, pool: Tensor, table: Tensor, span: Span, sums: Tensor, gpu: GpuTraits) -> None:
     """`unpack_reference` in one launch; the null page is not touched."""
-    return _move(slot, pool, table, span, into_pages=True)
+    _move(slot, pool, table, span, sums, into_pages=True)
 
 
-def _move(slot: Tensor, pool: Tensor, table: Tensor, span: Span, into_pages: bool) -> Tensor:
+def _move(slot: Tensor, pool: Tensor, table: Tensor, span: Span, sums: Tensor, into_pages: bool) -> None:
     _stretches(slot, pool, span)  # it fits
     layers, _, planes, heads, _ = pool.shape
     words, slot_words = pool.view(_WORD), slot.view(_WORD)
     dim = words.shape[4]
     assert words.stride()[1:] == (planes * heads * dim, heads * dim, dim, 1)
-    assert table.stride(0) == 1
-    sums = torch.zeros(heads, dtype=torch.int64, device=pool.device)
+    assert table.stride(0) == sums.stride(0) == 1
     width = lanes(planes * dim)
     tokens = max(_TILE // width, 1)
     _move_kernel[(-(-span.count // tokens), layers, heads)](
@@ -108,7 +107,6 @@ def _move(slot: Tensor, pool: Tensor, table: Tensor, span: Span, into_pages: boo
         heads, page_size=span.page_size, planes=planes, dim=dim, tokens=tokens, width=width, into_pages=into_pages,
         num_warps=4,
     )  # fmt: skip
-    return sums
 
 
 @jit

@@ -9,6 +9,7 @@ Pages never meet the network. Host values only, which can cross a process bounda
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from treetop.types.errors import CapacityError
@@ -82,21 +83,12 @@ class Payload:
 
     def stretches(self, piece: Piece) -> tuple[Stretch, ...]:
         """In the order of a payload, which is that of its checksums."""
-        found, offset = [], 0
-        for group in self.groups:
-            count = piece.end - piece.first_seen(group.window)
-            size = count * self._head_bytes(group)
-            for head in range(group.kv.heads):
-                found.append(Stretch(group.name, head, offset, size))
-                offset = _aligned(offset + size)
-        if piece.last:
-            found.append(Stretch(None, 0, offset, self.record_bytes))
-        return tuple(found)
+        counts = tuple(piece.end - piece.first_seen(group.window) for group in self.groups)
+        return _stretches(self, counts, piece.last)
 
     def of_rank(self, size: int) -> "Payload":
         """What one of `size` ranks has of a whole model's; with more ranks than heads neighbours have the same."""
-        parts = [replace(each, kv=replace(each.kv, heads=max(each.kv.heads // size, 1))) for each in self.groups]
-        return replace(self, groups=tuple(parts))
+        return _of_rank(self, size)
 
     def num_bytes(self, piece: Piece) -> int:
         """From the slot's first byte to the payload's last, filled up to `ALIGNMENT`."""
@@ -117,6 +109,26 @@ class Payload:
     def _head_bytes(self, group: KVGroup) -> int:
         """Of one token and one KV head, in all layers."""
         return group.num_layers * group.kv.planes * group.kv.head_dim * self.itemsize
+
+
+@lru_cache(maxsize=64)
+def _stretches(payload: Payload, counts: tuple[int, ...], last: bool) -> tuple[Stretch, ...]:
+    """Pieces of a prompt have the same but for the last one. counts: tokens of each group."""
+    found, offset = [], 0
+    for group, count in zip(payload.groups, counts, strict=True):
+        size = count * payload._head_bytes(group)
+        for head in range(group.kv.heads):
+            found.append(Stretch(group.name, head, offset, size))
+            offset = _aligned(offset + size)
+    if last:
+        found.append(Stretch(None, 0, offset, payload.record_bytes))
+    return tuple(found)
+
+
+@lru_cache(maxsize=64)
+def _of_rank(payload: Payload, size: int) -> Payload:
+    parts = [replace(each, kv=replace(each.kv, heads=max(each.kv.heads // size, 1))) for each in payload.groups]
+    return replace(payload, groups=tuple(parts))
 
 
 def first_head(group: KVGroup, rank: int, size: int) -> int:
