@@ -9,6 +9,7 @@ from serving import Server
 from treetop.core.roles import check_handover
 from treetop.core.wire import ProcessOptions
 from treetop.doctor.transport import transport_speeds
+from treetop.engine.build import plan_engine
 from treetop.models.fingerprint import fingerprint
 from treetop.server.llm import LLM
 from treetop.types.config import EngineConfig
@@ -124,3 +125,14 @@ def _free_port() -> int:
 
     with socket.create_server(("127.0.0.1", 0)) as found:
         return found.getsockname()[1]
+
+
+def test_a_chunk_is_no_longer_than_what_slots_hold(strong_pair):
+    def layout(**options):
+        return plan_engine(EngineConfig.of(str(strong_pair.target), draft=None, **options)).layout
+
+    slots = {"handover_slots": 3, "handover_slot_bytes": 1 << 15}
+    held = layout(**slots)
+    assert held.chunk <= 3 * held.slot_tokens < 2 * held.chunk
+    assert held.chunk < layout().chunk
+    assert layout(**slots, chunked_prefill_size=300).chunk == 300

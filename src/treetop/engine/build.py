@@ -189,7 +189,15 @@ def _with_slots(
     ranks = config.tp_size
     handover = HandoverSpec.of(layout.groups, kv_groups(model, draft, 1), dtype.itemsize, record, ranks)
     tokens = min(handover.own.tokens_per_slot(config.handover_slot_bytes), layout.max_context)
-    return replace(layout, handover_slots=config.handover_slots, slot_tokens=tokens), handover
+    layout = replace(layout, handover_slots=config.handover_slots, slot_tokens=tokens)
+    if config.chunked_prefill_size is None:  # no more than slots hold, to be taken while the next chunk is computed
+        layout = replace(layout, chunk=min(layout.chunk, _power_of_two(config.handover_slots * tokens)))
+    return layout, handover
+
+
+def _power_of_two(number: int) -> int:
+    """The largest that is not above it."""
+    return 1 << number.bit_length() - 1
 
 
 def choose_max_in_flight(config: EngineConfig) -> int:

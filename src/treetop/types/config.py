@@ -79,9 +79,9 @@ class EngineConfig:
     dummy makes random weights of the shapes that config.json gives. compress_weights: keep weights in 12 bits too,
     without loss, for products of few rows; None does where products gain and memory is plenty. simulate_accept_length:
     tokens every round emits, whatever is right; for measuring speed only. chunked_prefill_size: most prompt tokens a
-    prefill step processes, its padding counted; None goes by the device and its memory. prefill_tokens_per_round: the
-    same while requests decode, which take turns with prefill steps, and fewer the more they attend to; None is about
-    what their round computes.
+    prefill step processes, its padding counted; None goes by the device and its memory, and by what staging slots
+    hold. prefill_tokens_per_round: the same while requests decode, which take turns with prefill steps, and fewer the
+    more they attend to; None is about what their round computes.
     schedule_policy: who is admitted first, and retracted last: by arrival, or by each request's priority, lower first,
     and then by arrival. disable_radix_cache: do not keep the K/V of prompts and outputs for prompts that begin alike.
     disable_logits_processors: refuse requests with penalties, biases and the like, and keep no memory for them.
