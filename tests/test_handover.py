@@ -13,7 +13,7 @@ from treetop.debug.ranks import ranks_on_threads
 from treetop.kernels.kv import slots_of
 from treetop.types.handover import Piece
 from treetop.types.ids import RequestId
-from treetop.types.messages import ImportPlan
+from treetop.types.messages import ExportPlan, ImportPlan
 from treetop.types.requests import EngineRequest
 
 
@@ -100,6 +100,27 @@ def test_two_workers_give_what_one_gives(pairs, name, shape, params, prefill, de
         assert landed > 2 * len(found), "long prompts come in pieces"
     if shape is not None:
         assert sum(sum(each[1]) for each in found) > 0, "nothing was accepted, so nothing was tested"
+
+
+def test_what_is_packed_or_unpacked_keeps_no_other_step_from_being_launched(pairs, monkeypatch):
+    """Two chunks, or two rounds, are in flight beside it."""
+    beside = {ExportPlan: 0, ImportPlan: 0}
+    workers = [Worker(pairs["strong"], (2, 3, 6), overlap=True, chunked_prefill_size=8) for _ in range(2)]
+    for worker in workers:
+
+        def launch(plan, worker=worker, launch=worker.engine.launch):
+            kinds = [type(step.plan) for step in worker.scheduler.steps]
+            for kind in set(beside) & set(kinds):
+                beside[kind] = max(beside[kind], len(kinds) - kinds.count(kind))
+            assert len(kinds) - kinds.count(ExportPlan) - kinds.count(ImportPlan) <= 2
+            return launch(plan)
+
+        monkeypatch.setattr(worker.engine, "launch", launch)
+    relay = Relay(*workers, most=5)
+    ids = relay.submit(pairs["strong"].prompts([33, 60, 45]), [greedy(40)] * 3, IDS)
+    relay.run()
+    assert beside == {ExportPlan: 2, ImportPlan: 2}
+    assert all(relay.result(each)[0] for each in ids)
 
 
 @pytest.mark.parametrize(("name", "make"), [("strong", ngram), ("mtp", mtp)])

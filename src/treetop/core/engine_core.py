@@ -17,7 +17,7 @@ InFlightStep = TypeVar("InFlightStep")
 
 
 class StepEngine(Protocol[InFlightStep]):
-    """What runs steps. Up to `Layout.max_in_flight` are out, and they are collected in launch order."""
+    """What runs steps. Up to `Layout.max_steps` are out, and they are collected in launch order."""
 
     def launch(self, plan: StepPlan) -> InFlightStep:
         """Start a step and return at once."""

@@ -186,7 +186,7 @@ class Lockstep(Generic[InFlight]):
         return self._started(plan)
 
     def _started(self, plan: StepPlan) -> LockstepStep[InFlight]:
-        while len(self._out) >= self._engine.layout.max_in_flight:
+        while len(self._out) >= self._engine.layout.max_steps:
             self._end_oldest()
         self.waiting_since = time.monotonic()
         started = LockstepStep(self._engine.launch(plan))

@@ -152,7 +152,7 @@ class Engine:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlightStep:
-        """Start a step and return at once. Up to `max_in_flight` may be out; they are collected in this order."""
+        """Start a step and return at once. Up to `max_steps` may be out; they are collected in this order."""
         level, runner = self.config.check_level, self.runner
         if level >= 1:
             self._plans.check(plan)

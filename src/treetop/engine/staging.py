@@ -1,7 +1,7 @@
 """What passes between host and device each step: one copy in, one copy out, in slots that rotate.
 
 The host writes a step's inputs into its slot and goes on; the device copies them, runs, and copies the results into the
-same slot. `max_in_flight` steps are out at most, so a slot that comes round again has long been read.
+same slot. `max_steps` are out at most, so a slot that comes round again has long been read.
 """
 
 from collections.abc import Sequence
@@ -78,7 +78,7 @@ class InFlightResults:
 
 
 class StagingBuffers:
-    """`max_in_flight + 1` slots, and the device memory that they are copied to and from."""
+    """`max_steps + 1` slots, and the device memory that they are copied to and from."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class StagingBuffers:
         a_token = 1 + 1 + 2 * MOST_LOGPROBS  # its id, log-probabilities, ids of the best
         results = max(b * (layout.commit_width * a_token + 2), pieces * (checksums + 2))
         self._results = zeros((results + RECORD,), torch.int64)
-        self._slots = [self._slot(device) for _ in range(layout.max_in_flight + 1)]
+        self._slots = [self._slot(device) for _ in range(layout.max_steps + 1)]
         self._steps = 0
 
     def _slot(self, device: torch.device) -> Slot:
@@ -111,7 +111,7 @@ class StagingBuffers:
         return Slot(inputs, results, torch.cuda.Event() if cuda else None)
 
     def take(self) -> Slot:
-        """The next step's slot. It waits for a step only if more than `max_in_flight` are out; that one is lost."""
+        """The next step's slot. It waits for a step only if more than `max_steps` are out; that one is lost."""
         slot = self._slots[self._steps % len(self._slots)]
         if slot.done is not None:
             slot.done.synchronize()
@@ -167,7 +167,7 @@ def check_own_memory(name: str, handed: Tensor, buffer: Tensor) -> None:
 def collect(posted: InFlightResults) -> HostResults:
     """Wait for the end of a step, and nothing later, and read its results.
 
-    Raises InvariantError if `max_in_flight` more steps, and one, have been launched since: its slot is another's now.
+    Raises InvariantError if `max_steps` more, and one, have been launched since: its slot is another's now.
     """
     slot, n, most = posted.slot, posted.rows, posted.most
     if slot.step != posted.step:

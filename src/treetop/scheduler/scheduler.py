@@ -29,7 +29,7 @@ from treetop.types.requests import CoreLoad, EngineRequest, RequestUpdate, check
 
 
 class Scheduler:
-    """Requests in, plans out; results in, updates out. Up to `max_in_flight` plans are out at a time, and `commit`
+    """Requests in, plans out; results in, updates out. Up to `max_steps` plans are out at a time, and `commit`
     takes results in their order.
 
     Where requests stand: `queues`. What they hold: `rows`. What is in flight: `steps`. What goes to other workers and
@@ -151,12 +151,14 @@ class Scheduler:
         Prefill goes first, but takes turns with rounds that could run. What is handed over takes little, and goes
         before both.
         """
-        if len(self.steps) == self._layout.max_in_flight:
+        if len(self.steps) == self._layout.max_steps:
             return None
         handed = self.handover.plan()
         if handed is not None:
             self.steps.send(handed, [self.rows.by_row[row] for row in handed.rows])
             return handed
+        if self.steps.num_computing == self._layout.max_in_flight:
+            return None
         ready = self._rounds.ready()
         plan: StepPlan | None = None if self._prefilled_last and ready else self._prefill.plan()
         if plan is None and ready:

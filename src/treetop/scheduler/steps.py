@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from treetop.scheduler.request import Request
 from treetop.types.errors import InvariantError
-from treetop.types.messages import PrefillPlan, RoundPlan, StepPlan
+from treetop.types.messages import ExportPlan, ImportPlan, PrefillPlan, RoundPlan, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,11 @@ class StepsOut:
 
     def __iter__(self) -> Iterator[StepOut]:
         return iter(self._steps)
+
+    @property
+    def num_computing(self) -> int:
+        """Without those that pack and unpack what is handed over."""
+        return sum(not isinstance(step.plan, ExportPlan | ImportPlan) for step in self._steps)
 
     def send(self, plan: StepPlan, requests: list[Request]) -> None:
         rounds = int(isinstance(plan, RoundPlan))

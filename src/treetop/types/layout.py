@@ -116,10 +116,10 @@ class PrefillPace(NamedTuple):
 class Layout:
     """Every dimension of the engine's device state, from a handful of options.
 
-    shapes: the tree shapes the engine may run. page_size: tokens a page. max_context: tokens
-    a request may hold, prompt and output. chunk: most prompt tokens a prefill step processes. max_in_flight: steps in
-    flight. pool_tokens: tokens that each pool without a window holds. handover_slots: staging slots; slot_tokens: most
-    tokens whose K/V one holds.
+    shapes: the tree shapes the engine may run. page_size: tokens a page. max_context: tokens a request may hold, prompt
+    and output. chunk: most prompt tokens a prefill step processes. max_in_flight: steps in flight that compute.
+    pool_tokens: tokens that each pool without a window holds. handover_slots: staging slots; slot_tokens: most tokens
+    whose K/V one holds.
     """
 
     shapes: tuple[SpecShape, ...]
@@ -141,6 +141,11 @@ class Layout:
     def headroom(self) -> int:
         """Positions past the context that rounds in flight may touch: `max_in_flight * (S + 1)`."""
         return self.max_in_flight * self.commit_width
+
+    @property
+    def max_steps(self) -> int:
+        """Steps in flight with one that packs or unpacks what is handed over, so that it keeps no other from it."""
+        return self.max_in_flight + (self.handover_slots > 0)
 
     @property
     def max_committed(self) -> int:
@@ -228,7 +233,7 @@ class Layout:
         slides = 2 * self.pages_for(max(self.chunk, self.headroom))
         grows = self.pages_for(self.headroom) + 1
         imported = self.handover_slots * (self.pages_for(self.slot_tokens) + 1)
-        exchanged = self.max_in_flight * (self.pages_for(self.chunk) + self.max_requests + imported)
+        exchanged = self.max_steps * (self.pages_for(self.chunk) + self.max_requests + imported)
         new = self.page_columns + self.pages_for(self.chunk)
         most = sum(
             new + exchanged + self.max_requests * (grows if g.window is None else grows + slides) for g in self.groups

@@ -2,7 +2,7 @@
 
 scheduler --StepPlan--> engine --StepResult--> scheduler
 
-Up to `max_in_flight` plans are out at a time; the engine runs them, and the scheduler commits their results, in their
+Up to `max_steps` plans are out at a time; the engine runs them, and the scheduler commits their results, in their
 order.
 """
 
