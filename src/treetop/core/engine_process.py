@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import zmq
 
@@ -164,7 +165,7 @@ def make(options: ProcessOptions) -> tuple[Core, CoreInfo, Role | None]:
 
 
 def main() -> int:
-    options, _ = begin(ProcessOptions, lambda _: None)
+    options, _ = begin(ProcessOptions, lambda said: str(Path(said.address.removeprefix("ipc://")).parent))
     logging.basicConfig(level=options.log_level, format="%(message)s", stream=sys.stderr)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.ROUTER)

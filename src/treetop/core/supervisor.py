@@ -154,7 +154,8 @@ class EngineSupervisor:
             self._process.kill()
 
     async def close(self) -> None:
-        """End the engine process, any number of times."""
+        """End the engine process, any number of times. Without this process it would remove the folder."""
+        self.kill()
         if self._process is not None:
             await end(self._process)
 
