@@ -50,7 +50,7 @@ def begin(kind: type[Options], folder: Callable[[Options], str | None]) -> tuple
 def _end_with_parent(stdin: io.FileIO, folder: str | None) -> None:
     """The alarm is the system's: it also ends a process whose main thread holds the interpreter's lock for long.
 
-    torch's FileStore does, for five minutes, if the folder of its file is gone: so the folder stays until all are warned.
+    torch's FileStore does, for five minutes, if the folder of its file is gone: the folder stays until all are warned.
     """
     while stdin.read(1):
         pass

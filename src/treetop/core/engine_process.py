@@ -152,6 +152,7 @@ def make(options: ProcessOptions) -> tuple[Core, CoreInfo, Role | None]:
     opened = open_core(options.config, options.handover)
     if options.handover.role == "both":
         return opened.core, opened.info, None
+    logging.getLogger("treetop.core").info(options.handover.words(options.config.ep_size))
     if opened.local is None:  # each rank has a part of its own
         from treetop.core.expert_group import DispatchCore, RolesOfRanks  # noqa: PLC0415  # too
 
