@@ -111,6 +111,8 @@ def main() -> None:
     parser.add_argument("--model", help="of rounds: folder with the config.json of a target")
     args, more = parser.parse_known_args()
     if args.what == "exchange":
+        if torch.cuda.device_count() < max(args.ranks or [2]):
+            parser.error(f"--ranks: this machine shows {torch.cuda.device_count()} GPUs; exchange needs one a rank")
         run_exchange(args.ranks or [2])
     else:
         run_rounds(args.model, args.ranks or [1, 2], more)

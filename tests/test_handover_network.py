@@ -110,7 +110,14 @@ def test_another_secret_and_another_checkpoint_are_refused_with_the_reason(ends:
         assert isinstance(refused, Refused)
         reasons.add(refused.reason)
     assert any("secrets differ" in reason for reason in reasons)
-    assert "target: another here, target there" in reasons
+    assert "both sides need the same target: target here, another there" in reasons
+
+
+def test_a_worker_that_does_not_answer_is_told_of(ends: Ends) -> None:
+    ends.caller.look_for([zmq_address("127.0.0.1", 1)])
+    refused = ends.until(_kind(Refused))
+    assert isinstance(refused, Refused)
+    assert refused.reason.startswith("no answer")
 
 
 def test_junk_on_the_socket_disturbs_nobody(ends: Ends) -> None:

@@ -1,11 +1,13 @@
 """Roles on the command line, over HTTP, and what the doctor says of transports."""
 
+import socket
 import sys
 from pathlib import Path
 
 import pytest
 
 from serving import Server
+from treetop.cli.command_line import main
 from treetop.core.roles import check_handover
 from treetop.core.wire import ProcessOptions
 from treetop.doctor.transport import transport_speeds
@@ -20,6 +22,7 @@ from waiting import until
 
 WRONG = [
     ({"role": "both", "handover_listen": "127.0.0.1:1"}, "--handover-listen: only with --role"),
+    ({"role": "both", "handover_lease": 5.0}, "--handover-lease: only with --role"),
     ({"role": "prefill"}, "--role prefill needs --handover-listen"),
     ({"role": "decode"}, "--role decode needs --prefill-peers or --peer-registry"),
     ({"role": "decode", "prefill_peers": ("a:1",), "handover_listen": "b:1"}, "--handover-listen: only with"),
@@ -34,8 +37,20 @@ def test_options_that_cannot_be_together_are_refused_by_their_names(given, messa
         HandoverOptions(**given)
 
 
-def _check(**given):
-    check_handover(ProcessOptions("", EngineConfig(), handover=HandoverOptions(**given)))
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--handover-slots", "4"], "--handover-slots: only with --role prefill or --role decode"),
+        (["--role", "decode", "--prefill-peers", "127.0.0.1:1", "--handover-slots", "0"], "decode needs at least 1"),
+    ],
+)
+def test_slots_come_with_a_role_and_a_role_with_slots(capsys, flags, message):
+    assert main(["serve", *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+def _check(config=None, **given):
+    check_handover(ProcessOptions("", config or EngineConfig(), handover=HandoverOptions(**given)))
 
 
 def test_what_cannot_work_is_said_before_anything_starts(monkeypatch, tmp_path):
@@ -51,7 +66,13 @@ def test_what_cannot_work_is_said_before_anything_starts(monkeypatch, tmp_path):
     with pytest.raises(ConfigError, match="there is no such folder"):
         _check(role="decode", peer_registry=str(tmp_path / "nowhere"))
     monkeypatch.setenv(SECRET_VARIABLE, "of sixteen bytes or more")
-    _check(role="prefill", handover_listen="10.0.0.1:70", peer_registry=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"--handover-listen 192\.0\.2\.1:70: Cannot assign requested address"):
+        _check(role="prefill", handover_listen="192.0.2.1:70", peer_registry=str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--handover-listen 127.0.0.1:{port}: Address already in use"):
+            _check(role="prefill", handover_listen=f"127.0.0.1:{port - 1}", config=EngineConfig(ep_size=2))
+    _check(role="prefill", handover_listen=f"127.0.0.1:{port}")
     monkeypatch.setattr("treetop.transfer.nixl.PACKAGES", ("not_there",))
     with pytest.raises(ConfigError, match="needs NIXL: pip install"):
         _check(**prefill)
@@ -121,8 +142,6 @@ def test_two_servers_of_which_one_prefills_and_refuses_requests(tmp_path: Path):
 
 
 def _free_port() -> int:
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as found:
         return found.getsockname()[1]
 

@@ -126,7 +126,7 @@ def test_a_schema_that_differs_is_refused_by_the_name_of_its_field(field: str) -
     assert answer is not None
     refusal = greeting.answer(answer)
     assert isinstance(refusal, Refusal)
-    assert refusal.reason.startswith(f"{field}: ")
+    assert refusal.reason.startswith(f"both sides need the same {field}: ")
 
 
 def test_no_bytes_make_a_reader_raise() -> None:

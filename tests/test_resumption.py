@@ -300,6 +300,7 @@ def test_engines_that_are_killed_in_a_storm_cost_a_pause(workers):
         assert len(set(killed)) == 2
         assert server.metric("treetop:num_engine_restarts") == 2
         assert sum("it is started again" in line for line in server.said) == 2
+        assert sum("the engine is up again, after" in line for line in server.said) == 2
         nothing_is_left(server)
         assert server.end() == 0
 

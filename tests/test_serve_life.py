@@ -67,8 +67,10 @@ def test_an_api_that_is_killed_takes_the_engine_with_it(workers):
         assert server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2})
         pids = server.children()
         assert len(pids) >= workers
+        folder = folder_of(server)
         server.process.kill()
         until(lambda: not any("treetop" in command_of(pid) for pid in pids), "a process is left")
+        assert not folder.exists()
 
 
 @pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
@@ -276,15 +278,16 @@ def test_an_api_process_that_is_killed_cuts_its_own_streams_and_no_others():
 
 def test_the_socket_lies_where_nobody_else_can_go():
     with mock(1, "1") as server:
-        address = next(
-            line.split()[-1]
-            for line in Path("/proc/net/unix").read_text().splitlines()
-            if "treetop-" in line and is_of(server, line.split()[-1])
-        )
-        folder = Path(address).parent
+        folder = folder_of(server)
         assert folder.stat().st_mode & 0o777 == 0o700
         assert server.end() == 0
         assert not folder.exists()
+
+
+def folder_of(server: Server) -> Path:
+    """Where its sockets are."""
+    addresses = [line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if "treetop-" in line]
+    return Path(next(each for each in addresses if is_of(server, each))).parent
 
 
 def is_of(server: Server, address: str) -> bool:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import zmq
 
@@ -151,6 +152,7 @@ def make(options: ProcessOptions) -> tuple[Core, CoreInfo, Role | None]:
     opened = open_core(options.config, options.handover)
     if options.handover.role == "both":
         return opened.core, opened.info, None
+    logging.getLogger("treetop.core").info(options.handover.words(options.config.ep_size))
     if opened.local is None:  # each rank has a part of its own
         from treetop.core.expert_group import DispatchCore, RolesOfRanks  # noqa: PLC0415  # too
 
@@ -164,7 +166,7 @@ def make(options: ProcessOptions) -> tuple[Core, CoreInfo, Role | None]:
 
 
 def main() -> int:
-    options, _ = begin(ProcessOptions, lambda _: None)
+    options, _ = begin(ProcessOptions, lambda said: str(Path(said.address.removeprefix("ipc://")).parent))
     logging.basicConfig(level=options.log_level, format="%(message)s", stream=sys.stderr)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.ROUTER)

@@ -8,6 +8,7 @@
 Whatever goes wrong with one rank ends the group: every process, every file. The error says which rank, and why.
 """
 
+import logging
 import subprocess
 import tempfile
 import threading
@@ -165,7 +166,8 @@ class _Processes:
                 self.orders.append(self._context.socket(zmq.PUSH))
                 self.orders[-1].sndhwm = 0
                 self.orders[-1].bind(f"ipc://{self.folder}/orders-{rank}")
-                options = RankOptions(self.folder, config, rank, threads, handover)
+                level = logging.WARNING if rank else logging.getLogger("treetop").getEffectiveLevel()
+                options = RankOptions(self.folder, config, rank, threads, handover, level)
                 self._processes.append(start_process(options))
         except BaseException:
             self.end()

@@ -47,7 +47,7 @@ _GRACE = 1.5
 class RankOptions(msgspec.Struct, frozen=True):
     """What a rank is told on stdin. folder: where the group meets, of its owner alone. threads: of PyTorch.
 
-    handover: the group's options.
+    handover: the group's options. log_level: what rank 0 says speaks for all, of the others only warnings are shown.
     """
 
     folder: str
@@ -55,6 +55,7 @@ class RankOptions(msgspec.Struct, frozen=True):
     rank: int
     threads: int
     handover: HandoverOptions = NO_ROLE
+    log_level: int = logging.WARNING
 
 
 class ExpertRank:
@@ -185,7 +186,7 @@ class ExpertRank:
 
 def main() -> int:
     options, parent = begin(RankOptions, lambda said: said.folder)
-    logging.basicConfig(level=logging.WARNING, format=f"rank {options.rank}: %(message)s", stream=sys.stderr)
+    logging.basicConfig(level=options.log_level, format=f"rank {options.rank}: %(message)s", stream=sys.stderr)
     torch.set_num_threads(options.threads)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:

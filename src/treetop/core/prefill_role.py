@@ -86,11 +86,13 @@ class PrefillRole:
             match event:
                 case Up(peer, _, metadata):
                     self._peers.add(peer)
+                    log.info("a decode worker has come: %d are here", len(self._peers))
                     told = metadata_of(metadata)
                     if told is not None:
                         self._links.connect(peer, told.transports)
                 case Down(peer):
                     self._peers.discard(peer)
+                    log.info("a decode worker has gone: %d are here", len(self._peers))
                     self._links.disconnect(peer)
                     self._tell(PeerDown(peer), now)
                 case FromDecode(peer, message):

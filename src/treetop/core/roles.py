@@ -12,7 +12,7 @@ from treetop.core.prefill_role import PrefillRole
 from treetop.core.wire import ProcessOptions
 from treetop.scheduler.scheduler import Scheduler
 from treetop.transfer.events import Deadlines
-from treetop.transfer.network import Caller, Common, Reception
+from treetop.transfer.network import Caller, Common, Reception, check_listening
 from treetop.transfer.nixl import check_installed
 from treetop.transfer.registry import Registry
 from treetop.transfer.session import is_loopback, parse_address, read_secret, zmq_address
@@ -34,6 +34,8 @@ def check_handover(process: ProcessOptions) -> None:
             raise ConfigError("--handover-listen: with --peer-registry it is the address that others reach, port too")
         if port + config.ep_size > 2**16:
             raise ConfigError(f"--handover-listen: {config.ep_size} ranks need a port each from {port} on")
+        for rank in range(config.ep_size if port else 0):
+            check_listening(zmq_address(host, port + rank))
     for peer in options.prefill_peers:
         _allowed(peer, "--prefill-peers", secret)
     if options.peer_registry is not None:

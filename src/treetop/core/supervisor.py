@@ -90,12 +90,14 @@ class EngineSupervisor:
         return reason
 
     async def _keep(self, fronts: Sequence[FrontEnd], up: "asyncio.Future[None] | None") -> str:
-        started = True
+        lost_s: float | None = None
         while True:
             try:
-                if not started:
+                if lost_s is not None:
                     await self.start()
                 await self._while_it_lives(_resume(fronts, self.address))
+                if lost_s is not None:
+                    log.warning("the engine is up again, after %.1f s", time.monotonic() - lost_s)
                 if up is not None and not up.done():
                     up.set_result(None)
                 reason = await self._ended()
@@ -103,12 +105,12 @@ class EngineSupervisor:
                 return f"the engine cannot be started again: {error}"
             except EngineError as error:
                 reason = str(error)
+            lost_s = time.monotonic()
             await self.close()  # nothing of it is left
             for front in fronts:
                 front.lost(reason)
             if not self._may_restart():
                 return reason
-            started = False
             log.warning("%s; it is started again, and requests go on", reason)
 
     def _may_restart(self) -> bool:
@@ -154,7 +156,8 @@ class EngineSupervisor:
             self._process.kill()
 
     async def close(self) -> None:
-        """End the engine process, any number of times."""
+        """End the engine process, any number of times. Without this process it would remove the folder."""
+        self.kill()
         if self._process is not None:
             await end(self._process)
 

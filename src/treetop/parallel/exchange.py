@@ -117,6 +117,8 @@ class Group:
 
         peer_memory: GPUs exchange what is small by writing into each other's memory, if all of them can.
         """
+        if not meeting.file.parent.is_dir():
+            raise EngineError(f"the group has ended: {meeting.file.parent} is gone")  # FileStore would wait for it
         store = FileStore(str(meeting.file), meeting.size)
         store.set_timeout(timedelta(seconds=MEET_S))
         self._group: Any = _nccl(store, meeting) if device.type == "cuda" else _gloo(store, meeting)

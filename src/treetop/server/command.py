@@ -167,7 +167,12 @@ def asked_for(args: argparse.Namespace, engine_options: dict[str, Any]) -> tuple
     from treetop.core.wire import ProcessOptions  # noqa: PLC0415  # too
     from treetop.server.mock_options import mock_options  # noqa: PLC0415  # too
 
+    slots = [flag(name) for name in ("handover_slots", "handover_slot_bytes") if name in engine_options]
+    if handover.role == "both" and slots:
+        raise ConfigError(f"{', '.join(slots)}: only with --role prefill or --role decode")
     if handover.role != "both" and not config.handover_slots:
+        if "handover_slots" in engine_options:
+            raise ConfigError(f"--handover-slots: --role {handover.role} needs at least 1")
         config = replace(config, handover_slots=DEFAULT_SLOTS)
     process = ProcessOptions("", config, mock_options(args.mock_engine, config), log_level=20, handover=handover)
     if handover.role != "both":

@@ -180,6 +180,29 @@ class Caller:
         self._paused[address] = now + _PAUSE_S
         if self._peers.pop(call.peer, None) is not None:
             self._events.append(Down(call.peer, address))
+        elif now >= call.late_s:
+            self._events.append(Refused(address, "no answer; it is called again until there is one"))
+
+
+def check_listening(address: str) -> None:
+    """Raise ConfigError if a `Reception` cannot listen at the address now."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        _listening(context, address).close()
+    finally:
+        context.term()  # which waits until the address is free again
+
+
+def _listening(context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> "zmq.Socket[bytes]":
+    socket = context.socket(zmq.ROUTER)
+    socket.linger, socket.ipv6 = 0, "[" in address
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        socket.close()
+        where = address.removeprefix("tcp://")
+        raise ConfigError(f"--handover-listen {where}: {zmq.strerror(error.errno or 0)}") from None
+    return socket
 
 
 class Reception:
@@ -192,14 +215,8 @@ class Reception:
         self, context: "zmq.Context[zmq.Socket[bytes]]", common: Common, address: str, silent_s: float
     ) -> None:
         self._listener, self._silent_s = Listener(*common), silent_s
-        self._socket = context.socket(zmq.ROUTER)
-        self._socket.linger, self._socket.sndhwm, self._socket.maxmsgsize = 0, 0, _MOST_BYTES
-        self._socket.ipv6 = "[" in address
-        try:
-            self._socket.bind(address)
-        except zmq.ZMQError as error:
-            self._socket.close(linger=0)
-            raise ConfigError(f"--handover-listen {address.removeprefix('tcp://')}: {error.strerror}") from None
+        self._socket = _listening(context, address)
+        self._socket.sndhwm, self._socket.maxmsgsize = 0, _MOST_BYTES
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self._heard_s: dict[PeerId, float] = {}
 

@@ -185,9 +185,10 @@ class Listener:
             self.num_dropped += 1
             reason = Sorry(b"", "the secrets differ, or it is another version of treetop")
             return _signed(b"S", self._secret, msgspec.msgpack.encode(reason))
-        difference = self._schema.difference(hello.schema)
+        difference = hello.schema.difference(self._schema)  # in the words of the decode worker, which logs it
         if difference is not None:
-            return _signed(b"S", self._secret, msgspec.msgpack.encode(Sorry(hello.nonce, difference)))
+            reason = Sorry(hello.nonce, f"both sides need the same {difference}")
+            return _signed(b"S", self._secret, msgspec.msgpack.encode(reason))
         nonce = token_bytes(_NONCE)
         to_prefill, to_decode = _keys(self._secret, hello.nonce, nonce)
         self._strangers.pop(sender, None)

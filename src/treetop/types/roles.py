@@ -8,6 +8,7 @@ from treetop.types.errors import ConfigError, shown
 Role = Literal["both", "prefill", "decode"]
 ROLES: tuple[str, ...] = get_args(Role)
 DEFAULT_SLOTS = 8
+_LEASE_S = 10.0
 SECRET_VARIABLE = "TREETOP_HANDOVER_SECRET"
 
 
@@ -26,7 +27,7 @@ class HandoverOptions:
     prefill_peers: tuple[str, ...] = ()
     peer_registry: str | None = None
     handover_secret_file: str | None = None
-    handover_lease: float = 10.0
+    handover_lease: float = _LEASE_S
 
     def __post_init__(self) -> None:
         finds = bool(self.prefill_peers) or self.peer_registry is not None
@@ -52,6 +53,16 @@ class HandoverOptions:
         if problems:
             raise ConfigError("; ".join(problems))
 
+    def words(self, num_ranks: int) -> str:
+        """For the log. num_ranks: that have a part of their own."""
+        if self.role == "prefill":
+            last = self.of_rank(num_ranks - 1).handover_listen
+            more = "" if num_ranks == 1 else f" to {last}, a rank each"
+            found = "" if self.peer_registry is None else f", which it says in {self.peer_registry}"
+            return f"role prefill: decode workers ask at {self.handover_listen}{more}{found}"
+        asked = [", ".join(self.prefill_peers), f"those in {self.peer_registry}" if self.peer_registry else ""]
+        return f"role decode: has prompts prefilled by {' and '.join(each for each in asked if each)}"
+
     def of_rank(self, rank: int) -> "HandoverOptions":
         """Of a rank that has a part of its own: each listens at a port of its own, from the one that is given on."""
         host, _, port = (self.handover_listen or "").rpartition(":")
@@ -63,6 +74,7 @@ class HandoverOptions:
             ("--prefill-peers", self.prefill_peers),
             ("--peer-registry", self.peer_registry),
             ("--handover-secret-file", self.handover_secret_file),
+            ("--handover-lease", self.handover_lease != _LEASE_S),
         ]
 
 
