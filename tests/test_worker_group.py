@@ -153,7 +153,7 @@ def test_a_rank_that_stops_before_it_says_a_word_ends_the_start(pair, monkeypatc
 
     monkeypatch.setattr(worker_group, "start_process", start)
     monkeypatch.setattr(worker_group, "START_S", 1.0)
-    with pytest.raises(EngineError, match="^rank 1 did not start in 1 s; while the group started$"):
+    with pytest.raises(EngineError, match="rank 1 did not start in 1 s; while the group started"):
         build(pair, None, tp_size=2)
     assert started[0].poll() is not None
 
