@@ -172,6 +172,29 @@ def test_closing_tells_whoever_waits_and_refuses_what_comes_later():
     client.close()
 
 
+def test_a_client_that_the_collector_closes_on_the_cores_thread_waits_for_nothing():
+    """A stream that was abandoned in a cycle goes whenever some thread allocates, the core's among them."""
+    thread = CoreThread(make_core())
+    client = CoreClient(thread)
+    client.add([ask(1, [5], max_tokens=400)])
+    closed = threading.Event()
+
+    def collect(updates):
+        client.close()
+        closed.set()
+
+    thread.add([ask(2, [])], collect)
+    if not closed.wait(20):
+        thread.close.detach()  # which would wait for it, too
+        pytest.fail("the core waits for itself")
+    with CoreClient(thread) as other:
+        other.add([ask(3, [5], max_tokens=1)])
+        assert other.get()[-1].finish_reason == "length"
+    thread.close()
+    with pytest.raises(EngineError):
+        client.get()
+
+
 def test_an_engine_nobody_holds_is_gone_with_its_thread(strong_pair):
     llm = build(strong_pair, SHAPE)
     llm.generate([[4, 5]], greedy(3))

@@ -37,8 +37,8 @@ class Pair:
         )
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        metadata = bytes.fromhex(self.process.stdout.readline())
-        assert self.transport.connect(PEER, metadata)
+        self.metadata = bytes.fromhex(self.process.stdout.readline())
+        assert self.transport.connect(PEER, self.metadata)
         self.process.stdin.write(self.transport.metadata.hex() + "\n")
         self.process.stdin.flush()
         assert self.process.stdout.readline() == "True\n"
@@ -142,6 +142,24 @@ def test_a_write_by_a_peer_that_is_killed_ends_and_one_by_a_stopped_peer_does_no
         begun = time.monotonic()
         assert pair.wait(killed) == "failed"
         assert 1.0 <= time.monotonic() - begun < 10.0
+    finally:
+        pair.close()
+
+
+def test_a_peer_that_comes_and_goes_again_hides_no_write_of_its_last_session() -> None:
+    """Sessions with one worker are told apart: the write of the first is still looked for, and ends with the worker."""
+    pair, whole = Pair(), [Range(0, SIZE)]
+    again = PeerId(8)
+    try:
+        pair.process.send_signal(signal.SIGSTOP)
+        write = pair.transport.pull(PEER, whole, whole, "write")
+        pair.transport.disconnect(PEER)
+        assert pair.transport.connect(again, pair.metadata)
+        pair.transport.disconnect(again)
+        assert pair.wait(pair.transport.pull(again, whole, whole)) == "failed"
+        assert pair.wait(write, 0.5) == "busy"
+        pair.process.kill()
+        assert pair.wait(write) == "failed"
     finally:
         pair.close()
 

@@ -142,6 +142,22 @@ def test_a_rank_that_does_not_meet_the_others_ends_the_start(pair, monkeypatch, 
     assert not Path(folder).exists()
 
 
+def test_a_rank_that_stops_before_it_says_a_word_ends_the_start(pair, monkeypatch):
+    """By the deadline of a start, which the error names: a step's has nothing to do with it."""
+    stops = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
+    started = []
+
+    def start(told):
+        started.append(subprocess.Popen([sys.executable, "-c", stops], stdin=subprocess.PIPE))
+        return started[-1]
+
+    monkeypatch.setattr(worker_group, "start_process", start)
+    monkeypatch.setattr(worker_group, "START_S", 1.0)
+    with pytest.raises(EngineError, match="rank 1 did not start in 1 s; while the group started"):
+        build(pair, None, tp_size=2)
+    assert started[0].poll() is not None
+
+
 PARENT = """
 import sys
 sys.path[:0] = {path!r}

@@ -77,7 +77,12 @@ class CoreThread:
         self._inbox.put(_Finish(request_id, num_tokens))
 
     def flush(self) -> None:
-        """Wait until all that was in flight has been committed, and all commands before this have been applied."""
+        """Wait until all that was in flight has been committed, and all commands before this have been applied.
+
+        On the core's own thread, where the collector may close a client that was abandoned, it waits for nothing.
+        """
+        if threading.current_thread() is self._thread:
+            return
         done = threading.Event()
         self._inbox.put(_Flush(done))
         while self.alive and not done.wait(timeout=1.0):

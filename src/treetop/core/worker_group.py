@@ -274,7 +274,9 @@ class _Ranks:
 
     def await_all(self, kind: "type[Here | Up]", deadline: float) -> list[FromFollower]:
         """Wait for a word of this kind from each rank. Returns them in the ranks' order."""
-        return [self._await(partial(_from, rank, kind), deadline, "start", {rank}) for rank in self._ranks]
+        return [
+            self._await(partial(_from, rank, kind), deadline, f"start in {START_S:g} s", {rank}) for rank in self._ranks
+        ]
 
     def take_moved(self) -> list[tuple[int, int, State]]:
         """What ranks have said of their pulls since the last call."""
@@ -287,11 +289,10 @@ class _Ranks:
         """Wait until all have ended a step. Returns the digest of each. Steps before it have been dropped."""
         self._words = [word for word in self._words if not isinstance(word, Ended) or word.number >= number]
         digests: dict[int, int] = {}
+        what = f"end step {number} in {self._timeout_s:g} s{_HINT}"
         while len(digests) < len(self._ranks):
             missing = self._ranks.keys() - digests.keys()
-            word = self._await(
-                lambda word: isinstance(word, Ended) and word.number == number, deadline, f"end step {number}", missing
-            )
+            word = self._await(lambda word: isinstance(word, Ended) and word.number == number, deadline, what, missing)
             assert isinstance(word, Ended)
             digests[word.rank] = word.digest
         return digests
@@ -338,7 +339,10 @@ class _Ranks:
     def _await(
         self, wanted: Callable[[FromFollower], bool], deadline: float, what: str, who: "set[int]"
     ) -> FromFollower:
-        """The first word that is wanted. Raises EngineError if a rank fails or dies, or if the deadline passes."""
+        """The first word that is wanted. Raises EngineError if a rank fails or dies, or if the deadline passes.
+
+        what: that was to be done until then, and when that was.
+        """
         while True:
             for index, word in enumerate(self._words):
                 if isinstance(word, Broken):
@@ -352,7 +356,7 @@ class _Ranks:
                 raise EngineError(dead)
             if time.monotonic() > deadline:
                 names = ", ".join(map(str, sorted(who)))
-                raise EngineError(f"rank {names} did not {what} in {self._timeout_s:g} s{_HINT}")
+                raise EngineError(f"rank {names} did not {what}")
 
     def _receive(self, patience_s: float) -> bool:
         """Take what has come, and wait a while for something to come. Returns whether anything did."""

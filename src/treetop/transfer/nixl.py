@@ -63,8 +63,10 @@ _decode = msgspec.msgpack.Decoder(_Write | _Written).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Peer:
+    """Of one session: two with the same worker are two peers."""
+
     agent: str
     memory: Memory
 
