@@ -71,6 +71,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--context-length", type=int, default=2048)
     parser.add_argument("--speculative", metavar="S,K,T", help="of the model's MTP layer; decodes plainly without it")
     parser.add_argument("--device", default="auto")
     args = parser.parse_args()
@@ -86,6 +87,7 @@ def main() -> None:
             load_format="dummy",
             device=args.device,
             max_running_requests=args.batch,
+            context_length=args.context_length,
             **options,
         )
         times = measure(config, args.batch, args.tokens, args.repeats)
