@@ -19,6 +19,7 @@ import sys
 import urllib.request
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import cycle
 from typing import Any
 
 from served import Client, served, until
@@ -29,6 +30,8 @@ from treetop.cli import OneLineParser, exit_code
 from treetop.types.errors import InputError
 
 COUNTED = ("num_peers", "num_bytes", "num_pieces", "num_whole", "num_local", "transfer_s", "hidden_s")
+_GAP_PROMPTS = 64
+"""Of `--gap-prompt-tokens`, which come again only once caches have lost them."""
 VOCABULARY = 1000
 """Ids of prompts."""
 
@@ -72,9 +75,11 @@ async def measure_first_tokens(workers: dict[str, Client], args: argparse.Namesp
 async def measure_gaps(name: str, client: Client, args: argparse.Namespace, draw: random.Random) -> None:
     """Streams that decode: alone, then while a prompt is always on its way."""
 
+    made = [prompt(draw, args.gap_prompt_tokens) for _ in range(_GAP_PROMPTS)]  # takes milliseconds each
+
     async def come() -> None:
-        while True:
-            await client.ask(prompt(draw, args.gap_prompt_tokens), 1)
+        for ids in cycle(made):
+            await client.ask(ids, 1)
 
     found: dict[str, Any] = {
         "part": "gaps",

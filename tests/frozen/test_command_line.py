@@ -49,7 +49,7 @@ def test_trace_writes_a_page(said):
 def test_each_fault_is_caught_by_its_guard(doctor):
     """Fault, guard and level, as `treetop doctor --faults` prints them. There may be more faults than there were."""
     out, err = doctor.communicate(timeout=600)
-    assert (doctor.returncode, err) == (0, "")
+    assert (doctor.returncode, err) == (0, ""), out
     of_one_rank = out.partition("\nfaults: ")[0]  # a table of those of several ranks follows
     found, known = fault_table(of_one_rank), golden.load("faults")["cpu"]
     assert [row for row in known if row not in found] == []
