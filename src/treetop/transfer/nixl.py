@@ -116,7 +116,9 @@ class NixlTransport:
         self._memory = memory
         self._agent_name = f"treetop-{uuid.uuid4()}"
         try:
-            self._agent = nixl.nixl_agent(self._agent_name, nixl.nixl_agent_config(backends=["UCX"]))
+            # Its own thread takes a core, which on a CPU computes: there transfers go on when they are asked for.
+            config = nixl.nixl_agent_config(enable_prog_thread=memory.device is not None, backends=["UCX"])
+            self._agent = nixl.nixl_agent(self._agent_name, config)
             region = (memory.address, memory.num_bytes, memory.device or 0, "")
             self._registered = self._agent.register_memory([region], mem_type=_kind(memory))
         except Exception as error:  # NIXL names no base class of its errors
