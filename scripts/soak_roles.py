@@ -10,7 +10,8 @@ says what it has done. At half time and at the end nothing runs: nothing may be 
 random sample of what was finished gets the same tokens and accepted lengths from one engine that has seen nothing.
 
 A run of many rounds may be done in parts: `--rounds` with another `--seed` each. `--seconds` ends a part early. With
-`--device cuda` prefill ranks have the first GPUs, decode ranks the next. Without --model it is a small model of
+`--device cuda` prefill ranks have the first GPUs, decode ranks the next, or the same ones if there are no more. Without
+--model it is a small model of
 GLM-4.5's kind with random weights. Prints one JSON object; exit code 1 if anything failed, 2 for an option that cannot
 work.
 """
@@ -347,8 +348,9 @@ def ranks_in_processes(folder: Path, number: int) -> Iterator[None]:
 
     def start(options: RankOptions) -> "subprocess.Popen[bytes]":
         size = options.config.ep_size
-        shown = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(2 * size)))).split(",")
-        mine = ",".join(shown[number * size : (number + 1) * size])
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
+        begin = number * size if len(shown) >= 2 * size else 0
+        mine = ",".join(shown[begin : begin + size])
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": mine} if options.config.device == "cuda" else None
         command = [sys.executable, "-P", str(Path(__file__).with_name("rank_books.py")), str(folder)]
         process = subprocess.Popen(
