@@ -94,6 +94,7 @@ def start(args: argparse.Namespace, cases: list[Case], chunk: int, backend: str)
         compress_weights=False,
         disable_radix_cache=True,
         device=args.device,
+        tp_size=args.tp_size,
     )
 
 
@@ -146,6 +147,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 "reasons": reasons,
             }
         )
+        llm.close()
         del llm, backend_now
         gc.collect()  # an engine's memory, before the next one takes its share
     return {"machine": machine(), "engines": engines, "figures": [asdict(each) for each in figures]}
@@ -177,6 +179,7 @@ def main(arguments: list[str]) -> int:
         "--chunks", nargs="+", type=int, default=[0], metavar="N", help="sizes of steps; 0: the engine's"
     )
     parser.add_argument("--backends", nargs="+", default=["auto"], metavar="NAME")
+    parser.add_argument("--tp-size", type=int, default=1, metavar="N", help="GPUs that share the model")
     parser.add_argument("--cases", nargs="+", default=list(CASES), metavar="PROMPTSxTOKENS")
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--json", metavar="FILE", help="write the results here instead of stdout")
