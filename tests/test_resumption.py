@@ -148,9 +148,10 @@ def test_engines_that_die_at_any_step_lose_no_token_and_repeat_none():
         async with connected(engine) as (core, again):
             asked, heard = [], []
 
-            def come(count):
+            def come(count, at_least=1):
                 for _ in range(count):
-                    asked.append(ask(core.next_id(), [len(asked) + 1] * rng.randint(1, 9), rng.randint(1, 90)))
+                    prompt = [len(asked) + 1] * rng.randint(1, 9)
+                    asked.append(ask(core.next_id(), prompt, rng.randint(at_least, 90)))
                     heard.append(Heard(core, asked[-1]))
 
             come(8)
@@ -159,8 +160,8 @@ def test_engines_that_die_at_any_step_lose_no_token_and_repeat_none():
                 await again(engine)
                 await asyncio.wait_for(core.settled.wait(), WAIT_S)  # with trials over, nobody is blamed
                 assert not core.restarting
-                come(2)
                 engine.steps = rng.randint(0, 12)
+                come(2, at_least=60)  # rounds of up to four tokens: it dies before they end
                 await asyncio.wait_for(core.gone.wait(), WAIT_S)
                 assert core.restarting
                 come(2)

@@ -9,12 +9,15 @@ import textwrap
 import threading
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import httpx
 import openai
 import pytest
+from starlette.responses import PlainTextResponse
 
 from serving import Server, command_of, mock, replayed, serving
+from treetop.server.api.run import last_answers
 from waiting import WAIT_S, until
 
 NAME = "builtin:nestling"
@@ -116,6 +119,21 @@ def reachable(server: Server) -> bool:
         return server.get("/health").status_code == 200
     except httpx.TransportError:
         return False
+
+
+def test_a_server_that_drains_ends_each_connection_with_its_answer():
+    """One that came as the server stopped would be kept as long as somebody asks over it for health."""
+    front = Mock(draining=False)
+    transport = httpx.ASGITransport(last_answers(PlainTextResponse("an answer"), front))
+
+    async def run():
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            before = await client.get("/health")
+            front.draining = True
+            assert "connection" not in before.headers
+            assert (await client.get("/health")).headers["connection"] == "close"
+
+    asyncio.run(run())
 
 
 def test_a_full_queue_is_a_429_and_harms_nobody():

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import msgspec
 import uvicorn
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from treetop.core.remote import RemoteCore
 from treetop.server.alive import Alive
@@ -57,7 +59,7 @@ async def serve(
     front = Front(core, options.serve, options.model, options.seed, alive)
     timeout_s = options.serve.drain_timeout
     config = uvicorn.Config(
-        make_app(front),
+        last_answers(make_app(front), front),
         http="h11",  # which bounds headers; httptools, which uvicorn takes where it finds it, does not
         log_config=None,
         access_log=False,
@@ -88,6 +90,23 @@ async def serve(
         front.close()
         alive.close()
     return code if core.failure is None else 1
+
+
+def last_answers(app: ASGIApp, front: Front) -> ASGIApp:
+    """The app; once it drains, each answer ends its connection.
+
+    uvicorn ends those it knows of when it stops. One accepted at that moment it would keep as long as requests come.
+    """
+
+    async def answered(scope: Scope, receive: Receive, send: Send) -> None:
+        async def closing(message: Message) -> None:
+            if front.draining and message["type"] == "http.response.start":
+                MutableHeaders(raw=message["headers"])["connection"] = "close"
+            await send(message)
+
+        await app(scope, receive, closing)
+
+    return answered
 
 
 async def _end_with(core: RemoteCore, server: _Server) -> None:
