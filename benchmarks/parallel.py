@@ -45,7 +45,7 @@ def _library(ops: Ops, group: Group, x: Tensor, parts: Tensor, weight: Tensor) -
     return ops.add_rms_norm(x, total[None], weight, EPS)
 
 
-def measure_exchange(rank: int, size: int, folder: str) -> None:
+def measure_exchange(rank: int, size: int, folder: str, cases: list[tuple[int, int]]) -> None:
     """One rank's side; the first prints a line of JSON a case."""
     torch.cuda.set_device(rank)
     device = torch.device("cuda")
@@ -54,7 +54,7 @@ def measure_exchange(rank: int, size: int, folder: str) -> None:
         raise SystemExit("these GPUs do not exchange by memory; the warning above says why")
     ops = Ops(OpContext(device, torch.bfloat16), parallel=group.parallel)
     generator = torch.Generator(device).manual_seed(rank)
-    for width, rows in product(WIDTHS, ROWS):
+    for width, rows in cases:
         weight = torch.ones(width, dtype=torch.bfloat16, device=device)
         x = torch.ones((1, rows, width), dtype=torch.bfloat16, device=device)
         parts = torch.randn((1, 1, rows, width), device=device, generator=generator).to(torch.bfloat16)
@@ -79,11 +79,11 @@ def measure_exchange(rank: int, size: int, folder: str) -> None:
     group.close()
 
 
-def run_exchange(sizes: list[int]) -> None:
+def run_exchange(sizes: list[int], cases: list[tuple[int, int]]) -> None:
     print(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__}))
     for size in sizes:
         with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(measure_exchange, (size, folder), nprocs=size)
+            mp.spawn(measure_exchange, (size, folder, cases), nprocs=size)
 
 
 def run_rounds(model: str, sizes: list[int], more: list[str]) -> None:
@@ -108,12 +108,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("exchange", "rounds"))
     parser.add_argument("--ranks", nargs="+", type=int, help="sizes of groups (default: 2, of rounds 1 2)")
+    parser.add_argument("--rows", nargs="+", type=int, default=ROWS, help="of exchange (default: 1 to 256)")
+    parser.add_argument("--widths", nargs="+", type=int, default=WIDTHS, help="of exchange (default: 4096 8192)")
     parser.add_argument("--model", help="of rounds: folder with the config.json of a target")
     args, more = parser.parse_known_args()
     if args.what == "exchange":
         if torch.cuda.device_count() < max(args.ranks or [2]):
             parser.error(f"--ranks: this machine shows {torch.cuda.device_count()} GPUs; exchange needs one a rank")
-        run_exchange(args.ranks or [2])
+        run_exchange(args.ranks or [2], [*product(args.widths, args.rows)])
     else:
         run_rounds(args.model, args.ranks or [1, 2], more)
 

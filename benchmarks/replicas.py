@@ -2,7 +2,8 @@
 
     python benchmarks/replicas.py [--replicas 4] [--seconds 60]
 
-1. The time to the first token of one client, against `treetop serve` with the same engine.
+1. The time to the first token of one client: of `treetop serve`, and of two replicas of the same engine behind Ray, with a
+   router that leaves the choice to Ray and with ours.
 2. Tokens a second of N replicas against one, each with half as many clients again as it runs requests at a time.
 3. How many requests found their prefix: those whose cached tokens, as the replica's own prefix cache counted them, are
    all that earlier prompts of the same topic have in common with them. The first of each topic does not count, and
@@ -23,11 +24,13 @@ import time
 import urllib.request
 from contextlib import aclosing
 from typing import Any
+from unittest.mock import patch
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
 import ray
 from ray import serve
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from treetop.bench.http_client import Address, Connection
 from treetop.cli import OneLineParser, exit_code
@@ -41,6 +44,18 @@ CLIENTS = 6
 FAST, SLOW = "10,1", "200,8"
 """Engines for the two measurements: STEP_MS,TOKENS."""
 PAGE, PREFIX = 16, 96
+
+
+class AnyReplica(RequestRouter):
+    """Whichever of all replicas Ray prefers."""
+
+    def initialize_state(self, **_: Any) -> None:
+        pass
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        return [candidate_replicas]
 
 
 def prompt(topic: int, end: int) -> list[int]:
@@ -144,6 +159,8 @@ def run(args: argparse.Namespace) -> int:
     ray.init(num_cpus=args.replicas + 1, include_dashboard=False, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": PORT})
     try:
+        with patch("treetop.server.ray.app.PrefixRequestRouter", AnyReplica):
+            anyone = asyncio.run(first_tokens(behind_ray(2, FAST), args.requests))
         through = asyncio.run(first_tokens(behind_ray(2, FAST), args.requests))
         one = asyncio.run(load(behind_ray(1, SLOW), CLIENTS, args.seconds, LONG))
         several, clients = behind_ray(args.replicas, SLOW), CLIENTS * args.replicas
@@ -153,7 +170,12 @@ def run(args: argparse.Namespace) -> int:
         serve.shutdown()
         ray.shutdown()
     figures = {
-        "first_token_ms": {"treetop serve": spread(plain), "behind Ray": spread(through)},
+        "first_token_ms": {
+            "treetop serve": spread(plain),
+            "behind Ray, any replica": spread(anyone),
+            "behind Ray": spread(through),
+        },
+        "added_by_routing_ms": round(statistics.median(through) - statistics.median(anyone), 2),
         "added_ms": round(statistics.median(through) - statistics.median(plain), 2),
         "one": one,
         "replicas": args.replicas,

@@ -34,6 +34,14 @@ START_S = 240.0
 """Ray starts a dozen processes; ten seconds will do on a machine that has nothing else to do."""
 
 
+RAY = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # a proxy that takes longer to start would be killed
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
+}
+
+
 class Replicas:
     """The driver's process, and all that Ray has started below it."""
 
@@ -49,7 +57,7 @@ class Replicas:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"},
+            env={**os.environ, **RAY},
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
