@@ -19,7 +19,7 @@ import pytest
 from serving import TOKENIZER, command_of, replayed
 from treetop.cli.replicas import app
 from treetop.debug.resume_faults import RESUME_FAULTS
-from treetop.types.errors import ConfigError, EngineError
+from treetop.types.errors import ConfigError, EngineError, UserError
 from treetop.types.layout import SpecShape
 from treetop.types.requests import CoreInfo, EngineRequest, RequestUpdate
 from treetop.types.sampling import SamplingParams
@@ -332,14 +332,14 @@ def test_a_moved_stream_that_is_not_whole_is_an_error(name):
         ({"port": 8001}, "serve start --http-port"),
         ({"hoste": "x"}, "unrecognized arguments: --hoste=x"),
         ({"page-size": "x"}, "--page-size"),
-        ({"model": "/no/such"}, "/no/such"),
+        ({"model": "/no/such"}, "/no/such: no such folder"),
+        ({"mock-engine": "1,1", "chat-template": "/no/such"}, "--chat-template /no/such"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(given, words):
-    from treetop.types.errors import UserError
-
-    with pytest.raises((ConfigError, UserError), match=words):
-        app({"mock-engine": "1,1", **given})
+    """Before a replica is started."""
+    with pytest.raises(UserError, match=words):
+        app(given)
 
 
 def test_replicas_of_a_prefill_worker_are_refused():

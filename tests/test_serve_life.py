@@ -9,7 +9,7 @@ import textwrap
 import threading
 from functools import partial
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import httpx
 import openai
@@ -18,6 +18,9 @@ from starlette.responses import PlainTextResponse
 
 from serving import Server, command_of, mock, replayed, serving
 from treetop.server.api.run import last_answers
+from treetop.server.options import ServeOptions
+from treetop.server.serve import start
+from treetop.types.errors import CheckpointError, ConfigError
 from waiting import WAIT_S, until
 
 NAME = "builtin:nestling"
@@ -337,6 +340,22 @@ def test_what_cannot_start_is_one_line_and_exit_code_2(tmp_path):
     assert "only 1 for now" in refused("--pipeline-parallel-size", "2")
     assert "--api-workers must lie" in refused("--api-workers", "0")
     assert "--chat-template" in refused("--mock-engine", "1,1", "--chat-template", str(tmp_path / "none.jinja"))
+
+
+def test_what_the_api_cannot_read_is_told_before_the_engine_has_loaded(tmp_path):
+    """A tokenizer or a template: an engine may take minutes to load."""
+    (tmp_path / "tokenizer.json").write_text("{}")
+
+    async def load():
+        await asyncio.Event().wait()
+
+    async def run(*of):
+        await asyncio.wait_for(start(Mock(launch=AsyncMock(), meet=load), *of), WAIT_S)
+
+    with pytest.raises(CheckpointError, match="not a tokenizer"):
+        asyncio.run(run(str(tmp_path), ServeOptions()))
+    with pytest.raises(ConfigError, match="--chat-template /no/such"):
+        asyncio.run(run(NAME, ServeOptions(chat_template="/no/such")))
 
 
 def test_a_model_that_cannot_be_loaded_is_one_line_from_the_engine_process(tmp_path):

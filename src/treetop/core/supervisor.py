@@ -69,9 +69,17 @@ class EngineSupervisor:
 
     async def start(self) -> None:
         """Start an engine and wait until it is up. Raises UserError and EngineError for what it says."""
+        await self.launch()
+        await self.meet()
+
+    async def launch(self) -> None:
+        """Start an engine process."""
         self._num_started += 1
         options = msgspec.structs.replace(self._options, address=self.address)
         self._process = await spawn(["treetop.core.engine_process"], options)
+
+    async def meet(self) -> None:
+        """Wait until the engine is up. Raises UserError and EngineError for what it says."""
         await self._while_it_lives(self.core.connect(self.address), " before it was up")
 
     async def watch(self, others: Sequence[FrontEnd] = (), up: "asyncio.Future[None] | None" = None) -> str:

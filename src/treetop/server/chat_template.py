@@ -111,7 +111,7 @@ def _given(given: str) -> str:
     try:
         return Path(given).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--chat-template {given}: {error}") from None
+        raise ConfigError(f"--chat-template {given}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _of_model(folder: Path, value: Any, where: Path) -> str | None:

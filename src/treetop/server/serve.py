@@ -27,6 +27,7 @@ from treetop.core.remote import RemoteCore
 from treetop.core.supervisor import EngineSupervisor, end, spawn
 from treetop.core.wire import EngineDead, EngineLost, EngineNews, EngineUp, ProcessOptions
 from treetop.server.alive import Alive
+from treetop.server.api.front import check_files
 from treetop.server.api.run import ApiOptions, log_to_stderr, serve
 from treetop.server.options import ServeOptions
 from treetop.types.errors import ConfigError
@@ -65,7 +66,7 @@ async def _run(folder: Path, process: ProcessOptions, options: ServeOptions, lis
         engines = EngineSupervisor(process, folder, options.engine_restarts)
         stack.push_async_callback(engines.close)
         stack.callback(engines.core.close)
-        started = asyncio.ensure_future(engines.start())
+        started = asyncio.ensure_future(start(engines, process.config.model, options))
         waited: set[asyncio.Future[Any]] = {started, stopped}
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         if stopped.done():
@@ -79,6 +80,12 @@ async def _run(folder: Path, process: ProcessOptions, options: ServeOptions, lis
             stack.callback(watch.cancel)
             return await serve(engines.core, told, listening, lambda: _say(listening, engines.core, told))
         return await _serve_with_workers(stack, engines, workers, told, (listening, folder), stopped)
+
+
+async def start(engines: EngineSupervisor, model: str, options: ServeOptions) -> None:
+    """Start the engine. What the API could not read ends it before it has loaded. Raises UserError and EngineError."""
+    await engines.launch()
+    await asyncio.gather(engines.meet(), asyncio.to_thread(check_files, model, options))
 
 
 def _on_signals(stopped: "asyncio.Future[int]", workers: Sequence[Process]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from uuid import uuid4
 
 from treetop.core.clients import AsyncCore
-from treetop.models.folder import generation_config
+from treetop.models.folder import generation_config, resolve_folder
 from treetop.server.alive import Alive
 from treetop.server.api.errors import ApiError
 from treetop.server.api.fields import SamplingFields
@@ -18,6 +18,7 @@ from treetop.server.chat_template import Message, open_chat_template
 from treetop.server.metrics import Metrics
 from treetop.server.options import ServeOptions
 from treetop.server.outputs import RequestOutput
+from treetop.server.tokenizer import open_tokenizer
 from treetop.types.errors import CheckpointError, InputError
 from treetop.types.sampling import SamplingParams
 
@@ -39,6 +40,8 @@ class Front:
         self.llm = AsyncLLM.of(core, seed, self.metrics.observe, alive)
         folder = Path(core.info.model_path)
         self.defaults = sampling_defaults(folder)
+        for wish in _unsupported(folder):
+            log.warning("generation_config.json: %s is not supported: it is not applied", wish)
         if self.defaults["repetition_penalty"] != 1 and not core.info.can_change_logits:
             log.warning("generation_config.json: repetition_penalty is not applied, for this engine changes no logits")
             self.defaults["repetition_penalty"] = 1.0
@@ -116,6 +119,16 @@ class Front:
             self.template.close()
 
 
+def check_files(model: str, options: ServeOptions) -> None:
+    """Raise UserError for files that a `Front` of this model could not read. It takes no engine to know."""
+    folder = resolve_folder(model)
+    open_tokenizer(folder)
+    sampling_defaults(folder)
+    template = open_chat_template(folder, options.chat_template)
+    if template is not None:
+        template.close()
+
+
 def sampling_defaults(folder: Path) -> dict[str, float]:
     """What a request that does not say gets: of `generation_config.json`, else temperature 1 and no filter."""
     config, where = generation_config(folder), folder / "generation_config.json"
@@ -131,10 +144,14 @@ def sampling_defaults(folder: Path) -> dict[str, float]:
         SamplingParams(**defaults)
     except InputError as error:
         raise CheckpointError(f"{where}: {error}") from None
-    for name, neutral in (("length_penalty", 1), ("no_repeat_ngram_size", 0)):
-        if config.get(name, neutral) not in (neutral, None):
-            log.warning("%s asks for %s %s, which is not supported: it is not applied", where, name, config[name])
     return defaults
+
+
+def _unsupported(folder: Path) -> list[str]:
+    """What `generation_config.json` asks for beside that."""
+    config = generation_config(folder)
+    neutral = {"length_penalty": 1, "no_repeat_ngram_size": 0}
+    return [f"{name} {config[name]}" for name, value in neutral.items() if config.get(name, value) not in (value, None)]
 
 
 class UsageSoFar:
