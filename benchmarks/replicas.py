@@ -2,7 +2,7 @@
 
     python benchmarks/replicas.py [--replicas 4] [--seconds 60]
 
-1. The time to the first token of one client: of `treetop serve`, and of two replicas of the same engine behind Ray, with
+1. The time to the first token of one client: of `treetop serve`, and of two replicas of its engine behind Ray, with
    a router that leaves the choice to Ray and with ours.
 2. Tokens a second of N replicas against one, each with half as many clients again as it runs requests at a time.
 3. How many requests found their prefix: those whose cached tokens, as the replica's own prefix cache counted them, are
