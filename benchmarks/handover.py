@@ -13,23 +13,17 @@ import argparse
 import asyncio
 import json
 import random
-import re
-import socket
 import sys
-import urllib.request
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import cycle
 from typing import Any
 
-from served import Client, served, until
+from served import Client, handed_over, until, workers
 
 from serving import NAMES, gaps_ms, pair, shown
 from treetop.bench.serve import summary
 from treetop.cli import OneLineParser, exit_code
 from treetop.types.errors import InputError
 
-COUNTED = ("num_peers", "num_bytes", "num_pieces", "num_whole", "num_local", "transfer_s", "hidden_s")
 _GAP_PROMPTS = 64
 """Of `--gap-prompt-tokens`, which come again only once caches have lost them."""
 VOCABULARY = 1000
@@ -40,23 +34,15 @@ def prompt(draw: random.Random, count: int) -> list[int]:
     return [draw.randrange(3, VOCABULARY) for _ in range(count)]
 
 
-def handed_over(url: str) -> dict[str, float]:
-    """What a worker's metrics say of its hand-overs."""
-    with urllib.request.urlopen(url + "/metrics") as answer:
-        text = answer.read().decode()
-    found = dict(re.findall(r"^treetop:handover_(\w+)\{[^}]*\} (\S+)$", text, re.MULTILINE))
-    return {name: float(found[name]) for name in COUNTED}
-
-
 async def first_token_ms(client: Client, draw: random.Random, count: int, repeats: int) -> list[float]:
     """Of prompts that no cache has, one after the other; the first warms up."""
     return [(await client.ask(prompt(draw, count), 1)).ttft_ms for _ in range(1 + repeats)][1:]
 
 
-async def measure_first_tokens(workers: dict[str, Client], args: argparse.Namespace, draw: random.Random) -> None:
+async def measure_first_tokens(compared: dict[str, Client], args: argparse.Namespace, draw: random.Random) -> None:
     for count in args.prompt_tokens:
         line: dict[str, Any] = {"part": "ttft", "prompt_tokens": count}
-        for name, client in workers.items():
+        for name, client in compared.items():
             before = handed_over(client.url) if name == "apart" else {}
             times = await first_token_ms(client, draw, count, args.repeats)
             line[name + "_ms"] = shown(times)
@@ -103,26 +89,6 @@ async def measure_gaps(name: str, client: Client, args: argparse.Namespace, draw
     print(json.dumps(found), flush=True)
 
 
-@asynccontextmanager
-async def workers_of(model: str, options: dict[str, Any], gpus: Sequence[str]) -> AsyncIterator[dict[str, Client]]:
-    """together: a worker of its own. apart: the one that decodes."""
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        listen = f"127.0.0.1:{found.getsockname()[1]}"
-    kinds: list[tuple[str, dict[str, Any], str]] = [
-        ("together", {}, gpus[0]),
-        ("prefill", {"role": "prefill", "handover_listen": listen}, gpus[-1]),
-        ("apart", {"role": "decode", "prefill_peers": listen}, gpus[0]),
-    ]
-    async with AsyncExitStack() as stack:
-        starts = [
-            stack.enter_async_context(served(model, {**options, **own}, {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}))
-            for _, own, gpu in kinds
-        ]
-        together, _, apart = await asyncio.gather(*starts)
-        await until(lambda: handed_over(apart.url)["num_peers"] > 0)
-        yield {"together": together, "apart": apart}
-
-
 async def run(args: argparse.Namespace) -> None:
     longest, draw = max(*args.prompt_tokens, args.gap_prompt_tokens) + 2, random.Random(0)
     args.room = args.accept_length * (3 * args.rounds + 200)
@@ -137,9 +103,10 @@ async def run(args: argparse.Namespace) -> None:
     }
     gpus = [""] if args.device == "cpu" else ["0", "1"]
     with pair(args, context) as (model, draft):
-        async with workers_of(model, {**options, "draft": draft}, gpus) as workers:
-            await measure_first_tokens(workers, args, draw)
-            for name, client in workers.items():
+        async with workers(model, {**options, "draft": draft}, gpus, ("both", "prefill", "decode")) as by_role:
+            compared = {"together": by_role["both"], "apart": by_role["decode"]}
+            await measure_first_tokens(compared, args, draw)
+            for name, client in compared.items():
                 await measure_gaps(name, client, args, draw)
 
 

@@ -1,19 +1,25 @@
-"""A server of one's own, and a client that notes when its streams were given which token."""
+"""Servers of one's own, and a client that notes when its streams were given which token."""
 
 import asyncio
 import os
 import re
+import socket
 import sys
 import time
+import urllib.request
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from treetop.bench.http_client import Address, Connection
 from treetop.types.config import flag
 from treetop.types.errors import EngineError
+from treetop.types.roles import Role
+
+COUNTED = ("num_peers", "num_bytes", "num_pieces", "num_whole", "num_local", "transfer_s", "hidden_s")
+"""Metrics of hand-overs."""
 
 
 @dataclass(slots=True)
@@ -30,10 +36,10 @@ class Stream:
 
 
 class Client:
-    """Asks the server for completions of ids."""
+    """Asks the server for completions of ids. pid: of the server's process."""
 
-    def __init__(self, url: str) -> None:
-        self.url, self._connection = url, Connection(Address.of(url), None)
+    def __init__(self, url: str, pid: int) -> None:
+        self.url, self.pid, self._connection = url, pid, Connection(Address.of(url), None)
 
     async def ask(self, ids: Sequence[int], max_tokens: int, into: Stream | None = None) -> Stream:
         """A completion, to its end. into: hears it as it comes."""
@@ -97,13 +103,41 @@ async def served(
             said.append(line.strip())
             found = re.search(r"on (http://\S+)", line)
         reading = asyncio.create_task(process.stderr.read())
-        yield Client(found[1])
+        yield Client(found[1], process.pid)
     finally:
         if process.returncode is None:
             process.terminate()
         await process.wait()
         if reading is not None:
             await reading
+
+
+@asynccontextmanager
+async def workers(
+    model: str, options: dict[str, Any], gpus: Sequence[str], roles: Sequence[Role]
+) -> AsyncIterator[dict[Role, Client]]:
+    """A server of each role, the one that prefills on the last GPU; the one that decodes has found it."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        listen = f"127.0.0.1:{found.getsockname()[1]}"
+    peers = {"both": {}, "prefill": {"handover_listen": listen}, "decode": {"prefill_peers": listen}}
+    async with AsyncExitStack() as stack:
+        starts = []
+        for role in roles:
+            gpu = gpus[-1 if role == "prefill" else 0]
+            environment = {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
+            own = {**options, **peers[role], "role": role}
+            starts.append(stack.enter_async_context(served(model, own, environment)))
+        by_role = dict(zip(roles, await asyncio.gather(*starts), strict=True))
+        await until(lambda: handed_over(by_role["decode"].url)["num_peers"] > 0)
+        yield by_role
+
+
+def handed_over(url: str) -> dict[str, float]:
+    """What a worker's metrics say of its hand-overs."""
+    with urllib.request.urlopen(url + "/metrics") as answer:
+        text = answer.read().decode()
+    found = dict(re.findall(r"^treetop:handover_(\w+)\{[^}]*\} (\S+)$", text, re.MULTILINE))
+    return {name: float(found[name]) for name in COUNTED}
 
 
 def flag_of(name: str, value: Any) -> list[str]:

@@ -25,12 +25,10 @@ def app(given: Mapping[str, Any]) -> Any:
     replicas: N, or A-B for as many as the load needs (default 1). queue-bound: requests that the replica with most of a
     prompt's pages may have more than the one that has fewest (default: a quarter of those it runs at a time, at
     least 2).
-    Raises UserError, also for files of the model that the API could not read: its folder lies here as it does on all
-    machines.
+    Raises UserError.
     """
     from treetop.cli.command_line import build_parser
     from treetop.cli.options import engine_options
-    from treetop.server.api.front import check_files
     from treetop.server.command import asked_for, with_config_file, words_of
 
     own = {
@@ -53,9 +51,7 @@ def app(given: Mapping[str, Any]) -> Any:
                 args = parser.parse_args(with_config_file(args, words))
     except SystemExit:
         raise ConfigError(f"{_WHERE}: {said.getvalue().strip()}") from None
-    process, options = asked_for(args, engine_options(args))
-    check_files(process.config.model, options)
-    return build_app(process, options, scale)
+    return build_app(*asked_for(args, engine_options(args)), scale)
 
 
 def _scale(replicas: Any, queue_bound: Any) -> "Scale":

@@ -17,7 +17,7 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from treetop.core.wire import ProcessOptions
 from treetop.server.alive import Alive
 from treetop.server.api.app import make_app
-from treetop.server.api.front import Front
+from treetop.server.api.front import Front, check_files
 from treetop.server.api.run import tell
 from treetop.server.options import ServeOptions
 from treetop.server.ray.core import RayCore
@@ -72,7 +72,8 @@ class Api:
 def build_app(process: ProcessOptions, options: ServeOptions, scale: Scale) -> Any:
     """The application, for `serve.run`. process: what each replica's engine is told, but for its address.
 
-    Raises ConfigError for options that are not an application's.
+    Raises UserError for options that are not an application's, and for files of the model that the API could not read:
+    they lie here as they do on all machines.
     """
     defaults, config = ServeOptions(), process.config
     for name in ("host", "port"):
@@ -80,6 +81,7 @@ def build_app(process: ProcessOptions, options: ServeOptions, scale: Scale) -> A
             raise ConfigError(f"--{name}: Ray's proxy listens; give it to `serve start --http-{name}`")
     if process.handover.role == "prefill":
         raise ConfigError("--role prefill: a prefill worker serves no requests, so replicas of it would answer none")
+    check_files(config.model, options)
     drain_s = _ALL_S if options.drain_timeout is None else options.drain_timeout
     rows = config.max_running_requests or _ROWS
     replica = serve.deployment(Replica).options(

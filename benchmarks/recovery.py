@@ -1,0 +1,222 @@
+"""How long clients wait when a process is killed or stopped: seconds until the next token of each stream.
+
+    python benchmarks/recovery.py                                 two GPUs, Llama-3.1-8B's shape, random weights
+    python benchmarks/recovery.py --model builtin:nestling --device cpu --prompt-tokens 400
+
+Each drill has servers of its own, `--rows` streams, and one signal. All streams must come to their last token.
+
+engine: the engine process of a server. rank-0, rank-1: of a server with --tp-size 2. expert-rank: of one with
+--ep-size 2 and Qwen3-30B-A3B's shape, made small on a CPU. decode: the engine of a decode worker. prefill-before,
+-during, -after: the prefill worker, as prompts come, when half of the time to their first token is over, or once they
+decode. prefill-stopped: as -during, but it goes on after `--stopped-seconds`.
+
+One JSON object a drill: seconds from the signal to the next token, the median of streams and the longest; for drills of
+a prefill worker also seconds to the first token without any signal.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from handover import prompt
+from rounds import preset
+from served import Client, Stream, served, until, workers
+
+from serving import NAMES, pair
+from treetop.cli import OneLineParser, exit_code
+from treetop.types.errors import EngineError, InputError
+from treetop.types.roles import Role
+
+SMALL = {
+    "hidden_size": 64,
+    "vocab_size": 1024,
+    "num_experts": 8,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+_HEARD = 3
+"""Events of each stream before a process that serves it is killed."""
+
+
+def below(pid: int) -> list[int]:
+    """Process ids of all descendants."""
+    own = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [*own, *(each for child in own for each in below(child))]
+
+
+def process_of(server: Client, module: str) -> int:
+    """The first process of a server that runs this module."""
+    for pid in below(server.pid):
+        if f"treetop.core.{module}" in Path(f"/proc/{pid}/cmdline").read_text():
+            return pid
+    raise EngineError(f"the server has no process of {module}")
+
+
+class Drills:
+    """All of them, for one model."""
+
+    def __init__(self, args: argparse.Namespace, model: str, options: dict[str, Any]) -> None:
+        self._args, self._model, self._options = args, model, options
+        self._draw = random.Random(0)
+        self.by_name: dict[str, Callable[[], Awaitable[dict[str, Any]]]] = {
+            "engine": partial(self._alone, {}, "engine_process"),
+            "rank-0": partial(self._alone, {"tp_size": 2}, "engine_process"),
+            "rank-1": partial(self._alone, {"tp_size": 2}, "follower"),
+            "expert-rank": self._expert_rank,
+            "decode": self._decode,
+            "prefill-before": partial(self._prefill, 0.0),
+            "prefill-during": partial(self._prefill, 0.5),
+            "prefill-after": partial(self._prefill, None),
+            "prefill-stopped": partial(self._prefill, 0.5, stopped=True),
+        }
+
+    async def _alone(self, own: dict[str, Any], module: str) -> dict[str, Any]:
+        async with served(self._model, {**self._options, **own}) as server:
+            return await self._killed_while_decoding(server, module)
+
+    async def _expert_rank(self) -> dict[str, Any]:
+        with with_experts(self._args.device) as model:
+            own = {"ep_size": 2, "draft": None, "speculative_algorithm": "NONE", "load_format": "dummy"}
+            async with served(model, {**self._options, **own}) as server:
+                return await self._killed_while_decoding(server, "expert_rank")
+
+    async def _decode(self) -> dict[str, Any]:
+        async with self._workers() as servers:
+            return await self._killed_while_decoding(servers["decode"], "engine_process")
+
+    async def _killed_while_decoding(self, server: Client, module: str) -> dict[str, Any]:
+        def kill(_: Sequence[Stream]) -> None:
+            os.kill(process_of(server, module), signal.SIGKILL)
+
+        return seconds(*await self._disturbed(server, lambda streams: heard(streams, _HEARD), kill))
+
+    async def _prefill(self, share: float | None, *, stopped: bool = False) -> dict[str, Any]:
+        """share: of the time to first tokens that is over when the signal comes; None for once they have come."""
+        async with self._workers() as servers:
+            for _ in range(2):  # the first warms up
+                undisturbed = await self._disturbed(servers["decode"], lambda _: True, lambda _: None)
+            first_s = statistics.median(each.ttft_ms for each in undisturbed[0]) / 1e3
+            pids = [servers["prefill"].pid, *below(servers["prefill"].pid)]
+
+            def due(streams: Sequence[Stream]) -> bool:
+                if share is None:
+                    return heard(streams, _HEARD)
+                return time.perf_counter() - streams[0].asked_s >= share * first_s
+
+            def end(_: Sequence[Stream]) -> None:
+                for pid in pids:
+                    os.kill(pid, signal.SIGSTOP if stopped else signal.SIGKILL)
+                if stopped:
+                    loop = asyncio.get_running_loop()
+                    loop.call_later(self._args.stopped_seconds, lambda: [os.kill(pid, signal.SIGCONT) for pid in pids])
+
+            found = seconds(*await self._disturbed(servers["decode"], due, end))
+            if stopped:
+                await asyncio.sleep(self._args.stopped_seconds)
+            return {**found, "first_token_undisturbed": round(first_s, 3)}
+
+    async def _disturbed(
+        self, server: Client, due: Callable[[Sequence[Stream]], bool], act: Callable[[Sequence[Stream]], None]
+    ) -> tuple[list[Stream], float]:
+        """Streams to their ends, and when something was done to them: when it was due."""
+        ids = [prompt(self._draw, self._args.prompt_tokens) for _ in range(self._args.rows)]
+        streams = [Stream(time.perf_counter()) for _ in ids]
+        asks = [
+            asyncio.create_task(server.ask(each, self._args.output_tokens, into))
+            for each, into in zip(ids, streams, strict=True)
+        ]
+        await until(lambda: due(streams), asks)
+        act(streams)
+        acted_s = time.perf_counter()
+        await asyncio.gather(*asks)
+        if any(each.events[-1][1] != self._args.output_tokens for each in streams):
+            raise EngineError("a stream ended early")
+        return streams, acted_s
+
+    @asynccontextmanager
+    async def _workers(self) -> AsyncIterator[dict[Role, Client]]:
+        gpus = [""] if self._args.device == "cpu" else ["0", "1"]
+        async with workers(self._model, self._options, gpus, ("prefill", "decode")) as servers:
+            yield servers
+
+
+def heard(streams: Sequence[Stream], count: int) -> bool:
+    return all(len(each.events) >= count for each in streams)
+
+
+def seconds(streams: Sequence[Stream], acted_s: float) -> dict[str, Any]:
+    """From what was done to the end of the longest pause after it, of each stream."""
+    waits = []
+    for each in streams:
+        times = [max(each.asked_s, acted_s), *(when for when, _ in each.events if when > acted_s)]
+        _, end = max(pairwise(times), key=lambda pause: pause[1] - pause[0])
+        waits.append(end - acted_s)
+    return {"seconds": {"median": round(statistics.median(waits), 3), "longest": round(max(waits), 3)}}
+
+
+@contextmanager
+def with_experts(device: str) -> Iterator[str]:
+    """The folder of a target with experts, for random weights."""
+    model, _ = preset("qwen3-30b-a3b")
+    with tempfile.TemporaryDirectory() as small:
+        if device == "cpu":
+            config = json.loads((Path(model) / "config.json").read_text())
+            (Path(small) / "config.json").write_text(json.dumps({**config, **SMALL}))
+            model = small
+        with pair(argparse.Namespace(model=model, draft=None), 0) as (target, _):
+            yield target
+
+
+async def run(args: argparse.Namespace) -> None:
+    context = args.prompt_tokens + args.output_tokens + 64
+    options = {
+        "load_format": "auto" if args.model else "dummy",
+        "max_running_requests": args.rows,
+        "context_length": context,
+        "max_total_tokens": 2 * args.rows * context,
+        "device": args.device,
+    }
+    with pair(args, context) as (model, draft):
+        drills = Drills(args, model, {**options, "draft": draft})
+        for name in args.drills or drills.by_name:
+            if name not in drills.by_name:
+                raise InputError(f"--drills: {name} is none of {', '.join(drills.by_name)}")
+            print(json.dumps({"drill": name, "streams": args.rows, **await drills.by_name[name]()}), flush=True)
+
+
+def main(arguments: list[str]) -> int:
+    parser = OneLineParser(prog="recovery", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--drills", nargs="+", metavar="NAME", help="default: all")
+    parser.add_argument("--preset", choices=NAMES, default=NAMES[0], help="shape, with random weights")
+    parser.add_argument("--model", metavar="FOLDER", help="a target with weights instead, or builtin:nestling")
+    parser.add_argument("--draft", metavar="FOLDER", help="its head")
+    parser.add_argument("--prompt-tokens", type=int, default=8192, metavar="N")
+    parser.add_argument("--output-tokens", type=int, default=400, metavar="N")
+    parser.add_argument("--rows", type=int, default=8, metavar="N", help="streams")
+    parser.add_argument("--stopped-seconds", type=float, default=20.0, metavar="S")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    args = parser.parse_args(arguments)
+    if min(args.prompt_tokens, args.output_tokens, args.rows, args.stopped_seconds) < 1:
+        raise InputError("every number must be at least 1")
+    asyncio.run(run(args))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code("recovery", lambda: main(sys.argv[1:])))
