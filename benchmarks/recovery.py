@@ -1,4 +1,4 @@
-"""How long clients wait when a process is killed or stopped: seconds until the next token of each stream.
+"""How long clients wait for the next token when a process is killed or stopped.
 
     python benchmarks/recovery.py                                 two GPUs, Llama-3.1-8B's shape, random weights
     python benchmarks/recovery.py --model builtin:nestling --device cpu --prompt-tokens 400
@@ -10,8 +10,8 @@ engine: the engine process of a server. rank-0, rank-1: of a server with --tp-si
 -during, -after: the prefill worker, as prompts come, when half of the time to their first token is over, or once they
 decode. prefill-stopped: as -during, but it goes on after `--stopped-seconds`.
 
-One JSON object a drill: seconds from the signal to the next token, the median of streams and the longest; for drills of
-a prefill worker also seconds to the first token without any signal.
+One JSON object a drill: seconds of the longest pause of each stream from the signal on, their median and the longest;
+for drills of a prefill worker also seconds to the first token without any signal.
 """
 
 import argparse
@@ -161,13 +161,12 @@ def heard(streams: Sequence[Stream], count: int) -> bool:
 
 
 def seconds(streams: Sequence[Stream], acted_s: float) -> dict[str, Any]:
-    """From what was done to the end of the longest pause after it, of each stream."""
-    waits = []
+    """The longest pause of each stream after what was done to it."""
+    pauses = []
     for each in streams:
         times = [max(each.asked_s, acted_s), *(when for when, _ in each.events if when > acted_s)]
-        _, end = max(pairwise(times), key=lambda pause: pause[1] - pause[0])
-        waits.append(end - acted_s)
-    return {"seconds": {"median": round(statistics.median(waits), 3), "longest": round(max(waits), 3)}}
+        pauses.append(max(end - begin for begin, end in pairwise(times)))
+    return {"seconds": {"median": round(statistics.median(pauses), 3), "longest": round(max(pauses), 3)}}
 
 
 @contextmanager
