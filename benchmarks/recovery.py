@@ -8,7 +8,7 @@ Each drill has servers of its own, `--rows` streams, and one signal. All streams
 engine: the engine process of a server. rank-0, rank-1: of a server with --tp-size 2. expert-rank: of one with
 --ep-size 2 and Qwen3-30B-A3B's shape, made small on a CPU. decode: the engine of a decode worker. prefill-before,
 -during, -after: the prefill worker, as prompts come, when half of the time to their first token is over, or once they
-decode. prefill-stopped: as -during, but it goes on after `--stopped-seconds`.
+decode. rank-1-stopped, prefill-stopped (as -during): it goes on after `--stopped-seconds`.
 
 One JSON object a drill: seconds of the longest pause of each stream from the signal on, their median and the longest;
 for drills of a prefill worker also seconds to the first token without any signal.
@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -78,6 +78,7 @@ class Drills:
             "engine": partial(self._alone, {}, "engine_process"),
             "rank-0": partial(self._alone, {"tp_size": 2}, "engine_process"),
             "rank-1": partial(self._alone, {"tp_size": 2}, "follower"),
+            "rank-1-stopped": partial(self._alone, {"tp_size": 2}, "follower", stopped=True),
             "expert-rank": self._expert_rank,
             "decode": self._decode,
             "prefill-before": partial(self._prefill, 0.0),
@@ -86,53 +87,52 @@ class Drills:
             "prefill-stopped": partial(self._prefill, 0.5, stopped=True),
         }
 
-    async def _alone(self, own: dict[str, Any], module: str) -> dict[str, Any]:
+    async def _alone(self, own: dict[str, Any], module: str, *, stopped: bool = False) -> dict[str, Any]:
         async with served(self._model, {**self._options, **own}) as server:
-            return await self._killed_while_decoding(server, module)
+            return await self._while_decoding(server, module, stopped=stopped)
 
     async def _expert_rank(self) -> dict[str, Any]:
         with with_experts(self._args.device) as model:
             own = {"ep_size": 2, "draft": None, "speculative_algorithm": "NONE", "load_format": "dummy"}
             async with served(model, {**self._options, **own}) as server:
-                return await self._killed_while_decoding(server, "expert_rank")
+                return await self._while_decoding(server, "expert_rank")
 
     async def _decode(self) -> dict[str, Any]:
         async with self._workers() as servers:
-            return await self._killed_while_decoding(servers["decode"], "engine_process")
+            return await self._while_decoding(servers["decode"], "engine_process")
 
-    async def _killed_while_decoding(self, server: Client, module: str) -> dict[str, Any]:
-        def kill(_: Sequence[Stream]) -> None:
-            os.kill(process_of(server, module), signal.SIGKILL)
+    async def _while_decoding(self, server: Client, module: str, *, stopped: bool = False) -> dict[str, Any]:
+        act = partial(self._end, [process_of(server, module)], stopped)
+        return seconds(*await self._disturbed(server, lambda streams: heard(streams, _HEARD), act))
 
-        return seconds(*await self._disturbed(server, lambda streams: heard(streams, _HEARD), kill))
+    def _end(self, pids: Sequence[int], stopped: bool) -> None:
+        """Kill processes, or stop them for a while."""
+        for pid in pids:
+            with suppress(ProcessLookupError):  # it may have ended with the one before it
+                os.kill(pid, signal.SIGSTOP if stopped else signal.SIGKILL)
+            if stopped:
+                asyncio.get_running_loop().call_later(self._args.stopped_seconds, os.kill, pid, signal.SIGCONT)
 
     async def _prefill(self, share: float | None, *, stopped: bool = False) -> dict[str, Any]:
         """share: of the time to first tokens that is over when the signal comes; None for once they have come."""
         async with self._workers() as servers:
             for _ in range(2):  # the first warms up
-                undisturbed = await self._disturbed(servers["decode"], lambda _: True, lambda _: None)
+                undisturbed = await self._disturbed(servers["decode"], lambda _: True, lambda: None)
             first_s = statistics.median(each.ttft_ms for each in undisturbed[0]) / 1e3
-            pids = [servers["prefill"].pid, *below(servers["prefill"].pid)]
 
             def due(streams: Sequence[Stream]) -> bool:
                 if share is None:
                     return heard(streams, _HEARD)
                 return time.perf_counter() - streams[0].asked_s >= share * first_s
 
-            def end(_: Sequence[Stream]) -> None:
-                for pid in pids:
-                    os.kill(pid, signal.SIGSTOP if stopped else signal.SIGKILL)
-                if stopped:
-                    loop = asyncio.get_running_loop()
-                    loop.call_later(self._args.stopped_seconds, lambda: [os.kill(pid, signal.SIGCONT) for pid in pids])
-
-            found = seconds(*await self._disturbed(servers["decode"], due, end))
+            act = partial(self._end, [servers["prefill"].pid, *below(servers["prefill"].pid)], stopped)
+            found = seconds(*await self._disturbed(servers["decode"], due, act))
             if stopped:
                 await asyncio.sleep(self._args.stopped_seconds)
             return {**found, "first_token_undisturbed": round(first_s, 3)}
 
     async def _disturbed(
-        self, server: Client, due: Callable[[Sequence[Stream]], bool], act: Callable[[Sequence[Stream]], None]
+        self, server: Client, due: Callable[[Sequence[Stream]], bool], act: Callable[[], None]
     ) -> tuple[list[Stream], float]:
         """Streams to their ends, and when something was done to them: when it was due."""
         ids = [prompt(self._draw, self._args.prompt_tokens) for _ in range(self._args.rows)]
@@ -142,7 +142,7 @@ class Drills:
             for each, into in zip(ids, streams, strict=True)
         ]
         await until(lambda: due(streams), asks)
-        act(streams)
+        act()
         acted_s = time.perf_counter()
         await asyncio.gather(*asks)
         if any(each.events[-1][1] != self._args.output_tokens for each in streams):
@@ -193,9 +193,10 @@ async def run(args: argparse.Namespace) -> None:
     }
     with pair(args, context) as (model, draft):
         drills = Drills(args, model, {**options, "draft": draft})
-        for name in args.drills or drills.by_name:
-            if name not in drills.by_name:
-                raise InputError(f"--drills: {name} is none of {', '.join(drills.by_name)}")
+        names = args.drills or [*drills.by_name]
+        if unknown := [name for name in names if name not in drills.by_name]:
+            raise InputError(f"--drills: {unknown[0]} is none of {', '.join(drills.by_name)}")
+        for name in names:
             print(json.dumps({"drill": name, "streams": args.rows, **await drills.by_name[name]()}), flush=True)
 
 
