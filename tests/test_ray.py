@@ -39,6 +39,7 @@ RAY = {
     "RAY_DEDUP_LOGS": "0",
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # a proxy that takes longer to start would be killed
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
+    "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "1",  # a replica that answers later is passed over
 }
 
 
@@ -124,8 +125,10 @@ def prompt(topic: int, length: int, end: int = 0) -> list[int]:
     return [4 + (topic * 37 + i * (topic + 1)) % 150 for i in range(length - 1)] + [4 + end]
 
 
-async def stream(http: httpx.AsyncClient, url: str, ids: list[int], count: int) -> tuple[str, float]:
-    """The text, and the longest pause in it."""
+async def stream(
+    http: httpx.AsyncClient, url: str, ids: list[int], count: int, begun: asyncio.Event
+) -> tuple[str, float]:
+    """The text, and the longest pause in it. begun: is set with the first of it."""
     body = {"prompt": ids, "max_tokens": count, "stream": True}
     text, last_s, pause_s = "", time.monotonic(), 0.0
     async with http.stream("POST", url + "/v1/completions", json=body) as answer:
@@ -137,6 +140,7 @@ async def stream(http: httpx.AsyncClient, url: str, ids: list[int], count: int) 
                 event = json.loads(line.removeprefix("data: "))
                 assert "error" not in event, event
                 text += event["choices"][0]["text"]
+                begun.set()
                 last_s, pause_s = time.monotonic(), max(pause_s, time.monotonic() - last_s)
     raise AssertionError(f"the stream ends after {len(text)} characters")
 
@@ -144,8 +148,9 @@ async def stream(http: httpx.AsyncClient, url: str, ids: list[int], count: int) 
 async def streams(url: str, count: int, tokens: int, during) -> list[float]:
     """So many streams of so many tokens each, all of which must be right, and their pauses. during: meanwhile."""
     async with httpx.AsyncClient(timeout=WAIT_S) as http:
-        asked = [asyncio.ensure_future(stream(http, url, prompt(n, 20 + n), tokens)) for n in range(count)]
-        await asyncio.sleep(0.5)
+        begun = [asyncio.Event() for _ in range(count)]
+        asked = [asyncio.ensure_future(stream(http, url, prompt(n, 20 + n), tokens, begun[n])) for n in range(count)]
+        await asyncio.wait_for(asyncio.gather(*(each.wait() for each in begun)), WAIT_S)
         await asyncio.to_thread(during)
         answers = await asyncio.gather(*asked)
     for number, (text, _) in enumerate(answers):
@@ -211,8 +216,9 @@ def test_an_api_that_is_killed_comes_back_and_its_streams_do_not_end_as_if_they_
 
     async def cut_off() -> None:
         async with httpx.AsyncClient(timeout=WAIT_S) as http:
-            asked = [asyncio.ensure_future(stream(http, replicas.url, prompt(n, 20), 400)) for n in range(3)]
-            await asyncio.sleep(0.5)
+            begun = [asyncio.Event() for _ in range(3)]
+            asked = [asyncio.ensure_future(stream(http, replicas.url, prompt(n, 20), 400, begun[n])) for n in range(3)]
+            await asyncio.wait_for(asyncio.gather(*(each.wait() for each in begun)), WAIT_S)
             os.kill(api, signal.SIGKILL)
             answers = await asyncio.gather(*asked, return_exceptions=True)
         assert all(isinstance(answer, (AssertionError, httpx.HTTPError)) for answer in answers), answers
