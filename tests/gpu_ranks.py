@@ -14,6 +14,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from treetop.checks.probes import LATE
+from treetop.kernels.peers import LOOK_NS
 from treetop.kernels.table import OpContext, Ops
 from treetop.parallel.exchange import Group, Meeting
 
@@ -152,6 +153,23 @@ def graphs_replay(rank: int, group: Group) -> None:
             torch.cuda._sleep(int(own.random() * 2_000_000))
     torch.cuda.synchronize()
     assert int(wrong) == 0
+
+
+def one_late_rank_does_not_make_others_late(rank: int, group: Group) -> None:
+    """Who has waited for long looks into the host's memory; if many did so often, all would be late from then on."""
+    mine, times = shares_of_all(256, 4096, torch.bfloat16)[rank], []
+    graph = graph_of(group, mine, 50, lambda found, gathered: None)
+    for _ in range(5):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if rank == 1:
+            torch.cuda._sleep(2 * LOOK_NS)  # cycles, which are shorter than nanoseconds
+        graph.replay()
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    assert max(times) < 25, f"ms for 50 exchanges: {times}"
 
 
 def a_rank_dies(rank: int, group: Group) -> None:

@@ -43,6 +43,7 @@ DRILLS = [
     gpu_ranks.sums_are_the_same,
     gpu_ranks.ten_thousand_exchanges,
     gpu_ranks.graphs_replay,
+    gpu_ranks.one_late_rank_does_not_make_others_late,
     gpu_ranks.a_rank_dies,
     gpu_ranks.waits_are_ended,
 ]

@@ -75,6 +75,26 @@ def test_no_two_threads_look_for_the_same_number(monkeypatch, dtype):
     assert all(launch["block"] >= 32 * launch["num_warps"] for launch in launches)
 
 
+def test_who_waits_for_long_is_not_late_by_looking_whether_to_end(monkeypatch):
+    """All programs of the largest launches, one warp after the other. On GPUs a late rank once made all that came
+    after it as late: see `tests/gpu_ranks.py`."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    launches, read_ns, reads = [], 1100, 2
+    monkeypatch.setattr(peers, "_add_shares_kernel", Launches(launches))
+    monkeypatch.setattr(peers, "_gather_kernel", Launches(launches))
+    mail = Mailboxes.make(0, [0, 0], CPU, torch.zeros(RECORD, dtype=torch.int64))
+    x, piece = torch.zeros((peers.ROWS, peers.ROW_BYTES // 4)), torch.zeros(peers.CHUNKS * peers.CHUNK)
+    assert peers.adds(x[None])
+    assert not peers.adds(torch.zeros((1, peers.ROWS + 1, 8)))
+    assert peers.gathers(piece)
+    assert not peers.gathers(torch.zeros(piece.numel() + 1))
+    peers.add_shares_rms_norm(x, x[None], None, 1e-5, mail, GPU)
+    peers.gather(torch.zeros((2, piece.numel())), piece, mail, GPU)
+    programs = (peers.ROWS, peers.CHUNKS)
+    for launch, count in zip(launches, programs, strict=True):
+        assert 2 * count * launch["num_warps"] * reads * read_ns < peers.LOOK_NS
+
+
 class Launches:
     """Stands for a kernel."""
 

@@ -4,7 +4,8 @@
 Every rank has a mailbox that all can write. A program writes its row, or its piece, into the same slot of every rank's
 mailbox, waits for what the others write into its own, and goes on with all of them, in the order of the ranks. Data
 says by itself that it has come, so one trip over the link is enough: a row of a sum is written over a number that no
-sum is; each word of a gathered piece comes beside the number of its exchange.
+sum is; each word of a gathered piece comes beside the number of its exchange. Stores into others' memory are written
+through (`.wt`): of an ordinary one nothing says when those see it who wait for it.
 
 A slot has two boxes, used in turn. Who writes into a box for the second time has read, in between, what its owner wrote
 after emptying it. How often a slot was used is counted on the device, so recorded graphs can be replayed.
@@ -31,8 +32,10 @@ ROWS, ROW_BYTES = 256, 32 << 10
 CHUNKS, CHUNK = 64, 1024
 """Slots of gathers, and how many words of 4 bytes a slot holds, each beside a number."""
 _BOXES = 2
-_QUIET_NS = 1_000_000
-"""A wait looks at the clock only; after so long it also looks whether it is to end."""
+LOOK_NS = 20_000_000
+"""How often a wait looks into the host's memory whether it is to end; what it finds is on the device for all others. A
+GPU's warps look there one after the other, a microsecond each time. If this were not much longer than all of them take,
+one rank that once comes late would make the others look, and so be late in their turn, without end."""
 
 
 def mailbox_bytes(ranks: int) -> int:
@@ -51,7 +54,8 @@ class Mailboxes:
 
     addresses: [ranks] int64, of each rank's mailbox as this rank reaches it. counts: [ROWS + CHUNKS] int32, zero to
     begin with. control: [2] int64 in pinned memory of the host: whether waiting is to end, and how long a wait may be,
-    in nanoseconds. record: [8] int64, as `checks.probes` reads it.
+    in nanoseconds. ended: [1] int32, whether a wait has found that it is to end. record: [8] int64, as `checks.probes`
+    reads it.
     """
 
     rank: int
@@ -59,13 +63,15 @@ class Mailboxes:
     addresses: Tensor
     counts: Tensor
     control: Tensor
+    ended: Tensor
     record: Tensor
 
     @classmethod
     def make(cls, rank: int, addresses: list[int], device: torch.device, record: Tensor) -> "Mailboxes":
         counts = torch.zeros(ROWS + CHUNKS, dtype=torch.int32, device=device)
         control = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
-        return cls(rank, len(addresses), torch.tensor(addresses, device=device), counts, control, record)
+        ended = torch.zeros(1, dtype=torch.int32, device=device)
+        return cls(rank, len(addresses), torch.tensor(addresses, device=device), counts, control, ended, record)
 
 
 def adds(parts: Tensor) -> bool:
@@ -186,10 +192,10 @@ def add_shares_rms_norm(
     normed = total if weight is None else torch.empty_like(x)
     _add_shares_kernel[(x.numel() // hidden,)](
         total, normed, x, parts, x if weight is None else weight, eps, x.numel(),
-        mail.addresses, mail.counts, mail.control, mail.record, mail.rank,
+        mail.addresses, mail.counts, mail.control, mail.ended, mail.record, mail.rank,
         ranks=mail.ranks, hidden=hidden, block=block, parts_count=parts.shape[0], norms=weight is not None,
         word=tl.int32 if wide else tl.int16, nan=_NAN[x.element_size()], slot=ROW_BYTES // x.element_size(), slots=ROWS,
-        late=LATE, quiet=_QUIET_NS, clock=not interpreted(), overlap=gpu.can_overlap,
+        late=LATE, look=0 if interpreted() else LOOK_NS, overlap=gpu.can_overlap,
         num_warps=num_warps, **launch_options(gpu),
     )  # fmt: skip
     return total, normed
@@ -201,20 +207,19 @@ def gather(out: Tensor, piece: Tensor, mail: Mailboxes, gpu: GpuTraits) -> None:
     width = piece.shape[-1] * piece.element_size() // 4
     _gather_kernel[(-(-words // CHUNK),)](
         out.view(-1).view(torch.int32), piece.view(-1).view(torch.int32), words, width,
-        mail.addresses, mail.counts, mail.control, mail.record, mail.rank,
+        mail.addresses, mail.counts, mail.control, mail.ended, mail.record, mail.rank,
         ranks=mail.ranks, block=CHUNK, chunks=CHUNKS, before=sums_bytes(mail.ranks) // 8,
-        slots=ROWS, late=LATE, quiet=_QUIET_NS, clock=not interpreted(), overlap=gpu.can_overlap, num_warps=4,
-        **launch_options(gpu),
+        slots=ROWS, late=LATE, look=0 if interpreted() else LOOK_NS, overlap=gpu.can_overlap,
+        num_warps=4, **launch_options(gpu),
     )  # fmt: skip
 
 
 @jit
 def _add_shares_kernel(
     total: Arg, normed: Arg, x: Arg, parts: Arg, weight: Arg, eps: Arg, size: Arg,
-    addresses: Arg, counts: Arg, control: Arg, record: Arg, rank: Arg,
+    addresses: Arg, counts: Arg, control: Arg, ended: Arg, record: Arg, rank: Arg,
     ranks: constexpr, hidden: constexpr, block: constexpr, parts_count: constexpr, norms: constexpr, word: constexpr,
-    nan: constexpr, slot: constexpr, slots: constexpr, late: constexpr, quiet: constexpr, clock: constexpr,
-    overlap: constexpr,
+    nan: constexpr, slot: constexpr, slots: constexpr, late: constexpr, look: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """One row a program. total, normed, x: [rows, hidden]; parts: [parts, rows, hidden]; weight: [hidden].
 
@@ -238,7 +243,7 @@ def _add_shares_kernel(
     first = ((count & 1) * slots + row) * (ranks * slot)
     for turn in tl.static_range(1, ranks):
         box = _mailbox(addresses, (rank + turn) % ranks, word)
-        tl.store(box + (first + rank * slot) + column, bits, mask=there)
+        tl.store(box + (first + rank * slot) + column, bits, mask=there, cache_modifier=".wt")
 
     own = _mailbox(addresses, rank, word) + first
     value = tl.load(x + at, mask=there, other=0.0)
@@ -246,17 +251,19 @@ def _add_shares_kernel(
     missing = tl.full([], 1, tl.int32)
     tries = tl.full([], 0, tl.int64)
     began = tl.full([], 0, tl.int64)
+    looked = tl.full([], 0, tl.int64)
     while missing > 0:
+        ends = tl.load(ended, volatile=True)
         added = tl.zeros([block], tl.float32)
         absent = tl.zeros([block], tl.int32)
         for peer in tl.static_range(ranks):
             came = tl.load(own + peer * slot + column, mask=there & (me != peer), other=bits, volatile=True)
             absent = tl.where(came == -1, peer + 1, absent)
             added += came.to(x.dtype.element_ty, bitcast=True).to(tl.float32)
-        missing = tl.max(absent, 0)
+        missing = _missing(absent, ends)
         if missing > 0:
             tries += 1
-            missing, began = _patience(missing, tries, began, control, record, row, late, quiet, clock)
+            began, looked = _patience(missing, tries, began, looked, control, ended, record, row, late, look)
     for peer in tl.static_range(ranks):
         tl.store(own + peer * slot + column, tl.full([block], -1, word), mask=there & (me != peer))
     value = (value.to(tl.float32) + added).to(value.dtype)
@@ -270,9 +277,10 @@ def _add_shares_kernel(
 
 @jit
 def _gather_kernel(
-    out: Arg, piece: Arg, words: Arg, width: Arg, addresses: Arg, counts: Arg, control: Arg, record: Arg, rank: Arg,
+    out: Arg, piece: Arg, words: Arg, width: Arg,
+    addresses: Arg, counts: Arg, control: Arg, ended: Arg, record: Arg, rank: Arg,
     ranks: constexpr, block: constexpr, chunks: constexpr, before: constexpr, slots: constexpr, late: constexpr,
-    quiet: constexpr, clock: constexpr, overlap: constexpr,
+    look: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """`block` words a program. out: [words / width, ranks, width] int32; piece: [words] int32.
 
@@ -289,23 +297,25 @@ def _gather_kernel(
     first = before + ((count & 1) * chunks + chunk) * (ranks * block)
     for turn in tl.static_range(1, ranks):
         box = _mailbox(addresses, (rank + turn) % ranks, tl.int64)
-        tl.store(box + (first + rank * block) + lane, data, mask=there)
+        tl.store(box + (first + rank * block) + lane, data, mask=there, cache_modifier=".wt")
 
     own = _mailbox(addresses, rank, tl.int64) + first
     to = out + at // width * (ranks * width) + at % width
     missing = tl.full([], 1, tl.int32)
     tries = tl.full([], 0, tl.int64)
     began = tl.full([], 0, tl.int64)
+    looked = tl.full([], 0, tl.int64)
     while missing > 0:
+        ends = tl.load(ended, volatile=True)
         absent = tl.zeros([block], tl.int32)
         for peer in tl.static_range(ranks):
             came = tl.load(own + peer * block + lane, mask=there & (me != peer), other=data, volatile=True)
             absent = tl.where((came >> 32) != number, peer + 1, absent)
             tl.store(to + peer * width, tl.where((came >> 32) == number, came, data).to(tl.int32), mask=there)
-        missing = tl.max(absent, 0)
+        missing = _missing(absent, ends)
         if missing > 0:
             tries += 1
-            missing, began = _patience(missing, tries, began, control, record, chunk, late, quiet, clock)
+            began, looked = _patience(missing, tries, began, looked, control, ended, record, chunk, late, look)
     tl.store(counts + slots + chunk, count + 1)
 
 
@@ -316,29 +326,38 @@ def _mailbox(addresses: Arg, rank: Arg, number: constexpr) -> Arg:
 
 
 @jit
-def _patience(
-    missing: Arg, tries: Arg, began: Arg, control: Arg, record: Arg, row: Arg, late: constexpr, quiet: constexpr,
-    clock: constexpr,
-) -> Arg:  # fmt: skip
-    """Whether to wait on. missing: 1 + the rank that is waited for. Returns it, or 0 to end, and since when one waits.
+def _missing(absent: Arg, ends: Arg) -> Arg:
+    """1 + a rank that is waited for; 0 if none is, or if any warp of the program has seen that waiting ends: they look
+    at different times, and must leave together. absent: [block], 0 or 1 + a rank."""
+    found = tl.max(tl.where(ends != 0, 1 << 20, absent), 0)
+    return tl.where(found < 1 << 20, found, 0)
 
-    A wait that is too long is written down, and so that all that come after it end soon. Without a clock tries count.
+
+@jit
+def _patience(
+    missing: Arg, tries: Arg, began: Arg, looked: Arg, control: Arg, ended: Arg, record: Arg, row: Arg,
+    late: constexpr, look: constexpr,
+) -> Arg:  # fmt: skip
+    """Write down that waiting ends, where it does, so that no wait goes on. missing: 1 + the rank that is waited for.
+    Returns since when one waits, and when one has looked into the host's memory.
+
+    A wait that was too long goes into the record. look: see LOOK_NS; 0 where there is no clock, and tries count.
     """
     now = tries
-    if clock:
+    if look > 0:
         now = tl.extra.cuda.globaltimer().to(tl.int64)
     if began == 0:
         began = now
-    waited = now - began
-    if waited > (quiet if clock else 0):
-        stop = tl.load(control, volatile=True) != 0
-        if (waited > tl.load(control + 1, volatile=True)) & (stop == 0):
-            stop = stop == 0
+        looked = now
+    if now - looked > look:
+        looked = now
+        if tl.load(control, volatile=True) != 0:
+            tl.store(ended, 1, cache_modifier=".wt")
+        elif now - began > tl.load(control + 1, volatile=True):
             if tl.load(record) == 0:
                 tl.store(record + 3, row)
                 tl.store(record + 4, missing - 1)
                 tl.store(record, late)
             tl.store(control, 1)
-        if stop:
-            missing = missing * 0
-    return missing, began
+            tl.store(ended, 1, cache_modifier=".wt")
+    return began, looked
