@@ -101,9 +101,8 @@ async def run(args: argparse.Namespace) -> None:
         "max_total_tokens": args.rows * (args.input_tokens + args.room) + 4 * longest,
         "device": args.device,
     }
-    gpus = [""] if args.device == "cpu" else ["0", "1"]
     with pair(args, context) as (model, draft):
-        async with workers(model, {**options, "draft": draft}, gpus, ("both", "prefill", "decode")) as by_role:
+        async with workers(model, {**options, "draft": draft}, ("both", "prefill", "decode")) as by_role:
             compared = {"together": by_role["both"], "apart": by_role["decode"]}
             await measure_first_tokens(compared, args, draw)
             for name, client in compared.items():

@@ -113,6 +113,8 @@ def main() -> None:
     parser.add_argument("--model", help="of rounds: folder with the config.json of a target")
     args, more = parser.parse_known_args()
     if args.what == "exchange":
+        if more:
+            parser.error(f"unrecognized arguments: {' '.join(more)}")
         if torch.cuda.device_count() < max(args.ranks or [2]):
             parser.error(f"--ranks: this machine shows {torch.cuda.device_count()} GPUs; exchange needs one a rank")
         run_exchange(args.ranks or [2], [*product(args.widths, args.rows)])

@@ -11,7 +11,8 @@ engine: the engine process of a server. rank-0, rank-1: of a server with --tp-si
 decode. rank-1-stopped, prefill-stopped (as -during): it goes on after `--stopped-seconds`.
 
 One JSON object a drill: seconds of the longest pause of each stream from the signal on, their median and the longest;
-for drills of a prefill worker also seconds to the first token without any signal.
+for drills of a prefill worker also seconds to the first token without any signal, for others those of the server's
+start.
 """
 
 import argparse
@@ -24,8 +25,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -50,6 +51,7 @@ SMALL = {
     "num_key_value_heads": 2,
     "head_dim": 16,
 }
+_APART: tuple[Role, ...] = ("prefill", "decode")
 _HEARD = 3
 """Events of each stream before a process that serves it is killed."""
 
@@ -98,12 +100,13 @@ class Drills:
                 return await self._while_decoding(server, "expert_rank")
 
     async def _decode(self) -> dict[str, Any]:
-        async with self._workers() as servers:
+        async with workers(self._model, self._options, _APART) as servers:
             return await self._while_decoding(servers["decode"], "engine_process")
 
     async def _while_decoding(self, server: Client, module: str, *, stopped: bool = False) -> dict[str, Any]:
         act = partial(self._end, [process_of(server, module)], stopped)
-        return seconds(*await self._disturbed(server, lambda streams: heard(streams, _HEARD), act))
+        found = seconds(*await self._disturbed(server, lambda streams: heard(streams, _HEARD), act))
+        return {**found, "start": round(server.start_s, 1)}
 
     def _end(self, pids: Sequence[int], stopped: bool) -> None:
         """Kill processes, or stop them for a while."""
@@ -115,7 +118,7 @@ class Drills:
 
     async def _prefill(self, share: float | None, *, stopped: bool = False) -> dict[str, Any]:
         """share: of the time to first tokens that is over when the signal comes; None for once they have come."""
-        async with self._workers() as servers:
+        async with workers(self._model, self._options, _APART) as servers:
             for _ in range(2):  # the first warms up
                 undisturbed = await self._disturbed(servers["decode"], lambda _: True, lambda: None)
             first_s = statistics.median(each.ttft_ms for each in undisturbed[0]) / 1e3
@@ -148,12 +151,6 @@ class Drills:
         if any(each.events[-1][1] != self._args.output_tokens for each in streams):
             raise EngineError("a stream ended early")
         return streams, acted_s
-
-    @asynccontextmanager
-    async def _workers(self) -> AsyncIterator[dict[Role, Client]]:
-        gpus = [""] if self._args.device == "cpu" else ["0", "1"]
-        async with workers(self._model, self._options, gpus, ("prefill", "decode")) as servers:
-            yield servers
 
 
 def heard(streams: Sequence[Stream], count: int) -> bool:

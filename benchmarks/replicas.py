@@ -3,7 +3,8 @@
     python benchmarks/replicas.py [--replicas 4] [--seconds 60]
 
 1. The time to the first token of one client: of `treetop serve`, and of two replicas of its engine behind Ray, with
-   a router that leaves the choice to Ray and with ours.
+   a router that leaves the choice to Ray and with ours. Beside it what Ray itself takes: a deployment that says hello,
+   through the proxy, and the first item of a stream of a replica; and what our router's choice takes.
 2. Tokens a second of N replicas against one, each with half as many clients again as it runs requests at a time.
 3. How many requests found their prefix: those whose cached tokens, as the replica's own prefix cache counted them, are
    all that earlier prompts of the same topic have in common with them. The first of each topic does not count, and
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 from unittest.mock import patch
@@ -30,11 +32,14 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
 import ray
 from ray import serve
+from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from treetop.bench.http_client import Address, Connection
 from treetop.cli import OneLineParser, exit_code
 from treetop.cli.replicas import app
+from treetop.server.prefix_router import PrefixRouter, Standing
+from treetop.types.requests import PrefixPages
 
 PORT = 8231
 ROWS, LONG, SHORT, TOPICS = 4, 512, 32, 24
@@ -44,6 +49,17 @@ CLIENTS = 6
 FAST, SLOW = "10,1", "200,8"
 """Engines for the two measurements: STEP_MS,TOKENS."""
 PAGE, PREFIX = 16, 96
+
+
+@serve.deployment(num_replicas=2)
+class Hello:
+    """What costs nothing but Ray."""
+
+    async def __call__(self, _: object) -> str:
+        return "{}"
+
+    async def items(self) -> AsyncIterator[int]:
+        yield 1
 
 
 class AnyReplica(RequestRouter):
@@ -84,6 +100,32 @@ async def first_tokens(address: Address, count: int) -> list[float]:
     """Milliseconds, one request after the other. The first few find nothing warm and do not count."""
     times = [(await ask(address, 1, number, 2))[0] for number in range(count + 5)]
     return [each * 1000 for each in times[5:]]
+
+
+async def hellos(url: str, handle: DeploymentHandle, count: int) -> tuple[list[float], list[float]]:
+    """Milliseconds of answers of `Hello` through Ray's proxy, and of the first items of its streams."""
+    connection, through, streams = Connection(Address.of(url), None), [], []
+    for _ in range(count + 5):
+        began_s = time.perf_counter()
+        await connection.get("")
+        through.append(1e3 * (time.perf_counter() - began_s))
+        began_s = time.perf_counter()
+        async for _ in handle.options(method_name="items", stream=True).remote():
+            streams.append(1e3 * (time.perf_counter() - began_s))
+    return through[5:], streams[5:]
+
+
+def choices_ms(count: int) -> list[float]:
+    """Of our router, for a prompt of so many tokens and eight replicas."""
+    router: PrefixRouter[int] = PrefixRouter()
+    alive = {replica: Standing(0, ROWS, PrefixPages(PAGE, 1, 4096)) for replica in range(8)}
+    times = []
+    for number in range(200):
+        ids = [random.randrange(4, 4000) for _ in range(count)]
+        began_s = time.perf_counter()
+        router.choose(number, ids, alive)
+        times.append(1e3 * (time.perf_counter() - began_s))
+    return times
 
 
 async def generated(address: Address) -> tuple[float, float]:
@@ -136,6 +178,10 @@ def behind_ray(replicas: int, engine: str) -> Address:
     return Address.of(f"http://127.0.0.1:{PORT}")
 
 
+def hello() -> DeploymentHandle:
+    return serve.run(Hello.bind(), name="hello", route_prefix="/hello")
+
+
 def direct(engine: str, count: int) -> list[float]:
     """First tokens of `treetop serve`, which runs meanwhile."""
     command = [sys.executable, "-m", "treetop.cli", "serve", "--port", str(PORT + 1), "--mock-engine", engine]
@@ -162,6 +208,8 @@ def run(args: argparse.Namespace) -> int:
         with patch("treetop.server.ray.app.PrefixRequestRouter", AnyReplica):
             anyone = asyncio.run(first_tokens(behind_ray(2, FAST), args.requests))
         through = asyncio.run(first_tokens(behind_ray(2, FAST), args.requests))
+        greeted, streamed = asyncio.run(hellos(f"http://127.0.0.1:{PORT}/hello", hello(), args.requests))
+        serve.delete("hello")
         one = asyncio.run(load(behind_ray(1, SLOW), CLIENTS, args.seconds, LONG))
         several, clients = behind_ray(args.replicas, SLOW), CLIENTS * args.replicas
         many = asyncio.run(load(several, clients, args.seconds, LONG))
@@ -176,6 +224,8 @@ def run(args: argparse.Namespace) -> int:
             "behind Ray": spread(through),
         },
         "added_by_routing_ms": round(statistics.median(through) - statistics.median(anyone), 2),
+        "choice_ms": {f"{count} tokens": spread(choices_ms(count)) for count in (200, 2048)},
+        "ray_ms": {"hello through the proxy": spread(greeted), "an item of a stream": spread(streamed)},
         "added_ms": round(statistics.median(through) - statistics.median(plain), 2),
         "one": one,
         "replicas": args.replicas,

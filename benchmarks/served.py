@@ -36,10 +36,11 @@ class Stream:
 
 
 class Client:
-    """Asks the server for completions of ids. pid: of the server's process."""
+    """Asks the server for completions of ids. pid: of the server's process. start_s: what its start has taken."""
 
-    def __init__(self, url: str, pid: int) -> None:
-        self.url, self.pid, self._connection = url, pid, Connection(Address.of(url), None)
+    def __init__(self, url: str, pid: int, start_s: float) -> None:
+        self.url, self.pid, self.start_s = url, pid, start_s
+        self._connection = Connection(Address.of(url), None)
 
     async def ask(self, ids: Sequence[int], max_tokens: int, into: Stream | None = None) -> Stream:
         """A completion, to its end. into: hears it as it comes."""
@@ -89,6 +90,7 @@ async def served(
     """A `treetop serve` of its own, which ends with this. environment: variables beside those of this process."""
     flags = [word for name, value in options.items() for word in flag_of(name, value)]
     command = [sys.executable, "-m", "treetop.cli", "serve", model, "--port", "0", "--log-interval", "0", *flags]
+    began_s = time.perf_counter()
     process = await asyncio.create_subprocess_exec(
         *command, stderr=PIPE, stdout=DEVNULL, start_new_session=True, env={**os.environ, **(environment or {})}
     )
@@ -103,7 +105,7 @@ async def served(
             said.append(line.strip())
             found = re.search(r"on (http://\S+)", line)
         reading = asyncio.create_task(process.stderr.read())
-        yield Client(found[1], process.pid)
+        yield Client(found[1], process.pid, time.perf_counter() - began_s)
     finally:
         if process.returncode is None:
             process.terminate()
@@ -113,20 +115,16 @@ async def served(
 
 
 @asynccontextmanager
-async def workers(
-    model: str, options: dict[str, Any], gpus: Sequence[str], roles: Sequence[Role]
-) -> AsyncIterator[dict[Role, Client]]:
-    """A server of each role, the one that prefills on the last GPU; the one that decodes has found it."""
+async def workers(model: str, options: dict[str, Any], roles: Sequence[Role]) -> AsyncIterator[dict[Role, Client]]:
+    """A server of each role; the one that decodes has found the one that prefills. That one has the second GPU."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         listen = f"127.0.0.1:{found.getsockname()[1]}"
     peers = {"both": {}, "prefill": {"handover_listen": listen}, "decode": {"prefill_peers": listen}}
     async with AsyncExitStack() as stack:
         starts = []
         for role in roles:
-            gpu = gpus[-1 if role == "prefill" else 0]
-            environment = {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
-            own = {**options, **peers[role], "role": role}
-            starts.append(stack.enter_async_context(served(model, own, environment)))
+            gpu = {} if options["device"] == "cpu" else {"CUDA_VISIBLE_DEVICES": "1" if role == "prefill" else "0"}
+            starts.append(stack.enter_async_context(served(model, {**options, **peers[role], "role": role}, gpu)))
         by_role = dict(zip(roles, await asyncio.gather(*starts), strict=True))
         await until(lambda: handed_over(by_role["decode"].url)["num_peers"] > 0)
         yield by_role

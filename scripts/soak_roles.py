@@ -11,9 +11,8 @@ random sample of what was finished gets the same tokens and accepted lengths fro
 
 A run of many rounds may be done in parts: `--rounds` with another `--seed` each. `--seconds` ends a part early. With
 `--device cuda` prefill ranks have the first GPUs, decode ranks the next, or the same ones if there are no more. Without
---model it is a small model of
-GLM-4.5's kind with random weights. Prints one JSON object; exit code 1 if anything failed, 2 for an option that cannot
-work.
+--model it is a small model of GLM-4.5's kind with random weights. Says on stderr how far it is, and prints one JSON
+object; exit code 1 if anything failed, 2 for an option that cannot work.
 """
 
 import argparse
@@ -190,7 +189,9 @@ class SoakRoles:
         begun, done = time.monotonic(), self.summary
         try:
             half = self._soak(rounds // 2, begun + seconds / 2)
+            self._tell("half time", begun)
             end = self._soak(rounds, begun + seconds)
+            self._tell("end", begun)
             self._compare_memory(half, end)
             self._sum_up(end)
         except Exception as error:  # a probe, a lost page, a rank that died: all end a soak
@@ -198,6 +199,10 @@ class SoakRoles:
         done.elapsed_s = round(time.monotonic() - begun, 1)
         self._thread.close()
         return done
+
+    def _tell(self, what: str, begun: float) -> None:
+        rounds, took = self._rounds(), time.monotonic() - begun
+        print(f"{what}: {rounds} rounds, {self.summary.finished} requests, {took:.0f} s", file=sys.stderr)
 
     def compare(self, fresh: LLM, count: int) -> None:
         """Answer a sample of the finished requests again on an engine that has seen nothing."""
@@ -214,7 +219,8 @@ class SoakRoles:
                 done.ties += 1
             else:
                 done.unequal += 1
-                self._fail(f"one engine answers {live.asked.params} otherwise: {want.token_ids}, not {have.token_ids}")
+                asked = f"{live.asked.params} after {[*live.asked.prompt_ids]}"
+                self._fail(f"one engine answers {asked} otherwise: {want.token_ids}, not {have.token_ids}")
 
     def _soak(self, rounds: int, until_s: float) -> list[dict[str, Any]]:
         """Change the load every now and then; then let everything drain. Returns the last words of all ranks."""

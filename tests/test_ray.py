@@ -30,10 +30,6 @@ with warnings.catch_warnings():  # of Ray's own modules, as they are imported
     pytest.importorskip("ray.serve", reason="Ray is not installed (treetop[ray])")
 
 MOVED = "its stream goes on with another"
-START_S = 240.0
-"""Ray starts a dozen processes; ten seconds will do on a machine that has nothing else to do."""
-
-
 RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
@@ -41,6 +37,8 @@ RAY = {
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
     "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "1",  # a replica that answers later is passed over
 }
+START_S = 240.0
+"""Ray starts a dozen processes; ten seconds will do on a machine that has nothing else to do."""
 
 
 class Replicas:
