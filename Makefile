@@ -25,6 +25,7 @@ test-all: $(DEV)
 # What needs a GPU: a process and a log a file, side by side; then memory alone, for it takes all there is.
 GPU_LAST := tests/test_gpu_memory.py
 GPU_TESTS := $(filter-out $(GPU_LAST),$(wildcard tests/test_gpu*.py)) tests/test_draw.py tests/test_compile_ahead.py \
+  tests/test_kernel_arguments.py \
   tests/frozen/test_launches.py \
   "tests/test_golden.py -k cuda"
 GPU_RUN := log=build/$$(basename $$0 .py).log; $(BIN)/python -m pytest -q $$0 $$@ >$$log 2>&1; code=$$?; \

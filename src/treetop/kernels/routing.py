@@ -169,11 +169,12 @@ def most_tiles(tokens: int, rows: int, spec: RouterSpec) -> int:
 
 
 def route(x: Tensor, router: Router, live: Tensor | None, gpu: GpuTraits) -> Routes:
-    """`route_reference`, and the tiles: in two launches for few tokens, three for many. x: contiguous."""
+    """`route_reference`, and the tiles: in two launches for few tokens, three for many. x, live: contiguous."""
     spec, tokens, options = router.spec, len(x), launch_options(gpu)
     experts, rows = spec.num_experts, tile_rows(len(x), router.spec)
     assert x.is_contiguous()
     assert router.weight.is_contiguous()
+    assert live is None or live.is_contiguous()
     logits = _logits(x, router, gpu)
     expert = torch.empty((tokens, spec.top_k), dtype=torch.int32, device=x.device)
     weight = torch.empty((tokens, spec.top_k), dtype=torch.float32, device=x.device)

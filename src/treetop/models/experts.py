@@ -57,8 +57,7 @@ class ExpertMLP:
     def __call__(self, x: Tensor, live: Tensor | None = None) -> Tensor:
         """x: [..., hidden]; live: of `live_rows`. Returns parts [parts, ..., hidden], of experts 0 where not live."""
         flat = x.reshape(-1, x.shape[-1]).contiguous()
-        flags = None if live is None else live.reshape(-1)
-        routed = self._routed(flat, flags) if self._ranks.size == 1 else self._routed_by_ranks(flat, flags)
+        routed = self._routed(flat, live) if self._ranks.size == 1 else self._routed_by_ranks(flat, live)
         parts = routed.reshape(-1, *x.shape)
         if self._shared is None:
             return parts
@@ -82,13 +81,14 @@ class ExpertMLP:
 
 
 def live_rows(live: Tensor | None, ranks: Parallel) -> Tensor | None:
-    """Which rows of a batch are somebody's, as experts want to know it: of all the ranks that share them.
+    """Which tokens of a batch are somebody's, [tokens], as experts want to know it: of all the ranks that share them.
 
     live: of `Attend`. Exchanged once a forward, not in every layer.
     """
-    if live is None or ranks.size == 1:
-        return live
-    return ranks.gather(live.reshape(-1).to(torch.uint8)).bool()
+    if live is None:
+        return None
+    flat = live.reshape(-1).contiguous()  # one row's tokens may be one value, seen several times
+    return flat if ranks.size == 1 else ranks.gather(flat.to(torch.uint8)).bool().flatten()
 
 
 def expert_params(spec: ExpertSpec, name: str, stored: str, hidden: int) -> list[Param]:
