@@ -5,7 +5,7 @@ Every rank has a mailbox that all can write. A program writes its row, or its pi
 mailbox, waits for what the others write into its own, and goes on with all of them, in the order of the ranks. Data
 says by itself that it has come, so one trip over the link is enough: a row of a sum is written over a number that no
 sum is; each word of a gathered piece comes beside the number of its exchange. Stores into others' memory are written
-through (`.wt`): of an ordinary one nothing says when those see it who wait for it.
+through (`.wt`): nothing says when a rank that waits would see an ordinary one.
 
 A slot has two boxes, used in turn. Who writes into a box for the second time has read, in between, what its owner wrote
 after emptying it. How often a slot was used is counted on the device, so recorded graphs can be replayed.
@@ -34,8 +34,8 @@ CHUNKS, CHUNK = 64, 1024
 _BOXES = 2
 LOOK_NS = 20_000_000
 """How often a wait looks into the host's memory whether it is to end; what it finds is on the device for all others. A
-GPU's warps look there one after the other, a microsecond each time. If this were not much longer than all of them take,
-one rank that once comes late would make the others look, and so be late in their turn, without end."""
+GPU's warps look there one after the other, about a microsecond each time. If this were not much longer than all of them
+take, one rank that once comes late would make the others look, and so be late in their turn, without end."""
 
 
 def mailbox_bytes(ranks: int) -> int:
