@@ -1,6 +1,7 @@
 """Exchanges by peer memory without a GPU: the kernels, interpreted, in processes whose mailboxes are shared memory.
 
-`tests/test_operations.py` compares them with their references, `tests/test_gpu_parallel.py` runs them on GPUs.
+`tests/test_operations.py` compares them with their references, `tests/test_gpu_peers.py` runs them on one GPU,
+`tests/test_gpu_parallel.py` on two.
 """
 
 import logging
