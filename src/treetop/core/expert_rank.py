@@ -18,9 +18,9 @@ import torch
 import zmq
 
 from treetop.core.child import begin
+from treetop.core.local_core import core_of, info_of
 from treetop.core.lockstep import Agreement, Lockstep
 from treetop.core.loop import CoreLoop
-from treetop.core.make import core_of, info_of
 from treetop.core.roles import open_role
 from treetop.core.staging import staging_of
 from treetop.core.wire import Abort, Add, Failed, Finish, FromCore, Load, Ready, ToCore, Updates, decode_to_core, encode

@@ -1,0 +1,38 @@
+"""A core around an engine of this process: a scheduler for it, and what others know of it."""
+
+from typing import TypeVar
+
+from treetop.core.engine_core import EngineCore, StepEngine
+from treetop.core.grammars import Grammars
+from treetop.engine.engine import Engine
+from treetop.models.folder import extra_eos_ids
+from treetop.scheduler.scheduler import Scheduler
+from treetop.types.requests import CoreInfo, PrefixPages
+from treetop.types.sampling import MOST_LOGPROBS
+
+Step = TypeVar("Step")
+
+
+def core_of(runs: StepEngine[Step], engine: Engine) -> EngineCore[Step]:
+    """A core with a scheduler for the engine. runs: what its steps are launched on."""
+    info = info_of(engine)
+    vocab_size = info.vocab_size if info.can_constrain else None
+    scheduler = Scheduler(engine.layout, engine.config, info.eos_ids, vocab_size=vocab_size, pace=engine.pace)
+    return EngineCore(runs, scheduler, Grammars(engine.model_path, info.vocab_size, info.eos_ids).constraint)
+
+
+def info_of(engine: Engine) -> CoreInfo:
+    config, layout = engine.config, engine.layout
+    return CoreInfo(
+        model_path=str(engine.model_path),
+        vocab_size=engine.spec.vocab_size,
+        max_context=layout.max_context,
+        max_requests=layout.max_requests,
+        shape=config.shape,
+        by_priority=config.schedule_policy == "priority",
+        can_change_logits=not config.disable_logits_processors,
+        max_logprobs=MOST_LOGPROBS,
+        eos_ids=(*engine.spec.eos_token_ids, *extra_eos_ids(engine.model_path)),
+        can_constrain=not config.disable_logits_processors and config.simulate_accept_length is None,
+        prefix=None if config.disable_radix_cache else PrefixPages.of(layout),
+    )
