@@ -12,8 +12,8 @@ import json
 import statistics
 from itertools import cycle
 
-from treetop.core.expert_group import DispatchCore
 from treetop.core.make import open_core
+from treetop.core.ranks.expert_group import DispatchCore
 from treetop.core.thread import CoreClient, CoreThread
 from treetop.types.config import EngineConfig
 from treetop.types.requests import EngineRequest, RequestUpdate

@@ -1,6 +1,6 @@
 """What a rank of a soak does beside its work: it accounts for its rows, pages and slots, and says what it has done.
 
-    python scripts/rank_books.py FOLDER      in the place of `python -m treetop.core.expert_rank`, for `soak_roles.py`
+    python scripts/rank_books.py FOLDER  in the place of `python -m treetop.core.ranks.expert_rank`, for `soak_roles.py`
 
 Each rank renews a file of the folder: counts, memory, and whether it holds nothing.
 """
@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from treetop.core import expert_rank
-from treetop.core.decode_role import DecodeRole
 from treetop.core.engine_core import EngineCore
-from treetop.core.handover import Role
-from treetop.core.lockstep import Lockstep
-from treetop.core.prefill_role import PrefillRole
+from treetop.core.ranks import expert_rank
+from treetop.core.ranks.lockstep import Lockstep
+from treetop.core.roles.decode_role import DecodeRole
+from treetop.core.roles.prefill_role import PrefillRole
+from treetop.core.roles.role import Role
 from treetop.debug.patching import Patch, replaced
 from treetop.scheduler.scheduler import Scheduler
 from treetop.types.errors import InvariantError
@@ -145,13 +145,13 @@ def audits(folder: Path) -> Iterator[None]:
 
         return make
 
-    module = "treetop.core.expert_rank"
+    module = "treetop.core.ranks.expert_rank"
     with replaced([Patch(f"{module}:core_of", core_of), Patch(f"{module}:open_role", open_role)]):
         yield
 
 
 def rank_main(folder: Path) -> int:
-    """A rank's process, as `treetop.core.expert_rank` is one."""
+    """A rank's process, as `treetop.core.ranks.expert_rank` is one."""
     with audits(folder):
         return expert_rank.main()
 

@@ -38,9 +38,9 @@ from soak import near_tie, random_params
 
 from treetop import LLM, SamplingParams
 from treetop.cli import OneLineParser, exit_code
-from treetop.core.expert_group import DispatchCore
-from treetop.core.expert_rank import RankOptions
 from treetop.core.make import open_core
+from treetop.core.ranks.expert_group import DispatchCore
+from treetop.core.ranks.expert_rank import RankOptions
 from treetop.core.thread import CoreThread
 from treetop.debug.expert_ranks import expert_ranks_on_threads
 from treetop.debug.patching import instead, replaced
@@ -367,7 +367,7 @@ def ranks_in_processes(folder: Path, number: int) -> Iterator[None]:
         process.stdin.flush()
         return process
 
-    with replaced([instead("treetop.core.expert_group:start_process", start)]):
+    with replaced([instead("treetop.core.ranks.expert_group:start_process", start)]):
         yield
 
 

@@ -14,7 +14,7 @@ from oracles import chi_square_tail, drawn, float32, philox4x32_10, warped
 from test_processors import SHAPE, VOCAB, WAYS, Oracle, changed, params_of
 from tiny_models import EOS
 from treetop import LLM, SamplingParams, StructuredOutput
-from treetop.core.group_wire import decode_to_follower, encode, launch_of
+from treetop.core.ranks.group_wire import decode_to_follower, encode, launch_of
 from treetop.core.remote import RemoteCore
 from treetop.engine.processors import RowProcessors
 from treetop.types.errors import CheckError, InputError

@@ -18,7 +18,7 @@ from test_expert_parallel import TREE, build, save_glm_with_mtp
 from test_serve_life import in_threads, joined
 from test_worker_group import alive
 from tiny_models import Pair, copy_folder, save_tokenizer
-from treetop.core import expert_group
+from treetop.core.ranks import expert_group
 from treetop.types.errors import EngineError
 from waiting import WAIT_S, until
 
@@ -121,7 +121,7 @@ import sys
 sys.path[:0] = {path!r}
 from engines import greedy
 from test_expert_parallel import CHAIN, build
-from treetop.core import expert_group
+from treetop.core.ranks import expert_group
 start = expert_group.start_process
 def started(told):
     process = start(told)

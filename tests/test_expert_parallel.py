@@ -17,7 +17,7 @@ from engines import accept_lens, greedy, sampled, tokens
 from refusing import refused
 from tiny_models import Pair, copy_folder, save_mxfp4, save_random_experts, save_random_head
 from treetop import LLM
-from treetop.core.lockstep import Want, agreed
+from treetop.core.ranks.lockstep import Want, agreed
 from treetop.core.thread import CoreClient
 from treetop.debug.expert_ranks import expert_ranks_on_threads
 from treetop.debug.lockstep_faults import LOCKSTEP_FAULTS

@@ -13,9 +13,9 @@ from engines import greedy, sampled
 from refusing import refused
 from test_expert_parallel import CHAIN, TREE, build, save_glm_with_mtp
 from tiny_models import Pair
-from treetop.core.expert_group import RolesOfRanks
 from treetop.core.make import open_core
-from treetop.core.roles import check_handover
+from treetop.core.ranks.expert_group import RolesOfRanks
+from treetop.core.roles.make import check_handover
 from treetop.core.thread import CoreClient, CoreThread
 from treetop.core.wire import ProcessOptions
 from treetop.debug.expert_ranks import expert_ranks_on_threads

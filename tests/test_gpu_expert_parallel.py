@@ -11,7 +11,7 @@ from engines import greedy, sampled, tokens
 from refusing import refused
 from test_expert_parallel import CHAIN, TREE, build, save_glm_with_mtp
 from tiny_models import Pair
-from treetop.core import expert_group
+from treetop.core.ranks import expert_group
 from treetop.types.errors import ConfigError, EngineError
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")

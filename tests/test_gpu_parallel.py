@@ -14,7 +14,7 @@ import gpu_ranks
 from engines import accept_lens, greedy, sampled, tokens
 from refusing import refused
 from treetop import LLM
-from treetop.core import worker_group
+from treetop.core.ranks import worker_group
 from treetop.engine.cuda_graphs import CudaGraphs
 from treetop.types.errors import ConfigError, EngineError
 

@@ -8,8 +8,8 @@ import zmq
 
 from fake_core import ask, make_core
 from treetop.core.engine_process import CoreServer
-from treetop.core.handover import LATER_MS, SOON_MS, Staging
-from treetop.core.links import Links, RankLinks
+from treetop.core.roles.links import Links, RankLinks
+from treetop.core.roles.role import LATER_MS, SOON_MS, Staging
 from treetop.transfer.events import PeerId
 from treetop.transfer.loopback import LoopbackTransport
 from treetop.transfer.transport import Memory

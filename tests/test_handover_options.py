@@ -8,7 +8,7 @@ import pytest
 
 from serving import Server
 from treetop.cli.command_line import main
-from treetop.core.roles import check_handover
+from treetop.core.roles.make import check_handover
 from treetop.core.wire import ProcessOptions
 from treetop.doctor.transport import transport_speeds
 from treetop.engine.build import plan_engine

@@ -10,8 +10,8 @@ import pytest
 
 from engines import build, greedy, sampled
 from handing import Worker
-from treetop.core.roles import open_role
-from treetop.core.staging import staging_of
+from treetop.core.roles.make import open_role
+from treetop.core.roles.staging import staging_of
 from treetop.transfer.loopback import LoopbackTransport
 from treetop.types.ids import RequestId
 from treetop.types.requests import EngineRequest

@@ -12,10 +12,10 @@ from engines import greedy, sampled
 from test_expert_roles import addresses
 from tiny_models import Pair, save_random_head, save_random_llama
 from treetop import LLM
-from treetop.core.links import copies, joined
 from treetop.core.make import open_core
-from treetop.core.roles import open_role
-from treetop.core.staging import staging_of
+from treetop.core.roles.links import copies, joined
+from treetop.core.roles.make import open_role
+from treetop.core.roles.staging import staging_of
 from treetop.debug.ranks import ranks_on_threads
 from treetop.transfer.loopback import LoopbackTransport
 from treetop.types.config import EngineConfig

@@ -15,7 +15,7 @@ import pytest
 
 from engines import accept_lens, build, greedy, tokens
 from tiny_models import Pair, save_copying_head, save_weak_llama
-from treetop.core import worker_group
+from treetop.core.ranks import worker_group
 from treetop.types.errors import EngineError
 
 LONG = greedy(200)
@@ -93,7 +93,7 @@ def test_a_rank_that_stops_for_longer_than_the_deadline_ends_the_group(pair, mon
 
 REFUSED = """
 import os, signal, sys, threading
-from treetop.core import follower
+from treetop.core.ranks import follower
 from treetop.parallel import exchange
 
 def refuse(store, meeting):
@@ -163,7 +163,7 @@ import sys
 sys.path[:0] = {path!r}
 from engines import build, greedy
 from tiny_models import Pair
-from treetop.core import worker_group
+from treetop.core.ranks import worker_group
 start = worker_group.start_process
 def started(told):
     process = start(told)

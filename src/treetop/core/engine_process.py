@@ -18,9 +18,9 @@ from pathlib import Path
 import zmq
 
 from treetop.core.child import begin
-from treetop.core.handover import Role
 from treetop.core.loop import Core, CoreLoop
-from treetop.core.roles import open_role
+from treetop.core.roles.make import open_role
+from treetop.core.roles.role import Role
 from treetop.core.wire import (
     Abort,
     Add,
@@ -154,11 +154,11 @@ def make(options: ProcessOptions) -> tuple[Core, CoreInfo, Role | None]:
         return opened.core, opened.info, None
     logging.getLogger("treetop.core").info(options.handover.words(options.config.ep_size))
     if opened.local is None:  # each rank has a part of its own
-        from treetop.core.expert_group import DispatchCore, RolesOfRanks  # noqa: PLC0415  # too
+        from treetop.core.ranks.expert_group import DispatchCore, RolesOfRanks  # noqa: PLC0415  # too
 
         assert isinstance(opened.core, DispatchCore)
         return opened.core, opened.info, RolesOfRanks(opened.core)
-    from treetop.core.staging import staging_of  # noqa: PLC0415  # too
+    from treetop.core.roles.staging import staging_of  # noqa: PLC0415  # too
 
     staging = staging_of(opened.local.engine)
     role = open_role(opened.local.scheduler, staging, options.handover, NixlTransport, opened.local.others)

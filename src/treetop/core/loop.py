@@ -9,7 +9,7 @@ from treetop.types.ids import RequestId
 from treetop.types.requests import CoreLoad, EngineRequest, RequestUpdate
 
 if TYPE_CHECKING:  # needs an extra
-    from treetop.core.handover import Role
+    from treetop.core.roles.role import Role
 
 Deliver = Callable[[list[RequestUpdate]], None]
 """Takes a step's updates of one client, on the core's thread; it must not wait and not raise."""

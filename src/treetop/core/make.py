@@ -18,7 +18,7 @@ from treetop.types.requests import CoreInfo
 from treetop.types.roles import NO_ROLE, HandoverOptions
 
 if TYPE_CHECKING:  # needs an extra
-    from treetop.core.worker_group import WorkerGroup
+    from treetop.core.ranks.worker_group import WorkerGroup
 
 
 class OpenCore(NamedTuple):
@@ -52,7 +52,7 @@ def open_core(config: EngineConfig, handover: HandoverOptions = NO_ROLE) -> Open
         engine = Engine(config)
         return _around(engine, engine, engine.next_logits, _nothing, None)
     try:
-        from treetop.core.worker_group import WorkerGroup  # noqa: PLC0415  # needs an extra
+        from treetop.core.ranks.worker_group import WorkerGroup  # noqa: PLC0415  # needs an extra
     except ModuleNotFoundError as error:
         raise ConfigError(f"--tp-size {config.tp_size} needs {error.name}: install treetop[serve]") from None
     group = WorkerGroup(config, handover.role != "both")
@@ -61,7 +61,7 @@ def open_core(config: EngineConfig, handover: HandoverOptions = NO_ROLE) -> Open
 
 def _open_expert_ranks(config: EngineConfig, handover: HandoverOptions) -> OpenCore:
     try:
-        from treetop.core.expert_group import DispatchCore, ExpertGroup  # noqa: PLC0415  # needs an extra
+        from treetop.core.ranks.expert_group import DispatchCore, ExpertGroup  # noqa: PLC0415  # needs an extra
     except ModuleNotFoundError as error:
         raise ConfigError(f"--ep-size {config.ep_size} needs {error.name}: install treetop[serve]") from None
     group = ExpertGroup(config, handover)

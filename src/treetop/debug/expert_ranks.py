@@ -11,9 +11,9 @@ from typing import Any
 import zmq
 
 from treetop.core.engine_core import EngineCore
-from treetop.core.expert_rank import SAID_WHY, ExpertRank, RankOptions
-from treetop.core.handover import Role
-from treetop.core.lockstep import Agreement, Lockstep
+from treetop.core.ranks.expert_rank import SAID_WHY, ExpertRank, RankOptions
+from treetop.core.ranks.lockstep import Agreement, Lockstep
+from treetop.core.roles.role import Role
 from treetop.debug.patching import Patch, instead, replaced
 from treetop.debug.ranks import MemoryGroup, Nothing, RankDied
 from treetop.engine.engine import Engine
@@ -65,12 +65,12 @@ def expert_ranks_on_threads() -> Iterator[list[ExpertRankThread]]:
 
     with replaced(
         [
-            instead("treetop.core.expert_group:start_process", start),
-            instead("treetop.core.expert_rank:Group", MemoryGroup),
-            instead("treetop.core.expert_rank:NixlTransport", LoopbackTransport),
-            Patch("treetop.core.expert_rank:core_of", _noted),
-            Patch("treetop.core.expert_rank:open_role", _noted_role),
-            Patch("treetop.core.lockstep:Agreement._hear", _mortal),
+            instead("treetop.core.ranks.expert_group:start_process", start),
+            instead("treetop.core.ranks.expert_rank:Group", MemoryGroup),
+            instead("treetop.core.ranks.expert_rank:NixlTransport", LoopbackTransport),
+            Patch("treetop.core.ranks.expert_rank:core_of", _noted),
+            Patch("treetop.core.ranks.expert_rank:open_role", _noted_role),
+            Patch("treetop.core.ranks.lockstep:Agreement._hear", _mortal),
         ]
     ):
         yield started

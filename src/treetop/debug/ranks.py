@@ -15,8 +15,8 @@ import torch
 import zmq
 from torch import Tensor
 
-from treetop.core.follower import Follower
-from treetop.core.group_wire import FollowerOptions
+from treetop.core.ranks.follower import Follower
+from treetop.core.ranks.group_wire import FollowerOptions
 from treetop.debug.patching import instead, replaced
 from treetop.parallel.exchange import START_S, ExchangeRank, Meeting
 from treetop.transfer.loopback import LoopbackTransport
@@ -26,9 +26,9 @@ from treetop.types.errors import EngineError
 @contextmanager
 def ranks_on_threads() -> Iterator[None]:
     """Groups that are started inside have no other processes."""
-    places = [f"treetop.core.{module}:Group" for module in ("worker_group", "follower")]
-    start = instead("treetop.core.worker_group:start_process", RankThread)
-    transport = instead("treetop.core.follower:NixlTransport", LoopbackTransport)
+    places = [f"treetop.core.ranks.{module}:Group" for module in ("worker_group", "follower")]
+    start = instead("treetop.core.ranks.worker_group:start_process", RankThread)
+    transport = instead("treetop.core.ranks.follower:NixlTransport", LoopbackTransport)
     with replaced([start, transport, *(instead(place, MemoryGroup) for place in places)]):
         yield
 

@@ -163,7 +163,7 @@ def asked_for(args: argparse.Namespace, engine_options: dict[str, Any]) -> tuple
     config = engine_config(model, Unset.UNSET, engine_options)
     options = serve_options(args)
     handover = handover_options(args)
-    from treetop.core.roles import check_handover  # noqa: PLC0415  # needs the serve extra
+    from treetop.core.roles.make import check_handover  # noqa: PLC0415  # needs the serve extra
     from treetop.core.wire import ProcessOptions  # noqa: PLC0415  # too
     from treetop.server.mock_options import mock_options  # noqa: PLC0415  # too
 

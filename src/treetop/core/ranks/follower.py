@@ -1,6 +1,6 @@
 """A rank of a worker group but the first: it launches and collects what rank 0 launches, and says how each step ended.
 
-    python -m treetop.core.follower      started by `core/worker_group.py`; a line of JSON on stdin says what to run
+    python -m treetop.core.ranks.follower      started by `worker_group.py`; a line of JSON on stdin says what to run
 
 stdin stays open as long as rank 0 lives; its end is the end of this process, whatever it is doing.
 """
@@ -17,7 +17,7 @@ import torch
 import zmq
 
 from treetop.core.child import begin
-from treetop.core.group_wire import (
+from treetop.core.ranks.group_wire import (
     Broken,
     Ended,
     FollowerOptions,
@@ -30,8 +30,8 @@ from treetop.core.group_wire import (
     decode_to_follower,
     encode,
 )
-from treetop.core.links import Connect, Disconnect, Pull, RankLinks
-from treetop.core.staging import staging_of
+from treetop.core.roles.links import Connect, Disconnect, Pull, RankLinks
+from treetop.core.roles.staging import staging_of
 from treetop.engine.engine import Engine, InFlightStep
 from treetop.models.loader import compute_device
 from treetop.parallel.exchange import Group, Meeting

@@ -1,6 +1,6 @@
 """A rank of a group that shares experts: an engine core like any other, whose steps are in lockstep with the others'.
 
-    python -m treetop.core.expert_rank     started by `core/expert_group.py`; a line of JSON on stdin says what to run
+    python -m treetop.core.ranks.expert_rank     started by `expert_group.py`; a line of JSON on stdin says what to run
 
 stdin stays open as long as the parent lives; its end is the end of this process, whatever it is doing.
 """
@@ -19,10 +19,10 @@ import zmq
 
 from treetop.core.child import begin
 from treetop.core.local_core import core_of, info_of
-from treetop.core.lockstep import Agreement, Lockstep
 from treetop.core.loop import CoreLoop
-from treetop.core.roles import open_role
-from treetop.core.staging import staging_of
+from treetop.core.ranks.lockstep import Agreement, Lockstep
+from treetop.core.roles.make import open_role
+from treetop.core.roles.staging import staging_of
 from treetop.core.wire import Abort, Add, Failed, Finish, FromCore, Load, Ready, ToCore, Updates, decode_to_core, encode
 from treetop.engine.engine import Engine
 from treetop.models.loader import compute_device

@@ -4,8 +4,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from treetop.core.handover import IDLE_MS, Staging, metadata_of
-from treetop.core.links import Links
+from treetop.core.roles.links import Links
+from treetop.core.roles.role import IDLE_MS, Staging, metadata_of
 from treetop.scheduler.scheduler import Scheduler
 from treetop.transfer.desk_prefill import PrefillDesk
 from treetop.transfer.events import (

@@ -3,7 +3,7 @@
           this process: core, scheduler, rank 0's engine
               |  plans, each sent before rank 0 launches it          ^ how each step ended
               v  (zmq, ipc in a folder of the owner's alone)         |
-          rank 1 .. size - 1: `core/follower.py`, which launch and collect what they are sent
+          rank 1 .. size - 1: `core/ranks/follower.py`, which launch and collect what they are sent
           all ranks exchange tensors while a step runs (`parallel/`)
 
 Whatever goes wrong anywhere, a rank that dies, that does not end a step in time, that comes to something else, ends the
@@ -28,8 +28,8 @@ import zmq
 from torch import Tensor
 
 from treetop.core.child import start_child
-from treetop.core.follower import digest_of, meeting_of
-from treetop.core.group_wire import (
+from treetop.core.ranks.follower import digest_of, meeting_of
+from treetop.core.ranks.group_wire import (
     Broken,
     Ended,
     FollowerOptions,
@@ -42,7 +42,7 @@ from treetop.core.group_wire import (
     encode,
     launch_of,
 )
-from treetop.core.links import Order
+from treetop.core.roles.links import Order
 from treetop.engine.build import plan_engine
 from treetop.engine.engine import Engine, InFlightStep
 from treetop.models.loader import compute_device
@@ -369,7 +369,7 @@ class _Ranks:
 
 def start_process(options: FollowerOptions) -> "subprocess.Popen[bytes]":
     """A follower in a process of its own, which ends with this one."""
-    return start_child("treetop.core.follower", options)
+    return start_child("treetop.core.ranks.follower", options)
 
 
 def _from(rank: int, kind: "type[Here | Up]", word: FromFollower) -> bool:

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from treetop.core.handover import Metadata, Staging, wait_ms
+from treetop.core.roles.role import Metadata, Staging, wait_ms
 from treetop.transfer.events import PeerId
 from treetop.transfer.transport import Handle, Range, State, Transport, Way
 from treetop.types.handover import ALIGNMENT, Payload, Piece, first_head

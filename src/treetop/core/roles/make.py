@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from treetop.core.decode_role import DecodeRole
-from treetop.core.handover import Role, Staging
-from treetop.core.links import Links, OtherRanks, RankLinks
-from treetop.core.prefill_role import PrefillRole
+from treetop.core.roles.decode_role import DecodeRole
+from treetop.core.roles.links import Links, OtherRanks, RankLinks
+from treetop.core.roles.prefill_role import PrefillRole
+from treetop.core.roles.role import Role, Staging
 from treetop.core.wire import ProcessOptions
 from treetop.scheduler.scheduler import Scheduler
 from treetop.transfer.events import Deadlines

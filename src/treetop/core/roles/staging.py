@@ -1,6 +1,6 @@
 """What an engine has to hand requests over with: its slots, and what other workers must have in common with it."""
 
-from treetop.core.handover import Staging
+from treetop.core.roles.role import Staging
 from treetop.engine.engine import Engine
 from treetop.models.fingerprint import fingerprint
 from treetop.transfer.transport import Memory

@@ -1,8 +1,8 @@
 """A group of ranks that share experts: a process each, all alike, and this process, which sends them requests.
 
-    clients --> [ DispatchCore ]  --Add, Abort, Finish-->  [ rank 0 ]  [ rank 1 ]  [ rank 2 ]   `core/expert_rank.py`
+    clients --> [ DispatchCore ]  --Add, Abort, Finish-->  [ rank 0 ]  [ rank 1 ]  [ rank 2 ]   `expert_rank.py`
                 [ ExpertGroup  ]  <----Updates, Load-----      |           |           |
-                                                               +-- wants --+-- wants --+         `core/lockstep.py`
+                                                               +-- wants --+-- wants --+         `lockstep.py`
                                                                +-- rows ---+-- rows ---+         `parallel/`
 
 Whatever goes wrong with one rank ends the group: every process, every file. The error says which rank, and why.
@@ -24,8 +24,8 @@ import torch
 import zmq
 
 from treetop.core.child import start_child
-from treetop.core.expert_rank import SAID_WHY, RankOptions
-from treetop.core.handover import IDLE_MS
+from treetop.core.ranks.expert_rank import SAID_WHY, RankOptions
+from treetop.core.roles.role import IDLE_MS
 from treetop.core.wire import (
     Abort,
     Add,
@@ -214,7 +214,7 @@ class _Processes:
 
 def start_process(options: RankOptions) -> "subprocess.Popen[bytes]":
     """A rank in a process of its own, which ends with this one."""
-    return start_child("treetop.core.expert_rank", options)
+    return start_child("treetop.core.ranks.expert_rank", options)
 
 
 def check_experts(config: EngineConfig) -> None:

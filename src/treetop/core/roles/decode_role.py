@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from treetop.core.handover import IDLE_MS, LATER_MS, Staging, metadata_of
-from treetop.core.links import Links
+from treetop.core.roles.links import Links
+from treetop.core.roles.role import IDLE_MS, LATER_MS, Staging, metadata_of
 from treetop.scheduler.scheduler import Scheduler
 from treetop.transfer.desk_decode import DecodeDesk
 from treetop.transfer.events import (

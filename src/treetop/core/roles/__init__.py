@@ -1,0 +1,1 @@
+"""Prefill and decode workers: what each does beside its core to hand requests over."""
