@@ -42,6 +42,7 @@ check: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy benchmarks/*.py scripts/*.py
 	$(BIN)/lint-imports
 
 # The wheel, built, installed and served from an environment of its own.

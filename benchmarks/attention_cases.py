@@ -219,20 +219,20 @@ def build(shape: Shape, num_layers: int) -> Case:
     q = fused[:, :, : s.heads]  # as it leaves the projection
     columns_of_q = torch.arange(s.n, device=DEVICE)
     tail = TailKV(torch.randn(s.rows, s.tail, 2, s.kv_heads, s.head_dim, dtype=s.dtype, device=DEVICE))
+    made = partial(AttentionMetadata, Phase.VERIFY, PageTable(FULL, table), rows, kv_len, s.capacity, p)
     if s.kind == "prefill":
         positions = (kv_len - s.n).clamp(min=0)[:, None] + columns_of_q
         positions = torch.where(kv_len[:, None] > 0, positions, 0)
-        queries = (positions, s.window)
+        metadata = made(positions, s.window)
     elif s.kind == "prefix":
         positions = kv_len[:, None] + columns_of_q
-        queries = (positions, None, positions, torch.empty((s.rows, s.n, 0), dtype=torch.bool, device=DEVICE))
+        metadata = made(positions, None, positions, torch.empty((s.rows, s.n, 0), dtype=torch.bool, device=DEVICE))
     else:
         picks = torch.rand(s.rows, s.tail, device=DEVICE) * torch.arange(s.tail, device=DEVICE)
         mask = ancestor_mask(picks.long(), s.tail)[:, -s.n :].contiguous()
         depth = ancestor_mask(picks.long(), s.tail).sum(dim=2) - 1
         spots = kv_len[:, None] + depth
-        queries = (spots[:, -s.n :], s.window, spots, mask)
-    metadata = AttentionMetadata(Phase.VERIFY, PageTable(FULL, table), rows, kv_len, s.capacity, p, *queries)
+        metadata = made(spots[:, -s.n :], s.window, spots, mask)
     return Case(s, q, layers, metadata, tail, rotation(s))
 
 

@@ -10,6 +10,8 @@ requests and repeats is printed with their least and most, a line of JSON a case
 import argparse
 import json
 import statistics
+from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import cycle
 
 from treetop.core.make import open_core
@@ -45,6 +47,11 @@ def rounds_ms(thread: CoreThread, vocab_size: int, count: int, tokens: int) -> l
     return found
 
 
+def next_place(places: Iterator[int], alive: Sequence[int], request: EngineRequest) -> int:
+    """The rank whose turn it is."""
+    return next(places)
+
+
 def measure(config: EngineConfig, batch: int, tokens: int, repeats: int) -> dict[str, list[float]]:
     """Times of rounds, by who is busy."""
     opened = open_core(config)
@@ -56,7 +63,7 @@ def measure(config: EngineConfig, batch: int, tokens: int, repeats: int) -> dict
     for repeat in range(repeats + 1):
         for name, ranks in busy.items():  # in turns, so that the machine's mood is the same for both
             places = cycle(ranks)
-            core.choose = lambda alive, request, places=places: next(places)
+            core.choose = partial(next_place, places)
             times = rounds_ms(thread, opened.info.vocab_size, batch * len(ranks), tokens)
             found[name] += times if repeat else []  # the first warms up
     thread.close()

@@ -14,6 +14,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 from unittest import mock
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 from treetop.kernels import experts as kernels
 from treetop.kernels.experts import Activation, Experts, GroupedLaunch, choose_grouped, experts_reference
 from treetop.kernels.fused import add_rms_norm
-from treetop.kernels.mxfp4 import GROUP_BYTES, pack
+from treetop.kernels.mxfp4 import GROUP_BYTES, Mxfp4Weight, pack
 from treetop.kernels.routing import Router, RouterKind, RouterSpec, route
 from treetop.kernels.triton_guard import gpu_traits
 
@@ -73,9 +74,9 @@ class Layer:
 
     @staticmethod
     def _normal(*shape: int) -> Tensor:
-        return torch.randn(shape, dtype=torch.bfloat16, device=DEVICE) * shape[-1] ** -0.5
+        return torch.randn(shape, dtype=torch.bfloat16, device=DEVICE).mul_(shape[-1] ** -0.5)
 
-    def _weight(self, *shape: int):
+    def _weight(self, *shape: int) -> Tensor | Mxfp4Weight:
         if not self.shape.packed:
             return self._normal(*shape)
         groups = torch.randint(0, 256, (*shape[:-1], shape[-1] // 32, GROUP_BYTES), dtype=torch.uint8, device=DEVICE)
@@ -100,8 +101,9 @@ def check(layer: Layer, x: Tensor) -> float:
 def in_float32(experts: Experts) -> Experts:
     """Weights as the reference takes them for inputs in float32."""
     names = ("gate_up", "down", "gate_up_bias", "down_bias")
-    wide = {name: getattr(experts, name) for name in names}
-    return replace(experts, **{n: w.float() if isinstance(w, Tensor) else w for n, w in wide.items()})
+    weights = {name: getattr(experts, name) for name in names}
+    wide: dict[str, Any] = {n: w.float() if isinstance(w, Tensor) else w for n, w in weights.items()}
+    return replace(experts, **wide)
 
 
 def time_of(work: Callable[[], object], calls: int) -> float:
@@ -163,7 +165,7 @@ def try_launches(layers: list[Layer], tokens: int, name: str) -> None:
         rows = []
         for launch in candidates(layers[0].shape, tiles.rows, gated):
 
-            def chosen(*args, launch=launch, gated=gated):
+            def chosen(*args: Any, launch: GroupedLaunch = launch, gated: bool = gated) -> GroupedLaunch:
                 return launch if args[3] == gated else choose_grouped(*args)
 
             try:

@@ -12,6 +12,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -53,7 +54,7 @@ def require_equal(name: str, got: Tensor, want: Tensor) -> None:
 def cases(rows: int, n: int) -> dict[str, tuple[Callable[[], object], Callable[[], object], int]]:
     """Name -> (fused, plain, bytes moved at least), checked."""
     gpu = gpu_traits(DEVICE)
-    kind = {"dtype": torch.bfloat16, "device": DEVICE}
+    kind: Any = {"dtype": torch.bfloat16, "device": DEVICE}
     x, delta = torch.randn(rows, n, HIDDEN, **kind), torch.randn(1, rows, n, HIDDEN, **kind)
     weight = torch.rand(HIDDEN, **kind)
     gate_up = torch.randn(rows, n, 2 * INNER, **kind)

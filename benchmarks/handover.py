@@ -17,9 +17,10 @@ import sys
 from itertools import cycle
 from typing import Any
 
+from rounds import NAMES
 from served import Client, handed_over, until, workers
 
-from serving import NAMES, gaps_ms, pair, shown
+from serving import gaps_ms, pair, shown
 from treetop.bench.serve import summary
 from treetop.cli import OneLineParser, exit_code
 from treetop.types.errors import InputError

@@ -18,7 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 from itertools import product
 
@@ -47,6 +47,7 @@ NAMES = ("qkv", "output", "gate_up", "down", "lm_head", "draft fc", "draft qkv",
 UNMEASURED = {"70b qkv": (10240, 8192, False), "14b gate_up": (27648, 5120, True)}
 """Weights that the table does not have, so that what others get is timed too."""
 WORTH = 0.97
+TENSORS = ("words", "scale", "starts", "lines", "columns", "values")
 COLD_BYTES = 300 << 20
 """Weights that a graph walks through: several times the L2 cache."""
 STEPS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16)
@@ -68,11 +69,11 @@ def student_t(n: int, k: int) -> Tensor:
 
 
 def normal(n: int, k: int) -> Tensor:
-    return torch.randn(n, k, dtype=torch.bfloat16, device=DEVICE) * k**-0.5
+    return torch.randn(n, k, dtype=torch.bfloat16, device=DEVICE).mul_(k**-0.5)
 
 
 def uniform(n: int, k: int) -> Tensor:
-    return (torch.rand(n, k, dtype=torch.bfloat16, device=DEVICE) - 0.5) * k**-0.5
+    return torch.rand(n, k, dtype=torch.bfloat16, device=DEVICE).sub_(0.5).mul_(k**-0.5)
 
 
 def scaled_columns(n: int, k: int) -> Tensor:
@@ -135,9 +136,8 @@ def copies(shape: Shape, weight: Tensor) -> Case:
         return wholes, []
     smalls = [small]
     for _ in range(count - 1):
-        tensors = [each.clone() for each in (small.words, small.scale, small.starts)]
-        lists = [each.clone() for each in (small.lines, small.columns, small.values)]
-        smalls.append(CompressedWeight(*tensors, *lists, gated, small.crowd))
+        tensors = {name: getattr(small, name).clone() for name in TENSORS}
+        smalls.append(replace(small, **tensors))
     return wholes, smalls
 
 
@@ -189,8 +189,8 @@ def candidates(shape: Shape, rows: int) -> Iterator[CompressedLaunch]:
     n, k, gated = shape
     table = load_table()
     known = [CompressedLaunch(*entry) for key, entry in table.compressed.items() if key[:3] == shape]
-    for cut, picks in product(dict.fromkeys([(*astuple(each)[:4],) for each in (*CUTS, *known)]), PICKS):
-        launch = CompressedLaunch(*cut, picks)
+    for cut, picks in product(dict.fromkeys([replace(each, picks=0) for each in (*CUTS, *known)]), PICKS):
+        launch = replace(cut, picks=picks)
         whole = n % launch.block_n == 0 and k % (launch.splits * BLOCK) == 0
         if gated:
             whole = whole and launch.splits == 1 and launch.block_n > TILE

@@ -19,8 +19,8 @@ from itertools import product
 from pathlib import Path
 
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor
+from torch.multiprocessing.spawn import spawn
 
 from treetop.doctor.exchange import times_us
 from treetop.kernels.table import OpContext, Ops
@@ -83,7 +83,7 @@ def run_exchange(sizes: list[int], cases: list[tuple[int, int]]) -> None:
     print(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__}))
     for size in sizes:
         with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(measure_exchange, (size, folder, cases), nprocs=size)
+            spawn(measure_exchange, (size, folder, cases), nprocs=size)
 
 
 def run_rounds(model: str, sizes: list[int], more: list[str]) -> None:

@@ -17,9 +17,10 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TypeVar
 
-from treetop.cache.prefix_cache import PrefixCache
+from treetop.cache.prefix_cache import Node, PrefixCache
 from treetop.cli import OneLineParser, exit_code
 from treetop.types.errors import InputError
 from treetop.types.ids import DRAFT, FULL, WINDOW, PageId
@@ -63,18 +64,26 @@ def measure(num_pages: int, page_size: int, window: int | None, rng: random.Rand
         times[name].append(time.perf_counter() - began)
         return result
 
-    def pin_and_unpin(path: list) -> None:
+    def pin_and_unpin(path: list[Node]) -> None:
         cache.pin(path)
         cache.unpin(path)
 
+    def look_in_dictionary(ids: tuple[int, ...]) -> None:
+        for i in starts:
+            plain.get((i, ids[i : i + page_size + 1]))
+
+    def evict() -> None:
+        for _ in range(each):
+            cache.evict(FULL)
+
     for ids in rng.sample(known, len(known)):
-        timed("dictionary", lambda ids=ids: [plain.get((i, ids[i : i + page_size + 1])) for i in starts])
-        path = timed("lookup", lambda ids=ids: cache.match(ids))
-        timed("pin and unpin", lambda path=path: pin_and_unpin(path))
+        timed("dictionary", partial(look_in_dictionary, ids))
+        path = timed("lookup", partial(cache.match, ids))
+        timed("pin and unpin", partial(pin_and_unpin, path))
     for _ in range(PROMPTS):
         new = next(endless)
-        timed("evict", lambda: [cache.evict(FULL) for _ in range(each)])
-        timed("insert", lambda new=new: insert(new))
+        timed("evict", evict)
+        timed("insert", partial(insert, new))
     scale = 1e6 * 1000 / TOKENS
     return {name: (scale * statistics.median(found), scale * min(found)) for name, found in times.items()}
 

@@ -15,7 +15,7 @@ from dataclasses import asdict
 import torch
 from completions import Span, shares
 from rounds import NAMES, preset
-from torch.autograd import DeviceType
+from torch.autograd import DeviceType  # type: ignore[attr-defined]  # torch names it there, and does not say so
 from torch.profiler import ProfilerActivity, profile
 
 from treetop import LLM

@@ -33,10 +33,10 @@ from pathlib import Path
 from typing import Any
 
 from handover import prompt
-from rounds import preset
+from rounds import NAMES, preset
 from served import Client, Stream, served, until, workers
 
-from serving import NAMES, pair
+from serving import pair
 from treetop.cli import OneLineParser, exit_code
 from treetop.types.errors import EngineError, InputError
 from treetop.types.roles import Role

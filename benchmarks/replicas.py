@@ -51,7 +51,6 @@ FAST, SLOW = "10,1", "200,8"
 PAGE, PREFIX = 16, 96
 
 
-@serve.deployment(num_replicas=2)
 class Hello:
     """What costs nothing but Ray."""
 
@@ -85,7 +84,8 @@ async def ask(address: Address, topic: int, end: int, count: int) -> tuple[float
     """Seconds to the first text, and cached tokens, of a streamed completion."""
     body = {"prompt": prompt(topic, end), "max_tokens": count, "stream": True, "ignore_eos": True}
     body["stream_options"] = {"include_usage": True}
-    began_s, first_s, usage = time.perf_counter(), None, {}
+    began_s, first_s = time.perf_counter(), None
+    usage: dict[str, Any] = {}
     connection = Connection(address, None)
     async with aclosing(connection.events("/v1/completions", body)) as events:
         async for event in events:
@@ -179,7 +179,7 @@ def behind_ray(replicas: int, engine: str) -> Address:
 
 
 def hello() -> DeploymentHandle:
-    return serve.run(Hello.bind(), name="hello", route_prefix="/hello")
+    return serve.run(serve.deployment(num_replicas=2)(Hello).bind(), name="hello", route_prefix="/hello")
 
 
 def direct(engine: str, count: int) -> list[float]:

@@ -95,7 +95,8 @@ async def served(
         *command, stderr=PIPE, stdout=DEVNULL, start_new_session=True, env={**os.environ, **(environment or {})}
     )
     assert process.stderr is not None
-    said, reading = [], None
+    said: list[str] = []
+    reading = None
     try:
         found = None
         while found is None:

@@ -25,6 +25,7 @@ from treetop.core.roles.role import Role
 from treetop.debug.patching import Patch, replaced
 from treetop.scheduler.scheduler import Scheduler
 from treetop.types.errors import InvariantError
+from treetop.types.handover import Imported, Packed
 from treetop.types.messages import ExportPlan, ImportPlan, PrefillPlan, StepPlan
 
 PAGES = 16
@@ -91,7 +92,7 @@ class Books:
 def check_slots(scheduler: Scheduler, role: Role) -> None:
     """Raise InvariantError unless desk and scheduler, or desk and transport, name the same slots as busy."""
     handover = scheduler.handover
-    events = {each.slot for each in handover._events if hasattr(each, "slot")}
+    events = {each.slot for each in handover._events if isinstance(each, Imported | Packed)}
     if isinstance(role, PrefillRole):
         flying = {e.slot for out in scheduler.steps if isinstance(out.plan, ExportPlan) for e in out.plan.exports}
         want = {each[1] for each in handover._exports} | flying | events

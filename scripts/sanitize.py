@@ -167,8 +167,15 @@ def execute(job: Job, tool: str, number: int, limit_s: float) -> Run:
     paths = [str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path), **caching}
     started_s = time.perf_counter()
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    process = subprocess.Popen(command, env=environment, text=True, errors="replace", start_new_session=True, **pipes)
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     try:
         output, code = process.communicate(timeout=limit_s)[0], process.returncode
     except subprocess.TimeoutExpired:

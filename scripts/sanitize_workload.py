@@ -65,7 +65,8 @@ class Plant:
     """A bug in every commit: a kernel writes one element past the first pool, or reads memory that nobody wrote."""
 
     def __init__(self, kind: str) -> None:
-        self._kind, self._device = kind, None
+        self._kind = kind
+        self._device: ModelRunner | None = None
 
     def wrap(self, runner: ModelRunner) -> ModelRunner:
         self._device, real = runner, runner.ops.commit
@@ -239,8 +240,10 @@ def pieces_of_a_request(device: torch.device) -> None:
     stride = 2 * 9 * 2 * 24 * pool.itemsize
     slot = torch.zeros(32 + 3 * stride, dtype=torch.uint8, device=device)
     span = Span(1, 9, 4, 32, stride)
-    packed = pack_piece(slot, pool, table, span, gpu)
-    assert torch.equal(packed, unpack_piece(slot, torch.zeros_like(pool), table, span, gpu))
+    packed, unpacked = torch.zeros((2, 3), dtype=torch.int64, device=device)
+    pack_piece(slot, pool, table, span, packed, gpu)
+    unpack_piece(slot, torch.zeros_like(pool), table, span, unpacked, gpu)
+    assert torch.equal(packed, unpacked)
 
 
 def exchanges_of_a_rank(device: torch.device) -> None:

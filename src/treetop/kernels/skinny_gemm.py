@@ -259,7 +259,7 @@ class LaunchTable:
     """Measured launches, by (n, k, gated, row class); None is the vendor's product.
 
     num_sms: of the GPU that was measured, which has compute capability 9. compressed: the fields of a
-    `compressed.CompressedLaunch`, where that is faster still; most_outliers: by rows, with how many in a block.
+    `packed_weights.CompressedLaunch`, where that is faster still; most_outliers: by rows, with how many in a block.
     """
 
     num_sms: int
