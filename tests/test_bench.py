@@ -1,7 +1,7 @@
 """The benchmark: what it compares before it times, what it refuses, and the grid it measures."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -10,12 +10,15 @@ from engines import build, greedy, sampled
 from tiny_models import copy_folder
 from treetop.bench import compare, equality, rounds
 from treetop.bench.equality import Equality, equal_outputs
+from treetop.bench.prompts import prompt_ids
 from treetop.bench.rounds import Grid, engine_config, plain_options, run_grid
 from treetop.bench.sweeps import SweepOptions, make_grid
 from treetop.cli import main
+from treetop.server.llm import LLM
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, EngineError, InputError
 from treetop.types.layout import PLAIN, SpecShape
+from treetop.types.sampling import SamplingParams
 
 # ---------------------------------------------------------------------------------------------- equality
 
@@ -140,6 +143,21 @@ def test_an_engine_has_the_rows_and_the_context_that_its_grid_needs():
         engine_config(None, {}, PLAIN, replace(grid, lengths=(4096,)))
     with pytest.raises(ConfigError, match="--speculative-draft-model-path"):
         engine_config(None, {"speculative_algorithm": "NONE"}, SpecShape(2, 3, 6), grid)
+
+
+def test_rows_hardly_grow_before_all_are_timed(strong_pair):
+    grid = Grid((SpecShape(2, 3, 6),), (8,), (400,), 4, prefill_size=800)
+    options = {"draft": str(strong_pair.head), "simulate_accept_length": 3, "chunked_prefill_size": 800}
+    llm = LLM(**asdict(engine_config(str(strong_pair.target), options, grid.shapes[0], grid)))
+    first, begun = 0, set()
+    params = SamplingParams(max_tokens=200, ignore_eos=True)
+    for delta in llm.stream(prompt_ids(llm, 8, 400), params):
+        first += len(delta.token_ids) if delta.index == 0 else 0
+        begun.add(delta.index)
+        if len(begun) == 8:
+            break
+    steps = 8 * 400 // 800
+    assert first <= 1 + 3 * (steps + 2)  # a round between two prefill steps, and what is in flight
 
 
 @pytest.mark.parametrize(

@@ -200,12 +200,15 @@ def engine_config(model: str | None, options: dict[str, Any], shape: SpecShape, 
     """The engine of one shape: rows and context as the grid needs them, unless they were given. Raises ConfigError.
 
     Prompts come again and again, so there is no prefix cache: a request that hits it would take up its rounds earlier.
+    Prefill steps are as large while requests decode: the first rows would grow far beyond their prompts before the
+    last one joins.
     """
     need = grid.most_tokens(shape)
     rows: dict[str, Any] = {
         "max_running_requests": max(grid.batches),
         "context_length": up_to_step(need),
         "chunked_prefill_size": grid.chunk,
+        "prefill_tokens_per_round": grid.chunk,
         **options,
         "disable_radix_cache": True,
     }
