@@ -11,7 +11,7 @@ import zmq
 
 from treetop.transfer import network
 from treetop.transfer.network import Caller, Common, Down, FromDecode, FromPrefill, Reception, Refused, Up
-from treetop.transfer.registry import Registry
+from treetop.transfer.registry import Registry, withdraw
 from treetop.transfer.session import zmq_address
 from treetop.transfer.wire import Renew, Renewed
 from treetop.types.errors import ConfigError
@@ -157,7 +157,7 @@ def test_a_registry_lists_who_renews_and_nobody_else(tmp_path: Path) -> None:
         os.utime(file, (time.time() - 6, time.time() - 6))
     registry.announce("127.0.0.1:1")
     assert other.addresses() == ["127.0.0.1:1"], "the other has not renewed its word"
-    registry.withdraw()
+    withdraw(str(tmp_path), ["127.0.0.1:1", "127.0.0.1:9"])
     assert other.addresses() == []
     with pytest.raises(ConfigError, match="there is no such folder"):
         Registry(str(tmp_path / "nowhere"), 5.0)

@@ -113,12 +113,16 @@ def test_the_doctor_times_both_ways_or_says_what_is_missing(monkeypatch):
 
 
 def test_two_servers_of_which_one_prefills_and_refuses_requests(tmp_path: Path):
-    """The decode worker answers as one engine does, and its metrics say that the request was handed over."""
+    """The decode worker answers as one engine does, and its metrics say that the request was handed over.
+
+    They find each other in a folder, from which the one that stops is gone.
+    """
     pytest.importorskip("nixl_cu12", reason="needs NIXL")
     port = _free_port()
     small = ["--context-length", "512", "--handover-slot-bytes", str(1 << 22), "--dtype", "float32"]
+    small += ["--peer-registry", str(tmp_path)]
     prefill = Server(*small, "--role", "prefill", "--handover-listen", f"127.0.0.1:{port}", "--handover-slots", "2")
-    decode = Server(*small, "--role", "decode", "--prefill-peers", f"127.0.0.1:{port}")
+    decode = Server(*small, "--role", "decode")
     try:
         prefill.up()
         decode.up()
@@ -132,6 +136,9 @@ def test_two_servers_of_which_one_prefills_and_refuses_requests(tmp_path: Path):
         until(lambda: decode.metric("treetop:handover_num_whole") == 1)
         assert decode.metric("treetop:handover_num_bytes") > 0
         until(lambda: prefill.metric("treetop:handover_num_whole") == 1)
+        assert [file.suffix for file in tmp_path.iterdir()] == [".peer"]
+        assert prefill.end() == 0
+        assert not [*tmp_path.iterdir()]
     finally:
         prefill.kill()
         decode.kill()

@@ -20,6 +20,7 @@ import msgspec
 
 from treetop.core.remote import RemoteCore
 from treetop.core.wire import ProcessOptions
+from treetop.transfer.registry import withdraw
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, EngineError, UserError
 
@@ -166,8 +167,12 @@ class EngineSupervisor:
     async def close(self) -> None:
         """End the engine process, any number of times. Without this process it would remove the folder."""
         self.kill()
-        if self._process is not None:
-            await end(self._process)
+        if self._process is None:
+            return
+        await end(self._process)
+        handover = self._options.handover
+        if handover.role == "prefill" and handover.peer_registry is not None:
+            withdraw(handover.peer_registry, handover.listens(self._options.config.ep_size))
 
 
 async def _resume(fronts: Sequence[FrontEnd], address: str) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,21 +21,14 @@ class Registry:
         self._folder, self._stale_s = Path(folder), stale_s
         if not self._folder.is_dir():
             raise ConfigError(f"--peer-registry {folder}: there is no such folder")
-        self._own: Path | None = None
 
     def announce(self, address: str) -> None:
         """Say, or say again, that a worker is there. What cannot be written is left for the next time."""
-        name = hashlib.sha256(address.encode()).hexdigest()[:32]
-        self._own = self._folder / f"{name}.peer"
-        new = self._folder / f".{name}"
+        file = _file_of(self._folder, address)
+        new = file.with_name(f".{file.stem}")
         with suppress(OSError):
             new.write_text(address + "\n", encoding="utf-8")
-            new.replace(self._own)
-
-    def withdraw(self) -> None:
-        if self._own is not None:
-            with suppress(OSError):
-                self._own.unlink()
+            new.replace(file)
 
     def addresses(self) -> list[str]:
         """Of those that are there, in order; none if the folder cannot be read."""
@@ -46,3 +40,14 @@ class Registry:
                     if fresh and file.stat().st_size <= _MOST_BYTES:
                         found.append(file.read_text(encoding="utf-8").strip())
         return sorted(found)
+
+
+def withdraw(folder: str, addresses: Iterable[str]) -> None:
+    """Of workers that have ended: nobody has to wait until what they said is old."""
+    for address in addresses:
+        with suppress(OSError):
+            _file_of(Path(folder), address).unlink()
+
+
+def _file_of(folder: Path, address: str) -> Path:
+    return folder / f"{hashlib.sha256(address.encode()).hexdigest()[:32]}.peer"

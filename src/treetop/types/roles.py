@@ -56,7 +56,7 @@ class HandoverOptions:
     def words(self, num_ranks: int) -> str:
         """For the log. num_ranks: that have a part of their own."""
         if self.role == "prefill":
-            last = self.of_rank(num_ranks - 1).handover_listen
+            last = self.listens(num_ranks)[-1]
             more = "" if num_ranks == 1 else f" to {last}, a rank each"
             found = "" if self.peer_registry is None else f", which it says in {self.peer_registry}"
             return f"role prefill: decode workers ask at {self.handover_listen}{more}{found}"
@@ -67,6 +67,10 @@ class HandoverOptions:
         """Of a rank that has a part of its own: each listens at a port of its own, from the one that is given on."""
         host, _, port = (self.handover_listen or "").rpartition(":")
         return replace(self, handover_listen=f"{host}:{int(port) + rank}") if port not in ("", "0") else self
+
+    def listens(self, num_ranks: int) -> list[str]:
+        """Where each rank listens."""
+        return [self.of_rank(rank).handover_listen or "" for rank in range(num_ranks)]
 
     def _others(self) -> list[tuple[str, object]]:
         return [

@@ -104,8 +104,6 @@ class PrefillRole:
         self._links.progress()
 
     def close(self) -> None:
-        if self._registry is not None:
-            self._registry.withdraw()
         self._reception.close()
         self._links.close()
 
