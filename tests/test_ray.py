@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import pickle
 import random
 import signal
 import socket
@@ -341,9 +342,21 @@ def test_a_moved_stream_that_is_not_whole_is_an_error(name):
     ],
 )
 def test_what_cannot_be_is_refused_by_name(given, words):
-    """Before a replica is started."""
-    with pytest.raises(UserError, match=words):
+    """Before a replica is started. Also elsewhere than in the process of the command line, where Ray pickles it."""
+    with pytest.raises(UserError, match=words) as caught:
         app(given)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_ray_shows_a_refusal_in_one_line():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from click.testing import CliRunner
+        from ray.serve import scripts
+    ended = CliRunner().invoke(scripts.cli, ["run", "treetop.cli.replicas:app", "model=/no/such"])
+    assert ended.exit_code == 2
+    assert ended.stderr.splitlines()[-1] == "Error: model /no/such: no such folder"
+    assert "Traceback" not in ended.output
 
 
 def test_replicas_of_a_prefill_worker_are_refused():

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import redirect_stderr
 from typing import TYPE_CHECKING, Any
 
-from treetop.types.errors import ConfigError
+from treetop.types.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from treetop.server.ray.app import Scale
@@ -27,18 +27,27 @@ def app(given: Mapping[str, Any]) -> Any:
     least 2).
     Raises UserError.
     """
-    from treetop.cli.command_line import build_parser
-    from treetop.cli.options import engine_options
-    from treetop.server.command import asked_for, with_config_file, words_of
-
     own = {
         name.replace("_", "-"): _SWITCH.get(value, value) if isinstance(value, str) else value
         for name, value in given.items()
     }
     try:
-        from treetop.server.ray.app import build_app
+        from treetop.server.ray.app import RefusedError
     except ModuleNotFoundError as error:
         raise ConfigError(f"replicas need {error.name}; pip install treetop[ray]") from None
+    try:
+        return _build(own)
+    except UserError as error:
+        raise RefusedError(str(error)) from None
+
+
+def _build(own: dict[str, Any]) -> Any:
+    """own: as `app` is given it, under the flags' names."""
+    from treetop.cli.command_line import build_parser
+    from treetop.cli.options import engine_options
+    from treetop.server.command import asked_for, with_config_file, words_of
+    from treetop.server.ray.app import build_app
+
     scale = _scale(own.pop("replicas", 1), own.pop("queue-bound", None))
     path = own.pop("config", None)
     words = ["serve", *([] if path is None else [f"--config={path}"]), *words_of(own, _WHERE)]

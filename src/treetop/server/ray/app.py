@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from click import ClickException
 from ray import serve
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
@@ -23,7 +24,7 @@ from treetop.server.options import ServeOptions
 from treetop.server.ray.core import RayCore
 from treetop.server.ray.replica import Replica
 from treetop.server.ray.router import PrefixRequestRouter
-from treetop.types.errors import ConfigError
+from treetop.types.errors import ConfigError, UserError
 
 _ROWS = 64
 """Requests that an engine runs at a time at most, if it chooses itself."""
@@ -31,6 +32,12 @@ _ALL_S = 86400.0
 """Seconds, for a drain without a limit: Ray needs one."""
 _MOST_REQUESTS = 10**5
 """Of one `Api`, which has limits of its own."""
+
+
+class RefusedError(UserError, ClickException):
+    """What cannot work, as Ray's command line shows it: in one line."""
+
+    exit_code = 2
 
 
 @dataclass(frozen=True, slots=True)
