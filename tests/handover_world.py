@@ -7,6 +7,7 @@ memory says whose it is, so that a wrong one is seen wherever it lands.
 
 import heapq
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
@@ -94,7 +95,10 @@ class Transfer:
 
 @dataclass(eq=False)
 class DecodeNode:
-    """A decode worker: desk, memory, and what its scheduler would do. done: how each request ended."""
+    """A decode worker: desk, memory, and what its scheduler would do.
+
+    landed: what it imports, in this order. done: how each request ended.
+    """
 
     desk: DecodeDesk
     memory: list[Words]
@@ -102,6 +106,7 @@ class DecodeNode:
     stopped_until: float = 0.0
     clock: float = 0.0
     import_s: float = 0.0
+    landed: deque[Land] = field(default_factory=deque)
     waiting: dict[RequestId, tuple[int, ...]] = field(default_factory=dict)
     imported: dict[RequestId, int] = field(default_factory=dict)
     done: dict[RequestId, str] = field(default_factory=dict)
@@ -255,15 +260,17 @@ class World:
                 )
                 assert action.piece == offered.piece
                 node.import_s = max(node.import_s, self.now) + self.soon(0.1)
-                self.after(node.import_s - self.now, lambda: self._import(node, action))
+                node.landed.append(action)
+                self.after(node.import_s - self.now, lambda: self._import(node))
             case PrefillLocally(request_id):
                 node.done.setdefault(request_id, "locally")
             case DropPeer(peer):
                 self.after(self.soon(0.5), lambda: self._session_ends(peer))
 
-    def _import(self, node: DecodeNode, landed: Land) -> None:
-        if not self._awake(node, lambda: self._import(node, landed)):
+    def _import(self, node: DecodeNode) -> None:
+        if not self._awake(node, lambda: self._import(node)):
             return
+        landed = node.landed.popleft()
         request_id, piece, words = landed.request_id, landed.piece, node.memory[landed.slot]
         alive = request_id not in node.done
         if alive and self.checks and landed.checksums != (checksum(words),):

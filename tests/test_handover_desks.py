@@ -6,6 +6,12 @@ import pytest
 
 from handover_world import Odds, World
 from treetop.debug.handover_faults import HANDOVER_FAULTS
+from treetop.transfer.desk_decode import DecodeDesk
+from treetop.transfer.events import Ask, Deadlines, HeardByDecode, PeerId, PeerUp, PrefillLocally, Pulled
+from treetop.transfer.wire import Offer, Prompt
+from treetop.types.handover import FirstToken, Piece, SlotRef
+from treetop.types.ids import RequestId
+from treetop.types.sampling import SamplingParams
 
 CALM = Odds()
 LOSSY = Odds(loss=0.1, twice=0.1, delay_s=0.3)
@@ -57,6 +63,23 @@ def test_a_fault_does_harm_without_checksums_and_none_with_them(name: str) -> No
     assert unguarded["wrong"] > 0
     assert guarded["wrong"] == 0
     assert guarded["refused"] > 0
+
+
+@pytest.mark.parametrize("second", [Piece(3, 2, 5), Piece(2, 1, 5), Piece(1, 4, 5)])
+def test_a_token_that_is_offered_twice_ends_the_attempt_and_no_slot_is_lost(second: Piece) -> None:
+    """As by a worker that computes the same attempt again, in other pieces. The first piece is on its way then."""
+    desk, peer, ref = DecodeDesk(3, 4, Deadlines()), PeerId(1), SlotRef(0, 0)
+
+    def said(piece: Piece, ref: SlotRef) -> Offer:
+        return Offer(1, 1, ref, piece, (0,), FirstToken(1) if piece.last else None)
+
+    desk.handle(PeerUp(peer), 0.0)
+    desk.handle(Ask(RequestId(1), 1, Prompt((1, 2, 3, 4, 5), SamplingParams(), 0)), 0.0)
+    desk.handle(HeardByDecode(peer, said(Piece(2, 2, 5), ref)), 0.1)
+    actions = desk.handle(HeardByDecode(peer, said(second, SlotRef(1, 0))), 0.1)
+    assert any(isinstance(each, PrefillLocally) for each in actions)
+    desk.handle(Pulled(0, whole=True, ended=True), 0.3)
+    assert [slot.state for slot in desk.slots] == ["free"] * 3
 
 
 @pytest.mark.slow

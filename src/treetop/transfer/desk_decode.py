@@ -32,7 +32,7 @@ from treetop.transfer.events import (
     ToDecodeDesk,
 )
 from treetop.transfer.wire import Abort, Offer, Prefill, Refused, Release, Released, Renew, Renewed, ToDecode
-from treetop.types.handover import Gone, Imported
+from treetop.types.handover import Gone, Imported, Piece
 from treetop.types.ids import RequestId
 
 
@@ -41,7 +41,7 @@ class Attempt:
     """A request that a peer prefills. number: no other attempt ever has it.
 
     landed: its tokens before this one are imported, or on the way there. offers: not pulled yet, by their first token.
-    known: first tokens of all offers. late_s: when it is given up without a step forward.
+    known: all pieces that were offered, by their first token. late_s: when it is given up without a step forward.
     """
 
     request_id: RequestId
@@ -51,7 +51,7 @@ class Attempt:
     landed: int
     late_s: float
     offers: dict[int, Offer] = field(default_factory=dict)
-    known: set[int] = field(default_factory=set)
+    known: dict[int, Piece] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -162,13 +162,14 @@ class DecodeDesk:
 
     def _offered(self, attempt: Attempt, offer: Offer, now: float) -> None:
         piece = offer.piece
-        if piece.start in attempt.known:
+        if attempt.known.get(piece.start) == piece:  # it came twice
             return
         fits = 0 < piece.count <= self._tokens_per_slot and attempt.landed <= piece.start < piece.end <= attempt.total
-        if not fits or piece.total != attempt.total or piece.last != (offer.first is not None):
+        apart = all(piece.end <= each.start or each.end <= piece.start for each in attempt.known.values())
+        if not (fits and apart) or piece.total != attempt.total or piece.last != (offer.first is not None):
             self._give_up(attempt, f"it was offered what it cannot be: {piece}")
             return
-        attempt.known.add(piece.start)
+        attempt.known[piece.start] = piece
         attempt.offers[piece.start] = offer
         attempt.late_s = self._latest(now)
 
