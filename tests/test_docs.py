@@ -77,6 +77,10 @@ def test_links_lead_somewhere(page):
     assert not dead_links(page)
 
 
+def test_the_readme_leads_to_every_page():
+    assert {page.name for page in PAGES[1:]} <= {Path(target).name for target in LINK.findall(text_of(PAGES[0]))}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_that_are_named_exist(page):
     assert not lost_files(page)
