@@ -12,6 +12,7 @@ from tiny_models import copy_folder
 from treetop.cli import build_parser
 from treetop.cli.options import engine_options
 from treetop.server.command import words_of
+from treetop.types.errors import ConfigError
 from treetop.types.layout import SpecShape
 from treetop.version import __version__
 
@@ -142,6 +143,18 @@ def test_a_file_can_switch_the_prefix_cache_off(name, value):
     """`false` of a flag that has an opposite is that opposite, not nothing."""
     args = build_parser().parse_args(["serve", *words_of({name: value}, "a file")])
     assert engine_options(args)["disable_radix_cache"] is True
+
+
+def test_a_file_can_leave_every_flag_out_and_names_one_that_is_none():
+    """`false` of what is misspelt, or takes a value, is not passed over."""
+    (parsers,) = (each.choices for each in build_parser()._actions if isinstance(each.choices, dict))
+    actions = [each for each in parsers["serve"]._actions if each.nargs == 0 and each.dest != "help"]
+    for name in (name[2:] for each in actions for name in each.option_strings if name.startswith("--")):
+        if not name.startswith("no-") or name == "no-enable-prefix-caching":
+            build_parser().parse_args(["serve", *words_of({name: False}, "a file")])
+    for name in ("disable-radix-cash", "port"):
+        with pytest.raises(ConfigError, match=f"a file: {name} is no flag that can be false"):
+            words_of({name: False}, "a file")
 
 
 def test_verbose_puts_the_start_up_block_on_stderr_and_nothing_else_changes(capsys):

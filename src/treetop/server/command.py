@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treetop.server.options import ServeOptions, Unset, engine_config, is_installed
-from treetop.types.config import flag
+from treetop.types.config import EngineConfig, flag
 from treetop.types.errors import ConfigError
 from treetop.types.roles import DEFAULT_SLOTS, ROLES, SECRET_VARIABLE, HandoverOptions
 
@@ -20,6 +20,11 @@ KEY_VARIABLE = "TREETOP_API_KEY"
 
 _SWITCHES = ("--overlap", "--compress-weights", "--enable-prefix-caching")
 """Flags that are switched off by `--no-`."""
+_FLAGS = (
+    *("--verbose", "--enforce-eager", "--disable-cuda-graph", "--disable-overlap-schedule"),
+    *("--no-enable-prefix-caching", *(flag(each.name) for each in fields(EngineConfig) if each.default is False)),
+)
+"""Flags without a value, which are off unless they are given."""
 _ONLY_ONE = ("--pipeline-parallel-size", "--data-parallel-size")
 
 _HANDOVER_HELP = {
@@ -118,8 +123,12 @@ def _words(name: str, value: Any, where: str) -> list[str]:
         raise ConfigError(f"{where}: config files do not nest")
     if value is True:
         return [name]
+    if value is False and name in _SWITCHES:
+        return [name.replace("--", "--no-", 1)]
+    if value is False and name in _FLAGS:
+        return []
     if value is False:
-        return [name.replace("--", "--no-", 1)] if name in _SWITCHES else []
+        raise ConfigError(f"{where}: {name[2:]} is no flag that can be false")
     listed = value if isinstance(value, list) else [value]
     if not all(isinstance(each, str | int | float) and not isinstance(each, bool) for each in listed):
         raise ConfigError(f"{where}: {name[2:]} must be text, a number, true or false, or a list of these")
