@@ -24,18 +24,18 @@ def mocked(step_s: float = 0.0, most: int = 4, **options) -> AsyncLLM:
 
 
 def test_it_gives_what_llm_gives(weak_pair):
-    """Several prompts at once, greedy and seeded; deltas join to the text."""
+    """Several prompts at once, greedy and seeded; deltas join to the text. Arguments have the names of vLLM's."""
     llm = build(weak_pair)
     prompts, params = weak_pair.prompts([4, 11, 2]), [greedy(20), sampled(3, 25), greedy(9)]
-    expected = llm.generate(prompts, params)
+    expected = llm.generate(prompts=prompts, sampling_params=params)
     llm.close()
     options = {"dtype": "float64", "context_length": 256}
 
     async def both():
         own = AsyncLLM(weak_pair.target, weak_pair.head, **options)
-        outputs = await own.generate(prompts, params)
+        outputs = await own.generate(prompts=prompts, sampling_params=params)
         texts = dict.fromkeys(range(3), "")
-        async for delta in await own.stream(prompts, params):
+        async for delta in await own.stream(prompts, sampling_params=params):
             texts[delta.index] += delta.text
         own.close()
         return outputs, texts
@@ -156,7 +156,8 @@ def test_chat_is_generate_of_the_templates_text():
     params = SamplingParams(max_tokens=12)
     text = "[user] def f(x): "
     expected = llm.generate(llm.tokenizer.encode(text, special=False), params)
-    assert tokens(llm.chat(talk, params, TEMPLATE.replace("{{ bos_token }}", ""))) == tokens(expected)
+    template = TEMPLATE.replace("{{ bos_token }}", "")
+    assert tokens(llm.chat(talk, sampling_params=params, chat_template=template)) == tokens(expected)
     assert len(llm.chat([talk, talk], params, TEMPLATE)) == 2
     with pytest.raises(InputError, match="no chat template"):
         llm.chat(talk, params)

@@ -197,7 +197,7 @@ def test_bad_options_are_one_line(capsys, tmp_path):
         assert words in said
     with pytest.raises(InputError, match="--prompts"):
         conversations(1, 1, 0, None, str(tmp_path / "none"), random.Random(0))
-    with pytest.raises(EngineError, match="/v1/models"):
+    with pytest.raises(EngineError, match=r"--base-url http://127\.0\.0\.1:9: /v1/models"):
         run(LoadOptions("http://127.0.0.1:9"))
     with pytest.raises(ConfigError, match="--base-url"):
         Address.of("http://[::1")

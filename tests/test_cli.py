@@ -9,6 +9,10 @@ import torch
 
 from command_line import PROMPT, lines, refused, run
 from tiny_models import copy_folder
+from treetop.cli import build_parser
+from treetop.cli.options import engine_options
+from treetop.server.command import words_of
+from treetop.types.errors import ConfigError
 from treetop.types.layout import SpecShape
 from treetop.version import __version__
 
@@ -120,6 +124,37 @@ def test_help_shows_what_an_option_is_without_being_given(capsys):
     text = " ".join(run(capsys, "generate", "--help")[1].split())
     for part in ("(default 16)", "(default 0.88)", "(default auto)", "(default 128)", "output is wrong", "same seed"):
         assert part in text
+
+
+@pytest.mark.parametrize("command", ["generate", "serve", "bench", "trace", "doctor", "inspect"])
+def test_every_command_takes_the_engines_options_in_the_words_of_vllm_and_sglang(command):
+    """One line of flags can be tried with any command; the prefix cache can be asked for and be refused."""
+    trace = ["--prompt", PROMPT, "--output", "x.html"] if command == "trace" else []
+    words = ["--max-model-len", "64", "--tensor-parallel-size", "2", "--enforce-eager", "--enable-prefix-caching"]
+    args = build_parser().parse_args([command, *trace, *words])
+    assert (args.context_length, args.tp_size, args.graphs) == (64, 2, "off")
+    assert engine_options(args)["disable_radix_cache"] is False
+    args = build_parser().parse_args([command, *trace, "--no-enable-prefix-caching"])
+    assert engine_options(args)["disable_radix_cache"] is True
+
+
+@pytest.mark.parametrize(("name", "value"), [("enable-prefix-caching", False), ("disable-radix-cache", True)])
+def test_a_file_can_switch_the_prefix_cache_off(name, value):
+    """`false` of a flag that has an opposite is that opposite, not nothing."""
+    args = build_parser().parse_args(["serve", *words_of({name: value}, "a file")])
+    assert engine_options(args)["disable_radix_cache"] is True
+
+
+def test_a_file_can_leave_every_flag_out_and_names_one_that_is_none():
+    """`false` of what is misspelt, or takes a value, is not passed over."""
+    (parsers,) = (each.choices for each in build_parser()._actions if isinstance(each.choices, dict))
+    actions = [each for each in parsers["serve"]._actions if each.nargs == 0 and each.dest != "help"]
+    for name in (name[2:] for each in actions for name in each.option_strings if name.startswith("--")):
+        if not name.startswith("no-") or name == "no-enable-prefix-caching":
+            build_parser().parse_args(["serve", *words_of({name: False}, "a file")])
+    for name in ("disable-radix-cash", "port"):
+        with pytest.raises(ConfigError, match=f"a file: {name} is no flag that can be false"):
+            words_of({name: False}, "a file")
 
 
 def test_verbose_puts_the_start_up_block_on_stderr_and_nothing_else_changes(capsys):

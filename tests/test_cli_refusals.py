@@ -114,7 +114,7 @@ def test_a_line_of_prompts_that_holds_none_is_refused(capsys, tmp_path, line):
         (["bench", "--num-prompts", "0"], ["--num-prompts", "0"]),
         (["bench", "--repeats", "0"], ["--repeats"]),
         (["bench", "--prompts", "nowhere.jsonl"], ["--prompts", "nowhere.jsonl"]),
-        (["bench", "--speculative-algorithm", "NONE"], ["draft"]),
+        (["bench", "--speculative-algorithm", "NONE"], ["--speculative-draft-model-path", "MTP or NGRAM"]),
         (["doctor", "--cases", "0"], ["--cases", "0"]),
         (["trace", "--prompt", "x"], ["--output"]),
         (["bench", "--sweep", "tree", "--plot", "\0.html"], ["--plot", "not a path"]),

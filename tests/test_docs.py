@@ -3,6 +3,8 @@
 The changelog speaks of what was, so only its links are checked.
 """
 
+import ast
+import builtins
 import importlib
 import re
 import shlex
@@ -75,6 +77,10 @@ def test_links_lead_somewhere(page):
     assert not dead_links(page)
 
 
+def test_the_readme_leads_to_every_page():
+    assert {page.name for page in PAGES[1:]} <= {Path(target).name for target in LINK.findall(text_of(PAGES[0]))}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_that_are_named_exist(page):
     assert not lost_files(page)
@@ -110,11 +116,15 @@ def test_options_that_are_named_exist():
                 assert not [option for option in named if option not in known and f'"{option}"' not in scripts], span
 
 
-def test_the_python_of_the_readme_compiles_and_imports():
-    blocks = re.findall(r"^```python\n(.*?)^```", text_of(ROOT / "README.md"), re.MULTILINE | re.DOTALL)
+@pytest.mark.parametrize("page", ["README.md", "docs/serving.md", "docs/sampling.md"])
+def test_the_python_of_a_page_compiles_and_imports_what_it_names(page):
+    blocks = re.findall(r"^```python\n(.*?)^```", text_of(ROOT / page), re.MULTILINE | re.DOTALL)
     assert blocks
     for block in blocks:
-        compile(block, "README.md", "exec")
+        nodes = [*ast.walk(compile(block, page, "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT))]
+        bound = {each.name for each in nodes if isinstance(each, ast.alias)} | {*dir(builtins)}
+        bound |= {each.id for each in nodes if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+        assert {each.id for each in nodes if isinstance(each, ast.Name)} <= bound
         for module, names in re.findall(r"^from (treetop[\w.]*) import (.*)$", block, re.MULTILINE):
             for name in names.split(", "):
                 assert hasattr(importlib.import_module(module), name)

@@ -225,6 +225,9 @@ def test_an_unsupported_key_is_refused_by_name(models, tmp_path, name, changes, 
     ("Mamba2ForCausalLM", "state space"),
     ("Gemma3ForConditionalGeneration", "images"),
     ("BertForMaskedLM", "no decoder"),
+    ("LlamaForCausalLMEagle3", "--speculative-draft-model-path"),
+    ("Eagle3Speculator", "draft head, not of a target"),
+    ("Eagle2_5_VLForConditionalGeneration", "images"),
     ("NobodyForCausalLM", "is not supported, only "),
 ])  # fmt: skip
 def test_an_unsupported_architecture_is_refused_by_name_and_reason(models, tmp_path, architecture, reason):

@@ -116,6 +116,22 @@ def test_a_fraction_that_would_not_help_is_not_suggested():
         fit(LLAMA, 2, budget(free=-5 * GIB), None)
 
 
+def test_a_fraction_that_leaves_a_cpu_nothing_is_what_the_message_would_raise():
+    """On a CPU the fraction's rest of what is free counts as kept: the fraction that is named is the first to work."""
+
+    def given(fraction):
+        rest = int((1 - fraction) * 60 * GIB)
+        return replace(budget(free=60 * GIB, allowance=2 * GIB + rest, fraction=fraction), rest=rest)
+
+    for fraction, words in ((0.01, "beside 61.40 GiB for activations"), (0.2, "KV pools: one request")):
+        with pytest.raises(CapacityError, match=words) as error:
+            fit(LLAMA, 2, given(fraction), None)
+        least = float(str(error.value).split("--mem-fraction-static to ")[1].split(" ", maxsplit=1)[0])
+        assert fit(LLAMA, 2, given(least), None).pool_tokens >= LLAMA.tokens_per_request
+        with pytest.raises(CapacityError):
+            fit(LLAMA, 2, given(least - 0.01), None)
+
+
 def test_a_windows_pool_is_fixed_and_comes_first():
     """A window's pool holds every request's window; the tokens are counted for the others alone."""
     window = KVGroup(WINDOW, 16, paired(8, 128), window=128)

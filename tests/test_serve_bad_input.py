@@ -103,7 +103,11 @@ def test_what_cannot_be_honoured_is_a_400_that_names_it_unless_it_asks_for_nothi
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),
         ({"messages": [{"role": "cat", "content": "x"}]}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages: only parts of text are supported, not 'image_url'",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "\ud800" * 5000}]}]}, "only parts of text"),
         ({"messages": [{"role": "user", "content": "a b " * 50000}]}, "--context-length"),
         ({"max_tokens": 4, "max_completion_tokens": 5}, "give one of them"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),

@@ -356,6 +356,8 @@ def test_what_the_api_cannot_read_is_told_before_the_engine_has_loaded(tmp_path)
         asyncio.run(run(str(tmp_path), ServeOptions()))
     with pytest.raises(ConfigError, match="--chat-template /no/such"):
         asyncio.run(run(NAME, ServeOptions(chat_template="/no/such")))
+    with pytest.raises(ConfigError, match="--chat-template: TemplateSyntaxError: unexpected end of template"):
+        asyncio.run(run(NAME, ServeOptions(chat_template="{{ messages")))
 
 
 def test_a_model_that_cannot_be_loaded_is_one_line_from_the_engine_process(tmp_path):

@@ -3,6 +3,7 @@
 Ranks are threads here, which start in a second; `test_worker_group.py` has them in processes.
 """
 
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -242,6 +243,14 @@ def test_doctor_finds_the_guard_of_a_fault_of_ranks(name):
     found = find_rank_fault(name)
     assert found.caught is not None
     assert found.fault.guard in found.caught
+
+
+@pytest.mark.parametrize("module", ["treetop.doctor.exchange", "treetop.doctor.expert_ranks"])
+def test_what_ranks_have_measured_counts_however_a_library_ends_them(module, monkeypatch, tmp_path):
+    """gloo has aborted a rank of doctor as Python took it down, after all was said."""
+    (tmp_path / "sitecustomize.py").write_text("import atexit, os\natexit.register(os.abort)\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    assert all(us > 0 for us in exchange.measured_by_ranks(module, 1, "cpu").values())
 
 
 def test_doctor_says_which_gpus_do_not_reach_each_other(monkeypatch):

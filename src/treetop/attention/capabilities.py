@@ -99,9 +99,12 @@ class Refusal:
 def refusal(name: str, need: Need) -> Refusal | None:
     """Why the backend called `name` cannot serve `need`; None if it can.
 
-    The limits come first, which cost nothing to check; then machine and library, which may load or probe something.
+    The kind of device comes first, which no other option makes up for; then the limits, which cost nothing to check;
+    then GPU and library, which may load or probe something.
     """
     able = CAPABILITIES[name]
+    if why_not in _PROBES[name] and (problem := why_not(need.device)) is not None:
+        return Refusal(problem, _other(name, need.device))
     if need.dtype not in able.dtypes:
         names = " and ".join(_name(dtype) for dtype in able.dtypes)
         return Refusal(

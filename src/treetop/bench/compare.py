@@ -127,7 +127,9 @@ def run(model: str | None, engine_options: dict[str, Any], options: BenchOptions
         raise ConfigError("--transformers: the library is not installed; pip install transformers")
     config = EngineConfig.of(model, **engine_options)
     if not config.speculates:
-        raise ConfigError("bench compares with a draft head; give --speculative-draft-model-path, not NONE")
+        raise ConfigError(
+            "bench compares with a draft; give --speculative-draft-model-path, or --speculative-algorithm MTP or NGRAM"
+        )
     folder = resolve_folder(config.model)
     tokenizer = open_tokenizer(folder)
     prompts = read_prompts(options.prompts, options.num_prompts, tokenizer)

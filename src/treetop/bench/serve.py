@@ -136,7 +136,7 @@ async def _run(options: LoadOptions, tell: Callable[[str], None]) -> LoadReport:
         listed = await connection.get("/v1/models")
         model = options.model or str(listed["data"][0]["id"])
     except (OSError, HttpError, ValueError, LookupError, TypeError) as error:
-        raise EngineError(f"{options.base_url}/v1/models: {type(error).__name__}: {error}") from None
+        raise EngineError(f"--base-url {options.base_url}: /v1/models: {type(error).__name__}: {error}") from None
     points = []
     for most in options.max_concurrency or (None,):
         points.append(await Load(connection, options, model).run(most))

@@ -67,18 +67,41 @@ SAMPLING_HELP = {
 }
 """`--seed` is the engine's: each prompt draws its own from it."""
 
+ENGINE_ALIASES = {
+    "draft": ("--speculative-draft-model", "--spec-model"),
+    "context_length": ("--max-model-len",),
+    "max_running_requests": ("--max-num-seqs",),
+    "mem_fraction_static": ("--gpu-memory-utilization",),
+    "chunked_prefill_size": ("--max-num-batched-tokens",),
+    "page_size": ("--block-size",),
+    "disable_radix_cache": ("--no-enable-prefix-caching",),
+    "schedule_policy": ("--scheduling-policy",),
+    "seed": ("--random-seed",),
+    "tp_size": ("--tensor-parallel-size", "--tp"),
+    "ep_size": ("--expert-parallel-size", "--ep"),
+}
+"""Engine options in the spellings of vLLM and SGLang."""
+
 _METAVAR = {int: "N", float: "X", str: "TEXT"}
 
 
-def add_engine_options(parser: argparse.ArgumentParser, aliases: Mapping[str, Sequence[str]] | None = None) -> None:
-    """The model, and flags of all engine options. aliases: more spellings of some."""
+def add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """The model, and flags of all engine options. Returns the group of those that stand for another one's value."""
     parser.add_argument("model", nargs="?", metavar="MODEL", help="folder of the target; the embedded pair by default")
     parser.add_argument("-v", "--verbose", action="store_true", help="say on stderr what the engine is made of")
     hints = get_type_hints(EngineConfig)
     for field in fields(EngineConfig):
         if field.name != "model":
-            spellings = (flag(field.name), *(aliases or {}).get(field.name, ()))
+            spellings = (flag(field.name), *ENGINE_ALIASES.get(field.name, ()))
             _add_option(parser, field, hints[field.name], ENGINE_HELP[field.name], spellings)
+    aliases = parser.add_argument_group("the same in vLLM's and SGLang's words")
+    graphs = {"dest": "graphs", "action": "store_const", "const": "off", "help": "as --graphs off"}
+    aliases.add_argument("--enforce-eager", "--disable-cuda-graph", **graphs)  # type: ignore[arg-type]  # of many kinds
+    overlap = {"dest": "overlap", "action": "store_false", "default": None, "help": "as --no-overlap"}
+    aliases.add_argument("--disable-overlap-schedule", **overlap)  # type: ignore[arg-type]  # of many kinds
+    cached = {"dest": "disable_radix_cache", "action": "store_false", "default": None, "help": "the default"}
+    aliases.add_argument("--enable-prefix-caching", **cached)  # type: ignore[arg-type]  # of many kinds
+    return aliases
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:

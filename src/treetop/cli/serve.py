@@ -9,8 +9,7 @@ HELP = "an HTTP server with OpenAI's API"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    add_engine_options(parser, command.ENGINE_ALIASES)
-    command.add_serve_flags(parser)
+    command.add_serve_flags(parser, add_engine_options(parser))
 
 
 def run(args: argparse.Namespace) -> int:

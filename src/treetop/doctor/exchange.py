@@ -4,6 +4,7 @@ python -m treetop.doctor.exchange FOLDER RANK SIZE DEVICE      one rank's side; 
 """
 
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -12,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -121,6 +123,12 @@ def _topology() -> dict[tuple[int, int], str]:
     return found
 
 
+def leave() -> NoReturn:
+    """End a rank that has measured. gloo's threads are not waited for: a rank has aborted as Python took it down."""
+    sys.stdout.flush()
+    os._exit(0)
+
+
 def means_of(group: Group, device: torch.device) -> str:
     """How small sums are exchanged."""
     if device.type != "cuda":
@@ -151,3 +159,4 @@ def main(folder: str, rank: int, size: int, place: str) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    leave()

@@ -13,7 +13,7 @@ import torch
 import zmq
 
 from treetop.core.ranks.lockstep import Agreement, Want
-from treetop.doctor.exchange import ROWS, WIDTH, measured_by_ranks, times_us
+from treetop.doctor.exchange import ROWS, WIDTH, leave, measured_by_ranks, times_us
 from treetop.parallel.exchange import Group, Meeting
 from treetop.types.parallel import Parallel
 
@@ -63,3 +63,4 @@ def _agreement_us(agreement: Agreement) -> float:
 
 if __name__ == "__main__":
     main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    leave()

@@ -127,7 +127,7 @@ def _plan_rows(config: EngineConfig, parallel: Parallel, expert_ranks: Parallel)
     memory, static = _memory_of(place), _static_estimate(config, layout, target, draft, place)
     memory = Memory(memory.total, memory.free - static)
     allowance = _cpu_allowance(config, memory, place, layout, target.config)
-    budget = Budget(memory, static, allowance, config.mem_fraction_static)
+    budget = Budget(memory, static, allowance, config.mem_fraction_static, rest=_rest_of_cpu(config, memory, place))
     budget = with_copies(config, place, budget, layout, target, draft)
     place = replace(place, compressed=budget.copies > 0)
     budget, weights = with_second_orders(config, place, budget, layout, target, draft)
@@ -285,7 +285,8 @@ def build_runner(engine_plan: EnginePlan) -> BuiltRunner:
         allowance = _gpu_allowance(config, runner) if place.device.type == "cuda" else 0
     memory = _memory_of(place)
     allowance = allowance or _cpu_allowance(config, memory, place, engine_plan.layout, engine_plan.target.config)
-    budget = Budget(memory, static, allowance, config.mem_fraction_static, engine_plan.use.budget.copies)
+    copies, rest = engine_plan.use.budget.copies, _rest_of_cpu(config, memory, place)
+    budget = Budget(memory, static, allowance, config.mem_fraction_static, copies, rest)
     layout = fit(engine_plan.layout, place.dtype.itemsize, budget, config.max_total_tokens)
     layout = replace(layout, pool_tokens=place.parallel.least(layout.pool_tokens))  # one host plans for all ranks
     use = MemoryUse(layout, place.dtype.itemsize, budget)
@@ -374,8 +375,12 @@ def _cpu_allowance(config: EngineConfig, memory: Memory, place: Placement, layou
     """
     if place.device.type != "cpu":
         return 0
-    rest = int((1 - config.mem_fraction_static) * max(memory.free, 0))
-    return rest + step_bytes(layout, model.vocab_size, place.dtype.itemsize)
+    return _rest_of_cpu(config, memory, place) + step_bytes(layout, model.vocab_size, place.dtype.itemsize)
+
+
+def _rest_of_cpu(config: EngineConfig, memory: Memory, place: Placement) -> int:
+    """Bytes of a CPU's free memory that the fraction leaves to others."""
+    return int((1 - config.mem_fraction_static) * max(memory.free, 0)) if place.device.type == "cpu" else 0
 
 
 def _gpu_allowance(config: EngineConfig, runner: ModelRunner) -> int:

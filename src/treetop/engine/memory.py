@@ -9,6 +9,7 @@ The same rule runs twice: on an estimate before any weight is read, so that what
 is allocated, and on what was measured once weights, tables and buffers are there.
 """
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -53,7 +54,8 @@ class Budget:
     """What is known when pools are sized, in bytes; `free` counts weights, tables and buffers as taken.
 
     static: weights, tables and buffers. allowance: what activations, workspaces and graphs will take. fraction:
-    `--mem-fraction-static`. copies: of static, weights in 12 bits beside themselves, by their shapes.
+    `--mem-fraction-static`. copies: of static, weights in 12 bits beside themselves, by their shapes. rest: of the
+    allowance, what the fraction leaves free on a CPU.
     """
 
     memory: Memory
@@ -61,6 +63,7 @@ class Budget:
     allowance: int
     fraction: float
     copies: int = 0
+    rest: int = 0
 
     @property
     def pool_bytes(self) -> int:
@@ -76,6 +79,15 @@ class Budget:
     def unused(self) -> int:
         """What is free and not needed for anything else."""
         return self.memory.free - self.allowance
+
+    def enough(self, need: int) -> float | None:
+        """The least fraction, in hundredths, that leaves pools so many bytes; None if none does."""
+        short = max(need - self.unused, 0)
+        if short > self.rest:
+            return None
+        by_rest = self.fraction + (1 - self.fraction) * short / self.rest if short else 0.0
+        least = math.ceil(100 * max((self.static + need) / self.memory.total, by_rest)) / 100
+        return least if least <= _MOST_FRACTION else None
 
     def or_no_copies(self, missing: int) -> str:
         """The end of a message's advice: to leave the copies out, if there are any and that frees what is missing."""
@@ -234,25 +246,20 @@ def gib(size: int) -> str:
 
 def _too_little(layout: Layout, element_size: int, budget: Budget, tokens: int) -> str:
     """Not one request fits: what it needs, what there is, and what would change that."""
+    one = replace(layout, pool_tokens=layout.tokens_per_request)
+    need = pool_bytes(one, element_size)
+    fraction = budget.enough(need)
+    raised = [] if fraction is None else [f"raise --mem-fraction-static to {fraction:g} or more"]
     if budget.unused <= 0:
+        ways = [*raised, "lower --max-running-requests, --context-length or --chunked-prefill-size"]
         return (
             f"weights, tables and buffers: need {gib(budget.static)} beside {gib(budget.allowance)} for activations and"
             f" graphs, have {gib(max(budget.memory.free + budget.static, 0))} free of {gib(budget.memory.total)};"
-            " lower --max-running-requests, --context-length or --chunked-prefill-size, choose a narrower --dtype or a"
-            f" smaller model{budget.or_no_copies(-budget.unused)}"
+            f" {', '.join(ways)}, choose a narrower --dtype or a smaller model{budget.or_no_copies(-budget.unused)}"
         )
-    one = replace(layout, pool_tokens=layout.tokens_per_request)
-    need = pool_bytes(one, element_size)
-    ways = []
     context = tokens - layout.headroom
-    if context > 0:
-        ways.append(f"lower --context-length to {context} or less")
-    else:
-        ways.append("lower --context-length")
+    ways = [f"lower --context-length to {context} or less" if context > 0 else "lower --context-length", *raised]
     if need <= budget.unused:
-        least = -(-100 * (budget.static + need) // budget.memory.total) / 100
-        if least <= _MOST_FRACTION:
-            ways.append(f"raise --mem-fraction-static to {least:g} or more")
         ways.append("set --max-total-tokens, which overrides the fraction")
     if layout.page_size > 1:
         ways.append("lower --page-size")

@@ -1,5 +1,6 @@
 """What people have and treetop does not run, by name, with the reason."""
 
+import re
 from pathlib import Path
 
 from treetop.models.config import Config
@@ -29,6 +30,8 @@ _BY_KEY = {
     "audio_config": _IMAGES,
     "is_encoder_decoder": _ENCODER,
 }
+_DRAFT = re.compile(r"eagle|speculator", re.IGNORECASE)
+"""What SafeAILab, SpecForge and `speculators` call a draft head's architecture."""
 
 
 def refuse_adapter(folder: Path) -> None:
@@ -46,6 +49,11 @@ def refuse_by_name(name: str, where: Path) -> None:
     reasons += [why for why, endings in _BY_ENDING.items() if name.endswith(tuple(endings.split()))]
     if reasons:
         raise CheckpointError(f"{where}: architecture {name} is not supported: {reasons[0]}")
+    if _DRAFT.search(name):
+        raise CheckpointError(
+            f"{where}: architecture {name} is that of a draft head, not of a target; give the target's folder as the"
+            " model and this one to --speculative-draft-model-path"
+        )
 
 
 def refuse_by_key(config: Config, where: Path) -> None:

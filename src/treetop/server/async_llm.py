@@ -1,4 +1,4 @@
-"""The asynchronous interface: `await AsyncLLM(...).stream(prompts, params)`, over a core wherever it runs."""
+"""The asynchronous interface: `await AsyncLLM(...).stream(prompts, sampling_params)`, over a core wherever it runs."""
 
 import asyncio
 import random
@@ -69,16 +69,16 @@ class AsyncLLM:
     async def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         constraints: TokenConstraint | Sequence[TokenConstraint | None] | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt, as `LLM.generate`; cancelling the task aborts."""
-        return await (await self.stream(prompts, params, constraints=constraints)).outputs()
+        return await (await self.stream(prompts, sampling_params, constraints=constraints)).outputs()
 
     async def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         priority: int = 0,
         timeout_s: float | None = None,
         constraints: TokenConstraint | Sequence[TokenConstraint | None] | None = None,
@@ -88,7 +88,7 @@ class AsyncLLM:
         Raises InputError before any work, and EngineError if the engine is dead.
         """
         listed = await self.ids_of(prompts)
-        each_own = paired(params, len(listed))
+        each_own = paired(sampling_params, len(listed))
         for structure in {each.structured_output for each in each_own}:
             await self.check_structure(structure)
         return self.queue(listed, each_own, priority, timeout_s, one_each(constraints, len(listed)))

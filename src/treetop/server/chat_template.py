@@ -41,6 +41,11 @@ class ChatTemplate:
             raise InputError(f"the chat template fails with these messages: {answer['error']}")
         return str(answer["text"])
 
+    def problem(self) -> str | None:
+        """What is wrong with the template before it has seen a message; None if nothing is."""
+        with self._lock:
+            return self._ask("null").get("error")
+
     def close(self) -> None:
         self._end()
         self._process = None

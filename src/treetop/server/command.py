@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treetop.server.options import ServeOptions, Unset, engine_config, is_installed
-from treetop.types.config import flag
+from treetop.types.config import EngineConfig, flag
 from treetop.types.errors import ConfigError
 from treetop.types.roles import DEFAULT_SLOTS, ROLES, SECRET_VARIABLE, HandoverOptions
 
@@ -18,21 +18,13 @@ if TYPE_CHECKING:
 _NEEDED = ("fastapi", "uvicorn", "zmq", "msgspec", "prometheus_client", "jinja2", "yaml")
 KEY_VARIABLE = "TREETOP_API_KEY"
 
-ENGINE_ALIASES = {
-    "draft": ("--speculative-draft-model", "--spec-model"),
-    "context_length": ("--max-model-len",),
-    "max_running_requests": ("--max-num-seqs",),
-    "mem_fraction_static": ("--gpu-memory-utilization",),
-    "chunked_prefill_size": ("--max-num-batched-tokens",),
-    "page_size": ("--block-size",),
-    "disable_radix_cache": ("--no-enable-prefix-caching",),
-    "schedule_policy": ("--scheduling-policy",),
-    "seed": ("--random-seed",),
-    "tp_size": ("--tensor-parallel-size", "--tp"),
-    "ep_size": ("--expert-parallel-size", "--ep"),
-}
-"""Engine options in the spellings of vLLM and SGLang."""
-
+_SWITCHES = ("--overlap", "--compress-weights", "--enable-prefix-caching")
+"""Flags that are switched off by `--no-`."""
+_FLAGS = (
+    *("--verbose", "--enforce-eager", "--disable-cuda-graph", "--disable-overlap-schedule"),
+    *("--no-enable-prefix-caching", *(flag(each.name) for each in fields(EngineConfig) if each.default is False)),
+)
+"""Flags without a value, which are off unless they are given."""
 _ONLY_ONE = ("--pipeline-parallel-size", "--data-parallel-size")
 
 _HANDOVER_HELP = {
@@ -70,8 +62,8 @@ _HANDOVER_VALUES = {
 }
 
 
-def add_serve_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `ServeOptions`, of the mock engine, and aliases that stand for an engine option's value."""
+def add_serve_flags(parser: argparse.ArgumentParser, aliases: argparse._ArgumentGroup) -> None:
+    """The flags of `ServeOptions` and of the mock engine. aliases: where vLLM's and SGLang's spellings go."""
     serve = parser.add_argument_group("server")
     defaults = ServeOptions()
     for field in fields(ServeOptions):
@@ -98,12 +90,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
         metavar="STEP_MS,TOKENS",
         help="no model runs: steps take so long and rounds give so many tokens (N, or A-B at random), for tests",
     )
-    aliases = parser.add_argument_group("the same in vLLM's and SGLang's words")
     aliases.add_argument("--model", "--model-path", dest="model_flag", metavar="MODEL", help="as MODEL")
-    graphs = {"dest": "graphs", "action": "store_const", "const": "off", "help": "as --graphs off"}
-    aliases.add_argument("--enforce-eager", "--disable-cuda-graph", **graphs)  # type: ignore[arg-type]  # of many kinds
-    overlap = {"dest": "overlap", "action": "store_false", "default": None, "help": "as --no-overlap"}
-    aliases.add_argument("--disable-overlap-schedule", **overlap)  # type: ignore[arg-type]  # of many kinds
     aliases.add_argument(*_ONLY_ONE, dest="parallel_size", type=int, default=1, metavar="N", help="only 1 for now")
 
 
@@ -136,8 +123,12 @@ def _words(name: str, value: Any, where: str) -> list[str]:
         raise ConfigError(f"{where}: config files do not nest")
     if value is True:
         return [name]
+    if value is False and name in _SWITCHES:
+        return [name.replace("--", "--no-", 1)]
+    if value is False and name in _FLAGS:
+        return []
     if value is False:
-        return [name.replace("--", "--no-", 1)] if name in ("--overlap", "--compress-weights") else []
+        raise ConfigError(f"{where}: {name[2:]} is no flag that can be false")
     listed = value if isinstance(value, list) else [value]
     if not all(isinstance(each, str | int | float) and not isinstance(each, bool) for each in listed):
         raise ConfigError(f"{where}: {name[2:]} must be text, a number, true or false, or a list of these")

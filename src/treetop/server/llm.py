@@ -1,4 +1,4 @@
-"""The offline interface: `LLM(...).generate(prompts, params)`."""
+"""The offline interface: `LLM(...).generate(prompts, sampling_params)`."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -81,21 +81,21 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         constraints: TokenConstraint | Sequence[TokenConstraint | None] | None = None,
     ) -> list[RequestOutput]:
-        """Complete each prompt. A str or a list of ids is one prompt; a list of params pairs with the prompts.
+        """Complete each prompt. A str or a list of ids is one prompt; a list of sampling_params pairs with the prompts.
 
         constraints: what the tokens of each prompt are held to, if anything; an object for each.
         """
-        deltas = self.stream(prompts, params, constraints)
+        deltas = self.stream(prompts, sampling_params, constraints)
         outputs = {delta.index: delta.output for delta in deltas if delta.output is not None}
         return [outputs[index] for index in sorted(outputs)]
 
     def chat(
         self,
         conversations: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         chat_template: str | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
@@ -107,7 +107,8 @@ class LLM:
         template = self._template_of(chat_template)
         one = len(conversations) > 0 and isinstance(conversations[0], dict)
         listed: Any = [conversations] if one else conversations
-        return self.generate([self._reader.encode(template.render(each, **options), False) for each in listed], params)
+        prompts = [self._reader.encode(template.render(each, **options), False) for each in listed]
+        return self.generate(prompts, sampling_params)
 
     def _template_of(self, given: str | None) -> ChatTemplate:
         if given is None and self._template is not None:
@@ -122,12 +123,12 @@ class LLM:
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         constraints: TokenConstraint | Sequence[TokenConstraint | None] | None = None,
     ) -> Iterator[TextDelta]:
         """As `generate`, in pieces of text as they come. Bad input raises before any work; leaving early aborts."""
         listed = self._reader.ids_of(prompts)
-        each_own, held_to = paired(params, len(listed)), one_each(constraints, len(listed))
+        each_own, held_to = paired(sampling_params, len(listed)), one_each(constraints, len(listed))
         for each, constraint in zip(each_own, held_to, strict=True):
             self._reader.check_params(each, constraint)
         for structure in {each.structured_output for each in each_own}:

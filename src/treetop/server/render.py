@@ -2,8 +2,9 @@
 
     python -m treetop.server.render
 
-stdin: a line of JSON {source, tokens}, then a line {messages, ...} for each rendering. stdout: a line {text} or {error}
-for each. A rendering that takes too long ends the process, by a signal of its own.
+stdin: a line of JSON {source, tokens}, then a line {messages, ...} for each rendering, or null to make the template
+alone. stdout: a line {text} or {error} for each. A rendering that takes too long ends the process, by a signal of its
+own.
 """
 
 import json
@@ -51,7 +52,8 @@ def answer(header: str, made: list[Any], line: str) -> dict[str, str]:
     try:
         if not made:
             made.append(make_template(**json.loads(header)))
-        text = made[0].render(**json.loads(line))
+        asked = json.loads(line)
+        text = "" if asked is None else made[0].render(**asked)
     except (Exception, MemoryError, RecursionError) as error:  # it is anybody's code
         return {"error": f"{type(error).__name__}: {error}"[:1000]}
     finally:

@@ -5,7 +5,8 @@ from collections.abc import AsyncIterator
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic_core import PydanticCustomError
 
 from treetop.server.api.events import EventStream, check_output, collected, event, json_response
 from treetop.server.api.fields import Body, SamplingFields
@@ -14,7 +15,7 @@ from treetop.server.api.logprobs import LogprobWriter, Tokens, tokens_of
 from treetop.server.async_llm import DeltaStream
 from treetop.server.chat_template import Message
 from treetop.server.outputs import RequestOutput
-from treetop.types.errors import InputError
+from treetop.types.errors import InputError, shown
 
 
 class TextPart(Body):
@@ -30,6 +31,16 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _text_alone(cls, content: Any) -> Any:
+        """Raise for a part that is no text: what else it lacks as a text would hide that."""
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and kind != "text":
+                raise PydanticCustomError("part", "only parts of text are supported, not {kind}", {"kind": shown(kind)})
+        return content
 
     def flat(self) -> Message:
         """As templates expect it: text parts joined by a newline, no field that says nothing."""

@@ -19,7 +19,7 @@ from treetop.server.metrics import Metrics
 from treetop.server.options import ServeOptions
 from treetop.server.outputs import RequestOutput
 from treetop.server.tokenizer import open_tokenizer
-from treetop.types.errors import CheckpointError, InputError
+from treetop.types.errors import CheckpointError, ConfigError, InputError
 from treetop.types.sampling import SamplingParams
 
 log = logging.getLogger("treetop.server")
@@ -126,7 +126,10 @@ def check_files(model: str, options: ServeOptions) -> None:
     sampling_defaults(folder)
     template = open_chat_template(folder, options.chat_template)
     if template is not None:
+        problem = None if options.chat_template is None else template.problem()
         template.close()
+        if problem is not None:
+            raise ConfigError(f"--chat-template: {problem}")
 
 
 def sampling_defaults(folder: Path) -> dict[str, float]:
