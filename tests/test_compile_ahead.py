@@ -2,6 +2,7 @@
 
 import gc
 import os
+import random
 import sys
 import threading
 from collections import Counter
@@ -19,8 +20,10 @@ from treetop.attention.capabilities import CAPABILITIES
 from treetop.debug.faults import FAULTS
 from treetop.debug.kernels import all_kernels
 from treetop.engine import build
-from treetop.engine.compile_ahead import compile_steps
+from treetop.engine.compile_ahead import compile_steps, rehearse
 from treetop.engine.cuda_graphs import CudaGraphs
+from treetop.engine.prefill import PrefillBatch, prefill
+from treetop.engine.rounds import RoundKey, run_phases
 from treetop.kernels import packed_weights, triton_guard
 from treetop.kernels.attention import paged_attention
 from treetop.kernels.attention_config import Launch
@@ -46,6 +49,7 @@ from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL, EngineConfig
 from treetop.types.ids import FULL
 from treetop.types.layout import SpecShape
 from treetop.types.phase import Phase
+from treetop.types.sampling import Choice
 from treetop.types.tree import Accepted, DraftTree, PathPositions
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
@@ -295,8 +299,13 @@ def as_if_on_a_gpu(absent_gpu, monkeypatch):
         pytest.param({"dtype": "bfloat16", "compress_weights": True}, marks=pytest.mark.slow),
     ],
 )
-def test_a_rehearsal_compiles_all_that_an_engine_launches_on_a_gpu(as_if_on_a_gpu, options):
-    """For a GPU that is not here; what only large weights and libraries need is in other tests."""
+def test_a_rehearsal_compiles_all_that_an_engine_launches_on_a_gpu(as_if_on_a_gpu, monkeypatch, options):
+    """For a GPU that is not here; what only large weights and libraries need is in other tests.
+
+    Afterwards no prompt and no round of any kind waits for a compiler, however long the prompt is.
+    """
+    rehearsed = []
+    monkeypatch.setattr(build, "rehearse", lambda runner: (rehearsed.append(runner), rehearse(runner)))
     config = EngineConfig.of(
         BUILTIN_MODEL, draft=BUILTIN_DRAFT, device="cpu", attention_backend="triton", max_running_requests=4, **options
     )
@@ -315,6 +324,21 @@ def test_a_rehearsal_compiles_all_that_an_engine_launches_on_a_gpu(as_if_on_a_gp
     asked = len(as_if_on_a_gpu)
     build._gpu_allowance(config, made[0])
     assert len(as_if_on_a_gpu) == asked
+    compile_ahead(lambda: any_steps(rehearsed[0], random.Random(0)))
+    assert as_if_on_a_gpu[asked:] == []
+
+
+@torch.inference_mode()
+def any_steps(runner, rng):
+    layout = runner.layout
+    for _ in range(60):
+        rows, choice = rng.choice(layout.buckets), rng.choice([*Choice])
+        width = min(int(2 ** rng.uniform(0, 10)), layout.chunk // rows)
+        most = min(width + int(2 ** rng.uniform(0, 11)), layout.max_committed)
+        dummies = runner.buffers.rows.new_full((rows,), layout.dummy_row)
+        none = dummies.new_zeros(rows)
+        prefill(runner, PrefillBatch(dummies, dummies.new_zeros((rows, width)), none, none - 1, most, choice))
+        run_phases(runner, RoundKey(rows, rng.choice(layout.shapes), choice), layout.max_committed)
 
 
 @pytest.mark.parametrize(("able", "captured", "rehearsed"), [(True, True, 1), (True, False, 0), (False, True, 0)])

@@ -6,25 +6,89 @@ alone, so the steps will launch these kernels; but for few that also depend on h
 compiled then. No step keeps a tensor that it makes: nothing ever fills it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from treetop.engine.cuda_graphs import Run, greedy_keys
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.rounds import run_phases
-from treetop.engine.worst_steps import worst_steps
+from treetop.engine.worst_steps import dummy_prefill, worst_steps
+from treetop.kernels.kv import PagedKV
+from treetop.kernels.metadata import AttentionMetadata
+from treetop.kernels.skinny_gemm import MAX_ROWS
 from treetop.kernels.triton_guard import compile_ahead
 from treetop.types.sampling import Choice
 
 
 def rehearse(runner: ModelRunner) -> None:
-    """Compile the kernels of the worst steps and of all greedy rounds."""
+    """Compile the kernels of the worst steps, of all greedy rounds, and of prefill steps of every size."""
     max_kv_len = runner.layout.max_committed
     worst = [step for choice in (Choice.FILTER, Choice.LOGPROBS) for step in worst_steps(runner, choice)]
-    compile_steps([*worst, *(partial(run_phases, runner, key, max_kv_len) for key in greedy_keys(runner))])
+    rounds = [partial(run_phases, runner, key, max_kv_len) for key in greedy_keys(runner)]
+    compile_steps([*worst, *rounds, *_prefills(runner)])
+
+
+def _prefills(runner: ModelRunner) -> Iterator[Run]:
+    """Steps of few tokens, whose products differ, and one in which attention is tried at every extent."""
+    longest = min(runner.layout.chunk, runner.layout.max_context - 1)
+    for width in sizes(min(MAX_ROWS, longest)):
+        yield partial(dummy_prefill, runner, Choice.GREEDY, 1, width)
+    yield partial(dummy_prefill, replace(runner, backend=EveryExtent(runner)), Choice.GREEDY, 1, 1)
+
+
+def sizes(most: int) -> list[int]:
+    """Numbers up to `most`, some of each kind that launches tell apart: by powers of two, and as multiples of 16."""
+    steps = (2**i for i in range(most.bit_length()))
+    kinds = (size for step in steps for size in (step, 5 * step // 4, 3 * step // 2, 7 * step // 4, 2 * step - 1))
+    return sorted({most, *(size for size in kinds if size < most)})
+
+
+class EveryExtent:
+    """A backend that attends, at the first of each kind of layers, with all kinds of rows, queries and keys too."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._real, layout = runner.backend, runner.layout
+        self.name, self.capabilities = self._real.name, self._real.capabilities
+        longest = layout.max_committed
+        bounds = [*(2**i for i in range(longest.bit_length())), longest]
+        self._extents = [
+            (rows, width, bound)
+            for rows in layout.buckets
+            for width in sizes(min(layout.chunk // rows, layout.max_context - 1))
+            for bound in bounds
+            if width <= bound
+        ]
+        self._done: set[object] = set()
+
+    def begin(self, metadata: AttentionMetadata) -> AttentionMetadata:
+        return metadata
+
+    def plan(self, begun: AttentionMetadata, metadata: AttentionMetadata) -> AttentionMetadata:
+        return metadata
+
+    def causal(
+        self, q: Tensor, kv: PagedKV, plan: AttentionMetadata, scale: float, sinks: Tensor | None = None
+    ) -> Tensor:
+        kind = plan.window, q.shape[2:], kv.data.shape[1:], sinks is None
+        for rows, width, bound in [] if kind in self._done else self._extents:
+            each, positions = plan.rows.new_zeros(rows), plan.rows.new_zeros((rows, width))
+            metadata = replace(plan, rows=each, kv_len=each, max_kv_len=bound, positions=positions)
+            self._attend(q.new_empty((rows, width, *q.shape[2:])), kv, metadata, scale, sinks)
+        self._done.add(kind)
+        return self._attend(q, kv, plan, scale, sinks)
+
+    def _attend(
+        self, q: Tensor, kv: PagedKV, metadata: AttentionMetadata, scale: float, sinks: Tensor | None
+    ) -> Tensor:
+        return self._real.causal(q, kv, self._real.plan(self._real.begin(metadata), metadata), scale, sinks)
+
+    def prefix_tail(self, *_: object) -> Tensor:
+        raise AssertionError("no tail in a prefill")
 
 
 @torch.inference_mode()

@@ -25,7 +25,7 @@ def peak_bytes(runner: ModelRunner) -> int:
 
 def worst_steps(runner: ModelRunner, choice: Choice) -> tuple[Run, Run]:
     """The worst prefill and the worst round of those that choose tokens so, on dummy rows. LOGPROBS takes most."""
-    return partial(_prefill, runner, choice), partial(_round, runner, choice)
+    return partial(dummy_prefill, runner, choice, *worst_prefill(runner.layout)), partial(_round, runner, choice)
 
 
 def worst_prefill(layout: Layout) -> tuple[int, int]:
@@ -48,8 +48,8 @@ def _peak(run: Run) -> int:
     return torch.cuda.max_memory_reserved() - before
 
 
-def _prefill(runner: ModelRunner, choice: Choice) -> None:
-    rows, width = worst_prefill(runner.layout)
+def dummy_prefill(runner: ModelRunner, choice: Choice, rows: int, width: int) -> None:
+    """A prefill step of dummy rows, of `width` tokens each."""
     dummies = runner.buffers.rows.new_full((rows,), runner.layout.dummy_row)
     batch = PrefillBatch(
         rows=dummies,

@@ -23,7 +23,7 @@ from treetop.kernels.attention_config import CallShape, Launch, choose_launch
 from treetop.kernels.dependent_launch import pdl_wait
 from treetop.kernels.kv import slots_of
 from treetop.kernels.metadata import AttentionMetadata
-from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, power_of_two, tl
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, jit_for_any, power_of_two, tl
 
 # ---------------------------------------------------------------------------------------------------- the reference
 
@@ -154,7 +154,7 @@ def _page_of(table: Arg, block: Arg, start: Arg, end: Arg, block_n: constexpr, p
     return tl.load(table + key // page_size, mask=(key >= start) & (key < end), other=0)
 
 
-@jit
+@jit_for_any("n", "position_row", "splits")
 def _attention_kernel(
     out: Arg, lse: Arg, q: Arg, pages: Arg, page_table: Arg, rows: Arg, kv_len: Arg, positions: Arg,
     tail: Arg, tail_positions: Arg, mask: Arg, sinks: Arg, scale: Arg, n: Arg, t: Arg, split_stride: Arg,
@@ -256,7 +256,7 @@ def _attention_kernel(
     tl.store(out + out_at, result.to(out.dtype.element_ty), mask=q_mask)
 
 
-@jit
+@jit_for_any("count", "splits")
 def _merge_kernel(
     out: Arg, lse: Arg, parts: Arg, part_lse: Arg, sinks: Arg, count: Arg, splits: Arg, heads: Arg,
     dim: constexpr, has_sinks: constexpr, block_s: constexpr, block_i: constexpr, block_d: constexpr,
@@ -368,6 +368,7 @@ def to_values(kv: Tensor) -> int:
 def _items_to_merge(count: int, block_s: int) -> int:
     """How many of `count` items, each of `block_s` parts, a program of the merge joins; it divides count.
 
-    One while an H200 holds all programs at once, else what makes eight parts (measured there).
+    One while an H200 holds all programs at once, else what makes eight parts, if it can (measured there).
     """
-    return 1 if count <= 2048 else math.gcd(max(1, 8 // block_s), count)
+    many = max(1, 8 // block_s)
+    return many if count > 2048 and count % many == 0 else 1

@@ -1,8 +1,8 @@
 """Triton if it is there: kernel modules import, and their references run, on builds of PyTorch without it.
 
-Kernels take `jit`, `tl`, `constexpr` (a compile-time argument) and `Arg` (any other argument) from here. Without Triton
-a kernel is a plain function that nothing can launch, and `why_not` says so before anything tries. A kernel is compiled
-when it is first launched, or ahead of that, with others, inside `compile_ahead`.
+Kernels take `jit` or `jit_for_any`, `tl`, `constexpr` (a compile-time argument) and `Arg` (any other argument) from
+here. Without Triton a kernel is a plain function that nothing can launch, and `why_not` says so before anything tries.
+A kernel is compiled when it is first launched, or ahead of that, with others, inside `compile_ahead`.
 """
 
 import os
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
     def jit(kernel: Callable[..., object]) -> Any:
         """Compile `kernel` at its first launch."""
+
+    def jit_for_any(*sizes: str) -> Callable[[Callable[..., object]], Any]:
+        """As `jit`, with no kernel of its own for a size of 1 or of a multiple of 16. sizes: names of arguments."""
 
     def tiles_of(matrix: torch.Tensor, rows: int, columns: int) -> Any:
         """A descriptor by which a kernel loads blocks of a contiguous matrix; a block past its edge reads 0 there."""
@@ -65,7 +68,12 @@ else:
 
         def jit(kernel):
             """Compile `kernel` at its first launch; in the interpreter never."""
-            return triton.jit(kernel) if triton.knobs.runtime.interpret else _Kernel(kernel)
+            return jit_for_any()(kernel)
+
+        def jit_for_any(*sizes):
+            """As `jit`, with no kernel of its own for a size of 1 or of a multiple of 16. sizes: names of arguments."""
+            make = triton.jit if triton.knobs.runtime.interpret else _Kernel
+            return lambda kernel: make(kernel, do_not_specialize=sizes)
 
         def tiles_of(matrix, rows, columns):
             """A descriptor by which a kernel loads blocks of a contiguous matrix."""
@@ -80,6 +88,10 @@ else:
         def jit(kernel):
             """Leave the function as it is."""
             return kernel
+
+        def jit_for_any(*sizes):
+            """Leave the function as it is."""
+            return jit
 
         tl, Arg, constexpr, tiles_of = _Missing(), object, object, None
         TRITON_VERSION = None
