@@ -120,6 +120,25 @@ def test_an_engine_that_fails_or_is_closed_is_told_to_each_reader():
     asyncio.run(asyncio.wait_for(failing(), 60))
 
 
+def test_an_event_loop_that_ends_while_it_is_told_something_takes_no_other_with_it():
+    """It may be closed after the engine's thread has seen that it is open."""
+    llm, loops = mocked(0.01, 1), []
+
+    async def left_open():
+        loops.append(asyncio.get_running_loop())
+        loops[0].is_closed = lambda: False
+        return await llm.stream([1], SamplingParams(max_tokens=2000))
+
+    stream = asyncio.run(left_open())
+    core = llm.core._thread.core
+    committed = core.num_committed
+    until(lambda: core.num_committed > committed + 2 or llm.core.failure is not None)
+    assert len(tokens(asyncio.run(llm.generate([2], SamplingParams(max_tokens=5))))[0]) == 5
+    stream.close()
+    llm.close()
+    del loops[0].is_closed
+
+
 def test_a_template_renders_as_chat_templates_expect(tmp_path):
     """Special tokens, loop controls, tojson without escapes, options, and errors of its own."""
     source = (

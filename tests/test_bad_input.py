@@ -5,6 +5,7 @@ import math
 import os
 import pickle
 from dataclasses import fields
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,14 @@ import pytest
 from engines import build, greedy
 from refusing import refused
 from treetop import LLM, SamplingParams
+from treetop.core.local_core import info_of
+from treetop.core.wire import Add, decode_to_core, encode
+from treetop.server.prompts import PromptReader
 from treetop.types import errors
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CapacityError, CheckpointError, ConfigError, InputError, PromptError, UserError
+from treetop.types.ids import RequestId
+from treetop.types.requests import EngineRequest
 
 SHAPE = (2, 3, 6)
 
@@ -184,6 +190,26 @@ def test_a_sampling_parameter_of_another_kind_is_named(options, parts):
 def test_numbers_of_numpy_and_lists_are_sampling_parameters():
     params = SamplingParams(temperature=np.float32(0.5), top_k=np.int64(3), stop=["a"], stop_token_ids=[np.int32(4)])
     assert (params.temperature, params.top_k, params.stop, params.stop_token_ids) == (0.5, 3, ("a",), (4,))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": np.float32(0.5), "top_k": np.int64(3), "max_tokens": np.int32(7), "seed": np.uint8(3)},
+        {"stop_token_ids": [np.int64(4)], "allowed_token_ids": [np.int32(5)], "logit_bias": {np.int64(3): Fraction(1)}},
+        {"max_tokens": 10**30, "min_tokens": 10**29, "top_k": 2**70, "temperature": 10**25, "logprobs": np.int8(2)},
+    ],
+)
+def test_whatever_parameters_are_legal_reach_an_engine_in_another_process(strong_pair, options):
+    reader = PromptReader(info_of(build(strong_pair, SHAPE).engine))
+    params = reader.bounded(SamplingParams(**options))
+    (received,) = decode_to_core(encode(Add((EngineRequest(RequestId(0), (4,), params, 0),)))).requests
+    assert received.params == params
+
+
+def test_a_stop_string_that_no_text_has_is_refused():
+    """Half of a surrogate pair, which no message can hold either."""
+    refused(InputError, lambda: SamplingParams(stop=["a", "\ud800"]), "stop", "UTF-8")
 
 
 def test_all_problems_of_sampling_parameters_are_reported_at_once():

@@ -9,6 +9,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -267,6 +268,16 @@ def test_a_request_that_cannot_run_is_refused_alone(folders):
         llm = build(folders["glm"], None, 2)
         refused(InputError, lambda: llm.generate([[4] * 200], greedy(3)), "96")
         assert len(tokens(llm.generate([[4, 5]], greedy(3)))[0]) == 3
+        llm.close()
+
+
+def test_numbers_that_no_message_holds_are_served(folders):
+    """A huge limit is legal, and so is a number of NumPy; one that ended the core's thread would end all requests."""
+    params = [greedy(10**30), sampled(np.int64(3), np.int32(5), temperature=np.float32(0.5), top_k=2**70)]
+    with expert_ranks_on_threads():
+        llm = build(folders["glm"], None, 2)
+        first, second = tokens(llm.generate([[4, 5]] * 2, params))
+        assert (len(first), len(second)) == (94, 5)
         llm.close()
 
 

@@ -234,7 +234,7 @@ def test_an_api_that_is_killed_comes_back_and_its_streams_do_not_end_as_if_they_
 class MortalReplicas:
     """A deployment's handle. A stream goes on behind what its request has received, and may die after any piece.
 
-    A request whose prompt is 13 kills its replica always, one of 14 never gets one.
+    A request whose prompt is 13 kills its replica always, one of 14 never gets one, and one of 15 none after its first.
     """
 
     def __init__(self, seed: int) -> None:
@@ -260,7 +260,10 @@ class MortalStream:
     async def __anext__(self) -> list[RequestUpdate]:
         from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-        await asyncio.sleep(0 if self.asked.prompt_ids[0] != 14 else WAIT_S)
+        first = self.asked.prompt_ids[0]
+        await asyncio.sleep(WAIT_S if first == 14 or (first == 15 and self.asked.received) else 0)
+        if first == 15 and self.at:
+            raise ActorDiedError
         rng, most = self.replicas.rng, self.asked.params.max_tokens
         # more than the steps of a trial apart, so that nothing is thought to have killed its replica
         if self.asked.prompt_ids[0] == 13 or (self.at > len(self.asked.received) + 20 and rng.random() < 0.2):
@@ -315,6 +318,16 @@ def test_a_request_that_no_replica_takes_ends_with_its_time(monkeypatch):
     _, ends = asyncio.run(through(replicas, [14], 5, timeout_s=0.2))
     assert ends[0].timed_out
     assert replicas.num_cancelled == 1
+
+
+def test_a_request_whose_replica_ends_and_that_no_other_takes_ends_with_its_time(monkeypatch):
+    """It waited for a replica: nothing is said of a second one that has ended."""
+    monkeypatch.setattr("treetop.server.ray.core._LATE_S", 0.0)
+    replicas = MortalReplicas(0)
+    tokens, ends = asyncio.run(through(replicas, [15], 50, timeout_s=0.2))
+    assert ends[0].timed_out
+    assert f"its time is over: it has {len(tokens[0])} tokens" in ends[0].error
+    assert replicas.num_streams == 2
 
 
 @pytest.mark.parametrize("name", RESUME_FAULTS)

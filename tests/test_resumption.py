@@ -6,6 +6,7 @@ import random
 import signal
 import tempfile
 import threading
+from asyncio.subprocess import DEVNULL
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -18,11 +19,12 @@ from fake_core import ask, make_core
 from serving import command_of, mock, replayed, serving
 from test_serve_chaos import NAME, PAIR, nothing_is_left, of_the_mock, of_the_pair, storm
 from treetop import LLM, AsyncLLM, SamplingParams
+from treetop.core import supervisor
 from treetop.core.engine_process import CoreServer
 from treetop.core.ledger import TRIAL_S, TRIAL_STEPS, Ledger
 from treetop.core.remote import RemoteCore
-from treetop.core.supervisor import supervised_engine
-from treetop.core.wire import ID_RANGE, Add, Hello, Leave, decode_from_core
+from treetop.core.supervisor import EngineSupervisor, supervised_engine
+from treetop.core.wire import ID_RANGE, Add, Hello, Leave, MockOptions, ProcessOptions, decode_from_core
 from treetop.debug.resume_faults import RESUME_FAULTS
 from treetop.types.config import EngineConfig
 from treetop.types.ids import RequestId
@@ -415,3 +417,24 @@ def test_an_engine_of_its_own_process_serves_an_event_loop(ranks):
             return [output.token_ids for output in await stream.outputs()], core.num_restarts
 
     assert asyncio.run(run()) == (want, 1)
+
+
+def test_what_ends_an_engine_before_it_is_up_is_said_and_not_what_ended_the_one_before(monkeypatch, tmp_path):
+    """The first is killed; the second ends of its own."""
+    mock_of = MockOptions((1, 2), 0.01, 1, 1)
+    engines = EngineSupervisor(ProcessOptions("", EngineConfig(), mock_of), tmp_path, restarts=1)
+    start = supervisor.spawn
+
+    async def second(arguments, options, **given):
+        return await start(["this_module_is_not_there"], options, stderr=DEVNULL, **given)
+
+    async def both():
+        await engines.start()
+        monkeypatch.setattr(supervisor, "spawn", second)
+        engines.kill()
+        try:
+            return await asyncio.wait_for(engines.watch(), WAIT_S)
+        finally:
+            engines.core.close()
+
+    assert asyncio.run(both()) == "the engine process has ended with exit code 1 before it was up"

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from treetop.core.thread import CoreThread
@@ -106,7 +107,7 @@ class LocalCore:
         sinks.add(requests, sink)
 
         def deliver(updates: list[RequestUpdate]) -> None:  # on the core's thread
-            if not loop.is_closed():
+            with suppress(RuntimeError):  # the loop has been closed: nobody is left to be told
                 loop.call_soon_threadsafe(sinks.deliver, updates)
 
         self._thread.add(requests, deliver)

@@ -137,6 +137,14 @@ class Ledger:
             self._suspect()
         else:
             self._end(guilty, f"the engine ended twice with this request, which is not tried again: {reason}")
+        self._all_wait()
+
+    def unanswered(self) -> None:
+        """The engine was not to be reached. All that it was given waits for another, and is suspected of nothing."""
+        self.open, self._on_trial = False, None
+        self._all_wait()
+
+    def _all_wait(self) -> None:
         for entry in self._alive.values():
             entry.with_engine = False
         self._waiting = {**self._alive}

@@ -47,7 +47,7 @@ class RemoteCore:
 
     `connect` to an engine, `lost` when it has ended, `fail` when none comes after it: whoever watches the process calls
     these. num_restarts: engines after the first. settled: this one has all that is alive. gone: it has ended, which it
-    may have said itself. failed: for good. why: it has gone, None while there is one.
+    may have said itself. failed: for good. why: it has gone, None while there is one, or one is awaited.
     """
 
     info: CoreInfo
@@ -77,6 +77,7 @@ class RemoteCore:
         Raises ConfigError or EngineError for what the engine process says.
         """
         self.gone.clear()
+        self.why = None  # what ended the last one does not end this one
         socket = self._context.socket(zmq.DEALER)
         socket.sndhwm = socket.rcvhwm = socket.linger = 0
         socket.connect(address)
@@ -91,7 +92,6 @@ class RemoteCore:
         self._leave()
         self.info, self._socket, self._address = answer.info, socket, address
         self.num_restarts += 1
-        self.why = None
         self._ledger.opened(answer.info.max_requests)
         self._reader = asyncio.create_task(self._read(socket))
         self._give()

@@ -3,7 +3,6 @@
 import asyncio
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,12 +112,13 @@ class AsyncLLM:
             raise InputError("priority: requests are served as they come; start with --schedule-policy priority")
         if timeout_s is not None and not 0 < timeout_s <= MOST_TIMEOUT_S:
             raise InputError(f"timeout must be a number of seconds above 0, up to {MOST_TIMEOUT_S}")
-        own, held_to = [self._bounded(each) for each in params], constraints or [None] * len(params)
+        own, held_to = [self.reader.bounded(each) for each in params], constraints or [None] * len(params)
         asked = []
         for ids, each, constraint in zip(prompts, own, held_to, strict=True):
             self.reader.check_params(each, constraint)
             request_id, seed = self.core.next_id(), self._seed_of(each)
-            asked.append(EngineRequest(request_id, tuple(ids), each, seed, priority, timeout_s, constraint))
+            limits = int(priority), None if timeout_s is None else float(timeout_s)
+            asked.append(EngineRequest(request_id, tuple(ids), each, seed, *limits, constraint))
         return DeltaStream(self, asked, self._observe)
 
     async def ids_of(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
@@ -136,16 +136,6 @@ class AsyncLLM:
 
     def _seed_of(self, params: SamplingParams) -> int:
         return self._seeds.getrandbits(63) if params.seed is None else params.seed
-
-    def _bounded(self, params: SamplingParams) -> SamplingParams:
-        """The same with numbers that a message can carry: what exceeds context or vocabulary is off."""
-        info = self.core.info
-        return replace(
-            params,
-            max_tokens=min(params.max_tokens, info.max_context),
-            min_tokens=min(params.min_tokens, info.max_context),
-            top_k=params.top_k if params.top_k < info.vocab_size else 0,
-        )
 
 
 class DeltaStream:

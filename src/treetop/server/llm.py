@@ -128,7 +128,8 @@ class LLM:
     ) -> Iterator[TextDelta]:
         """As `generate`, in pieces of text as they come. Bad input raises before any work; leaving early aborts."""
         listed = self._reader.ids_of(prompts)
-        each_own, held_to = paired(sampling_params, len(listed)), one_each(constraints, len(listed))
+        each_own = [self._reader.bounded(each) for each in paired(sampling_params, len(listed))]
+        held_to = one_each(constraints, len(listed))
         for each, constraint in zip(each_own, held_to, strict=True):
             self._reader.check_params(each, constraint)
         for structure in {each.structured_output for each in each_own}:

@@ -1,6 +1,7 @@
 """What callers ask, checked before any work: prompts become ids, parameters pair with them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
 from typing import cast
@@ -68,6 +69,16 @@ class PromptReader:
             raise InputError("structured_output, constraints: give one of them")
         if params.stop and self.tokenizer is None:
             raise InputError(f"stop strings need a tokenizer, and {self._info.model_path} has no tokenizer.json")
+
+    def bounded(self, params: SamplingParams) -> SamplingParams:
+        """The same with numbers that a message can carry: what exceeds context or vocabulary is off."""
+        most, vocab = self._info.max_context, self._info.vocab_size
+        return replace(
+            params,
+            max_tokens=min(params.max_tokens, most),
+            min_tokens=min(params.min_tokens, most),
+            top_k=params.top_k if params.top_k < vocab else 0,
+        )
 
     def check_ids(self, whose: str, ids: Sequence[int]) -> None:
         vocab = self._info.vocab_size

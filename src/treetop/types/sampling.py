@@ -70,6 +70,19 @@ class SamplingParams:
         problems = self._wrong_types() or [text for bad, text in self._rules() if bad]
         if problems:
             raise InputError("; ".join(problems))
+        self._make_plain()
+
+    def _make_plain(self) -> None:
+        """Numbers of NumPy and the like become Python's, which are all that messages between processes can hold."""
+        plain: dict[str, object] = {name: float(getattr(self, name)) for name in _NUMBERS}
+        plain |= {name: int(getattr(self, name)) for name in _INTEGERS}
+        plain |= {name: int(value) for name in ("seed", "logprobs") if (value := getattr(self, name)) is not None}
+        plain["stop_token_ids"] = tuple(map(int, self.stop_token_ids))
+        plain["logit_bias"] = tuple((int(token), float(bias)) for token, bias in self.logit_bias)
+        if self.allowed_token_ids is not None:
+            plain["allowed_token_ids"] = tuple(map(int, self.allowed_token_ids))
+        for name, value in plain.items():
+            object.__setattr__(self, name, value)
 
     def _wrong_types(self) -> list[str]:
         """Fields whose value is not of their kind; True and False are no numbers."""
@@ -108,6 +121,7 @@ class SamplingParams:
             (not 0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {shown(self.min_p)}"),
             (self.max_tokens < 1, f"max_tokens must be at least 1, got {shown(self.max_tokens)}"),
             (any(not s for s in self.stop), "stop strings must not be empty"),
+            (not all(map(_is_utf8, self.stop)), "stop strings must be text that UTF-8 can write"),
             (any(token < 0 for token in self.stop_token_ids), "stop_token_ids must not be negative"),
             (
                 self.seed is not None and not 0 <= self.seed < 2**63,
@@ -190,6 +204,15 @@ def _is(value: object, kind: type) -> bool:
 
 def _all(values: object, kind: type) -> bool:
     return isinstance(values, tuple) and all(_is(value, kind) for value in values)
+
+
+def _is_utf8(text: str) -> bool:
+    """Not so if it has half of a surrogate pair, which no output ever has."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _pairs(values: object) -> bool:

@@ -79,7 +79,10 @@ class RayCore:
                     log.warning("a replica has ended; its stream goes on with another: %s", type(error).__name__)
                     ledger.lost("a replica has ended")
                 except TimeoutError:
-                    ledger.lost("no replica answered in time")
+                    if until_s is None or time.monotonic() < until_s:  # of Ray's own
+                        ledger.lost("a replica did not answer in time")
+                    else:
+                        ledger.unanswered()
                 ledger.tend()
         except Exception as error:  # whatever it was, nobody may wait for ever
             log.exception("a stream could not be read or delivered")
