@@ -358,6 +358,17 @@ def test_a_group_of_ranks_dies_and_comes_back_as_one(rank, number):
         until(lambda: not any(map(command_of, ranks)), "a rank is left")
 
 
+def test_a_rank_that_dies_while_nobody_asks_for_anything_ends_its_group():
+    """Nobody is left to find out by a request, which would have to wait for another group."""
+    with serving(*PAIR, "--tp-size", "2", "--device", "cpu") as server:
+        engine = server.engine()
+        os.kill(follower_of(server), signal.SIGKILL)
+        until(lambda: not command_of(engine), "the first rank lives on")
+        until(lambda: server.get("/health").status_code == 200)
+        assert server.metric("treetop:num_engine_restarts") == 1
+        assert any("rank 1 has ended with exit code -9" in line for line in server.said)
+
+
 def follower_of(server) -> int:
     """The process of the second rank."""
     return child_of(server.engine(), "follower")

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -40,6 +41,9 @@ from treetop.transfer.nixl import NixlTransport
 from treetop.types.errors import TreetopError, UserError
 from treetop.types.requests import CoreInfo, CoreLoad, RequestUpdate
 
+if TYPE_CHECKING:  # loads PyTorch, which takes seconds
+    from treetop.core.ranks.worker_group import WorkerGroup
+
 _LOAD_S = 0.25
 """Seconds between two words about the load, at least."""
 _LINGER_MS = 2000
@@ -49,10 +53,17 @@ _LINGER_MS = 2000
 class CoreServer:
     """Applies what clients send and sends them what the core gives, a step at a time."""
 
-    def __init__(self, core: Core, info: CoreInfo, socket: "zmq.Socket[bytes]", role: Role | None = None) -> None:
-        """role: the worker's part in handing requests over, if it has one."""
+    def __init__(
+        self,
+        core: Core,
+        info: CoreInfo,
+        socket: "zmq.Socket[bytes]",
+        role: Role | None = None,
+        group: "WorkerGroup | None" = None,
+    ) -> None:
+        """role: the worker's part in handing requests over, if it has one. group: the ranks that share the model."""
         self._core, self._loop, self._info, self._socket = core, CoreLoop(core, role), info, socket
-        self._role = role
+        self._role, self._group = role, group
         self._clients: dict[bytes, Callable[[list[RequestUpdate]], None]] = {}
         self._identities: dict[int, bytes] = {}  # of clients, by number
         self._left: set[int] = set()
@@ -74,9 +85,12 @@ class CoreServer:
         return reason
 
     def _end(self) -> str | None:
-        """Why nothing more can be served, if so."""
-        if self._core.failure is not None:
-            return f"{type(self._core.failure).__name__}: {self._core.failure}"
+        """Why nothing more can be served, if so. A rank may die while there is no step that would say so."""
+        failure = self._core.failure
+        if failure is None and self._group is not None and (self._core.stalled or not self._core.busy):
+            failure = self._group.failure
+        if failure is not None:
+            return f"{type(failure).__name__}: {failure}"
         return None if self._role is None or self._core.busy else self._role.stuck
 
     def _wait(self) -> None:
@@ -141,28 +155,29 @@ class CoreServer:
         self._socket.send_multipart([identity, encode(message)])
 
 
-def make(options: ProcessOptions) -> tuple[Core, CoreInfo, Role | None]:
-    """The core that was asked for, and its part in handing requests over. Raises TreetopError."""
+def make(options: ProcessOptions) -> "tuple[Core, CoreInfo, Role | None, WorkerGroup | None]":
+    """The core that was asked for, its part in handing requests over, and its ranks. Raises TreetopError."""
     if options.mock is not None:
         from treetop.core.mock import make_mock  # noqa: PLC0415  # needs no PyTorch
 
-        return *make_mock(options.config, options.mock), None
+        return *make_mock(options.config, options.mock), None, None
     from treetop.core.make import open_core  # noqa: PLC0415  # loads PyTorch, which takes seconds
 
     opened = open_core(options.config, options.handover)
+    group = None if opened.local is None else opened.local.others
     if options.handover.role == "both":
-        return opened.core, opened.info, None
+        return opened.core, opened.info, None, group
     logging.getLogger("treetop.core").info(options.handover.words(options.config.ep_size))
     if opened.local is None:  # each rank has a part of its own
         from treetop.core.ranks.expert_group import DispatchCore, RolesOfRanks  # noqa: PLC0415  # too
 
         assert isinstance(opened.core, DispatchCore)
-        return opened.core, opened.info, RolesOfRanks(opened.core)
+        return opened.core, opened.info, RolesOfRanks(opened.core), None
     from treetop.core.roles.staging import staging_of  # noqa: PLC0415  # too
 
     staging = staging_of(opened.local.engine)
-    role = open_role(opened.local.scheduler, staging, options.handover, NixlTransport, opened.local.others)
-    return opened.core, opened.info._replace(refuses=role.refuses), role
+    role = open_role(opened.local.scheduler, staging, options.handover, NixlTransport, group)
+    return opened.core, opened.info._replace(refuses=role.refuses), role, group
 
 
 def main() -> int:
@@ -174,8 +189,8 @@ def main() -> int:
     socket.bind(options.address)
     role = None
     try:
-        core, info, role = make(options)
-        reason = CoreServer(core, info, socket, role).run()
+        core, info, role, group = make(options)
+        reason = CoreServer(core, info, socket, role, group).run()
     except TreetopError as error:
         refuse(socket, Failed(str(error), isinstance(error, UserError)))
         return 2 if isinstance(error, UserError) else 1

@@ -97,6 +97,14 @@ class WorkerGroup:
         self.transports = [word.transport for word in up if isinstance(word, Up)]
         self._ranks.start_deadlines(config.step_timeout)
 
+    @property
+    def failure(self) -> TreetopError | None:
+        """Why the group has ended, None while it lives; also where nobody has asked it for anything."""
+        dead = None if self._failure is not None else self._ranks.dead()
+        if dead is not None:
+            self._ended(EngineError(dead), "between steps")
+        return self._failure
+
     def launch(self, plan: StepPlan) -> GroupStep:
         """As `Engine.launch`, on all ranks."""
         self._check_alive()
@@ -144,11 +152,8 @@ class WorkerGroup:
         return [] if self._failure is not None else self._ranks.take_moved()
 
     def _check_alive(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-        dead = self._ranks.dead()
-        if dead is not None:
-            raise self._ended(EngineError(dead), "between steps")
+        if self.failure is not None:
+            raise self.failure
 
     def _ended(self, error: BaseException, when: str) -> BaseException:
         """End the group. Returns what to raise: this error, or the reason for it if a rank failed or died before."""
