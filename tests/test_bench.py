@@ -169,7 +169,7 @@ def test_rows_hardly_grow_before_all_are_timed(strong_pair):
         (["--inputs", "20", "4000"], [1], ["--inputs", "4000"]),
         (["--context-length", "512"], [1], ["have 512", "--inputs"]),
         (["--max-total-tokens", "16"], [1], ["--max-total-tokens", "need", "have 2"]),
-        (["--attention-backend", "fa3"], [1], ["--attention-backend fa3", "float32"]),
+        (["--attention-backend", "fa3"], [1], ["--attention-backend fa3", "CUDA device"]),
         (["--check-level", "7"], [1], ["--check-level", "7"]),
         (["--plot", "p.png"], [1], ["--plot p.png", ".html"]),
         (["--plot", "nowhere/p.html"], [1], ["--plot nowhere/p.html", "folder"]),
@@ -192,7 +192,7 @@ def test_a_sweep_refuses_before_it_measures_the_machine(capsys, monkeypatch, opt
             ["--context-length", "200", "--num-prompts", "1", "--speculative-num-steps", "12"],
             ["no room to time rounds", "--context-length"],
         ),
-        (["--attention-backend", "fa3"], ["--attention-backend fa3", "float32"]),
+        (["--attention-backend", "fa3"], ["--attention-backend fa3", "CUDA device"]),
     ],
     ids=" ".join,
 )

@@ -18,7 +18,7 @@ SCRIPTS = Path(__file__).parent.parent / "scripts"
         ("soak", ["--context-length", "4"], ["--context-length must", "4"]),
         ("soak", ["--context-length", "4096"], ["--context-length 4096", "2048"]),
         ("soak", ["--attention-backend", "bogus"], ["--attention-backend", "bogus"]),
-        ("soak", ["--attention-backend", "fa3"], ["--attention-backend fa3", "float32"]),
+        ("soak", ["--attention-backend", "fa3"], ["--attention-backend fa3", "CUDA device"]),
         ("soak", ["--device", "bogus"], ["--device", "bogus"]),
         ("soak", ["--graphs", "bogus"], ["--graphs", "bogus"]),
         ("soak", ["--page-size", "3"], ["--page-size", "3"]),
