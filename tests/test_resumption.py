@@ -10,7 +10,7 @@ from asyncio.subprocess import DEVNULL
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 import zmq
@@ -27,6 +27,7 @@ from treetop.core.supervisor import EngineSupervisor, supervised_engine
 from treetop.core.wire import ID_RANGE, Add, Hello, Leave, MockOptions, ProcessOptions, decode_from_core
 from treetop.debug.resume_faults import RESUME_FAULTS
 from treetop.types.config import EngineConfig
+from treetop.types.errors import ConfigError
 from treetop.types.ids import RequestId
 from treetop.types.layout import SpecShape
 from treetop.types.messages import PrefillPlan, RowResult, StepResult
@@ -367,6 +368,37 @@ def test_a_rank_that_dies_while_nobody_asks_for_anything_ends_its_group():
         until(lambda: server.get("/health").status_code == 200)
         assert server.metric("treetop:num_engine_restarts") == 1
         assert any("rank 1 has ended with exit code -9" in line for line in server.said)
+
+
+def test_a_front_end_that_hangs_does_not_keep_others_from_the_next_engine(monkeypatch):
+    """Each has its turn, and one that is stopped only so long; all are waited for, and an error is nobody's secret."""
+    monkeypatch.setattr(supervisor, "TURN_S", 0.05)
+    given, answers = [], [asyncio.Event() for _ in range(4)]
+    refuses = Mock(resume=AsyncMock(side_effect=ConfigError("no")))
+
+    def front(number):
+        async def resume(address):
+            given.append(number)
+            await answers[number].wait()
+
+        return Mock(resume=resume)
+
+    async def resumed():
+        for number in (0, 2):
+            answers[number].set()
+        asked = asyncio.ensure_future(supervisor._resume([front(number) for number in range(4)], "here"))
+        await asyncio.sleep(0)
+        while given != [0, 1, 2, 3]:
+            await asyncio.sleep(0.01)
+        assert not asked.done()
+        for number in (1, 3):
+            answers[number].set()
+        await asked
+        with pytest.raises(ConfigError):
+            await supervisor._resume([refuses, front(0)], "here")
+        assert given == [0, 1, 2, 3]
+
+    asyncio.run(asyncio.wait_for(resumed(), WAIT_S))
 
 
 def follower_of(server) -> int:

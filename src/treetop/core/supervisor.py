@@ -28,6 +28,8 @@ END_S = 10.0
 """How long a process may take to end once it should."""
 WINDOW_S = 3600.0
 """Restarts are counted that lie no longer back."""
+TURN_S = 30.0
+"""Seconds after which the next front end is given an engine beside one that has not answered, such as a stopped one."""
 _LAST_WORDS_S = 1.0
 _LONGEST_PATH = 90
 
@@ -176,9 +178,18 @@ class EngineSupervisor:
 
 
 async def _resume(fronts: Sequence[FrontEnd], address: str) -> None:
-    """One after the other, so that no more than one request of all is on trial."""
-    for front in fronts:
-        await front.resume(address)
+    """One after the other, so that no more than one request of all is on trial; one that hangs holds up nobody."""
+    turns: list[asyncio.Future[None]] = []
+    try:
+        for front in fronts:
+            turns.append(asyncio.ensure_future(front.resume(address)))
+            await asyncio.wait(turns[-1:], timeout=TURN_S)
+            if turns[-1].done():
+                turns[-1].result()
+        await asyncio.gather(*turns)
+    finally:
+        for turn in turns:
+            turn.cancel()
 
 
 @asynccontextmanager
