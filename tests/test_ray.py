@@ -18,7 +18,9 @@ import pytest
 
 from serving import TOKENIZER, command_of, replayed
 from treetop.cli.replicas import app
+from treetop.core.wire import MockOptions, ProcessOptions
 from treetop.debug.resume_faults import RESUME_FAULTS
+from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, EngineError, UserError
 from treetop.types.layout import SpecShape
 from treetop.types.requests import CoreInfo, EngineRequest, RequestUpdate
@@ -300,6 +302,26 @@ async def through(replicas: MortalReplicas, prompts: list[int], count: int, time
     return tokens, ends
 
 
+def test_a_replica_whose_engine_is_dead_for_good_ends_and_leaves_no_files(monkeypatch):
+    from treetop.server.ray import replica
+
+    ended = []
+    monkeypatch.setattr(replica.os, "_exit", lambda code: ended.append((code, Path(one._folder.name).exists())))
+    ours = type("Ours", (replica.Replica,), {"__del__": lambda self: None})  # Ray's is awaited
+    one = ours.__new__(ours)
+
+    async def killed():
+        mocked = MockOptions((1, 2), 0.01, 1, 1)
+        await one.__init__(ProcessOptions("", EngineConfig(), mocked), 0)
+        assert Path(one._folder.name).exists()
+        one._engines.kill()
+        await asyncio.wait_for(one._watching, WAIT_S)
+        one._engines.core.close()
+
+    asyncio.run(killed())
+    assert ended == [(1, False)]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_streams_of_replicas_that_die_at_any_time_are_whole(seed):
     replicas = MortalReplicas(seed)
@@ -360,10 +382,8 @@ def test_what_cannot_be_is_refused_by_name(given, words):
 
 
 def test_replicas_of_a_prefill_worker_are_refused():
-    from treetop.core.wire import ProcessOptions
     from treetop.server.options import ServeOptions
     from treetop.server.ray.app import Scale, build_app
-    from treetop.types.config import EngineConfig
     from treetop.types.roles import HandoverOptions
 
     handover = HandoverOptions(role="prefill", handover_listen="tcp://127.0.0.1:7001")

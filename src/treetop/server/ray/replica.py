@@ -34,6 +34,7 @@ class Replica:
     async def _watch(self) -> None:
         reason = await self._engines.watch()
         log.error("the replica ends: %s", reason)
+        self._folder.cleanup()
         os._exit(1)  # nobody is sent to what cannot work; streams hear of it at once
 
     async def info(self) -> CoreInfo:
