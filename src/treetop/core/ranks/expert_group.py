@@ -207,9 +207,10 @@ class _Processes:
             if self._over or self.died is not None:
                 return
             self.died = rank, code
-        if code != SAID_WHY:
-            self._kill()
-            rmtree(self.folder, ignore_errors=True)
+        if code == SAID_WHY:
+            time.sleep(2 * _LAST_WORDS_S)  # others may have something to say of it, too
+        self._kill()
+        rmtree(self.folder, ignore_errors=True)
 
 
 def start_process(options: RankOptions) -> "subprocess.Popen[bytes]":
