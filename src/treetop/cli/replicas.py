@@ -31,10 +31,12 @@ def app(given: Mapping[str, Any]) -> Any:
     from treetop.cli.options import engine_options
     from treetop.server.command import asked_for, with_config_file, words_of
 
-    own = {
-        name.replace("_", "-"): _SWITCH.get(value, value) if isinstance(value, str) else value
-        for name, value in given.items()
-    }
+    own: dict[str, Any] = {}
+    for name, value in given.items():
+        flag = str(name).replace("_", "-")
+        if flag in own or flag in ("help", "h"):
+            raise ConfigError(f"{_WHERE}: {name}: {'it is given twice' if flag in own else 'see treetop serve --help'}")
+        own[flag] = _SWITCH.get(value, value) if isinstance(value, str) else value
     try:
         from treetop.server.ray.app import build_app
     except ModuleNotFoundError as error:
