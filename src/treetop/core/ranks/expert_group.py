@@ -91,7 +91,7 @@ class ExpertGroup:
     def send(self, rank: int, order: ToCore) -> None:
         """Raises EngineError if the group has ended."""
         if self.failure is not None:
-            raise self.failure
+            raise self.failure.with_traceback(None)  # else it keeps all calls that it was raised in
         self._ranks.orders[rank].send(encode(order))
 
     @property
@@ -102,7 +102,7 @@ class ExpertGroup:
     def receive(self, patience_s: float) -> list[tuple[int, FromCore]]:
         """What ranks have said since; waits so long for a word. Raises EngineError once one has failed or died."""
         if self.failure is not None:
-            raise self.failure
+            raise self.failure.with_traceback(None)
         heard = self._ranks.hear(patience_s)
         failed = {rank: word for rank, word in heard if isinstance(word, Failed)}
         if failed:
