@@ -8,6 +8,7 @@ from dataclasses import fields
 from fractions import Fraction
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -205,6 +206,11 @@ def test_whatever_parameters_are_legal_reach_an_engine_in_another_process(strong
     params = reader.bounded(SamplingParams(**options))
     (received,) = decode_to_core(encode(Add((EngineRequest(RequestId(0), (4,), params, 0),)))).requests
     assert received.params == params
+
+
+def test_a_fraction_of_numpy_is_an_option_that_reaches_an_engine_in_another_process():
+    config = EngineConfig(mem_fraction_static=np.float64(0.5), step_timeout=np.float64(3))
+    assert msgspec.json.decode(msgspec.json.encode(config), type=EngineConfig) == config
 
 
 def test_a_stop_string_that_no_text_has_is_refused():

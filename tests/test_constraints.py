@@ -335,6 +335,8 @@ def test_texts_have_the_structures_that_were_asked_for(nestling):
         ("regex", "a(b", "unclosed group"),
         ("choice", "[]", "choice needs"),
         ("choice", "[1]", "choice needs"),
+        ("choice", "[" * 60000, "choice needs"),
+        ("regex", "\ud800", "UTF-8"),
         ("grammar", "x", "kind must be"),
         ("regex", "a" * 70000, "70000 characters"),
         ("regex", 3, "spec must be text"),

@@ -94,6 +94,15 @@ def test_a_rank_that_dies_while_all_are_parked_ends_the_others_at_once(folder, m
             llm.generate([[4, 5]], greedy(3))
 
 
+def test_a_rank_that_fails_while_all_are_parked_ends_the_others_soon(folder, monkeypatch):
+    """It says why, which is heard by whoever asks next."""
+    with group(folder, monkeypatch) as (llm, started):
+        llm._core.core._group._ranks.orders[0].send(b"nonsense")
+        assert started[1].wait(10) == -9
+        with pytest.raises(EngineError, match="rank 0: ValidationError"):
+            llm.generate([[4, 5]], greedy(3))
+
+
 @pytest.mark.slow
 def test_a_rank_that_stops_for_longer_than_the_deadline_ends_the_group(folder, monkeypatch):
     """A stop that is shorter only takes time. All wait for a rank that has no request, too."""

@@ -5,6 +5,7 @@ Ranks are threads here, which start in a second; `test_expert_group.py` has them
 
 import random
 import time
+import traceback
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -278,6 +279,20 @@ def test_numbers_that_no_message_holds_are_served(folders):
         llm = build(folders["glm"], None, 2)
         first, second = tokens(llm.generate([[4, 5]] * 2, params))
         assert (len(first), len(second)) == (94, 5)
+        llm.close()
+
+
+def test_the_error_of_a_group_that_has_ended_does_not_grow_with_each_call(folders):
+    """It is one object, which would keep the calls, and what was asked in them, that it was raised in."""
+    with expert_ranks_on_threads() as started:
+        llm = build(folders["glm"], None, 2)
+        started[1].kill()
+        sizes = []
+        for _ in range(4):
+            with pytest.raises(EngineError) as error:
+                llm.generate([[4, 5]], greedy(3))
+            sizes.append(len(traceback.extract_tb(error.value.__traceback__)))
+        assert len({*sizes[1:]}) == 1
         llm.close()
 
 

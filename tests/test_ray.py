@@ -19,7 +19,9 @@ import pytest
 
 from serving import TOKENIZER, command_of, replayed
 from treetop.cli.replicas import app
+from treetop.core.wire import MockOptions, ProcessOptions
 from treetop.debug.resume_faults import RESUME_FAULTS
+from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, EngineError, UserError
 from treetop.types.layout import SpecShape
 from treetop.types.requests import CoreInfo, EngineRequest, RequestUpdate
@@ -301,6 +303,26 @@ async def through(replicas: MortalReplicas, prompts: list[int], count: int, time
     return tokens, ends
 
 
+def test_a_replica_whose_engine_is_dead_for_good_ends_and_leaves_no_files(monkeypatch):
+    from treetop.server.ray import replica
+
+    ended = []
+    monkeypatch.setattr(replica.os, "_exit", lambda code: ended.append((code, Path(one._folder.name).exists())))
+    ours = type("Ours", (replica.Replica,), {"__del__": lambda self: None})  # Ray's is awaited
+    one = ours.__new__(ours)
+
+    async def killed():
+        mocked = MockOptions((1, 2), 0.01, 1, 1)
+        await one.__init__(ProcessOptions("", EngineConfig(), mocked), 0)
+        assert Path(one._folder.name).exists()
+        one._engines.kill()
+        await asyncio.wait_for(one._watching, WAIT_S)
+        one._engines.core.close()
+
+    asyncio.run(killed())
+    assert ended == [(1, False)]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_streams_of_replicas_that_die_at_any_time_are_whole(seed):
     replicas = MortalReplicas(seed)
@@ -349,6 +371,9 @@ def test_a_moved_stream_that_is_not_whole_is_an_error(name):
         ({"queue-bound": "-1"}, "queue-bound a number"),
         ({"port": 8001}, "serve start --http-port"),
         ({"hoste": "x"}, "unrecognized arguments: --hoste=x"),
+        ({5: "x"}, "unrecognized arguments: --5=x"),
+        ({"help": "true"}, "help: see treetop serve --help"),
+        ({"queue_bound": "1", "queue-bound": "2"}, "queue-bound: it is given twice"),
         ({"page-size": "x"}, "--page-size"),
         ({"model": "/no/such"}, "/no/such: no such folder"),
         ({"mock-engine": "1,1", "chat-template": "/no/such"}, "--chat-template /no/such"),
@@ -373,10 +398,8 @@ def test_ray_shows_a_refusal_in_one_line():
 
 
 def test_replicas_of_a_prefill_worker_are_refused():
-    from treetop.core.wire import ProcessOptions
     from treetop.server.options import ServeOptions
     from treetop.server.ray.app import Scale, build_app
-    from treetop.types.config import EngineConfig
     from treetop.types.roles import HandoverOptions
 
     handover = HandoverOptions(role="prefill", handover_listen="tcp://127.0.0.1:7001")

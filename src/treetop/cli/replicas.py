@@ -27,27 +27,28 @@ def app(given: Mapping[str, Any]) -> Any:
     least 2).
     Raises UserError.
     """
-    own = {
-        name.replace("_", "-"): _SWITCH.get(value, value) if isinstance(value, str) else value
-        for name, value in given.items()
-    }
     try:
         from treetop.server.ray.app import RefusedError
     except ModuleNotFoundError as error:
         raise ConfigError(f"replicas need {error.name}; pip install treetop[ray]") from None
     try:
-        return _build(own)
+        return _build(given)
     except UserError as error:
         raise RefusedError(str(error)) from None
 
 
-def _build(own: dict[str, Any]) -> Any:
-    """own: as `app` is given it, under the flags' names."""
+def _build(given: Mapping[str, Any]) -> Any:
     from treetop.cli.command_line import build_parser
     from treetop.cli.options import engine_options
     from treetop.server.command import asked_for, with_config_file, words_of
     from treetop.server.ray.app import build_app
 
+    own: dict[str, Any] = {}
+    for name, value in given.items():
+        flag = str(name).replace("_", "-")
+        if flag in own or flag in ("help", "h"):
+            raise ConfigError(f"{_WHERE}: {name}: {'it is given twice' if flag in own else 'see treetop serve --help'}")
+        own[flag] = _SWITCH.get(value, value) if isinstance(value, str) else value
     scale = _scale(own.pop("replicas", 1), own.pop("queue-bound", None))
     path = own.pop("config", None)
     words = ["serve", *([] if path is None else [f"--config={path}"]), *words_of(own, _WHERE)]

@@ -23,10 +23,10 @@ _AT_MOST_S = 3
 
 def start_child(module: str, options: msgspec.Struct) -> "subprocess.Popen[bytes]":
     """Run a module that calls `begin`, in a process which ends with this one."""
-    command = [sys.executable, "-P", "-m", module]
+    command, told = [sys.executable, "-P", "-m", module], msgspec.json.encode(options)
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
     assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(options) + b"\n")
+    process.stdin.write(told + b"\n")
     process.stdin.flush()
     return process
 

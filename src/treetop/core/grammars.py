@@ -91,7 +91,7 @@ def grammar_of(asked: StructuredOutput) -> str:
 def _choices(spec: str) -> list[str]:
     try:
         choices = json.loads(spec)
-    except ValueError:
+    except (ValueError, RecursionError):
         choices = None
     if not isinstance(choices, list) or not choices or not all(isinstance(each, str) and each for each in choices):
         raise _refused("choice needs a JSON list of texts that are not empty")

@@ -107,7 +107,7 @@ class RemoteCore:
 
     def add(self, requests: Sequence[EngineRequest], sink: Sink) -> None:
         if self.failure is not None:
-            raise self.failure
+            raise self.failure.with_traceback(None)  # else it keeps all calls that it was raised in
         if any(request.constraint is not None for request in requests):
             raise InputError("constraints: the engine is another process; give a structured_output instead")
         self._ledger.add(requests, sink)

@@ -139,6 +139,9 @@ class EngineConfig:
                 problems.append(str(error))
         if problems:
             raise ConfigError("; ".join(problems))
+        for each in fields(self):
+            if isinstance(value := getattr(self, each.name), float):  # NumPy's is one, which no message can hold
+                object.__setattr__(self, each.name, float(value))
 
     def _wrong_types(self) -> list[str]:
         """Options whose value is not of their default's or annotation's kind."""

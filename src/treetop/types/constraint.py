@@ -41,5 +41,16 @@ class StructuredOutput:
             )
         if not isinstance(self.spec, str):
             raise InputError(f"structured_output: spec must be text, got {shown(self.spec)}")
+        if not is_utf8(self.spec):
+            raise InputError("structured_output: spec must be text that UTF-8 can write")
         if len(self.spec) > MOST_SPEC:
             raise InputError(f"structured_output: {len(self.spec)} characters, at most {MOST_SPEC} are read")
+
+
+def is_utf8(text: str) -> bool:
+    """Whether UTF-8 can write it; not so with half of a surrogate pair, which no output ever has."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

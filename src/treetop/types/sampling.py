@@ -7,7 +7,7 @@ from enum import Enum
 from numbers import Integral, Real
 from typing import Literal, NamedTuple
 
-from treetop.types.constraint import StructuredOutput
+from treetop.types.constraint import StructuredOutput, is_utf8
 from treetop.types.errors import InputError, shown
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -121,7 +121,7 @@ class SamplingParams:
             (not 0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {shown(self.min_p)}"),
             (self.max_tokens < 1, f"max_tokens must be at least 1, got {shown(self.max_tokens)}"),
             (any(not s for s in self.stop), "stop strings must not be empty"),
-            (not all(map(_is_utf8, self.stop)), "stop strings must be text that UTF-8 can write"),
+            (not all(map(is_utf8, self.stop)), "stop strings must be text that UTF-8 can write"),
             (any(token < 0 for token in self.stop_token_ids), "stop_token_ids must not be negative"),
             (
                 self.seed is not None and not 0 <= self.seed < 2**63,
@@ -204,15 +204,6 @@ def _is(value: object, kind: type) -> bool:
 
 def _all(values: object, kind: type) -> bool:
     return isinstance(values, tuple) and all(_is(value, kind) for value in values)
-
-
-def _is_utf8(text: str) -> bool:
-    """Not so if it has half of a surrogate pair, which no output ever has."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _pairs(values: object) -> bool:

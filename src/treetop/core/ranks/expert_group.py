@@ -91,7 +91,7 @@ class ExpertGroup:
     def send(self, rank: int, order: ToCore) -> None:
         """Raises EngineError if the group has ended."""
         if self.failure is not None:
-            raise self.failure
+            raise self.failure.with_traceback(None)  # else it keeps all calls that it was raised in
         self._ranks.orders[rank].send(encode(order))
 
     @property
@@ -102,7 +102,7 @@ class ExpertGroup:
     def receive(self, patience_s: float) -> list[tuple[int, FromCore]]:
         """What ranks have said since; waits so long for a word. Raises EngineError once one has failed or died."""
         if self.failure is not None:
-            raise self.failure
+            raise self.failure.with_traceback(None)
         heard = self._ranks.hear(patience_s)
         failed = {rank: word for rank, word in heard if isinstance(word, Failed)}
         if failed:
@@ -207,9 +207,10 @@ class _Processes:
             if self._over or self.died is not None:
                 return
             self.died = rank, code
-        if code != SAID_WHY:
-            self._kill()
-            rmtree(self.folder, ignore_errors=True)
+        if code == SAID_WHY:
+            time.sleep(2 * _LAST_WORDS_S)  # others may have something to say of it, too
+        self._kill()
+        rmtree(self.folder, ignore_errors=True)
 
 
 def start_process(options: RankOptions) -> "subprocess.Popen[bytes]":

@@ -153,7 +153,7 @@ class WorkerGroup:
 
     def _check_alive(self) -> None:
         if self.failure is not None:
-            raise self.failure
+            raise self.failure.with_traceback(None)  # else it keeps all calls that it was raised in
 
     def _ended(self, error: BaseException, when: str) -> BaseException:
         """End the group. Returns what to raise: this error, or the reason for it if a rank failed or died before."""

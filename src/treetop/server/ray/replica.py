@@ -34,6 +34,7 @@ class Replica:
     async def _watch(self) -> None:
         reason = await self._engines.watch()
         log.error("the replica ends: %s", reason)
+        self._folder.cleanup()
         os._exit(1)  # nobody is sent to what cannot work; streams hear of it at once
 
     async def info(self) -> CoreInfo:
@@ -46,7 +47,7 @@ class Replica:
     async def check_health(self) -> None:
         """Ray calls it now and then. Raises EngineError if the replica is of no use."""
         if self._engines.core.failure is not None:
-            raise self._engines.core.failure
+            raise self._engines.core.failure.with_traceback(None)
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[list[RequestUpdate]]:
         """Updates until the request has ended, as many at a time as have come. Ending the stream aborts it."""
