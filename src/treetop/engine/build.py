@@ -44,7 +44,7 @@ from treetop.engine.state import make_state
 from treetop.engine.weight_copies import CpuWeights, with_copies, with_second_orders
 from treetop.engine.worst_steps import peak_bytes
 from treetop.kernels.process import MOST_COUNT
-from treetop.kernels.products import ChosenProduct, choose_products
+from treetop.kernels.products import Call, ChosenProduct, Shape, choose_products
 from treetop.models.config import ModelConfig
 from treetop.models.folder import resolve_folder
 from treetop.models.loader import Placement, compute_device, compute_dtype, weight_bytes
@@ -276,7 +276,7 @@ def build_runner(engine_plan: EnginePlan) -> BuiltRunner:
     Raises CapacityError if what is left does not hold one request, EngineError if memory runs out on the way.
     """
     config, place = engine_plan.config, engine_plan.place
-    products = choose_products(engine_plan.weights.shapes, place.dtype, engine_plan.weights.orders)
+    products = _products(engine_plan.weights, place)
     with out_of_memory_explained("loading weights and trying the worst steps", place.device, engine_plan.use):
         before = _allocated(place.device)
         runner, zones, zeros = _without_pools(engine_plan, replace(place, products=products))
@@ -293,6 +293,21 @@ def build_runner(engine_plan: EnginePlan) -> BuiltRunner:
     with out_of_memory_explained("making the KV pools", place.device, use):
         pools = make_pools(layout, place.dtype, zeros)
     return BuiltRunner(_with_pools(runner, layout, pools), slots, zones, use, tuple(products.values()))
+
+
+def _products(weights: CpuWeights, place: Placement) -> dict[Shape, ChosenProduct]:
+    """The products of a CPU's weights, by shape. Calls differ in their last bits: all ranks take those of the first."""
+    ranks = place.parallel if place.parallel.size > 1 else place.expert_ranks
+    own = choose_products(weights.shapes, place.dtype, ranks.least(weights.orders))
+    if not own:
+        return own
+    every = list(Call)
+    calls = torch.tensor([[every.index(call) for call in each.calls] for each in own.values()])
+    first = ranks.gather(calls)[0].tolist()
+    return {
+        shape: replace(each, calls=tuple(every[index] for index in row))
+        for (shape, each), row in zip(own.items(), first, strict=True)
+    }
 
 
 def _make_slots(engine_plan: EnginePlan, zeros: Zeros) -> StagingSlots | None:
