@@ -15,7 +15,7 @@ import torch
 import zmq
 from torch import Tensor
 
-from treetop.core.ranks.follower import Follower
+from treetop.core.ranks.follower import LINGER_MS, Follower
 from treetop.core.ranks.group_wire import FollowerOptions
 from treetop.debug.patching import instead, replaced
 from treetop.parallel.exchange import START_S, ExchangeRank, Meeting
@@ -86,13 +86,14 @@ class RankThread:
 
     def __init__(self, options: FollowerOptions) -> None:
         self._follower = Follower(options, zmq.Context.instance())
-        self.stdin = Nothing()
+        self.stdin, self._killed = Nothing(), threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"rank-{options.rank}", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         with suppress(RankDied):
             self._follower.run()
+            self._killed.wait(LINGER_MS / 1000)  # like `follower.main`: its last words arrive before it ends
 
     def poll(self) -> int | None:
         return None if self._thread.is_alive() else 1
@@ -104,6 +105,7 @@ class RankThread:
     def kill(self) -> None:
         """It ends once it waits for nobody."""
         self._follower._failed.set()
+        self._killed.set()
 
 
 class Nothing:

@@ -39,8 +39,8 @@ from treetop.transfer.nixl import NixlTransport
 from treetop.types.errors import CheckError, InvariantError, TreetopError, UserError
 from treetop.types.messages import StepResult
 
-_LINGER_MS = 2000
-"""For the last words."""
+LINGER_MS = 2000
+"""For the last words: so long may they be on their way before the rank ends."""
 _TICK_MS = 100
 """How often a wait for a plan looks whether collecting has failed."""
 _GRACE = 1.25
@@ -100,7 +100,7 @@ class Follower:
                 self._links.close()
             self._plans.close(linger=0)
             with self._speaking:
-                self._words.close(_LINGER_MS)
+                self._words.close(LINGER_MS)
 
     def _follow(self) -> None:
         message = decode_to_follower(self._plans.recv())
@@ -164,8 +164,8 @@ def main() -> int:
     try:
         Follower(options, context).run()
     finally:
-        context.destroy(linger=_LINGER_MS)
-    parent.join(_LINGER_MS / 1000)  # if rank 0 is gone, the folder is to go too
+        context.destroy(linger=LINGER_MS)
+    parent.join(LINGER_MS / 1000)  # if rank 0 is gone, the folder is to go too
     return 1
 
 
