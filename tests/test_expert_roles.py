@@ -23,7 +23,7 @@ from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
 from treetop.types.requests import EngineRequest
 from treetop.types.roles import HandoverOptions
-from waiting import until
+from waiting import WAIT_S, until
 
 LENGTHS = [3, 33, 17, 60, 9, 41]
 PARAMS = [
@@ -34,7 +34,6 @@ PARAMS = [
     sampled(3, 10, presence_penalty=0.5, logit_bias={5: 1.5}),
     greedy(1),
 ]
-LEASE_S = 2.0
 SLOTS = {"handover_slots": 3, "handover_slot_bytes": 1 << 14, "chunked_prefill_size": 16}
 
 
@@ -123,15 +122,15 @@ def started():
         yield ranks
 
 
-def computing(started, folder, shape, peers, **options):
+def computing(started, folder, shape, peers, lease_s=WAIT_S, **options):
     """A prefill group that listens at these addresses."""
-    handover = HandoverOptions("prefill", peers[0], handover_lease=LEASE_S)
+    handover = HandoverOptions("prefill", peers[0], handover_lease=lease_s)
     return Side(started, config_of(folder, shape, len(peers), **{"graphs": "sim", **SLOTS, **options}), handover)
 
 
-def asking(started, folder, shape, ranks, peers, **options):
+def asking(started, folder, shape, ranks, peers, lease_s=WAIT_S, **options):
     """A decode group that asks at these addresses."""
-    handover = HandoverOptions("decode", None, tuple(peers), handover_lease=LEASE_S)
+    handover = HandoverOptions("decode", None, tuple(peers), handover_lease=lease_s)
     return Side(started, config_of(folder, shape, ranks, **{"graphs": "sim", **SLOTS, **options}), handover)
 
 
@@ -213,7 +212,7 @@ def test_a_prefill_rank_that_dies_ends_its_group_and_costs_a_local_prefill(start
 def test_a_decode_rank_that_dies_ends_its_group_and_gives_the_prefill_ranks_their_slots_back(started, folder):
     """Every request is told so, as the engine's end; a supervisor would go on with another (`test_resumption.py`)."""
     prompts = Pair(folder, None).prompts(LENGTHS)
-    with sides(started, folder, TREE, 2, 2) as (prefill, decode):
+    with sides(started, folder, TREE, 2, 2, lease_s=2.0) as (prefill, decode):
         asked = [EngineRequest(decode.thread.next_id(), tuple(prompt), greedy(30), 0) for prompt in prompts]
         with CoreClient(decode.thread) as client:
             client.add(asked)

@@ -16,24 +16,24 @@ from treetop.transfer.loopback import LoopbackTransport
 from treetop.types.ids import RequestId
 from treetop.types.requests import EngineRequest
 from treetop.types.roles import HandoverOptions
+from waiting import WAIT_S
 
 SHAPE = (2, 3, 6)
 LENGTHS = [3, 60, 40, 90, 17]
 PARAMS = [greedy(10), sampled(5, 10), greedy(10), sampled(9, 10, top_k=5, logprobs=2), sampled(3, 10)]
 LEASE_S = 1.5
-WAIT_S = 60.0
 
 
 class Sides:
     """A prefill and a decode worker, whose steps the test runs in turns."""
 
-    def __init__(self, pair, prefill_slots, decode_slots):
+    def __init__(self, pair, prefill_slots, decode_slots, lease_s=LEASE_S):
         with socket.create_server(("127.0.0.1", 0)) as found:
             listen = f"127.0.0.1:{found.getsockname()[1]}"
         self.prefill = Worker(pair, SHAPE, handover_slots=prefill_slots, chunked_prefill_size=16)
         self.decode = Worker(pair, SHAPE, handover_slots=decode_slots, chunked_prefill_size=16)
-        self.computes = self._role(self.prefill, HandoverOptions("prefill", listen, handover_lease=LEASE_S))
-        self.asks = self._role(self.decode, HandoverOptions("decode", None, (listen,), handover_lease=LEASE_S))
+        self.computes = self._role(self.prefill, HandoverOptions("prefill", listen, handover_lease=lease_s))
+        self.asks = self._role(self.decode, HandoverOptions("decode", None, (listen,), handover_lease=lease_s))
         self.prefill_lives = True
         self.until(lambda: self.asks.asks)
 
@@ -111,7 +111,7 @@ def sides(strong_pair, request):
     workers.close()
 
 
-@pytest.mark.parametrize("sides", [(6, 6), (1, 2), (2, 1)], indirect=True)
+@pytest.mark.parametrize("sides", [(6, 6, WAIT_S), (1, 2, WAIT_S), (2, 1, WAIT_S)], indirect=True)
 def test_requests_are_handed_over_through_many_slots_or_one(sides, prompts, expected):
     """Pieces wait for slots, where these are short; nothing goes another way, and nothing is held at the end."""
     assert sides.generate(prompts, PARAMS) == expected

@@ -30,7 +30,6 @@ from waiting import WAIT_S
 SHAPE = {"speculative_eagle_topk": 2, "speculative_num_steps": 3, "speculative_num_draft_tokens": 6}
 LENGTHS = [3, 60, 40, 90, 17]
 PARAMS = [greedy(10), sampled(5, 10), greedy(10), sampled(9, 10, top_k=5, logprobs=2), sampled(3, 10)]
-LEASE_S = 2.0
 
 
 @pytest.fixture(scope="module")
@@ -82,11 +81,11 @@ class Worker:
 class Workers:
     """A prefill worker and a decode worker that have met. transports: of the decode worker's ranks."""
 
-    def __init__(self, pair, prefill_ranks, decode_ranks, **decode_options):
+    def __init__(self, pair, prefill_ranks, decode_ranks, lease_s=WAIT_S, **decode_options):
         (listen,) = addresses(1)
         before = [*LoopbackTransport._all.values()]
-        computes = HandoverOptions("prefill", listen, handover_lease=LEASE_S)
-        asks = HandoverOptions("decode", None, (listen,), handover_lease=LEASE_S)
+        computes = HandoverOptions("prefill", listen, handover_lease=lease_s)
+        asks = HandoverOptions("decode", None, (listen,), handover_lease=lease_s)
         self.decode = Worker(pair, asks, tp_size=decode_ranks, **decode_options)
         self.transports = [each for each in LoopbackTransport._all.values() if each not in before]
         self.prefill = Worker(pair, computes, tp_size=prefill_ranks)
@@ -145,7 +144,7 @@ def test_workers_of_any_ranks_hand_over_to_each_other(workers, pair, expected):
     assert (load.num_whole, load.num_local) == (2 * len(LENGTHS), 0)
 
 
-@pytest.mark.parametrize("workers", [(2, 2)], indirect=True, ids=str)
+@pytest.mark.parametrize("workers", [(2, 2, ("lease_s", 2.0))], indirect=True, ids=str)
 @pytest.mark.parametrize("how", ["stalled", "broken"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_does_not_come_to_one_rank_has_not_come(workers, pair, expected, rank, how):
