@@ -103,7 +103,7 @@ class Server:
         return [int(pid) for pid in found]
 
     def engine(self) -> int:
-        return next(pid for pid in self.children() if "engine_process" in command_of(pid))
+        return child_of(self.process.pid, "engine_process")
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
         self.process.send_signal(number)
@@ -128,6 +128,12 @@ def command_of(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
     except (FileNotFoundError, ProcessLookupError):
         return ""
+
+
+def child_of(parent: int, words: str) -> int:
+    """A process that one of the parent's threads started with these words."""
+    children = [pid for task in Path(f"/proc/{parent}/task").glob("*/children") for pid in task.read_text().split()]
+    return next(int(pid) for pid in children if words in command_of(int(pid)))
 
 
 @contextmanager

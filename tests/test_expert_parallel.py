@@ -8,16 +8,14 @@ import time
 import traceback
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
-from itertools import count
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from engines import accept_lens, greedy, sampled, tokens
+from engines import accept_lens, greedy, products_timed_otherwise, sampled, tokens
 from refusing import refused
 from tiny_models import Pair, copy_folder, save_mxfp4, save_random_experts, save_random_head
 from treetop import LLM, SamplingParams
@@ -25,9 +23,7 @@ from treetop.core.ranks.lockstep import Want, agreed
 from treetop.core.thread import CoreClient
 from treetop.debug.expert_ranks import expert_ranks_on_threads
 from treetop.debug.lockstep_faults import LOCKSTEP_FAULTS
-from treetop.debug.patching import Patch, replaced
 from treetop.debug.ranks import MemoryGroup
-from treetop.kernels.products import ROW_CLASSES, Call
 from treetop.models.experts import ExpertMLP, live_rows
 from treetop.models.loader import Placement, load_weights, weight_bytes
 from treetop.models.registry import target_spec
@@ -349,25 +345,13 @@ def place_of(rank):
     return Placement(torch.float32, torch.device("cpu"), 8, expert_ranks=ranks)
 
 
-def _timed_otherwise_each_time(real):
-    """Each rank that asks gets another call for its products, as where the machine's other work disturbed timing."""
-    asked = count()
-
-    def choose(shapes, dtype, orders):
-        calls = (list(Call)[next(asked) % 3],) * len(ROW_CLASSES)
-        return {shape: replace(each, calls=calls) for shape, each in real(shapes, dtype, orders).items()}
-
-    return choose
-
-
 def test_the_first_ranks_choice_of_products_holds_for_all(folders):
     """So a prompt in float32 gets the same log-probabilities from any rank."""
     rounds = [([[3, 1, 4, 1, 5]] * 4, SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=3))]
     options = {"dtype": "float32", "disable_radix_cache": True, "max_running_requests": 1}
-    with replaced([Patch("treetop.engine.build:choose_products", _timed_otherwise_each_time)]):
-        (outputs,), engines = on_ranks(folders["glm"], None, 4, range(4), rounds, **options)
-    chosen = [[(each.shape, each.calls) for each in engine._engine.products] for engine in engines]
-    assert chosen == chosen[:1] * 4 != [[]] * 4
+    with products_timed_otherwise() as taken:
+        (outputs,), _ = on_ranks(folders["glm"], None, 4, range(4), rounds, **options)
+    assert taken == taken[:1] * 4 != [[]] * 4
     assert [each.logprobs for each in outputs] == [outputs[0].logprobs] * 4
 
 

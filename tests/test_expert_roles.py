@@ -210,7 +210,7 @@ def test_a_prefill_rank_that_dies_ends_its_group_and_costs_a_local_prefill(start
 
 
 def test_a_decode_rank_that_dies_ends_its_group_and_gives_the_prefill_ranks_their_slots_back(started, folder):
-    """Every request is told so, as the engine's end; a supervisor would go on with another (`test_resumption.py`)."""
+    """Every request is told so, as the engine's end; a supervisor goes on with another (`test_engine_restarts.py`)."""
     prompts = Pair(folder, None).prompts(LENGTHS)
     with sides(started, folder, TREE, 2, 2, lease_s=2.0) as (prefill, decode):
         asked = [EngineRequest(decode.thread.next_id(), tuple(prompt), greedy(30), 0) for prompt in prompts]

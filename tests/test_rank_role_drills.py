@@ -2,12 +2,11 @@
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
 from handover_workers import WorkerProcess
-from serving import command_of
+from serving import child_of
 from test_expert_roles import addresses
 from test_rank_roles import LENGTHS, PARAMS, expected, options_of, pair  # noqa: F401  # fixtures
 from treetop.types.config import EngineConfig
@@ -35,13 +34,6 @@ def start(tmp_path, pair):  # noqa: F811  # the fixture
         worker.close()
 
 
-def follower_of(worker) -> int:
-    """The process of its second rank."""
-    tasks = Path(f"/proc/{worker.process.pid}/task").iterdir()  # whichever thread started it
-    children = [pid for task in tasks for pid in (task / "children").read_text().split()]
-    return next(int(pid) for pid in children if "follower" in command_of(int(pid)))
-
-
 def nothing_held(worker):
     load, handover = worker.load, worker.handover
     return load.num_running == load.num_waiting == handover.num_open == handover.num_slots_busy == 0
@@ -63,7 +55,7 @@ def test_a_rank_of_a_prefill_worker_is_killed_while_pieces_travel(start, pair, e
     before = decode.handover.num_pieces
     ids = decode.ask(prompts, PARAMS)
     decode.until(lambda: decode.handover.num_pieces > before)
-    os.kill(follower_of(prefill) if prefill_ranks > 1 else prefill.process.pid, signal.SIGKILL)
+    os.kill(child_of(prefill.process.pid, "follower") if prefill_ranks > 1 else prefill.process.pid, signal.SIGKILL)
     assert decode.wait(ids) == expected
     decode.until(lambda: decode.handover.num_peers == 0 and nothing_held(decode))
     until(lambda: prefill.process.poll() is not None, "a worker without one of its ranks goes on")

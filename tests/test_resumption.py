@@ -1,38 +1,26 @@
 """An engine that dies costs a pause: requests go on behind what their clients have; no token is lost or comes twice."""
 
 import asyncio
-import os
 import random
-import signal
 import tempfile
 import threading
-from asyncio.subprocess import DEVNULL
 from contextlib import asynccontextmanager
-from functools import partial
-from pathlib import Path
-from unittest.mock import AsyncMock, Mock
+from unittest.mock import Mock
 
 import pytest
 import zmq
 
 from fake_core import ask, make_core
-from serving import command_of, mock, replayed, serving
-from test_serve_chaos import NAME, PAIR, nothing_is_left, of_the_mock, of_the_pair, storm
-from treetop import LLM, AsyncLLM, SamplingParams
-from treetop.core import supervisor
 from treetop.core.engine_process import CoreServer
 from treetop.core.ledger import TRIAL_S, TRIAL_STEPS, Ledger
 from treetop.core.remote import RemoteCore
-from treetop.core.supervisor import EngineSupervisor, supervised_engine
-from treetop.core.wire import ID_RANGE, Add, Hello, Leave, MockOptions, ProcessOptions, decode_from_core
+from treetop.core.wire import ID_RANGE, Add, Hello, Leave, decode_from_core
 from treetop.debug.resume_faults import RESUME_FAULTS
-from treetop.types.config import EngineConfig
-from treetop.types.errors import ConfigError
 from treetop.types.ids import RequestId
 from treetop.types.layout import SpecShape
 from treetop.types.messages import PrefillPlan, RowResult, StepResult
 from treetop.types.requests import CoreInfo, EngineRequest, RequestUpdate
-from waiting import WAIT_S, until
+from waiting import WAIT_S
 
 POISON = 999
 
@@ -217,6 +205,34 @@ def test_a_fault_of_resumption_is_caught_by_its_guard(name):
     assert ids == output_of([5] * 3, 60)[: len(ids)], "a wrong token was handed out"
 
 
+def test_what_a_client_said_last_before_it_ended_starts_nothing():
+    """Its words may come after the news of its end, by another way; the others' requests go on."""
+
+    wire = Mock()
+    core = make_core(PositionEngine(), max_in_flight=1, disable_radix_cache=True)
+    server = CoreServer(core, INFO, wire)
+    first, second = (RequestId(number * ID_RANGE) for number in (1, 2))
+    for identity, number, request_id in ((b"a", 1, first), (b"b", 2, second)):
+        server._apply(identity, Hello(number))
+        server._apply(identity, Add((ask(request_id, [number] * 5, 40),)))
+    server._loop.step()
+    server._apply(b"b", Leave(1))
+    assert core.scheduler.queues.by_id.keys() == {second}
+    num_sent = wire.send_multipart.call_count
+    server._apply(b"a", Add((ask(first + 1, [3] * 5, 40),)))
+    server._apply(b"late", Hello(1))
+    server._apply(b"late", Add((ask(first + 2, [3] * 5, 40),)))
+    assert core.scheduler.queues.by_id.keys() == {second}
+    assert wire.send_multipart.call_count == num_sent
+    while core.busy:
+        server._loop.step()
+    sent = [call.args[0] for call in wire.send_multipart.call_args_list]
+    given = [decode_from_core(message) for identity, message in sent if identity == b"b"]
+    ids = [token for each in given[1:] for update in each.updates for token in update.new_ids]
+    assert ids == output_of([2] * 5, 40)
+    core.scheduler.check_integrity()
+
+
 # ---------------------------------------------------------------------------------------------- the ledger alone
 
 
@@ -282,202 +298,3 @@ def test_suspects_are_tried_one_after_the_other_and_a_long_trial_does_not_hold_u
     given.append(ledger.due())
     assert [[each.request_id for each in each_time] for each_time in given] == [[1], [0, 3, 5]]
     assert ledger.settled
-
-
-# ---------------------------------------------------------------------------------------------- processes
-
-
-@pytest.mark.parametrize("workers", [pytest.param("1", marks=pytest.mark.slow), "2"])
-def test_engines_that_are_killed_in_a_storm_cost_a_pause(workers):
-    """Twice: every answer is what it would have been, streamed or not, and nothing else reaches a client."""
-    with mock(2, "1-4", "--api-workers", workers) as server:
-        killed = []
-
-        def kill():
-            killed.append(server.engine())
-            os.kill(killed[-1], signal.SIGKILL)
-
-        for _ in range(2):
-            outcomes = asyncio.run(storm(server, of_the_mock(), 12, 5, during=kill))
-            assert outcomes.keys() <= {"result", "left"}, outcomes
-            until(lambda: server.get("/health").status_code == 200)
-        assert len(set(killed)) == 2
-        assert server.metric("treetop:num_engine_restarts") == 2
-        assert sum("it is started again" in line for line in server.said) == 2
-        assert sum("the engine is up again, after" in line for line in server.said) == 2
-        nothing_is_left(server)
-        assert server.end() == 0
-
-
-@pytest.mark.slow
-def test_the_pair_goes_on_in_another_engine_as_it_would_have():
-    """Real rounds in float64: greedy, sampled and with stop strings, against plain decoding of each prompt alone."""
-    with serving(*PAIR, "--max-running-requests", "8") as server:
-        outcomes = asyncio.run(
-            storm(server, of_the_pair(6, 40), 6, 3, ("whole", "stream"), lambda: os.kill(server.engine(), 9))
-        )
-        assert outcomes == {"result": 18}
-        assert server.metric("treetop:num_engine_restarts") == 1
-
-
-def test_health_while_an_engine_is_started_again_and_after_the_last_restart():
-    with mock(20, "1", "--engine-restarts", "1") as server:
-        body = {"model": NAME, "prompt": "a", "max_tokens": 20}
-        server.post("/v1/completions", body)
-        os.kill(server.engine(), signal.SIGKILL)
-        paths = ("/health", "/health/ready", "/health/live")
-        until(lambda: [server.get(path).status_code for path in paths] == [503, 503, 200])
-        late = server.post("/v1/completions", {**body, "timeout": 0.05})
-        assert late.status_code == 504
-        assert server.post("/v1/completions", body).json()["choices"][0]["text"] == replayed(1, 20)
-        assert server.get("/health").status_code == 200
-        os.kill(server.engine(), signal.SIGKILL)
-        assert "exit code -9" in server.post("/v1/completions", body).json()["error"]["message"]
-        assert server.process.wait(WAIT_S) == 1
-
-
-@pytest.mark.parametrize(
-    ("rank", "number"),
-    [
-        (1, signal.SIGKILL),
-        pytest.param(0, signal.SIGKILL, marks=pytest.mark.slow),
-        pytest.param(1, signal.SIGSTOP, marks=pytest.mark.slow),
-    ],
-)
-def test_a_group_of_ranks_dies_and_comes_back_as_one(rank, number):
-    """A rank is killed, or rank 0, or one stops for longer than its deadline: a pause, and nothing is left of it."""
-    with serving(*PAIR, "--tp-size", "2", "--device", "cpu", "--step-timeout", "4") as server:
-        ranks = [server.engine(), follower_of(server)]
-        strike = partial(os.kill, ranks[rank], number)
-        outcomes = asyncio.run(storm(server, of_the_pair(4, 24), 4, 2, ("whole", "stream"), strike))
-        assert outcomes == {"result": 8}
-        until(lambda: server.get("/health").status_code == 200)
-        assert server.metric("treetop:num_engine_restarts") == 1
-        until(lambda: not any(map(command_of, ranks)), "a rank is left")
-        ranks = [server.engine(), follower_of(server)]
-        assert server.end() == 0
-        until(lambda: not any(map(command_of, ranks)), "a rank is left")
-
-
-def test_a_rank_that_dies_while_nobody_asks_for_anything_ends_its_group():
-    """Nobody is left to find out by a request, which would have to wait for another group."""
-    with serving(*PAIR, "--tp-size", "2", "--device", "cpu") as server:
-        engine = server.engine()
-        os.kill(follower_of(server), signal.SIGKILL)
-        until(lambda: not command_of(engine), "the first rank lives on")
-        until(lambda: server.get("/health").status_code == 200)
-        assert server.metric("treetop:num_engine_restarts") == 1
-        assert any("rank 1 has ended with exit code -9" in line for line in server.said)
-
-
-def test_a_front_end_that_hangs_does_not_keep_others_from_the_next_engine(monkeypatch):
-    """Each has its turn, and one that is stopped only so long; all are waited for, and an error is nobody's secret."""
-    monkeypatch.setattr(supervisor, "TURN_S", 0.05)
-    given, answers = [], [asyncio.Event() for _ in range(4)]
-    refuses = Mock(resume=AsyncMock(side_effect=ConfigError("no")))
-
-    def front(number):
-        async def resume(address):
-            given.append(number)
-            await answers[number].wait()
-
-        return Mock(resume=resume)
-
-    async def resumed():
-        for number in (0, 2):
-            answers[number].set()
-        asked = asyncio.ensure_future(supervisor._resume([front(number) for number in range(4)], "here"))
-        await asyncio.sleep(0)
-        while given != [0, 1, 2, 3]:
-            await asyncio.sleep(0.01)
-        assert not asked.done()
-        for number in (1, 3):
-            answers[number].set()
-        await asked
-        with pytest.raises(ConfigError):
-            await supervisor._resume([refuses, front(0)], "here")
-        assert given == [0, 1, 2, 3]
-
-    asyncio.run(asyncio.wait_for(resumed(), WAIT_S))
-
-
-def follower_of(server) -> int:
-    """The process of the second rank."""
-    return child_of(server.engine(), "follower")
-
-
-def child_of(parent: int, words: str) -> int:
-    """A process that one of the parent's threads started with these words."""
-    children = [pid for task in Path(f"/proc/{parent}/task").glob("*/children") for pid in task.read_text().split()]
-    return next(int(pid) for pid in children if words in command_of(int(pid)))
-
-
-def test_what_a_client_said_last_before_it_ended_starts_nothing():
-    """Its words may come after the news of its end, by another way; the others' requests go on."""
-
-    wire = Mock()
-    core = make_core(PositionEngine(), max_in_flight=1, disable_radix_cache=True)
-    server = CoreServer(core, INFO, wire)
-    first, second = (RequestId(number * ID_RANGE) for number in (1, 2))
-    for identity, number, request_id in ((b"a", 1, first), (b"b", 2, second)):
-        server._apply(identity, Hello(number))
-        server._apply(identity, Add((ask(request_id, [number] * 5, 40),)))
-    server._loop.step()
-    server._apply(b"b", Leave(1))
-    assert core.scheduler.queues.by_id.keys() == {second}
-    num_sent = wire.send_multipart.call_count
-    server._apply(b"a", Add((ask(first + 1, [3] * 5, 40),)))
-    server._apply(b"late", Hello(1))
-    server._apply(b"late", Add((ask(first + 2, [3] * 5, 40),)))
-    assert core.scheduler.queues.by_id.keys() == {second}
-    assert wire.send_multipart.call_count == num_sent
-    while core.busy:
-        server._loop.step()
-    sent = [call.args[0] for call in wire.send_multipart.call_args_list]
-    given = [decode_from_core(message) for identity, message in sent if identity == b"b"]
-    ids = [token for each in given[1:] for update in each.updates for token in update.new_ids]
-    assert ids == output_of([2] * 5, 40)
-    core.scheduler.check_integrity()
-
-
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_an_engine_of_its_own_process_serves_an_event_loop(ranks):
-    """`AsyncLLM` over it: the engine, or another rank, is killed in the middle, and the output is that of `LLM`."""
-    options = {"dtype": "float64", "context_length": 128, "device": "cpu"}
-    llm = LLM(**options)
-    params = [SamplingParams(max_tokens=60, ignore_eos=True), SamplingParams(max_tokens=60, temperature=0.9, seed=4)]
-    prompts = ["def area(radius):", "import os\n\nclass"]
-    want = [output.token_ids for output in llm.generate(prompts, params)]
-    llm.close()
-
-    async def run():
-        async with supervised_engine(EngineConfig.of(None, tp_size=ranks, **options)) as core:
-            stream = await AsyncLLM.of(core).stream(prompts, params)
-            for _ in range(3):
-                await anext(stream)
-            engine = child_of(os.getpid(), "engine_process")
-            os.kill(engine if ranks == 1 else child_of(engine, "follower"), signal.SIGKILL)
-            return [output.token_ids for output in await stream.outputs()], core.num_restarts
-
-    assert asyncio.run(run()) == (want, 1)
-
-
-def test_what_ends_an_engine_before_it_is_up_is_said_and_not_what_ended_the_one_before(monkeypatch, tmp_path):
-    """The first is killed; the second ends of its own."""
-    mock_of = MockOptions((1, 2), 0.01, 1, 1)
-    engines = EngineSupervisor(ProcessOptions("", EngineConfig(), mock_of), tmp_path, restarts=1)
-    start = supervisor.spawn
-
-    async def second(arguments, options, **given):
-        return await start(["this_module_is_not_there"], options, stderr=DEVNULL, **given)
-
-    async def both():
-        await engines.start()
-        monkeypatch.setattr(supervisor, "spawn", second)
-        engines.kill()
-        try:
-            return await asyncio.wait_for(engines.watch(), WAIT_S)
-        finally:
-            engines.core.close()
-
-    assert asyncio.run(both()) == "the engine process has ended with exit code 1 before it was up"

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engines import accept_lens, build, greedy, sampled, tokens
+from engines import accept_lens, build, greedy, products_timed_otherwise, sampled, tokens
 from families import FAMILIES
 from refusing import refused
 from test_draft_layouts import EAGLE, head_config, random_tensors, save_head
@@ -153,6 +153,13 @@ def test_logits_of_ranks_are_those_of_one(pairs):
     ids = [4, 5, 6, 7, 8]
     assert torch.allclose(llm.next_logits(ids), alone.next_logits(ids), rtol=1e-12, atol=1e-12)
     llm.close()
+
+
+def test_the_first_ranks_choice_of_products_holds_for_all(pairs):
+    """Else what ranks compute alike would not be: the router of experts, say."""
+    with products_timed_otherwise() as taken:
+        build(pairs["experts"], None, tp_size=2, dtype="float32").close()
+    assert taken == taken[:1] * 2 != [[]] * 2
 
 
 def test_what_cannot_be_divided_is_refused_by_name_before_anything_starts(pairs, tmp_path):

@@ -298,9 +298,9 @@ def build_runner(engine_plan: EnginePlan) -> BuiltRunner:
 def _products(weights: CpuWeights, place: Placement) -> dict[Shape, ChosenProduct]:
     """The products of a CPU's weights, by shape. Calls differ in their last bits: all ranks take those of the first."""
     ranks = place.parallel if place.parallel.size > 1 else place.expert_ranks
+    if not weights.shapes:
+        return {}
     own = choose_products(weights.shapes, place.dtype, ranks.least(weights.orders))
-    if not own:
-        return own
     every = list(Call)
     calls = torch.tensor([[every.index(call) for call in each.calls] for each in own.values()])
     first = ranks.gather(calls)[0].tolist()
