@@ -1,6 +1,7 @@
 """Kernels compiled ahead: launches only name them, in the thread that asked, and a start compiles nothing by itself."""
 
 import gc
+import itertools
 import os
 import random
 import sys
@@ -8,6 +9,7 @@ import threading
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -20,13 +22,17 @@ from treetop.attention.capabilities import CAPABILITIES
 from treetop.debug.faults import FAULTS
 from treetop.debug.kernels import all_kernels
 from treetop.engine import build
-from treetop.engine.compile_ahead import compile_steps, rehearse
+from treetop.engine.build import zeros_on
+from treetop.engine.compile_ahead import EveryExtent, compile_steps, rehearse
 from treetop.engine.cuda_graphs import CudaGraphs
 from treetop.engine.prefill import PrefillBatch, prefill
 from treetop.engine.rounds import RoundKey, run_phases
+from treetop.engine.staging import StagingBuffers
+from treetop.engine.state import SETUP_COLUMNS
+from treetop.engine.worst_steps import worst_prefill
 from treetop.kernels import packed_weights, triton_guard
 from treetop.kernels.attention import paged_attention
-from treetop.kernels.attention_config import Launch
+from treetop.kernels.attention_config import CallShape, Launch, choose_launch
 from treetop.kernels.commit import Paths
 from treetop.kernels.grow import Children
 from treetop.kernels.kv import PageTable
@@ -47,7 +53,8 @@ from treetop.kernels.triton_guard import (
 from treetop.models.loader import Placement
 from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL, EngineConfig
 from treetop.types.ids import FULL
-from treetop.types.layout import SpecShape
+from treetop.types.kv import KVFormat
+from treetop.types.layout import PLAIN, KVGroup, Layout, SpecShape
 from treetop.types.phase import Phase
 from treetop.types.sampling import Choice
 from treetop.types.tree import Accepted, DraftTree, PathPositions
@@ -260,6 +267,52 @@ def test_an_error_inside_does_not_wait_for_what_was_asked_for(monkeypatch):
     with pytest.raises(ValueError, match="stop"):
         compile_ahead(inside)
     assert len(begun) == 1
+
+
+@pytest.mark.parametrize("gpu", [GpuTraits(132, True, 227 << 10), GpuTraits(40, False)])
+def test_every_step_that_is_compiled_ahead_has_queries(gpu):
+    """Any number of rows with any chunk, smaller ones too, down to one token: no launch is asked for an empty batch."""
+    group = KVGroup(FULL, 1, KVFormat(2, 8, 128))
+    for most, chunk in itertools.product((1, 2, 3, 7, 8, 64, 255, 256), (1, 2, 3, 7, 8, 63, 64, 255, 8192)):
+        layout = Layout((SpecShape(4, 5, 16),), 16, most, 300, chunk, (group,), 4096)
+        runner = SimpleNamespace(layout=layout, backend=SimpleNamespace(name="triton", capabilities=None))
+        rows, width = worst_prefill(layout)
+        assert 0 < rows * width <= chunk
+        extents = EveryExtent(runner).extents
+        assert {rows for rows, _, _ in extents} == {rows for rows in layout.buckets if rows <= chunk}
+        for rows, width, bound in extents:
+            assert 0 < width <= bound <= layout.max_committed
+            assert 0 < rows * width <= chunk
+            launch = choose_launch(CallShape(rows, width, 8, 4, 128, 2, bound, causal=True), gpu)
+            assert launch.splits > 0
+
+
+def test_inputs_of_a_step_begin_at_16_bytes_whatever_their_lengths():
+    """Kernels tell aligned addresses from others: no step needs a kernel for an address that no step before had."""
+    layout = Layout((PLAIN,), 4, 5, 40, 16, (KVGroup(FULL, 1, KVFormat(2, 1, 4)),), 400)
+    staging = StagingBuffers(layout, torch.device("cpu"), partial(zeros_on, torch.device("cpu")), 1)
+    rng = random.Random(0)
+    for _ in range(50):
+        parts = {name: [[rng.randrange(99)] * rng.randrange(6) for _ in range(3)] for name in ("edits", "chunks")}
+        sent = staging.send(staging.take(), **parts)
+        assert {name: [each.tolist() for each in columns] for name, columns in sent.items()} == parts
+        assert all(each.data_ptr() % 16 == 0 for columns in sent.values() for each in columns if len(each))
+
+
+def test_the_largest_inputs_of_a_step_fit():
+    """A prefill of all rows, of odd lengths, each with text that a drafter reads."""
+    layout = Layout((PLAIN,), 4, 5, 41, 15, (KVGroup(FULL, 1, KVFormat(2, 1, 4)),), 400)
+    texts = layout.max_requests * layout.max_context
+    staging = StagingBuffers(layout, torch.device("cpu"), partial(zeros_on, torch.device("cpu")), 1, texts)
+    ones, cells = [1] * layout.max_requests, [1] * layout.max_edits
+    staging.send(
+        staging.take(),
+        rows=[ones],
+        edits=[cells] * 3,
+        setups=[ones] * SETUP_COLUMNS,
+        chunks=[ones, ones, [1] * layout.chunk, [1] * layout.chunk],
+        prefixes=[[1] * layout.max_context] * layout.max_requests,
+    )
 
 
 def on_a_gpu_of(place):

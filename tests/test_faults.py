@@ -39,8 +39,8 @@ REQUIRED = {  # what issue and design name; the registry may hold more
     "limit-before-stop",
 }
 FIRST_CAUGHT = {  # fault -> the lowest check level that says so; None is the decoder or the ownership check
-    "sgl-27360": 1,
-    "sgl-27338": 1,
+    "sgl-27360": 0,
+    "sgl-27338": 0,
     "sgl-23037-padding": 1,
     "sgl-23037-alias": 1,
     "padding-siblings": 1,
@@ -53,8 +53,8 @@ FIRST_CAUGHT = {  # fault -> the lowest check level that says so; None is the de
     "limit-before-stop": 1,
 }
 HARM = {  # fault -> what its harm's description says
-    "sgl-27360": "the engine stops: RuntimeError",
-    "sgl-27338": "the engine stops: RuntimeError",
+    "sgl-27360": "the engine stops: CheckError",
+    "sgl-27338": "the engine stops: CheckError",
     "sgl-23037-padding": "wrong tokens",
     "sgl-23037-alias": "overwritten after they were handed out",
     "padding-siblings": "the engine stops: RuntimeError",
@@ -119,7 +119,7 @@ def test_a_fault_is_caught_in_rounds_with_the_semantics_of_graphs(provocation, n
     assert isinstance(trial.error, TreetopError)
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", [name for name, found in FAULTS.items() if found.level != 0])
 def test_a_fault_is_not_caught_at_the_level_below_its_guard(provocation, name):
     """The guard at that level is what catches it: one level lower, and without the decoder, nothing says those words.
 

@@ -104,14 +104,14 @@ FAULTS: dict[str, Fault] = _registry(
             "each draft level fills the tail S levels wide",
             (instead("treetop.engine.rounds:level_tail", twins.all_levels_wide),),
             "tail of phase draft",
-            1,
+            0,
         ),
         Fault(
             "sgl-27338",
             "the draft tail is sized without the factor k",
             (instead("treetop.types.layout:Layout.draft_tail", property(twins.no_topk_factor)),),
             "tail of phase draft",
-            1,
+            0,
         ),
         Fault(
             "sgl-23037-padding",

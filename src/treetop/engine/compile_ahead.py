@@ -35,8 +35,7 @@ def rehearse(runner: ModelRunner) -> None:
 
 def _prefills(runner: ModelRunner) -> Iterator[Run]:
     """Steps of few tokens, whose products differ, and one in which attention is tried at every extent."""
-    longest = min(runner.layout.chunk, runner.layout.max_context - 1)
-    for width in sizes(min(MAX_ROWS, longest)):
+    for width in sizes(min(MAX_ROWS, runner.layout.prefill_widths[1])):
         yield partial(dummy_prefill, runner, Choice.GREEDY, 1, width)
     yield partial(dummy_prefill, replace(runner, backend=EveryExtent(runner)), Choice.GREEDY, 1, 1)
 
@@ -49,17 +48,20 @@ def sizes(most: int) -> list[int]:
 
 
 class EveryExtent:
-    """A backend that attends, at the first of each kind of layers, with all kinds of rows, queries and keys too."""
+    """A backend that attends, at the first of each kind of layers, with all kinds of rows, queries and keys too.
+
+    extents: (rows, queries a row, bound of the keys) of those.
+    """
 
     def __init__(self, runner: ModelRunner) -> None:
         self._real, layout = runner.backend, runner.layout
         self.name, self.capabilities = self._real.name, self._real.capabilities
         longest = layout.max_committed
         bounds = [*(2**i for i in range(longest.bit_length())), longest]
-        self._extents = [
+        self.extents = [
             (rows, width, bound)
-            for rows in layout.buckets
-            for width in sizes(min(layout.chunk // rows, layout.max_context - 1))
+            for rows, most in layout.prefill_widths.items()
+            for width in sizes(most)
             for bound in bounds
             if width <= bound
         ]
@@ -75,7 +77,7 @@ class EveryExtent:
         self, q: Tensor, kv: PagedKV, plan: AttentionMetadata, scale: float, sinks: Tensor | None = None
     ) -> Tensor:
         kind = plan.window, q.shape[2:], kv.data.shape[1:], sinks is None
-        for rows, width, bound in [] if kind in self._done else self._extents:
+        for rows, width, bound in [] if kind in self._done else self.extents:
             each, positions = plan.rows.new_zeros(rows), plan.rows.new_zeros((rows, width))
             metadata = replace(plan, rows=each, kv_len=each, max_kv_len=bound, positions=positions)
             self._attend(q.new_empty((rows, width, *q.shape[2:])), kv, metadata, scale, sinks)

@@ -89,16 +89,19 @@ class ModelRunner:
         tails: Mapping[GroupName, Tensor],
         plans: Mapping[GroupName, Any],
         columns: TailColumns,
+        shape: SpecShape,
     ) -> TailAttention:
-        """Attention of a decode phase. Raises CheckError if its tail is wider than the buffer (sgl-27360)."""
-        if self.check_level >= 1:
-            for name in plans:
-                have = tails[name].shape[2]
-                if columns.width > have or columns.start > columns.width:
-                    raise CheckError(
-                        f"tail of phase {phase}, group {name}: need {columns.width} columns from {columns.start},"
-                        f" have {have}; the layout sizes it by another formula than fills it"
-                    )
+        """Attention of a decode phase. Raises CheckError, at every check level, if its tail is wider than the buffer
+        (sgl-27360).
+        """
+        for name in plans:
+            have = tails[name].shape[2]
+            if columns.width > have or columns.start > columns.width:
+                raise CheckError(
+                    f"tail of phase {phase}, group {name}, topk {shape.topk}, num_steps {shape.num_steps}, page size"
+                    f" {self.layout.page_size}: need {columns.width} columns from {columns.start}, have {have}; the"
+                    " layout sizes it by another formula than fills it"
+                )
         rows = self.buffers.rows[: columns.rows]
         return TailAttention(self.backend, layers, tails, plans, columns, rows, self.layout.dummy_row)
 

@@ -59,7 +59,7 @@ def draft_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
         for g in runner.draft_groups:
             metadata = runner.metadata(phase, g, prefix, level.positions, tail_positions, mask)
             plans[g.name] = runner.plan(metadata, begun)
-        return runner.tail_attention(phase, runner.draft_layers, buffers.draft_tails, plans, columns)
+        return runner.tail_attention(phase, runner.draft_layers, buffers.draft_tails, plans, columns, shape)
 
     ops.select(grow_tree(runner.drafter, roots, ops, attend), tree, places)
 
@@ -83,7 +83,7 @@ def verify_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     for g in runner.target_groups:
         plans[g.name] = runner.plan(runner.metadata(phase, g, prefix, places.nodes, places.nodes, tree.mask))
     columns = TailColumns(key.bucket, 0, shape.num_draft_tokens, shape.num_draft_tokens)
-    attend = runner.tail_attention(phase, runner.target_layers, buffers.verify_tails, plans, columns)
+    attend = runner.tail_attention(phase, runner.target_layers, buffers.verify_tails, plans, columns, shape)
     output = runner.target.forward(tokens, places.nodes, attend)
     logits = logits_for(runner.target, output.hidden, key.choice)
     chosen = choose(ops, logits, runner.state.sampler, rows, places.nodes, tree, key.choice)
@@ -115,7 +115,7 @@ def extend_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     for g in runner.draft_groups:
         plans[g.name] = runner.plan(runner.metadata(phase, g, prefix, places.path, places.path, causal))
     columns = TailColumns(key.bucket, 0, width, width)
-    attend = runner.tail_attention(phase, runner.draft_layers, buffers.extend_tails, plans, columns)
+    attend = runner.tail_attention(phase, runner.draft_layers, buffers.extend_tails, plans, columns, shape)
     aux_hidden = buffers.aux_hidden_of(key.bucket, shape)
     runner.probes.nan(aux_hidden, "features", phase, rows)
     text, paths = runner.state.text, _paths(runner, key, None)

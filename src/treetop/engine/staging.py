@@ -6,7 +6,7 @@ same slot. `max_steps` are out at most, so a slot that comes round again has lon
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 
 import torch
 from torch import Tensor
@@ -18,6 +18,11 @@ from treetop.types.errors import CapacityError, CheckError, InvariantError
 from treetop.types.layout import Layout
 from treetop.types.sampling import MOST_LOGPROBS, TokenLogprobs
 from treetop.types.tree import PathLogprobs
+
+_ALIGNED = 2
+"""Columns begin at multiples of so many integers, 16 bytes: kernels tell such addresses from others, and a kernel that
+no step before needed would be compiled between two rounds.
+"""
 
 
 @dataclass(slots=True)
@@ -98,6 +103,8 @@ class StagingBuffers:
         # For an import the checksums of each piece, known, row.
         numbers = 3 * b + 3 * layout.max_edits + SETUP_COLUMNS * b + prefix_tokens
         numbers += max(2 * layout.chunk, pieces * (checksums + 2))
+        most_columns = 1 + 3 * len(layout.groups) + SETUP_COLUMNS + 4 + b  # with the text of every row
+        numbers += most_columns * (_ALIGNED - 1)
         self._inputs = zeros((numbers,), torch.int64)
         a_token = 1 + 1 + 2 * MOST_LOGPROBS  # its id, log-probabilities, ids of the best
         results = max(b * (layout.commit_width * a_token + 2), pieces * (checksums + 2))
@@ -122,18 +129,21 @@ class StagingBuffers:
     def send(self, slot: Slot, **parts: Sequence[Sequence[int]]) -> dict[str, list[Tensor]]:
         """Parts of columns of integers on the device, int64, in one copy. They hold until the next step's are sent.
 
-        Returns the columns of each part under its name.
+        Returns the columns of each part under its name, each aligned to 16 bytes.
         """
         columns = [column for part in parts.values() for column in part]
-        need = sum(len(column) for column in columns)
+        padding = [-len(column) % _ALIGNED for column in columns]
+        need = sum(map(len, columns)) + sum(padding)
         if need > len(self._inputs):
             raise CapacityError(
                 f"inputs of a step: need {need} integers, have {len(self._inputs)}, for max_requests, chunk and"
                 " max_edits; raise --max-running-requests or --chunked-prefill-size"
             )
-        slot.inputs[:need] = torch.tensor(list(chain.from_iterable(columns)), dtype=torch.int64)
+        padded = (chain(column, repeat(0, more)) for column, more in zip(columns, padding, strict=True))
+        slot.inputs[:need] = torch.tensor(list(chain.from_iterable(padded)), dtype=torch.int64)
         self._inputs[:need].copy_(slot.inputs[:need], non_blocking=True)
-        sent = iter(self._inputs[:need].split([len(column) for column in columns]))
+        widths = [width for column, more in zip(columns, padding, strict=True) for width in (len(column), more)]
+        sent = islice(self._inputs[:need].split(widths), 0, None, 2)
         return {name: [*islice(sent, len(part))] for name, part in parts.items()}
 
     def post(self, slot: Slot, results: Results, record: Tensor) -> InFlightResults:

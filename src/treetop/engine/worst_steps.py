@@ -33,9 +33,7 @@ def worst_prefill(layout: Layout) -> tuple[int, int]:
 
     A chunk holds its padding too.
     """
-    longest = max(layout.max_context - 1, 1)
-    shapes = [(bucket, min(layout.chunk // bucket, longest)) for bucket in layout.buckets]
-    return max(shapes, key=lambda shape: (shape[0] * shape[1], shape[0]))
+    return max(layout.prefill_widths.items(), key=lambda shape: (shape[0] * shape[1], shape[0]))
 
 
 def _peak(run: Run) -> int:

@@ -191,6 +191,14 @@ class Layout:
         powers = [2**i for i in range(self.max_requests.bit_length()) if 2**i < self.max_requests]
         return (*powers, self.max_requests)
 
+    @property
+    def prefill_widths(self) -> dict[int, int]:
+        """Rows of a prefill step -> most tokens of each. A step has at most `chunk` tokens, padding counted, and so no
+        more rows.
+        """
+        longest = max(self.max_context - 1, 1)
+        return {rows: min(self.chunk // rows, longest) for rows in self.buckets if rows <= self.chunk}
+
     def bucket_for(self, live: int) -> int:
         """Smallest bucket that holds `live` rows."""
         self.require("max_requests", live)
