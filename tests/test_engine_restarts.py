@@ -3,7 +3,9 @@
 import asyncio
 import os
 import signal
+import time
 from asyncio.subprocess import DEVNULL
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from unittest.mock import AsyncMock, Mock
 
@@ -13,7 +15,7 @@ from serving import child_of, command_of, mock, replayed, serving
 from test_serve_chaos import NAME, PAIR, nothing_is_left, of_the_mock, of_the_pair, storm
 from treetop import LLM, AsyncLLM, SamplingParams
 from treetop.core import supervisor
-from treetop.core.supervisor import EngineSupervisor, supervised_engine
+from treetop.core.supervisor import EngineSupervisor, Watchdog, supervised_engine
 from treetop.core.wire import MockOptions, ProcessOptions
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
@@ -67,6 +69,60 @@ def test_health_while_an_engine_is_started_again_and_after_the_last_restart():
         os.kill(server.engine(), signal.SIGKILL)
         assert "exit code -9" in server.post("/v1/completions", body).json()["error"]["message"]
         assert server.process.wait(WAIT_S) == 1
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_an_engine_that_hangs_is_told_of_and_goes_on(workers):
+    """One step that takes long: health is 503 with the reason until it has ended, and no answer is another."""
+    with mock(4000, "1", "--watchdog-timeout", "2", "--api-workers", workers) as server:
+        body = {"model": NAME, "prompt": "a", "max_tokens": 2}
+        with ThreadPoolExecutor() as pool:
+            answer = pool.submit(server.post, "/v1/completions", body)
+            until(lambda: server.get("/health").status_code == 503)
+            assert "has not ended a step or a command in 2 s" in server.get("/health").json()["error"]["message"]
+            assert server.get("/health/live").status_code == 200
+            until(lambda: server.metric("treetop:engine_stalled") == 1)
+            assert answer.result().json()["choices"][0]["text"] == replayed(1, 2)
+        until(lambda: server.get("/health").status_code == 200)
+        until(lambda: server.metric("treetop:engine_stalled") == 0)
+        assert server.metric("treetop:num_engine_restarts") == 0
+        until(lambda: any("has not ended a step" in line for line in server.said))
+        until(lambda: any("the engine goes on" in line for line in server.said))
+
+
+def test_an_engine_that_hangs_is_started_again_where_that_is_asked_for():
+    """It is stopped, with streams open: they go on with the next as if it had died."""
+    with mock(20, "1", "--watchdog-timeout", "2", "--watchdog-restart", "--api-workers", "2") as server:
+        stuck = server.engine()
+
+        def stop():
+            os.kill(stuck, signal.SIGSTOP)
+
+        outcomes = asyncio.run(storm(server, of_the_mock(), 6, 3, ("whole", "stream"), stop))
+        assert outcomes == {"result": 18}
+        until(lambda: not command_of(stuck), "the engine that hangs is left")
+        assert server.metric("treetop:num_engine_restarts") == 1
+        assert any("it is started again" in line for line in server.said)
+
+
+def test_time_in_which_the_client_stood_still_is_not_the_engines(tmp_path):
+    """The event loop is blocked for longer than the watchdog allows, while words of the engine wait."""
+    mock_of = MockOptions((1, 2), 0.01, 1, 1)
+
+    async def run():
+        watchdog = Watchdog(timeout_s=2.0)
+        engines = EngineSupervisor(ProcessOptions("", EngineConfig(), mock_of), tmp_path, 0, watchdog)
+        await engines.start()
+        try:
+            time.sleep(4.0)  # that is it
+            for _ in range(8):
+                assert not engines.core.is_stalled
+                await asyncio.sleep(0.1)
+        finally:
+            engines.core.close()
+            await engines.close()
+
+    asyncio.run(asyncio.wait_for(run(), WAIT_S))
 
 
 @pytest.mark.parametrize(

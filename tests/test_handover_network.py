@@ -1,7 +1,10 @@
 """Sessions over sockets, and the folder in which prefill workers say where they are."""
 
 import os
+import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -89,6 +92,43 @@ def test_a_session_begins_with_a_word_ends_with_its_worker_and_begins_anew(ends:
     assert again.peer != up.peer
     ends.caller.hang_up(again.peer, time.monotonic())
     ends.until(_kind(Up))
+
+
+_LISTENS = """
+import time, zmq
+from treetop.transfer.network import Common, Reception
+from treetop.types.handover import Schema
+
+schema = Schema(1, "target", "draft", "float64", (), (), (4, 5, 16), 1000, 4096)
+reception = Reception(zmq.Context(), Common(b"secret", schema, b"of p"), "tcp://127.0.0.1:*", 60.0)
+print(reception.port, flush=True)
+busy_s = 0.0
+while True:
+    for event in reception.poll(time.monotonic()):
+        busy_s = 2.5  # as in a long step: no word is answered
+    time.sleep(busy_s or 0.005)
+    busy_s = 0.0
+"""
+
+
+def test_a_prefill_worker_that_is_stopped_is_given_up_long_before_its_lease_and_a_busy_one_is_not(ends: Ends) -> None:
+    """Heartbeats are zmq's own: a worker whose loop is away answers them, one that has been stopped does not."""
+    command = [sys.executable, "-P", "-c", _LISTENS]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as worker:
+        try:
+            assert worker.stdout is not None
+            ends.caller.look_for([zmq_address("127.0.0.1", int(worker.stdout.readline()))])
+            up = ends.until(_kind(Up))
+            assert isinstance(up, Up)
+            ends.caller.send(up.peer, Renew(()))
+            away_s = time.monotonic() + 2.2
+            while time.monotonic() < away_s:
+                assert not [*ends.caller.poll(time.monotonic())]
+                time.sleep(0.02)
+            worker.send_signal(signal.SIGSTOP)
+            assert isinstance(ends.until(_kind(Down)), Down)
+        finally:
+            worker.kill()
 
 
 def test_a_silent_decode_worker_is_forgotten(ends: Ends) -> None:

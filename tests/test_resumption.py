@@ -150,11 +150,11 @@ def test_engines_that_die_at_any_step_lose_no_token_and_repeat_none():
                 engine = PositionEngine()
                 await again(engine)
                 await asyncio.wait_for(core.settled.wait(), WAIT_S)  # with trials over, nobody is blamed
-                assert not core.restarting
+                assert core.pause is None
                 engine.steps = rng.randint(0, 12)
                 come(2, at_least=60)  # rounds of up to four tokens: it dies before they end
                 await asyncio.wait_for(core.gone.wait(), WAIT_S)
-                assert core.restarting
+                assert core.pause is not None
                 come(2)
             await again(PositionEngine())
             for request, each in zip(asked, heard, strict=True):

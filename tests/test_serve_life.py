@@ -244,7 +244,7 @@ def test_memory_so_small_that_requests_are_put_back_changes_no_text():
 
 def test_several_api_processes_share_socket_and_engine():
     """Each answers, and /metrics of either counts what both served."""
-    with mock(1, "4", "--api-workers", "2") as server:
+    with mock(1, "4", "--api-workers", "2", "--api-restarts", "0") as server:
         assert sum("api.worker" in command_of(pid) for pid in server.children()) == 2
         for _ in range(12):
             assert server.client().completions.create(model=NAME, prompt="a", max_tokens=9).choices[0].text
@@ -260,7 +260,7 @@ def api_workers(server: Server) -> list[int]:
     return [pid for pid in server.children() if "api.worker" in command_of(pid)]
 
 
-def test_an_api_process_that_is_killed_cuts_its_own_streams_and_no_others():
+def test_an_api_process_that_is_killed_is_started_again_and_cuts_no_streams_but_its_own():
     """Its requests end in the engine and in the queue's length at once; what others stream is whole, and exit code 0.
 
     While one process is stopped the other takes all that comes, so three streams are known to be with each.
@@ -286,15 +286,38 @@ def test_an_api_process_that_is_killed_cuts_its_own_streams_and_no_others():
                 os.kill(away, signal.SIGCONT)
         os.kill(workers[0], signal.SIGKILL)
         until(lambda: len(cut) == 3)
+        until(lambda: len(again := api_workers(server)) == 2 and workers[0] not in again)
         until(lambda: server.metric("treetop:num_requests_running") == 3)
         assert texts == []  # the others have not ended: it is not their end that was waited for
-        threads += in_threads(3, ask)
-        until(lambda: server.metric("treetop:num_requests_running") == 6)
+        os.kill(workers[1], signal.SIGSTOP)  # the new one takes these
+        try:
+            threads += in_threads(3, ask)
+            until(lambda: server.metric("treetop:num_requests_running") == 6)
+        finally:
+            os.kill(workers[1], signal.SIGCONT)
         joined(threads)
         assert (texts, len(cut)) == ([replayed(1, 300)] * 6, 3)
         until(lambda: server.metric("treetop:kv_cache_usage_perc") == 0, "pages are leaked")
         assert any("API process" in line and "exit code -9" in line for line in server.said)
+        os.kill(server.engine(), signal.SIGKILL)
+        os.kill(workers[1], signal.SIGSTOP)
+        try:
+            answer = server.post("/v1/completions", body | {"stream": False, "max_tokens": 5})
+        finally:
+            os.kill(workers[1], signal.SIGCONT)
+        assert answer.json()["choices"][0]["text"] == replayed(1, 5), "the new process was given no other engine"
         assert server.end() == 0
+
+
+def test_api_processes_are_started_again_only_so_often():
+    """With none left the server ends with exit code 1, as it did without."""
+    with mock(20, "1", "--api-workers", "2", "--api-restarts", "1") as server:
+        for left in (2, 1, 0):
+            killed = api_workers(server)[0]
+            os.kill(killed, signal.SIGKILL)
+            until(lambda left=left, killed=killed: left == len(now := api_workers(server)) and killed not in now)
+        assert server.process.wait(WAIT_S) == 1
+        assert sum("it is started again" in line for line in server.said) == 1
 
 
 def test_the_socket_lies_where_nobody_else_can_go():

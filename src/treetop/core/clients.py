@@ -15,9 +15,13 @@ Sink = Callable[[RequestUpdate], None]
 
 
 class AsyncCore(Protocol):
-    """A core, wherever it runs. load: the last word about it. failure: why it is dead, None while it lives.
+    """A core, wherever it runs.
 
-    restarting: its engine has died, and another is on its way; num_restarts: so far. Requests go on then as they were.
+    load: the last that it reported.
+    failure: why it is dead, None while it lives.
+    pause: why requests wait at the moment, None if they do not. They go on then as they were.
+    is_stalled: its loop has not gone round for longer than the watchdog allows.
+    num_restarts: engines that took the place of one that had died.
     """
 
     @property
@@ -30,7 +34,10 @@ class AsyncCore(Protocol):
     def failure(self) -> EngineError | None: ...
 
     @property
-    def restarting(self) -> bool: ...
+    def pause(self) -> str | None: ...
+
+    @property
+    def is_stalled(self) -> bool: ...
 
     @property
     def num_restarts(self) -> int: ...
@@ -84,7 +91,7 @@ class Sinks:
 class LocalCore:
     """A core on a thread of this process, for one event loop at a time. close_engine: what to call at the end."""
 
-    restarting, num_restarts = False, 0
+    pause, is_stalled, num_restarts = None, False, 0
 
     def __init__(self, thread: CoreThread, info: CoreInfo, close_engine: Callable[[], object] = lambda: None) -> None:
         self._thread, self.info, self._sinks, self._close_engine = thread, info, Sinks(), close_engine

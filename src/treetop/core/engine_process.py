@@ -46,6 +46,8 @@ if TYPE_CHECKING:  # loads PyTorch, which takes seconds
 
 _LOAD_S = 0.25
 """Seconds between two words about the load, at least."""
+HEARTBEAT_S = 1.0
+"""Seconds after which the load is told though it is what it was: so clients hear that the loop goes round."""
 _LINGER_MS = 2000
 """For the last words."""
 
@@ -67,7 +69,7 @@ class CoreServer:
         self._clients: dict[bytes, Callable[[list[RequestUpdate]], None]] = {}
         self._identities: dict[int, bytes] = {}  # of clients, by number
         self._left: set[int] = set()
-        self._told, self._told_s = CoreLoad(), 0.0
+        self._told, self._told_s, self._sent_s = CoreLoad(), 0.0, 0.0
 
     def run(self) -> str:
         """Serve until the engine fails. Returns why it did."""
@@ -143,8 +145,8 @@ class CoreServer:
         if now - self._told_s < _LOAD_S:
             return
         self._told_s, load = now, self._loop.load
-        if load != self._told:
-            self._told = load
+        if load != self._told or now - self._sent_s >= HEARTBEAT_S:
+            self._told, self._sent_s = load, now
             self._broadcast(Load(load))
 
     def _broadcast(self, message: Load | Failed) -> None:

@@ -38,6 +38,9 @@ log = logging.getLogger("treetop.core")
 
 _TICK_S = 0.1
 """How often requests that wait for an engine are looked at."""
+WATCHDOG_S = 300.0
+_LOOKS = 8
+"""How often the watchdog looks in the time that it allows; at most once a second."""
 
 AsyncSocket = zmq.asyncio.Socket
 
@@ -47,29 +50,45 @@ class RemoteCore:
 
     `connect` to an engine, `lost` when it has ended, `fail` when none comes after it: whoever watches the process calls
     these. num_restarts: engines after the first. settled: this one has all that is alive. gone: it has ended, which it
-    may have said itself. failed: for good. why: it has gone, None while there is one, or one is awaited.
+    may have said itself. stalled: nothing has been heard of it for as long as the watchdog allows. failed: for good.
+    why: it has gone, None while there is one, or one is awaited.
     """
 
     info: CoreInfo
 
-    def __init__(self, number: int = 0) -> None:
-        """number: of this client among all that an engine will have."""
+    def __init__(self, number: int = 0, watchdog_s: float = WATCHDOG_S) -> None:
+        """number: of this client among all that an engine will have. watchdog_s: silence after which it is stalled."""
         self._context = zmq.asyncio.Context()
         self._socket: AsyncSocket | None = None
         self._address: str | None = None
         self._reader: asyncio.Task[None] | None = None
         self._tender: asyncio.Task[None] | None = None
+        self._watchdog: asyncio.Task[None] | None = None
+        self._watchdog_s, self._silent_s = watchdog_s, 0.0
         self._number, self._ledger, self._ids = number, Ledger(), count(number * ID_RANGE)
         self.why: str | None = None
         self.load = CoreLoad()
         self.failure: EngineError | None = None
         self.num_restarts = -1
         self.settled, self.gone, self.failed = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.stalled = asyncio.Event()
 
     @property
-    def restarting(self) -> bool:
-        """Whether an engine is being started again, or given what it is to go on with."""
-        return self.num_restarts >= 0 and not self.settled.is_set() and self.failure is None
+    def pause(self) -> str | None:
+        """An engine is being started again, or given what it is to go on with; or there is one and it hangs."""
+        if self.is_stalled:
+            return self.stall_reason
+        if self.num_restarts >= 0 and not self.settled.is_set() and self.failure is None:
+            return "the engine has died and is started again; requests wait for it"
+        return None
+
+    @property
+    def is_stalled(self) -> bool:
+        return self.stalled.is_set()
+
+    @property
+    def stall_reason(self) -> str:
+        return f"the engine has not ended a step or a command in {self._watchdog_s:g} s (--watchdog-timeout)"
 
     async def connect(self, address: str) -> None:
         """Wait until the engine there is up, and give it what has not ended.
@@ -94,6 +113,7 @@ class RemoteCore:
         self.num_restarts += 1
         self._ledger.opened(answer.info.max_requests)
         self._reader = asyncio.create_task(self._read(socket))
+        self._watchdog = asyncio.create_task(self._watch())
         self._give()
 
     async def resume(self, address: str) -> None:
@@ -150,8 +170,9 @@ class RemoteCore:
 
     def close(self) -> None:
         self._leave()
-        if self._tender is not None:
-            self._tender.cancel()
+        for task in (self._tender, self._watchdog):
+            if task is not None:
+                task.cancel()
         self._context.destroy(linger=0)
 
     def _give(self) -> None:
@@ -169,10 +190,28 @@ class RemoteCore:
             self._give()
             await asyncio.sleep(_TICK_S)
 
+    async def _watch(self) -> None:
+        """Count seconds without a word. Time in which this loop itself stood still counts as one look."""
+        look_s, self._silent_s = min(self._watchdog_s / _LOOKS, 1.0), 0.0
+        while self._socket is not None:
+            await asyncio.sleep(look_s)
+            self._silent_s += look_s
+            if self._silent_s >= self._watchdog_s and not self.is_stalled:
+                self.stalled.set()
+                log.error("%s", self.stall_reason)
+
+    def _heard(self) -> None:
+        self._silent_s = 0.0
+        if self.is_stalled:
+            self.stalled.clear()
+            log.warning("the engine goes on")
+
     async def _read(self, socket: AsyncSocket) -> None:
         while socket is self._socket:
             try:
-                self._take(decode_from_core(await socket.recv()))
+                message = decode_from_core(await socket.recv())
+                self._heard()
+                self._take(message)
                 await asyncio.sleep(0)  # what waits is received without a pause, and streams must be written, too
             except Exception as error:  # whatever it was, nobody may wait for ever
                 log.exception("an update could not be read or delivered")
@@ -195,8 +234,11 @@ class RemoteCore:
     def _leave(self) -> None:
         """Hear nothing more of the engine that there was."""
         socket, self._socket = self._socket, None
+        self.stalled.clear()
         if socket is None:
             return
+        if self._watchdog is not None:
+            self._watchdog.cancel()
         if self._reader is not None and self._reader is not asyncio.current_task():
             self._reader.cancel()
         socket.close()

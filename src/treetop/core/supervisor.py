@@ -14,11 +14,11 @@ from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from treetop.core.remote import RemoteCore
+from treetop.core.remote import WATCHDOG_S, RemoteCore
 from treetop.core.wire import ProcessOptions
 from treetop.transfer.registry import withdraw
 from treetop.types.config import EngineConfig
@@ -36,6 +36,31 @@ _LONGEST_PATH = 90
 log = logging.getLogger("treetop.core")
 
 
+class Watchdog(NamedTuple):
+    """timeout_s: silence after which an engine counts as stalled. restart: whether another then takes its place."""
+
+    timeout_s: float = WATCHDOG_S
+    restart: bool = False
+
+
+WATCHDOG = Watchdog()
+
+
+class RestartLimit:
+    """How often something that died may be started again: so many times within `WINDOW_S`."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._taken_s = limit, deque[float](maxlen=limit)
+
+    def take(self) -> bool:
+        """Whether it may be once more; if so, that counts."""
+        now = time.monotonic()
+        if self._limit == 0 or (len(self._taken_s) == self._limit and now - self._taken_s[0] < WINDOW_S):
+            return False
+        self._taken_s.append(now)
+        return True
+
+
 class FrontEnd(Protocol):
     """Whoever has requests with the engine. `RemoteCore` says what the words mean."""
 
@@ -51,7 +76,7 @@ class FrontEnd(Protocol):
 class EngineSupervisor:
     """Keeps an engine process running. core: its client in this process, which can be used once `start` is over."""
 
-    def __init__(self, process: ProcessOptions, folder: Path, restarts: int) -> None:
+    def __init__(self, process: ProcessOptions, folder: Path, restarts: int, watchdog: Watchdog = WATCHDOG) -> None:
         """process: what each engine is told, but for its address. folder: of this user alone. restarts: how often
         within an hour an engine that has died is started again.
 
@@ -59,11 +84,12 @@ class EngineSupervisor:
         """
         if len(str(folder)) > _LONGEST_PATH:
             raise ConfigError(f"the path of temporary files is too long for a socket: {folder}; set TMPDIR")
-        self._options, self._folder, self._restarts = process, folder, restarts
-        self._began_s: deque[float] = deque(maxlen=restarts)
+        self._options, self._folder, self._watchdog = process, folder, watchdog
+        self._restarts = RestartLimit(restarts)
+        self._others: list[FrontEnd] = []
         self._num_started = 0
         self._process: Process | None = None
-        self.core = RemoteCore()
+        self.core = RemoteCore(watchdog_s=watchdog.timeout_s)
 
     @property
     def address(self) -> str:
@@ -85,28 +111,39 @@ class EngineSupervisor:
         """Wait until the engine is up. Raises UserError and EngineError for what it says."""
         await self._while_it_lives(self.core.connect(self.address), " before it was up")
 
-    async def watch(self, others: Sequence[FrontEnd] = (), up: "asyncio.Future[None] | None" = None) -> str:
+    def join(self, front: FrontEnd) -> None:
+        """Another front end, beside `core`. It is told of each engine from the next one on."""
+        self._others.append(front)
+
+    def leave(self, front: FrontEnd) -> None:
+        """It has ended, and is told nothing more."""
+        self._others.remove(front)
+
+    @property
+    def _fronts(self) -> list[FrontEnd]:
+        return [self.core, *self._others]
+
+    async def watch(self, up: "asyncio.Future[None] | None" = None) -> str:
         """Until the engine is dead for good, which all are told. Returns why.
 
-        others: beside `core`. up: is set once all have met the first engine.
+        up: is set once all have met the first engine.
         """
-        fronts = [self.core, *others]
         try:
-            reason = await self._keep(fronts, up)
+            reason = await self._keep(up)
         except Exception as error:  # a bug: nobody may wait for ever
             log.exception("the engine is not watched any more")
             reason = f"the engine is not watched any more: {type(error).__name__}"
-        for front in fronts:
+        for front in self._fronts:
             front.fail(reason)
         return reason
 
-    async def _keep(self, fronts: Sequence[FrontEnd], up: "asyncio.Future[None] | None") -> str:
+    async def _keep(self, up: "asyncio.Future[None] | None") -> str:
         lost_s: float | None = None
         while True:
             try:
                 if lost_s is not None:
                     await self.start()
-                await self._while_it_lives(_resume(fronts, self.address))
+                await self._while_it_lives(_resume(self._fronts, self.address))
                 if lost_s is not None:
                     log.warning("the engine is up again, after %.1f s", time.monotonic() - lost_s)
                 if up is not None and not up.done():
@@ -118,30 +155,28 @@ class EngineSupervisor:
                 reason = str(error)
             lost_s = time.monotonic()
             await self.close()  # nothing of it is left
-            for front in fronts:
+            for front in self._fronts:
                 front.lost(reason)
-            if not self._may_restart():
+            if not self._restarts.take():
                 return reason
             log.warning("%s; it is started again, and requests go on", reason)
 
-    def _may_restart(self) -> bool:
-        now = time.monotonic()
-        if self._restarts == 0 or (len(self._began_s) == self._restarts and now - self._began_s[0] < WINDOW_S):
-            return False
-        self._began_s.append(now)
-        return True
-
     async def _ended(self) -> str:
-        """Wait until the engine has died, or has said that it does and had time to. Returns why."""
+        """Wait until the engine has died, has said that it does and had time to, or is stalled. Returns why."""
         process = self._running
         ended, gone = asyncio.ensure_future(process.wait()), asyncio.ensure_future(self.core.gone.wait())
+        ends = {ended, gone}
+        if self._watchdog.restart:
+            ends.add(stalled := asyncio.ensure_future(self.core.stalled.wait()))
         try:
-            await asyncio.wait({ended, gone}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if self._watchdog.restart and stalled.done():
+                return self.core.stall_reason
             await asyncio.wait({ended}, timeout=END_S)
             await asyncio.wait({gone}, timeout=0 if gone.done() else _LAST_WORDS_S)  # they may still be on their way
         finally:
-            ended.cancel()
-            gone.cancel()
+            for each in ends:
+                each.cancel()
         return self.core.why or f"the engine process has ended with exit code {process.returncode}"
 
     async def _while_it_lives(self, work: Coroutine[Any, Any, None], when: str = "") -> None:

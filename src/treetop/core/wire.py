@@ -55,7 +55,7 @@ class Updates(msgspec.Struct, frozen=True, tag=True):
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
-    """The engine's load has changed; told now and then."""
+    """The engine's load. Told when it has changed, and once a second: it is the heartbeat of the loop, too."""
 
     load: CoreLoad
 

@@ -21,7 +21,7 @@ KEY_VARIABLE = "TREETOP_API_KEY"
 _SWITCHES = ("--overlap", "--compress-weights", "--enable-prefix-caching")
 """Flags that are switched off by `--no-`."""
 _FLAGS = (
-    *("--verbose", "--enforce-eager", "--disable-cuda-graph", "--disable-overlap-schedule"),
+    *("--watchdog-restart", "--verbose", "--enforce-eager", "--disable-cuda-graph", "--disable-overlap-schedule"),
     *("--no-enable-prefix-caching", *(flag(each.name) for each in fields(EngineConfig) if each.default is False)),
 )
 """Flags without a value, which are off unless they are given."""
@@ -51,6 +51,10 @@ _HELP = {
     "request_timeout": "seconds that a request may take; it then ends with an error (default: all it needs)",
     "log_interval": "seconds between two log lines; 0 for none (default %(default)s)",
     "engine_restarts": "how often within an hour a dead engine is started again; requests go on (default %(default)s)",
+    "api_restarts": "how often within an hour a dead API process of several is started again (default %(default)s)",
+    "watchdog_timeout": "seconds that one step or command of the engine may take before /health is 503"
+    " (default %(default)s)",
+    "watchdog_restart": "start an engine again that takes longer than --watchdog-timeout; requests go on",
 }
 
 
@@ -73,6 +77,8 @@ def add_serve_flags(parser: argparse.ArgumentParser, aliases: argparse._Argument
             repeats = "extend" if field.name == "served_model_name" else "append"
             options |= {"action": repeats, "default": None, "metavar": "TEXT"}
             options |= {"nargs": "+"} if repeats == "extend" else {}
+        elif isinstance(default, bool):
+            options |= {"action": "store_true"}
         else:
             options |= {"type": float if default is None and field.name != "chat_template" else type(default)}
             options |= {"type": str, "metavar": "FILE"} if field.name == "chat_template" else {"metavar": None}

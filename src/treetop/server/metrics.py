@@ -20,9 +20,8 @@ from treetop.types.requests import CoreInfo, CoreLoad, RequestUpdate
 log = logging.getLogger("treetop.server")
 
 OWN, ALIAS = "treetop:", "vllm:"
-NOT_ALIASED = tuple(
-    OWN + name for name in ("requests_refused", "requests_timed_out", "num_retractions", "num_engine_restarts")
-)
+_OURS = ("requests_refused", "requests_timed_out", "num_retractions", "num_engine_restarts", "engine_stalled")
+NOT_ALIASED = tuple(OWN + name for name in _OURS)
 _HANDOVER = {
     "num_peers": "Workers at the other end",
     "num_open": "Requests on their way",
@@ -72,6 +71,7 @@ class Metrics:
         self._kv_usage = gauge("kv_cache_usage_perc", "Share of the fullest pool's pages that requests hold, 0 to 1")
         self._retractions = gauge("num_retractions", "Requests put back for want of pages, since the start")
         self._restarts = gauge("num_engine_restarts", "Engines that took the place of one that had died")
+        self._stalled = gauge("engine_stalled", "1 while the engine is silent for longer than --watchdog-timeout")
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that were queued")
         self._tokens = counter("generation_tokens", "Tokens that clients received")
         self._refused = counter("requests_refused", "Requests refused because the queue was full")
@@ -158,9 +158,10 @@ class Metrics:
             self._accepted.inc(deeper)
             counter.inc(deeper)
 
-    def take(self, load: CoreLoad, num_restarts: int) -> None:
-        """What the engine last said of itself, and which one in a row it is."""
+    def take(self, load: CoreLoad, num_restarts: int, is_stalled: bool = False) -> None:
+        """What the engine last said of itself, which one in a row it is, and whether it says nothing any more."""
         self._restarts.set(num_restarts)
+        self._stalled.set(is_stalled)
         self._running.set(load.num_running)
         self._waiting.set(load.num_waiting)
         self._kv_usage.set(load.kv_usage)

@@ -35,7 +35,9 @@ class ServeOptions:
     for a row; more are refused with 429. max_body_bytes: of a request. drain_timeout: seconds that requests may still
     take after SIGTERM, None for all they need. request_timeout: seconds that a request may take, None for all it
     needs; one may ask for less. log_interval: seconds between two log lines, 0 for none. engine_restarts: how often
-    within an hour an engine that has died is started again; 0 ends the server with it.
+    within an hour an engine that has died is started again; 0 ends the server with it. api_restarts: likewise of API
+    processes, where there are several. watchdog_timeout: seconds that one step or command of the engine may take before
+    health says so. watchdog_restart: the engine is then started again.
     """
 
     host: str = "127.0.0.1"
@@ -51,6 +53,9 @@ class ServeOptions:
     request_timeout: float | None = None
     log_interval: float = 10.0
     engine_restarts: int = 3
+    api_restarts: int = 10
+    watchdog_timeout: float = 300.0
+    watchdog_restart: bool = False
 
     def __post_init__(self) -> None:
         rules = [
@@ -73,6 +78,18 @@ class ServeOptions:
             (
                 not 0 <= self.engine_restarts <= 1000,
                 f"--engine-restarts must lie between 0 and 1000, got {self.engine_restarts}",
+            ),
+            (
+                not 0 <= self.api_restarts <= 1000,
+                f"--api-restarts must lie between 0 and 1000, got {self.api_restarts}",
+            ),
+            (
+                not 2 <= self.watchdog_timeout <= 10**6,
+                f"--watchdog-timeout must be a number of seconds from 2 to 10^6, got {self.watchdog_timeout}",
+            ),
+            (
+                self.watchdog_restart and not self.engine_restarts,
+                "--watchdog-restart: with --engine-restarts 0 no engine is started again",
             ),
             (any(not key for key in self.api_key), "--api-key must not be empty"),
             (any(not name for name in self.served_model_name), "--served-model-name must not be empty"),

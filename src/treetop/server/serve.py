@@ -2,7 +2,8 @@
 
 client --HTTP--> API (this process; or --api-workers N, which share the socket) --zmq, private path--> engine process
 
-An API process dies: its streams are cut, the others go on (with none left, everything ends with exit code 1).
+An API process dies: its streams are cut, the others go on, and another takes its place (with none left, everything ends
+with exit code 1).
 The engine dies: another takes its place, and requests go on (`core/supervisor.py`). When it may not be started again,
 requests in flight end with an error, new ones get 503, and everything ends with exit code 1. This process dies: the
 others see the end of their stdin, and end.
@@ -18,13 +19,14 @@ import tempfile
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from treetop.core.remote import RemoteCore
-from treetop.core.supervisor import EngineSupervisor, end, spawn
+from treetop.core.supervisor import EngineSupervisor, RestartLimit, Watchdog, end, spawn
 from treetop.core.wire import EngineDead, EngineLost, EngineNews, EngineUp, ProcessOptions
 from treetop.server.alive import Alive
 from treetop.server.api.front import check_files
@@ -60,10 +62,11 @@ def _bind(options: ServeOptions) -> socket.socket:
 
 async def _run(folder: Path, process: ProcessOptions, options: ServeOptions, listening: socket.socket) -> int:
     stopped: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    workers: list[Process] = []
+    workers: list[Process] = []  # none until they serve
     _on_signals(stopped, workers)
     async with AsyncExitStack() as stack:
-        engines = EngineSupervisor(process, folder, options.engine_restarts)
+        watchdog = Watchdog(options.watchdog_timeout, options.watchdog_restart)
+        engines = EngineSupervisor(process, folder, options.engine_restarts, watchdog)
         stack.push_async_callback(engines.close)
         stack.callback(engines.core.close)
         started = asyncio.ensure_future(start(engines, process.config.model, options))
@@ -79,7 +82,7 @@ async def _run(folder: Path, process: ProcessOptions, options: ServeOptions, lis
             watch = asyncio.ensure_future(engines.watch())
             stack.callback(watch.cancel)
             return await serve(engines.core, told, listening, lambda: _say(listening, engines.core, told))
-        return await _serve_with_workers(stack, engines, workers, told, (listening, folder), stopped)
+        return await ApiProcesses(engines, told, listening, folder, stack, workers).serve(stopped)
 
 
 async def start(engines: EngineSupervisor, model: str, options: ServeOptions) -> None:
@@ -94,13 +97,13 @@ def _on_signals(stopped: "asyncio.Future[int]", workers: Sequence[Process]) -> N
     def stop(number: signal.Signals) -> None:
         if not stopped.done():
             stopped.set_result(128 + number if number == signal.SIGINT else 0)
-        _terminate(workers)
+        terminate(workers)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop, number)
 
 
-def _terminate(workers: Sequence[Process]) -> None:
+def terminate(workers: Sequence[Process]) -> None:
     for worker in workers:
         if worker.returncode is None:
             worker.terminate()
@@ -109,17 +112,22 @@ def _terminate(workers: Sequence[Process]) -> None:
 class ApiProcess:
     """An API process, which is told of the engine. A `FrontEnd` of the supervisor, also once it has ended.
 
-    number: of its client among all of the engine; the server's own is 0.
+    place: among those that live, and of whoever takes its place. number: of its client among all that the engine has
+    ever had; the server's own is 0.
     """
 
-    def __init__(self, process: Process, number: int) -> None:
-        self.process, self.number = process, number
+    def __init__(self, process: Process, place: int, number: int) -> None:
+        self.process, self.place, self.number = process, place, number
 
     def lost(self, reason: str) -> None:
         self._tell(EngineLost(reason))
 
-    async def resume(self, address: str) -> None:
+    def meet(self, address: str) -> None:
+        """As `resume`, for one that has nothing yet, so that nobody waits for it."""
         self._tell(EngineUp(address))
+
+    async def resume(self, address: str) -> None:
+        self.meet(address)
         assert self.process.stdout is not None
         while line := await self.process.stdout.readline():
             if line.decode().strip() == address:
@@ -134,67 +142,88 @@ class ApiProcess:
             self.process.stdin.write(msgspec.json.encode(news) + b"\n")
 
 
-async def _serve_with_workers(
-    stack: AsyncExitStack,
-    engines: EngineSupervisor,
-    workers: list[Process],
-    told: ApiOptions,
-    of: tuple[socket.socket, Path],
-    stopped: "asyncio.Future[int]",
-) -> int:
-    """Run API processes on the socket until none is left, the engine ends, or a signal comes."""
-    listening, folder = of
-    listening.listen(_BACKLOG)
-    apis = [await _start_api(stack, number, told, listening, folder) for number in range(told.serve.api_workers)]
-    workers += [each.process for each in apis]
-    if stopped.done():
-        _terminate(workers)
-    up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    dead = asyncio.ensure_future(engines.watch(apis, up))
-    stack.callback(dead.cancel)
-    ends: dict[asyncio.Future[Any], ApiProcess] = {asyncio.ensure_future(each.process.wait()): each for each in apis}
-    stops: set[asyncio.Future[Any]] = {dead, stopped}
-    await asyncio.wait({up, *stops, *ends}, return_when=asyncio.FIRST_COMPLETED)
-    served = up.done() and all(each.process.returncode is None for each in apis)
-    if served:
-        _say(listening, engines.core, told)
-    listening.close()  # the workers have it
-    while served and ends and not any(each.done() for each in stops):
-        await asyncio.wait({*stops, *ends}, return_when=asyncio.FIRST_COMPLETED)
+class ApiProcesses:
+    """The API processes, which share a socket. One that dies is started again, as often as the options allow."""
+
+    def __init__(
+        self,
+        engines: EngineSupervisor,
+        told: ApiOptions,
+        listening: socket.socket,
+        folder: Path,
+        stack: AsyncExitStack,
+        processes: list[Process],
+    ) -> None:
+        """stack: ends each process. processes: where each is noted, for signals."""
+        self._engines, self._told, self._listening, self._folder = engines, told, listening, folder
+        self._stack, self._restarts = stack, RestartLimit(told.serve.api_restarts)
+        self._numbers = count(1)
+        self._ends: dict[asyncio.Future[int], ApiProcess] = {}
+        self._processes = processes
+
+    async def serve(self, stopped: "asyncio.Future[int]") -> int:
+        """Until none is left, the engine ends, or a signal comes. Returns the exit code."""
+        self._listening.listen(_BACKLOG)
+        for place in range(self._told.serve.api_workers):
+            await self._start(place)
+        if stopped.done():
+            terminate(self._processes)
+        up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        dead = asyncio.ensure_future(self._engines.watch(up))
+        self._stack.callback(dead.cancel)
+        stops: set[asyncio.Future[Any]] = {dead, stopped}
+        await asyncio.wait({up, *stops, *self._ends}, return_when=asyncio.FIRST_COMPLETED)
+        served = up.done() and not any(each.done() for each in self._ends)
+        if served:
+            _say(self._listening, self._engines.core, self._told)
+        while served and self._ends and not any(each.done() for each in stops):
+            await asyncio.wait({*stops, *self._ends}, return_when=asyncio.FIRST_COMPLETED)
+            for gone in [each for each in self._ends if each.done()]:
+                if not any(each.done() for each in stops):
+                    await self._replace(self._ends.pop(gone), stopped)
+        self._listening.close()  # the processes have it
         if not any(each.done() for each in stops):
-            for gone in [each for each in ends if each.done()]:
-                _left(engines.core, ends.pop(gone), told, folder)
-    if not any(each.done() for each in stops):
-        log.error("no API process is left; the server ends" if served else "an API process did not start")
-        _terminate(workers)
-    codes = await asyncio.gather(*ends)
-    return stopped.result() if stopped.done() and {*codes} <= {0, -signal.SIGTERM} else 1
+            log.error("no API process is left; the server ends" if served else "an API process did not start")
+            terminate(self._processes)
+        codes = await asyncio.gather(*self._ends)
+        return stopped.result() if stopped.done() and {*codes} <= {0, -signal.SIGTERM} else 1
 
+    async def _start(self, place: int, late: bool = False) -> None:
+        """place: of its count among all. late: the others serve already."""
+        metrics, number = self._folder / "metrics", next(self._numbers)
+        metrics.mkdir(exist_ok=True)
+        environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
+        arguments = ["treetop.server.api.worker", str(self._listening.fileno())]
+        options = msgspec.structs.replace(
+            self._told, number=place, client=number, alive_file=str(self._folder / "alive")
+        )
+        process = await spawn(arguments, options, stdout=PIPE, pass_fds=(self._listening.fileno(),), env=environment)
+        self._stack.push_async_callback(end, process)
+        self._processes.append(process)
+        api = ApiProcess(process, place, number)
+        self._engines.join(api)
+        if late:
+            api.meet(self._engines.address)
+        self._ends[asyncio.ensure_future(process.wait())] = api
 
-async def _start_api(
-    stack: AsyncExitStack, place: int, told: ApiOptions, listening: socket.socket, folder: Path
-) -> ApiProcess:
-    metrics = folder / "metrics"
-    metrics.mkdir(exist_ok=True)
-    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
-    arguments = ["treetop.server.api.worker", str(listening.fileno())]
-    options = msgspec.structs.replace(told, number=place, alive_file=str(folder / "alive"))
-    process = await spawn(arguments, options, stdout=PIPE, pass_fds=(listening.fileno(),), env=environment)
-    stack.push_async_callback(end, process)
-    return ApiProcess(process, 1 + place)
-
-
-def _left(core: RemoteCore, api: ApiProcess, told: ApiOptions, folder: Path) -> None:
-    """An API process has ended of its own: its requests end in the engine, and count no more."""
-    log.error(
-        "API process %d has ended with exit code %s, and its connections with it",
-        api.process.pid,
-        api.process.returncode,
-    )
-    core.left(api.number)
-    alive = Alive(folder / "alive", api.number - 1, told.serve.api_workers)
-    alive.add(-alive.own)
-    alive.close()
+    async def _replace(self, api: ApiProcess, stopped: "asyncio.Future[int]") -> None:
+        """One has ended of its own: its requests end in the engine and count no more. Another takes its place."""
+        again = self._restarts.take()
+        log.error(
+            "API process %d has ended with exit code %s, and its connections with it%s",
+            api.process.pid,
+            api.process.returncode,
+            "; it is started again" if again else "; it is not started again (--api-restarts)",
+        )
+        self._engines.leave(api)
+        self._engines.core.left(api.number)
+        alive = Alive(self._folder / "alive", api.place, self._told.serve.api_workers)
+        alive.add(-alive.own)
+        alive.close()
+        if again:
+            await self._start(api.place, late=True)
+            if stopped.done():
+                terminate(self._processes[-1:])  # it came after the signal
 
 
 def _say(listening: socket.socket, core: RemoteCore, told: ApiOptions) -> None:

@@ -1,6 +1,8 @@
 """Sessions over zmq sockets, polled: a decode worker's calls, and a prefill worker's listening.
 
-Neither waits, and what arrives never makes one raise. A connection that breaks is seen at once, silence by the desks.
+Neither waits, and what arrives never makes one raise. A connection that breaks is seen at once. A process that is
+stopped, or a host that is gone, is seen by zmq's heartbeats: its threads send and answer them, so an engine that is in
+the middle of a long step answers, too. What else is silent is seen by the desks.
 """
 
 from collections import deque
@@ -23,6 +25,8 @@ _MOST_BYTES = 64 * 2**20
 """Of a message."""
 _PAUSE_S = 1.0
 """Between two calls to a worker that does not answer."""
+HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 500, 1500
+"""Between two heartbeats to a prefill worker, and how long an answer may take before its session is over."""
 
 
 class Common(NamedTuple):
@@ -133,6 +137,7 @@ class Caller:
         socket = self._context.socket(zmq.DEALER)
         socket.linger, socket.sndhwm, socket.maxmsgsize = 0, 0, _MOST_BYTES
         socket.ipv6 = "[" in address
+        socket.heartbeat_ivl, socket.heartbeat_timeout = HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
         monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         greeting = Greeting(*self._common)
         socket.connect(address)

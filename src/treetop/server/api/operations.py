@@ -80,9 +80,9 @@ def _add_state(router: APIRouter, front: Front) -> None:
 
     @router.get("/health", response_model=None)
     async def health() -> Response:
-        """200 as long as there is an engine."""
-        if front.core.restarting:
-            return error_response(503, "the engine has died and is started again; requests wait for it")
+        """200 as long as there is an engine that goes on."""
+        if front.core.pause is not None:
+            return error_response(503, front.core.pause)
         return await live()
 
     @router.get("/health/ready", response_model=None)
@@ -92,7 +92,7 @@ def _add_state(router: APIRouter, front: Front) -> None:
 
     @router.get("/metrics", response_model=None)
     async def metrics() -> Response:
-        front.metrics.take(front.core.load, front.core.num_restarts)
+        front.metrics.take(front.core.load, front.core.num_restarts, front.core.is_stalled)
         content, kind = front.metrics.page()
         return Response(content, media_type=kind)
 

@@ -29,13 +29,14 @@ _STUCK_S = 5.0
 class ApiOptions(msgspec.Struct, frozen=True):
     """What an API process is told. model, seed: of the engine's. number: of this process, None if there is but one.
 
-    alive_file: where several count their requests.
+    client: of this process among all that the engine has ever had. alive_file: where several count their requests.
     """
 
     serve: ServeOptions
     model: str
     seed: int
     number: int | None = None
+    client: int = 0
     alive_file: str | None = None
 
 

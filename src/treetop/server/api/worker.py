@@ -31,7 +31,7 @@ def main() -> int:
 
 
 async def _run(options: ApiOptions, listening: socket.socket, stdin: io.FileIO) -> int:
-    core = RemoteCore(1 + (options.number or 0))  # the parent's is the first
+    core = RemoteCore(options.client, options.serve.watchdog_timeout)
     told = _Told(core)
     threading.Thread(target=_listen, args=(stdin, told, asyncio.get_running_loop()), daemon=True).start()
     try:
@@ -65,9 +65,8 @@ class _Told:
 
     async def _resume(self, address: str) -> None:
         with suppress(TreetopError):  # of an engine that dies at once: the parent says so
-            await self._core.connect(address)
+            await self._core.resume(address)
             self.first.set()
-            await self._core.settled.wait()
             await self.serving.wait()
             print(address, flush=True)
 

@@ -15,6 +15,7 @@ from click import ClickException
 from ray import serve
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
+from treetop.core.supervisor import Watchdog
 from treetop.core.wire import ProcessOptions
 from treetop.server.alive import Alive
 from treetop.server.api.app import make_app
@@ -89,6 +90,7 @@ def build_app(process: ProcessOptions, options: ServeOptions, scale: Scale) -> A
     if process.handover.role == "prefill":
         raise ConfigError("--role prefill: a prefill worker serves no requests, so replicas of it would answer none")
     check_files(config.model, options)
+    watchdog = Watchdog(options.watchdog_timeout, options.watchdog_restart)
     drain_s = _ALL_S if options.drain_timeout is None else options.drain_timeout
     rows = config.max_running_requests or _ROWS
     replica = serve.deployment(Replica).options(
@@ -110,7 +112,7 @@ def build_app(process: ProcessOptions, options: ServeOptions, scale: Scale) -> A
         graceful_shutdown_wait_loop_s=0.5,
         ray_actor_options={"num_cpus": 0},
     )
-    return api.bind(replica.bind(process, options.engine_restarts), options, config.model, config.seed)
+    return api.bind(replica.bind(process, options.engine_restarts, watchdog), options, config.model, config.seed)
 
 
 def _scaling(scale: Scale, rows: int) -> dict[str, Any]:

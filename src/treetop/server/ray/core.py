@@ -31,7 +31,7 @@ class RayCore:
     """
 
     failure: EngineError | None = None
-    restarting, num_restarts = False, 0
+    pause, is_stalled, num_restarts = None, False, 0
 
     def __init__(self, replicas: Any, info: CoreInfo) -> None:
         """replicas: the handle of a deployment of `Replica`. info: of one of them."""

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from treetop.core.supervisor import EngineSupervisor
+from treetop.core.supervisor import WATCHDOG, EngineSupervisor, Watchdog
 from treetop.core.wire import ProcessOptions
 from treetop.server.ray.router import told_of
 from treetop.types.errors import EngineError
@@ -24,10 +24,10 @@ class Replica:
     """
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it
-        self, process: ProcessOptions, engine_restarts: int
+        self, process: ProcessOptions, engine_restarts: int, watchdog: Watchdog = WATCHDOG
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="treetop-")  # mode 0700: nobody else reaches the engine
-        self._engines = EngineSupervisor(process, Path(self._folder.name), engine_restarts)
+        self._engines = EngineSupervisor(process, Path(self._folder.name), engine_restarts, watchdog)
         await self._engines.start()
         self._watching = asyncio.ensure_future(self._watch())
 
