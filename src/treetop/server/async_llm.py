@@ -1,6 +1,7 @@
 """The asynchronous interface: `await AsyncLLM(...).stream(prompts, sampling_params)`, over a core wherever it runs."""
 
 import asyncio
+import os
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from treetop.core.clients import AsyncCore, LocalCore
 from treetop.core.grammars import check_structure
 from treetop.core.thread import CoreThread
 from treetop.server.alive import Alive
+from treetop.server.lanes import Lanes
 from treetop.server.options import Unset, engine_config
 from treetop.server.outputs import LiveRequest, RequestOutput, TextDelta
 from treetop.server.prompts import Prompt, PromptReader, one_each, paired
@@ -19,8 +21,11 @@ from treetop.types.ids import RequestId
 from treetop.types.requests import EngineRequest, RequestUpdate
 from treetop.types.sampling import SamplingParams
 
-_LONG_TEXT = 4096
-"""Characters that are encoded beside the event loop, not in it."""
+_LONG = 4096
+"""Characters or ids that are read beside the event loop, not in it."""
+_LARGE = 2**18
+"""Those that small ones never wait for: encoding them may take a second."""
+_READERS = min(8, os.cpu_count() or 1)
 MOST_TIMEOUT_S = 10**6
 """Seconds that a request may be given."""
 
@@ -58,11 +63,13 @@ class AsyncLLM:
     def _open(self, core: AsyncCore, seed: int, observe: Observer | None, alive: Alive | None = None) -> None:
         self.core, self.reader, self._observe = core, PromptReader(core.info), observe
         self._seeds = random.Random(seed)
+        self.lanes = Lanes("tokens", _LARGE, _READERS)
         self.alive = alive or Alive()
         """Requests that have been queued and have not ended."""
 
     def close(self) -> None:
         """End every request with an error, and let the core go."""
+        self.lanes.close()
         self.core.close()
 
     async def generate(
@@ -104,35 +111,45 @@ class AsyncLLM:
         priority: int = 0,
         timeout_s: float | None = None,
         constraints: Sequence[TokenConstraint | None] | None = None,
+        seeds: Sequence[int] | None = None,
     ) -> "DeltaStream":
-        """As `stream`, at once, for prompts that `ids_of` gave, and as many parameters, their structures checked."""
+        """As `stream`, at once, for prompts that `ids_of` gave, and as many parameters, their structures checked.
+
+        Prompts or parameters that are one object are looked at once. seeds: None for those of the parameters.
+        """
         if not -(2**31) <= priority < 2**31:
             raise InputError(f"priority must lie in [-2^31, 2^31), got {shown(priority)}")
         if priority and not self.core.info.by_priority:
             raise InputError("priority: requests are served as they come; start with --schedule-policy priority")
         if timeout_s is not None and not 0 < timeout_s <= MOST_TIMEOUT_S:
             raise InputError(f"timeout must be a number of seconds above 0, up to {MOST_TIMEOUT_S}")
-        own, held_to = [self.reader.bounded(each) for each in params], constraints or [None] * len(params)
+        held_to = constraints or [None] * len(params)
+        given = [self._seed_of(each) for each in params] if seeds is None else seeds
+        own: dict[int, SamplingParams] = {}
+        told: dict[int, tuple[int, ...]] = {}
+        limits = int(priority), None if timeout_s is None else float(timeout_s)
         asked = []
-        for ids, each, constraint in zip(prompts, own, held_to, strict=True):
-            self.reader.check_params(each, constraint)
-            request_id, seed = self.core.next_id(), self._seed_of(each)
-            limits = int(priority), None if timeout_s is None else float(timeout_s)
-            asked.append(EngineRequest(request_id, tuple(ids), each, seed, *limits, constraint))
+        for ids, each, seed, constraint in zip(prompts, params, given, held_to, strict=True):
+            if id(each) not in own or constraint is not None:
+                own[id(each)] = self.reader.bounded(each)
+                self.reader.check_params(own[id(each)], constraint)
+            if id(ids) not in told:
+                told[id(ids)] = tuple(ids)
+            request_id = self.core.next_id()
+            asked.append(EngineRequest(request_id, told[id(ids)], own[id(each)], seed, *limits, constraint))
         return DeltaStream(self, asked, self._observe)
 
     async def ids_of(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
         """Ids of each prompt, checked. Raises InputError."""
         listed = prompts if isinstance(prompts, list) else [prompts]
-        if sum(len(each) for each in listed if isinstance(each, str)) < _LONG_TEXT:
-            return self.reader.ids_of(prompts)
-        return await asyncio.to_thread(self.reader.ids_of, prompts)
+        size = len(listed) + sum(len(each) for each in listed if isinstance(each, str | list))
+        return self.reader.ids_of(prompts) if size < _LONG else await self.lanes.run(size, self.reader.ids_of, prompts)
 
     async def encode(self, text: str, special: bool = True) -> list[int]:
         """As `PromptReader.encode`."""
-        if len(text) < _LONG_TEXT:
+        if len(text) < _LONG:
             return self.reader.encode(text, special)
-        return await asyncio.to_thread(self.reader.encode, text, special)
+        return await self.lanes.run(len(text), self.reader.encode, text, special)
 
     def _seed_of(self, params: SamplingParams) -> int:
         return self._seeds.getrandbits(63) if params.seed is None else params.seed

@@ -27,6 +27,7 @@ class ChatTemplate:
         """tokens: names and texts of special tokens. Raises ConfigError without jinja2."""
         if not is_installed("jinja2"):
             raise ConfigError("chat templates need jinja2; pip install treetop[serve]")
+        self._source, self._tokens = source, tokens
         self._header = json.dumps({"source": source, "tokens": tokens})
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
@@ -34,12 +35,19 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], **options: Any) -> str:
         """The prompt's text. Raises InputError if the template refuses the messages, fails or takes too long."""
-        line = json.dumps({"messages": list(messages), "add_generation_prompt": True, **options})
+        return self.render_line(line_of(messages, options))
+
+    def render_line(self, line: str) -> str:
+        """As `render`, of what `line_of` gave."""
         with self._lock:
             answer = self._ask(line)
         if "error" in answer:
             raise InputError(f"the chat template fails with these messages: {answer['error']}")
         return str(answer["text"])
+
+    def twin(self) -> "ChatTemplate":
+        """The same template with a process of its own."""
+        return ChatTemplate(self._source, self._tokens)
 
     def problem(self) -> str | None:
         """What is wrong with the template before it has seen a message; None if nothing is."""
@@ -84,6 +92,11 @@ class ChatTemplate:
         assert process.stdin is not None
         process.stdin.write(self._header + "\n")
         return process
+
+
+def line_of(messages: Sequence[Message], options: dict[str, Any]) -> str:
+    """What the process is told of one rendering, a line of JSON."""
+    return json.dumps({"messages": list(messages), "add_generation_prompt": True, **options})
 
 
 def _end(process: "subprocess.Popen[str]") -> None:

@@ -32,12 +32,14 @@ class ServeOptions:
     """Options of `treetop serve`, under the flags' names. Raises ConfigError with all problems at once.
 
     served_model_name: names that requests may give; none is the model as it was given. max_queued_requests: that wait
-    for a row; more are refused with 429. max_body_bytes: of a request. drain_timeout: seconds that requests may still
-    take after SIGTERM, None for all they need. request_timeout: seconds that a request may take, None for all it
-    needs; one may ask for less. log_interval: seconds between two log lines, 0 for none. engine_restarts: how often
-    within an hour an engine that has died is started again; 0 ends the server with it. api_restarts: likewise of API
-    processes, where there are several. watchdog_timeout: seconds that one step or command of the engine may take before
-    health says so. watchdog_restart: the engine is then started again.
+    for a row; more are refused with 429. max_body_bytes: of a request. max_connections: of an API process, 0 for what
+    its open files allow. http_read_timeout: seconds for a request's head, and for some of its body. timeout_keep_alive:
+    seconds that a connection stays without a request. drain_timeout: seconds that requests may still take after
+    SIGTERM, None for all they need. request_timeout: seconds that a request may take, None for all it needs; one may
+    ask for less. log_interval: seconds between two log lines, 0 for none. engine_restarts: how often within an hour an
+    engine that has died is started again; 0 ends the server with it. api_restarts: likewise of API processes, where
+    there are several. watchdog_timeout: seconds that one step or command of the engine may take before health says so.
+    watchdog_restart: the engine is then started again.
     """
 
     host: str = "127.0.0.1"
@@ -49,6 +51,9 @@ class ServeOptions:
     allow_origin: tuple[str, ...] = ()
     max_queued_requests: int = 4096
     max_body_bytes: int = 16 * 2**20
+    max_connections: int = 0
+    http_read_timeout: float = 30.0
+    timeout_keep_alive: float = 5.0
     drain_timeout: float | None = None
     request_timeout: float | None = None
     log_interval: float = 10.0
@@ -63,6 +68,14 @@ class ServeOptions:
             (not 1 <= self.api_workers <= 256, f"--api-workers must lie between 1 and 256, got {self.api_workers}"),
             (self.max_queued_requests < 0, f"--max-queued-requests must be at least 0, got {self.max_queued_requests}"),
             (self.max_body_bytes < 1, f"--max-body-bytes must be at least 1, got {self.max_body_bytes}"),
+            (self.max_connections < 0, f"--max-connections must be at least 0, got {self.max_connections}"),
+            *(
+                (not 0 < seconds <= 10**6, f"{name} must be a number of seconds above 0, up to 10^6, got {seconds}")
+                for name, seconds in (
+                    ("--http-read-timeout", self.http_read_timeout),
+                    ("--timeout-keep-alive", self.timeout_keep_alive),
+                )
+            ),
             (
                 self.drain_timeout is not None and not 0 <= self.drain_timeout < float("inf"),
                 f"--drain-timeout must be a number of seconds, got {self.drain_timeout}",

@@ -29,12 +29,11 @@ from treetop.core.remote import RemoteCore
 from treetop.core.supervisor import EngineSupervisor, RestartLimit, Watchdog, end, spawn
 from treetop.core.wire import EngineDead, EngineLost, EngineNews, EngineUp, ProcessOptions
 from treetop.server.alive import Alive
+from treetop.server.api.connections import BACKLOG, most_connections
 from treetop.server.api.front import check_files
 from treetop.server.api.run import ApiOptions, log_to_stderr, serve
 from treetop.server.options import ServeOptions
 from treetop.types.errors import ConfigError
-
-_BACKLOG = 2048
 
 log = logging.getLogger("treetop.server")
 
@@ -42,6 +41,7 @@ log = logging.getLogger("treetop.server")
 def run(process: ProcessOptions, options: ServeOptions) -> int:
     """Serve until SIGTERM, SIGINT or the engine's death. Returns the exit code. Raises UserError and EngineError."""
     log_to_stderr()
+    most_connections(options.max_connections)
     listening = _bind(options)
     with tempfile.TemporaryDirectory(prefix="treetop-") as folder:  # mode 0700: nobody else reaches the engine
         return asyncio.run(_run(Path(folder), process, options, listening))
@@ -163,7 +163,7 @@ class ApiProcesses:
 
     async def serve(self, stopped: "asyncio.Future[int]") -> int:
         """Until none is left, the engine ends, or a signal comes. Returns the exit code."""
-        self._listening.listen(_BACKLOG)
+        self._listening.listen(BACKLOG)
         for place in range(self._told.serve.api_workers):
             await self._start(place)
         if stopped.done():

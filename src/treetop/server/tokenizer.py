@@ -63,13 +63,18 @@ class Tokenizer:
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Ids of a prompt. special: with the special tokens that the checkpoint's template adds."""
         try:
-            return list(self._bpe.encode(text, add_special_tokens=special).ids)
+            (encoded,) = self._bpe.encode_batch_fast([text], add_special_tokens=special)  # others run meanwhile
         except TypeError:  # lone surrogates: bytes of a terminal that are not UTF-8
             raise InputError("the prompt is not valid UTF-8 text") from None
+        return list(encoded.ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens left out."""
         return str(self._bpe.decode(list(ids), skip_special_tokens=True))
+
+    def decode_each(self, listed: Sequence[list[int]]) -> list[str]:
+        """As `decode`, of many ids at a time, while other threads run."""
+        return list(self._bpe.decode_batch(list(listed), skip_special_tokens=True))
 
     def token_bytes(self, token_id: int) -> bytes:
         """What a token stands for by itself, a special one its name; a part of a character is no text."""

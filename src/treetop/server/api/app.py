@@ -4,7 +4,6 @@ import hmac
 
 from fastapi import FastAPI
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -12,6 +11,7 @@ from treetop.server.api.chat import chat
 from treetop.server.api.completions import completions
 from treetop.server.api.errors import add_error_handlers, as_api_error, error_response
 from treetop.server.api.front import Front
+from treetop.server.api.limits import BodyMeter, too_large
 from treetop.server.api.operations import operations
 from treetop.version import __version__
 
@@ -33,7 +33,7 @@ def make_app(front: Front) -> FastAPI:
 
 
 class Gate:
-    """Turns away whoever has no key, and bodies that are too large, before anything is read or kept.
+    """Turns away whoever has no key, and bodies that hold too much, before anything is made of them.
 
     What a bug raises ends here, as a 500.
     """
@@ -51,7 +51,7 @@ class Gate:
             return
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length[:20]) > self._most:
-            await error_response(413, self._too_large())(scope, receive, send)
+            await error_response(413, too_large(self._most))(scope, receive, send)
             return
         started = False
 
@@ -75,17 +75,11 @@ class Gate:
         return scheme.lower() == "bearer" and any(matches)
 
     def _counted(self, receive: Receive) -> Receive:
-        size = 0
+        meter = BodyMeter(self._most)
 
         async def counted() -> Message:
-            nonlocal size
             message = await receive()
-            size += len(message.get("body", b""))
-            if size > self._most:
-                raise HTTPException(413, self._too_large())
+            meter.take(message.get("body", b""))
             return message
 
         return counted
-
-    def _too_large(self) -> str:
-        return f"the body has more than {self._most} bytes (--max-body-bytes)"

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import AsyncIterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError
 from treetop.server.api.events import EventStream, check_output, collected, event, json_response
 from treetop.server.api.fields import Body, SamplingFields
 from treetop.server.api.front import Front, UsageSoFar, new_id
+from treetop.server.api.limits import MOST_MESSAGES, MOST_PARTS, BodyRoute
 from treetop.server.api.logprobs import LogprobWriter, Tokens, tokens_of
 from treetop.server.async_llm import DeltaStream
 from treetop.server.chat_template import Message
@@ -25,12 +26,15 @@ class TextPart(Body):
     text: str
 
 
+Parts = Annotated[list[TextPart], Field(max_length=MOST_PARTS, fail_fast=True)]
+
+
 class ChatMessage(BaseModel):
     """A message. Its other fields reach the template as they are."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Parts | None = None
 
     @field_validator("content", mode="before")
     @classmethod
@@ -51,10 +55,13 @@ class ChatMessage(BaseModel):
         return {**extra, "role": self.role, "content": "" if content is None else content}
 
 
+Messages = Annotated[list[ChatMessage], Field(max_length=MOST_MESSAGES, fail_fast=True)]
+
+
 class ChatRequest(SamplingFields):
     """OpenAI's request, with the options of `SamplingParams`, and chat_template_kwargs."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Messages = Field(min_length=1)
     max_tokens: int | None = None
     max_completion_tokens: int | None = Field(None, description="all that the context holds by default")
     chat_template_kwargs: dict[str, Any] | None = None
@@ -139,7 +146,7 @@ class Chat:
 
 
 def chat(front: Front) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=BodyRoute)
 
     @router.post("/v1/chat/completions", response_model=None)
     async def complete(request: Request, body: ChatRequest) -> Response:

@@ -5,11 +5,12 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from treetop.server.api.events import EventStream, check_output, collected, event, json_response
 from treetop.server.api.fields import SamplingFields
 from treetop.server.api.front import Front, UsageSoFar, new_id
+from treetop.server.api.limits import BodyRoute, Ids, Texts
 from treetop.server.api.logprobs import LogprobWriter, Tokens, tokens_of
 from treetop.server.async_llm import DeltaStream
 from treetop.server.outputs import RequestOutput, TextDelta
@@ -18,15 +19,34 @@ from treetop.types.errors import InputError
 DEFAULT_MAX_TOKENS = 16
 
 
+def _kind(prompt: Any) -> str:
+    """Which of the kinds a prompt is to be, by its first item: errors are then of one kind."""
+    first = prompt[0] if isinstance(prompt, list) and prompt else None
+    if isinstance(prompt, list):
+        return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "ids"
+    return "text"
+
+
+Prompts = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[Ids, Tag("ids")]
+    | Annotated[Texts, Tag("texts")]
+    | Annotated[list[Ids], Field(fail_fast=True), Tag("lists")],
+    Discriminator(_kind),
+]
+
+
 class CompletionRequest(SamplingFields):
     """OpenAI's request, with the options of `SamplingParams`."""
 
-    prompt: Annotated[
-        str | list[int] | list[str] | list[list[int]], Field(description="text, token ids, or a list of either")
-    ]
+    prompt: Annotated[Prompts, Field(description="text, token ids, or a list of either")]
     max_tokens: int | None = Field(DEFAULT_MAX_TOKENS, description="16 by default; null is the same")
     echo: bool = False
     logprobs: int | None = Field(None, description="best tokens whose log-probabilities come with each token's")
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompt) if _kind(self.prompt) in ("texts", "lists") else 1
 
     @property
     def num_logprobs(self) -> int | None:
@@ -36,15 +56,17 @@ class CompletionRequest(SamplingFields):
 
 
 class Completion:
-    """One request as it is answered. Choice i of prompt j has index j * n + i."""
+    """One request as it is answered. Choice i of prompt j has index j * n + i, and begins with echo[j]."""
 
-    def __init__(self, front: Front, body: CompletionRequest, ids: list[list[int]], deltas: DeltaStream) -> None:
+    def __init__(
+        self, front: Front, body: CompletionRequest, ids: list[list[int]], echo: list[str], deltas: DeltaStream
+    ) -> None:
         self._front, self._body, self._ids, self._deltas = front, body, ids, deltas
         self._id, self._name = new_id("cmpl"), body.model or front.names[0]
         self._created = int(time.time())
         tokenizer = front.llm.reader.tokenizer
         self._logprobs = [LogprobWriter(tokenizer) for _ in range(len(ids) * body.n)]
-        self._echo = [self._text_of(index) for index in range(len(ids))] if body.echo else [""] * len(ids)
+        self._echo = echo
 
     async def whole(self, request: Request) -> Response:
         outputs = await collected(request, self._deltas)
@@ -93,27 +115,34 @@ class Completion:
     def _prefix(self, index: int) -> str:
         return self._echo[index // self._body.n]
 
-    def _text_of(self, index: int) -> str:
-        prompt = self._body.prompt
-        given = prompt if isinstance(prompt, str) else prompt[index]
-        tokenizer = self._front.llm.reader.tokenizer
-        return given if isinstance(given, str) else tokenizer.decode(self._ids[index]) if tokenizer is not None else ""
+
+async def echoed(front: Front, body: CompletionRequest, ids: list[list[int]]) -> list[str]:
+    """What each prompt's choices begin with: its text, as it was given or as its ids read, if that is asked for."""
+    tokenizer, given = front.llm.reader.tokenizer, [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    if not body.echo or (tokenizer is None and not isinstance(given[0], str)):
+        return [""] * len(ids)
+    if isinstance(given[0], str):
+        return given
+    assert tokenizer is not None
+    return await front.llm.lanes.run(sum(map(len, ids)), tokenizer.decode_each, ids)
 
 
 def completions(front: Front) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=BodyRoute)
 
     @router.post("/v1/completions", response_model=None)
     async def complete(request: Request, body: CompletionRequest) -> Response:
         front.check_model(body.model)
+        front.check_count(body.num_prompts * body.n)
         ids = await front.llm.ids_of(body.prompt)
         if not ids:
             raise InputError("prompt: the list is empty")
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         await front.check_structure(body)
+        echo = await echoed(front, body, ids)
         deltas = front.start(ids, body, max_tokens)
         try:
-            completion = Completion(front, body, ids, deltas)
+            completion = Completion(front, body, ids, echo, deltas)
             return EventStream(deltas, completion.events) if body.stream else await completion.whole(request)
         except BaseException:
             deltas.close()

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from treetop.server.api.limits import AllowedIds, FewMembers, StopIds, Texts, few_members
 from treetop.server.api.structured import FIELDS, structured_output
 from treetop.types.constraint import StructuredOutput
 from treetop.types.errors import InputError, shown
@@ -71,6 +72,7 @@ class Body(BaseModel):
     """A request's body: types as they are said, no unknown field, no NaN."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    _few_members = model_validator(mode="before")(few_members)
 
 
 class StreamOptions(Body):
@@ -99,20 +101,20 @@ class SamplingFields(Body):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float] | None, Field(max_length=MOST_BIASES)] = None
-    allowed_token_ids: list[int] | None = None
+    logit_bias: Annotated[dict[str, float] | None, Field(max_length=MOST_BIASES), FewMembers] = None
+    allowed_token_ids: AllowedIds | None = None
     min_tokens: int | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Texts | None = None
     json_schema: dict[str, Any] | str | None = None
     regex: str | None = None
     best_of: int | None = None
     seed: int | None = None
     stop: Annotated[Stops | None, BeforeValidator(_listed)] = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: StopIds | None = None
     ignore_eos: bool = False
     priority: int = 0
     timeout: float | None = Field(None, description="seconds after which the request ends with an error")
@@ -143,8 +145,8 @@ class SamplingFields(Body):
         """What the output is held to, behind the field that says so. Raises InputError."""
         return structured_output({name: value for name in FIELDS if (value := getattr(self, name)) is not None})
 
-    def params(self, defaults: dict[str, float], max_tokens: int) -> list[SamplingParams]:
-        """Of each of the n choices; with a seed, the i-th has seed + i. Raises InputError."""
+    def params(self, defaults: dict[str, float], max_tokens: int) -> SamplingParams:
+        """Of all choices; their seeds are `seeds`. Raises InputError."""
         if self.stream_options is not None and not self.stream:
             raise InputError("stream_options: only with stream")
         if self.best_of not in (None, self.n):
@@ -158,18 +160,19 @@ class SamplingFields(Body):
         structure = self.structure
         if structure is not None:
             chosen["structured_output"] = structure[1]
-        return [
-            SamplingParams(
-                **chosen,
-                max_tokens=max_tokens,
-                stop=tuple(self.stop or ()),
-                stop_token_ids=tuple(self.stop_token_ids or ()),
-                ignore_eos=self.ignore_eos,
-                logprobs=self.num_logprobs,
-                seed=_seed_of(self.seed, choice),
-            )
-            for choice in range(self.n)
-        ]
+        return SamplingParams(
+            **chosen,
+            max_tokens=max_tokens,
+            stop=tuple(self.stop or ()),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=self.ignore_eos,
+            logprobs=self.num_logprobs,
+            seed=self.seed,
+        )
+
+    def seeds(self, num_prompts: int) -> list[int] | None:
+        """Of each choice of each prompt: the i-th has seed + i, on a ring of 2^63. None without a seed."""
+        return None if self.seed is None else [(self.seed + i) % 2**63 for i in range(self.n)] * num_prompts
 
 
 def _token_id(name: str) -> int:
@@ -177,8 +180,3 @@ def _token_id(name: str) -> int:
     if not re.fullmatch("[0-9]{1,9}", name):
         raise InputError(f"logit_bias: keys must be token ids, got {shown(name)}")
     return int(name)
-
-
-def _seed_of(seed: int | None, choice: int) -> int | None:
-    """The seed of a choice; those of a request lie on a ring of 2^63."""
-    return seed if seed is None or not 0 <= seed < 2**63 else (seed + choice) % 2**63

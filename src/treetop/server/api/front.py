@@ -1,6 +1,5 @@
 """What the endpoints share: the model, its names and defaults, admission, and the counting of what is served."""
 
-import asyncio
 import logging
 import time
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from treetop.models.folder import generation_config, resolve_folder
 from treetop.server.alive import Alive
 from treetop.server.api.errors import ApiError
 from treetop.server.api.fields import SamplingFields
+from treetop.server.api.rendering import Rendering
 from treetop.server.async_llm import AsyncLLM, DeltaStream
 from treetop.server.chat_template import Message, open_chat_template
 from treetop.server.metrics import Metrics
@@ -23,6 +23,9 @@ from treetop.types.errors import CheckpointError, ConfigError, InputError
 from treetop.types.sampling import SamplingParams
 
 log = logging.getLogger("treetop.server")
+
+MOST_QUEUED_IDS = 2**22
+"""Ids of one request's prompts and options, counted for each choice: what the engine is told at once."""
 
 
 class Front:
@@ -45,7 +48,8 @@ class Front:
         if self.defaults["repetition_penalty"] != 1 and not core.info.can_change_logits:
             log.warning("generation_config.json: repetition_penalty is not applied, for this engine changes no logits")
             self.defaults["repetition_penalty"] = 1.0
-        self.template = open_chat_template(folder, options.chat_template)
+        template = open_chat_template(folder, options.chat_template)
+        self.rendering = None if template is None else Rendering(template)
         self.draining = False
         self._alive, self._most_alive = alive, core.info.max_requests + options.max_queued_requests
 
@@ -69,12 +73,23 @@ class Front:
         most = self.core.info.max_context if max_tokens is None else max_tokens
         params, timeout_s = body.params(self.defaults, most), self._timeout_of(body)
         prompts = [each for each in ids for _ in range(body.n)]
-        own: list[SamplingParams] = params * len(ids)
+        self._check_size(ids, body.n, params)
         with self._alive.locked():
             self._admit(len(prompts))
-            stream = self.llm.queue(prompts, own, body.priority, timeout_s)
+            stream = self.llm.queue(
+                prompts, [params] * len(prompts), body.priority, timeout_s, seeds=body.seeds(len(ids))
+            )
         self.metrics.arrived(sum(map(len, prompts)))
         return stream
+
+    def _check_size(self, ids: Sequence[list[int]], count: int, params: SamplingParams) -> None:
+        """Raise for what would hold up the engine by its mere size."""
+        own = len(params.stop_token_ids) + len(params.allowed_token_ids or ()) + len(params.logit_bias)
+        size = count * (sum(map(len, ids)) + own * len(ids))
+        if size > MOST_QUEUED_IDS:
+            raise ApiError(
+                400, f"n: {size} ids in one request, with those of every choice: at most {MOST_QUEUED_IDS}", "n"
+            )
 
     def _timeout_of(self, body: SamplingFields) -> float | None:
         most = self.options.request_timeout
@@ -82,7 +97,8 @@ class Front:
             raise ApiError(400, f"timeout: at most {most:g} seconds here (--request-timeout)", "timeout")
         return most if body.timeout is None else body.timeout
 
-    def _admit(self, count: int) -> None:
+    def check_count(self, count: int) -> None:
+        """Raise for more completions in one request than can ever be."""
         if count > self._most_alive:
             raise ApiError(
                 400,
@@ -90,6 +106,9 @@ class Front:
                 " raise --max-queued-requests",
                 "n",
             )
+
+    def _admit(self, count: int) -> None:
+        self.check_count(count)
         total = self._alive.total
         if total + count > self._most_alive:
             self.metrics.refused()
@@ -102,10 +121,9 @@ class Front:
 
     async def chat_ids(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """Ids of a conversation. Raises ApiError without a template."""
-        template = self.template
-        if template is None:
+        if self.rendering is None:
             raise ApiError(400, "the model has no chat template; serve it with --chat-template FILE", "messages")
-        text = await asyncio.to_thread(template.render, messages, **options)
+        text = await self.rendering.text_of(messages, **options)
         return await self.llm.encode(text, False)
 
     def usage(self, prompts: Sequence[Sequence[int]], outputs: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -115,8 +133,9 @@ class Front:
         return {**tokens_used(asked, given), "prompt_tokens_details": {"cached_tokens": cached}}
 
     def close(self) -> None:
-        if self.template is not None:
-            self.template.close()
+        self.llm.lanes.close()
+        if self.rendering is not None:
+            self.rendering.close()
 
 
 def check_files(model: str, options: ServeOptions) -> None:

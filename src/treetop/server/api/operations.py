@@ -5,11 +5,12 @@ from typing import Any
 from fastapi import APIRouter, Response
 from pydantic import Field
 
-from treetop.server.api.chat import ChatMessage
+from treetop.server.api.chat import Messages
 from treetop.server.api.errors import ApiError, error_response
 from treetop.server.api.events import json_response
 from treetop.server.api.fields import Body
 from treetop.server.api.front import Front
+from treetop.server.api.limits import BodyRoute, Ids
 from treetop.types.errors import InputError
 from treetop.version import __version__
 
@@ -19,7 +20,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
 
@@ -28,11 +29,11 @@ class DetokenizeRequest(Body):
     """Ids to text."""
 
     model: str | None = None
-    tokens: list[int] = Field(description="ids")
+    tokens: Ids = Field(description="ids")
 
 
 def operations(front: Front) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=BodyRoute)
     _add_tokens(router, front)
     _add_state(router, front)
 
@@ -65,10 +66,16 @@ def _add_tokens(router: APIRouter, front: Front) -> None:
     async def detokenize(body: DetokenizeRequest) -> Response:
         front.check_model(body.model)
         reader = front.llm.reader
-        reader.check_ids("tokens:", body.tokens)
-        if reader.tokenizer is None:
+        tokenizer = reader.tokenizer
+        if tokenizer is None:
             raise ApiError(400, "the model has no tokenizer.json")
-        return json_response({"prompt": reader.tokenizer.decode(body.tokens)})
+
+        def text_of(ids: list[int]) -> str:
+            reader.check_ids("tokens:", ids)
+            return tokenizer.decode_each([ids])[0]
+
+        text = await front.llm.lanes.run(len(body.tokens), text_of, body.tokens)
+        return json_response({"prompt": text})
 
 
 def _add_state(router: APIRouter, front: Front) -> None:

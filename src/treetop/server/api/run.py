@@ -1,12 +1,11 @@
 """One API process: a uvicorn server over a core in another process, and its end."""
 
 import asyncio
-import contextlib
 import logging
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
@@ -17,7 +16,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from treetop.core.remote import RemoteCore
 from treetop.server.alive import Alive
 from treetop.server.api.app import make_app
+from treetop.server.api.connections import ApiServer, Patience, most_connections
 from treetop.server.api.front import Front
+from treetop.server.api.log_limit import LogLimit
 from treetop.server.options import ServeOptions
 
 GRACE_S = 2.0
@@ -40,14 +41,6 @@ class ApiOptions(msgspec.Struct, frozen=True):
     alive_file: str | None = None
 
 
-class _Server(uvicorn.Server):
-    """Leaves signals alone: `serve` has handlers of its own."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 async def serve(
     core: RemoteCore, options: ApiOptions, listening: socket.socket, started: Callable[[], None] | None = None
 ) -> int:
@@ -59,16 +52,18 @@ async def serve(
     alive = Alive(None if file is None else Path(file), number, options.serve.api_workers)
     front = Front(core, options.serve, options.model, options.seed, alive)
     timeout_s = options.serve.drain_timeout
+    patience = Patience(options.serve.http_read_timeout, options.serve.timeout_keep_alive)
     config = uvicorn.Config(
         last_answers(make_app(front), front),
-        http="h11",  # which bounds headers; httptools, which uvicorn takes where it finds it, does not
+        http="h11",  # as `Connection`
         log_config=None,
         access_log=False,
         lifespan="off",
         server_header=False,
-        timeout_graceful_shutdown=timeout_s,  # type: ignore[arg-type]  # seconds of any kind
+        timeout_keep_alive=patience.idle_s,  # type: ignore[arg-type]  # seconds of any kind
+        timeout_graceful_shutdown=timeout_s,  # type: ignore[arg-type]  # too
     )
-    server, code = _Server(config), 0
+    server, code = ApiServer(config, listening, most_connections(options.serve.max_connections), patience), 0
 
     def stop(number: signal.Signals) -> None:
         nonlocal code
@@ -84,7 +79,7 @@ async def serve(
         side.append(_when_started(server, started))
     tasks = [asyncio.ensure_future(each) for each in side]
     try:
-        await server.serve(sockets=[listening])
+        await server.serve()
     finally:
         for task in tasks:
             task.cancel()
@@ -110,7 +105,7 @@ def last_answers(app: ASGIApp, front: Front) -> ASGIApp:
     return answered
 
 
-async def _end_with(core: RemoteCore, server: _Server) -> None:
+async def _end_with(core: RemoteCore, server: ApiServer) -> None:
     """A server without an engine says so for a moment, then ends."""
     await core.failed.wait()
     await asyncio.sleep(GRACE_S)
@@ -119,7 +114,7 @@ async def _end_with(core: RemoteCore, server: _Server) -> None:
     server.force_exit = True
 
 
-async def _when_started(server: _Server, started: Callable[[], None]) -> None:
+async def _when_started(server: ApiServer, started: Callable[[], None]) -> None:
     while not server.started:
         await asyncio.sleep(0.01)
     started()
@@ -136,3 +131,5 @@ async def tell(front: Front, number: int | None) -> None:
 def log_to_stderr() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     logging.getLogger("treetop").setLevel(logging.INFO)
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(LogLimit())

@@ -1,0 +1,218 @@
+"""Connections of an API process: how many there may be, and how long one may take to say what it wants.
+
+Who is silent between two requests is let go after `--timeout-keep-alive` seconds. Once a request has begun, its head
+must come within `--http-read-timeout` seconds, and in each such time some of its body. When all places are taken, those
+who come wait in the socket's queue until one is free.
+"""
+
+import asyncio
+import contextlib
+import logging
+import resource
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import h11
+import msgspec
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from treetop.server.api.errors import error_body
+from treetop.types.errors import ConfigError
+
+log = logging.getLogger("treetop.server")
+
+BACKLOG = 2048
+"""Connections that may wait to be accepted."""
+RESERVED_FILES = 128
+"""Open files that are kept for all but connections: sockets to the engine, pipes of renderers, the log."""
+_FEWEST = 16
+_WANTED_FILES = 2**16
+_LEAST_RATE = 1024
+"""Bytes a second that a body must come with, a mean over the read timeout."""
+_AT_ONCE = 64
+"""Connections that are accepted before anything else is done."""
+_RETRY_S = 1.0
+
+
+def most_connections(asked: int) -> int:
+    """How many connections this process may have. asked: `--max-connections`, 0 for all that its open files allow.
+
+    The soft limit of open files is first raised as far as the hard one allows. Raises ConfigError if there is no room.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    reachable = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(_WANTED_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < reachable:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (reachable, hard))
+        soft = reachable
+    files = _WANTED_FILES if soft == resource.RLIM_INFINITY else soft
+    room, need = files - RESERVED_FILES, asked or _FEWEST
+    if need > room:
+        raise ConfigError(
+            f"--max-connections {asked}: open files: need {need + RESERVED_FILES} = {need} connections +"
+            f" {RESERVED_FILES}, have {files}; raise `ulimit -n`" + (" or lower it" if asked > _FEWEST else "")
+        )
+    return asked or room
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Seconds. read: for a request's head, and for some of its body. idle: without any request."""
+
+    read_s: float
+    idle_s: float
+
+
+class Connection(H11Protocol):
+    """A connection that ends when its client is too slow: with 408 if a request had begun, else without a word."""
+
+    def __init__(
+        self, config: uvicorn.Config, state: uvicorn.server.ServerState, patience: Patience, ended: Callable[[], None]
+    ) -> None:
+        """ended: called once the connection is gone."""
+        super().__init__(config, state, {})
+        self._patience, self._ended = patience, ended
+        self._timer: asyncio.TimerHandle | None = None
+        self._num_bytes = self._bytes_before = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.timeout_keep_alive_task = self.loop.call_later(self._patience.idle_s, self.timeout_keep_alive_handler)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unset_keepalive_if_required()
+        self._watch(False)
+        super().connection_lost(exc)
+        self._ended()
+
+    def data_received(self, data: bytes) -> None:
+        self._num_bytes += len(data)
+        super().data_received(data)
+        self._watch(self._is_open)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch(self._is_open)
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether a request has begun and not ended."""
+        state = self.conn.their_state
+        return state is h11.SEND_BODY or (state is h11.IDLE and bool(self.conn.trailing_data[0]))
+
+    def _watch(self, is_open: bool) -> None:
+        if self._timer is not None and not is_open:
+            self._timer.cancel()
+            self._timer = None
+        elif self._timer is None and is_open and not self.transport.is_closing():
+            self._bytes_before = self._num_bytes
+            self._timer = self.loop.call_later(self._patience.read_s, self._late)
+
+    def _late(self) -> None:
+        """The read timeout has passed within one request."""
+        self._timer = None
+        if self.transport.is_closing():
+            return
+        answered = self.cycle is not None and self.cycle.response_complete
+        came = self._num_bytes - self._bytes_before >= self._patience.read_s * _LEAST_RATE
+        if self.conn.their_state is h11.SEND_BODY and not answered and (came or self.flow.read_paused):
+            self._watch(True)
+            return
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._say_late()
+        self.transport.close()
+
+    def _say_late(self) -> None:
+        message = f"the request came too slowly: {self._patience.read_s:g} seconds (--http-read-timeout)"
+        body = msgspec.json.encode(error_body(408, message))
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            (b"connection", b"close"),
+        ]
+        head = h11.Response(status_code=408, headers=headers, reason=b"Request Timeout")
+        for each in (head, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(each) or b"")
+
+
+class Listener:
+    """Accepts connections, so many at a time, from a socket that other processes may share."""
+
+    def __init__(
+        self, listening: socket.socket, most: int, make: Callable[[Callable[[], None]], asyncio.Protocol]
+    ) -> None:
+        """make: the protocol of a connection, which calls what it is given once it is gone."""
+        self._socket, self._most, self._make = listening, most, make
+        self._loop = asyncio.get_running_loop()
+        self._num_open, self._accepting, self._closed = 0, False, False
+        self._opening: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        self._socket.setblocking(False)
+        self._socket.listen(BACKLOG)
+        self._go_on()
+
+    def close(self) -> None:
+        """Accept nobody any more. Connections stay."""
+        self._pause()
+        self._closed = True
+        self._socket.close()
+
+    def _go_on(self) -> None:
+        if not (self._accepting or self._closed) and self._num_open < self._most:
+            self._loop.add_reader(self._socket, self._accept)
+            self._accepting = True
+
+    def _pause(self) -> None:
+        if self._accepting:
+            self._loop.remove_reader(self._socket)
+            self._accepting = False
+
+    def _accept(self) -> None:
+        for _ in range(_AT_ONCE):
+            if self._num_open >= self._most:
+                log.warning("all %d connections are taken: others wait (--max-connections)", self._most)
+                self._pause()
+                return
+            try:
+                accepted, _ = self._socket.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:  # no open file or no memory is left
+                log.warning("no connection can be accepted: %s", error.strerror)
+                self._pause()
+                self._loop.call_later(_RETRY_S, self._go_on)
+                return
+            self._num_open += 1
+            accepted.setblocking(False)
+            opening = self._loop.create_task(self._open(accepted))
+            self._opening.add(opening)
+            opening.add_done_callback(self._opening.discard)
+
+    async def _open(self, accepted: socket.socket) -> None:
+        await self._loop.connect_accepted_socket(lambda: self._make(self._ended), accepted)
+
+    def _ended(self) -> None:
+        self._num_open -= 1
+        self._go_on()
+
+
+class ApiServer(uvicorn.Server):
+    """uvicorn behind a `Listener`. Leaves signals alone: whoever runs it has handlers of its own."""
+
+    def __init__(self, config: uvicorn.Config, listening: socket.socket, most: int, patience: Patience) -> None:
+        super().__init__(config)
+        self._listener = Listener(listening, most, lambda ended: Connection(config, self.server_state, patience, ended))
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=[])
+        self._listener.start()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._listener.close()
+        await super().shutdown(sockets=[])
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
