@@ -37,8 +37,10 @@ def replayed(num_prompt_tokens: int, count: int) -> str:
 class Server:
     """A running `treetop serve`, and what it has said."""
 
-    def __init__(self, *flags: str, environment: dict[str, str] | None = None) -> None:
+    def __init__(self, *flags: str, environment: dict[str, str] | None = None, most_files: int | None = None) -> None:
         command = [sys.executable, "-m", "treetop.cli", "serve", "--port", "0", *flags]
+        if most_files is not None:
+            command = ["bash", "-c", f'ulimit -n {most_files}; exec "$@"', "bash", *command]
         self.process = subprocess.Popen(
             command,
             stderr=subprocess.PIPE,

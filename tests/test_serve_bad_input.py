@@ -108,7 +108,7 @@ def test_what_cannot_be_honoured_is_a_400_that_names_it_unless_it_asks_for_nothi
             "messages: only parts of text are supported, not 'image_url'",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "\u00e9" * 5000}]}]}, "only parts of text"),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "the body is not JSON"),
         ({"messages": [{"role": "user", "content": "a b " * 50000}]}, "--context-length"),
         ({"max_tokens": 4, "max_completion_tokens": 5}, "give one of them"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),

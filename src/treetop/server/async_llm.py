@@ -142,7 +142,8 @@ class AsyncLLM:
     async def ids_of(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
         """Ids of each prompt, checked. Raises InputError."""
         listed = prompts if isinstance(prompts, list) else [prompts]
-        size = len(listed) + sum(len(each) for each in listed if isinstance(each, str | list))
+        several = listed and isinstance(listed[0], str | list)
+        size = sum(len(each) for each in listed if isinstance(each, str | list)) if several else len(listed)
         return self.reader.ids_of(prompts) if size < _LONG else await self.lanes.run(size, self.reader.ids_of, prompts)
 
     async def encode(self, text: str, special: bool = True) -> list[int]:

@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError, from_json
 from starlette.exceptions import HTTPException
 
-MOST_OBJECTS = 2**18
+MOST_OBJECTS = 2**17
 """Texts, lists and objects of a body; keys are texts. Each takes Python some 70 bytes or more, however short it is."""
 MOST_VALUES = 2**21
 """Items and members of a body in all, numbers included."""

@@ -1,6 +1,7 @@
 """One API process: a uvicorn server over a core in another process, and its end."""
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -71,6 +72,8 @@ async def serve(
         server.should_exit = front.draining = True
         code = 128 + number if number == signal.SIGINT else 0
 
+    gc.collect()
+    gc.freeze()  # what stays for ever is not looked at again when a large body makes the collector run
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
