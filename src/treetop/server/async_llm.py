@@ -17,7 +17,7 @@ from treetop.types.constraint import StructuredOutput, TokenConstraint
 from treetop.types.errors import EngineError, InputError, shown
 from treetop.types.ids import RequestId
 from treetop.types.requests import EngineRequest, RequestUpdate
-from treetop.types.sampling import SamplingParams
+from treetop.types.sampling import SamplingParams, is_integer, is_number
 
 _LONG_TEXT = 4096
 """Characters that are encoded beside the event loop, not in it."""
@@ -106,11 +106,11 @@ class AsyncLLM:
         constraints: Sequence[TokenConstraint | None] | None = None,
     ) -> "DeltaStream":
         """As `stream`, at once, for prompts that `ids_of` gave, and as many parameters, their structures checked."""
-        if not -(2**31) <= priority < 2**31:
-            raise InputError(f"priority must lie in [-2^31, 2^31), got {shown(priority)}")
+        if not is_integer(priority) or not -(2**31) <= priority < 2**31:
+            raise InputError(f"priority must be an integer in [-2^31, 2^31), got {shown(priority)}")
         if priority and not self.core.info.by_priority:
             raise InputError("priority: requests are served as they come; start with --schedule-policy priority")
-        if timeout_s is not None and not 0 < timeout_s <= MOST_TIMEOUT_S:
+        if timeout_s is not None and not (is_number(timeout_s) and 0 < timeout_s <= MOST_TIMEOUT_S):
             raise InputError(f"timeout must be a number of seconds above 0, up to {MOST_TIMEOUT_S}")
         own, held_to = [self.reader.bounded(each) for each in params], constraints or [None] * len(params)
         asked = []
