@@ -157,7 +157,7 @@ def _tensors_in(paths: Sequence[Path]) -> dict[str, Path]:
             for name in list(file.keys()):
                 if name in files:
                     raise CheckpointError(
-                        f"{path}: tensor {name} is also in {files[name].name}; remove one of the files"
+                        f"{path}: tensor {shown(name)[1:-1]} is also in {files[name].name}; remove one of the files"
                     )
                 files[name] = path
     return files
@@ -231,4 +231,4 @@ def all_finite(tensor: Tensor) -> bool:
 
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"{names[0]}{more}"
+    return f"{shown(names[0])[1:-1]}{more}"
