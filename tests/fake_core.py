@@ -1,4 +1,4 @@
-"""An engine core whose engine counts up: for tests of the host's side alone."""
+"""An engine core whose engine counts up: for tests of the host's side alone. One engine has pages, as a device has."""
 
 import random
 import time
@@ -8,7 +8,7 @@ from treetop import SamplingParams
 from treetop.core.engine_core import EngineCore
 from treetop.scheduler.scheduler import Scheduler
 from treetop.types.config import EngineConfig
-from treetop.types.ids import FULL, RequestId
+from treetop.types.ids import FULL, NULL_PAGE, RequestId
 from treetop.types.kv import paired
 from treetop.types.layout import KVGroup, Layout, SpecShape
 from treetop.types.messages import PrefillPlan, RowResult, StepResult
@@ -39,6 +39,67 @@ class CountingEngine:
         return RowResult(row, new, True)
 
 
+class PagedEngine(CountingEngine):
+    """The same, and each token is kept where the page tables say, and read from there: a wrong page is a wrong token.
+
+    As on a device, a step has done its work when `launch` returns, and page tables know no more than edits have told.
+    """
+
+    def __init__(self, layout):
+        super().__init__()
+        self.layout, self.page_size = layout, layout.page_size
+        self.tables, self.memory, self.ids = {}, {}, {}
+
+    def launch(self, plan):
+        for edit in plan.edits:
+            self.tables[edit.group, edit.row, edit.column] = edit.page
+        if isinstance(plan, PrefillPlan):
+            for setup in plan.setups:
+                self.ids[setup.row] = [*setup.prefix_ids]
+            for chunk in plan.chunks:
+                assert len(self.ids[chunk.row]) == chunk.start
+                self._keep(chunk.row, chunk.token_ids)
+        results = [self._row(plan, i, row) for i, row in enumerate(plan.rows)]
+        return plan, StepResult(tuple(results))
+
+    def collect(self, launched):
+        return launched[1]
+
+    def _row(self, plan, i, row):
+        if not isinstance(plan, PrefillPlan):  # the root and what is accepted; the last is the new root
+            root, count = self._last(row) + 1, self.random.randint(1, 4)
+            self._keep(row, range(root, root + count))
+        elif plan.chunks[i].next_token is None:
+            count = 1
+        else:
+            return RowResult(row, (), True)
+        new = self._last(row) + 1
+        return RowResult(row, tuple(range(new - count + 1, new + 1)), True)
+
+    def _keep(self, row, ids):
+        """Write tokens behind those that a row has."""
+        start = len(self.ids[row])
+        self.ids[row] += ids
+        for group in self.layout.groups:
+            for position in range(start, start + len(ids)):
+                place = self._place(group.name, row, position)
+                assert place[1] != NULL_PAGE, f"{group.name}: a token is written to the null page"
+                self.memory[place] = self.ids[row][position]
+
+    def _last(self, row):
+        """The last token that a row has in its pages, after all that a query sees has been compared."""
+        ids = self.ids[row]
+        for group in self.layout.groups:
+            first = 0 if group.window is None else max(len(ids) - group.window + 1, 0)
+            seen = [self.memory.get(self._place(group.name, row, i)) for i in range(first, len(ids))]
+            assert seen == ids[first:], f"{group.name}: row {row} reads {seen}, not {ids[first:]}"
+        return ids[-1]
+
+    def _place(self, group, row, position):
+        column, offset = divmod(position, self.page_size)
+        return group, self.tables[group, row, column], offset
+
+
 def make_core(
     engine=None,
     rows=4,
@@ -49,20 +110,23 @@ def make_core(
     clock=time.monotonic,
     *,
     pace=None,
+    groups=None,
     **options,
 ) -> EngineCore:
+    """engine: or what makes one for a layout."""
     layout = Layout(
         shapes=(SpecShape(2, 3, 6),),
         page_size=4,
         max_requests=rows,
         max_context=context,
         chunk=chunk,
-        groups=(KVGroup(FULL, 1, paired(1, 8)),),
+        groups=groups or (KVGroup(FULL, 1, paired(1, 8)),),
         pool_tokens=4 * pages,
         max_in_flight=max_in_flight,
     )
     config = EngineConfig(max_running_requests=rows, page_size=4, **options)
-    return EngineCore(engine or CountingEngine(), Scheduler(layout, config, [10**6], clock, pace=pace))
+    engine = engine(layout) if isinstance(engine, type) else engine or CountingEngine()
+    return EngineCore(engine, Scheduler(layout, config, [10**6], clock, pace=pace))
 
 
 def ask(number, prompt, max_tokens=20, priority=0, timeout_s=None, **params) -> EngineRequest:

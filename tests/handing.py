@@ -51,8 +51,12 @@ class Worker:
         with slots_kept() as kept:
             self.llm = make(pair, shape, **{"context_length": 128, **SLOTS, **options})
         self.slots, self.core, self.scheduler = kept, self.llm._core.core, self.llm.scheduler
-        self.handover, self.engine = self.scheduler.handover, self.llm.engine
+        self.engine = self.llm.engine
         self.free = list(range(self.engine.layout.handover_slots))
+
+    @property
+    def handover(self):
+        return self.scheduler.handover  # another one after a failure
 
     @property
     def slot_tokens(self) -> int:

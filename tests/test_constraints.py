@@ -162,6 +162,21 @@ def test_the_row_of_a_constrained_request_forgets_it(strong_pair, oracle):
             assert sum(output.metrics.accept_lens) > 0
 
 
+def test_a_free_request_in_the_row_of_a_constrained_one_gets_its_drafts(strong_pair):
+    """Beside a request whose logits are changed, so that rounds look at what rows are held to."""
+    free = SamplingParams(temperature=1.1, seed=3, max_tokens=LENGTH, ignore_eos=True)
+    changes = SamplingParams(presence_penalty=1.0, max_tokens=4 * LENGTH, ignore_eos=True)  # to the free one's end
+    *both, first = strong_pair.prompts([8, 9, 12], seed=4)
+    rounds = []
+    for before in ((), (first,)):
+        llm = build(strong_pair, SHAPE, max_running_requests=2)
+        for prompt in before:
+            llm.generate([prompt], free, [Whims(1)])
+        rounds.append([(each.token_ids, each.metrics.accept_lens) for each in llm.generate(both, [free, changes])])
+    assert rounds[0] == rounds[1]
+    assert sum(rounds[0][0][1]) > 0
+
+
 @pytest.mark.parametrize("position", [0, 1, 3])
 def test_tokens_follow_the_constrained_distribution(strong_pair, oracle, position, constrained_draws):
     """Counts fit the exact mixture over what was sampled before."""

@@ -59,6 +59,21 @@ def test_a_client_may_finish_a_request_at_any_time(max_in_flight):
         assert not core.scheduler.rows.by_row
 
 
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_tokens_behind_what_a_client_took_never_reach_the_prefix_cache(max_in_flight):
+    """A client that found a stop string keeps two tokens of many: the next prompt finds the pages of these alone."""
+    core, prompt = make_core(max_in_flight=max_in_flight), [*range(5, 15)]
+    core.add(ask(1, prompt, max_tokens=200))
+    output = []
+    while len(output) < 12:
+        output += [token for update in core.step() for token in update.new_ids]
+    assert core.finish(RequestId(1), 2).finish_reason == "stop"
+    assert collected(drained(core))[1] == {}
+    core.add(ask(2, [*prompt, *output], max_tokens=3))
+    _, last = collected(drained(core))
+    assert last[2].stats.num_cached_tokens == (len(prompt) + 2) // 4 * 4
+
+
 def test_a_failed_step_ends_every_request_and_the_core_goes_on():
     """Whatever the engine raises, in a launch or in a collect, each request is told; later ones run."""
     for method, error in [("launch", ValueError("a")), ("collect", MemoryError("b")), ("collect", SystemExit("c"))]:

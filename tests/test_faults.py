@@ -1,7 +1,9 @@
 """Each past bug of the field, put back by name: its guard says so, and without a guard it does harm."""
 
+import gc
 import subprocess
 import sys
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from inspect import getattr_static
@@ -15,6 +17,7 @@ from treetop.cli import main
 from treetop.debug import faults
 from treetop.debug.faults import ENVIRONMENT, FAULTS, Fault, environment_fault, fault
 from treetop.debug.patching import instead, kernel_twin, replaced
+from treetop.doctor import provoke
 from treetop.doctor.provoke import Provocation
 from treetop.scheduler import endings
 from treetop.types.errors import ConfigError, EngineError, InvariantError, TreetopError
@@ -97,6 +100,30 @@ def provocation():
 
 def said(trial) -> str:
     return "" if trial.error is None else str(trial.error)
+
+
+@pytest.mark.parametrize("name", ["sgl-27545", "sgl-25015"])
+def test_a_trial_keeps_nothing_of_its_engine(monkeypatch, name):
+    """No traceback and no observer holds it until the collector comes: 100 trials would be 7 GB."""
+    engines = []
+
+    class Watched(provoke.LLM):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            engines.append(weakref.ref(self.engine))
+
+    monkeypatch.setattr(provoke, "LLM", Watched)
+    found = FAULTS[name]
+    gc.disable()
+    try:
+        with Provocation() as provocation:
+            trial = provocation.run(found, found.level or 0, watched=found.level is None)
+            provocation.harm(found)
+        assert found.guard in said(trial)
+        assert [each() for each in engines] == [None] * len(engines)
+    finally:
+        gc.enable()
+    assert len(engines) >= 2
 
 
 @pytest.mark.parametrize("name", FAULTS)

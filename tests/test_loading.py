@@ -5,6 +5,7 @@ import os
 import struct
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import huggingface_hub
@@ -14,8 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from refusing import load, refused
 from tiny_models import copy_folder
+from treetop import LLM
 from treetop.models import checkpoint, hub, loader
-from treetop.models.checkpoint import open_tensors, stored_files
+from treetop.models.checkpoint import all_finite, open_tensors, stored_files
 from treetop.models.folder import resolve_folder
 from treetop.models.loader import Placement, load_weights
 from treetop.models.params import Source, Stored, matrix
@@ -99,6 +101,65 @@ def test_one_number_that_is_not_finite_is_found_wherever_it_is(tmp_path, dtype, 
         expected = {"t": Stored((5000,), ("F64", "F32", "F16", "BF16"))}
         with open_tensors(tmp_path, expected) as fetch, pytest.raises(CheckpointError, match="tensor t holds NaN or"):
             fetch("t", None)
+
+
+TOO_LARGE = [
+    (torch.float64, 1e39, "float32", "float64"),
+    (torch.float64, -1e30, "float16", "bfloat16"),
+    (torch.float32, 65520.0, "float16", "bfloat16"),
+    (torch.bfloat16, -1e20, "float16", "bfloat16"),
+    (torch.float32, 3.4e38, "bfloat16", "float32"),
+]
+"""What is stored, a number of it, the dtype that cannot hold it, and the first that can."""
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+@pytest.mark.parametrize(("stored", "value", "dtype", "wider"), TOO_LARGE)
+def test_a_number_beyond_the_compute_dtype_is_refused_with_its_tensor(
+    strong_pair, tmp_path, stored, value, dtype, wider, suffix
+):
+    """It would become infinite, and the first request to meet it would end. The option that is named helps."""
+    norm = torch.ones(64, dtype=stored)
+    norm[7] = value
+    name = "model.layers.1.input_layernorm.weight"
+    folder = copy_folder(strong_pair.target, tmp_path / "t", tensors={name: norm})
+    if suffix == "bin":
+        torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+        (folder / "model.safetensors").unlink()
+    message = refused(CheckpointError, lambda: LLM(str(folder), None, dtype=dtype), name, dtype, f"--dtype {wider}")
+    assert f"holds {float(norm.abs().max()):.4g}, " in message
+    LLM(str(folder), None, dtype=wider).close()
+
+
+@pytest.mark.parametrize("value", [65504.0, 65519.0])
+def test_a_number_that_the_compute_dtype_can_round_to_is_taken(strong_pair, tmp_path, value):
+    tensors = {"model.norm.weight": torch.full((64,), value)}
+    LLM(str(copy_folder(strong_pair.target, tmp_path / "t", tensors=tensors)), None, dtype="float16").close()
+
+
+@pytest.mark.parametrize("name", ["fc.weight", "lm_head.weight", "midlayer.mlp.down_proj.weight", "norm.weight"])
+def test_a_draft_heads_number_beyond_the_compute_dtype_is_refused(strong_pair, tmp_path, name):
+    tensor = load_file(strong_pair.head / "model.safetensors")[name].clone()
+    tensor.view(-1)[-1] = 1e6
+    head = copy_folder(strong_pair.head, tmp_path / "h", tensors={name: tensor})
+    load_both = partial(LLM, str(strong_pair.target), str(head), dtype="float16", speculative_num_steps=2)
+    refused(CheckpointError, load_both, name, "1e+06", "--dtype bfloat16")
+
+
+def test_numbers_are_looked_at_twice_only_where_the_dtype_may_not_hold_them(strong_pair, monkeypatch):
+    """A checkpoint in 16 or 32 bits that is held in as many, or more, costs one pass to load."""
+    passes = []
+
+    def noted(tensor):
+        passes.append(tensor.dtype)
+        return all_finite(tensor)
+
+    monkeypatch.setattr("treetop.models.loader.all_finite", noted)
+    for dtype in ("float32", "float64"):
+        LLM(str(strong_pair.target), str(strong_pair.head), dtype=dtype).close()
+    assert passes == []
+    LLM(str(strong_pair.target), None, dtype="bfloat16").close()
+    assert set(passes) == {torch.bfloat16}
 
 
 def test_loading_takes_little_more_memory_than_the_weights(tmp_path):

@@ -181,6 +181,10 @@ class KVCacheManager:
         self._freed.clear()
         return freed
 
+    def note_all_freed(self) -> None:
+        """Pages that nobody owns may hold what others wrote before these books were opened."""
+        self._freed = [(g, PageId(page)) for g, each in self._allocators.items() for page in range(1, each.total + 1)]
+
     def arrange(self, order: Callable[[list[PageId]], list[PageId]]) -> None:
         """Reorder each group's free pages; the last one is handed out first."""
         for allocator in self._allocators.values():

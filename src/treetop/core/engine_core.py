@@ -6,12 +6,13 @@ from typing import Generic, Protocol, TypeVar
 
 from treetop.scheduler.scheduler import Scheduler
 from treetop.types.constraint import StructuredOutput, TokenConstraint
-from treetop.types.errors import InputError
+from treetop.types.errors import EngineError, InputError, UserError
 from treetop.types.ids import RequestId
 from treetop.types.messages import StepPlan, StepResult
 from treetop.types.requests import CoreLoad, EngineRequest, RequestUpdate
 
 Constrain = Callable[[StructuredOutput], TokenConstraint]
+Result = TypeVar("Result")
 InFlightStep = TypeVar("InFlightStep")
 """A step in flight."""
 
@@ -32,7 +33,8 @@ class EngineCore(Generic[InFlightStep]):
     """Turns requests into updates, a step at a time. Not thread-safe: one thread calls it (`core/thread.py`).
 
     An engine that fails ends every request: what was in flight is lost, and with it what the host knows of the rows.
-    The error is told in each request's last update and kept in `failure`. The core goes on with what is added later.
+    So does any exception of the scheduler, also between steps. The error is told in each request's last update and
+    kept in `failure`. The scheduler's books begin anew, and the core goes on with what is added later.
     """
 
     def __init__(
@@ -46,11 +48,15 @@ class EngineCore(Generic[InFlightStep]):
         self.num_launched = self.num_committed = 0
         """Steps; those that a failure lost count as committed."""
         self._in_flight: deque[tuple[StepPlan, InFlightStep]] = deque()
+        self._failed: list[RequestUpdate] = []  # of requests that a command has ended by its failure
 
     @property
     def busy(self) -> bool:
-        """Whether a step would do anything: a request is alive, or a step launched for one that has ended is out."""
-        return self.scheduler.has_work or bool(self._in_flight)
+        """Whether a step would do anything: a request is alive, or a step launched for one that has ended is out.
+
+        Or a command has failed, which the next step tells.
+        """
+        return self.scheduler.has_work or bool(self._in_flight or self._failed)
 
     @property
     def load(self) -> CoreLoad:
@@ -59,8 +65,17 @@ class EngineCore(Generic[InFlightStep]):
     def add(self, request: EngineRequest, remote: bool = False) -> None:
         """Queue a request. Raises InputError, and nothing has changed, for one that can never run.
 
-        remote: another worker may prefill it.
+        remote: another worker may prefill it. Raises EngineError if something breaks; all others have ended then, too.
         """
+        try:
+            self._add(request, remote)
+        except UserError:
+            raise
+        except BaseException as error:
+            self._failed = [each for each in self.fail(error) if each.request_id != request.request_id]
+            raise EngineError(failure_text(error)) from error
+
+    def _add(self, request: EngineRequest, remote: bool) -> None:
         asked = request.params.structured_output
         if asked is not None:
             if self._constrain is None or request.constraint is not None:
@@ -70,36 +85,50 @@ class EngineCore(Generic[InFlightStep]):
 
     def abort(self, request_id: RequestId) -> RequestUpdate | None:
         """End a request, wherever it stands; None if it is not alive."""
-        return self.scheduler.abort(request_id)
+        return self._between_steps(lambda: self.scheduler.abort(request_id))
 
     def finish(self, request_id: RequestId, num_tokens: int) -> RequestUpdate | None:
         """The client stops after the first `num_tokens` tokens of the output; None if the request is not alive."""
-        return self.scheduler.finish(request_id, num_tokens)
+        return self._between_steps(lambda: self.scheduler.finish(request_id, num_tokens))
+
+    def _between_steps(self, command: Callable[[], Result]) -> Result | None:
+        """None if it fails, as a step may, and the next step tells of it."""
+        try:
+            return command()
+        except BaseException as error:
+            self._failed = self.fail(error)
+            return None
 
     def step(self) -> list[RequestUpdate]:
         """End what is late, keep the engine busy, then commit its oldest step.
 
         Raises nothing: a failure is told in the updates.
         """
-        late: list[RequestUpdate] = []
+        told, self._failed = self._failed, []
         try:
-            late = self.scheduler.expire()
+            told = told + self.scheduler.expire()
             while (plan := self.scheduler.plan()) is not None:
                 self._in_flight.append((plan, self.engine.launch(plan)))
                 self.num_launched += 1
             self.stalled = not self._in_flight
             if self.stalled:
-                return late
+                return told
             plan, in_flight = self._in_flight.popleft()
             updates = self.scheduler.commit(plan, self.engine.collect(in_flight))
         except BaseException as error:  # whatever it was, every client must hear of it
-            return late + self.fail(error)
+            return told + self.fail(error)
         self.num_committed += 1
-        return late + updates
+        return told + updates
 
     def fail(self, error: BaseException) -> list[RequestUpdate]:
         """End every request with this error, and forget the steps in flight."""
-        self.failure = error
+        told, self._failed = self._failed, []
+        self.failure, self.stalled = error, False
         self._in_flight.clear()
         self.num_committed = self.num_launched
-        return self.scheduler.fail(f"the engine failed: {type(error).__name__}: {error}")
+        return told + self.scheduler.fail(failure_text(error))
+
+
+def failure_text(error: BaseException) -> str:
+    """What requests are told that end with it."""
+    return f"the engine failed: {type(error).__name__}: {error}"

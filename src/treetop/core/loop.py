@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from treetop.types.errors import UserError
+from treetop.types.errors import TreetopError, UserError
 from treetop.types.ids import RequestId
 from treetop.types.requests import CoreLoad, EngineRequest, RequestUpdate
 
@@ -71,8 +71,9 @@ class CoreLoop:
         for request in requests:
             try:
                 self.core.add(request, self.role is not None and self.role.asks)
-            except UserError as error:
-                deliver([RequestUpdate(request.request_id, (), finish_reason="abort", error=str(error))])
+            except TreetopError as error:
+                failed = not isinstance(error, UserError)
+                deliver([RequestUpdate(request.request_id, (), None, "abort", str(error), failed)])
             else:
                 self._clients[request.request_id] = deliver
 

@@ -163,9 +163,10 @@ def follow(
 ) -> tuple[int, int, str | None]:
     """Generate, and compare every round of every row with the oracle: (rounds, near ties, first failure or None)."""
     rounds: list[_RowRound] = []
+    scheduler = llm.scheduler  # an observer that held the LLM would keep its memory until the collector comes
 
     def observe(plan: RoundPlan, tree: DraftTree, accepted: Accepted) -> None:
-        ids = llm.scheduler.ids_by_row()  # a row that is not there has ended, and what it gave is dropped
+        ids = scheduler.ids_by_row()  # a row that is not there has ended, and what it gave is dropped
         known = [(index, ids[row]) for index, row in enumerate(plan.rows) if row in ids]
         rounds.extend(_row_round(index, each, tree, accepted) for index, each in known)
 

@@ -182,7 +182,7 @@ class Provocation:
                 _scenario(llm, outputs)
                 llm.scheduler.check_integrity()
             except Exception as caught:  # whatever a fault breaks is a finding
-                error = caught
+                error = _without_frames(caught)
         tokens = tuple(output.token_ids for output in outputs)
         rounds = sum(output.metrics.target_forwards for output in outputs)
         return Trial(tokens, rounds, error, sum(tensor.tolist() != values for tensor, values in kept))
@@ -245,6 +245,14 @@ def _note(plan: RoundPlan, tree: DraftTree, accepted: Accepted) -> tuple[Tensor,
     """A handed-out tensor, and what it held then."""
     assert tree.tokens.shape[0] == accepted.tokens.shape[0] >= len(plan.rows)
     return accepted.tokens, accepted.tokens.tolist()
+
+
+def _without_frames(error: Exception) -> Exception:
+    """The same; its traceback would hold the engine that it was raised in."""
+    each: BaseException | None = error
+    while each is not None:
+        each.__traceback__, each = None, each.__cause__ or each.__context__
+    return error
 
 
 def _first_line(error: Exception) -> str:

@@ -157,7 +157,7 @@ def _tensors_in(paths: Sequence[Path]) -> dict[str, Path]:
             for name in list(file.keys()):
                 if name in files:
                     raise CheckpointError(
-                        f"{path}: tensor {name} is also in {files[name].name}; remove one of the files"
+                        f"{path}: tensor {shown(name)[1:-1]} is also in {files[name].name}; remove one of the files"
                     )
                 files[name] = path
     return files
@@ -216,13 +216,19 @@ def _located(folder: Path, expected: Expected, ignored: Collection[str]) -> dict
 
 
 def _finite(tensor: Tensor, name: str, path: Path) -> Tensor:
-    if tensor.is_floating_point() and tensor.numel():
-        least, most = tensor.aminmax()  # one pass without a copy; both are NaN if one number is
-        if not bool(torch.isfinite(least) & torch.isfinite(most)):
-            raise CheckpointError(f"{path}: tensor {name} holds NaN or infinite values")
+    if tensor.is_floating_point() and not all_finite(tensor):
+        raise CheckpointError(f"{path}: tensor {name} holds NaN or infinite values")
     return tensor
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Whether no number is infinite or NaN, in one pass without a copy."""
+    if not tensor.numel():
+        return True
+    least, most = tensor.aminmax()  # both are NaN if one number is
+    return bool(torch.isfinite(least) & torch.isfinite(most))
 
 
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"{names[0]}{more}"
+    return f"{shown(names[0])[1:-1]}{more}"

@@ -11,10 +11,10 @@ from torch import Tensor
 from treetop.kernels.mxfp4 import GROUP_BYTES
 from treetop.kernels.products import ChosenProduct, Shape
 from treetop.kernels.table import OpContext, Ops
-from treetop.models.checkpoint import check_tensors, open_tensors
+from treetop.models.checkpoint import all_finite, check_tensors, open_tensors
 from treetop.models.params import Fetch, Param, Plain, Source, Span, of_rank, stored_tensors
 from treetop.models.progress import progress
-from treetop.types.errors import ConfigError
+from treetop.types.errors import CheckpointError, ConfigError
 from treetop.types.layout import SpecShape
 from treetop.types.parallel import ALONE, Parallel
 
@@ -83,7 +83,7 @@ def load_weights(
 
     Each is filled from one stored tensor after another, where the model computes: beside them there is at most one
     tensor in memory. A terminal sees how far it is. ignored: tensors that the files may hold. Raises CheckpointError
-    as `checkpoint.open_tensors` says.
+    as `checkpoint.open_tensors` says, and for a number that is too large for the dtype in which it is to be held.
     """
     mine = place.own(params)
     if place.dummy:
@@ -92,7 +92,7 @@ def load_weights(
     stored, total = stored_tensors(params), weight_bytes(mine, place.dtype)
     with open_tensors(folder, stored, ignored, place.device) as fetch, progress(folder, total) as loaded:
         for param in mine:
-            weights[param.name] = _filled(param, fetch, place)
+            weights[param.name] = _filled(param, fetch, place, folder)
             loaded(weights[param.name].nbytes)
     return weights
 
@@ -102,11 +102,12 @@ def check_weights(folder: Path, params: Sequence[Param], ignored: Collection[str
     return check_tensors(folder, stored_tensors(params), ignored)
 
 
-def _filled(param: Param, fetch: Fetch, place: Placement) -> Tensor:
+def _filled(param: Param, fetch: Fetch, place: Placement, folder: Path) -> Tensor:
     whole, start = param.empty(place.dtype, place.device), 0
     for source in param.sources:
         for piece in _pieces(param, source):
-            start = _put(whole, start, param.format.read(piece, fetch))  # keeps nothing that was read
+            where = f"{folder}: tensor {source.name}"
+            start = _put(whole, start, param.format.read(piece, fetch), where)  # keeps nothing that was read
     if param.padded:
         whole[start:] = 0
         return whole
@@ -124,11 +125,25 @@ def _pieces(param: Param, source: Source) -> list[Source]:
     return [replace(source, span=Span(0, first, min(first + step, rows))) for first in range(0, rows, step)]
 
 
-def _put(whole: Tensor, start: int, rows: Tensor) -> int:
-    """Write rows of a parameter, from its row `start` on; returns where they end."""
+def _put(whole: Tensor, start: int, rows: Tensor, where: str) -> int:
+    """Write finite rows of a parameter, from its row `start` on; returns where they end.
+
+    Raises CheckpointError, which begins with `where`, if one becomes infinite.
+    """
     stop = start + rows.numel() // prod(whole.shape[1:])
-    whole[start:stop].view(rows.shape).copy_(rows)  # rows may be turned: copied once
+    held = whole[start:stop].view(rows.shape)
+    held.copy_(rows)  # rows may be turned: copied once
+    if _largest(rows.dtype) > _largest(held.dtype) and not all_finite(held):
+        value = float(rows.abs().max())
+        wider = next(name for name in ("bfloat16", "float32", "float64") if value <= _largest(_TORCH_DTYPES[name]))
+        dtype = str(held.dtype).removeprefix("torch.")
+        raise CheckpointError(f"{where} holds {value:.4g}, which is too large for {dtype}; use --dtype {wider}")
     return stop
+
+
+def _largest(dtype: torch.dtype) -> float:
+    """The largest finite number; 0 of integers."""
+    return torch.finfo(dtype).max if dtype.is_floating_point else 0.0
 
 
 def random_weights(params: Sequence[Param], place: Placement) -> dict[str, Tensor]:

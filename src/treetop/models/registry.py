@@ -161,7 +161,8 @@ def target_spec(folder: Path) -> TargetSpec:
         known = ", ".join(name for name in FAMILIES if name not in _OWN)
         code = custom_code(config)
         raise CheckpointError(
-            f"{where}: architecture {', '.join(named)} is not supported, only {known}" + (f"; {code}" if code else "")
+            f"{where}: architecture {shown(', '.join(named))[1:-1]} is not supported, only {known}"
+            + (f"; {code}" if code else "")
         )
     if (code := custom_code(config)) is not None:
         _log.warning("%s: %s; treetop's own %s is used", where, code, named[0])

@@ -76,18 +76,6 @@ class Committer:
             self._cache_chunks(plan)
         return updates
 
-    def fail(self, error: str) -> list[RequestUpdate]:
-        """The engine broke: what is out is lost, and with it what the host knows of its rows. Every request ends."""
-        lost = [*self._steps]
-        self._steps.forget()
-        alive = [*self._queues.by_id.values()]
-        updates = [self.finish(request, (), "abort", error=error, engine_failed=True) for request in alive]
-        for step in lost:
-            self._handover.lose(step.plan, step.requests)
-        for request in [*self._rows.by_row.values()]:  # those that had ended before, too
-            self._settle(request)
-        return updates
-
     def finish(
         self,
         request: Request,
@@ -95,7 +83,6 @@ class Committer:
         reason: FinishReason,
         accept_len: int | None = None,
         error: str | None = None,
-        engine_failed: bool = False,
         timed_out: bool = False,
     ) -> RequestUpdate:
         """End a request, wherever it stands; its last update."""
@@ -105,22 +92,14 @@ class Committer:
         self._queues.remove(request)
         self._handover.ended(request)
         self._settle(request)
-        stats = RequestStats(
-            num_prompt_tokens=len(request.prompt_ids),
-            num_cached_tokens=request.num_cached_tokens,
-            num_retractions=request.num_retractions,
-            arrival_s=request.arrival_s,
-            admitted_s=request.admitted_s,
-            first_token_s=request.first_token_s,
-            end_s=self._clock(),
-        )
+        stats = stats_of(request, self._clock())
         return RequestUpdate(
             request.request_id,
             tuple(new_ids),
             accept_len,
             reason,
             error,
-            engine_failed,
+            False,
             stats,
             timed_out=timed_out,
             start=start,
@@ -169,3 +148,16 @@ class Committer:
         self._rows.leave(
             request, request.ids[: request.num_computed_tokens] if request.finish_reason != "abort" else ()
         )
+
+
+def stats_of(request: Request, end_s: float) -> RequestStats:
+    """What is told of a request that ends now."""
+    return RequestStats(
+        num_prompt_tokens=len(request.prompt_ids),
+        num_cached_tokens=request.num_cached_tokens,
+        num_retractions=request.num_retractions,
+        arrival_s=request.arrival_s,
+        admitted_s=request.admitted_s,
+        first_token_s=request.first_token_s,
+        end_s=end_s,
+    )

@@ -29,7 +29,7 @@ from treetop.types.handover import (
 )
 from treetop.types.ids import RequestId
 from treetop.types.layout import Layout
-from treetop.types.messages import Export, ExportPlan, Import, ImportPlan, StepPlan, StepResult
+from treetop.types.messages import Export, ExportPlan, Import, ImportPlan, StepResult
 
 
 @dataclass(slots=True)
@@ -63,6 +63,7 @@ class Handover:
         self._coming: dict[RequestId, Coming] = {}
         self._exports: list[tuple[Request, int, Piece]] = []
         self._imports: list[tuple[Request, int, Piece, tuple[int, ...]]] = []
+        self._owed: dict[int, Packed | Imported] = {}  # by slot, as it will be said if nothing comes of it
         self._events: list[DecodeEvent | PrefillEvent] = []
 
     @property
@@ -110,6 +111,7 @@ class Handover:
         if piece.start != coming.landed or piece.total != request.num_ids or piece.last != (first is not None):
             raise InvariantError(f"request {request_id}: {piece} has landed after {coming.landed} tokens")
         coming.landed, coming.first = piece.end, first
+        self._owed[slot] = Imported(request_id, slot)
         self._imports.append((request, slot, piece, tuple(checksums)))
 
     def prefill_locally(self, request_id: RequestId) -> None:
@@ -146,6 +148,7 @@ class Handover:
             raise InvariantError(f"request {request_id}: {piece} is to be packed, {request.num_computed_tokens} tokens")
         if piece.total != request.num_ids or piece.count > self._layout.slot_tokens:
             raise InvariantError(f"request {request_id} of {request.num_ids} tokens: {piece} is to be packed")
+        self._owed[slot] = Packed(request_id, slot, piece, ())
         self._exports.append((request, slot, piece))
 
     # ---------------------------------------------------------------- steps
@@ -165,13 +168,13 @@ class Handover:
 
     def commit_exports(self, plan: ExportPlan, requests: Sequence[Request], result: StepResult) -> None:
         for request, export, checksums in zip(requests, plan.exports, result.exports, strict=True):
-            self._events.append(Packed(request.request_id, export.slot, export.piece, checksums))
+            self._give_back(Packed(request.request_id, export.slot, export.piece, checksums))
 
     def commit_imports(self, plan: ImportPlan, requests: Sequence[Request], result: StepResult) -> list[FirstOutput]:
         """Returns the requests that can decode now. One with a piece that is not intact is prefilled here."""
         done = []
         for request, each, got in zip(requests, plan.imports, result.imports, strict=True):
-            self._events.append(Imported(request.request_id, each.slot))
+            self._give_back(self._owed[each.slot])
             coming = self._coming.get(request.request_id)
             if coming is None or coming.local:
                 continue
@@ -190,16 +193,12 @@ class Handover:
             self._go_on_locally(request)
         return done
 
-    def lose(self, plan: StepPlan, requests: Sequence[Request]) -> None:
-        """The engine has failed, and with it a step that was out. Its requests have ended."""
-        if isinstance(plan, ExportPlan):
-            for request, export in zip(requests, plan.exports, strict=True):
-                self._events.append(Packed(request.request_id, export.slot, export.piece, ()))
-        elif isinstance(plan, ImportPlan):
-            for request, each in zip(requests, plan.imports, strict=True):
-                self._events.append(Imported(request.request_id, each.slot))
-
     # ---------------------------------------------------------------- ends
+
+    def lose_all(self, old: "Handover") -> None:
+        """Tell the desk what it has not heard of books that are given up, and of all in them that it waits for."""
+        gone = [*old._coming, *(r.request_id for r in old._queues.by_id.values() if r.export_from is not None)]
+        self._events += [*old._events, *map(Gone, gone), *old._owed.values()]
 
     def ended(self, request: Request) -> None:
         """A request has ended, wherever it stood."""
@@ -242,20 +241,22 @@ class Handover:
 
     def _drop_pieces(self, request: Request) -> None:
         """Forget the pieces of a request that no step has taken."""
-        for each, slot, piece in self._exports:
-            if each is request:
-                self._events.append(Packed(request.request_id, slot, piece, ()))
-        for each, slot, *_ in self._imports:
-            if each is request:
-                self._events.append(Imported(request.request_id, slot))
+        slots = [slot for each, slot, _ in self._exports if each is request]
+        slots += [slot for each, slot, *_ in self._imports if each is request]
+        for slot in slots:
+            self._give_back(self._owed[slot])
         self._exports = [each for each in self._exports if each[0] is not request]
         self._imports = [each for each in self._imports if each[0] is not request]
 
+    def _give_back(self, event: Packed | Imported) -> None:
+        """A slot comes back."""
+        del self._owed[event.slot]
+        self._events.append(event)
+
     def _check_slot(self, slot: int) -> None:
         """No slot is packed or imported twice at a time."""
-        busy = [each[1] for each in (*self._exports, *self._imports)]
-        if not 0 <= slot < self._layout.handover_slots or slot in busy:
-            raise InvariantError(f"slot {slot} is named, of {self._layout.handover_slots}; {busy} wait for a step")
+        if not 0 <= slot < self._layout.handover_slots or slot in self._owed:
+            raise InvariantError(f"slot {slot} is named, of {self._layout.handover_slots}; {[*self._owed]} are in use")
 
 
 def _agrees(request: Request, first: FirstToken | None, root: int | None) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import count
 
-from treetop.scheduler.endings import Committer
+from treetop.scheduler.endings import Committer, stats_of
 from treetop.scheduler.handover import Handover
 from treetop.scheduler.prefill import PrefillPlanner
 from treetop.scheduler.queues import Queues
@@ -49,18 +49,25 @@ class Scheduler:
 
         pace: of prefill steps between rounds; None counts no attention.
         """
-        self._vocab_size = vocab_size
-        self._layout, self._eos_ids, self._clock = layout, frozenset(eos_ids), clock
+        self._vocab_size, self._pace = vocab_size, pace
+        self._layout, self._config, self._eos_ids, self._clock = layout, config, frozenset(eos_ids), clock
         self._by_priority, self._numbers = config.schedule_policy == "priority", count()
+        self._untold: dict[RequestId, Request] = {}  # those whose last update has not been handed out
+        self._retractions_before = 0
+        self._open_books()
+
+    def _open_books(self) -> None:
+        """Nobody waits or runs, every page is free, and nothing is out."""
+        layout, config, clock = self._layout, self._config, self._clock
         self._deadlines: list[tuple[float, RequestId]] = []  # a heap; some may have ended
         self.queues, self.steps = Queues(), StepsOut()
         self.rows = Rows(layout, not config.disable_radix_cache, config.check_level)
+        shared = self.queues, self.rows, self.steps
         self.handover = Handover(layout, self.queues, self.rows, clock)
-        self._prefill = PrefillPlanner(
-            layout, config.prefill_tokens_per_round, self.queues, self.rows, self.steps, self.handover, clock, pace=pace
-        )
-        self._rounds = RoundPlanner(layout, config.shape, self.queues, self.rows, self.steps, self.handover)
-        self._committer = Committer(self.queues, self.rows, self.steps, self.handover, config.check_level, clock)
+        most = config.prefill_tokens_per_round
+        self._prefill = PrefillPlanner(layout, most, *shared, self.handover, clock, pace=self._pace)
+        self._rounds = RoundPlanner(layout, config.shape, *shared, self.handover)
+        self._committer = Committer(*shared, self.handover, config.check_level, clock)
         self._prefilled_last = False
 
     # ---------------------------------------------------------------- requests in and out
@@ -81,6 +88,8 @@ class Scheduler:
         request = Request.of(asked, self._eos_ids, self._layout.max_context, order, now, self._vocab_size)
         request.remote = remote and asked.constraint is None and not asked.received
         request.export_from = export_from
+        if export_from is None:  # else events tell the desk
+            self._untold[request.request_id] = request
         self.queues.add(request)
         if asked.timeout_s is not None:
             heappush(self._deadlines, (now + asked.timeout_s, request.request_id))
@@ -97,12 +106,12 @@ class Scheduler:
             if request is not None:
                 error = late_error(len(request.output_ids))
                 updates.append(self._committer.finish(request, (), "abort", error=error, timed_out=True))
-        return updates
+        return self._told(updates)
 
     def abort(self, request_id: RequestId) -> RequestUpdate | None:
         """End a request, wherever it stands; None if it is not alive. Steps with its row may still be out."""
         request = self.queues.by_id.get(request_id)
-        return None if request is None else self._committer.finish(request, (), "abort")
+        return None if request is None else self._told([self._committer.finish(request, (), "abort")])[0]
 
     def finish(self, request_id: RequestId, num_tokens: int) -> RequestUpdate | None:
         """End a request whose client stops after `num_tokens` tokens of its output; None if it is not alive.
@@ -113,7 +122,7 @@ class Scheduler:
         if request is None:
             return None
         del request.output_ids[num_tokens:]
-        return self._committer.finish(request, (), "stop")
+        return self._told([self._committer.finish(request, (), "stop")])[0]
 
     def finish_export(self, request_id: RequestId) -> None:
         """All pieces of a request have been taken: its row and its pages go, to the prefix cache where that keeps them.
@@ -130,13 +139,20 @@ class Scheduler:
         if export_from is not None and (remote or not 0 <= export_from < len(asked.prompt_ids)):
             raise InvariantError(f"request {asked.request_id} is to be exported from token {export_from}")
 
+    def _told(self, updates: list[RequestUpdate]) -> list[RequestUpdate]:
+        """Updates that are handed out now."""
+        for update in updates:
+            if update.finish_reason is not None:
+                self._untold.pop(update.request_id, None)
+        return updates
+
     @property
     def has_work(self) -> bool:
         return bool(self.queues.by_id)
 
     @property
     def num_retractions(self) -> int:
-        return self._rounds.num_retractions
+        return self._retractions_before + self._rounds.num_retractions
 
     @property
     def load(self) -> CoreLoad:
@@ -170,11 +186,24 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
         """Apply a step's result. A request with non-finite logits fails alone; one that has ended gets nothing more."""
-        return self._committer.commit(plan, result)
+        return self._told(self._committer.commit(plan, result))
 
     def fail(self, error: str) -> list[RequestUpdate]:
-        """The engine broke: what is out is lost, and with it what the host knows of its rows. Every request ends."""
-        return self._committer.fail(error)
+        """The engine broke, or these books: every request ends, and the books begin anew, without a prefix cache.
+
+        What is out is lost, and with it what the host knows of its rows. An exception may also have left something
+        half done, and no check sees all of that. So nothing is kept; page tables are written as rows are given out.
+        """
+        old, now = self.handover, self._clock()
+        self._retractions_before = self.num_retractions
+        self._open_books()
+        self.handover.lose_all(old)
+        self.rows.kv_cache.note_all_freed()
+        failed = [
+            RequestUpdate(r.request_id, (), None, "abort", error, True, stats_of(r, now), start=len(r.output_ids))
+            for r in self._untold.values()
+        ]
+        return self._told(failed)
 
     # ---------------------------------------------------------------- inspection
 

@@ -53,13 +53,6 @@ class StepsOut:
             held.rounds_out -= rounds
         return requests
 
-    def forget(self) -> None:
-        """All of them are lost."""
-        for step in self._steps:
-            for request in step.requests:
-                request.held.steps_out = request.held.rounds_out = 0
-        self._steps.clear()
-
     def num_known(self, request: Request) -> int:
         """Tokens whose K/V the pages hold for certain: `num_computed_tokens` without chunks that are out."""
         held = request.held

@@ -19,7 +19,7 @@ from treetop.types.constraint import StructuredOutput, TokenConstraint
 from treetop.types.errors import EngineError, InputError, shown
 from treetop.types.ids import RequestId
 from treetop.types.requests import EngineRequest, RequestUpdate
-from treetop.types.sampling import SamplingParams
+from treetop.types.sampling import SamplingParams, is_integer, is_number
 
 _LONG = 4096
 """Characters or ids that are read beside the event loop, not in it."""
@@ -117,11 +117,11 @@ class AsyncLLM:
 
         Prompts or parameters that are one object are looked at once. seeds: None for those of the parameters.
         """
-        if not -(2**31) <= priority < 2**31:
-            raise InputError(f"priority must lie in [-2^31, 2^31), got {shown(priority)}")
+        if not is_integer(priority) or not -(2**31) <= priority < 2**31:
+            raise InputError(f"priority must be an integer in [-2^31, 2^31), got {shown(priority)}")
         if priority and not self.core.info.by_priority:
             raise InputError("priority: requests are served as they come; start with --schedule-policy priority")
-        if timeout_s is not None and not 0 < timeout_s <= MOST_TIMEOUT_S:
+        if timeout_s is not None and not (is_number(timeout_s) and 0 < timeout_s <= MOST_TIMEOUT_S):
             raise InputError(f"timeout must be a number of seconds above 0, up to {MOST_TIMEOUT_S}")
         held_to = constraints or [None] * len(params)
         given = [self._seed_of(each) for each in params] if seeds is None else seeds

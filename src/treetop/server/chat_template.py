@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from treetop.models.json_file import read_object
+from treetop.server.chat_input import Message, rendering
 from treetop.server.options import is_installed
-from treetop.types.errors import CheckpointError, ConfigError, InputError
+from treetop.types.errors import CheckpointError, ConfigError, InputError, shown
 
-Message = dict[str, Any]
 _TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -33,12 +33,12 @@ class ChatTemplate:
         self._process: subprocess.Popen[str] | None = None
         self._end: Callable[[], object] = lambda: None
 
-    def render(self, messages: Sequence[Message], **options: Any) -> str:
+    def render(self, messages: Sequence[Message], /, **options: Any) -> str:
         """The prompt's text. Raises InputError if the template refuses the messages, fails or takes too long."""
-        return self.render_line(line_of(messages, options))
+        return self.render_line(rendering(messages, options))
 
     def render_line(self, line: str) -> str:
-        """As `render`, of what `line_of` gave."""
+        """As `render`, of what `rendering` gave."""
         with self._lock:
             answer = self._ask(line)
         if "error" in answer:
@@ -94,11 +94,6 @@ class ChatTemplate:
         return process
 
 
-def line_of(messages: Sequence[Message], options: dict[str, Any]) -> str:
-    """What the process is told of one rendering, a line of JSON."""
-    return json.dumps({"messages": list(messages), "add_generation_prompt": True, **options})
-
-
 def _end(process: "subprocess.Popen[str]") -> None:
     process.kill()
     process.wait()
@@ -124,12 +119,15 @@ def open_chat_template(folder: Path, given: str | None = None) -> ChatTemplate |
 
 
 def _given(given: str) -> str:
+    if not isinstance(given, str):
+        raise ConfigError(f"--chat-template must be a file or the template itself, got {shown(given)}")
     if "{" in given or "\n" in given:
         return given
     try:
         return Path(given).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--chat-template {given}: {getattr(error, 'strerror', None) or error}") from None
+    except (OSError, ValueError) as error:  # also of a name that no file can have
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--chat-template {shown(given)[1:-1]}: {why}") from None
 
 
 def _of_model(folder: Path, value: Any, where: Path) -> str | None:

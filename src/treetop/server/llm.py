@@ -12,7 +12,8 @@ from treetop.core.make import LocalEngine, open_core
 from treetop.core.thread import CoreClient, CoreThread
 from treetop.engine.engine import Engine
 from treetop.scheduler.scheduler import Scheduler
-from treetop.server.chat_template import ChatTemplate, Message, open_chat_template
+from treetop.server.chat_input import Message, conversations_of
+from treetop.server.chat_template import ChatTemplate, open_chat_template
 from treetop.server.options import Unset, engine_config
 from treetop.server.outputs import LiveRequest, RequestMetrics, RequestOutput, TextDelta
 from treetop.server.prompts import Prompt, PromptReader, one_each, paired
@@ -94,6 +95,7 @@ class LLM:
 
     def chat(
         self,
+        /,
         conversations: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         chat_template: str | None = None,
@@ -105,8 +107,7 @@ class LLM:
         Raises InputError if there is none, or if it refuses the messages.
         """
         template = self._template_of(chat_template)
-        one = len(conversations) > 0 and isinstance(conversations[0], dict)
-        listed: Any = [conversations] if one else conversations
+        listed = conversations_of(conversations)
         prompts = [self._reader.encode(template.render(each, **options), False) for each in listed]
         return self.generate(prompts, sampling_params)
 

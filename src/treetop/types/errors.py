@@ -17,7 +17,13 @@ import reprlib
 
 
 class TreetopError(Exception):
-    """Root of everything treetop raises on purpose."""
+    """Root of everything treetop raises on purpose. Its text is bounded, whatever it quotes of a file or a caller."""
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        if len(text) <= _MOST_TEXT:
+            return text
+        return f"{text[: _MOST_TEXT - 1000]} [...] {text[-900:]}"  # its end may name the option to change
 
 
 class UserError(TreetopError):
@@ -77,6 +83,7 @@ def shown(value: object) -> str:
         return f"a {type(value).__name__}"
 
 
+_MOST_TEXT = 4000
 _MOST_BITS = 256
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 200

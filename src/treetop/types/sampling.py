@@ -202,6 +202,16 @@ def _is(value: object, kind: type) -> bool:
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
+def is_integer(value: object) -> bool:
+    """Of Python's or NumPy's; True and False are none."""
+    return _is(value, Integral)
+
+
+def is_number(value: object) -> bool:
+    """The same for numbers that may have a fraction."""
+    return _is(value, Real)
+
+
 def _all(values: object, kind: type) -> bool:
     return isinstance(values, tuple) and all(_is(value, kind) for value in values)
 

@@ -14,7 +14,7 @@ from treetop.server.api.front import Front, UsageSoFar, new_id
 from treetop.server.api.limits import MOST_MESSAGES, MOST_PARTS, BodyRoute
 from treetop.server.api.logprobs import LogprobWriter, Tokens, tokens_of
 from treetop.server.async_llm import DeltaStream
-from treetop.server.chat_template import Message
+from treetop.server.chat_input import Message
 from treetop.server.outputs import RequestOutput
 from treetop.types.errors import InputError, shown
 

@@ -14,7 +14,8 @@ from treetop.server.api.errors import ApiError
 from treetop.server.api.fields import SamplingFields
 from treetop.server.api.rendering import Rendering
 from treetop.server.async_llm import AsyncLLM, DeltaStream
-from treetop.server.chat_template import Message, open_chat_template
+from treetop.server.chat_input import Message
+from treetop.server.chat_template import open_chat_template
 from treetop.server.metrics import Metrics
 from treetop.server.options import ServeOptions
 from treetop.server.outputs import RequestOutput

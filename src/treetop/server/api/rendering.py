@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from treetop.server.chat_template import ChatTemplate, Message, line_of
+from treetop.server.chat_input import Message, rendering
+from treetop.server.chat_template import ChatTemplate
 from treetop.server.lanes import Lanes
 
 LARGE_CHAT = 2**16
@@ -19,7 +20,7 @@ class Rendering:
 
     async def text_of(self, messages: Sequence[Message], **options: Any) -> str:
         """As `ChatTemplate.render`. Raises InputError."""
-        line = line_of(messages, options)
+        line = rendering(messages, options)
         template = self._large if len(line) >= LARGE_CHAT else self._small
         return await self._lanes.run(len(line), template.render_line, line)
 
