@@ -7,17 +7,19 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from treetop.models.json_file import read_object
 from treetop.server.options import is_installed
-from treetop.types.errors import CheckpointError, ConfigError, InputError
+from treetop.types.errors import CheckpointError, ConfigError, InputError, shown
 
 Message = dict[str, Any]
 _TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+_RESERVED = ("messages", "self", "raise_exception", "strftime_now")
+"""What a template is given beside its options, under names that mean something else to it then."""
 
 
 class ChatTemplate:
@@ -32,8 +34,12 @@ class ChatTemplate:
         self._process: subprocess.Popen[str] | None = None
         self._end: Callable[[], object] = lambda: None
 
-    def render(self, messages: Sequence[Message], **options: Any) -> str:
-        """The prompt's text. Raises InputError if the template refuses the messages, fails or takes too long."""
+    def render(self, messages: Sequence[Message], /, **options: Any) -> str:
+        """The prompt's text. options: variables of the template, of any name but the reserved ones.
+
+        Raises InputError if the template refuses the messages, fails or takes too long.
+        """
+        check_options(options)
         line = json.dumps({"messages": list(messages), "add_generation_prompt": True, **options})
         with self._lock:
             answer = self._ask(line)
@@ -84,6 +90,15 @@ class ChatTemplate:
         assert process.stdin is not None
         process.stdin.write(self._header + "\n")
         return process
+
+
+def check_options(names: Iterable[str], reserved: Sequence[str] = ()) -> None:
+    """Raise InputError for a name that no option of a template can have. reserved: more of these."""
+    for name in names:
+        if name in _RESERVED or name in reserved:
+            raise InputError(f"{name} is not an option of the template")
+        if not name.isidentifier():
+            raise InputError(f"{shown(name)} is not a name that a template can read")
 
 
 def _end(process: "subprocess.Popen[str]") -> None:

@@ -33,11 +33,13 @@ class ServeOptions:
 
     served_model_name: names that requests may give; none is the model as it was given. max_queued_requests: that wait
     for a row; more are refused with 429. max_body_bytes: of a request. drain_timeout: seconds that requests may still
-    take after SIGTERM, None for all they need. request_timeout: seconds that a request may take, None for all it
-    needs; one may ask for less. log_interval: seconds between two log lines, 0 for none. engine_restarts: how often
-    within an hour an engine that has died is started again; 0 ends the server with it. api_restarts: likewise of API
-    processes, where there are several. watchdog_timeout: seconds that one step or command of the engine may take before
-    health says so. watchdog_restart: the engine is then started again.
+    take after SIGTERM and shutdown_delay, None for all they need. shutdown_delay: seconds after SIGTERM for which new
+    requests are still taken, while readiness says that there is none. access_log: a log line for each answer.
+    request_timeout: seconds that a request may take, None for all it needs; one may ask for less. log_interval: seconds
+    between two log lines, 0 for none. engine_restarts: how often within an hour an engine that has died is started
+    again; 0 ends the server with it. api_restarts: likewise of API processes, where there are several.
+    watchdog_timeout: seconds that one step or command of the engine may take before health says so. watchdog_restart:
+    the engine is then started again.
     """
 
     host: str = "127.0.0.1"
@@ -50,6 +52,8 @@ class ServeOptions:
     max_queued_requests: int = 4096
     max_body_bytes: int = 16 * 2**20
     drain_timeout: float | None = None
+    shutdown_delay: float = 0.0
+    access_log: bool = False
     request_timeout: float | None = None
     log_interval: float = 10.0
     engine_restarts: int = 3
@@ -66,6 +70,10 @@ class ServeOptions:
             (
                 self.drain_timeout is not None and not 0 <= self.drain_timeout < float("inf"),
                 f"--drain-timeout must be a number of seconds, got {self.drain_timeout}",
+            ),
+            (
+                not 0 <= self.shutdown_delay < float("inf"),
+                f"--shutdown-delay must be a number of seconds, got {self.shutdown_delay}",
             ),
             (
                 self.request_timeout is not None and not 0 < self.request_timeout <= 10**6,

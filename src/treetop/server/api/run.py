@@ -6,13 +6,12 @@ import logging
 import signal
 import socket
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import uvicorn
-from starlette.datastructures import MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from treetop.core.remote import RemoteCore
 from treetop.server.alive import Alive
@@ -24,6 +23,8 @@ GRACE_S = 2.0
 """How long a server whose engine is dead still says so."""
 _STUCK_S = 5.0
 """How long connections may then take to end."""
+_LOOK_S = 0.05
+"""Between two looks at what is left while it drains."""
 
 
 class ApiOptions(msgspec.Struct, frozen=True):
@@ -53,33 +54,33 @@ async def serve(
 ) -> int:
     """Serve over a core that is up until SIGTERM, SIGINT or its death. Returns the exit code.
 
-    SIGTERM and SIGINT: nothing new is accepted, what was accepted is finished, the second one ends at once.
+    SIGTERM and SIGINT: it is not ready any more, nothing new is accepted, what was accepted is finished; the second one
+    ends at once.
     """
     file, number = options.alive_file, options.number or 0
     alive = Alive(None if file is None else Path(file), number, options.serve.api_workers)
     front = Front(core, options.serve, options.model, options.seed, alive)
-    timeout_s = options.serve.drain_timeout
     config = uvicorn.Config(
-        last_answers(make_app(front), front),
+        make_app(front),
         http="h11",  # which bounds headers; httptools, which uvicorn takes where it finds it, does not
         log_config=None,
         access_log=False,
         lifespan="off",
         server_header=False,
-        timeout_graceful_shutdown=timeout_s,  # type: ignore[arg-type]  # seconds of any kind
     )
     server, code = _Server(config), 0
 
     def stop(number: signal.Signals) -> None:
         nonlocal code
-        server.force_exit = front.draining
-        server.should_exit = front.draining = True
+        if front.leaving:
+            server.force_exit = server.should_exit = True
+        front.asked_to_leave.set()
         code = 128 + number if number == signal.SIGINT else 0
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
-    side: list[Awaitable[None]] = [_end_with(core, server), tell(front, options.number)]
+    side: list[Awaitable[None]] = [_end_with(core, server), _leave(front, server), tell(front, options.number)]
     if started is not None:
         side.append(_when_started(server, started))
     tasks = [asyncio.ensure_future(each) for each in side]
@@ -93,21 +94,20 @@ async def serve(
     return code if core.failure is None else 1
 
 
-def last_answers(app: ASGIApp, front: Front) -> ASGIApp:
-    """The app; once it drains, each answer ends its connection.
+async def _leave(front: Front, server: _Server) -> None:
+    """From the first signal on: be seen to leave, end what there is, then stop listening.
 
-    uvicorn ends those it knows of when it stops. One accepted at that moment it would keep as long as requests come.
+    Whoever asks for readiness meanwhile, over new connections too, is answered that there is none.
     """
-
-    async def answered(scope: Scope, receive: Receive, send: Send) -> None:
-        async def closing(message: Message) -> None:
-            if front.draining and message["type"] == "http.response.start":
-                MutableHeaders(raw=message["headers"])["connection"] = "close"
-            await send(message)
-
-        await app(scope, receive, closing)
-
-    return answered
+    await front.asked_to_leave.wait()
+    await asyncio.sleep(front.options.shutdown_delay)
+    front.draining = True
+    until_s = None if front.options.drain_timeout is None else time.monotonic() + front.options.drain_timeout
+    while front.num_working and (until_s is None or time.monotonic() < until_s):
+        await asyncio.sleep(_LOOK_S)
+    if until_s is not None:  # for what then is left, such as a connection that says nothing
+        server.config.timeout_graceful_shutdown = max(until_s - time.monotonic(), 0)  # type: ignore[assignment]
+    server.should_exit = True
 
 
 async def _end_with(core: RemoteCore, server: _Server) -> None:
