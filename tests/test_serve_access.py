@@ -12,6 +12,9 @@ from starlette.responses import PlainTextResponse
 
 from serving import serving
 from treetop.server.api.access import Access
+from treetop.server.command import words_of
+from treetop.server.options import ServeOptions
+from treetop.types.errors import ConfigError
 from waiting import until
 
 KEY = {"Authorization": "Bearer sesame"}
@@ -213,6 +216,14 @@ def test_work_counts_until_its_last_byte_whatever_becomes_of_it():
             ask(Access(fails, front), method)
     assert (seen, front.num_working) == ([1, 0], 0)
     assert front.metrics.answered.call_args == (("other", "GET", 499),)  # nobody has heard anything
+
+
+def test_its_options_are_checked_and_may_stand_in_a_file():
+    for wrong in (-1.0, float("inf"), float("nan")):
+        with pytest.raises(ConfigError, match="--shutdown-delay must be a number of seconds"):
+            ServeOptions(shutdown_delay=wrong)
+    assert words_of({"access-log": True, "shutdown_delay": 5}, "") == ["--access-log", "--shutdown-delay=5"]
+    assert words_of({"access-log": False}, "") == []
 
 
 def test_there_is_no_access_log_unless_it_is_asked_for(caplog):

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from treetop.server.api.access import Access
 from treetop.server.api.chat import ChatRequest, chat
 from treetop.server.api.completions import CompletionRequest, completions
-from treetop.server.api.errors import add_error_handlers, as_api_error, error_response
+from treetop.server.api.errors import RESPONSES, add_error_handlers, as_api_error, error_response
 from treetop.server.api.front import Front
 from treetop.server.api.operations import DetokenizeRequest, TokenizeRequest, operations
 from treetop.version import __version__
@@ -22,7 +22,7 @@ _REQUESTS = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
 
 
 def make_app(front: Front) -> FastAPI:
-    app = FastAPI(title="treetop", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="treetop", version=__version__, docs_url=None, redoc_url=None, responses=RESPONSES)
     add_error_handlers(app, {name for each in _REQUESTS for name in each.model_fields})
     for router in (completions(front), chat(front), operations(front)):
         app.include_router(router)

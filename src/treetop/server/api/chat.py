@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from treetop.server.api.events import EventStream, check_output, collected, event, json_response
+from treetop.server.api.events import STREAMS, EventStream, check_output, collected, event, json_response
 from treetop.server.api.fields import Body, SamplingFields
 from treetop.server.api.front import Front, UsageSoFar, new_id
 from treetop.server.api.logprobs import LogprobWriter, Tokens, tokens_of
@@ -153,7 +153,7 @@ class Chat:
 def chat(front: Front) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/v1/chat/completions", response_model=None)
+    @router.post("/v1/chat/completions", response_model=None, responses=STREAMS)
     async def complete(request: Request, body: ChatRequest) -> Response:
         front.check_model(body.model)
         most = body.most_tokens

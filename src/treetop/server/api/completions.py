@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from treetop.server.api.events import EventStream, check_output, collected, event, json_response
+from treetop.server.api.events import STREAMS, EventStream, check_output, collected, event, json_response
 from treetop.server.api.fields import SamplingFields
 from treetop.server.api.front import Front, UsageSoFar, new_id
 from treetop.server.api.logprobs import LogprobWriter, Tokens, tokens_of
@@ -103,7 +103,7 @@ class Completion:
 def completions(front: Front) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/v1/completions", response_model=None)
+    @router.post("/v1/completions", response_model=None, responses=STREAMS)
     async def complete(request: Request, body: CompletionRequest) -> Response:
         front.check_model(body.model)
         ids = await front.llm.ids_of(body.prompt)

@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
@@ -24,6 +25,24 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
 
+
+class ErrorDetail(BaseModel):
+    """What went wrong. param: the field it is about. code: a word for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorBody(BaseModel):
+    """The body of every answer that is an error."""
+
+    error: ErrorDetail
+
+
+RESPONSES: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}}
+"""What the OpenAPI schema says of all endpoints."""
 
 _KINDS = {
     400: ("invalid_request_error", "invalid_value"),

@@ -14,6 +14,8 @@ from treetop.server.outputs import RequestOutput
 
 _encode = msgspec.json.Encoder().encode
 _DONE = b"data: [DONE]\n\n"
+STREAMS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+"""What the OpenAPI schema says of an endpoint that answers with events if it is asked to."""
 
 
 def event(value: dict[str, Any]) -> bytes:

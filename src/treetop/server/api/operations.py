@@ -3,6 +3,7 @@
 from typing import Any
 
 from fastapi import APIRouter, Response
+from fastapi.responses import PlainTextResponse
 from pydantic import Field
 
 from treetop.server.api.chat import ChatMessage
@@ -90,7 +91,7 @@ def _add_state(router: APIRouter, front: Front) -> None:
         """200 as long as new requests are welcome."""
         return error_response(503, "the server is shutting down") if front.leaving else await health()
 
-    @router.get("/metrics", response_model=None)
+    @router.get("/metrics", response_model=None, response_class=PlainTextResponse)
     async def metrics() -> Response:
         front.metrics.take(front.core.load, front.core.num_restarts, front.core.is_stalled)
         content, kind = front.metrics.page()
