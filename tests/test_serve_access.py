@@ -218,6 +218,19 @@ def test_work_counts_until_its_last_byte_whatever_becomes_of_it():
     assert front.metrics.answered.call_args == (("other", "GET", 499),)  # nobody has heard anything
 
 
+@pytest.mark.parametrize("leaving", [True, False])
+def test_what_the_end_of_a_drain_cuts_off_hears_503_if_it_has_heard_nothing(leaving):
+    async def cut(scope, receive, send):
+        raise asyncio.CancelledError
+
+    app = Access(cut, front_of(leaving=leaving))
+    if leaving:
+        assert told(ask(app)) == (503, None, "shutting_down")
+    else:
+        with pytest.raises(asyncio.CancelledError):
+            ask(app)
+
+
 def test_its_options_are_checked_and_may_stand_in_a_file():
     for wrong in (-1.0, float("inf"), float("nan")):
         with pytest.raises(ConfigError, match="--shutdown-delay must be a number of seconds"):

@@ -115,6 +115,7 @@ def test_a_drain_has_a_limit_and_a_second_signal_ends_it():
                 server.process.send_signal(signal.SIGINT)
             assert server.process.wait(WAIT_S) == 130
             joined(threads)
+            assert not any("Traceback" in line for line in server.said), "".join(server.said)
 
 
 def cut_off(server: Server, _: int) -> None:

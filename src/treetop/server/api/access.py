@@ -1,5 +1,6 @@
 """What every request passes first: its id, whether the server still takes work, the count, and the access log."""
 
+import asyncio
 import logging
 import re
 import time
@@ -7,6 +8,7 @@ from urllib.parse import quote
 from uuid import uuid4
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from treetop.server.api.errors import error_response
@@ -58,19 +60,27 @@ class Access:
         work = method not in _READS
         try:
             if work and front.draining:
-                refused = error_response(503, "the server is shutting down; ask again", code="shutting_down")
-                await refused(inner, receive, answered)
+                await _shutting_down()(inner, receive, answered)
                 return
             front.num_working += work
             try:
                 await self._app(inner, receive, answered)
             finally:
                 front.num_working -= work
+        except asyncio.CancelledError:
+            if not front.leaving:
+                raise
+            if status == _GONE:  # the end of a drain cuts it; a stream just ends
+                await _shutting_down()(inner, receive, answered)
         finally:
             route = getattr(inner.get("route"), "path", "other")
             front.metrics.answered(route, method if method in _METHODS else "other", status)
             if front.options.access_log:
                 _tell(scope, status, time.perf_counter() - began_s, request_id)
+
+
+def _shutting_down() -> Response:
+    return error_response(503, "the server is shutting down", code="shutting_down")
 
 
 def _request_id(scope: Scope) -> str:

@@ -48,6 +48,11 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    def end_within(self, seconds: float | None) -> None:
+        """Stop listening, and cut the connections that are left after so long; None waits for all of them."""
+        self.config.timeout_graceful_shutdown = seconds  # type: ignore[assignment]  # seconds of any kind
+        self.should_exit = True
+
 
 async def serve(
     core: RemoteCore, options: ApiOptions, listening: socket.socket, started: Callable[[], None] | None = None
@@ -73,7 +78,8 @@ async def serve(
     def stop(number: signal.Signals) -> None:
         nonlocal code
         if front.leaving:
-            server.force_exit = server.should_exit = True
+            server.force_exit = True
+            server.end_within(0)
         front.asked_to_leave.set()
         code = 128 + number if number == signal.SIGINT else 0
 
@@ -105,18 +111,14 @@ async def _leave(front: Front, server: _Server) -> None:
     until_s = None if front.options.drain_timeout is None else time.monotonic() + front.options.drain_timeout
     while front.num_working and (until_s is None or time.monotonic() < until_s):
         await asyncio.sleep(_LOOK_S)
-    if until_s is not None:  # for what then is left, such as a connection that says nothing
-        server.config.timeout_graceful_shutdown = max(until_s - time.monotonic(), 0)  # type: ignore[assignment]
-    server.should_exit = True
+    server.end_within(None if until_s is None else max(until_s - time.monotonic(), 0))
 
 
 async def _end_with(core: RemoteCore, server: _Server) -> None:
     """A server without an engine says so for a moment, then ends."""
     await core.failed.wait()
     await asyncio.sleep(GRACE_S)
-    server.should_exit = True
-    await asyncio.sleep(_STUCK_S)
-    server.force_exit = True
+    server.end_within(_STUCK_S)
 
 
 async def _when_started(server: _Server, started: Callable[[], None]) -> None:
