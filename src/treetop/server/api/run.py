@@ -119,6 +119,8 @@ async def _end_with(core: RemoteCore, server: _Server) -> None:
     await core.failed.wait()
     await asyncio.sleep(GRACE_S)
     server.end_within(_STUCK_S)
+    await asyncio.sleep(_STUCK_S)
+    server.force_exit = True  # where it was ending already
 
 
 async def _when_started(server: _Server, started: Callable[[], None]) -> None:
