@@ -35,6 +35,8 @@ def test_updates_alone_tell_a_client_everything(max_in_flight):
     assert (stats.num_prompt_tokens, stats.num_cached_tokens, stats.num_retractions) == (3, 0, 0)
     assert stats.arrival_s <= stats.admitted_s <= stats.first_token_s <= stats.end_s
     assert all(update.stats is None for update in mine[:-1])
+    times = stats.admitted_s - stats.arrival_s, stats.first_token_s - stats.admitted_s
+    assert [(update.queue_s, update.prefill_s) for update in mine] == [times, *[(None, None)] * (len(mine) - 1)]
     core.scheduler.check_integrity()
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from treetop.server.metrics import FEW_ROUNDS, NOT_ALIASED, Interval, Metrics
+from treetop.server.metric_names import ALIASES, LEAST_WINDOW_S, Lately
+from treetop.server.metrics import FEW_ROUNDS, Interval, Metrics
 from treetop.server.outputs import LiveRequest
 from treetop.types.layout import PLAIN, SpecShape
 from treetop.types.requests import CoreInfo, CoreLoad, RequestUpdate
@@ -17,8 +18,13 @@ from treetop.types.sampling import SamplingParams
 ROUTERS = """num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_hits prefix_cache_queries
     spec_decode_num_drafts spec_decode_num_draft_tokens spec_decode_num_accepted_tokens
     spec_decode_num_accepted_tokens_per_pos time_to_first_token_seconds inter_token_latency_seconds
-    e2e_request_latency_seconds prompt_tokens generation_tokens request_success"""
+    e2e_request_latency_seconds prompt_tokens generation_tokens request_success request_queue_time_seconds
+    request_prefill_time_seconds request_decode_time_seconds request_inference_time_seconds"""
 """What dashboards and routers read, under vLLM's names."""
+BOARD = """e2e_request_latency_seconds_bucket e2e_request_latency_seconds_sum time_to_first_token_seconds_bucket
+    time_to_first_token_seconds_count num_running_reqs gen_throughput cache_hit_rate num_queue_reqs token_usage
+    inter_token_latency_seconds_bucket prompt_tokens_total generation_tokens_total"""
+"""What SGLang's board reads, its former versions' included."""
 
 
 TREE = SpecShape(2, 3, 6)
@@ -39,10 +45,11 @@ def samples(metrics: Metrics) -> dict[str, float]:
 
 
 def exported(metrics: Metrics) -> set[str]:
+    metrics.answered("/health", "GET", 200)  # there is no count of answers before the first
     return {re.split(r"\[", name)[0] for name in samples(metrics)}
 
 
-def test_a_request_is_counted_under_both_names():
+def test_a_request_is_counted_under_every_name():
     metrics, live = made(), LiveRequest.of(0, [1, 2, 3], SamplingParams(), None)
     metrics.arrived(3)
     metrics.take(CoreLoad(2, 5, 0.25, 7), 2)
@@ -79,19 +86,79 @@ def test_a_request_is_counted_under_both_names():
     }
     for name, value in want.items():
         assert seen["treetop:" + name] == seen["vllm:" + name] == value, name
+    for name, ours in (
+        ("num_running_reqs", 2),
+        ("num_queue_reqs", 5),
+        ("token_usage", 0.25),
+        ("cache_hit_rate", 2 / 3),
+    ):
+        assert seen["sglang:" + name] == pytest.approx(ours), name
+    assert seen["sglang:cached_tokens_total"] == 2
+    assert seen["sglang:spec_accept_length"] == 2
     assert seen["treetop:num_retractions"] == 7
     assert seen["treetop:requests_timed_out_total"] == 1
 
 
-def test_routers_find_the_names_they_know():
+def test_routers_and_boards_find_the_names_they_know():
+    """Each name of the table stands for one figure, which there is."""
     names = exported(made())
     for name in ROUTERS.split():
         assert any(each.startswith("vllm:" + name) for each in names), name
-    own = {each.removeprefix("treetop:") for each in names if each.startswith("treetop:")}
-    only_own = {name for name in own if "vllm:" + name not in names}
-    assert {re.sub("_(total|created)$", "", name) for name in only_own} == {
-        name.removeprefix("treetop:") for name in NOT_ALIASED
-    }
+    assert {"sglang:" + name for name in BOARD.split()} <= names
+    own = {re.sub("_(total|created|bucket|sum|count)$", "", each) for each in names if each.startswith("treetop:")}
+    assert {"treetop:" + name for name in ALIASES} <= own
+    given = [alias for aliases in ALIASES.values() for alias in aliases]
+    assert len({*given}) == len(given)
+
+
+def test_times_of_a_request_are_those_of_its_phases(monkeypatch):
+    """Queue and prefill as the engine tells them, decode from the first token to the last, whenever the end is told."""
+    now = [100.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    metrics, live = made(), LiveRequest.of(0, [1, 2, 3], SamplingParams(), None)
+    updates = [
+        (100.5, RequestUpdate(1, (4,), num_cached_tokens=0, queue_s=0.25, prefill_s=0.125)),
+        (101.0, RequestUpdate(1, (5, 6), 1)),
+        (107.0, RequestUpdate(1, (), None, "stop")),
+    ]
+    for seconds, update in updates:
+        now[0] = seconds
+        metrics.observe(live, update)
+        live.apply(update)
+    never = LiveRequest.of(0, [1], SamplingParams(), None)
+    metrics.observe(never, RequestUpdate(2, (), None, "abort", "late", timed_out=True))
+    seen = samples(metrics)
+    for phase, seconds in (("queue", 0.25), ("prefill", 0.125), ("decode", 0.5), ("inference", 0.625)):
+        name = f"vllm:request_{phase}_time_seconds"
+        assert (seen[name + "_sum"], seen[name + "_count"]) == (pytest.approx(seconds), 1), phase
+    assert seen["sglang:queue_time_seconds_sum"] == 0.25
+
+
+def test_what_happened_lately_does_not_depend_on_how_often_it_is_asked_for():
+    """Rates are over the time since the last look, or a few seconds; a ratio of nothing stays what it was."""
+    now, totals = [0.0], dict[str, float]()
+
+    def read(**changes: float) -> tuple[float, float]:
+        totals.update({f"treetop:{name}_total": value for name, value in changes.items()})
+        seen = {each.name: each.samples[0].value for each in lately.gauges(totals, "m")}
+        return seen["sglang:gen_throughput"], seen["sglang:cache_hit_rate"]
+
+    lately = Lately(lambda: now[0])
+    now[0] = 20.0
+    assert read(generation_tokens=200, prefix_cache_hits=30, prefix_cache_queries=40) == (10, 0.75)
+    for later_s in (LEAST_WINDOW_S, LEAST_WINDOW_S + 1, LEAST_WINDOW_S + 2):
+        now[0] = 20 + later_s
+        assert read(generation_tokens=200 + 40 * later_s) == (pytest.approx(40), 0.75)
+
+
+def test_answers_are_counted_by_route_method_and_status():
+    metrics = made()
+    for status in (200, 200, 404):
+        metrics.answered("/v1/models/{name:path}", "GET", status)
+    seen = samples(metrics)
+    counts = {name: value for name, value in seen.items() if name.startswith("treetop:http_requests_total")}
+    labels = "[('handler', '/v1/models/{name:path}'), ('method', 'GET'), ('status', '%s')]"
+    assert counts == {"treetop:http_requests_total" + labels % status: n for status, n in (("200", 2), ("404", 1))}
 
 
 def test_the_dashboard_asks_for_what_is_exported():

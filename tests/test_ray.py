@@ -397,7 +397,7 @@ def test_ray_shows_a_refusal_in_one_line():
     assert "Traceback" not in ended.output
 
 
-def test_replicas_of_a_prefill_worker_are_refused():
+def test_what_replicas_cannot_do_is_refused():
     from treetop.server.options import ServeOptions
     from treetop.server.ray.app import Scale, build_app
     from treetop.types.roles import HandoverOptions
@@ -405,6 +405,8 @@ def test_replicas_of_a_prefill_worker_are_refused():
     handover = HandoverOptions(role="prefill", handover_listen="tcp://127.0.0.1:7001")
     with pytest.raises(ConfigError, match="would answer none"):
         build_app(ProcessOptions("", EngineConfig(), handover=handover), ServeOptions(), Scale())
+    with pytest.raises(ConfigError, match="--shutdown-delay: Ray's proxy"):
+        build_app(ProcessOptions("", EngineConfig()), ServeOptions(shutdown_delay=5), Scale())
 
 
 def test_the_application_says_ray_what_was_asked():

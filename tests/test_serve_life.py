@@ -14,10 +14,8 @@ from unittest.mock import AsyncMock, Mock
 import httpx
 import openai
 import pytest
-from starlette.responses import PlainTextResponse
 
 from serving import Server, command_of, mock, replayed, serving
-from treetop.server.api.run import last_answers
 from treetop.server.options import ServeOptions
 from treetop.server.serve import start
 from treetop.types.errors import CheckpointError, ConfigError
@@ -81,8 +79,8 @@ def test_an_api_that_is_killed_takes_the_engine_with_it(workers):
 
 @pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_sigterm_finishes_what_was_accepted(workers):
-    """Every answer is whole, streamed or not; nobody new is let in; exit code 0."""
-    with mock(5, "1", "--api-workers", str(workers)) as server:
+    """Every answer is whole, streamed or not; whoever is new hears 503 until all is done; exit code 0."""
+    with mock(20, "1", "--api-workers", str(workers)) as server:
         texts = {}
 
         def ask(index: int) -> None:
@@ -92,6 +90,13 @@ def test_sigterm_finishes_what_was_accepted(workers):
         threads = in_threads(8, ask)
         until(lambda: server.metric("treetop:num_requests_running") == 8)
         server.process.send_signal(signal.SIGTERM)
+        until(lambda: not is_ready(server))
+        until(lambda: server.post("/v1/completions", {"prompt": "a"}).status_code == 503)
+        refused = server.post("/v1/completions", {"prompt": "a"})
+        assert refused.json()["error"]["code"] == "shutting_down"
+        assert refused.headers["retry-after"] == "1"
+        assert server.get("/health").status_code == 200
+        assert not texts  # all of this while requests are decoded
         joined(threads)
         assert texts == dict.fromkeys(range(8), replayed(1, 150))
         assert server.process.wait(WAIT_S) == 0
@@ -106,10 +111,11 @@ def test_a_drain_has_a_limit_and_a_second_signal_ends_it():
             until(lambda: server.metric("treetop:num_requests_running") == 1)
             server.process.send_signal(signal.SIGINT)
             if again:
-                until(lambda: not reachable(server))
+                until(lambda: not is_ready(server))
                 server.process.send_signal(signal.SIGINT)
             assert server.process.wait(WAIT_S) == 130
             joined(threads)
+            assert not any("Traceback" in line for line in server.said), "".join(server.said)
 
 
 def cut_off(server: Server, _: int) -> None:
@@ -117,26 +123,25 @@ def cut_off(server: Server, _: int) -> None:
         server.client().completions.create(**LONG)
 
 
-def reachable(server: Server) -> bool:
-    try:
-        return server.get("/health").status_code == 200
-    except httpx.TransportError:
-        return False
+def is_ready(server: Server) -> bool:
+    """What a balancer hears, over a new connection."""
+    status = server.get("/health/ready", headers={"Connection": "close"}).status_code
+    assert status in (200, 503)
+    return status == 200
 
 
-def test_a_server_that_drains_ends_each_connection_with_its_answer():
-    """One that came as the server stopped would be kept as long as somebody asks over it for health."""
-    front = Mock(draining=False)
-    transport = httpx.ASGITransport(last_answers(PlainTextResponse("an answer"), front))
-
-    async def run():
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-            before = await client.get("/health")
-            front.draining = True
-            assert "connection" not in before.headers
-            assert (await client.get("/health")).headers["connection"] == "close"
-
-    asyncio.run(run())
+def test_a_shutdown_delay_lets_a_balancer_see_that_the_server_leaves_before_it_refuses_anything():
+    """Readiness is gone at once, and each answer ends its connection; work is taken until the delay is over."""
+    with mock(1, "4", "--shutdown-delay", "600") as server:
+        assert is_ready(server)
+        assert "connection" not in server.get("/health").headers
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: not is_ready(server))
+        answer = server.post("/v1/completions", {"prompt": "a", "max_tokens": 9})
+        assert answer.json()["choices"][0]["text"] == replayed(1, 9)
+        assert answer.headers["connection"] == "close"
+        assert server.get("/health/live").status_code == 200
+        assert server.end() == 0  # the second signal
 
 
 def test_a_full_queue_is_a_429_and_harms_nobody():
@@ -250,6 +255,12 @@ def test_several_api_processes_share_socket_and_engine():
             assert server.client().completions.create(model=NAME, prompt="a", max_tokens=9).choices[0].text
         assert server.metric("treetop:generation_tokens_total") == 12 * 9
         assert server.metric("vllm:request_success_total", finished_reason="length") == 12
+        asked = {"handler": "/v1/completions", "method": "POST", "status": "200"}
+        assert server.metric("treetop:http_requests_total", **asked) == 12
+        for phase in ("queue", "prefill", "decode", "inference"):
+            assert server.metric(f"vllm:request_{phase}_time_seconds_count") == 12
+        assert server.metric("sglang:generation_tokens_total") == 12 * 9
+        assert server.metric("sglang:gen_throughput") > 0
         for worker in api_workers(server):
             os.kill(worker, signal.SIGKILL)
         assert server.process.wait(WAIT_S) == 1

@@ -138,7 +138,14 @@ class Committer:
         else:
             count, reason = cut
             update = self.finish(request, tokens[:count], reason, accept_len)
-        return update if start else update._replace(num_cached_tokens=request.num_cached_tokens)
+        if start:
+            return update
+        assert request.admitted_s is not None  # or it had no token
+        return update._replace(
+            num_cached_tokens=request.num_cached_tokens,
+            queue_s=request.admitted_s - request.arrival_s,
+            prefill_s=request.first_token_s - request.admitted_s,
+        )
 
     def _settle(self, request: Request) -> None:
         """Let a request go that has ended, once no step with its row is out."""

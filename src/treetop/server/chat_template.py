@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from treetop.server.options import is_installed
 from treetop.types.errors import CheckpointError, ConfigError, InputError, shown
 
 _TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+_RESERVED = ("messages", "self", "raise_exception", "strftime_now")
+"""What a template is given beside its options, under names that mean something else to it then."""
 
 
 class ChatTemplate:
@@ -34,11 +36,14 @@ class ChatTemplate:
         self._end: Callable[[], object] = lambda: None
 
     def render(self, messages: Sequence[Message], /, **options: Any) -> str:
-        """The prompt's text. Raises InputError if the template refuses the messages, fails or takes too long."""
-        return self.render_line(rendering(messages, options))
+        """The prompt's text. options: variables of the template, of any name but the reserved ones.
+
+        Raises InputError if the template refuses the messages, fails or takes too long.
+        """
+        return self.render_line(template_line(messages, options))
 
     def render_line(self, line: str) -> str:
-        """As `render`, of what `rendering` gave."""
+        """As `render`, of what `template_line` gave."""
         with self._lock:
             answer = self._ask(line)
         if "error" in answer:
@@ -92,6 +97,21 @@ class ChatTemplate:
         assert process.stdin is not None
         process.stdin.write(self._header + "\n")
         return process
+
+
+def template_line(messages: Sequence[Message], options: Mapping[str, Any]) -> str:
+    """What the process is told of one rendering, a line of JSON. Raises InputError for what a template cannot be given."""
+    check_options(options)
+    return rendering(messages, options)
+
+
+def check_options(names: Iterable[str], reserved: Sequence[str] = ()) -> None:
+    """Raise InputError for a name that no option of a template can have. reserved: more of these."""
+    for name in names:
+        if name in _RESERVED or name in reserved:
+            raise InputError(f"{name} is not an option of the template")
+        if not name.isidentifier():
+            raise InputError(f"{shown(name)} is not a name that a template can read")
 
 
 def _end(process: "subprocess.Popen[str]") -> None:

@@ -21,8 +21,9 @@ KEY_VARIABLE = "TREETOP_API_KEY"
 _SWITCHES = ("--overlap", "--compress-weights", "--enable-prefix-caching")
 """Flags that are switched off by `--no-`."""
 _FLAGS = (
-    *("--watchdog-restart", "--verbose", "--enforce-eager", "--disable-cuda-graph", "--disable-overlap-schedule"),
-    *("--no-enable-prefix-caching", *(flag(each.name) for each in fields(EngineConfig) if each.default is False)),
+    *("--verbose", "--enforce-eager", "--disable-cuda-graph", "--disable-overlap-schedule"),
+    "--no-enable-prefix-caching",
+    *(flag(each.name) for kind in (EngineConfig, ServeOptions) for each in fields(kind) if each.default is False),
 )
 """Flags without a value, which are off unless they are given."""
 _ONLY_ONE = ("--pipeline-parallel-size", "--data-parallel-size")
@@ -51,6 +52,9 @@ _HELP = {
     "http_read_timeout": "seconds in which a request's head must come, and some of its body (default %(default)s)",
     "timeout_keep_alive": "seconds that a connection stays without a request (default %(default)s)",
     "drain_timeout": "seconds that requests may still take after SIGTERM (default: all they need)",
+    "shutdown_delay": "seconds after SIGTERM for which new requests are still taken, while /health/ready says 503"
+    " (default %(default)s)",
+    "access_log": "a log line for each answer: client, method, path, status, seconds, request id",
     "request_timeout": "seconds that a request may take; it then ends with an error (default: all it needs)",
     "log_interval": "seconds between two log lines; 0 for none (default %(default)s)",
     "engine_restarts": "how often within an hour a dead engine is started again; requests go on (default %(default)s)",

@@ -1,27 +1,23 @@
-"""Prometheus metrics under `treetop:`, with the names that dashboards and routers know from vLLM as aliases."""
+"""Prometheus metrics under `treetop:`, and under the names that others have for them (`metric_names.py`)."""
 
 import logging
 import os
 import time
 from collections import Counter as Counts
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
-from prometheus_client.samples import Sample
 
+from treetop.server.metric_names import OWN, Named
 from treetop.server.outputs import LiveRequest, RequestOutput
 from treetop.types.requests import CoreInfo, CoreLoad, RequestUpdate
 
 log = logging.getLogger("treetop.server")
 
-OWN, ALIAS = "treetop:", "vllm:"
-_OURS = ("requests_refused", "requests_timed_out", "num_retractions", "num_engine_restarts", "engine_stalled")
-NOT_ALIASED = tuple(OWN + name for name in _OURS)
 _HANDOVER = {
     "num_peers": "Workers at the other end",
     "num_open": "Requests on their way",
@@ -83,6 +79,10 @@ class Metrics:
             "inter_token_latency_seconds", "Seconds since the tokens before, divided by the number that came", _TOKEN_S
         )
         self._whole_s = histogram("e2e_request_latency_seconds", "From arrival to the last token", _WHOLE_S)
+        self._queue_s = histogram("request_queue_time_seconds", "From arrival in the engine to a row", _FIRST_S)
+        self._prefill_s = histogram("request_prefill_time_seconds", "From a row to the first token", _FIRST_S)
+        self._decode_s = histogram("request_decode_time_seconds", "From the first token to the last", _WHOLE_S)
+        self._inference_s = histogram("request_inference_time_seconds", "From a row to the last token", _WHOLE_S)
         self._drafts = counter("spec_decode_num_drafts", "Trees that were verified")
         self._draft_tokens = counter("spec_decode_num_draft_tokens", "Drafts that were verified, roots excluded")
         self._accepted = counter("spec_decode_num_accepted_tokens", "Drafts that were accepted")
@@ -104,11 +104,17 @@ class Metrics:
             registry=registry,
         )
         self._at_depth = [depths.labels(model_name, str(depth)) for depth in range(self._shape.num_steps)]
+        self._http = Counter(
+            OWN + "http_requests",
+            "Answers by route; 499 if the client had gone before",
+            ["model_name", "handler", "method", "status"],
+            registry=registry,
+        )
         source: Collector = registry
         if several:
             source = MultiProcessCollector(CollectorRegistry())  # type: ignore[no-untyped-call]  # theirs
         self._page = CollectorRegistry()
-        self._page.register(_Aliased(source))
+        self._page.register(Named(source, model_name))
         self._new_tokens, self._new_rounds, self._added_s = 0, Counts[int](), float("-inf")
         self.interval = Interval()
 
@@ -118,6 +124,10 @@ class Metrics:
 
     def refused(self) -> None:
         self._refused.inc()
+
+    def answered(self, route: str, method: str, status: int) -> None:
+        """route: as it is declared, or a word for all that are not."""
+        self._http.labels(self._model_name, route, method, str(status)).inc()
 
     def observe(self, live: LiveRequest, update: RequestUpdate) -> None:
         """An update, cut to what the client gets, before the request takes it."""
@@ -132,15 +142,29 @@ class Metrics:
         if update.num_cached_tokens is not None:
             self._queries.inc(len(live.prompt_ids))
             self._hits.inc(update.num_cached_tokens)
+        if update.queue_s is not None and update.prefill_s is not None:
+            self._queue_s.observe(update.queue_s)
+            self._prefill_s.observe(update.prefill_s)
         if update.accept_len is not None and self._shape.num_steps and live.speculates:
             self._round(update.accept_len)
         if update.finish_reason is not None:
             self._ended[update.finish_reason].inc()
             self._timed_out.inc(update.timed_out)
             self._whole_s.observe(now - live.started_s)
+            self._ended_after(live, update, now)
         if update.finish_reason is not None or now - self._added_s > _ADD_S:
             self._added_s = now
             self._add()
+
+    def _ended_after(self, live: LiveRequest, update: RequestUpdate, now: float) -> None:
+        """How long a request decoded, if it ever had a token."""
+        prefill_s = update.prefill_s if live.prefill_s is None else live.prefill_s
+        if prefill_s is None:
+            return
+        last_s = now if update.new_ids or live.last_s is None else live.last_s
+        decode_s = 0.0 if live.first_s is None else last_s - live.first_s
+        self._decode_s.observe(decode_s)
+        self._inference_s.observe(prefill_s + decode_s)
 
     def _round(self, accept_len: int) -> None:
         self._new_rounds[accept_len] += 1
@@ -234,23 +258,3 @@ class Interval:
                 *(length, self._seen_rounds),
             )
         self._seen_rounds = self._seen_accepted = 0
-
-
-class _Aliased(Collector):
-    """Each metric under its own name and, unless there is none, under its alias."""
-
-    def __init__(self, source: Collector) -> None:
-        self._source = source
-
-    def collect(self) -> Iterator[Metric]:
-        for metric in self._source.collect():
-            yield metric
-            own = metric.name in NOT_ALIASED or metric.name.startswith(OWN + "handover_")
-            if metric.name.startswith(OWN) and not own:
-                copy = Metric(_alias(metric.name), metric.documentation, metric.type)
-                copy.samples = [Sample(_alias(each.name), *each[1:]) for each in metric.samples]
-                yield copy
-
-
-def _alias(name: str) -> str:
-    return ALIAS + name.removeprefix(OWN)

@@ -35,11 +35,12 @@ class ServeOptions:
     for a row; more are refused with 429. max_body_bytes: of a request. max_connections: of an API process, 0 for what
     its open files allow. http_read_timeout: seconds for a request's head, and for some of its body. timeout_keep_alive:
     seconds that a connection stays without a request. drain_timeout: seconds that requests may still take after
-    SIGTERM, None for all they need. request_timeout: seconds that a request may take, None for all it needs; one may
-    ask for less. log_interval: seconds between two log lines, 0 for none. engine_restarts: how often within an hour an
-    engine that has died is started again; 0 ends the server with it. api_restarts: likewise of API processes, where
-    there are several. watchdog_timeout: seconds that one step or command of the engine may take before health says so.
-    watchdog_restart: the engine is then started again.
+    SIGTERM and shutdown_delay, None for all they need. shutdown_delay: seconds after SIGTERM for which new requests are
+    still taken, while readiness says that there is none. access_log: a log line for each answer. request_timeout:
+    seconds that a request may take, None for all it needs; one may ask for less. log_interval: seconds between two log
+    lines, 0 for none. engine_restarts: how often within an hour an engine that has died is started again; 0 ends the
+    server with it. api_restarts: likewise of API processes, where there are several. watchdog_timeout: seconds that one
+    step or command of the engine may take before health says so. watchdog_restart: the engine is then started again.
     """
 
     host: str = "127.0.0.1"
@@ -55,6 +56,8 @@ class ServeOptions:
     http_read_timeout: float = 30.0
     timeout_keep_alive: float = 5.0
     drain_timeout: float | None = None
+    shutdown_delay: float = 0.0
+    access_log: bool = False
     request_timeout: float | None = None
     log_interval: float = 10.0
     engine_restarts: int = 3
@@ -79,6 +82,10 @@ class ServeOptions:
             (
                 self.drain_timeout is not None and not 0 <= self.drain_timeout < float("inf"),
                 f"--drain-timeout must be a number of seconds, got {self.drain_timeout}",
+            ),
+            (
+                not 0 <= self.shutdown_delay < float("inf"),
+                f"--shutdown-delay must be a number of seconds, got {self.shutdown_delay}",
             ),
             (
                 self.request_timeout is not None and not 0 < self.request_timeout <= 10**6,

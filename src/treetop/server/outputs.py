@@ -71,8 +71,9 @@ class TextDelta:
 class LiveRequest:
     """A request that has not ended, as its client knows it.
 
-    text: None without a tokenizer. logprobs: None if they were not asked for. last_s: when the last tokens came, None
-    before. speculates: whether drafts of it may be accepted.
+    text: None without a tokenizer. logprobs: None if they were not asked for. first_s, last_s: when the first and the
+    last tokens came, None before. prefill_s: as the engine told it with the first. speculates: whether drafts of it may
+    be accepted.
     """
 
     index: int
@@ -83,7 +84,9 @@ class LiveRequest:
     output_ids: list[int] = field(default_factory=list)
     accept_lens: list[int] = field(default_factory=list)
     started_s: float = field(default_factory=time.perf_counter)
+    first_s: float | None = None
     last_s: float | None = None
+    prefill_s: float | None = None
     num_cached_tokens: int = 0
 
     @classmethod
@@ -105,7 +108,11 @@ class LiveRequest:
     def apply(self, update: RequestUpdate) -> TextDelta:
         """Take what the request was given, as `cut` has read it, and say it as text."""
         self.output_ids += update.new_ids
-        self.last_s = time.perf_counter()
+        if update.new_ids:
+            self.last_s = time.perf_counter()
+            self.first_s = self.last_s if self.first_s is None else self.first_s
+        if update.prefill_s is not None:
+            self.prefill_s = update.prefill_s
         if update.num_cached_tokens is not None:
             self.num_cached_tokens = update.num_cached_tokens
         if update.accept_len is not None:

@@ -92,7 +92,7 @@ class PromptReader:
             ids = self._ids(prompt)
             check_prompt(ids, self._info.max_context)
         except InputError as error:
-            raise PromptError(index, count, str(error)) from None
+            raise PromptError(index, count, str(error), error.code) from None
         return ids
 
     def _ids(self, prompt: Prompt) -> list[int]:

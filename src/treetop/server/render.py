@@ -53,7 +53,7 @@ def answer(header: str, made: list[Any], line: str) -> dict[str, str]:
         if not made:
             made.append(make_template(**json.loads(header)))
         asked = json.loads(line)
-        text = "" if asked is None else made[0].render(**asked)
+        text = "" if asked is None else made[0].render(asked)
     except (Exception, MemoryError, RecursionError) as error:  # it is anybody's code
         return {"error": f"{type(error).__name__}: {error}"[:1000]}
     finally:

@@ -5,7 +5,8 @@ TreetopError
 |   |-- ConfigError          an option, or a combination of options, that cannot work
 |   |-- CapacityError        more was asked for than a dimension holds; names the option to change
 |   |-- InputError           a prompt or a sampling parameter
-|   |   `-- PromptError      one prompt of a call, by its index
+|   |   |-- PromptError      one prompt of a call, by its index
+|   |   `-- ContextLengthError  a prompt that leaves no room in the context
 |   `-- CheckpointError      a file or tensor of a model folder
 `-- EngineError              what went wrong while running; exit code 1
     `-- InvariantError       only a bug of treetop can raise it
@@ -39,15 +40,23 @@ class CapacityError(UserError):
 
 
 class InputError(UserError):
-    """A prompt or sampling parameter that cannot be served."""
+    """A prompt or sampling parameter that cannot be served. code: what a program may know it by, as OpenAI names it."""
+
+    code: str | None = None
+
+
+class ContextLengthError(InputError):
+    """A prompt that leaves no room for one more token in the context."""
+
+    code = "context_length_exceeded"
 
 
 class PromptError(InputError):
     """A prompt that cannot be served. index: which of `count` prompts; the message names it if there are several."""
 
-    def __init__(self, index: int, count: int, reason: str) -> None:
-        super().__init__(index, count, reason)  # as it was made, so that it can be pickled
-        self.index, self.count, self.reason = index, count, reason
+    def __init__(self, index: int, count: int, reason: str, code: str | None = None) -> None:
+        super().__init__(index, count, reason, code)  # as it was made, so that it can be pickled
+        self.index, self.count, self.reason, self.code = index, count, reason, code
 
     def __str__(self) -> str:
         return f"prompt {self.index}: {self.reason}" if self.count > 1 else self.reason

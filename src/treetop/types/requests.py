@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from treetop.types.constraint import TokenConstraint
-from treetop.types.errors import InputError
+from treetop.types.errors import ContextLengthError, InputError
 from treetop.types.ids import RequestId
 from treetop.types.layout import Layout, SpecShape
 from treetop.types.sampling import FinishReason, SamplingParams, TokenLogprobs
@@ -56,7 +56,8 @@ class RequestUpdate(NamedTuple):
     if it was no round. error: why the request failed, if it did. engine_failed: it failed with the whole engine.
     timed_out: its time was over. stats come with finish_reason, in the request's last update. num_cached_tokens: as in
     the stats, with the first tokens. logprobs: of each of new_ids, if the request asks for them. start: which token of
-    the output the first of new_ids is.
+    the output the first of new_ids is. queue_s, prefill_s: with the first tokens, seconds from arrival to a row, and
+    from there on.
     """
 
     request_id: RequestId
@@ -70,6 +71,8 @@ class RequestUpdate(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] = ()
     timed_out: bool = False
     start: int = 0
+    queue_s: float | None = None
+    prefill_s: float | None = None
 
 
 class PrefixPages(NamedTuple):
@@ -157,9 +160,9 @@ def check_prompt(prompt_ids: Sequence[int], max_context: int) -> None:
 
 
 def check_length(num_tokens: int, max_context: int, exact: bool = True) -> None:
-    """Raise InputError if a prompt of so many tokens, or of no fewer, leaves no room for one more."""
+    """Raise ContextLengthError if a prompt of so many tokens, or of no fewer, leaves no room for one more."""
     if num_tokens >= max_context:
-        raise InputError(
+        raise ContextLengthError(
             f"the prompt has {'' if exact else 'at least '}{num_tokens} tokens and leaves no room for one more in a"
             f" context of {max_context}; shorten it or raise --context-length"
         )

@@ -7,28 +7,35 @@ from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from treetop.server.api.chat import chat
-from treetop.server.api.completions import completions
-from treetop.server.api.errors import add_error_handlers, as_api_error, error_response
+from treetop.server.api.access import Access
+from treetop.server.api.chat import ChatRequest, chat
+from treetop.server.api.completions import CompletionRequest, completions
+from treetop.server.api.errors import RESPONSES, add_error_handlers, as_api_error, error_response
 from treetop.server.api.front import Front
 from treetop.server.api.limits import BodyMeter, too_large
-from treetop.server.api.operations import operations
+from treetop.server.api.operations import DetokenizeRequest, TokenizeRequest, operations
 from treetop.version import __version__
 
 _OPEN = ("/health", "/health/live", "/health/ready", "/metrics", "/version")
 """Paths that need no key."""
+_REQUESTS = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
 
 
 def make_app(front: Front) -> FastAPI:
-    app = FastAPI(title="treetop", version=__version__, docs_url=None, redoc_url=None)
-    add_error_handlers(app)
+    app = FastAPI(title="treetop", version=__version__, docs_url=None, redoc_url=None, responses=RESPONSES)
+    add_error_handlers(app, {name for each in _REQUESTS for name in each.model_fields})
     for router in (completions(front), chat(front), operations(front)):
         app.include_router(router)
     app.add_middleware(Gate, keys=front.options.api_key, max_body_bytes=front.options.max_body_bytes)
     if front.options.allow_origin:
         app.add_middleware(
-            CORSMiddleware, allow_origins=front.options.allow_origin, allow_methods=["*"], allow_headers=["*"]
+            CORSMiddleware,
+            allow_origins=front.options.allow_origin,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id"],
         )
+    app.add_middleware(Access, front=front)  # the last is the outermost
     return app
 
 
@@ -63,7 +70,7 @@ class Gate:
         try:
             await self._app(scope, self._counted(receive), noted)
         except Exception as error:  # a bug: told here, for what is above would log its words
-            api = as_api_error(error)
+            api = as_api_error(error, scope)
             if not started:
                 await error_response(api.status, str(api), api.param, api.code)(scope, receive, send)
 

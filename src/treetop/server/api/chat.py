@@ -8,15 +8,19 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from treetop.server.api.events import EventStream, check_output, collected, event, json_response
+from treetop.server.api.events import STREAMS, EventStream, check_output, collected, event, json_response
 from treetop.server.api.fields import Body, SamplingFields
 from treetop.server.api.front import Front, UsageSoFar, new_id
 from treetop.server.api.limits import MOST_MESSAGES, MOST_PARTS, BodyRoute
 from treetop.server.api.logprobs import LogprobWriter, Tokens, tokens_of
 from treetop.server.async_llm import DeltaStream
 from treetop.server.chat_input import Message
+from treetop.server.chat_template import check_options
 from treetop.server.outputs import RequestOutput
 from treetop.types.errors import InputError, shown
+
+_OWN_FIELDS = ("tools", "add_generation_prompt", "continue_final_message")
+"""What a request says in fields of their own, never in `chat_template_kwargs`."""
 
 
 class TextPart(Body):
@@ -74,6 +78,15 @@ class ChatRequest(SamplingFields):
         if self.top_logprobs and not self.logprobs:
             raise InputError("top_logprobs: only with logprobs true")
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        options = self.chat_template_kwargs or {}
+        try:
+            check_options(options, _OWN_FIELDS)
+        except InputError as error:
+            raise InputError(f"chat_template_kwargs: {error}") from None
+        return {**options, "add_generation_prompt": self.add_generation_prompt}
 
     @property
     def most_tokens(self) -> int | None:
@@ -148,13 +161,12 @@ class Chat:
 def chat(front: Front) -> APIRouter:
     router = APIRouter(route_class=BodyRoute)
 
-    @router.post("/v1/chat/completions", response_model=None)
+    @router.post("/v1/chat/completions", response_model=None, responses=STREAMS)
     async def complete(request: Request, body: ChatRequest) -> Response:
         front.check_model(body.model)
         most = body.most_tokens
         messages = [message.flat() for message in body.messages]
-        options = {**(body.chat_template_kwargs or {}), "add_generation_prompt": body.add_generation_prompt}
-        ids = await front.chat_ids(messages, **_template_options(options))
+        ids = await front.chat_prompt(messages, body.template_options)
         await front.check_structure(body)
         deltas = front.start([ids], body, most)
         try:
@@ -165,9 +177,3 @@ def chat(front: Front) -> APIRouter:
             raise
 
     return router
-
-
-def _template_options(options: dict[str, Any]) -> dict[str, Any]:
-    if "messages" in options:
-        raise InputError("chat_template_kwargs: messages is not an option of the template")
-    return options

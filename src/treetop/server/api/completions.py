@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 from pydantic import Discriminator, Field, Tag
 
-from treetop.server.api.events import EventStream, check_output, collected, event, json_response
+from treetop.server.api.events import STREAMS, EventStream, check_output, collected, event, json_response
 from treetop.server.api.fields import SamplingFields
 from treetop.server.api.front import Front, UsageSoFar, new_id
 from treetop.server.api.limits import BodyRoute, Ids, Texts
@@ -130,7 +130,7 @@ async def echoed(front: Front, body: CompletionRequest, ids: list[list[int]]) ->
 def completions(front: Front) -> APIRouter:
     router = APIRouter(route_class=BodyRoute)
 
-    @router.post("/v1/completions", response_model=None)
+    @router.post("/v1/completions", response_model=None, responses=STREAMS)
     async def complete(request: Request, body: CompletionRequest) -> Response:
         front.check_model(body.model)
         front.check_count(body.num_prompts * body.n)

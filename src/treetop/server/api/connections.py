@@ -216,3 +216,8 @@ class ApiServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    def end_within(self, seconds: float | None) -> None:
+        """Stop listening, and cut the connections that are left after so long; None waits for all of them."""
+        self.config.timeout_graceful_shutdown = seconds  # type: ignore[assignment]  # seconds of any kind
+        self.should_exit = True

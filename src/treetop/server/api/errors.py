@@ -1,75 +1,123 @@
 """Errors in OpenAI's shape. What a caller sent never becomes a 500, and never reaches the log."""
 
 import logging
+import re
 import traceback
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
-from treetop.types.errors import EngineError, UserError
+from treetop.types.errors import EngineError, InputError, UserError
 
 log = logging.getLogger("treetop.server")
 
 
 class ApiError(Exception):
-    """An answer with an error. param: the field it is about. kind, code: OpenAI's `type` and `code`."""
+    """An answer with an error. param: the field it is about. code: OpenAI's, None for the usual one of the status."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
 
 
+class ErrorDetail(BaseModel):
+    """What went wrong. param: the field it is about. code: a word for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorBody(BaseModel):
+    """The body of every answer that is an error."""
+
+    error: ErrorDetail
+
+
+RESPONSES: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}}
+"""What the OpenAPI schema says of all endpoints."""
+
 _KINDS = {
-    401: "authentication_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-    500: "server_error",
-    503: "service_unavailable_error",
-    504: "timeout_error",
+    400: ("invalid_request_error", "invalid_value"),
+    401: ("authentication_error", "invalid_api_key"),
+    404: ("not_found_error", "not_found"),
+    405: ("invalid_request_error", "method_not_supported"),
+    413: ("invalid_request_error", "request_too_large"),
+    429: ("rate_limit_error", "rate_limit_exceeded"),
+    500: ("server_error", "internal_error"),
+    503: ("service_unavailable_error", "service_unavailable"),
+    504: ("timeout_error", "timeout"),
 }
+"""OpenAI's `type` of an error, and its `code` if nothing better is known."""
+_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}}
+_CODES = {
+    "missing": "missing_required_parameter",
+    "extra_forbidden": "unknown_parameter",
+    "unsupported": "unsupported_parameter",
+    "json_invalid": "invalid_json",
+}
+"""By what pydantic calls a problem. One that ends in `_type` is `invalid_type`."""
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    kind = _KINDS.get(status, "invalid_request_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    kind, usual = _KINDS.get(status, ("invalid_request_error", "invalid_request"))
+    return {"error": {"message": message, "type": kind, "param": param, "code": code or usual}}
 
 
-def error_response(status: int, message: str, param: str | None = None, code: str | None = None) -> JSONResponse:
-    headers = {"Retry-After": "1"} if status in (429, 503) else None
-    return JSONResponse(error_body(status, message, param, code), status, headers)
+def error_response(
+    status: int,
+    message: str,
+    param: str | None = None,
+    code: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> JSONResponse:
+    return JSONResponse(
+        error_body(status, message, param, code), status, {**_HEADERS.get(status, {}), **(headers or {})}
+    )
 
 
-def as_api_error(error: Exception) -> ApiError:
-    """What a caller is told of an error of the engine or of their input."""
+def as_api_error(error: Exception, scope: Scope) -> ApiError:
+    """What a caller is told of an error of the engine or of their input. scope: of the request, for the log."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, UserError):
-        return ApiError(400, str(error))
+        return ApiError(400, str(error), code=error.code if isinstance(error, InputError) else None)
     if isinstance(error, EngineError):
         return ApiError(503, str(error), code="engine_error")
     frames = "".join(traceback.format_tb(error.__traceback__))  # its words may be a prompt
-    log.error("a request failed: %s\n%s", type(error).__name__, frames)
+    request_id = scope.get("state", {}).get("request_id", "-")
+    log.error("request %s failed: %s\n%s", request_id, type(error).__name__, frames)
     return ApiError(500, f"internal error: {type(error).__name__}")
 
 
-def add_error_handlers(app: FastAPI) -> None:
+def add_error_handlers(app: FastAPI, fields: Collection[str]) -> None:
+    """fields: of all requests, one of which begins the message of an error about it."""
+
     async def told(request: Request, error: Exception) -> Response:
-        api = as_api_error(error)
-        return error_response(api.status, str(api), api.param, api.code)
+        api = as_api_error(error, request.scope)
+        param = _field_of(str(api), fields) if api.param is None and isinstance(error, UserError) else api.param
+        return error_response(api.status, str(api), param, api.code)
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         problems = [_problem(each) for each in error.errors()]
-        param = next((name for name, _ in problems if name), None)
-        messages = dict.fromkeys(f"{name}: {text}" if name else text for name, text in problems)
-        return error_response(400, "; ".join(list(messages)[:8]), param)
+        param, code = next(((name, code) for name, _, code in problems if name), (None, problems[0][2]))
+        messages = dict.fromkeys(f"{name}: {text}" if name else text for name, text, _ in problems)
+        return error_response(400, "; ".join(list(messages)[:8]), param, code)
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return error_response(error.status_code, str(error.detail))
+        headers = dict(error.headers or {})
+        if "GET" in headers.get("Allow", ""):
+            headers["Allow"] += ", HEAD"  # see `Access`
+        return error_response(error.status_code, str(error.detail), headers=headers)
 
     for kind in (ApiError, UserError, EngineError):
         app.add_exception_handler(kind, told)
@@ -77,14 +125,21 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, http)
 
 
-def _problem(error: dict[str, Any]) -> tuple[str | None, str]:
-    """The field and what is wrong with it. The input itself stays out: it may be a prompt, or large."""
+def _field_of(message: str, fields: Collection[str]) -> str | None:
+    found = re.match(r"(?:the )?([a-z_]+)\b", message)
+    return found[1] if found and found[1] in fields else None
+
+
+def _problem(error: dict[str, Any]) -> tuple[str | None, str, str]:
+    """The field, what is wrong with it, and the code. The input itself stays out: it may be a prompt, or large."""
     where = [str(part) for part in error["loc"][1:] if not str(part).startswith(("function-", "list[", "constrained-"))]
-    if error["type"] == "json_invalid":
-        return None, f"the body is not JSON: {error.get('ctx', {}).get('error', '')}"
-    if (error["type"] == "missing" and not where) or error["type"] == "model_attributes_type":
-        return None, "the body must be a JSON object, with Content-Type: application/json"
-    if error["type"] == "unsupported":
-        return str(error["ctx"]["name"]), str(error["msg"])
+    kind = str(error["type"])
+    code = _CODES.get(kind, "invalid_type" if kind.endswith("_type") else "invalid_value")
+    if kind == "json_invalid":
+        return None, f"the body is not JSON: {error.get('ctx', {}).get('error', '')}", code
+    if (kind == "missing" and not where) or kind == "model_attributes_type":
+        return None, "the body must be a JSON object, with Content-Type: application/json", "invalid_json"
+    if kind == "unsupported":
+        return str(error["ctx"]["name"]), str(error["msg"]), code
     name = where[0][:100] if where else None
-    return name, "unknown field" if error["type"] == "extra_forbidden" else str(error["msg"])
+    return name, "unknown field" if kind == "extra_forbidden" else str(error["msg"]), code

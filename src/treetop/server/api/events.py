@@ -14,6 +14,8 @@ from treetop.server.outputs import RequestOutput
 
 _encode = msgspec.json.Encoder().encode
 _DONE = b"data: [DONE]\n\n"
+STREAMS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+"""What the OpenAPI schema says of an endpoint that answers with events if it is asked to."""
 
 
 def event(value: dict[str, Any]) -> bytes:
@@ -60,7 +62,7 @@ class EventStream(Response):
         self._deltas, self._make = deltas, make
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        written = asyncio.ensure_future(self._write(send))
+        written = asyncio.ensure_future(self._write(scope, send))
         gone = asyncio.ensure_future(_gone(receive))
         try:
             await asyncio.wait({written, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -72,13 +74,13 @@ class EventStream(Response):
         if written.done():
             written.result()
 
-    async def _write(self, send: Send) -> None:
+    async def _write(self, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
             async for each in self._make():
                 await send({"type": "http.response.body", "body": each, "more_body": True})
         except Exception as error:  # the status has been sent: the error is an event
-            api = as_api_error(error)
+            api = as_api_error(error, scope)
             body = event(error_body(api.status, str(api), api.param, api.code))
             await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": _DONE, "more_body": False})

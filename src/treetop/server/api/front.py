@@ -1,8 +1,9 @@
 """What the endpoints share: the model, its names and defaults, admission, and the counting of what is served."""
 
+import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -21,6 +22,7 @@ from treetop.server.options import ServeOptions
 from treetop.server.outputs import RequestOutput
 from treetop.server.tokenizer import open_tokenizer
 from treetop.types.errors import CheckpointError, ConfigError, InputError
+from treetop.types.requests import check_prompt
 from treetop.types.sampling import SamplingParams
 
 log = logging.getLogger("treetop.server")
@@ -30,7 +32,11 @@ MOST_QUEUED_IDS = 2**22
 
 
 class Front:
-    """One API process. draining: it takes what comes until its connections end, and says that it is not ready."""
+    """One API process.
+
+    leaving: it says that it is not ready, so that no balancer sends it more, and serves what comes all the same.
+    draining: it takes no new work, and ends what it has. num_working: requests that may be work and have not ended.
+    """
 
     def __init__(self, core: AsyncCore, options: ServeOptions, model: str, seed: int, alive: Alive) -> None:
         """model: as the caller named it. alive: counts the requests of all API processes.
@@ -51,8 +57,13 @@ class Front:
             self.defaults["repetition_penalty"] = 1.0
         template = open_chat_template(folder, options.chat_template)
         self.rendering = None if template is None else Rendering(template)
-        self.draining = False
+        self.asked_to_leave, self.draining = asyncio.Event(), False
+        self.num_working = 0
         self._alive, self._most_alive = alive, core.info.max_requests + options.max_queued_requests
+
+    @property
+    def leaving(self) -> bool:
+        return self.asked_to_leave.is_set()
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self.names:
@@ -120,12 +131,24 @@ class Front:
                 code="queue_full",
             )
 
-    async def chat_ids(self, messages: Sequence[Message], **options: Any) -> list[int]:
-        """Ids of a conversation. Raises ApiError without a template."""
+    async def chat_ids(self, messages: Sequence[Message], options: Mapping[str, Any]) -> list[int]:
+        """Ids of a conversation, of any number. Raises ApiError without a template."""
         if self.rendering is None:
             raise ApiError(400, "the model has no chat template; serve it with --chat-template FILE", "messages")
-        text = await self.rendering.text_of(messages, **options)
+        text = await self.rendering.text_of(messages, options)
         return await self.llm.encode(text, False)
+
+    async def chat_prompt(self, messages: Sequence[Message], options: Mapping[str, Any]) -> list[int]:
+        """As `chat_ids`. Raises ApiError for what leaves nothing to go on from, or no room in the context."""
+        try:
+            ids = await self.chat_ids(messages, options)
+            if ids:
+                check_prompt(ids, self.core.info.max_context)
+        except InputError as error:
+            raise ApiError(400, str(error), "messages", error.code) from None
+        if not ids:
+            raise ApiError(400, "messages: the chat template makes no text of them", "messages", "empty_prompt")
+        return ids
 
     def usage(self, prompts: Sequence[Sequence[int]], outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """Tokens asked and received: each prompt once, every choice."""

@@ -3,6 +3,7 @@
 from typing import Any
 
 from fastapi import APIRouter, Response
+from fastapi.responses import PlainTextResponse
 from pydantic import Field
 
 from treetop.server.api.chat import Messages
@@ -57,7 +58,7 @@ def _add_tokens(router: APIRouter, front: Front) -> None:
             raise InputError("give prompt or messages")
         if body.messages is not None:
             messages = [message.flat() for message in body.messages]
-            ids = await front.chat_ids(messages, add_generation_prompt=body.add_generation_prompt)
+            ids = await front.chat_ids(messages, {"add_generation_prompt": body.add_generation_prompt})
         else:
             ids = await front.llm.encode(body.prompt or "", body.add_special_tokens)
         return json_response({"count": len(ids), "max_model_len": front.core.info.max_context, "tokens": ids})
@@ -95,9 +96,9 @@ def _add_state(router: APIRouter, front: Front) -> None:
     @router.get("/health/ready", response_model=None)
     async def ready() -> Response:
         """200 as long as new requests are welcome."""
-        return error_response(503, "the server is shutting down") if front.draining else await health()
+        return error_response(503, "the server is shutting down") if front.leaving else await health()
 
-    @router.get("/metrics", response_model=None)
+    @router.get("/metrics", response_model=None, response_class=PlainTextResponse)
     async def metrics() -> Response:
         front.metrics.take(front.core.load, front.core.num_restarts, front.core.is_stalled)
         content, kind = front.metrics.page()

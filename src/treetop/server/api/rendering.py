@@ -1,10 +1,10 @@
 """Chats to text for many clients at a time: two processes, so that a small chat never waits for a large one."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from treetop.server.chat_input import Message, rendering
-from treetop.server.chat_template import ChatTemplate
+from treetop.server.chat_input import Message
+from treetop.server.chat_template import ChatTemplate, template_line
 from treetop.server.lanes import Lanes
 
 LARGE_CHAT = 2**16
@@ -18,9 +18,9 @@ class Rendering:
         self._small, self._large = template, template.twin()
         self._lanes = Lanes("render", LARGE_CHAT)
 
-    async def text_of(self, messages: Sequence[Message], **options: Any) -> str:
+    async def text_of(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
         """As `ChatTemplate.render`. Raises InputError."""
-        line = rendering(messages, options)
+        line = template_line(messages, options)
         template = self._large if len(line) >= LARGE_CHAT else self._small
         return await self._lanes.run(len(line), template.render_line, line)
 

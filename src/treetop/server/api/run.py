@@ -6,13 +6,12 @@ import logging
 import signal
 import socket
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
 import uvicorn
-from starlette.datastructures import MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from treetop.core.remote import RemoteCore
 from treetop.server.alive import Alive
@@ -26,6 +25,8 @@ GRACE_S = 2.0
 """How long a server whose engine is dead still says so."""
 _STUCK_S = 5.0
 """How long connections may then take to end."""
+_LOOK_S = 0.05
+"""Between two looks at what is left while it drains."""
 
 
 class ApiOptions(msgspec.Struct, frozen=True):
@@ -47,29 +48,30 @@ async def serve(
 ) -> int:
     """Serve over a core that is up until SIGTERM, SIGINT or its death. Returns the exit code.
 
-    SIGTERM and SIGINT: nothing new is accepted, what was accepted is finished, the second one ends at once.
+    SIGTERM and SIGINT: it is not ready any more, nothing new is accepted, what was accepted is finished; the second one
+    ends at once.
     """
     file, number = options.alive_file, options.number or 0
     alive = Alive(None if file is None else Path(file), number, options.serve.api_workers)
     front = Front(core, options.serve, options.model, options.seed, alive)
-    timeout_s = options.serve.drain_timeout
     patience = Patience(options.serve.http_read_timeout, options.serve.timeout_keep_alive)
     config = uvicorn.Config(
-        last_answers(make_app(front), front),
+        make_app(front),
         http="h11",  # as `Connection`
         log_config=None,
         access_log=False,
         lifespan="off",
         server_header=False,
         timeout_keep_alive=patience.idle_s,  # type: ignore[arg-type]  # seconds of any kind
-        timeout_graceful_shutdown=timeout_s,  # type: ignore[arg-type]  # too
     )
     server, code = ApiServer(config, listening, most_connections(options.serve.max_connections), patience), 0
 
     def stop(number: signal.Signals) -> None:
         nonlocal code
-        server.force_exit = front.draining
-        server.should_exit = front.draining = True
+        if front.leaving:
+            server.force_exit = True
+            server.end_within(0)
+        front.asked_to_leave.set()
         code = 128 + number if number == signal.SIGINT else 0
 
     gc.collect()
@@ -77,7 +79,7 @@ async def serve(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
-    side: list[Awaitable[None]] = [_end_with(core, server), tell(front, options.number)]
+    side: list[Awaitable[None]] = [_end_with(core, server), _leave(front, server), tell(front, options.number)]
     if started is not None:
         side.append(_when_started(server, started))
     tasks = [asyncio.ensure_future(each) for each in side]
@@ -91,30 +93,27 @@ async def serve(
     return code if core.failure is None else 1
 
 
-def last_answers(app: ASGIApp, front: Front) -> ASGIApp:
-    """The app; once it drains, each answer ends its connection.
+async def _leave(front: Front, server: ApiServer) -> None:
+    """From the first signal on: be seen to leave, end what there is, then stop listening.
 
-    uvicorn ends those it knows of when it stops. One accepted at that moment it would keep as long as requests come.
+    Whoever asks for readiness meanwhile, over new connections too, is answered that there is none.
     """
-
-    async def answered(scope: Scope, receive: Receive, send: Send) -> None:
-        async def closing(message: Message) -> None:
-            if front.draining and message["type"] == "http.response.start":
-                MutableHeaders(raw=message["headers"])["connection"] = "close"
-            await send(message)
-
-        await app(scope, receive, closing)
-
-    return answered
+    await front.asked_to_leave.wait()
+    await asyncio.sleep(front.options.shutdown_delay)
+    front.draining = True
+    until_s = None if front.options.drain_timeout is None else time.monotonic() + front.options.drain_timeout
+    while front.num_working and (until_s is None or time.monotonic() < until_s):
+        await asyncio.sleep(_LOOK_S)
+    server.end_within(None if until_s is None else max(until_s - time.monotonic(), 0))
 
 
 async def _end_with(core: RemoteCore, server: ApiServer) -> None:
     """A server without an engine says so for a moment, then ends."""
     await core.failed.wait()
     await asyncio.sleep(GRACE_S)
-    server.should_exit = True
+    server.end_within(_STUCK_S)
     await asyncio.sleep(_STUCK_S)
-    server.force_exit = True
+    server.force_exit = True  # where it was ending already
 
 
 async def _when_started(server: ApiServer, started: Callable[[], None]) -> None:

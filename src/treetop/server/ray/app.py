@@ -87,6 +87,8 @@ def build_app(process: ProcessOptions, options: ServeOptions, scale: Scale) -> A
     for name in ("host", "port"):
         if getattr(options, name) != getattr(defaults, name):
             raise ConfigError(f"--{name}: Ray's proxy listens; give it to `serve start --http-{name}`")
+    if options.shutdown_delay:
+        raise ConfigError("--shutdown-delay: Ray's proxy is asked for readiness, and Ray drains what leaves; drop it")
     if process.handover.role == "prefill":
         raise ConfigError("--role prefill: a prefill worker serves no requests, so replicas of it would answer none")
     check_files(config.model, options)
