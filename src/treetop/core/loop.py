@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from treetop.types.errors import UserError
+from treetop.types.errors import InputError, UserError
 from treetop.types.ids import RequestId
 from treetop.types.requests import CoreLoad, EngineRequest, RequestUpdate
 
@@ -72,7 +72,8 @@ class CoreLoop:
             try:
                 self.core.add(request, self.role is not None and self.role.asks)
             except UserError as error:
-                deliver([RequestUpdate(request.request_id, (), finish_reason="abort", error=str(error))])
+                refusal = RequestUpdate(request.request_id, (), finish_reason="abort", error=str(error))
+                deliver([refusal._replace(user_error=isinstance(error, InputError))])
             else:
                 self._clients[request.request_id] = deliver
 

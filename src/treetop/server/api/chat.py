@@ -148,7 +148,7 @@ def chat(front: Front) -> APIRouter:
         messages = [message.flat() for message in body.messages]
         options = {**(body.chat_template_kwargs or {}), "add_generation_prompt": body.add_generation_prompt}
         ids = await front.chat_ids(messages, **_template_options(options))
-        await front.check_structure(body)
+        await front.check_structure(request, body)
         deltas = front.start([ids], body, most)
         try:
             answer = Chat(front, body, ids, deltas)

@@ -110,7 +110,7 @@ def completions(front: Front) -> APIRouter:
         if not ids:
             raise InputError("prompt: the list is empty")
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        await front.check_structure(body)
+        await front.check_structure(request, body)
         deltas = front.start(ids, body, max_tokens)
         try:
             completion = Completion(front, body, ids, deltas)
