@@ -37,6 +37,7 @@ def _rewrite(node: Any, root: Any) -> None:
             exclusive = _exclusive(branches, root)
             if exclusive is not None:
                 del node["oneOf"]
+                node.pop("discriminator", None)  # beside it the library follows no circular reference
                 node["anyOf"] = exclusive
 
 
@@ -47,8 +48,9 @@ def _exclusive(branches: Sequence[Any], root: Any) -> list[Any] | None:
         return None
     objects = [each for each in found if each is not None]
     for name in objects[0].get("properties", {}):
-        listed = [value for each in objects for value in _listed(each, name) or [None]]
-        if None not in listed and len({*listed}) == len(listed):
+        values = [_listed(each, name) for each in objects]
+        listed = [value for each in values for value in each]
+        if all(values) and len({*listed}) == len(listed):
             return [_requiring(each, of, name) for each, of in zip(branches, objects, strict=True)]
     return None
 
@@ -71,15 +73,15 @@ def _resolved(branch: Any, root: Any) -> dict[str, Any] | None:
     return None
 
 
-def _listed(schema: dict[str, Any], name: str) -> list[str] | None:
-    """The values of a property, each as JSON; None if they are not listed."""
+def _listed(schema: dict[str, Any], name: str) -> list[str]:
+    """The values of a property, if they are listed and texts; numbers are equal in several spellings."""
     described = schema["properties"].get(name)
     if not isinstance(described, dict):
-        return None
+        return []
     values = [described["const"]] if "const" in described else described.get("enum")
-    if not isinstance(values, list) or not values or not all(isinstance(each, str) for each in values):
-        return None  # numbers are equal in several spellings
-    return [json.dumps(each) for each in dict.fromkeys(values)]
+    if not isinstance(values, list) or not all(isinstance(each, str) for each in values):
+        return []
+    return [*dict.fromkeys(values)]
 
 
 def _requiring(branch: Any, schema: dict[str, Any], name: str) -> Any:

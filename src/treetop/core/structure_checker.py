@@ -91,6 +91,9 @@ class StructureChecker:
         """On a thread of the pool: what a process says."""
         process = self._idle.pop() if self._idle else self._started()
         problem = process.ask(asked)
+        if not self.close.alive:
+            process.end()
+            raise EngineError("structures are not checked any more: the core has been closed")
         if process.alive:
             self._idle.append(process)
             return _Verdict(problem)
@@ -104,9 +107,6 @@ class StructureChecker:
         except OSError as error:
             raise EngineError(f"no process that checks structures could be started: {error}") from None
         self._all.add(process)
-        if not self.close.alive:
-            process.end()
-            raise EngineError("structures are not checked any more: the core has been closed")
         return process
 
 
@@ -144,7 +144,7 @@ class _Process:
 
     def ask(self, asked: StructuredOutput) -> str | None:
         """What is wrong with a structure."""
-        if self._cannot is not None or not self.alive:
+        if self._cannot is not None:
             return self._cannot
         return self._exchange(json.dumps({"kind": asked.kind, "spec": asked.spec}))
 
