@@ -218,6 +218,21 @@ def test_an_accepted_draft_of_a_constrained_request_never_leaves(strong_pair, mo
         llm.generate(strong_pair.prompts([8]), SamplingParams(ignore_eos=True), [Only(None)])
 
 
+class Panic(BaseException):
+    """As the exception of a library that is no Python."""
+
+    def __str__(self) -> str:
+        raise SystemExit(4)
+
+
+def ended_by(error):
+    def raise_it(call):
+        if call == 3:
+            raise error
+
+    return raise_it
+
+
 class Only:
     """The same set always, or what a function of the call's number gives."""
 
@@ -241,6 +256,9 @@ def raised(call):
         (lambda call: None if call < 3 else [-1], {}, "allows token -1"),
         (lambda call: None if call < 3 else b"\0" * 9 + b"\1", {}, "allows token 72"),
         (raised, {}, "the constraint failed: ZeroDivisionError: at a bad moment"),
+        (ended_by(SystemExit(3)), {}, "the constraint failed: SystemExit: 3"),
+        (ended_by(KeyboardInterrupt()), {}, "the constraint failed: KeyboardInterrupt"),
+        (ended_by(Panic()), {}, "the constraint failed: Panic: it cannot be shown"),
         (lambda call: None if call < 3 else [EOS], {"min_tokens": 9, "ignore_eos": False}, "min_tokens leave"),
         (lambda call: None if call < 3 else [7], {"allowed_token_ids": (4, 5)}, "allowed_token_ids and"),
         ([], {}, "allows no first token"),
@@ -319,6 +337,7 @@ SCHEMA = {
     "additionalProperties": False,
     "x-guidance": {"whitespace_flexible": False},
 }
+PRIMES = json.dumps({"type": "integer", "allOf": [{"multipleOf": each} for each in (9973, 9967, 9949)]})
 STRUCTURES = [
     (StructuredOutput("json_schema", json.dumps(SCHEMA)), lambda text: 3 <= json.loads(text)["count"] <= 99),
     (StructuredOutput("regex", "[a-f]{3}-(x|yz){2}"), lambda text: re.fullmatch("[a-f]{3}-(x|yz){2}", text)),
@@ -341,6 +360,17 @@ def test_texts_have_the_structures_that_were_asked_for(nestling):
         assert output.finish_reason == ("stop" if each.structured_output else "length")
 
 
+@pytest.mark.parametrize("structure", [structure for structure, _ in STRUCTURES], ids=lambda each: each.kind)
+def test_a_structure_that_can_only_end_ends_where_eos_is_ignored(nestling, structure):
+    """The same text, and no EOS in it."""
+    held, ignoring = (
+        nestling.generate("def", SamplingParams(max_tokens=80, ignore_eos=ignore, structured_output=structure))[0]
+        for ignore in (False, True)
+    )
+    assert (ignoring.finish_reason, ignoring.error, ignoring.text) == ("stop", None, held.text)
+    assert ignoring.token_ids == held.token_ids[:-1]
+
+
 @pytest.mark.parametrize(
     ("kind", "spec", "words"),
     [
@@ -348,6 +378,12 @@ def test_texts_have_the_structures_that_were_asked_for(nestling):
         ("json_schema", '{"type": "strange"}', "strange"),
         ("json_schema", '{"$ref": "#/nowhere"}', "nowhere"),
         ("regex", "a(b", "unclosed group"),
+        ("json_schema", '{"$ref": "#"}', "no text has this structure"),
+        ("json_schema", '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}', "no text has this structure"),
+        ("regex", r"[^\s\S]", "no text has this structure"),
+        ("json_schema", "false", "schema is false"),
+        ("json_schema", PRIMES, "too complex"),
+        ("regex", "x{50}a{1000000000}", "too complex"),
         ("choice", "[]", "choice needs"),
         ("choice", "[1]", "choice needs"),
         ("choice", "[" * 60000, "choice needs"),
@@ -358,5 +394,13 @@ def test_texts_have_the_structures_that_were_asked_for(nestling):
     ],
 )
 def test_structures_that_make_no_sense_are_refused(nestling, kind, spec, words):
-    with pytest.raises(InputError, match=words):
+    with pytest.raises(InputError, match=words) as refused:
         nestling.generate("a", SamplingParams(structured_output=StructuredOutput(kind, spec)))
+    assert not {"state>", "backtrace", "Parser:"} & {*str(refused.value).split()}
+
+
+def test_thousands_of_choices_are_one_structure(nestling):
+    texts = [f"choice {number}" for number in range(3000)]
+    params = SamplingParams(1.5, seed=5, structured_output=StructuredOutput("choice", json.dumps(texts)))
+    outputs = nestling.generate(["a", "b", "c"], params)
+    assert all(output.text in texts and output.finish_reason == "stop" for output in outputs)

@@ -1,7 +1,11 @@
 """Sampling options over HTTP, by the official client, on the embedded pair: what `LLM` gives for the same request."""
 
 import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import openai
 import pytest
 
@@ -192,6 +196,20 @@ for _ in range(300):
         ({"bad_words": ["a"]}, "bad_words: not supported"),
         ({"response_format": {"type": "xml"}}, "response_format: type must be"),
         ({"response_format": {"type": "json_schema"}}, "response_format: json_schema must be"),
+        ({"response_format": {"type": "json_object", "schema": {}}}, "response_format: 'schema' is not known"),
+        ({"response_format": {"type": "text", "strict": True}}, "response_format: 'strict' is not known"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "stricts": True}}},
+            "response_format.json_schema: 'stricts' is not known, only schema, name, strict, description",
+        ),
+        ({"guided_json": {"$ref": "#"}}, "guided_json: no text has this structure"),
+        ({"regex": r"[^\s\S]", "stream": True}, "regex: no text has this structure"),
+        ({"regex": "x{50}a{1000000000}", "stream": True}, "regex: the structure is too complex"),
+        (
+            {"guided_json": {"oneOf": [{"type": "integer"}, {"type": "number"}]}},
+            "guided_json: oneOf: its branches must",
+        ),
+        ({"regex": "a{0}", "ignore_eos": True}, "the constraint allows no first token"),
         ({"response_format": {"type": "structural_tag"}}, "response_format: type must be"),
         ({"structured_outputs": {"grammar": "a"}}, "structured_outputs: 'grammar' is not supported"),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs: json, regex: give one"),
@@ -209,6 +227,65 @@ def test_what_cannot_be_honoured_is_refused_by_name(server, body, words):
     answer = server.post("/v1/completions", {"model": NAME, "prompt": PROMPT, "max_tokens": 30, **body})
     assert answer.status_code == 400
     assert words in answer.json()["error"]["message"]
+
+
+def test_a_client_of_openai_may_name_and_describe_its_schema(server):
+    described = {**NAMED["json_schema"], "description": "a count", "strict": None}
+    answer = complete(server, response_format={"type": "json_schema", "json_schema": described})
+    assert json.loads(answer.choices[0].text)["count"] >= 3
+
+
+def test_hostile_structures_stall_no_stream_and_no_other_request(server):
+    """While structures are refused for their time or memory, and one that takes long is compiled and kept, pieces of
+    other streams and answers of the server come at most half a second later than alone."""
+    over, alone, gaps = threading.Event(), threading.Event(), {"stream": [], "health": []}
+    free = {"model": NAME, "prompt": PROMPT, "max_tokens": 200, "ignore_eos": True, "stream": True}
+
+    def stream() -> None:
+        with httpx.Client(timeout=60) as client:
+            while not over.is_set():
+                with client.stream("POST", server.url + "/v1/completions", json=free) as answer:
+                    last = None
+                    for _ in answer.iter_lines():
+                        now = time.monotonic()
+                        gaps["stream"] += [] if last is None else [now - last]
+                        last = now
+                        if len(gaps["stream"]) > 60:
+                            alone.set()
+
+    def health() -> None:
+        with httpx.Client(timeout=60) as client:
+            while not over.is_set():
+                before = time.monotonic()
+                assert client.get(server.url + "/health").status_code == 200
+                gaps["health"].append(time.monotonic() - before)
+                over.wait(0.02)
+
+    watching = [threading.Thread(target=each) for each in (stream, stream, health)]
+    for each in watching:
+        each.start()
+    assert alone.wait(60)
+    usual = {name: max(each) for name, each in gaps.items()}
+    multiples = [{"guided_json": {"type": "integer", "multipleOf": each}} for each in (9999991, 99991)]
+    hostile = [*multiples, {"regex": "a{1000000000}"}, {"guided_json": {"$ref": "#"}, "stream": True}]
+    ask = {"model": NAME, "prompt": PROMPT, "max_tokens": 8}
+    with ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(server.post, "/v1/completions", {**ask, **body}) for body in hostile * 2]
+        late = pool.submit(server.post, "/v1/completions", {**ask, **multiples[0], "timeout": 0.1})
+    over.set()
+    for each in watching:
+        each.join()
+    assert [answer.result().status_code for answer in answers] == [400, 200, 400, 400] * 2
+    assert late.result().status_code in (400, 504)
+    for name, each in gaps.items():
+        assert max(each) < 0.5 + usual[name], f"{name}: {usual[name]} alone"
+
+
+def test_the_time_of_a_request_counts_while_its_structure_is_checked(server):
+    body = {"model": NAME, "prompt": PROMPT, "guided_json": {"type": "integer", "multipleOf": 9999973}}
+    answer = server.post("/v1/completions", {**body, "timeout": 0.2, "stream": True})
+    assert answer.status_code == 504
+    assert answer.json()["error"]["code"] == "timeout"
 
 
 def test_an_engine_that_cannot_says_so():

@@ -50,6 +50,9 @@ ENGINE_HELP = {
     "ep_size": "GPUs that share the experts of a model that has some, each with requests of its own (docs/scale.md)",
     "step_timeout": "seconds after which a step that has not ended on every GPU ends them all; with --tp-size or"
     " --ep-size",
+    "structured_output_timeout": "seconds that a structure may take to compile, and each token of it; its request then"
+    " ends with an error",
+    "structured_output_memory": "MiB that the parser of a structure may take",
     "handover_slots": "staging slots, by which prefilled requests go to another worker or come from one; 0 for none",
     "handover_slot_bytes": "bytes of each of these, on every GPU",
     "seed": "each prompt draws its own seed from this one: the same seed and prompts give the same sampled tokens",

@@ -5,16 +5,16 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from treetop.scheduler.scheduler import Scheduler
-from treetop.types.constraint import StructuredOutput, TokenConstraint
-from treetop.types.errors import EngineError, InputError, UserError
+from treetop.types.errors import EngineError, UserError
 from treetop.types.ids import RequestId
 from treetop.types.messages import StepPlan, StepResult
 from treetop.types.requests import CoreLoad, EngineRequest, RequestUpdate
 
-Constrain = Callable[[StructuredOutput], TokenConstraint]
 Result = TypeVar("Result")
 InFlightStep = TypeVar("InFlightStep")
 """A step in flight."""
+STALLED_S = 0.005
+"""How long a core that is stalled may look away: no longer than a command may wait."""
 
 
 class StepEngine(Protocol[InFlightStep]):
@@ -37,14 +37,12 @@ class EngineCore(Generic[InFlightStep]):
     kept in `failure`. The scheduler's books begin anew, and the core goes on with what is added later.
     """
 
-    def __init__(
-        self, engine: StepEngine[InFlightStep], scheduler: Scheduler, constrain: Constrain | None = None
-    ) -> None:
-        """constrain: makes constraints of structures; None refuses them."""
-        self.engine, self.scheduler, self._constrain = engine, scheduler, constrain
+    def __init__(self, engine: StepEngine[InFlightStep], scheduler: Scheduler) -> None:
+        self.engine, self.scheduler = engine, scheduler
         self.failure: BaseException | None = None
         self.stalled = False
-        """Whether the last step had nothing to do, though requests are alive: they wait for another worker."""
+        """Whether the last step had nothing to do, though requests are alive: they wait for another worker, or for what
+        their constraints allow."""
         self.num_launched = self.num_committed = 0
         """Steps; those that a failure lost count as committed."""
         self._in_flight: deque[tuple[StepPlan, InFlightStep]] = deque()
@@ -68,20 +66,12 @@ class EngineCore(Generic[InFlightStep]):
         remote: another worker may prefill it. Raises EngineError if something breaks; all others have ended then, too.
         """
         try:
-            self._add(request, remote)
+            self.scheduler.add(request, remote=remote)
         except UserError:
             raise
         except BaseException as error:
             self._failed = [each for each in self.fail(error) if each.request_id != request.request_id]
             raise EngineError(failure_text(error)) from error
-
-    def _add(self, request: EngineRequest, remote: bool) -> None:
-        asked = request.params.structured_output
-        if asked is not None:
-            if self._constrain is None or request.constraint is not None:
-                raise InputError("structured_output: not with this engine, or not beside a constraint")
-            request = request._replace(constraint=self._constrain(asked))
-        self.scheduler.add(request, remote=remote)
 
     def abort(self, request_id: RequestId) -> RequestUpdate | None:
         """End a request, wherever it stands; None if it is not alive."""
@@ -107,11 +97,13 @@ class EngineCore(Generic[InFlightStep]):
         told, self._failed = self._failed, []
         try:
             told = told + self.scheduler.expire()
+            told += self.scheduler.answers()
             while (plan := self.scheduler.plan()) is not None:
                 self._in_flight.append((plan, self.engine.launch(plan)))
                 self.num_launched += 1
             self.stalled = not self._in_flight
             if self.stalled:
+                self.scheduler.await_answer(STALLED_S if not told else 0)
                 return told
             plan, in_flight = self._in_flight.popleft()
             updates = self.scheduler.commit(plan, self.engine.collect(in_flight))

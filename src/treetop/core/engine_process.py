@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from treetop.core.child import begin
+from treetop.core.engine_core import STALLED_S
 from treetop.core.loop import Core, CoreLoop
 from treetop.core.roles.make import open_role
 from treetop.core.roles.role import Role
@@ -99,7 +100,7 @@ class CoreServer:
         """Until there is something to do, which nothing may be known of for a while."""
         if self._core.busy and not self._core.stalled:
             return
-        poller, wait_ms = zmq.Poller(), int(_LOAD_S * 1000)
+        poller, wait_ms = zmq.Poller(), int(1000 * (STALLED_S if self._core.busy else _LOAD_S))
         poller.register(self._socket, zmq.POLLIN)
         if self._role is not None:
             wait_ms = min(wait_ms, self._role.wait_ms)

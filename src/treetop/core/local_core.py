@@ -4,9 +4,11 @@ from typing import TypeVar
 
 from treetop.core.engine_core import EngineCore, StepEngine
 from treetop.core.grammars import Grammars
+from treetop.core.structured_output import StructuredOutputManager
 from treetop.engine.engine import Engine
 from treetop.models.folder import extra_eos_ids
 from treetop.scheduler.scheduler import Scheduler
+from treetop.types.constraint import StructureLimits
 from treetop.types.requests import CoreInfo, PrefixPages
 from treetop.types.sampling import MOST_LOGPROBS
 
@@ -17,8 +19,17 @@ def core_of(runs: StepEngine[Step], engine: Engine) -> EngineCore[Step]:
     """A core with a scheduler for the engine. runs: what its steps are launched on."""
     info = info_of(engine)
     vocab_size = info.vocab_size if info.can_constrain else None
-    scheduler = Scheduler(engine.layout, engine.config, info.eos_ids, vocab_size=vocab_size, pace=engine.pace)
-    return EngineCore(runs, scheduler, Grammars(engine.model_path, info.vocab_size, info.eos_ids).constraint)
+    grammars = Grammars(engine.model_path, info.vocab_size, info.eos_ids)
+    structures = StructuredOutputManager(grammars, info.structure_limits.timeout_s)
+    scheduler = Scheduler(
+        engine.layout,
+        engine.config,
+        info.eos_ids,
+        vocab_size=vocab_size,
+        pace=engine.pace,
+        structures=structures,
+    )
+    return EngineCore(runs, scheduler)
 
 
 def info_of(engine: Engine) -> CoreInfo:
@@ -35,4 +46,5 @@ def info_of(engine: Engine) -> CoreInfo:
         eos_ids=(*engine.spec.eos_token_ids, *extra_eos_ids(engine.model_path)),
         can_constrain=not config.disable_logits_processors and config.simulate_accept_length is None,
         prefix=None if config.disable_radix_cache else PrefixPages.of(layout),
+        structure_limits=StructureLimits(config.structured_output_timeout, config.structured_output_memory),
     )

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from treetop.types.errors import TreetopError, UserError
+from treetop.types.errors import InputError, TreetopError, UserError
 from treetop.types.ids import RequestId
 from treetop.types.requests import CoreLoad, EngineRequest, RequestUpdate
 
@@ -72,8 +72,9 @@ class CoreLoop:
             try:
                 self.core.add(request, self.role is not None and self.role.asks)
             except TreetopError as error:
-                failed = not isinstance(error, UserError)
-                deliver([RequestUpdate(request.request_id, (), None, "abort", str(error), failed)])
+                refusal = RequestUpdate(request.request_id, (), finish_reason="abort", error=str(error))
+                failed, asked = not isinstance(error, UserError), isinstance(error, InputError)
+                deliver([refusal._replace(engine_failed=failed, user_error=asked)])
             else:
                 self._clients[request.request_id] = deliver
 

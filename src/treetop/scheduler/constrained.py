@@ -1,14 +1,19 @@
 """A request whose next token the host must name: what its constraint allows, as far as its output has come."""
 
+import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
 
-from treetop.types.constraint import TokenConstraint
+from treetop.types.constraint import SlowConstraint, StructuredOutput, TokenConstraint
 from treetop.types.errors import CheckError, InputError
+from treetop.types.requests import EngineRequest
 from treetop.types.sampling import SamplingParams
 
 
 class Constrained:
-    """Sets of tokens are integers here, bit t for token t. allowed: what may come next, by all that rules tokens out.
+    """Sets of tokens are integers here, bit t for token t. allowed: what may come next, by all that rules tokens out;
+    it counts while no question is open.
 
     A round of such a request takes its root's choice and no draft, because the host knows what is allowed after the
     root alone.
@@ -16,40 +21,71 @@ class Constrained:
 
     def __init__(
         self,
-        constraint: TokenConstraint,
+        constraint: SlowConstraint,
         vocab_size: int,
         params: SamplingParams,
         stop_ids: frozenset[int],
         received: Sequence[int] = (),
     ) -> None:
-        """Asks for the first token, or for that behind what was `received`. Raises InputError if there can be none."""
+        """Asks for the first token, and then for that behind what was `received`."""
         self._constraint, self._vocab_size, self._min_tokens = constraint, vocab_size, params.min_tokens
         self._all = (1 << vocab_size) - 1
         self._ends = _bits(token for token in stop_ids if token < vocab_size)
         listed = params.allowed_token_ids
         self._listed = self._all if listed is None else _bits(listed)
-        self._num_output = 0
+        self._num_output, self._received, self._begun = 0, tuple(received), False
         self.allowed = 0
-        if not self.advance(()):
-            raise InputError("the constraint allows no first token")
-        if received and not self.advance(received):
-            raise InputError(f"the constraint allows no token after the {len(received)} received")
+        self.asked: Future[Any] | None = None
+        """The answer to come, if a question is open."""
+        self.asked_s = 0.0
+        """When it was asked, by `time.monotonic`."""
+        self._ask(())
 
-    def advance(self, new_ids: Sequence[int]) -> bool:
-        """The output has grown. Returns whether it may go on. Raises InputError if the constraint fails."""
-        self._num_output += len(new_ids)
+    def advance(self, new_ids: Sequence[int]) -> bool | None:
+        """The output has grown. As `answer`."""
+        self._ask(new_ids)
+        return self.answer()
+
+    def answer(self) -> bool | None:
+        """Whether the output may go on; None if that is not known yet. A question is open.
+
+        Raises InputError if the constraint fails, or takes too long.
+        """
+        assert self.asked is not None
+        if not self.asked.done():
+            if (why := self._constraint.overdue) is not None:
+                raise InputError(why)
+            return None
+        asked, self.asked = self.asked, None
         try:
-            told = self._told(self._constraint.allowed(tuple(new_ids)))
+            told = self._told(asked.result())
         except InputError:
             raise
-        except Exception as error:  # a caller's own code
-            raise InputError(f"the constraint failed: {type(error).__name__}: {error}") from error
+        except BaseException as error:  # a caller's own code may exit, a library's may panic
+            raise InputError(f"the constraint failed: {type(error).__name__}: {_said(error)}") from error
         self.allowed = told & self._listed
         if self._num_output < self._min_tokens:
             self.allowed &= ~self._ends
         if told and not self.allowed:
             raise InputError("the constraint allows no token that allowed_token_ids and min_tokens leave")
-        return told != 0
+        if self._begun:
+            return told != 0
+        return self._first_answer(told)
+
+    def _first_answer(self, told: int) -> bool | None:
+        """To the questions of the start, which are two if something was received. Raises InputError if it is none."""
+        if not told:
+            behind = f"token after the {self._num_output} received" if self._num_output else "first token"
+            raise InputError(f"the constraint allows no {behind}")
+        received, self._received = self._received, ()
+        if received:
+            return self.advance(received)
+        self._begun = True
+        return True
+
+    def _ask(self, new_ids: Sequence[int]) -> None:
+        self._num_output += len(new_ids)
+        self.asked, self.asked_s = self._constraint.ask(tuple(new_ids)), time.monotonic()
 
     def mask(self) -> bytes:
         """`allowed`, bit t % 8 of byte t // 8 for token t."""
@@ -69,6 +105,68 @@ class Constrained:
                 f"the constraint allows token {told.bit_length() - 1} of a vocabulary of {self._vocab_size}"
             )
         return told
+
+
+class Structures(Protocol):
+    """Makes constraints of structures; see `StructuredOutputManager`."""
+
+    def constraint(self, asked: StructuredOutput, without: Sequence[int] = ()) -> SlowConstraint: ...
+
+
+def constrained_by(
+    asked: EngineRequest,
+    stop_ids: frozenset[int],
+    eos_ids: frozenset[int],
+    vocab_size: int | None,
+    structures: Structures | None,
+) -> "Constrained | None":
+    """What holds a request's tokens, None if nothing does. eos_ids: the model's, which never come where they are
+    ignored. vocab_size: None where no constraint can be kept. structures: None where no structure can.
+
+    Raises InputError for what cannot be kept.
+    """
+    structure, constraint = asked.params.structured_output, asked.constraint
+    if structure is None and constraint is None:
+        return None
+    if structure is not None and constraint is not None:
+        raise InputError("structured_output, constraints: give one of them")
+    if vocab_size is None or (structure is not None and structures is None):
+        raise InputError("structured_output, constraints: this engine holds no tokens to a structure")
+    slow: SlowConstraint
+    if structure is not None:
+        assert structures is not None
+        slow = structures.constraint(structure, sorted(each for each in eos_ids - stop_ids if each < vocab_size))
+    else:
+        assert constraint is not None
+        slow = Inline(constraint)
+    made = Constrained(slow, vocab_size, asked.params, stop_ids, asked.received)
+    made.answer()  # a caller's constraint has one
+    return made
+
+
+class Inline:
+    """A caller's constraint, which answers at once, on the thread that asks."""
+
+    overdue = None
+
+    def __init__(self, constraint: TokenConstraint) -> None:
+        self._constraint = constraint
+
+    def ask(self, new_ids: Sequence[int]) -> "Future[Any]":
+        answer: Future[Any] = Future()
+        try:
+            answer.set_result(self._constraint.allowed(tuple(new_ids)))
+        except BaseException as error:
+            answer.set_exception(error)
+        return answer
+
+
+def _said(error: BaseException) -> str:
+    """Its words, which may fail like all of a caller's code."""
+    try:
+        return str(error)
+    except BaseException:
+        return "it cannot be shown"
 
 
 def _bits(ids: Iterable[int]) -> int:

@@ -82,8 +82,10 @@ class Committer:
         new_ids: Sequence[int],
         reason: FinishReason,
         accept_len: int | None = None,
+        *,
         error: str | None = None,
         timed_out: bool = False,
+        user_error: bool = False,
     ) -> RequestUpdate:
         """End a request, wherever it stands; its last update."""
         start = len(request.output_ids)
@@ -103,6 +105,7 @@ class Committer:
             stats,
             timed_out=timed_out,
             start=start,
+            user_error=user_error,
         )
 
     def _cache_chunks(self, plan: PrefillPlan) -> None:
@@ -125,10 +128,10 @@ class Committer:
             request.constrained.check(tokens)
         cut = first_stop(tokens, request.stop_ids, limit)
         if cut is None and request.constrained is not None:
-            try:
-                cut = None if request.constrained.advance(tokens) else (len(tokens), "stop")
+            try:  # no answer yet: the scheduler asks again
+                cut = (len(tokens), "stop") if request.constrained.advance(tokens) is False else None
             except InputError as error:
-                return self.finish(request, tokens, "abort", accept_len, str(error))
+                return self.finish(request, tokens, "abort", accept_len, error=str(error), user_error=True)
         if self._check_level >= 1:
             count, reason = cut or (len(tokens), None)
             check_emitted(tokens[:count], request.stop_ids, reason, limit)

@@ -1,4 +1,4 @@
-"""Where the requests that have not ended stand: waiting, prefilling, importing, decoding, exporting."""
+"""Where the requests that have not ended stand: forming, waiting, prefilling, importing, decoding, exporting."""
 
 from bisect import insort
 from operator import attrgetter
@@ -10,14 +10,16 @@ _ORDER = attrgetter("order")
 
 
 class Queues:
-    """Every request that has not ended stands in `by_id` and in one of the five queues.
+    """Every request that has not ended stands in `by_id` and in one of the six queues.
 
-    waiting: the next first, by `Request.order`. The others: oldest admission first. importing: another worker prefills
+    forming: they have no row and no answer of their constraints. waiting: the next first, by `Request.order`. The
+    others: oldest admission first. importing: another worker prefills
     them. exporting: prefilled for another worker, which has not taken all of it.
     """
 
     def __init__(self) -> None:
         self.by_id: dict[RequestId, Request] = {}
+        self.forming: list[Request] = []
         self.waiting: list[Request] = []
         self.prefilling: list[Request] = []
         self.importing: list[Request] = []
@@ -26,7 +28,12 @@ class Queues:
 
     def add(self, request: Request) -> None:
         self.by_id[request.request_id] = request
-        insort(self.waiting, request, key=_ORDER)
+        self._wait(request)
+
+    def formed(self, request: Request) -> None:
+        """It may have a row now."""
+        self.forming.remove(request)
+        self._wait(request)
 
     def admitted(self, request: Request) -> None:
         """The first that waits has been given a row."""
@@ -47,19 +54,30 @@ class Queues:
     def put_back(self, request: Request) -> None:
         """From its row to its place in the queue: before all that came later."""
         self._of(request).remove(request)
-        insort(self.waiting, request, key=_ORDER)
+        self._wait(request)
 
     def remove(self, request: Request) -> None:
         """It has ended."""
         del self.by_id[request.request_id]
         if request.running is None:
-            self.waiting.remove(request)
+            (self.forming if request in self.forming else self.waiting).remove(request)
         else:
             self._of(request).remove(request)
+
+    def _wait(self, request: Request) -> None:
+        if request.asks:
+            self.forming.append(request)
+        else:
+            insort(self.waiting, request, key=_ORDER)
 
     def _of(self, request: Request) -> list[Request]:
         """Where a running request stands."""
         return next(queue for queue in self.running if request in queue)
+
+    @property
+    def asking(self) -> list[Request]:
+        """Those whose constraints have not said yet what may come next."""
+        return [*self.forming, *(request for request in self.decoding if request.asks)]
 
     @property
     def running(self) -> tuple[list[Request], ...]:

@@ -4,8 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from treetop.cache.kv_cache_manager import Lease
-from treetop.scheduler.constrained import Constrained
-from treetop.types.errors import InputError
+from treetop.scheduler.constrained import Constrained, Structures, constrained_by
 from treetop.types.ids import RequestId, Row
 from treetop.types.messages import RowHistory, RowMask, RowSetup
 from treetop.types.requests import EngineRequest, check_received
@@ -74,20 +73,18 @@ class Request:
         order: tuple[int, int],
         arrival_s: float,
         vocab_size: int | None = None,
+        structures: Structures | None = None,
     ) -> "Request":
-        """A request that waits. eos_ids: the model's. vocab_size: None where no constraint can be kept.
+        """A request that waits. The rest is as in `constrained_by`.
 
-        Raises InputError if its constraint cannot, or if it has received all that it may have.
+        Raises InputError if its constraint cannot be kept, or if it has received all that it may have.
         """
         params, choice = asked.params, Choice.of(asked.params)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)
         most = min(params.max_tokens, max_context - len(asked.prompt_ids))
         check_received(asked.received, most)
-        constrained = None
-        if asked.constraint is not None:
-            if vocab_size is None:
-                raise InputError("this engine cannot hold tokens to a constraint")
-            constrained = Constrained(asked.constraint, vocab_size, params, stop_ids, asked.received)
+        constrained = constrained_by(asked, stop_ids, eos_ids, vocab_size, structures)
+        if constrained is not None:
             choice = Choice.costliest((choice, Choice.PROCESS))
         received = [*asked.received]  # as if it had been put back
         request = cls(
@@ -111,6 +108,11 @@ class Request:
     @property
     def num_ids(self) -> int:
         return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def asks(self) -> bool:
+        """Its constraint has not said yet what may come next."""
+        return self.constrained is not None and self.constrained.asked is not None
 
     @property
     def held(self) -> Running:

@@ -1,17 +1,22 @@
 """The scheduler: turns waiting and running requests into plans, and results into updates.
 
-waiting --admit--> prefilling --last chunk--> decoding --stop--> ended --last step committed--> gone
-   ^                                             |
-   '----------------- retract -------------------'
+forming --> waiting --admit--> prefilling --last chunk--> decoding --stop--> ended --last step committed--> gone
+               ^                                             |
+               '----------------- retract -------------------'
+
+forming: what may come first in a constrained request is not known yet.
 
 What other workers prefill, and what is prefilled for them: `scheduler/handover.py`.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
 from heapq import heapify, heappop, heappush
 from itertools import count
+from typing import Any
 
+from treetop.scheduler.constrained import Structures
 from treetop.scheduler.endings import Committer, stats_of
 from treetop.scheduler.handover import Handover
 from treetop.scheduler.prefill import PrefillPlanner
@@ -21,11 +26,14 @@ from treetop.scheduler.rounds import RoundPlanner
 from treetop.scheduler.rows import Rows
 from treetop.scheduler.steps import StepsOut
 from treetop.types.config import EngineConfig
-from treetop.types.errors import ConfigError, InvariantError
+from treetop.types.errors import ConfigError, InputError, InvariantError
 from treetop.types.ids import PageId, RequestId, Row
 from treetop.types.layout import Layout, PrefillPace
 from treetop.types.messages import PrefillPlan, StepPlan, StepResult
 from treetop.types.requests import CoreLoad, EngineRequest, RequestUpdate, check_prompt, late_error
+
+_PATIENCE_S = 0.02
+"""How long a step waits for a constraint that was just asked. Later its row sits rounds out."""
 
 
 class Scheduler:
@@ -44,12 +52,13 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         vocab_size: int | None = None,
         pace: PrefillPace | None = None,
+        structures: Structures | None = None,
     ) -> None:
         """clock: seconds, for the stats of requests and for their deadlines. vocab_size: None takes no constraints.
 
-        pace: of prefill steps between rounds; None counts no attention.
+        pace: of prefill steps between rounds; None counts no attention. structures: None takes no structures.
         """
-        self._vocab_size, self._pace = vocab_size, pace
+        self._vocab_size, self._pace, self._structures = vocab_size, pace, structures
         self._layout, self._config, self._eos_ids, self._clock = layout, config, frozenset(eos_ids), clock
         self._by_priority, self._numbers = config.schedule_policy == "priority", count()
         self._untold: dict[RequestId, Request] = {}  # those whose last update has not been handed out
@@ -85,8 +94,9 @@ class Scheduler:
         if asked.request_id in self.queues.by_id:
             raise InvariantError(f"request id {asked.request_id} is given twice")
         order, now = (asked.priority if self._by_priority else 0, next(self._numbers)), self._clock()
-        request = Request.of(asked, self._eos_ids, self._layout.max_context, order, now, self._vocab_size)
-        request.remote = remote and asked.constraint is None and not asked.received
+        most = self._layout.max_context
+        request = Request.of(asked, self._eos_ids, most, order, now, self._vocab_size, self._structures)
+        request.remote = remote and request.constrained is None and not asked.received
         request.export_from = export_from
         if export_from is None:  # else events tell the desk
             self._untold[request.request_id] = request
@@ -107,6 +117,38 @@ class Scheduler:
                 error = late_error(len(request.output_ids))
                 updates.append(self._committer.finish(request, (), "abort", error=error, timed_out=True))
         return self._told(updates)
+
+    def answers(self) -> list[RequestUpdate]:
+        """Take what constraints have answered: their requests go on, or end. It waits a moment for new questions."""
+        updates: list[RequestUpdate] = []
+        asking = self.queues.asking
+        if not asking:
+            return updates
+        since = time.monotonic() - _PATIENCE_S
+        fresh = [each.constrained for each in asking if each.running is not None and each.constrained is not None]
+        self._await([each.asked for each in fresh if each.asked_s > since], _PATIENCE_S, ALL_COMPLETED)
+        for request in asking:
+            assert request.constrained is not None
+            try:
+                may_go_on = request.constrained.answer()
+            except InputError as error:
+                updates.append(self._committer.finish(request, (), "abort", error=str(error), user_error=True))
+                continue
+            if may_go_on is False:
+                updates.append(self._committer.finish(request, (), "stop"))
+            elif may_go_on and request.running is None:
+                self.queues.formed(request)
+        return self._told(updates)
+
+    def await_answer(self, patience_s: float) -> None:
+        """Nothing else is to be done: wait so long for a constraint to answer, if one is asked."""
+        asked = [each.constrained.asked for each in self.queues.asking if each.constrained is not None]
+        self._await(asked, patience_s, FIRST_COMPLETED)
+
+    def _await(self, asked: Iterable["Future[Any] | None"], patience_s: float, until: str) -> None:
+        futures = [each for each in asked if each is not None]
+        if futures:
+            wait(futures, patience_s, until)
 
     def abort(self, request_id: RequestId) -> RequestUpdate | None:
         """End a request, wherever it stands; None if it is not alive. Steps with its row may still be out."""
@@ -157,7 +199,8 @@ class Scheduler:
     @property
     def load(self) -> CoreLoad:
         """What it is busy with; requests that ended while a step of theirs is out count as running."""
-        return CoreLoad(len(self.rows.by_row), len(self.queues.waiting), self.rows.kv_cache.usage, self.num_retractions)
+        waiting = len(self.queues.waiting) + len(self.queues.forming)
+        return CoreLoad(len(self.rows.by_row), waiting, self.rows.kv_cache.usage, self.num_retractions)
 
     # ---------------------------------------------------------------- planning and results
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from treetop.core.clients import AsyncCore, LocalCore
-from treetop.core.grammars import check_structure
+from treetop.core.structure_checker import StructureChecker
 from treetop.core.thread import CoreThread
 from treetop.server.alive import Alive
 from treetop.server.lanes import Lanes
@@ -64,12 +64,14 @@ class AsyncLLM:
         self.core, self.reader, self._observe = core, PromptReader(core.info), observe
         self._seeds = random.Random(seed)
         self.lanes = Lanes("tokens", _LARGE, _READERS)
+        self.structures = StructureChecker(core.info)
         self.alive = alive or Alive()
         """Requests that have been queued and have not ended."""
 
     def close(self) -> None:
         """End every request with an error, and let the core go."""
         self.lanes.close()
+        self.structures.close()
         self.core.close()
 
     async def generate(
@@ -100,9 +102,12 @@ class AsyncLLM:
         return self.queue(listed, each_own, priority, timeout_s, one_each(constraints, len(listed)))
 
     async def check_structure(self, asked: StructuredOutput | None) -> None:
-        """Raise InputError for what no grammar can be made of."""
-        if asked is not None:
-            await asyncio.to_thread(check_structure, asked)
+        """Raise InputError for a structure that no text has, or that cannot be kept within the limits.
+
+        What this engine holds to no structure at all, `queue` refuses.
+        """
+        if asked is not None and self.core.info.can_constrain:
+            await self.structures.checked(asked)
 
     def queue(
         self,

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from treetop.core.grammars import check_structure
 from treetop.core.make import LocalEngine, open_core
+from treetop.core.structure_checker import StructureChecker
 from treetop.core.thread import CoreClient, CoreThread
 from treetop.engine.engine import Engine
 from treetop.scheduler.scheduler import Scheduler
@@ -48,6 +48,7 @@ class LLM:
         self.model_path, self.draft_path = Path(opened.info.model_path), opened.draft_path
         self._reader = PromptReader(opened.info)
         self.tokenizer = self._reader.tokenizer
+        self._structures = StructureChecker(opened.info)
         self._core = CoreThread(opened.core)
         self._seeds = random.Random(self.config.seed)
         self._template: ChatTemplate | None = None
@@ -76,6 +77,7 @@ class LLM:
 
     def close(self) -> None:
         """End every request with an error, and stop the engine's thread. What is asked later is an EngineError."""
+        self._structures.close()
         self._core.close()
         self._close_engine()
 
@@ -134,7 +136,8 @@ class LLM:
         for each, constraint in zip(each_own, held_to, strict=True):
             self._reader.check_params(each, constraint)
         for structure in {each.structured_output for each in each_own}:
-            check_structure(structure)
+            if structure is not None:
+                self._structures.check(structure)
         return self._run(listed, each_own, held_to)
 
     def _run(

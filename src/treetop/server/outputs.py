@@ -29,7 +29,8 @@ class RequestMetrics:
 class RequestOutput:
     """One prompt's result. text: as it reads after the prompt, cut before a stop string; "" without a tokenizer.
 
-    error: why it was aborted, if it was. timed_out: because its time was over. logprobs: of each of token_ids; None if
+    error: why it was aborted, if it was. timed_out: because its time was over. user_error: for what the request asks.
+    logprobs: of each of token_ids; None if
     they were not asked for.
     """
 
@@ -41,6 +42,7 @@ class RequestOutput:
     error: str | None = None
     timed_out: bool = False
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    user_error: bool = False
 
     @property
     def round_tokens(self) -> int:
@@ -103,7 +105,8 @@ class LiveRequest:
         if at is None:
             return update
         new_ids, logprobs = update.new_ids[: at + 1], update.logprobs[: at + 1]
-        return update._replace(new_ids=new_ids, logprobs=logprobs, finish_reason="stop", error=None, timed_out=False)
+        stopped = update._replace(finish_reason="stop", error=None, timed_out=False, user_error=False)
+        return stopped._replace(new_ids=new_ids, logprobs=logprobs)
 
     def apply(self, update: RequestUpdate) -> TextDelta:
         """Take what the request was given, as `cut` has read it, and say it as text."""
@@ -147,4 +150,5 @@ class LiveRequest:
             error=update.error,
             timed_out=update.timed_out,
             logprobs=None if self.logprobs is None else tuple(self.logprobs),
+            user_error=update.user_error,
         )

@@ -43,6 +43,7 @@ _COUNTS = (
     "seed",
     "tp_size",
     "ep_size",
+    "structured_output_memory",
     "handover_slots",
     "handover_slot_bytes",
 )
@@ -62,7 +63,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("draft", "speculative_algorithm"), (str, NoneType)),
     **dict.fromkeys(("disable_radix_cache", "disable_logits_processors", "disable_custom_all_reduce"), (bool,)),
     **dict.fromkeys(("overlap", "compress_weights"), (bool, NoneType)),
-    **dict.fromkeys(("mem_fraction_static", "step_timeout"), (float, int)),
+    **dict.fromkeys(("mem_fraction_static", "step_timeout", "structured_output_timeout"), (float, int)),
 }
 
 
@@ -91,6 +92,8 @@ class EngineConfig:
     ep_size: the same, but each has requests of its own, and they share only the experts of a model that has some.
     disable_custom_all_reduce: GPUs exchange by NCCL alone, also where they reach each other's memory.
     step_timeout: seconds after which a step that has not ended on every rank ends them all; of one rank it is not used.
+    structured_output_timeout: seconds that a structure may take, and each mask of it. structured_output_memory: MiB
+    that its parser may take.
     handover_slots: staging slots, through which prefilled requests are handed to another worker or taken from one; 0
     for none. handover_slot_bytes: of each, on every rank.
     """
@@ -126,6 +129,8 @@ class EngineConfig:
     ep_size: int = 1
     disable_custom_all_reduce: bool = False
     step_timeout: float = 60.0
+    structured_output_timeout: float = 5.0
+    structured_output_memory: int = 256
     handover_slots: int = 0
     handover_slot_bytes: int = 64 << 20
 
@@ -196,6 +201,20 @@ class EngineConfig:
             (
                 not 0 < self.step_timeout <= 86400,
                 f"--step-timeout must lie between 0 and 86400 seconds, got {shown(self.step_timeout)}",
+            )
+        )
+        rules.append(
+            (
+                not 0.01 <= self.structured_output_timeout <= 3600,
+                "--structured-output-timeout must lie between 0.01 and 3600 seconds, got"
+                f" {shown(self.structured_output_timeout)}",
+            )
+        )
+        rules.append(
+            (
+                not 1 <= self.structured_output_memory <= 2**20,
+                f"--structured-output-memory must lie between 1 and 2^20 MiB, got"
+                f" {shown(self.structured_output_memory)}",
             )
         )
         rules.append(

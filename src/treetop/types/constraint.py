@@ -1,8 +1,9 @@
 """What holds a request's tokens to a structure: its own protocol, and structures that are described by text."""
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Literal, NamedTuple, Protocol, get_args
 
 from treetop.types.errors import InputError, shown
 
@@ -23,6 +24,27 @@ class TokenConstraint(Protocol):
         It is called after each round on the thread that runs the engine; an exception ends the request with an error.
         """
         ...
+
+
+class SlowConstraint(Protocol):
+    """As `TokenConstraint`, for work that takes long: its answers come from another thread."""
+
+    def ask(self, new_ids: Sequence[int]) -> "Future[bytes]":
+        """What `allowed` would say of the same. The last question has been answered."""
+        ...
+
+    @property
+    def overdue(self) -> str | None:
+        """Why the question that is open is given up; None while it is not."""
+        ...
+
+
+class StructureLimits(NamedTuple):
+    """Of one structure. timeout_s: seconds that checking it may take, and each mask. memory_mib: what its parser may
+    take."""
+
+    timeout_s: float = 5.0
+    memory_mib: int = 256
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ Ids only: text, stop strings and tokenizers are the client's.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from treetop.types.constraint import TokenConstraint
+from treetop.types.constraint import StructureLimits, TokenConstraint
 from treetop.types.errors import ContextLengthError, InputError
 from treetop.types.ids import RequestId
 from treetop.types.layout import Layout, SpecShape
@@ -54,10 +54,10 @@ class RequestUpdate(NamedTuple):
 
     new_ids: emitted now, cut at the stop. accept_len: accepted drafts of the round that gave them, before any cut; None
     if it was no round. error: why the request failed, if it did. engine_failed: it failed with the whole engine.
-    timed_out: its time was over. stats come with finish_reason, in the request's last update. num_cached_tokens: as in
-    the stats, with the first tokens. logprobs: of each of new_ids, if the request asks for them. start: which token of
-    the output the first of new_ids is. queue_s, prefill_s: with the first tokens, seconds from arrival to a row, and
-    from there on.
+    timed_out: its time was over. user_error: for what the request asks. stats come with finish_reason, in the request's
+    last update. num_cached_tokens: as in the stats, with the first tokens. logprobs: of each of new_ids, if the request
+    asks for them. start: which token of the output the first of new_ids is. queue_s, prefill_s: with the first tokens,
+    seconds from arrival to a row, and from there on.
     """
 
     request_id: RequestId
@@ -73,6 +73,7 @@ class RequestUpdate(NamedTuple):
     start: int = 0
     queue_s: float | None = None
     prefill_s: float | None = None
+    user_error: bool = False
 
 
 class PrefixPages(NamedTuple):
@@ -97,7 +98,7 @@ class CoreInfo(NamedTuple):
     """What a client must know of a core. model_path: the folder. shape: of a round's tree. prefix: None if it
     keeps nothing of prompts.
 
-    refuses: why it takes no requests, if so.
+    refuses: why it takes no requests, if so. structure_limits: of each structured output.
     can_change_logits, max_logprobs, can_constrain: what a request may ask: penalties, biases and the like;
     log-probabilities, -1 if there are none; constraints. eos_ids: the model's. by_priority: whether it goes by the
     priority of requests.
@@ -115,6 +116,7 @@ class CoreInfo(NamedTuple):
     can_constrain: bool = False
     refuses: str | None = None
     prefix: PrefixPages | None = None
+    structure_limits: StructureLimits = StructureLimits()
 
 
 class HandoverLoad(NamedTuple):

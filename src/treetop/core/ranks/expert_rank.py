@@ -18,6 +18,7 @@ import torch
 import zmq
 
 from treetop.core.child import begin
+from treetop.core.engine_core import STALLED_S
 from treetop.core.local_core import core_of, info_of
 from treetop.core.loop import CoreLoop
 from treetop.core.ranks.lockstep import Agreement, Lockstep
@@ -134,7 +135,7 @@ class ExpertRank:
 
         Raises EngineError if the rank has to be started anew, while nobody has anything for the group to do.
         """
-        role, wait_ms = loop.role, int(1000 * _LOAD_S)
+        role, wait_ms = loop.role, int(1000 * (STALLED_S if loop.core.busy else _LOAD_S))
         sockets = [self._orders, agreement.inbox]
         if role is not None:
             if role.stuck is not None and not loop.core.busy:

@@ -167,7 +167,7 @@ def chat(front: Front) -> APIRouter:
         most = body.most_tokens
         messages = [message.flat() for message in body.messages]
         ids = await front.chat_prompt(messages, body.template_options)
-        await front.check_structure(body)
+        await front.check_structure(request, body)
         deltas = front.start([ids], body, most)
         try:
             answer = Chat(front, body, ids, deltas)

@@ -138,7 +138,7 @@ def completions(front: Front) -> APIRouter:
         if not ids:
             raise InputError("prompt: the list is empty")
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        await front.check_structure(body)
+        await front.check_structure(request, body)
         echo = await echoed(front, body, ids)
         deltas = front.start(ids, body, max_tokens)
         try:

@@ -29,7 +29,7 @@ def json_response(value: dict[str, Any]) -> Response:
 async def collected(request: Request, deltas: DeltaStream) -> list[RequestOutput]:
     """All outputs. Aborts them if the client goes. Raises ApiError for one that failed."""
     outputs = asyncio.ensure_future(deltas.outputs())
-    gone = asyncio.ensure_future(_gone(request.receive))
+    gone = asyncio.ensure_future(client_gone(request.receive))
     try:
         await asyncio.wait({outputs, gone}, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -47,6 +47,8 @@ async def collected(request: Request, deltas: DeltaStream) -> list[RequestOutput
 def check_output(output: RequestOutput) -> None:
     if output.timed_out:
         raise ApiError(504, f"the request took too long: {output.error}", "timeout", "timeout")
+    if output.user_error:
+        raise ApiError(400, str(output.error))
     if output.error is not None:
         raise ApiError(500, f"the request failed: {output.error}", code="request_failed")
 
@@ -63,7 +65,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         written = asyncio.ensure_future(self._write(scope, send))
-        gone = asyncio.ensure_future(_gone(receive))
+        gone = asyncio.ensure_future(client_gone(receive))
         try:
             await asyncio.wait({written, gone}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -86,6 +88,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": _DONE, "more_body": False})
 
 
-async def _gone(receive: Receive) -> None:
+async def client_gone(receive: Receive) -> None:
+    """Until the client has gone; the body has been read."""
     while (await receive())["type"] != "http.disconnect":
         pass

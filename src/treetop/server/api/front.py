@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from fastapi import Request
+
 from treetop.core.clients import AsyncCore
 from treetop.models.folder import generation_config, resolve_folder
 from treetop.server.alive import Alive
 from treetop.server.api.errors import ApiError
+from treetop.server.api.events import client_gone
 from treetop.server.api.fields import SamplingFields
 from treetop.server.api.rendering import Rendering
 from treetop.server.async_llm import AsyncLLM, DeltaStream
@@ -22,7 +25,7 @@ from treetop.server.options import ServeOptions
 from treetop.server.outputs import RequestOutput
 from treetop.server.tokenizer import open_tokenizer
 from treetop.types.errors import CheckpointError, ConfigError, InputError
-from treetop.types.requests import check_prompt
+from treetop.types.requests import check_prompt, late_error
 from treetop.types.sampling import SamplingParams
 
 log = logging.getLogger("treetop.server")
@@ -69,14 +72,31 @@ class Front:
         if name is not None and name not in self.names:
             raise ApiError(404, f"model: {name[:200]!r} is not served here", "model", "model_not_found")
 
-    async def check_structure(self, body: SamplingFields) -> None:
-        """Raise InputError, which names the field, for a structure that cannot be kept."""
-        if body.structure is not None:
-            field, structure = body.structure
-            try:
-                await self.llm.check_structure(structure)
-            except InputError as error:
-                raise InputError(str(error).replace("structured_output", field, 1)) from None
+    async def check_structure(self, request: Request, body: SamplingFields) -> None:
+        """Wait until the body's structure is known to be one that can be kept.
+
+        Raises InputError, which names the field, if it cannot, and ApiError if the time is over or the client is gone.
+        """
+        if body.structure is None:
+            return
+        field, structure = body.structure
+        checked, gone = (
+            asyncio.ensure_future(each) for each in (self.llm.check_structure(structure), client_gone(request.receive))
+        )
+        try:
+            await asyncio.wait({checked, gone}, timeout=self._timeout_of(body), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in (checked, gone):
+                if not each.done():
+                    each.cancel()
+        if not checked.done():
+            if gone.done():
+                raise ApiError(499, "the client is gone")
+            raise ApiError(504, f"the request took too long: {late_error(0)}", "timeout", "timeout")
+        try:
+            checked.result()
+        except InputError as error:
+            raise InputError(str(error).replace("structured_output", field, 1)) from None
 
     def start(self, ids: Sequence[list[int]], body: SamplingFields, max_tokens: int | None) -> DeltaStream:
         """Queue n choices of each prompt. max_tokens: None for all that the context holds. Raises ApiError if full."""
@@ -157,6 +177,7 @@ class Front:
         return {**tokens_used(asked, given), "prompt_tokens_details": {"cached_tokens": cached}}
 
     def close(self) -> None:
+        self.llm.structures.close()
         self.llm.lanes.close()
         if self.rendering is not None:
             self.rendering.close()

@@ -1,6 +1,7 @@
 """What asks for structured output, in the spellings of OpenAI, vLLM and SGLang."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from treetop.types.constraint import StructuredOutput, StructureKind
@@ -28,6 +29,8 @@ _OF_VLLM: dict[str, StructureKind] = {
     "choice": "choice",
     "json_object": "json_object",
 }
+_SAID = ("name", "strict", "description")
+"""What OpenAI's clients say of a schema: texts for people, and that the output shall have it, which it always has."""
 
 
 def structured_output(given: dict[str, Any]) -> tuple[str, StructuredOutput] | None:
@@ -51,15 +54,24 @@ def _structure(name: str, value: Any) -> StructuredOutput | None:
 
 def _response_format(value: dict[str, Any]) -> StructuredOutput | None:
     kind, described = value.get("type"), value.get("json_schema")
+    if kind not in ("text", "json_object", "json_schema"):
+        raise InputError(f"response_format: type must be text, json_object or json_schema, got {shown(kind)}")
+    _check_keys("response_format", value, ("type", "json_schema") if kind == "json_schema" else ("type",))
     if kind == "text":
         return None
     if kind == "json_object":
         return StructuredOutput("json_object")
-    if kind != "json_schema":
-        raise InputError(f"response_format: type must be text, json_object or json_schema, got {shown(kind)}")
     if not isinstance(described, dict) or "schema" not in described:
         raise InputError("response_format: json_schema must be an object with a schema")
+    _check_keys("response_format.json_schema", described, ("schema", *_SAID))
     return _made("response_format", "json_schema", described["schema"])
+
+
+def _check_keys(where: str, given: dict[str, Any], known: Sequence[str]) -> None:
+    """Raise InputError for a key that would be dropped; null is as if it were not there."""
+    unknown = next((name for name, value in given.items() if name not in known and value is not None), None)
+    if unknown is not None:
+        raise InputError(f"{where}: {shown(unknown)} is not known, only {', '.join(known)}")
 
 
 def _structured_outputs(value: dict[str, Any]) -> StructuredOutput | None:
