@@ -17,9 +17,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from treetop.models.json_file import not_there, read_object
-from treetop.models.params import Fetch, Span, Stored
 from treetop.models.pickled import PickledTensors
 from treetop.types.errors import CheckpointError, shown
+from treetop.weights.format import Fetch, Span, Stored
 
 Expected = Mapping[str, Stored]
 
