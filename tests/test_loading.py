@@ -104,6 +104,20 @@ def test_one_number_that_is_not_finite_is_found_wherever_it_is(tmp_path, dtype, 
             fetch("t", None)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_number_of_8_bits_that_is_none_is_found_too(tmp_path, dtype):
+    """And the largest is one."""
+    numbers = torch.full((4, 5), torch.finfo(dtype).max).to(dtype)
+    save_file({"t": numbers}, tmp_path / "model.safetensors")
+    expected = {"t": Stored((4, 5), ("F8_E4M3", "F8_E5M2"))}
+    with open_tensors(tmp_path, expected) as fetch:
+        assert torch.equal(fetch("t", None).view(torch.uint8), numbers.view(torch.uint8))
+    numbers.view(torch.uint8)[3, 4] = 0xFF
+    save_file({"t": numbers}, tmp_path / "model.safetensors")
+    with open_tensors(tmp_path, expected) as fetch, pytest.raises(CheckpointError, match="tensor t holds NaN or"):
+        fetch("t", None)
+
+
 def test_loading_takes_little_more_memory_than_the_weights(tmp_path):
     """Less than 1.15 of 384 MB, in a process of its own, where the parts of a parameter come from three files."""
     for file in range(3):

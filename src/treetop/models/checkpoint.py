@@ -217,7 +217,8 @@ def _located(folder: Path, expected: Expected, ignored: Collection[str]) -> dict
 
 def _finite(tensor: Tensor, name: str, path: Path) -> Tensor:
     if tensor.is_floating_point() and tensor.numel():
-        least, most = tensor.aminmax()  # one pass without a copy; both are NaN if one number is
+        numbers = tensor.float() if tensor.itemsize == 1 else tensor  # PyTorch has no extremes of 8 bits
+        least, most = numbers.aminmax()  # one pass without a copy; both are NaN if one number is
         if not bool(torch.isfinite(least) & torch.isfinite(most)):
             raise CheckpointError(f"{path}: tensor {name} holds NaN or infinite values")
     return tensor

@@ -59,7 +59,7 @@ class Weights:
 
     def linear(self, name: str) -> Linear:
         """The product with a weight [out, in], and its bias if it has one."""
-        weight, bias = self._take(name)
+        weight, bias = self._take(name, gated=False)
         return weight.format.linear(weight.parts, bias, self._holding)
 
     def gated(self, name: str, kind: Gate = "silu") -> GatedLinear:
@@ -69,7 +69,7 @@ class Weights:
 
     def linear_with(self, table: Tensor) -> Linear:
         """The product with a plain table [out, in] that is used otherwise too."""
-        self._note(HeldWeight(FLOATS, tuple(table.shape), {}), False, False)
+        self.products.append(ProductWeight(FLOATS, (table.shape[0], table.shape[1]), gated=False, bias=False))
         return FLOATS.linear({MAIN: table}, None, self._holding)
 
     def experts(self, name: str, number: int, activation: Activation) -> ExpertProducts:
@@ -87,11 +87,8 @@ class Weights:
             self._holding,
         )
 
-    def _take(self, name: str, gated: bool = False) -> tuple[HeldWeight, Tensor | None]:
+    def _take(self, name: str, gated: bool) -> tuple[HeldWeight, Tensor | None]:
         weight, bias = self.held.pop(name), self.pop(f"{name}_bias")
-        self._note(weight, gated, bias is not None)
-        return weight, bias
-
-    def _note(self, weight: HeldWeight, gated: bool, bias: bool) -> None:
         out, width = weight.shape
-        self.products.append(ProductWeight(weight.format, (out, width), gated, bias))
+        self.products.append(ProductWeight(weight.format, (out, width), gated, bias is not None))
+        return weight, bias
