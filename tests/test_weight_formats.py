@@ -73,7 +73,7 @@ class Int8:
     def experts(self, gate_up, down, biases, activation, holding):
         def products(x, routes):
             decoded = (numbers(each, x.dtype) for each in (gate_up, down))
-            return experts_reference(x, routes, Experts(*decoded, biases.gate_up, biases.down, activation))
+            return experts_reference(x, routes, Experts(*decoded, *biases, activation))
 
         return products
 

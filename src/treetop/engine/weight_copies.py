@@ -76,8 +76,8 @@ def with_second_orders(
     if place.device.type != "cpu" or place.dtype not in TIMED_DTYPES:
         return budget, CpuWeights()
     weights = product_weights(target, draft, place.parallel)
-    size = sum(each.copy_bytes(place.dtype, None) for each in weights)
-    shapes = tuple(each.shape for each in weights if each.copy_bytes(place.dtype, None))
+    sizes = [each.format.copy_bytes(each, place.dtype, None) for each in weights]
+    shapes, size = tuple(each.shape for each, copy in zip(weights, sizes, strict=True) if copy), sum(sizes)
     memory = Memory(budget.memory.total, budget.memory.free - size)
     made = replace(budget, memory=memory, static=budget.static + size)
     if 4 * size <= _left(config, place, budget, layout) and _fits(config, place, made, layout):
@@ -105,7 +105,7 @@ def copies_estimate(
     target: TargetSpec, draft: DrafterSpec | None, dtype: torch.dtype, gpu: GpuTraits, parallel: Parallel = ALONE
 ) -> int:
     """Bytes of the copies of a rank's weights with which products on this GPU may be faster."""
-    return sum(each.copy_bytes(dtype, gpu) for each in product_weights(target, draft, parallel))
+    return sum(each.format.copy_bytes(each, dtype, gpu) for each in product_weights(target, draft, parallel))
 
 
 def product_weights(target: TargetSpec, draft: DrafterSpec | None, parallel: Parallel = ALONE) -> list[ProductWeight]:

@@ -24,6 +24,9 @@ MAIN = ""
 Parts = Mapping[str, Tensor]
 """The tensors that a parameter lies in, by the names that `WeightFormat.held` gives them."""
 
+Biases = tuple[Tensor | None, Tensor | None]
+"""Of experts' gates and ups [experts, 2, inner], and of what follows [experts, hidden]."""
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -134,14 +137,6 @@ class ExpertProducts(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Biases:
-    """Of experts. gate_up: [experts, 2, inner]; down: [experts, hidden]."""
-
-    gate_up: Tensor | None
-    down: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
 class Holding:
     """What an engine's products may use.
 
@@ -212,7 +207,3 @@ class ProductWeight:
     shape: Shape
     gated: bool
     bias: bool
-
-    def copy_bytes(self, dtype: torch.dtype, gpu: GpuTraits | None) -> int:
-        """See `WeightFormat`."""
-        return self.format.copy_bytes(self, dtype, gpu)

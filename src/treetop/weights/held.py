@@ -9,7 +9,6 @@ from treetop.kernels.experts import Activation
 from treetop.kernels.gate import Gate
 from treetop.weights.format import (
     MAIN,
-    Biases,
     ExpertProducts,
     GatedLinear,
     Holding,
@@ -76,13 +75,10 @@ class Weights:
         """The products with `number` experts, NAME.gate_up and NAME.down, and their biases if they have any."""
         gate_up, down = self.held.pop(f"{name}.gate_up"), self.held.pop(f"{name}.down")
         both, last = self.pop(f"{name}.gate_up_bias"), self.pop(f"{name}.down_bias")
-        biases = Biases(
-            None if both is None else both.view(number, 2, -1), None if last is None else last.view(number, -1)
-        )
         return gate_up.format.experts(
             {part: each.view(number, 2, -1, *each.shape[1:]) for part, each in gate_up.parts.items()},
             {part: each.view(number, -1, *each.shape[1:]) for part, each in down.parts.items()},
-            biases,
+            (None if both is None else both.view(number, 2, -1), None if last is None else last.view(number, -1)),
             activation,
             self._holding,
         )

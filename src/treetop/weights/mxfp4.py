@@ -105,7 +105,7 @@ class Mxfp4:
             first, second = decode(both, ops.context.dtype), decode(last, ops.context.dtype)
         else:
             first, second = pack(both.transpose(1, 2)), pack(last)
-        return partial(ops.experts, experts=Experts(first, second, biases.gate_up, biases.down, activation))
+        return partial(ops.experts, experts=Experts(first, second, *biases, activation))
 
 
 MXFP4 = Mxfp4()

@@ -86,8 +86,7 @@ class Plain:
     def experts(
         self, gate_up: Parts, down: Parts, biases: Biases, activation: Activation, holding: Holding
     ) -> ExpertProducts:
-        experts = Experts(gate_up[MAIN], down[MAIN], biases.gate_up, biases.down, activation)
-        return partial(holding.ops.experts, experts=experts)
+        return partial(holding.ops.experts, experts=Experts(gate_up[MAIN], down[MAIN], *biases, activation))
 
 
 FLOATS = Plain(("F64", "F32", "F16", "BF16"))
