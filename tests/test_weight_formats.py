@@ -179,6 +179,22 @@ def test_a_heads_format_is_its_own(folders):
             assert {param.format.name for param in made.params} == expected
 
 
+def test_mtp_layers_may_be_in_another_format_than_their_target(folders, tmp_path):
+    """By their names in the folder that holds them, whichever target they draft for."""
+    plain = target_spec(folders["plain target"][0])
+    projection = {"model.layers.4.eh_proj.weight": torch.zeros(64, 128)}
+    for name, ignored, formats in (
+        ("mtp", ["lm_head", *(f"model.layers.{i}" for i in range(4))], ("plain", "int8")),
+        ("target", ["model.layers.4"], ("int8", "plain")),
+    ):
+        config = {"quant_method": METHOD, "ignore": ignored}
+        folder = copy_folder(plain.folder, tmp_path / name, tensors=projection, quantization_config=config)
+        for target in (plain, target_spec(folder)):
+            both = target_spec(folder), drafter_spec(folder, target.config, "MTP")
+            found = [{p.format.name for p in spec.params if p.kind == "matrix"} for spec in both]
+            assert found == [{each} for each in formats]
+
+
 def test_what_speculators_copies_of_the_target_into_a_head_is_not_the_heads(folders, tmp_path):
     """`transformer_layer_config` may be that of a quantized target; the head's tensors are plain (vllm-25883)."""
     config = {"speculators_model_type": "eagle3", "draft_vocab_size": 11, "norm_before_residual": True}
