@@ -23,9 +23,10 @@ from safetensors.torch import save_file
 
 from treetop.cli import OneLineParser, exit_code
 from treetop.models.loader import Placement, compute_device, load_weights
-from treetop.models.params import Stored, stored_tensors
+from treetop.models.params import stored_tensors
 from treetop.models.registry import target_spec
 from treetop.types.errors import EngineError, InputError
+from treetop.weights.format import Stored
 
 SHAPE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -100,7 +101,7 @@ def load(folder: Path, device: str) -> dict[str, float]:
     taken = time.perf_counter() - started
     return {
         "load_s": taken,
-        "weights": sum(each.nbytes for each in weights.values()),
+        "weights": sum(each.nbytes for each in weights.held.values()),
         "host": _status("VmHWM") - before,
     }
 

@@ -30,18 +30,15 @@ from torch import Tensor
 from treetop.kernels.packed_weights import (
     BLOCK,
     QUARTER,
-    ROWS,
     TILE,
     CompressedLaunch,
-    CompressedProducts,
     CompressedWeight,
-    Offer,
     compress,
     compressed_rows,
-    offers,
 )
 from treetop.kernels.skinny_gemm import RowsLaunch, choose_launch, load_table, row_class
 from treetop.kernels.triton_guard import compile_ahead, gpu_traits
+from treetop.weights.twelve_bits import ROWS, CompressedProducts, Offer, offers
 
 NAMES = ("qkv", "output", "gate_up", "down", "lm_head", "draft fc", "draft qkv", "draft lm_head")
 UNMEASURED = {"70b qkv": (10240, 8192, False), "14b gate_up": (27648, 5120, True)}

@@ -37,6 +37,7 @@ from treetop.kernels.triton_guard import gpu_traits
 from treetop.models import loader
 from treetop.models.params import Param
 from treetop.types.errors import ConfigError, InputError
+from treetop.weights.held import Weights
 
 INPUT = 1024
 PAUSE_S, SUSTAINED_S = 0.3, 1.0
@@ -126,11 +127,11 @@ def rounds(name: str, shape: str, batch: int, count: int) -> None:
         gc.collect()
 
 
-def _zeros(params: list[Param], place: loader.Placement) -> dict[str, Tensor]:
+def _zeros(params: list[Param], place: loader.Placement) -> Weights:
     """Weights of a model that computes nothing: norms are one, all else is zero."""
     weights = _RANDOM(params, place)
     for param in params:
-        if param.kind in ("matrix", "table"):
+        if param.kind in ("matrix", "router", "table"):
             weights[param.name].zero_()
     return weights
 

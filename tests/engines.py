@@ -8,9 +8,9 @@ from itertools import count
 
 from treetop import LLM, SamplingParams
 from treetop.debug.patching import Patch, replaced
-from treetop.kernels.products import ROW_CLASSES, Call
 from treetop.types.ids import RequestId
 from treetop.types.requests import EngineRequest
+from treetop.weights.cpu_products import ROW_CLASSES, Call
 
 _IDS = count(10**6)
 """Ids that the core's own clients do not reach."""

@@ -18,10 +18,11 @@ from treetop.kernels.kv import PagedKV, write_pages
 from treetop.kernels.rope import RopeSpec, rope_table, rotate_
 from treetop.models.config import AttentionSpec, DenseSpec, LayerSpec, model_config, num_layers
 from treetop.models.layers import norm_param
-from treetop.models.params import Param, Source, matrix, stored_tensors
+from treetop.models.params import Param, matrix, stored_tensors
 from treetop.models.registry import Family
 from treetop.models.target import TargetOutput
 from treetop.types.kv import KVFormat
+from treetop.weights.format import Source
 
 NAME = "OnePlaneForCausalLM"
 HEADS, RANK, TURNED, KEY, VALUE = 4, 12, 4, 6, 5

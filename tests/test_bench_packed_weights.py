@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from treetop.kernels import skinny_gemm as kernels
-from treetop.kernels.packed_weights import ROWS, CompressedLaunch, compress, offers
+from treetop.kernels.packed_weights import CompressedLaunch, compress
 from treetop.kernels.skinny_gemm import choose_launch, load_table, row_class
 from treetop.kernels.triton_guard import GpuTraits
+from treetop.weights.twelve_bits import ROWS, offers
 
 H200 = GpuTraits(132, True, 227 << 10)
 

@@ -30,7 +30,7 @@ from treetop.engine.rounds import RoundKey, run_phases
 from treetop.engine.staging import StagingBuffers
 from treetop.engine.state import SETUP_COLUMNS
 from treetop.engine.worst_steps import worst_prefill
-from treetop.kernels import packed_weights, triton_guard
+from treetop.kernels import triton_guard
 from treetop.kernels.attention import paged_attention
 from treetop.kernels.attention_config import CallShape, Launch, choose_launch
 from treetop.kernels.commit import Paths
@@ -58,6 +58,7 @@ from treetop.types.layout import PLAIN, KVGroup, Layout, SpecShape
 from treetop.types.phase import Phase
 from treetop.types.sampling import Choice
 from treetop.types.tree import Accepted, DraftTree, PathPositions
+from treetop.weights import twelve_bits
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 GPUTarget = pytest.importorskip("triton.backends.compiler", reason="Triton is not installed").GPUTarget
@@ -330,7 +331,7 @@ def as_if_on_a_gpu(absent_gpu, monkeypatch):
     for name, module in list(sys.modules.items()):
         if name.startswith("treetop.") and hasattr(module, "gpu_traits"):
             monkeypatch.setattr(module, "gpu_traits", lambda _: traits)
-    monkeypatch.setattr(Placement, "ops", property(lambda place: Ops(on_a_gpu_of(place), place.compressed)))
+    monkeypatch.setattr(Placement, "ops", property(lambda place: Ops(on_a_gpu_of(place))))
     for name, real in (("empty", torch.empty), ("empty_like", torch.empty_like)):
         monkeypatch.setattr(torch, name, lambda *args, real=real, **options: real(*args, **options).zero_())
     monkeypatch.setattr(build, "captures", lambda *_: True)
@@ -338,10 +339,10 @@ def as_if_on_a_gpu(absent_gpu, monkeypatch):
     monkeypatch.setattr(build, "prove_acceptance", lambda _: None)
     for name in ("graph", "CUDAGraph", "Stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nullcontext())
-    monkeypatch.setattr(packed_weights, "_WORTH_PARAMETERS", 0)
-    packed_weights.offers.cache_clear()
+    monkeypatch.setattr(twelve_bits, "_WORTH_PARAMETERS", 0)
+    twelve_bits.offers.cache_clear()
     yield absent_gpu
-    packed_weights.offers.cache_clear()
+    twelve_bits.offers.cache_clear()
 
 
 @compiled_here

@@ -1,6 +1,7 @@
 """A drafter that is no head runs through everything that knows drafters by their protocol only."""
 
 import pytest
+import torch
 
 from engines import accept_lens, build, greedy, sampled, tokens
 from test_capture import FakeRecorder
@@ -82,7 +83,7 @@ def test_captured_rounds_are_the_eager_ones(strong_pair):
 
 def test_it_takes_no_pages_no_tails_and_no_weights(strong_pair):
     """A state of one number a row is all: nothing of the target's states, no weights to copy."""
-    llm, plain = build(strong_pair, (4, 3, 12)), build(strong_pair, None)
+    llm = build(strong_pair, (4, 3, 12))
     device, layout = llm.engine.runner, llm.engine.layout
     assert [group.name for group in layout.groups] == list(device.pools) == [FULL]
     assert not device.buffers.draft_tails
@@ -90,7 +91,8 @@ def test_it_takes_no_pages_no_tails_and_no_weights(strong_pair):
     assert device.buffers.aux_hidden.numel() == 0
     assert device.state.draft.hidden.shape == (layout.num_rows, 1)
     assert list(phases_of(device)) == [Phase.DRAFT, Phase.VERIFY, Phase.EXTEND]
-    assert copies_estimate(llm.engine.target, llm.engine.draft, GPU) == copies_estimate(plain.engine.target, None, GPU)
+    target, draft = llm.engine.target, llm.engine.draft
+    assert copies_estimate(target, draft, torch.bfloat16, GPU) == copies_estimate(target, None, torch.bfloat16, GPU)
 
 
 def test_doctor_start_log_trace_and_roofline_take_it_as_it_is(strong_pair):

@@ -337,7 +337,7 @@ def test_ranks_that_read_a_part_have_a_part(folders, name):
             assert all(torch.equal(each, whole[param.name]) for each in own)
     for rank, part in enumerate(parts):
         counted = weight_bytes(place_of(rank).own(spec.params), torch.float32)
-        assert sum(weight.nbytes for weight in part.values()) == counted
+        assert sum(weight.nbytes for weight in part.held.values()) == counted
 
 
 def place_of(rank):

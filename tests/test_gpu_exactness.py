@@ -15,6 +15,7 @@ from treetop import LLM
 from treetop.attention.capabilities import Need, refusal
 from treetop.bench.equality import equal_outputs
 from treetop.kernels import packed_weights
+from treetop.weights import twelve_bits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -180,9 +181,9 @@ def test_with_compressed_weights_only_roundings_may_differ(prompts, float32_mean
 
     The embedded pair's weights count as worth it.
     """
-    monkeypatch.setattr(packed_weights, "_WORTH_PARAMETERS", 0)
-    packed_weights.offers.cache_clear()
-    if (problem := packed_weights.why_not_compressed(torch.device("cuda"), torch.bfloat16)) is not None:
+    monkeypatch.setattr(twelve_bits, "_WORTH_PARAMETERS", 0)
+    twelve_bits.offers.cache_clear()
+    if (problem := twelve_bits.why_not_compressed(torch.device("cuda"), torch.bfloat16)) is not None:
         pytest.skip(problem)
     taken = rows_of_compressed_products(monkeypatch)
     try:
@@ -194,7 +195,7 @@ def test_with_compressed_weights_only_roundings_may_differ(prompts, float32_mean
         check_16_bits(plain, llm, prompts, float32_mean, torch.bfloat16, capsys)
         assert {16, 4, 6} <= set(taken)  # verify, draft, extend
     finally:
-        packed_weights.offers.cache_clear()
+        twelve_bits.offers.cache_clear()
 
 
 def rows_of_compressed_products(monkeypatch) -> list[int]:
@@ -205,7 +206,7 @@ def rows_of_compressed_products(monkeypatch) -> list[int]:
         taken.append(len(x))
         return packed_weights.compressed_rows(x, *args)
 
-    monkeypatch.setattr("treetop.kernels.linear.compressed_rows", counted)
+    monkeypatch.setattr("treetop.weights.linear.compressed_rows", counted)
     return taken
 
 

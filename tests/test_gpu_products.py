@@ -3,14 +3,12 @@
 import pytest
 import torch
 
-from treetop.kernels.linear import SkinnyGated, SkinnyLinear
 from treetop.kernels.packed_weights import (
     CompressedLaunch,
     compress,
     compressed_rows,
     compressed_rows_reference,
     decompress,
-    offers,
 )
 from treetop.kernels.skinny_gemm import (
     RowsLaunch,
@@ -22,6 +20,8 @@ from treetop.kernels.skinny_gemm import (
     skinny_gemm_reference,
 )
 from treetop.kernels.triton_guard import gpu_traits
+from treetop.weights.linear import SkinnyGated, SkinnyLinear
+from treetop.weights.twelve_bits import offers
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -153,7 +153,7 @@ def test_layers_take_compressed_weights_for_few_rows_and_whole_ones_for_more(mon
         pytest.skip("products with compressed weights are not measured here")
     taken: list[int] = []
     monkeypatch.setattr(
-        "treetop.kernels.linear.compressed_rows", lambda x, *args: taken.append(len(x)) or compressed_rows(x, *args)
+        "treetop.weights.linear.compressed_rows", lambda x, *args: taken.append(len(x)) or compressed_rows(x, *args)
     )
     for kind, n in ((SkinnyLinear, 8192), (SkinnyGated, 16384)):
         x, weight = inputs(64, n, 4096)

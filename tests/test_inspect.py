@@ -12,8 +12,8 @@ from treetop.models import checkpoint
 KEYS = {
     "": "fits problems target draft memory",
     "target": "folder architecture layers vocab_size hidden_size max_positions tied_embeddings parameters stored dtype"
-    " weight_bytes own_draft",
-    "draft": "folder algorithm layout reasons stored parameters layers vocab_size aux_inputs weight_bytes",
+    " weight_bytes formats own_draft",
+    "draft": "folder algorithm layout reasons stored parameters layers vocab_size aux_inputs weight_bytes formats",
     "memory": "device total free static kept pools",
 }
 """What programs rely on."""

@@ -16,13 +16,15 @@ from safetensors.torch import load_file, save_file
 from refusing import load, refused
 from tiny_models import copy_folder
 from treetop import LLM
-from treetop.models import checkpoint, hub, loader
+from treetop.models import checkpoint, hub
 from treetop.models.checkpoint import all_finite, open_tensors, stored_files
 from treetop.models.folder import resolve_folder
 from treetop.models.loader import Placement, load_weights
-from treetop.models.params import Source, Stored, matrix
+from treetop.models.params import matrix
 from treetop.models.registry import target_spec
 from treetop.types.errors import CheckpointError
+from treetop.weights import plain
+from treetop.weights.format import Source, Stored
 
 CPU = torch.device("cpu")
 SOURCE = Path(__file__).parent.parent / "src"
@@ -48,12 +50,13 @@ def test_shards_give_what_one_file_gives(strong_pair, tmp_path, monkeypatch):
     """Tensors of a layer lie in several files, and every file is mapped anew again and again."""
     folder, _ = sharded(strong_pair, tmp_path)
     monkeypatch.setattr(checkpoint, "_MAPPED", 1000)
-    monkeypatch.setattr(loader, "_PIECE", 500)  # rows of large tensors come in many parts
+    monkeypatch.setattr(plain, "_PIECE", 500)  # rows of large tensors come in many parts
     place = Placement(torch.float32, CPU, 16)
     one, many = target_spec(strong_pair.target), target_spec(folder)
     whole = load_weights(one.folder, one.params, place)
-    for name, weight in load_weights(folder, many.params, place).items():
-        assert torch.equal(weight, whole[name])
+    split = load_weights(folder, many.params, place)
+    for name in split.held:
+        assert torch.equal(split[name], whole[name])
     assert stored_files(folder).files == 3
     assert stored_files(folder).numbers == stored_files(one.folder).numbers
 
@@ -162,6 +165,20 @@ def test_numbers_are_looked_at_twice_only_where_the_dtype_may_not_hold_them(stro
     assert set(passes) == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_number_of_8_bits_that_is_none_is_found_too(tmp_path, dtype):
+    """And the largest is one."""
+    numbers = torch.full((4, 5), torch.finfo(dtype).max).to(dtype)
+    save_file({"t": numbers}, tmp_path / "model.safetensors")
+    expected = {"t": Stored((4, 5), ("F8_E4M3", "F8_E5M2"))}
+    with open_tensors(tmp_path, expected) as fetch:
+        assert torch.equal(fetch("t", None).view(torch.uint8), numbers.view(torch.uint8))
+    numbers.view(torch.uint8)[3, 4] = 0xFF
+    save_file({"t": numbers}, tmp_path / "model.safetensors")
+    with open_tensors(tmp_path, expected) as fetch, pytest.raises(CheckpointError, match="tensor t holds NaN or"):
+        fetch("t", None)
+
+
 def test_loading_takes_little_more_memory_than_the_weights(tmp_path):
     """Less than 1.15 of 384 MB, in a process of its own, where the parts of a parameter come from three files."""
     for file in range(3):
@@ -171,7 +188,8 @@ def test_loading_takes_little_more_memory_than_the_weights(tmp_path):
 from pathlib import Path
 import torch
 from treetop.models.loader import Placement, load_weights
-from treetop.models.params import Source, matrix
+from treetop.models.params import matrix
+from treetop.weights.format import Source
 def status(key):
     return int(next(x for x in open("/proc/self/status") if x.startswith(key)).split()[1]) * 1024
 params = [matrix(f"w{{n}}", *(Source(f"{{file}}.{{n}}", (4096, 4096)) for file in range(3))) for n in range(4)]
@@ -179,7 +197,7 @@ place = Placement(torch.bfloat16, torch.device("cpu"), 1)
 torch.zeros(9).bfloat16().aminmax()
 before = status("VmRSS")
 weights = load_weights(Path({str(tmp_path)!r}), params, place)
-print((status("VmHWM") - before) / sum(each.nbytes for each in weights.values()))
+print((status("VmHWM") - before) / sum(each.nbytes for each in weights.held.values()))
 """
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
     ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
@@ -192,7 +210,7 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path, monkeypatch)
     save_file({"a": torch.ones(4, 4), "b": torch.ones(4, 4)}, tmp_path / "model.safetensors")
     params = [matrix(name, Source(name, (4, 4))) for name in "ab"]
     expected = {name: Stored((4, 4), ("F32",)) for name in "ab"}
-    assert len(load_weights(tmp_path, params, Placement(torch.float32, CPU, 1))) == 2
+    assert len(load_weights(tmp_path, params, Placement(torch.float32, CPU, 1)).held) == 2
     with open_tensors(tmp_path, expected) as fetch:
         fetch("a", None)
         save_file({"a": torch.ones(4, 4)}, tmp_path / "new")

@@ -15,25 +15,14 @@ from treetop.engine.build import plan_engine
 from treetop.engine.memory import Budget, Memory, MemoryUse, fit, out_of_memory_explained, pool_bytes
 from treetop.engine.weight_copies import copies_estimate, with_copies
 from treetop.kernels import packed_weights
-from treetop.kernels.packed_weights import (
-    BLOCK,
-    MAX_ROWS,
-    ROWS,
-    TILE,
-    CompressedLaunch,
-    Offer,
-    compress,
-    compress_if_faster,
-    compressed_bytes,
-    decompress,
-    offers,
-    why_not_compressed,
-)
+from treetop.kernels.packed_weights import BLOCK, MAX_ROWS, TILE, CompressedLaunch, compress, decompress
 from treetop.kernels.skinny_gemm import _TABLE, load_table
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.models.loader import Placement
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CapacityError, ConfigError, EngineError
+from treetop.weights import plain, twelve_bits
+from treetop.weights.twelve_bits import ROWS, Offer, compress_if_faster, compressed_bytes, offers, why_not_compressed
 
 CPU = torch.device("cpu")
 H200 = GpuTraits(132, True, 227 << 10)
@@ -156,7 +145,7 @@ def test_each_number_of_rows_is_decided_by_the_block_that_has_most(monkeypatch):
     """At the limit 12 bits serve, one outlier more and 16 do; without any number of rows left nothing is kept."""
     launch, wide = CompressedLaunch(64, 1, 3, 4, 16), CompressedLaunch(128, 1, 3, 8, 64)
     table = {1: Offer(launch, 90), 4: Offer(launch, 50), 16: Offer(launch, 50), 32: Offer(wide, 60)}
-    monkeypatch.setattr(packed_weights, "offers", lambda *args: table)
+    monkeypatch.setattr(twelve_bits, "offers", lambda *args: table)
 
     def rows_of(counts):
         made = compress_if_faster(planted(counts), False, H200)
@@ -323,17 +312,17 @@ def test_copies_are_counted_by_the_models_own_products(strong_pair, monkeypatch,
         seen.append((n, k, gated))
         return n * k
 
-    monkeypatch.setattr(deciding, "compressed_bytes", counted)
+    monkeypatch.setattr(plain, "compressed_bytes", counted)
     hidden, inner = config.hidden_size, layer.feed_forward.inner_size
     heads = attention.num_heads * attention.head_dim
     qkv = heads + attention.kv.numbers
     products = [] if attention_bias else [(qkv, hidden, False), (hidden, heads, False)]
     products += [(2 * inner, hidden, True), (hidden, inner, False)]
     expected = [*products * len(layers), (config.vocab_size, hidden, False)]
-    assert copies_estimate(target, None, H200) == sum(n * k for n, k, _ in expected)
+    assert copies_estimate(target, None, torch.bfloat16, H200) == sum(n * k for n, k, _ in expected)
     assert seen == expected
     seen.clear()
-    copies_estimate(target, head, H200)
+    copies_estimate(target, head, torch.bfloat16, H200)
     assert len(seen) == len(expected) + 1 + 4 + 1
     assert seen[-1] == (head.vocab_size, head.state_size, False)
 
@@ -395,4 +384,4 @@ def test_only_weights_larger_than_those_measured_without_gain_are_worth_it():
     without = [
         n * k for n, k, gated, rows in table.launches if rows == 16 and (n, k, gated, 16) not in table.compressed
     ]
-    assert max(without) == packed_weights._WORTH_PARAMETERS
+    assert max(without) == twelve_bits._WORTH_PARAMETERS

@@ -13,10 +13,12 @@ from treetop.drafts.registry import drafter_spec
 from treetop.models import checkpoint
 from treetop.models.embedding import part_of
 from treetop.models.loader import Placement, load_weights, random_weights, weight_bytes
-from treetop.models.params import Param, Plain, Source, cut, of_vocab, stored_tensors
+from treetop.models.params import Param, cut, of_vocab, stored_tensors
 from treetop.models.registry import target_spec
 from treetop.parallel.exchange import ExchangeRank
 from treetop.types.errors import ConfigError
+from treetop.weights.format import MAIN, Source
+from treetop.weights.plain import Plain
 
 PLACE = Placement(torch.float64, torch.device("cpu"), 1)
 SIZES = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, "intermediate_size": 48, "vocab_size": 208}
@@ -100,7 +102,7 @@ def test_a_vocabulary_that_ranks_cannot_divide_ends_in_padding(tmp_path):
     param = of_vocab("head", "head", 9, 5)
     for rank, rows in enumerate([3, 3, 3, 0]):
         place = replace(PLACE, parallel=ExchangeRank(rank, 4, PLACE.device, None, None))
-        (part,) = load_weights(tmp_path, [param], place).values()
+        part = load_weights(tmp_path, [param], place)["head"]
         assert torch.equal(part[:rows], table[3 * rank :][:rows])
         assert part.shape == (3, 5)
         assert not part[rows:].any()
@@ -152,8 +154,8 @@ def test_the_memory_count_is_what_loading_takes(checkpoints):
         for dtype in (torch.float64, torch.bfloat16):
             place = replace(PLACE, dtype=dtype)
             weights = load_weights(spec.folder, spec.params, place, ignored(spec))
-            assert sum(weight.nbytes for weight in weights.values()) == weight_bytes(spec.params, dtype)
+            assert sum(weight.nbytes for weight in weights.held.values()) == weight_bytes(spec.params, dtype)
             dummies = random_weights(spec.params, place)
-            assert {n: (w.shape, w.dtype) for n, w in dummies.items()} == {
-                n: (w.shape, w.dtype) for n, w in weights.items()
-            }
+            parts = [{n: w.parts[MAIN] for n, w in each.held.items()} for each in (dummies, weights)]
+            dummy, real = ({n: (part.shape, part.dtype) for n, part in each.items()} for each in parts)
+            assert dummy == real

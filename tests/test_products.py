@@ -5,12 +5,12 @@ import torch
 import torch.nn.functional as F
 
 from treetop import LLM, SamplingParams
-from treetop.kernels import products
 from treetop.kernels.fused import rms_norm
 from treetop.kernels.kv import make_ruler, slots_at, slots_of
-from treetop.kernels.linear import LibraryLinear
-from treetop.kernels.products import Call, ChosenProduct, CpuProduct, choose_products, default_call, fastest
 from treetop.kernels.tree import keyed_topk, stable_topk
+from treetop.weights import cpu_products as products
+from treetop.weights.cpu_products import Call, ChosenProduct, CpuProduct, choose_products, default_call, fastest
+from treetop.weights.linear import LibraryLinear
 
 XEON = (
     {Call.PACKED: 275.0, Call.LINEAR: 144.0, Call.TURNED: 119.0},

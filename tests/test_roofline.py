@@ -11,9 +11,7 @@ from treetop.bench import sweeps
 from treetop.bench.machine import Machine, measure_machine
 from treetop.bench.roofline import Case, round_floor, saved_bytes
 from treetop.drafts.registry import drafter_spec
-from treetop.kernels import packed_weights
-from treetop.kernels.linear import SkinnyGated, SkinnyLinear
-from treetop.kernels.packed_weights import CompressedLaunch, Offer
+from treetop.kernels.packed_weights import CompressedLaunch
 from treetop.kernels.table import OpContext, Ops
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.models.config import DenseSpec
@@ -22,6 +20,8 @@ from treetop.models.registry import target_spec
 from treetop.types.kv import paired
 from treetop.types.layout import PLAIN, SpecShape
 from treetop.types.phase import Phase
+from treetop.weights import twelve_bits
+from treetop.weights.twelve_bits import Offer
 
 PRESETS = Path(__file__).parent.parent / "benchmarks" / "presets"
 H200 = Machine("H200", "2", "bfloat16", 4.27e12, 790e12)
@@ -137,13 +137,10 @@ def test_the_presets_of_the_table_are_configurations_that_load():
 
 
 class GpuProducts(Ops):
-    """Products as on a GPU, which nobody computes, with weights in 12 bits."""
+    """As on a GPU, on which nobody computes: products with weights in 12 bits."""
 
-    def linear(self, weight, bias=None):
-        return SkinnyLinear(weight, GpuTraits(132, True), compressed=True)
-
-    def gated(self, weight, bias=None, kind="silu"):
-        return SkinnyGated(weight, GpuTraits(132, True), True, kind)
+    def gpu_for(self, op):
+        return GpuTraits(132, True)
 
 
 @pytest.fixture
@@ -159,11 +156,12 @@ def small_models(strong_pair, monkeypatch):
     head = replace(head, decoder=small, target_hidden_size=128, vocab_size=192)
     offer = Offer(CompressedLaunch(64, 1, 3, 4, 16), 16)
     offered = {1: offer, 4: offer, 8: offer, 16: offer}
-    monkeypatch.setattr(packed_weights, "offers", lambda n, k, gated, gpu: {1: offer} if k == 256 == 2 * n else offered)
-    place = Placement(torch.bfloat16, torch.device("cpu"), 8)
-    products = GpuProducts(OpContext(place.device, place.dtype))
-    made = target.build(random_weights(target.params, place), (0, 1), place, products)
-    return made, head.build(random_weights(head.params, place), made, place, products)
+    monkeypatch.setattr(twelve_bits, "offers", lambda n, k, gated, gpu: {1: offer} if k == 256 == 2 * n else offered)
+    place = Placement(torch.bfloat16, torch.device("cpu"), 8, compressed=True)
+    ops = Ops(OpContext(place.device, place.dtype))
+    monkeypatch.setattr(Placement, "ops", property(lambda place: GpuProducts(ops.context)))
+    made = target.build(random_weights(target.params, place), (0, 1), place, ops)
+    return made, head.build(random_weights(head.params, place), made, place, ops)
 
 
 def test_what_is_saved_counts_each_product_by_its_own_rows(small_models):

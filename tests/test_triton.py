@@ -35,7 +35,6 @@ from treetop.kernels.fused import (
     silu_mul_reference,
 )
 from treetop.kernels.kv import PagedKV, PageTable, write_pages
-from treetop.kernels.linear import LibraryLinear, SkinnyGated, SkinnyLinear, library_gated
 from treetop.kernels.packed_weights import CompressedLaunch, compress, compressed_rows
 from treetop.kernels.rope import RopeSpec, rope_table, rotate_
 from treetop.kernels.skinny_gemm import (
@@ -49,6 +48,7 @@ from treetop.kernels.topk import top_logprobs, top_logprobs_reference
 from treetop.kernels.triton_guard import GpuTraits, gpu_traits
 from treetop.types.errors import ConfigError
 from treetop.types.ids import FULL
+from treetop.weights.linear import LibraryGated, LibraryLinear, SkinnyGated, SkinnyLinear
 
 CPU = torch.device("cpu")
 VARIETY = [
@@ -302,7 +302,7 @@ if INTERPRETED:
             else:
                 assert torch.equal(ours(x), library(x))
                 assert torch.equal(ours.parts(x), library.parts(x))
-            torch.testing.assert_close(gated(x), library_gated(weight)(x))
+            torch.testing.assert_close(gated(x), LibraryGated(weight)(x))
 
     @pytest.mark.parametrize("in_pages", [False, True])
     @pytest.mark.parametrize("normed", [False, True])

@@ -18,7 +18,7 @@ from treetop.engine.memory import MemoryUse
 from treetop.models.checkpoint import StoredFiles, stored_files
 from treetop.models.config import AttentionSpec, LayerSpec, read_config
 from treetop.models.folder import resolve_folder
-from treetop.models.loader import compute_device, compute_dtype, weight_bytes
+from treetop.models.loader import compute_device, compute_dtype, format_bytes, weight_bytes
 from treetop.models.registry import TargetSpec, target_spec
 from treetop.types.config import EngineConfig
 from treetop.types.errors import UserError
@@ -35,9 +35,9 @@ class LayerKind:
 
 @dataclass(frozen=True, slots=True)
 class TargetReport:
-    """stored: what is on disk. dtype: what it computes in. weight_bytes: in memory, of the target alone.
-
-    own_draft: the algorithm that the folder's own draft layers need; None if it has none.
+    """stored: what is on disk. dtype: what it computes in. weight_bytes: in memory, of the target alone. formats: of
+    these bytes, those in each format. own_draft: the algorithm that the folder's own draft layers need; None if it has
+    none.
     """
 
     folder: str
@@ -51,6 +51,7 @@ class TargetReport:
     stored: StoredFiles
     dtype: str
     weight_bytes: int
+    formats: dict[str, int]
     own_draft: str | None
 
 
@@ -68,6 +69,7 @@ class DraftReport:
     vocab_size: int | None = None
     aux_inputs: tuple[int, ...] | None = None
     weight_bytes: int | None = None
+    formats: dict[str, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +161,8 @@ def _draft_report(folder: Path, target: TargetSpec | None, config: EngineConfig)
     spec.check()
     numbers = sum(param.numbers for param in spec.params) + spec.derived
     held = weight_bytes(spec.params, _dtype(config)) + spec.derived * _dtype(config).itemsize
-    return DraftReport(*known, numbers, len(spec.attention), spec.vocab_size, spec.aux_inputs, held)
+    formats = format_bytes(spec.params, _dtype(config))
+    return DraftReport(*known, numbers, len(spec.attention), spec.vocab_size, spec.aux_inputs, held, formats)
 
 
 def _target_report(spec: TargetSpec, config: EngineConfig) -> TargetReport:
@@ -176,6 +179,7 @@ def _target_report(spec: TargetSpec, config: EngineConfig) -> TargetReport:
         stored=stored_files(spec.folder),
         dtype=_name(_dtype(config)),
         weight_bytes=weight_bytes(spec.params, _dtype(config)),
+        formats=format_bytes(spec.params, _dtype(config)),
         own_draft=_own_draft(spec.folder),
     )
 
@@ -273,7 +277,7 @@ def _target_lines(target: TargetReport) -> list[str]:
     for kind in target.layers:
         lines.append(f"  {kind.count} layers: attention {_said(kind.attention)}; {_said(kind.feed_forward)}")
     lines.append(f"  on disk: {_stored(target.stored)}")
-    lines.append(f"  in memory: {target.dtype}, {_bytes(target.weight_bytes)}")
+    lines.append(f"  in memory: {target.dtype}, {_bytes(target.weight_bytes)}{_quantized(target.formats)}")
     if target.own_draft is not None:
         lines.append(f"  it holds draft layers of its own: --speculative-algorithm {target.own_draft}")
     return lines
@@ -287,6 +291,7 @@ def _draft_lines(draft: DraftReport) -> list[str]:
         lines.append(
             f"  {_count(draft.parameters)} parameters, {draft.layers} layers, vocabulary {draft.vocab_size},"
             f" reads the target's states {states}, {_bytes(draft.weight_bytes)} in memory"
+            f"{_quantized(draft.formats or {})}"
         )
     return lines
 
@@ -316,6 +321,12 @@ def _said(values: Mapping[str, Any]) -> str:
 def _stored(stored: StoredFiles) -> str:
     kinds = ", ".join(f"{kind} {_count(numbers)}" for kind, numbers in stored.numbers.items())
     return f"{stored.tensors} tensors in {stored.files} file{'s' * (stored.files != 1)}: {kinds}"
+
+
+def _quantized(formats: Mapping[str, int]) -> str:
+    """The formats, if there is more to say than that weights are plain."""
+    each = [f"{name} {_bytes(held)}" for name, held in formats.items()]
+    return f" ({', '.join(each)})" if len(each) > 1 else ""
 
 
 def _count(numbers: int) -> str:

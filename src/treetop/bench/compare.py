@@ -19,7 +19,6 @@ from treetop.bench.machine import Machine, measure_machine, synchronize
 from treetop.bench.prompts import read_prompts
 from treetop.bench.rounds import Figures, measure, plain_options, up_to_step, warm_up
 from treetop.engine.build import plan_engine
-from treetop.kernels.products import ChosenProduct
 from treetop.models.folder import resolve_folder
 from treetop.models.loader import compute_device
 from treetop.models.registry import target_spec
@@ -28,6 +27,7 @@ from treetop.server.tokenizer import open_tokenizer
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, InputError
 from treetop.types.sampling import SamplingParams
+from treetop.weights.cpu_products import ChosenProduct
 
 
 @dataclass(frozen=True, slots=True)

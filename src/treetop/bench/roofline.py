@@ -3,7 +3,7 @@
 A forward streams its weights once, in the engine's dtype, reads the K/V of every row's context, writes the new K/V and
 the logits; the floor is the larger of bytes over the copy bandwidth and operations over the matrix rate. Activations
 count as free, and so does everything that is not a matrix product. A round is one verify, S - 1 draft levels and one
-draft extend. Weights that are read in 12 bits take less: that is the floor of the bytes really read. Of experts those
+draft extend. Weights in another format take less: that is the floor of the bytes really read. Of experts those
 that somebody chose are read once: so many as were counted, or as choices at random give.
 """
 
@@ -14,13 +14,13 @@ import torch
 
 from treetop.bench.machine import Machine
 from treetop.drafts.protocol import Drafter, DrafterSpec
-from treetop.kernels.linear import SkinnyGated, SkinnyLinear
 from treetop.kernels.routing import RouterSpec
 from treetop.models.config import AttentionSpec
 from treetop.models.registry import ExpertLayer, TargetSpec
 from treetop.models.target import Target
 from treetop.types.layout import SpecShape
 from treetop.types.phase import Phase
+from treetop.weights.format import Product
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,21 +101,21 @@ def distinct_at_random(router: RouterSpec, tokens: int) -> float:
 
 
 def saved_bytes(target: Target, drafter: Drafter | None, shape: SpecShape, rows: int) -> dict[Phase, int]:
-    """Bytes of weights that a forward of each phase does not read, since it reads some in 12 bits.
+    """Bytes of weights that a forward of each phase does not read, since they take fewer than in the engine's dtype.
 
     rows: of the batch, with its padding.
     """
-    saved = {Phase.VERIFY: _saved(target.products, rows * shape.num_draft_tokens)}
+    size = target.embedding.element_size()
+
+    def saved(products: Iterable[Product], rows: int) -> int:
+        return sum(size * each.numbers - each.read_bytes(rows) for each in products)
+
+    found = {Phase.VERIFY: saved(target.products, rows * shape.num_draft_tokens)}
     if drafter is not None:
         made = drafter.products
-        saved[Phase.DRAFT] = _saved([*made.layers, *made.output], rows * shape.topk)
-        saved[Phase.EXTEND] = _saved([*made.layers, *made.fuse], rows * shape.commit_width) + _saved(made.output, rows)
-    return saved
-
-
-def _saved(products: Iterable[object], rows: int) -> int:
-    few = (each for each in products if isinstance(each, SkinnyLinear | SkinnyGated))
-    return sum(each.saved_bytes(rows) for each in few)
+        found[Phase.DRAFT] = saved([*made.layers, *made.output], rows * shape.topk)
+        found[Phase.EXTEND] = saved([*made.layers, *made.fuse], rows * shape.commit_width) + saved(made.output, rows)
+    return found
 
 
 def forward_work(layers: Sequence[AttentionSpec], numbers: int, case: Case, queries: int, vocab: int) -> Work:

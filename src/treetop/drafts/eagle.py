@@ -21,6 +21,7 @@ from treetop.drafts.head_files import (
     OutputOf,
     check_made_for,
     head_layers,
+    head_output,
     layer_prefixes,
     no_offset,
     output_of,
@@ -35,9 +36,11 @@ from treetop.models.decoder import DecoderLayer
 from treetop.models.embedding import part_of, whole_logits, whole_table
 from treetop.models.feed_forward import feed_forward_params
 from treetop.models.layers import GatedMLP, RMSNorm, SelfAttention, attention_params, norm_param
-from treetop.models.loader import Placement, Weights, check_weights, load_weights
-from treetop.models.params import Param, Source, matrix, of_vocab, vector
+from treetop.models.loader import Placement, check_weights, load_weights
+from treetop.models.params import Param, in_formats, matrix, of_vocab, vector
 from treetop.models.target import LAST_HIDDEN, Target
+from treetop.weights.format import Source
+from treetop.weights.held import Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,7 @@ class EagleSpec:
             params.append(of_vocab("lm_head", OUTPUT, *table))
         if self.embedding:
             params.append(Param(EMBEDDING, table, (Source(EMBEDDING, table),), "table"))
-        return params
+        return in_formats(params, self.decoder.formats)
 
     @property
     def derived(self) -> int:
@@ -102,12 +105,11 @@ class EagleSpec:
     def load(self, target: Target, place: Placement) -> "EagleHead":
         """Most files have a copy of the target's embedding, which is not kept twice."""
         weights = load_weights(self.folder, self.params, place)
-        own, parallel = weights.get(EMBEDDING), place.parallel
-        shared = (
-            own is not None and self.output != "embedding" and torch.equal(part_of(own, parallel), target.embedding)
-        )
+        parallel = place.parallel
+        may_share = self.embedding and self.output != "embedding"
+        shared = may_share and torch.equal(part_of(weights[EMBEDDING], parallel), target.embedding)
         if parallel.least(int(shared)):  # one answer for all ranks
-            del weights[EMBEDDING]
+            weights.pop(EMBEDDING)
         return self.build(weights, target, place, place.ops)
 
     def check(self) -> int:
@@ -122,20 +124,17 @@ class EagleHead:
         eps, first = spec.decoder.norm_eps, spec.decoder.layers[0]
         self.spec, self._ops = spec, ops
         self._rope = rope_table(first.attention.rope, place.rope_rows, place.dtype, place.device)
-        embedding = weights.pop(EMBEDDING, None)
+        embedding = weights.pop(EMBEDDING)
         self.embedding = (
             whole_table(target.embedding, spec.decoder.vocab_size, ops.parallel) if embedding is None else embedding
         )
-        self.fuse = ops.linear(weights.pop("fuse"), weights.pop("fuse_bias", None))
+        self.fuse = weights.linear("fuse")
         self.attention = SelfAttention(first.attention, weights, "layers.0.attention", 0, eps, ops)
         self.mlp_norm = RMSNorm(weights["layers.0.mlp_norm"], eps, ops)
         self.mlp = GatedMLP(weights, "layers.0.mlp", ops)
         self.deeper = [DecoderLayer(spec.decoder, weights, i, ops) for i in range(1, len(spec.decoder.layers))]
-        own = {"own": weights.pop("lm_head", None), "embedding": part_of(self.embedding, ops.parallel), "target": None}[
-            spec.output
-        ]
-        self.lm_head = target.lm_head if own is None else ops.linear(own)
-        self._logits: Callable[[Tensor], Tensor] = target.logits if own is None else self._own_logits
+        self.lm_head = head_output(spec.output, weights, self.embedding, target, ops.parallel)
+        self._logits: Callable[[Tensor], Tensor] = target.logits if spec.output == "target" else self._own_logits
         layers = [*self.attention.products, *self.mlp.products, *(p for layer in self.deeper for p in layer.products)]
         self.products = DraftProducts([self.fuse, *layers], [], [self.lm_head])
         self.vocab = DraftVocab(no_offset(spec.vocab_size, place.device))

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from treetop.attention.layer import Attend
-from treetop.drafts.head_files import EMBEDDING, OUTPUT, OutputOf, check_vocab, no_offset
+from treetop.drafts.head_files import EMBEDDING, OUTPUT, OutputOf, check_vocab, head_output, no_offset
 from treetop.drafts.protocol import DraftProducts, DraftVocab, Extension, Proposal, Streamed
 from treetop.kernels.rope import rope_table
 from treetop.kernels.table import Ops
 from treetop.models.config import AttentionSpec, ModelConfig
 from treetop.models.decoder import DecoderLayer
-from treetop.models.embedding import part_of, whole_logits, whole_table
+from treetop.models.embedding import whole_logits, whole_table
 from treetop.models.feed_forward import feed_forward_params
 from treetop.models.layers import (
     GatedMLP,
@@ -29,9 +29,12 @@ from treetop.models.layers import (
     attention_params,
     norm_param,
 )
-from treetop.models.loader import Placement, Weights, check_weights, load_weights
-from treetop.models.params import Param, Plain, Source, matrix, of_vocab, vector
+from treetop.models.loader import Placement, check_weights, load_weights
+from treetop.models.params import Param, in_formats, matrix, of_vocab, vector
 from treetop.models.target import Target
+from treetop.weights.format import Source
+from treetop.weights.held import Weights
+from treetop.weights.plain import Plain
 
 _INDICES, _MARKS = Plain(("I64",)), Plain(("BOOL", "U8", "I8", "I32", "I64"))
 
@@ -93,7 +96,7 @@ class Eagle3Spec:
                 *attention_params(layer.attention, f"{name}.attention", f"{stored}.self_attn", hidden, hidden),
                 *feed_forward_params(layer.feed_forward, f"{name}.mlp", f"{stored}.mlp", hidden),
             ]
-        return params + self._vocab_params()
+        return in_formats(params + self._vocab_params(), self.decoder.formats)
 
     def _fuse_params(self) -> list[Param]:
         if not self.fuses:
@@ -145,8 +148,8 @@ class Eagle3Spec:
     def load(self, target: Target, place: Placement) -> "Eagle3Head":
         """Raises CheckpointError for a wrong tensor; the draft vocabulary maps one to one into the target's."""
         weights = load_weights(self.folder, self.params, place)
-        offset = weights.setdefault("d2t", no_offset(self.vocab_size, place.device))
-        check_vocab(self.folder, offset, weights.pop("t2d", None), self.decoder.vocab_size)
+        offset = weights["d2t"] if "d2t" in weights else no_offset(self.vocab_size, place.device)
+        check_vocab(self.folder, offset, weights.pop("t2d"), self.decoder.vocab_size)
         return self.build(weights, target, place, place.ops)
 
     def check(self) -> int:
@@ -161,12 +164,12 @@ class Eagle3Head:
         eps, first = spec.decoder.norm_eps, spec.decoder.layers[0]
         self.spec, self._ops = spec, ops
         self._rope = rope_table(first.attention.rope, place.rope_rows, place.dtype, place.device)
-        self.fuse = ops.linear(weights.pop("fuse"), weights.pop("fuse_bias", None)) if spec.fuses else None
+        self.fuse = weights.linear("fuse") if spec.fuses else None
         self.joined_norm = RMSNorm(weights["joined_norm"], eps, ops) if spec.norms.joined else None
         self.each_norm = [RMSNorm(weights[f"each_norm.{i}"], eps, ops) for i in range(len(spec.norms.each))]
         self.hidden_norm = RMSNorm(weights["hidden_norm"], eps, ops)
         # A token's normed embedding never changes, so the whole table is normed once.
-        embedding = weights.pop(EMBEDDING, None)
+        embedding = weights.pop(EMBEDDING)
         embedding = (
             whole_table(target.embedding, spec.decoder.vocab_size, ops.parallel) if embedding is None else embedding
         )
@@ -176,14 +179,11 @@ class Eagle3Head:
         self.mlp = GatedMLP(weights, "mlp", ops)
         self.deeper = [DecoderLayer(spec.decoder, weights, i, ops) for i in range(1, len(spec.decoder.layers))]
         self.norm = RMSNorm(weights["norm"], eps, ops)
-        own = {"own": weights.pop("lm_head", None), "embedding": part_of(embedding, ops.parallel), "target": None}[
-            spec.output
-        ]
-        self.lm_head = target.lm_head if own is None else ops.linear(own)
-        self._logits: Callable[[Tensor], Tensor] = target.logits if own is None else self._own_logits
+        self.lm_head = head_output(spec.output, weights, embedding, target, ops.parallel)
+        self._logits: Callable[[Tensor], Tensor] = target.logits if spec.output == "target" else self._own_logits
         layers = [*self.attention.products, *self.mlp.products, *(p for layer in self.deeper for p in layer.products)]
         self.products = DraftProducts(layers, [] if self.fuse is None else [self.fuse], [self.lm_head])
-        self.vocab = DraftVocab(weights.setdefault("d2t", no_offset(spec.vocab_size, place.device)))
+        self.vocab = DraftVocab(weights["d2t"] if "d2t" in weights else no_offset(spec.vocab_size, place.device))
 
     def extend(self, tokens: Tensor, aux_hidden: Tensor, positions: Tensor, at: Extension, attend: Attend) -> Tensor:
         """See `Drafter`."""

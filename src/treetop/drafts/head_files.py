@@ -24,7 +24,12 @@ from treetop.models.config import (
     read_config,
     table,
 )
+from treetop.models.embedding import part_of
+from treetop.models.target import Target
 from treetop.types.errors import CheckpointError, shown
+from treetop.types.parallel import Parallel
+from treetop.weights.format import Linear
+from treetop.weights.held import Weights
 
 log = logging.getLogger("treetop")
 
@@ -60,6 +65,7 @@ def head_config(folder: Path) -> tuple[Config, bool]:
     merged = {**layers, **{key: config[key] for key in _OF_SPECULATORS if config.get(key) is not None}}
     if "norm_before_residual" not in merged:
         log.warning("%s: norm_before_residual is missing; taken as true, as vLLM does", where)
+    merged["quantization_config"] = config.get("quantization_config")  # the nested one is its target's (vllm-25883)
     return {"norm_before_residual": True, "draft_vocab_size": 32000, **merged}, True
 
 
@@ -138,6 +144,13 @@ def output_of(
             f" of {target.hidden_size}"
         )
     return "target"
+
+
+def head_output(output: OutputOf, weights: Weights, embedding: Tensor, target: Target, parallel: Parallel) -> Linear:
+    """The product that gives a head's logits. embedding: the head's whole one."""
+    if output == "target":
+        return target.lm_head
+    return weights.linear("lm_head") if output == "own" else weights.linear_with(part_of(embedding, parallel))
 
 
 def check_made_for(where: Path, draft: ModelConfig, target_hidden_size: int, target: ModelConfig) -> None:

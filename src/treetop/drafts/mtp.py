@@ -28,11 +28,14 @@ from treetop.models.decoder import DecoderLayer, decoder_params
 from treetop.models.embedding import whole_table
 from treetop.models.experts import live_rows
 from treetop.models.layers import RMSNorm, norm_param
-from treetop.models.loader import Placement, Weights, check_weights, load_weights
-from treetop.models.params import Param, Source, matrix
+from treetop.models.loader import Placement, check_weights, load_weights
+from treetop.models.params import Param, in_formats, matrix
 from treetop.models.target import LAST_HIDDEN, Target
 from treetop.types.config import MtpRecurrence
 from treetop.types.errors import CheckpointError, shown
+from treetop.weights.format import Source
+from treetop.weights.held import Weights
+from treetop.weights.registry import read_formats
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +114,7 @@ class MtpSpec:
         hidden, names, stored = self.block.hidden_size, self.names, self.prefix
         swap = _swapped_halves if names.hidden_first else None
         own = {"embedding_norm": names.embedding_norm, "hidden_norm": names.hidden_norm, "norm": names.final_norm}
-        return [
+        params = [
             *(
                 norm_param(name, f"{stored}.{tensor}.weight", hidden, self.block.unit_offset)
                 for name, tensor in own.items()
@@ -119,6 +122,7 @@ class MtpSpec:
             matrix("projection", Source(f"{stored}.{names.projection}.weight", (hidden, 2 * hidden), swap)),
             *(_moved(param, stored) for param in decoder_params(self.block) if param.name.startswith("layers.0.")),
         ]
+        return in_formats(params, self.block.formats)
 
     @property
     def derived(self) -> int:
@@ -126,7 +130,7 @@ class MtpSpec:
 
     @property
     def streamed(self) -> Streamed:
-        layers = sum(param.numbers for param in self.params if param.kind == "matrix")
+        layers = sum(param.numbers for param in self.params if param.kind in ("matrix", "router"))
         return Streamed(layers, 0, self.vocab_size * self.block.hidden_size)
 
     def build(self, weights: Weights, target: Target, place: Placement, ops: Ops) -> "MtpLayer":
@@ -158,7 +162,7 @@ class MtpLayer:
         embedding = torch.cat([whole_table(target.embedding, spec.vocab_size, ops.parallel), nothing])
         self.normed_embedding = RMSNorm(weights["embedding_norm"], eps, ops)(embedding)
         self.hidden_norm = RMSNorm(weights["hidden_norm"], eps, ops)
-        self.projection = ops.linear(weights.pop("projection"))
+        self.projection = weights.linear("projection")
         self.layer = DecoderLayer(spec.block, weights, 0, ops)
         self.norm = RMSNorm(weights["norm"], eps, ops)
         self.products = DraftProducts([self.projection, *self.layer.products], [], [target.lm_head])
@@ -205,7 +209,9 @@ def mtp_spec(folder: Path, target: ModelConfig, dummy: bool, recurrence: MtpRecu
             f"{folder}: the MTP layer {prefix} does not follow the target's {len(target.layers)} layers: it would be"
             f" {wanted}"
         )
-    block = replace(target, layers=target.layers[-1:])
+    block = replace(
+        target, layers=target.layers[-1:], formats=read_formats(read_config(folder), folder / "config.json")
+    )
     if block.layers[0].attention.window is not None:
         raise CheckpointError(f"{folder}: an MTP layer beside a last layer with a sliding window is not supported")
     normed = found.names.normed_state if recurrence == "auto" else recurrence == "after-norm"

@@ -20,10 +20,11 @@ from treetop.kernels.row_text import continued, longest_matches
 from treetop.kernels.table import Ops
 from treetop.kernels.tree import stable_topk
 from treetop.models.config import AttentionSpec, ModelConfig
-from treetop.models.loader import Placement, Weights
+from treetop.models.loader import Placement
 from treetop.models.params import Param
 from treetop.models.target import Target
 from treetop.types.layout import SpecShape
+from treetop.weights.held import Weights
 
 PLACES = 16
 """Earlier places that a state keeps."""

@@ -11,9 +11,11 @@ from torch import Tensor
 from treetop.attention.layer import Attend
 from treetop.kernels.table import Ops
 from treetop.models.config import AttentionSpec
-from treetop.models.loader import Placement, Weights
+from treetop.models.loader import Placement
 from treetop.models.params import Param
 from treetop.models.target import Target
+from treetop.weights.format import Product
+from treetop.weights.held import Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +52,9 @@ class Streamed:
 class DraftProducts:
     """The products that `Streamed` counts the weights of."""
 
-    layers: Sequence[object] = ()
-    fuse: Sequence[object] = ()
-    output: Sequence[object] = ()
+    layers: Sequence[Product] = ()
+    fuse: Sequence[Product] = ()
+    output: Sequence[Product] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,6 @@ from treetop.engine.state import make_state
 from treetop.engine.weight_copies import CpuWeights, with_copies, with_second_orders
 from treetop.engine.worst_steps import peak_bytes
 from treetop.kernels.process import MOST_COUNT
-from treetop.kernels.products import Call, ChosenProduct, Shape, choose_products
 from treetop.models.config import ModelConfig
 from treetop.models.folder import resolve_folder
 from treetop.models.loader import Placement, compute_device, compute_dtype, weight_bytes
@@ -54,6 +53,7 @@ from treetop.types.errors import CapacityError, ConfigError
 from treetop.types.ids import DRAFT, GroupName
 from treetop.types.layout import KVGroup, Layout, PrefillPace
 from treetop.types.parallel import ALONE, Parallel, Unmet
+from treetop.weights.cpu_products import Call, ChosenProduct, Shape, choose_products
 
 
 @dataclass(frozen=True, slots=True)

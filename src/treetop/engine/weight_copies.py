@@ -1,9 +1,8 @@
 """Which copies of weights are kept, and what they take: in 12 bits on a GPU, in a second order on a CPU.
 
-`kernels.packed_weights` and `kernels.products` say what for. Decided before any weight is read.
+Of which weights, says their format. Decided before any weight is read.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,19 +10,17 @@ from torch import Tensor
 
 from treetop.drafts.protocol import DrafterSpec
 from treetop.engine.memory import Budget, Memory, fit, pool_bytes
-from treetop.kernels.gate import Gate
-from treetop.kernels.linear import GatedLinear, Linear
-from treetop.kernels.packed_weights import compressed_bytes, why_not_compressed
-from treetop.kernels.products import TIMED_DTYPES, Shape
-from treetop.kernels.table import OpContext, Ops
 from treetop.kernels.triton_guard import GpuTraits, gpu_traits
-from treetop.models.loader import Placement
-from treetop.models.params import Param, of_rank
+from treetop.models.loader import Placement, without_memory
+from treetop.models.params import of_rank
 from treetop.models.registry import TargetSpec
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CapacityError, ConfigError
 from treetop.types.layout import Layout
 from treetop.types.parallel import ALONE, Parallel
+from treetop.weights.cpu_products import TIMED_DTYPES, Shape
+from treetop.weights.format import ProductWeight
+from treetop.weights.twelve_bits import why_not_compressed
 
 
 def with_copies(
@@ -46,7 +43,7 @@ def with_copies(
     if config.compress_weights is False or problem is not None:
         return budget
     copies, left = (
-        copies_estimate(target, draft, gpu_traits(place.device), place.parallel),
+        copies_estimate(target, draft, place.dtype, gpu_traits(place.device), place.parallel),
         _left(config, place, budget, layout),
     )
     memory = Memory(budget.memory.total, budget.memory.free - copies)
@@ -78,8 +75,9 @@ def with_second_orders(
     """
     if place.device.type != "cpu" or place.dtype not in TIMED_DTYPES:
         return budget, CpuWeights()
-    shapes = tuple(weight.shape for weight in product_weights(target, draft, place.parallel))
-    size = place.dtype.itemsize * sum(n * k for n, k in shapes)
+    weights = product_weights(target, draft, place.parallel)
+    sizes = [each.format.copy_bytes(each, place.dtype, None) for each in weights]
+    shapes, size = tuple(each.shape for each, copy in zip(weights, sizes, strict=True) if copy), sum(sizes)
     memory = Memory(budget.memory.total, budget.memory.free - size)
     made = replace(budget, memory=memory, static=budget.static + size)
     if 4 * size <= _left(config, place, budget, layout) and _fits(config, place, made, layout):
@@ -103,51 +101,27 @@ def _fits(config: EngineConfig, place: Placement, budget: Budget, layout: Layout
     return True
 
 
-def copies_estimate(target: TargetSpec, draft: DrafterSpec | None, gpu: GpuTraits, parallel: Parallel = ALONE) -> int:
-    """Bytes of all weights of a rank in 12 bits that gain by it."""
-    weights = product_weights(target, draft, parallel)
-    return sum(compressed_bytes(*each.shape, each.gated, gpu) for each in weights if not each.bias)
-
-
-@dataclass(frozen=True, slots=True)
-class ProductWeight:
-    """A weight that products are taken with. gated: gate and up, one after the other."""
-
-    shape: Shape
-    gated: bool
-    bias: bool
+def copies_estimate(
+    target: TargetSpec, draft: DrafterSpec | None, dtype: torch.dtype, gpu: GpuTraits, parallel: Parallel = ALONE
+) -> int:
+    """Bytes of the copies of a rank's weights with which products on this GPU may be faster."""
+    return sum(each.format.copy_bytes(each, dtype, gpu) for each in product_weights(target, draft, parallel))
 
 
 def product_weights(target: TargetSpec, draft: DrafterSpec | None, parallel: Parallel = ALONE) -> list[ProductWeight]:
-    """A rank's part of these models' weights: they are made of tensors without memory, and asked."""
-    ops, nowhere = _Recorded(), Placement(torch.float32, torch.device("meta"), 1)
-    model = target.build(_without_memory(of_rank(target.params, parallel)), (), nowhere, ops)
+    """A rank's part of these models' weights: they are made of tensors without memory, and say what they took."""
+    nowhere = Placement(torch.float32, torch.device("meta"), 1)
+    ops = nowhere.ops
+    vars(ops)["add_rms_norm"] = _norm_of_nothing
+    weights = without_memory(of_rank(target.params, parallel), nowhere)
+    model, products = target.build(weights, (), nowhere, ops), weights.products
     if draft is not None:
-        draft.build(_without_memory(of_rank(draft.params, parallel)), model, nowhere, ops)
-    return ops.weights
-
-
-def _without_memory(params: Sequence[Param]) -> dict[str, Tensor]:
-    return {param.name: param.empty(torch.float32, "meta") for param in params}
+        weights = without_memory(of_rank(draft.params, parallel), nowhere)
+        draft.build(weights, model, nowhere, ops)
+        products += weights.products
+    return products
 
 
 def _norm_of_nothing(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """What a norm returns, but not computed: on tensors without memory that loads PyTorch's compiler, in a second."""
     return x, x
-
-
-class _Recorded(Ops):
-    """Notes every weight that a product is prepared for."""
-
-    def __init__(self) -> None:
-        super().__init__(OpContext(torch.device("meta"), torch.float32))
-        vars(self)["add_rms_norm"] = _norm_of_nothing
-        self.weights: list[ProductWeight] = []
-
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        self.weights.append(ProductWeight((weight.shape[0], weight.shape[1]), False, bias is not None))
-        return super().linear(weight, bias)
-
-    def gated(self, weight: Tensor, bias: Tensor | None = None, kind: Gate = "silu") -> GatedLinear:
-        self.weights.append(ProductWeight((weight.shape[0], weight.shape[1]), True, bias is not None))
-        return super().gated(weight, bias, kind)

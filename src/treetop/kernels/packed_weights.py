@@ -10,35 +10,23 @@ as [n / 64, k / 128, 3, 64, 32]: tiles of 64 rows, blocks of 128 columns in four
 quarters hold their own weights in bits 15 (sign) and 10 .. 0 (code and mantissa), and in bits 14 .. 11 what the fourth
 quarter's weight needs: its code; its upper mantissa; its lower mantissa and sign. So what a program reads lies in one
 piece, and 8 weights take 15 instructions.
-
-Outliers cost time, more the more rows there are. So the committed table says with how many of them in a block of lines
-a product is still faster than with 16 bits, measured with that many in every block (`benchmarks/packed_weights.py`);
-they are counted when a weight is loaded, and where one block has more the 16 bits serve. Counting, unlike timing at
-load, gives the same products at every start.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from treetop.kernels.dependent_launch import ask_for, launch_options, pdl_wait
 from treetop.kernels.gate import Gate, activated
-from treetop.kernels.skinny_gemm import gated_rows_reference, load_table, most_splits, row_class
-from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, gpu_traits, jit, power_of_two, tl, why_not
+from treetop.kernels.skinny_gemm import gated_rows_reference
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, power_of_two, tl
 
 TILE, BLOCK, QUARTER = 64, 128, 32
 MAX_ROWS = 32
-_WORTH_PARAMETERS = 4096 * 4096
-"""The largest weight that was measured and gained nothing: of others only larger ones are compressed."""
-_MOST_UNMEASURED = 2.5e-4
-"""Outliers of weights that were not measured, as a share of a block's numbers; of normal weights it is 1e-4."""
 _STEPS_OUTLIERS = 16
 """Outliers of a tile for each of its blocks of columns, beyond which none is worth it, and steps may not suffice."""
-ROWS = (1, 4, 8, 16, 32)
-"""Rows with which limits are measured; others take those of the next larger."""
 _TILES_AT_ONCE = 32
 _NOT_FINITE = 255
 _LEAST_EXPONENT = 1
@@ -53,14 +41,6 @@ class CompressedLaunch:
     num_stages: int
     num_warps: int
     picks: int
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """A launch, and the most outliers of a block of lines with which it is faster than the whole weight's."""
-
-    launch: CompressedLaunch
-    most_outliers: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +69,18 @@ class CompressedWeight:
         return self.words.nbytes + self.scale.nbytes + sum(each.nbytes for each in lists)
 
 
+def is_whole(n: int, k: int, gated: bool) -> bool:
+    """Whether a weight [n, k] lies in whole tiles, of both halves if gated, and blocks."""
+    return n % (2 * TILE if gated else TILE) == 0 and k % BLOCK == 0
+
+
 def compress(weight: Tensor, gated: bool, most_outliers: int | None = None) -> CompressedWeight | None:
     """weight: [n, k] bfloat16. None if it does not lie in whole tiles and blocks, or its numbers range too widely.
 
     That is if a tile has more outliers than most_outliers; the first such tile ends it.
     """
     n, k = weight.shape
-    if weight.dtype != torch.bfloat16 or not _is_whole(n, k, gated):
+    if weight.dtype != torch.bfloat16 or not is_whole(n, k, gated):
         return None
     most = min(k // BLOCK * _STEPS_OUTLIERS, k * TILE if most_outliers is None else most_outliers)
     words = torch.empty((n // TILE, k // BLOCK, 3, TILE, QUARTER), dtype=torch.int16, device=weight.device)
@@ -331,78 +316,3 @@ def _number(bits: Arg) -> Arg:
     """2 ** 112 times the number that these bits, without the upper four of the exponent, are."""
     wide = ((bits & 0x87FF) << 16).to(tl.float32, bitcast=True)
     return wide * 5192296858534827628530496329220096.0
-
-
-# ------------------------------------------------------------------------------------------------------- the launch
-
-
-def why_not_compressed(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why weights are not compressed here; None if they can be."""
-    if dtype != torch.bfloat16:
-        return "only bfloat16 weights can be compressed"
-    table = load_table()
-    if why_not(device) is not None or not table.holds_for(gpu_traits(device)):
-        return f"its products are only measured on GPUs of compute capability 9.0 with {table.num_sms} multiprocessors"
-    return None
-
-
-@cache
-def offers(n: int, k: int, gated: bool, gpu: GpuTraits) -> dict[int, Offer]:
-    """By `ROWS`, the launches that make products with a compressed weight [n, k] faster, if its outliers are few.
-
-    Measured ones lie in `skinny_gemm.json`. Other weights, if larger than the largest that gained nothing, get about
-    three programs a multiprocessor for up to 16 rows.
-    """
-    table = load_table()
-    if not table.holds_for(gpu) or not _is_whole(n, k, gated):
-        return {}
-    found = {}
-    for rows in ROWS:
-        key = (n, k, gated, row_class(rows))
-        if key in table.launches:
-            if rows in table.most_outliers.get(key, {}):
-                found[rows] = Offer(CompressedLaunch(*table.compressed[key]), table.most_outliers[key][rows])
-        elif rows <= 16 and n * k > _WORTH_PARAMETERS:
-            block_n = 2 * TILE if n % (2 * TILE) == 0 else TILE
-            splits = 1 if gated else most_splits(n // block_n, k // BLOCK, gpu)
-            launch = CompressedLaunch(
-                block_n, splits, num_stages=4, num_warps=block_n // 16, picks=64 if splits == 1 else 32
-            )
-            found[rows] = Offer(launch, int(_MOST_UNMEASURED * block_n * k))
-    return found
-
-
-class CompressedProducts:
-    """A weight in 12 bits, and the launches with which its products are faster than those of the whole weight."""
-
-    def __init__(self, weight: CompressedWeight, offered: Mapping[int, Offer]) -> None:
-        self.weight = weight
-        self.launches = {
-            rows: offer.launch
-            for rows, offer in offered.items()
-            if weight.crowd[offer.launch.block_n] <= offer.most_outliers
-        }
-
-    def launch(self, rows: int) -> CompressedLaunch | None:
-        """The launch for so many rows; None where the whole weight is faster."""
-        return self.launches.get(next((limit for limit in ROWS if rows <= limit), 0))
-
-
-def compress_if_faster(weight: Tensor, gated: bool, gpu: GpuTraits) -> CompressedProducts | None:
-    """The weight [n, k] in 12 bits if any product is faster with it."""
-    offered = offers(*weight.shape, gated, gpu)
-    if not offered:
-        return None
-    small = compress(weight, gated, max(offer.most_outliers for offer in offered.values()))
-    made = CompressedProducts(small, offered) if small is not None else None
-    return made if made is not None and made.launches else None
-
-
-def compressed_bytes(n: int, k: int, gated: bool, gpu: GpuTraits) -> int:
-    """Bytes of the words of a weight [n, k]; 0 if no number of rows is faster with it compressed."""
-    return 3 * n * k // 2 if offers(n, k, gated, gpu) else 0
-
-
-def _is_whole(n: int, k: int, gated: bool) -> bool:
-    """Whether a weight [n, k] lies in whole tiles, of both halves if gated, and blocks."""
-    return n % (2 * TILE if gated else TILE) == 0 and k % BLOCK == 0

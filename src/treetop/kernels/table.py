@@ -4,11 +4,11 @@ Every row of `Ops` is an operation. An instance of it holds, for one engine, the
 nowhere else is a kernel chosen over its reference. `docs/operations.md` is this table, written out.
 
 Three things are chosen elsewhere, for they depend on more than an engine: the attention of a phase, by its backend, the
-product with a weight, by the rows of each call, and an exchange between ranks, by its size and by where they are. Their
-kernels are rows too, to be tested, compiled ahead and checked with the rest.
+product with a weight, by its format (`treetop.weights`) and the rows of each call, and an exchange between ranks, by
+its size and by where they are. Their kernels are rows too, to be tested, compiled ahead and checked with the rest.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar, cast, overload
@@ -21,14 +21,11 @@ from treetop.kernels import attention as attending
 from treetop.kernels import commit as committing
 from treetop.kernels import draw as drawing
 from treetop.kernels import experts as expert_products
-from treetop.kernels import fused, mxfp4, packed_weights, pages, peers, pieces, routing, tail, topk
+from treetop.kernels import fused, packed_weights, pages, peers, pieces, routing, tail, topk
 from treetop.kernels import grow as growing
 from treetop.kernels import process as processing
 from treetop.kernels import rows as row_state
 from treetop.kernels import skinny_gemm as skinny
-from treetop.kernels.gate import Gate
-from treetop.kernels.linear import GatedLinear, LibraryLinear, Linear, SkinnyGated, SkinnyLinear, library_gated
-from treetop.kernels.products import Call, ChosenProduct, Shape
 from treetop.kernels.sampling import draw_reference, greedy_of_ranks, greedy_reference
 from treetop.kernels.triton_guard import GpuTraits, gpu_traits, why_not
 from treetop.types.layout import SpecShape
@@ -125,9 +122,9 @@ def _add_of_ranks(own: Add, x: Tensor, delta: Summed) -> Tensor:
 
 
 class Ops:
-    """The table, and as an instance what was chosen from it. compressed, products: see `linear`.
+    """The table, and as an instance what was chosen from it.
 
-    parallel: the rank that computes, of a group that shares a model.
+    parallel: the rank that computes, of a group that shares a model. expert_ranks: of one that shares the experts.
     """
 
     # of a layer
@@ -228,20 +225,12 @@ class Ops:
     pack = Op(pieces.pack_reference, pieces.pack, 0.0, on_a_gpu, (pieces._move_kernel,))
     unpack = Op(pieces.unpack_reference, pieces.unpack, 0.0, on_a_gpu, (pieces._move_kernel,))
 
-    def __init__(
-        self,
-        context: OpContext,
-        compressed: bool = False,
-        products: Mapping[Shape, ChosenProduct] | None = None,
-        parallel: Parallel = ALONE,
-        expert_ranks: Parallel = ALONE,
-    ) -> None:
-        self._context, self._compressed, self._products = context, compressed, products or {}
-        self.parallel, self.expert_ranks = parallel, expert_ranks
+    def __init__(self, context: OpContext, parallel: Parallel = ALONE, expert_ranks: Parallel = ALONE) -> None:
+        self.context, self.parallel, self.expert_ranks = context, parallel, expert_ranks
         self._gpu = gpu_traits(context.device) if on_a_gpu(context) else None
         for name, op in operations().items():
-            serves = self._gpu is not None and op.applies(context)
-            vars(self)[name] = op.on(self._gpu) if self._gpu is not None and serves else op.reference
+            gpu = self.gpu_for(op)
+            vars(self)[name] = op.reference if gpu is None else op.on(gpu)
         if parallel.size > 1:
             vars(self)["greedy"] = partial(greedy_of_ranks, self.greedy, parallel)
             vars(self)["add"] = partial(_add_of_ranks, self.add)
@@ -252,46 +241,9 @@ class Ops:
         """Whether a draw with filters is other work than one without: the reference sorts the vocabulary."""
         return self.draw is draw_reference
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """A product with a weight [out, in], prepared once.
-
-        On a CPU it goes by the calls that `products` names for the weight's shape; on a GPU the weight is kept in 12
-        bits too, where `compressed` and products of few rows gain by it.
-        """
-        gpu = self._few_rows
-        return (
-            LibraryLinear(weight, bias, self._calls(weight))
-            if gpu is None
-            else SkinnyLinear(weight, gpu, self._compressed, bias)
-        )
-
-    def gated(self, weight: Tensor, bias: Tensor | None = None, kind: Gate = "silu") -> GatedLinear:
-        """Activated gate times up, both from a product with one weight [2 * out, in]; see `linear`."""
-        gpu = self._few_rows if bias is None else None
-        return (
-            library_gated(weight, bias, self._calls(weight), kind)
-            if gpu is None
-            else SkinnyGated(weight, gpu, self._compressed, kind)
-        )
-
-    def expert_weight(self, weight: Tensor) -> Tensor | mxfp4.Mxfp4Weight:
-        """A weight of all experts, prepared once: [experts, ..., k], or in MXFP4 [experts, ..., k / 32, 17] uint8.
-
-        In MXFP4 it stays so where the kernel serves, gates [:, 0] and ups [:, 1] in turn, and is decoded elsewhere.
-        """
-        if weight.dtype != torch.uint8:
-            return weight
-        if self._gpu is None or not Ops.experts.applies(self._context):
-            return mxfp4.decode(weight, self._context.dtype)
-        return mxfp4.pack(weight.transpose(1, 2) if weight.dim() == 5 else weight)
-
-    @property
-    def _few_rows(self) -> GpuTraits | None:
-        return self._gpu if Ops.skinny_gemm.applies(self._context) else None
-
-    def _calls(self, weight: Tensor) -> tuple[Call, ...] | None:
-        chosen = self._products.get((weight.shape[0], weight.shape[1]))
-        return None if chosen is None else chosen.calls
+    def gpu_for(self, op: Op[Any]) -> GpuTraits | None:
+        """The GPU, where a row's kernel serves; None where its reference does."""
+        return self._gpu if op.applies(self.context) else None
 
 
 def operations() -> dict[str, Op[Any]]:

@@ -17,9 +17,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from treetop.models.json_file import not_there, read_object
-from treetop.models.params import Fetch, Span, Stored
 from treetop.models.pickled import PickledTensors
 from treetop.types.errors import CheckpointError, shown
+from treetop.weights.format import Fetch, Span, Stored
 
 Expected = Mapping[str, Stored]
 
@@ -222,10 +222,11 @@ def _finite(tensor: Tensor, name: str, path: Path) -> Tensor:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Whether no number is infinite or NaN, in one pass without a copy."""
+    """Whether no number is infinite or NaN, in one pass, without a copy of 16 bits and more."""
     if not tensor.numel():
         return True
-    least, most = tensor.aminmax()  # both are NaN if one number is
+    numbers = tensor.float() if tensor.itemsize == 1 else tensor  # PyTorch has no extremes of 8 bits
+    least, most = numbers.aminmax()  # both are NaN if one number is
     return bool(torch.isfinite(least) & torch.isfinite(most))
 
 

@@ -13,6 +13,8 @@ from treetop.kernels.routing import RouterSpec
 from treetop.models.json_file import MOST_TOKENS, integers, read_object
 from treetop.types.errors import CheckpointError, ConfigError, shown
 from treetop.types.kv import KVFormat, paired
+from treetop.weights.registry import read_formats
+from treetop.weights.rules import PLAIN, StoredFormats
 
 Config = Mapping[str, Any]
 
@@ -76,12 +78,16 @@ class NormNames:
     feed_forward_output: str | None = None
 
 
+ExpertLayout = Literal["each", "stacked", "stacked rows"]
+"""How a checkpoint holds experts, see `models.experts`."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertSpec:
     """Gated feed-forwards of which a router chooses `router.top_k` for each token.
 
     inner_size: of one expert. activation: of its gate and up. shared_inner: of a dense one beside them, which every
-    token takes too; 0 is none. bias: experts have biases. stored: how a checkpoint holds them, see `models.experts`.
+    token takes too; 0 is none. bias: experts have biases. stored: how a checkpoint holds them.
     """
 
     inner_size: int
@@ -89,7 +95,7 @@ class ExpertSpec:
     activation: Activation = Activation.SILU
     shared_inner: int = 0
     bias: bool = False
-    stored: Literal["each", "stacked", "mxfp4"] = "each"
+    stored: ExpertLayout = "each"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +112,7 @@ class ModelConfig:
     """A decoder: what holds for all of it, and its layers, first to last.
 
     unit_offset: a norm multiplies by 1 + its weight. embedding_scale: embeddings are multiplied by it as the compute
-    dtype rounds it.
+    dtype rounds it. formats: of its weights, as its own checkpoint says.
     """
 
     vocab_size: int
@@ -118,6 +124,7 @@ class ModelConfig:
     layers: tuple[LayerSpec, ...]
     unit_offset: bool = False
     embedding_scale: float = 1.0
+    formats: StoredFormats = PLAIN
 
     @property
     def has_experts(self) -> bool:
@@ -133,11 +140,6 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def model_config(config: Config, where: Path, layers: Sequence[LayerSpec]) -> ModelConfig:
     """What a decoder's config says beside its layers. Raises CheckpointError naming the key that is wrong."""
-    if config.get("quantization_config") is not None:
-        raise CheckpointError(
-            f"{where}: quantization_config: quantized weights are not supported, only 16, 32 or 64 bits, and GPT-OSS's"
-            " MXFP4"
-        )
     return ModelConfig(
         vocab_size=size(config, "vocab_size", where),
         hidden_size=size(config, "hidden_size", where),
@@ -146,6 +148,7 @@ def model_config(config: Config, where: Path, layers: Sequence[LayerSpec]) -> Mo
         tied_embeddings=flag(config, "tie_word_embeddings", where),
         eos_token_ids=integers(config, "eos_token_id", where),
         layers=tuple(layers),
+        formats=read_formats(config, where),
     )
 
 

@@ -13,10 +13,12 @@ from treetop.models.embedding import lookup, piece_of, whole_logits
 from treetop.models.experts import live_rows
 from treetop.models.feed_forward import feed_forward, feed_forward_params
 from treetop.models.layers import RMSNorm, SelfAttention, attention_params, norm_param
-from treetop.models.loader import Placement, Weights
+from treetop.models.loader import Placement
 from treetop.models.params import Param, of_vocab
 from treetop.models.target import LAST_HIDDEN, TargetOutput
 from treetop.types.parallel import Summed
+from treetop.weights.format import Product
+from treetop.weights.held import Weights
 
 
 class DecoderLayer:
@@ -33,7 +35,7 @@ class DecoderLayer:
         self.attention_output_norm, self.mlp_output_norm = (
             RMSNorm(weights[each], eps, ops) if each in weights else None for each in outputs
         )
-        self.products = [*self.attention.products, *self.mlp.products]
+        self.products: list[Product] = [*self.attention.products, *self.mlp.products]
 
     def __call__(
         self, x: Tensor, normed: Tensor, angles: Any, attend: Attend, live: Tensor | None = None
@@ -61,9 +63,8 @@ class Decoder:
         ropes = dict.fromkeys(layer.rope for layer in self.layers)
         self._ropes = {rope: rope_table(rope, place.rope_rows, place.dtype, place.device) for rope in ropes}
         self.norm = RMSNorm(weights["norm"], config.norm_eps, ops)
-        output = self.embedding if config.tied_embeddings else weights.pop("lm_head")
-        self.lm_head = ops.linear(output)
-        self._piece = piece_of(self.lm_head, output.shape[0], config.vocab_size, ops.parallel)
+        self.lm_head = weights.linear_with(self.embedding) if config.tied_embeddings else weights.linear("lm_head")
+        self._piece = piece_of(self.lm_head, self.embedding.shape[0], config.vocab_size, ops.parallel)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> TargetOutput:
         """See `Target`."""
@@ -83,7 +84,7 @@ class Decoder:
         return TargetOutput(normed, tuple(aux_hidden[i] for i in self.aux_inputs))
 
     @property
-    def products(self) -> list[object]:
+    def products(self) -> list[Product]:
         """See `Target`."""
         return [*(product for layer in self.layers for product in layer.products), self.lm_head]
 

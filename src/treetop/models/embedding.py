@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treetop.kernels.fused import joined
-from treetop.kernels.linear import Linear
 from treetop.types.parallel import Parallel
+from treetop.weights.format import Linear
 
 Lookup = Callable[[Tensor], Tensor]
 """Embeddings [..., hidden] of tokens [...] int64."""

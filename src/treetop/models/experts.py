@@ -1,8 +1,9 @@
 """A feed-forward of experts, of which a router chooses some for each token, and the parameters it consists of.
 
 How checkpoints hold experts (`ExpertSpec.stored`): "each" has three tensors an expert, as dense layers have them;
-"stacked" has GPT-OSS's two for all, [experts, in, out] with gates and ups in turn; "mxfp4" the same two packed, with
-rows of outputs. In memory it is always gates before ups, [experts, 2, inner, hidden], and [experts, hidden, inner].
+"stacked" has GPT-OSS's two for all, [experts, in, out] with gates and ups in turn; "stacked rows" the same two as
+[experts, out, in], which its quantized checkpoints have. In memory it is always gates before ups, [experts, 2, inner,
+hidden], and [experts, hidden, inner].
 
 Ranks may share the experts (`--ep-size`): each has an equal part of them, in order, and all else. They give each other
 the rows of their batches; each computes what its experts add to them, and gives that back to the row's rank. There the
@@ -13,42 +14,38 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from treetop.kernels.experts import Experts
 from treetop.kernels.routing import Router, Routes
 from treetop.kernels.table import Ops
 from treetop.models.config import DenseSpec, ExpertSpec
 from treetop.models.layers import GatedMLP, mlp_params
-from treetop.models.loader import Weights
-from treetop.models.mxfp4 import MXFP4
-from treetop.models.params import FLOATS, Param, Source, matrix, own_experts
+from treetop.models.params import Param, own_experts
 from treetop.types.parallel import Parallel, taken
+from treetop.weights.format import Product, Source
+from treetop.weights.held import Weights
 
 
 class ExpertMLP:
     """Router, chosen experts, and what is shared by all tokens beside them."""
 
     def __init__(self, spec: ExpertSpec, weights: Weights, name: str, ops: Ops) -> None:
-        inner, router, ranks = spec.inner_size, f"{name}.router", ops.expert_ranks
+        router, ranks = f"{name}.router", ops.expert_ranks
         self.spec, self._ops, self._ranks = spec, ops, ranks
         self._router = Router(
             spec.router,
-            weights.pop(router),
-            weights.pop(f"{router}_bias", None),
-            weights.pop(f"{router}_score", None),
+            weights[router],
+            weights.pop(f"{router}_bias"),
+            weights.pop(f"{router}_score"),
             None if ranks.size == 1 else own_experts(spec.router.num_experts, ranks),
         )
-        number = spec.router.num_experts // ranks.size
-        gate_up, down = weights.pop(f"{name}.gate_up"), weights.pop(f"{name}.down")
-        bias, down_bias = weights.pop(f"{name}.gate_up_bias", None), weights.pop(f"{name}.down_bias", None)
-        self._experts = Experts(
-            ops.expert_weight(gate_up.view(number, 2, inner, *gate_up.shape[1:])),
-            ops.expert_weight(down.view(number, -1, *down.shape[1:])),
-            None if bias is None else bias.view(number, 2, inner),
-            None if down_bias is None else down_bias.view(number, -1),
-            spec.activation,
-        )
+        self._experts = weights.experts(name, spec.router.num_experts // ranks.size, spec.activation)
         self._shared = GatedMLP(weights, f"{name}.shared", ops) if spec.shared_inner else None
-        self.products = [self, *(() if self._shared is None else self._shared.products)]
+        self.products: list[Product] = [self, *(() if self._shared is None else self._shared.products)]
+
+    numbers = 0
+
+    def read_bytes(self, rows: int) -> int:
+        """None: what is read depends on which experts the rows chose."""
+        return 0
 
     def route(self, x: Tensor, live: Tensor | None) -> Routes:
         """The experts of each token. x: [tokens, hidden]; live: [tokens] bool."""
@@ -66,7 +63,7 @@ class ExpertMLP:
 
     def _routed(self, x: Tensor, live: Tensor | None) -> Tensor:
         """What this rank's experts add to rows [rows, hidden], in parts [parts, rows, hidden]."""
-        return self._ops.experts(x, self.route(x, live), self._experts)
+        return self._experts(x, self.route(x, live))
 
     def _routed_by_ranks(self, x: Tensor, live: Tensor | None) -> Tensor:
         """As `_routed`, of the experts of all ranks; a part of each. live: of the rows of all, [ranks * most rows]."""
@@ -95,7 +92,7 @@ def expert_params(spec: ExpertSpec, name: str, stored: str, hidden: int) -> list
     """stored: the prefix of its tensors. Ranks of `--tp-size` have all of it, those of `--ep-size` whole experts."""
     number, kind, router = spec.router.num_experts, spec.router, f"{name}.router"
     gate = f"{stored}.gate" if spec.stored == "each" else f"{stored}.router"
-    params = [matrix(router, Source(f"{gate}.weight", (number, hidden)))]
+    params = [Param(router, (number, hidden), (Source(f"{gate}.weight", (number, hidden)),), "router")]
     if kind.bias:
         params.append(Param(f"{router}_bias", (number,), (Source(f"{gate}.bias", (number,)),), "vector"))
     if kind.correction:
@@ -126,21 +123,18 @@ def _each(spec: ExpertSpec, name: str, stored: str, hidden: int) -> list[Param]:
 
 def _stacked(spec: ExpertSpec, name: str, stored: str, hidden: int) -> list[Param]:
     """One tensor for all experts' gates and ups, in turn, and one for what follows."""
-    number, inner, packed = spec.router.num_experts, spec.inner_size, spec.stored == "mxfp4"
-    rows = {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}
+    number, inner, by_rows = spec.router.num_experts, spec.inner_size, spec.stored == "stacked rows"
     params = []
-    for each, (out, width) in rows.items():
-        shape = (number, out, width) if packed else (number, width, out)
+    for each, (out, width) in {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}.items():
+        shape = (number, out, width) if by_rows else (number, width, out)
         in_turn = each == "gate_up"
 
         def arranged(tensor: Tensor, in_turn: bool = in_turn) -> Tensor:
-            lines = tensor if packed else tensor.transpose(1, 2)
+            lines = tensor if by_rows else tensor.transpose(1, 2)
             return _gates_first(lines) if in_turn else lines
 
         source = Source(f"{stored}.{each}_proj", shape, arranged, rows=number * out, stacked=True)
-        format_ = MXFP4 if packed else FLOATS
-        whole = (number * out, width)
-        params.append(Param(f"{name}.{each}", whole, (source,), "experts", format=format_, experts=number))
+        params.append(Param(f"{name}.{each}", (number * out, width), (source,), "experts", experts=number))
     if spec.bias:
         both, last = number * 2 * inner, number * hidden
         biases = Source(f"{stored}.gate_up_proj_bias", (number, 2 * inner), _gates_first, rows=both, stacked=True)

@@ -9,16 +9,17 @@ from treetop.kernels.table import Ops
 from treetop.models.config import DenseSpec, ExpertSpec
 from treetop.models.experts import ExpertMLP, expert_params
 from treetop.models.layers import GatedMLP, mlp_params
-from treetop.models.loader import Weights
 from treetop.models.params import Param
 from treetop.types.parallel import Summed
+from treetop.weights.format import Product
+from treetop.weights.held import Weights
 
 
 class FeedForward(Protocol):
     """products: what it takes with weights, see `Target`."""
 
     @property
-    def products(self) -> Sequence[object]: ...
+    def products(self) -> Sequence[Product]: ...
 
     def __call__(self, x: Tensor, live: Tensor | None) -> Summed:
         """x: [..., hidden]. live: [...] bool, False for padding, None if there is none. Returns parts [parts, ...,

@@ -1,14 +1,13 @@
-"""GPT-OSS: layers of a window and of everything, attention sinks, biases, and experts, in 16 bits or in MXFP4."""
+"""GPT-OSS: layers of a window and of everything, attention sinks, biases, and experts, which may be quantized."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from treetop.kernels.experts import ALPHA, LIMIT, Activation
-from treetop.kernels.mxfp4 import GROUP
 from treetop.kernels.routing import RouterKind, RouterSpec
 from treetop.models.config import (
     Config,
+    ExpertLayout,
     ExpertSpec,
     LayerSpec,
     ModelConfig,
@@ -19,13 +18,13 @@ from treetop.models.config import (
     real,
     size,
 )
-from treetop.types.errors import CheckpointError, shown
+from treetop.types.errors import CheckpointError
 
 _WINDOW, _FULL = "sliding_attention", "full_attention"
 
 
 def read(config: Config, where: Path) -> ModelConfig:
-    count, packed = num_layers(config, where), _is_packed(config, where)
+    count = num_layers(config, where)
     with_bias = {**config, "attention_bias": config.get("attention_bias", True)}
     attention = replace(attention_spec(with_bias, where), sinks=True)
     if (real(config, "swiglu_limit", where, LIMIT), real(config, "swiglu_alpha", where, ALPHA)) != (LIMIT, ALPHA):
@@ -35,24 +34,12 @@ def read(config: Config, where: Path) -> ModelConfig:
     number = size(config, "num_local_experts", where)
     router = RouterSpec(number, num_experts_per_token(config, number, where), RouterKind.TOPK_SOFTMAX, bias=True)
     inner = size(config, "intermediate_size", where)
-    experts = ExpertSpec(inner, router, Activation.CLAMPED, bias=True, stored="mxfp4" if packed else "stacked")
-    for key, width in (("hidden_size", size(config, "hidden_size", where)), ("intermediate_size", inner)):
-        if packed and width % GROUP != 0:
-            raise CheckpointError(f"{where}: {key} {width} must be a multiple of {GROUP} with weights in MXFP4")
+    stored: ExpertLayout = "stacked" if config.get("quantization_config") is None else "stacked rows"
+    experts = ExpertSpec(inner, router, Activation.CLAMPED, bias=True, stored=stored)
     window = size(config, "sliding_window", where)
     kinds = config.get("layer_types") or [_FULL if layer % 2 else _WINDOW for layer in range(count)]
     windows = {_WINDOW: window, _FULL: None}
     if not isinstance(kinds, list) or len(kinds) != count or not all(kind in windows for kind in kinds):
         raise CheckpointError(f"{where}: layer_types must name {_WINDOW} or {_FULL} for each of {count} layers")
     layers = [LayerSpec(replace(attention, window=windows[kind]), experts) for kind in kinds]
-    return model_config({**config, "quantization_config": None}, where, layers)
-
-
-def _is_packed(config: Config, where: Path) -> bool:
-    """Whether the experts are in MXFP4; nothing else may be."""
-    given = config.get("quantization_config")
-    if given is None:
-        return False
-    if not isinstance(given, Mapping) or given.get("quant_method") != "mxfp4":
-        raise CheckpointError(f"{where}: quantization_config {shown(given)} is not supported, only quant_method mxfp4")
-    return True
+    return model_config(config, where, layers)

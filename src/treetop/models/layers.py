@@ -14,9 +14,10 @@ from treetop.kernels.gate import Gate
 from treetop.kernels.rope import head_order
 from treetop.kernels.table import Ops
 from treetop.models.config import AttentionSpec, DenseSpec
-from treetop.models.loader import Weights
-from treetop.models.params import Param, Source, matrix, vector
+from treetop.models.params import Param, matrix, vector
 from treetop.types.parallel import Summed, taken
+from treetop.weights.format import Product, Source
+from treetop.weights.held import Weights
 
 Transform = Callable[[Tensor], Tensor]
 
@@ -47,11 +48,10 @@ class SelfAttention:
 
     def __init__(self, spec: AttentionSpec, weights: Weights, name: str, layer: int, eps: float, ops: Ops) -> None:
         self.layer, self.head_dim, self.scale, self._ops = layer, spec.head_dim, spec.scale, ops
-        self.qkv = ops.linear(weights.pop(f"{name}.qkv"), weights.pop(f"{name}.qkv_bias", None))
-        self.output = ops.linear(weights.pop(f"{name}.output"), weights.pop(f"{name}.output_bias", None))
+        self.qkv, self.output = weights.linear(f"{name}.qkv"), weights.linear(f"{name}.output")
         self.products = [self.qkv, self.output]
-        self.norms = HeadNorms(weights.pop(f"{name}.qk_norm"), eps) if spec.qk_norm else None
-        self.sinks = weights.pop(f"{name}.sinks").float() if spec.sinks else None
+        self.norms = HeadNorms(weights[f"{name}.qk_norm"], eps) if spec.qk_norm else None
+        self.sinks = weights[f"{name}.sinks"].float() if spec.sinks else None
 
     def __call__(self, x: Tensor, angles: Any, attend: Attend) -> Summed:
         """x: [rows, n, in]. Returns parts [parts, rows, n, hidden], of all ranks."""
@@ -102,9 +102,9 @@ class GatedMLP:
     """down(silu(gate(x)) * up(x)), gate and up from one product. gate: the activation, if it is another."""
 
     def __init__(self, weights: Weights, name: str, ops: Ops, gate: Gate = "silu") -> None:
-        self.gate_up = ops.gated(weights.pop(f"{name}.gate_up"), weights.pop(f"{name}.gate_up_bias", None), gate)
-        self.down = ops.linear(weights.pop(f"{name}.down"), weights.pop(f"{name}.down_bias", None))
-        self.products, self._parallel = [self.gate_up, self.down], ops.parallel
+        self.gate_up, self.down = weights.gated(f"{name}.gate_up", gate), weights.linear(f"{name}.down")
+        self.products: list[Product] = [self.gate_up, self.down]
+        self._parallel = ops.parallel
 
     def __call__(self, x: Tensor, live: Tensor | None = None) -> Summed:
         """x: [..., hidden]. Returns parts [parts, ..., hidden], of all ranks and all tokens, live or not."""

@@ -1,28 +1,25 @@
 """From a folder, or a `builtin:` name, to parameters where a model computes. All checks come before any work."""
 
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, replace
-from math import log2, prod
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from treetop.kernels.mxfp4 import GROUP_BYTES
-from treetop.kernels.products import ChosenProduct, Shape
 from treetop.kernels.table import OpContext, Ops
 from treetop.models.checkpoint import all_finite, check_tensors, open_tensors
-from treetop.models.params import Fetch, Param, Plain, Source, Span, of_rank, stored_tensors
+from treetop.models.params import Param, of_rank, stored_tensors
 from treetop.models.progress import progress
 from treetop.types.errors import CheckpointError, ConfigError
 from treetop.types.layout import SpecShape
 from treetop.types.parallel import ALONE, Parallel
+from treetop.weights.cpu_products import ChosenProduct, Shape
+from treetop.weights.format import MAIN, Fetch, Holding
+from treetop.weights.held import HeldWeight, Weights
 
-Weights = MutableMapping[str, Tensor]
-"""Parameters by name. A model takes out what it keeps in another form, so that this is never there twice."""
-
-_PIECE = 2**24
-"""Numbers of a stored tensor that are read together."""
 _TORCH_DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -68,33 +65,36 @@ class Placement:
     @property
     def ops(self) -> Ops:
         """The operations that serve here."""
-        context = OpContext(self.device, self.dtype, self.shapes)
-        return Ops(context, self.compressed, self.products, self.parallel, self.expert_ranks)
+        return Ops(OpContext(self.device, self.dtype, self.shapes), self.parallel, self.expert_ranks)
+
+    @property
+    def holding(self) -> Holding:
+        """What products here may use."""
+        return Holding(self.ops, self.compressed, self.products)
 
     def own(self, params: Sequence[Param]) -> list[Param]:
         """The rank's part of parameters. Raises ConfigError if one cannot be divided."""
         return of_rank(params, self.parallel, self.expert_ranks)
 
 
-def load_weights(
-    folder: Path, params: Sequence[Param], place: Placement, ignored: Collection[str] = ()
-) -> dict[str, Tensor]:
-    """The rank's part of all parameters, by name, from a folder's files; random ones if the placement says so.
+def load_weights(folder: Path, params: Sequence[Param], place: Placement, ignored: Collection[str] = ()) -> Weights:
+    """The rank's part of all parameters, from a folder's files; random ones if the placement says so.
 
     Each is filled from one stored tensor after another, where the model computes: beside them there is at most one
     tensor in memory. A terminal sees how far it is. ignored: tensors that the files may hold. Raises CheckpointError
-    as `checkpoint.open_tensors` says, and for a number that is too large for the dtype in which it is to be held.
+    as `checkpoint.open_tensors` says, for what is no weight in its format, and for a number that is too large for the
+    dtype in which it is to be held.
     """
     mine = place.own(params)
     if place.dummy:
         return random_weights(mine, place)
-    weights: dict[str, Tensor] = {}
+    held: dict[str, HeldWeight] = {}
     stored, total = stored_tensors(params), weight_bytes(mine, place.dtype)
     with open_tensors(folder, stored, ignored, place.device) as fetch, progress(folder, total) as loaded:
         for param in mine:
-            weights[param.name] = _filled(param, fetch, place, folder)
-            loaded(weights[param.name].nbytes)
-    return weights
+            held[param.name] = HeldWeight(param.format, param.shape, _filled(param, fetch, place, folder))
+            loaded(held[param.name].nbytes)
+    return Weights(held, place.holding)
 
 
 def check_weights(folder: Path, params: Sequence[Param], ignored: Collection[str] = ()) -> int:
@@ -102,27 +102,21 @@ def check_weights(folder: Path, params: Sequence[Param], ignored: Collection[str
     return check_tensors(folder, stored_tensors(params), ignored)
 
 
-def _filled(param: Param, fetch: Fetch, place: Placement, folder: Path) -> Tensor:
-    whole, start = param.empty(place.dtype, place.device), 0
+def _filled(param: Param, fetch: Fetch, place: Placement, folder: Path) -> dict[str, Tensor]:
+    parts = param.empty(place.dtype, place.device)
+    filled = dict.fromkeys(parts, 0)
     for source in param.sources:
-        for piece in _pieces(param, source):
-            where = f"{folder}: tensor {source.name}"
-            start = _put(whole, start, param.format.read(piece, fetch), where)  # keeps nothing that was read
-    if param.padded:
-        whole[start:] = 0
-        return whole
-    assert start == param.shape[0], f"{param.name}: the sources fill {start} rows of {param.shape[0]}"
-    return whole
-
-
-def _pieces(param: Param, source: Source) -> list[Source]:
-    """Parts of a source that is stored as it is, so that little of a large tensor is in memory beside its parameter."""
-    if source.span is not None and source.span.start == source.span.stop:
-        return []
-    if not isinstance(param.format, Plain) or source.transform is not None or source.span is not None:
-        return [source]
-    rows, step = source.shape[0], max(1, _PIECE // prod(source.shape[1:]))
-    return [replace(source, span=Span(0, first, min(first + step, rows))) for first in range(0, rows, step)]
+        if source.span is not None and source.span.start == source.span.stop:
+            continue
+        for part, rows in param.format.read(source, fetch):
+            filled[part] = _put(parts[part], filled[part], rows, f"{folder}: tensor {source.name}")
+            del rows  # before more is read
+    for part, whole in parts.items():
+        if param.padded:
+            whole[filled[part] :] = 0
+        else:
+            assert filled[part] == len(whole), f"{param.name}: sources fill {filled[part]} rows of {len(whole)}"
+    return parts
 
 
 def _put(whole: Tensor, start: int, rows: Tensor, where: str) -> int:
@@ -146,23 +140,34 @@ def _largest(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).max if dtype.is_floating_point else 0.0
 
 
-def random_weights(params: Sequence[Param], place: Placement) -> dict[str, Tensor]:
+def random_weights(params: Sequence[Param], place: Placement) -> Weights:
     """Weights of real shapes, for measuring speed: products keep their input's size, all else does nothing."""
     generator = torch.Generator(device=place.device).manual_seed(0)
-    weights = {}
+    held = {}
     for param in params:
-        made = param.empty(place.dtype, place.device)
-        if made.dtype == torch.uint8:
-            made.random_(0, 256, generator=generator)
-            made[..., GROUP_BYTES - 1] = 125 - round(log2(param.shape[-1]) / 2)  # of the same size, about
-        elif param.kind in ("matrix", "experts", "table"):
-            made.normal_(std=float(param.shape[-1] ** -0.5), generator=generator)
+        parts = param.empty(place.dtype, place.device)
+        if param.kind in ("matrix", "experts", "router", "table"):
+            param.format.fill_random(parts, generator)
         else:
-            made.fill_(int(param.kind == "vector" and not param.name.endswith("bias")))
-        weights[param.name] = made
-    return weights
+            parts[MAIN].fill_(int(param.kind == "vector" and not param.name.endswith("bias")))
+        held[param.name] = HeldWeight(param.format, param.shape, parts)
+    return Weights(held, place.holding)
+
+
+def without_memory(params: Sequence[Param], place: Placement) -> Weights:
+    """Weights of real shapes without numbers, on the device `meta`: what is made of them says what it takes."""
+    held = {p.name: HeldWeight(p.format, p.shape, p.empty(place.dtype, "meta")) for p in params}
+    return Weights(held, place.holding)
 
 
 def weight_bytes(params: Sequence[Param], dtype: torch.dtype) -> int:
     """What the parameters take."""
-    return sum(param.held_bytes(dtype) for param in params)
+    return sum(format_bytes(params, dtype).values())
+
+
+def format_bytes(params: Sequence[Param], dtype: torch.dtype) -> dict[str, int]:
+    """What the parameters of each format take, by its name."""
+    found = Counter[str]()
+    for param in params:
+        found[param.format.name] += param.held_bytes(dtype)
+    return dict(found)

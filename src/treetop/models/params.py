@@ -1,115 +1,27 @@
 """Parameters, declared once: expected tensors, loading, the memory count and shards all follow from these."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from math import lcm, prod
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from treetop.types.errors import ConfigError
+from treetop.types.errors import CheckpointError, ConfigError
 from treetop.types.parallel import ALONE, Parallel
+from treetop.weights.format import Held, Source, Span, Stored, WeightFormat
+from treetop.weights.plain import FLOATS
+from treetop.weights.rules import StoredFormats
 
-Kind = Literal["matrix", "experts", "table", "vector", "score", "index"]
-"""A weight that inputs are multiplied by, one of many experts of which inputs take some, one that rows are looked up
-in, a vector of a norm or a bias, one that decides choices and keeps 32 bits, integers."""
+Kind = Literal["matrix", "experts", "router", "table", "vector", "score", "index"]
+"""A weight that inputs are multiplied by, one of many experts of which inputs take some, one that chooses these, one
+that rows are looked up in, a vector of a norm or a bias, one that decides choices and keeps 32 bits, integers. The
+first two may be quantized."""
 Shard = int | Literal["whole", "first"]
 """How ranks share a parameter: cut along an axis, each rank all of it, or the first rank alone (the bias of a product
 whose parts are summed over the ranks)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """start .. stop along an axis."""
-
-    axis: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Rows of a parameter, and what they are made of.
-
-    name, shape: what is stored. transform: from the stored tensor to those rows, where they are not equal; rows: how
-    many, where they are not all of its numbers. unit: how many rows or columns belong together, such as those of a
-    head. shared: ranks in excess of the units may share one. span: the part of the rows that is wanted, None for all.
-    stacked: what is stored has experts along axis 0, each of which the transform treats by itself; a span is of them.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    transform: Callable[[Tensor], Tensor] | None = None
-    rows: int | None = None
-    unit: int = 1
-    shared: bool = False
-    span: Span | None = None
-    stacked: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor that a checkpoint must hold. kinds: how safetensors may hold it."""
-
-    shape: tuple[int, ...]
-    kinds: tuple[str, ...]
-
-
-Fetch = Callable[[str, Span | None], Tensor]
-"""Reads a stored tensor by name, or a part of it."""
-
-
-class Format(Protocol):
-    """How numbers are stored.
-
-    stored: a source's tensors. read: a source's rows, as they are held. unit: along this axis a parameter may be cut at
-    multiples of it only. held: the shape in which a parameter lies in memory; dtype: its dtype there, None for the
-    run's.
-    """
-
-    @property
-    def dtype(self) -> torch.dtype | None: ...
-
-    def held(self, shape: tuple[int, ...]) -> tuple[int, ...]: ...
-
-    def stored(self, source: Source) -> dict[str, Stored]: ...
-
-    def read(self, source: Source, fetch: Fetch) -> Tensor: ...
-
-    def unit(self, axis: int) -> int: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Plain:
-    """As they are, in a tensor of one of these kinds."""
-
-    kinds: tuple[str, ...]
-
-    def stored(self, source: Source) -> dict[str, Stored]:
-        return {source.name: Stored(source.shape, self.kinds)}
-
-    def read(self, source: Source, fetch: Fetch) -> Tensor:
-        if source.transform is None:
-            return fetch(source.name, source.span)
-        if source.stacked:
-            return source.transform(fetch(source.name, source.span))
-        rows, span = source.transform(fetch(source.name, None)), source.span
-        return rows if span is None else rows.narrow(span.axis, span.start, span.stop - span.start)
-
-    def unit(self, axis: int) -> int:
-        return 1
-
-    def held(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return shape
-
-    @property
-    def dtype(self) -> None:
-        return None
-
-
-FLOATS = Plain(("F64", "F32", "F16", "BF16"))
-"""Fewer bits would need scales."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +38,7 @@ class Param:
     sources: tuple[Source, ...]
     kind: Kind = "matrix"
     shard: Shard = "whole"
-    format: Format = FLOATS
+    format: WeightFormat = FLOATS
     wide: bool = False
     experts: int = 0
     padded: bool = False
@@ -135,21 +47,23 @@ class Param:
     def numbers(self) -> int:
         return prod(self.shape)
 
-    def held_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Its dtype in memory where models compute in `dtype`."""
+    def held(self, dtype: torch.dtype) -> dict[str, Held]:
+        """Its tensors in memory where models compute in `dtype`, by the names of its format."""
         if self.kind == "index":
-            return torch.int64
-        if self.kind == "score" or self.wide:
-            return torch.promote_types(dtype, torch.float32)
-        return self.format.dtype or dtype
+            dtype = torch.int64
+        elif self.kind == "score" or self.wide:
+            dtype = torch.promote_types(dtype, torch.float32)
+        return self.format.held(self.shape, dtype)
 
     def held_bytes(self, dtype: torch.dtype) -> int:
         """Bytes in memory."""
-        return prod(self.format.held(self.shape)) * self.held_dtype(dtype).itemsize
+        return sum(prod(each.shape) * each.dtype.itemsize for each in self.held(dtype).values())
 
-    def empty(self, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    def empty(self, dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
         """Memory for it."""
-        return torch.empty(self.format.held(self.shape), dtype=self.held_dtype(dtype), device=device)
+        return {
+            part: torch.empty(each.shape, dtype=each.dtype, device=device) for part, each in self.held(dtype).items()
+        }
 
     def rows_of(self, source: Source) -> int:
         """How many rows a whole source fills."""
@@ -159,6 +73,38 @@ class Param:
 def stored_tensors(params: Iterable[Param]) -> dict[str, Stored]:
     """What a checkpoint must hold."""
     return {name: each for p in params for s in p.sources for name, each in p.format.stored(s).items()}
+
+
+def in_formats(params: Iterable[Param], formats: StoredFormats) -> list[Param]:
+    """Parameters in the formats that a checkpoint says they are stored in.
+
+    Raises CheckpointError for a shape that its format cannot have, and for what is one product here but stored in
+    several formats.
+    """
+    if not formats.rules:
+        return list(params)
+    found = [_in_format(param, formats) if param.kind in ("matrix", "experts") else param for param in params]
+    for _, layer in groupby((p for p in found if p.kind == "experts"), key=lambda p: p.name.rpartition(".")[0]):
+        _one_format([(param.format, param.sources[0]) for param in layer], formats)
+    return found
+
+
+def _in_format(param: Param, formats: StoredFormats) -> Param:
+    format_ = _one_format([(formats.of(source.module), source) for source in param.sources], formats)
+    for source in param.sources:
+        format_.stored(source)  # or it raises
+    return replace(param, format=format_)
+
+
+def _one_format(each: Sequence[tuple[WeightFormat, Source]], formats: StoredFormats) -> WeightFormat:
+    first, source = each[0]
+    for other, another in each[1:]:
+        if other != first:
+            raise CheckpointError(
+                f"{formats.where}: quantization_config: {source.module} is {first.name} and {another.module}"
+                f" {other.name}, but treetop multiplies by both at once; they must be in one format"
+            )
+    return first
 
 
 def matrix(name: str, *sources: Source, shard: Shard = "whole") -> Param:
@@ -190,6 +136,8 @@ def cut(param: Param, rank: int, size: int) -> Param | None:
     if param.padded:
         length = param.shape[0]
         each = -(-length // size)
+        if each % param.format.unit(0) != 0:
+            raise _undivided(param.sources[0], size, length, 0, param.format.unit(0))
         span = Span(0, min(rank * each, length), min((rank + 1) * each, length))
         return replace(param, shape=(each, *param.shape[1:]), sources=(replace(param.sources[0], span=span),))
     spans = [_span(param, source, axis, rank, size) for source in param.sources]
@@ -242,6 +190,10 @@ def _span(param: Param, source: Source, axis: int, rank: int, size: int) -> Span
     if length % unit == 0 and source.shared and size % units == 0:
         first = rank * units // size
         return Span(axis, first * unit, (first + 1) * unit)
-    raise ConfigError(
+    raise _undivided(source, size, length, axis, unit)
+
+
+def _undivided(source: Source, size: int, length: int, axis: int, unit: int) -> ConfigError:
+    return ConfigError(
         f"--tp-size {size}: {source.name} cannot be divided: {length} along axis {axis}, in units of {unit}"
     )

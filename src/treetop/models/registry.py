@@ -27,11 +27,12 @@ from treetop.models.checkpoint import tensor_files
 from treetop.models.config import Config, ExpertSpec, ModelConfig, read_config
 from treetop.models.decoder import Decoder, decoder_params, unused_tensors
 from treetop.models.json_file import custom_code
-from treetop.models.loader import Placement, Weights, check_weights, load_weights
-from treetop.models.params import Param
+from treetop.models.loader import Placement, check_weights, load_weights
+from treetop.models.params import Param, in_formats
 from treetop.models.refused import refuse_adapter, refuse_by_key, refuse_by_name
 from treetop.models.target import Target
 from treetop.types.errors import CheckpointError, shown
+from treetop.weights.held import Weights
 
 _log = logging.getLogger("treetop")
 
@@ -87,7 +88,7 @@ class TargetSpec:
 
     @property
     def params(self) -> list[Param]:
-        return self.family.params(self.config)
+        return in_formats(self.family.params(self.config), self.config.formats)
 
     @property
     def streamed(self) -> int:
@@ -95,7 +96,7 @@ class TargetSpec:
 
         Experts come beside them, see `expert_layers`.
         """
-        kinds = ("matrix", "table") if self.config.tied_embeddings else ("matrix",)
+        kinds = ("matrix", "router", "table") if self.config.tied_embeddings else ("matrix", "router")
         return sum(param.numbers for param in self.params if param.kind in kinds)
 
     def attended_for_a_token(self, dtype: torch.dtype) -> int | None:

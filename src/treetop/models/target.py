@@ -7,8 +7,8 @@ from typing import Protocol
 from torch import Tensor
 
 from treetop.attention.layer import Attend
-from treetop.kernels.linear import Linear
 from treetop.models.config import ModelConfig
+from treetop.weights.format import Linear, Product
 
 LAST_HIDDEN = -1
 """The feature that is the last hidden state after the final norm: what logits are made of."""
@@ -36,7 +36,7 @@ class Target(Protocol):
     lm_head: Linear
 
     @property
-    def products(self) -> Sequence[object]: ...
+    def products(self) -> Sequence[Product]: ...
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> TargetOutput:
         """tokens, positions: [rows, n] int64. The layers' K/V go where `attend` puts them."""

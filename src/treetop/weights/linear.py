@@ -1,45 +1,30 @@
-"""Matrix products with weights, each in the form that is fastest where the weight lies.
+"""Products with plain weights, each in the form that is fastest where the weight lies.
 
-On a CPU it is the call that timing chose for each number of rows (`kernels.products`). On a GPU a product of few rows
-is a kernel of ours (`kernels.skinny_gemm`), for the fewest with the weight in 12 bits if it was compressed
-(`kernels.packed_weights`), and one of many is the vendor's.
+On a CPU it is the call that timing chose for each number of rows (`weights.cpu_products`). On a GPU a product of few
+rows is a kernel of ours (`kernels.skinny_gemm`), for the fewest with the weight in 12 bits if it was compressed
+(`weights.twelve_bits`), and one of many is the vendor's.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from treetop.kernels.fused import gate_mul, gate_mul_reference, joined
 from treetop.kernels.gate import Gate
-from treetop.kernels.packed_weights import compress_if_faster, compressed_rows
-from treetop.kernels.products import ROW_CLASSES, Call, CpuProduct, default_call
+from treetop.kernels.packed_weights import compressed_rows
 from treetop.kernels.skinny_gemm import choose_launch, gated_rows, skinny_gemm
 from treetop.kernels.triton_guard import GpuTraits
-
-
-class Linear(Protocol):
-    """`x @ weight.T + bias` for x [..., in], weight [out, in]."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Returns [..., out]."""
-        ...
-
-    def parts(self, x: Tensor) -> Tensor:
-        """Returns [parts, ..., out], float32 if there is more than one part; the product is their sum."""
-        ...
-
-
-GatedLinear = Callable[[Tensor], Tensor]
-"""Activated gate times up for x [..., in], with gate and up the halves of a product. Returns [..., out / 2]."""
+from treetop.weights.cpu_products import ROW_CLASSES, Call, CpuProduct, default_call
+from treetop.weights.twelve_bits import compress_if_faster
 
 
 class LibraryLinear:
     """The library's product: on a CPU by the calls given, or `default_call`; elsewhere `F.linear`."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, calls: Sequence[Call] | None = None) -> None:
-        """calls: by row class, see `kernels.products.ROW_CLASSES`."""
+        """calls: by row class, see `weights.cpu_products.ROW_CLASSES`."""
+        self.numbers, self._nbytes = weight.numel(), weight.nbytes
         self._product: Callable[[Tensor], Tensor] = lambda x: F.linear(x, weight, bias)
         if weight.device.type == "cpu":
             self._product = CpuProduct(weight, bias, calls or [default_call(weight.dtype)] * len(ROW_CLASSES))
@@ -50,6 +35,22 @@ class LibraryLinear:
     def parts(self, x: Tensor) -> Tensor:
         return self._product(x)[None]
 
+    def read_bytes(self, rows: int) -> int:
+        return self._nbytes
+
+
+class LibraryGated:
+    """`GatedLinear` of library calls, as `LibraryLinear`."""
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, calls: Sequence[Call] | None = None, kind: Gate = "silu"
+    ) -> None:
+        self._linear, self._kind = LibraryLinear(weight, bias, calls), kind
+        self.numbers, self.read_bytes = self._linear.numbers, self._linear.read_bytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return gate_mul_reference(self._linear(x), self._kind)
+
 
 class SkinnyLinear:
     """Few rows by a kernel of ours, more by `F.linear`. weight: [out, in], float16 or bfloat16.
@@ -59,13 +60,10 @@ class SkinnyLinear:
 
     def __init__(self, weight: Tensor, gpu: GpuTraits, compressed: bool = False, bias: Tensor | None = None) -> None:
         self._weight = _GpuWeight(weight, None, gpu, compressed and bias is None, bias)
+        self.numbers, self.read_bytes = weight.numel(), self._weight.read_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
         return joined(self.parts(x)).to(x.dtype)
-
-    def saved_bytes(self, rows: int) -> int:
-        """Bytes less than the whole weight's that a product of so many rows reads of its weight."""
-        return self._weight.saved_bytes(rows)
 
     def parts(self, x: Tensor) -> Tensor:
         parts = self._weight.few(x)
@@ -81,16 +79,13 @@ class SkinnyGated:
 
     def __init__(self, weight: Tensor, gpu: GpuTraits, compressed: bool = False, kind: Gate = "silu") -> None:
         self._weight, self._kind, self._gpu = _GpuWeight(weight, kind, gpu, compressed), kind, gpu
+        self.numbers, self.read_bytes = weight.numel(), self._weight.read_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
         out = self._weight.few(x)
         if out is None:
             return gate_mul(F.linear(x, self._weight.whole), self._kind, self._gpu)
         return out.view(*x.shape[:-1], -1)
-
-    def saved_bytes(self, rows: int) -> int:
-        """As `SkinnyLinear.saved_bytes`."""
-        return self._weight.saved_bytes(rows)
 
 
 class _GpuWeight:
@@ -102,10 +97,10 @@ class _GpuWeight:
         self.whole, self.bias, self._kind, self._gpu = whole.contiguous(), bias, kind, gpu
         self._compressed = compress_if_faster(self.whole, kind is not None, gpu) if compressed else None
 
-    def saved_bytes(self, rows: int) -> int:
+    def read_bytes(self, rows: int) -> int:
         if self._compressed is None or self._compressed.launch(rows) is None:
-            return 0
-        return self.whole.nbytes - self._compressed.weight.nbytes
+            return self.whole.nbytes
+        return self._compressed.weight.nbytes
 
     def few(self, x: Tensor) -> Tensor | None:
         """Parts [parts, rows, out], or [rows, out / 2] if gated, for x [..., in]; None where the vendor's is faster."""
@@ -120,14 +115,6 @@ class _GpuWeight:
         if kind is None:
             return skinny_gemm(_as_rows(x), self.whole, launch, gpu, self.bias)
         return gated_rows(_as_rows(x), self.whole, launch, gpu, kind)
-
-
-def library_gated(
-    weight: Tensor, bias: Tensor | None = None, calls: Sequence[Call] | None = None, kind: Gate = "silu"
-) -> GatedLinear:
-    """`GatedLinear` of library calls, as `LibraryLinear`."""
-    linear = LibraryLinear(weight, bias, calls)
-    return lambda x: gate_mul_reference(linear(x), kind)
 
 
 def _as_rows(x: Tensor) -> Tensor:

@@ -1,0 +1,209 @@
+"""What a format of weights says of itself. Whoever declares, reads, counts or multiplies weights asks the format.
+
+A format is one file in this package, and one line in `weights.registry` if a checkpoint can ask for it by name. Which
+weights are in it is known when parameters are declared, before anything is read.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from treetop.kernels.experts import Activation
+from treetop.kernels.gate import Gate
+from treetop.kernels.routing import Routes
+from treetop.kernels.table import Ops
+from treetop.kernels.triton_guard import GpuTraits
+from treetop.weights.cpu_products import Call, ChosenProduct, Shape
+
+MAIN = ""
+"""The part of a parameter that bears its name alone; a plain one has no other."""
+
+Parts = Mapping[str, Tensor]
+"""The tensors that a parameter lies in, by the names that `WeightFormat.held` gives them."""
+
+Biases = tuple[Tensor | None, Tensor | None]
+"""Of experts' gates and ups [experts, 2, inner], and of what follows [experts, hidden]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """start .. stop along an axis."""
+
+    axis: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Rows of a parameter, and what they are made of.
+
+    name, shape: what is stored, were it plain. transform: from the stored tensor to those rows, where they are not
+    equal; it moves whole rows, so formats apply it to whatever they store by row. rows: how many, where they are not
+    all of its numbers. unit: how many rows or columns belong together, such as those of a head. shared: ranks in excess
+    of the units may share one. span: the part of the rows that is wanted, None for all. stacked: what is stored has
+    experts along axis 0, each of which the transform treats by itself; a span is of them.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    transform: Callable[[Tensor], Tensor] | None = None
+    rows: int | None = None
+    unit: int = 1
+    shared: bool = False
+    span: Span | None = None
+    stacked: bool = False
+
+    @property
+    def module(self) -> str:
+        """What configurations call it: its name without the end that says weight."""
+        return self.name.removesuffix(".weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor that a checkpoint must hold. kinds: how safetensors may hold it."""
+
+    shape: tuple[int, ...]
+    kinds: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A tensor in memory."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+Fetch = Callable[[str, Span | None], Tensor]
+"""Reads a stored tensor by name, or a part of it."""
+
+
+def read_rows(source: Source, name: str, fetch: Fetch, columns: int | None = 1) -> Tensor:
+    """A source's rows, or those of its span, of a tensor that is stored by row.
+
+    columns: how many of the source's columns one of the tensor's stands for, such as those of a group; None for all.
+    """
+    transform, span = source.transform, source.span
+    if span is not None and span.axis == 1:
+        span = None if columns is None else Span(1, span.start // columns, span.stop // columns)
+    if transform is None:
+        return fetch(name, span)
+    if source.stacked or span is None:
+        return transform(fetch(name, span))
+    return transform(fetch(name, None)).narrow(span.axis, span.start, span.stop - span.start)
+
+
+class Product(Protocol):
+    """A product with a weight, which it holds in the form that is fastest here. numbers: of the weight."""
+
+    @property
+    def numbers(self) -> int: ...
+
+    def read_bytes(self, rows: int) -> int:
+        """Bytes of the weight that a product of so many rows reads."""
+
+
+class Linear(Product, Protocol):
+    """`x @ weight.T + bias` for x [..., in], weight [out, in]."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Returns [..., out]."""
+        ...
+
+    def parts(self, x: Tensor) -> Tensor:
+        """Returns [parts, ..., out], float32 if there is more than one part; the product is their sum."""
+        ...
+
+
+class GatedLinear(Product, Protocol):
+    """Activated gate times up, for x [..., in] and a weight [2 * out, in] with gates first."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Returns [..., out]."""
+        ...
+
+
+class ExpertProducts(Protocol):
+    """The weighted sum of each token's experts."""
+
+    def __call__(self, x: Tensor, routes: Routes) -> Tensor:
+        """x: [tokens, hidden], contiguous. Returns parts [parts, tokens, hidden], 0 for padding."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What an engine's products may use.
+
+    ops: the operations that serve. copies: on a GPU weights may be kept a second time, if products are faster with
+    that. chosen: on a CPU, the calls for weights of each shape.
+    """
+
+    ops: Ops
+    copies: bool = False
+    chosen: Mapping[Shape, ChosenProduct] = field(default_factory=dict)
+
+    def calls(self, weight: Tensor) -> tuple[Call, ...] | None:
+        """What was chosen for a weight [out, in]; None without a choice."""
+        found = self.chosen.get((weight.shape[0], weight.shape[1]))
+        return None if found is None else found.calls
+
+
+class WeightFormat(Protocol):
+    """A format is a value: equal to another that says the same. name: for people.
+
+    Tensors may be without memory (`meta`) where an engine is planned.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def stored(self, source: Source) -> dict[str, Stored]:
+        """The tensors that a checkpoint holds of a source. Raises CheckpointError for a shape that cannot be so."""
+
+    def unit(self, axis: int) -> int:
+        """Along this axis a parameter may be cut at multiples of it only."""
+
+    def held(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Held]:
+        """The tensors that a parameter of this shape lies in where models compute in `dtype`; rows along axis 0."""
+
+    def read(self, source: Source, fetch: Fetch) -> Iterator[tuple[str, Tensor]]:
+        """A source's rows, or those of its span, for each part that is held; a part's may come in several pieces.
+
+        Nothing is kept of a piece when the next one is read. Raises CheckpointError for what is no weight.
+        """
+
+    def fill_random(self, parts: Parts, generator: torch.Generator) -> None:
+        """Random numbers, of which products keep their input's size, about."""
+
+    def copy_bytes(self, weight: "ProductWeight", dtype: torch.dtype, gpu: GpuTraits | None) -> int:
+        """Bytes of the copy that products may be faster with where models compute in `dtype`; 0 if none is.
+
+        gpu: None on a CPU, where timing tells later.
+        """
+
+    def linear(self, parts: Parts, bias: Tensor | None, holding: Holding) -> Linear:
+        """The product with a weight [out, in]."""
+
+    def gated(self, parts: Parts, bias: Tensor | None, kind: Gate, holding: Holding) -> GatedLinear:
+        """That with gate and up. kind: the gate's activation."""
+
+    def experts(
+        self, gate_up: Parts, down: Parts, biases: Biases, activation: Activation, holding: Holding
+    ) -> ExpertProducts:
+        """Those with experts. gate_up: parts [experts, 2, inner, ...], gates first; down: [experts, hidden, ...]."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProductWeight:
+    """A weight that products are taken with. gated: gate and up, one after the other. bias: whether there is one."""
+
+    format: WeightFormat
+    shape: Shape
+    gated: bool
+    bias: bool
