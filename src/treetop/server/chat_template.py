@@ -100,7 +100,7 @@ class ChatTemplate:
 
 
 def template_line(messages: Sequence[Message], options: Mapping[str, Any]) -> str:
-    """What the process is told of one rendering, a line of JSON. Raises InputError for what a template cannot be given."""
+    """A line of JSON that asks for a rendering. Raises InputError for what a template cannot be given."""
     check_options(options)
     return rendering(messages, options)
 
