@@ -25,7 +25,12 @@ from treetop.weights.held import Weights
 
 
 class ExpertMLP:
-    """Router, chosen experts, and what is shared by all tokens beside them."""
+    """Router, chosen experts, and what is shared by all tokens beside them.
+
+    As a `Product` it counts nothing: what it reads depends on which experts the rows choose.
+    """
+
+    numbers = 0
 
     def __init__(self, spec: ExpertSpec, weights: Weights, name: str, ops: Ops) -> None:
         router, ranks = f"{name}.router", ops.expert_ranks
@@ -41,10 +46,7 @@ class ExpertMLP:
         self._shared = GatedMLP(weights, f"{name}.shared", ops) if spec.shared_inner else None
         self.products: list[Product] = [self, *(() if self._shared is None else self._shared.products)]
 
-    numbers = 0
-
     def read_bytes(self, rows: int) -> int:
-        """None: what is read depends on which experts the rows chose."""
         return 0
 
     def route(self, x: Tensor, live: Tensor | None) -> Routes:
