@@ -10,8 +10,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from treetop.server.metrics import FEW_ROUNDS, NOT_ALIASED, Interval, Metrics
 from treetop.server.outputs import LiveRequest
+from treetop.types.ids import RequestId
 from treetop.types.layout import PLAIN, SpecShape
-from treetop.types.requests import CoreInfo, CoreLoad, RequestUpdate
+from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, RequestUpdate
 from treetop.types.sampling import SamplingParams
 
 ROUTERS = """num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_hits prefix_cache_queries
@@ -26,6 +27,10 @@ TREE = SpecShape(2, 3, 6)
 
 def made(shape=TREE) -> Metrics:
     return Metrics("m", CoreInfo("/none", 100, 64, 4, shape))
+
+
+def asked_for(prompt: list[int]) -> EngineRequest:
+    return EngineRequest(RequestId(0), tuple(prompt), SamplingParams(), 0)
 
 
 def samples(metrics: Metrics) -> dict[str, float]:
@@ -43,7 +48,7 @@ def exported(metrics: Metrics) -> set[str]:
 
 
 def test_a_request_is_counted_under_both_names():
-    metrics, live = made(), LiveRequest.of(0, [1, 2, 3], SamplingParams(), None)
+    metrics, live = made(), LiveRequest.of(0, asked_for([1, 2, 3]), None)
     metrics.arrived(3)
     metrics.take(CoreLoad(2, 5, 0.25, 7), 2)
     updates = [
@@ -54,7 +59,7 @@ def test_a_request_is_counted_under_both_names():
     for update in updates:
         metrics.observe(live, update)
         live.apply(update)
-    late = LiveRequest.of(0, [1], SamplingParams(), None)
+    late = LiveRequest.of(0, asked_for([1]), None)
     metrics.observe(late, RequestUpdate(2, (), None, "abort", "late", timed_out=True))
     seen = samples(metrics)
     want = {
@@ -138,7 +143,7 @@ def test_a_draft_that_is_never_right_is_a_warning_that_says_what_to_do(caplog, a
 
 
 def test_plain_decoding_counts_no_drafts():
-    metrics, live = made(PLAIN), LiveRequest.of(0, [1], SamplingParams(), None)
+    metrics, live = made(PLAIN), LiveRequest.of(0, asked_for([1]), None)
     metrics.observe(live, RequestUpdate(1, (4,), 0))
     assert samples(metrics)["treetop:spec_decode_num_drafts_total"] == 0
     assert metrics.of([]) is None

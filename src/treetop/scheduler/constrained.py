@@ -16,13 +16,19 @@ class Constrained:
 
     def __init__(
         self,
-        constraint: TokenConstraint,
+        constraint: TokenConstraint | None,
         vocab_size: int,
         params: SamplingParams,
         stop_ids: frozenset[int],
         received: Sequence[int] = (),
+        bad_words: Sequence[tuple[int, ...]] = (),
     ) -> None:
-        """Asks for the first token, or for that behind what was `received`. Raises InputError if there can be none."""
+        """Asks for the first token, or for that behind what was `received`. Raises InputError if there can be none.
+
+        constraint: None allows any token. bad_words: of which none may be completed.
+        """
+        self._bad_words, self._recent = bad_words, list[int]()
+        self._most_recent = max((len(word) - 1 for word in bad_words), default=0)
         self._constraint, self._vocab_size, self._min_tokens = constraint, vocab_size, params.min_tokens
         self._all = (1 << vocab_size) - 1
         self._ends = _bits(token for token in stop_ids if token < vocab_size)
@@ -38,8 +44,9 @@ class Constrained:
     def advance(self, new_ids: Sequence[int]) -> bool:
         """The output has grown. Returns whether it may go on. Raises InputError if the constraint fails."""
         self._num_output += len(new_ids)
+        self._recent = [*self._recent, *new_ids][-self._most_recent :] if self._most_recent else []
         try:
-            told = self._told(self._constraint.allowed(tuple(new_ids)))
+            told = self._all if self._constraint is None else self._told(self._constraint.allowed(tuple(new_ids)))
         except InputError:
             raise
         except Exception as error:  # a caller's own code
@@ -47,9 +54,15 @@ class Constrained:
         self.allowed = told & self._listed
         if self._num_output < self._min_tokens:
             self.allowed &= ~self._ends
+        self.allowed &= ~_bits(word[-1] for word in self._bad_words if self._begun(word))
         if told and not self.allowed:
-            raise InputError("the constraint allows no token that allowed_token_ids and min_tokens leave")
+            raise InputError("the constraint allows no token that bad_words, allowed_token_ids and min_tokens leave")
         return told != 0
+
+    def _begun(self, word: tuple[int, ...]) -> bool:
+        """Whether the output ends with all of a bad word but its last token."""
+        before = len(word) - 1
+        return not before or tuple(self._recent[-before:]) == word[:-1]
 
     def mask(self) -> bytes:
         """`allowed`, bit t % 8 of byte t // 8 for token t."""

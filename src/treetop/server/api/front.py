@@ -120,12 +120,13 @@ class Front:
                 code="queue_full",
             )
 
-    async def chat_ids(self, messages: Sequence[Message], **options: Any) -> list[int]:
-        """Ids of a conversation. Raises ApiError without a template."""
+    async def chat_ids(
+        self, messages: Sequence[Message], options: dict[str, Any], continues: bool = False, cut: bool = False
+    ) -> list[int]:
+        """See `chat_ids` of `server/chat_prompt.py`. Raises ApiError without a template."""
         if self.rendering is None:
             raise ApiError(400, "the model has no chat template; serve it with --chat-template FILE", "messages")
-        text = await self.rendering.text_of(messages, **options)
-        return await self.llm.encode(text, False)
+        return await self.rendering.ids_of(self.llm.reader, messages, options, continues, cut)
 
     def usage(self, prompts: Sequence[Sequence[int]], outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """Tokens asked and received: each prompt once, every choice."""

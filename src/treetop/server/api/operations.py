@@ -57,7 +57,7 @@ def _add_tokens(router: APIRouter, front: Front) -> None:
             raise InputError("give prompt or messages")
         if body.messages is not None:
             messages = [message.flat() for message in body.messages]
-            ids = await front.chat_ids(messages, add_generation_prompt=body.add_generation_prompt)
+            ids = await front.chat_ids(messages, {"add_generation_prompt": body.add_generation_prompt})
         else:
             ids = await front.llm.encode(body.prompt or "", body.add_special_tokens)
         return json_response({"count": len(ids), "max_model_len": front.core.info.max_context, "tokens": ids})
