@@ -155,7 +155,7 @@ def test_a_folder_without_permission_is_refused_by_option(strong_pair, tmp_path,
         ({"min_p": math.nan}, "min_p"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"stop": ["a", ""]}, "stop"),
-        ({"seed": -1}, "seed"),
+        ({"seed": -(2**63) - 1}, "seed"),
         ({"seed": 2**63}, "seed"),
     ],
 )
@@ -219,7 +219,7 @@ def test_a_stop_string_that_no_text_has_is_refused():
 
 
 def test_all_problems_of_sampling_parameters_are_reported_at_once():
-    act = lambda: SamplingParams(temperature=-1, top_p=2, max_tokens=0, seed=-5)  # noqa: E731  # one line, called twice
+    act = lambda: SamplingParams(temperature=-1, top_p=2, max_tokens=0, seed=2**63)  # noqa: E731  # one line, called twice
     refused(InputError, act, "temperature", "top_p", "max_tokens", "seed")
 
 

@@ -11,8 +11,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from treetop.server.metric_names import ALIASES, LEAST_WINDOW_S, Lately
 from treetop.server.metrics import FEW_ROUNDS, Interval, Metrics
 from treetop.server.outputs import LiveRequest
+from treetop.types.ids import RequestId
 from treetop.types.layout import PLAIN, SpecShape
-from treetop.types.requests import CoreInfo, CoreLoad, RequestUpdate
+from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, RequestUpdate
 from treetop.types.sampling import SamplingParams
 
 ROUTERS = """num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_hits prefix_cache_queries
@@ -34,6 +35,10 @@ def made(shape=TREE) -> Metrics:
     return Metrics("m", CoreInfo("/none", 100, 64, 4, shape))
 
 
+def asked_for(prompt: list[int]) -> EngineRequest:
+    return EngineRequest(RequestId(0), tuple(prompt), SamplingParams(), 0)
+
+
 def samples(metrics: Metrics) -> dict[str, float]:
     """Samples by name and labels, the model's left out."""
     found = {}
@@ -50,7 +55,7 @@ def exported(metrics: Metrics) -> set[str]:
 
 
 def test_a_request_is_counted_under_every_name():
-    metrics, live = made(), LiveRequest.of(0, [1, 2, 3], SamplingParams(), None)
+    metrics, live = made(), LiveRequest.of(0, asked_for([1, 2, 3]), None)
     metrics.arrived(3)
     metrics.take(CoreLoad(2, 5, 0.25, 7), 2)
     updates = [
@@ -61,7 +66,7 @@ def test_a_request_is_counted_under_every_name():
     for update in updates:
         metrics.observe(live, update)
         live.apply(update)
-    late = LiveRequest.of(0, [1], SamplingParams(), None)
+    late = LiveRequest.of(0, asked_for([1]), None)
     metrics.observe(late, RequestUpdate(2, (), None, "abort", "late", timed_out=True))
     seen = samples(metrics)
     want = {
@@ -115,7 +120,7 @@ def test_times_of_a_request_are_those_of_its_phases(monkeypatch):
     """Queue and prefill as the engine tells them, decode from the first token to the last, whenever the end is told."""
     now = [100.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    metrics, live = made(), LiveRequest.of(0, [1, 2, 3], SamplingParams(), None)
+    metrics, live = made(), LiveRequest.of(0, asked_for([1, 2, 3]), None)
     updates = [
         (100.5, RequestUpdate(1, (4,), num_cached_tokens=0, queue_s=0.25, prefill_s=0.125)),
         (101.0, RequestUpdate(1, (5, 6), 1)),
@@ -125,7 +130,7 @@ def test_times_of_a_request_are_those_of_its_phases(monkeypatch):
         now[0] = seconds
         metrics.observe(live, update)
         live.apply(update)
-    never = LiveRequest.of(0, [1], SamplingParams(), None)
+    never = LiveRequest.of(0, asked_for([1]), None)
     metrics.observe(never, RequestUpdate(2, (), None, "abort", "late", timed_out=True))
     seen = samples(metrics)
     for phase, seconds in (("queue", 0.25), ("prefill", 0.125), ("decode", 0.5), ("inference", 0.625)):
@@ -205,7 +210,7 @@ def test_a_draft_that_is_never_right_is_a_warning_that_says_what_to_do(caplog, a
 
 
 def test_plain_decoding_counts_no_drafts():
-    metrics, live = made(PLAIN), LiveRequest.of(0, [1], SamplingParams(), None)
+    metrics, live = made(PLAIN), LiveRequest.of(0, asked_for([1]), None)
     metrics.observe(live, RequestUpdate(1, (4,), 0))
     assert samples(metrics)["treetop:spec_decode_num_drafts_total"] == 0
     assert metrics.of([]) is None

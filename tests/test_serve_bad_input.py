@@ -49,7 +49,7 @@ def told(server, path, body, status=400, **options) -> str:
         ({"top_p": 1.1}, "top_p must be"),
         ({"top_k": -7}, "top_k must be"),
         ({"min_p": 2}, "min_p must be"),
-        ({"seed": -1}, "seed must be"),
+        ({"seed": -(2**63) - 1}, "seed must be"),
         ({"seed": 2**63}, "seed must be"),
         ({"stop": ""}, "stop strings must not be empty"),
         ({"stop": ["a"] * 17}, "stop: "),

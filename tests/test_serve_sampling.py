@@ -22,6 +22,7 @@ OPTIONS = [
     {"logit_bias": {str(NUMBERS[3]): 6.5, str(NUMBERS[4]): -100}, "temperature": 1.1},
     {"min_tokens": 20, "stop_token_ids": TOKENIZER.encode(" return\n", special=False)},
     {"allowed_token_ids": NUMBERS},
+    {"bad_words": ["return", "    return", "math.pi"]},
     {"temperature": 1.0, "min_p": 0.05, "top_k": 40, "top_p": 0.95},
 ]
 
@@ -141,6 +142,63 @@ def test_streamed_logprobs_are_those_at_once(server):
         assert pieces[choice.index] == [*zip(told.tokens, told.token_logprobs, told.text_offset, strict=True)]
 
 
+@pytest.mark.parametrize("max_tokens", [0, 1, 5])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_has_the_prompts_logprobs(server, llm, max_tokens, stream):
+    """What lm-eval asks: prompts as ids, max_tokens 0 or 1; nothing for the first token, then each token's own."""
+    texts = ["def area(r):\n    return r ** 2\n", "import os"]
+    ids = [TOKENIZER.encode(text) for text in texts]
+    told = {0: [], 1: []}
+    answer = complete(server, prompt=ids, max_tokens=max_tokens, echo=True, logprobs=2, stream=stream)
+    found = {0: "", 1: ""}
+    for part in answer if stream else [answer]:
+        for choice in part.choices:
+            found[choice.index] += choice.text
+            if choice.logprobs is not None:
+                got = choice.logprobs
+                lists = got.tokens, got.token_logprobs, got.top_logprobs, got.text_offset
+                told[choice.index] += zip(*lists, strict=True)
+    for index, prompt in enumerate(ids):
+        output = llm.generate(prompt, SamplingParams(max_tokens=max_tokens, prompt_logprobs=2, logprobs=2))[0]
+        assert found[index] == texts[index] + output.text
+        tokens, own, best, offsets = zip(*told[index], strict=True)
+        assert "".join(tokens).startswith(texts[index])
+        assert offsets == tuple(len("".join(tokens[:i])) for i in range(len(tokens)))
+        assert own[0] is best[0] is None
+        want = [each.logprob for each in (*output.prompt_logprobs[1:], *output.logprobs)]
+        assert own[1:] == pytest.approx(want, abs=1e-6)
+        for token, logprob, top in zip(tokens[1:], own[1:], best[1:], strict=True):
+            assert top[token] == logprob
+            assert 1 <= len(top) <= 3
+
+
+def test_an_echo_without_logprobs_may_be_all_that_is_asked(server):
+    answer = complete(server, max_tokens=0, echo=True)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (PROMPT, "length")
+    assert answer.choices[0].logprobs is None
+    assert answer.usage.completion_tokens == 0
+    assert "".join(each.choices[0].text for each in complete(server, max_tokens=0, echo=True, stream=True)) == PROMPT
+
+
+def test_prompt_logprobs_come_in_vllms_form(server, llm):
+    want = llm.generate(PROMPT, SamplingParams(max_tokens=2, prompt_logprobs=1))[0]
+    choice = complete(server, max_tokens=2, prompt_logprobs=1, logprobs=3, echo=True).choices[0]
+    messages = [{"role": "user", "content": PROMPT}]
+    body = {"messages": messages, "max_tokens": 2, "prompt_logprobs": 1, "return_token_ids": True}
+    chat = server.post("/v1/chat/completions", body).json()
+    assert chat["prompt_token_ids"] == list(want.prompt_token_ids)
+    for told in (choice.model_extra["prompt_logprobs"], chat["prompt_logprobs"]):
+        assert told[0] is None
+        for token, each, logprobs in zip(want.prompt_token_ids[1:], told[1:], want.prompt_logprobs[1:], strict=True):
+            ((best, value),) = logprobs.top
+            assert each.keys() == {str(token), str(best)}
+            assert each[str(token)]["logprob"] == pytest.approx(logprobs.logprob, abs=1e-6)
+            assert each[str(token)]["rank"] == (1 if token == best else None)
+            assert each[str(best)]["logprob"] == pytest.approx(value, abs=1e-6)
+            assert each[str(best)]["rank"] == 1
+            assert each[str(token)]["decoded_token"] == TOKENIZER.token_bytes(token).decode(errors="replace")
+
+
 def test_a_chats_logprobs_spell_its_tokens(server):
     body = {
         "model": NAME,
@@ -180,8 +238,10 @@ for _ in range(300):
     ("body", "words"),
     [
         ({"best_of": 2}, "best_of: only equal to n"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs: not supported"),
-        ({"logprobs": 1, "echo": True}, "logprobs, echo"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs must be in"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs: not in a stream"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"max_tokens": 0, "logprobs": 1}, "max_tokens must be at least 1"),
         ({"logprobs": 21}, "logprobs must be in"),
         ({"logprobs": -1}, "logprobs must be in"),
         ({"logit_bias": {"a": 1}}, "logit_bias: keys must be token ids"),
@@ -193,7 +253,8 @@ for _ in range(300):
         ({"repetition_penalty": -1}, "repetition_penalty must be in"),
         ({"min_tokens": 31}, "min_tokens must be in"),
         ({"allowed_token_ids": []}, "allowed_token_ids must not be empty"),
-        ({"bad_words": ["a"]}, "bad_words: not supported"),
+        ({"bad_words": [""]}, "bad_words must not be empty"),
+        ({"bad_words": ["a"] * 129}, "bad_words: "),
         ({"response_format": {"type": "xml"}}, "response_format: type must be"),
         ({"response_format": {"type": "json_schema"}}, "response_format: json_schema must be"),
         ({"response_format": {"type": "json_object", "schema": {}}}, "response_format: 'schema' is not known"),
@@ -294,6 +355,7 @@ def test_an_engine_that_cannot_says_so():
         for body, words in (
             ({"min_tokens": 2}, "min_tokens: this engine"),
             ({"logprobs": 1}, "logprobs: this engine"),
+            ({"logprobs": 1, "echo": True}, "logprobs: this engine"),
             ({"regex": "a"}, "structured_output: this engine"),
         ):
             with pytest.raises(openai.BadRequestError, match=words):

@@ -99,7 +99,7 @@ def serve(pair, shape, params, ranks, **options):
 
 MIXED = [
     sampled(11, 20, temperature=0.6),
-    greedy(20),
+    replace(greedy(20), prompt_logprobs=2),
     sampled(2**62 + 5, 20, top_k=5),
     sampled(13, 20, top_p=0.7),
     sampled(0, 20, min_p=0.2, temperature=1.7, logprobs=3),
@@ -131,6 +131,10 @@ def test_ranks_give_what_one_gives(pairs, name, shape, ranks, params, options):
     shared = serve(pairs[name], shape, params, ranks, **options)
     assert tokens(shared) == tokens(alone)
     assert accept_lens(shared) == accept_lens(alone)
+    for got, want in zip(shared, alone, strict=True):
+        assert (got.prompt_logprobs is None) == (want.prompt_logprobs is None)
+        told, right = ([each.logprob for each in (output.prompt_logprobs or ())[1:]] for output in (got, want))
+        assert told == pytest.approx(right, abs=1e-6)
     if shape is not None:
         assert sum(map(sum, accept_lens(shared))) > 0, "nothing was accepted, so nothing was tested"
 

@@ -23,6 +23,7 @@ from treetop.engine.handover import collect_exports, collect_imports, export_pie
 from treetop.engine.memory import out_of_memory_explained
 from treetop.engine.prefill import chunk_columns, chunk_width, make_batch, prefill
 from treetop.engine.processors import RowProcessors
+from treetop.engine.prompt_logprobs import prompt_columns, with_prompt
 from treetop.engine.rounds import RoundKey
 from treetop.engine.staging import (
     HostResults,
@@ -189,6 +190,8 @@ class Engine:
             most = plan.logprobs[i] if plan.logprobs else None
             logprobs = () if most is None else got.logprobs_of(i, len(tokens), most)
             rows.append(RowResult(row, tokens, got.finite[i], logprobs))
+            if isinstance(plan, PrefillPlan) and got.prompt is not None:
+                rows[-1] = with_prompt(rows[-1], plan, i, got.prompt)
             if self.config.check_level >= 1:
                 check_result(rows[-1], self.spec.vocab_size, self.layout.commit_width)
         return StepResult(tuple(rows), got.record[-1])
@@ -252,12 +255,14 @@ class Engine:
             setups=setup_columns(plan.setups),
             chunks=chunk_columns(plan, len(padded)),
             prefixes=state.prefix_columns(plan.setups),
+            prompt=prompt_columns(plan, chunk_width(plan)),
         )
         rows = self._apply(sent)
         self._move_in(plan.setups, sent)
         self._row_processors.restrict(plan.masks)
-        first = prefill(self.runner, make_batch(plan, rows, sent["chunks"]))
-        return Results(first.token[:, None], torch.zeros_like(first.token), first.finite, first.logprobs)
+        first = prefill(self.runner, make_batch(plan, rows, sent["chunks"], sent["prompt"]))
+        zeros = torch.zeros_like(first.token)
+        return Results(first.token[:, None], zeros, first.finite, first.logprobs, first.prompt)
 
     def _round(self, plan: RoundPlan, slot: Slot) -> Results:
         padded, edits = self._padded(plan), self.runner.state.edit_columns(plan.edits)

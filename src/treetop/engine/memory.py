@@ -132,13 +132,15 @@ def step_bytes(layout: Layout, vocab_size: int, element_size: int) -> int:
     """Bytes that the worst step takes on a CPU, about: all rows at the context wall, a round sampled.
 
     PyTorch's attention gathers a layer's prefix, joins it with the tail, and has two masks and a bias for each query,
-    a tree's node or a prompt's token. In a round each node has its logits later, and what drawing from them takes.
+    a tree's node or a prompt's token. In a round each node has its logits later, and what drawing from them takes; of a
+    prompt's tokens with log-probabilities no more have them at a time, or a few.
     """
     numbers = max(group.kv.numbers for group in layout.groups)
     rows, nodes = layout.max_requests, layout.max_requests * layout.verify_tail
     gathered = 2 * rows * numbers * element_size
     masked = max(nodes, layout.chunk) * (element_size + 2)
-    return max(layout.max_committed * (gathered + masked), nodes * vocab_size * (element_size + _BYTES_PER_DRAW))
+    lines = max(nodes, layout.prompt_lines)
+    return max(layout.max_committed * (gathered + masked), lines * vocab_size * (element_size + _BYTES_PER_DRAW))
 
 
 def pool_bytes(layout: Layout, element_size: int) -> int:

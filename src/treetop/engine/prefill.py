@@ -9,6 +9,7 @@ from torch import Tensor
 from treetop.attention.layer import CausalAttention, LayerKV
 from treetop.drafts.protocol import Extension
 from treetop.engine.model_runner import ModelRunner
+from treetop.engine.prompt_logprobs import PromptTokens, prompt_logprobs
 from treetop.kernels.kv import slots_of
 from treetop.kernels.row_text import remember
 from treetop.kernels.tree import root_tree
@@ -26,7 +27,8 @@ class PrefillBatch:
 
     rows: [rows] int64. tokens: [rows, n] int64, padded. query_len: [rows] int64, 0 for the dummy row. next_token:
     [rows] int64, the prompt token after the chunk; -1 for a prompt's last chunk. max_kv_len: no extent is larger.
-    exchanged: tokens that ranks with shared experts exchange, where these are more than the batch has.
+    exchanged: tokens that ranks with shared experts exchange, where these are more than the batch has. prompt: those of
+    which log-probabilities are asked for.
     """
 
     rows: Tensor
@@ -36,6 +38,7 @@ class PrefillBatch:
     max_kv_len: int
     choice: Choice
     exchanged: int = 0
+    prompt: PromptTokens | None = None
 
 
 def chunk_columns(plan: PrefillPlan, bucket: int) -> list[list[int]]:
@@ -54,13 +57,14 @@ def chunk_width(plan: PrefillPlan) -> int:
     return max((len(chunk.token_ids) for chunk in plan.chunks), default=1)
 
 
-def make_batch(plan: PrefillPlan, rows: Tensor, columns: list[Tensor]) -> PrefillBatch:
-    """rows: [bucket] int64. columns: those of `chunk_columns`, on the device."""
+def make_batch(plan: PrefillPlan, rows: Tensor, columns: list[Tensor], prompt: list[Tensor]) -> PrefillBatch:
+    """rows: [bucket] int64. columns, prompt: those of `chunk_columns` and `prompt_columns`, on the device."""
     query_len, next_token, place, ids = columns
     width = chunk_width(plan)
     max_kv_len = max((chunk.start + len(chunk.token_ids) for chunk in plan.chunks), default=1)
     tokens = rows.new_zeros(len(rows) * width).index_copy_(0, place, ids).view(len(rows), width)
-    return PrefillBatch(rows, tokens, query_len, next_token, max_kv_len, plan.choice, plan.least_tokens)
+    asked = PromptTokens(*prompt) if len(prompt[0]) else None
+    return PrefillBatch(rows, tokens, query_len, next_token, max_kv_len, plan.choice, plan.least_tokens, asked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +80,14 @@ class _Span:
 class FirstTokens:
     """The first new token of each row; after a chunk that is not a prompt's last it means nothing.
 
-    token: [rows] int64. finite: [rows] bool. logprobs: of one column, if the batch asks for them.
+    token: [rows] int64. finite: [rows] bool. logprobs: of one column, if the batch asks for them. prompt: of the prompt
+    tokens whose log-probabilities are asked for.
     """
 
     token: Tensor
     finite: Tensor
     logprobs: PathLogprobs | None
+    prompt: PathLogprobs | None
 
 
 def prefill(runner: ModelRunner, batch: PrefillBatch) -> FirstTokens:
@@ -117,7 +123,8 @@ def prefill(runner: ModelRunner, batch: PrefillBatch) -> FirstTokens:
         at = Extension(rows, last, text)
         draft = runner.propose(runner.drafter.extend(shifted, aux_hidden, span.positions, at, attend))
     ops.finish(runner.state.tables, rows, runner.layout.dummy_row, last, first, draft)
-    return FirstTokens(first, accepted.finite, logprobs)
+    asked = None if batch.prompt is None else prompt_logprobs(runner, output.hidden, batch.prompt)
+    return FirstTokens(first, accepted.finite, logprobs, asked)
 
 
 def _one_column(rows: Tensor) -> Accepted:

@@ -82,6 +82,8 @@ def words_of(params: SamplingParams, history: RowHistory, vocab_size: int) -> di
         allowed = set(params.allowed_token_ids)
         words = {token: word if token in allowed else word | NEVER for token, word in words.items()}
         words |= dict.fromkeys(allowed - words.keys(), 0)
+    for token in history.never_ids:
+        words[token] = words.get(token, 0) | NEVER
     return words
 
 

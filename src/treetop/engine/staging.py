@@ -4,6 +4,7 @@ The host writes a step's inputs into its slot and goes on; the device copies the
 same slot. `max_steps` are out at most, so a slot that comes round again has long been read.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, repeat
@@ -39,13 +40,15 @@ class Slot:
 class Results:
     """What the host learns of a step's rows. tokens: [rows, w] int64; accept_len: [rows] int64; finite: [rows] bool.
 
-    logprobs: if a row asks for them. What is handed over has results of this form, too (`engine/handover.py`).
+    logprobs: if a row asks for them. prompt: of prompt tokens, [n, 1 + most] and [n, most], if a chunk asks for them.
+    What is handed over has results of this form, too (`engine/handover.py`).
     """
 
     tokens: Tensor
     accept_len: Tensor
     finite: Tensor
     logprobs: PathLogprobs | None = None
+    prompt: PathLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,22 +60,26 @@ class HostResults:
     finite: list[bool]
     record: list[int]
     logprobs: PathLogprobs | None
+    prompt: PathLogprobs | None = None
 
     def logprobs_of(self, item: int, num_tokens: int, most: int) -> tuple[TokenLogprobs, ...]:
         """Of the first tokens of a row, with up to `most` of the best beside each."""
         assert self.logprobs is not None
-        values, ids = (each[item, :num_tokens].tolist() for each in (self.logprobs.values, self.logprobs.ids))
-        return tuple(
-            TokenLogprobs(own, tuple(zip(of_best, best, strict=False))[:most])
-            for (own, *best), of_best in zip(values, ids, strict=True)
-        )
+        return listed_logprobs(self.logprobs.values[item, :num_tokens], self.logprobs.ids[item, :num_tokens], most)
+
+
+def listed_logprobs(values: Tensor, ids: Tensor, most: int) -> tuple[TokenLogprobs, ...]:
+    """Of each line, with up to `most` of the best. values: [n, 1 + at most]. ids: [n, at most]."""
+    lines = zip(values[:, : 1 + most].tolist(), ids[:, :most].tolist(), strict=True)
+    return tuple(TokenLogprobs(own, tuple(zip(of_best, best, strict=True))) for (own, *best), of_best in lines)
 
 
 @dataclass(frozen=True, slots=True)
 class InFlightResults:
     """Results of step `step`, on their way to its slot: `values`, a part of it, for a bucket of `rows` rows.
 
-    most: how many of the best tokens' log-probabilities they hold, None for none at all.
+    most: how many of the best tokens' log-probabilities they hold, None for none at all. prompt: prompt tokens, and the
+    best beside each.
     """
 
     slot: Slot
@@ -80,6 +87,7 @@ class InFlightResults:
     values: Tensor
     rows: int
     most: int | None
+    prompt: tuple[int, int]
 
 
 class StagingBuffers:
@@ -100,14 +108,15 @@ class StagingBuffers:
         self._check_level = check_level
         b, pieces = layout.max_requests, layout.handover_slots
         # Row list, cells; for a prefill the setups, and of each row: length, next token; of each token: place, id.
-        # For an import the checksums of each piece, known, row.
+        # Of each prompt token with log-probabilities: place, id. For an import the checksums of each piece, known, row.
         numbers = 3 * b + 3 * layout.max_edits + SETUP_COLUMNS * b + prefix_tokens
-        numbers += max(2 * layout.chunk, pieces * (checksums + 2))
-        most_columns = 1 + 3 * len(layout.groups) + SETUP_COLUMNS + 4 + b  # with the text of every row
+        numbers += max(4 * layout.chunk, pieces * (checksums + 2))
+        most_columns = 1 + 3 * len(layout.groups) + SETUP_COLUMNS + 6 + b  # with the text of every row
         numbers += most_columns * (_ALIGNED - 1)
         self._inputs = zeros((numbers,), torch.int64)
         a_token = 1 + 1 + 2 * MOST_LOGPROBS  # its id, log-probabilities, ids of the best
-        results = max(b * (layout.commit_width * a_token + 2), pieces * (checksums + 2))
+        of_prompts = b * (a_token + 2) + layout.chunk * a_token
+        results = max(b * (layout.commit_width * a_token + 2), of_prompts, pieces * (checksums + 2))
         self._results = zeros((results + RECORD,), torch.int64)
         self._slots = [self._slot(device) for _ in range(layout.max_steps + 1)]
         self._steps = 0
@@ -149,9 +158,10 @@ class StagingBuffers:
     def post(self, slot: Slot, results: Results, record: Tensor) -> InFlightResults:
         """Copy a step's results into its slot, in one copy, and mark the step's end."""
         parts = [results.tokens.reshape(-1), results.accept_len, results.finite.to(torch.int64), record]
-        logprobs = results.logprobs
-        if logprobs is not None:
-            parts += [logprobs.ids.reshape(-1), logprobs.values.to(torch.float64).view(torch.int64).reshape(-1)]
+        logprobs, prompt = results.logprobs, results.prompt
+        for each in (logprobs, prompt):
+            if each is not None:
+                parts += [each.ids.reshape(-1), each.values.to(torch.float64).view(torch.int64).reshape(-1)]
         packed = self._results[: sum(len(part) for part in parts)]
         torch.cat(parts, out=packed)
         values = copy_out(packed, slot.results[: len(packed)])
@@ -160,7 +170,8 @@ class StagingBuffers:
         if slot.done is not None:
             slot.done.record()
         most = None if logprobs is None else logprobs.ids.shape[2]
-        return InFlightResults(slot, slot.step, values, len(results.tokens), most)
+        of_prompt = (0, 0) if prompt is None else (prompt.ids.shape[0], prompt.ids.shape[1])
+        return InFlightResults(slot, slot.step, values, len(results.tokens), most, of_prompt)
 
 
 def copy_out(tensor: Tensor, memory: Tensor) -> Tensor:
@@ -184,19 +195,29 @@ def collect(posted: InFlightResults) -> HostResults:
         raise InvariantError(f"step {posted.step} is collected too late: its slot belongs to step {slot.step}")
     if slot.done is not None:
         slot.done.synchronize()
-    width = ((len(posted.values) - RECORD) // n - 2) // (1 if most is None else 2 + 2 * most)
+    lines, best = posted.prompt
+    end = len(posted.values) - lines * (1 + 2 * best)
+    width = ((end - RECORD) // n - 2) // (1 if most is None else 2 + 2 * most)
     head = n * (width + 2) + RECORD
     values = posted.values[:head].tolist()
     tokens, rest = values[: n * width], values[n * width :]
-    logprobs = None
+    logprobs = prompt = None
     if most is not None:
-        ids, bits = posted.values[head:].split([n * width * most, n * width * (1 + most)])
-        floats = bits.view(torch.float64).view(n, width, 1 + most)
-        logprobs = PathLogprobs(floats.clone(), ids.view(n, width, most).clone())
+        logprobs = _unpacked(posted.values[head:end], (n, width), most)
+    if lines:
+        prompt = _unpacked(posted.values[end:], (lines,), best)
     return HostResults(
         tokens=[tuple(tokens[i * width : (i + 1) * width]) for i in range(n)],
         accept_len=rest[:n],
         finite=[bool(ok) for ok in rest[n : 2 * n]],
         record=rest[2 * n :],
         logprobs=logprobs,
+        prompt=prompt,
     )
+
+
+def _unpacked(packed: Tensor, shape: tuple[int, ...], most: int) -> PathLogprobs:
+    """Ids of the best, then log-probabilities, of as many tokens as `shape` has, in memory of their own."""
+    count = math.prod(shape)
+    ids, bits = packed.split([count * most, count * (1 + most)])
+    return PathLogprobs(bits.view(torch.float64).view(*shape, 1 + most).clone(), ids.view(*shape, most).clone())

@@ -3,10 +3,12 @@
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from treetop.engine.cuda_graphs import Run
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.prefill import PrefillBatch, prefill
+from treetop.engine.prompt_logprobs import PromptTokens
 from treetop.engine.rounds import RoundKey, run_phases
 from treetop.types.layout import Layout
 from treetop.types.sampling import Choice
@@ -56,8 +58,15 @@ def dummy_prefill(runner: ModelRunner, choice: Choice, rows: int, width: int) ->
         next_token=dummies.new_full((rows,), -1),
         max_kv_len=runner.layout.max_committed,
         choice=choice,
+        prompt=_prompt_tokens(runner, dummies, rows * width) if choice is Choice.LOGPROBS else None,
     )
     prefill(runner, batch)
+
+
+def _prompt_tokens(runner: ModelRunner, dummies: Tensor, most: int) -> PromptTokens:
+    """As many as are looked at at once, of `most` that a batch has."""
+    places = dummies.new_zeros(min(runner.layout.prompt_lines, most))
+    return PromptTokens(places, places)
 
 
 def _round(runner: ModelRunner, choice: Choice) -> None:

@@ -26,8 +26,11 @@ class Constrained:
         params: SamplingParams,
         stop_ids: frozenset[int],
         received: Sequence[int] = (),
+        bad_words: Sequence[tuple[int, ...]] = (),
     ) -> None:
-        """Asks for the first token, and then for that behind what was `received`."""
+        """Asks for the first token, and then for that behind what was `received`. bad_words: none may be completed."""
+        self._bad_words, self._recent = bad_words, list[int]()
+        self._most_recent = max((len(word) - 1 for word in bad_words), default=0)
         self._constraint, self._vocab_size, self._min_tokens = constraint, vocab_size, params.min_tokens
         self._all = (1 << vocab_size) - 1
         self._ends = _bits(token for token in stop_ids if token < vocab_size)
@@ -66,8 +69,9 @@ class Constrained:
         self.allowed = told & self._listed
         if self._num_output < self._min_tokens:
             self.allowed &= ~self._ends
+        self.allowed &= ~_bits(word[-1] for word in self._bad_words if self._is_next(word))
         if told and not self.allowed:
-            raise InputError("the constraint allows no token that allowed_token_ids and min_tokens leave")
+            raise InputError("the constraint allows no token that bad_words, allowed_token_ids and min_tokens leave")
         if self._begun:
             return told != 0
         return self._first_answer(told)
@@ -85,7 +89,13 @@ class Constrained:
 
     def _ask(self, new_ids: Sequence[int]) -> None:
         self._num_output += len(new_ids)
+        self._recent = [*self._recent, *new_ids][-self._most_recent :] if self._most_recent else []
         self.asked, self.asked_s = self._constraint.ask(tuple(new_ids)), time.monotonic()
+
+    def _is_next(self, word: tuple[int, ...]) -> bool:
+        """Whether the output ends with all of a bad word but its last token."""
+        before = len(word) - 1
+        return not before or tuple(self._recent[-before:]) == word[:-1]
 
     def mask(self) -> bytes:
         """`allowed`, bit t % 8 of byte t // 8 for token t."""
@@ -127,7 +137,9 @@ def constrained_by(
     """
     structure, constraint = asked.params.structured_output, asked.constraint
     if structure is None and constraint is None:
-        return None
+        if all(len(word) == 1 for word in asked.bad_words):
+            return None
+        constraint = _Anything()
     if structure is not None and constraint is not None:
         raise InputError("structured_output, constraints: give one of them")
     if vocab_size is None or (structure is not None and structures is None):
@@ -139,9 +151,16 @@ def constrained_by(
     else:
         assert constraint is not None
         slow = Inline(constraint)
-    made = Constrained(slow, vocab_size, asked.params, stop_ids, asked.received)
+    made = Constrained(slow, vocab_size, asked.params, stop_ids, asked.received, asked.bad_words)
     made.answer()  # a caller's constraint has one
     return made
+
+
+class _Anything:
+    """Where only bad words rule tokens out."""
+
+    def allowed(self, _: Sequence[int]) -> None:
+        return None
 
 
 class Inline:

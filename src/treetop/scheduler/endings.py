@@ -56,7 +56,7 @@ class Committer:
         """What a prefill or a round gave each row."""
         is_round = isinstance(plan, RoundPlan)
         updates = []
-        for row_result in result.rows:
+        for i, row_result in enumerate(result.rows):
             request = self._rows.by_row[row_result.row]
             if request.finish_reason is not None:
                 continue
@@ -67,11 +67,16 @@ class Committer:
             if tokens and request.export_from is not None:
                 self._handover.computed(request, FirstToken(tokens[0], logprobs[0] if logprobs else None))
                 continue
-            if is_round:
+            if isinstance(plan, RoundPlan):
                 request.num_computed_tokens += len(tokens)
+            else:
+                request.take_prompt_logprobs(plan.chunks[i].start, row_result.prompt_logprobs)
             if tokens:
                 update = self._emit(request, tokens, len(tokens) - 1 if is_round else None)
                 updates.append(update._replace(logprobs=logprobs[: len(update.new_ids)]) if logprobs else update)
+                if request.prompt_logprobs is not None:
+                    updates[-1] = updates[-1]._replace(prompt_logprobs=tuple(request.prompt_logprobs))
+                    request.prompt_logprobs = None
         if isinstance(plan, PrefillPlan):
             self._cache_chunks(plan)
         return updates
@@ -122,6 +127,8 @@ class Committer:
 
     def _emit(self, request: Request, tokens: tuple[int, ...], accept_len: int | None) -> RequestUpdate:
         limit, start = request.tokens_left, len(request.output_ids)
+        if not limit:  # of its prompt alone something is asked
+            return self.finish(request, (), "length")
         if request.first_token_s is None:
             request.first_token_s = self._clock()
         if request.constrained is not None:

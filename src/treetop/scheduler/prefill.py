@@ -110,12 +110,13 @@ class PrefillPlanner:
     def _chunk(self, request: Request, count: int) -> Chunk:
         """The next `count` tokens of a request, and the token after them. After its last chunk it can decode."""
         ids, start = request.ids, request.num_computed_tokens
+        of_prompt = request.params.prompt_logprobs if request.lacks_prompt_logprobs else None
         end = start + count
         request.num_computed_tokens = end
         self._handover.computed(request)
         if end == len(ids):
             self._queues.prefilled(request)
-        return Chunk(request.held.row, start, ids[start:end], next_prompt_token(ids, end))
+        return Chunk(request.held.row, start, ids[start:end], next_prompt_token(ids, end), of_prompt)
 
     def _reserve_chunk(self, request: Request, count: int) -> None:
         """Pages of the windows for one more chunk; the other groups got theirs at admission."""
@@ -130,7 +131,7 @@ class PrefillPlanner:
         False, too, if its first chunk does not suit the prefill `batch`.
         """
         kv_cache = self._rows.kv_cache
-        lease, shared = kv_cache.open(request.ids)
+        lease, shared = kv_cache.open(request.reusable_ids)
         known = lease.shared * self._layout.page_size
         end = min(known + self._room(batch, known), request.num_ids)
         suits = self._may_join(batch, end - known)

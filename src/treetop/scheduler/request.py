@@ -8,7 +8,7 @@ from treetop.scheduler.constrained import Constrained, Structures, constrained_b
 from treetop.types.ids import RequestId, Row
 from treetop.types.messages import RowHistory, RowMask, RowSetup
 from treetop.types.requests import EngineRequest, check_received
-from treetop.types.sampling import Choice, FinishReason, SamplingParams
+from treetop.types.sampling import Choice, FinishReason, SamplingParams, TokenLogprobs
 
 MOST_RETRACTIONS = 3
 """How often a request may be put back for want of pages. Then it waits until there are pages for all it may become."""
@@ -38,9 +38,11 @@ class Request:
     pages hold, as far as the host knows; a chunk counts once it is planned, a round once its result is committed. A
     request decodes once all its ids are num_computed_tokens: the token after them, the root, is on its way then, and
     once it is here `num_computed_tokens == num_ids - 1`. running: None while it waits; an ended request keeps it until
-    no step with its row is out. constrained: None if any token may come. remote: another worker is to prefill it.
-    export_from: it is prefilled for another worker, which wants its tokens from here on, and never decodes. The rest is
-    for the stats.
+    no step with its row is out. constrained: None if any token may come, but for
+    never_ids. remote: another worker is to prefill it.
+    export_from: it is prefilled for another worker, which wants its tokens from here on, and never decodes.
+    prompt_logprobs: those that are known, from the prompt's second token on; None if they are not asked for, or were
+    told with the first token. The rest is for the stats.
     """
 
     request_id: RequestId
@@ -57,6 +59,8 @@ class Request:
     finish_reason: FinishReason | None = None
     running: Running | None = None
     constrained: Constrained | None = None
+    never_ids: frozenset[int] = frozenset()
+    prompt_logprobs: list[TokenLogprobs] | None = None
     num_cached_tokens: int = 0
     num_retractions: int = 0
     remote: bool = False
@@ -91,13 +95,16 @@ class Request:
             asked.request_id, asked.prompt_ids, params, asked.seed, stop_ids, most, choice, order, arrival_s, received
         )
         request.constrained = constrained
+        request.never_ids = frozenset(word[0] for word in asked.bad_words if len(word) == 1)
+        if params.prompt_logprobs is not None and not received:
+            request.prompt_logprobs = []
         return request
 
     def setup(self, known: int) -> RowSetup:
         """Its entry into the row that it has been given, with `known` tokens in its pages."""
         history = None
         if self.params.changes_logits or self.constrained is not None:
-            history = RowHistory(self.prompt_ids, tuple(self.output_ids), self.stop_ids)
+            history = RowHistory(self.prompt_ids, tuple(self.output_ids), self.stop_ids, self.never_ids)
         prefix, constrained = tuple(self.ids[:known]), self.constrained is not None
         return RowSetup(self.held.row, known, self.params, self.seed, history, prefix, constrained)
 
@@ -113,6 +120,23 @@ class Request:
     def asks(self) -> bool:
         """Its constraint has not said yet what may come next."""
         return self.constrained is not None and self.constrained.asked is not None
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) + 1 < len(self.prompt_ids)
+
+    @property
+    def reusable_ids(self) -> tuple[int, ...]:
+        """The ids of which a cached prefix is of use: up to where the log-probabilities of the prompt are known."""
+        if self.prompt_logprobs is None or not self.lacks_prompt_logprobs:
+            return self.ids
+        return self.prompt_ids[: len(self.prompt_logprobs) + 1]
+
+    def take_prompt_logprobs(self, start: int, given: Sequence[TokenLogprobs]) -> None:
+        """Those that a chunk from token `start` on gave; it may begin before what is known after a retraction."""
+        if self.prompt_logprobs is not None and given:
+            assert start <= len(self.prompt_logprobs)
+            self.prompt_logprobs += given[len(self.prompt_logprobs) - start :]
 
     @property
     def held(self) -> Running:

@@ -84,9 +84,10 @@ class Scheduler:
     def add(self, asked: EngineRequest, remote: bool = False, export_from: int | None = None) -> Request:
         """Queue a request. Raises InputError, before anything changes, for one that can never run.
 
-        remote: another worker may prefill it, which events of the hand-over tell the desk; what has a constraint, or
-        goes on behind tokens of another engine, is prefilled here all the same. export_from: it is prefilled for
-        another worker, which has the tokens before this one, and ends with `finish_export`.
+        remote: another worker may prefill it, which events of the hand-over tell the desk; what has a constraint or bad
+        words, asks for log-probabilities of its prompt, or goes on behind tokens of another engine, is prefilled here
+        all the same. export_from: it is prefilled for another worker, which has the tokens before this one, and ends
+        with `finish_export`.
         """
         check_prompt(asked.prompt_ids, self._layout.max_context)
         if remote or export_from is not None:
@@ -96,7 +97,8 @@ class Scheduler:
         order, now = (asked.priority if self._by_priority else 0, next(self._numbers)), self._clock()
         most = self._layout.max_context
         request = Request.of(asked, self._eos_ids, most, order, now, self._vocab_size, self._structures)
-        request.remote = remote and request.constrained is None and not asked.received
+        asks_more = asked.params.prompt_logprobs is not None or bool(asked.bad_words)
+        request.remote = remote and request.constrained is None and not asked.received and not asks_more
         request.export_from = export_from
         if export_from is None:  # else events tell the desk
             self._untold[request.request_id] = request

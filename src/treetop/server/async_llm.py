@@ -95,7 +95,7 @@ class AsyncLLM:
 
         Raises InputError before any work, and EngineError if the engine is dead.
         """
-        listed = await self.ids_of(prompts)
+        listed = await self.ids_of(prompts, sampling_params)
         each_own = paired(sampling_params, len(listed))
         for structure in {each.structured_output for each in each_own}:
             await self.check_structure(structure)
@@ -133,7 +133,7 @@ class AsyncLLM:
         own: dict[int, SamplingParams] = {}
         told: dict[int, tuple[int, ...]] = {}
         limits = int(priority), None if timeout_s is None else float(timeout_s)
-        asked = []
+        asked, bad_words = [], self.reader.bad_words(params)
         for ids, each, seed, constraint in zip(prompts, params, given, held_to, strict=True):
             if id(each) not in own or constraint is not None:
                 own[id(each)] = self.reader.bounded(each)
@@ -141,21 +141,28 @@ class AsyncLLM:
             if id(ids) not in told:
                 told[id(ids)] = tuple(ids)
             request_id = self.core.next_id()
-            asked.append(EngineRequest(request_id, told[id(ids)], own[id(each)], seed, *limits, constraint))
+            request = EngineRequest(request_id, told[id(ids)], own[id(each)], seed, *limits, constraint)
+            asked.append(request._replace(bad_words=bad_words[each.bad_words]))
         return DeltaStream(self, asked, self._observe)
 
-    async def ids_of(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
-        """Ids of each prompt, checked. Raises InputError."""
+    async def ids_of(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[list[int]]:
+        """As `PromptReader.ids_of`."""
         listed = prompts if isinstance(prompts, list) else [prompts]
         several = listed and isinstance(listed[0], str | list)
         size = sum(len(each) for each in listed if isinstance(each, str | list)) if several else len(listed)
-        return self.reader.ids_of(prompts) if size < _LONG else await self.lanes.run(size, self.reader.ids_of, prompts)
+        if size < _LONG:
+            return self.reader.ids_of(prompts, sampling_params)
+        return await self.lanes.run(size, self.reader.ids_of, prompts, sampling_params)
 
-    async def encode(self, text: str, special: bool = True) -> list[int]:
+    async def encode(self, text: str, special: bool = True, cut: bool = False) -> list[int]:
         """As `PromptReader.encode`."""
         if len(text) < _LONG:
-            return self.reader.encode(text, special)
-        return await self.lanes.run(len(text), self.reader.encode, text, special)
+            return self.reader.encode(text, special, cut)
+        return await self.lanes.run(len(text), self.reader.encode, text, special, cut)
 
     def _seed_of(self, params: SamplingParams) -> int:
         return self._seeds.getrandbits(63) if params.seed is None else params.seed
@@ -171,7 +178,7 @@ class DeltaStream:
         self._failure: EngineError | None = None
         self._news = asyncio.Event()
         for index, each in enumerate(asked):
-            self._live[each.request_id] = LiveRequest.of(index, each.prompt_ids, each.params, llm.reader.tokenizer)
+            self._live[each.request_id] = LiveRequest.of(index, each, llm.reader.tokenizer)
         self._core.add(asked, self._take)
         llm.alive.add(len(asked))
 

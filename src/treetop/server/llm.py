@@ -13,10 +13,11 @@ from treetop.core.thread import CoreClient, CoreThread
 from treetop.engine.engine import Engine
 from treetop.scheduler.scheduler import Scheduler
 from treetop.server.chat_input import Message, conversations_of
+from treetop.server.chat_prompt import chat_ids
 from treetop.server.chat_template import ChatTemplate, open_chat_template
 from treetop.server.options import Unset, engine_config
 from treetop.server.outputs import LiveRequest, RequestMetrics, RequestOutput, TextDelta
-from treetop.server.prompts import Prompt, PromptReader, one_each, paired
+from treetop.server.prompts import BadWords, Prompt, PromptReader, one_each, paired
 from treetop.types.constraint import TokenConstraint
 from treetop.types.errors import ConfigError, InputError
 from treetop.types.requests import EngineRequest
@@ -101,16 +102,29 @@ class LLM:
         conversations: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         chat_template: str | None = None,
+        continue_final_message: bool = False,
         **options: Any,
     ) -> list[RequestOutput]:
         """The next message of each conversation; a list of {"role", "content"} is one.
 
         chat_template: a file or the template itself, instead of the model's. options: given to it.
+        continue_final_message: the output goes on with the last message.
         Raises InputError if there is none, or if it refuses the messages.
         """
         template = self._template_of(chat_template)
         listed = conversations_of(conversations)
-        prompts = [self._reader.encode(template.render(each, **options), False) for each in listed]
+        own = paired(sampling_params, len(listed))
+        prompts = [
+            chat_ids(
+                template,
+                self._reader,
+                each,
+                options,
+                continues=continue_final_message,
+                cut=params.truncate_prompt_tokens is not None,
+            )
+            for each, params in zip(listed, own, strict=True)
+        ]
         return self.generate(prompts, sampling_params)
 
     def _template_of(self, given: str | None) -> ChatTemplate:
@@ -130,7 +144,7 @@ class LLM:
         constraints: TokenConstraint | Sequence[TokenConstraint | None] | None = None,
     ) -> Iterator[TextDelta]:
         """As `generate`, in pieces of text as they come. Bad input raises before any work; leaving early aborts."""
-        listed = self._reader.ids_of(prompts)
+        listed = self._reader.ids_of(prompts, sampling_params)
         each_own = [self._reader.bounded(each) for each in paired(sampling_params, len(listed))]
         held_to = one_each(constraints, len(listed))
         for each, constraint in zip(each_own, held_to, strict=True):
@@ -138,16 +152,21 @@ class LLM:
         for structure in {each.structured_output for each in each_own}:
             if structure is not None:
                 self._structures.check(structure)
-        return self._run(listed, each_own, held_to)
+        return self._run(listed, each_own, held_to, self._reader.bad_words(each_own))
 
     def _run(
-        self, prompts: list[list[int]], params: list[SamplingParams], constraints: list[TokenConstraint | None]
+        self,
+        prompts: list[list[int]],
+        params: list[SamplingParams],
+        constraints: list[TokenConstraint | None],
+        bad_words: BadWords,
     ) -> Iterator[TextDelta]:
         live, asked = {}, []
         for index, (ids, each, constraint) in enumerate(zip(prompts, params, constraints, strict=True)):
             request_id, seed = self._core.next_id(), self._seeds.getrandbits(63) if each.seed is None else each.seed
-            live[request_id] = LiveRequest.of(index, ids, each, self.tokenizer)
-            asked.append(EngineRequest(request_id, tuple(ids), each, seed, constraint=constraint))
+            request = EngineRequest(request_id, tuple(ids), each, seed, constraint=constraint)
+            asked.append(request._replace(bad_words=bad_words[each.bad_words]))
+            live[request_id] = LiveRequest.of(index, asked[-1], self.tokenizer)
         with CoreClient(self._core) as client:
             client.add(asked)
             while live:

@@ -6,8 +6,11 @@ from dataclasses import dataclass, field, replace
 
 from treetop.server.text import OutputText
 from treetop.server.tokenizer import Tokenizer
-from treetop.types.requests import RequestUpdate
-from treetop.types.sampling import FinishReason, SamplingParams, TokenLogprobs
+from treetop.types.requests import EngineRequest, RequestUpdate
+from treetop.types.sampling import FinishReason, TokenLogprobs
+
+PromptLogprobs = tuple[TokenLogprobs | None, ...]
+"""Of each token of a prompt; None for the first, which nothing comes before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +33,8 @@ class RequestOutput:
     """One prompt's result. text: as it reads after the prompt, cut before a stop string; "" without a tokenizer.
 
     error: why it was aborted, if it was. timed_out: because its time was over. user_error: for what the request asks.
-    logprobs: of each of token_ids; None if
-    they were not asked for.
+    logprobs: of each of token_ids; None if they were not asked for. prompt_logprobs: of each of prompt_token_ids, None
+    for the first; None if they were not asked for, or never came.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -43,6 +46,7 @@ class RequestOutput:
     timed_out: bool = False
     logprobs: tuple[TokenLogprobs, ...] | None = None
     user_error: bool = False
+    prompt_logprobs: PromptLogprobs | None = None
 
     @property
     def round_tokens(self) -> int:
@@ -54,7 +58,8 @@ class RequestOutput:
 class TextDelta:
     """What a step added to prompt `index`: text, token ids, and the ids with log-probabilities if these are asked for.
 
-    A token may come before its text, which may wait for what follows. `output` comes with the last one.
+    A token may come before its text, which may wait for what follows. `output` comes with the last one. prompt_logprobs
+    come with the first, if they are asked for.
     """
 
     index: int
@@ -62,11 +67,14 @@ class TextDelta:
     output: RequestOutput | None = None
     tokens: tuple[tuple[int, TokenLogprobs], ...] = ()
     token_ids: tuple[int, ...] = ()
+    prompt_logprobs: PromptLogprobs | None = None
 
     def after(self, waiting: "TextDelta") -> "TextDelta":
         """This and one before it that nobody has taken, as one."""
         ids = waiting.token_ids + self.token_ids
-        return replace(self, text=waiting.text + self.text, tokens=waiting.tokens + self.tokens, token_ids=ids)
+        text, tokens = waiting.text + self.text, waiting.tokens + self.tokens
+        prompt = self.prompt_logprobs or waiting.prompt_logprobs
+        return replace(self, text=text, tokens=tokens, token_ids=ids, prompt_logprobs=prompt)
 
 
 @dataclass(slots=True)
@@ -75,7 +83,7 @@ class LiveRequest:
 
     text: None without a tokenizer. logprobs: None if they were not asked for. first_s, last_s: when the first and the
     last tokens came, None before. prefill_s: as the engine told it with the first. speculates: whether drafts of it may
-    be accepted.
+    be accepted. hidden_ends: tokens that the text does not show where one of them ended the request.
     """
 
     index: int
@@ -83,6 +91,8 @@ class LiveRequest:
     text: OutputText | None
     logprobs: list[TokenLogprobs] | None
     speculates: bool = True
+    hidden_ends: frozenset[int] = frozenset()
+    prompt_logprobs: PromptLogprobs | None = None
     output_ids: list[int] = field(default_factory=list)
     accept_lens: list[int] = field(default_factory=list)
     started_s: float = field(default_factory=time.perf_counter)
@@ -92,16 +102,23 @@ class LiveRequest:
     num_cached_tokens: int = 0
 
     @classmethod
-    def of(
-        cls, index: int, prompt_ids: Sequence[int], params: SamplingParams, tokenizer: Tokenizer | None
-    ) -> "LiveRequest":
+    def of(cls, index: int, asked: EngineRequest, tokenizer: Tokenizer | None) -> "LiveRequest":
+        prompt_ids, params = asked.prompt_ids, asked.params
         logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
-        text = None if tokenizer is None else OutputText(tokenizer.stream(prompt_ids), params.stop)
-        return cls(index, prompt_ids, text, logprobs, params.structured_output is None)
+        held = params.structured_output is not None or any(len(word) > 1 for word in asked.bad_words)
+        speculates, keeps_stop = not held, params.include_stop_str_in_output
+        if tokenizer is None:
+            return cls(index, prompt_ids, None, logprobs, speculates)
+        text = OutputText(tokenizer.stream(prompt_ids, not params.skip_special_tokens), params.stop, keeps_stop)
+        hidden_ends = frozenset() if params.skip_special_tokens or keeps_stop else tokenizer.special_ids
+        return cls(index, prompt_ids, text, logprobs, speculates, hidden_ends)
 
     def cut(self, update: RequestUpdate) -> RequestUpdate:
         """Read the update's text; the update up to the first stop string that it completes, which ends the request."""
-        at = self.text.feed(update.new_ids) if self.text is not None else None
+        shown = update.new_ids
+        if update.finish_reason == "stop" and shown and shown[-1] in self.hidden_ends:
+            shown = shown[:-1]
+        at = self.text.feed(shown) if self.text is not None else None
         if at is None:
             return update
         new_ids, logprobs = update.new_ids[: at + 1], update.logprobs[: at + 1]
@@ -127,9 +144,11 @@ class LiveRequest:
         if self.logprobs is not None:
             self.logprobs += update.logprobs
             tokens = tuple(zip(update.new_ids, update.logprobs, strict=True))
-        if update.finish_reason is None:
-            return TextDelta(self.index, piece, tokens=tokens, token_ids=update.new_ids)
-        return TextDelta(self.index, piece, self._output(update), tokens, update.new_ids)
+        prompt: PromptLogprobs | None = None
+        if update.prompt_logprobs is not None:
+            prompt = self.prompt_logprobs = (None, *update.prompt_logprobs)
+        output = None if update.finish_reason is None else self._output(update)
+        return TextDelta(self.index, piece, output, tokens, update.new_ids, prompt)
 
     def _output(self, update: RequestUpdate) -> RequestOutput:
         elapsed = time.perf_counter() - self.started_s
@@ -151,4 +170,5 @@ class LiveRequest:
             timed_out=update.timed_out,
             logprobs=None if self.logprobs is None else tuple(self.logprobs),
             user_error=update.user_error,
+            prompt_logprobs=self.prompt_logprobs,
         )

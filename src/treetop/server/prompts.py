@@ -1,6 +1,6 @@
 """What callers ask, checked before any work: prompts become ids, parameters pair with them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
@@ -13,6 +13,8 @@ from treetop.types.requests import CoreInfo, check_length, check_prompt
 from treetop.types.sampling import SamplingParams
 
 Prompt = str | Sequence[int]
+BadWords = dict[tuple[str, ...], tuple[tuple[int, ...], ...]]
+"""Sequences of ids that may not come, by the words they stand for."""
 _BYTES = (bytes, bytearray, memoryview)
 
 
@@ -23,23 +25,43 @@ class PromptReader:
         self._info = info
         self.tokenizer: Tokenizer | None = open_tokenizer(Path(info.model_path))
 
-    def ids_of(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
-        """Ids of each prompt; text or a list of ids is one. Raises InputError for what can never run."""
+    def ids_of(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[list[int]]:
+        """Ids of each prompt; text or a list of ids is one. Raises InputError for what can never run.
+
+        sampling_params: one for all or one each; they may cut prompts.
+        """
         if not isinstance(prompts, Sequence) or isinstance(prompts, _BYTES):
             raise InputError(f"prompts must be text, token ids, or a list of these, got {type(prompts).__name__}")
         one = isinstance(prompts, str) or (len(prompts) > 0 and _is_id(prompts[0]))
         listed = cast(Sequence[Prompt], [prompts] if one else prompts)
-        return [self._checked(prompt, index, len(listed)) for index, prompt in enumerate(listed)]
+        kept = [self._kept(params) for params in paired(sampling_params, len(listed))]
+        return [self._checked(prompt, index, len(listed), kept[index]) for index, prompt in enumerate(listed)]
 
-    def encode(self, text: str, special: bool = True) -> list[int]:
+    def encode(self, text: str, special: bool = True, cut: bool = False) -> list[int]:
         """Ids of a text, not checked for an empty one. special: add the special tokens of the tokenizer's template.
 
-        Raises InputError, before it is encoded, for one that is known to be too long.
+        cut: it may be too long. Else raises InputError, before it is encoded, for one that is known to be so.
         """
         if self.tokenizer is None:
             raise InputError(f"{self._info.model_path} has no tokenizer.json; pass token ids instead of text")
-        check_length(self.tokenizer.fewest_tokens(text), self._info.max_context, exact=False)
+        if not cut:
+            check_length(self.tokenizer.fewest_tokens(text), self._info.max_context, exact=False)
         return self.tokenizer.encode(text, special)
+
+    def _kept(self, params: SamplingParams) -> int | None:
+        """How many of a prompt's last tokens are kept; None for all."""
+        most = params.truncate_prompt_tokens
+        room = self._info.max_context - params.max_tokens
+        return max(room if room > 0 else self._info.max_context - 1, 1) if most == -1 else most
+
+    def last(self, ids: list[int], params: SamplingParams) -> list[int]:
+        """What is kept of a prompt."""
+        most = self._kept(params)
+        return ids if most is None else ids[-most:]
 
     def check_params(self, params: SamplingParams, constraint: TokenConstraint | None = None) -> None:
         """Raise InputError, which names the option, for what this core or its model cannot do.
@@ -55,8 +77,11 @@ class PromptReader:
                 f"{', '.join(params.logit_options)}: this engine changes no logits; drop it, or serve without"
                 " --disable-logits-processors and --mock-engine"
             )
-        if params.logprobs is not None and params.logprobs > info.max_logprobs:
-            raise InputError("logprobs: this engine has no log-probabilities; drop it, or serve without --mock-engine")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (most := getattr(params, name)) is not None and most > info.max_logprobs:
+                raise InputError(
+                    f"{name}: this engine has no log-probabilities; drop it, or serve without --mock-engine"
+                )
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else info.eos_ids)}
         if params.min_tokens and allowed is not None and ends.issuperset(allowed):
             raise InputError("min_tokens, allowed_token_ids: every allowed token would end the request too early")
@@ -69,6 +94,32 @@ class PromptReader:
             raise InputError("structured_output, constraints: give one of them")
         if params.stop and self.tokenizer is None:
             raise InputError(f"stop strings need a tokenizer, and {self._info.model_path} has no tokenizer.json")
+
+    def bad_words(self, params: Sequence[SamplingParams]) -> BadWords:
+        """The ids that the `bad_words` of each of these stand for. Raises InputError for what this core cannot do."""
+        found: BadWords = {}
+        for each in params:
+            if each.bad_words not in found:
+                found[each.bad_words] = ids = tuple(dict.fromkeys(self._spelled(each.bad_words)))
+                single = {word[0] for word in ids if len(word) == 1}
+                if each.allowed_token_ids is not None and single.issuperset(each.allowed_token_ids):
+                    raise InputError("bad_words, allowed_token_ids: no token is left")
+                if len(single) < len(ids) and not self._info.can_constrain:
+                    raise InputError(
+                        "bad_words: one is several tokens, and this engine holds no tokens to a structure; serve"
+                        " without --disable-logits-processors, --simulate-accept-length and --mock-engine"
+                    )
+        return found
+
+    def _spelled(self, words: Sequence[str]) -> Iterator[tuple[int, ...]]:
+        """Each word's ids; those behind a space, too, if they are as many and begin otherwise. This is vLLM's rule."""
+        for word in words:
+            if self.tokenizer is None:
+                raise InputError(f"bad_words need a tokenizer, and {self._info.model_path} has no tokenizer.json")
+            plain, spaced = (tuple(self.tokenizer.encode(each + word.lstrip(), False)) for each in ("", " "))
+            yield from (plain,) if plain else ()
+            if len(spaced) == len(plain) > 0 and spaced[0] != plain[0]:
+                yield spaced
 
     def bounded(self, params: SamplingParams) -> SamplingParams:
         """The same with numbers that a message can carry: what exceeds context or vocabulary is off."""
@@ -86,21 +137,22 @@ class PromptReader:
         if outside is not None:
             raise InputError(f"{whose} token id {shown(outside)} lies outside the vocabulary [0, {vocab})")
 
-    def _checked(self, prompt: Prompt, index: int, count: int) -> list[int]:
-        """A prompt's ids. Raises PromptError, which names it among several, if it can never run."""
+    def _checked(self, prompt: Prompt, index: int, count: int, most: int | None) -> list[int]:
+        """A prompt's ids, the last `most`. Raises PromptError, which names it among several, if it can never run."""
         try:
-            ids = self._ids(prompt)
+            ids = self._ids(prompt, most)
             check_prompt(ids, self._info.max_context)
         except InputError as error:
             raise PromptError(index, count, str(error), error.code) from None
         return ids
 
-    def _ids(self, prompt: Prompt) -> list[int]:
+    def _ids(self, prompt: Prompt, most: int | None) -> list[int]:
         if isinstance(prompt, str):
-            ids = self.encode(prompt)
+            ids = self.encode(prompt, cut=most is not None)[-(most or 0) :]
         else:
             listed = isinstance(prompt, Sequence) and not isinstance(prompt, _BYTES)
             if listed:
+                prompt = prompt[-(most or 0) :]
                 check_length(len(prompt), self._info.max_context)  # before each of its ids is looked at
             if not listed or not all(map(_is_id, prompt)):
                 raise InputError(f"a prompt must be text or a list of token ids, got {shown(prompt)}")

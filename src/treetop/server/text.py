@@ -11,8 +11,9 @@ class OutputText:
     What might become a stop string waits until it is none, so one that is found lies in what waits.
     """
 
-    def __init__(self, stream: TokenStream, stops: Sequence[str]) -> None:
-        self._stream, self._stops = stream, tuple(stops)
+    def __init__(self, stream: TokenStream, stops: Sequence[str], keeps_stop: bool = False) -> None:
+        """keeps_stop: the text ends behind the stop string, not before it."""
+        self._stream, self._stops, self._keeps_stop = stream, tuple(stops), keeps_stop
         self._shown: list[str] = []
         self._waiting = ""
         self._stopped = False
@@ -48,9 +49,11 @@ class OutputText:
     def _add(self, text: str) -> None:
         if not self._stopped:
             self._waiting += text
-            found = [at for at in (self._waiting.find(stop) for stop in self._stops) if at >= 0]
+            found = [(at, len(stop)) for stop in self._stops if (at := self._waiting.find(stop)) >= 0]
             if found:
-                self._waiting, self._stopped = self._waiting[: min(found)], True
+                at, length = min(found)  # of several at one place the shortest
+                self._waiting = self._waiting[: at + length if self._keeps_stop else at]
+                self._stopped = True
 
 
 def _held_back(text: str, stops: Sequence[str]) -> int:

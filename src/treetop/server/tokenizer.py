@@ -2,16 +2,19 @@
 
 import os
 import re
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 
 from tokenizers import Tokenizer as BpeTokenizer
 
 from treetop.models.json_file import not_there
+from treetop.server.special_text import SpecialText
 from treetop.server.token_bound import bytes_of_a_token
 from treetop.types.errors import CheckpointError, InputError
 
+Decode = Callable[[Sequence[int]], str]
+"""Ids to text."""
 _CONTEXT = 6
 """Tokens of a prompt that its output's first pieces are decoded with."""
 _UNKNOWN = "\ufffd"
@@ -68,9 +71,14 @@ class Tokenizer:
             raise InputError("the prompt is not valid UTF-8 text") from None
         return list(encoded.ids)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, special tokens left out."""
-        return str(self._bpe.decode(list(ids), skip_special_tokens=True))
+    def decode(self, ids: Sequence[int], special: bool = False) -> str:
+        """Text of ids, special tokens left out unless `special`."""
+        return str(self._bpe.decode(list(ids), skip_special_tokens=not special))
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of special tokens."""
+        return frozenset(i for i, token in self._bpe.get_added_tokens_decoder().items() if token.special)
 
     def decode_each(self, listed: Sequence[list[int]]) -> list[str]:
         """As `decode`, of many ids at a time, while other threads run."""
@@ -93,9 +101,14 @@ class Tokenizer:
         """Whether the characters of tokens stand for bytes."""
         return "ByteLevel" in str(self._bpe.decoder)
 
-    def stream(self, prompt_ids: Sequence[int] = ()) -> "TokenStream":
-        """Of what follows these ids."""
-        return TokenStream(self, prompt_ids)
+    @cached_property
+    def special_text(self) -> SpecialText:
+        """How names of special tokens are told from the tokens."""
+        return SpecialText(self._bpe)
+
+    def stream(self, prompt_ids: Sequence[int] = (), special: bool = False) -> "TokenStream":
+        """Of what follows these ids. special: show special tokens."""
+        return TokenStream(partial(self.decode, special=special), prompt_ids)
 
 
 def open_tokenizer(folder: Path) -> Tokenizer | None:
@@ -112,10 +125,10 @@ class TokenStream:
     of Hugging Face's text-generation-inference.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
-        self._before, self._open = _ends_whole(tokenizer, prompt_ids)
-        self._known_text = tokenizer.decode(self._before)
+    def __init__(self, decode: Decode, prompt_ids: Sequence[int]) -> None:
+        self._decode = decode
+        self._before, self._open = _ends_whole(decode, prompt_ids)
+        self._known_text = decode(self._before)
         self._own = self._after(self._open)  # what the prompt's open bytes read as if nothing completes them
         self._new: list[int] = []
 
@@ -149,7 +162,7 @@ class TokenStream:
         """What follows is read behind these ids, if they gave any text."""
         if piece:
             self._before, self._open = ids, []
-            self._known_text = self._tokenizer.decode(ids)
+            self._known_text = self._decode(ids)
         return piece
 
     def _readings(self) -> list[list[int]]:
@@ -158,18 +171,18 @@ class TokenStream:
 
     def _after(self, ids: list[int]) -> str:
         """Text of ids behind what is known; by themselves if they change how that reads, as bytes may."""
-        text = self._tokenizer.decode(self._before + ids)
-        return text[len(self._known_text) :] if text.startswith(self._known_text) else self._tokenizer.decode(ids)
+        text = self._decode(self._before + ids)
+        return text[len(self._known_text) :] if text.startswith(self._known_text) else self._decode(ids)
 
 
-def _ends_whole(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[list[int], list[int]]:
+def _ends_whole(decode: Decode, ids: Sequence[int]) -> tuple[list[int], list[int]]:
     """The last few of a prompt's ids, from one character's beginning to another's end; and what is open after it.
 
     If no such part is found, its bytes are no text; then the last few ids are taken as they are.
     """
     for end in range(len(ids), max(len(ids) - _BYTES, -1), -1):
         for start in range(max(end - _CONTEXT, 0), max(end - _CONTEXT - _BYTES, -1), -1):
-            text = tokenizer.decode(ids[start:end])
+            text = decode(ids[start:end])
             if not text.startswith(_UNKNOWN) and not text.endswith(_UNKNOWN):
                 return list(ids[start:end]), list(ids[end:])
     return list(ids[-_CONTEXT:]), []

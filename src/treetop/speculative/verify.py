@@ -58,7 +58,15 @@ def path_logprobs(ops: Ops, logits: Tensor, accepted: Accepted, most: int) -> Pa
     """
     width = accepted.path.shape[1]
     lines = logits.flatten(0, 1).index_select(0, feature_nodes(accepted.path, logits.shape[1]))
-    best, ids = ops.top_logprobs(lines, most, None)
-    of_best, of_token = (lines.gather(1, each).float() for each in (ids[:, :1], accepted.tokens.reshape(-1, 1)))
-    values = torch.cat([(best[:, :1] + (of_token - of_best)), best], dim=1)
+    values, ids = token_logprobs(ops, lines, accepted.tokens.reshape(-1), most)
     return PathLogprobs(values.view(-1, width, 1 + most), ids.view(-1, width, most))
+
+
+def token_logprobs(ops: Ops, logits: Tensor, tokens: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of tokens [n] and of the best ones, of the logits [n, vocab] that each was chosen from.
+
+    Returns values [n, 1 + most], each token's own first, and the ids of the best [n, most].
+    """
+    best, ids = ops.top_logprobs(logits, most, None)
+    of_best, of_token = (logits.gather(1, each).float() for each in (ids[:, :1], tokens[:, None]))
+    return torch.cat([(best[:, :1] + (of_token - of_best)), best], dim=1), ids

@@ -173,6 +173,13 @@ class Layout:
         return max(shape.draft_tail for shape in self.shapes)
 
     @property
+    def prompt_lines(self) -> int:
+        """Prompt tokens whose logits are made at once, where log-probabilities are asked for: as a round's nodes, if
+        these are not few or many. Each time the vocabulary's weights are read once.
+        """
+        return max(min(self.max_requests * self.verify_tail, 64), 16)
+
+    @property
     def verify_tail(self) -> int:
         return max(shape.num_draft_tokens for shape in self.shapes)
 

@@ -27,11 +27,12 @@ class PageEdit:
 
 @dataclass(frozen=True, slots=True)
 class RowHistory:
-    """What changing a request's logits depends on: its tokens so far, and those that would end it."""
+    """What changing a request's logits depends on: its tokens so far, those that would end it, and that never come."""
 
     prompt_ids: tuple[int, ...]
     output_ids: tuple[int, ...]
     stop_ids: frozenset[int]
+    never_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +66,16 @@ class Chunk:
 
     next_token is the prompt token after the chunk, or None for the last chunk, which samples it. The draft head needs
     it: its slot i holds (feature of token i, token i + 1) (sgl-26329).
+
+    prompt_logprobs: how many of the best tokens' log-probabilities are asked for with those of the prompt tokens after
+    each of these; None for no log-probabilities of them.
     """
 
     row: Row
     start: int
     token_ids: tuple[int, ...]
     next_token: int | None
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,13 +179,14 @@ class RowResult(NamedTuple):
     """What a step gave one row: the new tokens, the last of them the bonus; none after a chunk that is not the last.
 
     finite is False if the target's logits were not; the request fails alone. logprobs: of each token, for a row that
-    asks.
+    asks. prompt_logprobs: of the prompt tokens from the chunk's second on, and of the one after it, if it asks.
     """
 
     row: Row
     tokens: tuple[int, ...]
     finite: bool
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class ImportResult(NamedTuple):

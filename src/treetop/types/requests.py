@@ -20,6 +20,7 @@ class EngineRequest(NamedTuple):
 
     priority: lower is served first, if the core's policy goes by it. timeout_s: seconds from its arrival in the core
     after which it is ended with an error; None for no such limit. constraint: cannot cross to another process.
+    bad_words: sequences of ids of which none may come.
     received: output that the client has already, of an engine that is gone; this one goes on behind it, and all limits
     count it.
     """
@@ -32,6 +33,7 @@ class EngineRequest(NamedTuple):
     timeout_s: float | None = None
     constraint: TokenConstraint | None = None
     received: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
 
 class RequestStats(NamedTuple):
@@ -57,7 +59,8 @@ class RequestUpdate(NamedTuple):
     timed_out: its time was over. user_error: for what the request asks. stats come with finish_reason, in the request's
     last update. num_cached_tokens: as in the stats, with the first tokens. logprobs: of each of new_ids, if the request
     asks for them. start: which token of the output the first of new_ids is. queue_s, prefill_s: with the first tokens,
-    seconds from arrival to a row, and from there on.
+    seconds from arrival to a row, and from there on. prompt_logprobs: of the prompt's tokens from the second on, with
+    the first new token or the end, if the request asks for them.
     """
 
     request_id: RequestId
@@ -74,6 +77,7 @@ class RequestUpdate(NamedTuple):
     queue_s: float | None = None
     prefill_s: float | None = None
     user_error: bool = False
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 class PrefixPages(NamedTuple):

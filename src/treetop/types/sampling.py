@@ -15,6 +15,8 @@ MOST_LOGPROBS = 20
 """Best tokens whose log-probabilities a request may have beside the chosen one's."""
 MOST_BIASES = 511
 """Tokens that a request's `logit_bias` may name."""
+MOST_BAD_WORDS, LONGEST_BAD_WORD = 128, 200
+"""Texts that a request's `bad_words` may be, and characters of one."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -35,9 +37,15 @@ class SamplingParams:
     Logits are changed before temperature and filters, in this order: logit_bias (token id -> what is added; a dict will
     do), repetition_penalty (of tokens in prompt or output: a positive logit is divided by it, another multiplied),
     frequency_penalty (subtracted for each time a token is in the output), presence_penalty (once). Then tokens are
-    ruled out: those outside allowed_token_ids, and before min_tokens tokens those that would end the request.
+    ruled out: those outside allowed_token_ids, before min_tokens tokens those that would end the request, and those
+    that would complete the ids of one of `bad_words`, as it is encoded with and without a space before it.
     `structured_output`: what the output is held to; it needs the package llguidance.
     `logprobs`: how many of the best tokens' log-probabilities come with each token, beside its own; None for none.
+    `prompt_logprobs`: the same with each token of the prompt but the first; max_tokens may be 0 then.
+
+    `seed`: a negative one is the same modulo 2^63. `include_stop_str_in_output`: text ends behind the stop string, not
+    before it. `skip_special_tokens`: False shows special tokens in the text, but for one that ended the request.
+    `truncate_prompt_tokens`: keep so many of the prompt's last tokens; -1 keeps what leaves room for max_tokens.
     Raises InputError, all problems at once.
     """
 
@@ -58,13 +66,18 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     logprobs: int | None = None
     structured_output: StructuredOutput | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    bad_words: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         if isinstance(self.logit_bias, Mapping):
             object.__setattr__(self, "logit_bias", tuple(self.logit_bias.items()))
-        for name in ("stop", "stop_token_ids", "allowed_token_ids"):
+        for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         problems = self._wrong_types() or [text for bad, text in self._rules() if bad]
@@ -76,7 +89,9 @@ class SamplingParams:
         """Numbers of NumPy and the like become Python's, which are all that messages between processes can hold."""
         plain: dict[str, object] = {name: float(getattr(self, name)) for name in _NUMBERS}
         plain |= {name: int(getattr(self, name)) for name in _INTEGERS}
-        plain |= {name: int(value) for name in ("seed", "logprobs") if (value := getattr(self, name)) is not None}
+        plain |= {name: int(value) for name in _OPTIONAL if (value := getattr(self, name)) is not None}
+        if self.seed is not None:
+            plain["seed"] = int(self.seed) % 2**63
         plain["stop_token_ids"] = tuple(map(int, self.stop_token_ids))
         plain["logit_bias"] = tuple((int(token), float(bias)) for token, bias in self.logit_bias)
         if self.allowed_token_ids is not None:
@@ -90,11 +105,12 @@ class SamplingParams:
             *((name, "a number", _is(getattr(self, name), Real)) for name in _NUMBERS),
             *((name, "an integer", _is(getattr(self, name), Integral)) for name in _INTEGERS),
             ("stop", "text or a list of texts", _all(self.stop, str)),
+            ("bad_words", "a list of texts", _all(self.bad_words, str)),
             ("stop_token_ids", "a list of token ids", _all(self.stop_token_ids, Integral)),
-            ("ignore_eos", "True or False", _is(self.ignore_eos, bool)),
+            *((name, "True or False", _is(getattr(self, name), bool)) for name in _SWITCHES),
             *(
                 (name, "an integer or None", getattr(self, name) is None or _is(getattr(self, name), Integral))
-                for name in ("seed", "logprobs")
+                for name in _OPTIONAL
             ),
             ("logit_bias", "a dict of token ids and numbers", _pairs(self.logit_bias)),
             (
@@ -119,13 +135,22 @@ class SamplingParams:
             (self.top_k < -1, f"top_k must be 0 (off), -1 (off) or positive, got {shown(self.top_k)}"),
             (not 0 < self.top_p <= 1, f"top_p must be in (0, 1], got {shown(self.top_p)}"),
             (not 0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {shown(self.min_p)}"),
-            (self.max_tokens < 1, f"max_tokens must be at least 1, got {shown(self.max_tokens)}"),
+            (
+                self.max_tokens < (self.prompt_logprobs is None),
+                f"max_tokens must be at least 1, or 0 with prompt_logprobs, got {shown(self.max_tokens)}",
+            ),
             (any(not s for s in self.stop), "stop strings must not be empty"),
             (not all(map(is_utf8, self.stop)), "stop strings must be text that UTF-8 can write"),
             (any(token < 0 for token in self.stop_token_ids), "stop_token_ids must not be negative"),
             (
-                self.seed is not None and not 0 <= self.seed < 2**63,
-                f"seed must be in [0, 2^63), got {shown(self.seed)}",
+                self.seed is not None and not -(2**63) <= self.seed < 2**63,
+                f"seed must be in [-2^63, 2^63), got {shown(self.seed)}",
+            ),
+            (
+                self.truncate_prompt_tokens is not None
+                and self.truncate_prompt_tokens != -1
+                and not 1 <= self.truncate_prompt_tokens < 2**31,
+                f"truncate_prompt_tokens must be in [1, 2^31), or -1, got {shown(self.truncate_prompt_tokens)}",
             ),
             *self._rules_of_logits(),
         ]
@@ -149,11 +174,20 @@ class SamplingParams:
                 any(not -100 <= bias <= 100 for _, bias in self.logit_bias),
                 "logit_bias: a bias must be in [-100, 100]",
             ),
+            (any(not word.strip() for word in self.bad_words), "bad_words must not be empty"),
+            (not all(map(is_utf8, self.bad_words)), "bad_words must be text that UTF-8 can write"),
+            (
+                len(self.bad_words) > MOST_BAD_WORDS or any(len(word) > LONGEST_BAD_WORD for word in self.bad_words),
+                f"bad_words may be {MOST_BAD_WORDS} texts of {LONGEST_BAD_WORD} characters, not more",
+            ),
             (self.allowed_token_ids == (), "allowed_token_ids must not be empty"),
             (any(token < 0 for token in self.allowed_token_ids or ()), "allowed_token_ids must not be negative"),
-            (
-                self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS,
-                f"logprobs must be in [0, {MOST_LOGPROBS}], got {shown(self.logprobs)}",
+            *(
+                (
+                    value is not None and not 0 <= value <= MOST_LOGPROBS,
+                    f"{name} must be in [0, {MOST_LOGPROBS}], got {shown(value)}",
+                )
+                for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs))
             ),
         ]
         for name in ("presence_penalty", "frequency_penalty"):
@@ -179,7 +213,7 @@ class SamplingParams:
             "frequency_penalty": 0,
             "repetition_penalty": 1,
         }
-        neutral |= {"logit_bias": (), "allowed_token_ids": None, "structured_output": None}
+        neutral |= {"logit_bias": (), "allowed_token_ids": None, "structured_output": None, "bad_words": ()}
         return tuple(name for name, value in neutral.items() if getattr(self, name) != value)
 
     @property
@@ -189,6 +223,8 @@ class SamplingParams:
 
 _NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _INTEGERS = ("top_k", "max_tokens", "min_tokens")
+_OPTIONAL = ("seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
+_SWITCHES = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 
 
 def _finite(value: float) -> bool:

@@ -3,9 +3,10 @@
 import re
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic_core import CoreSchema, PydanticCustomError
 
+from treetop.server.api.extra_fields import TextFields, UnusedFields
 from treetop.server.api.limits import AllowedIds, FewMembers, StopIds, Texts, few_members
 from treetop.server.api.structured import FIELDS, structured_output
 from treetop.types.constraint import StructuredOutput
@@ -16,9 +17,7 @@ MOST_CHOICES = 128
 MOST_STOPS, LONGEST_STOP = 16, 1000
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "prompt_logprobs": (),
     "length_penalty": (1,),
-    "bad_words": ([],),
     "logits_processors": ([],),
     "suffix": ("",),
     "use_beam_search": (False,),
@@ -41,11 +40,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "service_tier": ("auto", "default"),
     "store": (False,),
-    "continue_final_message": (False,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
-    "truncate_prompt_tokens": (),
     "lora_path": (),
 }
 """Known fields that cannot be honoured, and the values that ask for nothing; null asks for nothing either."""
@@ -69,10 +63,29 @@ def _same(value: Any, neutral: Any) -> bool:
 
 
 class Body(BaseModel):
-    """A request's body: types as they are said, no unknown field, no NaN."""
+    """A request's body: types as they are said, no unknown field, no NaN. Null is as good as nothing said."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     _few_members = model_validator(mode="before")(few_members)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, values: Any) -> Any:
+        """Drop nulls of fields that need not be given."""
+        if not isinstance(values, dict):
+            return values
+        optional = {name for name, field in cls.model_fields.items() if not field.is_required()}
+        return {name: value for name, value in values.items() if value is not None or name not in optional}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """The schema, which says where null may stand."""
+        schema = handler.resolve_ref_schema(handler(core))
+        for name, field in cls.model_fields.items():
+            told = schema["properties"][name]
+            if not field.is_required() and {"type": "null"} not in told.get("anyOf", ()):
+                schema["properties"][name] = {"anyOf": [told, {"type": "null"}]}
+        return schema
 
 
 class StreamOptions(Body):
@@ -89,7 +102,7 @@ def _listed(value: Any) -> Any:
 Stops = Annotated[list[Annotated[str, Field(max_length=LONGEST_STOP)]], Field(max_length=MOST_STOPS)]
 
 
-class SamplingFields(Body):
+class SamplingFields(TextFields, UnusedFields, Body):
     """How tokens are chosen and when they end. What is null or absent is the model's default."""
 
     model: str | None = None
@@ -120,7 +133,6 @@ class SamplingFields(Body):
     timeout: float | None = Field(None, description="seconds after which the request ends with an error")
     stream: bool = False
     stream_options: StreamOptions | None = None
-    user: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -139,6 +151,13 @@ class SamplingFields(Body):
     def num_logprobs(self) -> int | None:
         """How many of the best tokens' log-probabilities come with each token; None for no log-probabilities."""
         raise NotImplementedError
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same with each token of the prompt but the first."""
+        if self.stream and self.prompt_logprobs is not None:
+            raise InputError("prompt_logprobs: not in a stream")
+        return self.prompt_logprobs
 
     @property
     def structure(self) -> tuple[str, StructuredOutput] | None:
@@ -167,7 +186,9 @@ class SamplingFields(Body):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
             logprobs=self.num_logprobs,
+            prompt_logprobs=self.num_prompt_logprobs,
             seed=self.seed,
+            **self.text_options(),
         )
 
     def seeds(self, num_prompts: int) -> list[int] | None:

@@ -151,17 +151,27 @@ class Front:
                 code="queue_full",
             )
 
-    async def chat_ids(self, messages: Sequence[Message], options: Mapping[str, Any]) -> list[int]:
-        """Ids of a conversation, of any number. Raises ApiError without a template."""
+    async def chat_ids(
+        self, messages: Sequence[Message], options: Mapping[str, Any], continues: bool = False, cut: bool = False
+    ) -> list[int]:
+        """Ids of a conversation, of any number: see `chat_ids` of `server/chat_prompt.py`.
+
+        Raises ApiError without a template.
+        """
         if self.rendering is None:
             raise ApiError(400, "the model has no chat template; serve it with --chat-template FILE", "messages")
-        text = await self.rendering.text_of(messages, options)
-        return await self.llm.encode(text, False)
+        return await self.rendering.ids_of(self.llm.reader, messages, options, continues, cut)
 
-    async def chat_prompt(self, messages: Sequence[Message], options: Mapping[str, Any]) -> list[int]:
-        """As `chat_ids`. Raises ApiError for what leaves nothing to go on from, or no room in the context."""
+    async def chat_prompt(
+        self, messages: Sequence[Message], options: Mapping[str, Any], reading: SamplingParams, continues: bool
+    ) -> list[int]:
+        """As `chat_ids`, of which `reading` says what is kept.
+
+        Raises ApiError for what leaves nothing to go on from, or no room in the context.
+        """
+        cut = reading.truncate_prompt_tokens is not None
         try:
-            ids = await self.chat_ids(messages, options)
+            ids = self.llm.reader.last(await self.chat_ids(messages, options, continues, cut), reading)
             if ids:
                 check_prompt(ids, self.core.info.max_context)
         except InputError as error:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from treetop.server.outputs import RequestOutput
+from treetop.server.outputs import PromptLogprobs, RequestOutput
 from treetop.server.tokenizer import Tokenizer
 from treetop.types.sampling import TokenLogprobs
 
@@ -11,6 +11,7 @@ LEAST = -9999.0
 """What stands for minus infinity, which JSON cannot say."""
 
 Tokens = Sequence[tuple[int, TokenLogprobs]]
+PromptTokens = Sequence[tuple[int, TokenLogprobs | None]]
 
 
 class LogprobWriter:
@@ -19,21 +20,28 @@ class LogprobWriter:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer, self._offset = tokenizer, 0
 
-    def completion(self, tokens: Tokens) -> dict[str, Any]:
-        """Of `/v1/completions`: parallel lists, the best tokens by their text; the chosen one is always among them."""
-        texts, offsets, best = [], [], []
+    def completion(self, tokens: PromptTokens, most: int) -> dict[str, Any]:
+        """Of `/v1/completions`: parallel lists, the best tokens by their text; the chosen one is always among them.
+
+        A prompt's first token has null for both. most: of the best, as many are asked for.
+        """
+        texts, offsets = list[str](), list[int]()
+        best = list[dict[str, float] | None]()
         for token_id, logprobs in tokens:
             text = self._text(token_id)
             texts.append(text)
             offsets.append(self._offset)
             self._offset += len(text)
+            if logprobs is None:
+                best.append(None)
+                continue
             top = {text: _json(logprobs.logprob)}
-            for other_id, logprob in logprobs.top:
+            for other_id, logprob in logprobs.top[:most]:
                 top.setdefault(self._text(other_id), _json(logprob))
             best.append(top)
         return {
             "tokens": texts,
-            "token_logprobs": [_json(logprobs.logprob) for _, logprobs in tokens],
+            "token_logprobs": [None if logprobs is None else _json(logprobs.logprob) for _, logprobs in tokens],
             "top_logprobs": best,
             "text_offset": offsets,
         }
@@ -48,6 +56,30 @@ class LogprobWriter:
             for token_id, logprobs in tokens
         ]
         return {"content": content, "refusal": None}
+
+    def prompt(self, ids: Sequence[int], logprobs: PromptLogprobs, most: int) -> list[dict[str, Any] | None]:
+        """vLLM's `prompt_logprobs`: of each token of a prompt by token id, null for the first.
+
+        rank: 1 is the best; null for a token that is not among the best that were asked for.
+        """
+        told: list[dict[str, Any] | None] = []
+        for token_id, each in zip(ids, logprobs, strict=True):
+            if each is None:
+                told.append(None)
+                continue
+            best = each.top[:most]
+            ranks = {other: rank for rank, (other, _) in enumerate(best, start=1)}
+            told.append(
+                {
+                    str(other): {
+                        "logprob": _json(logprob),
+                        "rank": ranks.get(other),
+                        "decoded_token": self._text(other),
+                    }
+                    for other, logprob in dict([(token_id, each.logprob), *best]).items()
+                }
+            )
+        return told
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         made = list(self._bytes(token_id))

@@ -1,11 +1,14 @@
-"""Chats to text for many clients at a time: two processes, so that a small chat never waits for a large one."""
+"""Chats to ids for many clients at a time: two processes, so that a small chat never waits for a large one."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from treetop.server.chat_input import Message
-from treetop.server.chat_template import ChatTemplate, template_line
+from treetop.server.chat_input import Message, rendering
+from treetop.server.chat_prompt import chat_ids
+from treetop.server.chat_template import ChatTemplate
 from treetop.server.lanes import Lanes
+from treetop.server.prompts import PromptReader
 
 LARGE_CHAT = 2**16
 """Characters of JSON from which on a chat is large. A smaller one takes some milliseconds."""
@@ -18,11 +21,19 @@ class Rendering:
         self._small, self._large = template, template.twin()
         self._lanes = Lanes("render", LARGE_CHAT)
 
-    async def text_of(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
-        """As `ChatTemplate.render`. Raises InputError."""
-        line = template_line(messages, options)
-        template = self._large if len(line) >= LARGE_CHAT else self._small
-        return await self._lanes.run(len(line), template.render_line, line)
+    async def ids_of(
+        self,
+        reader: PromptReader,
+        messages: Sequence[Message],
+        options: Mapping[str, Any],
+        continues: bool = False,
+        cut: bool = False,
+    ) -> list[int]:
+        """As `chat_ids` of `server/chat_prompt.py`. Raises InputError."""
+        size = len(rendering(messages, options))
+        template = self._large if size >= LARGE_CHAT else self._small
+        work = partial(chat_ids, template, reader, messages, options, continues=continues, cut=cut)
+        return await self._lanes.run(size, work)
 
     def close(self) -> None:
         self._lanes.close()

@@ -1,0 +1,51 @@
+"""Fields beyond the choice of tokens: what an answer shows, how a prompt is cut, and whose a request is."""
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
+
+from treetop.types.errors import InputError
+from treetop.types.sampling import MOST_BAD_WORDS, SamplingParams
+
+
+class TextFields(BaseModel):
+    """vLLM's fields of what an answer shows, and how a prompt is cut; see `SamplingParams`."""
+
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = Field(
+        None, description="keep so many of the prompt's last tokens; -1: all that fit"
+    )
+    prompt_logprobs: int | None = Field(
+        None, description="best tokens whose log-probabilities come with a prompt token's"
+    )
+    bad_words: Annotated[list[str] | None, Field(max_length=MOST_BAD_WORDS)] = None
+    return_token_ids: bool = Field(False, description="token ids of prompt and output beside the text")
+
+    def text_options(self) -> dict[str, Any]:
+        """What `SamplingParams` are told of these. Raises InputError."""
+        if not (self.skip_special_tokens or self.spaces_between_special_tokens):
+            raise InputError("spaces_between_special_tokens: only true where skip_special_tokens is false")
+        return {
+            "include_stop_str_in_output": self.include_stop_str_in_output,
+            "skip_special_tokens": self.skip_special_tokens,
+            "bad_words": tuple(self.bad_words or ()),
+            "truncate_prompt_tokens": self.truncate_prompt_tokens,
+        }
+
+    def reading(self, max_tokens: int | None) -> SamplingParams:
+        """How a prompt is read, before it is known what else is asked. Raises InputError."""
+        if self.truncate_prompt_tokens is None:
+            return SamplingParams()
+        return SamplingParams(max_tokens=max(max_tokens or 1, 1), truncate_prompt_tokens=self.truncate_prompt_tokens)
+
+
+class UnusedFields(BaseModel):
+    """OpenAI's fields that say whose a request is and where to keep it: taken, and no answer depends on them."""
+
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
