@@ -38,8 +38,8 @@ from served import Client, Stream, served, until, workers
 
 from serving import pair
 from treetop.cli import OneLineParser, exit_code
+from treetop.disaggregation.options import Role
 from treetop.types.errors import EngineError, InputError
-from treetop.types.roles import Role
 
 SMALL = {
     "hidden_size": 64,

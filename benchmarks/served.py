@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from treetop.bench.http_client import Address, Connection
+from treetop.disaggregation.options import Role
 from treetop.types.config import flag
 from treetop.types.errors import EngineError
-from treetop.types.roles import Role
 
 COUNTED = ("num_peers", "num_bytes", "num_pieces", "num_whole", "num_local", "transfer_s", "hidden_s")
 """Metrics of hand-overs."""

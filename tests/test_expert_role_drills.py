@@ -14,7 +14,7 @@ from test_expert_parallel import TREE, build, save_glm_with_mtp
 from test_expert_roles import addresses
 from test_serve_life import in_threads, joined
 from tiny_models import Pair, copy_folder, save_tokenizer
-from treetop.types.roles import SECRET_VARIABLE
+from treetop.disaggregation.options import SECRET_VARIABLE
 from waiting import until
 
 pytest.importorskip("nixl_cu12", reason="needs NIXL")

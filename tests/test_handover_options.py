@@ -8,15 +8,14 @@ import pytest
 
 from serving import Server
 from treetop.cli.command_line import main
-from treetop.core.roles.make import check_handover
-from treetop.core.wire import ProcessOptions
+from treetop.disaggregation.connector import check_disaggregation
+from treetop.disaggregation.options import SECRET_VARIABLE, DisaggregationOptions
 from treetop.doctor.transport import transport_speeds
 from treetop.engine.build import plan_engine
 from treetop.models.fingerprint import fingerprint
 from treetop.server.llm import LLM
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
-from treetop.types.roles import SECRET_VARIABLE, HandoverOptions
 from treetop.types.sampling import SamplingParams
 from waiting import until
 
@@ -34,7 +33,7 @@ WRONG = [
 @pytest.mark.parametrize(("given", "message"), WRONG)
 def test_options_that_cannot_be_together_are_refused_by_their_names(given, message):
     with pytest.raises(ConfigError, match=message):
-        HandoverOptions(**given)
+        DisaggregationOptions(**given)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +49,7 @@ def test_slots_come_with_a_role_and_a_role_with_slots(capsys, flags, message):
 
 
 def _check(config=None, **given):
-    check_handover(ProcessOptions("", config or EngineConfig(), handover=HandoverOptions(**given)))
+    check_disaggregation(config or EngineConfig(), DisaggregationOptions(**given))
 
 
 def test_what_cannot_work_is_said_before_anything_starts(monkeypatch, tmp_path):
@@ -73,7 +72,7 @@ def test_what_cannot_work_is_said_before_anything_starts(monkeypatch, tmp_path):
         with pytest.raises(ConfigError, match=f"--handover-listen 127.0.0.1:{port}: Address already in use"):
             _check(role="prefill", handover_listen=f"127.0.0.1:{port - 1}", config=EngineConfig(ep_size=2))
     _check(role="prefill", handover_listen=f"127.0.0.1:{port}")
-    monkeypatch.setattr("treetop.transfer.nixl.PACKAGES", ("not_there",))
+    monkeypatch.setattr("treetop.disaggregation.nixl.PACKAGES", ("not_there",))
     with pytest.raises(ConfigError, match="needs NIXL: pip install"):
         _check(**prefill)
 

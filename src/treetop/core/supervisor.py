@@ -20,7 +20,7 @@ import msgspec
 
 from treetop.core.remote import WATCHDOG_S, RemoteCore
 from treetop.core.wire import ProcessOptions
-from treetop.transfer.registry import withdraw
+from treetop.disaggregation.registry import withdraw
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, EngineError, UserError
 

@@ -84,7 +84,7 @@ class Scheduler:
     def add(self, asked: EngineRequest, remote: bool = False, export_from: int | None = None) -> Request:
         """Queue a request. Raises InputError, before anything changes, for one that can never run.
 
-        remote: another worker may prefill it, which events of the hand-over tell the desk; what has a constraint, or
+        remote: another worker may prefill it, which its events tell the state machine; what has a constraint, or
         goes on behind tokens of another engine, is prefilled here all the same. export_from: it is prefilled for
         another worker, which has the tokens before this one, and ends with `finish_export`.
         """
@@ -167,7 +167,7 @@ class Scheduler:
         return self._told([self._committer.finish(request, (), "stop")])[0]
 
     def finish_export(self, request_id: RequestId) -> None:
-        """All pieces of a request have been taken: its row and its pages go, to the prefix cache where that keeps them.
+        """All chunks of a request have been taken: its row and its pages go, to the prefix cache where that keeps them.
 
         Nothing if it is not alive.
         """

@@ -7,10 +7,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from treetop.disaggregation.options import DEFAULT_SLOTS, ROLES, SECRET_VARIABLE, DisaggregationOptions
 from treetop.server.options import ServeOptions, Unset, engine_config, is_installed
 from treetop.types.config import EngineConfig, flag
 from treetop.types.errors import ConfigError
-from treetop.types.roles import DEFAULT_SLOTS, ROLES, SECRET_VARIABLE, HandoverOptions
 
 if TYPE_CHECKING:
     from treetop.core.wire import ProcessOptions  # needs the serve extra
@@ -93,7 +93,10 @@ def add_serve_flags(parser: argparse.ArgumentParser, aliases: argparse._Argument
     handover = parser.add_argument_group("prefill and decode apart")
     handover.add_argument("--role", choices=ROLES, default="both", help=_HANDOVER_HELP["role"])
     handover.add_argument(
-        "--handover-lease", type=float, default=HandoverOptions().handover_lease, help=_HANDOVER_HELP["handover_lease"]
+        "--handover-lease",
+        type=float,
+        default=DisaggregationOptions().handover_lease,
+        help=_HANDOVER_HELP["handover_lease"],
     )
     for name, metavar in _HANDOVER_VALUES.items():
         handover.add_argument(flag(name), metavar=metavar, help=_HANDOVER_HELP[name])
@@ -167,8 +170,8 @@ def asked_for(args: argparse.Namespace, engine_options: dict[str, Any]) -> tuple
     config = engine_config(model, Unset.UNSET, engine_options)
     options = serve_options(args)
     handover = handover_options(args)
-    from treetop.core.roles.make import check_handover  # noqa: PLC0415  # needs the serve extra
     from treetop.core.wire import ProcessOptions  # noqa: PLC0415  # too
+    from treetop.disaggregation.connector import check_disaggregation  # noqa: PLC0415  # needs the serve extra
     from treetop.server.mock_options import mock_options  # noqa: PLC0415  # too
 
     slots = [flag(name) for name in ("handover_slots", "handover_slot_bytes") if name in engine_options]
@@ -180,7 +183,9 @@ def asked_for(args: argparse.Namespace, engine_options: dict[str, Any]) -> tuple
         config = replace(config, handover_slots=DEFAULT_SLOTS)
     process = ProcessOptions("", config, mock_options(args.mock_engine, config), log_level=20, handover=handover)
     if handover.role != "both":
-        check_handover(process)
+        if process.mock is not None:
+            raise ConfigError(f"--role {handover.role}: a mock engine has no KV to transfer")
+        check_disaggregation(config, handover)
     return process, options
 
 
@@ -194,12 +199,12 @@ def serve_options(args: argparse.Namespace) -> ServeOptions:
     return ServeOptions(**given)
 
 
-def handover_options(args: argparse.Namespace) -> HandoverOptions:
+def handover_options(args: argparse.Namespace) -> DisaggregationOptions:
     """What this worker does for others. Raises ConfigError."""
     given = {name: getattr(args, name) for name in ("role", "handover_lease", *_HANDOVER_VALUES)}
     peers = given["prefill_peers"] or ""
     given["prefill_peers"] = tuple(each.strip() for each in peers.split(",") if each.strip())
-    return HandoverOptions(**given)
+    return DisaggregationOptions(**given)
 
 
 def _check_packages() -> None:

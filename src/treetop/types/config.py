@@ -6,7 +6,7 @@ from types import NoneType
 from typing import Literal, get_args
 
 from treetop.types.errors import ConfigError, shown
-from treetop.types.handover import ALIGNMENT
+from treetop.types.kv_chunk import ALIGNMENT
 from treetop.types.layout import PLAIN, SpecShape
 
 Algorithm = Literal["EAGLE", "EAGLE3", "MTP", "NEXTN", "NGRAM", "NONE"]

@@ -22,8 +22,7 @@ from typing import Any
 
 import msgspec
 
-from treetop.transfer.events import PeerId
-from treetop.transfer.transport import Handle, Memory, Range, State, Way
+from treetop.disaggregation.transport import Handle, Memory, PeerId, Range, State, Way
 from treetop.types.errors import ConfigError
 
 PACKAGES = ("nixl_cu13", "nixl_cu12")
