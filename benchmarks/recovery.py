@@ -38,7 +38,7 @@ from served import Client, Stream, served, until, workers
 
 from serving import pair
 from treetop.cli import OneLineParser, exit_code
-from treetop.disaggregation.options import Role
+from treetop.disaggregation.options import Mode
 from treetop.types.errors import EngineError, InputError
 
 SMALL = {
@@ -51,7 +51,7 @@ SMALL = {
     "num_key_value_heads": 2,
     "head_dim": 16,
 }
-_APART: tuple[Role, ...] = ("prefill", "decode")
+_APART: tuple[Mode, ...] = ("prefill", "decode")
 _HEARD = 3
 """Events of each stream before a process that serves it is killed."""
 

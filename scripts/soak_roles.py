@@ -328,8 +328,8 @@ def both_groups(config: EngineConfig, peers: list[str], threads: bool) -> Iterat
     with ExitStack() as stack:
         folders = {role: Path(stack.enter_context(tempfile.TemporaryDirectory())) for role in ("prefill", "decode")}
         options = {
-            "prefill": DisaggregationOptions("prefill", peers[0], handover_lease=LEASE_S),
-            "decode": DisaggregationOptions("decode", None, tuple(peers), handover_lease=LEASE_S),
+            "prefill": DisaggregationOptions("prefill", peers[0], lease=LEASE_S),
+            "decode": DisaggregationOptions("decode", None, tuple(peers), lease=LEASE_S),
         }
         if threads:
             stack.enter_context(expert_ranks_on_threads())
@@ -402,14 +402,14 @@ def config_of(args: argparse.Namespace, model: Path) -> EngineConfig:
         chunked_prefill_size=32,
         max_total_tokens=5 * args.context_length // 2,
         overlap=True,
-        handover_slots=4,
-        handover_slot_bytes=args.slot_bytes,
+        disaggregation_slots=4,
+        disaggregation_slot_bytes=args.slot_bytes,
     )
 
 
 def alone(config: EngineConfig) -> dict[str, Any]:
     """Options of one engine for the same requests, with room for all."""
-    changes = {"ep_size": 1, "handover_slots": 0, "disable_radix_cache": True, "max_total_tokens": None}
+    changes = {"ep_size": 1, "disaggregation_slots": 0, "disable_radix_cache": True, "max_total_tokens": None}
     return {**asdict(config), **changes, "graphs": "off", "overlap": None}
 
 

@@ -26,7 +26,7 @@ from treetop.types.requests import EngineRequest, RequestUpdate
 
 LENGTHS = [1, 4, 5, 17, 33, 60]
 IDS = count(10**6)
-SLOTS = {"handover_slots": 3, "handover_slot_bytes": 1 << 17}
+SLOTS = {"disaggregation_slots": 3, "disaggregation_slot_bytes": 1 << 17}
 
 
 @contextmanager
@@ -54,7 +54,7 @@ class Worker:
             self.llm = make(pair, shape, **{"context_length": 128, **SLOTS, **options})
         self.slots, self.core, self.scheduler = kept, self.llm._core.core, self.llm.scheduler
         self.engine = self.llm.engine
-        self.free = list(range(self.engine.layout.handover_slots))
+        self.free = list(range(self.engine.layout.disaggregation_slots))
 
     @property
     def handover(self):

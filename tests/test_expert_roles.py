@@ -33,7 +33,7 @@ PARAMS = [
     sampled(3, 10, presence_penalty=0.5, logit_bias={5: 1.5}),
     greedy(1),
 ]
-SLOTS = {"handover_slots": 3, "handover_slot_bytes": 1 << 14, "chunked_prefill_size": 16}
+SLOTS = {"disaggregation_slots": 3, "disaggregation_slot_bytes": 1 << 14, "chunked_prefill_size": 16}
 
 
 @pytest.fixture(scope="module")
@@ -123,13 +123,13 @@ def started():
 
 def computing(started, folder, shape, peers, lease_s=WAIT_S, **options):
     """A prefill group that listens at these addresses."""
-    handover = DisaggregationOptions("prefill", peers[0], handover_lease=lease_s)
+    handover = DisaggregationOptions("prefill", peers[0], lease=lease_s)
     return Side(started, config_of(folder, shape, len(peers), **{"graphs": "sim", **SLOTS, **options}), handover)
 
 
 def asking(started, folder, shape, ranks, peers, lease_s=WAIT_S, **options):
     """A decode group that asks at these addresses."""
-    handover = DisaggregationOptions("decode", None, tuple(peers), handover_lease=lease_s)
+    handover = DisaggregationOptions("decode", None, tuple(peers), lease=lease_s)
     return Side(started, config_of(folder, shape, ranks, **{"graphs": "sim", **SLOTS, **options}), handover)
 
 
@@ -227,7 +227,7 @@ def test_a_decode_rank_that_dies_ends_its_group_and_gives_the_prefill_ranks_thei
 def test_a_prefill_group_refuses_clients_and_says_what_it_does(started, folder):
     """Its load is told though nobody asks it for anything."""
     with closing(computing(started, folder, TREE, addresses(2))) as prefill:
-        assert "--role prefill" in prefill.opened.info.refuses
+        assert "--disaggregation-mode prefill" in prefill.opened.info.refuses
         role = RolesOfRanks(prefill.core)
         prefill.thread.close()
         until(lambda: role.poll(0.0) is None and role.load is not None)

@@ -63,7 +63,7 @@ def handed(pair, params, prefill, decode, most, warm=()):
         relay.run()
         found += [relay.result(each) for each in ids]
     assert not relay.local, "a request was prefilled here"
-    assert len(decode.free) == decode.engine.layout.handover_slots
+    assert len(decode.free) == decode.engine.layout.disaggregation_slots
     return found, relay.received
 
 

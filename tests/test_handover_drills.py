@@ -52,8 +52,8 @@ class Site:
             context_length=256,
             max_running_requests=8,
             chunked_prefill_size=16,
-            handover_slots=4,
-            handover_slot_bytes=1 << 17,
+            disaggregation_slots=4,
+            disaggregation_slot_bytes=1 << 17,
         )
         self.decode = self.start("decode")
         self.prefill = self.start("prefill")

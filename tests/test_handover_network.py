@@ -117,7 +117,7 @@ def test_a_worker_that_does_not_answer_is_told_of(ends: Ends, caplog: pytest.Log
 
 def test_an_address_in_use_is_an_error_that_names_the_option(ends: Ends) -> None:
     port = ends.listen().port
-    with pytest.raises(ConfigError, match=r"--handover-listen 127\.0\.0\.1"):
+    with pytest.raises(ConfigError, match=r"--disaggregation-listen 127\.0\.0\.1"):
         ends.listen(port)
 
 

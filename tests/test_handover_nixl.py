@@ -179,5 +179,5 @@ def test_a_read_from_a_peer_that_is_killed_fails_and_nothing_arrives_after(over_
 def test_without_nixl_the_error_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("nixl_cu12", "nixl_cu13"):
         monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ConfigError, match=r"pip install treetop\[handover-cu13\]"):
+    with pytest.raises(ConfigError, match=r"pip install treetop\[disaggregation-cu13\]"):
         find_nixl()

@@ -58,7 +58,7 @@ def test_commands_that_cannot_be_are_refused_by_name(pairs):
         InvariantError, lambda: handover.recv(Recv(remote.request_id, 0, KVChunk(4, 9, 21), (), None)), "after 0 tokens"
     )
     without = build(pairs["strong"], (2, 3, 6), context_length=128)
-    refused(ConfigError, lambda: without.scheduler.add(remote, remote=True), "--handover-slots")
+    refused(ConfigError, lambda: without.scheduler.add(remote, remote=True), "--disaggregation-slots")
 
 
 MISTAKES = {
@@ -99,18 +99,24 @@ def test_a_record_is_not_packed_before_the_prompt_is_prefilled(pairs):
 
 def test_slots_are_sized_by_name_and_counted_in_the_plan_of_memory(pairs):
     """A slot that holds no token, sizes that cannot be, and the bytes of all slots among the static ones."""
-    refused(CapacityError, lambda: Worker(pairs["strong"], None, handover_slot_bytes=64), "--handover-slot-bytes")
     refused(
-        ConfigError, lambda: EngineConfig(handover_slot_bytes=100), "--handover-slot-bytes must be a multiple of 16"
+        CapacityError,
+        lambda: Worker(pairs["strong"], None, disaggregation_slot_bytes=64),
+        "--disaggregation-slot-bytes",
     )
-    refused(ConfigError, lambda: EngineConfig(handover_slots=-1), "--handover-slots must lie between")
-    with_slots = Worker(pairs["strong"], (2, 3, 6), handover_slots=5)
+    refused(
+        ConfigError,
+        lambda: EngineConfig(disaggregation_slot_bytes=100),
+        "--disaggregation-slot-bytes must be a multiple of 16",
+    )
+    refused(ConfigError, lambda: EngineConfig(disaggregation_slots=-1), "--disaggregation-slots must lie between")
+    with_slots = Worker(pairs["strong"], (2, 3, 6), disaggregation_slots=5)
     without = build(pairs["strong"], (2, 3, 6), context_length=128)
     more = with_slots.engine.memory.budget.static - without.engine.memory.budget.static
     assert more == with_slots.slots[0].num_bytes == 5 << 17
     payload, tokens = with_slots.slots[0].spec.own, with_slots.slot_tokens
     assert payload.num_bytes(KVChunk(0, tokens, tokens)) <= 1 << 17
-    assert with_slots.engine.layout.dimensions()["slot_tokens"].option == "--handover-slot-bytes"
+    assert with_slots.engine.layout.dimensions()["slot_tokens"].option == "--disaggregation-slot-bytes"
 
 
 def test_the_record_is_every_table_of_a_row_but_its_sampling(pairs):

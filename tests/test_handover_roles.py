@@ -30,10 +30,10 @@ class Sides:
     def __init__(self, pair, prefill_slots, decode_slots, lease_s=LEASE_S):
         with socket.create_server(("127.0.0.1", 0)) as found:
             listen = f"127.0.0.1:{found.getsockname()[1]}"
-        self.prefill = Worker(pair, SHAPE, handover_slots=prefill_slots, chunked_prefill_size=16)
-        self.decode = Worker(pair, SHAPE, handover_slots=decode_slots, chunked_prefill_size=16)
-        self.computes = self._role(self.prefill, DisaggregationOptions("prefill", listen, handover_lease=lease_s))
-        self.asks = self._role(self.decode, DisaggregationOptions("decode", None, (listen,), handover_lease=lease_s))
+        self.prefill = Worker(pair, SHAPE, disaggregation_slots=prefill_slots, chunked_prefill_size=16)
+        self.decode = Worker(pair, SHAPE, disaggregation_slots=decode_slots, chunked_prefill_size=16)
+        self.computes = self._role(self.prefill, DisaggregationOptions("prefill", listen, lease=lease_s))
+        self.asks = self._role(self.decode, DisaggregationOptions("decode", None, (listen,), lease=lease_s))
         self.prefill_lives = True
         self.until(lambda: self.asks.asks)
 

@@ -179,10 +179,11 @@ def test_secrets_come_from_a_file_of_its_owner_or_from_the_environment(tmp_path:
     file.write_bytes(SECRET + b"\n")
     file.chmod(0o600)
     assert read_secret({}, str(file)) == SECRET
-    assert read_secret({"TREETOP_HANDOVER_SECRET": "0123456789abcdef"}, None) == b"0123456789abcdef"
+    assert read_secret({"TREETOP_DISAGGREGATION_SECRET": "0123456789abcdef"}, None) == b"0123456789abcdef"
+    assert read_secret({"TREETOP_HANDOVER_SECRET": "as it was called before"}, None) == b"as it was called before"
     assert read_secret({}, None) == b""
     with pytest.raises(ConfigError, match="at least 16 bytes, got 5"):
-        read_secret({"TREETOP_HANDOVER_SECRET": "short"}, None)
+        read_secret({"TREETOP_DISAGGREGATION_SECRET": "short"}, None)
     with pytest.raises(ConfigError, match="nowhere: No such file"):
         read_secret({}, str(tmp_path / "nowhere"))
     file.chmod(0o644)

@@ -57,7 +57,7 @@ def test_chunks_of_a_request_bring_each_token_that_a_query_after_it_can_see_once
 
 def test_a_slot_that_holds_no_token_is_refused_by_its_option() -> None:
     layout = ChunkLayout((KVGroup(FULL, 4, paired(2, 64)),), 2, 1000)
-    with pytest.raises(CapacityError, match="--handover-slot-bytes"):
+    with pytest.raises(CapacityError, match="--disaggregation-slot-bytes"):
         layout.tokens_per_slot(2000)
 
 

@@ -24,9 +24,9 @@ def start(tmp_path, pair):  # noqa: F811  # the fixture
     started = []
 
     def begin(ranks, *handover):
-        slots = {"handover_slots": 4, "handover_slot_bytes": 1 << 15, "disable_radix_cache": True}
+        slots = {"disaggregation_slots": 4, "disaggregation_slot_bytes": 1 << 15, "disable_radix_cache": True}
         config = EngineConfig(**options_of(pair, device="cpu", tp_size=ranks, **slots))
-        started.append(WorkerProcess(tmp_path, config, DisaggregationOptions(*handover, handover_lease=LEASE_S)))
+        started.append(WorkerProcess(tmp_path, config, DisaggregationOptions(*handover, lease=LEASE_S)))
         return started[-1]
 
     yield begin

@@ -58,7 +58,7 @@ class Worker:
     """A worker of some ranks with a role, whose steps the test runs."""
 
     def __init__(self, pair, handover, **options):
-        slots = {"handover_slots": 3, "handover_slot_bytes": 1 << 15}
+        slots = {"disaggregation_slots": 3, "disaggregation_slot_bytes": 1 << 15}
         self.opened = open_core(EngineConfig(**options_of(pair, **slots, **options)), handover)
         self.core, local = self.opened.core, self.opened.local
         self.role = open_connector(local.scheduler, staging_of(local.engine), handover, LoopbackTransport, local.others)
@@ -85,8 +85,8 @@ class Workers:
     def __init__(self, pair, prefill_ranks, decode_ranks, lease_s=WAIT_S, **decode_options):
         (listen,) = addresses(1)
         before = [*LoopbackTransport._all.values()]
-        computes = DisaggregationOptions("prefill", listen, handover_lease=lease_s)
-        asks = DisaggregationOptions("decode", None, (listen,), handover_lease=lease_s)
+        computes = DisaggregationOptions("prefill", listen, lease=lease_s)
+        asks = DisaggregationOptions("decode", None, (listen,), lease=lease_s)
         self.decode = Worker(pair, asks, tp_size=decode_ranks, **decode_options)
         self.transports = [each for each in LoopbackTransport._all.values() if each not in before]
         self.prefill = Worker(pair, computes, tp_size=prefill_ranks)

@@ -402,7 +402,7 @@ def test_what_replicas_cannot_do_is_refused():
     from treetop.server.options import ServeOptions
     from treetop.server.ray.app import Scale, build_app
 
-    handover = DisaggregationOptions(role="prefill", handover_listen="tcp://127.0.0.1:7001")
+    handover = DisaggregationOptions(mode="prefill", listen="tcp://127.0.0.1:7001")
     with pytest.raises(ConfigError, match="would answer none"):
         build_app(ProcessOptions("", EngineConfig(), handover=handover), ServeOptions(), Scale())
     with pytest.raises(ConfigError, match="--shutdown-delay: Ray's proxy"):

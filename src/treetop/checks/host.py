@@ -81,7 +81,7 @@ class PlanChecker:
     def _check_kv_chunk(self, each: Export | Import, chunk: KVChunk) -> None:
         layout, row = self._layout, each.row
         _within("row", row, row, 0, layout.max_requests - 1)
-        _within("staging slot", row, each.slot, 0, layout.handover_slots - 1)
+        _within("staging slot", row, each.slot, 0, layout.disaggregation_slots - 1)
         _within("tokens of a KV chunk", row, chunk.count, 1, layout.slot_tokens)
         _within("start of a KV chunk", row, chunk.start, 0, chunk.total - chunk.count)
         _within("tokens of a request that is handed over", row, chunk.total, 1, layout.max_context)

@@ -167,7 +167,7 @@ def make(options: ProcessOptions) -> "tuple[Core, CoreInfo, Connector | None, Wo
 
     opened = open_core(options.config, options.handover)
     group = None if opened.local is None else opened.local.others
-    if options.handover.role == "both":
+    if options.handover.mode == "null":
         return opened.core, opened.info, None, group
     logging.getLogger("treetop.core").info(options.handover.words(options.config.ep_size))
     if opened.local is None:  # each rank has a part of its own

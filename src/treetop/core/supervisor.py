@@ -208,8 +208,8 @@ class EngineSupervisor:
             return
         await end(self._process)
         handover = self._options.handover
-        if handover.role == "prefill" and handover.peer_registry is not None:
-            withdraw(handover.peer_registry, handover.listens(self._options.config.ep_size))
+        if handover.mode == "prefill" and handover.registry is not None:
+            withdraw(handover.registry, handover.listens(self._options.config.ep_size))
 
 
 async def _resume(fronts: Sequence[FrontEnd], address: str) -> None:

@@ -231,19 +231,21 @@ def check_disaggregation(config: EngineConfig, options: DisaggregationOptions) -
     """Raise ConfigError, before anything is started, for what cannot work."""
     check_installed()
     check_curve()
-    secret = read_secret(os.environ, options.handover_secret_file)
-    if options.handover_listen is not None:
-        host, port = _allowed(options.handover_listen, "--handover-listen", secret)
-        if options.peer_registry is not None and (not port or host in ("0.0.0.0", "::")):
-            raise ConfigError("--handover-listen: with --peer-registry it is the address that others reach, port too")
+    secret = read_secret(os.environ, options.secret_file)
+    if options.listen is not None:
+        host, port = _allowed(options.listen, "--disaggregation-listen", secret)
+        if options.registry is not None and (not port or host in ("0.0.0.0", "::")):
+            raise ConfigError(
+                "--disaggregation-listen: with --disaggregation-registry it is the address that others reach, port too"
+            )
         if port + config.ep_size > 2**16:
-            raise ConfigError(f"--handover-listen: {config.ep_size} ranks need a port each from {port} on")
+            raise ConfigError(f"--disaggregation-listen: {config.ep_size} ranks need a port each from {port} on")
         for rank in range(config.ep_size if port else 0):
             check_listening(zmq_address(host, port + rank))
     for peer in options.prefill_peers:
-        _allowed(peer, "--prefill-peers", secret)
-    if options.peer_registry is not None:
-        Registry(options.peer_registry, 0.0)
+        _allowed(peer, "--disaggregation-prefill-peers", secret)
+    if options.registry is not None:
+        Registry(options.registry, 0.0)
 
 
 def open_connector(
@@ -254,16 +256,16 @@ def open_connector(
     others: OtherRanks | None = None,
 ) -> KVConnector:
     """A worker's connector. others: its ranks but this one, if there are any. Raises ConfigError."""
-    secret, deadlines = read_secret(os.environ, options.handover_secret_file), Deadlines.of(options.handover_lease)
+    secret, deadlines = read_secret(os.environ, options.secret_file), Deadlines.of(options.lease)
     registry = None
-    if options.peer_registry is not None:
-        registry = Registry(options.peer_registry, deadlines.lease_s)
+    if options.registry is not None:
+        registry = Registry(options.registry, deadlines.lease_s)
     agent = Agent(RankAgent(make_transport(staging.memory), staging), others)
     handshake = Handshake(secret, staging.schema, agent.metadata)
     slots, tokens, layout = staging.num_slots, staging.tokens_per_slot, staging.layout
     context: Context = zmq.Context.instance()
     try:
-        if options.role == "decode":
+        if options.mode == "decode":
             client = Client(context, handshake, deadlines.connect_s)
             receiver = DecodeMachine(slots, staging.slot_bytes, tokens, layout, deadlines)
 
@@ -271,14 +273,14 @@ def open_connector(
                 client.look_for(_addresses(options.prefill_peers, registry, secret))
 
             return KVConnector(receiver, client, agent, scheduler, look, 1.0)
-        assert options.handover_listen is not None
-        host, port = _allowed(options.handover_listen, "--handover-listen", secret)
+        assert options.listen is not None
+        host, port = _allowed(options.listen, "--disaggregation-listen", secret)
         listener = Listener(context, handshake, zmq_address(host, port), 2 * deadlines.lease_s)
         sender = PrefillMachine(slots, tokens, layout, staging.schema.vocab_size, deadlines)
 
         def announce() -> None:
             if registry is not None:
-                registry.announce(options.handover_listen or "")
+                registry.announce(options.listen or "")
 
         return KVConnector(sender, listener, agent, scheduler, announce, deadlines.renew_s)
     except BaseException:
@@ -292,7 +294,7 @@ def _addresses(given: Sequence[str], registry: Registry | None, secret: bytes) -
     addresses = []
     for text in dict.fromkeys(found):
         try:
-            addresses.append(zmq_address(*_allowed(text, "--peer-registry", secret)))
+            addresses.append(zmq_address(*_allowed(text, "--disaggregation-registry", secret)))
         except ConfigError:
             continue  # what was given has been checked
     return addresses
@@ -304,6 +306,6 @@ def _allowed(text: str, option: str, secret: bytes) -> tuple[str, int]:
     if not secret and not is_loopback(host):
         raise ConfigError(
             f"{option} {text}: without a secret only addresses of this machine; give ${SECRET_VARIABLE} or"
-            " --handover-secret-file on both sides"
+            " --disaggregation-secret-file on both sides"
         )
     return host, port

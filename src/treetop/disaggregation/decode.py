@@ -12,7 +12,7 @@ answers to it that come later name an attempt that is no more.
 
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from treetop.disaggregation.events import (
     Connected,
@@ -61,7 +61,7 @@ class Attempt:
 class RecvSlot:
     """attempt, offer: what it is for, from pulling to confirmed. begun_s: of the transfer.
 
-    late_s: when a transfer, or a release, is given up. prober: whose link is timed with it.
+    late_s: when a transfer, or a release, is given up. link: that is timed with it.
     """
 
     state: Literal["free", "probing", "pulling", "releasing", "confirmed", "importing", "quarantine"] = "free"
@@ -69,12 +69,11 @@ class RecvSlot:
     offer: Offer | None = None
     begun_s: float = 0.0
     late_s: float = 0.0
-    prober: "Prober | None" = None
+    link: "Link | None" = None
 
 
-@dataclass(slots=True)
-class Prober:
-    """Times the link to a prefill worker with so many slots."""
+class Link(NamedTuple):
+    """To a prefill worker with so many slots, which is not asked before its link has been timed."""
 
     peer: PeerId
     num_slots: int
@@ -131,7 +130,7 @@ class DecodeMachine:
 
     @property
     def active(self) -> bool:
-        """Whether there is something to wait for."""
+        """Whether something is waited for."""
         return bool(self.attempts) or any(s.state in ("probing", "pulling", "quarantine") for s in self.slots)
 
     @property
@@ -195,13 +194,12 @@ class DecodeMachine:
             if isinstance(message, Offer):  # its slots are free at once
                 self._send(peer, Abort(message.request, message.attempt))
             return
-        match message:
-            case Offer():
-                self._offered(attempt, message, now)
-            case Released():
-                self._released(attempt, message, now)
-            case Refused(_, _, reason):
-                self._give_up(attempt, f"the prefill worker refused: {reason}")
+        if isinstance(message, Offer):
+            self._offered(attempt, message, now)
+        elif isinstance(message, Released):
+            self._released(attempt, message, now)
+        else:
+            self._give_up(attempt, f"the prefill worker refused: {message.reason}")
 
     def _offered(self, attempt: Attempt, offer: Offer, now: float) -> None:
         chunk = offer.chunk
@@ -289,10 +287,10 @@ class DecodeMachine:
         slot = self.slots[index]
         attempt, offer = slot.attempt, slot.offer
         ended = state in ("done", "failed")
-        if slot.prober is not None:
+        if slot.link is not None:
             if ended:
-                slot.prober.probe.ended(state == "done", now)
-                self._probe(index, slot.prober, now)
+                slot.link.probe.ended(state == "done", now)
+                self._probe(index, slot.link, now)
         elif attempt is None or offer is None:  # it was given up
             if slot.state == "quarantine" and ended:
                 self.slots[index] = RecvSlot()
@@ -324,35 +322,33 @@ class DecodeMachine:
             self.peers[peer] = Peer(num_slots, now, now)
             return
         index = states.index("free")
-        prober = Prober(peer, num_slots, Probe(self._slot_bytes))
-        self.slots[index] = RecvSlot("probing", prober=prober)
-        self._probe(index, prober, now)
+        self._probe(index, Link(peer, num_slots, Probe(self._slot_bytes)), now)
 
-    def _probe(self, index: int, prober: Prober, now: float) -> None:
+    def _probe(self, index: int, link: Link, now: float) -> None:
         """Begin the next transfer, or take the faster way."""
-        way = prober.probe.begin(now)
+        way = link.probe.begin(now)
         if way is not None:
-            self.slots[index].late_s = now + self._deadlines.pull_s
-            self._effects.append(Pull(index, prober.peer, 0, None, way))
+            self.slots[index] = RecvSlot("probing", late_s=now + self._deadlines.pull_s, link=link)
+            self._effects.append(Pull(index, link.peer, 0, None, way))
             return
         self.slots[index] = RecvSlot()
-        self._probed(prober, now)
+        self._probed(link, now)
 
-    def _probed(self, prober: Prober, now: float) -> None:
-        gbps, best = prober.probe.gbps, prober.probe.best
+    def _probed(self, link: Link, now: float) -> None:
+        gbps, best = link.probe.gbps, link.probe.best
         speeds = ", ".join(f"{way} {speed:.2f} GB/s" for way, speed in gbps.items())
         self._effects.append(Log(f"KV transfers from a prefill worker: {speeds or 'none works'}"))
         if best is None:
-            self._effects.append(Disconnect(prober.peer))
+            self._effects.append(Disconnect(link.peer))
             return
-        self.peers[prober.peer] = Peer(prober.num_slots, now, now, best)
+        self.peers[link.peer] = Peer(link.num_slots, now, now, best)
         read_gbps, write_gbps = gbps.get("read", 0.0), gbps.get("write", 0.0)
         self._load = self._load._replace(read_gbps=read_gbps, write_gbps=write_gbps)
 
     def _peer_down(self, peer: PeerId, reason: str) -> None:
         self.peers.pop(peer, None)
         for index, slot in enumerate(self.slots):
-            if slot.prober is not None and slot.prober.peer == peer:
+            if slot.link is not None and slot.link.peer == peer:
                 self.slots[index] = RecvSlot("quarantine")
         for attempt in [each for each in self.attempts.values() if each.peer == peer]:
             self._give_up(attempt, reason)
@@ -370,9 +366,9 @@ class DecodeMachine:
         for index, slot in enumerate(self.slots):
             if slot.late_s > now:
                 continue
-            if slot.prober is not None:
+            if slot.link is not None:
                 self.slots[index] = RecvSlot("quarantine")
-                self._probed(slot.prober, now)
+                self._probed(slot.link, now)
             elif slot.state in ("pulling", "releasing") and slot.attempt is not None:
                 what = "a transfer" if slot.state == "pulling" else "the answer to a release"
                 self._give_up(slot.attempt, f"{what} took longer than {self._deadlines.pull_s:g} s")

@@ -66,8 +66,8 @@ class ChunkLayout:
         per_token = sum(group.kv.heads * self._head_bytes(group) for group in self.groups)
         if slot_bytes < fixed + per_token:
             raise CapacityError(
-                f"handover_slot_bytes: need {fixed + per_token} = record and alignment {fixed} + a token {per_token},"
-                f" have {slot_bytes}; raise --handover-slot-bytes"
+                f"disaggregation_slot_bytes: need {fixed + per_token} = record and alignment {fixed} + a token"
+                f" {per_token}, have {slot_bytes}; raise --disaggregation-slot-bytes"
             )
         return (slot_bytes - fixed) // per_token
 

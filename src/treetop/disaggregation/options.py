@@ -4,17 +4,18 @@ import ipaddress
 import os
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, get_args
 
 from treetop.types.errors import ConfigError, shown
 
-Role = Literal["both", "prefill", "decode"]
-ROLES: tuple[str, ...] = get_args(Role)
+Mode = Literal["null", "prefill", "decode"]
+MODES: tuple[str, ...] = get_args(Mode)
 DEFAULT_SLOTS = 8
 _LEASE_S = 10.0
-SECRET_VARIABLE = "TREETOP_HANDOVER_SECRET"
+SECRET_VARIABLE = "TREETOP_DISAGGREGATION_SECRET"
+_OLD_VARIABLE = "TREETOP_HANDOVER_SECRET"
 MIN_SECRET = 16
 """Bytes."""
 
@@ -43,86 +44,79 @@ class Deadlines:
 
 @dataclass(frozen=True, slots=True)
 class DisaggregationOptions:
-    """Options of handing prefilled requests over, under the flags' names. Raises ConfigError, all problems at once.
+    """Options of prefill and decode in workers of their own: flags that begin with --disaggregation-.
 
-    role: a prefill worker computes prompts for decode workers, one that does both serves alone. handover_listen: where
-    a prefill worker is reached. prefill_peers: those that a decode worker asks. peer_registry: a folder in which
-    prefill workers say where they are. handover_secret_file: what all of them know; else it is the environment's.
-    handover_lease: seconds without a word after which a worker is given up.
+    mode: a prefill worker computes prompts for decode workers; null is a worker that does both.
+    listen: where a prefill worker is reached.
+    prefill_peers: prefill workers that a decode worker asks.
+    registry: a folder in which prefill workers say where they are.
+    secret_file: what all of them know; else it is the environment's.
+    lease: seconds without a message after which a worker is given up.
+
+    Raises ConfigError, all problems at once.
     """
 
-    role: Role = "both"
-    handover_listen: str | None = None
+    mode: Mode = "null"
+    listen: str | None = None
     prefill_peers: tuple[str, ...] = ()
-    peer_registry: str | None = None
-    handover_secret_file: str | None = None
-    handover_lease: float = _LEASE_S
+    registry: str | None = None
+    secret_file: str | None = None
+    lease: float = _LEASE_S
 
     def __post_init__(self) -> None:
-        finds = bool(self.prefill_peers) or self.peer_registry is not None
-        given = [name for name, value in self._others() if value]
+        flag, finds = "--disaggregation-", bool(self.prefill_peers) or self.registry is not None
+        mode = f"{flag}mode"
+        defaults = {each.name: each.default for each in fields(self)}
+        given = [flag + name.replace("_", "-") for name, value in defaults.items() if getattr(self, name) != value]
         rules = [
-            (self.role not in ROLES, f"--role must be one of {', '.join(ROLES)}, got {shown(self.role)}"),
-            (self.role == "both" and bool(given), f"{', '.join(given)}: only with --role prefill or --role decode"),
+            (self.mode not in MODES, f"{mode} must be one of {', '.join(MODES)}, got {shown(self.mode)}"),
+            (self.mode == "null" and bool(given), f"{', '.join(given)}: only with {mode} prefill or decode"),
+            (self.mode == "prefill" and self.listen is None, f"{mode} prefill needs {flag}listen HOST:PORT"),
+            (self.mode == "prefill" and bool(self.prefill_peers), f"{flag}prefill-peers: only with {mode} decode"),
+            (self.mode == "decode" and not finds, f"{mode} decode needs {flag}prefill-peers or {flag}registry"),
+            (self.mode == "decode" and self.listen is not None, f"{flag}listen: only with {mode} prefill"),
             (
-                self.role == "prefill" and self.handover_listen is None,
-                "--role prefill needs --handover-listen HOST:PORT",
+                not 0.1 <= self.lease <= 3600,
+                f"{flag}lease must lie between 0.1 and 3600 seconds, got {shown(self.lease)}",
             ),
-            (self.role == "prefill" and bool(self.prefill_peers), "--prefill-peers: only with --role decode"),
-            (self.role == "decode" and not finds, "--role decode needs --prefill-peers or --peer-registry"),
-            (self.role == "decode" and self.handover_listen is not None, "--handover-listen: only with --role prefill"),
         ]
-        rules.append(
-            (
-                not 0.1 <= self.handover_lease <= 3600,
-                f"--handover-lease must lie between 0.1 and 3600 seconds, got {shown(self.handover_lease)}",
-            )
-        )
         problems = [text for bad, text in rules if bad]
         if problems:
             raise ConfigError("; ".join(problems))
 
     def words(self, num_ranks: int) -> str:
         """For the log. num_ranks: that have a part of their own."""
-        if self.role == "prefill":
+        if self.mode == "prefill":
             last = self.listens(num_ranks)[-1]
             more = "" if num_ranks == 1 else f" to {last}, a rank each"
-            found = "" if self.peer_registry is None else f", which it says in {self.peer_registry}"
-            return f"role prefill: decode workers ask at {self.handover_listen}{more}{found}"
-        asked = [", ".join(self.prefill_peers), f"those in {self.peer_registry}" if self.peer_registry else ""]
-        return f"role decode: has prompts prefilled by {' and '.join(each for each in asked if each)}"
+            found = "" if self.registry is None else f", which it says in {self.registry}"
+            return f"disaggregation mode prefill: decode workers ask at {self.listen}{more}{found}"
+        asked = [", ".join(self.prefill_peers), f"those in {self.registry}" if self.registry else ""]
+        return f"disaggregation mode decode: has prompts prefilled by {' and '.join(each for each in asked if each)}"
 
     def of_rank(self, rank: int) -> "DisaggregationOptions":
         """Of a rank that has a part of its own: each listens at a port of its own, from the one that is given on."""
-        host, _, port = (self.handover_listen or "").rpartition(":")
-        return replace(self, handover_listen=f"{host}:{int(port) + rank}") if port not in ("", "0") else self
+        host, _, port = (self.listen or "").rpartition(":")
+        return replace(self, listen=f"{host}:{int(port) + rank}") if port not in ("", "0") else self
 
     def listens(self, num_ranks: int) -> list[str]:
         """Where each rank listens."""
-        return [self.of_rank(rank).handover_listen or "" for rank in range(num_ranks)]
-
-    def _others(self) -> list[tuple[str, object]]:
-        return [
-            ("--handover-listen", self.handover_listen),
-            ("--prefill-peers", self.prefill_peers),
-            ("--peer-registry", self.peer_registry),
-            ("--handover-secret-file", self.handover_secret_file),
-            ("--handover-lease", self.handover_lease != _LEASE_S),
-        ]
+        return [self.of_rank(rank).listen or "" for rank in range(num_ranks)]
 
 
-NO_ROLE = DisaggregationOptions()
-"""Of a worker that serves without others."""
+NULL = DisaggregationOptions()
+"""Of a worker that prefills and decodes."""
 
 
 def read_secret(environment: Mapping[str, str], file: str | None) -> bytes:
     """What both sides know, of a file or of the environment; b"" if neither is given. Raises ConfigError."""
     if file is None:
-        secret, source = environment.get(SECRET_VARIABLE, "").encode(), SECRET_VARIABLE
+        source = SECRET_VARIABLE if SECRET_VARIABLE in environment else _OLD_VARIABLE
+        secret = environment.get(source, "").encode()
         if not secret:
             return b""
     else:
-        source = f"--handover-secret-file {file}"
+        source = f"--disaggregation-secret-file {file}"
         try:
             if os.name == "posix" and stat.S_IMODE(Path(file).stat().st_mode) & 0o077:
                 raise ConfigError(f"{source}: others may read it; chmod 600 it")

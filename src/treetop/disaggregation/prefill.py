@@ -103,7 +103,7 @@ class PrefillMachine:
 
     @property
     def active(self) -> bool:
-        """Whether there is something to wait for."""
+        """Whether something is waited for."""
         return bool(self._peers)
 
     @property

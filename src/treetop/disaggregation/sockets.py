@@ -78,7 +78,7 @@ def listener_keys(secret: bytes) -> tuple[bytes, bytes]:
 
 @dataclass(slots=True)
 class _Connection:
-    """To a prefill worker. metadata: None until it has answered."""
+    """To a prefill worker. late_s: when an answer is late. up: once the handshake is done."""
 
     socket: Socket
     monitor: Socket
@@ -165,7 +165,9 @@ class Client:
                     self._events.append(Connected(connection.peer, message.metadata))
                 elif message is not None and connection.up:
                     self._events.append(Received(connection.peer, message))
-        happened = _monitored(connection.monitor)
+        happened = 0
+        while event := _next_event(connection.monitor):
+            happened |= event
         if happened & _HANDSHAKE_FAILED:
             self._end(address, "the handshake failed: the secrets differ, or it is another version of treetop", now)
         elif happened and connection.up:
@@ -204,7 +206,7 @@ def _bound(socket: Socket, address: str) -> Socket:
     except zmq.ZMQError as error:
         socket.close()
         where = address.removeprefix("tcp://")
-        raise ConfigError(f"--handover-listen {where}: {zmq.strerror(error.errno or 0)}") from None
+        raise ConfigError(f"--disaggregation-listen {where}: {zmq.strerror(error.errno or 0)}") from None
     return socket
 
 
@@ -236,7 +238,7 @@ class Listener:
 
     def poll(self, now: float) -> Iterator[SessionEvent]:
         """What has happened."""
-        while _monitored(self._monitor, most=1):
+        while _next_event(self._monitor):
             self.num_dropped += 1
         while True:
             try:
@@ -255,8 +257,9 @@ class Listener:
 
     def disconnect(self, peer: PeerId, reason: str, now: float) -> None:
         """End a session, whose other side is told why."""
-        self.send(peer, Reject(reason))
-        self._heard_s[peer] = float("-inf")
+        if peer in self._senders:
+            self.send(peer, Reject(reason))
+            self._heard_s[peer] = float("-inf")
 
     def close(self) -> None:
         _close(self._socket, self._monitor)
@@ -290,14 +293,9 @@ class Listener:
             self._socket.send_multipart([sender, encode(message)], zmq.NOBLOCK)
 
 
-def _monitored(monitor: Socket, most: int = 100) -> int:
-    """The kinds of up to so many events that have happened."""
-    found = 0
-    for _ in range(most):
-        if not monitor.poll(0):
-            break
-        found |= recv_monitor_message(monitor)["event"]
-    return found
+def _next_event(monitor: Socket) -> int:
+    """The kind of what has happened to a socket; 0 if nothing has."""
+    return int(recv_monitor_message(monitor)["event"]) if monitor.poll(0) else 0
 
 
 def _close(socket: Socket, monitor: Socket) -> None:

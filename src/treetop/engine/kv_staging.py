@@ -12,7 +12,7 @@ def staging_of(engine: Engine) -> Staging:
     """Raises ConfigError for an engine without slots."""
     slots, config = engine.slots, engine.config
     if slots is None:
-        raise ConfigError("no staging slots for KV transfer; set --handover-slots")
+        raise ConfigError("no staging slots for KV transfer; set --disaggregation-slots")
     memory, layout, ranks = slots.memory, slots.spec.whole, engine.parallel
     assert slots.spec.own == layout.of_rank(ranks.size)
     shape = config.shape
@@ -25,12 +25,12 @@ def staging_of(engine: Engine) -> Staging:
         record=tuple(field.words for field in engine.runner.state.record.fields),
         shape=(shape.topk, shape.num_steps, shape.num_draft_tokens),
         vocab_size=engine.spec.vocab_size,
-        slot_bytes=config.handover_slot_bytes,
+        slot_bytes=config.disaggregation_slot_bytes,
     )
     device = memory.device.index or 0 if memory.device.type == "cuda" else None
     reached = Memory(memory.data_ptr(), memory.nbytes, device)
-    size = config.handover_slot_bytes
-    return Staging(reached, config.handover_slots, size, layout, schema, ranks.rank, ranks.size)
+    size = config.disaggregation_slot_bytes
+    return Staging(reached, config.disaggregation_slots, size, layout, schema, ranks.rank, ranks.size)
 
 
 def _draft(engine: Engine) -> str:

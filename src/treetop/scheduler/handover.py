@@ -256,8 +256,8 @@ class Handover:
 
     def _check_slot(self, slot: int) -> None:
         """No slot is packed or imported twice at a time."""
-        if not 0 <= slot < self._layout.handover_slots or slot in self._owed:
-            raise InvariantError(f"slot {slot} is named, of {self._layout.handover_slots}; {[*self._owed]} are in use")
+        if not 0 <= slot < self._layout.disaggregation_slots or slot in self._owed:
+            raise InvariantError(f"slot {slot} is named, of {self._layout.disaggregation_slots}; {[*self._owed]} are in use")
 
 
 def _agrees(request: Request, first: FirstToken | None, root: int | None) -> bool:

@@ -39,7 +39,7 @@ from treetop.core.wire import (
     encode,
 )
 from treetop.disaggregation.connector import IDLE_MS
-from treetop.disaggregation.options import NO_ROLE, DisaggregationOptions
+from treetop.disaggregation.options import NULL, DisaggregationOptions
 from treetop.models.folder import resolve_folder
 from treetop.models.loader import compute_device
 from treetop.models.params import of_rank
@@ -69,7 +69,7 @@ class ExpertGroup:
 
     info: CoreInfo
 
-    def __init__(self, config: EngineConfig, handover: DisaggregationOptions = NO_ROLE) -> None:
+    def __init__(self, config: EngineConfig, handover: DisaggregationOptions = NULL) -> None:
         check_experts(config)
         self.size = config.ep_size
         self._ranks = _Processes(config, handover)

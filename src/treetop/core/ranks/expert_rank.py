@@ -25,7 +25,7 @@ from treetop.core.ranks.lockstep import Agreement, Lockstep
 from treetop.core.wire import Abort, Add, Failed, Finish, FromCore, Load, Ready, ToCore, Updates, decode_to_core, encode
 from treetop.disaggregation.connector import open_connector
 from treetop.disaggregation.nixl import NixlTransport
-from treetop.disaggregation.options import NO_ROLE, DisaggregationOptions
+from treetop.disaggregation.options import NULL, DisaggregationOptions
 from treetop.engine.engine import Engine
 from treetop.engine.kv_staging import staging_of
 from treetop.models.loader import compute_device
@@ -55,7 +55,7 @@ class RankOptions(msgspec.Struct, frozen=True):
     config: EngineConfig
     rank: int
     threads: int
-    handover: DisaggregationOptions = NO_ROLE
+    handover: DisaggregationOptions = NULL
     log_level: int = logging.WARNING
 
 
@@ -87,7 +87,7 @@ class ExpertRank:
             lockstep = Lockstep(engine, agreement, config.step_timeout)
             threading.Thread(target=self._guard, args=(lockstep,), name="treetop-guard", daemon=True).start()
             core, info = core_of(lockstep, engine), info_of(engine)
-            if self._options.handover.role != "both":
+            if self._options.handover.mode != "null":
                 mine = self._options.handover.of_rank(rank)
                 role = open_connector(core.scheduler, staging_of(engine), mine, NixlTransport)
                 info = info._replace(refuses=role.refuses)
