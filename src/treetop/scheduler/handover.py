@@ -198,7 +198,7 @@ class Handover:
     # ---------------------------------------------------------------- ends
 
     def lose_all(self, old: "Handover") -> None:
-        """Tell the state machine what it has not heard of books that are given up, and of all in them that it waits for."""
+        """Tell what was not told of books that are given up, and of all in them that the state machine waits for."""
         gone = [*old._pending, *(r.request_id for r in old._queues.by_id.values() if r.export_from is not None)]
         self._events += [*old._events, *map(Dropped, gone), *old._owed.values()]
 
@@ -244,7 +244,9 @@ class Handover:
     def _drop_chunks(self, request: Request) -> None:
         """Forget the chunks of a request that no step has taken."""
         mine = request.request_id
-        for slot in [each.slot for each in (*self._exports, *self._imports) if each.request_id == mine]:
+        slots = [each.slot for each in self._exports if each.request_id == mine]
+        slots += [each.slot for each in self._imports if each.request_id == mine]
+        for slot in slots:
             self._give_back(self._owed[slot])
         self._exports = [each for each in self._exports if each.request_id != mine]
         self._imports = [each for each in self._imports if each.request_id != mine]
@@ -257,7 +259,9 @@ class Handover:
     def _check_slot(self, slot: int) -> None:
         """No slot is packed or imported twice at a time."""
         if not 0 <= slot < self._layout.disaggregation_slots or slot in self._owed:
-            raise InvariantError(f"slot {slot} is named, of {self._layout.disaggregation_slots}; {[*self._owed]} are in use")
+            raise InvariantError(
+                f"slot {slot} is named, of {self._layout.disaggregation_slots}; {[*self._owed]} are in use"
+            )
 
 
 def _agrees(request: Request, first: FirstToken | None, root: int | None) -> bool:
