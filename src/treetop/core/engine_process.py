@@ -63,7 +63,7 @@ class CoreServer:
         role: Connector | None = None,
         group: "WorkerGroup | None" = None,
     ) -> None:
-        """role: the worker's part in handing requests over, if it has one. group: the ranks that share the model."""
+        """role: the worker's KV connector, if it has one. group: the ranks that share the model."""
         self._core, self._loop, self._info, self._socket = core, CoreLoop(core, role), info, socket
         self._role, self._group = role, group
         self._clients: dict[bytes, Callable[[list[RequestUpdate]], None]] = {}
@@ -158,7 +158,7 @@ class CoreServer:
 
 
 def make(options: ProcessOptions) -> "tuple[Core, CoreInfo, Connector | None, WorkerGroup | None]":
-    """The core that was asked for, its part in handing requests over, and its ranks. Raises TreetopError."""
+    """The core that was asked for, its KV connector, and its ranks. Raises TreetopError."""
     if options.mock is not None:
         from treetop.core.mock import make_mock  # noqa: PLC0415  # needs no PyTorch
 

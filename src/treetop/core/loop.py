@@ -50,7 +50,7 @@ class Core(Protocol):
 class CoreLoop:
     """Applies the commands of clients between steps, and delivers each step's updates.
 
-    role: the worker's part in handing requests over, if it has one; whoever runs the loop polls it.
+    role: the worker's KV connector, if it has one; whoever runs the loop polls it.
     """
 
     def __init__(self, core: Core, role: "Connector | None" = None) -> None:

@@ -39,7 +39,7 @@ def run(model: str | None, options: dict[str, Any], visit: Visit) -> int:
     if pairs := links():
         _print(console, "links", ("between", "reaches its memory", "link"), pairs)
     if config.disaggregation_slots:
-        _print(console, "handing requests over, 64 MiB", ("transport", "by", "speed"), _speeds(device.type))
+        _print(console, "KV transfer, 64 MiB", ("transport", "by", "speed"), _speeds(device.type))
     rows = [(f"{b.name} (serves)" if b.chosen else b.name, ", ".join(b.phases) or "-", b.reason) for b in statuses]
     _print(console, f"backends, {str(dtype).removeprefix('torch.')}", ("backend", "runs", "why not, or which"), rows)
     console.print("\n".join(f"{name}: {words}" for name, words in tensors), markup=False, highlight=False)

@@ -221,7 +221,7 @@ class Ops:
     )
     gather = Op(peers.gather_reference, peers.gather, 0.0, on_a_gpu, (peers._gather_kernel,))
 
-    # of a hand-over
+    # of KV transfer
     pack = Op(kv_chunks.pack_reference, kv_chunks.pack, 0.0, on_a_gpu, (kv_chunks._move_kernel,))
     unpack = Op(kv_chunks.unpack_reference, kv_chunks.unpack, 0.0, on_a_gpu, (kv_chunks._move_kernel,))
 

@@ -178,7 +178,7 @@ class Scheduler:
     def _check_handover(self, asked: EngineRequest, remote: bool, export_from: int | None) -> None:
         if not self._layout.disaggregation_slots:
             raise ConfigError(
-                "a request is to be handed over, and there are no staging slots; set --disaggregation-slots"
+                "KV of a request is to be transferred, and there are no staging slots; set --disaggregation-slots"
             )
         if export_from is not None and (remote or not 0 <= export_from < len(asked.prompt_ids)):
             raise InvariantError(f"request {asked.request_id} is to be exported from token {export_from}")

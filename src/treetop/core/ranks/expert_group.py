@@ -330,7 +330,7 @@ class DispatchCore:
 
 
 class RolesOfRanks:
-    """The ranks' parts in handing requests over, as one. Each has a desk of its own, and chooses what it asks for."""
+    """The ranks' KV connectors, as one. Each has a connector of its own, and chooses what it asks for."""
 
     asks, stuck, wait_ms = False, None, IDLE_MS
 
