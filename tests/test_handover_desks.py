@@ -3,15 +3,16 @@
 from collections import Counter
 
 import pytest
+from msgspec.structs import replace
 
 from handover_world import LAYOUT, META, Odds, World
 from treetop.debug.disaggregation_faults import DISAGGREGATION_FAULTS
 from treetop.disaggregation.decode import DecodeMachine
-from treetop.disaggregation.events import Connected, PrefillLocally, Pulled, Received
+from treetop.disaggregation.events import Connected, Disconnect, Effect, PrefillLocally, Pull, Pulled, Received
 from treetop.disaggregation.layout import SlotRef
 from treetop.disaggregation.options import Deadlines
 from treetop.disaggregation.scheduling import Admitted, FirstToken, Prompt
-from treetop.disaggregation.transport import PeerId
+from treetop.disaggregation.transport import PeerId, State, Way
 from treetop.disaggregation.wire import Offer
 from treetop.types.ids import RequestId
 from treetop.types.kv_chunk import KVChunk
@@ -69,23 +70,77 @@ def test_a_fault_does_harm_without_checksums_and_none_with_them(name: str) -> No
     assert guarded["refused"] > 0
 
 
+PEER, PROMPT = PeerId(1), Prompt((1, 2, 3, 4, 5), SamplingParams(), 0)
+
+
+def _decoding(read_s: float = 0.0, write_s: float = 0.0, state: State = "done") -> tuple[DecodeMachine, list[Effect]]:
+    """A decode worker's machine that has met a prefill worker, and what it wanted done last.
+
+    Its link was timed, twice each way, with transfers that took so long and ended so.
+    """
+    machine, now = DecodeMachine(3, 64, 4, LAYOUT, Deadlines()), 0.0
+    effects = machine.handle(Connected(PEER, META), now)
+    for way, took_s in (("read", read_s), ("read", read_s), ("write", write_s), ("write", write_s)):
+        assert effects[-1:] == [Pull(0, PEER, 0, None, way)]  # type: ignore[arg-type]  # a way
+        now += took_s
+        effects = machine.handle(Pulled(0, state), now)
+    return machine, effects
+
+
+def _offer(chunk: KVChunk, slot: int = 0) -> Offer:
+    first = FirstToken(1) if chunk.last else None
+    return Offer(1, 1, SlotRef(slot, 0), chunk, (0,) * len(LAYOUT.segments(chunk)), first)
+
+
+def _offered(machine: DecodeMachine, offer: Offer, now: float = 0.1) -> list[Effect]:
+    return machine.handle(Received(PEER, offer), now)
+
+
+@pytest.mark.parametrize(("read_s", "write_s", "way"), [(1.0, 0.5, "write"), (0.5, 1.0, "read")])
+def test_chunks_come_by_the_faster_way(read_s: float, write_s: float, way: Way) -> None:
+    machine, _ = _decoding(read_s, write_s)
+    now = 2 * (read_s + write_s)
+    machine.handle(Admitted(RequestId(1), 0, PROMPT), now)
+    assert Pull(0, PEER, 2, KVChunk(0, 2, 5), way) in _offered(machine, _offer(KVChunk(0, 2, 5), 2), now)
+
+
+def test_a_link_on_which_no_transfer_works_is_given_up_and_its_slot_is_free() -> None:
+    machine, effects = _decoding(state="failed")
+    assert Disconnect(PEER) in effects
+    assert not machine.asks
+    assert [slot.state for slot in machine.slots] == ["free"] * 3
+
+
 @pytest.mark.parametrize("second", [KVChunk(3, 2, 5), KVChunk(2, 1, 5), KVChunk(1, 4, 5)])
 def test_a_token_that_is_offered_twice_ends_the_attempt_and_no_slot_is_lost(second: KVChunk) -> None:
     """As by a worker that computes the same attempt again, in other chunks. The first chunk is on its way then."""
-    machine, peer, ref = DecodeMachine(3, 64, 4, LAYOUT, Deadlines()), PeerId(1), SlotRef(0, 0)
-
-    def said(chunk: KVChunk, ref: SlotRef) -> Offer:
-        return Offer(1, 1, ref, chunk, (0,) * len(LAYOUT.segments(chunk)), FirstToken(1) if chunk.last else None)
-
-    machine.handle(Connected(peer, META), 0.0)
-    for _ in range(4):  # the link is timed, twice each way
-        machine.handle(Pulled(0, "done"), 0.0)
-    machine.handle(Admitted(RequestId(1), 1, Prompt((1, 2, 3, 4, 5), SamplingParams(), 0)), 0.0)
-    machine.handle(Received(peer, said(KVChunk(2, 2, 5), ref)), 0.1)
-    effects = machine.handle(Received(peer, said(second, SlotRef(1, 0))), 0.1)
-    assert any(isinstance(each, PrefillLocally) for each in effects)
+    machine, _ = _decoding()
+    machine.handle(Admitted(RequestId(1), 1, PROMPT), 0.0)
+    _offered(machine, _offer(KVChunk(2, 2, 5)))
+    assert any(isinstance(each, PrefillLocally) for each in _offered(machine, _offer(second, 1)))
     machine.handle(Pulled(0, "done"), 0.3)
     assert [slot.state for slot in machine.slots] == ["free"] * 3
+
+
+WRONG = {
+    "a slot that its peer does not have": replace(_offer(KVChunk(0, 2, 5)), ref=SlotRef(100, 0)),
+    "a slot below all": replace(_offer(KVChunk(0, 2, 5)), ref=SlotRef(-1, 0)),
+    "a checksum too many": replace(_offer(KVChunk(0, 2, 5)), checksums=(0, 0)),
+    "another prompt": _offer(KVChunk(0, 2, 6)),
+    "more than a slot holds": _offer(KVChunk(0, 5, 5)),
+    "no token": _offer(KVChunk(0, 0, 5)),
+    "a first token before the last chunk": replace(_offer(KVChunk(0, 2, 5)), first=FirstToken(1)),
+    "no first token": replace(_offer(KVChunk(1, 4, 5)), first=None),
+}
+
+
+@pytest.mark.parametrize("offer", WRONG.values(), ids=WRONG)
+def test_an_offer_that_cannot_be_ends_the_attempt_before_anything_is_pulled(offer: Offer) -> None:
+    machine, _ = _decoding()
+    machine.handle(Admitted(RequestId(1), 0, PROMPT), 0.0)
+    effects = _offered(machine, offer)
+    assert any(isinstance(each, PrefillLocally) for each in effects)
+    assert not any(isinstance(each, Pull) for each in effects)
 
 
 @pytest.mark.slow

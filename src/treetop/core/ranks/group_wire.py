@@ -85,7 +85,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
 
 class Moved(msgspec.Struct, frozen=True, tag=True):
-    """The state of a pull, which rank 0 has ordered under this number, has changed."""
+    """The state of a transfer that rank 0 has ordered has changed. number: of the slot into which it goes."""
 
     rank: int
     number: int
