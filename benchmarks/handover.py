@@ -103,8 +103,8 @@ async def run(args: argparse.Namespace) -> None:
         "device": args.device,
     }
     with pair(args, context) as (model, draft):
-        async with workers(model, {**options, "draft": draft}, ("both", "prefill", "decode")) as by_role:
-            compared = {"together": by_role["both"], "apart": by_role["decode"]}
+        async with workers(model, {**options, "draft": draft}, ("null", "prefill", "decode")) as by_role:
+            compared = {"together": by_role["null"], "apart": by_role["decode"]}
             await measure_first_tokens(compared, args, draw)
             for name, client in compared.items():
                 await measure_gaps(name, client, args, draw)

@@ -38,8 +38,8 @@ from served import Client, Stream, served, until, workers
 
 from serving import pair
 from treetop.cli import OneLineParser, exit_code
+from treetop.disaggregation.options import Mode
 from treetop.types.errors import EngineError, InputError
-from treetop.types.roles import Role
 
 SMALL = {
     "hidden_size": 64,
@@ -51,7 +51,7 @@ SMALL = {
     "num_key_value_heads": 2,
     "head_dim": 16,
 }
-_APART: tuple[Role, ...] = ("prefill", "decode")
+_APART: tuple[Mode, ...] = ("prefill", "decode")
 _HEARD = 3
 """Events of each stream before a process that serves it is killed."""
 

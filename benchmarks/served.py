@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from treetop.bench.http_client import Address, Connection
+from treetop.disaggregation.options import Mode
 from treetop.types.config import flag
 from treetop.types.errors import EngineError
-from treetop.types.roles import Role
 
 COUNTED = ("num_peers", "num_bytes", "num_pieces", "num_whole", "num_local", "transfer_s", "hidden_s")
 """Metrics of hand-overs."""
@@ -116,16 +116,22 @@ async def served(
 
 
 @asynccontextmanager
-async def workers(model: str, options: dict[str, Any], roles: Sequence[Role]) -> AsyncIterator[dict[Role, Client]]:
+async def workers(model: str, options: dict[str, Any], roles: Sequence[Mode]) -> AsyncIterator[dict[Mode, Client]]:
     """A server of each role; the one that decodes has found the one that prefills. That one has the second GPU."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         listen = f"127.0.0.1:{found.getsockname()[1]}"
-    peers = {"both": {}, "prefill": {"handover_listen": listen}, "decode": {"prefill_peers": listen}}
+    peers = {
+        "null": {},
+        "prefill": {"disaggregation_listen": listen},
+        "decode": {"disaggregation_prefill_peers": listen},
+    }
     async with AsyncExitStack() as stack:
         starts = []
         for role in roles:
             gpu = {} if options["device"] == "cpu" else {"CUDA_VISIBLE_DEVICES": "1" if role == "prefill" else "0"}
-            starts.append(stack.enter_async_context(served(model, {**options, **peers[role], "role": role}, gpu)))
+            starts.append(
+                stack.enter_async_context(served(model, {**options, **peers[role], "disaggregation_mode": role}, gpu))
+            )
         by_role = dict(zip(roles, await asyncio.gather(*starts), strict=True))
         await until(lambda: handed_over(by_role["decode"].url)["num_peers"] > 0)
         yield by_role

@@ -19,13 +19,13 @@ import torch
 from treetop.core.engine_core import EngineCore
 from treetop.core.ranks import expert_rank
 from treetop.core.ranks.lockstep import Lockstep
-from treetop.core.roles.decode_role import DecodeRole
-from treetop.core.roles.prefill_role import PrefillRole
-from treetop.core.roles.role import Role
 from treetop.debug.patching import Patch, replaced
+from treetop.disaggregation.connector import KVConnector
+from treetop.disaggregation.decode import DecodeMachine
+from treetop.disaggregation.prefill import PrefillMachine
+from treetop.disaggregation.scheduling import Imported, Staged
 from treetop.scheduler.scheduler import Scheduler
 from treetop.types.errors import InvariantError
-from treetop.types.handover import Imported, Packed
 from treetop.types.messages import ExportPlan, ImportPlan, PrefillPlan, StepPlan
 
 PAGES = 16
@@ -40,7 +40,7 @@ class Books:
     def __init__(self, core: EngineCore[Any], folder: Path) -> None:
         self.core, self._folder = core, folder
         self.counts: Counter[str] = Counter()
-        self.role: Role | None = None
+        self.role: KVConnector | None = None
         self._told_s = 0.0
 
     def noted(self, launch: Callable[[StepPlan], Any]) -> Callable[[StepPlan], Any]:
@@ -54,7 +54,7 @@ class Books:
 
         return run
 
-    def audited(self, role: Role) -> None:
+    def audited(self, role: KVConnector) -> None:
         """Look between any two steps of the rank from now on."""
         self.role, poll = role, role.poll
 
@@ -89,25 +89,25 @@ class Books:
         new.replace(self._folder / f"{id(self)}-{os.getpid()}.json")
 
 
-def check_slots(scheduler: Scheduler, role: Role) -> None:
-    """Raise InvariantError unless desk and scheduler, or desk and transport, name the same slots as busy."""
-    handover = scheduler.handover
-    events = {each.slot for each in handover._events if isinstance(each, Imported | Packed)}
-    if isinstance(role, PrefillRole):
+def check_slots(scheduler: Scheduler, connector: KVConnector) -> None:
+    """Raise InvariantError unless machine and scheduler, or machine and agent, name the same slots as busy."""
+    handover, machine = scheduler.handover, connector.machine
+    events = {each.slot for each in handover._events if isinstance(each, Imported | Staged)}
+    if isinstance(machine, PrefillMachine):
         flying = {e.slot for out in scheduler.steps if isinstance(out.plan, ExportPlan) for e in out.plan.exports}
-        want = {each[1] for each in handover._exports} | flying | events
-        _same("packing", [s.state for s in role._desk.slots], want)
-        owners = {slot for export in role._desk.exports.values() for slot in export.slots}
-        offered = {i for i, slot in enumerate(role._desk.slots) if slot.state == "offered"}
+        want = {each.slot for each in handover._exports} | flying | events
+        _same("staging", [s.state for s in machine.slots], want)
+        owners = {slot for export in machine.exports.values() for slot in export.slots}
+        offered = {i for i, slot in enumerate(machine.slots) if slot.state == "offered"}
         if not offered <= owners:
             raise InvariantError(f"slots {offered - owners} are offered, and of no export")
-    elif isinstance(role, DecodeRole):
+    elif isinstance(machine, DecodeMachine):
         flying = {e.slot for out in scheduler.steps if isinstance(out.plan, ImportPlan) for e in out.plan.imports}
-        want = {each[1] for each in handover._imports} | flying | events
-        states: list[str] = [s.state for s in role._desk.slots]
+        want = {each.slot for each in handover._imports} | flying | events
+        states: list[str] = [s.state for s in machine.slots]
         _same("importing", states, want)
-        moving = {*role._moving, *(meeting.slot for meeting in role._meetings.values())}
-        busy = {i for i, state in enumerate(states) if state in ("pulling", "quarantine")}
+        moving = {*connector._agent._states}
+        busy = {i for i, state in enumerate(states) if state in ("probing", "pulling", "quarantine")}
         if busy != moving:
             raise InvariantError(f"slots {busy} are pulled, transfers go into {moving}")
 
@@ -115,7 +115,7 @@ def check_slots(scheduler: Scheduler, role: Role) -> None:
 def _same(state: str, states: list[Any], want: set[int]) -> None:
     have = {i for i, each in enumerate(states) if each == state}
     if have != want:
-        raise InvariantError(f"slots {have} are {state} to the desk, {want} to the scheduler")
+        raise InvariantError(f"slots {have} are {state} to the state machine, {want} to the scheduler")
 
 
 def memory() -> dict[str, int]:
@@ -138,8 +138,8 @@ def audits(folder: Path) -> Iterator[None]:
 
         return make
 
-    def open_role(real: Callable[..., Role]) -> Callable[..., Role]:
-        def make(scheduler: Scheduler, *rest: Any) -> Role:
+    def open_connector(real: Callable[..., KVConnector]) -> Callable[..., KVConnector]:
+        def make(scheduler: Scheduler, *rest: Any) -> KVConnector:
             role = real(scheduler, *rest)
             books[id(scheduler)].audited(role)
             return role
@@ -147,7 +147,7 @@ def audits(folder: Path) -> Iterator[None]:
         return make
 
     module = "treetop.core.ranks.expert_rank"
-    with replaced([Patch(f"{module}:core_of", core_of), Patch(f"{module}:open_role", open_role)]):
+    with replaced([Patch(f"{module}:core_of", core_of), Patch(f"{module}:open_connector", open_connector)]):
         yield
 
 

@@ -32,13 +32,13 @@ from treetop.engine.model_runner import ModelRunner
 from treetop.kernels import peers
 from treetop.kernels.experts import Activation, Experts, experts
 from treetop.kernels.kv import PageTable
+from treetop.kernels.kv_chunks import Span
+from treetop.kernels.kv_chunks import pack as pack_piece
+from treetop.kernels.kv_chunks import unpack as unpack_piece
 from treetop.kernels.metadata import AttentionMetadata
 from treetop.kernels.mxfp4 import pack
 from treetop.kernels.packed_weights import CompressedLaunch, compress, compressed_rows
 from treetop.kernels.pages import gather_table
-from treetop.kernels.pieces import Span
-from treetop.kernels.pieces import pack as pack_piece
-from treetop.kernels.pieces import unpack as unpack_piece
 from treetop.kernels.routing import Router, RouterKind, RouterSpec, route
 from treetop.kernels.skinny_gemm import RowsLaunch, gated_rows, skinny_gemm
 from treetop.kernels.tail import PrefixPart, tail_and_merge

@@ -45,14 +45,13 @@ from treetop.core.thread import CoreThread
 from treetop.debug.expert_ranks import expert_ranks_on_threads
 from treetop.debug.patching import instead, replaced
 from treetop.debug.random_checkpoint import random_tensors, write_config, write_tensors
+from treetop.disaggregation.options import SECRET_VARIABLE, DisaggregationOptions, parse_address
 from treetop.engine.build import plan_engine
 from treetop.server.llm import RequestOutput
-from treetop.transfer.session import parse_address
 from treetop.types.config import CHOICES, EngineConfig
 from treetop.types.errors import InputError, InvariantError
 from treetop.types.ids import RequestId
 from treetop.types.requests import EngineRequest, RequestUpdate
-from treetop.types.roles import SECRET_VARIABLE, HandoverOptions
 
 PHASES = ((0,), (0, 1), (1, 0, 0), (1,), (0, 1, 1), (0, 1))
 """Decode ranks, modulo their number, among which a phase spreads its requests."""
@@ -140,7 +139,7 @@ class Live:
 class Group:
     """Ranks with a role. said: the last words of each rank, by its file."""
 
-    def __init__(self, config: EngineConfig, handover: HandoverOptions, folder: Path) -> None:
+    def __init__(self, config: EngineConfig, handover: DisaggregationOptions, folder: Path) -> None:
         self.folder = folder
         self.opened = open_core(config, handover)
         core = self.opened.core
@@ -329,8 +328,8 @@ def both_groups(config: EngineConfig, peers: list[str], threads: bool) -> Iterat
     with ExitStack() as stack:
         folders = {role: Path(stack.enter_context(tempfile.TemporaryDirectory())) for role in ("prefill", "decode")}
         options = {
-            "prefill": HandoverOptions("prefill", peers[0], handover_lease=LEASE_S),
-            "decode": HandoverOptions("decode", None, tuple(peers), handover_lease=LEASE_S),
+            "prefill": DisaggregationOptions("prefill", peers[0], lease=LEASE_S),
+            "decode": DisaggregationOptions("decode", None, tuple(peers), lease=LEASE_S),
         }
         if threads:
             stack.enter_context(expert_ranks_on_threads())
@@ -403,14 +402,14 @@ def config_of(args: argparse.Namespace, model: Path) -> EngineConfig:
         chunked_prefill_size=32,
         max_total_tokens=5 * args.context_length // 2,
         overlap=True,
-        handover_slots=4,
-        handover_slot_bytes=args.slot_bytes,
+        disaggregation_slots=4,
+        disaggregation_slot_bytes=args.slot_bytes,
     )
 
 
 def alone(config: EngineConfig) -> dict[str, Any]:
     """Options of one engine for the same requests, with room for all."""
-    changes = {"ep_size": 1, "handover_slots": 0, "disable_radix_cache": True, "max_total_tokens": None}
+    changes = {"ep_size": 1, "disaggregation_slots": 0, "disable_radix_cache": True, "max_total_tokens": None}
     return {**asdict(config), **changes, "graphs": "off", "overlap": None}
 
 

@@ -1,6 +1,7 @@
-"""Two engines of one process, and a small desk between them, which copies slots from memory to memory.
+"""Two engines of one process, and a small relay between them, which copies slots from memory to memory.
 
-The real desks and transports have tests of their own; this one is in order, and loses nothing unless it is told to.
+The real state machines and transports have tests of their own; this one is in order, and loses nothing unless it is
+told to.
 """
 
 from collections import deque
@@ -18,13 +19,14 @@ from test_mtp import NAMES, mtp_tensors
 from tiny_models import Pair, copy_folder, save_copying_head, save_random_llama, save_weak_llama
 from treetop.debug import two_group
 from treetop.debug.patching import Patch, replaced
-from treetop.types.handover import Admitted, Computed, Gone, Imported, Packed, Piece
+from treetop.disaggregation.scheduling import Admitted, Computed, Dropped, Imported, Recv, Stage, Staged
 from treetop.types.ids import RequestId
+from treetop.types.kv_chunk import KVChunk
 from treetop.types.requests import EngineRequest, RequestUpdate
 
 LENGTHS = [1, 4, 5, 17, 33, 60]
 IDS = count(10**6)
-SLOTS = {"handover_slots": 3, "handover_slot_bytes": 1 << 17}
+SLOTS = {"disaggregation_slots": 3, "disaggregation_slot_bytes": 1 << 17}
 
 
 @contextmanager
@@ -52,7 +54,7 @@ class Worker:
             self.llm = make(pair, shape, **{"context_length": 128, **SLOTS, **options})
         self.slots, self.core, self.scheduler = kept, self.llm._core.core, self.llm.scheduler
         self.engine = self.llm.engine
-        self.free = list(range(self.engine.layout.handover_slots))
+        self.free = list(range(self.engine.layout.disaggregation_slots))
 
     @property
     def handover(self):
@@ -66,7 +68,7 @@ class Worker:
         self.llm.close()
 
 
-def copy_piece(piece, source, slot, target, landing):
+def copy_chunk(chunk, source, slot, target, landing):
     """Each target rank's heads from the source rank that has them, and the record from the first: bytes, nothing else.
 
     source, target: staging slots by rank. So ranks of any number get what they need of ranks of any other.
@@ -77,17 +79,17 @@ def copy_piece(piece, source, slot, target, landing):
         for group in mine.spec.whole.groups:
             begins[group.name] = begin, rank * group.kv.heads // size
             begin += group.kv.heads
-        for stretch in mine.spec.own.stretches(piece):
-            if stretch.group is None:
-                theirs = source[0].spec.own.stretches(piece)[-1]
+        for segment in mine.spec.own.segments(chunk):
+            if segment.group is None:
+                theirs = source[0].spec.own.segments(chunk)[-1]
                 rank_of = 0
             else:
-                begin, first = begins[stretch.group]
-                rank_of, place = source[0].spec.sources[begin + first + stretch.head]
-                theirs = source[rank_of].spec.own.stretches(piece)[place]
-            assert theirs.num_bytes == stretch.num_bytes
+                begin, first = begins[segment.group]
+                rank_of, place = source[0].spec.sources[begin + first + segment.head]
+                theirs = source[rank_of].spec.own.segments(chunk)[place]
+            assert theirs.num_bytes == segment.num_bytes
             found = source[rank_of].memory[slot, theirs.offset : theirs.offset + theirs.num_bytes]
-            mine.memory[landing, stretch.offset : stretch.offset + stretch.num_bytes] = found
+            mine.memory[landing, segment.offset : segment.offset + segment.num_bytes] = found
 
 
 @dataclass
@@ -106,8 +108,8 @@ class Handed:
 class Relay:
     """Runs both workers until all requests have ended.
 
-    spoil: called with (piece, landing slot) once a piece has been moved. most: tokens of a piece at most. updates,
-    errors, imported: of each request. landed: pieces in all.
+    spoil: called with (chunk, landing slot) once a chunk has been moved. most: tokens of a chunk at most. updates,
+    errors, imported: of each request. received: chunks in all.
     """
 
     def __init__(self, prefill, decode, most=10**6, spoil=None):
@@ -115,7 +117,7 @@ class Relay:
         self.most = min(most, prefill.slot_tokens, decode.slot_tokens)
         self.handed, self.by_remote = {}, {}
         self.updates: dict[RequestId, list[RequestUpdate]] = {}
-        self.local, self.landed, self._ids = set(), 0, iter(range(10**9, 2 * 10**9))
+        self.local, self.received, self._ids = set(), 0, iter(range(10**9, 2 * 10**9))
         self.busy = {"prefill": {}, "decode": {}}
 
     def submit(self, prompts, params, ids, remote=True):
@@ -150,17 +152,16 @@ class Relay:
 
     def _hear_decode(self, event):
         match event:
-            case Admitted(request_id, start):
-                request = self.decode.scheduler.queues.by_id[request_id]
+            case Admitted(request_id, start, prompt):
                 if request_id in self.local:  # told while it waited
                     return
-                asked = EngineRequest(RequestId(next(self._ids)), request.prompt_ids, request.params, request.seed)
+                asked = EngineRequest(RequestId(next(self._ids)), *prompt)
                 self.handed[request_id] = Handed(asked, asked.request_id, start, start)
                 self.by_remote[asked.request_id] = request_id
                 self.prefill.scheduler.add(asked, export_from=start)
             case Imported(_, slot):
                 del self.busy["decode"][slot]
-            case Gone(request_id):
+            case Dropped(request_id):
                 self.drop(request_id)
 
     def _hear_prefill(self, event):
@@ -169,12 +170,12 @@ class Relay:
             case Computed(_, num_tokens, first):
                 if handed is not None:
                     handed.computed, handed.first = max(handed.computed, num_tokens), first or handed.first
-            case Packed(_, slot, piece, checksums):
+            case Staged(_, slot, chunk, checksums):
                 if handed is None:
                     del self.busy["prefill"][slot]
                 else:
-                    handed.waiting.append((slot, piece, checksums))
-            case Gone(remote_id):
+                    handed.waiting.append((slot, chunk, checksums))
+            case Dropped(remote_id):
                 request_id = self.by_remote.get(remote_id)
                 if request_id is not None:
                     self.drop(request_id)
@@ -191,31 +192,32 @@ class Relay:
         self.prefill.scheduler.abort(handed.remote_id)
 
     def give_up(self, request_id):
-        """The desk goes on without the other worker."""
+        """The decode worker goes on without the other worker."""
         self.drop(request_id)
         self.decode.handover.prefill_locally(request_id)
 
     def move(self):
-        """Ask for pieces, and move what has been packed, as far as slots are free."""
+        """Ask for chunks, and move what has been packed, as far as slots are free."""
         for request_id, handed in [*self.handed.items()]:
             total = len(handed.request.prompt_ids)
             while handed.asked < handed.computed and (slot := _free(self.prefill, self.busy["prefill"])) is not None:
                 end = min(handed.asked + self.most, handed.computed)
                 if end == total and handed.first is None:
                     break
-                piece = Piece(handed.asked, end - handed.asked, total)
+                chunk = KVChunk(handed.asked, end - handed.asked, total)
                 self.busy["prefill"][slot], handed.asked = handed.remote_id, end
-                self.prefill.handover.export(handed.remote_id, slot, piece)
+                self.prefill.handover.stage(Stage(handed.remote_id, slot, chunk))
             while handed.waiting and (landing := _free(self.decode, self.busy["decode"])) is not None:
-                slot, piece, checksums = handed.waiting.popleft()
-                copy_piece(piece, self.prefill.slots, slot, self.decode.slots, landing)
+                slot, chunk, checksums = handed.waiting.popleft()
+                copy_chunk(chunk, self.prefill.slots, slot, self.decode.slots, landing)
                 del self.busy["prefill"][slot]
                 if self.spoil is not None:
-                    self.spoil(piece, landing)
+                    self.spoil(chunk, landing)
                 self.busy["decode"][landing] = request_id
-                self.landed += 1
-                self.decode.handover.landed(request_id, landing, piece, checksums, handed.first if piece.last else None)
-                if piece.last:
+                self.received += 1
+                first = handed.first if chunk.last else None
+                self.decode.handover.recv(Recv(request_id, landing, chunk, checksums, first))
+                if chunk.last:
                     del self.handed[request_id], self.by_remote[handed.remote_id]
                     self.prefill.scheduler.finish_export(handed.remote_id)
 
@@ -272,7 +274,7 @@ def stopped(kind, act, *parts):
 
 
 def parts(worker):
-    """The first token, and (slot, piece, checksums) of what was packed."""
+    """The first token, and (slot, chunk, checksums) of what was packed."""
     events = worker.handover.take_events()
     (first,) = [e.first for e in events if getattr(e, "first", None) is not None]
-    return first, [(e.slot, e.piece, e.checksums) for e in events if isinstance(e, Packed)]
+    return first, [(e.slot, e.chunk, e.checksums) for e in events if isinstance(e, Staged)]

@@ -13,10 +13,10 @@ import zmq
 
 from nixl_peer import OVER_TCP
 from treetop.core.wire import Add, Failed, Hello, Load, ProcessOptions, Ready, Updates, decode_from_core, encode
+from treetop.disaggregation.options import SECRET_VARIABLE, DisaggregationOptions
 from treetop.types.config import EngineConfig
 from treetop.types.ids import RequestId
 from treetop.types.requests import CoreLoad, EngineRequest, HandoverLoad, RequestUpdate
-from treetop.types.roles import SECRET_VARIABLE, HandoverOptions
 from treetop.types.sampling import SamplingParams
 
 WAIT_S = 60.0
@@ -31,7 +31,7 @@ class WorkerProcess:
         self,
         folder: Path,
         config: EngineConfig,
-        handover: HandoverOptions,
+        handover: DisaggregationOptions,
         secret: str = SECRET,
         gpu: int | None = None,
     ) -> None:

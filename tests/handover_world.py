@@ -1,4 +1,4 @@
-"""Both desks in a world that goes wrong: a model of workers, a network, memory and clocks, drawn at random.
+"""Both state machines in a world that goes wrong: a model of workers, a network, memory and clocks, drawn at random.
 
 Messages are lost, late, twice, in another order. Workers crash, stop and go on; sessions end; clocks jump. Transfers
 copy a word at a time from memory as it stands at that moment, may stop for long, and cannot be cancelled. A word of
@@ -13,48 +13,63 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from treetop.transfer import wire
-from treetop.transfer.desk_decode import DecodeDesk
-from treetop.transfer.desk_prefill import PrefillDesk
-from treetop.transfer.events import (
-    Ask,
+from treetop.disaggregation import wire
+from treetop.disaggregation.decode import DecodeMachine
+from treetop.disaggregation.events import (
     Cancel,
-    Deadlines,
-    DropPeer,
-    Ended,
+    Connected,
+    Disconnect,
+    Disconnected,
     Finish,
-    HeardByDecode,
-    HeardByPrefill,
-    Land,
-    Pack,
-    PeerDown,
-    PeerId,
-    PeerUp,
     PrefillLocally,
     Pull,
     Pulled,
-    SendToDecode,
-    SendToPrefill,
+    Received,
+    Send,
     Start,
     Tick,
 )
-from treetop.transfer.wire import Prompt, Released
-from treetop.types.handover import Computed, FirstToken, Gone, Imported, Packed, Piece
-from treetop.types.ids import RequestId
+from treetop.disaggregation.layout import ChunkLayout
+from treetop.disaggregation.options import Deadlines
+from treetop.disaggregation.prefill import PrefillMachine
+from treetop.disaggregation.scheduling import (
+    Admitted,
+    Computed,
+    Dropped,
+    FirstToken,
+    Imported,
+    Prompt,
+    Recv,
+    Stage,
+    Staged,
+)
+from treetop.disaggregation.transport import PeerId
+from treetop.disaggregation.wire import Metadata, Released
+from treetop.types.ids import FULL, RequestId
+from treetop.types.kv import paired
+from treetop.types.kv_chunk import KVChunk
+from treetop.types.layout import KVGroup
 from treetop.types.sampling import SamplingParams
 
 WORDS = 4
 """Of a slot's memory."""
 _GREEDY = SamplingParams()
+LAYOUT = ChunkLayout((KVGroup(FULL, 1, paired(1, 4)),), 4, 8)
+META = Metadata(100, ())
 Words = list[tuple[Any, ...]]
 
 
-def words_of(prompt_ids: tuple[int, ...], piece: Piece) -> Words:
-    return [(prompt_ids[0], piece.start, piece.count, i) for i in range(WORDS)]
+def words_of(prompt_ids: tuple[int, ...], chunk: KVChunk) -> Words:
+    return [(prompt_ids[0], chunk.start, chunk.count, i) for i in range(WORDS)]
 
 
 def checksum(words: Words) -> int:
     return hash(tuple(words)) % 2**64
+
+
+def checksums_of(words: Words, chunk: KVChunk) -> tuple[int, ...]:
+    """As many as a chunk has segments."""
+    return (checksum(words),) * len(LAYOUT.segments(chunk))
 
 
 @dataclass
@@ -71,9 +86,9 @@ class Odds:
 
 @dataclass(eq=False)
 class PrefillNode:
-    """A prefill worker: desk, memory, and what its scheduler would do."""
+    """A prefill worker: state machine, memory, and what its scheduler would do."""
 
-    desk: PrefillDesk
+    machine: PrefillMachine
     memory: list[Words]
     alive: bool = True
     stopped_until: float = 0.0
@@ -95,18 +110,18 @@ class Transfer:
 
 @dataclass(eq=False)
 class DecodeNode:
-    """A decode worker: desk, memory, and what its scheduler would do.
+    """A decode worker: state machine, memory, and what its scheduler would do.
 
-    landed: what it imports, in this order. done: how each request ended.
+    received: what it imports, in this order. done: how each request ended.
     """
 
-    desk: DecodeDesk
+    machine: DecodeMachine
     memory: list[Words]
     alive: bool = True
     stopped_until: float = 0.0
     clock: float = 0.0
     import_s: float = 0.0
-    landed: deque[Land] = field(default_factory=deque)
+    received: deque[Recv] = field(default_factory=deque)
     waiting: dict[RequestId, tuple[int, ...]] = field(default_factory=dict)
     imported: dict[RequestId, int] = field(default_factory=dict)
     done: dict[RequestId, str] = field(default_factory=dict)
@@ -116,7 +131,7 @@ class DecodeNode:
 
 
 class World:
-    """One schedule. checks: whether an import compares checksums; the desks must do without."""
+    """One schedule. checks: whether an import compares checksums; the state machines must do without."""
 
     def __init__(self, seed: int, odds: Odds, *, checks: bool = False, slots: int = 3, num_prefill: int = 1) -> None:
         self.rng, self.odds, self.checks, self.num_slots = random.Random(seed), odds, checks, slots
@@ -168,11 +183,11 @@ class World:
 
     def _new_prefill(self) -> PrefillNode:
         memory: list[Words] = [[("nothing",)] * WORDS for _ in range(self.num_slots)]
-        return PrefillNode(PrefillDesk(self.num_slots, 4, self.deadlines), memory)
+        return PrefillNode(PrefillMachine(self.num_slots, 4, LAYOUT, 1000, self.deadlines), memory)
 
     def _new_decode(self) -> DecodeNode:
         memory: list[Words] = [[("nothing",)] * WORDS for _ in range(self.num_slots)]
-        return DecodeNode(DecodeDesk(self.num_slots, 4, self.deadlines), memory)
+        return DecodeNode(DecodeMachine(self.num_slots, 64, 4, LAYOUT, self.deadlines), memory)
 
     def _awake(self, node: PrefillNode | DecodeNode, act: Callable[[], None]) -> bool:
         """Whether it can act now; a stopped one does so later, a dead one never."""
@@ -182,43 +197,43 @@ class World:
 
     def _at_prefill(self, node: PrefillNode, event: Any) -> None:
         if self._awake(node, lambda: self._at_prefill(node, event)):
-            for action in node.desk.handle(event, self.now + node.clock):
-                self._do_prefill(node, action)
+            for effect in node.machine.handle(event, self.now + node.clock):
+                self._do_prefill(node, effect)
 
     def _at_decode(self, node: DecodeNode, event: Any) -> None:
         if not self._awake(node, lambda: self._at_decode(node, event)):
             return
         match event:
-            case HeardByDecode(peer, Released(request, attempt, ref, True)):
+            case Received(peer, Released(request, attempt, ref, True)):
                 node.confirmed.add((peer, request, attempt, ref))
-            case Ask(request_id) if request_id in node.done:
+            case Admitted(request_id) if request_id in node.done:
                 return
-        for action in node.desk.handle(event, self.now + node.clock):
-            self._do_decode(node, action)
+        for effect in node.machine.handle(event, self.now + node.clock):
+            self._do_decode(node, effect)
 
-    def _do_prefill(self, node: PrefillNode, action: Any) -> None:
-        match action:
-            case SendToDecode(peer, message):
+    def _do_prefill(self, node: PrefillNode, effect: Any) -> None:
+        match effect:
+            case Send(peer, message):
                 self._send(peer, wire.encode(message), to_decode=True)
             case Start(request_id):
-                node.running[request_id] = action
-                self.after(self.soon(0.3), lambda: self._compute(node, request_id, action.start))
-            case Pack(request_id, slot, piece):
+                node.running[request_id] = effect
+                self.after(self.soon(0.3), lambda: self._compute(node, request_id, effect.start))
+            case Stage(request_id, slot, chunk):
                 node.memory[slot][0] = ("half packed", request_id)
-                prompt_ids = node.desk.slots[slot].export.prompt.ids  # type: ignore[union-attr]  # a slot in use
-                self.after(self.soon(0.05), lambda: self._packed(node, request_id, slot, piece, prompt_ids))
+                prompt_ids = node.machine.slots[slot].export.prompt.ids  # type: ignore[union-attr]  # a slot in use
+                self.after(self.soon(0.05), lambda: self._staged(node, request_id, slot, chunk, prompt_ids))
             case Finish(request_id):
                 del node.running[request_id]
             case Cancel(request_id):
                 node.running.pop(request_id, None)
-                self.after(0.0, lambda: self._at_prefill(node, Gone(request_id)))
+                self.after(0.0, lambda: self._at_prefill(node, Dropped(request_id)))
 
     def _compute(self, node: PrefillNode, request_id: RequestId, done: int) -> None:
         if not self._awake(node, lambda: self._compute(node, request_id, done)) or request_id not in node.running:
             return
         if not self.quiet and self.rng.random() < 0.01:
             del node.running[request_id]
-            self._at_prefill(node, Gone(request_id))
+            self._at_prefill(node, Dropped(request_id))
             return
         total = len(node.running[request_id].prompt.ids)
         done = min(done + self.rng.randint(1, 7), total)
@@ -226,10 +241,12 @@ class World:
         if done < total:
             self.after(self.soon(0.3), lambda: self._compute(node, request_id, done))
 
-    def _packed(self, node: PrefillNode, request_id: RequestId, slot: int, piece: Piece, ids: tuple[int, ...]) -> None:
-        if self._awake(node, lambda: self._packed(node, request_id, slot, piece, ids)):
-            node.memory[slot][:] = words_of(ids, piece)
-            self._at_prefill(node, Packed(request_id, slot, piece, (checksum(node.memory[slot]),)))
+    def _staged(
+        self, node: PrefillNode, request_id: RequestId, slot: int, chunk: KVChunk, ids: tuple[int, ...]
+    ) -> None:
+        if self._awake(node, lambda: self._staged(node, request_id, slot, chunk, ids)):
+            node.memory[slot][:] = words_of(ids, chunk)
+            self._at_prefill(node, Staged(request_id, slot, chunk, checksums_of(node.memory[slot], chunk)))
 
     # ---------------------------------------------------------------- requests
 
@@ -238,52 +255,52 @@ class World:
         ids = (request_id, *range(self.rng.randint(0, 20)))
         node.waiting[request_id], start = ids, self.rng.choice((0, 0, self.rng.randrange(len(ids))))
         node.imported[request_id] = start
-        self._at_decode(node, Ask(request_id, start, Prompt(ids, _GREEDY, 0)))
+        self._at_decode(node, Admitted(request_id, start, Prompt(ids, _GREEDY, 0)))
         if self.rng.random() < 0.1:
             self.after(self.soon(1.0), lambda: self._abort(node, request_id))
 
     def _abort(self, node: DecodeNode, request_id: RequestId) -> None:
         if self._awake(node, lambda: self._abort(node, request_id)) and request_id not in node.done:
             node.done[request_id] = "aborted"
-            self._at_decode(node, Gone(request_id))
+            self._at_decode(node, Dropped(request_id))
 
-    def _do_decode(self, node: DecodeNode, action: Any) -> None:
-        match action:
-            case SendToPrefill(peer, message):
+    def _do_decode(self, node: DecodeNode, effect: Any) -> None:
+        match effect:
+            case Send(peer, message):
                 self._send(peer, wire.encode(message), to_decode=False)
             case Pull():
-                self._begin(node, action)
-            case Land(request_id, slot):
+                self._begin(node, effect)
+            case Recv(request_id, slot):
                 offered = node.pulls[slot]
                 assert any(
                     c[:2] == (offered.peer, request_id) and c[3].slot == offered.remote_slot for c in node.confirmed
                 )
-                assert action.piece == offered.piece
+                assert effect.chunk == offered.chunk
                 node.import_s = max(node.import_s, self.now) + self.soon(0.1)
-                node.landed.append(action)
+                node.received.append(effect)
                 self.after(node.import_s - self.now, lambda: self._import(node))
             case PrefillLocally(request_id):
                 node.done.setdefault(request_id, "locally")
-            case DropPeer(peer):
+            case Disconnect(peer):
                 self.after(self.soon(0.5), lambda: self._session_ends(peer))
 
     def _import(self, node: DecodeNode) -> None:
         if not self._awake(node, lambda: self._import(node)):
             return
-        landed = node.landed.popleft()
-        request_id, piece, words = landed.request_id, landed.piece, node.memory[landed.slot]
+        received = node.received.popleft()
+        request_id, chunk, words = received.request_id, received.chunk, node.memory[received.slot]
         alive = request_id not in node.done
-        if alive and self.checks and landed.checksums != (checksum(words),):
+        if alive and self.checks and received.checksums != checksums_of(words, chunk):
             self.refused += 1
             node.done[request_id] = "locally"
-            self._at_decode(node, Gone(request_id))
+            self._at_decode(node, Dropped(request_id))
         elif alive:
-            assert node.imported[request_id] == piece.start, "pieces are imported in order"
-            node.imported[request_id] = piece.end
-            self.wrong += words != words_of(node.waiting[request_id], piece)
-            if piece.last:
+            assert node.imported[request_id] == chunk.start, "chunks are imported in order"
+            node.imported[request_id] = chunk.end
+            self.wrong += words != words_of(node.waiting[request_id], chunk)
+            if chunk.last:
                 node.done[request_id] = "imported"
-        self._at_decode(node, Imported(request_id, landed.slot))
+        self._at_decode(node, Imported(request_id, received.slot))
 
     # ---------------------------------------------------------------- network
 
@@ -296,14 +313,15 @@ class World:
             return
         peer = PeerId(next(self._peers))
         self.sessions[peer] = (node, self.decode)
-        self._at_decode(self.decode, PeerUp(peer))
+        self._at_prefill(node, Connected(peer, META))
+        self._at_decode(self.decode, Connected(peer, META))
 
     def _session_ends(self, peer: PeerId) -> None:
         """Each side sees it in its time, and they meet again."""
         if peer in self.sessions:
             prefill, decode = self.sessions.pop(peer)
-            self.after(self.soon(0.5), lambda: self._at_prefill(prefill, PeerDown(peer)))
-            self.after(self.soon(0.5), lambda: self._at_decode(decode, PeerDown(peer)))
+            self.after(self.soon(0.5), lambda: self._at_prefill(prefill, Disconnected(peer)))
+            self.after(self.soon(0.5), lambda: self._at_decode(decode, Disconnected(peer)))
             self.after(self.soon(1.0), lambda: self._connect(prefill))
 
     def _send(self, peer: PeerId, body: bytes, *, to_decode: bool) -> None:
@@ -318,23 +336,23 @@ class World:
         if to_decode:
             answer = wire.decode_to_decode(body)
             assert answer is not None
-            self._at_decode(decode, HeardByDecode(peer, answer))
+            self._at_decode(decode, Received(peer, answer))
         else:
             asked = wire.decode_to_prefill(body)
             assert asked is not None
-            self._at_prefill(prefill, HeardByPrefill(peer, asked))
+            self._at_prefill(prefill, Received(peer, asked))
 
     # ---------------------------------------------------------------- transfers
 
     def _begin(self, node: DecodeNode, pull: Pull) -> None:
         node.pulls[pull.slot] = pull
         if pull.peer not in self.sessions:
-            self.after(0.01, lambda: self._at_decode(node, Pulled(pull.slot, whole=False, ended=True)))
+            self.after(0.01, lambda: self._at_decode(node, Pulled(pull.slot, "failed")))
             return
         source = self.sessions[pull.peer][0]
         before = node.transfers.get(pull.slot)
         self.overlaps += before is not None and not before.over
-        words = self.rng.sample(range(WORDS), WORDS)
+        words = self.rng.sample(range(WORDS), 1 if pull.chunk is None else WORDS)  # the link is timed quickly
         transfer = node.transfers[pull.slot] = Transfer(pull.slot, source, pull.remote_slot, words)
         self._copy(node, transfer)
 
@@ -345,7 +363,7 @@ class World:
             lag = self.soon(0.5)
             over = self.rng.random() < 0.5
             transfer.over = over
-            self._tell(node, transfer, Pulled(transfer.slot, whole=False, ended=over))
+            self._tell(node, transfer, Pulled(transfer.slot, "failed" if over else "broken"))
             if over:
                 return
             self.after(lag, lambda: self._end(node, transfer))
@@ -353,7 +371,7 @@ class World:
             return
         if self.rng.random() < self.odds.broken and not transfer.told:
             transfer.over = True
-            self._tell(node, transfer, Pulled(transfer.slot, whole=False, ended=True))
+            self._tell(node, transfer, Pulled(transfer.slot, "failed"))
             return
         if transfer.left and transfer.source.stopped_until <= self.now:
             word = transfer.left.pop()
@@ -363,13 +381,13 @@ class World:
             self.after(self.rng.uniform(3, 15) if stalled else self.soon(0.02), lambda: self._copy(node, transfer))
         else:
             transfer.over = True
-            self._tell(node, transfer, Pulled(transfer.slot, whole=True, ended=True))
+            self._tell(node, transfer, Pulled(transfer.slot, "done"))
 
     def _end(self, node: DecodeNode, transfer: Transfer) -> None:
         transfer.over = True
-        self._tell(node, transfer, Ended(transfer.slot))
+        self._tell(node, transfer, Pulled(transfer.slot, "failed"))
 
-    def _tell(self, node: DecodeNode, transfer: Transfer, event: Pulled | Ended) -> None:
+    def _tell(self, node: DecodeNode, transfer: Transfer, event: Pulled) -> None:
         if node.transfers[transfer.slot] is transfer:
             self._at_decode(node, event)
 
@@ -414,30 +432,30 @@ class World:
 
     def check(self) -> None:
         for node in self.prefills:
-            exports = set(node.desk.exports.values())
+            exports = set(node.machine.exports.values())
             held: list[int] = []
             for export in exports:
                 held += export.slots
             assert len(held) == len(set(held)), "a slot of two exports"
-            for index, slot in enumerate(node.desk.slots):
+            for index, slot in enumerate(node.machine.slots):
                 assert (index in held) == (slot.export is not None)
                 assert slot.export is None or (slot.export in exports and index in slot.export.slots)
                 assert slot.export is None if slot.state == "free" else True
                 assert slot.export is not None if slot.state == "offered" else True
-        desk = self.decode.desk
-        for landing in desk.slots:
-            busy = landing.state in ("pulling", "asked", "confirmed")
-            assert (landing.attempt is not None) == (landing.offer is not None) == busy
-            assert not busy or landing.attempt in desk.attempts.values()
-        for request_id, attempt in desk.attempts.items():
+        machine = self.decode.machine
+        for slot in machine.slots:
+            busy = slot.state in ("pulling", "releasing", "confirmed")
+            assert (slot.attempt is not None) == (slot.offer is not None) == busy
+            assert not busy or slot.attempt in machine.attempts.values()
+        for request_id, attempt in machine.attempts.items():
             assert attempt.request_id == request_id
 
     def _check_end(self) -> None:
         decode = self.decode
-        assert not decode.desk.attempts
+        assert not decode.machine.attempts
         assert {*decode.waiting} == {*decode.done}, "a request waits for ever"
-        assert all(slot.state == "free" for slot in decode.desk.slots), "a landing slot did not come back"
+        assert all(slot.state == "free" for slot in decode.machine.slots), "a slot slot did not come back"
         for node in self.prefills:
-            assert not node.desk.exports
+            assert not node.machine.exports
             assert not node.running
-            assert all(slot.state == "free" for slot in node.desk.slots), "a slot did not come back"
+            assert all(slot.state == "free" for slot in node.machine.slots), "a slot did not come back"

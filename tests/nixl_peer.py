@@ -10,9 +10,8 @@ import sys
 
 import torch
 
-from treetop.transfer.events import PeerId
-from treetop.transfer.nixl import NixlTransport
-from treetop.transfer.transport import Memory
+from treetop.disaggregation.nixl import NixlTransport
+from treetop.disaggregation.transport import Memory, PeerId
 
 OVER_TCP = "tcp,cuda_copy" if torch.cuda.is_available() else "tcp"
 """For UCX_TLS, as between two hosts. Where there are GPUs NIXL refuses to start without a transport that knows them."""

@@ -19,11 +19,11 @@ from treetop.kernels.experts import Activation, Experts
 from treetop.kernels.fused import HeadNorms
 from treetop.kernels.grow import Children, Frontier, TreeBuilder
 from treetop.kernels.kv import PageTable
+from treetop.kernels.kv_chunks import Span, pack_reference, unpack_reference
 from treetop.kernels.metadata import AttentionMetadata
 from treetop.kernels.mxfp4 import pack as pack_mxfp4
 from treetop.kernels.packed_weights import CompressedLaunch, compress
 from treetop.kernels.peers import Mailboxes
-from treetop.kernels.pieces import Span, pack_reference, unpack_reference
 from treetop.kernels.process import ONE, Processors
 from treetop.kernels.rope import RopeSpec, RopeTable, rope_table
 from treetop.kernels.routing import Router, RouterKind, RouterSpec

@@ -14,7 +14,7 @@ from test_expert_parallel import TREE, build, save_glm_with_mtp
 from test_expert_roles import addresses
 from test_serve_life import in_threads, joined
 from tiny_models import Pair, copy_folder, save_tokenizer
-from treetop.types.roles import SECRET_VARIABLE
+from treetop.disaggregation.options import SECRET_VARIABLE
 from waiting import until
 
 pytest.importorskip("nixl_cu12", reason="needs NIXL")
@@ -29,9 +29,9 @@ FLAGS = {
     "--context-length": 256,
     "--max-running-requests": 4,
     "--chunked-prefill-size": 16,
-    "--handover-slots": 4,
-    "--handover-slot-bytes": 1 << 14,
-    "--handover-lease": 3,
+    "--disaggregation-slots": 4,
+    "--disaggregation-slot-bytes": 1 << 14,
+    "--disaggregation-lease": 3,
     "--speculative-algorithm": "MTP",
     "--speculative-eagle-topk": TREE[0],
     "--speculative-num-steps": TREE[1],
@@ -88,8 +88,14 @@ def site(tmp_path):
     peers = addresses(2)
     flags = [str(place), *(str(each) for pair in FLAGS.items() for each in pair)]
     environment = {SECRET_VARIABLE: "a secret of the tests", "UCX_TLS": OVER_TCP}
-    prefill = ("--role", "prefill", "--handover-listen", peers[0])
-    decode = ("--role", "decode", "--prefill-peers", ",".join(peers), "--disable-radix-cache")
+    prefill = ("--disaggregation-mode", "prefill", "--disaggregation-listen", peers[0])
+    decode = (
+        "--disaggregation-mode",
+        "decode",
+        "--disaggregation-prefill-peers",
+        ",".join(peers),
+        "--disable-radix-cache",
+    )
     with (
         serving(*flags, *prefill, environment=environment) as computes,
         serving(*flags, *decode, environment=environment) as asks,

@@ -15,14 +15,13 @@ from test_expert_parallel import CHAIN, TREE, build, save_glm_with_mtp
 from tiny_models import Pair
 from treetop.core.make import open_core
 from treetop.core.ranks.expert_group import RolesOfRanks
-from treetop.core.roles.make import check_handover
 from treetop.core.thread import CoreClient, CoreThread
-from treetop.core.wire import ProcessOptions
 from treetop.debug.expert_ranks import expert_ranks_on_threads
+from treetop.disaggregation.connector import check_disaggregation
+from treetop.disaggregation.options import DisaggregationOptions
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
 from treetop.types.requests import EngineRequest
-from treetop.types.roles import HandoverOptions
 from waiting import WAIT_S, until
 
 LENGTHS = [3, 33, 17, 60, 9, 41]
@@ -34,7 +33,7 @@ PARAMS = [
     sampled(3, 10, presence_penalty=0.5, logit_bias={5: 1.5}),
     greedy(1),
 ]
-SLOTS = {"handover_slots": 3, "handover_slot_bytes": 1 << 14, "chunked_prefill_size": 16}
+SLOTS = {"disaggregation_slots": 3, "disaggregation_slot_bytes": 1 << 14, "chunked_prefill_size": 16}
 
 
 @pytest.fixture(scope="module")
@@ -124,13 +123,13 @@ def started():
 
 def computing(started, folder, shape, peers, lease_s=WAIT_S, **options):
     """A prefill group that listens at these addresses."""
-    handover = HandoverOptions("prefill", peers[0], handover_lease=lease_s)
+    handover = DisaggregationOptions("prefill", peers[0], lease=lease_s)
     return Side(started, config_of(folder, shape, len(peers), **{"graphs": "sim", **SLOTS, **options}), handover)
 
 
 def asking(started, folder, shape, ranks, peers, lease_s=WAIT_S, **options):
     """A decode group that asks at these addresses."""
-    handover = HandoverOptions("decode", None, tuple(peers), handover_lease=lease_s)
+    handover = DisaggregationOptions("decode", None, tuple(peers), lease=lease_s)
     return Side(started, config_of(folder, shape, ranks, **{"graphs": "sim", **SLOTS, **options}), handover)
 
 
@@ -228,7 +227,7 @@ def test_a_decode_rank_that_dies_ends_its_group_and_gives_the_prefill_ranks_thei
 def test_a_prefill_group_refuses_clients_and_says_what_it_does(started, folder):
     """Its load is told though nobody asks it for anything."""
     with closing(computing(started, folder, TREE, addresses(2))) as prefill:
-        assert "--role prefill" in prefill.opened.info.refuses
+        assert "--disaggregation-mode prefill" in prefill.opened.info.refuses
         role = RolesOfRanks(prefill.core)
         prefill.thread.close()
         until(lambda: role.poll(0.0) is None and role.load is not None)
@@ -236,7 +235,9 @@ def test_a_prefill_group_refuses_clients_and_says_what_it_does(started, folder):
 
 
 def test_ports_that_do_not_suffice_are_refused_by_name():
-    handover = HandoverOptions("prefill", "127.0.0.1:65534")
+    handover = DisaggregationOptions("prefill", "127.0.0.1:65534")
     refused(
-        ConfigError, lambda: check_handover(ProcessOptions("", EngineConfig(ep_size=4), handover=handover)), "4 ranks"
+        ConfigError,
+        lambda: check_disaggregation(EngineConfig(ep_size=4), handover),
+        "4 ranks",
     )

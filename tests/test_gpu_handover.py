@@ -1,4 +1,4 @@
-"""On an NVIDIA GPU: pieces move by kernels, and two workers of one device give what one gives."""
+"""On an NVIDIA GPU: chunks move by kernels, and two workers of one device give what one gives."""
 
 from itertools import count
 
@@ -7,7 +7,7 @@ import torch
 
 from engines import build, greedy, sampled
 from handing import Relay, Worker, bits
-from treetop.kernels.pieces import Span, pack, pack_reference, unpack, unpack_reference
+from treetop.kernels.kv_chunks import Span, pack, pack_reference, unpack, unpack_reference
 from treetop.kernels.triton_guard import gpu_traits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -17,7 +17,7 @@ GPU = {"device": "cuda", "dtype": "float32", "max_running_requests": 4}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_large_piece_moves_as_the_reference_moves_it(dtype):
+def test_a_large_chunk_moves_as_the_reference_moves_it(dtype):
     """Heads of an 8B model, 480 tokens of pages in any order; slot, pages and checksums are equal bits."""
     pool = torch.randn(4, 64 * 16, 2, 8, 128, device="cuda").to(dtype)
     table = torch.randperm(63, device="cuda", dtype=torch.int32) + 1
@@ -38,7 +38,7 @@ def test_a_large_piece_moves_as_the_reference_moves_it(dtype):
 
 @pytest.mark.parametrize("params", [greedy(30), sampled(4, 30, presence_penalty=0.4)], ids=["greedy", "sampled"])
 def test_two_workers_of_a_gpu_give_what_one_gives(strong_pair, params):
-    """Captured rounds, two steps in flight, unequal pages, pieces shorter than a prompt."""
+    """Captured rounds, two steps in flight, unequal pages, chunks shorter than a prompt."""
     prompts = strong_pair.prompts([5, 33, 60])
     alone = build(strong_pair, (2, 3, 6), context_length=128, **GPU)
     expected = [(out.token_ids, list(out.metrics.accept_lens)) for out in alone.generate(prompts, params)]

@@ -10,9 +10,10 @@ from tiny_models import Pair
 from treetop import LLM
 from treetop.debug import two_group
 from treetop.debug.ranks import ranks_on_threads
+from treetop.disaggregation.scheduling import Recv, Stage
 from treetop.kernels.kv import slots_of
-from treetop.types.handover import Piece
 from treetop.types.ids import RequestId
+from treetop.types.kv_chunk import KVChunk
 from treetop.types.messages import ExportPlan, ImportPlan
 from treetop.types.requests import EngineRequest
 
@@ -62,8 +63,8 @@ def handed(pair, params, prefill, decode, most, warm=()):
         relay.run()
         found += [relay.result(each) for each in ids]
     assert not relay.local, "a request was prefilled here"
-    assert len(decode.free) == decode.engine.layout.handover_slots
-    return found, relay.landed
+    assert len(decode.free) == decode.engine.layout.disaggregation_slots
+    return found, relay.received
 
 
 def ngram(pair, shape, **options):
@@ -77,7 +78,7 @@ def mtp(pair, shape, **options):
     return LLM(str(pair.target), speculative_algorithm="MTP", **tree, **options)
 
 
-CASES = [  # pair, shape, parameters, prefill's options, decode's, tokens of a piece
+CASES = [  # pair, shape, parameters, prefill's options, decode's, tokens of a chunk
     ("weak", (4, 5, 16), GREEDY, {"page_size": 16, "overlap": True}, {"page_size": 4}, 1000),
     ("strong", (2, 3, 6), MIXED, {"page_size": 2, "chunked_prefill_size": 16}, {"graphs": "sim", "overlap": True}, 7),
     ("strong", (2, 3, 6), MIXED, {"check_level": 3, "page_size": 4}, {"check_level": 3, "page_size": 8}, 1000),
@@ -93,11 +94,11 @@ def test_two_workers_give_what_one_gives(pairs, name, shape, params, prefill, de
     pair = pairs[name]
     expected = aggregated(pair, shape, params)
     workers = Worker(pair, shape, **prefill), Worker(pair, shape, **decode)
-    found, landed = handed(pair, params, *workers, most, warm=[prompts_of(pair)[0][5][:33]])
+    found, received = handed(pair, params, *workers, most, warm=[prompts_of(pair)[0][5][:33]])
     assert found == expected
-    assert landed >= len(found)
+    assert received >= len(found)
     if most < 20:
-        assert landed > 2 * len(found), "long prompts come in pieces"
+        assert received > 2 * len(found), "long prompts come in chunks"
     if shape is not None:
         assert sum(sum(each[1]) for each in found) > 0, "nothing was accepted, so nothing was tested"
 
@@ -176,13 +177,13 @@ def test_state_after_an_import_is_the_exporters_bit_for_bit(pairs, name):
     run_plans(prefill)
     run_plans(decode)
     sent = visible(prefill, exported.held.row, 43)
-    for slot, piece in enumerate((Piece(0, 20, 43), Piece(20, 20, 43), Piece(40, 3, 43))):
-        prefill.handover.export(asked.request_id, slot, piece)
+    for slot, chunk in enumerate((KVChunk(0, 20, 43), KVChunk(20, 20, 43), KVChunk(40, 3, 43))):
+        prefill.handover.stage(Stage(asked.request_id, slot, chunk))
     run_plans(prefill)
     first, packed = parts(prefill)
-    for slot, piece, checksums in packed:
+    for slot, chunk, checksums in packed:
         decode.slots[0].memory[slot] = prefill.slots[0].memory[slot]
-        decode.handover.landed(asked.request_id, slot, piece, checksums, first if piece.last else None)
+        decode.handover.recv(Recv(asked.request_id, slot, chunk, checksums, first if chunk.last else None))
     plan = decode.scheduler.plan()
     assert isinstance(plan, ImportPlan)
     result = decode.engine.step(plan)

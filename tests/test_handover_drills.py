@@ -20,11 +20,11 @@ from engines import build, greedy, sampled
 from handover_workers import WorkerProcess
 from tiny_models import Pair
 from treetop.core.engine_process import _LOAD_S
-from treetop.transfer.nixl import PACKAGES
+from treetop.disaggregation.nixl import PACKAGES
+from treetop.disaggregation.options import DisaggregationOptions
 from treetop.types.config import EngineConfig
 from treetop.types.ids import RequestId
 from treetop.types.requests import HandoverLoad
-from treetop.types.roles import HandoverOptions
 from treetop.types.sampling import SamplingParams
 
 pytestmark = pytest.mark.skipif(not any(map(find_spec, PACKAGES)), reason="needs NIXL")
@@ -52,8 +52,8 @@ class Site:
             context_length=256,
             max_running_requests=8,
             chunked_prefill_size=16,
-            handover_slots=4,
-            handover_slot_bytes=1 << 17,
+            disaggregation_slots=4,
+            disaggregation_slot_bytes=1 << 17,
         )
         self.decode = self.start("decode")
         self.prefill = self.start("prefill")
@@ -61,7 +61,7 @@ class Site:
 
     def start(self, role: str) -> WorkerProcess:
         listen = f"127.0.0.1:{_free_port()}" if role == "prefill" else None
-        options = HandoverOptions(role, listen, (), str(self.registry), None, LEASE_S)  # type: ignore[arg-type]  # a role
+        options = DisaggregationOptions(role, listen, (), str(self.registry), None, LEASE_S)  # type: ignore[arg-type]  # a role
         gpu = None if NUM_GPUS == 0 else NUM_GPUS - 1 if role == "prefill" else 0
         return WorkerProcess(self.folder, self.config, options, gpu=gpu)
 

@@ -9,9 +9,10 @@ from engines import build, greedy, sampled
 from handing import IDS, Relay, Worker, make_pairs, run_plans
 from treetop.debug.ranks import ranks_on_threads
 from treetop.debug.record_faults import RECORD_FAULTS
+from treetop.disaggregation.scheduling import Dropped, Recv, Stage
 from treetop.types.errors import CheckError
-from treetop.types.handover import Gone, Piece
 from treetop.types.ids import RequestId
+from treetop.types.kv_chunk import KVChunk
 from treetop.types.messages import ExportPlan
 from treetop.types.requests import EngineRequest
 
@@ -28,7 +29,7 @@ def test_what_one_rank_refuses_no_rank_takes(pairs):
         prefill, decode = (Worker(pairs["weak"], (2, 3, 6), tp_size=size) for size in (1, 2))
         try:
             relay = Relay(prefill, decode)
-            relay.spoil = lambda piece, landing: decode.slots[1].memory[landing, :1].bitwise_xor_(64)
+            relay.spoil = lambda chunk, landing: decode.slots[1].memory[landing, :1].bitwise_xor_(64)
             (spoilt,) = relay.submit([prompt], [params], IDS)
             relay.run()
             assert relay.local == {spoilt}
@@ -40,7 +41,7 @@ def test_what_one_rank_refuses_no_rank_takes(pairs):
 
 
 def test_a_flipped_bit_anywhere_in_a_slot_is_refused_and_the_request_is_prefilled_here(pairs):
-    """In every stretch of a middle and of a last piece: K/V of each head of each group, and the record."""
+    """In every segment of a middle and of a last chunk: K/V of each head of each group, and the record."""
     rng, flipped = random.Random(3), []
     prefill, decode = (Worker(pairs["windows"], (2, 3, 6), page_size=4, disable_radix_cache=True) for _ in range(2))
     prompt, params = pairs["windows"].prompts([40], seed=5)[0], sampled(4, 6)
@@ -49,21 +50,21 @@ def test_a_flipped_bit_anywhere_in_a_slot_is_refused_and_the_request_is_prefille
     relay.run()
     assert not relay.local
 
-    for piece in (Piece(0, 25, 40), Piece(25, 15, 40)):
-        for stretch in decode.slots[0].spec.own.stretches(piece):
-            if not stretch.num_bytes:
+    for chunk in (KVChunk(0, 25, 40), KVChunk(25, 15, 40)):
+        for segment in decode.slots[0].spec.own.segments(chunk):
+            if not segment.num_bytes:
                 continue
 
-            def spoil(moved, landing, piece=piece, stretch=stretch):
-                if moved == piece:
-                    at = stretch.offset + rng.randrange(stretch.num_bytes)
+            def spoil(moved, landing, chunk=chunk, segment=segment):
+                if moved == chunk:
+                    at = segment.offset + rng.randrange(segment.num_bytes)
                     decode.slots[0].memory[landing, at] ^= 1 << rng.randrange(8)
-                    flipped.append(stretch)
+                    flipped.append(segment)
 
             relay.spoil = spoil
             (spoilt,) = relay.submit([prompt], [params], IDS)
             relay.run()
-            assert spoilt in relay.local, stretch
+            assert spoilt in relay.local, segment
             assert relay.result(spoilt) == relay.result(sound)
     assert len(flipped) == 11
 
@@ -71,7 +72,7 @@ def test_a_flipped_bit_anywhere_in_a_slot_is_refused_and_the_request_is_prefille
 def test_an_offer_that_does_not_fit_is_refused_and_ends_nothing_else(pairs):
     """Too few checksums, numbers too large, another first token, log-probabilities that are missing."""
     prefill, decode = (Worker(pairs["strong"], (2, 3, 6)) for _ in range(2))
-    real, prompts = decode.handover.landed, pairs["strong"].prompts([21, 22, 23, 24, 25])
+    real, prompts = decode.handover.recv, pairs["strong"].prompts([21, 22, 23, 24, 25])
     wrong = iter(
         (
             lambda checksums, first: (checksums[:-1], first),
@@ -82,11 +83,11 @@ def test_an_offer_that_does_not_fit_is_refused_and_ends_nothing_else(pairs):
         )
     )
 
-    def landed(request_id, slot, piece, checksums, first):
-        real(request_id, slot, piece, *next(wrong)(checksums, first))
+    def recv(given):
+        real(Recv(*given[:3], *next(wrong)(*given[3:])))
 
     relay, params = Relay(prefill, decode), sampled(4, 6, logprobs=1)
-    with patch.object(decode.handover, "landed", landed):
+    with patch.object(decode.handover, "recv", recv):
         ids = [relay.submit([prompt], [params], IDS)[0] for prompt in prompts]
         relay.run()
     assert relay.local == set(ids[:4])
@@ -117,17 +118,17 @@ def test_a_record_field_copied_from_another_is_caught(pairs):
 
 
 def test_aborts_failures_and_retractions_in_the_middle_keep_the_books_whole(pairs):
-    """At random times a client goes, a desk gives up, a slot is spoilt, a worker drops an export; pages are short.
+    """At random times a client goes, a worker gives up, a slot is spoilt, a worker drops an export; pages are short.
 
     Every slot that was named comes back once, all pages and rows come back, and who lives on gets what it gets alone.
     """
     rng, name = random.Random(11), "windows"
     alone = build(pairs[name], (2, 3, 6), context_length=128)
-    short = {"max_total_tokens": 192, "max_running_requests": 4, "handover_slots": 2}
+    short = {"max_total_tokens": 192, "max_running_requests": 4, "disaggregation_slots": 2}
     prefill = Worker(pairs[name], (2, 3, 6), page_size=2, chunked_prefill_size=16, overlap=True, **short)
     decode = Worker(pairs[name], (2, 3, 6), page_size=4, overlap=True, check_level=3, **short)
 
-    def spoil(piece, landing):
+    def spoil(chunk, landing):
         if rng.random() < 0.1:
             decode.slots[0].memory[landing, rng.randrange(64)] ^= 1
 
@@ -155,7 +156,7 @@ def test_aborts_failures_and_retractions_in_the_middle_keep_the_books_whole(pair
         assert not worker.scheduler.rows.by_row
         assert not worker.handover._exports
         assert not worker.handover._imports
-        assert not worker.handover._coming
+        assert not worker.handover._pending
     assert decode.scheduler.num_retractions > 0
     assert len(alive) > 20
     assert len(relay.local - (asked.keys() - alive)) < len(alive), "some were handed over"
@@ -164,7 +165,7 @@ def test_aborts_failures_and_retractions_in_the_middle_keep_the_books_whole(pair
 
 
 def test_a_request_that_gives_way_while_it_is_imported_or_exported(pairs):
-    """Decoding requests take the pages of younger ones, wherever these stand; the desk hears of it."""
+    """Decoding requests take the pages of younger ones, wherever these stand; its worker hears of it."""
     worker = Worker(pairs["strong"], (2, 3, 6), page_size=4, max_total_tokens=132, overlap=False)
     old = EngineRequest(RequestId(next(IDS)), tuple(pairs["strong"].prompts([10])[0]), greedy(100), 0)
     young = [RequestId(next(IDS)) for _ in range(2)]
@@ -176,7 +177,7 @@ def test_a_request_that_gives_way_while_it_is_imported_or_exported(pairs):
     while old.request_id in worker.scheduler.queues.by_id:
         worker.core.step()
         worker.scheduler.check_integrity()
-        gone += [event.request_id for event in worker.handover.take_events() if isinstance(event, Gone)]
+        gone += [event.request_id for event in worker.handover.take_events() if isinstance(event, Dropped)]
     assert sorted(gone) == young
     assert young[0] not in worker.scheduler.queues.by_id, "who wanted it can prefill it, too"
     request = worker.scheduler.queues.by_id[young[1]]
@@ -186,18 +187,18 @@ def test_a_request_that_gives_way_while_it_is_imported_or_exported(pairs):
 
 
 def test_a_failed_engine_gives_every_slot_back(pairs):
-    """Those that wait for a step, and those in a step that is lost; after Gone, so that nothing is offered."""
+    """Those that wait for a step, and those in a step that is lost; after Dropped, so that nothing is offered."""
     worker = Worker(pairs["strong"], (2, 3, 6))
     asked = EngineRequest(RequestId(next(IDS)), tuple(pairs["strong"].prompts([30])[0]), greedy(5), 0)
     worker.scheduler.add(asked, export_from=4)
     run_plans(worker)
     worker.handover.take_events()
-    worker.handover.export(asked.request_id, 1, Piece(4, 10, 30))
+    worker.handover.stage(Stage(asked.request_id, 1, KVChunk(4, 10, 30)))
     plan = worker.scheduler.plan()
     assert isinstance(plan, ExportPlan)
-    worker.handover.export(asked.request_id, 2, Piece(14, 16, 30))
+    worker.handover.stage(Stage(asked.request_id, 2, KVChunk(14, 16, 30)))
     worker.scheduler.fail("broken")
     gone, *packed = worker.handover.take_events()
-    assert isinstance(gone, Gone)
+    assert isinstance(gone, Dropped)
     assert sorted((each.slot, each.checksums) for each in packed) == [(1, ()), (2, ())]
     worker.scheduler.check_integrity()

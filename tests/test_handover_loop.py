@@ -8,11 +8,11 @@ import zmq
 
 from fake_core import ask, make_core
 from treetop.core.engine_process import CoreServer
-from treetop.core.roles.links import Links, RankLinks
-from treetop.core.roles.role import LATER_MS, SOON_MS, Staging
-from treetop.transfer.events import PeerId
-from treetop.transfer.loopback import LoopbackTransport
-from treetop.transfer.transport import Memory
+from treetop.disaggregation.agent import LATER_MS, SOON_MS, Agent, RankAgent
+from treetop.disaggregation.events import Pull, Pulled
+from treetop.disaggregation.layout import ChunkLayout, Staging
+from treetop.disaggregation.loopback import LoopbackTransport
+from treetop.disaggregation.transport import Memory, PeerId
 from treetop.types.layout import SpecShape
 from treetop.types.requests import CoreInfo, HandoverLoad
 
@@ -76,19 +76,20 @@ def test_a_loop_sleeps_only_while_no_transfer_is_young(monkeypatch):
     """Between two GPUs one takes a fraction of a millisecond; one whose peer has stopped may take for ever."""
     memory = ctypes.create_string_buffer(64)
     transports = [LoopbackTransport(Memory(ctypes.addressof(memory), 64)) for _ in range(2)]
-    own = Links(RankLinks(transports[0], Staging(Memory(0, 64), 1, 64, None, None)))
+    layout = ChunkLayout((), 4, 8)
+    own = Agent(RankAgent(transports[0], Staging(Memory(0, 64), 1, 64, layout, None)))
     try:
         assert own.connect(PEER, [transports[1].metadata])
         assert own.wait_ms == LATER_MS
         transports[0].stalled = True
-        handle = own.pull(PEER, 0, 0, None)
+        own.pull(Pull(0, PEER, 0, None, "read"))
         assert own.wait_ms == own.own.wait_ms == 0
         later_s = time.monotonic() + 1.0
         monkeypatch.setattr(time, "monotonic", lambda: later_s)
         assert own.wait_ms == own.own.wait_ms == SOON_MS
         transports[0].stalled = False
-        while own.poll(handle) != "done":
-            own.progress()
+        while own.poll() != [Pulled(0, "done")]:
+            pass
         assert own.wait_ms == own.own.wait_ms == LATER_MS
     finally:
         for transport in transports:

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from nixl_peer import OVER_TCP, known_bytes
-from treetop.transfer.events import PeerId
-from treetop.transfer.nixl import PACKAGES, NixlTransport, find_nixl
-from treetop.transfer.transport import WAYS, Handle, Memory, Probe, Range, State, Way
+from treetop.disaggregation.nixl import PACKAGES, NixlTransport, find_nixl
+from treetop.disaggregation.transport import WAYS, Handle, Memory, PeerId, Probe, Range, State, Way
 from treetop.types.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(not any(map(find_spec, PACKAGES)), reason="needs NIXL")
@@ -94,13 +93,10 @@ def test_ranges_beyond_the_peers_memory_and_unknown_peers_fail(over_tcp: Pair, w
 
 def test_a_probe_times_both_ways_and_takes_the_better(over_tcp: Pair) -> None:
     half = Range(0, SIZE // 2)
-    probe = Probe(
-        lambda way: over_tcp.transport.pull(PEER, [half], [half], way), over_tcp.transport.poll, SIZE // 2, late_s=20.0
-    )
-    while not probe.step(time.monotonic()):
-        over_tcp.transport.progress()
-        time.sleep(0.0005)
-    assert probe.has_ended()
+    probe = Probe(SIZE // 2)
+    while (way := probe.begin(time.monotonic())) is not None:
+        state = over_tcp.wait(over_tcp.transport.pull(PEER, [half], [half], way))
+        probe.ended(state == "done", time.monotonic())
     assert {*probe.gbps} == {*WAYS}
     assert probe.best == max(WAYS, key=lambda way: probe.gbps[way])
     assert over_tcp.memory.raw[: SIZE // 2] == known_bytes(SIZE)[: SIZE // 2]
@@ -183,5 +179,5 @@ def test_a_read_from_a_peer_that_is_killed_fails_and_nothing_arrives_after(over_
 def test_without_nixl_the_error_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("nixl_cu12", "nixl_cu13"):
         monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ConfigError, match=r"pip install treetop\[handover-cu13\]"):
+    with pytest.raises(ConfigError, match=r"pip install treetop\[disaggregation-cu13\]"):
         find_nixl()

@@ -7,41 +7,54 @@ from pathlib import Path
 import pytest
 
 from serving import Server
-from treetop.cli.command_line import main
-from treetop.core.roles.make import check_handover
-from treetop.core.wire import ProcessOptions
+from treetop.cli.command_line import build_parser, main
+from treetop.disaggregation.connector import check_disaggregation
+from treetop.disaggregation.options import SECRET_VARIABLE, DisaggregationOptions
 from treetop.doctor.transport import transport_speeds
 from treetop.engine.build import plan_engine
 from treetop.models.fingerprint import fingerprint
+from treetop.server.command import disaggregation_options
 from treetop.server.llm import LLM
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
-from treetop.types.roles import SECRET_VARIABLE, HandoverOptions
 from treetop.types.sampling import SamplingParams
 from waiting import until
 
 WRONG = [
-    ({"role": "both", "handover_listen": "127.0.0.1:1"}, "--handover-listen: only with --role"),
-    ({"role": "both", "handover_lease": 5.0}, "--handover-lease: only with --role"),
-    ({"role": "prefill"}, "--role prefill needs --handover-listen"),
-    ({"role": "decode"}, "--role decode needs --prefill-peers or --peer-registry"),
-    ({"role": "decode", "prefill_peers": ("a:1",), "handover_listen": "b:1"}, "--handover-listen: only with"),
-    ({"role": "other"}, "--role must be one of both, prefill, decode"),
-    ({"role": "prefill", "handover_listen": "a:1", "handover_lease": 0.0}, "--handover-lease must lie between"),
+    ({"mode": "null", "listen": "127.0.0.1:1"}, "--disaggregation-listen: only with --disaggregation-mode"),
+    ({"mode": "null", "lease": 5.0}, "--disaggregation-lease: only with --disaggregation-mode"),
+    ({"mode": "prefill"}, "--disaggregation-mode prefill needs --disaggregation-listen"),
+    (
+        {"mode": "decode"},
+        "--disaggregation-mode decode needs --disaggregation-prefill-peers or --disaggregation-registry",
+    ),
+    ({"mode": "decode", "prefill_peers": ("a:1",), "listen": "b:1"}, "--disaggregation-listen: only with"),
+    ({"mode": "other"}, "--disaggregation-mode must be one of null, prefill, decode"),
+    ({"mode": "prefill", "listen": "a:1", "lease": 0.0}, "--disaggregation-lease must lie between"),
 ]
 
 
 @pytest.mark.parametrize(("given", "message"), WRONG)
 def test_options_that_cannot_be_together_are_refused_by_their_names(given, message):
     with pytest.raises(ConfigError, match=message):
-        HandoverOptions(**given)
+        DisaggregationOptions(**given)
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--handover-slots", "4"], "--handover-slots: only with --role prefill or --role decode"),
-        (["--role", "decode", "--prefill-peers", "127.0.0.1:1", "--handover-slots", "0"], "decode needs at least 1"),
+        (["--disaggregation-slots", "4"], "--disaggregation-slots: only with --disaggregation-mode prefill or decode"),
+        (
+            [
+                "--disaggregation-mode",
+                "decode",
+                "--disaggregation-prefill-peers",
+                "127.0.0.1:1",
+                "--disaggregation-slots",
+                "0",
+            ],
+            "decode needs at least 1",
+        ),
     ],
 )
 def test_slots_come_with_a_role_and_a_role_with_slots(capsys, flags, message):
@@ -49,32 +62,69 @@ def test_slots_come_with_a_role_and_a_role_with_slots(capsys, flags, message):
     assert message in capsys.readouterr().err
 
 
+def _given(*flags):
+    return disaggregation_options(build_parser().parse_args(["serve", *flags]))
+
+
+@pytest.mark.parametrize(
+    ("today", "before"),
+    [
+        (["--disaggregation-mode", "null"], ["--role", "both"]),
+        (
+            ["--disaggregation-mode", "prefill", "--disaggregation-listen", "a:1", "--disaggregation-registry", "b"],
+            ["--role", "prefill", "--handover-listen", "a:1", "--peer-registry", "b"],
+        ),
+        (
+            ["--disaggregation-mode", "decode", "--disaggregation-prefill-peers", "a:1", "--disaggregation-lease", "3"],
+            ["--role", "decode", "--prefill-peers", "a:1", "--handover-lease", "3"],
+        ),
+        (
+            ["--disaggregation-mode=decode", "--disaggregation-prefill-peers=a:1", "--disaggregation-secret-file=b"],
+            ["--role=decode", "--prefill-peers=a:1", "--handover-secret-file=b"],
+        ),
+    ],
+)
+def test_flags_and_what_they_were_called_before_mean_the_same(today, before):
+    assert _given(*today) == _given(*before)
+    slots = ["--disaggregation-slots", "3", "--disaggregation-slot-bytes", "64"]
+    old = ["--handover-slots", "3", "--handover-slot-bytes", "64"]
+    assert vars(build_parser().parse_args(["serve", *slots])) == vars(build_parser().parse_args(["serve", *old]))
+
+
+def test_sglangs_bootstrap_port_listens_at_the_host_of_the_server(capsys):
+    prefill = ["--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", "7000"]
+    assert _given(*prefill).listen == "127.0.0.1:7000"
+    assert _given(*prefill, "--host", "::1").listen == "[::1]:7000"
+    assert main(["serve", *prefill, "--disaggregation-listen", "a:1"]) == 2
+    assert "give one of them" in capsys.readouterr().err
+
+
 def _check(config=None, **given):
-    check_handover(ProcessOptions("", config or EngineConfig(), handover=HandoverOptions(**given)))
+    check_disaggregation(config or EngineConfig(), DisaggregationOptions(**given))
 
 
 def test_what_cannot_work_is_said_before_anything_starts(monkeypatch, tmp_path):
     monkeypatch.delenv(SECRET_VARIABLE, raising=False)
-    prefill = {"role": "prefill", "handover_listen": "127.0.0.1:0"}
+    prefill = {"mode": "prefill", "listen": "127.0.0.1:0"}
     _check(**prefill)
     with pytest.raises(ConfigError, match=r"10\.0\.0\.1:70: without a secret only addresses of this machine"):
-        _check(role="prefill", handover_listen="10.0.0.1:70")
-    with pytest.raises(ConfigError, match="--prefill-peers must be host:port, got 'nonsense'"):
-        _check(role="decode", prefill_peers=("nonsense",))
+        _check(mode="prefill", listen="10.0.0.1:70")
+    with pytest.raises(ConfigError, match="--disaggregation-prefill-peers must be host:port, got 'nonsense'"):
+        _check(mode="decode", prefill_peers=("nonsense",))
     with pytest.raises(ConfigError, match="the address that others reach"):
-        _check(**prefill, peer_registry=str(tmp_path))
+        _check(**prefill, registry=str(tmp_path))
     with pytest.raises(ConfigError, match="there is no such folder"):
-        _check(role="decode", peer_registry=str(tmp_path / "nowhere"))
+        _check(mode="decode", registry=str(tmp_path / "nowhere"))
     monkeypatch.setenv(SECRET_VARIABLE, "of sixteen bytes or more")
-    with pytest.raises(ConfigError, match=r"--handover-listen 192\.0\.2\.1:70: Cannot assign requested address"):
-        _check(role="prefill", handover_listen="192.0.2.1:70", peer_registry=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"--disaggregation-listen 192\.0\.2\.1:70: Cannot assign requested address"):
+        _check(mode="prefill", listen="192.0.2.1:70", registry=str(tmp_path))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"--handover-listen 127.0.0.1:{port}: Address already in use"):
-            _check(role="prefill", handover_listen=f"127.0.0.1:{port - 1}", config=EngineConfig(ep_size=2))
-    _check(role="prefill", handover_listen=f"127.0.0.1:{port}")
-    monkeypatch.setattr("treetop.transfer.nixl.PACKAGES", ("not_there",))
-    with pytest.raises(ConfigError, match="needs NIXL: pip install"):
+        with pytest.raises(ConfigError, match=f"--disaggregation-listen 127.0.0.1:{port}: Address already in use"):
+            _check(mode="prefill", listen=f"127.0.0.1:{port - 1}", config=EngineConfig(ep_size=2))
+    _check(mode="prefill", listen=f"127.0.0.1:{port}")
+    monkeypatch.setattr("treetop.disaggregation.nixl.PACKAGES", ("not_there",))
+    with pytest.raises(ConfigError, match="KV transfer needs NIXL: pip install"):
         _check(**prefill)
 
 
@@ -119,10 +169,18 @@ def test_two_servers_of_which_one_prefills_and_refuses_requests(tmp_path: Path):
     """
     pytest.importorskip("nixl_cu12", reason="needs NIXL")
     port = _free_port()
-    small = ["--context-length", "512", "--handover-slot-bytes", str(1 << 22), "--dtype", "float32"]
-    small += ["--peer-registry", str(tmp_path)]
-    prefill = Server(*small, "--role", "prefill", "--handover-listen", f"127.0.0.1:{port}", "--handover-slots", "2")
-    decode = Server(*small, "--role", "decode")
+    small = ["--context-length", "512", "--disaggregation-slot-bytes", str(1 << 22), "--dtype", "float32"]
+    small += ["--disaggregation-registry", str(tmp_path)]
+    prefill = Server(
+        *small,
+        "--disaggregation-mode",
+        "prefill",
+        "--disaggregation-listen",
+        f"127.0.0.1:{port}",
+        "--disaggregation-slots",
+        "2",
+    )
+    decode = Server(*small, "--disaggregation-mode", "decode")
     try:
         prefill.up()
         decode.up()
@@ -130,7 +188,7 @@ def test_two_servers_of_which_one_prefills_and_refuses_requests(tmp_path: Path):
         body = {"prompt": "def area(radius):\n    return", "max_tokens": 20, "temperature": 0}
         refused = prefill.post("/v1/completions", body)
         assert refused.status_code == 400
-        assert "--role prefill" in refused.json()["error"]["message"]
+        assert "--disaggregation-mode prefill" in refused.json()["error"]["message"]
         until(lambda: decode.metric("treetop:handover_num_peers") == 1)
         answer = decode.post("/v1/completions", body).json()
         until(lambda: decode.metric("treetop:handover_num_whole") == 1)
@@ -157,7 +215,7 @@ def test_a_chunk_is_no_longer_than_what_slots_hold(strong_pair):
     def layout(**options):
         return plan_engine(EngineConfig.of(str(strong_pair.target), draft=None, **options)).layout
 
-    slots = {"handover_slots": 3, "handover_slot_bytes": 1 << 15}
+    slots = {"disaggregation_slots": 3, "disaggregation_slot_bytes": 1 << 15}
     held = layout(**slots)
     assert held.chunk <= 3 * held.slot_tokens < 2 * held.chunk
     assert held.chunk < layout().chunk

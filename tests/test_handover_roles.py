@@ -1,4 +1,4 @@
-"""Both roles in one process: real desks, sessions, schedulers and engines, and a transport that copies memory.
+"""Both roles in one process: real state machines, sessions, schedulers and engines, and a transport that copies memory.
 
 So what the drills do to processes is done here step by step, in seconds.
 """
@@ -10,12 +10,12 @@ import pytest
 
 from engines import build, greedy, sampled
 from handing import Worker
-from treetop.core.roles.make import open_role
-from treetop.core.roles.staging import staging_of
-from treetop.transfer.loopback import LoopbackTransport
+from treetop.disaggregation.connector import open_connector
+from treetop.disaggregation.loopback import LoopbackTransport
+from treetop.disaggregation.options import DisaggregationOptions
+from treetop.engine.kv_staging import staging_of
 from treetop.types.ids import RequestId
 from treetop.types.requests import EngineRequest
-from treetop.types.roles import HandoverOptions
 from waiting import WAIT_S
 
 SHAPE = (2, 3, 6)
@@ -30,20 +30,20 @@ class Sides:
     def __init__(self, pair, prefill_slots, decode_slots, lease_s=LEASE_S):
         with socket.create_server(("127.0.0.1", 0)) as found:
             listen = f"127.0.0.1:{found.getsockname()[1]}"
-        self.prefill = Worker(pair, SHAPE, handover_slots=prefill_slots, chunked_prefill_size=16)
-        self.decode = Worker(pair, SHAPE, handover_slots=decode_slots, chunked_prefill_size=16)
-        self.computes = self._role(self.prefill, HandoverOptions("prefill", listen, handover_lease=lease_s))
-        self.asks = self._role(self.decode, HandoverOptions("decode", None, (listen,), handover_lease=lease_s))
+        self.prefill = Worker(pair, SHAPE, disaggregation_slots=prefill_slots, chunked_prefill_size=16)
+        self.decode = Worker(pair, SHAPE, disaggregation_slots=decode_slots, chunked_prefill_size=16)
+        self.computes = self._role(self.prefill, DisaggregationOptions("prefill", listen, lease=lease_s))
+        self.asks = self._role(self.decode, DisaggregationOptions("decode", None, (listen,), lease=lease_s))
         self.prefill_lives = True
         self.until(lambda: self.asks.asks)
 
     @staticmethod
     def _role(worker, options):
-        return open_role(worker.scheduler, staging_of(worker.engine), options, LoopbackTransport)
+        return open_connector(worker.scheduler, staging_of(worker.engine), options, LoopbackTransport)
 
     @property
     def transport(self):
-        return self.asks._links.own.transport
+        return self.asks._agent.own.transport
 
     def step(self):
         """A turn of each. Returns what the decode worker has emitted."""
@@ -60,7 +60,7 @@ class Sides:
             self.step()
 
     def generate(self, prompts, params, first_number=0, meanwhile=lambda count: None):
-        """Ids and accept lengths of each prompt. meanwhile: is told the number of pieces that have come, each turn."""
+        """Ids and accept lengths of each prompt. meanwhile: is told the number of chunks that have come, each turn."""
         found = {}
         for number, (prompt, each) in enumerate(zip(prompts, params, strict=True), first_number):
             found[number] = ([], [])
@@ -113,7 +113,7 @@ def sides(strong_pair, request):
 
 @pytest.mark.parametrize("sides", [(6, 6, WAIT_S), (1, 2, WAIT_S), (2, 1, WAIT_S)], indirect=True)
 def test_requests_are_handed_over_through_many_slots_or_one(sides, prompts, expected):
-    """Pieces wait for slots, where these are short; nothing goes another way, and nothing is held at the end."""
+    """Chunks wait for slots, where these are short; nothing goes another way, and nothing is held at the end."""
     assert sides.generate(prompts, PARAMS) == expected
     assert (sides.asks.load.num_whole, sides.asks.load.num_local) == (len(prompts), 0)
     sides.until(sides.nothing_is_held)
@@ -140,7 +140,7 @@ def test_neither_loop_waits_before_the_other_worker_is_told_of_a_step(sides, pro
 @pytest.mark.parametrize("sides", [(3, 3)], indirect=True)
 @pytest.mark.parametrize("how", ["stalled", "broken", "dead"])
 def test_what_stops_in_the_middle_goes_on_at_the_decode_worker(sides, prompts, expected, how):
-    """A transfer that does not end, one that fails, and a worker that says nothing more, after some pieces."""
+    """A transfer that does not end, one that fails, and a worker that says nothing more, after some chunks."""
 
     def stop(num_pieces):
         if num_pieces >= 2:

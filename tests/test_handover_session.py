@@ -1,140 +1,163 @@
-"""Sessions of a hand-over: nothing forged, changed, cut, repeated or of another checkpoint gets in."""
+"""Sessions between workers: nothing forged, changed, repeated or of another secret gets in, and nothing can be read."""
 
+import os
 import random
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 import pytest
+import zmq
 
-from treetop.transfer import wire
-from treetop.transfer.session import (
-    Established,
-    Greeting,
-    Listener,
-    Refusal,
-    Session,
-    is_loopback,
-    parse_address,
-    read_secret,
-)
+from handover_sessions import ANSWERS, MESSAGES, OF_DECODE, OF_PREFILL, SCHEMA, SECRET, Ends, Tapped, kind
+from treetop.disaggregation import sockets, wire
+from treetop.disaggregation.events import Connected, Disconnected, Received
+from treetop.disaggregation.options import is_loopback, parse_address, read_secret, zmq_address
+from treetop.disaggregation.scheduling import Prompt
+from treetop.disaggregation.sockets import check_curve, listener_keys
+from treetop.disaggregation.transport import PeerId
 from treetop.types.errors import ConfigError
-from treetop.types.handover import FirstToken, Piece, Schema, SlotRef
-from treetop.types.sampling import SamplingParams, TokenLogprobs
-
-SCHEMA = Schema(1, "target", "draft", "float64", ("full: 2 layers",), ("root",), (4, 5, 16), 1000, 4096)
-SECRET = b"of at least sixteen bytes"
-MESSAGES = (
-    wire.Prefill(1, 2, 3, wire.Prompt((1, 2, 3, 4), SamplingParams(temperature=0.5, logit_bias=((1, 2.0),)), 9), 64),
-    wire.Renew(((1, 2), (3, 4))),
-    wire.Release(1, 2, SlotRef(0, 7)),
-    wire.Abort(1, 2),
-)
-ANSWERS = (
-    wire.Offer(1, 2, SlotRef(0, 7), Piece(0, 4, 4), (2**64 - 1, 5), FirstToken(9, TokenLogprobs(-0.5, ((9, -0.5),)))),
-    wire.Released(1, 2, SlotRef(0, 7), True),
-    wire.Refused(1, 2, "why"),
-    wire.Renewed(),
-)
+from treetop.types.sampling import SamplingParams
 
 
-def _meet(listener: Listener, greeting: Greeting, sender: bytes = b"d") -> Session:
-    answer = listener.greet(sender, greeting.hello)
-    assert answer is not None
-    met = greeting.answer(answer)
-    assert isinstance(met, Established)
-    return met.session
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
+    monkeypatch.setattr(sockets, "_PAUSE_S", 0.05)
+    both = Ends()
+    yield both
+    both.close()
 
 
-def _pair() -> tuple[Listener, Session]:
-    listener = Listener(SECRET, SCHEMA, b"of prefill")
-    session = _meet(listener, Greeting(SECRET, SCHEMA, b"of decode"))
-    heard = listener.hear(b"d", session.seal(b"first"))
-    assert heard is not None
-    assert heard[1] == b"first"
-    assert heard[2] is not None
-    assert heard[2].metadata == b"of decode"
-    return listener, session
+def test_another_secret_is_refused_and_said(ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
+    """Also none on one side: the handshake fails, and nobody has a session."""
+    others = [ends.listen(secret=b"another secret of some length"), ends.listen(secret=b"")]
+    ends.look_for(*(each.port for each in others))
+    for each in others:
+        ends.logged(caplog, f"127.0.0.1:{each.port}: the handshake failed: the secrets differ")
+    assert not ends.seen
+    assert all(each.num_dropped > 0 for each in others)
 
 
-def test_messages_arrive_as_they_were() -> None:
+def test_strangers_and_junk_disturb_nobody(ends: Ends) -> None:
+    """Bytes that are no zmq, messages without CURVE, under another key, and junk of one who knows the secret."""
+    listener = ends.listen()
+    address = zmq_address("127.0.0.1", listener.port)
+    with socket.create_connection(("127.0.0.1", listener.port)) as raw:
+        raw.sendall(os.urandom(4000))
+    strangers = []
+    for keys in (None, listener_keys(b"another secret of some length"), listener_keys(SECRET)):
+        stranger = ends.context.socket(zmq.DEALER)
+        strangers.append(stranger)
+        stranger.linger = 0
+        if keys is not None:
+            stranger.curve_serverkey = keys[0]
+            stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
+        stranger.connect(address)
+        for frames in ([b""], [b"x", b"y"], [wire.encode(wire.Renew(()))], [os.urandom(200)]):
+            stranger.send_multipart(frames)
+    ends.look_for(listener.port)
+    there, here = ends.connected(OF_PREFILL), ends.connected(OF_DECODE)
+    ends.client.send(there, wire.Renew(()))
+    assert ends.until(kind(Received)) == Received(here, wire.Renew(()))
+    ends.wait(lambda: listener.num_dropped >= 6)
+    assert not ends.seen
+    for stranger in strangers:
+        stranger.close()
+
+
+@pytest.fixture
+def tapped(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tapped]:
+    """A listener behind a relay."""
+    monkeypatch.setattr(sockets, "HEARTBEAT_MS", 0)  # else what is sent is not the messages alone
+    relay = Tapped(ends.listen().port)
+    yield relay
+    relay.close()
+
+
+def test_a_message_that_is_changed_on_its_way_ends_the_session_and_does_not_arrive(ends: Ends, tapped: Tapped) -> None:
+    """A bit of it, anywhere in what is sent for it."""
+    rng = random.Random(0)
+    for _ in range(8):
+        ends.look_for(tapped.port)
+        there, _ = ends.connected(OF_PREFILL), ends.connected(OF_DECODE)
+
+        def flip(_: int, data: bytes) -> bytes:
+            at = rng.randrange(len(data))
+            return data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
+
+        tapped.change = flip
+        ends.client.send(there, wire.Abort(1, 2))
+        ends.look_for()
+        if _stays(ends, there):
+            ends.client.disconnect(there, "for a test", time.monotonic())
+        tapped.change = lambda _, data: data
+        assert not any(isinstance(event, Received) for event in ends.seen)
+        ends.seen.clear()
+
+
+def _stays(ends: Ends, peer: PeerId) -> bool:
+    """Whether a session is still open after a moment: a length that was changed waits for bytes that never come."""
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end:
+        ends.poll()
+        if Disconnected(peer) in ends.seen:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def test_what_is_sent_again_does_not_arrive_again(ends: Ends, tapped: Tapped) -> None:
+    """A message twice in its connection, and a whole recorded session in a connection of its own."""
+    ends.look_for(tapped.port)
+    there, here = ends.connected(OF_PREFILL), ends.connected(OF_DECODE)
+    tapped.change = lambda _, data: data + data
+    ends.client.send(there, wire.Abort(1, 2))
+    assert ends.until(kind(Received)) == Received(here, wire.Abort(1, 2))
+    assert ends.until(kind(Disconnected)) == Disconnected(there)
+    tapped.change = lambda _, data: data
+    ends.look_for()
+    dropped = ends.listeners[0].num_dropped
+    recorded = tapped.sent[0]
+    with socket.create_connection(("127.0.0.1", ends.listeners[0].port)) as again:
+        again.settimeout(0.2)
+        for data in recorded:
+            with suppress(OSError):  # the listener waits for what it has asked for, or has hung up
+                again.sendall(data)
+                again.recv(2**16)
+        ends.wait(lambda: ends.listeners[0].num_dropped > dropped)
+    assert not any(isinstance(event, Received | Connected) for event in ends.seen)
+
+
+def test_nothing_of_a_message_can_be_read_on_its_way(ends: Ends, tapped: Tapped) -> None:
+    ends.look_for(tapped.port)
+    there, _ = ends.connected(OF_PREFILL), ends.connected(OF_DECODE)
+    ends.client.send(there, wire.Prefill(1, 1, 0, Prompt((7,) * 200, SamplingParams(stop=("PLAINTEXT",)), 0), 8))
+    ends.until(kind(Received))
+    sent = b"".join(tapped.sent[0])
+    assert len(sent) > 400
+    assert b"PLAINTEXT" not in sent
+    assert b"\x07" * 8 not in sent
+    assert b"target" not in sent
+
+
+def test_a_zmq_without_curve_is_refused_by_what_mends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_curve()
+    monkeypatch.setattr(zmq, "has", lambda _: False)
+    with pytest.raises(ConfigError, match="pip install pyzmq"):
+        check_curve()
+
+
+def test_messages_are_read_as_they_were_written_and_no_bytes_make_a_reader_raise() -> None:
+    """Random bytes, messages with bytes changed, and msgpack of anything."""
+    bodies = [wire.encode(message) for message in (*MESSAGES, *ANSWERS, wire.Hello(SCHEMA, OF_DECODE))]
     for message in MESSAGES:
         assert wire.decode_to_prefill(wire.encode(message)) == message
     for answer in ANSWERS:
         assert wire.decode_to_decode(wire.encode(answer)) == answer
-    listener, session = _pair()
-    heard = listener.hear(b"d", session.seal(b"body"))
-    assert heard is not None
-    sealed = listener.seal(heard[0], b"answer")
-    assert sealed is not None
-    assert sealed[0] == b"d"
-    assert session.open(sealed[1]) == b"answer"
-
-
-def test_what_is_replayed_changed_cut_or_of_another_session_is_dropped() -> None:
-    listener, session = _pair()
-    frame = session.seal(b"release this slot")
-    later = session.seal(b"later")
-    rng = random.Random(0)
-    for _ in range(300):
-        changed = bytearray(frame)
-        changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
-        assert listener.hear(b"d", bytes(changed)) is None
-        assert listener.hear(b"d", frame[: rng.randrange(len(frame))]) is None
-    assert listener.hear(b"e", frame) is None, "of another sender"
-    assert listener.hear(b"d", later) is not None
-    assert listener.hear(b"d", later) is None, "replayed"
-    assert listener.hear(b"d", frame) is None, "before one that has arrived"
-    _, other = _pair()
-    assert listener.hear(b"d", other.seal(b"of another session")) is None
-
-
-def test_a_replayed_hello_ends_no_session() -> None:
-    """Only a message under the new key does, and its sender does not know it."""
-    listener, greeting = Listener(SECRET, SCHEMA, b""), Greeting(SECRET, SCHEMA, b"")
-    session = _meet(listener, greeting)
-    first = listener.hear(b"d", session.seal(b"one"))
-    assert first is not None
-    assert listener.greet(b"d", greeting.hello) is not None
-    again = listener.hear(b"d", session.seal(b"two"))
-    assert again is not None
-    assert again[0] == first[0]
-    anew = _meet(listener, Greeting(SECRET, SCHEMA, b""))
-    met = listener.hear(b"d", anew.seal(b"three"))
-    assert met is not None
-    assert met[2] is not None
-    assert met[2].before == first[0]
-    assert listener.hear(b"d", session.seal(b"of the session before")) is None
-    assert listener.seal(first[0], b"") is None
-
-
-def test_another_secret_is_refused_and_said() -> None:
-    listener, greeting = Listener(b"another secret of some length", SCHEMA, b""), Greeting(SECRET, SCHEMA, b"")
-    answer = listener.greet(b"d", greeting.hello)
-    assert answer is not None
-    refusal = greeting.answer(answer)
-    assert isinstance(refusal, Refusal)
-    assert "secrets differ" in refusal.reason
-
-
-@pytest.mark.parametrize("field", Schema._fields)
-def test_a_schema_that_differs_is_refused_by_the_name_of_its_field(field: str) -> None:
-    other = {"wire": 2, "shape": (1, 1, 2), "vocab_size": 7, "slot_bytes": 8192, "groups": (), "record": ()}.get(
-        field, "other"
-    )
-    greeting = Greeting(SECRET, SCHEMA._replace(**{field: other}), b"")
-    answer = Listener(SECRET, SCHEMA, b"").greet(b"d", greeting.hello)
-    assert answer is not None
-    refusal = greeting.answer(answer)
-    assert isinstance(refusal, Refusal)
-    assert refusal.reason.startswith(f"both sides need the same {field}: ")
-
-
-def test_no_bytes_make_a_reader_raise() -> None:
-    """Random bytes, messages with bytes changed, and msgpack of anything, also where a session says them."""
     rng = random.Random(3)
-    listener, session = _pair()
-    greeting = Greeting(SECRET, SCHEMA, b"")
-    bodies = [wire.encode(message) for message in (*MESSAGES, *ANSWERS)]
     for turn in range(3000):
         if turn % 3 == 0:
             junk = rng.randbytes(rng.randrange(80))
@@ -144,18 +167,11 @@ def test_no_bytes_make_a_reader_raise() -> None:
                 changed[rng.randrange(len(changed))] = rng.randrange(256)
             junk = bytes(changed)
         else:
-            junk = msgspec.msgpack.encode(
-                {"type": rng.choice(["Offer", "Prefill", 7]), "request": rng.choice([2**70, None, "x"][1:])}
-            )
-        for kind in (b"", b"H", b"W", b"S", b"M"):
-            greeting.answer(kind + junk)
-            listener.greet(b"s", kind + junk)
-            assert listener.hear(b"s", kind + junk) is None
-        heard = listener.hear(b"d", session.seal(junk))
-        assert heard is not None
-        wire.decode_to_prefill(heard[1])
-        wire.decode_to_decode(heard[1])
-    assert wire.decode_to_prefill(wire.encode(MESSAGES[0]).replace(b"max_tokens\xcc\x80", b"max_tokens\x00")) is None
+            kind = rng.choice(["Offer", "Prefill", 7])
+            junk = msgspec.msgpack.encode({"type": kind, "request": rng.choice([None, "x"])})
+        wire.decode_to_prefill(junk)
+        wire.decode_to_decode(junk)
+    assert wire.decode_to_prefill(bodies[0].replace(b"max_tokens\xcc\x80", b"max_tokens\x00")) is None
 
 
 def test_secrets_come_from_a_file_of_its_owner_or_from_the_environment(tmp_path: Path) -> None:
@@ -163,10 +179,11 @@ def test_secrets_come_from_a_file_of_its_owner_or_from_the_environment(tmp_path:
     file.write_bytes(SECRET + b"\n")
     file.chmod(0o600)
     assert read_secret({}, str(file)) == SECRET
-    assert read_secret({"TREETOP_HANDOVER_SECRET": "0123456789abcdef"}, None) == b"0123456789abcdef"
+    assert read_secret({"TREETOP_DISAGGREGATION_SECRET": "0123456789abcdef"}, None) == b"0123456789abcdef"
+    assert read_secret({"TREETOP_HANDOVER_SECRET": "as it was called before"}, None) == b"as it was called before"
     assert read_secret({}, None) == b""
     with pytest.raises(ConfigError, match="at least 16 bytes, got 5"):
-        read_secret({"TREETOP_HANDOVER_SECRET": "short"}, None)
+        read_secret({"TREETOP_DISAGGREGATION_SECRET": "short"}, None)
     with pytest.raises(ConfigError, match="nowhere: No such file"):
         read_secret({}, str(tmp_path / "nowhere"))
     file.chmod(0o644)

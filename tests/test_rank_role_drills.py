@@ -9,8 +9,8 @@ from handover_workers import WorkerProcess
 from serving import child_of
 from test_expert_roles import addresses
 from test_rank_roles import LENGTHS, PARAMS, expected, options_of, pair  # noqa: F401  # fixtures
+from treetop.disaggregation.options import DisaggregationOptions
 from treetop.types.config import EngineConfig
-from treetop.types.roles import HandoverOptions
 from waiting import until
 
 pytest.importorskip("nixl_cu12", reason="needs NIXL")
@@ -24,9 +24,9 @@ def start(tmp_path, pair):  # noqa: F811  # the fixture
     started = []
 
     def begin(ranks, *handover):
-        slots = {"handover_slots": 4, "handover_slot_bytes": 1 << 15, "disable_radix_cache": True}
+        slots = {"disaggregation_slots": 4, "disaggregation_slot_bytes": 1 << 15, "disable_radix_cache": True}
         config = EngineConfig(**options_of(pair, device="cpu", tp_size=ranks, **slots))
-        started.append(WorkerProcess(tmp_path, config, HandoverOptions(*handover, handover_lease=LEASE_S)))
+        started.append(WorkerProcess(tmp_path, config, DisaggregationOptions(*handover, lease=LEASE_S)))
         return started[-1]
 
     yield begin

@@ -13,18 +13,19 @@ from test_expert_roles import addresses
 from tiny_models import Pair, save_random_head, save_random_llama
 from treetop import LLM
 from treetop.core.make import open_core
-from treetop.core.roles.links import copies, joined
-from treetop.core.roles.make import open_role
-from treetop.core.roles.staging import staging_of
 from treetop.debug.ranks import ranks_on_threads
-from treetop.transfer.loopback import LoopbackTransport
+from treetop.disaggregation.agent import block_copies, joined
+from treetop.disaggregation.connector import open_connector
+from treetop.disaggregation.layout import ChunkLayout, first_head
+from treetop.disaggregation.loopback import LoopbackTransport
+from treetop.disaggregation.options import DisaggregationOptions
+from treetop.engine.kv_staging import staging_of
 from treetop.types.config import EngineConfig
-from treetop.types.handover import Payload, Piece, first_head
 from treetop.types.ids import GroupName, RequestId
 from treetop.types.kv import KVFormat
+from treetop.types.kv_chunk import KVChunk
 from treetop.types.layout import KVGroup
 from treetop.types.requests import EngineRequest
-from treetop.types.roles import HandoverOptions
 from waiting import WAIT_S
 
 SHAPE = {"speculative_eagle_topk": 2, "speculative_num_steps": 3, "speculative_num_draft_tokens": 6}
@@ -57,10 +58,10 @@ class Worker:
     """A worker of some ranks with a role, whose steps the test runs."""
 
     def __init__(self, pair, handover, **options):
-        slots = {"handover_slots": 3, "handover_slot_bytes": 1 << 15}
+        slots = {"disaggregation_slots": 3, "disaggregation_slot_bytes": 1 << 15}
         self.opened = open_core(EngineConfig(**options_of(pair, **slots, **options)), handover)
         self.core, local = self.opened.core, self.opened.local
-        self.role = open_role(local.scheduler, staging_of(local.engine), handover, LoopbackTransport, local.others)
+        self.role = open_connector(local.scheduler, staging_of(local.engine), handover, LoopbackTransport, local.others)
 
     def step(self):
         updates = self.core.step() if self.core.busy else []
@@ -84,8 +85,8 @@ class Workers:
     def __init__(self, pair, prefill_ranks, decode_ranks, lease_s=WAIT_S, **decode_options):
         (listen,) = addresses(1)
         before = [*LoopbackTransport._all.values()]
-        computes = HandoverOptions("prefill", listen, handover_lease=lease_s)
-        asks = HandoverOptions("decode", None, (listen,), handover_lease=lease_s)
+        computes = DisaggregationOptions("prefill", listen, lease=lease_s)
+        asks = DisaggregationOptions("decode", None, (listen,), lease=lease_s)
         self.decode = Worker(pair, asks, tp_size=decode_ranks, **decode_options)
         self.transports = [each for each in LoopbackTransport._all.values() if each not in before]
         self.prefill = Worker(pair, computes, tp_size=prefill_ranks)
@@ -186,34 +187,34 @@ def test_a_wrong_byte_on_one_rank_is_seen_by_all(workers, pair, expected, monkey
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("their_size", [1, 2, 4, 8, 16])
 def test_copies_fill_every_ranks_part_with_what_whole_ranks_have(size, their_size):
-    """Bytes of an imagined payload, each stretch's its own: last pieces and others, windows, up to 16 ranks."""
+    """Bytes of an imagined payload, each segment's its own: last chunks and others, windows, up to 16 ranks."""
     shapes = enumerate([(8, None), (4, 8), (1, 3)])
     groups = tuple(KVGroup(GroupName(f"g{i}"), 2, KVFormat(2, heads, 6), window) for i, (heads, window) in shapes)
-    whole = Payload(groups, 4, 52)
-    for piece in (Piece(0, 5, 9), Piece(5, 4, 9), Piece(0, 2, 30), Piece(3, 9, 12)):
-        theirs = [filled(whole, piece, rank, their_size) for rank in range(their_size)]
+    whole = ChunkLayout(groups, 4, 52)
+    for chunk in (KVChunk(0, 5, 9), KVChunk(5, 4, 9), KVChunk(0, 2, 30), KVChunk(3, 9, 12)):
+        theirs = [filled(whole, chunk, rank, their_size) for rank in range(their_size)]
         for rank in range(size):
-            want, got = filled(whole, piece, rank, size), bytearray(whole.of_rank(size).num_bytes(piece))
-            for copy in copies(whole, piece, rank, size, their_size):
+            want, got = filled(whole, chunk, rank, size), bytearray(whole.of_rank(size).num_bytes(chunk))
+            for copy in block_copies(whole, chunk, rank, size, their_size):
                 part = theirs[copy.rank][copy.there.offset :][: copy.there.num_bytes]
                 assert copy.there.num_bytes == copy.here.num_bytes > 0
                 got[copy.here.offset : copy.here.offset + copy.here.num_bytes] = part
             assert got == want
         if size == their_size:
-            assert all(len({c.rank for c in copies(whole, piece, r, size, size)} - {r}) == 0 for r in range(size))
+            assert all(len({c.rank for c in block_copies(whole, chunk, r, size, size)} - {r}) == 0 for r in range(size))
 
 
-def filled(whole, piece, rank, size):
+def filled(whole, chunk, rank, size):
     """What a rank's slot holds: of each head bytes that say which it is."""
     mine = whole.of_rank(size)
-    slot = bytearray(mine.num_bytes(piece))
+    slot = bytearray(mine.num_bytes(chunk))
     names = [group.name for group in whole.groups]
-    for stretch in mine.stretches(piece):
+    for segment in mine.segments(chunk):
         word = 255
-        if stretch.group is not None:
-            group = whole.groups[names.index(stretch.group)]
-            word = 16 * (1 + names.index(stretch.group)) + first_head(group, rank, size) + stretch.head
-        slot[stretch.offset : stretch.offset + stretch.num_bytes] = bytes([word]) * stretch.num_bytes
+        if segment.group is not None:
+            group = whole.groups[names.index(segment.group)]
+            word = 16 * (1 + names.index(segment.group)) + first_head(group, rank, size) + segment.head
+        slot[segment.offset : segment.offset + segment.num_bytes] = bytes([word]) * segment.num_bytes
     return slot
 
 

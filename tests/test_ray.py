@@ -398,11 +398,11 @@ def test_ray_shows_a_refusal_in_one_line():
 
 
 def test_what_replicas_cannot_do_is_refused():
+    from treetop.disaggregation.options import DisaggregationOptions
     from treetop.server.options import ServeOptions
     from treetop.server.ray.app import Scale, build_app
-    from treetop.types.roles import HandoverOptions
 
-    handover = HandoverOptions(role="prefill", handover_listen="tcp://127.0.0.1:7001")
+    handover = DisaggregationOptions(mode="prefill", listen="tcp://127.0.0.1:7001")
     with pytest.raises(ConfigError, match="would answer none"):
         build_app(ProcessOptions("", EngineConfig(), handover=handover), ServeOptions(), Scale())
     with pytest.raises(ConfigError, match="--shutdown-delay: Ray's proxy"):

@@ -68,15 +68,15 @@ def _lose(real):
     """Every second staging slot is not given back."""
     calls = count()
 
-    def free(desk, index):
+    def free(machine, index):
         if next(calls) % 2:
-            real(desk, index)
+            real(machine, index)
 
     return free
 
 
 def test_it_sees_a_lost_slot_a_lost_page_and_a_wrong_token(script, model):
-    with replaced([Patch("treetop.transfer.desk_prefill:PrefillDesk._free", _lose)]):
+    with replaced([Patch("treetop.disaggregation.prefill:PrefillMachine._free", _lose)]):
         assert any("are offered, and of no export" in each for each in soak(script, model, 100).failures)
     with fault("unaligned-allocation"):
         assert any("+ leased" in each for each in soak(script, model, 100, check_level=0).failures)

@@ -3,8 +3,8 @@
 from collections.abc import Collection, Sequence
 
 from treetop.types.errors import CheckError
-from treetop.types.handover import Piece
 from treetop.types.ids import Row
+from treetop.types.kv_chunk import KVChunk
 from treetop.types.layout import Layout
 from treetop.types.messages import (
     Chunk,
@@ -37,7 +37,7 @@ class PlanChecker:
             check_round(plan, layout)
             return
         if isinstance(plan, ExportPlan | ImportPlan):
-            self._check_pieces(plan)
+            self._check_kv_chunks(plan)
             return
         check_rows([chunk.row for chunk in plan.chunks], layout)
         check_rows([setup.row for setup in plan.setups], layout)
@@ -64,32 +64,32 @@ class PlanChecker:
             self._expected[chunk.row] = (end, chunk.next_token)
         self._filled[chunk.row] = end, chunk.next_token is None
 
-    def _check_pieces(self, plan: ExportPlan | ImportPlan) -> None:
-        """No slot twice, pieces of what there is, and a row is set up with its last piece, which holds its record."""
+    def _check_kv_chunks(self, plan: ExportPlan | ImportPlan) -> None:
+        """No slot twice, chunks of what there is, and a row is set up with its last chunk, which holds its record."""
         layout, moved = self._layout, plan.exports if isinstance(plan, ExportPlan) else plan.imports
         slots = [each.slot for each in moved]
         if len(set(slots)) != len(slots):
             raise CheckError(f"a staging slot appears twice in {slots}")
         for each in moved:
-            self._check_piece(each, each.piece)
+            self._check_kv_chunk(each, each.chunk)
         if isinstance(plan, ImportPlan):
-            last = [each.row for each in plan.imports if each.piece.last]
+            last = [each.row for each in plan.imports if each.chunk.last]
             check_rows(last, layout)
             if [setup.row for setup in plan.setups] != last:
                 raise CheckError(f"imports end in rows {last}, and rows {[s.row for s in plan.setups]} are set up")
 
-    def _check_piece(self, each: Export | Import, piece: Piece) -> None:
+    def _check_kv_chunk(self, each: Export | Import, chunk: KVChunk) -> None:
         layout, row = self._layout, each.row
         _within("row", row, row, 0, layout.max_requests - 1)
-        _within("staging slot", row, each.slot, 0, layout.handover_slots - 1)
-        _within("tokens of a piece", row, piece.count, 1, layout.slot_tokens)
-        _within("start of a piece", row, piece.start, 0, piece.total - piece.count)
-        _within("tokens of a request that is handed over", row, piece.total, 1, layout.max_context)
+        _within("staging slot", row, each.slot, 0, layout.disaggregation_slots - 1)
+        _within("tokens of a KV chunk", row, chunk.count, 1, layout.slot_tokens)
+        _within("start of a KV chunk", row, chunk.start, 0, chunk.total - chunk.count)
+        _within("tokens of a request that is handed over", row, chunk.total, 1, layout.max_context)
         if isinstance(each, Export):
             filled, whole = self._filled.get(row, (0, False))
-            _within("end of an exported piece, of what is prefilled,", row, piece.end, 1, filled)
-            if piece.last and not whole:
-                raise CheckError(f"exported piece: row {row} has no record, for its prompt is not prefilled to its end")
+            _within("end of an exported KV chunk, of what is prefilled,", row, chunk.end, 1, filled)
+            if chunk.last and not whole:
+                raise CheckError(f"exported KV chunk: row {row} has no record: its prompt is not prefilled to its end")
 
 
 def check_padded(padded: Sequence[int], rows: Sequence[Row], layout: Layout) -> None:

@@ -53,8 +53,8 @@ ENGINE_HELP = {
     "structured_output_timeout": "seconds that a structure may take to compile, and each token of it; its request then"
     " ends with an error",
     "structured_output_memory": "MiB that the parser of a structure may take",
-    "handover_slots": "staging slots, by which prefilled requests go to another worker or come from one; 0 for none",
-    "handover_slot_bytes": "bytes of each of these, on every GPU",
+    "disaggregation_slots": "staging slots, through which KV goes to another worker or comes from one; 0 for none",
+    "disaggregation_slot_bytes": "bytes of each of these, on every GPU",
     "seed": "each prompt draws its own seed from this one: the same seed and prompts give the same sampled tokens",
 }
 """Every option but the model."""
@@ -80,6 +80,8 @@ ENGINE_ALIASES = {
     "disable_radix_cache": ("--no-enable-prefix-caching",),
     "schedule_policy": ("--scheduling-policy",),
     "seed": ("--random-seed",),
+    "disaggregation_slots": ("--handover-slots",),
+    "disaggregation_slot_bytes": ("--handover-slot-bytes",),
     "tp_size": ("--tensor-parallel-size", "--tp"),
     "ep_size": ("--expert-parallel-size", "--ep"),
 }

@@ -21,8 +21,6 @@ import zmq
 from treetop.core.child import begin
 from treetop.core.engine_core import STALLED_S
 from treetop.core.loop import Core, CoreLoop
-from treetop.core.roles.make import open_role
-from treetop.core.roles.role import Role
 from treetop.core.wire import (
     Abort,
     Add,
@@ -38,7 +36,8 @@ from treetop.core.wire import (
     decode_to_core,
     encode,
 )
-from treetop.transfer.nixl import NixlTransport
+from treetop.disaggregation.connector import Connector, open_connector
+from treetop.disaggregation.nixl import NixlTransport
 from treetop.types.errors import TreetopError, UserError
 from treetop.types.requests import CoreInfo, CoreLoad, RequestUpdate
 
@@ -61,10 +60,10 @@ class CoreServer:
         core: Core,
         info: CoreInfo,
         socket: "zmq.Socket[bytes]",
-        role: Role | None = None,
+        role: Connector | None = None,
         group: "WorkerGroup | None" = None,
     ) -> None:
-        """role: the worker's part in handing requests over, if it has one. group: the ranks that share the model."""
+        """role: the worker's KV connector, if it has one. group: the ranks that share the model."""
         self._core, self._loop, self._info, self._socket = core, CoreLoop(core, role), info, socket
         self._role, self._group = role, group
         self._clients: dict[bytes, Callable[[list[RequestUpdate]], None]] = {}
@@ -158,8 +157,8 @@ class CoreServer:
         self._socket.send_multipart([identity, encode(message)])
 
 
-def make(options: ProcessOptions) -> "tuple[Core, CoreInfo, Role | None, WorkerGroup | None]":
-    """The core that was asked for, its part in handing requests over, and its ranks. Raises TreetopError."""
+def make(options: ProcessOptions) -> "tuple[Core, CoreInfo, Connector | None, WorkerGroup | None]":
+    """The core that was asked for, its KV connector, and its ranks. Raises TreetopError."""
     if options.mock is not None:
         from treetop.core.mock import make_mock  # noqa: PLC0415  # needs no PyTorch
 
@@ -168,7 +167,7 @@ def make(options: ProcessOptions) -> "tuple[Core, CoreInfo, Role | None, WorkerG
 
     opened = open_core(options.config, options.handover)
     group = None if opened.local is None else opened.local.others
-    if options.handover.role == "both":
+    if options.handover.mode == "null":
         return opened.core, opened.info, None, group
     logging.getLogger("treetop.core").info(options.handover.words(options.config.ep_size))
     if opened.local is None:  # each rank has a part of its own
@@ -176,10 +175,10 @@ def make(options: ProcessOptions) -> "tuple[Core, CoreInfo, Role | None, WorkerG
 
         assert isinstance(opened.core, DispatchCore)
         return opened.core, opened.info, RolesOfRanks(opened.core), None
-    from treetop.core.roles.staging import staging_of  # noqa: PLC0415  # too
+    from treetop.engine.kv_staging import staging_of  # noqa: PLC0415  # too
 
     staging = staging_of(opened.local.engine)
-    role = open_role(opened.local.scheduler, staging, options.handover, NixlTransport, group)
+    role = open_connector(opened.local.scheduler, staging, options.handover, NixlTransport, group)
     return opened.core, opened.info._replace(refuses=role.refuses), role, group
 
 

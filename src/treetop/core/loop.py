@@ -9,7 +9,7 @@ from treetop.types.ids import RequestId
 from treetop.types.requests import CoreLoad, EngineRequest, RequestUpdate
 
 if TYPE_CHECKING:  # needs an extra
-    from treetop.core.roles.role import Role
+    from treetop.disaggregation.connector import Connector
 
 Deliver = Callable[[list[RequestUpdate]], None]
 """Takes a step's updates of one client, on the core's thread; it must not wait and not raise."""
@@ -50,10 +50,10 @@ class Core(Protocol):
 class CoreLoop:
     """Applies the commands of clients between steps, and delivers each step's updates.
 
-    role: the worker's part in handing requests over, if it has one; whoever runs the loop polls it.
+    role: the worker's KV connector, if it has one; whoever runs the loop polls it.
     """
 
-    def __init__(self, core: Core, role: "Role | None" = None) -> None:
+    def __init__(self, core: Core, role: "Connector | None" = None) -> None:
         self.core, self.role = core, role
         self._clients: dict[RequestId, Deliver] = {}
         self._flushes: list[tuple[int, threading.Event]] = []  # set once so many steps have been committed

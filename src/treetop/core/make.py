@@ -9,13 +9,13 @@ from torch import Tensor
 from treetop.core.engine_core import StepEngine
 from treetop.core.local_core import core_of, info_of
 from treetop.core.loop import Core
+from treetop.disaggregation.options import NULL, DisaggregationOptions
 from treetop.engine.engine import Engine
 from treetop.models.folder import resolve_folder
 from treetop.scheduler.scheduler import Scheduler
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
 from treetop.types.requests import CoreInfo
-from treetop.types.roles import NO_ROLE, HandoverOptions
 
 if TYPE_CHECKING:  # needs an extra
     from treetop.core.ranks.worker_group import WorkerGroup
@@ -41,7 +41,7 @@ class LocalEngine(NamedTuple):
     others: "WorkerGroup | None"
 
 
-def open_core(config: EngineConfig, handover: HandoverOptions = NO_ROLE) -> OpenCore:
+def open_core(config: EngineConfig, handover: DisaggregationOptions = NULL) -> OpenCore:
     """Start what a configuration asks for. Raises UserError for what cannot work, EngineError for a rank that fails.
 
     handover: what its ranks do for other workers. Those that have a scheduler each have a part each.
@@ -55,11 +55,11 @@ def open_core(config: EngineConfig, handover: HandoverOptions = NO_ROLE) -> Open
         from treetop.core.ranks.worker_group import WorkerGroup  # noqa: PLC0415  # needs an extra
     except ModuleNotFoundError as error:
         raise ConfigError(f"--tp-size {config.tp_size} needs {error.name}: install treetop[serve]") from None
-    group = WorkerGroup(config, handover.role != "both")
+    group = WorkerGroup(config, handover.mode != "null")
     return _around(group, group.engine, group.next_logits, group.close, group)
 
 
-def _open_expert_ranks(config: EngineConfig, handover: HandoverOptions) -> OpenCore:
+def _open_expert_ranks(config: EngineConfig, handover: DisaggregationOptions) -> OpenCore:
     try:
         from treetop.core.ranks.expert_group import DispatchCore, ExpertGroup  # noqa: PLC0415  # needs an extra
     except ModuleNotFoundError as error:

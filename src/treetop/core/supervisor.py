@@ -20,7 +20,7 @@ import msgspec
 
 from treetop.core.remote import WATCHDOG_S, RemoteCore
 from treetop.core.wire import ProcessOptions
-from treetop.transfer.registry import withdraw
+from treetop.disaggregation.registry import withdraw
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, EngineError, UserError
 
@@ -208,8 +208,8 @@ class EngineSupervisor:
             return
         await end(self._process)
         handover = self._options.handover
-        if handover.role == "prefill" and handover.peer_registry is not None:
-            withdraw(handover.peer_registry, handover.listens(self._options.config.ep_size))
+        if handover.mode == "prefill" and handover.registry is not None:
+            withdraw(handover.registry, handover.listens(self._options.config.ep_size))
 
 
 async def _resume(fronts: Sequence[FrontEnd], address: str) -> None:

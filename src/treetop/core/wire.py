@@ -2,10 +2,10 @@
 
 import msgspec
 
+from treetop.disaggregation.options import DisaggregationOptions
 from treetop.types.config import EngineConfig
 from treetop.types.ids import RequestId
 from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, RequestUpdate
-from treetop.types.roles import HandoverOptions
 
 ID_RANGE = 2**40
 """Request ids that each client has for itself: client i those from i times this on."""
@@ -111,7 +111,7 @@ class ProcessOptions(msgspec.Struct, frozen=True):
     config: EngineConfig
     mock: MockOptions | None = None
     log_level: int = 30
-    handover: HandoverOptions = HandoverOptions()
+    handover: DisaggregationOptions = DisaggregationOptions()
 
 
 ToCore = Hello | Add | Abort | Finish | Leave

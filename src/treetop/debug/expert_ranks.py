@@ -13,11 +13,11 @@ import zmq
 from treetop.core.engine_core import EngineCore
 from treetop.core.ranks.expert_rank import SAID_WHY, ExpertRank, RankOptions
 from treetop.core.ranks.lockstep import Agreement, Lockstep
-from treetop.core.roles.role import Role
 from treetop.debug.patching import Patch, instead, replaced
 from treetop.debug.ranks import MemoryGroup, Nothing, RankDied
+from treetop.disaggregation.connector import Connector
+from treetop.disaggregation.loopback import LoopbackTransport
 from treetop.engine.engine import Engine
-from treetop.transfer.loopback import LoopbackTransport
 
 _KILLED = -9
 
@@ -26,7 +26,7 @@ class ExpertRankThread(threading.Thread):
     """A rank on a thread, which looks like its process. core: its own, once it is up; role: if the group has one."""
 
     core: "EngineCore[Any]"
-    role: "Role | None" = None
+    role: "Connector | None" = None
 
     def __init__(self, options: RankOptions) -> None:
         super().__init__(name=f"rank-{options.rank}", daemon=True)
@@ -69,7 +69,7 @@ def expert_ranks_on_threads() -> Iterator[list[ExpertRankThread]]:
             instead("treetop.core.ranks.expert_rank:Group", MemoryGroup),
             instead("treetop.core.ranks.expert_rank:NixlTransport", LoopbackTransport),
             Patch("treetop.core.ranks.expert_rank:core_of", _noted),
-            Patch("treetop.core.ranks.expert_rank:open_role", _noted_role),
+            Patch("treetop.core.ranks.expert_rank:open_connector", _noted_connector),
             Patch("treetop.core.ranks.lockstep:Agreement._hear", _mortal),
         ]
     ):
@@ -86,14 +86,14 @@ def _noted(real: Callable[..., EngineCore[Any]]) -> Callable[..., EngineCore[Any
     return core_of
 
 
-def _noted_role(real: Callable[..., Role]) -> Callable[..., Role]:
-    def open_role(*arguments: Any) -> Role:
+def _noted_connector(real: Callable[..., Connector]) -> Callable[..., Connector]:
+    def open_connector(*arguments: Any) -> Connector:
         thread = threading.current_thread()
         assert isinstance(thread, ExpertRankThread)
         thread.role = real(*arguments)
         return thread.role
 
-    return open_role
+    return open_connector
 
 
 def _mortal(real: Callable[[Agreement, float], None]) -> Callable[[Agreement, float], None]:

@@ -18,8 +18,8 @@ from torch import Tensor
 from treetop.core.ranks.follower import LINGER_MS, Follower
 from treetop.core.ranks.group_wire import FollowerOptions
 from treetop.debug.patching import instead, replaced
+from treetop.disaggregation.loopback import LoopbackTransport
 from treetop.parallel.exchange import START_S, ExchangeRank, Meeting
-from treetop.transfer.loopback import LoopbackTransport
 from treetop.types.errors import EngineError
 
 

@@ -38,8 +38,8 @@ def run(model: str | None, options: dict[str, Any], visit: Visit) -> int:
     _print(console, "machine", ("", ""), machine(device) + sums)
     if pairs := links():
         _print(console, "links", ("between", "reaches its memory", "link"), pairs)
-    if config.handover_slots:
-        _print(console, "handing requests over, 64 MiB", ("transport", "by", "speed"), _speeds(device.type))
+    if config.disaggregation_slots:
+        _print(console, "KV transfer, 64 MiB", ("transport", "by", "speed"), _speeds(device.type))
     rows = [(f"{b.name} (serves)" if b.chosen else b.name, ", ".join(b.phases) or "-", b.reason) for b in statuses]
     _print(console, f"backends, {str(dtype).removeprefix('torch.')}", ("backend", "runs", "why not, or which"), rows)
     console.print("\n".join(f"{name}: {words}" for name, words in tensors), markup=False, highlight=False)
@@ -63,7 +63,7 @@ def _speeds(device: str) -> list[tuple[str, str, str]]:
     try:
         from treetop.doctor.transport import transport_speeds  # noqa: PLC0415  # needs an extra
     except ModuleNotFoundError as error:
-        return [("none", "", f"needs {error.name}: pip install treetop[handover-cu13] (or -cu12)")]
+        return [("none", "", f"needs {error.name}: pip install treetop[disaggregation-cu13] (or -cu12)")]
     return transport_speeds(device)
 
 

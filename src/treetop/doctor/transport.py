@@ -12,9 +12,8 @@ from contextlib import contextmanager
 
 import torch
 
-from treetop.transfer.events import PeerId
-from treetop.transfer.nixl import NixlTransport
-from treetop.transfer.transport import WAYS, Memory, Probe, Range, Way
+from treetop.disaggregation.nixl import NixlTransport
+from treetop.disaggregation.transport import WAYS, Memory, PeerId, Probe, Range, Way
 from treetop.types.errors import ConfigError, EngineError
 
 NUM_BYTES = 64 << 20
@@ -66,10 +65,13 @@ def _probed(transport: NixlTransport, process: "subprocess.Popen[str]") -> dict[
         raise EngineError("the process at the other end did not come up")
     process.stdin.write(transport.metadata.hex() + "\n")
     process.stdin.flush()
-    whole = Range(0, NUM_BYTES)
-    probe = Probe(lambda way: transport.pull(_PEER, [whole], [whole], way), transport.poll, NUM_BYTES, _PATIENCE_S / 4)
-    while not probe.step(time.monotonic()):
-        transport.progress()
+    whole, probe, end = Range(0, NUM_BYTES), Probe(NUM_BYTES), time.monotonic() + _PATIENCE_S
+    while (way := probe.begin(time.monotonic())) is not None and time.monotonic() < end:
+        handle, state = transport.pull(_PEER, [whole], [whole], way), "busy"
+        while state not in ("done", "failed") and time.monotonic() < end:
+            transport.progress()
+            state = transport.poll(handle)
+        probe.ended(state == "done", time.monotonic())
     return probe.gbps
 
 

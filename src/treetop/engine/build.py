@@ -180,18 +180,18 @@ def _with_slots(
 
     Raises ConfigError or CapacityError for slots that cannot hold this model's tokens.
     """
-    if not config.handover_slots:
+    if not config.disaggregation_slots:
         return layout, None
     odd = [group.name for group in layout.groups if group.kv.head_dim * dtype.itemsize % 4]
     if odd:
-        raise ConfigError(f"--handover-slots: heads of KV group {odd[0]} are not whole 32-bit words in {dtype}")
+        raise ConfigError(f"--disaggregation-slots: heads of KV group {odd[0]} are not whole 32-bit words in {dtype}")
     record = record_bytes(record_fields(layout, draft, dtype))
     ranks = config.tp_size
     handover = HandoverSpec.of(layout.groups, kv_groups(model, draft, 1), dtype.itemsize, record, ranks)
-    tokens = min(handover.own.tokens_per_slot(config.handover_slot_bytes), layout.max_context)
-    layout = replace(layout, handover_slots=config.handover_slots, slot_tokens=tokens)
+    tokens = min(handover.own.tokens_per_slot(config.disaggregation_slot_bytes), layout.max_context)
+    layout = replace(layout, disaggregation_slots=config.disaggregation_slots, slot_tokens=tokens)
     if config.chunked_prefill_size is None:  # no more than slots hold, to be taken while the next chunk is computed
-        layout = replace(layout, chunk=min(layout.chunk, _power_of_two(config.handover_slots * tokens)))
+        layout = replace(layout, chunk=min(layout.chunk, _power_of_two(config.disaggregation_slots * tokens)))
     return layout, handover
 
 
@@ -314,7 +314,7 @@ def _make_slots(engine_plan: EnginePlan, zeros: Zeros) -> StagingSlots | None:
     spec, config = engine_plan.handover, engine_plan.config
     if spec is None:
         return None
-    return StagingSlots(spec, zeros((config.handover_slots, config.handover_slot_bytes), torch.uint8))
+    return StagingSlots(spec, zeros((config.disaggregation_slots, config.disaggregation_slot_bytes), torch.uint8))
 
 
 def _without_pools(engine_plan: EnginePlan, place: Placement) -> tuple[ModelRunner, RedZones | None, Zeros]:
@@ -375,7 +375,7 @@ def _static_estimate(
     model, aux = target.config, draft.aux_inputs if draft is not None else ()
     make_state(layout, draft, _changed_vocab(config, model), dtype, counted)
     make_round_buffers(layout, len(aux), model.hidden_size, model.vocab_size, dtype, counted)
-    return weights + sum(made) + config.handover_slots * config.handover_slot_bytes
+    return weights + sum(made) + config.disaggregation_slots * config.disaggregation_slot_bytes
 
 
 def _changed_vocab(config: EngineConfig, model: ModelConfig) -> int | None:

@@ -3,12 +3,12 @@
 import torch
 
 from treetop.engine.graphs import RoundLauncher
-from treetop.engine.handover import StagingSlots, export_pieces, import_pieces
+from treetop.engine.handover import StagingSlots, export_chunks, import_chunks
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.rounds import RoundKey, draft_phase
 from treetop.types.errors import CheckError
-from treetop.types.handover import Piece
 from treetop.types.ids import Row
+from treetop.types.kv_chunk import KVChunk
 from treetop.types.layout import SpecShape
 from treetop.types.messages import Export, ExportPlan, Import, ImportPlan
 from treetop.types.sampling import Choice
@@ -73,12 +73,12 @@ def prove_handover(runner: ModelRunner, slots: StagingSlots) -> None:
 
     Raises CheckError if something changed in the dummy row's state or in a null page.
     """
-    dummy, piece = Row(runner.layout.dummy_row), Piece(0, 1, 1)
-    export_pieces(runner, slots, ExportPlan((), (), (Export(dummy, 0, piece),)))
+    dummy, chunk = Row(runner.layout.dummy_row), KVChunk(0, 1, 1)
+    export_chunks(runner, slots, ExportPlan((), (), (Export(dummy, 0, chunk),)))
     numbers = runner.state.committed.new_zeros((1, slots.spec.num_own))
-    plan = ImportPlan((), (), (), (Import(dummy, 0, piece, ()),))
-    import_pieces(runner, slots, plan, numbers, numbers[:, 0], runner.state.committed.new_tensor([dummy]))
-    _check_untouched(runner, "hand-over: a piece of the dummy row")
+    plan = ImportPlan((), (), (), (Import(dummy, 0, chunk, ()),))
+    import_chunks(runner, slots, plan, numbers, numbers[:, 0], runner.state.committed.new_tensor([dummy]))
+    _check_untouched(runner, "KV transfer: a chunk of the dummy row")
 
 
 def _check_untouched(runner: ModelRunner, what: str) -> None:

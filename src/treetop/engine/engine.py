@@ -19,7 +19,7 @@ from treetop.engine.build import build_runner, captures, pace_of, plan_engine, z
 from treetop.engine.capacity_proof import prove_acceptance, prove_capacity, prove_handover, prove_padding
 from treetop.engine.cuda_graphs import CudaGraphs
 from treetop.engine.graphs import Eager, GraphSim, RoundLauncher
-from treetop.engine.handover import collect_exports, collect_imports, export_pieces, import_columns, import_pieces
+from treetop.engine.handover import collect_exports, collect_imports, export_chunks, import_chunks, import_columns
 from treetop.engine.memory import out_of_memory_explained
 from treetop.engine.prefill import chunk_columns, chunk_width, make_batch, prefill
 from treetop.engine.processors import RowProcessors
@@ -182,7 +182,7 @@ class Engine:
         if self._zones is not None:
             self._zones.check()
         if isinstance(plan, ExportPlan | ImportPlan):
-            return self._collect_pieces(plan, got)
+            return self._collect_chunks(plan, got)
         rows = []
         for i, row in enumerate(plan.rows):
             ends = isinstance(plan, RoundPlan) or plan.chunks[i].next_token is None  # else a chunk, and no token yet
@@ -196,7 +196,7 @@ class Engine:
                 check_result(rows[-1], self.spec.vocab_size, self.layout.commit_width)
         return StepResult(tuple(rows), got.record[-1])
 
-    def _collect_pieces(self, plan: ExportPlan | ImportPlan, got: HostResults) -> StepResult:
+    def _collect_chunks(self, plan: ExportPlan | ImportPlan, got: HostResults) -> StepResult:
         assert self.slots is not None
         digest, level = got.record[-1], self.config.check_level
         if isinstance(plan, ImportPlan):
@@ -229,7 +229,7 @@ class Engine:
         assert self.slots is not None
         state = self.runner.state
         state.apply_edits(self._staging.send(slot, edits=state.edit_columns(plan.edits))["edits"])
-        return export_pieces(self.runner, self.slots, plan)
+        return export_chunks(self.runner, self.slots, plan)
 
     def _import(self, plan: ImportPlan, slot: Slot) -> Results:
         assert self.slots is not None
@@ -244,7 +244,7 @@ class Engine:
         state.apply_edits(sent["edits"])
         self._move_in(plan.setups, sent)
         expected, known, last_rows = sent["checks"]
-        return import_pieces(self.runner, self.slots, plan, expected.view(-1, spec.num_own), known, last_rows)
+        return import_chunks(self.runner, self.slots, plan, expected.view(-1, spec.num_own), known, last_rows)
 
     def _prefill(self, plan: PrefillPlan, slot: Slot) -> Results:
         padded, state = self._padded(plan), self.runner.state
@@ -300,7 +300,7 @@ class Engine:
         return replace(value, **copies)
 
     def bucket_of(self, plan: StepPlan) -> int:
-        """Rows that a step runs with, padding included; of pieces, how many."""
+        """Rows that a step runs with, padding included; of KV chunks, how many."""
         if isinstance(plan, ExportPlan | ImportPlan):
             return len(plan.rows)
         least = plan.least_rows if isinstance(plan, RoundPlan) else 0

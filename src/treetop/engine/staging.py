@@ -106,7 +106,7 @@ class StagingBuffers:
         that is handed over, of all ranks.
         """
         self._check_level = check_level
-        b, pieces = layout.max_requests, layout.handover_slots
+        b, pieces = layout.max_requests, layout.disaggregation_slots
         # Row list, cells; for a prefill the setups, and of each row: length, next token; of each token: place, id.
         # Of each prompt token with log-probabilities: place, id. For an import the checksums of each piece, known, row.
         numbers = 3 * b + 3 * layout.max_edits + SETUP_COLUMNS * b + prefix_tokens

@@ -21,7 +21,7 @@ from treetop.kernels import attention as attending
 from treetop.kernels import commit as committing
 from treetop.kernels import draw as drawing
 from treetop.kernels import experts as expert_products
-from treetop.kernels import fused, packed_weights, pages, peers, pieces, routing, tail, topk
+from treetop.kernels import fused, kv_chunks, packed_weights, pages, peers, routing, tail, topk
 from treetop.kernels import grow as growing
 from treetop.kernels import process as processing
 from treetop.kernels import rows as row_state
@@ -221,9 +221,9 @@ class Ops:
     )
     gather = Op(peers.gather_reference, peers.gather, 0.0, on_a_gpu, (peers._gather_kernel,))
 
-    # of a hand-over
-    pack = Op(pieces.pack_reference, pieces.pack, 0.0, on_a_gpu, (pieces._move_kernel,))
-    unpack = Op(pieces.unpack_reference, pieces.unpack, 0.0, on_a_gpu, (pieces._move_kernel,))
+    # of KV transfer
+    pack = Op(kv_chunks.pack_reference, kv_chunks.pack, 0.0, on_a_gpu, (kv_chunks._move_kernel,))
+    unpack = Op(kv_chunks.unpack_reference, kv_chunks.unpack, 0.0, on_a_gpu, (kv_chunks._move_kernel,))
 
     def __init__(self, context: OpContext, parallel: Parallel = ALONE, expert_ranks: Parallel = ALONE) -> None:
         self.context, self.parallel, self.expert_ranks = context, parallel, expert_ranks

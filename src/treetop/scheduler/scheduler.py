@@ -84,7 +84,7 @@ class Scheduler:
     def add(self, asked: EngineRequest, remote: bool = False, export_from: int | None = None) -> Request:
         """Queue a request. Raises InputError, before anything changes, for one that can never run.
 
-        remote: another worker may prefill it, which events of the hand-over tell the desk; what has a constraint or bad
+        remote: another worker may prefill it, which its events tell the state machine; what has a constraint or bad
         words, asks for log-probabilities of its prompt, or goes on behind tokens of another engine, is prefilled here
         all the same. export_from: it is prefilled for another worker, which has the tokens before this one, and ends
         with `finish_export`.
@@ -169,7 +169,7 @@ class Scheduler:
         return self._told([self._committer.finish(request, (), "stop")])[0]
 
     def finish_export(self, request_id: RequestId) -> None:
-        """All pieces of a request have been taken: its row and its pages go, to the prefix cache where that keeps them.
+        """All chunks of a request have been taken: its row and its pages go, to the prefix cache where that keeps them.
 
         Nothing if it is not alive.
         """
@@ -178,8 +178,10 @@ class Scheduler:
             self._committer.finish(request, (), "stop")
 
     def _check_handover(self, asked: EngineRequest, remote: bool, export_from: int | None) -> None:
-        if not self._layout.handover_slots:
-            raise ConfigError("a request is to be handed over, and there are no staging slots; set --handover-slots")
+        if not self._layout.disaggregation_slots:
+            raise ConfigError(
+                "KV of a request is to be transferred, and there are no staging slots; set --disaggregation-slots"
+            )
         if export_from is not None and (remote or not 0 <= export_from < len(asked.prompt_ids)):
             raise InvariantError(f"request {asked.request_id} is to be exported from token {export_from}")
 

@@ -7,10 +7,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from treetop.disaggregation.options import DEFAULT_SLOTS, MODES, SECRET_VARIABLE, DisaggregationOptions
 from treetop.server.options import ServeOptions, Unset, engine_config, is_installed
 from treetop.types.config import EngineConfig, flag
 from treetop.types.errors import ConfigError
-from treetop.types.roles import DEFAULT_SLOTS, ROLES, SECRET_VARIABLE, HandoverOptions
 
 if TYPE_CHECKING:
     from treetop.core.wire import ProcessOptions  # needs the serve extra
@@ -28,16 +28,6 @@ _FLAGS = (
 """Flags without a value, which are off unless they are given."""
 _ONLY_ONE = ("--pipeline-parallel-size", "--data-parallel-size")
 
-_HANDOVER_HELP = {
-    "role": "prefill computes prompts for decode workers and serves no requests, decode has them computed, both serves"
-    " alone (docs/scale.md)",
-    "handover_listen": "where a prefill worker is reached by decode workers",
-    "prefill_peers": "prefill workers that a decode worker asks; more after commas",
-    "peer_registry": "folder in which prefill workers say where they are, and decode workers look",
-    "handover_secret_file": f"file with what both sides know; needed beyond this machine (default: ${SECRET_VARIABLE})",
-    "handover_lease": "seconds without a word after which one worker gives another up; a request then goes on locally;"
-    " a transfer may take half of it (default %(default)s)",
-}
 _HELP = {
     "host": "address to listen on (default %(default)s)",
     "port": "port to listen on, 0 for a free one (default %(default)s)",
@@ -65,12 +55,37 @@ _HELP = {
 }
 
 
-_HANDOVER_VALUES = {
-    "handover_listen": "HOST:PORT",
-    "prefill_peers": "HOST:PORT,...",
-    "peer_registry": "FOLDER",
-    "handover_secret_file": "FILE",
+_DISAGGREGATION = {
+    "mode": (
+        ("--role",),
+        "prefill computes prompts for decode workers and serves no requests, decode has them computed, null does both"
+        " (docs/scale.md)",
+        None,
+    ),
+    "listen": (("--handover-listen",), "where a prefill worker is reached by decode workers", "HOST:PORT"),
+    "prefill_peers": (
+        ("--prefill-peers",),
+        "prefill workers that a decode worker asks; more after commas",
+        "HOST:PORT,...",
+    ),
+    "registry": (
+        ("--peer-registry",),
+        "folder in which prefill workers say where they are, and decode workers look",
+        "FOLDER",
+    ),
+    "secret_file": (
+        ("--handover-secret-file",),
+        f"file with what both sides know; needed beyond this machine (default: ${SECRET_VARIABLE})",
+        "FILE",
+    ),
+    "lease": (
+        ("--handover-lease",),
+        "seconds without a message after which one worker gives another up; a request then goes on locally; a transfer"
+        " may take half of it (default %(default)s)",
+        "X",
+    ),
 }
+"""Fields of `DisaggregationOptions`: the flag's aliases, help and metavar."""
 
 
 def add_serve_flags(parser: argparse.ArgumentParser, aliases: argparse._ArgumentGroup) -> None:
@@ -90,13 +105,7 @@ def add_serve_flags(parser: argparse.ArgumentParser, aliases: argparse._Argument
             options |= {"type": float if default is None and field.name != "chat_template" else type(default)}
             options |= {"type": str, "metavar": "FILE"} if field.name == "chat_template" else {"metavar": None}
         serve.add_argument(flag(field.name), **options)
-    handover = parser.add_argument_group("prefill and decode apart")
-    handover.add_argument("--role", choices=ROLES, default="both", help=_HANDOVER_HELP["role"])
-    handover.add_argument(
-        "--handover-lease", type=float, default=HandoverOptions().handover_lease, help=_HANDOVER_HELP["handover_lease"]
-    )
-    for name, metavar in _HANDOVER_VALUES.items():
-        handover.add_argument(flag(name), metavar=metavar, help=_HANDOVER_HELP[name])
+    _add_disaggregation_flags(parser)
     serve.add_argument("--config", metavar="FILE", help="YAML of flags without dashes; the command line has precedence")
     serve.add_argument(
         "--mock-engine",
@@ -105,6 +114,30 @@ def add_serve_flags(parser: argparse.ArgumentParser, aliases: argparse._Argument
     )
     aliases.add_argument("--model", "--model-path", dest="model_flag", metavar="MODEL", help="as MODEL")
     aliases.add_argument(*_ONLY_ONE, dest="parallel_size", type=int, default=1, metavar="N", help="only 1 for now")
+
+
+def _add_disaggregation_flags(parser: argparse.ArgumentParser) -> None:
+    """SGLang's flags where it has them, each with what it was called here before."""
+    group, defaults = parser.add_argument_group("prefill and decode in workers of their own"), DisaggregationOptions()
+    for name, (aliases, words, metavar) in _DISAGGREGATION.items():
+        options: dict[str, Any] = {"dest": f"disaggregation_{name}", "help": words, "metavar": metavar}
+        if name == "mode":
+            options |= {"type": lambda mode: "null" if mode == "both" else mode, "choices": MODES, "default": "null"}
+        elif name == "lease":
+            options |= {"type": float, "default": defaults.lease}
+        group.add_argument(f"--disaggregation-{name.replace('_', '-')}", *aliases, **options)
+    group.add_argument(
+        "--disaggregation-bootstrap-port",
+        type=int,
+        metavar="PORT",
+        help="as --disaggregation-listen, at the address of --host",
+    )
+    group.add_argument(
+        "--disaggregation-transfer-backend",
+        choices=("nixl",),
+        default="nixl",
+        help="what moves KV (default %(default)s)",
+    )
 
 
 def with_config_file(args: argparse.Namespace, argv: Sequence[str]) -> list[str]:
@@ -166,21 +199,23 @@ def asked_for(args: argparse.Namespace, engine_options: dict[str, Any]) -> tuple
     model = args.model if args.model is not None else args.model_flag
     config = engine_config(model, Unset.UNSET, engine_options)
     options = serve_options(args)
-    handover = handover_options(args)
-    from treetop.core.roles.make import check_handover  # noqa: PLC0415  # needs the serve extra
+    handover = disaggregation_options(args)
     from treetop.core.wire import ProcessOptions  # noqa: PLC0415  # too
+    from treetop.disaggregation.connector import check_disaggregation  # noqa: PLC0415  # needs the serve extra
     from treetop.server.mock_options import mock_options  # noqa: PLC0415  # too
 
-    slots = [flag(name) for name in ("handover_slots", "handover_slot_bytes") if name in engine_options]
-    if handover.role == "both" and slots:
-        raise ConfigError(f"{', '.join(slots)}: only with --role prefill or --role decode")
-    if handover.role != "both" and not config.handover_slots:
-        if "handover_slots" in engine_options:
-            raise ConfigError(f"--handover-slots: --role {handover.role} needs at least 1")
-        config = replace(config, handover_slots=DEFAULT_SLOTS)
+    slots = [flag(name) for name in ("disaggregation_slots", "disaggregation_slot_bytes") if name in engine_options]
+    if handover.mode == "null" and slots:
+        raise ConfigError(f"{', '.join(slots)}: only with --disaggregation-mode prefill or decode")
+    if handover.mode != "null" and not config.disaggregation_slots:
+        if "disaggregation_slots" in engine_options:
+            raise ConfigError(f"--disaggregation-slots: --disaggregation-mode {handover.mode} needs at least 1")
+        config = replace(config, disaggregation_slots=DEFAULT_SLOTS)
     process = ProcessOptions("", config, mock_options(args.mock_engine, config), log_level=20, handover=handover)
-    if handover.role != "both":
-        check_handover(process)
+    if handover.mode != "null":
+        if process.mock is not None:
+            raise ConfigError(f"--disaggregation-mode {handover.mode}: a mock engine has no KV to transfer")
+        check_disaggregation(config, handover)
     return process, options
 
 
@@ -194,12 +229,16 @@ def serve_options(args: argparse.Namespace) -> ServeOptions:
     return ServeOptions(**given)
 
 
-def handover_options(args: argparse.Namespace) -> HandoverOptions:
+def disaggregation_options(args: argparse.Namespace) -> DisaggregationOptions:
     """What this worker does for others. Raises ConfigError."""
-    given = {name: getattr(args, name) for name in ("role", "handover_lease", *_HANDOVER_VALUES)}
-    peers = given["prefill_peers"] or ""
+    given = {name: getattr(args, f"disaggregation_{name}") for name in _DISAGGREGATION}
+    peers, port = given["prefill_peers"] or "", args.disaggregation_bootstrap_port
     given["prefill_peers"] = tuple(each.strip() for each in peers.split(",") if each.strip())
-    return HandoverOptions(**given)
+    if port is not None and given["listen"] is not None:
+        raise ConfigError("--disaggregation-bootstrap-port and --disaggregation-listen: give one of them")
+    if port is not None:
+        given["listen"] = f"[{args.host}]:{port}" if ":" in args.host else f"{args.host}:{port}"
+    return DisaggregationOptions(**given)
 
 
 def _check_packages() -> None:

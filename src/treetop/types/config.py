@@ -6,7 +6,7 @@ from types import NoneType
 from typing import Literal, get_args
 
 from treetop.types.errors import ConfigError, shown
-from treetop.types.handover import ALIGNMENT
+from treetop.types.kv_chunk import ALIGNMENT
 from treetop.types.layout import PLAIN, SpecShape
 
 Algorithm = Literal["EAGLE", "EAGLE3", "MTP", "NEXTN", "NGRAM", "NONE"]
@@ -44,8 +44,8 @@ _COUNTS = (
     "tp_size",
     "ep_size",
     "structured_output_memory",
-    "handover_slots",
-    "handover_slot_bytes",
+    "disaggregation_slots",
+    "disaggregation_slot_bytes",
 )
 _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(_COUNTS, (int,)),
@@ -94,8 +94,8 @@ class EngineConfig:
     step_timeout: seconds after which a step that has not ended on every rank ends them all; of one rank it is not used.
     structured_output_timeout: seconds that a structure may take, and each mask of it. structured_output_memory: MiB
     that its parser may take.
-    handover_slots: staging slots, through which prefilled requests are handed to another worker or taken from one; 0
-    for none. handover_slot_bytes: of each, on every rank.
+    disaggregation_slots: staging slots, through which KV goes to another worker or comes from one; 0 for none.
+    disaggregation_slot_bytes: of each, on every rank.
     """
 
     model: str = BUILTIN_MODEL
@@ -131,8 +131,8 @@ class EngineConfig:
     step_timeout: float = 60.0
     structured_output_timeout: float = 5.0
     structured_output_memory: int = 256
-    handover_slots: int = 0
-    handover_slot_bytes: int = 64 << 20
+    disaggregation_slots: int = 0
+    disaggregation_slot_bytes: int = 64 << 20
 
     def __post_init__(self) -> None:
         wrong = self._wrong_types()
@@ -219,15 +219,15 @@ class EngineConfig:
         )
         rules.append(
             (
-                not 0 <= self.handover_slots <= 4096,
-                f"--handover-slots must lie between 0 and 4096, got {shown(self.handover_slots)}",
+                not 0 <= self.disaggregation_slots <= 4096,
+                f"--disaggregation-slots must lie between 0 and 4096, got {shown(self.disaggregation_slots)}",
             )
         )
-        size = self.handover_slot_bytes
+        size = self.disaggregation_slot_bytes
         rules.append(
             (
                 not ALIGNMENT <= size <= 2**40 or size % ALIGNMENT != 0,
-                f"--handover-slot-bytes must be a multiple of {ALIGNMENT} up to 2^40, got {shown(size)}",
+                f"--disaggregation-slot-bytes must be a multiple of {ALIGNMENT} up to 2^40, got {shown(size)}",
             )
         )
         counts = {"tp_size": 64, "ep_size": 64, "max_running_requests": 65536, "page_size": 2**20}

@@ -118,8 +118,8 @@ class Layout:
 
     shapes: the tree shapes the engine may run. page_size: tokens a page. max_context: tokens a request may hold, prompt
     and output. chunk: most prompt tokens a prefill step processes. max_in_flight: steps in flight that compute.
-    pool_tokens: tokens that each pool without a window holds. handover_slots: staging slots; slot_tokens: most tokens
-    whose K/V one holds.
+    pool_tokens: tokens that each pool without a window holds. disaggregation_slots: staging slots; slot_tokens: most
+    tokens whose K/V one holds.
     """
 
     shapes: tuple[SpecShape, ...]
@@ -130,7 +130,7 @@ class Layout:
     groups: tuple[KVGroup, ...]
     pool_tokens: int
     max_in_flight: int = 1
-    handover_slots: int = 0
+    disaggregation_slots: int = 0
     slot_tokens: int = 0
 
     @property
@@ -145,7 +145,7 @@ class Layout:
     @property
     def max_steps(self) -> int:
         """Steps in flight with one that packs or unpacks what is handed over, so that it keeps no other from it."""
-        return self.max_in_flight + (self.handover_slots > 0)
+        return self.max_in_flight + (self.disaggregation_slots > 0)
 
     @property
     def max_committed(self) -> int:
@@ -247,7 +247,7 @@ class Layout:
         """
         slides = 2 * self.pages_for(max(self.chunk, self.headroom))
         grows = self.pages_for(self.headroom) + 1
-        imported = self.handover_slots * (self.pages_for(self.slot_tokens) + 1)
+        imported = self.disaggregation_slots * (self.pages_for(self.slot_tokens) + 1)
         exchanged = self.max_steps * (self.pages_for(self.chunk) + self.max_requests + imported)
         new = self.page_columns + self.pages_for(self.chunk)
         most = sum(
@@ -307,10 +307,17 @@ class Layout:
             Dimension("verify_tail", self.verify_tail, "max over shapes of T", "--speculative-num-draft-tokens"),
             Dimension("extend_tail", w, "max over shapes of S + 1", "--speculative-num-steps"),
         ]
-        if self.handover_slots:
-            formula = "(--handover-slot-bytes - record and alignment) / bytes a token"
-            rows.append(Dimension("handover_slots", self.handover_slots, "--handover-slots", "--handover-slots"))
-            rows.append(Dimension("slot_tokens", self.slot_tokens, formula, "--handover-slot-bytes"))
+        if self.disaggregation_slots:
+            formula = "(--disaggregation-slot-bytes - record and alignment) / bytes a token"
+            rows.append(
+                Dimension(
+                    "disaggregation_slots",
+                    self.disaggregation_slots,
+                    "--disaggregation-slots",
+                    "--disaggregation-slots",
+                )
+            )
+            rows.append(Dimension("slot_tokens", self.slot_tokens, formula, "--disaggregation-slot-bytes"))
         for group in self.groups:
             formula = "pool tokens / page + null page"
             rows.append(Dimension(f"pages.{group.name}", self.num_pages[group.name], formula, "--max-total-tokens"))

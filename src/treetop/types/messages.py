@@ -9,8 +9,8 @@ order.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from treetop.types.handover import Piece
 from treetop.types.ids import GroupName, PageId, Row
+from treetop.types.kv_chunk import KVChunk
 from treetop.types.layout import SpecShape
 from treetop.types.sampling import Choice, SamplingParams, TokenLogprobs
 
@@ -122,11 +122,11 @@ class RoundPlan:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """Pack a piece of `row` into staging slot `slot`. The last piece has the row's record too."""
+    """Pack a KV chunk of `row` into staging slot `slot`. The last one has the row's record too."""
 
     row: Row
     slot: int
-    piece: Piece
+    chunk: KVChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,18 +146,18 @@ class ExportPlan:
 class Import:
     """Check what lies in staging slot `slot`, and unpack it into the pages of `row`.
 
-    checksums: of each stretch of the whole model's payload, as its exporter took them.
+    checksums: of each segment of the chunk on all ranks, as its exporter took them.
     """
 
     row: Row
     slot: int
-    piece: Piece
+    chunk: KVChunk
     checksums: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ImportPlan:
-    """Unpack staging slots into the pages of rows, each slot once. setups: of the rows whose last piece this holds.
+    """Unpack staging slots into the pages of rows, each slot once. setups: of the rows whose last chunk this holds.
 
     What is not intact changes nothing that counts: no row's state, and of pages only what its request alone has.
     """
@@ -190,7 +190,7 @@ class RowResult(NamedTuple):
 
 
 class ImportResult(NamedTuple):
-    """intact: every checksum agrees, and the last piece's record fits the request. root: of a last piece; None if not.
+    """intact: every checksum agrees, and the last chunk's record fits the request. root: of a last chunk; None if not.
 
     The root is the token after the prompt, the first that the request gets.
     """
@@ -203,7 +203,7 @@ class ImportResult(NamedTuple):
 class StepResult:
     """What a step gave, in the plan's order. digest: of what the step came to, which is the same on every rank.
 
-    rows: of a prefill or a round. exports: each export's checksums, of the whole model's payload. imports: of imports.
+    rows: of a prefill or a round. exports: each export's checksums, of the chunk on all ranks. imports: of imports.
     """
 
     rows: tuple[RowResult, ...] = ()

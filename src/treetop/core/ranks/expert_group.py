@@ -25,7 +25,6 @@ import zmq
 
 from treetop.core.child import start_child
 from treetop.core.ranks.expert_rank import SAID_WHY, RankOptions
-from treetop.core.roles.role import IDLE_MS
 from treetop.core.wire import (
     Abort,
     Add,
@@ -39,6 +38,8 @@ from treetop.core.wire import (
     decode_from_core,
     encode,
 )
+from treetop.disaggregation.connector import IDLE_MS
+from treetop.disaggregation.options import NULL, DisaggregationOptions
 from treetop.models.folder import resolve_folder
 from treetop.models.loader import compute_device
 from treetop.models.params import of_rank
@@ -49,7 +50,6 @@ from treetop.types.errors import ConfigError, EngineError, InputError, TreetopEr
 from treetop.types.ids import RequestId
 from treetop.types.parallel import ALONE, Unmet
 from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, HandoverLoad, RequestUpdate, check_prompt
-from treetop.types.roles import NO_ROLE, HandoverOptions
 
 _LONGEST_PATH = 90
 _TICK_S = 0.1
@@ -69,7 +69,7 @@ class ExpertGroup:
 
     info: CoreInfo
 
-    def __init__(self, config: EngineConfig, handover: HandoverOptions = NO_ROLE) -> None:
+    def __init__(self, config: EngineConfig, handover: DisaggregationOptions = NULL) -> None:
         check_experts(config)
         self.size = config.ep_size
         self._ranks = _Processes(config, handover)
@@ -148,7 +148,7 @@ class ExpertGroup:
 class _Processes:
     """The ranks' processes and sockets. died: the first that has ended, and its exit code."""
 
-    def __init__(self, config: EngineConfig, handover: HandoverOptions) -> None:
+    def __init__(self, config: EngineConfig, handover: DisaggregationOptions) -> None:
         self.folder = tempfile.mkdtemp(prefix="treetop-")  # mode 0700: nobody else reaches a rank
         self.died: tuple[int, int] | None = None
         self._ending, self._over = threading.Lock(), False
@@ -330,7 +330,7 @@ class DispatchCore:
 
 
 class RolesOfRanks:
-    """The ranks' parts in handing requests over, as one. Each has a desk of its own, and chooses what it asks for."""
+    """The ranks' KV connectors, as one. Each has a connector of its own, and chooses what it asks for."""
 
     asks, stuck, wait_ms = False, None, IDLE_MS
 

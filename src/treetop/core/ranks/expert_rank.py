@@ -22,17 +22,17 @@ from treetop.core.engine_core import STALLED_S
 from treetop.core.local_core import core_of, info_of
 from treetop.core.loop import CoreLoop
 from treetop.core.ranks.lockstep import Agreement, Lockstep
-from treetop.core.roles.make import open_role
-from treetop.core.roles.staging import staging_of
 from treetop.core.wire import Abort, Add, Failed, Finish, FromCore, Load, Ready, ToCore, Updates, decode_to_core, encode
+from treetop.disaggregation.connector import open_connector
+from treetop.disaggregation.nixl import NixlTransport
+from treetop.disaggregation.options import NULL, DisaggregationOptions
 from treetop.engine.engine import Engine
+from treetop.engine.kv_staging import staging_of
 from treetop.models.loader import compute_device
 from treetop.parallel.exchange import Group, Meeting
-from treetop.transfer.nixl import NixlTransport
 from treetop.types.config import EngineConfig
 from treetop.types.errors import EngineError, TreetopError, UserError
 from treetop.types.requests import CoreLoad, RequestUpdate
-from treetop.types.roles import NO_ROLE, HandoverOptions
 
 _LOAD_S = 0.25
 """Seconds between two words about the load while requests are served, at least."""
@@ -55,7 +55,7 @@ class RankOptions(msgspec.Struct, frozen=True):
     config: EngineConfig
     rank: int
     threads: int
-    handover: HandoverOptions = NO_ROLE
+    handover: DisaggregationOptions = NULL
     log_level: int = logging.WARNING
 
 
@@ -87,9 +87,9 @@ class ExpertRank:
             lockstep = Lockstep(engine, agreement, config.step_timeout)
             threading.Thread(target=self._guard, args=(lockstep,), name="treetop-guard", daemon=True).start()
             core, info = core_of(lockstep, engine), info_of(engine)
-            if self._options.handover.role != "both":
+            if self._options.handover.mode != "null":
                 mine = self._options.handover.of_rank(rank)
-                role = open_role(core.scheduler, staging_of(engine), mine, NixlTransport)
+                role = open_connector(core.scheduler, staging_of(engine), mine, NixlTransport)
                 info = info._replace(refuses=role.refuses)
             self._say(Ready(info))
             self._serve(CoreLoop(core, role), lockstep, agreement)

@@ -30,12 +30,13 @@ from treetop.core.ranks.group_wire import (
     decode_to_follower,
     encode,
 )
-from treetop.core.roles.links import Connect, Disconnect, Pull, RankLinks
-from treetop.core.roles.staging import staging_of
+from treetop.disaggregation.agent import Connect, RankAgent
+from treetop.disaggregation.events import Disconnect, Pull
+from treetop.disaggregation.nixl import NixlTransport
 from treetop.engine.engine import Engine, InFlightStep
+from treetop.engine.kv_staging import staging_of
 from treetop.models.loader import compute_device
 from treetop.parallel.exchange import Group, Meeting
-from treetop.transfer.nixl import NixlTransport
 from treetop.types.errors import CheckError, InvariantError, TreetopError, UserError
 from treetop.types.messages import StepResult
 
@@ -67,7 +68,7 @@ class Follower:
         self._speaking = threading.Lock()
         self._in_flight: SimpleQueue[tuple[int, InFlightStep] | None] = SimpleQueue()
         self._next = 0
-        self._links: RankLinks | None = None
+        self._agent: RankAgent | None = None
         self._failed = threading.Event()
 
     def run(self) -> None:
@@ -85,8 +86,8 @@ class Follower:
             group.set_deadline(_GRACE * options.config.step_timeout)
             if options.hands_over:
                 staging = staging_of(self._engine)
-                self._links = RankLinks(NixlTransport(staging.memory), staging)
-            self._say(Up(options.rank, b"" if self._links is None else self._links.transport.metadata))
+                self._agent = RankAgent(NixlTransport(staging.memory), staging)
+            self._say(Up(options.rank, b"" if self._agent is None else self._agent.transport.metadata))
             threading.Thread(target=self._collect, name="treetop-collect", daemon=True).start()
             while not self._failed.is_set():
                 if self._plans.poll(self._wait_ms):
@@ -96,8 +97,8 @@ class Follower:
             self._break(error)
         finally:
             self._in_flight.put(None)
-            if self._links is not None:
-                self._links.close()
+            if self._agent is not None:
+                self._agent.close()
             self._plans.close(linger=0)
             with self._speaking:
                 self._words.close(LINGER_MS)
@@ -108,21 +109,21 @@ class Follower:
             case NextLogits(ids):
                 self._engine.next_logits(ids)
             case Connect() | Disconnect() | Pull():
-                assert self._links is not None
-                self._links.take(message)
+                assert self._agent is not None
+                self._agent.take(message)
             case _:
                 self._launch(message)
 
     @property
     def _wait_ms(self) -> int:
-        if self._links is None:
+        if self._agent is None:
             return _TICK_MS
-        return self._links.wait_ms
+        return self._agent.wait_ms
 
     def _move(self) -> None:
         """Other workers' transfers go on, and rank 0 hears of this rank's own."""
-        if self._links is not None:
-            for number, state in self._links.moved():
+        if self._agent is not None:
+            for number, state in self._agent.moved():
                 self._say(Moved(self._options.rank, number, state))
 
     def _launch(self, message: Launch) -> None:

@@ -5,8 +5,9 @@ rank 0 --Launch--> each follower, which launches it beside rank 0 and says `Ende
 
 import msgspec
 
-from treetop.core.roles.links import Connect, Disconnect, Pull
-from treetop.transfer.transport import State
+from treetop.disaggregation.agent import Connect
+from treetop.disaggregation.events import Disconnect, Pull
+from treetop.disaggregation.transport import State
 from treetop.types.config import EngineConfig
 from treetop.types.messages import ExportPlan, ImportPlan, PrefillPlan, RoundPlan, StepPlan
 
@@ -84,7 +85,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
 
 class Moved(msgspec.Struct, frozen=True, tag=True):
-    """The state of a pull, which rank 0 has ordered under this number, has changed."""
+    """The state of a transfer that rank 0 has ordered has changed. number: of the slot into which it goes."""
 
     rank: int
     number: int

@@ -42,12 +42,12 @@ from treetop.core.ranks.group_wire import (
     encode,
     launch_of,
 )
-from treetop.core.roles.links import Order
+from treetop.disaggregation.agent import Order
+from treetop.disaggregation.transport import State
 from treetop.engine.build import plan_engine
 from treetop.engine.engine import Engine, InFlightStep
 from treetop.models.loader import compute_device
 from treetop.parallel.exchange import MEET_S, START_S, ExchangeRank, Group
-from treetop.transfer.transport import State
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CheckError, ConfigError, EngineError, TreetopError, UserError
 from treetop.types.messages import StepPlan, StepResult

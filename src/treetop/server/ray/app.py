@@ -89,8 +89,10 @@ def build_app(process: ProcessOptions, options: ServeOptions, scale: Scale) -> A
             raise ConfigError(f"--{name}: Ray's proxy listens; give it to `serve start --http-{name}`")
     if options.shutdown_delay:
         raise ConfigError("--shutdown-delay: Ray's proxy is asked for readiness, and Ray drains what leaves; drop it")
-    if process.handover.role == "prefill":
-        raise ConfigError("--role prefill: a prefill worker serves no requests, so replicas of it would answer none")
+    if process.handover.mode == "prefill":
+        raise ConfigError(
+            "--disaggregation-mode prefill: a prefill worker serves no requests, so replicas of it would answer none"
+        )
     check_files(config.model, options)
     watchdog = Watchdog(options.watchdog_timeout, options.watchdog_restart)
     drain_s = _ALL_S if options.drain_timeout is None else options.drain_timeout

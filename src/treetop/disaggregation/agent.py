@@ -1,10 +1,11 @@
-"""How pieces come from the slots of another worker's ranks into those of this one's: each rank pulls its own heads.
+"""The transfer agent: how chunks come from another worker's slots into those of this one's, each rank's own heads.
 
-    rank 0: role --pull a piece--> [ Links ] --orders--> [ RankLinks ] of rank 0 and, as messages, of each other rank
-                                       ^                       |  transport: bytes of the ranks that have its heads
-                                       '------ states ---------'
+    rank 0: connector --Pull--> [ Agent ] --orders--> [ RankAgent ] of rank 0 and, as messages, of each other rank
+                                    ^                       |  transport: bytes of the ranks that have its heads
+                                    '------ states ---------'
 
-A piece is there once it is there on every rank.
+A chunk is there once it is there on every rank. A transfer is named by the slot into which it goes: no slot is used
+again before its transfer has ended on all of them.
 """
 
 import time
@@ -15,37 +16,34 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from treetop.core.roles.role import Metadata, Staging, wait_ms
-from treetop.transfer.events import PeerId
-from treetop.transfer.transport import Handle, Range, State, Transport, Way
-from treetop.types.handover import ALIGNMENT, Payload, Piece, first_head
+from treetop.disaggregation.events import Disconnect, Pull, Pulled
+from treetop.disaggregation.layout import ChunkLayout, Staging, first_head
+from treetop.disaggregation.transport import Handle, PeerId, Range, State, Transport
+from treetop.disaggregation.wire import Metadata
+from treetop.types.kv_chunk import ALIGNMENT, KVChunk
+
+SOON_MS, LATER_MS = 1, 5
+"""How long a loop without other work may wait: for transfers, and for messages that wake nobody."""
+_SPIN_S = 0.005
+"""So long after a transfer began nothing is waited for."""
+
+
+def wait_ms(newest_s: float | None) -> int:
+    """How long a loop without other work may wait, if its newest transfer under way began then; None if it has none.
+
+    A slot crosses between two GPUs in a fraction of a millisecond, and NIXL goes on when it is asked whether it has, or
+    once a millisecond by itself (nixl#347): a loop that sleeps makes a transfer ten times as slow.
+    """
+    if newest_s is None:
+        return LATER_MS
+    return 0 if time.monotonic() - newest_s < _SPIN_S else SOON_MS
 
 
 class Connect(msgspec.Struct, frozen=True, tag=True):
     """Another worker is peer `peer` from now on. transports: metadata of each of its ranks."""
 
-    peer: int
+    peer: PeerId
     transports: tuple[bytes, ...]
-
-
-class Disconnect(msgspec.Struct, frozen=True, tag=True):
-    """Begin nothing more with this peer."""
-
-    peer: int
-
-
-class Pull(msgspec.Struct, frozen=True, tag=True):
-    """Move this rank's part of what lies in the peer's slots `there` into slot `here`.
-
-    piece: None moves a whole slot of one rank, to try the link.
-    """
-
-    number: int
-    peer: int
-    there: int
-    here: int
-    piece: Piece | None
-    way: Way
 
 
 Order = Connect | Disconnect | Pull
@@ -60,11 +58,11 @@ class OtherRanks(Protocol):
     def order(self, order: Order) -> None: ...
 
     def moved(self) -> list[tuple[int, int, State]]:
-        """Rank, number and new state of each pull whose state has changed."""
+        """Rank, slot and new state of each transfer whose state has changed."""
         ...
 
 
-class Copy(NamedTuple):
+class BlockCopy(NamedTuple):
     """Bytes of a slot of the peer's rank `rank`, and where they go in a slot of this rank."""
 
     rank: int
@@ -72,16 +70,16 @@ class Copy(NamedTuple):
     here: Range
 
 
-def copies(whole: Payload, piece: Piece, rank: int, size: int, their_size: int) -> list[Copy]:
-    """What rank `rank` of `size` needs of a piece that lies with `their_size` ranks; neighbours are moved as one.
+def block_copies(layout: ChunkLayout, chunk: KVChunk, rank: int, size: int, their_size: int) -> list[BlockCopy]:
+    """What rank `rank` of `size` needs of a chunk that lies with `their_size` ranks; neighbours are moved as one.
 
     Of several ranks with the same head it asks the one that stands where it stands.
     """
-    groups = {group.name: group for group in whole.groups}
-    theirs = {(each.group, each.head): each for each in whole.of_rank(their_size).stretches(piece)}
-    heads = {group.name: group.kv.heads for group in whole.of_rank(their_size).groups}
-    near, found = rank * their_size // size, list[Copy]()
-    for own in whole.of_rank(size).stretches(piece):
+    groups = {group.name: group for group in layout.groups}
+    theirs = {(each.group, each.head): each for each in layout.of_rank(their_size).segments(chunk)}
+    heads = {group.name: group.kv.heads for group in layout.of_rank(their_size).groups}
+    near, found = rank * their_size // size, list[BlockCopy]()
+    for own in layout.of_rank(size).segments(chunk):
         at, place = near, 0
         if own.group is not None:
             group = groups[own.group]
@@ -91,11 +89,11 @@ def copies(whole: Payload, piece: Piece, rank: int, size: int, their_size: int) 
             place = head - begin
         there = theirs[own.group, place]
         if own.num_bytes:
-            _add(found, Copy(at, Range(there.offset, there.num_bytes), Range(own.offset, own.num_bytes)))
+            _add(found, BlockCopy(at, Range(there.offset, there.num_bytes), Range(own.offset, own.num_bytes)))
     return found
 
 
-def _add(found: list[Copy], new: Copy) -> None:
+def _add(found: list[BlockCopy], new: BlockCopy) -> None:
     """Append, or lengthen the last if only alignment lies between them, on both sides alike."""
     if found and found[-1].rank == new.rank:
         last = found[-1]
@@ -103,7 +101,7 @@ def _add(found: list[Copy], new: Copy) -> None:
         gap = new.here.offset - last.here.offset - last.here.num_bytes
         if new.there.offset - last.there.offset == new.here.offset - last.here.offset and gap < ALIGNMENT:
             there, here = Range(last.there.offset, size), Range(last.here.offset, size)
-            found[-1] = Copy(new.rank, there, here)
+            found[-1] = BlockCopy(new.rank, there, here)
             return
     found.append(new)
 
@@ -119,19 +117,19 @@ def joined(states: Sequence[State]) -> State:
 
 @dataclass(slots=True)
 class _Pulling:
-    """handles: of transfers that have not ended. ended: states of the others. said: what was told of it last."""
+    """handles: of transfers that have not ended. ended: states of the others. last: the state that was reported."""
 
     handles: list[Handle]
     ended: list[State] = field(default_factory=list)
-    said: State = "busy"
+    last: State = "busy"
 
 
-class RankLinks:
+class RankAgent:
     """One rank's transport and slots."""
 
     def __init__(self, transport: Transport, staging: Staging) -> None:
         self.transport, self.staging = transport, staging
-        self._peers: dict[int, tuple[PeerId, ...]] = {}
+        self._peers: dict[PeerId, tuple[PeerId, ...]] = {}
         self._ids = count(1)
         self._pulls: dict[int, _Pulling] = {}
 
@@ -146,23 +144,23 @@ class RankLinks:
                 for each in self._peers.pop(peer, ()):
                     self.transport.disconnect(each)
             case Pull():
-                self._pulls[order.number] = _Pulling([*self._begin(order)])
+                self._pulls[order.slot] = _Pulling([*self._begin(order)])
         return True
 
     def moved(self) -> list[tuple[int, State]]:
-        """Go on, and do what peers ask for. Returns pulls whose state has changed."""
+        """Go on, and do what peers ask for. Returns slots of transfers whose state has changed, and their states."""
         self.transport.progress()
         changed: list[tuple[int, State]] = []
-        for number, pull in [*self._pulls.items()]:
+        for slot, pull in [*self._pulls.items()]:
             states = {handle: self.transport.poll(handle) for handle in pull.handles}
             pull.ended += [state for state in states.values() if state in ("done", "failed")]
             pull.handles = [handle for handle, state in states.items() if state in ("busy", "broken")]
             state = joined([*pull.ended, *(states[handle] for handle in pull.handles)])
-            if state != pull.said:
-                pull.said = state
-                changed.append((number, state))
+            if state != pull.last:
+                pull.last = state
+                changed.append((slot, state))
             if not pull.handles:
-                del self._pulls[number]
+                del self._pulls[slot]
         return changed
 
     @property
@@ -178,12 +176,12 @@ class RankLinks:
         peers, mine = self._peers.get(pull.peer, ()), self.staging
         if not peers:  # it has gone: nobody knows this one, and the transfer fails
             return [self.transport.pull(PeerId(0), [mine.range_of(0)], [mine.range_of(0)])]
-        if pull.piece is None:
+        if pull.chunk is None:
             whole = Range(0, mine.slot_bytes)
-            parts = [Copy(mine.rank * len(peers) // mine.size, whole, whole)]
+            parts = [BlockCopy(mine.rank * len(peers) // mine.size, whole, whole)]
         else:
-            parts = copies(mine.whole, pull.piece, mine.rank, mine.size, len(peers))
-        there, here = mine.range_of(pull.there).offset, mine.range_of(pull.here).offset
+            parts = block_copies(mine.layout, pull.chunk, mine.rank, mine.size, len(peers))
+        there, here = mine.range_of(pull.remote_slot).offset, mine.range_of(pull.slot).offset
         handles = []
         for rank in sorted({part.rank for part in parts}):
             moved = [part for part in parts if part.rank == rank]
@@ -193,20 +191,16 @@ class RankLinks:
         return handles
 
 
-class Links:
-    """All ranks' links, as a role has them. metadata: what another worker needs to connect. way: by which a peer's
-    pieces come, if not by reads.
-    """
+class Agent:
+    """All ranks' agents, as a connector has them. metadata: what another worker needs to connect."""
 
-    def __init__(self, own: RankLinks, others: OtherRanks | None = None) -> None:
+    def __init__(self, own: RankAgent, others: OtherRanks | None = None) -> None:
         self.own, self._others = own, others
         transports = (own.transport.metadata, *(() if others is None else others.transports))
-        self.metadata = msgspec.msgpack.encode(Metadata(own.staging.num_slots, transports))
+        self.metadata = Metadata(own.staging.num_slots, transports)
         self.name = own.transport.name
-        self.way: dict[PeerId, Way] = {}
-        self._states: dict[Handle, dict[int, State]] = {}
+        self._states: dict[int, dict[int, State]] = {}  # by slot and rank, of transfers that have not ended
         self._pulled_s = 0.0
-        self._numbers = count()
 
     @property
     def wait_ms(self) -> int:
@@ -220,36 +214,31 @@ class Links:
 
     def disconnect(self, peer: PeerId) -> None:
         """Begin no more transfers; those that are under way go on."""
-        self.way.pop(peer, None)
         self._order(Disconnect(peer))
 
-    def pull(self, peer: PeerId, there: int, here: int, piece: Piece | None, way: Way | None = None) -> Handle:
-        """Begin to move a piece from the peer's slots into this worker's; None moves a whole slot of each rank."""
-        handle, self._pulled_s = Handle(next(self._numbers)), time.monotonic()
-        self._states[handle] = dict.fromkeys(range(self.own.staging.size), "busy")
-        self._order(Pull(handle, peer, there, here, piece, way or self.way.get(peer, "read")))
-        return handle
+    def pull(self, pull: Pull) -> None:
+        """Begin a transfer."""
+        self._pulled_s = time.monotonic()
+        self._states[pull.slot] = dict.fromkeys(range(self.own.staging.size), "busy")
+        self._order(pull)
 
-    def poll(self, handle: Handle) -> State:
-        """A handle is forgotten once this has said that it is done, or has failed."""
-        state = joined([*self._states[handle].values()])
-        if state in ("done", "failed"):
-            del self._states[handle]
-        return state
-
-    def progress(self) -> None:
-        """Hear of all ranks' pulls, and do what peers have asked for."""
-        for number, state in self.own.moved():
-            self._heard(0, number, state)
-        for rank, number, state in () if self._others is None else self._others.moved():
-            self._heard(rank, number, state)
+    def poll(self) -> list[Pulled]:
+        """Do what peers have asked for. Returns transfers whose state has changed."""
+        moved = [(0, *each) for each in self.own.moved()] + ([] if self._others is None else self._others.moved())
+        before = {slot: joined([*states.values()]) for slot, states in self._states.items()}
+        for rank, slot, state in moved:
+            self._states[slot][rank] = state
+        changed = []
+        for slot, last in before.items():
+            state = joined([*self._states[slot].values()])
+            if state != last:
+                changed.append(Pulled(slot, state))
+            if state in ("done", "failed"):
+                del self._states[slot]
+        return changed
 
     def close(self) -> None:
         self.own.close()
-
-    def _heard(self, rank: int, number: int, state: State) -> None:
-        if (states := self._states.get(Handle(number))) is not None:
-            states[rank] = state
 
     def _order(self, order: Order) -> bool:
         if self._others is not None:

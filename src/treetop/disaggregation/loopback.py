@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import ClassVar
 
-from treetop.transfer.events import PeerId
-from treetop.transfer.transport import Handle, Memory, Range, State, Way
+from treetop.disaggregation.transport import Handle, Memory, PeerId, Range, State, Way
 
 
 @dataclass(slots=True)

@@ -1,37 +1,36 @@
-"""What an engine has to hand requests over with: its slots, and what other workers must have in common with it."""
+"""What an engine has to transfer KV with: its staging slots, and what other workers must have in common with it."""
 
-from treetop.core.roles.role import Staging
+from treetop.disaggregation.layout import Schema, Staging, words_of_groups
+from treetop.disaggregation.transport import Memory
+from treetop.disaggregation.wire import WIRE_VERSION
 from treetop.engine.engine import Engine
 from treetop.models.fingerprint import fingerprint
-from treetop.transfer.transport import Memory
-from treetop.transfer.wire import WIRE_VERSION
 from treetop.types.errors import ConfigError
-from treetop.types.handover import Schema, words_of_groups
 
 
 def staging_of(engine: Engine) -> Staging:
     """Raises ConfigError for an engine without slots."""
     slots, config = engine.slots, engine.config
     if slots is None:
-        raise ConfigError("no staging slots to hand requests over by; set --handover-slots")
-    memory, whole, ranks = slots.memory, slots.spec.whole, engine.parallel
-    assert slots.spec.own == whole.of_rank(ranks.size)
+        raise ConfigError("no staging slots for KV transfer; set --disaggregation-slots")
+    memory, layout, ranks = slots.memory, slots.spec.whole, engine.parallel
+    assert slots.spec.own == layout.of_rank(ranks.size)
     shape = config.shape
     schema = Schema(
         wire=WIRE_VERSION,
         target=f"dummy {config.seed}" if config.load_format == "dummy" else fingerprint(engine.model_path),
         draft=_draft(engine),
         dtype=str(engine.dtype).removeprefix("torch."),
-        groups=words_of_groups(whole.groups),
+        groups=words_of_groups(layout.groups),
         record=tuple(field.words for field in engine.runner.state.record.fields),
         shape=(shape.topk, shape.num_steps, shape.num_draft_tokens),
         vocab_size=engine.spec.vocab_size,
-        slot_bytes=config.handover_slot_bytes,
+        slot_bytes=config.disaggregation_slot_bytes,
     )
     device = memory.device.index or 0 if memory.device.type == "cuda" else None
     reached = Memory(memory.data_ptr(), memory.nbytes, device)
-    size = config.handover_slot_bytes
-    return Staging(reached, config.handover_slots, size, whole, schema, ranks.rank, ranks.size)
+    size = config.disaggregation_slot_bytes
+    return Staging(reached, config.disaggregation_slots, size, layout, schema, ranks.rank, ranks.size)
 
 
 def _draft(engine: Engine) -> str:

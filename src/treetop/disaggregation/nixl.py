@@ -22,8 +22,7 @@ from typing import Any
 
 import msgspec
 
-from treetop.transfer.events import PeerId
-from treetop.transfer.transport import Handle, Memory, Range, State, Way
+from treetop.disaggregation.transport import Handle, Memory, PeerId, Range, State, Way
 from treetop.types.errors import ConfigError
 
 PACKAGES = ("nixl_cu13", "nixl_cu12")
@@ -32,7 +31,7 @@ _MOST_EARLY = 256
 """Words of peers that are not connected yet."""
 _LOOK_S, _DRAIN_S = 0.5, 1.0
 """Seconds between two looks for a writer, and from its death until what it had sent has been taken off the wire."""
-_MISSING = "handing requests over needs NIXL: pip install treetop[handover-cu13] (or -cu12)"
+_MISSING = "KV transfer needs NIXL: pip install treetop[disaggregation-cu13] (or -cu12)"
 
 
 class _Reach(msgspec.Struct, frozen=True, array_like=True):
@@ -122,7 +121,7 @@ class NixlTransport:
             region = (memory.address, memory.num_bytes, memory.device or 0, "")
             self._registered = self._agent.register_memory([region], mem_type=_kind(memory))
         except Exception as error:  # NIXL names no base class of its errors
-            raise ConfigError(f"NIXL cannot register memory for the hand-over: {error}") from error
+            raise ConfigError(f"NIXL cannot register memory for KV transfer: {error}") from error
         reach = _Reach(self._agent.get_agent_metadata(), memory.address, memory.num_bytes, memory.device)
         self.metadata = _encode(reach)
         self.name = f"NIXL ({nixl.__name__}, UCX)"

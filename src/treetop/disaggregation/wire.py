@@ -1,10 +1,10 @@
-"""What a decode worker and a prefill worker say to each other: typed msgpack messages, never pickles.
+"""What a decode worker and a prefill worker send each other: typed msgpack messages, never pickles.
 
-decode  --Prefill, Renew, Release, Abort--> prefill
-decode <--Offer, Renewed, Released, Refused-- prefill
+decode  --Hello, Prefill, Renew, Release, Abort-------------> prefill
+decode <--Welcome or Reject, Offer, Renewed, Released, Refused--  prefill
 
-A request is named by the decode worker's id and by the number of its attempt, which no other attempt has. A session
-(`transfer/session.py`) carries them.
+A session begins with the handshake, Hello and Welcome. A request is named by the decode worker's id and by the number
+of its attempt, which no other attempt has. zmq's CURVE encrypts all of it (`sockets.py`).
 """
 
 from collections.abc import Callable
@@ -12,33 +12,40 @@ from typing import TypeVar
 
 import msgspec
 
+from treetop.disaggregation.layout import Schema, SlotRef
+from treetop.disaggregation.scheduling import FirstToken, Prompt
 from treetop.types.errors import UserError
-from treetop.types.handover import FirstToken, Piece, SlotRef
-from treetop.types.sampling import SamplingParams
+from treetop.types.kv_chunk import KVChunk
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 
 
-class Prompt(msgspec.Struct, frozen=True):
-    """What is to be prefilled, and how its first token is chosen."""
+class Metadata(msgspec.Struct, frozen=True, array_like=True):
+    """How a worker's slots are reached. transports: of each rank, in their order."""
 
-    ids: tuple[int, ...]
-    params: SamplingParams
-    seed: int
+    num_slots: int
+    transports: tuple[bytes, ...]
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """The first message of a session."""
+
+    schema: Schema
+    metadata: Metadata
 
 
 class Prefill(msgspec.Struct, frozen=True, tag=True):
-    """Compute this, and offer its tokens from `start` on. most: tokens of a piece, that slots of the asker hold."""
+    """Compute this, and offer its tokens from `start` on. max_tokens: of a chunk, that slots of the asker hold."""
 
     request: int
     attempt: int
     start: int
     prompt: Prompt
-    most: int
+    max_tokens: int
 
 
 class Renew(msgspec.Struct, frozen=True, tag=True):
-    """These attempts are still wanted; the answer is `Renewed`. With none it asks whether the other side lives."""
+    """Renew the leases of these attempts; the answer is `Renewed`. With none it asks whether the other side lives."""
 
     attempts: tuple[tuple[int, int], ...]
 
@@ -58,13 +65,25 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     attempt: int
 
 
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """The session has begun."""
+
+    metadata: Metadata
+
+
+class Reject(msgspec.Struct, frozen=True, tag=True):
+    """There is no session, or no more."""
+
+    reason: str
+
+
 class Offer(msgspec.Struct, frozen=True, tag=True):
-    """A slot holds a piece. checksums: of its stretches. first: with the last piece."""
+    """A slot holds a chunk. checksums: of its segments. first: with the last chunk."""
 
     request: int
     attempt: int
     ref: SlotRef
-    piece: Piece
+    chunk: KVChunk
     checksums: tuple[int, ...]
     first: FirstToken | None = None
 
@@ -90,9 +109,9 @@ class Renewed(msgspec.Struct, frozen=True, tag=True):
     """The prefill worker lives."""
 
 
-ToPrefill = Prefill | Renew | Release | Abort
+ToPrefill = Hello | Prefill | Renew | Release | Abort
+ToDecode = Welcome | Reject | Offer | Renewed | Released | Refused
 Message = TypeVar("Message")
-ToDecode = Offer | Renewed | Released | Refused
 
 encode = msgspec.msgpack.Encoder().encode
 _to_prefill: msgspec.msgpack.Decoder[ToPrefill] = msgspec.msgpack.Decoder(ToPrefill)

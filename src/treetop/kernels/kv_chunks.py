@@ -1,7 +1,7 @@
 # ruff: noqa: PLR0917 (kernels take what they touch as arguments)
-"""Pieces of a request between pages and staging slots: what is handed to another worker, and what comes from one.
+"""KV chunks between pages and staging slots: what goes to another worker, and what comes from one.
 
-A group's part of a slot is [kv_head][layer][token][plane][head_dim], each head's stretch beginning at a multiple of 16
+A group's part of a slot is [kv_head][layer][token][plane][head_dim], each head's segment beginning at a multiple of 16
 bytes. Its checksum is taken of the bytes that are moved, on their way: the sum of w_i * (2 i + 1) over its 32-bit words
 w_i, modulo 2^64. Every factor is odd, so no change of one word goes unseen, and neither do two words that change
 places.
@@ -22,9 +22,9 @@ _TILE = 2048
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where a piece's K/V of a group lie. first, count: its tokens. page_size: tokens a page.
+    """Where a chunk's K/V of a group lie. first, count: its tokens. page_size: tokens a page.
 
-    offset: byte of the slot at which the first head's stretch begins. stride: bytes from one head's to the next one's.
+    offset: byte of the slot at which the first head's segment begins. stride: bytes from one head's to the next one's.
     """
 
     first: int
@@ -35,20 +35,20 @@ class Span:
 
 
 def checksum(words: Tensor) -> Tensor:
-    """Of each stretch. words: [..., n] int32. Returns [...] int64, which is modulo 2^64."""
+    """Of each segment. words: [..., n] int32. Returns [...] int64, which is modulo 2^64."""
     factors = 2 * torch.arange(words.shape[-1], device=words.device) + 1
     return ((words.to(torch.int64) & 0xFFFFFFFF) * factors).sum(-1)
 
 
 def pack_reference(slot: Tensor, pool: Tensor, table: Tensor, span: Span, sums: Tensor) -> None:
-    """Copy a piece's K/V of a group, all its layers, from the pages of a row into a slot; add up its checksums.
+    """Copy a chunk's K/V of a group, all its layers, from the pages of a row into a slot; add up its checksums.
 
     slot: [slot_bytes] uint8. pool: [layers, slots, planes, kv_heads, head_dim]. table: [columns] int32, the row's
     pages. sums: [kv_heads] int64, to which the checksum of each KV head is added.
     """
     moved = pool.index_select(1, _slots(table, span)).permute(3, 0, 1, 2, 4).contiguous()
-    stretches = _stretches(slot, pool, span)
-    stretches.copy_(moved.view(torch.uint8).view(stretches.shape))
+    segments = _segments(slot, pool, span)
+    segments.copy_(moved.view(torch.uint8).view(segments.shape))
     sums += checksum(moved.view(_WORD).flatten(1))
 
 
@@ -58,7 +58,7 @@ def unpack_reference(slot: Tensor, pool: Tensor, table: Tensor, span: Span, sums
     The checksums are of what the slot holds.
     """
     layers, _, planes, heads, dim = pool.shape
-    moved = _stretches(slot, pool, span).contiguous()
+    moved = _segments(slot, pool, span).contiguous()
     slots = _slots(table, span)
     slots = torch.where(slots >= span.page_size, slots, 0)
     values = moved.view(pool.dtype).view(heads, layers, span.count, planes, dim)
@@ -68,18 +68,18 @@ def unpack_reference(slot: Tensor, pool: Tensor, table: Tensor, span: Span, sums
 
 
 def _slots(table: Tensor, span: Span) -> Tensor:
-    """Where the piece's tokens are in the pool, [count] int64."""
+    """Where the chunk's tokens are in the pool, [count] int64."""
     positions = torch.arange(span.first, span.first + span.count, device=table.device)[None]
     row = positions.new_zeros(1)
     return slots_of(table[None], row, positions, torch.ones_like(positions, dtype=torch.bool), span.page_size)[0]
 
 
-def _stretches(slot: Tensor, pool: Tensor, span: Span) -> Tensor:
+def _segments(slot: Tensor, pool: Tensor, span: Span) -> Tensor:
     """The heads' bytes in a slot, [kv_heads, bytes] uint8."""
     layers, _, planes, heads, dim = pool.shape
     size = layers * span.count * planes * dim * pool.element_size()
     assert slot.is_contiguous()
-    assert span.offset + (heads - 1) * span.stride + size <= len(slot), "a piece fits into its slot"
+    assert span.offset + (heads - 1) * span.stride + size <= len(slot), "a chunk fits into its slot"
     return slot.as_strided((heads, size), (span.stride, 1), slot.storage_offset() + span.offset)
 
 
@@ -94,7 +94,7 @@ def unpack(slot: Tensor, pool: Tensor, table: Tensor, span: Span, sums: Tensor, 
 
 
 def _move(slot: Tensor, pool: Tensor, table: Tensor, span: Span, sums: Tensor, into_pages: bool) -> None:
-    _stretches(slot, pool, span)  # it fits
+    _segments(slot, pool, span)  # it fits
     layers, _, planes, heads, _ = pool.shape
     words, slot_words = pool.view(_WORD), slot.view(_WORD)
     dim = words.shape[4]

@@ -4,11 +4,11 @@ A decode worker pulls. A transfer is a read by the decode worker, or a write by 
 one; which is faster depends on links and libraries, so both are tried when two workers meet.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, NewType, Protocol
 
-from treetop.transfer.events import PeerId
-
+PeerId = NewType("PeerId", int)
+"""A session with another worker. One that comes again has another id."""
 Handle = NewType("Handle", int)
 Way = Literal["read", "write"]
 WAYS: tuple[Way, ...] = ("read", "write")
@@ -71,53 +71,29 @@ class Transport(Protocol):
 
 
 class Probe:
-    """Tries both ways from a peer, one after the other, into a landing slot that nobody uses.
+    """Which way is faster from a peer: each is timed twice, for the first transfer of a kind connects.
 
-    Each goes twice, for the first transfer of a kind connects. begin: begins one of `num_bytes`; poll: of a transport.
-    gbps: gigabytes a second of each way that worked, the better of both times. late_s: how long one may take.
+    gbps: gigabytes a second of each way that worked, the better of both times.
     """
 
-    def __init__(
-        self, begin: Callable[[Way], Handle], poll: Callable[[Handle], State], num_bytes: int, late_s: float
-    ) -> None:
+    def __init__(self, num_bytes: int) -> None:
         self.gbps: dict[Way, float] = {}
-        self._begin, self._state, self._num_bytes, self._late_s = begin, poll, num_bytes, late_s
+        self._num_bytes, self._begun_s = num_bytes, 0.0
         self._ways = [way for way in WAYS for _ in range(2)]
-        self._handle: Handle | None = None
-        self._begun_s = 0.0
 
-    def step(self, now: float) -> bool:
-        """Go on. Returns whether all has been tried, and `best` is known."""
-        state = self._poll()
-        if self._handle is not None and now - self._begun_s >= self._late_s:
-            self._ways.clear()
-        elif self._handle is None:
-            if state == "done":
-                gbps = self._num_bytes / max(now - self._begun_s, 1e-9) / 1e9
-                self.gbps[self._ways[0]] = max(gbps, self.gbps.get(self._ways[0], 0.0))
-            if state is not None:
-                self._ways.pop(0)
-            if self._ways:
-                self._begun_s = now
-                self._handle = self._begin(self._ways[0])
-        return not self._ways
+    def begin(self, now: float) -> Way | None:
+        """The way of the next transfer, which begins now; None once all have been tried."""
+        self._begun_s = now
+        return self._ways[0] if self._ways else None
+
+    def ended(self, whole: bool, now: float) -> None:
+        """The transfer is over. whole: all bytes have come."""
+        way = self._ways.pop(0)
+        if whole:
+            gbps = self._num_bytes / max(now - self._begun_s, 1e-9) / 1e9
+            self.gbps[way] = max(gbps, self.gbps.get(way, 0.0))
 
     @property
     def best(self) -> Way | None:
         """The faster way so far; None if none has worked."""
-        ways = sorted(self.gbps, key=lambda way: self.gbps[way])
-        return ways[-1] if ways else None
-
-    def has_ended(self) -> bool:
-        """Whether the landing slot may be used again, once the choice is made."""
-        self._poll()
-        return self._handle is None
-
-    def _poll(self) -> State | None:
-        """What has become of the transfer that is under way; None if there is none."""
-        if self._handle is None:
-            return None
-        state = self._state(self._handle)
-        if state in ("done", "failed"):
-            self._handle = None
-        return state
+        return max(self.gbps, key=lambda way: self.gbps[way], default=None)

@@ -20,7 +20,7 @@ class Registry:
     def __init__(self, folder: str, stale_s: float) -> None:
         self._folder, self._stale_s = Path(folder), stale_s
         if not self._folder.is_dir():
-            raise ConfigError(f"--peer-registry {folder}: there is no such folder")
+            raise ConfigError(f"--disaggregation-registry {folder}: there is no such folder")
 
     def announce(self, address: str) -> None:
         """Say, or say again, that a worker is there. What cannot be written is left for the next time."""

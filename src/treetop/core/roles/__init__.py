@@ -1,1 +1,0 @@
-"""Prefill and decode workers: what each does beside its core to hand requests over."""
