@@ -6,7 +6,9 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import msgspec
 import pytest
@@ -172,6 +174,27 @@ def test_messages_are_read_as_they_were_written_and_no_bytes_make_a_reader_raise
         wire.decode_to_prefill(junk)
         wire.decode_to_decode(junk)
     assert wire.decode_to_prefill(bodies[0].replace(b"max_tokens\xcc\x80", b"max_tokens\x00")) is None
+
+
+def _fields(kind: object, found: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """Names of the fields of a message, and of all that it holds."""
+    for part in get_args(kind):
+        _fields(part, found)
+    names = getattr(kind, "__struct_fields__", None) or getattr(kind, "_fields", None)
+    names = tuple(names or getattr(kind, "__dataclass_fields__", ()))
+    if isinstance(kind, type) and names and kind.__name__ not in found:
+        found[kind.__name__] = names
+        for hint in get_type_hints(kind).values():
+            _fields(hint, found)
+    return found
+
+
+def test_a_change_of_the_messages_is_a_change_of_their_version() -> None:
+    """msgpack drops fields that it does not know: an older worker would ignore a new sampling parameter."""
+    fields = _fields(wire.ToPrefill | wire.ToDecode, {})
+    assert {"Prefill", "SamplingParams", "KVChunk", "Schema"} <= {*fields}
+    digest = sha256(repr(sorted(fields.items())).encode()).hexdigest()[:16]
+    assert (wire.WIRE_VERSION, digest) == (3, "c3b9b4ec8c6d5273"), "raise WIRE_VERSION, and write the digest here"
 
 
 def test_secrets_come_from_a_file_of_its_owner_or_from_the_environment(tmp_path: Path) -> None:
