@@ -4,8 +4,10 @@ import pytest
 
 from engines import build, tokens
 from treetop import LLM, SamplingParams
-from treetop.scheduler.constrained import Constrained
+from treetop.scheduler.constrained import Constrained, constrained_by
 from treetop.types.errors import InputError
+from treetop.types.ids import RequestId
+from treetop.types.requests import EngineRequest
 
 SHAPE = (4, 5, 16)
 PROMPTS = ["def f(x):", "ab cd", "x", "q w"]
@@ -122,8 +124,11 @@ def test_only_the_outputs_own_tokens_begin_a_word():
     """Not the prompt's, as in vLLM; what a client has received before counts."""
 
     def held(received: tuple[int, ...] = ()) -> Constrained:
-        words = [(5, 7), (6, 5, 8), (9,)]
-        return Constrained(None, 12, SamplingParams(), frozenset(), received, bad_words=words)
+        words = ((5, 7), (6, 5, 8), (9,))
+        asked = EngineRequest(RequestId(0), (5,), SamplingParams(), 0, received=received, bad_words=words)
+        made = constrained_by(asked, frozenset(), frozenset(), 12, None)
+        assert made is not None
+        return made
 
     def ruled_out(constrained: Constrained) -> set[int]:
         return {token for token in range(12) if not constrained.allowed >> token & 1}

@@ -74,7 +74,7 @@ def told(server, path, body, status=400, **options) -> str:
         ({"timeout": -3.5}, "timeout must be"),
         ({"timeout": 10**400}, "timeout"),
         ({"timeout": "9"}, "timeout"),
-        ({"priority": 2**31}, "priority must lie"),
+        ({"priority": 2**31}, "priority must be an integer in"),
         ({"priority": -(10**400)}, "priority"),
         ({"priority": 1}, "--schedule-policy priority"),
         ({"echo": 1}, "echo"),

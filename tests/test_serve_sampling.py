@@ -278,7 +278,7 @@ for _ in range(300):
         ({"guided_regex": "a(b"}, "unclosed group"),
         ({"guided_json": {"type": "strange"}}, "strange"),
         ({"guided_json": "no json"}, "guided_json: "),
-        ({"guided_json": DEEP}, "guided_json"),
+        ({"guided_json": DEEP}, "the body is not JSON: recursion limit"),
         ({"guided_choice": []}, "choice needs"),
         ({"guided_grammar": "a"}, "guided_grammar: not supported"),
         ({"ebnf": "a"}, "ebnf: not supported"),
