@@ -39,7 +39,7 @@ class WorkerProcess:
         address = f"ipc://{folder}/{next(_NUMBERS)}"
         over = {"UCX_TLS": OVER_TCP} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
         environment = {**os.environ, SECRET_VARIABLE: secret, **over}
-        command = [sys.executable, "-P", "-m", "treetop.core.engine_process"]
+        command = [sys.executable, "-P", "-m", "treetop.distributed.engine_process"]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
         assert self.process.stdin is not None
         options = ProcessOptions(address, config, None, 30, handover)
