@@ -10,13 +10,13 @@ requests and repeats is printed with their least and most, a line of JSON a case
 import argparse
 import json
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from itertools import cycle
 
-from treetop.core.make import open_core
-from treetop.core.ranks.expert_group import DispatchCore
-from treetop.core.thread import CoreClient, CoreThread
+from treetop.core.thread import CoreClient
+from treetop.core.wire import ProcessOptions
+from treetop.distributed.remote_thread import RemoteThread
 from treetop.types.config import EngineConfig
 from treetop.types.requests import EngineRequest, RequestUpdate
 from treetop.types.sampling import SamplingParams
@@ -24,7 +24,7 @@ from treetop.types.sampling import SamplingParams
 _PROMPT = 64
 
 
-def rounds_ms(thread: CoreThread, vocab_size: int, count: int, tokens: int) -> list[float]:
+def rounds_ms(thread: RemoteThread, vocab_size: int, count: int, tokens: int) -> list[float]:
     """Milliseconds of a round of each of `count` requests, which run together."""
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     prompts = [tuple((7 * i + j) % vocab_size for j in range(_PROMPT)) for i in range(count)]
@@ -47,27 +47,24 @@ def rounds_ms(thread: CoreThread, vocab_size: int, count: int, tokens: int) -> l
     return found
 
 
-def next_place(places: Iterator[int], alive: Sequence[int], request: EngineRequest) -> int:
+def next_place(places: Iterator[int], request: EngineRequest) -> int:
     """The rank whose turn it is."""
     return next(places)
 
 
 def measure(config: EngineConfig, batch: int, tokens: int, repeats: int) -> dict[str, list[float]]:
     """Times of rounds, by who is busy."""
-    opened = open_core(config)
-    core = opened.core
-    assert isinstance(core, DispatchCore)
-    thread = CoreThread(core)
+    thread = RemoteThread(ProcessOptions("", config))
+    core = thread.core
     busy = {"one": [0], "all": [*range(config.ep_size)]}
     found: dict[str, list[float]] = {name: [] for name in busy}
     for repeat in range(repeats + 1):
         for name, ranks in busy.items():  # in turns, so that the machine's mood is the same for both
             places = cycle(ranks)
-            core.choose = partial(next_place, places)
-            times = rounds_ms(thread, opened.info.vocab_size, batch * len(ranks), tokens)
+            core.choose = partial(next_place, places)  # type: ignore[method-assign]  # an instrument
+            times = rounds_ms(thread, core.info.vocab_size, batch * len(ranks), tokens)
             found[name] += times if repeat else []  # the first warms up
     thread.close()
-    opened.close()
     return found
 
 

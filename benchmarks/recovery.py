@@ -79,8 +79,8 @@ class Drills:
         self.by_name: dict[str, Callable[[], Awaitable[dict[str, Any]]]] = {
             "engine": partial(self._alone, {}, "engine_process"),
             "rank-0": partial(self._alone, {"tp_size": 2}, "engine_process"),
-            "rank-1": partial(self._alone, {"tp_size": 2}, "follower"),
-            "rank-1-stopped": partial(self._alone, {"tp_size": 2}, "follower", stopped=True),
+            "rank-1": partial(self._alone, {"tp_size": 2}, "tp_worker"),
+            "rank-1-stopped": partial(self._alone, {"tp_size": 2}, "tp_worker", stopped=True),
             "expert-rank": self._expert_rank,
             "decode": self._decode,
             "prefill-before": partial(self._prefill, 0.0),

@@ -38,7 +38,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 from treetop.bench.http_client import Address, Connection
 from treetop.cli import OneLineParser, exit_code
 from treetop.cli.replicas import app
-from treetop.server.prefix_router import PrefixRouter, Standing
+from treetop.distributed.router import PrefixRouter, Standing
 from treetop.types.requests import PrefixPages
 
 PORT = 8231

@@ -1,6 +1,6 @@
 """What a rank of a soak does beside its work: it accounts for its rows, pages and slots, and says what it has done.
 
-    python scripts/rank_books.py FOLDER  in the place of `python -m treetop.core.ranks.expert_rank`, for `soak_roles.py`
+    python scripts/rank_books.py FOLDER     as `python -m treetop.distributed.engine_process`, for `soak_roles.py`
 
 Each rank renews a file of the folder: counts, memory, and whether it holds nothing.
 """
@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from treetop.core.engine_core import EngineCore
-from treetop.core.ranks import expert_rank
-from treetop.core.ranks.lockstep import Lockstep
 from treetop.debug.patching import Patch, replaced
 from treetop.disaggregation.connector import KVConnector
 from treetop.disaggregation.decode import DecodeMachine
 from treetop.disaggregation.prefill import PrefillMachine
 from treetop.disaggregation.scheduling import Imported, Staged
+from treetop.distributed import engine_process
+from treetop.distributed.lockstep import Lockstep
 from treetop.scheduler.scheduler import Scheduler
 from treetop.types.errors import InvariantError
 from treetop.types.messages import ExportPlan, ImportPlan, PrefillPlan, StepPlan
@@ -146,15 +146,15 @@ def audits(folder: Path) -> Iterator[None]:
 
         return make
 
-    module = "treetop.core.ranks.expert_rank"
-    with replaced([Patch(f"{module}:core_of", core_of), Patch(f"{module}:open_connector", open_connector)]):
+    noted = Patch("treetop.distributed.expert_rank:core_of", core_of)
+    with replaced([noted, Patch("treetop.distributed.engine_process:open_connector", open_connector)]):
         yield
 
 
 def rank_main(folder: Path) -> int:
-    """A rank's process, as `treetop.core.ranks.expert_rank` is one."""
+    """A rank's process, as `treetop.distributed.engine_process` is one."""
     with audits(folder):
-        return expert_rank.main()
+        return engine_process.main()
 
 
 if __name__ == "__main__":

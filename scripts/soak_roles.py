@@ -38,14 +38,12 @@ from soak import near_tie, random_params
 
 from treetop import LLM, SamplingParams
 from treetop.cli import OneLineParser, exit_code
-from treetop.core.make import open_core
-from treetop.core.ranks.expert_group import DispatchCore
-from treetop.core.ranks.expert_rank import RankOptions
-from treetop.core.thread import CoreThread
+from treetop.core.wire import ProcessOptions
 from treetop.debug.expert_ranks import expert_ranks_on_threads
 from treetop.debug.patching import instead, replaced
 from treetop.debug.random_checkpoint import random_tensors, write_config, write_tensors
 from treetop.disaggregation.options import SECRET_VARIABLE, DisaggregationOptions, parse_address
+from treetop.distributed.remote_thread import RemoteThread
 from treetop.engine.build import plan_engine
 from treetop.server.llm import RequestOutput
 from treetop.types.config import CHOICES, EngineConfig
@@ -141,10 +139,8 @@ class Group:
 
     def __init__(self, config: EngineConfig, handover: DisaggregationOptions, folder: Path) -> None:
         self.folder = folder
-        self.opened = open_core(config, handover)
-        core = self.opened.core
-        assert isinstance(core, DispatchCore)
-        self.core, self.size = core, config.ep_size
+        self.thread = RemoteThread(ProcessOptions("", config, handover=handover))
+        self.core, self.size = self.thread.core, config.ep_size
 
     def said(self) -> list[dict[str, Any]]:
         return [json.loads(file.read_text()) for file in sorted(self.folder.glob("*.json"))]
@@ -175,13 +171,13 @@ class SoakRoles:
     def __init__(self, prefill: Group, decode: Group, params: Callable[[random.Random], SamplingParams], seed: int):
         self.prefill, self.decode, self._params = prefill, decode, params
         self.summary, self._rng = Summary(seed), random.Random(seed)
-        self._thread = CoreThread(decode.core)
+        self._thread = decode.thread
         self._heard: SimpleQueue[list[RequestUpdate]] = SimpleQueue()
         self._live: dict[RequestId, Live] = {}
         self.finished: list[Live] = []
         self._favoured: tuple[int, ...] = (0,)
-        decode.core.choose = lambda alive, request: self._rng.choice(self._favoured) % decode.size
-        self._vocab, self._context = decode.opened.info.vocab_size, decode.opened.info.max_context
+        decode.core.choose = lambda request: self._rng.choice(self._favoured) % decode.size  # type: ignore[method-assign]
+        self._vocab, self._context = decode.core.info.vocab_size, decode.core.info.max_context
 
     def run(self, rounds: int, seconds: float = float("inf")) -> Summary:
         """Until the decode group has run so many rounds, or for so long, with an idle moment at half time."""
@@ -337,7 +333,7 @@ def both_groups(config: EngineConfig, peers: list[str], threads: bool) -> Iterat
         for number, (role, handover) in enumerate(options.items()):
             with audits(folders[role]) if threads else ranks_in_processes(folders[role], number):
                 groups.append(Group(config, handover, folders[role]))
-            stack.callback(groups[-1].opened.close)
+            stack.callback(groups[-1].thread.close)
         prefill, decode = groups
         decode.idle()
         end = time.monotonic() + SILENCE_S
@@ -351,7 +347,7 @@ def both_groups(config: EngineConfig, peers: list[str], threads: bool) -> Iterat
 def ranks_in_processes(folder: Path, number: int) -> Iterator[None]:
     """number: of the group; each has GPUs of its own."""
 
-    def start(options: RankOptions) -> "subprocess.Popen[bytes]":
+    def start(_: str, options: ProcessOptions) -> "subprocess.Popen[bytes]":
         size = options.config.ep_size
         shown = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
         begin = number * size if len(shown) >= 2 * size else 0
@@ -359,14 +355,14 @@ def ranks_in_processes(folder: Path, number: int) -> Iterator[None]:
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": mine} if options.config.device == "cuda" else None
         command = [sys.executable, "-P", str(Path(__file__).with_name("rank_books.py")), str(folder)]
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True, env=environment
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, env=environment
         )
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(options) + b"\n")
         process.stdin.flush()
         return process
 
-    with replaced([instead("treetop.core.ranks.expert_group:start_process", start)]):
+    with replaced([instead("treetop.distributed.process:start_process", start)]):
         yield
 
 

@@ -33,6 +33,7 @@ LONGEST = (
     "test_handover_drills.py",
     "test_ray.py",
     "test_engine_restarts.py",
+    "test_data_parallel.py",
     "test_resumption.py",
     "test_serve_life.py",
     "test_tensor_parallel.py",

@@ -12,8 +12,9 @@ import msgspec
 import zmq
 
 from nixl_peer import OVER_TCP
-from treetop.core.wire import Add, Failed, Hello, Load, ProcessOptions, Ready, Updates, decode_from_core, encode
+from treetop.core.wire import Add, Hello, Load, ProcessOptions, Ready, Updates, decode_from_core, encode
 from treetop.disaggregation.options import SECRET_VARIABLE, DisaggregationOptions
+from treetop.distributed.process import Failed
 from treetop.types.config import EngineConfig
 from treetop.types.ids import RequestId
 from treetop.types.requests import CoreLoad, EngineRequest, HandoverLoad, RequestUpdate
@@ -39,8 +40,9 @@ class WorkerProcess:
         address = f"ipc://{folder}/{next(_NUMBERS)}"
         over = {"UCX_TLS": OVER_TCP} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
         environment = {**os.environ, SECRET_VARIABLE: secret, **over}
-        command = [sys.executable, "-P", "-m", "treetop.core.engine_process"]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+        command = [sys.executable, "-P", "-m", "treetop.distributed.engine_process"]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment)
         assert self.process.stdin is not None
         options = ProcessOptions(address, config, None, 30, handover)
         self.process.stdin.write(msgspec.json.encode(options) + b"\n")
@@ -50,7 +52,7 @@ class WorkerProcess:
         self._socket.connect(address)
         self._socket.send(encode(Hello()))
         self.load = CoreLoad()
-        self.failed: str | None = None
+        self._failed: str | None = None
         self.info: object = None
         self.tokens: dict[RequestId, list[int]] = {}
         self.accept_lens: dict[RequestId, list[int]] = {}
@@ -61,6 +63,15 @@ class WorkerProcess:
         self.until(lambda: self.info is not None or self.failed is not None)
         assert self.failed is None, self.failed
         return self
+
+    @property
+    def failed(self) -> str | None:
+        """Why it has ended, as it has said itself."""
+        if self._failed is None and self.process.poll() is not None:
+            assert self.process.stdout is not None
+            for line in self.process.stdout.read().splitlines():
+                self._failed = msgspec.json.decode(line, type=Failed).reason
+        return self._failed
 
     @property
     def handover(self) -> HandoverLoad:
@@ -84,7 +95,7 @@ class WorkerProcess:
         end = time.monotonic() + seconds
         while not true():
             assert time.monotonic() < end, (self.load, self.failed, self.last)
-            assert self.failed is None or self.process.poll() is None, self.failed
+            assert self.failed is None, self.failed
             self.read(20)
 
     def wait(self, ids: Sequence[RequestId], seconds: float = WAIT_S) -> list[tuple[tuple[int, ...], list[int]]]:
@@ -106,8 +117,6 @@ class WorkerProcess:
                 self.info = info
             case Load(load):
                 self.load = load
-            case Failed(reason):
-                self.failed = reason
             case Updates(updates):
                 for update in updates:
                     self._update(update)

@@ -15,7 +15,7 @@ import pytest
 from engines import build, greedy
 from refusing import refused
 from treetop import LLM, SamplingParams
-from treetop.core.local_core import info_of
+from treetop.core.make import info_of
 from treetop.core.wire import Add, decode_to_core, encode
 from treetop.server.prompts import PromptReader
 from treetop.types import errors

@@ -8,7 +8,7 @@ MEETS_LATE = """
 import msgspec
 from pathlib import Path
 from torch._C._distributed_c10d import FileStore
-from treetop.core.child import begin
+from treetop.distributed.process import begin
 
 class Options(msgspec.Struct):
     folder: str

@@ -14,8 +14,8 @@ from oracles import chi_square_tail, drawn, float32, philox4x32_10, warped
 from test_processors import SHAPE, VOCAB, WAYS, Oracle, changed, params_of
 from tiny_models import EOS
 from treetop import LLM, SamplingParams, StructuredOutput
-from treetop.core.ranks.group_wire import decode_to_follower, encode, launch_of
-from treetop.core.remote import RemoteCore
+from treetop.distributed.client import RemoteCore
+from treetop.distributed.tp_wire import decode_to_worker, encode, launch_of
 from treetop.engine.processors import RowProcessors
 from treetop.types.errors import CheckError, InputError
 from treetop.types.ids import RequestId
@@ -293,7 +293,7 @@ def test_a_constraint_stays_in_its_process_and_its_masks_reach_every_rank(strong
         plan = llm.scheduler.plan()
         if plan is None:
             break
-        assert decode_to_follower(encode(launch_of(number, 2, plan))).plan == plan
+        assert decode_to_worker(encode(launch_of(number, 2, plan))).plan == plan
         masks += len(plan.masks)
         llm.scheduler.commit(plan, llm.engine.step(plan))
     assert masks == 5

@@ -4,9 +4,9 @@ import asyncio
 import os
 import signal
 import time
-from asyncio.subprocess import DEVNULL
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from subprocess import DEVNULL
 from unittest.mock import AsyncMock, Mock
 
 import pytest
@@ -14,9 +14,9 @@ import pytest
 from serving import child_of, command_of, mock, replayed, serving
 from test_serve_chaos import NAME, PAIR, nothing_is_left, of_the_mock, of_the_pair, storm
 from treetop import LLM, AsyncLLM, SamplingParams
-from treetop.core import supervisor
-from treetop.core.supervisor import EngineSupervisor, Watchdog, supervised_engine
 from treetop.core.wire import MockOptions, ProcessOptions
+from treetop.distributed import process, supervisor
+from treetop.distributed.supervisor import EngineSupervisor, Watchdog, supervised_engine
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
 from waiting import WAIT_S, until
@@ -105,13 +105,13 @@ def test_an_engine_that_hangs_is_started_again_where_that_is_asked_for():
         assert any("it is started again" in line for line in server.said)
 
 
-def test_time_in_which_the_client_stood_still_is_not_the_engines(tmp_path):
+def test_time_in_which_the_client_stood_still_is_not_the_engines():
     """The event loop is blocked for longer than the watchdog allows, while words of the engine wait."""
     mock_of = MockOptions((1, 2), 0.01, 1, 1)
 
     async def run():
         watchdog = Watchdog(timeout_s=2.0)
-        engines = EngineSupervisor(ProcessOptions("", EngineConfig(), mock_of), tmp_path, 0, watchdog)
+        engines = EngineSupervisor(ProcessOptions("", EngineConfig(), mock_of), 0, watchdog)
         await engines.start()
         try:
             time.sleep(4.0)  # that is it
@@ -136,14 +136,14 @@ def test_time_in_which_the_client_stood_still_is_not_the_engines(tmp_path):
 def test_a_group_of_ranks_dies_and_comes_back_as_one(rank, number):
     """A rank is killed, or rank 0, or one stops for longer than its deadline: a pause, and nothing is left of it."""
     with serving(*PAIR, "--tp-size", "2", "--device", "cpu", "--step-timeout", "4") as server:
-        ranks = [server.engine(), child_of(server.engine(), "follower")]
+        ranks = [server.engine(), child_of(server.engine(), "tp_worker")]
         strike = partial(os.kill, ranks[rank], number)
         outcomes = asyncio.run(storm(server, of_the_pair(4, 24), 4, 2, ("whole", "stream"), strike))
         assert outcomes == {"result": 8}
         until(lambda: server.get("/health").status_code == 200)
         assert server.metric("treetop:num_engine_restarts") == 1
         until(lambda: not any(map(command_of, ranks)), "a rank is left")
-        ranks = [server.engine(), child_of(server.engine(), "follower")]
+        ranks = [server.engine(), child_of(server.engine(), "tp_worker")]
         assert server.end() == 0
         until(lambda: not any(map(command_of, ranks)), "a rank is left")
 
@@ -152,10 +152,10 @@ def test_a_rank_that_dies_while_nobody_asks_for_anything_ends_its_group():
     """Nobody is left to find out by a request, which would have to wait for another group."""
     with serving(*PAIR, "--tp-size", "2", "--device", "cpu") as server:
         engine = server.engine()
-        os.kill(child_of(server.engine(), "follower"), signal.SIGKILL)
+        os.kill(child_of(server.engine(), "tp_worker"), signal.SIGKILL)
         until(lambda: not command_of(engine), "the first rank lives on")
+        until(lambda: server.metric("treetop:num_engine_restarts") == 1)
         until(lambda: server.get("/health").status_code == 200)
-        assert server.metric("treetop:num_engine_restarts") == 1
         assert any("rank 1 has ended with exit code -9" in line for line in server.said)
 
 
@@ -206,24 +206,24 @@ def test_an_engine_of_its_own_process_serves_an_event_loop(ranks):
             for _ in range(3):
                 await anext(stream)
             engine = child_of(os.getpid(), "engine_process")
-            os.kill(engine if ranks == 1 else child_of(engine, "follower"), signal.SIGKILL)
+            os.kill(engine if ranks == 1 else child_of(engine, "tp_worker"), signal.SIGKILL)
             return [output.token_ids for output in await stream.outputs()], core.num_restarts
 
     assert asyncio.run(run()) == (want, 1)
 
 
-def test_what_ends_an_engine_before_it_is_up_is_said_and_not_what_ended_the_one_before(monkeypatch, tmp_path):
+def test_what_ends_an_engine_before_it_is_up_is_said_and_not_what_ended_the_one_before(monkeypatch):
     """The first is killed; the second ends of its own."""
     mock_of = MockOptions((1, 2), 0.01, 1, 1)
-    engines = EngineSupervisor(ProcessOptions("", EngineConfig(), mock_of), tmp_path, restarts=1)
-    start = supervisor.spawn
+    engines = EngineSupervisor(ProcessOptions("", EngineConfig(), mock_of), restarts=1)
+    start = process.start_process
 
-    async def second(arguments, options, **given):
-        return await start(["this_module_is_not_there"], options, stderr=DEVNULL, **given)
+    def second(module, options):
+        return start("this_module_is_not_there", options, stderr=DEVNULL)
 
     async def both():
         await engines.start()
-        monkeypatch.setattr(supervisor, "spawn", second)
+        monkeypatch.setattr(process, "start_process", second)
         engines.kill()
         try:
             return await asyncio.wait_for(engines.watch(), WAIT_S)

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from engines import greedy, sampled, tokens
-from serving import serving
+from serving import command_of, serving
 from test_expert_parallel import TREE, build, save_glm_with_mtp
 from test_serve_life import in_threads, joined
 from test_worker_group import alive
 from tiny_models import Pair, copy_folder, save_tokenizer
-from treetop.core.ranks import expert_group
+from treetop.distributed import process as processes
 from treetop.types.errors import EngineError
 from waiting import WAIT_S, until
 
@@ -35,14 +35,14 @@ def folder(tmp_path_factory):
 def group(folder, monkeypatch, ranks=2, **options):
     """An LLM over ranks, and their processes; whatever happens, nothing is left of them."""
     started, places = [], set()
-    start = expert_group.start_process
+    start = processes.start_process
 
-    def noted(told):
-        started.append(start(told))
+    def noted(module, told):
+        started.append(start(module, told))
         places.add(told.folder)
         return started[-1]
 
-    monkeypatch.setattr(expert_group, "start_process", noted)
+    monkeypatch.setattr(processes, "start_process", noted)
     llm = build(folder, TREE, ranks, **OPTIONS, **options)
     try:
         yield llm, started
@@ -97,7 +97,7 @@ def test_a_rank_that_dies_while_all_are_parked_ends_the_others_at_once(folder, m
 def test_a_rank_that_fails_while_all_are_parked_ends_the_others_soon(folder, monkeypatch):
     """It says why, which is heard by whoever asks next."""
     with group(folder, monkeypatch) as (llm, started):
-        llm._core.core._group._ranks.orders[0].send(b"nonsense")
+        llm._core._loop.call_soon_threadsafe(llm._core.core._links[0].socket.send, b"nonsense")
         assert started[1].wait(10) == -9
         with pytest.raises(EngineError, match="rank 0: ValidationError"):
             llm.generate([[4, 5]], greedy(3))
@@ -130,13 +130,13 @@ import sys
 sys.path[:0] = {path!r}
 from engines import greedy
 from test_expert_parallel import CHAIN, build
-from treetop.core.ranks import expert_group
-start = expert_group.start_process
-def started(told):
-    process = start(told)
-    print(process.pid, told.folder, flush=True)
-    return process
-expert_group.start_process = started
+from treetop.distributed import process
+start = process.start_process
+def started(module, told):
+    child = start(module, told)
+    print(child.pid, told.folder, flush=True)
+    return child
+process.start_process = started
 if __name__ == "__main__":
     llm = build({folder!r}, CHAIN, 2)
     print("up", flush=True)
@@ -227,7 +227,7 @@ def test_a_server_ends_with_the_first_of_its_ranks(served):
 
 
 def ranks_of(server) -> list[int]:
-    engine = server.engine()
-    found = Path(f"/proc/{engine}/task/{engine}/children").read_text().split()
-    assert len(found) == 2
-    return [int(pid) for pid in found]
+    """Process ids of its ranks, in their order."""
+    ranks = [pid for pid in server.children() if "engine_process" in command_of(pid)]
+    assert len(ranks) == 2
+    return ranks

@@ -19,11 +19,11 @@ from engines import accept_lens, greedy, products_timed_otherwise, sampled, toke
 from refusing import refused
 from tiny_models import Pair, copy_folder, save_mxfp4, save_random_experts, save_random_head
 from treetop import LLM, SamplingParams
-from treetop.core.ranks.lockstep import Want, agreed
 from treetop.core.thread import CoreClient
 from treetop.debug.expert_ranks import expert_ranks_on_threads
 from treetop.debug.lockstep_faults import LOCKSTEP_FAULTS
 from treetop.debug.ranks import MemoryGroup
+from treetop.distributed.lockstep import Want, agreed
 from treetop.models.experts import ExpertMLP, live_rows
 from treetop.models.loader import Placement, load_weights, weight_bytes
 from treetop.models.registry import target_spec
@@ -96,7 +96,7 @@ def on_ranks(folder, shape, ranks, places, rounds, **options):
         llm = build(folder, shape, ranks, **options)
         try:
             numbers = iter(places)
-            llm._core.core.choose = lambda alive, request: next(numbers)
+            llm._core.core.choose = lambda request: next(numbers)
             outputs = [llm.generate(prompts, params) for prompts, params in rounds]
             for rank in started:
                 rank.core.scheduler.check_integrity()
@@ -147,7 +147,7 @@ class Crowd:
 
     def __init__(self, llm, seed):
         self.llm, self.random, self.asked, self.got, self.gone = llm, random.Random(seed), {}, {}, set()
-        llm._core.core.choose = lambda alive, request: self.random.choice(self.favoured)
+        llm._core.core.choose = lambda request: self.random.choice(self.favoured)
         self.client = CoreClient(llm._core)
         self.favoured = [0]
 
@@ -346,11 +346,12 @@ def place_of(rank):
 
 
 def test_the_first_ranks_choice_of_products_holds_for_all(folders):
-    """So a prompt in float32 gets the same log-probabilities from any rank."""
-    rounds = [([[3, 1, 4, 1, 5]] * 4, SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=3))]
+    """So a prompt in float32 gets the same log-probabilities from any rank, asked for one after the other."""
+    one = [[3, 1, 4, 1, 5]], SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=3)
     options = {"dtype": "float32", "disable_radix_cache": True, "max_running_requests": 1}
     with products_timed_otherwise() as taken:
-        (outputs,), _ = on_ranks(folders["glm"], None, 4, range(4), rounds, **options)
+        rounds, _ = on_ranks(folders["glm"], None, 4, range(4), [one] * 4, **options)
+    outputs = [output for (output,) in rounds]
     assert taken == taken[:1] * 4 != [[]] * 4
     assert [each.logprobs for each in outputs] == [outputs[0].logprobs] * 4
 

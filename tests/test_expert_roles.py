@@ -13,12 +13,12 @@ from engines import greedy, sampled
 from refusing import refused
 from test_expert_parallel import CHAIN, TREE, build, save_glm_with_mtp
 from tiny_models import Pair
-from treetop.core.make import open_core
-from treetop.core.ranks.expert_group import RolesOfRanks
-from treetop.core.thread import CoreClient, CoreThread
+from treetop.core.thread import CoreClient
+from treetop.core.wire import ProcessOptions
 from treetop.debug.expert_ranks import expert_ranks_on_threads
 from treetop.disaggregation.connector import check_disaggregation
 from treetop.disaggregation.options import DisaggregationOptions
+from treetop.distributed.remote_thread import RemoteThread
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
 from treetop.types.requests import EngineRequest
@@ -64,10 +64,9 @@ class Side:
 
     def __init__(self, started, config, handover):
         before = len(started)
-        self.opened = open_core(config, handover)
+        self.thread = RemoteThread(ProcessOptions("", config, handover=handover))
         self.ranks = started[before:]
-        self.core = self.opened.core
-        self.thread = CoreThread(self.core)
+        self.core = self.thread.core
 
     @property
     def loads(self):
@@ -80,7 +79,7 @@ class Side:
         """Ids and accept lengths of each prompt. places: its rank. meanwhile: is called between updates."""
         if places is not None:
             numbers = iter(places)
-            self.core.choose = lambda alive, request: next(numbers)
+            self.core.choose = lambda request: next(numbers)
         found = {self.thread.next_id(): ([], []) for _ in prompts}
         asked = [
             EngineRequest(number, tuple(prompt), each, each.seed or 0)
@@ -111,7 +110,6 @@ class Side:
 
     def close(self):
         self.thread.close()
-        self.opened.close()
 
 
 @pytest.fixture
@@ -227,11 +225,9 @@ def test_a_decode_rank_that_dies_ends_its_group_and_gives_the_prefill_ranks_thei
 def test_a_prefill_group_refuses_clients_and_says_what_it_does(started, folder):
     """Its load is told though nobody asks it for anything."""
     with closing(computing(started, folder, TREE, addresses(2))) as prefill:
-        assert "--disaggregation-mode prefill" in prefill.opened.info.refuses
-        role = RolesOfRanks(prefill.core)
-        prefill.thread.close()
-        until(lambda: role.poll(0.0) is None and role.load is not None)
-        assert role.load.role == "prefill"
+        assert "--disaggregation-mode prefill" in prefill.core.info.refuses
+        until(lambda: prefill.core.load.handover is not None)
+        assert prefill.core.load.handover.role == "prefill"
 
 
 def test_ports_that_do_not_suffice_are_refused_by_name():

@@ -150,7 +150,7 @@ def test_a_fault_is_caught_in_rounds_with_the_semantics_of_graphs(provocation, n
 def test_a_fault_is_not_caught_at_the_level_below_its_guard(provocation, name):
     """The guard at that level is what catches it: one level lower, and without the decoder, nothing says those words.
 
-    A table without headroom is the exception: the ledger checks capacity at every level, but only when a request is at
+    A table without headroom is the exception: the journal checks capacity at every level, but only when a request is at
     the wall and not at start-up.
     """
     found = FAULTS[name]

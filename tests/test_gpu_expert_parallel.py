@@ -11,7 +11,7 @@ from engines import greedy, sampled, tokens
 from refusing import refused
 from test_expert_parallel import CHAIN, TREE, build, save_glm_with_mtp
 from tiny_models import Pair
-from treetop.core.ranks import expert_group
+from treetop.distributed import process as processes
 from treetop.types.errors import ConfigError, EngineError
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
@@ -27,8 +27,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def started(monkeypatch):
-    found, start = [], expert_group.start_process
-    monkeypatch.setattr(expert_group, "start_process", lambda told: found.append(start(told)) or found[-1])
+    found, start = [], processes.start_process
+    monkeypatch.setattr(processes, "start_process", lambda *a: found.append(start(*a)) or found[-1])
     return found
 
 

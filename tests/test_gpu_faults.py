@@ -1,6 +1,6 @@
 """Each past bug of the field is caught on a GPU too: Triton, and captured rounds where the guard lives in a replay.
 
-Guards of level 1 and 2 and the books of the ledger hold in captured rounds. The visibility decoder and the readback of
+Guards of level 1 and 2 and the books of the journal hold in captured rounds. The visibility decoder and the readback of
 committed slots are host code inside the phases, so they look at eager rounds on the GPU; that the same faults show in
 captured rounds is the dense oracle's to say. On a CPU GraphSim stands for the graphs, for that comparison alone: the
 guards have `test_faults.py`.

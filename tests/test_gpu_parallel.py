@@ -14,7 +14,7 @@ import gpu_ranks
 from engines import accept_lens, greedy, sampled, tokens
 from refusing import refused
 from treetop import LLM
-from treetop.core.ranks import worker_group
+from treetop.distributed import process as processes
 from treetop.engine.cuda_graphs import CudaGraphs
 from treetop.types.errors import ConfigError, EngineError
 
@@ -91,8 +91,8 @@ def test_eager_and_captured_rounds_of_two_gpus_agree():
 def test_a_rank_that_is_gone_ends_the_group_and_gives_back_its_memory(monkeypatch, how):
     """Also out of kernels that wait for it: an error in time, and a group that starts again on the same GPUs."""
     started = {}
-    start = worker_group.start_process
-    monkeypatch.setattr(worker_group, "start_process", lambda told: started.setdefault(told.folder, start(told)))
+    start = processes.start_process
+    monkeypatch.setattr(processes, "start_process", lambda *a: started.setdefault(a[1].folder, start(*a)))
     with engine(tp_size=2, step_timeout=5.0) as llm:
         (process,) = started.values()
         stream = llm.stream(PROMPTS, greedy(1000))

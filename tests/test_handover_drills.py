@@ -19,9 +19,9 @@ import torch
 from engines import build, greedy, sampled
 from handover_workers import WorkerProcess
 from tiny_models import Pair
-from treetop.core.engine_process import _LOAD_S
 from treetop.disaggregation.nixl import PACKAGES
 from treetop.disaggregation.options import DisaggregationOptions
+from treetop.distributed.engine_process import _LOAD_S
 from treetop.types.config import EngineConfig
 from treetop.types.ids import RequestId
 from treetop.types.requests import HandoverLoad

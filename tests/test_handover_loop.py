@@ -7,12 +7,12 @@ from itertools import pairwise
 import zmq
 
 from fake_core import ask, make_core
-from treetop.core.engine_process import CoreServer
 from treetop.disaggregation.agent import LATER_MS, SOON_MS, Agent, RankAgent
 from treetop.disaggregation.events import Pull, Pulled
 from treetop.disaggregation.layout import ChunkLayout, Staging
 from treetop.disaggregation.loopback import LoopbackTransport
 from treetop.disaggregation.transport import Memory, PeerId
+from treetop.distributed.engine_process import EngineServer, Parts
 from treetop.types.layout import SpecShape
 from treetop.types.requests import CoreInfo, HandoverLoad
 
@@ -64,7 +64,7 @@ def test_a_step_follows_what_a_role_does_before_the_loop_waits(monkeypatch):
     context = zmq.Context()
     try:
         socket = context.socket(zmq.ROUTER)
-        assert CoreServer(core, INFO, socket, Watching(log)).run() == "enough"
+        assert str(EngineServer(Parts(core, INFO, Watching(log)), socket).run()) == "enough"
     finally:
         context.destroy(linger=0)
     steps = log[: len(log) - log[::-1].index("step")]

@@ -55,6 +55,10 @@ def test_options_that_cannot_be_together_are_refused_by_their_names(given, messa
             ],
             "decode needs at least 1",
         ),
+        (
+            ["--disaggregation-mode", "prefill", "--disaggregation-listen", "127.0.0.1:0", "--dp-size", "2"],
+            "--dp-size: not with --disaggregation-mode prefill",
+        ),
     ],
 )
 def test_slots_come_with_a_role_and_a_role_with_slots(capsys, flags, message):

@@ -228,12 +228,12 @@ class RequestMachine(RuleBasedStateMachine):
                 break
             self.advance()
         assert not self.alive
-        layout, ledger = self.llm.engine.layout, self.llm.scheduler.rows.kv_cache
+        layout, journal = self.llm.engine.layout, self.llm.scheduler.rows.kv_cache
         for group in layout.groups:
             null = self.llm.engine.runner.pools[group.name].data[:, : layout.page_size]
             assert torch.equal(null, torch.zeros_like(null)), "the null page is not clean"
             if self.llm.config.disable_radix_cache:
-                assert ledger.usage == 0
+                assert journal.usage == 0
 
 
 class WindowMachine(RequestMachine):

@@ -7,7 +7,7 @@ import pytest
 
 from treetop.cache.prefix_cache import PrefixCache
 from treetop.debug.router_faults import ROUTER_FAULTS
-from treetop.server.prefix_router import PrefixRouter, Standing, page_keys
+from treetop.distributed.router import PrefixRouter, Standing, page_keys
 from treetop.types.errors import CheckError
 from treetop.types.ids import FULL
 from treetop.types.requests import PrefixPages

@@ -55,7 +55,7 @@ def test_a_rank_of_a_prefill_worker_is_killed_while_pieces_travel(start, pair, e
     before = decode.handover.num_pieces
     ids = decode.ask(prompts, PARAMS)
     decode.until(lambda: decode.handover.num_pieces > before)
-    os.kill(child_of(prefill.process.pid, "follower") if prefill_ranks > 1 else prefill.process.pid, signal.SIGKILL)
+    os.kill(child_of(prefill.process.pid, "tp_worker") if prefill_ranks > 1 else prefill.process.pid, signal.SIGKILL)
     assert decode.wait(ids) == expected
     decode.until(lambda: decode.handover.num_peers == 0 and nothing_held(decode))
     until(lambda: prefill.process.poll() is not None, "a worker without one of its ranks goes on")

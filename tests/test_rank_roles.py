@@ -12,13 +12,13 @@ from engines import greedy, sampled
 from test_expert_roles import addresses
 from tiny_models import Pair, save_random_head, save_random_llama
 from treetop import LLM
-from treetop.core.make import open_core
 from treetop.debug.ranks import ranks_on_threads
 from treetop.disaggregation.agent import block_copies, joined
 from treetop.disaggregation.connector import open_connector
 from treetop.disaggregation.layout import ChunkLayout, first_head
 from treetop.disaggregation.loopback import LoopbackTransport
 from treetop.disaggregation.options import DisaggregationOptions
+from treetop.distributed.opened import open_core
 from treetop.engine.kv_staging import staging_of
 from treetop.types.config import EngineConfig
 from treetop.types.ids import GroupName, RequestId
@@ -59,9 +59,11 @@ class Worker:
 
     def __init__(self, pair, handover, **options):
         slots = {"disaggregation_slots": 3, "disaggregation_slot_bytes": 1 << 15}
-        self.opened = open_core(EngineConfig(**options_of(pair, **slots, **options)), handover)
+        self.opened = open_core(EngineConfig(**options_of(pair, **slots, **options)), True)
         self.core, local = self.opened.core, self.opened.local
-        self.role = open_connector(local.scheduler, staging_of(local.engine), handover, LoopbackTransport, local.others)
+        self.role = open_connector(
+            local.scheduler, staging_of(local.engine), handover, LoopbackTransport, local.executor
+        )
 
     def step(self):
         updates = self.core.step() if self.core.busy else []

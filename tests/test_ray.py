@@ -306,15 +306,16 @@ async def through(replicas: MortalReplicas, prompts: list[int], count: int, time
 def test_a_replica_whose_engine_is_dead_for_good_ends_and_leaves_no_files(monkeypatch):
     from treetop.server.ray import replica
 
-    ended = []
-    monkeypatch.setattr(replica.os, "_exit", lambda code: ended.append((code, Path(one._folder.name).exists())))
+    ended, folders = [], []
+    monkeypatch.setattr(replica.os, "_exit", lambda code: ended.append((code, Path(folders[0]).exists())))
     ours = type("Ours", (replica.Replica,), {"__del__": lambda self: None})  # Ray's is awaited
     one = ours.__new__(ours)
 
     async def killed():
         mocked = MockOptions((1, 2), 0.01, 1, 1)
         await one.__init__(ProcessOptions("", EngineConfig(), mocked), 0)
-        assert Path(one._folder.name).exists()
+        folders.append(one._engines.addresses[0].removeprefix("ipc://").rpartition("/")[0])
+        assert Path(folders[0]).exists()
         one._engines.kill()
         await asyncio.wait_for(one._watching, WAIT_S)
         one._engines.core.close()
@@ -370,6 +371,7 @@ def test_a_moved_stream_that_is_not_whole_is_an_error(name):
         ({"replicas": "many"}, "replicas must be N or A-B"),
         ({"queue-bound": "-1"}, "queue-bound a number"),
         ({"port": 8001}, "serve start --http-port"),
+        ({"dp-size": 2}, "--dp-size: Ray starts replicas"),
         ({"hoste": "x"}, "unrecognized arguments: --hoste=x"),
         ({5: "x"}, "unrecognized arguments: --5=x"),
         ({"help": "true"}, "help: see treetop serve --help"),

@@ -4,18 +4,18 @@ import asyncio
 import random
 import tempfile
 import threading
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from unittest.mock import Mock
 
 import pytest
 import zmq
 
 from fake_core import ask, make_core
-from treetop.core.engine_process import CoreServer
-from treetop.core.ledger import TRIAL_S, TRIAL_STEPS, Ledger
-from treetop.core.remote import RemoteCore
 from treetop.core.wire import ID_RANGE, Add, Hello, Leave, decode_from_core
 from treetop.debug.resume_faults import RESUME_FAULTS
+from treetop.distributed.client import RemoteCore
+from treetop.distributed.engine_process import EngineServer, Parts
+from treetop.distributed.journal import TRIAL_S, TRIAL_STEPS, Journal
 from treetop.types.ids import RequestId
 from treetop.types.layout import SpecShape
 from treetop.types.messages import PrefillPlan, RowResult, StepResult
@@ -75,11 +75,14 @@ INFO = CoreInfo("/none", 1000, 512, 4, SpecShape(2, 3, 6))
 class Engines:
     """Engines one after the other, each with its scheduler and socket on a thread, as in a process of its own."""
 
-    def __init__(self, folder: str) -> None:
-        self.folder, self.count = folder, 0
+    def __init__(self, folder: str, core: RemoteCore) -> None:
+        self.folder, self.count, self.core = folder, 0, core
+        self.gone = asyncio.Event()
 
-    def start(self, engine) -> str:
+    def start(self, engine) -> tuple[str]:
         self.count += 1
+        self.gone.clear()
+        loop = asyncio.get_running_loop()
         address = f"ipc://{self.folder}/{self.count}"
         context = zmq.Context()
         socket = context.socket(zmq.ROUTER)
@@ -87,22 +90,29 @@ class Engines:
         core = make_core(engine, max_in_flight=2, disable_radix_cache=True)
 
         def run():
-            CoreServer(core, INFO, socket).run()
+            failure = EngineServer(Parts(core, INFO), socket).run()
+            with suppress(RuntimeError):  # the test is over
+                loop.call_soon_threadsafe(loop.call_later, 0.2, self._lost, f"{type(failure).__name__}: {failure}")
             context.destroy(linger=2000)
 
         threading.Thread(target=run, daemon=True).start()
-        return address
+        return (address,)
+
+    def _lost(self, reason: str) -> None:
+        self.core.lost(reason)
+        self.gone.set()
 
 
 @asynccontextmanager
 async def connected(first):
     """A client, and a function that gives it another engine once the one before is gone."""
     with tempfile.TemporaryDirectory() as folder:
-        engines, core = Engines(folder), RemoteCore()
+        core = RemoteCore()
+        engines = core.engines = Engines(folder, core)
         await core.connect(engines.start(first))
 
         async def again(engine) -> None:
-            await asyncio.wait_for(core.gone.wait(), WAIT_S)
+            await asyncio.wait_for(engines.gone.wait(), WAIT_S)
             await core.connect(engines.start(engine))
 
         try:
@@ -153,7 +163,7 @@ def test_engines_that_die_at_any_step_lose_no_token_and_repeat_none():
                 assert core.pause is None
                 engine.steps = rng.randint(0, 12)
                 come(2, at_least=60)  # rounds of up to four tokens: it dies before they end
-                await asyncio.wait_for(core.gone.wait(), WAIT_S)
+                await asyncio.wait_for(core.engines.gone.wait(), WAIT_S)
                 assert core.pause is not None
                 come(2)
             await again(PositionEngine())
@@ -210,7 +220,7 @@ def test_what_a_client_said_last_before_it_ended_starts_nothing():
 
     wire = Mock()
     core = make_core(PositionEngine(), max_in_flight=1, disable_radix_cache=True)
-    server = CoreServer(core, INFO, wire)
+    server = EngineServer(Parts(core, INFO), wire)
     first, second = (RequestId(number * ID_RANGE) for number in (1, 2))
     for identity, number, request_id in ((b"a", 1, first), (b"b", 2, second)):
         server._apply(identity, Hello(number))
@@ -233,7 +243,7 @@ def test_what_a_client_said_last_before_it_ended_starts_nothing():
     core.scheduler.check_integrity()
 
 
-# ---------------------------------------------------------------------------------------------- the ledger alone
+# ---------------------------------------------------------------------------------------------- the journal alone
 
 
 class Clock:
@@ -244,57 +254,57 @@ class Clock:
 
 
 def opened(num_requests: int, **options):
-    """A ledger whose requests are with an engine, its clock, and what they hear."""
+    """A journal whose requests are with an engine, its clock, and what they hear."""
     clock, heard = Clock(), []
-    ledger = Ledger(clock)
-    ledger.opened(4)
-    ledger.add([ask(i, [1], **options) for i in range(num_requests)], heard.append)
-    assert len(ledger.due()) == num_requests
-    return ledger, clock, heard
+    journal = Journal(clock)
+    journal.opened(4)
+    journal.add([ask(i, [1], **options) for i in range(num_requests)], heard.append)
+    assert len(journal.due()) == num_requests
+    return journal, clock, heard
 
 
 def test_a_deadline_holds_while_there_is_no_engine_and_counts_what_has_passed():
-    ledger, clock, heard = opened(2, timeout_s=10)
+    journal, clock, heard = opened(2, timeout_s=10)
     clock.now_s = 3
-    ledger.lost("gone")
-    ledger.add([ask(7, [1], timeout_s=2)], heard.append)
+    journal.lost("gone")
+    journal.add([ask(7, [1], timeout_s=2)], heard.append)
     clock.now_s = 6
-    ledger.tend()
+    journal.tend()
     assert [(each.request_id, each.timed_out) for each in heard] == [(7, True)]
     assert "its time is over: it has 0 tokens" in heard[0].error
-    ledger.opened(4)
-    (first,) = ledger.due()
+    journal.opened(4)
+    (first,) = journal.due()
     assert first.timeout_s == 4
     clock.now_s = 11  # the engine's own to end; the other waits for the trial
-    ledger.tend()
+    journal.tend()
     assert [each.request_id for each in heard] == [7, 1]
 
 
 def test_suspects_are_tried_one_after_the_other_and_a_long_trial_does_not_hold_up_the_next():
-    ledger, clock, heard = opened(6)
-    ledger.take([RequestUpdate(i, (3,)) for i in (1, 4)])
-    ledger.lost("gone")
-    ledger.opened(4)
-    assert [each.request_id for each in ledger.due()] == [0]
-    assert ledger.due() == []
+    journal, clock, heard = opened(6)
+    journal.take([RequestUpdate(i, (3,)) for i in (1, 4)])
+    journal.lost("gone")
+    journal.opened(4)
+    assert [each.request_id for each in journal.due()] == [0]
+    assert journal.due() == []
     for step in range(TRIAL_STEPS):
-        assert not ledger.settled
-        ledger.take([RequestUpdate(0, (3,), start=step)])
-    (second,) = ledger.due()
+        assert not journal.settled
+        journal.take([RequestUpdate(0, (3,), start=step)])
+    (second,) = journal.due()
     assert second == ask(1, [1])._replace(received=(3,))
     clock.now_s = TRIAL_S / 2
-    ledger.tend()
-    assert ledger.due() == []
+    journal.tend()
+    assert journal.due() == []
     clock.now_s = 1.5 * TRIAL_S
-    ledger.tend()
-    assert [each.request_id for each in ledger.due()] == [2]
-    ledger.drop([2])  # its client has gone
-    assert [each.request_id for each in ledger.due()] == [4]
-    ledger.lost("gone again")
+    journal.tend()
+    assert [each.request_id for each in journal.due()] == [2]
+    journal.drop([2])  # its client has gone
+    assert [each.request_id for each in journal.due()] == [4]
+    journal.lost("gone again")
     assert [each.request_id for each in heard if each.error] == [4]
-    ledger.opened(4)
-    given = [ledger.due()]
-    ledger.take([RequestUpdate(1, (3,), None, "length", start=1)])
-    given.append(ledger.due())
+    journal.opened(4)
+    given = [journal.due()]
+    journal.take([RequestUpdate(1, (3,), None, "length", start=1)])
+    given.append(journal.due())
     assert [[each.request_id for each in each_time] for each_time in given] == [[1], [0, 3, 5]]
-    assert ledger.settled
+    assert journal.settled

@@ -15,7 +15,8 @@ import pytest
 
 from engines import accept_lens, build, greedy, tokens
 from tiny_models import Pair, save_copying_head, save_weak_llama
-from treetop.core.ranks import worker_group
+from treetop.distributed import process as processes
+from treetop.distributed import tp_executor
 from treetop.types.errors import EngineError
 
 LONG = greedy(200)
@@ -32,8 +33,8 @@ def pair(tmp_path_factory):
 def group(pair, monkeypatch, **options):
     """An LLM over two processes, and the process of the second rank; whatever happens, nothing is left of them."""
     started = {}
-    start = worker_group.start_process
-    monkeypatch.setattr(worker_group, "start_process", lambda told: started.setdefault(told.folder, start(told)))
+    start = processes.start_process
+    monkeypatch.setattr(processes, "start_process", lambda *a: started.setdefault(a[1].folder, start(*a)))
     llm = build(pair, (4, 5, 16), tp_size=2, overlap=True, **options)
     ((folder, process),) = started.items()
     try:
@@ -93,14 +94,14 @@ def test_a_rank_that_stops_for_longer_than_the_deadline_ends_the_group(pair, mon
 
 REFUSED = """
 import os, signal, sys, threading
-from treetop.core.ranks import follower
+from treetop.distributed import tp_worker
 from treetop.parallel import exchange
 
 def refuse(store, meeting):
     {what}
 
 exchange._gloo = refuse
-sys.exit(follower.main())
+sys.exit(tp_worker.main())
 """
 
 
@@ -123,16 +124,16 @@ def test_a_rank_that_does_not_meet_the_others_ends_the_start(pair, monkeypatch, 
     """
     started = {}
 
-    def start(told):
+    def start(_, told):
         started[told.folder] = process = subprocess.Popen(
-            [sys.executable, "-c", REFUSED.format(what=what)], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+            [sys.executable, "-c", REFUSED.format(what=what)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         process.stdin.write(msgspec.json.encode(told) + b"\n")
         process.stdin.flush()
         return process
 
-    monkeypatch.setattr(worker_group, "start_process", start)
-    monkeypatch.setattr(worker_group, "MEET_S", 2.0)
+    monkeypatch.setattr(processes, "start_process", start)
+    monkeypatch.setattr(tp_executor, "MEET_S", 2.0)
     began = time.monotonic()
     with pytest.raises(EngineError, match=words):
         build(pair, None, tp_size=2)
@@ -147,12 +148,12 @@ def test_a_rank_that_stops_before_it_says_a_word_ends_the_start(pair, monkeypatc
     stops = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
     started = []
 
-    def start(told):
-        started.append(subprocess.Popen([sys.executable, "-c", stops], stdin=subprocess.PIPE))
+    def start(_, told):
+        started.append(subprocess.Popen([sys.executable, "-c", stops], stdin=subprocess.PIPE, stdout=subprocess.PIPE))
         return started[-1]
 
-    monkeypatch.setattr(worker_group, "start_process", start)
-    monkeypatch.setattr(worker_group, "START_S", 1.0)
+    monkeypatch.setattr(processes, "start_process", start)
+    monkeypatch.setattr(tp_executor, "START_S", 1.0)
     with pytest.raises(EngineError, match="rank 1 did not start in 1 s; while the group started"):
         build(pair, None, tp_size=2)
     assert started[0].poll() is not None
@@ -163,13 +164,13 @@ import sys
 sys.path[:0] = {path!r}
 from engines import build, greedy
 from tiny_models import Pair
-from treetop.core.ranks import worker_group
-start = worker_group.start_process
-def started(told):
-    process = start(told)
-    print(process.pid, told.folder, flush=True)
-    return process
-worker_group.start_process = started
+from treetop.distributed import process
+start = process.start_process
+def started(module, told):
+    child = start(module, told)
+    print(child.pid, told.folder, flush=True)
+    return child
+process.start_process = started
 if __name__ == "__main__":
     pair = Pair({target!r}, {head!r})
     llm = build(pair, (4, 5, 16), tp_size=2)

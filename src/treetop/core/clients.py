@@ -5,13 +5,16 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from treetop.core.thread import CoreThread
+from treetop.core.thread import EngineThread
 from treetop.types.errors import EngineError
 from treetop.types.ids import RequestId
 from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, RequestUpdate
 
 Sink = Callable[[RequestUpdate], None]
 """Takes a request's updates, in the event loop; it does not wait."""
+
+
+_LOOK_S = 1.0
 
 
 class AsyncCore(Protocol):
@@ -41,6 +44,10 @@ class AsyncCore(Protocol):
 
     @property
     def num_restarts(self) -> int: ...
+
+    async def until_failed(self) -> None:
+        """Wait until there is a `failure`."""
+        ...
 
     def next_id(self) -> RequestId: ...
 
@@ -93,7 +100,7 @@ class LocalCore:
 
     pause, is_stalled, num_restarts = None, False, 0
 
-    def __init__(self, thread: CoreThread, info: CoreInfo, close_engine: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, thread: EngineThread, info: CoreInfo, close_engine: Callable[[], object] = lambda: None) -> None:
         self._thread, self.info, self._sinks, self._close_engine = thread, info, Sinks(), close_engine
 
     @property
@@ -103,6 +110,10 @@ class LocalCore:
     @property
     def failure(self) -> EngineError | None:
         return None if self._thread.alive else EngineError("the engine core has been closed")
+
+    async def until_failed(self) -> None:
+        while self.failure is None:
+            await asyncio.sleep(_LOOK_S)
 
     def next_id(self) -> RequestId:
         return self._thread.next_id()

@@ -1,6 +1,7 @@
 """A core and its clients: whom to tell of each request, and who waits for what is in flight. One thread calls it."""
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -47,16 +48,47 @@ class Core(Protocol):
     def fail(self, error: BaseException) -> list[RequestUpdate]: ...
 
 
+class Inbox(Protocol):
+    """Where a loop's commands come from: a queue of this process (`core/thread.py`), or a socket."""
+
+    def take(self, loop: "CoreLoop") -> bool:
+        """Apply what has come, and wait for something to come if the loop is idle. False ends the loop."""
+        ...
+
+
+class Peers(Protocol):
+    """Other ranks, in whose steps this one takes part also without requests of its own; see `Lockstep`."""
+
+    def called(self) -> bool: ...
+
+    def rest(self) -> None: ...
+
+
 class CoreLoop:
     """Applies the commands of clients between steps, and delivers each step's updates.
 
-    role: the worker's KV connector, if it has one; whoever runs the loop polls it.
+    role: the worker's KV connector, if it has one. peers: other ranks, if there are any.
     """
 
-    def __init__(self, core: Core, role: "Connector | None" = None) -> None:
-        self.core, self.role = core, role
+    def __init__(self, core: Core, role: "Connector | None" = None, peers: Peers | None = None) -> None:
+        self.core, self.role, self.peers = core, role, peers
         self._clients: dict[RequestId, Deliver] = {}
         self._flushes: list[tuple[int, threading.Event]] = []  # set once so many steps have been committed
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do until something comes."""
+        return self.core.stalled or not self.core.busy
+
+    def run(self, inbox: Inbox) -> None:
+        """Until the inbox says that it is over. Raises nothing of the engine's: its failures are told in updates."""
+        while inbox.take(self):
+            if self.role is not None:  # before the step, which does what the role tells the scheduler
+                self.role.poll(time.monotonic())
+            if self.core.busy:
+                self.step()
+            if self.peers is not None and self.idle and self.peers.called():
+                self.peers.rest()
 
     @property
     def load(self) -> CoreLoad:

@@ -7,42 +7,51 @@ A command is one `put`, which is atomic: an interrupt falls before it or after i
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from queue import Empty, SimpleQueue
-from typing import NamedTuple
+from typing import Protocol
 
 from treetop.core.loop import Core, CoreLoop, Deliver
 from treetop.types.errors import EngineError
 from treetop.types.ids import RequestId
-from treetop.types.requests import EngineRequest, RequestUpdate
+from treetop.types.requests import CoreLoad, EngineRequest, RequestUpdate
+
+Command = Callable[[CoreLoop], object]
+"""What the thread does with its loop."""
 
 
-class _Add(NamedTuple):
-    requests: Sequence[EngineRequest]
-    deliver: Deliver
+class HasLoad(Protocol):
+    """What an `EngineThread` runs."""
+
+    @property
+    def load(self) -> CoreLoad: ...
+
+    @property
+    def failure(self) -> BaseException | None: ...
 
 
-class _Abort(NamedTuple):
-    request_ids: Sequence[RequestId]
+class EngineThread(Protocol):
+    """A thread that serves requests: see `CoreThread`."""
 
+    @property
+    def core(self) -> HasLoad: ...
 
-class _Finish(NamedTuple):
-    request_id: RequestId
-    num_tokens: int
+    @property
+    def alive(self) -> bool: ...
 
+    def next_id(self) -> RequestId: ...
 
-class _Flush(NamedTuple):
-    """`done` is set once nothing is in flight that was when this arrived."""
+    def add(self, requests: Sequence[EngineRequest], deliver: Deliver) -> None: ...
 
-    done: threading.Event
+    def abort(self, request_ids: Sequence[RequestId]) -> None: ...
 
+    def finish(self, request_id: RequestId, num_tokens: int) -> None: ...
 
-class _Stop(NamedTuple):
-    pass
+    def flush(self) -> None: ...
 
-
-Command = _Add | _Abort | _Finish | _Flush | _Stop
+    @property
+    def close(self) -> Callable[[], object]: ...
 
 
 class CoreThread:
@@ -50,7 +59,7 @@ class CoreThread:
 
     def __init__(self, core: Core) -> None:
         self.core = core
-        self._inbox: SimpleQueue[Command] = SimpleQueue()
+        self._inbox: SimpleQueue[Command | None] = SimpleQueue()
         self._ids = count()
         self._thread = threading.Thread(target=_run, args=(core, self._inbox), name="treetop-core", daemon=True)
         self._thread.start()
@@ -66,15 +75,15 @@ class CoreThread:
 
     def add(self, requests: Sequence[EngineRequest], deliver: Deliver) -> None:
         """Queue requests together. One that can never run is told so in its last update."""
-        self._inbox.put(_Add(requests, deliver))
+        self._inbox.put(lambda loop: loop.add(requests, deliver))
 
     def abort(self, request_ids: Sequence[RequestId]) -> None:
         """End requests, wherever they stand; those that are not alive stay as they are. They get a last update."""
-        self._inbox.put(_Abort(request_ids))
+        self._inbox.put(lambda loop: loop.abort(request_ids))
 
     def finish(self, request_id: RequestId, num_tokens: int) -> None:
         """The client stops after `num_tokens` tokens of the output; nothing more is delivered."""
-        self._inbox.put(_Finish(request_id, num_tokens))
+        self._inbox.put(lambda loop: loop.finish(request_id, num_tokens))
 
     def flush(self) -> None:
         """Wait until all that was in flight has been committed, and all commands before this have been applied.
@@ -84,7 +93,7 @@ class CoreThread:
         if threading.current_thread() is self._thread:
             return
         done = threading.Event()
-        self._inbox.put(_Flush(done))
+        self._inbox.put(lambda loop: loop.flush(done))
         while self.alive and not done.wait(timeout=1.0):
             pass
 
@@ -95,7 +104,7 @@ class CoreClient:
     It is a context: on leaving, requests that are still alive are aborted, and nothing of them is in flight any more.
     """
 
-    def __init__(self, thread: CoreThread) -> None:
+    def __init__(self, thread: EngineThread) -> None:
         self._thread = thread
         self._queue: SimpleQueue[list[RequestUpdate]] = SimpleQueue()
         self._alive: set[RequestId] = set()
@@ -150,29 +159,27 @@ class CoreClient:
         self._alive.clear()
 
 
-def _close(inbox: "SimpleQueue[Command]", thread: threading.Thread) -> None:
-    inbox.put(_Stop())
+def _close(inbox: "SimpleQueue[Command | None]", thread: threading.Thread) -> None:
+    inbox.put(None)
     if thread is not threading.current_thread():  # else a collection on the core's own thread
         thread.join()
 
 
-def _run(core: Core, inbox: "SimpleQueue[Command]") -> None:
-    loop = CoreLoop(core)
-    while True:
-        command = None
-        if not core.busy or not inbox.empty():
-            command = inbox.get()
-        match command:
-            case None:
-                loop.step()
-            case _Add(requests, deliver):
-                loop.add(requests, deliver)
-            case _Abort(request_ids):
-                loop.abort(request_ids)
-            case _Finish(request_id, num_tokens):
-                loop.finish(request_id, num_tokens)
-            case _Flush(done):
-                loop.flush(done)
-            case _Stop():
+class _QueueInbox:
+    """Commands of this process."""
+
+    def __init__(self, queue: "SimpleQueue[Command | None]") -> None:
+        self._queue = queue
+
+    def take(self, loop: CoreLoop) -> bool:
+        while not loop.core.busy or not self._queue.empty():
+            command = self._queue.get()
+            if command is None:
                 loop.end(EngineError("the engine core has been closed"))
-                return
+                return False
+            command(loop)
+        return True
+
+
+def _run(core: Core, queue: "SimpleQueue[Command | None]") -> None:
+    CoreLoop(core).run(_QueueInbox(queue))

@@ -1,5 +1,7 @@
 """What an API process and the engine process say to each other: typed msgpack messages, never pickles."""
 
+from pathlib import Path
+
 import msgspec
 
 from treetop.disaggregation.options import DisaggregationOptions
@@ -60,28 +62,27 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     load: CoreLoad
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The engine could not start, or has failed; its process ends. user_error: whoever started it can change that."""
-
-    reason: str
-    user_error: bool
-
-
 class EngineUp(msgspec.Struct, frozen=True, tag=True):
-    """To an API process: the engine is up, at this address. It answers with the address once it has given it all."""
+    """To an API process: an engine is up. It answers `EngineUp` once it has given it all that it has for it.
 
-    address: str
+    addresses: of its processes, of which each takes requests.
+    """
+
+    replica: int
+    addresses: tuple[str, ...]
 
 
 class EngineLost(msgspec.Struct, frozen=True, tag=True):
     """To an API process: the engine has ended; another may come."""
 
+    replica: int
     reason: str
 
 
 class EngineDead(msgspec.Struct, frozen=True, tag=True):
     """To an API process: there is no engine any more."""
 
+    replica: int
     reason: str
 
 
@@ -102,9 +103,13 @@ class MockOptions(msgspec.Struct, frozen=True):
 
 
 class ProcessOptions(msgspec.Struct, frozen=True):
-    """What an engine process is told on stdin. address: its socket's, ipc. log_level: of `logging`.
+    """What an engine process is told on stdin.
 
+    address: of its socket, ipc, in a folder of its owner alone; ranks that share experts have theirs beside it.
+    log_level: of `logging`; of the ranks after the first only warnings are shown.
     handover: what it does for others.
+    rank: of `config.ep_size`.
+    replica: of `num_replicas`, which share the machine.
     """
 
     address: str
@@ -112,10 +117,18 @@ class ProcessOptions(msgspec.Struct, frozen=True):
     mock: MockOptions | None = None
     log_level: int = 30
     handover: DisaggregationOptions = DisaggregationOptions()
+    rank: int = 0
+    replica: int = 0
+    num_replicas: int = 1
+
+    @property
+    def folder(self) -> str:
+        """Where its socket lies, and where ranks meet."""
+        return str(Path(self.address.removeprefix("ipc://")).parent)
 
 
 ToCore = Hello | Add | Abort | Finish | Leave
-FromCore = Ready | Updates | Load | Failed
+FromCore = Ready | Updates | Load
 
 encode = msgspec.msgpack.Encoder().encode
 _to_core: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)

@@ -5,53 +5,39 @@ What they hand over to each other is copied in memory.
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import zmq
 
 from treetop.core.engine_core import EngineCore
-from treetop.core.ranks.expert_rank import SAID_WHY, ExpertRank, RankOptions
-from treetop.core.ranks.lockstep import Agreement, Lockstep
+from treetop.core.wire import ProcessOptions
 from treetop.debug.patching import Patch, instead, replaced
-from treetop.debug.ranks import MemoryGroup, Nothing, RankDied
+from treetop.debug.ranks import MemoryGroup, ProcessThread, RankDied
 from treetop.disaggregation.connector import Connector
 from treetop.disaggregation.loopback import LoopbackTransport
+from treetop.distributed.engine_process import EngineProcess
+from treetop.distributed.lockstep import Agreement, Lockstep
 from treetop.engine.engine import Engine
 
-_KILLED = -9
 
-
-class ExpertRankThread(threading.Thread):
+class ExpertRankThread(ProcessThread):
     """A rank on a thread, which looks like its process. core: its own, once it is up; role: if the group has one."""
 
     core: "EngineCore[Any]"
     role: "Connector | None" = None
 
-    def __init__(self, options: RankOptions) -> None:
-        super().__init__(name=f"rank-{options.rank}", daemon=True)
-        self._rank, self.stdin, self._code = ExpertRank(options, zmq.Context.instance()), Nothing(), SAID_WHY
-        self.killed = threading.Event()
-        self.start()
+    def __init__(self, _: str, options: ProcessOptions) -> None:
+        self.process = EngineProcess(options, zmq.Context.instance(), self.say)
+        super().__init__(options.rank)
 
-    def run(self) -> None:
-        with suppress(RankDied):
-            self._rank.run()
-        if self.killed.is_set():
-            self._code = _KILLED
-
-    def poll(self) -> int | None:
-        return None if self.is_alive() else self._code
-
-    def wait(self) -> int:
-        if self is not threading.current_thread():  # else a collection on its own thread
-            self.join()
-        return self._code
+    def work(self) -> int:
+        return self.process.run()
 
     def kill(self) -> None:
         """It ends before its next step, and where it waits for what the others want."""
-        self.killed.set()
-        self._rank.ended.set()
+        super().kill()
+        self.process.over.set()
 
 
 @contextmanager
@@ -59,18 +45,19 @@ def expert_ranks_on_threads() -> Iterator[list[ExpertRankThread]]:
     """Groups that are started inside have no other processes. Yields all ranks that are started."""
     started: list[ExpertRankThread] = []
 
-    def start(options: RankOptions) -> ExpertRankThread:
-        started.append(ExpertRankThread(options))
+    def start(module: str, options: ProcessOptions) -> ExpertRankThread:
+        started.append(ExpertRankThread(module, options))
         return started[-1]
 
     with replaced(
         [
-            instead("treetop.core.ranks.expert_group:start_process", start),
-            instead("treetop.core.ranks.expert_rank:Group", MemoryGroup),
-            instead("treetop.core.ranks.expert_rank:NixlTransport", LoopbackTransport),
-            Patch("treetop.core.ranks.expert_rank:core_of", _noted),
-            Patch("treetop.core.ranks.expert_rank:open_connector", _noted_connector),
-            Patch("treetop.core.ranks.lockstep:Agreement._hear", _mortal),
+            instead("treetop.distributed.process:start_process", start),
+            instead("treetop.distributed.expert_rank:Group", MemoryGroup),
+            instead("treetop.distributed.engine_process:NixlTransport", LoopbackTransport),
+            instead("treetop.distributed.engine_process:take_share", lambda options: None),
+            Patch("treetop.distributed.expert_rank:core_of", _noted),
+            Patch("treetop.distributed.engine_process:open_connector", _noted_connector),
+            Patch("treetop.distributed.lockstep:Agreement._hear", _mortal),
         ]
     ):
         yield started

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
-from treetop.core.ranks.lockstep import Lockstep, Want
-from treetop.core.ranks.lockstep import without_rows as real_without_rows
 from treetop.debug.faults import Fault
 from treetop.debug.patching import Patch, instead
+from treetop.distributed.lockstep import Lockstep, Want
+from treetop.distributed.lockstep import without_rows as real_without_rows
 from treetop.types.layout import SpecShape
 from treetop.types.messages import StepPlan
 
@@ -38,14 +38,14 @@ LOCKSTEP_FAULTS: dict[str, Fault] = {
         Fault(
             "idle-rank-skips",
             "a rank without requests leaves a step out, and the others wait for its experts",
-            (Patch("treetop.core.ranks.lockstep:Lockstep.rest", _skips),),
+            (Patch("treetop.distributed.lockstep:Lockstep.rest", _skips),),
             "a rank did not answer in",
             None,
         ),
         Fault(
             "idle-rank-another-graph",
             "a rank without requests runs a smaller batch than the others, whose exchanges then do not match",
-            (instead("treetop.core.ranks.lockstep:without_rows", _smallest),),
+            (instead("treetop.distributed.lockstep:without_rows", _smallest),),
             "this rank would launch",
             None,
         ),

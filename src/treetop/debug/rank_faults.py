@@ -4,7 +4,7 @@ from treetop.debug import rank_twins as twins
 from treetop.debug.faults import Fault
 from treetop.debug.patching import Patch, instead
 
-_TELL = "treetop.core.ranks.worker_group:_Ranks.tell"
+_TELL = "treetop.distributed.tp_executor:_Workers.tell"
 
 RANK_FAULTS: dict[str, Fault] = {
     each.name: each

@@ -1,24 +1,27 @@
-"""All ranks of a worker group in one process, each on a thread: what processes do, in a second instead of ten.
+"""All ranks that share a model in one process, each on a thread: what processes do, in a second instead of ten.
 
 Engines and messages are the real ones; tensors are exchanged in memory. Faults, instruments and `GraphSim` reach every
 rank.
 """
 
+import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+import msgspec
 import torch
 import zmq
 from torch import Tensor
 
-from treetop.core.ranks.follower import LINGER_MS, Follower
-from treetop.core.ranks.group_wire import FollowerOptions
 from treetop.debug.patching import instead, replaced
 from treetop.disaggregation.loopback import LoopbackTransport
+from treetop.distributed.process import Failed
+from treetop.distributed.tp_wire import WorkerOptions
+from treetop.distributed.tp_worker import TpWorker
 from treetop.parallel.exchange import START_S, ExchangeRank, Meeting
 from treetop.types.errors import EngineError
 
@@ -26,9 +29,9 @@ from treetop.types.errors import EngineError
 @contextmanager
 def ranks_on_threads() -> Iterator[None]:
     """Groups that are started inside have no other processes."""
-    places = [f"treetop.core.ranks.{module}:Group" for module in ("worker_group", "follower")]
-    start = instead("treetop.core.ranks.worker_group:start_process", RankThread)
-    transport = instead("treetop.core.ranks.follower:NixlTransport", LoopbackTransport)
+    places = [f"treetop.distributed.{module}:Group" for module in ("tp_executor", "tp_worker")]
+    start = instead("treetop.distributed.process:start_process", RankThread)
+    transport = instead("treetop.distributed.tp_worker:NixlTransport", LoopbackTransport)
     with replaced([start, transport, *(instead(place, MemoryGroup) for place in places)]):
         yield
 
@@ -81,31 +84,62 @@ class RankDied(BaseException):
     """A rank is gone without a word, as a process that is killed."""
 
 
-class RankThread:
-    """A follower on a thread, which looks like its process."""
+class ProcessThread(threading.Thread):
+    """A rank on a thread, which looks like its process. killed: it is to end once it waits for nobody."""
 
-    def __init__(self, options: FollowerOptions) -> None:
-        self._follower = Follower(options, zmq.Context.instance())
-        self.stdin, self._killed = Nothing(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"rank-{options.rank}", daemon=True)
-        self._thread.start()
+    def __init__(self, rank: int) -> None:
+        super().__init__(name=f"rank-{rank}", daemon=True)
+        self.rank, self.stdin, self.killed, self._code = rank, Nothing(), threading.Event(), 1
+        read, self._stdout = os.pipe()
+        self.stdout = os.fdopen(read, "rb")
+        self.start()
 
-    def _run(self) -> None:
-        with suppress(RankDied):
-            self._follower.run()
-            self._killed.wait(LINGER_MS / 1000)  # like `follower.main`: its last words arrive before it ends
+    def work(self) -> int:
+        """What the process does. Returns its exit code."""
+        raise NotImplementedError
+
+    def run(self) -> None:
+        try:
+            self._code = self.work()
+        except RankDied:
+            pass
+        finally:
+            os.close(self._stdout)
+        if self.killed.is_set():
+            self._code = KILLED
+
+    def say(self, why: Failed) -> None:
+        """As `say_why`."""
+        os.write(self._stdout, msgspec.json.encode(why) + b"\n")
 
     def poll(self) -> int | None:
-        return None if self._thread.is_alive() else 1
+        return None if self.is_alive() else self._code
 
     def wait(self) -> int:
-        self._thread.join()
-        return 1
+        if self is not threading.current_thread():  # else a collection on its own thread
+            self.join()
+        return self._code
 
     def kill(self) -> None:
-        """It ends once it waits for nobody."""
-        self._follower._failed.set()
-        self._killed.set()
+        self.killed.set()
+
+
+class RankThread(ProcessThread):
+    """A rank but the first of those that share a model."""
+
+    def __init__(self, _: str, options: WorkerOptions) -> None:
+        self._worker = TpWorker(options, zmq.Context.instance(), self.say)
+        super().__init__(options.rank)
+
+    def work(self) -> int:
+        return self._worker.run()
+
+    def kill(self) -> None:
+        super().kill()
+        self._worker._failed.set()
+
+
+KILLED = -9
 
 
 class Nothing:

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from treetop.core.ledger import resumed
 from treetop.debug.faults import Fault
 from treetop.debug.patching import instead
+from treetop.distributed.journal import resumed
 from treetop.types.requests import EngineRequest
 
 
@@ -24,7 +24,7 @@ def one_token_more(request: EngineRequest, received: Sequence[int], timeout_s: f
 
 
 _real = resumed
-_RESUMED = "treetop.core.ledger:resumed"
+_RESUMED = "treetop.distributed.journal:resumed"
 _GUARD = "its client has"
 
 RESUME_FAULTS: dict[str, Fault] = {

@@ -16,7 +16,7 @@ ROUTER_FAULTS: dict[str, Fault] = {
         Fault(
             "dead-replica",
             "the router sends to a replica that is dead, for it held the prompt",
-            (instead("treetop.server.prefix_router:PrefixRouter._forget_dead", keeps_the_dead),),
+            (instead("treetop.distributed.router:PrefixRouter._forget_dead", keeps_the_dead),),
             "which is not one of the",
             None,
         ),

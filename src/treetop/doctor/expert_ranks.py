@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import zmq
 
-from treetop.core.ranks.lockstep import Agreement, Want
+from treetop.distributed.lockstep import Agreement, Want
 from treetop.doctor.exchange import ROWS, WIDTH, leave, measured_by_ranks, times_us
 from treetop.parallel.exchange import Group, Meeting
 from treetop.types.parallel import Parallel

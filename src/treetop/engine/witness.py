@@ -2,7 +2,7 @@
 
 Trees, paths and tokens of all ranks are the same bytes, because all choose from the same bytes; so are features, for
 sums are added in one order. A digest of them travels with each step's results, and the host compares
-(`core/ranks/worker_group.py`).
+(`distributed/tp_executor.py`).
 """
 
 from collections.abc import Callable

@@ -9,7 +9,6 @@ from typing import Any
 
 from treetop.core.clients import AsyncCore, LocalCore
 from treetop.core.structure_checker import StructureChecker
-from treetop.core.thread import CoreThread
 from treetop.server.alive import Alive
 from treetop.server.lanes import Lanes
 from treetop.server.options import Unset, engine_config
@@ -45,11 +44,11 @@ class AsyncLLM:
     def __init__(
         self, model: str | Path | None = None, draft: str | Path | Unset | None = Unset.UNSET, **options: Any
     ) -> None:
-        from treetop.core.make import open_core  # noqa: PLC0415  # loads PyTorch
+        from treetop.distributed.opened import open_thread  # noqa: PLC0415  # loads PyTorch
 
         config = engine_config(model, draft, options)
-        opened = open_core(config)
-        self._open(LocalCore(CoreThread(opened.core), opened.info, opened.close), config.seed, None)
+        opened = open_thread(config)
+        self._open(LocalCore(opened.thread, opened.info, opened.close), config.seed, None)
 
     @classmethod
     def of(
@@ -220,12 +219,7 @@ class DeltaStream:
             self._fail(EngineError(update.error or "the engine failed"))
             return
         try:
-            cut = mine.cut(update)
-            if cut is not update:
-                self._core.finish(update.request_id, len(mine.output_ids) + len(cut.new_ids))
-            if self._observe is not None:
-                self._observe(mine, cut)
-            delta = mine.apply(cut)
+            delta = mine.take(update, self._core.finish, self._observe)
         except Exception as error:  # whatever it was, its reader must not wait for ever
             self._fail(EngineError(f"the text could not be made: {type(error).__name__}"))
             raise

@@ -26,12 +26,14 @@ _FLAGS = (
     *(flag(each.name) for kind in (EngineConfig, ServeOptions) for each in fields(kind) if each.default is False),
 )
 """Flags without a value, which are off unless they are given."""
-_ONLY_ONE = ("--pipeline-parallel-size", "--data-parallel-size")
+_ONLY_ONE = ("--pipeline-parallel-size",)
 
 _HELP = {
     "host": "address to listen on (default %(default)s)",
     "port": "port to listen on, 0 for a free one (default %(default)s)",
     "api_workers": "processes for HTTP and text (default %(default)s)",
+    "dp_size": "engines on this machine, each with the whole model and GPUs of its own; a request goes to the one that"
+    " has its prefix, or the least to do (default %(default)s)",
     "served_model_name": "names that requests may give (default: the model as it was given)",
     "chat_template": "file with a chat template, or the template itself, instead of the model's",
     "api_key": f"key that requests must bring; repeats (default: ${KEY_VARIABLE}, else none)",
@@ -104,7 +106,8 @@ def add_serve_flags(parser: argparse.ArgumentParser, aliases: argparse._Argument
         else:
             options |= {"type": float if default is None and field.name != "chat_template" else type(default)}
             options |= {"type": str, "metavar": "FILE"} if field.name == "chat_template" else {"metavar": None}
-        serve.add_argument(flag(field.name), **options)
+        also = ("--data-parallel-size",) if field.name == "dp_size" else ()
+        serve.add_argument(flag(field.name), *also, **options)
     _add_disaggregation_flags(parser)
     serve.add_argument("--config", metavar="FILE", help="YAML of flags without dashes; the command line has precedence")
     serve.add_argument(
@@ -211,6 +214,8 @@ def asked_for(args: argparse.Namespace, engine_options: dict[str, Any]) -> tuple
         if "disaggregation_slots" in engine_options:
             raise ConfigError(f"--disaggregation-slots: --disaggregation-mode {handover.mode} needs at least 1")
         config = replace(config, disaggregation_slots=DEFAULT_SLOTS)
+    if handover.mode == "prefill" and options.dp_size > 1:
+        raise ConfigError("--dp-size: not with --disaggregation-mode prefill; start several, with an address each")
     process = ProcessOptions("", config, mock_options(args.mock_engine, config), log_level=20, handover=handover)
     if handover.mode != "null":
         if process.mock is not None:

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from treetop.core.make import LocalEngine, open_core
 from treetop.core.structure_checker import StructureChecker
-from treetop.core.thread import CoreClient, CoreThread
+from treetop.core.thread import CoreClient
+from treetop.distributed.opened import LocalEngine, open_thread
 from treetop.engine.engine import Engine
 from treetop.scheduler.scheduler import Scheduler
 from treetop.server.chat_input import Message, conversations_of
@@ -44,13 +44,13 @@ class LLM:
         **options: Any,
     ) -> None:
         self.config = engine_config(model, draft, options)
-        opened = open_core(self.config)
+        opened = open_thread(self.config)
         self._local, self._close_engine = opened.local, opened.close
         self.model_path, self.draft_path = Path(opened.info.model_path), opened.draft_path
         self._reader = PromptReader(opened.info)
         self.tokenizer = self._reader.tokenizer
         self._structures = StructureChecker(opened.info)
-        self._core = CoreThread(opened.core)
+        self._core = opened.thread
         self._seeds = random.Random(self.config.seed)
         self._template: ChatTemplate | None = None
 
@@ -173,10 +173,7 @@ class LLM:
                 for update in client.get():
                     if update.engine_failed:
                         raise client.failure
-                    mine = live[update.request_id]
-                    cut = mine.cut(update)
-                    if cut is not update:
-                        client.finish(update.request_id, len(mine.output_ids) + len(cut.new_ids))
-                    if cut.finish_reason is not None:
+                    delta = live[update.request_id].take(update, client.finish)
+                    if delta.output is not None:
                         del live[update.request_id]
-                    yield mine.apply(cut)
+                    yield delta

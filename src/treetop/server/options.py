@@ -31,21 +31,23 @@ def _folder(name: str | Path | None) -> str | None:
 class ServeOptions:
     """Options of `treetop serve`, under the flags' names. Raises ConfigError with all problems at once.
 
-    served_model_name: names that requests may give; none is the model as it was given. max_queued_requests: that wait
-    for a row; more are refused with 429. max_body_bytes: of a request. max_connections: of an API process, 0 for what
-    its open files allow. http_read_timeout: seconds for a request's head, and for some of its body. timeout_keep_alive:
-    seconds that a connection stays without a request. drain_timeout: seconds that requests may still take after
-    SIGTERM and shutdown_delay, None for all they need. shutdown_delay: seconds after SIGTERM for which new requests are
-    still taken, while readiness says that there is none. access_log: a log line for each answer. request_timeout:
-    seconds that a request may take, None for all it needs; one may ask for less. log_interval: seconds between two log
-    lines, 0 for none. engine_restarts: how often within an hour an engine that has died is started again; 0 ends the
-    server with it. api_restarts: likewise of API processes, where there are several. watchdog_timeout: seconds that one
-    step or command of the engine may take before health says so. watchdog_restart: the engine is then started again.
+    dp_size: engines that share the requests, each with the whole model. served_model_name: names that requests may
+    give; none is the model as it was given. max_queued_requests: that wait for a row; more are refused with 429.
+    max_body_bytes: of a request. max_connections: of an API process, 0 for what its open files allow.
+    http_read_timeout: seconds for a request's head, and for some of its body. timeout_keep_alive: seconds that a
+    connection stays without a request. drain_timeout: seconds that requests may still take after SIGTERM and
+    shutdown_delay, None for all they need. shutdown_delay: seconds after SIGTERM for which new requests are still
+    taken, while readiness says that there is none. access_log: a log line for each answer. request_timeout: seconds
+    that a request may take, None for all it needs; one may ask for less. log_interval: seconds between two log lines, 0
+    for none. engine_restarts: how often within an hour an engine that has died is started again; 0 ends the server with
+    it. api_restarts: likewise of API processes, where there are several. watchdog_timeout: seconds that one step or
+    command of the engine may take before health says so. watchdog_restart: the engine is then started again.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
     api_workers: int = 1
+    dp_size: int = 1
     served_model_name: tuple[str, ...] = ()
     chat_template: str | None = None
     api_key: tuple[str, ...] = ()
@@ -69,6 +71,7 @@ class ServeOptions:
         rules = [
             (not 0 <= self.port < 2**16, f"--port must lie between 0 and 65535, got {self.port}"),
             (not 1 <= self.api_workers <= 256, f"--api-workers must lie between 1 and 256, got {self.api_workers}"),
+            (not 1 <= self.dp_size <= 256, f"--dp-size must lie between 1 and 256, got {self.dp_size}"),
             (self.max_queued_requests < 0, f"--max-queued-requests must be at least 0, got {self.max_queued_requests}"),
             (self.max_body_bytes < 1, f"--max-body-bytes must be at least 1, got {self.max_body_bytes}"),
             (self.max_connections < 0, f"--max-connections must be at least 0, got {self.max_connections}"),

@@ -1,11 +1,12 @@
 """What a request gives: its output, pieces of text on the way to it, and how they are put together from updates."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from treetop.server.text import OutputText
 from treetop.server.tokenizer import Tokenizer
+from treetop.types.ids import RequestId
 from treetop.types.requests import EngineRequest, RequestUpdate
 from treetop.types.sampling import FinishReason, TokenLogprobs
 
@@ -112,6 +113,24 @@ class LiveRequest:
         text = OutputText(tokenizer.stream(prompt_ids, not params.skip_special_tokens), params.stop, keeps_stop)
         hidden_ends = frozenset() if params.skip_special_tokens or keeps_stop else tokenizer.special_ids
         return cls(index, prompt_ids, text, logprobs, speculates, hidden_ends)
+
+    def take(
+        self,
+        update: RequestUpdate,
+        finish: Callable[[RequestId, int], object],
+        observe: "Callable[[LiveRequest, RequestUpdate], None] | None" = None,
+    ) -> TextDelta:
+        """Take an update, cut at the first stop string, and say it as text.
+
+        finish: tells the core how many tokens of the output the client takes, where it takes fewer. observe: told of
+        the update, cut, before the request takes it.
+        """
+        cut = self.cut(update)
+        if cut is not update:
+            finish(update.request_id, len(self.output_ids) + len(cut.new_ids))
+        if observe is not None:
+            observe(self, cut)
+        return self.apply(cut)
 
     def cut(self, update: RequestUpdate) -> RequestUpdate:
         """Read the update's text; the update up to the first stop string that it completes, which ends the request."""

@@ -4,9 +4,9 @@ client --HTTP--> API (this process; or --api-workers N, which share the socket) 
 
 An API process dies: its streams are cut, the others go on, and another takes its place (with none left, everything ends
 with exit code 1).
-The engine dies: another takes its place, and requests go on (`core/supervisor.py`). When it may not be started again,
-requests in flight end with an error, new ones get 503, and everything ends with exit code 1. This process dies: the
-others see the end of their stdin, and end.
+The engine dies: another takes its place, and requests go on (`distributed/supervisor.py`). When it may not be started
+again, requests in flight end with an error, new ones get 503, and everything ends with exit code 1. This process dies:
+the others see the end of their stdin, and end.
 """
 
 import asyncio
@@ -14,26 +14,31 @@ import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
-from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from treetop.core.remote import RemoteCore
-from treetop.core.supervisor import EngineSupervisor, RestartLimit, Watchdog, end, spawn
+from treetop.core.clients import AsyncCore
 from treetop.core.wire import EngineDead, EngineLost, EngineNews, EngineUp, ProcessOptions
+from treetop.distributed.data_parallel import one_of
+from treetop.distributed.process import Child, start_process, tell
+from treetop.distributed.supervisor import EngineSupervisor, RestartLimit, Watchdog
 from treetop.server.alive import Alive
 from treetop.server.api.connections import BACKLOG, most_connections
 from treetop.server.api.front import check_files
 from treetop.server.api.run import ApiOptions, log_to_stderr, serve
 from treetop.server.options import ServeOptions
 from treetop.types.errors import ConfigError
+
+_END_S = 10.0
+"""How long an API process may take to end once it should."""
 
 log = logging.getLogger("treetop.server")
 
@@ -62,84 +67,111 @@ def _bind(options: ServeOptions) -> socket.socket:
 
 async def _run(folder: Path, process: ProcessOptions, options: ServeOptions, listening: socket.socket) -> int:
     stopped: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    workers: list[Process] = []  # none until they serve
-    _on_signals(stopped, workers)
+    apis: list[ApiProcess] = []  # none until they serve
+    _on_signals(stopped, apis)
+    watchdog = Watchdog(options.watchdog_timeout, options.watchdog_restart)
     async with AsyncExitStack() as stack:
-        watchdog = Watchdog(options.watchdog_timeout, options.watchdog_restart)
-        engines = EngineSupervisor(process, folder, options.engine_restarts, watchdog)
-        stack.push_async_callback(engines.close)
-        stack.callback(engines.core.close)
+        engines = []
+        for replica in range(options.dp_size):
+            own = msgspec.structs.replace(process, replica=replica, num_replicas=options.dp_size)
+            engines.append(EngineSupervisor(own, options.engine_restarts, watchdog))
+            stack.push_async_callback(engines[-1].close)
+        core = one_of([each.core for each in engines])
+        stack.callback(core.close)
         started = asyncio.ensure_future(start(engines, process.config.model, options))
         waited: set[asyncio.Future[Any]] = {started, stopped}
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         if stopped.done():
             started.cancel()
-            engines.kill()
+            for each in engines:
+                each.kill()
             return stopped.result()
         started.result()
         told = ApiOptions(options, process.config.model, process.config.seed)
-        if options.api_workers == 1:
-            watch = asyncio.ensure_future(engines.watch())
-            stack.callback(watch.cancel)
-            return await serve(engines.core, told, listening, lambda: _say(listening, engines.core, told))
-        return await ApiProcesses(engines, told, listening, folder, stack, workers).serve(stopped)
+        if options.api_workers > 1:
+            return await ApiProcesses(engines, core, told, listening, folder, apis).serve(stopped)
+        watches = [asyncio.ensure_future(each.watch()) for each in engines]
+        try:
+            return await serve(core, told, listening, lambda: _say(listening, core, told))
+        finally:
+            for watch in watches:
+                watch.cancel()
 
 
-async def start(engines: EngineSupervisor, model: str, options: ServeOptions) -> None:
-    """Start the engine. What the API could not read ends it before it has loaded. Raises UserError and EngineError."""
-    await engines.launch()
-    await asyncio.gather(engines.meet(), asyncio.to_thread(check_files, model, options))
+async def start(engines: Sequence[EngineSupervisor], model: str, options: ServeOptions) -> None:
+    """Start the engines. What the API could not read ends it before one has loaded. Raises UserError, EngineError."""
+    for each in engines:
+        each.launch()
+    await asyncio.gather(*(each.meet() for each in engines), asyncio.to_thread(check_files, model, options))
 
 
-def _on_signals(stopped: "asyncio.Future[int]", workers: Sequence[Process]) -> None:
+def _on_signals(stopped: "asyncio.Future[int]", apis: "Sequence[ApiProcess]") -> None:
     """A signal ends everything: the first lets workers finish, the second does not. One API has its own handlers."""
 
     def stop(number: signal.Signals) -> None:
         if not stopped.done():
             stopped.set_result(128 + number if number == signal.SIGINT else 0)
-        terminate(workers)
+        for api in apis:
+            api.terminate()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop, number)
 
 
-def terminate(workers: Sequence[Process]) -> None:
-    for worker in workers:
-        if worker.returncode is None:
-            worker.terminate()
-
-
 class ApiProcess:
-    """An API process, which is told of the engine. A `FrontEnd` of the supervisor, also once it has ended.
-
-    place: among those that live, and of whoever takes its place. number: of its client among all that the engine has
-    ever had; the server's own is 0.
+    """An API process. place: among those that live, and of whoever takes its place. number: of its client among all
+    that the engines have ever had; the server's own is 0. ended: its exit code.
     """
 
-    def __init__(self, process: Process, place: int, number: int) -> None:
-        self.process, self.place, self.number = process, place, number
+    def __init__(self, process: "subprocess.Popen[bytes]", place: int, number: int, num_engines: int) -> None:
+        loop = asyncio.get_running_loop()
+        self.child = Child(process, lambda line: loop.call_soon_threadsafe(self._hear, line))
+        self.place, self.number = place, number
+        self.ended = asyncio.wrap_future(self.child.ended)
+        self.fronts = [ApiFront(self, replica) for replica in range(num_engines)]
+
+    def tell(self, news: EngineNews) -> None:
+        if not self.ended.done():
+            tell(self.child.process, news)
+
+    def terminate(self) -> None:
+        if not self.ended.done():
+            self.child.process.terminate()
+
+    def _hear(self, line: bytes) -> None:
+        with suppress(msgspec.MsgspecError, ValueError):  # of a library that prints
+            up = msgspec.json.decode(line, type=EngineUp)
+            self.fronts[up.replica].has_all(up)
+
+
+class ApiFront:
+    """What an API process has with one engine: a `FrontEnd` of its supervisor, also once the process has ended."""
+
+    def __init__(self, api: ApiProcess, replica: int) -> None:
+        self._api, self._replica = api, replica
+        self._up: EngineUp | None = None
+        self._has_all = asyncio.Event()
+
+    def meet(self, addresses: Sequence[str]) -> None:
+        """As `resume`, for one that has nothing yet, so that nobody waits for it."""
+        self._up = EngineUp(self._replica, tuple(addresses))
+        self._has_all.clear()
+        self._api.tell(self._up)
+
+    def has_all(self, up: EngineUp) -> None:
+        if up == self._up:
+            self._has_all.set()
+
+    async def resume(self, addresses: Sequence[str]) -> None:
+        self.meet(addresses)
+        waits: set[asyncio.Future[Any]] = {asyncio.ensure_future(self._has_all.wait()), self._api.ended}
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
 
     def lost(self, reason: str) -> None:
-        self._tell(EngineLost(reason))
-
-    def meet(self, address: str) -> None:
-        """As `resume`, for one that has nothing yet, so that nobody waits for it."""
-        self._tell(EngineUp(address))
-
-    async def resume(self, address: str) -> None:
-        self.meet(address)
-        assert self.process.stdout is not None
-        while line := await self.process.stdout.readline():
-            if line.decode().strip() == address:
-                return
+        self._api.tell(EngineLost(self._replica, reason))
 
     def fail(self, reason: str) -> None:
-        self._tell(EngineDead(reason))
-
-    def _tell(self, news: EngineNews) -> None:
-        assert self.process.stdin is not None
-        if self.process.returncode is None:
-            self.process.stdin.write(msgspec.json.encode(news) + b"\n")
+        self._api.tell(EngineDead(self._replica, reason))
 
 
 class ApiProcesses:
@@ -147,86 +179,101 @@ class ApiProcesses:
 
     def __init__(
         self,
-        engines: EngineSupervisor,
+        engines: Sequence[EngineSupervisor],
+        core: AsyncCore,
         told: ApiOptions,
         listening: socket.socket,
         folder: Path,
-        stack: AsyncExitStack,
-        processes: list[Process],
+        apis: list[ApiProcess],
     ) -> None:
-        """stack: ends each process. processes: where each is noted, for signals."""
-        self._engines, self._told, self._listening, self._folder = engines, told, listening, folder
-        self._stack, self._restarts = stack, RestartLimit(told.serve.api_restarts)
-        self._numbers = count(1)
-        self._ends: dict[asyncio.Future[int], ApiProcess] = {}
-        self._processes = processes
+        """core: all engines. folder: for what the processes share. apis: where each is noted, for signals."""
+        self._engines, self._core, self._told, self._listening = engines, core, told, listening
+        self._folder, self._apis = folder, apis
+        self._restarts, self._numbers = RestartLimit(told.serve.api_restarts), count(1)
 
     async def serve(self, stopped: "asyncio.Future[int]") -> int:
-        """Until none is left, the engine ends, or a signal comes. Returns the exit code."""
+        """Until none is left, an engine ends, or a signal comes. Returns the exit code."""
         self._listening.listen(BACKLOG)
         for place in range(self._told.serve.api_workers):
-            await self._start(place)
+            self._start(place)
         if stopped.done():
-            terminate(self._processes)
-        up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        dead = asyncio.ensure_future(self._engines.watch(up))
-        self._stack.callback(dead.cancel)
-        stops: set[asyncio.Future[Any]] = {dead, stopped}
-        await asyncio.wait({up, *stops, *self._ends}, return_when=asyncio.FIRST_COMPLETED)
-        served = up.done() and not any(each.done() for each in self._ends)
+            self._terminate()
+        ups = [asyncio.get_running_loop().create_future() for _ in self._engines]
+        dead = [asyncio.ensure_future(each.watch(up)) for each, up in zip(self._engines, ups, strict=True)]
+        up = asyncio.gather(*ups)
+        try:
+            return await self._until_over(up, dead, stopped)
+        finally:
+            up.cancel()
+            for each in dead:
+                each.cancel()
+            await asyncio.gather(*(asyncio.to_thread(api.child.close, _END_S) for api in self._apis))
+
+    async def _until_over(
+        self, up: "asyncio.Future[Any]", dead: "Sequence[asyncio.Future[str]]", stopped: "asyncio.Future[int]"
+    ) -> int:
+        stops: set[asyncio.Future[Any]] = {*dead, stopped}
+        await asyncio.wait({up, *stops, *self._living}, return_when=asyncio.FIRST_COMPLETED)
+        served = up.done() and len(self._living) == self._told.serve.api_workers
         if served:
-            _say(self._listening, self._engines.core, self._told)
-        while served and self._ends and not any(each.done() for each in stops):
-            await asyncio.wait({*stops, *self._ends}, return_when=asyncio.FIRST_COMPLETED)
-            for gone in [each for each in self._ends if each.done()]:
+            _say(self._listening, self._core, self._told)
+        while served and self._living and not any(each.done() for each in stops):
+            await asyncio.wait({*stops, *self._living}, return_when=asyncio.FIRST_COMPLETED)
+            for gone in [each for each in self._apis if each.ended.done()]:
                 if not any(each.done() for each in stops):
-                    await self._replace(self._ends.pop(gone), stopped)
+                    self._replace(gone)
         self._listening.close()  # the processes have it
         if not any(each.done() for each in stops):
             log.error("no API process is left; the server ends" if served else "an API process did not start")
-            terminate(self._processes)
-        codes = await asyncio.gather(*self._ends)
+            self._terminate()
+        codes = await asyncio.gather(*(api.ended for api in self._apis))
         return stopped.result() if stopped.done() and {*codes} <= {0, -signal.SIGTERM} else 1
 
-    async def _start(self, place: int, late: bool = False) -> None:
+    @property
+    def _living(self) -> "list[asyncio.Future[int]]":
+        return [api.ended for api in self._apis if not api.ended.done()]
+
+    def _terminate(self) -> None:
+        for api in self._apis:
+            api.terminate()
+
+    def _start(self, place: int, late: bool = False) -> None:
         """place: of its count among all. late: the others serve already."""
-        metrics, number = self._folder / "metrics", next(self._numbers)
+        metrics, number, fd = self._folder / "metrics", next(self._numbers), self._listening.fileno()
         metrics.mkdir(exist_ok=True)
         environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
-        arguments = ["treetop.server.api.worker", str(self._listening.fileno())]
         options = msgspec.structs.replace(
             self._told, number=place, client=number, alive_file=str(self._folder / "alive")
         )
-        process = await spawn(arguments, options, stdout=PIPE, pass_fds=(self._listening.fileno(),), env=environment)
-        self._stack.push_async_callback(end, process)
-        self._processes.append(process)
-        api = ApiProcess(process, place, number)
-        self._engines.join(api)
-        if late:
-            api.meet(self._engines.address)
-        self._ends[asyncio.ensure_future(process.wait())] = api
+        process = start_process("treetop.server.api.worker", options, [str(fd)], pass_fds=(fd,), env=environment)
+        api = ApiProcess(process, place, number, len(self._engines))
+        self._apis.append(api)
+        for engine, front in zip(self._engines, api.fronts, strict=True):
+            engine.join(front)
+            if late:
+                front.meet(engine.addresses)
 
-    async def _replace(self, api: ApiProcess, stopped: "asyncio.Future[int]") -> None:
-        """One has ended of its own: its requests end in the engine and count no more. Another takes its place."""
+    def _replace(self, api: ApiProcess) -> None:
+        """One has ended of its own: its requests end in the engines and count no more. Another takes its place."""
         again = self._restarts.take()
         log.error(
             "API process %d has ended with exit code %s, and its connections with it%s",
-            api.process.pid,
-            api.process.returncode,
+            api.child.process.pid,
+            api.ended.result(),
             "; it is started again" if again else "; it is not started again (--api-restarts)",
         )
-        self._engines.leave(api)
-        self._engines.core.left(api.number)
+        self._apis.remove(api)
+        for engine, front in zip(self._engines, api.fronts, strict=True):
+            engine.leave(front)
+            engine.core.left(api.number)
         alive = Alive(self._folder / "alive", api.place, self._told.serve.api_workers)
         alive.add(-alive.own)
         alive.close()
         if again:
-            await self._start(api.place, late=True)
-            if stopped.done():
-                terminate(self._processes[-1:])  # it came after the signal
+            self._start(api.place, late=True)
 
 
-def _say(listening: socket.socket, core: RemoteCore, told: ApiOptions) -> None:
+def _say(listening: socket.socket, core: AsyncCore, told: ApiOptions) -> None:
     host, port = listening.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     names = ", ".join(told.serve.served_model_name or (told.model,))

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import uvicorn
 
-from treetop.core.remote import RemoteCore
+from treetop.core.clients import AsyncCore
 from treetop.server.alive import Alive
 from treetop.server.api.app import make_app
 from treetop.server.api.connections import ApiServer, Patience, most_connections
@@ -44,7 +44,7 @@ class ApiOptions(msgspec.Struct, frozen=True):
 
 
 async def serve(
-    core: RemoteCore, options: ApiOptions, listening: socket.socket, started: Callable[[], None] | None = None
+    core: AsyncCore, options: ApiOptions, listening: socket.socket, started: Callable[[], None] | None = None
 ) -> int:
     """Serve over a core that is up until SIGTERM, SIGINT or its death. Returns the exit code.
 
@@ -107,9 +107,9 @@ async def _leave(front: Front, server: ApiServer) -> None:
     server.end_within(None if until_s is None else max(until_s - time.monotonic(), 0))
 
 
-async def _end_with(core: RemoteCore, server: ApiServer) -> None:
+async def _end_with(core: AsyncCore, server: ApiServer) -> None:
     """A server without an engine says so for a moment, then ends."""
-    await core.failed.wait()
+    await core.until_failed()
     await asyncio.sleep(GRACE_S)
     server.end_within(_STUCK_S)
     await asyncio.sleep(_STUCK_S)

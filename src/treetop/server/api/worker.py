@@ -3,7 +3,7 @@
     python -m treetop.server.api.worker FD      started by `treetop serve`
 
 stdin: a line of JSON says what to do; later lines, what has become of the engine; the end of it, that the parent died.
-stdout: the address of each engine, once requests are accepted and it has all that were.
+stdout: the news of an engine that is up come back, once requests are accepted and it has all that were.
 """
 
 import asyncio
@@ -12,14 +12,14 @@ import os
 import socket
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Sequence
 
 import msgspec
 
-from treetop.core.remote import RemoteCore
 from treetop.core.wire import EngineDead, EngineLost, EngineNews, EngineUp
+from treetop.distributed.client import RemoteCore
+from treetop.distributed.data_parallel import one_of
 from treetop.server.api.run import ApiOptions, log_to_stderr, serve
-from treetop.types.errors import TreetopError
 
 
 def main() -> int:
@@ -31,20 +31,26 @@ def main() -> int:
 
 
 async def _run(options: ApiOptions, listening: socket.socket, stdin: io.FileIO) -> int:
-    core = RemoteCore(options.client, options.serve.watchdog_timeout)
-    told = _Told(core)
+    watchdog_s = options.serve.watchdog_timeout
+    cores = [RemoteCore(options.client, watchdog_s) for _ in range(options.serve.dp_size)]
+    told = [_Told(core) for core in cores]
+    core = one_of(cores)
+    serving = asyncio.Event()
+    for each in told:
+        each.serving = serving
     threading.Thread(target=_listen, args=(stdin, told, asyncio.get_running_loop()), daemon=True).start()
     try:
-        await told.first.wait()
+        for each in told:
+            await each.first.wait()
         if core.failure is not None:
             return 1
-        return await serve(core, options, listening, told.serving.set)
+        return await serve(core, options, listening, serving.set)
     finally:
         core.close()
 
 
 class _Told:
-    """Does what the parent's news ask for. first: there has been an engine, or there will be none."""
+    """Does what the parent's news of an engine ask for. first: there has been one, or there will be none."""
 
     def __init__(self, core: RemoteCore) -> None:
         self._core = core
@@ -55,25 +61,26 @@ class _Told:
         if self._resuming is not None:
             self._resuming.cancel()
         match news:
-            case EngineUp(address):
-                self._resuming = asyncio.create_task(self._resume(address))
-            case EngineLost(reason):
+            case EngineUp():
+                self._resuming = asyncio.create_task(self._resume(news))
+            case EngineLost(_, reason):
                 self._core.lost(reason)
-            case EngineDead(reason):
+            case EngineDead(_, reason):
                 self._core.fail(reason)
                 self.first.set()
 
-    async def _resume(self, address: str) -> None:
-        with suppress(TreetopError):  # of an engine that dies at once: the parent says so
-            await self._core.resume(address)
-            self.first.set()
-            await self.serving.wait()
-            print(address, flush=True)
+    async def _resume(self, up: EngineUp) -> None:
+        await self._core.resume(up.addresses)
+        self.first.set()
+        await self.serving.wait()
+        sys.stdout.buffer.write(msgspec.json.encode(up) + b"\n")
+        sys.stdout.flush()
 
 
-def _listen(stdin: io.FileIO, told: _Told, loop: asyncio.AbstractEventLoop) -> None:
+def _listen(stdin: io.FileIO, told: Sequence[_Told], loop: asyncio.AbstractEventLoop) -> None:
     while line := stdin.readline():
-        loop.call_soon_threadsafe(told.take, msgspec.json.decode(line, type=EngineNews))
+        news = msgspec.json.decode(line, type=EngineNews)
+        loop.call_soon_threadsafe(told[news.replica].take, news)
     os._exit(1)
 
 

@@ -15,8 +15,8 @@ from click import ClickException
 from ray import serve
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
-from treetop.core.supervisor import Watchdog
 from treetop.core.wire import ProcessOptions
+from treetop.distributed.supervisor import Watchdog
 from treetop.server.alive import Alive
 from treetop.server.api.app import make_app
 from treetop.server.api.front import Front, check_files
@@ -93,6 +93,8 @@ def build_app(process: ProcessOptions, options: ServeOptions, scale: Scale) -> A
         raise ConfigError(
             "--disaggregation-mode prefill: a prefill worker serves no requests, so replicas of it would answer none"
         )
+    if options.dp_size != 1:
+        raise ConfigError("--dp-size: Ray starts replicas; give their number as `replicas`")
     check_files(config.model, options)
     watchdog = Watchdog(options.watchdog_timeout, options.watchdog_restart)
     drain_s = _ALL_S if options.drain_timeout is None else options.drain_timeout

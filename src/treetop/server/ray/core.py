@@ -12,7 +12,7 @@ from typing import Any
 from ray.exceptions import RayActorError
 
 from treetop.core.clients import Sink
-from treetop.core.ledger import Ledger
+from treetop.distributed.journal import Journal
 from treetop.types.errors import EngineError
 from treetop.types.ids import RequestId
 from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, RequestUpdate
@@ -26,7 +26,7 @@ _LATE_S = 1.0
 class RayCore:
     """An `AsyncCore` over the replicas of a Ray Serve deployment.
 
-    A `Ledger` for each request: what it has received, with which it goes on when its replica dies, and whether it has
+    A `Journal` for each request: what it has received, with which it goes on when its replica dies, and whether it has
     killed two. Ray keeps replicas running; a request waits as long as there is none.
     """
 
@@ -37,6 +37,10 @@ class RayCore:
         """replicas: the handle of a deployment of `Replica`. info: of one of them."""
         self._replicas, self.info = replicas.options(stream=True), info
         self._ids, self._streams = count(), dict[RequestId, asyncio.Task[None]]()
+
+    async def until_failed(self) -> None:
+        """Ray keeps replicas running."""
+        await asyncio.Event().wait()
 
     @property
     def load(self) -> CoreLoad:
@@ -66,37 +70,37 @@ class RayCore:
         self.abort(tuple(self._streams))
 
     async def _run(self, request: EngineRequest, sink: Sink) -> None:
-        ledger = Ledger()
-        ledger.add([request], sink)
+        journal = Journal()
+        journal.add([request], sink)
         until_s = None if request.timeout_s is None else time.monotonic() + request.timeout_s + _LATE_S
         try:
-            while len(ledger):
-                ledger.opened(1)
-                (asked,) = ledger.due()
+            while len(journal):
+                journal.opened(1)
+                (asked,) = journal.due()
                 try:
-                    await self._follow(asked, ledger, until_s)
+                    await self._follow(asked, journal, until_s)
                 except (RayActorError, EngineError) as error:
                     log.warning("a replica has ended; its stream goes on with another: %s", type(error).__name__)
-                    ledger.lost("a replica has ended")
+                    journal.lost("a replica has ended")
                 except TimeoutError:
                     if until_s is None or time.monotonic() < until_s:  # of Ray's own
-                        ledger.lost("a replica did not answer in time")
+                        journal.lost("a replica did not answer in time")
                     else:
-                        ledger.unanswered()
-                ledger.tend()
+                        journal.unanswered()
+                journal.tend()
         except Exception as error:  # whatever it was, nobody may wait for ever
             log.exception("a stream could not be read or delivered")
-            ledger.fail(f"the replica failed: {type(error).__name__}: {error}")
+            journal.fail(f"the replica failed: {type(error).__name__}: {error}")
         finally:
             self._streams.pop(request.request_id, None)
 
-    async def _follow(self, asked: EngineRequest, ledger: Ledger, until_s: float | None) -> None:
+    async def _follow(self, asked: EngineRequest, journal: Journal, until_s: float | None) -> None:
         """Take what a replica gives until the request has ended. Raises what ends the stream before."""
         left_s = None if until_s is None else max(until_s - time.monotonic(), 0.0)
         async with asyncio.timeout(left_s), aclosing(self._updates(asked)) as updates:
             async for batch in updates:
-                ledger.take(batch)
-                if not len(ledger):
+                journal.take(batch)
+                if not len(journal):
                     return
         raise EngineError("the stream of a replica has ended before its request")
 

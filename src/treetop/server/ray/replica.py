@@ -3,13 +3,11 @@
 import asyncio
 import logging
 import os
-import tempfile
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
-from treetop.core.supervisor import WATCHDOG, EngineSupervisor, Watchdog
 from treetop.core.wire import ProcessOptions
+from treetop.distributed.supervisor import WATCHDOG, EngineSupervisor, Watchdog
 from treetop.server.ray.router import told_of
 from treetop.types.errors import EngineError
 from treetop.types.requests import CoreInfo, EngineRequest, RequestUpdate
@@ -26,15 +24,13 @@ class Replica:
     async def __init__(  # type: ignore[misc]  # Ray awaits it
         self, process: ProcessOptions, engine_restarts: int, watchdog: Watchdog = WATCHDOG
     ) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="treetop-")  # mode 0700: nobody else reaches the engine
-        self._engines = EngineSupervisor(process, Path(self._folder.name), engine_restarts, watchdog)
+        self._engines = EngineSupervisor(process, engine_restarts, watchdog)
         await self._engines.start()
         self._watching = asyncio.ensure_future(self._watch())
 
     async def _watch(self) -> None:
         reason = await self._engines.watch()
         log.error("the replica ends: %s", reason)
-        self._folder.cleanup()
         os._exit(1)  # nobody is sent to what cannot work; streams hear of it at once
 
     async def info(self) -> CoreInfo:
@@ -80,4 +76,3 @@ class Replica:
             self._watching.cancel()
             self._engines.core.close()
             await self._engines.close()
-        self._folder.cleanup()

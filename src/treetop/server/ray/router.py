@@ -5,7 +5,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from treetop.server.prefix_router import PrefixRouter, Standing
+from treetop.distributed.router import PrefixRouter, Standing
 from treetop.types.errors import CheckError
 from treetop.types.requests import CoreInfo, EngineRequest, PrefixPages
 

@@ -1,6 +1,6 @@
 """What rank 0 and the other ranks of a worker group say to each other: typed msgpack messages, never pickles.
 
-rank 0 --Launch--> each follower, which launches it beside rank 0 and says `Ended` once it has collected it
+rank 0 --Launch--> each worker, which launches it beside rank 0 and says `Ended` once it has collected it
 """
 
 import msgspec
@@ -12,17 +12,17 @@ from treetop.types.config import EngineConfig
 from treetop.types.messages import ExportPlan, ImportPlan, PrefillPlan, RoundPlan, StepPlan
 
 
-class FollowerOptions(msgspec.Struct, frozen=True):
-    """What a follower is told on stdin. folder: where the group meets, of its owner alone. threads: of PyTorch.
+class WorkerOptions(msgspec.Struct, frozen=True):
+    """What a worker is told on stdin. folder: where the group meets, of its owner alone. threads: of PyTorch.
 
-    hands_over: other workers reach its staging slots.
+    reached: other workers reach its staging slots.
     """
 
     folder: str
     config: EngineConfig
     rank: int
     threads: int
-    hands_over: bool = False
+    reached: bool = False
 
 
 class LaunchPrefill(msgspec.Struct, frozen=True, tag=True):
@@ -64,20 +64,20 @@ class NextLogits(msgspec.Struct, frozen=True, tag=True):
 
 
 class Here(msgspec.Struct, frozen=True, tag=True):
-    """A follower is there, and will meet the others."""
+    """A worker is there, and will meet the others."""
 
     rank: int
 
 
 class Up(msgspec.Struct, frozen=True, tag=True):
-    """A follower's engine is up. transport: what others need to reach its staging slots."""
+    """A worker's engine is up. transport: what others need to reach its staging slots."""
 
     rank: int
     transport: bytes = b""
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """A follower has collected step `number`. digest: of its results."""
+    """A worker has collected step `number`. digest: of its results."""
 
     rank: int
     number: int
@@ -92,21 +92,13 @@ class Moved(msgspec.Struct, frozen=True, tag=True):
     state: State
 
 
-class Broken(msgspec.Struct, frozen=True, tag=True):
-    """A follower cannot go on, and ends. user_error: whoever started the group can change that."""
-
-    rank: int
-    reason: str
-    user_error: bool
-
-
 Launch = LaunchPrefill | LaunchRound | LaunchExport | LaunchImport
-ToFollower = LaunchPrefill | LaunchRound | LaunchExport | LaunchImport | NextLogits | Connect | Disconnect | Pull
-FromFollower = Here | Up | Ended | Moved | Broken
+ToWorker = LaunchPrefill | LaunchRound | LaunchExport | LaunchImport | NextLogits | Connect | Disconnect | Pull
+FromWorker = Here | Up | Ended | Moved
 
 encode = msgspec.msgpack.Encoder().encode
-_to_follower: msgspec.msgpack.Decoder[ToFollower] = msgspec.msgpack.Decoder(ToFollower)
-_from_follower: msgspec.msgpack.Decoder[FromFollower] = msgspec.msgpack.Decoder(FromFollower)
+_to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+_from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
 
 
 def launch_of(number: int, bucket: int, plan: StepPlan) -> Launch:
@@ -121,10 +113,10 @@ def launch_of(number: int, bucket: int, plan: StepPlan) -> Launch:
             return LaunchImport(number, bucket, plan)
 
 
-def decode_to_follower(message: bytes) -> ToFollower:
-    """Raises msgspec.ValidationError for what is no message to a follower."""
-    return _to_follower.decode(message)
+def decode_to_worker(message: bytes) -> ToWorker:
+    """Raises msgspec.ValidationError for what is no message to a worker."""
+    return _to_worker.decode(message)
 
 
-def decode_from_follower(message: bytes) -> FromFollower:
-    return _from_follower.decode(message)
+def decode_from_worker(message: bytes) -> FromWorker:
+    return _from_worker.decode(message)

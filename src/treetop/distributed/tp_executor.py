@@ -1,49 +1,45 @@
-"""A worker group: one process a rank, which share a model, and fail and end as one.
+"""Rank 0 of ranks that share a model, each a process: an engine whose steps run on all of them.
 
           this process: core, scheduler, rank 0's engine
               |  plans, each sent before rank 0 launches it          ^ how each step ended
               v  (zmq, ipc in a folder of the owner's alone)         |
-          rank 1 .. size - 1: `core/ranks/follower.py`, which launch and collect what they are sent
+          rank 1 .. size - 1: `tp_worker.py`, which launch and collect what they are sent
           all ranks exchange tensors while a step runs (`parallel/`)
 
-Whatever goes wrong anywhere, a rank that dies, that does not end a step in time, that comes to something else, ends the
-group: every process, every file. The error says which rank, and why.
+Whatever goes wrong anywhere, a rank that dies, that does not end a step in time, that diverges, ends the group: every
+process, every file. The error says which rank, and why.
 """
 
-import subprocess
-import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from queue import Empty, SimpleQueue
-from shutil import rmtree
 from typing import NamedTuple
 
 import torch
 import zmq
 from torch import Tensor
 
-from treetop.core.child import start_child
-from treetop.core.ranks.follower import digest_of, meeting_of
-from treetop.core.ranks.group_wire import (
-    Broken,
+from treetop.disaggregation.agent import Order
+from treetop.disaggregation.transport import State
+from treetop.distributed.process import LAST_WORDS_S, Failed, ProcessGroup, as_error
+from treetop.distributed.tp_wire import (
     Ended,
-    FollowerOptions,
-    FromFollower,
+    FromWorker,
     Here,
     Moved,
     NextLogits,
     Up,
-    decode_from_follower,
+    WorkerOptions,
+    decode_from_worker,
     encode,
     launch_of,
 )
-from treetop.disaggregation.agent import Order
-from treetop.disaggregation.transport import State
+from treetop.distributed.tp_worker import digest_of, meeting_of
 from treetop.engine.build import plan_engine
 from treetop.engine.engine import Engine, InFlightStep
 from treetop.models.loader import compute_device
@@ -52,12 +48,9 @@ from treetop.types.config import EngineConfig
 from treetop.types.errors import CheckError, ConfigError, EngineError, TreetopError, UserError
 from treetop.types.messages import StepPlan, StepResult
 
-_LONGEST_PATH = 90
 _HINT = "; raise --step-timeout if it needs longer"
 _TICK_MS = 100
 """How often a wait looks whether a rank has died."""
-_LAST_WORDS_S = 2.0
-"""How long a rank that has failed may take to say why."""
 
 
 class GroupStep(NamedTuple):
@@ -67,22 +60,22 @@ class GroupStep(NamedTuple):
     own: InFlightStep
 
 
-class WorkerGroup:
-    """Rank 0 of a group, as an engine: steps are launched and collected on all ranks.
+class TpExecutor:
+    """Rank 0 as an engine: steps are launched and collected on all ranks.
 
     engine: rank 0's own. Raises UserError for what cannot work, before anything is started where it can, and
     EngineError if a rank fails; after that every call raises it again. `close` ends all processes, any number of times;
     so does the end of whoever holds this object.
     """
 
-    def __init__(self, config: EngineConfig, hands_over: bool = False) -> None:
-        """hands_over: other workers reach the staging slots of all ranks."""
+    def __init__(self, config: EngineConfig, reached: bool = False) -> None:
+        """reached: other workers reach the staging slots of all ranks."""
         device = compute_device(config.device)
         _check_devices(config, device)
         planned = plan_engine(config)  # what is left to device and memory is the same for all ranks
         self.config = config = replace(planned.config, chunked_prefill_size=planned.layout.chunk)
-        self._ranks = _Ranks(config, hands_over)
-        self.close = weakref.finalize(self, _Ranks.end, self._ranks)
+        self._ranks = _Workers(config, reached)
+        self.close = weakref.finalize(self, _Workers.close, self._ranks)
         self._failure: EngineError | None = None
         self._launched = 0
         try:
@@ -100,9 +93,9 @@ class WorkerGroup:
     @property
     def failure(self) -> TreetopError | None:
         """Why the group has ended, None while it lives; also where nobody has asked it for anything."""
-        dead = None if self._failure is not None else self._ranks.dead()
-        if dead is not None:
-            self._ended(EngineError(dead), "between steps")
+        failure = None if self._failure is not None else self._ranks.group.failure
+        if failure is not None:
+            self._ended(failure, "between steps")
         return self._failure
 
     def launch(self, plan: StepPlan) -> GroupStep:
@@ -157,59 +150,39 @@ class WorkerGroup:
 
     def _ended(self, error: BaseException, when: str) -> BaseException:
         """End the group. Returns what to raise: this error, or the reason for it if a rank failed or died before."""
-        told, dead = self._ranks.last_words(_LAST_WORDS_S if isinstance(error, EngineError) else 0.0)
+        why = self._ranks.group.end(Failed.of(error), 2 * LAST_WORDS_S if isinstance(error, EngineError) else 0.0)
         self.close()
-        self._failure = EngineError(f"{_reason(error, told, dead)}; {when}")
+        self._failure = EngineError(f"{why.reason}; {when}")
         if isinstance(error, UserError) or not isinstance(error, Exception):
             return error
-        return ConfigError(told.reason) if told is not None and told.user_error else self._failure
+        return as_error(why) if why.user_error else self._failure
 
 
-def _reason(error: BaseException, told: Broken | None, dead: str | None) -> str:
-    """What a rank said of itself says most, then that it died, then what rank 0 saw of that."""
-    if told is not None:
-        return f"rank {told.rank}: {told.reason}"
-    if dead is not None:
-        return dead
-    return str(error) if isinstance(error, TreetopError) else f"{type(error).__name__}: {error}"
+class _Workers:
+    """The other ranks' processes, and what lies between them and rank 0."""
 
-
-@dataclass(slots=True)
-class _Rank:
-    """A follower. process: which ends when its stdin does."""
-
-    process: "subprocess.Popen[bytes]"
-    plans: "zmq.Socket[bytes]"
-
-
-class _Ranks:
-    """The followers of a group, and what lies between them and rank 0."""
-
-    def __init__(self, config: EngineConfig, hands_over: bool) -> None:
+    def __init__(self, config: EngineConfig, reached: bool) -> None:
         self._size, self._timeout_s = config.tp_size, config.step_timeout
         self._peer_memory = not config.disable_custom_all_reduce
-        self.folder = tempfile.mkdtemp(prefix="treetop-")  # mode 0700: nobody else reaches a rank
-        self._group: Group | None = None
+        self.group = ProcessGroup(partial(_free, weakref.ref(self)))
+        self._exchange: Group | None = None
         self.engine: Engine | None = None
-        self._ending, self._ended = threading.Lock(), threading.Event()
+        self._closing, self._closed = threading.Lock(), threading.Event()
         self._latest_s: float | None = None
         self._late = ""
-        self.late: str | None = None
-        self._words: list[FromFollower] = []
+        self._heard: list[FromWorker] = []
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._inbox = self._context.socket(zmq.PULL)
-        self._ranks: dict[int, _Rank] = {}
+        self._plans: dict[int, zmq.Socket[bytes]] = {}
         try:
-            if len(self.folder) > _LONGEST_PATH:
-                raise ConfigError(f"the path of temporary files is too long for a socket: {self.folder}; set TMPDIR")
-            self._inbox.bind(f"ipc://{self.folder}/words")
+            self._inbox.bind(f"ipc://{self.group.folder}/words")
             for rank in range(1, self._size):
-                plans = self._context.socket(zmq.PUSH)
-                plans.bind(f"ipc://{self.folder}/{rank}")
-                options = FollowerOptions(self.folder, config, rank, torch.get_num_threads(), hands_over)
-                self._ranks[rank] = _Rank(start_process(options), plans)
+                self._plans[rank] = self._context.socket(zmq.PUSH)
+                self._plans[rank].bind(f"ipc://{self.group.folder}/{rank}")
+                options = WorkerOptions(self.group.folder, config, rank, torch.get_num_threads(), reached)
+                self.group.start(f"rank {rank}", "treetop.distributed.tp_worker", options, f"rank {rank}: ")
         except BaseException:
-            self.end()
+            self.close()
             raise
 
     def meet(self, device: torch.device) -> ExchangeRank:
@@ -218,10 +191,8 @@ class _Ranks:
         Raises EngineError if one fails or dies before all have met: nothing in the library hears of that.
         """
         threading.Thread(target=self._guard, name="treetop-guard", daemon=True).start()
-        self._group = self._met(device)
-        for each in self._ranks.values():
-            threading.Thread(target=_watch, args=(each.process, partial(self._group.close, 0.0)), daemon=True).start()
-        return self._group.parallel
+        self._exchange = self._met(device)
+        return self._exchange.parallel
 
     def _met(self, device: torch.device) -> Group:
         """The group, once all have come. Meeting is the library's, so it is done on a thread that can be left."""
@@ -229,7 +200,7 @@ class _Ranks:
 
         def meet() -> None:
             try:
-                met.put(Group(meeting_of(self.folder, 0, self._size), device, self._peer_memory))
+                met.put(Group(meeting_of(self.group.folder, 0, self._size), device, self._peer_memory))
             except BaseException as error:
                 met.put(error)
 
@@ -238,10 +209,8 @@ class _Ranks:
             with suppress(Empty):
                 group = met.get(timeout=_TICK_MS / 1000)
                 break
-            self._receive(0)
-            wrong = self.late or self.dead()
-            if wrong is not None or any(isinstance(word, Broken) for word in self._words):
-                raise EngineError(wrong or "a rank has failed")
+            if self.group.failure is not None:
+                raise self.group.failure
         if isinstance(group, BaseException):
             raise group
         return group
@@ -257,108 +226,79 @@ class _Ranks:
 
     def _guard(self) -> None:
         """On a thread of its own: rank 0 may wait where nothing reaches it, such as for its device."""
-        while not self._ended.wait(_TICK_MS / 1000):
+        while not self._closed.wait(_TICK_MS / 1000):
             latest_s = self._latest_s
             if latest_s is not None and time.monotonic() > latest_s + _TICK_MS / 1000:
-                self.late = self._late
-                for rank in self._ranks.values():
-                    rank.process.kill()
+                self.group.end(Failed(self._late))
                 return
 
     def start_deadlines(self, seconds: float) -> None:
-        assert self._group is not None
-        self._group.set_deadline(seconds)
+        assert self._exchange is not None
+        self._exchange.set_deadline(seconds)
 
     def tell(self, message: bytes) -> None:
         """Send to all, and wait for nobody. Raises EngineError if one is not there to take it."""
-        for rank, each in self._ranks.items():
+        for rank, plans in self._plans.items():
             try:
-                each.plans.send(message, zmq.NOBLOCK)
+                plans.send(message, zmq.NOBLOCK)
             except zmq.Again:
                 raise EngineError(f"rank {rank} has left the group") from None
 
-    def await_all(self, kind: "type[Here | Up]", deadline: float) -> list[FromFollower]:
+    def await_all(self, kind: "type[Here | Up]", deadline: float) -> list[FromWorker]:
         """Wait for a word of this kind from each rank. Returns them in the ranks' order."""
         return [
-            self._await(partial(_from, rank, kind), deadline, f"start in {START_S:g} s", {rank}) for rank in self._ranks
+            self._await(partial(_from, rank, kind), deadline, f"start in {START_S:g} s", {rank}) for rank in self._plans
         ]
 
     def take_moved(self) -> list[tuple[int, int, State]]:
         """What ranks have said of their pulls since the last call."""
         self._receive(0)
-        moved = [(word.rank, word.number, word.state) for word in self._words if isinstance(word, Moved)]
-        self._words = [word for word in self._words if not isinstance(word, Moved)]
+        moved = [(word.rank, word.number, word.state) for word in self._heard if isinstance(word, Moved)]
+        self._heard = [word for word in self._heard if not isinstance(word, Moved)]
         return moved
 
     def await_step(self, number: int, deadline: float) -> dict[int, int]:
         """Wait until all have ended a step. Returns the digest of each. Steps before it have been dropped."""
-        self._words = [word for word in self._words if not isinstance(word, Ended) or word.number >= number]
+        self._heard = [word for word in self._heard if not isinstance(word, Ended) or word.number >= number]
         digests: dict[int, int] = {}
         what = f"end step {number} in {self._timeout_s:g} s{_HINT}"
-        while len(digests) < len(self._ranks):
-            missing = self._ranks.keys() - digests.keys()
+        while len(digests) < len(self._plans):
+            missing = self._plans.keys() - digests.keys()
             word = self._await(lambda word: isinstance(word, Ended) and word.number == number, deadline, what, missing)
             assert isinstance(word, Ended)
             digests[word.rank] = word.digest
         return digests
 
-    def dead(self) -> str | None:
-        """Which rank has died, if one has."""
-        codes = {rank: each.process.poll() for rank, each in self._ranks.items()}
-        gone = [f"rank {rank} has ended with exit code {code}" for rank, code in codes.items() if code is not None]
-        return "; ".join(gone) or None
+    def free(self) -> None:
+        """Whoever waits for others in an exchange gives up."""
+        if self._exchange is not None:
+            self._exchange.close(0.0)
 
-    def last_words(self, patience_s: float) -> tuple[Broken | None, str | None]:
-        """What a rank says that has failed, and which have died. patience_s: for what is on its way."""
-        deadline = time.monotonic() + patience_s
-        while not self._inbox.closed:
-            told = next((word for word in self._words if isinstance(word, Broken)), None)
-            dead = self.late or self.dead()
-            late = time.monotonic() > deadline
-            if told is not None or dead is not None or late:
-                self._receive(0 if told is not None else _TICK_MS / 1000)  # of one that died, too: on their way
-                return told or next((word for word in self._words if isinstance(word, Broken)), None), dead
-            self._receive(_TICK_MS / 1000)
-        return None, None
-
-    def end(self) -> None:
+    def close(self) -> None:
         """End all processes, remove all files. Any number of times, from any thread."""
-        self._ended.set()
-        with self._ending:
-            for rank in self._ranks.values():
-                with suppress(OSError):
-                    rank.process.kill()  # nothing of theirs has to be saved, and one may have been stopped
-            if self._group is not None:
-                self._group.close(0.0)
+        self._closed.set()
+        with self._closing:
+            self.group.end(Failed("it was ended"))
+            if self._exchange is not None:
                 if self.engine is not None:
                     self.engine.release()
-                self._group.close()
-            for rank in self._ranks.values():
-                rank.process.wait()
-                assert rank.process.stdin is not None
-                with suppress(OSError):
-                    rank.process.stdin.close()
+                self._exchange.close()
             self._context.destroy(linger=0)
-            rmtree(self.folder, ignore_errors=True)
+            self.group.close()
 
-    def _await(
-        self, wanted: Callable[[FromFollower], bool], deadline: float, what: str, who: "set[int]"
-    ) -> FromFollower:
+    def _await(self, wanted: Callable[[FromWorker], bool], deadline: float, what: str, who: "set[int]") -> FromWorker:
         """The first word that is wanted. Raises EngineError if a rank fails or dies, or if the deadline passes.
 
         what: that was to be done until then, and when that was.
         """
         while True:
-            for index, word in enumerate(self._words):
-                if isinstance(word, Broken):
-                    raise EngineError(f"rank {word.rank}: {word.reason}")
+            for index, word in enumerate(self._heard):
                 if wanted(word):
-                    return self._words.pop(index)
+                    return self._heard.pop(index)
             if self._receive(_TICK_MS / 1000):
                 continue
-            dead = self.dead()
-            if dead is not None and not self._receive(0):
-                raise EngineError(dead)
+            if self.group.failure is not None:
+                raise self.group.failure
             if time.monotonic() > deadline:
                 names = ", ".join(map(str, sorted(who)))
                 raise EngineError(f"rank {names} did not {what}")
@@ -367,23 +307,19 @@ class _Ranks:
         """Take what has come, and wait a while for something to come. Returns whether anything did."""
         got = False
         while self._inbox.poll(0 if got else int(patience_s * 1000)):
-            self._words.append(decode_from_follower(self._inbox.recv()))
+            self._heard.append(decode_from_worker(self._inbox.recv()))
             got = True
         return got
 
 
-def start_process(options: FollowerOptions) -> "subprocess.Popen[bytes]":
-    """A follower in a process of its own, which ends with this one."""
-    return start_child("treetop.core.ranks.follower", options)
-
-
-def _from(rank: int, kind: "type[Here | Up]", word: FromFollower) -> bool:
+def _from(rank: int, kind: "type[Here | Up]", word: FromWorker) -> bool:
     return isinstance(word, kind) and word.rank == rank
 
 
-def _watch(process: "subprocess.Popen[bytes]", close: Callable[[], None]) -> None:
-    process.wait()
-    close()
+def _free(workers: "weakref.ref[_Workers]") -> None:
+    alive = workers()
+    if alive is not None:
+        alive.free()
 
 
 def _check_devices(config: EngineConfig, device: torch.device) -> None:

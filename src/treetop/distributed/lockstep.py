@@ -149,6 +149,10 @@ class Lockstep(Generic[InFlight]):
         """Whether the others wait for this rank."""
         return self._agreement.called()
 
+    def sockets(self) -> "list[zmq.Socket[bytes]]":
+        """Where others' words arrive."""
+        return [self._agreement.inbox]
+
     def launch(self, plan: StepPlan) -> LockstepStep[InFlight]:
         """Launch a plan as soon as the ranks agree on a step of its kind; one that needs no expert at once."""
         if isinstance(plan, ExportPlan | ImportPlan):

@@ -1,39 +1,32 @@
-"""An engine process, and another in its place when it dies: who starts it, watches it, and tells those that use it.
+"""An engine, and another in its place when it dies: who starts it, watches it, and tells those that use it.
 
-supervisor --starts, watches--> engine process 1, 2, ...      each at an address of its own
+supervisor --starts, watches--> engine 1, 2, ...      each one process, or several, at addresses of its own
     '--lost, resume, fail--> front ends: this process's `RemoteCore`, API processes
 """
 
 import asyncio
 import logging
-import sys
-import tempfile
 import time
-from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager, suppress
-from pathlib import Path
+from contextlib import asynccontextmanager
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from treetop.core.remote import WATCHDOG_S, RemoteCore
 from treetop.core.wire import ProcessOptions
 from treetop.disaggregation.registry import withdraw
+from treetop.distributed.client import WATCHDOG_S, RemoteCore
+from treetop.distributed.process import Failed, ProcessGroup, as_error
 from treetop.types.config import EngineConfig
-from treetop.types.errors import ConfigError, EngineError, UserError
+from treetop.types.errors import EngineError, UserError
 
-END_S = 10.0
-"""How long a process may take to end once it should."""
 WINDOW_S = 3600.0
 """Restarts are counted that lie no longer back."""
 TURN_S = 30.0
 """Seconds after which the next front end is given an engine beside one that has not answered, such as a stopped one."""
-_LAST_WORDS_S = 1.0
-_LONGEST_PATH = 90
 
-log = logging.getLogger("treetop.core")
+log = logging.getLogger("treetop.distributed")
 
 
 class Watchdog(NamedTuple):
@@ -66,50 +59,48 @@ class FrontEnd(Protocol):
 
     def lost(self, reason: str) -> None: ...
 
-    async def resume(self, address: str) -> None:
-        """Wait until the engine at the address is up and has all that is alive here."""
+    async def resume(self, addresses: Sequence[str]) -> None:
+        """Wait until the engine at the addresses is up and has all that is alive here."""
         ...
 
     def fail(self, reason: str) -> None: ...
 
 
 class EngineSupervisor:
-    """Keeps an engine process running. core: its client in this process, which can be used once `start` is over."""
+    """Keeps an engine running: one process, or the ranks that share experts, which die and start again as one.
 
-    def __init__(self, process: ProcessOptions, folder: Path, restarts: int, watchdog: Watchdog = WATCHDOG) -> None:
-        """process: what each engine is told, but for its address. folder: of this user alone. restarts: how often
-        within an hour an engine that has died is started again.
+    core: its client in this process, which can be used once `start` is over. replica: of several engines.
+    """
 
-        Raises ConfigError for a folder whose path is too long.
+    def __init__(self, process: ProcessOptions, restarts: int, watchdog: Watchdog = WATCHDOG) -> None:
+        """process: what each engine process is told, but for address and rank. restarts: how often within an hour an
+        engine that has died is started again.
         """
-        if len(str(folder)) > _LONGEST_PATH:
-            raise ConfigError(f"the path of temporary files is too long for a socket: {folder}; set TMPDIR")
-        self._options, self._folder, self._watchdog = process, folder, watchdog
-        self._restarts = RestartLimit(restarts)
+        self._options, self._watchdog, self._restarts = process, watchdog, RestartLimit(restarts)
         self._others: list[FrontEnd] = []
-        self._num_started = 0
-        self._process: Process | None = None
+        self._group: ProcessGroup | None = None
         self.core = RemoteCore(watchdog_s=watchdog.timeout_s)
-
-    @property
-    def address(self) -> str:
-        """Of the last engine that was started."""
-        return f"ipc://{self._folder}/engine-{self._num_started}"
+        self.addresses: tuple[str, ...] = ()
+        """Of the processes of the last engine that was started."""
 
     async def start(self) -> None:
         """Start an engine and wait until it is up. Raises UserError and EngineError for what it says."""
-        await self.launch()
+        self.launch()
         await self.meet()
 
-    async def launch(self) -> None:
-        """Start an engine process."""
-        self._num_started += 1
-        options = msgspec.structs.replace(self._options, address=self.address)
-        self._process = await spawn(["treetop.core.engine_process"], options)
+    def launch(self) -> None:
+        """Start the engine's processes. Raises ConfigError for a folder whose path is too long for a socket's."""
+        self._group, size, level = ProcessGroup(), self._options.config.ep_size, self._options.log_level
+        self.addresses = tuple(f"ipc://{self._group.folder}/engine-{rank}" for rank in range(size))
+        for rank, address in enumerate(self.addresses):
+            level = max(level, logging.WARNING) if rank else level
+            options = msgspec.structs.replace(self._options, address=address, rank=rank, log_level=level)
+            name, prefix = (f"rank {rank}", f"rank {rank}: ") if size > 1 else ("the engine process", "")
+            self._group.start(name, "treetop.distributed.engine_process", options, prefix)
 
     async def meet(self) -> None:
         """Wait until the engine is up. Raises UserError and EngineError for what it says."""
-        await self._while_it_lives(self.core.connect(self.address), " before it was up")
+        await self._while_it_lives(self.core.connect(self.addresses), " before it was up")
 
     def join(self, front: FrontEnd) -> None:
         """Another front end, beside `core`. It is told of each engine from the next one on."""
@@ -143,12 +134,13 @@ class EngineSupervisor:
             try:
                 if lost_s is not None:
                     await self.start()
-                await self._while_it_lives(_resume(self._fronts, self.address))
+                await self._while_it_lives(_resume(self._fronts, self.addresses))
                 if lost_s is not None:
                     log.warning("the engine is up again, after %.1f s", time.monotonic() - lost_s)
                 if up is not None and not up.done():
                     up.set_result(None)
-                reason = await self._ended()
+                why = await self._ended()
+                reason = why.reason if why.died else f"the engine failed: {why.reason}"
             except UserError as error:
                 return f"the engine cannot be started again: {error}"
             except EngineError as error:
@@ -161,63 +153,51 @@ class EngineSupervisor:
                 return reason
             log.warning("%s; it is started again, and requests go on", reason)
 
-    async def _ended(self) -> str:
-        """Wait until the engine has died, has said that it does and had time to, or is stalled. Returns why."""
-        process = self._running
-        ended, gone = asyncio.ensure_future(process.wait()), asyncio.ensure_future(self.core.gone.wait())
-        ends = {ended, gone}
-        if self._watchdog.restart:
-            ends.add(stalled := asyncio.ensure_future(self.core.stalled.wait()))
+    async def _ended(self) -> Failed:
+        """Wait until the engine has ended, or is stalled. Returns why."""
+        assert self._group is not None
+        ended, stalled = asyncio.wrap_future(self._group.ended), asyncio.ensure_future(self.core.stalled.wait())
+        ends: set[asyncio.Future[Any]] = {ended, stalled} if self._watchdog.restart else {ended}
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if self._watchdog.restart and stalled.done():
-                return self.core.stall_reason
-            await asyncio.wait({ended}, timeout=END_S)
-            await asyncio.wait({gone}, timeout=0 if gone.done() else _LAST_WORDS_S)  # they may still be on their way
+            return ended.result() if ended.done() else self._group.end(Failed(self.core.stall_reason, died=True))
         finally:
-            for each in ends:
-                each.cancel()
-        return self.core.why or f"the engine process has ended with exit code {process.returncode}"
+            stalled.cancel()
 
     async def _while_it_lives(self, work: Coroutine[Any, Any, None], when: str = "") -> None:
-        """Do what needs the engine. Raises EngineError if it ends before."""
+        """Do what needs the engine. Raises what ends it, if it ends before."""
         done, ended = asyncio.ensure_future(work), asyncio.ensure_future(self._ended())
         try:
             await asyncio.wait({done, ended}, return_when=asyncio.FIRST_COMPLETED)
             if not done.done():
-                raise EngineError(ended.result() + when)
+                why = ended.result()
+                raise as_error(msgspec.structs.replace(why, reason=why.reason + when) if why.died else why)
             done.result()
         finally:
             done.cancel()
             ended.cancel()
 
-    @property
-    def _running(self) -> Process:
-        assert self._process is not None
-        return self._process
-
     def kill(self) -> None:
         """Do not wait for what it is doing: it may be loading for minutes yet."""
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
+        if self._group is not None:
+            self._group.end(Failed("it was ended"))
 
     async def close(self) -> None:
-        """End the engine process, any number of times. Without this process it would remove the folder."""
-        self.kill()
-        if self._process is None:
+        """End the engine's processes, any number of times. Without this process they would remove the folder."""
+        if self._group is None:
             return
-        await end(self._process)
+        await asyncio.to_thread(self._group.close)
         handover = self._options.handover
         if handover.mode == "prefill" and handover.registry is not None:
             withdraw(handover.registry, handover.listens(self._options.config.ep_size))
 
 
-async def _resume(fronts: Sequence[FrontEnd], address: str) -> None:
+async def _resume(fronts: Sequence[FrontEnd], addresses: Sequence[str]) -> None:
     """One after the other, so that no more than one request of all is on trial; one that hangs holds up nobody."""
     turns: list[asyncio.Future[None]] = []
     try:
         for front in fronts:
-            turns.append(asyncio.ensure_future(front.resume(address)))
+            turns.append(asyncio.ensure_future(front.resume(addresses)))
             await asyncio.wait(turns[-1:], timeout=TURN_S)
             if turns[-1].done():
                 turns[-1].result()
@@ -229,43 +209,19 @@ async def _resume(fronts: Sequence[FrontEnd], address: str) -> None:
 
 @asynccontextmanager
 async def supervised_engine(config: EngineConfig, restarts: int = 3) -> AsyncIterator[RemoteCore]:
-    """An engine in a process of its own, for `AsyncLLM.of`: if it dies, another takes its place, and requests go on.
+    """An engine in processes of its own, for `AsyncLLM.of`: if it dies, another takes its place, and requests go on.
 
     restarts: within an hour. Raises UserError and EngineError if it cannot start.
     """
-    with tempfile.TemporaryDirectory(prefix="treetop-") as folder:  # mode 0700: nobody else reaches the engine
-        supervisor = EngineSupervisor(ProcessOptions("", config, log_level=20), Path(folder), restarts)
-        try:
-            await supervisor.start()
-            watching = asyncio.ensure_future(supervisor.watch())
-            try:
-                yield supervisor.core
-            finally:
-                watching.cancel()
-                await asyncio.wait({watching})
-        finally:
-            supervisor.core.close()
-            await supervisor.close()
-
-
-async def spawn(arguments: Sequence[str], options: msgspec.Struct, **given: Any) -> Process:
-    """A process of ours, which is told its options on stdin and ends with it."""
-    command = [sys.executable, "-P", "-m", *arguments]
-    given = {"stdout": DEVNULL, **given}
-    child = await asyncio.create_subprocess_exec(*command, stdin=PIPE, start_new_session=True, **given)
-    assert child.stdin is not None
-    child.stdin.write(msgspec.json.encode(options) + b"\n")
-    return child
-
-
-async def end(process: Process) -> None:
-    """Close its stdin, which ends it, and wait."""
-    if process.stdin is not None:
-        process.stdin.close()
-        with suppress(BrokenPipeError, ConnectionResetError):
-            await process.stdin.wait_closed()
+    engines = EngineSupervisor(ProcessOptions("", config, log_level=20), restarts)
     try:
-        await asyncio.wait_for(process.wait(), END_S)
-    except TimeoutError:
-        process.kill()
-        await process.wait()
+        await engines.start()
+        watching = asyncio.ensure_future(engines.watch())
+        try:
+            yield engines.core
+        finally:
+            watching.cancel()
+            await asyncio.wait({watching})
+    finally:
+        engines.core.close()
+        await engines.close()

@@ -1,6 +1,6 @@
 """A rank of a worker group but the first: it launches and collects what rank 0 launches, and says how each step ended.
 
-    python -m treetop.core.ranks.follower      started by `worker_group.py`; a line of JSON on stdin says what to run
+    python -m treetop.distributed.tp_worker      started by `tp_executor.py`; a line of JSON on stdin says what to run
 
 stdin stays open as long as rank 0 lives; its end is the end of this process, whatever it is doing.
 """
@@ -9,35 +9,34 @@ import logging
 import sys
 import threading
 import zlib
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
 
 import torch
 import zmq
 
-from treetop.core.child import begin
-from treetop.core.ranks.group_wire import (
-    Broken,
+from treetop.disaggregation.agent import Connect, RankAgent
+from treetop.disaggregation.events import Disconnect, Pull
+from treetop.disaggregation.nixl import NixlTransport
+from treetop.distributed.process import SAID_USER_ERROR, SAID_WHY, Failed, begin, say_why
+from treetop.distributed.tp_wire import (
     Ended,
-    FollowerOptions,
-    FromFollower,
+    FromWorker,
     Here,
     Launch,
     Moved,
     NextLogits,
     Up,
-    decode_to_follower,
+    WorkerOptions,
+    decode_to_worker,
     encode,
 )
-from treetop.disaggregation.agent import Connect, RankAgent
-from treetop.disaggregation.events import Disconnect, Pull
-from treetop.disaggregation.nixl import NixlTransport
 from treetop.engine.engine import Engine, InFlightStep
 from treetop.engine.kv_staging import staging_of
 from treetop.models.loader import compute_device
 from treetop.parallel.exchange import Group, Meeting
-from treetop.types.errors import CheckError, InvariantError, TreetopError, UserError
+from treetop.types.errors import CheckError, InvariantError
 from treetop.types.messages import StepResult
 
 LINGER_MS = 2000
@@ -45,7 +44,7 @@ LINGER_MS = 2000
 _TICK_MS = 100
 """How often a wait for a plan looks whether collecting has failed."""
 _GRACE = 1.25
-"""A follower waits longer for the others than rank 0, whose error says more."""
+"""A worker waits longer for the others than rank 0, whose error says more."""
 
 
 def meeting_of(folder: str, rank: int, size: int) -> Meeting:
@@ -57,11 +56,15 @@ def digest_of(result: StepResult) -> int:
     return zlib.crc32(encode(result))
 
 
-class Follower:
+class TpWorker:
     """Launches on the thread that calls `run`, and collects on another: a step is launched while one before it runs."""
 
-    def __init__(self, options: FollowerOptions, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
-        self._options = options
+    def __init__(
+        self, options: WorkerOptions, context: "zmq.Context[zmq.Socket[bytes]]", say: Callable[[Failed], None]
+    ) -> None:
+        """say: tells rank 0 why this one ends."""
+        self._options, self._tell = options, say
+        self.why: Failed | None = None
         self._plans, self._words = context.socket(zmq.PULL), context.socket(zmq.PUSH)
         self._plans.connect(f"ipc://{options.folder}/{options.rank}")
         self._words.connect(f"ipc://{options.folder}/words")
@@ -71,8 +74,8 @@ class Follower:
         self._agent: RankAgent | None = None
         self._failed = threading.Event()
 
-    def run(self) -> None:
-        """Meet the others, start the engine, then follow until something fails, which is told."""
+    def run(self) -> int:
+        """Meet the others, start the engine, then follow until something fails, which is told. Returns an exit code."""
         try:
             options = self._options
             device = compute_device(options.config.device)
@@ -84,7 +87,7 @@ class Follower:
             group = Group(meeting, device, not config.disable_custom_all_reduce)
             self._engine = Engine(options.config, group.parallel)
             group.set_deadline(_GRACE * options.config.step_timeout)
-            if options.hands_over:
+            if options.reached:
                 staging = staging_of(self._engine)
                 self._agent = RankAgent(NixlTransport(staging.memory), staging)
             self._say(Up(options.rank, b"" if self._agent is None else self._agent.transport.metadata))
@@ -102,9 +105,10 @@ class Follower:
             self._plans.close(linger=0)
             with self._speaking:
                 self._words.close(LINGER_MS)
+        return SAID_USER_ERROR if self.why is not None and self.why.user_error else SAID_WHY
 
     def _follow(self) -> None:
-        message = decode_to_follower(self._plans.recv())
+        message = decode_to_worker(self._plans.recv())
         match message:
             case NextLogits(ids):
                 self._engine.next_logits(ids)
@@ -148,26 +152,26 @@ class Follower:
             self._failed.set()
 
     def _break(self, error: BaseException) -> None:
-        reason = str(error) if isinstance(error, TreetopError) else f"{type(error).__name__}: {error}"
-        with suppress(zmq.ZMQError):  # rank 0 has ended the group
-            self._say(Broken(self._options.rank, reason, isinstance(error, UserError)))
+        if self.why is None:
+            self.why = Failed.of(error)
+            self._tell(self.why)
 
-    def _say(self, word: FromFollower) -> None:
+    def _say(self, word: FromWorker) -> None:
         with self._speaking:
             self._words.send(encode(word))
 
 
 def main() -> int:
-    options, parent = begin(FollowerOptions, lambda said: said.folder)
+    options, parent = begin(WorkerOptions, lambda said: said.folder)
     logging.basicConfig(level=logging.WARNING, format=f"rank {options.rank}: %(message)s", stream=sys.stderr)
     torch.set_num_threads(options.threads)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        Follower(options, context).run()
+        code = TpWorker(options, context, say_why).run()
     finally:
         context.destroy(linger=LINGER_MS)
     parent.join(LINGER_MS / 1000)  # if rank 0 is gone, the folder is to go too
-    return 1
+    return code
 
 
 if __name__ == "__main__":

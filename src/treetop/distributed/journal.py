@@ -45,7 +45,7 @@ class _Alive:
     suspect: bool = False
 
 
-class Ledger:
+class Journal:
     """A client's requests that have not ended, in the order of their coming. No sockets and no tasks."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

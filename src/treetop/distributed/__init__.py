@@ -1,0 +1,1 @@
+"""Several processes: one manager of processes, engine processes, their clients, and ranks that share a model."""

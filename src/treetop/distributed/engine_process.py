@@ -1,0 +1,291 @@
+"""The engine process: a core behind a zmq socket on a private path. It ends when its parent does.
+
+    python -m treetop.distributed.engine_process    started by `supervisor.py`; a line of JSON on stdin says what to run
+
+stdin stays open as long as the parent lives; its end is the end of this process, whatever it is doing. Ctrl-C and
+SIGTERM are the parent's to act on: it drains first. A failure of the engine is told to the parent and ends the process.
+Ranks that share experts are engine processes like any other, whose steps are in lockstep (`lockstep.py`).
+"""
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import zmq
+
+from treetop.core.engine_core import STALLED_S
+from treetop.core.loop import Core, CoreLoop
+from treetop.core.wire import (
+    Abort,
+    Add,
+    Finish,
+    FromCore,
+    Hello,
+    Leave,
+    Load,
+    ProcessOptions,
+    Ready,
+    ToCore,
+    Updates,
+    decode_to_core,
+    encode,
+)
+from treetop.disaggregation.connector import Connector, open_connector
+from treetop.disaggregation.nixl import NixlTransport
+from treetop.distributed.process import SAID_USER_ERROR, SAID_WHY, Failed, begin, say_why
+from treetop.types.errors import ConfigError, EngineError
+from treetop.types.requests import CoreInfo, CoreLoad, RequestUpdate
+
+if TYPE_CHECKING:  # loads PyTorch, which takes seconds
+    from treetop.distributed.lockstep import Lockstep
+    from treetop.distributed.tp_executor import TpExecutor
+
+_LOAD_S = 0.25
+"""Seconds between two words about the load, at least."""
+HEARTBEAT_S = 1.0
+"""Seconds after which the load is told though it is what it was: so clients hear that the loop goes round."""
+_LINGER_MS = 2000
+"""For what was sent last."""
+_TICK_S = 0.1
+_GRACE = 1.5
+"""A wait for others ends by itself, and says for whom; only after so many times the limit does the guard speak."""
+
+
+class Parts(NamedTuple):
+    """What an engine process serves.
+
+    role: its KV connector, if it has one.
+    executor: of the ranks that share the model with it, if there are any.
+    lockstep: with the ranks that share its experts, if there are any.
+    """
+
+    core: Core
+    info: CoreInfo
+    role: Connector | None = None
+    executor: "TpExecutor | None" = None
+    lockstep: "Lockstep[Any] | None" = None
+
+
+class EngineServer:
+    """Applies what clients send and sends them what the core gives, a step at a time. over: ends it from outside."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        socket: "zmq.Socket[bytes]",
+        over: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._core, self._info, self._role, self._executor, self._lockstep = parts
+        self._loop, self._socket, self._over = CoreLoop(self._core, self._role, self._lockstep), socket, over
+        self._why: BaseException | None = None
+        self._clients: dict[bytes, Callable[[list[RequestUpdate]], None]] = {}
+        self._identities: dict[int, bytes] = {}  # of clients, by number
+        self._left: set[int] = set()
+        self._told, self._told_s, self._sent_s = CoreLoad(), 0.0, 0.0
+
+    def run(self) -> BaseException:
+        """Serve until the engine fails. Returns why it did."""
+        self._loop.run(self)
+        assert self._why is not None
+        return self._why
+
+    def take(self, loop: CoreLoop) -> bool:
+        """As `Inbox.take`: clients' commands. It ends the loop once the engine has failed."""
+        self._tell_load()
+        self._why = self._failure()
+        if self._why is None:
+            self._wait()
+            self._receive()
+        return self._why is None
+
+    def _failure(self) -> BaseException | None:
+        """Why nothing more can be served, if so. A rank may die while there is no step that would say so."""
+        failure = self._core.failure
+        if failure is None and self._executor is not None and self._loop.idle:
+            failure = self._executor.failure
+        if failure is None and self._role is not None and self._role.stuck is not None and not self._core.busy:
+            failure = EngineError(self._role.stuck)
+        return EngineError("it was ended") if failure is None and self._over() else failure
+
+    def _wait(self) -> None:
+        """Until there is something to do, which nothing may be known of for a while."""
+        if not self._loop.idle or (self._lockstep is not None and self._lockstep.called()):
+            return
+        poller, wait_ms = zmq.Poller(), int(1000 * (STALLED_S if self._core.busy else _LOAD_S))
+        sockets = [self._socket]
+        if self._lockstep is not None:
+            sockets += self._lockstep.sockets()
+        if self._role is not None:
+            wait_ms = min(wait_ms, self._role.wait_ms)
+            sockets += self._role.sockets()
+        for socket in sockets:
+            poller.register(socket, zmq.POLLIN)
+        poller.poll(wait_ms)
+
+    def _receive(self) -> None:
+        with suppress(zmq.Again):
+            while True:
+                identity, message = self._socket.recv_multipart(zmq.NOBLOCK)
+                self._apply(identity, decode_to_core(message))
+
+    def _apply(self, identity: bytes, command: ToCore) -> None:
+        match command:
+            case Hello(number):
+                if number not in self._left:
+                    self._identities[number] = identity
+                    self._clients.setdefault(identity, partial(self._send_updates, identity))
+                    self._send(identity, Ready(self._info))
+            case Add(requests):
+                if identity in self._clients:
+                    self._loop.add(requests, self._clients[identity])
+            case Leave(number):
+                self._leave(number)
+            case Abort(request_ids):
+                self._loop.abort(request_ids)
+            case Finish(request_id, num_tokens):
+                self._loop.finish(request_id, num_tokens)
+
+    def _leave(self, number: int) -> None:
+        """A client has ended. What it said last may be on its way still."""
+        self._left.add(number)
+        identity = self._identities.pop(number, None)
+        if identity is not None:
+            self._loop.leave(self._clients.pop(identity))
+
+    def _send_updates(self, identity: bytes, updates: list[RequestUpdate]) -> None:
+        self._send(identity, Updates(tuple(updates)))
+
+    def _tell_load(self) -> None:
+        now = time.monotonic()
+        if now - self._told_s < _LOAD_S and not (self._loop.idle and self._told.num_running):
+            return
+        self._told_s, load = now, self._loop.load
+        if load != self._told or now - self._sent_s >= HEARTBEAT_S:
+            self._told, self._sent_s = load, now
+            for identity in self._clients:
+                self._send(identity, Load(load))
+
+    def _send(self, identity: bytes, message: FromCore) -> None:
+        self._socket.send_multipart([identity, encode(message)])
+
+
+class EngineProcess:
+    """What an engine process does. over: set from any thread, for it to end before its next step."""
+
+    def __init__(
+        self, options: ProcessOptions, context: "zmq.Context[zmq.Socket[bytes]]", say: Callable[[Failed], None]
+    ) -> None:
+        """say: tells the parent why it ends."""
+        self.options, self._context, self._say = options, context, say
+        self.over = threading.Event()
+
+    def run(self) -> int:
+        """Serve until something fails, which is told. Returns the exit code."""
+        socket = self._context.socket(zmq.ROUTER)
+        socket.sndhwm = socket.rcvhwm = 0  # what waits is bounded by the requests that were accepted
+        with ExitStack() as stack:
+            stack.callback(socket.close, _LINGER_MS)
+            try:
+                socket.bind(self.options.address)
+                parts = self._open(stack)
+                failure = EngineServer(parts, socket, self.over.is_set).run()
+            except Exception as error:  # whatever ends it, the parent is told
+                failure = error
+            self.over.set()
+            why = Failed.of(failure)
+            self._say(why)
+        return SAID_USER_ERROR if why.user_error else SAID_WHY
+
+    def _open(self, stack: ExitStack) -> Parts:
+        """What was asked for; stack: ends it. Raises TreetopError."""
+        options = self.options
+        if options.mock is not None:
+            from treetop.core.mock import make_mock  # noqa: PLC0415  # needs no PyTorch
+
+            return Parts(*make_mock(options.config, options.mock))
+        take_share(options)
+        if options.config.ep_size > 1:
+            from treetop.distributed.expert_rank import open_rank  # noqa: PLC0415  # loads PyTorch
+
+            rank = open_rank(options, self._context, stack)
+            threading.Thread(target=self._guard, args=(rank.lockstep,), name="treetop-guard", daemon=True).start()
+            engine, scheduler, executor = rank.engine, rank.core.scheduler, None
+            parts = Parts(rank.core, rank.info, lockstep=rank.lockstep)
+        else:
+            from treetop.distributed.opened import open_core  # noqa: PLC0415  # loads PyTorch, which takes seconds
+
+            opened = open_core(options.config, options.handover.mode != "null")
+            stack.callback(opened.close)
+            engine, executor = opened.local.engine, opened.local.executor
+            scheduler = opened.local.scheduler
+            parts = Parts(opened.core, opened.info, executor=executor)
+        if options.handover.mode == "null":
+            return parts
+        if not options.rank:
+            logging.getLogger("treetop.core").info(options.handover.words(options.config.ep_size))
+        from treetop.engine.kv_staging import staging_of  # noqa: PLC0415  # too
+
+        role = open_connector(
+            scheduler, staging_of(engine), options.handover.of_rank(options.rank), NixlTransport, executor
+        )
+        stack.callback(role.close)
+        return parts._replace(role=role, info=parts.info._replace(refuses=role.refuses))
+
+    def _guard(self, lockstep: "Lockstep[Any]") -> None:
+        """On a thread of its own: the rank may wait where nothing reaches it, such as for its device."""
+        timeout_s = self.options.config.step_timeout
+        while not self.over.wait(_TICK_S):
+            since = lockstep.waiting_since
+            if since is not None and time.monotonic() - since > _GRACE * timeout_s:
+                late = f"a step did not end in {timeout_s:g} s; raise --step-timeout if it needs longer"
+                self._say(Failed(late, False))  # the parent ends all ranks
+                return
+
+
+def take_share(options: ProcessOptions) -> None:
+    """Of several engine processes on one machine each has its share of the threads, and each replica its own GPUs.
+
+    Before CUDA starts: that reads the variable once. Raises ConfigError for more than the machine shows.
+    """
+    config, num_engines = options.config, options.num_replicas * options.config.ep_size
+    if num_engines == 1:
+        return
+    import torch  # noqa: PLC0415  # takes seconds
+
+    torch.set_num_threads(max(1, torch.get_num_threads() // num_engines))
+    found = 0 if config.device == "cpu" else torch.cuda.device_count()
+    if options.num_replicas == 1 or (not found and config.device != "cuda"):
+        return
+    each = config.tp_size * config.ep_size
+    if each * options.num_replicas > found:
+        raise ConfigError(
+            f"--dp-size {options.num_replicas}: {each * options.num_replicas} GPUs are needed, {each} a replica, and"
+            f" this machine shows {found}"
+        )
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    shown = [str(index) for index in range(found)] if given is None else given.split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(shown[each * options.replica :][:each])
+
+
+def main() -> int:
+    options, parent = begin(ProcessOptions, lambda said: said.folder)
+    who = f"rank {options.rank}: " if options.config.ep_size > 1 else ""
+    logging.basicConfig(level=options.log_level, format=f"{who}%(message)s", stream=sys.stderr)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        code = EngineProcess(options, context, say_why).run()
+    finally:
+        context.destroy(linger=_LINGER_MS)
+    if options.config.ep_size > 1:
+        parent.join(_LINGER_MS / 1000)  # if the parent is gone, the folder is to go too
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,250 @@
+"""Child processes: started with options on stdin, watched, ended; several of them fail and end as one.
+
+parent --options, one line of JSON--> stdin of the child, which ends when that does: its parent has died
+parent <--`Failed`, one line of JSON-- stdout of a child that knows why it ends
+"""
+
+import io
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from shutil import rmtree
+from typing import Any, TypeVar
+
+import msgspec
+
+from treetop.types.errors import ConfigError, EngineError, TreetopError, UserError
+
+Options = TypeVar("Options", bound=msgspec.Struct)
+
+_SEEN_S = 0.5
+"""Within which all processes of a parent see that it has ended."""
+_AT_MOST_S = 3
+"""How long one may take to end then, whatever it is in the middle of."""
+LAST_WORDS_S = 1.0
+"""How long others may take to say why, or to be seen dead, once one has said why a group ends."""
+_LONGEST_PATH = 90
+
+log = logging.getLogger("treetop.distributed")
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """Why a process ends. user_error: whoever started it can change that. died: it ended without a word."""
+
+    reason: str
+    user_error: bool = False
+    died: bool = False
+
+    @classmethod
+    def of(cls, error: BaseException) -> "Failed":
+        reason = str(error) if isinstance(error, TreetopError) else f"{type(error).__name__}: {error}"
+        return cls(reason, isinstance(error, UserError))
+
+
+# ---------------------------------------------------------------- in the child
+
+
+def begin(kind: type[Options], folder: Callable[[Options], str | None]) -> tuple[Options, threading.Thread]:
+    """What the parent says in the first line, and a thread that ends this process when the parent has ended.
+
+    folder: what goes with both, for the parent may have had no time to remove it. Ctrl-C and SIGTERM are the parent's
+    to act on, who ends a process by SIGKILL if it lives on itself.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    stdin = io.FileIO(0, closefd=False)  # without a buffer, whose lock the thread would hold at the end
+    options = msgspec.json.decode(stdin.readline(), type=kind)
+    watch = threading.Thread(target=_end_with_parent, args=(stdin, folder(options)), name="treetop-parent", daemon=True)
+    watch.start()
+    return options, watch
+
+
+def _end_with_parent(stdin: io.FileIO, folder: str | None) -> None:
+    """The alarm is the system's: it also ends a process whose main thread holds the interpreter's lock for long.
+
+    torch's FileStore does, for five minutes, if the folder of its file is gone: the folder stays until all are warned.
+    """
+    while stdin.read(1):
+        pass
+    signal.alarm(_AT_MOST_S)
+    time.sleep(_SEEN_S)
+    if folder is not None:
+        rmtree(folder, ignore_errors=True)
+    os._exit(0)  # also out of a call that never returns
+
+
+def say_why(why: Failed) -> None:
+    """Tell the parent. Any thread may."""
+    with suppress(OSError):  # it has ended
+        os.write(1, msgspec.json.encode(why) + b"\n")
+
+
+# ---------------------------------------------------------------- in the parent
+
+
+def start_process(
+    module: str, options: msgspec.Struct, arguments: Sequence[str] = (), **given: Any
+) -> "subprocess.Popen[bytes]":
+    """Run a module in a process which ends with this one, and tell it its options."""
+    command = [sys.executable, "-P", "-m", module, *arguments]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, **given)
+    tell(process, options)
+    return process
+
+
+def tell(process: "subprocess.Popen[bytes]", what: msgspec.Struct) -> None:
+    """Write a line of JSON to its stdin, if it lives."""
+    assert process.stdin is not None
+    with suppress(OSError):
+        process.stdin.write(msgspec.json.encode(what) + b"\n")
+        process.stdin.flush()
+
+
+class Child:
+    """A child process and a thread that watches it. ended: its exit code, once there is one."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", hear: Callable[[bytes], object]) -> None:
+        """hear: told each line that it writes to stdout, on the watching thread."""
+        self.process = process
+        self.ended: Future[int] = Future()
+        self._hear = hear
+        threading.Thread(target=self._watch, name="treetop-watch", daemon=True).start()
+
+    def _watch(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as stdout:
+            for line in stdout:
+                self._hear(line)
+        self.ended.set_result(self.process.wait())
+
+    def kill(self) -> None:
+        """SIGKILL: nothing of it has to be saved, and it may have been stopped."""
+        with suppress(OSError):
+            self.process.kill()
+
+    def close(self, patience_s: float = 0.0) -> None:
+        """End it and wait. patience_s: how long it may take to end of its own, once its stdin has ended."""
+        assert self.process.stdin is not None
+        with suppress(OSError):
+            self.process.stdin.close()
+        if patience_s:
+            with suppress(TimeoutError):
+                self.ended.result(patience_s)
+        self.kill()
+        self.process.wait()
+
+
+class ProcessGroup:
+    """Processes that start, fail and end as one, and a private folder in which they meet.
+
+    The first that dies, or says why it ends, ends the others. ended: why, from then on. A process that died without a
+    word explains most: others see only that it is gone. Then comes the first that said something.
+    """
+
+    def __init__(self, on_end: Callable[[], object] = lambda: None) -> None:
+        """on_end: called as soon as one has ended, on some thread: whoever waits for the others is to give up.
+
+        Raises ConfigError for a folder whose path is too long for a socket's.
+        """
+        self.folder = private_folder()
+        self.ended: Future[Failed] = Future()
+        self._children: list[Child] = []
+        self._said: list[Failed] = []
+        self._lock, self._over, self._on_end = threading.Lock(), threading.Event(), on_end
+        self.close = weakref.finalize(self, ProcessGroup._close, self._children, self._over, self.folder)
+        """End all processes, remove all files; any number of times."""
+
+    def start(self, name: str, module: str, options: msgspec.Struct, prefix: str = "", **given: Any) -> None:
+        """name, prefix: `rank 1`, and what comes before its own words."""
+        process = start_process(module, options, **given)
+        me = weakref.ref(self)
+
+        def hear(line: bytes) -> None:
+            group = me()
+            if group is not None:
+                group._heard(prefix, line)
+
+        child = Child(process, hear)
+        self._children.append(child)
+        child.ended.add_done_callback(lambda code: _died(me, name, code.result()))
+
+    @property
+    def failure(self) -> TreetopError | None:
+        """Why the group has ended, None while it lives."""
+        return as_error(self.ended.result()) if self.ended.done() else None
+
+    def end(self, seen: Failed, patience_s: float = 0.0) -> Failed:
+        """End the group. Returns why: another reason, if it ends for one within this time, or what was seen of it."""
+        with suppress(TimeoutError):
+            return self.ended.result(patience_s)
+        self._end(seen)
+        return self.ended.result()
+
+    def _heard(self, prefix: str, line: bytes) -> None:
+        try:
+            why = msgspec.json.decode(line, type=Failed)
+        except (msgspec.MsgspecError, ValueError):
+            return  # a library's
+        self._said.append(why if why.user_error else Failed(prefix + why.reason))
+        threading.Thread(target=self._explain, name="treetop-why", daemon=True).start()
+
+    def _explain(self) -> None:
+        """One has said why: for a moment others may be seen to have died without a word."""
+        if not self._over.wait(LAST_WORDS_S if len(self._children) > 1 else 0.0):
+            self._end(self._said[0])
+
+    def _has_died(self, name: str, code: int) -> None:
+        if code not in (SAID_WHY, SAID_USER_ERROR) or not self._said:
+            self._end(Failed(f"{name} has ended with exit code {code}", died=True))
+
+    def _end(self, why: Failed) -> None:
+        with self._lock:
+            if self._over.is_set():
+                return
+            self._over.set()
+        for child in self._children:
+            child.kill()
+        self.ended.set_result(why)
+        self._on_end()
+
+    @staticmethod
+    def _close(children: list[Child], over: threading.Event, folder: str) -> None:
+        over.set()
+        for child in children:
+            child.kill()
+        for child in children:
+            child.close()
+        rmtree(folder, ignore_errors=True)
+
+
+SAID_WHY, SAID_USER_ERROR = 1, 2
+"""Exit codes of a process that has told why it ends."""
+
+
+def _died(group: "weakref.ref[ProcessGroup]", name: str, code: int) -> None:
+    alive = group()
+    if alive is not None:
+        alive._has_died(name, code)
+
+
+def private_folder() -> str:
+    """A new folder of this user alone (mode 0700). Raises ConfigError if sockets in it would have too long a path."""
+    folder = tempfile.mkdtemp(prefix="treetop-")
+    if len(folder) > _LONGEST_PATH:
+        rmtree(folder, ignore_errors=True)
+        raise ConfigError(f"the path of temporary files is too long for a socket: {folder}; set TMPDIR")
+    return folder
+
+
+def as_error(why: Failed) -> TreetopError:
+    return ConfigError(why.reason) if why.user_error else EngineError(why.reason)
