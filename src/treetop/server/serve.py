@@ -90,7 +90,7 @@ async def _run(folder: Path, process: ProcessOptions, options: ServeOptions, lis
         told = ApiOptions(options, process.config.model, process.config.seed)
         if options.api_workers > 1:
             return await ApiProcesses(engines, core, told, listening, folder, apis).serve(stopped)
-        watches = [asyncio.ensure_future(each.watch()) for each in engines]
+        watches = [asyncio.ensure_future(_watch(each)) for each in engines]
         try:
             return await serve(core, told, listening, lambda: _say(listening, core, told))
         finally:
@@ -103,6 +103,12 @@ async def start(engines: Sequence[EngineSupervisor], model: str, options: ServeO
     for each in engines:
         each.launch()
     await asyncio.gather(*(each.meet() for each in engines), asyncio.to_thread(check_files, model, options))
+
+
+async def _watch(engines: EngineSupervisor, up: "asyncio.Future[None] | None" = None) -> str:
+    reason = await engines.watch(up)
+    log.error("the server ends: %s", reason)
+    return reason
 
 
 def _on_signals(stopped: "asyncio.Future[int]", apis: "Sequence[ApiProcess]") -> None:
@@ -199,7 +205,7 @@ class ApiProcesses:
         if stopped.done():
             self._terminate()
         ups = [asyncio.get_running_loop().create_future() for _ in self._engines]
-        dead = [asyncio.ensure_future(each.watch(up)) for each, up in zip(self._engines, ups, strict=True)]
+        dead = [asyncio.ensure_future(_watch(each, up)) for each, up in zip(self._engines, ups, strict=True)]
         up = asyncio.gather(*ups)
         try:
             return await self._until_over(up, dead, stopped)
