@@ -78,7 +78,7 @@ class NormNames:
     feed_forward_output: str | None = None
 
 
-ExpertLayout = Literal["each", "stacked", "stacked rows"]
+ExpertLayout = Literal["each", "stacked", "stacked rows", "stacked halves"]
 """How a checkpoint holds experts, see `models.experts`."""
 
 
@@ -261,10 +261,11 @@ def rope_spec(
 
 
 _ROPE_KEYS = (
-    "rope_theta rope_type type partial_rotary_factor factor low_freq_factor high_freq_factor truncate beta_fast"
+    "rope_theta rope_type type mrope_section mrope_interleaved partial_rotary_factor factor low_freq_factor high_freq_factor truncate beta_fast"
     " beta_slow attention_factor mscale mscale_all_dim original_max_position_embeddings finetuned"
 )
-"""What may stand in a table of RoPE; `finetuned` says nothing of the arithmetic."""
+"""What may stand in a table of RoPE. `finetuned` says nothing of the arithmetic, and m-rope nothing of that of text,
+whose tokens have the same position in time, height and width (Qwen2-VL, arXiv:2409.12191, section 2.1)."""
 
 
 def _rope_table(config: Config, layer_type: str | None, where: Path) -> Config:
@@ -292,7 +293,7 @@ def _rope_scaling(
     kind, positions = rope.get("rope_type", rope.get("type", "default")), _max_positions(config, where)
     key = "original_max_position_embeddings"
     original = size(config if config.get(key) is not None else rope, key, where, default=positions)
-    if kind == "default":
+    if kind in ("default", "mrope"):
         return None
     if kind == "linear":
         return Linear(real(rope, "factor", where))

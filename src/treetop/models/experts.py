@@ -2,7 +2,8 @@
 
 How checkpoints hold experts (`ExpertSpec.stored`): "each" has three tensors an expert, as dense layers have them;
 "stacked" has GPT-OSS's two for all, [experts, in, out] with gates and ups in turn; "stacked rows" the same two as
-[experts, out, in], which its quantized checkpoints have. In memory it is always gates before ups, [experts, 2, inner,
+[experts, out, in], which its quantized checkpoints have; "stacked halves" has Qwen3-VL's two, [experts, in, out] with
+all gates of an expert before its ups, and a router called as with "each". In memory it is always gates before ups, [experts, 2, inner,
 hidden], and [experts, hidden, inner].
 
 Ranks may share the experts (`--ep-size`): each has an equal part of them, in order, and all else. They give each other
@@ -93,7 +94,7 @@ def live_rows(live: Tensor | None, ranks: Parallel) -> Tensor | None:
 def expert_params(spec: ExpertSpec, name: str, stored: str, hidden: int) -> list[Param]:
     """stored: the prefix of its tensors. Ranks of `--tp-size` have all of it, those of `--ep-size` whole experts."""
     number, kind, router = spec.router.num_experts, spec.router, f"{name}.router"
-    gate = f"{stored}.gate" if spec.stored == "each" else f"{stored}.router"
+    gate = f"{stored}.gate" if spec.stored in ("each", "stacked halves") else f"{stored}.router"
     params = [Param(router, (number, hidden), (Source(f"{gate}.weight", (number, hidden)),), "router")]
     if kind.bias:
         params.append(Param(f"{router}_bias", (number,), (Source(f"{gate}.bias", (number,)),), "vector"))
@@ -129,7 +130,7 @@ def _stacked(spec: ExpertSpec, name: str, stored: str, hidden: int) -> list[Para
     params = []
     for each, (out, width) in {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}.items():
         shape = (number, out, width) if by_rows else (number, width, out)
-        in_turn = each == "gate_up"
+        in_turn = each == "gate_up" and spec.stored != "stacked halves"
 
         def arranged(tensor: Tensor, in_turn: bool = in_turn) -> Tensor:
             lines = tensor if by_rows else tensor.transpose(1, 2)

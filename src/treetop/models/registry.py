@@ -28,6 +28,7 @@ from treetop.models.config import Config, ExpertSpec, ModelConfig, read_config
 from treetop.models.decoder import Decoder, decoder_params, unused_tensors
 from treetop.models.json_file import custom_code
 from treetop.models.loader import Placement, check_weights, load_weights
+from treetop.models.multimodal import TEXT_ALONE, TOWERS, StoredNames, names_in, text_config
 from treetop.models.params import Param, in_formats
 from treetop.models.refused import refuse_adapter, refuse_by_key, refuse_by_name
 from treetop.models.target import Target
@@ -43,13 +44,15 @@ class Family:
 
     read: its config.json, whose path errors name. params: what it consists of. unused: tensors that a file may hold
     without a use, and prefixes of such, which end with a dot. build: the model from its weights, the states that a
-    drafter reads, and where it runs.
+    drafter reads, and where it runs. text_of: of a folder with images or sound, the `model_type`s of its language
+    model, which `read` reads; () of one of text alone.
     """
 
     read: Callable[[Config, Path], ModelConfig]
     params: Callable[[ModelConfig], list[Param]] = decoder_params
     unused: Callable[[ModelConfig], set[str]] = unused_tensors
     build: Callable[[ModelConfig, Weights, tuple[int, ...], Placement, Ops], Target] = Decoder
+    text_of: tuple[str, ...] = ()
 
 
 FAMILIES: dict[str, Family] = {
@@ -64,6 +67,12 @@ FAMILIES: dict[str, Family] = {
     "MiMoForCausalLM": Family(mimo.read, unused=mimo.unused),
     "Qwen3MoeForCausalLM": Family(qwen3_moe.read),
     "WindowedLlamaForCausalLM": Family(windowed_llama.read),
+    "Gemma3ForConditionalGeneration": Family(gemma3.read, text_of=("gemma3_text",)),
+    "Mistral3ForConditionalGeneration": Family(mistral.read, text_of=("mistral",)),
+    "Qwen2VLForConditionalGeneration": Family(qwen2.read, text_of=("qwen2_vl_text",)),
+    "Qwen2_5_VLForConditionalGeneration": Family(qwen2.read, text_of=("qwen2_5_vl_text",)),
+    "Qwen3VLForConditionalGeneration": Family(qwen3.read, text_of=("qwen3_vl_text",)),
+    "Qwen3VLMoeForConditionalGeneration": Family(qwen3_moe.read_vl, text_of=("qwen3_vl_moe_text",)),
 }
 _OWN = frozenset({"WindowedLlamaForCausalLM"})
 """Test models, which no message offers."""
@@ -80,15 +89,16 @@ class ExpertLayer:
 
 @dataclass(frozen=True, slots=True)
 class TargetSpec:
-    """A target before its weights are read."""
+    """A target before its weights are read. names: what the folder calls its tensors."""
 
     folder: Path
     config: ModelConfig
     family: Family
+    names: StoredNames = TEXT_ALONE
 
     @property
     def params(self) -> list[Param]:
-        return in_formats(self.family.params(self.config), self.config.formats)
+        return in_formats(map(self.names.of, self.family.params(self.config)), self.config.formats)
 
     @property
     def streamed(self) -> int:
@@ -127,6 +137,8 @@ class TargetSpec:
         return self.family.build(self.config, weights, aux_inputs, place, ops)
 
     def load(self, aux_inputs: tuple[int, ...], place: Placement) -> Target:
+        if not place.dummy and (towers := self.left_out()):
+            _log.info("%s: text alone: %s left out, images and sound are refused", self.folder, " and ".join(towers))
         weights = load_weights(self.folder, self.params, place, set() if place.dummy else self._unused())
         return self.build(weights, aux_inputs, place, place.ops)
 
@@ -134,9 +146,18 @@ class TargetSpec:
         """Names and shapes of its tensors, without reading them; how many there are. Raises CheckpointError."""
         return check_weights(self.folder, self.params, self._unused())
 
+    def left_out(self) -> list[str]:
+        """The folder's parts that text does not need, such as `visual`."""
+        if not self.family.text_of:
+            return []
+        stored = tensor_files(self.folder)
+        return [tower.removesuffix(".") for tower in TOWERS if any(name.startswith(tower) for name in stored)]
+
     def _unused(self) -> set[str]:
         """Names of tensors that the files may hold without a use."""
-        names = self.family.unused(self.config)
+        names = {self.names.stored(name) for name in self.family.unused(self.config)}
+        if self.family.text_of:
+            names.update(TOWERS)
         stored = tensor_files(self.folder)
         further = (_FURTHER_LAYER.fullmatch(name) for name in stored)
         mtp = [match[1] for match in further if match and int(match[2]) >= len(self.config.layers)]
@@ -156,7 +177,12 @@ def target_spec(folder: Path) -> TargetSpec:
     if not isinstance(named, list) or not all(isinstance(each, str) for each in named):
         raise CheckpointError(f"{where}: architectures must be a list of names, got {shown(named)}")
     for name in named:
-        refuse_by_name(name, where)
+        if name not in FAMILIES:
+            refuse_by_name(name, where)
+    text_of = FAMILIES[named[0]].text_of if named[0] in FAMILIES else ()
+    tensors = _tensors(folder) if text_of else set()
+    if text_of:
+        config = text_config(config, where, text_of, tensors)
     refuse_by_key(config, where)
     if len(named) != 1 or named[0] not in FAMILIES:
         known = ", ".join(name for name in FAMILIES if name not in _OWN)
@@ -168,4 +194,12 @@ def target_spec(folder: Path) -> TargetSpec:
     if (code := custom_code(config)) is not None:
         _log.warning("%s: %s; treetop's own %s is used", where, code, named[0])
     family = FAMILIES[named[0]]
-    return TargetSpec(folder, family.read(config, where), family)
+    return TargetSpec(folder, family.read(config, where), family, names_in(tensors) if text_of else TEXT_ALONE)
+
+
+def _tensors(folder: Path) -> set[str]:
+    """Names of what the files hold; none without files, which is an error where weights are read."""
+    try:
+        return set(tensor_files(folder))
+    except CheckpointError:
+        return set()
