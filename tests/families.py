@@ -78,7 +78,11 @@ class Saved:
     by_token: bool
 
     def reference(self, dtype: torch.dtype) -> Any:
-        model = getattr(transformers, self.architecture).from_pretrained(self.theirs, dtype=dtype).eval()
+        model = (
+            getattr(transformers, self.architecture)
+            .from_pretrained(self.theirs, dtype=dtype, experts_implementation="eager")
+            .eval()
+        )
         model.generation_config.eos_token_id = None
         return model
 
@@ -184,7 +188,7 @@ def _as_first_released(target: Path, folder: Path) -> Path:
 
 
 def _by_columns(target: Path, folder: Path) -> Path:
-    """A folder with experts [experts, in, out], as published, where `transformers` saves new ones as [experts, out, in]."""
+    """A folder with experts [experts, in, out], as published; `transformers` saves new ones as [experts, out, in]."""
     tensors = load_file(target / "model.safetensors")
     turned = {name: t.transpose(1, 2) for name, t in tensors.items() if ".experts." in name}
     return copy_folder(target, folder, tensors=turned)
@@ -249,4 +253,35 @@ FAMILIES: dict[str, Tiny] = {
         finish=_by_columns,
         vision=SEEING["Qwen3VLMoe"],
     ),
+    "seed oss": Tiny("SeedOss", {"attention_bias": True, "attention_out_bias": True}),
+    "olmo2": Tiny("Olmo2", {"head_dim": 8, "attention_bias": True}),
+    "olmo3": Tiny(
+        "Olmo3",
+        {
+            "head_dim": 8,
+            "sliding_window": WINDOW,
+            "rope_parameters": {"full_attention": YARN, "sliding_attention": SCALED_FULL["sliding_attention"]},
+        },
+    ),
+    "granite": Tiny(
+        "Granite",
+        {
+            "head_dim": 8,
+            "embedding_multiplier": 1.7,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 3.0,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "phi3": Tiny("Phi3", {"head_dim": 8, "sliding_window": WINDOW}),
+    "phi4 mini": Tiny("Phi3", {"head_dim": 8, "partial_rotary_factor": 0.75, "tie_word_embeddings": True}),
+    "ernie": Tiny("Ernie4_5", {"use_bias": True, "tie_word_embeddings": False}),
+    "smollm3": Tiny("SmolLM3", {"head_dim": 8, "no_rope_layers": [1, 0, 1, 0]}),
+    "smollm3 windows": Tiny(
+        "SmolLM3", {"head_dim": 8, "no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": WINDOW}
+    ),
+    "mixtral": Tiny("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
+    "minimax m2": Tiny("MiniMaxM2", {"num_local_experts": 6, "num_experts_per_tok": 3, "rotary_dim": 6}),
 }

@@ -3,8 +3,9 @@
 How checkpoints hold experts (`ExpertSpec.stored`): "each" has three tensors an expert, as dense layers have them;
 "stacked" has GPT-OSS's two for all, [experts, in, out] with gates and ups in turn; "stacked rows" the same two as
 [experts, out, in], which its quantized checkpoints have; "stacked halves" has Qwen3-VL's two, [experts, in, out] with
-all gates of an expert before its ups, and a router called as with "each". In memory it is always gates before ups, [experts, 2, inner,
-hidden], and [experts, hidden, inner].
+all gates of an expert before its ups, and a router called as with "each"; "each w" is "each" in Mixtral's names, w1, w3
+and w2 under `block_sparse_moe`. In memory it is always gates before ups, [experts, 2, inner, hidden], and [experts,
+hidden, inner].
 
 Ranks may share the experts (`--ep-size`): each has an equal part of them, in order, and all else. They give each other
 the rows of their batches; each computes what its experts add to them, and gives that back to the row's rank. There the
@@ -94,14 +95,18 @@ def live_rows(live: Tensor | None, ranks: Parallel) -> Tensor | None:
 def expert_params(spec: ExpertSpec, name: str, stored: str, hidden: int) -> list[Param]:
     """stored: the prefix of its tensors. Ranks of `--tp-size` have all of it, those of `--ep-size` whole experts."""
     number, kind, router = spec.router.num_experts, spec.router, f"{name}.router"
-    gate = f"{stored}.gate" if spec.stored in ("each", "stacked halves") else f"{stored}.router"
+    if spec.stored == "each w":
+        stored = f"{stored.removesuffix('mlp')}block_sparse_moe"
+    by_name = ("each", "each w")
+    gate = f"{stored}.gate" if spec.stored in (*by_name, "stacked halves") else f"{stored}.router"
     params = [Param(router, (number, hidden), (Source(f"{gate}.weight", (number, hidden)),), "router")]
     if kind.bias:
         params.append(Param(f"{router}_bias", (number,), (Source(f"{gate}.bias", (number,)),), "vector"))
     if kind.correction:
-        source = Source(f"{gate}.e_score_correction_bias", (number,))
+        scores = stored if spec.stored == "each w" else gate
+        source = Source(f"{scores}.e_score_correction_bias", (number,))
         params.append(Param(f"{router}_score", (number,), (source,), "score"))
-    make = _each if spec.stored == "each" else _stacked
+    make = _each if spec.stored in by_name else _stacked
     params += make(spec, name, f"{stored}.experts", hidden)
     if spec.shared_inner:
         params += mlp_params(DenseSpec(spec.shared_inner), f"{name}.shared", f"{stored}.shared_experts", hidden)
@@ -112,12 +117,11 @@ def _each(spec: ExpertSpec, name: str, stored: str, hidden: int) -> list[Param]:
     """Three matrices an expert, without biases."""
     assert not spec.bias
     number, inner = spec.router.num_experts, spec.inner_size
+    gate, up, last = ("w1", "w3", "w2") if spec.stored == "each w" else ("gate_proj", "up_proj", "down_proj")
     both = [
-        Source(f"{stored}.{expert}.{each}_proj.weight", (inner, hidden))
-        for expert in range(number)
-        for each in ("gate", "up")
+        Source(f"{stored}.{expert}.{each}.weight", (inner, hidden)) for expert in range(number) for each in (gate, up)
     ]
-    down = [Source(f"{stored}.{expert}.down_proj.weight", (hidden, inner)) for expert in range(number)]
+    down = [Source(f"{stored}.{expert}.{last}.weight", (hidden, inner)) for expert in range(number)]
     return [
         Param(f"{name}.gate_up", (number * 2 * inner, hidden), tuple(both), "experts", experts=number),
         Param(f"{name}.down", (number * hidden, inner), tuple(down), "experts", experts=number),
