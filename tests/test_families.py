@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engines import accept_lens, build, greedy, steps, submit, tokens
-from families import FAMILIES, SIZES, WINDOW, Saved
+from families import FAMILIES, SIZES, WINDOW, YARN, Saved
 from refusing import refused
 from test_golden import record_logits
 from tiny_models import copy_folder
@@ -196,6 +196,15 @@ UNSUPPORTED = [
     ("gemma3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "rope_parameters"),
     ("glm4", {"partial_rotary_factor": 0.3, "rope_parameters": {"rope_type": "default"}}, "partial_rotary_factor"),
     ("mimo", {"use_mrope": True}, "use_mrope"),
+    ("phi3", {"rope_parameters": YARN}, "rope_type"),
+    ("phi3", {"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}}, "longrope"),
+    ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers"),
+    ("smollm3", {"no_rope_layers": [1, 0, 2, 1]}, "no_rope_layers"),
+    ("granite", {"residual_multiplier": 0}, "residual_multiplier"),
+    ("minimax m2", {"qk_norm_type": "per_head"}, "qk_norm_type"),
+    ("minimax m2", {"scoring_func": "softmax"}, "scoring_func"),
+    ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok"),
+    ("qwen3 vl moe", {"text_config": {"norm_topk_prob": False, "model_type": "qwen3_vl_moe_text"}}, "norm_topk_prob"),
 ]
 
 
@@ -224,6 +233,8 @@ def test_an_unsupported_key_is_refused_by_name(models, tmp_path, name, changes, 
     ("Qwen3NextForCausalLM", "linear attention"),
     ("Mamba2ForCausalLM", "state space"),
     ("LlavaForConditionalGeneration", "images"),
+    ("Llama4ForConditionalGeneration", "chunked"), ("Llama4ForCausalLM", "chunked"), ("Gemma2ForCausalLM", "softcap"),
+    ("HunYuanDenseV1ForCausalLM", "after the rotation"), ("Ernie4_5_MoeForCausalLM", "softmax"),
     ("BertForMaskedLM", "no decoder"),
     ("LlamaForCausalLMEagle3", "--speculative-draft-model-path"),
     ("Eagle3Speculator", "draft head, not of a target"),

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
-from treetop.cli import bench, bench_serve, doctor, generate, inspect, serve, trace
+from treetop.cli import bench, bench_serve, doctor, generate, inspect, models, serve, trace
 from treetop.types.errors import EngineError, UserError
 from treetop.version import __version__
 
@@ -32,6 +32,7 @@ COMMANDS: dict[str, Command] = {
     "trace": trace,
     "doctor": doctor,
     "inspect": inspect,
+    "models": models,
 }
 
 

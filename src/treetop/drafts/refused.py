@@ -1,7 +1,7 @@
 """Drafters that people have and treetop does not run, by name.
 
-Source of the signs: the heads of z-lab (DFlash, DFlash 2), RedHatAI and RadixArk (DSpark), JetSpec and amazon (P-EAGLE),
-and what vLLM and `speculators` read of them.
+Source of the signs: the heads of z-lab (DFlash, DFlash 2), RedHatAI and RadixArk (DSpark), JetSpec and amazon
+(P-EAGLE), and what vLLM and `speculators` read of them.
 """
 
 from collections.abc import Collection

@@ -271,10 +271,11 @@ def rope_spec(
 _ROPE_KEYS = (
     "rope_theta rope_type type partial_rotary_factor factor low_freq_factor high_freq_factor truncate beta_fast"
     " beta_slow attention_factor mscale mscale_all_dim original_max_position_embeddings finetuned"
-    " mrope_section mrope_interleaved"
+    " mrope_section mrope_interleaved long_factor short_factor"
 )
-"""What may stand in a table of RoPE. `finetuned` says nothing of the arithmetic, and m-rope nothing of that of text,
-whose tokens have the same position in time, height and width (Qwen2-VL, arXiv:2409.12191, section 2.1)."""
+"""What may stand in a table of RoPE. The factors are of longrope, which is refused by its type. `finetuned` says nothing
+of the arithmetic, and m-rope nothing of that of text, whose tokens have the same position in time, height and width
+(Qwen2-VL, arXiv:2409.12191, section 2.1)."""
 
 
 def _rope_table(config: Config, layer_type: str | None, where: Path) -> Config:

@@ -49,46 +49,57 @@ _log = logging.getLogger("treetop")
 class Family:
     """A family of targets.
 
-    read: its config.json, whose path errors name. params: what it consists of. unused: tensors that a file may hold
-    without a use, and prefixes of such, which end with a dot. build: the model from its weights, the states that a
-    drafter reads, and where it runs. text_of: of a folder with images or sound, the `model_type`s of its language
-    model, which `read` reads; () of one of text alone.
+    read: its config.json, whose path errors name. about: what differs from Llama, a few words. params: what it consists
+    of. unused: tensors that a file may hold without a use, and prefixes of such, which end with a dot. build: the model
+    from its weights, the states that a drafter reads, and where it runs. text_of: of a folder with images or sound, the
+    `model_type`s of its language model, which `read` reads; () of one of text alone. mtp: published folders hold MTP
+    layers.
     """
 
     read: Callable[[Config, Path], ModelConfig]
+    about: str
     params: Callable[[ModelConfig], list[Param]] = decoder_params
     unused: Callable[[ModelConfig], set[str]] = unused_tensors
     build: Callable[[ModelConfig, Weights, tuple[int, ...], Placement, Ops], Target] = Decoder
     text_of: tuple[str, ...] = ()
+    mtp: bool = False
 
 
 FAMILIES: dict[str, Family] = {
-    "Glm4MoeForCausalLM": Family(glm4_moe.read, unused=glm4_moe.unused),
-    "GptOssForCausalLM": Family(gpt_oss.read),
-    "LlamaForCausalLM": Family(llama.read),
-    "MistralForCausalLM": Family(mistral.read),
-    "Qwen2ForCausalLM": Family(qwen2.read),
-    "Qwen3ForCausalLM": Family(qwen3.read),
-    "Gemma3ForCausalLM": Family(gemma3.read),
-    "Glm4ForCausalLM": Family(glm4.read),
-    "MiMoForCausalLM": Family(mimo.read, unused=mimo.unused),
-    "Qwen3MoeForCausalLM": Family(qwen3_moe.read),
-    "Ernie4_5ForCausalLM": Family(ernie.read),
-    "GraniteForCausalLM": Family(granite.read),
-    "MiniMaxM2ForCausalLM": Family(mixtral.read_minimax),
-    "MixtralForCausalLM": Family(mixtral.read),
-    "Olmo2ForCausalLM": Family(olmo.read_2),
-    "Olmo3ForCausalLM": Family(olmo.read_3),
-    "Phi3ForCausalLM": Family(phi3.read),
-    "SeedOssForCausalLM": Family(seed_oss.read),
-    "SmolLM3ForCausalLM": Family(smollm3.read),
-    "WindowedLlamaForCausalLM": Family(windowed_llama.read),
-    "Gemma3ForConditionalGeneration": Family(gemma3.read, text_of=("gemma3_text",)),
-    "Mistral3ForConditionalGeneration": Family(mistral.read, text_of=("mistral",)),
-    "Qwen2VLForConditionalGeneration": Family(qwen2.read, text_of=("qwen2_vl_text",)),
-    "Qwen2_5_VLForConditionalGeneration": Family(qwen2.read, text_of=("qwen2_5_vl_text",)),
-    "Qwen3VLForConditionalGeneration": Family(qwen3.read, text_of=("qwen3_vl_text",)),
-    "Qwen3VLMoeForConditionalGeneration": Family(qwen3_moe.read_vl, text_of=("qwen3_vl_moe_text",)),
+    "Glm4MoeForCausalLM": Family(
+        glm4_moe.read, "half of a head turns, routed and shared experts", unused=glm4_moe.unused, mtp=True
+    ),
+    "GptOssForCausalLM": Family(gpt_oss.read, "windows in every other layer, sinks, biases, experts"),
+    "LlamaForCausalLM": Family(llama.read, "the plain decoder: Llama 2, 3 and what is published as it"),
+    "MistralForCausalLM": Family(mistral.read, "a window in all layers, or none"),
+    "Qwen2ForCausalLM": Family(qwen2.read, "biases of q, k and v, windows in later layers"),
+    "Qwen3ForCausalLM": Family(qwen3.read, "norms of heads, windows in later layers"),
+    "Gemma3ForCausalLM": Family(gemma3.read, "windows, norms on both sides, two rotations, norms of 1 + w"),
+    "Glm4ForCausalLM": Family(glm4.read, "half of a head turns, in pairs; norms on both sides"),
+    "MiMoForCausalLM": Family(mimo.read, "Qwen2 with layers that predict further tokens", unused=mimo.unused, mtp=True),
+    "Qwen3MoeForCausalLM": Family(qwen3_moe.read, "norms of heads, experts; Qwen3-Coder too"),
+    "Ernie4_5ForCausalLM": Family(ernie.read, "a head's dimensions turn in pairs, biases"),
+    "GraniteForCausalLM": Family(granite.read, "four multipliers: embeddings, scores, what layers add, logits"),
+    "MiniMaxM2ForCausalLM": Family(
+        mixtral.read_minimax, "norms of all queries and all keys, part of a head turns, experts"
+    ),
+    "MixtralForCausalLM": Family(mixtral.read, "experts in every layer, perhaps a window"),
+    "Olmo2ForCausalLM": Family(olmo.read_2, "norms behind layers alone, norms of all queries and all keys"),
+    "Olmo3ForCausalLM": Family(olmo.read_3, "OLMo 2 with windows in three layers of four"),
+    "Phi3ForCausalLM": Family(phi3.read, "q, k and v in one tensor, part of a head turns, perhaps a window; Phi-4 too"),
+    "SeedOssForCausalLM": Family(seed_oss.read, "biases of q, k and v, wide heads"),
+    "SmolLM3ForCausalLM": Family(smollm3.read, "every fourth layer does not turn"),
+    "WindowedLlamaForCausalLM": Family(windowed_llama.read, "a test model"),
+    "Gemma3ForConditionalGeneration": Family(gemma3.read, "the text of Gemma 3", text_of=("gemma3_text",)),
+    "Mistral3ForConditionalGeneration": Family(
+        mistral.read, "the text of Mistral Small 3.1 and 3.2", text_of=("mistral",)
+    ),
+    "Qwen2VLForConditionalGeneration": Family(qwen2.read, "the text of Qwen2-VL", text_of=("qwen2_vl_text",)),
+    "Qwen2_5_VLForConditionalGeneration": Family(qwen2.read, "the text of Qwen2.5-VL", text_of=("qwen2_5_vl_text",)),
+    "Qwen3VLForConditionalGeneration": Family(qwen3.read, "the text of Qwen3-VL", text_of=("qwen3_vl_text",)),
+    "Qwen3VLMoeForConditionalGeneration": Family(
+        qwen3_moe.read_vl, "the text of Qwen3-VL with experts", text_of=("qwen3_vl_moe_text",)
+    ),
 }
 _OWN = frozenset({"WindowedLlamaForCausalLM"})
 """Test models, which no message offers."""
@@ -185,6 +196,11 @@ _FURTHER_LAYER = re.compile(r"(model\.layers\.(\d{1,9})\.)eh_proj\.weight")
 """A layer past the last that predicts a further token, in DeepSeek's names, which any family may have."""
 
 
+def loadable() -> dict[str, Family]:
+    """What people's folders may be, by name."""
+    return {name: FAMILIES[name] for name in sorted(FAMILIES) if name not in _OWN}
+
+
 def target_spec(folder: Path) -> TargetSpec:
     """The target in a folder. Raises CheckpointError for an architecture that treetop does not run."""
     refuse_adapter(folder)
@@ -201,7 +217,7 @@ def target_spec(folder: Path) -> TargetSpec:
         config = text_config(config, where, text_of, tensors)
     refuse_by_key(config, where)
     if len(named) != 1 or named[0] not in FAMILIES:
-        known = ", ".join(name for name in FAMILIES if name not in _OWN)
+        known = ", ".join(loadable())
         code = custom_code(config)
         raise CheckpointError(
             f"{where}: architecture {shown(', '.join(named))[1:-1]} is not supported, only {known}"
