@@ -284,4 +284,14 @@ FAMILIES: dict[str, Tiny] = {
     ),
     "mixtral": Tiny("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
     "minimax m2": Tiny("MiniMaxM2", {"num_local_experts": 6, "num_experts_per_tok": 3, "rotary_dim": 6}),
+    "hy3": Tiny(
+        "HYV3",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "num_shared_experts": 2,
+            "moe_intermediate_size": 24,
+            "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+        },
+    ),
 }

@@ -197,6 +197,7 @@ UNSUPPORTED = [
     ("glm4", {"partial_rotary_factor": 0.3, "rope_parameters": {"rope_type": "default"}}, "partial_rotary_factor"),
     ("mimo", {"use_mrope": True}, "use_mrope"),
     ("phi3", {"rope_parameters": YARN}, "rope_type"),
+    ("hy3", {"mlp_layer_types": ["dense", "sparse"]}, "mlp_layer_types"),
     ("phi3", {"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}}, "longrope"),
     ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers"),
     ("smollm3", {"no_rope_layers": [1, 0, 2, 1]}, "no_rope_layers"),

@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")  # of what the terminal's encoding lacks
     parser, given = build_parser(), sys.argv[1:] if argv is None else argv
     args = parser.parse_args(given)
-    if args.verbose:
+    if getattr(args, "verbose", False):
         logger = logging.getLogger("treetop")
         logger.setLevel(logging.INFO)
         logger.addHandler(logging.StreamHandler(sys.stderr))

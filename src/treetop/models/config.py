@@ -83,7 +83,7 @@ class NormNames:
     feed_forward_output: str | None = None
 
 
-ExpertLayout = Literal["each", "stacked", "stacked rows", "stacked halves", "each w"]
+ExpertLayout = Literal["each", "stacked", "stacked rows", "stacked halves", "each w", "each of Hy3"]
 """How a checkpoint holds experts, see `models.experts`."""
 
 
@@ -273,9 +273,9 @@ _ROPE_KEYS = (
     " beta_slow attention_factor mscale mscale_all_dim original_max_position_embeddings finetuned"
     " mrope_section mrope_interleaved long_factor short_factor"
 )
-"""What may stand in a table of RoPE. The factors are of longrope, which is refused by its type. `finetuned` says nothing
-of the arithmetic, and m-rope nothing of that of text, whose tokens have the same position in time, height and width
-(Qwen2-VL, arXiv:2409.12191, section 2.1)."""
+"""What may stand in a table of RoPE. The factors are of longrope, which is refused by its type. `finetuned` says
+nothing of the arithmetic, and m-rope nothing of that of text, whose tokens have the same position in time, height and
+width (Qwen2-VL, arXiv:2409.12191, section 2.1)."""
 
 
 def _rope_table(config: Config, layer_type: str | None, where: Path) -> Config:
@@ -375,6 +375,8 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "logits_scaling": (1e-6, 1e6),
     "no_rope_layer_interval": (1, 2**10),
     "rotary_dim": (2, 2**12),
+    "num_shared_experts": (0, 2**6),
+    "router_scaling_factor": (1e-6, 1e6),
     "rms_norm_eps": (1e-30, 1.0),
     "rope_theta": (1.0, 1e15),
     "factor": (1e-6, 1e6),

@@ -17,6 +17,7 @@ from treetop.models import (
     glm4_moe,
     gpt_oss,
     granite,
+    hy3,
     llama,
     mimo,
     mistral,
@@ -83,6 +84,7 @@ FAMILIES: dict[str, Family] = {
     "MiniMaxM2ForCausalLM": Family(
         mixtral.read_minimax, "norms of all queries and all keys, part of a head turns, experts"
     ),
+    "HYV3ForCausalLM": Family(hy3.read, "norms of heads, routed and shared experts: Hy3", unused=hy3.unused),
     "MixtralForCausalLM": Family(mixtral.read, "experts in every layer, perhaps a window"),
     "Olmo2ForCausalLM": Family(olmo.read_2, "norms behind layers alone, norms of all queries and all keys"),
     "Olmo3ForCausalLM": Family(olmo.read_3, "OLMo 2 with windows in three layers of four"),
