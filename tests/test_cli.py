@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from command_line import PROMPT, lines, refused, run
 from tiny_models import copy_folder
 from treetop.cli import build_parser
 from treetop.cli.options import engine_options
+from treetop.models.registry import FAMILIES
 from treetop.server.command import words_of
 from treetop.types.errors import ConfigError
 from treetop.types.layout import SpecShape
@@ -304,3 +306,15 @@ def test_a_doctor_that_finds_a_difference_exits_1(capsys, monkeypatch):
     assert code == 1
     assert out.count("FAILED Case(") == 2
     assert "0 of 2 cases agree" in out
+
+
+def test_the_table_of_models_is_that_of_the_registry_and_of_the_docs(capsys):
+    """Every architecture that loads, but test models; as a list it has the same rows."""
+    code, printed, _ = run(capsys, "models")
+    assert code == 0
+    known = {name for name in FAMILIES if not name.startswith("WindowedLlama")}
+    assert {line.split("`")[1] for line in printed.splitlines()[2:]} == known
+    page = (Path(__file__).parent.parent / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    assert printed in page, "docs/checkpoints.md: put the output of `treetop models` there"
+    rows = json.loads(run(capsys, "models", "--json")[1])
+    assert [row["architecture"] for row in rows] == sorted(known)

@@ -15,11 +15,13 @@ from safetensors.torch import load_file, save_file
 from dense_drafts import AFTER_NORM, DenseEagle, DenseEagle3, DenseTarget, dense_of, proposals_of
 from engines import build, greedy, tokens
 from oracles import grow, select
-from tiny_models import LLAMA3_ROPE, Pair, copy_folder, save_random_llama
+from refusing import refused
+from tiny_models import LLAMA3_ROPE, Pair, copy_folder, save_random_head, save_random_llama
 from treetop.drafts.protocol import Extension
 from treetop.drafts.registry import drafter_spec, find_draft
 from treetop.models.loader import Placement
 from treetop.models.registry import target_spec
+from treetop.types.errors import CheckpointError
 
 SHAPE = (3, 3, 9)
 WIDTH, VOCAB, LAYERS = 64, 211, 4
@@ -58,6 +60,34 @@ def random_tensors(shapes: dict, seed=0) -> dict:
         x = torch.randn(shape, generator=generator)
         made[name] = 1 + 0.3 * x if "norm" in name else 0.3 * x if name.endswith("bias") else x * shape[-1] ** -0.5
     return made
+
+
+UNKNOWN_HEADS = [
+    ("DFlash 2", {"architectures": ["DFlash2DraftModel"], "dflash_config": {"mask_token_id": 1}}, None),
+    ("JetSpec", {"architectures": ["DFlashDraftModel"], "dflash_config": {"causal_head": True}}, None),
+    ("JetSpec", {"architectures": ["JetSpecDraftModel"]}, None),
+    ("DSpark", {"architectures": ["Qwen3DSparkModel"], "dflash_config": {"mask_token_id": 1}}, None),
+    ("DSpark", {"speculators_model_type": "dspark"}, None),
+    ("DSpark", {}, "markov_head.weight"),
+    ("DFlash", {"architectures": ["DFlashDraftModel"]}, None),
+    ("DFlash", {"dflash_config": {"causal_head": False}}, None),
+    ("P-EAGLE", {"pard_token": 7}, None),
+    ("P-EAGLE", {"speculators_model_type": "peagle"}, None),
+    ("P-EAGLE", {}, "mask_hidden"),
+]
+
+
+@pytest.mark.parametrize(("name", "said", "tensor"), UNKNOWN_HEADS)
+def test_a_head_of_a_kind_that_does_not_run_is_refused_by_its_name(target, tmp_path, name, said, tensor):
+    """By its config alone, without weights, too; what else the folder holds looks like EAGLE."""
+    head = save_random_head(tmp_path / "head", target[0], draft_vocab=None)
+    assert find_draft(head).algorithm == "EAGLE3"
+    tensors = {} if tensor is None else {tensor: torch.zeros(1)}
+    other = copy_folder(head, tmp_path / "other", tensors=tensors, **said)
+    refused(CheckpointError, lambda: find_draft(other), f"a {name} head (", "config.json")
+    spec = target_spec(target[0]).config
+    for dummy in (False, True) if tensor is None else (False,):
+        refused(CheckpointError, lambda dummy=dummy: drafter_spec(other, spec, dummy=dummy), f"a {name} head (")
 
 
 def layer_shapes(prefix: str, width: int, hidden=WIDTH, heads=4, kv=2, dim=16, inner=40) -> dict:

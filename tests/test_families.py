@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engines import accept_lens, build, greedy, steps, submit, tokens
-from families import FAMILIES, SIZES, WINDOW, Saved
+from families import FAMILIES, SIZES, WINDOW, YARN, Saved
 from refusing import refused
 from test_golden import record_logits
 from tiny_models import copy_folder
@@ -113,7 +113,7 @@ def test_pages_behind_a_window_are_given_back(tmp_path, name):
 
 def test_every_family_has_a_tiny_model():
     """A family that is added without one fails here, but for test models and those of test_expert_models.py."""
-    made = {f"{tiny.name}ForCausalLM" for tiny in FAMILIES.values()} | {"MiMoForCausalLM"}
+    made = {tiny.architecture for tiny in FAMILIES.values()} | {"MiMoForCausalLM"}
     elsewhere = {"WindowedLlamaForCausalLM", *(f"{name}ForCausalLM" for name in ("GptOss", "Glm4Moe", "Qwen3Moe"))}
     assert set(KNOWN) - elsewhere <= made
 
@@ -196,6 +196,16 @@ UNSUPPORTED = [
     ("gemma3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "rope_parameters"),
     ("glm4", {"partial_rotary_factor": 0.3, "rope_parameters": {"rope_type": "default"}}, "partial_rotary_factor"),
     ("mimo", {"use_mrope": True}, "use_mrope"),
+    ("phi3", {"rope_parameters": YARN}, "rope_type"),
+    ("hy3", {"mlp_layer_types": ["dense", "sparse"]}, "mlp_layer_types"),
+    ("phi3", {"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}}, "longrope"),
+    ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers"),
+    ("smollm3", {"no_rope_layers": [1, 0, 2, 1]}, "no_rope_layers"),
+    ("granite", {"residual_multiplier": 0}, "residual_multiplier"),
+    ("minimax m2", {"qk_norm_type": "per_head"}, "qk_norm_type"),
+    ("minimax m2", {"scoring_func": "softmax"}, "scoring_func"),
+    ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok"),
+    ("qwen3 vl moe", {"text_config": {"norm_topk_prob": False, "model_type": "qwen3_vl_moe_text"}}, "norm_topk_prob"),
 ]
 
 
@@ -223,7 +233,9 @@ def test_an_unsupported_key_is_refused_by_name(models, tmp_path, name, changes, 
     ("Glm4MoeLiteForCausalLM", "MLA"),
     ("Qwen3NextForCausalLM", "linear attention"),
     ("Mamba2ForCausalLM", "state space"),
-    ("Gemma3ForConditionalGeneration", "images"),
+    ("LlavaForConditionalGeneration", "images"),
+    ("Llama4ForConditionalGeneration", "chunked"), ("Llama4ForCausalLM", "chunked"), ("Gemma2ForCausalLM", "softcap"),
+    ("HunYuanDenseV1ForCausalLM", "after the rotation"), ("Ernie4_5_MoeForCausalLM", "softmax"),
     ("BertForMaskedLM", "no decoder"),
     ("LlamaForCausalLMEagle3", "--speculative-draft-model-path"),
     ("Eagle3Speculator", "draft head, not of a target"),
@@ -250,3 +262,69 @@ def test_only_the_layers_for_further_tokens_may_be_left_over(models, tmp_path):
     assert target_spec(target).check() > 0
     other = copy_folder(target, tmp_path / "other", tensors={"model.mtp_layersx.0.weight": torch.zeros(1)})
     refused(CheckpointError, target_spec(other).check, "model.mtp_layersx.0.weight")
+
+
+# ------------------------------------------------------------------------------------------------ text of what sees
+
+
+def test_the_flat_config_of_older_files_means_the_same(models, tmp_path):
+    """Qwen2.5-VL was released without `text_config`, its rotation of the type mrope."""
+    target = models("qwen2.5 vl")
+    config = json.loads((target / "config.json").read_text())
+    text = config.pop("text_config")
+    flat = copy_folder(target, tmp_path / "flat")
+    rope = {"type": "mrope", "mrope_section": [1, 1, 2]}
+    old = {**text, **config, "rope_parameters": None, "rope_scaling": rope, "rope_theta": 1e4}
+    (flat / "config.json").write_text(json.dumps(old))
+    assert target_spec(flat).config == target_spec(target).config
+    assert target_spec(flat).check() == target_spec(target).check()
+
+
+@pytest.mark.parametrize("outer", [None, True, False])
+@pytest.mark.parametrize("inner", [None, True, False])
+def test_where_a_folder_does_not_agree_on_a_tied_head_its_tensors_decide(models, tmp_path, outer, inner):
+    target = models("qwen3 vl")
+    text = {**json.loads((target / "config.json").read_text())["text_config"], "tie_word_embeddings": inner}
+    folder = copy_folder(target, tmp_path / "said", text_config=text, tie_word_embeddings=outer)
+    said = {each for each in (outer, inner) if each is not None}
+    assert target_spec(folder).config.tied_embeddings == (said == {True})
+    headless = copy_folder(folder, tmp_path / "headless", tensors={"lm_head.weight": None})
+    assert target_spec(headless).config.tied_embeddings == (said != {False})
+
+
+def test_what_text_does_not_need_is_named_once_and_nothing_else_may_be_left_over(models, tmp_path, caplog):
+    target = models("mistral3")
+    with caplog.at_level("INFO", logger="treetop"):
+        LLM(model=str(target), draft=None, device="cpu")
+    (line,) = (record.message for record in caplog.records if "left out" in record.message)
+    assert "vision_tower and multi_modal_projector" in line
+    other = copy_folder(target, tmp_path / "other", tensors={"language_model.model.more.weight": torch.zeros(1)})
+    refused(CheckpointError, target_spec(other).check, "unexpected tensor language_model.model.more.weight")
+
+
+def test_another_language_model_in_a_known_folder_is_refused(models, tmp_path):
+    target = models("mistral3")
+    text = {**json.loads((target / "config.json").read_text())["text_config"], "model_type": "ministral3"}
+    folder = copy_folder(target, tmp_path / "other", text_config=text)
+    refused(CheckpointError, lambda: target_spec(folder), "text_config", "'ministral3'", "only mistral")
+
+
+def test_gemma_of_images_may_leave_its_sizes_out(tmp_path):
+    """The first release names no vocabulary, heads or norms: those of `transformers`' configuration count."""
+    said = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34}
+    config = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "eos_token_id": [1, 106],
+        "text_config": {**said, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024},
+        "vision_config": {"hidden_size": 1152},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = target_spec(tmp_path).config
+    assert (spec.vocab_size, spec.tied_embeddings, spec.eos_token_ids, spec.max_positions) == (
+        262208,
+        True,
+        (1, 106),
+        131072,
+    )
+    assert (spec.layers[0].attention.num_heads, spec.layers[0].attention.kv.heads) == (8, 4)
+    assert [layer.attention.window for layer in spec.layers[:6]] == [1024] * 5 + [None]

@@ -36,13 +36,19 @@ class Pair:
 
     @property
     def config(self) -> dict:
-        return json.loads((self.target / "config.json").read_text())
+        return language_config(self.target)
 
     def prompts(self, lengths, seed=0):
         """Random prompts of given lengths, without the end-of-sequence token."""
         generator = torch.Generator().manual_seed(seed)
         vocab = self.config["vocab_size"]
         return [torch.randint(EOS + 1, vocab, (n,), generator=generator).tolist() for n in lengths]
+
+
+def language_config(folder: Path) -> dict:
+    """A target's config, of what reads images too its language model's part."""
+    config = json.loads((folder / "config.json").read_text())
+    return config.get("text_config", config)
 
 
 def llama_config(**changes) -> "transformers.LlamaConfig":
@@ -198,7 +204,7 @@ def save_copying_head(folder: Path, target: Path, draft_vocab: int, seed: int = 
 
 def save_random_head(folder: Path, target: Path, draft_vocab: int | None, seed: int = 0, **config_changes) -> Path:
     """A head with random weights: it proposes nonsense, of which the engine's output must not depend."""
-    config = json.loads((target / "config.json").read_text())
+    config = language_config(target)
     config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
     hidden, dim, vocab = config["hidden_size"], config["head_dim"], config["vocab_size"]
     q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim

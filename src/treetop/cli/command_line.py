@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
-from treetop.cli import bench, bench_serve, doctor, generate, inspect, serve, trace
+from treetop.cli import bench, bench_serve, doctor, generate, inspect, models, serve, trace
 from treetop.types.errors import EngineError, UserError
 from treetop.version import __version__
 
@@ -32,6 +32,7 @@ COMMANDS: dict[str, Command] = {
     "trace": trace,
     "doctor": doctor,
     "inspect": inspect,
+    "models": models,
 }
 
 
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")  # of what the terminal's encoding lacks
     parser, given = build_parser(), sys.argv[1:] if argv is None else argv
     args = parser.parse_args(given)
-    if args.verbose:
+    if getattr(args, "verbose", False):
         logger = logging.getLogger("treetop")
         logger.setLevel(logging.INFO)
         logger.addHandler(logging.StreamHandler(sys.stderr))

@@ -10,8 +10,9 @@ from treetop.drafts.head_files import head_config
 from treetop.drafts.mtp import find_mtp, mtp_spec
 from treetop.drafts.ngram import ngram_spec
 from treetop.drafts.protocol import DrafterSpec
+from treetop.drafts.refused import refuse_draft
 from treetop.models.checkpoint import tensor_files
-from treetop.models.config import Config, ModelConfig
+from treetop.models.config import Config, ModelConfig, read_config
 from treetop.types.config import MtpRecurrence
 from treetop.types.errors import CheckpointError, ConfigError
 
@@ -50,6 +51,7 @@ def drafter_spec(
     if algorithm == "MTP" and (dummy or not _is_head(tensor_files(folder))):
         return mtp_spec(folder, target, dummy, recurrence)
     if dummy:
+        refuse_draft(read_config(folder), folder / "config.json", ())
         return DRAFTERS[algorithm or _ASSUMED](folder, target, True)
     found = find_draft(folder)
     if algorithm not in (None, found.algorithm):
@@ -68,6 +70,8 @@ def find_draft(folder: Path) -> FoundDraft:
     Raises CheckpointError for a folder that holds none, or one that is not supported.
     """
     names = tensor_files(folder)
+    if (folder / "config.json").exists():
+        refuse_draft(read_config(folder), folder / "config.json", names)
     layers = [name for name in names if name.startswith("model.layers.")]
     mtp = find_mtp(names)
     if mtp is not None:

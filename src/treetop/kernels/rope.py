@@ -63,7 +63,7 @@ class DynamicNTK:
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotation of a layer's heads. rotary_dim: how many of a head's first dimensions turn; None is all.
+    """Rotation of a layer's heads. rotary_dim: how many of a head's first dimensions turn; None is all, 0 is none.
 
     interleaved: in a checkpoint, dimension 2i pairs with 2i + 1, not i with i + rotary_dim / 2.
     """

@@ -24,8 +24,9 @@ class AttentionSpec:
     """A layer's attention. kv: what it keeps of a token. scale: of its scores. window: how far it sees, itself counted;
     None is everything.
 
-    qk_norm: queries and keys have norms of their own, per head and before the rotation. bias: of q, k and v;
-    output_bias: of the output. sinks: each head has a logit that takes part in its softmax and has no value.
+    qk_norm: queries and keys have norms of their own, per head and before the rotation; whole_qk_norm: so they have,
+    each one over all heads. bias: of q, k and v; output_bias: of the output. sinks: each head has a logit that takes
+    part in its softmax and has no value. joined: a checkpoint holds q, k and v as one tensor.
     """
 
     num_heads: int
@@ -37,6 +38,8 @@ class AttentionSpec:
     bias: bool = False
     output_bias: bool = False
     sinks: bool = False
+    whole_qk_norm: bool = False
+    joined: bool = False
 
     @property
     def head_dim(self) -> int:
@@ -49,6 +52,8 @@ def attention_of_rank(spec: AttentionSpec, size: int) -> AttentionSpec:
     With more ranks than KV heads each has one, which others have too. Raises ConfigError if they cannot be divided.
     """
     heads, kv = spec.num_heads, spec.kv.heads
+    if spec.whole_qk_norm and size > 1:
+        raise ConfigError(f"--tp-size {size}: its norms of queries and keys are over all heads; use --tp-size 1")
     if heads % size != 0 or (kv % size != 0 and size % kv != 0):
         fits = [n for n in range(1, heads + 1) if heads % n == 0 and (kv % n == 0 or n % kv == 0)]
         raise ConfigError(f"--tp-size {size}: {heads} heads with {kv} of keys and values cannot be divided; {fits} can")
@@ -69,16 +74,16 @@ class DenseSpec:
 class NormNames:
     """How a checkpoint names a layer's norms: of what attention and feed-forward read, and of what they add.
 
-    attention_output, feed_forward_output: None where what is added has no norm.
+    None where there is no norm.
     """
 
-    attention: str = "input_layernorm"
-    feed_forward: str = "post_attention_layernorm"
+    attention: str | None = "input_layernorm"
+    feed_forward: str | None = "post_attention_layernorm"
     attention_output: str | None = None
     feed_forward_output: str | None = None
 
 
-ExpertLayout = Literal["each", "stacked", "stacked rows"]
+ExpertLayout = Literal["each", "stacked", "stacked rows", "stacked halves", "each w", "each of Hy3"]
 """How a checkpoint holds experts, see `models.experts`."""
 
 
@@ -112,7 +117,8 @@ class ModelConfig:
     """A decoder: what holds for all of it, and its layers, first to last.
 
     unit_offset: a norm multiplies by 1 + its weight. embedding_scale: embeddings are multiplied by it as the compute
-    dtype rounds it. formats: of its weights, as its own checkpoint says.
+    dtype rounds it. residual_scale: what attention and feed-forward add is multiplied by it. logits_scale: so are
+    logits. formats: of its weights, as its own checkpoint says.
     """
 
     vocab_size: int
@@ -124,6 +130,8 @@ class ModelConfig:
     layers: tuple[LayerSpec, ...]
     unit_offset: bool = False
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
     formats: StoredFormats = PLAIN
 
     @property
@@ -263,8 +271,11 @@ def rope_spec(
 _ROPE_KEYS = (
     "rope_theta rope_type type partial_rotary_factor factor low_freq_factor high_freq_factor truncate beta_fast"
     " beta_slow attention_factor mscale mscale_all_dim original_max_position_embeddings finetuned"
+    " mrope_section mrope_interleaved long_factor short_factor"
 )
-"""What may stand in a table of RoPE; `finetuned` says nothing of the arithmetic."""
+"""What may stand in a table of RoPE. The factors are of longrope, which is refused by its type. `finetuned` says
+nothing of the arithmetic, and m-rope nothing of that of text, whose tokens have the same position in time, height and
+width (Qwen2-VL, arXiv:2409.12191, section 2.1)."""
 
 
 def _rope_table(config: Config, layer_type: str | None, where: Path) -> Config:
@@ -292,7 +303,7 @@ def _rope_scaling(
     kind, positions = rope.get("rope_type", rope.get("type", "default")), _max_positions(config, where)
     key = "original_max_position_embeddings"
     original = size(config if config.get(key) is not None else rope, key, where, default=positions)
-    if kind == "default":
+    if kind in ("default", "mrope"):
         return None
     if kind == "linear":
         return Linear(real(rope, "factor", where))
@@ -358,6 +369,14 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "routed_scaling_factor": (1e-6, 1e6),
     "swiglu_limit": (1e-6, 1e6),
     "swiglu_alpha": (1e-6, 1e6),
+    "embedding_multiplier": (1e-6, 1e6),
+    "attention_multiplier": (1e-6, 1e6),
+    "residual_multiplier": (1e-6, 1e6),
+    "logits_scaling": (1e-6, 1e6),
+    "no_rope_layer_interval": (1, 2**10),
+    "rotary_dim": (2, 2**12),
+    "num_shared_experts": (0, 2**6),
+    "router_scaling_factor": (1e-6, 1e6),
     "rms_norm_eps": (1e-30, 1.0),
     "rope_theta": (1.0, 1e15),
     "factor": (1e-6, 1e6),

@@ -12,11 +12,11 @@ from treetop.models.config import ModelConfig
 from treetop.models.embedding import lookup, piece_of, whole_logits
 from treetop.models.experts import live_rows
 from treetop.models.feed_forward import feed_forward, feed_forward_params
-from treetop.models.layers import RMSNorm, SelfAttention, attention_params, norm_param
+from treetop.models.layers import NoNorm, RMSNorm, SelfAttention, attention_params, norm_param
 from treetop.models.loader import Placement
 from treetop.models.params import Param, of_vocab
 from treetop.models.target import LAST_HIDDEN, TargetOutput
-from treetop.types.parallel import Summed
+from treetop.types.parallel import Summed, taken
 from treetop.weights.format import Product
 from treetop.weights.held import Weights
 
@@ -27,26 +27,33 @@ class DecoderLayer:
     def __init__(self, config: ModelConfig, weights: Weights, index: int, ops: Ops) -> None:
         spec, name, eps = config.layers[index], f"layers.{index}", config.norm_eps
         self.rope = spec.attention.rope
-        self.input_norm = RMSNorm(weights[f"{name}.input_norm"], eps, ops)
+        self._scale = config.residual_scale
+        self.input_norm = _norm(weights, f"{name}.input_norm", eps, ops) or NoNorm(ops)
         self.attention = SelfAttention(spec.attention, weights, f"{name}.attention", index, eps, ops)
-        self.mlp_norm = RMSNorm(weights[f"{name}.mlp_norm"], eps, ops)
+        self.mlp_norm = _norm(weights, f"{name}.mlp_norm", eps, ops) or NoNorm(ops)
         self.mlp = feed_forward(spec.feed_forward, weights, f"{name}.mlp", ops)
         outputs = (f"{name}.attention_output_norm", f"{name}.mlp_output_norm")
-        self.attention_output_norm, self.mlp_output_norm = (
-            RMSNorm(weights[each], eps, ops) if each in weights else None for each in outputs
-        )
+        self.attention_output_norm, self.mlp_output_norm = (_norm(weights, each, eps, ops) for each in outputs)
         self.products: list[Product] = [*self.attention.products, *self.mlp.products]
 
     def __call__(
         self, x: Tensor, normed: Tensor, angles: Any, attend: Attend, live: Tensor | None = None
     ) -> tuple[Tensor, Summed]:
         """x: the residual stream, normed: its input norm. Returns the stream after attention, and what to add to it."""
-        added = self.attention(normed, angles, attend)
-        if self.attention_output_norm is not None:
-            added = self.attention_output_norm.of_parts(added, x.dtype)
+        added = self._added(self.attention(normed, angles, attend), self.attention_output_norm, x.dtype)
         x, normed = self.mlp_norm.after(x, added)
-        added = self.mlp(normed, live)
-        return x, added if self.mlp_output_norm is None else self.mlp_output_norm.of_parts(added, x.dtype)
+        return x, self._added(self.mlp(normed, live), self.mlp_output_norm, x.dtype)
+
+    def _added(self, parts: Summed, norm: RMSNorm | None, dtype: torch.dtype) -> Summed:
+        """What is added to the residual stream of what a half of the layer gives."""
+        if norm is not None:
+            parts = norm.of_parts(parts, dtype)
+        return parts if self._scale == 1 else taken(parts) * self._scale
+
+
+def _norm(weights: Weights, name: str, eps: float, ops: Ops) -> RMSNorm | None:
+    """None if the layer has none of this name."""
+    return RMSNorm(weights[name], eps, ops) if name in weights else None
 
 
 class Decoder:
@@ -90,11 +97,15 @@ class Decoder:
 
     def piece(self, hidden: Tensor) -> Tensor:
         """See `Target`."""
-        return self._piece(hidden)
+        return self._piece(self._read(hidden))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `Target`."""
-        return whole_logits(self.lm_head(hidden), self.config.vocab_size, self._ops.parallel)
+        return whole_logits(self.lm_head(self._read(hidden)), self.config.vocab_size, self._ops.parallel)
+
+    def _read(self, hidden: Tensor) -> Tensor:
+        """What the output matrix reads: scaled before the product, which is narrower than its result."""
+        return hidden if self.config.logits_scale == 1 else hidden * self.config.logits_scale
 
 
 def decoder_params(config: ModelConfig) -> list[Param]:

@@ -2,13 +2,17 @@
 
 How checkpoints hold experts (`ExpertSpec.stored`): "each" has three tensors an expert, as dense layers have them;
 "stacked" has GPT-OSS's two for all, [experts, in, out] with gates and ups in turn; "stacked rows" the same two as
-[experts, out, in], which its quantized checkpoints have. In memory it is always gates before ups, [experts, 2, inner,
-hidden], and [experts, hidden, inner].
+[experts, out, in], which its quantized checkpoints have; "stacked halves" has Qwen3-VL's two, [experts, in, out] with
+all gates of an expert before its ups, and a router called as with "each"; "each w" and "each of Hy3" are "each" in
+Mixtral's names and in Hy3's. In memory it is always gates before ups, [experts, 2, inner, hidden], and [experts,
+hidden, inner].
 
 Ranks may share the experts (`--ep-size`): each has an equal part of them, in order, and all else. They give each other
 the rows of their batches; each computes what its experts add to them, and gives that back to the row's rank. There the
 shares are added in the order of the ranks, so that a row comes to the same numbers whichever rank it is on.
 """
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +20,7 @@ from torch import Tensor
 
 from treetop.kernels.routing import Router, Routes
 from treetop.kernels.table import Ops
-from treetop.models.config import DenseSpec, ExpertSpec
+from treetop.models.config import DenseSpec, ExpertLayout, ExpertSpec
 from treetop.models.layers import GatedMLP, mlp_params
 from treetop.models.params import Param, own_experts
 from treetop.types.parallel import Parallel, taken
@@ -90,20 +94,43 @@ def live_rows(live: Tensor | None, ranks: Parallel) -> Tensor | None:
     return flat if ranks.size == 1 else ranks.gather(flat.to(torch.uint8)).bool().flatten()
 
 
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """What a checkpoint calls a layer's feed-forward of experts, and what is in it: the router, the correction of its
+    choices, an expert's gate, up and down, the shared experts."""
+
+    block: str = "mlp"
+    router: str = "gate"
+    score: str = "gate.e_score_correction_bias"
+    each: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    shared: str = "shared_experts"
+
+
+_NAMES: dict[ExpertLayout, _Names] = {
+    "each": _Names(),
+    "each w": _Names("block_sparse_moe", score="e_score_correction_bias", each=("w1", "w3", "w2")),
+    "each of Hy3": _Names(router="router.gate", score="expert_bias", shared="shared_mlp"),
+    "stacked": _Names(router="router"),
+    "stacked rows": _Names(router="router"),
+    "stacked halves": _Names(),
+}
+
+
 def expert_params(spec: ExpertSpec, name: str, stored: str, hidden: int) -> list[Param]:
     """stored: the prefix of its tensors. Ranks of `--tp-size` have all of it, those of `--ep-size` whole experts."""
     number, kind, router = spec.router.num_experts, spec.router, f"{name}.router"
-    gate = f"{stored}.gate" if spec.stored == "each" else f"{stored}.router"
+    names = _NAMES[spec.stored]
+    stored = f"{stored.removesuffix('mlp')}{names.block}"
+    gate = f"{stored}.{names.router}"
     params = [Param(router, (number, hidden), (Source(f"{gate}.weight", (number, hidden)),), "router")]
     if kind.bias:
         params.append(Param(f"{router}_bias", (number,), (Source(f"{gate}.bias", (number,)),), "vector"))
     if kind.correction:
-        source = Source(f"{gate}.e_score_correction_bias", (number,))
-        params.append(Param(f"{router}_score", (number,), (source,), "score"))
-    make = _each if spec.stored == "each" else _stacked
+        params.append(Param(f"{router}_score", (number,), (Source(f"{stored}.{names.score}", (number,)),), "score"))
+    make = _stacked if spec.stored.startswith("stacked") else _each
     params += make(spec, name, f"{stored}.experts", hidden)
     if spec.shared_inner:
-        params += mlp_params(DenseSpec(spec.shared_inner), f"{name}.shared", f"{stored}.shared_experts", hidden)
+        params += mlp_params(DenseSpec(spec.shared_inner), f"{name}.shared", f"{stored}.{names.shared}", hidden)
     return params
 
 
@@ -111,12 +138,11 @@ def _each(spec: ExpertSpec, name: str, stored: str, hidden: int) -> list[Param]:
     """Three matrices an expert, without biases."""
     assert not spec.bias
     number, inner = spec.router.num_experts, spec.inner_size
+    gate, up, last = _NAMES[spec.stored].each
     both = [
-        Source(f"{stored}.{expert}.{each}_proj.weight", (inner, hidden))
-        for expert in range(number)
-        for each in ("gate", "up")
+        Source(f"{stored}.{expert}.{each}.weight", (inner, hidden)) for expert in range(number) for each in (gate, up)
     ]
-    down = [Source(f"{stored}.{expert}.down_proj.weight", (hidden, inner)) for expert in range(number)]
+    down = [Source(f"{stored}.{expert}.{last}.weight", (hidden, inner)) for expert in range(number)]
     return [
         Param(f"{name}.gate_up", (number * 2 * inner, hidden), tuple(both), "experts", experts=number),
         Param(f"{name}.down", (number * hidden, inner), tuple(down), "experts", experts=number),
@@ -129,7 +155,7 @@ def _stacked(spec: ExpertSpec, name: str, stored: str, hidden: int) -> list[Para
     params = []
     for each, (out, width) in {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}.items():
         shape = (number, out, width) if by_rows else (number, width, out)
-        in_turn = each == "gate_up"
+        in_turn = each == "gate_up" and spec.stored != "stacked halves"
 
         def arranged(tensor: Tensor, in_turn: bool = in_turn) -> Tensor:
             lines = tensor if by_rows else tensor.transpose(1, 2)

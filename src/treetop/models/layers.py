@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -40,6 +41,34 @@ class RMSNorm:
         return self(joined(taken(parts)).to(dtype))[None]
 
 
+class NoNorm:
+    """Stands where a layer reads the residual stream as it is."""
+
+    def __init__(self, ops: Ops) -> None:
+        self._ops = ops
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
+
+    def after(self, x: Tensor, delta: Summed) -> tuple[Tensor, Tensor]:
+        """x plus the parts of delta [parts, ...], twice."""
+        total = self._ops.add(x, delta)
+        return total, total
+
+
+class WholeNorms:
+    """Of queries and keys, each over all heads. name: of the attention's parameters."""
+
+    def __init__(self, spec: AttentionSpec, weights: Weights, name: str, eps: float, ops: Ops) -> None:
+        self._q, self._k = (RMSNorm(weights[f"{name}.{each}_norm"], eps, ops) for each in "qk")
+        self._widths = [heads * spec.head_dim for heads in (spec.num_heads, spec.kv.heads, spec.kv.heads)]
+
+    def __call__(self, qkv: Tensor, dtype: torch.dtype) -> Tensor:
+        """qkv: [parts, rows, n, width], rounded to dtype before; returns one part."""
+        q, k, v = joined(qkv).to(dtype).split(self._widths, dim=-1)
+        return torch.cat([self._q(q), self._k(k), v], dim=-1)[None]
+
+
 class SelfAttention:
     """Projections, norms of heads if there are any, rotation and attention. q, k and v come from one product.
 
@@ -51,11 +80,15 @@ class SelfAttention:
         self.qkv, self.output = weights.linear(f"{name}.qkv"), weights.linear(f"{name}.output")
         self.products = [self.qkv, self.output]
         self.norms = HeadNorms(weights[f"{name}.qk_norm"], eps) if spec.qk_norm else None
+        self._whole_norms = WholeNorms(spec, weights, name, eps, ops) if spec.whole_qk_norm else None
         self.sinks = weights[f"{name}.sinks"].float() if spec.sinks else None
 
     def __call__(self, x: Tensor, angles: Any, attend: Attend) -> Summed:
         """x: [rows, n, in]. Returns parts [parts, rows, n, hidden], of all ranks."""
-        qkv = self.qkv.parts(x).unflatten(-1, (-1, self.head_dim))
+        qkv = self.qkv.parts(x)
+        if self._whole_norms is not None:
+            qkv = self._whole_norms(qkv, x.dtype)
+        qkv = qkv.unflatten(-1, (-1, self.head_dim))
         write = partial(self._ops.rotate_and_write, qkv, angles, norms=self.norms)
         attended = attend(self.layer, write, self.scale, self.sinks).flatten(2)
         return self._ops.parallel.share(self.output.parts(attended))
@@ -72,12 +105,19 @@ def attention_params(
     rows, order = {"q": q, "k": kv, "v": kv}, head_order(spec.rope)
     reorder = None if order is None else partial(_reorder_heads, order=order)
 
+    first = dict(zip("qkv", accumulate((0, q, kv)), strict=True))
+
     def source(each: str, of: str, *shape: int) -> Source:
         turned = reorder if each in ("q", "k") else None
+        if spec.joined and each in rows:
+            whole, lines = (q + 2 * kv, *shape[1:]), slice(first[each], first[each] + rows[each])
+            cut = partial(_lines, lines=lines, then=turned)
+            return Source(f"{stored}.qkv_proj.{of}", whole, cut, rows[each], unit=dim, shared=each in ("k", "v"))
         return Source(f"{stored}.{each}_proj.{of}", shape, turned, unit=dim, shared=each in ("k", "v"))
 
+    qkv = tuple(source(each, "weight", n, width) for each, n in rows.items())
     params = [
-        matrix(f"{name}.qkv", *(source(each, "weight", n, width) for each, n in rows.items()), shard=0),
+        Param(f"{name}.qkv", (q + 2 * kv, width), qkv, "matrix", 0),
         matrix(f"{name}.output", source("o", "weight", hidden, q), shard=1),
     ]
     if spec.bias:
@@ -87,9 +127,17 @@ def attention_params(
     if spec.qk_norm:
         norms = tuple(_norm(f"{stored}.{each}_norm.weight", dim, unit_offset, reorder) for each in "qk")
         params.append(Param(f"{name}.qk_norm", (2, dim), norms, "vector", wide=unit_offset))
+    if spec.whole_qk_norm:
+        wide = partial(_norm, unit_offset=unit_offset, reorder=reorder)
+        params += [vector(f"{name}.{each}_norm", wide(f"{stored}.{each}_norm.weight", rows[each])) for each in "qk"]
     if spec.sinks:
         params.append(vector(f"{name}.sinks", Source(f"{stored}.sinks", (spec.num_heads,)), shard=0))
     return params
+
+
+def _lines(stored: Tensor, lines: slice, then: Transform | None) -> Tensor:
+    """Some rows of a tensor that holds several weights, perhaps turned."""
+    return stored[lines] if then is None else then(stored[lines])
 
 
 def _reorder_heads(stored: Tensor, order: tuple[int, ...]) -> Tensor:

@@ -16,10 +16,24 @@ from treetop.models.config import (
     model_config,
     num_experts_per_token,
     num_layers,
+    require_value,
     size,
 )
 from treetop.models.json_file import integers
 from treetop.types.errors import CheckpointError
+
+
+def read_vl(config: Config, where: Path) -> ModelConfig:
+    """The language model of Qwen3-VL, which holds experts in tensors of all of them; its router always renormalises."""
+    require_value(config, "norm_topk_prob", True, where)
+    whole = read({**config, "norm_topk_prob": True}, where)
+    layers = (
+        replace(layer, feed_forward=replace(layer.feed_forward, stored="stacked halves"))
+        if isinstance(layer.feed_forward, ExpertSpec)
+        else layer
+        for layer in whole.layers
+    )
+    return replace(whole, layers=tuple(layers))
 
 
 def read(config: Config, where: Path) -> ModelConfig:

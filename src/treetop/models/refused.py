@@ -8,10 +8,25 @@ from treetop.types.errors import CheckpointError
 
 _MLA = "its attention is compressed (MLA)"
 _LINEAR = "it has layers of linear attention or state space"
-_IMAGES = "it reads images or sound; only models of text alone are"
+_IMAGES = "it reads images or sound, and its language model is none of those that load without them"
 _ENCODER = "it is no decoder that generates text"
 
+_CHUNKED = "its attention is chunked: a token sees its own part of the text alone"
+_SOFTCAPPED = "its scores or logits are capped (softcap)"
+_LATE_NORMS = "its queries and keys have norms after the rotation"
+_CORRECTED_SOFTMAX = "its router corrects the choices of a softmax"
+_PARALLEL = "its attention and feed-forward are added side by side"
+_UNGATED = "its feed-forward has no gate"
+_GATED_SHARED = "its shared experts have a gate of their own"
+
 _BY_NAME = {
+    _CHUNKED: "Llama4",
+    _SOFTCAPPED: "Gemma2 VaultGemma",
+    _LATE_NORMS: "HunYuanDenseV1 HunYuanMoEV1",
+    _CORRECTED_SOFTMAX: "Ernie4_5_Moe",
+    _PARALLEL: "Cohere Cohere2 Falcon GPTNeoX GPTJ Phi",
+    _UNGATED: "Apertus Arcee GPT2 GPTBigCode Nemotron OPT Starcoder2",
+    _GATED_SHARED: "Qwen2Moe",
     _MLA: "AXK1 AXK2 DeepseekV2 DeepseekV3 DeepseekV32 Dots3Note Glm4MoeLite GlmMoeDsa HYV4 LongcatFlash MiniCPM3"
     " Youtu",
     _LINEAR: "BailingHybrid Bamba FalconH1 FalconMamba GraniteMoeHybrid Jamba KimiLinear Lfm2 Lfm2Moe Lfm3 Mamba Mamba2"
@@ -44,7 +59,7 @@ def refuse_adapter(folder: Path) -> None:
 
 def refuse_by_name(name: str, where: Path) -> None:
     """Raises CheckpointError, with the reason, for an architecture that is known and not supported."""
-    stem = name.removesuffix("ForCausalLM")
+    stem = name.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
     reasons = [why for why, names in _BY_NAME.items() if stem in names.split()]
     reasons += [why for why, endings in _BY_ENDING.items() if name.endswith(tuple(endings.split()))]
     if reasons:

@@ -11,16 +11,24 @@ import torch
 from treetop.kernels.routing import RouterSpec
 from treetop.kernels.table import Ops
 from treetop.models import (
+    ernie,
     gemma3,
     glm4,
     glm4_moe,
     gpt_oss,
+    granite,
+    hy3,
     llama,
     mimo,
     mistral,
+    mixtral,
+    olmo,
+    phi3,
     qwen2,
     qwen3,
     qwen3_moe,
+    seed_oss,
+    smollm3,
     windowed_llama,
 )
 from treetop.models.checkpoint import tensor_files
@@ -28,6 +36,7 @@ from treetop.models.config import Config, ExpertSpec, ModelConfig, read_config
 from treetop.models.decoder import Decoder, decoder_params, unused_tensors
 from treetop.models.json_file import custom_code
 from treetop.models.loader import Placement, check_weights, load_weights
+from treetop.models.multimodal import TEXT_ALONE, TOWERS, StoredNames, names_in, text_config
 from treetop.models.params import Param, in_formats
 from treetop.models.refused import refuse_adapter, refuse_by_key, refuse_by_name
 from treetop.models.target import Target
@@ -41,29 +50,58 @@ _log = logging.getLogger("treetop")
 class Family:
     """A family of targets.
 
-    read: its config.json, whose path errors name. params: what it consists of. unused: tensors that a file may hold
-    without a use, and prefixes of such, which end with a dot. build: the model from its weights, the states that a
-    drafter reads, and where it runs.
+    read: its config.json, whose path errors name. about: what differs from Llama, a few words. params: what it consists
+    of. unused: tensors that a file may hold without a use, and prefixes of such, which end with a dot. build: the model
+    from its weights, the states that a drafter reads, and where it runs. text_of: of a folder with images or sound, the
+    `model_type`s of its language model, which `read` reads; () of one of text alone. mtp: published folders hold MTP
+    layers.
     """
 
     read: Callable[[Config, Path], ModelConfig]
+    about: str
     params: Callable[[ModelConfig], list[Param]] = decoder_params
     unused: Callable[[ModelConfig], set[str]] = unused_tensors
     build: Callable[[ModelConfig, Weights, tuple[int, ...], Placement, Ops], Target] = Decoder
+    text_of: tuple[str, ...] = ()
+    mtp: bool = False
 
 
 FAMILIES: dict[str, Family] = {
-    "Glm4MoeForCausalLM": Family(glm4_moe.read, unused=glm4_moe.unused),
-    "GptOssForCausalLM": Family(gpt_oss.read),
-    "LlamaForCausalLM": Family(llama.read),
-    "MistralForCausalLM": Family(mistral.read),
-    "Qwen2ForCausalLM": Family(qwen2.read),
-    "Qwen3ForCausalLM": Family(qwen3.read),
-    "Gemma3ForCausalLM": Family(gemma3.read),
-    "Glm4ForCausalLM": Family(glm4.read),
-    "MiMoForCausalLM": Family(mimo.read, unused=mimo.unused),
-    "Qwen3MoeForCausalLM": Family(qwen3_moe.read),
-    "WindowedLlamaForCausalLM": Family(windowed_llama.read),
+    "Glm4MoeForCausalLM": Family(
+        glm4_moe.read, "half of a head turns, routed and shared experts", unused=glm4_moe.unused, mtp=True
+    ),
+    "GptOssForCausalLM": Family(gpt_oss.read, "windows in every other layer, sinks, biases, experts"),
+    "LlamaForCausalLM": Family(llama.read, "the plain decoder: Llama 2, 3 and what is published as it"),
+    "MistralForCausalLM": Family(mistral.read, "a window in all layers, or none"),
+    "Qwen2ForCausalLM": Family(qwen2.read, "biases of q, k and v, windows in later layers"),
+    "Qwen3ForCausalLM": Family(qwen3.read, "norms of heads, windows in later layers"),
+    "Gemma3ForCausalLM": Family(gemma3.read, "windows, norms on both sides, two rotations, norms of 1 + w"),
+    "Glm4ForCausalLM": Family(glm4.read, "half of a head turns, in pairs; norms on both sides"),
+    "MiMoForCausalLM": Family(mimo.read, "Qwen2 with layers that predict further tokens", unused=mimo.unused, mtp=True),
+    "Qwen3MoeForCausalLM": Family(qwen3_moe.read, "norms of heads, experts; Qwen3-Coder too"),
+    "Ernie4_5ForCausalLM": Family(ernie.read, "a head's dimensions turn in pairs, biases"),
+    "GraniteForCausalLM": Family(granite.read, "four multipliers: embeddings, scores, what layers add, logits"),
+    "MiniMaxM2ForCausalLM": Family(
+        mixtral.read_minimax, "norms of all queries and all keys, part of a head turns, experts"
+    ),
+    "HYV3ForCausalLM": Family(hy3.read, "norms of heads, routed and shared experts: Hy3", unused=hy3.unused),
+    "MixtralForCausalLM": Family(mixtral.read, "experts in every layer, perhaps a window"),
+    "Olmo2ForCausalLM": Family(olmo.read_2, "norms behind layers alone, norms of all queries and all keys"),
+    "Olmo3ForCausalLM": Family(olmo.read_3, "OLMo 2 with windows in three layers of four"),
+    "Phi3ForCausalLM": Family(phi3.read, "q, k and v in one tensor, part of a head turns, perhaps a window; Phi-4 too"),
+    "SeedOssForCausalLM": Family(seed_oss.read, "biases of q, k and v, wide heads"),
+    "SmolLM3ForCausalLM": Family(smollm3.read, "every fourth layer does not turn"),
+    "WindowedLlamaForCausalLM": Family(windowed_llama.read, "a test model"),
+    "Gemma3ForConditionalGeneration": Family(gemma3.read, "the text of Gemma 3", text_of=("gemma3_text",)),
+    "Mistral3ForConditionalGeneration": Family(
+        mistral.read, "the text of Mistral Small 3.1 and 3.2", text_of=("mistral",)
+    ),
+    "Qwen2VLForConditionalGeneration": Family(qwen2.read, "the text of Qwen2-VL", text_of=("qwen2_vl_text",)),
+    "Qwen2_5_VLForConditionalGeneration": Family(qwen2.read, "the text of Qwen2.5-VL", text_of=("qwen2_5_vl_text",)),
+    "Qwen3VLForConditionalGeneration": Family(qwen3.read, "the text of Qwen3-VL", text_of=("qwen3_vl_text",)),
+    "Qwen3VLMoeForConditionalGeneration": Family(
+        qwen3_moe.read_vl, "the text of Qwen3-VL with experts", text_of=("qwen3_vl_moe_text",)
+    ),
 }
 _OWN = frozenset({"WindowedLlamaForCausalLM"})
 """Test models, which no message offers."""
@@ -80,15 +118,16 @@ class ExpertLayer:
 
 @dataclass(frozen=True, slots=True)
 class TargetSpec:
-    """A target before its weights are read."""
+    """A target before its weights are read. names: what the folder calls its tensors."""
 
     folder: Path
     config: ModelConfig
     family: Family
+    names: StoredNames = TEXT_ALONE
 
     @property
     def params(self) -> list[Param]:
-        return in_formats(self.family.params(self.config), self.config.formats)
+        return in_formats(map(self.names.of, self.family.params(self.config)), self.config.formats)
 
     @property
     def streamed(self) -> int:
@@ -127,6 +166,8 @@ class TargetSpec:
         return self.family.build(self.config, weights, aux_inputs, place, ops)
 
     def load(self, aux_inputs: tuple[int, ...], place: Placement) -> Target:
+        if not place.dummy and (towers := self.left_out()):
+            _log.info("%s: text alone: %s left out, images and sound are refused", self.folder, " and ".join(towers))
         weights = load_weights(self.folder, self.params, place, set() if place.dummy else self._unused())
         return self.build(weights, aux_inputs, place, place.ops)
 
@@ -134,9 +175,18 @@ class TargetSpec:
         """Names and shapes of its tensors, without reading them; how many there are. Raises CheckpointError."""
         return check_weights(self.folder, self.params, self._unused())
 
+    def left_out(self) -> list[str]:
+        """The folder's parts that text does not need, such as `visual`."""
+        if not self.family.text_of:
+            return []
+        stored = tensor_files(self.folder)
+        return [tower.removesuffix(".") for tower in TOWERS if any(name.startswith(tower) for name in stored)]
+
     def _unused(self) -> set[str]:
         """Names of tensors that the files may hold without a use."""
-        names = self.family.unused(self.config)
+        names = {self.names.stored(name) for name in self.family.unused(self.config)}
+        if self.family.text_of:
+            names.update(TOWERS)
         stored = tensor_files(self.folder)
         further = (_FURTHER_LAYER.fullmatch(name) for name in stored)
         mtp = [match[1] for match in further if match and int(match[2]) >= len(self.config.layers)]
@@ -148,6 +198,11 @@ _FURTHER_LAYER = re.compile(r"(model\.layers\.(\d{1,9})\.)eh_proj\.weight")
 """A layer past the last that predicts a further token, in DeepSeek's names, which any family may have."""
 
 
+def loadable() -> dict[str, Family]:
+    """What people's folders may be, by name."""
+    return {name: FAMILIES[name] for name in sorted(FAMILIES) if name not in _OWN}
+
+
 def target_spec(folder: Path) -> TargetSpec:
     """The target in a folder. Raises CheckpointError for an architecture that treetop does not run."""
     refuse_adapter(folder)
@@ -156,10 +211,15 @@ def target_spec(folder: Path) -> TargetSpec:
     if not isinstance(named, list) or not all(isinstance(each, str) for each in named):
         raise CheckpointError(f"{where}: architectures must be a list of names, got {shown(named)}")
     for name in named:
-        refuse_by_name(name, where)
+        if name not in FAMILIES:
+            refuse_by_name(name, where)
+    text_of = FAMILIES[named[0]].text_of if named[0] in FAMILIES else ()
+    tensors = _tensors(folder) if text_of else set()
+    if text_of:
+        config = text_config(config, where, text_of, tensors)
     refuse_by_key(config, where)
     if len(named) != 1 or named[0] not in FAMILIES:
-        known = ", ".join(name for name in FAMILIES if name not in _OWN)
+        known = ", ".join(loadable())
         code = custom_code(config)
         raise CheckpointError(
             f"{where}: architecture {shown(', '.join(named))[1:-1]} is not supported, only {known}"
@@ -168,4 +228,12 @@ def target_spec(folder: Path) -> TargetSpec:
     if (code := custom_code(config)) is not None:
         _log.warning("%s: %s; treetop's own %s is used", where, code, named[0])
     family = FAMILIES[named[0]]
-    return TargetSpec(folder, family.read(config, where), family)
+    return TargetSpec(folder, family.read(config, where), family, names_in(tensors) if text_of else TEXT_ALONE)
+
+
+def _tensors(folder: Path) -> set[str]:
+    """Names of what the files hold; none without files, which is an error where weights are read."""
+    try:
+        return set(tensor_files(folder))
+    except CheckpointError:
+        return set()

@@ -1,0 +1,68 @@
+"""Drafters that people have and treetop does not run, by name.
+
+Source of the signs: the heads of z-lab (DFlash, DFlash 2), RedHatAI and RadixArk (DSpark), JetSpec and amazon
+(P-EAGLE), and what vLLM and `speculators` read of them.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from treetop.models.config import Config
+from treetop.types.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What shows a drafter: words in its architecture or its `speculators_model_type`, keys of its config, beginnings
+    of its tensors' names."""
+
+    name: str
+    words: tuple[str, ...]
+    keys: tuple[str, ...] = ()
+    tensors: tuple[str, ...] = ()
+
+
+_KINDS = (
+    _Kind("DFlash 2", ("dflash2",), (), ("candidate_selector.",)),
+    _Kind("JetSpec", ("jetspec",), ("jetspec_config", "dflash_config.causal_head")),
+    _Kind("DSpark", ("dspark",), ("dspark_noise_token_id",), ("markov_head.", "confidence_head.")),
+    _Kind("DFlash", ("dflash",), ("dflash_config",)),
+    _Kind("P-EAGLE", ("peagle", "p_eagle"), ("pard_token", "ptd_token_id"), ("mask_hidden",)),
+)
+"""The first that fits counts: the earlier ones have the signs of DFlash too."""
+
+
+def refuse_draft(config: Config, where: Path, tensors: Collection[str]) -> None:
+    """Raises CheckpointError, with the sign, for a head of a kind that is known and not supported.
+
+    config: of the head, whose path errors name. tensors: the names of all of its tensors.
+    """
+    for kind in _KINDS:
+        sign = _sign(kind, config, tensors)
+        if sign is not None:
+            raise CheckpointError(
+                f"{where}: a {kind.name} head ({sign}), which is not supported; give an EAGLE-1, EAGLE-2 or EAGLE-3"
+                " head to --speculative-draft-model-path, or use --speculative-algorithm NGRAM"
+            )
+
+
+def _sign(kind: _Kind, config: Config, tensors: Collection[str]) -> str | None:
+    architectures = config.get("architectures")
+    said = {
+        "speculators_model_type": [config.get("speculators_model_type")],
+        "architectures": architectures if isinstance(architectures, list) else [architectures],
+    }
+    for key, values in said.items():
+        for value in values:
+            if isinstance(value, str) and any(word in value.lower() for word in kind.words):
+                return f"{key} has {value[:64]!r}"
+    for path in kind.keys:
+        outer, _, inner = path.partition(".")
+        found = config.get(outer)
+        if inner:
+            found = found.get(inner) if isinstance(found, dict) else None
+        if found not in (None, False):
+            return f"config.json has {path}"
+    held = next((name for name in sorted(tensors) if name.removeprefix("model.").startswith(kind.tensors)), None)
+    return None if held is None or not kind.tensors else f"it holds {held}"
