@@ -11,9 +11,10 @@ from refusing import refused
 from test_golden import record_logits
 from tiny_models import copy_folder
 from treetop import LLM
+from treetop.models.config import attention_of_rank
 from treetop.models.registry import FAMILIES as KNOWN
 from treetop.models.registry import target_spec
-from treetop.types.errors import CheckpointError
+from treetop.types.errors import CheckpointError, ConfigError
 from treetop.types.ids import NULL_PAGE
 from treetop.types.ids import WINDOW as WINDOW_GROUP
 
@@ -89,6 +90,19 @@ def test_speculative_decoding_gives_the_tokens_of_transformers(saved):
 @pytest.mark.parametrize("graphs", ["off", "sim"])
 def test_every_shape_gives_the_tokens_of_transformers(saved, graphs):
     assert_shapes_give(saved, GRID, 40, graphs=graphs, check_level=3)
+
+
+@pytest.mark.slow
+def test_lookup_drafts_and_retracted_rows_give_the_tokens_of_transformers(saved):
+    """float64, n-gram trees: a pool with too few pages for the batch, so that rows are taken out and begin anew."""
+    prompts = saved.pair.prompts(LENGTHS, seed=3)
+    tree = {"speculative_eagle_topk": 3, "speculative_num_steps": 4, "speculative_num_draft_tokens": 14}
+    sizes = {"page_size": 4, "context_length": 128, "max_running_requests": 4, "max_total_tokens": 140}
+    options = {"dtype": "float64", "graphs": "off", "device": "cpu", "speculative_algorithm": "NGRAM"}
+    llm = LLM(model=str(saved.pair.target), **tree, **sizes, **options)
+    assert tokens(llm.generate(prompts, greedy(40))) == expected_tokens(saved, prompts, 40)
+    full = [layer for layer in target_spec(saved.pair.target).config.layers if layer.attention.window is None]
+    assert (llm.scheduler.num_retractions > 0) == bool(full)  # a window's pool has room for every row
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3"])
@@ -328,3 +342,10 @@ def test_gemma_of_images_may_leave_its_sizes_out(tmp_path):
     )
     assert (spec.layers[0].attention.num_heads, spec.layers[0].attention.kv.heads) == (8, 4)
     assert [layer.attention.window for layer in spec.layers[:6]] == [1024] * 5 + [None]
+
+
+def test_norms_over_all_heads_are_refused_with_several_ranks(models):
+    """A rank has a part of the heads alone."""
+    spec = target_spec(models("olmo2")).config.layers[0].attention
+    assert attention_of_rank(spec, 1) == spec
+    refused(ConfigError, lambda: attention_of_rank(spec, 2), "--tp-size 2", "norms of queries and keys")
