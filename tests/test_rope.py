@@ -109,7 +109,6 @@ def test_weights_of_whole_heads_are_reordered_together():
 BAD = {
     "rope_type": {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}},
     "short_factor": {"rope_scaling": {"type": "yarn", "factor": 2.0, "short_factor": [1.0]}},
-    "mrope_section": {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 2]}},
     "factor": {"rope_scaling": {"type": "linear"}},
     "low_freq_factor": {"rope_scaling": {"type": "llama3", "factor": 2.0, "high_freq_factor": 4.0}},
     "high_freq_factor": {

@@ -250,7 +250,8 @@ def rope_spec(
     of a head that turns; None where the family turns all of it. interleaved: see `RopeSpec`.
     """
     rope = _rope_table(config, layer_type, where)
-    for key in sorted(set(rope) - set(_ROPE_KEYS.split())):
+    longrope = {"long_factor", "short_factor"} if rope.get("rope_type", rope.get("type")) == "longrope" else set()
+    for key in sorted(set(rope) - set(_ROPE_KEYS.split()) - longrope):  # longrope is refused by its type
         raise CheckpointError(f"{where}: {key} of the rotary embedding is not supported")
     theta = real(rope, "rope_theta", where, real(config, "rope_theta", where, 10000.0))
     if rotary_factor is None:
@@ -271,11 +272,10 @@ def rope_spec(
 _ROPE_KEYS = (
     "rope_theta rope_type type partial_rotary_factor factor low_freq_factor high_freq_factor truncate beta_fast"
     " beta_slow attention_factor mscale mscale_all_dim original_max_position_embeddings finetuned"
-    " mrope_section mrope_interleaved long_factor short_factor"
+    " mrope_section mrope_interleaved"
 )
-"""What may stand in a table of RoPE. The factors are of longrope, which is refused by its type. `finetuned` says
-nothing of the arithmetic, and m-rope nothing of that of text, whose tokens have the same position in time, height and
-width (Qwen2-VL, arXiv:2409.12191, section 2.1)."""
+"""What may stand in a table of RoPE. `finetuned` says nothing of the arithmetic, and m-rope nothing of that of text,
+whose tokens have the same position in time, height and width (Qwen2-VL, arXiv:2409.12191, section 2.1)."""
 
 
 def _rope_table(config: Config, layer_type: str | None, where: Path) -> Config:
