@@ -17,8 +17,9 @@ from treetop.server.prompts import Prompt, PromptReader, one_each, paired
 from treetop.types.constraint import StructuredOutput, TokenConstraint
 from treetop.types.errors import EngineError, InputError, shown
 from treetop.types.ids import RequestId
+from treetop.types.options import is_integer, is_number
 from treetop.types.requests import EngineRequest, RequestUpdate
-from treetop.types.sampling import SamplingParams, is_integer, is_number
+from treetop.types.sampling import SamplingParams
 
 _LONG = 4096
 """Characters or ids that are read beside the event loop, not in it."""
