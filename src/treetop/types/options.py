@@ -72,6 +72,12 @@ class Option:
         known = isinstance(self.default, int | float | str) and not isinstance(self.default, bool)
         return str(self.default) if known and self.default != "" else None
 
+    @property
+    def bounds(self) -> str:
+        """What values must be beyond their kind, for the docs; "" if nothing."""
+        bounded = any(each is not None for each in (self.least, self.most, self.above, self.below, self.check))
+        return (self.must or self._bounds(brackets=True)).removeprefix("must be ") if bounded else ""
+
     def wrong_kind(self, value: Any) -> str | None:
         """What a value of another kind should have been."""
         if (value is None and self.optional) or self.kind.fits(value):
