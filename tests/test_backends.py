@@ -21,9 +21,10 @@ from treetop.kernels import attention_config as launching
 from treetop.kernels import skinny_gemm
 from treetop.kernels.attention_config import CallShape, Launch, entry_of, launch_by_formula, launch_table, nearest_class
 from treetop.kernels.triton_guard import GpuTraits
-from treetop.types.config import CHOICES
+from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
 from treetop.types.ids import FULL
+from treetop.types.options import options_of
 from treetop.types.phase import Phase
 
 CPU = torch.device("cpu")
@@ -39,7 +40,7 @@ def serve_everywhere(monkeypatch, *names):
 
 
 def test_the_option_offers_exactly_the_backends_that_exist():
-    assert set(CHOICES["attention_backend"]) == {"auto", *BACKENDS}
+    assert set(options_of(EngineConfig)["attention_backend"].choices) == {"auto", *BACKENDS}
     assert set(CAPABILITIES) == set(BACKENDS) == set(capabilities._PROBES)
 
 

@@ -102,7 +102,7 @@ def test_other_restrictions_hold_beside_them(weak_pair, plain):
     ("options", "words"),
     [
         ({"bad_words": [""]}, "bad_words must not be empty"),
-        ({"bad_words": [3]}, "bad_words must be a list of texts"),
+        ({"bad_words": [3]}, "bad_words must be text or a list of texts"),
         ({"bad_words": ["a"] * 129}, "bad_words may be 128 texts"),
         ({"bad_words": ["a" * 201]}, "bad_words may be 128 texts"),
         ({"bad_words": ["a\ud800"]}, "bad_words must be text"),

@@ -11,9 +11,9 @@ import torch
 from command_line import PROMPT, lines, refused, run
 from tiny_models import copy_folder
 from treetop.cli import build_parser
+from treetop.cli.config_file import words_of
 from treetop.cli.options import engine_options
 from treetop.models.registry import FAMILIES
-from treetop.server.command import words_of
 from treetop.types.errors import ConfigError
 from treetop.types.layout import SpecShape
 from treetop.version import __version__

@@ -116,7 +116,7 @@ def test_options_that_are_named_exist():
                 assert not [option for option in named if option not in known and f'"{option}"' not in scripts], span
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/serving.md", "docs/sampling.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/python.md", "docs/sampling.md"])
 def test_the_python_of_a_page_compiles_and_imports_what_it_names(page):
     blocks = re.findall(r"^```python\n(.*?)^```", text_of(ROOT / page), re.MULTILINE | re.DOTALL)
     assert blocks

@@ -16,7 +16,7 @@ from test_serve_chaos import NAME, PAIR, nothing_is_left, of_the_mock, of_the_pa
 from treetop import LLM, AsyncLLM, SamplingParams
 from treetop.core.wire import MockOptions, ProcessOptions
 from treetop.distributed import process, supervisor
-from treetop.distributed.supervisor import EngineSupervisor, Watchdog, supervised_engine
+from treetop.distributed.supervisor import EngineSupervisor, Watchdog
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
 from waiting import WAIT_S, until
@@ -201,13 +201,13 @@ def test_an_engine_of_its_own_process_serves_an_event_loop(ranks):
     llm.close()
 
     async def run():
-        async with supervised_engine(EngineConfig.of(None, tp_size=ranks, **options)) as core:
-            stream = await AsyncLLM.of(core).stream(prompts, params)
+        async with AsyncLLM(tp_size=ranks, restarts=3, **options) as llm:
+            stream = await llm.stream(prompts, params)
             for _ in range(3):
                 await anext(stream)
             engine = child_of(os.getpid(), "engine_process")
             os.kill(engine if ranks == 1 else child_of(engine, "tp_worker"), signal.SIGKILL)
-            return [output.token_ids for output in await stream.outputs()], core.num_restarts
+            return [output.token_ids for output in await stream.outputs()], llm.core.num_restarts
 
     assert asyncio.run(run()) == (want, 1)
 

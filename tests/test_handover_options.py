@@ -8,12 +8,12 @@ import pytest
 
 from serving import Server
 from treetop.cli.command_line import build_parser, main
+from treetop.cli.serve import disaggregation_options
 from treetop.disaggregation.connector import check_disaggregation
 from treetop.disaggregation.options import SECRET_VARIABLE, DisaggregationOptions
 from treetop.doctor.transport import transport_speeds
 from treetop.engine.build import plan_engine
 from treetop.models.fingerprint import fingerprint
-from treetop.server.command import disaggregation_options
 from treetop.server.llm import LLM
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError

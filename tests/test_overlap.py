@@ -371,7 +371,7 @@ def test_overlap_is_off_on_a_cpu_unless_asked_for(strong_pair):
     assert layout.max_in_flight == 2
     assert layout.max_positions == 256 + 2 * 4
     assert layout.max_committed == 256 + 4
-    with pytest.raises(ConfigError, match="--overlap must be bool or nothing"):
+    with pytest.raises(ConfigError, match="--overlap must be True, False or None"):
         EngineConfig(overlap="yes")
 
 

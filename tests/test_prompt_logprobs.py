@@ -152,7 +152,7 @@ def test_logits_that_are_not_finite_end_that_request(strong_pair, monkeypatch):
     [
         ({"prompt_logprobs": 21}, "prompt_logprobs must be in"),
         ({"prompt_logprobs": -1}, "prompt_logprobs must be in"),
-        ({"max_tokens": 0}, "or 0 with prompt_logprobs"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(options, words):

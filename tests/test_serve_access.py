@@ -11,8 +11,8 @@ import pytest
 from starlette.responses import PlainTextResponse
 
 from serving import serving
+from treetop.cli.config_file import words_of
 from treetop.server.api.access import Access
-from treetop.server.command import words_of
 from treetop.server.options import ServeOptions
 from treetop.types.errors import ConfigError
 from waiting import until

@@ -1,26 +1,68 @@
 """treetop: exact LLM inference with EAGLE tree speculative decoding."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from treetop.types.config import EngineConfig
 from treetop.types.constraint import StructuredOutput, TokenConstraint
+from treetop.types.errors import (
+    CapacityError,
+    CheckError,
+    CheckpointError,
+    ConfigError,
+    ContextLengthError,
+    EngineError,
+    InputError,
+    InvariantError,
+    OwnershipError,
+    PromptError,
+    TreetopError,
+    UserError,
+)
 from treetop.types.sampling import SamplingParams
 from treetop.version import __version__
 
 if TYPE_CHECKING:
     from treetop.server.async_llm import AsyncLLM
-    from treetop.server.llm import LLM, RequestOutput
+    from treetop.server.llm import LLM
+    from treetop.server.outputs import RequestMetrics, RequestOutput, TextDelta
 
-__all__ = ["LLM", "AsyncLLM", "RequestOutput", "SamplingParams", "StructuredOutput", "TokenConstraint", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "RequestMetrics",
+    "RequestOutput",
+    "TextDelta",
+    "EngineConfig",
+    "SamplingParams",
+    "StructuredOutput",
+    "TokenConstraint",
+    "TreetopError",
+    "UserError",
+    "ConfigError",
+    "CapacityError",
+    "InputError",
+    "PromptError",
+    "ContextLengthError",
+    "CheckpointError",
+    "EngineError",
+    "InvariantError",
+    "OwnershipError",
+    "CheckError",
+    "__version__",
+]
+
+_LATER = {
+    "LLM": "treetop.server.llm",
+    "AsyncLLM": "treetop.server.async_llm",
+    "RequestMetrics": "treetop.server.outputs",
+    "RequestOutput": "treetop.server.outputs",
+    "TextDelta": "treetop.server.outputs",
+}
+"""What is loaded when it is asked for: `LLM` loads PyTorch."""
 
 
 def __getattr__(name: str) -> Any:
-    """`LLM` and `RequestOutput` load PyTorch, so they are loaded when they are asked for."""
-    if name == "AsyncLLM":
-        from treetop.server.async_llm import AsyncLLM
-
-        return AsyncLLM
-    if name in ("LLM", "RequestOutput"):
-        from treetop.server import llm
-
-        return getattr(llm, name)
+    if name in _LATER:
+        return getattr(import_module(_LATER[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from treetop.cli.options import add_engine_options, engine_options
-from treetop.types.config import flag
 from treetop.types.errors import InputError
+from treetop.types.options import flag
 
 HELP = "plain against speculative decoding, and rounds against their floor"
 

@@ -12,8 +12,8 @@ from treetop.bench.arrivals import ARRIVALS
 from treetop.bench.axes import check_path
 from treetop.bench.serve import LoadOptions
 from treetop.bench.serve_plot import page
-from treetop.types.config import flag
 from treetop.types.errors import ConfigError
+from treetop.types.options import flag
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 

@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace, parser: argparse.ArgumentParser, given: Sequence[str]) -> int:
     """Run a command, on engines with a bug of the past if the environment names one."""
     if getattr(args, "config", None) is not None:
-        from treetop.server.command import with_config_file
+        from treetop.cli.config_file import with_config_file
 
         args = parser.parse_args(with_config_file(args, given))
     if not os.environ.get("TREETOP_FAULT"):

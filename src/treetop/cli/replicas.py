@@ -39,8 +39,8 @@ def app(given: Mapping[str, Any]) -> Any:
 
 def _build(given: Mapping[str, Any]) -> Any:
     from treetop.cli.command_line import build_parser
-    from treetop.cli.options import engine_options
-    from treetop.server.command import asked_for, with_config_file, words_of
+    from treetop.cli.config_file import with_config_file, words_of
+    from treetop.cli.serve import asked_for
     from treetop.server.ray.app import build_app
 
     own: dict[str, Any] = {}
@@ -61,7 +61,7 @@ def _build(given: Mapping[str, Any]) -> Any:
                 args = parser.parse_args(with_config_file(args, words))
     except SystemExit:
         raise ConfigError(f"{_WHERE}: {said.getvalue().strip()}") from None
-    return build_app(*asked_for(args, engine_options(args)), scale)
+    return build_app(*asked_for(args), scale)
 
 
 def _scale(replicas: Any, queue_bound: Any) -> "Scale":

@@ -4,16 +4,15 @@ import ipaddress
 import os
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from treetop.types.errors import ConfigError, shown
+from treetop.types.options import option, options_of, validate
 
 Mode = Literal["null", "prefill", "decode"]
-MODES: tuple[str, ...] = get_args(Mode)
 DEFAULT_SLOTS = 8
-_LEASE_S = 10.0
 SECRET_VARIABLE = "TREETOP_DISAGGREGATION_SECRET"
 _OLD_VARIABLE = "TREETOP_HANDOVER_SECRET"
 MIN_SECRET = 16
@@ -44,45 +43,70 @@ class Deadlines:
 
 @dataclass(frozen=True, slots=True)
 class DisaggregationOptions:
-    """Options of prefill and decode in workers of their own: flags that begin with --disaggregation-.
+    """Options of prefill and decode in workers of their own. Raises ConfigError, all problems at once."""
 
-    mode: a prefill worker computes prompts for decode workers; null is a worker that does both.
-    listen: where a prefill worker is reached.
-    prefill_peers: prefill workers that a decode worker asks.
-    registry: a folder in which prefill workers say where they are.
-    secret_file: what all of them know; else it is the environment's.
-    lease: seconds without a message after which a worker is given up.
-
-    Raises ConfigError, all problems at once.
-    """
-
-    mode: Mode = "null"
-    listen: str | None = None
-    prefill_peers: tuple[str, ...] = ()
-    registry: str | None = None
-    secret_file: str | None = None
-    lease: float = _LEASE_S
+    mode: Mode = option(
+        "null",
+        "prefill computes prompts for decode workers and serves no requests, decode has them computed, null does both"
+        " (docs/scale.md)",
+        flag="--disaggregation-mode",
+        aliases=("--role",),
+        read=lambda word: "null" if word == "both" else word,
+    )
+    listen: str | None = option(
+        None,
+        "where a prefill worker is reached by decode workers",
+        flag="--disaggregation-listen",
+        aliases=("--handover-listen",),
+        metavar="HOST:PORT",
+    )
+    prefill_peers: tuple[str, ...] = option(
+        (),
+        "prefill workers that a decode worker asks; more after commas",
+        flag="--disaggregation-prefill-peers",
+        aliases=("--prefill-peers",),
+        metavar="HOST:PORT,...",
+        read=lambda word: tuple(each.strip() for each in word.split(",") if each.strip()),
+    )
+    registry: str | None = option(
+        None,
+        "folder in which prefill workers say where they are, and decode workers look",
+        flag="--disaggregation-registry",
+        aliases=("--peer-registry",),
+        metavar="FOLDER",
+    )
+    secret_file: str | None = option(
+        None,
+        f"file with what both sides know; needed beyond this machine (default: ${SECRET_VARIABLE})",
+        flag="--disaggregation-secret-file",
+        aliases=("--handover-secret-file",),
+        metavar="FILE",
+    )
+    lease: float = option(
+        10.0,
+        "seconds without a message after which one worker gives another up; a request then goes on locally; a transfer"
+        " may take half of it",
+        least=0.1,
+        most=3600,
+        unit=" seconds",
+        flag="--disaggregation-lease",
+        aliases=("--handover-lease",),
+    )
 
     def __post_init__(self) -> None:
+        validate(self, ConfigError, self._rules)
+
+    def _rules(self) -> list[tuple[bool, str]]:
         flag, finds = "--disaggregation-", bool(self.prefill_peers) or self.registry is not None
         mode = f"{flag}mode"
-        defaults = {each.name: each.default for each in fields(self)}
-        given = [flag + name.replace("_", "-") for name, value in defaults.items() if getattr(self, name) != value]
-        rules = [
-            (self.mode not in MODES, f"{mode} must be one of {', '.join(MODES)}, got {shown(self.mode)}"),
+        given = [str(row.flag) for name, row in options_of(type(self)).items() if getattr(self, name) != row.default]
+        return [
             (self.mode == "null" and bool(given), f"{', '.join(given)}: only with {mode} prefill or decode"),
             (self.mode == "prefill" and self.listen is None, f"{mode} prefill needs {flag}listen HOST:PORT"),
             (self.mode == "prefill" and bool(self.prefill_peers), f"{flag}prefill-peers: only with {mode} decode"),
             (self.mode == "decode" and not finds, f"{mode} decode needs {flag}prefill-peers or {flag}registry"),
             (self.mode == "decode" and self.listen is not None, f"{flag}listen: only with {mode} prefill"),
-            (
-                not 0.1 <= self.lease <= 3600,
-                f"{flag}lease must lie between 0.1 and 3600 seconds, got {shown(self.lease)}",
-            ),
         ]
-        problems = [text for bad, text in rules if bad]
-        if problems:
-            raise ConfigError("; ".join(problems))
 
     def words(self, num_ranks: int) -> str:
         """For the log. num_ranks: that have a part of their own."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from treetop.debug.oracle import DensePair, OracleNode
 from treetop.debug.two_group import write_two_group_pair
@@ -132,15 +133,14 @@ class Conformance:
         """Run one case to its end or its first difference."""
         target, head, oracle = self._pairs[case.window]
         shape = case.shape
+        words: dict[str, Any] = {"device": device, "dtype": case.dtype, "graphs": case.runner}
+        words["attention_backend"] = case.backend
         llm = LLM(
             str(target),
             str(head),
-            device=device,
-            dtype=case.dtype,
+            **words,
             page_size=case.page_size,
-            graphs=case.runner,
             overlap=case.overlap,
-            attention_backend=case.backend,
             max_running_requests=8,
             context_length=96,
             chunked_prefill_size=7,

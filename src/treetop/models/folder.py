@@ -8,8 +8,9 @@ from typing import Any
 
 from treetop.models.hub import hub_folder, is_hub_id
 from treetop.models.json_file import integers, read_object
-from treetop.types.config import flag
+from treetop.types.config import EngineConfig
 from treetop.types.errors import CheckpointError
+from treetop.types.options import options_of
 
 BUILTIN_PREFIX = "builtin:"
 _MOST_SHOWN = 256
@@ -21,7 +22,7 @@ def resolve_folder(name: str, option: str = "model") -> Path:
 
     option: under which it was given. Raises CheckpointError, which names it, if there is no folder that can be read.
     """
-    shown = f"{'model' if option == 'model' else flag(option)} {_short(name)}"
+    shown = f"{'model' if option == 'model' else options_of(EngineConfig)[option].flag} {_short(name)}"
     if name.startswith(BUILTIN_PREFIX):
         assets = Path(str(resources.files("treetop") / "assets"))
         known = {BUILTIN_PREFIX + path.name: path for path in assets.iterdir() if path.is_dir()}

@@ -3,9 +3,11 @@
 import asyncio
 import os
 import random
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from treetop.core.clients import AsyncCore, LocalCore
 from treetop.core.structure_checker import StructureChecker
@@ -14,11 +16,15 @@ from treetop.server.lanes import Lanes
 from treetop.server.options import Unset, engine_config
 from treetop.server.outputs import LiveRequest, RequestOutput, TextDelta
 from treetop.server.prompts import Prompt, PromptReader, one_each, paired
+from treetop.server.sampling_defaults import sampling_defaults
+from treetop.types.config import EngineConfig
 from treetop.types.constraint import StructuredOutput, TokenConstraint
-from treetop.types.errors import EngineError, InputError, shown
+from treetop.types.engine_options import EngineOptions
+from treetop.types.errors import ConfigError, EngineError, InputError, shown
 from treetop.types.ids import RequestId
+from treetop.types.options import is_integer, is_number
 from treetop.types.requests import EngineRequest, RequestUpdate
-from treetop.types.sampling import SamplingParams, is_integer, is_number
+from treetop.types.sampling import SamplingParams
 
 _LONG = 4096
 """Characters or ids that are read beside the event loop, not in it."""
@@ -35,18 +41,33 @@ Observer = Callable[[LiveRequest, RequestUpdate], None]
 class AsyncLLM:
     """As `LLM`, for an event loop. Requests of all tasks are decoded together.
 
-    The engine runs on a thread of its own in this process; `AsyncLLM.of` takes a core that runs elsewhere.
+    The engine runs on a thread of its own in this process. With `restarts` it runs in a process of its own: one that
+    dies is started again up to so many times within an hour, and requests go on behind what they have. Such an engine
+    starts in `async with AsyncLLM(..., restarts=3) as llm:` and ends with it.
+
+    `generate`, `stream`, `default_sampling_params` and `close` are for all; the rest is for what serves requests over a
+    core, and may change in any release. Raises UserError for a configuration that cannot work.
     """
 
     core: AsyncCore
     reader: PromptReader
 
     def __init__(
-        self, model: str | Path | None = None, draft: str | Path | Unset | None = Unset.UNSET, **options: Any
+        self,
+        model: str | Path | None = None,
+        draft: str | Path | Unset | None = Unset.UNSET,
+        *,
+        restarts: int | None = None,
+        **options: Unpack[EngineOptions],
     ) -> None:
+        config = engine_config(model, draft, dict(options))
+        self._supervised: AbstractAsyncContextManager[AsyncCore] | None = None
+        self._seed, self._started = config.seed, False
+        if restarts is not None:
+            self._supervised = _supervised(config, restarts)
+            return
         from treetop.distributed.opened import open_thread  # noqa: PLC0415  # loads PyTorch
 
-        config = engine_config(model, draft, options)
         opened = open_thread(config)
         self._open(LocalCore(opened.thread, opened.info, opened.close), config.seed, None)
 
@@ -56,6 +77,7 @@ class AsyncLLM:
     ) -> "AsyncLLM":
         """Over a core that is up. seed: of the requests that bring none. alive: where they are counted."""
         llm = cls.__new__(cls)
+        llm._supervised, llm._started = None, False
         llm._open(core, seed, observe, alive)
         return llm
 
@@ -66,9 +88,33 @@ class AsyncLLM:
         self.structures = StructureChecker(core.info)
         self.alive = alive or Alive()
         """Requests that have been queued and have not ended."""
+        self._started = True
+
+    async def __aenter__(self) -> "AsyncLLM":
+        """With `restarts` the engine starts here. Raises UserError and EngineError if it cannot."""
+        if self._supervised is not None:
+            core = await self._supervised.__aenter__()
+            try:
+                self._open(core, self._seed, None)
+            except BaseException:
+                await self._supervised.__aexit__(*sys.exc_info())
+                raise
+        return self
+
+    async def __aexit__(self, *raised: Any) -> None:
+        self.close()
+        if self._supervised is not None:
+            await self._supervised.__aexit__(*raised)
+
+    def default_sampling_params(self, **changes: Any) -> SamplingParams:
+        """As `LLM.default_sampling_params`."""
+        self._check_started()
+        return SamplingParams(**{**sampling_defaults(Path(self.core.info.model_path)), **changes})
 
     def close(self) -> None:
         """End every request with an error, and let the core go."""
+        if not self._started:
+            return
         self.lanes.close()
         self.structures.close()
         self.core.close()
@@ -94,6 +140,7 @@ class AsyncLLM:
 
         Raises InputError before any work, and EngineError if the engine is dead.
         """
+        self._check_started()
         listed = await self.ids_of(prompts, sampling_params)
         each_own = paired(sampling_params, len(listed))
         for structure in {each.structured_output for each in each_own}:
@@ -163,8 +210,23 @@ class AsyncLLM:
             return self.reader.encode(text, special, cut)
         return await self.lanes.run(len(text), self.reader.encode, text, special, cut)
 
+    def _check_started(self) -> None:
+        if not self._started:
+            raise EngineError("an engine with restarts starts in `async with AsyncLLM(..., restarts=N) as llm:`")
+
     def _seed_of(self, params: SamplingParams) -> int:
         return self._seeds.getrandbits(63) if params.seed is None else params.seed
+
+
+def _supervised(config: EngineConfig, restarts: object) -> AbstractAsyncContextManager[AsyncCore]:
+    """An engine in a process of its own, once it is entered. Raises ConfigError."""
+    if not (is_integer(restarts) and 0 <= restarts <= 1000):  # type: ignore[operator]  # an integer
+        raise ConfigError(f"restarts must be an integer from 0 to 1000, or None, got {shown(restarts)}")
+    try:
+        from treetop.distributed.supervisor import supervised_engine  # noqa: PLC0415  # needs the serve extra
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"restarts needs {error.name}; pip install treetop[serve]") from None
+    return supervised_engine(config, int(restarts))  # type: ignore[call-overload]  # an integer
 
 
 class DeltaStream:

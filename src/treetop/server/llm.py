@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor
 
@@ -18,7 +18,9 @@ from treetop.server.chat_template import ChatTemplate, open_chat_template
 from treetop.server.options import Unset, engine_config
 from treetop.server.outputs import LiveRequest, RequestMetrics, RequestOutput, TextDelta
 from treetop.server.prompts import BadWords, Prompt, PromptReader, one_each, paired
+from treetop.server.sampling_defaults import sampling_defaults
 from treetop.types.constraint import TokenConstraint
+from treetop.types.engine_options import EngineOptions
 from treetop.types.errors import ConfigError, InputError
 from treetop.types.requests import EngineRequest
 from treetop.types.sampling import SamplingParams
@@ -41,9 +43,9 @@ class LLM:
         self,
         model: str | Path | None = None,
         draft: str | Path | Unset | None = Unset.UNSET,
-        **options: Any,
+        **options: Unpack[EngineOptions],
     ) -> None:
-        self.config = engine_config(model, draft, options)
+        self.config = engine_config(model, draft, dict(options))
         opened = open_thread(self.config)
         self._local, self._close_engine = opened.local, opened.close
         self.model_path, self.draft_path = Path(opened.info.model_path), opened.draft_path
@@ -56,16 +58,16 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """The engine of this process. Raises ConfigError if all engines are in others."""
+        """The engine of this process, for tools; it may change in any release. ConfigError if all are in others."""
         return self._in_this_process.engine
 
     @property
     def scheduler(self) -> Scheduler:
-        """What plans for `engine`."""
+        """What plans for `engine`; likewise for tools."""
         return self._in_this_process.scheduler
 
     def next_logits(self, ids: list[int]) -> Tensor:
-        """See `Engine`."""
+        """Of the target behind these ids, [vocab_size], for tools. See `Engine`."""
         return self._in_this_process.next_logits(ids)
 
     @property
@@ -75,6 +77,13 @@ class LLM:
                 f"--ep-size {self.config.ep_size}: the engines are in other processes; this needs one here"
             )
         return self._local
+
+    def default_sampling_params(self, **changes: Any) -> SamplingParams:
+        """As the model's `generation_config.json` has it, which is what `treetop serve` gives a request by default.
+
+        changes: fields of `SamplingParams` that are to be otherwise. Raises CheckpointError and InputError.
+        """
+        return SamplingParams(**{**sampling_defaults(self.model_path), **changes})
 
     def close(self) -> None:
         """End every request with an error, and stop the engine's thread. What is asked later is an EngineError."""

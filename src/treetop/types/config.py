@@ -1,13 +1,13 @@
-"""Configuration enters once, is validated once with all problems reported together, and is passed on."""
+"""Options of the engine. They enter once, are validated once with all problems reported together, and are passed on."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType
-from typing import Literal, get_args
+from typing import Literal
 
 from treetop.types.errors import ConfigError, shown
 from treetop.types.kv_chunk import ALIGNMENT
 from treetop.types.layout import PLAIN, SpecShape
+from treetop.types.options import option, options_of, validate
 
 Algorithm = Literal["EAGLE", "EAGLE3", "MTP", "NEXTN", "NGRAM", "NONE"]
 _ALONE = ("MTP", "NEXTN", "NGRAM")
@@ -23,148 +23,199 @@ SchedulePolicy = Literal["fcfs", "priority"]
 BUILTIN_MODEL = "builtin:nestling"
 BUILTIN_DRAFT = "builtin:nestling-eagle3"
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    "speculative_algorithm": get_args(Algorithm),
-    "speculative_mtp_recurrence": get_args(MtpRecurrence),
-    "dtype": get_args(DType),
-    "attention_backend": get_args(Backend),
-    "graphs": get_args(Graphs),
-    "device": get_args(DeviceName),
-    "load_format": get_args(LoadFormat),
-    "schedule_policy": get_args(SchedulePolicy),
-}
-
-_COUNTS = (
-    "speculative_num_steps",
-    "speculative_eagle_topk",
-    "speculative_num_draft_tokens",
-    "page_size",
-    "check_level",
-    "seed",
-    "tp_size",
-    "ep_size",
-    "structured_output_memory",
-    "disaggregation_slots",
-    "disaggregation_slot_bytes",
-)
-_KINDS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(_COUNTS, (int,)),
-    **dict.fromkeys(
-        (
-            "max_running_requests",
-            "context_length",
-            "max_total_tokens",
-            "chunked_prefill_size",
-            "prefill_tokens_per_round",
-            "simulate_accept_length",
-        ),
-        (int, NoneType),
-    ),
-    **dict.fromkeys(("draft", "speculative_algorithm"), (str, NoneType)),
-    **dict.fromkeys(("disable_radix_cache", "disable_logits_processors", "disable_custom_all_reduce"), (bool,)),
-    **dict.fromkeys(("overlap", "compress_weights"), (bool, NoneType)),
-    **dict.fromkeys(("mem_fraction_static", "step_timeout", "structured_output_timeout"), (float, int)),
-}
-
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Every option of the engine, under the flag's name. Raises ConfigError with all problems at once.
+    """Every option of the engine, under the flag's name; `option` says of each what it does and which values it takes.
 
-    draft None decodes plainly, but for algorithms that need none: MTP, alias NEXTN, whose weights the target's folder
-    holds, and NGRAM, which has none. speculative_algorithm None is inferred from the draft's tensors.
-    speculative_mtp_recurrence: which state of an MTP layer feeds it again; auto is the family's. context_length
-    None is the model's. max_running_requests: decoded at a time; None goes by the device and its memory.
-    mem_fraction_static: share of the device's memory for weights, tables and KV pools. max_total_tokens: tokens each KV
-    pool holds, whatever that share is; None gives every running request its whole context if it fits. load_format:
-    dummy makes random weights of the shapes that config.json gives. compress_weights: keep weights in 12 bits too,
-    without loss, for products of few rows; None does where products gain and memory is plenty. simulate_accept_length:
-    tokens every round emits, whatever is right; for measuring speed only. chunked_prefill_size: most prompt tokens a
-    prefill step processes, its padding counted; None goes by the device and its memory, and by what staging slots
-    hold. prefill_tokens_per_round: the same while requests decode, which take turns with prefill steps, and fewer the
-    more they attend to; None is about what their round computes.
-    schedule_policy: who is admitted first, and retracted last: by arrival, or by each request's priority, lower first,
-    and then by arrival. disable_radix_cache: do not keep the K/V of prompts and outputs for prompts that begin alike.
-    disable_logits_processors: refuse requests with penalties, biases and the like, and keep no memory for them.
-    check_level: 0 off, 1 host checks, 2 device probes, 3 poison and red zones. overlap: launch a round before the
-    results of the last one are known; None is on where rounds are captured CUDA graphs. graphs: `sim` runs rounds with
-    the semantics of captured graphs, on a CPU. tp_size: GPUs, or processes on a CPU, that share the model, a rank each.
-    ep_size: the same, but each has requests of its own, and they share only the experts of a model that has some.
-    disable_custom_all_reduce: GPUs exchange by NCCL alone, also where they reach each other's memory.
-    step_timeout: seconds after which a step that has not ended on every rank ends them all; of one rank it is not used.
-    structured_output_timeout: seconds that a structure may take, and each mask of it. structured_output_memory: MiB
-    that its parser may take.
-    disaggregation_slots: staging slots, through which KV goes to another worker or comes from one; 0 for none.
-    disaggregation_slot_bytes: of each, on every rank.
+    `EngineOptions` is the same for `LLM(**options)`. Raises ConfigError with all problems at once.
     """
 
-    model: str = BUILTIN_MODEL
-    draft: str | None = None
-    speculative_algorithm: Algorithm | None = None
-    speculative_mtp_recurrence: MtpRecurrence = "auto"
-    speculative_num_steps: int = 5
-    speculative_eagle_topk: int = 4
-    speculative_num_draft_tokens: int = 16
-    page_size: int = 16
-    max_running_requests: int | None = None
-    context_length: int | None = None
-    max_total_tokens: int | None = None
-    mem_fraction_static: float = 0.88
-    chunked_prefill_size: int | None = None
-    prefill_tokens_per_round: int | None = None
-    schedule_policy: SchedulePolicy = "fcfs"
-    disable_radix_cache: bool = False
-    disable_logits_processors: bool = False
-    attention_backend: Backend = "auto"
-    graphs: Graphs = "auto"
-    overlap: bool | None = None
-    dtype: DType = "auto"
-    device: DeviceName = "auto"
-    load_format: LoadFormat = "auto"
-    compress_weights: bool | None = None
-    simulate_accept_length: int | None = None
-    check_level: int = 1
-    seed: int = 0
-    tp_size: int = 1
-    ep_size: int = 1
-    disable_custom_all_reduce: bool = False
-    step_timeout: float = 60.0
-    structured_output_timeout: float = 5.0
-    structured_output_memory: int = 256
-    disaggregation_slots: int = 0
-    disaggregation_slot_bytes: int = 64 << 20
+    model: str = option(BUILTIN_MODEL, "folder of the target; the embedded pair by default")
+    draft: str | None = option(
+        None,
+        "folder of the draft head, or builtin:NAME; a model without one decodes plainly (default: none, and the"
+        " embedded head for the embedded model)",
+        flag="--speculative-draft-model-path",
+        aliases=("--speculative-draft-model", "--spec-model"),
+        metavar="FOLDER",
+    )
+    speculative_algorithm: Algorithm | None = option(
+        None,
+        "NONE forbids a draft; MTP (alias NEXTN) and NGRAM need no folder of one (default: what the draft's tensors"
+        " are)",
+    )
+    speculative_mtp_recurrence: MtpRecurrence = option(
+        "auto",
+        "which state of an MTP layer feeds it again: before or after its norm (auto: as the family's reference does)",
+    )
+    speculative_num_steps: int = option(5, "levels of the tree (S)")
+    speculative_eagle_topk: int = option(4, "branches of each node (k); 1 is a chain")
+    speculative_num_draft_tokens: int = option(16, "nodes verified in one pass, root included (T)")
+    page_size: int = option(
+        16,
+        "tokens a KV page holds",
+        least=1,
+        check=lambda size: size & (size - 1) == 0,
+        must="must be a power of two",
+        aliases=("--block-size",),
+    )
+    max_running_requests: int | None = option(
+        None,
+        "requests decoded at a time (default: 16 on a CPU, up to 64 on a GPU by its memory)",
+        least=1,
+        most=65536,
+        aliases=("--max-num-seqs",),
+    )
+    context_length: int | None = option(
+        None,
+        "tokens a request may hold, prompt and output (default: the model's)",
+        least=2,  # a token of a prompt and one of its output
+        most=2**40,
+        aliases=("--max-model-len",),
+    )
+    max_total_tokens: int | None = option(
+        None,
+        "tokens each KV pool holds, whatever the fraction below says (default: what fits, and no more than all running"
+        " requests can use)",
+        least=1,
+        most=2**40,
+    )
+    mem_fraction_static: float = option(
+        0.88,
+        "share of the device's memory for weights, tables and KV pools",
+        above=0,
+        below=1,
+        aliases=("--gpu-memory-utilization",),
+    )
+    chunked_prefill_size: int | None = option(
+        None,
+        "prompt tokens a prefill step processes, padding counted (default: 512 on a CPU, 2048 to 8192 on a GPU by its"
+        " memory)",
+        least=1,
+        most=2**40,
+        aliases=("--max-num-batched-tokens",),
+    )
+    prefill_tokens_per_round: int | None = option(
+        None,
+        "the same while requests decode, which wait for such a step between two rounds; fewer the more they attend to"
+        " (default: about what a round computes)",
+        least=1,
+        most=2**40,
+    )
+    schedule_policy: SchedulePolicy = option(
+        "fcfs",
+        "who runs first, and is put back last: fcfs by arrival, priority by each request's `priority`, lower first",
+        aliases=("--scheduling-policy",),
+    )
+    disable_radix_cache: bool = option(
+        False,
+        "do not keep the K/V of prompts and outputs for prompts that begin alike",
+        aliases=("--no-enable-prefix-caching",),
+    )
+    disable_logits_processors: bool = option(
+        False,
+        "refuse requests that change logits by penalties, biases, min_tokens or allowed tokens, and keep no memory for"
+        " them",
+    )
+    attention_backend: Backend = option("auto", "who computes attention")
+    graphs: Graphs = option("auto", "captured graphs; sim gives a CPU their semantics, for tests")
+    overlap: bool | None = option(
+        None, "launch a round before the last one's results are known; on by default where rounds are captured"
+    )
+    dtype: DType = option("auto", "what the model computes in; auto is float32 on a CPU and bfloat16 on a GPU")
+    device: DeviceName = option("auto", "auto is a GPU if there is one")
+    load_format: LoadFormat = option(
+        "auto", "dummy: random weights; a folder with config.json is enough; for measuring speed"
+    )
+    compress_weights: bool | None = option(
+        None,
+        "keep weights in 12 bits too, without loss, which makes small batches faster; on by default in bfloat16 on a"
+        " GPU like an H200 if that takes up to a quarter of what is left for KV pools",
+    )
+    simulate_accept_length: int | None = option(
+        None, "tokens every round emits: the output is wrong; for measuring speed only"
+    )
+    check_level: int = option(
+        1,
+        "0 off, 1 host checks, 2 device probes, 3 poison and red zones",
+        least=0,
+        most=3,
+        must="must be 0, 1, 2 or 3",
+    )
+    seed: int = option(
+        0,
+        "each prompt draws its own seed from this one: the same seed and prompts give the same sampled tokens",
+        least=0,
+        below=2**63,
+        must="must be in [0, 2^63)",
+        aliases=("--random-seed",),
+    )
+    tp_size: int = option(
+        1,
+        "GPUs that share the model, each with a part of every layer (docs/scale.md)",
+        least=1,
+        most=64,
+        aliases=("--tensor-parallel-size", "--tp"),
+    )
+    ep_size: int = option(
+        1,
+        "GPUs that share the experts of a model that has some, each with requests of its own (docs/scale.md)",
+        least=1,
+        most=64,
+        aliases=("--expert-parallel-size", "--ep"),
+    )
+    disable_custom_all_reduce: bool = option(
+        False, "with --tp-size: exchange by NCCL alone, not by peer memory (docs/scale.md)"
+    )
+    step_timeout: float = option(
+        60.0,
+        "seconds after which a step that has not ended on every GPU ends them all; with --tp-size or --ep-size",
+        above=0,
+        most=86400,
+        unit=" seconds",
+    )
+    structured_output_timeout: float = option(
+        5.0,
+        "seconds that a structure may take to compile, and each token of it; its request then ends with an error",
+        least=0.01,
+        most=3600,
+        unit=" seconds",
+    )
+    structured_output_memory: int = option(
+        256, "MiB that the parser of a structure may take", least=1, most=2**20, unit=" MiB"
+    )
+    disaggregation_slots: int = option(
+        0,
+        "staging slots, through which KV goes to another worker or comes from one; 0 for none",
+        least=0,
+        most=4096,
+        aliases=("--handover-slots",),
+    )
+    disaggregation_slot_bytes: int = option(
+        64 << 20,
+        "bytes of each of these, on every GPU",
+        least=ALIGNMENT,
+        most=2**40,
+        check=lambda size: size % ALIGNMENT == 0,
+        must=f"must be a multiple of {ALIGNMENT} up to 2^40",
+        aliases=("--handover-slot-bytes",),
+    )
 
     def __post_init__(self) -> None:
-        wrong = self._wrong_types()
-        problems = wrong or [text for bad, text in self._rules() if bad]
-        if not wrong:
-            try:
-                self._tree()  # also without a draft: what it would be must make sense
-            except ConfigError as error:
-                problems.append(str(error))
-        if problems:
-            raise ConfigError("; ".join(problems))
-        for each in fields(self):
-            if isinstance(value := getattr(self, each.name), float):  # NumPy's is one, which no message can hold
-                object.__setattr__(self, each.name, float(value))
-
-    def _wrong_types(self) -> list[str]:
-        """Options whose value is not of their default's or annotation's kind."""
-        problems = []
-        for each in fields(self):
-            value, kinds = getattr(self, each.name), _KINDS.get(each.name, (str,))
-            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-                names = " or ".join("nothing" if kind is NoneType else kind.__name__ for kind in kinds)
-                problems.append(f"{flag(each.name)} must be {names}, got {shown(value)}")
-        return problems
+        validate(self, ConfigError, self._rules)
 
     def _rules(self) -> list[tuple[bool, str]]:
-        page = self.page_size
-        rules = [
-            (
-                page < 1 or page & (page - 1) != 0,
-                f"--page-size must be a power of two, got {shown(page)}",
-            ),
+        """What spans options, or is not a bound."""
+        accepted = self.simulate_accept_length
+        most = min(self.speculative_num_steps + 1, self.speculative_num_draft_tokens) if self.speculates else 1
+        try:
+            self._tree()  # also without a draft: what it would be must make sense
+            tree = ""
+        except ConfigError as error:
+            tree = str(error)
+        return [
+            (self.page_size > 2**20, f"--page-size must lie between 1 and 2^20, got {shown(self.page_size)}"),
             (
                 self.speculative_algorithm == "NONE" and self.draft is not None,
                 "--speculative-algorithm NONE forbids --speculative-draft-model-path",
@@ -179,77 +230,17 @@ class EngineConfig:
                 "--speculative-algorithm NGRAM looks drafts up in the request's own text: drop"
                 " --speculative-draft-model-path",
             ),
-            (self.check_level not in range(4), f"--check-level must be 0, 1, 2 or 3, got {shown(self.check_level)}"),
             (
-                self.simulate_accept_length is not None
-                and not 1
-                <= self.simulate_accept_length
-                <= (min(self.speculative_num_steps + 1, self.speculative_num_draft_tokens) if self.speculates else 1),
+                accepted is not None and not 1 <= accepted <= most,
                 "--simulate-accept-length must lie between 1 and num-steps + 1, and not exceed num-draft-tokens"
-                " (1 without a draft),"
-                f" got {shown(self.simulate_accept_length)}",
+                f" (1 without a draft), got {shown(accepted)}",
             ),
             (
-                not 0 < self.mem_fraction_static < 1,
-                f"--mem-fraction-static must lie between 0 and 1, got {shown(self.mem_fraction_static)}",
+                self.tp_size > 1 and self.ep_size > 1,
+                "--tp-size and --ep-size cannot both be more than 1 for now",
             ),
-            (not 0 <= self.seed < 2**63, f"--seed must be in [0, 2^63), got {shown(self.seed)}"),
+            (bool(tree), tree),
         ]
-        together = self.tp_size > 1 and self.ep_size > 1
-        rules.append((together, "--tp-size and --ep-size cannot both be more than 1 for now"))
-        rules.append(
-            (
-                not 0 < self.step_timeout <= 86400,
-                f"--step-timeout must lie between 0 and 86400 seconds, got {shown(self.step_timeout)}",
-            )
-        )
-        rules.append(
-            (
-                not 0.01 <= self.structured_output_timeout <= 3600,
-                "--structured-output-timeout must lie between 0.01 and 3600 seconds, got"
-                f" {shown(self.structured_output_timeout)}",
-            )
-        )
-        rules.append(
-            (
-                not 1 <= self.structured_output_memory <= 2**20,
-                f"--structured-output-memory must lie between 1 and 2^20 MiB, got"
-                f" {shown(self.structured_output_memory)}",
-            )
-        )
-        rules.append(
-            (
-                not 0 <= self.disaggregation_slots <= 4096,
-                f"--disaggregation-slots must lie between 0 and 4096, got {shown(self.disaggregation_slots)}",
-            )
-        )
-        size = self.disaggregation_slot_bytes
-        rules.append(
-            (
-                not ALIGNMENT <= size <= 2**40 or size % ALIGNMENT != 0,
-                f"--disaggregation-slot-bytes must be a multiple of {ALIGNMENT} up to 2^40, got {shown(size)}",
-            )
-        )
-        counts = {"tp_size": 64, "ep_size": 64, "max_running_requests": 65536, "page_size": 2**20}
-        for name in (
-            "max_running_requests",
-            "chunked_prefill_size",
-            "prefill_tokens_per_round",
-            "context_length",
-            "max_total_tokens",
-            "page_size",
-            "tp_size",
-            "ep_size",
-        ):
-            value, most = getattr(self, name), counts.get(name, 2**40)
-            least = 2 if name == "context_length" else 1  # a token of a prompt and one of its output
-            bad = value is not None and not least <= value <= most
-            rules.append((bad, f"{flag(name)} must lie between {least} and {most}, got {shown(value)}"))
-        for name, choices in CHOICES.items():
-            value = getattr(self, name)
-            bad = value is not None and value not in choices
-            rules.append((bad, f"{flag(name)} must be one of {', '.join(choices)}, got {shown(value)}"))
-        return rules
 
     @property
     def shape(self) -> SpecShape:
@@ -280,16 +271,11 @@ class EngineConfig:
         plain = model is not None or options.get("speculative_algorithm") in ("NONE", *_ALONE)
         pair = {"model": BUILTIN_MODEL if model is None else model, "draft": None if plain else BUILTIN_DRAFT}
         given = {**pair, **options}
-        known = {field.name for field in fields(cls)}
+        known = set(options_of(cls))
         unknown = [shown(name)[1:-1] for name in sorted(set(given) - known)]
         if unknown:
             raise ConfigError(f"unknown option {', '.join(unknown)}; known are {', '.join(sorted(known))}")
         return cls(**given)  # type: ignore[arg-type]  # values are checked by __post_init__
-
-
-def flag(option: str) -> str:
-    """The command-line spelling of an option."""
-    return "--speculative-draft-model-path" if option == "draft" else "--" + option.replace("_", "-")
 
 
 def check_writable(path: Path, option: str) -> None:

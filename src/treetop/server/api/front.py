@@ -11,7 +11,7 @@ from uuid import uuid4
 from fastapi import Request
 
 from treetop.core.clients import AsyncCore
-from treetop.models.folder import generation_config, resolve_folder
+from treetop.models.folder import resolve_folder
 from treetop.server.alive import Alive
 from treetop.server.api.errors import ApiError
 from treetop.server.api.events import client_gone
@@ -23,8 +23,9 @@ from treetop.server.chat_template import open_chat_template
 from treetop.server.metrics import Metrics
 from treetop.server.options import ServeOptions
 from treetop.server.outputs import RequestOutput
+from treetop.server.sampling_defaults import sampling_defaults, unsupported
 from treetop.server.tokenizer import open_tokenizer
-from treetop.types.errors import CheckpointError, ConfigError, InputError
+from treetop.types.errors import ConfigError, InputError
 from treetop.types.requests import check_prompt, late_error
 from treetop.types.sampling import SamplingParams
 
@@ -53,7 +54,7 @@ class Front:
         self.llm = AsyncLLM.of(core, seed, self.metrics.observe, alive)
         folder = Path(core.info.model_path)
         self.defaults = sampling_defaults(folder)
-        for wish in _unsupported(folder):
+        for wish in unsupported(folder):
             log.warning("generation_config.json: %s is not supported: it is not applied", wish)
         if self.defaults["repetition_penalty"] != 1 and not core.info.can_change_logits:
             log.warning("generation_config.json: repetition_penalty is not applied, for this engine changes no logits")
@@ -204,31 +205,6 @@ def check_files(model: str, options: ServeOptions) -> None:
         template.close()
         if problem is not None:
             raise ConfigError(f"--chat-template: {problem}")
-
-
-def sampling_defaults(folder: Path) -> dict[str, float]:
-    """What a request that does not say gets: of `generation_config.json`, else temperature 1 and no filter."""
-    config, where = generation_config(folder), folder / "generation_config.json"
-    defaults: dict[str, Any] = {
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": 0,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-    }
-    defaults |= {name: config[name] for name in defaults if config.get(name) is not None}
-    try:
-        SamplingParams(**defaults)
-    except InputError as error:
-        raise CheckpointError(f"{where}: {error}") from None
-    return defaults
-
-
-def _unsupported(folder: Path) -> list[str]:
-    """What `generation_config.json` asks for beside that."""
-    config = generation_config(folder)
-    neutral = {"length_penalty": 1, "no_repeat_ngram_size": 0}
-    return [f"{name} {config[name]}" for name, value in neutral.items() if config.get(name, value) not in (value, None)]
 
 
 class UsageSoFar:

@@ -1,0 +1,52 @@
+"""Options of `LLM` and `AsyncLLM` as an editor sees them. `EngineConfig` says what each does; a test ties the two."""
+
+from typing import TypedDict
+
+from treetop.types.config import (
+    Algorithm,
+    Backend,
+    DeviceName,
+    DType,
+    Graphs,
+    LoadFormat,
+    MtpRecurrence,
+    SchedulePolicy,
+)
+
+
+class EngineOptions(TypedDict, total=False):
+    """Every field of `EngineConfig` but model and draft, which `LLM` takes by place. See docs/options.md."""
+
+    speculative_algorithm: Algorithm | None
+    speculative_mtp_recurrence: MtpRecurrence
+    speculative_num_steps: int
+    speculative_eagle_topk: int
+    speculative_num_draft_tokens: int
+    page_size: int
+    max_running_requests: int | None
+    context_length: int | None
+    max_total_tokens: int | None
+    mem_fraction_static: float
+    chunked_prefill_size: int | None
+    prefill_tokens_per_round: int | None
+    schedule_policy: SchedulePolicy
+    disable_radix_cache: bool
+    disable_logits_processors: bool
+    attention_backend: Backend
+    graphs: Graphs
+    overlap: bool | None
+    dtype: DType
+    device: DeviceName
+    load_format: LoadFormat
+    compress_weights: bool | None
+    simulate_accept_length: int | None
+    check_level: int
+    seed: int
+    tp_size: int
+    ep_size: int
+    disable_custom_all_reduce: bool
+    step_timeout: float
+    structured_output_timeout: float
+    structured_output_memory: int
+    disaggregation_slots: int
+    disaggregation_slot_bytes: int
