@@ -1,4 +1,4 @@
-"""Families whose layers have a mechanism of their own, captured on a GPU: the model that a CPU runs, and trees as plain.
+"""Families whose layers have a mechanism of their own, captured on a GPU: tokens of a CPU, and trees as plain.
 
 python -m pytest tests/test_gpu_families.py -q
 """
