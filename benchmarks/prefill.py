@@ -81,11 +81,11 @@ def time_once(llm: LLM, prompts: list[list[int]]) -> tuple[float, list[int]]:
 def start(args: argparse.Namespace, cases: list[Case], chunk: int, backend: str) -> LLM:
     """An engine that prefills as any other and starts soon: rounds are eager; steps overlap where they can."""
     able = CAPABILITIES.get(backend)  # of auto none, which takes nothing that forbids overlap
+    chosen: dict[str, Any] = {"attention_backend": backend, "load_format": args.load_format}
     return LLM(
         args.model or preset(args.preset)[0],
         None,
-        load_format=args.load_format,
-        attention_backend=backend,
+        **chosen,
         chunked_prefill_size=chunk or None,
         max_running_requests=max(case.prompts for case in cases),
         context_length=max(case.tokens for case in cases) + 1,

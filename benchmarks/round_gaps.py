@@ -44,7 +44,7 @@ class Load:
     """Requests that decode, and prompts beside them."""
 
     def __init__(self, folder: Path, rows: int, prompt_tokens: int, tokens_per_round: int | None) -> None:
-        options = {} if tokens_per_round is None else {"prefill_tokens_per_round": tokens_per_round}
+        options: dict[str, Any] = {} if tokens_per_round is None else {"prefill_tokens_per_round": tokens_per_round}
         self.llm = LLM(
             str(folder / PAIR[0]),
             str(folder / PAIR[1]),

@@ -15,8 +15,8 @@ from typing import Any
 
 from treetop.bench.http_client import Address, Connection
 from treetop.disaggregation.options import Mode
-from treetop.types.config import flag
 from treetop.types.errors import EngineError
+from treetop.types.options import flag
 
 COUNTED = ("num_peers", "num_bytes", "num_pieces", "num_whole", "num_local", "transfer_s", "hidden_s")
 """Metrics of hand-overs."""

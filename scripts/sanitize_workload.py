@@ -139,13 +139,13 @@ def work(mode: str, device: str) -> None:
         if device == "cuda":  # the embedded pair is wide enough for products of few rows
             cases += [(target, head, "bfloat16"), (BUILTIN_MODEL, BUILTIN_DRAFT, "bfloat16")]
         for model, draft, dtype in cases:
+            graphs = captured if mode == "captured" else "off"
+            chosen: dict[str, Any] = {"device": device, "dtype": dtype, "graphs": graphs}
             llm = LLM(
                 model,
                 draft,
-                device=device,
-                dtype=dtype,
+                **chosen,
                 attention_backend="triton",
-                graphs=captured if mode == "captured" else "off",
                 check_level=3 if mode == "captured" else 2,
                 page_size=4,
                 context_length=64,

@@ -26,8 +26,9 @@ from treetop.kernels.sampling import WarpParams, draw, philox_uniform, warp
 from treetop.models.folder import resolve_folder
 from treetop.models.loader import compute_device
 from treetop.server.llm import RequestOutput, TextDelta
-from treetop.types.config import CHOICES
+from treetop.types.config import EngineConfig
 from treetop.types.errors import InputError
+from treetop.types.options import options_of as table_of
 
 LOADS = (0, 1, 2, 3, 5, 8, 9, 16)
 """Live requests that a phase of the soak aims at."""
@@ -271,15 +272,16 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> int:
     parser = OneLineParser(prog="soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    table = table_of(EngineConfig)
     parser.add_argument("--rounds", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sample", type=int, default=64, help="finished requests that a fresh engine answers again")
-    parser.add_argument("--device", default="auto", choices=CHOICES["device"])
+    parser.add_argument("--device", default="auto", choices=table["device"].choices)
     parser.add_argument(
         "--dtype", default="float32", choices=("float32", "float64"), help="what equality is defined in"
     )
-    parser.add_argument("--graphs", default="auto", choices=CHOICES["graphs"])
-    parser.add_argument("--attention-backend", default="auto", choices=CHOICES["attention_backend"])
+    parser.add_argument("--graphs", default="auto", choices=table["graphs"].choices)
+    parser.add_argument("--attention-backend", default="auto", choices=table["attention_backend"].choices)
     parser.add_argument("--check-level", type=int, default=2)
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--context-length", type=int, default=256)

@@ -46,9 +46,10 @@ from treetop.disaggregation.options import SECRET_VARIABLE, DisaggregationOption
 from treetop.distributed.remote_thread import RemoteThread
 from treetop.engine.build import plan_engine
 from treetop.server.llm import RequestOutput
-from treetop.types.config import CHOICES, EngineConfig
+from treetop.types.config import EngineConfig
 from treetop.types.errors import InputError, InvariantError
 from treetop.types.ids import RequestId
+from treetop.types.options import options_of
 from treetop.types.requests import EngineRequest, RequestUpdate
 
 PHASES = ((0,), (0, 1), (1, 0, 0), (1,), (0, 1, 1), (0, 1))
@@ -440,7 +441,7 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=64, help="finished requests that one engine answers again")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="float64", choices=("float32", "float64"))
-    parser.add_argument("--graphs", default="sim", choices=CHOICES["graphs"])
+    parser.add_argument("--graphs", default="sim", choices=options_of(EngineConfig)["graphs"].choices)
     parser.add_argument("--check-level", type=int, default=2)
     parser.add_argument("--page-size", type=int, default=4)
     parser.add_argument("--context-length", type=int, default=160)
