@@ -15,8 +15,9 @@ from typing import Any
 
 from treetop.bench.http_client import Address, Connection
 from treetop.disaggregation.options import Mode
+from treetop.types.config import EngineConfig
 from treetop.types.errors import EngineError
-from treetop.types.options import flag
+from treetop.types.options import flag, options_of
 
 COUNTED = ("num_peers", "num_bytes", "num_pieces", "num_whole", "num_local", "transfer_s", "hidden_s")
 """Metrics of hand-overs."""
@@ -146,6 +147,9 @@ def handed_over(url: str) -> dict[str, float]:
 
 
 def flag_of(name: str, value: Any) -> list[str]:
+    """The words of a command line that give an option of the engine or of the server."""
+    known = options_of(EngineConfig).get(name)
+    spelled = known.flag if known is not None and known.flag else flag(name)
     if isinstance(value, bool):
-        return [flag(name)] if value else []
-    return [] if value is None else [flag(name), str(value)]
+        return [spelled] if value else []
+    return [] if value is None else [spelled, str(value)]
