@@ -115,7 +115,7 @@ class OnePlane:
     piece = logits
 
 
-FAMILY = Family(read, params, lambda config: set(), OnePlane)
+FAMILY = Family(read, "one plane for keys and values", params, lambda config: set(), OnePlane)
 
 
 def save(folder, seed=0):
