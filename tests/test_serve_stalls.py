@@ -21,6 +21,7 @@ from treetop.core.clients import LocalCore
 from treetop.core.mock import make_mock
 from treetop.core.thread import CoreThread
 from treetop.core.wire import MockOptions
+from treetop.models.folder import resolve_folder
 from treetop.server.alive import Alive
 from treetop.server.api.app import make_app
 from treetop.server.api.front import Front
@@ -28,7 +29,10 @@ from treetop.server.api.limits import MOST_MESSAGES, MOST_OBJECTS, MOST_VALUES, 
 from treetop.server.chat_template import ChatTemplate
 from treetop.server.lanes import Lanes
 from treetop.server.options import ServeOptions
-from treetop.types.config import EngineConfig
+from treetop.server.prompts import PromptReader
+from treetop.types.config import BUILTIN_MODEL, EngineConfig
+from treetop.types.layout import PLAIN
+from treetop.types.requests import CoreInfo
 from treetop.types.sampling import SamplingParams
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -296,10 +300,12 @@ def test_a_small_chat_is_rendered_while_a_large_one_is():
                 {},
             )
         )
-        large = asyncio.ensure_future(rendering.text_of([{**HI, "slow": True, "pad": "x" * LARGE_CHAT}] * 20))
-        assert await rendering.text_of([HI]) == "hi"
+        reader = PromptReader(CoreInfo(str(resolve_folder(BUILTIN_MODEL)), 5000, 4000, 4, PLAIN))
+        slow = [{**HI, "slow": True, "pad": "x" * LARGE_CHAT}] * 20
+        large = asyncio.ensure_future(rendering.ids_of(reader, slow, {}))
+        assert await rendering.ids_of(reader, [HI], {}) == reader.encode("hi", False)
         order = [large.done()]
-        order.append(await large == "hi" * 20)
+        order.append(await large == reader.encode("hi" * 20, False))
         rendering.close()
         return order
 

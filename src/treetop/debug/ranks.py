@@ -7,7 +7,7 @@ rank.
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -110,7 +110,8 @@ class ProcessThread(threading.Thread):
 
     def say(self, why: Failed) -> None:
         """As `say_why`."""
-        os.write(self._stdout, msgspec.json.encode(why) + b"\n")
+        with suppress(OSError):  # the rank has ended meanwhile
+            os.write(self._stdout, msgspec.json.encode(why) + b"\n")
 
     def poll(self) -> int | None:
         return None if self.is_alive() else self._code

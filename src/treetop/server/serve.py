@@ -37,6 +37,8 @@ from treetop.server.api.run import ApiOptions, log_to_stderr, serve
 from treetop.server.options import ServeOptions
 from treetop.types.errors import ConfigError
 
+_ENDED_BY_SIGNAL = {0, -signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGINT}
+"""Exit codes of an API process that was told to end."""
 _END_S = 10.0
 """How long an API process may take to end once it should."""
 
@@ -112,13 +114,17 @@ async def _watch(engines: EngineSupervisor, up: "asyncio.Future[None] | None" = 
 
 
 def _on_signals(stopped: "asyncio.Future[int]", apis: "Sequence[ApiProcess]") -> None:
-    """A signal ends everything: the first lets workers finish, the second does not. One API has its own handlers."""
+    """A signal ends everything: the first lets workers finish, the second does not. One API has its own handlers.
+
+    Workers get two kinds of signals: of one kind the system keeps one for a process that has not run meanwhile.
+    """
 
     def stop(number: signal.Signals) -> None:
-        if not stopped.done():
+        again = stopped.done()
+        if not again:
             stopped.set_result(128 + number if number == signal.SIGINT else 0)
         for api in apis:
-            api.terminate()
+            api.send(signal.SIGINT if again else signal.SIGTERM)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop, number)
@@ -140,9 +146,9 @@ class ApiProcess:
         if not self.ended.done():
             tell(self.child.process, news)
 
-    def terminate(self) -> None:
+    def send(self, number: signal.Signals) -> None:
         if not self.ended.done():
-            self.child.process.terminate()
+            self.child.process.send_signal(number)
 
     def _hear(self, line: bytes) -> None:
         with suppress(msgspec.MsgspecError, ValueError):  # of a library that prints
@@ -233,7 +239,7 @@ class ApiProcesses:
             log.error("no API process is left; the server ends" if served else "an API process did not start")
             self._terminate()
         codes = await asyncio.gather(*(api.ended for api in self._apis))
-        return stopped.result() if stopped.done() and {*codes} <= {0, -signal.SIGTERM} else 1
+        return stopped.result() if stopped.done() and {*codes} <= _ENDED_BY_SIGNAL else 1
 
     @property
     def _living(self) -> "list[asyncio.Future[int]]":
@@ -241,7 +247,7 @@ class ApiProcesses:
 
     def _terminate(self) -> None:
         for api in self._apis:
-            api.terminate()
+            api.send(signal.SIGTERM)
 
     def _start(self, place: int, late: bool = False) -> None:
         """place: of its count among all. late: the others serve already."""
