@@ -54,11 +54,12 @@ from tables import Table, join_backends, text_of
 import treetop.attention
 import treetop.kernels
 from treetop.attention import auto
-from treetop.attention.capabilities import CAPABILITIES, Need, refusal
+from treetop.attention.auto import make_backend
+from treetop.attention.capabilities import Need
+from treetop.attention.fa3_backend import FlashOp, find_fa3
 from treetop.attention.flash_pages import FlashPages
-from treetop.attention.libraries import FlashOp, find_fa3
 from treetop.attention.library_backend import LibraryBackend
-from treetop.attention.registry import make_backend
+from treetop.attention.registry import BACKENDS, refusal
 from treetop.kernels import attention_config
 from treetop.kernels.table import OpContext, Ops
 from treetop.kernels.triton_guard import gpu_traits
@@ -86,7 +87,7 @@ def unscheduled(need: Need) -> Backend:
     op = FlashOp(found.fwd, None, found.source)
     triton_backend = make_backend("triton", need)
     ops = Ops(OpContext(need.device, need.dtype))
-    return LibraryBackend("fa3", FlashPages(op, ops), triton_backend, ops)
+    return LibraryBackend("fa3", BACKENDS["fa3"].capabilities, FlashPages(op, ops), triton_backend, ops)
 
 
 def say(text: str) -> None:
@@ -96,8 +97,8 @@ def say(text: str) -> None:
 def report_machine(names: list[str]) -> None:
     """What is here, and FlashAttention-3's schema, which decides how it is called."""
     say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
-    for name in (name for name in names if name in CAPABILITIES):
-        problem = refusal(name, Need(CAPABILITIES[name].dtypes[0], DEVICE))
+    for name in (name for name in names if name in BACKENDS):
+        problem = refusal(name, Need(BACKENDS[name].capabilities.dtypes[0], DEVICE))
         say(f"{name:11} {'usable' if problem is None else 'refused: ' + problem.reason}")
     if refusal("fa3", Need(torch.bfloat16, DEVICE)) is None:
         op = find_fa3()
@@ -204,7 +205,7 @@ def write_choices(timed: list[dict[str, Any]], tried: list[str], arguments: list
         row["class"]: {
             name: {"us": round(figures["us"], 2), "plan_us": round(figures["plan_us"], 1)}
             for name, figures in row["backends"].items()
-            if name in CAPABILITIES
+            if name in BACKENDS
         }
         for row in timed
         if auto.FALLBACK in row["backends"]

@@ -31,7 +31,7 @@ COLD_BYTES = 512 << 20
 """K/V that one replay walks through: several times the L2 cache."""
 LONG_OPERATIONS = 10**11
 """Of a call that takes some 0.2 ms: two layers in a replay are enough, for operations take longer than cold bytes."""
-MOST_COMPARED = 256
+MAX_COMPARED = 256
 """Queries a row of a large prefill that are compared with the reference, from the first to the last."""
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 """Largest relative error, ||out - reference|| / ||reference||, of a right kernel in each dtype."""
@@ -191,7 +191,7 @@ class Case:
         Dense scores of 8192 queries over 32k keys would take 32 GiB a row.
         """
         n = self.shape.n
-        return torch.linspace(0, n - 1, min(n, MOST_COMPARED), device=DEVICE).round().long()
+        return torch.linspace(0, n - 1, min(n, MAX_COMPARED), device=DEVICE).round().long()
 
 
 def build(shape: Shape, num_layers: int) -> Case:
@@ -206,8 +206,8 @@ def build(shape: Shape, num_layers: int) -> Case:
     kv_len = torch.full((s.rows,), s.prefix_len, device=DEVICE)
     if s.ragged:
         rows[-1] = s.rows
-        least = s.n if s.kind == "prefill" else 0
-        kv_len[:-1] = torch.randint(least, s.prefix_len + 1, (s.rows - 1,), device=DEVICE)
+        minimum = s.n if s.kind == "prefill" else 0
+        kv_len[:-1] = torch.randint(minimum, s.prefix_len + 1, (s.rows - 1,), device=DEVICE)
         kv_len[-1] = 0
     pages = (num_pages * p, 2, s.kv_heads, s.head_dim)
     layers = []
@@ -338,7 +338,7 @@ def num_layers_for(shape: Shape) -> int:
 def memory_bytes(shape: Shape) -> int:
     """What measuring a shape takes, about: pages, projections and results, and the reference's scores of a row."""
     queries = shape.rows * shape.n * (shape.heads + 2 * shape.kv_heads) * shape.head_dim * shape.dtype.itemsize
-    scores = 4 * min(shape.n, MOST_COMPARED) * shape.prefix_len * shape.heads
+    scores = 4 * min(shape.n, MAX_COMPARED) * shape.prefix_len * shape.heads
     return num_layers_for(shape) * shape.kv_bytes + 4 * queries + 6 * scores
 
 

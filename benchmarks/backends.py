@@ -29,9 +29,10 @@ from attention_cases import DEVICE, TOLERANCE, Backend, Case, Shape, build, chec
 from rounds import preset
 
 from treetop import LLM, SamplingParams
-from treetop.attention.capabilities import CAPABILITIES, Need, refusal
+from treetop.attention.auto import make_backend
+from treetop.attention.capabilities import Need
 from treetop.attention.contract import RoundExtents
-from treetop.attention.registry import make_backend
+from treetop.attention.registry import BACKENDS, refusal
 from treetop.bench.equality import equal_outputs
 from treetop.bench.prompts import read_prompts
 from treetop.engine.rounds import RoundKey
@@ -173,7 +174,7 @@ def everything(names: list[str], max_tokens: int) -> Iterator[dict[str, Any]]:
             continue
         yield from phases(name)
         for dtype in ("bfloat16", "float32"):
-            if getattr(torch, dtype) in CAPABILITIES[name].dtypes:
+            if getattr(torch, dtype) in BACKENDS[name].capabilities.dtypes:
                 yield from rounds(name, dtype, max_tokens)
         if name in ("triton", "fa3"):
             yield windows(name, "bfloat16", max_tokens)

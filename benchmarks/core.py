@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 
 from treetop.core.engine_core import EngineCore
-from treetop.core.thread import CoreClient, CoreThread
+from treetop.core.loop import CoreThread, SyncClient
 from treetop.scheduler.scheduler import Scheduler
 from treetop.types.config import EngineConfig
 from treetop.types.ids import FULL, RequestId
@@ -38,6 +38,9 @@ class InstantEngine:
     def collect(self, plan: StepPlan) -> StepResult:
         tokens = self.tokens[:1] if isinstance(plan, PrefillPlan) else self.tokens
         return StepResult(tuple(RowResult(row, tokens, True) for row in plan.rows))
+
+    def update_weights(self, model: str | None, draft: str | None) -> None:
+        raise NotImplementedError
 
 
 def make_core(rows: int, tokens: int, max_in_flight: int) -> EngineCore[StepPlan]:
@@ -77,7 +80,7 @@ def alone(rows: int, tokens: int, rounds: int, max_in_flight: int) -> list[float
 def through_the_thread(rows: int, tokens: int, rounds: int, max_in_flight: int) -> float:
     """Processor time in microseconds a round, from the first update to the last, with one client that reads ids."""
     thread, num_updates = CoreThread(make_core(rows, tokens, max_in_flight)), 0
-    with CoreClient(thread) as client:
+    with SyncClient(thread) as client:
         client.add(asked(rows, rounds, tokens))
         left, started = rows, time.process_time()
         while left:

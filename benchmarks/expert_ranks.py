@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import cycle
 
-from treetop.core.thread import CoreClient
+from treetop.core.loop import SyncClient
 from treetop.core.wire import ProcessOptions
 from treetop.distributed.remote_thread import RemoteThread
 from treetop.types.config import EngineConfig
@@ -30,7 +30,7 @@ def rounds_ms(thread: RemoteThread, vocab_size: int, count: int, tokens: int) ->
     prompts = [tuple((7 * i + j) % vocab_size for j in range(_PROMPT)) for i in range(count)]
     rounds = dict.fromkeys((thread.next_id() for _ in prompts), 0)
     ended: list[RequestUpdate] = []
-    with CoreClient(thread) as client:
+    with SyncClient(thread) as client:
         client.add([EngineRequest(i, prompt, params, 0) for i, prompt in zip(rounds, prompts, strict=True)])
         while len(ended) < count:
             for update in client.get():

@@ -29,7 +29,7 @@ from treetop.kernels.fused import (
     silu_mul_reference,
 )
 from treetop.kernels.rope import RopeSpec, RopeTable, rope_table, rotate_
-from treetop.kernels.sampling import Sampler, WarpParams, draw_reference
+from treetop.kernels.sampling import RowSamplingParams, SamplingMetadata, draw_reference
 from treetop.kernels.triton_guard import gpu_traits
 
 HIDDEN, INNER, HEADS, KV_HEADS, DIM, VOCAB = 4096, 14336, 32, 8, 128, 128256
@@ -102,7 +102,7 @@ def draws(rows: int, n: int) -> dict[str, tuple[Callable[[], object], Callable[[
     found: dict[str, tuple[Callable[[], object], Callable[[], object], int]] = {}
     for name, top_k, top_p in (("draw", 0, 1.0), ("draw, top-p", 0, 0.9), ("draw, top-k top-p", 50, 0.9)):
         full = [torch.full((rows,), value, device=DEVICE) for value in (0.8, top_k, top_p, 0.0)]
-        sampler = Sampler(WarpParams(*full), torch.arange(rows, device=DEVICE))
+        sampler = SamplingMetadata(RowSamplingParams(*full), torch.arange(rows, device=DEVICE))
         fused = partial(draw_tokens, logits, sampler, at, positions, name != "draw", gpu)
         plain = partial(draw_reference, logits, sampler, at, positions, name != "draw")
         differing = int((fused().token != plain().token).sum())

@@ -28,7 +28,7 @@ WORTH = 0.97
 """A launch replaces the formula's only if it takes less than this share of the formula's time: the rest is noise."""
 LENGTHS = {2048: (1024,), 8192: (2048,), 131072: (4096, 32768)}
 """Context limit, which is what a captured round is cut for -> lengths that rows may have then, the usual one first."""
-MOST_TOKENS = 8 * 32768
+MAX_TOKENS = 8 * 32768
 """Of a batch that a launch is tried on."""
 WARPS = {16: (1, 2, 4), 32: (2, 4), 64: (4,), 128: (8,)}
 """Queries of a block (times grouped heads) -> warps: one for 16 of them, or some more, which share the keys."""
@@ -41,7 +41,7 @@ def classes_to_tune() -> list[list[Shape]]:
     """
     sizes = itertools.product(LENGTHS.items(), (32, 8, 1, 16, 4, 64), (8, 1, 16, 4, 32, 64))
     tree = [
-        [Shape("tree", rows, n, length, n, max_kv_len=limit) for length in lengths if rows * length <= MOST_TOKENS]
+        [Shape("tree", rows, n, length, n, max_kv_len=limit) for length in lengths if rows * length <= MAX_TOKENS]
         for (limit, lengths), rows, n in sizes
     ]
     prefill = [(1, 512, length) for length in (512, 2048, 8192)]
@@ -71,9 +71,9 @@ def around(launch: Launch, shape: Shape) -> Iterator[Launch]:
 def splits_of(shape: Shape, block_m: int, block_n: int, halves: tuple[int, ...]) -> list[int]:
     """One split, and those that fill the multiprocessors so many halves of a time."""
     programs = shape.rows * shape.kv_heads * -(-shape.n * shape.heads // shape.kv_heads // block_m)
-    most = max(1, min(-(-shape.capacity // block_n), 64))
+    maximum = max(1, min(-(-shape.capacity // block_n), 64))
     counts = [gpu_traits(DEVICE).num_sms * half // (2 * programs) for half in halves]
-    return sorted({min(max(count, 1), most) for count in (1, *counts)})
+    return sorted({min(max(count, 1), maximum) for count in (1, *counts)})
 
 
 def call(case: Case, launch: Launch, layer: PagedKV) -> torch.Tensor:

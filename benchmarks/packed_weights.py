@@ -212,13 +212,13 @@ def measure_entry(name: str, shape: Shape, rows: int, case: Case) -> dict[str, o
         return None
     classes = [each for each in ROWS if row_class(each) == rows]
     limits = measure_limits(name, shape, launch, classes)
-    enough = {each: most for each, most in limits.items() if case[1][0].crowd[launch.block_n] <= most}
+    enough = {each: maximum for each, maximum in limits.items() if case[1][0].crowd[launch.block_n] <= maximum}
     if not enough:
         return None
     return {
         "launch": astuple(launch),
         "us": round(us, 1),
-        "most_outliers": {str(r): most for r, most in limits.items()},
+        "most_outliers": {str(r): maximum for r, maximum in limits.items()},
     }
 
 
@@ -255,7 +255,7 @@ def limits_of(ratios: dict[int, list[tuple[int, float]]]) -> dict[int, int]:
         if not good or (limits and min(limits.values()) == 0):
             break
         limits[rows] = min([max(good), *limits.values()])
-    return {rows: most for rows, most in limits.items() if most > 0}
+    return {rows: maximum for rows, maximum in limits.items() if maximum > 0}
 
 
 def measure_table(shapes: dict[str, Shape]) -> None:

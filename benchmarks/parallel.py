@@ -24,7 +24,7 @@ from torch.multiprocessing.spawn import spawn
 
 from treetop.doctor.exchange import times_us
 from treetop.kernels.table import OpContext, Ops
-from treetop.parallel.exchange import Group, Meeting
+from treetop.parallel.exchange import Group, Rendezvous
 
 ROWS, WIDTHS, EPS = (1, 4, 16, 64, 128, 256), (4096, 8192), 1e-5
 
@@ -49,7 +49,7 @@ def measure_exchange(rank: int, size: int, folder: str, cases: list[tuple[int, i
     """One rank's side; the first prints a line of JSON a case."""
     torch.cuda.set_device(rank)
     device = torch.device("cuda")
-    group = Group(Meeting(Path(folder) / "meeting", rank, size), device, peer_memory=True)
+    group = Group(Rendezvous(Path(folder) / "meeting", rank, size), device, peer_memory=True)
     if group.parallel.peers is None:
         raise SystemExit("these GPUs do not exchange by memory; the warning above says why")
     ops = Ops(OpContext(device, torch.bfloat16), parallel=group.parallel)

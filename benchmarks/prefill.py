@@ -25,7 +25,7 @@ from rounds import NAMES, preset
 
 from treetop import LLM, SamplingParams
 from treetop.attention.auto import AutoBackend
-from treetop.attention.capabilities import CAPABILITIES
+from treetop.attention.registry import BACKENDS
 from treetop.bench.prompts import prompt_ids
 from treetop.cli import exit_code
 from treetop.engine.memory import gib
@@ -80,7 +80,7 @@ def time_once(llm: LLM, prompts: list[list[int]]) -> tuple[float, list[int]]:
 
 def start(args: argparse.Namespace, cases: list[Case], chunk: int, backend: str) -> LLM:
     """An engine that prefills as any other and starts soon: rounds are eager; steps overlap where they can."""
-    able = CAPABILITIES.get(backend)  # of auto none, which takes nothing that forbids overlap
+    plans = backend in BACKENDS and BACKENDS[backend].capabilities.needs_host_extents
     chosen: dict[str, Any] = {"attention_backend": backend, "load_format": args.load_format}
     return LLM(
         args.model or preset(args.preset)[0],
@@ -90,7 +90,7 @@ def start(args: argparse.Namespace, cases: list[Case], chunk: int, backend: str)
         max_running_requests=max(case.prompts for case in cases),
         context_length=max(case.tokens for case in cases) + 1,
         graphs="off",
-        overlap=able is None or not able.needs_host_extents,
+        overlap=not plans,
         compress_weights=False,
         disable_radix_cache=True,
         device=args.device,

@@ -32,11 +32,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from handover import prompt
 from rounds import NAMES, preset
 from served import Client, Stream, served, until, workers
-
 from serving import pair
+
+from disaggregation import prompt
 from treetop.cli import OneLineParser, exit_code
 from treetop.disaggregation.options import Mode
 from treetop.types.errors import EngineError, InputError

@@ -38,7 +38,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 from treetop.bench.http_client import Address, Connection
 from treetop.cli import OneLineParser, exit_code
 from treetop.cli.replicas import app
-from treetop.distributed.router import PrefixRouter, Standing
+from treetop.distributed.router import PrefixRouter, ReplicaLoad
 from treetop.types.requests import PrefixPages
 
 PORT = 8231
@@ -118,7 +118,7 @@ async def hellos(url: str, handle: DeploymentHandle, count: int) -> tuple[list[f
 def choices_ms(count: int) -> list[float]:
     """Of our router, for a prompt of so many tokens and eight replicas."""
     router: PrefixRouter[int] = PrefixRouter()
-    alive = {replica: Standing(0, ROWS, PrefixPages(PAGE, 1, 4096)) for replica in range(8)}
+    alive = {replica: ReplicaLoad(0, ROWS, PrefixPages(PAGE, 1, 4096)) for replica in range(8)}
     times = []
     for number in range(200):
         ids = [random.randrange(4, 4000) for _ in range(count)]

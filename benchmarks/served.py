@@ -19,7 +19,15 @@ from treetop.types.config import EngineConfig
 from treetop.types.errors import EngineError
 from treetop.types.options import flag, options_of
 
-COUNTED = ("num_peers", "num_bytes", "num_pieces", "num_whole", "num_local", "transfer_s", "hidden_s")
+COUNTED = (
+    "num_peers",
+    "num_bytes",
+    "num_chunks",
+    "num_requests_done",
+    "num_local_prefills",
+    "time_seconds",
+    "overlapped_time_seconds",
+)
 """Metrics of hand-overs."""
 
 
@@ -74,7 +82,7 @@ class Client:
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def until(true: Callable[[], bool], tasks: Sequence["asyncio.Task[Any]"] = ()) -> None:
+async def until(true: Callable[[], bool], tasks: Sequence["asyncio.Future[Any]"] = ()) -> None:
     """Look now and then. Raises what a task raised."""
     while not true():
         for task in tasks:
@@ -142,7 +150,7 @@ def handed_over(url: str) -> dict[str, float]:
     """What a worker's metrics say of its hand-overs."""
     with urllib.request.urlopen(url + "/metrics") as answer:
         text = answer.read().decode()
-    found = dict(re.findall(r"^treetop:handover_(\w+)\{[^}]*\} (\S+)$", text, re.MULTILINE))
+    found = dict(re.findall(r"^treetop:kv_transfer_(\w+)\{[^}]*\} (\S+)$", text, re.MULTILINE))
     return {name: float(found[name]) for name in COUNTED}
 
 

@@ -80,7 +80,7 @@ class Bench:
 
     @property
     def accept(self) -> int:
-        return self.llm.config.simulate_accept_length or 1
+        return int(self.llm.config.simulate_accept_length or 1)
 
     @property
     def skipped(self) -> int:
@@ -105,12 +105,12 @@ class Bench:
         return found
 
 
-def rounds_since(stream: Stream, begun: int, least: int, accept: int) -> tuple[float, int] | None:
-    """Seconds and rounds between event `begun` and the first by which `least` rounds have come; None before that."""
+def rounds_since(stream: Stream, begun: int, minimum: int, accept: int) -> tuple[float, int] | None:
+    """Seconds and rounds between event `begun` and the first by which `minimum` rounds have come; None before that."""
     began_s, before = stream.events[begun]
-    if (stream.events[-1][1] - before) // accept < least:
+    if (stream.events[-1][1] - before) // accept < minimum:
         return None
-    at_s, tokens = next(each for each in stream.events[begun:] if (each[1] - before) // accept >= least)
+    at_s, tokens = next(each for each in stream.events[begun:] if (each[1] - before) // accept >= minimum)
     return at_s - began_s, (tokens - before) // accept
 
 
@@ -153,6 +153,9 @@ class TimedEngine:
         result: StepResult = self._engine.collect(in_flight)
         self.wait_s += time.perf_counter() - started_s
         return result
+
+    def update_weights(self, model: str | None, draft: str | None) -> None:
+        self._engine.update_weights(model, draft)
 
 
 async def host(bench: Bench) -> AsyncIterator[dict[str, Any]]:

@@ -1,6 +1,8 @@
-"""Mutation run over the pure core: small faults are planted by mutmut, and a fast part of the suite must find each.
+"""Mutation run: small faults are planted by mutmut, and a part of the suite must find each.
 
-    python scripts/mutants.py --count 300 --seed 0 --json mutants.json
+    python scripts/mutants.py --count 40 --seed 0 --json mutants.json
+
+Files are in groups, each with the tests that must find its mutants.
 
 Works on a copy of the tree in a temporary folder. mutmut leaves decorated functions alone, so that the copy's
 properties are first turned into plain methods, which keeps the formulas of the layout in the run.
@@ -19,36 +21,89 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 from treetop.cli import OneLineParser, exit_code
 from treetop.types.errors import ConfigError, InputError
 
 ROOT = Path(__file__).parent.parent
-CORE = (
-    "types/layout.py",
-    "cache/allocator.py",
-    "cache/kv_cache_manager.py",
-    "kernels/accept.py",
-    "kernels/tree.py",
-    "kernels/kv.py",
-    "kernels/sampling.py",
-    "speculative/draft.py",
-    "speculative/verify.py",
-    "scheduler/stops.py",
-    "engine/rounds.py",
-)
-TESTS = (
-    "test_tree.py",
-    "test_sampling.py",
-    "test_cache.py",
-    "test_capacity.py",
-    "test_stops.py",
-    "test_attention.py",
-    "test_visibility.py",
-    "test_guards.py",
-    "test_graphsim.py",
-)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """files: as `src/treetop/` sees them. tests: of those that reach a mutant of these files one must fail."""
+
+    files: tuple[str, ...]
+    tests: tuple[str, ...]
+
+
+GROUPS = {
+    "core": Group(
+        (
+            "types/layout.py",
+            "cache/allocator.py",
+            "cache/kv_cache_manager.py",
+            "kernels/accept.py",
+            "kernels/tree.py",
+            "kernels/kv.py",
+            "kernels/sampling.py",
+            "speculative/draft.py",
+            "speculative/verify.py",
+            "scheduler/stops.py",
+            "engine/rounds.py",
+        ),
+        (
+            "speculative/test_tree.py",
+            "kernels/test_sampling.py",
+            "cache/test_cache.py",
+            "types/test_capacity.py",
+            "scheduler/test_stops.py",
+            "attention/test_attention.py",
+            "speculative/test_visibility.py",
+            "checks/test_guards.py",
+            "engine/test_graphsim.py",
+        ),
+    ),
+    "journal": Group(("distributed/journal.py",), ("distributed/test_journal.py", "distributed/test_resumption.py")),
+    "disaggregation": Group(
+        ("disaggregation/decode.py", "disaggregation/prefill.py", "disaggregation/layout.py"),
+        (
+            "disaggregation/test_handover_desks.py",
+            "disaggregation/test_handover_loop.py",
+            "disaggregation/test_handover_words.py",
+            "disaggregation/test_rank_roles.py",
+        ),
+    ),
+    "scheduler": Group(
+        (
+            "scheduler/scheduler.py",
+            "scheduler/queues.py",
+            "scheduler/rows.py",
+            "scheduler/steps.py",
+            "scheduler/prefill.py",
+            "scheduler/rounds.py",
+            "scheduler/committer.py",
+            "scheduler/constrained.py",
+        ),
+        (
+            "scheduler/test_scheduler.py",
+            "scheduler/test_schedule_policy.py",
+            "scheduler/test_stops.py",
+            "core/test_core.py",
+            "core/test_structured_output.py",
+            "disaggregation/test_handover_loop.py",
+        ),
+    ),
+    "prefix cache": Group(("cache/prefix_cache.py",), ("cache/test_prefix_cache.py", "cache/test_cache.py")),
+    "lockstep": Group(("distributed/lockstep.py",), ("distributed/test_expert_parallel.py",)),
+    "router": Group(("distributed/router.py",), ("distributed/test_prefix_router.py",)),
+    "processors": Group(
+        ("kernels/process.py", "engine/processors.py"),
+        ("engine/test_processors.py", "engine/test_constraints.py", "engine/test_logprobs.py"),
+    ),
+}
+FILES = tuple(file for group in GROUPS.values() for file in group.files)
 COPIED = ("src", "tests", "pyproject.toml", "README.md", "LICENSE")
 MUTMUT = str(Path(sys.executable).with_name("mutmut"))
 VERDICTS = {0: "survived", 1: "killed", 3: "killed", 33: "no test", 36: "timeout", 37: "killed"}
@@ -57,14 +112,14 @@ VERDICTS = {0: "survived", 1: "killed", 3: "killed", 33: "no test", 36: "timeout
 def main() -> int:
     """Run, print a table, and write JSON. Exit code 1 only if the run itself failed, 2 for a bad option."""
     parser = OneLineParser(prog="mutants", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, help="mutants to try, drawn with --seed; all by default")
+    parser.add_argument("--count", type=int, help="mutants to try of each group, drawn with --seed; all by default")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--only",
         action="append",
-        choices=CORE,
+        choices=FILES,
         metavar="FILE",
-        help="a file of the core, as src/treetop/ sees it; repeats",
+        help="a file of a group, as src/treetop/ sees it; repeats",
     )
     parser.add_argument("--limit-s", type=float, default=3600, help="stop after this long and report what was tried")
     parser.add_argument("--json", metavar="FILE", help="write every verdict and the survivors' diffs")
@@ -87,27 +142,53 @@ def checked_run(args: argparse.Namespace) -> int:
 
 
 def run(folder: Path, args: argparse.Namespace) -> int:
-    """Copy, make the mutants, try the chosen ones, report."""
+    """Try the groups one after the other, report."""
+    started_s = time.monotonic()
+    verdicts_of: dict[str, str] = {}
+    shown: dict[str, str] = {}
+    total = 0
+    for name, group in GROUPS.items():
+        files = [file for file in group.files if args.only is None or file in args.only]
+        left_s = args.limit_s - (time.monotonic() - started_s)
+        if not files or left_s < 0:
+            continue
+        place = folder / name
+        place.mkdir()
+        made, found = try_group(place, files, group.tests, left_s, args)
+        if not made:
+            print(f"mutmut made no mutants of {name}", file=sys.stderr)
+            return 1
+        total += made
+        texts = {mutant: diff(place, mutant) for mutant in sorted(found) if found[mutant] in ("survived", "no test")}
+        shown |= texts
+        verdicts_of |= found | {mutant: harmless(text) or found[mutant] for mutant, text in texts.items()}
+    report(verdicts_of, shown, total, time.monotonic() - started_s, args)
+    return 0
+
+
+def try_group(
+    folder: Path, files: list[str], tests: tuple[str, ...], limit_s: float, args: argparse.Namespace
+) -> tuple[int, dict[str, str]]:
+    """Copy the tree, make the mutants of these files, try the chosen ones. How many were made, and their verdicts."""
     started_s = time.monotonic()
     for each in COPIED:
         copy = shutil.copytree if (ROOT / each).is_dir() else shutil.copy
         copy(ROOT / each, folder / each)
-    files = [f"src/treetop/{each}" for each in args.only or CORE]
-    for file in files:
+    paths = [f"src/treetop/{each}" for each in files]
+    for file in paths:
         path = folder / file
         path.write_text(plain_methods(path.read_text(encoding="utf-8")), encoding="utf-8")
     with (folder / "pyproject.toml").open("a", encoding="utf-8") as config:
-        config.write(settings(files))
-    mutmut(folder, ["no such mutant"], args.limit_s)  # makes them and learns which test reaches which
-    names = sorted(verdicts(folder, files))
-    if not names:
-        print("mutmut made no mutants", file=sys.stderr)
-        return 1
+        config.write(settings(paths, tests))
+    mutmut(folder, ["no such mutant"], limit_s)  # makes them and learns which test reaches which
+    names = sorted(verdicts(folder, paths))
     chosen = names if args.count is None else random.Random(args.seed).sample(names, min(args.count, len(names)))
-    mutmut(folder, sorted(chosen), args.limit_s - (time.monotonic() - started_s))
-    found = {name: code for name, code in verdicts(folder, files).items() if name in set(chosen)}
-    report(folder, found, len(names), time.monotonic() - started_s, args)
-    return 0
+    if chosen:
+        mutmut(folder, sorted(chosen), limit_s - (time.monotonic() - started_s))
+    found = {name: code for name, code in verdicts(folder, paths).items() if name in set(chosen)}
+    return len(names), {
+        name: "not tried" if code is None else VERDICTS.get(code, "killed") for name, code in found.items()
+    }
 
 
 def plain_methods(source: str) -> str:
@@ -123,13 +204,12 @@ def plain_methods(source: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def settings(files: list[str]) -> str:
+def settings(files: list[str], tests: tuple[str, ...]) -> str:
     """mutmut's part of pyproject.toml."""
-    tests = [f"tests/{name}" for name in TESTS]
     return (
         "\n[tool.mutmut]\nsource_paths = ['src']\nalso_copy = ['tests', 'README.md', 'LICENSE']\nmax_children = 1\n"
-        f"only_mutate = {files}\npytest_add_cli_args_test_selection = {tests}\n"
-        "pytest_add_cli_args = ['-p', 'no:cacheprovider']\n"
+        f"only_mutate = {files}\npytest_add_cli_args_test_selection = {[f'tests/{name}' for name in tests]}\n"
+        "pytest_add_cli_args = ['-p', 'no:cacheprovider', '-m', 'not slow']\n"
     )
 
 
@@ -162,12 +242,10 @@ def verdicts(folder: Path, files: list[str]) -> dict[str, int | None]:
     return found
 
 
-def report(folder: Path, found: dict[str, int | None], total: int, elapsed_s: float, args: argparse.Namespace) -> None:
+def report(
+    named: dict[str, str], shown: dict[str, str], total: int, elapsed_s: float, args: argparse.Namespace
+) -> None:
     """A line a file, the survivors' diffs, and JSON."""
-    named = {name: "not tried" if code is None else VERDICTS.get(code, "killed") for name, code in found.items()}
-    shown = {name: diff(folder, name) for name, verdict in sorted(named.items()) if verdict in ("survived", "no test")}
-    for name, text in shown.items():
-        named[name] = harmless(text) or named[name]
     modules = sorted({name.rsplit(".", 1)[0] for name in named})
     columns = ("killed", "timeout", "survived", "text", "device", "no test", "not tried")
     print(f"{'module':32}" + "".join(f"{column:>11}" for column in columns))

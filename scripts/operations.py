@@ -6,8 +6,8 @@ python scripts/operations.py
 import inspect
 from pathlib import Path
 
-from treetop.debug.kernels import place_of
 from treetop.kernels.table import Op, operations
+from treetop_debug.kernels import place_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "operations.md"
 HEAD = """# Operations

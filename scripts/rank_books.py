@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from treetop.core.engine_core import EngineCore
-from treetop.debug.patching import Patch, replaced
 from treetop.disaggregation.connector import KVConnector
 from treetop.disaggregation.decode import DecodeMachine
 from treetop.disaggregation.prefill import PrefillMachine
@@ -27,6 +26,7 @@ from treetop.distributed.lockstep import Lockstep
 from treetop.scheduler.scheduler import Scheduler
 from treetop.types.errors import InvariantError
 from treetop.types.messages import ExportPlan, ImportPlan, PrefillPlan, StepPlan
+from treetop_debug.patching import Patch, replaced
 
 PAGES = 16
 """Pages that a rank accounts for between two steps."""
@@ -40,7 +40,7 @@ class Books:
     def __init__(self, core: EngineCore[Any], folder: Path) -> None:
         self.core, self._folder = core, folder
         self.counts: Counter[str] = Counter()
-        self.role: KVConnector | None = None
+        self.connector: KVConnector | None = None
         self._told_s = 0.0
 
     def noted(self, launch: Callable[[StepPlan], Any]) -> Callable[[StepPlan], Any]:
@@ -54,35 +54,35 @@ class Books:
 
         return run
 
-    def audited(self, role: KVConnector) -> None:
+    def audited(self, connector: KVConnector) -> None:
         """Look between any two steps of the rank from now on."""
-        self.role, poll = role, role.poll
+        self.connector, poll = connector, connector.poll
 
         def run(now: float) -> None:
             poll(now)
             idle = not self.core.busy
             self.core.scheduler.check_integrity(None if idle else PAGES)
-            check_slots(self.core.scheduler, role)
+            check_slots(self.core.scheduler, connector)
             self.counts["audits"] += 1
             self._tell(now, idle)
 
-        role.poll = run  # type: ignore[method-assign]  # of this object alone
+        connector.poll = run  # type: ignore[method-assign]  # of this object alone
 
     def _tell(self, now: float, idle: bool) -> None:
         if now - self._told_s < TOLD_S:
             return
-        self._told_s, role = now, self.role
-        assert role is not None
-        load, handover = self.core.load, role.load
-        assert handover is not None
-        held = load.num_running + load.num_waiting + handover.num_open + handover.num_slots_busy
+        self._told_s, connector = now, self.connector
+        assert connector is not None
+        load, kv_transfer = self.core.load, connector.load
+        assert kv_transfer is not None
+        held = load.num_running + load.num_waiting + kv_transfer.num_requests_in_flight + kv_transfer.num_slots_busy
         said = {
-            "role": handover.role,
+            "mode": kv_transfer.mode,
             "idle": idle and held == 0 and load.kv_usage == 0,
             "counts": self.counts,
             "memory": memory(),
             "retractions": load.num_retractions,
-            "handover": handover._asdict(),
+            "kv_transfer": kv_transfer._asdict(),
         }
         new = self._folder / f".{id(self)}-{os.getpid()}"
         new.write_text(json.dumps(said))
@@ -91,11 +91,11 @@ class Books:
 
 def check_slots(scheduler: Scheduler, connector: KVConnector) -> None:
     """Raise InvariantError unless machine and scheduler, or machine and agent, name the same slots as busy."""
-    handover, machine = scheduler.handover, connector.machine
-    events = {each.slot for each in handover._events if isinstance(each, Imported | Staged)}
+    kv_transfer, machine = scheduler.kv_transfer, connector.machine
+    events = {each.slot for each in kv_transfer._events if isinstance(each, Imported | Staged)}
     if isinstance(machine, PrefillMachine):
         flying = {e.slot for out in scheduler.steps if isinstance(out.plan, ExportPlan) for e in out.plan.exports}
-        want = {each.slot for each in handover._exports} | flying | events
+        want = {each.slot for each in kv_transfer._exports} | flying | events
         _same("staging", [s.state for s in machine.slots], want)
         owners = {slot for export in machine.exports.values() for slot in export.slots}
         offered = {i for i, slot in enumerate(machine.slots) if slot.state == "offered"}
@@ -103,7 +103,7 @@ def check_slots(scheduler: Scheduler, connector: KVConnector) -> None:
             raise InvariantError(f"slots {offered - owners} are offered, and of no export")
     elif isinstance(machine, DecodeMachine):
         flying = {e.slot for out in scheduler.steps if isinstance(out.plan, ImportPlan) for e in out.plan.imports}
-        want = {each.slot for each in handover._imports} | flying | events
+        want = {each.slot for each in kv_transfer._imports} | flying | events
         states: list[str] = [s.state for s in machine.slots]
         _same("importing", states, want)
         moving = {*connector._agent._states}
@@ -140,9 +140,9 @@ def audits(folder: Path) -> Iterator[None]:
 
     def open_connector(real: Callable[..., KVConnector]) -> Callable[..., KVConnector]:
         def make(scheduler: Scheduler, *rest: Any) -> KVConnector:
-            role = real(scheduler, *rest)
-            books[id(scheduler)].audited(role)
-            return role
+            connector = real(scheduler, *rest)
+            books[id(scheduler)].audited(connector)
+            return connector
 
         return make
 

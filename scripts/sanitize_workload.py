@@ -25,8 +25,6 @@ import torch.nn.functional as F
 
 from treetop import LLM, SamplingParams
 from treetop.checks.probes import RECORD
-from treetop.debug.kernels import all_kernels, place_of
-from treetop.debug.patching import wrapped_runner
 from treetop.debug.two_group import write_two_group_pair
 from treetop.engine.model_runner import ModelRunner
 from treetop.kernels import peers
@@ -47,6 +45,8 @@ from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL
 from treetop.types.errors import CheckError
 from treetop.types.ids import FULL
 from treetop.types.phase import Phase
+from treetop_debug.kernels import all_kernels, place_of
+from treetop_debug.patching import wrapped_runner
 
 MARK = "WORKLOAD "
 

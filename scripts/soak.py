@@ -22,7 +22,7 @@ import torch
 from treetop import LLM, SamplingParams
 from treetop.bench.equality import NEAR_TIE, TIES_ALLOWED, equal_outputs
 from treetop.cli import OneLineParser, exit_code
-from treetop.kernels.sampling import WarpParams, draw, philox_uniform, warp
+from treetop.kernels.sampling import RowSamplingParams, draw, philox_uniform, warp
 from treetop.models.folder import resolve_folder
 from treetop.models.loader import compute_device
 from treetop.server.llm import RequestOutput, TextDelta
@@ -32,7 +32,7 @@ from treetop.types.options import options_of as table_of
 
 LOADS = (0, 1, 2, 3, 5, 8, 9, 16)
 """Live requests that a phase of the soak aims at."""
-LEAST_CONTEXT = 16
+MIN_CONTEXT = 16
 """Tokens that the random prompts need room for."""
 SLACK_BYTES = {"allocated": 1 << 20, "reserved": 64 << 20}
 """Growth of GPU memory from half time to the end that is no leak: blocks of other sizes, cached by the allocator."""
@@ -238,7 +238,7 @@ def near_tie(fresh: LLM, params: SamplingParams, want: RequestOutput, have: Requ
     ids = [*want.prompt_token_ids, *want.token_ids[:at]]
     logits = fresh.engine.next_logits(ids).to("cpu", torch.float64)[None]
     row = [params.temperature, params.top_k, params.top_p, params.min_p]
-    probs = warp(logits, WarpParams(*(torch.tensor([value]) for value in row)))
+    probs = warp(logits, RowSamplingParams(*(torch.tensor([value]) for value in row)))
     assert params.seed is not None
     uniform = philox_uniform(torch.tensor([params.seed]), torch.tensor([len(ids)]))
     near = {int(draw(probs, (uniform + shift).clamp(0, 1 - 2.0**-32))) for shift in (-NEAR_TIE, 0.0, NEAR_TIE)}
@@ -292,9 +292,9 @@ def main() -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Soak, compare, print. Raises UserError for options that cannot work."""
-    for name, least in (("rounds", 1), ("sample", 0), ("context_length", LEAST_CONTEXT)):
-        if getattr(args, name) < least:
-            raise InputError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
+    for name, minimum in (("rounds", 1), ("sample", 0), ("context_length", MIN_CONTEXT)):
+        if getattr(args, name) < minimum:
+            raise InputError(f"--{name.replace('_', '-')} must be at least {minimum}, got {getattr(args, name)}")
     options = options_of(args)
     soak = Soak(LLM(**options), args.seed, args.sample)
     summary = soak.run(args.rounds)

@@ -39,18 +39,18 @@ from soak import near_tie, random_params
 from treetop import LLM, SamplingParams
 from treetop.cli import OneLineParser, exit_code
 from treetop.core.wire import ProcessOptions
-from treetop.debug.expert_ranks import expert_ranks_on_threads
-from treetop.debug.patching import instead, replaced
 from treetop.debug.random_checkpoint import random_tensors, write_config, write_tensors
 from treetop.disaggregation.options import SECRET_VARIABLE, DisaggregationOptions, parse_address
 from treetop.distributed.remote_thread import RemoteThread
-from treetop.engine.build import plan_engine
+from treetop.engine.plan import plan_engine
 from treetop.server.llm import RequestOutput
 from treetop.types.config import EngineConfig
 from treetop.types.errors import InputError, InvariantError
 from treetop.types.ids import RequestId
 from treetop.types.options import options_of
 from treetop.types.requests import EngineRequest, RequestUpdate
+from treetop_debug.expert_ranks import expert_ranks_on_threads
+from treetop_debug.patching import instead, replaced
 
 PHASES = ((0,), (0, 1), (1, 0, 0), (1,), (0, 1, 1), (0, 1))
 """Decode ranks, modulo their number, among which a phase spreads its requests."""
@@ -138,9 +138,9 @@ class Live:
 class Group:
     """Ranks with a role. said: the last words of each rank, by its file."""
 
-    def __init__(self, config: EngineConfig, handover: DisaggregationOptions, folder: Path) -> None:
+    def __init__(self, config: EngineConfig, disaggregation: DisaggregationOptions, folder: Path) -> None:
         self.folder = folder
-        self.thread = RemoteThread(ProcessOptions("", config, handover=handover))
+        self.thread = RemoteThread(ProcessOptions("", config, disaggregation=disaggregation))
         self.core, self.size = self.thread.core, config.ep_size
 
     def said(self) -> list[dict[str, Any]]:
@@ -288,8 +288,8 @@ class SoakRoles:
 
     def _sum_up(self, end: list[dict[str, Any]]) -> None:
         done, size = self.summary, self.decode.size
-        decode = [each for each in end if each["role"] == "decode"]
-        prefill = [each for each in end if each["role"] == "prefill"]
+        decode = [each for each in end if each["mode"] == "decode"]
+        prefill = [each for each in end if each["mode"] == "prefill"]
         added: Counter[str] = Counter()
         for each in decode:
             added.update(each["counts"])
@@ -300,9 +300,9 @@ class SoakRoles:
         done.prefills, done.exports = added["p_prefills"] // self.prefill.size, added["p_exports"]
         done.idle_prefills = added["p_idle_prefills"] // max(self.prefill.size - 1, 1)
         done.audits = added["audits"] + added["p_audits"]
-        done.handed_over = sum(each["handover"]["num_whole"] for each in decode)
-        done.local = sum(each["handover"]["num_local"] for each in decode)
-        done.megabytes = round(sum(each["handover"]["num_bytes"] for each in decode) / 1e6, 1)
+        done.handed_over = sum(each["kv_transfer"]["num_requests_done"] for each in decode)
+        done.local = sum(each["kv_transfer"]["num_local_prefills"] for each in decode)
+        done.megabytes = round(sum(each["kv_transfer"]["num_bytes"] for each in decode) / 1e6, 1)
         done.retractions = sum(each["retractions"] for each in end)
         lens = [each for live in self.finished for each in live.accept_lens]
         done.accept_length = round(1 + sum(lens) / max(len(lens), 1), 3)
@@ -331,14 +331,14 @@ def both_groups(config: EngineConfig, peers: list[str], threads: bool) -> Iterat
         if threads:
             stack.enter_context(expert_ranks_on_threads())
         groups = []
-        for number, (role, handover) in enumerate(options.items()):
+        for number, (role, disaggregation) in enumerate(options.items()):
             with audits(folders[role]) if threads else ranks_in_processes(folders[role], number):
-                groups.append(Group(config, handover, folders[role]))
+                groups.append(Group(config, disaggregation, folders[role]))
             stack.callback(groups[-1].thread.close)
         prefill, decode = groups
         decode.idle()
         end = time.monotonic() + SILENCE_S
-        while any(each["handover"]["num_peers"] != len(peers) for each in decode.idle()):
+        while any(each["kv_transfer"]["num_peers"] != len(peers) for each in decode.idle()):
             if time.monotonic() > end:
                 raise InvariantError("the groups have not met")
         yield prefill, decode
@@ -412,9 +412,9 @@ def alone(config: EngineConfig) -> dict[str, Any]:
 
 def run(args: argparse.Namespace) -> int:
     """Soak, compare, print. Raises UserError for options that cannot work."""
-    for name, least in (("rounds", 1), ("sample", 0), ("context_length", 16), ("ranks", 2)):
-        if getattr(args, name) < least:
-            raise InputError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
+    for name, minimum in (("rounds", 1), ("sample", 0), ("context_length", 16), ("ranks", 2)):
+        if getattr(args, name) < minimum:
+            raise InputError(f"--{name.replace('_', '-')} must be at least {minimum}, got {getattr(args, name)}")
     host, port = parse_address(args.listen, "--listen")
     os.environ.setdefault(SECRET_VARIABLE, f"of this soak: {random.SystemRandom().getrandbits(128)}")
     with tempfile.TemporaryDirectory() as folder:

@@ -5,11 +5,12 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import hypothesis
 import pytest
 import torch
 from transformers.utils import logging as transformers_logging
 
-from tiny_models import (
+from support.tiny_models import (
     Pair,
     save_copying_head,
     save_random_head,
@@ -20,24 +21,28 @@ from tiny_models import (
 )
 
 torch.set_num_threads(1)  # the models are too small to share
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
 transformers_logging.disable_progress_bar()
 transformers_logging.set_verbosity_error()
 
 
 LONGEST = (
     "frozen/test_command_line.py",
-    "test_faults.py",
-    "test_draw.py",
-    "test_triton.py",
-    "test_round_ops.py",
-    "test_handover_drills.py",
-    "test_ray.py",
-    "test_engine_restarts.py",
-    "test_data_parallel.py",
-    "test_resumption.py",
-    "test_serve_life.py",
-    "test_tensor_parallel.py",
-    "test_worker_group.py",
+    "debug/test_faults.py",
+    "kernels/test_draw.py",
+    "kernels/test_triton.py",
+    "kernels/test_round_ops.py",
+    "disaggregation/test_handover_drills.py",
+    "server/test_ray.py",
+    "distributed/test_engine_restarts.py",
+    "distributed/test_data_parallel.py",
+    "distributed/test_resumption.py",
+    "server/test_serve_life.py",
+    "distributed/test_tensor_parallel.py",
+    "distributed/test_worker_group.py",
 )
 """Files that run first, so that none of them is what the last process waits for."""
 
@@ -45,6 +50,14 @@ LONGEST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ranks = {Path(__file__).parent / name: rank for rank, name in enumerate(LONGEST)}
     items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory):
+    """What engines keep for later starts is kept beside the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,14 @@ import pytest
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 
 
+def script(monkeypatch, name: str):
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)  # where dataclasses look
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.mark.parametrize(
     ("name", "options", "parts"),
     [
@@ -37,10 +45,7 @@ SCRIPTS = Path(__file__).parent.parent / "scripts"
 )
 def test_an_option_that_cannot_work_is_one_line(monkeypatch, capsys, name, options, parts):
     """Exit code 2, nothing on stdout, and the option in the line."""
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, module)  # where dataclasses look
-    spec.loader.exec_module(module)
+    module = script(monkeypatch, name)
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *options])
     try:
         code = module.main()
@@ -52,3 +57,10 @@ def test_an_option_that_cannot_work_is_one_line(monkeypatch, capsys, name, optio
     assert err.count("\n") == 1
     for part in parts:
         assert part in err
+
+
+def test_the_groups_of_the_mutation_run_name_files_that_exist(monkeypatch):
+    groups = script(monkeypatch, "mutants").GROUPS.values()
+    source, tests = SCRIPTS.parent / "src" / "treetop", SCRIPTS.parent / "tests"
+    assert not [file for group in groups for file in group.files if not (source / file).is_file()]
+    assert not [file for group in groups for file in group.tests if not (tests / file).is_file()]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engines import build
-from treetop.debug.faults import fault
+from support.engines import build
+from treetop_debug.faults import fault
 
 ROUNDS = 300
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from test_expert_roles import addresses
+from support.addresses import addresses
 from treetop import LLM
-from treetop.debug.faults import fault
-from treetop.debug.patching import Patch, replaced
+from treetop_debug.faults import fault
+from treetop_debug.patching import Patch, replaced
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 OPTIONS = {"speculative": "3,2,6", "ranks": 2, "device": "cpu", "dtype": "float64", "graphs": "sim", "check_level": 2}

@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from treetop.types.config import EngineConfig
-from treetop.types.constraint import StructuredOutput, TokenConstraint
+from treetop.types.constraint import Reasoning, StructuredOutput, TokenConstraint
 from treetop.types.errors import (
     CapacityError,
     CheckError,
@@ -35,6 +35,7 @@ __all__ = [
     "TextDelta",
     "EngineConfig",
     "SamplingParams",
+    "Reasoning",
     "StructuredOutput",
     "TokenConstraint",
     "TreetopError",

@@ -13,20 +13,25 @@ import torch
 
 from treetop.drafts.protocol import DrafterSpec
 from treetop.drafts.registry import FoundDraft, find_draft
-from treetop.engine.build import plan_engine, read_draft_spec
 from treetop.engine.memory import MemoryUse
+from treetop.engine.plan import packed_kinds, plan_engine, read_draft_spec
 from treetop.models.checkpoint import StoredFiles, stored_files
 from treetop.models.config import AttentionSpec, LayerSpec, read_config
 from treetop.models.folder import resolve_folder
 from treetop.models.loader import compute_device, compute_dtype, format_bytes, weight_bytes
+from treetop.models.params import stay_packed
 from treetop.models.registry import TargetSpec, target_spec
-from treetop.types.config import EngineConfig
+from treetop.types.config import EngineConfig, Exactness
 from treetop.types.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """Layers that are alike. count: how many. attention, feed_forward: their specs' values, but for what is off."""
+    """Layers that are alike.
+
+    count: how many.
+    attention, feed_forward: their specs' values, but for what is off.
+    """
 
     count: int
     attention: dict[str, Any]
@@ -35,9 +40,11 @@ class LayerKind:
 
 @dataclass(frozen=True, slots=True)
 class TargetReport:
-    """stored: what is on disk. dtype: what it computes in. weight_bytes: in memory, of the target alone. formats: of
-    these bytes, those in each format. own_draft: the algorithm that the folder's own draft layers need; None if it has
-    none.
+    """stored: what is on disk.
+    dtype: what it computes in.
+    weight_bytes: in memory, of the target alone.
+    formats: of these bytes, those in each format.
+    own_draft: the algorithm that the folder's own draft layers need; None if it has none.
     """
 
     folder: str
@@ -74,7 +81,11 @@ class DraftReport:
 
 @dataclass(frozen=True, slots=True)
 class PoolReport:
-    """A KV pool. bytes_per_token: in all its layers. window: None if they see everything."""
+    """A KV pool.
+
+    bytes_per_token: in all its layers.
+    window: None if they see everything.
+    """
 
     group: str
     layers: int
@@ -86,7 +97,11 @@ class PoolReport:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """In bytes. static: weights, tables and buffers. kept: for activations and graphs."""
+    """In bytes.
+
+    static: weights, tables and buffers.
+    kept: for activations and graphs.
+    """
 
     device: str
     total: int
@@ -98,13 +113,17 @@ class MemoryReport:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """target is None for a draft alone, draft without one, memory if something does not fit, which problems say."""
+    """target is None for a draft alone, draft without one, memory if something does not fit, which problems say.
+
+    exactness: that would be in force; None where memory is.
+    """
 
     fits: bool
     problems: tuple[str, ...]
     target: TargetReport | None
     draft: DraftReport | None
     memory: MemoryReport | None
+    exactness: Exactness | None = None
 
 
 def inspect(config: EngineConfig) -> Report:
@@ -113,7 +132,7 @@ def inspect(config: EngineConfig) -> Report:
     What cannot be loaded is a problem of the report, with its reason, and no error.
     """
     problems: list[str] = []
-    spec = report = draft = memory = None
+    spec = report = draft = memory = exactness = None
     try:
         folder = resolve_folder(config.model)
         draft = _draft_alone(folder, config)
@@ -134,10 +153,11 @@ def inspect(config: EngineConfig) -> Report:
         problems.append(f"model {config.model}: a draft head, not a target")
     if not problems and report is not None:
         try:
-            memory = _memory_report(plan_engine(config).use, config)
+            engine_plan = plan_engine(config)
+            memory, exactness = _memory_report(engine_plan.use, config), engine_plan.config.exactness
         except UserError as error:
             problems.append(str(error))
-    return Report(not problems, tuple(problems), report, draft, memory)
+    return Report(not problems, tuple(problems), report, draft, memory, exactness)
 
 
 def _draft_alone(folder: Path, config: EngineConfig) -> DraftReport | None:
@@ -160,13 +180,14 @@ def _draft_report(folder: Path, target: TargetSpec | None, config: EngineConfig)
     spec: DrafterSpec = read_draft_spec(config, target)
     spec.check()
     numbers = sum(param.numbers for param in spec.params) + spec.derived
-    held = weight_bytes(spec.params, _dtype(config)) + spec.derived * _dtype(config).itemsize
-    formats = format_bytes(spec.params, _dtype(config))
+    params = stay_packed(spec.params, packed_kinds(config))
+    held = weight_bytes(params, _dtype(config)) + spec.derived * _dtype(config).itemsize
+    formats = format_bytes(params, _dtype(config))
     return DraftReport(*known, numbers, len(spec.attention), spec.vocab_size, spec.aux_inputs, held, formats)
 
 
 def _target_report(spec: TargetSpec, config: EngineConfig) -> TargetReport:
-    of = spec.config
+    of, params = spec.config, stay_packed(spec.params, packed_kinds(config))
     return TargetReport(
         folder=str(spec.folder),
         architecture=read_config(spec.folder)["architectures"][0],
@@ -178,8 +199,8 @@ def _target_report(spec: TargetSpec, config: EngineConfig) -> TargetReport:
         parameters=sum(param.numbers for param in spec.params),
         stored=stored_files(spec.folder),
         dtype=_name(_dtype(config)),
-        weight_bytes=weight_bytes(spec.params, _dtype(config)),
-        formats=format_bytes(spec.params, _dtype(config)),
+        weight_bytes=weight_bytes(params, _dtype(config)),
+        formats=format_bytes(params, _dtype(config)),
         own_draft=_own_draft(spec.folder),
     )
 
@@ -262,6 +283,8 @@ def as_text(report: Report) -> str:
         lines += _draft_lines(report.draft)
     if report.memory is not None:
         lines += _memory_lines(report.memory)
+    if report.exactness is not None:
+        lines.append(f"exactness {report.exactness}")
     lines += [f"problem: {problem}" for problem in report.problems]
     alone = report.target is None and report.draft is not None
     fits = "a draft head: give it to --speculative-draft-model-path of its target" if alone else "it fits"

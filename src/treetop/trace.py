@@ -18,12 +18,13 @@ from typing import Any, Literal
 import torch
 
 from treetop.engine.model_runner import ModelRunner
-from treetop.engine.rounds import RoundKey, phases_of
+from treetop.engine.rounds import HostStep, RoundKey, phases_of
 from treetop.server.llm import LLM, RequestOutput
 from treetop.server.tokenizer import Tokenizer
 from treetop.types.config import check_writable
 from treetop.types.errors import ConfigError
 from treetop.types.messages import RoundPlan
+from treetop.types.phase import Phase
 from treetop.types.sampling import SamplingParams
 from treetop.types.tree import Accepted, DraftTree
 from treetop.version import __version__
@@ -43,10 +44,13 @@ CALIBRATION_BINS = 10
 class TreeRound:
     """One decode round as plain numbers.
 
-    tokens, parent, depth: [T], as in `DraftTree`. own: the draft's probability of each node after its parent;
-    cumulative: of the whole path to it; 1 at the root, None where the draft gave no number. path: nodes from the root
-    to the last accepted. bonus: what the target wanted after it. emitted: how many of the accepted tokens and the
-    bonus are in the output. ms: milliseconds of draft, verify, extend, and of the host until the next round.
+    tokens, parent, depth: [T], as in `DraftTree`.
+    own: the draft's probability of each node after its parent.
+    cumulative: of the whole path to it; 1 at the root, None where the draft gave no number.
+    path: nodes from the root to the last accepted.
+    bonus: what the target wanted after it.
+    emitted: how many of the accepted tokens and the bonus are in the output.
+    ms: milliseconds of draft, verify, extend, and of the host until the next round.
     """
 
     tokens: list[int]
@@ -81,8 +85,10 @@ class Trace:
 class Statistics:
     """Sums over rounds, [tested, accepted] each; a node is tested if its parent is on the accepted path.
 
-    by_depth: depth 1 .. S, of the rounds whose path reached the depth before. by_rank: siblings, the draft's favourite
-    first. by_confidence: tenths of the draft's own probability. accept_lens: rounds that accepted 0 .. S drafts.
+    by_depth: depth 1 .. S, of the rounds whose path reached the depth before.
+    by_rank: siblings, the draft's favourite first.
+    by_confidence: tenths of the draft's own probability.
+    accept_lens: rounds that accepted 0 .. S drafts.
     """
 
     by_depth: Tally
@@ -100,10 +106,13 @@ class TimedLauncher:
         self.marks: list[tuple[float, ...]] = []
         """A round: when DRAFT began, DRAFT ended, VERIFY ended, EXTEND ended, in seconds."""
 
-    def launch(self, key: RoundKey, max_kv_len: int) -> None:
+    def launch(self, key: RoundKey, max_kv_len: int, host_step: HostStep | None = None) -> None:
+        """A host step counts as part of DRAFT."""
         marks = [time.perf_counter()]
-        for phase in phases_of(self._runner).values():
-            phase(self._runner, key, max_kv_len)
+        for phase, run in phases_of(self._runner, key).items():
+            run(self._runner, key, max_kv_len)
+            if phase is Phase.DRAFT and host_step is not None:
+                host_step()
             if self._runner.buffers.rows.is_cuda:
                 torch.cuda.synchronize()
             marks.append(time.perf_counter())
@@ -124,6 +133,8 @@ def collect(model: str | None, engine_options: dict[str, Any], prompt: str, para
         raise ConfigError("trace times each phase by itself, which --graphs sim makes meaningless; leave it out")
     if engine_options.get("overlap"):
         raise ConfigError("trace times each round by itself, which --overlap makes meaningless; leave it out")
+    if engine_options.get("speculative_policy") == "auto":
+        raise ConfigError("trace shows trees of one shape; leave --speculative-policy auto out")
     llm = LLM(model, **{**engine_options, "overlap": False})
     if llm.engine.runner.drafter is None:
         raise ConfigError("trace shows a draft head's trees; give --speculative-draft-model-path, not NONE")

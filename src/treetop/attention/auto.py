@@ -8,7 +8,7 @@ run on Triton.
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import resources
 from math import log2
@@ -16,8 +16,10 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from treetop.attention.capabilities import CAPABILITIES, Capabilities, GroupNeed, Need, refusal
+from treetop.attention.capabilities import Capabilities, GroupNeed, Need
 from treetop.attention.contract import AttentionBackend, HostPlanned, RoundExtents, TailKV
+from treetop.attention.exact_backend import ExactBackend
+from treetop.attention.registry import BACKENDS, refusal, require
 from treetop.kernels.attention_config import CallShape
 from treetop.kernels.kv import PagedKV
 from treetop.kernels.metadata import AttentionMetadata
@@ -33,12 +35,12 @@ WORTH = {"tail": 0.9, "causal": 0.97}
 go by the most keys that rows may ever have, and Triton wins the shorter rows; a prefill's go by the keys that there
 are, so there only noise is left out."""
 
-Make = Callable[[str, Need], AttentionBackend[Any, Any]]
-
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """us: a call, in a replayed graph. plan_us: host time before a round, 0 for a backend that plans nothing."""
+    """us: a call, in a replayed graph.
+    plan_us: host time before a round, 0 for a backend that plans nothing.
+    """
 
     us: float
     plan_us: float = 0.0
@@ -50,7 +52,10 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceTable:
-    """num_sms: of the GPU that was measured. date: of the run. classes: shape class -> backend -> timing."""
+    """num_sms: of the GPU that was measured.
+    date: of the run.
+    classes: shape class -> backend -> timing.
+    """
 
     num_sms: int
     date: str
@@ -137,22 +142,24 @@ class AutoPrefix:
 class AutoBackend:
     """Composes the backends that the table names for this engine's heads and this machine can run.
 
-    The choice depends on shapes and the bound alone, so a captured round keeps it. parts: the backends, by name.
+    The choice depends on shapes and the bound alone, so a captured round keeps it.
+
+    parts: the backends, by name.
     reasons: why each class of calls so far runs where it does.
     """
 
     name = "auto"
 
-    def __init__(self, table: ChoiceTable, need: Need, make: Make) -> None:
+    def __init__(self, table: ChoiceTable, need: Need) -> None:
         self._need, self._groups = need, {group.name: group for group in need.groups}
         here = gpu_traits(need.device).num_sms == table.num_sms
         self._table = table if here else ChoiceTable(0, "", {})
         measured = {name for timings in self._table.classes.values() for name in timings}
-        usable = frozenset(name for name in measured if name in CAPABILITIES and refusal(name, need) is None)
+        usable = frozenset(name for name in measured if name in BACKENDS and refusal(name, need) is None)
         full = [group for group in need.groups if group.window is None]
         names = {FALLBACK, *(self._table.choose(one, usable)[0] for group in full for one in self._classes_of(group))}
-        self.parts = {name: make(name, need) for name in sorted(names)}
-        self.capabilities: Capabilities = _joint([CAPABILITIES[name] for name in names])
+        self.parts = {name: BACKENDS[name].make(need) for name in sorted(names)}
+        self.capabilities: Capabilities = _joint([BACKENDS[name].capabilities for name in names])
         self.reasons: dict[str, str] = {}
         self._chosen: dict[str, str] = {}
 
@@ -179,7 +186,7 @@ class AutoBackend:
 
     def plan_round(self, round: RoundExtents) -> None:
         for name, backend in self.parts.items():
-            if CAPABILITIES[name].needs_host_extents:
+            if BACKENDS[name].capabilities.needs_host_extents:
                 cast(HostPlanned, backend).plan_round(round)
 
     def begin(self, metadata: AttentionMetadata) -> AutoPrefix:
@@ -200,12 +207,25 @@ class AutoBackend:
 
 def _joint(parts: list[Capabilities]) -> Capabilities:
     """The fallback's limits; a round is captured if all parts can be, and waits for lengths if one needs them."""
-    base = CAPABILITIES[FALLBACK]
+    base = BACKENDS[FALLBACK].capabilities
     return Capabilities(
         base.dtypes,
         base.head_dims,
-        planes=base.planes,
+        latents=base.latents,
         captures=all(part.captures for part in parts),
         captures_first_call=all(part.captures_first_call for part in parts),
         needs_host_extents=any(part.needs_host_extents for part in parts),
     )
+
+
+def make_backend(name: str, need: Need) -> AttentionBackend[Any, Any]:
+    """The backend called `name`, or for `auto` the one that the measured table composes; on a CPU that is PyTorch's.
+
+    Raises ConfigError with the reason and the option to change.
+    """
+    if name == "auto" and refusal(FALLBACK, need) is None:
+        auto = AutoBackend(load_table(), need)
+        return auto if len(auto.parts) > 1 else auto.parts[FALLBACK]
+    name = "torch" if name == "auto" else name
+    require(name, need)
+    return ExactBackend(need.dtype, need.device) if need.exact else BACKENDS[name].make(need)

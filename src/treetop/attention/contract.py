@@ -6,17 +6,20 @@
     prefix_tail(q, kv, plan, tail)  over the committed prefix and the tail
     causal(q, kv, plan)          prefill: K/V are in the pages already
 
-Shapes: q and out [rows, n, heads, head_dim]. sinks: [heads] float32 or None, a logit a head that takes part in the
+Shapes: q [rows, n, heads, head_dim], out [rows, n, heads, value_dim], which is head_dim but where one plane is key and
+value (`types.kv.KVFormat`). sinks: [heads] float32 or None, a logit a head that takes part in the
 normalisation and has no value.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
-from treetop.attention.capabilities import Capabilities
+from treetop.attention.capabilities import Capabilities, Need
+from treetop.kernels.indexer import IndexQuery
 from treetop.kernels.kv import PagedKV
 from treetop.kernels.metadata import AttentionMetadata
 from treetop.types.phase import Phase
@@ -27,17 +30,29 @@ Q = TypeVar("Q")
 
 @dataclass(frozen=True, slots=True)
 class TailKV:
-    """K/V of the tail of one layer. data: [rows, t, planes, kv_heads, head_dim]."""
+    """K/V of the tail of one layer. data: [rows, t, planes, kv_heads, head_dim]. The rest as in `PagedKV`."""
 
     data: Tensor
+    value_dim: int | None = None
+    index_dim: int = 0
+
+    @property
+    def planes(self) -> Tensor:
+        """Without what is an indexer's."""
+        return self.data[..., : self.data.shape[-1] - self.index_dim]
 
     @property
     def k(self) -> Tensor:
-        return self.data[:, :, 0]
+        return self.planes[:, :, 0]
 
     @property
     def v(self) -> Tensor:
-        return self.data[:, :, -1]
+        return self.data[:, :, -1, :, : self.value_dim]
+
+    @property
+    def index_keys(self) -> Tensor:
+        """Of the indexer, [rows, t, index_dim]."""
+        return self.data[:, :, 0, 0, self.data.shape[-1] - self.index_dim :]
 
 
 class AttentionBackend(Protocol[P, Q]):
@@ -59,11 +74,32 @@ class AttentionBackend(Protocol[P, Q]):
     def causal(self, q: Tensor, kv: PagedKV, plan: Q, scale: float, sinks: Tensor | None = None) -> Tensor: ...
 
 
+class SparseBackend(Protocol[Q]):
+    """What a backend has besides whose capabilities say `sparse`: attention to the keys that an indexer chooses.
+
+    A choice is of positions and columns of the tail, so that layers of other groups may share it.
+    """
+
+    def choose(self, query: IndexQuery, kv: PagedKV, plan: Q, tail: TailKV | None) -> Any:
+        """The keys that each query sees, of those that the plan shows it. The layer's index keys are written."""
+        ...
+
+    def hidden(self, plan: Q, chosen: Any) -> Tensor:
+        """A key that was chosen though the plan does not show it, of each row, [rows] int64; -1 where there is none.
+        Nothing waits for the device."""
+        ...
+
+    def narrowed(self, plan: Q, chosen: Any) -> Q:
+        """The plan, with what was chosen in place of all that it shows."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class RoundExtents:
     """A round about to run, for a backend whose capabilities say `needs_host_extents`.
 
-    rows: [bucket] int64, the row list. committed: [num_rows] int64, of all rows: exact, so nothing may be in flight.
+    rows: [bucket] int64, the row list.
+    committed: [num_rows] int64, of all rows: exact, so nothing may be in flight.
     queries: how many queries a row has in each phase of the round.
     """
 
@@ -76,3 +112,17 @@ class HostPlanned(Protocol):
     """What such a backend has besides."""
 
     def plan_round(self, round: RoundExtents) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class BackendSpec:
+    """All that is known of a backend: the value `BACKEND` of its file.
+
+    make: a backend for an engine that it can serve.
+    probes: in their order, each says in one sentence why the backend cannot run on a device, or None; `why_not` of
+        `kernels.triton_guard` is the first of all that need a GPU.
+    """
+
+    capabilities: Capabilities
+    make: Callable[[Need], AttentionBackend[Any, Any]]
+    probes: tuple[Callable[[torch.device], str | None], ...] = ()

@@ -1,12 +1,12 @@
 """Pages by FlashAttention: the batch's table and lengths once a phase, strided views of K and V, no copy."""
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from treetop.attention.contract import RoundExtents
-from treetop.attention.libraries import FlashAttention, PagedCall
 from treetop.attention.library_backend import AttendPages
 from treetop.kernels.kv import PagedKV
 from treetop.kernels.metadata import AttentionMetadata
@@ -15,8 +15,48 @@ from treetop.kernels.tail import PrefixPart
 
 
 @dataclass(frozen=True, slots=True)
+class PagedCall:
+    """One batch of queries over pages.
+
+    q: [rows, n, heads, d].
+    k, v: [pages, page_size, kv_heads, d], strided.
+    table: [rows, columns] int32.
+    lengths: [rows] int32, keys a row.
+    query_len: [rows] int32, queries a row that are not padding, which stand last in its keys and see up to themselves;
+        None: all are real and see every key.
+    max_kv_len: no length is larger.
+    schedule: how the work is shared out, from `schedule` of the library, for all layers of a phase; None: each call
+        finds out for itself.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    table: Tensor
+    lengths: Tensor
+    query_len: Tensor | None
+    max_kv_len: int
+    scale: float
+    schedule: Tensor | None = None
+
+
+class FlashAttention(Protocol):
+    """A FlashAttention over pages."""
+
+    def schedule(self, call: PagedCall) -> Tensor | None:
+        """What calls of this shape and these lengths may share; None if the library has no such thing."""
+
+    def __call__(self, call: PagedCall) -> tuple[Tensor, Tensor]:
+        """Returns out [rows, n, heads, d] and lse [rows, heads, n] float32, natural; anything where padding is."""
+
+
+@dataclass(frozen=True, slots=True)
 class FlashTable:
-    """A prefix as FlashAttention reads it. table: [rows, columns] int32. lengths: [rows] int32."""
+    """A prefix as FlashAttention reads it.
+
+    table: [rows, columns] int32.
+    lengths: [rows] int32.
+    """
 
     metadata: AttentionMetadata
     table: Tensor

@@ -1,17 +1,20 @@
 """How the layers of one phase attend: they hand over queries and K/V and get the output, and never learn the phase."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from treetop.attention.contract import AttentionBackend, TailKV
+from treetop.attention.contract import AttentionBackend, SparseBackend, TailKV
 from treetop.attention.tail import attend, with_sinks
+from treetop.checks.probes import Probes
+from treetop.kernels.indexer import IndexQuery, choose_keys
 from treetop.kernels.kv import PagedKV
 from treetop.types.ids import GroupName
 from treetop.types.kv import KVFormat
+from treetop.types.phase import Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +34,49 @@ slot 0 is dropped. `Ops.rotate_and_write` is one, of grouped-query attention.
 """
 
 
+Index = IndexQuery | int
+"""What chooses the keys that a layer's sparse attention sees, or the layer whose choice it shares."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenKeys:
+    """The keys that an indexer has chosen in a forward, by the layer that it is of.
+
+    probes: whether a layer is to see a key that its plan does not show it.
+    phase: of the forward.
+    rows: [rows] int64, of the batch.
+    """
+
+    backend: AttentionBackend[Any, Any]
+    probes: Probes
+    phase: Phase
+    rows: Tensor
+    chosen: dict[int, Any] = field(default_factory=dict)
+
+    def narrowed(self, layer: int, index: Index | None, kv: PagedKV, plan: Any, tail: TailKV | None) -> Any:
+        """The plan of a layer, which shows what was chosen alone; as it is without an indexer."""
+        if index is None:
+            return plan
+        backend = cast(SparseBackend[Any], self.backend)
+        if isinstance(index, IndexQuery):
+            self.chosen[layer] = backend.choose(index, kv, plan, tail)
+            index = layer
+        chosen = self.chosen[index]
+        if self.probes.enabled:
+            self.probes.index(backend.hidden(plan, chosen), -1, 0, "chosen_key", self.phase, self.rows)
+        return backend.narrowed(plan, chosen)
+
+
 class Attend(Protocol):
     """Have K/V written where they belong, and attend.
 
-    layer: index among the model's. scale: of scores. sinks: [heads] float32, if the layer has any. Returns [rows, n,
-    heads, d].
+    layer: index among the model's. scale: of scores. sinks: [heads] float32, if the layer has any. index: what chooses
+    the keys of sparse attention, or the layer before whose choice counts. Returns [rows, n, heads, value_dim].
     """
 
-    def __call__(self, layer: int, write: WriteKV, scale: float, sinks: Tensor | None = None) -> Tensor: ...
+    def __call__(
+        self, layer: int, write: WriteKV, scale: float, sinks: Tensor | None = None, index: Index | None = None
+    ) -> Tensor: ...
 
     def live(self) -> Tensor | None:
         """Which tokens of the batch are somebody's: [rows, n] bool; None if all are. What is padding needs no work.
@@ -62,11 +100,13 @@ class TailColumns:
 class TailAttention:
     """A decode phase: queries see the prefix and columns of the tail.
 
-    tails: group -> [layers, max rows, capacity, *format]. plans: group -> the backend's plan, made for as many columns.
+    keys: of this forward's layers, and the backend.
+    tails: group -> [layers, max rows, capacity, *format].
+    plans: group -> the backend's plan, made for as many columns.
     rows: [rows] int64, of the batch.
     """
 
-    backend: AttentionBackend[Any, Any]
+    keys: ChosenKeys
     layers: Sequence[LayerKV]
     tails: Mapping[GroupName, Tensor]
     plans: Mapping[GroupName, Any]
@@ -77,21 +117,27 @@ class TailAttention:
     def live(self) -> Tensor:
         return (self.rows != self.dummy_row)[:, None].expand(-1, self.columns.count)
 
-    def __call__(self, layer: int, write: WriteKV, scale: float, sinks: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, layer: int, write: WriteKV, scale: float, sinks: Tensor | None = None, index: Index | None = None
+    ) -> Tensor:
         place, at = self.layers[layer], self.columns
         tail = self.tails[place.group][place.index, : at.rows, : at.width]
         q = write(tail[:, at.start : at.start + at.count], None)
-        return self.backend.prefix_tail(q, place.kv, self.plans[place.group], TailKV(tail), scale, sinks)
+        seen = TailKV(tail, place.kv.value_dim, place.kv.index_dim)
+        plan = self.keys.narrowed(layer, index, place.kv, self.plans[place.group], seen)
+        return self.keys.backend.prefix_tail(q, place.kv, plan, seen, scale, sinks)
 
 
 @dataclass(frozen=True, slots=True)
 class CausalAttention:
     """A prefill phase: new K/V go to the pages first, then queries see all positions up to their own.
 
-    slots: group -> [rows, n] int64, the null slot for padding. valid: [rows, n] bool, what is not padding; see `live`.
+    keys: of this forward's layers, and the backend.
+    slots: group -> [rows, n] int64, the null slot for padding.
+    valid: [rows, n] bool, what is not padding; see `live`.
     """
 
-    backend: AttentionBackend[Any, Any]
+    keys: ChosenKeys
     layers: Sequence[LayerKV]
     slots: Mapping[GroupName, Tensor]
     plans: Mapping[GroupName, Any]
@@ -100,32 +146,46 @@ class CausalAttention:
     def live(self) -> Tensor:
         return self.valid
 
-    def __call__(self, layer: int, write: WriteKV, scale: float, sinks: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, layer: int, write: WriteKV, scale: float, sinks: Tensor | None = None, index: Index | None = None
+    ) -> Tensor:
         place = self.layers[layer]
         q = write(place.kv.data, self.slots[place.group])
-        return self.backend.causal(q, place.kv, self.plans[place.group], scale, sinks)
+        plan = self.keys.narrowed(layer, index, place.kv, self.plans[place.group], None)
+        return self.keys.backend.causal(q, place.kv, plan, scale, sinks)
 
 
 @dataclass(frozen=True, slots=True)
 class DenseAttention:
     """Attention of one sequence of `length` over itself, without pages: what everything else must agree with.
 
-    layers: the format and the window of each.
+    layers: the format and the window of each, and whose K/V it reads.
     """
 
     length: int
     dtype: torch.dtype
     device: torch.device
-    layers: Sequence[tuple[KVFormat, int | None]]
+    layers: Sequence[tuple[KVFormat, int | None, int]]
+    _written: dict[int, Tensor] = field(default_factory=dict)
+    _chosen: dict[int, Tensor] = field(default_factory=dict)
 
     def live(self) -> None:
         return None
 
-    def __call__(self, layer: int, write: WriteKV, scale: float, sinks: Tensor | None = None) -> Tensor:
-        n, (form, window) = self.length, self.layers[layer]
-        kv = torch.empty((1, n, *form.shape), dtype=self.dtype, device=self.device)
-        q, index = write(kv, None), torch.arange(n, device=self.device)
-        distance = index[:, None] - index
-        visible = (distance >= 0) & (distance < (n if window is None else window))
-        out, lse = attend(q, kv[:, :, 0], kv[:, :, -1], visible.expand(1, n, n), scale)
+    def __call__(
+        self, layer: int, write: WriteKV, scale: float, sinks: Tensor | None = None, index: Index | None = None
+    ) -> Tensor:
+        n, (form, window, source) = self.length, self.layers[layer]
+        if source == layer:
+            self._written[layer] = torch.empty((1, n, *form.shape), dtype=self.dtype, device=self.device)
+        kv = self._written[source]
+        q, position = write(kv, None), torch.arange(n, device=self.device)
+        distance = position[:, None] - position
+        visible = ((distance >= 0) & (distance < (n if window is None else window))).expand(1, n, n)
+        seen = TailKV(kv, form.value_dim, form.index_dim)
+        if isinstance(index, IndexQuery):
+            visible = self._chosen[layer] = choose_keys(index, seen.index_keys, visible)
+        elif index is not None:
+            visible = self._chosen[index]
+        out, lse = attend(q, seen.k, seen.v, visible, scale)
         return out if sinks is None else with_sinks(out, lse, sinks)

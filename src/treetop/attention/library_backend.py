@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from treetop.attention.capabilities import CAPABILITIES, Capabilities
+from treetop.attention.capabilities import Capabilities
 from treetop.attention.contract import AttentionBackend, RoundExtents, TailKV
 from treetop.attention.tail import with_sinks
 from treetop.kernels.kv import PagedKV
@@ -66,11 +66,17 @@ class WindowPlan:
 class LibraryBackend:
     """See the module. windows: the backend of layers with a window."""
 
-    def __init__(self, name: str, library: PagesLibrary, windows: AttentionBackend[Any, Any], ops: Ops) -> None:
-        self.name = name
-        self.capabilities: Capabilities = CAPABILITIES[name]
-        assert not self.capabilities.own_windows  # shared here, as are sinks
-        assert not self.capabilities.own_sinks
+    def __init__(
+        self,
+        name: str,
+        capabilities: Capabilities,
+        library: PagesLibrary,
+        windows: AttentionBackend[Any, Any],
+        ops: Ops,
+    ) -> None:
+        assert not capabilities.own_windows  # shared here, as are sinks
+        assert not capabilities.own_sinks
+        self.name, self.capabilities = name, capabilities
         self._library, self._windows, self._ops = library, windows, ops
 
     def plan_round(self, round: RoundExtents) -> None:
@@ -117,3 +123,8 @@ class LibraryBackend:
         part = plan.attend(q, kv, scale)
         out = part.out if sinks is None else with_sinks(part.out, part.lse * part.unit, sinks)
         return out.masked_fill(plan.padding[:, :, None, None], 0)
+
+
+def first_line(error: BaseException) -> str:
+    """What a library's error says, for the sentence of a refusal."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

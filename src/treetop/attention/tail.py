@@ -7,8 +7,9 @@ from torch import Tensor
 def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Attention with a mask, in plain tensor operations, with its log-sum-exp.
 
-    q: [rows, n, heads, d]. k, v: [rows, m, kv_heads, d]. visible: [rows, n, m] bool. Returns out like q and lse
-    [rows, n, heads] float32; a query that sees nothing gets out 0 and lse -inf.
+    q: [rows, n, heads, d]. k: [rows, m, kv_heads, d]. v: [rows, m, kv_heads, value_dim]. visible: [rows, n, m] bool.
+    Returns out [rows, n, heads, value_dim] and lse [rows, n, heads] float32; a query that sees nothing gets out 0 and
+    lse -inf.
     """
     rows, n, heads, dim = q.shape
     kv_heads = k.shape[2]
@@ -19,7 +20,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tu
     seen = lse > float("-inf")
     weights = torch.exp(scores - torch.where(seen, lse, 0)[..., None])
     out = torch.einsum("bnhgm,bmhd->bnhgd", weights, v)
-    return out.reshape(rows, n, heads, dim), lse.reshape(rows, n, heads).to(torch.float32)
+    return out.reshape(rows, n, heads, v.shape[-1]), lse.reshape(rows, n, heads).to(torch.float32)
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

@@ -6,17 +6,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from treetop.attention.capabilities import CAPABILITIES
-from treetop.attention.contract import TailKV
+from treetop.attention.capabilities import HALF, Capabilities, Need
+from treetop.attention.contract import BackendSpec, TailKV
 from treetop.attention.tail import attend, with_sinks
 from treetop.kernels.attention import tail_visible
+from treetop.kernels.indexer import IndexQuery, choose_keys
 from treetop.kernels.kv import PagedKV, Ruler, make_ruler, slots_at
 from treetop.kernels.metadata import AttentionMetadata
+
+# Pages are gathered as far as the bound says: a captured round would gather the whole context.
+CAPABILITIES = Capabilities((torch.float64, torch.float32, *HALF), latents=None, sparse=True, captures=False)
 
 
 @dataclass(frozen=True, slots=True)
 class TorchPrefix:
-    """Slots and visibility of positions 0 .. width-1. slots: [rows, width] int64; visible: [rows, width] bool."""
+    """Slots and visibility of positions 0 .. width-1.
+
+    slots: [rows, width] int64.
+    visible: [rows, width] bool.
+    """
 
     slots: Tensor
     visible: Tensor
@@ -24,7 +32,9 @@ class TorchPrefix:
 
 @dataclass(frozen=True, slots=True)
 class TorchPlan:
-    """visible: [rows, n, width (+ t)] bool, the prefix then the tail. bias: 0 where visible, -inf elsewhere."""
+    """visible: [rows, n, width (+ t)] bool, the prefix then the tail.
+    bias: 0 where visible, -inf elsewhere.
+    """
 
     prefix: TorchPrefix
     visible: Tensor
@@ -35,7 +45,7 @@ class TorchBackend:
     """Fused prefix + tail: one gather, one concatenation, one call for both parts."""
 
     name = "torch"
-    capabilities = CAPABILITIES["torch"]
+    capabilities = CAPABILITIES
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype, self._device = dtype, device
@@ -63,16 +73,38 @@ class TorchBackend:
             visible = (visible & causal) | empty
         else:
             visible = torch.cat([visible, tail_visible(metadata)], dim=2)
+        return self._showing(begun, visible)
+
+    def _showing(self, begun: TorchPrefix, visible: Tensor) -> TorchPlan:
         bias = torch.zeros(visible.shape, dtype=self._dtype, device=self._device)
         return TorchPlan(begun, visible, bias.masked_fill_(~visible, float("-inf")))
+
+    def choose(self, query: IndexQuery, kv: PagedKV, plan: TorchPlan, tail: TailKV | None) -> Tensor:
+        """[rows, n, width (+ t)] bool: what is visible, if that cannot be more than is chosen."""
+        if plan.visible.shape[2] <= query.top_k:
+            return plan.visible
+        slots = plan.prefix.slots
+        keys = kv.index_keys.index_select(0, slots.reshape(-1)).unflatten(0, slots.shape)
+        if tail is not None:
+            keys = torch.cat([keys, tail.index_keys], dim=1)
+        return choose_keys(query, keys, plan.visible)
+
+    def hidden(self, plan: TorchPlan, chosen: Tensor) -> Tensor:
+        wrong = (chosen & ~plan.visible).any(dim=1)
+        found: Tensor = torch.where(wrong.any(dim=1), wrong.to(torch.int8).argmax(dim=1), -1)
+        return found
+
+    def narrowed(self, plan: TorchPlan, chosen: Tensor) -> TorchPlan:
+        return plan if chosen is plan.visible else self._showing(plan.prefix, chosen)
 
     def prefix_tail(
         self, q: Tensor, kv: PagedKV, plan: TorchPlan, tail: TailKV, scale: float, sinks: Tensor | None = None
     ) -> Tensor:
-        return _attention(q, torch.cat([_gather(kv, plan.prefix), tail.data], dim=1), plan, scale, sinks)
+        whole = TailKV(torch.cat([_gather(kv, plan.prefix), tail.planes], dim=1), kv.value_dim)
+        return _attention(q, whole, plan, scale, sinks)
 
     def causal(self, q: Tensor, kv: PagedKV, plan: TorchPlan, scale: float, sinks: Tensor | None = None) -> Tensor:
-        return _attention(q, _gather(kv, plan.prefix), plan, scale, sinks)
+        return _attention(q, TailKV(_gather(kv, plan.prefix), kv.value_dim), plan, scale, sinks)
 
 
 def _prefix_visible(prefix: TorchPrefix, positions: Tensor, window: int | None) -> Tensor:
@@ -86,15 +118,27 @@ def _prefix_visible(prefix: TorchPrefix, positions: Tensor, window: int | None) 
 
 def _gather(kv: PagedKV, prefix: TorchPrefix) -> Tensor:
     """K/V of the prefix: [rows, width, planes, kv_heads, d]; masked lanes read the null slot, which is finite."""
-    return kv.data.index_select(0, prefix.slots.reshape(-1)).view(*prefix.slots.shape, *kv.data.shape[1:])
+    return kv.planes.index_select(0, prefix.slots.reshape(-1)).view(*prefix.slots.shape, *kv.planes.shape[1:])
 
 
-def _attention(q: Tensor, kv: Tensor, plan: TorchPlan, scale: float, sinks: Tensor | None) -> Tensor:
-    """q: [rows, n, heads, d]; kv: [rows, m, planes, kv_heads, d]. PyTorch's attention gives no lse, as sinks need."""
+def _attention(q: Tensor, kv: TailKV, plan: TorchPlan, scale: float, sinks: Tensor | None) -> Tensor:
+    """q: [rows, n, heads, d]; kv: of all that is seen.
+
+    PyTorch's attention gives no lse, as sinks need, and would copy a plane that is key and value for every head.
+    """
     if sinks is not None:
-        return with_sinks(*attend(q, kv[:, :, 0], kv[:, :, -1], plan.visible, scale), sinks)
-    k, v = kv[:, :, 0].transpose(1, 2), kv[:, :, -1].transpose(1, 2)
+        return with_sinks(*attend(q, kv.k, kv.v, plan.visible, scale), sinks)
+    if kv.data.shape[2] == 1:
+        return attend(q, kv.k, kv.v, plan.visible, scale)[0]
+    k, v = kv.k.transpose(1, 2), kv.v.transpose(1, 2)
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2), k, v, attn_mask=plan.bias[:, None], scale=scale, enable_gqa=q.shape[2] != k.shape[1]
     )
     return out.transpose(1, 2)
+
+
+def _make(need: Need) -> TorchBackend:
+    return TorchBackend(need.dtype, need.device)
+
+
+BACKEND = BackendSpec(CAPABILITIES, _make)

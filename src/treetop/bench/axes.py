@@ -14,8 +14,8 @@ def check_path(path: Path) -> None:
     check_writable(path, "--plot")
 
 
-def ticks_of(most: float) -> list[float]:
-    """Round numbers from 0 to the first that is not below `most` > 0; at most seven."""
-    power = 10.0 ** math.floor(math.log10(most))
-    step = next(step for step in (power / 5, power / 2, power, 2 * power) if most <= 6 * step)
-    return [step * tick for tick in range(math.ceil(most / step) + 1)]
+def ticks_of(maximum: float) -> list[float]:
+    """Round numbers from 0 to the first that is not below `maximum` > 0; at most seven."""
+    power = 10.0 ** math.floor(math.log10(maximum))
+    step = next(step for step in (power / 5, power / 2, power, 2 * power) if maximum <= 6 * step)
+    return [step * tick for tick in range(math.ceil(maximum / step) + 1)]

@@ -17,8 +17,9 @@ import torch
 from treetop.bench.equality import equal_outputs
 from treetop.bench.machine import Machine, measure_machine, synchronize
 from treetop.bench.prompts import read_prompts
+from treetop.bench.reliability import Reliability, ReliabilityCounter
 from treetop.bench.rounds import Figures, measure, plain_options, up_to_step, warm_up
-from treetop.engine.build import plan_engine
+from treetop.engine.plan import plan_engine
 from treetop.models.folder import resolve_folder
 from treetop.models.loader import compute_device
 from treetop.models.registry import target_spec
@@ -59,11 +60,16 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a run measured. accept_length: mean a + 1 of all rounds. acceptance_by_depth: of the rounds that got there.
+    """What a run measured.
 
-    target_forwards and draft_forwards are per token emitted after the first; plain decoding has 1 and 0. rounds: of
-    plain and of speculative decoding, by phase, on prompts of the middle length. products: how those with weights are
-    taken on a CPU, and why.
+    accept_length: mean a + 1 of all rounds.
+    acceptance_by_depth: of the rounds that got there.
+    reliability: of the pass that is compared, in which a calibration may still be learned.
+
+    target_forwards and draft_forwards are per token emitted after the first; plain decoding has 1 and 0.
+
+    rounds: of plain and of speculative decoding, by phase, on prompts of the middle length.
+    products: how those with weights are taken on a CPU, and why.
     """
 
     shape: tuple[int, int, int]
@@ -78,6 +84,7 @@ class Report:
     draft_forwards_per_token: float
     accept_length: float
     acceptance_by_depth: tuple[float, ...]
+    reliability: Reliability
     plain: Rate
     speculative: Rate
     speedup: float
@@ -100,6 +107,7 @@ class Report:
             f"draft forwards per token    {self.draft_forwards_per_token:.3f}",
             f"accept length               {self.accept_length:.2f}",
             f"acceptance by depth         {depths}",
+            *self.reliability.lines(),
             f"plain                       {_rate(self.plain)}",
             f"speculative                 {_rate(self.speculative)}",
             f"speculative / plain         {self.speedup:.2f}x",
@@ -146,7 +154,9 @@ def run(model: str | None, engine_options: dict[str, Any], options: BenchOptions
     def outputs_of(llm: LLM) -> list[RequestOutput]:
         return [output for batch in batches for output in llm.generate(batch, params)]
 
+    speculative.engine.observer = counter = ReliabilityCounter()
     expected, got = outputs_of(plain), outputs_of(speculative)
+    speculative.engine.observer = None
     equality = equal_outputs(plain, expected, got)
     runs: list[Callable[[], int]] = [
         lambda: sum(len(output.token_ids) for output in outputs_of(plain)),
@@ -173,6 +183,7 @@ def run(model: str | None, engine_options: dict[str, Any], options: BenchOptions
         target_forwards_per_token=len(accept_lens) / emitted,
         draft_forwards_per_token=len(accept_lens) * shape.num_steps / emitted,
         accept_length=1 + sum(accept_lens) / max(len(accept_lens), 1),
+        reliability=counter.diagram(),
         acceptance_by_depth=acceptance_by_depth(accept_lens, shape.num_steps),
         plain=_spread(columns[0]),
         speculative=_spread(columns[1]),

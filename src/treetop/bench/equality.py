@@ -25,11 +25,12 @@ HALF = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class Equality:
-    """tokens: compared. sequences: in all. unequal: sequences that differ and must not.
-
+    """tokens: compared.
+    sequences: in all.
+    unequal: sequences that differ and must not.
     margins: of sequences whose first mismatch is excused (float32) or reported (16 bits): the gap of the plain run's
-    two best logits there, relative to max(1, |logit|). unjudged: sampled sequences that differ in 16 bits, which `half`
-    says.
+        two best logits there, relative to max(1, |logit|).
+    unjudged: sampled sequences that differ in 16 bits, which `half` says.
     """
 
     tokens: int

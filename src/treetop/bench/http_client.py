@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 
 from treetop.types.errors import ConfigError, TreetopError
 
-_MOST_HEADERS = 2**16
-_MOST_LINE = 2**24
+_MAX_HEADERS = 2**16
+_MAX_LINE = 2**24
 
 
 class HttpError(TreetopError):
@@ -72,7 +72,7 @@ class Connection:
     async def _ask(self, method: str, path: str, body: bytes) -> AsyncGenerator[bytes, None]:
         at = self._address
         context = ssl.create_default_context() if at.secure else None
-        reader, writer = await asyncio.open_connection(at.host, at.port, ssl=context, limit=_MOST_LINE)
+        reader, writer = await asyncio.open_connection(at.host, at.port, ssl=context, limit=_MAX_LINE)
         try:
             headers = [f"{method} {at.path}{path} HTTP/1.1", f"Host: {at.host}:{at.port}", "Connection: close"]
             headers += [f"Authorization: Bearer {self._key}"] * (self._key is not None)
@@ -98,7 +98,7 @@ async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
     first, *lines = head.decode("latin-1").split("\r\n")
     pairs = (line.split(":", 1) for line in lines if ":" in line)
     words = first.split()
-    if len(head) > _MOST_HEADERS or len(words) < 2 or not words[1].isdecimal():
+    if len(head) > _MAX_HEADERS or len(words) < 2 or not words[1].isdecimal():
         raise HttpError(f"no HTTP: {first[:100]!r}")
     return int(words[1]), {name.strip().lower(): value.strip() for name, value in pairs}
 

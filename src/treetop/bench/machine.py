@@ -11,7 +11,9 @@ _REPEATS = 5
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """bytes_per_s: read and written, by a copy. flop_per_s: of a large square matrix product in the engine's dtype."""
+    """bytes_per_s: read and written, by a copy.
+    flop_per_s: of a large square matrix product in the engine's dtype.
+    """
 
     name: str
     torch: str

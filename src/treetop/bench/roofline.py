@@ -125,5 +125,6 @@ def forward_work(layers: Sequence[AttentionSpec], numbers: int, case: Case, quer
     read = sum(layer.kv.numbers * length for layer, length in zip(layers, seen, strict=True))
     written = sum(layer.kv.numbers for layer in layers)
     moved = size * (numbers + case.batch * read + tokens * (written + vocab))
-    attention = sum(4 * layer.num_heads * layer.head_dim * length for layer, length in zip(layers, seen, strict=True))
+    numbers_of = [layer.num_heads * (layer.head_dim + layer.kv.output_dim) for layer in layers]
+    attention = sum(2 * each * length for each, length in zip(numbers_of, seen, strict=True))
     return Work(moved, tokens * (2 * numbers + attention))

@@ -21,8 +21,8 @@ from treetop.bench.experts import distinct_experts
 from treetop.bench.machine import Machine, measure_machine, synchronize
 from treetop.bench.prompts import prompt_ids
 from treetop.bench.roofline import Case, round_floor, saved_bytes
-from treetop.engine.build import plan_engine
 from treetop.engine.cuda_graphs import CudaGraphs, plan_host_extents
+from treetop.engine.plan import plan_engine
 from treetop.engine.rounds import RoundKey, phases_of
 from treetop.models.folder import resolve_folder
 from treetop.models.loader import compute_device, compute_dtype
@@ -41,15 +41,15 @@ CONTEXT_STEP = 1024
 """Contexts are rounded up to these steps, so that runs of different grids are alike."""
 _SPARE = 4
 """Rounds that may be in flight when the last one that counts ends."""
-_LEAST_CHUNK, _MOST_CHUNK = 512, 8192
+_MIN_CHUNK, _MAX_CHUNK = 512, 8192
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
     """What is measured: every shape with every batch and every prompt length (tokens).
 
-    rounds, warm_up: timed of each, and before that not timed. prefill_size: what was asked of a prefill step, if
-    anything.
+    rounds, warm_up: timed of each, and before that not timed.
+    prefill_size: what was asked of a prefill step, if anything.
     """
 
     shapes: tuple[SpecShape, ...]
@@ -67,7 +67,7 @@ class Grid:
     @property
     def chunk(self) -> int:
         """Prompt tokens of a prefill step: many, since rows that wait for others' prompts go on and grow."""
-        return self.prefill_size or min(max(max(self.lengths) * max(self.batches), _LEAST_CHUNK), _MOST_CHUNK)
+        return self.prefill_size or min(max(max(self.lengths) * max(self.batches), _MIN_CHUNK), _MAX_CHUNK)
 
 
 _COLUMNS = (
@@ -82,11 +82,14 @@ _COLUMNS = (
 class Figures:
     """One case, in milliseconds a round.
 
-    wall_ms: median, with low and high. device_ms: of the device alone, median; phase_ms: of each phase by itself; of
-    several ranks neither is measured, and the floor is each one's share.
-    floor_ms: of the round; read_floor_ms: of the bytes really read, less where weights lie in 12 bits. start_s: making
-    the engine, capture included. accept_length: mean tokens a row-round gave. distinct_experts: that a verify reads,
-    mean of the layers that have any.
+    wall_ms: median, with low and high.
+    device_ms: of the device alone, median.
+    phase_ms: of each phase by itself; of several ranks neither is measured, and the floor is each one's share.
+    floor_ms: of the round.
+    read_floor_ms: of the bytes really read, less where weights lie in 12 bits.
+    start_s: making the engine, capture included.
+    accept_length: mean tokens a row-round gave.
+    distinct_experts: that a verify reads, mean of the layers that have any.
     """
 
     shape: tuple[int, int, int]
@@ -165,7 +168,8 @@ def run_grid(model: str | None, options: dict[str, Any], grid: Grid, tell: Calla
     device = compute_device(configs[0].device)
     machine = measure_machine(device, compute_dtype(configs[0].dtype, device))
     forced, dummy = options.get("simulate_accept_length"), configs[0].load_format == "dummy"
-    why = "random weights" if dummy else f"forced accept length {forced}" if forced is not None else None
+    why = "random weights" if dummy else f"forced accept length {forced:g}" if forced is not None else None
+    why = "acceptance is simulated" if why is None and options.get("simulate_acceptance") is not None else why
     if why is None and grid.shapes == (PLAIN,):
         why = "plain decoding alone"
     tell(machine.sentence())
@@ -250,7 +254,16 @@ def up_to_step(tokens: int) -> int:
 
 def plain_options(options: dict[str, Any]) -> dict[str, Any]:
     """Options of the engine that decodes the same plainly: no draft, hence nothing to force."""
-    return {**options, "draft": None, "speculative_algorithm": None, "simulate_accept_length": None}
+    own = (
+        "draft",
+        "speculative_algorithm",
+        "speculative_calibration_dir",
+        "speculative_shapes",
+        "simulate_accept_length",
+        "simulate_acceptance",
+    )
+    alone = {"speculative_calibration": "off", "speculative_policy": "fixed"}
+    return {**options, **dict.fromkeys(own), **alone}
 
 
 def measure(llm: LLM, batch: int, length: int, rounds: int, machine: Machine, start_s: float) -> Figures:
@@ -337,7 +350,7 @@ def phase_times_ms(llm: LLM, batch: int, length: int, rounds: int) -> dict[Phase
     if isinstance(launcher, CudaGraphs):
         runs = launcher.phases(key)
     else:
-        runs = {phase: partial(run, runner, key, length) for phase, run in phases_of(runner).items()}
+        runs = {phase: partial(run, runner, key, length) for phase, run in phases_of(runner, key).items()}
     times = _posed_times_ms(llm, batch, length, rounds, list(runs.values()))
     return dict(zip(runs, times, strict=True))
 

@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from treetop.bench.arrivals import ARRIVALS
 from treetop.bench.http_client import Address, Connection, HttpError
-from treetop.bench.workload import Conversation, conversations
+from treetop.bench.lengths import lengths_of, read_lengths
+from treetop.bench.workload import Conversation, conversations, conversations_of_ids
 from treetop.types.errors import ConfigError, EngineError
 
 PERCENTILES = (50, 90, 95, 99)
@@ -23,9 +25,16 @@ LIMITS = ("ttft", "tpot", "itl", "e2e")
 class LoadOptions:
     """Under the flags' names. Raises ConfigError with all problems at once.
 
-    model: None for the first of /v1/models. request_rate: conversations begun in a second, None for all at once.
-    max_concurrency: conversations at a time; each is a run of its own. Empty is one run without a limit. goodput:
-    most milliseconds, by name of `LIMITS`. num_prompts: conversations of a run. output_len: tokens of an answer.
+    model: None for the first of /v1/models.
+    request_rate: conversations begun in a second, None for all at once.
+    max_concurrency: conversations at a time; each is a run of its own. Empty is one run without a limit.
+    goodput: most milliseconds, by name of `LIMITS`.
+    num_prompts: conversations of a run.
+    output_len: tokens of an answer.
+    prompts_per_client: conversations of a run for each of those at a time, instead.
+    input_len: tokens of a prompt of random ids, as `bench/lengths.py` says.
+    lengths: a file of the lengths of prompts and answers.
+    return_token_ids: tells tokens that are no text, as of a server without a tokenizer.
     """
 
     base_url: str = "http://127.0.0.1:8000"
@@ -39,11 +48,15 @@ class LoadOptions:
     prompts: str | None = None
     output_len: int = 128
     ignore_eos: bool = False
+    return_token_ids: bool = False
     temperature: float = 0.0
     request_rate: float | None = None
     arrivals: str = "poisson"
     burst_size: int = 8
     max_concurrency: tuple[int, ...] = ()
+    prompts_per_client: int | None = None
+    input_len: str | None = None
+    lengths: str | None = None
     goodput: dict[str, float] = field(default_factory=dict)
     request_timeout: float = 600.0
     seed: int = 0
@@ -56,19 +69,47 @@ class LoadOptions:
             (self.arrivals not in ARRIVALS, f"--arrivals must be one of {', '.join(ARRIVALS)}"),
             (self.shared_prefix_words < 0, "--shared-prefix-words must be at least 0"),
             (self.input_words is not None and self.input_words < 1, "--input-words must be at least 1"),
-            (self.input_words is not None and self.prompts is not None, "--input-words and --prompts: give one"),
+            (
+                sum(each is not None for each in (self.input_words, self.prompts, self.input_len, self.lengths)) > 1,
+                "--input-words, --prompts, --input-len and --lengths: give one",
+            ),
+            (
+                (self.input_len is not None or self.lengths is not None)
+                and (self.num_turns > 1 or self.shared_prefix_words > 0 or self.endpoint == "chat"),
+                "--input-len and --lengths are prompts of ids: without --num-turns, --shared-prefix-words, and chat",
+            ),
+            (
+                self.prompts_per_client is not None and (self.prompts_per_client < 1 or not self.max_concurrency),
+                "--prompts-per-client must be at least 1, and needs --max-concurrency",
+            ),
             (self.request_rate is not None and not 0 < self.request_rate < 10**6, "--request-rate must be above 0"),
             (any(each < 1 for each in self.max_concurrency), "--max-concurrency must be at least 1"),
             (not 0 < self.request_timeout < 10**6, "--request-timeout must be a number of seconds above 0"),
             (not self.temperature >= 0, "--temperature must be at least 0"),
             (
-                any(name not in LIMITS or not most > 0 for name, most in self.goodput.items()),
+                any(name not in LIMITS or not maximum > 0 for name, maximum in self.goodput.items()),
                 f"--goodput must be NAME:MILLISECONDS with a name of {', '.join(LIMITS)}",
             ),
         ]
         problems = [text for bad, text in rules if bad]
         if problems:
             raise ConfigError("; ".join(problems))
+        if self.input_len is not None:
+            lengths_of(self.input_len, "--input-len")
+
+    def talks(self, most: int | None, rng: random.Random) -> list[Conversation]:
+        """Those of a run of `most` at a time."""
+        count = self.num_prompts
+        if self.prompts_per_client is not None and most is not None:
+            count = self.prompts_per_client * most
+        if self.lengths is not None:
+            pairs = read_lengths(Path(self.lengths))
+            first = rng.randrange(len(pairs))
+            return conversations_of_ids([pairs[(first + index) % len(pairs)] for index in range(count)], rng)
+        if self.input_len is not None:
+            draw = lengths_of(self.input_len, "--input-len")
+            return conversations_of_ids([(draw(rng), None) for _ in range(count)], rng)
+        return conversations(count, self.num_turns, self.shared_prefix_words, self.input_words, self.prompts, rng)
 
 
 @dataclass(slots=True)
@@ -92,9 +133,12 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One run. times_ms: name -> mean and percentiles. goodput: requests a second that kept to the target.
+    """One run.
 
-    tokens_per_s: of all answers. tokens_per_s_user: of one answer after its first text, on average.
+    times_ms: name -> mean and percentiles.
+    goodput: requests a second that kept to the target.
+    tokens_per_s: of all answers.
+    tokens_per_s_user: of one answer after its first text, on average.
     """
 
     max_concurrency: int | None
@@ -138,8 +182,8 @@ async def _run(options: LoadOptions, tell: Callable[[str], None]) -> LoadReport:
     except (OSError, HttpError, ValueError, LookupError, TypeError) as error:
         raise EngineError(f"--base-url {options.base_url}: /v1/models: {type(error).__name__}: {error}") from None
     points = []
-    for most in options.max_concurrency or (None,):
-        points.append(await Load(connection, options, model).run(most))
+    for maximum in options.max_concurrency or (None,):
+        points.append(await Load(connection, options, model).run(maximum))
         tell(point_text(points[-1]))
     shown = asdict(options)
     shown.pop("api_key")
@@ -159,17 +203,18 @@ class Load:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
+        if options.return_token_ids:
+            self._common["return_token_ids"] = True
         if options.ignore_eos:
             self._common["ignore_eos"] = True
 
-    async def run(self, most: int | None) -> Point:
+    async def run(self, maximum: int | None) -> Point:
         options, rng = self._options, random.Random(self._options.seed)
-        given = options.num_turns, options.shared_prefix_words, options.input_words, options.prompts, rng
-        talks = conversations(options.num_prompts, *given)
+        talks = options.talks(maximum, rng)
         at_s = [0.0] * len(talks)
         if options.request_rate is not None:
             at_s = ARRIVALS[options.arrivals](len(talks), options.request_rate, options.burst_size, rng)
-        gate, started_s = asyncio.Semaphore(most or len(talks)), time.perf_counter()
+        gate, started_s = asyncio.Semaphore(maximum or len(talks)), time.perf_counter()
 
         async def talk(conversation: Conversation, begins_s: float) -> list[Answer]:
             await asyncio.sleep(max(begins_s - (time.perf_counter() - started_s), 0))
@@ -178,16 +223,19 @@ class Load:
 
         listed = await asyncio.gather(*map(talk, talks, at_s))
         answers = [answer for each in listed for answer in each]
-        return point_of(answers, time.perf_counter() - started_s, most, options.goodput)
+        return point_of(answers, time.perf_counter() - started_s, maximum, options.goodput)
 
     async def _talk(self, conversation: Conversation) -> list[Answer]:
         answers = []
         while not conversation.ended:
-            answer = await self.ask(conversation.ask(self._options.endpoint == "chat"))
+            prompt = conversation.ask(self._options.endpoint == "chat")
+            if conversation.output_len is not None:
+                prompt["max_tokens"] = conversation.output_len
+            answer = await self.ask(prompt)
             answers.append(answer)
             if answer.error is not None:
                 break
-            conversation.said.append("".join(answer.text))
+            conversation.texts.append("".join(answer.text))
         return answers
 
     async def ask(self, prompt: dict[str, Any]) -> Answer:
@@ -210,16 +258,16 @@ class Load:
 def _take(answer: Answer, event: dict[str, Any], now_s: float) -> None:
     for choice in event.get("choices", ()):
         text = choice["text"] if "text" in choice else choice["delta"].get("content")
-        if text:
+        if text or choice.get("token_ids"):
             answer.event_s.append(now_s)
-            answer.text.append(text)
+            answer.text.append(text or "")
     usage = event.get("usage")
     if usage:
         answer.num_tokens, answer.num_prompt_tokens = usage["completion_tokens"], usage["prompt_tokens"]
         answer.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 
 
-def point_of(answers: Sequence[Answer], elapsed_s: float, most: int | None, target: dict[str, float]) -> Point:
+def point_of(answers: Sequence[Answer], elapsed_s: float, maximum: int | None, target: dict[str, float]) -> Point:
     """The figures of a run. A request that failed counts as one that missed the target."""
     good = [answer for answer in answers if answer.error is None]
     errors: dict[str, int] = {}
@@ -231,7 +279,7 @@ def point_of(answers: Sequence[Answer], elapsed_s: float, most: int | None, targ
     kept = sum(all(max(each[name], default=0) <= limit for name, limit in target.items()) for each in each_ms)
     tokens, tpot = sum(answer.num_tokens for answer in good), times["tpot"]
     return Point(
-        max_concurrency=most,
+        max_concurrency=maximum,
         num_requests=len(answers),
         num_failed=len(answers) - len(good),
         errors=errors,

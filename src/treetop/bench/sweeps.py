@@ -7,7 +7,7 @@ from typing import Any
 from treetop.bench.rounds import Grid, warm_up
 from treetop.models.loader import compute_device
 from treetop.types.config import EngineConfig
-from treetop.types.errors import ConfigError, InputError
+from treetop.types.errors import InputError
 from treetop.types.layout import PLAIN, SpecShape
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -20,7 +20,9 @@ INPUT = 1024
 
 @dataclass(frozen=True, slots=True)
 class SweepOptions:
-    """sweep: which defaults; None is a single point. shapes: "S,k,T" each. What is given replaces the sweep's own."""
+    """sweep: which defaults; None is a single point.
+    shapes: "S,k,T" each. What is given replaces the sweep's own.
+    """
 
     sweep: str | None
     shapes: Sequence[str] | None
@@ -38,9 +40,9 @@ def make_grid(model: str | None, engine_options: dict[str, Any], options: SweepO
             raise InputError(f"--{name} must be at least 1, got {bad[0]}")
     if options.rounds < 1 or options.batch_size < 1:
         raise InputError(f"--rounds and --batch-size must be at least 1, got {options.rounds}, {options.batch_size}")
-    own = EngineConfig.of(model, **{**engine_options, "simulate_accept_length": None})
+    own = EngineConfig.of(model, **{**engine_options, "simulate_accept_length": None, "simulate_acceptance": None})
     if options.shapes:
-        shapes = tuple(_shape(text) for text in options.shapes)
+        shapes = tuple(SpecShape.parse(text, "--shapes") for text in options.shapes)
     elif own.draft is None:
         shapes = (PLAIN,)
     else:
@@ -57,11 +59,3 @@ def make_grid(model: str | None, engine_options: dict[str, Any], options: SweepO
         warm_up(compute_device(own.device)),
         engine_options.get("chunked_prefill_size"),
     )
-
-
-def _shape(text: str) -> SpecShape:
-    try:
-        s, k, t = (int(part) for part in text.split(","))
-    except ValueError:
-        raise ConfigError(f"--shapes {text}: a shape is S,k,T, three integers; 0,1,1 is plain decoding") from None
-    return SpecShape(k, s, t)

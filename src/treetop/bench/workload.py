@@ -27,27 +27,39 @@ _WORDS = (
     "path",
 )
 
+_IDS = (300, 3000)
+"""Random ids lie between: above the special and the single bytes of most vocabularies, and below the end of all."""
+
 
 @dataclass(slots=True)
 class Conversation:
-    """Turns of one user, one after the other. said: texts so far, the user's and the answers in turn."""
+    """Turns of one user, one after the other.
+
+    texts: so far, the user's and the answers in turn.
+    ids: the prompt instead, of one turn.
+    output_len: tokens of an answer, None for as many as all have.
+    """
 
     prefix: str
     turns: list[str]
-    said: list[str] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    ids: list[int] | None = None
+    output_len: int | None = None
 
     def ask(self, chat: bool) -> dict[str, Any]:
         """The prompt of the next turn, as fields of a request."""
-        self.said.append(self.turns[len(self.said) // 2])
+        self.texts.append(self.turns[len(self.texts) // 2])
+        if self.ids is not None:
+            return {"prompt": self.ids}
         if not chat:
-            return {"prompt": self.prefix + "".join(self.said)}
+            return {"prompt": self.prefix + "".join(self.texts)}
         system = [{"role": "system", "content": self.prefix}] if self.prefix else []
         roles = ("user", "assistant")
-        return {"messages": system + [{"role": roles[i % 2], "content": text} for i, text in enumerate(self.said)]}
+        return {"messages": system + [{"role": roles[i % 2], "content": text} for i, text in enumerate(self.texts)]}
 
     @property
     def ended(self) -> bool:
-        return len(self.said) >= 2 * len(self.turns)
+        return len(self.texts) >= 2 * len(self.turns)
 
 
 def conversations(
@@ -65,6 +77,14 @@ def conversations(
     first = rng.randrange(len(texts))
     taken = [texts[(first + index) % len(texts)] for index in range(count * num_turns)]
     return [Conversation(prefix, taken[at : at + num_turns]) for at in range(0, len(taken), num_turns)]
+
+
+def conversations_of_ids(lengths: list[tuple[int, int | None]], rng: random.Random) -> list[Conversation]:
+    """One turn each, of random ids that every vocabulary has: no two begin alike. lengths: of prompt and answer."""
+    return [
+        Conversation("", [""], ids=[rng.randint(*_IDS) for _ in range(prompt)], output_len=answer)
+        for prompt, answer in lengths
+    ]
 
 
 def read_texts(path: Path) -> list[str]:

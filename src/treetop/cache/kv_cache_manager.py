@@ -18,8 +18,8 @@ class Lease:
     """The pages of one request, by column, in every group.
 
     path: nodes of the prefix cache. Their columns come first and hold pages of the cache, pinned while the lease lives;
-    in a window's group until they leave the window. A column whose page left the window holds the null page. torn: in a
-    window's group, the column whose page lacks its first tokens, which no query of this lease sees.
+        in a window's group until they leave the window. A column whose page left the window holds the null page.
+    torn: in a window's group, the column whose page lacks its first tokens, which no query of this lease sees.
     """
 
     owner: Owner

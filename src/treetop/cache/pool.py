@@ -21,7 +21,9 @@ class KVPool:
 
     def layers(self) -> list[LayerKV]:
         """The group's layers in order, each with its pages."""
-        return [LayerKV(self.group.name, i, PagedKV(self.data[i])) for i in range(self.group.num_layers)]
+        form = self.group.kv
+        layers = (PagedKV(pages, form.value_dim, form.index_dim) for pages in self.data)
+        return [LayerKV(self.group.name, i, layer) for i, layer in enumerate(layers)]
 
 
 def make_pools(

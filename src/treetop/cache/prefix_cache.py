@@ -23,7 +23,9 @@ Pages = list[tuple[GroupName, PageId]]
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One page of tokens. pages: that hold its K/V, by group; a window's group may have none.
+    """One page of tokens.
+
+    pages: that hold its K/V, by group; a window's group may have none.
 
     pins: leases that have it on their path. A lease pins its whole path, so below an unpinned node nothing is pinned.
     """
@@ -38,7 +40,10 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """A window's pages. readers: leases that see a node's page, if any. unread: the others, least recently used first.
+    """A window's pages.
+
+    readers: leases that see a node's page, if any.
+    unread: the others, least recently used first.
 
     A page that is read belongs to a pinned node.
     """
@@ -67,8 +72,9 @@ class PrefixCache:
     """Finds, adds and evicts cached pages. It owns no allocator: the KV cache manager moves the pages it names.
 
     `_unpinned` holds the unpinned nodes, least recently used first. A path is put there from its end to its beginning,
-    so a node stands before its parent, and the first of all is a leaf: the one to evict. windows: of each group, None
-    for one that sees everything.
+    so a node stands before its parent, and the first of all is a leaf: the one to evict.
+
+    windows: of each group, None for one that sees everything.
     """
 
     def __init__(self, page_size: int, lookahead: int, windows: Mapping[GroupName, int | None]) -> None:

@@ -26,6 +26,7 @@ class PlanChecker:
         self._layout, self._num_pages = layout, layout.num_pages
         self._expected: dict[Row, tuple[int, int]] = {}  # row -> (start, first token) of its next chunk
         self._filled: dict[Row, tuple[int, bool]] = {}  # row -> tokens that prefills have filled, and whether all
+        self._deferred: dict[Row, int] = {}  # row -> tokens that the draft has yet to extend
 
     def check(self, plan: StepPlan) -> None:
         """Raise CheckError naming quantity, row, value and range if a plan cannot be run on this layout."""
@@ -35,6 +36,7 @@ class PlanChecker:
             self._check_edit(edit)
         if isinstance(plan, RoundPlan):
             check_round(plan, layout)
+            self._check_deferred(plan)
             return
         if isinstance(plan, ExportPlan | ImportPlan):
             self._check_kv_chunks(plan)
@@ -42,6 +44,7 @@ class PlanChecker:
         check_rows([chunk.row for chunk in plan.chunks], layout)
         check_rows([setup.row for setup in plan.setups], layout)
         for setup in plan.setups:
+            self._deferred.pop(setup.row, None)
             self._expected.pop(setup.row, None)
             self._filled[setup.row] = setup.committed, False
         for chunk in plan.chunks:
@@ -64,6 +67,14 @@ class PlanChecker:
             self._expected[chunk.row] = (end, chunk.next_token)
         self._filled[chunk.row] = end, chunk.next_token is None
 
+    def _check_deferred(self, plan: RoundPlan) -> None:
+        """A tree grows on rows that the draft has caught up with, and no row defers more than it has room for."""
+        room = self._layout.max_deferred - 1 if self._layout.defers(plan.shape) else 0
+        for row in plan.rows:
+            before = 0 if plan.catches_up else self._deferred.get(row, 0)
+            _within("tokens that wait for draft extend", row, before, 0, room)
+            self._deferred[row] = before + self._layout.defers(plan.shape)
+
     def _check_kv_chunks(self, plan: ExportPlan | ImportPlan) -> None:
         """No slot twice, chunks of what there is, and a row is set up with its last chunk, which holds its record."""
         layout, moved = self._layout, plan.exports if isinstance(plan, ExportPlan) else plan.imports
@@ -75,6 +86,7 @@ class PlanChecker:
         if isinstance(plan, ImportPlan):
             last = [each.row for each in plan.imports if each.chunk.last]
             check_rows(last, layout)
+            self._deferred.update(dict.fromkeys(last, 0))
             if [setup.row for setup in plan.setups] != last:
                 raise CheckError(f"imports end in rows {last}, and rows {[s.row for s in plan.setups]} are set up")
 
@@ -84,7 +96,7 @@ class PlanChecker:
         _within("staging slot", row, each.slot, 0, layout.disaggregation_slots - 1)
         _within("tokens of a KV chunk", row, chunk.count, 1, layout.slot_tokens)
         _within("start of a KV chunk", row, chunk.start, 0, chunk.total - chunk.count)
-        _within("tokens of a request that is handed over", row, chunk.total, 1, layout.max_context)
+        _within("tokens of a request whose KV is transferred", row, chunk.total, 1, layout.max_context)
         if isinstance(each, Export):
             filled, whole = self._filled.get(row, (0, False))
             _within("end of an exported KV chunk, of what is prefilled,", row, chunk.end, 1, filled)

@@ -17,7 +17,7 @@ NAN, OUT_OF_BOUNDS, LATE = 1, 2, 3
 """What a record tells of. LATE is no probe's: exchanges write it, at every level, of a rank `value` that was late."""
 _PROBED = 7
 RECORD = _PROBED + 1
-"""Integers that a step says of itself: the record of the probes, and a digest (`engine.witness`)."""
+"""Integers that a step says of itself: the record of the probes, and a digest (`engine.step_digest`)."""
 _PHASES = list(Phase)
 
 

@@ -24,7 +24,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     compare.add_argument("--transformers", action="store_true", help="time transformers' generate too, in the same run")
     sweep = parser.add_argument_group("rounds against their floor: with one of these, dummy weights or a forced length")
     sweep.add_argument(
-        "--sweep", choices=("batch", "context", "tree", "table"), help="1..64, 1k..32k, shapes, or a table"
+        "--sweep",
+        choices=("batch", "context", "tree", "table", "load"),
+        help="1..64, 1k..32k, shapes, or a table; load: 1..128, --speculative-policy auto against plain and each shape",
     )
     sweep.add_argument("--shapes", nargs="+", metavar="S,k,T", help="instead of the sweep's; 0,1,1 decodes plainly")
     sweep.add_argument("--batches", nargs="+", type=int, metavar="N", help="instead of the sweep's or --batch-size")
@@ -40,7 +42,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     given_to_engine = engine_options(args)
-    asked = (args.sweep, args.shapes, args.batches, args.inputs, args.plot, args.simulate_accept_length)
+    if args.sweep == "load":
+        return _run_load(args, given_to_engine)
+    if args.speculative_policy == "auto":
+        raise InputError("--speculative-policy auto: a benchmark of rounds has one shape; use --sweep load")
+    simulated = args.simulate_accept_length, args.simulate_acceptance
+    asked = (args.sweep, args.shapes, args.batches, args.inputs, args.plot, *simulated)
     if args.load_format == "dummy" or any(each is not None for each in asked):
         return _run_sweep(args, given_to_engine)
     from treetop.bench import compare
@@ -51,6 +58,26 @@ def run(args: argparse.Namespace) -> int:
     report = compare.run(args.model, given_to_engine, options)
     print(json.dumps(asdict(report)) if args.json else report.table())
     return int(not report.outputs_equal)
+
+
+def _run_load(args: argparse.Namespace, given_to_engine: dict[str, Any]) -> int:
+    """The policy against fixed shapes over batches."""
+    from treetop.bench import axes, load, load_plot
+
+    others = ("shapes", "inputs", "transformers", "num_prompts", "batch_size")
+    given = [flag(name) for name in others if getattr(args, name) not in (None, False)]
+    if given:
+        raise InputError(f"{', '.join(given)}: not for --sweep load, whose shapes are --speculative-shapes")
+    if args.plot is not None:
+        axes.check_path(Path(args.plot))
+    names = [field.name for field in fields(load.LoadOptions)]
+    options = load.LoadOptions(**{name: value for name in names if (value := getattr(args, name)) is not None})
+    tell = (lambda text: None) if args.json else (lambda text: print(text, flush=True))
+    report = load.run(args.model, given_to_engine, options, tell)
+    print(json.dumps(asdict(report)) if args.json else "\n".join(report.verdicts()))
+    if args.plot is not None:
+        Path(args.plot).write_text(load_plot.page(report), encoding="utf-8")
+    return 0
 
 
 def _run_sweep(args: argparse.Namespace, given_to_engine: dict[str, Any]) -> int:

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
-from treetop.cli import bench, bench_serve, doctor, generate, inspect, models, serve, trace
-from treetop.types.errors import EngineError, UserError
+from treetop.cli import bench, bench_serve, doctor, generate, inspect, models, quantize, serve, trace
+from treetop.types.errors import ConfigError, EngineError, UserError
 from treetop.version import __version__
 
 
@@ -33,6 +33,7 @@ COMMANDS: dict[str, Command] = {
     "doctor": doctor,
     "inspect": inspect,
     "models": models,
+    "quantize": quantize,
 }
 
 
@@ -74,8 +75,10 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser, given: Seque
         args = parser.parse_args(with_config_file(args, given))
     if not os.environ.get("TREETOP_FAULT"):
         return int(args.run(args))
-    from treetop.debug.faults import environment_fault
-
+    try:
+        from treetop_debug.faults import environment_fault
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"TREETOP_FAULT needs {error.name}; pip install treetop[debug]") from None
     with environment_fault(os.environ):
         return int(args.run(args))
 

@@ -1,4 +1,4 @@
-"""`treetop doctor`: what runs on this machine."""
+"""`treetop doctor`: what runs on this machine. With `--exactness`, whether bits are those of plain decoding here."""
 
 import argparse
 
@@ -20,4 +20,5 @@ def run(args: argparse.Namespace) -> int:
     from treetop.doctor.run import Visit
     from treetop.doctor.run import run as run_doctor
 
-    return run_doctor(args.model, engine_options(args), Visit(args.cases, args.faults))
+    visit = Visit(args.cases, args.faults, args.exactness is not None)
+    return run_doctor(args.model, engine_options(args), visit)

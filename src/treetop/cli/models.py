@@ -9,7 +9,11 @@ HELP = "which architectures load, what differs in each, which drafts and formats
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """An architecture. drafts: values of `--speculative-algorithm`. formats: of weights, beside plain ones."""
+    """An architecture.
+
+    drafts: values of `--speculative-algorithm`.
+    formats: of weights, beside plain ones.
+    """
 
     architecture: str
     differs_in: str
@@ -19,10 +23,16 @@ class Row:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="one JSON list on stdout")
+    parser.add_argument("--json", action="store_true", help="one JSON list on stdout; with --refused one object")
+    parser.add_argument("--refused", action="store_true", help="instead those that are known and do not load, and why")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.refused:
+        from treetop.models.refused import known_refused
+
+        print(json.dumps(known_refused()) if args.json else refused_as_markdown(), end="\n" if args.json else "")
+        return 0
     print(json.dumps([asdict(row) for row in rows()]) if args.json else as_markdown(), end="\n" if args.json else "")
     return 0
 
@@ -41,9 +51,22 @@ def rows() -> list[Row]:
 
 
 def as_markdown() -> str:
-    """The table that stands in docs/checkpoints.md."""
-    lines = ["| architecture | what differs from Llama | drafts | formats |", "|---|---|---|---|"]
+    """The tables that stand in docs/checkpoints.md."""
+    from treetop.weights.registry import FORMATS
+
+    lines = ["| architecture | what differs from Llama | drafts |", "|---|---|---|"]
     for row in rows():
         what = f"{row.differs_in}; images are refused" if row.text_only else row.differs_in
-        lines.append(f"| `{row.architecture}` | {what} | {', '.join(row.drafts)} | plain, {', '.join(row.formats)} |")
+        lines.append(f"| `{row.architecture}` | {what} | {', '.join(row.drafts)} |")
+    lines += ["", "| `quant_method` | what is read |", "|---|---|"]
+    lines += [f"| `{name}` | {method.about} |" for name, method in FORMATS.items()]
+    return "\n".join(lines) + "\n"
+
+
+def refused_as_markdown() -> str:
+    """The table of what is refused that stands in docs/checkpoints.md."""
+    from treetop.models.refused import known_refused
+
+    lines = ["| why it is refused | architectures |", "|---|---|"]
+    lines += [f"| {why} | {', '.join(names)} |" for why, names in known_refused().items()]
     return "\n".join(lines) + "\n"

@@ -70,5 +70,5 @@ def _scale(replicas: Any, queue_bound: Any) -> "Scale":
     found = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", str(replicas))
     if found is None or not (queue_bound is None or re.fullmatch(r"\d{1,6}", str(queue_bound))):
         raise ConfigError(f"replicas must be N or A-B, queue-bound a number, got {replicas} and {queue_bound}")
-    least = int(found[1])
-    return Scale(least, int(found[2] or least), None if queue_bound is None else int(queue_bound))
+    minimum = int(found[1])
+    return Scale(minimum, int(found[2] or minimum), None if queue_bound is None else int(queue_bound))

@@ -66,25 +66,27 @@ def asked_for(args: argparse.Namespace) -> tuple["ProcessOptions", ServeOptions]
     model = args.model if args.model is not None else args.model_flag
     config = engine_config(model, Unset.UNSET, given)
     options = serve_options(args)
-    handover = disaggregation_options(args)
+    disaggregation = disaggregation_options(args)
     from treetop.core.wire import ProcessOptions  # too
     from treetop.disaggregation.connector import check_disaggregation  # needs the serve extra
     from treetop.server.mock_options import mock_options  # too
 
     slots = [flag(name) for name in ("disaggregation_slots", "disaggregation_slot_bytes") if name in given]
-    if handover.mode == "null" and slots:
+    if disaggregation.mode == "null" and slots:
         raise ConfigError(f"{', '.join(slots)}: only with --disaggregation-mode prefill or decode")
-    if handover.mode != "null" and not config.disaggregation_slots:
+    if disaggregation.mode != "null" and not config.disaggregation_slots:
         if "disaggregation_slots" in given:
-            raise ConfigError(f"--disaggregation-slots: --disaggregation-mode {handover.mode} needs at least 1")
+            raise ConfigError(f"--disaggregation-slots: --disaggregation-mode {disaggregation.mode} needs at least 1")
         config = replace(config, disaggregation_slots=DEFAULT_SLOTS)
-    if handover.mode == "prefill" and options.dp_size > 1:
+    if disaggregation.mode == "prefill" and options.dp_size > 1:
         raise ConfigError("--dp-size: not with --disaggregation-mode prefill; start several, with an address each")
-    process = ProcessOptions("", config, mock_options(args.mock_engine, config), log_level=20, handover=handover)
-    if handover.mode != "null":
+    process = ProcessOptions(
+        "", config, mock_options(args.mock_engine, config), log_level=20, disaggregation=disaggregation
+    )
+    if disaggregation.mode != "null":
         if process.mock is not None:
-            raise ConfigError(f"--disaggregation-mode {handover.mode}: a mock engine has no KV to transfer")
-        check_disaggregation(config, handover)
+            raise ConfigError(f"--disaggregation-mode {disaggregation.mode}: a mock engine has no KV to transfer")
+        check_disaggregation(config, disaggregation)
     return process, options
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from treetop.core.thread import EngineThread
+from treetop.core.loop import EngineThread
 from treetop.types.errors import EngineError
 from treetop.types.ids import RequestId
 from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, RequestUpdate
@@ -17,7 +17,7 @@ Sink = Callable[[RequestUpdate], None]
 _LOOK_S = 1.0
 
 
-class AsyncCore(Protocol):
+class EngineClient(Protocol):
     """A core, wherever it runs.
 
     load: the last that it reported.
@@ -66,11 +66,18 @@ class AsyncCore(Protocol):
         """The client stops after `num_tokens` tokens of the output; nothing more will be heard."""
         ...
 
+    async def update_weights(self, model: str | None, draft: str | None) -> None:
+        """Go on with the weights of other folders, of None with those in force; see `LLM.update_weights`.
+
+        Raises UserError, and nothing has changed; EngineError if the engine is gone before it has answered.
+        """
+        ...
+
     def close(self) -> None: ...
 
 
 class Sinks:
-    """Whom to tell of which request; all of them once, if the core dies."""
+    """The sink of each request; all of them get an error once, if the core dies."""
 
     def __init__(self) -> None:
         self._sinks: dict[RequestId, Sink] = {}
@@ -95,7 +102,7 @@ class Sinks:
         self.deliver([RequestUpdate(i, (), None, "abort", reason, engine_failed=True) for i in [*self._sinks]])
 
 
-class LocalCore:
+class InProcessClient:
     """A core on a thread of this process, for one event loop at a time. close_engine: what to call at the end."""
 
     pause, is_stalled, num_restarts = None, False, 0
@@ -137,6 +144,9 @@ class LocalCore:
     def finish(self, request_id: RequestId, num_tokens: int) -> None:
         self._sinks.drop((request_id,))
         self._thread.finish(request_id, num_tokens)
+
+    async def update_weights(self, model: str | None, draft: str | None) -> None:
+        await asyncio.to_thread(self._thread.update_weights, model, draft)
 
     def close(self) -> None:
         self._thread.close()

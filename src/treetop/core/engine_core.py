@@ -13,6 +13,8 @@ from treetop.types.requests import CoreLoad, EngineRequest, RequestUpdate
 Result = TypeVar("Result")
 InFlightStep = TypeVar("InFlightStep")
 """A step in flight."""
+WEIGHTS_REPLACED = "the weights were replaced by update_weights"
+"""The error of a request that was alive then."""
 STALLED_S = 0.005
 """How long a core that is stalled may look away: no longer than a command may wait."""
 
@@ -28,9 +30,17 @@ class StepEngine(Protocol[InFlightStep]):
         """Wait for the end of a step, and read its result."""
         ...
 
+    def update_weights(self, model: str | None, draft: str | None) -> None:
+        """Go on with other weights, of these folders; None for those in force, read again.
+
+        What was in flight is not collected. Raises UserError, and nothing has changed, for what does not fit or where
+        this cannot be.
+        """
+        ...
+
 
 class EngineCore(Generic[InFlightStep]):
-    """Turns requests into updates, a step at a time. Not thread-safe: one thread calls it (`core/thread.py`).
+    """Turns requests into updates, a step at a time. Not thread-safe: one thread calls it (`core/loop.py`).
 
     An engine that fails ends every request: what was in flight is lost, and with it what the host knows of the rows.
     So does any exception of the scheduler, also between steps. The error is told in each request's last update and
@@ -94,31 +104,42 @@ class EngineCore(Generic[InFlightStep]):
 
         Raises nothing: a failure is told in the updates.
         """
-        told, self._failed = self._failed, []
+        early, self._failed = self._failed, []
         try:
-            told = told + self.scheduler.expire()
-            told += self.scheduler.answers()
+            early = early + self.scheduler.expire()
+            early += self.scheduler.answers()
             while (plan := self.scheduler.plan()) is not None:
                 self._in_flight.append((plan, self.engine.launch(plan)))
                 self.num_launched += 1
             self.stalled = not self._in_flight
             if self.stalled:
-                self.scheduler.await_answer(STALLED_S if not told else 0)
-                return told
+                self.scheduler.await_answer(STALLED_S if not early else 0)
+                return early
             plan, in_flight = self._in_flight.popleft()
             updates = self.scheduler.commit(plan, self.engine.collect(in_flight))
         except BaseException as error:  # whatever it was, every client must hear of it
-            return told + self.fail(error)
+            return early + self.fail(error)
         self.num_committed += 1
-        return told + updates
+        return early + updates
+
+    def update_weights(self, model: str | None, draft: str | None) -> None:
+        """Between two steps: go on with other weights, end every request, and forget all K/V of the old ones.
+
+        Requests that were alive are told so in the next step, with what they had received. What the engine raises, this
+        raises, and nothing has changed.
+        """
+        self.engine.update_weights(model, draft)
+        self._in_flight.clear()
+        self.num_committed = self.num_launched
+        self._failed += self.scheduler.fail(WEIGHTS_REPLACED, engine_failed=False)
 
     def fail(self, error: BaseException) -> list[RequestUpdate]:
         """End every request with this error, and forget the steps in flight."""
-        told, self._failed = self._failed, []
+        early, self._failed = self._failed, []
         self.failure, self.stalled = error, False
         self._in_flight.clear()
         self.num_committed = self.num_launched
-        return told + self.scheduler.fail(failure_text(error))
+        return early + self.scheduler.fail(failure_text(error))
 
 
 def failure_text(error: BaseException) -> str:

@@ -1,25 +1,26 @@
-"""Grammars of structures, as the library `llguidance` reads them, and what it says of them in plain words."""
+"""Compiles structured outputs to grammars of the library `llguidance`."""
 
 import importlib.util
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from treetop.core.one_of import with_exclusive_branches
+from treetop.core.output_parser import OutputParser
+from treetop.core.reasoning import ANSWER, ReasoningLimit, before_answer
+from treetop.core.refusals import refused
+from treetop.core.structural_tags import lark_of
 from treetop.types.constraint import StructuredOutput
-from treetop.types.errors import InputError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-_MOST_WORDS = 300
-"""Characters of an error that is handed on."""
-_TOO_COMPLEX = ("fuel exhausted", "too many", "TooComplex", "max is", "precomputation failed", "lexer error")
-"""What the library says where one of its limits ends a structure."""
+_MAX_GBNF = 2**14
+"""Characters: the library reads it in Python, in time by their square, some 0.1 s for these."""
 
 
-class Grammars:
+class GrammarCompiler:
     """Makes parsers of structures for one model, on any thread. Its tokenizer is read when the first is asked for."""
 
     def __init__(self, folder: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
@@ -28,18 +29,37 @@ class Grammars:
         self._folder = folder
         self._tokenizer: LLTokenizer | None = None
 
-    def matcher(self, asked: StructuredOutput) -> "LLMatcher":
-        """A parser at the start of a text of this structure. It may take seconds and much memory.
+    def parser(self, asked: StructuredOutput) -> OutputParser:
+        """A parser at the start of an output of this structure. It may take seconds and much memory.
 
         Raises InputError for what no grammar can be made of, or a tokenizer that the library cannot read.
         """
-        grammar = grammar_of(asked)
-        from llguidance import LLMatcher  # noqa: PLC0415  # `grammar_of` has found it
+        tokenizer, reasoning = self.load(), asked.reasoning
+        limit = None if reasoning is None or reasoning.budget is None else ReasoningLimit(reasoning, tokenizer)
+        return OutputParser(None if asked.kind == "text" else self._matcher(asked), limit)
 
-        matcher = LLMatcher(self.load(), grammar, log_level=0, limits=_limits())
+    def _matcher(self, asked: StructuredOutput) -> "LLMatcher":
+        tokenizer = self.load()
+        from llguidance import LLMatcher  # noqa: PLC0415  # `load` has found it
+
+        grammars = [_members_of(asked, self._special_id)]
+        if asked.reasoning is not None:
+            first = before_answer(asked.reasoning, self._special_id)
+            grammars = [{"lark_grammar": first}, {"name": ANSWER, **grammars[0]}]
+        try:
+            whole = json.dumps({"grammars": grammars})
+        except RecursionError:
+            raise refused(f"{asked.kind}: too deep") from None
+        matcher = LLMatcher(tokenizer, whole, log_level=0, limits=_limits())
         if matcher.is_error():
             raise refused(matcher.get_error())
         return matcher
+
+    def _special_id(self, text: str) -> int | None:
+        """The special token that a text is, if it is one."""
+        tokenizer = self.load()
+        ids = tokenizer.tokenize_str(text, parse_special=True)
+        return int(ids[0]) if len(ids) == 1 and tokenizer.is_special_token(ids[0]) else None
 
     def load(self) -> "LLTokenizer":
         """The tokenizer. Raises InputError if the library cannot read it."""
@@ -56,62 +76,53 @@ class Grammars:
         return self._tokenizer
 
 
-def next_mask(matcher: "LLMatcher", new_ids: Sequence[int]) -> bytes:
-    """Which tokens may follow, once the text has grown by these: bit t % 8 of byte t // 8 for token t.
+def _members_of(asked: StructuredOutput, special_id: Callable[[str], int | None]) -> dict[str, Any]:
+    """The structure as members of one of the library's grammars. special_id: the special token that a text is, if any.
 
-    Raises InputError where the library gives up.
+    Raises InputError for a structure that it cannot read.
     """
-    if new_ids and not matcher.consume_tokens(list(new_ids)):
-        raise refused(matcher.get_error())
-    mask = matcher.compute_bitmask()
-    if matcher.is_error():
-        raise refused(matcher.get_error())
-    return mask
-
-
-def grammar_of(asked: StructuredOutput) -> str:
-    """What the library reads. Raises InputError for a structure that it cannot."""
-    check_installed()
     from llguidance import LLMatcher  # noqa: PLC0415  # an extra
 
+    if asked.kind == "json_object":
+        return {"json_schema": {"type": "object"}}
+    if asked.kind == "json_schema":
+        try:
+            return {"json_schema": with_exclusive_branches(json.loads(asked.spec))}
+        except (ValueError, RecursionError) as error:
+            raise refused(f"json_schema cannot be read as JSON: {error}") from None
     if asked.kind == "regex":
-        return str(LLMatcher.grammar_from_regex(asked.spec))
-    if asked.kind == "choice":  # one lexeme, so that its size is the text's and not the number of rules
+        lark = json.loads(LLMatcher.grammar_from_regex(asked.spec))["grammars"][0]["lark_grammar"]
+    elif asked.kind == "choice":  # one lexeme, so that its size is the text's and not the number of rules
         texts = " | ".join(map(json.dumps, _choices(asked.spec)))
-        return str(LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}"))
-    schema = with_exclusive_branches(asked.spec) if asked.kind == "json_schema" else '{"type":"object"}'
+        lark = f"start: CHOICE\nCHOICE: {texts}"
+    else:
+        try:
+            lark = _lark(asked.spec) if asked.kind == "grammar" else lark_of(asked.spec, special_id)
+        except ValueError as error:
+            raise refused(str(error)) from None
+    return {"lark_grammar": lark}
+
+
+def _lark(spec: str) -> str:
+    """A grammar in Lark's syntax, made of GBNF if it is no such. Raises ValueError for neither."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax  # noqa: PLC0415  # an extra
+
+    if is_lark_syntax(spec):
+        return spec
+    if len(spec) > _MAX_GBNF:
+        raise ValueError(f"grammar: {len(spec)} characters of GBNF, at most {_MAX_GBNF} are read; Lark may be longer")
     try:
-        return str(LLMatcher.grammar_from_json_schema(schema))
-    except ValueError as error:
-        raise refused(str(error)) from None
+        return str(gbnf_to_lark(spec))
+    except RecursionError:
+        raise ValueError("grammar: too deep") from None
+    except Exception as error:  # the library's own, and what it meets in a text that is no grammar
+        raise ValueError(f"grammar: neither Lark nor GBNF: {error}") from None
 
 
 def check_installed() -> None:
     """Raise InputError without the library."""
     if importlib.util.find_spec("llguidance") is None:
         raise refused("it needs llguidance: install treetop[serve]")
-
-
-def refused(problem: str) -> InputError:
-    """An error of the library, without its inner state."""
-    return InputError(f"structured_output: {_in_words(problem)}")
-
-
-def _in_words(problem: str) -> str:
-    for end in ("<state>", "<non-verbose/>", "<backtrace>", "<grammar>"):
-        problem = problem.split(end, maxsplit=1)[0]
-    said = " ".join(problem.split())[:_MOST_WORDS]
-    if "NoExtension" in said:
-        return "no text has this structure"
-    if "oneOf constraints are not supported" in said:
-        return (
-            "oneOf: its branches must exclude one another; give each a property with a const of its own, or write anyOf"
-        )
-    if any(word in said for word in _TOO_COMPLEX):
-        return f"the structure is too complex ({said})"
-    if said.startswith("panic"):
-        return f"the structure cannot be read ({said})"
-    return said
 
 
 def _limits() -> "LLParserLimits":

@@ -1,11 +1,20 @@
-"""A core and its clients: whom to tell of each request, and who waits for what is in flight. One thread calls it."""
+"""The engine loop, the thread that runs it in this process, and the requests of a caller there.
+
+clients --commands--> inbox --> loop: apply all, step once, deliver --updates--> each client's own queue
+
+On a thread no interrupt lands in the core's books, and no client runs another's work: a command is one `put`, which is
+atomic, and an interrupt falls before it or after it. Behind a socket the same loop runs in an engine process.
+"""
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
+from itertools import count
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
-from treetop.types.errors import InputError, TreetopError, UserError
+from treetop.types.errors import EngineError, InputError, TreetopError, UserError
 from treetop.types.ids import RequestId
 from treetop.types.requests import CoreLoad, EngineRequest, RequestUpdate
 
@@ -43,13 +52,15 @@ class Core(Protocol):
 
     def finish(self, request_id: RequestId, num_tokens: int) -> RequestUpdate | None: ...
 
+    def update_weights(self, model: str | None, draft: str | None) -> None: ...
+
     def step(self) -> list[RequestUpdate]: ...
 
     def fail(self, error: BaseException) -> list[RequestUpdate]: ...
 
 
 class Inbox(Protocol):
-    """Where a loop's commands come from: a queue of this process (`core/thread.py`), or a socket."""
+    """Where a loop's commands come from: a queue of this process, or a socket."""
 
     def take(self, loop: "CoreLoop") -> bool:
         """Apply what has come, and wait for something to come if the loop is idle. False ends the loop."""
@@ -59,19 +70,20 @@ class Inbox(Protocol):
 class Peers(Protocol):
     """Other ranks, in whose steps this one takes part also without requests of its own; see `Lockstep`."""
 
-    def called(self) -> bool: ...
+    def has_proposals(self) -> bool: ...
 
-    def rest(self) -> None: ...
+    def execute_dummy_batch(self) -> None: ...
 
 
 class CoreLoop:
     """Applies the commands of clients between steps, and delivers each step's updates.
 
-    role: the worker's KV connector, if it has one. peers: other ranks, if there are any.
+    connector: the worker's KV connector, if it has one.
+    peers: other ranks, if there are any.
     """
 
-    def __init__(self, core: Core, role: "Connector | None" = None, peers: Peers | None = None) -> None:
-        self.core, self.role, self.peers = core, role, peers
+    def __init__(self, core: Core, connector: "Connector | None" = None, peers: Peers | None = None) -> None:
+        self.core, self.connector, self.peers = core, connector, peers
         self._clients: dict[RequestId, Deliver] = {}
         self._flushes: list[tuple[int, threading.Event]] = []  # set once so many steps have been committed
 
@@ -83,26 +95,26 @@ class CoreLoop:
     def run(self, inbox: Inbox) -> None:
         """Until the inbox says that it is over. Raises nothing of the engine's: its failures are told in updates."""
         while inbox.take(self):
-            if self.role is not None:  # before the step, which does what the role tells the scheduler
-                self.role.poll(time.monotonic())
+            if self.connector is not None:  # before the step, which does what the connector tells the scheduler
+                self.connector.poll(time.monotonic())
             if self.core.busy:
                 self.step()
-            if self.peers is not None and self.idle and self.peers.called():
-                self.peers.rest()
+            if self.peers is not None and self.idle and self.peers.has_proposals():
+                self.peers.execute_dummy_batch()
 
     @property
     def load(self) -> CoreLoad:
-        return self.core.load if self.role is None else self.core.load._replace(handover=self.role.load)
+        return self.core.load if self.connector is None else self.core.load._replace(kv_transfer=self.connector.load)
 
     def add(self, requests: Sequence[EngineRequest], deliver: Deliver) -> None:
         """Queue requests together. One that can never run, or not here, is told so in its last update."""
-        refused = None if self.role is None else self.role.refuses
+        refused = None if self.connector is None else self.connector.refuses
         if refused is not None:
             deliver([RequestUpdate(each.request_id, (), None, "abort", refused) for each in requests])
             return
         for request in requests:
             try:
-                self.core.add(request, self.role is not None and self.role.asks)
+                self.core.add(request, self.connector is not None and self.connector.asks)
             except TreetopError as error:
                 refusal = RequestUpdate(request.request_id, (), finish_reason="abort", error=str(error))
                 failed, asked = not isinstance(error, UserError), isinstance(error, InputError)
@@ -112,7 +124,7 @@ class CoreLoop:
 
     def abort(self, request_ids: Sequence[RequestId]) -> None:
         ended = [self.core.abort(request_id) for request_id in request_ids]
-        self._tell([update for update in ended if update is not None])
+        self._deliver([update for update in ended if update is not None])
 
     def finish(self, request_id: RequestId, num_tokens: int) -> None:
         if self.core.finish(request_id, num_tokens) is not None:
@@ -122,22 +134,28 @@ class CoreLoop:
         """A client has gone: its requests end."""
         self.abort([request_id for request_id, each in self._clients.items() if each is deliver])
 
+    def update_weights(self, model: str | None, draft: str | None) -> None:
+        """As `EngineCore.update_weights`; whoever had a request alive has been told when this returns."""
+        self.core.update_weights(model, draft)
+        if self.core.busy:
+            self.step()
+
     def flush(self, done: threading.Event) -> None:
         """Set `done` once nothing is in flight that is now."""
         self._flushes.append((self.core.num_launched, done))
         self._wake()
 
     def step(self) -> None:
-        self._tell(self.core.step())
+        self._deliver(self.core.step())
         if self._flushes:
             self._wake()
 
     def end(self, error: BaseException) -> None:
         """End every request with this error."""
-        self._tell(self.core.fail(error))
+        self._deliver(self.core.fail(error))
         self._wake()
 
-    def _tell(self, updates: Sequence[RequestUpdate]) -> None:
+    def _deliver(self, updates: Sequence[RequestUpdate]) -> None:
         """Each client its own updates, in one call. A request that was given to the scheduler itself has no client."""
         by_client: dict[Deliver, list[RequestUpdate]] = {}
         for update in updates:
@@ -154,3 +172,192 @@ class CoreLoop:
         for _, done in (flush for flush in self._flushes if flush[0] <= committed):
             done.set()
         self._flushes = [flush for flush in self._flushes if flush[0] > committed]
+
+
+Command = Callable[[CoreLoop], object]
+"""What the thread does with its loop."""
+
+
+class HasLoad(Protocol):
+    """What an `EngineThread` runs."""
+
+    @property
+    def load(self) -> CoreLoad: ...
+
+    @property
+    def failure(self) -> BaseException | None: ...
+
+
+class EngineThread(Protocol):
+    """A thread that serves requests: see `CoreThread`."""
+
+    @property
+    def core(self) -> HasLoad: ...
+
+    @property
+    def alive(self) -> bool: ...
+
+    def next_id(self) -> RequestId: ...
+
+    def add(self, requests: Sequence[EngineRequest], deliver: Deliver) -> None: ...
+
+    def abort(self, request_ids: Sequence[RequestId]) -> None: ...
+
+    def finish(self, request_id: RequestId, num_tokens: int) -> None: ...
+
+    def update_weights(self, model: str | None, draft: str | None) -> None: ...
+
+    def flush(self) -> None: ...
+
+    @property
+    def close(self) -> Callable[[], object]: ...
+
+
+class CoreThread:
+    """Runs a core until `close`, or until nobody holds this object. Requests that are alive then end with an error."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self._inbox: SimpleQueue[Command | None] = SimpleQueue()
+        self._ids = count()
+        self._thread = threading.Thread(target=_run, args=(core, self._inbox), name="treetop-core", daemon=True)
+        self._thread.start()
+        self.close = weakref.finalize(self, _close, self._inbox, self._thread)
+        """Stop the thread and wait for its end; any number of times."""
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def next_id(self) -> RequestId:
+        return RequestId(next(self._ids))
+
+    def add(self, requests: Sequence[EngineRequest], deliver: Deliver) -> None:
+        """Queue requests together. One that can never run is told so in its last update."""
+        self._inbox.put(lambda loop: loop.add(requests, deliver))
+
+    def abort(self, request_ids: Sequence[RequestId]) -> None:
+        """End requests, wherever they stand; those that are not alive stay as they are. They get a last update."""
+        self._inbox.put(lambda loop: loop.abort(request_ids))
+
+    def finish(self, request_id: RequestId, num_tokens: int) -> None:
+        """The client stops after `num_tokens` tokens of the output; nothing more is delivered."""
+        self._inbox.put(lambda loop: loop.finish(request_id, num_tokens))
+
+    def flush(self) -> None:
+        """Wait until all that was in flight has been committed, and all commands before this have been applied.
+
+        On the core's own thread, where the collector may close a client that was abandoned, it waits for nothing.
+        """
+        if threading.current_thread() is self._thread:
+            return
+        done = threading.Event()
+        self._inbox.put(lambda loop: loop.flush(done))
+        while self.alive and not done.wait(timeout=1.0):
+            pass
+
+    def update_weights(self, model: str | None, draft: str | None) -> None:
+        """As `CoreLoop.update_weights`, and wait for it. Raises EngineError if the core has ended."""
+        done, raised = threading.Event(), list[BaseException]()
+
+        def update(loop: CoreLoop) -> None:
+            try:
+                loop.update_weights(model, draft)
+            except BaseException as error:
+                raised.append(error)
+            done.set()
+
+        self._inbox.put(update)
+        while self.alive and not done.wait(timeout=1.0):
+            pass
+        if raised:
+            raise raised[0]
+        if not done.is_set():
+            raise EngineError("the engine core has been closed")
+
+
+class SyncClient:
+    """The requests of one caller, and a queue of their updates. One thread uses it at a time.
+
+    It is a context: on leaving, requests that are still alive are aborted, and nothing of them is in flight any more.
+    """
+
+    def __init__(self, thread: EngineThread) -> None:
+        self._thread = thread
+        self._queue: SimpleQueue[list[RequestUpdate]] = SimpleQueue()
+        self._alive: set[RequestId] = set()
+
+    def __enter__(self) -> "SyncClient":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        alive = getattr(self, "_alive", None)  # an interrupt may have fallen into `__init__`
+        if alive:  # or into `close`
+            self._thread.abort(tuple(alive))
+
+    def add(self, requests: Sequence[EngineRequest]) -> None:
+        """Queue requests, which are planned together. Raises EngineError if the core has ended."""
+        if not self._thread.alive:
+            raise EngineError("the engine core has been closed")
+        self._alive.update(request.request_id for request in requests)
+        self._thread.add(requests, self._queue.put)
+
+    def finish(self, request_id: RequestId, num_tokens: int) -> None:
+        """Stop a request after the first `num_tokens` tokens of its output; later updates of it are not returned."""
+        self._thread.finish(request_id, num_tokens)
+        self._alive.discard(request_id)
+
+    def get(self) -> list[RequestUpdate]:
+        """Wait for the next updates. Raises EngineError if the core ends without a word."""
+        while True:
+            if not self._thread.alive and self._queue.empty():
+                raise EngineError("the engine core has ended")
+            try:
+                updates = self._queue.get(timeout=1.0)
+            except Empty:
+                continue
+            wanted = [update for update in updates if update.request_id in self._alive]
+            self._alive.difference_update(u.request_id for u in wanted if u.finish_reason is not None)
+            if wanted:
+                return wanted
+
+    @property
+    def failure(self) -> BaseException:
+        """Why the engine failed, for a client that was told so."""
+        return self._thread.core.failure or EngineError("the engine failed")
+
+    def close(self) -> None:
+        """Abort what is alive, and wait until nothing is in flight that was."""
+        if self._alive:
+            self._thread.abort(tuple(self._alive))
+        self._thread.flush()
+        self._alive.clear()
+
+
+def _close(inbox: "SimpleQueue[Command | None]", thread: threading.Thread) -> None:
+    inbox.put(None)
+    if thread is not threading.current_thread():  # else a collection on the core's own thread
+        thread.join()
+
+
+class _QueueInbox:
+    """Commands of this process."""
+
+    def __init__(self, queue: "SimpleQueue[Command | None]") -> None:
+        self._queue = queue
+
+    def take(self, loop: CoreLoop) -> bool:
+        while not loop.core.busy or not self._queue.empty():
+            command = self._queue.get()
+            if command is None:
+                loop.end(EngineError("the engine core has been closed"))
+                return False
+            command(loop)
+        return True
+
+
+def _run(core: Core, queue: "SimpleQueue[Command | None]") -> None:
+    CoreLoop(core).run(_QueueInbox(queue))

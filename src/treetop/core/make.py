@@ -3,14 +3,15 @@
 from typing import TypeVar
 
 from treetop.core.engine_core import EngineCore, StepEngine
-from treetop.core.grammars import Grammars
+from treetop.core.grammars import GrammarCompiler
 from treetop.core.structured_output import StructuredOutputManager
 from treetop.engine.engine import Engine
+from treetop.engine.round_costs import work_clock
 from treetop.models.folder import extra_eos_ids
 from treetop.scheduler.scheduler import Scheduler
 from treetop.types.constraint import StructureLimits
 from treetop.types.requests import CoreInfo, PrefixPages
-from treetop.types.sampling import MOST_LOGPROBS
+from treetop.types.sampling import MAX_LOGPROBS
 
 Step = TypeVar("Step")
 
@@ -19,7 +20,7 @@ def core_of(runs: StepEngine[Step], engine: Engine) -> EngineCore[Step]:
     """A core with a scheduler for the engine. runs: what its steps are launched on."""
     info = info_of(engine)
     vocab_size = info.vocab_size if info.can_constrain else None
-    grammars = Grammars(engine.model_path, info.vocab_size, info.eos_ids)
+    grammars = GrammarCompiler(engine.model_path, info.vocab_size, info.eos_ids)
     structures = StructuredOutputManager(grammars, info.structure_limits.timeout_s)
     scheduler = Scheduler(
         engine.layout,
@@ -27,8 +28,11 @@ def core_of(runs: StepEngine[Step], engine: Engine) -> EngineCore[Step]:
         info.eos_ids,
         vocab_size=vocab_size,
         pace=engine.pace,
+        costs=engine.costs,
+        work_clock=work_clock(engine.runner.buffers.rows.device),
         structures=structures,
     )
+    engine.set_tree_masks(scheduler.node_masks)
     return EngineCore(runs, scheduler)
 
 
@@ -39,12 +43,13 @@ def info_of(engine: Engine) -> CoreInfo:
         vocab_size=engine.spec.vocab_size,
         max_context=layout.max_context,
         max_requests=layout.max_requests,
-        shape=config.shape,
+        shape=max(config.shapes, key=lambda shape: (shape.num_steps, shape.num_draft_tokens)),
         by_priority=config.schedule_policy == "priority",
         can_change_logits=not config.disable_logits_processors,
-        max_logprobs=MOST_LOGPROBS,
+        max_logprobs=MAX_LOGPROBS,
         eos_ids=(*engine.spec.eos_token_ids, *extra_eos_ids(engine.model_path)),
-        can_constrain=not config.disable_logits_processors and config.simulate_accept_length is None,
+        can_constrain=not config.disable_logits_processors and not config.simulates,
         prefix=None if config.disable_radix_cache else PrefixPages.of(layout),
         structure_limits=StructureLimits(config.structured_output_timeout, config.structured_output_memory),
+        exactness=config.exactness,
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 from treetop.core.engine_core import EngineCore
 from treetop.core.wire import MockOptions
 from treetop.models.folder import resolve_folder
-from treetop.models.json_file import MOST_TOKENS, read_object
+from treetop.models.json_file import MAX_TOKENS, read_object
 from treetop.scheduler.scheduler import Scheduler
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CheckpointError, ConfigError
@@ -55,8 +55,11 @@ class MockEngine:
             for chunk in plan.chunks:
                 self._position[chunk.row] = chunk.start + len(chunk.token_ids)
             return StepResult(tuple(self._next(chunk.row, int(chunk.next_token is None)) for chunk in plan.chunks))
-        least, most = self._options.least, self._options.most
-        return StepResult(tuple(self._next(row, self._random.randint(least, most)) for row in plan.rows))
+        minimum, maximum = self._options.minimum, self._options.maximum
+        return StepResult(tuple(self._next(row, self._random.randint(minimum, maximum)) for row in plan.rows))
+
+    def update_weights(self, model: str | None, draft: str | None) -> None:
+        raise ConfigError("update_weights: --mock has no weights; leave it out")
 
     def _next(self, row: Row, count: int) -> RowResult:
         stream, start = self._options.stream, self._position[row]
@@ -67,7 +70,7 @@ class MockEngine:
 def make_mock(config: EngineConfig, mock: MockOptions) -> tuple[EngineCore[_Due], CoreInfo]:
     """A core whose engine is a `MockEngine`. Of the model only two numbers of `config.json` are read.
 
-    Its tree is a chain of `mock.most` tokens, whatever the configuration's is. Raises UserError.
+    Its tree is a chain of `mock.maximum` tokens, whatever the configuration's is. Raises UserError.
     """
     folder = resolve_folder(config.model)
     vocab_size, positions = (_positive(folder, key) for key in ("vocab_size", "max_position_embeddings"))
@@ -76,12 +79,15 @@ def make_mock(config: EngineConfig, mock: MockOptions) -> tuple[EngineCore[_Due]
         raise ConfigError(f"--context-length {context} exceeds the model's {positions} positions")
     config = replace(
         config,
-        draft="mock" if mock.most > 1 else None,
+        draft="mock" if mock.maximum > 1 else None,
         speculative_algorithm=None,
         speculative_eagle_topk=1,
-        speculative_num_steps=max(mock.most - 1, 1),
-        speculative_num_draft_tokens=max(mock.most, 2),
+        speculative_num_steps=max(mock.maximum - 1, 1),
+        speculative_num_draft_tokens=max(mock.maximum, 2),
+        speculative_policy="fixed",
+        speculative_shapes=None,
         simulate_accept_length=None,
+        simulate_acceptance=None,
     )
     layout = Layout(
         shapes=(config.shape,),
@@ -104,14 +110,15 @@ def make_mock(config: EngineConfig, mock: MockOptions) -> tuple[EngineCore[_Due]
         config.shape,
         by_priority=config.schedule_policy == "priority",
         prefix=None if config.disable_radix_cache else PrefixPages.of(layout),
+        exactness=config.exactness,
     )
     return EngineCore(MockEngine(mock), Scheduler(layout, config, ())), info
 
 
 def _positive(folder: Path, key: str) -> int:
     value = read_object(folder / "config.json").get(key)
-    if not isinstance(value, int) or not 0 < value <= MOST_TOKENS:
+    if not isinstance(value, int) or not 0 < value <= MAX_TOKENS:
         raise CheckpointError(
-            f"{folder}/config.json: {key} must be an integer from 1 to {MOST_TOKENS}, got {value!r:.200}"
+            f"{folder}/config.json: {key} must be an integer from 1 to {MAX_TOKENS}, got {value!r:.200}"
         )
     return value

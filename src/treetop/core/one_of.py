@@ -1,28 +1,21 @@
 """`oneOf` whose branches exclude one another, as pydantic writes its unions: for these it says what `anyOf` says."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
-_MOST_HOPS = 16
+_MAX_HOPS = 16
 """References that are followed to find a branch."""
 
 
-def with_exclusive_branches(spec: str) -> str:
-    """The JSON schema with `anyOf` where its `oneOf` says the same; else as it is.
+def with_exclusive_branches(schema: Any) -> Any:
+    """A JSON schema with `anyOf` where its `oneOf` says the same; else as it is.
 
     Branches exclude one another if each has a property of the same name, whose values are listed (const, enum), and no
     value is listed twice. The property is required then: an object without it would fit every branch. A text of the
-    schema that is returned is one of the schema that was given.
+    schema that is returned is one of the schema that was given, which is changed. Raises ValueError and RecursionError.
     """
-    if "oneOf" not in spec:
-        return spec
-    try:
-        schema = json.loads(spec)
-        _rewrite(schema, schema)
-        return json.dumps(schema)
-    except (ValueError, RecursionError):  # the library says what is wrong with it
-        return spec
+    _rewrite(schema, schema)
+    return schema
 
 
 def _rewrite(node: Any, root: Any) -> None:
@@ -57,7 +50,7 @@ def _exclusive(branches: Sequence[Any], root: Any) -> list[Any] | None:
 
 def _resolved(branch: Any, root: Any) -> dict[str, Any] | None:
     """The object schema that a branch is or refers to; None for what is none, or whose keys would be merged."""
-    for _ in range(_MOST_HOPS):
+    for _ in range(_MAX_HOPS):
         if not isinstance(branch, dict):
             return None
         if "$ref" not in branch:

@@ -15,16 +15,18 @@ import weakref
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import asdict
 from typing import NamedTuple
 
-from treetop.core.grammars import check_installed, refused
+from treetop.core.grammars import check_installed
+from treetop.core.refusals import refused
 from treetop.types.constraint import StructuredOutput, StructureLimits
 from treetop.types.errors import EngineError, InputError
 from treetop.types.requests import CoreInfo
 
 _NUM_PROCESSES = 2
 """So that one structure that takes long does not hold up all others."""
-_MOST_KEPT = 1024
+_MAX_KEPT = 1024
 """Structures of which it is known whether they can be kept."""
 _KILLED_S = 60.0
 """How long it counts that a process was killed: the machine may have been busy."""
@@ -38,7 +40,7 @@ class StructureChecker:
     def __init__(self, info: CoreInfo) -> None:
         self._idle: list[_Process] = []
         self._all: set[_Process] = set()
-        self._told = json.dumps(
+        self._options = json.dumps(
             {
                 "folder": info.model_path,
                 "vocab_size": info.vocab_size,
@@ -76,7 +78,7 @@ class StructureChecker:
             if finding is None or finding.is_over:
                 finding = self._findings[asked] = _Finding(self._pool.submit(self._find, asked))
             self._findings.move_to_end(asked)
-            if len(self._findings) > _MOST_KEPT:
+            if len(self._findings) > _MAX_KEPT:
                 self._findings.popitem(last=False)
             finding.num_waiting += 1
         return finding
@@ -103,7 +105,7 @@ class StructureChecker:
 
     def _started(self) -> "_Process":
         try:
-            process = _Process(self._told, self._limits)
+            process = _Process(self._options, self._limits)
         except OSError as error:
             raise EngineError(f"no process that checks structures could be started: {error}") from None
         self._all.add(process)
@@ -111,7 +113,9 @@ class StructureChecker:
 
 
 class _Verdict(NamedTuple):
-    """problem: what is wrong with a structure, None if nothing is. until_s: when it counts no more."""
+    """problem: what is wrong with a structure, None if nothing is.
+    until_s: when it counts no more.
+    """
 
     problem: str | None
     until_s: float = float("inf")
@@ -135,18 +139,18 @@ class _Finding:
 class _Process:
     """A process that checks structures, one at a time. alive: it can check another."""
 
-    def __init__(self, told: str, limits: StructureLimits) -> None:
+    def __init__(self, options: str, limits: StructureLimits) -> None:
         self._limits, self.alive = limits, True
         command = [sys.executable, "-P", "-m", "treetop.core.structure_process"]
         pipe, null = subprocess.PIPE, subprocess.DEVNULL  # where the library says how it crashed
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, start_new_session=True)
-        self._cannot = self._exchange(told)
+        self._cannot = self._exchange(options)
 
     def ask(self, asked: StructuredOutput) -> str | None:
         """What is wrong with a structure."""
         if self._cannot is not None:
             return self._cannot
-        return self._exchange(json.dumps({"kind": asked.kind, "spec": asked.spec}))
+        return self._exchange(json.dumps(asdict(asked)))
 
     def end(self) -> None:
         """Any number of times, from any thread."""
@@ -174,7 +178,7 @@ class _Process:
         return str(refused(self._why(self._process.wait())))
 
     def _why(self, code: int) -> str:
-        if code == -signal.SIGALRM:
+        if code == -signal.SIGPROF:
             return (
                 f"the structure takes longer than {self._limits.timeout_s:g} s to compile; simplify it, or raise"
                 " --structured-output-timeout"

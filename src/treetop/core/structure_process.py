@@ -1,4 +1,4 @@
-"""A process that checks structures, and may be killed for one: by its clock, for its memory, or by the library.
+"""A process that checks structures, and may be killed for one: for its processor time or memory, or by the library.
 
     python -m treetop.core.structure_process     started by `structure_checker.py`; stdin says first for which model
 
@@ -11,16 +11,14 @@ import random
 import resource
 import signal
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from treetop.core.grammars import Grammars, next_mask, refused
-from treetop.types.constraint import StructuredOutput
+from treetop.core.grammars import GrammarCompiler
+from treetop.core.output_parser import OutputParser
+from treetop.core.refusals import refused
+from treetop.types.constraint import Reasoning, StructuredOutput
 from treetop.types.errors import InputError
-
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
 
 _START_S = 60.0
 """Seconds that reading the tokenizer may take."""
@@ -31,72 +29,83 @@ _NUM_STEPS = 8
 
 
 def main() -> int:
-    """The alarm is the system's: it also ends a process that is in the library, whoever has ended meanwhile."""
+    """The timer is the system's: it also ends a process that is in the library, whoever has ended meanwhile.
+
+    It counts processor time: a busy machine makes no structure hostile.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     os.nice(_NICE)
-    told = json.loads(sys.stdin.readline())
-    signal.setitimer(signal.ITIMER_REAL, _START_S)
-    grammars = Grammars(Path(told["folder"]), told["vocab_size"], told["eos_ids"])
+    options = json.loads(sys.stdin.readline())
+    signal.setitimer(signal.ITIMER_PROF, _START_S)
+    grammars = GrammarCompiler(Path(options["folder"]), options["vocab_size"], options["eos_ids"])
     problem = None
     try:
         grammars.load()
     except InputError as error:
         problem = str(error)
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    _say(problem)
-    limit_memory(told["memory_mib"] << 20)
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    _send(problem)
+    limit_memory(options["memory_mib"] << 20)
     for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_REAL, told["timeout_s"])
-        problem = problem_of(grammars, StructuredOutput(**json.loads(line)))
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        _say(problem)
+        signal.setitimer(signal.ITIMER_PROF, options["timeout_s"])
+        problem = problem_of(grammars, _asked(line))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _send(problem)
     return 0
 
 
-def problem_of(grammars: Grammars, asked: StructuredOutput) -> str | None:
+def problem_of(grammars: GrammarCompiler, asked: StructuredOutput) -> str | None:
     """Why no text can be held to a structure, or not with what the library can do; None if nothing is known."""
     try:
-        matcher = grammars.matcher(asked)
-        mask = next_mask(matcher, ())
+        parser = grammars.parser(asked)
+        mask = parser.mask()
     except InputError as error:
         return str(error)
-    if not any(mask):
+    if mask is not None and not any(mask):
         return str(refused("no text has this structure"))
-    return _problem_behind(matcher, mask, grammars.eos_ids)
+    return _problem_behind(parser, mask, grammars)
 
 
-def _problem_behind(matcher: "LLMatcher", mask: bytes, eos_ids: Sequence[int]) -> str | None:
+def _problem_behind(parser: OutputParser, mask: bytes | None, grammars: GrammarCompiler) -> str | None:
     """What a few tokens meet, of any text. A text may be a dead end; that is none of the structure's."""
-    dice = random.Random(0)
+    dice, size = random.Random(0), grammars.vocab_size
     for _ in range(_NUM_STEPS):
-        bits = int.from_bytes(mask, "little")
-        for token in eos_ids:
+        bits = (1 << size) - 1 if mask is None else int.from_bytes(mask, "little")
+        for token in grammars.eos_ids:
             bits &= ~(1 << token)
         if not bits:
             return None
-        picked = [token for token in _drawn(dice, len(mask) * 8) if bits >> token & 1]
+        picked = [token for token in _drawn(dice, size) if bits >> token & 1]
         try:
-            mask = next_mask(matcher, picked[:1] or [(bits & -bits).bit_length() - 1])
+            parser.follow(picked[:1] or [(bits & -bits).bit_length() - 1])
+            mask = parser.mask()
         except InputError as error:
             return str(error) if "too complex" in str(error) else None
     return None
 
 
-def _drawn(dice: random.Random, most: int) -> list[int]:
-    return [dice.randrange(most) for _ in range(64)]
+def _asked(line: str) -> StructuredOutput:
+    said = json.loads(line)
+    thought = said.pop("reasoning")
+    reasoning = None if thought is None else Reasoning(**{**thought, "also_closes": tuple(thought["also_closes"])})
+    return StructuredOutput(**said, reasoning=reasoning)
+
+
+def _drawn(dice: random.Random, maximum: int) -> list[int]:
+    return [dice.randrange(maximum) for _ in range(64)]
 
 
 def limit_memory(num_bytes: int) -> None:
     """Of what this process may still take."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = pages * os.sysconf("SC_PAGE_SIZE") + num_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    maximum = pages * os.sysconf("SC_PAGE_SIZE") + num_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (maximum if hard == resource.RLIM_INFINITY else min(maximum, hard), hard))
 
 
-def _say(problem: Any) -> None:
+def _send(problem: Any) -> None:
     sys.stdout.write(json.dumps(problem) + "\n")
     sys.stdout.flush()
 

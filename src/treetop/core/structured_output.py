@@ -10,21 +10,21 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from treetop.core.grammars import Grammars, next_mask
-from treetop.types.constraint import StructuredOutput
+from treetop.core.grammars import GrammarCompiler
+from treetop.core.output_parser import OutputParser
+from treetop.types.constraint import Branch, StructuredOutput
 
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
-
-_MOST_COMPILED = 16
+_MAX_COMPILED = 16
 """Structures whose parsers are kept for requests that come."""
 _NUM_COMPILERS = 2
-_MOST_MASKERS = 8
+_MAX_MASKERS = 8
 _SLACK = 2
 """A structure has been compiled within the limit before, to check it; here others may need the processor, too."""
 
+Mask = bytes | None
+"""Bit t % 8 of byte t // 8 for token t; None for all tokens."""
 Result = TypeVar("Result")
 
 
@@ -35,24 +35,24 @@ class StructuredOutputManager:
     object any more.
     """
 
-    def __init__(self, grammars: Grammars, timeout_s: float) -> None:
+    def __init__(self, grammars: GrammarCompiler, timeout_s: float) -> None:
         """timeout_s: that one token's mask may take. Structures have been checked: `core/structure_checker.py`."""
         self.timeout_s, self._grammars = timeout_s, grammars
         self._compilers = ThreadPoolExecutor(_NUM_COMPILERS, "treetop-grammar")
-        self.maskers = ThreadPoolExecutor(min(_MOST_MASKERS, os.cpu_count() or 1), "treetop-mask")
-        self._compiled: OrderedDict[StructuredOutput, Work[LLMatcher]] = OrderedDict()
+        self.maskers = ThreadPoolExecutor(min(_MAX_MASKERS, os.cpu_count() or 1), "treetop-mask")
+        self._compiled: OrderedDict[StructuredOutput, Work[OutputParser]] = OrderedDict()
 
     def constraint(self, asked: StructuredOutput, without: Sequence[int] = ()) -> "GrammarConstraint":
         """A constraint that nothing has been asked yet; at once. without: ids that are never allowed."""
         return GrammarConstraint(self, asked, without, -(-self._grammars.vocab_size // 8))
 
-    def compiled(self, asked: StructuredOutput) -> "Work[LLMatcher]":
+    def compiled(self, asked: StructuredOutput) -> "Work[OutputParser]":
         """The structure's parser at the start of a text, or its coming. Whoever wants to use it makes a copy."""
         known = self._compiled.get(asked)
         if known is None or (known.done and known.future.exception() is not None):
-            known = self._compiled[asked] = Work(self._compilers, partial(self._grammars.matcher, asked))
+            known = self._compiled[asked] = Work(self._compilers, partial(self._grammars.parser, asked))
         self._compiled.move_to_end(asked)
-        if len(self._compiled) > _MOST_COMPILED:
+        if len(self._compiled) > _MAX_COMPILED:
             self._compiled.popitem(last=False)
         return known
 
@@ -64,18 +64,24 @@ class GrammarConstraint:
         self, manager: StructuredOutputManager, asked: StructuredOutput, without: Sequence[int], num_bytes: int
     ) -> None:
         self._manager, self._asked, self._without, self._num_bytes = manager, asked, without, num_bytes
-        self._matcher: LLMatcher | None = None
-        self._compiling: Work[LLMatcher] | None = None
-        self._masking: Work[bytes] | None = None
+        self._parser: OutputParser | None = None
+        self._compiling: Work[OutputParser] | None = None
+        self._masking: Work[Mask] | None = None
 
-    def ask(self, new_ids: Sequence[int]) -> "Future[bytes]":
+    def ask(self, new_ids: Sequence[int]) -> "Future[Mask]":
         if self._compiling is None:
-            answer: Future[bytes] = Future()
+            answer: Future[Mask] = Future()
             self._compiling = self._manager.compiled(self._asked)
             self._compiling.future.add_done_callback(partial(self._begin, answer))
             return answer
         self._masking = Work(self._manager.maskers, partial(self._mask, tuple(new_ids)))
         return self._masking.future
+
+    def walk(self, visit: Callable[[Branch], None]) -> "Future[None]":
+        """On a copy of the parser, made at once: drafts never reach the one that follows the output."""
+        assert self._parser is not None, "something was answered"
+        branch = _GrammarBranch(self._parser.copy(), self._masked)
+        return self._manager.maskers.submit(visit, branch)
 
     @property
     def overdue(self) -> str | None:
@@ -90,21 +96,43 @@ class GrammarConstraint:
             " (--structured-output-timeout)"
         )
 
-    def _begin(self, answer: "Future[bytes]", compiled: "Future[LLMatcher]") -> None:
+    def _begin(self, answer: "Future[Mask]", compiled: "Future[OutputParser]") -> None:
         """The parser has been compiled: answer what may come first."""
         self._masking = Work(self._manager.maskers, partial(self._first, compiled))
         self._masking.future.add_done_callback(partial(_hand_on, answer))
 
-    def _first(self, compiled: "Future[LLMatcher]") -> bytes:
-        self._matcher = compiled.result().deep_copy()
+    def _first(self, compiled: "Future[OutputParser]") -> Mask:
+        self._parser = compiled.result().copy()
         return self._mask(())
 
-    def _mask(self, new_ids: tuple[int, ...]) -> bytes:
-        assert self._matcher is not None
-        mask = bytearray(next_mask(self._matcher, new_ids)[: self._num_bytes])  # it is padded to words
+    def _mask(self, new_ids: tuple[int, ...]) -> Mask:
+        assert self._parser is not None
+        self._parser.follow(new_ids)
+        return self._masked(self._parser.mask())
+
+    def _masked(self, words: Mask) -> Mask:
+        """The library's mask, which is padded to words, without what is never allowed."""
+        if words is None:
+            return None
+        mask = bytearray(words[: self._num_bytes])
         for token in self._without:
-            mask[token // 8] &= ~(1 << token % 8) & 0xFF
+            if token // 8 < len(mask):
+                mask[token // 8] &= ~(1 << token % 8) & 0xFF
         return bytes(mask)
+
+
+class _GrammarBranch:
+    """A copy of a parser that goes along a tree. See `Branch`; a parser that has met an error is of no more use."""
+
+    def __init__(self, parser: OutputParser, masked: Callable[[Mask], Mask]) -> None:
+        self._parser, self._masked = parser, masked
+
+    def accept(self, token: int) -> Mask:
+        self._parser.try_token(token)
+        return self._masked(self._parser.mask())
+
+    def rollback(self) -> bool:
+        return self._parser.rollback()
 
 
 class Work(Generic[Result]):
@@ -128,7 +156,7 @@ class Work(Generic[Result]):
         return do()
 
 
-def _hand_on(answer: "Future[bytes]", done: "Future[bytes]") -> None:
+def _hand_on(answer: "Future[Mask]", done: "Future[Mask]") -> None:
     error = done.exception()
     if error is None:
         answer.set_result(done.result())

@@ -1,4 +1,4 @@
-"""What an API process and the engine process say to each other: typed msgpack messages, never pickles."""
+"""Messages between API processes and engine processes: typed msgpack messages, never pickles."""
 
 from pathlib import Path
 
@@ -44,6 +44,14 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
+class UpdateWeights(msgspec.Struct, frozen=True, tag=True):
+    """Go on with the weights of other folders, of None with those in force. number: of the client's, for the answer."""
+
+    number: int
+    model: str | None
+    draft: str | None
+
+
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """The engine is up."""
 
@@ -60,6 +68,14 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     """The engine's load. Told when it has changed, and once a second: it is the heartbeat of the loop, too."""
 
     load: CoreLoad
+
+
+class WeightsUpdated(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `UpdateWeights`. error: why nothing has changed; user_error: whoever asked can change that."""
+
+    number: int
+    error: str | None = None
+    user_error: bool = False
 
 
 class EngineUp(msgspec.Struct, frozen=True, tag=True):
@@ -86,40 +102,44 @@ class EngineDead(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-EngineNews = EngineUp | EngineLost | EngineDead
-"""What an API process is told of the engine, a line of JSON each."""
+EngineEvent = EngineUp | EngineLost | EngineDead
+"""Sent to API processes, a line of JSON each."""
 
 
 class MockOptions(msgspec.Struct, frozen=True):
     """An engine without a model.
 
-    stream: ids it gives, by position. step_s: what a step takes. least, most: tokens that a round gives.
+    stream: ids it gives, by position.
+    step_s: what a step takes.
+    minimum, maximum: tokens that a round gives.
     """
 
     stream: tuple[int, ...]
     step_s: float
-    least: int
-    most: int
+    minimum: int
+    maximum: int
 
 
 class ProcessOptions(msgspec.Struct, frozen=True):
-    """What an engine process is told on stdin.
+    """Options of an engine process, sent on its stdin.
 
     address: of its socket, ipc, in a folder of its owner alone; ranks that share experts have theirs beside it.
     log_level: of `logging`; of the ranks after the first only warnings are shown.
-    handover: what it does for others.
+    disaggregation: what it does for others.
     rank: of `config.ep_size`.
     replica: of `num_replicas`, which share the machine.
+    weights: a file that says which weights are in force once they have been replaced, for the engine after this one.
     """
 
     address: str
     config: EngineConfig
     mock: MockOptions | None = None
     log_level: int = 30
-    handover: DisaggregationOptions = DisaggregationOptions()
+    disaggregation: DisaggregationOptions = DisaggregationOptions()
     rank: int = 0
     replica: int = 0
     num_replicas: int = 1
+    weights: str | None = None
 
     @property
     def folder(self) -> str:
@@ -127,8 +147,8 @@ class ProcessOptions(msgspec.Struct, frozen=True):
         return str(Path(self.address.removeprefix("ipc://")).parent)
 
 
-ToCore = Hello | Add | Abort | Finish | Leave
-FromCore = Ready | Updates | Load
+ToCore = Hello | Add | Abort | Finish | Leave | UpdateWeights
+FromCore = Ready | Updates | Load | WeightsUpdated
 
 encode = msgspec.msgpack.Encoder().encode
 _to_core: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)

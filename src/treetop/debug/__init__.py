@@ -1,1 +1,1 @@
-"""Guards shown alive: named faults, the visibility decoder, a small random model with two KV groups."""
+"""What a checkpoint must do, computed densely, and small random checkpoints: what the doctor compares with."""

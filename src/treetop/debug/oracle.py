@@ -24,6 +24,14 @@ class OracleNode:
     logprob: float
 
 
+@dataclass(frozen=True, slots=True)
+class OracleCalibration:
+    """What the head's logits are multiplied by, and what is added to log-probabilities, by depth and rank."""
+
+    heat: float
+    shift: list[list[float]]
+
+
 class DensePair:
     """Target and EAGLE-3 head in float64."""
 
@@ -50,7 +58,9 @@ class DensePair:
         logits = _norm(x, w["model.norm.weight"], c) @ lm_head.T
         return logits, torch.cat([outputs[i] for i in self.aux_outputs], dim=-1)
 
-    def run_head(self, ids: list[int], aux_hidden: Tensor, branch: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def run_head(
+        self, ids: list[int], aux_hidden: Tensor, branch: list[Tensor], heat: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
         """The head over slots 0 .. n-1, slot i holding (feature i, token i + 1).
 
         ids: the n + 1 tokens. aux_hidden: [m, 3 * hidden] of the first m slots; the head's own states `branch` stand in
@@ -66,28 +76,30 @@ class DensePair:
         x = hidden + _attention(torch.cat(normed, dim=-1), w, "midlayer.self_attn.", c, None)
         x = x + _mlp(_norm(x, w["midlayer.post_attention_layernorm.weight"], c), w, "midlayer.mlp.")
         logits = _norm(x[-1], w["norm.weight"], c) @ w["lm_head.weight"].T
-        return x[-1], torch.log_softmax(logits.to(torch.float32), dim=-1)
+        return x[-1], torch.log_softmax(logits.to(torch.float32) * heat, dim=-1)
 
-    def tree(self, ids: list[int], k: int, steps: int, size: int) -> list[OracleNode]:
+    def tree(self, ids: list[int], k: int, steps: int, size: int, calibration: OracleCalibration) -> list[OracleNode]:
         """The tree that follows `ids`, whose last token is the root: `size` nodes in breadth-first order."""
+        heat, shift = calibration.heat, calibration.shift
         aux_hidden = self.run_target(ids[:-1])[1]
-        state, logprobs = self.run_head(ids, aux_hidden, [])
+        state, logprobs = self.run_head(ids, aux_hidden, [], heat)
         found = [OracleNode(ids[-1], 0, 0.0)]
         flat: list[tuple[int, float, int]] = []  # (token, logprob, flat index of the parent or -1)
         frontier: list[tuple[int, list[int], list[Tensor]]] = []  # (flat index, ids, branch states)
-        for token, logprob in self._best(logprobs, k):
+        for token, logprob in _corrected(self._best(logprobs, k), shift[0]):
             frontier.append((len(flat), [*ids, token], [state]))
             flat.append((token, logprob, -1))
-        for _ in range(steps - 1):
+        for depth in range(1, steps):
             grown: list[tuple[float, int, list[int], list[Tensor]]] = []
             for index, path, branch in frontier:
-                state, logprobs = self.run_head(path, aux_hidden, branch)
-                for token, logprob in self._best(logprobs, k):
+                state, logprobs = self.run_head(path, aux_hidden, branch, heat)
+                for token, logprob in _corrected(self._best(logprobs, k), shift[depth]):
                     score = float(torch.tensor(flat[index][1]) + torch.tensor(logprob))  # float32, as drafted
                     grown.append((score, len(flat), [*path, token], [*branch, state]))
                     flat.append((token, score, index))
-            grown.sort(key=lambda item: (-item[0], item[1]))
-            frontier = [(index, path, branch) for _, index, path, branch in grown[:k]]
+            spine, *others = grown  # the best child of the first, which leads whatever its score
+            others.sort(key=lambda item: (-item[0], item[1]))
+            frontier = [(index, path, branch) for _, index, path, branch in [spine, *others][:k]]
         order = sorted(range(len(flat)), key=lambda i: (-flat[i][1], i))[: size - 1]
         place = {-1: 0} | {index: node for node, index in enumerate(sorted(order), 1)}
         found += [OracleNode(flat[i][0], place[flat[i][2]], flat[i][1]) for i in sorted(order)]
@@ -110,6 +122,15 @@ class DensePair:
         values = logprobs.tolist()
         best = sorted(range(len(values)), key=lambda i: (-values[i], i))[:k]
         return [(i + int(self.head["d2t"][i]), min(values[i], 0.0)) for i in best]
+
+
+def _corrected(best: list[tuple[int, float]], shift: list[float]) -> list[tuple[int, float]]:
+    """Proposals with their ranks' shifts: none certain, and none likelier than one before it."""
+    found, highest = [], 0.0
+    for (token, logprob), more in zip(best, shift, strict=False):
+        highest = min(highest, float(torch.tensor(logprob) + torch.tensor(more)))  # float32, as drafted
+        found.append((token, highest))
+    return found
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

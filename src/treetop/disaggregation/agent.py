@@ -117,7 +117,10 @@ def joined(states: Sequence[State]) -> State:
 
 @dataclass(slots=True)
 class _Pulling:
-    """handles: of transfers that have not ended. ended: states of the others. last: the state that was reported."""
+    """handles: of transfers that have not ended.
+    ended: states of the others.
+    last: the state that was reported.
+    """
 
     handles: list[Handle]
     ended: list[State] = field(default_factory=list)

@@ -55,7 +55,7 @@ from treetop.disaggregation.transport import Memory, Transport
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, UserError
 from treetop.types.ids import RequestId
-from treetop.types.requests import EngineRequest, HandoverLoad
+from treetop.types.requests import EngineRequest, KVTransferStats
 
 log = logging.getLogger("treetop.core")
 
@@ -66,9 +66,10 @@ IDLE_MS = 250
 class Connector(Protocol):
     """What a core's loop knows of disaggregation.
 
-    asks: whether requests are to be prefilled elsewhere. refuses: why no client's request is taken, if so. stuck: why
-    the worker should be started anew, once it has nothing to do. wait_ms: how long the loop may wait, if it does not
-    have to do anything else.
+    asks: whether requests are to be prefilled elsewhere.
+    refuses: why no client's request is taken, if so.
+    stuck: why the worker should be started anew, once it has nothing to do.
+    wait_ms: how long the loop may wait, if it does not have to do anything else.
     """
 
     @property
@@ -84,7 +85,7 @@ class Connector(Protocol):
     def wait_ms(self) -> int: ...
 
     @property
-    def load(self) -> HandoverLoad | None: ...
+    def load(self) -> KVTransferStats | None: ...
 
     def sockets(self) -> Sequence[Any]: ...
 
@@ -96,7 +97,7 @@ class Connector(Protocol):
 
 
 class SchedulerHooks(Protocol):
-    """What a scheduler does for a connector; see `scheduler/handover.py`."""
+    """What a scheduler does for a connector; see `scheduler/kv_transfer.py`."""
 
     @property
     def has_events(self) -> bool: ...
@@ -114,7 +115,7 @@ class KVScheduler(Protocol):
     """The scheduler, as a connector knows it."""
 
     @property
-    def handover(self) -> SchedulerHooks: ...
+    def kv_transfer(self) -> SchedulerHooks: ...
 
     def add(self, asked: EngineRequest, *, export_from: int | None) -> object: ...
 
@@ -152,13 +153,13 @@ class KVConnector:
 
     @property
     def wait_ms(self) -> int:
-        if self._scheduler.handover.has_events:
+        if self._scheduler.kv_transfer.has_events:
             return 0
         return self._agent.wait_ms if self.machine.active else IDLE_MS
 
     @property
-    def load(self) -> HandoverLoad:
-        return self.machine.load._replace(num_dropped=self._sockets.num_dropped)
+    def load(self) -> KVTransferStats:
+        return self.machine.load._replace(num_dropped_messages=self._sockets.num_dropped_messages)
 
     def sockets(self) -> Sequence[Any]:
         return self._sockets.sockets()
@@ -184,7 +185,7 @@ class KVConnector:
                 self._agent.disconnect(event.peer)
             yield event
         yield from self._agent.poll()
-        yield from self._scheduler.handover.take_events()
+        yield from self._scheduler.kv_transfer.take_events()
         yield Tick()
 
     def _handle(self, event: Event, now: float) -> None:
@@ -201,9 +202,9 @@ class KVConnector:
             case Pull():
                 self._agent.pull(effect)
             case Recv():
-                scheduler.handover.recv(effect)
+                scheduler.kv_transfer.recv(effect)
             case Stage():
-                scheduler.handover.stage(effect)
+                scheduler.kv_transfer.stage(effect)
             case Start():
                 self._start(effect, now)
             case Finish(request_id):
@@ -211,8 +212,8 @@ class KVConnector:
             case Cancel(request_id):
                 scheduler.abort(request_id)
             case PrefillLocally(request_id, reason):
-                log.warning("request %d is prefilled here: %s", request_id, reason)
-                scheduler.handover.prefill_locally(request_id)
+                log.warning("request %d is prefilled locally: %s", request_id, reason)
+                scheduler.kv_transfer.prefill_locally(request_id)
             case Log(text):
                 log.info("%s, over %s", text, self._agent.name)
 

@@ -34,16 +34,19 @@ from treetop.disaggregation.transport import PeerId, Probe, State, Way
 from treetop.disaggregation.wire import Abort, Offer, Prefill, Refused, Release, Released, Renew, ToDecode, ToPrefill
 from treetop.types.ids import RequestId
 from treetop.types.kv_chunk import KVChunk
-from treetop.types.requests import HandoverLoad
+from treetop.types.requests import KVTransferStats
 
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """A request that a peer prefills. number: no other attempt ever has it.
+    """A request that a peer prefills.
 
-    received: its tokens before this one are imported, or on the way there. offers: not pulled yet, by their first
-    token. known: all chunks that were offered, by theirs. pulls_s: how long each transfer took. late_s: when it is
-    given up without a step forward.
+    number: no other attempt ever has it.
+    received: its tokens before this one are imported, or on the way there.
+    offers: not pulled yet, by their first token.
+    known: all chunks that were offered, by theirs.
+    pulls_s: how long each transfer took.
+    late_s: when it is given up without a step forward.
     """
 
     request_id: RequestId
@@ -59,9 +62,10 @@ class Attempt:
 
 @dataclass(slots=True)
 class RecvSlot:
-    """attempt, offer: what it is for, from pulling to confirmed. begun_s: of the transfer.
-
-    late_s: when a transfer, or a release, is given up. link: that is timed with it.
+    """attempt, offer: what it is for, from pulling to confirmed.
+    begun_s: of the transfer.
+    late_s: when a transfer, or a release, is given up.
+    link: that is timed with it.
     """
 
     state: Literal["free", "probing", "pulling", "releasing", "confirmed", "importing", "quarantine"] = "free"
@@ -82,13 +86,16 @@ class Link(NamedTuple):
 
 @dataclass(slots=True)
 class Peer:
-    """A prefill worker. heard_s: its last message. renew_s: when it gets the next. asked: number of its last attempt.
+    """A prefill worker. last_received_s: its last message.
+
+    renew_s: when it gets the next.
+    asked: number of its last attempt.
 
     way: by which its chunks come.
     """
 
     num_slots: int
-    heard_s: float
+    last_received_s: float
     renew_s: float
     way: Way = "read"
     asked: int = 0
@@ -97,8 +104,10 @@ class Peer:
 class DecodeMachine:
     """`handle` takes what happens and the time, and returns what is to be done. It owns nothing but numbers.
 
-    peers: prefill workers that are asked. attempts: what they still have to bring something for. layout: of a chunk on
-    all ranks. tokens_per_slot: most tokens of a chunk.
+    peers: prefill workers that are asked.
+    attempts: what they still have to bring something for.
+    layout: of a chunk on all ranks.
+    tokens_per_slot: most tokens of a chunk.
     """
 
     refuses = None
@@ -112,7 +121,7 @@ class DecodeMachine:
         self._slot_bytes, self._tokens_per_slot, self._layout = slot_bytes, tokens_per_slot, layout
         self._deadlines, self._numbers = deadlines, count(1)
         self._effects: list[Effect] = []
-        self._load = HandoverLoad(role="decode")
+        self._load = KVTransferStats(mode="decode")
         self._now = 0.0
         self._clogged_s: float | None = None
 
@@ -134,12 +143,12 @@ class DecodeMachine:
         return bool(self.attempts) or any(s.state in ("probing", "pulling", "quarantine") for s in self.slots)
 
     @property
-    def load(self) -> HandoverLoad:
+    def load(self) -> KVTransferStats:
         return self._load._replace(
             num_peers=len(self.peers),
-            num_open=len(self.attempts),
+            num_requests_in_flight=len(self.attempts),
             num_slots_busy=sum(slot.state != "free" for slot in self.slots),
-            num_quarantined=sum(slot.state == "quarantine" for slot in self.slots),
+            num_slots_quarantined=sum(slot.state == "quarantine" for slot in self.slots),
         )
 
     def handle(self, event: Event, now: float) -> list[Effect]:
@@ -186,7 +195,7 @@ class DecodeMachine:
     def _received(self, peer: PeerId, message: ToPrefill | ToDecode, now: float) -> None:
         if peer not in self.peers:
             return
-        self.peers[peer].heard_s = now
+        self.peers[peer].last_received_s = now
         if not isinstance(message, Offer | Released | Refused):
             return
         attempt = self.attempts.get(RequestId(message.request))
@@ -213,8 +222,10 @@ class DecodeMachine:
         attempt.late_s = self._latest(now)
         if chunk.last:  # prefill is over: what has been transferred by now, it has hidden
             under_way = [slot for slot in self.slots if slot.state == "pulling" and slot.attempt is attempt]
-            hidden_s = sum(attempt.pulls_s) + sum(now - slot.begun_s for slot in under_way)
-            self._load = self._load._replace(hidden_s=self._load.hidden_s + hidden_s)
+            overlapped_time_seconds = sum(attempt.pulls_s) + sum(now - slot.begun_s for slot in under_way)
+            self._load = self._load._replace(
+                overlapped_time_seconds=self._load.overlapped_time_seconds + overlapped_time_seconds
+            )
 
     def _possible(self, attempt: Attempt, offer: Offer) -> bool:
         """Whether an offer is of this attempt's tokens, in a slot of its peer, and of none that were offered before."""
@@ -252,7 +263,7 @@ class DecodeMachine:
             self._effects.append(Recv(attempt.request_id, index, offer.chunk, offer.checksums, offer.first))
             if offer.chunk.last:
                 del self.attempts[attempt.request_id]
-                self._load = self._load._replace(num_whole=self._load.num_whole + 1)
+                self._load = self._load._replace(num_requests_done=self._load.num_requests_done + 1)
                 return
 
     def _give_up(self, attempt: Attempt, reason: str | None) -> None:
@@ -268,7 +279,7 @@ class DecodeMachine:
             self._locally(attempt.request_id, reason)
 
     def _locally(self, request_id: RequestId, reason: str) -> None:
-        self._load = self._load._replace(num_local=self._load.num_local + 1)
+        self._load = self._load._replace(num_local_prefills=self._load.num_local_prefills + 1)
         self._effects.append(PrefillLocally(request_id, reason))
 
     # ---------------------------------------------------------------- transfers
@@ -308,9 +319,9 @@ class DecodeMachine:
         load = self._load
         attempt.pulls_s.append(took_s)
         self._load = load._replace(
-            num_pieces=load.num_pieces + 1,
+            num_chunks=load.num_chunks + 1,
             num_bytes=load.num_bytes + self._layout.num_bytes(chunk),
-            transfer_s=load.transfer_s + took_s,
+            time_seconds=load.time_seconds + took_s,
         )
 
     # ---------------------------------------------------------------- prefill workers
@@ -342,8 +353,8 @@ class DecodeMachine:
             self._effects.append(Disconnect(link.peer))
             return
         self.peers[link.peer] = Peer(link.num_slots, now, now, best)
-        read_gbps, write_gbps = gbps.get("read", 0.0), gbps.get("write", 0.0)
-        self._load = self._load._replace(read_gbps=read_gbps, write_gbps=write_gbps)
+        read_gb_s, write_gb_s = gbps.get("read", 0.0), gbps.get("write", 0.0)
+        self._load = self._load._replace(read_gb_s=read_gb_s, write_gb_s=write_gb_s)
 
     def _peer_down(self, peer: PeerId, reason: str) -> None:
         self.peers.pop(peer, None)
@@ -356,7 +367,7 @@ class DecodeMachine:
     def _expire(self, now: float) -> None:
         """What is late is given up, who is silent dropped, and who is to hear from here does."""
         for peer, each in [*self.peers.items()]:
-            if now - each.heard_s > self._deadlines.lease_s:
+            if now - each.last_received_s > self._deadlines.lease_s:
                 self._peer_down(peer, "the prefill worker was silent")
                 self._effects.append(Disconnect(peer))
             elif now >= each.renew_s:

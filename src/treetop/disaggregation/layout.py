@@ -25,7 +25,8 @@ class SlotRef(NamedTuple):
 class Segment(NamedTuple):
     """Bytes of a slot under one checksum: a KV head of a group, all its layers; or the record, group None.
 
-    offset: from the slot's first byte. num_bytes: without the zeros up to the next multiple of `ALIGNMENT`.
+    offset: from the slot's first byte.
+    num_bytes: without the zeros up to the next multiple of `ALIGNMENT`.
     """
 
     group: GroupName | None
@@ -38,7 +39,10 @@ class Segment(NamedTuple):
 class ChunkLayout:
     """What a chunk's slot holds: [group][kv_head][layer][token][plane][head_dim], then the last chunk's record.
 
-    groups: those of one rank, in their layout's order. itemsize: bytes of a number. record_bytes: of a row's record.
+    groups: those of one rank, in their layout's order.
+    itemsize: bytes of a number.
+    record_bytes: of a row's record.
+
     Head-major, so that ranks of another size pull ranges of heads; by tokens, so that page sizes may differ.
     """
 
@@ -104,8 +108,11 @@ def first_head(group: KVGroup, rank: int, size: int) -> int:
 class Schema(NamedTuple):
     """What two workers must have in common, so that one's K/V and records are the other's.
 
-    wire: version of the messages. target, draft: fingerprints of the checkpoints. groups, record: each group and each
-    field of a record in words. shape: k, S, T. slot_bytes: a chunk that fits one's slot must fit the other's.
+    wire: version of the messages.
+    target, draft: fingerprints of the checkpoints.
+    groups, record: each group and each field of a record in words.
+    shape: k, S, T.
+    slot_bytes: a chunk that fits one's slot must fit the other's.
     """
 
     wire: int
@@ -127,7 +134,9 @@ class Schema(NamedTuple):
 
 
 class Staging(NamedTuple):
-    """The slots of rank `rank` of a worker of `size`. memory: all of them, one after the other.
+    """The slots of rank `rank` of a worker of `size`.
+
+    memory: all of them, one after the other.
 
     layout: of a chunk on all ranks together.
     """
@@ -152,7 +161,7 @@ def words_of_groups(groups: Sequence[KVGroup]) -> tuple[str, ...]:
     """Groups of the whole model, all ranks' heads, as a schema has them."""
     return tuple(
         f"{each.name}: {each.num_layers} layers, {each.kv.planes} planes, {each.kv.heads} heads of {each.kv.head_dim},"
-        f" window {each.window}"
+        f" window {each.window}, {each.kv.index_dim} numbers of an indexer"
         for each in groups
     )
 

@@ -19,7 +19,11 @@ class _Copy:
 
 
 class LoopbackTransport:
-    """Copies one range at each poll. stalled: as if the peer had been stopped. broken: as if links had broken."""
+    """Copies one range at each poll.
+
+    stalled: as if the peer had been stopped.
+    broken: as if links had broken.
+    """
 
     name = "loopback"
     _all: ClassVar[dict[bytes, "LoopbackTransport"]] = {}

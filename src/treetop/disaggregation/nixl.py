@@ -27,7 +27,7 @@ from treetop.types.errors import ConfigError
 
 PACKAGES = ("nixl_cu13", "nixl_cu12")
 """Never the meta package, which brings both."""
-_MOST_EARLY = 256
+_MAX_EARLY = 256
 """Words of peers that are not connected yet."""
 _LOOK_S, _DRAIN_S = 0.5, 1.0
 """Seconds between two looks for a writer, and from its death until what it had sent has been taken off the wire."""
@@ -72,8 +72,10 @@ class _Peer:
 
 @dataclass(slots=True)
 class _Transfer:
-    """handle: of a read, or of a write that this end was asked for. state: of a write that this end has asked for, into
-    `local`. look: for its writer, from look_s on. gone_s: when that was found to have gone.
+    """handle: of a read, or of a write that this end was asked for.
+    state: of a write that this end has asked for, into `local`.
+    look: for its writer, from look_s on.
+    gone_s: when that was found to have gone.
     """
 
     peer: _Peer
@@ -129,7 +131,7 @@ class NixlTransport:
         self._leaving: list[_Peer] = []
         self._transfers: dict[Handle, _Transfer] = {}
         self._writes: dict[tuple[str, int], _Transfer] = {}
-        self._early: deque[tuple[str, bytes]] = deque(maxlen=_MOST_EARLY)
+        self._early: deque[tuple[str, bytes]] = deque(maxlen=_MAX_EARLY)
         self._numbers = count()
 
     @property
@@ -197,7 +199,7 @@ class NixlTransport:
             state = self._state(write.handle)
             if state != "busy":
                 del self._writes[agent, number]
-                self._tell(agent, _Written(number, state == "done"))
+                self._notify(agent, _Written(number, state == "done"))
 
     def close(self) -> None:
         self._transfers.clear()
@@ -224,7 +226,7 @@ class NixlTransport:
                 handle = self._begin("WRITE", peer, word.remote, word.local)
                 self._writes[agent, word.number] = _Transfer(peer, time.monotonic(), handle)
             except Exception:  # out of bounds, or the peer has gone
-                self._tell(agent, _Written(word.number, whole=False))
+                self._notify(agent, _Written(word.number, whole=False))
 
     def _begin(self, operation: str, peer: _Peer, here: Sequence[Range], there: Sequence[Range]) -> Any:
         mine, theirs = (
@@ -263,7 +265,7 @@ class NixlTransport:
             return "failed"
         return {"DONE": "done", "PROC": "busy"}.get(state, "failed")  # type: ignore[return-value]  # of these
 
-    def _tell(self, agent: str, word: _Written) -> None:
+    def _notify(self, agent: str, word: _Written) -> None:
         with suppress(Exception):  # it has gone
             self._agent.send_notif(agent, _encode(word))
 

@@ -23,10 +23,12 @@ MIN_SECRET = 16
 class Deadlines:
     """Seconds.
 
-    connect_s: for an answer to a handshake. pull_s: for a chunk to arrive, and again for its release. lease_s: without
-    a message, after which a decode worker's attempt is given up by the prefill worker, or the prefill worker by the
-    decode worker. renew_s: between two messages. progress_s: without a step forward of an attempt, which then goes on
-    locally.
+    connect_s: for an answer to a handshake.
+    pull_s: for a chunk to arrive, and again for its release.
+    lease_s: without a message, after which a decode worker's attempt is given up by the prefill worker, or the prefill
+        worker by the decode worker.
+    renew_s: between two messages.
+    progress_s: without a step forward of an attempt, which then goes on locally.
     """
 
     connect_s: float = 2.0
@@ -77,7 +79,7 @@ class DisaggregationOptions:
     )
     secret_file: str | None = option(
         None,
-        f"file with what both sides know; needed beyond this machine (default: ${SECRET_VARIABLE})",
+        f"file with the shared secret; needed beyond this machine (default: ${SECRET_VARIABLE})",
         flag="--disaggregation-secret-file",
         aliases=("--handover-secret-file",),
         metavar="FILE",
@@ -86,8 +88,8 @@ class DisaggregationOptions:
         10.0,
         "seconds without a message after which one worker gives another up; a request then goes on locally; a transfer"
         " may take half of it",
-        least=0.1,
-        most=3600,
+        minimum=0.1,
+        maximum=3600,
         unit=" seconds",
         flag="--disaggregation-lease",
         aliases=("--handover-lease",),
@@ -126,10 +128,6 @@ class DisaggregationOptions:
     def listens(self, num_ranks: int) -> list[str]:
         """Where each rank listens."""
         return [self.of_rank(rank).listen or "" for rank in range(num_ranks)]
-
-
-NULL = DisaggregationOptions()
-"""Of a worker that prefills and decodes."""
 
 
 def read_secret(environment: Mapping[str, str], file: str | None) -> bytes:

@@ -41,7 +41,7 @@ from treetop.disaggregation.wire import (
 )
 from treetop.types.ids import RequestId
 from treetop.types.kv_chunk import KVChunk
-from treetop.types.requests import HandoverLoad
+from treetop.types.requests import KVTransferStats
 
 Key = tuple[PeerId, int, int]
 """Peer, its request, its attempt."""
@@ -49,9 +49,11 @@ Key = tuple[PeerId, int, int]
 
 @dataclass(slots=True, eq=False)
 class Export:
-    """A request that is computed for a peer. staged: its tokens before this one have been given a slot.
+    """A request that is computed for a peer.
 
-    max_tokens: of a chunk. until_s: when its lease ends, unless its peer renews it.
+    staged: its tokens before this one have been given a slot.
+    max_tokens: of a chunk.
+    until_s: when its lease ends, unless its peer renews it.
     """
 
     key: Key
@@ -81,7 +83,9 @@ class SendSlot:
 class PrefillMachine:
     """`handle` takes what happens and the time, and returns what is to be done. It owns nothing but numbers.
 
-    layout: of a chunk on all ranks. tokens_per_slot: most tokens of a chunk. vocab_size: prompts' tokens are below it.
+    layout: of a chunk on all ranks.
+    tokens_per_slot: most tokens of a chunk.
+    vocab_size: prompts' tokens are below it.
     """
 
     asks, stuck = False, None
@@ -99,7 +103,7 @@ class PrefillMachine:
         self._tokens_per_slot, self._layout, self._vocab_size = tokens_per_slot, layout, vocab_size
         self._deadlines, self._ids = deadlines, count()
         self._effects: list[Effect] = []
-        self._load = HandoverLoad(role="prefill")
+        self._load = KVTransferStats(mode="prefill")
 
     @property
     def active(self) -> bool:
@@ -107,10 +111,10 @@ class PrefillMachine:
         return bool(self._peers)
 
     @property
-    def load(self) -> HandoverLoad:
+    def load(self) -> KVTransferStats:
         return self._load._replace(
             num_peers=len(self._peers),
-            num_open=len(self.exports),
+            num_requests_in_flight=len(self.exports),
             num_slots_busy=sum(slot.state != "free" for slot in self.slots),
         )
 
@@ -201,7 +205,7 @@ class PrefillMachine:
         first = export.first if staged.chunk.last else None
         self._send(peer, Offer(request, attempt, ref, staged.chunk, staged.checksums, first))
         num_bytes = load.num_bytes + self._layout.num_bytes(staged.chunk)
-        self._load = load._replace(num_pieces=load.num_pieces + 1, num_bytes=num_bytes)
+        self._load = load._replace(num_chunks=load.num_chunks + 1, num_bytes=num_bytes)
 
     def _release(self, key: Key, ref: SlotRef, until_s: float) -> None:
         """Only what was offered to this attempt, and not been used again, may count."""
@@ -216,7 +220,7 @@ class PrefillMachine:
             export.until_s = until_s
             if export.staged == export.total and not export.slots:
                 self._remove(export)
-                self._load = self._load._replace(num_whole=self._load.num_whole + 1)
+                self._load = self._load._replace(num_requests_done=self._load.num_requests_done + 1)
                 self._effects.append(Finish(export.request_id))
 
     def _stage(self) -> None:

@@ -8,11 +8,13 @@ from pathlib import Path
 
 from treetop.types.errors import ConfigError
 
-_MOST_BYTES = 300
+_MAX_BYTES = 300
 
 
 class Registry:
-    """A folder that several hosts may share. stale_s: after which a file without renewal says nothing.
+    """A folder that several hosts may share.
+
+    stale_s: after which a file without renewal says nothing.
 
     Raises ConfigError if it is no folder.
     """
@@ -37,7 +39,7 @@ class Registry:
             for file in self._folder.glob("*.peer"):
                 with suppress(OSError, ValueError):
                     fresh = time.time() - file.stat().st_mtime < self._stale_s
-                    if fresh and file.stat().st_size <= _MOST_BYTES:
+                    if fresh and file.stat().st_size <= _MAX_BYTES:
                         found.append(file.read_text(encoding="utf-8").strip())
         return sorted(found)
 

@@ -78,7 +78,11 @@ def listener_keys(secret: bytes) -> tuple[bytes, bytes]:
 
 @dataclass(slots=True)
 class _Connection:
-    """To a prefill worker. late_s: when an answer is late. up: once the handshake is done."""
+    """To a prefill worker.
+
+    late_s: when an answer is late.
+    up: once the handshake is done.
+    """
 
     socket: Socket
     monitor: Socket
@@ -90,7 +94,7 @@ class _Connection:
 class Client:
     """A decode worker's sessions: one with each prefill worker that answers. addresses: zmq's; may change."""
 
-    num_dropped = 0
+    num_dropped_messages = 0
 
     def __init__(self, context: Context, handshake: Handshake, connect_s: float) -> None:
         self._context, self._connect_s = context, connect_s
@@ -211,10 +215,14 @@ def _bound(socket: Socket, address: str) -> Socket:
 
 
 class Listener:
-    """A prefill worker's sessions: with whoever connects, and knows the secret. silent_s: after which one is over.
+    """A prefill worker's sessions: with whoever connects, and knows the secret.
 
-    Raises ConfigError if the address cannot be listened at. port: the one it listens at. num_dropped: handshakes that
-    failed, and messages of nobody with a session.
+    silent_s: after which one is over.
+
+    Raises ConfigError if the address cannot be listened at.
+
+    port: the one it listens at.
+    num_dropped_messages: handshakes that failed, and messages of nobody with a session.
     """
 
     def __init__(self, context: Context, handshake: Handshake, address: str, silent_s: float) -> None:
@@ -229,9 +237,9 @@ class Listener:
         self.port = int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self._peers: dict[bytes, PeerId] = {}  # by what zmq calls their connections
         self._senders: dict[PeerId, bytes] = {}
-        self._heard_s: dict[PeerId, float] = {}
+        self._last_received_s: dict[PeerId, float] = {}
         self._numbers = count(1)
-        self.num_dropped = 0
+        self.num_dropped_messages = 0
 
     def sockets(self) -> list[Socket]:
         return [self._socket, self._monitor]
@@ -239,7 +247,7 @@ class Listener:
     def poll(self, now: float) -> Iterator[SessionEvent]:
         """What has happened."""
         while _next_event(self._monitor):
-            self.num_dropped += 1
+            self.num_dropped_messages += 1
         while True:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -247,7 +255,9 @@ class Listener:
                 break
             message = decode_to_prefill(frames[1]) if len(frames) == 2 else None
             yield from self._received(frames[0], message, now)
-        for peer in [peer for peer, heard_s in self._heard_s.items() if now - heard_s > self._silent_s]:
+        for peer in [
+            peer for peer, last_received_s in self._last_received_s.items() if now - last_received_s > self._silent_s
+        ]:
             yield self._forget(peer)
 
     def send(self, peer: PeerId, message: ToDecode) -> None:
@@ -259,7 +269,7 @@ class Listener:
         """End a session, whose other side is told why."""
         if peer in self._senders:
             self.send(peer, Reject(reason))
-            self._heard_s[peer] = float("-inf")
+            self._last_received_s[peer] = float("-inf")
 
     def close(self) -> None:
         _close(self._socket, self._monitor)
@@ -272,20 +282,20 @@ class Listener:
                 self._answer(sender, Reject(f"both sides need the same {difference}"))
                 return
             peer = self._peers[sender] = PeerId(next(self._numbers))
-            self._senders[peer], self._heard_s[peer] = sender, now
+            self._senders[peer], self._last_received_s[peer] = sender, now
             self._answer(sender, self._welcome)
-            log.info("a decode worker has connected: %d are here", len(self._peers))
+            log.info("decode worker connected: %d now", len(self._peers))
             yield Connected(peer, message.metadata)
         elif peer is None:
-            self.num_dropped += 1
+            self.num_dropped_messages += 1
             self._answer(sender, Reject("there is no session, or it is another version of treetop"))
         elif message is not None:
-            self._heard_s[peer] = now
+            self._last_received_s[peer] = now
             yield Received(peer, message)
 
     def _forget(self, peer: PeerId) -> Disconnected:
-        del self._peers[self._senders.pop(peer)], self._heard_s[peer]
-        log.info("a decode worker has gone: %d are here", len(self._peers))
+        del self._peers[self._senders.pop(peer)], self._last_received_s[peer]
+        log.info("decode worker disconnected: %d now", len(self._peers))
         return Disconnected(peer)
 
     def _answer(self, sender: bytes, message: ToDecode) -> None:

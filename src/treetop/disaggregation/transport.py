@@ -37,8 +37,10 @@ class Memory(NamedTuple):
 class Transport(Protocol):
     """One worker's end. Calls return at once, and none raises for what a peer does or fails to do.
 
-    name: in words. metadata: what a peer needs to connect. newest_s: when the newest began, by `time.monotonic`, of the
-    transfers that have not ended, here or for a peer; None without any.
+    name: in words.
+    metadata: what a peer needs to connect.
+    newest_s: when the newest began, by `time.monotonic`, of the transfers that have not ended, here or for a peer; None
+        without any.
     """
 
     name: str

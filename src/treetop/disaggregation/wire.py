@@ -17,7 +17,7 @@ from treetop.disaggregation.scheduling import FirstToken, Prompt
 from treetop.types.errors import UserError
 from treetop.types.kv_chunk import KVChunk
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 
 
 class Metadata(msgspec.Struct, frozen=True, array_like=True):
@@ -78,7 +78,11 @@ class Reject(msgspec.Struct, frozen=True, tag=True):
 
 
 class Offer(msgspec.Struct, frozen=True, tag=True):
-    """A slot holds a chunk. checksums: of its segments. first: with the last chunk."""
+    """A slot holds a chunk.
+
+    checksums: of its segments.
+    first: with the last chunk.
+    """
 
     request: int
     attempt: int

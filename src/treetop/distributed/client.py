@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import count
 from typing import NamedTuple
 
@@ -28,19 +29,23 @@ from treetop.core.wire import (
     Ready,
     ToCore,
     Updates,
+    UpdateWeights,
+    WeightsUpdated,
     decode_from_core,
     encode,
 )
 from treetop.distributed.journal import Journal
-from treetop.distributed.router import PrefixRouter, Standing
-from treetop.types.errors import EngineError, InputError
+from treetop.distributed.router import PrefixRouter, ReplicaLoad
+from treetop.types.errors import ConfigError, EngineError, InputError
 from treetop.types.ids import RequestId
-from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, HandoverLoad
+from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, KVTransferStats
 
 log = logging.getLogger("treetop.distributed")
 
 _TICK_S = 0.1
 """How often requests that wait for an engine are looked at."""
+_AT_ONCE = 16
+"""Messages that are taken, if they wait, before anything is written."""
 WATCHDOG_S = 300.0
 _LOOKS = 8
 """How often the watchdog looks in the time that it allows; at most once a second."""
@@ -55,8 +60,8 @@ class _Link(NamedTuple):
     info: CoreInfo
 
 
-class RemoteCore:
-    """An engine behind sockets, and whatever takes its place. See `AsyncCore`.
+class EngineProcessClient:
+    """An engine behind sockets, and whatever takes its place. See `EngineClient`.
 
     Whoever watches the processes calls `connect` with an engine that starts, `lost` when it has ended, `fail` when none
     comes after it.
@@ -81,6 +86,7 @@ class RemoteCore:
         self._number, self._journal, self._ids = number, Journal(), count(number * ID_RANGE)
         self._rank_of: dict[RequestId, int] = {}
         self._loads: list[CoreLoad] = []
+        self._updating: dict[int, asyncio.Future[WeightsUpdated]] = {}
         self._router: PrefixRouter[int] = PrefixRouter()
         self.failure: EngineError | None = None
         self.num_restarts = -1
@@ -97,7 +103,7 @@ class RemoteCore:
         if self.is_stalled:
             return self.stall_reason
         if self.num_restarts >= 0 and not self.settled.is_set() and self.failure is None:
-            return "the engine has died and is started again; requests wait for it"
+            return "the engine died and is restarting; requests wait"
         return None
 
     @property
@@ -106,7 +112,7 @@ class RemoteCore:
 
     @property
     def stall_reason(self) -> str:
-        return f"the engine has not ended a step or a command in {self._watchdog_s:g} s (--watchdog-timeout)"
+        return f"the engine has not finished a step or a command in {self._watchdog_s:g} s (--watchdog-timeout)"
 
     @property
     def num_alive(self) -> int:
@@ -126,7 +132,7 @@ class RemoteCore:
         """Wait until the engine there is up, and give it what has not ended. addresses: of its processes."""
         sockets = [self._context.socket(zmq.DEALER) for _ in addresses]
         try:
-            links = await asyncio.gather(*map(self._meet, sockets, addresses))
+            links = await asyncio.gather(*map(self._handshake, sockets, addresses))
         except BaseException:
             for socket in sockets:
                 socket.close()
@@ -142,7 +148,7 @@ class RemoteCore:
         self._watchdog = asyncio.create_task(self._watch())
         self._give()
 
-    async def _meet(self, socket: AsyncSocket, address: str) -> _Link:
+    async def _handshake(self, socket: AsyncSocket, address: str) -> _Link:
         socket.sndhwm = socket.rcvhwm = socket.linger = 0
         socket.connect(address)
         socket.send(encode(Hello(self._number)))
@@ -179,6 +185,23 @@ class RemoteCore:
             self._send(rank, Finish(request_id, num_tokens))
         self._give()
 
+    async def update_weights(self, model: str | None, draft: str | None) -> None:
+        if self.failure is not None:
+            raise self.failure.with_traceback(None)
+        if len(self._links) != 1:
+            if self._links:
+                raise ConfigError(f"update_weights: built for one engine, and these are {len(self._links)} (--ep-size)")
+            raise EngineError("update_weights: the engine is being started again; ask again once it is up")
+        number, answer = next(self._ids), asyncio.get_running_loop().create_future()
+        self._updating[number] = answer
+        try:
+            self._send(0, UpdateWeights(number, model, draft))
+            said = await answer
+        finally:
+            del self._updating[number]
+        if said.error is not None:
+            raise ConfigError(said.error) if said.user_error else EngineError(said.error)
+
     def left(self, number: int) -> None:
         """Another client of this engine has ended. One that comes later will not hear of it."""
         for rank in range(len(self._links)):
@@ -214,7 +237,7 @@ class RemoteCore:
         ids = request.prompt_ids + request.received
         own = Counter(self._rank_of.values())
         alive = {
-            rank: Standing(max(own[rank], num_requests(load)), link.info.max_requests, link.info.prefix)
+            rank: ReplicaLoad(max(own[rank], num_requests(load)), link.info.max_requests, link.info.prefix)
             for rank, (link, load) in enumerate(zip(self._links, self._loads, strict=True))
         }
         rank = self._router.choose(request.request_id, ids, alive)[0]
@@ -248,7 +271,7 @@ class RemoteCore:
             if self.is_stalled != (max(self._silent_s, default=0.0) >= self._watchdog_s):
                 if self.is_stalled:
                     self.stalled.clear()
-                    log.warning("the engine goes on")
+                    log.warning("the engine responds again")
                 else:
                     self.stalled.set()
                     log.error("%s", self.stall_reason)
@@ -256,9 +279,11 @@ class RemoteCore:
     async def _read(self, rank: int, socket: AsyncSocket) -> None:
         while self._links and self._links[rank].socket is socket:
             try:
-                message = decode_from_core(await socket.recv())
+                self._take(rank, decode_from_core(await socket.recv()))
                 self._silent_s[rank] = 0.0
-                self._take(rank, message)
+                with suppress(zmq.Again):  # what waits for a client that is late is joined by who reads it
+                    for _ in range(_AT_ONCE):
+                        self._take(rank, decode_from_core(await socket.recv(zmq.NOBLOCK)))
                 await asyncio.sleep(0)  # what waits is received without a pause, and streams must be written, too
             except Exception as error:  # whatever it was, nobody may wait for ever
                 log.exception("an update could not be read or delivered")
@@ -274,6 +299,9 @@ class RemoteCore:
                 self._give()
             case Load(load):
                 self._loads[rank] = load
+            case WeightsUpdated(number):
+                if number in self._updating and not self._updating[number].done():
+                    self._updating[number].set_result(message)
             case Ready():
                 pass
 
@@ -282,6 +310,9 @@ class RemoteCore:
         links, self._links, self._loads = self._links, [], []
         self._rank_of.clear()
         self.stalled.clear()
+        for number, answer in self._updating.items():
+            if not answer.done():
+                answer.set_result(WeightsUpdated(number, "update_weights: the engine has ended before it had answered"))
         for task in (*self._readers, self._watchdog):
             if task is not None and task is not asyncio.current_task():
                 task.cancel()
@@ -318,14 +349,14 @@ def joined_load(loads: Sequence[CoreLoad]) -> CoreLoad:
         sum(load.num_waiting for load in loads),
         max(load.kv_usage for load in loads),
         sum(load.num_retractions for load in loads),
-        joined_handover([load.handover for load in loads if load.handover is not None]),
+        joined_kv_transfer([load.kv_transfer for load in loads if load.kv_transfer is not None]),
     )
 
 
-def joined_handover(loads: Sequence[HandoverLoad]) -> HandoverLoad | None:
+def joined_kv_transfer(loads: Sequence[KVTransferStats]) -> KVTransferStats | None:
     """Of several engines: of the fastest link, and all else added up; None of none."""
     if not loads:
         return None
-    added = {name: sum(getattr(load, name) for load in loads) for name in HandoverLoad._fields if name != "role"}
-    fastest = {name: max(getattr(load, name) for load in loads) for name in ("read_gbps", "write_gbps")}
-    return HandoverLoad(loads[0].role, **{**added, **fastest})
+    added = {name: sum(getattr(load, name) for load in loads) for name in KVTransferStats._fields if name != "mode"}
+    fastest = {name: max(getattr(load, name) for load in loads) for name in ("read_gb_s", "write_gb_s")}
+    return KVTransferStats(loads[0].mode, **{**added, **fastest})

@@ -4,21 +4,21 @@ import asyncio
 from collections.abc import Sequence
 
 from treetop.core.clients import Sink
-from treetop.distributed.client import RemoteCore, joined_info, joined_load, num_requests
-from treetop.distributed.router import PrefixRouter, Standing
-from treetop.types.errors import EngineError
+from treetop.distributed.client import EngineProcessClient, joined_info, joined_load, num_requests
+from treetop.distributed.router import PrefixRouter, ReplicaLoad
+from treetop.types.errors import ConfigError, EngineError
 from treetop.types.ids import RequestId
 from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, RequestUpdate
 
 
-class DataParallelCore:
-    """An `AsyncCore` over replicas. A request waits for its own replica where that is started again.
+class DataParallelClient:
+    """An `EngineClient` over replicas. A request waits for its own replica where that is started again.
 
     New requests go to the replica that has most of their prefix, unless too many wait there, and to none that is being
     started again while another serves. One that is dead for good ends all.
     """
 
-    def __init__(self, replicas: Sequence[RemoteCore]) -> None:
+    def __init__(self, replicas: Sequence[EngineProcessClient]) -> None:
         self._replicas = replicas
         self._of: dict[RequestId, int] = {}
         self._router: PrefixRouter[int] = PrefixRouter()
@@ -84,23 +84,26 @@ class DataParallelCore:
         if replica is not None:
             self._replicas[replica].finish(request_id, num_tokens)
 
+    async def update_weights(self, model: str | None, draft: str | None) -> None:
+        raise ConfigError(f"update_weights: built for one engine; serve with --dp-size 1, not {len(self._replicas)}")
+
     def close(self) -> None:
         for each in self._replicas:
             each.close()
 
     def _choose(self, request: EngineRequest) -> int:
         serving = [index for index, each in enumerate(self._replicas) if each.pause is None]
-        alive: dict[int, Standing] = {}
+        alive: dict[int, ReplicaLoad] = {}
         for index in serving or range(len(self._replicas)):
             each = self._replicas[index]
             waiting = max(each.num_alive, num_requests(each.load))
-            alive[index] = Standing(waiting, each.info.max_requests, each.info.prefix)
+            alive[index] = ReplicaLoad(waiting, each.info.max_requests, each.info.prefix)
         ids = request.prompt_ids + request.received
         replica = self._router.choose(request.request_id, ids, alive)[0]
         self._router.routed(request.request_id, ids, replica)
         return replica
 
 
-def one_of(cores: Sequence[RemoteCore]) -> RemoteCore | DataParallelCore:
+def one_of(cores: Sequence[EngineProcessClient]) -> EngineProcessClient | DataParallelClient:
     """All of them as one core."""
-    return cores[0] if len(cores) == 1 else DataParallelCore(cores)
+    return cores[0] if len(cores) == 1 else DataParallelClient(cores)

@@ -14,9 +14,12 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import zmq
 
 from treetop.core.engine_core import STALLED_S
@@ -33,13 +36,15 @@ from treetop.core.wire import (
     Ready,
     ToCore,
     Updates,
+    UpdateWeights,
+    WeightsUpdated,
     decode_to_core,
     encode,
 )
 from treetop.disaggregation.connector import Connector, open_connector
 from treetop.disaggregation.nixl import NixlTransport
-from treetop.distributed.process import SAID_USER_ERROR, SAID_WHY, Failed, begin, say_why
-from treetop.types.errors import ConfigError, EngineError
+from treetop.distributed.process import EXIT_REPORTED, EXIT_USER_ERROR, Failed, begin, report_failure
+from treetop.types.errors import ConfigError, EngineError, UserError
 from treetop.types.requests import CoreInfo, CoreLoad, RequestUpdate
 
 if TYPE_CHECKING:  # loads PyTorch, which takes seconds
@@ -60,14 +65,14 @@ _GRACE = 1.5
 class Parts(NamedTuple):
     """What an engine process serves.
 
-    role: its KV connector, if it has one.
+    connector: its KV connector, if it has one.
     executor: of the ranks that share the model with it, if there are any.
     lockstep: with the ranks that share its experts, if there are any.
     """
 
     core: Core
     info: CoreInfo
-    role: Connector | None = None
+    connector: Connector | None = None
     executor: "TpExecutor | None" = None
     lockstep: "Lockstep[Any] | None" = None
 
@@ -80,14 +85,17 @@ class EngineServer:
         parts: Parts,
         socket: "zmq.Socket[bytes]",
         over: Callable[[], bool] = lambda: False,
+        weights: str | None = None,
     ) -> None:
-        self._core, self._info, self._role, self._executor, self._lockstep = parts
-        self._loop, self._socket, self._over = CoreLoop(self._core, self._role, self._lockstep), socket, over
+        """weights: the file of `ProcessOptions`."""
+        self._core, self._info, self._connector, self._executor, self._lockstep = parts
+        self._loop, self._socket, self._over = CoreLoop(self._core, self._connector, self._lockstep), socket, over
         self._why: BaseException | None = None
+        self._weights = weights
         self._clients: dict[bytes, Callable[[list[RequestUpdate]], None]] = {}
         self._identities: dict[int, bytes] = {}  # of clients, by number
         self._left: set[int] = set()
-        self._told, self._told_s, self._sent_s = CoreLoad(), 0.0, 0.0
+        self._published, self._looked_s, self._sent_s = CoreLoad(), 0.0, 0.0
 
     def run(self) -> BaseException:
         """Serve until the engine fails. Returns why it did."""
@@ -97,7 +105,7 @@ class EngineServer:
 
     def take(self, loop: CoreLoop) -> bool:
         """As `Inbox.take`: clients' commands. It ends the loop once the engine has failed."""
-        self._tell_load()
+        self._publish_load()
         self._why = self._failure()
         if self._why is None:
             self._wait()
@@ -109,21 +117,26 @@ class EngineServer:
         failure = self._core.failure
         if failure is None and self._executor is not None and self._loop.idle:
             failure = self._executor.failure
-        if failure is None and self._role is not None and self._role.stuck is not None and not self._core.busy:
-            failure = EngineError(self._role.stuck)
-        return EngineError("it was ended") if failure is None and self._over() else failure
+        if (
+            failure is None
+            and self._connector is not None
+            and self._connector.stuck is not None
+            and not self._core.busy
+        ):
+            failure = EngineError(self._connector.stuck)
+        return EngineError("shut down") if failure is None and self._over() else failure
 
     def _wait(self) -> None:
         """Until there is something to do, which nothing may be known of for a while."""
-        if not self._loop.idle or (self._lockstep is not None and self._lockstep.called()):
+        if not self._loop.idle or (self._lockstep is not None and self._lockstep.has_proposals()):
             return
         poller, wait_ms = zmq.Poller(), int(1000 * (STALLED_S if self._core.busy else _LOAD_S))
         sockets = [self._socket]
         if self._lockstep is not None:
             sockets += self._lockstep.sockets()
-        if self._role is not None:
-            wait_ms = min(wait_ms, self._role.wait_ms)
-            sockets += self._role.sockets()
+        if self._connector is not None:
+            wait_ms = min(wait_ms, self._connector.wait_ms)
+            sockets += self._connector.sockets()
         for socket in sockets:
             poller.register(socket, zmq.POLLIN)
         poller.poll(wait_ms)
@@ -150,6 +163,18 @@ class EngineServer:
                 self._loop.abort(request_ids)
             case Finish(request_id, num_tokens):
                 self._loop.finish(request_id, num_tokens)
+            case UpdateWeights():
+                self._send(identity, self._update_weights(command))
+
+    def _update_weights(self, asked: UpdateWeights) -> WeightsUpdated:
+        """An engine that takes this one's place has the new weights, too. Every request has ended before that is so."""
+        try:
+            self._loop.update_weights(asked.model, asked.draft)
+        except Exception as error:  # a folder may be unreadable, and memory short: the old weights stay
+            return WeightsUpdated(asked.number, str(error) or type(error).__name__, isinstance(error, UserError))
+        if self._weights is not None:
+            note_weights(Path(self._weights), asked.model, asked.draft)
+        return WeightsUpdated(asked.number)
 
     def _leave(self, number: int) -> None:
         """A client has ended. What it said last may be on its way still."""
@@ -161,13 +186,13 @@ class EngineServer:
     def _send_updates(self, identity: bytes, updates: list[RequestUpdate]) -> None:
         self._send(identity, Updates(tuple(updates)))
 
-    def _tell_load(self) -> None:
+    def _publish_load(self) -> None:
         now = time.monotonic()
-        if now - self._told_s < _LOAD_S and not (self._loop.idle and self._told.num_running):
+        if now - self._looked_s < _LOAD_S and not (self._loop.idle and self._published.num_running):
             return
-        self._told_s, load = now, self._loop.load
-        if load != self._told or now - self._sent_s >= HEARTBEAT_S:
-            self._told, self._sent_s = load, now
+        self._looked_s, load = now, self._loop.load
+        if load != self._published or now - self._sent_s >= HEARTBEAT_S:
+            self._published, self._sent_s = load, now
             for identity in self._clients:
                 self._send(identity, Load(load))
 
@@ -179,10 +204,10 @@ class EngineProcess:
     """What an engine process does. over: set from any thread, for it to end before its next step."""
 
     def __init__(
-        self, options: ProcessOptions, context: "zmq.Context[zmq.Socket[bytes]]", say: Callable[[Failed], None]
+        self, options: ProcessOptions, context: "zmq.Context[zmq.Socket[bytes]]", report: Callable[[Failed], None]
     ) -> None:
-        """say: tells the parent why it ends."""
-        self.options, self._context, self._say = options, context, say
+        """report: tells the parent why it ends."""
+        self.options, self._context, self._report = options, context, report
         self.over = threading.Event()
 
     def run(self) -> int:
@@ -194,13 +219,13 @@ class EngineProcess:
             try:
                 socket.bind(self.options.address)
                 parts = self._open(stack)
-                failure = EngineServer(parts, socket, self.over.is_set).run()
+                failure = EngineServer(parts, socket, self.over.is_set, self.options.weights).run()
             except Exception as error:  # whatever ends it, the parent is told
                 failure = error
             self.over.set()
             why = Failed.of(failure)
-            self._say(why)
-        return SAID_USER_ERROR if why.user_error else SAID_WHY
+            self._report(why)
+        return EXIT_USER_ERROR if why.user_error else EXIT_REPORTED
 
     def _open(self, stack: ExitStack) -> Parts:
         """What was asked for; stack: ends it. Raises TreetopError."""
@@ -215,27 +240,27 @@ class EngineProcess:
 
             rank = open_rank(options, self._context, stack)
             threading.Thread(target=self._guard, args=(rank.lockstep,), name="treetop-guard", daemon=True).start()
-            engine, scheduler, executor = rank.engine, rank.core.scheduler, None
-            parts = Parts(rank.core, rank.info, lockstep=rank.lockstep)
+            engine, scheduler, executor = rank.engine, rank.core.scheduler, rank.executor
+            parts = Parts(rank.core, rank.info, executor=executor, lockstep=rank.lockstep)
         else:
             from treetop.distributed.opened import open_core  # noqa: PLC0415  # loads PyTorch, which takes seconds
 
-            opened = open_core(options.config, options.handover.mode != "null")
+            opened = open_core(options.config, options.disaggregation.mode != "null")
             stack.callback(opened.close)
             engine, executor = opened.local.engine, opened.local.executor
             scheduler = opened.local.scheduler
             parts = Parts(opened.core, opened.info, executor=executor)
-        if options.handover.mode == "null":
+        if options.disaggregation.mode == "null":
             return parts
         if not options.rank:
-            logging.getLogger("treetop.core").info(options.handover.words(options.config.ep_size))
+            logging.getLogger("treetop.core").info(options.disaggregation.words(options.config.ep_size))
         from treetop.engine.kv_staging import staging_of  # noqa: PLC0415  # too
 
-        role = open_connector(
-            scheduler, staging_of(engine), options.handover.of_rank(options.rank), NixlTransport, executor
+        connector = open_connector(
+            scheduler, staging_of(engine), options.disaggregation.of_rank(options.rank), NixlTransport, executor
         )
-        stack.callback(role.close)
-        return parts._replace(role=role, info=parts.info._replace(refuses=role.refuses))
+        stack.callback(connector.close)
+        return parts._replace(connector=connector, info=parts.info._replace(refuses=connector.refuses))
 
     def _guard(self, lockstep: "Lockstep[Any]") -> None:
         """On a thread of its own: the rank may wait where nothing reaches it, such as for its device."""
@@ -244,8 +269,37 @@ class EngineProcess:
             since = lockstep.waiting_since
             if since is not None and time.monotonic() - since > _GRACE * timeout_s:
                 late = f"a step did not end in {timeout_s:g} s; raise --step-timeout if it needs longer"
-                self._say(Failed(late, False))  # the parent ends all ranks
+                self._report(Failed(late, False))  # the parent ends all ranks
                 return
+
+
+class WeightsNote(msgspec.Struct, frozen=True):
+    """Folders of the weights in force; None for those of the options."""
+
+    model: str | None = None
+    draft: str | None = None
+
+
+def note_weights(file: Path, model: str | None, draft: str | None) -> None:
+    """Note folders that are not None, in one step."""
+    old = noted_weights(file)
+    new = WeightsNote(old.model if model is None else model, old.draft if draft is None else draft)
+    beside = file.with_suffix(".new")
+    beside.write_bytes(msgspec.json.encode(new))
+    beside.replace(file)
+
+
+def noted_weights(file: Path) -> WeightsNote:
+    return msgspec.json.decode(file.read_bytes(), type=WeightsNote) if file.exists() else WeightsNote()
+
+
+def with_noted_weights(options: ProcessOptions) -> ProcessOptions:
+    """The options, with the weights that an engine before this one went on with."""
+    if options.weights is None:
+        return options
+    noted, config = noted_weights(Path(options.weights)), options.config
+    config = replace(config, model=noted.model or config.model, draft=noted.draft or config.draft)
+    return msgspec.structs.replace(options, config=config)
 
 
 def take_share(options: ProcessOptions) -> None:
@@ -275,11 +329,12 @@ def take_share(options: ProcessOptions) -> None:
 
 def main() -> int:
     options, parent = begin(ProcessOptions, lambda said: said.folder)
+    options = with_noted_weights(options)
     who = f"rank {options.rank}: " if options.config.ep_size > 1 else ""
     logging.basicConfig(level=options.log_level, format=f"{who}%(message)s", stream=sys.stderr)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        code = EngineProcess(options, context, say_why).run()
+        code = EngineProcess(options, context, report_failure).run()
     finally:
         context.destroy(linger=_LINGER_MS)
     if options.config.ep_size > 1:

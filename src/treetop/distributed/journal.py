@@ -30,10 +30,11 @@ TRIAL_S = 10.0
 
 
 @dataclass(slots=True, eq=False)
-class _Alive:
+class _LiveRequest:
     """A request that has not ended.
 
-    num_steps: that gave it tokens, of the engine that it is with. suspect: it was with an engine that died.
+    num_steps: that gave it tokens, of the engine that it is with.
+    suspect: it was with an engine that died.
     """
 
     request: EngineRequest
@@ -50,9 +51,9 @@ class Journal:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """clock: seconds, for deadlines."""
-        self._clock, self._alive = clock, dict[RequestId, _Alive]()
-        self._waiting: dict[RequestId, _Alive] = {}
-        self._on_trial: _Alive | None = None
+        self._clock, self._alive = clock, dict[RequestId, _LiveRequest]()
+        self._waiting: dict[RequestId, _LiveRequest] = {}
+        self._on_trial: _LiveRequest | None = None
         self._trial_began_s = 0.0
         self._max_suspects = 0
         self.open = False
@@ -70,7 +71,7 @@ class Journal:
         now = self._clock()
         for request in requests:
             deadline_s = None if request.timeout_s is None else now + request.timeout_s
-            entry = _Alive(request, sink, deadline_s, [*request.received])
+            entry = _LiveRequest(request, sink, deadline_s, [*request.received])
             self._alive[request.request_id] = self._waiting[request.request_id] = entry
 
     def drop(self, request_ids: Sequence[RequestId]) -> None:
@@ -172,7 +173,7 @@ class Journal:
         if now - self._trial_began_s > TRIAL_S:
             self._on_trial = None
 
-    def _end(self, entry: _Alive, error: str, engine_failed: bool = False, timed_out: bool = False) -> None:
+    def _end(self, entry: _LiveRequest, error: str, engine_failed: bool = False, timed_out: bool = False) -> None:
         request_id = entry.request.request_id
         if self._alive.get(request_id) is not entry:
             return  # whoever was told of another one's end has dropped it
@@ -186,5 +187,5 @@ def resumed(request: EngineRequest, received: Sequence[int], timeout_s: float | 
     return request._replace(received=tuple(received), timeout_s=timeout_s)
 
 
-def _left_s(entry: _Alive, now: float) -> float | None:
+def _left_s(entry: _LiveRequest, now: float) -> float | None:
     return None if entry.deadline_s is None else entry.deadline_s - now

@@ -1,12 +1,12 @@
 """Ranks that share experts run in lockstep: the same step at the same time, each with rows of its own, or with none.
 
-    rank 0   wants a round of 4 rows ----.                       .--> launches it with its 3 rows
-    rank 1   wants a round of 1 row  -----+--> largest of each --+--> launches it with its 1 row
-    rank 2   has heard, wants nothing ---'                       '--> launches it without rows
+    rank 0   proposes a round of 4 rows ----.                       .--> launches it with its 3 rows
+    rank 1   proposes a round of 1 row  -----+--> largest of each --+--> launches it with its 1 row
+    rank 2   has received one, has none  ---'                       '--> executes a dummy batch
 
 Experts make every step a sequence of exchanges, so all ranks have to run it, of one kind and size: the same captured
-graph. Each says once a step what it wants, and takes the largest of what it hears; no rank decides for others. While
-nobody wants anything nobody speaks: the group is parked, and the first to speak wakes it.
+graph. Each sends a proposal once a step, and takes the largest of all; no rank decides for others. While nobody
+proposes anything nothing is sent: the group is idle, and the first proposal wakes it.
 
 It is host code between two steps. With two steps in flight a step is agreed on while the one before it runs.
 """
@@ -21,7 +21,7 @@ import msgspec
 import zmq
 
 from treetop.core.engine_core import StepEngine
-from treetop.types.errors import CheckError, EngineError
+from treetop.types.errors import CheckError, ConfigError, EngineError
 from treetop.types.layout import Layout, SpecShape
 from treetop.types.messages import ExportPlan, ImportPlan, PrefillPlan, RoundPlan, StepPlan, StepResult
 from treetop.types.sampling import Choice
@@ -31,11 +31,12 @@ _CHOICES = [*Choice]
 _TICK_S = 0.1
 
 
-class Want(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank wants of a step: a round, a prefill, or nothing, all of it 0.
+class StepProposal(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank proposes for a step: a round, a prefill, or nothing, all of it 0.
 
-    rows: of a round's batch. choice: how a round's tokens are chosen, its place in `Choice`. tokens: of a prefill's
-    batch. Padding counts.
+    rows: of a round's batch.
+    choice: how a round's tokens are chosen, its place in `Choice`.
+    tokens: of a prefill's batch. Padding counts.
     """
 
     rows: int = 0
@@ -43,24 +44,26 @@ class Want(msgspec.Struct, frozen=True, array_like=True):
     tokens: int = 0
 
 
-class Said(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank wants of step `step`."""
+class ProposalMessage(msgspec.Struct, frozen=True, array_like=True):
+    """A rank's proposal for step `step`."""
 
     rank: int
     step: int
-    want: Want
+    proposal: StepProposal
 
 
-def agreed(wants: Iterable[Want], prefilled_last: bool) -> Want:
+def merged(proposals: Iterable[StepProposal], prefilled_last: bool) -> StepProposal:
     """The largest of each number, of a prefill or of a round. Prefill goes first, but takes turns with rounds."""
-    rows, choice, tokens = (max(column) for column in zip(*((w.rows, w.choice, w.tokens) for w in wants), strict=True))
+    rows, choice, tokens = (
+        max(column) for column in zip(*((w.rows, w.choice, w.tokens) for w in proposals), strict=True)
+    )
     if tokens and not (rows and prefilled_last):
-        return Want(tokens=tokens)
-    return Want(rows, choice)
+        return StepProposal(tokens=tokens)
+    return StepProposal(rows, choice)
 
 
-class Agreement:
-    """What the ranks of a group tell each other, each over a socket of its own in the group's folder."""
+class StepSync:
+    """Sends and receives the proposals of a group's ranks, each over a socket of its own in the group's folder."""
 
     def __init__(self, folder: str, rank: int, size: int, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
         self._rank, self._size = rank, size
@@ -69,7 +72,7 @@ class Agreement:
         self._others = [context.socket(zmq.PUSH) for other in range(size) if other != rank]
         for socket, other in zip(self._others, (other for other in range(size) if other != rank), strict=True):
             socket.connect(f"ipc://{folder}/wants-{other}")
-        self._heard: dict[int, dict[int, Want]] = {0: {}}
+        self._received: dict[int, dict[int, StepProposal]] = {0: {}}
         self.step = 0
         """The step that is agreed on next."""
 
@@ -77,41 +80,42 @@ class Agreement:
         for socket in (self.inbox, *self._others):
             socket.close(linger=0)
 
-    def called(self) -> bool:
-        """Whether another rank has said what it wants of the next step, so that this one has to take part."""
-        self._hear(0)
-        return bool(self._heard[self.step])
+    def has_proposals(self) -> bool:
+        """Whether another rank has proposed the next step, so that this one has to take part."""
+        self._receive(0)
+        return bool(self._received[self.step])
 
-    def agree(self, want: Want, timeout_s: float) -> list[Want]:
-        """What all ranks want of the next step. Raises EngineError if one does not say it in time."""
-        message = msgspec.msgpack.encode(Said(self._rank, self.step, want))
+    def agree(self, proposal: StepProposal, timeout_s: float) -> list[StepProposal]:
+        """Exchange proposals for the next step. Raises EngineError if a rank sends none in time."""
+        message = msgspec.msgpack.encode(ProposalMessage(self._rank, self.step, proposal))
         for socket in self._others:
             socket.send(message)
-        heard, deadline = self._heard[self.step], time.monotonic() + timeout_s
-        while len(heard) < self._size - 1:
+        received, deadline = self._received[self.step], time.monotonic() + timeout_s
+        while len(received) < self._size - 1:
             if time.monotonic() > deadline:
-                silent = sorted({*range(self._size)} - {*heard, self._rank})
+                silent = sorted({*range(self._size)} - {*received, self._rank})
                 raise EngineError(
-                    f"rank {', '.join(map(str, silent))} did not say what it wants of step {self.step} in"
+                    f"rank {', '.join(map(str, silent))} did not propose step {self.step} in"
                     f" {timeout_s:g} s; raise --step-timeout if it needs longer"
                 )
-            self._hear(_TICK_S)
-        del self._heard[self.step]
+            self._receive(_TICK_S)
+        del self._received[self.step]
         self.step += 1
-        self._heard.setdefault(self.step, {})
-        return [want, *heard.values()]
+        self._received.setdefault(self.step, {})
+        return [proposal, *received.values()]
 
-    def _hear(self, patience_s: float) -> None:
+    def _receive(self, patience_s: float) -> None:
         while self.inbox.poll(int(1000 * patience_s)):
-            said = msgspec.msgpack.decode(self.inbox.recv(), type=Said)
-            self._heard.setdefault(said.step, {})[said.rank] = said.want
+            message = msgspec.msgpack.decode(self.inbox.recv(), type=ProposalMessage)
+            self._received.setdefault(message.step, {})[message.rank] = message.proposal
             patience_s = 0
 
 
 class RankEngine(StepEngine[InFlight], Protocol[InFlight]):
     """What a lockstep needs of an engine."""
 
-    layout: Layout
+    @property
+    def layout(self) -> Layout: ...
 
     def bucket_of(self, plan: StepPlan) -> int:
         """Rows of a step's batch."""
@@ -124,7 +128,11 @@ class RankEngine(StepEngine[InFlight], Protocol[InFlight]):
 
 @dataclass(slots=True, eq=False)
 class LockstepStep(Generic[InFlight]):
-    """A step in flight on all ranks. own: this rank's. result: once it has ended."""
+    """A step in flight on all ranks.
+
+    own: this rank's.
+    result: once it has ended.
+    """
 
     own: InFlight
     result: StepResult | None = None
@@ -134,37 +142,39 @@ class Lockstep(Generic[InFlight]):
     """A rank's engine as a `StepEngine`: a plan is launched when all ranks run a step of its kind.
 
     Until then, and while the rank has no plan, it takes part in the others' steps without rows. Raises EngineError if
-    another rank does not answer in time. waiting_since: when the wait began that is going on, in monotonic seconds.
+    another rank does not answer in time.
+
+    waiting_since: when the wait began that is going on, in monotonic seconds.
     """
 
-    def __init__(self, engine: RankEngine[InFlight], agreement: Agreement, timeout_s: float) -> None:
-        self._engine, self._agreement, self._timeout_s = engine, agreement, timeout_s
+    def __init__(self, engine: RankEngine[InFlight], step_sync: StepSync, timeout_s: float) -> None:
+        self._engine, self._step_sync, self._timeout_s = engine, step_sync, timeout_s
         self._out: deque[LockstepStep[InFlight]] = deque()
         self._prefilled_last = False
         self.waiting_since: float | None = None
         self.num_steps = self.num_idle = 0
         """Steps that were launched, and those among them without rows."""
 
-    def called(self) -> bool:
+    def has_proposals(self) -> bool:
         """Whether the others wait for this rank."""
-        return self._agreement.called()
+        return self._step_sync.has_proposals()
 
     def sockets(self) -> "list[zmq.Socket[bytes]]":
         """Where others' words arrive."""
-        return [self._agreement.inbox]
+        return [self._step_sync.inbox]
 
     def launch(self, plan: StepPlan) -> LockstepStep[InFlight]:
         """Launch a plan as soon as the ranks agree on a step of its kind; one that needs no expert at once."""
         if isinstance(plan, ExportPlan | ImportPlan):
             return self._started(plan)
-        want = want_of(self._engine, plan)
-        while bool(want.tokens) != bool((step := self._agree(want)).tokens):
+        proposal = proposal_of(self._engine, plan)
+        while bool(proposal.tokens) != bool((step := self._agree(proposal)).tokens):
             self._start(without_rows(step, self._engine.layout.shapes[0]), step)
         return self._start(grown(plan, step), step)
 
-    def rest(self) -> None:
+    def execute_dummy_batch(self) -> None:
         """Take part in a step of the others, without rows."""
-        step = self._agree(Want())
+        step = self._agree(StepProposal())
         self._start(without_rows(step, self._engine.layout.shapes[0]), step)
 
     def collect(self, in_flight: LockstepStep[InFlight]) -> StepResult:
@@ -173,17 +183,20 @@ class Lockstep(Generic[InFlight]):
             self._end_oldest()
         return in_flight.result
 
-    def _agree(self, want: Want) -> Want:
+    def update_weights(self, model: str | None, draft: str | None) -> None:
+        raise ConfigError("update_weights: built for one engine; use --ep-size 1")
+
+    def _agree(self, proposal: StepProposal) -> StepProposal:
         self.waiting_since = time.monotonic()
-        step = agreed(self._agreement.agree(want, self._timeout_s), self._prefilled_last)
+        step = merged(self._step_sync.agree(proposal, self._timeout_s), self._prefilled_last)
         self._prefilled_last = step.tokens > 0
         return step
 
-    def _start(self, plan: PrefillPlan | RoundPlan, step: Want) -> LockstepStep[InFlight]:
+    def _start(self, plan: PrefillPlan | RoundPlan, step: StepProposal) -> LockstepStep[InFlight]:
         """Raises CheckError before it launches what the others do not launch: nobody waits for what never comes."""
-        mine = want_of(self._engine, plan)
+        mine = proposal_of(self._engine, plan)
         if mine != step:
-            number = self._agreement.step - 1
+            number = self._step_sync.step - 1
             raise CheckError(f"step {number}: this rank would launch {mine}, the ranks have agreed on {step}")
         self.num_steps += 1
         self.num_idle += not plan.rows
@@ -205,22 +218,22 @@ class Lockstep(Generic[InFlight]):
         self.waiting_since = None
 
 
-def want_of(engine: RankEngine[InFlight], plan: PrefillPlan | RoundPlan) -> Want:
-    """What a rank says for a plan. The kinds of round and the sizes are all that exchanges depend on."""
+def proposal_of(engine: RankEngine[InFlight], plan: PrefillPlan | RoundPlan) -> StepProposal:
+    """The proposal for a plan. The kinds of round and the sizes are all that exchanges depend on."""
     if isinstance(plan, PrefillPlan):
-        return Want(tokens=engine.tokens_of(plan))
-    return Want(engine.bucket_of(plan), _CHOICES.index(plan.choice))
+        return StepProposal(tokens=engine.tokens_of(plan))
+    return StepProposal(engine.bucket_of(plan), _CHOICES.index(plan.choice))
 
 
-def grown(plan: PrefillPlan | RoundPlan, step: Want) -> PrefillPlan | RoundPlan:
+def grown(plan: PrefillPlan | RoundPlan, step: StepProposal) -> PrefillPlan | RoundPlan:
     """A plan in the size that was agreed on."""
     if isinstance(plan, PrefillPlan):
-        return replace(plan, least_tokens=step.tokens)
-    return replace(plan, least_rows=step.rows, choice=_CHOICES[step.choice])
+        return replace(plan, min_batch_tokens=step.tokens)
+    return replace(plan, min_rows=step.rows, choice=_CHOICES[step.choice])
 
 
-def without_rows(step: Want, shape: SpecShape) -> PrefillPlan | RoundPlan:
+def without_rows(step: StepProposal, shape: SpecShape) -> PrefillPlan | RoundPlan:
     """A plan of nobody's rows, for a step that others have rows for: all of its batch is padding."""
     if step.tokens:
-        return PrefillPlan((), (), (), (), Choice.GREEDY, least_tokens=step.tokens)
-    return RoundPlan((), (), (), shape, 0, _CHOICES[step.choice], least_rows=step.rows)
+        return PrefillPlan((), (), (), (), Choice.GREEDY, min_batch_tokens=step.tokens)
+    return RoundPlan((), (), (), shape, 0, _CHOICES[step.choice], min_rows=step.rows)

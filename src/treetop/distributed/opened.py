@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from treetop.core.engine_core import EngineCore, StepEngine
+from treetop.core.loop import CoreThread
 from treetop.core.make import core_of, info_of
-from treetop.core.thread import CoreThread
 from treetop.engine.engine import Engine
 from treetop.models.folder import resolve_folder
 from treetop.scheduler.scheduler import Scheduler
@@ -22,7 +22,11 @@ if TYPE_CHECKING:  # needs an extra
 
 
 class LocalEngine(NamedTuple):
-    """An engine of this process, and what plans for it. next_logits: see `Engine`. executor: of its other ranks."""
+    """An engine of this process, and what plans for it.
+
+    next_logits: see `Engine`.
+    executor: of its other ranks.
+    """
 
     engine: Engine
     scheduler: Scheduler

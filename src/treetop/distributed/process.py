@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from shutil import rmtree
 from typing import Any, TypeVar
@@ -30,19 +30,27 @@ _SEEN_S = 0.5
 """Within which all processes of a parent see that it has ended."""
 _AT_MOST_S = 3
 """How long one may take to end then, whatever it is in the middle of."""
-LAST_WORDS_S = 1.0
+FAILURE_REPORT_S = 1.0
 """How long others may take to say why, or to be seen dead, once one has said why a group ends."""
+_READ_S = 0.5
+"""How long it may take then, once they are killed, until all is read that they said."""
 _LONGEST_PATH = 90
 
 log = logging.getLogger("treetop.distributed")
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """Why a process ends. user_error: whoever started it can change that. died: it ended without a word."""
+    """Why a process ends.
+
+    user_error: whoever started it can change that.
+    died: it ended without a word.
+    at_s: when that was known, in monotonic seconds, which all processes of a machine share.
+    """
 
     reason: str
     user_error: bool = False
     died: bool = False
+    at_s: float = msgspec.field(default_factory=time.monotonic)
 
     @classmethod
     def of(cls, error: BaseException) -> "Failed":
@@ -83,7 +91,7 @@ def _end_with_parent(stdin: io.FileIO, folder: str | None) -> None:
     os._exit(0)  # also out of a call that never returns
 
 
-def say_why(why: Failed) -> None:
+def report_failure(why: Failed) -> None:
     """Tell the parent. Any thread may."""
     with suppress(OSError):  # it has ended
         os.write(1, msgspec.json.encode(why) + b"\n")
@@ -98,11 +106,11 @@ def start_process(
     """Run a module in a process which ends with this one, and tell it its options."""
     command = [sys.executable, "-P", "-m", module, *arguments]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, **given)
-    tell(process, options)
+    send_line(process, options)
     return process
 
 
-def tell(process: "subprocess.Popen[bytes]", what: msgspec.Struct) -> None:
+def send_line(process: "subprocess.Popen[bytes]", what: msgspec.Struct) -> None:
     """Write a line of JSON to its stdin, if it lives."""
     assert process.stdin is not None
     with suppress(OSError):
@@ -113,18 +121,18 @@ def tell(process: "subprocess.Popen[bytes]", what: msgspec.Struct) -> None:
 class Child:
     """A child process and a thread that watches it. ended: its exit code, once there is one."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", hear: Callable[[bytes], object]) -> None:
-        """hear: told each line that it writes to stdout, on the watching thread."""
+    def __init__(self, process: "subprocess.Popen[bytes]", on_line: Callable[[bytes], object]) -> None:
+        """on_line: told each line that it writes to stdout, on the watching thread."""
         self.process = process
         self.ended: Future[int] = Future()
-        self._hear = hear
+        self._on_line = on_line
         threading.Thread(target=self._watch, name="treetop-watch", daemon=True).start()
 
     def _watch(self) -> None:
         assert self.process.stdout is not None
         with self.process.stdout as stdout:
             for line in stdout:
-                self._hear(line)
+                self._on_line(line)
         self.ended.set_result(self.process.wait())
 
     def kill(self) -> None:
@@ -147,8 +155,11 @@ class Child:
 class ProcessGroup:
     """Processes that start, fail and end as one, and a private folder in which they meet.
 
-    The first that dies, or says why it ends, ends the others. ended: why, from then on. A process that died without a
-    word explains most: others see only that it is gone. Then comes the first that said something.
+    The first that dies, or reports why it ends, ends the others. A process that died without a report explains most:
+    others see only that it is gone. Then comes what was said first, however late it is read: whoever waited in vain for
+    the one that failed says so after it.
+
+    ended: why, from then on.
     """
 
     def __init__(self, on_end: Callable[[], object] = lambda: None) -> None:
@@ -159,7 +170,7 @@ class ProcessGroup:
         self.folder = private_folder()
         self.ended: Future[Failed] = Future()
         self._children: list[Child] = []
-        self._said: list[Failed] = []
+        self._reported: list[Failed] = []
         self._lock, self._over, self._on_end = threading.Lock(), threading.Event(), on_end
         self.close = weakref.finalize(self, ProcessGroup._close, self._children, self._over, self.folder)
         """End all processes, remove all files; any number of times."""
@@ -169,12 +180,12 @@ class ProcessGroup:
         process = start_process(module, options, **given)
         me = weakref.ref(self)
 
-        def hear(line: bytes) -> None:
+        def on_line(line: bytes) -> None:
             group = me()
             if group is not None:
-                group._heard(prefix, line)
+                group._on_failure(prefix, line)
 
-        child = Child(process, hear)
+        child = Child(process, on_line)
         self._children.append(child)
         child.ended.add_done_callback(lambda code: _died(me, name, code.result()))
 
@@ -190,30 +201,34 @@ class ProcessGroup:
         self._end(seen)
         return self.ended.result()
 
-    def _heard(self, prefix: str, line: bytes) -> None:
+    def _on_failure(self, prefix: str, line: bytes) -> None:
         try:
             why = msgspec.json.decode(line, type=Failed)
         except (msgspec.MsgspecError, ValueError):
             return  # a library's
-        self._said.append(why if why.user_error else Failed(prefix + why.reason))
+        self._reported.append(why if why.user_error else msgspec.structs.replace(why, reason=prefix + why.reason))
         threading.Thread(target=self._explain, name="treetop-why", daemon=True).start()
 
     def _explain(self) -> None:
         """One has said why: for a moment others may be seen to have died without a word."""
-        if not self._over.wait(LAST_WORDS_S if len(self._children) > 1 else 0.0):
-            self._end(self._said[0])
+        if not self._over.wait(FAILURE_REPORT_S if len(self._children) > 1 else 0.0):
+            self._end(None)
 
     def _has_died(self, name: str, code: int) -> None:
-        if code not in (SAID_WHY, SAID_USER_ERROR) or not self._said:
+        if code not in (EXIT_REPORTED, EXIT_USER_ERROR) or not self._reported:
             self._end(Failed(f"{name} has ended with exit code {code}", died=True))
 
-    def _end(self, why: Failed) -> None:
+    def _end(self, why: Failed | None) -> None:
+        """why: None is what was said first."""
         with self._lock:
             if self._over.is_set():
                 return
             self._over.set()
         for child in self._children:
             child.kill()
+        if why is None:
+            wait([child.ended for child in self._children], _READ_S)
+            why = min(self._reported, key=lambda said: said.at_s)
         self.ended.set_result(why)
         self._on_end()
 
@@ -227,7 +242,7 @@ class ProcessGroup:
         rmtree(folder, ignore_errors=True)
 
 
-SAID_WHY, SAID_USER_ERROR = 1, 2
+EXIT_REPORTED, EXIT_USER_ERROR = 1, 2
 """Exit codes of a process that has told why it ends."""
 
 

@@ -79,6 +79,10 @@ class RemoteThread:
     def finish(self, request_id: RequestId, num_tokens: int) -> None:
         self._loop.call_soon_threadsafe(self.core.finish, request_id, num_tokens)
 
+    def update_weights(self, model: str | None, draft: str | None) -> None:
+        """As `CoreThread.update_weights`."""
+        self._call(self.core.update_weights(model, draft))
+
     def flush(self) -> None:
         """Wait until what was said before this has been sent."""
         if self.alive and threading.current_thread() is not self._thread:

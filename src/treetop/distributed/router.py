@@ -15,7 +15,7 @@ from treetop.cache.prefix_cache import page_tokens
 from treetop.checks.host import check_alive
 from treetop.types.requests import PrefixPages
 
-MOST_PAGES = 2**18
+MAX_PAGES = 2**18
 """Keys kept for a replica at most, about 100 bytes each."""
 _SENT_S = 1.0
 """Seconds after which a request that was sent is in the replica's own count, or has gone another way."""
@@ -26,8 +26,11 @@ Keys = Mapping[tuple[int, int], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """A replica that is alive. num_requests: that it has. max_requests: that it runs at a time.
+class ReplicaLoad:
+    """A replica that is alive.
+
+    num_requests: that it has.
+    max_requests: that it runs at a time.
 
     prefix: how it keeps pages; None if it keeps none, or has not said.
     """
@@ -39,9 +42,13 @@ class Standing:
 
 @dataclass(slots=True, eq=False)
 class _Replica:
-    """What is known of a replica. pages: keys, least recently used first. turn: when it was chosen last."""
+    """What is known of a replica.
 
-    standing: Standing
+    pages: keys, least recently used first.
+    turn: when it was chosen last.
+    """
+
+    load: ReplicaLoad
     pages: OrderedDict[int, None] = field(default_factory=OrderedDict)
     turn: int = 0
 
@@ -51,11 +58,11 @@ class _Replica:
 
     def add(self, keys: Sequence[int]) -> None:
         """It has these pages from now on; a page is forgotten before those in front of it."""
-        assert self.standing.prefix is not None
+        assert self.load.prefix is not None
         for key in reversed(keys):
             self.pages[key] = None
             self.pages.move_to_end(key)
-        while len(self.pages) > min(self.standing.prefix.capacity, MOST_PAGES):
+        while len(self.pages) > min(self.load.prefix.capacity, MAX_PAGES):
             self.pages.popitem(last=False)
 
 
@@ -74,14 +81,14 @@ class PrefixRouter(Generic[ReplicaId]):
         self._sent: OrderedDict[Hashable, tuple[ReplicaId, float]] = OrderedDict()
         self._num_chosen = 0
 
-    def choose(self, request: Hashable, ids: Sequence[int], alive: Mapping[ReplicaId, Standing]) -> list[ReplicaId]:
+    def choose(self, request: Hashable, ids: Sequence[int], alive: Mapping[ReplicaId, ReplicaLoad]) -> list[ReplicaId]:
         """The replicas in the order in which the request is to be offered to them, none if none is alive.
 
         request: names it; it may be asked for again if none of them took it. Raises CheckError for a replica that is
         not alive.
         """
-        for replica, standing in alive.items():
-            self._replicas.setdefault(replica, _Replica(standing)).standing = standing
+        for replica, load in alive.items():
+            self._replicas.setdefault(replica, _Replica(load)).load = load
         self._forget_dead(alive)
         if not self._replicas:
             return []
@@ -112,14 +119,14 @@ class PrefixRouter(Generic[ReplicaId]):
 
     # ---------------------------------------------------------------- inside
 
-    def _forget_dead(self, alive: Mapping[ReplicaId, Standing]) -> None:
+    def _forget_dead(self, alive: Mapping[ReplicaId, ReplicaLoad]) -> None:
         """A replica that comes back under its name comes back empty."""
         for name in self._replicas.keys() - alive.keys():
             del self._replicas[name]
 
     def _queues(self) -> dict[ReplicaId, int]:
         """Requests of each replica, with those that are on their way to it."""
-        queue = {name: known.standing.num_requests for name, known in self._replicas.items()}
+        queue = {name: known.load.num_requests for name, known in self._replicas.items()}
         since = self._clock() - _SENT_S
         while self._sent and next(iter(self._sent.values()))[1] < since:
             self._sent.popitem(last=False)
@@ -129,7 +136,7 @@ class PrefixRouter(Generic[ReplicaId]):
         return queue
 
     def _bound(self, known: _Replica) -> int:
-        return max(known.standing.max_requests // 4, 2) if self._queue_bound is None else self._queue_bound
+        return max(known.load.max_requests // 4, 2) if self._queue_bound is None else self._queue_bound
 
     def _send(self, request: Hashable, name: ReplicaId, keys: Keys) -> None:
         self._num_chosen += 1
@@ -143,7 +150,7 @@ class PrefixRouter(Generic[ReplicaId]):
             known.add(own)
 
     def _own(self, known: _Replica, keys: Keys) -> Sequence[int]:
-        prefix = known.standing.prefix
+        prefix = known.load.prefix
         return () if prefix is None else keys.get((prefix.page_size, prefix.lookahead), ())
 
     def _keys(self, ids: Sequence[int]) -> Keys:
@@ -151,7 +158,7 @@ class PrefixRouter(Generic[ReplicaId]):
         shapes = {
             (prefix.page_size, prefix.lookahead)
             for known in self._replicas.values()
-            if (prefix := known.standing.prefix) is not None
+            if (prefix := known.load.prefix) is not None
         }
         return {shape: page_keys(ids, *shape) for shape in shapes}
 

@@ -1,22 +1,26 @@
 """An engine, and another in its place when it dies: who starts it, watches it, and tells those that use it.
 
 supervisor --starts, watches--> engine 1, 2, ...      each one process, or several, at addresses of its own
-    '--lost, resume, fail--> front ends: this process's `RemoteCore`, API processes
+    '--lost, resume, fail--> front ends: this process's `EngineProcessClient`, API processes
 """
 
 import asyncio
 import logging
+import tempfile
 import time
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+from uuid import uuid4
 
 import msgspec
 
 from treetop.core.wire import ProcessOptions
 from treetop.disaggregation.registry import withdraw
-from treetop.distributed.client import WATCHDOG_S, RemoteCore
+from treetop.distributed.client import WATCHDOG_S, EngineProcessClient
 from treetop.distributed.process import Failed, ProcessGroup, as_error
 from treetop.types.config import EngineConfig
 from treetop.types.errors import EngineError, UserError
@@ -30,7 +34,9 @@ log = logging.getLogger("treetop.distributed")
 
 
 class Watchdog(NamedTuple):
-    """timeout_s: silence after which an engine counts as stalled. restart: whether another then takes its place."""
+    """timeout_s: silence after which an engine counts as stalled.
+    restart: whether another then takes its place.
+    """
 
     timeout_s: float = WATCHDOG_S
     restart: bool = False
@@ -55,7 +61,7 @@ class RestartLimit:
 
 
 class FrontEnd(Protocol):
-    """Whoever has requests with the engine. `RemoteCore` says what the words mean."""
+    """Whoever has requests with the engine. `EngineProcessClient` says what the words mean."""
 
     def lost(self, reason: str) -> None: ...
 
@@ -76,10 +82,13 @@ class EngineSupervisor:
         """process: what each engine process is told, but for address and rank. restarts: how often within an hour an
         engine that has died is started again.
         """
-        self._options, self._watchdog, self._restarts = process, watchdog, RestartLimit(restarts)
+        weights = Path(tempfile.gettempdir()) / f"treetop-weights-{uuid4().hex}.json"
+        weakref.finalize(self, Path.unlink, weights, missing_ok=True)
+        self._options, self._watchdog = msgspec.structs.replace(process, weights=str(weights)), watchdog
+        self._restarts = RestartLimit(restarts)
         self._others: list[FrontEnd] = []
         self._group: ProcessGroup | None = None
-        self.core = RemoteCore(watchdog_s=watchdog.timeout_s)
+        self.core = EngineProcessClient(watchdog_s=watchdog.timeout_s)
         self.addresses: tuple[str, ...] = ()
         """Of the processes of the last engine that was started."""
 
@@ -151,7 +160,7 @@ class EngineSupervisor:
                 front.lost(reason)
             if not self._restarts.take():
                 return reason
-            log.warning("%s; it is started again, and requests go on", reason)
+            log.warning("%s; restarting it, requests resume then", reason)
 
     async def _ended(self) -> Failed:
         """Wait until the engine has ended, or is stalled. Returns why."""
@@ -180,16 +189,16 @@ class EngineSupervisor:
     def kill(self) -> None:
         """Do not wait for what it is doing: it may be loading for minutes yet."""
         if self._group is not None:
-            self._group.end(Failed("it was ended"))
+            self._group.end(Failed("shut down"))
 
     async def close(self) -> None:
         """End the engine's processes, any number of times. Without this process they would remove the folder."""
         if self._group is None:
             return
         await asyncio.to_thread(self._group.close)
-        handover = self._options.handover
-        if handover.mode == "prefill" and handover.registry is not None:
-            withdraw(handover.registry, handover.listens(self._options.config.ep_size))
+        disaggregation = self._options.disaggregation
+        if disaggregation.mode == "prefill" and disaggregation.registry is not None:
+            withdraw(disaggregation.registry, disaggregation.listens(self._options.config.ep_size))
 
 
 async def _resume(fronts: Sequence[FrontEnd], addresses: Sequence[str]) -> None:
@@ -208,7 +217,7 @@ async def _resume(fronts: Sequence[FrontEnd], addresses: Sequence[str]) -> None:
 
 
 @asynccontextmanager
-async def supervised_engine(config: EngineConfig, restarts: int = 3) -> AsyncIterator[RemoteCore]:
+async def supervised_engine(config: EngineConfig, restarts: int = 3) -> AsyncIterator[EngineProcessClient]:
     """An engine in processes of its own, for `AsyncLLM.of`: if it dies, another takes its place, and requests go on.
 
     restarts: within an hour. Raises UserError and EngineError if it cannot start.

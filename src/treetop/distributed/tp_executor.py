@@ -13,7 +13,7 @@ process, every file. The error says which rank, and why.
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -26,27 +26,30 @@ from torch import Tensor
 
 from treetop.disaggregation.agent import Order
 from treetop.disaggregation.transport import State
-from treetop.distributed.process import LAST_WORDS_S, Failed, ProcessGroup, as_error
+from treetop.distributed.process import FAILURE_REPORT_S, Failed, ProcessGroup, as_error
+from treetop.distributed.rank_groups import ExpertEngines, RankGroups
 from treetop.distributed.tp_wire import (
     Ended,
     FromWorker,
-    Here,
+    Launch,
     Moved,
     NextLogits,
-    Up,
+    TreeMasksMade,
     WorkerOptions,
+    WorkerReady,
+    WorkerStarted,
     decode_from_worker,
     encode,
-    launch_of,
 )
-from treetop.distributed.tp_worker import digest_of, meeting_of
-from treetop.engine.build import plan_engine
+from treetop.distributed.tp_worker import digest_of
 from treetop.engine.engine import Engine, InFlightStep
+from treetop.engine.plan import plan_engine
 from treetop.models.loader import compute_device
-from treetop.parallel.exchange import MEET_S, START_S, ExchangeRank, Group
+from treetop.parallel.exchange import RENDEZVOUS_S, START_S
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CheckError, ConfigError, EngineError, TreetopError, UserError
-from treetop.types.messages import StepPlan, StepResult
+from treetop.types.layout import Layout
+from treetop.types.messages import NodeMasks, PrefillPlan, StepPlan, StepResult
 
 _HINT = "; raise --step-timeout if it needs longer"
 _TICK_MS = 100
@@ -68,26 +71,27 @@ class TpExecutor:
     so does the end of whoever holds this object.
     """
 
-    def __init__(self, config: EngineConfig, reached: bool = False) -> None:
-        """reached: other workers reach the staging slots of all ranks."""
+    def __init__(self, config: EngineConfig, reached: bool = False, engines: ExpertEngines | None = None) -> None:
+        """reached: other workers reach the staging slots of all ranks. engines: that share experts."""
         device = compute_device(config.device)
         _check_devices(config, device)
         planned = plan_engine(config)  # what is left to device and memory is the same for all ranks
         self.config = config = replace(planned.config, chunked_prefill_size=planned.layout.chunk)
-        self._ranks = _Workers(config, reached)
+        self._ranks = _Workers(config, reached, engines)
         self.close = weakref.finalize(self, _Workers.close, self._ranks)
         self._failure: EngineError | None = None
         self._launched = 0
         try:
-            self._ranks.await_all(Here, time.monotonic() + START_S)
-            with self._ranks.no_longer_than(MEET_S, hint=""):
-                parallel = self._ranks.meet(device)
+            self._ranks.await_all(WorkerStarted, time.monotonic() + START_S)
+            with self._ranks.no_longer_than(RENDEZVOUS_S, hint=""):
+                groups = self._ranks.rendezvous(device)
             with self._ranks.no_longer_than(START_S, hint=""):
-                self.engine = self._ranks.engine = Engine(config, parallel)
-            up = self._ranks.await_all(Up, time.monotonic() + START_S)
+                self.engine = self._ranks.engine = Engine(config, groups.parallel, groups.expert_ranks)
+                self.engine.tell_tree_masks(self._ranks.tell_tree_masks)
+            ready = self._ranks.await_all(WorkerReady, time.monotonic() + START_S)
         except BaseException as error:
             raise self._ended(error, "while the group started") from error
-        self.transports = [word.transport for word in up if isinstance(word, Up)]
+        self.transports = [message.transport for message in ready if isinstance(message, WorkerReady)]
         self._ranks.start_deadlines(config.step_timeout)
 
     @property
@@ -98,13 +102,26 @@ class TpExecutor:
             self._ended(failure, "between steps")
         return self._failure
 
+    @property
+    def layout(self) -> Layout:
+        """As `Engine.layout`."""
+        return self.engine.layout
+
+    def bucket_of(self, plan: StepPlan) -> int:
+        """As `Engine.bucket_of`."""
+        return self.engine.bucket_of(plan)
+
+    def tokens_of(self, plan: PrefillPlan) -> int:
+        """As `Engine.tokens_of`."""
+        return self.engine.tokens_of(plan)
+
     def launch(self, plan: StepPlan) -> GroupStep:
         """As `Engine.launch`, on all ranks."""
         self._check_alive()
         number = self._launched
         self._launched += 1
         try:
-            self._ranks.tell(encode(launch_of(number, self.engine.bucket_of(plan), plan)))
+            self._ranks.broadcast(encode(Launch.of(number, self.engine.bucket_of(plan), plan)))
             with self._ranks.no_longer_than(self.config.step_timeout):
                 return GroupStep(number, self.engine.launch(plan))
         except BaseException as error:
@@ -128,17 +145,20 @@ class TpExecutor:
         """As `Engine.next_logits`, while no step is in flight."""
         self._check_alive()
         try:
-            self._ranks.tell(encode(NextLogits(ids)))
+            self._ranks.broadcast(encode(NextLogits(ids)))
             with self._ranks.no_longer_than(self.config.step_timeout):
                 return self.engine.next_logits(ids)
         except BaseException as error:
             raise self._ended(error, "in a forward for logits") from error
 
+    def update_weights(self, model: str | None, draft: str | None) -> None:
+        raise ConfigError(f"update_weights: built for one rank; use --tp-size 1, not {self.config.tp_size}")
+
     def order(self, order: Order) -> None:
         """As `OtherRanks.order`. Of a rank that has died the next step says so."""
         if self._failure is None:
             with suppress(EngineError):
-                self._ranks.tell(encode(order))
+                self._ranks.broadcast(encode(order))
 
     def moved(self) -> list[tuple[int, int, State]]:
         """As `OtherRanks.moved`."""
@@ -150,7 +170,7 @@ class TpExecutor:
 
     def _ended(self, error: BaseException, when: str) -> BaseException:
         """End the group. Returns what to raise: this error, or the reason for it if a rank failed or died before."""
-        why = self._ranks.group.end(Failed.of(error), 2 * LAST_WORDS_S if isinstance(error, EngineError) else 0.0)
+        why = self._ranks.group.end(Failed.of(error), 2 * FAILURE_REPORT_S if isinstance(error, EngineError) else 0.0)
         self.close()
         self._failure = EngineError(f"{why.reason}; {when}")
         if isinstance(error, UserError) or not isinstance(error, Exception):
@@ -161,59 +181,59 @@ class TpExecutor:
 class _Workers:
     """The other ranks' processes, and what lies between them and rank 0."""
 
-    def __init__(self, config: EngineConfig, reached: bool) -> None:
-        self._size, self._timeout_s = config.tp_size, config.step_timeout
-        self._peer_memory = not config.disable_custom_all_reduce
+    def __init__(self, config: EngineConfig, reached: bool, engines: ExpertEngines | None) -> None:
+        self._config, self._engines, self._timeout_s = config, engines, config.step_timeout
         self.group = ProcessGroup(partial(_free, weakref.ref(self)))
-        self._exchange: Group | None = None
+        self._exchange: RankGroups | None = None
         self.engine: Engine | None = None
         self._closing, self._closed = threading.Lock(), threading.Event()
         self._latest_s: float | None = None
         self._late = ""
-        self._heard: list[FromWorker] = []
+        self._received: list[FromWorker] = []
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._inbox = self._context.socket(zmq.PULL)
         self._plans: dict[int, zmq.Socket[bytes]] = {}
         try:
             self._inbox.bind(f"ipc://{self.group.folder}/words")
-            for rank in range(1, self._size):
+            for rank in range(1, config.tp_size):
                 self._plans[rank] = self._context.socket(zmq.PUSH)
                 self._plans[rank].bind(f"ipc://{self.group.folder}/{rank}")
-                options = WorkerOptions(self.group.folder, config, rank, torch.get_num_threads(), reached)
-                self.group.start(f"rank {rank}", "treetop.distributed.tp_worker", options, f"rank {rank}: ")
+                options = WorkerOptions(self.group.folder, config, rank, torch.get_num_threads(), reached, engines)
+                name = f"rank {rank}" if engines is None else f"TP rank {rank}"
+                self.group.start(name, "treetop.distributed.tp_worker", options, f"{name}: ")
         except BaseException:
             self.close()
             raise
 
-    def meet(self, device: torch.device) -> ExchangeRank:
+    def rendezvous(self, device: torch.device) -> RankGroups:
         """Rank 0's side of the group. A rank that dies from now on ends kernels of rank 0 that wait for it.
 
         Raises EngineError if one fails or dies before all have met: nothing in the library hears of that.
         """
         threading.Thread(target=self._guard, name="treetop-guard", daemon=True).start()
-        self._exchange = self._met(device)
-        return self._exchange.parallel
+        self._exchange = self._rendezvous(device)
+        return self._exchange
 
-    def _met(self, device: torch.device) -> Group:
-        """The group, once all have come. Meeting is the library's, so it is done on a thread that can be left."""
-        met: SimpleQueue[Group | BaseException] = SimpleQueue()
+    def _rendezvous(self, device: torch.device) -> RankGroups:
+        """The groups, once all have come. Meeting is the library's, so it is done on a thread that can be left."""
+        found: SimpleQueue[RankGroups | BaseException] = SimpleQueue()
 
-        def meet() -> None:
+        def rendezvous() -> None:
             try:
-                met.put(Group(meeting_of(self.group.folder, 0, self._size), device, self._peer_memory))
+                found.put(RankGroups(self._config, 0, device, self.group.folder, self._engines))
             except BaseException as error:
-                met.put(error)
+                found.put(error)
 
-        threading.Thread(target=meet, name="treetop-meeting", daemon=True).start()
+        threading.Thread(target=rendezvous, name="treetop-meeting", daemon=True).start()
         while True:
             with suppress(Empty):
-                group = met.get(timeout=_TICK_MS / 1000)
+                groups = found.get(timeout=_TICK_MS / 1000)
                 break
             if self.group.failure is not None:
                 raise self.group.failure
-        if isinstance(group, BaseException):
-            raise group
-        return group
+        if isinstance(groups, BaseException):
+            raise groups
+        return groups
 
     @contextmanager
     def no_longer_than(self, seconds: float, hint: str = _HINT) -> Iterator[None]:
@@ -236,7 +256,7 @@ class _Workers:
         assert self._exchange is not None
         self._exchange.set_deadline(seconds)
 
-    def tell(self, message: bytes) -> None:
+    def broadcast(self, message: bytes) -> None:
         """Send to all, and wait for nobody. Raises EngineError if one is not there to take it."""
         for rank, plans in self._plans.items():
             try:
@@ -244,29 +264,39 @@ class _Workers:
             except zmq.Again:
                 raise EngineError(f"rank {rank} has left the group") from None
 
-    def await_all(self, kind: "type[Here | Up]", deadline: float) -> list[FromWorker]:
+    def await_all(self, kind: "type[WorkerStarted | WorkerReady]", deadline: float) -> list[FromWorker]:
         """Wait for a word of this kind from each rank. Returns them in the ranks' order."""
         return [
             self._await(partial(_from, rank, kind), deadline, f"start in {START_S:g} s", {rank}) for rank in self._plans
         ]
 
+    def tell_tree_masks(self, masks: Sequence[NodeMasks]) -> None:
+        """The others wait for them in the step that is being launched."""
+        self.broadcast(encode(TreeMasksMade([*masks])))
+
     def take_moved(self) -> list[tuple[int, int, State]]:
         """What ranks have said of their pulls since the last call."""
         self._receive(0)
-        moved = [(word.rank, word.number, word.state) for word in self._heard if isinstance(word, Moved)]
-        self._heard = [word for word in self._heard if not isinstance(word, Moved)]
+        moved = [
+            (message.rank, message.number, message.state) for message in self._received if isinstance(message, Moved)
+        ]
+        self._received = [message for message in self._received if not isinstance(message, Moved)]
         return moved
 
     def await_step(self, number: int, deadline: float) -> dict[int, int]:
         """Wait until all have ended a step. Returns the digest of each. Steps before it have been dropped."""
-        self._heard = [word for word in self._heard if not isinstance(word, Ended) or word.number >= number]
+        self._received = [
+            message for message in self._received if not isinstance(message, Ended) or message.number >= number
+        ]
         digests: dict[int, int] = {}
         what = f"end step {number} in {self._timeout_s:g} s{_HINT}"
         while len(digests) < len(self._plans):
             missing = self._plans.keys() - digests.keys()
-            word = self._await(lambda word: isinstance(word, Ended) and word.number == number, deadline, what, missing)
-            assert isinstance(word, Ended)
-            digests[word.rank] = word.digest
+            message = self._await(
+                lambda message: isinstance(message, Ended) and message.number == number, deadline, what, missing
+            )
+            assert isinstance(message, Ended)
+            digests[message.rank] = message.digest
         return digests
 
     def free(self) -> None:
@@ -278,7 +308,7 @@ class _Workers:
         """End all processes, remove all files. Any number of times, from any thread."""
         self._closed.set()
         with self._closing:
-            self.group.end(Failed("it was ended"))
+            self.group.end(Failed("shut down"))
             if self._exchange is not None:
                 if self.engine is not None:
                     self.engine.release()
@@ -292,9 +322,9 @@ class _Workers:
         what: that was to be done until then, and when that was.
         """
         while True:
-            for index, word in enumerate(self._heard):
-                if wanted(word):
-                    return self._heard.pop(index)
+            for index, message in enumerate(self._received):
+                if wanted(message):
+                    return self._received.pop(index)
             if self._receive(_TICK_MS / 1000):
                 continue
             if self.group.failure is not None:
@@ -307,13 +337,13 @@ class _Workers:
         """Take what has come, and wait a while for something to come. Returns whether anything did."""
         got = False
         while self._inbox.poll(0 if got else int(patience_s * 1000)):
-            self._heard.append(decode_from_worker(self._inbox.recv()))
+            self._received.append(decode_from_worker(self._inbox.recv()))
             got = True
         return got
 
 
-def _from(rank: int, kind: "type[Here | Up]", word: FromWorker) -> bool:
-    return isinstance(word, kind) and word.rank == rank
+def _from(rank: int, kind: "type[WorkerStarted | WorkerReady]", message: FromWorker) -> bool:
+    return isinstance(message, kind) and message.rank == rank
 
 
 def _free(workers: "weakref.ref[_Workers]") -> None:
@@ -332,4 +362,4 @@ def _compare(number: int, own: int, digests: dict[int, int]) -> None:
     other = sorted(rank for rank, digest in digests.items() if digest != own)
     if other:
         ranks = ", ".join(map(str, other))
-        raise CheckError(f"step {number}: rank {ranks} came to other trees, paths or tokens than rank 0")
+        raise CheckError(f"step {number}: rank {ranks} diverged from rank 0 (trees, paths or tokens differ)")

@@ -1,21 +1,29 @@
-"""What rank 0 and the other ranks of a worker group say to each other: typed msgpack messages, never pickles.
+"""Messages between rank 0 and the tensor-parallel workers: typed msgpack messages, never pickles.
 
-rank 0 --Launch--> each worker, which launches it beside rank 0 and says `Ended` once it has collected it
+rank 0 --Launch--> each worker, which launches it beside rank 0 and sends `Ended` once it has collected it
 """
+
+from typing import Literal
 
 import msgspec
 
 from treetop.disaggregation.agent import Connect
 from treetop.disaggregation.events import Disconnect, Pull
 from treetop.disaggregation.transport import State
+from treetop.distributed.rank_groups import ExpertEngines
 from treetop.types.config import EngineConfig
-from treetop.types.messages import ExportPlan, ImportPlan, PrefillPlan, RoundPlan, StepPlan
+from treetop.types.messages import ExportPlan, ImportPlan, NodeMasks, PrefillPlan, RoundPlan, StepPlan
+
+PlanKind = Literal["PrefillPlan", "RoundPlan", "ExportPlan", "ImportPlan"]
 
 
 class WorkerOptions(msgspec.Struct, frozen=True):
-    """What a worker is told on stdin. folder: where the group meets, of its owner alone. threads: of PyTorch.
+    """Options of a worker, sent on its stdin.
 
+    folder: where the group meets, of its owner alone.
+    threads: of PyTorch.
     reached: other workers reach its staging slots.
+    engines: that share experts.
     """
 
     folder: str
@@ -23,38 +31,34 @@ class WorkerOptions(msgspec.Struct, frozen=True):
     rank: int
     threads: int
     reached: bool = False
+    engines: ExpertEngines | None = None
 
 
-class LaunchPrefill(msgspec.Struct, frozen=True, tag=True):
-    """Launch step `number`, one more than the last, in a batch of `bucket` rows: what rank 0 launches, too."""
+class Launch(msgspec.Struct, frozen=True, tag=True):
+    """Launch step `number`, one more than the last, in a batch of `bucket` rows: what rank 0 launches, too.
 
-    number: int
-    bucket: int
-    plan: PrefillPlan
-
-
-class LaunchRound(msgspec.Struct, frozen=True, tag=True):
-    """As `LaunchPrefill`."""
+    kind: the plan's class by name; plans have no tag of their own.
+    encoded: the plan.
+    """
 
     number: int
     bucket: int
-    plan: RoundPlan
+    kind: PlanKind
+    encoded: msgspec.Raw
+
+    @classmethod
+    def of(cls, number: int, bucket: int, plan: StepPlan) -> "Launch":
+        return cls(number, bucket, _KINDS[type(plan)], msgspec.Raw(encode(plan)))
+
+    def plan(self) -> StepPlan:
+        """Raises msgspec.ValidationError for what is no plan of its kind."""
+        return _plans[self.kind].decode(self.encoded)
 
 
-class LaunchExport(msgspec.Struct, frozen=True, tag=True):
-    """As `LaunchPrefill`, of as many pieces."""
+class TreeMasksMade(msgspec.Struct, frozen=True, tag=True):
+    """What may follow nodes of constrained rows' trees in the step that is being launched."""
 
-    number: int
-    bucket: int
-    plan: ExportPlan
-
-
-class LaunchImport(msgspec.Struct, frozen=True, tag=True):
-    """As `LaunchExport`."""
-
-    number: int
-    bucket: int
-    plan: ImportPlan
+    masks: list[NodeMasks]
 
 
 class NextLogits(msgspec.Struct, frozen=True, tag=True):
@@ -63,14 +67,14 @@ class NextLogits(msgspec.Struct, frozen=True, tag=True):
     ids: list[int]
 
 
-class Here(msgspec.Struct, frozen=True, tag=True):
-    """A worker is there, and will meet the others."""
+class WorkerStarted(msgspec.Struct, frozen=True, tag=True):
+    """A worker process has started, and joins the rendezvous."""
 
     rank: int
 
 
-class Up(msgspec.Struct, frozen=True, tag=True):
-    """A worker's engine is up. transport: what others need to reach its staging slots."""
+class WorkerReady(msgspec.Struct, frozen=True, tag=True):
+    """A worker's engine is ready. transport: what others need to reach its staging slots."""
 
     rank: int
     transport: bytes = b""
@@ -92,25 +96,21 @@ class Moved(msgspec.Struct, frozen=True, tag=True):
     state: State
 
 
-Launch = LaunchPrefill | LaunchRound | LaunchExport | LaunchImport
-ToWorker = LaunchPrefill | LaunchRound | LaunchExport | LaunchImport | NextLogits | Connect | Disconnect | Pull
-FromWorker = Here | Up | Ended | Moved
+ToWorker = Launch | TreeMasksMade | NextLogits | Connect | Disconnect | Pull
+FromWorker = WorkerStarted | WorkerReady | Ended | Moved
 
 encode = msgspec.msgpack.Encoder().encode
+_KINDS: dict[type[StepPlan], PlanKind] = {
+    PrefillPlan: "PrefillPlan",
+    RoundPlan: "RoundPlan",
+    ExportPlan: "ExportPlan",
+    ImportPlan: "ImportPlan",
+}
+_plans: dict[PlanKind, msgspec.msgpack.Decoder[StepPlan]] = {
+    name: msgspec.msgpack.Decoder(kind) for kind, name in _KINDS.items()
+}
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 _from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
-
-
-def launch_of(number: int, bucket: int, plan: StepPlan) -> Launch:
-    match plan:
-        case PrefillPlan():
-            return LaunchPrefill(number, bucket, plan)
-        case RoundPlan():
-            return LaunchRound(number, bucket, plan)
-        case ExportPlan():
-            return LaunchExport(number, bucket, plan)
-        case ImportPlan():
-            return LaunchImport(number, bucket, plan)
 
 
 def decode_to_worker(message: bytes) -> ToWorker:

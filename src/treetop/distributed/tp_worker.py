@@ -9,8 +9,7 @@ import logging
 import sys
 import threading
 import zlib
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
 import torch
@@ -19,25 +18,26 @@ import zmq
 from treetop.disaggregation.agent import Connect, RankAgent
 from treetop.disaggregation.events import Disconnect, Pull
 from treetop.disaggregation.nixl import NixlTransport
-from treetop.distributed.process import SAID_USER_ERROR, SAID_WHY, Failed, begin, say_why
+from treetop.distributed.process import EXIT_REPORTED, EXIT_USER_ERROR, Failed, begin, report_failure
+from treetop.distributed.rank_groups import RankGroups
 from treetop.distributed.tp_wire import (
     Ended,
     FromWorker,
-    Here,
     Launch,
     Moved,
     NextLogits,
-    Up,
+    TreeMasksMade,
     WorkerOptions,
+    WorkerReady,
+    WorkerStarted,
     decode_to_worker,
     encode,
 )
 from treetop.engine.engine import Engine, InFlightStep
 from treetop.engine.kv_staging import staging_of
 from treetop.models.loader import compute_device
-from treetop.parallel.exchange import Group, Meeting
-from treetop.types.errors import CheckError, InvariantError
-from treetop.types.messages import StepResult
+from treetop.types.errors import CheckError, EngineError, InvariantError
+from treetop.types.messages import NodeMasks, RowTree, StepResult
 
 LINGER_MS = 2000
 """For the last words: so long may they be on their way before the rank ends."""
@@ -45,10 +45,6 @@ _TICK_MS = 100
 """How often a wait for a plan looks whether collecting has failed."""
 _GRACE = 1.25
 """A worker waits longer for the others than rank 0, whose error says more."""
-
-
-def meeting_of(folder: str, rank: int, size: int) -> Meeting:
-    return Meeting(Path(folder) / "meeting", rank, size)
 
 
 def digest_of(result: StepResult) -> int:
@@ -60,15 +56,15 @@ class TpWorker:
     """Launches on the thread that calls `run`, and collects on another: a step is launched while one before it runs."""
 
     def __init__(
-        self, options: WorkerOptions, context: "zmq.Context[zmq.Socket[bytes]]", say: Callable[[Failed], None]
+        self, options: WorkerOptions, context: "zmq.Context[zmq.Socket[bytes]]", report: Callable[[Failed], None]
     ) -> None:
-        """say: tells rank 0 why this one ends."""
-        self._options, self._tell = options, say
+        """report: tells rank 0 why this one ends."""
+        self._options, self._report = options, report
         self.why: Failed | None = None
-        self._plans, self._words = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+        self._plans, self._outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
         self._plans.connect(f"ipc://{options.folder}/{options.rank}")
-        self._words.connect(f"ipc://{options.folder}/words")
-        self._speaking = threading.Lock()
+        self._outbox.connect(f"ipc://{options.folder}/words")
+        self._sending = threading.Lock()
         self._in_flight: SimpleQueue[tuple[int, InFlightStep] | None] = SimpleQueue()
         self._next = 0
         self._agent: RankAgent | None = None
@@ -79,18 +75,15 @@ class TpWorker:
         try:
             options = self._options
             device = compute_device(options.config.device)
-            if device.type == "cuda":
-                torch.cuda.set_device(options.rank)
-            self._say(Here(options.rank))
-            config = options.config
-            meeting = meeting_of(options.folder, options.rank, config.tp_size)
-            group = Group(meeting, device, not config.disable_custom_all_reduce)
-            self._engine = Engine(options.config, group.parallel)
-            group.set_deadline(_GRACE * options.config.step_timeout)
+            self._send(WorkerStarted(options.rank))
+            groups = RankGroups(options.config, options.rank, device, options.folder, options.engines)
+            self._engine = Engine(options.config, groups.parallel, groups.expert_ranks)
+            self._engine.set_tree_masks(self._tree_masks)
+            groups.set_deadline(_GRACE * options.config.step_timeout)
             if options.reached:
                 staging = staging_of(self._engine)
                 self._agent = RankAgent(NixlTransport(staging.memory), staging)
-            self._say(Up(options.rank, b"" if self._agent is None else self._agent.transport.metadata))
+            self._send(WorkerReady(options.rank, b"" if self._agent is None else self._agent.transport.metadata))
             threading.Thread(target=self._collect, name="treetop-collect", daemon=True).start()
             while not self._failed.is_set():
                 if self._plans.poll(self._wait_ms):
@@ -103,9 +96,9 @@ class TpWorker:
             if self._agent is not None:
                 self._agent.close()
             self._plans.close(linger=0)
-            with self._speaking:
-                self._words.close(LINGER_MS)
-        return SAID_USER_ERROR if self.why is not None and self.why.user_error else SAID_WHY
+            with self._sending:
+                self._outbox.close(LINGER_MS)
+        return EXIT_USER_ERROR if self.why is not None and self.why.user_error else EXIT_REPORTED
 
     def _follow(self) -> None:
         message = decode_to_worker(self._plans.recv())
@@ -115,6 +108,8 @@ class TpWorker:
             case Connect() | Disconnect() | Pull():
                 assert self._agent is not None
                 self._agent.take(message)
+            case TreeMasksMade():
+                raise InvariantError("TreeMasksMade received between two steps")
             case _:
                 self._launch(message)
 
@@ -128,25 +123,36 @@ class TpWorker:
         """Other workers' transfers go on, and rank 0 hears of this rank's own."""
         if self._agent is not None:
             for number, state in self._agent.moved():
-                self._say(Moved(self._options.rank, number, state))
+                self._send(Moved(self._options.rank, number, state))
 
     def _launch(self, message: Launch) -> None:
         """Raises before anything is launched that rank 0 does not launch: no rank waits for what never comes."""
         if message.number != self._next:
             raise InvariantError(
-                f"plan {message.number} came where plan {self._next} was due: one was lost or came twice"
+                f"plan {message.number} received, plan {self._next} expected: one was lost or sent twice"
             )
-        bucket = self._engine.bucket_of(message.plan)
+        plan = message.plan()
+        bucket = self._engine.bucket_of(plan)
         if bucket != message.bucket:
             raise CheckError(f"step {message.number}: this rank would launch {bucket} rows, rank 0 {message.bucket}")
         self._next += 1
-        self._in_flight.put((message.number, self._engine.launch(message.plan)))
+        self._in_flight.put((message.number, self._engine.launch(plan)))
+
+    def _tree_masks(self, _: Sequence[RowTree]) -> Sequence[NodeMasks]:
+        """Rank 0's: the constraints are there."""
+        while not self._plans.poll(_TICK_MS):
+            if self._failed.is_set():
+                raise EngineError("rank 0 waits for nobody any more")
+        message = decode_to_worker(self._plans.recv())
+        if not isinstance(message, TreeMasksMade):
+            raise InvariantError(f"{type(message).__name__} received within a step, TreeMasksMade expected")
+        return message.masks
 
     def _collect(self) -> None:
         try:
             while (item := self._in_flight.get()) is not None:
                 number, step = item
-                self._say(Ended(self._options.rank, number, digest_of(self._engine.collect(step))))
+                self._send(Ended(self._options.rank, number, digest_of(self._engine.collect(step))))
         except Exception as error:  # likewise, from the thread that collects
             self._break(error)
             self._failed.set()
@@ -154,11 +160,11 @@ class TpWorker:
     def _break(self, error: BaseException) -> None:
         if self.why is None:
             self.why = Failed.of(error)
-            self._tell(self.why)
+            self._report(self.why)
 
-    def _say(self, word: FromWorker) -> None:
-        with self._speaking:
-            self._words.send(encode(word))
+    def _send(self, message: FromWorker) -> None:
+        with self._sending:
+            self._outbox.send(encode(message))
 
 
 def main() -> int:
@@ -167,7 +173,7 @@ def main() -> int:
     torch.set_num_threads(options.threads)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        code = TpWorker(options, context, say_why).run()
+        code = TpWorker(options, context, report_failure).run()
     finally:
         context.destroy(linger=LINGER_MS)
     parent.join(LINGER_MS / 1000)  # if rank 0 is gone, the folder is to go too

@@ -7,18 +7,20 @@ different lengths grow and drain a batch, and compares every round of every row 
 
 import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from treetop.debug.oracle import DensePair, OracleNode
+import torch
+
+from treetop.debug.oracle import DensePair, OracleCalibration, OracleNode
 from treetop.debug.two_group import write_two_group_pair
 from treetop.server.llm import LLM
 from treetop.types.ids import PageId
 from treetop.types.layout import SpecShape
-from treetop.types.messages import RoundPlan
+from treetop.types.messages import RoundPlan, StepPlan, StepResult
 from treetop.types.sampling import SamplingParams
 from treetop.types.tree import Accepted, DraftTree
 
@@ -38,6 +40,7 @@ AXES: dict[str, tuple[object, ...]] = {
     "order": ("shuffled", "interleaved", "descending"),
     "dtype": ("float64", "float32"),
     "overlap": (False, True),
+    "shapes": ("one", "switched"),
 }
 
 
@@ -56,6 +59,7 @@ class Case:
     order: str
     dtype: str
     overlap: bool
+    shapes: str = "one"
 
     @property
     def shape(self) -> SpecShape:
@@ -70,7 +74,12 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """What a case found. rounds: row-rounds compared. ties: float32 rows left after a near tie. failure: or None."""
+    """What a case found.
+
+    rounds: row-rounds compared.
+    ties: float32 rows left after a near tie.
+    failure: or None.
+    """
 
     case: Case
     rounds: int
@@ -102,6 +111,25 @@ def quick_cases(count: int, seed: int = 0, gpu: bool = False, backend: str = "au
         columns.append(column[:count])
     cases = [Case(*values) for values in zip(*columns, strict=True)]
     return [replace(case, dtype="float32") if case.backend == "triton" else case for case in cases]
+
+
+class RandomShapes:
+    """A `ShapePolicy` that takes any shape, and mostly the same for a few rounds: for conformance and tests.
+
+    chosen: of each round.
+    """
+
+    def __init__(self, shapes: Sequence[SpecShape], seed: int = 0) -> None:
+        self._shapes, self._random = shapes, random.Random(seed)
+        self.chosen: list[SpecShape] = []
+
+    def choose(self, lengths: Sequence[int], num_speculating: int) -> SpecShape:
+        stays = bool(self.chosen) and self._random.random() < 0.6
+        self.chosen.append(self.chosen[-1] if stays else self._random.choice(self._shapes))
+        return self.chosen[-1]
+
+    def note(self, plan: StepPlan, result: StepResult, seconds: float | None) -> None:
+        """It learns nothing."""
 
 
 class Conformance:
@@ -145,10 +173,16 @@ class Conformance:
             context_length=96,
             chunked_prefill_size=7,
             check_level=check_level,
+            speculative_calibration="off",
             speculative_num_steps=shape.num_steps,
             speculative_eagle_topk=shape.topk,
             speculative_num_draft_tokens=shape.num_draft_tokens,
+            speculative_policy="fixed" if case.shapes == "one" else "auto",
+            speculative_max_deferred=3,
         )
+        if case.shapes == "switched":
+            llm.scheduler.policy = RandomShapes(llm.engine.layout.shapes)
+        calibrate(llm, case.rows)
         llm.scheduler.arrange_pages(lambda pages: _ordered(case.order, pages))
         rng = random.Random(f"{case.page_size} {case.topk} {case.num_steps} {case.rows}")
         prompts = [[rng.randrange(96) for _ in range(rng.choice((1, 5, 11, 16, 30)))] for _ in range(case.rows)]
@@ -156,6 +190,20 @@ class Conformance:
         rounds, ties, failure = follow(llm, oracle, prompts, params)
         llm.scheduler.check_integrity()
         return CaseResult(case, rounds, ties, failure)
+
+
+def calibrate(llm: LLM, seed: int) -> None:
+    """Write what a pair might have taught: an engine with calibration off keeps it."""
+    calibration, random_ = llm.engine.runner.state.calibration, random.Random(seed)
+    calibration.heat.fill_(random_.choice((0.5, 1.0, 1.7)))
+    shifts = [random_.uniform(-1, 1) for _ in range(calibration.shift[0].numel())]
+    calibration.shift.copy_(torch.tensor(shifts).view(calibration.shift.shape[1:]))
+
+
+def calibration_of(llm: LLM) -> OracleCalibration:
+    """By which an engine that learns nothing grows trees of greedy requests."""
+    calibration = llm.engine.runner.state.calibration
+    return OracleCalibration(float(calibration.heat[0]), calibration.shift[0].tolist())
 
 
 def follow(
@@ -168,13 +216,13 @@ def follow(
     def observe(plan: RoundPlan, tree: DraftTree, accepted: Accepted) -> None:
         ids = scheduler.ids_by_row()  # a row that is not there has ended, and what it gave is dropped
         known = [(index, ids[row]) for index, row in enumerate(plan.rows) if row in ids]
-        rounds.extend(_row_round(index, each, tree, accepted) for index, each in known)
+        rounds.extend(_row_round(index, each, plan.shape, tree, accepted) for index, each in known)
 
     llm.engine.observer = observe
     llm.generate(prompts, params)
-    ties = 0
+    ties, calibration = 0, calibration_of(llm)
     for each in rounds:
-        failure = _compare(each, oracle, llm.config.shape, str(llm.engine.dtype).removeprefix("torch."))
+        failure = _compare(each, oracle, calibration, str(llm.engine.dtype).removeprefix("torch."))
         if failure == _TIE:
             ties += 1
         elif failure is not None:
@@ -190,19 +238,21 @@ class _RowRound:
     """One row's part of a round. ids: committed tokens and the root."""
 
     ids: list[int]
+    shape: SpecShape
     tree: list[OracleNode]
     emitted: list[int]
 
 
-def _row_round(index: int, ids: tuple[int, ...], tree: DraftTree, accepted: Accepted) -> _RowRound:
+def _row_round(index: int, ids: tuple[int, ...], shape: SpecShape, tree: DraftTree, accepted: Accepted) -> _RowRound:
     columns = zip(tree.tokens[index].tolist(), tree.parent[index].tolist(), tree.logprob[index].tolist(), strict=True)
     emitted = accepted.tokens[index, : int(accepted.accept_len[index]) + 1].tolist()
-    return _RowRound(list(ids), [OracleNode(*column) for column in columns], emitted)
+    return _RowRound(list(ids), shape, [OracleNode(*column) for column in columns], emitted)
 
 
-def _compare(have: _RowRound, oracle: DensePair, shape: SpecShape, dtype: str) -> str | None:
+def _compare(have: _RowRound, oracle: DensePair, calibration: OracleCalibration, dtype: str) -> str | None:
     """The first difference from the oracle, `_TIE` for one that float32 may break either way, or None."""
-    want = oracle.tree(have.ids, shape.topk, shape.num_steps, shape.num_draft_tokens)
+    shape = have.shape
+    want = oracle.tree(have.ids, shape.topk, shape.num_steps, shape.num_draft_tokens, calibration)
     scores = [(a.logprob, b.logprob) for a, b in zip(sorted_by_score(want), sorted_by_score(have.tree), strict=True)]
     gap = max(abs(a - b) for a, b in scores)
     if not gap <= TOLERANCE[dtype]:  # NaN is a difference too

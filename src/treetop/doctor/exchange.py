@@ -18,7 +18,7 @@ from typing import NoReturn
 import torch
 
 from treetop.kernels.table import OpContext, Ops
-from treetop.parallel.exchange import Group, Meeting
+from treetop.parallel.exchange import Group, Rendezvous
 from treetop.types.errors import EngineError
 
 ROWS, WIDTH, EPS = (1, 16), 4096, 1e-5
@@ -140,7 +140,7 @@ def main(folder: str, rank: int, size: int, place: str) -> None:
     device = torch.device(place)
     if device.type == "cuda":
         torch.cuda.set_device(rank)
-    group, dtype = Group(Meeting(Path(folder) / "meeting", rank, size), device, peer_memory=True), torch.bfloat16
+    group, dtype = Group(Rendezvous(Path(folder) / "meeting", rank, size), device, peer_memory=True), torch.bfloat16
     ops, means = Ops(OpContext(device, dtype), parallel=group.parallel), means_of(group, device)
     weight, times = torch.ones(WIDTH, dtype=dtype, device=device), {}
     for rows in ROWS:
@@ -153,7 +153,7 @@ def main(folder: str, rank: int, size: int, place: str) -> None:
             times[f"{rows} x {WIDTH}, by {means}"] = statistics.median(times_us(sum_and_norm, device))
     if rank == 0:
         print(json.dumps(times))
-    group.parallel.least(0)  # nobody leaves before all have measured
+    group.parallel.minimum(0)  # nobody leaves before all have measured
     group.close()
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 import zmq
 
-from treetop.distributed.lockstep import Agreement, Want
+from treetop.distributed.lockstep import StepProposal, StepSync
 from treetop.doctor.exchange import ROWS, WIDTH, leave, measured_by_ranks, times_us
-from treetop.parallel.exchange import Group, Meeting
+from treetop.parallel.exchange import Group, Rendezvous
 from treetop.types.parallel import Parallel
 
 _AGREEMENTS, _SKIPPED = 500, 50
@@ -36,7 +36,7 @@ def main(folder: str, rank: int, size: int, place: str) -> None:
     device = torch.device(place)
     if device.type == "cuda":
         torch.cuda.set_device(rank)
-    group, dtype = Group(Meeting(Path(folder) / "meeting", rank, size), device), torch.bfloat16
+    group, dtype = Group(Rendezvous(Path(folder) / "meeting", rank, size), device), torch.bfloat16
     times: dict[str, float] = {}
     with torch.inference_mode():
         for count in ROWS:
@@ -44,20 +44,20 @@ def main(folder: str, rank: int, size: int, place: str) -> None:
             took = times_us(lambda rows=rows: there_and_back(group.parallel, rows), device)  # type: ignore[misc]  # bound now
             times[f"{count} x {WIDTH} to and from"] = statistics.median(took)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    agreement = Agreement(folder, rank, size, context)
-    group.parallel.least(0)  # all listen
-    times["agreement of"] = statistics.median([_agreement_us(agreement) for _ in range(_AGREEMENTS)][_SKIPPED:])
+    step_sync = StepSync(folder, rank, size, context)
+    group.parallel.minimum(0)  # all listen
+    times["agreement of"] = statistics.median([_agreement_us(step_sync) for _ in range(_AGREEMENTS)][_SKIPPED:])
     if rank == 0:
         print(json.dumps(times))
-    group.parallel.least(0)  # nobody leaves before all have measured
-    agreement.close()
+    group.parallel.minimum(0)  # nobody leaves before all have measured
+    step_sync.close()
     context.destroy(linger=0)
     group.close()
 
 
-def _agreement_us(agreement: Agreement) -> float:
+def _agreement_us(step_sync: StepSync) -> float:
     begun = time.perf_counter()
-    agreement.agree(Want(1), _PATIENCE_S)
+    step_sync.agree(StepProposal(1), _PATIENCE_S)
     return 1e6 * (time.perf_counter() - begun)
 
 

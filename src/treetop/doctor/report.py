@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from treetop.attention import auto
-from treetop.attention.capabilities import CAPABILITIES, refusal
-from treetop.attention.registry import BACKENDS, make_backend
-from treetop.engine.build import EnginePlan
+from treetop.attention.registry import BACKENDS, refusal
+from treetop.engine.exactness import why_not_exact
+from treetop.engine.plan import EnginePlan
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.types.layout import Layout
 from treetop.types.phase import Phase
@@ -32,7 +32,10 @@ LIBRARIES = (
 
 @dataclass(frozen=True, slots=True)
 class BackendStatus:
-    """phases: what it can run here; reason: why none, or what `auto` chooses. chosen: it serves."""
+    """phases: what it can run here.
+    reason: why none, or what `auto` chooses.
+    chosen: it serves.
+    """
 
     name: str
     phases: tuple[str, ...]
@@ -61,11 +64,11 @@ def backends(engine_plan: EnginePlan) -> list[BackendStatus]:
     Raises ConfigError with the reason if the one that `--attention-backend` names cannot serve.
     """
     need = engine_plan.need
-    chosen = make_backend(engine_plan.config.attention_backend, need).name
+    chosen = auto.make_backend(engine_plan.config.attention_backend, need).name
     rows = []
-    for name in BACKENDS:
+    for name, backend in BACKENDS.items():
         problem = refusal(name, need)
-        phases = tuple(CAPABILITIES[name].phases) if problem is None else ()
+        phases = backend.capabilities.phases if problem is None else ()
         rows.append(BackendStatus(name, phases, "" if problem is None else problem.reason, name == chosen))
     usable = frozenset(row.name for row in rows if row.phases)
     choice = "torch"
@@ -94,6 +97,16 @@ def checkpoint(engine_plan: EnginePlan) -> list[tuple[str, str]]:
 def capacity(layout: Layout) -> list[tuple[str, str, str, str]]:
     """Every dimension of a layout, as (name, value, formula, option)."""
     return [(d.name, str(d.value), d.formula, d.option) for d in layout.dimensions().values()]
+
+
+def exactness_words(engine_plan: EnginePlan) -> str:
+    """The exactness in force, and whether `bits` could be; for that its probes run."""
+    config = engine_plan.config
+    if config.exactness == "bits":
+        return "exactness bits: every logit is that of plain decoding"
+    problem = why_not_exact(config, engine_plan.layout, engine_plan.place)
+    bits = "--exactness bits can serve" if problem is None else f"no bits: {problem.reason}"
+    return f"exactness {config.exactness}; {bits}"
 
 
 def _version(name: str) -> str:

@@ -1,32 +1,37 @@
 """The doctor's visit, printed. Exit code 1 if conformance fails or a fault is not caught."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
-from treetop.debug.faults import FAULTS
 from treetop.doctor.conformance import Conformance, quick_cases
+from treetop.doctor.exactness import show_exactness
 from treetop.doctor.exchange import exchange_times, links
-from treetop.doctor.provoke import Finding, Provocation
-from treetop.doctor.report import backends, capacity, checkpoint, machine
-from treetop.engine.build import plan_engine
+from treetop.doctor.report import backends, capacity, checkpoint, exactness_words, machine
+from treetop.doctor.tables import print_table
+from treetop.engine.plan import plan_engine
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """cases: of the quick conformance run. faults: run each named fault instead of conformance."""
+    """cases: of the quick conformance run.
+    faults: run each named fault instead of conformance.
+    exactness: compare bits with those of plain decoding instead.
+    """
 
     cases: int
     faults: bool
+    exactness: bool = False
 
 
 def run(model: str | None, options: dict[str, Any], visit: Visit) -> int:
     """Print the report for a configuration, then test. Raises UserError for options that cannot work."""
+    show_faults = _of_the_extra() if visit.faults else None
     console = Console(soft_wrap=True)
     config = EngineConfig.of(model, **options)
     engine_plan = plan_engine(config)
@@ -35,20 +40,33 @@ def run(model: str | None, options: dict[str, Any], visit: Visit) -> int:
     sums += _agreement_times(config.ep_size, device.type) if config.ep_size > 1 else []
     statuses = backends(engine_plan)
     tensors = checkpoint(engine_plan)
-    _print(console, "machine", ("", ""), machine(device) + sums)
+    print_table(console, "machine", ("", ""), machine(device) + sums)
     if pairs := links():
-        _print(console, "links", ("between", "reaches its memory", "link"), pairs)
+        print_table(console, "links", ("between", "reaches its memory", "link"), pairs)
     if config.disaggregation_slots:
-        _print(console, "KV transfer, 64 MiB", ("transport", "by", "speed"), _speeds(device.type))
+        print_table(console, "KV transfer, 64 MiB", ("transport", "by", "speed"), _speeds(device.type))
     rows = [(f"{b.name} (serves)" if b.chosen else b.name, ", ".join(b.phases) or "-", b.reason) for b in statuses]
-    _print(console, f"backends, {str(dtype).removeprefix('torch.')}", ("backend", "runs", "why not, or which"), rows)
+    print_table(
+        console, f"backends, {str(dtype).removeprefix('torch.')}", ("backend", "runs", "why not, or which"), rows
+    )
     console.print("\n".join(f"{name}: {words}" for name, words in tensors), markup=False, highlight=False)
-    _print(console, "capacity", ("dimension", "value", "formula", "option"), capacity(engine_plan.layout))
+    print_table(console, "capacity", ("dimension", "value", "formula", "option"), capacity(engine_plan.layout))
     console.print("memory, estimated before loading")
     console.print("\n".join(f"  {line}" for line in engine_plan.use.lines()), markup=False, highlight=False)
-    if visit.faults:
-        return _faults(console, device.type)
+    console.print(exactness_words(engine_plan), markup=False, highlight=False)
+    if show_faults is not None:
+        return show_faults(console, device.type)
+    if visit.exactness:
+        return show_exactness(console, engine_plan, model, options)
     return _conformance(console, visit.cases, device.type, config.attention_backend)
+
+
+def _of_the_extra() -> Callable[[Console, str], int]:
+    try:
+        from treetop_debug.visit import show_faults  # noqa: PLC0415  # needs an extra
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"--faults needs {error.name}; pip install treetop[debug]") from None
+    return show_faults
 
 
 def _agreement_times(size: int, device: str) -> list[tuple[str, str]]:
@@ -89,44 +107,3 @@ def _conformance(console: Console, count: int, device: str, backend: str) -> int
     if ties:
         console.print(f"             {ties} near ties of float32 excused")
     return int(failed > 0)
-
-
-def _faults(console: Console, device: str) -> int:
-    findings: list[Finding] = []
-    with Provocation(device) as provocation, Progress(console=console, transient=True) as progress:
-        task = progress.add_task("faults", total=len(FAULTS))
-        for fault in FAULTS.values():
-            findings.append(provocation.find(fault))
-            progress.advance(task)
-    rows = [
-        (f.fault.name, f.by if f.caught else "NOT CAUGHT", f.caught or "", f.harm or "NO HARM SHOWN") for f in findings
-    ]
-    _print(console, "faults", ("fault", "guard", "what it said", "without a guard"), rows)
-    missed = [f.fault.name for f in findings if not f.ok]
-    console.print(
-        f"faults: {len(findings) - len(missed)} of {len(findings)} caught on {device}, with harm shown without a guard"
-    )
-    return int(bool(missed)) | _rank_faults(console)
-
-
-def _rank_faults(console: Console) -> int:
-    """Those of several ranks, on the CPU."""
-    try:
-        from treetop.doctor.provoke_ranks import NAMES, find_rank_fault  # noqa: PLC0415  # needs an extra
-    except ModuleNotFoundError as error:
-        console.print(f"faults of ranks: not run without {error.name}: install treetop[serve]")
-        return 0
-    with Progress(console=console, transient=True) as progress:
-        findings = [find_rank_fault(name) for name in progress.track(NAMES, description="ranks")]
-    rows = [(f.fault.name, f.by if f.caught else "NOT CAUGHT", f.caught or "") for f in findings]
-    _print(console, "faults of ranks", ("fault", "guard", "what it said"), rows)
-    num_caught = sum(f.caught is not None for f in findings)
-    console.print(f"faults of ranks: {num_caught} of {len(findings)} caught")
-    return int(num_caught < len(findings))
-
-
-def _print(console: Console, title: str, columns: tuple[str, ...], rows: list[Any]) -> None:
-    table = Table(*columns, title=title, title_justify="left", show_header=any(columns))
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)

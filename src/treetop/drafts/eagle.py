@@ -7,7 +7,7 @@ Source: EAGLE, arXiv:2401.15077; SafeAILab/EAGLE `eagle/model/cnets1.py`.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -28,16 +28,18 @@ from treetop.drafts.head_files import (
     stated,
 )
 from treetop.drafts.protocol import DraftProducts, DraftVocab, Extension, Proposal, Streamed
+from treetop.kernels.calibration import Heat
 from treetop.kernels.rope import rope_table
 from treetop.kernels.table import Ops
+from treetop.models.attention import attention, attention_params
 from treetop.models.checkpoint import tensor_files
 from treetop.models.config import AttentionSpec, ModelConfig, model_config, read_config
 from treetop.models.decoder import DecoderLayer
 from treetop.models.embedding import part_of, whole_logits, whole_table
 from treetop.models.feed_forward import feed_forward_params
-from treetop.models.layers import GatedMLP, RMSNorm, SelfAttention, attention_params, norm_param
+from treetop.models.layers import GatedMLP, RMSNorm, norm_param, turn_at
 from treetop.models.loader import Placement, check_weights, load_weights
-from treetop.models.params import Param, in_formats, matrix, of_vocab, vector
+from treetop.models.params import STREAMED, Param, in_formats, matrix, of_vocab, vector
 from treetop.models.target import LAST_HIDDEN, Target
 from treetop.weights.format import Source
 from treetop.weights.held import Weights
@@ -45,7 +47,11 @@ from treetop.weights.held import Weights
 
 @dataclass(frozen=True, slots=True)
 class EagleSpec:
-    """A `DrafterSpec`. output: whose matrix gives logits. embedding: whether the file has one."""
+    """A `DrafterSpec`.
+
+    output: whose matrix gives logits.
+    embedding: whether the file has one.
+    """
 
     folder: Path
     decoder: ModelConfig
@@ -55,10 +61,15 @@ class EagleSpec:
     aux_inputs: tuple[int, ...] = (LAST_HIDDEN,)
     state_dtype: torch.dtype | None = None
     reads_text: bool = False
+    makes_logits: bool = True
 
     @property
     def vocab_size(self) -> int:
         return self.decoder.vocab_size
+
+    def with_window(self, window: int) -> "EagleSpec":
+        """The same, whose layers see no more than so many tokens."""
+        return replace(self, decoder=self.decoder.with_window(window))
 
     @property
     def attention(self) -> tuple[AttentionSpec, ...]:
@@ -95,7 +106,7 @@ class EagleSpec:
 
     @property
     def streamed(self) -> Streamed:
-        numbers = {param.name: param.numbers for param in self.params if param.kind == "matrix"}
+        numbers = {param.name: param.numbers for param in self.params if param.kind in STREAMED}
         numbers.pop("lm_head", None)
         return Streamed(sum(numbers.values()), 0, self.vocab_size * self.decoder.hidden_size)
 
@@ -108,7 +119,7 @@ class EagleSpec:
         parallel = place.parallel
         may_share = self.embedding and self.output != "embedding"
         shared = may_share and torch.equal(part_of(weights[EMBEDDING], parallel), target.embedding)
-        if parallel.least(int(shared)):  # one answer for all ranks
+        if parallel.minimum(int(shared)):  # one answer for all ranks
             weights.pop(EMBEDDING)
         return self.build(weights, target, place, place.ops)
 
@@ -129,7 +140,7 @@ class EagleHead:
             whole_table(target.embedding, spec.decoder.vocab_size, ops.parallel) if embedding is None else embedding
         )
         self.fuse = weights.linear("fuse")
-        self.attention = SelfAttention(first.attention, weights, "layers.0.attention", 0, eps, ops)
+        self.attention = attention(first.attention, weights, "layers.0.attention", 0, eps, ops)
         self.mlp_norm = RMSNorm(weights["layers.0.mlp_norm"], eps, ops)
         self.mlp = GatedMLP(weights, "layers.0.mlp", ops)
         self.deeper = [DecoderLayer(spec.decoder, weights, i, ops) for i in range(1, len(spec.decoder.layers))]
@@ -145,21 +156,21 @@ class EagleHead:
 
     def grow(self, tokens: Tensor, state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """See `Drafter`. The state is the head's output, where the target's last hidden state would be."""
-        angles = self._ops.angles(self._rope, positions)
+        turn = turn_at(self._rope, positions, self._ops)
         x = self._ops.parallel.join(self.fuse(torch.cat([F.embedding(tokens, self.embedding), state], dim=-1)))
-        x, normed = self.mlp_norm.after(x, self.attention(x, angles, attend))
+        x, normed = self.mlp_norm.after(x, self.attention(x, turn, attend))
         added = self.mlp(normed)
         for layer in self.deeper:
             x, normed = layer.input_norm.after(x, added)
-            x, added = layer(x, normed, angles, attend)
+            x, added = layer(x, normed, turn, attend)
         return self._ops.add(x, added)
 
     def _own_logits(self, state: Tensor) -> Tensor:
         return whole_logits(self.lm_head(state), self.spec.vocab_size, self._ops.parallel)
 
-    def propose(self, state: Tensor, k: int) -> Proposal:
+    def propose(self, state: Tensor, k: int, heat: Heat | None = None) -> Proposal:
         """See `Drafter`."""
-        best, tokens = self._ops.top_logprobs(self._logits(state), k, self.vocab.offset)
+        best, tokens = self._ops.top_logprobs(self._logits(state), k, self.vocab.offset, heat)
         return Proposal(tokens, best)
 
 

@@ -7,7 +7,7 @@ Source: EAGLE-3, arXiv:2503.01840. `eagle3_config` reads the layouts of its chec
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,21 +16,17 @@ from torch import Tensor
 from treetop.attention.layer import Attend
 from treetop.drafts.head_files import EMBEDDING, OUTPUT, OutputOf, check_vocab, head_output, no_offset
 from treetop.drafts.protocol import DraftProducts, DraftVocab, Extension, Proposal, Streamed
+from treetop.kernels.calibration import Heat
 from treetop.kernels.rope import rope_table
 from treetop.kernels.table import Ops
+from treetop.models.attention import attention, attention_params
 from treetop.models.config import AttentionSpec, ModelConfig
 from treetop.models.decoder import DecoderLayer
 from treetop.models.embedding import whole_logits, whole_table
 from treetop.models.feed_forward import feed_forward_params
-from treetop.models.layers import (
-    GatedMLP,
-    RMSNorm,
-    SelfAttention,
-    attention_params,
-    norm_param,
-)
+from treetop.models.layers import GatedMLP, RMSNorm, norm_param, turn_at
 from treetop.models.loader import Placement, check_weights, load_weights
-from treetop.models.params import Param, in_formats, matrix, of_vocab, vector
+from treetop.models.params import STREAMED, Param, in_formats, matrix, of_vocab, vector
 from treetop.models.target import Target
 from treetop.weights.format import Source
 from treetop.weights.held import Weights
@@ -43,9 +39,11 @@ _INDICES, _MARKS = Plain(("I64",)), Plain(("BOOL", "U8", "I8", "I32", "I64"))
 class Eagle3Norms:
     """What heads norm beside what all norm.
 
-    before_residual: the residual stream begins with the normed state. output: the state that goes on is the normed one.
-    joined: one norm of all features side by side, before they are fused. each: one of each feature; the prefixes of
-    its tensors, () for none. deeper: the tensor of the input norm of each layer after the first.
+    before_residual: the residual stream begins with the normed state.
+    output: the state that goes on is the normed one.
+    joined: one norm of all features side by side, before they are fused.
+    each: one of each feature; the prefixes of its tensors, () for none.
+    deeper: the tensor of the input norm of each layer after the first.
     """
 
     before_residual: bool = False
@@ -57,9 +55,14 @@ class Eagle3Norms:
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Spec:
-    """A `DrafterSpec`. decoder: sizes and layers. vocab_size: of the draft. fuses: features are many and `fc` joins
-    them. prefixes: of each layer's tensors. output: whose matrix gives logits: own, embedding or target. stored:
-    which of the embedding, d2t and t2d the file has.
+    """A `DrafterSpec`.
+
+    decoder: sizes and layers.
+    vocab_size: of the draft.
+    fuses: features are many and `fc` joins them.
+    prefixes: of each layer's tensors.
+    output: whose matrix gives logits: own, embedding or target.
+    stored: which of the embedding, d2t and t2d the file has.
     """
 
     folder: Path
@@ -75,6 +78,11 @@ class Eagle3Spec:
     stored: frozenset[str]
     state_dtype: torch.dtype | None = None
     reads_text: bool = False
+    makes_logits: bool = True
+
+    def with_window(self, window: int) -> "Eagle3Spec":
+        """The same, whose layers see no more than so many tokens."""
+        return replace(self, decoder=self.decoder.with_window(window))
 
     @property
     def attention(self) -> tuple[AttentionSpec, ...]:
@@ -137,7 +145,7 @@ class Eagle3Spec:
 
     @property
     def streamed(self) -> Streamed:
-        numbers = {param.name: param.numbers for param in self.params if param.kind == "matrix"}
+        numbers = {param.name: param.numbers for param in self.params if param.kind in STREAMED}
         fuse, output = numbers.pop("fuse", 0), self.vocab_size * self.decoder.hidden_size
         numbers.pop("lm_head", None)
         return Streamed(sum(numbers.values()), fuse, output)
@@ -174,7 +182,7 @@ class Eagle3Head:
             whole_table(target.embedding, spec.decoder.vocab_size, ops.parallel) if embedding is None else embedding
         )
         self.normed_embedding = RMSNorm(weights["input_norm"], eps, ops)(embedding)
-        self.attention = SelfAttention(first.attention, weights, "attention", 0, eps, ops)
+        self.attention = attention(first.attention, weights, "attention", 0, eps, ops)
         self.mlp_norm = RMSNorm(weights["mlp_norm"], eps, ops)
         self.mlp = GatedMLP(weights, "mlp", ops)
         self.deeper = [DecoderLayer(spec.decoder, weights, i, ops) for i in range(1, len(spec.decoder.layers))]
@@ -205,19 +213,19 @@ class Eagle3Head:
         norm, width = self.hidden_norm, state.shape[-1]
         x = self._ops.embed_and_norm(self.normed_embedding, tokens, state, norm.weight, norm.eps)
         residual = x[..., -width:] if self.spec.norms.before_residual else state
-        angles = self._ops.angles(self._rope, positions)
-        x, normed = self.mlp_norm.after(residual, self.attention(x, angles, attend))
+        turn = turn_at(self._rope, positions, self._ops)
+        x, normed = self.mlp_norm.after(residual, self.attention(x, turn, attend))
         added = self.mlp(normed)
         for layer in self.deeper:
             x, normed = layer.input_norm.after(x, added)
-            x, added = layer(x, normed, angles, attend)
+            x, added = layer(x, normed, turn, attend)
         return self.norm.after(x, added)[1] if self.spec.norms.output else self._ops.add(x, added)
 
     def _own_logits(self, state: Tensor) -> Tensor:
         return whole_logits(self.lm_head(state), self.spec.vocab_size, self._ops.parallel)
 
-    def propose(self, state: Tensor, k: int) -> Proposal:
+    def propose(self, state: Tensor, k: int, heat: Heat | None = None) -> Proposal:
         """See `Drafter`."""
         normed = state if self.spec.norms.output else self.norm(state)
-        best, tokens = self._ops.top_logprobs(self._logits(normed), k, self.vocab.offset)
+        best, tokens = self._ops.top_logprobs(self._logits(normed), k, self.vocab.offset, heat)
         return Proposal(tokens, best)

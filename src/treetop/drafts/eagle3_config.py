@@ -19,9 +19,10 @@ from treetop.drafts.head_files import (
     stated,
 )
 from treetop.models.checkpoint import tensor_files
-from treetop.models.config import Config, ModelConfig, flag, model_config, size, table
+from treetop.models.config import ModelConfig, model_config
 from treetop.models.json_file import integers
 from treetop.models.target import LAST_HIDDEN
+from treetop.models.values import Config, flag, size, table
 from treetop.types.errors import CheckpointError, shown
 
 _LEGACY_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")

@@ -14,18 +14,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from treetop.models.config import (
-    Config,
-    LayerSpec,
-    ModelConfig,
-    attention_spec,
-    dense_spec,
-    flag,
-    read_config,
-    table,
-)
+from treetop.models.config import SLIDING_ATTENTION, LayerSpec, ModelConfig, attention_spec, dense_spec, read_config
+from treetop.models.deepseek import latent_attention
 from treetop.models.embedding import part_of
 from treetop.models.target import Target
+from treetop.models.values import Config, flag, size, table
 from treetop.types.errors import CheckpointError, shown
 from treetop.types.parallel import Parallel
 from treetop.weights.format import Linear
@@ -86,13 +79,16 @@ def layer_prefixes(folder: Path, names: Collection[str]) -> tuple[str, ...]:
 def head_layers(config: Config, where: Path, names: Collection[str], prefixes: tuple[str, ...]) -> list[LayerSpec]:
     """A head's layers: sizes and rotation by its own config, norms of heads and biases by its tensors.
 
-    RoPE is the head's, not the target's: a head for GPT-OSS may rotate by YaRN or not. Raises CheckpointError for
-    layers with a window.
+    RoPE is the head's, not the target's: a head for GPT-OSS may rotate by YaRN or not. Nor is its attention: a head
+    for Kimi-K2 is compressed or not (vllm `deepseek_eagle3.py`). Raises CheckpointError for layers of which some have a
+    window.
     """
-    kinds = config.get("layer_types")
-    if config.get("use_sliding_window") or (isinstance(kinds, list) and "sliding_attention" in kinds[: len(prefixes)]):
-        raise CheckpointError(f"{where}: layers of a draft head with a sliding window are not supported (layer_types)")
-    attention, dense = attention_spec(config, where), dense_spec(config, where)
+    window = _window(config, len(prefixes), where)
+    compressed = config.get("kv_lora_rank") is not None
+    attention = (
+        latent_attention({"rope_interleave": True, **config}, where) if compressed else attention_spec(config, where)
+    )
+    attention, dense = replace(attention, window=window), dense_spec(config, where)
     layers = []
     for prefix in prefixes:
         has = {part: f"{prefix}.{part}" in names for part in _OPTIONAL}
@@ -108,6 +104,19 @@ def head_layers(config: Config, where: Path, names: Collection[str], prefixes: t
             )
         )
     return layers
+
+
+def _window(config: Config, count: int, where: Path) -> int | None:
+    """What the first `count` layers of a head see, by `layer_types` and `sliding_window`."""
+    kinds = config.get("layer_types")
+    if not isinstance(kinds, list):
+        if config.get("use_sliding_window"):
+            raise CheckpointError(f"{where}: use_sliding_window of a draft head without layer_types is not supported")
+        return None
+    slides = [kind == SLIDING_ATTENTION for kind in kinds[:count]]
+    if any(slides) and not all(slides):
+        raise CheckpointError(f"{where}: layers of a draft head of which some have a window (layer_types)")
+    return size(config, "sliding_window", where) if any(slides) else None
 
 
 _OPTIONAL = ("self_attn.q_norm.weight", "self_attn.q_proj.bias", "self_attn.o_proj.bias", "mlp.gate_proj.bias")

@@ -5,14 +5,19 @@ normed, side by side, through one product, then a decoder layer like the target'
 the target's output matrix. While a tree grows its own state stands for the target's.
 
 Weights lie in the target's folder. Which state goes on is the family's: GLM and DeepSeek chain modules before the norm
-(DeepSeek-V3, arXiv:2412.19437, section 2.2; vllm `glm4_moe_mtp.py`), MiMo after it (vllm and sglang `mimo_mtp.py`). All
-of vLLM's zero the embedding at position 0, and so do these.
+(DeepSeek-V3, arXiv:2412.19437, section 2.2; vllm `glm4_moe_mtp.py`), MiMo after it (vllm and sglang `mimo_mtp.py`), as
+do MiMo-V2 (vllm `mimo_v2_mtp.py`) and Hy3 (`hy_v3_mtp.py`); ERNIE has no norm there (vllm `ernie_mtp.py`, sglang
+`ernie4_eagle.py`). Step's, a dense layer with a window, reads the target's state before its final norm and chains its
+own before the norm (sglang `step3p5_mtp.py`). All of these but MiMo-V2's and Step's zero the embedding at position 0.
+Where the target's attention is sparse, so is the layer's, by an indexer of its own at every level; it is dense where
+none is stored.
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,16 +25,17 @@ from torch import Tensor
 from treetop.attention.layer import Attend
 from treetop.drafts.head_files import no_offset
 from treetop.drafts.protocol import DraftProducts, DraftVocab, Extension, Proposal, Streamed
+from treetop.kernels.calibration import Heat
 from treetop.kernels.rope import rope_table
 from treetop.kernels.table import Ops
 from treetop.models.checkpoint import tensor_files
-from treetop.models.config import AttentionSpec, ModelConfig, read_config
+from treetop.models.config import AttentionSpec, DenseSpec, LayerSpec, ModelConfig, NormNames, read_config, with_indexer
 from treetop.models.decoder import DecoderLayer, decoder_params
 from treetop.models.embedding import whole_table
 from treetop.models.experts import live_rows
-from treetop.models.layers import RMSNorm, norm_param
+from treetop.models.layers import NoNorm, RMSNorm, norm_param, turn_at
 from treetop.models.loader import Placement, check_weights, load_weights
-from treetop.models.params import Param, in_formats, matrix
+from treetop.models.params import STREAMED, Param, in_formats, matrix, stored_tensors
 from treetop.models.target import LAST_HIDDEN, Target
 from treetop.types.config import MtpRecurrence
 from treetop.types.errors import CheckpointError, shown
@@ -38,64 +44,176 @@ from treetop.weights.held import Weights
 from treetop.weights.registry import read_formats
 
 
+def _last(target: ModelConfig) -> LayerSpec:
+    return target.layers[-1]
+
+
+def _dense(target: ModelConfig) -> LayerSpec | None:
+    """The last layer with the feed-forward of a dense one; None without any."""
+    found = (each.feed_forward for each in target.layers if isinstance(each.feed_forward, DenseSpec))
+    forward = next(found, None)
+    return None if forward is None else replace(target.layers[-1], feed_forward=forward)
+
+
+def _dense_with_window(target: ModelConfig) -> LayerSpec | None:
+    """As that, with the attention of one with a window."""
+    layer = _dense(target)
+    attention = next((each.attention for each in target.layers if each.attention.window is not None), None)
+    return None if layer is None or attention is None else replace(layer, attention=attention)
+
+
+def _dense_of_mimo(target: ModelConfig) -> LayerSpec | None:
+    """As that, with another name of a norm."""
+    layer = _dense_with_window(target)
+    return None if layer is None else replace(layer, norms=NormNames(feed_forward="pre_mlp_layernorm"))
+
+
+def _dense_of_step(target: ModelConfig) -> LayerSpec | None:
+    """As with a window, and without a limit of its activation."""
+    layer = _dense_with_window(target)
+    if layer is None or not isinstance(layer.feed_forward, DenseSpec):
+        return None
+    return replace(layer, feed_forward=replace(layer.feed_forward, limit=None))
+
+
 @dataclass(frozen=True, slots=True)
 class MtpNames:
     """How a family calls an MTP layer's own tensors, and what differs.
 
-    copies: tensors of the target that the layer has again, which are not read. hidden_first: the order of the
-    projection's input. normed_state: the state that goes on is the normed one.
+    layer, and the others: names of modules, {root} for what the target's begin with and {n} for the layer's number.
+    shown_by: the one that shows it.
+    final_norm: None where there is none.
+    copies: tensors of the target that the layer has again, which are not read.
+    hidden_first: the order of the projection's input.
+    normed_state: the state that goes on is the normed one.
+    zeroed: the embedding at position 0 counts as zero.
+    follows: the layers are numbered on from the target's.
+    before_norm: it reads the target's state before the final norm.
+    kind: which of the target's layers it is like.
     """
 
+    layer: str
     embedding_norm: str
     hidden_norm: str
     projection: str
-    final_norm: str
-    copies: tuple[str, ...]
-    hidden_first: bool
-    normed_state: bool
+    final_norm: str | None
+    shown_by: str
+    copies: tuple[str, ...] = ()
+    hidden_first: bool = False
+    normed_state: bool = False
+    zeroed: bool = True
+    follows: bool = False
+    before_norm: bool = False
+    kind: Callable[[ModelConfig], LayerSpec | None] = _last
+
+    def of(self, name: str, root: str, number: int) -> str:
+        return name.format(root=root, n=number)
 
 
-GLM = MtpNames("enorm", "hnorm", "eh_proj", "shared_head.norm", ("embed_tokens", "shared_head.head"), False, False)
-MIMO = MtpNames("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", (), True, True)
-_STORED = {
-    "GLM and DeepSeek": (r"(model\.layers\.\d{1,9})\.eh_proj\.weight", GLM),
-    "MiMo": (r"(model\.mtp_layers\.\d{1,9})\.input_proj\.weight", MIMO),
-}
-"""Layout -> the tensor that shows its layers, and its names."""
+def _names(
+    layer: str, own: tuple[str, str, str, str], shown_by: str, copies: tuple[str, ...] = (), **what: Any
+) -> MtpNames:
+    """Of a layer whose own tensors lie beside those of its attention and feed-forward."""
+    embedding, hidden, projection, final, shown = (f"{layer}.{each}" for each in (*own, shown_by))
+    again = tuple(f"{layer}.{each}" for each in copies)
+    return MtpNames(layer, embedding, hidden, projection, final, shown, again, **what)
+
+
+_DEEPSEEK = ("enorm", "hnorm", "eh_proj")
+GLM = _names(
+    "{root}layers.{n}", (*_DEEPSEEK, "shared_head.norm"), "eh_proj", ("embed_tokens", "shared_head.head"), follows=True
+)
+HY3 = _names(
+    *("{root}layers.{n}", (*_DEEPSEEK, "final_layernorm"), "final_layernorm"),
+    *(("embed_tokens", "shared_head", "shared_head.head"),),
+    normed_state=True,
+    follows=True,
+)
+MIMO = _names(
+    *("{root}mtp_layers.{n}", ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"), "input_proj"),
+    hidden_first=True,
+    normed_state=True,
+)
+MIMO_V2 = _names(
+    *("{root}mtp.layers.{n}", (*_DEEPSEEK, "final_layernorm"), "eh_proj"),
+    normed_state=True,
+    zeroed=False,
+    kind=_dense_of_mimo,
+)
+STEP = _names(
+    *("{root}layers.{n}", (*_DEEPSEEK, "transformer.shared_head.norm"), "transformer.shared_head.norm"),
+    *(("embed_tokens", "transformer.shared_head.output"),),
+    zeroed=False,
+    follows=True,
+    before_norm=True,
+    kind=_dense_of_step,
+)
+ERNIE = MtpNames(
+    *("{root}mtp_block.{n}", "{root}mtp_emb_norm.{n}", "{root}mtp_hidden_norm.{n}", "{root}mtp_linear_proj.{n}"),
+    final_norm=None,
+    shown_by="{root}mtp_linear_proj.{n}",
+    kind=_dense,
+)
+_STORED = {"Hy3": HY3, "Step": STEP, "GLM and DeepSeek": GLM, "MiMo": MIMO, "MiMo-V2": MIMO_V2, "ERNIE": ERNIE}
+"""Layouts in the order in which they are looked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoundMtp:
-    """MTP layers of a folder. layout: a family's. prefixes: of the layers' tensors, first to last."""
+    """MTP layers of a folder.
+
+    layout: a family's.
+    root: what the target's names begin with.
+    numbers: first to last.
+    """
 
     layout: str
     names: MtpNames
-    prefixes: tuple[str, ...]
+    root: str
+    numbers: tuple[int, ...]
 
 
 def find_mtp(tensors: Collection[str]) -> FoundMtp | None:
     """The MTP layers among a folder's tensors, or None."""
-    for layout, (pattern, names) in _STORED.items():
-        found = {match[1] for tensor in tensors if (match := re.fullmatch(pattern, tensor))}
+    for layout, names in _STORED.items():
+        shown = re.escape(names.shown_by).replace(r"\{root\}", _ROOT).replace(r"\{n\}", r"(\d{1,9})") + r"\.weight"
+        found = [match for tensor in tensors if (match := re.fullmatch(shown, tensor))]
         if found:
-            return FoundMtp(layout, names, tuple(sorted(found, key=lambda prefix: int(prefix.rsplit(".", 1)[1]))))
+            return FoundMtp(layout, names, found[0][1], tuple(sorted(int(match[2]) for match in found)))
     return None
+
+
+_ROOT = r"(model\.language_model\.|language_model\.model\.|model\.)"
 
 
 @dataclass(frozen=True, slots=True)
 class MtpSpec:
-    """A `DrafterSpec`. block: the target's sizes, with the one layer. prefix: of its tensors. normed_state: as asked,
-    or as the family does it.
+    """A `DrafterSpec`.
+
+    block: the target's sizes, with the one layer.
+    root, number: of its names.
+    normed_state: as asked, or as the family does it.
     """
 
     folder: Path
     block: ModelConfig
     names: MtpNames
-    prefix: str
+    root: str
+    number: int
     normed_state: bool
     aux_inputs: tuple[int, ...] = (LAST_HIDDEN,)
     state_dtype: torch.dtype | None = None
     reads_text: bool = False
+    makes_logits: bool = True
+
+    def with_window(self, window: int) -> "MtpSpec":
+        """The same, whose layer sees no more than so many tokens."""
+        return replace(self, block=self.block.with_window(window))
+
+    @property
+    def prefix(self) -> str:
+        """Of the names of its attention and feed-forward."""
+        return self._stored(self.names.layer)
 
     @property
     def vocab_size(self) -> int:
@@ -111,16 +229,17 @@ class MtpSpec:
 
     @property
     def params(self) -> list[Param]:
-        hidden, names, stored = self.block.hidden_size, self.names, self.prefix
+        hidden, names = self.block.hidden_size, self.names
         swap = _swapped_halves if names.hidden_first else None
         own = {"embedding_norm": names.embedding_norm, "hidden_norm": names.hidden_norm, "norm": names.final_norm}
         params = [
             *(
-                norm_param(name, f"{stored}.{tensor}.weight", hidden, self.block.unit_offset)
+                norm_param(name, f"{self._stored(tensor)}.weight", hidden, self.block.unit_offset)
                 for name, tensor in own.items()
+                if tensor is not None
             ),
-            matrix("projection", Source(f"{stored}.{names.projection}.weight", (hidden, 2 * hidden), swap)),
-            *(_moved(param, stored) for param in decoder_params(self.block) if param.name.startswith("layers.0.")),
+            matrix("projection", Source(f"{self._stored(names.projection)}.weight", (hidden, 2 * hidden), swap)),
+            *(_moved(param, self.prefix) for param in decoder_params(self.block) if param.name.startswith("layers.0.")),
         ]
         return in_formats(params, self.block.formats)
 
@@ -130,7 +249,7 @@ class MtpSpec:
 
     @property
     def streamed(self) -> Streamed:
-        layers = sum(param.numbers for param in self.params if param.kind in ("matrix", "router"))
+        layers = sum(param.numbers for param in self.params if param.kind in STREAMED)
         return Streamed(layers, 0, self.vocab_size * self.block.hidden_size)
 
     def build(self, weights: Weights, target: Target, place: Placement, ops: Ops) -> "MtpLayer":
@@ -145,8 +264,13 @@ class MtpSpec:
         return check_weights(self.folder, self.params, self._ignored())
 
     def _ignored(self) -> set[str]:
-        copies = {f"{self.prefix}.{name}.weight" for name in self.names.copies}
-        return {name for name in tensor_files(self.folder) if not name.startswith(self.prefix + ".")} | copies
+        copies, own = {f"{self._stored(name)}.weight" for name in self.names.copies}, stored_tensors(self.params)
+        return copies | {
+            name for name in tensor_files(self.folder) if name not in own and not name.startswith(self.prefix + ".")
+        }
+
+    def _stored(self, name: str) -> str:
+        return self.names.of(name, self.root, self.number)
 
 
 class MtpLayer:
@@ -164,7 +288,7 @@ class MtpLayer:
         self.hidden_norm = RMSNorm(weights["hidden_norm"], eps, ops)
         self.projection = weights.linear("projection")
         self.layer = DecoderLayer(spec.block, weights, 0, ops)
-        self.norm = RMSNorm(weights["norm"], eps, ops)
+        self.norm = RMSNorm(weights["norm"], eps, ops) if spec.names.final_norm is not None else NoNorm(ops)
         self.products = DraftProducts([self.projection, *self.layer.products], [], [target.lm_head])
         self.vocab = DraftVocab(no_offset(spec.vocab_size, place.device))
 
@@ -175,17 +299,18 @@ class MtpLayer:
     def grow(self, tokens: Tensor, state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """See `Drafter`. The state is the layer's output, normed or not."""
         norm = self.hidden_norm
-        tokens = torch.where(positions == 0, self.spec.vocab_size, tokens)
+        if self.spec.names.zeroed:
+            tokens = torch.where(positions == 0, self.spec.vocab_size, tokens)
         x = self.projection(self._ops.embed_and_norm(self.normed_embedding, tokens, state, norm.weight, norm.eps))
-        angles = self._ops.angles(self._rope, positions)
+        turn = turn_at(self._rope, positions, self._ops)
         live = live_rows(attend.live(), self._ops.expert_ranks)
-        x, added = self.layer(x, self.layer.input_norm(x), angles, attend, live)
+        x, added = self.layer(x, self.layer.input_norm(x), turn, attend, live)
         return self.norm.after(x, added)[1] if self.spec.normed_state else self._ops.add(x, added)
 
-    def propose(self, state: Tensor, k: int) -> Proposal:
+    def propose(self, state: Tensor, k: int, heat: Heat | None = None) -> Proposal:
         """See `Drafter`."""
         normed = state if self.spec.normed_state else self.norm(state)
-        best, tokens = self._ops.top_logprobs(self._target.logits(normed), k, self.vocab.offset)
+        best, tokens = self._ops.top_logprobs(self._target.logits(normed), k, self.vocab.offset, heat)
         return Proposal(tokens, best)
 
 
@@ -194,7 +319,8 @@ def mtp_spec(folder: Path, target: ModelConfig, dummy: bool, recurrence: MtpRecu
 
     Raises CheckpointError if there is none, or it does not follow this target's layers.
     """
-    found = FoundMtp("GLM", GLM, (f"model.layers.{len(target.layers)}",)) if dummy else find_mtp(tensor_files(folder))
+    count = len(target.layers)
+    found = FoundMtp("GLM", GLM, "model.", (count,)) if dummy else find_mtp(tensor_files(folder))
     if found is None:
         said, where = read_config(folder).get("num_nextn_predict_layers"), folder / "config.json"
         but = f", though {where} has num_nextn_predict_layers = {shown(said)}" if said else ""
@@ -202,20 +328,25 @@ def mtp_spec(folder: Path, target: ModelConfig, dummy: bool, recurrence: MtpRecu
             f"{folder}: no MTP layer for --speculative-algorithm MTP: neither model.layers.N.eh_proj.weight nor"
             f" model.mtp_layers.0.input_proj.weight is in it{but}"
         )
-    prefix = found.prefixes[0]
-    wanted = f"model.layers.{len(target.layers)}" if found.names is GLM else "model.mtp_layers.0"
-    if prefix != wanted:
+    names, number = found.names, found.numbers[0]
+    wanted = count if names.follows else 0
+    if number != wanted:
+        found_at, would_be = (names.of(names.layer, found.root, each) for each in (number, wanted))
         raise CheckpointError(
-            f"{folder}: the MTP layer {prefix} does not follow the target's {len(target.layers)} layers: it would be"
-            f" {wanted}"
+            f"{folder}: the MTP layer {found_at} does not follow the target's {count} layers: it would be {would_be}"
         )
-    block = replace(
-        target, layers=target.layers[-1:], formats=read_formats(read_config(folder), folder / "config.json")
-    )
-    if block.layers[0].attention.window is not None:
-        raise CheckpointError(f"{folder}: an MTP layer beside a last layer with a sliding window is not supported")
-    normed = found.names.normed_state if recurrence == "auto" else recurrence == "after-norm"
-    return MtpSpec(folder, block, found.names, prefix, normed)
+    layer = names.kind(target)
+    if layer is None or layer.attention.reads_layer is not None or layer.scaled or target.layer_inputs is not None:
+        raise CheckpointError(f"{folder}: an MTP layer in {found.layout}'s names is not supported with this target")
+    if layer.attention.index is not None:
+        indexer = f"{names.of(names.layer, found.root, number)}.self_attn.indexer.wk.weight"
+        own = replace(layer.attention.index, shares=None) if dummy or indexer in tensor_files(folder) else None
+        layer = replace(layer, attention=with_indexer(layer.attention, own))
+    formats = read_formats(read_config(folder), folder / "config.json")
+    block = replace(target, layers=(layer,), formats=formats)
+    normed = names.normed_state if recurrence == "auto" else recurrence == "after-norm"
+    reads = (count if names.before_norm else LAST_HIDDEN,)
+    return MtpSpec(folder, block, names, found.root, number, normed, aux_inputs=reads)
 
 
 def _swapped_halves(weight: Tensor) -> Tensor:

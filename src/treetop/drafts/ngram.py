@@ -16,6 +16,7 @@ from torch import Tensor
 from treetop.attention.layer import Attend
 from treetop.drafts.head_files import no_offset
 from treetop.drafts.protocol import DraftProducts, DraftVocab, Extension, Proposal, Streamed
+from treetop.kernels.calibration import Heat
 from treetop.kernels.row_text import continued, longest_matches
 from treetop.kernels.table import Ops
 from treetop.kernels.tree import stable_topk
@@ -23,7 +24,6 @@ from treetop.models.config import AttentionSpec, ModelConfig
 from treetop.models.loader import Placement
 from treetop.models.params import Param
 from treetop.models.target import Target
-from treetop.types.layout import SpecShape
 from treetop.weights.held import Weights
 
 PLACES = 16
@@ -49,6 +49,7 @@ class NgramSpec:
     derived: int = 0
     state_dtype: torch.dtype | None = torch.int32
     reads_text: bool = True
+    makes_logits: bool = False
 
     @property
     def state_size(self) -> int:
@@ -91,8 +92,11 @@ class NgramLookup:
         length = torch.where(agrees, length + 1, 0)
         return torch.cat([length[..., None], F.pad(following[..., 1:], (0, 1))], dim=-1).flatten(-2)
 
-    def propose(self, state: Tensor, k: int) -> Proposal:
-        """See `Drafter`: a token's share of the places, by their matches, times how far the longest can be trusted."""
+    def propose(self, state: Tensor, k: int, heat: Heat | None = None) -> Proposal:
+        """See `Drafter`: a token's share of the places, by their matches, times how far the longest can be trusted.
+
+        There are no logits to heat: what is learned of these proposals is in the shifts alone.
+        """
         places = state.unflatten(-1, (PLACES, -1))
         length, token = places[..., 0], places[..., 1].to(torch.int64)
         found, longest = length > 0, length.amax(dim=-1, keepdim=True)
@@ -117,6 +121,6 @@ class NgramLookup:
         return place[None, :] < place[:, None]
 
 
-def ngram_spec(target: ModelConfig, shape: SpecShape) -> NgramSpec:
-    """Lookup for a target's tokens, deep enough for trees of this shape."""
-    return NgramSpec(target.vocab_size, shape.num_steps)
+def ngram_spec(target: ModelConfig, num_steps: int) -> NgramSpec:
+    """Lookup for a target's tokens, deep enough for trees of so many levels."""
+    return NgramSpec(target.vocab_size, num_steps)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from treetop.attention.layer import Attend
+from treetop.kernels.calibration import Heat
 from treetop.kernels.table import Ops
 from treetop.models.config import AttentionSpec
 from treetop.models.loader import Placement
@@ -40,7 +41,9 @@ class Proposal:
 class Streamed:
     """Numbers of weights that a drafter's products read.
 
-    layers: in every forward. fuse: in `extend` besides. output: in `propose`.
+    layers: in every forward.
+    fuse: in `extend` besides.
+    output: in `propose`.
     """
 
     layers: int
@@ -61,8 +64,9 @@ class DraftProducts:
 class Extension:
     """Whose tokens `Drafter.extend` is given, and what of them is wanted.
 
-    rows: [rows] int64, in the tables. last: [rows] int64, the column whose state is wanted. text: of all
-    rows, [num_rows, width] int32, known up to the token of that column; None unless the spec reads it.
+    rows: [rows] int64, in the tables.
+    last: [rows] int64, the column whose state is wanted.
+    text: of all rows, [num_rows, width] int32, known up to the token of that column; None unless the spec reads it.
     """
 
     rows: Tensor
@@ -88,17 +92,26 @@ class Drafter(Protocol):
     def grow(self, tokens: Tensor, state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """tokens, positions: [rows, n] int64; state: [rows, n, state_size], of each node's parent. Returns states."""
 
-    def propose(self, state: Tensor, k: int) -> Proposal:
-        """state: [..., state_size]. Log-probabilities are float32 in every dtype: ties are the same everywhere."""
+    def propose(self, state: Tensor, k: int, heat: Heat | None = None) -> Proposal:
+        """state: [rows, ..., state_size]. heat: what the rows' logits, if there are any, are multiplied by; None is 1.
+
+        Log-probabilities are float32 in every dtype: ties are the same everywhere.
+        """
 
 
 class DrafterSpec(Protocol):
     """A drafter before its weights are read: what has to be known to size everything.
 
-    folder: of its checkpoint, if it has one. vocab_size: how many tokens it can propose. state_size: of a row's state;
-    state_dtype: None is the engine's. aux_inputs: the states of the target that it reads, as `Target` numbers them.
-    reads_text: it looks at the rows' text. attention: of each of its layers that keep K/V, all in
-    one group; () for none. params: its parameters. derived: numbers that it makes of them and keeps.
+    folder: of its checkpoint, if it has one.
+    vocab_size: how many tokens it can propose.
+    state_size: of a row's state.
+    state_dtype: None is the engine's.
+    aux_inputs: the states of the target that it reads, as `Target` numbers them.
+    reads_text: it looks at the rows' text.
+    makes_logits: its log-probabilities are a softmax, which a temperature can be learned for.
+    attention: of each of its layers that keep K/V, all in one group; () for none.
+    params: its parameters.
+    derived: numbers that it makes of them and keeps.
     """
 
     @property
@@ -115,6 +128,9 @@ class DrafterSpec(Protocol):
 
     @property
     def reads_text(self) -> bool: ...
+
+    @property
+    def makes_logits(self) -> bool: ...
 
     @property
     def aux_inputs(self) -> tuple[int, ...]: ...

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from treetop.models.config import Config
+from treetop.models.values import Config
 from treetop.types.errors import CheckpointError
 
 

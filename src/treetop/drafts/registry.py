@@ -4,21 +4,26 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from treetop.drafts.eagle import eagle_spec
+from treetop.drafts.eagle import EagleSpec, eagle_spec
+from treetop.drafts.eagle3 import Eagle3Spec
 from treetop.drafts.eagle3_config import eagle3_spec
 from treetop.drafts.head_files import head_config
-from treetop.drafts.mtp import find_mtp, mtp_spec
+from treetop.drafts.mtp import MtpSpec, find_mtp, mtp_spec
 from treetop.drafts.ngram import ngram_spec
 from treetop.drafts.protocol import DrafterSpec
 from treetop.drafts.refused import refuse_draft
 from treetop.models.checkpoint import tensor_files
-from treetop.models.config import Config, ModelConfig, read_config
+from treetop.models.config import ModelConfig, read_config
+from treetop.models.values import Config
 from treetop.types.config import MtpRecurrence
 from treetop.types.errors import CheckpointError, ConfigError
 
 __all__ = ["DRAFTERS", "FoundDraft", "drafter_spec", "find_draft", "ngram_spec"]
 
-DRAFTERS: dict[str, Callable[[Path, ModelConfig, bool], DrafterSpec]] = {"EAGLE": eagle_spec, "EAGLE3": eagle3_spec}
+DRAFTERS: dict[str, Callable[[Path, ModelConfig, bool], EagleSpec | Eagle3Spec]] = {
+    "EAGLE": eagle_spec,
+    "EAGLE3": eagle3_spec,
+}
 """Algorithm -> the reader of a folder, for a target, and whether the folder has no tensors to look at."""
 _ASSUMED = "EAGLE3"
 """What a folder without tensors holds, if nobody says."""
@@ -26,7 +31,10 @@ _ASSUMED = "EAGLE3"
 
 @dataclass(frozen=True, slots=True)
 class FoundDraft:
-    """What a folder can draft with. algorithm: as `--speculative-algorithm` takes it. layout: who writes such files.
+    """What a folder can draft with.
+
+    algorithm: as `--speculative-algorithm` takes it.
+    layout: who writes such files.
 
     reasons: what says so, each a sentence that names a tensor or a key.
     """
@@ -42,12 +50,20 @@ def drafter_spec(
     algorithm: str | None = None,
     dummy: bool = False,
     recurrence: MtpRecurrence = "auto",
+    window: int | None = None,
 ) -> DrafterSpec:
     """The drafter in a folder. algorithm: what it must be; None for what it is. dummy: its weights will be random.
-    recurrence: of MTP layers.
+    recurrence: of MTP layers. window: most tokens that its layers see.
 
     Raises CheckpointError for a folder without a drafter that runs, ConfigError if it is of another algorithm.
     """
+    spec = _any_spec(folder, target, algorithm, dummy, recurrence)
+    return spec if window is None else spec.with_window(window)
+
+
+def _any_spec(
+    folder: Path, target: ModelConfig, algorithm: str | None, dummy: bool, recurrence: MtpRecurrence
+) -> EagleSpec | Eagle3Spec | MtpSpec:
     if algorithm == "MTP" and (dummy or not _is_head(tensor_files(folder))):
         return mtp_spec(folder, target, dummy, recurrence)
     if dummy:
@@ -75,7 +91,9 @@ def find_draft(folder: Path) -> FoundDraft:
     layers = [name for name in names if name.startswith("model.layers.")]
     mtp = find_mtp(names)
     if mtp is not None:
-        return FoundDraft("MTP", mtp.layout, (f"it holds {mtp.prefixes[0]}.{mtp.names.projection}.weight",))
+        return FoundDraft(
+            "MTP", mtp.layout, (f"it holds {mtp.names.of(mtp.names.projection, mtp.root, mtp.numbers[0])}.weight",)
+        )
     if layers and "fc.weight" not in names:
         raise CheckpointError(
             f"{folder}: a target, not a draft head: it holds {layers[0]} and no fc.weight; give a head's folder to"

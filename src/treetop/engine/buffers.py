@@ -9,10 +9,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from treetop.checks.poison import poison
+from treetop.kernels.calibration import Calibration
+from treetop.kernels.grow import TreeBuilder, make_growth
+from treetop.kernels.process import mask_words
+from treetop.models.config import ModelConfig
 from treetop.types.errors import CheckError
 from treetop.types.ids import GroupName
 from treetop.types.layout import KVGroup, Layout, SpecShape
-from treetop.types.sampling import MOST_LOGPROBS
+from treetop.types.phase import Phase
+from treetop.types.sampling import MAX_LOGPROBS
 from treetop.types.tree import Accepted, DraftTree, PathLogprobs, PathPositions
 
 Zeros = Callable[[tuple[int, ...], torch.dtype], Tensor]
@@ -20,9 +26,24 @@ Zeros = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
+class HeldNodes:
+    """What nodes of constrained rows are held to; of other rows every token is allowed and no node is withheld.
+
+    allowed: [rows, T, words] int32, what may follow a node; see `process_reference`.
+    withheld: [rows, T] bool, nodes behind which that is not known, which are not accepted.
+    """
+
+    allowed: Tensor
+    withheld: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class RoundBuffers:
-    """rows: the graph input. identity, causal: the masks of level 0 and of draft extend, which nothing writes. tree,
-    places: written by DRAFT. accepted, logprobs, aux_hidden: written by VERIFY; logprobs only if the round has them.
+    """rows: the graph input.
+    identity, causal: the masks of level 0 and of draft extend, which nothing writes.
+    tree, places, growth: written by DRAFT.
+    held: written by the host between DRAFT and VERIFY, if the round has constrained rows; None where none may have any.
+    accepted, logprobs, aux_hidden: written by VERIFY; logprobs only if the round has them.
 
     aux_hidden: [max_requests, S + 1, 3 * hidden], of the accepted path's nodes, all auxiliary layers side by side.
     Tails: group -> [layers, max_requests, capacity, *kv.shape], each scratch of one phase.
@@ -33,7 +54,9 @@ class RoundBuffers:
     causal: Tensor
     tree: DraftTree
     places: PathPositions
+    held: HeldNodes | None
     accepted: Accepted
+    growth: dict[SpecShape, TreeBuilder]
     logprobs: PathLogprobs
     aux_hidden: Tensor
     draft_tails: dict[GroupName, Tensor]
@@ -57,6 +80,11 @@ class RoundBuffers:
             _part(places.committed, bucket), _part(places.nodes, bucket, t), _part(places.path, bucket, w)
         )
 
+    def held_of(self, bucket: int, shape: SpecShape) -> HeldNodes:
+        assert self.held is not None, "the client is told that no logits can be changed"
+        t = shape.num_draft_tokens
+        return HeldNodes(_part(self.held.allowed, bucket, t), _part(self.held.withheld, bucket, t))
+
     def accepted_of(self, bucket: int, shape: SpecShape) -> Accepted:
         w, accepted = shape.commit_width, self.accepted
         return Accepted(
@@ -65,7 +93,11 @@ class RoundBuffers:
             _part(accepted.tokens, bucket, w),
             _part(accepted.bonus, bucket),
             _part(accepted.finite, bucket),
+            _part(accepted.choice, bucket, shape.num_draft_tokens),
         )
+
+    def growth_of(self, bucket: int, shape: SpecShape) -> TreeBuilder:
+        return self.growth[shape].first(bucket)
 
     def logprobs_of(self, bucket: int, shape: SpecShape) -> PathLogprobs:
         w, logprobs = shape.commit_width, self.logprobs
@@ -93,18 +125,25 @@ def _part(buffer: Tensor, *need: int) -> Tensor:
 
 
 def make_round_buffers(
-    layout: Layout, num_features: int, hidden: int, vocab_size: int, dtype: torch.dtype, zeros: Zeros
+    layout: Layout,
+    num_features: int,
+    model: ModelConfig,
+    calibration: Calibration,
+    dtype: torch.dtype,
+    zeros: Zeros,
+    constrains: bool,
 ) -> RoundBuffers:
-    """Zeroed buffers, sized by the layout's capacities. hidden, vocab_size: the target's."""
+    """Zeroed buffers, sized by the layout's capacities. model: the target's. constrains: rows may be."""
+    hidden, vocab_size = model.hidden_size, model.vocab_size
     b, t, w, long = layout.max_requests, layout.verify_tail, layout.commit_width, torch.int64
 
     def tails(groups: list[KVGroup], capacity: int) -> dict[GroupName, Tensor]:
         return {g.name: zeros((g.num_layers, b, capacity, *g.kv.shape), dtype) for g in groups}
 
-    k, best = layout.max_topk, min(MOST_LOGPROBS, vocab_size)
-    identity, causal = zeros((k, k), torch.bool), zeros((w, w), torch.bool)
+    k, best, extend = layout.max_topk, min(MAX_LOGPROBS, vocab_size), layout.extend_tail
+    identity, causal = zeros((k, k), torch.bool), zeros((extend, extend), torch.bool)
     identity.fill_diagonal_(True)
-    causal.copy_(extend_mask(w))
+    causal.copy_(extend_mask(extend))
     target = [group for group in layout.groups if not group.is_draft]
     draft = [group for group in layout.groups if group.is_draft]
     return RoundBuffers(
@@ -119,12 +158,37 @@ def make_round_buffers(
             zeros((b, t), torch.float32),
         ),
         places=PathPositions(zeros((b,), long), zeros((b, t), long), zeros((b, w), long)),
+        held=HeldNodes(zeros((b, t, mask_words(vocab_size)), torch.int32).fill_(-1), zeros((b, t), torch.bool))
+        if constrains
+        else None,
         accepted=Accepted(
-            zeros((b, w), long), zeros((b,), long), zeros((b, w), long), zeros((b,), long), zeros((b,), torch.bool)
+            zeros((b, w), long),
+            zeros((b,), long),
+            zeros((b, w), long),
+            zeros((b,), long),
+            zeros((b,), torch.bool),
+            zeros((b, t), long),
         ),
+        growth={shape: make_growth(shape, b, calibration, zeros) for shape in layout.shapes},
         logprobs=PathLogprobs(zeros((b, w, 1 + best), torch.float32), zeros((b, w, best), long)),
         aux_hidden=zeros((b, w, num_features * hidden), dtype),
         draft_tails=tails(draft, layout.draft_tail),
         verify_tails=tails(target, layout.verify_tail),
-        extend_tails=tails(draft, layout.commit_width),
+        extend_tails=tails(draft, extend),
     )
+
+
+def poison_undeclared(buffers: RoundBuffers, phase: Phase) -> None:
+    """Poison scratch and outputs of a phase: whatever they hold before it runs must not matter."""
+    tails = [*buffers.draft_tails.values(), *buffers.verify_tails.values(), *buffers.extend_tails.values()]
+    held = [] if buffers.held is None else [buffers.held.allowed, buffers.held.withheld]
+    drafted = [getattr(value, name) for value in (buffers.tree, buffers.places) for name in value.__dataclass_fields__]
+    verified = [getattr(buffers.accepted, name) for name in buffers.accepted.__dataclass_fields__]
+    verified += [buffers.logprobs.values, buffers.logprobs.ids, buffers.aux_hidden]
+    outputs = {
+        Phase.DRAFT: [*drafted, *held, *verified],
+        Phase.VERIFY: verified,
+        Phase.EXTEND: [],
+    }
+    for tensor in (*tails, *outputs[phase]):
+        poison(tensor)

@@ -25,7 +25,7 @@ from treetop.kernels.triton_guard import compile_ahead
 from treetop.types.sampling import Choice
 
 
-def rehearse(runner: ModelRunner) -> None:
+def compile_all(runner: ModelRunner) -> None:
     """Compile the kernels of the worst steps, of all greedy rounds, and of prefill steps of every size."""
     max_kv_len = runner.layout.max_committed
     worst = [step for choice in (Choice.FILTER, Choice.LOGPROBS) for step in worst_steps(runner, choice)]
@@ -40,11 +40,11 @@ def _prefills(runner: ModelRunner) -> Iterator[Run]:
     yield partial(dummy_prefill, replace(runner, backend=EveryExtent(runner)), Choice.GREEDY, 1, 1)
 
 
-def sizes(most: int) -> list[int]:
-    """Numbers up to `most`, some of each kind that launches tell apart: by powers of two, and as multiples of 16."""
-    steps = (2**i for i in range(most.bit_length()))
+def sizes(maximum: int) -> list[int]:
+    """Numbers up to `maximum`, some of each kind that launches tell apart: by powers of two, and as multiples of 16."""
+    steps = (2**i for i in range(maximum.bit_length()))
     kinds = (size for step in steps for size in (step, 5 * step // 4, 3 * step // 2, 7 * step // 4, 2 * step - 1))
-    return sorted({most, *(size for size in kinds if size < most)})
+    return sorted({maximum, *(size for size in kinds if size < maximum)})
 
 
 class EveryExtent:
@@ -60,8 +60,8 @@ class EveryExtent:
         bounds = [*(2**i for i in range(longest.bit_length())), longest]
         self.extents = [
             (rows, width, bound)
-            for rows, most in layout.prefill_widths.items()
-            for width in sizes(most)
+            for rows, maximum in layout.prefill_widths.items()
+            for width in sizes(maximum)
             for bound in bounds
             if width <= bound
         ]

@@ -1,14 +1,15 @@
 """Captured rounds: a CUDA graph for each bucket, shape and choice, replayed without a host sync.
 
 A graph holds all phases, so that nothing stands between them and the last kernel of one overlaps the first of the next.
+Only a round with constrained rows is two: the host says between them what may follow the nodes of their trees.
 All graphs share one memory pool and one stream: what passes between phases and rounds lives in `RoundBuffers`, outside
 the pool, and nothing that outlives a replay is a view of it. The biggest bucket is captured first, so that the smaller
 ones fit into the memory it left in the pool.
 
-Greedy rounds are captured at start, the others when they are first asked for: that costs one eager run and one
-capture of a round, some tens of milliseconds for an 8B model, for which an engine that never samples has no use. Where
-PyTorch's operations draw, filters sort the vocabulary of every node, memory that the pool would keep for good, and are
-a graph of their own.
+Greedy rounds of the coarse buckets are captured at start, the others when they are first asked for: that costs one
+eager run and one capture of a round, some tens of milliseconds for an 8B model, for which an engine that never samples
+has no use. Where PyTorch's operations draw, filters sort the vocabulary of every node, memory that the pool would keep
+for good, and are a graph of their own.
 """
 
 import sys
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from typing import Protocol, cast
 
 import torch
@@ -26,7 +27,7 @@ from rich.progress import Progress
 
 from treetop.attention.contract import HostPlanned, RoundExtents
 from treetop.engine.model_runner import ModelRunner
-from treetop.engine.rounds import RoundKey, phases_of, run_phases
+from treetop.engine.rounds import HostStep, RoundKey, parts_of, phases_of
 from treetop.kernels.garbage import no_collection
 from treetop.types.phase import Phase
 from treetop.types.sampling import Choice
@@ -74,31 +75,33 @@ class CudaGraphs:
     def __init__(self, runner: ModelRunner, recorder: Recorder | None = None) -> None:
         self._runner = runner
         self._recorder = recorder or CudaRecorder()
-        self._graphs: dict[RoundKey, Graph] = {}
+        self._graphs: dict[RoundKey, tuple[Graph, ...]] = {}
         self.seconds = 0.0
 
     def __len__(self) -> int:
-        return len(self._graphs)
+        return sum(map(len, self._graphs.values()))
 
     def release(self) -> None:
         """Give back what the graphs hold; libraries of collectives wait for that before they end."""
-        for graph in self._graphs.values():
+        for graph in chain.from_iterable(self._graphs.values()):
             graph.reset()
         self._graphs.clear()
 
-    def launch(self, key: RoundKey, max_kv_len: int) -> None:
+    def launch(self, key: RoundKey, max_kv_len: int, host_step: HostStep | None = None) -> None:
         """Replay a round, captured if it is not yet. max_kv_len: the graphs hold for the largest there is."""
         assert max_kv_len <= self._runner.layout.max_committed
-        replay = self.round(key)
+        first, *behind = self._captured(key)
         plan_host_extents(self._runner, key)
-        replay()
+        first.replay()
+        if host_step is not None:
+            host_step()
+        for graph in behind:
+            graph.replay()
 
     def round(self, key: RoundKey) -> Run:
-        """What replays a round, captured if it is not yet, without planning on the host."""
-        place = _place(self._runner, key)
-        if place not in self._graphs:
-            self.capture([key])
-        return self._graphs[place].replay
+        """What replays a round that is not held, captured if it is not yet, without planning on the host."""
+        (graph,) = self._captured(key)
+        return graph.replay
 
     def phases(self, key: RoundKey) -> dict[Phase, Run]:
         """A round's phases in order, captured one by one, to be measured: they are not kept."""
@@ -106,18 +109,19 @@ class CudaGraphs:
         with self._on_dummy_rows():
             graphs = {
                 phase: self._recorder.record(partial(run, self._runner, key, max_kv_len))
-                for phase, run in phases_of(self._runner).items()
+                for phase, run in phases_of(self._runner, key).items()
             }
         return {phase: graph.replay for phase, graph in graphs.items()}
 
     def capture_all(self) -> None:
-        """Capture every bucket and shape for greedy rounds; a progress bar shows on a terminal."""
-        self.capture(greedy_keys(self._runner))
+        """Capture greedy rounds of each coarse bucket and shape; a progress bar shows on a terminal."""
+        coarse = {*self._runner.layout.coarse_buckets}
+        self.capture([key for key in greedy_keys(self._runner) if key.bucket in coarse])
 
     def capture(self, keys: Sequence[RoundKey]) -> None:
         """Capture those of the keys that are not yet, in their order."""
-        device, max_kv_len = self._runner, self._runner.layout.max_committed
-        missing = [place for place in dict.fromkeys(_place(device, key) for key in keys) if place not in self._graphs]
+        runner, max_kv_len = self._runner, self._runner.layout.max_committed
+        missing = [place for place in dict.fromkeys(_place(runner, key) for key in keys) if place not in self._graphs]
         if not missing:
             return
         hidden = len(missing) == 1 or not sys.stderr.isatty()
@@ -126,7 +130,25 @@ class CudaGraphs:
             Progress(console=Console(stderr=True), transient=True, disable=hidden) as progress,
         ):
             for place in progress.track(missing, description="capturing graphs"):
-                self._graphs[place] = self._recorder.record(partial(run_phases, device, place, max_kv_len))
+                self._graphs[place] = tuple(
+                    self._recorder.record(partial(run, runner, place, max_kv_len)) for run in parts_of(place)
+                )
+
+    def _captured(self, key: RoundKey) -> tuple[Graph, ...]:
+        place = _place(self._runner, key)
+        if place not in self._graphs:
+            self.capture(self._alike(key))
+        return self._graphs[place]
+
+    def _alike(self, key: RoundKey) -> list[RoundKey]:
+        """What is captured with a round. Capturing runs it, and ranks that share experts run rounds together.
+
+        They agree on how tokens are chosen, not on who is constrained: so each captures both forms in one step.
+        """
+        shared, constrains = self._runner.ops.expert_ranks.size > 1, self._runner.buffers.held is not None
+        if not (shared and constrains and key.choice.processes) or key.catches_up:
+            return [key]
+        return [replace(key, held=False), replace(key, held=True)]
 
     @contextmanager
     def _on_dummy_rows(self) -> Iterator[None]:
@@ -159,18 +181,24 @@ def plan_host_extents(runner: ModelRunner, key: RoundKey) -> None:
 
 
 def greedy_keys(runner: ModelRunner) -> list[RoundKey]:
-    """What is captured at start: the biggest bucket first."""
+    """Greedy rounds of every bucket and shape, the biggest bucket first; then what catches up, if rounds may defer."""
     layout = runner.layout
-    return [RoundKey(bucket, shape, Choice.GREEDY) for bucket, shape in product(layout.buckets[::-1], layout.shapes)]
+    buckets = layout.buckets[::-1]
+    rounds = [RoundKey(bucket, shape, Choice.GREEDY) for bucket, shape in product(buckets, layout.shapes)]
+    return rounds + [RoundKey.of_catch_up(bucket) for bucket in buckets if layout.max_deferred]
 
 
-def num_graphs(runner: ModelRunner) -> int:
-    """Most graphs that this device can come to hold, sampled rounds included."""
-    keys, choices = greedy_keys(runner), runner.state.choices
-    return len({_place(runner, replace(key, choice=choice)) for key, choice in product(keys, choices)})
+def num_rounds(runner: ModelRunner) -> int:
+    """Most rounds that can come to be captured on this device, sampled and held ones included."""
+    made = [replace(key, choice=choice) for key, choice in product(greedy_keys(runner), runner.state.choices)]
+    if runner.buffers.held is not None:
+        made += [replace(key, held=True) for key in made if key.choice.processes and not key.catches_up]
+    return len({_place(runner, key) for key in made})
 
 
 def _place(runner: ModelRunner, key: RoundKey) -> RoundKey:
     """Where a round's graph is kept: rounds that are the same work share it."""
+    if key.catches_up:
+        return RoundKey.of_catch_up(key.bucket)
     alike = key.choice is Choice.FILTER and not runner.ops.filters_apart
     return replace(key, choice=Choice.SAMPLE) if alike else key

@@ -15,16 +15,26 @@ from torch import Tensor
 from treetop.attention.layer import DenseAttention
 from treetop.checks.host import PlanChecker, check_padded, check_result
 from treetop.checks.poison import poison
-from treetop.engine.build import build_runner, captures, pace_of, plan_engine, zeros_on
-from treetop.engine.capacity_proof import prove_acceptance, prove_capacity, prove_handover, prove_padding
+from treetop.engine.build import build_runner, zeros_on
+from treetop.engine.capacity_proof import (
+    prove_acceptance,
+    prove_capacity,
+    prove_kv_transfer,
+    prove_learning,
+    prove_padding,
+)
 from treetop.engine.cuda_graphs import CudaGraphs
-from treetop.engine.graphs import Eager, GraphSim, RoundLauncher
-from treetop.engine.handover import collect_exports, collect_imports, export_chunks, import_chunks, import_columns
+from treetop.engine.graphs import GraphSim
+from treetop.engine.kept_calibration import kept_calibration
+from treetop.engine.kv_transfer import collect_exports, collect_imports, export_chunks, import_chunks, import_columns
 from treetop.engine.memory import out_of_memory_explained
+from treetop.engine.node_masks import NodeMaskWriter
+from treetop.engine.plan import EnginePlan, captures, pace_of, plan_engine
 from treetop.engine.prefill import chunk_columns, chunk_width, make_batch, prefill
-from treetop.engine.processors import RowProcessors
+from treetop.engine.processors import LogitsProcessorWriter
 from treetop.engine.prompt_logprobs import prompt_columns, with_prompt
-from treetop.engine.rounds import RoundKey
+from treetop.engine.round_costs import cost_table
+from treetop.engine.rounds import Eager, RoundKey, RoundLauncher
 from treetop.engine.staging import (
     HostResults,
     InFlightResults,
@@ -37,7 +47,8 @@ from treetop.engine.staging import (
 )
 from treetop.engine.startup_log import start_up_block
 from treetop.engine.state import setup_columns
-from treetop.engine.witness import TreeAndPath, Witness, alone
+from treetop.engine.step_digest import StepDigest, TreeAndPathDigest, no_digest
+from treetop.engine.update_weights import read_weights
 from treetop.models.config import attention_of_rank
 from treetop.types.config import EngineConfig
 from treetop.types.errors import InvariantError
@@ -45,14 +56,16 @@ from treetop.types.ids import NULL_PAGE, GroupName, PageId
 from treetop.types.messages import (
     ExportPlan,
     ImportPlan,
+    NodeMasks,
     PrefillPlan,
     RoundPlan,
     RowResult,
     RowSetup,
     StepPlan,
     StepResult,
+    TreeMasks,
 )
-from treetop.types.parallel import ALONE, Parallel
+from treetop.types.parallel import SINGLE_RANK, Parallel
 from treetop.types.tree import Accepted, DraftTree
 
 log = logging.getLogger("treetop")
@@ -73,7 +86,9 @@ class InFlightStep:
 class Engine:
     """Owns device memory and runs steps. Raises UserError before any weight is read where it can."""
 
-    def __init__(self, config: EngineConfig, parallel: Parallel = ALONE, expert_ranks: Parallel = ALONE) -> None:
+    def __init__(
+        self, config: EngineConfig, parallel: Parallel = SINGLE_RANK, expert_ranks: Parallel = SINGLE_RANK
+    ) -> None:
         """`observer` and `launcher` may be set between steps; `treetop trace` sets both.
 
         parallel: the rank that this engine is; engines of all ranks are made, and run the same steps, side by side.
@@ -81,7 +96,8 @@ class Engine:
         each with rows of its own.
         config: what was left to device and memory is in it.
         target, draft: what was read of the checkpoints; spec: the target's configuration. pace: of prefill steps
-        between rounds. slots: to hand requests over by, None for none.
+        between rounds. costs: of rounds, where a policy chooses their shape. slots: to hand requests over by, None for
+        none.
         """
         if parallel.size != config.tp_size:
             raise InvariantError(f"an engine of --tp-size {config.tp_size} was made for a group of {parallel.size}")
@@ -89,14 +105,16 @@ class Engine:
             raise InvariantError(f"an engine of --ep-size {config.ep_size} was made for {expert_ranks.size} ranks")
         self.observer: Observer | None = None
         engine_plan = plan_engine(config, parallel, expert_ranks)
-        self.config = config = engine_plan.config
-        self.parallel = parallel
-        self._witness: Witness = TreeAndPath() if parallel.size > 1 and config.check_level >= 1 else alone
-        self.target, self.draft = engine_plan.target, engine_plan.draft
-        self.model_path, self.spec = self.target.folder, self.target.config
-        self.draft_path = self.draft.folder if self.draft is not None else None
+        self._serve(engine_plan)
+        config, self.parallel = engine_plan.config, parallel
+        self._step_digest: StepDigest = (
+            TreeAndPathDigest() if parallel.size > 1 and config.check_level >= 1 else no_digest
+        )
         self.dtype, device = engine_plan.place.dtype, engine_plan.place.device
         self.pace = pace_of(self.target, engine_plan.place)
+        first = parallel.rank == 0 and expert_ranks.rank == 0
+        self._kept = kept_calibration(config, self.model_path, self.draft, first) if self.draft is not None else None
+        self._rounds = 0
         built = build_runner(engine_plan)
         self.layout, self.memory, self._zones = built.runner.layout, built.use, built.zones
         self.products = built.products
@@ -107,7 +125,8 @@ class Engine:
         if captures(config, device, self.runner.backend.capabilities):
             self.launcher = CudaGraphs(self.runner)
         self._plans = PlanChecker(self.layout)
-        self._row_processors = RowProcessors(self.runner.state.processors)
+        self._row_processors = LogitsProcessorWriter(self.runner.state.processors)
+        self._node_masks = NodeMaskWriter(self.spec.vocab_size)
         zeros = partial(zeros_on, device) if self._zones is None else self._zones.zeros
         with self._explained("starting"):
             texts = 0 if self.runner.state.text is None else self.layout.max_requests * self.layout.max_context
@@ -116,6 +135,10 @@ class Engine:
         started_s = time.perf_counter()
         with torch.inference_mode(), self._explained("starting"):
             self._start_up()
+            self.costs = None
+            if len(self.layout.shapes) > 1:
+                self.costs = cost_table(engine_plan, self.runner, self.launcher)
+            self._forget_pages()
         start_s = time.perf_counter() - started_s
         if log.isEnabledFor(logging.INFO):  # saying why other backends were refused tries them
             log.info("%s", start_up_block(engine_plan, self.runner, self.launcher, self.memory, start_s))
@@ -124,9 +147,21 @@ class Engine:
         """Out of memory becomes an EngineError with the numbers and the options to change."""
         return out_of_memory_explained(doing, self.runner.buffers.rows.device, self.memory)
 
+    def set_tree_masks(self, tree_masks: TreeMasks) -> None:
+        """Who says what may follow the nodes of constrained rows' trees. Without it their drafts are not accepted."""
+        self._node_masks.tree_masks = tree_masks
+
+    def tell_tree_masks(self, tell: Callable[[Sequence[NodeMasks]], object]) -> None:
+        """tell: is given those masks, for the other ranks that share the model."""
+        self._node_masks.tell = tell
+
     def _keys(self) -> Iterator[RoundKey]:
         for bucket, shape, choice in product(self.layout.buckets, self.layout.shapes, self.runner.state.choices):
             yield RoundKey(bucket, shape, choice)
+            if choice.processes and self.runner.buffers.held is not None:
+                yield RoundKey(bucket, shape, choice, held=True)
+        if self.layout.max_deferred:
+            yield from map(RoundKey.of_catch_up, self.layout.buckets)
 
     def _start_up(self) -> None:
         if isinstance(self.launcher, CudaGraphs):
@@ -135,12 +170,44 @@ class Engine:
             prove_acceptance(self.runner)
             prove_padding(self.runner, self.launcher)
             prove_capacity(self.runner, self.launcher)
+            if self.runner.learns:
+                prove_learning(self.runner)
+        self._begin_calibration()
         if self.slots is not None:
-            prove_handover(self.runner, self.slots)
+            prove_kv_transfer(self.runner, self.slots)
+
+    def _forget_pages(self) -> None:
+        """Level 3: page tables hold nothing, and pages what nobody may read."""
         if self.config.check_level >= 3:
             self.runner.state.forget_pages(list(range(self.layout.max_requests)))
             for name in self.layout.token_groups:
                 self._poison_pages((name, PageId(page)) for page in range(1, self.layout.num_pages[name]))
+
+    def update_weights(self, model: str | None, draft: str | None) -> None:
+        """Read other weights, then put them in the place of target and draft; see `engine.update_weights`.
+
+        No step may be out, and no K/V of before may be read. What it raises, it raises before anything has changed.
+        """
+        new = read_weights(self._plan, model, draft)
+        self._serve(new.plan)
+        self.runner = replace(self.runner, target=new.target, drafter=new.drafter)
+        self.launcher = GraphSim(self.runner, self._keys()) if self.config.graphs == "sim" else Eager(self.runner)
+        self._kept = new.kept
+        self._begin_calibration()
+
+    def _serve(self, engine_plan: EnginePlan) -> None:
+        """These are the models that run, or are about to."""
+        self._plan, self.config = engine_plan, engine_plan.config
+        self.target, self.draft = engine_plan.target, engine_plan.draft
+        self.model_path, self.spec = self.target.folder, self.target.config
+        self.draft_path = self.draft.folder if self.draft is not None else None
+
+    def _begin_calibration(self) -> None:
+        """What was learned of this pair, or nothing: what rounds of another or of the proofs taught is forgotten."""
+        if self._kept is not None:
+            self._kept.restore(self.runner.state.calibration, self.parallel)
+        else:
+            self.runner.state.calibration.reset()
 
     def release(self) -> None:
         """Give back what captured rounds hold of others, such as of a group of ranks. Nothing runs afterwards."""
@@ -179,6 +246,9 @@ class Engine:
         if self.observer is not None and in_flight.seen is not None and isinstance(plan, RoundPlan):
             self.observer(plan, *in_flight.seen)
         self.runner.probes.check(got.record)
+        if self._kept is not None and isinstance(plan, RoundPlan):
+            self._rounds += 1
+            self._kept.after(self._rounds, self.runner.state.calibration)
         if self._zones is not None:
             self._zones.check()
         if isinstance(plan, ExportPlan | ImportPlan):
@@ -187,8 +257,8 @@ class Engine:
         for i, row in enumerate(plan.rows):
             ends = isinstance(plan, RoundPlan) or plan.chunks[i].next_token is None  # else a chunk, and no token yet
             tokens = got.tokens[i][: got.accept_len[i] + 1] if ends and got.finite[i] else ()
-            most = plan.logprobs[i] if plan.logprobs else None
-            logprobs = () if most is None else got.logprobs_of(i, len(tokens), most)
+            maximum = plan.logprobs[i] if plan.logprobs else None
+            logprobs = () if maximum is None else got.logprobs_of(i, len(tokens), maximum)
             rows.append(RowResult(row, tokens, got.finite[i], logprobs))
             if isinstance(plan, PrefillPlan) and got.prompt is not None:
                 rows[-1] = with_prompt(rows[-1], plan, i, got.prompt)
@@ -208,7 +278,7 @@ class Engine:
         """The target's logits after `ids`, [vocab], computed densely and outside all state; for comparisons."""
         positions = torch.arange(len(ids))[None].to(self.runner.buffers.rows.device)
         mine = [attention_of_rank(layer.attention, self.parallel.size) for layer in self.spec.layers]
-        layers = [(layer.kv, layer.window) for layer in mine]
+        layers = [(each.kv, each.window, each.source(index)) for index, each in enumerate(mine)]
         attend = DenseAttention(len(ids), self.dtype, positions.device, layers)
         target = self.runner.target
         tokens = torch.tensor([ids], device=positions.device)
@@ -259,19 +329,23 @@ class Engine:
         )
         rows = self._apply(sent)
         self._move_in(plan.setups, sent)
-        self._row_processors.restrict(plan.masks)
-        first = prefill(self.runner, make_batch(plan, rows, sent["chunks"], sent["prompt"]))
+        allowed = self._node_masks.roots(plan.rows, plan.masks, len(padded), rows.device)
+        first = prefill(self.runner, make_batch(plan, rows, sent["chunks"], sent["prompt"], allowed))
         zeros = torch.zeros_like(first.token)
         return Results(first.token[:, None], zeros, first.finite, first.logprobs, first.prompt)
 
     def _round(self, plan: RoundPlan, slot: Slot) -> Results:
         padded, edits = self._padded(plan), self.runner.state.edit_columns(plan.edits)
         self._apply(self._staging.send(slot, rows=[padded], edits=edits))
-        self._row_processors.restrict(plan.masks)
-        key = RoundKey(len(padded), plan.shape, plan.choice)
-        self.launcher.launch(key, plan.committed_bound)
-        buffers = self.runner.buffers
-        self._witness(self.runner.probes.digest, buffers, key)
+        buffers, held, host_step = self.runner.buffers, bool(plan.masks), None
+        key = RoundKey(len(padded), plan.shape, plan.choice, held)
+        if held:
+            tree, places = buffers.tree_of(key.bucket, key.shape), buffers.places_of(key.bucket, key.shape)
+            host_step = partial(self._node_masks.hold, plan, tree, places, buffers.held_of(key.bucket, key.shape))
+        if plan.catches_up:
+            self.launcher.launch(RoundKey.of_catch_up(key.bucket), plan.committed_bound)
+        self.launcher.launch(key, plan.committed_bound, host_step)
+        self._step_digest(self.runner.probes.digest, buffers, key)
         accepted = buffers.accepted_of(key.bucket, key.shape)
         logprobs = buffers.logprobs_of(key.bucket, key.shape) if plan.logprobs else None
         return Results(accepted.tokens, accepted.accept_len, accepted.finite, logprobs)
@@ -303,12 +377,12 @@ class Engine:
         """Rows that a step runs with, padding included; of KV chunks, how many."""
         if isinstance(plan, ExportPlan | ImportPlan):
             return len(plan.rows)
-        least = plan.least_rows if isinstance(plan, RoundPlan) else 0
-        return self.layout.bucket_for(max(len(plan.rows), least))
+        minimum = plan.min_rows if isinstance(plan, RoundPlan) else 0
+        return self.layout.bucket_for(max(len(plan.rows), minimum))
 
     def tokens_of(self, plan: PrefillPlan) -> int:
         """Tokens of a prefill's batch that ranks with shared experts exchange, padding included."""
-        return max(self.bucket_of(plan) * chunk_width(plan), plan.least_tokens)
+        return max(self.bucket_of(plan) * chunk_width(plan), plan.min_batch_tokens)
 
     def _padded(self, plan: StepPlan) -> list[int]:
         """The row list, padded with the dummy row to its bucket before anything else happens."""

@@ -6,19 +6,28 @@ from treetop.drafts.protocol import DrafterSpec
 from treetop.models.config import AttentionSpec, ModelConfig, attention_of_rank
 from treetop.models.loader import Placement
 from treetop.types.errors import ConfigError
-from treetop.types.ids import DRAFT, FULL, WINDOW, GroupName
+from treetop.types.ids import DRAFT, FULL, INDEXED, WINDOW, GroupName
 from treetop.types.layout import KVGroup, Layout
 
 
 def backend_need(layout: Layout, model: ModelConfig, draft: DrafterSpec | None, place: Placement) -> Need:
     """What this engine asks of its attention backend."""
     groups = [
-        GroupNeed(name, of[0].num_heads, of[0].kv.heads, of[0].head_dim, of[0].window, of[0].kv.planes)
+        GroupNeed(
+            name,
+            of[0].num_heads,
+            of[0].kv.heads,
+            of[0].head_dim,
+            of[0].window,
+            of[0].kv.value_dim,
+            sparse=any(layer.index is not None for layer in of),
+        )
         for name, of in layer_groups(model, draft, place.parallel.size).items()
     ]
-    queries = max(layout.verify_tail, layout.commit_width, layout.max_topk)
+    queries = max(layout.verify_tail, layout.extend_tail, layout.max_topk)
     rows = layout.max_requests
-    return Need(place.dtype, place.device, layout.page_size, tuple(groups), layout.max_in_flight, rows, queries)
+    in_flight = layout.max_in_flight
+    return Need(place.dtype, place.device, layout.page_size, tuple(groups), in_flight, rows, queries, place.exact)
 
 
 def kv_groups(model: ModelConfig, draft: DrafterSpec | None, ranks: int) -> tuple[KVGroup, ...]:
@@ -28,13 +37,14 @@ def kv_groups(model: ModelConfig, draft: DrafterSpec | None, ranks: int) -> tupl
 
 
 def layer_groups(model: ModelConfig, draft: DrafterSpec | None, ranks: int = 1) -> dict[GroupName, list[AttentionSpec]]:
-    """KV group -> its layers: the target's by window, and the drafter's. Those of a group must be alike in shape.
+    """KV group -> the layers that it has K/V of: the target's by window or indexer, and the drafter's, alike in shape.
 
     ranks: that share the models; each layer is what one of them computes.
     """
     groups: dict[GroupName, list[AttentionSpec]] = {}
     for layer in model.layers:
-        groups.setdefault(group_of(layer.attention), []).append(attention_of_rank(layer.attention, ranks))
+        if layer.attention.reads_layer is None:
+            groups.setdefault(group_of(layer.attention), []).append(attention_of_rank(layer.attention, ranks))
     if draft is not None and draft.attention:
         groups[DRAFT] = [attention_of_rank(layer, ranks) for layer in draft.attention]
     for name, layers in groups.items():
@@ -47,10 +57,16 @@ def layer_groups(model: ModelConfig, draft: DrafterSpec | None, ranks: int = 1) 
 
 def group_of(attention: AttentionSpec) -> GroupName:
     """The KV group of a layer of the target."""
+    if attention.kv.index_dim:
+        return INDEXED
     return FULL if attention.window is None else WINDOW
 
 
 def layers_in_order(model: ModelConfig, layers: dict[GroupName, list[LayerKV]]) -> list[LayerKV]:
-    """The target's layers in the model's order, each with its place in its group."""
+    """The target's layers in the model's order, each with the place in its group of the K/V that it reads."""
     queues = {name: iter(places) for name, places in layers.items()}
-    return [next(queues[group_of(layer.attention)]) for layer in model.layers]
+    found: list[LayerKV] = []
+    for attention in (layer.attention for layer in model.layers):
+        shared = attention.reads_layer
+        found.append(next(queues[group_of(attention)]) if shared is None else found[shared])
+    return found

@@ -28,14 +28,14 @@ _BYTES_PER_GRAPH = 3 * 2**23
 """Bytes of the driver that a captured round of three phases is allowed."""
 _BYTES_PER_DRAW = 52
 """Bytes that filters and a draw take in PyTorch for each logit, as measured, and a copy of it that was changed."""
-_MOST_FRACTION = 0.99
+_MAX_FRACTION = 0.99
 SMALL_CHUNK = 512
 """Prompt tokens of a step where PyTorch attends, which has masks of chunk x context: on every CPU."""
-LEAST_CHUNK_OF_CPU, LEAST_CHUNK_OF_GPU = 128, 2048
-"""Prompt tokens of a prefill step between two rounds, at least. On a CPU fewer cost nearly as much, for the weights are
-read. On an H200, 8B, the server gives most tokens from 32 clients on with steps of 2,048 or more (docs/serving.md).
-"""
-ROWS_OF_CPU, ROWS_OF_GPU = (16, 8), (64, 32, 16, 8)
+MIN_CHUNK_OF_CPU, MIN_CHUNK_OF_GPU = 128, 512
+USUAL_CHUNK_OF_GPU = 2048  # beside rounds
+"""Prompt tokens of a prefill step between two rounds, at least, and before it is known what steps cost. Fewer cost
+nearly as much, for the weights are read."""
+ROWS_OF_CPU, ROWS_OF_GPU = (16, 8), (256, 128, 64, 32, 16, 8)
 """Rows to choose from, if `--max-running-requests` does not say: batches whose rounds were measured."""
 TOKENS_OF_A_ROW = 2048
 """Pool tokens that each of so many rows must find, or its whole context if that is shorter."""
@@ -55,9 +55,11 @@ class Memory:
 class Budget:
     """What is known when pools are sized, in bytes; `free` counts weights, tables and buffers as taken.
 
-    static: weights, tables and buffers. allowance: what activations, workspaces and graphs will take. fraction:
-    `--mem-fraction-static`. copies: of static, weights in 12 bits beside themselves, by their shapes. rest: of the
-    allowance, what the fraction leaves free on a CPU.
+    static: weights, tables and buffers.
+    allowance: what activations, workspaces and graphs will take.
+    fraction: `--mem-fraction-static`.
+    copies: of static, weights in 12 bits beside themselves, by their shapes.
+    rest: of the allowance, what the fraction leaves free on a CPU.
     """
 
     memory: Memory
@@ -88,8 +90,8 @@ class Budget:
         if short > self.rest:
             return None
         by_rest = self.fraction + (1 - self.fraction) * short / self.rest if short else 0.0
-        least = math.ceil(100 * max((self.static + need) / self.memory.total, by_rest)) / 100
-        return least if least <= _MOST_FRACTION else None
+        minimum = math.ceil(100 * max((self.static + need) / self.memory.total, by_rest)) / 100
+        return minimum if minimum <= _MAX_FRACTION else None
 
     def or_no_copies(self, missing: int) -> str:
         """The end of a message's advice: to leave the copies out, if there are any and that frees what is missing."""
@@ -119,13 +121,13 @@ def chunk_of_gpu(total: int, windows: Sequence[int]) -> int:
     200 kB a token for an 8B model) and the rounds of others, which wait for a step, want small ones. A pool of windows
     holds window and chunk for every row, so a chunk is no longer than the shortest window, which at most doubles it.
     """
-    by_memory = next(chunk for least, chunk in CHUNKS if total >= least)
+    by_memory = next(chunk for minimum, chunk in CHUNKS if total >= minimum)
     return max(min([by_memory, *windows]), SMALL_CHUNK)
 
 
-def activation_allowance(peak: int, num_graphs: int) -> int:
+def activation_allowance(peak: int, num_rounds: int) -> int:
     """Bytes to leave free on a GPU. peak: what the worst prefill and the worst round took when they were tried."""
-    return peak + num_graphs * _BYTES_PER_GRAPH + _SLACK
+    return peak + num_rounds * _BYTES_PER_GRAPH + _SLACK
 
 
 def step_bytes(layout: Layout, vocab_size: int, element_size: int) -> int:

@@ -8,18 +8,20 @@ import torch
 from torch import Tensor
 
 from treetop.attention.contract import AttentionBackend
-from treetop.attention.layer import LayerKV, TailAttention, TailColumns
+from treetop.attention.layer import ChosenKeys, LayerKV, TailAttention, TailColumns
 from treetop.cache.pool import KVPool
 from treetop.checks.probes import Probes
 from treetop.drafts.protocol import Drafter
 from treetop.engine.buffers import RoundBuffers
 from treetop.engine.state import RowState
+from treetop.kernels.calibration import Heat
 from treetop.kernels.commit import Paths
 from treetop.kernels.kv import slots_of
 from treetop.kernels.metadata import AttentionMetadata
 from treetop.kernels.rows import DraftState
 from treetop.kernels.table import Ops
 from treetop.models.target import Target
+from treetop.speculative.simulation import RoundOfRows, Simulation
 from treetop.types.errors import CheckError
 from treetop.types.ids import GroupName
 from treetop.types.layout import KVGroup, Layout, SpecShape
@@ -32,13 +34,18 @@ Prefix = tuple[Tensor, Tensor, int]
 
 @dataclass(frozen=True, slots=True)
 class ModelRunner:
-    """target_layers, draft_layers: where each layer's K/V live. check_level: see `docs/testing.md`.
-    simulate_accept_length: tokens every round emits instead of the right ones, for measuring speed.
+    """target_layers, draft_layers: where each layer's K/V live.
+    check_level: see `docs/testing.md`.
+    simulation: what is accepted instead of what is right, for measuring.
+    learns: rounds calibrate the drafter.
+    makes_logits: of the drafter's spec.
     """
 
     layout: Layout
     check_level: int
-    simulate_accept_length: int | None
+    simulation: Simulation | None
+    learns: bool
+    makes_logits: bool
     target: Target
     drafter: Drafter | None
     backend: AttentionBackend[Any, Any]
@@ -103,7 +110,8 @@ class ModelRunner:
                     " layout sizes it by another formula than fills it"
                 )
         rows = self.buffers.rows[: columns.rows]
-        return TailAttention(self.backend, layers, tails, plans, columns, rows, self.layout.dummy_row)
+        keys = ChosenKeys(self.backend, self.probes, phase, rows)
+        return TailAttention(keys, layers, tails, plans, columns, rows, self.layout.dummy_row)
 
     def commit(self, tails: Mapping[GroupName, Tensor], paths: Paths) -> None:
         """Copy each path's K/V from the tails to positions L .. of the pages."""
@@ -125,15 +133,18 @@ class ModelRunner:
         if choice.processes and self.state.processors is not None:
             self.ops.count(self.state.processors, rows, tokens, last + 1)
 
-    def forced(self, shape: SpecShape) -> int | None:
-        """The simulated number of accepted drafts, where there is a tree."""
-        emitted = self.simulate_accept_length if shape.num_steps > 0 else None
-        return None if emitted is None else emitted - 1
+    def drawn_at(self, rows: Tensor) -> RoundOfRows:
+        """What a simulation draws by, of a batch's rows [rows]."""
+        return RoundOfRows(self.state.seed[rows], self.state.committed[rows], rows != self.layout.dummy_row)
 
-    def propose(self, state: Tensor) -> DraftState:
-        """What a row keeps of a drafter's states [rows, state_size]: they, and what is proposed after them."""
+    def propose(self, state: Tensor, classes: Tensor) -> DraftState:
+        """What a row keeps of a drafter's states [rows, state_size]: they, and what is proposed after them.
+
+        classes: [rows] int64, by which they are calibrated.
+        """
         assert self.drafter is not None
-        proposal = self.drafter.propose(state, self.layout.max_topk)
+        heat = Heat(self.state.calibration.heat, classes)
+        proposal = self.drafter.propose(state, self.layout.max_topk, heat)
         return DraftState(proposal.tokens, proposal.logprob, state)
 
 

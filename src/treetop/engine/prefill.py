@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from treetop.attention.layer import CausalAttention, LayerKV
+from treetop.attention.layer import CausalAttention, ChosenKeys, LayerKV
 from treetop.drafts.protocol import Extension
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.prompt_logprobs import PromptTokens, prompt_logprobs
@@ -17,7 +17,7 @@ from treetop.speculative.verify import choose, logits_for, path_logprobs
 from treetop.types.layout import KVGroup
 from treetop.types.messages import PrefillPlan
 from treetop.types.phase import Phase
-from treetop.types.sampling import MOST_LOGPROBS, Choice
+from treetop.types.sampling import MAX_LOGPROBS, Choice
 from treetop.types.tree import Accepted, PathLogprobs
 
 
@@ -25,10 +25,14 @@ from treetop.types.tree import Accepted, PathLogprobs
 class PrefillBatch:
     """One prefill step on the device.
 
-    rows: [rows] int64. tokens: [rows, n] int64, padded. query_len: [rows] int64, 0 for the dummy row. next_token:
-    [rows] int64, the prompt token after the chunk; -1 for a prompt's last chunk. max_kv_len: no extent is larger.
-    exchanged: tokens that ranks with shared experts exchange, where these are more than the batch has. prompt: those of
-    which log-probabilities are asked for.
+    rows: [rows] int64.
+    tokens: [rows, n] int64, padded.
+    query_len: [rows] int64, 0 for the dummy row.
+    next_token: [rows] int64, the prompt token after the chunk; -1 for a prompt's last chunk.
+    max_kv_len: no extent is larger.
+    exchanged: tokens that ranks with shared experts exchange, where these are more than the batch has.
+    prompt: those of which log-probabilities are asked for.
+    allowed: [rows, 1, words] int32, what may come first; see `process_reference`. None if any token may.
     """
 
     rows: Tensor
@@ -39,6 +43,7 @@ class PrefillBatch:
     choice: Choice
     exchanged: int = 0
     prompt: PromptTokens | None = None
+    allowed: Tensor | None = None
 
 
 def chunk_columns(plan: PrefillPlan, bucket: int) -> list[list[int]]:
@@ -57,19 +62,28 @@ def chunk_width(plan: PrefillPlan) -> int:
     return max((len(chunk.token_ids) for chunk in plan.chunks), default=1)
 
 
-def make_batch(plan: PrefillPlan, rows: Tensor, columns: list[Tensor], prompt: list[Tensor]) -> PrefillBatch:
+def make_batch(
+    plan: PrefillPlan, rows: Tensor, columns: list[Tensor], prompt: list[Tensor], allowed: Tensor | None
+) -> PrefillBatch:
     """rows: [bucket] int64. columns, prompt: those of `chunk_columns` and `prompt_columns`, on the device."""
     query_len, next_token, place, ids = columns
     width = chunk_width(plan)
     max_kv_len = max((chunk.start + len(chunk.token_ids) for chunk in plan.chunks), default=1)
     tokens = rows.new_zeros(len(rows) * width).index_copy_(0, place, ids).view(len(rows), width)
     asked = PromptTokens(*prompt) if len(prompt[0]) else None
-    return PrefillBatch(rows, tokens, query_len, next_token, max_kv_len, plan.choice, plan.least_tokens, asked)
+    return PrefillBatch(
+        rows, tokens, query_len, next_token, max_kv_len, plan.choice, plan.min_batch_tokens, asked, allowed
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Where a chunk's tokens stand. positions: [rows, n], 0 where padded. valid: [rows, n] bool. kv_len: [rows]."""
+    """Where a chunk's tokens stand.
+
+    positions: [rows, n], 0 where padded.
+    valid: [rows, n] bool.
+    kv_len: [rows].
+    """
 
     positions: Tensor
     valid: Tensor
@@ -80,8 +94,10 @@ class _Span:
 class FirstTokens:
     """The first new token of each row; after a chunk that is not a prompt's last it means nothing.
 
-    token: [rows] int64. finite: [rows] bool. logprobs: of one column, if the batch asks for them. prompt: of the prompt
-    tokens whose log-probabilities are asked for.
+    token: [rows] int64.
+    finite: [rows] bool.
+    logprobs: of one column, if the batch asks for them.
+    prompt: of the prompt tokens whose log-probabilities are asked for.
     """
 
     token: Tensor
@@ -102,11 +118,12 @@ def prefill(runner: ModelRunner, batch: PrefillBatch) -> FirstTokens:
     last = (query_len - 1).clamp(min=0)
     logits = logits_for(runner.target, ops.pick(output.hidden, last)[:, None], batch.choice)
     tree, accepted = root_tree(batch.next_token), _one_column(rows)
-    chosen = choose(ops, logits, runner.state.sampler, rows, (span.kv_len - 1)[:, None], tree, batch.choice)
+    sampler, place = runner.state.sampler, (span.kv_len - 1)[:, None]
+    chosen = choose(ops, logits, sampler, rows, place, tree, batch.choice, batch.allowed)
     ops.accept(chosen, tree, accepted, None)  # the root, whose choice is the bonus
     first, logprobs = accepted.bonus, None
     if batch.choice is Choice.LOGPROBS:
-        logprobs = path_logprobs(ops, logits, accepted, min(MOST_LOGPROBS, logits.shape[2]))
+        logprobs = path_logprobs(ops, logits, accepted, min(MAX_LOGPROBS, logits.shape[2]))
     runner.count(rows, batch.choice, first[:, None], -(batch.next_token >= 0).to(torch.int64))
     draft = None
     if runner.drafter is not None:
@@ -121,7 +138,8 @@ def prefill(runner: ModelRunner, batch: PrefillBatch) -> FirstTokens:
             live = (rows != runner.layout.dummy_row)[:, None]
             remember(text, rows, span.kv_len[:, None], following[:, None], live)
         at = Extension(rows, last, text)
-        draft = runner.propose(runner.drafter.extend(shifted, aux_hidden, span.positions, at, attend))
+        extended = runner.drafter.extend(shifted, aux_hidden, span.positions, at, attend)
+        draft = runner.propose(extended, runner.state.classes[rows])
     ops.finish(runner.state.tables, rows, runner.layout.dummy_row, last, first, draft)
     asked = None if batch.prompt is None else prompt_logprobs(runner, output.hidden, batch.prompt)
     return FirstTokens(first, accepted.finite, logprobs, asked)
@@ -130,9 +148,8 @@ def prefill(runner: ModelRunner, batch: PrefillBatch) -> FirstTokens:
 def _one_column(rows: Tensor) -> Accepted:
     """Unwritten, for trees of a root alone. rows: [rows] int64."""
     column, wide = torch.empty_like(rows), torch.empty_like(rows)[:, None]
-    return Accepted(
-        wide, column, torch.empty_like(wide), torch.empty_like(column), column.new_empty(len(rows), dtype=torch.bool)
-    )
+    finite = column.new_empty(len(rows), dtype=torch.bool)
+    return Accepted(wide, column, torch.empty_like(wide), torch.empty_like(column), finite, torch.empty_like(wide))
 
 
 def _attention(
@@ -144,7 +161,8 @@ def _attention(
         slots[group.name] = slots_of(table, batch.rows, span.positions, span.valid, runner.layout.page_size)
         prefix = batch.rows, span.kv_len, batch.max_kv_len
         plans[group.name] = runner.plan(runner.metadata(Phase.PREFILL, group, prefix, span.positions))
-    return CausalAttention(runner.backend, layers, slots, plans, _live(span.valid, batch.exchanged))
+    keys = ChosenKeys(runner.backend, runner.probes, Phase.PREFILL, batch.rows)
+    return CausalAttention(keys, layers, slots, plans, _live(span.valid, batch.exchanged))
 
 
 def _live(valid: Tensor, exchanged: int) -> Tensor:

@@ -6,20 +6,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from treetop.kernels.process import BIAS_SHIFT, ENDS, IN_PROMPT, NEVER, ONE, Processors
-from treetop.types.errors import CheckError
-from treetop.types.messages import RowHistory, RowMask, RowSetup
+from treetop.kernels.process import BIAS_SHIFT, ENDS, IN_PROMPT, NEVER, ONE, LogitsProcessors
+from treetop.types.messages import RowHistory, RowSetup
 from treetop.types.sampling import SamplingParams
 
 
-class RowProcessors:
-    """Writes the rows of `Processors`, which is None where no request may change its logits.
+class LogitsProcessorWriter:
+    """Writes the rows of `LogitsProcessors`, which is None where no request may change its logits.
 
     A row is written when such a request enters it, and made inactive when another request follows; nothing else costs
     anything. What it is written with goes to the device beside the step's own inputs, without waiting.
     """
 
-    def __init__(self, processors: Processors | None) -> None:
+    def __init__(self, processors: LogitsProcessors | None) -> None:
         self._processors = processors
         self._active: set[int] = set()
 
@@ -31,7 +30,8 @@ class RowProcessors:
                 self._active.add(setup.row)
             elif setup.row in self._active:
                 assert self._processors is not None
-                self._processors.active[setup.row] = self._processors.constrained[setup.row] = False
+                for flags in (self._processors.active, self._processors.constrained, self._processors.undrafted):
+                    flags[setup.row] = False
                 self._active.discard(setup.row)
 
     def _write(self, setup: RowSetup, history: RowHistory) -> None:
@@ -39,31 +39,16 @@ class RowProcessors:
         assert rows is not None, "the client is told that no logits can be changed"
         words = words_of(params, history, rows.words.shape[1])
         every = NEVER if params.allowed_token_ids is not None else 0
-        columns = _to(rows.words.device, torch.tensor([[*words], [*words.values()]], dtype=torch.int64))
+        columns = to_device(rows.words.device, torch.tensor([[*words], [*words.values()]], dtype=torch.int64))
         rows.words[row] = every
         rows.words[row].index_copy_(0, columns[0], columns[1].to(torch.int32))
         biases = torch.tensor([0.0, *(bias for _, bias in params.logit_bias)], dtype=torch.float32)
-        rows.biases[row, : len(biases)].copy_(_to(rows.biases.device, biases))
+        rows.biases[row, : len(biases)].copy_(to_device(rows.biases.device, biases))
         rows.presence[row], rows.frequency[row] = params.presence_penalty, params.frequency_penalty
         rows.repetition[row] = params.repetition_penalty
         rows.may_end[row] = len(history.prompt_ids) + params.min_tokens
         rows.active[row], rows.constrained[row] = True, setup.constrained
-
-    def restrict(self, masks: Sequence[RowMask]) -> None:
-        """Rule out what may not follow the roots of constrained rows in the step that comes."""
-        if not masks:
-            return
-        rows = self._processors
-        assert rows is not None, "the client is told that no logits can be changed"
-        vocab, device = rows.words.shape[1], rows.words.device
-        if any(len(mask.allowed) != -(-vocab // 8) for mask in masks):
-            raise CheckError(f"masks of {[len(mask.allowed) for mask in masks]} bytes for a vocabulary of {vocab}")
-        at = _to(device, torch.tensor([mask.row for mask in masks]))
-        packed = torch.frombuffer(bytearray(b"".join(mask.allowed for mask in masks)), dtype=torch.uint8)
-        packed = _to(device, packed.view(len(masks), -1, 1))
-        bit = torch.arange(8, dtype=torch.uint8, device=device)
-        allowed = (packed >> bit & 1).flatten(1)[:, :vocab].to(torch.int32)
-        rows.words[at] = rows.words[at] & ~NEVER | NEVER * (1 - allowed)
+        rows.undrafted[row] = not params.speculative
 
 
 def words_of(params: SamplingParams, history: RowHistory, vocab_size: int) -> dict[int, int]:
@@ -87,6 +72,6 @@ def words_of(params: SamplingParams, history: RowHistory, vocab_size: int) -> di
     return words
 
 
-def _to(device: torch.device, values: Tensor) -> Tensor:
+def to_device(device: torch.device, values: Tensor) -> Tensor:
     """A copy on the device that the host does not wait for: pinned memory is kept until the copy is done."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)

@@ -13,7 +13,7 @@ from treetop.engine.model_runner import ModelRunner
 from treetop.engine.staging import listed_logprobs
 from treetop.speculative.verify import token_logprobs
 from treetop.types.messages import Chunk, PrefillPlan, RowResult
-from treetop.types.sampling import MOST_LOGPROBS
+from treetop.types.sampling import MAX_LOGPROBS
 from treetop.types.tree import PathLogprobs
 
 
@@ -21,7 +21,8 @@ from treetop.types.tree import PathLogprobs
 class PromptTokens:
     """Prompt tokens whose log-probabilities are asked for, and where each is chosen.
 
-    place: [n] int64, the position before it in the batch's flat [rows * n]. token: [n] int64.
+    place: [n] int64, the position before it in the batch's flat [rows * n].
+    token: [n] int64.
     """
 
     place: Tensor
@@ -44,12 +45,12 @@ def prompt_columns(plan: PrefillPlan, width: int) -> list[list[int]]:
 
 
 def prompt_logprobs(runner: ModelRunner, hidden: Tensor, asked: PromptTokens) -> PathLogprobs:
-    """values: [n, 1 + most]; ids: [n, most]. hidden: [rows, n, hidden], the target's, after its last norm."""
+    """values: [n, 1 + maximum]; ids: [n, maximum]. hidden: [rows, n, hidden], the target's, after its last norm."""
     flat, found = hidden.flatten(0, 1), list[tuple[Tensor, Tensor]]()
     slices = (each.split(runner.layout.prompt_lines) for each in (asked.place, asked.token))
     for place, token in zip(*slices, strict=True):
         logits = runner.target.logits(flat.index_select(0, place)[:, None])[:, 0]
-        found.append(token_logprobs(runner.ops, logits, token, min(MOST_LOGPROBS, logits.shape[1])))
+        found.append(token_logprobs(runner.ops, logits, token, min(MAX_LOGPROBS, logits.shape[1])))
     values, ids = zip(*found, strict=True)
     return PathLogprobs(torch.cat(values), torch.cat(ids))
 

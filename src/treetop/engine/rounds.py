@@ -3,26 +3,34 @@
 DRAFT   grow the tree                                  writes buffers.tree, buffers.places
 VERIFY  target forward, accept, commit the path         writes buffers.accepted, buffers.features, pages
 EXTEND  rebuild the draft's K/V, propose, finish        writes pages and row state
+
+A plain round may defer the draft's part of EXTEND: it keeps what that needs (`kernels/deferred.py`) and finishes. An
+EXTEND alone catches up in one pass, before such a row grows a tree or has no room for more.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from treetop.attention.layer import Attend, TailColumns
 from treetop.drafts.protocol import Extension
+from treetop.engine.buffers import poison_undeclared
 from treetop.engine.model_runner import ModelRunner
+from treetop.kernels.calibration import Heat
 from treetop.kernels.commit import Paths, feature_nodes
+from treetop.kernels.deferred import ExtendPairs, defer, deferred_pairs
+from treetop.kernels.learn import Observed
 from treetop.kernels.row_text import remember
-from treetop.kernels.rows import DraftState, RowTables
+from treetop.kernels.rows import DraftState, RowTables, store_draft
 from treetop.speculative.draft import Level, grow_tree
+from treetop.speculative.simulation import SimulatedAcceptance, SimulatedLengths
 from treetop.speculative.verify import choose, logits_for, path_logprobs, withhold_drafts
 from treetop.types.errors import CheckError
 from treetop.types.ids import GroupName
-from treetop.types.layout import SpecShape
+from treetop.types.layout import PLAIN, SpecShape
 from treetop.types.phase import Phase
 from treetop.types.sampling import Choice
 from treetop.types.tree import copy_into
@@ -30,24 +38,43 @@ from treetop.types.tree import copy_into
 
 @dataclass(frozen=True, slots=True)
 class RoundKey:
-    """What a captured round is made for. Everything else is data in buffers."""
+    """What a captured round is made for. Everything else is data in buffers.
+
+    held: it is split before VERIFY, where the host says what may follow the nodes of constrained rows.
+    catches_up: no round, but the draft extend of what rows have deferred.
+    """
 
     bucket: int
     shape: SpecShape
     choice: Choice
+    held: bool = False
+    catches_up: bool = False
+
+    @classmethod
+    def of_catch_up(cls, bucket: int) -> "RoundKey":
+        return cls(bucket, PLAIN, Choice.GREEDY, catches_up=True)
 
 
 PhaseFunction = Callable[[ModelRunner, RoundKey, int], None]
 """(runner, key, bound): bound is a host number no row's committed length exceeds."""
+HostStep = Callable[[], None]
+"""What the host does between DRAFT and VERIFY of a round that is `held`."""
 
 
 def draft_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     """Grow each row's tree from the proposals stored with it."""
     buffers, shape, ops, phase = runner.buffers, key.shape, runner.ops, Phase.DRAFT
-    rows, k = buffers.rows[: key.bucket], key.shape.topk
+    rows, k, simulation = buffers.rows[: key.bucket], key.shape.topk, runner.simulation
+    simulated = None
+    if isinstance(simulation, SimulatedAcceptance) and shape.num_steps:
+        assert runner.state.draft is not None
+        at, heat = runner.drawn_at(rows), Heat(runner.state.calibration.heat, runner.state.classes[rows])
+        simulation.at_roots(runner.state.draft, rows, at, k, heat)
+        simulated = simulation.after(at, k, heat)
     tree, places = buffers.tree_of(key.bucket, shape), buffers.places_of(key.bucket, shape)
-    tables, at = _tables_of_roots(runner, rows, max_kv_len, k)
-    roots = ops.start(tables, at, shape, tree, places, buffers.identity[:k, :k])
+    tables, lines = _tables_of_roots(runner, rows, max_kv_len, k)
+    growth = buffers.growth_of(key.bucket, shape)
+    frontier = ops.start(tables, lines, growth, tree, places, buffers.identity[:k, :k])
     if shape.num_steps == 0:
         return
     assert runner.drafter is not None
@@ -61,7 +88,8 @@ def draft_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
             plans[g.name] = runner.plan(metadata, begun)
         return runner.tail_attention(phase, runner.draft_layers, buffers.draft_tails, plans, columns, shape)
 
-    ops.select(grow_tree(runner.drafter, roots, ops, attend), tree, places)
+    grow_tree(runner.drafter, growth, frontier, ops, attend, simulated)
+    ops.select(growth, tree, places)
 
 
 def level_tail(level: Level) -> tuple[Tensor, Tensor, TailColumns]:
@@ -86,9 +114,25 @@ def verify_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     attend = runner.tail_attention(phase, runner.target_layers, buffers.verify_tails, plans, columns, shape)
     output = runner.target.forward(tokens, places.nodes, attend)
     logits = logits_for(runner.target, output.hidden, key.choice)
-    chosen = choose(ops, logits, runner.state.sampler, rows, places.nodes, tree, key.choice)
-    withhold_drafts(tree, runner.state.processors, rows, key.choice)
-    ops.accept(chosen, tree, accepted, runner.forced(shape))
+    held = buffers.held_of(key.bucket, shape) if key.held else None
+    allowed = None if held is None else held.allowed
+    chosen = choose(ops, logits, runner.state.sampler, rows, places.nodes, tree, key.choice, allowed)
+    processors = runner.state.processors if key.choice.processes else None
+    if held is not None:
+        withhold_drafts(tree, held.withheld)
+    if processors is not None and shape.num_steps:
+        withhold_drafts(tree, processors.undrafted[rows][:, None].expand_as(tree.tokens))
+    forced = None
+    if shape.num_steps and isinstance(runner.simulation, SimulatedLengths):
+        forced = runner.simulation.lengths(runner.drawn_at(rows), shape)
+    elif shape.num_steps and isinstance(runner.simulation, SimulatedAcceptance):
+        chosen = runner.simulation.choices(buffers.growth_of(key.bucket, shape), runner.drawn_at(rows))
+    ops.accept(chosen, tree, accepted, forced)
+    if runner.learns and shape.num_steps > 0:
+        growth = buffers.growth_of(key.bucket, shape)
+        constrained = processors.constrained if processors is not None else None
+        observed = Observed(rows, runner.layout.dummy_row, constrained, runner.makes_logits)
+        ops.learn(runner.state.calibration, growth, accepted, observed)
     if key.choice is Choice.LOGPROBS:
         found = buffers.logprobs_of(key.bucket, shape)
         copy_into(found, path_logprobs(ops, logits, accepted, found.ids.shape[2]))
@@ -106,26 +150,62 @@ def extend_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
 
     S + 1 columns a row, causal; those past the path write to the null page.
     """
+    buffers, shape = runner.buffers, key.shape
+    rows, places = buffers.rows[: key.bucket], buffers.places_of(key.bucket, shape)
+    accepted, aux_hidden = buffers.accepted_of(key.bucket, shape), buffers.aux_hidden_of(key.bucket, shape)
+    runner.probes.nan(aux_hidden, "features", Phase.EXTEND, rows)
+    paths = _paths(runner, key, None)
+    _remember(runner, paths, places.path, accepted.tokens)
+    pairs = ExtendPairs(places.committed, accepted.accept_len, places.path, accepted.tokens, aux_hidden)
+    classes = buffers.growth_of(key.bucket, shape).classes
+    draft = runner.propose(_extended(runner, key, pairs, paths, max_kv_len), classes)
+    runner.ops.finish(runner.state.tables, rows, runner.layout.dummy_row, accepted.accept_len, accepted.bonus, draft)
+
+
+def defer_phase(runner: ModelRunner, key: RoundKey, _: int) -> None:
+    """Keep what the draft needs of a plain round's token, and finish."""
+    state, buffers, dummy = runner.state, runner.buffers, runner.layout.dummy_row
+    assert state.deferred is not None
+    rows, places = buffers.rows[: key.bucket], buffers.places_of(key.bucket, key.shape)
+    accepted, aux_hidden = buffers.accepted_of(key.bucket, key.shape), buffers.aux_hidden_of(key.bucket, key.shape)
+    runner.probes.nan(aux_hidden, "features", Phase.EXTEND, rows)
+    _remember(runner, _paths(runner, key, None), places.path, accepted.tokens)
+    defer(state.deferred, rows, dummy, accepted.bonus, aux_hidden[:, 0])
+    runner.ops.finish(state.tables, rows, dummy, accepted.accept_len, accepted.bonus, None)
+
+
+def catch_up_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
+    """Extend all that rows have deferred, and propose what follows. Rows without any keep their state."""
+    state, rows, dummy = runner.state, runner.buffers.rows[: key.bucket], runner.layout.dummy_row
+    assert state.deferred is not None
+    assert state.draft is not None
+    pairs, count = deferred_pairs(state.deferred, rows, state.committed[rows])
+    paths = Paths(rows, pairs.first, count - 1, runner.layout.max_deferred, None, dummy)
+    draft = runner.propose(_extended(runner, key, pairs, paths, max_kv_len), state.classes[rows])
+    store_draft(state.draft, rows, count > 0, draft)
+    state.deferred.count[rows] = 0
+
+
+def _extended(runner: ModelRunner, key: RoundKey, pairs: ExtendPairs, paths: Paths, max_kv_len: int) -> Tensor:
+    """The draft's K/V of pairs, committed along their paths. Returns the state after each row's last pair."""
     assert runner.drafter is not None
-    buffers, shape, ops, phase = runner.buffers, key.shape, runner.ops, Phase.EXTEND
-    width, rows = shape.commit_width, buffers.rows[: key.bucket]
-    accepted, places = buffers.accepted_of(key.bucket, shape), buffers.places_of(key.bucket, shape)
-    prefix, plans = (rows, places.committed, max_kv_len), {}
+    buffers, phase, width = runner.buffers, Phase.EXTEND, paths.width
+    prefix, plans = (paths.rows, pairs.first, max_kv_len), {}
     causal = buffers.causal[:width, :width].expand(key.bucket, -1, -1)
     for g in runner.draft_groups:
-        plans[g.name] = runner.plan(runner.metadata(phase, g, prefix, places.path, places.path, causal))
+        plans[g.name] = runner.plan(runner.metadata(phase, g, prefix, pairs.positions, pairs.positions, causal))
     columns = TailColumns(key.bucket, 0, width, width)
-    attend = runner.tail_attention(phase, runner.draft_layers, buffers.extend_tails, plans, columns, shape)
-    aux_hidden = buffers.aux_hidden_of(key.bucket, shape)
-    runner.probes.nan(aux_hidden, "features", phase, rows)
-    text, paths = runner.state.text, _paths(runner, key, None)
-    if text is not None:
-        remember(text, rows, places.path + 1, accepted.tokens, paths.kept)
-    at = Extension(rows, accepted.accept_len, text)
-    draft_state = runner.drafter.extend(accepted.tokens, aux_hidden, places.path, at, attend)
+    attend = runner.tail_attention(phase, runner.draft_layers, buffers.extend_tails, plans, columns, key.shape)
+    at = Extension(paths.rows, pairs.last, runner.state.text)
+    draft_state = runner.drafter.extend(pairs.tokens, pairs.aux_hidden, pairs.positions, at, attend)
     runner.commit(buffers.extend_tails, paths)
-    draft = runner.propose(draft_state)
-    ops.finish(runner.state.tables, rows, runner.layout.dummy_row, accepted.accept_len, accepted.bonus, draft)
+    return draft_state
+
+
+def _remember(runner: ModelRunner, paths: Paths, positions: Tensor, tokens: Tensor) -> None:
+    """Where the drafter reads the rows' text: what a round adds to it."""
+    if runner.state.text is not None:
+        remember(runner.state.text, paths.rows, positions + 1, tokens, paths.kept)
 
 
 ROUND: dict[Phase, PhaseFunction] = {
@@ -135,15 +215,54 @@ ROUND: dict[Phase, PhaseFunction] = {
 }
 
 
-def phases_of(runner: ModelRunner) -> dict[Phase, PhaseFunction]:
+def phases_of(runner: ModelRunner, key: RoundKey) -> dict[Phase, PhaseFunction]:
     """The phases of a round on this device, in order; without a drafter there is nothing to extend."""
-    return {phase: run for phase, run in ROUND.items() if runner.drafter is not None or phase is not Phase.EXTEND}
+    if key.catches_up:
+        return {Phase.EXTEND: catch_up_phase}
+    if runner.drafter is None:
+        return {phase: run for phase, run in ROUND.items() if phase is not Phase.EXTEND}
+    return {**ROUND, Phase.EXTEND: defer_phase} if runner.layout.defers(key.shape) else ROUND
 
 
 def run_phases(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     """A whole round, which is what a graph captures."""
-    for run in phases_of(runner).values():
+    for run in phases_of(runner, key).values():
         run(runner, key, max_kv_len)
+
+
+def run_from_verify(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
+    """What follows the host's step in a round that is held."""
+    for phase, run in phases_of(runner, key).items():
+        if phase is not Phase.DRAFT:
+            run(runner, key, max_kv_len)
+
+
+def parts_of(key: RoundKey) -> tuple[PhaseFunction, ...]:
+    """What runs without the host taking part: all of a round, or what comes before and after its step."""
+    return (draft_phase, run_from_verify) if key.held else (run_phases,)
+
+
+class RoundLauncher(Protocol):
+    """Runs the phases of one round over what the buffers hold."""
+
+    def launch(self, key: RoundKey, max_kv_len: int, host_step: HostStep | None = None) -> None:
+        """host_step: of a round that is `held`, between DRAFT and VERIFY."""
+        ...
+
+
+class Eager:
+    """Calls each phase with the batch's own bound."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+
+    def launch(self, key: RoundKey, max_kv_len: int, host_step: HostStep | None = None) -> None:
+        for phase, run in phases_of(self._runner, key).items():
+            if self._runner.check_level >= 3:
+                poison_undeclared(self._runner.buffers, phase)
+            run(self._runner, key, max_kv_len)
+            if phase is Phase.DRAFT and host_step is not None:
+                host_step()
 
 
 def _paths(runner: ModelRunner, key: RoundKey, node: Tensor | None) -> Paths:
@@ -174,7 +293,7 @@ def _tables_of_roots(runner: ModelRunner, rows: Tensor, max_kv_len: int, k: int)
         probes.nan(logprob, "topk_logprob", phase, rows)
         probes.nan(hidden, "hidden", phase, rows)
         draft = DraftState(tokens, logprob, hidden)
-    return RowTables(committed, root, draft), torch.arange(rows.shape[0], device=rows.device)
+    return RowTables(committed, root, state.classes[rows], draft), torch.arange(rows.shape[0], device=rows.device)
 
 
 def _probe_feature_nodes(runner: ModelRunner, rows: Tensor, path: Tensor, num_nodes: int) -> None:

@@ -17,7 +17,7 @@ from treetop.engine.buffers import Zeros
 from treetop.engine.state import SETUP_COLUMNS
 from treetop.types.errors import CapacityError, CheckError, InvariantError
 from treetop.types.layout import Layout
-from treetop.types.sampling import MOST_LOGPROBS, TokenLogprobs
+from treetop.types.sampling import MAX_LOGPROBS, TokenLogprobs
 from treetop.types.tree import PathLogprobs
 
 _ALIGNED = 2
@@ -28,7 +28,11 @@ no step before needed would be compiled between two rounds.
 
 @dataclass(slots=True)
 class Slot:
-    """Host memory of one step, pinned beside a GPU. step: whose it is now. done: that step's end; None on a CPU."""
+    """Host memory of one step, pinned beside a GPU.
+
+    step: whose it is now.
+    done: that step's end; None on a CPU.
+    """
 
     inputs: Tensor
     results: Tensor
@@ -38,10 +42,15 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """What the host learns of a step's rows. tokens: [rows, w] int64; accept_len: [rows] int64; finite: [rows] bool.
+    """What the host learns of a step's rows.
 
-    logprobs: if a row asks for them. prompt: of prompt tokens, [n, 1 + most] and [n, most], if a chunk asks for them.
-    What is handed over has results of this form, too (`engine/handover.py`).
+    tokens: [rows, w] int64.
+    accept_len: [rows] int64.
+    finite: [rows] bool.
+    logprobs: if a row asks for them.
+    prompt: of prompt tokens, [n, 1 + maximum] and [n, maximum], if a chunk asks for them.
+
+    What is transferred has results of this form, too (`engine/kv_transfer.py`).
     """
 
     tokens: Tensor
@@ -62,15 +71,15 @@ class HostResults:
     logprobs: PathLogprobs | None
     prompt: PathLogprobs | None = None
 
-    def logprobs_of(self, item: int, num_tokens: int, most: int) -> tuple[TokenLogprobs, ...]:
-        """Of the first tokens of a row, with up to `most` of the best beside each."""
+    def logprobs_of(self, item: int, num_tokens: int, maximum: int) -> tuple[TokenLogprobs, ...]:
+        """Of the first tokens of a row, with up to `maximum` of the best beside each."""
         assert self.logprobs is not None
-        return listed_logprobs(self.logprobs.values[item, :num_tokens], self.logprobs.ids[item, :num_tokens], most)
+        return listed_logprobs(self.logprobs.values[item, :num_tokens], self.logprobs.ids[item, :num_tokens], maximum)
 
 
-def listed_logprobs(values: Tensor, ids: Tensor, most: int) -> tuple[TokenLogprobs, ...]:
-    """Of each line, with up to `most` of the best. values: [n, 1 + at most]. ids: [n, at most]."""
-    lines = zip(values[:, : 1 + most].tolist(), ids[:, :most].tolist(), strict=True)
+def listed_logprobs(values: Tensor, ids: Tensor, maximum: int) -> tuple[TokenLogprobs, ...]:
+    """Of each line, with up to `maximum` of the best. values: [n, 1 + at most]. ids: [n, at most]."""
+    lines = zip(values[:, : 1 + maximum].tolist(), ids[:, :maximum].tolist(), strict=True)
     return tuple(TokenLogprobs(own, tuple(zip(of_best, best, strict=True))) for (own, *best), of_best in lines)
 
 
@@ -78,15 +87,15 @@ def listed_logprobs(values: Tensor, ids: Tensor, most: int) -> tuple[TokenLogpro
 class InFlightResults:
     """Results of step `step`, on their way to its slot: `values`, a part of it, for a bucket of `rows` rows.
 
-    most: how many of the best tokens' log-probabilities they hold, None for none at all. prompt: prompt tokens, and the
-    best beside each.
+    maximum: how many of the best tokens' log-probabilities they hold, None for none at all.
+    prompt: prompt tokens, and the best beside each.
     """
 
     slot: Slot
     step: int
     values: Tensor
     rows: int
-    most: int | None
+    maximum: int | None
     prompt: tuple[int, int]
 
 
@@ -114,7 +123,7 @@ class StagingBuffers:
         most_columns = 1 + 3 * len(layout.groups) + SETUP_COLUMNS + 6 + b  # with the text of every row
         numbers += most_columns * (_ALIGNED - 1)
         self._inputs = zeros((numbers,), torch.int64)
-        a_token = 1 + 1 + 2 * MOST_LOGPROBS  # its id, log-probabilities, ids of the best
+        a_token = 1 + 1 + 2 * MAX_LOGPROBS  # its id, log-probabilities, ids of the best
         of_prompts = b * (a_token + 2) + layout.chunk * a_token
         results = max(b * (layout.commit_width * a_token + 2), of_prompts, pieces * (checksums + 2))
         self._results = zeros((results + RECORD,), torch.int64)
@@ -124,7 +133,8 @@ class StagingBuffers:
     def _slot(self, device: torch.device) -> Slot:
         cuda = device.type == "cuda"
         inputs, results = (torch.zeros(len(t), dtype=t.dtype, pin_memory=cuda) for t in (self._inputs, self._results))
-        return Slot(inputs, results, torch.cuda.Event() if cuda else None)
+        # A wait for a blocking event takes no core, which processes beside this one need.
+        return Slot(inputs, results, torch.cuda.Event(blocking=True) if cuda else None)
 
     def take(self) -> Slot:
         """The next step's slot. It waits for a step only if more than `max_steps` are out; that one is lost."""
@@ -169,9 +179,9 @@ class StagingBuffers:
             check_own_memory("tokens", values, packed)
         if slot.done is not None:
             slot.done.record()
-        most = None if logprobs is None else logprobs.ids.shape[2]
+        maximum = None if logprobs is None else logprobs.ids.shape[2]
         of_prompt = (0, 0) if prompt is None else (prompt.ids.shape[0], prompt.ids.shape[1])
-        return InFlightResults(slot, slot.step, values, len(results.tokens), most, of_prompt)
+        return InFlightResults(slot, slot.step, values, len(results.tokens), maximum, of_prompt)
 
 
 def copy_out(tensor: Tensor, memory: Tensor) -> Tensor:
@@ -190,20 +200,20 @@ def collect(posted: InFlightResults) -> HostResults:
 
     Raises InvariantError if `max_steps` more, and one, have been launched since: its slot is another's now.
     """
-    slot, n, most = posted.slot, posted.rows, posted.most
+    slot, n, maximum = posted.slot, posted.rows, posted.maximum
     if slot.step != posted.step:
         raise InvariantError(f"step {posted.step} is collected too late: its slot belongs to step {slot.step}")
     if slot.done is not None:
         slot.done.synchronize()
     lines, best = posted.prompt
     end = len(posted.values) - lines * (1 + 2 * best)
-    width = ((end - RECORD) // n - 2) // (1 if most is None else 2 + 2 * most)
+    width = ((end - RECORD) // n - 2) // (1 if maximum is None else 2 + 2 * maximum)
     head = n * (width + 2) + RECORD
     values = posted.values[:head].tolist()
     tokens, rest = values[: n * width], values[n * width :]
     logprobs = prompt = None
-    if most is not None:
-        logprobs = _unpacked(posted.values[head:end], (n, width), most)
+    if maximum is not None:
+        logprobs = _unpacked(posted.values[head:end], (n, width), maximum)
     if lines:
         prompt = _unpacked(posted.values[end:], (lines,), best)
     return HostResults(
@@ -216,8 +226,8 @@ def collect(posted: InFlightResults) -> HostResults:
     )
 
 
-def _unpacked(packed: Tensor, shape: tuple[int, ...], most: int) -> PathLogprobs:
+def _unpacked(packed: Tensor, shape: tuple[int, ...], maximum: int) -> PathLogprobs:
     """Ids of the best, then log-probabilities, of as many tokens as `shape` has, in memory of their own."""
     count = math.prod(shape)
-    ids, bits = packed.split([count * most, count * (1 + most)])
-    return PathLogprobs(bits.view(torch.float64).view(*shape, 1 + most).clone(), ids.view(*shape, most).clone())
+    ids, bits = packed.split([count * maximum, count * (1 + maximum)])
+    return PathLogprobs(bits.view(torch.float64).view(*shape, 1 + maximum).clone(), ids.view(*shape, maximum).clone())

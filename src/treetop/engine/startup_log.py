@@ -2,13 +2,13 @@
 
 import torch
 
-from treetop.attention.capabilities import refusal
-from treetop.attention.registry import BACKENDS
-from treetop.engine.build import EnginePlan
+from treetop.attention.registry import BACKENDS, refusal
 from treetop.engine.cuda_graphs import CudaGraphs
-from treetop.engine.graphs import GraphSim, RoundLauncher
+from treetop.engine.graphs import GraphSim
 from treetop.engine.memory import MemoryUse
 from treetop.engine.model_runner import ModelRunner
+from treetop.engine.plan import EnginePlan
+from treetop.engine.rounds import RoundLauncher
 
 
 def start_up_block(
@@ -18,11 +18,12 @@ def start_up_block(
     config, layout, shape = engine_plan.config, runner.layout, engine_plan.config.shape
     place, dtype = engine_plan.place.device, engine_plan.place.dtype
     tree = f"tree S={shape.num_steps} k={shape.topk} T={shape.num_draft_tokens}" if runner.drafter else "no draft"
-    shared = ""
-    if config.tp_size > 1:
-        shared = f", which {config.tp_size} ranks share; of rank {engine_plan.place.parallel.rank}:"
-    elif config.ep_size > 1:
-        shared = f", whose experts {config.ep_size} ranks share; of rank {engine_plan.place.expert_ranks.rank}:"
+    whole = engine_plan.place
+    shared = f", which {config.tp_size} ranks share" if config.tp_size > 1 else ""
+    if config.ep_size > 1:
+        shared += f", whose experts {config.ep_size} engines share; of engine {whole.expert_ranks.rank}:"
+    elif config.tp_size > 1:
+        shared += f"; of rank {whole.parallel.rank}:"
     refused = [(name, refusal(name, engine_plan.need)) for name in BACKENDS]
     others = [f"{name}: {problem.reason}" for name, problem in refused if problem is not None]
     rows = [
@@ -31,6 +32,7 @@ def start_up_block(
         f"{tree}; {layout.max_requests} requests of {layout.max_context} tokens, pages of {layout.page_size},"
         f" prefill in steps of {layout.chunk}",
         *use.lines(),
+        f"exactness {config.exactness}",
         f"attention {runner.backend.name}" + (f"; not {'; not '.join(others)}" if others else ""),
         _graphs(launcher),
         f"overlap of host and device {'on' if layout.max_in_flight > 1 else 'off'}; capture and "

@@ -10,14 +10,16 @@ from torch import Tensor
 from treetop.drafts.protocol import DrafterSpec
 from treetop.engine.buffers import Zeros
 from treetop.engine.row_record import RowRecord, record_fields
+from treetop.kernels.calibration import Calibration, class_of, make_calibration
+from treetop.kernels.deferred import DeferredPairs
 from treetop.kernels.kv import PageTable
-from treetop.kernels.process import Processors
+from treetop.kernels.process import LogitsProcessors
 from treetop.kernels.rows import DraftState, RowTables
-from treetop.kernels.sampling import Sampler, WarpParams
+from treetop.kernels.sampling import RowSamplingParams, SamplingMetadata
 from treetop.types.ids import GroupName
 from treetop.types.layout import Layout
 from treetop.types.messages import PageEdit, RowSetup
-from treetop.types.sampling import MOST_BIASES, Choice
+from treetop.types.sampling import MAX_BIASES, Choice
 
 _ANY_VOCABULARY = 2**31 - 1
 """A larger top-k means the same."""
@@ -27,10 +29,14 @@ _ANY_VOCABULARY = 2**31 - 1
 class RowState:
     """Tables of `num_rows` rows, written in place, never rebound.
 
-    page_tables: group -> its table, [num_rows, page_columns] int32. record: the tables of what a row hands over, of
-    which committed and root [num_rows] int64 and draft are some. processors: None where no request may change its
-    logits. text: of each row up to its root, [num_rows, width] int32, as
-    `kernels.row_text` has it; None where no drafter reads it.
+    page_tables: group -> its table, [num_rows, page_columns] int32.
+    record: the tables of what a row hands over, of which committed and root [num_rows] int64 and draft are some.
+    deferred: what the draft has yet to extend; None where all rounds extend.
+    processors: None where no request may change its logits.
+    text: of each row up to its root, [num_rows, width] int32, as `kernels.row_text` has it; None where no drafter reads
+        it.
+    classes: [num_rows] int64, by which a row's proposals are calibrated.
+    calibration: of the pair; it is no row's.
     """
 
     page_tables: dict[GroupName, PageTable]
@@ -38,10 +44,13 @@ class RowState:
     committed: Tensor
     root: Tensor
     seed: Tensor
-    params: WarpParams
+    params: RowSamplingParams
     draft: DraftState | None
-    processors: Processors | None
+    deferred: DeferredPairs | None
+    processors: LogitsProcessors | None
     text: Tensor | None
+    classes: Tensor
+    calibration: Calibration
 
     def table_of(self, group: GroupName) -> PageTable:
         """The page table that a group's layers read: their own (sgl-24617)."""
@@ -88,11 +97,14 @@ class RowState:
             table[rows] = value
         for table, value in zip((p.temperature, p.top_p, p.min_p), values[3:], strict=True):
             table[rows] = value.view(torch.float64).to(table.dtype)
+        self.classes[rows] = class_of(p.temperature[rows])
+        if self.deferred is not None:
+            self.deferred.count[rows] = 0
 
     @property
-    def sampler(self) -> Sampler:
+    def sampler(self) -> SamplingMetadata:
         """What rows choose by."""
-        return Sampler(self.params, self.seed, self.processors)
+        return SamplingMetadata(self.params, self.seed, self.processors)
 
     @property
     def choices(self) -> tuple[Choice, ...]:
@@ -102,7 +114,7 @@ class RowState:
     @property
     def tables(self) -> RowTables:
         """What a round reads at its start and writes at its end."""
-        return RowTables(self.committed, self.root, self.draft)
+        return RowTables(self.committed, self.root, self.classes, self.draft)
 
 
 SETUP_COLUMNS = 7
@@ -128,16 +140,27 @@ def _bits(number: float) -> int:
 
 
 def make_state(
-    layout: Layout, drafter: DrafterSpec | None, vocab_size: int | None, dtype: torch.dtype, zeros: Zeros
+    layout: Layout,
+    drafter: DrafterSpec | None,
+    hidden: int,
+    vocab_size: int | None,
+    dtype: torch.dtype,
+    zeros: Zeros,
 ) -> RowState:
-    """Zeroed tables; drafter None for plain decoding, vocab_size None where no logits are changed."""
+    """Zeroed tables; drafter None for plain decoding, vocab_size None where no logits are changed.
+
+    hidden: of the target's states.
+    """
     n, long, real = layout.num_rows, torch.int64, torch.float32
     record = RowRecord.make(record_fields(layout, drafter, dtype), n, zeros)
-    draft = text = None
+    draft = text = deferred = None
     if drafter is not None:
         draft = DraftState(*(record.tables[name] for name in DraftState.__dataclass_fields__))
         if drafter.reads_text:
             text = zeros((n, layout.max_positions + 2), torch.int32)  # the root too, and one column for nothing
+    if drafter is not None and layout.max_deferred:
+        pairs, width = layout.max_deferred, len(drafter.aux_inputs) * hidden
+        deferred = DeferredPairs(zeros((n,), long), zeros((n, pairs), long), zeros((n, pairs, width), dtype))
     top_p = zeros((n,), real)
     top_p.fill_(1.0)
     columns = layout.page_columns
@@ -147,15 +170,20 @@ def make_state(
         committed=record.tables["committed"],
         root=record.tables["root"],
         seed=zeros((n,), long),
-        params=WarpParams(zeros((n,), real), zeros((n,), long), top_p, zeros((n,), real)),
+        params=RowSamplingParams(zeros((n,), real), zeros((n,), long), top_p, zeros((n,), real)),
         draft=draft,
+        deferred=deferred,
         processors=None if vocab_size is None else _make_processors(n, vocab_size, zeros),
         text=text,
+        classes=zeros((n,), long),
+        calibration=make_calibration(max(1, layout.commit_width - 1), layout.max_topk, zeros),
     )
 
 
-def _make_processors(n: int, vocab_size: int, zeros: Zeros) -> Processors:
-    words, biases = zeros((n, vocab_size), torch.int32), zeros((n, 1 + MOST_BIASES), torch.float32)
+def _make_processors(n: int, vocab_size: int, zeros: Zeros) -> LogitsProcessors:
+    words, biases = zeros((n, vocab_size), torch.int32), zeros((n, 1 + MAX_BIASES), torch.float32)
     presence, frequency, repetition = (zeros((n,), torch.float32) for _ in range(3))
-    active, constrained = (zeros((n,), torch.bool) for _ in range(2))
-    return Processors(words, biases, presence, frequency, repetition, zeros((n,), torch.int64), active, constrained)
+    active, constrained, undrafted = (zeros((n,), torch.bool) for _ in range(3))
+    return LogitsProcessors(
+        words, biases, presence, frequency, repetition, zeros((n,), torch.int64), active, constrained, undrafted
+    )

@@ -12,12 +12,11 @@ from treetop.drafts.protocol import DrafterSpec
 from treetop.engine.memory import Budget, Memory, fit, pool_bytes
 from treetop.kernels.triton_guard import GpuTraits, gpu_traits
 from treetop.models.loader import Placement, without_memory
-from treetop.models.params import of_rank
 from treetop.models.registry import TargetSpec
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CapacityError, ConfigError
 from treetop.types.layout import Layout
-from treetop.types.parallel import ALONE, Parallel
+from treetop.types.parallel import SINGLE_RANK, PlaceholderRank
 from treetop.weights.cpu_products import TIMED_DTYPES, Shape
 from treetop.weights.format import ProductWeight
 from treetop.weights.twelve_bits import why_not_compressed
@@ -43,7 +42,7 @@ def with_copies(
     if config.compress_weights is False or problem is not None:
         return budget
     copies, left = (
-        copies_estimate(target, draft, place.dtype, gpu_traits(place.device), place.parallel),
+        copies_estimate(target, draft, place.dtype, gpu_traits(place.device), place),
         _left(config, place, budget, layout),
     )
     memory = Memory(budget.memory.total, budget.memory.free - copies)
@@ -55,10 +54,14 @@ def with_copies(
 
 @dataclass(frozen=True, slots=True)
 class CpuWeights:
-    """Weights whose products are chosen by timing, by shape, and in how many orders each may be kept."""
+    """Weights whose products are chosen by timing, by shape, and in how many orders each may be kept.
+
+    targets: how many are the target's, which come first; 0 where its products are chosen as the draft's are.
+    """
 
     shapes: tuple[Shape, ...] = ()
     orders: int = 1
+    targets: int = 0
 
 
 def with_second_orders(
@@ -75,14 +78,16 @@ def with_second_orders(
     """
     if place.device.type != "cpu" or place.dtype not in TIMED_DTYPES:
         return budget, CpuWeights()
-    weights = product_weights(target, draft, place.parallel)
+    weights = product_weights(target, draft, place)
     sizes = [each.format.copy_bytes(each, place.dtype, None) for each in weights]
     shapes, size = tuple(each.shape for each, copy in zip(weights, sizes, strict=True) if copy), sum(sizes)
+    own = product_weights(target, None, place) if place.exact else []
+    targets = sum(1 for copy in sizes[: len(own)] if copy)
     memory = Memory(budget.memory.total, budget.memory.free - size)
     made = replace(budget, memory=memory, static=budget.static + size)
     if 4 * size <= _left(config, place, budget, layout) and _fits(config, place, made, layout):
-        return made, CpuWeights(shapes, 2)
-    return budget, CpuWeights(shapes)
+        return made, CpuWeights(shapes, 2, targets)
+    return budget, CpuWeights(shapes, targets=targets)
 
 
 def _left(config: EngineConfig, place: Placement, budget: Budget, layout: Layout) -> int:
@@ -101,22 +106,27 @@ def _fits(config: EngineConfig, place: Placement, budget: Budget, layout: Layout
     return True
 
 
+_NOWHERE = Placement(torch.float32, torch.device("meta"), 1)
+
+
 def copies_estimate(
-    target: TargetSpec, draft: DrafterSpec | None, dtype: torch.dtype, gpu: GpuTraits, parallel: Parallel = ALONE
+    target: TargetSpec, draft: DrafterSpec | None, dtype: torch.dtype, gpu: GpuTraits, place: Placement = _NOWHERE
 ) -> int:
     """Bytes of the copies of a rank's weights with which products on this GPU may be faster."""
-    return sum(each.format.copy_bytes(each, dtype, gpu) for each in product_weights(target, draft, parallel))
+    return sum(each.format.copy_bytes(each, dtype, gpu) for each in product_weights(target, draft, place))
 
 
-def product_weights(target: TargetSpec, draft: DrafterSpec | None, parallel: Parallel = ALONE) -> list[ProductWeight]:
+def product_weights(target: TargetSpec, draft: DrafterSpec | None, place: Placement = _NOWHERE) -> list[ProductWeight]:
     """A rank's part of these models' weights: they are made of tensors without memory, and say what they took."""
-    nowhere = Placement(torch.float32, torch.device("meta"), 1)
+    size = place.parallel.size
+    rank = SINGLE_RANK if size == 1 else PlaceholderRank(size)  # shapes are those of any other
+    nowhere = replace(_NOWHERE, parallel=rank, packed=place.packed)
     ops = nowhere.ops
     vars(ops)["add_rms_norm"] = _norm_of_nothing
-    weights = without_memory(of_rank(target.params, parallel), nowhere)
+    weights = without_memory(nowhere.own(target.params), nowhere)
     model, products = target.build(weights, (), nowhere, ops), weights.products
     if draft is not None:
-        weights = without_memory(of_rank(draft.params, parallel), nowhere)
+        weights = without_memory(nowhere.own(draft.params), nowhere)
         draft.build(weights, model, nowhere, ops)
         products += weights.products
     return products

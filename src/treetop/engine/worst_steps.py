@@ -63,14 +63,15 @@ def dummy_prefill(runner: ModelRunner, choice: Choice, rows: int, width: int) ->
     prefill(runner, batch)
 
 
-def _prompt_tokens(runner: ModelRunner, dummies: Tensor, most: int) -> PromptTokens:
-    """As many as are looked at at once, of `most` that a batch has."""
-    places = dummies.new_zeros(min(runner.layout.prompt_lines, most))
+def _prompt_tokens(runner: ModelRunner, dummies: Tensor, maximum: int) -> PromptTokens:
+    """As many as are looked at at once, of `maximum` that a batch has."""
+    places = dummies.new_zeros(min(runner.layout.prompt_lines, maximum))
     return PromptTokens(places, places)
 
 
 def _round(runner: ModelRunner, choice: Choice) -> None:
     layout = runner.layout
     runner.buffers.rows.fill_(layout.dummy_row)
-    for shape in layout.shapes:
-        run_phases(runner, RoundKey(layout.max_requests, shape, choice), layout.max_committed)
+    keys = [RoundKey(layout.max_requests, shape, choice) for shape in layout.shapes]
+    for key in (*keys, RoundKey.of_catch_up(layout.max_requests)) if layout.max_deferred else keys:
+        run_phases(runner, key, layout.max_committed)

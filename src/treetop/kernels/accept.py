@@ -47,21 +47,25 @@ def accept(tree: DraftTree, choice: Tensor, finite: Tensor, commit_width: int) -
     path = path.scatter_(1, place, nodes)[:, :commit_width]
     tokens = choice.gather(1, path)
     sound = (finite | ~on_path).all(dim=1)
-    return Accepted(path, accept_len, tokens, tokens.gather(1, accept_len[:, None])[:, 0], sound)
+    return Accepted(path, accept_len, tokens, tokens.gather(1, accept_len[:, None])[:, 0], sound, choice)
 
 
-def force(choice: Tensor, finite: Tensor, accept_len: int, commit_width: int) -> Accepted:
-    """A path of the first `accept_len` nodes after the root, right or wrong: for measuring speed only."""
-    rows = choice.shape[0]
-    column = torch.arange(commit_width, device=choice.device).expand(rows, -1)
-    path = torch.where(column <= accept_len, column, 0)
+def force(choice: Tensor, finite: Tensor, lengths: Tensor, commit_width: int) -> Accepted:
+    """Paths of the first nodes after the root, right or wrong: for measuring speed only.
+
+    lengths: [rows] int64, how many, less than T and `commit_width`.
+    """
+    column = torch.arange(commit_width, device=choice.device).expand(choice.shape[0], -1)
+    path = torch.where(column <= lengths[:, None], column, 0)
     tokens = choice.gather(1, path)
-    lengths = torch.full((rows,), accept_len, dtype=torch.int64, device=choice.device)
-    return Accepted(path, lengths, tokens, tokens[:, accept_len], finite.gather(1, path).all(dim=1))
+    bonus = tokens.gather(1, lengths[:, None])[:, 0]
+    return Accepted(path, lengths, tokens, bonus, finite.gather(1, path).all(dim=1), choice)
 
 
-def accept_reference(chosen: SampledTokens | PartialArgmax, tree: DraftTree, out: Accepted, forced: int | None) -> None:
-    """Follow the choices through each tree and write what is accepted; or `force` a path, where that is asked for."""
+def accept_reference(
+    chosen: SampledTokens | PartialArgmax, tree: DraftTree, out: Accepted, forced: Tensor | None
+) -> None:
+    """Follow the choices through each tree and write what is accepted; or `force` paths so long, [rows] int64."""
     assert isinstance(chosen, SampledTokens)
     width = out.path.shape[1]
     if forced is None:
@@ -101,14 +105,13 @@ def _pieces_kernel(key: Arg, logits: Arg, vocab: Arg, block: constexpr, overlap:
 
 
 def accept_in_one_launch(
-    chosen: SampledTokens | PartialArgmax, tree: DraftTree, out: Accepted, forced: int | None, gpu: GpuTraits
+    chosen: SampledTokens | PartialArgmax, tree: DraftTree, out: Accepted, forced: Tensor | None, gpu: GpuTraits
 ) -> None:
     """`accept_reference`; it merges the pieces if there are any."""
     rows, nodes = tree.tokens.shape
     greedy = isinstance(chosen, PartialArgmax)
     choice = chosen.key if isinstance(chosen, PartialArgmax) else chosen.token
     finite_in = choice if isinstance(chosen, PartialArgmax) else chosen.finite.view(torch.uint8)
-    assert forced is None or forced < min(nodes, out.path.shape[1])
     assert choice.is_contiguous()
     assert finite_in.is_contiguous()
     assert tree.tokens.stride() == tree.parent.stride() == tree.depth.stride()
@@ -116,22 +119,22 @@ def accept_in_one_launch(
     flags, width = tree.mask.view(torch.uint8), out.path.shape[1]
     pieces = choice.shape[2] if greedy else 1
     _accept_kernel[(rows,)](
-        choice, finite_in, tree.tokens, tree.parent, tree.depth, flags,
-        out.path, out.accept_len, out.tokens, out.bonus, out.finite.view(torch.uint8),
+        choice, finite_in, tree.tokens, tree.parent, tree.depth, flags, out.accept_len if forced is None else forced,
+        out.path, out.accept_len, out.tokens, out.bonus, out.finite.view(torch.uint8), out.choice, out.choice.stride(0),
         tree.tokens.stride(0), flags.stride(0), flags.stride(1), out.path.stride(0),
         nodes=nodes, width=width, pieces=pieces, block_t=lanes(nodes), block_w=lanes(width), block_p=lanes(pieces),
-        greedy=greedy, forced=-1 if forced is None else forced, overlap=gpu.can_overlap,
+        greedy=greedy, is_forced=forced is not None, overlap=gpu.can_overlap,
         num_warps=4 if nodes <= 32 else 8, **launch_options(gpu),
     )  # fmt: skip
 
 
 @jit
 def _accept_kernel(
-    choice: Arg, finite_in: Arg, tokens: Arg, parent: Arg, depth: Arg, mask: Arg,
-    path: Arg, accept_len: Arg, out_tokens: Arg, bonus: Arg, finite: Arg,
+    choice: Arg, finite_in: Arg, tokens: Arg, parent: Arg, depth: Arg, mask: Arg, forced: Arg,
+    path: Arg, accept_len: Arg, out_tokens: Arg, bonus: Arg, finite: Arg, out_choice: Arg, choice_row: Arg,
     tree_row: Arg, mask_row: Arg, mask_node: Arg, path_row: Arg,
     nodes: constexpr, width: constexpr, pieces: constexpr, block_t: constexpr, block_w: constexpr,
-    block_p: constexpr, greedy: constexpr, forced: constexpr, overlap: constexpr,
+    block_p: constexpr, greedy: constexpr, is_forced: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """One row a program. choice: keys [rows, nodes, pieces] if greedy, else tokens [rows, nodes], and finite_in
     bytes [rows, nodes]. Grid (rows,).
@@ -150,12 +153,13 @@ def _accept_kernel(
     else:
         token = tl.load(choice + row * nodes + node, mask=real, other=0)
         sound = tl.load(finite_in + row * nodes + node, mask=real, other=1) != 0
+    tl.store(out_choice + row * choice_row + node, token, mask=real)
 
     column = tl.arange(0, block_w)
-    if forced >= 0:
-        length = tl.full([], forced, tl.int32)
-        at_column = tl.where(column <= forced, column, 0)
-        on_path = node <= forced
+    if is_forced:
+        length = tl.load(forced + row).to(tl.int32)
+        at_column = tl.where(column <= length, column, 0)
+        on_path = node <= length
     else:
         up = tl.load(parent + row * tree_row + node, mask=real, other=0).to(tl.int32)
         expected = tl.sum(tl.where(up[:, None] == node[None, :], token[None, :], 0), 1)  # the parent's choice

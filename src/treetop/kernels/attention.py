@@ -15,6 +15,7 @@ Gimelshein, arXiv:1805.02867.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -91,11 +92,17 @@ def _within(distance: Tensor, window: int | None) -> Tensor:
 def fold(
     q: Arg, k: Arg, v: Arg, visible: Arg, acc: Arg, peak: Arg, mass: Arg, scale: Arg, masked: constexpr
 ) -> Arg:  # fmt: skip
-    """Fold one block of keys into the running softmax.
-
-    q: [m, d]. k, v: [n, d]. visible: [m, n] bool. acc: [m, d], peak (base 2), mass: [m], float32. scale: with log2 e.
-    """
+    """Fold one block of keys into the running softmax. q: [m, d]. k: [n, d]. scale: with log2 e. The rest as below."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    return fold_scores(scores, v, visible, acc, peak, mass, masked)
+
+
+@jit
+def fold_scores(scores: Arg, v: Arg, visible: Arg, acc: Arg, peak: Arg, mass: Arg, masked: constexpr) -> Arg:
+    """Fold one block of keys, by their scores [m, n] in base 2, into the running softmax.
+
+    v: [n, d]. visible: [m, n] bool. acc: [m, d], peak (base 2), mass: [m], float32.
+    """
     if masked:
         scores = tl.where(visible, scores, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(scores, 1))  # never below its start of -1e30: no -inf - -inf
@@ -148,7 +155,7 @@ def fold_tail(
 
 
 @jit
-def _page_of(table: Arg, block: Arg, start: Arg, end: Arg, block_n: constexpr, page_size: constexpr) -> Arg:
+def page_of(table: Arg, block: Arg, start: Arg, end: Arg, block_n: constexpr, page_size: constexpr) -> Arg:
     """Pages of a block's keys [block_n] int32; the null page outside start .. end, where the table is not read."""
     key = block * block_n + tl.arange(0, block_n)
     return tl.load(table + key // page_size, mask=(key >= start) & (key < end), other=0)
@@ -212,7 +219,7 @@ def _attention_kernel(
     mass = tl.zeros([block_m], tl.float32)
     base = pages + kv_head * dim
 
-    page = _page_of(table, begin, start, end, block_n, page_size)
+    page = page_of(table, begin, start, end, block_n, page_size)
     if has_tail:  # first, and by the first split: it needs no length, so it hides the latency of those loads
         acc, peak, mass = fold_tail(
             queries, tail + kv_head * dim + row * tail_row, tail_positions + row * tail_position_row,
@@ -229,7 +236,7 @@ def _attention_kernel(
             stored = key < end
             slot = page.to(tl.int64) * page_size + key % page_size
             k, v = load_kv(base, slot * slot_stride, stored, v_offset, dims, dim, block_d)
-            page = _page_of(table, block + 1, start, end, block_n, page_size)
+            page = page_of(table, block + 1, start, end, block_n, page_size)
             acc, peak, mass = fold(queries, k, v, stored, acc, peak, mass, scale, False)
 
     for block in range(middle, stop):
@@ -237,7 +244,7 @@ def _attention_kernel(
         stored = (key >= start) & (key < end)
         slot = page.to(tl.int64) * page_size + key % page_size
         k, v = load_kv(base, slot * slot_stride, stored, v_offset, dims, dim, block_d)
-        page = _page_of(table, block + 1, start, end, block_n, page_size)  # its latency hides behind this block's work
+        page = page_of(table, block + 1, start, end, block_n, page_size)  # its latency hides behind this block's work
         visible = stored[None, :]
         if causal:
             visible = visible & (key[None, :] <= position[:, None])
@@ -296,6 +303,52 @@ def _merge_kernel(
 # ------------------------------------------------------------------------------------------------------- the launch
 
 
+@dataclass(frozen=True, slots=True)
+class Results:
+    """What a call writes, and the parts that its splits leave; of one split they are the same tensors.
+
+    out: [rows, n, heads, dim] like q. lse: [rows, n, heads] float32.
+    part: [splits, rows * n * heads, dim] float32. part_lse: [splits, rows * n * heads] float32.
+    """
+
+    out: Tensor
+    lse: Tensor
+    part: Tensor
+    part_lse: Tensor
+
+    @classmethod
+    def of(cls, q: Tensor, dim: int, splits: int) -> "Results":
+        out = torch.empty((*q.shape[:3], dim), dtype=q.dtype, device=q.device)
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        if splits == 1:
+            return cls(out, lse, out, lse)
+        part = torch.empty((splits, lse.numel(), dim), dtype=torch.float32, device=q.device)
+        return cls(out, lse, part, torch.empty(part.shape[:2], dtype=torch.float32, device=q.device))
+
+    def merge(self, launch: Launch, sinks: Tensor | None, block_d: int, max_warps: int) -> None:
+        """Join the parts of several splits. sinks: as the kernel had them."""
+        if launch.splits == 1:
+            return
+        count, block_s = self.lse.numel(), power_of_two(launch.splits)
+        block_i = _items_to_merge(count, block_s)
+        _merge_kernel[(count // block_i,)](
+            self.out, self.lse, self.part, self.part_lse, self.lse if sinks is None else sinks, count, launch.splits,
+            self.lse.shape[2], dim=self.out.shape[3], has_sinks=sinks is not None, block_s=block_s, block_i=block_i,
+            block_d=block_d, overlap=launch.overlap,
+            num_warps=max(1, min(max_warps, block_s * block_i * block_d // 2048)),
+            **({"launch_pdl": True} if launch.overlap else {}),
+        )  # fmt: skip
+
+
+def tail_arguments(q: Tensor, metadata: AttentionMetadata, tail: Tensor | None) -> tuple[Tensor, Tensor, Tensor, int]:
+    """The tail's data, positions and mask, and its width; without a tail placeholders that no lane reads."""
+    if tail is None:
+        return q, metadata.rows, metadata.rows, 0
+    assert metadata.tail_positions is not None
+    assert metadata.mask is not None
+    return tail, metadata.tail_positions, metadata.mask, tail.shape[1]
+
+
 def paged_attention(
     q: Tensor,
     pages: Tensor,
@@ -313,56 +366,34 @@ def paged_attention(
     rows, n, heads, dim = q.shape
     kv_heads = pages.shape[2]
     group = heads // kv_heads
-    count = rows * n * heads
     table, positions = metadata.table.data, metadata.positions
     if launch is None:
         call = CallShape(rows, n, kv_heads, group, dim, q.element_size(), metadata.max_kv_len, metadata.causal)
         launch = choose_launch(call, gpu)
-    out = torch.empty((rows, n, heads, dim), dtype=q.dtype, device=q.device)
-    lse = torch.empty((rows, n, heads), dtype=torch.float32, device=q.device)
-    part, part_lse = out, lse
-    if launch.splits > 1:
-        part = torch.empty((launch.splits, count, dim), dtype=torch.float32, device=q.device)
-        part_lse = torch.empty((launch.splits, count), dtype=torch.float32, device=q.device)
-    # Without a tail its arguments are placeholders that no lane reads.
-    data, tail_positions, mask = q, metadata.rows, metadata.rows
+    results = Results.of(q, dim, launch.splits)
+    data, tail_positions, mask, width = tail_arguments(q, metadata, tail)
     tail_strides: tuple[int, ...] = (0,) * 8
     if tail is not None:
-        assert metadata.tail_positions is not None
-        assert metadata.mask is not None
-        data, tail_positions, mask = tail, metadata.tail_positions, metadata.mask
-        tail_strides = (*data.stride()[:2], to_values(data), *tail_positions.stride(), *mask.stride())
+        tail_strides = (*data.stride()[:3], *tail_positions.stride(), *mask.stride())
         assert data.stride()[3:] == (dim, 1)
-    width = 0 if tail is None else data.shape[1]
     assert (q.stride(3), table.stride(1), metadata.rows.stride(0), metadata.kv_len.stride(0)) == (1, 1, 1, 1)
     assert pages.stride()[2:] == (dim, 1)
     blocks = -(-n * group // launch.block_m)
     block_d = max(16, power_of_two(dim))
+    logits = results.lse if sinks is None else sinks  # a placeholder, without any
     overlap = {"launch_pdl": True} if launch.overlap else {}
     _attention_kernel[(kv_heads, blocks * launch.splits, rows)](
-        part, part_lse, q, pages, table, metadata.rows, metadata.kv_len, positions,
-        data, tail_positions, mask, lse if sinks is None else sinks, scale * math.log2(math.e), n, width, count,
-        *q.stride()[:3], pages.stride(0), to_values(pages), table.stride(0), *positions.stride(), launch.splits,
+        results.part, results.part_lse, q, pages, table, metadata.rows, metadata.kv_len, positions,
+        data, tail_positions, mask, logits, scale * math.log2(math.e), n, width, rows * n * heads,
+        *q.stride()[:3], pages.stride(0), pages.stride(1), table.stride(0), *positions.stride(), launch.splits,
         *tail_strides,
         group=group, dim=dim, page_size=metadata.page_size, window=metadata.window or 0, causal=metadata.causal,
         has_tail=tail is not None, has_sinks=sinks is not None, has_parts=launch.splits > 1,
         block_m=launch.block_m, block_n=launch.block_n, block_t=min(launch.block_n, max(16, power_of_two(width))),
         block_d=block_d, overlap=launch.overlap, num_warps=launch.num_warps, num_stages=launch.num_stages, **overlap,
     )  # fmt: skip
-    if launch.splits > 1:
-        block_s = power_of_two(launch.splits)
-        block_i = _items_to_merge(count, block_s)
-        _merge_kernel[(count // block_i,)](
-            out, lse, part, part_lse, lse if sinks is None else sinks, count, launch.splits, heads, dim=dim,
-            has_sinks=sinks is not None, block_s=block_s, block_i=block_i, block_d=block_d, overlap=launch.overlap,
-            num_warps=max(1, min(4, block_s * block_i * block_d // 2048)), **overlap,
-        )  # fmt: skip
-    return out, lse
-
-
-def to_values(kv: Tensor) -> int:
-    """How far V lies behind K in [..., planes, kv_heads, head_dim]: nowhere, if one plane is both."""
-    return kv.stride(-3) * (kv.shape[-3] - 1)
+    results.merge(launch, sinks, block_d, max_warps=4)
+    return results.out, results.lse
 
 
 def _items_to_merge(count: int, block_s: int) -> int:

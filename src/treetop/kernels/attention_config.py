@@ -34,7 +34,11 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class CallShape:
-    """A call of attention, as a launch sees it. n: queries a row. max_kv_len: no row has more keys in the pages."""
+    """A call of attention, as a launch sees it.
+
+    n: queries a row.
+    max_kv_len: no row has more keys in the pages.
+    """
 
     rows: int
     n: int
@@ -104,7 +108,9 @@ def launch_by_formula(call: CallShape, gpu: GpuTraits) -> Launch:
     """Enough programs to fill the GPU, cut no finer than parts are worth; measured by benchmarks/attention.py."""
     width = call.n * call.group
     lanes = max(16, power_of_two(width))
-    if call.element_bytes > 2:  # float32 without tensor cores: what fits in registers
+    if call.head_dim > 256:  # Gemma 4's and compressed attention's: what fits in shared memory and registers
+        block_m, block_n, warps, stages = (16, 16, 8, 1) if call.element_bytes > 2 else (min(lanes, 32), 32, 8, 2)
+    elif call.element_bytes > 2:  # float32 without tensor cores: what fits in registers
         block_m, block_n, warps, stages = min(lanes, 32), 16, 8, 2
     elif call.head_dim > 128:
         block_m, block_n, warps, stages = min(lanes, 64), 32, 4, 2

@@ -23,8 +23,10 @@ _STREAMS = 3
 class Paths:
     """What each row commits: its columns 0 .. accept_len, to the positions from `committed` on.
 
-    rows, committed, accept_len: [rows] int64. width: columns a row, S + 1. node: [rows, width] int64, the tail entry of
-    each column; None where column j is entry j. dummy_row: commits nothing.
+    rows, committed, accept_len: [rows] int64.
+    width: columns a row, S + 1.
+    node: [rows, width] int64, the tail entry of each column; None where column j is entry j.
+    dummy_row: commits nothing.
     """
 
     rows: Tensor

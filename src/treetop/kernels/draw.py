@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
-from treetop.kernels.sampling import TEMPERATURES, SampledTokens, Sampler
+from treetop.kernels.sampling import TEMPERATURES, SampledTokens, SamplingMetadata
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, tl
 
 _BLOCK = 8192
@@ -24,7 +24,7 @@ _BLOCK = 8192
 
 
 def draw_tokens(
-    logits: Tensor, sampler: Sampler, rows: Tensor, positions: Tensor, filtered: bool, gpu: GpuTraits
+    logits: Tensor, sampler: SamplingMetadata, rows: Tensor, positions: Tensor, filtered: bool, gpu: GpuTraits
 ) -> SampledTokens:
     """`draw_reference` in one launch, which is the same with filters and without.
 

@@ -13,40 +13,60 @@ another. Weights are 16 or 32 bits, or MXFP4 and decoded in registers, whatever 
 """
 
 from dataclasses import dataclass
-from enum import StrEnum
+from typing import ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from treetop.kernels.coded import CodedWeight
+from treetop.kernels.coded import decode as decode_coded
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
+from treetop.kernels.exact import BY_ELEMENT, LIBRARY, Functions, linear_by_rows
+from treetop.kernels.gate import Gate, activated, activated_reference
 from treetop.kernels.mxfp4 import BLOCK, Mxfp4Weight, decode, decoded_quarters, unpack
-from treetop.kernels.routing import Routes, Tiles, each_row
+from treetop.kernels.routing import Routes, RowProduct, Tiles, each_row
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, tl
 
 LIMIT, ALPHA = 7.0, 1.702
 
 
-class Activation(StrEnum):
-    """Of gate and up: silu(gate) * up, or GPT-OSS's, both clamped at 7: (up + 1) * gate * sigmoid(1.702 * gate)."""
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """Of gate and up: that of a gate, times up; or GPT-OSS's, both clamped at 7: (up + 1) * gate * sigmoid(1.702 gate).
 
-    SILU = "silu"
-    CLAMPED = "clamped"
+    limit: the activated gate is at most so much, and up within as much on both sides of 0. None where nothing is cut.
+    """
 
-    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
-        if self is Activation.SILU:
-            return F.silu(gate) * up
-        gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
-        return (up + 1) * gate * torch.sigmoid(ALPHA * gate)
+    kind: Gate | Literal["clamped"]
+    limit: float | None = None
+
+    SILU: ClassVar["Activation"]
+    GELU: ClassVar["Activation"]
+    CLAMPED: ClassVar["Activation"]
+
+    def __call__(self, gate: Tensor, up: Tensor, functions: Functions = LIBRARY) -> Tensor:
+        if self.kind == "clamped":
+            gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+            return (up + 1) * gate * functions.sigmoid(ALPHA * gate)
+        gate = activated_reference(gate, self.kind, functions)
+        return gate * up if self.limit is None else gate.clamp(max=self.limit) * up.clamp(-self.limit, self.limit)
+
+
+Activation.SILU, Activation.GELU, Activation.CLAMPED = (
+    Activation("silu"),
+    Activation("gelu_tanh"),
+    Activation("clamped"),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """gate_up: [experts, 2, inner, hidden], gates first, or that in MXFP4 for a GPU, gates and ups line by line in
-    turn. down: [experts, hidden, inner]. Biases: [experts, 2, inner] and [experts, hidden]."""
+    """gate_up: [experts, 2, inner, hidden], gates first; in MXFP4 for a GPU, gates and ups line by line in turn.
+    down: [experts, hidden, inner]. Biases: [experts, 2, inner] and [experts, hidden]. Coded ones are for the reference.
+    """
 
-    gate_up: Tensor | Mxfp4Weight
-    down: Tensor | Mxfp4Weight
+    gate_up: Tensor | Mxfp4Weight | CodedWeight
+    down: Tensor | Mxfp4Weight | CodedWeight
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
     activation: Activation
@@ -58,7 +78,9 @@ class Experts:
         return experts, inner, hidden
 
 
-def experts_reference(x: Tensor, routes: Routes, experts: Experts) -> Tensor:
+def experts_reference(
+    x: Tensor, routes: Routes, experts: Experts, linear: RowProduct = each_row, functions: Functions = LIBRARY
+) -> Tensor:
     """The weighted sum of each token's experts, in x's dtype; padding gets 0.
 
     x: [tokens, hidden]. Returns parts [1, tokens, hidden]. On a CPU an expert that nobody chose takes no time;
@@ -75,9 +97,9 @@ def experts_reference(x: Tensor, routes: Routes, experts: Experts) -> Tensor:
             continue
         rows = x if tokens is None else x[tokens]
         bias = None if experts.gate_up_bias is None else experts.gate_up_bias[expert].flatten()
-        gate, up = each_row(rows, gate_up[expert].flatten(0, 1), bias).chunk(2, dim=-1)
+        gate, up = linear(rows, gate_up[expert].flatten(0, 1), bias).chunk(2, dim=-1)
         bias = None if experts.down_bias is None else experts.down_bias[expert]
-        y = each_row(experts.activation(gate, up), down[expert], bias).to(total.dtype)
+        y = linear(experts.activation(gate, up, functions), down[expert], bias).to(total.dtype)
         if tokens is None:
             total += torch.where(chosen.any(dim=-1, keepdim=True), y * weight, 0)
         else:
@@ -85,10 +107,28 @@ def experts_reference(x: Tensor, routes: Routes, experts: Experts) -> Tensor:
     return total.to(x.dtype)[None]
 
 
-def _plain(weight: Tensor | Mxfp4Weight, dtype: torch.dtype, inner: int | None) -> Tensor:
-    """The weight as a tensor. inner: of gates and ups, which lie in turn in MXFP4."""
+def experts_by_rows(x: Tensor, routes: Routes, experts: Experts) -> Tensor:
+    """`experts_reference` on a CPU in float32, where what a token gets has the same bits in any batch."""
+    return experts_reference(x, routes, experts, linear_by_rows, BY_ELEMENT)
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoding:
+    """Coded experts, each decoded when it is asked for."""
+
+    weight: CodedWeight
+    dtype: torch.dtype
+
+    def __getitem__(self, expert: int) -> Tensor:
+        return decode_coded(self.weight.rows(expert, expert + 1))[0].to(self.dtype)
+
+
+def _plain(weight: Tensor | Mxfp4Weight | CodedWeight, dtype: torch.dtype, inner: int | None) -> Tensor | _Decoding:
+    """The weight as a tensor, or as one for each expert. inner: of gates and ups, which lie in turn in MXFP4."""
     if isinstance(weight, Tensor):
         return weight
+    if isinstance(weight, CodedWeight):
+        return _Decoding(weight, dtype)
     whole = decode(unpack(weight), dtype)
     return whole if inner is None else whole.unflatten(1, (inner, 2)).transpose(1, 2)
 
@@ -160,25 +200,28 @@ def experts(x: Tensor, routes: Routes, experts: Experts, gpu: GpuTraits) -> Tens
 
 
 def _grouped(
-    out: Tensor, x: Tensor, weight: Tensor | Mxfp4Weight, bias: Tensor | None, routes: Routes,
+    out: Tensor, x: Tensor, weight: Tensor | Mxfp4Weight | CodedWeight, bias: Tensor | None, routes: Routes,
     activation: Activation | None, launch: GroupedLaunch, gpu: GpuTraits,
 ) -> None:  # fmt: skip
     """activation: of a first product, [assignments, inner]; None for a second, in parts [parts, tokens, hidden]."""
     tiles = routes.tiles
     assert tiles is not None
+    assert not isinstance(weight, CodedWeight)
     gated, k, n = activation is not None, x.shape[1], out.shape[-1]
     tokens, top_k = routes.expert.shape
     packed = isinstance(weight, Mxfp4Weight)
     data, scales = (weight.words, weight.scales) if isinstance(weight, Mxfp4Weight) else (weight, weight)
     lines = 2 * n if gated else n
     assert data.is_contiguous()
+    limit = None if activation is None else activation.limit
     blocks = -(-k // launch.block_k)
     share = -(-blocks // launch.splits) * launch.block_k
     _grouped_kernel[(len(tiles.expert) + 1, -(-lines // launch.block_n), launch.splits)](
         out, x, data, scales, data if bias is None else bias, tiles.order, tiles.expert, tiles.start, tiles.count,
-        tiles.number, routes.expert, routes.weight, tokens, n, k, share,
+        tiles.number, routes.expert, routes.weight, 0.0 if limit is None else limit, tokens, n, k, share,
         packed=packed, wide=isinstance(weight, Mxfp4Weight) and weight.wide, has_bias=bias is not None, gated=gated,
-        clamped=activation is Activation.CLAMPED, apart=routes.apart, top_k=top_k,
+        kind=None if activation is None else activation.kind, limited=limit is not None, apart=routes.apart,
+        top_k=top_k,
         block_m=tiles.rows, block_n=launch.block_n, block_k=launch.block_k, hopper=gpu.can_overlap,
         overlap=gpu.can_overlap, num_stages=launch.num_stages, num_warps=launch.num_warps, **launch_options(gpu),
     )  # fmt: skip
@@ -187,9 +230,10 @@ def _grouped(
 @jit
 def _grouped_kernel(
     out: Arg, x: Arg, weight: Arg, scales: Arg, bias: Arg, order: Arg, tile_expert: Arg, tile_start: Arg,
-    tile_count: Arg, number: Arg, expert_of: Arg, weight_of: Arg, tokens: Arg, n: Arg, k: Arg, share: Arg,
-    packed: constexpr, wide: constexpr, has_bias: constexpr, gated: constexpr, clamped: constexpr, apart: constexpr,
-    top_k: constexpr, block_m: constexpr, block_n: constexpr, block_k: constexpr, hopper: constexpr, overlap: constexpr,
+    tile_count: Arg, number: Arg, expert_of: Arg, weight_of: Arg, limit: Arg, tokens: Arg, n: Arg, k: Arg, share: Arg,
+    packed: constexpr, wide: constexpr, has_bias: constexpr, gated: constexpr, kind: constexpr, limited: constexpr,
+    apart: constexpr, top_k: constexpr, block_m: constexpr, block_n: constexpr, block_k: constexpr, hopper: constexpr,
+    overlap: constexpr,
 ) -> None:  # fmt: skip
     """A block of lines for one tile over one share of k. Grid (most tiles + 1, lines / block_n, splits); the last
     writes zeros for padding, and for what another rank's experts compute.
@@ -231,12 +275,7 @@ def _grouped_kernel(
                 bias_at = bias + expert * (2 * n) + output
                 gate += tl.load(bias_at, mask=output < n, other=0.0).to(tl.float32)[:, None]
                 up += tl.load(bias_at + n, mask=output < n, other=0.0).to(tl.float32)[:, None]
-            if clamped:
-                gate = tl.minimum(gate, 7.0, propagate_nan=tl.PropagateNan.ALL)
-                up = tl.clamp(up, -7.0, 7.0, propagate_nan=tl.PropagateNan.ALL)
-                value = (up + 1.0) * gate * tl.sigmoid(1.702 * gate)
-            else:
-                value = gate * tl.sigmoid(gate) * up
+            value = _activated(gate, up, limit, kind, limited)
             out_at = out + place.to(tl.int64)[None, :] * n + output[:, None]
             tl.store(out_at, value.to(out.dtype.element_ty), mask=there[None, :] & (output < n)[:, None])
         else:
@@ -246,6 +285,20 @@ def _grouped_kernel(
             row = ((split * top_k + assignment % top_k) * tokens + assignment // top_k).to(tl.int64)
             out_at = out + row[None, :] * n + line[:, None]
             tl.store(out_at, total.to(out.dtype.element_ty), mask=there[None, :] & (line < n)[:, None])
+
+
+@jit
+def _activated(gate: Arg, up: Arg, limit: Arg, kind: constexpr, limited: constexpr) -> Arg:
+    """`Activation`, in float32."""
+    if kind == "clamped":
+        gate = tl.minimum(gate, 7.0, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -7.0, 7.0, propagate_nan=tl.PropagateNan.ALL)
+        return (up + 1.0) * gate * tl.sigmoid(1.702 * gate)
+    gate = activated(gate, kind)
+    if limited:
+        gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+    return gate * up
 
 
 @jit

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
+from treetop.kernels.exact import LIBRARY, Functions
 from treetop.kernels.gate import Gate, activated, activated_reference
 from treetop.kernels.kv import PagedKV, write_pages
 from treetop.kernels.rope import RopeTable, Rotation, rotate_
@@ -182,9 +183,9 @@ def gelu_tanh_mul_reference(gate_up: Tensor) -> Tensor:
     return gate_mul_reference(gate_up, "gelu_tanh")
 
 
-def gate_mul_reference(gate_up: Tensor, kind: Gate) -> Tensor:
+def gate_mul_reference(gate_up: Tensor, kind: Gate, functions: Functions = LIBRARY) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
-    return activated_reference(gate, kind).mul_(up)
+    return activated_reference(gate, kind, functions).mul_(up)
 
 
 def silu_mul(gate_up: Tensor, gpu: GpuTraits) -> Tensor:
@@ -227,16 +228,16 @@ def _gate_mul_kernel(
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """RMS norms of each query and key head before its rotation (Qwen3). weight: [2, dim], for queries and for keys."""
+    """RMS norms of heads before their rotation (Qwen3). weight: [1 to 3, dim], of queries, keys and values."""
 
     weight: Tensor
     eps: float
 
 
 def norm_heads_(qkv: Tensor, kv_heads: int, norms: HeadNorms) -> None:
-    """Norm the q and k heads of qkv [rows, n, heads + 2 * kv_heads, dim] in place."""
+    """Norm the heads of qkv [rows, n, heads + 2 * kv_heads, dim] in place, q first, as far as there are norms."""
     heads = qkv.shape[2] - 2 * kv_heads
-    for part, weight in zip((qkv[:, :, :heads], qkv[:, :, heads : heads + kv_heads]), norms.weight, strict=True):
+    for part, weight in zip(qkv.split([heads, kv_heads, kv_heads], dim=2), norms.weight, strict=False):
         part.copy_(rms_norm(part, weight, norms.eps))
 
 
@@ -257,18 +258,22 @@ def rotate_and_write_reference(
 
     qkv: [parts, rows, n, heads + 2 * kv_heads, dim], which it may use up. angles: what the operation of that name
     gives. target: a tail's columns [rows, n, 2, kv_heads, dim]; or, with slots [rows, n] int64, pages
-    [slots, 2, kv_heads, dim], where what goes to slot 0 is dropped. q has target's dtype.
+    [slots, 2, kv_heads, dim], where what goes to slot 0 is dropped. q has target's dtype. Without KV heads nothing is
+    written.
     """
     kv_heads, whole = target.shape[-2], joined(qkv)
+    heads = whole.shape[2] - 2 * kv_heads
     if norms is not None:
         norm_heads_(whole, kv_heads, norms)
-    rotate_(whole[:, :, :-kv_heads], angles)
-    kv = whole[:, :, -2 * kv_heads :].view(*whole.shape[:2], 2, kv_heads, whole.shape[3])
+    rotate_(whole[:, :, : heads + kv_heads], angles)
+    if kv_heads == 0:
+        return whole
+    kv = whole[:, :, heads:].view(*whole.shape[:2], 2, kv_heads, whole.shape[3])
     if slots is None:
         target.copy_(kv)
     else:
         write_pages(PagedKV(target), slots, kv)
-    return whole[:, :, : -2 * kv_heads]
+    return whole[:, :, :heads]
 
 
 def rotate_and_write(
@@ -286,7 +291,7 @@ def rotate_and_write(
     q = torch.empty((rows, n, heads, dim), dtype=target.dtype, device=qkv.device)
     assert qkv.is_contiguous()
     assert target.stride()[-2:] == (dim, 1)
-    assert (target.shape[-3], target.stride(-3)) == (2, target.shape[-2] * dim)  # v follows k
+    assert heads == all_heads or (target.shape[-3], target.stride(-3)) == (2, target.shape[-2] * dim)  # v follows k
     strides = target.stride()[:2] if slots is None else (0, target.stride(0))
     where = positions if slots is None else slots
     _rotate_and_write_kernel[(rows * n, -(-all_heads // _HEADS))](
@@ -294,7 +299,8 @@ def rotate_and_write(
         0.0 if norms is None else norms.eps, n, qkv.stride(0),
         *positions.stride(), *where.stride(), *strides,
         parts=parts, heads=heads, kv_heads=target.shape[-2], half=dim // 2, block=power_of_two(dim // 2),
-        block_h=_HEADS, normed=norms is not None, in_pages=slots is not None, overlap=gpu.can_overlap, num_warps=2,
+        block_h=_HEADS, normed=0 if norms is None else len(norms.weight), in_pages=slots is not None,
+        overlap=gpu.can_overlap, num_warps=2,
         **launch_options(gpu),
     )  # fmt: skip
     return q
@@ -308,7 +314,10 @@ def _rotate_and_write_kernel(
     parts: constexpr, heads: constexpr, kv_heads: constexpr, half: constexpr, block: constexpr, block_h: constexpr,
     normed: constexpr, in_pages: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
-    """`block_h` heads of one token a program; arguments as in the reference. Grid (rows * n, heads / block_h)."""
+    """`block_h` heads of one token a program; arguments as in the reference. Grid (rows * n, heads / block_h).
+
+    normed: how many of q, k and v have norms.
+    """
     pdl_wait(overlap)
     row = (tl.program_id(0) // n).to(tl.int64)
     column = (tl.program_id(0) % n).to(tl.int64)
@@ -328,12 +337,14 @@ def _rotate_and_write_kernel(
     angle_at = table + position * (4 * half) + lane
     turns = (head < heads + kv_heads)[:, None]  # v stays
     if normed:
-        norm_at = norms + tl.where(head < heads, 0, 2 * half)[:, None] + lane[None, :]
-        low_weight = tl.load(norm_at, mask=there & turns, other=0.0).to(tl.float32)
-        high_weight = tl.load(norm_at + half, mask=there & turns, other=0.0).to(tl.float32)
+        part = (head >= heads).to(tl.int32) + (head >= heads + kv_heads).to(tl.int32)
+        has_norm = (part < normed)[:, None]
+        norm_at = norms + part[:, None] * (2 * half) + lane[None, :]
+        low_weight = tl.load(norm_at, mask=there & has_norm, other=0.0).to(tl.float32)
+        high_weight = tl.load(norm_at + half, mask=there & has_norm, other=0.0).to(tl.float32)
         scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / (2 * half) + eps)[:, None]
-        low = tl.where(turns, low * scale * low_weight, low)
-        high = tl.where(turns, high * scale * high_weight, high)
+        low = tl.where(has_norm, low * scale * low_weight, low)
+        high = tl.where(has_norm, high * scale * high_weight, high)
     low_cos = tl.where(turns, tl.load(angle_at, mask=narrow, other=0.0).to(tl.float32)[None, :], 1.0)
     high_cos = tl.where(turns, tl.load(angle_at + half, mask=narrow, other=0.0).to(tl.float32)[None, :], 1.0)
     low_sin = tl.where(turns, tl.load(angle_at + 2 * half, mask=narrow, other=0.0).to(tl.float32)[None, :], 0.0)

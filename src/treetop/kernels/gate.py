@@ -2,16 +2,16 @@
 
 from typing import Literal
 
-import torch.nn.functional as F
 from torch import Tensor
 
+from treetop.kernels.exact import LIBRARY, Functions
 from treetop.kernels.triton_guard import Arg, constexpr, jit, tl
 
 Gate = Literal["silu", "gelu_tanh"]
 
 
-def activated_reference(gate: Tensor, kind: Gate) -> Tensor:
-    return F.silu(gate) if kind == "silu" else F.gelu(gate, approximate="tanh")
+def activated_reference(gate: Tensor, kind: Gate, functions: Functions = LIBRARY) -> Tensor:
+    return functions.silu(gate) if kind == "silu" else functions.gelu_tanh(gate)
 
 
 @jit

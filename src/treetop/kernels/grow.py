@@ -1,20 +1,24 @@
 # ruff: noqa: PLR0917 (kernels take what they touch as arguments)
 """Growing a tree; on a GPU one launch to start, one a draft level, one to select.
 
-Both ways give the same bits: scores are the same float32 additions, ties go to the smaller index. Flat candidate
-indices: see `kernels.tree`.
+A score is the sum of corrected log-probabilities (`kernels.calibration`) along the path. Both ways give the same bits:
+scores are the same float32 additions, ties go to the smaller index. Flat candidate indices: see `kernels.tree`.
+
+The first of each frontier is the top-1 spine, whatever its score: a tree that is not worth its branches is a chain.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from treetop.kernels.calibration import Calibration, Heat, corrected, corrected_in_registers
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
 from treetop.kernels.rows import RowTables
 from treetop.kernels.sort_key import index_of, key_of
 from treetop.kernels.topk import MOST
-from treetop.kernels.tree import next_level_mask, root_tree, select_tree, stable_topk, worst_if_nan_
+from treetop.kernels.tree import next_level_mask, root_tree, select_tree, stable_topk
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, tl
 from treetop.types.layout import SpecShape
 from treetop.types.tree import DraftTree, PathPositions, copy_into
@@ -27,8 +31,10 @@ _BLOCK = 4096
 class Frontier:
     """The nodes of one level, which the head runs on next.
 
-    tokens: [rows, k] int64. score: [rows, k] float32. hidden: [rows, k, draft hidden]. mask: [rows, k, t] bool, the
-    node's true ancestors and itself among the t nodes of all levels so far.
+    tokens: [rows, k] int64.
+    score: [rows, k] float32.
+    hidden: [rows, k, draft hidden].
+    mask: [rows, k, t] bool, the node's true ancestors and itself among the t nodes of all levels so far.
     """
 
     tokens: Tensor
@@ -41,7 +47,9 @@ class Frontier:
 class Children:
     """What the head proposes after each node of a frontier, and its states.
 
-    tokens: [rows, k, k] int64. logprob: [rows, k, k] float32. hidden: [rows, k, draft hidden].
+    tokens: [rows, k, k] int64.
+    logprob: [rows, k, k] float32.
+    hidden: [rows, k, draft hidden].
     """
 
     tokens: Tensor
@@ -53,9 +61,16 @@ class Children:
 class TreeBuilder:
     """A batch of growing trees: every candidate by its flat index, and where the levels stand.
 
-    tokens: [rows, n] int64. scores: [rows, n] float32. parents: [rows, 1 + k * S] int64, the flat index of the parent
-    of each group of siblings, the first group's being the root; the last k are never used. positions: [rows, k * S]
-    int64, where the nodes of each level stand in the draft, which runs one position behind its tokens.
+    tokens: [rows, n] int64.
+    scores: [rows, n] float32.
+    parents: [rows, 1 + k * S] int64, the flat index of the parent of each group of siblings, the first group's being
+        the root; the last k are never used.
+    positions: [rows, k * S] int64, where the nodes of each level stand in the draft, which runs one position behind its
+        tokens.
+    logprob: [rows, n] float32, each candidate's own, not corrected.
+    chosen: [rows, T] int64, the flat index of each node of the tree; -1 for the root.
+    classes: [rows] int64, of the rows, by which they are calibrated.
+    heat, shift: of the engine's `Calibration`.
     """
 
     shape: SpecShape
@@ -63,17 +78,47 @@ class TreeBuilder:
     scores: Tensor
     parents: Tensor
     positions: Tensor
+    logprob: Tensor
+    chosen: Tensor
+    classes: Tensor
+    heat: Tensor
+    shift: Tensor
+
+    def first(self, count: int) -> "TreeBuilder":
+        """The part that a batch of so many rows uses."""
+        return replace(
+            self,
+            tokens=self.tokens[:count],
+            scores=self.scores[:count],
+            parents=self.parents[:count],
+            positions=self.positions[:count],
+            logprob=self.logprob[:count],
+            chosen=self.chosen[:count],
+            classes=self.classes[:count],
+        )
+
+    @property
+    def row_heat(self) -> Heat:
+        """By which the head's log-probabilities of these rows are taken."""
+        return Heat(self.heat, self.classes)
 
 
-def empty_growth(shape: SpecShape, rows: Tensor) -> TreeBuilder:
-    """Unwritten candidates of a batch. rows: [rows]."""
-    n, device, wide = rows.shape[0], rows.device, shape.topk * shape.num_steps
+def make_growth(
+    shape: SpecShape, count: int, calibration: Calibration, make: Callable[[tuple[int, ...], torch.dtype], Tensor]
+) -> TreeBuilder:
+    """Candidates of `count` rows, in memory that `make` gives."""
+    wide, long, real = shape.topk * shape.num_steps, torch.int64, torch.float32
     return TreeBuilder(
         shape,
-        torch.empty((n, shape.num_candidates), dtype=torch.int64, device=device),
-        torch.empty((n, shape.num_candidates), dtype=torch.float32, device=device),
-        torch.empty((n, 1 + wide), dtype=torch.int64, device=device),
-        torch.empty((n, wide), dtype=torch.int64, device=device),
+        make((count, shape.num_candidates), long),
+        make((count, shape.num_candidates), real),
+        make((count, 1 + wide), long),
+        make((count, wide), long),
+        make((count, shape.num_candidates), real),
+        make((count, shape.num_draft_tokens), long),
+        make((count,), long),
+        calibration.heat,
+        calibration.shift,
     )
 
 
@@ -94,47 +139,48 @@ def draft_positions(committed: Tensor, level: int, k: int) -> Tensor:
 
 
 def start_reference(
-    tables: RowTables, rows: Tensor, shape: SpecShape, tree: DraftTree, places: PathPositions, identity: Tensor
-) -> tuple[TreeBuilder, Frontier]:
+    tables: RowTables, rows: Tensor, growth: TreeBuilder, tree: DraftTree, places: PathPositions, identity: Tensor
+) -> Frontier:
     """Begin the trees: node 0, where the rows stand, and level 0, the first frontier.
 
-    rows: [rows] int64. identity: [k, k] bool, constant. A tree without levels is complete after this, and its frontier
-    is nothing.
+    rows: [rows] int64. growth: unwritten. identity: [k, k] bool, constant. A tree without levels is complete after
+    this, and its frontier is nothing.
     """
-    k, n = shape.topk, rows.shape[0]
+    shape, n = growth.shape, rows.shape[0]
+    k = shape.topk
     committed, root = tables.committed[rows], tables.root[rows]
     places.committed.copy_(committed)
     torch.add(committed[:, None], torch.arange(shape.commit_width, device=rows.device), out=places.path)
-    growth = empty_growth(shape, rows)
+    growth.classes.copy_(tables.classes[rows])
     if shape.num_steps == 0:
         copy_into(tree, root_tree(root))
         places.nodes.copy_(committed[:, None])
         nothing = growth.scores  # [rows, 0]
-        return growth, Frontier(tokens=nothing, score=nothing, hidden=nothing, mask=nothing)
+        return Frontier(tokens=nothing, score=nothing, hidden=nothing, mask=nothing)
     assert tables.draft is not None
     tree.tokens[:, 0] = root
-    tokens, score = growth.tokens[:, :k], growth.scores[:, :k]
+    tokens, score, logprob = growth.tokens[:, :k], growth.scores[:, :k], growth.logprob[:, :k]
     tokens.copy_(tables.draft.tokens[rows, :k])
-    score.copy_(tables.draft.logprob[rows, :k])
-    worst_if_nan_(score)
+    logprob.copy_(tables.draft.logprob[rows, :k])
+    score.copy_(corrected(logprob, growth.shift[growth.classes, 0, :k]))
     growth.parents[:, : k + 1] = torch.arange(-1, k, device=rows.device)
     levels = [draft_positions(committed, level, k) for level in range(shape.num_steps)]
     torch.cat(levels, dim=1, out=growth.positions)
     hidden = tables.draft.hidden[rows][:, None].expand(-1, k, -1)
-    return growth, Frontier(tokens, score, hidden, identity.expand(n, k, k))
+    return Frontier(tokens, score, hidden, identity.expand(n, k, k))
 
 
 def start(
     tables: RowTables,
     rows: Tensor,
-    shape: SpecShape,
+    growth: TreeBuilder,
     tree: DraftTree,
     places: PathPositions,
     identity: Tensor,
     gpu: GpuTraits,
-) -> tuple[TreeBuilder, Frontier]:
+) -> Frontier:
     """`start_reference` in one launch. Often the first of a graph, it has nothing before it to overlap with."""
-    growth, draft = empty_growth(shape, rows), tables.draft
+    shape, draft = growth.shape, tables.draft
     k, steps = shape.topk, shape.num_steps
     assert draft is not None or steps == 0
     state = tables.root[:, None] if draft is None else draft.hidden
@@ -146,13 +192,14 @@ def start(
         rows, tables.committed, tables.root, *((draft.tokens, draft.logprob) if draft else (tables.root,) * 2), state,
         tree.tokens, tree.parent, tree.depth, flags, tree.logprob, places.committed, places.nodes, places.path,
         growth.tokens, growth.scores, growth.positions, hidden,
+        tables.classes, growth.classes, growth.shift, growth.logprob, growth.shift.stride(0),
         draft.tokens.stride(0) if draft else 0, state.stride(0), _row_stride(tree), flags.stride(0),
         places.nodes.stride(0), places.path.stride(0), shape.num_candidates, width,
         k=k, steps=steps, block_k=lanes(k), block_w=lanes(steps + 1),
         block_p=lanes(k * steps), block=block, num_warps=4,
     )  # fmt: skip
     tokens, scores = growth.tokens[:, :k], growth.scores[:, :k]
-    return growth, Frontier(tokens, scores, hidden, identity.expand(len(rows), k, k))
+    return Frontier(tokens, scores, hidden, identity.expand(len(rows), k, k))
 
 
 @jit
@@ -160,6 +207,7 @@ def _start_kernel(
     rows: Arg, committed: Arg, root: Arg, tokens: Arg, logprob: Arg, hidden: Arg,
     node_tokens: Arg, parent: Arg, depth: Arg, mask: Arg, node_logprob: Arg,
     out_committed: Arg, nodes: Arg, path: Arg, out_tokens: Arg, out_scores: Arg, positions: Arg, out_hidden: Arg,
+    classes: Arg, out_classes: Arg, shift: Arg, out_logprob: Arg, class_stride: Arg,
     token_row: Arg, hidden_row: Arg, tree_row: Arg, mask_row: Arg, nodes_row: Arg, path_row: Arg,
     candidates: Arg, width: Arg,
     k: constexpr, steps: constexpr, block_k: constexpr, block_w: constexpr, block_p: constexpr, block: constexpr,
@@ -170,6 +218,8 @@ def _start_kernel(
     if part == 0:
         length = tl.load(committed + row)
         tl.store(out_committed + item, length)
+        kind = tl.load(classes + row)
+        tl.store(out_classes + item, kind)
         tl.store(nodes + item * nodes_row, length)
         column = tl.arange(0, block_w)
         tl.store(path + item * path_row + column, length + column, mask=column < steps + 1)
@@ -183,8 +233,11 @@ def _start_kernel(
             there = branch < k
             token = tl.load(tokens + row * token_row + branch, mask=there, other=0)
             tl.store(out_tokens + item * candidates + branch, token, mask=there)
-            score = tl.load(logprob + row * token_row + branch, mask=there, other=0.0)
-            tl.store(out_scores + item * candidates + branch, _worst_if_nan(score), mask=there)
+            own = tl.load(logprob + row * token_row + branch, mask=there, other=0.0)
+            tl.store(out_logprob + item * candidates + branch, own, mask=there)
+            first = tl.zeros([block_k], tl.int64) + row * token_row
+            score = corrected_in_registers(logprob, shift + kind * class_stride, first, branch, there, k)
+            tl.store(out_scores + item * candidates + branch, score, mask=there)
             node = tl.arange(0, block_p)
             tl.store(positions + item * (k * steps) + node, length + node // k, mask=node < k * steps)
     if steps > 0:
@@ -195,12 +248,6 @@ def _start_kernel(
             tl.store(out_hidden + (item * k + branch_of) * width + lane, state, mask=inside)
 
 
-@jit
-def _worst_if_nan(score: Arg) -> Arg:
-    """`kernels.tree.worst_if_nan_`."""
-    return tl.where(score == score, score, float("-inf"))  # noqa: PLR0124 - NaN is not itself
-
-
 # ----------------------------------------------------------------------------------------------------------- grow
 
 
@@ -209,18 +256,22 @@ def grow_reference(growth: TreeBuilder, level: int, frontier: Frontier, children
     k = frontier.tokens.shape[1]
     first = k + level * k**2
     scores = growth.scores[:, first : first + k**2]
-    torch.add(frontier.score[:, :, None], children.logprob, out=scores.unflatten(1, (k, k)))
-    worst_if_nan_(scores)
+    logprob = growth.logprob[:, first : first + k**2]
+    logprob.copy_(children.logprob.flatten(1))
+    own = corrected(children.logprob, growth.shift[growth.classes, level + 1, :k][:, None])
+    torch.add(frontier.score[:, :, None], own, out=scores.unflatten(1, (k, k)))
     tokens = children.tokens.flatten(1)
     growth.tokens[:, first : first + k**2] = tokens
-    score, chosen = stable_topk(scores, k)
+    ranked = scores.clone()
+    ranked[:, 0] = float("inf")  # the spine's next node
+    chosen = stable_topk(ranked, k)[1]
     group = 1 + (level + 1) * k  # the first below the new frontier
     torch.add(chosen, first, out=growth.parents[:, group : group + k])
     parent = chosen // k
     hidden = children.hidden
     return Frontier(
         tokens.gather(1, chosen),
-        score,
+        scores.gather(1, chosen),
         hidden.gather(1, parent[:, :, None].expand(-1, -1, hidden.shape[2])),
         next_level_mask(frontier.mask, parent),
     )
@@ -240,6 +291,7 @@ def grow(growth: TreeBuilder, level: int, frontier: Frontier, children: Children
     _grow_kernel[(rows, -(-width // block))](
         frontier.score, proposed, logprob, children.hidden, flags,
         growth.tokens, growth.scores, growth.parents, tokens, score, hidden, mask,
+        growth.logprob, growth.classes, growth.shift[:, level + 1], growth.shift.stride(0),
         frontier.score.stride(0), *flags.stride(), growth.shape.num_candidates, growth.parents.stride(0),
         k + level * k * k, 1 + (level + 1) * k, t, width,
         k=k, block_k=lanes(k), block_c=lanes(k * k), block_t=lanes(k * growth.shape.num_steps),
@@ -252,6 +304,7 @@ def grow(growth: TreeBuilder, level: int, frontier: Frontier, children: Children
 def _grow_kernel(
     above: Arg, tokens: Arg, logprob: Arg, hidden: Arg, mask: Arg,
     all_tokens: Arg, all_scores: Arg, parents: Arg, out_tokens: Arg, out_score: Arg, out_hidden: Arg, out_mask: Arg,
+    all_logprob: Arg, classes: Arg, shift: Arg, class_stride: Arg,
     above_row: Arg, mask_row: Arg, mask_node: Arg, mask_column: Arg, candidates: Arg, parent_row: Arg,
     first: Arg, first_group: Arg, t: Arg, width: Arg,
     k: constexpr, block_k: constexpr, block_c: constexpr, block_t: constexpr, block: constexpr, overlap: constexpr,
@@ -264,9 +317,11 @@ def _grow_kernel(
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     child = tl.arange(0, block_c)
     real = child < k * k
+    own_shift = shift + tl.load(classes + row) * class_stride
     score = tl.load(above + row * above_row + child // k, mask=real, other=0.0)
-    score = _worst_if_nan(score + tl.load(logprob + row * (k * k) + child, mask=real, other=0.0))
-    key = tl.where(real, key_of(score, child), -0x7FFFFFFFFFFFFFFF)
+    score += corrected_in_registers(logprob, own_shift, row * (k * k) + child // k * k, child % k, real, k)
+    ranked = tl.where(child == 0, float("inf"), score)  # the spine's next node
+    key = tl.where(real, key_of(ranked, child), -0x7FFFFFFFFFFFFFFF)
     slot = tl.arange(0, block_k)
     chosen = tl.zeros([block_k], tl.int32)
     for i in tl.static_range(k):
@@ -280,12 +335,14 @@ def _grow_kernel(
         token = tl.load(tokens + row * (k * k) + child, mask=real, other=0)
         tl.store(all_tokens + row * candidates + first + child, token, mask=real)
         tl.store(all_scores + row * candidates + first + child, score, mask=real)
+        own = tl.load(logprob + row * (k * k) + child, mask=real, other=0.0)
+        tl.store(all_logprob + row * candidates + first + child, own, mask=real)
         tl.store(parents + row * parent_row + first_group + slot, (chosen + first).to(tl.int64), mask=there)
         next_token = tl.load(tokens + row * (k * k) + chosen, mask=there, other=0)
         tl.store(out_tokens + row * k + slot, next_token, mask=there)
         next_score = tl.load(above + row * above_row + parent, mask=there, other=0.0)
-        next_score += tl.load(logprob + row * (k * k) + chosen, mask=there, other=0.0)
-        tl.store(out_score + row * k + slot, _worst_if_nan(next_score), mask=there)
+        next_score += corrected_in_registers(logprob, own_shift, row * (k * k) + parent * k, chosen % k, there, k)
+        tl.store(out_score + row * k + slot, next_score, mask=there)
         column = tl.arange(0, block_t)
         inherited = mask + row * mask_row + parent[:, None] * mask_node + column[None, :] * mask_column
         shown = tl.load(inherited, mask=there[:, None] & (column < t)[None, :], other=0)
@@ -305,7 +362,7 @@ def _grow_kernel(
 def select_reference(growth: TreeBuilder, tree: DraftTree, places: PathPositions) -> None:
     """Choose the verify tree among the candidates, into buffers whose node 0 `start` wrote, and place its nodes."""
     root = tree.tokens[:, 0]
-    copy_into(tree, select_tree(root, growth.tokens, growth.scores, growth.parents, growth.shape))
+    copy_into(tree, select_tree(root, growth.tokens, growth.scores, growth.parents, growth.shape, growth.chosen))
     torch.add(places.committed[:, None], tree.depth, out=places.nodes)
 
 
@@ -316,6 +373,7 @@ def select(growth: TreeBuilder, tree: DraftTree, places: PathPositions, gpu: Gpu
     _select_kernel[(len(growth.tokens),)](
         growth.tokens, growth.scores, growth.parents, places.committed,
         tree.tokens, tree.parent, tree.depth, flags, tree.logprob, places.nodes,
+        growth.chosen, growth.chosen.stride(0),
         _row_stride(tree), flags.stride(0), flags.stride(1), places.nodes.stride(0), growth.parents.stride(0),
         k=shape.topk, steps=shape.num_steps, candidates=shape.num_candidates, count=shape.num_draft_tokens - 1,
         block_n=lanes(shape.num_candidates), block_t=lanes(shape.num_draft_tokens - 1),
@@ -327,6 +385,7 @@ def select(growth: TreeBuilder, tree: DraftTree, places: PathPositions, gpu: Gpu
 def _select_kernel(
     tokens: Arg, scores: Arg, parents: Arg, committed: Arg,
     node_tokens: Arg, node_parent: Arg, depth: Arg, mask: Arg, logprob: Arg, nodes: Arg,
+    out_chosen: Arg, chosen_row: Arg,
     tree_row: Arg, mask_row: Arg, mask_node: Arg, nodes_row: Arg, parent_row: Arg,
     k: constexpr, steps: constexpr, candidates: constexpr, count: constexpr, block_n: constexpr, block_t: constexpr,
     overlap: constexpr,
@@ -362,6 +421,8 @@ def _select_kernel(
     tl.store(logprob + at, tl.load(scores + row * candidates + flat, mask=there, other=0.0), mask=there)
     tl.store(node_parent + at, parent.to(tl.int64), mask=there)
     tl.store(depth + at, level, mask=there)
+    tl.store(out_chosen + row * chosen_row + node, flat.to(tl.int64), mask=there)
+    tl.store(out_chosen + row * chosen_row, -1)
     tl.store(nodes + row * nodes_row + node, tl.load(committed + row) + level, mask=there)
     square = mask + row * mask_row + node[:, None] * mask_node + node[None, :]
     tl.store(square, seen.to(tl.uint8), mask=there[:, None] & other)

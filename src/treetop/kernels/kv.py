@@ -18,17 +18,33 @@ class PageTable:
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
-    """One layer's pages. data: [slots, planes, kv_heads, head_dim], of which K is the first plane and V the last."""
+    """One layer's pages.
+
+    data: [slots, planes, kv_heads, head_dim], of which K is the first plane and V the last.
+    value_dim, index_dim: see `types.kv.KVFormat`.
+    """
 
     data: Tensor
+    value_dim: int | None = None
+    index_dim: int = 0
+
+    @property
+    def planes(self) -> Tensor:
+        """Without what is an indexer's."""
+        return self.data[..., : self.data.shape[-1] - self.index_dim]
 
     @property
     def k(self) -> Tensor:
-        return self.data[:, 0]
+        return self.planes[:, 0]
 
     @property
     def v(self) -> Tensor:
-        return self.data[:, -1]
+        return self.data[:, -1, :, : self.value_dim]
+
+    @property
+    def index_keys(self) -> Tensor:
+        """Of the indexer, [slots, index_dim]."""
+        return self.data[:, 0, 0, self.data.shape[-1] - self.index_dim :]
 
 
 def slots_of(page_table: Tensor, rows: Tensor, positions: Tensor, visible: Tensor, page_size: int) -> Tensor:

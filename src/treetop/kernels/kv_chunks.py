@@ -22,9 +22,12 @@ _TILE = 2048
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where a chunk's K/V of a group lie. first, count: its tokens. page_size: tokens a page.
+    """Where a chunk's K/V of a group lie.
 
-    offset: byte of the slot at which the first head's segment begins. stride: bytes from one head's to the next one's.
+    first, count: its tokens.
+    page_size: tokens a page.
+    offset: byte of the slot at which the first head's segment begins.
+    stride: bytes from one head's to the next one's.
     """
 
     first: int

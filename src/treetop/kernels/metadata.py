@@ -12,14 +12,15 @@ from treetop.types.phase import Phase
 class AttentionMetadata:
     """The committed prefix of each row, the queries, and what these see of a tail; shared by the layers of a group.
 
-    rows: [rows] int64, the row list; with `table` it says where K/V of the prefix lie. kv_len: [rows] int64, how many
-    positions from 0 hold K/V to be seen: `committed` in every decode phase, `committed + query_len` in prefill.
+    rows: [rows] int64, the row list; with `table` it says where K/V of the prefix lie.
+    kv_len: [rows] int64, how many positions from 0 hold K/V to be seen: `committed` in every decode phase, `committed +
+        query_len` in prefill.
     max_kv_len: no extent is larger.
-
-    positions: [rows, n] int64, of the queries. window: how far they see, themselves counted, by position; None is
-    everything. tail_positions: [rows, t] int64, and mask: [rows, n, t] bool, of a dense tail after the prefix. Without
-    these the queries are a prefill's: they see positions up to their own, which rise along a row. A query after the
-    first whose position is not above the first's is padding and sees nothing.
+    positions: [rows, n] int64, of the queries.
+    window: how far they see, themselves counted, by position; None is everything.
+    tail_positions: [rows, t] int64, and mask: [rows, n, t] bool, of a dense tail after the prefix. Without these the
+        queries are a prefill's: they see positions up to their own, which rise along a row. A query after the first
+        whose position is not above the first's is padding and sees nothing.
     """
 
     phase: Phase

@@ -23,10 +23,10 @@ from treetop.kernels.triton_guard import Arg, constexpr, jit, tl
 
 GROUP, GROUP_BYTES = 32, 17
 TILE, BLOCK, QUARTER = 64, 128, 32
-_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BIAS = 127
 NOT_A_NUMBER = 255
-_MOST_IN_ONE = 128
+_MAX_IN_ONE = 128
 """The largest scale of which 2 ** (scale - 1) is a bfloat16."""
 LARGEST_SCALE = 252
 """Of which every number is finite in bfloat16 and float32."""
@@ -39,7 +39,7 @@ def join_groups(blocks: Tensor, scales: Tensor) -> Tensor:
 
 def decode(groups: Tensor, dtype: torch.dtype) -> Tensor:
     """The numbers [..., k] of groups [..., k / 32, 17] uint8."""
-    numbers = torch.tensor([*_NUMBERS, *(-each for each in _NUMBERS)], dtype=dtype, device=groups.device)
+    numbers = torch.tensor([*E2M1, *(-each for each in E2M1)], dtype=dtype, device=groups.device)
     codes, scale = _codes(groups), groups[..., 16:].to(torch.int32) - _BIAS
     return torch.ldexp(numbers[codes.long()], scale).flatten(-2)
 
@@ -52,10 +52,12 @@ def _codes(groups: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Weight:
-    """Experts' weights for a GPU. shape: (experts, lines, k).
+    """Experts' weights for a GPU.
 
-    words: [experts, lines / 64, k / 128, 64, 32] int16. scales: [experts, lines / 64, k / 128, 64] int32, the four
-    quarters' scales of a line, the first lowest. Lines and columns are filled up with zeros to whole tiles and blocks.
+    shape: (experts, lines, k).
+    words: [experts, lines / 64, k / 128, 64, 32] int16.
+    scales: [experts, lines / 64, k / 128, 64] int32, the four quarters' scales of a line, the first lowest. Lines and
+        columns are filled up with zeros to whole tiles and blocks.
     wide: a scale is above 128, so that its weights take other arithmetic.
     """
 
@@ -86,7 +88,7 @@ def pack(groups: Tensor) -> Mxfp4Weight:
         split = whole.view(tiles, TILE, blocks, 4, GROUP_BYTES).transpose(1, 2)
         shift = torch.arange(0, 16, 4, dtype=torch.int32, device=device)
         words[expert] = _as_words(_codes(split).to(torch.int32))
-        wide |= bool((split[..., 16] > _MOST_IN_ONE).any())
+        wide |= bool((split[..., 16] > _MAX_IN_ONE).any())
         four = split[..., 16].to(torch.int64) << (2 * shift)
         four = four.sum(-1)
         scales[expert] = torch.where(four > 0x7FFFFFFF, four - (1 << 32), four)

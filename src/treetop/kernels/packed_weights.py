@@ -29,7 +29,7 @@ _STEPS_OUTLIERS = 16
 """Outliers of a tile for each of its blocks of columns, beyond which none is worth it, and steps may not suffice."""
 _TILES_AT_ONCE = 32
 _NOT_FINITE = 255
-_LEAST_EXPONENT = 1
+_MIN_EXPONENT = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +45,14 @@ class CompressedLaunch:
 
 @dataclass(frozen=True, slots=True)
 class CompressedWeight:
-    """A weight [n, k] in 12 bits a number. gated: tiles of its first and of its second half lie in turn.
+    """A weight [n, k] in 12 bits a number.
 
-    words: [n / 64, k / 128, 3, 64, 32] int16. scale: [n] float32, a power of two a row. Outliers lie tile by tile,
-    those of tile i from starts[i] to starts[i + 1]: lines, int32, the row in the order of tiles; columns, int32;
-    values, bfloat16, over the row's scale. starts: [n / 64 + 1] int32. crowd: lines of a block -> outliers of the block
-    that has most.
+    gated: tiles of its first and of its second half lie in turn.
+    words: [n / 64, k / 128, 3, 64, 32] int16.
+    scale: [n] float32, a power of two a row. Outliers lie tile by tile, those of tile i from starts[i] to starts[i +
+        1]: lines, int32, the row in the order of tiles; columns, int32; values, bfloat16, over the row's scale.
+    starts: [n / 64 + 1] int32.
+    crowd: lines of a block -> outliers of the block that has most.
     """
 
     words: Tensor
@@ -82,7 +84,7 @@ def compress(weight: Tensor, gated: bool, most_outliers: int | None = None) -> C
     n, k = weight.shape
     if weight.dtype != torch.bfloat16 or not is_whole(n, k, gated):
         return None
-    most = min(k // BLOCK * _STEPS_OUTLIERS, k * TILE if most_outliers is None else most_outliers)
+    maximum = min(k // BLOCK * _STEPS_OUTLIERS, k * TILE if most_outliers is None else most_outliers)
     words = torch.empty((n // TILE, k // BLOCK, 3, TILE, QUARTER), dtype=torch.int16, device=weight.device)
     scale = torch.empty((n // TILE, TILE), dtype=torch.float32, device=weight.device)
     found: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
@@ -91,7 +93,7 @@ def compress(weight: Tensor, gated: bool, most_outliers: int | None = None) -> C
         here = slice(at, at + len(tiles))
         words[here], largest, outlying = _encode(tiles)
         worst, exponent = torch.stack([outlying.sum((1, 2)).max(), largest.max()]).tolist()
-        if worst > most or exponent == _NOT_FINITE:
+        if worst > maximum or exponent == _NOT_FINITE:
             return None
         scale[here] = (largest << 23).view(torch.float32)
         tile, line, column = outlying.nonzero(as_tuple=True)
@@ -143,7 +145,7 @@ def _encode(tiles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Words, each row's largest exponent, at least 1, and which numbers are outliers, of tiles [tiles, 64, k]."""
     bits = tiles.contiguous().view(torch.int16).to(torch.int32) & 0xFFFF
     exponent = (bits >> 7) & 0xFF
-    largest = exponent.amax(-1, keepdim=True).clamp(min=_LEAST_EXPONENT)
+    largest = exponent.amax(-1, keepdim=True).clamp(min=_MIN_EXPONENT)
     code = exponent - largest + 15
     zero = bits & 0x7FFF == 0
     outlying = ~zero & ((code < 1) | (exponent == 0))

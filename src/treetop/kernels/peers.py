@@ -52,10 +52,12 @@ def sums_bytes(ranks: int) -> int:
 class Mailboxes:
     """What a rank has of the mailboxes of all.
 
-    addresses: [ranks] int64, of each rank's mailbox as this rank reaches it. counts: [ROWS + CHUNKS] int32, zero to
-    begin with. control: [2] int64 in pinned memory of the host: whether waiting is to end, and how long a wait may be,
-    in nanoseconds. ended: [1] int32, whether a wait has found that it is to end. record: [8] int64, as `checks.probes`
-    reads it.
+    addresses: [ranks] int64, of each rank's mailbox as this rank reaches it.
+    counts: [ROWS + CHUNKS] int32, zero to begin with.
+    control: [2] int64 in pinned memory of the host: whether waiting is to end, and how long a wait may be, in
+        nanoseconds.
+    ended: [1] int32, whether a wait has found that it is to end.
+    record: [8] int64, as `checks.probes` reads it.
     """
 
     rank: int

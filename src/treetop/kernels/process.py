@@ -28,7 +28,7 @@ IN_PROMPT, ENDS, NEVER = 1, 2, 4
 BIAS_SHIFT, COUNT_SHIFT = 3, 12
 ONE = 1 << COUNT_SHIFT
 """What a word grows by when its token is emitted."""
-MOST_COUNT = (1 << 32 - COUNT_SHIFT) - 1
+MAX_COUNT = (1 << 32 - COUNT_SHIFT) - 1
 """Tokens of an output that can be counted."""
 _BIAS_MASK = (1 << COUNT_SHIFT - BIAS_SHIFT) - 1
 _BLOCK = 2048
@@ -36,11 +36,16 @@ _BLOCK = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class Processors:
-    """How rows change their logits. words: [num_rows, vocab] int32, see above. biases: [num_rows, 512] float32, the
-    first 0. presence, frequency, repetition: [num_rows] float32. may_end: [num_rows] int64, the position from which on
-    a token may end the request. active: [num_rows] bool. constrained: [num_rows] bool, rows of which the words hold
-    what may follow the root, and nothing of what may follow its drafts.
+class LogitsProcessors:
+    """How rows change their logits.
+
+    words: [num_rows, vocab] int32, see above.
+    biases: [num_rows, 512] float32, the first 0.
+    presence, frequency, repetition: [num_rows] float32.
+    may_end: [num_rows] int64, the position from which on a token may end the request.
+    active: [num_rows] bool.
+    constrained: [num_rows] bool, rows whose tokens a constraint decides, too: they teach a calibration nothing.
+    undrafted: [num_rows] bool, rows of which no draft is accepted.
     """
 
     words: Tensor
@@ -51,25 +56,53 @@ class Processors:
     may_end: Tensor
     active: Tensor
     constrained: Tensor
+    undrafted: Tensor
 
 
 def process_reference(
-    logits: Tensor, processors: Processors, rows: Tensor, positions: Tensor, tree: DraftTree
+    logits: Tensor,
+    processors: LogitsProcessors,
+    rows: Tensor,
+    positions: Tensor,
+    tree: DraftTree,
+    allowed: Tensor | None,
 ) -> Tensor:
     """The logits after each node as its row changes them: bias, repetition, frequency, presence, then what is ruled out
 
     logits: [rows, T, vocab], which stay as they are. processors: of all rows; `rows` [rows] picks. positions: [rows, T]
-    int64, where the nodes stand. Returns [rows, T, vocab], float64 like the logits or else float32; tokens that are
-    ruled out have -inf.
+    int64, where the nodes stand. allowed: [rows, T, mask_words] int32, what may follow each node, bit t % 32 of word
+    t // 32 for token t; None if any token may. Returns [rows, T, vocab], float64 like the logits or else float32; what
+    is ruled out has -inf.
     """
-    wide = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
+    wide = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32, copy=True)
+    some = _concerned(processors.active[rows])
+    part = DraftTree(*(getattr(tree, name)[some] for name in DraftTree.__dataclass_fields__))
+    wide[some] = _processed(wide[some], processors, rows[some], positions[some], part)
+    if allowed is not None:
+        held = _concerned((allowed != -1).flatten(1).any(dim=1))
+        wide[held] = wide[held].masked_fill(~unpacked(allowed[held], wide.shape[2]), float("-inf"))
+    return wide
+
+
+def unpacked(allowed: Tensor, vocab_size: int) -> Tensor:
+    """Masks [..., mask_words] int32 as [..., vocab] bool."""
+    bits = allowed[..., None] >> torch.arange(32, dtype=torch.int32, device=allowed.device) & 1
+    return bits.flatten(-2)[..., :vocab_size] != 0
+
+
+def _concerned(flags: Tensor) -> Tensor:
+    """The rows that are flagged, where looking is free; all elsewhere, which are not waited for. flags: [rows] bool."""
+    return flags.nonzero()[:, 0] if flags.device.type == "cpu" else torch.arange(len(flags), device=flags.device)
+
+
+def _processed(wide: Tensor, processors: LogitsProcessors, rows: Tensor, positions: Tensor, tree: DraftTree) -> Tensor:
     words = processors.words[rows][:, None]  # [rows, 1, vocab]
 
     def of_row(parameter: Tensor) -> Tensor:
         return parameter[rows][:, None, None].to(wide.dtype)
 
     on_path = tree.mask[:, :, 1:].to(torch.int32)  # the root is counted already
-    count = (words >> COUNT_SHIFT & MOST_COUNT).repeat(1, logits.shape[1], 1)
+    count = (words >> COUNT_SHIFT & MAX_COUNT).repeat(1, wide.shape[1], 1)
     count.scatter_add_(2, tree.tokens[:, None, 1:].expand_as(on_path), on_path)
     bias = processors.biases[rows].gather(1, (words[:, 0] >> BIAS_SHIFT & _BIAS_MASK).to(torch.int64))
     value = wide + bias[:, None].to(wide.dtype)
@@ -82,7 +115,12 @@ def process_reference(
     return torch.where(processors.active[rows][:, None, None], value, wide)
 
 
-def count_reference(processors: Processors, rows: Tensor, tokens: Tensor, num_tokens: Tensor) -> None:
+def mask_words(vocab_size: int) -> int:
+    """Words of 32 bits of a mask of the vocabulary."""
+    return -(-vocab_size // 32)
+
+
+def count_reference(processors: LogitsProcessors, rows: Tensor, tokens: Tensor, num_tokens: Tensor) -> None:
     """Count what a step emitted: the first `num_tokens` [rows] of the tokens [rows, w], of rows that are active."""
     column = torch.arange(tokens.shape[1], device=tokens.device)
     counted = (column < num_tokens[:, None]) & processors.active[rows][:, None]
@@ -91,7 +129,13 @@ def count_reference(processors: Processors, rows: Tensor, tokens: Tensor, num_to
 
 
 def process(
-    logits: Tensor, processors: Processors, rows: Tensor, positions: Tensor, tree: DraftTree, gpu: GpuTraits
+    logits: Tensor,
+    processors: LogitsProcessors,
+    rows: Tensor,
+    positions: Tensor,
+    tree: DraftTree,
+    allowed: Tensor | None,
+    gpu: GpuTraits,
 ) -> Tensor:
     """`process_reference` in one launch. logits: contiguous; float32 or narrower."""
     count, width, vocab = logits.shape
@@ -103,10 +147,12 @@ def process(
     _process_kernel[(count * width, -(-vocab // block))](
         out, logits, processors.words, processors.biases, processors.presence, processors.frequency,
         processors.repetition, processors.may_end, processors.active.view(torch.uint8),
-        rows, positions, tree.tokens, tree.parent, tree.depth,
+        rows, positions, tree.tokens, tree.parent, tree.depth, rows if allowed is None else allowed,
         vocab, width, processors.biases.stride(0), *positions.stride(), tree.tokens.stride(0),
-        block=block, bias_shift=BIAS_SHIFT, bias_mask=_BIAS_MASK, count_shift=COUNT_SHIFT, count_mask=MOST_COUNT,
-        in_prompt=IN_PROMPT, ends=ENDS, never=NEVER, overlap=gpu.can_overlap, num_warps=4, **launch_options(gpu),
+        *((0, 0) if allowed is None else allowed.stride()[:2]),
+        block=block, bias_shift=BIAS_SHIFT, bias_mask=_BIAS_MASK, count_shift=COUNT_SHIFT, count_mask=MAX_COUNT,
+        in_prompt=IN_PROMPT, ends=ENDS, never=NEVER, has_allowed=allowed is not None,
+        overlap=gpu.can_overlap, num_warps=4, **launch_options(gpu),
     )  # fmt: skip
     return out
 
@@ -114,10 +160,11 @@ def process(
 @jit
 def _process_kernel(
     out: Arg, logits: Arg, words: Arg, biases: Arg, presences: Arg, frequencies: Arg, repetitions: Arg, may_ends: Arg,
-    actives: Arg, rows: Arg, positions: Arg, tokens: Arg, parent: Arg, depth: Arg,
+    actives: Arg, rows: Arg, positions: Arg, tokens: Arg, parent: Arg, depth: Arg, allowed: Arg,
     vocab: Arg, width: Arg, bias_row: Arg, position_row: Arg, position_node: Arg, tree_row: Arg,
+    allowed_row: Arg, allowed_node: Arg,
     block: constexpr, bias_shift: constexpr, bias_mask: constexpr, count_shift: constexpr, count_mask: constexpr,
-    in_prompt: constexpr, ends: constexpr, never: constexpr, overlap: constexpr,
+    in_prompt: constexpr, ends: constexpr, never: constexpr, has_allowed: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """One block of the vocabulary after one node a program. Grid (rows * T, blocks)."""
     pdl_wait(overlap, early=True)
@@ -145,10 +192,13 @@ def _process_kernel(
         early = position + 1 < tl.load(may_ends + row)
         ruled_out = ((word & never) != 0) | (((word & ends) != 0) & early)
         value = tl.where(ruled_out, float("-inf"), value)
+    if has_allowed:
+        mask = tl.load(allowed + at * allowed_row + node * allowed_node + (lane >> 5), mask=there, other=0)
+        value = tl.where(((mask >> (lane & 31)) & 1) != 0, value, float("-inf"))
     tl.store(out + item * vocab + lane, value, mask=there)
 
 
-def count(processors: Processors, rows: Tensor, tokens: Tensor, num_tokens: Tensor, gpu: GpuTraits) -> None:
+def count(processors: LogitsProcessors, rows: Tensor, tokens: Tensor, num_tokens: Tensor, gpu: GpuTraits) -> None:
     """`count_reference` in one launch."""
     size, width = tokens.shape
     assert tokens.stride(1) == 1

@@ -37,8 +37,8 @@ class Yarn:
     """Frequencies with fewer turns in the original context than beta_slow are divided by the factor, those with more
     than beta_fast stay, and between them lies a ramp over dimensions.
 
-    truncate: the ramp begins and ends at whole dimensions. attention_factor: cos and sin are multiplied by it.
-    Source: YaRN, arXiv:2309.00071, section 3.
+    truncate: the ramp begins and ends at whole dimensions.
+    attention_factor: cos and sin are multiplied by it. Source: YaRN, arXiv:2309.00071, section 3.
     """
 
     factor: float
@@ -62,17 +62,43 @@ class DynamicNTK:
 
 
 @dataclass(frozen=True, slots=True)
-class RopeSpec:
-    """Rotation of a layer's heads. rotary_dim: how many of a head's first dimensions turn; None is all, 0 is none.
+class Proportional:
+    """What turns has the frequencies that it would have if all of the head turned, divided by the factor.
 
-    interleaved: in a checkpoint, dimension 2i pairs with 2i + 1, not i with i + rotary_dim / 2.
+    Dimension i pairs with i + head_dim / 2, whatever the part that turns. Source: Gemma 4's published configuration.
+    """
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class QueryScale:
+    """Turned queries at position p are multiplied by 1 + beta * log(1 + floor((p + offset) / length)).
+
+    Source: Llama 4's published code, where it tempers attention over long texts; Ministral 3 has it too.
+    """
+
+    beta: float
+    length: int
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotation of a layer's heads.
+
+    rotary_dim: how many of a head's first dimensions turn; None is all, 0 is none.
+
+    interleaved: in a checkpoint, dimension 2i pairs with 2i + 1, not i with i + rotary_dim / 2. query_scale: what
+    queries are multiplied by after it.
     """
 
     head_dim: int
     theta: float
-    scaling: Linear | Llama3 | Yarn | DynamicNTK | None = None
+    scaling: Linear | Llama3 | Yarn | DynamicNTK | Proportional | None = None
     rotary_dim: int | None = None
     interleaved: bool = False
+    query_scale: QueryScale | None = None
 
     @property
     def turned(self) -> int:
@@ -82,9 +108,13 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class RopeTable:
-    """data: [rows, 2, head_dim], cos then sin; the first half of sin carries the sign of the half rotation."""
+    """data: [rows, 2, head_dim], cos then sin; the first half of sin carries the sign of the half rotation.
+
+    query_scale: [rows], what turned queries are multiplied by; None where it is 1 at every position.
+    """
 
     data: Tensor
+    query_scale: Tensor | None = None
 
     def at(self, positions: Tensor) -> "Rotation":
         """The angles at `positions` [rows, n]."""
@@ -102,15 +132,16 @@ class Rotation:
 
 def inverse_frequencies(spec: RopeSpec, positions: Tensor) -> Tensor:
     """[1 or positions, turned / 2] float32, the precision that checkpoints were trained with. positions: float32."""
-    exponent = torch.arange(0, spec.turned, 2, dtype=torch.float32) / spec.turned
     scaling = spec.scaling
+    whole = spec.head_dim if isinstance(scaling, Proportional) else spec.turned
+    exponent = torch.arange(0, spec.turned, 2, dtype=torch.float32) / whole
     if isinstance(scaling, DynamicNTK):
         length = (positions + 1).clamp(min=scaling.max_position)
         grown = 1 + scaling.factor * (length / scaling.max_position - 1)
         theta = spec.theta * grown ** (spec.turned / (spec.turned - 2))
         return 1.0 / theta[:, None] ** exponent
     inverse = 1.0 / spec.theta**exponent
-    if isinstance(scaling, Linear):
+    if isinstance(scaling, Linear | Proportional):
         inverse = inverse / scaling.factor
     elif isinstance(scaling, Llama3):
         wavelength = 2 * math.pi / inverse
@@ -148,7 +179,16 @@ def rope_table(spec: RopeSpec, num_positions: int, dtype: torch.dtype, device: t
     still = num_positions, (spec.head_dim - spec.turned) // 2
     cos, sin = torch.cat([cos, torch.ones(still)], dim=-1), torch.cat([sin, torch.zeros(still)], dim=-1)
     table = torch.stack([torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)], dim=1)
-    return RopeTable(table.to(device, dtype))
+    return RopeTable(table.to(device, dtype), _query_scale(spec.query_scale, num_positions, dtype, device))
+
+
+def _query_scale(
+    scale: QueryScale | None, num_positions: int, dtype: torch.dtype, device: torch.device
+) -> Tensor | None:
+    if scale is None or num_positions - 1 + scale.offset < scale.length:
+        return None
+    times = (torch.arange(num_positions, dtype=torch.float32) + scale.offset) / scale.length
+    return (1 + scale.beta * torch.log(1 + times.floor())).to(device, dtype)
 
 
 def head_order(spec: RopeSpec) -> tuple[int, ...] | None:
@@ -156,6 +196,8 @@ def head_order(spec: RopeSpec) -> tuple[int, ...] | None:
 
     Each half begins with its half of the pairs that turn, and ends with half of what does not turn.
     """
+    if isinstance(spec.scaling, Proportional):
+        return None
     half, still = spec.turned // 2, range(spec.turned, spec.head_dim)
     first = range(0, spec.turned, 2) if spec.interleaved else range(half)
     second = range(1, spec.turned, 2) if spec.interleaved else range(half, spec.turned)

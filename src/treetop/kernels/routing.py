@@ -7,24 +7,31 @@ are put in order by expert, then by token, and cut into tiles of one expert. All
 have room for as many tiles as there can be, and those in excess end at once. A token that is nobody's has no expert.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
+from treetop.kernels.exact import BY_ELEMENT, LIBRARY, Functions, linear_by_rows
 from treetop.kernels.sort_key import index_of, key_of
 from treetop.kernels.tree import stable_topk
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, power_of_two, tl
+
+RowProduct = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""`x @ weight.T + bias` for x [rows, in]."""
 
 
 class RouterKind(StrEnum):
     """How logits become experts and weights.
 
-    SOFTMAX: the k most likely, with their probabilities. TOPK_SOFTMAX: the k largest, softmax over these alone.
-    SIGMOID: the k largest of sigmoid + correction, within the best groups of experts; the weights are sigmoids.
+    SOFTMAX: the k most likely, with their probabilities.
+    TOPK_SOFTMAX: the k largest, softmax over these alone.
+    SIGMOID: the k largest sigmoids, which are the weights.
     """
 
     SOFTMAX = "softmax"
@@ -34,11 +41,14 @@ class RouterKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RouterSpec:
-    """renormalise: a token's weights are made to add up to 1. scale: then multiplied by this.
-
-    bias: of the logits. correction: added to sigmoids when experts are chosen, not in their weights. groups: parts of
-    the experts, of which each token takes the `top_groups` whose two best experts have the largest sum.
-    Source of groups and correction: DeepSeek-V3, arXiv:2412.19437, section 2.1.2.
+    """renormalise: a token's weights are made to add up to 1.
+    scale: then multiplied by this.
+    bias: of the logits.
+    correction: added to sigmoids or probabilities when experts are chosen, not in their weights.
+    groups: parts of the experts, of which each token takes the `top_groups` whose `group_best` best experts have the
+        largest sum. Source of groups and correction: DeepSeek-V3, arXiv:2412.19437, section 2.1.2; of groups by their
+        best expert alone: DeepSeek-V2, arXiv:2405.04434, section 2.2.2.
+    factors: each expert has a number that its weights are multiplied by in the end.
     """
 
     num_experts: int
@@ -50,11 +60,15 @@ class RouterSpec:
     correction: bool = False
     groups: int = 1
     top_groups: int = 1
+    group_best: Literal[1, 2] = 2
+    factors: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """weight: [experts, hidden]. bias: [experts]. correction: [experts], float32 or float64.
+    """weight: [experts, hidden].
+    bias: [experts].
+    correction, factor: [experts], float32 or float64.
 
     own: the experts that are here, where ranks share them; None for all. Routes number them from 0.
     """
@@ -64,6 +78,7 @@ class Router:
     bias: Tensor | None
     correction: Tensor | None
     own: range | None = None
+    factor: Tensor | None = None
 
     @property
     def here(self) -> range:
@@ -88,8 +103,11 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """expert: [tokens, top_k] integers, -1 for padding and for another rank's experts. weight: [tokens, top_k], float32
-    or float64. tiles: of a kernel. apart: another rank may have some of a token's experts."""
+    """expert: [tokens, top_k] integers, -1 for padding and for another rank's experts.
+    weight: [tokens, top_k], float32 or float64.
+    tiles: of a kernel.
+    apart: another rank may have some of a token's experts.
+    """
 
     expert: Tensor
     weight: Tensor
@@ -97,15 +115,27 @@ class Routes:
     apart: bool = False
 
 
-def route_reference(x: Tensor, router: Router, live: Tensor | None) -> Routes:
-    """The experts of each token, and their weights. x: [tokens, hidden]; live: [tokens] bool, False for padding."""
+def route_reference(
+    x: Tensor, router: Router, live: Tensor | None, linear: RowProduct | None = None, functions: Functions = LIBRARY
+) -> Routes:
+    """The experts of each token, and their weights. x: [tokens, hidden]; live: [tokens] bool, False for padding.
+
+    linear: how logits are computed, `each_row` by default.
+    """
     wide = torch.promote_types(x.dtype, torch.float32)
     bias = None if router.bias is None else router.bias.to(wide)
-    logits = each_row(x.to(wide), router.weight.to(wide), bias)
-    expert, weight = choose_experts(logits, router.spec, router.correction)
+    logits = (linear or each_row)(x.to(wide), router.weight.to(wide), bias)
+    expert, weight = choose_experts(logits, router.spec, router.correction, functions)
+    if router.factor is not None:
+        weight = weight * router.factor[expert]
     here = (expert >= router.here.start) & (expert < router.here.stop)
     expert = torch.where(here if live is None else here & live[:, None], expert - router.here.start, -1)
     return Routes(expert, weight, apart=router.own is not None)
+
+
+def route_by_rows(x: Tensor, router: Router, live: Tensor | None) -> Routes:
+    """`route_reference` on a CPU in float32, where what a token gets has the same bits in any batch."""
+    return route_reference(x, router, live, linear_by_rows, BY_ELEMENT)
 
 
 def each_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -115,15 +145,15 @@ def each_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.cat([F.linear(row, weight, bias) for row in x.split(1)])
 
 
-def choose_experts(logits: Tensor, spec: RouterSpec, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+def choose_experts(
+    logits: Tensor, spec: RouterSpec, correction: Tensor | None, functions: Functions = LIBRARY
+) -> tuple[Tensor, Tensor]:
     """logits: [tokens, experts]. Returns experts [tokens, top_k] int64, best first, and weights."""
     if spec.kind is RouterKind.TOPK_SOFTMAX:
         best, expert = stable_topk(logits, spec.top_k)
         weight = torch.softmax(best, dim=-1)
-    elif spec.kind is RouterKind.SOFTMAX:
-        weight, expert = stable_topk(torch.softmax(logits, dim=-1), spec.top_k)
     else:
-        score = torch.sigmoid(logits)
+        score = torch.softmax(logits, dim=-1) if spec.kind is RouterKind.SOFTMAX else functions.sigmoid(logits)
         choice = score if correction is None else score + correction
         _, expert = stable_topk(_within_groups(choice, spec), spec.top_k)
         weight = score.gather(1, expert)
@@ -141,7 +171,7 @@ def _within_groups(choice: Tensor, spec: RouterSpec) -> Tensor:
     if spec.groups == 1:
         return choice
     grouped = choice.unflatten(1, (spec.groups, -1))
-    best = grouped.topk(min(2, grouped.shape[2]), dim=-1).values.sum(dim=-1)
+    best = grouped.topk(min(spec.group_best, grouped.shape[2]), dim=-1).values.sum(dim=-1)
     _, group = stable_topk(best, spec.top_groups)
     taken = torch.zeros_like(best, dtype=torch.bool).scatter_(1, group, True)
     inside: Tensor = grouped.masked_fill(~taken[..., None], float("-inf"))
@@ -152,14 +182,14 @@ def _within_groups(choice: Tensor, spec: RouterSpec) -> Tensor:
 
 _ONE_PROGRAM = 2**11
 """Tokens times experts, both as powers of two, up to which one program does all that comes after the logits."""
-_MOST_BLOCKS = 64
+_MAX_BLOCKS = 64
 """Blocks of tokens where there are more, of 4 to 64 tokens as long as that will do."""
 
 
 def tile_rows(tokens: int, spec: RouterSpec) -> int:
     """Assignments of a tile: about what an expert gets, from 16 to 128."""
     mean = tokens * spec.top_k / spec.num_experts
-    return next((rows for most, rows in ((8, 16), (24, 32), (64, 64)) if mean <= most), 128)
+    return next((rows for maximum, rows in ((8, 16), (24, 32), (64, 64)) if mean <= maximum), 128)
 
 
 def most_tiles(tokens: int, rows: int, spec: RouterSpec) -> int:
@@ -181,7 +211,7 @@ def route(x: Tensor, router: Router, live: Tensor | None, gpu: GpuTraits) -> Rou
     numbers = torch.empty((3, most_tiles(tokens, rows, spec)), dtype=torch.int32, device=x.device)
     order, number = torch.empty_like(expert).view(-1), numbers.new_empty(1)
     one = lanes(tokens) * lanes(experts) <= _ONE_PROGRAM
-    block = lanes(tokens) if one else min(max(power_of_two(-(-tokens // _MOST_BLOCKS)), 4), 64)
+    block = lanes(tokens) if one else min(max(power_of_two(-(-tokens // _MAX_BLOCKS)), 4), 64)
     blocks = 1 if one else -(-tokens // block)
     counts = numbers.new_empty((blocks, experts))
     choice = {
@@ -192,11 +222,12 @@ def route(x: Tensor, router: Router, live: Tensor | None, gpu: GpuTraits) -> Rou
     sigmoid = spec.kind is RouterKind.SIGMOID
     _choose_kernel[(blocks,)](
         expert, weight, logits, logits if router.correction is None else router.correction,
-        expert if live is None else live, *placed, len(logits), spec.scale,
+        logits if router.factor is None else router.factor, expert if live is None else live, *placed,
+        len(logits), spec.scale,
         sigmoid=sigmoid, of_chosen=spec.kind is RouterKind.TOPK_SOFTMAX, renormalise=spec.renormalise,
-        corrected=router.correction is not None, masked=live is not None, groups=spec.groups,
-        top_groups=spec.top_groups, block_g=lanes(spec.groups), places=one, rows=rows, block_k=lanes(spec.top_k),
-        first=router.here.start, stop=router.here.stop, **choice,
+        corrected=router.correction is not None, factored=router.factor is not None, masked=live is not None,
+        groups=spec.groups, top_groups=spec.top_groups, group_best=spec.group_best, block_g=lanes(spec.groups),
+        places=one, rows=rows, block_k=lanes(spec.top_k), first=router.here.start, stop=router.here.stop, **choice,
     )  # fmt: skip
     if not one:
         _place_kernel[(blocks,)](expert, *placed, rows=rows, **choice)
@@ -253,13 +284,14 @@ def _logits_kernel(
 
 
 @jit
-def _choose_kernel(  # noqa: PLR0915 (a choice, then what follows from it)
-    expert_out: Arg, weight_out: Arg, logits: Arg, correction: Arg, live: Arg, order: Arg, tile_expert: Arg,
-    tile_start: Arg, tile_count: Arg, number: Arg, counts: Arg, tokens: Arg, blocks: Arg, most: Arg, parts: Arg,
-    scale: Arg, sigmoid: constexpr, of_chosen: constexpr, renormalise: constexpr, corrected: constexpr,
-    masked: constexpr, groups: constexpr, top_groups: constexpr, block_g: constexpr, places: constexpr, rows: constexpr,
-    block_k: constexpr, first: constexpr, stop: constexpr, top_k: constexpr, experts: constexpr, block: constexpr,
-    block_e: constexpr, overlap: constexpr,
+def _choose_kernel(  # noqa: PLR0912, PLR0915 (a choice, then what follows from it)
+    expert_out: Arg, weight_out: Arg, logits: Arg, correction: Arg, factor: Arg, live: Arg, order: Arg,
+    tile_expert: Arg, tile_start: Arg, tile_count: Arg, number: Arg, counts: Arg, tokens: Arg, blocks: Arg,
+    maximum: Arg, parts: Arg, scale: Arg, sigmoid: constexpr, of_chosen: constexpr, renormalise: constexpr,
+    corrected: constexpr, factored: constexpr, masked: constexpr, groups: constexpr, top_groups: constexpr,
+    group_best: constexpr, block_g: constexpr, places: constexpr, rows: constexpr, block_k: constexpr,
+    first: constexpr, stop: constexpr, top_k: constexpr, experts: constexpr, block: constexpr, block_e: constexpr,
+    overlap: constexpr,
 ) -> None:  # fmt: skip
     """Experts and weights of a block of tokens, and how many of them each expert gets. Grid (blocks,).
 
@@ -287,7 +319,7 @@ def _choose_kernel(  # noqa: PLR0915 (a choice, then what follows from it)
     if corrected:
         choice += tl.load(correction + expert, mask=expert < experts, other=0.0).to(tl.float32)[None, :]
     if groups > 1:
-        choice = _in_best_groups(choice, expert, experts, groups, top_groups, block, block_e, block_g)
+        choice = _in_best_groups(choice, expert, experts, groups, top_groups, group_best, block, block_e, block_g)
     lowest: constexpr = -0x7FFFFFFFFFFFFFFF
     index = tl.broadcast_to(expert[None, :], [block, block_e])
     keys = tl.where((expert < experts)[None, :], key_of(choice, index), lowest)
@@ -298,6 +330,9 @@ def _choose_kernel(  # noqa: PLR0915 (a choice, then what follows from it)
     lane = tl.arange(0, block_k)
     weights = tl.zeros([block, block_k], tl.float32)
     ids = tl.full([block, block_k], -1, tl.int32)
+    if factored:
+        own_factor = tl.load(factor + expert, mask=expert < experts, other=0.0).to(tl.float32)[None, :]
+        factors = tl.zeros([block, block_k], tl.float32)
     for i in tl.static_range(top_k):
         chosen = index_of(tl.max(keys, 1))
         is_chosen = index == chosen[:, None]
@@ -305,29 +340,34 @@ def _choose_kernel(  # noqa: PLR0915 (a choice, then what follows from it)
         if of_chosen:
             weight = tl.exp(weight - peak)
         weights = tl.where((lane == i)[None, :], weight[:, None], weights)
+        if factored:
+            own = tl.sum(tl.where(is_chosen, own_factor, 0.0), 1)
+            factors = tl.where((lane == i)[None, :], own[:, None], factors)
         here = alive & (chosen >= first) & (chosen < stop)
         ids = tl.where((lane == i)[None, :] & here[:, None], (chosen - first)[:, None], ids)
         slot = tl.where((index == (chosen - first)[:, None]) & here[:, None], i, slot)
         keys = tl.where(is_chosen, lowest, keys)
     if renormalise or of_chosen:
         weights = weights / (tl.sum(weights, 1) + 1e-20)[:, None]
+    if factored:
+        weights = weights * factors
     own, stored = token[:, None] * top_k + lane[None, :], (token < tokens)[:, None] & (lane < top_k)[None, :]
     tl.store(weight_out + own, weights * scale, mask=stored)
     tl.store(expert_out + own, ids, mask=stored)
     count = tl.sum((slot >= 0).to(tl.int32), 0)
     if places:
         _write_order(order, slot, token, tl.zeros([block_e], tl.int32), count, top_k)
-        _write_tiles(tile_expert, tile_start, tile_count, number, expert, count, tokens, most, rows)
+        _write_tiles(tile_expert, tile_start, tile_count, number, expert, count, tokens, maximum, rows)
     else:
         tl.store(counts + tl.program_id(0) * experts + expert, count, mask=expert < experts)
 
 
 @jit
 def _in_best_groups(
-    choice: Arg, expert: Arg, experts: constexpr, groups: constexpr, top_groups: constexpr, block: constexpr,
-    block_e: constexpr, block_g: constexpr,
+    choice: Arg, expert: Arg, experts: constexpr, groups: constexpr, top_groups: constexpr, group_best: constexpr,
+    block: constexpr, block_e: constexpr, block_g: constexpr,
 ) -> Arg:  # fmt: skip
-    """choice [block, experts], -inf outside the groups whose two best have the largest sum."""
+    """choice [block, experts], -inf outside the groups whose best have the largest sum."""
     size: constexpr = experts // groups
     group = tl.arange(0, block_g)
     index = tl.broadcast_to(group[None, :], [block, block_g])
@@ -337,7 +377,7 @@ def _in_best_groups(
         first = tl.max(own, 1)
         at = tl.min(tl.where(own == first[:, None], expert[None, :], block_e), 1)
         both = first
-        if size > 1:
+        if size > 1 and group_best > 1:
             both += tl.max(tl.where(expert[None, :] == at[:, None], float("-inf"), own), 1)
         sums = tl.where(index == g, both[:, None], sums)
     lowest: constexpr = -0x7FFFFFFFFFFFFFFF
@@ -353,7 +393,7 @@ def _in_best_groups(
 @jit
 def _place_kernel(
     expert_in: Arg, order: Arg, tile_expert: Arg, tile_start: Arg, tile_count: Arg, number: Arg, counts: Arg,
-    tokens: Arg, blocks: Arg, most: Arg, rows: constexpr, top_k: constexpr, experts: constexpr, block: constexpr,
+    tokens: Arg, blocks: Arg, maximum: Arg, rows: constexpr, top_k: constexpr, experts: constexpr, block: constexpr,
     block_e: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """Puts the assignments of a block of tokens in order; the first block's program writes the tiles.
@@ -378,7 +418,7 @@ def _place_kernel(
         slot = tl.where(expert[None, :] == chosen[:, None], i, slot)
     _write_order(order, slot, token, before, total, top_k)
     if mine == 0:
-        _write_tiles(tile_expert, tile_start, tile_count, number, expert, total, tokens, most, rows)
+        _write_tiles(tile_expert, tile_start, tile_count, number, expert, total, tokens, maximum, rows)
 
 
 @jit
@@ -392,7 +432,7 @@ def _write_order(order: Arg, slot: Arg, token: Arg, before: Arg, total: Arg, top
 
 @jit
 def _write_tiles(
-    tile_expert: Arg, tile_start: Arg, tile_count: Arg, number: Arg, expert: Arg, count: Arg, tokens: Arg, most: Arg,
+    tile_expert: Arg, tile_start: Arg, tile_count: Arg, number: Arg, expert: Arg, count: Arg, tokens: Arg, maximum: Arg,
     rows: constexpr,
 ) -> None:  # fmt: skip
     """count: [experts], assignments of each. Tiles that are not there are zeros: they are read, and not used."""
@@ -406,9 +446,9 @@ def _write_tiles(
         tl.store(tile_count + place + tile, tl.minimum(count - tile * rows, rows), mask=there)
     total = tl.sum(tiles, 0)
     tl.store(number, total)
-    for first in range(0, most, 128):
+    for first in range(0, maximum, 128):
         at = first + tl.arange(0, 128)
-        unused = (at >= total) & (at < most)
+        unused = (at >= total) & (at < maximum)
         tl.store(tile_expert + at, 0, mask=unused)
         tl.store(tile_start + at, 0, mask=unused)
         tl.store(tile_count + at, 0, mask=unused)

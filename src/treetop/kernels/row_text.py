@@ -15,21 +15,25 @@ def remember(text: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, kept
     text[rows[:, None], place] = tokens.to(text.dtype)
 
 
-def longest_matches(text: Tensor, end: Tensor, count: int, most: int) -> tuple[Tensor, Tensor]:
+def longest_matches(text: Tensor, end: Tensor, count: int, maximum: int) -> tuple[Tensor, Tensor]:
     """Earlier places whose text is the text's end, the longest first, then the latest.
 
-    text: [rows, width] int32. end: [rows] int64, where its last token stands. count: places wanted. most: tokens that
-    are compared. Returns place [rows, count] int64, where the match ends, and length [rows, count] int64; 0 for none.
+    text: [rows, width] int32.
+    end: [rows] int64, where its last token stands.
+    count: places wanted.
+    maximum: tokens that are compared.
+
+    Returns place [rows, count] int64, where the match ends, and length [rows, count] int64; 0 for none.
     """
     width = text.shape[1]
-    back = end[:, None] - torch.arange(most, device=text.device)
+    back = end[:, None] - torch.arange(maximum, device=text.device)
     suffix = torch.where(back >= 0, text.gather(1, back.clamp(min=0)), -2)  # -2 is in no text
-    padded = F.pad(text, (most - 1, 0), value=-1)
+    padded = F.pad(text, (maximum - 1, 0), value=-1)
     position = torch.arange(width, device=text.device)
     alive = (position < end[:, None]).expand(len(text), -1)
     length = torch.zeros(text.shape, dtype=torch.int64, device=text.device)
-    for m in range(most):
-        alive = alive & (padded[:, most - 1 - m : most - 1 - m + width] == suffix[:, m : m + 1])
+    for m in range(maximum):
+        alive = alive & (padded[:, maximum - 1 - m : maximum - 1 - m + width] == suffix[:, m : m + 1])
         length += alive
     found = min(count, width)
     best = torch.topk(torch.where(length > 0, length << 32 | position, 0), found, dim=1).values

@@ -18,7 +18,11 @@ _BLOCK = 1024
 
 @dataclass(frozen=True, slots=True)
 class DraftState:
-    """What a row's next tree grows from. tokens, logprob: [num_rows, max_topk]; hidden: [num_rows, draft hidden]."""
+    """What a row's next tree grows from.
+
+    tokens, logprob: [num_rows, max_topk].
+    hidden: [num_rows, draft hidden].
+    """
 
     tokens: Tensor
     logprob: Tensor
@@ -27,10 +31,14 @@ class DraftState:
 
 @dataclass(frozen=True, slots=True)
 class RowTables:
-    """committed, root: [num_rows] int64: tokens in the pages, and the token after them. draft: None without a head."""
+    """committed, root: [num_rows] int64: tokens in the pages, and the token after them.
+    classes: [num_rows] int64, by which proposals are calibrated.
+    draft: None without a head.
+    """
 
     committed: Tensor
     root: Tensor
+    classes: Tensor
     draft: DraftState | None
 
 
@@ -47,10 +55,15 @@ def finish_reference(
     _store(tables.root, rows, live, root)
     if draft is not None:
         assert tables.draft is not None
-        k = draft.tokens.shape[1]
-        _store(tables.draft.tokens[:, :k], rows, live, draft.tokens)
-        _store(tables.draft.logprob[:, :k], rows, live, draft.logprob)
-        _store(tables.draft.hidden, rows, live, draft.hidden)
+        store_draft(tables.draft, rows, live, draft)
+
+
+def store_draft(table: DraftState, rows: Tensor, keep: Tensor, draft: DraftState) -> None:
+    """The proposals of those rows for which `keep`, [rows] bool, holds. draft: as in `finish_reference`."""
+    k = draft.tokens.shape[1]
+    _store(table.tokens[:, :k], rows, keep, draft.tokens)
+    _store(table.logprob[:, :k], rows, keep, draft.logprob)
+    _store(table.hidden, rows, keep, draft.hidden)
 
 
 def _store(table: Tensor, rows: Tensor, live: Tensor, value: Tensor) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from treetop.kernels.process import Processors
+from treetop.kernels.process import LogitsProcessors
 from treetop.types.parallel import Parallel
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -22,8 +22,12 @@ TEMPERATURES = (1e-30, 1e30)
 
 
 @dataclass(frozen=True, slots=True)
-class WarpParams:
-    """Per-row sampling parameters. temperature, top_p, min_p: [n] float32; top_k: [n] int64, 0 is off."""
+class RowSamplingParams:
+    """Per-row sampling parameters.
+
+    temperature, top_p, min_p: [n] float32.
+    top_k: [n] int64, 0 is off.
+    """
 
     temperature: Tensor
     top_k: Tensor
@@ -32,17 +36,26 @@ class WarpParams:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampler:
-    """What rows choose by. params: of every row; seed: [num_rows] int64. processors: None if no logits are changed."""
+class SamplingMetadata:
+    """What rows choose by.
 
-    params: WarpParams
+    params: of every row.
+    seed: [num_rows] int64.
+    processors: None if no logits are changed.
+    """
+
+    params: RowSamplingParams
     seed: Tensor
-    processors: Processors | None = None
+    processors: LogitsProcessors | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """The target's token after each node. token: [rows, T] int64. finite: [rows, T] bool, whether its logits are."""
+    """The target's token after each node.
+
+    token: [rows, T] int64.
+    finite: [rows, T] bool, whether its logits are.
+    """
 
     token: Tensor
     finite: Tensor
@@ -77,7 +90,9 @@ def greedy_of_ranks(
     return SampledTokens(tokens.gather(-1, winner)[..., 0], torch.isfinite(value[..., 0]))
 
 
-def draw_reference(logits: Tensor, sampler: Sampler, rows: Tensor, positions: Tensor, filtered: bool) -> SampledTokens:
+def draw_reference(
+    logits: Tensor, sampler: SamplingMetadata, rows: Tensor, positions: Tensor, filtered: bool
+) -> SampledTokens:
     """A token after each node, drawn from the warped logits [rows, T, vocab] by its row's sampler.
 
     sampler: of all rows; `rows` [rows] picks. positions: [rows, T] int64, where the nodes stand; a token stands one
@@ -86,7 +101,7 @@ def draw_reference(logits: Tensor, sampler: Sampler, rows: Tensor, positions: Te
     count, width, vocab = logits.shape
     finite = torch.isfinite(logits.max(dim=-1).values)
     params, each_row = sampler.params, rows.repeat_interleave(width)
-    each = WarpParams(*(v[each_row] for v in (params.temperature, params.top_k, params.top_p, params.min_p)))
+    each = RowSamplingParams(*(v[each_row] for v in (params.temperature, params.top_k, params.top_p, params.min_p)))
     safe = torch.where(finite[:, :, None], logits, 0)
     uniforms = philox_uniform(sampler.seed[rows][:, None].expand(count, width), positions + 1)
     token = draw(warp(safe.reshape(count * width, vocab), each, filtered), uniforms.reshape(-1))
@@ -119,7 +134,7 @@ def philox_uniform(seed: Tensor, position: Tensor, draw: int = 0) -> Tensor:
     return c[0].to(torch.float64) * 2.0**-32
 
 
-def warp(logits: Tensor, params: WarpParams, filtered: bool = True) -> Tensor:
+def warp(logits: Tensor, params: RowSamplingParams, filtered: bool = True) -> Tensor:
     """Weights of tokens after temperature, top-k, top-p and min-p, in this order, each on the rest of the one before.
 
     logits: [n, vocab]. filtered: whether any row has a top-k or top-p; without one nothing is sorted, and the result is
@@ -138,12 +153,12 @@ def warp(logits: Tensor, params: WarpParams, filtered: bool = True) -> Tensor:
     return torch.where(greedy[:, None], torch.zeros_like(weights).scatter_(1, first, 1.0), weights)
 
 
-def _some_filter(params: WarpParams) -> bool:
+def _some_filter(params: RowSamplingParams) -> bool:
     """Whether any row has a top-k or a top-p, where looking is free: nothing waits for a CPU."""
     return params.top_k.device.type != "cpu" or bool(((params.top_k > 0) | (params.top_p < 1)).any())
 
 
-def _inside_filters(logits: Tensor, weights: Tensor, params: WarpParams) -> Tensor:
+def _inside_filters(logits: Tensor, weights: Tensor, params: RowSamplingParams) -> Tensor:
     """Tokens that top-k and top-p keep. logits, weights: [n, vocab]. Returns [n, vocab] bool."""
     vocab = logits.shape[-1]
     order = torch.sort(logits, dim=-1, descending=True, stable=True).indices

@@ -28,7 +28,10 @@ _TABLE = Path(__file__).with_name("skinny_gemm.json")
 
 @dataclass(frozen=True, slots=True)
 class RowsLaunch:
-    """How a product is cut. ahead: blocks of k whose weights are asked for before the wait. tiled: by TMA.
+    """How a product is cut.
+
+    ahead: blocks of k whose weights are asked for before the wait.
+    tiled: by TMA.
 
     rows_left: x is the left operand of the product.
     """
@@ -258,8 +261,9 @@ def shared_bytes(launch: RowsLaunch, rows: int, gated: bool) -> int:
 class LaunchTable:
     """Measured launches, by (n, k, gated, row class); None is the vendor's product.
 
-    num_sms: of the GPU that was measured, which has compute capability 9. compressed: the fields of a
-    `packed_weights.CompressedLaunch`, where that is faster still; most_outliers: by rows, with how many in a block.
+    num_sms: of the GPU that was measured, which has compute capability 9.
+    compressed: the fields of a `packed_weights.CompressedLaunch`, where that is faster still.
+    most_outliers: by rows, with how many in a block.
     """
 
     num_sms: int
@@ -281,5 +285,5 @@ def load_table() -> LaunchTable:
     launches = {key: None if e["launch"] is None else RowsLaunch(*e["launch"]) for key, e in entries.items()}
     measured = {key: e["compressed"] for key, e in entries.items() if "compressed" in e}
     compressed = {key: tuple(e["launch"]) for key, e in measured.items()}
-    limits = {key: {int(rows): most for rows, most in e["most_outliers"].items()} for key, e in measured.items()}
+    limits = {key: {int(rows): maximum for rows, maximum in e["most_outliers"].items()} for key, e in measured.items()}
     return LaunchTable(data["num_sms"], launches, compressed, limits)

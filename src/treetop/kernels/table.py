@@ -18,29 +18,36 @@ from torch import Tensor
 
 from treetop.kernels import accept as accepting
 from treetop.kernels import attention as attending
+from treetop.kernels import coded, fused, kv_chunks, latent, packed_weights, pages, peers, routing, tail, topk
 from treetop.kernels import commit as committing
 from treetop.kernels import draw as drawing
 from treetop.kernels import experts as expert_products
-from treetop.kernels import fused, kv_chunks, packed_weights, pages, peers, routing, tail, topk
 from treetop.kernels import grow as growing
+from treetop.kernels import latent_attention as latent_attending
+from treetop.kernels import learn as learning
 from treetop.kernels import process as processing
 from treetop.kernels import rows as row_state
 from treetop.kernels import skinny_gemm as skinny
+from treetop.kernels.exact import BY_ELEMENT, LIBRARY
 from treetop.kernels.sampling import draw_reference, greedy_of_ranks, greedy_reference
 from treetop.kernels.triton_guard import GpuTraits, gpu_traits, why_not
 from treetop.types.layout import SpecShape
-from treetop.types.parallel import ALONE, Parallel, Summed
+from treetop.types.parallel import SINGLE_RANK, Parallel, Summed
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
 class OpContext:
-    """What an engine computes on, and the shapes of its trees; () where no tree is grown."""
+    """What an engine computes on, and the shapes of its trees; () where no tree is grown.
+
+    exact: on a CPU in float32, a row has the same bits in any company (`kernels.exact`).
+    """
 
     device: torch.device
     dtype: torch.dtype
     shapes: tuple[SpecShape, ...] = ()
+    exact: bool = False
 
 
 def on_a_gpu(context: OpContext) -> bool:
@@ -67,9 +74,12 @@ def for_trees_of_one_program(context: OpContext) -> bool:
 class Op(Generic[F]):
     """An operation. As an attribute of an `Ops` it is the function chosen there.
 
-    reference: plain tensor operations, on any device and in any dtype. kernel: the same with an argument `gpu`, and
-    with others if it is called by more than the table. tolerance: how far they may differ in float32, as a share of the
-    largest value; 0 is not a bit. applies: where the kernel serves. launches: the Triton kernels it is made of.
+    reference: plain tensor operations, on any device and in any dtype.
+    kernel: the same with an argument `gpu`, and with others if it is called by more than the table.
+    tolerance: how far they may differ in float32, as a share of the largest value; 0 is not a bit.
+    applies: where the kernel serves.
+    launches: the Triton kernels it is made of.
+    by_rows: what serves instead of a reference whose bits depend on the number of rows, where they must not.
     """
 
     reference: F
@@ -77,6 +87,7 @@ class Op(Generic[F]):
     tolerance: float
     applies: Callable[[OpContext], bool]
     launches: tuple[Any, ...] = ()
+    by_rows: F | None = None
     name: str = field(default="", init=False)
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -124,7 +135,9 @@ def _add_of_ranks(own: Add, x: Tensor, delta: Summed) -> Tensor:
 class Ops:
     """The table, and as an instance what was chosen from it.
 
-    parallel: the rank that computes, of a group that shares a model. expert_ranks: of one that shares the experts.
+    parallel: the rank that computes, of a group that shares a model.
+    expert_ranks: of one that shares the experts.
+    functions: activations where they are plain tensor operations.
     """
 
     # of a layer
@@ -143,6 +156,9 @@ class Ops:
     rotate_and_write = Op(
         fused.rotate_and_write_reference, fused.rotate_and_write, 1e-6, on_a_gpu, (fused._rotate_and_write_kernel,)
     )
+    write_latent = Op(
+        latent.write_latent_reference, latent.write_latent, 1e-6, on_a_gpu, (latent._write_latent_kernel,)
+    )
     silu_mul = Op(fused.silu_mul_reference, fused.silu_mul, 1e-6, on_a_gpu_in_16_bits, (fused._gate_mul_kernel,))
     gelu_tanh_mul = Op(
         fused.gelu_tanh_mul_reference, fused.gelu_tanh_mul, 1e-6, on_a_gpu_in_16_bits, (fused._gate_mul_kernel,)
@@ -160,15 +176,23 @@ class Ops:
         on_a_gpu_in_16_bits,
         (packed_weights._compressed_kernel,),
     )
+    coded_rows = Op(coded.coded_rows_reference, coded.coded_rows, 1e-5, on_a_gpu_in_16_bits, (coded._coded_kernel,))
+    coded_gated = Op(coded.coded_gated_reference, coded.coded_gated, 1e-5, on_a_gpu_in_16_bits, (coded._coded_kernel,))
     route = Op(
         routing.route_reference,
         routing.route,
         1e-5,
         on_a_gpu,
         (routing._logits_kernel, routing._choose_kernel, routing._place_kernel),
+        routing.route_by_rows,
     )
     experts = Op(
-        expert_products.experts_reference, expert_products.experts, 1e-5, on_a_gpu, (expert_products._grouped_kernel,)
+        expert_products.experts_reference,
+        expert_products.experts,
+        1e-5,
+        on_a_gpu,
+        (expert_products._grouped_kernel,),
+        expert_products.experts_by_rows,
     )
 
     # of attention
@@ -178,6 +202,13 @@ class Ops:
         1e-5,
         on_a_gpu,
         (attending._attention_kernel, attending._merge_kernel),
+    )
+    latent_attention = Op(
+        latent_attending.latent_attention_reference,
+        latent_attending.latent_attention,
+        1e-5,
+        on_a_gpu,
+        (latent_attending._latent_attention_kernel, attending._merge_kernel),
     )
     tail_and_merge = Op(tail.tail_and_merge_reference, tail.tail_and_merge, 1e-5, on_a_gpu, (tail._tail_kernel,))
     gather_table = Op(pages.gather_table_reference, pages.gather_table, 0.0, on_a_gpu, (pages._gather_kernel,))
@@ -203,6 +234,13 @@ class Ops:
         for_trees_of_one_program,
         (accepting._accept_kernel,),
     )
+    learn = Op(
+        learning.learn_reference,
+        learning.learn,
+        1e-6,
+        for_trees_of_one_program,
+        (learning._add_up_kernel, learning._fold_kernel),
+    )
     count = Op(processing.count_reference, processing.count, 0.0, on_a_gpu, (processing._count_kernel,))
     commit = Op(committing.commit_reference, committing.commit, 0.0, on_a_gpu, (committing._commit_kernel,))
     path_aux_hidden = Op(
@@ -225,12 +263,16 @@ class Ops:
     pack = Op(kv_chunks.pack_reference, kv_chunks.pack, 0.0, on_a_gpu, (kv_chunks._move_kernel,))
     unpack = Op(kv_chunks.unpack_reference, kv_chunks.unpack, 0.0, on_a_gpu, (kv_chunks._move_kernel,))
 
-    def __init__(self, context: OpContext, parallel: Parallel = ALONE, expert_ranks: Parallel = ALONE) -> None:
+    def __init__(
+        self, context: OpContext, parallel: Parallel = SINGLE_RANK, expert_ranks: Parallel = SINGLE_RANK
+    ) -> None:
         self.context, self.parallel, self.expert_ranks = context, parallel, expert_ranks
+        self.functions = BY_ELEMENT if context.exact else LIBRARY
         self._gpu = gpu_traits(context.device) if on_a_gpu(context) else None
         for name, op in operations().items():
             gpu = self.gpu_for(op)
-            vars(self)[name] = op.reference if gpu is None else op.on(gpu)
+            reference = op.by_rows if context.exact and op.by_rows is not None else op.reference
+            vars(self)[name] = reference if gpu is None else op.on(gpu)
         if parallel.size > 1:
             vars(self)["greedy"] = partial(greedy_of_ranks, self.greedy, parallel)
             vars(self)["add"] = partial(_add_of_ranks, self.add)

@@ -45,11 +45,6 @@ def keyed_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return scores.gather(-1, indices), indices
 
 
-def worst_if_nan_(scores: Tensor) -> None:
-    """Make NaN -inf, in place: a head that overflows proposes badly, and must not lift a child above its parent."""
-    scores.nan_to_num_(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
-
-
 def next_level_mask(previous: Tensor, parent: Tensor) -> Tensor:
     """Ancestor mask of the next draft level: each node's row is its parent's, then the identity.
 
@@ -62,17 +57,22 @@ def next_level_mask(previous: Tensor, parent: Tensor) -> Tensor:
     return torch.cat([inherited, own], dim=2)
 
 
-def select_tree(root: Tensor, tokens: Tensor, logprobs: Tensor, parents: Tensor, shape: SpecShape) -> DraftTree:
-    """Keep the T - 1 best candidates as a tree in breadth-first order.
+def select_tree(
+    root: Tensor, tokens: Tensor, logprobs: Tensor, parents: Tensor, shape: SpecShape, chosen: Tensor
+) -> DraftTree:
+    """Keep the T - 1 best candidates as a tree in breadth-first order, and write their flat indices into `chosen`.
 
     root: [rows] int64. tokens: [rows, n] int64 and logprobs: [rows, n] float32 of all candidates, by flat index, where
     logprobs are not NaN and never rise from parent to child. parents: [rows, groups] int64, the flat index of each
-    group's parent, -1 for group 0. Ties go to the smaller flat index, which a parent has against its child, so no node
-    is orphaned. Source: EAGLE-2, arXiv:2406.16858, section 4.2.
+    group's parent, -1 for group 0. chosen: [rows, T] int64; the root's is -1. Ties go to the smaller flat index, which
+    a parent has against its child, so no node is orphaned.
+    Source: EAGLE-2, arXiv:2406.16858, section 4.2.
     """
     k, width = shape.topk, shape.num_draft_tokens
     rows, n = tokens.shape
     keep = stable_topk(logprobs, width - 1)[1].sort(dim=1).values  # [rows, T - 1] flat indices
+    chosen[:, 0] = -1
+    chosen[:, 1:] = keep
     node_of = torch.zeros((rows, n + 1), dtype=torch.int64, device=tokens.device)  # flat index + 1 -> node; 0 -> root
     order = torch.arange(1, width, device=tokens.device).expand(rows, -1)
     node_of.scatter_(1, keep + 1, order)

@@ -18,7 +18,7 @@ from treetop.kernels.garbage import no_collection
 
 _asked: ContextVar[set[object] | None] = ContextVar("asked", default=None)
 """Inside `compile_ahead`: the kernels and kinds of arguments asked for so far."""
-_MOST_COMPILERS = 32
+_MAX_COMPILERS = 32
 """Each may run an assembler of its own, which takes memory."""
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def compile_ahead(run: Callable[[], None]) -> None:
 def _compile_ahead(run: Callable[[], None]) -> None:
     _asked.set(set())
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    pool = _Compilers(min(cores, _MOST_COMPILERS))
+    pool = _Compilers(min(cores, _MAX_COMPILERS))
     mode = triton.AsyncCompileMode(pool)
     try:
         mode.__enter__()
@@ -163,8 +163,8 @@ def _with_launcher(make: Callable[[], Any]) -> Any:
 class GpuTraits:
     """What launches depend on.
 
-    can_overlap: programmatic dependent launch and tile descriptors, compute capability 9.0 and later. shared_bytes:
-    shared memory that one program may use.
+    can_overlap: programmatic dependent launch and tile descriptors, compute capability 9.0 and later.
+    shared_bytes: shared memory that one program may use.
     """
 
     num_sms: int

@@ -43,7 +43,7 @@ class _Reader:
         for name in sorted(expected, key=lambda name: self._places[name]):
             path, kinds = self._places[name], expected[name].kinds
             found, kind = self.header(name)
-            if found != expected[name].shape:
+            if found not in (expected[name].shape, *expected[name].others):
                 raise CheckpointError(f"{path}: tensor {name} has shape {found}, expected {expected[name].shape}")
             if kind not in kinds:
                 known = " or ".join(kinds)
@@ -97,7 +97,7 @@ def open_tensors(
     """
     places = _located(folder, expected, ignored)
     reader = _Reader(places)
-    reader.check(expected)
+    reader.check({name: expected[name] for name in places})
 
     def fetch(name: str, span: Span | None) -> Tensor:
         return _finite(reader.read(name, span).to(device), name, places[name])
@@ -108,7 +108,7 @@ def open_tensors(
 def check_tensors(folder: Path, expected: Expected, ignored: Collection[str] = ()) -> int:
     """Names, shapes and kinds as `open_tensors` checks them, from the files' headers. Returns how many tensors."""
     with open_tensors(folder, expected, ignored):
-        return len(expected)
+        return sum(each.read for each in expected.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,15 +204,15 @@ def _open(path: Path) -> Any:
 
 
 def _located(folder: Path, expected: Expected, ignored: Collection[str]) -> dict[str, Path]:
-    """The file of each expected tensor. Raises CheckpointError if one is missing or unexpected."""
-    files = tensor_files(folder)
+    """The file of each tensor that is read. Raises CheckpointError if one is missing or unexpected."""
+    files, wanted = tensor_files(folder), {name for name, each in expected.items() if each.read}
     unexpected = sorted(set(files) - set(expected) - set(ignored))
-    missing = sorted(set(expected) - set(files))
+    missing = sorted(wanted - set(files))
     if missing:
         raise CheckpointError(f"{folder}: missing tensor {_some(missing)}")
     if unexpected:
         raise CheckpointError(f"{folder}: unexpected tensor {_some(unexpected)}")
-    return {name: files[name] for name in expected}
+    return {name: files[name] for name in expected if name in wanted}
 
 
 def _finite(tensor: Tensor, name: str, path: Path) -> Tensor:
@@ -226,8 +226,8 @@ def all_finite(tensor: Tensor) -> bool:
     if not tensor.numel():
         return True
     numbers = tensor.float() if tensor.itemsize == 1 else tensor  # PyTorch has no extremes of 8 bits
-    least, most = numbers.aminmax()  # both are NaN if one number is
-    return bool(torch.isfinite(least) & torch.isfinite(most))
+    minimum, maximum = numbers.aminmax()  # both are NaN if one number is
+    return bool(torch.isfinite(minimum) & torch.isfinite(maximum))
 
 
 def _some(names: list[str]) -> str:

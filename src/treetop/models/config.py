@@ -1,32 +1,91 @@
 """What a `config.json` says, read once into frozen values. Unknown or unsupported content is an error, not a guess."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from treetop.kernels.experts import Activation
 from treetop.kernels.gate import Gate
-from treetop.kernels.rope import DynamicNTK, Linear, Llama3, RopeSpec, Yarn
+from treetop.kernels.rope import RopeSpec
 from treetop.kernels.routing import RouterSpec
-from treetop.models.json_file import MOST_TOKENS, integers, read_object
-from treetop.types.errors import CheckpointError, ConfigError, shown
+from treetop.models.json_file import integers, read_object
+from treetop.models.rope_config import max_positions, reach, rope_spec
+from treetop.models.values import Config, flag, real, require_value, size, table
+from treetop.types.errors import CheckpointError, ConfigError
 from treetop.types.kv import KVFormat, paired
 from treetop.weights.registry import read_formats
 from treetop.weights.rules import PLAIN, StoredFormats
 
-Config = Mapping[str, Any]
+
+@dataclass(frozen=True, slots=True)
+class OutputGate:
+    """What attention gives is multiplied by an activation of a product with what attention reads: a number for each
+    head, or with per_number for each of its numbers."""
+
+    kind: Literal["sigmoid", "softplus"]
+    per_number: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Compressed attention (MLA): a token leaves a latent, of which every head would make the part of its key that does
+    not turn, and its value, and beside it the part that turns, which all heads share.
+
+    rank: of the latent.
+    still_dim: numbers of a head's query that do not turn.
+    value_dim: of a head's value.
+    query_rank: of the latent that queries are made of; None where they are made of the hidden state.
+    norm_eps: of the norms of both latents.
+    """
+
+    rank: int
+    still_dim: int
+    value_dim: int
+    query_rank: int | None
+    norm_eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class IndexSpec:
+    """The indexer of sparse attention (DSA), by whose scores a query attends to the best of the keys it may see.
+
+    num_heads, head_dim: of the indexer.
+    top_k: keys that a query attends to at most.
+    interleaved: what turns of its heads turns in pairs of neighbours.
+    norm_eps: of the norm of its keys.
+    shares: the layer whose choice counts, where the layer has no indexer of its own.
+    """
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+    interleaved: bool
+    norm_eps: float
+    shares: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """A layer's attention. kv: what it keeps of a token. scale: of its scores. window: how far it sees, itself counted;
-    None is everything.
+    """A layer's attention.
 
-    qk_norm: queries and keys have norms of their own, per head and before the rotation; whole_qk_norm: so they have,
-    each one over all heads. bias: of q, k and v; output_bias: of the output. sinks: each head has a logit that takes
-    part in its softmax and has no value. joined: a checkpoint holds q, k and v as one tensor.
+    kv: what it keeps of a token.
+    scale: of its scores.
+    window: how far it sees, itself counted; None is everything.
+    qk_norm: queries and keys have norms of their own, per head and before the rotation.
+    whole_qk_norm: so they have, each one over all heads.
+    value_norm: values have norms too, without a weight.
+    bias: of q, k and v.
+    output_bias: of the output.
+    sinks: each head has a logit that takes part in its softmax and has no value, stored as sink_name.
+    joined: a checkpoint holds q, k and v as one tensor.
+    gate: of the output.
+    value_dim: of a value, where it is narrower than a key; it is kept as wide.
+    value_scale: what values are multiplied by.
+    values_of_keys: v is what k is before norm and rotation.
+    reads_layer: whose K/V it attends to, where it has none of its own.
+    latent: it is compressed; then `rope` is of what turns of a head alone.
+    index: it is sparse, and compressed.
     """
 
     num_heads: int
@@ -38,12 +97,40 @@ class AttentionSpec:
     bias: bool = False
     output_bias: bool = False
     sinks: bool = False
+    sink_name: str = "sinks"
     whole_qk_norm: bool = False
     joined: bool = False
+    value_norm: bool = False
+    gate: OutputGate | None = None
+    value_dim: int | None = None
+    value_scale: float = 1.0
+    values_of_keys: bool = False
+    reads_layer: int | None = None
+    latent: LatentSpec | None = None
+    index: IndexSpec | None = None
 
     @property
     def head_dim(self) -> int:
+        """Of what is kept."""
         return self.kv.head_dim
+
+    @property
+    def output_dim(self) -> int:
+        """Numbers of a head that the output's product reads."""
+        if self.latent is not None:
+            return self.latent.value_dim
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    def source(self, layer: int) -> int:
+        """Whose K/V it attends to, itself the layer at this index."""
+        return layer if self.reads_layer is None else self.reads_layer
+
+
+def with_indexer(spec: AttentionSpec, index: IndexSpec | None) -> AttentionSpec:
+    """Compressed attention to what an indexer of the layer's own chooses, whose keys are kept; to all with None."""
+    kept = 0 if index is None else index.head_dim
+    kv = replace(spec.kv, head_dim=spec.kv.head_dim - spec.kv.index_dim + kept, index_dim=kept)
+    return replace(spec, kv=kv, index=index)
 
 
 def attention_of_rank(spec: AttentionSpec, size: int) -> AttentionSpec:
@@ -62,12 +149,16 @@ def attention_of_rank(spec: AttentionSpec, size: int) -> AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class DenseSpec:
-    """A gated feed-forward of one weight for all tokens. joined: a checkpoint holds gate and up as one tensor."""
+    """A gated feed-forward of one weight for all tokens. stored: how a checkpoint holds it, see `models.layers`.
+
+    limit: see `Activation`.
+    """
 
     inner_size: int
     bias: bool = False
     gate: Gate = "silu"
-    joined: bool = False
+    stored: Literal["apart", "joined", "joined of Granite"] = "apart"
+    limit: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +174,21 @@ class NormNames:
     feed_forward_output: str | None = None
 
 
-ExpertLayout = Literal["each", "stacked", "stacked rows", "stacked halves", "each w", "each of Hy3"]
+ExpertLayout = Literal[
+    "each",
+    "each w",
+    "each of Hy3",
+    "each of ERNIE",
+    "each of EXAONE",
+    "each of Laguna",
+    "stacked",
+    "stacked rows",
+    "stacked halves",
+    "stacked halves by rows",
+    "stacked apart",
+    "stacked of Granite",
+    "stacked of Mistral",
+]
 """How a checkpoint holds experts, see `models.experts`."""
 
 
@@ -91,34 +196,76 @@ ExpertLayout = Literal["each", "stacked", "stacked rows", "stacked halves", "eac
 class ExpertSpec:
     """Gated feed-forwards of which a router chooses `router.top_k` for each token.
 
-    inner_size: of one expert. activation: of its gate and up. shared_inner: of a dense one beside them, which every
-    token takes too; 0 is none. bias: experts have biases. stored: how a checkpoint holds them.
+    inner_size: of one expert.
+    activation: of its gate and up.
+    shared_inner: of a dense one beside them, which every token takes too; 0 is none.
+    shared_limit: of its activation.
+    bias: experts have biases.
+    stored: how a checkpoint holds them.
     """
 
     inner_size: int
     router: RouterSpec
     activation: Activation = Activation.SILU
     shared_inner: int = 0
+    shared_limit: float | None = None
     bias: bool = False
     stored: ExpertLayout = "each"
 
 
 @dataclass(frozen=True, slots=True)
+class BesideSpec:
+    """Gemma 4's: a dense feed-forward, and experts that read the residual stream through norms of their own, added."""
+
+    dense: DenseSpec
+    experts: ExpertSpec
+
+
+FeedForwardSpec = DenseSpec | ExpertSpec | BesideSpec
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """Attention and feed-forward, each behind its norm and added to the residual stream, perhaps through another."""
+    """Attention and feed-forward, each behind its norm and added to the residual stream, perhaps through another.
+
+    scaled: what the layer leaves is multiplied by a number of its own.
+    """
 
     attention: AttentionSpec
-    feed_forward: DenseSpec | ExpertSpec
+    feed_forward: FeedForwardSpec
     norms: NormNames = NormNames()
+    scaled: bool = False
+
+    @property
+    def experts(self) -> ExpertSpec | None:
+        """Its experts, if it has any."""
+        spec = self.feed_forward
+        return spec.experts if isinstance(spec, BesideSpec) else spec if isinstance(spec, ExpertSpec) else None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputs:
+    """Each layer adds something of the token too, from a table of its own. width: of that. gate: its activation.
+
+    vocab_size: of the table.
+    """
+
+    width: int
+    vocab_size: int
+    gate: Gate
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A decoder: what holds for all of it, and its layers, first to last.
 
-    unit_offset: a norm multiplies by 1 + its weight. embedding_scale: embeddings are multiplied by it as the compute
-    dtype rounds it. residual_scale: what attention and feed-forward add is multiplied by it. logits_scale: so are
-    logits. formats: of its weights, as its own checkpoint says.
+    unit_offset: a norm multiplies by 1 + its weight.
+    embedding_scale: embeddings are multiplied by it as the compute dtype rounds it.
+    residual_scale: what attention and feed-forward add is multiplied by it.
+    logits_scale: so are logits.
+    logits_cap: logits are its tanh(logits / cap).
+    layer_inputs: what each layer adds of the token.
+    formats: of its weights, as its own checkpoint says.
     """
 
     vocab_size: int
@@ -132,18 +279,35 @@ class ModelConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0
+    logits_cap: float | None = None
+    layer_inputs: LayerInputs | None = None
     formats: StoredFormats = PLAIN
 
     @property
     def has_experts(self) -> bool:
-        return any(isinstance(layer.feed_forward, ExpertSpec) for layer in self.layers)
+        return any(layer.experts is not None for layer in self.layers)
+
+    def with_window(self, maximum: int) -> "ModelConfig":
+        """The same, whose layers see no more than so many tokens."""
+        narrowed = (
+            replace(layer, attention=replace(layer.attention, window=min(layer.attention.window or maximum, maximum)))
+            for layer in self.layers
+        )
+        return replace(self, layers=tuple(narrowed))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The folder's `config.json`. Raises CheckpointError if it is missing or not a JSON object."""
+    """The folder's `config.json`. Raises CheckpointError if it is missing or not a JSON object.
+
+    Model Optimizer wrote what is quantized into a file of its own before: without a `quantization_config` that counts.
+    """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
-    return read_object(folder / "config.json")
+    config, beside = read_object(folder / "config.json"), folder / "hf_quant_config.json"
+    if config.get("quantization_config") is None and beside.is_file():
+        said = table(read_object(beside), "quantization", beside)
+        return {**config, "quantization_config": {"quant_method": "modelopt", **said}}
+    return config
 
 
 def model_config(config: Config, where: Path, layers: Sequence[LayerSpec]) -> ModelConfig:
@@ -152,7 +316,7 @@ def model_config(config: Config, where: Path, layers: Sequence[LayerSpec]) -> Mo
         vocab_size=size(config, "vocab_size", where),
         hidden_size=size(config, "hidden_size", where),
         norm_eps=real(config, "rms_norm_eps", where, 1e-6),
-        max_positions=max(_max_positions(config, where), *(_reach(layer.attention.rope) for layer in layers)),
+        max_positions=max(max_positions(config, where), *(reach(layer.attention.rope) for layer in layers)),
         tied_embeddings=flag(config, "tie_word_embeddings", where),
         eos_token_ids=integers(config, "eos_token_id", where),
         layers=tuple(layers),
@@ -204,224 +368,36 @@ def layer_types(config: Config, where: Path, default: Callable[[int], str] | Non
     return listed
 
 
-def require_value(config: Config, key: str, value: object, where: Path) -> None:
-    """Raises CheckpointError if a key is there with another value than the only one that is supported."""
-    found = config.get(key)
-    if found is not None and found != value:
-        raise CheckpointError(f"{where}: {key} = {shown(found)} is not supported, only {value!r}")
+def own_config(config: Config, index: int, keys: Collection[str], where: Path) -> dict[str, Any]:
+    """The config as the layer at this index has it: `transformers` 5 writes what is its own as `per_layer_config`.
+
+    keys: that may differ between layers.
+    """
+    own = table(table(config, "per_layer_config", where), str(index), where)
+    for key in own:
+        if key not in keys:
+            raise CheckpointError(f"{where}: per_layer_config of layer {index}: {key} is not supported, only {keys}")
+    return {**config, **own}
 
 
-def num_experts_per_token(config: Config, most: int, where: Path) -> int:
-    """most: experts that a token can choose among."""
+def mlp_layer_types(config: Config, where: Path) -> list[str]:
+    """dense or sparse for each layer; by default the first is dense."""
+    count = num_layers(config, where)
+    listed = config.get("mlp_layer_types") or ["dense"] + ["sparse"] * (count - 1)
+    if not isinstance(listed, list) or len(listed) != count or not all(kind in ("dense", "sparse") for kind in listed):
+        raise CheckpointError(f"{where}: mlp_layer_types must name dense or sparse for each of {count} layers")
+    return listed
+
+
+def num_experts_per_token(config: Config, maximum: int, where: Path) -> int:
+    """maximum: experts that a token can choose among."""
     chosen = size(config, "num_experts_per_tok", where)
-    if chosen > most:
-        raise CheckpointError(f"{where}: num_experts_per_tok {chosen} exceeds the {most} experts of a token's choice")
+    if chosen > maximum:
+        raise CheckpointError(
+            f"{where}: num_experts_per_tok {chosen} exceeds the {maximum} experts of a token's choice"
+        )
     return chosen
 
 
 def num_layers(config: Config, where: Path) -> int:
     return size(config, "num_hidden_layers", where)
-
-
-def _reach(rope: RopeSpec) -> int:
-    """Positions that a scaled rotation was made for, where a config says less; 0 where it does not say."""
-    scaling = rope.scaling
-    if isinstance(scaling, Yarn):
-        return int(scaling.factor * scaling.original_max_position)
-    return int(scaling.factor * scaling.max_position) if isinstance(scaling, DynamicNTK) else 0
-
-
-def _max_positions(config: Config, where: Path) -> int:
-    return size(config, "max_position_embeddings", where, default=2048)
-
-
-def rope_spec(
-    config: Config,
-    head_dim: int,
-    where: Path,
-    *,
-    layer_type: str | None = None,
-    rotary_factor: float | None = None,
-    interleaved: bool = False,
-) -> RopeSpec:
-    """RoPE of both spellings: transformers 5 writes `rope_parameters`, earlier ones `rope_scaling` + `rope_theta`.
-
-    layer_type: whose part of `rope_parameters` counts, where layers differ. rotary_factor: the family's default share
-    of a head that turns; None where the family turns all of it. interleaved: see `RopeSpec`.
-    """
-    rope = _rope_table(config, layer_type, where)
-    longrope = {"long_factor", "short_factor"} if rope.get("rope_type", rope.get("type")) == "longrope" else set()
-    for key in sorted(set(rope) - set(_ROPE_KEYS.split()) - longrope):  # longrope is refused by its type
-        raise CheckpointError(f"{where}: {key} of the rotary embedding is not supported")
-    theta = real(rope, "rope_theta", where, real(config, "rope_theta", where, 10000.0))
-    if rotary_factor is None:
-        share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1
-        if share != 1:
-            raise CheckpointError(f"{where}: partial_rotary_factor {shown(share)} is not supported with this model")
-        return RopeSpec(head_dim, theta, _rope_scaling(config, rope, head_dim, theta, where), None, interleaved)
-    of_config = real(config, "partial_rotary_factor", where, rotary_factor)
-    share = real(rope, "partial_rotary_factor", where, of_config)
-    turned = int(head_dim * share)
-    if turned < 2 or turned % 2 != 0:
-        raise CheckpointError(
-            f"{where}: partial_rotary_factor {share} must turn an even number of {head_dim} dimensions, not {turned}"
-        )
-    return RopeSpec(head_dim, theta, _rope_scaling(config, rope, turned, theta, where), turned, interleaved)
-
-
-_ROPE_KEYS = (
-    "rope_theta rope_type type partial_rotary_factor factor low_freq_factor high_freq_factor truncate beta_fast"
-    " beta_slow attention_factor mscale mscale_all_dim original_max_position_embeddings finetuned"
-    " mrope_section mrope_interleaved"
-)
-"""What may stand in a table of RoPE. `finetuned` says nothing of the arithmetic, and m-rope nothing of that of text,
-whose tokens have the same position in time, height and width (Qwen2-VL, arXiv:2409.12191, section 2.1)."""
-
-
-def _rope_table(config: Config, layer_type: str | None, where: Path) -> Config:
-    """The one table that counts, of either spelling."""
-    new, old = table(config, "rope_parameters", where), table(config, "rope_scaling", where)
-    nested = {key: value for key, value in new.items() if isinstance(value, dict)}
-    if nested:
-        if len(nested) < len(new):
-            raise CheckpointError(f"{where}: rope_parameters has parts for types of layers and keys beside them")
-        if layer_type not in nested:
-            raise CheckpointError(
-                f"{where}: rope_parameters has parts for {shown(', '.join(nested))}, but"
-                f" {'none for ' + layer_type if layer_type else 'all layers of this model rotate alike'}"
-            )
-        new = nested[layer_type]
-    if new and old and new != old:
-        raise CheckpointError(f"{where}: rope_parameters and rope_scaling differ; remove one of them")
-    return new or old
-
-
-def _rope_scaling(
-    config: Config, rope: Config, turned: int, theta: float, where: Path
-) -> Linear | Llama3 | Yarn | DynamicNTK | None:
-    """turned: dimensions of a head that turn. Raises CheckpointError for a kind that is not supported."""
-    kind, positions = rope.get("rope_type", rope.get("type", "default")), _max_positions(config, where)
-    key = "original_max_position_embeddings"
-    original = size(config if config.get(key) is not None else rope, key, where, default=positions)
-    if kind in ("default", "mrope"):
-        return None
-    if kind == "linear":
-        return Linear(real(rope, "factor", where))
-    if kind == "llama3":
-        low, high = real(rope, "low_freq_factor", where), real(rope, "high_freq_factor", where)
-        if low >= high:
-            raise CheckpointError(f"{where}: high_freq_factor {high} must be greater than low_freq_factor {low}")
-        return Llama3(real(rope, "factor", where), low, high, original)
-    if kind == "dynamic" and turned > 2:
-        return DynamicNTK(real(rope, "factor", where), positions)
-    if kind == "yarn" and theta > 1:
-        return _yarn(rope, real(rope, "factor", where, positions / original), original, where)
-    raise CheckpointError(
-        f"{where}: rope_type {shown(kind)} is not supported, only default, linear, llama3, yarn (rope_theta above 1)"
-        " and dynamic (more than 2 dimensions that turn)"
-    )
-
-
-def _yarn(rope: Config, factor: float, original: int, where: Path) -> Yarn:
-    """The attention factor is what the table says, or follows from the factor and, if both are there, its mscales."""
-    fast, slow = real(rope, "beta_fast", where, 32.0), real(rope, "beta_slow", where, 1.0)
-    if fast < slow:
-        raise CheckpointError(f"{where}: beta_fast {fast} must be no less than beta_slow {slow}")
-
-    def grown(mscale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-    scales = real(rope, "mscale", where, 0.0), real(rope, "mscale_all_dim", where, 0.0)
-    attention = grown(scales[0]) / grown(scales[1]) if all(scales) else grown(1.0)
-    truncate = rope.get("truncate") is None or flag(rope, "truncate", where)
-    return Yarn(factor, original, fast, slow, truncate, real(rope, "attention_factor", where, attention))
-
-
-_MOST_HEADS, _MOST_WIDTH, _MOST_POSITIONS, _MOST_EXPERTS = 2**10, 2**20, 2**31, 2**10
-_BOUNDS: dict[str, tuple[float, float]] = {
-    "num_hidden_layers": (1, 2**10),
-    "num_attention_heads": (1, _MOST_HEADS),
-    "num_key_value_heads": (1, _MOST_HEADS),
-    "head_dim": (2, 2**12),
-    "hidden_size": (1, _MOST_WIDTH),
-    "target_hidden_size": (1, _MOST_WIDTH),
-    "intermediate_size": (1, _MOST_WIDTH),
-    "vocab_size": (1, MOST_TOKENS),
-    "draft_vocab_size": (1, MOST_TOKENS),
-    "max_position_embeddings": (1, _MOST_POSITIONS),
-    "original_max_position_embeddings": (1, _MOST_POSITIONS),
-    "sliding_window": (1, _MOST_POSITIONS),
-    "max_window_layers": (0, 2**10),
-    "sliding_window_pattern": (1, 2**10),
-    "query_pre_attn_scalar": (1e-6, 1e6),
-    "rope_local_base_freq": (1.0, 1e15),
-    "num_experts": (1, _MOST_EXPERTS),
-    "num_local_experts": (1, _MOST_EXPERTS),
-    "n_routed_experts": (1, _MOST_EXPERTS),
-    "num_experts_per_tok": (1, _MOST_EXPERTS),
-    "n_shared_experts": (0, 2**6),
-    "n_group": (1, _MOST_EXPERTS),
-    "topk_group": (1, _MOST_EXPERTS),
-    "moe_intermediate_size": (1, _MOST_WIDTH),
-    "decoder_sparse_step": (1, 2**10),
-    "first_k_dense_replace": (0, 2**10),
-    "num_nextn_predict_layers": (0, 2**6),
-    "routed_scaling_factor": (1e-6, 1e6),
-    "swiglu_limit": (1e-6, 1e6),
-    "swiglu_alpha": (1e-6, 1e6),
-    "embedding_multiplier": (1e-6, 1e6),
-    "attention_multiplier": (1e-6, 1e6),
-    "residual_multiplier": (1e-6, 1e6),
-    "logits_scaling": (1e-6, 1e6),
-    "no_rope_layer_interval": (1, 2**10),
-    "rotary_dim": (2, 2**12),
-    "num_shared_experts": (0, 2**6),
-    "router_scaling_factor": (1e-6, 1e6),
-    "rms_norm_eps": (1e-30, 1.0),
-    "rope_theta": (1.0, 1e15),
-    "factor": (1e-6, 1e6),
-    "low_freq_factor": (1e-6, 1e6),
-    "high_freq_factor": (1e-6, 1e6),
-    "beta_fast": (1e-6, 1e6),
-    "beta_slow": (1e-6, 1e6),
-    "attention_factor": (1e-6, 1e3),
-    "mscale": (0.0, 1e3),
-    "mscale_all_dim": (0.0, 1e3),
-    "partial_rotary_factor": (1e-6, 1.0),
-}
-"""Least and most of every number that is read. Real models lie far within; beyond, sizes of tensors overflow."""
-
-
-def size(config: Config, key: str, where: Path, default: int | None = None) -> int:
-    return int(_bounded(config, key, where, default, "an integer", (int,)))
-
-
-def real(config: Config, key: str, where: Path, default: float | None = None) -> float:
-    return float(_bounded(config, key, where, default, "a number", (int, float)))
-
-
-def _bounded(
-    config: Config, key: str, where: Path, default: float | None, what: str, kinds: tuple[type[int | float], ...]
-) -> int | float:
-    """The number at `key`, or the default. Raises CheckpointError unless it is of its kind and within its bounds."""
-    value = config.get(key)
-    if value is None:
-        value = default
-    least, most = _BOUNDS[key]
-    if not isinstance(value, kinds) or isinstance(value, bool) or not least <= value <= most:
-        raise CheckpointError(f"{where}: {key} must be {what} from {least} to {most}, got {shown(value)}")
-    return value
-
-
-def flag(config: Config, key: str, where: Path) -> bool:
-    value = config.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise CheckpointError(f"{where}: {key} must be true or false, got {shown(value)}")
-    return bool(value)
-
-
-def table(config: Config, key: str, where: Path) -> Config:
-    value = config.get(key)
-    if value is not None and not isinstance(value, dict):
-        raise CheckpointError(f"{where}: {key} must be an object, got {shown(value)}")
-    return value or {}

@@ -1,6 +1,6 @@
 """A decoder of layers described by data: Llama, Qwen3, and what else differs from them in data only."""
 
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -8,16 +8,18 @@ from torch import Tensor
 from treetop.attention.layer import Attend
 from treetop.kernels.rope import rope_table
 from treetop.kernels.table import Ops
+from treetop.models.attention import attention, attention_params
 from treetop.models.config import ModelConfig
 from treetop.models.embedding import lookup, piece_of, whole_logits
 from treetop.models.experts import live_rows
 from treetop.models.feed_forward import feed_forward, feed_forward_params
-from treetop.models.layers import NoNorm, RMSNorm, SelfAttention, attention_params, norm_param
+from treetop.models.layer_inputs import TokenInputs, ending_params, layer_ending, token_input_params
+from treetop.models.layers import NoNorm, RMSNorm, Turn, norm_param, turn_at
 from treetop.models.loader import Placement
 from treetop.models.params import Param, of_vocab
 from treetop.models.target import LAST_HIDDEN, TargetOutput
 from treetop.types.parallel import Summed, taken
-from treetop.weights.format import Product
+from treetop.weights.format import Linear, Product
 from treetop.weights.held import Weights
 
 
@@ -29,20 +31,23 @@ class DecoderLayer:
         self.rope = spec.attention.rope
         self._scale = config.residual_scale
         self.input_norm = _norm(weights, f"{name}.input_norm", eps, ops) or NoNorm(ops)
-        self.attention = SelfAttention(spec.attention, weights, f"{name}.attention", index, eps, ops)
+        self.attention = attention(spec.attention, weights, f"{name}.attention", index, eps, ops)
         self.mlp_norm = _norm(weights, f"{name}.mlp_norm", eps, ops) or NoNorm(ops)
-        self.mlp = feed_forward(spec.feed_forward, weights, f"{name}.mlp", ops)
+        self.mlp = feed_forward(spec.feed_forward, weights, f"{name}.mlp", eps, ops)
         outputs = (f"{name}.attention_output_norm", f"{name}.mlp_output_norm")
         self.attention_output_norm, self.mlp_output_norm = (_norm(weights, each, eps, ops) for each in outputs)
+        self.ending = layer_ending(config, weights, index, ops)
         self.products: list[Product] = [*self.attention.products, *self.mlp.products]
+        if self.ending is not None:
+            self.products += self.ending.products
 
     def __call__(
-        self, x: Tensor, normed: Tensor, angles: Any, attend: Attend, live: Tensor | None = None
+        self, x: Tensor, normed: Tensor, turn: Turn, attend: Attend, live: Tensor | None = None
     ) -> tuple[Tensor, Summed]:
         """x: the residual stream, normed: its input norm. Returns the stream after attention, and what to add to it."""
-        added = self._added(self.attention(normed, angles, attend), self.attention_output_norm, x.dtype)
+        added = self._added(self.attention(normed, turn, attend), self.attention_output_norm, x.dtype)
         x, normed = self.mlp_norm.after(x, added)
-        return x, self._added(self.mlp(normed, live), self.mlp_output_norm, x.dtype)
+        return x, self._added(self.mlp(normed, live, x), self.mlp_output_norm, x.dtype)
 
     def _added(self, parts: Summed, norm: RMSNorm | None, dtype: torch.dtype) -> Summed:
         """What is added to the residual stream of what a half of the layer gives."""
@@ -70,21 +75,28 @@ class Decoder:
         ropes = dict.fromkeys(layer.rope for layer in self.layers)
         self._ropes = {rope: rope_table(rope, place.rope_rows, place.dtype, place.device) for rope in ropes}
         self.norm = RMSNorm(weights["norm"], config.norm_eps, ops)
+        self.layer_inputs = TokenInputs(config, weights, place.dtype, ops) if config.layer_inputs else None
         self.lm_head = weights.linear_with(self.embedding) if config.tied_embeddings else weights.linear("lm_head")
-        self._piece = piece_of(self.lm_head, self.embedding.shape[0], config.vocab_size, ops.parallel)
+        self._logits = self.lm_head if config.logits_cap is None else partial(_capped, self.lm_head, config.logits_cap)
+        self._piece = piece_of(self._logits, self.embedding.shape[0], config.vocab_size, ops.parallel)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> TargetOutput:
         """See `Target`."""
         x = self._embed(tokens)
         if self._embedding_scale != 1:
             x = x * self._embedding_scale
-        angles = {rope: self._ops.angles(table, positions) for rope, table in self._ropes.items()}
+        turns = {rope: turn_at(table, positions, self._ops) for rope, table in self._ropes.items()}
+        inputs = None if self.layer_inputs is None else self.layer_inputs(tokens, x)
         live = live_rows(attend.live(), self._ops.expert_ranks) if self.config.has_experts else None
         aux_hidden, normed = {0: x}, self.layers[0].input_norm(x)
         next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
         for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True), 1):
-            x, added = layer(x, normed, angles[layer.rope], attend, live)
-            x, normed = next_norm.after(x, added)
+            x, added = layer(x, normed, turns[layer.rope], attend, live)
+            if layer.ending is None:
+                x, normed = next_norm.after(x, added)
+            else:
+                x = layer.ending(self._ops.add(x, added), inputs)
+                normed = next_norm(x)
             if index in self.aux_inputs:
                 aux_hidden[index] = x
         aux_hidden[LAST_HIDDEN] = normed
@@ -93,7 +105,8 @@ class Decoder:
     @property
     def products(self) -> list[Product]:
         """See `Target`."""
-        return [*(product for layer in self.layers for product in layer.products), self.lm_head]
+        of_inputs = [] if self.layer_inputs is None else self.layer_inputs.products
+        return [*of_inputs, *(product for layer in self.layers for product in layer.products), self.lm_head]
 
     def piece(self, hidden: Tensor) -> Tensor:
         """See `Target`."""
@@ -101,11 +114,15 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `Target`."""
-        return whole_logits(self.lm_head(self._read(hidden)), self.config.vocab_size, self._ops.parallel)
+        return whole_logits(self._logits(self._read(hidden)), self.config.vocab_size, self._ops.parallel)
 
     def _read(self, hidden: Tensor) -> Tensor:
         """What the output matrix reads: scaled before the product, which is narrower than its result."""
         return hidden if self.config.logits_scale == 1 else hidden * self.config.logits_scale
+
+
+def _capped(lm_head: Linear, cap: float, hidden: Tensor) -> Tensor:
+    return (lm_head(hidden) / cap).tanh_().mul_(cap)
 
 
 def decoder_params(config: ModelConfig) -> list[Param]:
@@ -127,7 +144,10 @@ def decoder_params(config: ModelConfig) -> list[Param]:
             *(norm_param(f"{name}.{n}", f"{stored}.{s}.weight", hidden, offset) for n, s in norms.items() if s),
             *attention_params(layer.attention, f"{name}.attention", f"{stored}.self_attn", hidden, hidden, offset),
             *feed_forward_params(layer.feed_forward, f"{name}.mlp", f"{stored}.mlp", hidden),
+            *ending_params(config, name, stored, layer.scaled),
         ]
+    if config.layer_inputs is not None:
+        params += token_input_params(config, config.layer_inputs)
     if not config.tied_embeddings:
         params.append(of_vocab("lm_head", "lm_head.weight", vocab, hidden))
     return params

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from treetop.kernels.fused import joined
 from treetop.types.parallel import Parallel
-from treetop.weights.format import Linear
 
 Lookup = Callable[[Tensor], Tensor]
 """Embeddings [..., hidden] of tokens [...] int64."""
@@ -49,13 +48,15 @@ def whole_logits(piece: Tensor, vocab: int, parallel: Parallel) -> Tensor:
     return parallel.join(piece)[..., :vocab].contiguous()
 
 
-def piece_of(lm_head: Linear, width: int, vocab: int, parallel: Parallel) -> Callable[[Tensor], Tensor]:
+def piece_of(
+    lm_head: Callable[[Tensor], Tensor], width: int, vocab: int, parallel: Parallel
+) -> Callable[[Tensor], Tensor]:
     """The product that gives this rank's `width` logits; those of padding are -inf, so that nobody chooses them."""
     real = min(max(vocab - parallel.rank * width, 0), width)
     return lm_head if real == width else partial(_without_padding, lm_head, real)
 
 
-def _without_padding(lm_head: Linear, real: int, hidden: Tensor) -> Tensor:
+def _without_padding(lm_head: Callable[[Tensor], Tensor], real: int, hidden: Tensor) -> Tensor:
     logits = lm_head(hidden)
     logits[..., real:] = -torch.inf
     return logits

@@ -3,13 +3,16 @@
 How checkpoints hold experts (`ExpertSpec.stored`): "each" has three tensors an expert, as dense layers have them;
 "stacked" has GPT-OSS's two for all, [experts, in, out] with gates and ups in turn; "stacked rows" the same two as
 [experts, out, in], which its quantized checkpoints have; "stacked halves" has Qwen3-VL's two, [experts, in, out] with
-all gates of an expert before its ups, and a router called as with "each"; "each w" and "each of Hy3" are "each" in
-Mixtral's names and in Hy3's. In memory it is always gates before ups, [experts, 2, inner, hidden], and [experts,
-hidden, inner].
+all gates of an expert before its ups, and a router called as with "each"; "stacked halves by rows", "stacked of
+Granite" and "stacked of Mistral" have these two as [experts, out, in], in Gemma 4's names, in Granite's and in those of
+"each"; "stacked apart" has Step's three for
+all, [experts, out, in]. The others are "each" in other names. In memory it is always gates before ups, [experts, 2,
+inner, hidden], and [experts, hidden, inner].
 
-Ranks may share the experts (`--ep-size`): each has an equal part of them, in order, and all else. They give each other
-the rows of their batches; each computes what its experts add to them, and gives that back to the row's rank. There the
-shares are added in the order of the ranks, so that a row comes to the same numbers whichever rank it is on.
+Ranks may share the experts: each has a part of them, in order. Those of `--ep-size` give each other the rows of
+their batches; each computes what its experts add to them, and gives that back to the row's rank. There the shares are
+added in the order of the ranks, so that a row comes to the same numbers whichever rank it is on. Those of `--tp-size`
+have the same rows: each computes what its experts add to them, and the shares are added as those of any product are.
 """
 
 from dataclasses import dataclass
@@ -21,10 +24,10 @@ from torch import Tensor
 from treetop.kernels.routing import Router, Routes
 from treetop.kernels.table import Ops
 from treetop.models.config import DenseSpec, ExpertLayout, ExpertSpec
-from treetop.models.layers import GatedMLP, mlp_params
+from treetop.models.layers import dense_mlp, mlp_params
 from treetop.models.params import Param, own_experts
-from treetop.types.parallel import Parallel, taken
-from treetop.weights.format import Product, Source
+from treetop.types.parallel import Parallel, Summed, expert_part
+from treetop.weights.format import Product, Source, Span
 from treetop.weights.held import Weights
 
 
@@ -37,17 +40,21 @@ class ExpertMLP:
     numbers = 0
 
     def __init__(self, spec: ExpertSpec, weights: Weights, name: str, ops: Ops) -> None:
-        router, ranks = f"{name}.router", ops.expert_ranks
-        self.spec, self._ops, self._ranks = spec, ops, ranks
+        router, number = f"{name}.router", spec.router.num_experts
+        part = expert_part(ops.parallel, ops.expert_ranks)
+        own = own_experts(number, part)
+        self.spec, self._ops, self._ranks = spec, ops, ops.expert_ranks
         self._router = Router(
             spec.router,
             weights[router],
             weights.pop(f"{router}_bias"),
             weights.pop(f"{router}_score"),
-            None if ranks.size == 1 else own_experts(spec.router.num_experts, ranks),
+            None if part.size == 1 else own,
+            weights.pop(f"{router}_factor"),
         )
-        self._experts = weights.experts(name, spec.router.num_experts // ranks.size, spec.activation)
-        self._shared = GatedMLP(weights, f"{name}.shared", ops) if spec.shared_inner else None
+        self._experts = weights.experts(name, len(own), spec.activation)
+        shared = DenseSpec(spec.shared_inner, limit=spec.shared_limit)
+        self._shared = dense_mlp(shared, weights, f"{name}.shared", ops) if spec.shared_inner else None
         self.products: list[Product] = [self, *(() if self._shared is None else self._shared.products)]
 
     def read_bytes(self, rows: int) -> int:
@@ -57,30 +64,39 @@ class ExpertMLP:
         """The experts of each token. x: [tokens, hidden]; live: [tokens] bool."""
         return self._ops.route(x, self._router, live)
 
-    def __call__(self, x: Tensor, live: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, live: Tensor | None = None, stream: Tensor | None = None) -> Summed:
         """x: [..., hidden]; live: of `live_rows`. Returns parts [parts, ..., hidden], of experts 0 where not live."""
-        flat = x.reshape(-1, x.shape[-1]).contiguous()
-        routed = self._routed(flat, live) if self._ranks.size == 1 else self._routed_by_ranks(flat, live)
-        parts = routed.reshape(-1, *x.shape)
-        if self._shared is None:
-            return parts
-        shared = taken(self._shared(x))
-        return torch.cat([parts, shared.to(parts.dtype)]) if len(parts) > 1 else torch.cat([parts, shared])
+        parts = self._routed(x, live).reshape(-1, *x.shape)
+        if self._shared is not None:
+            shared = self._shared.parts(x)
+            parts = torch.cat([parts, shared.to(parts.dtype)]) if len(parts) > 1 else torch.cat([parts, shared])
+        return self._ops.parallel.share(parts)
 
-    def _routed(self, x: Tensor, live: Tensor | None) -> Tensor:
-        """What this rank's experts add to rows [rows, hidden], in parts [parts, rows, hidden]."""
-        return self._experts(x, self.route(x, live))
+    def routed(self, x: Tensor, live: Tensor | None, read: Tensor) -> Summed:
+        """What experts add to x [..., hidden], in parts [parts, ..., hidden]. read: by the router."""
+        return self._ops.parallel.share(self._routed(x, live, read).reshape(-1, *x.shape))
 
-    def _routed_by_ranks(self, x: Tensor, live: Tensor | None) -> Tensor:
-        """As `_routed`, of the experts of all ranks; a part of each. live: of the rows of all, [ranks * most rows]."""
+    def _routed(self, x: Tensor, live: Tensor | None, read: Tensor | None = None) -> Tensor:
+        """This rank's share of it, in parts [parts, rows, hidden]. read: by the router, if it is not x."""
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        seen = rows if read is None else read.reshape(-1, x.shape[-1]).contiguous()
+        if self._ranks.size == 1:
+            return self._experts(rows, self.route(seen, live))
+        return self._routed_by_ranks(rows, live, seen)
+
+    def _routed_by_ranks(self, x: Tensor, live: Tensor | None, seen: Tensor) -> Tensor:
+        """As `routed`, of the experts of all ranks; a part of each. live: of the rows of all, [ranks * most rows]."""
         assert live is not None, "ranks exchange the rows of batches only"
         size, count = self._ranks.size, len(x)
-        most = len(live) // size
-        padded = x if most == count else F.pad(x, (0, 0, 0, most - count))
-        rows = self._ranks.gather(padded).flatten(0, 1)
-        parts = self._routed(rows, live)
+        maximum = len(live) // size
+
+        def gathered(own: Tensor) -> Tensor:
+            return self._ranks.gather(own if maximum == count else F.pad(own, (0, 0, 0, maximum - count))).flatten(0, 1)
+
+        rows = gathered(x)
+        parts = self._experts(rows, self.route(rows if seen is x else gathered(seen), live))
         share = parts[0] if len(parts) == 1 else parts.sum(dim=0)
-        return self._ranks.all_to_all(share.view(size, most, -1))[:, :count]
+        return self._ranks.all_to_all(share.view(size, maximum, -1))[:, :count]
 
 
 def live_rows(live: Tensor | None, ranks: Parallel) -> Tensor | None:
@@ -106,32 +122,66 @@ class _Names:
     shared: str = "shared_experts"
 
 
+_APART = _Names("moe", score="router_bias", shared="share_expert")
 _NAMES: dict[ExpertLayout, _Names] = {
     "each": _Names(),
     "each w": _Names("block_sparse_moe", score="e_score_correction_bias", each=("w1", "w3", "w2")),
     "each of Hy3": _Names(router="router.gate", score="expert_bias", shared="shared_mlp"),
+    "each of ERNIE": _Names(score="moe_statics.e_score_correction_bias"),
+    "each of EXAONE": _Names(score="e_score_correction_bias"),
+    "each of Laguna": _Names(score="experts.e_score_correction_bias", shared="shared_expert"),
     "stacked": _Names(router="router"),
     "stacked rows": _Names(router="router"),
     "stacked halves": _Names(),
+    "stacked halves by rows": _Names("", router="router.proj"),
+    "stacked apart": _APART,
+    "stacked of Granite": _Names("block_sparse_moe", router="router.layer"),
+    "stacked of Mistral": _Names(),
 }
 
 
 def expert_params(spec: ExpertSpec, name: str, stored: str, hidden: int) -> list[Param]:
-    """stored: the prefix of its tensors. Ranks of `--tp-size` have all of it, those of `--ep-size` whole experts."""
+    """stored: the prefix of its tensors. Ranks have whole experts, and all of the router."""
     number, kind, router = spec.router.num_experts, spec.router, f"{name}.router"
     names = _NAMES[spec.stored]
-    stored = f"{stored.removesuffix('mlp')}{names.block}"
+    layer = stored.removesuffix("mlp")
+    stored = f"{layer}{names.block}".removesuffix(".")
     gate = f"{stored}.{names.router}"
     params = [Param(router, (number, hidden), (Source(f"{gate}.weight", (number, hidden)),), "router")]
     if kind.bias:
         params.append(Param(f"{router}_bias", (number,), (Source(f"{gate}.bias", (number,)),), "vector"))
     if kind.correction:
-        params.append(Param(f"{router}_score", (number,), (Source(f"{stored}.{names.score}", (number,)),), "score"))
-    make = _stacked if spec.stored.startswith("stacked") else _each
-    params += make(spec, name, f"{stored}.experts", hidden)
+        shape = (1, number) if spec.stored == "each of ERNIE" else (number,)
+        params.append(
+            Param(f"{router}_score", (number,), (Source(f"{stored}.{names.score}", shape, rows=number),), "score")
+        )
+    if kind.factors:
+        factor = Source(f"{stored}.router.per_expert_scale", (number,))
+        params.append(Param(f"{router}_factor", (number,), (factor,), "score"))
+    if spec.stored == "stacked apart":
+        params += _apart(spec, name, stored, hidden)
+    else:
+        make = _stacked if spec.stored.startswith("stacked") else _each
+        params += make(spec, name, f"{stored}.experts", hidden)
     if spec.shared_inner:
-        params += mlp_params(DenseSpec(spec.shared_inner), f"{name}.shared", f"{stored}.{names.shared}", hidden)
+        shared = f"{layer if spec.stored == 'stacked apart' else stored + '.'}{names.shared}"
+        params += mlp_params(DenseSpec(spec.shared_inner), f"{name}.shared", shared, hidden)
     return params
+
+
+def _apart(spec: ExpertSpec, name: str, stored: str, hidden: int) -> list[Param]:
+    """A tensor for all experts' gates, one for their ups, and one for what follows."""
+    number, inner = spec.router.num_experts, spec.inner_size
+    both = tuple(
+        Source(f"{stored}.{each}_proj.weight", (number, inner, hidden), rows=inner, span=Span(0, expert, expert + 1))
+        for expert in range(number)
+        for each in ("gate", "up")
+    )
+    down = Source(f"{stored}.down_proj.weight", (number, hidden, inner), stacked=True)
+    return [
+        Param(f"{name}.gate_up", (number * 2 * inner, hidden), both, "experts", experts=number),
+        Param(f"{name}.down", (number * hidden, inner), (down,), "experts", experts=number),
+    ]
 
 
 def _each(spec: ExpertSpec, name: str, stored: str, hidden: int) -> list[Param]:
@@ -151,17 +201,23 @@ def _each(spec: ExpertSpec, name: str, stored: str, hidden: int) -> list[Param]:
 
 def _stacked(spec: ExpertSpec, name: str, stored: str, hidden: int) -> list[Param]:
     """One tensor for all experts' gates and ups, in turn, and one for what follows."""
-    number, inner, by_rows = spec.router.num_experts, spec.inner_size, spec.stored == "stacked rows"
+    number, inner, by_rows = (
+        spec.router.num_experts,
+        spec.inner_size,
+        spec.stored.endswith(("rows", "Granite", "Mistral")),
+    )
+    granite = stored.removesuffix(".experts") if spec.stored == "stacked of Granite" else None
     params = []
     for each, (out, width) in {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}.items():
         shape = (number, out, width) if by_rows else (number, width, out)
-        in_turn = each == "gate_up" and spec.stored != "stacked halves"
+        in_turn = each == "gate_up" and spec.stored in ("stacked", "stacked rows")
 
         def arranged(tensor: Tensor, in_turn: bool = in_turn) -> Tensor:
             lines = tensor if by_rows else tensor.transpose(1, 2)
             return _gates_first(lines) if in_turn else lines
 
-        source = Source(f"{stored}.{each}_proj", shape, arranged, rows=number * out, stacked=True)
+        tensor = f"{stored}.{each}_proj" if granite is None else f"{granite}.{_GRANITE[each]}_linear.weight"
+        source = Source(tensor, shape, arranged, rows=number * out, stacked=True)
         params.append(Param(f"{name}.{each}", (number * out, width), (source,), "experts", experts=number))
     if spec.bias:
         both, last = number * 2 * inner, number * hidden
@@ -170,6 +226,9 @@ def _stacked(spec: ExpertSpec, name: str, stored: str, hidden: int) -> list[Para
         params.append(Param(f"{name}.gate_up_bias", (both,), (biases,), "vector", experts=number))
         params.append(Param(f"{name}.down_bias", (last,), (after,), "vector", experts=number))
     return params
+
+
+_GRANITE = {"gate_up": "input", "down": "output"}
 
 
 def _gates_first(lines: Tensor) -> Tensor:

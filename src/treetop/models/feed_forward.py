@@ -6,9 +6,10 @@ from typing import Protocol
 from torch import Tensor
 
 from treetop.kernels.table import Ops
-from treetop.models.config import DenseSpec, ExpertSpec
+from treetop.models.beside import BesideMLP, beside_params
+from treetop.models.config import BesideSpec, ExpertSpec, FeedForwardSpec
 from treetop.models.experts import ExpertMLP, expert_params
-from treetop.models.layers import GatedMLP, mlp_params
+from treetop.models.layers import dense_mlp, mlp_params
 from treetop.models.params import Param
 from treetop.types.parallel import Summed
 from treetop.weights.format import Product
@@ -21,19 +22,24 @@ class FeedForward(Protocol):
     @property
     def products(self) -> Sequence[Product]: ...
 
-    def __call__(self, x: Tensor, live: Tensor | None) -> Summed:
-        """x: [..., hidden]. live: [...] bool, False for padding, None if there is none. Returns parts [parts, ...,
-        hidden], whose sum it is."""
+    def __call__(self, x: Tensor, live: Tensor | None, stream: Tensor) -> Summed:
+        """x: [..., hidden], the norm of the residual stream. live: [...] bool, False for padding, None if there is
+        none. Returns parts [parts, ..., hidden], whose sum it is."""
 
 
-def feed_forward(spec: DenseSpec | ExpertSpec, weights: Weights, name: str, ops: Ops) -> FeedForward:
-    """name: of its parameters."""
+def feed_forward(spec: FeedForwardSpec, weights: Weights, name: str, eps: float, ops: Ops) -> FeedForward:
+    """name: of its parameters. eps: of its norms, if it has any."""
+    if isinstance(spec, BesideSpec):
+        return BesideMLP(spec, weights, name, eps, ops)
     if isinstance(spec, ExpertSpec):
         return ExpertMLP(spec, weights, name, ops)
-    return GatedMLP(weights, name, ops, spec.gate)
+    return dense_mlp(spec, weights, name, ops)
 
 
-def feed_forward_params(spec: DenseSpec | ExpertSpec, name: str, stored: str, hidden: int) -> list[Param]:
+def feed_forward_params(spec: FeedForwardSpec, name: str, stored: str, hidden: int) -> list[Param]:
     """stored: the prefix of its tensors."""
-    make = expert_params if isinstance(spec, ExpertSpec) else mlp_params
-    return make(spec, name, stored, hidden)  # type: ignore[arg-type]  # chosen by the spec's type
+    if isinstance(spec, BesideSpec):
+        return beside_params(spec, name, stored, hidden)
+    if isinstance(spec, ExpertSpec):
+        return expert_params(spec, name, stored, hidden)
+    return mlp_params(spec, name, stored, hidden)

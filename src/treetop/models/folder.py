@@ -13,7 +13,7 @@ from treetop.types.errors import CheckpointError
 from treetop.types.options import options_of
 
 BUILTIN_PREFIX = "builtin:"
-_MOST_SHOWN = 256
+_MAX_SHOWN = 256
 """Characters of a folder's name in an error."""
 
 
@@ -48,7 +48,7 @@ def resolve_folder(name: str, option: str = "model") -> Path:
 def _short(name: str) -> str:
     """A name for an error of one line."""
     shown = name if name.isprintable() and name else repr(name)
-    return shown if len(shown) <= _MOST_SHOWN else f"{shown[:_MOST_SHOWN]}... ({len(name)} characters)"
+    return shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}... ({len(name)} characters)"
 
 
 def generation_config(folder: Path) -> dict[str, Any]:

@@ -1,6 +1,7 @@
-"""Gemma 3, text: windows in most layers, norms on both sides of attention and feed-forward, two rotations.
+"""Gemma 1: Llama with norms of 1 + w and scaled embeddings. Gemma 3, text: that with windows in most layers, norms on
+both sides of attention and feed-forward, two rotations.
 
-Source: the Gemma 3 report, arXiv:2503.19786, and `transformers`' configuration of it, whose defaults these are.
+Source: the Gemma 3 report, arXiv:2503.19786, and `transformers`' configurations of both, whose defaults these are.
 """
 
 from dataclasses import replace
@@ -10,7 +11,6 @@ from typing import Any
 from treetop.models.config import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
-    Config,
     DenseSpec,
     LayerSpec,
     ModelConfig,
@@ -18,11 +18,9 @@ from treetop.models.config import (
     attention_spec,
     layer_types,
     model_config,
-    real,
-    require_value,
-    size,
-    table,
+    num_layers,
 )
+from treetop.models.values import Config, real, require_value, size, table
 
 _DEFAULTS: dict[str, Any] = {
     "vocab_size": 262208,
@@ -40,6 +38,7 @@ _DEFAULTS: dict[str, Any] = {
     "rope_theta": 1e6,
     "rope_local_base_freq": 1e4,
 }
+_DEFAULTS_1 = {"num_key_value_heads": 16, "head_dim": 256, "max_position_embeddings": 8192, "tie_word_embeddings": True}
 _ONLY = {
     "hidden_activation": "gelu_pytorch_tanh",
     "attn_logit_softcapping": None,
@@ -69,6 +68,20 @@ def read(config: Config, where: Path) -> ModelConfig:
             LayerSpec(replace(attention, window=window[kind], scale=scale, qk_norm=True), dense, norms=_NORMS)
         )
     whole = model_config(config, where, layers)
+    return replace(whole, unit_offset=True, embedding_scale=whole.hidden_size**0.5)
+
+
+def read_1(config: Config, where: Path) -> ModelConfig:
+    """Its oldest configs say gelu where they mean its approximation by tanh."""
+    for key in ("hidden_act", "hidden_activation"):
+        if config.get(key) != "gelu":
+            require_value(config, key, "gelu_pytorch_tanh", where)
+    require_value(config, "use_bidirectional_attention", False, where)
+    config = {**_DEFAULTS_1, **{key: value for key, value in config.items() if value is not None}}
+    layer = LayerSpec(
+        attention_spec(config, where), DenseSpec(size(config, "intermediate_size", where), gate="gelu_tanh")
+    )
+    whole = model_config(config, where, [layer] * num_layers(config, where))
     return replace(whole, unit_offset=True, embedding_scale=whole.hidden_size**0.5)
 
 

@@ -3,49 +3,28 @@
 from dataclasses import replace
 from pathlib import Path
 
-from treetop.kernels.routing import RouterKind, RouterSpec
 from treetop.models import glm4
+from treetop.models.attention import attention_params
 from treetop.models.config import (
-    Config,
     DenseSpec,
     ExpertSpec,
     LayerSpec,
     ModelConfig,
     dense_spec,
-    flag,
     model_config,
-    num_experts_per_token,
     num_layers,
-    real,
-    size,
 )
 from treetop.models.decoder import unused_tensors
 from treetop.models.feed_forward import feed_forward_params
-from treetop.models.layers import attention_params
 from treetop.models.params import stored_tensors
-from treetop.types.errors import CheckpointError
+from treetop.models.routers import corrected_sigmoids
+from treetop.models.values import Config, flag, size
 
 
 def read(config: Config, where: Path) -> ModelConfig:
     attention = replace(glm4.attention(config, where, False), qk_norm=flag(config, "use_qk_norm", where))
     count, first = num_layers(config, where), size(config, "first_k_dense_replace", where, default=1)
-    number = size(config, "n_routed_experts", where)
-    groups, top = size(config, "n_group", where, default=1), size(config, "topk_group", where, default=1)
-    if number % groups != 0 or top > groups:
-        raise CheckpointError(
-            f"{where}: n_group {groups} must divide n_routed_experts {number}, and topk_group {top} be no more"
-        )
-    chosen = num_experts_per_token(config, number // groups * top, where)
-    router = RouterSpec(
-        number,
-        chosen,
-        RouterKind.SIGMOID,
-        renormalise=config.get("norm_topk_prob") is None or flag(config, "norm_topk_prob", where),
-        scale=real(config, "routed_scaling_factor", where, 1.0),
-        correction=True,
-        groups=groups,
-        top_groups=top,
-    )
+    router = corrected_sigmoids(config, where)
     inner, shared = (
         size(config, "moe_intermediate_size", where),
         size(config, "n_shared_experts", where, default=1),
@@ -56,6 +35,11 @@ def read(config: Config, where: Path) -> ModelConfig:
         return dense if layer < first else experts
 
     return model_config(config, where, [LayerSpec(attention, feed_forward(layer)) for layer in range(count)])
+
+
+def read_vl(config: Config, where: Path) -> ModelConfig:
+    """The text of GLM-4.5V and 4.6V."""
+    return read({"attention_bias": True, **config}, where)
 
 
 def unused(config: ModelConfig) -> set[str]:

@@ -6,7 +6,6 @@ from pathlib import Path
 from treetop.kernels.experts import ALPHA, LIMIT, Activation
 from treetop.kernels.routing import RouterKind, RouterSpec
 from treetop.models.config import (
-    Config,
     ExpertLayout,
     ExpertSpec,
     LayerSpec,
@@ -15,9 +14,8 @@ from treetop.models.config import (
     model_config,
     num_experts_per_token,
     num_layers,
-    real,
-    size,
 )
+from treetop.models.values import Config, real, size
 from treetop.types.errors import CheckpointError
 
 _WINDOW, _FULL = "sliding_attention", "full_attention"

@@ -8,26 +8,23 @@ from pathlib import Path
 
 from treetop.kernels.routing import RouterKind, RouterSpec
 from treetop.models.config import (
-    Config,
     DenseSpec,
     ExpertSpec,
     LayerSpec,
     ModelConfig,
     attention_spec,
     dense_spec,
+    mlp_layer_types,
     model_config,
     num_experts_per_token,
-    num_layers,
-    real,
-    size,
 )
 from treetop.models.decoder import unused_tensors
-from treetop.types.errors import CheckpointError
+from treetop.models.values import Config, real, size
 
 
 def read(config: Config, where: Path) -> ModelConfig:
     config = {"head_dim": 128, "rope_theta": 11158840.0, "rms_norm_eps": 1e-5, **config}
-    attention, count = replace(attention_spec(config, where), qk_norm=True), num_layers(config, where)
+    attention = replace(attention_spec(config, where), qk_norm=True)
     number = size(config, "num_experts", where)
     scale, chosen = real(config, "router_scaling_factor", where, 2.826), num_experts_per_token(config, number, where)
     router = RouterSpec(number, chosen, RouterKind.SIGMOID, renormalise=True, scale=scale, correction=True)
@@ -37,10 +34,7 @@ def read(config: Config, where: Path) -> ModelConfig:
         "dense": dense_spec(config, where),
         "sparse": ExpertSpec(inner, router, shared_inner=shared, stored="each of Hy3"),
     }
-    listed = config.get("mlp_layer_types") or ["dense"] + ["sparse"] * (count - 1)
-    if not isinstance(listed, list) or len(listed) != count or not all(kind in ("dense", "sparse") for kind in listed):
-        raise CheckpointError(f"{where}: mlp_layer_types must name dense or sparse for each of {count} layers")
-    return model_config(config, where, [LayerSpec(attention, kinds[kind]) for kind in listed])
+    return model_config(config, where, [LayerSpec(attention, kinds[kind]) for kind in mlp_layer_types(config, where)])
 
 
 def unused(config: ModelConfig) -> set[str]:

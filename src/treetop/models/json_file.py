@@ -7,11 +7,11 @@ from typing import Any
 
 from treetop.types.errors import CheckpointError, shown
 
-MOST_TOKENS = 2**24
+MAX_TOKENS = 2**24
 """Of a vocabulary."""
-_MOST_BYTES = 2**28
+_MAX_BYTES = 2**28
 """Of a file that is read as JSON; real ones have a few megabytes."""
-_MOST_DIGITS = 64
+_MAX_DIGITS = 64
 """Longer integers are read as floating point, where the largest are infinite: they are refused by key and bound."""
 
 
@@ -20,8 +20,8 @@ def read_object(path: Path) -> dict[str, Any]:
     try:
         if not path.is_file():
             raise CheckpointError(f"{path}: {not_there(path)}")
-        if path.stat().st_size > _MOST_BYTES:
-            raise CheckpointError(f"{path}: has {path.stat().st_size} bytes, more than {_MOST_BYTES}")
+        if path.stat().st_size > _MAX_BYTES:
+            raise CheckpointError(f"{path}: has {path.stat().st_size} bytes, more than {_MAX_BYTES}")
         value = json.loads(path.read_text(encoding="utf-8"), parse_int=_integer)
     except RecursionError:
         raise CheckpointError(f"{path}: not readable as JSON: nested too deeply") from None
@@ -43,9 +43,9 @@ def integers(config: Mapping[str, Any], key: str, where: Path) -> tuple[int, ...
     """An integer or a list of them; () if there is none. -1 stands for none in some files."""
     value = config.get(key)
     listed = [] if value is None else value if isinstance(value, list) else [value]
-    if any(not isinstance(each, int) or isinstance(each, bool) or not -1 <= each <= MOST_TOKENS for each in listed):
+    if any(not isinstance(each, int) or isinstance(each, bool) or not -1 <= each <= MAX_TOKENS for each in listed):
         raise CheckpointError(
-            f"{where}: {key} must be an integer or a list of integers, from -1 to {MOST_TOKENS}, got {shown(value)}"
+            f"{where}: {key} must be an integer or a list of integers, from -1 to {MAX_TOKENS}, got {shown(value)}"
         )
     return tuple(listed)
 
@@ -57,4 +57,4 @@ def custom_code(config: Mapping[str, Any]) -> str | None:
 
 
 def _integer(digits: str) -> int | float:
-    return int(digits) if len(digits) <= _MOST_DIGITS else float(digits)
+    return int(digits) if len(digits) <= _MAX_DIGITS else float(digits)

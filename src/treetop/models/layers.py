@@ -1,7 +1,7 @@
 """The two halves of a decoder layer, shared by targets and draft heads, and the parameters that each consists of."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from treetop.attention.layer import Attend
+from treetop.kernels.experts import Activation
 from treetop.kernels.fused import HeadNorms, joined
 from treetop.kernels.gate import Gate
-from treetop.kernels.rope import head_order
+from treetop.kernels.rope import RopeTable, head_order
 from treetop.kernels.table import Ops
 from treetop.models.config import AttentionSpec, DenseSpec
 from treetop.models.params import Param, matrix, vector
@@ -69,70 +70,131 @@ class WholeNorms:
         return torch.cat([self._q(q), self._k(k), v], dim=-1)[None]
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """How the heads of a batch turn. angles: what `Ops.angles` gives. query_scale: [rows, n, 1, 1], what turned queries
+    are multiplied by, if they are."""
+
+    angles: Any
+    query_scale: Tensor | None
+
+
+def turn_at(table: RopeTable, positions: Tensor, ops: Ops) -> Turn:
+    """positions: [rows, n] int64."""
+    scale = table.query_scale
+    return Turn(ops.angles(table, positions), None if scale is None else scale[positions][..., None, None])
+
+
 class SelfAttention:
     """Projections, norms of heads if there are any, rotation and attention. q, k and v come from one product.
 
-    name: of its parameters. layer: its index among the model's. eps: of the norms of heads.
+    name: of its parameters.
+    layer: its index among the model's.
+    eps: of the norms of heads.
     """
 
     def __init__(self, spec: AttentionSpec, weights: Weights, name: str, layer: int, eps: float, ops: Ops) -> None:
-        self.layer, self.head_dim, self.scale, self._ops = layer, spec.head_dim, spec.scale, ops
+        self.spec, self.layer, self.head_dim, self.scale, self._ops = spec, layer, spec.head_dim, spec.scale, ops
         self.qkv, self.output = weights.linear(f"{name}.qkv"), weights.linear(f"{name}.output")
         self.products = [self.qkv, self.output]
-        self.norms = HeadNorms(weights[f"{name}.qk_norm"], eps) if spec.qk_norm else None
+        self.gate = None if spec.gate is None else weights.linear(f"{name}.gate")
+        if self.gate is not None:
+            self.products.append(self.gate)
+        self.norms = HeadNorms(_head_norms(spec, weights[f"{name}.qk_norm"]), eps) if spec.qk_norm else None
         self._whole_norms = WholeNorms(spec, weights, name, eps, ops) if spec.whole_qk_norm else None
         self.sinks = weights[f"{name}.sinks"].float() if spec.sinks else None
 
-    def __call__(self, x: Tensor, angles: Any, attend: Attend) -> Summed:
+    def __call__(self, x: Tensor, turn: Turn, attend: Attend) -> Summed:
         """x: [rows, n, in]. Returns parts [parts, rows, n, hidden], of all ranks."""
         qkv = self.qkv.parts(x)
         if self._whole_norms is not None:
             qkv = self._whole_norms(qkv, x.dtype)
         qkv = qkv.unflatten(-1, (-1, self.head_dim))
-        write = partial(self._ops.rotate_and_write, qkv, angles, norms=self.norms)
-        attended = attend(self.layer, write, self.scale, self.sinks).flatten(2)
-        return self._ops.parallel.share(self.output.parts(attended))
+        attended = attend(self.layer, partial(self._write, qkv, turn), self.scale, self.sinks)
+        return self._ops.parallel.share(self.output.parts(self._gated(attended, x).flatten(2)))
+
+    def _write(self, qkv: Tensor, turn: Turn, target: Tensor, slots: Tensor | None) -> Tensor:
+        """A `WriteKV`. What reads another layer's K/V has queries alone."""
+        if self.spec.reads_layer is not None:
+            target = target[..., :0, :]
+        q = self._ops.rotate_and_write(qkv, turn.angles, target, slots, norms=self.norms)
+        return q if turn.query_scale is None else q * turn.query_scale
+
+    def _gated(self, attended: Tensor, x: Tensor) -> Tensor:
+        """What the output's product reads. attended: [rows, n, heads, dim]."""
+        spec = self.spec
+        if spec.value_dim is not None or spec.value_scale != 1:
+            attended = attended[..., : spec.output_dim] * spec.value_scale
+        if self.gate is None or spec.gate is None:
+            return attended
+        functions = self._ops.functions
+        gate = (functions.sigmoid if spec.gate.kind == "sigmoid" else functions.softplus)(self.gate(x))
+        return attended * (gate.view_as(attended) if spec.gate.per_number else gate[..., None])
 
 
-def attention_params(
+def _head_norms(spec: AttentionSpec, weight: Tensor) -> Tensor:
+    """Those of `HeadNorms`: values have no weight."""
+    return torch.cat([weight, torch.ones_like(weight[:1])]) if spec.value_norm and len(weight) == 2 else weight
+
+
+def self_attention_params(
     spec: AttentionSpec, name: str, stored: str, width: int, hidden: int, unit_offset: bool = False
 ) -> list[Param]:
-    """Of attention whose input is `width` wide. stored: the prefix of its tensors. Ranks have whole heads.
-
-    Heads of queries and keys are read in the order that the rotation wants. unit_offset: of norms, see `ModelConfig`.
-    """
+    """`attention_params` of grouped-query attention."""
     dim, q, kv = spec.head_dim, spec.num_heads * spec.head_dim, spec.kv.heads * spec.head_dim
-    rows, order = {"q": q, "k": kv, "v": kv}, head_order(spec.rope)
-    reorder = None if order is None else partial(_reorder_heads, order=order)
+    rows, order = {"q": q} if spec.reads_layer is not None else {"q": q, "k": kv, "v": kv}, head_order(spec.rope)
+    reorder = None if order is None else partial(reorder_heads, order=order)
+    widen = partial(_widened, dim=dim, value_dim=spec.output_dim) if spec.output_dim < dim else None
 
     first = dict(zip("qkv", accumulate((0, q, kv)), strict=True))
 
     def source(each: str, of: str, *shape: int) -> Source:
-        turned = reorder if each in ("q", "k") else None
+        turned = reorder if each in ("q", "k") else widen
         if spec.joined and each in rows:
             whole, lines = (q + 2 * kv, *shape[1:]), slice(first[each], first[each] + rows[each])
             cut = partial(_lines, lines=lines, then=turned)
             return Source(f"{stored}.qkv_proj.{of}", whole, cut, rows[each], unit=dim, shared=each in ("k", "v"))
-        return Source(f"{stored}.{each}_proj.{of}", shape, turned, unit=dim, shared=each in ("k", "v"))
+        if each == "v":
+            own = (shape[0] // dim * spec.output_dim, *shape[1:])
+            tensor = f"{stored}.{'k' if spec.values_of_keys else 'v'}_proj.{of}"
+            return Source(tensor, own, turned, shape[0], unit=dim, shared=True)
+        if each == "o":
+            return Source(f"{stored}.o_proj.{of}", shape, unit=spec.output_dim)
+        return Source(f"{stored}.{each}_proj.{of}", shape, turned, unit=dim, shared=each == "k")
 
     qkv = tuple(source(each, "weight", n, width) for each, n in rows.items())
     params = [
-        Param(f"{name}.qkv", (q + 2 * kv, width), qkv, "matrix", 0),
-        matrix(f"{name}.output", source("o", "weight", hidden, q), shard=1),
+        Param(f"{name}.qkv", (sum(rows.values()), width), qkv, "matrix", 0),
+        matrix(f"{name}.output", source("o", "weight", hidden, spec.num_heads * spec.output_dim), shard=1),
     ]
+    if spec.gate is not None:
+        unit = spec.output_dim if spec.gate.per_number else 1
+        params.append(
+            matrix(
+                f"{name}.gate", Source(f"{stored}.g_proj.weight", (spec.num_heads * unit, width), unit=unit), shard=0
+            )
+        )
     if spec.bias:
         params.append(vector(f"{name}.qkv_bias", *(source(each, "bias", n) for each, n in rows.items()), shard=0))
     if spec.output_bias:
         params.append(vector(f"{name}.output_bias", source("o", "bias", hidden), shard="first"))
     if spec.qk_norm:
-        norms = tuple(_norm(f"{stored}.{each}_norm.weight", dim, unit_offset, reorder) for each in "qk")
-        params.append(Param(f"{name}.qk_norm", (2, dim), norms, "vector", wide=unit_offset))
+        norms = tuple(_norm(f"{stored}.{each}_norm.weight", dim, unit_offset, reorder) for each in "qk" if each in rows)
+        params.append(Param(f"{name}.qk_norm", (len(norms), dim), norms, "vector", wide=unit_offset))
     if spec.whole_qk_norm:
         wide = partial(_norm, unit_offset=unit_offset, reorder=reorder)
         params += [vector(f"{name}.{each}_norm", wide(f"{stored}.{each}_norm.weight", rows[each])) for each in "qk"]
     if spec.sinks:
-        params.append(vector(f"{name}.sinks", Source(f"{stored}.sinks", (spec.num_heads,)), shard=0))
+        params.append(vector(f"{name}.sinks", Source(f"{stored}.{spec.sink_name}", (spec.num_heads,)), shard=0))
     return params
+
+
+def _widened(stored: Tensor, dim: int, value_dim: int) -> Tensor:
+    """Rows of values [heads * value_dim, ...], zeros behind each head's."""
+    heads = stored.view(-1, value_dim, *stored.shape[1:])
+    wide = heads.new_zeros((len(heads), dim, *stored.shape[1:]))
+    wide[:, :value_dim] = heads
+    return wide.flatten(0, 1)
 
 
 def _lines(stored: Tensor, lines: slice, then: Transform | None) -> Tensor:
@@ -140,7 +202,7 @@ def _lines(stored: Tensor, lines: slice, then: Transform | None) -> Tensor:
     return stored[lines] if then is None else then(stored[lines])
 
 
-def _reorder_heads(stored: Tensor, order: tuple[int, ...]) -> Tensor:
+def reorder_heads(stored: Tensor, order: tuple[int, ...]) -> Tensor:
     """Rows of whole heads [heads * head_dim, ...], each head's in this order."""
     heads = stored.view(-1, len(order), *stored.shape[1:])
     return heads[:, list(order)].reshape(stored.shape)
@@ -154,31 +216,59 @@ class GatedMLP:
         self.products: list[Product] = [self.gate_up, self.down]
         self._parallel = ops.parallel
 
-    def __call__(self, x: Tensor, live: Tensor | None = None) -> Summed:
+    def __call__(self, x: Tensor, live: Tensor | None = None, stream: Tensor | None = None) -> Summed:
         """x: [..., hidden]. Returns parts [parts, ..., hidden], of all ranks and all tokens, live or not."""
-        return self._parallel.share(self.down.parts(self.gate_up(x)))
+        return self._parallel.share(self.parts(x))
+
+    def parts(self, x: Tensor) -> Tensor:
+        """This rank's share of it."""
+        return self.down.parts(self.gate_up(x))
+
+
+class LimitedMLP:
+    """`GatedMLP` with a limited activation, which a few layers of a few models have."""
+
+    def __init__(self, weights: Weights, name: str, ops: Ops, activation: Activation) -> None:
+        self.gate_up, self.down = weights.linear(f"{name}.gate_up"), weights.linear(f"{name}.down")
+        self.products: list[Product] = [self.gate_up, self.down]
+        self._activation, self._ops = activation, ops
+
+    def __call__(self, x: Tensor, live: Tensor | None = None, stream: Tensor | None = None) -> Summed:
+        return self._ops.parallel.share(self.parts(x))
+
+    def parts(self, x: Tensor) -> Tensor:
+        """This rank's share of it."""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down.parts(self._activation(gate, up, self._ops.functions))
+
+
+def dense_mlp(spec: DenseSpec, weights: Weights, name: str, ops: Ops) -> GatedMLP | LimitedMLP:
+    """name: of its parameters."""
+    if spec.limit is not None:
+        return LimitedMLP(weights, name, ops, Activation(spec.gate, spec.limit))
+    return GatedMLP(weights, name, ops, spec.gate)
 
 
 def mlp_params(spec: DenseSpec, name: str, stored: str, hidden: int) -> list[Param]:
-    """stored: the prefix of its tensors."""
+    """stored: the prefix of its tensors. A checkpoint holds gate and up apart, or as one tensor, gate first."""
     inner, both = spec.inner_size, ("gate", "up")
-
-    def source(each: str, of: str, *shape: int) -> Source:
-        return Source(f"{stored}.{each}_proj.{of}", shape)
+    whole, down = f"{stored}.gate_up_proj", f"{stored}.down_proj"
+    if spec.stored == "joined of Granite":
+        whole, down = (f"{stored.removesuffix('mlp')}shared_mlp.{each}_linear" for each in ("input", "output"))
 
     def half(each: str) -> Source:
-        if not spec.joined:
-            return source(each, "weight", inner, hidden)
-        cut = partial(_half, index=both.index(each))
-        return Source(f"{stored}.gate_up_proj.weight", (2 * inner, hidden), cut, rows=inner)
+        if spec.stored == "apart":
+            return Source(f"{stored}.{each}_proj.weight", (inner, hidden))
+        return Source(f"{whole}.weight", (2 * inner, hidden), partial(_half, index=both.index(each)), rows=inner)
 
     params = [
         Param(f"{name}.gate_up", (2 * inner, hidden), tuple(map(half, both)), "matrix", 0),
-        matrix(f"{name}.down", source("down", "weight", hidden, inner), shard=1),
+        matrix(f"{name}.down", Source(f"{down}.weight", (hidden, inner)), shard=1),
     ]
     if spec.bias:
-        params.append(vector(f"{name}.gate_up_bias", *(source(each, "bias", inner) for each in both), shard=0))
-        params.append(vector(f"{name}.down_bias", source("down", "bias", hidden), shard="first"))
+        biases = (Source(f"{stored}.{each}_proj.bias", (inner,)) for each in both)
+        params.append(vector(f"{name}.gate_up_bias", *biases, shard=0))
+        params.append(vector(f"{name}.down_bias", Source(f"{down}.bias", (hidden,)), shard="first"))
     return params
 
 

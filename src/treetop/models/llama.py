@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from treetop.models.config import Config, LayerSpec, ModelConfig, attention_spec, dense_spec, model_config, num_layers
+from treetop.models.config import LayerSpec, ModelConfig, attention_spec, dense_spec, model_config, num_layers
+from treetop.models.values import Config
 
 
 def read(config: Config, where: Path) -> ModelConfig:

@@ -11,14 +11,15 @@ from torch import Tensor
 
 from treetop.kernels.table import OpContext, Ops
 from treetop.models.checkpoint import all_finite, check_tensors, open_tensors
-from treetop.models.params import Param, of_rank, stored_tensors
+from treetop.models.params import Kind, Param, of_rank, stay_packed, stored_tensors
 from treetop.models.progress import progress
 from treetop.types.errors import CheckpointError, ConfigError
 from treetop.types.layout import SpecShape
-from treetop.types.parallel import ALONE, Parallel
+from treetop.types.parallel import SINGLE_RANK, Parallel
 from treetop.weights.cpu_products import ChosenProduct, Shape
 from treetop.weights.format import MAIN, Fetch, Holding
 from treetop.weights.held import HeldWeight, Weights
+from treetop.weights.plain import FLOATS
 
 _TORCH_DTYPES = {
     "float64": torch.float64,
@@ -47,9 +48,15 @@ def compute_dtype(option: str, device: torch.device) -> torch.dtype:
 class Placement:
     """Where and how a model computes.
 
-    rope_rows: positions its RoPE table holds. dummy: random weights, no file. compressed: weights in 12 bits as well.
-    products: on a CPU, the calls for weights of each shape. shapes: of trees that will be grown. parallel: the
-    rank that computes. expert_ranks: the same of ranks that share only the experts.
+    rope_rows: positions its RoPE table holds.
+    dummy: random weights, no file.
+    compressed: weights in 12 bits as well.
+    products: on a CPU, the calls for weights of each shape.
+    exact: a row has the same bits in any company; on a CPU in float32.
+    shapes: of trees that will be grown.
+    parallel: the rank that computes.
+    expert_ranks: the same of ranks that share only the experts.
+    packed: kinds of quantized parameters that stay packed in memory.
     """
 
     dtype: torch.dtype
@@ -58,14 +65,16 @@ class Placement:
     dummy: bool = False
     compressed: bool = False
     products: Mapping[Shape, ChosenProduct] = field(default_factory=dict)
+    exact: bool = False
     shapes: tuple[SpecShape, ...] = ()
-    parallel: Parallel = ALONE
-    expert_ranks: Parallel = ALONE
+    parallel: Parallel = SINGLE_RANK
+    expert_ranks: Parallel = SINGLE_RANK
+    packed: tuple[Kind, ...] = ()
 
     @property
     def ops(self) -> Ops:
         """The operations that serve here."""
-        return Ops(OpContext(self.device, self.dtype, self.shapes), self.parallel, self.expert_ranks)
+        return Ops(OpContext(self.device, self.dtype, self.shapes, self.exact), self.parallel, self.expert_ranks)
 
     @property
     def holding(self) -> Holding:
@@ -73,8 +82,9 @@ class Placement:
         return Holding(self.ops, self.compressed, self.products)
 
     def own(self, params: Sequence[Param]) -> list[Param]:
-        """The rank's part of parameters. Raises ConfigError if one cannot be divided."""
-        return of_rank(params, self.parallel, self.expert_ranks)
+        """The rank's part of parameters, as they are held. Raises ConfigError if one cannot be divided, and as
+        `stay_packed`."""
+        return of_rank(stay_packed(params, self.packed), self.parallel, self.expert_ranks)
 
 
 def load_weights(folder: Path, params: Sequence[Param], place: Placement, ignored: Collection[str] = ()) -> Weights:
@@ -146,7 +156,7 @@ def random_weights(params: Sequence[Param], place: Placement) -> Weights:
     held = {}
     for param in params:
         parts = param.empty(place.dtype, place.device)
-        if param.kind in ("matrix", "experts", "router", "table"):
+        if param.kind in ("matrix", "experts", "heads", "router", "table"):
             param.format.fill_random(parts, generator)
         else:
             parts[MAIN].fill_(int(param.kind == "vector" and not param.name.endswith("bias")))
@@ -166,8 +176,10 @@ def weight_bytes(params: Sequence[Param], dtype: torch.dtype) -> int:
 
 
 def format_bytes(params: Sequence[Param], dtype: torch.dtype) -> dict[str, int]:
-    """What the parameters of each format take, by its name."""
+    """What the parameters of each format take, by its name, and whether they are decoded."""
     found = Counter[str]()
     for param in params:
-        found[param.format.name] += param.held_bytes(dtype)
+        name = param.format.name
+        decoded = name != FLOATS.name and param.format.held(param.shape, dtype) == FLOATS.held(param.shape, dtype)
+        found[f"{name} decoded" if decoded else name] += param.held_bytes(dtype)
     return dict(found)

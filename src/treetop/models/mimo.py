@@ -6,8 +6,9 @@ Source: the configuration and the weights' names of XiaomiMiMo/MiMo-7B-RL.
 from pathlib import Path
 
 from treetop.models import qwen2
-from treetop.models.config import Config, ModelConfig, require_value
+from treetop.models.config import ModelConfig
 from treetop.models.decoder import unused_tensors
+from treetop.models.values import Config, require_value
 
 
 def read(config: Config, where: Path) -> ModelConfig:

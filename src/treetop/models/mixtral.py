@@ -10,7 +10,6 @@ from pathlib import Path
 from treetop.kernels.routing import RouterKind, RouterSpec
 from treetop.models.config import (
     AttentionSpec,
-    Config,
     ExpertSpec,
     LayerSpec,
     ModelConfig,
@@ -18,9 +17,8 @@ from treetop.models.config import (
     model_config,
     num_experts_per_token,
     num_layers,
-    require_value,
-    size,
 )
+from treetop.models.values import Config, require_value, size
 
 
 def read(config: Config, where: Path) -> ModelConfig:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from treetop.models.config import Config, flag, table
 from treetop.models.params import Param
+from treetop.models.values import Config, flag, table
 from treetop.types.errors import CheckpointError, shown
 
 
@@ -39,9 +39,11 @@ _LAYOUTS = (
     StoredNames("model.language_model."),
     TEXT_ALONE,  # of Qwen2.5-VL, whose tower lies beside `model.`
 )
-TOWERS = tuple(
-    f"{root}{tower}." for root in ("", "model.") for tower in ("visual", "vision_tower", "multi_modal_projector")
+_TOWERS = (
+    *("visual", "vision_tower", "vision_model", "vision_embedder", "embed_vision"),
+    *("audio_tower", "embed_audio", "multi_modal_projector", "mm_projector", "vit_large_projector"),
 )
+TOWERS = tuple(f"{root}{tower}." for root in ("", "model.") for tower in _TOWERS)
 """Prefixes of tensors that text does not need."""
 _TIED = "tie_word_embeddings"
 

@@ -1,18 +1,18 @@
 """OLMo 2 and 3: norms behind attention and feed-forward and none before, norms of all queries and all keys; in OLMo 3
-windows in three layers of four.
+windows in three layers of four. OLMoE and FlexOlmo: experts, in FlexOlmo with these norms, in OLMoE with Llama's.
 
-Source: `transformers`' olmo2 and olmo3, whose defaults these are.
+Source: `transformers`' olmo2, olmo3, olmoe and flex_olmo, whose defaults these are.
 """
 
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from treetop.models import qwen3_moe
 from treetop.models.config import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
     AttentionSpec,
-    Config,
     LayerSpec,
     ModelConfig,
     NormNames,
@@ -21,11 +21,11 @@ from treetop.models.config import (
     layer_types,
     model_config,
     num_layers,
-    size,
-    table,
 )
+from treetop.models.values import Config, require_value, size, table
 
-_NORMS = NormNames(None, None, "post_attention_layernorm", "post_feedforward_layernorm")
+NORMS = NormNames(None, None, "post_attention_layernorm", "post_feedforward_layernorm")
+"""Behind attention and feed-forward alone."""
 
 
 def read_2(config: Config, where: Path) -> ModelConfig:
@@ -44,13 +44,31 @@ def read_3(config: Config, where: Path) -> ModelConfig:
     return _model(config, where, layers)
 
 
+def read_moe(config: Config, where: Path) -> ModelConfig:
+    """OLMoE."""
+    require_value(config, "clip_qkv", None, where)
+    defaults = {"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8, **config}
+    return _experts(defaults, where, NormNames())
+
+
+def read_flex(config: Config, where: Path) -> ModelConfig:
+    return _experts({"rope_theta": 5e5, "num_experts": 7, "num_experts_per_tok": 5, **config}, where, NORMS)
+
+
+def _experts(config: Config, where: Path, norms: NormNames) -> ModelConfig:
+    """Experts in every layer, as Qwen3's."""
+    config = {**config, "moe_intermediate_size": config.get("intermediate_size")}
+    layer = replace(qwen3_moe.read(config, where).layers[0], attention=_attention(config, where, None), norms=norms)
+    return model_config(config, where, [layer] * num_layers(config, where))
+
+
 def _attention(config: Config, where: Path, layer_type: str | None) -> AttentionSpec:
     return replace(attention_spec(config, where, layer_type=layer_type), whole_qk_norm=True)
 
 
 def _model(config: Config, where: Path, attention: list[AttentionSpec]) -> ModelConfig:
     dense = dense_spec(config, where)
-    return model_config(config, where, [LayerSpec(each, dense, norms=_NORMS) for each in attention])
+    return model_config(config, where, [LayerSpec(each, dense, norms=NORMS) for each in attention])
 
 
 def _rope(config: Config, where: Path) -> dict[str, Any]:

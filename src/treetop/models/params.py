@@ -1,6 +1,6 @@
 """Parameters, declared once: expected tensors, loading, the memory count and shards all follow from these."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import lcm, prod
@@ -10,15 +10,20 @@ import torch
 from torch import Tensor
 
 from treetop.types.errors import CheckpointError, ConfigError
-from treetop.types.parallel import ALONE, Parallel
+from treetop.types.parallel import SINGLE_RANK, ExpertPart, Parallel, expert_part
 from treetop.weights.format import Held, Source, Span, Stored, WeightFormat
+from treetop.weights.packed import packed
 from treetop.weights.plain import FLOATS
 from treetop.weights.rules import StoredFormats
 
-Kind = Literal["matrix", "experts", "router", "table", "vector", "score", "index"]
-"""A weight that inputs are multiplied by, one of many experts of which inputs take some, one that chooses these, one
-that rows are looked up in, a vector of a norm or a bias, one that decides choices and keeps 32 bits, integers. The
-first two may be quantized."""
+Kind = Literal["matrix", "experts", "heads", "router", "table", "vector", "score", "index"]
+"""A weight that inputs are multiplied by, one of many experts of which inputs take some, one of many heads of which
+each takes its own, one that chooses experts or keys, one that rows are looked up in, a vector of a norm or a bias, one
+that decides choices and keeps 32 bits, integers. The first three may be quantized, heads' only in a format that is
+decoded as it is loaded."""
+_QUANTIZED: tuple[Kind, ...] = ("matrix", "experts", "heads")
+STREAMED: tuple[Kind, ...] = ("matrix", "heads", "router")
+"""What a forward reads all of."""
 Shard = int | Literal["whole", "first"]
 """How ranks share a parameter: cut along an axis, each rank all of it, or the first rank alone (the bias of a product
 whose parts are summed over the ranks)."""
@@ -28,9 +33,10 @@ whose parts are summed over the ranks)."""
 class Param:
     """A parameter of a model: its sources' rows, one below the other.
 
-    name: ours, by which the model takes it. wide: kept in no less than float32. experts: how many experts' rows it
-    holds, one below the other; 0 for what belongs to no expert. padded: where ranks cannot divide its one source's
-    rows, zeros stand for those that are missing.
+    name: ours, by which the model takes it.
+    wide: kept in no less than float32.
+    experts: how many experts' rows it holds, one below the other; 0 for what belongs to no expert.
+    padded: where ranks cannot divide its one source's rows, zeros stand for those that are missing.
     """
 
     name: str
@@ -83,7 +89,7 @@ def in_formats(params: Iterable[Param], formats: StoredFormats) -> list[Param]:
     """
     if not formats.rules:
         return list(params)
-    found = [_in_format(param, formats) if param.kind in ("matrix", "experts") else param for param in params]
+    found = [_in_format(param, formats) if param.kind in _QUANTIZED else param for param in params]
     for _, layer in groupby((p for p in found if p.kind == "experts"), key=lambda p: p.name.rpartition(".")[0]):
         _one_format([(param.format, param.sources[0]) for param in layer], formats)
     return found
@@ -91,6 +97,26 @@ def in_formats(params: Iterable[Param], formats: StoredFormats) -> list[Param]:
 
 def _in_format(param: Param, formats: StoredFormats) -> Param:
     format_ = _one_format([(formats.of(source.module), source) for source in param.sources], formats)
+    for source in param.sources:
+        format_.stored(source)  # or it raises
+    shape, dtype = param.shape, torch.float32
+    if param.kind == "heads" and format_.held(shape, dtype) != FLOATS.held(shape, dtype):
+        raise CheckpointError(
+            f"{formats.where}: {param.sources[0].module} is read in plain numbers, not {format_.name}"
+        )
+    return replace(param, format=format_)
+
+
+def stay_packed(params: Iterable[Param], kinds: Collection[Kind]) -> list[Param]:
+    """Parameters, those of these kinds packed in memory where their format can be.
+
+    Raises CheckpointError for a shape that a packed format cannot have.
+    """
+    return [_packed(param) if param.kind in kinds else param for param in params]
+
+
+def _packed(param: Param) -> Param:
+    format_ = packed(param.format)
     for source in param.sources:
         format_.stored(source)  # or it raises
     return replace(param, format=format_)
@@ -147,19 +173,20 @@ def cut(param: Param, rank: int, size: int) -> Param | None:
     return replace(param, shape=(*param.shape[:axis], length, *param.shape[axis + 1 :]), sources=sources)
 
 
-def own_experts(number: int, ranks: Parallel) -> range:
-    """Which of `number` experts a rank has, where ranks share them. Raises ConfigError if they cannot be divided."""
-    if number % ranks.size != 0:
-        raise ConfigError(f"--ep-size {ranks.size}: {number} experts cannot be divided equally")
-    each = number // ranks.size
-    return range(ranks.rank * each, (ranks.rank + 1) * each)
+def own_experts(number: int, part: ExpertPart) -> range:
+    """Which of `number` experts a rank has; the first ranks may have one more. Raises ConfigError for one without."""
+    if number < part.size:
+        raise ConfigError(f"{number} experts are fewer than {part.size} ranks: lower --tp-size or --ep-size")
+    each, more = divmod(number, part.size)
+    start = part.rank * each + min(part.rank, more)
+    return range(start, start + each + (part.rank < more))
 
 
-def cut_experts(param: Param, ranks: Parallel) -> Param:
-    """What a rank has of a parameter where ranks share experts: its experts' rows, and all of what is no expert's."""
-    if param.experts == 0 or ranks.size == 1:
+def cut_experts(param: Param, part: ExpertPart) -> Param:
+    """What a rank has of a parameter: its experts' rows, and all of what is no expert's."""
+    if param.experts == 0 or part.size == 1:
         return param
-    own, sources = own_experts(param.experts, ranks), param.sources
+    own, sources = own_experts(param.experts, part), param.sources
     if len(sources) == 1:
         sources = (replace(sources[0], span=Span(0, own.start, own.stop)),)
     else:
@@ -169,12 +196,13 @@ def cut_experts(param: Param, ranks: Parallel) -> Param:
     return replace(param, shape=(rows, *param.shape[1:]), sources=sources, experts=len(own))
 
 
-def of_rank(params: Sequence[Param], parallel: Parallel, expert_ranks: Parallel = ALONE) -> list[Param]:
+def of_rank(params: Sequence[Param], parallel: Parallel, expert_ranks: Parallel = SINGLE_RANK) -> list[Param]:
     """What a rank has of these: of one rank all. Raises ConfigError if one cannot be divided.
 
     parallel: ranks that share all of it. expert_ranks: such that share the experts.
     """
-    whole = [cut_experts(param, expert_ranks) for param in params]
+    part = expert_part(parallel, expert_ranks)
+    whole = [cut_experts(param, part) for param in params]
     if parallel.size == 1:
         return whole
     mine = (cut(param, parallel.rank, parallel.size) for param in whole)

@@ -7,16 +7,8 @@ Source: `transformers`' phi3, whose defaults these are.
 from dataclasses import replace
 from pathlib import Path
 
-from treetop.models.config import (
-    Config,
-    LayerSpec,
-    ModelConfig,
-    attention_spec,
-    dense_spec,
-    model_config,
-    num_layers,
-    size,
-)
+from treetop.models.config import LayerSpec, ModelConfig, attention_spec, dense_spec, model_config, num_layers
+from treetop.models.values import Config, size
 from treetop.types.errors import CheckpointError
 
 
@@ -26,5 +18,5 @@ def read(config: Config, where: Path) -> ModelConfig:
     attention = replace(attention_spec(config, where, rotary_factor=1.0), joined=True, window=window)
     if attention.rope.scaling is not None:  # `transformers` takes yarn for longrope here
         raise CheckpointError(f"{where}: a rope_type other than default is not supported with Phi3ForCausalLM")
-    dense = replace(dense_spec(config, where), joined=True)
+    dense = replace(dense_spec(config, where), stored="joined")
     return model_config(config, where, [LayerSpec(attention, dense)] * num_layers(config, where))

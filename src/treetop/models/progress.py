@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_LEAST_SHOWN = 2**28
+_MIN_SHOWN = 2**28
 """Bytes; less is there before anybody could read."""
 
 
 @contextmanager
 def progress(folder: Path, total: int) -> Iterator[Callable[[int], None]]:
     """A bar of `total` bytes while weights are read; nothing without a terminal. Gives what adds bytes to it."""
-    if total < _LEAST_SHOWN or not sys.stderr.isatty():
+    if total < _MIN_SHOWN or not sys.stderr.isatty():
         yield lambda added: None
         return
     from rich.console import Console  # noqa: PLC0415  # only a terminal needs it

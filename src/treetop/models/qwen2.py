@@ -6,16 +6,14 @@ from pathlib import Path
 from treetop.models.config import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
-    Config,
     LayerSpec,
     ModelConfig,
     attention_spec,
     dense_spec,
-    flag,
     layer_types,
     model_config,
-    size,
 )
+from treetop.models.values import Config, flag, size
 from treetop.types.errors import CheckpointError
 
 

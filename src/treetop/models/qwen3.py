@@ -3,8 +3,9 @@
 from dataclasses import replace
 from pathlib import Path
 
-from treetop.models.config import Config, LayerSpec, ModelConfig, attention_spec, dense_spec, model_config
+from treetop.models.config import LayerSpec, ModelConfig, attention_spec, dense_spec, model_config
 from treetop.models.qwen2 import windows
+from treetop.models.values import Config
 
 
 def read(config: Config, where: Path) -> ModelConfig:

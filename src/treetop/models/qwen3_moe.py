@@ -5,21 +5,18 @@ from pathlib import Path
 
 from treetop.kernels.routing import RouterKind, RouterSpec
 from treetop.models.config import (
-    Config,
     DenseSpec,
     ExpertSpec,
     LayerSpec,
     ModelConfig,
     attention_spec,
     dense_spec,
-    flag,
     model_config,
     num_experts_per_token,
     num_layers,
-    require_value,
-    size,
 )
 from treetop.models.json_file import integers
+from treetop.models.values import Config, flag, require_value, size
 from treetop.types.errors import CheckpointError
 
 

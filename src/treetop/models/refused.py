@@ -1,12 +1,14 @@
 """What people have and treetop does not run, by name, with the reason."""
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 
-from treetop.models.config import Config
+from treetop.models.values import Config
 from treetop.types.errors import CheckpointError
 
-_MLA = "its attention is compressed (MLA)"
+_MLA = "its attention is compressed (MLA) in another way than those that load"
+_SPARSE = "its attention is sparse in another way than those that load"
 _LINEAR = "it has layers of linear attention or state space"
 _IMAGES = "it reads images or sound, and its language model is none of those that load without them"
 _ENCODER = "it is no decoder that generates text"
@@ -14,7 +16,6 @@ _ENCODER = "it is no decoder that generates text"
 _CHUNKED = "its attention is chunked: a token sees its own part of the text alone"
 _SOFTCAPPED = "its scores or logits are capped (softcap)"
 _LATE_NORMS = "its queries and keys have norms after the rotation"
-_CORRECTED_SOFTMAX = "its router corrects the choices of a softmax"
 _PARALLEL = "its attention and feed-forward are added side by side"
 _UNGATED = "its feed-forward has no gate"
 _GATED_SHARED = "its shared experts have a gate of their own"
@@ -23,13 +24,12 @@ _BY_NAME = {
     _CHUNKED: "Llama4",
     _SOFTCAPPED: "Gemma2 VaultGemma",
     _LATE_NORMS: "HunYuanDenseV1 HunYuanMoEV1",
-    _CORRECTED_SOFTMAX: "Ernie4_5_Moe",
     _PARALLEL: "Cohere Cohere2 Falcon GPTNeoX GPTJ Phi",
     _UNGATED: "Apertus Arcee GPT2 GPTBigCode Nemotron OPT Starcoder2",
     _GATED_SHARED: "Qwen2Moe",
-    _MLA: "AXK1 AXK2 DeepseekV2 DeepseekV3 DeepseekV32 Dots3Note Glm4MoeLite GlmMoeDsa HYV4 LongcatFlash MiniCPM3"
-    " Youtu",
-    _LINEAR: "BailingHybrid Bamba FalconH1 FalconMamba GraniteMoeHybrid Jamba KimiLinear Lfm2 Lfm2Moe Lfm3 Mamba Mamba2"
+    _MLA: "AXK1 AXK2 Dots3Note HYV4 LongcatFlash MiniCPM3",
+    _SPARSE: "DeepseekV4 Glm5Next",
+    _LINEAR: "BailingHybrid Bamba FalconH1 FalconMamba Jamba KimiLinear Lfm2 Lfm2Moe Lfm3 Mamba Mamba2"
     " MiniMax NemotronH OlmoHybrid Qwen3_5 Qwen3_5Moe Qwen3Next Qwen4Exp RecurrentGemma Rwkv Zamba Zamba2",
 }
 """Of `transformers` 5.23: those whose configuration has a `kv_lora_rank`, and those with such layers."""
@@ -38,6 +38,7 @@ _BY_ENDING = {
     _ENCODER: "ForMaskedLM ForSequenceClassification ForTokenClassification ForQuestionAnswering EncoderModel",
 }
 _BY_KEY = {
+    "index_topk": _SPARSE,
     "kv_lora_rank": _MLA,
     "linear_num_key_heads": _LINEAR,
     "mamba_d_state": _LINEAR,
@@ -45,8 +46,15 @@ _BY_KEY = {
     "audio_config": _IMAGES,
     "is_encoder_decoder": _ENCODER,
 }
+_ATTENTION = ("attention", "full_attention", "sliding_attention")
+"""Types of layers that any family may have, whatever other keys its config has: Granite 4's smallest lack Mamba."""
 _DRAFT = re.compile(r"eagle|speculator", re.IGNORECASE)
 """What SafeAILab, SpecForge and `speculators` call a draft head's architecture."""
+
+
+def known_refused() -> dict[str, tuple[str, ...]]:
+    """What a model needs that treetop lacks, and the families of `transformers` that do, without their ending."""
+    return {why: tuple(sorted(names.split())) for why, names in _BY_NAME.items()}
 
 
 def refuse_adapter(folder: Path) -> None:
@@ -71,8 +79,10 @@ def refuse_by_name(name: str, where: Path) -> None:
         )
 
 
-def refuse_by_key(config: Config, where: Path) -> None:
-    """Raises CheckpointError for a key that says so, whatever the architecture is called."""
+def refuse_by_key(config: Config, where: Path, known: Collection[str] = ()) -> None:
+    """Raises CheckpointError for a key that says so, whatever the architecture is called, but for those `known`."""
+    kinds = config.get("layer_types")
+    attends = isinstance(kinds, list) and bool(kinds) and all(kind in _ATTENTION for kind in kinds)
     for key, why in _BY_KEY.items():
-        if config.get(key):
+        if key not in known and config.get(key) and not (why == _LINEAR and attends):
             raise CheckpointError(f"{where}: {key}: this model is not supported: {why}")

@@ -4,6 +4,7 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 import torch
@@ -11,15 +12,21 @@ import torch
 from treetop.kernels.routing import RouterSpec
 from treetop.kernels.table import Ops
 from treetop.models import (
+    deepseek,
     ernie,
+    exaone,
     gemma3,
+    gemma4,
     glm4,
     glm4_moe,
     gpt_oss,
     granite,
     hy3,
+    laguna,
+    layered,
     llama,
     mimo,
+    mimo_v2,
     mistral,
     mixtral,
     olmo,
@@ -32,14 +39,15 @@ from treetop.models import (
     windowed_llama,
 )
 from treetop.models.checkpoint import tensor_files
-from treetop.models.config import Config, ExpertSpec, ModelConfig, read_config
+from treetop.models.config import ModelConfig, read_config
 from treetop.models.decoder import Decoder, decoder_params, unused_tensors
 from treetop.models.json_file import custom_code
 from treetop.models.loader import Placement, check_weights, load_weights
 from treetop.models.multimodal import TEXT_ALONE, TOWERS, StoredNames, names_in, text_config
-from treetop.models.params import Param, in_formats
+from treetop.models.params import STREAMED, Param, in_formats
 from treetop.models.refused import refuse_adapter, refuse_by_key, refuse_by_name
 from treetop.models.target import Target
+from treetop.models.values import Config
 from treetop.types.errors import CheckpointError, shown
 from treetop.weights.held import Weights
 
@@ -50,11 +58,15 @@ _log = logging.getLogger("treetop")
 class Family:
     """A family of targets.
 
-    read: its config.json, whose path errors name. about: what differs from Llama, a few words. params: what it consists
-    of. unused: tensors that a file may hold without a use, and prefixes of such, which end with a dot. build: the model
-    from its weights, the states that a drafter reads, and where it runs. text_of: of a folder with images or sound, the
-    `model_type`s of its language model, which `read` reads; () of one of text alone. mtp: published folders hold MTP
-    layers.
+    read: its config.json, whose path errors name.
+    about: what differs from Llama, a few words.
+    params: what it consists of.
+    unused: tensors that a file may hold without a use, and prefixes of such, which end with a dot.
+    build: the model from its weights, the states that a drafter reads, and where it runs.
+    text_of: of a folder with images or sound, the `model_type`s of its language model, which `read` reads; () of one of
+        text alone.
+    mtp: published folders hold MTP layers.
+    keys: that it reads, though they are refused where nobody does.
     """
 
     read: Callable[[Config, Path], ModelConfig]
@@ -64,9 +76,37 @@ class Family:
     build: Callable[[ModelConfig, Weights, tuple[int, ...], Placement, Ops], Target] = Decoder
     text_of: tuple[str, ...] = ()
     mtp: bool = False
+    keys: tuple[str, ...] = ()
 
 
+_COMPRESSED = ("kv_lora_rank",)
+_SPARSE = (*_COMPRESSED, "index_topk")
 FAMILIES: dict[str, Family] = {
+    "DeepseekV2ForCausalLM": Family(
+        deepseek.read_v2, "compressed attention (MLA), routed and shared experts; V2-Lite too", keys=_COMPRESSED
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        deepseek.read_v3,
+        "compressed attention (MLA), experts in groups; R1 and Kimi-K2 too",
+        mtp=True,
+        keys=_COMPRESSED,
+    ),
+    "DeepseekV32ForCausalLM": Family(
+        deepseek.read_v32, "DeepSeek V3 with sparse attention (DSA): an indexer in each layer", mtp=True, keys=_SPARSE
+    ),
+    "GlmMoeDsaForCausalLM": Family(
+        deepseek.read_glm_dsa, "compressed, sparse attention (DSA), experts: GLM-5, 5.1, 5.2", mtp=True, keys=_SPARSE
+    ),
+    "Glm4MoeLiteForCausalLM": Family(
+        deepseek.read_glm, "compressed attention (MLA), experts: GLM-4.7-Flash", mtp=True, keys=_COMPRESSED
+    ),
+    "Mistral4ForCausalLM": Family(
+        mistral.read_4, "compressed attention (MLA), queries scaled by position, experts", keys=_COMPRESSED
+    ),
+    "YoutuForCausalLM": Family(deepseek.read_youtu, "compressed attention (MLA)", keys=_COMPRESSED),
+    "KimiK25ForConditionalGeneration": Family(
+        deepseek.read_v3, "the text of Kimi-K2.5 and later", text_of=("kimi_k2", "deepseek_v3"), keys=_COMPRESSED
+    ),
     "Glm4MoeForCausalLM": Family(
         glm4_moe.read, "half of a head turns, routed and shared experts", unused=glm4_moe.unused, mtp=True
     ),
@@ -76,25 +116,79 @@ FAMILIES: dict[str, Family] = {
     "Qwen2ForCausalLM": Family(qwen2.read, "biases of q, k and v, windows in later layers"),
     "Qwen3ForCausalLM": Family(qwen3.read, "norms of heads, windows in later layers"),
     "Gemma3ForCausalLM": Family(gemma3.read, "windows, norms on both sides, two rotations, norms of 1 + w"),
+    "Gemma4ForCausalLM": Family(
+        gemma4.read, "wider full layers, shared K/V, embeddings by layer, experts, capped logits", unused=gemma4.unused
+    ),
+    "LagunaForCausalLM": Family(laguna.read, "heads by kind of layer, gated attention, windows, experts"),
+    "MiMoV2FlashForCausalLM": Family(
+        mimo_v2.read, "windows with sinks, narrow values, experts", unused=mimo_v2.unused, mtp=True
+    ),
+    "Ministral3ForCausalLM": Family(mistral.read_3, "Mistral with queries scaled by position"),
+    "Ernie4_5_MoeForCausalLM": Family(
+        ernie.read_moe, "ERNIE with experts, whose router corrects a softmax", unused=ernie.unused, mtp=True
+    ),
     "Glm4ForCausalLM": Family(glm4.read, "half of a head turns, in pairs; norms on both sides"),
     "MiMoForCausalLM": Family(mimo.read, "Qwen2 with layers that predict further tokens", unused=mimo.unused, mtp=True),
     "Qwen3MoeForCausalLM": Family(qwen3_moe.read, "norms of heads, experts; Qwen3-Coder too"),
     "Ernie4_5ForCausalLM": Family(ernie.read, "a head's dimensions turn in pairs, biases"),
     "GraniteForCausalLM": Family(granite.read, "four multipliers: embeddings, scores, what layers add, logits"),
+    "GraniteMoeForCausalLM": Family(granite.read_moe, "Granite with experts in every layer"),
+    "GraniteMoeHybridForCausalLM": Family(granite.read_4, "Granite 4 without Mamba"),
     "MiniMaxM2ForCausalLM": Family(
         mixtral.read_minimax, "norms of all queries and all keys, part of a head turns, experts"
     ),
-    "HYV3ForCausalLM": Family(hy3.read, "norms of heads, routed and shared experts: Hy3", unused=hy3.unused),
+    "HYV3ForCausalLM": Family(hy3.read, "norms of heads, routed and shared experts: Hy3", unused=hy3.unused, mtp=True),
     "MixtralForCausalLM": Family(mixtral.read, "experts in every layer, perhaps a window"),
     "Olmo2ForCausalLM": Family(olmo.read_2, "norms behind layers alone, norms of all queries and all keys"),
     "Olmo3ForCausalLM": Family(olmo.read_3, "OLMo 2 with windows in three layers of four"),
     "Phi3ForCausalLM": Family(phi3.read, "q, k and v in one tensor, part of a head turns, perhaps a window; Phi-4 too"),
     "SeedOssForCausalLM": Family(seed_oss.read, "biases of q, k and v, wide heads"),
+    "CwmForCausalLM": Family(layered.read_cwm, "windows in three layers of four"),
+    "Dots1ForCausalLM": Family(layered.read_dots, "norms of heads, routed and shared experts: dots.llm1"),
+    "Exaone4ForCausalLM": Family(exaone.read, "norms behind layers, windows in layers that turn"),
+    "ExaoneMoeForCausalLM": Family(
+        exaone.read_moe, "K-EXAONE: the attention of EXAONE 4, experts", unused=exaone.unused_moe
+    ),
+    "FlexOlmoForCausalLM": Family(olmo.read_flex, "OLMo 2 with experts in every layer"),
+    "GemmaForCausalLM": Family(gemma3.read_1, "scaled embeddings, norms of 1 + w"),
+    "GlmForCausalLM": Family(glm4.read_2024, "GLM-4 of 2024: half of a head turns, in pairs"),
+    "HeliumForCausalLM": Family(ernie.read_helium, "a head's dimensions turn in pairs"),
+    "MellumForCausalLM": Family(
+        layered.read_mellum,
+        "norms of heads, windows, experts, a rotation by kind of layer",
+        unused=layered.unused_mellum,
+    ),
+    "MinistralForCausalLM": Family(layered.read_ministral, "Mistral with windows in some layers"),
+    "OlmoeForCausalLM": Family(olmo.read_moe, "norms of all queries and all keys, experts in every layer"),
+    "SolarOpenForCausalLM": Family(layered.read_solar, "experts of DeepSeek-V3 in every layer"),
     "SmolLM3ForCausalLM": Family(smollm3.read, "every fourth layer does not turn"),
     "WindowedLlamaForCausalLM": Family(windowed_llama.read, "a test model"),
     "Gemma3ForConditionalGeneration": Family(gemma3.read, "the text of Gemma 3", text_of=("gemma3_text",)),
+    "Gemma4ForConditionalGeneration": Family(
+        gemma4.read, "the text of Gemma 4", unused=gemma4.unused, text_of=("gemma4_text",)
+    ),
+    "Gemma4UnifiedForConditionalGeneration": Family(
+        gemma4.read_unified, "the text of Gemma 4 12B", unused=gemma4.unused, text_of=("gemma4_unified_text",)
+    ),
+    "Glm4vForConditionalGeneration": Family(glm4.read_vl, "the text of GLM-4.1V", text_of=("glm4v_text",)),
+    "Glm46VForConditionalGeneration": Family(glm4.read_vl, "the text of GLM-4.6V-Flash", text_of=("glm4v_text",)),
+    "Glm4vMoeForConditionalGeneration": Family(
+        glm4_moe.read_vl, "the text of GLM-4.5V and 4.6V", unused=glm4_moe.unused, text_of=("glm4v_moe_text",)
+    ),
+    "GlmOcrForConditionalGeneration": Family(
+        glm4.read_ocr, "the text of GLM-OCR", unused=glm4.unused_of_ocr, text_of=("glm_ocr_text",), mtp=True
+    ),
     "Mistral3ForConditionalGeneration": Family(
-        mistral.read, "the text of Mistral Small 3.1 and 3.2", text_of=("mistral",)
+        mistral.read_text,
+        "the text of Mistral Small 3.1, 3.2 and 4 and Medium 3.5",
+        text_of=("mistral", "ministral3", "mistral4"),
+        keys=_COMPRESSED,
+    ),
+    "Step3p5ForCausalLM": Family(
+        laguna.read_step, "heads by kind of layer, gated attention, windows, limited experts", mtp=True
+    ),
+    "Step3p7ForConditionalGeneration": Family(
+        laguna.read_step, "the text of Step-3.7", text_of=("step3p5", "step3p5_text", "step3p7_text"), mtp=True
     ),
     "Qwen2VLForConditionalGeneration": Family(qwen2.read, "the text of Qwen2-VL", text_of=("qwen2_vl_text",)),
     "Qwen2_5_VLForConditionalGeneration": Family(qwen2.read, "the text of Qwen2.5-VL", text_of=("qwen2_5_vl_text",)),
@@ -103,6 +197,8 @@ FAMILIES: dict[str, Family] = {
         qwen3_moe.read_vl, "the text of Qwen3-VL with experts", text_of=("qwen3_vl_moe_text",)
     ),
 }
+_LONG_NAME = 100
+"""Characters of an architecture's name that are compared with others."""
 _OWN = frozenset({"WindowedLlamaForCausalLM"})
 """Test models, which no message offers."""
 
@@ -135,7 +231,7 @@ class TargetSpec:
 
         Experts come beside them, see `expert_layers`.
         """
-        kinds = ("matrix", "router", "table") if self.config.tied_embeddings else ("matrix", "router")
+        kinds = (*STREAMED, "table") if self.config.tied_embeddings else STREAMED
         return sum(param.numbers for param in self.params if param.kind in kinds)
 
     def attended_for_a_token(self, dtype: torch.dtype) -> int | None:
@@ -147,16 +243,16 @@ class TargetSpec:
         seen = [layer.attention for layer in config.layers if layer.attention.window is None]
         experts = sum(layer.router.top_k * layer.numbers for layer in self.expert_layers(dtype))
         numbers = self.streamed - config.vocab_size * config.hidden_size + experts  # logits are of the last token only
-        attending = 2 * sum(each.num_heads * each.head_dim for each in seen)
+        attending = sum(each.num_heads * (each.head_dim + each.kv.output_dim) for each in seen)
         return max(numbers // attending, 1) if seen else None
 
     def expert_layers(self, dtype: torch.dtype) -> list[ExpertLayer]:
         """The layers that have experts, and what one of these takes where models compute in `dtype`."""
         found, params = [], [param for param in self.params if param.kind == "experts"]
         for index, layer in enumerate(self.config.layers):
-            if isinstance(layer.feed_forward, ExpertSpec):
+            if layer.experts is not None:
                 own = [param for param in params if param.name.startswith(f"layers.{index}.")]
-                router = layer.feed_forward.router
+                router = layer.experts.router
                 numbers, held = sum(p.numbers for p in own), sum(p.held_bytes(dtype) for p in own)
                 found.append(ExpertLayer(router, numbers // router.num_experts, held // router.num_experts))
         return found
@@ -217,13 +313,13 @@ def target_spec(folder: Path) -> TargetSpec:
     tensors = _tensors(folder) if text_of else set()
     if text_of:
         config = text_config(config, where, text_of, tensors)
-    refuse_by_key(config, where)
+    refuse_by_key(config, where, FAMILIES[named[0]].keys if named[0] in FAMILIES else ())
     if len(named) != 1 or named[0] not in FAMILIES:
-        known = ", ".join(loadable())
-        code = custom_code(config)
+        asked, code = shown(", ".join(named))[1:-1], custom_code(config)
+        near = get_close_matches(asked[:_LONG_NAME], loadable(), n=3) or ["LlamaForCausalLM"]
         raise CheckpointError(
-            f"{where}: architecture {shown(', '.join(named))[1:-1]} is not supported, only {known}"
-            + (f"; {code}" if code else "")
+            f"{where}: architecture {asked} is not supported, only the {len(loadable())} that `treetop models` lists,"
+            f" such as {', '.join(near)}" + (f"; {code}" if code else "")
         )
     if (code := custom_code(config)) is not None:
         _log.warning("%s: %s; treetop's own %s is used", where, code, named[0])

@@ -10,18 +10,16 @@ from treetop.kernels.rope import RopeSpec
 from treetop.models.config import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
-    Config,
     LayerSpec,
     ModelConfig,
     attention_spec,
     dense_spec,
-    flag,
     layer_types,
     model_config,
     num_layers,
-    size,
 )
 from treetop.models.json_file import integers
+from treetop.models.values import Config, flag, size
 from treetop.types.errors import CheckpointError
 
 

@@ -16,16 +16,20 @@ LAST_HIDDEN = -1
 
 @dataclass(frozen=True, slots=True)
 class TargetOutput:
-    """hidden: [rows, n, hidden], after the final norm. aux_hidden: [rows, n, hidden] of each state asked for."""
+    """hidden: [rows, n, hidden], after the final norm.
+    aux_hidden: [rows, n, hidden] of each state asked for.
+    """
 
     hidden: Tensor
     aux_hidden: tuple[Tensor, ...]
 
 
 class Target(Protocol):
-    """Tokens in, hidden states and what a drafter reads out. embedding: [vocab, hidden], which a drafter may share.
-    lm_head: hidden -> logits. With several ranks both hold this rank's part of the vocabulary. products: all
-    that a forward and its logits take with weights.
+    """Tokens in, hidden states and what a drafter reads out.
+
+    embedding: [vocab, hidden], which a drafter may share.
+    lm_head: hidden -> logits. With several ranks both hold this rank's part of the vocabulary.
+    products: all that a forward and its logits take with weights.
 
     Its features are residual streams, chosen at construction: index i is the one that enters layer i, the number of
     layers what the last one leaves, before the final norm; `LAST_HIDDEN` is that after the norm.

@@ -8,16 +8,14 @@ from pathlib import Path
 
 from treetop.models.config import (
     SLIDING_ATTENTION,
-    Config,
     LayerSpec,
     ModelConfig,
     attention_spec,
     dense_spec,
-    flag,
     layer_types,
     model_config,
-    size,
 )
+from treetop.models.values import Config, flag, size
 
 
 def read(config: Config, where: Path) -> ModelConfig:

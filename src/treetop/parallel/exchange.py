@@ -27,7 +27,7 @@ _SMALL = 2**20
 """Bytes up to which shares are gathered and added where they are read; more are added by the library on their way."""
 START_S = 600.0
 """Seconds until a rank must answer while the group starts: ranks load weights and compile at their own pace."""
-MEET_S = 120.0
+RENDEZVOUS_S = 120.0
 """Seconds until all ranks must have met."""
 _LEAVE_S = 10.0
 """Seconds that the library may take to give back what a group held."""
@@ -37,7 +37,7 @@ Gather = Callable[[Tensor, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class Rendezvous:
     """Where the ranks of a group find each other. file: in a folder of the owner's alone, of this group alone."""
 
     file: Path
@@ -52,7 +52,9 @@ Reduce = Callable[[Tensor], None]
 
 
 class ExchangeRank:
-    """A `Parallel` of three operations. reduce: None if the library's is not the same on all ranks.
+    """A `Parallel` of three operations.
+
+    reduce: None if the library's is not the same on all ranks.
 
     peers: what is exchanged by memory, None for nothing.
     """
@@ -99,7 +101,7 @@ class ExchangeRank:
         self._swap(out, pieces.contiguous())
         return out
 
-    def least(self, number: int) -> int:
+    def minimum(self, number: int) -> int:
         return int(self.gather(torch.tensor(number, device=self._device)).min())
 
     def record(self) -> Tensor | None:
@@ -112,16 +114,16 @@ class Group:
     parallel: this rank. deadline: seconds until the others must answer, from now on.
     """
 
-    def __init__(self, meeting: Meeting, device: torch.device, peer_memory: bool = False) -> None:
+    def __init__(self, rendezvous: Rendezvous, device: torch.device, peer_memory: bool = False) -> None:
         """Waits until all ranks have come. Raises ConfigError if PyTorch was built without what the device needs.
 
         peer_memory: GPUs exchange what is small by writing into each other's memory, if all of them can.
         """
-        if not meeting.file.parent.is_dir():
-            raise EngineError(f"the group has ended: {meeting.file.parent} is gone")  # FileStore would wait for it
-        store = FileStore(str(meeting.file), meeting.size)
-        store.set_timeout(timedelta(seconds=MEET_S))
-        self._group: Any = _nccl(store, meeting) if device.type == "cuda" else _gloo(store, meeting)
+        if not rendezvous.file.parent.is_dir():
+            raise EngineError(f"the group has ended: {rendezvous.file.parent} is gone")  # FileStore would wait for it
+        store = FileStore(str(rendezvous.file), rendezvous.size)
+        store.set_timeout(timedelta(seconds=RENDEZVOUS_S))
+        self._group: Any = _nccl(store, rendezvous) if device.type == "cuda" else _gloo(store, rendezvous)
         self._closing = Lock()
         self._leaving: Thread | None = None
         self._gpu, self._seconds = device.type == "cuda", START_S
@@ -129,9 +131,9 @@ class Group:
             (self._gather_on_gpu, self._swap_on_gpu) if self._gpu else (self._gather_on_cpu, self._swap_on_cpu)
         )
         reduce = self._reduce_on_gpu if self._gpu else None
-        self.parallel = ExchangeRank(meeting.rank, meeting.size, device, gather, swap, reduce)
-        self.parallel.least(0)  # the library connects at the first exchange of a kind, which cannot be recorded
-        self.parallel.all_to_all(torch.zeros((meeting.size, 1), device=device))
+        self.parallel = ExchangeRank(rendezvous.rank, rendezvous.size, device, gather, swap, reduce)
+        self.parallel.minimum(0)  # the library connects at the first exchange of a kind, which cannot be recorded
+        self.parallel.all_to_all(torch.zeros((rendezvous.size, 1), device=device))
         if self._gpu and peer_memory:
             self.parallel.peers = reach_peers(self.parallel, torch.device("cuda", torch.cuda.current_device()))
         self.set_deadline(START_S)
@@ -185,19 +187,19 @@ class Group:
         self._group.allreduce([share]).wait()
 
 
-def _gloo(store: Store, meeting: Meeting) -> object:
+def _gloo(store: Store, rendezvous: Rendezvous) -> object:
     if not dist.is_gloo_available():
-        raise ConfigError(f"{meeting.size} ranks: this PyTorch has no gloo, which ranks on a CPU need")
+        raise ConfigError(f"{rendezvous.size} ranks: this PyTorch has no gloo, which ranks on a CPU need")
     gloo: Any = dist.ProcessGroupGloo  # whose stubs lack what it is made of
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname="127.0.0.1")]  # nobody else's network
     options._timeout = timedelta(seconds=START_S)
-    return gloo(store, meeting.rank, meeting.size, options)
+    return gloo(store, rendezvous.rank, rendezvous.size, options)
 
 
-def _nccl(store: Store, meeting: Meeting) -> object:
+def _nccl(store: Store, rendezvous: Rendezvous) -> object:
     if not dist.is_nccl_available():
-        raise ConfigError(f"{meeting.size} ranks: this PyTorch has no NCCL, which ranks on GPUs need")
+        raise ConfigError(f"{rendezvous.size} ranks: this PyTorch has no NCCL, which ranks on GPUs need")
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(days=30)  # past it PyTorch would end the process; who waits has a deadline of its own
-    return dist.ProcessGroupNCCL(store, meeting.rank, meeting.size, options)
+    return dist.ProcessGroupNCCL(store, rendezvous.rank, rendezvous.size, options)

@@ -147,7 +147,7 @@ class PeerShare:
 def reach_peers(whole: Parallel, device: torch.device) -> PeerExchange | None:
     """What ranks of one host exchange by memory; None, with a warning, where one of them cannot. Collective.
 
-    device: this rank's GPU, a rank's number its GPU's.
+    device: this rank's GPU; those of the others lie beside it, in the order of the ranks.
     """
     reason, memory, exchange = None, None, None
     try:
@@ -162,9 +162,9 @@ def reach_peers(whole: Parallel, device: torch.device) -> PeerExchange | None:
             exchange = _exchange_over(memory, whole, [bytes(each[:-1]) for each in handles], device)
         except PeerMemoryError as error:
             reason = str(error)
-    if whole.least(int(exchange is not None)) and exchange is not None:  # no kernel waits for a rank that has failed
+    if whole.minimum(int(exchange is not None)) and exchange is not None:  # no kernel waits for a rank that has failed
         reason = _tried(exchange, whole, device)
-        if whole.least(int(reason is None)):
+        if whole.minimum(int(reason is None)):
             return exchange
     log.warning("sums over ranks go through NCCL: %s", reason or "another rank does not reach its peers' memory")
     return None
@@ -177,9 +177,10 @@ def _check_access(whole: Parallel, device: torch.device) -> None:
         raise PeerMemoryError(reason)
     if os.environ.get("NCCL_P2P_DISABLE", "0") != "0":
         raise PeerMemoryError("NCCL_P2P_DISABLE is set")
-    for peer in range(whole.size):
-        if peer != whole.rank and not torch.cuda.can_device_access_peer(whole.rank, peer):
-            raise PeerMemoryError(f"GPU {whole.rank} does not reach the memory of GPU {peer}")
+    first = device.index - whole.rank
+    for peer in range(first, first + whole.size):
+        if peer != device.index and not torch.cuda.can_device_access_peer(device.index, peer):
+            raise PeerMemoryError(f"GPU {device.index} does not reach the memory of GPU {peer}")
 
 
 def _exchange_over(memory: _Mapped, whole: Parallel, handles: list[bytes], device: torch.device) -> PeerExchange:

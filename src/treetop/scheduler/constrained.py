@@ -1,22 +1,25 @@
-"""A request whose next token the host must name: what its constraint allows, as far as its output has come."""
+"""The constraint state of a request: which tokens its constraint allows next."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from treetop.types.constraint import SlowConstraint, StructuredOutput, TokenConstraint
+from treetop.scheduler.tree_walk import TreeWalk
+from treetop.types.constraint import Branch, SlowConstraint, StructuredOutput, TokenConstraint
 from treetop.types.errors import CheckError, InputError
+from treetop.types.messages import NodeMasks, RowTree
 from treetop.types.requests import EngineRequest
 from treetop.types.sampling import SamplingParams
 
 
-class Constrained:
-    """Sets of tokens are integers here, bit t for token t. allowed: what may come next, by all that rules tokens out;
-    it counts while no question is open.
+class ConstraintState:
+    """Sets of tokens are integers here, bit t for token t.
 
-    A round of such a request takes its root's choice and no draft, because the host knows what is allowed after the
-    root alone.
+    allowed: what may come next, by all that rules tokens out; it counts while no question is open.
+
+    A round of such a request accepts drafts whose nodes a walk has reached. Without a walk it takes its root's choice
+    alone.
     """
 
     def __init__(
@@ -42,6 +45,8 @@ class Constrained:
         """The answer to come, if a question is open."""
         self.asked_s = 0.0
         """When it was asked, by `time.monotonic`."""
+        self._walk: TreeWalk | None = None
+        self._walking: Future[None] | None = None
         self._ask(())
 
     def advance(self, new_ids: Sequence[int]) -> bool | None:
@@ -61,24 +66,21 @@ class Constrained:
             return None
         asked, self.asked = self.asked, None
         try:
-            told = self._told(asked.result())
+            answer_bits = self._bits_of_answer(asked.result())
         except InputError:
             raise
         except BaseException as error:  # a caller's own code may exit, a library's may panic
-            raise InputError(f"the constraint failed: {type(error).__name__}: {_said(error)}") from error
-        self.allowed = told & self._listed
-        if self._num_output < self._min_tokens:
-            self.allowed &= ~self._ends
-        self.allowed &= ~_bits(word[-1] for word in self._bad_words if self._is_next(word))
-        if told and not self.allowed:
+            raise failed(error) from error
+        self.allowed = self._left_of(answer_bits, ())
+        if answer_bits and not self.allowed:
             raise InputError("the constraint allows no token that bad_words, allowed_token_ids and min_tokens leave")
         if self._begun:
-            return told != 0
-        return self._first_answer(told)
+            return answer_bits != 0
+        return self._first_answer(answer_bits)
 
-    def _first_answer(self, told: int) -> bool | None:
+    def _first_answer(self, answer_bits: int) -> bool | None:
         """To the questions of the start, which are two if something was received. Raises InputError if it is none."""
-        if not told:
+        if not answer_bits:
             behind = f"token after the {self._num_output} received" if self._num_output else "first token"
             raise InputError(f"the constraint allows no {behind}")
         received, self._received = self._received, ()
@@ -88,33 +90,79 @@ class Constrained:
         return True
 
     def _ask(self, new_ids: Sequence[int]) -> None:
+        walking, self._walking = self._walking, None
+        if walking is not None and walking.done() and (error := walking.exception()) is not None:
+            raise failed(error) from error
         self._num_output += len(new_ids)
         self._recent = [*self._recent, *new_ids][-self._most_recent :] if self._most_recent else []
         self.asked, self.asked_s = self._constraint.ask(tuple(new_ids)), time.monotonic()
 
-    def _is_next(self, word: tuple[int, ...]) -> bool:
-        """Whether the output ends with all of a bad word but its last token."""
-        before = len(word) - 1
-        return not before or tuple(self._recent[-before:]) == word[:-1]
+    def _left_of(self, answer_bits: int, drafts: tuple[int, ...]) -> int:
+        """What all else leaves of an answer, where the output and these drafts stand before."""
+        left = answer_bits & self._listed
+        if self._num_output + len(drafts) < self._min_tokens:
+            left &= ~self._ends
+        if self._bad_words:
+            recent = (*self._recent, *drafts)
+            left &= ~_bits(word[-1] for word in self._bad_words if _is_next(word, recent))
+        return left
 
     def mask(self) -> bytes:
         """`allowed`, bit t % 8 of byte t // 8 for token t."""
-        return self.allowed.to_bytes(-(-self._vocab_size // 8), "little")
+        return self._packed(self.allowed)
+
+    def _packed(self, allowed: int) -> bytes:
+        return allowed.to_bytes(-(-self._vocab_size // 8), "little")
+
+    def walk(self, tree: RowTree, until_s: float) -> "Future[None] | None":
+        """Begin to find out what may follow the nodes of its tree, until then by `time.monotonic`. No question is open.
+
+        None if it keeps to one token a round.
+        """
+        self._walk = walk = TreeWalk(tree)
+
+        def visit(branch: Branch) -> None:
+            walk.visit(branch, self.allowed, self._bits_behind, self._ends, until_s)
+
+        self._walking = self._constraint.walk(visit)
+        return self._walking
+
+    def walked(self) -> NodeMasks:
+        """What the walk has found by now, which is all that counts of it, and the tree with what is forced."""
+        assert self._walk is not None
+        self._walk, source = self._walk.snapshot().with_branches()
+        tree, known = self._walk.tree, self._walk.allowed
+        masks = {node: self._packed(allowed) for node, allowed in known.items()}
+        return NodeMasks(tree.row, masks, tree if source else None, source)
+
+    def _bits_behind(self, answer: Iterable[int] | bytes | None, drafts: tuple[int, ...]) -> int:
+        return self._left_of(self._bits_of_answer(answer), drafts)
 
     def check(self, tokens: Sequence[int]) -> None:
-        """Raise CheckError for what must never leave: a token that is not allowed, or more than one."""
-        if len(tokens) != 1 or not self.allowed >> tokens[0] & 1:
-            raise CheckError(f"a constrained request got tokens {list(tokens)}: not one that its constraint allows")
+        """Raise CheckError for what must never leave: a token that is not allowed, or one behind what is not known.
 
-    def _told(self, said: Iterable[int] | bytes | None) -> int:
-        if said is None:
+        tokens: of a step.
+        """
+        walk, self._walk = self._walk, None
+        allowed, node = self.allowed, 0
+        for place, token in enumerate(tokens):
+            if place:
+                found = None if walk is None else walk.child(node, tokens[place - 1])
+                node, allowed = (0, 0) if walk is None or found is None else (found, walk.allowed[found])
+            if not allowed >> token & 1:
+                raise CheckError(
+                    f"a constrained request got tokens {list(tokens)}: token {token} is none that its constraint allows"
+                )
+
+    def _bits_of_answer(self, answer: Iterable[int] | bytes | None) -> int:
+        if answer is None:
             return self._all
-        told = int.from_bytes(said, "little") if isinstance(said, bytes) else _bits(said)
-        if told > self._all:
+        answer_bits = int.from_bytes(answer, "little") if isinstance(answer, bytes) else _bits(answer)
+        if answer_bits > self._all:
             raise InputError(
-                f"the constraint allows token {told.bit_length() - 1} of a vocabulary of {self._vocab_size}"
+                f"the constraint allows token {answer_bits.bit_length() - 1} of a vocabulary of {self._vocab_size}"
             )
-        return told
+        return answer_bits
 
 
 class Structures(Protocol):
@@ -129,7 +177,7 @@ def constrained_by(
     eos_ids: frozenset[int],
     vocab_size: int | None,
     structures: Structures | None,
-) -> "Constrained | None":
+) -> "ConstraintState | None":
     """What holds a request's tokens, None if nothing does. eos_ids: the model's, which never come where they are
     ignored. vocab_size: None where no constraint can be kept. structures: None where no structure can.
 
@@ -151,7 +199,7 @@ def constrained_by(
     else:
         assert constraint is not None
         slow = Inline(constraint)
-    made = Constrained(slow, vocab_size, asked.params, stop_ids, asked.received, asked.bad_words)
+    made = ConstraintState(slow, vocab_size, asked.params, stop_ids, asked.received, asked.bad_words)
     made.answer()  # a caller's constraint has one
     return made
 
@@ -160,6 +208,9 @@ class _Anything:
     """Where only bad words rule tokens out."""
 
     def allowed(self, _: Sequence[int]) -> None:
+        return None
+
+    def rollback(self, _: int) -> None:
         return None
 
 
@@ -178,6 +229,42 @@ class Inline:
         except BaseException as error:
             answer.set_exception(error)
         return answer
+
+    def walk(self, visit: Callable[[Branch], None]) -> "Future[None] | None":
+        rollback = getattr(self._constraint, "rollback", None)
+        if not callable(rollback):
+            return None
+        visited: Future[None] = Future()
+        try:
+            visit(_InlineBranch(self._constraint, rollback))
+            visited.set_result(None)
+        except BaseException as error:
+            visited.set_exception(error)
+        return visited
+
+
+class _InlineBranch:
+    """A caller's constraint along a tree."""
+
+    def __init__(self, constraint: TokenConstraint, rollback: Callable[[int], None]) -> None:
+        self._constraint, self._rollback = constraint, rollback
+
+    def accept(self, token: int) -> Iterable[int] | bytes | None:
+        return self._constraint.allowed((token,))
+
+    def rollback(self) -> bool:
+        self._rollback(1)
+        return True
+
+
+def failed(error: BaseException) -> InputError:
+    return InputError(f"the constraint failed: {type(error).__name__}: {_said(error)}")
+
+
+def _is_next(word: tuple[int, ...], recent: tuple[int, ...]) -> bool:
+    """Whether the output, which ends so, ends with all of a bad word but its last token."""
+    before = len(word) - 1
+    return not before or recent[-before:] == word[:-1]
 
 
 def _said(error: BaseException) -> str:

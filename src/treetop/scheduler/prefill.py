@@ -1,68 +1,78 @@
 """Who is admitted, and which chunks of which prompts a prefill step takes."""
 
 from collections.abc import Callable, Sequence
+from itertools import chain, islice
 
-from treetop.scheduler.handover import Handover
+from treetop.scheduler.budget import PrefillBudget
+from treetop.scheduler.kv_transfer import KVTransfers
 from treetop.scheduler.queues import Queues
 from treetop.scheduler.request import Request, logprobs_of, masks_of
 from treetop.scheduler.rows import Rows
 from treetop.scheduler.steps import StepsOut
 from treetop.types.errors import InvariantError
-from treetop.types.layout import Layout, PrefillPace
+from treetop.types.layout import Layout
 from treetop.types.messages import Chunk, PrefillPlan, RowSetup
 from treetop.types.sampling import Choice
 
 _CHEAP_PADDING = 512
 """Padding of a prefill step, in tokens, that costs no more than a step of its own: its launches and the weights."""
 
+_PASSING = 8
+"""Requests that wait among which some are looked for that may pass a long prompt."""
+
 Batch = list[tuple[Request, int]]
 """The requests of a prefill step, each with the tokens of its chunk."""
 
 
 class PrefillPlanner:
-    """Plans prefill steps: first chunks of prompts that have begun, then of requests that wait, in their order."""
+    """Plans prefill steps: first chunks of prompts that have begun, then of requests that wait, in their order.
+
+    A prompt that did not end in its step lets those behind it go first once that end in theirs.
+    """
 
     def __init__(
         self,
         layout: Layout,
-        tokens_per_round: int | None,
+        budget: PrefillBudget,
         queues: Queues,
         rows: Rows,
         steps: StepsOut,
-        handover: Handover,
+        kv_transfer: KVTransfers,
         clock: Callable[[], float],
-        *,
-        pace: PrefillPace | None,
     ) -> None:
-        """tokens_per_round: most tokens of a step while requests decode; None goes by the pace. pace: None counts no
-        attention, and without tokens_per_round a step is as large as any.
-        """
         self._layout, self._queues, self._rows, self._steps, self._clock = layout, queues, rows, steps, clock
-        self._handover = handover
-        self._tokens_per_round, self._pace = tokens_per_round, pace or PrefillPace(layout.chunk, None)
+        self._kv_transfer, self._budget = kv_transfer, budget
+        self._last_s = float("-inf")  # when the last step was planned
+        self._cut_last = False  # whether a prompt did not end in it, and nobody has passed it
+
+    def may_wait(self) -> bool:
+        """Whether what could be prefilled had better wait for more, as `PrefillBudget.may_wait` says."""
+        budget, rows, now = self._budget, len(self._queues.decoding), self._clock()
+        enough, work, waited, longest = budget.tokens(rows, 0), 0, 0.0, 0.0
+        for request in chain(self._queues.prefilling, islice(self._queues.waiting, self._rows.num_free)):
+            work += request.num_ids - request.num_computed_tokens
+            if work >= enough:
+                return False
+            since = now - max(request.arrival_s, self._last_s)
+            waited, longest = waited + since, max(longest, since)
+        return work > 0 and budget.may_wait(rows, work, waited, longest)
+
+    def rounds_after(self, plan: PrefillPlan) -> int:
+        """Rounds that are due before the next step, where some can run."""
+        return self._budget.rounds_after(plan, len(self._queues.decoding))
 
     def plan(self) -> PrefillPlan | None:
         """The next step; None if there is nothing to prefill, or no room for it."""
         setups: list[RowSetup] = []
         batch: Batch = []
-        for request in self._queues.prefilling:
-            count = self._count(batch, request)
-            if self._may_join(batch, count):
-                self._reserve_chunk(request, count)
-                batch.append((request, count))
-        while self._queues.waiting and self._rows.may_enter:
-            request = self._queues.waiting[0]
-            if request.remote:  # its row is set up by its last import
-                if not self._handover.admit(request):
-                    break
-                continue
-            if not self._admit(request, batch):
-                break
-            self._queues.admitted(request)
-            setups.append(request.setup(request.num_computed_tokens))
-            batch.append((request, self._count(batch, request)))
+        if self._cut_last:
+            self._pass(batch, setups)
+        self._cut_last = not batch
+        if not batch:
+            self._in_order(batch, setups)
         if not batch:
             return None
+        self._last_s = self._clock()
         chunks = tuple(self._chunk(request, count) for request, count in batch)
         last = (request for (request, _), chunk in zip(batch, chunks, strict=True) if chunk.next_token is None)
         return PrefillPlan(
@@ -75,31 +85,59 @@ class PrefillPlanner:
             masks=masks_of(last),
         )
 
+    def _in_order(self, batch: Batch, setups: list[RowSetup]) -> None:
+        """Those that have begun, then those that wait, until one has no room."""
+        for request in self._queues.prefilling:
+            count = self._count(batch, request)
+            if self._may_join(batch, count):
+                self._reserve_chunk(request, count)
+                batch.append((request, count))
+        while self._queues.waiting and self._rows.may_enter:
+            request = self._queues.waiting[0]
+            if request.remote:  # its row is set up by its last import
+                if not self._kv_transfer.admit(request):
+                    break
+            elif not self._admit(request, batch, setups):
+                break
+
+    def _pass(self, batch: Batch, setups: list[RowSetup]) -> None:
+        """Those behind a prompt that is being prefilled, of its priority, that end in this step; of few that wait."""
+        first = self._queues.prefilling[0] if self._queues.prefilling else None
+        if first is None:
+            return
+        for request in self._queues.prefilling[1:]:
+            count = self._count(batch, request)
+            if count == request.num_ids - request.num_computed_tokens and self._may_join(batch, count):
+                self._reserve_chunk(request, count)
+                batch.append((request, count))
+        for request in self._queues.waiting[:_PASSING]:
+            if request.order[0] != first.order[0] or not self._rows.may_enter:
+                break
+            if not request.remote:
+                self._admit(request, batch, setups, whole=True)
+
     def _count(self, batch: Batch, request: Request) -> int:
         """Tokens that a request may bring to a batch; 0 for no row."""
         start = request.num_computed_tokens
-        return min(self._room(batch, start), request.num_ids - start)
+        return self._share(batch, start, request.num_ids - start)
+
+    def _share(self, batch: Batch, start: int, rest: int) -> int:
+        """Of a request's `rest` tokens behind `start`, those for this step.
+
+        Beside rounds, what does not fit into one step comes in about equal parts: a small rest costs nearly as much as
+        a step.
+        """
+        room = self._room(batch, start)
+        if not room or not self._queues.decoding:
+            return min(room, rest)
+        return -(-rest // -(-rest // room))
 
     def _room(self, batch: Batch, start: int) -> int:
         """Tokens that one more row may bring to a batch, whose size counts its padding; 0 for no row. start: behind so
         many."""
-        most = self._most(max([start, *(request.num_computed_tokens for request, _ in batch)]))
-        room = most // self._layout.bucket_for(len(batch) + 1)
+        deepest = max([start, *(request.num_computed_tokens for request, _ in batch)])
+        room = self._budget.tokens(len(self._queues.decoding), deepest) // self._layout.bucket_for(len(batch) + 1)
         return room if all(count <= room for _, count in batch) else 0
-
-    def _most(self, start: int) -> int:
-        """Tokens of a step, whose deepest chunk has `start` before it.
-
-        While requests decode, it may take about as long as their round: as many tokens as that computes, fewer the more
-        each of them attends to.
-        """
-        layout, pace, decoding = self._layout, self._pace, len(self._queues.decoding)
-        if not decoding:
-            return layout.chunk
-        most = min(self._tokens_per_round or max(decoding * layout.verify_tail, pace.least), layout.chunk)
-        if pace.attended is None:
-            return most
-        return max(most * pace.attended // (pace.attended + start), min(most, layout.page_size))
 
     def _may_join(self, batch: Batch, count: int) -> bool:
         """Whether a row with `count` tokens may join a batch: its padding is cheap, or a third of the whole at most."""
@@ -113,7 +151,7 @@ class PrefillPlanner:
         of_prompt = request.params.prompt_logprobs if request.lacks_prompt_logprobs else None
         end = start + count
         request.num_computed_tokens = end
-        self._handover.computed(request)
+        self._kv_transfer.computed(request)
         if end == len(ids):
             self._queues.prefilled(request)
         return Chunk(request.held.row, start, ids[start:end], next_prompt_token(ids, end), of_prompt)
@@ -125,18 +163,19 @@ class PrefillPlanner:
         if not self._rows.reserve(request, request.held.reserved, end):
             raise InvariantError("a window's pool does not hold the windows of all running requests")
 
-    def _admit(self, request: Request, batch: Batch) -> bool:
-        """Give a waiting request a row and pages for all its tokens and one round; False if there is no room.
+    def _admit(self, request: Request, batch: Batch, setups: list[RowSetup], whole: bool = False) -> bool:
+        """Give a waiting request a row, pages for all its tokens and one round, and a place in the prefill `batch`.
 
-        False, too, if its first chunk does not suit the prefill `batch`.
+        False if there is no room, or its first chunk does not suit the batch. whole: that has to be its last.
         """
         kv_cache = self._rows.kv_cache
         lease, shared = kv_cache.open(request.reusable_ids)
         known = lease.shared * self._layout.page_size
-        end = min(known + self._room(batch, known), request.num_ids)
-        suits = self._may_join(batch, end - known)
+        rest = request.num_ids - known
+        count = self._share(batch, known, rest)
+        suits = self._may_join(batch, count) and (count == rest or not whole)
         total = request.tokens_at_entry(self._layout.headroom)
-        reserved = kv_cache.reserve(lease, total, known, end) if suits else None
+        reserved = kv_cache.reserve(lease, total, known, known + count) if suits else None
         if reserved is None:
             kv_cache.release(lease)
             return False
@@ -144,6 +183,9 @@ class PrefillPlanner:
         self._rows.enter(request, lease, shared + reserved, total)
         if request.admitted_s is None:
             request.admitted_s, request.num_cached_tokens = self._clock(), known
+        self._queues.admitted(request)
+        setups.append(request.setup(known))
+        batch.append((request, count))
         return True
 
 

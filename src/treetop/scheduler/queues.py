@@ -12,9 +12,10 @@ _ORDER = attrgetter("order")
 class Queues:
     """Every request that has not ended stands in `by_id` and in one of the six queues.
 
-    forming: they have no row and no answer of their constraints. waiting: the next first, by `Request.order`. The
-    others: oldest admission first. importing: another worker prefills
-    them. exporting: prefilled for another worker, which has not taken all of it.
+    forming: they have no row and no answer of their constraints.
+    waiting: the next first, by `Request.order`. The others: oldest admission first.
+    importing: another worker prefills them.
+    exporting: prefilled for another worker, which has not taken all of it.
     """
 
     def __init__(self) -> None:
@@ -36,9 +37,8 @@ class Queues:
         self._wait(request)
 
     def admitted(self, request: Request) -> None:
-        """The first that waits has been given a row."""
-        first = self.waiting.pop(0)
-        assert first is request
+        """It waited, and has been given a row."""
+        self.waiting.remove(request)
         (self.importing if request.remote else self.prefilling).append(request)
 
     def prefilled(self, request: Request) -> None:

@@ -4,13 +4,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from treetop.cache.kv_cache_manager import Lease
-from treetop.scheduler.constrained import Constrained, Structures, constrained_by
+from treetop.scheduler.constrained import ConstraintState, Structures, constrained_by
 from treetop.types.ids import RequestId, Row
 from treetop.types.messages import RowHistory, RowMask, RowSetup
 from treetop.types.requests import EngineRequest, check_received
 from treetop.types.sampling import Choice, FinishReason, SamplingParams, TokenLogprobs
 
-MOST_RETRACTIONS = 3
+MAX_RETRACTIONS = 3
 """How often a request may be put back for want of pages. Then it waits until there are pages for all it may become."""
 
 
@@ -18,8 +18,9 @@ MOST_RETRACTIONS = 3
 class Running:
     """What a request holds while it runs.
 
-    reserved: tokens that the lease holds in every group without a window. steps_out, rounds_out: steps with its row,
-    and rounds among them, whose results have not been committed.
+    reserved: tokens that the lease holds in every group without a window.
+    steps_out, rounds_out: steps with its row, and rounds among them, whose results have not been committed.
+    deferred: tokens whose draft extend is yet to be planned.
     """
 
     row: Row
@@ -27,22 +28,25 @@ class Running:
     reserved: int
     steps_out: int = 0
     rounds_out: int = 0
+    deferred: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class Request:
     """Mutable, owned by the scheduler.
 
-    order: lower runs first, and is put back last; no two are equal. stop_ids: EOS, unless it is ignored, and the
-    request's own. max_output: tokens that max_tokens and the context allow. num_computed_tokens: tokens whose K/V the
-    pages hold, as far as the host knows; a chunk counts once it is planned, a round once its result is committed. A
-    request decodes once all its ids are num_computed_tokens: the token after them, the root, is on its way then, and
-    once it is here `num_computed_tokens == num_ids - 1`. running: None while it waits; an ended request keeps it until
-    no step with its row is out. constrained: None if any token may come, but for
-    never_ids. remote: another worker is to prefill it.
+    order: lower runs first, and is put back last; no two are equal.
+    stop_ids: EOS, unless it is ignored, and the request's own.
+    max_output: tokens that max_tokens and the context allow.
+    num_computed_tokens: tokens whose K/V the pages hold, as far as the host knows; a chunk counts once it is planned, a
+        round once its result is committed. A request decodes once all its ids are num_computed_tokens: the token after
+        them, the root, is on its way then, and once it is here `num_computed_tokens == num_ids - 1`.
+    running: None while it waits; an ended request keeps it until no step with its row is out.
+    constrained: None if any token may come, but for never_ids.
+    remote: another worker is to prefill it.
     export_from: it is prefilled for another worker, which wants its tokens from here on, and never decodes.
     prompt_logprobs: those that are known, from the prompt's second token on; None if they are not asked for, or were
-    told with the first token. The rest is for the stats.
+        told with the first token. The rest is for the stats.
     """
 
     request_id: RequestId
@@ -58,7 +62,7 @@ class Request:
     num_computed_tokens: int = 0
     finish_reason: FinishReason | None = None
     running: Running | None = None
-    constrained: Constrained | None = None
+    constrained: ConstraintState | None = None
     never_ids: frozenset[int] = frozenset()
     prompt_logprobs: list[TokenLogprobs] | None = None
     num_cached_tokens: int = 0
@@ -85,14 +89,23 @@ class Request:
         """
         params, choice = asked.params, Choice.of(asked.params)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)
-        most = min(params.max_tokens, max_context - len(asked.prompt_ids))
-        check_received(asked.received, most)
+        maximum = min(params.max_tokens, max_context - len(asked.prompt_ids))
+        check_received(asked.received, maximum)
         constrained = constrained_by(asked, stop_ids, eos_ids, vocab_size, structures)
         if constrained is not None:
             choice = Choice.costliest((choice, Choice.PROCESS))
         received = [*asked.received]  # as if it had been put back
         request = cls(
-            asked.request_id, asked.prompt_ids, params, asked.seed, stop_ids, most, choice, order, arrival_s, received
+            asked.request_id,
+            asked.prompt_ids,
+            params,
+            asked.seed,
+            stop_ids,
+            maximum,
+            choice,
+            order,
+            arrival_s,
+            received,
         )
         request.constrained = constrained
         request.never_ids = frozenset(word[0] for word in asked.bad_words if len(word) == 1)
@@ -115,6 +128,15 @@ class Request:
     @property
     def num_ids(self) -> int:
         return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def num_complete(self) -> int:
+        """Of its computed tokens, those whose K/V the pages hold in every group, the draft's too.
+
+        A round that is out has deferred nothing of them: its token counts once it is committed.
+        """
+        held = self.running
+        return self.num_computed_tokens - (0 if held is None else max(held.deferred - held.rounds_out, 0))
 
     @property
     def asks(self) -> bool:
@@ -147,7 +169,7 @@ class Request:
     @property
     def keeps_its_pages(self) -> bool:
         """It has been put back often enough: it gets pages for its longest output at once, and nobody takes them."""
-        return self.num_retractions >= MOST_RETRACTIONS
+        return self.num_retractions >= MAX_RETRACTIONS
 
     def tokens_at_entry(self, headroom: int) -> int:
         """Tokens that it gets pages for when it is given a row: all it has, and one round if it will decode.

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from operator import attrgetter
 
-from treetop.scheduler.handover import Handover
+from treetop.scheduler.kv_transfer import KVTransfers
+from treetop.scheduler.policy import ChooseShape
 from treetop.scheduler.queues import Queues
 from treetop.scheduler.request import Request, logprobs_of, masks_of
 from treetop.scheduler.rows import Rows
@@ -17,13 +18,19 @@ _ORDER = attrgetter("order")
 
 
 class RoundPlanner:
-    """Plans rounds of all that may decode, in one shape. num_retractions: since the start."""
+    """Plans rounds of all that may decode, each in one shape. num_retractions: since the start."""
 
     def __init__(
-        self, layout: Layout, shape: SpecShape, queues: Queues, rows: Rows, steps: StepsOut, handover: Handover
+        self,
+        layout: Layout,
+        choose: ChooseShape,
+        queues: Queues,
+        rows: Rows,
+        steps: StepsOut,
+        kv_transfer: KVTransfers,
     ) -> None:
-        self._layout, self._shape, self._queues, self._rows, self._steps = layout, shape, queues, rows, steps
-        self._handover = handover
+        self._layout, self._choose, self._queues, self._rows, self._steps = layout, choose, queues, rows, steps
+        self._kv_transfer = kv_transfer
         self._commit_width = layout.commit_width
         self._has_windows = any(group.window is not None for group in layout.groups)
         self.num_retractions = 0
@@ -44,16 +51,29 @@ class RoundPlanner:
         batch = [request for request in ready if request.running is not None]  # the others have been retracted
         if not batch:
             return None
+        undrafted = tuple(request.held.row for request in batch if not request.params.speculative)
+        shape = self._choose([request.num_computed_tokens for request in batch], len(batch) - len(undrafted))
         return RoundPlan(
             edits=self._rows.take_edits(),
             freed=self._rows.kv_cache.take_freed(),
             rows=tuple(request.held.row for request in batch),
-            shape=self._shape,
+            shape=shape,
             committed_bound=max(self._committed_bound(request) for request in batch),
             choice=Choice.costliest(request.choice for request in batch),
             logprobs=logprobs_of(batch),
             masks=masks_of(batch),
+            catches_up=self._catches_up(batch, shape),
+            undrafted=undrafted,
         )
+
+    def _catches_up(self, batch: Sequence[Request], shape: SpecShape) -> bool:
+        """Whether a round of this shape has to begin with what its rows have deferred, and what they defer after it."""
+        defers, held = self._layout.defers(shape), [request.held for request in batch]
+        most = max(each.deferred for each in held)
+        catches_up = most == self._layout.max_deferred if defers else most > 0
+        for each in held:
+            each.deferred = defers + (0 if catches_up else each.deferred)
+        return catches_up
 
     def _committed_bound(self, request: Request) -> int:
         """Tokens that the device may have committed once all that is out has run; `num_computed_tokens` are known."""
@@ -89,8 +109,8 @@ class RoundPlanner:
     def _retract(self, request: Request) -> None:
         """Back to the queue; it resumes by a prefill of its prompt and output (sgl-28254)."""
         assert not self._steps, "its length is not known"
-        if not self._handover.retract(request):
-            self._rows.leave(request, request.ids[: request.num_computed_tokens])
+        if not self._kv_transfer.retract(request):
+            self._rows.leave(request, request.ids[: request.num_complete])
             self._queues.put_back(request)
             request.num_computed_tokens = 0
         request.num_retractions += 1

@@ -31,6 +31,10 @@ class Rows:
         layout = self._layout
         return bool(self._free) and len(self.cells) + len(layout.groups) * layout.page_columns <= layout.max_edits
 
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
     def enter(self, request: Request, lease: Lease, cells: Cells, reserved: int) -> None:
         """Give a request a free row, with the pages that its lease has."""
         request.running = Running(self._free.pop(), lease, reserved)
@@ -41,7 +45,7 @@ class Rows:
         """Give back row and pages; `ids` are tokens whose K/V are complete."""
         held = request.held
         if self._check_level >= 1:
-            check_cached(held.row, len(ids), request.num_computed_tokens)
+            check_cached(held.row, len(ids), request.num_complete)
         self.kv_cache.release(held.lease, ids)
         self._free.append(held.row)
         del self.by_row[held.row]
@@ -56,11 +60,11 @@ class Rows:
         Pages behind a window stay until the cache has them, which it has once their chunk is committed. If pages are
         short they are given up, everybody's.
         """
-        held, known = request.held, request.num_computed_tokens
+        held, known = request.held, request.num_complete
         cells = self.kv_cache.reserve(held.lease, num_tokens, known, end)
         if cells is None:
             for other in self.by_row.values():
-                self.slide(other, other.num_computed_tokens)
+                self.slide(other, other.num_complete)
             cells = self.kv_cache.reserve(held.lease, num_tokens, known, end)
         self._write(held.row, cells or [])
         return cells is not None

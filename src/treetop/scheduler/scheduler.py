@@ -6,7 +6,7 @@ forming --> waiting --admit--> prefilling --last chunk--> decoding --stop--> end
 
 forming: what may come first in a constrained request is not known yet.
 
-What other workers prefill, and what is prefilled for them: `scheduler/handover.py`.
+What other workers prefill, and what is prefilled for them: `scheduler/kv_transfer.py`.
 """
 
 import time
@@ -16,20 +16,23 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Any
 
+from treetop.scheduler.budget import PrefillBudget
+from treetop.scheduler.committer import Committer, stats_of
 from treetop.scheduler.constrained import Structures
-from treetop.scheduler.endings import Committer, stats_of
-from treetop.scheduler.handover import Handover
+from treetop.scheduler.kv_transfer import KVTransfers
+from treetop.scheduler.policy import AdaptiveShape, FixedShape, ShapePolicy
 from treetop.scheduler.prefill import PrefillPlanner
 from treetop.scheduler.queues import Queues
 from treetop.scheduler.request import Request
 from treetop.scheduler.rounds import RoundPlanner
 from treetop.scheduler.rows import Rows
-from treetop.scheduler.steps import StepsOut
+from treetop.scheduler.steps import StepsOut, StepTimes
 from treetop.types.config import EngineConfig
+from treetop.types.costs import CostTable
 from treetop.types.errors import ConfigError, InputError, InvariantError
 from treetop.types.ids import PageId, RequestId, Row
-from treetop.types.layout import Layout, PrefillPace
-from treetop.types.messages import PrefillPlan, StepPlan, StepResult
+from treetop.types.layout import Layout, PrefillPace, SpecShape
+from treetop.types.messages import NodeMasks, PrefillPlan, RowTree, StepPlan, StepResult
 from treetop.types.requests import CoreLoad, EngineRequest, RequestUpdate, check_prompt, late_error
 
 _PATIENCE_S = 0.02
@@ -41,7 +44,8 @@ class Scheduler:
     takes results in their order.
 
     Where requests stand: `queues`. What they hold: `rows`. What is in flight: `steps`. What goes to other workers and
-    comes from them: `handover`. Two planners and a committer share these four.
+    comes from them: `kv_transfer`. Two planners and a committer share these four. Which shape a round has: `policy`,
+    which may be set between steps, as conformance does.
     """
 
     def __init__(
@@ -53,14 +57,25 @@ class Scheduler:
         vocab_size: int | None = None,
         pace: PrefillPace | None = None,
         structures: Structures | None = None,
+        *,
+        costs: CostTable | None = None,
+        work_clock: Callable[[], float] | None = None,
     ) -> None:
         """clock: seconds, for the stats of requests and for their deadlines. vocab_size: None takes no constraints.
 
         pace: of prefill steps between rounds; None counts no attention. structures: None takes no structures.
+
+        costs: of rounds, for a policy that chooses their shape; None for one shape. work_clock: by which these were
+        measured; None is `clock`.
         """
-        self._vocab_size, self._pace, self._structures = vocab_size, pace, structures
+        self._vocab_size, self._structures = vocab_size, structures
         self._layout, self._config, self._eos_ids, self._clock = layout, config, frozenset(eos_ids), clock
+        self._work_clock = work_clock or clock
         self._by_priority, self._numbers = config.schedule_policy == "priority", count()
+        pace = pace or PrefillPace(layout.chunk, layout.chunk, None)
+        target_gap_s = None if config.target_gap_ms is None else config.target_gap_ms / 1000
+        self._budget = PrefillBudget(layout, pace, target_gap_s, config.prefill_tokens_per_round)
+        self.policy: ShapePolicy = FixedShape(config.shape) if costs is None else AdaptiveShape(costs, layout)
         self._untold: dict[RequestId, Request] = {}  # those whose last update has not been handed out
         self._retractions_before = 0
         self._open_books()
@@ -70,14 +85,14 @@ class Scheduler:
         layout, config, clock = self._layout, self._config, self._clock
         self._deadlines: list[tuple[float, RequestId]] = []  # a heap; some may have ended
         self.queues, self.steps = Queues(), StepsOut()
+        self._gaps, self._work = StepTimes(clock), StepTimes(self._work_clock)
         self.rows = Rows(layout, not config.disable_radix_cache, config.check_level)
         shared = self.queues, self.rows, self.steps
-        self.handover = Handover(layout, self.queues, self.rows, clock)
-        most = config.prefill_tokens_per_round
-        self._prefill = PrefillPlanner(layout, most, *shared, self.handover, clock, pace=self._pace)
-        self._rounds = RoundPlanner(layout, config.shape, *shared, self.handover)
-        self._committer = Committer(*shared, self.handover, config.check_level, clock)
-        self._prefilled_last = False
+        self.kv_transfer = KVTransfers(layout, self.queues, self.rows, clock)
+        self._prefill = PrefillPlanner(layout, self._budget, *shared, self.kv_transfer, clock)
+        self._rounds = RoundPlanner(layout, self._choose_shape, *shared, self.kv_transfer)
+        self._committer = Committer(*shared, self.kv_transfer, config.check_level, clock)
+        self._rounds_due = 0  # before the next prefill step
 
     # ---------------------------------------------------------------- requests in and out
 
@@ -91,12 +106,12 @@ class Scheduler:
         """
         check_prompt(asked.prompt_ids, self._layout.max_context)
         if remote or export_from is not None:
-            self._check_handover(asked, remote, export_from)
+            self._check_kv_transfer(asked, remote, export_from)
         if asked.request_id in self.queues.by_id:
             raise InvariantError(f"request id {asked.request_id} is given twice")
         order, now = (asked.priority if self._by_priority else 0, next(self._numbers)), self._clock()
-        most = self._layout.max_context
-        request = Request.of(asked, self._eos_ids, most, order, now, self._vocab_size, self._structures)
+        maximum = self._layout.max_context
+        request = Request.of(asked, self._eos_ids, maximum, order, now, self._vocab_size, self._structures)
         asks_more = asked.params.prompt_logprobs is not None or bool(asked.bad_words)
         request.remote = remote and request.constrained is None and not asked.received and not asks_more
         request.export_from = export_from
@@ -118,7 +133,7 @@ class Scheduler:
             if request is not None:
                 error = late_error(len(request.output_ids))
                 updates.append(self._committer.finish(request, (), "abort", error=error, timed_out=True))
-        return self._told(updates)
+        return self._reported(updates)
 
     def answers(self) -> list[RequestUpdate]:
         """Take what constraints have answered: their requests go on, or end. It waits a moment for new questions."""
@@ -140,7 +155,18 @@ class Scheduler:
                 updates.append(self._committer.finish(request, (), "stop"))
             elif may_go_on and request.running is None:
                 self.queues.formed(request)
-        return self._told(updates)
+        return self._reported(updates)
+
+    def node_masks(self, trees: Sequence[RowTree]) -> list[NodeMasks]:
+        """What may follow the nodes of a round's trees, of those that are found in a moment: the round waits.
+
+        trees: of the constrained rows of the round that was planned last.
+        """
+        states = [self.rows.by_row[tree.row].constrained for tree in trees]
+        held = [(state, tree) for state, tree in zip(states, trees, strict=True) if state is not None]
+        until_s = time.monotonic() + _PATIENCE_S
+        self._await([state.walk(tree, until_s) for state, tree in held], _PATIENCE_S, ALL_COMPLETED)
+        return [state.walked() for state, _ in held]
 
     def await_answer(self, patience_s: float) -> None:
         """Nothing else is to be done: wait so long for a constraint to answer, if one is asked."""
@@ -155,7 +181,7 @@ class Scheduler:
     def abort(self, request_id: RequestId) -> RequestUpdate | None:
         """End a request, wherever it stands; None if it is not alive. Steps with its row may still be out."""
         request = self.queues.by_id.get(request_id)
-        return None if request is None else self._told([self._committer.finish(request, (), "abort")])[0]
+        return None if request is None else self._reported([self._committer.finish(request, (), "abort")])[0]
 
     def finish(self, request_id: RequestId, num_tokens: int) -> RequestUpdate | None:
         """End a request whose client stops after `num_tokens` tokens of its output; None if it is not alive.
@@ -166,7 +192,7 @@ class Scheduler:
         if request is None:
             return None
         del request.output_ids[num_tokens:]
-        return self._told([self._committer.finish(request, (), "stop")])[0]
+        return self._reported([self._committer.finish(request, (), "stop")])[0]
 
     def finish_export(self, request_id: RequestId) -> None:
         """All chunks of a request have been taken: its row and its pages go, to the prefix cache where that keeps them.
@@ -177,7 +203,7 @@ class Scheduler:
         if request is not None:
             self._committer.finish(request, (), "stop")
 
-    def _check_handover(self, asked: EngineRequest, remote: bool, export_from: int | None) -> None:
+    def _check_kv_transfer(self, asked: EngineRequest, remote: bool, export_from: int | None) -> None:
         if not self._layout.disaggregation_slots:
             raise ConfigError(
                 "KV of a request is to be transferred, and there are no staging slots; set --disaggregation-slots"
@@ -185,7 +211,7 @@ class Scheduler:
         if export_from is not None and (remote or not 0 <= export_from < len(asked.prompt_ids)):
             raise InvariantError(f"request {asked.request_id} is to be exported from token {export_from}")
 
-    def _told(self, updates: list[RequestUpdate]) -> list[RequestUpdate]:
+    def _reported(self, updates: list[RequestUpdate]) -> list[RequestUpdate]:
         """Updates that are handed out now."""
         for update in updates:
             if update.finish_reason is not None:
@@ -211,46 +237,64 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step; None if there is nothing to do before the oldest plan that is out has been committed.
 
-        Prefill goes first, but takes turns with rounds that could run. What is handed over takes little, and goes
-        before both.
+        Prefill goes first, but takes turns with rounds that could run, and lets them run while a larger step is worth
+        the wait. What is transferred takes little, and goes before both.
         """
         if len(self.steps) == self._layout.max_steps:
             return None
-        handed = self.handover.plan()
+        handed = self.kv_transfer.plan()
         if handed is not None:
-            self.steps.send(handed, [self.rows.by_row[row] for row in handed.rows])
+            self._send(handed)
             return handed
         if self.steps.num_computing == self._layout.max_in_flight:
             return None
         ready = self._rounds.ready()
-        plan: StepPlan | None = None if self._prefilled_last and ready else self._prefill.plan()
+        rounds_first = bool(ready) and (self._rounds_due > 0 or self._prefill.may_wait())
+        plan: StepPlan | None = None if rounds_first else self._prefill.plan()
         if plan is None and ready:
             plan = self._rounds.plan(ready) or (None if self.steps else self._prefill.plan())
         if plan is not None:
-            self._prefilled_last = isinstance(plan, PrefillPlan)
-            self.steps.send(plan, [self.rows.by_row[row] for row in plan.rows])
+            due = self._prefill.rounds_after(plan) if isinstance(plan, PrefillPlan) else self._rounds_due - 1
+            self._rounds_due = due
+            self._send(plan)
         return plan
+
+    def _choose_shape(self, lengths: Sequence[int], num_speculating: int) -> SpecShape:
+        return self.policy.choose(lengths, num_speculating)
+
+    def _send(self, plan: StepPlan) -> None:
+        self.steps.send(plan, [self.rows.by_row[row] for row in plan.rows])
+        self._gaps.planned()
+        self._work.planned()
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
         """Apply a step's result. A request with non-finite logits fails alone; one that has ended gets nothing more."""
-        return self._told(self._committer.commit(plan, result))
+        updates = self._committer.commit(plan, result)
+        seconds, worked = self._gaps.ended(), self._work.ended()
+        self._budget.note(plan, seconds, self.steps.has_prefill)
+        self.policy.note(plan, result, None if self.steps.has_prefill else worked)
+        return self._reported(updates)
 
-    def fail(self, error: str) -> list[RequestUpdate]:
+    def fail(self, error: str, engine_failed: bool = True) -> list[RequestUpdate]:
         """The engine broke, or these books: every request ends, and the books begin anew, without a prefix cache.
+
+        engine_failed: false where the K/V of all that is known has lost its meaning otherwise.
 
         What is out is lost, and with it what the host knows of its rows. An exception may also have left something
         half done, and no check sees all of that. So nothing is kept; page tables are written as rows are given out.
         """
-        old, now = self.handover, self._clock()
+        old, now = self.kv_transfer, self._clock()
         self._retractions_before = self.num_retractions
         self._open_books()
-        self.handover.lose_all(old)
+        self.kv_transfer.lose_all(old)
         self.rows.kv_cache.note_all_freed()
         failed = [
-            RequestUpdate(r.request_id, (), None, "abort", error, True, stats_of(r, now), start=len(r.output_ids))
+            RequestUpdate(
+                r.request_id, (), None, "abort", error, engine_failed, stats_of(r, now), start=len(r.output_ids)
+            )
             for r in self._untold.values()
         ]
-        return self._told(failed)
+        return self._reported(failed)
 
     # ---------------------------------------------------------------- inspection
 

@@ -1,7 +1,7 @@
 """Plans whose results have not been committed."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from treetop.scheduler.request import Request
@@ -15,6 +15,21 @@ class StepOut:
 
     plan: StepPlan
     requests: list[Request]
+
+
+class StepTimes:
+    """What steps take by a clock: each since it was planned, or since the result before it."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._planned, self._ended_s = clock, deque[float](), float("-inf")
+
+    def planned(self) -> None:
+        self._planned.append(self._clock())
+
+    def ended(self) -> float:
+        """The oldest step's result is here: the seconds that it took."""
+        since_s, self._ended_s = max(self._planned.popleft(), self._ended_s), self._clock()
+        return self._ended_s - since_s
 
 
 class StepsOut:
@@ -31,8 +46,12 @@ class StepsOut:
 
     @property
     def num_computing(self) -> int:
-        """Without those that pack and unpack what is handed over."""
+        """Without those that pack and unpack what is transferred."""
         return sum(not isinstance(step.plan, ExportPlan | ImportPlan) for step in self._steps)
+
+    @property
+    def has_prefill(self) -> bool:
+        return any(isinstance(step.plan, PrefillPlan) for step in self._steps)
 
     def send(self, plan: StepPlan, requests: list[Request]) -> None:
         rounds = int(isinstance(plan, RoundPlan))
@@ -46,18 +65,20 @@ class StepsOut:
         """Its result is here. Returns its requests. Raises InvariantError unless it is the oldest that is out."""
         if not self._steps or self._steps[0].plan is not plan:
             raise InvariantError("results are committed in the order of their plans, each once")
-        requests, rounds = self._steps.popleft().requests, int(isinstance(plan, RoundPlan))
-        for request in requests:
+        step, rounds = self._steps.popleft(), int(isinstance(plan, RoundPlan))
+        for request in step.requests:
             held = request.held
             held.steps_out -= 1
             held.rounds_out -= rounds
-        return requests
+        return step.requests
 
     def num_known(self, request: Request) -> int:
-        """Tokens whose K/V the pages hold for certain: `num_computed_tokens` without chunks that are out."""
+        """Tokens whose K/V the pages hold for certain, in every group: without chunks that are out, and without what
+        rounds have deferred.
+        """
         held = request.held
         if held.steps_out > held.rounds_out:
             for step in self._steps:
                 if request in step.requests and isinstance(step.plan, PrefillPlan):
                     return next(chunk.start for chunk in step.plan.chunks if chunk.row == held.row)
-        return request.num_computed_tokens
+        return request.num_complete

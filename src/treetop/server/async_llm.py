@@ -4,19 +4,21 @@ import asyncio
 import os
 import random
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
-from treetop.core.clients import AsyncCore, LocalCore
+from treetop.core.clients import EngineClient, InProcessClient
 from treetop.core.structure_checker import StructureChecker
-from treetop.server.alive import Alive
+from treetop.server.in_flight import InFlightCounter
 from treetop.server.lanes import Lanes
 from treetop.server.options import Unset, engine_config
 from treetop.server.outputs import LiveRequest, RequestOutput, TextDelta
 from treetop.server.prompts import Prompt, PromptReader, one_each, paired
 from treetop.server.sampling_defaults import sampling_defaults
+from treetop.server.weight_folders import Tensors, WeightFolders
 from treetop.types.config import EngineConfig
 from treetop.types.constraint import StructuredOutput, TokenConstraint
 from treetop.types.engine_options import EngineOptions
@@ -31,7 +33,7 @@ _LONG = 4096
 _LARGE = 2**18
 """Those that small ones never wait for: encoding them may take a second."""
 _READERS = min(8, os.cpu_count() or 1)
-MOST_TIMEOUT_S = 10**6
+MAX_TIMEOUT_S = 10**6
 """Seconds that a request may be given."""
 
 Observer = Callable[[LiveRequest, RequestUpdate], None]
@@ -45,11 +47,11 @@ class AsyncLLM:
     dies is started again up to so many times within an hour, and requests go on behind what they have. Such an engine
     starts in `async with AsyncLLM(..., restarts=3) as llm:` and ends with it.
 
-    `generate`, `stream`, `default_sampling_params` and `close` are for all; the rest is for what serves requests over a
-    core, and may change in any release. Raises UserError for a configuration that cannot work.
+    `generate`, `stream`, `default_sampling_params`, `update_weights` and `close` are for all; the rest is for what
+    serves requests over a core, and may change in any release. Raises UserError for a configuration that cannot work.
     """
 
-    core: AsyncCore
+    core: EngineClient
     reader: PromptReader
 
     def __init__(
@@ -61,32 +63,38 @@ class AsyncLLM:
         **options: Unpack[EngineOptions],
     ) -> None:
         config = engine_config(model, draft, dict(options))
-        self._supervised: AbstractAsyncContextManager[AsyncCore] | None = None
+        self._supervised: AbstractAsyncContextManager[EngineClient] | None = None
         self._seed, self._started = config.seed, False
+        self._weights = WeightFolders(config.model, config.draft)
         if restarts is not None:
             self._supervised = _supervised(config, restarts)
             return
         from treetop.distributed.opened import open_thread  # noqa: PLC0415  # loads PyTorch
 
         opened = open_thread(config)
-        self._open(LocalCore(opened.thread, opened.info, opened.close), config.seed, None)
+        self._open(InProcessClient(opened.thread, opened.info, opened.close), config.seed, None)
 
     @classmethod
     def of(
-        cls, core: AsyncCore, seed: int = 0, observe: Observer | None = None, alive: Alive | None = None
+        cls, core: EngineClient, seed: int = 0, observe: Observer | None = None, alive: InFlightCounter | None = None
     ) -> "AsyncLLM":
         """Over a core that is up. seed: of the requests that bring none. alive: where they are counted."""
         llm = cls.__new__(cls)
         llm._supervised, llm._started = None, False
+        llm._weights = WeightFolders(core.info.model_path, None)
         llm._open(core, seed, observe, alive)
         return llm
 
-    def _open(self, core: AsyncCore, seed: int, observe: Observer | None, alive: Alive | None = None) -> None:
+    def _open(
+        self, core: EngineClient, seed: int, observe: Observer | None, alive: InFlightCounter | None = None
+    ) -> None:
         self.core, self.reader, self._observe = core, PromptReader(core.info), observe
         self._seeds = random.Random(seed)
         self.lanes = Lanes("tokens", _LARGE, _READERS)
         self.structures = StructureChecker(core.info)
-        self.alive = alive or Alive()
+        self._changing_weights = asyncio.Lock()
+        self.turns = Turns()
+        self.alive = alive or InFlightCounter()
         """Requests that have been queued and have not ended."""
         self._started = True
 
@@ -110,6 +118,25 @@ class AsyncLLM:
         """As `LLM.default_sampling_params`."""
         self._check_started()
         return SamplingParams(**{**sampling_defaults(Path(self.core.info.model_path)), **changes})
+
+    async def update_weights(
+        self, model: str | Path | Tensors | None = None, draft: str | Path | Tensors | None = None
+    ) -> None:
+        """As `LLM.update_weights`, for requests of all tasks. An engine that takes this one's place has them, too.
+
+        Over a core of others tensors of a head are refused: which folder it has is not known here. Of a task that is
+        cancelled the engine may take the weights yet.
+        """
+        self._check_started()
+        async with self._changing_weights:
+            stack = ExitStack()  # files are written and removed beside the event loop
+            given = await asyncio.to_thread(stack.enter_context, self._weights.changing(model, draft))
+            try:
+                await self.core.update_weights(*given)
+            except BaseException:
+                await asyncio.to_thread(stack.__exit__, *sys.exc_info())
+                raise
+            await asyncio.to_thread(stack.close)
 
     def close(self) -> None:
         """End every request with an error, and let the core go."""
@@ -172,22 +199,22 @@ class AsyncLLM:
             raise InputError(f"priority must be an integer in [-2^31, 2^31), got {shown(priority)}")
         if priority and not self.core.info.by_priority:
             raise InputError("priority: requests are served as they come; start with --schedule-policy priority")
-        if timeout_s is not None and not (is_number(timeout_s) and 0 < timeout_s <= MOST_TIMEOUT_S):
-            raise InputError(f"timeout must be a number of seconds above 0, up to {MOST_TIMEOUT_S}")
+        if timeout_s is not None and not (is_number(timeout_s) and 0 < timeout_s <= MAX_TIMEOUT_S):
+            raise InputError(f"timeout must be a number of seconds above 0, up to {MAX_TIMEOUT_S}")
         held_to = constraints or [None] * len(params)
         given = [self._seed_of(each) for each in params] if seeds is None else seeds
         own: dict[int, SamplingParams] = {}
-        told: dict[int, tuple[int, ...]] = {}
+        prompts_by_id: dict[int, tuple[int, ...]] = {}
         limits = int(priority), None if timeout_s is None else float(timeout_s)
         asked, bad_words = [], self.reader.bad_words(params)
         for ids, each, seed, constraint in zip(prompts, params, given, held_to, strict=True):
             if id(each) not in own or constraint is not None:
                 own[id(each)] = self.reader.bounded(each)
                 self.reader.check_params(own[id(each)], constraint)
-            if id(ids) not in told:
-                told[id(ids)] = tuple(ids)
+            if id(ids) not in prompts_by_id:
+                prompts_by_id[id(ids)] = tuple(ids)
             request_id = self.core.next_id()
-            request = EngineRequest(request_id, told[id(ids)], own[id(each)], seed, *limits, constraint)
+            request = EngineRequest(request_id, prompts_by_id[id(ids)], own[id(each)], seed, *limits, constraint)
             asked.append(request._replace(bad_words=bad_words[each.bad_words]))
         return DeltaStream(self, asked, self._observe)
 
@@ -218,7 +245,7 @@ class AsyncLLM:
         return self._seeds.getrandbits(63) if params.seed is None else params.seed
 
 
-def _supervised(config: EngineConfig, restarts: object) -> AbstractAsyncContextManager[AsyncCore]:
+def _supervised(config: EngineConfig, restarts: object) -> AbstractAsyncContextManager[EngineClient]:
     """An engine in a process of its own, once it is entered. Raises ConfigError."""
     if not (is_integer(restarts) and 0 <= restarts <= 1000):  # type: ignore[operator]  # an integer
         raise ConfigError(f"restarts must be an integer from 0 to 1000, or None, got {shown(restarts)}")
@@ -229,6 +256,23 @@ def _supervised(config: EngineConfig, restarts: object) -> AbstractAsyncContextM
     return supervised_engine(config, int(restarts))  # type: ignore[call-overload]  # an integer
 
 
+class Turns:
+    """Calls once, in the event loop's next turn, what has been asked for since the last."""
+
+    def __init__(self) -> None:
+        self._asked: dict[Callable[[], object], None] = {}
+
+    def add(self, call: Callable[[], object]) -> None:
+        if not self._asked:
+            asyncio.get_running_loop().call_soon(self._run)
+        self._asked[call] = None
+
+    def _run(self) -> None:
+        asked, self._asked = self._asked, {}
+        for call in asked:
+            call()
+
+
 class DeltaStream:
     """Deltas of one call, as they come; `close` aborts what is alive. What a slow reader has not taken is joined."""
 
@@ -237,7 +281,8 @@ class DeltaStream:
         self._live: dict[RequestId, LiveRequest] = {}
         self._ready: dict[int, TextDelta] = {}  # by prompt, in the order of their coming
         self._failure: EngineError | None = None
-        self._news = asyncio.Event()
+        self._arrived = asyncio.Event()
+        self._tell: Callable[[], object] = self._arrived.set
         for index, each in enumerate(asked):
             self._live[each.request_id] = LiveRequest.of(index, each, llm.reader.tokenizer)
         self._core.add(asked, self._take)
@@ -249,18 +294,42 @@ class DeltaStream:
     async def __anext__(self) -> TextDelta:
         """The next piece of any prompt. Raises EngineError if the engine fails."""
         while not self._ready:
-            if self._failure is not None:
-                raise self._failure
-            if not self._live:
+            if self.over:
                 raise StopAsyncIteration
-            self._news.clear()
-            await self._news.wait()
+            self._arrived.clear()
+            await self._arrived.wait()
         return self._ready.pop(next(iter(self._ready)))
 
-    async def outputs(self) -> list[RequestOutput]:
-        """All results, in the order of the prompts; leaving early aborts."""
+    def push(self, ready: Callable[[], object]) -> None:
+        """From now on `ready` is called in the event loop's next turn after something has come, once for all of it.
+
+        It may be called for nothing, and must not raise.
+        """
+        self._tell = partial(self._llm.turns.add, ready)
+        self._tell()
+
+    def taken(self) -> Iterable[TextDelta]:
+        """What has come and has not been taken, one piece a prompt."""
+        came, self._ready = self._ready, {}
+        return came.values()
+
+    @property
+    def over(self) -> bool:
+        """Whether all has been taken and nothing more comes. Raises EngineError if that is the engine's failure."""
+        if self._ready:
+            return False
+        if self._failure is not None:
+            raise self._failure
+        return not self._live
+
+    async def outputs(self, see: Callable[[TextDelta], object] = lambda _: None) -> list[RequestOutput]:
+        """All results, in the order of the prompts; leaving early aborts. see: is given each delta."""
+        outputs = {}
         try:
-            outputs = {delta.index: delta.output async for delta in self if delta.output is not None}
+            async for delta in self:
+                see(delta)
+                if delta.output is not None:
+                    outputs[delta.index] = delta.output
         finally:
             self.close()
         return [outputs[index] for index in sorted(outputs)]
@@ -289,7 +358,7 @@ class DeltaStream:
             self._end(update.request_id)
         waiting = self._ready.get(delta.index)
         self._ready[delta.index] = delta if waiting is None else delta.after(waiting)
-        self._news.set()
+        self._tell()
 
     def _end(self, request_id: RequestId) -> None:
         del self._live[request_id]
@@ -298,4 +367,4 @@ class DeltaStream:
     def _fail(self, error: EngineError) -> None:
         self._failure = error
         self.close()
-        self._news.set()
+        self._tell()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -49,6 +50,22 @@ class ChatTemplate:
         if "error" in answer:
             raise InputError(f"the chat template fails with these messages: {answer['error']}")
         return str(answer["text"])
+
+    def reads(self, name: str) -> bool:
+        """Whether a variable of this name stands in the template's code."""
+        return re.search(rf"{{[{{%][^{{}}%]*(?<![\w.'\"]){name}\b(?!['\"])", self._source) is not None
+
+    @property
+    def source(self) -> str:
+        return self._source
+
+    @property
+    def joins_arguments(self) -> bool:
+        """Whether it adds the arguments of tool calls to other text, so that they must be text and no object."""
+        return (
+            re.search(r"\+\s*\w+(\.function|\['function'\])?(\.arguments|\['arguments'\])\s*\+", self._source)
+            is not None
+        )
 
     def twin(self) -> "ChatTemplate":
         """The same template with a process of its own."""

@@ -7,8 +7,8 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
+from treetop.core.loop import SyncClient
 from treetop.core.structure_checker import StructureChecker
-from treetop.core.thread import CoreClient
 from treetop.distributed.opened import LocalEngine, open_thread
 from treetop.engine.engine import Engine
 from treetop.scheduler.scheduler import Scheduler
@@ -19,6 +19,7 @@ from treetop.server.options import Unset, engine_config
 from treetop.server.outputs import LiveRequest, RequestMetrics, RequestOutput, TextDelta
 from treetop.server.prompts import BadWords, Prompt, PromptReader, one_each, paired
 from treetop.server.sampling_defaults import sampling_defaults
+from treetop.server.weight_folders import Tensors, WeightFolders
 from treetop.types.constraint import TokenConstraint
 from treetop.types.engine_options import EngineOptions
 from treetop.types.errors import ConfigError, InputError
@@ -47,6 +48,7 @@ class LLM:
     ) -> None:
         self.config = engine_config(model, draft, dict(options))
         opened = open_thread(self.config)
+        self._weights = WeightFolders(self.config.model, self.config.draft)
         self._local, self._close_engine = opened.local, opened.close
         self.model_path, self.draft_path = Path(opened.info.model_path), opened.draft_path
         self._reader = PromptReader(opened.info)
@@ -84,6 +86,23 @@ class LLM:
         changes: fields of `SamplingParams` that are to be otherwise. Raises CheckpointError and InputError.
         """
         return SamplingParams(**{**sampling_defaults(self.model_path), **changes})
+
+    def update_weights(
+        self, model: str | Path | Tensors | None = None, draft: str | Path | Tensors | None = None
+    ) -> None:
+        """Go on with other weights of the same architecture, such as a trainer's after its last step.
+
+        model, draft: folders, or all tensors by the names that the folder in force has for them: a mapping, or pairs
+        one after another. What is not given stays. All is read and checked before anything changes. Requests that are
+        alive then end with finish_reason "abort" and an error that says so, and with the tokens they had; prefixes in
+        the cache are forgotten. What is asked later sees the new weights alone. On a CPU, of one rank.
+        Raises ConfigError, CheckpointError and InputError, and nothing has changed.
+        """
+        with self._weights.changing(model, draft) as given:
+            self._core.update_weights(*given)
+        engine = self._in_this_process.engine
+        self.config, self.model_path, self.draft_path = engine.config, engine.model_path, engine.draft_path
+        self._template = None
 
     def close(self) -> None:
         """End every request with an error, and stop the engine's thread. What is asked later is an EngineError."""
@@ -176,7 +195,7 @@ class LLM:
             request = EngineRequest(request_id, tuple(ids), each, seed, constraint=constraint)
             asked.append(request._replace(bad_words=bad_words[each.bad_words]))
             live[request_id] = LiveRequest.of(index, asked[-1], self.tokenizer)
-        with CoreClient(self._core) as client:
+        with SyncClient(self._core) as client:
             client.add(asked)
             while live:
                 for update in client.get():

@@ -1,4 +1,4 @@
-"""Under which names /metrics tells each figure: treetop's own, and those that dashboards and routers know.
+"""Names of metrics: treetop's own, and those of vLLM and SGLang that dashboards and routers know.
 
 A metric has another's name where it means the same. Gauges of what happened lately, which SGLang's board reads, are
 worked out of counters when /metrics is read, so they hold for all API processes together.
@@ -46,12 +46,12 @@ _COUNTED = tuple(
         "spec_decode_num_drafts_total",
     )
 )
-LEAST_WINDOW_S = 5.0
+MIN_WINDOW_S = 5.0
 """Seconds that a gauge of what happened lately looks back at least, however often it is read."""
 
 
-class Lately:
-    """What happened since /metrics was read the last time, or for a few seconds if it is read more often.
+class RecentRates:
+    """Rates since /metrics was read last, or over a few seconds if it is read more often.
 
     A ratio of nothing keeps its value.
     """
@@ -65,7 +65,7 @@ class Lately:
     def gauges(self, totals: dict[str, float], model_name: str) -> Iterator[Metric]:
         """totals: counters by name, of all API processes."""
         now, counted = self._clock(), tuple(totals.get(name, 0.0) for name in _COUNTED)
-        while len(self._seen) > 1 and now - self._seen[1][0] >= LEAST_WINDOW_S:
+        while len(self._seen) > 1 and now - self._seen[1][0] >= MIN_WINDOW_S:
             self._seen.popleft()
         since_s, before = self._seen[0]
         tokens, hits, queries, accepted, drafts = (new - old for new, old in zip(counted, before, strict=True))
@@ -75,21 +75,21 @@ class Lately:
         if drafts:
             self._accept_length = 1 + accepted / drafts
         throughput = tokens / max(now - since_s, 1e-9)
-        for name, words, value in (
+        for name, documentation, value in (
             ("sglang:gen_throughput", "Tokens a second that clients received lately", throughput),
             ("sglang:cache_hit_rate", "Share of prompt tokens that the prefix cache had lately", self._hit_rate),
             ("sglang:spec_accept_length", "Tokens of a round lately, its bonus included", self._accept_length),
         ):
-            gauge = GaugeMetricFamily(name, words, labels=["model_name"])
+            gauge = GaugeMetricFamily(name, documentation, labels=["model_name"])
             gauge.add_metric([model_name], value)
             yield gauge
 
 
-class Named(Collector):
-    """Each metric under its own name and those that others have for it, and the gauges of `Lately`."""
+class AliasedMetrics(Collector):
+    """Each metric under its own name and those that others have for it, and the gauges of `RecentRates`."""
 
     def __init__(self, source: Collector, model_name: str) -> None:
-        self._source, self._model_name, self._lately = source, model_name, Lately()
+        self._source, self._model_name, self._lately = source, model_name, RecentRates()
 
     def collect(self) -> Iterator[Metric]:
         totals: dict[str, float] = {}

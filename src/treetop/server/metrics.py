@@ -12,28 +12,28 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-from treetop.server.metric_names import OWN, Named
+from treetop.server.metric_names import OWN, AliasedMetrics
 from treetop.server.outputs import LiveRequest, RequestOutput
 from treetop.types.requests import CoreInfo, CoreLoad, RequestUpdate
 
 log = logging.getLogger("treetop.server")
 
-_HANDOVER = {
+_KV_TRANSFER = {
     "num_peers": "Workers at the other end",
-    "num_open": "Requests on their way",
+    "num_requests_in_flight": "Requests on their way",
     "num_slots_busy": "Staging slots in use",
-    "num_quarantined": "Staging slots whose transfer was given up and has not ended",
-    "num_pieces": "Pieces offered or pulled, since the start",
+    "num_slots_quarantined": "Staging slots whose transfer was given up and has not ended",
+    "num_chunks": "KV chunks offered or pulled, since the start",
     "num_bytes": "Bytes of these",
-    "num_whole": "Requests handed over, since the start",
-    "num_local": "Requests that a decode worker had to prefill itself, since the start",
-    "transfer_s": "Seconds of transfers, since the start",
-    "hidden_s": "Of these, seconds while prefill went on",
-    "num_dropped": "Messages of nobody with a session, since the start",
-    "read_gbps": "GB/s of reads when a link was last tried",
-    "write_gbps": "GB/s of writes when a link was last tried",
+    "num_requests_done": "Requests transferred, since the start",
+    "num_local_prefills": "Requests that a decode worker had to prefill itself, since the start",
+    "time_seconds": "Seconds of transfers, since the start",
+    "overlapped_time_seconds": "Of these, seconds while prefill went on",
+    "num_dropped_messages": "Messages without a session, since the start",
+    "read_gb_s": "GB/s of reads when a link was last tried",
+    "write_gb_s": "GB/s of writes when a link was last tried",
 }
-"""Of `HandoverLoad`."""
+"""Of `KVTransferStats`."""
 _FIRST_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.4, 1, 5)
 _WHOLE_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 120, 240, 480, 960)
@@ -52,15 +52,17 @@ class Metrics:
         self._registry = registry = CollectorRegistry()
         several = "PROMETHEUS_MULTIPROC_DIR" in os.environ
 
-        def gauge(name: str, words: str) -> Gauge:
-            kind = Gauge(OWN + name, words, ["model_name"], registry=registry, multiprocess_mode="mostrecent")
+        def gauge(name: str, documentation: str) -> Gauge:
+            kind = Gauge(OWN + name, documentation, ["model_name"], registry=registry, multiprocess_mode="mostrecent")
             return kind.labels(model_name)
 
-        def counter(name: str, words: str) -> Counter:
-            return Counter(OWN + name, words, ["model_name"], registry=registry).labels(model_name)
+        def counter(name: str, documentation: str) -> Counter:
+            return Counter(OWN + name, documentation, ["model_name"], registry=registry).labels(model_name)
 
-        def histogram(name: str, words: str, buckets: Sequence[float]) -> Histogram:
-            return Histogram(OWN + name, words, ["model_name"], registry=registry, buckets=buckets).labels(model_name)
+        def histogram(name: str, documentation: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(OWN + name, documentation, ["model_name"], registry=registry, buckets=buckets).labels(
+                model_name
+            )
 
         self._running = gauge("num_requests_running", "Requests that hold a row")
         self._waiting = gauge("num_requests_waiting", "Requests that wait for a row")
@@ -71,7 +73,7 @@ class Metrics:
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that were queued")
         self._tokens = counter("generation_tokens", "Tokens that clients received")
         self._refused = counter("requests_refused", "Requests refused because the queue was full")
-        self._timed_out = counter("requests_timed_out", "Requests that ended because their time was over")
+        self._timed_out = counter("requests_timed_out", "Requests that timed out")
         self._queries = counter("prefix_cache_queries", "Prompt tokens that the prefix cache was asked for")
         self._hits = counter("prefix_cache_hits", "Prompt tokens that the prefix cache had")
         self._first_s = histogram("time_to_first_token_seconds", "From arrival to the first token", _FIRST_S)
@@ -86,13 +88,25 @@ class Metrics:
         self._drafts = counter("spec_decode_num_drafts", "Trees that were verified")
         self._draft_tokens = counter("spec_decode_num_draft_tokens", "Drafts that were verified, roots excluded")
         self._accepted = counter("spec_decode_num_accepted_tokens", "Drafts that were accepted")
-        self._handover = {
+        self._kv_transfer = {
             name: Gauge(
-                OWN + "handover_" + name, words, ["model_name"], registry=registry, multiprocess_mode="mostrecent"
+                OWN + "kv_transfer_" + name,
+                documentation,
+                ["model_name"],
+                registry=registry,
+                multiprocess_mode="mostrecent",
             )
-            for name, words in _HANDOVER.items()
+            for name, documentation in _KV_TRANSFER.items()
         }
         self._model_name = model_name
+        exactness = Gauge(
+            OWN + "exactness_info",
+            "1 for the --exactness in force",
+            ["model_name", "exactness"],
+            registry=registry,
+            multiprocess_mode="mostrecent",
+        )
+        exactness.labels(model_name, info.exactness).set(1)
         success = Counter(
             OWN + "request_success", "Requests that ended", ["model_name", "finished_reason"], registry=registry
         )
@@ -114,8 +128,9 @@ class Metrics:
         if several:
             source = MultiProcessCollector(CollectorRegistry())  # type: ignore[no-untyped-call]  # theirs
         self._page = CollectorRegistry()
-        self._page.register(Named(source, model_name))
+        self._page.register(AliasedMetrics(source, model_name))
         self._new_tokens, self._new_rounds, self._added_s = 0, Counts[int](), float("-inf")
+        self._new_drafted = 0  # of these rounds
         self.interval = Interval()
 
     def arrived(self, num_prompt_tokens: int) -> None:
@@ -145,8 +160,8 @@ class Metrics:
         if update.queue_s is not None and update.prefill_s is not None:
             self._queue_s.observe(update.queue_s)
             self._prefill_s.observe(update.prefill_s)
-        if update.accept_len is not None and self._shape.num_steps and live.speculates:
-            self._round(update.accept_len)
+        if update.accept_len is not None and update.num_drafted:
+            self._round(update.accept_len, update.num_drafted)
         if update.finish_reason is not None:
             self._ended[update.finish_reason].inc()
             self._timed_out.inc(update.timed_out)
@@ -166,8 +181,9 @@ class Metrics:
         self._decode_s.observe(decode_s)
         self._inference_s.observe(prefill_s + decode_s)
 
-    def _round(self, accept_len: int) -> None:
+    def _round(self, accept_len: int, num_drafted: int) -> None:
         self._new_rounds[accept_len] += 1
+        self._new_drafted += num_drafted
         self.interval.rounds += 1
         self.interval.accepted += accept_len
 
@@ -176,7 +192,8 @@ class Metrics:
         self._tokens.inc(self._new_tokens)
         self._new_tokens, rounds, self._new_rounds = 0, self._new_rounds, Counts[int]()
         self._drafts.inc(rounds.total())
-        self._draft_tokens.inc(rounds.total() * (self._shape.num_draft_tokens - 1))
+        self._draft_tokens.inc(self._new_drafted)
+        self._new_drafted = 0
         for depth, counter in enumerate(self._at_depth):
             deeper = sum(times for accept_len, times in rounds.items() if accept_len > depth)
             self._accepted.inc(deeper)
@@ -190,9 +207,9 @@ class Metrics:
         self._waiting.set(load.num_waiting)
         self._kv_usage.set(load.kv_usage)
         self._retractions.set(load.num_retractions)
-        if load.handover is not None:
-            for name, gauge in self._handover.items():
-                gauge.labels(self._model_name).set(getattr(load.handover, name))
+        if load.kv_transfer is not None:
+            for name, gauge in self._kv_transfer.items():
+                gauge.labels(self._model_name).set(getattr(load.kv_transfer, name))
 
     def page(self) -> tuple[bytes, str]:
         """The text that Prometheus reads, and its content type."""
@@ -200,12 +217,14 @@ class Metrics:
         return generate_latest(self._page), CONTENT_TYPE_LATEST
 
     def of(self, outputs: Sequence[RequestOutput]) -> dict[str, Any] | None:
-        """Speculative statistics of one answer, all its choices together; None for plain decoding."""
+        """Speculative statistics of one answer's rounds with drafts, all its choices together; None without a draft."""
         shape = self._shape
         if not shape.num_steps:
             return None
-        lens = [accept_len for output in outputs for accept_len in output.metrics.accept_lens]
-        accepted, drafted = sum(lens), len(lens) * (shape.num_draft_tokens - 1)
+        each = [zip(o.metrics.accept_lens, o.metrics.num_drafted, strict=True) for o in outputs]
+        rounds = [(accept_len, num_drafted) for of_one in each for accept_len, num_drafted in of_one if num_drafted]
+        lens = [accept_len for accept_len, _ in rounds]
+        accepted, drafted = sum(lens), sum(num_drafted for _, num_drafted in rounds)
         return {
             "speculative_decoding": {
                 "mean_acceptance_length": 1 + accepted / len(lens) if lens else None,
@@ -228,7 +247,7 @@ class Interval:
         self._seen_rounds = self._seen_accepted = 0
         self._warned_s = float("-inf")
 
-    def tell(self, load: CoreLoad, who: str) -> None:
+    def log_load(self, load: CoreLoad, who: str) -> None:
         """Log what has happened, if anything, and begin anew."""
         now = time.monotonic()
         elapsed_s = max(now - self._since_s, 1e-9)

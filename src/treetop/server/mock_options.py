@@ -21,10 +21,10 @@ def mock_options(given: str | None, config: EngineConfig) -> MockOptions | None:
     if given is None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?),(\d+)(?:-(\d+))?", given)
-    least, most = (int(match[2]), int(match[3] or match[2])) if match else (0, 0)
-    if match is None or not 1 <= least <= most <= 64:
+    minimum, maximum = (int(match[2]), int(match[3] or match[2])) if match else (0, 0)
+    if match is None or not 1 <= minimum <= maximum <= 64:
         raise ConfigError(f"--mock-engine must be STEP_MS,TOKENS or STEP_MS,A-B with 1 to 64 tokens, got {given}")
     folder: Path = resolve_folder(config.model)
     tokenizer = open_tokenizer(folder)
     stream = tuple(tokenizer.encode(TEXT, special=False)) if tokenizer is not None else tuple(range(4, 64))
-    return MockOptions(stream, float(match[1]) / 1000, least, most)
+    return MockOptions(stream, float(match[1]) / 1000, minimum, maximum)

@@ -1,18 +1,19 @@
 """What callers of the front ends may choose."""
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
+from treetop.server.parsers.registry import ReasoningParserName, ToolParserName
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError
 from treetop.types.options import option, validate
 
 KEY_VARIABLE = "TREETOP_API_KEY"
-_SECONDS: dict[str, Any] = {"above": 0, "most": 10**6, "must": "must be a number of seconds above 0, up to 10^6"}
-_WAIT: dict[str, Any] = {"least": 0, "below": float("inf"), "must": "must be a number of seconds"}
+_SECONDS: dict[str, Any] = {"above": 0, "maximum": 10**6, "must": "must be a number of seconds above 0, up to 10^6"}
+_WAIT: dict[str, Any] = {"minimum": 0, "below": float("inf"), "must": "must be a number of seconds"}
 
 
 class Unset(Enum):
@@ -37,14 +38,16 @@ class ServeOptions:
     """Options of `treetop serve`, under the flags' names. Raises ConfigError with all problems at once."""
 
     host: str = option("127.0.0.1", "address to listen on")
-    port: int = option(8000, "port to listen on, 0 for a free one", least=0, most=65535)
-    api_workers: int = option(1, "processes for HTTP and text", least=1, most=256)
+    port: int = option(8000, "port to listen on, 0 for a free one", minimum=0, maximum=65535)
+    api_workers: int | None = option(
+        None, "processes for HTTP and text (default: one for each four cores, 4 at most)", minimum=1, maximum=256
+    )
     dp_size: int = option(
         1,
         "engines on this machine, each with the whole model and GPUs of its own; a request goes to the one that has its"
         " prefix, or the least to do",
-        least=1,
-        most=256,
+        minimum=1,
+        maximum=256,
         aliases=("--data-parallel-size",),
     )
     served_model_name: tuple[str, ...] = option(
@@ -53,16 +56,22 @@ class ServeOptions:
     chat_template: str | None = option(
         None, "file with a chat template, or the template itself, instead of the model's", metavar="FILE"
     )
+    tool_call_parser: ToolParserName | None = option(
+        None, "how outputs write tool calls (default: as the chat template says; none leaves them in the text)"
+    )
+    reasoning_parser: ReasoningParserName | None = option(
+        None, "how outputs write reasoning (default: as the chat template says; none leaves it in the text)"
+    )
     api_key: tuple[str, ...] = option(
         (), f"key that requests must bring; repeats (default: ${KEY_VARIABLE}, else none)", metavar="TEXT"
     )
     allow_origin: tuple[str, ...] = option(
         (), "origin whose web pages may call the server (CORS); repeats (default: none)", metavar="TEXT"
     )
-    max_queued_requests: int = option(4096, "requests that may wait for a row; more get 429", least=0)
-    max_body_bytes: int = option(16 * 2**20, "largest body of a request", least=1)
+    max_queued_requests: int = option(4096, "requests that may wait for a row; more get 429", minimum=0)
+    max_body_bytes: int = option(16 * 2**20, "largest body of a request", minimum=1)
     max_connections: int = option(
-        0, "connections of an API process; others wait; 0 for what `ulimit -n` allows", least=0
+        0, "connections of an API process; others wait; 0 for what `ulimit -n` allows", minimum=0
     )
     http_read_timeout: float = option(
         30.0, "seconds in which a request's head must come, and some of its body", **_SECONDS
@@ -76,22 +85,25 @@ class ServeOptions:
     shutdown_delay: float = option(
         0.0, "seconds after SIGTERM for which new requests are still taken, while /health/ready says 503", **_WAIT
     )
+    enable_update_weights: bool = option(
+        False, "POST /update_weights_from_disk puts the weights of another folder of this machine into the engine"
+    )
     access_log: bool = option(False, "a log line for each answer: client, method, path, status, seconds, request id")
     request_timeout: float | None = option(
         None, "seconds that a request may take; it then ends with an error (default: all it needs)", **_SECONDS
     )
     log_interval: float = option(10.0, "seconds between two log lines; 0 for none", **_WAIT)
     engine_restarts: int = option(
-        3, "how often within an hour a dead engine is started again; requests go on", least=0, most=1000
+        3, "how often within an hour a dead engine is started again; requests go on", minimum=0, maximum=1000
     )
     api_restarts: int = option(
-        10, "how often within an hour a dead API process of several is started again", least=0, most=1000
+        10, "how often within an hour a dead API process of several is started again", minimum=0, maximum=1000
     )
     watchdog_timeout: float = option(
         300.0,
         "seconds that one step or command of the engine may take before /health is 503",
-        least=2,
-        most=10**6,
+        minimum=2,
+        maximum=10**6,
         must="must be a number of seconds from 2 to 10^6",
     )
     watchdog_restart: bool = option(
@@ -100,6 +112,15 @@ class ServeOptions:
 
     def __post_init__(self) -> None:
         validate(self, ConfigError, self._rules)
+
+    @property
+    def num_api_workers(self) -> int:
+        """As asked, or one."""
+        return self.api_workers or 1
+
+    def by_cores(self, cores: int) -> "ServeOptions":
+        """With as many API processes as so many cores can do with, if nobody said how many."""
+        return replace(self, api_workers=self.api_workers or min(max(cores // 4, 1), 4))
 
     def _rules(self) -> list[tuple[bool, str]]:
         return [

@@ -16,10 +16,12 @@ PromptLogprobs = tuple[TokenLogprobs | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """target_forwards: decode rounds, prefill excluded. accept_length: (tokens - 1) / rounds, None without a round.
-
-    accept_lens: accepted drafts of each round, before any cut. tokens_per_second: from the
-    call to the last token, waiting for a row included. num_cached_tokens: of the prompt, from the prefix cache.
+    """target_forwards: decode rounds, prefill excluded.
+    accept_length: (tokens - 1) / rounds, None without a round.
+    accept_lens: accepted drafts of each round, before any cut.
+    num_drafted: drafts that each round verified for it, 0 in a plain one.
+    tokens_per_second: from the call to the last token, waiting for a row included.
+    num_cached_tokens: of the prompt, from the prefix cache.
     """
 
     accept_length: float | None
@@ -27,15 +29,20 @@ class RequestMetrics:
     tokens_per_second: float
     accept_lens: tuple[int, ...]
     num_cached_tokens: int = 0
+    num_drafted: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """One prompt's result. text: as it reads after the prompt, cut before a stop string; "" without a tokenizer.
+    """One prompt's result.
 
-    error: why it was aborted, if it was. timed_out: because its time was over. user_error: for what the request asks.
-    logprobs: of each of token_ids; None if they were not asked for. prompt_logprobs: of each of prompt_token_ids, None
-    for the first; None if they were not asked for, or never came.
+    text: as it reads after the prompt, cut before a stop string; "" without a tokenizer.
+    error: why it was aborted, if it was.
+    timed_out: whether that was a timeout.
+    user_error: for what the request asks.
+    logprobs: of each of token_ids; None if they were not asked for.
+    prompt_logprobs: of each of prompt_token_ids, None for the first; None if they were not asked for, or never came.
+    stop_string: the one of `stop` that ended it, None if it ended otherwise.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -48,6 +55,7 @@ class RequestOutput:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     user_error: bool = False
     prompt_logprobs: PromptLogprobs | None = None
+    stop_string: str | None = None
 
     @property
     def round_tokens(self) -> int:
@@ -82,20 +90,22 @@ class TextDelta:
 class LiveRequest:
     """A request that has not ended, as its client knows it.
 
-    text: None without a tokenizer. logprobs: None if they were not asked for. first_s, last_s: when the first and the
-    last tokens came, None before. prefill_s: as the engine told it with the first. speculates: whether drafts of it may
-    be accepted. hidden_ends: tokens that the text does not show where one of them ended the request.
+    text: None without a tokenizer.
+    logprobs: None if they were not asked for.
+    first_s, last_s: when the first and the last tokens came, None before.
+    prefill_s: as the engine told it with the first.
+    hidden_ends: tokens that the text does not show where one of them ended the request.
     """
 
     index: int
     prompt_ids: Sequence[int]
     text: OutputText | None
     logprobs: list[TokenLogprobs] | None
-    speculates: bool = True
     hidden_ends: frozenset[int] = frozenset()
     prompt_logprobs: PromptLogprobs | None = None
     output_ids: list[int] = field(default_factory=list)
     accept_lens: list[int] = field(default_factory=list)
+    num_drafted: list[int] = field(default_factory=list)
     started_s: float = field(default_factory=time.perf_counter)
     first_s: float | None = None
     last_s: float | None = None
@@ -106,13 +116,12 @@ class LiveRequest:
     def of(cls, index: int, asked: EngineRequest, tokenizer: Tokenizer | None) -> "LiveRequest":
         prompt_ids, params = asked.prompt_ids, asked.params
         logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
-        held = params.structured_output is not None or any(len(word) > 1 for word in asked.bad_words)
-        speculates, keeps_stop = not held, params.include_stop_str_in_output
         if tokenizer is None:
-            return cls(index, prompt_ids, None, logprobs, speculates)
+            return cls(index, prompt_ids, None, logprobs)
+        keeps_stop = params.include_stop_str_in_output
         text = OutputText(tokenizer.stream(prompt_ids, not params.skip_special_tokens), params.stop, keeps_stop)
         hidden_ends = frozenset() if params.skip_special_tokens or keeps_stop else tokenizer.special_ids
-        return cls(index, prompt_ids, text, logprobs, speculates, hidden_ends)
+        return cls(index, prompt_ids, text, logprobs, hidden_ends)
 
     def take(
         self,
@@ -156,6 +165,7 @@ class LiveRequest:
             self.num_cached_tokens = update.num_cached_tokens
         if update.accept_len is not None:
             self.accept_lens.append(update.accept_len)
+            self.num_drafted.append(update.num_drafted)
         text, piece = self.text, ""
         if text is not None:
             piece = text.piece() if update.finish_reason is None else text.finish()
@@ -184,10 +194,12 @@ class LiveRequest:
                 tokens_per_second=emitted / elapsed,
                 accept_lens=tuple(self.accept_lens),
                 num_cached_tokens=self.num_cached_tokens,
+                num_drafted=tuple(self.num_drafted),
             ),
             error=update.error,
             timed_out=update.timed_out,
             logprobs=None if self.logprobs is None else tuple(self.logprobs),
             user_error=update.user_error,
             prompt_logprobs=self.prompt_logprobs,
+            stop_string=self.text.stop if self.text is not None and update.finish_reason == "stop" else None,
         )

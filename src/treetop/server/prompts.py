@@ -2,19 +2,21 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from numbers import Integral
 from pathlib import Path
 from typing import cast
 
 from treetop.server.tokenizer import Tokenizer, open_tokenizer
 from treetop.types.constraint import TokenConstraint
 from treetop.types.errors import InputError, PromptError, shown
+from treetop.types.options import is_integer
 from treetop.types.requests import CoreInfo, check_length, check_prompt
 from treetop.types.sampling import SamplingParams
 
 Prompt = str | Sequence[int]
 BadWords = dict[tuple[str, ...], tuple[tuple[int, ...], ...]]
 """Sequences of ids that may not come, by the words they stand for."""
+SERVE_WITHOUT = "serve without --disable-logits-processors, simulated acceptance and --mock-engine"
+"""What to change where a core can neither hold tokens to a structure nor withhold drafts."""
 _BYTES = (bytes, bytearray, memoryview)
 
 
@@ -36,7 +38,7 @@ class PromptReader:
         """
         if not isinstance(prompts, Sequence) or isinstance(prompts, _BYTES):
             raise InputError(f"prompts must be text, token ids, or a list of these, got {type(prompts).__name__}")
-        one = isinstance(prompts, str) or (len(prompts) > 0 and _is_id(prompts[0]))
+        one = isinstance(prompts, str) or (len(prompts) > 0 and is_integer(prompts[0]))
         listed = cast(Sequence[Prompt], [prompts] if one else prompts)
         kept = [self._kept(params) for params in paired(sampling_params, len(listed))]
         return [self._checked(prompt, index, len(listed), kept[index]) for index, prompt in enumerate(listed)]
@@ -54,14 +56,14 @@ class PromptReader:
 
     def _kept(self, params: SamplingParams) -> int | None:
         """How many of a prompt's last tokens are kept; None for all."""
-        most = params.truncate_prompt_tokens
+        maximum = params.truncate_prompt_tokens
         room = self._info.max_context - params.max_tokens
-        return max(room if room > 0 else self._info.max_context - 1, 1) if most == -1 else most
+        return max(room if room > 0 else self._info.max_context - 1, 1) if maximum == -1 else maximum
 
     def last(self, ids: list[int], params: SamplingParams) -> list[int]:
         """What is kept of a prompt."""
-        most = self._kept(params)
-        return ids if most is None else ids[-most:]
+        maximum = self._kept(params)
+        return ids if maximum is None else ids[-maximum:]
 
     def check_params(self, params: SamplingParams, constraint: TokenConstraint | None = None) -> None:
         """Raise InputError, which names the option, for what this core or its model cannot do.
@@ -78,7 +80,7 @@ class PromptReader:
                 " --disable-logits-processors and --mock-engine"
             )
         for name in ("logprobs", "prompt_logprobs"):
-            if (most := getattr(params, name)) is not None and most > info.max_logprobs:
+            if (maximum := getattr(params, name)) is not None and maximum > info.max_logprobs:
                 raise InputError(
                     f"{name}: this engine has no log-probabilities; drop it, or serve without --mock-engine"
                 )
@@ -87,9 +89,10 @@ class PromptReader:
             raise InputError("min_tokens, allowed_token_ids: every allowed token would end the request too early")
         if (params.structured_output is not None or constraint is not None) and not info.can_constrain:
             raise InputError(
-                "structured_output, constraints: this engine holds no tokens to a structure; serve without"
-                " --disable-logits-processors, --simulate-accept-length and --mock-engine"
+                f"structured_output, constraints: this engine holds no tokens to a structure; {SERVE_WITHOUT}"
             )
+        if not (params.speculative or info.can_constrain):
+            raise InputError(f"speculative: this engine withholds no drafts; {SERVE_WITHOUT}")
         if params.structured_output is not None and constraint is not None:
             raise InputError("structured_output, constraints: give one of them")
         if params.stop and self.tokenizer is None:
@@ -106,8 +109,8 @@ class PromptReader:
                     raise InputError("bad_words, allowed_token_ids: no token is left")
                 if len(single) < len(ids) and not self._info.can_constrain:
                     raise InputError(
-                        "bad_words: one is several tokens, and this engine holds no tokens to a structure; serve"
-                        " without --disable-logits-processors, --simulate-accept-length and --mock-engine"
+                        "bad_words: one is several tokens, and this engine holds no tokens to a structure;"
+                        f" {SERVE_WITHOUT}"
                     )
         return found
 
@@ -123,11 +126,11 @@ class PromptReader:
 
     def bounded(self, params: SamplingParams) -> SamplingParams:
         """The same with numbers that a message can carry: what exceeds context or vocabulary is off."""
-        most, vocab = self._info.max_context, self._info.vocab_size
+        maximum, vocab = self._info.max_context, self._info.vocab_size
         return replace(
             params,
-            max_tokens=min(params.max_tokens, most),
-            min_tokens=min(params.min_tokens, most),
+            max_tokens=min(params.max_tokens, maximum),
+            min_tokens=min(params.min_tokens, maximum),
             top_k=params.top_k if params.top_k < vocab else 0,
         )
 
@@ -137,24 +140,24 @@ class PromptReader:
         if outside is not None:
             raise InputError(f"{whose} token id {shown(outside)} lies outside the vocabulary [0, {vocab})")
 
-    def _checked(self, prompt: Prompt, index: int, count: int, most: int | None) -> list[int]:
-        """A prompt's ids, the last `most`. Raises PromptError, which names it among several, if it can never run."""
+    def _checked(self, prompt: Prompt, index: int, count: int, maximum: int | None) -> list[int]:
+        """A prompt's ids, the last `maximum`. Raises PromptError, which names it among several, if it can never run."""
         try:
-            ids = self._ids(prompt, most)
+            ids = self._ids(prompt, maximum)
             check_prompt(ids, self._info.max_context)
         except InputError as error:
             raise PromptError(index, count, str(error), error.code) from None
         return ids
 
-    def _ids(self, prompt: Prompt, most: int | None) -> list[int]:
+    def _ids(self, prompt: Prompt, maximum: int | None) -> list[int]:
         if isinstance(prompt, str):
-            ids = self.encode(prompt, cut=most is not None)[-(most or 0) :]
+            ids = self.encode(prompt, cut=maximum is not None)[-(maximum or 0) :]
         else:
             listed = isinstance(prompt, Sequence) and not isinstance(prompt, _BYTES)
             if listed:
-                prompt = prompt[-(most or 0) :]
+                prompt = prompt[-(maximum or 0) :]
                 check_length(len(prompt), self._info.max_context)  # before each of its ids is looked at
-            if not listed or not all(map(_is_id, prompt)):
+            if not listed or not all(map(is_integer, prompt)):
                 raise InputError(f"a prompt must be text or a list of token ids, got {shown(prompt)}")
             ids = [int(token) for token in prompt]
         self.check_ids("prompt", ids)
@@ -185,7 +188,3 @@ def one_each(
     if len(listed) != count or len({id(each) for each in given}) != len(given):
         raise InputError(f"constraints: give each of {count} prompts one of its own, or None; got {len(listed)}")
     return listed
-
-
-def _is_id(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)

@@ -22,7 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 SECONDS = 2.0
 """Processor time of a rendering."""
 _MEMORY_BYTES = 2**30
-_MOST_CHARACTERS = 2**24
+_MAX_CHARACTERS = 2**24
 
 
 def make_template(source: str, tokens: dict[str, str]) -> Any:
@@ -58,8 +58,8 @@ def answer(header: str, made: list[Any], line: str) -> dict[str, str]:
         return {"error": f"{type(error).__name__}: {error}"[:1000]}
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-    if len(text) > _MOST_CHARACTERS:
-        return {"error": f"it gives {len(text)} characters, more than {_MOST_CHARACTERS}"}
+    if len(text) > _MAX_CHARACTERS:
+        return {"error": f"it gives {len(text)} characters, more than {_MAX_CHARACTERS}"}
     return {"text": text}
 
 

@@ -25,15 +25,15 @@ from typing import Any
 
 import msgspec
 
-from treetop.core.clients import AsyncCore
-from treetop.core.wire import EngineDead, EngineLost, EngineNews, EngineUp, ProcessOptions
+from treetop.core.clients import EngineClient
+from treetop.core.wire import EngineDead, EngineEvent, EngineLost, EngineUp, ProcessOptions
 from treetop.distributed.data_parallel import one_of
-from treetop.distributed.process import Child, start_process, tell
+from treetop.distributed.process import Child, send_line, start_process
 from treetop.distributed.supervisor import EngineSupervisor, RestartLimit, Watchdog
-from treetop.server.alive import Alive
+from treetop.server.api.api_state import check_files
 from treetop.server.api.connections import BACKLOG, most_connections
-from treetop.server.api.front import check_files
 from treetop.server.api.run import ApiOptions, log_to_stderr, serve
+from treetop.server.in_flight import InFlightCounter
 from treetop.server.options import ServeOptions
 from treetop.types.errors import ConfigError
 
@@ -48,6 +48,8 @@ log = logging.getLogger("treetop.server")
 def run(process: ProcessOptions, options: ServeOptions) -> int:
     """Serve until SIGTERM, SIGINT or the engine's death. Returns the exit code. Raises UserError and EngineError."""
     log_to_stderr()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    options = options.by_cores(cores)
     most_connections(options.max_connections)
     listening = _bind(options)
     with tempfile.TemporaryDirectory(prefix="treetop-") as folder:  # mode 0700: nobody else reaches the engine
@@ -89,12 +91,12 @@ async def _run(folder: Path, process: ProcessOptions, options: ServeOptions, lis
                 each.kill()
             return stopped.result()
         started.result()
-        told = ApiOptions(options, process.config.model, process.config.seed)
-        if options.api_workers > 1:
-            return await ApiProcesses(engines, core, told, listening, folder, apis).serve(stopped)
+        api_options = ApiOptions(options, process.config.model, process.config.seed)
+        if options.num_api_workers > 1:
+            return await ApiProcesses(engines, core, api_options, listening, folder, apis).serve(stopped)
         watches = [asyncio.ensure_future(_watch(each)) for each in engines]
         try:
-            return await serve(core, told, listening, lambda: _say(listening, core, told))
+            return await serve(core, api_options, listening, lambda: _print_address(listening, core, api_options))
         finally:
             for watch in watches:
                 watch.cancel()
@@ -109,7 +111,7 @@ async def start(engines: Sequence[EngineSupervisor], model: str, options: ServeO
 
 async def _watch(engines: EngineSupervisor, up: "asyncio.Future[None] | None" = None) -> str:
     reason = await engines.watch(up)
-    log.error("the server ends: %s", reason)
+    log.error("the server shuts down: %s", reason)
     return reason
 
 
@@ -131,26 +133,29 @@ def _on_signals(stopped: "asyncio.Future[int]", apis: "Sequence[ApiProcess]") ->
 
 
 class ApiProcess:
-    """An API process. place: among those that live, and of whoever takes its place. number: of its client among all
-    that the engines have ever had; the server's own is 0. ended: its exit code.
+    """An API process.
+
+    place: among those that live, and of whoever takes its place.
+    number: of its client among all that the engines have ever had; the server's own is 0.
+    ended: its exit code.
     """
 
     def __init__(self, process: "subprocess.Popen[bytes]", place: int, number: int, num_engines: int) -> None:
         loop = asyncio.get_running_loop()
-        self.child = Child(process, lambda line: loop.call_soon_threadsafe(self._hear, line))
+        self.child = Child(process, lambda line: loop.call_soon_threadsafe(self._on_line, line))
         self.place, self.number = place, number
         self.ended = asyncio.wrap_future(self.child.ended)
         self.fronts = [ApiFront(self, replica) for replica in range(num_engines)]
 
-    def tell(self, news: EngineNews) -> None:
+    def send_line(self, event: EngineEvent) -> None:
         if not self.ended.done():
-            tell(self.child.process, news)
+            send_line(self.child.process, event)
 
     def send(self, number: signal.Signals) -> None:
         if not self.ended.done():
             self.child.process.send_signal(number)
 
-    def _hear(self, line: bytes) -> None:
+    def _on_line(self, line: bytes) -> None:
         with suppress(msgspec.MsgspecError, ValueError):  # of a library that prints
             up = msgspec.json.decode(line, type=EngineUp)
             self.fronts[up.replica].has_all(up)
@@ -168,7 +173,7 @@ class ApiFront:
         """As `resume`, for one that has nothing yet, so that nobody waits for it."""
         self._up = EngineUp(self._replica, tuple(addresses))
         self._has_all.clear()
-        self._api.tell(self._up)
+        self._api.send_line(self._up)
 
     def has_all(self, up: EngineUp) -> None:
         if up == self._up:
@@ -180,10 +185,10 @@ class ApiFront:
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
 
     def lost(self, reason: str) -> None:
-        self._api.tell(EngineLost(self._replica, reason))
+        self._api.send_line(EngineLost(self._replica, reason))
 
     def fail(self, reason: str) -> None:
-        self._api.tell(EngineDead(self._replica, reason))
+        self._api.send_line(EngineDead(self._replica, reason))
 
 
 class ApiProcesses:
@@ -192,21 +197,21 @@ class ApiProcesses:
     def __init__(
         self,
         engines: Sequence[EngineSupervisor],
-        core: AsyncCore,
-        told: ApiOptions,
+        core: EngineClient,
+        api_options: ApiOptions,
         listening: socket.socket,
         folder: Path,
         apis: list[ApiProcess],
     ) -> None:
         """core: all engines. folder: for what the processes share. apis: where each is noted, for signals."""
-        self._engines, self._core, self._told, self._listening = engines, core, told, listening
+        self._engines, self._core, self._api_options, self._listening = engines, core, api_options, listening
         self._folder, self._apis = folder, apis
-        self._restarts, self._numbers = RestartLimit(told.serve.api_restarts), count(1)
+        self._restarts, self._numbers = RestartLimit(api_options.serve.api_restarts), count(1)
 
     async def serve(self, stopped: "asyncio.Future[int]") -> int:
         """Until none is left, an engine ends, or a signal comes. Returns the exit code."""
         self._listening.listen(BACKLOG)
-        for place in range(self._told.serve.api_workers):
+        for place in range(self._api_options.serve.num_api_workers):
             self._start(place)
         if stopped.done():
             self._terminate()
@@ -226,9 +231,9 @@ class ApiProcesses:
     ) -> int:
         stops: set[asyncio.Future[Any]] = {*dead, stopped}
         await asyncio.wait({up, *stops, *self._living}, return_when=asyncio.FIRST_COMPLETED)
-        served = up.done() and len(self._living) == self._told.serve.api_workers
+        served = up.done() and len(self._living) == self._api_options.serve.num_api_workers
         if served:
-            _say(self._listening, self._core, self._told)
+            _print_address(self._listening, self._core, self._api_options)
         while served and self._living and not any(each.done() for each in stops):
             await asyncio.wait({*stops, *self._living}, return_when=asyncio.FIRST_COMPLETED)
             for gone in [each for each in self._apis if each.ended.done()]:
@@ -236,7 +241,7 @@ class ApiProcesses:
                     self._replace(gone)
         self._listening.close()  # the processes have it
         if not any(each.done() for each in stops):
-            log.error("no API process is left; the server ends" if served else "an API process did not start")
+            log.error("no API process is left; the server shuts down" if served else "an API process did not start")
             self._terminate()
         codes = await asyncio.gather(*(api.ended for api in self._apis))
         return stopped.result() if stopped.done() and {*codes} <= _ENDED_BY_SIGNAL else 1
@@ -255,7 +260,7 @@ class ApiProcesses:
         metrics.mkdir(exist_ok=True)
         environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
         options = msgspec.structs.replace(
-            self._told, number=place, client=number, alive_file=str(self._folder / "alive")
+            self._api_options, number=place, client=number, alive_file=str(self._folder / "alive")
         )
         process = start_process("treetop.server.api.worker", options, [str(fd)], pass_fds=(fd,), env=environment)
         api = ApiProcess(process, place, number, len(self._engines))
@@ -272,23 +277,23 @@ class ApiProcesses:
             "API process %d has ended with exit code %s, and its connections with it%s",
             api.child.process.pid,
             api.ended.result(),
-            "; it is started again" if again else "; it is not started again (--api-restarts)",
+            "; restarting it" if again else "; not restarting it (--api-restarts)",
         )
         self._apis.remove(api)
         for engine, front in zip(self._engines, api.fronts, strict=True):
             engine.leave(front)
             engine.core.left(api.number)
-        alive = Alive(self._folder / "alive", api.place, self._told.serve.api_workers)
+        alive = InFlightCounter(self._folder / "alive", api.place, self._api_options.serve.num_api_workers)
         alive.add(-alive.own)
         alive.close()
         if again:
             self._start(api.place, late=True)
 
 
-def _say(listening: socket.socket, core: AsyncCore, told: ApiOptions) -> None:
+def _print_address(listening: socket.socket, core: EngineClient, api_options: ApiOptions) -> None:
     host, port = listening.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    names = ", ".join(told.serve.served_model_name or (told.model,))
+    names = ", ".join(api_options.serve.served_model_name or (api_options.model,))
     print(
         f"treetop: serving {names} on http://{shown}:{port} (context {core.info.max_context},"
         f" {core.info.max_requests} requests at a time)",

@@ -24,7 +24,9 @@ _PRIVATE = (*range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE))
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """mark_of: what stands for each character. end: stands where the last message ends."""
+    """mark_of: what stands for each character.
+    end: stands where the last message ends.
+    """
 
     mark_of: Mapping[str, str]
     end: str

@@ -17,6 +17,8 @@ class OutputText:
         self._shown: list[str] = []
         self._waiting = ""
         self._stopped = False
+        self.stop: str | None = None
+        """The stop string that was found."""
 
     def feed(self, token_ids: Sequence[int]) -> int | None:
         """Take emitted ids. Returns the place of the one that completes a stop string; what follows it is not taken."""
@@ -31,7 +33,8 @@ class OutputText:
 
     def piece(self) -> str:
         """The text that is safe to show and has not been shown."""
-        end = len(self._waiting) - (0 if self._stopped else _held_back(self._waiting, self._stops))
+        held_back = _held_back(self._waiting, self._stops) if self._stops and not self._stopped else 0
+        end = len(self._waiting) - held_back
         piece, self._waiting = self._waiting[:end], self._waiting[end:]
         self._shown.append(piece)
         return piece
@@ -52,6 +55,7 @@ class OutputText:
             found = [(at, len(stop)) for stop in self._stops if (at := self._waiting.find(stop)) >= 0]
             if found:
                 at, length = min(found)  # of several at one place the shortest
+                self.stop = self._waiting[at : at + length]
                 self._waiting = self._waiting[: at + length if self._keeps_stop else at]
                 self._stopped = True
 

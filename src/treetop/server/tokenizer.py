@@ -2,11 +2,13 @@
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
 
 from tokenizers import Tokenizer as BpeTokenizer
+from tokenizers.decoders import ByteLevel
 
 from treetop.models.json_file import not_there
 from treetop.server.special_text import SpecialText
@@ -80,6 +82,11 @@ class Tokenizer:
         """Ids of special tokens."""
         return frozenset(i for i, token in self._bpe.get_added_tokens_decoder().items() if token.special)
 
+    @cached_property
+    def special_names(self) -> dict[str, int]:
+        """Ids of special tokens by how they read."""
+        return {token.content: i for i, token in self._bpe.get_added_tokens_decoder().items() if token.special}
+
     def decode_each(self, listed: Sequence[list[int]]) -> list[str]:
         """As `decode`, of many ids at a time, while other threads run."""
         return list(self._bpe.decode_batch(list(listed), skip_special_tokens=True))
@@ -102,18 +109,40 @@ class Tokenizer:
         return "ByteLevel" in str(self._bpe.decoder)
 
     @cached_property
+    def _bytes_of(self) -> "tuple[TokenBytes | None, TokenBytes | None]":
+        """Of tokens as text without special ones, and with them. None for a decoder that is not over bytes alone."""
+        if type(self._bpe.decoder) is not ByteLevel:
+            return None, None
+        return TokenBytes(self._bpe, self.special_ids), TokenBytes(self._bpe, frozenset())
+
+    @cached_property
     def special_text(self) -> SpecialText:
         """How names of special tokens are told from the tokens."""
         return SpecialText(self._bpe)
 
     def stream(self, prompt_ids: Sequence[int] = (), special: bool = False) -> "TokenStream":
         """Of what follows these ids. special: show special tokens."""
-        return TokenStream(partial(self.decode, special=special), prompt_ids)
+        return TokenStream(partial(self.decode, special=special), prompt_ids, self._bytes_of[special])
 
 
 def open_tokenizer(folder: Path) -> Tokenizer | None:
     """The checkpoint's tokenizer, None if it has none."""
     return Tokenizer(folder) if os.path.lexists(folder / "tokenizer.json") else None
+
+
+class TokenBytes(dict[int, bytes]):
+    """What a decoder over bytes makes of each token, whatever stands beside it; looked up once. b"" for no token."""
+
+    def __init__(self, bpe: BpeTokenizer, hidden: frozenset[int]) -> None:
+        """hidden: ids that give nothing."""
+        self._bpe, self._hidden = bpe, hidden
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = "" if token_id in self._hidden else self._bpe.id_to_token(token_id) or ""
+        stands_for = [_BYTE_OF.get(character) for character in token]
+        known = token.encode() if None in stands_for else bytes(byte for byte in stands_for if byte is not None)
+        self[token_id] = known
+        return known
 
 
 class TokenStream:
@@ -122,11 +151,13 @@ class TokenStream:
     A token is decoded with the few before it, and what those gave is cut off: so a space that decoders drop at the
     beginning of a text stays between a prompt and its output. A prompt may end inside a character: if the output
     completes it, it is the output's; if not, the prompt's bytes are left out. Any ids give some text. The idea is that
-    of Hugging Face's text-generation-inference.
+    of Hugging Face's text-generation-inference. Where tokens are bytes, and what came before ends with a character,
+    these are put together without the decoder: it would give the same.
     """
 
-    def __init__(self, decode: Decode, prompt_ids: Sequence[int]) -> None:
-        self._decode = decode
+    def __init__(self, decode: Decode, prompt_ids: Sequence[int], bytes_of: Mapping[int, bytes] | None = None) -> None:
+        """bytes_of: each token's, None if a token alone does not say them."""
+        self._decode, self._bytes_of = decode, bytes_of
         self._before, self._open = _ends_whole(decode, prompt_ids)
         self._known_text = decode(self._before)
         self._own = self._after(self._open)  # what the prompt's open bytes read as if nothing completes them
@@ -135,6 +166,8 @@ class TokenStream:
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these ids complete. Whole characters, as nearly always, are decoded together."""
         ids = list(token_ids)
+        if self._bytes_of is not None and not (self._open or self._known_text.endswith(_UNKNOWN)):
+            return self._joined(ids, self._bytes_of)
         if not self._new and not self._open:
             piece = self._after(ids)
             if not piece.endswith(_UNKNOWN):
@@ -148,8 +181,29 @@ class TokenStream:
             return ""
         return self.flush()
 
+    def _joined(self, ids: list[int], bytes_of: Mapping[int, bytes]) -> str:
+        """As one after the other."""
+        if not self._new:
+            with suppress(UnicodeDecodeError):
+                piece = b"".join([bytes_of[token] for token in ids]).decode()
+                if not piece.endswith(_UNKNOWN):
+                    return self._known(ids, piece, piece)
+        shown = ""
+        for index, token in enumerate(ids):
+            self._new.append(token)
+            piece = b"".join([bytes_of[each] for each in self._new]).decode(errors="replace")
+            if len(self._new) < _LONGEST and piece.endswith(_UNKNOWN):
+                continue
+            new, self._new = self._new, []
+            shown += self._known(new, piece, piece)
+            if piece.endswith(_UNKNOWN):  # bytes that follow may change how it reads
+                return shown + self.push(ids[index + 1 :])
+        return shown
+
     def flush(self) -> str:
         """The text of what waits, complete or not."""
+        if not self._new and not self._open:
+            return ""
         ids = self._readings()[0]
         piece = self._after(ids)
         if self._open and piece.startswith(self._own):  # still open
@@ -158,11 +212,11 @@ class TokenStream:
         self._new = []
         return self._known(ids, piece)
 
-    def _known(self, ids: list[int], piece: str) -> str:
-        """What follows is read behind these ids, if they gave any text."""
+    def _known(self, ids: list[int], piece: str, alone: str | None = None) -> str:
+        """What follows is read behind these ids, if they gave any text. alone: how they read by themselves."""
         if piece:
             self._before, self._open = ids, []
-            self._known_text = self._decode(ids)
+            self._known_text = self._decode(ids) if alone is None else alone
         return piece
 
     def _readings(self) -> list[list[int]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from treetop.attention.layer import Attend
-from treetop.drafts.protocol import Drafter
+from treetop.drafts.protocol import Drafter, Proposal
 from treetop.kernels.grow import Children, Frontier, TreeBuilder
 from treetop.kernels.table import Ops
 
@@ -15,8 +15,8 @@ from treetop.kernels.table import Ops
 class Level:
     """One draft level's queries and their tail.
 
-    all_positions: [rows, S * k] int64, of the nodes of every level. mask: [rows, k, (index + 1) * k] bool, true
-    ancestors.
+    all_positions: [rows, S * k] int64, of the nodes of every level.
+    mask: [rows, k, (index + 1) * k] bool, true ancestors.
     """
 
     index: int
@@ -31,18 +31,24 @@ class Level:
 
 
 def grow_tree(
-    drafter: Drafter, roots: tuple[TreeBuilder, Frontier], ops: Ops, attend: Callable[[Level], Attend]
-) -> TreeBuilder:
+    drafter: Drafter,
+    growth: TreeBuilder,
+    frontier: Frontier,
+    ops: Ops,
+    attend: Callable[[Level], Attend],
+    simulated: Callable[[int, Proposal], Proposal] | None = None,
+) -> None:
     """Grow each row's candidates: the drafter runs S - 1 times on k nodes a row; level 0 needs no run.
 
-    roots: what `Ops.start` gives. attend: the attention of a level.
+    growth, frontier: as `Ops.start` leaves and gives them. attend: the attention of a level. simulated: what is
+    said of a level's proposals instead, for measuring.
     Source: EAGLE-2, arXiv:2406.16858, section 4.1.
     """
-    growth, frontier = roots
     k = growth.shape.topk
     for index in range(growth.shape.num_steps - 1):
         level = Level(index, growth.positions, frontier.mask)
         out = drafter.grow(frontier.tokens, frontier.hidden, level.positions, attend(level))
-        proposal = drafter.propose(out, k)
+        proposal = drafter.propose(out, k, growth.row_heat)
+        if simulated is not None:
+            proposal = simulated(index, proposal)
         frontier = ops.grow(growth, index, frontier, Children(proposal.tokens, proposal.logprob, out))
-    return growth

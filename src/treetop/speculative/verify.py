@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from treetop.kernels.commit import feature_nodes
-from treetop.kernels.process import Processors
-from treetop.kernels.sampling import PartialArgmax, SampledTokens, Sampler
+from treetop.kernels.sampling import PartialArgmax, SampledTokens, SamplingMetadata
 from treetop.kernels.table import Ops
 from treetop.models.target import Target
 from treetop.types.sampling import Choice
@@ -24,49 +23,57 @@ def logits_for(target: Target, hidden: Tensor, how: Choice) -> Tensor:
     return target.piece(hidden) if how is Choice.GREEDY else target.logits(hidden)
 
 
-def choose(
-    ops: Ops, logits: Tensor, sampler: Sampler, rows: Tensor, positions: Tensor, tree: DraftTree, how: Choice
+def choose(  # noqa: PLR0917
+    ops: Ops,
+    logits: Tensor,
+    sampler: SamplingMetadata,
+    rows: Tensor,
+    positions: Tensor,
+    tree: DraftTree,
+    how: Choice,
+    allowed: Tensor | None = None,
 ) -> SampledTokens | PartialArgmax:
     """The target's token after each node, in a form that `ops.accept` takes: the only way from logits to tokens.
 
     logits: [rows, T, vocab] of `logits_for`, which stay as they are. sampler: of all rows; `rows` [rows] picks.
     positions: [rows, T] int64, where the nodes stand. how: what the batch needs; it is known on the host, so a captured
-    round has one.
+    round has one. allowed: what may follow each node, as `ops.process` takes it, if a row is constrained; the batch
+    then changes logits.
 
     What changes logits before a token is chosen is `ops.process`, and nothing else; see `kernels/process.py`.
     """
     if how is Choice.GREEDY:
         return ops.greedy(logits)
     if how.processes and sampler.processors is not None:
-        logits = ops.process(logits, sampler.processors, rows, positions, tree)
+        logits = ops.process(logits, sampler.processors, rows, positions, tree, allowed)
     return ops.draw(logits, sampler, rows, positions, how.filters)
 
 
-def withhold_drafts(tree: DraftTree, processors: Processors | None, rows: Tensor, how: Choice) -> None:
-    """Write `NO_TOKEN` over the drafts of constrained rows: only what follows their roots is known to be allowed.
+def withhold_drafts(tree: DraftTree, withheld: Tensor) -> None:
+    """Write `NO_TOKEN` over drafts that are not to be accepted: all of rows that want none, and of constrained rows
+    those behind which it is not known what is allowed.
 
-    To be called when everything but accepting has read the trees.
+    withheld: [rows, T] bool, which. To be called when everything but accepting has read the trees.
     """
-    if how.processes and processors is not None:
-        tree.tokens[:, 1:].masked_fill_(processors.constrained[rows][:, None], NO_TOKEN)
+    tree.tokens[:, 1:].masked_fill_(withheld[:, 1:], NO_TOKEN)
 
 
-def path_logprobs(ops: Ops, logits: Tensor, accepted: Accepted, most: int) -> PathLogprobs:
+def path_logprobs(ops: Ops, logits: Tensor, accepted: Accepted, maximum: int) -> PathLogprobs:
     """Log-probabilities where each token of a path was chosen, of the logits [rows, T, vocab] as the target gave them.
 
-    most: how many of the best.
+    maximum: how many of the best.
     """
     width = accepted.path.shape[1]
     lines = logits.flatten(0, 1).index_select(0, feature_nodes(accepted.path, logits.shape[1]))
-    values, ids = token_logprobs(ops, lines, accepted.tokens.reshape(-1), most)
-    return PathLogprobs(values.view(-1, width, 1 + most), ids.view(-1, width, most))
+    values, ids = token_logprobs(ops, lines, accepted.tokens.reshape(-1), maximum)
+    return PathLogprobs(values.view(-1, width, 1 + maximum), ids.view(-1, width, maximum))
 
 
-def token_logprobs(ops: Ops, logits: Tensor, tokens: Tensor, most: int) -> tuple[Tensor, Tensor]:
+def token_logprobs(ops: Ops, logits: Tensor, tokens: Tensor, maximum: int) -> tuple[Tensor, Tensor]:
     """Log-probabilities of tokens [n] and of the best ones, of the logits [n, vocab] that each was chosen from.
 
-    Returns values [n, 1 + most], each token's own first, and the ids of the best [n, most].
+    Returns values [n, 1 + maximum], each token's own first, and the ids of the best [n, maximum].
     """
-    best, ids = ops.top_logprobs(logits, most, None)
+    best, ids = ops.top_logprobs(logits, maximum, None)
     of_best, of_token = (logits.gather(1, each).float() for each in (ids[:, :1], tokens[:, None]))
     return torch.cat([(best[:, :1] + (of_token - of_best)), best], dim=1), ids

@@ -1,12 +1,13 @@
 """Options of the engine. They enter once, are validated once with all problems reported together, and are passed on."""
 
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
 from treetop.types.errors import ConfigError, shown
 from treetop.types.kv_chunk import ALIGNMENT
-from treetop.types.layout import PLAIN, SpecShape
+from treetop.types.layout import PLAIN, SpecShape, shapes_beside
 from treetop.types.options import option, options_of, validate
 
 Algorithm = Literal["EAGLE", "EAGLE3", "MTP", "NEXTN", "NGRAM", "NONE"]
@@ -15,11 +16,17 @@ _ALONE = ("MTP", "NEXTN", "NGRAM")
 MtpRecurrence = Literal["auto", "before-norm", "after-norm"]
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Backend = Literal["auto", "torch", "triton", "fa3", "flashinfer", "fa4"]
+"""Each but auto is a file of `treetop.attention`, which this name registers."""
 DeviceName = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "dummy"]
 Graphs = Literal["auto", "off", "sim"]
+Calibration = Literal["learn", "frozen", "off"]
+SpeculativePolicy = Literal["auto", "fixed"]
 SchedulePolicy = Literal["fcfs", "priority"]
+Exactness = Literal["bits", "ties"]
 
+_MAX_NAME = 64
+"""Characters of an unknown option that are compared with the known."""
 BUILTIN_MODEL = "builtin:nestling"
 BUILTIN_DRAFT = "builtin:nestling-eagle3"
 
@@ -49,37 +56,71 @@ class EngineConfig:
         "auto",
         "which state of an MTP layer feeds it again: before or after its norm (auto: as the family's reference does)",
     )
+    speculative_draft_window_size: int | None = option(
+        None,
+        "tokens that a draft's layers see, itself counted; its K/V take less memory (default: as many as its config"
+        " says, or all)",
+        minimum=1,
+        maximum=2**40,
+    )
     speculative_num_steps: int = option(5, "levels of the tree (S)")
     speculative_eagle_topk: int = option(4, "branches of each node (k); 1 is a chain")
     speculative_num_draft_tokens: int = option(16, "nodes verified in one pass, root included (T)")
+    speculative_policy: SpeculativePolicy = option(
+        "fixed",
+        "fixed: every round has the shape above; auto: each round the shape that pays at this load, plain where none"
+        " does (docs/policy.md)",
+    )
+    speculative_shapes: str | None = option(
+        None,
+        'shapes that auto chooses from beside 0,1,1, as "S,k,T S,k,T" (default: two chains, a tree of half the nodes,'
+        " and the shape above)",
+        metavar='"S,k,T S,k,T"',
+    )
+    speculative_max_deferred: int = option(
+        32,
+        "with auto: tokens of a request that plain rounds may leave to one later pass of the draft; 0 for none",
+        minimum=0,
+        maximum=1024,
+    )
+    speculative_calibration: Calibration = option(
+        "off",
+        "how a node's chance to be accepted is told from the draft's log-probabilities: off believes them, learn"
+        " corrects them by what the target chooses, frozen by what was learned before; no token depends on it",
+    )
+    speculative_calibration_dir: str | None = option(
+        None,
+        "folder that keeps what was learned, a file for each pair of target and draft (default: nothing is kept)",
+        metavar="FOLDER",
+    )
     page_size: int = option(
         16,
         "tokens a KV page holds",
-        least=1,
+        minimum=1,
         check=lambda size: size & (size - 1) == 0,
         must="must be a power of two",
         aliases=("--block-size",),
     )
     max_running_requests: int | None = option(
         None,
-        "requests decoded at a time (default: 16 on a CPU, up to 64 on a GPU by its memory)",
-        least=1,
-        most=65536,
+        "requests decoded at a time (default: 16 on a CPU, up to 256 on a GPU by its memory)",
+        minimum=1,
+        maximum=65536,
         aliases=("--max-num-seqs",),
     )
     context_length: int | None = option(
         None,
         "tokens a request may hold, prompt and output (default: the model's)",
-        least=2,  # a token of a prompt and one of its output
-        most=2**40,
+        minimum=2,  # a token of a prompt and one of its output
+        maximum=2**40,
         aliases=("--max-model-len",),
     )
     max_total_tokens: int | None = option(
         None,
         "tokens each KV pool holds, whatever the fraction below says (default: what fits, and no more than all running"
         " requests can use)",
-        least=1,
-        most=2**40,
+        minimum=1,
+        maximum=2**40,
     )
     mem_fraction_static: float = option(
         0.88,
@@ -92,16 +133,25 @@ class EngineConfig:
         None,
         "prompt tokens a prefill step processes, padding counted (default: 512 on a CPU, 2048 to 8192 on a GPU by its"
         " memory)",
-        least=1,
-        most=2**40,
+        minimum=1,
+        maximum=2**40,
         aliases=("--max-num-batched-tokens",),
     )
     prefill_tokens_per_round: int | None = option(
         None,
         "the same while requests decode, which wait for such a step between two rounds; fewer the more they attend to"
-        " (default: about what a round computes)",
-        least=1,
-        most=2**40,
+        " (default: about what a round computes, at least 2048 on a GPU and 128 on a CPU, or what --target-gap-ms"
+        " leaves)",
+        minimum=1,
+        maximum=2**40,
+    )
+    target_gap_ms: float | None = option(
+        None,
+        "milliseconds between two tokens of a stream, at p99, that prompts beside it keep to, by what steps have cost;"
+        " 0 for no bound (default: steps of a fixed size)",
+        minimum=0,
+        maximum=3_600_000,
+        unit=" ms",
     )
     schedule_policy: SchedulePolicy = option(
         "fcfs",
@@ -124,6 +174,11 @@ class EngineConfig:
         None, "launch a round before the last one's results are known; on by default where rounds are captured"
     )
     dtype: DType = option("auto", "what the model computes in; auto is float32 on a CPU and bfloat16 on a GPU")
+    exactness: Exactness = option(
+        "ties",
+        "what equals plain decoding: bits, every logit and token, whatever tree, batch, chunk or prefix, on a CPU in"
+        " float32 (docs/exactness.md); ties, all tokens but at near ties of rounding",
+    )
     device: DeviceName = option("auto", "auto is a GPU if there is one")
     load_format: LoadFormat = option(
         "auto", "dummy: random weights; a folder with config.json is enough; for measuring speed"
@@ -133,20 +188,31 @@ class EngineConfig:
         "keep weights in 12 bits too, without loss, which makes small batches faster; on by default in bfloat16 on a"
         " GPU like an H200 if that takes up to a quarter of what is left for KV pools",
     )
-    simulate_accept_length: int | None = option(
-        None, "tokens every round emits: the output is wrong; for measuring speed only"
+    dequantize_weights: bool | None = option(
+        None,
+        "decode quantized weights once, as they are loaded, which is the default; if not, they stay packed in memory"
+        " and products decode them, which is slower on a CPU (docs/checkpoints.md)",
+    )
+    simulate_accept_length: float | None = option(
+        None, "tokens every round emits, in the mean if fractional: the output is wrong; for measuring speed only"
+    )
+    simulate_acceptance: str | None = option(
+        None,
+        "a profile, builtin:NAME or a file, that acceptance and what the draft says of it are drawn from: the output is"
+        " wrong; for measuring only (docs/policy.md)",
+        metavar="FILE",
     )
     check_level: int = option(
         1,
         "0 off, 1 host checks, 2 device probes, 3 poison and red zones",
-        least=0,
-        most=3,
+        minimum=0,
+        maximum=3,
         must="must be 0, 1, 2 or 3",
     )
     seed: int = option(
         0,
         "each prompt draws its own seed from this one: the same seed and prompts give the same sampled tokens",
-        least=0,
+        minimum=0,
         below=2**63,
         must="must be in [0, 2^63)",
         aliases=("--random-seed",),
@@ -154,15 +220,15 @@ class EngineConfig:
     tp_size: int = option(
         1,
         "GPUs that share the model, each with a part of every layer (docs/scale.md)",
-        least=1,
-        most=64,
+        minimum=1,
+        maximum=64,
         aliases=("--tensor-parallel-size", "--tp"),
     )
     ep_size: int = option(
         1,
         "GPUs that share the experts of a model that has some, each with requests of its own (docs/scale.md)",
-        least=1,
-        most=64,
+        minimum=1,
+        maximum=64,
         aliases=("--expert-parallel-size", "--ep"),
     )
     disable_custom_all_reduce: bool = option(
@@ -172,31 +238,31 @@ class EngineConfig:
         60.0,
         "seconds after which a step that has not ended on every GPU ends them all; with --tp-size or --ep-size",
         above=0,
-        most=86400,
+        maximum=86400,
         unit=" seconds",
     )
     structured_output_timeout: float = option(
         5.0,
         "seconds that a structure may take to compile, and each token of it; its request then ends with an error",
-        least=0.01,
-        most=3600,
+        minimum=0.01,
+        maximum=3600,
         unit=" seconds",
     )
     structured_output_memory: int = option(
-        256, "MiB that the parser of a structure may take", least=1, most=2**20, unit=" MiB"
+        256, "MiB that the parser of a structure may take", minimum=1, maximum=2**20, unit=" MiB"
     )
     disaggregation_slots: int = option(
         0,
         "staging slots, through which KV goes to another worker or comes from one; 0 for none",
-        least=0,
-        most=4096,
+        minimum=0,
+        maximum=4096,
         aliases=("--handover-slots",),
     )
     disaggregation_slot_bytes: int = option(
         64 << 20,
         "bytes of each of these, on every GPU",
-        least=ALIGNMENT,
-        most=2**40,
+        minimum=ALIGNMENT,
+        maximum=2**40,
         check=lambda size: size % ALIGNMENT == 0,
         must=f"must be a multiple of {ALIGNMENT} up to 2^40",
         aliases=("--handover-slot-bytes",),
@@ -207,11 +273,11 @@ class EngineConfig:
 
     def _rules(self) -> list[tuple[bool, str]]:
         """What spans options, or is not a bound."""
-        accepted = self.simulate_accept_length
-        most = min(self.speculative_num_steps + 1, self.speculative_num_draft_tokens) if self.speculates else 1
+        accepted, auto = self.simulate_accept_length, self.speculative_policy == "auto"
+        maximum = min(self.speculative_num_steps + 1, self.speculative_num_draft_tokens) if self.speculates else 1
         try:
             self._tree()  # also without a draft: what it would be must make sense
-            tree = ""
+            tree, _ = "", self._listed()
         except ConfigError as error:
             tree = str(error)
         return [
@@ -231,13 +297,44 @@ class EngineConfig:
                 " --speculative-draft-model-path",
             ),
             (
-                accepted is not None and not 1 <= accepted <= most,
+                accepted is not None and not 1 <= accepted <= maximum,
                 "--simulate-accept-length must lie between 1 and num-steps + 1, and not exceed num-draft-tokens"
                 f" (1 without a draft), got {shown(accepted)}",
             ),
             (
-                self.tp_size > 1 and self.ep_size > 1,
-                "--tp-size and --ep-size cannot both be more than 1 for now",
+                self.simulate_acceptance is not None and (accepted is not None or not self.speculates),
+                "--simulate-acceptance simulates a draft: give one, and no --simulate-accept-length",
+            ),
+            (
+                self.simulate_acceptance is not None and self.algorithm == "NGRAM",
+                "--simulate-acceptance draws what a head says; lookup in text says nothing: use a draft head",
+            ),
+            (
+                self.simulates and self.speculative_calibration_dir is not None,
+                "--speculative-calibration-dir keeps what is learned of a draft; drop it to simulate one",
+            ),
+            (
+                auto and not self.speculates,
+                "--speculative-policy auto needs a draft: give --speculative-draft-model-path or an algorithm that"
+                " needs none",
+            ),
+            (
+                auto and self.ep_size > 1,
+                "--speculative-policy auto: ranks that share experts run one shape; use fixed with --ep-size",
+            ),
+            (
+                self.speculative_shapes is not None and not auto,
+                "--speculative-shapes is for --speculative-policy auto",
+            ),
+            (
+                self.speculative_calibration == "frozen" and self.speculative_calibration_dir is None,
+                "--speculative-calibration frozen needs --speculative-calibration-dir, where something was learned",
+            ),
+            (
+                self.speculative_calibration_dir is not None
+                and (self.speculative_calibration == "off" or self.load_format == "dummy" or not self.speculates),
+                "--speculative-calibration-dir keeps what is learned of a draft: give --speculative-calibration learn,"
+                " a draft and no --load-format dummy, or drop it",
             ),
             (bool(tree), tree),
         ]
@@ -246,6 +343,23 @@ class EngineConfig:
     def shape(self) -> SpecShape:
         """The tree shape of a round; PLAIN without a draft."""
         return self._tree() if self.speculates else PLAIN
+
+    @property
+    def shapes(self) -> tuple[SpecShape, ...]:
+        """The shapes that rounds may have, smaller trees first."""
+        if not self.speculates or self.speculative_policy == "fixed":
+            return (self.shape,)
+        return self._listed() or shapes_beside(self.shape)
+
+    def _listed(self) -> tuple[SpecShape, ...]:
+        """`speculative_shapes` and PLAIN; () if none are given."""
+        if self.speculative_shapes is None:
+            return ()
+        listed = [SpecShape.parse(text, "--speculative-shapes") for text in self.speculative_shapes.split()]
+        found = sorted({PLAIN, *listed}, key=lambda shape: (shape.num_draft_tokens, shape))
+        if found == [PLAIN]:
+            raise ConfigError(f"--speculative-shapes {shown(self.speculative_shapes)}: there is no tree among them")
+        return tuple(found)
 
     @property
     def algorithm(self) -> str | None:
@@ -258,6 +372,11 @@ class EngineConfig:
         """Whether rounds draft."""
         return self.draft is not None or self.speculative_algorithm in _ALONE
 
+    @property
+    def simulates(self) -> bool:
+        """Whether what is accepted is not what is right."""
+        return self.simulate_accept_length is not None or self.simulate_acceptance is not None
+
     def _tree(self) -> SpecShape:
         return SpecShape(self.speculative_eagle_topk, self.speculative_num_steps, self.speculative_num_draft_tokens)
 
@@ -266,15 +385,18 @@ class EngineConfig:
         """Build from what a caller gave. Without a model it is the embedded pair; a model brings no draft by itself.
 
         `draft` among the options, None included, is the caller's word; so is speculative_algorithm NONE. An unknown
-        option is a ConfigError that lists the known.
+        option is a ConfigError that names those that are near.
         """
         plain = model is not None or options.get("speculative_algorithm") in ("NONE", *_ALONE)
         pair = {"model": BUILTIN_MODEL if model is None else model, "draft": None if plain else BUILTIN_DRAFT}
         given = {**pair, **options}
         known = set(options_of(cls))
-        unknown = [shown(name)[1:-1] for name in sorted(set(given) - known)]
+        unknown = sorted(set(given) - known)
         if unknown:
-            raise ConfigError(f"unknown option {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+            near = [each for name in unknown[:3] for each in get_close_matches(name[:_MAX_NAME], known)]
+            meant = f"near are {', '.join(near)}; " if near else ""
+            names = ", ".join(shown(name)[1:-1] for name in unknown)
+            raise ConfigError(f"unknown option {names}; {meant}docs/options.md lists all")
         return cls(**given)  # type: ignore[arg-type]  # values are checked by __post_init__
 
 

@@ -5,12 +5,15 @@ from typing import TypedDict
 from treetop.types.config import (
     Algorithm,
     Backend,
+    Calibration,
     DeviceName,
     DType,
+    Exactness,
     Graphs,
     LoadFormat,
     MtpRecurrence,
     SchedulePolicy,
+    SpeculativePolicy,
 )
 
 
@@ -19,9 +22,15 @@ class EngineOptions(TypedDict, total=False):
 
     speculative_algorithm: Algorithm | None
     speculative_mtp_recurrence: MtpRecurrence
+    speculative_draft_window_size: int | None
+    speculative_policy: SpeculativePolicy
+    speculative_shapes: str | None
+    speculative_max_deferred: int
     speculative_num_steps: int
     speculative_eagle_topk: int
     speculative_num_draft_tokens: int
+    speculative_calibration: Calibration
+    speculative_calibration_dir: str | None
     page_size: int
     max_running_requests: int | None
     context_length: int | None
@@ -29,6 +38,7 @@ class EngineOptions(TypedDict, total=False):
     mem_fraction_static: float
     chunked_prefill_size: int | None
     prefill_tokens_per_round: int | None
+    target_gap_ms: float | None
     schedule_policy: SchedulePolicy
     disable_radix_cache: bool
     disable_logits_processors: bool
@@ -36,10 +46,13 @@ class EngineOptions(TypedDict, total=False):
     graphs: Graphs
     overlap: bool | None
     dtype: DType
+    exactness: Exactness
     device: DeviceName
     load_format: LoadFormat
     compress_weights: bool | None
-    simulate_accept_length: int | None
+    dequantize_weights: bool | None
+    simulate_accept_length: float | None
+    simulate_acceptance: str | None
     check_level: int
     seed: int
     tp_size: int

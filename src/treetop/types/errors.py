@@ -22,9 +22,9 @@ class TreetopError(Exception):
 
     def __str__(self) -> str:
         text = super().__str__()
-        if len(text) <= _MOST_TEXT:
+        if len(text) <= _MAX_TEXT:
             return text
-        return f"{text[: _MOST_TEXT - 1000]} [...] {text[-900:]}"  # its end may name the option to change
+        return f"{text[: _MAX_TEXT - 1000]} [...] {text[-900:]}"  # its end may name the option to change
 
 
 class UserError(TreetopError):
@@ -84,7 +84,7 @@ class CheckError(InvariantError):
 
 def shown(value: object) -> str:
     """A caller's value for an error: one short line, whatever it is."""
-    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
         return f"an integer of {value.bit_length()} bits"
     try:
         return " ".join(_SHORT.repr(value).split())
@@ -92,8 +92,8 @@ def shown(value: object) -> str:
         return f"a {type(value).__name__}"
 
 
-_MOST_TEXT = 4000
-_MOST_BITS = 256
+_MAX_TEXT = 4000
+_MAX_BITS = 256
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 200
 _SHORT.maxlong = 80

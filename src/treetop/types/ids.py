@@ -18,4 +18,5 @@ NULL_PAGE = PageId(0)
 
 FULL = GroupName("full")
 WINDOW = GroupName("window")
+INDEXED = GroupName("indexed")
 DRAFT = GroupName("draft")

@@ -9,11 +9,17 @@ class KVFormat:
 
     Keys are the first plane and values the last: grouped-query attention has two planes, compressed attention one that
     is both. The numbers are of the engine's dtype; a narrower format adds a scale for each plane and head.
+
+    value_dim: how many of the last plane's first numbers are the value; None is all.
+    index_dim: how many of a plane's last numbers are no key's but an indexer's, which chooses what sparse attention
+        reads.
     """
 
     planes: int
     heads: int
     head_dim: int
+    value_dim: int | None = None
+    index_dim: int = 0
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -24,7 +30,17 @@ class KVFormat:
         """How many a token takes in a layer."""
         return self.planes * self.heads * self.head_dim
 
+    @property
+    def output_dim(self) -> int:
+        """Numbers of a head that attention gives."""
+        return self.head_dim if self.value_dim is None else self.value_dim
+
 
 def paired(kv_heads: int, head_dim: int) -> KVFormat:
     """Keys and values apart."""
     return KVFormat(2, kv_heads, head_dim)
+
+
+def compressed(rank: int, turned: int) -> KVFormat:
+    """One plane that all heads share: a latent, which is the value too, and a key's part that turns."""
+    return KVFormat(1, 1, rank + turned, rank)

@@ -50,6 +50,17 @@ class SpecShape:
                 f"no tree has {given}: num-draft-tokens must be <= 1 + k + (S - 1) k^2 = {1 + self.num_candidates}"
             )
 
+    @classmethod
+    def parse(cls, text: str, option: str) -> "SpecShape":
+        """A shape from "S,k,T". Raises ConfigError that names the option."""
+        try:
+            s, k, t = (int(part) for part in text.split(","))
+        except ValueError:
+            raise ConfigError(
+                f"{option} {shown(text)[1:-1]}: a shape is S,k,T, three integers; 0,1,1 is plain decoding"
+            ) from None
+        return cls(k, s, t)
+
     @property
     def num_candidates(self) -> int:
         """Nodes that growing creates: k at level 0, k^2 at each later level."""
@@ -70,10 +81,20 @@ PLAIN = SpecShape(1, 0, 1)
 """Plain decoding is the round of this shape."""
 
 
+def shapes_beside(shape: SpecShape) -> tuple[SpecShape, ...]:
+    """What to choose from, up to a shape's size and with it: plain rounds, two chains, a tree of half its nodes."""
+    k, s, t = shape.topk, shape.num_steps, shape.num_draft_tokens
+    chains = [SpecShape(1, steps, steps + 1) for steps in sorted({max(s // 2, 1), s})]
+    smaller = [SpecShape(k, s, t // 2)] if k > 1 and t >= 4 else []
+    return tuple(dict.fromkeys([PLAIN, *chains, *smaller, shape]))
+
+
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers that share a page table and a pool. kv: what each keeps of a token. window: how far they see, the query
-    itself counted; None is everything.
+    """Layers that share a page table and a pool.
+
+    kv: what each keeps of a token.
+    window: how far they see, the query itself counted; None is everything.
     """
 
     name: GroupName
@@ -104,11 +125,14 @@ class Dimension:
 class PrefillPace(NamedTuple):
     """What a prefill step costs, for one that stands between two rounds.
 
-    least: tokens that it takes in for little more than reading the weights. attended: tokens before a token that cost
-    as much as the token's products; None where that does not grow with their number.
+    minimum: tokens that it takes in for little more than reading the weights.
+    usual: tokens that it holds at least where no target for gaps is given.
+    attended: tokens before a token that cost as much as the token's products; None where that does not grow with their
+        number.
     """
 
-    least: int
+    minimum: int
+    usual: int
     attended: int | None
 
 
@@ -116,10 +140,15 @@ class PrefillPace(NamedTuple):
 class Layout:
     """Every dimension of the engine's device state, from a handful of options.
 
-    shapes: the tree shapes the engine may run. page_size: tokens a page. max_context: tokens a request may hold, prompt
-    and output. chunk: most prompt tokens a prefill step processes. max_in_flight: steps in flight that compute.
-    pool_tokens: tokens that each pool without a window holds. disaggregation_slots: staging slots; slot_tokens: most
-    tokens whose K/V one holds.
+    shapes: the tree shapes the engine may run.
+    page_size: tokens a page.
+    max_context: tokens a request may hold, prompt and output.
+    chunk: most prompt tokens a prefill step processes.
+    max_in_flight: steps in flight that compute.
+    max_deferred: tokens of a row whose draft extend may be deferred; 0 for rounds that all extend.
+    pool_tokens: tokens that each pool without a window holds.
+    disaggregation_slots: staging slots.
+    slot_tokens: most tokens whose K/V one holds.
     """
 
     shapes: tuple[SpecShape, ...]
@@ -130,6 +159,7 @@ class Layout:
     groups: tuple[KVGroup, ...]
     pool_tokens: int
     max_in_flight: int = 1
+    max_deferred: int = 0
     disaggregation_slots: int = 0
     slot_tokens: int = 0
 
@@ -138,13 +168,22 @@ class Layout:
         return max(shape.commit_width for shape in self.shapes)
 
     @property
+    def extend_tail(self) -> int:
+        """Columns of a draft extend: a path, or all that a row has deferred."""
+        return max(self.commit_width, self.max_deferred)
+
+    def defers(self, shape: SpecShape) -> bool:
+        """Whether rounds of a shape leave the draft's part of their tokens to a later one: plain ones, if any may."""
+        return shape == PLAIN and self.max_deferred > 0
+
+    @property
     def headroom(self) -> int:
         """Positions past the context that rounds in flight may touch: `max_in_flight * (S + 1)`."""
         return self.max_in_flight * self.commit_width
 
     @property
     def max_steps(self) -> int:
-        """Steps in flight with one that packs or unpacks what is handed over, so that it keeps no other from it."""
+        """Steps in flight with one that packs or unpacks what is transferred, so that it keeps no other from it."""
         return self.max_in_flight + (self.disaggregation_slots > 0)
 
     @property
@@ -194,7 +233,14 @@ class Layout:
 
     @property
     def buckets(self) -> tuple[int, ...]:
-        """Batch sizes that rounds run at: powers of two, and the maximum."""
+        """Batch sizes that rounds run at: powers of two, from 16 on half way between them too, and the maximum."""
+        halves = (3 * 2**i for i in range(3, self.max_requests.bit_length()))
+        sizes = {*self.coarse_buckets, *(size for size in halves if size < self.max_requests)}
+        return tuple(sorted(sizes))
+
+    @property
+    def coarse_buckets(self) -> tuple[int, ...]:
+        """Those of them that an engine makes ready at its start: powers of two, and the maximum."""
         powers = [2**i for i in range(self.max_requests.bit_length()) if 2**i < self.max_requests]
         return (*powers, self.max_requests)
 
@@ -226,8 +272,12 @@ class Layout:
 
     def window_pages(self, window: int) -> int:
         """Most pages of a window group that one request holds at a time."""
-        in_flight = max(self.chunk, self.headroom)
-        return min(self.pages_for(window - 1 + in_flight) + 1, self.page_columns)
+        return min(self.pages_for(window - 1 + self._ahead) + 1, self.page_columns)
+
+    @property
+    def _ahead(self) -> int:
+        """Tokens of a row past those that are complete in every group: of a chunk, or of rounds and what they defer."""
+        return max(self.chunk, self.headroom + self.max_deferred)
 
     def window_spares(self, group: KVGroup) -> int:
         """Tokens of a request at the context wall for which the group has no pages: they lie behind its window."""
@@ -245,15 +295,15 @@ class Layout:
         that chunks or imports have filled may be exchanged for the prefix cache's. New rows get pages for a chunk of
         prompts, and one of them for all it may hold. Admission keeps to it.
         """
-        slides = 2 * self.pages_for(max(self.chunk, self.headroom))
+        slides = 2 * self.pages_for(self._ahead)
         grows = self.pages_for(self.headroom) + 1
         imported = self.disaggregation_slots * (self.pages_for(self.slot_tokens) + 1)
         exchanged = self.max_steps * (self.pages_for(self.chunk) + self.max_requests + imported)
         new = self.page_columns + self.pages_for(self.chunk)
-        most = sum(
+        maximum = sum(
             new + exchanged + self.max_requests * (grows if g.window is None else grows + slides) for g in self.groups
         )
-        return min(most, len(self.groups) * self.max_requests * self.page_columns)
+        return min(maximum, len(self.groups) * self.max_requests * self.page_columns)
 
     @property
     def num_pages(self) -> dict[GroupName, int]:
@@ -286,6 +336,9 @@ class Layout:
     def dimensions(self) -> dict[str, Dimension]:
         """All dimensions by name, for buffers, errors and the capacity table."""
         c, w, p, max_in_flight = self.max_context, self.commit_width, self.page_size, self.max_in_flight
+        extends = "max over shapes of S + 1"
+        if self.max_deferred:
+            extends = f"max(max over shapes of S + 1 {w}, deferred {self.max_deferred})"
         rows = [
             Dimension("max_requests", self.max_requests, "--max-running-requests", "--max-running-requests"),
             Dimension("max_context", c, "--context-length", "--context-length"),
@@ -305,7 +358,7 @@ class Layout:
             Dimension("max_edits", self.max_edits, "cells that one plan may change", "--max-running-requests"),
             Dimension("draft_tail", self.draft_tail, "max over shapes of k * (S - 1)", "--speculative-num-steps"),
             Dimension("verify_tail", self.verify_tail, "max over shapes of T", "--speculative-num-draft-tokens"),
-            Dimension("extend_tail", w, "max over shapes of S + 1", "--speculative-num-steps"),
+            Dimension("extend_tail", self.extend_tail, extends, "--speculative-num-steps"),
         ]
         if self.disaggregation_slots:
             formula = "(--disaggregation-slot-bytes - record and alignment) / bytes a token"

@@ -6,6 +6,7 @@ Up to `max_steps` plans are out at a time; the engine runs them, and the schedul
 order.
 """
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -44,11 +45,46 @@ class RowMask:
 
 
 @dataclass(frozen=True, slots=True)
+class RowTree:
+    """The draft tree of a constrained row, on the host between a round's draft and its verification.
+
+    tokens, parent: as in `DraftTree`.
+    max_depth: that a node may have.
+    """
+
+    row: Row
+    tokens: tuple[int, ...]
+    parent: tuple[int, ...]
+    max_depth: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeMasks:
+    """What may follow nodes of `row`'s tree.
+
+    allowed: by node, as `RowMask.allowed`. The parent of each is among them. A node that is not, but for the root, is
+        accepted by nobody.
+    tree: the tree to verify, of as many nodes, if it is another than was asked about.
+    source: of each of its nodes, the node that it was; of one that is new, the node that its branch hangs on.
+    """
+
+    row: Row
+    allowed: Mapping[int, bytes]
+    tree: RowTree | None = None
+    source: tuple[int, ...] = ()
+
+
+TreeMasks = Callable[[Sequence[RowTree]], Sequence[NodeMasks]]
+"""The declared host step of a round: what may follow the nodes of its constrained rows' trees."""
+
+
+@dataclass(frozen=True, slots=True)
 class RowSetup:
     """A request moves into `row` with `committed` tokens already in the pages of every group: prefix_ids.
 
-    history: only if its logits are changed. From here on the device counts the tokens itself. constrained: each step
-    that gives it a token has a `RowMask` for it, and no draft of it is accepted.
+    history: only if its logits are changed. From here on the device counts the tokens itself.
+    constrained: each step that gives it a token has a `RowMask` for it, and no draft of it is accepted but where nodes
+        have masks.
     """
 
     row: Row
@@ -80,9 +116,11 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """One prefill step: edits and setups are applied first. freed: pages given back since the last plan.
+    """One prefill step: edits and setups are applied first.
 
-    logprobs, masks: see `RoundPlan`. least_tokens: that ranks with shared experts exchange, at least, padding counted.
+    freed: pages given back since the last plan.
+    logprobs, masks: see `RoundPlan`.
+    min_batch_tokens: that ranks with shared experts exchange, at least, padding counted.
     """
 
     edits: tuple[PageEdit, ...]
@@ -92,7 +130,7 @@ class PrefillPlan:
     choice: Choice
     logprobs: tuple[int | None, ...] = ()
     masks: tuple[RowMask, ...] = ()
-    least_tokens: int = 0
+    min_batch_tokens: int = 0
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -101,12 +139,17 @@ class PrefillPlan:
 
 @dataclass(frozen=True, slots=True)
 class RoundPlan:
-    """One decode round. freed: pages given back since the last plan.
+    """One decode round.
 
+    freed: pages given back since the last plan.
     committed_bound: no row has more committed tokens when the round starts. With rounds out the host knows no better:
-    each may commit up to S + 1. logprobs: how many of the best tokens' log-probabilities each row asks for, None for no
-    log-probabilities at all; () if no row asks. masks: of the constrained rows that get a token. least_rows: that the
-    batch has at least, padding counted.
+        each may commit up to S + 1.
+    logprobs: how many of the best tokens' log-probabilities each row asks for, None for no log-probabilities at all; ()
+        if no row asks.
+    masks: of the constrained rows that get a token.
+    min_rows: that the batch has at least, padding counted.
+    catches_up: before the round its rows' deferred draft extends are run.
+    undrafted: rows whose requests accept no draft.
     """
 
     edits: tuple[PageEdit, ...]
@@ -117,7 +160,9 @@ class RoundPlan:
     choice: Choice
     logprobs: tuple[int | None, ...] = ()
     masks: tuple[RowMask, ...] = ()
-    least_rows: int = 0
+    min_rows: int = 0
+    catches_up: bool = False
+    undrafted: tuple[Row, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +202,9 @@ class Import:
 
 @dataclass(frozen=True, slots=True)
 class ImportPlan:
-    """Unpack staging slots into the pages of rows, each slot once. setups: of the rows whose last chunk this holds.
+    """Unpack staging slots into the pages of rows, each slot once.
+
+    setups: of the rows whose last chunk this holds.
 
     What is not intact changes nothing that counts: no row's state, and of pages only what its request alone has.
     """
@@ -178,8 +225,10 @@ StepPlan = PrefillPlan | RoundPlan | ExportPlan | ImportPlan
 class RowResult(NamedTuple):
     """What a step gave one row: the new tokens, the last of them the bonus; none after a chunk that is not the last.
 
-    finite is False if the target's logits were not; the request fails alone. logprobs: of each token, for a row that
-    asks. prompt_logprobs: of the prompt tokens from the chunk's second on, and of the one after it, if it asks.
+    finite is False if the target's logits were not; the request fails alone.
+
+    logprobs: of each token, for a row that asks.
+    prompt_logprobs: of the prompt tokens from the chunk's second on, and of the one after it, if it asks.
     """
 
     row: Row
@@ -190,7 +239,8 @@ class RowResult(NamedTuple):
 
 
 class ImportResult(NamedTuple):
-    """intact: every checksum agrees, and the last chunk's record fits the request. root: of a last chunk; None if not.
+    """intact: every checksum agrees, and the last chunk's record fits the request.
+    root: of a last chunk; None if not.
 
     The root is the token after the prompt, the first that the request gets.
     """
@@ -201,9 +251,12 @@ class ImportResult(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step gave, in the plan's order. digest: of what the step came to, which is the same on every rank.
+    """What a step gave, in the plan's order.
 
-    rows: of a prefill or a round. exports: each export's checksums, of the chunk on all ranks. imports: of imports.
+    digest: of what the step came to, which is the same on every rank.
+    rows: of a prefill or a round.
+    exports: each export's checksums, of the chunk on all ranks.
+    imports: of imports.
     """
 
     rows: tuple[RowResult, ...] = ()

@@ -18,8 +18,11 @@ from treetop.types.errors import UserError, shown
 class Kind(NamedTuple):
     """What values a field takes.
 
-    words: for an error. fits: whether a value is one. plain: the same value in Python's own types, which is all that
-    messages between processes can hold; NumPy's numbers are none. read: what else will do, brought into shape.
+    words: for an error.
+    fits: whether a value is one.
+    plain: the same value in Python's own types, which is all that messages between processes can hold; NumPy's numbers
+        are none.
+    read: what else will do, brought into shape.
     """
 
     words: str
@@ -36,14 +39,19 @@ class Option:
     """One row of the table; `option` makes it, `options_of` adds name, default, kind and choices.
 
     help: one line for `--help` and the docs.
-    least, most: inclusive bounds. above, below: exclusive ones. unit: of the bounds, for errors.
-    check: what no bound says. must: the words of an error instead of those made from the bounds.
-    aliases: other spellings of the flag. metavar: what stands for its value. several: the flag takes many values.
+    minimum, maximum: inclusive bounds.
+    above, below: exclusive ones.
+    unit: of the bounds, for errors.
+    check: what no bound says.
+    must: the words of an error instead of those made from the bounds.
+    aliases: other spellings of the flag.
+    metavar: what stands for its value.
+    several: the flag takes many values.
     """
 
     help: str
-    least: float | None = None
-    most: float | None = None
+    minimum: float | None = None
+    maximum: float | None = None
     above: float | None = None
     below: float | None = None
     unit: str = ""
@@ -75,7 +83,7 @@ class Option:
     @property
     def bounds(self) -> str:
         """What values must be beyond their kind, for the docs; "" if nothing."""
-        bounded = any(each is not None for each in (self.least, self.most, self.above, self.below, self.check))
+        bounded = any(each is not None for each in (self.minimum, self.maximum, self.above, self.below, self.check))
         return (self.must or self._bounds(brackets=True)).removeprefix("must be ") if bounded else ""
 
     def wrong_kind(self, value: Any) -> str | None:
@@ -91,26 +99,28 @@ class Option:
             return None
         if self.choices and value not in self.choices:
             return f"must be one of {', '.join(self.choices)}, got {shown(value)}"
-        inside = (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
+        inside = (self.minimum is None or value >= self.minimum) and (self.maximum is None or value <= self.maximum)
         inside = inside and (self.above is None or value > self.above) and (self.below is None or value < self.below)
         inside = inside and (self.check is None or self.check(value))
         return None if inside else f"{self.must or self._bounds(brackets)}, got {shown(value)}"
 
     def _bounds(self, brackets: bool) -> str:
-        low, high = (_short(a if a is not None else b) for a, b in ((self.least, self.above), (self.most, self.below)))
-        if self.most is None and self.below is None:
+        low, high = (
+            _short(a if a is not None else b) for a, b in ((self.minimum, self.above), (self.maximum, self.below))
+        )
+        if self.maximum is None and self.below is None:
             return f"must be at least {low}{self.unit}"
         if not brackets:
             return f"must lie between {low} and {high}{self.unit}"
-        return f"must be in {'(' if self.least is None else '['}{low}, {high}{')' if self.most is None else ']'}"
+        return f"must be in {'(' if self.minimum is None else '['}{low}, {high}{')' if self.maximum is None else ']'}"
 
 
 def option(
     default: Any,
     help: str,
     *,
-    least: float | None = None,
-    most: float | None = None,
+    minimum: float | None = None,
+    maximum: float | None = None,
     above: float | None = None,
     below: float | None = None,
     unit: str = "",
@@ -123,7 +133,15 @@ def option(
     flag: str | None = None,
 ) -> Any:
     """A field of a dataclass of options; see `Option`. flag: if it is not the field's name with dashes; "" for none."""
-    limits = {"least": least, "most": most, "above": above, "below": below, "unit": unit, "check": check, "must": must}
+    limits = {
+        "minimum": minimum,
+        "maximum": maximum,
+        "above": above,
+        "below": below,
+        "unit": unit,
+        "check": check,
+        "must": must,
+    }
     row = Option(help, aliases=aliases, metavar=metavar, several=several, read=read, flag=flag, **limits)  # type: ignore[arg-type]
     return field(default=default, metadata={"option": row})
 

@@ -4,7 +4,7 @@ Everything that comes back is the same bytes on every rank, in the order of the 
 is alike, and trees, paths and tokens agree without anybody sending them.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -65,7 +65,7 @@ class Parallel(Protocol):
         """pieces: [size, ...], one for each rank. Returns [size, ...], what each rank has for this one."""
         ...
 
-    def least(self, number: int) -> int:
+    def minimum(self, number: int) -> int:
         """The smallest of the ranks' numbers; the host waits for it."""
         ...
 
@@ -74,7 +74,7 @@ class Parallel(Protocol):
         ...
 
 
-class Alone:
+class SingleRank:
     """A group of one."""
 
     rank, size = 0, 1
@@ -94,18 +94,30 @@ class Alone:
     def all_to_all(self, pieces: Tensor) -> Tensor:
         return pieces
 
-    def least(self, number: int) -> int:
+    def minimum(self, number: int) -> int:
         return number
 
     def record(self) -> Tensor | None:
         return None
 
 
-ALONE = Alone()
+SINGLE_RANK = SingleRank()
 
 
-class Unmet:
-    """The first rank of a group that is not there yet: enough to plan with, and nothing can be exchanged."""
+class ExpertPart(NamedTuple):
+    """Which of `size` equal parts of the experts a rank has."""
+
+    rank: int
+    size: int
+
+
+def expert_part(parallel: Parallel, expert_ranks: Parallel) -> ExpertPart:
+    """Both kinds of ranks divide the experts: those that share a model, and those that share nothing else."""
+    return ExpertPart(expert_ranks.rank * parallel.size + parallel.rank, expert_ranks.size * parallel.size)
+
+
+class PlaceholderRank:
+    """The first rank of a group that is not there yet: enough to plan with, on tensors without memory too."""
 
     rank = 0
 
@@ -115,9 +127,13 @@ class Unmet:
     def sum(self, parts: Tensor) -> Tensor:
         raise AssertionError("no rank has met another")
 
-    share = gather = join = all_to_all = sum
+    share = join = all_to_all = sum
 
-    def least(self, number: int) -> int:
+    def gather(self, piece: Tensor) -> Tensor:
+        assert piece.is_meta, "no rank has met another"
+        return piece.new_empty((self.size, *piece.shape))
+
+    def minimum(self, number: int) -> int:
         raise AssertionError("no rank has met another")
 
     def record(self) -> Tensor | None:

@@ -8,6 +8,7 @@ Ids only: text, stop strings and tokenizers are the client's.
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from treetop.types.config import Exactness
 from treetop.types.constraint import StructureLimits, TokenConstraint
 from treetop.types.errors import ContextLengthError, InputError
 from treetop.types.ids import RequestId
@@ -18,11 +19,12 @@ from treetop.types.sampling import FinishReason, SamplingParams, TokenLogprobs
 class EngineRequest(NamedTuple):
     """One prompt. The client chooses the id, which no other request of this core may ever have.
 
-    priority: lower is served first, if the core's policy goes by it. timeout_s: seconds from its arrival in the core
-    after which it is ended with an error; None for no such limit. constraint: cannot cross to another process.
+    priority: lower is served first, if the core's policy goes by it.
+    timeout_s: seconds from its arrival in the core after which it is ended with an error; None for no such limit.
+    constraint: cannot cross to another process.
     bad_words: sequences of ids of which none may come.
     received: output that the client has already, of an engine that is gone; this one goes on behind it, and all limits
-    count it.
+        count it.
     """
 
     request_id: RequestId
@@ -54,13 +56,19 @@ class RequestStats(NamedTuple):
 class RequestUpdate(NamedTuple):
     """What a step added to one request.
 
-    new_ids: emitted now, cut at the stop. accept_len: accepted drafts of the round that gave them, before any cut; None
-    if it was no round. error: why the request failed, if it did. engine_failed: it failed with the whole engine.
-    timed_out: its time was over. user_error: for what the request asks. stats come with finish_reason, in the request's
-    last update. num_cached_tokens: as in the stats, with the first tokens. logprobs: of each of new_ids, if the request
-    asks for them. start: which token of the output the first of new_ids is. queue_s, prefill_s: with the first tokens,
-    seconds from arrival to a row, and from there on. prompt_logprobs: of the prompt's tokens from the second on, with
-    the first new token or the end, if the request asks for them.
+    new_ids: emitted now, cut at the stop.
+    accept_len: accepted drafts of the round that gave them, before any cut; None if it was no round.
+    num_drafted: drafts that this round verified; 0 if it was plain or none.
+    error: why the request failed, if it did.
+    engine_failed: it failed with the whole engine.
+    timed_out: whether that was a timeout.
+    user_error: for what the request asks. stats come with finish_reason, in the request's last update.
+    num_cached_tokens: as in the stats, with the first tokens.
+    logprobs: of each of new_ids, if the request asks for them.
+    start: which token of the output the first of new_ids is.
+    queue_s, prefill_s: with the first tokens, seconds from arrival to a row, and from there on.
+    prompt_logprobs: of the prompt's tokens from the second on, with the first new token or the end, if the request asks
+        for them.
     """
 
     request_id: RequestId
@@ -78,13 +86,15 @@ class RequestUpdate(NamedTuple):
     prefill_s: float | None = None
     user_error: bool = False
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    num_drafted: int = 0
 
 
 class PrefixPages(NamedTuple):
     """How a core keeps what prompts begin with, which says where a prompt is best sent.
 
-    page_size: tokens of a page. lookahead: tokens after a page that it depends on, 1 with a draft head. capacity: pages
-    of the smallest pool, of those without a window if there are any.
+    page_size: tokens of a page.
+    lookahead: tokens after a page that it depends on, 1 with a draft head.
+    capacity: pages of the smallest pool, of those without a window if there are any.
     """
 
     page_size: int
@@ -99,13 +109,18 @@ class PrefixPages(NamedTuple):
 
 
 class CoreInfo(NamedTuple):
-    """What a client must know of a core. model_path: the folder. shape: of a round's tree. prefix: None if it
-    keeps nothing of prompts.
+    """What a client must know of a core.
 
-    refuses: why it takes no requests, if so. structure_limits: of each structured output.
+    model_path: the folder.
+    shape: of a round's tree, of several the deepest.
+    prefix: None if it keeps nothing of prompts.
+    refuses: why it takes no requests, if so.
+    structure_limits: of each structured output.
     can_change_logits, max_logprobs, can_constrain: what a request may ask: penalties, biases and the like;
-    log-probabilities, -1 if there are none; constraints. eos_ids: the model's. by_priority: whether it goes by the
-    priority of requests.
+        log-probabilities, -1 if there are none; constraints.
+    eos_ids: the model's.
+    by_priority: whether it goes by the priority of requests.
+    exactness: in force, of `--exactness`.
     """
 
     model_path: str
@@ -121,41 +136,53 @@ class CoreInfo(NamedTuple):
     refuses: str | None = None
     prefix: PrefixPages | None = None
     structure_limits: StructureLimits = StructureLimits()
+    exactness: Exactness = "ties"
 
 
-class HandoverLoad(NamedTuple):
+class KVTransferStats(NamedTuple):
     """What a worker does for others, or they for it; counts are since its start.
 
-    num_open: requests on their way. num_quarantined: of the busy slots, those whose transfer was given up and has not
-    ended. num_whole: requests handed over. num_local: requests that a decode worker had to prefill itself. transfer_s:
-    seconds of all pieces' transfers; hidden_s: of these, while prefill went on. num_dropped: frames that nobody with a
-    session said. read_gbps, write_gbps: of the link that was tried last.
+    mode: of `--disaggregation-mode`.
+    num_peers: workers at the other end.
+    num_requests_in_flight: requests whose KV is being transferred.
+    num_slots_quarantined: of the busy slots, those whose transfer was given up and has not ended.
+    num_chunks, num_bytes: offered or pulled.
+    num_requests_done: requests whose KV was transferred.
+    num_local_prefills: requests that a decode worker had to prefill itself.
+    time_seconds: of all chunks' transfers.
+    overlapped_time_seconds: of these, while prefill went on.
+    num_dropped_messages: from senders without a session.
+    read_gb_s, write_gb_s: of the link that was tried last.
     """
 
-    role: str
+    mode: str
     num_peers: int = 0
-    num_open: int = 0
+    num_requests_in_flight: int = 0
     num_slots_busy: int = 0
-    num_quarantined: int = 0
-    num_pieces: int = 0
+    num_slots_quarantined: int = 0
+    num_chunks: int = 0
     num_bytes: int = 0
-    num_whole: int = 0
-    num_local: int = 0
-    transfer_s: float = 0.0
-    hidden_s: float = 0.0
-    num_dropped: int = 0
-    read_gbps: float = 0.0
-    write_gbps: float = 0.0
+    num_requests_done: int = 0
+    num_local_prefills: int = 0
+    time_seconds: float = 0.0
+    overlapped_time_seconds: float = 0.0
+    num_dropped_messages: int = 0
+    read_gb_s: float = 0.0
+    write_gb_s: float = 0.0
 
 
 class CoreLoad(NamedTuple):
-    """What a core is busy with. kv_usage: share of the fullest pool that requests hold. handover: None for no role."""
+    """What a core is busy with.
+
+    kv_usage: share of the fullest pool that requests hold.
+    kv_transfer: None without disaggregation.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
     kv_usage: float = 0.0
     num_retractions: int = 0
-    handover: HandoverLoad | None = None
+    kv_transfer: KVTransferStats | None = None
 
 
 def check_prompt(prompt_ids: Sequence[int], max_context: int) -> None:
@@ -174,12 +201,12 @@ def check_length(num_tokens: int, max_context: int, exact: bool = True) -> None:
         )
 
 
-def check_received(received: Sequence[int], most: int) -> None:
-    """Raise InputError if a request that goes on has all that it may have. most: tokens of its output."""
-    if received and len(received) >= most:
-        raise InputError(f"the request has received {len(received)} tokens of at most {most}: nothing is left to do")
+def check_received(received: Sequence[int], maximum: int) -> None:
+    """Raise InputError if a request that goes on has all that it may have. maximum: tokens of its output."""
+    if received and len(received) >= maximum:
+        raise InputError(f"the request has received {len(received)} tokens of at most {maximum}: nothing is left to do")
 
 
 def late_error(num_tokens: int) -> str:
-    """What a request is told whose time is over."""
-    return f"its time is over: it has {num_tokens} tokens (timeout, --request-timeout)"
+    """The error of a request that timed out."""
+    return f"request timed out after {num_tokens} tokens (limit: timeout, --request-timeout)"

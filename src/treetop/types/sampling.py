@@ -10,11 +10,11 @@ from treetop.types.errors import InputError, shown
 from treetop.types.options import is_finite, option, validate
 
 FinishReason = Literal["stop", "length", "abort"]
-MOST_LOGPROBS = 20
-"""Best tokens whose log-probabilities a request may have beside the chosen one's."""
-MOST_BIASES = 511
+MAX_LOGPROBS = 20
+"""Maximum `logprobs`."""
+MAX_BIASES = 511
 """Tokens that a request's `logit_bias` may name."""
-MOST_BAD_WORDS, LONGEST_BAD_WORD = 128, 200
+MAX_BAD_WORDS, LONGEST_BAD_WORD = 128, 200
 """Texts that a request's `bad_words` may be, and characters of one."""
 
 
@@ -38,12 +38,12 @@ class SamplingParams:
     Lists, one text for a list of texts, and a dict for logit_bias will do. Raises InputError, all problems at once.
     """
 
-    temperature: float = option(0.0, "0 is greedy", least=0, check=is_finite, must="must be a finite number >= 0")
+    temperature: float = option(0.0, "0 is greedy", minimum=0, check=is_finite, must="must be a finite number >= 0")
     top_k: int = option(
-        0, "the most likely tokens to choose from; 0 is off", least=-1, must="must be 0 (off), -1 (off) or positive"
+        0, "the most likely tokens to choose from; 0 is off", minimum=-1, must="must be 0 (off), -1 (off) or positive"
     )
-    top_p: float = option(1.0, "their probability together; 1 is off", above=0, most=1)
-    min_p: float = option(0.0, "least share of the most likely token's; 0 is off", least=0, most=1)
+    top_p: float = option(1.0, "their probability together; 1 is off", above=0, maximum=1)
+    min_p: float = option(0.0, "least share of the most likely token's; 0 is off", minimum=0, maximum=1)
     max_tokens: int = option(128, "tokens to generate at most; 0 only with prompt_logprobs")
     stop: tuple[str, ...] = option((), "text that ends the completion, and is cut from it; repeats", metavar="TEXT")
     stop_token_ids: tuple[int, ...] = option((), "ids that end the request", flag="")
@@ -51,33 +51,33 @@ class SamplingParams:
     seed: int | None = option(
         None,
         "of this request's draws; None draws one; a negative one counts modulo 2^63",
-        least=-(2**63),
+        minimum=-(2**63),
         below=2**63,
         flag="",
     )
     min_tokens: int = option(0, "tokens before which nothing ends the request but max_tokens", flag="")
     presence_penalty: float = option(
-        0.0, "subtracted once from the logit of a token that the output has", least=-2, most=2, flag=""
+        0.0, "subtracted once from the logit of a token that the output has", minimum=-2, maximum=2, flag=""
     )
     frequency_penalty: float = option(
-        0.0, "subtracted from a token's logit for each time that the output has it", least=-2, most=2, flag=""
+        0.0, "subtracted from a token's logit for each time that the output has it", minimum=-2, maximum=2, flag=""
     )
     repetition_penalty: float = option(
         1.0,
         "of tokens in prompt or output: a positive logit is divided by it, another multiplied",
-        least=0.01,
-        most=100,
+        minimum=0.01,
+        maximum=100,
         flag="",
     )
     logit_bias: tuple[tuple[int, float], ...] = option(
-        (), f"what is added to logits, by token id; at most {MOST_BIASES} tokens, -100 to 100 each", flag=""
+        (), f"what is added to logits, by token id; at most {MAX_BIASES} tokens, -100 to 100 each", flag=""
     )
     allowed_token_ids: tuple[int, ...] | None = option(None, "ids that may be chosen; None for all", flag="")
     logprobs: int | None = option(
         None,
         "how many of the best tokens' log-probabilities come with each token, beside its own; None for none",
-        least=0,
-        most=MOST_LOGPROBS,
+        minimum=0,
+        maximum=MAX_LOGPROBS,
         flag="",
     )
     structured_output: StructuredOutput | None = option(
@@ -97,12 +97,15 @@ class SamplingParams:
     prompt_logprobs: int | None = option(
         None,
         "as logprobs, with each token of the prompt but the first; max_tokens may be 0 then",
-        least=0,
-        most=MOST_LOGPROBS,
+        minimum=0,
+        maximum=MAX_LOGPROBS,
         flag="",
     )
     bad_words: tuple[str, ...] = option(
         (), "texts whose ids, encoded with and without a space before, never appear in the output", flag=""
+    )
+    speculative: bool = option(
+        True, "False accepts no draft: each round gives the request one token, the same as with drafts", flag=""
     )
 
     def __post_init__(self) -> None:
@@ -112,11 +115,11 @@ class SamplingParams:
 
     def _rules(self) -> list[tuple[bool, str]]:
         """What spans fields, or is of a list's items."""
-        ids, least = [token for token, _ in self.logit_bias], int(self.prompt_logprobs is None)
+        ids, minimum = [token for token, _ in self.logit_bias], int(self.prompt_logprobs is None)
         return [
             (
-                self.max_tokens < least,
-                f"max_tokens must be at least {least}, got {shown(self.max_tokens)}",
+                self.max_tokens < minimum,
+                f"max_tokens must be at least {minimum}, got {shown(self.max_tokens)}",
             ),
             (any(not s for s in self.stop), "stop strings must not be empty"),
             (not all(map(is_utf8, self.stop)), "stop strings must be text that UTF-8 can write"),
@@ -128,7 +131,7 @@ class SamplingParams:
             ),
             (any(token < 0 for token in ids), "logit_bias: token ids must not be negative"),
             (len(set(ids)) != len(ids), "logit_bias: a token id appears twice"),
-            (len(ids) > MOST_BIASES, f"logit_bias may name {MOST_BIASES} tokens, got {len(ids)}"),
+            (len(ids) > MAX_BIASES, f"logit_bias may name {MAX_BIASES} tokens, got {len(ids)}"),
             (
                 any(not -100 <= bias <= 100 for _, bias in self.logit_bias),
                 "logit_bias: a bias must be in [-100, 100]",
@@ -136,8 +139,8 @@ class SamplingParams:
             (any(not word.strip() for word in self.bad_words), "bad_words must not be empty"),
             (not all(map(is_utf8, self.bad_words)), "bad_words must be text that UTF-8 can write"),
             (
-                len(self.bad_words) > MOST_BAD_WORDS or any(len(word) > LONGEST_BAD_WORD for word in self.bad_words),
-                f"bad_words may be {MOST_BAD_WORDS} texts of {LONGEST_BAD_WORD} characters, not more",
+                len(self.bad_words) > MAX_BAD_WORDS or any(len(word) > LONGEST_BAD_WORD for word in self.bad_words),
+                f"bad_words may be {MAX_BAD_WORDS} texts of {LONGEST_BAD_WORD} characters, not more",
             ),
             (self.allowed_token_ids == (), "allowed_token_ids must not be empty"),
             (any(token < 0 for token in self.allowed_token_ids or ()), "allowed_token_ids must not be negative"),
@@ -154,7 +157,7 @@ class SamplingParams:
 
     @property
     def logit_options(self) -> tuple[str, ...]:
-        """The options in use that change logits, or rule tokens out, before one is chosen."""
+        """The options in use that change logits, or rule tokens or drafts out, before one is chosen."""
         neutral: dict[str, object] = {
             "min_tokens": 0,
             "presence_penalty": 0,
@@ -162,6 +165,7 @@ class SamplingParams:
             "repetition_penalty": 1,
         }
         neutral |= {"logit_bias": (), "allowed_token_ids": None, "structured_output": None, "bad_words": ()}
+        neutral |= {"speculative": True}
         return tuple(name for name, value in neutral.items() if getattr(self, name) != value)
 
     @property

@@ -11,8 +11,10 @@ if TYPE_CHECKING:
 class DraftTree:
     """A batch of verify trees in breadth-first order; node 0 is the root, siblings stand in rank order.
 
-    tokens: [rows, T] int64, target ids. parent: [rows, T] int64, smaller than the node's own index; the root's is 0.
-    depth: [rows, T] int64. mask: [rows, T, T] bool, `mask[b, i, j]` iff j is i or an ancestor of i.
+    tokens: [rows, T] int64, target ids.
+    parent: [rows, T] int64, smaller than the node's own index; the root's is 0.
+    depth: [rows, T] int64.
+    mask: [rows, T, T] bool, `mask[b, i, j]` iff j is i or an ancestor of i.
     logprob: [rows, T] float32, the draft's log-probability of the path to the node; 0 at the root.
     """
 
@@ -27,9 +29,12 @@ class DraftTree:
 class Accepted:
     """The path of each row's tree that equals the target's own tokens.
 
-    path: [rows, S + 1] int64, node indices from the root; 0 past the path. accept_len: [rows] int64, the number a of
-    accepted drafts. tokens: [rows, S + 1] int64, the a accepted tokens, then the bonus token; valid ids past it too.
-    bonus: [rows] int64. finite: [rows] bool, the target's logits at every node of the path.
+    path: [rows, S + 1] int64, node indices from the root; 0 past the path.
+    accept_len: [rows] int64, the number a of accepted drafts.
+    tokens: [rows, S + 1] int64, the a accepted tokens, then the bonus token; valid ids past it too.
+    bonus: [rows] int64.
+    finite: [rows] bool, the target's logits at every node of the path.
+    choice: [rows, T] int64, the target's token after each node of the tree.
     """
 
     path: "Tensor"
@@ -37,14 +42,16 @@ class Accepted:
     tokens: "Tensor"
     bonus: "Tensor"
     finite: "Tensor"
+    choice: "Tensor"
 
 
 @dataclass(frozen=True, slots=True)
 class PathPositions:
     """Where the rows of a round stand: found once, by its first phase, for all of them.
 
-    committed: [rows] int64, the extent of every phase's prefix. nodes: [rows, T] int64, positions of the tree's nodes
-    in the target, `committed + depth`. path: [rows, S + 1] int64, of a path's columns, `committed + column`.
+    committed: [rows] int64, the extent of every phase's prefix.
+    nodes: [rows, T] int64, positions of the tree's nodes in the target, `committed + depth`.
+    path: [rows, S + 1] int64, of a path's columns, `committed + column`.
     """
 
     committed: "Tensor"
@@ -56,7 +63,8 @@ class PathPositions:
 class PathLogprobs:
     """Log-probabilities of the target's raw logits at a path's columns; those past the path say nothing.
 
-    values: [rows, w, 1 + n] float32, of the chosen token, then of the n best, best first. ids: [rows, w, n] int64.
+    values: [rows, w, 1 + n] float32, of the chosen token, then of the n best, best first.
+    ids: [rows, w, n] int64.
     """
 
     values: "Tensor"

@@ -2,7 +2,8 @@
 
 On one CPU oneDNN's packed layout wins at every count of rows, on another a plain `weight @ x.T` takes less than half of
 its time for one row. So each call is timed on weights of the model's shapes, for four classes of row counts, and every
-class gets the fastest. Float64 always takes `F.linear`: there one row and many rows are to agree.
+class gets the fastest. Float64 always takes `F.linear`: there one row and many rows are to agree. Where bits must not
+depend on the number of rows (`--exactness bits`), one call serves all classes, and a probe says that it may.
 """
 
 import time
@@ -11,12 +12,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from itertools import combinations
 from math import prod, sqrt
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from treetop.kernels.exact import ByRows, least_rows
 
 Shape = tuple[int, int]
 """Of a weight, (out, in)."""
@@ -54,11 +58,13 @@ _ORDER = {
 class RowClass:
     """Row counts that share a call.
 
-    most: the largest, None without end. timed: the count that is timed. shapes: with how many of a model's weights.
+    maximum: the largest, None without end.
+    timed: the count that is timed.
+    shapes: with how many of a model's weights.
     """
 
     name: str
-    most: int | None
+    maximum: int | None
     timed: int
     shapes: int
 
@@ -71,12 +77,12 @@ ROW_CLASSES = (
 )
 _TIMED_FIRST = (0, 2, 1, 3)
 """Row classes: plain decoding, then what verifies a tree, for time may run out."""
-_ENDS = [kind.most for kind in ROW_CLASSES if kind.most is not None]
+_ENDS = [kind.maximum for kind in ROW_CLASSES if kind.maximum is not None]
 
 TIMED_DTYPES = (torch.float32, torch.bfloat16)
 BUDGET_S = 0.25
 """Seconds that timing may take, whatever else the machine does; what is not timed by then is not chosen for."""
-_MOST_ELEMENTS = 2**19
+_MAX_ELEMENTS = 2**19
 """Of a timed weight: of a larger one a part is timed, for calls keep their order."""
 _TURNS = 3, 5
 """Every call has at least, the fast ones at most so many turns; the least time counts."""
@@ -92,8 +98,12 @@ _COPY = 1.03
 class ChosenProduct:
     """What was chosen for weights of a shape, and why.
 
-    calls: by row class. times_us: by row class, of each call with `RowClass.timed` rows and, of a large weight, a part;
-    empty where time ran out or only other shapes were timed. count: weights of this shape.
+    calls: by row class.
+    exact: one call for all, whose rows have the same bits in any company.
+    least: it is given at least so many rows, None for one at a time; of an exact one.
+    times_us: by row class, of each call with `RowClass.timed` rows and, of a large weight, a part; empty where time ran
+        out or only other shapes were timed.
+    count: weights of this shape.
     """
 
     shape: Shape
@@ -101,6 +111,8 @@ class ChosenProduct:
     count: int
     calls: tuple[Call, ...]
     times_us: tuple[Mapping[Call, float], ...]
+    exact: bool = False
+    least: int | None = 1
 
     def sentence(self) -> str:
         """The choice as text, with the times of all calls."""
@@ -108,16 +120,33 @@ class ChosenProduct:
         for kind, chosen, times in zip(ROW_CLASSES, self.calls, self.times_us, strict=True):
             each = ", ".join(f"{call} {us:.0f} us" for call, us in sorted(times.items(), key=lambda item: item[1]))
             classes.append(f"{kind.name}: {chosen} ({each or 'as others, or not timed'})")
-        return f"{self.count} x [{self.shape[0]}, {self.shape[1]}]  " + "; ".join(classes)
+        rows = f" of {self.least} rows and more" if self.least is not None else " row by row"
+        each_row = f"; exact, in calls{rows}" if self.exact else ""
+        return f"{self.count} x [{self.shape[0]}, {self.shape[1]}]  " + "; ".join(classes) + each_row
+
+    def product(self, weight: Tensor, bias: Tensor | None, then: Product | None = None) -> Product:
+        """The product with a weight [out, in] as it was chosen. then: what is done with it, of rows each by itself."""
+        if not self.exact:
+            product = CpuProduct(weight, bias, self.calls)
+            return product if then is None else lambda x: then(product(x))
+        call = self.calls[0]
+        plain = _product(call, _in_order(weight, _ORDER[call]), None)
+
+        def biased(rows: Tensor) -> Tensor:
+            out = plain(rows)
+            return out if bias is None else out.add_(bias)
+
+        return ByRows(biased if then is None else lambda rows: then(biased(rows)), self.least)
 
 
 def choose_products(
-    shapes: Iterable[Shape], dtype: torch.dtype, orders: int, budget_s: float = BUDGET_S
+    shapes: Iterable[Shape], dtype: torch.dtype, orders: int, budget_s: float = BUDGET_S, exact: bool = False
 ) -> dict[Shape, ChosenProduct]:
     """The fastest call of each row class for the weights of a model, by shape; empty where only `F.linear` is used.
 
     shapes: of every weight. orders: 1 or 2, how many copies of a weight may be kept, each in its order. A shape is
-    timed once a process for each dtype and number of threads.
+    timed once a process for each dtype and number of threads. exact: one call for all row classes, the fastest in all
+    whose bits of a row depend on it alone; float32.
     """
     counts = Counter(shapes)
     if dtype not in TIMED_DTYPES:
@@ -135,8 +164,12 @@ def choose_products(
     for shape, count in counts.items():
         own = tuple(times[index].get(shape, {}) for index in range(len(ROW_CLASSES)))
         ratios = [_smoothed(own[index], _together(times[index].values())) for index in range(len(ROW_CLASSES))]
-        calls = fastest(ratios, orders, default)
-        chosen[shape] = ChosenProduct(shape, str(dtype).removeprefix("torch."), count, calls, own)
+        name = str(dtype).removeprefix("torch.")
+        if exact:
+            call, least = _fastest_exact(shape, own, threads)
+            chosen[shape] = ChosenProduct(shape, name, count, (call,) * len(ROW_CLASSES), own, exact=True, least=least)
+        else:
+            chosen[shape] = ChosenProduct(shape, name, count, fastest(ratios, orders, default), own)
     return chosen
 
 
@@ -157,6 +190,42 @@ def _smoothed(own: Mapping[Call, float], together: Mapping[Call, float]) -> Mapp
     others.
     """
     return {call: sqrt(own[call] / min(own.values()) * ratio) for call, ratio in together.items()} if own else together
+
+
+def _fastest_exact(shape: Shape, times: Sequence[Mapping[Call, float]], threads: int) -> tuple[Call, int | None]:
+    """Of the calls for any number of rows the fastest that is exact, and `ChosenProduct.least` of it.
+
+    times: by row class, of each call. A call that is given more rows than a class has takes the time of those.
+    """
+    packs = default_call(torch.float32) is Call.PACKED
+    probed = {
+        call: _least_rows(shape, call, threads)
+        for call in (Call.PACKED, Call.LINEAR)
+        if packs or call is not Call.PACKED
+    }
+    exact = {call: least for call, least in probed.items() if least is not None}
+    if not exact:
+        return Call.LINEAR, None
+    classes = range(len(ROW_CLASSES))
+    at = {call: [max(i, bisect_left(_ENDS, least)) for i in classes] for call, least in exact.items()}
+    if any(call not in times[j] for call, places in at.items() for j in places):
+        return next(iter(exact.items()))  # not all were timed
+    taken = {call: [times[j][call] for j in places] for call, places in at.items()}
+    least_us = [min(each[i] for each in taken.values()) for i in classes]
+    best = min(exact, key=lambda call: sum(taken[call][i] / least_us[i] for i in classes))
+    return best, exact[best]
+
+
+_MAX_PROBED = 2**27
+"""Elements of a probed weight: of a larger one the first rows are probed."""
+
+
+@cache
+def _least_rows(shape: Shape, call: Call, threads: int) -> int | None:
+    """`kernels.exact.least_rows` of a call with float32 weights of this shape. threads: of PyTorch."""
+    out, width = min(shape[0], max(1, _MAX_PROBED // shape[1])), shape[1]
+    weight = torch.randn((out, width), generator=torch.Generator().manual_seed(out))
+    return least_rows(_product(call, _in_order(weight, _ORDER[call]), None), width)
 
 
 def default_call(dtype: torch.dtype) -> Call:
@@ -236,8 +305,8 @@ class _Timed:
 
     @classmethod
     def of(cls, shape: Shape, rows: int, dtype: torch.dtype, threads: int) -> "_Timed":
-        inner = min(shape[1], _MOST_ELEMENTS // 64)
-        return cls((min(shape[0], _MOST_ELEMENTS // inner), inner), rows, dtype, threads)
+        inner = min(shape[1], _MAX_ELEMENTS // 64)
+        return cls((min(shape[0], _MAX_ELEMENTS // inner), inner), rows, dtype, threads)
 
     @property
     def calls(self) -> list[Call]:
@@ -257,16 +326,16 @@ def _time_calls(timed: Sequence[_Timed], ends_s: float) -> dict[_Timed, Mapping[
     a weight has left the nearer caches when it is read again, as in a model. Random generators are not touched. The
     clock is the day's: a thread's own loses microseconds on virtual machines, and the least of many keeps such a loss.
     """
-    least: dict[_Timed, dict[Call, float]] = {key: dict.fromkeys(key.calls, float("inf")) for key in timed}
-    for turn, runs in enumerate(_turns(_runs(timed), least)):
+    minimum: dict[_Timed, dict[Call, float]] = {key: dict.fromkeys(key.calls, float("inf")) for key in timed}
+    for turn, runs in enumerate(_turns(_runs(timed), minimum)):
         for run in runs:
             if time.perf_counter() > ends_s:
-                return {key: least[key] if turn >= _TURNS[0] else {} for key in timed}
+                return {key: minimum[key] if turn >= _TURNS[0] else {} for key in timed}
             started_s = time.perf_counter()
             run.product(run.x)
             taken_us = 1e6 * (time.perf_counter() - started_s)
-            least[run.timed][run.call] = min(least[run.timed][run.call], taken_us)
-    return {**least}
+            minimum[run.timed][run.call] = min(minimum[run.timed][run.call], taken_us)
+    return {**minimum}
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +360,7 @@ def _runs(timed: Sequence[_Timed]) -> Iterator[_Run]:
             yield _Run(key, call, _product(call, weights[place], None), x)
 
 
-def _turns(runs: Iterator[_Run], least: Mapping[_Timed, Mapping[Call, float]]) -> Iterator[Iterable[_Run]]:
+def _turns(runs: Iterator[_Run], minimum: Mapping[_Timed, Mapping[Call, float]]) -> Iterator[Iterable[_Run]]:
     """Turns of all runs, then of those that were not slow."""
     made: list[_Run] = []
 
@@ -305,4 +374,4 @@ def _turns(runs: Iterator[_Run], least: Mapping[_Timed, Mapping[Call, float]]) -
         if turn < _TURNS[0]:
             yield made
         else:
-            yield [run for run in made if least[run.timed][run.call] < _SLOW * min(least[run.timed].values())]
+            yield [run for run in made if minimum[run.timed][run.call] < _SLOW * min(minimum[run.timed].values())]

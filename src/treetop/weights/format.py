@@ -16,7 +16,7 @@ from treetop.kernels.gate import Gate
 from treetop.kernels.routing import Routes
 from treetop.kernels.table import Ops
 from treetop.kernels.triton_guard import GpuTraits
-from treetop.weights.cpu_products import Call, ChosenProduct, Shape
+from treetop.weights.cpu_products import ChosenProduct, Shape
 
 MAIN = ""
 """The part of a parameter that bears its name alone; a plain one has no other."""
@@ -41,11 +41,14 @@ class Span:
 class Source:
     """Rows of a parameter, and what they are made of.
 
-    name, shape: what is stored, were it plain. transform: from the stored tensor to those rows, where they are not
-    equal; it moves whole rows, so formats apply it to whatever they store by row. rows: how many, where they are not
-    all of its numbers. unit: how many rows or columns belong together, such as those of a head. shared: ranks in excess
-    of the units may share one. span: the part of the rows that is wanted, None for all. stacked: what is stored has
-    experts along axis 0, each of which the transform treats by itself; a span is of them.
+    name, shape: what is stored, were it plain.
+    transform: from the stored tensor to those rows, where they are not equal; it moves whole rows, so formats apply it
+        to whatever they store by row.
+    rows: how many, where they are not all of its numbers.
+    unit: how many rows or columns belong together, such as those of a head.
+    shared: ranks in excess of the units may share one.
+    span: the part of the rows that is wanted, None for all.
+    stacked: what is stored has experts along axis 0, each of which the transform treats by itself; a span is of them.
     """
 
     name: str
@@ -65,10 +68,17 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor that a checkpoint must hold. kinds: how safetensors may hold it."""
+    """A tensor that a checkpoint must hold.
+
+    kinds: how safetensors may hold it.
+    others: shapes that it may have instead.
+    read: if not, it may be there, whatever it is, and is not read.
+    """
 
     shape: tuple[int, ...]
     kinds: tuple[str, ...]
+    others: tuple[tuple[int, ...], ...] = ()
+    read: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,22 +150,24 @@ class ExpertProducts(Protocol):
 class Holding:
     """What an engine's products may use.
 
-    ops: the operations that serve. copies: on a GPU weights may be kept a second time, if products are faster with
-    that. chosen: on a CPU, the calls for weights of each shape.
+    ops: the operations that serve.
+    copies: on a GPU weights may be kept a second time, if products are faster with that.
+    chosen: on a CPU, the calls for weights of each shape.
     """
 
     ops: Ops
     copies: bool = False
     chosen: Mapping[Shape, ChosenProduct] = field(default_factory=dict)
 
-    def calls(self, weight: Tensor) -> tuple[Call, ...] | None:
+    def choice(self, weight: Tensor) -> ChosenProduct | None:
         """What was chosen for a weight [out, in]; None without a choice."""
-        found = self.chosen.get((weight.shape[0], weight.shape[1]))
-        return None if found is None else found.calls
+        return self.chosen.get((weight.shape[0], weight.shape[1]))
 
 
 class WeightFormat(Protocol):
-    """A format is a value: equal to another that says the same. name: for people.
+    """A format is a value: equal to another that says the same.
+
+    name: for people.
 
     Tensors may be without memory (`meta`) where an engine is planned.
     """
@@ -201,7 +213,11 @@ class WeightFormat(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ProductWeight:
-    """A weight that products are taken with. gated: gate and up, one after the other. bias: whether there is one."""
+    """A weight that products are taken with.
+
+    gated: gate and up, one after the other.
+    bias: whether there is one.
+    """
 
     format: WeightFormat
     shape: Shape

@@ -36,8 +36,10 @@ class HeldWeight:
 class Weights:
     """Parameters by name. Products take theirs out, so that no weight is there twice.
 
-    A parameter's bias is called NAME_bias. held: what has not been taken out. products: the weights that products were
-    made with, in their order.
+    A parameter's bias is called NAME_bias.
+
+    held: what has not been taken out.
+    products: the weights that products were made with, in their order.
     """
 
     def __init__(self, held: Mapping[str, HeldWeight], holding: Holding) -> None:

@@ -5,29 +5,32 @@ rows is a kernel of ours (`kernels.skinny_gemm`), for the fewest with the weight
 (`weights.twelve_bits`), and one of many is the vendor's.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import cache, partial
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, get_num_threads
 
+from treetop.kernels.exact import BY_ELEMENT, LIBRARY, Functions, least_rows
 from treetop.kernels.fused import gate_mul, gate_mul_reference, joined
 from treetop.kernels.gate import Gate
 from treetop.kernels.packed_weights import compressed_rows
 from treetop.kernels.skinny_gemm import choose_launch, gated_rows, skinny_gemm
 from treetop.kernels.triton_guard import GpuTraits
-from treetop.weights.cpu_products import ROW_CLASSES, Call, CpuProduct, default_call
+from treetop.weights.cpu_products import ROW_CLASSES, ChosenProduct, CpuProduct, default_call
 from treetop.weights.twelve_bits import compress_if_faster
 
 
 class LibraryLinear:
-    """The library's product: on a CPU by the calls given, or `default_call`; elsewhere `F.linear`."""
+    """The library's product: on a CPU as it was chosen, or by `default_call`; elsewhere `F.linear`."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, calls: Sequence[Call] | None = None) -> None:
-        """calls: by row class, see `weights.cpu_products.ROW_CLASSES`."""
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, chosen: ChosenProduct | None = None) -> None:
         self.numbers, self._nbytes = weight.numel(), weight.nbytes
         self._product: Callable[[Tensor], Tensor] = lambda x: F.linear(x, weight, bias)
-        if weight.device.type == "cpu":
-            self._product = CpuProduct(weight, bias, calls or [default_call(weight.dtype)] * len(ROW_CLASSES))
+        if chosen is not None:
+            self._product = chosen.product(weight, bias)
+        elif weight.device.type == "cpu":
+            self._product = CpuProduct(weight, bias, [default_call(weight.dtype)] * len(ROW_CLASSES))
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._product(x)
@@ -43,17 +46,39 @@ class LibraryGated:
     """`GatedLinear` of library calls, as `LibraryLinear`."""
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, calls: Sequence[Call] | None = None, kind: Gate = "silu"
+        self, weight: Tensor, bias: Tensor | None = None, chosen: ChosenProduct | None = None, kind: Gate = "silu"
     ) -> None:
-        self._linear, self._kind = LibraryLinear(weight, bias, calls), kind
-        self.numbers, self.read_bytes = self._linear.numbers, self._linear.read_bytes
+        self.numbers, self._nbytes = weight.numel(), weight.nbytes
+        exact = chosen is not None and chosen.exact
+        functions = functions_by_rows(kind, weight.shape[0], get_num_threads()) if exact else LIBRARY
+        gate = partial(gate_mul_reference, kind=kind, functions=functions)
+        if chosen is not None:
+            self._product = chosen.product(weight, bias, gate)
+        else:
+            linear = LibraryLinear(weight, bias)
+            self._product = lambda x: gate(linear(x))
 
     def __call__(self, x: Tensor) -> Tensor:
-        return gate_mul_reference(self._linear(x), self._kind)
+        return self._product(x)
+
+    def read_bytes(self, rows: int) -> int:
+        return self._nbytes
+
+
+@cache
+def functions_by_rows(kind: Gate, width: int, threads: int) -> Functions:
+    """The library's activations, if a row's bits of `gate_mul_reference` depend on it alone, else those by element.
+
+    width: of gates and ups. threads: of PyTorch.
+    """
+    library = least_rows(lambda gate_up: gate_mul_reference(gate_up, kind), width) == 1
+    return LIBRARY if library else BY_ELEMENT
 
 
 class SkinnyLinear:
-    """Few rows by a kernel of ours, more by `F.linear`. weight: [out, in], float16 or bfloat16.
+    """Few rows by a kernel of ours, more by `F.linear`.
+
+    weight: [out, in], float16 or bfloat16.
 
     compressed: keep the weight in 12 bits too, if products with that are faster and there is no bias.
     """

@@ -39,7 +39,7 @@ from treetop.weights.format import (
     Source,
     Stored,
 )
-from treetop.weights.rules import Rule, kept_plain
+from treetop.weights.rules import Named, Rule, kept_plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Mxfp4:
 MXFP4 = Mxfp4()
 
 
-def read(config: Mapping[str, Any], where: Path) -> tuple[Rule, ...]:
+def read(config: Mapping[str, Any], where: Path) -> tuple[Rule | Named, ...]:
     """Of `quantization_config`: experts are in MXFP4 but for those that it lists, and nothing else is.
 
     Source: `transformers` 5 `quantizers/quantizer_mxfp4.py`.

@@ -74,13 +74,13 @@ class Plain:
     def linear(self, parts: Parts, bias: Tensor | None, holding: Holding) -> Linear:
         weight, gpu = parts[MAIN], holding.ops.gpu_for(Ops.skinny_gemm)
         if gpu is None:
-            return LibraryLinear(weight, bias, holding.calls(weight))
+            return LibraryLinear(weight, bias, holding.choice(weight))
         return SkinnyLinear(weight, gpu, holding.copies, bias)
 
     def gated(self, parts: Parts, bias: Tensor | None, kind: Gate, holding: Holding) -> GatedLinear:
         weight, gpu = parts[MAIN], holding.ops.gpu_for(Ops.gated_rows) if bias is None else None
         if gpu is None:
-            return LibraryGated(weight, bias, holding.calls(weight), kind)
+            return LibraryGated(weight, bias, holding.choice(weight), kind)
         return SkinnyGated(weight, gpu, holding.copies, kind)
 
     def experts(

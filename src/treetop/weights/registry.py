@@ -1,15 +1,36 @@
 """Formats that a checkpoint can ask for, by the `quant_method` of its `quantization_config`."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from treetop.types.errors import CheckpointError, shown
-from treetop.weights import mxfp4
-from treetop.weights.rules import PLAIN, Rule, StoredFormats
+from treetop.weights import compressed_tensors, fp8, int4, modelopt, mxfp4
+from treetop.weights.rules import PLAIN, Named, Rule, StoredFormats
 
-FORMATS: dict[str, Callable[[Mapping[str, Any], Path], tuple[Rule, ...]]] = {"mxfp4": mxfp4.read}
-"""What reads the rest of such a `quantization_config`, whose file errors name: which modules are in which format."""
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """What reads the rest of such a `quantization_config`, whose file errors name: which modules are in which format.
+
+    about: what it reads, for people.
+    """
+
+    read: Callable[[Mapping[str, Any], Path], tuple[Rule | Named, ...]]
+    about: str
+
+
+FORMATS: dict[str, Method] = {
+    "awq": Method(int4.read_awq, "W4A16 of AutoAWQ, version gemm"),
+    "compressed-tensors": Method(
+        compressed_tensors.read, "FP8 by tensor, channel or block; W4A16; NVFP4 and MXFP4: what llm-compressor writes"
+    ),
+    "fp8": Method(fp8.read, "FP8 by block (`weight_block_size`: DeepSeek, Qwen3, MiniMax) or by tensor"),
+    "gptq": Method(int4.read_gptq, "W4A16 of gptqmodel and AutoGPTQ, with or without `desc_act`"),
+    "modelopt": Method(modelopt.read, "FP8 by tensor, channel or block; NVFP4; MIXED_PRECISION of these"),
+    "mxfp4": Method(mxfp4.read, "experts of GPT-OSS in MXFP4"),
+}
 
 
 def read_formats(config: Mapping[str, Any], where: Path) -> StoredFormats:
@@ -25,4 +46,4 @@ def read_formats(config: Mapping[str, Any], where: Path) -> StoredFormats:
         raise CheckpointError(
             f"{where}: quantization_config: {shown(given)} is not supported, only quant_method {' or '.join(FORMATS)}"
         )
-    return StoredFormats(FORMATS[method](given, where), str(where))
+    return StoredFormats(FORMATS[method].read(given, where), str(where))

@@ -19,7 +19,7 @@ from treetop.kernels.triton_guard import GpuTraits, gpu_traits, why_not
 
 _WORTH_PARAMETERS = 4096 * 4096
 """The largest weight that was measured and gained nothing: of others only larger ones are compressed."""
-_MOST_UNMEASURED = 2.5e-4
+_MAX_UNMEASURED = 2.5e-4
 """Outliers of weights that were not measured, as a share of a block's numbers; of normal weights it is 1e-4."""
 ROWS = (1, 4, 8, 16, 32)
 """Rows with which limits are measured; others take those of the next larger."""
@@ -65,7 +65,7 @@ def offers(n: int, k: int, gated: bool, gpu: GpuTraits) -> dict[int, Offer]:
             launch = CompressedLaunch(
                 block_n, splits, num_stages=4, num_warps=block_n // 16, picks=64 if splits == 1 else 32
             )
-            found[rows] = Offer(launch, int(_MOST_UNMEASURED * block_n * k))
+            found[rows] = Offer(launch, int(_MAX_UNMEASURED * block_n * k))
     return found
 
 

@@ -11,8 +11,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from treetop.server.api.api_state import ApiState
 from treetop.server.api.errors import error_response
-from treetop.server.api.front import Front
 
 log = logging.getLogger("treetop.access")
 
@@ -24,8 +24,8 @@ _GONE = 499
 """The status of a request whose client left before an answer, as nginx counts it."""
 
 
-class Access:
-    """Around the application.
+class AccessMiddleware:
+    """Middleware around the application: request ids, draining, counts, the access log.
 
     - `X-Request-Id` of the request, if it is one, else a new one: in the answer, and for the log under
       `scope["state"]["request_id"]`.
@@ -35,14 +35,14 @@ class Access:
     - Each answer is counted by route, method and status, and logged if `--access-log` says so.
     """
 
-    def __init__(self, app: ASGIApp, front: Front) -> None:
-        self._app, self._front = app, front
+    def __init__(self, app: ASGIApp, api: ApiState) -> None:
+        self._app, self._api = app, api
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        front, method, began_s, status = self._front, scope["method"], time.perf_counter(), _GONE
+        api, method, began_s, status = self._api, scope["method"], time.perf_counter(), _GONE
         request_id = _request_id(scope)
         state = {**scope.get("state", {}), "request_id": request_id}
         inner: Scope = {**scope, "method": "GET" if method == "HEAD" else method, "state": state}
@@ -53,30 +53,30 @@ class Access:
                 status = message["status"]
                 headers = MutableHeaders(raw=message["headers"])
                 headers["X-Request-Id"] = request_id
-                if front.leaving:
+                if api.leaving:
                     headers["Connection"] = "close"
             await send(message)
 
         work = method not in _READS
         try:
-            if work and front.draining:
+            if work and api.draining:
                 await _shutting_down()(inner, receive, answered)
                 return
-            front.num_working += work
+            api.num_working += work
             try:
                 await self._app(inner, receive, answered)
             finally:
-                front.num_working -= work
+                api.num_working -= work
         except asyncio.CancelledError:
-            if not front.leaving:
+            if not api.leaving:
                 raise
             if status == _GONE:  # the end of a drain cuts it; a stream just ends
                 await _shutting_down()(inner, receive, answered)
         finally:
             route = getattr(inner.get("route"), "path", "other")
-            front.metrics.answered(route, method if method in _METHODS else "other", status)
-            if front.options.access_log:
-                _tell(scope, status, time.perf_counter() - began_s, request_id)
+            api.metrics.answered(route, method if method in _METHODS else "other", status)
+            if api.options.access_log:
+                _log(scope, status, time.perf_counter() - began_s, request_id)
 
 
 def _shutting_down() -> Response:
@@ -88,7 +88,7 @@ def _request_id(scope: Scope) -> str:
     return given if _REQUEST_ID.fullmatch(given) else uuid4().hex
 
 
-def _tell(scope: Scope, status: int, seconds: float, request_id: str) -> None:
+def _log(scope: Scope, status: int, seconds: float, request_id: str) -> None:
     """A line without the query, which may hold what is nobody's business."""
     host = (scope.get("client") or ("-",))[0]
     path = quote(scope["path"], safe="/:@~+=,")[:_LONGEST_PATH]

@@ -1,22 +1,28 @@
 """`/v1/chat/completions`: messages through the chat template, the next message back."""
 
-import time
-from collections.abc import AsyncIterator, Sequence
+import json
+from collections.abc import Iterable, Iterator
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from treetop.server.api.events import STREAMS, EventStream, check_output, collected, event, json_response
+from treetop.server.api.api_state import ApiState
+from treetop.server.api.choices import Choice, Choices
+from treetop.server.api.errors import ApiError
+from treetop.server.api.events import DONE, STREAMS, Answer, EventTemplate, answered
 from treetop.server.api.fields import Body, SamplingFields
-from treetop.server.api.front import Front, UsageSoFar, new_id
-from treetop.server.api.limits import MOST_MESSAGES, MOST_PARTS, BodyRoute
+from treetop.server.api.limits import MAX_MESSAGES, MAX_PARTS, BodyRoute
 from treetop.server.api.logprobs import LogprobWriter, Tokens, tokens_of
-from treetop.server.async_llm import DeltaStream
+from treetop.server.api.tools import Calls, ToolChoice, ToolList
+from treetop.server.api.turn import Said, Turn, delta_of, start_turn
 from treetop.server.chat_input import Message
 from treetop.server.chat_template import check_options
 from treetop.server.outputs import RequestOutput, TextDelta
+from treetop.server.parsers.events import Content
+from treetop.types.constraint import StructuredOutput
 from treetop.types.errors import InputError, shown
 
 _OWN_FIELDS = ("tools", "add_generation_prompt", "continue_final_message")
@@ -43,7 +49,44 @@ class RefusalPart(Body):
 
 
 Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
-Parts = Annotated[list[Part], Field(max_length=MOST_PARTS, fail_fast=True)]
+Parts = Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True)]
+
+
+class CalledFunction(BaseModel):
+    """What was called. arguments: an object, or its text."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class ToolCall(BaseModel):
+    """A call that an assistant made."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def flat(self, as_text: bool) -> dict[str, Any]:
+        """As templates expect it. as_text: they join the arguments to other text."""
+        said = self.model_dump(exclude_none=True)
+        arguments = self.function.arguments
+        if as_text:
+            arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        elif isinstance(arguments, str):
+            arguments = _object(arguments)
+        said["function"]["arguments"] = arguments
+        return said
+
+
+def _object(text: str) -> str | dict[str, Any]:
+    """The object that a call's arguments are; the text itself if it is none, as a model may have written it."""
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
 
 
 class ChatMessage(BaseModel):
@@ -52,6 +95,9 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Parts | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = Field(None, description="as reasoning_content")
 
     @field_validator("content", mode="before")
     @classmethod
@@ -64,16 +110,28 @@ class ChatMessage(BaseModel):
                 raise PydanticCustomError("part", "only parts of text are supported, not {kind}", {"kind": shown(kind)})
         return content
 
-    def flat(self) -> Message:
-        """As templates expect it: text parts joined by a newline, no field that says nothing."""
+    def flat(self, arguments_as_text: bool = False, has_thinking: bool = False) -> Message:
+        """As templates expect it: text parts joined by a newline, no field that says nothing.
+
+        arguments_as_text: of `ToolCall.flat`. has_thinking: the template calls reasoning `thinking`, and with calls it
+        takes that or content.
+        """
         content = self.content
         if isinstance(content, list):
             content = "\n".join(part.text for part in content)
-        extra = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
-        return {**extra, "role": self.role, "content": "" if content is None else content}
+        flat = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+        flat |= {"role": self.role, "content": "" if content is None else content}
+        reasoning = self.reasoning_content if self.reasoning_content is not None else self.reasoning
+        if reasoning is not None:
+            flat |= {"reasoning_content": reasoning, "reasoning": reasoning}
+            if has_thinking and not (content and self.tool_calls):
+                flat["thinking"] = reasoning
+        if self.tool_calls:
+            flat["tool_calls"] = [call.flat(arguments_as_text) for call in self.tool_calls]
+        return flat
 
 
-Messages = Annotated[list[ChatMessage], Field(max_length=MOST_MESSAGES, fail_fast=True)]
+Messages = Annotated[list[ChatMessage], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 class ChatRequest(SamplingFields):
@@ -87,6 +145,26 @@ class ChatRequest(SamplingFields):
     continue_final_message: bool = Field(False, description="the output goes on with the last message")
     logprobs: bool = False
     top_logprobs: int | None = None
+    tools: ToolList | None = None
+    tool_choice: ToolChoice | None = Field(None, description="auto by default")
+    parallel_tool_calls: bool = Field(True, description="false: one call at most")
+    reasoning_effort: str | None = Field(None, description="for the chat template; none: do not think")
+    thinking_token_budget: int | None = Field(
+        None, ge=0, lt=2**31, description="tokens of reasoning after which its end is forced"
+    )
+
+    @cached_property
+    def calls(self) -> Calls:
+        """Raises InputError."""
+        return Calls(self.tools or (), self.tool_choice, self.parallel_tool_calls)
+
+    @cached_property
+    def structure(self) -> tuple[str, StructuredOutput] | None:
+        """That of a forced call, or what is asked otherwise. Raises InputError."""
+        asked, forced = super().structure, self.calls.structure
+        if asked is not None and self.tools and self.tool_choice != "none":
+            raise InputError(f"{asked[0]}: not with tools, unless tool_choice is none")
+        return asked if forced is None else ("tools", forced)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -112,101 +190,103 @@ class ChatRequest(SamplingFields):
         return given.pop() if given else None
 
 
-class Chat:
+def chat_request(said: dict[str, Any]) -> ChatRequest:
+    """The chat that a request of another kind is, as a body would say it. Raises InputError for what it cannot be."""
+    try:
+        return ChatRequest.model_validate({name: value for name, value in said.items() if value is not None})
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise InputError(f"{first['loc'][0] if first['loc'] else 'body'}: {first['msg']}") from None
+
+
+class Chat(Answer):
     """One request as it is answered."""
 
-    def __init__(self, front: Front, body: ChatRequest, ids: list[int], deltas: DeltaStream) -> None:
-        self._front, self._body, self._ids, self._deltas = front, body, ids, deltas
-        self._id, self._name = new_id("chatcmpl"), body.model or front.names[0]
-        self._created = int(time.time())
-        self._logprobs = LogprobWriter(front.llm.reader.tokenizer)
+    last = DONE
+
+    def __init__(self, api: ApiState, body: ChatRequest, turn: Turn) -> None:
+        self._body, self._turn = body, turn
+        self._choices = Choices(api, body, [turn.ids], turn.deltas, "chatcmpl", "chat.completion.chunk")
+        self._logprobs = LogprobWriter(api.llm.reader.tokenizer)
+        self._has_calls = [False] * body.n
+        plain = body.stream and not (body.return_token_ids or body.logprobs)
+        self._templates = [self._template(index) if plain else None for index in range(body.n)]
 
     async def whole(self, request: Request) -> Response:
-        outputs = await collected(request, self._deltas)
-        choices = [
-            {
+        said = [Said() for _ in range(self._body.n)]
+
+        def see(delta: TextDelta) -> None:
+            said[delta.index].take(self._turn.read(delta))
+
+        def choice_of(index: int, output: RequestOutput) -> Choice:
+            return {
                 "index": index,
-                "message": {"role": "assistant", "content": output.text},
+                "message": said[index].message(),
                 "logprobs": self._chosen(tokens_of(output)),
-                "finish_reason": output.finish_reason,
-                **self._ids_of(output.token_ids),
+                "finish_reason": _reason(output, bool(said[index].calls)),
+                **self._choices.ids_of(output.token_ids),
             }
-            for index, output in enumerate(outputs)
-        ]
-        head = {**self._head("chat.completion", choices), **self._prompt_ids(), **self._of_prompt(outputs[0])}
-        return json_response({**head, **self._closing(outputs)})
 
-    async def events(self) -> AsyncIterator[bytes]:
-        outputs: list[RequestOutput] = []
-        usage = UsageSoFar(self._body, [self._ids])
-        for index in range(self._body.n):
-            beside = {**self._prompt_ids(), **usage.after(index, 0)}
-            yield self._event(TextDelta(index, ""), beside, {"role": "assistant", "content": ""})
-        async for delta in self._deltas:
-            if delta.output is not None:
-                check_output(delta.output)
-                outputs.append(delta.output)
-            used = usage.after(delta.index, len(delta.token_ids))
-            if delta.text or delta.tokens or delta.output is not None or self._body.return_token_ids:
-                yield self._event(delta, used, {"content": delta.text} if delta.text else {})
-        if self._body.include_usage:
-            yield event({**self._head("chat.completion.chunk", []), **self._closing(outputs)})
+        def beside(output: RequestOutput) -> dict[str, Any]:
+            return {**self._choices.prompt_ids(0), **self._of_prompt(output)}
 
-    def _event(self, delta: TextDelta, beside: dict[str, Any], said: dict[str, str]) -> bytes:
-        choice = {
+        return await self._choices.whole(request, "chat.completion", choice_of, beside, see)
+
+    def first(self) -> Iterable[bytes]:
+        role = {"role": "assistant", "content": ""}
+        choices = (self._choice(TextDelta(index, ""), role) for index in range(self._body.n))
+        return self._choices.first(choices, **self._choices.prompt_ids(0))
+
+    def events(self, delta: TextDelta) -> Iterable[bytes]:
+        said, template = self._turn.read(delta), self._templates[delta.index]
+        if template is not None and delta.output is None and len(said) == 1 and isinstance(said[0], Content):
+            return (template.event(said[0].text),)
+        return self._choices.events(delta, self._pieces(delta, delta_of(said)))
+
+    def end(self) -> bytes:
+        return self._choices.end()
+
+    def failed(self, error: ApiError) -> bytes:
+        return self._choices.failed(error)
+
+    def _template(self, index: int) -> EventTemplate | None:
+        return self._choices.template(self._choice(TextDelta(index, ""), {"content": EventTemplate.HOLE}))
+
+    def _pieces(self, delta: TextDelta, said: dict[str, Any]) -> Iterator[Choice]:
+        self._has_calls[delta.index] |= "tool_calls" in said
+        if said or delta.tokens or delta.output is not None or self._body.return_token_ids:
+            yield self._choice(delta, said)
+
+    def _choice(self, delta: TextDelta, said: dict[str, Any]) -> Choice:
+        return {
             "index": delta.index,
             "delta": said,
             "logprobs": self._chosen(delta.tokens) if delta.tokens else None,
-            "finish_reason": None if delta.output is None else delta.output.finish_reason,
-            **self._ids_of(delta.token_ids),
+            "finish_reason": None if delta.output is None else _reason(delta.output, self._has_calls[delta.index]),
+            **self._choices.ids_of(delta.token_ids),
         }
-        return event({**self._head("chat.completion.chunk", [choice]), **beside})
-
-    def _ids_of(self, token_ids: Sequence[int]) -> dict[str, Any]:
-        return {"token_ids": token_ids} if self._body.return_token_ids else {}
-
-    def _prompt_ids(self) -> dict[str, Any]:
-        return {"prompt_token_ids": self._ids} if self._body.return_token_ids else {}
 
     def _of_prompt(self, output: RequestOutput) -> dict[str, Any]:
         """`prompt_logprobs`, in vLLM's form."""
-        most, logprobs = self._body.prompt_logprobs, output.prompt_logprobs
-        if most is None or logprobs is None:
+        maximum, logprobs = self._body.prompt_logprobs, output.prompt_logprobs
+        if maximum is None or logprobs is None:
             return {}
-        return {"prompt_logprobs": self._logprobs.prompt(output.prompt_token_ids, logprobs, most)}
+        return {"prompt_logprobs": self._logprobs.prompt(output.prompt_token_ids, logprobs, maximum)}
 
     def _chosen(self, tokens: Tokens) -> dict[str, Any] | None:
         return self._logprobs.chat(tokens) if self._body.logprobs else None
 
-    def _head(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "object": kind,
-            "created": self._created,
-            "model": self._name,
-            "choices": choices,
-        }
 
-    def _closing(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        return {"usage": self._front.usage([self._ids], outputs), "metrics": self._front.metrics.of(outputs)}
+def _reason(output: RequestOutput, has_calls: bool) -> str:
+    return "tool_calls" if has_calls and output.finish_reason == "stop" else output.finish_reason
 
 
-def chat(front: Front) -> APIRouter:
+def chat(api: ApiState) -> APIRouter:
     router = APIRouter(route_class=BodyRoute)
 
     @router.post("/v1/chat/completions", response_model=None, responses=STREAMS)
     async def complete(request: Request, body: ChatRequest) -> Response:
-        front.check_model(body.model)
-        most = body.most_tokens
-        messages, reading = [message.flat() for message in body.messages], body.reading(most)
-        ids = await front.chat_prompt(messages, body.template_options, reading, body.continue_final_message)
-        await front.check_structure(request, body)
-        deltas = front.start([ids], body, most)
-        try:
-            answer = Chat(front, body, ids, deltas)
-            return EventStream(deltas, answer.events) if body.stream else await answer.whole(request)
-        except BaseException:
-            deltas.close()
-            raise
+        turn = await start_turn(api, request, body)
+        return await answered(request, turn.deltas, Chat(api, body, turn), body.stream)
 
     return router

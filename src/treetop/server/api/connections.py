@@ -19,6 +19,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from treetop.server.api.errors import error_body
+from treetop.server.api.events import WRITER
 from treetop.types.errors import ConfigError
 
 log = logging.getLogger("treetop.server")
@@ -29,7 +30,7 @@ RESERVED_FILES = 128
 """Open files that are kept for all but connections: sockets to the engine, pipes of renderers, the log."""
 _FEWEST = 16
 _WANTED_FILES = 2**16
-_LEAST_RATE = 1024
+_MIN_RATE = 1024
 """Bytes a second that a body must come with, a mean over the read timeout."""
 _AT_ONCE = 64
 """Connections that are accepted before anything else is done."""
@@ -65,15 +66,19 @@ class Patience:
 
 
 class Connection(H11Protocol):
-    """A connection that ends when its client is too slow: with 408 if a request had begun, else without a word."""
+    """A connection that ends when its client is too slow: with 408 if a request had begun, else without a word.
+
+    It is the `BodyWriter` of its requests.
+    """
 
     def __init__(
         self, config: uvicorn.Config, state: uvicorn.server.ServerState, patience: Patience, ended: Callable[[], None]
     ) -> None:
         """ended: called once the connection is gone."""
-        super().__init__(config, state, {})
+        super().__init__(config, state, {WRITER: self})
         self._patience, self._ended = patience, ended
         self._timer: asyncio.TimerHandle | None = None
+        self.resumed: Callable[[], None] | None = None
         self._num_bytes = self._bytes_before = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -90,6 +95,24 @@ class Connection(H11Protocol):
         self._num_bytes += len(data)
         super().data_received(data)
         self._watch(self._is_open)
+
+    @property
+    def is_paused(self) -> bool:
+        return self.flow.write_paused
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self.resumed is not None:
+            self.resumed()
+
+    def write_body(self, data: bytes) -> None:
+        """As `BodyWriter`. The body has no length: it comes in chunks, or, to a client of HTTP/1.0, ends with the
+        connection; h11 is told of its end alone."""
+        if not data or self.transport.is_closing():
+            return
+        version = self.conn.their_http_version
+        chunked = version is not None and version >= b"1.1"
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if chunked else data)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -115,7 +138,7 @@ class Connection(H11Protocol):
         if self.transport.is_closing():
             return
         answered = self.cycle is not None and self.cycle.response_complete
-        came = self._num_bytes - self._bytes_before >= self._patience.read_s * _LEAST_RATE
+        came = self._num_bytes - self._bytes_before >= self._patience.read_s * _MIN_RATE
         if self.conn.their_state is h11.SEND_BODY and not answered and (came or self.flow.read_paused):
             self._watch(True)
             return
@@ -140,10 +163,10 @@ class Listener:
     """Accepts connections, so many at a time, from a socket that other processes may share."""
 
     def __init__(
-        self, listening: socket.socket, most: int, make: Callable[[Callable[[], None]], asyncio.Protocol]
+        self, listening: socket.socket, maximum: int, make: Callable[[Callable[[], None]], asyncio.Protocol]
     ) -> None:
         """make: the protocol of a connection, which calls what it is given once it is gone."""
-        self._socket, self._most, self._make = listening, most, make
+        self._socket, self._maximum, self._make = listening, maximum, make
         self._loop = asyncio.get_running_loop()
         self._num_open, self._accepting, self._closed = 0, False, False
         self._opening: set[asyncio.Task[None]] = set()
@@ -160,7 +183,7 @@ class Listener:
         self._socket.close()
 
     def _go_on(self) -> None:
-        if not (self._accepting or self._closed) and self._num_open < self._most:
+        if not (self._accepting or self._closed) and self._num_open < self._maximum:
             self._loop.add_reader(self._socket, self._accept)
             self._accepting = True
 
@@ -171,8 +194,8 @@ class Listener:
 
     def _accept(self) -> None:
         for _ in range(_AT_ONCE):
-            if self._num_open >= self._most:
-                log.warning("all %d connections are taken: others wait (--max-connections)", self._most)
+            if self._num_open >= self._maximum:
+                log.warning("all %d connections are taken: others wait (--max-connections)", self._maximum)
                 self._pause()
                 return
             try:
@@ -201,9 +224,11 @@ class Listener:
 class ApiServer(uvicorn.Server):
     """uvicorn behind a `Listener`. Leaves signals alone: whoever runs it has handlers of its own."""
 
-    def __init__(self, config: uvicorn.Config, listening: socket.socket, most: int, patience: Patience) -> None:
+    def __init__(self, config: uvicorn.Config, listening: socket.socket, maximum: int, patience: Patience) -> None:
         super().__init__(config)
-        self._listener = Listener(listening, most, lambda ended: Connection(config, self.server_state, patience, ended))
+        self._listener = Listener(
+            listening, maximum, lambda ended: Connection(config, self.server_state, patience, ended)
+        )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=[])

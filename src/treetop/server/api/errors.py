@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
-from starlette.types import Scope
+from starlette.types import Receive, Scope, Send
 
 from treetop.types.errors import EngineError, InputError, UserError
 
@@ -19,7 +19,11 @@ log = logging.getLogger("treetop.server")
 
 
 class ApiError(Exception):
-    """An answer with an error. param: the field it is about. code: OpenAI's, None for the usual one of the status."""
+    """An answer with an error.
+
+    param: the field it is about.
+    code: OpenAI's, None for the usual one of the status.
+    """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -27,7 +31,11 @@ class ApiError(Exception):
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong. param: the field it is about. code: a word for programs."""
+    """What went wrong.
+
+    param: the field it is about.
+    code: a word for programs.
+    """
 
     message: str
     type: str
@@ -47,6 +55,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorBody}, "5XX"
 _KINDS = {
     400: ("invalid_request_error", "invalid_value"),
     401: ("authentication_error", "invalid_api_key"),
+    403: ("permission_error", "permission_denied"),
     404: ("not_found_error", "not_found"),
     405: ("invalid_request_error", "method_not_supported"),
     413: ("invalid_request_error", "request_too_large"),
@@ -56,6 +65,17 @@ _KINDS = {
     504: ("timeout_error", "timeout"),
 }
 """OpenAI's `type` of an error, and its `code` if nothing better is known."""
+_OF_ANTHROPIC = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Anthropic's `type` of an error."""
+MESSAGES = "/v1/messages"
+"""What paths of Anthropic's API begin with."""
 _HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}}
 _CODES = {
     "missing": "missing_required_parameter",
@@ -71,16 +91,36 @@ def error_body(status: int, message: str, param: str | None = None, code: str | 
     return {"error": {"message": message, "type": kind, "param": param, "code": code or usual}}
 
 
+def anthropic_body(status: int, message: str, request_id: str | None = None) -> dict[str, Any]:
+    """An error in Anthropic's shape."""
+    kind = _OF_ANTHROPIC.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+
+
+class ErrorResponse(Response):
+    """An answer with an error, in the shape of the endpoint that was asked."""
+
+    def __init__(self, body: dict[str, Any], status: int, message: str, headers: Mapping[str, str]) -> None:
+        """body: in OpenAI's shape."""
+        super().__init__(status_code=status)
+        self._body, self._message, self._more = body, message, headers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = self._body
+        if scope["path"].startswith(MESSAGES):
+            body = anthropic_body(self.status_code, self._message, scope.get("state", {}).get("request_id"))
+        await JSONResponse(body, self.status_code, self._more)(scope, receive, send)
+
+
 def error_response(
     status: int,
     message: str,
     param: str | None = None,
     code: str | None = None,
     headers: Mapping[str, str] | None = None,
-) -> JSONResponse:
-    return JSONResponse(
-        error_body(status, message, param, code), status, {**_HEADERS.get(status, {}), **(headers or {})}
-    )
+) -> Response:
+    body = error_body(status, message, param, code)
+    return ErrorResponse(body, status, message, {**_HEADERS.get(status, {}), **(headers or {})})
 
 
 def as_api_error(error: Exception, scope: Scope) -> ApiError:
@@ -100,7 +140,7 @@ def as_api_error(error: Exception, scope: Scope) -> ApiError:
 def add_error_handlers(app: FastAPI, fields: Collection[str]) -> None:
     """fields: of all requests, one of which begins the message of an error about it."""
 
-    async def told(request: Request, error: Exception) -> Response:
+    async def handle(request: Request, error: Exception) -> Response:
         api = as_api_error(error, request.scope)
         param = _field_of(str(api), fields) if api.param is None and isinstance(error, UserError) else api.param
         return error_response(api.status, str(api), param, api.code)
@@ -116,11 +156,11 @@ def add_error_handlers(app: FastAPI, fields: Collection[str]) -> None:
         assert isinstance(error, HTTPException)
         headers = dict(error.headers or {})
         if "GET" in headers.get("Allow", ""):
-            headers["Allow"] += ", HEAD"  # see `Access`
+            headers["Allow"] += ", HEAD"  # see `AccessMiddleware`
         return error_response(error.status_code, str(error.detail), headers=headers)
 
     for kind in (ApiError, UserError, EngineError):
-        app.add_exception_handler(kind, told)
+        app.add_exception_handler(kind, handle)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
 

@@ -5,11 +5,11 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 from treetop.types.errors import InputError
-from treetop.types.sampling import MOST_BAD_WORDS, SamplingParams
+from treetop.types.sampling import MAX_BAD_WORDS, SamplingParams
 
 
 class TextFields(BaseModel):
-    """vLLM's fields of what an answer shows, and how a prompt is cut; see `SamplingParams`."""
+    """Fields of what an answer shows, how a prompt is cut and how tokens are found; see `SamplingParams`."""
 
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
@@ -20,7 +20,8 @@ class TextFields(BaseModel):
     prompt_logprobs: int | None = Field(
         None, description="best tokens whose log-probabilities come with a prompt token's"
     )
-    bad_words: Annotated[list[str] | None, Field(max_length=MOST_BAD_WORDS)] = None
+    bad_words: Annotated[list[str] | None, Field(max_length=MAX_BAD_WORDS)] = None
+    speculative: bool = Field(True, description="false: no draft is accepted, each round gives one token")
     return_token_ids: bool = Field(False, description="token ids of prompt and output beside the text")
 
     def text_options(self) -> dict[str, Any]:
@@ -31,6 +32,7 @@ class TextFields(BaseModel):
             "include_stop_str_in_output": self.include_stop_str_in_output,
             "skip_special_tokens": self.skip_special_tokens,
             "bad_words": tuple(self.bad_words or ()),
+            "speculative": self.speculative,
             "truncate_prompt_tokens": self.truncate_prompt_tokens,
         }
 

@@ -1,6 +1,7 @@
 """Fields of a request that all endpoints share, and those that cannot be honoured, each with what it may say."""
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, model_validator
@@ -11,10 +12,10 @@ from treetop.server.api.limits import AllowedIds, FewMembers, StopIds, Texts, fe
 from treetop.server.api.structured import FIELDS, structured_output
 from treetop.types.constraint import StructuredOutput
 from treetop.types.errors import InputError, shown
-from treetop.types.sampling import MOST_BIASES, SamplingParams
+from treetop.types.sampling import MAX_BIASES, SamplingParams
 
-MOST_CHOICES = 128
-MOST_STOPS, LONGEST_STOP = 16, 1000
+MAX_CHOICES = 128
+MAX_STOPS, LONGEST_STOP = 16, 1000
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
@@ -27,16 +28,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "guided_grammar": (),
     "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
-    "structural_tag": (),
-    "ebnf": (),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
     "web_search_options": (),
     "reasoning_effort": (),
+    "thinking_token_budget": (),
     "verbosity": (),
     "service_tier": ("auto", "default"),
     "store": (False,),
@@ -45,14 +44,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Known fields that cannot be honoured, and the values that ask for nothing; null asks for nothing either."""
 
 
-def refuse_unsupported(values: Any) -> Any:
-    """Drop known fields that ask for nothing. Raises for one that asks for something."""
+def refuse_unsupported(values: Any, neutral: Mapping[str, tuple[Any, ...]]) -> Any:
+    """Drop known fields that ask for nothing. Raises for one that asks for something. neutral: as `NEUTRAL`."""
     if not isinstance(values, dict):
         return values
     kept = dict(values)
-    for name in NEUTRAL.keys() & kept.keys():
+    for name in neutral.keys() & kept.keys():
         value = kept.pop(name)
-        if value is not None and not any(_same(value, neutral) for neutral in NEUTRAL[name]):
+        if value is not None and not any(_same(value, each) for each in neutral[name]):
             raise PydanticCustomError("unsupported", "not supported", {"name": name})
     return kept
 
@@ -74,7 +73,8 @@ class Body(BaseModel):
         """Drop nulls of fields that need not be given."""
         if not isinstance(values, dict):
             return values
-        optional = {name for name, field in cls.model_fields.items() if not field.is_required()}
+        fields = cls.model_fields.items()
+        optional = {field.alias or name for name, field in fields if not field.is_required()}
         return {name: value for name, value in values.items() if value is not None or name not in optional}
 
     @classmethod
@@ -82,14 +82,17 @@ class Body(BaseModel):
         """The schema, which says where null may stand."""
         schema = handler.resolve_ref_schema(handler(core))
         for name, field in cls.model_fields.items():
-            told = schema["properties"][name]
-            if not field.is_required() and {"type": "null"} not in told.get("anyOf", ()):
-                schema["properties"][name] = {"anyOf": [told, {"type": "null"}]}
+            said = field.alias or name
+            declared = schema["properties"][said]
+            if not field.is_required() and {"type": "null"} not in declared.get("anyOf", ()):
+                schema["properties"][said] = {"anyOf": [declared, {"type": "null"}]}
         return schema
 
 
 class StreamOptions(Body):
-    """include_usage: an event with the usage comes last. continuous_usage_stats: each event has its choice's so far."""
+    """include_usage: an event with the usage comes last.
+    continuous_usage_stats: each event has its choice's so far.
+    """
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -99,14 +102,14 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-Stops = Annotated[list[Annotated[str, Field(max_length=LONGEST_STOP)]], Field(max_length=MOST_STOPS)]
+Stops = Annotated[list[Annotated[str, Field(max_length=LONGEST_STOP)]], Field(max_length=MAX_STOPS)]
 
 
 class SamplingFields(TextFields, UnusedFields, Body):
     """How tokens are chosen and when they end. What is null or absent is the model's default."""
 
     model: str | None = None
-    n: int = Field(1, ge=1, le=MOST_CHOICES)
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -114,7 +117,7 @@ class SamplingFields(TextFields, UnusedFields, Body):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float] | None, Field(max_length=MOST_BIASES), FewMembers] = None
+    logit_bias: Annotated[dict[str, float] | None, Field(max_length=MAX_BIASES), FewMembers] = None
     allowed_token_ids: AllowedIds | None = None
     min_tokens: int | None = None
     response_format: dict[str, Any] | None = None
@@ -122,8 +125,11 @@ class SamplingFields(TextFields, UnusedFields, Body):
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: Texts | None = None
+    guided_grammar: str | None = None
     json_schema: dict[str, Any] | str | None = None
     regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: dict[str, Any] | str | None = None
     best_of: int | None = None
     seed: int | None = None
     stop: Annotated[Stops | None, BeforeValidator(_listed)] = None
@@ -137,7 +143,7 @@ class SamplingFields(TextFields, UnusedFields, Body):
     @model_validator(mode="before")
     @classmethod
     def _unsupported(cls, values: Any) -> Any:
-        return refuse_unsupported(values)
+        return refuse_unsupported(values, {name: NEUTRAL[name] for name in NEUTRAL if name not in cls.model_fields})
 
     @property
     def include_usage(self) -> bool:
@@ -164,7 +170,9 @@ class SamplingFields(TextFields, UnusedFields, Body):
         """What the output is held to, behind the field that says so. Raises InputError."""
         return structured_output({name: value for name in FIELDS if (value := getattr(self, name)) is not None})
 
-    def params(self, defaults: dict[str, float], max_tokens: int) -> SamplingParams:
+    def params(
+        self, defaults: dict[str, float], max_tokens: int, structure: StructuredOutput | None = None
+    ) -> SamplingParams:
         """Of all choices; their seeds are `seeds`. Raises InputError."""
         if self.stream_options is not None and not self.stream:
             raise InputError("stream_options: only with stream")
@@ -176,9 +184,7 @@ class SamplingFields(TextFields, UnusedFields, Body):
         chosen["logit_bias"] = tuple((_token_id(name), bias) for name, bias in (self.logit_bias or {}).items())
         if self.allowed_token_ids is not None:
             chosen["allowed_token_ids"] = tuple(self.allowed_token_ids)
-        structure = self.structure
-        if structure is not None:
-            chosen["structured_output"] = structure[1]
+        chosen["structured_output"] = structure
         return SamplingParams(
             **chosen,
             max_tokens=max_tokens,

@@ -16,14 +16,14 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError, from_json
 from starlette.exceptions import HTTPException
 
-MOST_OBJECTS = 2**17
+MAX_OBJECTS = 2**17
 """Texts, lists and objects of a body; keys are texts. Each takes Python some 70 bytes or more, however short it is."""
-MOST_VALUES = 2**21
+MAX_VALUES = 2**21
 """Items and members of a body in all, numbers included."""
-MOST_MEMBERS = 1024
+MAX_MEMBERS = 1024
 """Of an object whose members have names of ours."""
-MOST_MESSAGES, MOST_PARTS = 8192, 1024
-MOST_STOP_IDS, MOST_ALLOWED_IDS = 1024, 2**18
+MAX_MESSAGES, MAX_PARTS = 8192, 1024
+MAX_STOP_IDS, MAX_ALLOWED_IDS = 1024, 2**18
 _PIECE = 2**16
 
 
@@ -42,10 +42,10 @@ class BodyMeter:
             raise HTTPException(413, too_large(self._most_bytes))
         for start in range(0, len(piece), _PIECE):
             self._count(piece[start : start + _PIECE])
-            if self.num_quotes // 2 + self.num_brackets > MOST_OBJECTS:
-                raise HTTPException(400, f"the body has more than {MOST_OBJECTS} texts, lists and objects")
-            if self.num_commas + self.num_brackets > MOST_VALUES:
-                raise HTTPException(400, f"the body has more than {MOST_VALUES} values")
+            if self.num_quotes // 2 + self.num_brackets > MAX_OBJECTS:
+                raise HTTPException(400, f"the body has more than {MAX_OBJECTS} texts, lists and objects")
+            if self.num_commas + self.num_brackets > MAX_VALUES:
+                raise HTTPException(400, f"the body has more than {MAX_VALUES} values")
 
     def _count(self, piece: bytes) -> None:
         text = (self._rest + piece).replace(b"\\\\", b"")  # what is left of backslashes escapes what follows
@@ -90,13 +90,13 @@ class BodyRoute(APIRoute):
 
 def few_members(values: Any) -> Any:
     """Raise for an object that has far too many members, before an error is made of each."""
-    if isinstance(values, dict) and len(values) > MOST_MEMBERS:
-        raise PydanticCustomError("too_many", "too many fields: at most {most}", {"most": MOST_MEMBERS})
+    if isinstance(values, dict) and len(values) > MAX_MEMBERS:
+        raise PydanticCustomError("too_many", "too many fields: at most {most}", {"most": MAX_MEMBERS})
     return values
 
 
 Ids = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
-StopIds = Annotated[list[int], Field(max_length=MOST_STOP_IDS, fail_fast=True)]
-AllowedIds = Annotated[list[int], Field(max_length=MOST_ALLOWED_IDS, fail_fast=True)]
+StopIds = Annotated[list[int], Field(max_length=MAX_STOP_IDS, fail_fast=True)]
+AllowedIds = Annotated[list[int], Field(max_length=MAX_ALLOWED_IDS, fail_fast=True)]
 FewMembers = BeforeValidator(few_members)

@@ -20,10 +20,10 @@ class LogprobWriter:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer, self._offset = tokenizer, 0
 
-    def completion(self, tokens: PromptTokens, most: int) -> dict[str, Any]:
+    def completion(self, tokens: PromptTokens, maximum: int) -> dict[str, Any]:
         """Of `/v1/completions`: parallel lists, the best tokens by their text; the chosen one is always among them.
 
-        A prompt's first token has null for both. most: of the best, as many are asked for.
+        A prompt's first token has null for both. maximum: of the best, as many are asked for.
         """
         texts, offsets = list[str](), list[int]()
         best = list[dict[str, float] | None]()
@@ -36,7 +36,7 @@ class LogprobWriter:
                 best.append(None)
                 continue
             top = {text: _json(logprobs.logprob)}
-            for other_id, logprob in logprobs.top[:most]:
+            for other_id, logprob in logprobs.top[:maximum]:
                 top.setdefault(self._text(other_id), _json(logprob))
             best.append(top)
         return {
@@ -57,19 +57,19 @@ class LogprobWriter:
         ]
         return {"content": content, "refusal": None}
 
-    def prompt(self, ids: Sequence[int], logprobs: PromptLogprobs, most: int) -> list[dict[str, Any] | None]:
+    def prompt(self, ids: Sequence[int], logprobs: PromptLogprobs, maximum: int) -> list[dict[str, Any] | None]:
         """vLLM's `prompt_logprobs`: of each token of a prompt by token id, null for the first.
 
         rank: 1 is the best; null for a token that is not among the best that were asked for.
         """
-        told: list[dict[str, Any] | None] = []
+        positions: list[dict[str, Any] | None] = []
         for token_id, each in zip(ids, logprobs, strict=True):
             if each is None:
-                told.append(None)
+                positions.append(None)
                 continue
-            best = each.top[:most]
+            best = each.top[:maximum]
             ranks = {other: rank for rank, (other, _) in enumerate(best, start=1)}
-            told.append(
+            positions.append(
                 {
                     str(other): {
                         "logprob": _json(logprob),
@@ -79,7 +79,7 @@ class LogprobWriter:
                     for other, logprob in dict([(token_id, each.logprob), *best]).items()
                 }
             )
-        return told
+        return positions
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         made = list(self._bytes(token_id))

@@ -6,11 +6,11 @@ from fastapi import APIRouter, Response
 from fastapi.responses import PlainTextResponse
 from pydantic import Field
 
+from treetop.server.api.api_state import ApiState
 from treetop.server.api.chat import Messages
 from treetop.server.api.errors import ApiError, error_response
 from treetop.server.api.events import json_response
 from treetop.server.api.fields import Body
-from treetop.server.api.front import Front
 from treetop.server.api.limits import BodyRoute, Ids
 from treetop.types.errors import InputError
 from treetop.version import __version__
@@ -33,40 +33,48 @@ class DetokenizeRequest(Body):
     tokens: Ids = Field(description="ids")
 
 
-def operations(front: Front) -> APIRouter:
+class UpdateWeightsRequest(Body):
+    """Folders on the server's machine; SGLang's name for the target's."""
+
+    model_path: str = Field(min_length=1)
+    draft_model_path: str | None = Field(None, min_length=1, description="the draft head's; without it the head stays")
+
+
+def operations(api: ApiState) -> APIRouter:
     router = APIRouter(route_class=BodyRoute)
-    _add_tokens(router, front)
-    _add_state(router, front)
+    _add_tokens(router, api)
+    _add_state(router, api)
+    _add_weights(router, api)
 
     @router.get("/v1/models", response_model=None)
     async def models() -> Response:
-        return json_response({"object": "list", "data": [_model(front, name) for name in front.names]})
+        return json_response({"object": "list", "data": [_model(api, name) for name in api.names]})
 
     @router.get("/v1/models/{name:path}", response_model=None)
     async def model(name: str) -> Response:
-        front.check_model(name)
-        return json_response(_model(front, name))
+        api.check_model(name)
+        return json_response(_model(api, name))
 
     return router
 
 
-def _add_tokens(router: APIRouter, front: Front) -> None:
+def _add_tokens(router: APIRouter, api: ApiState) -> None:
     @router.post("/tokenize", response_model=None)
     async def tokenize(body: TokenizeRequest) -> Response:
-        front.check_model(body.model)
+        api.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InputError("give prompt or messages")
         if body.messages is not None:
             messages = [message.flat() for message in body.messages]
-            ids = await front.chat_ids(messages, {"add_generation_prompt": body.add_generation_prompt})
+            ids = await api.chat_ids(messages, {"add_generation_prompt": body.add_generation_prompt})
         else:
-            ids = await front.llm.encode(body.prompt or "", body.add_special_tokens)
-        return json_response({"count": len(ids), "max_model_len": front.core.info.max_context, "tokens": ids})
+            ids = await api.llm.encode(body.prompt or "", body.add_special_tokens)
+        return json_response({"count": len(ids), "max_model_len": api.core.info.max_context, "tokens": ids})
 
     @router.post("/detokenize", response_model=None)
     async def detokenize(body: DetokenizeRequest) -> Response:
-        front.check_model(body.model)
-        reader = front.llm.reader
+        api.check_model(body.model)
+        reader = api.llm.reader
         tokenizer = reader.tokenizer
         if tokenizer is None:
             raise ApiError(400, "the model has no tokenizer.json")
@@ -75,33 +83,33 @@ def _add_tokens(router: APIRouter, front: Front) -> None:
             reader.check_ids("tokens:", ids)
             return tokenizer.decode_each([ids])[0]
 
-        text = await front.llm.lanes.run(len(body.tokens), text_of, body.tokens)
+        text = await api.llm.lanes.run(len(body.tokens), text_of, body.tokens)
         return json_response({"prompt": text})
 
 
-def _add_state(router: APIRouter, front: Front) -> None:
+def _add_state(router: APIRouter, api: ApiState) -> None:
     @router.get("/health/live", response_model=None)
     async def live() -> Response:
         """200 unless the server is about to end: an engine that is started again is no reason to end it."""
-        failure = front.core.failure
+        failure = api.core.failure
         return json_response({"status": "ok"}) if failure is None else error_response(503, str(failure))
 
     @router.get("/health", response_model=None)
     async def health() -> Response:
         """200 as long as there is an engine that goes on."""
-        if front.core.pause is not None:
-            return error_response(503, front.core.pause)
+        if api.core.pause is not None:
+            return error_response(503, api.core.pause)
         return await live()
 
     @router.get("/health/ready", response_model=None)
     async def ready() -> Response:
         """200 as long as new requests are welcome."""
-        return error_response(503, "the server is shutting down") if front.leaving else await health()
+        return error_response(503, "the server is shutting down") if api.leaving else await health()
 
     @router.get("/metrics", response_model=None, response_class=PlainTextResponse)
     async def metrics() -> Response:
-        front.metrics.take(front.core.load, front.core.num_restarts, front.core.is_stalled)
-        content, kind = front.metrics.page()
+        api.metrics.take(api.core.load, api.core.num_restarts, api.core.is_stalled)
+        content, kind = api.metrics.page()
         return Response(content, media_type=kind)
 
     @router.get("/version", response_model=None)
@@ -109,12 +117,22 @@ def _add_state(router: APIRouter, front: Front) -> None:
         return json_response({"version": __version__})
 
 
-def _model(front: Front, name: str) -> dict[str, Any]:
+def _add_weights(router: APIRouter, api: ApiState) -> None:
+    @router.post("/update_weights_from_disk", response_model=None)
+    async def update_weights(body: UpdateWeightsRequest) -> Response:
+        """Go on with other weights: what is answered from then on is theirs alone."""
+        if not api.options.enable_update_weights:
+            raise ApiError(403, "weights cannot be replaced here: serve with --enable-update-weights")
+        await api.llm.update_weights(body.model_path, body.draft_model_path)
+        return json_response({"success": True, "message": f"the weights of {body.model_path} are in force"})
+
+
+def _model(api: ApiState, name: str) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
-        "created": front.created,
+        "created": api.created,
         "owned_by": "treetop",
-        "root": front.names[0],
-        "max_model_len": front.core.info.max_context,
+        "root": api.names[0],
+        "max_model_len": api.core.info.max_context,
     }

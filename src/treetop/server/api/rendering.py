@@ -20,6 +20,8 @@ class Rendering:
     def __init__(self, template: ChatTemplate) -> None:
         self._small, self._large = template, template.twin()
         self._lanes = Lanes("render", LARGE_CHAT)
+        self.template = template
+        """For what it says of itself."""
 
     async def ids_of(
         self,

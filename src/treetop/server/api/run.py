@@ -13,12 +13,12 @@ from pathlib import Path
 import msgspec
 import uvicorn
 
-from treetop.core.clients import AsyncCore
-from treetop.server.alive import Alive
+from treetop.core.clients import EngineClient
+from treetop.server.api.api_state import ApiState
 from treetop.server.api.app import make_app
 from treetop.server.api.connections import ApiServer, Patience, most_connections
-from treetop.server.api.front import Front
 from treetop.server.api.log_limit import LogLimit
+from treetop.server.in_flight import InFlightCounter
 from treetop.server.options import ServeOptions
 
 GRACE_S = 2.0
@@ -30,9 +30,12 @@ _LOOK_S = 0.05
 
 
 class ApiOptions(msgspec.Struct, frozen=True):
-    """What an API process is told. model, seed: of the engine's. number: of this process, None if there is but one.
+    """What an API process is told.
 
-    client: of this process among all that the engine has ever had. alive_file: where several count their requests.
+    model, seed: of the engine's.
+    number: of this process, None if there is but one.
+    client: of this process among all that the engine has ever had.
+    alive_file: where several count their requests.
     """
 
     serve: ServeOptions
@@ -44,7 +47,7 @@ class ApiOptions(msgspec.Struct, frozen=True):
 
 
 async def serve(
-    core: AsyncCore, options: ApiOptions, listening: socket.socket, started: Callable[[], None] | None = None
+    core: EngineClient, options: ApiOptions, listening: socket.socket, started: Callable[[], None] | None = None
 ) -> int:
     """Serve over a core that is up until SIGTERM, SIGINT or its death. Returns the exit code.
 
@@ -52,11 +55,11 @@ async def serve(
     ends at once.
     """
     file, number = options.alive_file, options.number or 0
-    alive = Alive(None if file is None else Path(file), number, options.serve.api_workers)
-    front = Front(core, options.serve, options.model, options.seed, alive)
+    alive = InFlightCounter(None if file is None else Path(file), number, options.serve.num_api_workers)
+    api = ApiState(core, options.serve, options.model, options.seed, alive)
     patience = Patience(options.serve.http_read_timeout, options.serve.timeout_keep_alive)
     config = uvicorn.Config(
-        make_app(front),
+        make_app(api),
         http="h11",  # as `Connection`
         log_config=None,
         access_log=False,
@@ -68,10 +71,10 @@ async def serve(
 
     def stop(number: signal.Signals) -> None:
         nonlocal code
-        if front.leaving:
+        if api.leaving:
             server.force_exit = True
             server.end_within(0)
-        front.asked_to_leave.set()
+        api.asked_to_leave.set()
         code = 128 + number if number == signal.SIGINT else 0
 
     gc.collect()
@@ -79,7 +82,7 @@ async def serve(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
-    side: list[Awaitable[None]] = [_end_with(core, server), _leave(front, server), tell(front, options.number)]
+    side: list[Awaitable[None]] = [_end_with(core, server), _leave(api, server), log_load(api, options.number)]
     if started is not None:
         side.append(_when_started(server, started))
     tasks = [asyncio.ensure_future(each) for each in side]
@@ -88,26 +91,26 @@ async def serve(
     finally:
         for task in tasks:
             task.cancel()
-        front.close()
+        api.close()
         alive.close()
     return code if core.failure is None else 1
 
 
-async def _leave(front: Front, server: ApiServer) -> None:
+async def _leave(api: ApiState, server: ApiServer) -> None:
     """From the first signal on: be seen to leave, end what there is, then stop listening.
 
     Whoever asks for readiness meanwhile, over new connections too, is answered that there is none.
     """
-    await front.asked_to_leave.wait()
-    await asyncio.sleep(front.options.shutdown_delay)
-    front.draining = True
-    until_s = None if front.options.drain_timeout is None else time.monotonic() + front.options.drain_timeout
-    while front.num_working and (until_s is None or time.monotonic() < until_s):
+    await api.asked_to_leave.wait()
+    await asyncio.sleep(api.options.shutdown_delay)
+    api.draining = True
+    until_s = None if api.options.drain_timeout is None else time.monotonic() + api.options.drain_timeout
+    while api.num_working and (until_s is None or time.monotonic() < until_s):
         await asyncio.sleep(_LOOK_S)
     server.end_within(None if until_s is None else max(until_s - time.monotonic(), 0))
 
 
-async def _end_with(core: AsyncCore, server: ApiServer) -> None:
+async def _end_with(core: EngineClient, server: ApiServer) -> None:
     """A server without an engine says so for a moment, then ends."""
     await core.until_failed()
     await asyncio.sleep(GRACE_S)
@@ -122,12 +125,12 @@ async def _when_started(server: ApiServer, started: Callable[[], None]) -> None:
     started()
 
 
-async def tell(front: Front, number: int | None) -> None:
+async def log_load(api: ApiState, number: int | None) -> None:
     """A log line now and then."""
-    interval_s = front.options.log_interval
+    interval_s = api.options.log_interval
     while interval_s:
         await asyncio.sleep(interval_s)
-        front.metrics.interval.tell(front.core.load, "" if number is None else f"[{number}] ")
+        api.metrics.interval.log_load(api.core.load, "" if number is None else f"[{number}] ")
 
 
 def log_to_stderr() -> None:

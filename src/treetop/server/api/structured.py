@@ -13,8 +13,11 @@ FIELDS = (
     "guided_json",
     "guided_regex",
     "guided_choice",
+    "guided_grammar",
     "json_schema",
     "regex",
+    "ebnf",
+    "structural_tag",
 )
 _KINDS: dict[str, StructureKind] = {
     "guided_json": "json_schema",
@@ -22,13 +25,19 @@ _KINDS: dict[str, StructureKind] = {
     "guided_regex": "regex",
     "regex": "regex",
     "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "ebnf": "grammar",
+    "structural_tag": "structural_tag",
 }
 _OF_VLLM: dict[str, StructureKind] = {
     "json": "json_schema",
     "regex": "regex",
     "choice": "choice",
     "json_object": "json_object",
+    "grammar": "grammar",
+    "structural_tag": "structural_tag",
 }
+_JSON: tuple[StructureKind, ...] = ("json_schema", "structural_tag")
 _SAID = ("name", "strict", "description")
 """What OpenAI's clients say of a schema: texts for people, and that the output shall have it, which it always has."""
 
@@ -54,8 +63,12 @@ def _structure(name: str, value: Any) -> StructuredOutput | None:
 
 def _response_format(value: dict[str, Any]) -> StructuredOutput | None:
     kind, described = value.get("type"), value.get("json_schema")
+    if kind == "structural_tag":
+        return _made("response_format", kind, value)
     if kind not in ("text", "json_object", "json_schema"):
-        raise InputError(f"response_format: type must be text, json_object or json_schema, got {shown(kind)}")
+        raise InputError(
+            f"response_format: type must be text, json_object, json_schema or structural_tag, got {shown(kind)}"
+        )
     _check_keys("response_format", value, ("type", "json_schema") if kind == "json_schema" else ("type",))
     if kind == "text":
         return None
@@ -86,14 +99,17 @@ def _structured_outputs(value: dict[str, Any]) -> StructuredOutput | None:
 
 
 def _made(where: str, kind: StructureKind, value: Any) -> StructuredOutput:
-    """A schema may be given as JSON, or as its text."""
+    """A schema or tags may be given as JSON, or as their text."""
     if kind == "json_object":
         return StructuredOutput(kind)
-    if kind == "choice" or (kind == "json_schema" and not isinstance(value, str)):
+    if kind == "choice" or (kind in _JSON and not isinstance(value, str)):
         try:
             value = json.dumps(value)
         except RecursionError:
             raise InputError(f"{where}: too deep") from None
     if not isinstance(value, str):
         raise InputError(f"{where}: must be text, got {shown(value)}")
-    return StructuredOutput(kind, value)
+    try:
+        return StructuredOutput(kind, value)
+    except InputError as error:  # says Python's name for it
+        raise InputError(str(error).replace("structured_output", where, 1)) from None

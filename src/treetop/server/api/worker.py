@@ -16,8 +16,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from treetop.core.wire import EngineDead, EngineLost, EngineNews, EngineUp
-from treetop.distributed.client import RemoteCore
+from treetop.core.wire import EngineDead, EngineEvent, EngineLost, EngineUp
+from treetop.distributed.client import EngineProcessClient
 from treetop.distributed.data_parallel import one_of
 from treetop.server.api.run import ApiOptions, log_to_stderr, serve
 
@@ -32,15 +32,15 @@ def main() -> int:
 
 async def _run(options: ApiOptions, listening: socket.socket, stdin: io.FileIO) -> int:
     watchdog_s = options.serve.watchdog_timeout
-    cores = [RemoteCore(options.client, watchdog_s) for _ in range(options.serve.dp_size)]
-    told = [_Told(core) for core in cores]
+    cores = [EngineProcessClient(options.client, watchdog_s) for _ in range(options.serve.dp_size)]
+    watches = [_EngineWatch(core) for core in cores]
     core = one_of(cores)
     serving = asyncio.Event()
-    for each in told:
+    for each in watches:
         each.serving = serving
-    threading.Thread(target=_listen, args=(stdin, told, asyncio.get_running_loop()), daemon=True).start()
+    threading.Thread(target=_read_events, args=(stdin, watches, asyncio.get_running_loop()), daemon=True).start()
     try:
-        for each in told:
+        for each in watches:
             await each.first.wait()
         if core.failure is not None:
             return 1
@@ -49,20 +49,20 @@ async def _run(options: ApiOptions, listening: socket.socket, stdin: io.FileIO) 
         core.close()
 
 
-class _Told:
+class _EngineWatch:
     """Does what the parent's news of an engine ask for. first: there has been one, or there will be none."""
 
-    def __init__(self, core: RemoteCore) -> None:
+    def __init__(self, core: EngineProcessClient) -> None:
         self._core = core
         self._resuming: asyncio.Task[None] | None = None
         self.first, self.serving = asyncio.Event(), asyncio.Event()
 
-    def take(self, news: EngineNews) -> None:
+    def take(self, event: EngineEvent) -> None:
         if self._resuming is not None:
             self._resuming.cancel()
-        match news:
+        match event:
             case EngineUp():
-                self._resuming = asyncio.create_task(self._resume(news))
+                self._resuming = asyncio.create_task(self._resume(event))
             case EngineLost(_, reason):
                 self._core.lost(reason)
             case EngineDead(_, reason):
@@ -77,10 +77,10 @@ class _Told:
         sys.stdout.flush()
 
 
-def _listen(stdin: io.FileIO, told: Sequence[_Told], loop: asyncio.AbstractEventLoop) -> None:
+def _read_events(stdin: io.FileIO, watches: Sequence[_EngineWatch], loop: asyncio.AbstractEventLoop) -> None:
     while line := stdin.readline():
-        news = msgspec.json.decode(line, type=EngineNews)
-        loop.call_soon_threadsafe(told[news.replica].take, news)
+        event = msgspec.json.decode(line, type=EngineEvent)
+        loop.call_soon_threadsafe(watches[event.replica].take, event)
     os._exit(1)
 
 

@@ -17,12 +17,12 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from treetop.core.wire import ProcessOptions
 from treetop.distributed.supervisor import Watchdog
-from treetop.server.alive import Alive
+from treetop.server.api.api_state import ApiState, check_files
 from treetop.server.api.app import make_app
-from treetop.server.api.front import Front, check_files
-from treetop.server.api.run import tell
+from treetop.server.api.run import log_load
+from treetop.server.in_flight import InFlightCounter
 from treetop.server.options import ServeOptions
-from treetop.server.ray.core import RayCore
+from treetop.server.ray.core import RayClient
 from treetop.server.ray.replica import Replica
 from treetop.server.ray.router import PrefixRequestRouter
 from treetop.types.errors import ConfigError, UserError
@@ -31,7 +31,7 @@ _ROWS = 64
 """Requests that an engine runs at a time at most, if it chooses itself."""
 _ALL_S = 86400.0
 """Seconds, for a drain without a limit: Ray needs one."""
-_MOST_REQUESTS = 10**5
+_MAX_REQUESTS = 10**5
 """Of one `Api`, which has limits of its own."""
 
 
@@ -45,13 +45,13 @@ class RefusedError(UserError, ClickException):
 class Scale:
     """How many replicas: from least, when little waits, to most. queue_bound: see `PrefixRouter`."""
 
-    least: int = 1
-    most: int = 1
+    minimum: int = 1
+    maximum: int = 1
     queue_bound: int | None = None
 
     def __post_init__(self) -> None:
-        if not 1 <= self.least <= self.most:
-            raise ConfigError(f"replicas: must be N or A-B with 1 <= A <= B, got {self.least}-{self.most}")
+        if not 1 <= self.minimum <= self.maximum:
+            raise ConfigError(f"replicas: must be N or A-B with 1 <= A <= B, got {self.minimum}-{self.maximum}")
         if self.queue_bound is not None and self.queue_bound < 0:
             raise ConfigError(f"queue-bound: must be at least 0, got {self.queue_bound}")
 
@@ -63,18 +63,18 @@ class Api:
         self, replicas: Any, options: ServeOptions, model: str, seed: int
     ) -> None:
         logging.getLogger("treetop").setLevel(logging.INFO)
-        core = RayCore(replicas, await replicas.info.remote())
-        self._front = Front(core, options, model, seed, Alive())
-        self._telling = asyncio.ensure_future(tell(self._front, None))
+        core = RayClient(replicas, await replicas.info.remote())
+        self._api = ApiState(core, options, model, seed, InFlightCounter())
+        self._logging = asyncio.ensure_future(log_load(self._api, None))
 
     def __serve_build_asgi_app__(self) -> Any:  # Ray's name for it
-        return make_app(self._front)
+        return make_app(self._api)
 
     async def __del__(self) -> None:
-        if hasattr(self, "_telling"):
-            self._telling.cancel()
-            self._front.core.close()
-            self._front.close()
+        if hasattr(self, "_logging"):
+            self._logging.cancel()
+            self._api.core.close()
+            self._api.close()
 
 
 def build_app(process: ProcessOptions, options: ServeOptions, scale: Scale) -> Any:
@@ -89,7 +89,7 @@ def build_app(process: ProcessOptions, options: ServeOptions, scale: Scale) -> A
             raise ConfigError(f"--{name}: Ray's proxy listens; give it to `serve start --http-{name}`")
     if options.shutdown_delay:
         raise ConfigError("--shutdown-delay: Ray's proxy is asked for readiness, and Ray drains what leaves; drop it")
-    if process.handover.mode == "prefill":
+    if process.disaggregation.mode == "prefill":
         raise ConfigError(
             "--disaggregation-mode prefill: a prefill worker serves no requests, so replicas of it would answer none"
         )
@@ -112,8 +112,8 @@ def build_app(process: ProcessOptions, options: ServeOptions, scale: Scale) -> A
     )
     api = serve.deployment(serve.ingress()(Api)).options(
         name="Api",
-        num_replicas=options.api_workers,
-        max_ongoing_requests=_MOST_REQUESTS,
+        num_replicas=options.num_api_workers,
+        max_ongoing_requests=_MAX_REQUESTS,
         graceful_shutdown_timeout_s=drain_s,
         graceful_shutdown_wait_loop_s=0.5,
         ray_actor_options={"num_cpus": 0},
@@ -123,12 +123,12 @@ def build_app(process: ProcessOptions, options: ServeOptions, scale: Scale) -> A
 
 def _scaling(scale: Scale, rows: int) -> dict[str, Any]:
     """Ray adds replicas while each has more than three quarters of the requests that it runs at a time."""
-    if scale.least == scale.most:
-        return {"num_replicas": scale.least}
+    if scale.minimum == scale.maximum:
+        return {"num_replicas": scale.minimum}
     target = max(rows * 3 // 4, 1)
     return {
         "autoscaling_config": AutoscalingConfig(
-            min_replicas=scale.least, max_replicas=scale.most, target_ongoing_requests=target
+            min_replicas=scale.minimum, max_replicas=scale.maximum, target_ongoing_requests=target
         )
     }
 

@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError
 
 from treetop.core.clients import Sink
 from treetop.distributed.journal import Journal
-from treetop.types.errors import EngineError
+from treetop.types.errors import ConfigError, EngineError
 from treetop.types.ids import RequestId
 from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, RequestUpdate
 
@@ -23,8 +23,8 @@ _LATE_S = 1.0
 """How long after its deadline a request is ended here: before that its engine does it, if it has one."""
 
 
-class RayCore:
-    """An `AsyncCore` over the replicas of a Ray Serve deployment.
+class RayClient:
+    """An `EngineClient` over the replicas of a Ray Serve deployment.
 
     A `Journal` for each request: what it has received, with which it goes on when its replica dies, and whether it has
     killed two. Ray keeps replicas running; a request waits as long as there is none.
@@ -55,6 +55,9 @@ class RayCore:
             # without what Ray keeps of the HTTP request: each call of a replica is one of its own
             stream = asyncio.get_running_loop().create_task(self._run(request, sink), context=Context())
             self._streams[request.request_id] = stream
+
+    async def update_weights(self, model: str | None, draft: str | None) -> None:
+        raise ConfigError("update_weights: built for one engine; replicas behind Ray are started with new weights")
 
     def abort(self, request_ids: Sequence[RequestId]) -> None:
         for request_id in request_ids:

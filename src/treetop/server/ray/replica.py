@@ -18,7 +18,7 @@ log = logging.getLogger("treetop.server")
 class Replica:
     """Runs requests, each a stream of updates. An engine that dies is started again; if it may not be, all of it ends.
 
-    Ray then puts another in its place, and the streams go on with others (`RayCore`).
+    Ray then puts another in its place, and the streams go on with others (`RayClient`).
     """
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it
@@ -47,20 +47,20 @@ class Replica:
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[list[RequestUpdate]]:
         """Updates until the request has ended, as many at a time as have come. Ending the stream aborts it."""
-        core, news = self._engines.core, asyncio.Event()
+        core, arrived = self._engines.core, asyncio.Event()
         came: list[RequestUpdate] = []
         own = core.next_id()
 
         def take(update: RequestUpdate) -> None:
             came.append(update._replace(request_id=request.request_id))
-            news.set()
+            arrived.set()
 
         core.add([request._replace(request_id=own)], take)
         ended = False
         try:
             while not ended:
-                await news.wait()
-                news.clear()
+                await arrived.wait()
+                arrived.clear()
                 updates, came[:] = [*came], ()
                 ended = updates[-1].finish_reason is not None
                 if updates[-1].engine_failed:

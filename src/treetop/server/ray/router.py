@@ -5,7 +5,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from treetop.distributed.router import PrefixRouter, Standing
+from treetop.distributed.router import PrefixRouter, ReplicaLoad
 from treetop.types.errors import CheckError
 from treetop.types.requests import CoreInfo, EngineRequest, PrefixPages
 
@@ -47,12 +47,12 @@ class PrefixRequestRouter(RequestRouter):
         if asked is not None:
             self._prefix.routed(pending_request.metadata.internal_request_id, _ids(asked), replica_id)
 
-    def _standing(self, replica: RunningReplica) -> Standing:
-        said = replica.replica_metadata
-        prefix = said.get("prefix")
+    def _standing(self, replica: RunningReplica) -> ReplicaLoad:
+        metadata = replica.replica_metadata
+        prefix = metadata.get("prefix")
         num_requests = self.replica_queue_len_cache.get(replica.replica_id) or 0
-        most = said.get("max_requests", replica.max_ongoing_requests)
-        return Standing(num_requests, most, None if prefix is None else PrefixPages(*prefix))
+        maximum = metadata.get("max_requests", replica.max_ongoing_requests)
+        return ReplicaLoad(num_requests, maximum, None if prefix is None else PrefixPages(*prefix))
 
 
 def _asked(pending: PendingRequest | None) -> EngineRequest | None:

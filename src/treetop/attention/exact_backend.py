@@ -1,0 +1,285 @@
+"""Attention on a CPU in float32 whose result depends on a query's position and its keys alone, to the bit.
+
+    score of a key    q . k * scale, one sum over the head
+    weight            exp(score - the largest score that the query sees)
+    block b           sum of weight * (v, 1) over the keys at positions 128 b .. 128 b + 127, one after another
+    result            ((block 0 + block 1) + block 2) ..., its values over its last number
+
+A library's product of few numbers is a chain: each output is one accumulator, which takes its terms in their order. A
+key that is not seen has weight 0, and leaves an accumulator as it is, to the bit. So it does not matter what lies
+between the keys of a block: the tail's columns follow the committed keys of the block that the row's end lies in, and
+along any path they rise in position. A row's keys are laid out as
+
+    | block 0 | block 1 | ... | the open block, from its start to the row's end | tail |
+
+where rows with fewer whole blocks have what is not theirs masked. A path that crosses into the next block has the rest
+of its tail summed apart, and added last. A prefill has all its keys in pages, and only blocks.
+
+That the library's products are such chains, whatever their shape, is no promise: `problem` probes it.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from treetop.attention.contract import TailKV
+from treetop.attention.torch_backend import CAPABILITIES, TorchBackend, TorchPlan, TorchPrefix
+from treetop.kernels.attention import tail_visible
+from treetop.kernels.exact import adversarial
+from treetop.kernels.kv import PagedKV, slots_of
+from treetop.kernels.metadata import AttentionMetadata
+from treetop.types.ids import DRAFT
+
+BLOCK = 128
+"""Positions of a block: the longest chain of all, and with a tail no longer than the library keeps one."""
+MOST_NODES = 64
+"""Of a tree."""
+_ONES, _LEAST_WIDTH = 8, 32
+"""Columns of ones beside the values, whose sum is that of the weights, at least; and of both together. With fewer it
+would be another product."""
+_LEAST_QUERIES, _LEAST_KEYS, _LEAST_BATCH = 4, 16, 2
+"""Of a product: with fewer the library computes dot products, or cuts a product among threads."""
+_SCORES = 2**24
+"""Of a slice of a prefill's queries, which bounds its memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExactPrefix:
+    """Where the keys of the committed prefix lie, in the order of the module.
+
+    slots: [rows, whole + open] int64, the null slot where there is no key.
+    position: [rows, whole + open] int64, and there: bool, whether it holds a key.
+    whole: keys in whole blocks, a multiple of `BLOCK`; of a prefill all.
+    first: [rows] int64, where the open block begins.
+    """
+
+    slots: Tensor
+    position: Tensor
+    there: Tensor
+    whole: int
+    first: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ExactPlan:
+    """bias: [rows, n, keys], 0 where a key is seen, -inf elsewhere; of the prefix, then of the tail.
+    later: [rows, 1, t] bool, tail columns in the block after the open one; None if there is none in any row.
+    """
+
+    prefix: ExactPrefix
+    bias: Tensor
+    later: Tensor | None
+
+
+class ExactBackend:
+    """The target's attention as above. Drafts, which change no token, have PyTorch's."""
+
+    name = "torch"
+    capabilities = CAPABILITIES
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._plain = TorchBackend(dtype, device)
+
+    def begin(self, metadata: AttentionMetadata) -> ExactPrefix | TorchPrefix:
+        if metadata.table.group == DRAFT:
+            return self._plain.begin(metadata)
+        kv_len = metadata.kv_len[:, None]
+        if metadata.causal:
+            whole, extra, first = max(metadata.max_kv_len, _LEAST_KEYS), 0, torch.zeros_like(metadata.kv_len)
+        else:
+            first = metadata.kv_len // BLOCK * BLOCK
+            whole, longest = (int(each) for each in (first.max(), (metadata.kv_len - first).max()))
+            extra = max(longest, _LEAST_KEYS)
+        index = torch.arange(whole + extra, device=kv_len.device)[None]
+        opened = first[:, None] + index - whole
+        position = torch.where(index < whole, index, opened)
+        end = kv_len if metadata.causal else torch.where(index < whole, first[:, None], kv_len)
+        there = position < end
+        slots = slots_of(metadata.table.data, metadata.rows, position, there, metadata.page_size)
+        return ExactPrefix(slots, position, there, whole, first)
+
+    def plan(self, begun: ExactPrefix | TorchPrefix, metadata: AttentionMetadata) -> ExactPlan | TorchPlan:
+        if isinstance(begun, TorchPrefix):
+            return self._plain.plan(begun, metadata)
+        distance = metadata.positions[:, :, None] - begun.position[:, None]
+        visible = (
+            begun.there[:, None] if metadata.window is None else begun.there[:, None] & (distance < metadata.window)
+        )
+        if metadata.causal:
+            # What has no key, the dummy row, sees the null slot, so that its weights are numbers.
+            empty = ~begun.there[:, None, :1] & (begun.position[:, None] == 0)
+            return ExactPlan(begun, _bias(visible & (distance >= 0) | empty), None)
+        assert metadata.tail_positions is not None
+        tail = tail_visible(metadata)
+        visible = torch.cat([visible.expand(-1, tail.shape[1], -1), tail], dim=2)
+        later = metadata.tail_positions[:, None] >= (begun.first + BLOCK)[:, None, None]
+        return ExactPlan(begun, _bias(visible), later if bool((later & tail).any()) else None)
+
+    def prefix_tail(
+        self,
+        q: Tensor,
+        kv: PagedKV,
+        plan: ExactPlan | TorchPlan,
+        tail: TailKV,
+        scale: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        if isinstance(plan, TorchPlan):
+            return self._plain.prefix_tail(q, kv, plan, tail, scale, sinks)
+        return _attend(q, _gather(kv, plan.prefix.slots), tail.data, plan, scale, sinks)
+
+    def causal(
+        self, q: Tensor, kv: PagedKV, plan: ExactPlan | TorchPlan, scale: float, sinks: Tensor | None = None
+    ) -> Tensor:
+        if isinstance(plan, TorchPlan):
+            return self._plain.causal(q, kv, plan, scale, sinks)
+        return _attend(q, _gather(kv, plan.prefix.slots), None, plan, scale, sinks)
+
+
+def _bias(visible: Tensor) -> Tensor:
+    return torch.zeros(visible.shape).masked_fill_(~visible, float("-inf"))
+
+
+def _gather(kv: PagedKV, slots: Tensor) -> Tensor:
+    """K/V of the prefix: [rows, keys, planes, kv_heads, d]; the null slot is finite."""
+    return kv.data.index_select(0, slots.reshape(-1)).view(*slots.shape, *kv.data.shape[1:])
+
+
+def _attend(
+    q: Tensor, prefix: Tensor, tail: Tensor | None, plan: ExactPlan, scale: float, sinks: Tensor | None
+) -> Tensor:
+    """q: [rows, n, heads, d]. prefix, tail: [rows, keys, planes, kv_heads, d]. Returns [rows, n, heads, d]."""
+    rows, n, heads, dim = q.shape
+    kv_heads = prefix.shape[3]
+    parts = [each.permute(2, 0, 3, 1, 4) for each in (prefix, tail) if each is not None]
+    kv = torch.cat(parts, dim=3) if len(parts) > 1 else parts[0].contiguous()  # [planes, rows, kv_heads, keys, d]
+    keys = kv.shape[3]
+    k = kv[0].view(rows * kv_heads, keys, dim)
+    v = kv[-1].view(rows * kv_heads, keys, dim)
+    v = torch.cat([v, v.new_ones(1).expand(*v.shape[:2], _ones(dim))], dim=2)
+    grouped = q.view(rows, n, kv_heads, -1, dim).transpose(1, 2)  # [rows, kv_heads, n, group, d]
+    step = max(1, _SCORES // (rows * heads * keys))
+    outs = []
+    for start in range(0, n, step):
+        lanes = slice(start, start + step)
+        outs.append(_of_queries(grouped[:, :, lanes], k, v, _lanes(plan, lanes), scale, sinks))
+    out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
+    return out.transpose(1, 2).reshape(rows, n, heads, dim)
+
+
+def _ones(dim: int) -> int:
+    return max(_ONES, _LEAST_WIDTH - dim)
+
+
+def _lanes(plan: ExactPlan, lanes: slice) -> ExactPlan:
+    """The plan of some of its queries."""
+    return ExactPlan(plan.prefix, plan.bias[:, lanes], plan.later)
+
+
+def _of_queries(q: Tensor, k: Tensor, v: Tensor, plan: ExactPlan, scale: float, sinks: Tensor | None) -> Tensor:
+    """q: [rows, kv_heads, n, group, d]. k: [rows * kv_heads, keys, d]. v: the same with ones behind. Returns like q."""
+    rows, kv_heads, n, group, dim = q.shape
+    flat = q.reshape(rows * kv_heads, n * group, dim)
+    scores = scored(flat, k, scale).view(rows, kv_heads, n, group, -1)
+    scores += plan.bias[:, None, :, None]
+    peak = scores.amax(dim=-1, keepdim=True)
+    if sinks is not None:
+        logit = sinks.view(kv_heads, 1, group, 1)
+        peak = torch.maximum(peak, logit)
+    weights = scores.sub_(peak).exp_()
+    later = None
+    if plan.later is not None:
+        last = weights[..., -plan.later.shape[2] :]
+        later = (last * plan.later[:, None, None]).flatten(0, 1).flatten(1, 2)
+        last.masked_fill_(plan.later[:, None, None], 0.0)
+    total = folded(weights.flatten(0, 1).flatten(1, 2), v, plan.prefix.whole, later)
+    mass = total[..., dim : dim + 1]
+    if sinks is not None:
+        mass = mass + torch.exp(logit - peak).flatten(0, 1).flatten(1, 2)
+    return (total[..., :dim] / mass).view(q.shape)
+
+
+def scored(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """q @ k.T * scale. q: [batch, queries, d]. k: [batch, keys, d], at least 16. Returns [batch, queries, keys]."""
+    batch, queries, _ = q.shape
+    q, k = _of_least(q), _of_batch(k)
+    return torch.baddbmm(q.new_zeros(1), q, k.transpose(1, 2), beta=0, alpha=scale)[:batch, :queries]
+
+
+def folded(weights: Tensor, v: Tensor, whole: int, later: Tensor | None = None) -> Tensor:
+    """The sum of the blocks, as the module says. weights: [batch, queries, keys]. v: [batch, keys, d].
+
+    whole: keys in blocks, the rest is the open one. later: [batch, queries, t], weights of the last keys that come
+    after it. Returns [batch, queries, d].
+    """
+    batch, queries, keys = weights.shape
+    weights, v = _of_least(weights), _of_batch(v)
+    spans = [(start, min(start + BLOCK, whole)) for start in range(0, whole, BLOCK)]
+    spans += [(whole, keys)] if keys > whole else []
+    total: Tensor | None = None
+    for start, stop in spans:
+        part = weights[:, :, start:stop], v[:, start:stop]
+        total = torch.bmm(*part) if total is None else total.baddbmm_(*part)
+    assert total is not None
+    if later is not None:
+        total.baddbmm_(_of_least(later), v[:, keys - later.shape[2] :])
+    return total[:batch, :queries]
+
+
+def _of_least(x: Tensor) -> Tensor:
+    """x [batch, queries, ...] padded to the least batch and number of queries of a product."""
+    x = _of_batch(x)
+    excess = _LEAST_QUERIES - x.shape[1]
+    return F.pad(x, (0, 0, 0, excess)) if excess > 0 else x
+
+
+def _of_batch(x: Tensor) -> Tensor:
+    return x if len(x) >= _LEAST_BATCH else F.pad(x, (0, 0, 0, 0, 0, _LEAST_BATCH - len(x)))
+
+
+# ----------------------------------------------------------------------------------------------------- the probe
+
+_BATCHES = (1, 2, 3, 8)
+_QUERIES = (1, 2, 3, 4, 5, 7, 8, 12, 16, 17, 31, 64, 120)
+_KEYS = (16, 17, 31, 64, 100, 129, 300)
+_CHAINS = ((1, 0), (3, 2), (16, 0), (77, 12), (100, 28), (127, 1), (128, 0), (127, 64), (64, 128))
+"""Keys of a block, and what lies between them."""
+
+
+@cache
+def problem(dim: int, threads: int) -> str | None:
+    """What of attention with heads of `dim` is not as the module needs it on this machine; None if all is.
+
+    threads: of PyTorch. Tried are the calls that serve, with numbers of widely different size.
+    """
+    generator = torch.Generator().manual_seed(dim * threads)
+    most = max(_QUERIES)
+    q, k = (adversarial((8, count, dim), generator) for count in (most, max(_KEYS)))
+    want = scored(q, k, 0.3)
+    for batch in _BATCHES:
+        for queries, keys in ((n, m) for n in _QUERIES for m in _KEYS):
+            at = max(_KEYS) - keys
+            got = scored(q[:batch, :queries].contiguous(), k[:batch, at:].contiguous(), 0.3)
+            if not torch.equal(got, want[:batch, :queries, at:]):
+                return f"attention's scores with heads of {dim}"
+    width = dim + _ones(dim)
+    for count, between in _CHAINS:
+        weights, v = adversarial((8, most, count), generator).abs(), adversarial((8, count, width), generator)
+        total = adversarial((8, most, width), generator)
+        want, added = torch.bmm(weights, v), torch.baddbmm(total, weights, v)
+        if not torch.equal(added, total + want):
+            return f"attention's sums with heads of {dim}"
+        places = torch.randperm(count + between, generator=generator)[:count].sort().values
+        wide, wide_v = (
+            weights.new_zeros(8, most, count + between),
+            adversarial((8, count + between, width), generator),
+        )
+        wide[:, :, places], wide_v[:, places] = weights, v
+        for batch, queries in ((batch, n) for batch in _BATCHES for n in _QUERIES):
+            got = folded(wide[:batch, :queries].contiguous(), wide_v[:batch].contiguous(), 0)
+            if not torch.equal(got, want[:batch, :queries]):
+                return f"attention's sums with heads of {dim}"
+    return None

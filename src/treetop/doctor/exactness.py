@@ -1,0 +1,195 @@
+"""`treetop doctor --exactness bits`: whether a row has the same bits in any company here, and where it has not.
+
+First the operations of the target, each alone: a product with a weight of each of the model's shapes, and what is done
+by row or by element. Then whole engines, over random prompts: plain decoding of one request at a time against trees,
+batches, orders, chunks, retractions and prefixes from the cache. On a GPU nothing promises this yet; it says where it
+holds all the same.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from torch import Tensor
+
+from treetop.doctor.tables import print_table
+from treetop.engine.plan import EnginePlan
+from treetop.engine.products import products_of
+from treetop.kernels.exact import BY_ELEMENT, LIBRARY, MOST_ROWS, adversarial
+from treetop.kernels.fused import rms_norm
+from treetop.server.llm import LLM
+from treetop.server.outputs import RequestOutput
+from treetop.types.config import EngineConfig
+from treetop.types.sampling import SamplingParams
+from treetop.weights.linear import LibraryLinear
+
+COUNTS = (1, 2, 3, 4, 5, 8, 13, 16, 17, 32, 33, 60, 64, 96, MOST_ROWS, 480)
+"""Rows of a batch whose bits are compared."""
+_PROMPTS, _TOKENS, _LONGEST = 9, 40, 200
+_TREES = ((1, 6, 7), (4, 5, 16), (5, 4, 16), (8, 5, 60))
+
+
+def show_exactness(console: Console, engine_plan: EnginePlan, model: str | None, options: Mapping[str, Any]) -> int:
+    """Print both parts. Exit code 1 if `--exactness bits` was asked for and something differs."""
+    found = list(operations(engine_plan))
+    rows = [
+        (name, "same bits" if not counts else f"differs at {', '.join(map(str, counts))}") for name, counts in found
+    ]
+    print_table(console, f"operations, rows of {', '.join(map(str, COUNTS))}", ("operation", "a row's bits"), rows)
+    cases = []
+    for case in engines(engine_plan.config, model, options):
+        cases.append(case)
+        console.print(case.sentence(), markup=False, highlight=False)
+    differ = sum(case.tokens + case.logprobs for case in cases) + sum(len(counts) for _, counts in found)
+    asked = engine_plan.config.exactness
+    verdict = "every bit is that of plain decoding" if not differ else "not all bits are those of plain decoding"
+    console.print(f"exactness {asked}: {verdict}", markup=False, highlight=False)
+    return int(asked == "bits" and differ > 0)
+
+
+# ------------------------------------------------------------------------------------------------ operations
+
+
+def operations(engine_plan: EnginePlan) -> Iterator[tuple[str, list[int]]]:
+    """Each operation of the target, and the row counts at which a row's bits differ from those among most rows."""
+    place = engine_plan.place
+    chosen = products_of(engine_plan.weights, place).target
+    tied = ("embedding",) if engine_plan.target.config.tied_embeddings else ()
+    params = engine_plan.target.params
+    weights = {param.shape for param in params if param.kind == "matrix" or param.name in tied}
+    generator = torch.Generator().manual_seed(0)
+    for out, width in sorted((shape[0], shape[1]) for shape in weights):
+        weight = torch.randn((out, width), generator=generator).to(place.device, place.dtype)
+        choice = chosen.get((out, width))
+        product = LibraryLinear(weight, None, choice) if place.device.type == "cpu" else _linear(weight)
+        by = f", {choice.calls[0]}" if choice is not None and choice.exact else ""
+        yield f"product [{out}, {width}]{by}", differing(product, width, place.device, place.dtype)
+    hidden, vocab = engine_plan.target.config.hidden_size, engine_plan.target.config.vocab_size
+    norm = torch.ones(hidden, dtype=place.dtype, device=place.device)
+    yield f"norm of {hidden}", differing(lambda x: rms_norm(x, norm, 1e-5), hidden, place.device, place.dtype)
+    functions = BY_ELEMENT if place.exact else LIBRARY
+    for name in ("silu", "gelu_tanh", "sigmoid", "softplus"):
+        yield f"{name} of 1000", differing(getattr(functions, name), 1000, place.device, place.dtype)
+    for name, function in (("log_softmax", torch.log_softmax), ("softmax", torch.softmax)):
+        yield f"{name} of {vocab}", differing(partial(_by_row, function), vocab, place.device, place.dtype)
+
+
+def _by_row(function: Callable[..., Tensor], x: Tensor) -> Tensor:
+    return function(x.float(), dim=-1)
+
+
+def _linear(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda x: F.linear(x, weight)
+
+
+def differing(call: Callable[[Tensor], Tensor], width: int, device: torch.device, dtype: torch.dtype) -> list[int]:
+    """Row counts at which some row has other bits than among the most rows."""
+    generator = torch.Generator().manual_seed(width)
+    most = max(COUNTS)
+    x = adversarial((most, width), generator).clamp_(-1e4, 1e4).to(device, dtype)
+    want, found = call(x), list[int]()
+    for rows in COUNTS:
+        at = torch.randperm(most, generator=generator)[:rows].to(device)
+        if not torch.equal(call(x[at]), want[at]):
+            found.append(rows)
+    return found
+
+
+# --------------------------------------------------------------------------------------------------- engines
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """An engine against plain decoding of one request at a time.
+
+    sequences: how many were compared, of which so many have other tokens; logprobs: so many have the same tokens and
+    other log-probabilities.
+    """
+
+    name: str
+    sequences: int
+    tokens: int
+    logprobs: int
+
+    def sentence(self) -> str:
+        if not self.tokens + self.logprobs:
+            return f"same bits  {self.name}"
+        return (
+            f"DIFFERS    {self.name}: tokens of {self.tokens}, logits of {self.logprobs} of {self.sequences} sequences"
+        )
+
+
+def engines(config: EngineConfig, model: str | None, options: Mapping[str, Any]) -> Iterator[Compared]:
+    """Each case is an engine of its own, one after another."""
+    rng = random.Random(0)
+    prompts, params = _requests(config, model, options, rng)
+    order = list(range(len(prompts)))
+    rng.shuffle(order)
+    plain = _serve(model, options, prompts, params, **_PLAIN, max_running_requests=1)
+    cases: list[tuple[str, dict[str, Any]]] = [("plain, 8 requests at once", {**_PLAIN, "max_running_requests": 8})]
+    cases += [(f"plain, chunks of {n}", {**_PLAIN, "chunked_prefill_size": n}) for n in (16, 333)]
+    trees = _TREES if config.speculates else ()
+    for shape, rows in zip(trees, (1, 3, 8, 33), strict=False):
+        cases.append((f"tree {shape}, {rows} at once", {**_tree(shape), "max_running_requests": rows}))
+    context = max(map(len, prompts)) + _TOKENS + 1
+    few = {"context_length": context, "max_total_tokens": 2 * context, "max_running_requests": 8}
+    few |= _tree(_TREES[1]) if trees else _PLAIN
+    cases.append(("pages for two of eight: requests are retracted", few))
+    for name, changes in cases:
+        yield _compared(name, plain, _serve(model, options, prompts, params, **changes))
+    turned = _serve(model, options, [prompts[i] for i in order], [params[i] for i in order], max_running_requests=8)
+    yield _compared("another order", [plain[i] for i in order], turned)
+    twice = _serve(model, options, prompts * 2, params * 2, max_running_requests=3)
+    yield _compared("prefixes from the cache", plain, twice[len(prompts) :])
+
+
+_PLAIN: dict[str, Any] = {"speculative_algorithm": "NONE", "draft": None}
+
+
+def _tree(shape: tuple[int, int, int]) -> dict[str, Any]:
+    names = ("speculative_eagle_topk", "speculative_num_steps", "speculative_num_draft_tokens")
+    return dict(zip(names, shape, strict=True))
+
+
+def _requests(
+    config: EngineConfig, model: str | None, options: Mapping[str, Any], rng: random.Random
+) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Random prompts, from one token to a few blocks of attention; greedy and sampled."""
+    llm = LLM(model, **{**options, **_PLAIN})
+    vocab, context = llm.engine.spec.vocab_size, llm.engine.layout.max_context
+    llm.close()
+    longest = max(1, min(_LONGEST, context - _TOKENS - 1))
+    prompts = [[rng.randrange(vocab) for _ in range(1 + i * (longest - 1) // (_PROMPTS - 1))] for i in range(_PROMPTS)]
+    params = [
+        SamplingParams(
+            max_tokens=min(_TOKENS, context - longest), ignore_eos=True, logprobs=1, seed=i, temperature=i % 2
+        )
+        for i in range(_PROMPTS)
+    ]
+    return prompts, params
+
+
+def _serve(
+    model: str | None,
+    options: Mapping[str, Any],
+    prompts: list[list[int]],
+    params: list[SamplingParams],
+    **changes: Any,
+) -> list[RequestOutput]:
+    llm = LLM(model, **{**options, **changes})
+    try:
+        return llm.generate(prompts, params)
+    finally:
+        llm.close()
+
+
+def _compared(name: str, plain: list[RequestOutput], others: list[RequestOutput]) -> Compared:
+    pairs = list(zip(plain, others, strict=True))
+    same = [pair for pair in pairs if pair[0].token_ids == pair[1].token_ids]
+    logprobs = sum(one.logprobs != other.logprobs for one, other in same)
+    return Compared(name, len(pairs), len(pairs) - len(same), logprobs)

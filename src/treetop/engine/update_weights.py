@@ -1,0 +1,70 @@
+"""Other weights for an engine that runs: a target and its draft head of the same architecture, in place of the old."""
+
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from treetop.drafts.protocol import Drafter, DrafterSpec
+from treetop.engine.kept_calibration import KeptCalibration, kept_calibration
+from treetop.engine.plan import EnginePlan, read_draft_spec
+from treetop.engine.products import products_of
+from treetop.models.folder import resolve_folder
+from treetop.models.registry import target_spec
+from treetop.models.target import Target
+from treetop.types.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class NewWeights:
+    """Models that were read, to be put in the old ones' place.
+
+    plan: with their folders.
+    kept: what was learned of the pair before, where that is kept.
+    """
+
+    plan: EnginePlan
+    target: Target
+    drafter: Drafter | None
+    kept: KeptCalibration | None
+
+
+def read_weights(engine_plan: EnginePlan, model: str | None, draft: str | None) -> NewWeights:
+    """Read a target and a draft head from folders; None for those of the plan, read again.
+
+    Products are taken as they were, so that bits depend on the numbers alone. Raises ConfigError for another
+    architecture and where captured rounds or other ranks hold the old weights, CheckpointError as a start does.
+    """
+    config, place = engine_plan.config, engine_plan.place
+    if place.device.type != "cpu" or config.tp_size * config.ep_size > 1 or config.disaggregation_slots:
+        raise ConfigError(
+            "update_weights: built for a CPU, one rank and no --disaggregation-slots; start another engine"
+        )
+    if place.dummy:
+        raise ConfigError("update_weights: --load-format dummy reads no weights; start with a folder's")
+    if draft is not None and config.draft is None:
+        raise ConfigError(f"update_weights: draft {draft}: this engine has no draft head of its own folder")
+    config = replace(
+        config, model=config.model if model is None else model, draft=config.draft if draft is None else draft
+    )
+    spec, old = target_spec(resolve_folder(config.model)), engine_plan.target
+    if spec.config != old.config:
+        raise ConfigError(f"update_weights: {config.model} is not the model of {old.folder}: their config.json differ")
+    drafter_spec = read_draft_spec(config, spec) if config.speculates else None
+    if not _are_alike(drafter_spec, engine_plan.draft):
+        raise ConfigError(f"update_weights: {config.draft} is another draft head: its config or its tensors differ")
+    aux = drafter_spec.aux_inputs if drafter_spec is not None else ()
+    products = products_of(engine_plan.weights, place)
+    target = spec.load(aux, replace(place, products=products.target))
+    beside = replace(place, products=products.draft, exact=False)
+    new_plan = replace(engine_plan, config=config, target=spec, draft=drafter_spec)
+    if drafter_spec is None:
+        return NewWeights(new_plan, target, None, None)
+    kept = kept_calibration(config, spec.folder, drafter_spec, writes=True)
+    return NewWeights(new_plan, target, drafter_spec.load(target, beside), kept)
+
+
+def _are_alike(new: DrafterSpec | None, old: DrafterSpec | None) -> bool:
+    """Whether one may take the other's place: in all but the folder that its weights lie in."""
+    if new is None or old is None:
+        return new is old
+    moved: DrafterSpec = cast(Any, replace)(new, folder=old.folder)
+    return moved == old

@@ -1,0 +1,186 @@
+"""What makes a result of a row on a CPU the same bits in any company: probed row counts, and functions by element.
+
+A library sums a product in an order that it may choose by the number of rows: of MKL, one row, two or three, and more
+differ. So rows go to a call in counts that were probed (`RUNGS`), padded up to one, and many go in slices. What a probe
+compares are bits, of rows anywhere in a batch, for one number of threads.
+
+A library's elementwise kernel may compute the last elements of its range otherwise than the others (a vector's lanes
+or one number, `exp` of another source), and the range depends on batch and threads. `BY_ELEMENT` are made of
+operations of IEEE 754, which have one result, and of `exp`, `log1p` and `tanh`, which `elementwise_problem` checks.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+MOST_ROWS = 128
+"""Of one call; what has more is cut."""
+LEAST_ROWS = 32
+"""No call is padded to more: one that would have to be is not exact."""
+
+
+def rung(rows: int) -> int:
+    """The probed count that holds `rows`, 1 to `MOST_ROWS`: at most an eighth more, beyond 16."""
+    step = 1 << max(0, (rows - 1).bit_length() - 4)
+    return -(-rows // step) * step
+
+
+RUNGS = sorted({rung(rows) for rows in range(1, MOST_ROWS + 1)})
+
+
+class ByRows:
+    """A call x [rows, in] -> [rows, out] whose result for a row has the same bits whatever the others are.
+
+    least: the number of rows from which on that holds, see `least_rows`; None where it never does: then each row is
+    computed alone.
+    """
+
+    def __init__(self, call: Callable[[Tensor], Tensor], least: int | None) -> None:
+        self._call, self._most = call, 1 if least is None else MOST_ROWS
+        self._rungs = [rung(max(rows, least or 1)) for rows in range(1, self._most + 1)]
+        self._rungs.insert(0, self._rungs[0])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [..., in]. Returns [..., out], contiguous."""
+        rows = x.reshape(-1, x.shape[-1])
+        if len(rows) <= self._most:
+            out = self._padded(rows)
+        else:
+            out = torch.cat([self._padded(part) for part in rows.split(self._most)])
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+    def _padded(self, rows: Tensor) -> Tensor:
+        count = len(rows)
+        excess = self._rungs[count] - count
+        return self._call(F.pad(rows, (0, 0, 0, excess)))[:count] if excess else self._call(rows)
+
+
+def least_rows(call: Callable[[Tensor], Tensor], width: int) -> int | None:
+    """The least of `RUNGS` from which on a row's bits depend on it alone; None if it is above `LEAST_ROWS`.
+
+    call: x [rows, width] -> [rows, out]. Tried with numbers of widely different size, so that another order of a sum
+    shows, with ties, zeros and what cancels, at every rung, the rows in other places of the batch.
+    """
+    generator = torch.Generator().manual_seed(len(RUNGS) * width)
+    x = adversarial((MOST_ROWS, width), generator)
+    want = call(x).view(torch.int32)
+    least = 1
+    for rows, following in zip(RUNGS, [*RUNGS[1:], MOST_ROWS + 1], strict=True):
+        at = torch.randperm(MOST_ROWS, generator=generator)[:rows]
+        if not torch.equal(call(x[at]).view(torch.int32), want[at]):
+            least = following
+    return least if least <= LEAST_ROWS else None
+
+
+def adversarial(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Float32 numbers of widely different size; in some rows zeros, equal numbers and pairs that cancel."""
+    x = torch.randn(shape, generator=generator) * torch.exp2(torch.randint(-12, 13, shape, generator=generator).float())
+    rows = x.flatten(0, -2)
+    rows[5::16] = 0.0
+    rows[6::16] = rows[6::16, :1]
+    half = shape[-1] // 2
+    rows[7::16, half : 2 * half] = -rows[7::16, :half]
+    return x
+
+
+@cache
+def least_rows_of_linear(out: int, width: int, threads: int) -> int | None:
+    """`least_rows` of `F.linear` with a float32 weight [out, width]. threads: of PyTorch."""
+    weight = torch.randn((out, width), generator=torch.Generator().manual_seed(out))
+    return least_rows(lambda x: F.linear(x, weight), width)
+
+
+def linear_by_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear` of float32 x [rows, in], whose rows have the same bits in any company."""
+    least = least_rows_of_linear(*weight.shape, torch.get_num_threads())
+    out = ByRows(lambda rows: F.linear(rows, weight), least)(x)
+    return out if bias is None else out + bias
+
+
+# ----------------------------------------------------------------------------------------------- by element
+
+
+@dataclass(frozen=True, slots=True)
+class Functions:
+    """Activations, elementwise."""
+
+    sigmoid: Callable[[Tensor], Tensor]
+    softplus: Callable[[Tensor], Tensor]
+    silu: Callable[[Tensor], Tensor]
+    gelu_tanh: Callable[[Tensor], Tensor]
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _sigmoid_by_element(x: Tensor) -> Tensor:
+    return x.neg().exp_().add_(1).reciprocal_()
+
+
+def _softplus_by_element(x: Tensor) -> Tensor:
+    """log(1 + e^x), of large numbers x itself."""
+    return torch.where(x > 20, x, x.clamp(max=20).exp_().log1p_())
+
+
+def _silu_by_element(x: Tensor) -> Tensor:
+    return x / x.neg().exp_().add_(1)
+
+
+def _gelu_tanh_by_element(x: Tensor) -> Tensor:
+    """x / 2 * (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))). Source: arXiv:1606.08415, section 2."""
+    cubic = (x * x).mul_(x).mul_(0.044715).add_(x).mul_(0.7978845608028654)
+    return cubic.tanh_().add_(1).mul_(0.5).mul_(x)
+
+
+LIBRARY = Functions(torch.sigmoid, F.softplus, F.silu, _gelu_tanh)
+BY_ELEMENT = Functions(_sigmoid_by_element, _softplus_by_element, _silu_by_element, _gelu_tanh_by_element)
+
+_UNIFORM: dict[str, Callable[[Tensor], Tensor]] = {
+    "exp": torch.exp,
+    "log1p": lambda x: torch.log1p(x.abs()),
+    "tanh": torch.tanh,
+    "rsqrt": lambda x: torch.rsqrt(x.abs() + 1),
+    "addcmul": lambda x: torch.addcmul(x, x, x, value=0.3),
+}
+_BY_ROW: dict[str, Callable[[Tensor], Tensor]] = {
+    "the norm of a row": lambda x: torch.linalg.vector_norm(x, dim=-1, keepdim=True),
+    "the sum of a row": lambda x: x.sum(dim=-1, keepdim=True),
+    "log_softmax": lambda x: torch.log_softmax(x, dim=-1),
+    "softmax": lambda x: torch.softmax(x, dim=-1),
+    "cumsum": lambda x: x.abs().cumsum(dim=-1, dtype=torch.float64).view(torch.float32),
+}
+
+
+@cache
+def elementwise_problem(threads: int) -> str | None:
+    """Which operation beside products and attention has bits that depend on more than its element or its row.
+
+    None if there is none. threads: of PyTorch. Elements are tried at every offset of a vector, and in tensors large
+    enough to be divided among threads.
+    """
+    generator = torch.Generator().manual_seed(threads)
+    flat = adversarial((1, 70_001), generator)[0].clamp_(-80, 80)
+    places = [(0, 1), (3, 20), (1, 64), (17, 101), (5, 33), (7, 70_000), (0, 66_001), (33, 40_003)]
+    for name, function in {**_UNIFORM, **_of_functions()}.items():
+        want = function(flat).view(torch.int32)
+        for start, stop in places:
+            if not torch.equal(function(flat[start:stop].clone()).view(torch.int32), want[start:stop]):
+                return name
+    for width in (61, 512, 4099):
+        x = adversarial((64, width), generator).clamp_(-80, 80)
+        for name, function in _BY_ROW.items():
+            want = function(x).view(torch.int32)
+            for rows in (1, 2, 3, 5, 17, 63):
+                at = torch.randperm(64, generator=generator)[:rows]
+                if not torch.equal(function(x[at]).view(torch.int32), want[at]):
+                    return name
+    return None
+
+
+def _of_functions() -> dict[str, Callable[[Tensor], Tensor]]:
+    return {f"{name} by element": getattr(BY_ELEMENT, name) for name in Functions.__dataclass_fields__}

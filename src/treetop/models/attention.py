@@ -1,0 +1,45 @@
+"""The attention of a layer, by its spec: the one place that makes it, and the one that lists its tensors."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from treetop.attention.layer import Attend
+from treetop.kernels.table import Ops
+from treetop.models.config import AttentionSpec
+from treetop.models.latent_attention import LatentAttention, latent_params
+from treetop.models.layers import SelfAttention, Turn, self_attention_params
+from treetop.models.params import Param
+from treetop.types.parallel import Summed
+from treetop.weights.format import Product
+from treetop.weights.held import Weights
+
+
+class Attention(Protocol):
+    """products: what it takes with weights, see `Target`."""
+
+    @property
+    def products(self) -> Sequence[Product]: ...
+
+    def __call__(self, x: Tensor, turn: Turn, attend: Attend) -> Summed:
+        """x: [rows, n, in]. Returns parts [parts, rows, n, hidden], whose sum it is."""
+
+
+def attention(spec: AttentionSpec, weights: Weights, name: str, layer: int, eps: float, ops: Ops) -> Attention:
+    """name: of its parameters. layer: its index among the model's. eps: of the norms of heads."""
+    if spec.latent is not None:
+        return LatentAttention(spec, spec.latent, weights, name, layer, ops)
+    return SelfAttention(spec, weights, name, layer, eps, ops)
+
+
+def attention_params(
+    spec: AttentionSpec, name: str, stored: str, width: int, hidden: int, unit_offset: bool = False
+) -> list[Param]:
+    """Of attention whose input is `width` wide. stored: the prefix of its tensors. Ranks have whole heads.
+
+    Heads of queries and keys are read in the order that the rotation wants. unit_offset: of norms, see `ModelConfig`.
+    """
+    if spec.latent is not None:
+        return latent_params(spec, spec.latent, name, stored, width, hidden)
+    return self_attention_params(spec, name, stored, width, hidden, unit_offset)

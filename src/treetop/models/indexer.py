@@ -1,0 +1,60 @@
+"""The indexer of sparse attention (DSA): small heads that choose, for each query, the keys that a layer attends to.
+
+Its queries are made of the latent that the layer's are made of, its keys and the weights of its heads of what the layer
+reads. All ranks that share a model have all of it, and choose alike.
+Source: DeepSeek-V3.2-Exp's report, section 2.1; names of tensors by `transformers`' deepseek_v32, which as here leaves
+out the Hadamard rotation that both sides of its products share.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from treetop.kernels.indexer import IndexNorm, IndexQuery, turned_first, write_index_keys
+from treetop.kernels.rope import Rotation
+from treetop.models.config import IndexSpec
+from treetop.models.layers import reorder_heads
+from treetop.models.params import Param, matrix, vector
+from treetop.weights.format import Product, Source
+from treetop.weights.held import Weights
+
+
+class Indexer:
+    """name: of its parameters."""
+
+    def __init__(self, spec: IndexSpec, weights: Weights, name: str) -> None:
+        self.spec = spec
+        self.query, self.key = weights.linear(f"{name}.query"), weights.linear(f"{name}.key")
+        self.products: list[Product] = [self.query, self.key]
+        self._weights = weights[f"{name}.weights"]
+        self._norm = IndexNorm(weights[f"{name}.norm"], weights[f"{name}.norm_bias"], spec.norm_eps)
+
+    def asks(self, x: Tensor, query_latent: Tensor, angles: Rotation) -> IndexQuery:
+        """x: [rows, n, in], what the layer reads. query_latent: [rows, n, query_rank], normed."""
+        heads = self.query(query_latent).unflatten(-1, (self.spec.num_heads, -1))
+        weights = F.linear(x.to(self._weights.dtype), self._weights)
+        return IndexQuery(turned_first(heads, angles), weights, self.spec.top_k)
+
+    def write(self, x: Tensor, angles: Rotation, target: Tensor, slots: Tensor | None) -> None:
+        """Write the keys of x; see `write_index_keys`."""
+        write_index_keys(self.key(x), self._norm, angles, target, slots)
+
+
+def indexer_params(spec: IndexSpec, turned: int, name: str, stored: str, width: int, query_rank: int) -> list[Param]:
+    """Of an indexer whose heads begin with `turned` numbers that turn. width: of what the layer reads."""
+    first = (*range(0, turned, 2), *range(1, turned, 2)) if spec.interleaved else range(turned)
+    turn = partial(reorder_heads, order=(*first, *range(turned, spec.head_dim)))
+    heads, dim = spec.num_heads, spec.head_dim
+    weights = Source(f"{stored}.weights_proj.weight", (heads, width))
+    norm, bias = (vector(f"{name}.{ours}", Source(f"{stored}.k_norm.{theirs}", (dim,), turn)) for ours, theirs in _NORM)
+    return [
+        matrix(f"{name}.query", Source(f"{stored}.wq_b.weight", (heads * dim, query_rank), turn)),
+        matrix(f"{name}.key", Source(f"{stored}.wk.weight", (dim, width), turn)),
+        Param(f"{name}.weights", (heads, width), (weights,), "router", wide=True),
+        *(replace(each, wide=True) for each in (norm, bias)),
+    ]
+
+
+_NORM = (("norm", "weight"), ("norm_bias", "bias"))

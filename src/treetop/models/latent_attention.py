@@ -1,0 +1,136 @@
+"""Compressed attention (MLA): a token leaves one latent and a turned key, which all heads share.
+
+What would make a head's key of the latent is applied to the query instead, and what would make its value to what
+attention gives (absorbed): so attention reads one plane of `rank + turned` numbers for all heads, of which the first
+`rank` are the value. The products that absorb are the rows of one stored weight, `kv_b_proj`.
+Source: DeepSeek-V2, arXiv:2405.04434, section 2.1 and appendix B; names of tensors by `transformers`' deepseek_v2.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from treetop.attention.layer import Attend, Index, WriteKV
+from treetop.kernels.latent import LatentNorm
+from treetop.kernels.rope import head_order
+from treetop.kernels.table import Ops
+from treetop.models.config import AttentionSpec, LatentSpec
+from treetop.models.indexer import Indexer, indexer_params
+from treetop.models.layers import RMSNorm, Turn, norm_param, reorder_heads
+from treetop.models.params import Param, matrix
+from treetop.types.parallel import Summed
+from treetop.weights.format import Product, Source
+from treetop.weights.held import Weights
+
+
+class HeadsProduct:
+    """x [rows, n, heads, in] times a matrix of each head's own, [heads, in, out]. A `Product`."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight, self.numbers = weight, weight.numel()
+
+    def read_bytes(self, rows: int) -> int:
+        return self.numbers * self._weight.element_size()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Returns [rows, n, heads, out]."""
+        by_head = torch.bmm(x.flatten(0, 1).transpose(0, 1), self._weight)
+        out: Tensor = by_head.transpose(0, 1).unflatten(0, x.shape[:2])
+        return out
+
+
+class LatentAttention:
+    """Products, norms of latents, rotation and attention, called as `SelfAttention`.
+
+    name: of its parameters.
+    layer: its index among the model's.
+    """
+
+    def __init__(
+        self, spec: AttentionSpec, latent: LatentSpec, weights: Weights, name: str, layer: int, ops: Ops
+    ) -> None:
+        self.layer, self.scale, self._latent, self._ops = layer, spec.scale, latent, ops
+        self.down, self.query = weights.linear(f"{name}.down"), weights.linear(f"{name}.query")
+        self.output, up = weights.linear(f"{name}.output"), weights[f"{name}.up"]
+        by_head = up.view(-1, latent.still_dim + latent.value_dim, latent.rank)
+        self.to_key = HeadsProduct(by_head[:, : latent.still_dim])
+        self.to_value = HeadsProduct(by_head[:, latent.still_dim :].transpose(1, 2))
+        self._heads = len(by_head)
+        self.products: list[Product] = [self.down, self.query, self.to_key, self.to_value, self.output]
+        self.norm = LatentNorm(weights[f"{name}.norm"], latent.norm_eps)
+        self.query_norm: RMSNorm | None = None
+        if latent.query_rank is not None:
+            self.query_norm = RMSNorm(weights[f"{name}.query_norm"], latent.norm_eps, ops)
+        self.indexer, self._shares = None, None if spec.index is None else spec.index.shares
+        if spec.index is not None and self._shares is None:
+            self.indexer = Indexer(spec.index, weights, f"{name}.indexer")
+            self.products += self.indexer.products
+
+    def __call__(self, x: Tensor, turn: Turn, attend: Attend) -> Summed:
+        """x: [rows, n, in]. Returns parts [parts, rows, n, hidden], of all ranks."""
+        down, first, still = self.down.parts(x), self._latent.query_rank or 0, self._latent.still_dim
+        of = x if self.query_norm is None else self.query_norm.of_parts(down[..., :first], x.dtype)[0]
+        q = self.query(of).unflatten(-1, (self._heads, -1))
+        write: WriteKV = partial(self._write, self.to_key(q[..., :still]), q[..., still:], down[..., first:], turn)
+        index: Index | None = self._shares
+        if self.indexer is not None:
+            index = self.indexer.asks(x, of, turn.angles)
+            write = partial(self._write_both, write, x, turn)
+        attended = attend(self.layer, write, self.scale, index=index)
+        return self._ops.parallel.share(self.output.parts(self.to_value(attended).flatten(2)))
+
+    def _write(
+        self, absorbed: Tensor, turned: Tensor, down: Tensor, turn: Turn, target: Tensor, slots: Tensor | None
+    ) -> Tensor:
+        """A `WriteKV`."""
+        q = self._ops.write_latent(absorbed, turned, down, turn.angles, target, slots, self.norm)
+        return q if turn.query_scale is None else q * turn.query_scale
+
+    def _write_both(self, latents: WriteKV, x: Tensor, turn: Turn, target: Tensor, slots: Tensor | None) -> Tensor:
+        """A `WriteKV`, of the indexer's keys too, which are a plane's last numbers."""
+        assert self.indexer is not None
+        plane, key = target.split([target.shape[-1] - self.indexer.spec.head_dim, self.indexer.spec.head_dim], dim=-1)
+        self.indexer.write(x, turn.angles, key, slots)
+        return latents(plane, slots)
+
+
+def latent_params(
+    spec: AttentionSpec, latent: LatentSpec, name: str, stored: str, width: int, hidden: int
+) -> list[Param]:
+    """Of attention whose input is `width` wide. stored: the prefix of its tensors.
+
+    Ranks have whole heads of all but what makes the latents, which each has.
+    """
+    turned, heads, rank, still = spec.rope.head_dim, spec.num_heads, latent.rank, latent.still_dim
+    order = head_order(spec.rope) or range(turned)
+    head, both = still + turned, still + latent.value_dim
+    turn_head = partial(reorder_heads, order=(*range(still), *(still + i for i in order)))
+    turn_plane = partial(reorder_heads, order=(*range(rank), *(rank + i for i in order)))
+    plane = Source(f"{stored}.kv_a_proj_with_mqa.weight", (rank + turned, width), turn_plane)
+    if latent.query_rank is None:
+        down, of_query, norms = [plane], Source(f"{stored}.q_proj.weight", (heads * head, width)), []
+    else:
+        down = [Source(f"{stored}.q_a_proj.weight", (latent.query_rank, width)), plane]
+        of_query = Source(f"{stored}.q_b_proj.weight", (heads * head, latent.query_rank))
+        norms = [norm_param(f"{name}.query_norm", f"{stored}.q_a_layernorm.weight", latent.query_rank)]
+    indexer = []
+    if spec.index is not None and spec.index.shares is None:
+        assert latent.query_rank is not None
+        indexer = indexer_params(spec.index, turned, f"{name}.indexer", f"{stored}.indexer", width, latent.query_rank)
+    query = replace(of_query, transform=turn_head, unit=head)
+    up = Source(f"{stored}.kv_b_proj.weight", (heads * both, rank), unit=both)
+    return [
+        matrix(f"{name}.down", *down),
+        matrix(f"{name}.query", query, shard=0),
+        Param(f"{name}.up", (heads * both, rank), (up,), "heads", 0),
+        matrix(
+            f"{name}.output",
+            Source(f"{stored}.o_proj.weight", (hidden, heads * latent.value_dim), unit=latent.value_dim),
+            shard=1,
+        ),
+        norm_param(f"{name}.norm", f"{stored}.kv_a_layernorm.weight", rank),
+        *norms,
+        *indexer,
+    ]

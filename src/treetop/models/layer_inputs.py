@@ -1,0 +1,93 @@
+"""What a layer adds behind its feed-forward: something of the token itself, and a number that scales what it leaves.
+
+    inputs = (norm(x @ P / sqrt(hidden)) + table[token] * sqrt(width)) / sqrt(2)    once, of all layers, x the embedding
+    x = x + norm(activation(x @ gate) * inputs[layer] @ back)                       behind each layer
+    x = x * scalar
+
+Source: Gemma 4 and 3n, `transformers`' gemma4. The table is as large as the model, and looked up alone.
+"""
+
+import torch
+from torch import Tensor
+
+from treetop.kernels.fused import rms_norm
+from treetop.kernels.gate import activated_reference
+from treetop.kernels.table import Ops
+from treetop.models.config import LayerInputs, ModelConfig
+from treetop.models.embedding import lookup
+from treetop.models.layers import RMSNorm, norm_param
+from treetop.models.params import Param, matrix, of_vocab, vector
+from treetop.weights.format import Product, Source
+from treetop.weights.held import Weights
+
+
+class TokenInputs:
+    """What all layers add of a token, before their gates."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, dtype: torch.dtype, ops: Ops) -> None:
+        assert config.layer_inputs is not None
+        self._width, self._hidden, self._eps = config.layer_inputs.width, config.hidden_size, config.norm_eps
+        self._lookup = lookup(weights["layer_inputs.table"], ops.parallel)
+        self._projection, self._norm = weights.linear("layer_inputs.projection"), weights["layer_inputs.norm"]
+        self._scale = float(torch.tensor(self._width**0.5, dtype=dtype))
+        self.products: list[Product] = [self._projection]
+
+    def __call__(self, tokens: Tensor, x: Tensor) -> Tensor:
+        """tokens: [rows, n]. x: [rows, n, hidden], their embeddings. Returns [rows, n, layers, width]."""
+        of_text = (self._projection(x) * self._hidden**-0.5).unflatten(-1, (-1, self._width))
+        of_token = (self._lookup(tokens) * self._scale).unflatten(-1, (-1, self._width))
+        inputs: Tensor = (rms_norm(of_text, self._norm, self._eps) + of_token) * 2.0**-0.5
+        return inputs
+
+
+class LayerEnding:
+    """What comes behind a layer, see the module."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, index: int, ops: Ops) -> None:
+        name, self._index, self._inputs = f"layers.{index}.ending", index, config.layer_inputs
+        self._scalar, self._functions = weights.pop(f"{name}.scalar"), ops.functions
+        self.products: list[Product] = []
+        if self._inputs is not None:
+            self._gate, self._back = weights.linear(f"{name}.gate"), weights.linear(f"{name}.back")
+            self._norm = RMSNorm(weights[f"{name}.norm"], config.norm_eps, ops)
+            self.products += [self._gate, self._back]
+
+    def __call__(self, x: Tensor, inputs: Tensor | None) -> Tensor:
+        """x: [rows, n, hidden], what the layer leaves. inputs: of `TokenInputs`."""
+        if self._inputs is not None:
+            assert inputs is not None
+            gate = activated_reference(self._gate(x), self._inputs.gate, self._functions)
+            x = x + self._norm(self._back(gate * inputs[:, :, self._index]))
+        return x if self._scalar is None else x * self._scalar
+
+
+def layer_ending(config: ModelConfig, weights: Weights, index: int, ops: Ops) -> LayerEnding | None:
+    """None if nothing comes behind the layer."""
+    if config.layer_inputs is None and not config.layers[index].scaled:
+        return None
+    return LayerEnding(config, weights, index, ops)
+
+
+def token_input_params(config: ModelConfig, inputs: LayerInputs) -> list[Param]:
+    wide, hidden = len(config.layers) * inputs.width, config.hidden_size
+    return [
+        of_vocab("layer_inputs.table", "model.embed_tokens_per_layer.weight", inputs.vocab_size, wide, "table"),
+        matrix("layer_inputs.projection", Source("model.per_layer_model_projection.weight", (wide, hidden))),
+        norm_param("layer_inputs.norm", "model.per_layer_projection_norm.weight", inputs.width),
+    ]
+
+
+def ending_params(config: ModelConfig, name: str, stored: str, scaled: bool) -> list[Param]:
+    """Of a layer. stored: the prefix of its tensors."""
+    params, inputs, hidden = [], config.layer_inputs, config.hidden_size
+    if inputs is not None:
+        gate = Source(f"{stored}.per_layer_input_gate.weight", (inputs.width, hidden))
+        back = Source(f"{stored}.per_layer_projection.weight", (hidden, inputs.width))
+        params += [
+            matrix(f"{name}.ending.gate", gate),
+            matrix(f"{name}.ending.back", back),
+            norm_param(f"{name}.ending.norm", f"{stored}.post_per_layer_input_norm.weight", hidden),
+        ]
+    if scaled:
+        params.append(vector(f"{name}.ending.scalar", Source(f"{stored}.layer_scalar", (1,))))
+    return params

@@ -1,0 +1,160 @@
+"""How much of the time prompts may take while others decode: learned from what steps have cost.
+
+    round | prefill step        | round | prefill step        | round
+    ------+---------------------+-------+---------------------+-------
+          |<---- a gap between two tokens of a stream  ---->|
+
+Nothing here has a clock: seconds come as arguments, so that a simulation decides as a server does.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from math import ceil, log
+from statistics import median
+from typing import NamedTuple
+
+from treetop.types.layout import Layout, PrefillPace
+from treetop.types.messages import PrefillPlan, RoundPlan, StepPlan
+
+_REMEMBERED = 64
+"""Steps of a kind that costs are learned from: what they cost changes with what they attend to."""
+_MOST_SHARE = 0.8
+"""Of the time that prompts may take while others decode. A server of an 8B model whose clients send 1,024 tokens and
+get 128 needs as much at 128 clients; less would leave rows empty (`benchmarks/simulated_load.py`)."""
+_SHARE_OF_A_ROUND = 0.5
+"""What a prefill step may take of the time of a round, where rounds alone come near the target for gaps."""
+
+
+class _Class(NamedTuple):
+    """Medians of the steps whose sizes lie within a factor of two."""
+
+    size: float
+    seconds: float
+
+
+class CostCurve:
+    """Seconds of steps of one kind by their size: tokens of work, or rows.
+
+    A smaller step takes no longer, and a larger one no more than in proportion. So each class of sizes that was
+    measured bounds the cost of every size, and the least bound counts: a step that was late, as those are for which
+    something is compiled, counts for nothing once another was not.
+    """
+
+    def __init__(self) -> None:
+        self._measured: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
+        self._classes: tuple[_Class, ...] = ()
+
+    def note(self, size: int, seconds: float) -> None:
+        """A step of `size` >= 1 took so long."""
+        self._measured.append((size, max(seconds, 1e-9)))
+        by_class: dict[int, list[tuple[int, float]]] = {}
+        for each in self._measured:
+            by_class.setdefault((each[0] - 1).bit_length(), []).append(each)
+        self._classes = tuple(_medians(steps) for steps in by_class.values())
+
+    def seconds(self, size: float) -> float:
+        """What a step of this size takes; 0 if nothing is known."""
+        return min((each.seconds * max(size / each.size, 1.0) for each in self._classes), default=0.0)
+
+    def size_within(self, seconds: float) -> float | None:
+        """The largest step that takes no longer; None if nothing is known of one that takes no longer."""
+        able = [each.size * seconds / each.seconds for each in self._classes if each.seconds <= seconds]
+        return max(able) if able else None
+
+    def lost_s(self, size: float) -> float:
+        """What a step of this size takes beyond its share of the best that was measured, by the class next to it."""
+        if not self._classes:
+            return 0.0
+        nearest = min(self._classes, key=lambda each: abs(log(size / each.size)))
+        best = min(each.seconds / each.size for each in self._classes)
+        return size * (nearest.seconds / nearest.size - best)
+
+
+def _medians(steps: Sequence[tuple[int, float]]) -> _Class:
+    sizes, seconds = zip(*steps, strict=True)
+    return _Class(median(sizes), median(seconds))
+
+
+class PrefillBudget:
+    """Tokens of a prefill step beside rounds, and whether it is worth its time yet.
+
+    Work is counted in tokens, padding included, that attend to nothing before their chunk: one behind s tokens is
+    1 + s / `attended` of these.
+    """
+
+    def __init__(
+        self, layout: Layout, pace: PrefillPace, target_gap_s: float | None, tokens: int | None = None
+    ) -> None:
+        """target_gap_s: between two tokens of a stream, 0 for no bound, None for steps of a size that is not learned.
+        tokens: of every step beside rounds, instead of either.
+        """
+        self._layout, self._pace, self._target_gap_s, self._tokens = layout, pace, target_gap_s, tokens
+        self.prefills, self.rounds = CostCurve(), CostCurve()
+        self._late_s = 0.0  # of the last round, whose end was seen that late
+
+    def note(self, plan: StepPlan, seconds: float, before_prefill: bool) -> None:
+        """A step took so long, as the host saw it. before_prefill: a prefill step was launched behind it meanwhile.
+
+        Launching one takes the host longer than a round takes the device. So the end of a round before it is seen late,
+        and only both together are a measure.
+        """
+        if isinstance(plan, RoundPlan):
+            rows = self._layout.bucket_for(len(plan.rows))
+            if before_prefill:
+                self._late_s = max(seconds - self.rounds.seconds(rows), 0.0)
+            else:
+                self.rounds.note(rows, seconds)
+        elif isinstance(plan, PrefillPlan):
+            self.prefills.note(self._work_of(plan), seconds + self._late_s)
+            self._late_s = 0.0
+
+    def _work_of(self, plan: PrefillPlan) -> int:
+        tokens = self._layout.bucket_for(len(plan.chunks)) * max(len(chunk.token_ids) for chunk in plan.chunks)
+        start, attended = max(chunk.start for chunk in plan.chunks), self._pace.attended
+        return tokens if attended is None else tokens + tokens * start // attended
+
+    def tokens(self, rows: int, start: int) -> int:
+        """Most of a step whose deepest chunk has `start` tokens before it, while `rows` rows decode."""
+        layout, attended = self._layout, self._pace.attended
+        most = self._most_work(rows)
+        if attended is None or not rows:
+            return most
+        return max(most * attended // (attended + start), min(most, layout.page_size))
+
+    def _most_work(self, rows: int) -> int:
+        """Of a step before a round of `rows` rows; 0 rows: nobody waits for it.
+
+        Step and round take the target together. But a step may take a share of its round, and as much as costs little
+        more than nothing at all, or prompts would never end where rounds are slow.
+        """
+        chunk = self._layout.chunk
+        if self._tokens is not None and rows:
+            return min(self._tokens, chunk)
+        if not rows or self._target_gap_s == 0:
+            return chunk
+        if self._target_gap_s is None:
+            return min(max(rows * self._layout.verify_tail, self._pace.usual), chunk)
+        round_s = self.rounds.seconds(self._layout.bucket_for(rows))
+        within = self.prefills.size_within(max(self._target_gap_s - round_s, _SHARE_OF_A_ROUND * round_s))
+        return min(max(int(within or 0), self._pace.minimum), chunk)
+
+    def rounds_after(self, plan: PrefillPlan, rows: int) -> int:
+        """Rounds of `rows` rows that are due before the next prefill step: 1, or what gives them their share."""
+        round_s = self.rounds.seconds(self._layout.bucket_for(rows))
+        if self._tokens is not None or not self._target_gap_s or not round_s:
+            return 1
+        return max(ceil(self.prefills.seconds(self._work_of(plan)) * (1 / _MOST_SHARE - 1) / round_s), 1)
+
+    def may_wait(self, rows: int, work: int, waited_s: float, longest_s: float) -> bool:
+        """Whether `work` that waits had better wait for more, while `rows` rows decode.
+
+        waited_s: seconds since the last prefill step, of all requests that wait, added up. longest_s: of the first.
+        A small step costs more than its share, and all rows wait for that. Requests wait for each other until they have
+        waited as long together: no order of steps known beforehand would take half as long for all of them. It is how
+        long to delay an acknowledgement (Dooly, Goldman, Scott, "TCP dynamic acknowledgment delay", STOC 1998).
+        """
+        if self._tokens is not None or self._target_gap_s is None or work >= self._most_work(rows):
+            return False
+        if self._target_gap_s and longest_s >= self._target_gap_s:
+            return False
+        return waited_s < rows * self.prefills.lost_s(work)

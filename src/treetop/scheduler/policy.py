@@ -1,0 +1,197 @@
+"""Which shape a round has: always the same, or the one that pays at this load.
+
+    tokens a second of a shape = rows x expected tokens a row / seconds of its round
+
+Expected tokens come from `acceptance`, seconds from the table that the engine measured at its start, corrected by what
+rounds take. All of it is known a round late. Nothing here has a clock, and nothing that it chooses changes a token.
+
+A shape that does not pay costs time that nobody gives back. So there is a credit, in plain rounds: a round that
+speculates pays in advance what it would lose if nothing were accepted, and gets back what was. Each round adds a
+little. What all rounds of a window may lose is so bounded, whatever is accepted (`CREDIT`, `INTEREST`).
+"""
+
+from collections.abc import Callable, Sequence
+from math import exp, log
+from typing import Protocol
+
+from treetop.scheduler.acceptance import AcceptanceEstimate
+from treetop.types.costs import CostTable
+from treetop.types.layout import PLAIN, Layout, SpecShape
+from treetop.types.messages import RoundPlan, StepPlan, StepResult
+
+ChooseShape = Callable[[Sequence[int], int], SpecShape]
+"""The shape of a round that is about to be planned, of the tokens that each of its rows is known to have, and how many
+of the rows may accept drafts."""
+
+CREDIT, FIRST_CREDIT, _FIRST = 3.0, 8.0, 50
+"""Plain rounds that speculation may lose beyond what it gains, at most; of an engine that knows nothing yet, until so
+many rounds have told it something."""
+INTEREST, LEAST_INTEREST = 0.012, 0.004
+"""Plain rounds that each round adds to the credit, less what plain rounds lose by catching up, and at least: without
+any a policy that was unlucky once would never try again."""
+_MARGIN = 1.03
+"""Times the rate of the shape that runs: what another must reach."""
+_HOPE = 1.0
+"""Standard deviations by which a shape's chances may be better than thought when it is considered for a trial."""
+_EVERY, _ANYHOW = 8, 256
+"""Rounds between two thoughts of a trial, and between two trials of the second best, which may be mismeasured."""
+_CURIOSITY, _MOST_CURIOUS = 0.008, 0.5
+"""Of the time, what trials may cost by what is thought of their shapes; rounds that are saved up for one."""
+_FOLLOWS, _OWN_FOLLOWS, _SETTLED = 0.1, 0.2, 6
+"""The part of what is off by which the factor of all shapes moves, and of two where one follows the other after so many
+rounds."""
+_MOST_OFF, _MOST_OWN_OFF = log(3.0), 0.3
+"""Logarithms of what one round may be off by, of all shapes and of two."""
+
+
+class ShapePolicy(Protocol):
+    """Chooses each round's shape for the batch as it stands, and learns from what rounds gave."""
+
+    def choose(self, lengths: Sequence[int], num_speculating: int) -> SpecShape:
+        """See `ChooseShape`."""
+        ...
+
+    def note(self, plan: StepPlan, result: StepResult, seconds: float | None) -> None:
+        """A step's result is here. seconds: what it took, as the host saw it; None if that says nothing."""
+        ...
+
+
+class FixedShape:
+    """A `ShapePolicy`: always the same."""
+
+    def __init__(self, shape: SpecShape) -> None:
+        self._shape = shape
+
+    def choose(self, lengths: Sequence[int], num_speculating: int) -> SpecShape:
+        return self._shape
+
+    def note(self, plan: StepPlan, result: StepResult, seconds: float | None) -> None:
+        """It learns nothing."""
+
+
+class RoundCosts:
+    """A cost table, corrected by measured rounds.
+
+    A machine that is busy is slow in all shapes, so every round moves a factor of them all. What one shape costs beside
+    another shows where rounds change from one to the other: only there their own factors move, against each other.
+    """
+
+    def __init__(self, table: CostTable) -> None:
+        self._table = table
+        self._all, self._own = 0.0, dict.fromkeys(table.shapes, 0.0)  # logarithms of factors
+        self._factor = dict.fromkeys(table.shapes, 1.0)
+        self._known: dict[tuple[int, SpecShape], tuple[float, float]] = {}
+        self._last, self._run = PLAIN, 0  # the shape of the last round, and how many before it had the same
+
+    def seconds(self, rows: int, shape: SpecShape, tokens: float) -> float:
+        """A round of `rows` rows with `tokens` tokens each."""
+        return self._measured(rows, shape, tokens) * self._factor[shape]
+
+    def catch_up_seconds(self, rows: int) -> float:
+        return self._table.catch_up_seconds(rows) * exp(self._all)
+
+    def note(self, rows: int, shape: SpecShape, tokens: float, seconds: float) -> None:
+        """A round took so long."""
+        off = log(max(seconds, 1e-9) / self.seconds(rows, shape, tokens))
+        off = min(max(off, -_MOST_OFF), _MOST_OFF)
+        if shape != self._last:
+            if self._run >= _SETTLED:
+                apart = min(max(off, -_MOST_OWN_OFF), _MOST_OWN_OFF)
+                for each, sign in ((shape, 1.0), (self._last, -1.0)):
+                    self._own[each] = min(max(self._own[each] + sign * _OWN_FOLLOWS * apart, -_MOST_OFF), _MOST_OFF)
+            self._last, self._run = shape, 0
+        self._run += 1
+        self._all += _FOLLOWS * off
+        self._factor = {each: exp(self._all + own) for each, own in self._own.items()}
+
+    def _measured(self, rows: int, shape: SpecShape, tokens: float) -> float:
+        """By the table, whose lines are found once."""
+        place = rows, shape
+        if place not in self._known:
+            base = self._table.seconds(rows, shape, 0.0)
+            self._known[place] = base, self._table.seconds(rows, shape, 1.0) - base
+        base, more = self._known[place]
+        return base + more * tokens
+
+
+class AdaptiveShape:
+    """A `ShapePolicy`: the shape with the most tokens a second, plain rounds where none pays.
+
+    shape: which runs now, but for trials.
+    credit: plain rounds that may yet be lost.
+    """
+
+    def __init__(self, table: CostTable, layout: Layout) -> None:
+        self._costs, self._layout = RoundCosts(table), layout
+        self._trees = [shape for shape in table.shapes if shape != PLAIN]
+        self.acceptance = AcceptanceEstimate(self._trees)
+        self.shape, self.credit = PLAIN, FIRST_CREDIT
+        self._last, self._num_rounds, self._curiosity = PLAIN, 0, 0.0
+        self._share = 1.0  # of the rows, that may accept drafts
+
+    def choose(self, lengths: Sequence[int], num_speculating: int) -> SpecShape:
+        """See `ChooseShape`. The shape that runs, or another for a round that is to tell more of it."""
+        if not num_speculating:
+            self._last = PLAIN
+            return PLAIN
+        self._share = num_speculating / len(lengths)
+        rows, tokens = self._layout.bucket_for(len(lengths)), sum(lengths) / len(lengths)
+        seconds = {shape: self._costs.seconds(rows, shape, tokens) for shape in (PLAIN, *self._trees)}
+        rates = {shape: self._tokens(shape) / seconds[shape] for shape in self._trees}
+        behind = self._costs.catch_up_seconds(rows)
+        caught_up = behind / max(self._layout.max_deferred, 1)  # a plain round's share
+        rates[PLAIN] = 1.0 / (seconds[PLAIN] + caught_up)
+        best = max(rates, key=rates.__getitem__)
+        if rates[best] > _MARGIN * rates[self.shape] or rates[PLAIN] >= rates[self.shape]:
+            self.shape = best
+        wanted = self._trial(rates, seconds) or self.shape
+        self._add(max(INTEREST - caught_up / seconds[PLAIN], LEAST_INTEREST))
+        stakes = {shape: self._at_stake(shape, seconds, behind) for shape in rates}
+        if stakes[wanted] > self.credit:  # the best of those that can be paid, which plain rounds are
+            paid = [each for each in rates if stakes[each] <= self.credit and rates[each] >= rates[PLAIN]]
+            wanted = max(paid, key=rates.__getitem__)
+        self.credit -= stakes[wanted]
+        self._last = wanted
+        return wanted
+
+    def _add(self, rounds: float) -> None:
+        """To the credit, whose bound falls while the first rounds run."""
+        begun = min(self._num_rounds / _FIRST, 1.0)
+        self.credit = min(self.credit + rounds, FIRST_CREDIT + begun * (CREDIT - FIRST_CREDIT))
+
+    def _trial(self, rates: dict[SpecShape, float], seconds: dict[SpecShape, float]) -> SpecShape | None:
+        """The shape that may well be better than what runs, most of all; None if none may, or it is not its time."""
+        self._num_rounds += 1
+        if self._num_rounds % _EVERY:
+            return None
+        if self._num_rounds % _ANYHOW == 0:
+            return max((shape for shape in rates if shape != self.shape), key=rates.__getitem__)
+        self._curiosity = min(self._curiosity + _EVERY * _CURIOSITY, _MOST_CURIOUS)
+        hopes = {shape: self._tokens(shape, _HOPE) / seconds[shape] for shape in self._trees}
+        best, rate = max(hopes, key=hopes.__getitem__), rates[self.shape]
+        costs = seconds[best] * (1.0 - rates[best] / rate) / seconds[self.shape]
+        if best == self.shape or hopes[best] <= _MARGIN * rate or costs > self._curiosity:
+            return None
+        self._curiosity -= costs
+        return best
+
+    def _tokens(self, shape: SpecShape, deviations: float = 0.0) -> float:
+        """Expected tokens a row, of those that accept no draft one."""
+        return 1.0 + self._share * (self.acceptance.tokens(shape, deviations) - 1.0)
+
+    def _at_stake(self, shape: SpecShape, seconds: dict[SpecShape, float], behind: float) -> float:
+        """Plain rounds that a round loses if nothing is accepted, with what it has to catch up first."""
+        if shape == PLAIN:
+            return 0.0
+        return max((seconds[shape] + (behind if self._last == PLAIN else 0.0)) / seconds[PLAIN] - 1.0, 0.0)
+
+    def note(self, plan: StepPlan, result: StepResult, seconds: float | None) -> None:
+        """Learn what a round gave, and what it took."""
+        if not isinstance(plan, RoundPlan) or not result.rows:
+            return
+        withheld = {*plan.undrafted, *(mask.row for mask in plan.masks)}
+        lengths = [len(row.tokens) - 1 for row in result.rows if row.tokens and row.row not in withheld]
+        self.acceptance.note(plan.shape, lengths)
+        self._add(sum(lengths) / len(result.rows))
+        if seconds is not None and not plan.catches_up:
+            self._costs.note(self._layout.bucket_for(len(plan.rows)), plan.shape, plan.committed_bound, seconds)

@@ -1,0 +1,161 @@
+"""Tools of a chat: what they may be, and the structure that a forced call has."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from treetop.server.api.fields import Body
+from treetop.server.parsers.arguments import Tools
+from treetop.server.parsers.forced import listed_calls, named_call
+from treetop.server.parsers.strict import SPACING, Held, StrictTools
+from treetop.server.parsers.text_parser import Reader
+from treetop.types.constraint import StructuredOutput
+from treetop.types.errors import InputError, shown
+
+MAX_TOOLS = 1024
+_NAME = r"^[A-Za-z0-9_.:/-]{1,128}$"
+_DATA = ("const", "default", "enum", "example", "examples")
+"""Members of a schema that hold values and no schemas."""
+_NOTHING: dict[str, Any] = {"type": "object", "properties": {}}
+
+
+class Function(Body):
+    """A function that may be called. strict: calls that the model makes of its own will have its schema, too."""
+
+    name: str = Field(pattern=_NAME)
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="a JSON schema of the arguments, an object")
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool, in the shape of chats."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Body):
+    """A function by its name."""
+
+    name: str = Field(pattern=_NAME)
+
+
+class NamedTool(Body):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+ToolList = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+ToolChoice = Literal["auto", "none", "required"] | NamedTool
+
+
+class Calls:
+    """What a chat's request says of tools. Raises InputError for what does not fit together."""
+
+    def __init__(self, tools: Sequence[Tool], choice: ToolChoice | None, parallel: bool) -> None:
+        self._functions = {tool.function.name: tool.function for tool in tools}
+        if len(self._functions) < len(tools):
+            raise InputError("tools: two have one name")
+        self._parallel = parallel
+        self.named = choice.function.name if isinstance(choice, NamedTool) else None
+        self.required = choice == "required"
+        if self.forced and not tools:
+            raise InputError("tool_choice: there are no tools to choose from")
+        if self.named is not None and self.named not in self._functions:
+            raise InputError(f"tool_choice: there is no tool {shown(self.named)}")
+        self._shown = [] if choice == "none" else [*tools]
+
+    @property
+    def forced(self) -> bool:
+        return self.required or self.named is not None
+
+    @property
+    def most(self) -> int | None:
+        """Calls in one output; None for any number."""
+        return None if self._parallel else 1
+
+    @property
+    def for_template(self) -> list[dict[str, Any]]:
+        """The tools as templates expect them; none if none may be called."""
+        return [tool.model_dump(exclude_none=True) for tool in self._shown]
+
+    @property
+    def known(self) -> Tools:
+        return Tools({name: function.parameters for name, function in self._functions.items()})
+
+    @property
+    def structure(self) -> StructuredOutput | None:
+        """What a forced call is held to: the arguments of a named tool, or a list of calls, as vLLM has it."""
+        if self.named is not None:
+            return _schema(self._parameters(self.named))
+        if not self.required:
+            return None
+        kinds = [
+            {
+                "type": "object",
+                "properties": {
+                    "name": {"const": name},
+                    "parameters": _moved(self._parameters(name), f"#/items/anyOf/{i}/properties/parameters"),
+                },
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+            for i, name in enumerate(self._functions)
+        ]
+        listed: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": kinds}}
+        return _schema(listed if self._parallel else {**listed, "maxItems": 1})
+
+    @property
+    def are_strict(self) -> bool:
+        """Calls that are not forced are held to schemas all the same."""
+        return not self.forced and any(tool.function.strict for tool in self._shown)
+
+    def strict(self, held: Held | None, special: Mapping[str, int]) -> StructuredOutput:
+        """What an output is held to where `are_strict`. held: of the model's format. Raises InputError."""
+        if held is None:
+            raise InputError(
+                "tools: strict: calls in this model's format are held to no schema; leave strict out, or give"
+                " tool_choice required"
+            )
+        schemas = {name: self._parameters(name) if each.strict else None for name, each in self._functions.items()}
+        try:
+            return StructuredOutput("grammar", held(StrictTools(schemas, special, self._parallel)))
+        except RecursionError:
+            raise InputError("tools: too deep") from None
+        except InputError as error:
+            raise InputError(str(error).replace("structured_output", "tools", 1)) from None
+
+    @property
+    def reader(self) -> Reader | None:
+        """Of an output that is held to `structure`."""
+        if self.named is not None:
+            return named_call(self.named)
+        return listed_calls if self.required else None
+
+    def _parameters(self, name: str) -> dict[str, Any]:
+        return self._functions[name].parameters or _NOTHING
+
+
+def _schema(schema: dict[str, Any]) -> StructuredOutput:
+    try:
+        return StructuredOutput("json_schema", json.dumps({**SPACING, **schema}))
+    except (InputError, RecursionError) as error:
+        raise InputError(f"tools: {str(error).removeprefix('structured_output: ')}") from None
+
+
+def _moved(schema: Any, to: str) -> Any:
+    """A schema that stands elsewhere in a document: references into it follow."""
+    if isinstance(schema, list):
+        return [_moved(each, to) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: value if key in _DATA else _moved(value, to) for key, value in schema.items()}
+    target = schema.get("$ref")
+    if isinstance(target, str) and (target == "#" or target.startswith("#/")):
+        moved["$ref"] = to + target[1:]
+    return moved

@@ -1,0 +1,117 @@
+"""Arguments that a format writes as text between tags: their JSON follows from the tools' schemas."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from treetop.server.parsers.source import Markers, Source, Steps
+from treetop.server.parsers.writer import Writer
+
+_DEEP = 8
+"""Levels of a schema's alternatives that are looked at."""
+_KINDS: dict[type, str] = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    list: "array",
+    dict: "object",
+    type(None): "null",
+}
+_OF_PYTHON = {"True": "true", "False": "false", "None": "null"}
+
+
+class Tools:
+    """The tools of a request, as their schemas have them. Whatever a schema holds, there is an answer."""
+
+    def __init__(self, schemas: Mapping[str, Any]) -> None:
+        """schemas: of each tool's parameters, by its name."""
+        self._schemas = schemas
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._schemas)
+
+    def parameters(self, tool: str) -> list[str]:
+        """Names of its parameters, in their order."""
+        schema = self._schemas.get(tool)
+        properties = schema.get("properties") if isinstance(schema, dict) else None
+        return [*properties] if isinstance(properties, dict) else []
+
+    def admits(self, tool: str, parameter: str) -> frozenset[str]:
+        """JSON types that an argument may have; empty if nothing is said of it."""
+        schema = self._schemas.get(tool)
+        properties = schema.get("properties") if isinstance(schema, dict) else None
+        return _admitted(properties.get(parameter) if isinstance(properties, dict) else None, _DEEP)
+
+
+def _admitted(schema: Any, deep: int) -> frozenset[str]:
+    if not isinstance(schema, dict) or not deep:
+        return frozenset()
+    said = schema.get("type")
+    if isinstance(said, str):
+        return frozenset((said,))
+    if isinstance(said, list):
+        return frozenset(each for each in said if isinstance(each, str))
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(values, list):
+        return frozenset(_KINDS[type(value)] for value in values if type(value) in _KINDS)
+    branches = [_admitted(each, deep - 1) for name in ("anyOf", "oneOf") for each in _listed(schema.get(name))]
+    return frozenset().union(*branches) if all(branches) else frozenset()
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list) else ()
+
+
+class TaggedArguments:
+    """Writes the arguments of one call as an object, member by member."""
+
+    def __init__(self, source: Source, out: Writer, tools: Tools, tool: str) -> None:
+        self._source, self._out, self._tools, self._tool = source, out, tools, tool
+        self._any = False
+
+    def read(self, name: str, end: Markers, is_text: bool | None = None) -> Steps[bool]:
+        """Read the value of a parameter up to its end. Returns whether it has come to it.
+
+        is_text: whether it is a text, else JSON; None where the schema decides.
+        """
+        admits = self._tools.admits(self._tool, name)
+        if is_text is not None:
+            admits = frozenset({"string"}) if is_text else frozenset()
+        self._out.arguments((", " if self._any else "{") + json.dumps(name, ensure_ascii=False) + ": ")
+        self._any = True
+        if admits == {"string"}:
+            self._out.arguments('"')
+            done = (yield from self._source.until(end, lambda text: self._out.arguments(_escaped(text)))) is not None
+            self._out.arguments('"' if done else "")
+            return done
+        pieces = list[str]()
+        done = (yield from self._source.until(end, pieces.append)) is not None
+        if done:
+            self._out.arguments(as_json("".join(pieces), admits))
+        return done
+
+    def end(self) -> None:
+        self._out.arguments("}" if self._any else "{}")
+        self._out.end()
+
+
+def as_json(text: str, admits: frozenset[str]) -> str:
+    """The JSON of an argument that is written as text: a value of one of these types, else a string."""
+    said = _OF_PYTHON.get(text.strip(), text.strip())
+    try:
+        value = json.loads(said, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    kind = _KINDS[type(value)]
+    fits = not admits or kind in admits or (kind == "integer" and "number" in admits)
+    return said if fits or "string" not in admits else json.dumps(text, ensure_ascii=False)
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(name)
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]

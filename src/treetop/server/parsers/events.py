@@ -1,0 +1,55 @@
+"""What a parser finds in an output's text."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text for the reader."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text of what the model thinks before it answers."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """A tool call begins. index: of the output's calls, from 0 on."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """More of a call's arguments, a JSON object in text. Joined they are what the model wrote, if it is JSON."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnd:
+    """No more arguments of this call come. A call that the output's end cuts off may have none."""
+
+    index: int
+
+
+Event = Content | Reasoning | CallStart | Arguments | CallEnd
+
+
+class Parser(Protocol):
+    """Of one output. Joined events of a kind are the same however the text is cut into pieces."""
+
+    def push(self, text: str) -> list[Event]: ...
+
+    def finish(self) -> list[Event]:
+        """What waited for more text, which does not come."""
+        ...

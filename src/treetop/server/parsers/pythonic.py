@@ -1,0 +1,138 @@
+"""Calls as a list of Python's, of Llama 3.2 and Llama 4: an output that is such a list, perhaps between two marks.
+
+    <|python_start|>[f(a=1, b="x"), g()]<|python_end|>
+
+Any other output is content; so is a list that begins with no tool of the request. An argument without a name is that of
+the tool's parameter at its place. Source: the model card of meta-llama/Llama-3.2-3B-Instruct, and the parsers pythonic
+and llama4_pythonic in vLLM's documentation.
+"""
+
+import ast
+import json
+import re
+
+from treetop.server.parsers.arguments import Tools
+from treetop.server.parsers.source import END, Source, Steps, Take
+from treetop.server.parsers.writer import Writer
+from treetop.types.constraint import is_utf8
+
+START, STOP = WORDS = ("<|python_start|>", "<|python_end|>")
+_NAME_END, _KEY_END = re.compile(r"[^A-Za-z0-9_.:/-]"), re.compile(r"[^A-Za-z0-9_]")
+_BRACKET, _QUOTES = re.compile(r"[()\[\]{},'\"]"), {quote: re.compile(rf"[\\{quote}]") for quote in "'\""}
+
+
+def pythonic(source: Source, out: Writer, tools: Tools) -> Steps[None]:
+    source.keep()
+    yield from source.space()
+    yield from source.word(START)
+    yield from source.space()
+    more = bool((yield from source.word("[")))
+    while more:
+        yield from source.space()
+        pieces = list[str]()
+        if (yield from source.through(_NAME_END, pieces.append)) != "(":
+            break
+        name = "".join(pieces)[:-1]
+        if name not in tools.names:
+            break
+        source.kept()
+        out.start(name)
+        if not (yield from _Call(source, out, tools.parameters(name)).read()):
+            return
+        source.keep()
+        yield from source.space()
+        more = bool((yield from source.word(",")))
+        if not more and (yield from source.word("]")):
+            yield from source.space()
+            yield from source.word(STOP)
+            source.kept()
+            source.keep()
+    out.content(source.kept())
+    yield from source.until(END, out.content)
+
+
+class _Call:
+    """The arguments of one call."""
+
+    def __init__(self, source: Source, out: Writer, names: list[str]) -> None:
+        """names: of the tool's parameters, in their order."""
+        self._source, self._out, self._names = source, out, names
+        self._begun = ""
+
+    def read(self) -> Steps[bool]:
+        """Read up to the call's end. Returns whether it has come."""
+        source, out, place = self._source, self._out, 0
+        yield from source.space()
+        if (yield from source.word(")")):
+            out.end()
+            return True
+        while True:
+            yield from source.space()
+            name, value = (yield from self._key()), list[str]()
+            if not name:
+                name = self._names[place] if place < len(self._names) else str(place)
+                value.append(self._begun)
+            ended_by = yield from self._value(value.append)
+            if not ended_by:
+                return False
+            text = "".join(value)[:-1]
+            if text.strip() or ended_by == ",":  # but for a comma before the end
+                out.arguments(f"{', ' if place else '{'}{json.dumps(name, ensure_ascii=False)}: {json_of_python(text)}")
+                place += 1
+            if ended_by == ")":
+                out.arguments("}" if place else "{}")
+                out.end()
+                return True
+
+    def _key(self) -> Steps[str]:
+        """Read an argument's name; "" if it has none, and what has been read of its value is `_begun`."""
+        source, pieces = self._source, list[str]()
+        last = yield from source.through(_KEY_END, pieces.append)
+        name = "".join(pieces).removesuffix(last)
+        source.back(last)
+        spaces = yield from source.space()
+        if name and (yield from source.word("=")):
+            yield from source.space()
+            return name
+        self._begun = name + spaces
+        return ""
+
+    def _value(self, take: Take) -> Steps[str]:
+        """Read a value and the comma or bracket that ends it, which is returned; "" at the text's end."""
+        depth = 0
+        while last := (yield from self._source.through(_BRACKET, take)):
+            if last in _QUOTES:
+                if not (yield from self._string(last, take)):
+                    return ""
+            elif last in "([{":
+                depth += 1
+            elif not depth and last in ",)":
+                return last
+            elif last in ")]}":
+                depth = max(depth - 1, 0)
+        return ""
+
+    def _string(self, quote: str, take: Take) -> Steps[bool]:
+        """Read a text behind its first quote, and the last. Returns whether it has come."""
+        while (last := (yield from self._source.through(_QUOTES[quote], take))) == "\\":
+            yield from self._source.one(take)
+        return bool(last)
+
+
+def json_of_python(text: str) -> str:
+    """The JSON of a value of Python's, or of JSON; of what is neither, the JSON of the text."""
+    said = text.strip()
+    try:
+        return _written(ast.literal_eval(said))
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        pass
+    try:
+        return _written(json.loads(said))
+    except (ValueError, RecursionError):
+        return _written(said)
+
+
+def _written(value: object) -> str:
+    """JSON, with escapes where an escape of the value's stands for what UTF-8 cannot write."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return text if is_utf8(text) else json.dumps(value, allow_nan=False)

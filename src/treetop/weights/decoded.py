@@ -1,0 +1,196 @@
+"""Formats whose weights are decoded as they are loaded: what products are taken with is plain.
+
+A weight is (code - zero) * scale, in float32, and then rounded to the dtype in which models compute: once, unless its
+scales are of 32 bits. So it has the same bits in every product, of one row or of many, and what a library of the format
+decompresses has them too. Weights that stay packed (`weights.packed`) have these bits where they are decoded.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from treetop.kernels.coded import CodedWeight, Coding, decode
+from treetop.kernels.experts import Activation
+from treetop.kernels.gate import Gate
+from treetop.kernels.triton_guard import GpuTraits
+from treetop.types.errors import CheckpointError
+from treetop.weights.format import (
+    MAIN,
+    Biases,
+    ExpertProducts,
+    Fetch,
+    GatedLinear,
+    Held,
+    Holding,
+    Linear,
+    Parts,
+    ProductWeight,
+    Source,
+    Span,
+    Stored,
+)
+from treetop.weights.plain import FLOATS
+
+_PIECE = 2**22
+"""Numbers that are decoded together."""
+SCALES = ("F32", "BF16", "F16")
+"""Kinds of scales in floating point."""
+
+
+class Layout(Protocol):
+    """How a checkpoint holds a weight's codes and scales. A value, as a format is.
+
+    coding: what these mean in memory; None where they do not lie so that a product decodes them.
+    """
+
+    @property
+    def coding(self) -> Coding | None: ...
+
+    def stored(self, source: Source) -> dict[str, Stored]:
+        """As `WeightFormat.stored`."""
+
+    def unit(self, axis: int) -> int:
+        """As `WeightFormat.unit`."""
+
+    def coded(self, source: Source, span: Span | None, fetch: Fetch) -> CodedWeight:
+        """What is stored of a source, or a part of it, in the source's shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """A `WeightFormat` of a layout. name: of what is stored."""
+
+    name: str
+    layout: Layout
+
+    def stored(self, source: Source) -> dict[str, Stored]:
+        return {**self.layout.stored(source), **unread(source)}
+
+    def unit(self, axis: int) -> int:
+        return self.layout.unit(axis)
+
+    def held(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Held]:
+        return FLOATS.held(shape, dtype)
+
+    def read(self, source: Source, fetch: Fetch) -> Iterator[tuple[str, Tensor]]:
+        transform, span = source.transform, source.span
+        if transform is not None and not source.stacked:
+            rows = transform(self._decoded(source, None, fetch))
+            yield MAIN, rows if span is None else rows.narrow(span.axis, span.start, span.stop - span.start)
+            return
+        for piece in pieces(source, self.unit(0)):
+            rows = self._decoded(source, piece, fetch)
+            yield MAIN, rows if transform is None else transform(rows)
+
+    def _decoded(self, source: Source, span: Span | None, fetch: Fetch) -> Tensor:
+        return checked(source, self.layout.coded(source, span, fetch))
+
+    def fill_random(self, parts: Parts, generator: torch.Generator) -> None:
+        FLOATS.fill_random(parts, generator)
+
+    def copy_bytes(self, weight: ProductWeight, dtype: torch.dtype, gpu: GpuTraits | None) -> int:
+        return FLOATS.copy_bytes(weight, dtype, gpu)
+
+    def linear(self, parts: Parts, bias: Tensor | None, holding: Holding) -> Linear:
+        return FLOATS.linear(parts, bias, holding)
+
+    def gated(self, parts: Parts, bias: Tensor | None, kind: Gate, holding: Holding) -> GatedLinear:
+        return FLOATS.gated(parts, bias, kind, holding)
+
+    def experts(
+        self, gate_up: Parts, down: Parts, biases: Biases, activation: Activation, holding: Holding
+    ) -> ExpertProducts:
+        return FLOATS.experts(gate_up, down, biases, activation, holding)
+
+
+def checked(source: Source, weight: CodedWeight) -> Tensor:
+    """The numbers, float32. Raises CheckpointError for what is none."""
+    rows = decode(weight)
+    if not bool(rows.isfinite().all()):
+        raise CheckpointError(f"tensor {source.name}: its scales make weights NaN or infinite")
+    return rows
+
+
+def pieces(source: Source, unit: int) -> Iterator[Span]:
+    """Parts of a source, or of its span, that are decoded one by one. unit: of rows."""
+    span = source.span or Span(0, 0, source.shape[0])
+    if span.axis != 0:
+        yield span
+        return
+    each = max(1, _PIECE // prod(source.shape[1:]) // unit) * unit
+    for first in range(span.start, span.stop, each):
+        yield Span(0, first, min(first + each, span.stop))
+
+
+def unread(source: Source) -> dict[str, Stored]:
+    """Scales of activations and of K/V, which files may hold: activations keep 16 bits or more here, and so do K/V."""
+    module, layer, last = source.module, *source.module.rpartition(".")[::2]
+    names = [f"{module}.input_scale", f"{module}.input_global_scale"]
+    if last in ("k_proj", "v_proj", "qkv_proj"):
+        names += [f"{layer}.{each}_scale" for each in ("q", "k", "v")]
+        names += [f"{module}.{each}_scale" for each in ("k", "v", "output")]
+    return {name: Stored((), (), read=False) for name in names}
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Scales of blocks of numbers, by the last two axes of what is stored. rows, columns: of a block; 0 is all of them.
+
+    A block at an edge may have fewer.
+    """
+
+    rows: int
+    columns: int
+
+    def shape(self, of: tuple[int, ...]) -> tuple[int, ...]:
+        *experts, n, k = of
+        return (*experts, *(1 if each == 0 else -(-size // each) for size, each in ((n, self.rows), (k, self.columns))))
+
+    def stored(self, of: tuple[int, ...], kinds: tuple[str, ...]) -> Stored:
+        """The scales of what has this shape; axes of one may be left out at their end."""
+        shape = self.shape(of)
+        shorter = [shape[:end] for end in range(len(shape)) if set(shape[end:]) == {1}]
+        return Stored(shape, kinds, others=tuple(shorter))
+
+    def by_row(self, name: str, of: tuple[int, ...], span: Span | None, fetch: Fetch) -> Tensor:
+        """Scales [..., rows, groups] float32 of a span of what has shape `of`, of columns in whole groups."""
+        stored, lead = self.shape(of), len(of) - 2
+        first: Span | None = None
+        if span is not None and span.axis < lead:
+            first, stored = span, (span.stop - span.start, *stored[1:])
+        elif span is not None and span.axis == 0 and self.rows:
+            first = Span(0, span.start // self.rows, -(-span.stop // self.rows))
+            stored = (first.stop - first.start, *stored[1:])
+        scales = fetch(name, first).to(torch.float32).view(stored)
+        start, stop = (0, of[lead]) if span is None or span.axis != lead else (span.start, span.stop)
+        if self.rows == 0:
+            scales = scales.expand(*stored[:-2], stop - start, stored[-1])
+        else:
+            begun = 0 if first is None or lead else first.start * self.rows
+            spread = scales if self.rows == 1 else scales.repeat_interleave(self.rows, lead)
+            scales = spread.narrow(lead, start - begun, stop - start)
+        if span is None or span.axis != lead + 1:
+            return scales
+        groups = own_groups(span, self.columns)
+        return scales[..., groups.start : groups.stop]
+
+
+def own_groups(columns: Span, group: int) -> Span:
+    """The groups that columns are in; 0 numbers are whole rows."""
+    return Span(columns.axis, columns.start // group, -(-columns.stop // group)) if group else Span(columns.axis, 0, 1)
+
+
+def unpacked(words: Tensor) -> Tensor:
+    """Codes of 4 bits [..., 8 * n] of words [..., n] int32, the first lowest; of bytes [..., n] uint8 two each."""
+    shift = torch.arange(0, 8 * words.itemsize, 4, dtype=words.dtype, device=words.device)
+    return ((words[..., None] >> shift) & 0xF).flatten(-2)
+
+
+def relative_error(decoded: Tensor, weight: Tensor) -> Tensor:
+    """The norm of what rounding changed, as a share of a weight's."""
+    changed: Tensor = (decoded - weight).norm() / weight.norm().clamp(min=1e-30)
+    return changed

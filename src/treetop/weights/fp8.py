@@ -1,0 +1,113 @@
+"""FP8 (e4m3): a scale for a whole weight, for each of its rows, or for each block of numbers.
+
+Sources: `compressed-tensors` 0.20 (`float-quantized`, `naive-quantized`), `transformers` 5 `finegrained_fp8` (DeepSeek,
+Qwen3, MiniMax), vllm `quantization/fp8.py` and `quantization/modelopt.py`. Activations are not quantized, whatever a
+checkpoint says of them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treetop.kernels.coded import CodedWeight, Coding
+from treetop.types.errors import CheckpointError, shown
+from treetop.weights.decoded import SCALES, Decoded, Grid, relative_error
+from treetop.weights.format import Fetch, Source, Span, Stored
+from treetop.weights.plain import FLOATS
+from treetop.weights.rules import Named, Rule, kept_plain
+
+CODES = ("F8_E4M3",)
+WHOLE, BY_ROW = Grid(0, 0), Grid(1, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8:
+    """A tensor NAME of e4m3, and its scales NAME_scale, or what `end` says.
+
+    kinds: of scales.
+    apart: ModelOpt's scales of blocks have axes [rows, 1, columns, 1].
+    """
+
+    grid: Grid
+    end: str = "_scale"
+    kinds: tuple[str, ...] = SCALES
+    apart: bool = False
+
+    def stored(self, source: Source) -> dict[str, Stored]:
+        scales = self.grid.stored(source.shape, self.kinds)
+        if self.apart:
+            *experts, rows, columns = scales.shape
+            scales = Stored((*experts, rows, 1, columns, 1), self.kinds)
+        return {source.name: Stored(source.shape, CODES), f"{source.name}{self.end}": scales}
+
+    def unit(self, axis: int) -> int:
+        return self.grid.columns or 1 if axis == 1 else 1
+
+    @property
+    def coding(self) -> Coding:
+        return Coding("e4m3", self.grid.columns)
+
+    def coded(self, source: Source, span: Span | None, fetch: Fetch) -> CodedWeight:
+        scale = self.grid.by_row(f"{source.name}{self.end}", source.shape, span, fetch)
+        codes = fetch(source.name, span).view(torch.uint8)
+        return CodedWeight(self.coding, codes.shape[-1], codes, scale)
+
+
+def fp8(grid: Grid, end: str = "_scale", kinds: tuple[str, ...] = SCALES, apart: bool = False) -> Decoded:
+    """The format; arguments are those of `Fp8`."""
+    return Decoded("FP8", Fp8(grid, end, kinds, apart))
+
+
+BLOCK_KINDS = (*SCALES, "F8_E8M0")
+"""Of scales of blocks: of whole powers of two some are stored as such (`scale_fmt` ue8m0)."""
+
+
+def blocks_of(given: object, key: str, where: Path) -> Grid:
+    """Blocks [rows, columns] that a configuration names."""
+    sizes = given if isinstance(given, list) and len(given) == 2 else [0]
+    if not all(isinstance(each, int) and not isinstance(each, bool) and 0 < each <= _MAX_BLOCK for each in sizes):
+        raise CheckpointError(
+            f"{where}: quantization_config: {key} must be two sizes of 1 to {_MAX_BLOCK}, got {shown(given)}"
+        )
+    return Grid(sizes[0], sizes[1])
+
+
+_MAX_BLOCK = 2**20
+
+
+def read(config: Mapping[str, Any], where: Path) -> tuple[Rule | Named, ...]:
+    """`quant_method` fp8: blocks with `weight_block_size`, else one scale a weight.
+
+    The output matrix is plain, and so is what joins states and embeddings in an MTP layer.
+
+    Scales of blocks are called `weight_scale_inv`, though weights are multiplied by them too.
+    """
+    if (kind := config.get("fmt", "e4m3")) not in ("e4m3", "float8_e4m3fn"):
+        raise CheckpointError(f"{where}: quantization_config: fmt {shown(kind)} is not supported, only 'e4m3'")
+    blocks = config.get("weight_block_size")
+    if blocks is None:
+        format_ = fp8(WHOLE)
+    else:
+        format_ = fp8(blocks_of(blocks, "weight_block_size", where), "_scale_inv", BLOCK_KINDS)
+    plain = [
+        rule
+        for key in ("modules_to_not_convert", "ignored_layers")
+        for rule in kept_plain(config, key, where, ends=True)
+    ]
+    return (*plain, *(Rule(each, FLOATS) for each in ("*lm_head", "*.eh_proj")), Rule("*", format_))
+
+
+def rounded(weight: Tensor) -> dict[str, Tensor]:
+    """A weight [n, k] in e4m3 with a scale a row, by what follows its module's name, and the `error` of rounding.
+
+    Scales have the weight's dtype. The error is the share of its norm that changes.
+    """
+    wide, largest = weight.to(torch.float32), torch.finfo(torch.float8_e4m3fn).max
+    scales = (wide.abs().amax(1, keepdim=True) / largest).to(weight.dtype)
+    step = scales.to(torch.float32)
+    codes = (wide / torch.where(step == 0, 1, step)).clamp(-largest, largest).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale": scales, "error": relative_error(codes.to(torch.float32) * step, wide)}

@@ -1,0 +1,249 @@
+"""Formats whose weights stay packed in memory: products decode them, each time to the bits that decoding once gives.
+
+Codes lie as a checkpoint has them, by row, with a scale for each row and group (`kernels.coded`): so ranks cut rows and
+groups, and what moves rows moves codes and scales alike. On a GPU a product of few rows is a kernel that decodes in
+registers. Everywhere else a block of rows is decoded into memory that the next block uses again, and the library's
+product is taken with it: what is read and written beside the weight is more than a decoded one's, and what is held is
+the packed bytes and one block.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from math import lcm, prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, get_num_threads
+
+from treetop.kernels.coded import (
+    MAX_ROWS,
+    MIDDLE,
+    CodedWeight,
+    Coding,
+    choose_coded,
+    coded_gated,
+    coded_rows,
+    decode,
+)
+from treetop.kernels.exact import LIBRARY, linear_by_rows
+from treetop.kernels.experts import Activation, Experts
+from treetop.kernels.fused import gate_mul, gate_mul_reference, joined
+from treetop.kernels.gate import Gate
+from treetop.kernels.table import OpContext, Ops
+from treetop.kernels.triton_guard import GpuTraits
+from treetop.types.errors import CheckpointError
+from treetop.weights.decoded import Decoded, Layout, checked, own_groups, pieces, unread
+from treetop.weights.format import (
+    MAIN,
+    Biases,
+    ExpertProducts,
+    Fetch,
+    GatedLinear,
+    Held,
+    Holding,
+    Linear,
+    Parts,
+    ProductWeight,
+    Source,
+    Span,
+    Stored,
+    WeightFormat,
+)
+from treetop.weights.linear import functions_by_rows
+
+SCALE, FACTOR, ZERO = "scale", "factor", "zero"
+_BLOCK = 2**20
+"""Numbers that are decoded together for a product."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A `WeightFormat` of a layout whose codes have a coding. name: of what is stored."""
+
+    name: str
+    layout: Layout
+
+    @property
+    def coding(self) -> Coding:
+        assert self.layout.coding is not None
+        return self.layout.coding
+
+    def stored(self, source: Source) -> dict[str, Stored]:
+        columns = source.shape[-1]
+        if columns % self.coding.in_byte:
+            raise CheckpointError(
+                f"tensor {source.name}: rows of {columns} numbers are not whole bytes of two: use --dequantize-weights"
+            )
+        return {**self.layout.stored(source), **unread(source)}
+
+    def unit(self, axis: int) -> int:
+        unit = self.layout.unit(axis)
+        return lcm(unit, self.coding.group or 1, self.coding.in_byte) if axis == 1 else unit
+
+    def held(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Held]:
+        rows, coding = shape[:-1], self.coding
+        groups = (*rows, coding.groups_of(shape[-1]))
+        parts = {
+            MAIN: Held((*rows, coding.bytes_of(shape[-1])), torch.uint8),
+            SCALE: Held(groups, torch.float32 if coding.scales == "float32" else torch.uint8),
+        }
+        if coding.scales in ("times", "over"):
+            parts[FACTOR] = Held((*rows, 1), torch.float32)
+        if coding.zeros:
+            parts[ZERO] = Held(groups, torch.uint8)
+        return parts
+
+    def read(self, source: Source, fetch: Fetch) -> Iterator[tuple[str, Tensor]]:
+        transform, span = source.transform, source.span
+        if transform is None or source.stacked:
+            for piece in pieces(source, self.unit(0)):
+                for part, rows in self._parts(source, piece, fetch):
+                    yield part, rows if transform is None else transform(rows)
+            return
+        for part, rows in self._parts(source, None, fetch):
+            moved = transform(rows)
+            if span is not None and span.axis == 1:
+                own = self._own(part, span)
+                yield part, moved[:, own.start : own.stop]
+            else:
+                yield part, moved if span is None else moved[span.start : span.stop]
+
+    def _own(self, part: str, span: Span) -> Span:
+        """Of columns, what a part has of them."""
+        if part == MAIN:
+            return Span(1, span.start // self.coding.in_byte, -(-span.stop // self.coding.in_byte))
+        return Span(1, 0, 1) if part == FACTOR else own_groups(span, self.coding.group)
+
+    def _parts(self, source: Source, span: Span | None, fetch: Fetch) -> Iterator[tuple[str, Tensor]]:
+        weight = self.layout.coded(source, span, fetch)
+        checked(source, weight)
+        if weight.order is not None:
+            raise CheckpointError(
+                f"tensor {source.module}.g_idx: groups are out of order, though desc_act is off: use"
+                " --dequantize-weights"
+            )
+        found = {MAIN: weight.codes, SCALE: weight.scale, FACTOR: weight.factor, ZERO: weight.zero}
+        return ((part, each) for part, each in found.items() if each is not None)
+
+    def fill_random(self, parts: Parts, generator: torch.Generator) -> None:
+        coding = self.coding
+        mask = 0xFE if coding.numbers == "e4m3" else 0xFF  # no NaN
+        codes = parts[MAIN].random_(0, 256, generator=generator).bitwise_and_(mask)
+        if coding.zeros:
+            parts[ZERO].fill_(MIDDLE)
+        columns = codes.shape[-1] * coding.in_byte
+        every, one = (torch.arange(256) & mask).to(torch.uint8)[None], Coding(coding.numbers, 0)
+        size = decode(CodedWeight(one, every.shape[1] * one.in_byte, every, torch.ones(1, 1)))
+        scale = float((columns * size.square().mean()).rsqrt())
+        if coding.scales == "float32":
+            parts[SCALE].fill_(scale)
+        elif coding.scales == "e8m0":
+            parts[SCALE].fill_(127 + round(torch.tensor(scale).log2().item()))
+        else:
+            parts[SCALE].fill_(0x38)  # 1 in e4m3
+            parts[FACTOR].fill_(scale if coding.scales == "times" else 1 / scale)
+
+    def copy_bytes(self, weight: ProductWeight, dtype: torch.dtype, gpu: GpuTraits | None) -> int:
+        return 0
+
+    def linear(self, parts: Parts, bias: Tensor | None, holding: Holding) -> Linear:
+        return CodedLinear(self._weight(parts, holding.ops.context), bias, holding.ops)
+
+    def gated(self, parts: Parts, bias: Tensor | None, kind: Gate, holding: Holding) -> GatedLinear:
+        return CodedGated(self._weight(parts, holding.ops.context), bias, kind, holding.ops)
+
+    def experts(
+        self, gate_up: Parts, down: Parts, biases: Biases, activation: Activation, holding: Holding
+    ) -> ExpertProducts:
+        first, second = (self._weight(each, holding.ops.context) for each in (gate_up, down))
+        return partial(holding.ops.experts, experts=Experts(first, second, *biases, activation))
+
+    def _weight(self, parts: Parts, context: OpContext) -> CodedWeight:
+        """Raises CheckpointError for numbers that are too large for the dtype of products."""
+        columns = parts[MAIN].shape[-1] * self.coding.in_byte
+        weight = CodedWeight(self.coding, columns, parts[MAIN], parts[SCALE], parts.get(FACTOR), parts.get(ZERO))
+        if context.dtype == torch.float16 and parts[MAIN].device.type != "meta":
+            for block in _blocks(weight):
+                if not bool(decode(block).to(torch.float16).isfinite().all()):
+                    raise CheckpointError(f"weights in {self.name} are too large for float16; use --dtype bfloat16")
+        return weight
+
+
+def packed(format_: WeightFormat) -> WeightFormat:
+    """The format whose weights stay packed; the same one if there is none, or they do already."""
+    if isinstance(format_, Decoded) and format_.layout.coding is not None:
+        return Packed(format_.name, format_.layout)
+    return format_
+
+
+def _blocks(weight: CodedWeight) -> Iterator[CodedWeight]:
+    """Rows of axis 0 that are decoded together."""
+    rows = weight.shape[0]
+    each = max(1, _BLOCK // prod(weight.shape[1:]))
+    return (weight.rows(first, min(first + each, rows)) for first in range(0, rows, each))
+
+
+class CodedLinear:
+    """`Linear` over a packed weight [out, in]."""
+
+    def __init__(self, weight: CodedWeight, bias: Tensor | None, ops: Ops) -> None:
+        self._weight, self._bias, self._ops = weight, bias, ops
+        self._gpu = ops.gpu_for(Ops.coded_rows)
+        self.numbers = prod(weight.shape)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        parts = self._few(x)
+        return self._decoded(x) if parts is None else joined(parts).to(x.dtype)
+
+    def parts(self, x: Tensor) -> Tensor:
+        parts = self._few(x)
+        return self._decoded(x)[None] if parts is None else parts
+
+    def read_bytes(self, rows: int) -> int:
+        return self._weight.nbytes
+
+    def _few(self, x: Tensor) -> Tensor | None:
+        """By the kernel, [parts, ..., out]; None where that does not serve."""
+        rows = x.reshape(-1, x.shape[-1])
+        if self._gpu is None or len(rows) > MAX_ROWS:
+            return None
+        out, width = self._weight.shape
+        launch = choose_coded((out, width), False, self._gpu)
+        parts = coded_rows(rows.contiguous(), self._weight, self._bias, launch=launch, gpu=self._gpu)
+        return parts.view(len(parts), *x.shape[:-1], -1)
+
+    def _decoded(self, x: Tensor) -> Tensor:
+        """By the library, block by block."""
+        rows = x.reshape(-1, x.shape[-1])
+        product = linear_by_rows if self._ops.context.exact else F.linear
+        out, start = [], 0
+        for block in _blocks(self._weight):
+            bias = None if self._bias is None else self._bias[start : start + block.shape[0]]
+            out.append(product(rows, decode(block).to(x.dtype), bias))
+            start += block.shape[0]
+        whole = out[0] if len(out) == 1 else torch.cat(out, 1)
+        return whole.view(*x.shape[:-1], -1)
+
+
+class CodedGated:
+    """`GatedLinear` over a packed weight [2 * out, in], gates first."""
+
+    def __init__(self, weight: CodedWeight, bias: Tensor | None, kind: Gate, ops: Ops) -> None:
+        self._weight, self._bias, self._kind = weight, bias, kind
+        self._linear, self._gpu = CodedLinear(weight, bias, ops), ops.gpu_for(Ops.coded_gated)
+        self.numbers, self.read_bytes = self._linear.numbers, self._linear.read_bytes
+        exact = ops.context.exact
+        functions = functions_by_rows(kind, weight.shape[0], get_num_threads()) if exact else LIBRARY
+        self._gate = partial(gate_mul_reference, kind=kind, functions=functions)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._gpu is None:
+            return self._gate(self._linear(x))
+        rows = x.reshape(-1, x.shape[-1])
+        if len(rows) > MAX_ROWS:
+            return gate_mul(self._linear(x), self._kind, self._gpu)
+        out, width = self._weight.shape
+        launch = choose_coded((out, width), True, self._gpu)
+        gated = coded_gated(rows.contiguous(), self._weight, self._kind, self._bias, launch=launch, gpu=self._gpu)
+        return gated.view(*x.shape[:-1], -1)

@@ -1,0 +1,220 @@
+"""Exact attention is its arithmetic in order, to the bit, whatever lies beside a query."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from support.chains import attention_in_order
+from treetop.attention import exact_backend
+from treetop.attention.contract import TailKV
+from treetop.attention.exact_backend import ExactBackend
+from treetop.kernels.exact import adversarial
+from treetop.kernels.kv import PagedKV, PageTable, write_pages
+from treetop.kernels.metadata import AttentionMetadata
+from treetop.types.ids import FULL
+from treetop.types.phase import Phase
+
+PAGE, KV_HEADS, GROUP, DIM = 16, 2, 2, 16
+SCALE, COLUMNS = 0.29, 24
+
+pytestmark = pytest.mark.skipif(
+    exact_backend.problem(DIM, 1) is not None, reason="this library's products are not chains: `bits` is refused here"
+)
+
+
+@dataclass
+class World:
+    """Rows with committed K/V in pages, and a tree behind each. parent: [rows][t], -1 for the root."""
+
+    kv: PagedKV
+    table: torch.Tensor
+    tail: torch.Tensor
+    q: torch.Tensor
+    lengths: list[int]
+    parent: list[list[int]]
+
+    def metadata(self, window=None) -> AttentionMetadata:
+        rows, t = len(self.lengths), self.tail.shape[1]
+        depth, mask = torch.zeros(rows, t, dtype=torch.int64), torch.zeros(rows, t, t, dtype=torch.bool)
+        for row, parents in enumerate(self.parent):
+            for node, parent in enumerate(parents):
+                if parent >= 0:
+                    depth[row, node] = depth[row, parent] + 1
+                    mask[row, node] = mask[row, parent]
+                mask[row, node, node] = True
+        kv_len, at = torch.tensor(self.lengths), torch.arange(rows)
+        positions = kv_len[:, None] + depth
+        return AttentionMetadata(
+            Phase.VERIFY, PageTable(FULL, self.table), at, kv_len, max(self.lengths) + 3, PAGE, positions, window,
+            positions, mask,
+        )  # fmt: skip
+
+    def seen(self, row, node, kv_head, window):
+        """position -> (k, v) of what a node sees, gathered one by one."""
+        found, columns, at = {}, [], node
+        while at >= 0:
+            columns.insert(0, at)
+            at = self.parent[row][at]
+        length = self.lengths[row]
+        for position in range(length):
+            place = int(self.table[row, position // PAGE]) * PAGE + position % PAGE
+            found[position] = [self.kv.data[place, plane, kv_head].numpy() for plane in range(2)]
+        for depth, column in enumerate(columns):
+            found[length + depth] = [self.tail[row, column, plane, kv_head].numpy() for plane in range(2)]
+        last = length + len(columns) - 1
+        return {position: kv for position, kv in found.items() if window is None or last - position < window}
+
+
+def make(lengths, t, seed=0) -> World:
+    generator = torch.Generator().manual_seed(seed)
+    rows = len(lengths)
+    table = (1 + torch.randperm(rows * COLUMNS, generator=generator)).view(rows, COLUMNS).to(torch.int32)
+    data = adversarial(((rows * COLUMNS + 1) * PAGE, 2, KV_HEADS, DIM), generator)
+    data[0] = 0
+    tail = adversarial((rows, t, 2, KV_HEADS, DIM), generator)
+    q = adversarial((rows, t, KV_HEADS * GROUP, DIM), generator) * 0.01
+    draws = torch.rand((rows, t), generator=generator).tolist()
+    parent = [[-1, *(int(draws[row][i] * i) for i in range(1, t))] for row in range(rows)]
+    return World(PagedKV(data), table, tail, q, lengths, parent)
+
+
+def answer(world, window=None, sinks=None):
+    backend, metadata = ExactBackend(torch.float32, torch.device("cpu")), world.metadata(window)
+    plan = backend.plan(backend.begin(metadata), metadata)
+    return backend.prefix_tail(world.q, world.kv, plan, TailKV(world.tail), SCALE, sinks)
+
+
+def expected(world, row, node, head, window=None, sinks=None):
+    sink = None if sinks is None else float(sinks[head])
+    q = world.q[row, node, head].numpy()
+    return torch.from_numpy(attention_in_order(q, world.seen(row, node, head // GROUP, window), SCALE, sink))
+
+
+CASES = [([0, 5, 127, 125, 300], None, False), ([126, 128, 40], 19, True), ([255, 251], None, True), ([3], None, False)]
+
+
+@pytest.mark.parametrize(("lengths", "window", "with_sinks"), CASES)
+def test_every_bit_is_that_of_the_sums_in_order(lengths, window, with_sinks):
+    """Numbers of widely different size; trees within a block, across its end, and before any key."""
+    world = make(lengths, 9)
+    sinks = torch.linspace(-2, 30, KV_HEADS * GROUP) if with_sinks else None
+    got = answer(world, window, sinks)
+    for row in range(len(lengths)):
+        for node in (0, 4, 8):
+            for head in (0, KV_HEADS * GROUP - 1):
+                want = expected(world, row, node, head, window, sinks)
+                assert torch.equal(got[row, node, head], want), (row, node, head)
+
+
+def ties(kv, tail, q):
+    """All scores of a query are equal."""
+    kv[:, 0], tail[:, :, 0] = 0.5, 0.5
+
+
+def zeros(kv, tail, q):
+    """Queries and values of zeros, of either sign."""
+    q[:, ::2], q[:, 1::2] = 0.0, -0.0
+    kv[::2, 1], tail[:, ::3, 1] = -0.0, 0.0
+
+
+def huge_and_tiny(kv, tail, q):
+    """Values near the largest number and below the least normal one, that cancel or vanish beside others."""
+    kv[::3, 1] *= 1e31 / 2**14
+    kv[1::3, 1] *= 1e-40
+    tail[:, ::2, 1] *= -1e31 / 2**14
+    q *= 20.0  # most weights are 0, some below the least normal number
+
+
+@pytest.mark.parametrize("change", [ties, zeros, huge_and_tiny])
+def test_every_bit_is_that_of_the_sums_in_order_on_hostile_numbers(change):
+    """What no query sees may even be infinite: a page that is nobody's, a position behind the row's end."""
+    world = make([5, 126, 150], 5, seed=8)
+    change(world.kv.data[1:], world.tail, world.q)
+    for row, length in enumerate(world.lengths):
+        for position in range(length, COLUMNS * PAGE):
+            world.kv.data[int(world.table[row, position // PAGE]) * PAGE + position % PAGE] = float("inf")
+    got = answer(world)
+    assert got.isfinite().all()
+    for row, node, head in ((row, node, head) for row in range(3) for node in (0, 4) for head in (0, 3)):
+        want = expected(world, row, node, head)
+        assert torch.equal(got[row, node, head].view(torch.int32), want.view(torch.int32)), (row, node, head)
+
+
+@pytest.mark.parametrize("t", [1, 6, 60])
+def test_a_node_has_the_bits_of_a_prefill_of_its_path(t):
+    """In any chunk, and whatever rows stand beside it."""
+    world = make([125, 7, 200], t, seed=3)
+    got = answer(world)
+    for row, length in enumerate(world.lengths):
+        path, at = [], t - 1
+        while at >= 0:
+            path.insert(0, at)
+            at = world.parent[row][at]
+        positions = torch.arange(length, length + len(path))[None]
+        table, data = world.table[row : row + 1], world.kv.data.clone()
+        slots = table[0, positions // PAGE].to(torch.int64) * PAGE + positions % PAGE
+        write_pages(PagedKV(data), slots, world.tail[row, path][None])
+        for start in (0, len(path) - 1):
+            chunk = positions[:, start:]
+            end = torch.tensor([length + len(path)])
+            metadata = AttentionMetadata(
+                Phase.PREFILL, PageTable(FULL, table), torch.zeros(1, dtype=torch.int64), end, int(end), PAGE, chunk
+            )
+            backend = ExactBackend(torch.float32, torch.device("cpu"))
+            plan = backend.plan(backend.begin(metadata), metadata)
+            out = backend.causal(world.q[row, path][None, start:], PagedKV(data), plan, SCALE)
+            assert torch.equal(out[0], got[row, path[start:]])
+
+
+def test_slices_of_a_prefill_are_one_prefill(monkeypatch):
+    """Queries are cut so that scores stay small."""
+    world = make([40, 130], 12, seed=5)
+    whole = answer(world)
+    monkeypatch.setattr(exact_backend, "_SCORES", 4000)
+    assert torch.equal(answer(world), whole)
+
+
+def by_length(weights, v, whole, later=None):
+    """A mutant: the keys in two halves, whose border moves with the row's length."""
+    half = weights.shape[2] // 2
+    first, second = torch.bmm(weights[:, :, :half], v[:, :half]), torch.bmm(weights[:, :, half:], v[:, half:])
+    total = first + second
+    return total if later is None else total + torch.bmm(later, v[:, -later.shape[2] :])
+
+
+def test_a_share_by_length_is_noticed(monkeypatch):
+    world = make([77, 100], 9, seed=6)
+    want = answer(world)
+    assert torch.equal(want[0, 8, 0], expected(world, 0, 8, 0))
+    monkeypatch.setattr(exact_backend, "folded", by_length)
+    assert not torch.equal(answer(world), want)
+
+
+def test_a_tail_folded_in_the_order_of_columns_is_noticed():
+    """A tree whose columns do not rise in position along a path is summed otherwise: so nodes come after parents."""
+    world = make([77, 100], 9, seed=7)
+    turned = replace(world, tail=world.tail.flip(1), q=world.q.flip(1))
+    metadata = world.metadata()
+    flipped = replace(
+        metadata,
+        positions=metadata.positions.flip(1),
+        tail_positions=metadata.tail_positions.flip(1),
+        mask=metadata.mask.flip(1).flip(2),
+    )
+    backend = ExactBackend(torch.float32, torch.device("cpu"))
+    plan = backend.plan(backend.begin(flipped), flipped)
+    got = backend.prefix_tail(turned.q, world.kv, plan, TailKV(turned.tail), SCALE).flip(1)
+    want = answer(world)
+    assert torch.allclose(got, want, rtol=1e-3, atol=1e-2 * float(want.abs().max()))
+    assert not torch.equal(got, want)
+
+
+def test_a_library_whose_products_are_no_chains_is_refused(monkeypatch):
+    """The probe sees a product that is cut by its number of keys."""
+    exact_backend.problem.cache_clear()
+    monkeypatch.setattr(exact_backend, "folded", by_length)
+    try:
+        assert exact_backend.problem(DIM, 1) == f"attention's sums with heads of {DIM}"
+    finally:
+        exact_backend.problem.cache_clear()

@@ -1,0 +1,198 @@
+"""What the scripts of `bench/` compute from what they measured: without a GPU, on numbers that are known."""
+
+import importlib
+import json
+import sys
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+
+import pytest
+import torch
+
+from treetop import LLM
+from treetop.types.errors import InputError
+
+BENCH = Path(__file__).parents[2] / "benchmarks"
+CHOICES = BENCH.parent / "src" / "treetop" / "attention" / "choices.json"
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Imports a script of `bench/` by name, as if it ran: the scripts beside it are found."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    yield importlib.import_module
+    for path in BENCH.glob("*.py"):
+        sys.modules.pop(path.stem, None)
+
+
+# ------------------------------------------------------------------------------------------------------- completions
+
+
+def test_times_between_completions_add_up_to_the_time_that_passed(script):
+    """Durations of kernels that wait inside each other add up to more: 10 + 14 + 18 here, of 25."""
+    shares = script("completions").shares
+    kernels = [("c", 7.0, 25.0), ("a", 0.0, 10.0), ("b", 2.0, 16.0)]
+    assert shares(kernels) == [("a", 10.0), ("b", 6.0), ("c", 9.0)]
+    assert sum(end - start for _, start, end in kernels) == 42.0
+
+
+def test_a_gap_belongs_to_the_kernel_after_it_and_what_ends_at_once_takes_nothing(script):
+    shares = script("completions").shares
+    assert shares([("a", 5.0, 8.0), ("late", 11.0, 12.0)]) == [("a", 3.0), ("late", 4.0)]
+    assert shares([("a", 0.0, 8.0), ("b", 3.0, 8.0)]) == [("a", 8.0), ("b", 0.0)]
+    assert shares([("long", 4.0, 9.0), ("inside", 5.0, 6.0)]) == [("inside", 2.0), ("long", 3.0)]
+    assert shares([]) == []
+
+
+# ------------------------------------------------------------------------------------------------- committed tables
+
+
+def test_a_run_replaces_what_it_tried_and_keeps_the_rest(script):
+    """Classes of earlier runs stay, and in a class the backends that were not tried; a result gone wrong goes."""
+    tables = script("tables")
+    old = {
+        "a": {"triton": {"us": 9.0}, "fa3": {"us": 8.0}, "fa4": {"us": 7.0}},
+        "b": {"triton": {"us": 5.0}, "fa3": {"us": 4.0}},
+    }
+    new = {"a": {"triton": {"us": 1.0}}, "c": {"triton": {"us": 2.0}, "fa3": {"us": 3.0}}}
+    joined = tables.join_backends(old, new, ["triton", "fa3"])
+    assert joined == {"a": {"triton": {"us": 1.0}, "fa4": {"us": 7.0}}, "b": old["b"], "c": new["c"]}
+
+
+def test_a_written_table_is_read_back_with_a_class_a_line(script):
+    tables = script("tables")
+    head, classes = {"gpu": "G", "num_sms": 2}, {"b": {"triton": {"us": 1.0}}, "a": {"triton": {"us": 2.0}}}
+    text = tables.text_of(head, classes)
+    assert json.loads(text) == {**head, "classes": classes}
+    assert [line.split('"')[1] for line in text.splitlines() if "triton" in line] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("package", "name"), [("treetop.attention", "choices.json"), ("treetop.kernels", "attention_config.json")]
+)
+def test_the_committed_tables_are_as_the_benchmark_writes_them(script, package, name):
+    """So a run that adds classes changes no other line."""
+    text = resources.files(package).joinpath(name).read_text(encoding="utf-8")
+    table = json.loads(text)
+    classes = table.pop("classes")
+    assert script("tables").text_of(table, classes) == text
+
+
+def test_a_table_of_another_gpu_is_not_overwritten_unasked(script, monkeypatch, capsys):
+    """What a part of the classes would leave is a table without the others."""
+    pytest.importorskip("triton", reason="the script times Triton's kernels")
+    attention = script("attention")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "another GPU")
+    for asked, name in (("--write-table", "choices.json"), ("--tune", "attention_config.json")):
+        with pytest.raises(SystemExit) as stopped:
+            attention.options_of([asked, "--shapes", "prefill"])
+        assert stopped.value.code == 2
+        assert f"{name} is of another GPU; --replace" in capsys.readouterr().err
+        assert attention.options_of([asked, "--replace"]).replace
+    monkeypatch.setattr(
+        torch.cuda, "get_device_name", lambda *_: json.loads(CHOICES.read_text(encoding="utf-8"))["gpu"]
+    )
+    assert attention.options_of(["--write-table"]).write_table
+
+
+def test_prefill_is_measured_from_512_to_8k_queries_over_up_to_32k_keys(script):
+    """One prompt and eight; every class once, those of least work first."""
+    shapes = script("attention_cases").prefill_shapes()
+    sizes = {(shape.rows, shape.n, shape.prefix_len) for shape in shapes}
+    assert len(sizes) == len({shape.call.shape_class for shape in shapes}) == len(shapes)
+    assert {(rows, n, 32768) for rows in (1, 8) for n in (1024, 2048, 4096, 8192)} <= sizes
+    assert all(n <= keys for _, n, keys in sizes)
+    work = [shape.operations for shape in shapes]
+    assert work == sorted(work)
+
+
+def test_a_large_prefill_is_compared_at_some_queries_of_every_row_as_at_all(script, monkeypatch):
+    """The first and the last among them; also in a ragged batch with a padding row."""
+    cases = script("attention_cases")
+    monkeypatch.setattr(cases, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(cases, "rotation", lambda shape: None)
+    shape = cases.Shape("prefill", 3, 40, 100, 0, 4, 2, 16, 4, dtype=torch.float32, ragged=True)
+    torch.manual_seed(0)
+    whole = cases.build(shape, 1)
+    expected = cases.reference(whole, whole.layers[0])
+    assert expected.shape[1] == 40
+    monkeypatch.setattr(cases, "MAX_COMPARED", 7)
+    case = replace(whole)
+    assert case.compared.tolist() == [0, 6, 13, 20, 26, 32, 39]
+    torch.testing.assert_close(cases.reference(case, case.layers[0]), expected[:, case.compared])
+    wrong = expected.clone()
+    wrong[1, 13] += 1
+    assert cases.error_of(case, expected, case.layers[0]) < 1e-5
+    assert cases.error_of(case, wrong, case.layers[0]) > 0.01
+
+
+# ---------------------------------------------------------------------------------------------------------- prefill
+
+
+def test_prompts_are_timed_by_the_size_of_steps_and_first_tokens_compared(script, strong_pair, tmp_path, capsys):
+    """On a CPU: every case on every engine, each with the step that was asked for, 0 the engine's own."""
+    options = ["--model", str(strong_pair.target), "--load-format", "auto", "--backends", "torch", "--repeats", "3"]
+    out = tmp_path / "prefill.json"
+    cases = ["--device", "cpu", "--cases", "1x40", "3x17", "--chunks", "0", "16", "--json", str(out)]
+    assert script("prefill").main([*options, *cases]) == 0
+    report = json.loads(out.read_text(encoding="utf-8"))
+    found = [(each["chunk"], each["prompts"], each["tokens"]) for each in report["figures"]]
+    assert found == [(123, 1, 40), (123, 3, 17), (16, 1, 40), (16, 3, 17)]  # 3 rows of 41 tokens are less than 512
+    assert [engine["attends"] for engine in report["engines"]] == ["torch", "torch"]
+    for each in report["figures"]:
+        assert 0 < each["ms_low"] <= each["ms"] <= each["ms_high"]
+        assert each["tokens_per_s"] == pytest.approx(1e3 * each["prompts"] * each["tokens"] / each["ms"])
+        assert each["agree"]
+        assert len(each["first_tokens"]) == each["prompts"]
+    assert "first tokens differ" not in capsys.readouterr().err
+
+
+def test_first_tokens_that_differ_are_said(script, strong_pair):
+    prefill = script("prefill")
+    llm = LLM(str(strong_pair.target), None, device="cpu", max_running_requests=1, context_length=64)
+    case = prefill.Case.of("1x20")
+    sound = prefill.measure(llm, "torch", case, 1, None)
+    assert sound.agree
+    other = prefill.measure(llm, "torch", case, 1, [sound.first_tokens[0] + 1])
+    assert not other.agree
+    assert "differ" in prefill.line_of(other)
+
+
+@pytest.mark.parametrize("case", ["8", "0x5", "ax8", "8x", "1x-4"])
+def test_a_case_that_is_none_is_refused(script, case):
+    with pytest.raises(InputError, match="--cases"):
+        script("prefill").Case.of(case)
+
+
+# ---------------------------------------------------------------------------------------------------------- serving
+
+
+def test_a_server_is_timed_beside_an_engine_of_this_process(script, strong_pair, capsys):
+    """On a CPU: every part gives its line, over a server that streams text though the model has no tokenizer."""
+    model = ["--model", str(strong_pair.target), "--draft", str(strong_pair.head), "--device", "cpu"]
+    sizes = ["--batches", "1", "2", "--input-tokens", "5", "--prompt-tokens", "100", "--rounds", "10", "--repeats", "1"]
+    assert script("serving").main([*model, *sizes, "--accept-length", "2"]) == 0
+    machine, one, two, host, ttft, gaps = map(json.loads, capsys.readouterr().out.splitlines())
+    assert machine["options"]["simulate_accept_length"] == 2
+    assert [one["batch"], two["batch"], host["batch"], gaps["rows"]] == [1, 2, 2, 1]
+    assert all(each["server_rounds_per_s"]["low"] > 0 < each["llm_rounds_per_s"]["low"] for each in (one, two))
+    assert 0 < host["scheduler_core_us"]["median"] < host["round_us"]
+    assert host["hidden"] is None  # nothing overlaps on a CPU
+    assert ttft["cached_tokens"] == 80  # whole pages of 16 of the 90 that prompts share
+    assert ttft["uncached_share"] == 0.2
+    assert gaps["alone_ms"]["p50"] > 0
+    assert gaps["ratio"]["p99"] > 0
+
+
+def test_rounds_of_a_stream_are_counted_by_its_tokens(script):
+    """An event may hold several rounds: the one with the last round ends the time, and all its rounds count."""
+    serving = script("serving")
+    stream = script("served").Stream(0.0, [(1.0, 1), (2.0, 4)])
+    later = [(3.0, 7), (4.5, 16), (5.0, 19)]
+    assert serving.rounds_since(stream, 1, 3, 3) is None
+    stream.events += later[:1]
+    assert serving.rounds_since(stream, 1, 3, 3) is None
+    stream.events += later[1:]
+    assert serving.rounds_since(stream, 1, 3, 3) == (2.5, 4)
+    assert serving.gaps_ms(stream, 2) == [1000.0, 1500.0, 500.0]

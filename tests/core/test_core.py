@@ -1,0 +1,280 @@
+"""The engine core: updates that stand alone, clients that wait for nobody, interrupts that lose nothing."""
+
+import gc
+import pickle
+import random
+import sys
+import threading
+import weakref
+
+import pytest
+
+from support.engines import build, greedy, tokens
+from support.fake_core import CountingEngine, ask, collected, drained, make_core
+from treetop.core.loop import CoreThread, SyncClient
+from treetop.types.errors import EngineError
+from treetop.types.ids import RequestId
+
+SHAPE = (2, 3, 6)
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_updates_alone_tell_a_client_everything(max_in_flight):
+    """Ids, reason, accepted drafts, counts and times come in the updates, which survive a process boundary."""
+    core = make_core(max_in_flight=max_in_flight)
+    core.add(ask(1, [5, 6, 7], max_tokens=13))
+    core.add(ask(2, [50], max_tokens=40, stop_token_ids=(60,)))
+    updates = [pickle.loads(pickle.dumps(update)) for update in drained(core)]
+    ids, last = collected(updates)
+    assert ids == {1: [*range(8, 21)], 2: [*range(51, 61)]}
+    assert (last[1].finish_reason, last[2].finish_reason) == ("length", "stop")
+    mine = [update for update in updates if update.request_id == 1]
+    assert mine[0].accept_len is None, "the first token is the prompt's"
+    assert all(update.accept_len >= len(update.new_ids) - 1 for update in mine[1:])
+    stats = last[1].stats
+    assert (stats.num_prompt_tokens, stats.num_cached_tokens, stats.num_retractions) == (3, 0, 0)
+    assert stats.arrival_s <= stats.admitted_s <= stats.first_token_s <= stats.end_s
+    assert all(update.stats is None for update in mine[:-1])
+    times = stats.admitted_s - stats.arrival_s, stats.first_token_s - stats.admitted_s
+    assert [(update.queue_s, update.prefill_s) for update in mine] == [times, *[(None, None)] * (len(mine) - 1)]
+    core.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_a_client_may_finish_a_request_at_any_time(max_in_flight):
+    """It ends where the client says, also behind what the core has done since; twice and too late change nothing."""
+    for moment in range(12):
+        core = make_core(max_in_flight=max_in_flight)
+        core.add(ask(1, [5], max_tokens=30))
+        core.add(ask(2, [50], max_tokens=30))
+        ids = []
+        for _ in range(moment):
+            ids += [token for update in core.step() if update.request_id == 1 for token in update.new_ids]
+        update = core.finish(RequestId(1), max(len(ids) - 2, 0))
+        assert update is None or (update.finish_reason, update.new_ids) == ("stop", ())
+        assert core.finish(RequestId(1), 0) is None
+        assert core.abort(RequestId(1)) is None
+        rest, last = collected(drained(core))
+        assert 1 not in rest
+        assert (rest[2][-1], last[2].finish_reason) == (80, "length")
+        core.scheduler.check_integrity()
+        assert not core.scheduler.rows.by_row
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_tokens_behind_what_a_client_took_never_reach_the_prefix_cache(max_in_flight):
+    """A client that found a stop string keeps two tokens of many: the next prompt finds the pages of these alone."""
+    core, prompt = make_core(max_in_flight=max_in_flight), [*range(5, 15)]
+    core.add(ask(1, prompt, max_tokens=200))
+    output = []
+    while len(output) < 12:
+        output += [token for update in core.step() for token in update.new_ids]
+    assert core.finish(RequestId(1), 2).finish_reason == "stop"
+    assert collected(drained(core))[1] == {}
+    core.add(ask(2, [*prompt, *output], max_tokens=3))
+    _, last = collected(drained(core))
+    assert last[2].stats.num_cached_tokens == (len(prompt) + 2) // 4 * 4
+
+
+def test_a_failed_step_ends_every_request_and_the_core_goes_on():
+    """Whatever the engine raises, in a launch or in a collect, each request is told; later ones run."""
+    for method, error in [("launch", ValueError("a")), ("collect", MemoryError("b")), ("collect", SystemExit("c"))]:
+        engine = CountingEngine()
+        core = make_core(engine, rows=2, max_in_flight=2)
+        for number in range(5):
+            core.add(ask(number, [5 + number]))
+        early = [update for _ in range(3) for update in core.step()]
+
+        def broken(_, error=error):
+            raise error
+
+        setattr(engine, method, broken)
+        _, last = collected([*early, *core.step()])
+        assert core.failure is error
+        assert {number: (u.finish_reason, u.engine_failed) for number, u in last.items()} == dict.fromkeys(
+            range(5), ("abort", True)
+        )
+        assert type(error).__name__ in last[4].error
+        assert not core.busy
+        core.scheduler.check_integrity()
+        delattr(engine, method)
+        core.add(ask(9, [5], max_tokens=3))
+        assert collected(drained(core))[0] == {9: [6, 7, 8]}
+
+
+def test_no_delta_waits_for_more_than_one_prefill_step_of_others():
+    """While long prompts of others come in chunks, a running request gets tokens after each chunk."""
+    core = make_core(rows=4, chunk=8)
+    core.add(ask(0, [5], max_tokens=500))
+    while not any(update.accept_len is not None for update in core.step()):
+        pass
+    for number in (1, 2, 3):
+        core.add(ask(number, range(1000 * number, 1000 * number + 300), max_tokens=3))
+    silent, longest = 0, 0
+    for _ in range(100):
+        silent = 0 if any(update.request_id == 0 for update in core.step()) else silent + 1
+        longest = max(longest, silent)
+    assert longest == 1
+
+
+def test_clients_of_one_thread_each_get_their_own_updates_in_order():
+    thread = CoreThread(make_core(rows=3, max_in_flight=2))
+    outputs = {}
+
+    def serve(base):
+        with SyncClient(thread) as client:
+            numbers = [thread.next_id() for _ in range(4)]
+            client.add([ask(number, [base + 100 * i]) for i, number in enumerate(numbers)])
+            ids, left = {number: [] for number in numbers}, set(numbers)
+            while left:
+                for update in client.get():
+                    ids[update.request_id] += update.new_ids
+                    if update.finish_reason is not None:
+                        left.remove(update.request_id)
+            outputs[base] = [*ids.values()]
+
+    clients = [threading.Thread(target=serve, args=(1000 * i,)) for i in range(8)]
+    for each in clients:
+        each.start()
+    for each in clients:
+        each.join(60)
+    assert outputs == {
+        1000 * i: [[*range(1000 * i + 100 * j + 1, 1000 * i + 100 * j + 21)] for j in range(4)] for i in range(8)
+    }
+    thread.close()
+
+
+def test_a_prompt_that_can_never_run_is_refused_in_its_update_alone():
+    thread = CoreThread(make_core(context=32))
+    with SyncClient(thread) as client:
+        client.add([ask(1, range(40)), ask(2, [5], max_tokens=2)])
+        last = {}
+        while len(last) < 2:
+            last |= {update.request_id: update for update in client.get() if update.finish_reason is not None}
+    assert "--context-length" in last[1].error
+    assert (last[2].error, last[2].finish_reason) == (None, "length")
+
+
+def test_closing_tells_whoever_waits_and_refuses_what_comes_later():
+    """Nobody waits for ever: not a reader of a core that is closed, not one who asks it later."""
+
+    class Held(CountingEngine):
+        def __init__(self):
+            super().__init__()
+            self.reached, self.go = threading.Event(), threading.Event()
+
+        def collect(self, plan):
+            self.reached.set()
+            self.go.wait(60)
+            return super().collect(plan)
+
+    engine = Held()
+    thread = CoreThread(make_core(engine))
+    client = SyncClient(thread)
+    client.add([ask(1, [5], max_tokens=400)])
+    assert engine.reached.wait(60)
+    closing = threading.Thread(target=thread.close)
+    closing.start()
+    engine.go.set()
+    updates = []
+    while not updates or updates[-1].finish_reason is None:
+        updates += client.get()
+    assert updates[-1].error is None or "closed" in updates[-1].error
+    closing.join(60)
+    assert not thread.alive
+    with pytest.raises(EngineError, match="closed"):
+        client.add([ask(2, [5])])
+    with pytest.raises(EngineError, match="ended"):
+        client.get()
+    client.close()
+
+
+def test_a_client_that_the_collector_closes_on_the_cores_thread_waits_for_nothing():
+    """A stream that was abandoned in a cycle goes whenever some thread allocates, the core's among them."""
+    thread = CoreThread(make_core())
+    client = SyncClient(thread)
+    client.add([ask(1, [5], max_tokens=400)])
+    closed = threading.Event()
+
+    def collect(updates):
+        client.close()
+        closed.set()
+
+    thread.add([ask(2, [])], collect)
+    if not closed.wait(60):
+        thread.close.detach()  # which would wait for it, too
+        pytest.fail("the core waits for itself")
+    with SyncClient(thread) as other:
+        other.add([ask(3, [5], max_tokens=1)])
+        assert other.get()[-1].finish_reason == "length"
+    thread.close()
+    with pytest.raises(EngineError):
+        client.get()
+
+
+def test_an_engine_nobody_holds_is_gone_with_its_thread(strong_pair):
+    llm = build(strong_pair, SHAPE)
+    llm.generate([[4, 5]], greedy(3))
+    thread, engine = llm._core._thread, weakref.ref(llm.engine)
+    del llm
+    gc.collect()
+    assert not thread.is_alive()
+    assert engine() is None
+
+
+# ---------------------------------------------------------------------------------------------- interrupts
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at the n-th line that this thread runs."""
+
+    def __init__(self, line: int):
+        self.left = line
+
+    def __enter__(self):
+        sys.settrace(self._call)
+
+    def __exit__(self, *_):
+        sys.settrace(None)
+
+    def _call(self, frame, event, arg):
+        code = frame.f_code  # Python itself swallows what is raised in a finalizer
+        traced = ("treetop" in code.co_filename or "queue" in code.co_filename) and code.co_name != "__del__"
+        return self._line if traced else None
+
+    def _line(self, frame, event, arg):
+        self.left -= event == "line"
+        if self.left == 0:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return self._line
+
+
+def lines_of(work) -> int:
+    counter = Interrupt(0)
+    with counter:
+        work()
+    return -counter.left
+
+
+@pytest.mark.parametrize("runs", [30, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_interrupt_at_any_line_loses_nothing(strong_pair, overlap, runs):
+    """Afterwards no request, row or page is held, and the same LLM gives the right tokens."""
+    llm = build(strong_pair, SHAPE, overlap=overlap, max_running_requests=2)
+    prompts, params = strong_pair.prompts([5, 9, 3]), greedy(12)
+    expected = tokens(llm.generate(prompts, params))
+    maximum = lines_of(lambda: llm.generate(prompts, params))
+    rng, interrupted = random.Random(int(overlap)), 0
+    for _ in range(runs):
+        with Interrupt(rng.randint(1, maximum)):
+            try:
+                llm.generate(prompts, params)
+            except KeyboardInterrupt:
+                interrupted += 1
+        llm._core.flush()
+        assert not llm._core.core.busy
+        assert not llm.scheduler.rows.by_row
+        llm.scheduler.check_integrity()
+    assert interrupted > 0.8 * runs
+    assert tokens(llm.generate(prompts, params)) == expected

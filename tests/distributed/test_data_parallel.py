@@ -1,0 +1,164 @@
+"""Several engines behind one server (`--dp-size`): what one says, wherever a request goes and whichever dies."""
+
+import asyncio
+import os
+import signal
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from support.serving import Server, command_of, mock, replayed, serving
+from support.storms import NAME, PAIR, nothing_is_left, of_the_mock, of_the_pair, storm
+from support.waiting import WAIT_S, until
+from treetop.core.wire import ProcessOptions
+from treetop.distributed.data_parallel import DataParallelClient
+from treetop.distributed.engine_process import take_share
+from treetop.types.config import EngineConfig
+from treetop.types.errors import ConfigError, EngineError
+from treetop.types.ids import RequestId
+from treetop.types.layout import SpecShape
+from treetop.types.requests import CoreInfo, CoreLoad, EngineRequest, PrefixPages, RequestUpdate
+from treetop.types.sampling import SamplingParams
+
+
+def engines(server: Server) -> list[int]:
+    return [pid for pid in server.children() if "engine_process" in command_of(pid)]
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_replicas_in_a_storm_give_what_one_gives_and_one_that_is_killed_costs_a_pause(workers):
+    """Its requests wait for it and go on; health stays good, for the other serves. A drain finishes what was taken."""
+    with mock(2, "1-4", "--dp-size", "2", "--api-workers", workers) as server:
+        first, second = engines(server)
+        health = []
+
+        def kill():
+            os.kill(first, signal.SIGKILL)
+            health.append(server.get("/health").status_code)
+
+        outcomes = asyncio.run(storm(server, of_the_mock(), 12, 5, during=kill))
+        assert outcomes.keys() <= {"result", "left"}, outcomes
+        until(lambda: server.metric("treetop:num_engine_restarts") == 1)
+        assert health == [200]
+        assert second in engines(server)
+        until(lambda: len(engines(server)) == 2)
+        nothing_is_left(server)
+        outcomes = asyncio.run(storm(server, of_the_mock(), 4, 2, ("stream",), lambda: server.process.send_signal(15)))
+        assert outcomes["result"] >= 3, outcomes  # those that had ended by then
+        assert server.process.wait(WAIT_S) == 0
+    until(lambda: not command_of(second), "an engine is left")
+
+
+def test_a_replica_that_is_dead_for_good_ends_the_server():
+    """As an engine that is alone: exit code 1, and the other ends with it."""
+    with mock(2, "1", "--dp-size", "2", "--engine-restarts", "1") as server:
+        kept, killed = engines(server)
+        os.kill(killed, signal.SIGKILL)
+        until(lambda: server.metric("treetop:num_engine_restarts") == 1)
+        until(lambda: len(engines(server)) == 2)
+        os.kill(next(pid for pid in engines(server) if pid != kept), signal.SIGKILL)
+        assert server.process.wait(WAIT_S) == 1
+    until(lambda: not command_of(kept), "an engine is left")
+
+
+@pytest.mark.slow
+def test_replicas_of_the_pair_give_what_one_process_gives():
+    """Real rounds in float64: greedy, sampled and with stop strings, against plain decoding of each prompt alone."""
+    with serving(*PAIR, "--max-running-requests", "4", "--dp-size", "2", "--device", "cpu") as server:
+        first, second = engines(server)
+        outcomes = asyncio.run(
+            storm(server, of_the_pair(6, 40), 6, 3, ("whole", "stream"), lambda: os.kill(first, signal.SIGKILL))
+        )
+        assert outcomes == {"result": 18}
+        assert server.metric("treetop:num_engine_restarts") == 1
+        assert command_of(second)
+        assert server.end() == 0
+
+
+def test_an_api_process_that_comes_later_reaches_all_replicas():
+    with mock(2, "1", "--dp-size", "2", "--api-workers", "2") as server:
+        workers = [pid for pid in server.children() if "api.worker" in command_of(pid)]
+        for pid in workers:
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: not any(map(command_of, workers)))
+        body = {"model": NAME, "prompt": "a", "max_tokens": 20}
+        with server.client() as client:
+            until(lambda: sum("restarting it" in line for line in server.said) == 2)
+            for _ in range(4):
+                assert client.completions.create(**body).choices[0].text == replayed(1, 20)
+        assert server.end() == 0
+
+
+# ------------------------------------------------------------------------------------------------ without processes
+
+INFO = CoreInfo("/none", 1000, 512, 8, SpecShape(2, 3, 6), prefix=PrefixPages(4, 0, 100))
+
+
+class FakeReplica:
+    """A client that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.info, self.load, self.pause, self.failure, self.num_restarts = INFO, CoreLoad(), None, None, 0
+        self.is_stalled, self.given, self.aborted = False, {}, []
+
+    @property
+    def num_alive(self) -> int:
+        return len(self.given)
+
+    def add(self, requests, sink) -> None:
+        self.given.update((request.request_id, sink) for request in requests)
+
+    def abort(self, request_ids) -> None:
+        self.aborted += request_ids
+
+
+def asked(number: int, ids) -> EngineRequest:
+    return EngineRequest(RequestId(number), tuple(ids), SamplingParams(), 0)
+
+
+def test_requests_go_where_their_prefix_is_or_the_least_to_do_and_to_nobody_who_is_restarting():
+    replicas = [FakeReplica(), FakeReplica()]
+    core = DataParallelClient(replicas)
+    core.add([asked(i, [i] * 3) for i in range(4)], lambda update: None)
+    assert [len(each.given) for each in replicas] == [2, 2]
+    core.add([asked(4, range(20))], lambda update: None)
+    with_prefix = replicas[4 in replicas[1].given]
+    core.add([asked(5, [*range(20), 3])], lambda update: None)
+    assert 5 in with_prefix.given
+    with_prefix.pause = "it is started again"
+    core.add([asked(6, [*range(20), 4])], lambda update: None)
+    assert 6 not in with_prefix.given
+    assert core.pause is None
+    assert core.info.max_requests == 16
+    replicas[0].pause = replicas[1].pause = "both are"
+    assert core.pause == "both are"
+    core.add([asked(7, [1])], lambda update: None)  # it waits
+    assert any(7 in each.given for each in replicas)
+
+
+def test_what_is_said_of_a_request_reaches_its_own_replica_and_nothing_after_its_end():
+    replicas = [FakeReplica(), FakeReplica()]
+    core, heard = DataParallelClient(replicas), []
+    core.add([asked(0, [1]), asked(1, [2])], heard.append)
+    last = RequestUpdate(RequestId(0), (), finish_reason="stop")
+    replicas[0].given[RequestId(0)](last)
+    assert heard == [last]
+    core.abort([RequestId(0), RequestId(1)])
+    assert (replicas[0].aborted, replicas[1].aborted) == ([], [RequestId(1)])
+    replicas[1].failure = EngineError("it has ended")
+    with pytest.raises(EngineError, match="it has ended"):
+        core.add([asked(2, [3])], heard.append)
+
+
+def test_each_replica_has_gpus_of_its_own_and_too_few_are_refused(monkeypatch):
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3,2,0")
+    options = SimpleNamespace(tp_size=2, ep_size=1, device="auto")
+    take_share(ProcessOptions("", options, replica=1, num_replicas=2))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "3,2"
+    with pytest.raises(ConfigError, match="--dp-size 3: 6 GPUs are needed, 2 a replica, and this machine shows 5"):
+        take_share(ProcessOptions("", options, replica=0, num_replicas=3))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    take_share(ProcessOptions("", EngineConfig(), replica=1, num_replicas=9))  # on a CPU they share its threads

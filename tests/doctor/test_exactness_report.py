@@ -1,0 +1,72 @@
+"""`treetop doctor --exactness bits` says that all is the same, or which operation is not."""
+
+from io import StringIO
+
+import pytest
+import torch
+from rich.console import Console
+
+from treetop.doctor import exactness
+from treetop.doctor.exactness import differing, show_exactness
+from treetop.doctor.report import exactness_words
+from treetop.engine.plan import plan_engine
+from treetop.kernels.fused import rms_norm
+from treetop.types.config import EngineConfig
+
+
+@pytest.fixture
+def visit(strong_pair, monkeypatch):
+    """(exit code, lines) for the options given."""
+    monkeypatch.setattr(exactness, "_TREES", ((4, 5, 16), (2, 3, 6)))
+    for name, fewer in (("_TOKENS", 12), ("_PROMPTS", 4), ("_LONGEST", 60)):
+        monkeypatch.setattr(exactness, name, fewer)
+
+    def run(**options):
+        given = {"draft": str(strong_pair.head), "dtype": "float32", **options}
+        out = StringIO()
+        engine_plan = plan_engine(EngineConfig.of(str(strong_pair.target), **given))
+        code = show_exactness(Console(file=out, width=200), engine_plan, str(strong_pair.target), given)
+        return code, out.getvalue().splitlines()
+
+    return run
+
+
+def test_all_is_the_same_where_bits_were_asked_for(visit):
+    code, lines = visit(exactness="bits")
+    assert code == 0
+    assert lines[-1] == "exactness bits: every bit is that of plain decoding"
+    assert sum(line.startswith("same bits") for line in lines) == 8
+    assert not any("differs" in line or "DIFFERS" in line for line in lines)
+
+
+def test_an_operation_that_differs_is_named_with_its_row_counts(visit, monkeypatch):
+    """Exit code 1 where bits were promised."""
+    monkeypatch.setattr(exactness, "engines", lambda *_: iter(()))
+    monkeypatch.setattr(exactness, "rms_norm", lambda x, weight, eps: rms_norm(x, weight, eps) + (len(x) == 5))
+    code, lines = visit(exactness="bits")
+    assert code == 1
+    assert any("norm of 64" in line and "differs at 5" in line for line in lines)
+    assert lines[-1] == "exactness bits: not all bits are those of plain decoding"
+
+
+def test_without_a_promise_it_says_what_differs_and_is_no_failure(visit):
+    code, lines = visit(exactness="ties")
+    assert code == 0
+    assert any(line.startswith("DIFFERS    tree (4, 5, 16)") for line in lines)
+
+
+def test_counts_that_differ_are_found():
+    assert differing(lambda x: x * 2 + (len(x) in (3, 33)), 6, torch.device("cpu"), torch.float32) == [3, 33]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"exactness": "bits"}, "exactness bits: every logit is that of plain decoding"),
+        ({}, "exactness ties; --exactness bits can serve"),
+        ({"dtype": "float64"}, "exactness ties; no bits: it is built for float32"),
+    ],
+)
+def test_every_report_names_what_is_in_force_and_what_could_be(strong_pair, options, words):
+    config = EngineConfig.of(str(strong_pair.target), **{"dtype": "float32", "device": "cpu", **options})
+    assert exactness_words(plan_engine(config)) == words

@@ -1,0 +1,262 @@
+"""MTP layers of Hy3, ERNIE 4.5 and MiMo-V2: they draft what an independent computation drafts, and trees are exact."""
+
+import json
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from support.dense_drafts import AFTER_NORM, Dense, DenseMtp, DenseTarget, dense_of
+from support.engines import build, greedy, sampled, tokens
+from support.families import FAMILIES, WINDOW
+from support.head_layouts import assert_drafts
+from support.refusing import refused
+from support.tiny_models import Pair, copy_folder
+from treetop.drafts.registry import find_draft
+from treetop.types.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Layout:
+    """tiny: a family. layer: what its tensors are under, own: its own tensors. renamed: parts of the decoder layer.
+
+    last: what the config says of the one layer more that `transformers` runs, which becomes the MTP layer.
+    """
+
+    tiny: str
+    layer: str
+    own: tuple[str, str, str, str | None]
+    last: dict
+    normed_state: bool = True
+    zeroed: bool = True
+    renamed: tuple[tuple[str, str], ...] = ()
+    window: int | None = None
+
+
+LAYOUTS = {
+    "Hy3": Layout(
+        "hy3",
+        "model.layers.4",
+        *[tuple(f"model.layers.4.{name}" for name in ("enorm", "hnorm", "eh_proj", "final_layernorm"))],
+        {"mlp_layer_types": ["dense", "sparse", "dense", "sparse", "sparse"]},
+    ),
+    "DeepSeek": Layout(
+        "deepseek v3",
+        "model.layers.4",
+        *[tuple(f"model.layers.4.{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm"))],
+        {},
+        normed_state=False,
+    ),
+    "GLM-4.7-Flash": Layout(
+        "glm4 moe lite",
+        "model.layers.4",
+        *[tuple(f"model.layers.4.{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm"))],
+        {},
+        normed_state=False,
+    ),
+    "DeepSeek-V3.2": Layout(
+        "deepseek v32",
+        "model.layers.4",
+        *[tuple(f"model.layers.4.{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm"))],
+        {},
+        normed_state=False,
+    ),
+    "GLM-5.2": Layout(
+        "glm 5.2",
+        "model.layers.4",
+        *[tuple(f"model.layers.4.{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm"))],
+        {"indexer_types": ["full", "full", "shared", "shared", "full"]},
+        normed_state=False,
+    ),
+    "ERNIE": Layout(
+        "ernie moe",
+        "model.mtp_block.0",
+        ("model.mtp_emb_norm.0", "model.mtp_hidden_norm.0", "model.mtp_linear_proj.0", None),
+        {},
+        normed_state=False,
+    ),
+    "MiMo-V2": Layout(
+        "mimo v2",
+        "model.mtp.layers.0",
+        *[tuple(f"model.mtp.layers.0.{name}" for name in ("enorm", "hnorm", "eh_proj", "final_layernorm"))],
+        {
+            "layer_types": [f"{kind}_attention" for kind in ("full", "sliding", "sliding", "sliding", "sliding")],
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse", "dense"],
+        },
+        zeroed=False,
+        renamed=(("post_attention_layernorm", "pre_mlp_layernorm"),),
+        window=WINDOW,
+    ),
+}
+
+
+@dataclass
+class DenseFamilyMtp(DenseMtp):
+    """Its decoder layer is the last of a model of `transformers`. model: that model."""
+
+    model: object = None
+    window: int | None = None
+    zeroed: bool = True
+
+    def run(self, tokens, hidden):
+        d, (embedding, state, projection, _) = self.dense, self.names
+        embedded = self.embedding[torch.tensor(tokens)].clone()
+        if self.zeroed:
+            embedded[0] = 0.0
+        both = [d.norm(embedded, f"{embedding}.weight"), d.norm(hidden, f"{state}.weight")]
+        x = d.linear(torch.cat(both, -1), projection)
+        n, body = len(tokens), getattr(self.model, "language_model", None) or self.model.model
+        rotate = body.rotary_emb if self.window is None else partial(body.rotary_emb, layer_type="sliding_attention")
+        hide = torch.ones(n, n, dtype=torch.bool).triu(1)
+        if self.window is not None:
+            hide |= torch.ones(n, n, dtype=torch.bool).tril(-self.window)
+        mask = torch.zeros(n, n, dtype=torch.float64).masked_fill(hide, float("-inf"))[None, None]
+        angles = rotate(x[None], torch.arange(n)[None])
+        with torch.no_grad():
+            x = body.layers[-1](x[None], attention_mask=mask, position_embeddings=angles)
+            x = (x[0] if isinstance(x, tuple) else x)[0]  # beside what an indexer chose
+        return self.normed(x) if self.normed_state else x
+
+    def normed(self, x):
+        return x if self.names[3] is None else self.dense.norm(x, f"{self.names[3]}.weight")
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def made(request, tmp_path_factory):
+    """The layout, a folder with its MTP layer, and the model of `transformers` with that layer as its last."""
+    layout, folder = LAYOUTS[request.param], tmp_path_factory.mktemp("mtp")
+    tiny = FAMILIES[layout.tiny]
+    more = {"num_hidden_layers": 5, "vocab_size": 211, **tiny.config, **layout.last}
+    saved = type(tiny)(tiny.name, {**more, "num_hidden_layers": 5, "vocab_size": 211}).save(folder / "whole", seed=9)
+    stored, generator = load_file(saved.theirs / "model.safetensors"), torch.Generator().manual_seed(2)
+    tensors, hidden = dict.fromkeys(name for name in stored if name.startswith("model.layers.4.")), 32
+    for name in list(tensors):
+        moved = layout.layer + name.removeprefix("model.layers.4")
+        for old, new in layout.renamed:
+            moved = moved.replace(old, new)
+        tensors[moved] = stored[name]
+    for name in filter(None, layout.own):
+        wide = "proj" in name
+        shape = (hidden, 2 * hidden) if wide else (hidden,)
+        tensors[f"{name}.weight"] = torch.randn(shape, generator=generator) * (0.12 if wide else 0.3) + (not wide)
+    config = json.loads((saved.theirs / "config.json").read_text())
+    lists = {key: value[:4] for key, value in config.items() if isinstance(value, list) and len(value) == 5}
+    changes = {"num_hidden_layers": 4, "num_nextn_predict_layers": 1, **lists}
+    if "moe_layer_end_index" in config:
+        changes["moe_layer_end_index"] = 3
+    both = copy_folder(saved.theirs, folder / "both", tensors=tensors, **changes)
+    return request.param, layout, both, saved.theirs
+
+
+def test_it_drafts_what_it_must(made):
+    """First drafts and deeper ones, by their trees and scores; the algorithm is inferred from the names."""
+    name, layout, both, whole = made
+    found = find_draft(both)
+    assert (found.algorithm, found.layout) == ("MTP", "GLM and DeepSeek" if "shared_head" in str(layout.own) else name)
+    how = {"dtype": torch.float64, "attn_implementation": "eager", "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(whole, **how).eval()
+    target = DenseTarget(both, attn_implementation="eager", experts_implementation="eager")
+    dense: Dense = dense_of(both)
+    reference = DenseFamilyMtp(
+        *(dense, target.embedding, target.lm_head, torch.zeros(len(target.lm_head), dtype=torch.long), layout.layer),
+        *(layout.own, False, layout.normed_state),
+        model=model,
+        window=layout.window,
+        zeroed=layout.zeroed,
+    )
+    assert_drafts(Pair(both, both), target, reference, (AFTER_NORM,))
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 4), (3, 3, 9)])
+def test_its_tokens_are_those_of_plain_decoding(made, shape):
+    """Chains and trees, greedy and sampled, prompts that share a prefix, past a window, twice, checked at level 3."""
+    _, _, both, _ = made
+    pair = Pair(both, both)
+    base = pair.prompts([25, 5])
+    prompts, params = [*base, base[0] + [9]], [greedy(20), sampled(1, 20), greedy(15)]
+    options = {"page_size": 4, "context_length": 96, "chunked_prefill_size": 8}
+    llm = build(pair, shape, graphs="sim", check_level=3, **options)
+    plain = build(pair, None, **options)
+    for _ in range(2):
+        assert tokens(llm.generate(prompts, params)) == tokens(plain.generate(prompts, params))
+    llm.scheduler.check_integrity()
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory):
+    """A folder of Step 3.7 with an MTP layer, and one of five layers whose last is that layer."""
+    folder, tiny = tmp_path_factory.mktemp("step"), FAMILIES["step"]
+    last = {"layer_types": "sliding_attention", "mlp_layer_types": "dense"}
+    last |= {"swiglu_limits": 0.0, "swiglu_limits_shared": 0.0}
+    lists = {key: [*tiny.config[key], each] for key, each in last.items()}
+    more = {**tiny.config, **lists, "num_hidden_layers": 5, "vocab_size": 211}
+    whole = type(tiny)(tiny.name, more, vision=tiny.vision).save(folder / "whole", seed=9).theirs
+    generator, prefix = torch.Generator().manual_seed(2), "model.layers.4"
+    own = ("enorm", "hnorm", "transformer.shared_head.norm")
+    tensors = {f"{prefix}.{name}.weight": torch.randn(32, generator=generator) * 0.3 for name in own}
+    tensors[f"{prefix}.eh_proj.weight"] = torch.randn((32, 64), generator=generator) * 0.12
+    tensors[f"{prefix}.transformer.shared_head.output.weight"] = torch.zeros(211, 32)
+    text = json.loads((whole / "config.json").read_text())["text_config"]
+    text |= {key: text[key][:4] for key in last} | {"num_hidden_layers": 4, "num_nextn_predict_layers": 1}
+    del text["per_layer_config"]["4"]
+    return copy_folder(whole, folder / "both", tensors=tensors, text_config=text), whole
+
+
+def test_steps_layer_reads_the_target_before_its_final_norm(step):
+    """And drafts what it must, with norms of 1 + w. The output matrix is the target's."""
+    both, whole = step
+    assert find_draft(both).layout == "Step"
+    how = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    target = DenseTarget(both, AutoModelForImageTextToText, **how)
+    model = AutoModelForImageTextToText.from_pretrained(whole, dtype=torch.float64, **how).eval().model
+    names = [f"model.layers.4.{name}" for name in ("enorm", "hnorm", "eh_proj")]
+    names.append("model.layers.4.transformer.shared_head.norm")
+    dense = dense_of(both, json.loads((both / "config.json").read_text())["text_config"])
+    dense.w |= {f"{name}.weight": dense.w[f"{name}.weight"] + 1 for name in names if "norm" in name}
+    reference = DenseFamilyMtp(
+        *(dense, target.embedding, target.lm_head, torch.zeros(211, dtype=torch.long), "", tuple(names), False, False),
+        model=model,
+        window=WINDOW,
+        zeroed=False,
+    )
+    assert_drafts(Pair(both, both), target, reference, (4,))
+
+
+def test_tokens_with_steps_layer_are_those_of_plain_decoding(step):
+    both, _ = step
+    pair = Pair(both, both)
+    prompts, params = pair.prompts([25, 5]), [greedy(20), sampled(1, 20)]
+    plain = tokens(build(pair, None, page_size=4).generate(prompts, params))
+    for shape in ((1, 3, 4), (3, 3, 9)):
+        assert tokens(build(pair, shape, page_size=4, graphs="sim", check_level=3).generate(prompts, params)) == plain
+
+
+def test_a_layer_in_a_folder_of_images_is_found(tmp_path):
+    """GLM-OCR's, in DeepSeek's names under those of its language model."""
+    tiny, prefix = FAMILIES["glm ocr"], "model.language_model.layers.4"
+    whole = type(tiny)(tiny.name, {**tiny.config, "num_hidden_layers": 5}, vision=tiny.vision).save(tmp_path / "whole")
+    generator, own = torch.Generator().manual_seed(2), ("enorm", "hnorm", "shared_head.norm")
+    tensors = {f"{prefix}.{name}.weight": torch.rand(32, generator=generator) + 0.5 for name in own}
+    tensors[f"{prefix}.eh_proj.weight"] = torch.randn((32, 64), generator=generator) / 8
+    text = json.loads((whole.theirs / "config.json").read_text())["text_config"]
+    text = {**text, "num_hidden_layers": 4, "layer_types": None, "num_nextn_predict_layers": 1}
+    both = copy_folder(whole.theirs, tmp_path / "both", tensors=tensors, text_config=text)
+    assert find_draft(both).layout == "GLM and DeepSeek"
+    pair, prompts = Pair(both, both), Pair(both, both).prompts([20, 5])
+    assert tokens(build(pair, (3, 3, 9)).generate(prompts, greedy(20))) == tokens(
+        build(pair, None).generate(prompts, greedy(20))
+    )
+
+
+def test_a_target_that_has_no_such_layer_is_refused(made, tmp_path):
+    """MiMo-V2's layer has a window, as some of its target's must."""
+    name, layout, both, _ = made
+    if name != "MiMo-V2":
+        gone = copy_folder(both, tmp_path / "gone", tensors={f"{layout.own[1]}.weight": None})
+        refused(CheckpointError, lambda: build(Pair(gone, gone), (3, 3, 9)), "missing", f"{layout.own[1]}.weight")
+        return
+    full = copy_folder(both, tmp_path / "full", layer_types=["full_attention"] * 4)
+    refused(CheckpointError, lambda: build(Pair(full, full), (3, 3, 9)), "MiMo-V2", "not supported with this target")

@@ -1,0 +1,126 @@
+"""Capturing at start, with a recorder that runs on a CPU: what is captured when, in which order, and that it serves."""
+
+import pytest
+
+from support.engines import accept_lens, build, greedy, sampled, tokens
+from support.fake_recorder import FakeRecorder
+from treetop.engine.cuda_graphs import CudaGraphs, greedy_keys, num_rounds
+from treetop.engine.rounds import RoundKey
+from treetop.kernels.table import Ops
+from treetop.types.layout import PLAIN, SpecShape
+from treetop.types.parallel import PlaceholderRank
+from treetop.types.phase import Phase
+from treetop.types.sampling import Choice
+
+TREE = SpecShape(4, 5, 16)
+
+
+def with_fakes(pair, shape=(4, 5, 16), **options):
+    llm, recorder = build(pair, shape, max_running_requests=6, **options), FakeRecorder()
+    llm.engine.launcher = graphs = CudaGraphs(llm.engine.runner, recorder)
+    graphs.capture_all()
+    return llm, graphs, recorder
+
+
+@pytest.mark.parametrize("shape", [None, (4, 5, 16)])
+def test_every_bucket_of_the_shape_that_is_planned_is_captured_at_start_the_biggest_first(strong_pair, shape):
+    """Greedy only, a graph a round, and none that no plan asks for."""
+    llm, graphs, recorder = with_fakes(strong_pair, shape)
+    keys = [RoundKey(bucket, TREE if shape else PLAIN, Choice.GREEDY) for bucket in (6, 4, 2, 1)]
+    assert greedy_keys(graphs._runner) == keys
+    assert recorder.recorded == keys
+    assert len(graphs) == 4
+    assert graphs.seconds > 0
+    processed = sum(choice.processes for choice in Choice)
+    assert num_rounds(graphs._runner) == len(keys) * (len(Choice) + processed)
+    llm.generate(strong_pair.prompts([9, 20, 5, 31, 12, 7]), [greedy(6 * n) for n in range(1, 7)])
+    assert set(recorder.replayed) == set(keys), "a graph was captured for nothing"
+
+
+@pytest.mark.parametrize("shape", [None, (4, 5, 16)])
+def test_phases_are_recorded_one_by_one_to_be_measured_and_not_kept(strong_pair, shape):
+    """A target alone has none to extend; the engine's own graphs stay as they are."""
+    _, graphs, recorder = with_fakes(strong_pair, shape)
+    known, key = len(graphs), RoundKey(2, TREE if shape else PLAIN, Choice.GREEDY)
+    recorder.recorded.clear()
+    runs = graphs.phases(key)
+    assert list(runs) == [Phase.DRAFT, Phase.VERIFY, *([Phase.EXTEND] if shape else [])]
+    assert recorder.recorded == [(phase, key) for phase in runs]
+    assert len(graphs) == known
+    for run in runs.values():
+        run()
+    assert recorder.replayed == recorder.recorded
+
+
+def test_capturing_runs_on_dummy_rows_and_puts_the_row_list_back(strong_pair):
+    llm, graphs, recorder = with_fakes(strong_pair)
+    dummy = llm.engine.layout.dummy_row
+    assert all(set(rows) == {dummy} for rows in recorder.rows)
+    llm.engine.runner.buffers.rows.copy_(llm.engine.runner.buffers.rows.new_tensor([3, 1, 4, 0, 2, 5]))
+    graphs.capture([RoundKey(4, TREE, Choice.SAMPLE)])
+    assert llm.engine.runner.buffers.rows.tolist() == [3, 1, 4, 0, 2, 5]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        greedy(30),
+        sampled(3, 30),
+        sampled(3, 30, top_p=0.9),
+        sampled(3, 30, frequency_penalty=0.6),
+        sampled(3, 30, repetition_penalty=1.5, logprobs=2),
+    ],
+    ids=[choice.value for choice in Choice],
+)
+def test_captured_rounds_give_the_tokens_of_eager_ones(strong_pair, params):
+    """The batch drains through the buckets; every choice; tokens and accepted lengths are the eager engine's."""
+    prompts = strong_pair.prompts([9, 20, 5, 31, 12, 7])
+    eager = build(strong_pair, max_running_requests=6, graphs="off").generate(prompts, params)
+    llm, _, recorder = with_fakes(strong_pair)
+    outputs = llm.generate(prompts, params)
+    assert tokens(outputs) == tokens(eager)
+    assert accept_lens(outputs) == accept_lens(eager)
+    assert [each.logprobs for each in outputs] == [each.logprobs for each in eager]
+    assert {key.choice for key in recorder.replayed} == {Choice.of(params)}
+    assert len({key.bucket for key in recorder.replayed}) >= 2
+
+
+def test_a_sampled_round_is_captured_when_it_is_asked_for_and_only_once(strong_pair):
+    llm, graphs, recorder = with_fakes(strong_pair)
+    known = len(recorder.recorded)
+    prompts = strong_pair.prompts([9])
+    llm.generate(prompts, greedy(20))
+    assert len(recorder.recorded) == known
+    llm.generate(prompts, sampled(1, 20))
+    llm.generate(prompts, sampled(2, 20))
+    sampled_key = RoundKey(1, TREE, Choice.SAMPLE)
+    assert recorder.recorded[known:] == [sampled_key]
+    recorder.replayed.clear()
+    graphs.launch(sampled_key, 10)
+    assert recorder.replayed == [sampled_key]
+
+
+def test_ranks_that_share_experts_capture_what_may_be_held_with_what_may_not(strong_pair):
+    """Capturing runs a round, with exchanges in it, and another rank's row may be the one that is constrained."""
+    _, graphs, recorder = with_fakes(strong_pair)
+    whole, held = (RoundKey(2, TREE, Choice.PROCESS, held=each) for each in (False, True))
+    both = [whole, (Phase.DRAFT, held), held]
+    for ranks, first, expected in ((1, whole, [whole]), (2, whole, both), (2, held, both)):
+        graphs._runner.ops.expert_ranks = PlaceholderRank(ranks)
+        graphs.release()
+        recorder.recorded.clear()
+        graphs.launch(first, 10)
+        assert recorder.recorded == expected
+        recorder.recorded.clear()
+        graphs.launch(held if first is whole else whole, 10)
+        assert not recorder.recorded or ranks == 1
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_filters_share_the_graph_of_sampling_where_both_are_the_same_work(strong_pair, monkeypatch, apart):
+    monkeypatch.setattr(Ops, "filters_apart", apart)
+    _, graphs, recorder = with_fakes(strong_pair)
+    known = len(recorder.recorded)
+    graphs.capture([RoundKey(4, TREE, Choice.SAMPLE), RoundKey(4, TREE, Choice.FILTER)])
+    assert len(recorder.recorded) == known + (2 if apart else 1)
+    assert num_rounds(graphs._runner) == 4 * ((5 if apart else 4) + sum(choice.processes for choice in Choice))

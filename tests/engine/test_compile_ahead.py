@@ -1,0 +1,490 @@
+"""Kernels compiled ahead: launches only name them, in the thread that asked, and a start compiles nothing by itself."""
+
+import gc
+import itertools
+import os
+import random
+import sys
+import threading
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from support.engines import greedy, tokens
+from support.operation_cases import coded_weight
+from support.operations import kernel_ops
+from support.round_ops import sown_growth
+from support.waiting import WAIT_S, until
+from treetop import LLM
+from treetop.attention.registry import BACKENDS
+from treetop.engine import build
+from treetop.engine.build import zeros_on
+from treetop.engine.compile_ahead import EveryExtent, compile_all, compile_steps
+from treetop.engine.cuda_graphs import CudaGraphs
+from treetop.engine.plan import plan_engine
+from treetop.engine.prefill import PrefillBatch, prefill
+from treetop.engine.products import Products
+from treetop.engine.rounds import RoundKey, run_phases
+from treetop.engine.staging import StagingBuffers
+from treetop.engine.state import SETUP_COLUMNS
+from treetop.engine.worst_steps import worst_prefill
+from treetop.kernels import triton_guard
+from treetop.kernels.attention import paged_attention
+from treetop.kernels.attention_config import CallShape, Launch, choose_launch
+from treetop.kernels.calibration import make_calibration
+from treetop.kernels.coded import Coding, choose_coded, coded_gated, coded_rows
+from treetop.kernels.commit import Paths
+from treetop.kernels.grow import Children
+from treetop.kernels.kv import PageTable
+from treetop.kernels.learn import Observed
+from treetop.kernels.metadata import AttentionMetadata
+from treetop.kernels.rows import DraftState, RowTables
+from treetop.kernels.table import OpContext, Ops, operations
+from treetop.kernels.triton_guard import (
+    GpuTraits,
+    _probe,
+    compile_ahead,
+    gpu_traits,
+    interpreted,
+    is_compiling_ahead,
+    jit,
+    tiles_of,
+    tl,
+)
+from treetop.models.loader import Placement
+from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL, EngineConfig
+from treetop.types.ids import FULL
+from treetop.types.kv import KVFormat
+from treetop.types.layout import PLAIN, KVGroup, Layout, SpecShape
+from treetop.types.phase import Phase
+from treetop.types.sampling import Choice
+from treetop.types.tree import Accepted, DraftTree, PathPositions
+from treetop.weights import twelve_bits
+from treetop_debug.calibration_faults import CALIBRATION_FAULTS
+from treetop_debug.faults import FAULTS
+from treetop_debug.kernels import all_kernels
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+GPUTarget = pytest.importorskip("triton.backends.compiler", reason="Triton is not installed").GPUTarget
+compiled_here = pytest.mark.skipif(interpreted(), reason="the interpreter compiles nothing")
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available() or interpreted(), reason="no CUDA device")
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """What reaches Triton: (arguments, whether it only compiles)."""
+    seen = []
+    monkeypatch.setattr(triton.JITFunction, "run", lambda _, *args, warmup, **__: seen.append((args, warmup)))
+    return seen
+
+
+@compiled_here
+def test_launches_inside_only_compile_and_other_threads_launch(launches):
+    def launch():
+        _probe[(1,)](None)
+
+    def inside():
+        assert is_compiling_ahead()
+        assert not gc.isenabled()
+        launch()
+        other = threading.Thread(target=launch)
+        other.start()
+        other.join()
+
+    launch()
+    compile_ahead(inside)
+    assert not is_compiling_ahead()
+    assert gc.isenabled()
+    launch()
+    assert [only_compiled for _, only_compiled in launches] == [False, True, False, False]
+
+
+@compiled_here
+def test_a_kernel_is_asked_for_once_for_each_kind_of_arguments(launches):
+    x = torch.zeros(64)
+    kinds = [x, x[1:], x.double(), None, 1, 16, *(tiles_of(torch.zeros(8, 16), 4, width) for width in (8, 16))]
+
+    def inside():
+        for argument in [*kinds, x[16:], *kinds]:
+            _probe[(1,)](argument)
+        assert len(launches) == len(kinds)
+        _probe[(1,)](x, num_warps=8)
+        assert len(launches) == len(kinds) + 1
+
+    compile_ahead(inside)
+    compile_ahead(lambda: _probe[(1,)](x))  # nothing is remembered
+    assert len(launches) == len(kinds) + 2
+
+
+@pytest.fixture
+def compilations(monkeypatch, tmp_path):
+    """(what, whether by the thread that runs the test) of each compilation from now on; no kernel is compiled yet.
+
+    A kernel by its name; C code as "C".
+    """
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    here, found = threading.current_thread(), []
+
+    def listen(*, src, cache_hit, **_):
+        if not cache_hit:
+            found.append((src.name, threading.current_thread() is here))
+
+    def build(*args, **options):
+        found.append(("C", threading.current_thread() is here))
+        return real(*args, **options)
+
+    real = triton.runtime.build._build
+    monkeypatch.setattr(triton.knobs.compilation, "listener", listen)
+    monkeypatch.setattr(triton.runtime.build, "_build", build)
+    forget_kernels()
+    yield found
+    forget_kernels()
+
+
+def forget_kernels():
+    for kernel in (*all_kernels().values(), _probe):
+        kernel.device_caches.clear()
+
+
+class AbsentGpu:
+    """Triton's driver for a GPU that is not here: it can be compiled for, and a launch would fail.
+
+    launchers: (kernel, whether by the thread that made this) of each launcher made.
+    """
+
+    def __init__(self):
+        self.launchers, self._thread = [], threading.current_thread()
+
+    def launcher_cls(self, src, metadata):
+        self.launchers.append((src.name, threading.current_thread() is self._thread))
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+
+@pytest.fixture
+def absent_gpu(compilations, monkeypatch):
+    monkeypatch.setattr(triton.runtime.driver, "_active", AbsentGpu())
+    return compilations
+
+
+@compiled_here
+def test_the_kernels_of_a_call_are_compiled_and_then_there(absent_gpu):
+    """Attention in one split, two and four: two kernels of its own and a merge of two and of four."""
+    pages, tail, rows = torch.zeros(64, 2, 2, 64), torch.zeros(2, 4, 2, 2, 64), torch.zeros(2).long()
+    table, positions = PageTable(FULL, torch.zeros((3, 4), dtype=torch.int32)), torch.zeros((2, 4), dtype=torch.int64)
+    mask = torch.ones(2, 4, 4, dtype=torch.bool)
+    metadata = AttentionMetadata(Phase.VERIFY, table, rows, rows, 64, 16, positions, None, positions, mask)
+    gpu = gpu_traits(torch.device("cpu"))
+
+    def attend():
+        for splits in (1, 2, 4):
+            launch = Launch(16, 32, splits, 4, 2, overlap=True)
+            paged_attention(torch.zeros(2, 4, 8, 64), pages, metadata, tail, 1.0, None, gpu, launch)
+
+    for _ in range(2):
+        compile_ahead(lambda: (attend(), attend()))
+        assert sorted(absent_gpu) == [
+            (kernel, False) for kernel in ("_attention_kernel", "_merge_kernel") for _ in range(2)
+        ]
+        assert sorted(triton.runtime.driver.active.launchers) == sorted(absent_gpu)
+
+
+@compiled_here
+@pytest.mark.parametrize(
+    "coding", [Coding("e4m3", 128), Coding("int4", 32, zeros=True), Coding("e2m1", 16, "over")], ids=str
+)
+def test_products_that_decode_compile_for_a_gpu(absent_gpu, coding):
+    """Of few rows, of many, and gated, as weights of a model launch them."""
+    weight, gpu = coded_weight(512, 1024, coding, "cpu"), GpuTraits(132, True, 227 << 10)
+
+    def launch():
+        for rows in (1, 256):
+            x = torch.zeros(rows, 1024, dtype=torch.bfloat16)
+            coded_rows(x, weight, launch=choose_coded((512, 1024), False, gpu), gpu=gpu)
+        coded_gated(x, weight, launch=choose_coded((512, 1024), True, gpu), gpu=gpu)
+
+    compile_ahead(launch)
+    assert absent_gpu == [("_coded_kernel", False)] * 3
+
+
+def launch_a_round(ops):
+    """Every operation that a fault may be inside of, on memory that nobody reads: only kernels are asked for."""
+    shape, long = SpecShape(2, 3, 6), torch.int64
+    tree = DraftTree(*torch.zeros((3, 1, 6), dtype=long), torch.zeros(1, 6, 6, dtype=torch.bool), torch.zeros(1, 6))
+    places = PathPositions(torch.zeros(1, dtype=long), torch.zeros(1, 6, dtype=long), torch.zeros(1, 4, dtype=long))
+    rows, wide = torch.zeros(1, dtype=long), torch.zeros(1, 4, dtype=long)
+    draft = DraftState(torch.zeros(1, 2, dtype=long), torch.zeros(1, 2), torch.zeros(1, 8))
+    identity = torch.eye(2, dtype=torch.bool)
+    growth = sown_growth(shape, 1)
+    frontier = ops.start(RowTables(rows, rows, rows, draft), rows, growth, tree, places, identity)
+    ops.grow(
+        growth, 0, frontier, Children(torch.zeros(1, 2, 2, dtype=long), torch.zeros(1, 2, 2), torch.zeros(1, 2, 8))
+    )
+    ops.select(growth, tree, places)
+    ops.top_logprobs(torch.zeros(1, 2, 40), 2, None, growth.row_heat)
+    accepted = Accepted(
+        wide, rows, wide.clone(), rows.clone(), torch.zeros(1, dtype=torch.bool), torch.zeros(1, 6, dtype=long)
+    )
+    ops.accept(ops.greedy(torch.zeros(1, 6, 40)), tree, accepted, None)
+    calibration = make_calibration(3, 2, lambda size, dtype: torch.zeros(size, dtype=dtype))
+    ops.learn(calibration, growth, accepted, Observed(rows, 1, None, True))
+    paths = Paths(rows, rows, rows, 4, accepted.path, 1)
+    ops.commit(
+        torch.zeros(1, 8, 2, 1, 4), torch.zeros(1, 1, 6, 2, 1, 4), torch.zeros(2, 2, dtype=torch.int32), 4, paths
+    )
+    ops.path_aux_hidden(torch.zeros(1, 4, 8), (torch.zeros(1, 6, 8),), accepted.path)
+
+
+@compiled_here
+def test_twin_kernels_compile_for_a_gpu_too(absent_gpu):
+    """A fault inside a kernel is that kernel with other text, which the interpreter may accept and a compiler not."""
+    ops = kernel_ops(torch.device("cpu"))
+    compile_ahead(lambda: launch_a_round(ops))
+    shipped = Counter(kernel for kernel, _ in absent_gpu)
+    for name, found in {**FAULTS, **CALIBRATION_FAULTS}.items():
+        inside = [each.target.rpartition(":")[2] for each in found.patches if each.target.endswith("_kernel")]
+        if inside:
+            with found.active():
+                compile_ahead(lambda: launch_a_round(ops))
+            more = Counter(kernel for kernel, _ in absent_gpu) - shipped
+            assert set(more) == set(inside), name
+            shipped += more
+
+
+@jit
+def _wrong_kernel(x):  # tl has no such name
+    tl.store(x, tl.there_is_no_such_thing)
+
+
+@compiled_here
+def test_after_a_kernel_that_does_not_compile_all_goes_on(absent_gpu):
+    """Triton's own mode may stay on after an error; the next kernel is compiled and launches are launches."""
+    x = torch.zeros(4)
+    with pytest.raises(triton.CompilationError):
+        compile_ahead(lambda: _wrong_kernel[(1,)](x))
+    compile_ahead(lambda: _probe[(1,)](x))
+    assert absent_gpu == [("_probe", False)]
+    with pytest.raises(AttributeError):  # a launch: the GPU that is not here cannot be asked to load a kernel
+        _probe[(1,)](x)
+
+
+@compiled_here
+@pytest.mark.usefixtures("absent_gpu")
+def test_an_error_inside_does_not_wait_for_what_was_asked_for(monkeypatch):
+    """With one compiler, which takes until the others are given up, the second kernel is never begun."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    begun, go_on = [], threading.Event()
+    shutdown = triton_guard._Compilers.shutdown
+
+    def compile_slowly(*_, **__):
+        begun.append(None)
+        assert go_on.wait(WAIT_S)
+
+    def go_on_then(self, **asked):
+        shutdown(self, wait=False, **asked)
+        go_on.set()
+        shutdown(self)
+
+    monkeypatch.setattr(triton.compiler, "compile", compile_slowly)
+    monkeypatch.setattr(triton_guard._Compilers, "shutdown", go_on_then)
+
+    def inside():
+        for warps in (1, 2, 4):
+            _probe[(1,)](torch.zeros(4), num_warps=warps)
+        until(lambda: begun)
+        raise ValueError("stop")
+
+    with pytest.raises(ValueError, match="stop"):
+        compile_ahead(inside)
+    assert len(begun) == 1
+
+
+@pytest.mark.parametrize("gpu", [GpuTraits(132, True, 227 << 10), GpuTraits(40, False)])
+def test_every_step_that_is_compiled_ahead_has_queries(gpu):
+    """Any number of rows with any chunk, smaller ones too, down to one token: no launch is asked for an empty batch."""
+    group = KVGroup(FULL, 1, KVFormat(2, 8, 128))
+    for maximum, chunk in itertools.product((1, 2, 3, 7, 8, 64, 255, 256), (1, 2, 3, 7, 8, 63, 64, 255, 8192)):
+        layout = Layout((SpecShape(4, 5, 16),), 16, maximum, 300, chunk, (group,), 4096)
+        runner = SimpleNamespace(layout=layout, backend=SimpleNamespace(name="triton", capabilities=None))
+        rows, width = worst_prefill(layout)
+        assert 0 < rows * width <= chunk
+        extents = EveryExtent(runner).extents
+        assert {rows for rows, _, _ in extents} == {rows for rows in layout.buckets if rows <= chunk}
+        for rows, width, bound in extents:
+            assert 0 < width <= bound <= layout.max_committed
+            assert 0 < rows * width <= chunk
+            launch = choose_launch(CallShape(rows, width, 8, 4, 128, 2, bound, causal=True), gpu)
+            assert launch.splits > 0
+
+
+def test_inputs_of_a_step_begin_at_16_bytes_whatever_their_lengths():
+    """Kernels tell aligned addresses from others: no step needs a kernel for an address that no step before had."""
+    layout = Layout((PLAIN,), 4, 5, 40, 16, (KVGroup(FULL, 1, KVFormat(2, 1, 4)),), 400)
+    staging = StagingBuffers(layout, torch.device("cpu"), partial(zeros_on, torch.device("cpu")), 1)
+    rng = random.Random(0)
+    for _ in range(50):
+        parts = {name: [[rng.randrange(99)] * rng.randrange(6) for _ in range(3)] for name in ("edits", "chunks")}
+        sent = staging.send(staging.take(), **parts)
+        assert {name: [each.tolist() for each in columns] for name, columns in sent.items()} == parts
+        assert all(each.data_ptr() % 16 == 0 for columns in sent.values() for each in columns if len(each))
+
+
+def test_the_largest_inputs_of_a_step_fit():
+    """A prefill of all rows, of odd lengths, each with text that a drafter reads."""
+    layout = Layout((PLAIN,), 4, 5, 41, 15, (KVGroup(FULL, 1, KVFormat(2, 1, 4)),), 400)
+    texts = layout.max_requests * layout.max_context
+    staging = StagingBuffers(layout, torch.device("cpu"), partial(zeros_on, torch.device("cpu")), 1, texts)
+    ones, cells = [1] * layout.max_requests, [1] * layout.max_edits
+    staging.send(
+        staging.take(),
+        rows=[ones],
+        edits=[cells] * 3,
+        setups=[ones] * SETUP_COLUMNS,
+        chunks=[ones, ones, [1] * layout.chunk, [1] * layout.chunk],
+        prefixes=[[1] * layout.max_context] * layout.max_requests,
+    )
+
+
+def on_a_gpu_of(place):
+    return OpContext(torch.device("cuda"), place.dtype, place.shapes)
+
+
+@pytest.fixture
+def as_if_on_a_gpu(absent_gpu, monkeypatch):
+    """An engine on a CPU takes an H200's kernels, which are only compiled; what would be recorded runs on zeros.
+
+    Small weights are compressed too.
+    """
+    traits = GpuTraits(num_sms=132, can_overlap=True, shared_bytes=227 << 10)
+    monkeypatch.setattr(triton_guard, "interpreted", lambda: True)  # so tensors of a CPU are no obstacle
+    for name, module in list(sys.modules.items()):
+        if name.startswith("treetop.") and hasattr(module, "gpu_traits"):
+            monkeypatch.setattr(module, "gpu_traits", lambda _: traits)
+    monkeypatch.setattr(Placement, "ops", property(lambda place: Ops(on_a_gpu_of(place))))
+    for name, real in (("empty", torch.empty), ("empty_like", torch.empty_like)):
+        monkeypatch.setattr(torch, name, lambda *args, real=real, **options: real(*args, **options).zero_())
+    monkeypatch.setattr(build, "captures", lambda *_: True)
+    monkeypatch.setattr(build, "peak_bytes", lambda _: 0)
+    monkeypatch.setattr(build, "prove_acceptance", lambda _: None)
+    for name in ("graph", "CUDAGraph", "Stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nullcontext())
+    monkeypatch.setattr(twelve_bits, "_WORTH_PARAMETERS", 0)
+    twelve_bits.offers.cache_clear()
+    yield absent_gpu
+    twelve_bits.offers.cache_clear()
+
+
+@compiled_here
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": "float32"},
+        pytest.param({"dtype": "bfloat16", "compress_weights": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_rehearsal_compiles_all_that_an_engine_launches_on_a_gpu(as_if_on_a_gpu, monkeypatch, options):
+    """For a GPU that is not here; what only large weights and libraries need is in other tests.
+
+    Afterwards no prompt and no round of any kind waits for a compiler, however long the prompt is.
+    """
+    rehearsed = []
+    monkeypatch.setattr(build, "compile_all", lambda runner: (rehearsed.append(runner), compile_all(runner)))
+    config = EngineConfig.of(
+        BUILTIN_MODEL,
+        draft=BUILTIN_DRAFT,
+        device="cpu",
+        attention_backend="triton",
+        max_running_requests=4,
+        speculative_calibration="learn",
+        **options,
+    )
+    made = []
+    engine_plan = plan_engine(config)
+    # The head norms its embedding, so a kernel runs while weights are loaded.
+    compile_ahead(lambda: made.append(build._without_pools(engine_plan, Products({}, {}))[0]))
+    build._gpu_allowance(config, made[0])
+    assert not any(by_itself for _, by_itself in as_if_on_a_gpu)
+    names = {name for name, _ in as_if_on_a_gpu}
+    of_ranks, of_latents = {"add_shares_rms_norm", "gather"}, {"write_latent", "latent_attention"}
+    of_others = {"gather_table", "tail_and_merge", "route", "experts", "pack", "unpack", *of_ranks, *of_latents}
+    of_others |= {"coded_rows", "coded_gated"}
+    context = on_a_gpu_of(engine_plan.place)
+    used = [op for name, op in operations().items() if op.applies(context) and name not in of_others]
+    assert names == {kernel.fn.__name__ for op in used for kernel in op.launches}
+    asked = len(as_if_on_a_gpu)
+    build._gpu_allowance(config, made[0])
+    assert len(as_if_on_a_gpu) == asked
+    compile_ahead(lambda: any_steps(rehearsed[0], random.Random(0)))
+    assert as_if_on_a_gpu[asked:] == []
+
+
+@torch.inference_mode()
+def any_steps(runner, rng):
+    layout = runner.layout
+    for _ in range(60):
+        rows, choice = rng.choice(layout.buckets), rng.choice([*Choice])
+        width = min(int(2 ** rng.uniform(0, 10)), layout.chunk // rows)
+        maximum = min(width + int(2 ** rng.uniform(0, 11)), layout.max_committed)
+        dummies = runner.buffers.rows.new_full((rows,), layout.dummy_row)
+        none = dummies.new_zeros(rows)
+        prefill(runner, PrefillBatch(dummies, dummies.new_zeros((rows, width)), none, none - 1, maximum, choice))
+        run_phases(runner, RoundKey(rows, rng.choice(layout.shapes), choice), layout.max_committed)
+
+
+@pytest.mark.parametrize(("able", "captured", "rehearsed"), [(True, True, 1), (True, False, 0), (False, True, 0)])
+def test_who_rehearses(monkeypatch, able, captured, rehearsed):
+    """Engines that capture, on a backend whose first call may be recorded."""
+    assert [name for name, each in BACKENDS.items() if each.capabilities.captures_first_call] == ["triton", "fa3"]
+    engine, asked = LLM(device="cpu", max_running_requests=2).engine, []
+    backend = SimpleNamespace(capabilities=replace(BACKENDS["triton"].capabilities, captures_first_call=able))
+    monkeypatch.setattr(build, "captures", lambda *_: captured)
+    monkeypatch.setattr(build, "peak_bytes", lambda _: 0)
+    monkeypatch.setattr(build, "prove_acceptance", lambda _: None)
+    monkeypatch.setattr(build, "compile_all", asked.append)
+    build._gpu_allowance(engine.config, replace(engine.runner, backend=backend))
+    assert len(asked) == rehearsed
+
+
+@on_a_gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_captured_engine_compiles_everything_ahead(compilations, dtype):
+    """Neither the worst steps nor the captures of a start compile anything themselves; then the engine works."""
+    llm = LLM(dtype=dtype, max_running_requests=4)
+    assert isinstance(llm.engine.launcher, CudaGraphs)
+    here = [by_itself for _, by_itself in compilations]
+    ahead = here.index(False)  # loading weights runs a kernel before
+    assert here[ahead:].count(False) > 10
+    assert not any(here[ahead:])
+    outputs = llm.generate(["def area(radius):"] * 3, greedy(20))
+    assert len(set(map(tuple, tokens(outputs)))) == 1
+    llm.scheduler.check_integrity()
+
+
+@on_a_gpu
+def test_steps_are_recorded_and_do_not_run():
+    """No value changes, and no memory is left taken."""
+    x, capturing = torch.zeros(4, device="cuda"), []
+
+    def step():
+        capturing.append(torch.cuda.is_current_stream_capturing())
+        x.copy_(torch.ones(1 << 20, device="cuda")[:4])
+
+    compile_steps([step])
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    compile_steps([step, step])
+    assert capturing == [True] * 3
+    assert x.tolist() == [0, 0, 0, 0]
+    assert torch.cuda.memory_allocated() == before

@@ -1,0 +1,112 @@
+"""What rounds cost, measured at start: kept for the next start, never another engine's, and without a trace."""
+
+import pytest
+
+from support.engines import build
+from treetop.engine import round_costs
+from treetop.engine.round_costs import read, smoothed, write
+from treetop.types.costs import CatchUpCost, CostTable, RoundCost
+from treetop.types.errors import CheckError, ConfigError
+from treetop.types.layout import PLAIN, SpecShape
+from treetop_debug.patching import Patch, replaced
+
+TREE = SpecShape(2, 3, 6)
+AUTO = {"speculative_policy": "auto", "max_running_requests": 2, "context_length": 64}
+
+
+def engine(pair, **options):
+    return build(pair, (2, 3, 6), **{**AUTO, **options}).engine
+
+
+def test_a_start_measures_every_shape_and_the_next_one_reads_it(strong_pair, monkeypatch):
+    """By buckets of rows; the second engine of the same kind measures nothing, one with another shape does."""
+    measured = []
+    real = round_costs.measure
+    monkeypatch.setattr(round_costs, "measure", lambda *args: measured.append(args) or real(*args))
+    first, second = engine(strong_pair), engine(strong_pair)
+    assert len(measured) == 1
+    assert first.costs == second.costs
+    assert {(each.rows, each.shape) for each in first.costs.rounds} == {
+        (rows, shape) for rows in (1, 2) for shape in first.layout.shapes
+    }
+    assert all(each.seconds > 0 and each.seconds_per_token >= 0 for each in first.costs.rounds)
+    assert [each.rows for each in first.costs.catch_ups] == [1, 2]
+    assert engine(strong_pair, speculative_shapes="1,1,2 3,2,6").costs.made_for != first.costs.made_for
+    assert len(measured) == 2
+
+
+def test_measuring_leaves_no_trace(strong_pair, monkeypatch, tmp_path):
+    """Rows, proposals and null pages are as an engine has them that never measured."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made = engine(strong_pair)
+    state, size = made.runner.state, made.layout.page_size
+    tables = [*state.record.tables.values(), *state.deferred.tables, *(t.data for t in state.page_tables.values())]
+    assert not any(bool(table.any()) for table in tables)
+    assert not any(bool(pool.data[:, :size].any()) for pool in made.runner.pools.values())
+
+
+def test_an_engine_of_one_shape_measures_nothing(strong_pair):
+    made = build(strong_pair, (2, 3, 6), max_running_requests=2).engine
+    assert made.costs is None
+    assert made.runner.state.deferred is None
+
+
+def test_the_costs_of_another_model_are_caught(strong_pair, weak_pair, monkeypatch, tmp_path):
+    """A fault: one file for all engines. Level 1 sees whose the table is; without it the wrong one is taken."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def one_for_all(real):
+        return lambda made_for: real("costs")
+
+    with replaced((Patch("treetop.engine.round_costs:cost_file", one_for_all),)):
+        other = engine(strong_pair)
+        assert engine(strong_pair).costs == other.costs
+        with pytest.raises(CheckError, match="round costs: those at hand are of another engine"):
+            engine(weak_pair)
+        assert engine(weak_pair, check_level=0).costs == other.costs, "it does harm where no guard looks"
+
+
+def test_a_file_that_is_none_of_ours_counts_as_none(tmp_path):
+    table = CostTable("x", (RoundCost(1, TREE, 0.5, 0.0),), (CatchUpCost(1, 0.1),))
+    write(tmp_path / "new" / "a.json", table)
+    assert read(tmp_path / "new" / "a.json") == table
+    assert [each.name for each in (tmp_path / "new").iterdir()] == ["a.json"]
+    (tmp_path / "b.json").write_text("{")
+    assert read(tmp_path / "b.json") is None
+    for other in (
+        "[]",
+        '{"rounds": 3}',
+        '{"made_for": "x", "catch_ups": [], "rounds": [{"rows": 1, "shape": {"topk": 0}}]}',
+    ):
+        (tmp_path / "b.json").write_text(other)
+        assert read(tmp_path / "b.json") is None
+    assert read(tmp_path / "c.json") is None
+    write(tmp_path / "b.json" / "d.json", table)  # no folder: the next start measures
+
+
+def test_a_smaller_round_takes_no_longer_than_a_larger_one():
+    """What was late, for the machine had other work, is brought back; larger rounds stay as they are."""
+    times = {(1, PLAIN): 9.0, (2, PLAIN): 2.0, (1, TREE): 3.0, (2, TREE): 8.0}
+    costs = smoothed([RoundCost(rows, shape, seconds, 0.0) for (rows, shape), seconds in times.items()])
+    assert [each.seconds for each in costs] == [2.0, 2.0, 3.0, 8.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"speculative_shapes": "5,4"}, "a shape is S,k,T"),
+        ({"speculative_shapes": "0,1,1"}, "there is no tree among them"),
+        ({"speculative_shapes": "2,1,5"}, "no chain has"),
+        ({"speculative_shapes": "1,1,2", "speculative_policy": "fixed"}, "is for --speculative-policy auto"),
+        ({"ep_size": 2}, "use fixed with --ep-size"),
+    ],
+    ids=str,
+)
+def test_shapes_that_cannot_be_are_refused(strong_pair, options, words):
+    with pytest.raises(ConfigError, match=words):
+        engine(strong_pair, **options)
+
+
+def test_a_policy_without_a_draft_is_refused(strong_pair):
+    with pytest.raises(ConfigError, match="--speculative-policy auto needs a draft"):
+        build(strong_pair, None, speculative_policy="auto")

@@ -1,0 +1,98 @@
+"""Row counts that are probed, and functions by element."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from treetop.kernels import exact
+from treetop.kernels.exact import BY_ELEMENT, LIBRARY, MOST_ROWS, RUNGS, ByRows, adversarial, least_rows, rung
+from treetop.weights.cpu_products import Call, choose_products
+from treetop.weights.linear import LibraryGated, LibraryLinear
+
+
+def test_rungs_hold_every_count_and_pad_little():
+    for rows in range(1, MOST_ROWS + 1):
+        assert rung(rows) in RUNGS
+        assert rows <= rung(rows) <= max(rows, rows * 9 / 8 + 1)
+
+
+def test_calls_are_given_probed_counts_only():
+    """Padded up to the least and to a rung, and cut where there are more; rows alone where no count is exact."""
+    counts = []
+
+    def call(x):
+        counts.append(len(x))
+        return x * 2
+
+    for least, allowed in ((4, {n for n in RUNGS if n >= 4}), (1, set(RUNGS)), (None, {1})):
+        for rows in (0, 1, 3, 17, 33, 127, 128, 129, 300):
+            counts.clear()
+            x = torch.randn(rows, 5)
+            assert torch.equal(ByRows(call, least)(x), x * 2)
+            assert set(counts) <= allowed
+    assert ByRows(call, 4)(torch.randn(2, 70, 5)).shape == (2, 70, 5)
+
+
+def cut_by_rows(weight):
+    """A mutant: from nine rows on a product is a sum of two halves."""
+
+    def call(x):
+        half = x.shape[1] // 2
+        whole = F.linear(x, weight)
+        return (
+            whole if len(x) <= 8 else F.linear(x[:, :half], weight[:, :half]) + F.linear(x[:, half:], weight[:, half:])
+        )
+
+    return call
+
+
+def test_a_product_cut_by_rows_is_noticed():
+    """As one below 9 rows and another from there on it is exact from 9 on; if it changes late, never."""
+    weight = torch.randn((24, 50), generator=torch.Generator().manual_seed(1))
+    assert (least_rows(cut_by_rows(weight), 50) or 0) >= 9
+    late = least_rows(lambda x: F.linear(x, weight) + (len(x) > 100) * 2.0**-12, 50)
+    assert late is None
+
+
+def test_a_row_that_knows_its_place_is_noticed():
+    """Equal counts do not hide what depends on where a row stands."""
+    assert least_rows(lambda x: x + torch.arange(len(x))[:, None] % 2, 8) is None
+
+
+@pytest.mark.parametrize("shape", [(24, 50), (96, 64), (211, 64), (64, 200), (7, 16)])
+def test_rows_of_chosen_products_are_the_same_in_any_company(shape):
+    """Plain, with a bias and gated, in whatever form was chosen; counts that were not probed too."""
+    chosen = choose_products([shape], torch.float32, 2, exact=True)[shape]
+    assert chosen.exact
+    assert chosen.calls[0] in (Call.PACKED, Call.LINEAR)
+    generator = torch.Generator().manual_seed(2)
+    weight, bias = torch.randn(shape, generator=generator), torch.randn(shape[0], generator=generator)
+    x = adversarial((300, shape[1]), generator)
+    products = [LibraryLinear(weight, None, chosen), LibraryLinear(weight, bias, chosen)]
+    if shape[0] % 2 == 0:
+        products += [LibraryGated(weight, None, chosen, kind) for kind in ("silu", "gelu_tanh")]
+    for product in products:
+        want = product(x)
+        for rows in (1, 2, 3, 5, 9, 19, 35, 60, 131, 299):
+            at = torch.randperm(300, generator=generator)[:rows]
+            assert torch.equal(product(x[at]), want[at])
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "softplus", "silu", "gelu_tanh"])
+def test_functions_by_element_are_the_functions_and_depend_on_nothing_else(name):
+    x = torch.cat([torch.linspace(-100, 100, 4001), torch.tensor([0.0, -0.0, 1e-30, 3e38, -3e38])])
+    by_element, library = getattr(BY_ELEMENT, name), getattr(LIBRARY, name)
+    want = library(x.double())
+    got = by_element(x)
+    assert bool(((got - want).abs() <= 1e-6 * want.abs() + 1e-7).all())
+    assert torch.equal(got, torch.stack([by_element(each[None])[0] for each in x]))
+
+
+def test_an_operation_that_depends_on_its_place_is_named(monkeypatch):
+    """Probed once a process; a library's sigmoid is such a one, where vectors end."""
+    monkeypatch.setitem(exact._UNIFORM, "exp", lambda x: x + (torch.arange(len(x)) >= len(x) - 3))
+    exact.elementwise_problem.cache_clear()
+    try:
+        assert exact.elementwise_problem(1) == "exp"
+    finally:
+        exact.elementwise_problem.cache_clear()

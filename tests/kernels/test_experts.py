@@ -1,0 +1,334 @@
+"""Experts: routing and grouped products against independent references, and the families that have them.
+
+The kernels run here in Triton's interpreter too (this file starts itself again), and on a GPU if there is one.
+"""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from support.interpreted import INTERPRETED, require_interpreted_pass
+from treetop.kernels import experts as products
+from treetop.kernels import routing
+from treetop.kernels.experts import Activation, Experts, experts_reference
+from treetop.kernels.mxfp4 import decode, pack, unpack
+from treetop.kernels.routing import Router, RouterKind, RouterSpec, route_reference
+from treetop.kernels.triton_guard import gpu_traits
+
+ON_GPU = torch.cuda.is_available() and not INTERPRETED
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+SPECS = {
+    "softmax": RouterSpec(6, 2, RouterKind.SOFTMAX),
+    "softmax, renormalised": RouterSpec(7, 3, RouterKind.SOFTMAX, renormalise=True),
+    "of the chosen": RouterSpec(5, 4, RouterKind.TOPK_SOFTMAX, bias=True),
+    "all of them": RouterSpec(3, 3, RouterKind.TOPK_SOFTMAX),
+    "one": RouterSpec(9, 1, RouterKind.SOFTMAX),
+    "sigmoid": RouterSpec(8, 3, RouterKind.SIGMOID, renormalise=True, scale=2.5, correction=True),
+    "groups": RouterSpec(12, 3, RouterKind.SIGMOID, correction=True, groups=4, top_groups=2),
+    "corrected softmax": RouterSpec(8, 3, RouterKind.SOFTMAX, renormalise=True, correction=True),
+    "factors": RouterSpec(7, 3, RouterKind.SOFTMAX, renormalise=True, factors=True),
+    "groups of one": RouterSpec(6, 2, RouterKind.SIGMOID, correction=True, groups=6, top_groups=3),
+}
+
+
+ACTIVATIONS = [Activation.SILU, Activation.GELU, Activation.CLAMPED, Activation("silu", limit=0.5)]
+
+
+def make_router(spec: RouterSpec, hidden: int, dtype=torch.float32) -> Router:
+    number = spec.num_experts
+    bias = torch.randn(number).to(dtype) if spec.bias else None
+    correction = torch.randn(number) if spec.correction else None
+    factor = torch.rand(number) + 0.5 if spec.factors else None
+    return Router(spec, torch.randn(number, hidden).to(dtype), bias, correction, factor=factor)
+
+
+def make_experts(number, hidden, inner, activation=Activation.SILU, bias=False, dtype=torch.float32) -> Experts:
+    def normal(*shape):
+        return (torch.randn(shape) * shape[-1] ** -0.5).to(dtype)
+
+    biases = (normal(number, 2, inner), normal(number, hidden)) if bias else (None, None)
+    return Experts(normal(number, 2, inner, hidden), normal(number, hidden, inner), *biases, activation)
+
+
+def independent_routes(x, router):
+    """Each token by itself, in Python: {expert: weight}."""
+    spec, found = router.spec, []
+    for row in x.double():
+        logits = (router.weight.double() @ row).tolist()
+        if router.bias is not None:
+            logits = [a + b for a, b in zip(logits, router.bias.double().tolist(), strict=True)]
+        if spec.kind is RouterKind.SIGMOID:
+            score = [1 / (1 + math.exp(-logit)) for logit in logits]
+        else:
+            total = sum(map(math.exp, logits))
+            score = [math.exp(logit) / total for logit in logits]
+        choice = [s + (0 if router.correction is None else float(router.correction[e])) for e, s in enumerate(score)]
+        size = spec.num_experts // spec.groups
+        groups = [choice[g * size : (g + 1) * size] for g in range(spec.groups)]
+        best = sorted(range(spec.groups), key=lambda g: -sum(sorted(groups[g])[-2:]))[: spec.top_groups]
+        allowed = [e for e in range(spec.num_experts) if e // size in best]
+        chosen = sorted(allowed, key=lambda e: -choice[e])[: spec.top_k]
+        total = sum(score[e] for e in chosen)
+        share = total if spec.renormalise or spec.kind is RouterKind.TOPK_SOFTMAX else 1.0
+        factor = [1.0] * spec.num_experts if router.factor is None else router.factor.double().tolist()
+        found.append({e: score[e] / share * spec.scale * factor[e] for e in chosen})
+    return found
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_routes_are_what_each_token_would_choose_alone(name):
+    torch.manual_seed(1)
+    router = make_router(SPECS[name], 24)
+    x = torch.randn(40, 24)
+    routes = route_reference(x, router, None)
+    for expert, weight, want in zip(
+        routes.expert.tolist(), routes.weight.tolist(), independent_routes(x, router), strict=True
+    ):
+        assert set(expert) == set(want)
+        assert weight == pytest.approx([want[e] for e in expert], rel=1e-5)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+def test_a_token_gets_the_weighted_sum_of_its_experts(activation):
+    """Against one product after another, in float64; padding gets zeros and reaches no expert."""
+    torch.manual_seed(2)
+    router = make_router(RouterSpec(5, 2, RouterKind.SOFTMAX), 16, torch.float64)
+    made = make_experts(5, 16, 12, activation, bias=True, dtype=torch.float64)
+    made.gate_up[:] *= 6  # beyond the limits of the clamped one
+    x, live = torch.randn(9, 16, dtype=torch.float64), torch.arange(9) % 3 != 1
+    x[~live] = float("nan")
+    routes = route_reference(x, router, live)
+    assert bool((routes.expert[~live] == -1).all())
+    got = experts_reference(x, routes, made)[0]
+    for token in range(9):
+        want = torch.zeros(16, dtype=torch.float64)
+        for expert, weight in zip(routes.expert[token].tolist(), routes.weight[token], strict=True):
+            if expert >= 0:
+                gate, up = (made.gate_up[expert] @ x[token]) + made.gate_up_bias[expert]
+                if activation is Activation.CLAMPED:
+                    gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+                    act = (up + 1) * gate / (1 + torch.exp(-1.702 * gate))
+                elif activation is Activation.GELU:
+                    act = gate / 2 * (1 + torch.tanh((2 / math.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
+                else:
+                    limit = activation.limit or math.inf
+                    act = (gate / (1 + torch.exp(-gate))).clamp(max=limit) * up.clamp(-limit, limit)
+                want += weight * (made.down[expert] @ act + made.down_bias[expert])
+        torch.testing.assert_close(got[token], want)
+
+
+def of_rank(router, made, own):
+    """What a rank has that has these experts."""
+    mine = slice(own.start, own.stop)
+    kept = (None if b is None else b[mine].contiguous() for b in (made.gate_up_bias, made.down_bias))
+    experts = Experts(made.gate_up[mine].contiguous(), made.down[mine].contiguous(), *kept, made.activation)
+    return replace(router, own=own), experts
+
+
+SHARES = [range(4), range(4, 5), range(5, 12)]
+
+
+def test_what_ranks_experts_give_adds_up_to_what_all_give():
+    """Each token's experts are chosen among all, weighted as among all, and computed once."""
+    torch.manual_seed(4)
+    spec = SPECS["groups"]
+    router, made = make_router(spec, 40, torch.float64), make_experts(12, 40, 24, bias=True, dtype=torch.float64)
+    x, live = torch.randn(33, 40, dtype=torch.float64), torch.arange(33) % 4 != 1
+    whole = route_reference(x, router, live)
+    total = torch.zeros_like(x)
+    for own in SHARES:
+        its_router, its_experts = of_rank(router, made, own)
+        routes = route_reference(x, its_router, live)
+        elsewhere = (whole.expert < own.start) | (whole.expert >= own.stop)
+        assert torch.equal(routes.expert, torch.where(elsewhere, -1, whole.expert - own.start))
+        total += experts_reference(x, routes, its_experts)[0]
+    torch.testing.assert_close(total, experts_reference(x, whole, made)[0], rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", ["softmax", "groups"])
+def test_in_float64_a_token_gets_the_same_bits_whatever_else_is_in_its_batch(name):
+    torch.manual_seed(3)
+    spec = SPECS[name]
+    router, made = make_router(spec, 40, torch.float64), make_experts(spec.num_experts, 40, 24, dtype=torch.float64)
+    x = torch.randn(33, 40, dtype=torch.float64)
+
+    def run(rows):
+        return experts_reference(rows, route_reference(rows, router, None), made)[0]
+
+    whole = run(x)
+    for part in (x[:1], x[5:7], x[7:20], x.flip(0)):
+        index = [int((x == row).all(dim=1).nonzero()) for row in part]
+        assert torch.equal(run(part), whole[index])
+
+
+# --------------------------------------------------------------------------------------------------------------- MXFP4
+
+
+def independent_decode(groups):
+    """Byte by byte, by the format's definition, in float64."""
+    sizes = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+    out = []
+    for group in groups.reshape(-1, 17).tolist():
+        for byte in group[:16]:
+            for code in (byte % 16, byte // 16):
+                out.append((-1 if code >= 8 else 1) * sizes[code % 8] * 2.0 ** (group[16] - 127))
+    return torch.tensor(out, dtype=torch.float64).view(*groups.shape[:-2], -1)
+
+
+def groups_of(*shape, scales=(100, 140)):
+    groups = torch.randint(0, 256, (*shape, 17), dtype=torch.uint8)
+    groups[..., 16] = torch.randint(*scales, shape)
+    return groups
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scales", [(100, 140), (0, 3), (250, 253), (0, 253)])
+def test_every_number_of_mxfp4_is_decoded_exactly(dtype, scales):
+    """All codes, subnormal and very large scales, zeros of both signs."""
+    torch.manual_seed(4)
+    groups = groups_of(3, 50, 4, scales=scales)
+    groups[0, 0] = 0
+    groups[0, 1, :, :16] = 0x88  # minus zero
+    assert torch.equal(decode(groups, dtype).double(), independent_decode(groups))
+
+
+def test_transformers_decodes_mxfp4_alike():
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4", reason="this transformers has no MXFP4")
+    torch.manual_seed(5)
+    groups = groups_of(2, 6, 3)
+    theirs = mxfp4.convert_moe_packed_tensors(groups[..., :16].contiguous(), groups[..., 16].contiguous())
+    assert torch.equal(decode(groups, torch.bfloat16), theirs.transpose(1, 2))
+
+
+@pytest.mark.parametrize(("lines", "number"), [(64, 4), (1, 1), (65, 5), (130, 7), (63, 9)])
+def test_packing_for_a_gpu_keeps_every_bit(lines, number):
+    """Odd shapes fill whole tiles with zeros, and a scale above 128 is noted."""
+    torch.manual_seed(6)
+    groups = groups_of(3, lines, number, scales=(0, 129))
+    packed = pack(groups)
+    assert torch.equal(unpack(packed), groups)
+    assert not packed.wide
+    groups[-1, -1, -1, 16] = 129
+    packed = pack(groups)
+    assert torch.equal(unpack(packed), groups)
+    assert packed.wide
+    assert packed.shape == (3, lines, 32 * number)
+    assert packed.nbytes == 3 * 17 * 256 * -(-lines // 64) * -(-number // 4)
+
+
+# ----------------------------------------------------------------------------------------------------- the kernels
+
+if not INTERPRETED and not ON_GPU:
+
+    def test_the_kernels_pass_in_tritons_interpreter():
+        require_interpreted_pass(__file__)
+
+
+if INTERPRETED or ON_GPU:
+    TOKENS = [1, 37] if INTERPRETED else [1, 61, 700]
+
+    def wide_of(made: Experts) -> Experts:
+        parts = (made.gate_up, made.down, made.gate_up_bias, made.down_bias)
+        return Experts(*(p.float() if isinstance(p, torch.Tensor) else p for p in parts), made.activation)
+
+    def near(got, want, share):
+        return float((got.float() - want).norm()) <= share * max(float(want.norm()), 1e-6)
+
+    @pytest.mark.parametrize("name", SPECS)
+    @pytest.mark.parametrize("tokens", TOKENS)
+    def test_the_kernels_route_as_the_reference(name, tokens):
+        """The experts and weights, and every assignment of a token that is somebody's once, in its expert's tiles."""
+        torch.manual_seed(tokens)
+        with DEVICE:
+            router, x, live = make_router(SPECS[name], 50), torch.randn(tokens, 50), torch.rand(tokens) < 0.8
+            got, want = routing.route(x, router, live, gpu_traits(DEVICE)), route_reference(x, router, live)
+        assert torch.equal(got.expert.long(), want.expert)
+        torch.testing.assert_close(got.weight[live], want.weight[live], rtol=1e-4, atol=1e-6)
+        tiles, top_k = got.tiles, router.spec.top_k
+        found = []
+        for tile in range(int(tiles.number)):
+            first, count, expert = int(tiles.start[tile]), int(tiles.count[tile]), int(tiles.expert[tile])
+            assert 0 < count <= tiles.rows
+            own = tiles.order[first : first + count].tolist()
+            assert own == sorted(own)
+            assert all(int(got.expert[a // top_k, a % top_k]) == expert for a in own)
+            found += own
+        assert sorted(found) == (want.expert.flatten() >= 0).nonzero()[:, 0].tolist()
+        assert int(tiles.number) <= len(tiles.expert)
+
+    @pytest.mark.parametrize("packed", [False, True])
+    @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+    @pytest.mark.parametrize("tokens", TOKENS)
+    def test_the_grouped_products_equal_the_reference(tokens, activation, packed):
+        """Sides that fill no block; half the shapes with biases, with padding, twice with the same bits."""
+        torch.manual_seed(tokens)
+        dtype = torch.float16 if INTERPRETED else torch.bfloat16
+        number, hidden, inner = (5, 96, 64) if tokens % 2 else (9, 160, 96)
+        with DEVICE:
+            router = make_router(RouterSpec(number, 2, RouterKind.TOPK_SOFTMAX), hidden, dtype)
+            made = make_experts(number, hidden, inner, activation, bias=tokens % 2 == 1, dtype=dtype)
+            if packed:
+                gate_up = groups_of(number, 2, inner, hidden // 32, scales=(122, 125))
+                gate_up = pack(gate_up.transpose(1, 2))
+                down = pack(groups_of(number, hidden, inner // 32, scales=(0, 129 if tokens < 100 else 140)))
+                made = Experts(gate_up, down, made.gate_up_bias, made.down_bias, activation)
+            x, live = torch.randn(tokens, hidden).to(dtype), torch.rand(tokens) < 0.9
+            x[~live] = float("nan")
+            routes = routing.route(x, router, live, gpu_traits(DEVICE))
+            parts = [products.experts(x, routes, made, gpu_traits(DEVICE)) for _ in range(2)]
+            want = experts_reference(x.float().nan_to_num(), routes, wide_of(made))[0]
+        assert torch.equal(*parts)
+        assert not bool(parts[0][:, ~live].any())
+        assert near(parts[0].float().sum(0), want, 0.01)
+
+    def test_float32_products_are_as_exact_as_the_reference():
+        torch.manual_seed(9)
+        with DEVICE:
+            router, made = make_router(RouterSpec(6, 3, RouterKind.SOFTMAX), 70), make_experts(6, 70, 45, bias=True)
+            x = torch.randn(41, 70)
+            routes = routing.route(x, router, None, gpu_traits(DEVICE))
+            parts = products.experts(x, routes, made, gpu_traits(DEVICE))
+            want = experts_reference(x, routes, made)[0]
+        torch.testing.assert_close(parts.sum(0), want, rtol=1e-5, atol=1e-5)
+
+    @pytest.mark.parametrize("own", SHARES, ids=str)
+    @pytest.mark.parametrize("tokens", [3, 300])
+    def test_a_rank_with_some_of_the_experts_computes_these_alone(tokens, own):
+        """In one launch that chooses and in two; what other ranks compute is zero here, as padding is."""
+        torch.manual_seed(tokens)
+        with DEVICE:
+            router, made = make_router(SPECS["groups"], 70), make_experts(12, 70, 45, bias=True)
+            x, live = torch.randn(tokens, 70), torch.rand(tokens) < 0.8
+            its_router, its_experts = of_rank(router, made, own)
+            routes = routing.route(x, its_router, live, gpu_traits(DEVICE))
+            want = route_reference(x, its_router, live)
+            assert torch.equal(routes.expert.long(), want.expert)
+            parts = products.experts(x, routes, its_experts, gpu_traits(DEVICE))
+        assert not bool(parts.transpose(0, 1)[want.expert < 0].any())
+        assert len(own) == 1 or bool((want.expert >= 0).any())
+        torch.testing.assert_close(parts.sum(0), experts_reference(x, want, its_experts)[0], rtol=1e-5, atol=1e-5)
+
+    @pytest.mark.skipif(INTERPRETED, reason="NumPy, which interprets, warns of what is not a number")
+    def test_a_token_that_is_not_a_number_reaches_no_other_token():
+        """Its experts are experts, and it alone is not finite."""
+        torch.manual_seed(10)
+        with DEVICE:
+            router, made = make_router(RouterSpec(6, 2, RouterKind.SOFTMAX), 64), make_experts(6, 64, 32)
+            x = torch.randn(20, 64)
+            clean = products.experts(x, routing.route(x, router, None, gpu_traits(DEVICE)), made, gpu_traits(DEVICE))
+            x[7] = float("nan")
+            routes = routing.route(x, router, None, gpu_traits(DEVICE))
+            dirty = products.experts(x, routes, made, gpu_traits(DEVICE))
+        assert bool(((routes.expert >= 0) & (routes.expert < 6)).all())
+        assert bool(dirty.sum(0)[7].isnan().all())
+        others = torch.arange(20) != 7
+        assert bool(dirty[:, others].isfinite().all())
+        torch.testing.assert_close(dirty[:, others], clean[:, others], rtol=1e-5, atol=1e-6)
+
+
+def test_silu_is_the_library_function():
+    gate, up = torch.randn(5), torch.randn(5)
+    torch.testing.assert_close(Activation.SILU(gate, up), F.silu(gate) * up)

@@ -1,0 +1,42 @@
+"""Families whose layers have a mechanism of their own, on ranks that share the model or its experts."""
+
+import pytest
+
+from support.engines import build, greedy, sampled, tokens
+from support.families import FAMILIES
+from treetop_debug.expert_ranks import expert_ranks_on_threads
+from treetop_debug.ranks import ranks_on_threads
+
+LENGTHS = (1, 12, 40)
+
+
+def serve(pair, shape, **options):
+    """Tokens of three prompts, greedy and sampled, and of one again, whose prefix is cached."""
+    llm = build(pair, shape, context_length=96, chunked_prefill_size=16, page_size=4, **options)
+    try:
+        prompts = pair.prompts(LENGTHS, seed=3)
+        outputs = llm.generate(prompts, [greedy(12), sampled(3, 12), greedy(12)])
+        again = llm.generate(prompts[-1:], greedy(8))
+        if "ep_size" not in options:  # whose books are in each rank
+            llm.scheduler.check_integrity()
+    finally:
+        llm.close()
+    return tokens(outputs), tokens(again)
+
+
+@pytest.mark.parametrize(
+    "name", ["gemma4", "gemma4 experts", "laguna", "step", "mimo v2", "ministral3", "ernie moe", "glm 5.2"]
+)
+def test_ranks_give_what_one_gives(name, tmp_path):
+    """float64: gates, sinks, narrow values, K/V of earlier layers and embeddings by layer, cut by heads or whole."""
+    pair = FAMILIES[name].save(tmp_path, seed=5).pair
+    with ranks_on_threads():
+        assert serve(pair, (2, 3, 6), tp_size=2) == serve(pair, (2, 3, 6))
+
+
+@pytest.mark.parametrize("name", ["gemma4 experts", "laguna", "step", "deepseek v2", "mistral4"])
+def test_ranks_that_share_experts_give_what_one_gives(name, tmp_path):
+    """float64: experts of which the router reads something else, stored one by one, together, and apart."""
+    pair = FAMILIES[name].save(tmp_path, seed=5).pair
+    with expert_ranks_on_threads():
+        assert serve(pair, (2, 3, 6), ep_size=2) == serve(pair, (2, 3, 6))

@@ -1,0 +1,171 @@
+"""The policy that chooses shapes, in modelled time: what it may lose, what it gains, and what it costs."""
+
+import time
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
+
+from support.shape_loads import CONTEXT, SHAPES, Load, costs_of_a_gpu, layout
+from treetop.scheduler.acceptance import AcceptanceEstimate
+from treetop.scheduler.policy import AdaptiveShape
+from treetop.types.costs import CostTable, RoundCost
+from treetop.types.layout import PLAIN, SpecShape
+from treetop.types.messages import RoundPlan, RowResult, StepResult
+from treetop.types.sampling import Choice
+
+TREE = SHAPES[-1]
+
+
+def profile(chain, tree):
+    return lambda shape, depth: chain if shape.topk == 1 else tree + (0.04 if shape.num_draft_tokens > 8 else 0.0)
+
+
+NEVER, ALWAYS, GOOD, FAIR = profile(0.0, -1.0), profile(1.0, 1.0), profile(0.75, 0.78), profile(0.5, 0.56)
+
+
+class Adversary(RuleBasedStateMachine):
+    """Chooses what holds for some rounds. Rounds cost what the table says."""
+
+    def __init__(self):
+        super().__init__()
+        self.load = Load(8)
+
+    @rule(kind=st.sampled_from([NEVER, ALWAYS, GOOD, FAIR]), rounds=st.sampled_from([1, 7, 40, 150]))
+    def hold(self, kind, rounds):
+        for _ in range(rounds):
+            self.load.round(kind)
+
+    @rule(rounds=st.sampled_from([20, 101]), first=st.booleans())
+    def alternate(self, rounds, first):
+        for index in range(rounds):
+            self.load.round(ALWAYS if index % 2 == first else NEVER)
+
+    @rule(rounds=st.sampled_from([60, 200]))
+    def lie_while_it_speculates(self, rounds):
+        """Plain rounds are told that all would hold, trees find that nothing does."""
+        for _ in range(rounds):
+            self.load.round(NEVER if self.load.policy.shape != PLAIN else ALWAYS)
+
+    def teardown(self):
+        if len(self.load.rounds) > 250:
+            assert self.load.worst() >= 0.97
+
+
+TestAdversary = Adversary.TestCase
+TestAdversary.settings = settings(
+    max_examples=40, stateful_step_count=8, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 32, 64])
+def test_a_head_that_becomes_worthless_after_a_long_run_costs_little(rows):
+    """The worst window begins where everything was accepted and nothing is any more."""
+    load = Load(rows)
+    for kind, rounds in ((ALWAYS, 150), (NEVER, 400)):
+        for _ in range(rounds):
+            load.round(kind)
+    assert load.speed(0, 150) > 1.5
+    assert load.worst() >= 0.97
+    assert load.shapes[-100:].count(PLAIN) > 90
+
+
+@pytest.mark.parametrize("rows", [1, 8, 32, 128])
+@pytest.mark.parametrize("chance", [NEVER, GOOD], ids=["never", "good"])
+def test_it_comes_near_the_best_of_its_shapes(rows, chance):
+    """After the first rounds, of all fixed shapes at this load, plain ones too."""
+    load = Load(rows)
+    for _ in range(700):
+        load.round(chance)
+    best = max(load.fixed_speed(shape, chance) for shape in SHAPES)
+    assert load.speed(100) >= 0.95 * best
+
+
+def test_it_finds_out_that_drafts_hold_again():
+    """A batch that decodes plainly tries again now and then, and goes back to a tree."""
+    load = Load(8)
+    for kind, rounds in ((NEVER, 600), (GOOD, 700)):
+        for _ in range(rounds):
+            load.round(kind)
+    assert load.shapes[-50:].count(PLAIN) == 0
+    assert load.speed(-200) > 1.8
+
+
+def test_a_larger_batch_gets_a_smaller_shape():
+    """The same acceptance pays for 16 nodes of one row, and for two of a hundred."""
+    sizes = []
+    for rows in (1, 8, 32, 128):
+        load = Load(rows)
+        for _ in range(400):
+            load.round(GOOD)
+        taken = load.shapes[-200:]
+        sizes.append(max(set(taken), key=taken.count).num_draft_tokens)
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] == 16
+    assert sizes[-1] <= 3
+
+
+def test_a_machine_that_is_slow_in_all_shapes_changes_no_choice():
+    """What the clock says of the shape that runs is mostly said of all."""
+    load = Load(8, busy=3.0)
+    for _ in range(500):
+        load.round(GOOD)
+    best = max(SHAPES, key=lambda shape: load.fixed_speed(shape, GOOD))
+    assert load.speed(100) >= 0.95 * load.fixed_speed(best, GOOD)
+
+
+def test_a_shape_that_is_dearer_than_measured_is_left():
+    """A table from a moment when the machine was slow is corrected by rounds."""
+    table = costs_of_a_gpu()
+    wrong = tuple(
+        RoundCost(each.rows, each.shape, each.seconds / (2.5 if each.shape == TREE else 1.0), each.seconds_per_token)
+        for each in table.rounds
+    )
+    load = Load(32)
+    load.policy = AdaptiveShape(CostTable("", wrong, table.catch_ups), load.layout)
+    for _ in range(1500):
+        load.round(GOOD)
+    assert load.shapes[:300].count(TREE) > 200
+    assert load.shapes[-200:].count(TREE) < 100
+
+
+def test_costs_lie_on_lines_between_what_was_measured():
+    table = CostTable("", tuple(RoundCost(rows, PLAIN, rows / 4, 0.5) for rows in (1, 4, 8)))
+    assert [table.seconds(rows, PLAIN, 0) for rows in (1, 2, 4, 6, 8, 16)] == [0.25, 0.5, 1.0, 1.5, 2.0, 4.0]
+    assert table.seconds(4, PLAIN, 10) == 6.0
+    assert table.catch_up_seconds(4) == 0.0
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_what_is_accepted_is_estimated(rows):
+    """Of the shape that ran closely, of others roughly; one that never ran hopes for more than it expects."""
+    load = Load(rows)
+    known = AcceptanceEstimate([shape for shape in SHAPES if shape != PLAIN])
+    for _ in range(600):
+        known.note(TREE, [load._accepted(TREE, lambda shape, depth: 0.6) for _ in range(rows)])
+    assert known.tokens(TREE) == pytest.approx(sum(0.6**depth for depth in range(6)), rel=0.15)
+    chain = SpecShape(1, 5, 6)
+    assert 1.0 < known.tokens(chain) < known.tokens(TREE) < known.tokens(TREE, 1.0)
+    assert known.tokens(chain, 1.0) / known.tokens(chain) > known.tokens(TREE, 1.0) / known.tokens(TREE)
+
+
+def test_a_round_of_64_rows_takes_the_host_little_time():
+    """Choosing and learning: not much more than a small sum takes here and now, in processor time."""
+    policy, rows = AdaptiveShape(costs_of_a_gpu(), layout()), tuple(range(64))
+    plan = RoundPlan((), (), rows, TREE, CONTEXT, Choice.GREEDY)
+    result, lengths = StepResult(tuple(RowResult(row, (1, 2, 3), True) for row in rows)), [CONTEXT] * 64
+
+    def round_s() -> float:
+        started_s = time.thread_time()
+        for _ in range(50):
+            policy.choose(lengths, 64)
+            policy.note(plan, result, 0.01)
+        return (time.thread_time() - started_s) / 50
+
+    def sum_s() -> float:
+        started_s = time.thread_time()
+        sum(number * number for number in range(100_000))
+        return (time.thread_time() - started_s) / 50
+
+    assert min(round_s() for _ in range(20)) < min(sum_s() for _ in range(20))

@@ -1,0 +1,121 @@
+"""Load with clients of every kind: each accepted request ends in its result or a clear error, and nothing leaks."""
+
+import asyncio
+import os
+import signal
+from functools import partial
+
+import pytest
+
+from support.serving import command_of, mock, serving
+from support.storms import MANNERS, PAIR, Ask, nothing_is_left, of_the_mock, of_the_pair, storm
+from support.threads import in_threads, joined
+from support.waiting import WAIT_S, until
+from treetop.bench.http_client import Address, Connection
+
+TIGHT = ("--max-total-tokens", "340", "--context-length", "300", "--page-size", "4", "--max-running-requests", "6")
+
+
+@pytest.mark.parametrize("flags", [(), TIGHT, ("--api-workers", "2", *TIGHT, "--no-overlap")], ids=["", "tight", "2"])
+def test_clients_of_every_kind_over_the_mock_engine(flags):
+    """Aborts, disconnects and slow readers, also where memory is so small that requests are put back all the time."""
+    with mock(1, "1-4", "--prefill-tokens-per-round", "32", *flags) as server:
+        outcomes = asyncio.run(storm(server, of_the_mock(), 16, 6))
+        assert outcomes.keys() == {"result", "left"}, outcomes
+        assert outcomes["result"] > 48
+        if TIGHT[0] in flags:
+            until(lambda: server.metric("treetop:num_retractions") > 0)
+        nothing_is_left(server)
+
+
+def test_a_full_queue_refuses_and_what_it_took_is_served():
+    with mock(2, "1-4", "--max-running-requests", "2", "--max-queued-requests", "3") as server:
+        os.kill(server.engine(), signal.SIGSTOP)  # so that nothing ends before the queue is full
+        going_on = in_threads(1, lambda _: go_on_once_it_refuses(server))
+        outcomes = asyncio.run(storm(server, of_the_mock(), 16, 4))
+        joined(going_on)
+        refused = {said for said in outcomes if said not in ("result", "left")}
+        assert refused
+        assert all(said.startswith("429: the queue is full") for said in refused), refused
+        assert outcomes["result"] > 0
+        nothing_is_left(server)
+
+
+def go_on_once_it_refuses(server) -> None:
+    try:
+        until(lambda: server.metric("treetop:requests_refused_total") > 0)
+    finally:
+        os.kill(server.engine(), signal.SIGCONT)
+
+
+REFUSED = "503: the server is shutting down"
+LOST = {"ConnectError", "ReadError", "RemoteProtocolError", "WriteError"}
+"""What a client that comes too late finds: nobody listens, or the connection that it kept is closed."""
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_sigterm_in_a_storm_loses_nothing_that_was_accepted(workers):
+    """Whoever was answered at all gets all of the answer; then exit code 0."""
+    with mock(2, "1-4", "--api-workers", workers) as server:
+        stop = partial(server.process.send_signal, signal.SIGTERM)
+        outcomes = asyncio.run(storm(server, of_the_mock(), 12, 8, ("whole", "stream", "slow"), stop))
+        assert outcomes.keys() <= {"result", REFUSED, *LOST}, outcomes
+        assert outcomes["result"] > 32
+        assert server.process.wait(WAIT_S) == 0
+
+
+@pytest.mark.parametrize("workers", [pytest.param("1", marks=pytest.mark.slow), "2"])
+def test_kill_of_the_engine_in_a_storm_is_a_clear_error_for_all(workers):
+    """Those in flight and those who come in the next moment are told; then exit code 1, and no process is left."""
+    with mock(2, "1-4", "--api-workers", workers, "--engine-restarts", "0") as server:
+        pids = server.children()
+        kill = partial(os.kill, server.engine(), signal.SIGKILL)
+        outcomes = asyncio.run(storm(server, of_the_mock(), 12, 8, during=kill))
+        told = [said for said in outcomes if said not in ("result", "left", *LOST)]
+        assert told
+        words = "the engine process has ended with exit code -9"
+        kinds = ("503: ", "service_unavailable_error: ")
+        assert all(said.startswith(kinds) and words in said for said in told), told
+        assert server.process.wait(WAIT_S) == 1
+    until(lambda: not any("treetop" in command_of(pid) for pid in pids), "a process is left")
+
+
+# ---------------------------------------------------------------------------------------------- the embedded pair
+
+
+def over_the_pair(clients: int, each: int, asks: list[Ask], manners) -> None:
+    with serving(*PAIR, "--max-total-tokens", "640", "--max-running-requests", "8") as server:
+        outcomes = asyncio.run(storm(server, asks, clients, each, manners))
+        assert outcomes.keys() <= {"result", "left"}, outcomes
+        if manners == ("whole", "stream"):
+            assert outcomes == {"result": clients * each}
+        nothing_is_left(server)
+
+
+def test_what_the_pair_says_under_load_is_what_it_says_alone():
+    """Speculative, together, put back and resumed; against plain decoding of each prompt alone. Aborts beside."""
+    over_the_pair(8, 3, of_the_pair(6, 20), MANNERS)
+
+
+@pytest.mark.slow
+def test_64_clients_of_20_requests_get_what_each_would_alone():
+    """Zero errors, zero leaked pages, equal outputs, streamed or not."""
+    over_the_pair(64, 20, of_the_pair(24, 32), ("whole", "stream"))
+
+
+@pytest.mark.slow
+def test_64_clients_of_every_kind_over_the_pair():
+    over_the_pair(64, 20, of_the_pair(24, 32), MANNERS)
+
+
+def test_the_benchmarks_client_sees_the_same_events():
+    """What `treetop bench serve` reads is the text that a request gives."""
+    with mock(1, "1-4") as server:
+        ask = of_the_mock()[3]
+
+        async def read() -> str:
+            connection = Connection(Address.of(server.url), None)
+            events = connection.events("/v1/completions", {**ask.body, "stream": True})
+            return "".join([choice["text"] async for event in events for choice in event["choices"]])
+
+        assert asyncio.run(read()) == ask.text

@@ -1,0 +1,66 @@
+"""The OpenAPI schema says what may be sent and what comes back: never a 500, and nothing that it does not say."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from support.serving import mock, replayed
+
+schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed (pip install treetop[dev])")
+
+PATHS = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/tokenize",
+    "/detokenize",
+)
+OPEN = ("/v1/models", "/health", "/health/live", "/health/ready", "/metrics", "/version")
+
+
+@pytest.fixture(scope="module")
+def server():
+    with mock(0, "4", "--max-running-requests", "8", "--request-timeout", "120") as running:
+        yield running
+        answer = running.post(PATHS[0], {"prompt": "a", "max_tokens": 9})
+        assert answer.json()["choices"][0]["text"] == replayed(1, 9)
+        assert not any("Traceback" in line for line in running.said), "".join(running.said)
+
+
+def ask_what_the_schema_generates(server, examples: int) -> set[int]:
+    """Bodies that fit the schema and bodies that do not, in turn, at every endpoint. Returns the statuses."""
+    schema = schemathesis.openapi.from_dict(server.get("/openapi.json").json())
+    seen: set[int] = set()
+    for operation in (each.ok() for each in schema.get_all_operations()):
+        for mode in schemathesis.GenerationMode:
+            if operation.method == "post" or (operation.path in OPEN and mode.is_positive):
+                search(server, operation.as_strategy(generation_mode=mode), examples, seen)
+    return seen
+
+
+def search(server, cases, examples: int, seen: set[int]) -> None:
+    from schemathesis.specs.openapi import checks as said
+
+    checks = [said.status_code_conformance, said.content_type_conformance, said.response_schema_conformance]
+
+    @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @given(case=cases)
+    def ask(case):
+        answer = case.call(base_url=server.url, timeout=300)
+        asked_for = answer.status_code == 504 and "timeout" in case.body  # a request may say how long it may take
+        assert answer.status_code < 500 or asked_for, (case.path, case.body, answer.text[:500])
+        case.validate_response(answer, checks=checks)
+        seen.add(answer.status_code)
+
+    ask()
+
+
+def test_what_the_schema_allows_and_what_it_does_not_is_never_a_500(server):
+    assert set(PATHS) <= set(server.get("/openapi.json").json()["paths"])
+    assert {200, 400} <= ask_what_the_schema_generates(server, 6)
+
+
+@pytest.mark.slow
+def test_a_long_search_finds_no_500(server):
+    ask_what_the_schema_generates(server, 300)

@@ -1,0 +1,210 @@
+"""`--exactness bits`, on a CPU in float32: speculative decoding has the logits of plain decoding, to the bit."""
+
+from itertools import product
+
+import pytest
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from support.engines import accept_lens, build, sampled
+from support.families import FAMILIES
+from support.lookups import lookup
+from support.mtp_layers import mtp_tensors
+from support.tiny_models import Pair, copy_folder, llama_config, save_random, save_random_experts, save_random_head
+from treetop import SamplingParams
+from treetop.doctor.conformance import RandomShapes
+from treetop.types.errors import ConfigError
+
+BITS = {"exactness": "bits", "dtype": "float32"}
+LENGTHS = [1, 4, 17, 100, 121, 126, 128, 140]
+"""Outputs of these cross the end of attention's first block of 128 positions, or begin behind it."""
+PARAMS = [
+    SamplingParams(max_tokens=24, ignore_eos=True, logprobs=2),
+    sampled(11, 24, logprobs=2),
+    sampled(12, 24, logprobs=0, top_p=0.8, temperature=0.7),
+    sampled(13, 24, logprobs=3, top_k=4, min_p=0.05, frequency_penalty=0.6, repetition_penalty=1.2),
+]
+SHAPES = [(1, 6, 7), (4, 5, 16), (5, 4, 16), (8, 5, 60), (2, 3, 5), (3, 2, 9)]
+
+
+def bits(outputs) -> list:
+    """Tokens, and log-probabilities as float32 has them, which tell any two logits apart that matter to one."""
+    return [(o.token_ids, [(t.logprob.hex(), [(i, p.hex()) for i, p in t.top]) for t in o.logprobs]) for o in outputs]
+
+
+def asked(prompts):
+    return [PARAMS[i % len(PARAMS)] for i in range(len(prompts))]
+
+
+def serve(pair, shape, lengths=LENGTHS, make=build, **options):
+    llm = make(pair, shape, **{**BITS, "context_length": 256, "max_running_requests": 1, **options})
+    prompts = pair.prompts(lengths)
+    outputs = llm.generate(prompts, asked(prompts))
+    llm.scheduler.check_integrity()
+    return llm, outputs
+
+
+@pytest.fixture(scope="module")
+def plain(strong_pair):
+    return bits(serve(strong_pair, None)[1])
+
+
+CASES = [
+    (None, 8, 16, "auto"),
+    (None, 3, 333, "sim"),
+    *(
+        (shape, batch, chunk, "auto")
+        for shape, batch, chunk in zip(SHAPES, (3, 8, 1, 3, 8, 1), (333, 16, 7) * 2, strict=True)
+    ),
+    ((4, 5, 16), 33, 512, "sim"),
+]
+
+
+@pytest.mark.parametrize(("shape", "batch", "chunk", "graphs"), CASES)
+def test_every_logit_is_that_of_plain_decoding(strong_pair, plain, *, shape, batch, chunk, graphs):
+    """Greedy, sampled and changed logits, whatever the tree, the batch, the chunks and the launcher."""
+    options = {"max_running_requests": batch, "chunked_prefill_size": chunk, "graphs": graphs}
+    options["check_level"] = 3 if graphs == "sim" else 1
+    _, outputs = serve(strong_pair, shape, **options)
+    assert bits(outputs) == plain
+    if shape is not None:
+        assert sum(map(sum, accept_lens(outputs))) > 0, "nothing was accepted, so nothing was tested"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("graphs", ["auto", "sim"])
+@pytest.mark.parametrize(("shape", "batch", "chunk"), list(product([None, *SHAPES], (1, 3, 8, 33), (16, 333, 512))))
+def test_the_whole_matrix_of_shapes_batches_and_chunks(strong_pair, plain, *, shape, batch, chunk, graphs):
+    lengths = LENGTHS * (1 if batch < 33 else 5)
+    _, outputs = serve(
+        strong_pair, shape, lengths, max_running_requests=batch, chunked_prefill_size=chunk, graphs=graphs
+    )
+    if batch == 33:  # prompts are other ones: alone against all at once
+        assert bits(outputs) == bits(serve(strong_pair, None, lengths)[1])
+    else:
+        assert bits(outputs) == plain
+
+
+def test_without_it_logits_differ(strong_pair, plain):
+    """The comparison sees what it is for: by default float32 rounds otherwise with the number of rows."""
+    _, outputs = serve(strong_pair, (4, 5, 16), max_running_requests=3, exactness="ties")
+    assert bits(outputs) != plain
+
+
+def test_a_retraction_changes_no_bit(strong_pair, plain):
+    """What was decoded is prefilled again, from its tokens: K/V and logits are the same."""
+    llm, outputs = serve(strong_pair, (4, 5, 16), max_running_requests=8, max_total_tokens=512, page_size=4)
+    assert llm.scheduler.num_retractions > 0
+    assert bits(outputs) == plain
+
+
+def test_a_prefix_from_the_cache_changes_no_bit(strong_pair, plain):
+    """Of a prompt, and of a prompt and output that other trees have decoded."""
+    llm, outputs = serve(strong_pair, (5, 4, 16), max_running_requests=4, page_size=4)
+    prompts = strong_pair.prompts(LENGTHS)
+    assert bits(llm.generate(prompts, asked(prompts))) == bits(outputs) == plain
+    longer = [[*prompt, *output.token_ids[:-3]] for prompt, output in zip(prompts, outputs, strict=True)]
+    fresh = build(strong_pair, None, **BITS, max_running_requests=1)
+    assert bits(llm.generate(longer, asked(longer))) == bits(fresh.generate(longer, asked(longer)))
+
+
+def test_logprobs_of_a_prefill_are_those_of_the_tokens_as_they_were_drawn(strong_pair):
+    """What a trainer recomputes of prompt and output equals what the sampler saw, to the bit."""
+    _, outputs = serve(strong_pair, (4, 5, 16), max_running_requests=8)
+    whole = [[*o.prompt_token_ids, *o.token_ids] for o in outputs]
+    trainer = build(strong_pair, None, **BITS, max_running_requests=3, chunked_prefill_size=77)
+    again = trainer.generate(whole, SamplingParams(max_tokens=1, prompt_logprobs=0))
+    for before, after in zip(outputs, again, strict=True):
+        recomputed = [each.logprob for each in after.prompt_logprobs[len(before.prompt_token_ids) :]]
+        assert recomputed == [each.logprob for each in before.logprobs]
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory):
+    """Experts, alone and with windows and sinks."""
+    pairs = {}
+    for name in ("qwen3_moe", "gpt_oss"):
+        folder = tmp_path_factory.mktemp(name)
+        target = save_random_experts(folder / "target", name, seed=3, vocab_size=12)
+        pairs[name] = Pair(target, save_random_head(folder / "head", target, draft_vocab=11, seed=2))
+    return pairs
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_experts_windows_and_sinks_change_no_bit(families, name):
+    """Tokens of an expert vary with the batch; a window ends anywhere in a block."""
+    pair, lengths = families[name], [9, 30, 125]
+    want = bits(serve(pair, None, lengths)[1])
+    for shape, batch, chunk in [(None, 3, 16), ((4, 5, 16), 2, 333)]:
+        options = {"graphs": "sim", "check_level": 3} if shape else {}
+        sizes = {"max_running_requests": batch, "chunked_prefill_size": chunk}
+        _, outputs = serve(pair, shape, lengths, **sizes, **options)
+        assert bits(outputs) == want, (shape, batch, chunk)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_family_has_the_bits_of_plain_decoding(tmp_path, family):
+    """Gates, norms, scales, routers and heads of every kind that there is a tiny model of."""
+    pair = FAMILIES[family].save(tmp_path).pair
+    if "kv_lora_rank" in pair.config:
+        with pytest.raises(ConfigError, match=r"compressed attention \(MLA\) is not exact yet"):
+            build(pair, None, **BITS)
+        return
+    want = bits(serve(pair, None, [1, 9, 30], context_length=None)[1])
+    _, outputs = serve(pair, (4, 5, 16), [1, 9, 30], context_length=None, max_running_requests=3)
+    assert bits(outputs) == want
+
+
+def test_shapes_that_switch_change_no_bit(strong_pair, plain):
+    """Plain rounds, chains and trees in turn, with draft extends that wait."""
+    options = {"speculative_policy": "auto", "speculative_max_deferred": 4, "max_running_requests": 8}
+    llm = build(strong_pair, (4, 5, 16), **BITS, context_length=256, **options)
+    llm.scheduler.policy = RandomShapes(llm.engine.layout.shapes, 0)
+    prompts = strong_pair.prompts(LENGTHS)
+    assert bits(llm.generate(prompts, asked(prompts))) == plain
+    assert len(set(llm.scheduler.policy.chosen)) > 1
+
+
+def test_mtp_layers_change_no_bit(tmp_path):
+    """MiMo: a layer of the target's own folder drafts."""
+    config = Qwen2Config(**{**llama_config().to_dict(), "model_type": "qwen2", "use_sliding_window": False})
+    alone = save_random(Qwen2ForCausalLM, config, tmp_path / "alone", 7)
+    mimo = {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    pair = Pair(copy_folder(alone, tmp_path / "both", tensors=mtp_tensors("MiMo"), **mimo), alone)
+    want = bits(serve(pair, None, [1, 30, 125])[1])
+    options = {"speculative_algorithm": "MTP", "max_running_requests": 3}
+    _, outputs = serve(pair, (2, 3, 6), [1, 30, 125], make=lookup, **options)
+    assert bits(outputs) == want
+
+
+def test_lookups_change_no_bit(strong_pair):
+    want = bits(serve(strong_pair, None)[1])
+    _, outputs = serve(strong_pair, (2, 4, 9), make=lookup, max_running_requests=8)
+    assert bits(outputs) == want
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dtype": "float64"}, "it is built for float32"),
+        ({"attention_backend": "triton"}, "attention backend triton is not exact"),
+        ({"tp_size": 2}, "sums over ranks"),
+    ],
+)
+def test_where_it_cannot_be_it_is_refused_by_name(strong_pair, options, words):
+    with pytest.raises(ConfigError, match=words):
+        build(strong_pair, (4, 5, 16), **{**BITS, **options})
+
+
+def test_too_wide_a_tree_is_refused(strong_pair):
+    with pytest.raises(ConfigError, match="a tree may have 64 nodes; lower --speculative-num-draft-tokens"):
+        build(strong_pair, (8, 5, 65), **BITS)
+
+
+def test_tokens_of_many_are_those_of_one(strong_pair):
+    """33 requests at once; some of them alone and plainly."""
+    lengths = [1 + 3 * i for i in range(33)]
+    _, together = serve(strong_pair, (4, 5, 16), lengths, max_running_requests=33)
+    prompts, some = strong_pair.prompts(lengths), slice(0, None, 8)
+    alone = build(strong_pair, None, **BITS, max_running_requests=1)
+    assert bits(together)[some] == bits(alone.generate(prompts[some], asked(prompts)[some]))

@@ -1,0 +1,139 @@
+"""Engines and requests as the tests use them. All batches come from the scheduler."""
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count
+
+from treetop import LLM, SamplingParams
+from treetop.types.ids import RequestId
+from treetop.types.requests import EngineRequest
+from treetop.weights.cpu_products import ROW_CLASSES, Call
+from treetop_debug.patching import Patch, replaced
+
+_IDS = count(10**6)
+"""Ids that the core's own clients do not reach."""
+
+
+def build(pair, shape=(4, 5, 16), **options) -> LLM:
+    """An engine in float64 for `pair` with tree `shape` (k, S, T); None decodes plainly without a head."""
+    options = {"dtype": "float64", "context_length": 256, "max_running_requests": 8, **options}
+    if shape is None:
+        return LLM(model=str(pair.target), draft=None, **options)
+    topk, num_steps, num_draft_tokens = shape
+    return LLM(
+        model=str(pair.target),
+        draft=str(pair.head),
+        speculative_eagle_topk=topk,
+        speculative_num_steps=num_steps,
+        speculative_num_draft_tokens=num_draft_tokens,
+        **options,
+    )
+
+
+@contextmanager
+def products_timed_otherwise() -> Iterator[list]:
+    """Each engine that is made inside finds another call fastest, as timing may. Yields (shape, calls) as each has."""
+    asked, taken = count(), []
+
+    def timed(real):
+        def choose(shapes, dtype, orders, exact=False):
+            calls = (list(Call)[next(asked) % 3],) * len(ROW_CLASSES)
+            return {
+                shape: replace(each, calls=calls) for shape, each in real(shapes, dtype, orders, exact=exact).items()
+            }
+
+        return choose
+
+    def noted(real):
+        def build_runner(engine_plan):
+            built = real(engine_plan)
+            taken.append([(each.shape, each.calls) for each in built.products])
+            return built
+
+        return build_runner
+
+    patches = (
+        Patch("treetop.engine.products:choose_products", timed),
+        Patch("treetop.engine.engine:build_runner", noted),
+    )
+    with replaced(patches):
+        yield taken
+
+
+def greedy(max_tokens=48) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+
+
+def sampled(seed, max_tokens=48, **changes) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=seed, **{"temperature": 1.0, **changes})
+
+
+def tokens(outputs) -> list[tuple[int, ...]]:
+    return [output.token_ids for output in outputs]
+
+
+def accept_lens(outputs) -> list[tuple[int, ...]]:
+    return [output.metrics.accept_lens for output in outputs]
+
+
+def submit(llm, prompts, params, constraints=None) -> list:
+    """Queue requests beside the core's thread, for a test that runs the steps itself; returns them."""
+    listed = params if isinstance(params, list) else [params] * len(prompts)
+    asked = [
+        EngineRequest(RequestId(next(_IDS)), tuple(prompt), each, each.seed or 0, constraint=constraint)
+        for prompt, each, constraint in zip(prompts, listed, constraints or [None] * len(prompts), strict=True)
+    ]
+    return [llm.scheduler.add(each) for each in asked]
+
+
+def steps(llm, limit=10_000):
+    """Run the scheduler and the engine until there is no work; yields (plan, result) after each step."""
+    for _ in range(limit):
+        plan = llm.scheduler.plan()
+        if plan is None:
+            assert not llm.scheduler.has_work, "work is left, but there is no plan"
+            return
+        result = llm.engine.step(plan)
+        note(llm.scheduler.commit(plan, result))
+        llm.scheduler.check_integrity()
+        yield plan, result
+    raise AssertionError(f"the work was not done after {limit} steps")
+
+
+def pump(llm, limit=10_000):
+    """As `steps`, with as many steps in flight as the engine allows; yields (plan, updates) after each commit."""
+    tickets = deque()
+    for _ in range(limit):
+        while (plan := llm.scheduler.plan()) is not None:
+            tickets.append(llm.engine.launch(plan))
+        if not tickets:
+            assert not llm.scheduler.has_work, "work is left, but there is no plan"
+            return
+        in_flight = tickets.popleft()
+        updates = llm.scheduler.commit(in_flight.plan, llm.engine.collect(in_flight))
+        note(updates)
+        llm.scheduler.check_integrity()
+        yield in_flight.plan, updates
+    raise AssertionError(f"the work was not done after {limit} steps")
+
+
+def accepted(request) -> list[int]:
+    """Accepted drafts of each round of a request that `steps` or `pump` ran."""
+    return _ACCEPTED.get(request.request_id, [])
+
+
+_ACCEPTED: dict[RequestId, list[int]] = {}
+
+
+def note(updates) -> None:
+    """Remember accepted lengths, for `accepted`."""
+    for update in updates:
+        if update.accept_len is not None:
+            _ACCEPTED.setdefault(update.request_id, []).append(update.accept_len)
+
+
+def finish(llm) -> None:
+    for _ in steps(llm):
+        pass

@@ -1,0 +1,37 @@
+"""Targets with experts and an MTP layer, and ranks that share them as threads."""
+
+import torch
+from safetensors.torch import load_file
+
+from support.tiny_models import copy_folder, save_random_experts
+from treetop import LLM
+
+TREE, CHAIN = (2, 3, 6), (1, 3, 4)
+
+
+def save_glm_with_mtp(folder, **changes):
+    """GLM-4.5 with the layer of MTP after its last, whose feed-forward has experts, too."""
+    small = {"vocab_size": 12, "num_hidden_layers": 3, **changes}
+    whole = save_random_experts(folder / "whole", "glm4_moe", seed=8, **small)
+    generator = torch.Generator().manual_seed(2)
+    prefix, hidden = "model.layers.2", load_file(whole / "model.safetensors")["lm_head.weight"].shape[1]
+    more = {
+        f"{prefix}.{name}.weight": torch.rand(hidden, generator=generator) + 0.5
+        for name in ("enorm", "hnorm", "shared_head.norm")
+    }
+    projection = torch.randn((hidden, 2 * hidden), generator=generator) * (2 * hidden) ** -0.5
+    more[f"{prefix}.eh_proj.weight"] = projection
+    changes = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    return copy_folder(whole, folder / "both", tensors=more, **changes)
+
+
+def build(folder, shape, ranks, **options):
+    """shape: (k, S, T), of MTP if nothing else is asked for; None decodes plainly."""
+    if shape is not None and "draft" not in options:
+        options.setdefault("speculative_algorithm", "MTP")
+    options = {"dtype": "float64", "context_length": 96, "page_size": 4, "max_running_requests": 4, **options}
+    if shape is not None:
+        k, steps, size = shape
+        tree = {"speculative_eagle_topk": k, "speculative_num_steps": steps, "speculative_num_draft_tokens": size}
+        options |= tree
+    return LLM(str(folder), ep_size=ranks, **options)

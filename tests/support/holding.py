@@ -1,0 +1,63 @@
+"""Processes that a test holds still at a place, to look at them for as long as it likes."""
+
+import os
+from pathlib import Path
+
+_HELD = """
+import os, sys, time
+from types import SimpleNamespace
+
+def wait(seconds=float("inf")):
+    end = time.monotonic() + seconds
+    while os.path.exists({file!r}) and time.monotonic() < end:
+        time.sleep(0.01)
+
+def is_of(word):
+    return any(word in each for each in sys.orig_argv)
+"""
+ENGINE_START = """
+if is_of("engine_process"):
+    wait()
+"""
+"""An engine process does not come up."""
+STEPS = """
+if is_of("engine_process"):
+    from treetop.core import mock
+    mock.time = SimpleNamespace(monotonic=time.monotonic, sleep=wait)
+"""
+"""Steps of the mock engine take their time; once they are let go, none."""
+LAST_WORDS = """
+if is_of("treetop.cli"):
+    import asyncio
+    from treetop.server.api import run
+    end_with = run._end_with
+
+    async def held_end_with(core, server):
+        await core.until_failed()
+        await asyncio.to_thread(wait)
+        await end_with(core, server)
+
+    run._end_with = held_end_with
+"""
+"""A server without an engine goes on saying so."""
+
+
+class Held:
+    """What processes with its environment wait for, at one place. They are held from the beginning.
+
+    environment: for `support.serving`.
+    """
+
+    def __init__(self, folder: Path, place: str) -> None:
+        """folder: an empty one. place: one of those above."""
+        self._file = folder / "held"
+        (folder / "sitecustomize.py").write_text(_HELD.format(file=str(self._file)) + place)
+        path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.environment = {"PYTHONPATH": path}
+        self.hold()
+
+    def hold(self) -> None:
+        self._file.touch()
+
+    def go(self) -> None:
+        self._file.unlink()

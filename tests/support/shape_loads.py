@@ -1,0 +1,90 @@
+"""Rounds without an engine: a policy chooses their shapes, a model says what they cost, and an adversary what holds."""
+
+import random
+from dataclasses import dataclass, field
+
+from treetop.scheduler.policy import AdaptiveShape
+from treetop.types.costs import CatchUpCost, CostTable, RoundCost
+from treetop.types.ids import FULL, Row
+from treetop.types.kv import paired
+from treetop.types.layout import PLAIN, KVGroup, Layout, SpecShape, shapes_beside
+from treetop.types.messages import RoundPlan, RowResult, StepResult
+from treetop.types.sampling import Choice
+
+SHAPES = shapes_beside(SpecShape(4, 5, 16))
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+CONTEXT = 500
+
+
+def layout(max_deferred=16) -> Layout:
+    group = KVGroup(FULL, 1, paired(1, 8))
+    return Layout(SHAPES, 16, ROWS[-1], 1000, 512, (group,), 128 * 1024, max_deferred=max_deferred)
+
+
+def costs_of_a_gpu() -> CostTable:
+    """About an 8B model's: a tree of 16 nodes is 1.27 plain rounds at one row, 3.2 at 32."""
+
+    def seconds(rows, shape) -> float:
+        nodes, plain = rows * shape.num_draft_tokens, 4.5 * (1 + 0.004 * rows)
+        draft = 0.12 * shape.num_steps * (1.0 if shape.topk == 1 else 1.3) + 0.25 * (shape != PLAIN)
+        return (plain + draft + 0.012 * (nodes - 1) + 0.012 * max(nodes - 64, 0)) / 1e3
+
+    rounds = [RoundCost(rows, shape, seconds(rows, shape), 2e-9 * rows) for rows in ROWS for shape in SHAPES]
+    return CostTable("a model", tuple(rounds), tuple(CatchUpCost(rows, (0.2 + 0.013 * rows) / 1e3) for rows in ROWS))
+
+
+@dataclass
+class Load:
+    """`rows` rows under a policy. rounds: seconds and tokens a row of each; shapes: of each.
+
+    busy: how many times longer rounds take than the table says.
+    """
+
+    rows: int
+    table: CostTable = field(default_factory=costs_of_a_gpu)
+    seed: int = 0
+    busy: float = 1.0
+    rounds: list[tuple[float, float]] = field(default_factory=list)
+    shapes: list[SpecShape] = field(default_factory=list)
+    deferred: int = 0
+
+    def __post_init__(self) -> None:
+        self.layout, self._random = layout(), random.Random(self.seed)
+        self.policy = AdaptiveShape(self.table, self.layout)
+
+    def cost(self, shape) -> float:
+        return self.busy * self.table.seconds(self.layout.bucket_for(self.rows), shape, CONTEXT)
+
+    def round(self, chance) -> None:
+        """One round. chance(shape, depth): that a path that got there goes on."""
+        shape = self.policy.choose([CONTEXT] * self.rows, self.rows)
+        behind = self.deferred > 0 if shape != PLAIN else self.deferred == self.layout.max_deferred
+        self.deferred = 0 if shape != PLAIN else 1 + (0 if behind else self.deferred)
+        seconds = self.cost(shape) + behind * self.table.catch_up_seconds(self.rows)
+        accepted = [self._accepted(shape, chance) for _ in range(self.rows)]
+        rows = tuple(Row(row) for row in range(self.rows))
+        plan = RoundPlan((), (), rows, shape, CONTEXT, Choice.GREEDY, catches_up=behind)
+        results = (RowResult(row, (0,) * (length + 1), True) for row, length in zip(rows, accepted, strict=True))
+        self.policy.note(plan, StepResult(tuple(results)), seconds)
+        self.rounds.append((seconds, 1 + sum(accepted) / self.rows))
+        self.shapes.append(shape)
+
+    def _accepted(self, shape, chance) -> int:
+        depth = min(shape.num_steps, shape.num_draft_tokens - 1)
+        return next((d for d in range(depth) if self._random.random() >= chance(shape, d)), depth)
+
+    def speed(self, start=0, end=None) -> float:
+        """Times as fast as plain rounds of an engine without a draft, from one round to another."""
+        part = self.rounds[start:end]
+        return self.cost(PLAIN) * sum(tokens for _, tokens in part) / sum(seconds for seconds, _ in part)
+
+    def worst(self, window=200, after=50) -> float:
+        return min(self.speed(at, at + window) for at in range(after, len(self.rounds) - window))
+
+    def fixed_speed(self, shape, chance) -> float:
+        """The same of rounds that all have a shape."""
+        expected = path = 1.0
+        for depth in range(min(shape.num_steps, shape.num_draft_tokens - 1)):
+            path *= chance(shape, depth)
+            expected += path
+        return expected * self.cost(PLAIN) / self.cost(shape)

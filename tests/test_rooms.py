@@ -1,0 +1,68 @@
+"""Where tests stand: folders mirror the packages of `src`, what several files share is in `support`, and no test file
+imports another.
+"""
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+import treetop
+
+TESTS = Path(__file__).parent
+ROOMS = {path.name for path in Path(treetop.__file__).parent.iterdir() if path.is_dir()}
+OTHERS = {"gpu", "frozen", "checkpoints", "support"}
+"""Folders without a package: what needs a GPU, what is recorded from outside, trained weights, and what is shared."""
+
+
+def imported(path: Path) -> set[str]:
+    """Modules that a file names in an import, wherever in it, source within strings included."""
+    found = set()
+    sources = [path.read_text(encoding="utf-8")]
+    while sources:
+        try:
+            nodes = [*ast.walk(ast.parse(sources.pop()))]
+        except SyntaxError:  # a string that is no Python
+            continue
+        for node in nodes:
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                found |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "import " in node.value:
+                sources.append(node.value)
+    return found
+
+
+def importing_a_test(path: Path) -> set[str]:
+    return {name for name in imported(path) if any(part.startswith("test_") for part in name.split("."))}
+
+
+def test_no_test_is_imported():
+    """What two test files need stands in `tests/support/`."""
+    found = {path.relative_to(TESTS).as_posix(): importing_a_test(path) for path in TESTS.rglob("*.py")}
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+def test_every_folder_is_a_room_of_the_source():
+    folders = {path.name for path in TESTS.iterdir() if path.is_dir() and not path.name.startswith((".", "__"))}
+    assert folders - OTHERS <= ROOMS
+
+
+def test_support_holds_no_test_and_every_file_beside_it_is_one():
+    """A helper beside the tests would be found by them only as long as they stand in its folder."""
+    assert not [*(TESTS / "support").rglob("test_*.py")]
+    beside = [path for folder in (ROOMS | {"gpu", "."}) for path in (TESTS / folder).glob("*.py")]
+    assert {path.name for path in beside if not path.name.startswith("test_")} == {"conftest.py"}
+
+
+def test_names_of_files_are_unique():
+    """Docs name a test by its file alone."""
+    names = Counter(path.name for path in TESTS.rglob("test_*.py") if path.parent.name != "frozen")
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_an_import_of_a_test_is_found(tmp_path):
+    path = tmp_path / "test_this.py"
+    test = "test_that"  # a name that no import here has
+    path.write_text(f"import os\nCODE = '''\nfrom {test} import x\n'''\ndef f():\n    from gpu import {test}\n")
+    assert importing_a_test(path) == {"test_that", "test_that.x", "gpu.test_that"}
