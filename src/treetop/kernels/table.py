@@ -18,7 +18,8 @@ from torch import Tensor
 
 from treetop.kernels import accept as accepting
 from treetop.kernels import attention as attending
-from treetop.kernels import coded, fused, kv_chunks, latent, packed_weights, pages, peers, routing, tail, topk
+from treetop.kernels import coded_rows as coded
+from treetop.kernels import fused, kv_chunks, latent, packed_weights, pages, peers, routing, tail, tiles, topk
 from treetop.kernels import commit as committing
 from treetop.kernels import draw as drawing
 from treetop.kernels import experts as expert_products
@@ -178,6 +179,9 @@ class Ops:
     )
     coded_rows = Op(coded.coded_rows_reference, coded.coded_rows, 1e-5, on_a_gpu_in_16_bits, (coded._coded_kernel,))
     coded_gated = Op(coded.coded_gated_reference, coded.coded_gated, 1e-5, on_a_gpu_in_16_bits, (coded._coded_kernel,))
+    decode_tiles = Op(
+        tiles.decode_tiles_reference, tiles.decode_tiles, 0.0, on_a_gpu_in_16_bits, (tiles._decode_tiles_kernel,)
+    )
     route = Op(
         routing.route_reference,
         routing.route,

@@ -107,16 +107,23 @@ def _in_format(param: Param, formats: StoredFormats) -> Param:
     return replace(param, format=format_)
 
 
-def stay_packed(params: Iterable[Param], kinds: Collection[Kind]) -> list[Param]:
-    """Parameters, those of these kinds packed in memory where their format can be.
+Packing = Literal["none", "rows", "tiles"]
+"""Which quantized weights stay packed in memory: all that can by rows, which a CPU decodes, or that can in tiles, as a GPU
+reads them."""
+
+
+def stay_packed(params: Iterable[Param], packing: Packing) -> list[Param]:
+    """Parameters, packed in memory where they and their format can be.
 
     Raises CheckpointError for a shape that a packed format cannot have.
     """
-    return [_packed(param) if param.kind in kinds else param for param in params]
+    if packing == "none":
+        return list(params)
+    return [_packed(param, packing == "tiles") if param.kind in ("matrix", "experts") else param for param in params]
 
 
-def _packed(param: Param) -> Param:
-    format_ = packed(param.format)
+def _packed(param: Param, in_tiles: bool) -> Param:
+    format_ = packed(param.format, in_tiles)
     for source in param.sources:
         format_.stored(source)  # or it raises
     return replace(param, format=format_)
