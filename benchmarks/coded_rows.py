@@ -1,6 +1,6 @@
 """Tunes the products of few rows with coded weights on one GPU, and says how fast they stream, in one run.
 
-    python benchmarks/coded_rows.py                the launches that are chosen: TB/s of a product's bytes, and of 16 bits
+    python benchmarks/coded_rows.py                the launches that are chosen: TB/s of a product's bytes
     python benchmarks/coded_rows.py --write-table  measure every candidate first and write kernels/coded_rows.json
 
 A time is that of one product in a replayed graph of many over different weights, so that none lies in the cache: as in
@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import astuple
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -173,6 +174,14 @@ def write_table(entries: Sequence[dict[str, Any]], machine: dict[str, Any]) -> N
     kernels.choose_coded.cache_clear()
 
 
+def all_of(products: Sequence[SkinnyGated | SkinnyLinear], x: Tensor) -> None:
+    for each in products:
+        if isinstance(each, SkinnyLinear):
+            each.parts(x)
+        else:
+            each(x)
+
+
 def report(names: Sequence[str], rate: float) -> None:
     """The chosen launches of every format, shape and number of rows."""
     for (shape, (lines, k, gated)), name in product(SHAPES.items(), names):
@@ -187,13 +196,12 @@ def report(names: Sequence[str], rate: float) -> None:
             check(x, first, gated, None)
             us = measure_us(x, weights, gated)
 
-            def sixteen(x: Tensor = x) -> None:
-                for each in held:
-                    each(x) if gated else each.parts(x)  # type: ignore[union-attr]  # as `gated` says
-
-            plain_us = statistics.median(times_us(graph_of(sixteen).replay, 10)) / len(held)
+            plain_us = statistics.median(times_us(graph_of(partial(all_of, held, x)).replay, 10)) / len(held)
             line = {"shape": shape, "format": name, "rows": rows, "us": round(us, 1), "bf16_us": round(plain_us, 1)}
-            line |= {"tb_s": round(first.nbytes / us / 1e6, 2), "share_of_copy": round(first.nbytes / us * 1e6 / rate, 2)}
+            line |= {
+                "tb_s": round(first.nbytes / us / 1e6, 2),
+                "share_of_copy": round(first.nbytes / us * 1e6 / rate, 2),
+            }
             print(json.dumps(line | {"times_as_fast": round(plain_us / us, 2), "few": rows <= FEW}), flush=True)
 
 

@@ -28,13 +28,13 @@ from treetop.checks.probes import RECORD
 from treetop.debug.two_group import write_two_group_pair
 from treetop.engine.model_runner import ModelRunner
 from treetop.kernels import peers
+from treetop.kernels.coded import CodedWeight, Coding
 from treetop.kernels.experts import Activation, Experts, experts
 from treetop.kernels.kv import PageTable
 from treetop.kernels.kv_chunks import Span
 from treetop.kernels.kv_chunks import pack as pack_piece
 from treetop.kernels.kv_chunks import unpack as unpack_piece
 from treetop.kernels.metadata import AttentionMetadata
-from treetop.kernels.coded import CodedWeight, Coding
 from treetop.kernels.packed_weights import CompressedLaunch, compress, compressed_rows
 from treetop.kernels.pages import gather_table
 from treetop.kernels.routing import Router, RouterKind, RouterSpec, route

@@ -63,8 +63,8 @@ def coded_gated_reference(x: Tensor, weight: TiledWeight, kind: Gate = "silu", b
 def coded_rows(
     x: Tensor, weight: TiledWeight, bias: Tensor | None = None, *, launch: CodedLaunch, gpu: GpuTraits
 ) -> Tensor:
-    """`coded_rows_reference` in parts [splits, rows, lines] that add up to it; with one split rounded to x's dtype, with
-    more in float32.
+    """`coded_rows_reference` in parts [splits, rows, lines] that add up to it: of several in float32, of one in x's
+    dtype.
 
     x: [rows, k], contiguous, rows <= MAX_ROWS.
     """
@@ -95,11 +95,12 @@ def _launch(
     gpu: GpuTraits,
 ) -> None:  # fmt: skip
     (rows, k), (lines, columns) = x.shape, weight.shape
-    block_m = min(_MOST_OF_BLOCK, max(16, power_of_two(rows)))
+    block_m = row_block(rows)
     assert rows <= MAX_ROWS
     assert k == columns
     assert x.is_contiguous()
-    share = -(-(-(-k // BLOCK)) // launch.splits)
+    blocks = -(-k // BLOCK)
+    share = -(-blocks // launch.splits)
     grid = (-(-rows // block_m), -(-lines // launch.block_n), launch.splits)
     _coded_kernel[grid](
         out, x, *tile_arguments(weight), x if bias is None else bias, rows, lines, k, share,
@@ -183,7 +184,18 @@ def choose_coded(numbers: Numbers, shape: tuple[int, int], gated: bool, rows: in
     if found is not None and gpu.can_overlap and gpu.num_sms == table.num_sms:
         return found
     splits = 1 if gated else most_splits(-(-lines // TILE), -(-k // BLOCK), gpu)
-    return CodedLaunch(TILE, splits, 4 if rows <= FEW else 3, 4)
+    stage = 2 * BLOCK * row_block(rows) + TILE * BLOCK  # bytes of x and, at most, of codes
+    stages = max(2, min(4, (gpu.shared_bytes - _SPARE) // stage))
+    return CodedLaunch(TILE, splits, stages, 4)
+
+
+_SPARE = 16 << 10
+"""Bytes of shared memory for what is no stage."""
+
+
+def row_block(rows: int) -> int:
+    """Rows of a block."""
+    return min(_MOST_OF_BLOCK, max(16, power_of_two(rows)))
 
 
 @cache

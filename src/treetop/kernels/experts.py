@@ -18,8 +18,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from treetop.kernels.coded import CodedWeight
-from treetop.kernels.coded import decode
+from treetop.kernels.coded import CodedWeight, decode
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
 from treetop.kernels.exact import BY_ELEMENT, LIBRARY, Functions, linear_by_rows
 from treetop.kernels.gate import Gate, activated, activated_reference
@@ -223,8 +222,8 @@ def _grouped(
     blocks = -(-k // launch.block_k)
     share = -(-blocks // launch.splits) * launch.block_k
     _grouped_kernel[(len(tiles.expert) + 1, -(-lines // launch.block_n), launch.splits)](
-        out, x, data, scale, factor, zero, data if bias is None else bias, tiles.order, tiles.expert, tiles.start, tiles.count,
-        tiles.number, routes.expert, routes.weight, 0.0 if limit is None else limit, tokens, n, k, share,
+        out, x, data, scale, factor, zero, data if bias is None else bias, tiles.order, tiles.expert, tiles.start,
+        tiles.count, tiles.number, routes.expert, routes.weight, 0.0 if limit is None else limit, tokens, n, k, share,
         **coded, has_bias=bias is not None, gated=gated,
         kind=None if activation is None else activation.kind, limited=limit is not None, apart=routes.apart,
         top_k=top_k,
@@ -240,8 +239,9 @@ _NOT_CODED: dict[str, object] = {
 
 @jit
 def _grouped_kernel(
-    out: Arg, x: Arg, weight: Arg, scale: Arg, factor: Arg, zero: Arg, bias: Arg, order: Arg, tile_expert: Arg, tile_start: Arg,
-    tile_count: Arg, number: Arg, expert_of: Arg, weight_of: Arg, limit: Arg, tokens: Arg, n: Arg, k: Arg, share: Arg,
+    out: Arg, x: Arg, weight: Arg, scale: Arg, factor: Arg, zero: Arg, bias: Arg, order: Arg, tile_expert: Arg,
+    tile_start: Arg, tile_count: Arg, number: Arg, expert_of: Arg, weight_of: Arg, limit: Arg, tokens: Arg, n: Arg,
+    k: Arg, share: Arg,
     numbers: constexpr, scales: constexpr, form: constexpr, group: constexpr, has_zero: constexpr, per: constexpr,
     fast: constexpr, has_bias: constexpr, gated: constexpr, kind: constexpr, limited: constexpr, apart: constexpr,
     top_k: constexpr, block_m: constexpr, block_n: constexpr, block_k: constexpr, overlap: constexpr,

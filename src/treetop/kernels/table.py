@@ -19,10 +19,10 @@ from torch import Tensor
 from treetop.kernels import accept as accepting
 from treetop.kernels import attention as attending
 from treetop.kernels import coded_rows as coded
-from treetop.kernels import fused, kv_chunks, latent, packed_weights, pages, peers, routing, tail, tiles, topk
 from treetop.kernels import commit as committing
 from treetop.kernels import draw as drawing
 from treetop.kernels import experts as expert_products
+from treetop.kernels import fused, kv_chunks, latent, packed_weights, pages, peers, routing, tail, tiles, topk
 from treetop.kernels import grow as growing
 from treetop.kernels import latent_attention as latent_attending
 from treetop.kernels import learn as learning

@@ -1,4 +1,4 @@
-# ruff: noqa: PLR0917 (kernels take what they touch as arguments)
+# ruff: noqa: PLR0917, PLR1714 (kernels take what they touch as arguments, and compare strings one by one)
 """Coded weights as a GPU reads them: tiles of 64 lines and 128 columns, decoded in registers on the way to a product.
 
 A tile's codes are words of 16 bits, each with one code of every part of the tile's columns: two halves in e4m3, four

@@ -1,6 +1,6 @@
 """Parameters, declared once: expected tensors, loading, the memory count and shards all follow from these."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import lcm, prod
@@ -108,8 +108,8 @@ def _in_format(param: Param, formats: StoredFormats) -> Param:
 
 
 Packing = Literal["none", "rows", "tiles"]
-"""Which quantized weights stay packed in memory: all that can by rows, which a CPU decodes, or that can in tiles, as a GPU
-reads them."""
+"""Which quantized weights stay packed in memory: those that can, by rows; or those that can in tiles, as a GPU reads
+them."""
 
 
 def stay_packed(params: Iterable[Param], packing: Packing) -> list[Param]:
