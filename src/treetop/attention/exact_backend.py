@@ -104,14 +104,14 @@ class ExactBackend:
     def plan(self, begun: ExactPrefix | TorchPrefix, metadata: AttentionMetadata) -> ExactPlan | TorchPlan:
         if isinstance(begun, TorchPrefix):
             return self._plain.plan(begun, metadata)
-        distance = metadata.positions[:, :, None] - begun.position[:, None]
-        visible = (
-            begun.there[:, None] if metadata.window is None else begun.there[:, None] & (distance < metadata.window)
-        )
+        visible, oldest = begun.there[:, None], metadata.oldest
+        if oldest is not None:
+            visible = visible & (begun.position[:, None] >= oldest[:, :, None])
         if metadata.causal:
             # What has no key, the dummy row, sees the null slot, so that its weights are numbers.
+            causal = begun.position[:, None] <= metadata.positions[:, :, None]
             empty = ~begun.there[:, None, :1] & (begun.position[:, None] == 0)
-            return ExactPlan(begun, _bias(visible & (distance >= 0) | empty), None)
+            return ExactPlan(begun, _bias(visible & causal | empty), None)
         assert metadata.tail_positions is not None
         tail = tail_visible(metadata)
         visible = torch.cat([visible.expand(-1, tail.shape[1], -1), tail], dim=2)

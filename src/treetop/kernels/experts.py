@@ -4,6 +4,8 @@
     act = activation(x @ gate.T, x @ up.T)          of each token and each of its experts
     y = sum over its experts of weight * (act @ down.T)
 
+or, where weights are those of inputs (`Routes.of_inputs`), with weight * x in place of x and without it there.
+
 The reference goes from expert to expert. A kernel's program computes 64 or 128 lines for one tile of tokens of one
 expert (`kernels.routing`), with the weight as the left operand: gates and ups of a product in turn, so that the
 activation is its end. Few tokens are bound by how fast weights stream, so tiles are as small as tensor cores allow;
@@ -97,13 +99,16 @@ def experts_reference(
             continue
         rows = x if tokens is None else x[tokens]
         bias = None if experts.gate_up_bias is None else experts.gate_up_bias[expert].flatten()
+        own = weight if tokens is None else weight[tokens]
+        if routes.of_inputs:
+            rows, own = rows * own.to(rows.dtype), torch.ones_like(own)
         gate, up = linear(rows, gate_up[expert].flatten(0, 1), bias).chunk(2, dim=-1)
         bias = None if experts.down_bias is None else experts.down_bias[expert]
         y = linear(experts.activation(gate, up, functions), down[expert], bias).to(total.dtype)
         if tokens is None:
-            total += torch.where(chosen.any(dim=-1, keepdim=True), y * weight, 0)
+            total += torch.where(chosen.any(dim=-1, keepdim=True), y * own, 0)
         else:
-            total.index_add_(0, tokens, y * weight[tokens])
+            total.index_add_(0, tokens, y * own)
     return total.to(x.dtype)[None]
 
 
@@ -221,7 +226,7 @@ def _grouped(
         tiles.number, routes.expert, routes.weight, 0.0 if limit is None else limit, tokens, n, k, share,
         packed=packed, wide=isinstance(weight, Mxfp4Weight) and weight.wide, has_bias=bias is not None, gated=gated,
         kind=None if activation is None else activation.kind, limited=limit is not None, apart=routes.apart,
-        top_k=top_k,
+        weighted=gated == routes.of_inputs, top_k=top_k,
         block_m=tiles.rows, block_n=launch.block_n, block_k=launch.block_k, hopper=gpu.can_overlap,
         overlap=gpu.can_overlap, num_stages=launch.num_stages, num_warps=launch.num_warps, **launch_options(gpu),
     )  # fmt: skip
@@ -232,14 +237,15 @@ def _grouped_kernel(
     out: Arg, x: Arg, weight: Arg, scales: Arg, bias: Arg, order: Arg, tile_expert: Arg, tile_start: Arg,
     tile_count: Arg, number: Arg, expert_of: Arg, weight_of: Arg, limit: Arg, tokens: Arg, n: Arg, k: Arg, share: Arg,
     packed: constexpr, wide: constexpr, has_bias: constexpr, gated: constexpr, kind: constexpr, limited: constexpr,
-    apart: constexpr, top_k: constexpr, block_m: constexpr, block_n: constexpr, block_k: constexpr, hopper: constexpr,
+    apart: constexpr, weighted: constexpr, top_k: constexpr, block_m: constexpr, block_n: constexpr, block_k: constexpr, hopper: constexpr,
     overlap: constexpr,
 ) -> None:  # fmt: skip
     """A block of lines for one tile over one share of k. Grid (most tiles + 1, lines / block_n, splits); the last
     writes zeros for padding, and for what another rank's experts compute.
 
     gated: x is [tokens, k], lines are a gate and an up in turn, out is [assignments, n] in the order of the tiles.
-    Else: x is [assignments, k] in that order, out is [splits * top_k, tokens, n], times the weights of the routes.
+    Else: x is [assignments, k] in that order, out is [splits * top_k, tokens, n]. weighted: times the weights of the
+    routes, as if x of a gated one were.
     """
     pdl_wait(overlap, early=True)
     tile, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -271,6 +277,10 @@ def _grouped_kernel(
             output = block * (block_n // 2) + tl.arange(0, block_n // 2)
             halves = tl.permute(tl.reshape(total, [block_n // 2, 2, block_m]), [0, 2, 1])
             gate, up = tl.split(halves)
+            if weighted:
+                route_weight = tl.load(weight_of + assignment, mask=there, other=0.0)[None, :]
+                gate *= route_weight
+                up *= route_weight
             if has_bias:
                 bias_at = bias + expert * (2 * n) + output
                 gate += tl.load(bias_at, mask=output < n, other=0.0).to(tl.float32)[:, None]
@@ -281,7 +291,8 @@ def _grouped_kernel(
         else:
             if has_bias and split == 0:
                 total += tl.load(bias + expert * n + line, mask=line < n, other=0.0).to(tl.float32)[:, None]
-            total *= tl.load(weight_of + assignment, mask=there, other=0.0)[None, :]
+            if weighted:
+                total *= tl.load(weight_of + assignment, mask=there, other=0.0)[None, :]
             row = ((split * top_k + assignment % top_k) * tokens + assignment // top_k).to(tl.int64)
             out_at = out + row[None, :] * n + line[:, None]
             tl.store(out_at, total.to(out.dtype.element_ty), mask=there[None, :] & (line < n)[:, None])

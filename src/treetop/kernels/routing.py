@@ -49,6 +49,7 @@ class RouterSpec:
         largest sum. Source of groups and correction: DeepSeek-V3, arXiv:2412.19437, section 2.1.2; of groups by their
         best expert alone: DeepSeek-V2, arXiv:2405.04434, section 2.2.2.
     factors: each expert has a number that its weights are multiplied by in the end.
+    of_inputs: weights multiply what experts read, not what they give.
     """
 
     num_experts: int
@@ -62,6 +63,7 @@ class RouterSpec:
     top_groups: int = 1
     group_best: Literal[1, 2] = 2
     factors: bool = False
+    of_inputs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +109,14 @@ class Routes:
     weight: [tokens, top_k], float32 or float64.
     tiles: of a kernel.
     apart: another rank may have some of a token's experts.
+    of_inputs: see `RouterSpec`.
     """
 
     expert: Tensor
     weight: Tensor
     tiles: Tiles | None = None
     apart: bool = False
+    of_inputs: bool = False
 
 
 def route_reference(
@@ -130,7 +134,7 @@ def route_reference(
         weight = weight * router.factor[expert]
     here = (expert >= router.here.start) & (expert < router.here.stop)
     expert = torch.where(here if live is None else here & live[:, None], expert - router.here.start, -1)
-    return Routes(expert, weight, apart=router.own is not None)
+    return Routes(expert, weight, apart=router.own is not None, of_inputs=router.spec.of_inputs)
 
 
 def route_by_rows(x: Tensor, router: Router, live: Tensor | None) -> Routes:
@@ -232,7 +236,8 @@ def route(x: Tensor, router: Router, live: Tensor | None, gpu: GpuTraits) -> Rou
     if not one:
         _place_kernel[(blocks,)](expert, *placed, rows=rows, **choice)
     tile_expert, start, count = numbers
-    return Routes(expert, weight, Tiles(rows, order, tile_expert, start, count, number), router.own is not None)
+    tiles = Tiles(rows, order, tile_expert, start, count, number)
+    return Routes(expert, weight, tiles, router.own is not None, spec.of_inputs)
 
 
 def _logits(x: Tensor, router: Router, gpu: GpuTraits) -> Tensor:

@@ -72,7 +72,9 @@ class AttentionSpec:
     kv: what it keeps of a token.
     scale: of its scores.
     window: how far it sees, itself counted; None is everything.
+    chunked: it sees its own chunk of `window` positions alone.
     qk_norm: queries and keys have norms of their own, per head and before the rotation.
+    bare_qk_norm: these have no weight.
     whole_qk_norm: so they have, each one over all heads.
     value_norm: values have norms too, without a weight.
     bias: of q, k and v.
@@ -93,7 +95,9 @@ class AttentionSpec:
     rope: RopeSpec
     scale: float
     window: int | None = None
+    chunked: bool = False
     qk_norm: bool = False
+    bare_qk_norm: bool = False
     bias: bool = False
     output_bias: bool = False
     sinks: bool = False
@@ -187,6 +191,7 @@ ExpertLayout = Literal[
     "stacked halves by rows",
     "stacked apart",
     "stacked of Granite",
+    "stacked of Llama 4",
     "stacked of Mistral",
 ]
 """How a checkpoint holds experts, see `models.experts`."""
@@ -288,12 +293,15 @@ class ModelConfig:
         return any(layer.experts is not None for layer in self.layers)
 
     def with_window(self, maximum: int) -> "ModelConfig":
-        """The same, whose layers see no more than so many tokens."""
-        narrowed = (
-            replace(layer, attention=replace(layer.attention, window=min(layer.attention.window or maximum, maximum)))
-            for layer in self.layers
+        """The same, whose layers see no more than so many tokens. Shorter than a chunk it is a window."""
+
+        def narrowed(spec: AttentionSpec) -> AttentionSpec:
+            wider = spec.window is None or spec.window > maximum
+            return replace(spec, window=maximum, chunked=False) if wider else spec
+
+        return replace(
+            self, layers=tuple(replace(layer, attention=narrowed(layer.attention)) for layer in self.layers)
         )
-        return replace(self, layers=tuple(narrowed))
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 How checkpoints hold experts (`ExpertSpec.stored`): "each" has three tensors an expert, as dense layers have them;
 "stacked" has GPT-OSS's two for all, [experts, in, out] with gates and ups in turn; "stacked rows" the same two as
 [experts, out, in], which its quantized checkpoints have; "stacked halves" has Qwen3-VL's two, [experts, in, out] with
-all gates of an expert before its ups, and a router called as with "each"; "stacked halves by rows", "stacked of
-Granite" and "stacked of Mistral" have these two as [experts, out, in], in Gemma 4's names, in Granite's and in those of
+all gates of an expert before its ups, and a router called as with "each"; "stacked of Llama 4" has these in other
+names; "stacked halves by rows", "stacked of Granite" and "stacked of Mistral" have these two as [experts, out, in], in Gemma 4's names, in Granite's and in those of
 "each"; "stacked apart" has Step's three for
 all, [experts, out, in]. The others are "each" in other names. In memory it is always gates before ups, [experts, 2,
 inner, hidden], and [experts, hidden, inner].
@@ -136,6 +136,7 @@ _NAMES: dict[ExpertLayout, _Names] = {
     "stacked halves by rows": _Names("", router="router.proj"),
     "stacked apart": _APART,
     "stacked of Granite": _Names("block_sparse_moe", router="router.layer"),
+    "stacked of Llama 4": _Names("feed_forward", router="router", shared="shared_expert"),
     "stacked of Mistral": _Names(),
 }
 

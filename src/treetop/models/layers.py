@@ -100,7 +100,7 @@ class SelfAttention:
         self.gate = None if spec.gate is None else weights.linear(f"{name}.gate")
         if self.gate is not None:
             self.products.append(self.gate)
-        self.norms = HeadNorms(_head_norms(spec, weights[f"{name}.qk_norm"]), eps) if spec.qk_norm else None
+        self.norms = HeadNorms(_head_norms(spec, weights, name, ops), eps) if spec.qk_norm else None
         self._whole_norms = WholeNorms(spec, weights, name, eps, ops) if spec.whole_qk_norm else None
         self.sinks = weights[f"{name}.sinks"].float() if spec.sinks else None
 
@@ -132,8 +132,11 @@ class SelfAttention:
         return attended * (gate.view_as(attended) if spec.gate.per_number else gate[..., None])
 
 
-def _head_norms(spec: AttentionSpec, weight: Tensor) -> Tensor:
-    """Those of `HeadNorms`: values have no weight."""
+def _head_norms(spec: AttentionSpec, weights: Weights, name: str, ops: Ops) -> Tensor:
+    """Those of `HeadNorms`: values have no weight, nor do queries and keys whose norms are bare."""
+    if spec.bare_qk_norm:
+        return torch.ones((2 + spec.value_norm, spec.head_dim), dtype=ops.context.dtype, device=ops.context.device)
+    weight = weights[f"{name}.qk_norm"]
     return torch.cat([weight, torch.ones_like(weight[:1])]) if spec.value_norm and len(weight) == 2 else weight
 
 
@@ -178,7 +181,7 @@ def self_attention_params(
         params.append(vector(f"{name}.qkv_bias", *(source(each, "bias", n) for each, n in rows.items()), shard=0))
     if spec.output_bias:
         params.append(vector(f"{name}.output_bias", source("o", "bias", hidden), shard="first"))
-    if spec.qk_norm:
+    if spec.qk_norm and not spec.bare_qk_norm:
         norms = tuple(_norm(f"{stored}.{each}_norm.weight", dim, unit_offset, reorder) for each in "qk" if each in rows)
         params.append(Param(f"{name}.qk_norm", (len(norms), dim), norms, "vector", wide=unit_offset))
     if spec.whole_qk_norm:

@@ -13,7 +13,6 @@ _LINEAR = "it has layers of linear attention or state space"
 _IMAGES = "it reads images or sound, and its language model is none of those that load without them"
 _ENCODER = "it is no decoder that generates text"
 
-_CHUNKED = "its attention is chunked: a token sees its own part of the text alone"
 _SOFTCAPPED = "its scores or logits are capped (softcap)"
 _LATE_NORMS = "its queries and keys have norms after the rotation"
 _PARALLEL = "its attention and feed-forward are added side by side"
@@ -21,7 +20,6 @@ _UNGATED = "its feed-forward has no gate"
 _GATED_SHARED = "its shared experts have a gate of their own"
 
 _BY_NAME = {
-    _CHUNKED: "Llama4",
     _SOFTCAPPED: "Gemma2 VaultGemma",
     _LATE_NORMS: "HunYuanDenseV1 HunYuanMoEV1",
     _PARALLEL: "Cohere Cohere2 Falcon GPTNeoX GPTJ Phi",

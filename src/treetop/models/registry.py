@@ -25,6 +25,7 @@ from treetop.models import (
     laguna,
     layered,
     llama,
+    llama4,
     mimo,
     mimo_v2,
     mistral,
@@ -112,6 +113,12 @@ FAMILIES: dict[str, Family] = {
     ),
     "GptOssForCausalLM": Family(gpt_oss.read, "windows in every other layer, sinks, biases, experts"),
     "LlamaForCausalLM": Family(llama.read, "the plain decoder: Llama 2, 3 and what is published as it"),
+    "Llama4ForCausalLM": Family(
+        llama4.read, "chunks, layers that do not turn, experts whose inputs are weighted", llama4.params
+    ),
+    "Llama4ForConditionalGeneration": Family(
+        llama4.read, "the text of Llama 4: Scout and Maverick", llama4.params, text_of=("llama4_text",)
+    ),
     "MistralForCausalLM": Family(mistral.read, "a window in all layers, or none"),
     "Qwen2ForCausalLM": Family(qwen2.read, "biases of q, k and v, windows in later layers"),
     "Qwen3ForCausalLM": Family(qwen3.read, "norms of heads, windows in later layers"),
