@@ -149,18 +149,21 @@ def self_attention_params(
     reorder = None if order is None else partial(reorder_heads, order=order)
     widen = partial(_widened, dim=dim, value_dim=spec.output_dim) if spec.output_dim < dim else None
 
-    first = dict(zip("qkv", accumulate((0, q, kv)), strict=True))
+    parts = max(spec.joined, 1)  # of a joined tensor
+    own = {"q": q // parts, "k": kv // parts, "v": spec.kv.heads * spec.output_dim // parts}
+    first = dict(zip("qkv", accumulate((0, own["q"], own["k"])), strict=True))
 
     def source(each: str, of: str, *shape: int) -> Source:
         turned = reorder if each in ("q", "k") else widen
         if spec.joined and each in rows:
-            whole, lines = (q + 2 * kv, *shape[1:]), slice(first[each], first[each] + rows[each])
-            cut = partial(_lines, lines=lines, then=turned)
-            return Source(f"{stored}.qkv_proj.{of}", whole, cut, rows[each], unit=dim, shared=each in ("k", "v"))
+            whole, lines = (sum(own.values()) * parts, *shape[1:]), slice(first[each], first[each] + own[each])
+            cut = partial(_lines, parts=parts, lines=lines, then=turned)
+            shared = each in ("k", "v")
+            return Source(f"{stored}.qkv_proj.{of}", whole, cut, rows[each], unit=dim, shared=shared, parts=parts)
         if each == "v":
-            own = (shape[0] // dim * spec.output_dim, *shape[1:])
+            narrow = (shape[0] // dim * spec.output_dim, *shape[1:])
             tensor = f"{stored}.{'k' if spec.values_of_keys else 'v'}_proj.{of}"
-            return Source(tensor, own, turned, shape[0], unit=dim, shared=True)
+            return Source(tensor, narrow, turned, shape[0], unit=dim, shared=True)
         if each == "o":
             return Source(f"{stored}.o_proj.{of}", shape, unit=spec.output_dim)
         return Source(f"{stored}.{each}_proj.{of}", shape, turned, unit=dim, shared=each == "k")
@@ -200,9 +203,10 @@ def _widened(stored: Tensor, dim: int, value_dim: int) -> Tensor:
     return wide.flatten(0, 1)
 
 
-def _lines(stored: Tensor, lines: slice, then: Transform | None) -> Tensor:
-    """Some rows of a tensor that holds several weights, perhaps turned."""
-    return stored[lines] if then is None else then(stored[lines])
+def _lines(stored: Tensor, parts: int, lines: slice, then: Transform | None) -> Tensor:
+    """Some rows of each part of a tensor that holds several weights, perhaps turned."""
+    found = stored[lines] if parts == 1 else stored.unflatten(0, (parts, -1))[:, lines].flatten(0, 1)
+    return found if then is None else then(found)
 
 
 def reorder_heads(stored: Tensor, order: tuple[int, ...]) -> Tensor:

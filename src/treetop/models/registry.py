@@ -130,6 +130,13 @@ FAMILIES: dict[str, Family] = {
     "MiMoV2FlashForCausalLM": Family(
         mimo_v2.read, "windows with sinks, narrow values, experts", unused=mimo_v2.unused, mtp=True
     ),
+    "MiMoV2ForCausalLM": Family(
+        mimo_v2.read,
+        "the text of MiMo-V2.5 and V2.5-Pro: MiMo-V2 with q, k and v in one tensor",
+        unused=mimo_v2.unused,
+        text_of=("mimo_v2",),
+        mtp=True,
+    ),
     "Ministral3ForCausalLM": Family(mistral.read_3, "Mistral with queries scaled by position"),
     "Ernie4_5_MoeForCausalLM": Family(
         ernie.read_moe, "ERNIE with experts, whose router corrects a softmax", unused=ernie.unused, mtp=True

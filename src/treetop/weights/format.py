@@ -49,6 +49,7 @@ class Source:
     shared: ranks in excess of the units may share one.
     span: the part of the rows that is wanted, None for all.
     stacked: what is stored has experts along axis 0, each of which the transform treats by itself; a span is of them.
+    parts: the stored rows are so many equal parts, one below the other, in each of which blocks of scales begin anew.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Source:
     shared: bool = False
     span: Span | None = None
     stacked: bool = False
+    parts: int = 1
 
     @property
     def module(self) -> str:
