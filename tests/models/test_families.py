@@ -105,7 +105,7 @@ def test_lookup_drafts_and_retracted_rows_give_the_tokens_of_transformers(saved)
     assert (llm.scheduler.num_retractions > 0) == bool(full)  # a window's pool has room for every row
 
 
-@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "llama 4"])
 def test_pages_behind_a_window_are_given_back(tmp_path, name):
     """A window's pool has room for nothing else; tokens far past it are those of a pool that keeps everything."""
     pair = FAMILIES[name].save(tmp_path).pair
@@ -153,6 +153,23 @@ def test_qwen_windows_of_the_older_spelling_mean_the_same(tmp_path):
     assert respelled(saved, tmp_path / "old", layer_types=None) == spec
     off = respelled(saved, tmp_path / "off", layer_types=None, use_sliding_window=False)
     assert {layer.attention.window for layer in off.layers} == {None}
+
+
+def test_llama_4_of_the_first_release_means_the_same(tmp_path):
+    """Without layer types, with an empty list of layers that turn, and a number that says to temper attention."""
+    saved = FAMILIES["llama 4"].save(tmp_path)
+    spec = target_spec(saved.pair.target).config
+    attention = [layer.attention for layer in spec.layers]
+    assert [(each.window, each.chunked) for each in attention] == [(WINDOW, True)] * 2 + [(None, False), (WINDOW, True)]
+    assert [each.rope.query_scale is not None for each in attention] == [not each.bare_qk_norm for each in attention]
+    assert [layer.experts is not None for layer in spec.layers] == [False, True] * 2
+    first = {"layer_types": None, "no_rope_layers": [], "moe_layers": None, "attn_temperature_tuning": 4}
+    assert respelled(saved, tmp_path / "old", **first) == spec
+    whole = copy_folder(saved.pair.target, tmp_path / "whole", layer_types=None, attention_chunk_size=None)
+    assert {layer.attention.window for layer in target_spec(whole).config.layers} == {None}
+    published = {"no_rope_layers": None, "no_rope_layer_interval": None, "attention_chunk_size": None}
+    other = respelled(saved, tmp_path / "said", layer_types=None, **published)
+    assert [layer.attention.window for layer in other.layers] == [8192] * 3 + [None]
 
 
 @pytest.mark.parametrize(("said", "window"), [({}, 4096), ({"sliding_window": None}, None), ({"sliding_window": 7}, 7)])
@@ -222,6 +239,11 @@ UNSUPPORTED = [
     ("deepseek v2", {"topk_method": "noaux_tc"}, "topk_method"),
     ("deepseek v2 lite", {"qk_rope_head_dim": 5}, "qk_rope_head_dim"),
     ("mistral4", {"rope_parameters": {**SMALL_4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    ("llama 4", {"layer_types": ["sliding_attention"] * 4}, "layer_types"),
+    ("llama 4", {"attention_chunk_size": 0}, "attention_chunk_size"),
+    ("llama 4", {"num_experts_per_tok": 7}, "num_experts_per_tok"),
+    ("llama 4", {"no_rope_layers": [1, 0, 1]}, "no_rope_layers"),
+    ("llama 4", {"rope_parameters": YARN}, "use_qk_norm"),
     ("mistral", {"layer_types": ["full_attention"] * 4}, "layer_types"),
     ("mistral", {"sliding_window": 0}, "sliding_window"),
     ("qwen2", {"layer_types": ["sliding_attention"] * 4}, "use_sliding_window"),
@@ -287,6 +309,7 @@ def test_an_unsupported_key_is_refused_by_name(models, tmp_path, name, changes, 
     ("Gemma2ForCausalLM", "softcap"),
     ("HunYuanDenseV1ForCausalLM", "after the rotation"),
     ("BertForMaskedLM", "no decoder"),
+    ("Gemma4AssistantForCausalLM", "--speculative-draft-model-path"),
     ("LlamaForCausalLMEagle3", "--speculative-draft-model-path"),
     ("Eagle3Speculator", "draft head, not of a target"),
     ("Eagle2_5_VLForConditionalGeneration", "images"),

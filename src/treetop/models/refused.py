@@ -46,8 +46,8 @@ _BY_KEY = {
 }
 _ATTENTION = ("attention", "full_attention", "sliding_attention")
 """Types of layers that any family may have, whatever other keys its config has: Granite 4's smallest lack Mamba."""
-_DRAFT = re.compile(r"eagle|speculator", re.IGNORECASE)
-"""What SafeAILab, SpecForge and `speculators` call a draft head's architecture."""
+_DRAFT = re.compile(r"eagle|speculator|assistant", re.IGNORECASE)
+"""What SafeAILab, SpecForge, `speculators` and Gemma 4 call a draft head's architecture."""
 
 
 def known_refused() -> dict[str, tuple[str, ...]]:
