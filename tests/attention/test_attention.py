@@ -134,7 +134,9 @@ def test_prefix_and_tail_equal_attention_over_the_visible_keys(case, backend):
     torch.testing.assert_close(out, expected(case)[0], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(("window", "chunked"), [(None, 0), (1, 0), (4, 0), (100, 0), (1, 1), (4, 1), (15, 1), (100, 1)])
+@pytest.mark.parametrize(
+    ("window", "chunked"), [(None, 0), (1, 0), (4, 0), (100, 0), (1, 1), (4, 1), (15, 1), (100, 1)]
+)
 @pytest.mark.parametrize("page", [1, 4, 16])
 def test_causal_equals_attention_over_all_positions_up_to_the_query(backend, page, window, chunked):
     """A prefill query sees positions up to its own, no further back than its window or than where its chunk begins;

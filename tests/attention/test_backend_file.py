@@ -86,7 +86,10 @@ def _registered(monkeypatch):
     options._table.cache_clear()
 
 
-@pytest.mark.parametrize("changes", [{}, {"window": 6}, {"window": 6, "chunked": True}, {"causal": True, "n": 9}, {"causal": True, "window": 5}])
+CHANGES = [{}, {"window": 6}, {"window": 6, "chunked": True}, {"causal": True, "n": 9}, {"causal": True, "window": 5}]
+
+
+@pytest.mark.parametrize("changes", CHANGES)
 def test_it_answers_the_question(changes):
     s = scene(**changes)
     backend = make_backend(NAME, Need(s.q.dtype, CPU))

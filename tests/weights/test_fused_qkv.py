@@ -86,13 +86,13 @@ def folders(tmp_path_factory):
         split = torch.stack([each.decoded for each in stored]).split(shares, dim=1)
         for name, rows in zip(PROJECTIONS, split, strict=True):
             decoded[f"{prefix}.{name}.weight"] = rows.flatten(0, 1)
-    others = sorted({name.removesuffix(".weight") for name in plain if name.startswith("model.") and "norm" not in name})
+    others = {name.removesuffix(".weight") for name in plain if name.startswith("model.") and "norm" not in name}
     config = json.loads((saved.pair.target / "config.json").read_text())
     said = {
         "architectures": ["MiMoV2ForCausalLM"],
         "model_type": "mimo_v2",
         "attention_projection_layout": "fused_qkv",
-        "quantization_config": {**format_.config, "ignored_layers": [name for name in others if "qkv" not in name]},
+        "quantization_config": {**format_.config, "ignored_layers": [name for name in sorted(others) if "qkv" not in name]},
         "rope_parameters": config["rope_parameters"]["full_attention"],
         "swa_rope_theta": 1e4,
     }

@@ -237,8 +237,8 @@ def _grouped_kernel(
     out: Arg, x: Arg, weight: Arg, scales: Arg, bias: Arg, order: Arg, tile_expert: Arg, tile_start: Arg,
     tile_count: Arg, number: Arg, expert_of: Arg, weight_of: Arg, limit: Arg, tokens: Arg, n: Arg, k: Arg, share: Arg,
     packed: constexpr, wide: constexpr, has_bias: constexpr, gated: constexpr, kind: constexpr, limited: constexpr,
-    apart: constexpr, weighted: constexpr, top_k: constexpr, block_m: constexpr, block_n: constexpr, block_k: constexpr, hopper: constexpr,
-    overlap: constexpr,
+    apart: constexpr, weighted: constexpr, top_k: constexpr, block_m: constexpr, block_n: constexpr,
+    block_k: constexpr, hopper: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """A block of lines for one tile over one share of k. Grid (most tiles + 1, lines / block_n, splits); the last
     writes zeros for padding, and for what another rank's experts compute.

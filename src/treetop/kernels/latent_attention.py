@@ -11,7 +11,14 @@ import math
 
 from torch import Tensor
 
-from treetop.kernels.attention import Results, fold_scores, oldest_seen, page_of, paged_attention_reference, tail_arguments
+from treetop.kernels.attention import (
+    Results,
+    fold_scores,
+    oldest_seen,
+    page_of,
+    paged_attention_reference,
+    tail_arguments,
+)
 from treetop.kernels.attention_config import CallShape, Launch, choose_launch
 from treetop.kernels.dependent_launch import pdl_wait
 from treetop.kernels.metadata import AttentionMetadata
@@ -58,8 +65,8 @@ def _latent_attention_kernel(
     splits: Arg, tail_row: Arg, tail_column: Arg, tail_position_row: Arg, tail_position_column: Arg, mask_row: Arg,
     mask_query: Arg, mask_column: Arg,
     heads: constexpr, rank: constexpr, turned: constexpr, page_size: constexpr, window: constexpr, chunked: constexpr,
-    causal: constexpr, has_tail: constexpr, block_m: constexpr, block_n: constexpr, block_t: constexpr, block_c: constexpr,
-    block_r: constexpr, overlap: constexpr,
+    causal: constexpr, has_tail: constexpr, block_m: constexpr, block_n: constexpr, block_t: constexpr,
+    block_c: constexpr, block_r: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """One block of queries of one row, over one split of its keys.
 
@@ -180,7 +187,8 @@ def latent_attention(
         tail_positions, mask, scale * math.log2(math.e), n, width, rows * n * heads, *q.stride()[:3], pages.stride(0),
         table.stride(0),
         *positions.stride(), launch.splits, *tail_strides,
-        heads=heads, rank=rank, turned=dim - rank, page_size=metadata.page_size, window=metadata.window or 0, chunked=metadata.chunked,
+        heads=heads, rank=rank, turned=dim - rank, page_size=metadata.page_size, window=metadata.window or 0,
+        chunked=metadata.chunked,
         causal=metadata.causal, has_tail=tail is not None, block_m=launch.block_m, block_n=launch.block_n,
         block_t=min(launch.block_n, max(16, power_of_two(width))), block_c=max(16, power_of_two(rank)),
         block_r=max(16, power_of_two(dim - rank)), overlap=launch.overlap, num_warps=launch.num_warps,

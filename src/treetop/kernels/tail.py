@@ -144,7 +144,8 @@ def tail_and_merge(
         prefix.lse if sinks is None else sinks, scale * math.log2(math.e), prefix.unit * math.log2(math.e), n,
         width, *q.stride()[:3], *prefix.out.stride()[:3], *prefix.lse.stride(), *positions.stride(),
         *tail.stride()[:3], *tail_positions.stride(), *mask.stride(),
-        group=group, dim=dim, window=metadata.window or 0, chunked=metadata.chunked, has_sinks=sinks is not None, block_m=block_m,
+        group=group, dim=dim, window=metadata.window or 0, chunked=metadata.chunked,
+        has_sinks=sinks is not None, block_m=block_m,
         block_t=min(16 if small else 64, max(16, power_of_two(width))), block_d=max(16, power_of_two(dim)),
         overlap=gpu.can_overlap, num_warps=4, num_stages=2, **overlap,
     )  # fmt: skip

@@ -4,10 +4,10 @@ How checkpoints hold experts (`ExpertSpec.stored`): "each" has three tensors an 
 "stacked" has GPT-OSS's two for all, [experts, in, out] with gates and ups in turn; "stacked rows" the same two as
 [experts, out, in], which its quantized checkpoints have; "stacked halves" has Qwen3-VL's two, [experts, in, out] with
 all gates of an expert before its ups, and a router called as with "each"; "stacked of Llama 4" has these in other
-names; "stacked halves by rows", "stacked of Granite" and "stacked of Mistral" have these two as [experts, out, in], in Gemma 4's names, in Granite's and in those of
-"each"; "stacked apart" has Step's three for
-all, [experts, out, in]. The others are "each" in other names. In memory it is always gates before ups, [experts, 2,
-inner, hidden], and [experts, hidden, inner].
+names; "stacked halves by rows", "stacked of Granite" and "stacked of Mistral" have them as [experts, out, in], in
+Gemma 4's names, in Granite's and in those of "each"; "stacked apart" has Step's three for all, [experts, out, in]. The
+others are "each" in other names. In memory it is always gates before ups, [experts, 2, inner, hidden], and [experts,
+hidden, inner].
 
 Ranks may share the experts: each has a part of them, in order. Those of `--ep-size` give each other the rows of
 their batches; each computes what its experts add to them, and gives that back to the row's rank. There the shares are

@@ -1,10 +1,10 @@
 """MiMo-V2: full layers and windows with other heads and sinks, values narrower than keys, experts that sigmoids with a
 correction choose.
 
-MiMo-V2.5 has q, k and v in one tensor, `qkv_proj`, as the ranks of a training run had it: of so many parts as full layers
-have heads of keys, each part of its share of q, k and v, in FP8 by blocks that begin anew with each part. Weights that
-others wrote under that name in other formats have the rows of q, then of k, then of v, and shapes do not tell: they are
-refused.
+MiMo-V2.5 has q, k and v in one tensor, `qkv_proj`, as the ranks of a training run had it: in as many parts as full
+layers have heads of keys, each part with its share of q, k and v, in FP8 by blocks that begin anew with each part.
+Weights that others wrote under that name in other formats have the rows of q, then of k, then of v, and shapes do not
+tell: they are refused.
 
 Source: `transformers`' mimo_v2_flash, whose defaults these are, and XiaomiMiMo/MiMo-V2-Flash's configuration; of the
 parts vllm-57508 and llama.cpp's `conversion/mimo.py`; of the other order sgl-28100.
@@ -108,7 +108,7 @@ def _listed(config: dict[str, Any], key: str, older: str, names: tuple[str, str]
 
 
 def _joined(config: Config, where: Path) -> int:
-    """Parts of `qkv_proj`; 0 where q, k and v are three tensors. Raises CheckpointError for parts in an unknown order."""
+    """Parts of `qkv_proj`; 0 where q, k and v are three tensors. Raises CheckpointError for an order that nothing says."""
     key, said = "attention_projection_layout", config.get("attention_projection_layout", "split")
     if said == "split":
         return 0
