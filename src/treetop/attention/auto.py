@@ -26,7 +26,7 @@ from treetop.kernels.metadata import AttentionMetadata
 from treetop.kernels.triton_guard import gpu_traits
 
 TABLE = "choices.json"
-FALLBACK = "triton"
+FALLBACK, EXACT = "triton", "segments"
 LAYERS = 32
 """Over how many layers a plan made on the host is spread, when its cost is weighed."""
 
@@ -221,11 +221,13 @@ def _joint(parts: list[Capabilities]) -> Capabilities:
 def make_backend(name: str, need: Need) -> AttentionBackend[Any, Any]:
     """The backend called `name`, or for `auto` the one that the measured table composes; on a CPU that is PyTorch's.
 
-    Raises ConfigError with the reason and the option to change.
+    Where the need is exact, `auto` is the exact one of the device, and PyTorch's is `ExactBackend`. Raises ConfigError with the reason and the option to change.
     """
+    if name == "auto" and need.exact and refusal(EXACT, need) is None:
+        name = EXACT
     if name == "auto" and refusal(FALLBACK, need) is None:
         auto = AutoBackend(load_table(), need)
         return auto if len(auto.parts) > 1 else auto.parts[FALLBACK]
     name = "torch" if name == "auto" else name
-    require(name, need)
-    return ExactBackend(need.dtype, need.device) if need.exact else BACKENDS[name].make(need)
+    able = require(name, need)
+    return ExactBackend(need.dtype, need.device) if need.exact and not able.exact else BACKENDS[name].make(need)
