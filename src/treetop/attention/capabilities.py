@@ -23,6 +23,7 @@ class Capabilities:
     own_sinks: its kernel takes attention sinks; without it they come in the merge, and after `causal` from its lse.
     captures: its calls may be recorded in a CUDA graph.
     captures_first_call: also the first one, in which a library may compile or load.
+    exact: a query's bits depend on its position and its keys alone, in float16 and bfloat16 on a GPU.
     needs_host_extents: exact lengths on the host before a round (`plan_round`), so only one round may be in flight.
     phases: it serves.
     """
@@ -36,6 +37,7 @@ class Capabilities:
     own_sinks: bool = True
     captures: bool = True
     captures_first_call: bool = False
+    exact: bool = False
     needs_host_extents: bool = False
     phases: tuple[Phase, ...] = tuple(Phase)
 
@@ -60,7 +62,7 @@ class Need:
 
     max_in_flight: rounds in flight.
 
-    exact: results have the same bits in any batch; PyTorch's on a CPU.
+    exact: results have the same bits in any batch: of PyTorch's on a CPU, of one that says so on a GPU.
 
     rows, queries: of the largest phase of a round, padding included, and in each of its rows; 0 without rounds.
     """
