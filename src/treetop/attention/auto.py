@@ -19,14 +19,14 @@ from torch import Tensor
 from treetop.attention.capabilities import Capabilities, GroupNeed, Need
 from treetop.attention.contract import AttentionBackend, HostPlanned, RoundExtents, TailKV
 from treetop.attention.exact_backend import ExactBackend
-from treetop.attention.registry import BACKENDS, refusal, require
+from treetop.attention.registry import BACKENDS, exact_backend, refusal, require
 from treetop.kernels.attention_config import CallShape
 from treetop.kernels.kv import PagedKV
 from treetop.kernels.metadata import AttentionMetadata
 from treetop.kernels.triton_guard import gpu_traits
 
 TABLE = "choices.json"
-FALLBACK, EXACT = "triton", "segments"
+FALLBACK = "triton"
 LAYERS = 32
 """Over how many layers a plan made on the host is spread, when its cost is weighed."""
 
@@ -221,11 +221,13 @@ def _joint(parts: list[Capabilities]) -> Capabilities:
 def make_backend(name: str, need: Need) -> AttentionBackend[Any, Any]:
     """The backend called `name`, or for `auto` the one that the measured table composes; on a CPU that is PyTorch's.
 
-    Where the need is exact, `auto` is the exact one of the device, and PyTorch's is `ExactBackend`. Raises ConfigError with the reason and the option to change.
+    Where bits are to be exact on a GPU it is the one that can. Raises ConfigError with the reason and the option to
+    change.
     """
-    if name == "auto" and need.exact and refusal(EXACT, need) is None:
-        name = EXACT
-    if name == "auto" and refusal(FALLBACK, need) is None:
+    on_a_gpu = need.device.type == "cuda"
+    if name == "auto" and need.exact and on_a_gpu:
+        name = exact_backend(need) or FALLBACK
+    elif name == "auto" and refusal(FALLBACK, need) is None:
         auto = AutoBackend(load_table(), need)
         return auto if len(auto.parts) > 1 else auto.parts[FALLBACK]
     name = "torch" if name == "auto" else name

@@ -62,7 +62,7 @@ class Need:
 
     max_in_flight: rounds in flight.
 
-    exact: results have the same bits in any batch; PyTorch's on a CPU.
+    exact: results have the same bits in any batch: of PyTorch's on a CPU, of one that says so on a GPU.
 
     rows, queries: of the largest phase of a round, padding included, and in each of its rows; 0 without rounds.
     """
