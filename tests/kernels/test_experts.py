@@ -111,7 +111,7 @@ def test_a_token_gets_the_weighted_sum_of_its_experts(activation, of_inputs):
         want = torch.zeros(16, dtype=torch.float64)
         for expert, weight in zip(routes.expert[token].tolist(), routes.weight[token], strict=True):
             if expert >= 0:
-                read, weight = (weight * x[token], 1) if of_inputs else (x[token], weight)
+                read, after = (weight * x[token], 1) if of_inputs else (x[token], weight)
                 gate, up = (made.gate_up[expert] @ read) + made.gate_up_bias[expert]
                 if activation is Activation.CLAMPED:
                     gate, up = gate.clamp(max=7), up.clamp(-7, 7)
@@ -121,7 +121,7 @@ def test_a_token_gets_the_weighted_sum_of_its_experts(activation, of_inputs):
                 else:
                     limit = activation.limit or math.inf
                     act = (gate / (1 + torch.exp(-gate))).clamp(max=limit) * up.clamp(-limit, limit)
-                want += weight * (made.down[expert] @ act + made.down_bias[expert])
+                want += after * (made.down[expert] @ act + made.down_bias[expert])
         torch.testing.assert_close(got[token], want)
 
 

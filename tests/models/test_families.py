@@ -126,10 +126,10 @@ def test_pages_behind_a_window_are_given_back(tmp_path, name):
 
 
 def test_every_family_has_a_tiny_model():
-    """A family that is added without one fails here, but for test models and those of test_expert_models.py."""
+    """A family that is added without one fails here, but for test models and those of other files."""
     made = {tiny.architecture for tiny in FAMILIES.values()}
     made |= {"MiMoForCausalLM", "Step3p5ForCausalLM", "KimiK25ForConditionalGeneration"}
-    elsewhere = {"WindowedLlamaForCausalLM", *(f"{name}ForCausalLM" for name in ("GptOss", "Glm4Moe", "Qwen3Moe"))}
+    elsewhere = {"WindowedLlamaForCausalLM", *(f"{name}ForCausalLM" for name in ("GptOss", "Glm4Moe", "Qwen3Moe", "MiMoV2"))}
     assert set(KNOWN) - elsewhere <= made
 
 
@@ -161,7 +161,7 @@ def test_llama_4_of_the_first_release_means_the_same(tmp_path):
     spec = target_spec(saved.pair.target).config
     attention = [layer.attention for layer in spec.layers]
     assert [(each.window, each.chunked) for each in attention] == [(WINDOW, True)] * 2 + [(None, False), (WINDOW, True)]
-    assert [each.rope.query_scale is not None for each in attention] == [not each.bare_qk_norm for each in attention]
+    assert [each.rope.query_scale is not None for each in attention] == [not each.qk_norm for each in attention]
     assert [layer.experts is not None for layer in spec.layers] == [False, True] * 2
     first = {"layer_types": None, "no_rope_layers": [], "moe_layers": None, "attn_temperature_tuning": 4}
     assert respelled(saved, tmp_path / "old", **first) == spec
@@ -170,6 +170,26 @@ def test_llama_4_of_the_first_release_means_the_same(tmp_path):
     published = {"no_rope_layers": None, "no_rope_layer_interval": None, "attention_chunk_size": None}
     other = respelled(saved, tmp_path / "said", layer_types=None, **published)
     assert [layer.attention.window for layer in other.layers] == [8192] * 3 + [None]
+
+
+def test_hunyuan_as_published_means_the_same(tmp_path):
+    """Values by layer, sizes said twice, and a rotation whose factor an alpha makes idle."""
+    saved = FAMILIES["hunyuan moe"].save(tmp_path)
+    spec = target_spec(saved.pair.target).config
+    rope = {"alpha": 50.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+    published = {
+        "rope_parameters": None,
+        "rope_theta": 1e4,
+        "rope_scaling": {**rope, "type": "dynamic"},
+        "moe_topk": [3] * 4,
+        "moe_intermediate_size": [24] * 4,
+        "num_shared_expert": [1] * 4,
+        "attention_head_dim": 12,
+        "use_qk_norm": True,
+        "use_cla": False,
+    }
+    assert respelled(saved, tmp_path / "published", **published) == spec
+    assert spec.layers[0].attention.rope.theta == pytest.approx(1e4 * 50 ** (12 / 10))
 
 
 @pytest.mark.parametrize(("said", "window"), [({}, 4096), ({"sliding_window": None}, None), ({"sliding_window": 7}, 7)])
@@ -244,6 +264,10 @@ UNSUPPORTED = [
     ("llama 4", {"num_experts_per_tok": 7}, "num_experts_per_tok"),
     ("llama 4", {"no_rope_layers": [1, 0, 1]}, "no_rope_layers"),
     ("llama 4", {"rope_parameters": YARN}, "use_qk_norm"),
+    ("hunyuan moe", {"moe_topk": [3, 3, 3, 2]}, "moe_topk"),
+    ("hunyuan moe", {"num_shared_expert": [1, 1, 2, 1]}, "num_shared_expert"),
+    ("hunyuan", {"use_cla": True}, "use_cla"),
+    ("hunyuan", {"rope_parameters": {"rope_type": "dynamic", "alpha": "x", "rope_theta": 1e4}}, "alpha"),
     ("mistral", {"layer_types": ["full_attention"] * 4}, "layer_types"),
     ("mistral", {"sliding_window": 0}, "sliding_window"),
     ("qwen2", {"layer_types": ["sliding_attention"] * 4}, "use_sliding_window"),
@@ -307,7 +331,6 @@ def test_an_unsupported_key_is_refused_by_name(models, tmp_path, name, changes, 
     ("Mamba2ForCausalLM", "state space"),
     ("LlavaForConditionalGeneration", "images"),
     ("Gemma2ForCausalLM", "softcap"),
-    ("HunYuanDenseV1ForCausalLM", "after the rotation"),
     ("BertForMaskedLM", "no decoder"),
     ("Gemma4AssistantForCausalLM", "--speculative-draft-model-path"),
     ("LlamaForCausalLMEagle3", "--speculative-draft-model-path"),

@@ -345,6 +345,7 @@ LLAMA4 = {
     "pad_token_id": 0,
     "rope_parameters": {**LLAMA3_ROPE, "low_freq_factor": 1.0, "high_freq_factor": 1.0},
 }
+ALPHA = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}
 GRANITE = {
     "head_dim": 8,
     "embedding_multiplier": 1.7,
@@ -698,6 +699,11 @@ FAMILIES: dict[str, Tiny] = {
     "solar": Tiny("SolarOpen", {key: DEEPSEEK[key] for key in DEEPSEEK if key != "first_k_dense_replace"}),
     "mixtral": Tiny("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
     "minimax m2": Tiny("MiniMaxM2", {"num_local_experts": 6, "num_experts_per_tok": 3, "rotary_dim": 6}),
+    "hunyuan": Tiny("HunYuanDenseV1", {"tie_word_embeddings": True, "rope_parameters": ALPHA, "pad_token_id": 0}),
+    "hunyuan moe": Tiny(
+        "HunYuanMoEV1",
+        {"num_experts": 6, "moe_topk": 3, "intermediate_size": 24, "rope_parameters": ALPHA, "pad_token_id": 0},
+    ),
     "hy3": Tiny(
         "HYV3",
         {

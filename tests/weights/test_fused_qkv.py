@@ -92,7 +92,10 @@ def folders(tmp_path_factory):
         "architectures": ["MiMoV2ForCausalLM"],
         "model_type": "mimo_v2",
         "attention_projection_layout": "fused_qkv",
-        "quantization_config": {**format_.config, "ignored_layers": [name for name in sorted(others) if "qkv" not in name]},
+        "quantization_config": {
+            **format_.config,
+            "ignored_layers": [name for name in sorted(others) if "qkv" not in name],
+        },
         "rope_parameters": config["rope_parameters"]["full_attention"],
         "swa_rope_theta": 1e4,
     }

@@ -73,8 +73,9 @@ class AttentionSpec:
     scale: of its scores.
     window: how far it sees, itself counted; None is everything.
     chunked: it sees its own chunk of `window` positions alone.
-    qk_norm: queries and keys have norms of their own, per head and before the rotation.
-    bare_qk_norm: these have no weight.
+    qk_norm: queries and keys have norms of their own, per head.
+    norm_weights: whether these are multiplied by their weights before the rotation or after it; None where they have
+        none. What they divide by is the same before and after.
     whole_qk_norm: so they have, each one over all heads.
     value_norm: values have norms too, without a weight.
     bias: of q, k and v.
@@ -98,7 +99,7 @@ class AttentionSpec:
     window: int | None = None
     chunked: bool = False
     qk_norm: bool = False
-    bare_qk_norm: bool = False
+    norm_weights: Literal["before", "after"] | None = "before"
     bias: bool = False
     output_bias: bool = False
     sinks: bool = False
@@ -184,6 +185,7 @@ ExpertLayout = Literal[
     "each w",
     "each of Hy3",
     "each of ERNIE",
+    "each of HunYuan",
     "each of EXAONE",
     "each of Laguna",
     "stacked",
@@ -300,9 +302,7 @@ class ModelConfig:
             wider = spec.window is None or spec.window > maximum
             return replace(spec, window=maximum, chunked=False) if wider else spec
 
-        return replace(
-            self, layers=tuple(replace(layer, attention=narrowed(layer.attention)) for layer in self.layers)
-        )
+        return replace(self, layers=tuple(replace(layer, attention=narrowed(layer.attention)) for layer in self.layers))
 
 
 def read_config(folder: Path) -> dict[str, Any]:

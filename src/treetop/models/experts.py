@@ -127,6 +127,7 @@ _NAMES: dict[ExpertLayout, _Names] = {
     "each": _Names(),
     "each w": _Names("block_sparse_moe", score="e_score_correction_bias", each=("w1", "w3", "w2")),
     "each of Hy3": _Names(router="router.gate", score="expert_bias", shared="shared_mlp"),
+    "each of HunYuan": _Names(router="gate.wg", shared="shared_mlp"),
     "each of ERNIE": _Names(score="moe_statics.e_score_correction_bias"),
     "each of EXAONE": _Names(score="e_score_correction_bias"),
     "each of Laguna": _Names(score="experts.e_score_correction_bias", shared="shared_expert"),

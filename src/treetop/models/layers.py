@@ -102,6 +102,7 @@ class SelfAttention:
         if self.gate is not None:
             self.products.append(self.gate)
         self.norms = HeadNorms(_head_norms(spec, weights, name, ops), eps) if spec.qk_norm else None
+        self._late_weights = _late_weights(weights[f"{name}.qk_norm"]) if spec.norm_weights == "after" else None
         self._whole_norms = WholeNorms(spec, weights, name, eps, ops) if spec.whole_qk_norm else None
         self.sinks = weights[f"{name}.sinks"].float() if spec.sinks else None
 
@@ -115,10 +116,15 @@ class SelfAttention:
         return self._ops.parallel.share(self.output.parts(self._gated(attended, x).flatten(2)))
 
     def _write(self, qkv: Tensor, turn: Turn, target: Tensor, slots: Tensor | None) -> Tensor:
-        """A `WriteKV`. What reads another layer's K/V has queries alone."""
+        """A `WriteKV`. What reads another layer's K/V has queries alone.
+
+        Weights after the rotation multiply queries alone, those of keys too: scores are the same.
+        """
         if self.spec.reads_layer is not None:
             target = target[..., :0, :]
         q = self._ops.rotate_and_write(qkv, turn.angles, target, slots, norms=self.norms)
+        if self._late_weights is not None:
+            q = q * self._late_weights
         return q if turn.query_scale is None else q * turn.query_scale
 
     def _gated(self, attended: Tensor, x: Tensor) -> Tensor:
@@ -134,11 +140,17 @@ class SelfAttention:
 
 
 def _head_norms(spec: AttentionSpec, weights: Weights, name: str, ops: Ops) -> Tensor:
-    """Those of `HeadNorms`: values have no weight, nor do queries and keys whose norms are bare."""
-    if spec.bare_qk_norm:
+    """Those of `HeadNorms`: values have no weight, nor have queries and keys any before the rotation in some models."""
+    if spec.norm_weights != "before":
         return torch.ones((2 + spec.value_norm, spec.head_dim), dtype=ops.context.dtype, device=ops.context.device)
     weight = weights[f"{name}.qk_norm"]
     return torch.cat([weight, torch.ones_like(weight[:1])]) if spec.value_norm and len(weight) == 2 else weight
+
+
+def _late_weights(weight: Tensor) -> Tensor:
+    """What queries are multiplied by where norms have weights after the rotation. weight: [2, dim], of q and k."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return weight.to(wide).prod(dim=0).to(weight.dtype)
 
 
 def self_attention_params(
@@ -185,7 +197,7 @@ def self_attention_params(
         params.append(vector(f"{name}.qkv_bias", *(source(each, "bias", n) for each, n in rows.items()), shard=0))
     if spec.output_bias:
         params.append(vector(f"{name}.output_bias", source("o", "bias", hidden), shard="first"))
-    if spec.qk_norm and not spec.bare_qk_norm:
+    if spec.qk_norm and spec.norm_weights is not None:
         norms = tuple(_norm(f"{stored}.{each}_norm.weight", dim, unit_offset, reorder) for each in "qk" if each in rows)
         params.append(Param(f"{name}.qk_norm", (len(norms), dim), norms, "vector", wide=unit_offset))
     if spec.whole_qk_norm:

@@ -25,7 +25,7 @@ from treetop.models.config import (
 )
 from treetop.models.decoder import decoder_params
 from treetop.models.json_file import integers
-from treetop.models.params import Param
+from treetop.models.params import Param, renamed
 from treetop.models.values import Config, flag, real, require_value, size
 from treetop.types.errors import CheckpointError
 
@@ -86,7 +86,7 @@ def _attention(config: Config, turns: bool, kind: str, where: Path) -> Attention
         normed = flag(config, "use_qk_norm", where)
         if normed and isinstance(spec.rope.scaling, Yarn):
             raise CheckpointError(f"{where}: rope_type yarn is not supported with use_qk_norm")
-        return replace(spec, qk_norm=normed, bare_qk_norm=normed)
+        return replace(spec, qk_norm=normed, norm_weights=None)
     scale = QueryScale(real(config, "attn_scale", where), size(config, "floor_scale", where), offset=1)
     tempered = bool(config["attn_temperature_tuning"])  # 4 in the first release
     rope = RopeSpec(spec.head_dim, spec.rope.theta, rotary_dim=0, query_scale=scale if tempered else None)
@@ -101,9 +101,4 @@ def _experts(config: Config, where: Path) -> ExpertSpec:
 
 def params(config: ModelConfig) -> list[Param]:
     """A feed-forward has another name than with most."""
-
-    def renamed(param: Param) -> Param:
-        sources = (replace(each, name=each.name.replace(".mlp.", ".feed_forward.")) for each in param.sources)
-        return replace(param, sources=tuple(sources))
-
-    return [renamed(param) for param in decoder_params(config)]
+    return renamed(decoder_params(config), {".mlp.": ".feed_forward."})

@@ -14,14 +14,12 @@ _IMAGES = "it reads images or sound, and its language model is none of those tha
 _ENCODER = "it is no decoder that generates text"
 
 _SOFTCAPPED = "its scores or logits are capped (softcap)"
-_LATE_NORMS = "its queries and keys have norms after the rotation"
 _PARALLEL = "its attention and feed-forward are added side by side"
 _UNGATED = "its feed-forward has no gate"
 _GATED_SHARED = "its shared experts have a gate of their own"
 
 _BY_NAME = {
     _SOFTCAPPED: "Gemma2 VaultGemma",
-    _LATE_NORMS: "HunYuanDenseV1 HunYuanMoEV1",
     _PARALLEL: "Cohere Cohere2 Falcon GPTNeoX GPTJ Phi",
     _UNGATED: "Apertus Arcee GPT2 GPTBigCode Nemotron OPT Starcoder2",
     _GATED_SHARED: "Qwen2Moe",

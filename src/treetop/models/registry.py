@@ -21,6 +21,7 @@ from treetop.models import (
     glm4_moe,
     gpt_oss,
     granite,
+    hunyuan,
     hy3,
     laguna,
     layered,
@@ -150,6 +151,12 @@ FAMILIES: dict[str, Family] = {
     "GraniteMoeHybridForCausalLM": Family(granite.read_4, "Granite 4 without Mamba"),
     "MiniMaxM2ForCausalLM": Family(
         mixtral.read_minimax, "norms of all queries and all keys, part of a head turns, experts"
+    ),
+    "HunYuanDenseV1ForCausalLM": Family(
+        hunyuan.read, "norms of heads after the rotation: Hunyuan 0.5B to 7B, MT", hunyuan.params
+    ),
+    "HunYuanMoEV1ForCausalLM": Family(
+        hunyuan.read_moe, "norms of heads after the rotation, routed and shared experts: A13B", hunyuan.params
     ),
     "HYV3ForCausalLM": Family(hy3.read, "norms of heads, routed and shared experts: Hy3", unused=hy3.unused, mtp=True),
     "MixtralForCausalLM": Family(mixtral.read, "experts in every layer, perhaps a window"),

@@ -56,6 +56,8 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "router_scaling_factor": (1e-6, 1e6),
     "moe_num_experts": (1, _MAX_EXPERTS),
     "moe_k": (1, _MAX_EXPERTS),
+    "moe_topk": (1, _MAX_EXPERTS),
+    "alpha": (1e-6, 1e9),
     "moe_num_shared_experts": (0, 2**6),
     "moe_layer_start_index": (0, 2**10),
     "moe_layer_end_index": (0, 2**10),
