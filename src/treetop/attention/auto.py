@@ -221,7 +221,8 @@ def _joint(parts: list[Capabilities]) -> Capabilities:
 def make_backend(name: str, need: Need) -> AttentionBackend[Any, Any]:
     """The backend called `name`, or for `auto` the one that the measured table composes; on a CPU that is PyTorch's.
 
-    Where the need is exact, `auto` is the exact one of the device, and PyTorch's is `ExactBackend`. Raises ConfigError with the reason and the option to change.
+    Where the need is exact, `auto` is the exact one of the device, and PyTorch's is `ExactBackend`. Raises
+    ConfigError with the reason and the option to change.
     """
     if name == "auto" and need.exact and refusal(EXACT, need) is None:
         name = EXACT
