@@ -4,7 +4,7 @@
     python benchmarks/attention.py [--json FILE]           every usable backend on every shape, checked first
     python benchmarks/attention.py --write-table           the same by `auto`'s classes; writes attention/choices.json
     python benchmarks/attention.py --tune                  tunes Triton's launches; writes kernels/attention_config.json
-    python benchmarks/attention.py --exact --unchecked     what is exact against Triton, and one long row among short ones
+    python benchmarks/attention.py --exact --unchecked     what is exact against Triton, and one long row among others
     python benchmarks/attention.py --write-table --shapes prefill --unchecked     the classes of prefill alone
 
 Every shape's result is compared with a dense float32 reference before it is timed, and again after the last replay.

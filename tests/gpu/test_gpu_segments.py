@@ -1,6 +1,6 @@
 """Attention by position on a GPU: the same bits in every batch, tree, chunk, launch and graph, in each dtype.
 
-    python -m pytest tests/gpu/test_gpu_segments.py -q
+python -m pytest tests/gpu/test_gpu_segments.py -q
 """
 
 from dataclasses import replace
@@ -46,7 +46,7 @@ def ties(kv, tail, q):
 
 
 def as_plain_and_prefilled(setting, row, got, nodes, chunks=(1, 40)):
-    """The nodes of a tree, each as plain decoding, in one batch and alone, and at the end of prefills, have its bits."""
+    """The nodes of a tree, each as plain decoding, in a batch and alone, and at the end of prefills, have its bits."""
     plain = setting.decode([row.plain(node) for node in nodes])
     for i, node in enumerate(nodes):
         assert same_bits(plain[i, 0], got[node]), f"node {node} in a batch of plain rows"
@@ -92,7 +92,10 @@ def test_trees_of_every_kind(dtype, shape, options):
 @pytest.mark.parametrize(
     ("group", "dim", "dtype"),
     [
-        *[(group, dim, torch.bfloat16) for group, dim in ((1, 64), (2, 80), (3, 96), (5, 64), (6, 128), (8, 256), (4, 512))],
+        *[
+            (group, dim, torch.bfloat16)
+            for group, dim in ((1, 64), (2, 80), (3, 96), (5, 64), (6, 128), (8, 256), (4, 512))
+        ],
         *[(group, dim, torch.float16) for group, dim in ((7, 128), (4, 64), (1, 256))],
         *[(group, dim, torch.float32) for group, dim in ((8, 64), (3, 80), (1, 256))],
     ],
@@ -146,7 +149,15 @@ def test_no_launch_of_a_prefill_shows(dtype):
     setting = Setting(device=GPU)
     keys, q = make_row(1300, [-1], dtype=dtype, **HEADS).kv, make_row(0, [-1] * 300, dtype=dtype, **HEADS).q
     want = setting.prefilled([keys], [q])[0]
-    for block_m, warps, stages in ((16, 2, 2), (16, 4, 3), (32, 1, 1), (64, 4, 3), (64, 8, 2), (128, 4, 2), (128, 8, 3)):
+    for block_m, warps, stages in (
+        (16, 2, 2),
+        (16, 4, 3),
+        (32, 1, 1),
+        (64, 4, 3),
+        (64, 8, 2),
+        (128, 4, 2),
+        (128, 8, 3),
+    ):
         launch = SegmentLaunch(block_m, warps=warps, stages=stages)
         assert same_bits(replace(setting, prefill=launch).prefilled([keys], [q])[0], want), launch
 

@@ -13,7 +13,7 @@ from treetop.kernels.triton_guard import gpu_traits
 from treetop.types.ids import FULL
 from treetop.types.phase import Phase
 
-SCALE = 0.29
+SCALE, CPU = 0.29, torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def tree(k, steps, count, generator):
     return parent
 
 
-def make_row(length, parent, heads=4, kv_heads=2, dim=16, dtype=torch.float16, seed=0, change=None):
+def make_row(length, parent, *, heads=4, kv_heads=2, dim=16, dtype=torch.float16, seed=0, change=None):
     """Normal numbers; change(kv, tail, q): spoils them in place, float32."""
     generator = torch.Generator().manual_seed(1000 * seed + length)
     t = len(parent)
@@ -108,7 +108,7 @@ class Setting:
     unit: int = UNIT
     launch: object = None
     prefill: object = None
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
     max_kv_len: int = 0
     plan: object = plan_segments
 

@@ -5,6 +5,7 @@ float64, and rounds to float32 after each step: where in its step a key stands c
 does, as on a GPU; and what an output gets depends on its own row and column alone, by construction.
 """
 
+import itertools
 import math
 from contextlib import contextmanager
 
@@ -66,7 +67,7 @@ def attention_by_position(q, seen, scale, block, unit, sink=None):
     query = q.float().numpy()[None]
     acc, peak, mass = np.zeros((1, dim), np.float32), np.float32(-1e30), np.float32(0)
     starts = starts_of_segments(max(seen) + 1, unit)
-    for first, after in zip(starts, starts[1:], strict=False):
+    for first, after in itertools.pairwise(starts):
         if not any(first <= at < after for at in seen):
             continue
         part, part_peak, part_mass = np.zeros((1, dim), np.float32), np.float32(-1e30), np.zeros((1, 1), np.float32)

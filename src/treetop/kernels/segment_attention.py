@@ -93,8 +93,8 @@ def _segments_kernel(
 ) -> None:  # fmt: skip
     """The parts of every so many items, for one block of queries of one K/V head.
 
-    part: [capacity, n, heads, dim], part_peak, part_mass: [capacity, n, heads], float32, contiguous. count: of rows. The
-    rest as in `segment_attention`; *_row, *_query, ... are strides in elements; window 0 is none. Grid (programs,
+    part: [capacity, n, heads, dim], part_peak, part_mass: [capacity, n, heads], float32, contiguous. count: of rows.
+    The rest as in `segment_attention`; *_row, *_query, ... are strides in elements; window 0 is none. Grid (programs,
     kv_heads, blocks of queries). All slot arithmetic is int64.
     """
     pdl_wait(overlap, early=True)
@@ -136,8 +136,8 @@ def _segments_kernel(
         if alone:
             acc, peak, mass = fold_own(
                 queries, base, table, tail + row * tail_row + kv_head * dim, path + row, tl.maximum(begin, whole),
-                tl.minimum(after, whole + 1), start, end, 1, slot_stride, v_offset, tail_column, tail_v, acc, peak, mass,
-                scale, dim, page_size, aligned, block_n, block_d,
+                tl.minimum(after, whole + 1), start, end, 1, slot_stride, v_offset, tail_column, tail_v, acc, peak,
+                mass, scale, dim, page_size, aligned, block_n, block_d,
             )  # fmt: skip
         at = ((tl.zeros([block_m], tl.int64) + item) * n + query) * heads + head
         tl.store(part_peak + at, peak, mask=real)
@@ -159,8 +159,8 @@ def load_part(
 @jit_for_any("n", "heads", "capacity", "t", "queries", "q_row")
 def _join_kernel(
     out: Arg, part: Arg, part_peak: Arg, part_mass: Arg, q: Arg, pages: Arg, page_table: Arg, rows: Arg, kv_len: Arg,
-    positions: Arg, tail: Arg, first: Arg, offsets: Arg, path: Arg, sinks: Arg, scale: Arg, n: Arg, t: Arg, queries: Arg,
-    capacity: Arg, heads: Arg, q_row: Arg, q_query: Arg, q_head: Arg, slot_stride: Arg, v_offset: Arg, table_row: Arg,
+    positions: Arg, tail: Arg, first: Arg, offsets: Arg, path: Arg, sinks: Arg, scale: Arg, n: Arg, t: Arg,
+    queries: Arg, capacity: Arg, heads: Arg, q_row: Arg, q_query: Arg, q_head: Arg, slot_stride: Arg, v_offset: Arg, table_row: Arg,
     position_row: Arg, position_query: Arg, tail_row: Arg, tail_column: Arg, tail_v: Arg,
     group: constexpr, dim: constexpr, page_size: constexpr, window: constexpr, alone: constexpr, has_sinks: constexpr,
     unit: constexpr, aligned: constexpr, block_m: constexpr, block_n: constexpr, block_d: constexpr,
@@ -273,9 +273,7 @@ def _prefill_kernel(
                 slot = page.to(tl.int64) * page_size + key % page_size
                 k, v = load_kv(base, slot * slot_stride, stored, v_offset, dims, dim, block_d)
                 page = page_of(table, block + 1, start, end, block_n, page_size)
-                each, each_peak, each_mass = fold(
-                    queries, k, v, stored, each, each_peak, each_mass, scale, False
-                )
+                each, each_peak, each_mass = fold(queries, k, v, stored, each, each_peak, each_mass, scale, False)
         for block in range(middle, after):
             key = block * block_n + tl.arange(0, block_n)
             stored = (key >= start) & (key < end)
@@ -391,8 +389,8 @@ def segment_attention(
     aligned = not any(each * q.element_size() % 16 for each in steps) and not any(each % 16 for each in bases)
     shape = {
         "group": group, "dim": dim, "page_size": metadata.page_size, "window": metadata.window or 0,
-        "alone": plan.alone, "unit": plan.unit, "aligned": aligned, "block_n": block_n or block_of(dim, q.element_size()),
-        "block_d": max(16, power_of_two(dim)), "overlap": gpu.can_overlap, "enable_fp_fusion": False,
+        "alone": plan.alone, "unit": plan.unit, "aligned": aligned,
+        "block_n": block_n or block_of(dim, q.element_size()), "block_d": max(16, power_of_two(dim)), "overlap": gpu.can_overlap, "enable_fp_fusion": False,
         **launch_options(gpu),
     }  # fmt: skip
     where = (q, pages, table, metadata.rows, metadata.kv_len, positions, tail, plan.first, plan.offsets)

@@ -49,7 +49,12 @@ def segments_before(end: int, unit: int) -> int:
     if end <= 0:
         return 0
     units = (end - 1) // unit
-    return 1 + min(units, _FEW) + min(max(units - _FEW, 0), 2 * (_MORE - _FEW)) // 2 + max(units - 2 * _MORE + _FEW, 0) // 4
+    return (
+        1
+        + min(units, _FEW)
+        + min(max(units - _FEW, 0), 2 * (_MORE - _FEW)) // 2
+        + max(units - 2 * _MORE + _FEW, 0) // 4
+    )
 
 
 # ----------------------------------------------------------------------------------------------------- the arithmetic
@@ -161,8 +166,9 @@ def plan_reference(metadata: AttentionMetadata, unit: int = UNIT) -> SegmentPlan
     stands = metadata.mask[:, :, None] & (depth[:, None, None] == at[:, None])  # [rows, n, position, column]
     path = torch.where(stands, at, -1).amax(dim=3)
     items += [0] * (rows * segments_before(metadata.max_kv_len + alone, unit) - len(items))
-    made = (torch.tensor(each, dtype=torch.int32, device=depth.device) for each in (first, offsets, items))
-    return SegmentPlan(metadata, *made, path.to(torch.int32), unit)
+    device = depth.device
+    firsts, ends, of_items = (torch.tensor(each, dtype=torch.int32, device=device) for each in (first, offsets, items))
+    return SegmentPlan(metadata, firsts, ends, of_items, path.to(torch.int32), unit)
 
 
 @jit_for_any("rows", "n")
@@ -178,9 +184,9 @@ def _plan_kernel(
     length = tl.load(kv_len + row).to(tl.int32)
     at = tl.arange(0, block_t)
     wide = tl.program_id(1).to(tl.int64)
-    column_position = tl.load(
-        tail_positions + wide * position_row + at * position_column, mask=at < t, other=-1
-    ).to(tl.int32)
+    column_position = tl.load(tail_positions + wide * position_row + at * position_column, mask=at < t, other=-1).to(
+        tl.int32
+    )
     shown = tl.load(mask + wide * mask_row + query * mask_query + at * mask_column, mask=at < t, other=0) != 0
     stands = shown[None, :] & ((column_position - length)[None, :] == at[:, None])
     column = tl.max(tl.where(stands, at[None, :], -1), 1)
