@@ -14,7 +14,7 @@ from torch import Tensor
 
 from treetop.engine.cache_files import cache_file, keep
 from treetop.engine.probed_products import identity
-from treetop.kernels.exact import LIBRARY, Functions, adversarial
+from treetop.kernels.exact import Functions, adversarial
 from treetop.kernels.experts import Experts
 from treetop.kernels.fused import HeadNorms
 from treetop.kernels.mxfp4 import GROUP, GROUP_BYTES, pack
@@ -117,7 +117,7 @@ def _cases(ops: Ops, model: ModelConfig, mxfp4: bool, generator: torch.Generator
                 yield _Case("routing", hidden, _routing(ops, spec.router, hidden, generator))
                 yield _Case("products with experts", hidden, _experts(ops, spec, hidden, mxfp4, generator))
     for name in Functions.__dataclass_fields__:
-        yield _Case(name, 1000, partial(_of_rows, getattr(LIBRARY, name)))
+        yield _Case(name, 1000, partial(_of_rows, getattr(ops.functions, name)))
     yield _Case("log-probabilities", model.vocab_size, _logprobs(ops, model.vocab_size), 128)
     yield _Case("drawing a token", model.vocab_size, _draws(ops), 128)
 
