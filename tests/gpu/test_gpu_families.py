@@ -14,7 +14,18 @@ from treetop.engine.cuda_graphs import CudaGraphs
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 NAMES = ["olmo3", "granite", "smollm3 windows", "phi4 mini", "ernie", "qwen3 vl", "mixtral", "minimax m2", "hy3"]
-NAMES += ["gemma4", "gemma4 experts", "laguna", "step", "mimo v2", "ministral3", "ernie moe", "glm4v moe", "llama 4", "hunyuan moe"]
+NAMES += [
+    "gemma4",
+    "gemma4 experts",
+    "laguna",
+    "step",
+    "mimo v2",
+    "ministral3",
+    "ernie moe",
+    "glm4v moe",
+    "llama 4",
+    "hunyuan moe",
+]
 """Norms of all q and k and none before, multipliers, layers without rotation, joined and partly rotated q and k,
 interleaved rotation, text of what sees, experts under other names and with biased sigmoid routers.
 

@@ -98,11 +98,11 @@ if INTERPRETED:
             assert_close(out[s.real], dense_answer(s, False, sinks)[0][s.real], s)
             assert not out[~s.real].any()
 
-    @pytest.mark.parametrize("window", [None, 40])
+    @pytest.mark.parametrize(("window", "chunked"), [(None, False), (40, False), (40, True)])
     @pytest.mark.parametrize(("n", "lengths"), [(1, [0, 31, 32, 600]), (16, [0, 47, 48, 130]), (5, [1100, 3])])
-    def test_the_plan_is_its_reference(n, lengths, window):
+    def test_the_plan_is_its_reference(n, lengths, window, chunked):
         rows = [make_row(length, parent) for length, parent in zip(lengths, trees(4, (3, 4, n)), strict=False)]
-        metadata = replace(SMALL, window=window).metadata_of(rows)[0]
+        metadata = replace(SMALL, window=window, chunked=chunked).metadata_of(rows)[0]
         got, want = plan_segments(metadata, gpu_traits(CPU), 16), plan_reference(metadata, 16)
         for name in ("first", "offsets", "path"):
             assert torch.equal(getattr(got, name), getattr(want, name)), name
@@ -113,21 +113,27 @@ if INTERPRETED:
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
     @pytest.mark.parametrize(
-        ("change", "window", "with_sinks"),
-        [(None, 19, False), (ties, None, True), (zeros, 19, True), (huge_and_tiny, None, False)],
+        ("change", "window", "chunked", "with_sinks"),
+        [
+            (None, 19, False, False),
+            (None, 32, True, False),
+            (ties, None, False, True),
+            (zeros, 19, False, True),
+            (huge_and_tiny, None, False, False),
+        ],
     )
-    def test_every_bit_is_that_of_the_sums_in_order(dtype, change, window, with_sinks):
+    def test_every_bit_is_that_of_the_sums_in_order(dtype, change, window, chunked, with_sinks):
         """Trees within a block, across a block's and a segment's end, and before any key. What nobody may see is
         infinite."""
         lengths = [0, 30, 95]
         sinks = torch.linspace(-2, 30, 4) if with_sinks else None
         rows = [make_row(n, p, dtype=dtype, change=change) for n, p in zip(lengths, trees(3, (3, 4, 7)), strict=True)]
-        got = replace(SMALL, window=window, sinks=sinks).decode(rows)
+        got = replace(SMALL, window=window, chunked=chunked, sinks=sinks).decode(rows)
         assert got.isfinite().all()
         for i, row in enumerate(rows):
             for node, head in ((0, 0), (6, 3), (4, 1)):
                 sink = None if sinks is None else float(sinks[head])
-                seen = row.seen(node, head // 2, window)
+                seen = row.seen(node, head // 2, window, chunked)
                 want = attention_by_position(row.q[node, head], seen, SCALE, 16, 32, sink)
                 assert same_bits(got[i, node, head], want), (i, node, head)
 
@@ -146,7 +152,7 @@ if INTERPRETED:
     LARGE = [pytest.param(shape, marks=pytest.mark.slow) for shape in ((8, 5, 60), (5, 4, 16), (1, 8, 9), (2, 30, 31))]
 
     @pytest.mark.parametrize("shape", [(3, 3, 6), *LARGE], ids=str)
-    @pytest.mark.parametrize("setting", [{}, {"window": 21, "page_size": 3}], ids=str)
+    @pytest.mark.parametrize("setting", [{}, {"window": 21, "page_size": 3}, {"window": 32, "chunked": True}], ids=str)
     def test_a_node_has_the_bits_of_plain_decoding_and_of_a_prefill(shape, setting):
         """Whatever the tree, and whatever stands beside the row."""
         setting = replace(SMALL, sinks=torch.linspace(-1, 3, 4), **setting)

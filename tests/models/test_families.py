@@ -129,7 +129,10 @@ def test_every_family_has_a_tiny_model():
     """A family that is added without one fails here, but for test models and those of other files."""
     made = {tiny.architecture for tiny in FAMILIES.values()}
     made |= {"MiMoForCausalLM", "Step3p5ForCausalLM", "KimiK25ForConditionalGeneration"}
-    elsewhere = {"WindowedLlamaForCausalLM", *(f"{name}ForCausalLM" for name in ("GptOss", "Glm4Moe", "Qwen3Moe", "MiMoV2"))}
+    elsewhere = {
+        "WindowedLlamaForCausalLM",
+        *(f"{name}ForCausalLM" for name in ("GptOss", "Glm4Moe", "Qwen3Moe", "MiMoV2")),
+    }
     assert set(KNOWN) - elsewhere <= made
 
 

@@ -25,7 +25,19 @@ def serve(pair, shape, **options):
 
 
 @pytest.mark.parametrize(
-    "name", ["gemma4", "gemma4 experts", "laguna", "step", "mimo v2", "ministral3", "ernie moe", "glm 5.2", "llama 4", "hunyuan moe"]
+    "name",
+    [
+        "gemma4",
+        "gemma4 experts",
+        "laguna",
+        "step",
+        "mimo v2",
+        "ministral3",
+        "ernie moe",
+        "glm 5.2",
+        "llama 4",
+        "hunyuan moe",
+    ],
 )
 def test_ranks_give_what_one_gives(name, tmp_path):
     """float64: gates, sinks, narrow values, K/V of earlier layers and embeddings by layer, cut by heads or whole."""

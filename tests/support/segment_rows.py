@@ -50,10 +50,12 @@ class Row:
         parent = [back.get(self.parent[column], -1) for column in order]
         return Row(self.kv, parent, self.tail[order], self.q[order])
 
-    def seen(self, node, kv_head, window=None):
+    def seen(self, node, kv_head, window=None, chunked=False):
         """position -> (k, v) of what a node sees."""
         keys, _ = self.committed(node)
         first = 0 if window is None else max(len(keys) - window, 0)
+        if chunked:
+            first = (len(keys) - 1) // window * window
         return {at: tuple(keys[at, :, kv_head]) for at in range(first, len(keys))}
 
 
@@ -103,6 +105,7 @@ class Setting:
 
     page_size: int = 16
     window: int | None = None
+    chunked: bool = False
     sinks: torch.Tensor | None = None
     block: int | None = None
     unit: int = UNIT
@@ -126,7 +129,7 @@ class Setting:
         longest = max(int(kv_len.max()), self.max_kv_len)
         metadata = AttentionMetadata(
             Phase.VERIFY, PageTable(FULL, made[0]), made[1], made[2], longest, self.page_size, made[3],
-            self.window, made[3], made[4],
+            self.window, made[3], made[4], chunked=self.chunked,
         )  # fmt: skip
         return metadata, PagedKV(made[5]), TailKV(torch.stack([row.tail for row in rows]).to(self.device))
 
@@ -152,7 +155,7 @@ class Setting:
         made = [each.to(self.device) for each in (table, torch.arange(len(keys)), kv_len, positions, padded, pages)]
         metadata = AttentionMetadata(
             Phase.PREFILL, PageTable(FULL, made[0]), made[1], made[2], max(int(kv_len.max()), self.max_kv_len),
-            self.page_size, made[3], self.window,
+            self.page_size, made[3], self.window, chunked=self.chunked,
         )  # fmt: skip
         out = segment_prefill(
             made[4], made[5], metadata, SCALE, self._sinks(), gpu_traits(self.device), self.prefill, self.block,

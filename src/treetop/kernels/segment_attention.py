@@ -23,7 +23,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from treetop.kernels.attention import load_kv, page_of
+from treetop.kernels.attention import load_kv, oldest_seen, page_of
 from treetop.kernels.attention_config import CallShape
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
 from treetop.kernels.metadata import AttentionMetadata
@@ -88,7 +88,8 @@ def _segments_kernel(
     positions: Arg, tail: Arg, first: Arg, offsets: Arg, items: Arg, path: Arg, scale: Arg, n: Arg, count: Arg,
     capacity: Arg, heads: Arg, q_row: Arg, q_query: Arg, q_head: Arg, slot_stride: Arg, v_offset: Arg, table_row: Arg,
     position_row: Arg, position_query: Arg, tail_row: Arg, tail_column: Arg, tail_v: Arg,
-    group: constexpr, dim: constexpr, page_size: constexpr, window: constexpr, alone: constexpr, unit: constexpr,
+    group: constexpr, dim: constexpr, page_size: constexpr, window: constexpr, chunked: constexpr,
+    alone: constexpr, unit: constexpr,
     aligned: constexpr, block_m: constexpr, block_n: constexpr, block_d: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """The parts of every so many items, for one block of queries of one K/V head.
@@ -112,11 +113,11 @@ def _segments_kernel(
         table = page_table + tl.load(rows + row) * table_row
         queries = load_queries(q, row * q_row + query * q_query + head * q_head, real, dims, dim)
         start = 0
-        position = tl.zeros([block_m], tl.int32)
+        oldest = tl.zeros([block_m], tl.int32)
         if window > 0:
             position_at = positions + row * position_row + query * position_query
-            position = tl.load(position_at, mask=real, other=0).to(tl.int32)
-            start = tl.maximum(tl.min(tl.where(real, position, 2147483647), 0) - window + 1, 0)
+            oldest = oldest_seen(tl.load(position_at, mask=real, other=0).to(tl.int32), window, chunked)
+            start = tl.min(tl.where(real, oldest, 2147483647), 0)
         whole = end // block_n
         begin = tl.maximum(segment_start(segment, unit), start) // block_n
         after = segment_start(segment + 1, unit) // block_n
@@ -131,7 +132,7 @@ def _segments_kernel(
             page = page_of(table, block + 1, start, end, block_n, page_size)  # its latency hides behind this block's
             visible = stored[None, :]
             if window > 0:
-                visible = visible & (position[:, None] - key[None, :] < window)
+                visible = visible & (key[None, :] >= oldest[:, None])
             acc, peak, mass = fold(queries, k, v, visible, acc, peak, mass, scale, window > 0)
         if alone:
             acc, peak, mass = fold_own(
@@ -160,9 +161,11 @@ def load_part(
 def _join_kernel(
     out: Arg, part: Arg, part_peak: Arg, part_mass: Arg, q: Arg, pages: Arg, page_table: Arg, rows: Arg, kv_len: Arg,
     positions: Arg, tail: Arg, first: Arg, offsets: Arg, path: Arg, sinks: Arg, scale: Arg, n: Arg, t: Arg,
-    queries: Arg, capacity: Arg, heads: Arg, q_row: Arg, q_query: Arg, q_head: Arg, slot_stride: Arg, v_offset: Arg, table_row: Arg,
+    queries: Arg, capacity: Arg, heads: Arg, q_row: Arg, q_query: Arg, q_head: Arg, slot_stride: Arg,
+    v_offset: Arg, table_row: Arg,
     position_row: Arg, position_query: Arg, tail_row: Arg, tail_column: Arg, tail_v: Arg,
-    group: constexpr, dim: constexpr, page_size: constexpr, window: constexpr, alone: constexpr, has_sinks: constexpr,
+    group: constexpr, dim: constexpr, page_size: constexpr, window: constexpr, chunked: constexpr,
+    alone: constexpr, has_sinks: constexpr,
     unit: constexpr, aligned: constexpr, block_m: constexpr, block_n: constexpr, block_d: constexpr,
     overlap: constexpr,
 ) -> None:  # fmt: skip
@@ -191,7 +194,7 @@ def _join_kernel(
         position = tl.load(positions + row * position_row + query * position_query).to(tl.int32)
         start = 0
         if window > 0:
-            start = tl.maximum(position - window + 1, 0)
+            start = oldest_seen(position, window, chunked)
         own = load_queries(q, row * q_row + query * q_query + head * q_head, real, dims, dim)
         at = (offset.to(tl.int64) * n + query) * heads + head
         step = n.to(tl.int64) * heads
@@ -229,7 +232,8 @@ def _prefill_kernel(
     out: Arg, q: Arg, pages: Arg, page_table: Arg, rows: Arg, kv_len: Arg, positions: Arg, sinks: Arg, scale: Arg,
     n: Arg, heads: Arg, q_row: Arg, q_query: Arg, q_head: Arg, slot_stride: Arg, v_offset: Arg, table_row: Arg,
     position_row: Arg, position_query: Arg,
-    group: constexpr, dim: constexpr, page_size: constexpr, window: constexpr, has_sinks: constexpr, unit: constexpr,
+    group: constexpr, dim: constexpr, page_size: constexpr, window: constexpr, chunked: constexpr,
+    has_sinks: constexpr, unit: constexpr,
     block_m: constexpr, block_n: constexpr, block_d: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """One block of a prefill's queries of one row and K/V head, whose keys are all in pages.
@@ -252,9 +256,10 @@ def _prefill_kernel(
     nearest = tl.min(tl.where(real, position, 2147483646), 0)
     end = tl.load(kv_len + row).to(tl.int32)
     end = tl.minimum(end, tl.max(tl.where(real, position, -1), 0) + 1)
-    start = 0
+    start, oldest = 0, position
     if window > 0:
-        start = tl.minimum(tl.maximum(nearest - window + 1, 0), end)
+        oldest = oldest_seen(position, window, chunked)
+        start = tl.minimum(tl.min(tl.where(real, oldest, 2147483647), 0), end)
     seen_by_all = tl.minimum(nearest + 1, end) // block_n if window == 0 else 0  # blocks that need no mask
     stop = tl.cdiv(end, block_n)
 
@@ -282,7 +287,7 @@ def _prefill_kernel(
             page = page_of(table, block + 1, start, end, block_n, page_size)
             visible = stored[None, :] & (key[None, :] <= position[:, None]) & real[:, None]
             if window > 0:
-                visible = visible & (position[:, None] - key[None, :] < window)
+                visible = visible & (key[None, :] >= oldest[:, None])
             each, each_peak, each_mass = fold(queries, k, v, visible, each, each_peak, each_mass, scale, True)
         acc, peak, mass = join(acc, peak, mass, each, each_peak, tl.max(each_mass, 1))
 
@@ -389,8 +394,9 @@ def segment_attention(
     aligned = not any(each * q.element_size() % 16 for each in steps) and not any(each % 16 for each in bases)
     shape = {
         "group": group, "dim": dim, "page_size": metadata.page_size, "window": metadata.window or 0,
-        "alone": plan.alone, "unit": plan.unit, "aligned": aligned,
-        "block_n": block_n or block_of(dim, q.element_size()), "block_d": max(16, power_of_two(dim)), "overlap": gpu.can_overlap, "enable_fp_fusion": False,
+        "chunked": metadata.chunked, "alone": plan.alone, "unit": plan.unit, "aligned": aligned,
+        "block_n": block_n or block_of(dim, q.element_size()), "block_d": max(16, power_of_two(dim)),
+        "overlap": gpu.can_overlap, "enable_fp_fusion": False,
         **launch_options(gpu),
     }  # fmt: skip
     where = (q, pages, table, metadata.rows, metadata.kv_len, positions, tail, plan.first, plan.offsets)
@@ -433,7 +439,7 @@ def segment_prefill(
         out, q, pages, table, metadata.rows, metadata.kv_len, positions, out if sinks is None else sinks,
         scale * math.log2(math.e), n, heads, *q.stride()[:3], pages.stride(0), pages.stride(1), table.stride(0),
         *positions.stride(), group=group, dim=dim, page_size=metadata.page_size, window=metadata.window or 0,
-        has_sinks=sinks is not None, unit=unit, block_m=launch.block_m,
+        chunked=metadata.chunked, has_sinks=sinks is not None, unit=unit, block_m=launch.block_m,
         block_n=block_n or block_of(dim, q.element_size()), block_d=max(16, power_of_two(dim)),
         overlap=gpu.can_overlap, num_warps=launch.warps, num_stages=launch.stages, enable_fp_fusion=False,
         **launch_options(gpu),

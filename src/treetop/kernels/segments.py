@@ -27,8 +27,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from treetop.kernels.attention import oldest_seen
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
-from treetop.kernels.metadata import AttentionMetadata
+from treetop.kernels.metadata import AttentionMetadata, first_seen
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, jit_for_any, power_of_two, tl
 
 UNIT = 512
@@ -155,8 +156,11 @@ def plan_reference(metadata: AttentionMetadata, unit: int = UNIT) -> SegmentPlan
     rows, n, t = metadata.mask.shape
     alone = int(n == t == 1)
     first, offsets, items = [], [0], []
+    begins = [0] * rows
+    if metadata.window is not None:
+        begins = first_seen(metadata.kv_len, metadata.window, metadata.chunked).tolist()
     for row, length in enumerate(metadata.kv_len.tolist()):
-        start = 0 if metadata.window is None else max(length - metadata.window + 1, 0)
+        start = max(begins[row], 0)
         first.append(segments_before(start + 1, unit) - 1)
         count = max(segments_before(length + alone, unit) - first[row], 0)
         items += [row] * count
@@ -175,7 +179,7 @@ def plan_reference(metadata: AttentionMetadata, unit: int = UNIT) -> SegmentPlan
 def _plan_kernel(
     first: Arg, offsets: Arg, items: Arg, path: Arg, kv_len: Arg, tail_positions: Arg, mask: Arg, rows: Arg, n: Arg,
     t: Arg, position_row: Arg, position_column: Arg, mask_row: Arg, mask_query: Arg, mask_column: Arg,
-    unit: constexpr, window: constexpr, alone: constexpr, block_rows: constexpr, block_t: constexpr,
+    unit: constexpr, window: constexpr, chunked: constexpr, alone: constexpr, block_rows: constexpr, block_t: constexpr,
     overlap: constexpr,
 ) -> None:  # fmt: skip
     """The path of one query, and of a row's first one the row's share of the list. Grid (n, rows)."""
@@ -197,7 +201,7 @@ def _plan_kernel(
         lengths = tl.load(kv_len + each, mask=each < rows, other=0).to(tl.int32)
         begins = tl.zeros([block_rows], tl.int32)
         if window > 0:
-            begins = segment_of(tl.maximum(lengths - window + 1, 0), unit)
+            begins = segment_of(oldest_seen(lengths, window, chunked), unit)
         seen = lengths + alone
         counts = tl.where(seen > 0, segment_of(tl.maximum(seen - 1, 0), unit) + 1 - begins, 0)
         counts = tl.where(each < rows, tl.maximum(counts, 0), 0)
@@ -223,7 +227,7 @@ def plan_segments(metadata: AttentionMetadata, gpu: GpuTraits, unit: int = UNIT)
     assert metadata.kv_len.stride(0) == 1
     _plan_kernel[(n, rows)](
         first, offsets, items, path, metadata.kv_len, tail_positions, mask, rows, n, t, *tail_positions.stride(),
-        *mask.stride(), unit=unit, window=metadata.window or 0, alone=int(alone),
+        *mask.stride(), unit=unit, window=metadata.window or 0, chunked=metadata.chunked, alone=int(alone),
         block_rows=max(128, power_of_two(rows)), block_t=max(2, power_of_two(t)), overlap=gpu.can_overlap,
         num_warps=4, **launch_options(gpu),
     )  # fmt: skip

@@ -86,5 +86,7 @@ def _attention(config: dict[str, Any], where: Path) -> AttentionSpec:
 
 def params(config: ModelConfig) -> list[Param]:
     """Norms of heads have names of their own."""
-    names = {f".self_attn.{each}_norm.": f".self_attn.{word}_layernorm." for each, word in (("q", "query"), ("k", "key"))}
+    names = {
+        f".self_attn.{each}_norm.": f".self_attn.{word}_layernorm." for each, word in (("q", "query"), ("k", "key"))
+    }
     return renamed(decoder_params(config), names)

@@ -108,7 +108,7 @@ def _listed(config: dict[str, Any], key: str, older: str, names: tuple[str, str]
 
 
 def _joined(config: Config, where: Path) -> int:
-    """Parts of `qkv_proj`; 0 where q, k and v are three tensors. Raises CheckpointError for an order that is unknown."""
+    """Parts of `qkv_proj`; 0 where q, k and v are three tensors. Raises CheckpointError for an unknown order."""
     key, said = "attention_projection_layout", config.get("attention_projection_layout", "split")
     if said == "split":
         return 0
