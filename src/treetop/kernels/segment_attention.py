@@ -160,7 +160,8 @@ def load_part(
 def _join_kernel(
     out: Arg, part: Arg, part_peak: Arg, part_mass: Arg, q: Arg, pages: Arg, page_table: Arg, rows: Arg, kv_len: Arg,
     positions: Arg, tail: Arg, first: Arg, offsets: Arg, path: Arg, sinks: Arg, scale: Arg, n: Arg, t: Arg,
-    queries: Arg, capacity: Arg, heads: Arg, q_row: Arg, q_query: Arg, q_head: Arg, slot_stride: Arg, v_offset: Arg, table_row: Arg,
+    queries: Arg,
+    capacity: Arg, heads: Arg, q_row: Arg, q_query: Arg, q_head: Arg, slot_stride: Arg, v_offset: Arg, table_row: Arg,
     position_row: Arg, position_query: Arg, tail_row: Arg, tail_column: Arg, tail_v: Arg,
     group: constexpr, dim: constexpr, page_size: constexpr, window: constexpr, alone: constexpr, has_sinks: constexpr,
     unit: constexpr, aligned: constexpr, block_m: constexpr, block_n: constexpr, block_d: constexpr,
@@ -390,7 +391,8 @@ def segment_attention(
     shape = {
         "group": group, "dim": dim, "page_size": metadata.page_size, "window": metadata.window or 0,
         "alone": plan.alone, "unit": plan.unit, "aligned": aligned,
-        "block_n": block_n or block_of(dim, q.element_size()), "block_d": max(16, power_of_two(dim)), "overlap": gpu.can_overlap, "enable_fp_fusion": False,
+        "block_n": block_n or block_of(dim, q.element_size()),
+        "block_d": max(16, power_of_two(dim)), "overlap": gpu.can_overlap, "enable_fp_fusion": False,
         **launch_options(gpu),
     }  # fmt: skip
     where = (q, pages, table, metadata.rows, metadata.kv_len, positions, tail, plan.first, plan.offsets)
