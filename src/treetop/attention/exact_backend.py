@@ -18,7 +18,7 @@ of its tail summed apart, and added last. A prefill has all its keys in pages, a
 That the library's products are such chains, whatever their shape, is no promise: `problem` probes it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -78,7 +78,7 @@ class ExactBackend:
     """The target's attention as above. Drafts, which change no token, have PyTorch's."""
 
     name = "torch"
-    capabilities = CAPABILITIES
+    capabilities = replace(CAPABILITIES, exact=True)
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._plain = TorchBackend(dtype, device)

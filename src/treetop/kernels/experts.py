@@ -162,10 +162,15 @@ _PACKED = {
 }
 """Of a first and a second product in MXFP4: of few tiles, of more, and of such that have many tokens each."""
 _FEW_TILES = 8
+_WHOLE = GroupedLaunch(64, BLOCK, 1, 7, 2)
+"""Of a second product in MXFP4 whose k is not cut: as a first one of few tiles. Not measured."""
 
 
-def choose_grouped(tiles: Tiles, k: int, lines: int, gated: bool, packed: bool, size: int) -> GroupedLaunch:
-    """The launch of a product with weights [experts, lines, k]. packed: MXFP4. size: bytes of a number of x.
+def choose_grouped(
+    tiles: Tiles, k: int, lines: int, gated: bool, packed: bool, size: int, whole: bool = False
+) -> GroupedLaunch:
+    """The launch of a product with weights [experts, lines, k]. packed: MXFP4. size: bytes of a number of x. whole: k
+    is not cut.
 
     As `benchmarks/experts.py` measured with GPT-OSS-20B's and Qwen3-30B-A3B's shapes on an H200.
     """
@@ -175,22 +180,24 @@ def choose_grouped(tiles: Tiles, k: int, lines: int, gated: bool, packed: bool, 
         return GroupedLaunch(128, BLOCK if packed else 64, 1, 3, 8)
     if packed:
         kind = "long" if tiles.rows > 32 else "few" if len(tiles.expert) <= _FEW_TILES else "more"
-        return _PACKED[kind][0 if gated else 1]
-    splits = 1 if gated or lines * len(tiles.expert) > 64 * 512 or k < 1024 else 2
+        launch = _PACKED[kind][0 if gated else 1]
+        return _WHOLE if whole and launch.splits > 1 else launch
+    splits = 1 if whole or gated or lines * len(tiles.expert) > 64 * 512 or k < 1024 else 2
     return GroupedLaunch(64, BLOCK, splits, 4 if tiles.rows <= 32 else 3, 4)
 
 
-def experts(x: Tensor, routes: Routes, experts: Experts, gpu: GpuTraits) -> Tensor:
+def experts(x: Tensor, routes: Routes, experts: Experts, gpu: GpuTraits, by_rows: bool = False) -> Tensor:
     """`experts_reference` in two launches, in parts that add up to it: [top_k * splits, tokens, hidden].
 
-    x: contiguous, float32 or 16 bits. Two calls give the same bits.
+    x: contiguous, float32 or 16 bits. Two calls give the same bits. by_rows: so does a token in any batch: k is not
+    cut, and parts are float32, whatever the number of tokens.
     """
     assert x.is_contiguous()
     assert routes.tiles is not None
     tokens, top_k = routes.expert.shape
     _, inner, hidden = experts.size
     launches = [
-        choose_grouped(routes.tiles, k, lines, gated, isinstance(weight, Mxfp4Weight), x.element_size())
+        choose_grouped(routes.tiles, k, lines, gated, isinstance(weight, Mxfp4Weight), x.element_size(), by_rows)
         for weight, k, lines, gated in (
             (experts.gate_up, hidden, 2 * inner, True),
             (experts.down, inner, hidden, False),
@@ -198,7 +205,7 @@ def experts(x: Tensor, routes: Routes, experts: Experts, gpu: GpuTraits) -> Tens
     ]
     act = torch.empty((tokens * top_k, inner), dtype=x.dtype, device=x.device)
     _grouped(act, x, experts.gate_up, experts.gate_up_bias, routes, experts.activation, launches[0], gpu)
-    dtype = torch.float32 if tokens <= _FEW else x.dtype
+    dtype = torch.float32 if by_rows or tokens <= _FEW else x.dtype
     parts = torch.empty((top_k * launches[1].splits, tokens, hidden), dtype=dtype, device=x.device)
     _grouped(parts, act, experts.down, experts.down_bias, routes, None, launches[1], gpu)
     return parts

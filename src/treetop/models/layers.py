@@ -11,7 +11,7 @@ from torch import Tensor
 
 from treetop.attention.layer import Attend
 from treetop.kernels.experts import Activation
-from treetop.kernels.fused import HeadNorms, joined
+from treetop.kernels.fused import HeadNorms, joined, joined_in_order
 from treetop.kernels.gate import Gate
 from treetop.kernels.rope import RopeTable, head_order
 from treetop.kernels.table import Ops
@@ -29,6 +29,7 @@ class RMSNorm:
 
     def __init__(self, weight: Tensor, eps: float, ops: Ops) -> None:
         self.weight, self.eps, self._ops = weight, eps, ops
+        self._joined = joined_in_order if ops.context.exact else joined
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._ops.add_rms_norm(x, None, self.weight, self.eps)[1]
@@ -39,7 +40,7 @@ class RMSNorm:
 
     def of_parts(self, parts: Summed, dtype: torch.dtype) -> Tensor:
         """The norm of a product in parts [parts, ...], rounded to dtype before, as one part."""
-        return self(joined(taken(parts)).to(dtype))[None]
+        return self(self._joined(taken(parts)).to(dtype))[None]
 
 
 class NoNorm:
