@@ -259,7 +259,10 @@ class Engine:
             tokens = got.tokens[i][: got.accept_len[i] + 1] if ends and got.finite[i] else ()
             maximum = plan.logprobs[i] if plan.logprobs else None
             logprobs = () if maximum is None else got.logprobs_of(i, len(tokens), maximum)
-            rows.append(RowResult(row, tokens, got.finite[i], logprobs))
+            ranks: tuple[int, ...] = ()
+            if isinstance(plan, RoundPlan) and got.candidates and tokens:
+                ranks = tuple(each % plan.shape.topk for each in got.candidates[i][: len(tokens) - 1])
+            rows.append(RowResult(row, tokens, got.finite[i], logprobs, ranks=ranks))
             if isinstance(plan, PrefillPlan) and got.prompt is not None:
                 rows[-1] = with_prompt(rows[-1], plan, i, got.prompt)
             if self.config.check_level >= 1:
@@ -348,7 +351,10 @@ class Engine:
         self._step_digest(self.runner.probes.digest, buffers, key)
         accepted = buffers.accepted_of(key.bucket, key.shape)
         logprobs = buffers.logprobs_of(key.bucket, key.shape) if plan.logprobs else None
-        return Results(accepted.tokens, accepted.accept_len, accepted.finite, logprobs)
+        candidates = None
+        if plan.shape.num_steps:
+            candidates = buffers.growth_of(key.bucket, key.shape).chosen.gather(1, accepted.path[:, 1:])
+        return Results(accepted.tokens, accepted.accept_len, accepted.finite, logprobs, candidates=candidates)
 
     def _apply(self, sent: Mapping[str, list[Tensor]]) -> Tensor:
         """Write the row list into its buffer, and page-table cells into the tables. Returns the row list."""

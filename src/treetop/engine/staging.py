@@ -6,7 +6,7 @@ same slot. `max_steps` are out at most, so a slot that comes round again has lon
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice, repeat
 
 import torch
@@ -49,6 +49,7 @@ class Results:
     finite: [rows] bool.
     logprobs: if a row asks for them.
     prompt: of prompt tokens, [n, 1 + maximum] and [n, maximum], if a chunk asks for them.
+    candidates: of a round with drafts, [rows, w - 1] int64, which candidate each accepted draft was, by flat index.
 
     What is transferred has results of this form, too (`engine/kv_transfer.py`).
     """
@@ -58,11 +59,12 @@ class Results:
     finite: Tensor
     logprobs: PathLogprobs | None = None
     prompt: PathLogprobs | None = None
+    candidates: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class HostResults:
-    """`Results` on the host, and the record of the probes."""
+    """`Results` on the host, and the record of the probes. candidates: () where there are none."""
 
     tokens: list[tuple[int, ...]]
     accept_len: list[int]
@@ -70,6 +72,7 @@ class HostResults:
     record: list[int]
     logprobs: PathLogprobs | None
     prompt: PathLogprobs | None = None
+    candidates: list[tuple[int, ...]] = field(default_factory=list)
 
     def logprobs_of(self, item: int, num_tokens: int, maximum: int) -> tuple[TokenLogprobs, ...]:
         """Of the first tokens of a row, with up to `maximum` of the best beside each."""
@@ -87,6 +90,7 @@ def listed_logprobs(values: Tensor, ids: Tensor, maximum: int) -> tuple[TokenLog
 class InFlightResults:
     """Results of step `step`, on their way to its slot: `values`, a part of it, for a bucket of `rows` rows.
 
+    width, drafts: columns of tokens and of candidates.
     maximum: how many of the best tokens' log-probabilities they hold, None for none at all.
     prompt: prompt tokens, and the best beside each.
     """
@@ -95,6 +99,8 @@ class InFlightResults:
     step: int
     values: Tensor
     rows: int
+    width: int
+    drafts: int
     maximum: int | None
     prompt: tuple[int, int]
 
@@ -125,7 +131,8 @@ class StagingBuffers:
         self._inputs = zeros((numbers,), torch.int64)
         a_token = 1 + 1 + 2 * MAX_LOGPROBS  # its id, log-probabilities, ids of the best
         of_prompts = b * (a_token + 2) + layout.chunk * a_token
-        results = max(b * (layout.commit_width * a_token + 2), of_prompts, pieces * (checksums + 2))
+        a_round = b * (layout.commit_width * a_token + 2 + layout.commit_width - 1)
+        results = max(a_round, of_prompts, pieces * (checksums + 2))
         self._results = zeros((results + RECORD,), torch.int64)
         self._slots = [self._slot(device) for _ in range(layout.max_steps + 1)]
         self._steps = 0
@@ -167,7 +174,10 @@ class StagingBuffers:
 
     def post(self, slot: Slot, results: Results, record: Tensor) -> InFlightResults:
         """Copy a step's results into its slot, in one copy, and mark the step's end."""
-        parts = [results.tokens.reshape(-1), results.accept_len, results.finite.to(torch.int64), record]
+        parts = [results.tokens.reshape(-1), results.accept_len, results.finite.to(torch.int64)]
+        if results.candidates is not None:
+            parts.append(results.candidates.reshape(-1))
+        parts.append(record)
         logprobs, prompt = results.logprobs, results.prompt
         for each in (logprobs, prompt):
             if each is not None:
@@ -181,7 +191,9 @@ class StagingBuffers:
             slot.done.record()
         maximum = None if logprobs is None else logprobs.ids.shape[2]
         of_prompt = (0, 0) if prompt is None else (prompt.ids.shape[0], prompt.ids.shape[1])
-        return InFlightResults(slot, slot.step, values, len(results.tokens), maximum, of_prompt)
+        rows, width = results.tokens.shape
+        drafts = 0 if results.candidates is None else results.candidates.shape[1]
+        return InFlightResults(slot, slot.step, values, rows, width, drafts, maximum, of_prompt)
 
 
 def copy_out(tensor: Tensor, memory: Tensor) -> Tensor:
@@ -207,10 +219,11 @@ def collect(posted: InFlightResults) -> HostResults:
         slot.done.synchronize()
     lines, best = posted.prompt
     end = len(posted.values) - lines * (1 + 2 * best)
-    width = ((end - RECORD) // n - 2) // (1 if maximum is None else 2 + 2 * maximum)
-    head = n * (width + 2) + RECORD
+    width, drafts = posted.width, posted.drafts
+    head = n * (width + 2 + drafts) + RECORD
     values = posted.values[:head].tolist()
     tokens, rest = values[: n * width], values[n * width :]
+    candidates = rest[2 * n :]
     logprobs = prompt = None
     if maximum is not None:
         logprobs = _unpacked(posted.values[head:end], (n, width), maximum)
@@ -220,9 +233,10 @@ def collect(posted: InFlightResults) -> HostResults:
         tokens=[tuple(tokens[i * width : (i + 1) * width]) for i in range(n)],
         accept_len=rest[:n],
         finite=[bool(ok) for ok in rest[n : 2 * n]],
-        record=rest[2 * n :],
+        record=rest[n * (2 + drafts) :],
         logprobs=logprobs,
         prompt=prompt,
+        candidates=[tuple(candidates[i * drafts : (i + 1) * drafts]) for i in range(n)] if drafts else [],
     )
 
 
