@@ -22,9 +22,19 @@ from corpus import group_of
 from draft import Eagle3Head, HeadShape, Target, load_head
 from head import chain_losses
 from safetensors.torch import save_file
+
 from treetop import LLM, SamplingParams
 
-MODULES = ("argparse.py", "csv.py", "difflib.py", "inspect.py", "json/decoder.py", "shutil.py", "textwrap.py", "zipfile.py")
+MODULES = (
+    "argparse.py",
+    "csv.py",
+    "difflib.py",
+    "inspect.py",
+    "json/decoder.py",
+    "shutil.py",
+    "textwrap.py",
+    "zipfile.py",
+)
 
 
 class Heated(Eagle3Head):
@@ -102,7 +112,9 @@ def main() -> None:
     save_file(tensors, args.out / "model.safetensors", metadata={"format": "pt"})
     told = {name: value for name, value in vars(args).items() if name != "out"}
     seconds = round(time.perf_counter() - began, 1)
-    write_json(args.out / "training.json", {**told, "seconds": seconds, "machine": machine(ids.device), "losses": losses})
+    write_json(
+        args.out / "training.json", {**told, "seconds": seconds, "machine": machine(ids.device), "losses": losses}
+    )
     print(f"{args.out}: {seconds:.0f} s")
 
 

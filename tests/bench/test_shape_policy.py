@@ -1,4 +1,4 @@
-"""The policy in modelled time, with production trees: it finds a shape near the best, and loses little to plain rounds."""
+"""The policy in modelled time, with production trees: it finds a shape near the best, and loses little where none is."""
 
 import importlib
 import sys

@@ -12,6 +12,7 @@ little. What all rounds of a window may lose is so bounded, whatever is accepted
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from math import exp, log
 from typing import Protocol
 
@@ -28,7 +29,7 @@ of the rows may accept drafts, by the class of their requests."""
 CREDIT, FIRST_CREDIT, _FIRST = 3.0, 8.0, 50
 """Plain rounds that speculation may lose beyond what it gains, at most; of an engine that knows nothing yet, until so
 many rounds have told it something."""
-INTEREST, LEAST_INTEREST = 0.012, 0.004
+INTEREST, LEAST_INTEREST = 0.008, 0.003
 """Plain rounds that each round adds to the credit, less what plain rounds lose by catching up, and at least: without
 any a policy that was unlucky once would never try again."""
 _MARGIN = 1.03
@@ -127,6 +128,7 @@ class AdaptiveShape:
         self._costs, self._layout = RoundCosts(table), layout
         self._trees = [shape for shape in table.shapes if shape != PLAIN]
         self.acceptance = AcceptanceEstimate(self._trees)
+        self._bucket_for = cache(layout.bucket_for)
         self.shape, self.credit = PLAIN, FIRST_CREDIT
         self._last, self._num_rounds, self._curiosity = PLAIN, 0, 0.0
         self._share = 1.0  # of the rows, that may accept drafts
@@ -140,7 +142,7 @@ class AdaptiveShape:
         self._share = sum(speculating) / len(lengths)
         if self._counts is not None and self._num_rounds % _EVERY == 0:
             self.acceptance.learn(chances_of(self._counts, speculating))
-        rows, tokens = self._layout.bucket_for(len(lengths)), sum(lengths) / len(lengths)
+        rows, tokens = self._bucket_for(len(lengths)), sum(lengths) / len(lengths)
         seconds = {shape: self._costs.seconds(rows, shape, tokens) for shape in (PLAIN, *self._trees)}
         rates = {shape: self._tokens(shape) / seconds[shape] for shape in self._trees}
         behind = self._costs.catch_up_seconds(rows)
@@ -200,4 +202,4 @@ class AdaptiveShape:
         self.acceptance.note(plan.shape, lengths)
         self._add(sum(lengths) / len(result.rows))
         if seconds is not None and not plan.catches_up:
-            self._costs.note(self._layout.bucket_for(len(plan.rows)), plan.shape, plan.committed_bound, seconds)
+            self._costs.note(self._bucket_for(len(plan.rows)), plan.shape, plan.committed_bound, seconds)
