@@ -66,9 +66,9 @@ from treetop.types.phase import Phase
 from treetop.types.sampling import Choice
 from treetop.types.tree import Accepted, DraftTree, PathPositions
 from treetop.weights import twelve_bits
-from treetop_debug.calibration_faults import CALIBRATION_FAULTS
 from treetop_debug.faults import FAULTS
 from treetop_debug.kernels import all_kernels
+from treetop_debug.policy_faults import POLICY_FAULTS
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 GPUTarget = pytest.importorskip("triton.backends.compiler", reason="Triton is not installed").GPUTarget
@@ -270,7 +270,7 @@ def test_twin_kernels_compile_for_a_gpu_too(absent_gpu):
     ops = kernel_ops(torch.device("cpu"))
     compile_ahead(lambda: launch_a_round(ops))
     shipped = Counter(kernel for kernel, _ in absent_gpu)
-    for name, found in {**FAULTS, **CALIBRATION_FAULTS}.items():
+    for name, found in {**FAULTS, **POLICY_FAULTS}.items():
         inside = [each.target.rpartition(":")[2] for each in found.patches if each.target.endswith("_kernel")]
         if inside:
             with found.active():

@@ -27,7 +27,7 @@ from treetop.kernels.coded import CodedLaunch, CodedWeight, Coding
 from treetop.kernels.commit import Paths
 from treetop.kernels.experts import Activation, Experts
 from treetop.kernels.fused import HeadNorms
-from treetop.kernels.grow import Children, Frontier, TreeBuilder, select_reference
+from treetop.kernels.grow import Children, Frontier, TreeBuilder
 from treetop.kernels.kv import PageTable
 from treetop.kernels.kv_chunks import Span, pack_reference, unpack_reference
 from treetop.kernels.latent import LatentNorm
@@ -40,6 +40,7 @@ from treetop.kernels.process import ONE, LogitsProcessors, mask_words
 from treetop.kernels.rope import RopeSpec, RopeTable, rope_table
 from treetop.kernels.routing import Router, RouterKind, RouterSpec
 from treetop.kernels.sampling import PartialArgmax, RowSamplingParams, SampledTokens, SamplingMetadata
+from treetop.kernels.select import select_reference
 from treetop.kernels.skinny_gemm import RowsLaunch
 from treetop.kernels.table import operations
 from treetop.kernels.tail import PrefixPart

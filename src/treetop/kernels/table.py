@@ -27,6 +27,7 @@ from treetop.kernels import latent_attention as latent_attending
 from treetop.kernels import learn as learning
 from treetop.kernels import process as processing
 from treetop.kernels import rows as row_state
+from treetop.kernels import select as selecting
 from treetop.kernels import skinny_gemm as skinny
 from treetop.kernels.exact import BY_ELEMENT, LIBRARY
 from treetop.kernels.sampling import draw_reference, greedy_of_ranks, greedy_reference
@@ -228,7 +229,9 @@ class Ops:
         (topk._pieces_kernel, topk._merge_kernel),
     )
     grow = Op(growing.grow_reference, growing.grow, 0.0, for_trees_of_one_program, (growing._grow_kernel,))
-    select = Op(growing.select_reference, growing.select, 0.0, for_trees_of_one_program, (growing._select_kernel,))
+    select = Op(
+        selecting.select_reference, selecting.select, 0.0, for_trees_of_one_program, (selecting._select_kernel,)
+    )
     greedy = Op(greedy_reference, accepting.best_of_pieces, 0.0, for_trees_of_one_program, (accepting._pieces_kernel,))
     process = Op(processing.process_reference, processing.process, 1e-6, on_a_gpu, (processing._process_kernel,))
     draw = Op(draw_reference, drawing.draw_tokens, 1e-6, on_a_gpu, (drawing._draw_kernel,))
