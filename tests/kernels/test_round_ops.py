@@ -189,7 +189,11 @@ if INTERPRETED or DEVICE.type == "cuda":
             lengths = torch.tensor([rng.randrange(longest) for _ in range(rows)])
             forced = lengths if kind == "forced" else None
             out = buffers.of(rows, shape)[2]
-            ops.accept(chosen, tree, out, forced)
+            undrafted = torch.tensor([rng.random() < 0.3 for _ in range(rows + 2)])
+            nodes = torch.tensor([[rng.random() < 0.2 for _ in range(choice.shape[1])] for _ in range(rows)])
+            picked = torch.tensor(rng.sample(range(rows + 2), rows))
+            withheld = Withheld(picked, undrafted, rng.choice([None, nodes]))
+            ops.accept(chosen, tree, out, forced, rng.choice([None, withheld]))
             assert 0 <= int(out.accept_len.min()) <= int(out.accept_len.max()) <= shape.num_steps
             assert 0 <= int(out.path.min()) <= int(out.path.max()) < shape.num_draft_tokens
             results.append(buffers)

@@ -30,7 +30,7 @@ class LogitsProcessorWriter:
                 self._active.add(setup.row)
             elif setup.row in self._active:
                 assert self._processors is not None
-                for flags in (self._processors.active, self._processors.constrained, self._processors.undrafted):
+                for flags in (self._processors.active, self._processors.constrained):
                     flags[setup.row] = False
                 self._active.discard(setup.row)
 
@@ -48,7 +48,6 @@ class LogitsProcessorWriter:
         rows.repetition[row] = params.repetition_penalty
         rows.may_end[row] = len(history.prompt_ids) + params.min_tokens
         rows.active[row], rows.constrained[row] = True, setup.constrained
-        rows.undrafted[row] = not params.speculative
 
 
 def words_of(params: SamplingParams, history: RowHistory, vocab_size: int) -> dict[int, int]:

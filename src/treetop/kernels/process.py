@@ -45,7 +45,6 @@ class LogitsProcessors:
     may_end: [num_rows] int64, the position from which on a token may end the request.
     active: [num_rows] bool.
     constrained: [num_rows] bool, rows whose tokens a constraint decides, too: they teach a calibration nothing.
-    undrafted: [num_rows] bool, rows of which no draft is accepted.
     """
 
     words: Tensor
@@ -56,7 +55,6 @@ class LogitsProcessors:
     may_end: Tensor
     active: Tensor
     constrained: Tensor
-    undrafted: Tensor
 
 
 def process_reference(

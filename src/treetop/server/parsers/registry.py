@@ -153,6 +153,8 @@ class OutputFormat:
 
         tail: the end of the prompt's text. held: what follows is held to a structure, so no call can begin within it.
         """
+        if self.is_harmony:
+            return None if budget is None else harmony.reasoning(tail, budget)
         tags = self.thinking
         if tags is None or tags.has_closed(tail):
             return None
