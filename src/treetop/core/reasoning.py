@@ -112,7 +112,7 @@ class ReasoningLimit:
 
     def _inside(self, text: bytes, spent: int) -> Thought:
         if any(end in text for end in self._ends):
-            return Thought(False, spent if self._again else 0)
+            return Thought(False, max(spent - 1, 0) if self._again else 0)  # the mark is none of it
         return Thought(True, spent, text[-self._kept :])
 
     def forced(self, thought: Thought) -> int | None:
