@@ -85,6 +85,7 @@ CASES = [  # pair, shape, parameters, prefill's options, decode's, tokens of a c
     ("windows", (2, 3, 6), MIXED, {"page_size": 8, "chunked_prefill_size": 32}, {"page_size": 2, "overlap": True}, 11),
     ("windows", (2, 3, 6), GREEDY, {"page_size": 1, "check_level": 2}, {"page_size": 8, "check_level": 3}, 1000),
     ("latents", (2, 3, 6), MIXED, {"page_size": 8, "chunked_prefill_size": 16}, {"page_size": 2, "check_level": 3}, 7),
+    ("chunks", (2, 3, 6), MIXED, {"page_size": 8, "chunked_prefill_size": 16}, {"page_size": 2, "check_level": 3}, 7),
     ("strong", None, MIXED, {"chunked_prefill_size": 8}, {"disable_radix_cache": True, "page_size": 4}, 5),
 ]
 

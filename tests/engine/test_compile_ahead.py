@@ -44,6 +44,7 @@ from treetop.kernels.kv import PageTable
 from treetop.kernels.learn import Observed
 from treetop.kernels.metadata import AttentionMetadata
 from treetop.kernels.rows import DraftState, RowTables
+from treetop.kernels.skinny_gemm import choose_whole, gated_rows, skinny_gemm
 from treetop.kernels.table import OpContext, Ops, operations
 from treetop.kernels.triton_guard import (
     GpuTraits,
@@ -217,6 +218,22 @@ def test_products_that_decode_compile_for_a_gpu(absent_gpu, coding):
 
     compile_ahead(launch)
     assert absent_gpu == [("_coded_kernel", False)] * 3
+
+
+@compiled_here
+def test_products_without_a_cut_compile_for_a_gpu(absent_gpu):
+    """Of few rows in narrow blocks, of more and of many, whose programs divide them; with a bias and with a gate."""
+    gpu, weight = GpuTraits(132, True, 227 << 10), torch.zeros((4096, 96), dtype=torch.bfloat16)
+
+    def launch():
+        for rows in (1, 40, 200, 1000):
+            x = torch.zeros(rows, 96, dtype=torch.bfloat16)
+            launch, bias = choose_whole(rows, 4096, 96, False, gpu), torch.zeros(4096, dtype=torch.bfloat16)
+            skinny_gemm(x, weight, launch, gpu, bias, rounds=True)
+        gated_rows(x, weight, choose_whole(rows, 4096, 96, True, gpu), gpu, rounds=True)
+
+    compile_ahead(launch)
+    assert absent_gpu == [("_skinny_gemm_kernel", False)] * 5
 
 
 def launch_a_round(ops):

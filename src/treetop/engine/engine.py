@@ -278,7 +278,7 @@ class Engine:
         """The target's logits after `ids`, [vocab], computed densely and outside all state; for comparisons."""
         positions = torch.arange(len(ids))[None].to(self.runner.buffers.rows.device)
         mine = [attention_of_rank(layer.attention, self.parallel.size) for layer in self.spec.layers]
-        layers = [(each.kv, each.window, each.source(index)) for index, each in enumerate(mine)]
+        layers = [(each.kv, each.window, each.chunked, each.source(index)) for index, each in enumerate(mine)]
         attend = DenseAttention(len(ids), self.dtype, positions.device, layers)
         target = self.runner.target
         tokens = torch.tensor([ids], device=positions.device)

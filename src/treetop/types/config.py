@@ -15,7 +15,7 @@ _ALONE = ("MTP", "NEXTN", "NGRAM")
 """Algorithms that need no folder of a draft: the target's holds their weights, or there are none."""
 MtpRecurrence = Literal["auto", "before-norm", "after-norm"]
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
-Backend = Literal["auto", "torch", "triton", "fa3", "flashinfer", "fa4"]
+Backend = Literal["auto", "torch", "triton", "segments", "fa3", "flashinfer", "fa4"]
 """Each but auto is a file of `treetop.attention`, which this name registers."""
 DeviceName = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "dummy"]

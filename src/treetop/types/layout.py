@@ -94,13 +94,16 @@ class KVGroup:
     """Layers that share a page table and a pool.
 
     kv: what each keeps of a token.
-    window: how far they see, the query itself counted; None is everything.
+    window: how far they see at most, the query itself counted; None is everything.
+    chunked: they see what is in their own chunk of so many positions alone. Pages go by the window: they are kept as
+        long as a query could see them if it were none.
     """
 
     name: GroupName
     num_layers: int
     kv: KVFormat
     window: int | None = None
+    chunked: bool = False
 
     @property
     def is_draft(self) -> bool:
