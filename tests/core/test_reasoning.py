@@ -130,7 +130,7 @@ def test_a_budget_ends_the_analysis_of_harmony_and_no_other_follows(harmonies, b
     assert len(early) == harmonies.vocab_size
     left = {*range(harmonies.vocab_size)} - after(harmonies, asked, *begin, one, two, three, *AGAIN)
     assert {"a", "an", "analysis"} & texts(harmonies, left)
-    assert all(text and "analysis".startswith(text) or text.startswith("analysis") for text in texts(harmonies, left))
+    assert all((text and "analysis".startswith(text)) or text.startswith("analysis") for text in texts(harmonies, left))
     spent = (*begin, one, two, three, *AGAIN, "final", MESSAGE)
     assert len(after(harmonies, asked, *spent, "analysis")) == harmonies.vocab_size
 

@@ -11,8 +11,8 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 
-from support.holding import ENGINE_START, STEPS, Held
 from support import chats
+from support.holding import ENGINE_START, STEPS, Held
 from support.serving import child_of, command_of, mock, replayed, serving
 from support.storms import NAME, PAIR, nothing_is_left, of_the_mock, of_the_pair, storm
 from support.waiting import WAIT_S, until

@@ -35,6 +35,7 @@ from support.round_ops import (
     sown,
     sown_growth,
 )
+from treetop.kernels.accept import Withheld
 from treetop.kernels.commit import Paths
 from treetop.kernels.grow import Children
 from treetop.kernels.rows import DraftState, RowTables

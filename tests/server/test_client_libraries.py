@@ -344,9 +344,13 @@ def test_litellm_of_the_pair_calls_what_is_valid(pair, litellm, kind, stream):
     messages: list = [*HI]
     named = {"type": "function", "function": {"name": "Move"}}
     for choice in (named, "required", "required"):
-        message = lite_answer(
-            litellm, where, stream, messages=messages, tools=tools, tool_choice=choice, parallel_tool_calls=False
-        ).choices[0].message
+        message = (
+            lite_answer(
+                litellm, where, stream, messages=messages, tools=tools, tool_choice=choice, parallel_tool_calls=False
+            )
+            .choices[0]
+            .message
+        )
         (call,) = message.tool_calls
         kind, said = {"Count": Count, "Move": Move}[call.function.name], json.loads(call.function.arguments)
         kind.model_validate(said, extra="ignore")  # litellm tells vLLM nothing of additionalProperties

@@ -21,7 +21,8 @@ from treetop.types.sampling import SamplingParams
 
 TEMPLATE = (
     "{% if tools %}{% for t in tools %}{{ t.function.name }} {% endfor %}{% endif %}"
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<a><think>{% if not enable_thinking %}</think>{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<a>"
+    "<think>{% if not enable_thinking %}</think>{% endif %}"
 )
 FLAGS = ("--chat-template", TEMPLATE, "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3")
 """Of a server that these are asked of."""
@@ -134,7 +135,9 @@ def said_in(path: str, event: dict[str, Any]) -> str:
         delta = event["choices"][0]["delta"] if event["choices"] else {}
         calls = [call["function"] for call in delta.get("tool_calls", ())]
         texts = [delta.get("reasoning_content"), delta.get("content")]
-        return "".join(text or "" for text in texts) + "".join(call.get("name", "") + call["arguments"] for call in calls)
+        return "".join(text or "" for text in texts) + "".join(
+            call.get("name", "") + call["arguments"] for call in calls
+        )
     if path == RESPONSES:
         if event["type"] == "response.output_item.added":
             return str(event["item"].get("name", ""))

@@ -122,8 +122,8 @@ def of_the_mock() -> list[Ask]:
     for index, length in enumerate(lengths):
         count = rng.choice((1, 9, 40, 120))
         made.append(Ask({"prompt": [7 + index % 2] * length, "max_tokens": count}, replayed(length, count)))
-    for path, body in chats.plain(120):
-        body, chat = chats.as_chat(path, body, 120)
+    for path, said in chats.plain(120):
+        body, chat = chats.as_chat(path, said, 120)
         text = chats.said_alone(chat, lambda ids, params: replayed(len(ids), params.max_tokens))
         made.append(Ask(body, text, path))
     return made
@@ -146,8 +146,8 @@ def of_the_pair(count: int, maximum: int) -> list[Ask]:
             body["guided_regex"] = "([a-z]{2,9}_?){1,6}\\(\\)"
             params = replace(params, structured_output=StructuredOutput("regex", body["guided_regex"]))
         made.append(Ask(body, llm.generate(prompt, params)[0].text))
-    for path, body in [*chats.held(60), *chats.plain(maximum)[::2]]:
-        body, chat = chats.as_chat(path, body, 60)
+    for path, said in [*chats.held(60), *chats.plain(maximum)[::2]]:
+        body, chat = chats.as_chat(path, said, 60)
         text = chats.said_alone(chat, lambda ids, params: llm.generate(ids, params)[0].text)
         made.append(Ask(body, text, path))
     llm.close()

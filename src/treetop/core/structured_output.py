@@ -37,7 +37,9 @@ class StructuredOutputManager:
     """
 
     def __init__(self, grammars: GrammarCompiler, timeout_s: float) -> None:
-        """timeout_s: processor time that one token's mask may take. Structures have been checked: `core/structure_checker.py`."""
+        """timeout_s: processor time that one token's mask may take. Structures have been checked:
+        `core/structure_checker.py`.
+        """
         self.timeout_s, self._grammars = timeout_s, grammars
         self._compilers = ThreadPoolExecutor(_NUM_COMPILERS, "treetop-grammar")
         self.maskers = ThreadPoolExecutor(min(_MAX_MASKERS, os.cpu_count() or 1), "treetop-mask")
@@ -93,8 +95,8 @@ class GrammarConstraint:
         if not late:
             return None
         return (
-            f"structured_output: what may come next took more than {limit_s:g} s of a processor; a simpler structure takes less"
-            " (--structured-output-timeout)"
+            f"structured_output: what may come next took more than {limit_s:g} s of a processor; a simpler structure"
+            " takes less (--structured-output-timeout)"
         )
 
     def _begin(self, answer: "Future[Mask]", compiled: "Future[OutputParser]") -> None:

@@ -59,7 +59,9 @@ class NodeMaskWriter:
 
     def _asked(self, at: Mapping[Row, int], tree: DraftTree, max_depth: int) -> Sequence[NodeMasks]:
         """Masks of the trees of rows, by their places in the batch."""
-        tokens, parents = torch.stack([tree.tokens, tree.parent]).tolist()  # of all rows: one copy, and no index before it
+        tokens, parents = torch.stack(
+            [tree.tokens, tree.parent]
+        ).tolist()  # of all rows: one copy, and no index before it
         masks = self.tree_masks(
             [RowTree(row, tuple(tokens[place]), tuple(parents[place]), max_depth) for row, place in at.items()]
         )

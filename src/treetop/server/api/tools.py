@@ -125,9 +125,9 @@ class Calls:
     def strict(
         self, held: Held | None, special: Mapping[str, int], answer: StructuredOutput | None = None
     ) -> StructuredOutput:
-        """What an output is held to that may call, or has to. held: of the model's format. answer: what it is else, JSON.
+        """What an output is held to that may call, or has to. Raises InputError.
 
-        Raises InputError.
+        held: of the model's format. answer: what it is else, JSON.
         """
         if held is None:
             what = "strict" if answer is None else "a structure beside them"
