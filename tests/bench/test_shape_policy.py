@@ -1,4 +1,4 @@
-"""The policy in modelled time, with production trees: it finds a shape near the best, and loses little where none is."""
+"""The policy in modelled time, with production trees: its shape is near the best, and it loses little where none is."""
 
 import importlib
 import sys
