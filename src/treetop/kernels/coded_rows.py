@@ -1,7 +1,7 @@
 # ruff: noqa: PLR0917 (kernels take what they touch as arguments)
 """Products of few rows with a coded weight that lies in tiles: each tile is decoded as it is read.
 
-    y = x @ weight.T + bias        x: [rows, k], rows <= MAX_ROWS
+    y = x @ weight.T + bias        x: [rows, k]; of more than MAX_ROWS the library is faster with decoded weights
 
 A program computes `block_n` lines over one share of k, with the weight as the left operand and sums in float32 that are
 rounded once. A gated weight's gates and ups are lines in turn, so that the activation is a product's end. k is cut in
@@ -10,7 +10,7 @@ there are.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -66,7 +66,7 @@ def coded_rows(
     """`coded_rows_reference` in parts [splits, rows, lines] that add up to it: of several in float32, of one in x's
     dtype.
 
-    x: [rows, k], contiguous, rows <= MAX_ROWS.
+    x: [rows, k], contiguous.
     """
     dtype = x.dtype if launch.splits == 1 else torch.float32
     out = torch.empty((launch.splits, len(x), weight.shape[0]), dtype=dtype, device=x.device)
@@ -96,7 +96,6 @@ def _launch(
 ) -> None:  # fmt: skip
     (rows, k), (lines, columns) = x.shape, weight.shape
     block_m = row_block(rows)
-    assert rows <= MAX_ROWS
     assert k == columns
     assert x.is_contiguous()
     blocks = -(-k // BLOCK)
@@ -173,8 +172,10 @@ FEW = 64
 
 
 @cache
-def choose_coded(numbers: Numbers, shape: tuple[int, int], gated: bool, rows: int, gpu: GpuTraits) -> CodedLaunch:
-    """The launch for a weight [lines, k].
+def choose_coded(
+    numbers: Numbers, shape: tuple[int, int], gated: bool, rows: int, gpu: GpuTraits, whole: bool = False
+) -> CodedLaunch:
+    """The launch for a weight [lines, k]. whole: k is not cut.
 
     Measured ones lie in `coded_rows.json` (`benchmarks/coded_rows.py --write-table` measures again), of which splits
     are the same for any number of rows. Others get about three programs a multiprocessor.
@@ -182,8 +183,8 @@ def choose_coded(numbers: Numbers, shape: tuple[int, int], gated: bool, rows: in
     (lines, k), table = shape, load_coded_table()
     found = table.launches.get((numbers, lines, k, gated, rows <= FEW))
     if found is not None and gpu.can_overlap and gpu.num_sms == table.num_sms:
-        return found
-    splits = 1 if gated else most_splits(-(-lines // TILE), -(-k // BLOCK), gpu)
+        return replace(found, splits=1) if whole else found
+    splits = 1 if gated or whole else most_splits(-(-lines // TILE), -(-k // BLOCK), gpu)
     stage = 2 * BLOCK * row_block(rows) + TILE * BLOCK  # bytes of x and, at most, of codes
     stages = max(2, min(4, (gpu.shared_bytes - _SPARE) // stage))
     return CodedLaunch(TILE, splits, stages, 4)

@@ -142,13 +142,13 @@ class Packed:
 
     def linear(self, parts: Parts, bias: Tensor | None, holding: Holding) -> Linear:
         weight, gpu = self._weight(parts, holding.ops.context), holding.ops.gpu_for(Ops.coded_rows)
-        return CodedLinear(weight, bias, holding.ops) if gpu is None else TiledLinear(tile(weight), bias, gpu)
+        return CodedLinear(weight, bias, holding.ops) if gpu is None else TiledLinear(tile(weight), bias, gpu, holding.ops.context.exact)
 
     def gated(self, parts: Parts, bias: Tensor | None, kind: Gate, holding: Holding) -> GatedLinear:
         weight, gpu = self._weight(parts, holding.ops.context), holding.ops.gpu_for(Ops.coded_gated)
         if gpu is None:
             return CodedGated(weight, bias, kind, holding.ops)
-        return TiledGated(tile(in_turn(weight.halves())), bias, kind, gpu)
+        return TiledGated(tile(in_turn(weight.halves())), bias, kind, gpu, holding.ops.context.exact)
 
     def experts(
         self, gate_up: Parts, down: Parts, biases: Biases, activation: Activation, holding: Holding
@@ -236,10 +236,10 @@ class CodedGated:
 
 
 class TiledLinear:
-    """`Linear` over a weight in tiles, on a GPU."""
+    """`Linear` over a weight in tiles, on a GPU. exact: a row has the same bits in any company."""
 
-    def __init__(self, weight: TiledWeight, bias: Tensor | None, gpu: GpuTraits) -> None:
-        self._weight, self._bias, self._gpu = weight, bias, gpu
+    def __init__(self, weight: TiledWeight, bias: Tensor | None, gpu: GpuTraits, exact: bool = False) -> None:
+        self._weight, self._bias, self._gpu, self._exact = weight, bias, gpu, exact
         self.numbers = prod(weight.shape)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -247,10 +247,10 @@ class TiledLinear:
 
     def parts(self, x: Tensor) -> Tensor:
         rows, weight = x.reshape(-1, x.shape[-1]).contiguous(), self._weight
-        if len(rows) > MAX_ROWS:
+        if len(rows) > MAX_ROWS and not self._exact:
             found = _by_library(rows, weight, self._bias, self._gpu)[None]
         else:
-            launch = choose_coded(weight.coding.numbers, _size(weight), False, len(rows), self._gpu)
+            launch = choose_coded(weight.coding.numbers, _size(weight), False, len(rows), self._gpu, self._exact)
             found = coded_rows(rows, weight, self._bias, launch=launch, gpu=self._gpu)
         return found.view(len(found), *x.shape[:-1], -1)
 
@@ -259,19 +259,21 @@ class TiledLinear:
 
 
 class TiledGated:
-    """`GatedLinear` over a weight in tiles, gates and ups in turn. bias: gates first."""
+    """`GatedLinear` over a weight in tiles, gates and ups in turn. bias: gates first. exact: as `TiledLinear`."""
 
-    def __init__(self, weight: TiledWeight, bias: Tensor | None, kind: Gate, gpu: GpuTraits) -> None:
-        self._weight, self._bias, self._kind, self._gpu = weight, bias, kind, gpu
+    def __init__(
+        self, weight: TiledWeight, bias: Tensor | None, kind: Gate, gpu: GpuTraits, exact: bool = False
+    ) -> None:
+        self._weight, self._bias, self._kind, self._gpu, self._exact = weight, bias, kind, gpu, exact
         self.numbers = prod(weight.shape)
 
     def __call__(self, x: Tensor) -> Tensor:
         rows, weight = x.reshape(-1, x.shape[-1]).contiguous(), self._weight
-        if len(rows) > MAX_ROWS:
+        if len(rows) > MAX_ROWS and not self._exact:
             both = torch.cat(apart(_by_library(rows, weight, None, self._gpu), -1), -1)
             found = gate_mul(both if self._bias is None else both + self._bias, self._kind, self._gpu)
         else:
-            launch = choose_coded(weight.coding.numbers, _size(weight), True, len(rows), self._gpu)
+            launch = choose_coded(weight.coding.numbers, _size(weight), True, len(rows), self._gpu, self._exact)
             found = coded_gated(rows, weight, self._kind, self._bias, launch=launch, gpu=self._gpu)
         return found.view(*x.shape[:-1], -1)
 
