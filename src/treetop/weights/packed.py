@@ -142,7 +142,11 @@ class Packed:
 
     def linear(self, parts: Parts, bias: Tensor | None, holding: Holding) -> Linear:
         weight, gpu = self._weight(parts, holding.ops.context), holding.ops.gpu_for(Ops.coded_rows)
-        return CodedLinear(weight, bias, holding.ops) if gpu is None else TiledLinear(tile(weight), bias, gpu, holding.ops.context.exact)
+        return (
+            CodedLinear(weight, bias, holding.ops)
+            if gpu is None
+            else TiledLinear(tile(weight), bias, gpu, holding.ops.context.exact)
+        )
 
     def gated(self, parts: Parts, bias: Tensor | None, kind: Gate, holding: Holding) -> GatedLinear:
         weight, gpu = self._weight(parts, holding.ops.context), holding.ops.gpu_for(Ops.coded_gated)
