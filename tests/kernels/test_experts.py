@@ -289,7 +289,7 @@ if INTERPRETED or ON_GPU:
     @pytest.mark.parametrize("name", CODINGS)
     @pytest.mark.parametrize("tokens", [3, 150])
     def test_coded_experts_have_the_bits_of_decoded_ones(name, tokens, monkeypatch):
-        """With the same cut of k: e4m3 in blocks of 64 columns, 4 bits in blocks of 32."""
+        """With the same cut of k: e4m3 in blocks of 64 columns, 4 bits in blocks of 32, NVFP4 in its groups of 16."""
         torch.manual_seed(tokens)
         dtype = torch.float16 if INTERPRETED else torch.bfloat16
         with DEVICE:
@@ -297,7 +297,7 @@ if INTERPRETED or ON_GPU:
             tiled, rows = coded_experts(5, 160, 96, name, Activation.SILU)
             x, gpu = torch.randn(tokens, 160).to(dtype), gpu_traits(DEVICE)
             routes = routing.route(x, router, None, gpu)
-            block_k = 64 if CODINGS[name].numbers == "e4m3" else 32
+            block_k = {"e4m3": 64, "int4": 32, "e2m1": CODINGS[name].group}[CODINGS[name].numbers]
             same = products.GroupedLaunch(64, block_k, 1, 2, 4)
             monkeypatch.setattr(products, "choose_grouped", lambda *_: same)
             plain = products.experts(x, routes, decoded_experts(rows, dtype), gpu)

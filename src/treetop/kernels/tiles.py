@@ -353,16 +353,20 @@ def tile_product(
         if group > 0 and group % 128 == 0:
             of = (tile * scale_blocks + block // (group // 128)) * 64 + inside
             s, m = _line_scale(scale, zero, f, of, 0, numbers, scales, form, has_zero, fast)
-        for piece in tl.static_range(0, whole // width):
-            word = tl.load(words + here[:, None] * whole + piece * width + lane, eviction_policy="evict_first")
-            for part in tl.static_range(0, 128 // whole):
-                w = _part(
-                    word, part, part * whole + piece * width, s, m, scale, zero, f,
-                    (tile * blocks + block) * (per * 64) + inside, numbers, scales, form, group, has_zero, fast, dtype,
-                )  # fmt: skip
-                column = block * 128 + part * whole + piece * width + lane
-                values = tl.load(x_at + column, mask=x_there[:, None] & (column < k), other=0.0)
-                total = tl.dot(w, tl.trans(values), total, input_precision="ieee")
+        word_at = words + here[:, None] * whole + lane
+        word = tl.load(word_at, eviction_policy="evict_first")
+        late = word
+        if width < whole:
+            late = tl.load(word_at + width, eviction_policy="evict_first")
+        of_block = (tile * blocks + block) * (per * 64) + inside
+        for piece in tl.static_range(0, 128 // width):  # columns in their order
+            w = _part(
+                word if piece * width % whole == 0 else late, piece * width // whole, piece * width, s, m, scale, zero,
+                f, of_block, numbers, scales, form, group, has_zero, fast, dtype,
+            )  # fmt: skip
+            column = block * 128 + piece * width + lane
+            values = tl.load(x_at + column, mask=x_there[:, None] & (column < k), other=0.0)
+            total = tl.dot(w, tl.trans(values), total, input_precision="ieee")
     return total
 
 
