@@ -113,7 +113,16 @@ class Case:
             kv_len = torch.full((s.rows,), s.length)
             spots = kv_len[:, None] + torch.arange(t)
             self.metadata = AttentionMetadata(
-                Phase.VERIFY, PageTable(FULL, table), torch.arange(s.rows), kv_len, s.bound, PAGE, spots, None, spots, mask
+                Phase.VERIFY,
+                PageTable(FULL, table),
+                torch.arange(s.rows),
+                kv_len,
+                s.bound,
+                PAGE,
+                spots,
+                None,
+                spots,
+                mask,
             )
             self.tail = TailKV(torch.randn(s.rows, t, 1, 1, PLANE + INDEX, dtype=half), RANK, INDEX)
             self.q = torch.randn(s.rows, t, s.heads, PLANE, dtype=half)
@@ -157,14 +166,17 @@ class Case:
     def errors(self) -> dict[str, float]:
         """Of the first row's dense and sparse results, and how many of its choices are not the reference's."""
         one = slice(0, 1)
-        layer, sub = self.layers[0], replace(
-            self.metadata,
-            rows=self.metadata.rows[one],
-            kv_len=self.metadata.kv_len[one],
-            max_kv_len=self.shape.length,
-            positions=self.metadata.positions[one],
-            tail_positions=self.metadata.tail_positions[one],  # type: ignore[index]  # a tree has them
-            mask=self.metadata.mask[one],  # type: ignore[index]
+        layer, sub = (
+            self.layers[0],
+            replace(
+                self.metadata,
+                rows=self.metadata.rows[one],
+                kv_len=self.metadata.kv_len[one],
+                max_kv_len=self.shape.length,
+                positions=self.metadata.positions[one],
+                tail_positions=self.metadata.tail_positions[one],  # type: ignore[index]  # a tree has them
+                mask=self.metadata.mask[one],  # type: ignore[index]
+            ),
         )
         scores = self.scores(layer)
         length = self.shape.length
@@ -176,7 +188,10 @@ class Case:
         wrong = (keys.positions[one] != want.positions)[there].sum() + (keys.count[one] != want.count).sum()
         found = {"choice": float(wrong)}
         narrowed = replace(sub, chosen=want, mask=want.columns)
-        for name, plan, got in (("dense", sub, self.dense(layer)), ("sparse", narrowed, self.attend(layer, self.chosen))):
+        for name, plan, got in (
+            ("dense", sub, self.dense(layer)),
+            ("sparse", narrowed, self.attend(layer, self.chosen)),
+        ):
             q, tail = self.q[one].float(), self.tail.planes[one].float()
             expected = latent_attention_reference(q, layer.planes, plan, tail, RANK, SCALE)
             found[name] = float((got[one].float() - expected).norm() / expected.norm())
@@ -236,7 +251,7 @@ def tuned(shape: Shape, end: float) -> dict[str, Any]:
                 found.append((case.median_us(lambda layer, m=metadata, c=launch: case.attend(layer, m, c)), launch))
             except Exception:  # out of shared memory, or what a compiler does not take
                 torch.cuda.synchronize()
-        us = case.median_us(lambda layer, m=metadata: case.attend(layer, m, now))
+        us = case.median_us(lambda layer, m=metadata, c=now: case.attend(layer, m, c))
         fastest = sorted(found, key=lambda each: each[0])[:3]
         best[name] = {"now": [us, asdict(now)], "best": [[time_us, asdict(launch)] for time_us, launch in fastest]}
     return {**asdict(shape), **best}

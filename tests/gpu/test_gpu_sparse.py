@@ -34,7 +34,7 @@ RANK, PLANE, WIDTH = 512, 576, 704
 """A latent, with the key that turns, and with an indexer's key."""
 
 
-def call(rows, n, t, lengths, bound, heads=128, index_heads=64, dtype=torch.bfloat16):
+def call(rows, n, t, lengths, bound, *, heads=128, index_heads=64, dtype=torch.bfloat16):
     """Planes in pages in random order, a tree's or a prefill's queries, and an indexer's of whole numbers."""
     torch.manual_seed(7)
     page, columns = 16, -(-bound // 16)
@@ -148,7 +148,7 @@ def test_a_choice_of_hard_scores_is_the_references(kind, bound):
 @pytest.mark.parametrize("heads", [16, 128])
 def test_all_keys_chosen_are_dense_attention_to_the_bit(heads, dtype):
     """Of one launch: no more keys than top_k in the prefix and the tree."""
-    q, kv, metadata, tail, query = call(3, 4, 4, (2_000, 17, 0), 3_000, heads, dtype=dtype)
+    q, kv, metadata, tail, query = call(3, 4, 4, (2_000, 17, 0), 3_000, heads=heads, dtype=dtype)
     gpu = gpu_traits(DEVICE)
     chosen = choose_paged_keys(query, kv.index_keys, metadata, tail[:, :, 0, 0, PLANE:], gpu)
     narrowed = TritonBackend(DEVICE).narrowed(metadata, chosen)

@@ -50,7 +50,11 @@ def sparse_scene(**options):
     q = s.q[..., : LATENT + TURNED]
     causal = s.metadata.causal
     query = IndexQuery(heads, weights, 4)
-    return replace(s, kv=kv, clean=clean, tail=tail, q=q, k=s.k[..., : LATENT + TURNED]), query, None if causal else tail
+    return (
+        replace(s, kv=kv, clean=clean, tail=tail, q=q, k=s.k[..., : LATENT + TURNED]),
+        query,
+        None if causal else tail,
+    )
 
 
 def on_clean(s):
@@ -171,7 +175,7 @@ if INTERPRETED:
     }
 
     @pytest.mark.parametrize("name", HARD)
-    @pytest.mark.parametrize(("top_k", "chunk"), [(1, 16), (16, 32), (7, 4096)])
+    @pytest.mark.parametrize(("top_k", "chunk"), [(1, 16), (16, 32)])
     def test_equal_bits_choose_equal_keys_whatever_the_chunks(name, top_k, chunk):
         """One launch or a tree of them; extents of nothing, of a few, and of all; with a tail and without."""
         torch.manual_seed(5)
@@ -198,7 +202,7 @@ if INTERPRETED:
         s, query, tail = sparse_scene(n=3, t=9, max_kv_len=20, causal=causal)
         backend = TritonBackend(CPU)
         whole = backend.choose(query, s.kv, s.metadata, tail)
-        for most in (29, 2 * 29, 6 * 29):
+        for most in (29, 6 * 29) if causal else (2 * 29,):
             monkeypatch.setattr(index_topk, "_SCORES", most)
             part = backend.choose(query, s.kv, s.metadata, tail)
             assert torch.equal(part.count, whole.count)
@@ -206,12 +210,12 @@ if INTERPRETED:
             assert torch.equal(part.positions[there], whole.positions[there])
             assert causal or torch.equal(part.columns, whole.columns)
 
-    @pytest.mark.parametrize(("splits", "heads"), [(1, 16), (3, 16), (2, 32)])
+    @pytest.mark.parametrize(("splits", "heads"), [(1, 16), (3, 32)])
     def test_all_keys_chosen_are_dense_attention_to_the_bit(splits, heads):
         """The same launch: blocks, splits and order are those of the dense kernel, of a query that is a row's only one;
         and of several in a prefill that is not split."""
         launch = Launch(block_m=16, block_n=16, splits=splits, num_warps=4, num_stages=1)
-        cases = [{"n": 2, "t": 7}] + ([{"n": 3, "causal": True}] if splits == 1 else [])
+        cases = [{"n": 3, "causal": True}] if splits == 1 else [{"n": 1, "t": 7}]
         for options in cases:
             s, query, tail = sparse_scene(heads=heads, max_kv_len=50, **options)
             backend, every = TritonBackend(CPU), replace(query, top_k=50)

@@ -30,7 +30,7 @@ def save_glm_with_mtp(folder, **changes):
 
 
 def save_glm5_with_mtp(folder, **changes):
-    """GLM-5.2, of four layers the third shares a choice of few keys, with an MTP layer that has an indexer of its own."""
+    """GLM-5.2, of four layers the third shares a choice of few keys; its MTP layer has an indexer of its own."""
     tiny = {**SIZES, **FAMILIES["glm 5.2"].config, "num_nextn_predict_layers": 1, **changes}
     write_config(folder, {"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", **tiny})
     planned = plan_engine(EngineConfig(str(folder), speculative_algorithm="MTP", load_format="dummy", device="cpu"))
