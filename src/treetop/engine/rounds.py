@@ -23,6 +23,7 @@ from treetop.kernels.accept import Withheld
 from treetop.kernels.calibration import Heat
 from treetop.kernels.commit import Paths, feature_nodes
 from treetop.kernels.deferred import ExtendPairs, defer, deferred_pairs
+from treetop.kernels.graft import graft
 from treetop.kernels.learn import Observed
 from treetop.kernels.row_text import remember
 from treetop.kernels.rows import DraftState, RowTables, store_draft
@@ -90,6 +91,9 @@ def draft_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
         return runner.tail_attention(phase, runner.draft_layers, buffers.draft_tails, plans, columns, shape)
 
     grow_tree(runner.drafter, growth, frontier, ops, attend, simulated)
+    if growth.graft is not None:
+        assert runner.state.text is not None
+        graft(growth.head, growth.graft, runner.state.text, rows, places.committed)
     ops.select(growth, tree, places)
 
 

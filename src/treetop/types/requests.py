@@ -59,6 +59,7 @@ class RequestUpdate(NamedTuple):
     new_ids: emitted now, cut at the stop.
     accept_len: accepted drafts of the round that gave them, before any cut; None if it was no round.
     num_drafted: drafts that this round verified; 0 if it was plain or none.
+    accept_ranks: of each accepted draft, as in `RowResult`; () where the host has changed the tree.
     error: why the request failed, if it did.
     engine_failed: it failed with the whole engine.
     timed_out: whether that was a timeout.
@@ -87,6 +88,7 @@ class RequestUpdate(NamedTuple):
     user_error: bool = False
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     num_drafted: int = 0
+    accept_ranks: tuple[int, ...] = ()
 
 
 class PrefixPages(NamedTuple):

@@ -16,6 +16,14 @@ MAX_BIASES = 511
 """Tokens that a request's `logit_bias` may name."""
 MAX_BAD_WORDS, LONGEST_BAD_WORD = 128, 200
 """Texts that a request's `bad_words` may be, and characters of one."""
+CLASSES = 3
+"""Of requests, by which drafts are calibrated: greedy, a temperature up to `WARM`, any above."""
+WARM = 0.7
+
+
+def class_of_temperature(temperature: float) -> int:
+    """Which of `CLASSES`: a draw agrees with a head less often than an argmax."""
+    return (temperature > 0) + (temperature > WARM)
 
 
 class TokenLogprobs(NamedTuple):
