@@ -7,8 +7,8 @@ A figure is the median over turns of tokens per second of CPU time with `bits` o
 other work on the machine counts little.
 
 On a GPU: an 8B target's shape in bfloat16, random weights and head, first with `ties`, then with `bits`, each with the
-defaults of the other options. Medians of the wall time of a round behind 1,024 tokens, and of the time to the first token
-of one prompt; then their ratios.
+defaults of the other options. Medians of the wall time of a round behind 1,024 tokens, and of the time to the first
+token of one prompt; then their ratios.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def tokens_per_second(llm: LLM, requests: int, max_tokens: int) -> float:
 
 def on_a_gpu(name: str, rounds: int) -> None:
     """Print the milliseconds of both, and the ratios."""
-    shapes = (PLAIN, SpecShape(5, 4, 16))
+    shapes = {"plain": PLAIN, "(5, 4, 16)": SpecShape(4, 5, 16)}  # named (S, k, T)
     figures = dict[str, dict[str, float]]()
     for exactness in ("ties", "bits"):
         target, head = preset(name)
@@ -59,11 +59,11 @@ def on_a_gpu(name: str, rounds: int) -> None:
             speculative_shapes="5,4,16",
         )
         found = figures[exactness] = {}
-        for shape in shapes:
+        for title, shape in shapes.items():
             llm.scheduler.policy = FixedShape(shape)
             for batch in ROWS:
                 times, _ = wall_times_ms(llm, prompt_ids(llm, batch, BEHIND), rounds)
-                found[f"round {tuple(astuple(shape))}, {batch} rows"] = statistics.median(times)
+                found[f"round {title}, {batch} rows"] = statistics.median(times)
         for length in PROMPTS_OF:
             prompts = prompt_ids(llm, 1, length)
             found[f"prefill of {length}"] = 1e3 * statistics.median(time_once(llm, prompts)[0] for _ in range(4))

@@ -1,4 +1,4 @@
-"""An engine with `--exactness bits` as it is on a GPU, in Triton's interpreter: what serves is wired as its kernels want.
+"""An engine with `--exactness bits` as it is on a GPU, in Triton's interpreter: a tree has the bits of plain decoding.
 
 As test_segments.py: under pytest this file starts itself again with TRITON_INTERPRET=1, and products are a stand-in's.
 The bits of real kernels are compared in tests/gpu/test_gpu_bits.py.
