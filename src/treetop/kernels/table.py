@@ -276,7 +276,14 @@ class Ops:
     )
     greedy = Op(greedy_reference, accepting.best_of_pieces, 0.0, for_trees_of_one_program, (accepting._pieces_kernel,))
     process = Op(processing.process_reference, processing.process, 1e-6, on_a_gpu, (processing._process_kernel,))
-    draw = Op(draw_reference, drawing.draw_tokens, 1e-6, on_a_gpu, (drawing._draw_kernel,))
+    draw = Op(
+        draw_reference,
+        drawing.draw_tokens,
+        1e-6,
+        on_a_gpu,
+        (drawing._draw_kernel,),
+        kernel_by_rows=drawing.draw_wide,
+    )
     accept = Op(
         accepting.accept_reference,
         accepting.accept_in_one_launch,

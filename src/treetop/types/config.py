@@ -184,7 +184,8 @@ class EngineConfig:
     exactness: Exactness = option(
         "ties",
         "what equals plain decoding: bits, every logit and token, whatever tree, batch, chunk or prefix, on a CPU in"
-        " float32 (docs/exactness.md); ties, all tokens but at near ties of rounding",
+        " float32 and on a GPU in bfloat16 or float16 (docs/exactness.md); ties, all tokens but at near ties of"
+        " rounding",
     )
     device: DeviceName = option("auto", "auto is a GPU if there is one")
     load_format: LoadFormat = option(
