@@ -39,6 +39,8 @@ def refusal(name: str, need: Need) -> Refusal | None:
             f"it computes in {names}, not in {_name(need.dtype)}",
             f"use --dtype {_name(able.dtypes[0])} or --attention-backend {_wider(need)}",
         )
+    if need.fp8_kv and not able.fp8_kv:
+        return Refusal("it reads no K/V in FP8", f"use --kv-cache-dtype auto or --attention-backend {_wider(need)}")
     if need.max_in_flight > 1 and able.needs_host_extents:
         reason = "it plans with exact lengths on the host, so only one round may be in flight"
         return Refusal(reason, "use --no-overlap or --attention-backend triton")

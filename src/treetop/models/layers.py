@@ -113,11 +113,11 @@ class SelfAttention:
         attended = attend(self.layer, partial(self._write, qkv, turn), self.scale, self.sinks)
         return self._ops.parallel.share(self.output.parts(self._gated(attended, x).flatten(2)))
 
-    def _write(self, qkv: Tensor, turn: Turn, target: Tensor, slots: Tensor | None) -> Tensor:
+    def _write(self, qkv: Tensor, turn: Turn, target: Tensor, slots: Tensor | None, scales: Tensor | None) -> Tensor:
         """A `WriteKV`. What reads another layer's K/V has queries alone."""
         if self.spec.reads_layer is not None:
             target = target[..., :0, :]
-        q = self._ops.rotate_and_write(qkv, turn.angles, target, slots, norms=self.norms)
+        q = self._ops.rotate_and_write(qkv, turn.angles, target, slots, norms=self.norms, scales=scales)
         return q if turn.query_scale is None else q * turn.query_scale
 
     def _gated(self, attended: Tensor, x: Tensor) -> Tensor:
