@@ -31,7 +31,7 @@ def moved(x: Tensor) -> Tensor:
 
 
 def encoded(kv: Tensor, scales: Tensor | None) -> Tensor:
-    """K/V as they are stored: over their scales, to the nearest, at most +-448; NaN stays NaN.
+    """K/V as they are stored: over their scales, in float32, to the nearest, at most +-448; NaN stays NaN.
 
     kv: [..., planes, kv_heads, head_dim]. scales: [planes, kv_heads] float32; None where numbers are stored as they
     are.
