@@ -59,14 +59,13 @@ def build_runner(engine_plan: EnginePlan) -> BuiltRunner:
 
     Raises CapacityError if what is left does not hold one request, EngineError if memory runs out on the way.
     """
-    config, place = engine_plan.config, engine_plan.place
+    config, place, scales = engine_plan.config, engine_plan.place, kv_scales(engine_plan)
     products = products_of(engine_plan.weights, place)
     with out_of_memory_explained("loading weights and trying the worst steps", place.device, engine_plan.use):
         before = _allocated(place.device)
         runner, zones, zeros = _without_pools(engine_plan, products)
         slots = _make_slots(engine_plan, zeros)
         static = _allocated(place.device) - before or engine_plan.use.budget.static
-        scales = kv_scales(engine_plan)
         allowance = _gpu_allowance(config, runner, scales) if place.device.type == "cuda" else 0
     memory = memory_of_rank(place)
     allowance = allowance or cpu_allowance(config, memory, place, engine_plan.layout, engine_plan.target.config)
