@@ -26,6 +26,7 @@ class Capabilities:
     captures_first_call: also the first one, in which a library may compile or load.
     needs_host_extents: exact lengths on the host before a round (`plan_round`), so only one round may be in flight.
     phases: it serves.
+    exact: a query's result has the same bits in any batch, tree and chunking, as `--exactness bits` asks.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -40,6 +41,7 @@ class Capabilities:
     captures_first_call: bool = False
     needs_host_extents: bool = False
     phases: tuple[Phase, ...] = tuple(Phase)
+    exact: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ class Need:
 
     max_in_flight: rounds in flight.
 
-    exact: results have the same bits in any batch; PyTorch's on a CPU.
+    exact: results have the same bits in any batch: of PyTorch's on a CPU, of one that says so on a GPU.
 
     fp8_kv: K/V are in FP8.
 

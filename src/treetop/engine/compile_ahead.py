@@ -76,7 +76,7 @@ class EveryExtent:
     def causal(
         self, q: Tensor, kv: PagedKV, plan: AttentionMetadata, scale: float, sinks: Tensor | None = None
     ) -> Tensor:
-        kind = plan.window, q.shape[2:], kv.data.shape[1:], sinks is None
+        kind = plan.window, plan.chunked, q.shape[2:], kv.data.shape[1:], sinks is None
         for rows, width, bound in [] if kind in self._done else self.extents:
             each, positions = plan.rows.new_zeros(rows), plan.rows.new_zeros((rows, width))
             metadata = replace(plan, rows=each, kv_len=each, max_kv_len=bound, positions=positions)

@@ -45,7 +45,9 @@ def kv_groups(model: ModelConfig, draft: DrafterSpec | None, ranks: int, fp8: bo
             f"--kv-cache-dtype fp8_e4m3: compressed attention (MLA) keeps its latents in 16 bits or more (KV group"
             f" {latent[0]}); use --kv-cache-dtype auto"
         )
-    return tuple(KVGroup(name, len(of), replace(of[0].kv, fp8=fp8), of[0].window) for name, of in layers.items())
+    return tuple(
+        KVGroup(name, len(of), replace(of[0].kv, fp8=fp8), of[0].window, of[0].chunked) for name, of in layers.items()
+    )
 
 
 def layer_groups(model: ModelConfig, draft: DrafterSpec | None, ranks: int = 1) -> dict[GroupName, list[AttentionSpec]]:
@@ -60,7 +62,7 @@ def layer_groups(model: ModelConfig, draft: DrafterSpec | None, ranks: int = 1) 
     if draft is not None and draft.attention:
         groups[DRAFT] = [attention_of_rank(layer, ranks) for layer in draft.attention]
     for name, layers in groups.items():
-        if len({layer.window for layer in layers}) != 1:
+        if len({(layer.window, layer.chunked) for layer in layers}) != 1:
             raise ConfigError("a model with two different windows is not supported")
         if len({(layer.num_heads, layer.kv) for layer in layers}) != 1:
             raise ConfigError(f"layers of KV group {name} with different heads are not supported")
