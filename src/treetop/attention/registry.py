@@ -34,12 +34,8 @@ def refusal(name: str, need: Need) -> Refusal | None:
     able, probes = BACKENDS[name].capabilities, BACKENDS[name].probes
     if why_not in probes and (problem := why_not(need.device)) is not None:
         return Refusal(problem, _other(name, need.device))
-    if need.dtype not in able.dtypes:
-        names = " and ".join(_name(dtype) for dtype in able.dtypes)
-        return Refusal(
-            f"it computes in {names}, not in {_name(need.dtype)}",
-            f"use --dtype {_name(able.dtypes[0])} or --attention-backend {_wider(need)}",
-        )
+    if (refused := _of_numbers(able, need)) is not None:
+        return refused
     if need.exact and need.device.type == "cuda" and not able.exact:
         exact = [other for other, spec in BACKENDS.items() if spec.capabilities.exact]
         remedy = "use --exactness ties" + "".join(f" or --attention-backend {other}" for other in exact)
@@ -73,6 +69,19 @@ def refusal(name: str, need: Need) -> Refusal | None:
 def exact_backend(need: Need) -> str | None:
     """The backend that serves `need` on a GPU with bits that depend on no batch; None if none does."""
     return next((name for name in BACKENDS if refusal(name, replace(need, exact=True)) is None), None)
+
+
+def _of_numbers(able: Capabilities, need: Need) -> Refusal | None:
+    """What dtypes stand against a backend."""
+    if need.dtype not in able.dtypes:
+        names = " and ".join(_name(dtype) for dtype in able.dtypes)
+        return Refusal(
+            f"it computes in {names}, not in {_name(need.dtype)}",
+            f"use --dtype {_name(able.dtypes[0])} or --attention-backend {_wider(need)}",
+        )
+    if need.fp8_kv and not able.fp8_kv:
+        return Refusal("it reads no K/V in FP8", f"use --kv-cache-dtype auto or --attention-backend {_wider(need)}")
+    return None
 
 
 def require(name: str, need: Need) -> Capabilities:

@@ -20,6 +20,7 @@ CAPABILITIES = Capabilities(
     head_dims=tuple(range(2, 513)),
     latents=tuple(range(1, 513)),
     sparse=True,
+    fp8_kv=True,
     captures_first_call=True,
 )
 
@@ -75,7 +76,7 @@ class TritonBackend:
         self, q: Tensor, kv: PagedKV, plan: AttentionMetadata, tail: Tensor | None, scale: float, sinks: Tensor | None
     ) -> Tensor:
         if kv.value_dim is None:
-            return paged_attention(q, kv.data, plan, tail, scale, sinks, self._gpu)[0]
+            return paged_attention(q, kv.data, plan, tail, scale, sinks, self._gpu, scales=kv.scales)[0]
         assert sinks is None, "no model has compressed attention and sinks"
         return latent_attention(q, kv.planes, plan, tail, kv.value_dim, scale, self._gpu)
 
