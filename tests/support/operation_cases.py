@@ -23,7 +23,8 @@ from treetop.kernels import peers
 from treetop.kernels.attention import paged_attention_reference
 from treetop.kernels.attention_config import Launch
 from treetop.kernels.calibration import Heat
-from treetop.kernels.coded import CodedLaunch, CodedWeight, Coding
+from treetop.kernels.coded import CodedWeight, Coding
+from treetop.kernels.coded_rows import CodedLaunch
 from treetop.kernels.commit import Paths
 from treetop.kernels.experts import Activation, Experts
 from treetop.kernels.fused import HeadNorms
@@ -34,7 +35,6 @@ from treetop.kernels.kv_chunks import Span, pack_reference, unpack_reference
 from treetop.kernels.latent import LatentNorm
 from treetop.kernels.learn import Observed
 from treetop.kernels.metadata import AttentionMetadata
-from treetop.kernels.mxfp4 import pack as pack_mxfp4
 from treetop.kernels.packed_weights import CompressedLaunch, compress
 from treetop.kernels.peers import Mailboxes
 from treetop.kernels.process import ONE, LogitsProcessors, mask_words
@@ -45,6 +45,7 @@ from treetop.kernels.select import select_reference
 from treetop.kernels.skinny_gemm import RowsLaunch
 from treetop.kernels.table import operations
 from treetop.kernels.tail import PrefixPart
+from treetop.kernels.tiles import in_turn, tile
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.types.ids import FULL
 from treetop.types.layout import SpecShape
@@ -209,15 +210,20 @@ def summed(args: tuple[Any, ...], result: Any) -> Any:
 
 @case
 def coded_rows(_: bool) -> Call:
-    weight = coded_weight(72, 256, Coding("int4", 64, zeros=True))
-    launch = {"launch": CodedLaunch(32, 64, 2, 1, 4)}
+    weight = tile(coded_weight(72, 256, Coding("int4", 64, zeros=True)))
+    launch = {"launch": CodedLaunch(64, 2, 1, 4)}
     return Call((torch.randn(19, 256).half(), weight, torch.randn(72).half()), launch, summed)
 
 
 @case
 def coded_gated(_: bool) -> Call:
-    weight = coded_weight(80, 96, Coding("e4m3", 32))
-    return Call((torch.randn(17, 96).half() / 8, weight), {"launch": CodedLaunch(16, 32, 1, 1, 4)}, only_result)
+    weight = tile(in_turn(coded_weight(80, 96, Coding("e4m3", 32)).halves()))
+    return Call((torch.randn(17, 96).half() / 8, weight), {"launch": CodedLaunch(64, 1, 1, 4)}, only_result)
+
+
+@case
+def decode_tiles(_: bool) -> Call:
+    return Call((tile(coded_weight(150, 200, Coding("e2m1", 16, "over"))), 64, 150, torch.float16), {}, only_result)
 
 
 @case
@@ -239,9 +245,9 @@ def experts(kernel: bool) -> Call:
     x, live = torch.randn(19, 96), torch.rand(19) < 0.8
     router = Router(spec, torch.randn(6, 96), None, None)
     routes = operations()["route"].on(gpu_traits(DEVICE))(x, router, live)
-    groups = torch.randint(0, 256, (6, 96, 3, 17), dtype=torch.uint8)
-    groups[..., 16] = torch.randint(122, 125, (6, 96, 3))
-    made = Experts(pack_mxfp4(groups), torch.randn(6, 96, 48) / 7, torch.randn(6, 2, 48), None, Activation.CLAMPED)
+    codes, scale = torch.randint(0, 256, (6, 96, 48), dtype=torch.uint8), torch.randint(122, 125, (6, 96, 3))
+    gate_up = tile(CodedWeight(Coding("e2m1", 32, "e8m0"), 96, codes, scale.to(torch.uint8)))
+    made = Experts(gate_up, torch.randn(6, 96, 48) / 7, torch.randn(6, 2, 48), None, Activation.CLAMPED)
     return Call((x, routes, made), compared=lambda args, result: result.float().sum(0))
 
 

@@ -36,10 +36,12 @@ from treetop.engine.state import make_state
 from treetop.engine.weight_copies import CpuWeights, with_copies, with_second_orders
 from treetop.kernels.kv import FP8_CAPABILITY, kv_dtype
 from treetop.kernels.process import MAX_COUNT
+from treetop.kernels.table import OpContext, on_a_gpu_in_16_bits
+from treetop.kernels.triton_guard import gpu_traits
 from treetop.models.config import ModelConfig, read_config
 from treetop.models.folder import resolve_folder
 from treetop.models.loader import Placement, compute_device, compute_dtype, weight_bytes
-from treetop.models.params import Kind
+from treetop.models.params import Packing
 from treetop.models.registry import TargetSpec, target_spec
 from treetop.speculative.profile import RANKS, AcceptanceProfile, read_profile
 from treetop.types.config import EngineConfig
@@ -122,7 +124,7 @@ def _plan_rows(config: EngineConfig, parallel: Parallel, expert_ranks: Parallel)
     layout, kv_transfer = _with_slots(config, layout, target.config, draft, dtype)
     dummy = config.load_format == "dummy"
     place = Placement(dtype, device, layout.max_positions, dummy, shapes=layout.shapes, parallel=parallel)
-    place = replace(place, expert_ranks=expert_ranks, packed=packed_kinds(config))
+    place = replace(place, expert_ranks=expert_ranks, packed=packing(config))
     place = replace(place, exact=is_exact(config, layout, target, place))
     memory, static = memory_of_rank(place), _static_estimate(config, layout, target, draft, place)
     memory = Memory(memory.total, memory.free - static)
@@ -280,11 +282,16 @@ def _profile_of(config: EngineConfig) -> AcceptanceProfile | None:
     return read_profile(config.simulate_acceptance)
 
 
-def packed_kinds(config: EngineConfig) -> tuple[Kind, ...]:
-    """Kinds of quantized parameters that stay packed: on a GPU no experts, whose kernel reads plain ones."""
-    if config.dequantize_weights is not False:
-        return ()
-    return ("matrix", "experts") if compute_device(config.device).type == "cpu" else ("matrix",)
+def packing(config: EngineConfig) -> Packing:
+    """Which quantized parameters stay packed; if the configuration does not say, those whose products a GPU decodes in
+    registers, two weights at a time."""
+    device = compute_device(config.device)
+    if config.dequantize_weights is None:
+        context = OpContext(device, compute_dtype(config.dtype, device))
+        stays = on_a_gpu_in_16_bits(context) and gpu_traits(device).has_bfloat16
+    else:
+        stays = not config.dequantize_weights
+    return "none" if not stays else "rows" if device.type == "cpu" else "tiles"
 
 
 def read_draft_spec(config: EngineConfig, target: TargetSpec) -> DrafterSpec:

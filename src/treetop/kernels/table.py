@@ -18,8 +18,11 @@ from torch import Tensor
 
 from treetop.kernels import accept as accepting
 from treetop.kernels import attention as attending
+from treetop.kernels import coded_rows as coded
+from treetop.kernels import commit as committing
+from treetop.kernels import draw as drawing
+from treetop.kernels import experts as expert_products
 from treetop.kernels import (
-    coded,
     fused,
     index_scores,
     index_topk,
@@ -31,11 +34,9 @@ from treetop.kernels import (
     peers,
     routing,
     tail,
+    tiles,
     topk,
 )
-from treetop.kernels import commit as committing
-from treetop.kernels import draw as drawing
-from treetop.kernels import experts as expert_products
 from treetop.kernels import grow as growing
 from treetop.kernels import latent_attention as latent_attending
 from treetop.kernels import learn as learning
@@ -210,6 +211,9 @@ class Ops:
     )
     coded_rows = Op(coded.coded_rows_reference, coded.coded_rows, 1e-5, on_a_gpu_in_16_bits, (coded._coded_kernel,))
     coded_gated = Op(coded.coded_gated_reference, coded.coded_gated, 1e-5, on_a_gpu_in_16_bits, (coded._coded_kernel,))
+    decode_tiles = Op(
+        tiles.decode_tiles_reference, tiles.decode_tiles, 0.0, on_a_gpu_in_16_bits, (tiles._decode_tiles_kernel,)
+    )
     route = Op(
         routing.route_reference,
         routing.route,

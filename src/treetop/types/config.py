@@ -204,8 +204,8 @@ class EngineConfig:
     )
     dequantize_weights: bool | None = option(
         None,
-        "decode quantized weights once, as they are loaded, which is the default; if not, they stay packed in memory"
-        " and products decode them, which is slower on a CPU (docs/checkpoints.md)",
+        "decode quantized weights once, as they are loaded, which is the default on a CPU; if not, they stay packed in"
+        " memory and products decode them, which is the default on a GPU in 16 bits (docs/checkpoints.md)",
     )
     simulate_accept_length: float | None = option(
         None, "tokens every round emits, in the mean if fractional: the output is wrong; for measuring speed only"
