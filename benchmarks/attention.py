@@ -4,6 +4,7 @@
     python benchmarks/attention.py [--json FILE]           every usable backend on every shape, checked first
     python benchmarks/attention.py --write-table           the same by `auto`'s classes; writes attention/choices.json
     python benchmarks/attention.py --tune                  tunes Triton's launches; writes kernels/attention_config.json
+    python benchmarks/attention.py --exact --unchecked     what is exact against Triton, and one long row among others
     python benchmarks/attention.py --write-table --shapes prefill --unchecked     the classes of prefill alone
 
 Every shape's result is compared with a dense float32 reference before it is timed, and again after the last replay.
@@ -38,6 +39,7 @@ from attention_cases import (
     check,
     copy_bytes_per_s,
     describe,
+    exact_shapes,
     matrix_operations_per_s,
     measure,
     memory_bytes,
@@ -167,6 +169,7 @@ def time_all(backends: Backends, shapes: list[Shape], end: float) -> list[dict[s
                 continue
             results[name] = result
         where = f"{shape.kind:8} B={shape.rows:<3} n={shape.n:<5} L={shape.prefix_len:<6} t={shape.tail:<3}"
+        where += f" one L={shape.longest}" if shape.longest else ""
         times = "  ".join(
             f"{name} {r.us:.1f} ({r.us / floor:.2f}x)" + (f" + plan {r.plan_us:.0f}" if r.plan_us else "")
             for name, r in results.items()
@@ -247,8 +250,13 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--check", action="store_true", help="check results, with diagnostics, and time nothing")
     what.add_argument("--write-table", action="store_true", help="time the classes of `auto` and write its table")
+    what.add_argument(
+        "--exact", action="store_true", help="time what is exact against Triton, and a batch of which one row is long"
+    )
     what.add_argument("--tune", action="store_true", help="tune the Triton kernel's launches and write their table")
     options = parser.parse_args(arguments)
+    if options.exact:
+        options.backends = "triton,segments"
     tables = {"write_table": (treetop.attention, auto.TABLE), "tune": (treetop.kernels, attention_config.TABLE)}
     for asked, table in tables.items():
         if getattr(options, asked) and not table_of(*table) and not options.replace:
@@ -273,7 +281,7 @@ def main(arguments: list[str]) -> int:
     wrong = 0 if options.unchecked else check_all(backends, kinds)
     if options.check:
         return int(wrong > 0)
-    shapes = classes_of_auto() if options.write_table else shapes_to_time()
+    shapes = exact_shapes() if options.exact else classes_of_auto() if options.write_table else shapes_to_time()
     known = auto.load_table().classes if options.missing else {}
     shapes = [shape for shape in shapes if shape.kind in kinds and shape.call.shape_class not in known]
     timed = time_all(backends, shapes, end)

@@ -54,11 +54,17 @@ class Shape:
     dtype: torch.dtype = torch.bfloat16
     ragged: bool = False
     max_kv_len: int | None = None
+    longest: int | None = None
+
+    @property
+    def longest_len(self) -> int:
+        """Of the one row that has more keys than the others, if there is one."""
+        return self.longest or self.prefix_len
 
     @property
     def capacity(self) -> int:
         """The bound that a launch is made for: a captured graph's is the context limit."""
-        return self.max_kv_len or self.prefix_len
+        return self.max_kv_len or self.longest_len
 
     @property
     def need(self) -> Need:
@@ -76,7 +82,8 @@ class Shape:
     @property
     def kv_bytes(self) -> int:
         """K/V of one layer's pages that a call reads."""
-        return self.rows * self.prefix_len * 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+        keys = self.rows * self.prefix_len + self.longest_len - self.prefix_len
+        return keys * 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
 
     @property
     def bytes(self) -> int:
@@ -119,6 +126,19 @@ def shapes_to_time() -> list[Shape]:
 PREFILL_QUERIES = (512, 1024, 2048, 4096, 8192)
 PREFILL_KEYS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 SHORT_PROMPTS = ((4, 512, 1024), (16, 512, 512), (32, 256, 256), (64, 128, 128))
+
+
+def exact_shapes() -> list[Shape]:
+    """Decoding and trees by batch and context, prefill, and a batch of which one row is long."""
+    sizes = itertools.product((1, 8, 32), (1024, 8192, 32768), (1, 4, 16))
+    decode = [Shape("tree" if n > 1 else "plain", rows, n, length, n) for rows, length, n in sizes]
+    prefill = [Shape("prefill", 1, min(length, 8192), length, 0) for length in (1024, 8192, 32768)]
+    mixed = [
+        Shape("tree" if n > 1 else "plain", 32, n, 1024, n, max_kv_len=32768, longest=longest)
+        for n in (1, 16)
+        for longest in (None, 8192, 32768)
+    ]
+    return [*decode, *prefill, *mixed]
 
 
 def prefill_shapes() -> list[Shape]:
@@ -197,13 +217,14 @@ class Case:
 def build(shape: Shape, num_layers: int) -> Case:
     """Pages in random order; the last table row is the dummy's. Ragged: lengths vary, and the last row is padding."""
     s, p = shape, shape.page_size
-    columns = -(-s.prefix_len // p)
-    num_pages = 1 + s.rows * columns
+    columns, longest = -(-s.prefix_len // p), -(-s.longest_len // p)
+    num_pages = 1 + s.rows * columns + longest - columns
     order = torch.randperm(num_pages - 1, device=DEVICE) + 1
     table = torch.zeros((s.rows + 1, -(-s.capacity // p)), dtype=torch.int32, device=DEVICE)
-    table[: s.rows, :columns] = order.view(s.rows, columns)
+    table[: s.rows, :columns] = order[: s.rows * columns].view(s.rows, columns)
+    table[0, columns:longest] = order[s.rows * columns :]
     rows = torch.randperm(s.rows, device=DEVICE)
-    kv_len = torch.full((s.rows,), s.prefix_len, device=DEVICE)
+    kv_len = torch.where(rows == 0, s.longest_len, s.prefix_len)
     if s.ragged:
         rows[-1] = s.rows
         minimum = s.n if s.kind == "prefill" else 0
@@ -256,7 +277,7 @@ def reference(case: Case, layer: PagedKV) -> Tensor:
             metadata,
             rows=metadata.rows[one],
             kv_len=metadata.kv_len[one],
-            max_kv_len=s.prefix_len,
+            max_kv_len=s.longest_len,
             positions=metadata.positions[one][:, at],
             tail_positions=None if metadata.tail_positions is None else metadata.tail_positions[one],
             mask=None if metadata.mask is None else metadata.mask[one],
@@ -338,7 +359,7 @@ def num_layers_for(shape: Shape) -> int:
 def memory_bytes(shape: Shape) -> int:
     """What measuring a shape takes, about: pages, projections and results, and the reference's scores of a row."""
     queries = shape.rows * shape.n * (shape.heads + 2 * shape.kv_heads) * shape.head_dim * shape.dtype.itemsize
-    scores = 4 * min(shape.n, MAX_COMPARED) * shape.prefix_len * shape.heads
+    scores = 4 * min(shape.n, MAX_COMPARED) * shape.longest_len * shape.heads
     return num_layers_for(shape) * shape.kv_bytes + 4 * queries + 6 * scores
 
 

@@ -85,6 +85,7 @@ class PoolReport:
 
     bytes_per_token: in all its layers.
     window: None if they see everything.
+    chunked: they see their own chunk of so many tokens alone.
     """
 
     group: str
@@ -93,6 +94,7 @@ class PoolReport:
     bytes_per_token: int
     tokens: int
     bytes: int
+    chunked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +255,15 @@ def _memory_report(use: MemoryUse, config: EngineConfig) -> MemoryReport:
         pages, token = layout.num_pages[group.name], group.numbers_per_token * size
         held = pages * layout.page_size * token
         pools.append(
-            PoolReport(group.name, group.num_layers, group.window, token, (pages - 1) * layout.page_size, held)
+            PoolReport(
+                group.name,
+                group.num_layers,
+                group.window,
+                token,
+                (pages - 1) * layout.page_size,
+                held,
+                group.chunked,
+            )
         )
     budget = use.budget
     device = str(compute_device(config.device))
@@ -323,7 +333,7 @@ def _memory_lines(memory: MemoryReport) -> list[str]:
     lines = [f"memory of {memory.device}: {_bytes(memory.free)} of {_bytes(memory.total)} are free"]
     lines.append(f"  weights, tables and buffers {_bytes(memory.static)}, kept for the rest {_bytes(memory.kept)}")
     for pool in memory.pools:
-        window = "" if pool.window is None else f", window {pool.window}"
+        window = "" if pool.window is None else f", {'chunks of' if pool.chunked else 'window'} {pool.window}"
         lines.append(
             f"  KV pool {pool.group}: {pool.layers} layers{window}, {pool.bytes_per_token} bytes a token,"
             f" {pool.tokens} tokens, {_bytes(pool.bytes)}"

@@ -47,6 +47,7 @@ from treetop.kernels.latent_attention import latent_attention
 from treetop.kernels.learn import Observed
 from treetop.kernels.metadata import AttentionMetadata
 from treetop.kernels.rows import DraftState, RowTables
+from treetop.kernels.skinny_gemm import choose_whole, gated_rows, skinny_gemm
 from treetop.kernels.table import OpContext, Ops, operations
 from treetop.kernels.triton_guard import (
     GpuTraits,
@@ -68,9 +69,9 @@ from treetop.types.phase import Phase
 from treetop.types.sampling import Choice
 from treetop.types.tree import Accepted, DraftTree, PathPositions
 from treetop.weights import twelve_bits
-from treetop_debug.calibration_faults import CALIBRATION_FAULTS
 from treetop_debug.faults import FAULTS
 from treetop_debug.kernels import all_kernels
+from treetop_debug.policy_faults import POLICY_FAULTS
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 GPUTarget = pytest.importorskip("triton.backends.compiler", reason="Triton is not installed").GPUTarget
@@ -223,6 +224,22 @@ def test_products_that_decode_compile_for_a_gpu(absent_gpu, coding):
 
 
 @compiled_here
+def test_products_without_a_cut_compile_for_a_gpu(absent_gpu):
+    """Of few rows in narrow blocks, of more and of many, whose programs divide them; with a bias and with a gate."""
+    gpu, weight = GpuTraits(132, True, 227 << 10), torch.zeros((4096, 96), dtype=torch.bfloat16)
+
+    def launch():
+        for rows in (1, 40, 200, 1000):
+            x = torch.zeros(rows, 96, dtype=torch.bfloat16)
+            launch, bias = choose_whole(rows, 4096, 96, False, gpu), torch.zeros(4096, dtype=torch.bfloat16)
+            skinny_gemm(x, weight, launch, gpu, bias, rounds=True)
+        gated_rows(x, weight, choose_whole(rows, 4096, 96, True, gpu), gpu, rounds=True)
+
+    compile_ahead(launch)
+    assert absent_gpu == [("_skinny_gemm_kernel", False)] * 5
+
+
+@compiled_here
 @pytest.mark.parametrize(("rows", "n", "t", "bound"), [(8, 16, 16, 131072), (1, 300, 0, 4000)])
 def test_sparse_attention_compiles_for_a_gpu(absent_gpu, rows, n, t, bound):
     """A tree in a captured round, whose choice takes two launches, and a prefill, with GLM-5's sizes."""
@@ -279,7 +296,7 @@ def test_twin_kernels_compile_for_a_gpu_too(absent_gpu):
     ops = kernel_ops(torch.device("cpu"))
     compile_ahead(lambda: launch_a_round(ops))
     shipped = Counter(kernel for kernel, _ in absent_gpu)
-    for name, found in {**FAULTS, **CALIBRATION_FAULTS}.items():
+    for name, found in {**FAULTS, **POLICY_FAULTS}.items():
         inside = [each.target.rpartition(":")[2] for each in found.patches if each.target.endswith("_kernel")]
         if inside:
             with found.active():

@@ -30,6 +30,8 @@ SPECS = {
     "groups": RouterSpec(12, 3, RouterKind.SIGMOID, correction=True, groups=4, top_groups=2),
     "corrected softmax": RouterSpec(8, 3, RouterKind.SOFTMAX, renormalise=True, correction=True),
     "factors": RouterSpec(7, 3, RouterKind.SOFTMAX, renormalise=True, factors=True),
+    "of inputs": RouterSpec(6, 2, RouterKind.SIGMOID, of_inputs=True),
+    "one of inputs": RouterSpec(6, 1, RouterKind.SIGMOID, of_inputs=True),
     "groups of one": RouterSpec(6, 2, RouterKind.SIGMOID, correction=True, groups=6, top_groups=3),
 }
 
@@ -91,11 +93,13 @@ def test_routes_are_what_each_token_would_choose_alone(name):
         assert weight == pytest.approx([want[e] for e in expert], rel=1e-5)
 
 
+@pytest.mark.parametrize("of_inputs", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
-def test_a_token_gets_the_weighted_sum_of_its_experts(activation):
-    """Against one product after another, in float64; padding gets zeros and reaches no expert."""
+def test_a_token_gets_the_weighted_sum_of_its_experts(activation, of_inputs):
+    """Against one product after another, in float64; padding gets zeros and reaches no expert. Or the sum of what they
+    give for weighted inputs."""
     torch.manual_seed(2)
-    router = make_router(RouterSpec(5, 2, RouterKind.SOFTMAX), 16, torch.float64)
+    router = make_router(RouterSpec(5, 2, RouterKind.SOFTMAX, of_inputs=of_inputs), 16, torch.float64)
     made = make_experts(5, 16, 12, activation, bias=True, dtype=torch.float64)
     made.gate_up[:] *= 6  # beyond the limits of the clamped one
     x, live = torch.randn(9, 16, dtype=torch.float64), torch.arange(9) % 3 != 1
@@ -107,7 +111,8 @@ def test_a_token_gets_the_weighted_sum_of_its_experts(activation):
         want = torch.zeros(16, dtype=torch.float64)
         for expert, weight in zip(routes.expert[token].tolist(), routes.weight[token], strict=True):
             if expert >= 0:
-                gate, up = (made.gate_up[expert] @ x[token]) + made.gate_up_bias[expert]
+                read, after = (weight * x[token], 1) if of_inputs else (x[token], weight)
+                gate, up = (made.gate_up[expert] @ read) + made.gate_up_bias[expert]
                 if activation is Activation.CLAMPED:
                     gate, up = gate.clamp(max=7), up.clamp(-7, 7)
                     act = (up + 1) * gate / (1 + torch.exp(-1.702 * gate))
@@ -116,7 +121,7 @@ def test_a_token_gets_the_weighted_sum_of_its_experts(activation):
                 else:
                     limit = activation.limit or math.inf
                     act = (gate / (1 + torch.exp(-gate))).clamp(max=limit) * up.clamp(-limit, limit)
-                want += weight * (made.down[expert] @ act + made.down_bias[expert])
+                want += after * (made.down[expert] @ act + made.down_bias[expert])
         torch.testing.assert_close(got[token], want)
 
 
@@ -284,12 +289,15 @@ if INTERPRETED or ON_GPU:
         assert not bool(parts[0][:, ~live].any())
         assert near(parts[0].float().sum(0), want, 0.01)
 
-    def test_float32_products_are_as_exact_as_the_reference():
+    @pytest.mark.parametrize("of_inputs", [False, True])
+    def test_float32_products_are_as_exact_as_the_reference(of_inputs):
         torch.manual_seed(9)
+        spec = RouterSpec(6, 3, RouterKind.SOFTMAX, of_inputs=of_inputs)
         with DEVICE:
-            router, made = make_router(RouterSpec(6, 3, RouterKind.SOFTMAX), 70), make_experts(6, 70, 45, bias=True)
+            router, made = make_router(spec, 70), make_experts(6, 70, 45, bias=True)
             x = torch.randn(41, 70)
             routes = routing.route(x, router, None, gpu_traits(DEVICE))
+            assert routes.of_inputs == of_inputs
             parts = products.experts(x, routes, made, gpu_traits(DEVICE))
             want = experts_reference(x, routes, made)[0]
         torch.testing.assert_close(parts.sum(0), want, rtol=1e-5, atol=1e-5)

@@ -27,7 +27,7 @@ from treetop.kernels.coded import CodedLaunch, CodedWeight, Coding
 from treetop.kernels.commit import Paths
 from treetop.kernels.experts import Activation, Experts
 from treetop.kernels.fused import HeadNorms
-from treetop.kernels.grow import Children, Frontier, TreeBuilder, select_reference
+from treetop.kernels.grow import Children, Frontier, TreeBuilder
 from treetop.kernels.indexer import IndexNorm, IndexQuery
 from treetop.kernels.kv import PageTable
 from treetop.kernels.kv_chunks import Span, pack_reference, unpack_reference
@@ -41,6 +41,7 @@ from treetop.kernels.process import ONE, LogitsProcessors, mask_words
 from treetop.kernels.rope import RopeSpec, RopeTable, rope_table
 from treetop.kernels.routing import Router, RouterKind, RouterSpec
 from treetop.kernels.sampling import PartialArgmax, RowSamplingParams, SampledTokens, SamplingMetadata
+from treetop.kernels.select import select_reference
 from treetop.kernels.skinny_gemm import RowsLaunch
 from treetop.kernels.table import operations
 from treetop.kernels.tail import PrefixPart
@@ -404,7 +405,7 @@ def changing_rows(num_rows: int, vocab: int) -> LogitsProcessors:
     active[-1] = False
     penalties = torch.randn(num_rows), torch.randn(num_rows), 0.5 + torch.rand(num_rows)
     may_end, free = torch.tensor([12, 5, 13, 90, 14, 7]), torch.zeros(num_rows, dtype=torch.bool)
-    return LogitsProcessors(words.int(), biases, *penalties, may_end, active, free, free)
+    return LogitsProcessors(words.int(), biases, *penalties, may_end, active, free)
 
 
 @case

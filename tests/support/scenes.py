@@ -53,6 +53,7 @@ def scene(  # noqa: PLR0917 - by keyword
     causal=False,
     seed=0,
     latent=None,
+    chunked=False,
 ) -> Scene:
     """Random K/V in pages in random order; prefill rows end with padding queries, as the runner pads them.
 
@@ -84,7 +85,7 @@ def scene(  # noqa: PLR0917 - by keyword
         mask, positions = tree[:, -n:], tail_positions[:, -n:]
     distance = positions[:, :, None] - at
     seen = (at < kv_len[:, None])[:, None] & real[:, :, None]
-    seen = seen & (distance < (window or INT_MAX)) & ((distance >= 0) | torch.tensor(not causal))
+    seen = seen & near(positions, at[None], window, chunked) & ((distance >= 0) | torch.tensor(not causal))
 
     spoilt, spoilt_table = pages.clone(), table.clone()
     live = seen.any(dim=1)  # [rows, max_kv_len]
@@ -115,6 +116,7 @@ def scene(  # noqa: PLR0917 - by keyword
             window,
             None if causal else tail_positions,
             None if causal else mask,
+            chunked,
         ),
         kv=PagedKV(spoilt, latent),
         tail=TailKV(tail, latent),
@@ -127,6 +129,14 @@ def scene(  # noqa: PLR0917 - by keyword
     )
 
 
+def near(positions: Tensor, keys: Tensor, window: int | None, chunked: bool) -> Tensor:
+    """Whether keys [rows, m] are within the window, or in the chunk, of queries [rows, n]: [rows, n, m] bool."""
+    query, key = positions[:, :, None], keys[:, None]
+    if window is None:
+        return torch.ones_like(query == key)
+    return query // window == key // window if chunked else query - key < window
+
+
 def dense_answer(s: Scene, with_tail: bool, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Attention over everything seen, in one dense product in float64, and the log-sum-exp without the sink.
 
@@ -135,9 +145,8 @@ def dense_answer(s: Scene, with_tail: bool, sinks: Tensor | None = None) -> tupl
     k, v, seen, tail = s.k, s.v, s.seen, s.metadata
     if with_tail:
         k, v = torch.cat([k, s.tail.k], dim=1), torch.cat([v, s.tail.v], dim=1)
-        distance = tail.positions[:, :, None] - tail.tail_positions[:, None, :]
-        near = torch.ones_like(tail.mask) if tail.window is None else distance < tail.window
-        seen = torch.cat([seen, tail.mask & near], dim=2)
+        within = near(tail.positions, tail.tail_positions, tail.window, tail.chunked)
+        seen = torch.cat([seen, tail.mask & within], dim=2)
     k, v = (x.double().repeat_interleave(s.q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     scores = torch.einsum("bnhd,bmhd->bnhm", s.q.double(), k) * s.scale
     scores = scores.masked_fill(~seen[:, :, None], float("-inf"))

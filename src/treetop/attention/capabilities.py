@@ -25,6 +25,7 @@ class Capabilities:
     captures_first_call: also the first one, in which a library may compile or load.
     needs_host_extents: exact lengths on the host before a round (`plan_round`), so only one round may be in flight.
     phases: it serves.
+    exact: a query's result has the same bits in any batch, tree and chunking, as `--exactness bits` asks.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -38,6 +39,7 @@ class Capabilities:
     captures_first_call: bool = False
     needs_host_extents: bool = False
     phases: tuple[Phase, ...] = tuple(Phase)
+    exact: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ class Need:
 
     max_in_flight: rounds in flight.
 
-    exact: results have the same bits in any batch; PyTorch's on a CPU.
+    exact: results have the same bits in any batch: of PyTorch's on a CPU, of one that says so on a GPU.
 
     rows, queries: of the largest phase of a round, padding included, and in each of its rows; 0 without rounds.
     """

@@ -18,7 +18,7 @@ of its tail summed apart, and added last. A prefill has all its keys in pages, a
 That the library's products are such chains, whatever their shape, is no promise: `problem` probes it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -78,7 +78,7 @@ class ExactBackend:
     """The target's attention as above. Drafts, which change no token, have PyTorch's."""
 
     name = "torch"
-    capabilities = CAPABILITIES
+    capabilities = replace(CAPABILITIES, exact=True)
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._plain = TorchBackend(dtype, device)
@@ -104,14 +104,14 @@ class ExactBackend:
     def plan(self, begun: ExactPrefix | TorchPrefix, metadata: AttentionMetadata) -> ExactPlan | TorchPlan:
         if isinstance(begun, TorchPrefix):
             return self._plain.plan(begun, metadata)
-        distance = metadata.positions[:, :, None] - begun.position[:, None]
-        visible = (
-            begun.there[:, None] if metadata.window is None else begun.there[:, None] & (distance < metadata.window)
-        )
+        visible, oldest = begun.there[:, None], metadata.oldest
+        if oldest is not None:
+            visible = visible & (begun.position[:, None] >= oldest[:, :, None])
         if metadata.causal:
             # What has no key, the dummy row, sees the null slot, so that its weights are numbers.
+            causal = begun.position[:, None] <= metadata.positions[:, :, None]
             empty = ~begun.there[:, None, :1] & (begun.position[:, None] == 0)
-            return ExactPlan(begun, _bias(visible & (distance >= 0) | empty), None)
+            return ExactPlan(begun, _bias(visible & causal | empty), None)
         assert metadata.tail_positions is not None
         tail = tail_visible(metadata)
         visible = torch.cat([visible.expand(-1, tail.shape[1], -1), tail], dim=2)

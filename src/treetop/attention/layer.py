@@ -12,6 +12,7 @@ from treetop.attention.tail import attend, with_sinks
 from treetop.checks.probes import Probes
 from treetop.kernels.indexer import IndexQuery, choose_keys
 from treetop.kernels.kv import PagedKV
+from treetop.kernels.metadata import first_seen
 from treetop.types.ids import GroupName
 from treetop.types.kv import KVFormat
 from treetop.types.phase import Phase
@@ -160,13 +161,13 @@ class CausalAttention:
 class DenseAttention:
     """Attention of one sequence of `length` over itself, without pages: what everything else must agree with.
 
-    layers: the format and the window of each, and whose K/V it reads.
+    layers: the format of each, its window and whether that is a chunk's, and whose K/V it reads.
     """
 
     length: int
     dtype: torch.dtype
     device: torch.device
-    layers: Sequence[tuple[KVFormat, int | None, int]]
+    layers: Sequence[tuple[KVFormat, int | None, bool, int]]
     _written: dict[int, Tensor] = field(default_factory=dict)
     _chosen: dict[int, Tensor] = field(default_factory=dict)
 
@@ -176,13 +177,15 @@ class DenseAttention:
     def __call__(
         self, layer: int, write: WriteKV, scale: float, sinks: Tensor | None = None, index: Index | None = None
     ) -> Tensor:
-        n, (form, window, source) = self.length, self.layers[layer]
+        n, (form, window, chunked, source) = self.length, self.layers[layer]
         if source == layer:
             self._written[layer] = torch.empty((1, n, *form.shape), dtype=self.dtype, device=self.device)
         kv = self._written[source]
         q, position = write(kv, None), torch.arange(n, device=self.device)
-        distance = position[:, None] - position
-        visible = ((distance >= 0) & (distance < (n if window is None else window))).expand(1, n, n)
+        visible = position <= position[:, None]
+        if window is not None:
+            visible = visible & (position >= first_seen(position, window, chunked)[:, None])
+        visible = visible.expand(1, n, n)
         seen = TailKV(kv, form.value_dim, form.index_dim)
         if isinstance(index, IndexQuery):
             visible = self._chosen[layer] = choose_keys(index, seen.index_keys, visible)

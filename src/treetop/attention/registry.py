@@ -3,6 +3,7 @@
 The name in `Backend` is the line that registers one: `NAME_backend.py` of this folder says the rest, as its `BACKEND`.
 """
 
+from dataclasses import replace
 from importlib import import_module
 from typing import get_args
 
@@ -39,6 +40,10 @@ def refusal(name: str, need: Need) -> Refusal | None:
             f"it computes in {names}, not in {_name(need.dtype)}",
             f"use --dtype {_name(able.dtypes[0])} or --attention-backend {_wider(need)}",
         )
+    if need.exact and need.device.type == "cuda" and not able.exact:
+        exact = [other for other, spec in BACKENDS.items() if spec.capabilities.exact]
+        remedy = "use --exactness ties" + "".join(f" or --attention-backend {other}" for other in exact)
+        return Refusal("its bits depend on the batch", remedy)
     if need.max_in_flight > 1 and able.needs_host_extents:
         reason = "it plans with exact lengths on the host, so only one round may be in flight"
         return Refusal(reason, "use --no-overlap or --attention-backend triton")
@@ -63,6 +68,11 @@ def refusal(name: str, need: Need) -> Refusal | None:
         if problem is not None:
             return Refusal(problem, _other(name, need.device))
     return None
+
+
+def exact_backend(need: Need) -> str | None:
+    """The backend that serves `need` on a GPU with bits that depend on no batch; None if none does."""
+    return next((name for name in BACKENDS if refusal(name, replace(need, exact=True)) is None), None)
 
 
 def require(name: str, need: Need) -> Capabilities:

@@ -64,7 +64,7 @@ class TorchBackend:
         return TorchPrefix(slots, visible)
 
     def plan(self, begun: TorchPrefix, metadata: AttentionMetadata) -> TorchPlan:
-        visible = _prefix_visible(begun, metadata.positions, metadata.window)
+        visible = _prefix_visible(begun, metadata)
         if metadata.causal:
             keys = torch.arange(begun.slots.shape[1], device=visible.device)
             causal = keys <= metadata.positions[:, :, None]
@@ -107,13 +107,12 @@ class TorchBackend:
         return _attention(q, TailKV(_gather(kv, plan.prefix), kv.value_dim), plan, scale, sinks)
 
 
-def _prefix_visible(prefix: TorchPrefix, positions: Tensor, window: int | None) -> Tensor:
-    """[rows, n, width] bool: within the extent, and within the window by position."""
-    rows, n = positions.shape
-    if window is None:
-        return prefix.visible[:, None].expand(rows, n, -1)
-    keys = torch.arange(prefix.slots.shape[1], device=positions.device)
-    return prefix.visible[:, None] & (positions[:, :, None] - keys < window)
+def _prefix_visible(prefix: TorchPrefix, metadata: AttentionMetadata) -> Tensor:
+    """[rows, n, width] bool: within the extent, and within what the queries see by position."""
+    if metadata.oldest is None:
+        return prefix.visible[:, None].expand(-1, metadata.positions.shape[1], -1)
+    keys = torch.arange(prefix.slots.shape[1], device=prefix.slots.device)
+    return prefix.visible[:, None] & (keys >= metadata.oldest[:, :, None])
 
 
 def _gather(kv: PagedKV, prefix: TorchPrefix) -> Tensor:

@@ -161,7 +161,7 @@ def words_of_groups(groups: Sequence[KVGroup]) -> tuple[str, ...]:
     """Groups of the whole model, all ranks' heads, as a schema has them."""
     return tuple(
         f"{each.name}: {each.num_layers} layers, {each.kv.planes} planes, {each.kv.heads} heads of {each.kv.head_dim},"
-        f" window {each.window}, {each.kv.index_dim} numbers of an indexer"
+        f" {'chunks of' if each.chunked else 'window'} {each.window}, {each.kv.index_dim} numbers of an indexer"
         for each in groups
     )
 

@@ -58,7 +58,7 @@ def show_exactness(console: Console, engine_plan: EnginePlan, model: str | None,
 def operations(engine_plan: EnginePlan) -> Iterator[tuple[str, list[int]]]:
     """Each operation of the target, and the row counts at which a row's bits differ from those among most rows."""
     place = engine_plan.place
-    chosen = products_of(engine_plan.weights, place).target
+    chosen = products_of(engine_plan).target
     tied = ("embedding",) if engine_plan.target.config.tied_embeddings else ()
     params = engine_plan.target.params
     weights = {param.shape for param in params if param.kind == "matrix" or param.name in tied}

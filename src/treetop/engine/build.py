@@ -58,7 +58,7 @@ def build_runner(engine_plan: EnginePlan) -> BuiltRunner:
     Raises CapacityError if what is left does not hold one request, EngineError if memory runs out on the way.
     """
     config, place = engine_plan.config, engine_plan.place
-    products = products_of(engine_plan.weights, place)
+    products = products_of(engine_plan)
     with out_of_memory_explained("loading weights and trying the worst steps", place.device, engine_plan.use):
         before = _allocated(place.device)
         runner, zones, zeros = _without_pools(engine_plan, products)
@@ -87,8 +87,7 @@ def _make_slots(engine_plan: EnginePlan, zeros: Zeros) -> StagingSlots | None:
 def _without_pools(engine_plan: EnginePlan, products: Products) -> tuple[ModelRunner, RedZones | None, Zeros]:
     """The runner as yet without pools; the red zones, and what makes buffers."""
     config, draft = engine_plan.config, engine_plan.draft
-    place = replace(engine_plan.place, products=products.target)
-    beside = replace(place, products=products.draft, exact=False)  # a draft changes no token, whatever its bits
+    place, beside = products.of_target(engine_plan.place), products.of_draft(engine_plan.place)
     backend = make_backend(config.attention_backend, engine_plan.need)
     zones = RedZones(place.device) if config.check_level >= 3 else None
     zeros: Zeros = zones.zeros if zones is not None else partial(zeros_on, place.device)

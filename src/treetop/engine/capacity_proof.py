@@ -9,7 +9,7 @@ import torch
 from treetop.engine.kv_transfer import StagingSlots, export_chunks, import_chunks
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.rounds import RoundKey, RoundLauncher, draft_phase
-from treetop.kernels.calibration import CLASSES, make_calibration
+from treetop.kernels.calibration import make_calibration
 from treetop.kernels.grow import make_growth
 from treetop.kernels.learn import Observed
 from treetop.types.errors import CheckError
@@ -17,7 +17,7 @@ from treetop.types.ids import Row
 from treetop.types.kv_chunk import KVChunk
 from treetop.types.layout import SpecShape
 from treetop.types.messages import Export, ExportPlan, Import, ImportPlan
-from treetop.types.sampling import Choice
+from treetop.types.sampling import CLASSES, Choice
 from treetop.types.tree import Accepted
 
 

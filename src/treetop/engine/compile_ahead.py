@@ -79,7 +79,7 @@ class EveryExtent:
     def causal(
         self, q: Tensor, kv: PagedKV, plan: AttentionMetadata, scale: float, sinks: Tensor | None = None
     ) -> Tensor:
-        kind = plan.window, q.shape[2:], kv.data.shape[1:], sinks is None
+        kind = plan.window, plan.chunked, q.shape[2:], kv.data.shape[1:], sinks is None
         for metadata in self._every(plan, kind):
             width = metadata.positions.shape[1]
             self._attend(q.new_empty((len(metadata.rows), width, *q.shape[2:])), kv, metadata, scale, sinks)

@@ -33,7 +33,7 @@ def backend_need(layout: Layout, model: ModelConfig, draft: DrafterSpec | None, 
 def kv_groups(model: ModelConfig, draft: DrafterSpec | None, ranks: int) -> tuple[KVGroup, ...]:
     """The KV groups of one of `ranks` ranks."""
     layers = layer_groups(model, draft, ranks)
-    return tuple(KVGroup(name, len(of), of[0].kv, of[0].window) for name, of in layers.items())
+    return tuple(KVGroup(name, len(of), of[0].kv, of[0].window, of[0].chunked) for name, of in layers.items())
 
 
 def layer_groups(model: ModelConfig, draft: DrafterSpec | None, ranks: int = 1) -> dict[GroupName, list[AttentionSpec]]:
@@ -48,7 +48,7 @@ def layer_groups(model: ModelConfig, draft: DrafterSpec | None, ranks: int = 1) 
     if draft is not None and draft.attention:
         groups[DRAFT] = [attention_of_rank(layer, ranks) for layer in draft.attention]
     for name, layers in groups.items():
-        if len({layer.window for layer in layers}) != 1:
+        if len({(layer.window, layer.chunked) for layer in layers}) != 1:
             raise ConfigError("a model with two different windows is not supported")
         if len({(layer.num_heads, layer.kv) for layer in layers}) != 1:
             raise ConfigError(f"layers of KV group {name} with different heads are not supported")

@@ -79,7 +79,17 @@ class ModelRunner:
         if self.check_level >= 1 and table.group != group.name:
             raise CheckError(f"phase {phase}: layers of group {group.name} were given the page table of {table.group}")
         return AttentionMetadata(
-            phase, table, rows, kv_len, max_kv_len, self.layout.page_size, positions, group.window, tail_positions, mask
+            phase,
+            table,
+            rows,
+            kv_len,
+            max_kv_len,
+            self.layout.page_size,
+            positions,
+            group.window,
+            tail_positions,
+            mask,
+            group.chunked,
         )
 
     def plan(self, metadata: AttentionMetadata, begun: dict[GroupName, Any] | None = None) -> Any:

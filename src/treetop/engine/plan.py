@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from treetop.attention.capabilities import Capabilities, Need
-from treetop.attention.registry import BACKENDS, refusal, require
+from treetop.attention.registry import BACKENDS, exact_backend, refusal, require
 from treetop.drafts.protocol import DrafterSpec
 from treetop.drafts.registry import drafter_spec, ngram_spec
 from treetop.engine.buffers import make_round_buffers
@@ -120,7 +120,7 @@ def _plan_rows(config: EngineConfig, parallel: Parallel, expert_ranks: Parallel)
     dummy = config.load_format == "dummy"
     place = Placement(dtype, device, layout.max_positions, dummy, shapes=layout.shapes, parallel=parallel)
     place = replace(place, expert_ranks=expert_ranks, packed=packed_kinds(config))
-    place = replace(place, exact=is_exact(config, layout, place))
+    place = replace(place, exact=is_exact(config, layout, target, place))
     memory, static = memory_of_rank(place), _static_estimate(config, layout, target, draft, place)
     memory = Memory(memory.total, memory.free - static)
     allowance = cpu_allowance(config, memory, place, layout, target.config)
@@ -164,6 +164,7 @@ def make_layout(config: EngineConfig, model: ModelConfig, draft: DrafterSpec | N
         pool_tokens=config.max_total_tokens or 0,
         max_in_flight=choose_max_in_flight(config),
         max_deferred=_max_deferred(config, context),
+        graft=config.speculative_ngram_graft,
     )
     if config.max_total_tokens is None:
         layout = replace(layout, pool_tokens=layout.tokens_for_all)
@@ -224,6 +225,8 @@ def _attends(config: EngineConfig, device: torch.device) -> str:
     """The attention backend; of `auto` the one that it falls back to."""
     if config.attention_backend != "auto":
         return config.attention_backend
+    if config.exactness == "bits" and device.type == "cuda":
+        return exact_backend(Need(compute_dtype(config.dtype, device), device)) or "triton"
     return "torch" if refusal("triton", Need(compute_dtype(config.dtype, device), device)) is not None else "triton"
 
 

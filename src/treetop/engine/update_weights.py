@@ -52,9 +52,8 @@ def read_weights(engine_plan: EnginePlan, model: str | None, draft: str | None) 
     if not _are_alike(drafter_spec, engine_plan.draft):
         raise ConfigError(f"update_weights: {config.draft} is another draft head: its config or its tensors differ")
     aux = drafter_spec.aux_inputs if drafter_spec is not None else ()
-    products = products_of(engine_plan.weights, place)
-    target = spec.load(aux, replace(place, products=products.target))
-    beside = replace(place, products=products.draft, exact=False)
+    products = products_of(engine_plan)
+    target, beside = spec.load(aux, products.of_target(place)), products.of_draft(place)
     new_plan = replace(engine_plan, config=config, target=spec, draft=drafter_spec)
     if drafter_spec is None:
         return NewWeights(new_plan, target, None, None)

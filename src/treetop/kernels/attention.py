@@ -49,12 +49,13 @@ def paged_attention_reference(
     slots = slots_of(metadata.table.data, metadata.rows, at[None], stored, metadata.page_size)
     kv = torch.where(stored[:, :, None, None, None], pages[slots], 0)
     positions = metadata.positions
-    distance = positions[:, :, None] - at
-    visible = stored[:, None] & _within(distance, metadata.window)
+    visible = stored[:, None].expand(-1, q.shape[1], -1)
+    if metadata.oldest is not None:
+        visible = visible & (at >= metadata.oldest[:, :, None])
     if metadata.causal:
         columns = torch.arange(q.shape[1], device=q.device)
         real = (columns == 0) | (positions > positions[:, :1])
-        visible = visible & (distance >= 0) & real[:, :, None]
+        visible = visible & (at <= positions[:, :, None]) & real[:, :, None]
     if metadata.chosen is not None:
         visible = visible & _chosen(metadata.chosen, len(at))
     if tail is not None:
@@ -74,13 +75,11 @@ def paged_attention_reference(
 
 
 def tail_visible(metadata: AttentionMetadata) -> Tensor:
-    """Which tail keys a query sees: its mask, and the window by position. Returns [rows, n, t] bool."""
+    """Which tail keys a query sees: its mask, and from where it sees by position. Returns [rows, n, t] bool."""
     assert metadata.mask is not None
     assert metadata.tail_positions is not None
-    if metadata.window is None:
-        return metadata.mask
-    distance = metadata.positions[:, :, None] - metadata.tail_positions[:, None, :]
-    return metadata.mask & (distance < metadata.window)
+    oldest = metadata.oldest
+    return metadata.mask if oldest is None else metadata.mask & (metadata.tail_positions[:, None] >= oldest[:, :, None])
 
 
 def _chosen(chosen: SparseKeys, bound: int) -> Tensor:
@@ -89,10 +88,6 @@ def _chosen(chosen: SparseKeys, bound: int) -> Tensor:
     places = torch.where(there, chosen.positions, bound).to(torch.int64)
     found = torch.zeros((*chosen.count.shape, bound + 1), dtype=torch.bool, device=places.device)
     return found.scatter_(2, places, True)[..., :bound]
-
-
-def _within(distance: Tensor, window: int | None) -> Tensor:
-    return torch.ones_like(distance, dtype=torch.bool) if window is None else distance < window
 
 
 # ------------------------------------------------------------------------------------------------------ the kernels
@@ -141,15 +136,23 @@ def load_kv(base: Arg, at: Arg, stored: Arg, v_offset: Arg, dims: Arg, dim: cons
 
 
 @jit
+def oldest_seen(position: Arg, window: constexpr, chunked: constexpr) -> Arg:
+    """`metadata.first_seen` of positions [m] int32, and not below 0."""
+    if chunked:
+        return position // window * window
+    return tl.maximum(position - window + 1, 0)
+
+
+@jit
 def fold_tail(
-    q: Arg, tail: Arg, tail_positions: Arg, mask: Arg, query: Arg, real: Arg, position: Arg, dims: Arg, stop: Arg,
+    q: Arg, tail: Arg, tail_positions: Arg, mask: Arg, query: Arg, real: Arg, oldest: Arg, dims: Arg, stop: Arg,
     t: Arg, tail_column: Arg, tail_v: Arg, position_column: Arg, mask_query: Arg, mask_column: Arg, acc: Arg, peak: Arg,
     mass: Arg, scale: Arg, dim: constexpr, window: constexpr, block_t: constexpr, block_d: constexpr,
 ) -> Arg:  # fmt: skip
     """Fold columns 0 .. stop of a dense tail into the running softmax.
 
-    tail, tail_positions, mask: pointers to one row's, at its K/V head. query, position: [m] int, of the lanes that are
-    `real`. The rest as in `fold` and `AttentionMetadata`.
+    tail, tail_positions, mask: pointers to one row's, at its K/V head. query, and oldest, the first position that it
+    sees: [m] int, of the lanes that are `real`. The rest as in `fold` and `AttentionMetadata`.
     """
     for column_start in tl.range(0, stop, block_t, num_stages=1):
         column = column_start + tl.arange(0, block_t)
@@ -159,7 +162,7 @@ def fold_tail(
         visible = tl.load(shown, mask=real[:, None] & there[None, :], other=0) != 0
         if window > 0:
             tail_position = tl.load(tail_positions + column * position_column, mask=there, other=0).to(tl.int32)
-            visible = visible & (position[:, None] - tail_position[None, :] < window)
+            visible = visible & (tail_position[None, :] >= oldest[:, None])
         acc, peak, mass = fold(q, k, v, visible, acc, peak, mass, scale, True)
     return acc, peak, mass
 
@@ -178,9 +181,9 @@ def _attention_kernel(
     q_row: Arg, q_query: Arg, q_head: Arg, slot_stride: Arg, v_offset: Arg, table_row: Arg,
     position_row: Arg, position_query: Arg, splits: Arg, tail_row: Arg, tail_column: Arg, tail_v: Arg,
     tail_position_row: Arg, tail_position_column: Arg, mask_row: Arg, mask_query: Arg, mask_column: Arg,
-    group: constexpr, dim: constexpr, page_size: constexpr, window: constexpr, causal: constexpr, has_tail: constexpr,
-    has_sinks: constexpr, has_parts: constexpr, block_m: constexpr, block_n: constexpr, block_t: constexpr,
-    block_d: constexpr, overlap: constexpr,
+    group: constexpr, dim: constexpr, page_size: constexpr, window: constexpr, chunked: constexpr, causal: constexpr,
+    has_tail: constexpr, has_sinks: constexpr, has_parts: constexpr, block_m: constexpr, block_n: constexpr,
+    block_t: constexpr, block_d: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """One block of queries of one row and K/V head, over one split of its keys.
 
@@ -214,9 +217,10 @@ def _attention_kernel(
         first = tl.load(positions + row * position_row).to(tl.int32)
         real = real & ((query == 0) | (position > first))
         end = tl.minimum(end, tl.max(tl.where(real, position, -1), 0) + 1)
+    oldest = position
     if window > 0:
-        nearest = tl.min(tl.where(real, position, 2147483647), 0)
-        start = tl.minimum(tl.maximum(nearest - window + 1, 0), end)
+        oldest = oldest_seen(position, window, chunked)
+        start = tl.minimum(tl.min(tl.where(real, oldest, 2147483647), 0), end)
 
     first_block = start // block_n
     last_block = tl.cdiv(end, block_n)
@@ -233,7 +237,7 @@ def _attention_kernel(
     if has_tail:  # first, and by the first split: it needs no length, so it hides the latency of those loads
         acc, peak, mass = fold_tail(
             queries, tail + kv_head * dim + row * tail_row, tail_positions + row * tail_position_row,
-            mask + row * mask_row, query, real, position, dims, tl.where(split == 0, t, 0), t, tail_column, tail_v,
+            mask + row * mask_row, query, real, oldest, dims, tl.where(split == 0, t, 0), t, tail_column, tail_v,
             tail_position_column, mask_query, mask_column, acc, peak, mass, scale, dim, window, block_t, block_d,
         )  # fmt: skip
 
@@ -259,7 +263,7 @@ def _attention_kernel(
         if causal:
             visible = visible & (key[None, :] <= position[:, None])
         if window > 0:
-            visible = visible & (position[:, None] - key[None, :] < window)
+            visible = visible & (key[None, :] >= oldest[:, None])
         acc, peak, mass = fold(queries, k, v, visible, acc, peak, mass, scale, True)
 
     if has_sinks and not has_parts:
@@ -397,8 +401,9 @@ def paged_attention(
         data, tail_positions, mask, logits, scale * math.log2(math.e), n, width, rows * n * heads,
         *q.stride()[:3], pages.stride(0), pages.stride(1), table.stride(0), *positions.stride(), launch.splits,
         *tail_strides,
-        group=group, dim=dim, page_size=metadata.page_size, window=metadata.window or 0, causal=metadata.causal,
-        has_tail=tail is not None, has_sinks=sinks is not None, has_parts=launch.splits > 1,
+        group=group, dim=dim, page_size=metadata.page_size, window=metadata.window or 0,
+        chunked=metadata.chunked, causal=metadata.causal, has_tail=tail is not None, has_sinks=sinks is not None,
+        has_parts=launch.splits > 1,
         block_m=launch.block_m, block_n=launch.block_n, block_t=min(launch.block_n, max(16, power_of_two(width))),
         block_d=block_d, overlap=launch.overlap, num_warps=launch.num_warps, num_stages=launch.num_stages, **overlap,
     )  # fmt: skip

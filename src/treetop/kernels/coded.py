@@ -164,11 +164,11 @@ class CodedLaunch:
     num_warps: int
 
 
-def choose_coded(shape: tuple[int, int], gated: bool, gpu: GpuTraits) -> CodedLaunch:
-    """The launch for a weight [n, k], for any number of rows. Not measured."""
+def choose_coded(shape: tuple[int, int], gated: bool, gpu: GpuTraits, whole: bool = False) -> CodedLaunch:
+    """The launch for a weight [n, k], for any number of rows. whole: k is not cut. Not measured."""
     n, k = shape
     tiles = -(-(n // 2 if gated else n) // 64)
-    splits = 1 if gated or k % _BLOCK_K else most_splits(tiles, k // _BLOCK_K, gpu)
+    splits = 1 if gated or whole or k % _BLOCK_K else most_splits(tiles, k // _BLOCK_K, gpu)
     return CodedLaunch(64, _BLOCK_K, splits, 3, 4)
 
 
@@ -178,7 +178,8 @@ def coded_rows(
     """`coded_rows_reference` in parts [splits, rows, n] that add up to it; with one split rounded to x's dtype, with
     more in float32.
 
-    x: [rows, k], contiguous, rows <= MAX_ROWS. weight: [n, k], its tensors contiguous, without an order.
+    x: [rows, k], contiguous; more than MAX_ROWS are slower than the library with decoded weights. weight: [n, k], its
+    tensors contiguous, without an order.
     """
     n = weight.shape[0]
     dtype = x.dtype if launch.splits == 1 else torch.float32
@@ -209,7 +210,6 @@ def _launch(
 ) -> None:  # fmt: skip
     rows, k = x.shape
     coding, block_m = weight.coding, min(_BLOCK_M, max(16, power_of_two(rows)))
-    assert rows <= MAX_ROWS
     assert k == weight.columns
     assert weight.order is None
     assert launch.splits == 1 or k % (launch.splits * launch.block_k) == 0

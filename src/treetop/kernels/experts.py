@@ -4,6 +4,8 @@
     act = activation(x @ gate.T, x @ up.T)          of each token and each of its experts
     y = sum over its experts of weight * (act @ down.T)
 
+or, where weights are those of inputs (`Routes.of_inputs`), with weight * x in place of x and without it there.
+
 The reference goes from expert to expert. A kernel's program computes 64 or 128 lines for one tile of tokens of one
 expert (`kernels.routing`), with the weight as the left operand: gates and ups of a product in turn, so that the
 activation is its end. Few tokens are bound by how fast weights stream, so tiles are as small as tensor cores allow;
@@ -97,13 +99,16 @@ def experts_reference(
             continue
         rows = x if tokens is None else x[tokens]
         bias = None if experts.gate_up_bias is None else experts.gate_up_bias[expert].flatten()
+        own = weight if tokens is None else weight[tokens]
+        if routes.of_inputs:
+            rows, own = rows * own.to(rows.dtype), torch.ones_like(own)
         gate, up = linear(rows, gate_up[expert].flatten(0, 1), bias).chunk(2, dim=-1)
         bias = None if experts.down_bias is None else experts.down_bias[expert]
         y = linear(experts.activation(gate, up, functions), down[expert], bias).to(total.dtype)
         if tokens is None:
-            total += torch.where(chosen.any(dim=-1, keepdim=True), y * weight, 0)
+            total += torch.where(chosen.any(dim=-1, keepdim=True), y * own, 0)
         else:
-            total.index_add_(0, tokens, y * weight[tokens])
+            total.index_add_(0, tokens, y * own)
     return total.to(x.dtype)[None]
 
 
@@ -157,10 +162,15 @@ _PACKED = {
 }
 """Of a first and a second product in MXFP4: of few tiles, of more, and of such that have many tokens each."""
 _FEW_TILES = 8
+_WHOLE = GroupedLaunch(64, BLOCK, 1, 7, 2)
+"""Of a second product in MXFP4 whose k is not cut: as a first one of few tiles. Not measured."""
 
 
-def choose_grouped(tiles: Tiles, k: int, lines: int, gated: bool, packed: bool, size: int) -> GroupedLaunch:
-    """The launch of a product with weights [experts, lines, k]. packed: MXFP4. size: bytes of a number of x.
+def choose_grouped(
+    tiles: Tiles, k: int, lines: int, gated: bool, packed: bool, size: int, whole: bool = False
+) -> GroupedLaunch:
+    """The launch of a product with weights [experts, lines, k]. packed: MXFP4. size: bytes of a number of x. whole: k
+    is not cut.
 
     As `benchmarks/experts.py` measured with GPT-OSS-20B's and Qwen3-30B-A3B's shapes on an H200.
     """
@@ -170,22 +180,24 @@ def choose_grouped(tiles: Tiles, k: int, lines: int, gated: bool, packed: bool, 
         return GroupedLaunch(128, BLOCK if packed else 64, 1, 3, 8)
     if packed:
         kind = "long" if tiles.rows > 32 else "few" if len(tiles.expert) <= _FEW_TILES else "more"
-        return _PACKED[kind][0 if gated else 1]
-    splits = 1 if gated or lines * len(tiles.expert) > 64 * 512 or k < 1024 else 2
+        launch = _PACKED[kind][0 if gated else 1]
+        return _WHOLE if whole and launch.splits > 1 else launch
+    splits = 1 if whole or gated or lines * len(tiles.expert) > 64 * 512 or k < 1024 else 2
     return GroupedLaunch(64, BLOCK, splits, 4 if tiles.rows <= 32 else 3, 4)
 
 
-def experts(x: Tensor, routes: Routes, experts: Experts, gpu: GpuTraits) -> Tensor:
+def experts(x: Tensor, routes: Routes, experts: Experts, gpu: GpuTraits, by_rows: bool = False) -> Tensor:
     """`experts_reference` in two launches, in parts that add up to it: [top_k * splits, tokens, hidden].
 
-    x: contiguous, float32 or 16 bits. Two calls give the same bits.
+    x: contiguous, float32 or 16 bits. Two calls give the same bits. by_rows: so does a token in any batch: k is not
+    cut, and parts are float32, whatever the number of tokens.
     """
     assert x.is_contiguous()
     assert routes.tiles is not None
     tokens, top_k = routes.expert.shape
     _, inner, hidden = experts.size
     launches = [
-        choose_grouped(routes.tiles, k, lines, gated, isinstance(weight, Mxfp4Weight), x.element_size())
+        choose_grouped(routes.tiles, k, lines, gated, isinstance(weight, Mxfp4Weight), x.element_size(), by_rows)
         for weight, k, lines, gated in (
             (experts.gate_up, hidden, 2 * inner, True),
             (experts.down, inner, hidden, False),
@@ -193,7 +205,7 @@ def experts(x: Tensor, routes: Routes, experts: Experts, gpu: GpuTraits) -> Tens
     ]
     act = torch.empty((tokens * top_k, inner), dtype=x.dtype, device=x.device)
     _grouped(act, x, experts.gate_up, experts.gate_up_bias, routes, experts.activation, launches[0], gpu)
-    dtype = torch.float32 if tokens <= _FEW else x.dtype
+    dtype = torch.float32 if by_rows or tokens <= _FEW else x.dtype
     parts = torch.empty((top_k * launches[1].splits, tokens, hidden), dtype=dtype, device=x.device)
     _grouped(parts, act, experts.down, experts.down_bias, routes, None, launches[1], gpu)
     return parts
@@ -221,7 +233,7 @@ def _grouped(
         tiles.number, routes.expert, routes.weight, 0.0 if limit is None else limit, tokens, n, k, share,
         packed=packed, wide=isinstance(weight, Mxfp4Weight) and weight.wide, has_bias=bias is not None, gated=gated,
         kind=None if activation is None else activation.kind, limited=limit is not None, apart=routes.apart,
-        top_k=top_k,
+        weighted=gated == routes.of_inputs, top_k=top_k,
         block_m=tiles.rows, block_n=launch.block_n, block_k=launch.block_k, hopper=gpu.can_overlap,
         overlap=gpu.can_overlap, num_stages=launch.num_stages, num_warps=launch.num_warps, **launch_options(gpu),
     )  # fmt: skip
@@ -232,14 +244,15 @@ def _grouped_kernel(
     out: Arg, x: Arg, weight: Arg, scales: Arg, bias: Arg, order: Arg, tile_expert: Arg, tile_start: Arg,
     tile_count: Arg, number: Arg, expert_of: Arg, weight_of: Arg, limit: Arg, tokens: Arg, n: Arg, k: Arg, share: Arg,
     packed: constexpr, wide: constexpr, has_bias: constexpr, gated: constexpr, kind: constexpr, limited: constexpr,
-    apart: constexpr, top_k: constexpr, block_m: constexpr, block_n: constexpr, block_k: constexpr, hopper: constexpr,
-    overlap: constexpr,
+    apart: constexpr, weighted: constexpr, top_k: constexpr, block_m: constexpr, block_n: constexpr,
+    block_k: constexpr, hopper: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """A block of lines for one tile over one share of k. Grid (most tiles + 1, lines / block_n, splits); the last
     writes zeros for padding, and for what another rank's experts compute.
 
     gated: x is [tokens, k], lines are a gate and an up in turn, out is [assignments, n] in the order of the tiles.
-    Else: x is [assignments, k] in that order, out is [splits * top_k, tokens, n], times the weights of the routes.
+    Else: x is [assignments, k] in that order, out is [splits * top_k, tokens, n]. weighted: times the weights of the
+    routes, as if x of a gated one were.
     """
     pdl_wait(overlap, early=True)
     tile, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -271,6 +284,10 @@ def _grouped_kernel(
             output = block * (block_n // 2) + tl.arange(0, block_n // 2)
             halves = tl.permute(tl.reshape(total, [block_n // 2, 2, block_m]), [0, 2, 1])
             gate, up = tl.split(halves)
+            if weighted:
+                route_weight = tl.load(weight_of + assignment, mask=there, other=0.0)[None, :]
+                gate *= route_weight
+                up *= route_weight
             if has_bias:
                 bias_at = bias + expert * (2 * n) + output
                 gate += tl.load(bias_at, mask=output < n, other=0.0).to(tl.float32)[:, None]
@@ -281,7 +298,8 @@ def _grouped_kernel(
         else:
             if has_bias and split == 0:
                 total += tl.load(bias + expert * n + line, mask=line < n, other=0.0).to(tl.float32)[:, None]
-            total *= tl.load(weight_of + assignment, mask=there, other=0.0)[None, :]
+            if weighted:
+                total *= tl.load(weight_of + assignment, mask=there, other=0.0)[None, :]
             row = ((split * top_k + assignment % top_k) * tokens + assignment // top_k).to(tl.int64)
             out_at = out + row[None, :] * n + line[:, None]
             tl.store(out_at, total.to(out.dtype.element_ty), mask=there[None, :] & (line < n)[:, None])

@@ -33,6 +33,14 @@ def joined(parts: Tensor) -> Tensor:
     return parts[0] if parts.shape[0] == 1 else parts.sum(dim=0)
 
 
+def joined_in_order(parts: Tensor) -> Tensor:
+    """The same, one part after another: a library may add them up by the number of rows."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
 def add_reference(x: Tensor, delta: Tensor) -> Tensor:
     """x [..., hidden] plus the parts of delta [parts, ..., hidden]."""
     total = x + joined(delta)

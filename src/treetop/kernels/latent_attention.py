@@ -11,7 +11,14 @@ import math
 
 from torch import Tensor
 
-from treetop.kernels.attention import Results, fold_scores, page_of, paged_attention_reference, tail_arguments
+from treetop.kernels.attention import (
+    Results,
+    fold_scores,
+    oldest_seen,
+    page_of,
+    paged_attention_reference,
+    tail_arguments,
+)
 from treetop.kernels.attention_config import CallShape, Launch, choose_launch
 from treetop.kernels.dependent_launch import pdl_wait
 from treetop.kernels.metadata import AttentionMetadata
@@ -70,9 +77,9 @@ def _latent_attention_kernel(
     position_query: Arg, splits: Arg, chosen_row: Arg, chosen_query: Arg, count_row: Arg, tail_row: Arg,
     tail_column: Arg, tail_position_row: Arg, tail_position_column: Arg, mask_row: Arg, mask_query: Arg,
     mask_column: Arg,
-    heads: constexpr, rank: constexpr, turned: constexpr, page_size: constexpr, window: constexpr, causal: constexpr,
-    sparse: constexpr, has_tail: constexpr, block_m: constexpr, block_n: constexpr, block_t: constexpr,
-    block_c: constexpr, block_r: constexpr, overlap: constexpr,
+    heads: constexpr, rank: constexpr, turned: constexpr, page_size: constexpr, window: constexpr, chunked: constexpr,
+    causal: constexpr, sparse: constexpr, has_tail: constexpr, block_m: constexpr, block_n: constexpr,
+    block_t: constexpr, block_c: constexpr, block_r: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """One block of queries of one row, over one split of its keys.
 
@@ -120,9 +127,10 @@ def _latent_attention_kernel(
         first = tl.load(positions + row * position_row).to(tl.int32)
         real = real & ((query == 0) | (position > first))
         end = tl.minimum(end, tl.max(tl.where(real, position, -1), 0) + 1)
+    oldest = position
     if window > 0:
-        nearest = tl.min(tl.where(real, position, 2147483647), 0)
-        start = tl.minimum(tl.maximum(nearest - window + 1, 0), end)
+        oldest = oldest_seen(position, window, chunked)
+        start = tl.minimum(tl.min(tl.where(real, oldest, 2147483647), 0), end)
 
     first_block = start // block_n
     last_block = tl.cdiv(end, block_n)
@@ -149,7 +157,7 @@ def _latent_attention_kernel(
             if window > 0:
                 at_position = tail_positions + row * tail_position_row + column * tail_position_column
                 tail_position = tl.load(at_position, mask=there, other=0).to(tl.int32)
-                visible = visible & (position[:, None] - tail_position[None, :] < window)
+                visible = visible & (tail_position[None, :] >= oldest[:, None])
             acc, peak, mass = _fold_planes(
                 queries, q_turned, k, k_turned, visible, acc, peak, mass, scale, True
             )  # fmt: skip
@@ -169,7 +177,7 @@ def _latent_attention_kernel(
         if causal:
             visible = visible & (key[None, :] <= position[:, None])
         if window > 0:
-            visible = visible & (position[:, None] - key[None, :] < window)
+            visible = visible & (key[None, :] >= oldest[:, None])
         acc, peak, mass = _fold_planes(queries, q_turned, k, k_turned, visible, acc, peak, mass, scale, True)
 
     seen = real & (mass != 0)  # also of NaN, which must show
@@ -224,8 +232,8 @@ def latent_attention(
         tail_positions, mask, *listed, scale * math.log2(math.e), n, width, rows * n * heads, *q.stride()[:3],
         pages.stride(0), table.stride(0), *positions.stride(), launch.splits, *listed_strides, *tail_strides,
         heads=heads, rank=rank, turned=dim - rank, page_size=metadata.page_size, window=metadata.window or 0,
-        causal=metadata.causal and chosen is None, sparse=chosen is not None, has_tail=tail is not None,
-        block_m=launch.block_m, block_n=launch.block_n,
+        chunked=metadata.chunked, causal=metadata.causal and chosen is None, sparse=chosen is not None,
+        has_tail=tail is not None, block_m=launch.block_m, block_n=launch.block_n,
         block_t=min(launch.block_n, max(16, power_of_two(width))), block_c=max(16, power_of_two(rank)),
         block_r=max(16, power_of_two(dim - rank)), overlap=launch.overlap, num_warps=launch.num_warps,
         num_stages=launch.num_stages, **overlap,

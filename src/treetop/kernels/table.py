@@ -41,6 +41,7 @@ from treetop.kernels import latent_attention as latent_attending
 from treetop.kernels import learn as learning
 from treetop.kernels import process as processing
 from treetop.kernels import rows as row_state
+from treetop.kernels import select as selecting
 from treetop.kernels import skinny_gemm as skinny
 from treetop.kernels.exact import BY_ELEMENT, LIBRARY
 from treetop.kernels.sampling import draw_reference, greedy_of_ranks, greedy_reference
@@ -55,7 +56,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 class OpContext:
     """What an engine computes on, and the shapes of its trees; () where no tree is grown.
 
-    exact: on a CPU in float32, a row has the same bits in any company (`kernels.exact`).
+    exact: a row has the same bits in any company: on a CPU in float32 (`kernels.exact`), on a GPU in 16 bits.
     """
 
     device: torch.device
@@ -94,6 +95,7 @@ class Op(Generic[F]):
     applies: where the kernel serves.
     launches: the Triton kernels it is made of.
     by_rows: what serves instead of a reference whose bits depend on the number of rows, where they must not.
+    kernel_by_rows: the same of a kernel.
     """
 
     reference: F
@@ -102,6 +104,7 @@ class Op(Generic[F]):
     applies: Callable[[OpContext], bool]
     launches: tuple[Any, ...] = ()
     by_rows: F | None = None
+    kernel_by_rows: Callable[..., Any] | None = None
     name: str = field(default="", init=False)
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -117,9 +120,10 @@ class Op(Generic[F]):
         """The operation itself, from the class. An instance holds the function it chose under the same name."""
         return self
 
-    def on(self, gpu: GpuTraits) -> F:
-        """The kernel on a GPU, called like the reference."""
-        return cast(F, partial(self.kernel, gpu=gpu))
+    def on(self, gpu: GpuTraits, exact: bool = False) -> F:
+        """The kernel on a GPU, called like the reference. exact: a row's bits depend on no other."""
+        kernel = self.kernel_by_rows if exact and self.kernel_by_rows is not None else self.kernel
+        return cast(F, partial(kernel, gpu=gpu))
 
 
 class AddRmsNorm(Protocol):
@@ -213,6 +217,7 @@ class Ops:
         on_a_gpu,
         (routing._logits_kernel, routing._choose_kernel, routing._place_kernel),
         routing.route_by_rows,
+        partial(routing.route, by_rows=True),
     )
     experts = Op(
         expert_products.experts_reference,
@@ -221,6 +226,7 @@ class Ops:
         on_a_gpu,
         (expert_products._grouped_kernel,),
         expert_products.experts_by_rows,
+        partial(expert_products.experts, by_rows=True),
     )
 
     # of attention
@@ -265,7 +271,9 @@ class Ops:
         (topk._pieces_kernel, topk._merge_kernel),
     )
     grow = Op(growing.grow_reference, growing.grow, 0.0, for_trees_of_one_program, (growing._grow_kernel,))
-    select = Op(growing.select_reference, growing.select, 0.0, for_trees_of_one_program, (growing._select_kernel,))
+    select = Op(
+        selecting.select_reference, selecting.select, 0.0, for_trees_of_one_program, (selecting._select_kernel,)
+    )
     greedy = Op(greedy_reference, accepting.best_of_pieces, 0.0, for_trees_of_one_program, (accepting._pieces_kernel,))
     process = Op(processing.process_reference, processing.process, 1e-6, on_a_gpu, (processing._process_kernel,))
     draw = Op(draw_reference, drawing.draw_tokens, 1e-6, on_a_gpu, (drawing._draw_kernel,))
@@ -309,12 +317,13 @@ class Ops:
         self, context: OpContext, parallel: Parallel = SINGLE_RANK, expert_ranks: Parallel = SINGLE_RANK
     ) -> None:
         self.context, self.parallel, self.expert_ranks = context, parallel, expert_ranks
-        self.functions = BY_ELEMENT if context.exact else LIBRARY
+        by_element = context.exact and context.device.type == "cpu"  # a GPU computes each element alike
+        self.functions = BY_ELEMENT if by_element else LIBRARY
         self._gpu = gpu_traits(context.device) if on_a_gpu(context) else None
         for name, op in operations().items():
             gpu = self.gpu_for(op)
             reference = op.by_rows if context.exact and op.by_rows is not None else op.reference
-            vars(self)[name] = reference if gpu is None else op.on(gpu)
+            vars(self)[name] = reference if gpu is None else op.on(gpu, context.exact)
         if parallel.size > 1:
             vars(self)["greedy"] = partial(greedy_of_ranks, self.greedy, parallel)
             vars(self)["add"] = partial(_add_of_ranks, self.add)

@@ -48,7 +48,7 @@ else:
         class _Kernel(triton.JITFunction):
             def run(self, *args, grid, warmup, **options):
                 """Compile if that has not been done, and launch; inside `compile_ahead` ask for a kernel once."""
-                options["enable_fp_fusion"] = True  # the default up to 3.9, which warns that it will change
+                options.setdefault("enable_fp_fusion", True)  # the default up to 3.9, which warns that it will change
                 asked = _asked.get()
                 if asked is None:
                     return super().run(*args, grid=grid, warmup=warmup, **options)

@@ -18,6 +18,7 @@ from treetop.types.layout import SpecShape
 from treetop.types.parallel import SINGLE_RANK, Parallel
 from treetop.weights.cpu_products import ChosenProduct, Shape
 from treetop.weights.format import MAIN, Fetch, Holding
+from treetop.weights.gpu_products import Probed
 from treetop.weights.held import HeldWeight, Weights
 from treetop.weights.plain import FLOATS
 
@@ -52,7 +53,8 @@ class Placement:
     dummy: random weights, no file.
     compressed: weights in 12 bits as well.
     products: on a CPU, the calls for weights of each shape.
-    exact: a row has the same bits in any company; on a CPU in float32.
+    probed: on a GPU with `exact`, what was found of the library's products by shape of a weight.
+    exact: a row has the same bits in any company; on a CPU in float32, on a GPU in 16 bits.
     shapes: of trees that will be grown.
     parallel: the rank that computes.
     expert_ranks: the same of ranks that share only the experts.
@@ -65,6 +67,7 @@ class Placement:
     dummy: bool = False
     compressed: bool = False
     products: Mapping[Shape, ChosenProduct] = field(default_factory=dict)
+    probed: Mapping[Shape, Probed] = field(default_factory=dict)
     exact: bool = False
     shapes: tuple[SpecShape, ...] = ()
     parallel: Parallel = SINGLE_RANK
@@ -79,7 +82,7 @@ class Placement:
     @property
     def holding(self) -> Holding:
         """What products here may use."""
-        return Holding(self.ops, self.compressed, self.products)
+        return Holding(self.ops, self.compressed, self.products, self.probed)
 
     def own(self, params: Sequence[Param]) -> list[Param]:
         """The rank's part of parameters, as they are held. Raises ConfigError if one cannot be divided, and as

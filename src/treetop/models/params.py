@@ -1,6 +1,6 @@
 """Parameters, declared once: expected tensors, loading, the memory count and shards all follow from these."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import lcm, prod
@@ -105,6 +105,20 @@ def _in_format(param: Param, formats: StoredFormats) -> Param:
             f"{formats.where}: {param.sources[0].module} is read in plain numbers, not {format_.name}"
         )
     return replace(param, format=format_)
+
+
+def renamed(params: Iterable[Param], names: Mapping[str, str]) -> list[Param]:
+    """The same, whose stored tensors have other words in their names."""
+
+    def name_of(stored: str) -> str:
+        for ours, theirs in names.items():
+            stored = stored.replace(ours, theirs)
+        return stored
+
+    return [
+        replace(param, sources=tuple(replace(each, name=name_of(each.name)) for each in param.sources))
+        for param in params
+    ]
 
 
 def stay_packed(params: Iterable[Param], kinds: Collection[Kind]) -> list[Param]:

@@ -21,10 +21,12 @@ from treetop.models import (
     glm4_moe,
     gpt_oss,
     granite,
+    hunyuan,
     hy3,
     laguna,
     layered,
     llama,
+    llama4,
     mimo,
     mimo_v2,
     mistral,
@@ -112,6 +114,12 @@ FAMILIES: dict[str, Family] = {
     ),
     "GptOssForCausalLM": Family(gpt_oss.read, "windows in every other layer, sinks, biases, experts"),
     "LlamaForCausalLM": Family(llama.read, "the plain decoder: Llama 2, 3 and what is published as it"),
+    "Llama4ForCausalLM": Family(
+        llama4.read, "chunks, layers that do not turn, experts whose inputs are weighted", llama4.params
+    ),
+    "Llama4ForConditionalGeneration": Family(
+        llama4.read, "the text of Llama 4: Scout and Maverick", llama4.params, text_of=("llama4_text",)
+    ),
     "MistralForCausalLM": Family(mistral.read, "a window in all layers, or none"),
     "Qwen2ForCausalLM": Family(qwen2.read, "biases of q, k and v, windows in later layers"),
     "Qwen3ForCausalLM": Family(qwen3.read, "norms of heads, windows in later layers"),
@@ -122,6 +130,13 @@ FAMILIES: dict[str, Family] = {
     "LagunaForCausalLM": Family(laguna.read, "heads by kind of layer, gated attention, windows, experts"),
     "MiMoV2FlashForCausalLM": Family(
         mimo_v2.read, "windows with sinks, narrow values, experts", unused=mimo_v2.unused, mtp=True
+    ),
+    "MiMoV2ForCausalLM": Family(
+        mimo_v2.read,
+        "the text of MiMo-V2.5 and V2.5-Pro: MiMo-V2 with q, k and v in one tensor",
+        unused=mimo_v2.unused,
+        text_of=("mimo_v2",),
+        mtp=True,
     ),
     "Ministral3ForCausalLM": Family(mistral.read_3, "Mistral with queries scaled by position"),
     "Ernie4_5_MoeForCausalLM": Family(
@@ -136,6 +151,12 @@ FAMILIES: dict[str, Family] = {
     "GraniteMoeHybridForCausalLM": Family(granite.read_4, "Granite 4 without Mamba"),
     "MiniMaxM2ForCausalLM": Family(
         mixtral.read_minimax, "norms of all queries and all keys, part of a head turns, experts"
+    ),
+    "HunYuanDenseV1ForCausalLM": Family(
+        hunyuan.read, "norms of heads after the rotation: Hunyuan 0.5B to 7B, MT", hunyuan.params
+    ),
+    "HunYuanMoEV1ForCausalLM": Family(
+        hunyuan.read_moe, "norms of heads after the rotation, routed and shared experts: A13B", hunyuan.params
     ),
     "HYV3ForCausalLM": Family(hy3.read, "norms of heads, routed and shared experts: Hy3", unused=hy3.unused, mtp=True),
     "MixtralForCausalLM": Family(mixtral.read, "experts in every layer, perhaps a window"),

@@ -15,7 +15,7 @@ _ALONE = ("MTP", "NEXTN", "NGRAM")
 """Algorithms that need no folder of a draft: the target's holds their weights, or there are none."""
 MtpRecurrence = Literal["auto", "before-norm", "after-norm"]
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
-Backend = Literal["auto", "torch", "triton", "fa3", "flashinfer", "fa4"]
+Backend = Literal["auto", "torch", "triton", "segments", "fa3", "flashinfer", "fa4"]
 """Each but auto is a file of `treetop.attention`, which this name registers."""
 DeviceName = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "dummy"]
@@ -92,6 +92,13 @@ class EngineConfig:
         None,
         "folder that keeps what was learned, a file for each pair of target and draft (default: nothing is kept)",
         metavar="FOLDER",
+    )
+    speculative_ngram_graft: int = option(
+        0,
+        "nodes of each tree that may go to what followed where the request's text last read as it reads now, in the"
+        " place of those that the draft thinks least of; 0 for none (docs/policy.md)",
+        minimum=0,
+        maximum=64,
     )
     page_size: int = option(
         16,
@@ -243,7 +250,8 @@ class EngineConfig:
     )
     structured_output_timeout: float = option(
         5.0,
-        "seconds that a structure may take to compile, and each token of it; its request then ends with an error",
+        "seconds of a processor that a structure may take to compile, and each token; its request then ends with an"
+        " error",
         minimum=0.01,
         maximum=3600,
         unit=" seconds",
@@ -321,6 +329,15 @@ class EngineConfig:
             (
                 auto and self.ep_size > 1,
                 "--speculative-policy auto: ranks that share experts run one shape; use fixed with --ep-size",
+            ),
+            (
+                self.speculative_ngram_graft > 0 and (not self.speculates or self.algorithm == "NGRAM"),
+                "--speculative-ngram-graft grafts on the trees of a draft head: give"
+                " --speculative-draft-model-path or MTP",
+            ),
+            (
+                self.speculative_ngram_graft > 0 and self.simulates,
+                "--speculative-ngram-graft proposes from right tokens: drop it to simulate acceptance",
             ),
             (
                 self.speculative_shapes is not None and not auto,

@@ -189,7 +189,7 @@ class CodedLinear:
 
     def __init__(self, weight: CodedWeight, bias: Tensor | None, ops: Ops) -> None:
         self._weight, self._bias, self._ops = weight, bias, ops
-        self._gpu = ops.gpu_for(Ops.coded_rows)
+        self._gpu, self._exact = ops.gpu_for(Ops.coded_rows), ops.context.exact
         self.numbers = prod(weight.shape)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -206,10 +206,10 @@ class CodedLinear:
     def _few(self, x: Tensor) -> Tensor | None:
         """By the kernel, [parts, ..., out]; None where that does not serve."""
         rows = x.reshape(-1, x.shape[-1])
-        if self._gpu is None or len(rows) > MAX_ROWS:
+        if self._gpu is None or (len(rows) > MAX_ROWS and not self._exact):
             return None
         out, width = self._weight.shape
-        launch = choose_coded((out, width), False, self._gpu)
+        launch = choose_coded((out, width), False, self._gpu, self._exact)
         parts = coded_rows(rows.contiguous(), self._weight, self._bias, launch=launch, gpu=self._gpu)
         return parts.view(len(parts), *x.shape[:-1], -1)
 
@@ -233,17 +233,18 @@ class CodedGated:
         self._weight, self._bias, self._kind = weight, bias, kind
         self._linear, self._gpu = CodedLinear(weight, bias, ops), ops.gpu_for(Ops.coded_gated)
         self.numbers, self.read_bytes = self._linear.numbers, self._linear.read_bytes
-        exact = ops.context.exact
-        functions = functions_by_rows(kind, weight.shape[0], get_num_threads()) if exact else LIBRARY
+        self._exact = exact = ops.context.exact
+        by_rows = exact and self._gpu is None
+        functions = functions_by_rows(kind, weight.shape[0], get_num_threads()) if by_rows else LIBRARY
         self._gate = partial(gate_mul_reference, kind=kind, functions=functions)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._gpu is None:
             return self._gate(self._linear(x))
         rows = x.reshape(-1, x.shape[-1])
-        if len(rows) > MAX_ROWS:
+        if len(rows) > MAX_ROWS and not self._exact:
             return gate_mul(self._linear(x), self._kind, self._gpu)
         out, width = self._weight.shape
-        launch = choose_coded((out, width), True, self._gpu)
+        launch = choose_coded((out, width), True, self._gpu, self._exact)
         gated = coded_gated(rows.contiguous(), self._weight, self._kind, self._bias, launch=launch, gpu=self._gpu)
         return gated.view(*x.shape[:-1], -1)
