@@ -163,6 +163,9 @@ class Case:
         graph = graph_of(work)
         return statistics.median(times_us(graph.replay, 15)) / len(self.layers)
 
+    def time_of(self, metadata: AttentionMetadata, launch: Launch) -> float:
+        return self.median_us(lambda layer: self.attend(layer, metadata, launch))
+
     def errors(self) -> dict[str, float]:
         """Of the first row's dense and sparse results, and how many of its choices are not the reference's."""
         one = slice(0, 1)
@@ -248,10 +251,10 @@ def tuned(shape: Shape, end: float) -> dict[str, Any]:
             if launch.block_m > max(16, call.n * s.heads) or not 64 <= programs * launch.splits <= 8192:
                 continue
             try:
-                found.append((case.median_us(lambda layer, m=metadata, c=launch: case.attend(layer, m, c)), launch))
+                found.append((case.time_of(metadata, launch), launch))
             except Exception:  # out of shared memory, or what a compiler does not take
                 torch.cuda.synchronize()
-        us = case.median_us(lambda layer, m=metadata, c=now: case.attend(layer, m, c))
+        us = case.time_of(metadata, now)
         fastest = sorted(found, key=lambda each: each[0])[:3]
         best[name] = {"now": [us, asdict(now)], "best": [[time_us, asdict(launch)] for time_us, launch in fastest]}
     return {**asdict(shape), **best}
