@@ -115,11 +115,11 @@ if INTERPRETED:
     @pytest.mark.parametrize(
         ("change", "window", "chunked", "with_sinks"),
         [
-            (None, 19, False, False),
             (None, 32, True, False),
-            (ties, None, False, True),
             (zeros, 19, False, True),
             (huge_and_tiny, None, False, False),
+            pytest.param(None, 19, False, False, marks=pytest.mark.slow),
+            pytest.param(ties, None, False, True, marks=pytest.mark.slow),
         ],
     )
     def test_every_bit_is_that_of_the_sums_in_order(dtype, change, window, chunked, with_sinks):
