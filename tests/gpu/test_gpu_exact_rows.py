@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from treetop.engine.operation_probes import holds_mxfp4, operation_problem
+from treetop.engine.operation_probes import operation_problem, packed_experts
 from treetop.kernels.exact import adversarial
 from treetop.kernels.gate import Gate
 from treetop.kernels.table import OpContext, Ops
 from treetop.kernels.triton_guard import gpu_traits
+from treetop.models.params import stay_packed
 from treetop.models.registry import target_spec
 from treetop.weights.gpu_products import MOST_ROWS, WholeProduct, keep_products_whole, probe, same_bits
 
@@ -101,12 +102,12 @@ def test_a_row_of_any_other_operation_has_its_bits_at_any_number_of_rows(preset,
     """Norms, rotation, gates, routing, products with experts, log-probabilities and draws, at a model's own widths."""
     target = target_spec(PRESETS / preset)
     ops = Ops(OpContext(GPU, dtype, exact=True))
-    assert operation_problem(ops, target.config, holds_mxfp4(target.params)) is None
+    assert operation_problem(ops, target.config, packed_experts(stay_packed(target.params, "tiles"))) is None
 
 
 def test_what_a_program_does_by_the_number_of_rows_is_seen():
     """The probe sees what it is for: routing and experts as they are without `bits`."""
     target = target_spec(PRESETS / "qwen3-30b-a3b")
-    problem = operation_problem(Ops(OpContext(GPU, torch.bfloat16)), target.config, False)
+    problem = operation_problem(Ops(OpContext(GPU, torch.bfloat16)), target.config, None)
     assert problem is not None
     assert problem.startswith(("routing", "products with experts"))

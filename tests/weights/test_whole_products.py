@@ -16,12 +16,13 @@ from treetop.engine.probed_products import probed_products
 from treetop.kernels.coded import CodedWeight, Coding
 from treetop.kernels.skinny_gemm import choose_whole, load_table, shared_bytes
 from treetop.kernels.table import OpContext, Ops
+from treetop.kernels.tiles import in_turn, tile
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.types.errors import ConfigError
 from treetop.weights import gpu_products, linear, packed
 from treetop.weights.format import Holding, ProductWeight
 from treetop.weights.gpu_products import COUNTS, MOST_ROWS, Probed, WholeProduct, probe
-from treetop.weights.packed import CodedGated, CodedLinear
+from treetop.weights.packed import TiledGated, TiledLinear
 from treetop.weights.plain import FLOATS
 
 H200 = GpuTraits(132, True, 227 << 10)
@@ -153,12 +154,13 @@ def test_a_packed_weights_products_are_whole_and_one_kernels(monkeypatch, on_a_g
     groups = torch.zeros((n, coding.groups_of(k)))
     zero = groups.byte() if coding.zeros else None
     weight = CodedWeight(coding, k, torch.zeros((n, coding.bytes_of(k)), dtype=torch.uint8), groups, zero=zero)
-    ops = holding().ops
-    monkeypatch.setattr(packed, "decode", None)  # what the library would take
-    for made in (CodedLinear(weight, None, ops), CodedGated(weight, None, "silu", ops)):
+    monkeypatch.setattr(packed, "decode_tiles", None)  # what the library would take
+    small = tile(weight), tile(in_turn(weight.halves()))
+    for made in (TiledLinear(small[0], None, H200, exact=True), TiledGated(small[1], None, "silu", H200, exact=True)):
         for rows, noted in products_at(made, k, ROWS_OF_LAUNCHES, monkeypatch).items():
             assert [each.kernel for each in noted] == ["_coded_kernel"], rows
-            assert uncut(noted[0])
+            assert noted[0].grid[2] == 1
+            assert noted[0].arguments["share"] == k // 128
 
 
 def test_the_library_serves_at_counts_that_were_probed_alone(monkeypatch, on_a_gpu):

@@ -18,7 +18,7 @@ from rich.console import Console
 from torch import Tensor
 
 from treetop.doctor.tables import print_table
-from treetop.engine.operation_probes import holds_mxfp4, probed_operations
+from treetop.engine.operation_probes import packed_experts, probed_operations
 from treetop.engine.plan import EnginePlan
 from treetop.engine.products import Products, products_of
 from treetop.kernels.exact import BY_ELEMENT, LIBRARY, MOST_ROWS, adversarial
@@ -64,7 +64,7 @@ def operations(engine_plan: EnginePlan) -> Iterator[tuple[str, list[int]]]:
     place, target = engine_plan.place, engine_plan.target
     yield from _products(engine_plan)
     if place.device.type == "cuda":
-        yield from probed_operations(place.ops, target.config, holds_mxfp4(target.params))
+        yield from probed_operations(place.ops, target.config, packed_experts(place.own(target.params)))
         return
     hidden, vocab = target.config.hidden_size, target.config.vocab_size
     norm = torch.ones(hidden, dtype=place.dtype, device=place.device)

@@ -10,7 +10,7 @@ import torch
 from treetop.attention import exact_backend as on_a_cpu
 from treetop.attention.capabilities import HALF, Need, Refusal
 from treetop.attention.registry import BACKENDS, exact_backend
-from treetop.engine.operation_probes import holds_mxfp4, kept_operation_problem
+from treetop.engine.operation_probes import kept_operation_problem, packed_experts
 from treetop.kernels import topk
 from treetop.kernels.exact import elementwise_problem
 from treetop.kernels.triton_guard import why_not
@@ -69,6 +69,8 @@ def _of_device(config: EngineConfig, place: Placement) -> Refusal | None:
     missing = why_not(place.device)
     if missing is not None:
         return Refusal(missing, _TIES)
+    if config.fp8_kv:
+        return Refusal("on a GPU no attention backend is exact with K/V in FP8", f"{_TIES} or --kv-cache-dtype auto")
     if name == "auto" and exact_backend(Need(place.dtype, place.device)) is None:
         return Refusal("no attention backend is exact on this GPU", f"{_TIES} or --device cpu")
     if name != "auto" and not BACKENDS[name].capabilities.exact:
@@ -91,4 +93,4 @@ def _probed_on_a_cpu(layout: Layout) -> str | None:
 
 def _probed_on_a_gpu(target: TargetSpec, place: Placement) -> str | None:
     ops = replace(place, exact=True).ops
-    return kept_operation_problem(ops, target.config, holds_mxfp4(target.params))
+    return kept_operation_problem(ops, target.config, packed_experts(place.own(target.params)))

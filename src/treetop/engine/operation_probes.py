@@ -14,19 +14,20 @@ from torch import Tensor
 
 from treetop.engine.cache_files import cache_file, keep
 from treetop.engine.probed_products import identity
+from treetop.kernels.coded import CodedWeight
 from treetop.kernels.exact import Functions, adversarial
 from treetop.kernels.experts import Experts
 from treetop.kernels.fused import HeadNorms
-from treetop.kernels.mxfp4 import GROUP, GROUP_BYTES, pack
 from treetop.kernels.rope import rope_table
 from treetop.kernels.routing import Router, RouterKind, RouterSpec
 from treetop.kernels.sampling import RowSamplingParams, SamplingMetadata
 from treetop.kernels.table import Ops
+from treetop.kernels.tiles import TiledWeight, in_turn, tile
 from treetop.models.config import AttentionSpec, DenseSpec, ExpertSpec, ModelConfig
 from treetop.models.params import Param
 from treetop.types.sampling import MAX_LOGPROBS
 from treetop.weights.format import Biases
-from treetop.weights.mxfp4 import MXFP4
+from treetop.weights.packed import Packed
 
 _COUNTS = (1, 2, 3, 5, 8, 16, 17, 31, 64, 65, 100, 512, 513, 1000)
 MOST = 1100
@@ -53,14 +54,16 @@ class _Case:
         return results[len(results) - self.last_are_zero :]
 
 
-def probed_operations(ops: Ops, model: ModelConfig, mxfp4: bool, most: int = MOST) -> Iterator[tuple[str, list[int]]]:
+def probed_operations(
+    ops: Ops, model: ModelConfig, packed: Packed | None, most: int = MOST
+) -> Iterator[tuple[str, list[int]]]:
     """Each operation of a target, and the row counts at which the bits of a row are not those among most rows.
 
-    ops: of a target. mxfp4: its experts are held so. most: rows that are tried.
+    ops: of a target. packed: the format of its experts, where they stay packed. most: rows that are tried.
     """
     device, dtype = ops.context.device, ops.context.dtype
     generator = torch.Generator(device).manual_seed(model.hidden_size)
-    for case in _cases(ops, model, mxfp4, generator):
+    for case in _cases(ops, model, packed, generator):
         rows, differ = min(most, case.most), list[int]()
         x = adversarial((rows, case.width), generator).clamp_(-1e3, 1e3).to(dtype)
         number = torch.arange(rows, device=device)
@@ -76,22 +79,23 @@ def probed_operations(ops: Ops, model: ModelConfig, mxfp4: bool, most: int = MOS
             yield f"{case.name} with K/V in pages and in a tail", [] if same else [rows]
 
 
-def operation_problem(ops: Ops, model: ModelConfig, mxfp4: bool, most: int = MOST) -> str | None:
+def operation_problem(ops: Ops, model: ModelConfig, packed: Packed | None, most: int = MOST) -> str | None:
     """The first of `probed_operations` whose bits depend on the batch; None if there is none."""
-    for name, differ in probed_operations(ops, model, mxfp4, most):
+    for name, differ in probed_operations(ops, model, packed, most):
         if differ:
             return f"{name} of {differ[0]} rows"
     return None
 
 
-def kept_operation_problem(ops: Ops, model: ModelConfig, mxfp4: bool) -> str | None:
+def kept_operation_problem(ops: Ops, model: ModelConfig, packed: Packed | None) -> str | None:
     """The same, as an earlier start on this machine found it if it found nothing."""
     layers = {(layer.attention, layer.feed_forward) for layer in model.layers}
-    what = sorted(map(repr, layers)), model.hidden_size, model.vocab_size, mxfp4, str(ops.context.dtype)
+    coding = None if packed is None else packed.coding
+    what = sorted(map(repr, layers)), model.hidden_size, model.vocab_size, coding, str(ops.context.dtype)
     file = cache_file("exact-operations", identity(ops.context.device, *what))
     if file.is_file():
         return None
-    problem = operation_problem(ops, model, mxfp4)
+    problem = operation_problem(ops, model, packed)
     if problem is None:
         keep(file, "{}")
     return problem
@@ -106,7 +110,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return bool(same.all())
 
 
-def _cases(ops: Ops, model: ModelConfig, mxfp4: bool, generator: torch.Generator) -> Iterator[_Case]:
+def _cases(ops: Ops, model: ModelConfig, packed: Packed | None, generator: torch.Generator) -> Iterator[_Case]:
     made = set[object]()
     hidden = model.hidden_size
     parts = {1, *(each.router.top_k + bool(each.shared_inner) for layer in model.layers if (each := layer.experts))}
@@ -124,7 +128,7 @@ def _cases(ops: Ops, model: ModelConfig, mxfp4: bool, generator: torch.Generator
                 yield _Case(f"{spec.gate} of a gate", 2 * spec.inner_size, partial(_of_rows, operation))
             elif isinstance(spec, ExpertSpec):
                 yield _Case("routing", hidden, _routing(ops, spec.router, hidden, generator))
-                yield _Case("products with experts", hidden, _experts(ops, spec, hidden, mxfp4, generator))
+                yield _Case("products with experts", hidden, _experts(ops, spec, hidden, packed, generator))
     for name in Functions.__dataclass_fields__:
         yield _Case(name, 1000, partial(_of_rows, getattr(ops.functions, name)))
     yield _Case("log-probabilities", model.vocab_size, _logprobs(ops, model.vocab_size), 128)
@@ -188,7 +192,7 @@ def _routing(
 
 
 def _experts(
-    ops: Ops, spec: ExpertSpec, hidden: int, mxfp4: bool, generator: torch.Generator
+    ops: Ops, spec: ExpertSpec, hidden: int, packed: Packed | None, generator: torch.Generator
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]]:
     router = Router(
         RouterSpec(_EXPERTS, min(4, spec.router.top_k), RouterKind.SOFTMAX),
@@ -197,9 +201,12 @@ def _experts(
         None,
     )
     inner = spec.inner_size
-    if mxfp4:
-        up, down = (_groups((_EXPERTS, *shape), ops, generator) for shape in ((2 * inner, hidden), (hidden, inner)))
-        weights = pack(up), pack(down)
+    weights: tuple[Tensor | TiledWeight, Tensor | TiledWeight]
+    if packed is not None:
+        up, down = (
+            _coded(packed, (_EXPERTS, *shape), ops, generator) for shape in ((2, inner, hidden), (hidden, inner))
+        )
+        weights = tile(in_turn(up)), tile(down)
     else:
         weights = (
             _random((_EXPERTS, 2, inner, hidden), ops, generator) * hidden**-0.5,
@@ -216,13 +223,12 @@ def _experts(
     return call
 
 
-def _groups(shape: tuple[int, int, int], ops: Ops, generator: torch.Generator) -> Tensor:
-    """MXFP4 [experts, lines, k / 32, 17], with products of about their input's size."""
-    experts, lines, k = shape
-    size = (experts, lines, k // GROUP, GROUP_BYTES)
-    groups = torch.randint(0, 256, size, generator=generator, device=ops.context.device, dtype=torch.uint8)
-    groups[..., -1] = 120
-    return groups
+def _coded(packed: Packed, shape: tuple[int, ...], ops: Ops, generator: torch.Generator) -> CodedWeight:
+    """With products of about their input's size."""
+    held = packed.held(shape, ops.context.dtype).items()
+    parts = {part: torch.empty(each.shape, dtype=each.dtype, device=ops.context.device) for part, each in held}
+    packed.fill_random(parts, generator)
+    return packed.weight(parts)
 
 
 def _logprobs(ops: Ops, vocab: int) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]]:
@@ -251,6 +257,6 @@ def _random(shape: tuple[int, ...], ops: Ops, generator: torch.Generator) -> Ten
     return torch.randn(shape, generator=generator, device=ops.context.device).to(ops.context.dtype)
 
 
-def holds_mxfp4(params: Iterable[Param]) -> bool:
-    """Whether one of a target's parameters is in MXFP4."""
-    return any(param.format == MXFP4 for param in params)
+def packed_experts(params: Iterable[Param]) -> Packed | None:
+    """The format of a target's experts, as they are held, if they stay packed."""
+    return next((p.format for p in params if p.kind == "experts" and isinstance(p.format, Packed)), None)

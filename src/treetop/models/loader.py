@@ -11,7 +11,7 @@ from torch import Tensor
 
 from treetop.kernels.table import OpContext, Ops
 from treetop.models.checkpoint import all_finite, check_tensors, open_tensors
-from treetop.models.params import Kind, Param, of_rank, stay_packed, stored_tensors
+from treetop.models.params import Packing, Param, of_rank, stay_packed, stored_tensors
 from treetop.models.progress import progress
 from treetop.types.errors import CheckpointError, ConfigError
 from treetop.types.layout import SpecShape
@@ -58,7 +58,7 @@ class Placement:
     shapes: of trees that will be grown.
     parallel: the rank that computes.
     expert_ranks: the same of ranks that share only the experts.
-    packed: kinds of quantized parameters that stay packed in memory.
+    packed: which quantized parameters stay packed in memory.
     """
 
     dtype: torch.dtype
@@ -72,7 +72,7 @@ class Placement:
     shapes: tuple[SpecShape, ...] = ()
     parallel: Parallel = SINGLE_RANK
     expert_ranks: Parallel = SINGLE_RANK
-    packed: tuple[Kind, ...] = ()
+    packed: Packing = "none"
 
     @property
     def ops(self) -> Ops:

@@ -114,6 +114,10 @@ class KVGroup:
         """Numbers that one token's K/V take in all layers of the group."""
         return self.num_layers * self.kv.numbers
 
+    def bytes_per_token(self, element_size: int) -> int:
+        """Bytes of these. element_size: of a number of the engine's dtype."""
+        return self.numbers_per_token * self.kv.itemsize(element_size)
+
 
 @dataclass(frozen=True, slots=True)
 class Dimension:
@@ -152,6 +156,7 @@ class Layout:
     pool_tokens: tokens that each pool without a window holds.
     disaggregation_slots: staging slots.
     slot_tokens: most tokens whose K/V one holds.
+    graft: nodes of a tree that may come from the row's text beside a head.
     """
 
     shapes: tuple[SpecShape, ...]
@@ -165,6 +170,11 @@ class Layout:
     max_deferred: int = 0
     disaggregation_slots: int = 0
     slot_tokens: int = 0
+    graft: int = 0
+
+    def grafted(self, shape: SpecShape) -> int:
+        """Candidates of a shape that are not the head's: a line of them, no deeper than its tree."""
+        return min(self.graft, shape.num_steps)
 
     @property
     def commit_width(self) -> int:
