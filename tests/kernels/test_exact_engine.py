@@ -5,6 +5,7 @@ The bits of real kernels are compared in tests/gpu/test_gpu_bits.py.
 """
 
 import pytest
+import torch
 
 from support.bits import bits
 from support.engines import accept_lens, build, sampled
@@ -15,9 +16,15 @@ from support.tiny_models import Pair, save_random_llama
 from treetop.attention.segments_backend import SegmentsBackend
 from treetop.engine.products import Products
 from treetop.engine.weight_copies import product_weights
+from treetop.kernels.table import Ops
+from treetop.kernels.triton_guard import gpu_traits
 from treetop.weights.gpu_products import Probed, WholeProduct
 
 pytestmark = pytest.mark.slow
+
+CPU = torch.device("cpu")
+KERNELS = {"skinny_gemm", "gated_rows", "add_rms_norm", "rotate_and_write", "draw"}
+"""What is interpreted beside attention; the rest is the reference."""
 
 if not INTERPRETED:
 
@@ -36,6 +43,7 @@ if INTERPRETED:
         """In bfloat16, by the kernels that `bits` has on a GPU, beside another row and in chunks."""
         monkeypatch.setattr("treetop.engine.exactness.why_not_exact", lambda *_: None)
         monkeypatch.setattr("treetop.engine.build.products_of", by_our_kernel)
+        monkeypatch.setattr(Ops, "gpu_for", lambda self, op: gpu_traits(CPU) if op.name in KERNELS else None)
         used = set()
         real = WholeProduct._kernel
         monkeypatch.setattr(WholeProduct, "_kernel", lambda self, x: used.add(self._kind) or real(self, x))
