@@ -37,8 +37,10 @@ from treetop.kernels import triton_guard
 from treetop.kernels.attention import paged_attention
 from treetop.kernels.attention_config import CallShape, Launch, choose_launch
 from treetop.kernels.calibration import make_calibration
-from treetop.kernels.coded import Coding, choose_coded, coded_gated, coded_rows
+from treetop.kernels.coded import Coding
+from treetop.kernels.coded_rows import choose_coded, coded_gated, coded_rows
 from treetop.kernels.commit import Paths
+from treetop.kernels.experts import Activation, Experts, experts
 from treetop.kernels.grow import Children
 from treetop.kernels.index_topk import choose_paged_keys
 from treetop.kernels.indexer import IndexQuery
@@ -47,8 +49,10 @@ from treetop.kernels.latent_attention import latent_attention
 from treetop.kernels.learn import Observed
 from treetop.kernels.metadata import AttentionMetadata
 from treetop.kernels.rows import DraftState, RowTables
+from treetop.kernels.routing import Routes, Tiles
 from treetop.kernels.skinny_gemm import choose_whole, gated_rows, skinny_gemm
 from treetop.kernels.table import OpContext, Ops, operations
+from treetop.kernels.tiles import decode_tiles, in_turn, tile
 from treetop.kernels.triton_guard import (
     GpuTraits,
     _probe,
@@ -205,22 +209,36 @@ def test_the_kernels_of_a_call_are_compiled_and_then_there(absent_gpu):
         assert sorted(triton.runtime.driver.active.launchers) == sorted(absent_gpu)
 
 
+def of_experts(weight, *shape):
+    """A coded weight's lines as those of experts."""
+    parts = {name: getattr(weight, name) for name in ("codes", "scale", "factor", "zero")}
+    return replace(weight, **{name: p if p is None else p.view(*shape, -1) for name, p in parts.items()})
+
+
 @compiled_here
 @pytest.mark.parametrize(
     "coding", [Coding("e4m3", 128), Coding("int4", 32, zeros=True), Coding("e2m1", 16, "over")], ids=str
 )
 def test_products_that_decode_compile_for_a_gpu(absent_gpu, coding):
-    """Of few rows, of many, and gated, as weights of a model launch them."""
-    weight, gpu = coded_weight(512, 1024, coding, "cpu"), GpuTraits(132, True, 227 << 10)
+    """Of few rows, of many, and gated, as weights of a model launch them; with experts, and into memory."""
+    weight, gpu = coded_weight(512, 1024, coding, "cpu"), GpuTraits(132, True, 227 << 10, has_bfloat16=True)
+    plain, gated = tile(weight), tile(in_turn(weight.halves()))
+    down = tile(of_experts(coded_weight(4096, 64, coding, "cpu"), 4, 1024))
+    made = Experts(tile(in_turn(of_experts(weight, 4, 2, 64))), down, None, None, Activation.SILU)
+    numbers = torch.zeros((5, 8), dtype=torch.int32)
+    routes = Routes(numbers[0, :4].view(2, 2), torch.zeros(2, 2), Tiles(16, *numbers))
 
     def launch():
         for rows in (1, 256):
             x = torch.zeros(rows, 1024, dtype=torch.bfloat16)
-            coded_rows(x, weight, launch=choose_coded((512, 1024), False, gpu), gpu=gpu)
-        coded_gated(x, weight, launch=choose_coded((512, 1024), True, gpu), gpu=gpu)
+            coded_rows(x, plain, launch=choose_coded(coding.numbers, (512, 1024), False, rows, gpu), gpu=gpu)
+        coded_gated(x, gated, launch=choose_coded(coding.numbers, (512, 1024), True, 256, gpu), gpu=gpu)
+        decode_tiles(plain, 64, 512, torch.bfloat16, gpu)
+        experts(x[:2], routes, made, gpu)
 
     compile_ahead(launch)
-    assert absent_gpu == [("_coded_kernel", False)] * 3
+    kernels = ["_coded_kernel"] * 3 + ["_decode_tiles_kernel"] + ["_grouped_kernel"] * 2
+    assert sorted(absent_gpu) == [(kernel, False) for kernel in kernels]
 
 
 @compiled_here
@@ -463,7 +481,7 @@ def test_a_rehearsal_compiles_all_that_an_engine_launches_on_a_gpu(as_if_on_a_gp
     of_ranks, of_latents = {"add_shares_rms_norm", "gather"}, {"write_latent", "latent_attention"}
     of_latents |= {"turn_index_heads", "write_index_keys", "paged_index_scores", "choose_by_scores"}
     of_others = {"gather_table", "tail_and_merge", "route", "experts", "pack", "unpack", *of_ranks, *of_latents}
-    of_others |= {"coded_rows", "coded_gated"}
+    of_others |= {"coded_rows", "coded_gated", "decode_tiles"}
     context = on_a_gpu_of(engine_plan.place)
     used = [op for name, op in operations().items() if op.applies(context) and name not in of_others]
     assert names == {kernel.fn.__name__ for op in used for kernel in op.launches}

@@ -17,7 +17,6 @@ from treetop.kernels import tiles
 from treetop.kernels.coded import CodedWeight, Coding, decode
 from treetop.kernels.coded_rows import (
     CodedLaunch,
-    _coded_kernel,
     choose_coded,
     coded_gated,
     coded_gated_reference,
@@ -240,36 +239,6 @@ def test_following_can_fail():
 
 
 # -------------------------------------------------------------------------------------------------------- the kernels
-
-if not INTERPRETED:
-
-    @pytest.mark.parametrize(
-        ("numbers", "scales", "form", "group", "per"),
-        [
-            ("e4m3", "float32", "bfloat16", 128, 1),
-            ("int4", "float32", "float16", 32, 4),
-            ("e2m1", "times", "bytes", 16, 2),
-            ("e4m3", "float32", "float32", 0, 1),
-        ],
-    )
-    def test_the_kernel_compiles_for_a_gpu_of_compute_capability_9(numbers, scales, form, group, per):
-        """Ahead of any GPU, with the assembly in it: weights of two columns are one multiplication."""
-        triton = pytest.importorskip("triton", reason="Triton is not installed")
-        from triton.backends.compiler import GPUTarget
-
-        kernel = _coded_kernel
-        chosen = {"numbers": numbers, "scales": scales, "form": form, "group": group, "has_zero": False, "per": per}
-        chosen |= {"fast": True, "has_bias": True, "block_m": 16, "block_n": 64, "kind": None, "overlap": True}
-        kinds = {"out": "*fp32", "x": "*bf16", "words": "*i16", "factor": "*fp32", "bias": "*bf16"}
-        pointers = {**kinds, "scale": "*i32", "zero": "*i32"}
-        signature = {n: "constexpr" if n in chosen else pointers.get(n, "i32") for n in kernel.arg_names}
-        constants = {(i,): chosen[n] for i, n in enumerate(kernel.arg_names) if n in chosen}
-        aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if n in pointers}
-        source = triton.compiler.ASTSource(kernel, signature, constants, aligned)
-        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "num_stages": 4})
-        assert made.asm["ptx"].count("fma.rn.bf16x2" if form != "float32" else "cvt.rn.bf16x2.f32") >= 16
-        assert "mma" in made.asm["ptx"]
-
 
 if not INTERPRETED and DEVICE.type == "cpu":
 

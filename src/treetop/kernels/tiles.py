@@ -99,8 +99,8 @@ def tile(weight: CodedWeight) -> TiledWeight:
     lines, k = shape[-2:]
     number, device = prod(shape[:-2]), weight.codes.device
     tiles, blocks = -(-lines // TILE), -(-k // BLOCK)
-    words = torch.empty((number, tiles, blocks, TILE, BLOCK * 8 // _BITS[coding.numbers]), dtype=torch.int16)
-    words = words.to(device) if device.type != "cpu" else words
+    width = BLOCK // (2 if coding.numbers == "e4m3" else 4)
+    words = torch.empty((number, tiles, blocks, TILE, width), dtype=torch.int16, device=device)
     each = max(1, _PIECE // (TILE * BLOCK * blocks))
     codes = weight.codes.reshape(number, lines, -1)
     for expert in range(number):
@@ -113,10 +113,6 @@ def tile(weight: CodedWeight) -> TiledWeight:
     if weight.factor is not None:
         factor = _by_tile(weight.factor.reshape(number, lines, 1), tiles, 1)[:, :, 0].contiguous()
     return TiledWeight(coding, (*shape,), words, scale, factor, zero, form, _is_wide(weight))
-
-
-_BITS = {"e4m3": 16, "int4": 32, "e2m1": 32}
-"""Columns of a tile that share 8 words."""
 
 
 def in_turn(weight: CodedWeight) -> CodedWeight:
