@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEV := $(VENV)/.dev
 
-.PHONY: demo quick test test-all test-gpu check wheel bench mutants clean
+.PHONY: demo quick test test-all test-gpu clients check wheel bench mutants clean
 
 demo: $(READY)
 	@$(BIN)/treetop generate --echo --compare-plain --max-tokens 192 --temperature 0.6 --seed 5 --prompt-file docs/demo_prompt.txt
@@ -49,6 +49,17 @@ test-gpu: $(DEV)
 	sh -c '$(GPU_RUN)' $(GPU_LAST) || failed=1; \
 	exit $$failed
 
+# Libraries that agents are written with, against the server, in an environment of their own.
+CLIENTS ?= .clients-venv
+
+clients:
+	@$(MAKE) VENV=$(CLIENTS) $(CLIENTS)/.clients
+	OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m pytest tests/server/test_client_libraries.py
+
+$(VENV)/.clients: $(READY)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[clients]"
+	@touch $@
+
 check: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -82,4 +93,4 @@ $(DEV): $(READY)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build
+	rm -rf $(VENV) $(CLIENTS) build

@@ -259,7 +259,7 @@ def test_a_token_outside_the_constraint_never_leaves(strong_pair, monkeypatch):
 
 def test_a_draft_behind_which_nothing_is_known_never_leaves(strong_pair, monkeypatch):
     llm = build(strong_pair, SHAPE)
-    monkeypatch.setattr("treetop.engine.rounds.withhold_drafts", lambda *_: None)
+    monkeypatch.setattr("treetop.kernels.accept.Withheld.of_tree", lambda _: torch.tensor(False))
     with pytest.raises(CheckError, match="constrained request got"):
         llm.generate(strong_pair.prompts([8]), SamplingParams(ignore_eos=True), [Only(None)])
 

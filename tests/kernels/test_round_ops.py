@@ -35,6 +35,7 @@ from support.round_ops import (
     sown,
     sown_growth,
 )
+from treetop.kernels.accept import Withheld
 from treetop.kernels.commit import Paths
 from treetop.kernels.graft import graft
 from treetop.kernels.grow import Children
@@ -201,7 +202,11 @@ if INTERPRETED or DEVICE.type == "cuda":
             lengths = torch.tensor([rng.randrange(longest) for _ in range(rows)])
             forced = lengths if kind == "forced" else None
             out = buffers.of(rows, shape)[2]
-            ops.accept(chosen, tree, out, forced)
+            undrafted = torch.tensor([rng.random() < 0.3 for _ in range(rows + 2)])
+            nodes = torch.tensor([[rng.random() < 0.2 for _ in range(choice.shape[1])] for _ in range(rows)])
+            picked = torch.tensor(rng.sample(range(rows + 2), rows))
+            withheld = Withheld(picked, undrafted, rng.choice([None, nodes]))
+            ops.accept(chosen, tree, out, forced, rng.choice([None, withheld]))
             assert 0 <= int(out.accept_len.min()) <= int(out.accept_len.max()) <= shape.num_steps
             assert 0 <= int(out.path.min()) <= int(out.path.max()) < shape.num_draft_tokens
             results.append(buffers)

@@ -28,6 +28,7 @@ from treetop.kernels.commit import Paths
 from treetop.kernels.experts import Activation, Experts
 from treetop.kernels.fused import HeadNorms
 from treetop.kernels.grow import Children, Frontier, TreeBuilder
+from treetop.kernels.indexer import IndexNorm, IndexQuery
 from treetop.kernels.kv import PageTable
 from treetop.kernels.kv_chunks import Span, pack_reference, unpack_reference
 from treetop.kernels.latent import LatentNorm
@@ -126,6 +127,26 @@ def write_latent(kernel: bool) -> Call:
     return Call(
         (absorbed, turned, down, given, pages, slots, LatentNorm(torch.rand(20) + 0.5, 0.1)),
         compared=lambda args, result: (result, args[4]),
+    )
+
+
+@case
+def turn_index_heads(kernel: bool) -> Call:
+    table, positions = rope_table(RopeSpec(6, 10000.0), 50, torch.float32, DEVICE), torch.randint(0, 50, (3, 4))
+    given = (table.data, positions) if kernel else table.at(positions)
+    return Call((torch.randn(3, 4, 5, 24)[..., :14], given), compared=only_result)
+
+
+@case
+def write_index_keys(kernel: bool) -> Call:
+    table, positions = rope_table(RopeSpec(6, 10000.0), 50, torch.float32, DEVICE), torch.randint(0, 50, (3, 4))
+    given = (table.data, positions) if kernel else table.at(positions)
+    slots = (torch.randperm(30)[:12] + 1).view(3, 4)
+    slots[0, 1] = slots[2, 0] = 0
+    pages = torch.zeros(31, 1, 1, 34)[..., 20:]
+    norm = IndexNorm(torch.rand(14) + 0.5, torch.randn(14), 1e-3)
+    return Call(
+        (torch.randn(3, 4, 24)[..., 10:] * 5 + 2, norm, given, pages, slots), compared=lambda args, result: args[3]
     )
 
 
@@ -237,6 +258,32 @@ def paged_attention(_: bool) -> Call:
 def latent_attention(_: bool) -> Call:
     s = scene(n=4, t=6, window=9, kv_heads=1, dim=28, latent=20)
     return Call((s.q, s.clean.data, clean(s), s.tail.data, 20, s.scale), {"launch": Launch(16, 16, 3, 4, 1)})
+
+
+@case
+def paged_index_scores(_: bool) -> Call:
+    s = scene(n=4, t=6, kv_heads=1, dim=28, latent=20)
+    query = IndexQuery(torch.randn(4, 4, 3, 8), torch.randn(4, 4, 3), 5)
+
+    def seen(args: tuple[Any, ...], result: Any) -> Any:
+        metadata = args[2]
+        known = torch.arange(metadata.max_kv_len) < metadata.extents[..., None]
+        return torch.where(torch.cat([known, torch.ones(metadata.mask.shape, dtype=torch.bool)], dim=2), result, 0)
+
+    args = query, s.clean.data[:, 0, 0, 20:], clean(s), s.tail.data[:, :, 0, 0, 20:]
+    return Call(args, compared=seen)
+
+
+@case
+def choose_by_scores(_: bool) -> Call:
+    s = scene(n=4, t=6)
+    scores = torch.randint(-3, 4, (4, 4, 56)).float()
+
+    def there(args: tuple[Any, ...], result: Any) -> Any:
+        known = torch.arange(5) < result.count[..., None]
+        return replace(result, positions=torch.where(known, result.positions, 0))
+
+    return Call((scores, clean(s), 5), {"chunk": 16}, there)
 
 
 @case
@@ -358,7 +405,7 @@ def changing_rows(num_rows: int, vocab: int) -> LogitsProcessors:
     active[-1] = False
     penalties = torch.randn(num_rows), torch.randn(num_rows), 0.5 + torch.rand(num_rows)
     may_end, free = torch.tensor([12, 5, 13, 90, 14, 7]), torch.zeros(num_rows, dtype=torch.bool)
-    return LogitsProcessors(words.int(), biases, *penalties, may_end, active, free, free)
+    return LogitsProcessors(words.int(), biases, *penalties, may_end, active, free)
 
 
 @case

@@ -17,7 +17,7 @@ class Capabilities:
     head_dims, page_sizes: None is any.
     latents: how wide the latents of compressed attention may be, whose plane is key and value; () is none of it, None
         is any.
-    sparse: on a CPU it attends to the keys that an indexer chooses (DSA).
+    sparse: it attends to the keys that an indexer chooses (DSA).
     own_windows: it applies a window by position itself, trees included; without it layers with a window run on the
         Triton kernel.
     own_sinks: its kernel takes attention sinks; without it they come in the merge, and after `causal` from its lse.

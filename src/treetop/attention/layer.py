@@ -41,7 +41,7 @@ Index = IndexQuery | int
 
 @dataclass(frozen=True, slots=True)
 class ChosenKeys:
-    """The keys that an indexer has chosen in a forward, by the layer that it is of.
+    """The keys that an indexer has chosen in a forward, by the layer that it is of; only the last that chose counts.
 
     probes: whether a layer is to see a key that its plan does not show it.
     phase: of the forward.
@@ -60,6 +60,7 @@ class ChosenKeys:
             return plan
         backend = cast(SparseBackend[Any], self.backend)
         if isinstance(index, IndexQuery):
+            self.chosen.clear()  # a prefill's choice is large
             self.chosen[layer] = backend.choose(index, kv, plan, tail)
             index = layer
         chosen = self.chosen[index]

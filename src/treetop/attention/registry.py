@@ -48,9 +48,9 @@ def refusal(name: str, need: Need) -> Refusal | None:
         reason = "it plans with exact lengths on the host, so only one round may be in flight"
         return Refusal(reason, "use --no-overlap or --attention-backend triton")
     for group in need.groups:
-        if group.sparse and not (able.sparse and need.device.type == "cpu"):
-            reason = f"sparse attention (DSA) has no kernel for a GPU yet (KV group {group.name})"
-            return Refusal(reason, "use --device cpu --attention-backend torch")
+        if group.sparse and not able.sparse:
+            reason = f"it has no kernel for sparse attention (DSA) (KV group {group.name})"
+            return Refusal(reason, f"use --attention-backend {_wider(need)}")
         if group.latent is not None:
             if able.latents is not None and group.latent not in able.latents:
                 wide = f" with latents {group.latent} wide" if able.latents else ""

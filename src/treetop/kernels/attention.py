@@ -23,7 +23,7 @@ from torch import Tensor
 from treetop.kernels.attention_config import CallShape, Launch, choose_launch
 from treetop.kernels.dependent_launch import pdl_wait
 from treetop.kernels.kv import slots_of
-from treetop.kernels.metadata import AttentionMetadata
+from treetop.kernels.metadata import AttentionMetadata, SparseKeys
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, jit_for_any, power_of_two, tl
 
 # ---------------------------------------------------------------------------------------------------- the reference
@@ -56,6 +56,8 @@ def paged_attention_reference(
         columns = torch.arange(q.shape[1], device=q.device)
         real = (columns == 0) | (positions > positions[:, :1])
         visible = visible & (at <= positions[:, :, None]) & real[:, :, None]
+    if metadata.chosen is not None:
+        visible = visible & _chosen(metadata.chosen, len(at))
     if tail is not None:
         visible = torch.cat([visible, tail_visible(metadata)], dim=2)
         kv = torch.cat([kv, tail], dim=1)
@@ -78,6 +80,14 @@ def tail_visible(metadata: AttentionMetadata) -> Tensor:
     assert metadata.tail_positions is not None
     oldest = metadata.oldest
     return metadata.mask if oldest is None else metadata.mask & (metadata.tail_positions[:, None] >= oldest[:, :, None])
+
+
+def _chosen(chosen: SparseKeys, bound: int) -> Tensor:
+    """Which of positions 0 .. bound - 1 were chosen. Returns [rows, n, bound] bool."""
+    there = torch.arange(chosen.positions.shape[2], device=chosen.count.device) < chosen.count[..., None]
+    places = torch.where(there, chosen.positions, bound).to(torch.int64)
+    found = torch.zeros((*chosen.count.shape, bound + 1), dtype=torch.bool, device=places.device)
+    return found.scatter_(2, places, True)[..., :bound]
 
 
 # ------------------------------------------------------------------------------------------------------ the kernels

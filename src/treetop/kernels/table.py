@@ -18,7 +18,21 @@ from torch import Tensor
 
 from treetop.kernels import accept as accepting
 from treetop.kernels import attention as attending
-from treetop.kernels import coded, fused, kv_chunks, latent, packed_weights, pages, peers, routing, tail, topk
+from treetop.kernels import (
+    coded,
+    fused,
+    index_scores,
+    index_topk,
+    indexer,
+    kv_chunks,
+    latent,
+    packed_weights,
+    pages,
+    peers,
+    routing,
+    tail,
+    topk,
+)
 from treetop.kernels import commit as committing
 from treetop.kernels import draw as drawing
 from treetop.kernels import experts as expert_products
@@ -163,6 +177,20 @@ class Ops:
     write_latent = Op(
         latent.write_latent_reference, latent.write_latent, 1e-6, on_a_gpu, (latent._write_latent_kernel,)
     )
+    turn_index_heads = Op(
+        indexer.turn_index_heads_reference,
+        indexer.turn_index_heads,
+        1e-6,
+        on_a_gpu,
+        (indexer._turn_index_heads_kernel,),
+    )
+    write_index_keys = Op(
+        indexer.write_index_keys_reference,
+        indexer.write_index_keys,
+        1e-6,
+        on_a_gpu,
+        (indexer._write_index_keys_kernel,),
+    )
     silu_mul = Op(fused.silu_mul_reference, fused.silu_mul, 1e-6, on_a_gpu_in_16_bits, (fused._gate_mul_kernel,))
     gelu_tanh_mul = Op(
         fused.gelu_tanh_mul_reference, fused.gelu_tanh_mul, 1e-6, on_a_gpu_in_16_bits, (fused._gate_mul_kernel,)
@@ -215,6 +243,20 @@ class Ops:
         1e-5,
         on_a_gpu,
         (latent_attending._latent_attention_kernel, attending._merge_kernel),
+    )
+    paged_index_scores = Op(
+        index_scores.paged_index_scores_reference,
+        index_scores.paged_index_scores,
+        1e-5,
+        on_a_gpu,
+        (index_scores._scores_kernel,),
+    )
+    choose_by_scores = Op(
+        index_topk.choose_by_scores_reference,
+        index_topk.choose_by_scores,
+        0.0,
+        on_a_gpu,
+        (index_topk._select_kernel,),
     )
     tail_and_merge = Op(tail.tail_and_merge_reference, tail.tail_and_merge, 1e-5, on_a_gpu, (tail._tail_kernel,))
     gather_table = Op(pages.gather_table_reference, pages.gather_table, 0.0, on_a_gpu, (pages._gather_kernel,))

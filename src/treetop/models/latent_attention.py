@@ -65,7 +65,7 @@ class LatentAttention:
             self.query_norm = RMSNorm(weights[f"{name}.query_norm"], latent.norm_eps, ops)
         self.indexer, self._shares = None, None if spec.index is None else spec.index.shares
         if spec.index is not None and self._shares is None:
-            self.indexer = Indexer(spec.index, weights, f"{name}.indexer")
+            self.indexer = Indexer(spec.index, weights, f"{name}.indexer", ops)
             self.products += self.indexer.products
 
     def __call__(self, x: Tensor, turn: Turn, attend: Attend) -> Summed:

@@ -250,7 +250,8 @@ class EngineConfig:
     )
     structured_output_timeout: float = option(
         5.0,
-        "seconds that a structure may take to compile, and each token of it; its request then ends with an error",
+        "seconds of a processor that a structure may take to compile, and each token; its request then ends with an"
+        " error",
         minimum=0.01,
         maximum=3600,
         unit=" seconds",

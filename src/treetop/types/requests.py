@@ -118,8 +118,8 @@ class CoreInfo(NamedTuple):
     prefix: None if it keeps nothing of prompts.
     refuses: why it takes no requests, if so.
     structure_limits: of each structured output.
-    can_change_logits, max_logprobs, can_constrain: what a request may ask: penalties, biases and the like;
-        log-probabilities, -1 if there are none; constraints.
+    can_change_logits, max_logprobs, can_constrain, can_withhold: what a request may ask: penalties, biases and the
+        like; log-probabilities, -1 if there are none; constraints; that no draft is accepted.
     eos_ids: the model's.
     by_priority: whether it goes by the priority of requests.
     exactness: in force, of `--exactness`.
@@ -139,6 +139,7 @@ class CoreInfo(NamedTuple):
     prefix: PrefixPages | None = None
     structure_limits: StructureLimits = StructureLimits()
     exactness: Exactness = "ties"
+    can_withhold: bool = False
 
 
 class KVTransferStats(NamedTuple):

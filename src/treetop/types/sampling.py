@@ -165,7 +165,7 @@ class SamplingParams:
 
     @property
     def logit_options(self) -> tuple[str, ...]:
-        """The options in use that change logits, or rule tokens or drafts out, before one is chosen."""
+        """The options in use that change logits, or rule tokens out, before one is chosen."""
         neutral: dict[str, object] = {
             "min_tokens": 0,
             "presence_penalty": 0,
@@ -173,7 +173,6 @@ class SamplingParams:
             "repetition_penalty": 1,
         }
         neutral |= {"logit_bias": (), "allowed_token_ids": None, "structured_output": None, "bad_words": ()}
-        neutral |= {"speculative": True}
         return tuple(name for name, value in neutral.items() if getattr(self, name) != value)
 
     @property
