@@ -5,8 +5,8 @@ profile draws (`treetop.speculative.profile`), without a model. Rounds take what
 an 8B model on a GPU, by rows and shape. `never` is a head of which nothing is ever accepted.
 
 Prints for each profile and number of rows how fast the best fixed shape and the policy are, beside plain decoding
-without a draft; then the least ratios. The policy's rounds after the first hundred count with the mean tokens of their shapes,
-for a few hundred rounds of one row say little; `all` is what all of its rounds gave.
+without a draft; then the least ratios. The policy's rounds after the first hundred count with the mean tokens of their
+shapes, for a few hundred rounds of one row say little; `all` is what all of its rounds gave.
 
 Run: python benchmarks/shape_policy.py [--profiles builtin:kimi-k2] [--rows 1 32] [--calibration off] [--json]
 """
