@@ -48,8 +48,8 @@ from treetop.kernels.kv import PageTable
 from treetop.kernels.latent_attention import latent_attention
 from treetop.kernels.learn import Observed
 from treetop.kernels.metadata import AttentionMetadata
-from treetop.kernels.rows import DraftState, RowTables
 from treetop.kernels.routing import Routes, Tiles
+from treetop.kernels.rows import DraftState, RowTables
 from treetop.kernels.skinny_gemm import choose_whole, gated_rows, skinny_gemm
 from treetop.kernels.table import OpContext, Ops, operations
 from treetop.kernels.tiles import decode_tiles, in_turn, tile

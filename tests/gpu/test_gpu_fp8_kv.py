@@ -1,6 +1,6 @@
 """K/V in FP8 on a GPU: rounds are captured, a tree changes no token beyond roundings, and pools hold twice the tokens.
 
-What a kernel computes there is in `tests/kernels/test_fp8_kv.py`, which runs on a GPU too.
+What a kernel computes there is in `tests/kernels/test_fp8_attention.py`, which runs on a GPU too.
 """
 
 import gc
