@@ -41,6 +41,7 @@ from treetop.kernels.process import ONE, LogitsProcessors, mask_words
 from treetop.kernels.rope import RopeSpec, RopeTable, rope_table
 from treetop.kernels.routing import Router, RouterKind, RouterSpec
 from treetop.kernels.sampling import PartialArgmax, RowSamplingParams, SampledTokens, SamplingMetadata
+from treetop.kernels.segments import plan_reference
 from treetop.kernels.select import select_reference
 from treetop.kernels.skinny_gemm import RowsLaunch
 from treetop.kernels.table import operations
@@ -258,6 +259,34 @@ def experts(kernel: bool) -> Call:
 def paged_attention(_: bool) -> Call:
     s = scene(n=4, t=6, window=9)
     return Call((s.q, s.clean.data, clean(s), s.tail.data, s.scale, None), {"launch": Launch(16, 16, 3, 4, 1)})
+
+
+def chains(s: Scene) -> AttentionMetadata:
+    """Each row's queries are a chain behind its prefix."""
+    kv_len, at = s.metadata.kv_len, torch.arange(4)
+    positions = kv_len[:, None] + at
+    mask = (at[:, None] >= at).expand(len(kv_len), -1, -1)
+    return replace(clean(s), positions=positions, tail_positions=positions, mask=mask)
+
+
+@case
+def plan_segments(_: bool) -> Call:
+    def used(_: tuple[Any, ...], plan: Any) -> Any:
+        return plan.first, plan.offsets, plan.items[: int(plan.offsets[-1])], plan.path
+
+    return Call((chains(scene(n=4, t=4, window=9)),), compared=used)
+
+
+@case
+def segment_attention(_: bool) -> Call:
+    s = scene(n=4, t=4, window=9)
+    return Call((s.q, s.clean.data, plan_reference(chains(s)), s.tail.data, s.scale, None))
+
+
+@case
+def segment_prefill(_: bool) -> Call:
+    s = scene(n=4, causal=True, window=9)
+    return Call((s.q, s.clean.data, clean(s), s.scale, torch.randn(s.q.shape[2])))
 
 
 @case

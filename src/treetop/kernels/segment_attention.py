@@ -23,7 +23,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from treetop.kernels.attention import load_kv, oldest_seen, page_of
+from treetop.kernels.attention import load_kv, oldest_seen, page_of, paged_attention_reference
 from treetop.kernels.attention_config import CallShape
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
 from treetop.kernels.metadata import AttentionMetadata
@@ -350,6 +350,20 @@ def _stages(call: CallShape) -> int:
     if call.element_bytes > 2:
         return 2
     return 3 if call.head_dim <= 128 else 2
+
+
+def segment_attention_reference(
+    q: Tensor, pages: Tensor, plan: SegmentPlan, tail: Tensor, scale: float, sinks: Tensor | None
+) -> Tensor:
+    """`segment_attention` by plain operations, whose sums have another order. Returns [rows, n, heads, head_dim]."""
+    return paged_attention_reference(q, pages, plan.metadata, tail, scale, sinks)[0]
+
+
+def segment_prefill_reference(
+    q: Tensor, pages: Tensor, metadata: AttentionMetadata, scale: float, sinks: Tensor | None
+) -> Tensor:
+    """`segment_prefill` by plain operations, whose sums have another order."""
+    return paged_attention_reference(q, pages, metadata, None, scale, sinks)[0]
 
 
 def segment_attention(

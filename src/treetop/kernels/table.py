@@ -33,6 +33,7 @@ from treetop.kernels import (
     pages,
     peers,
     routing,
+    segments,
     tail,
     tiles,
     topk,
@@ -42,6 +43,7 @@ from treetop.kernels import latent_attention as latent_attending
 from treetop.kernels import learn as learning
 from treetop.kernels import process as processing
 from treetop.kernels import rows as row_state
+from treetop.kernels import segment_attention as segment_attending
 from treetop.kernels import select as selecting
 from treetop.kernels import skinny_gemm as skinny
 from treetop.kernels.exact import BY_ELEMENT, LIBRARY
@@ -240,6 +242,21 @@ class Ops:
         1e-5,
         on_a_gpu,
         (attending._attention_kernel, attending._merge_kernel),
+    )
+    plan_segments = Op(segments.plan_reference, segments.plan_segments, 0.0, on_a_gpu, (segments._plan_kernel,))
+    segment_attention = Op(
+        segment_attending.segment_attention_reference,
+        segment_attending.segment_attention,
+        1e-5,
+        on_a_gpu,
+        (segment_attending._segments_kernel, segment_attending._join_kernel),
+    )
+    segment_prefill = Op(
+        segment_attending.segment_prefill_reference,
+        segment_attending.segment_prefill,
+        1e-5,
+        on_a_gpu,
+        (segment_attending._prefill_kernel,),
     )
     latent_attention = Op(
         latent_attending.latent_attention_reference,
