@@ -23,7 +23,7 @@ from treetop.weights.gpu_products import Probed, WholeProduct
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
-KERNELS = {"skinny_gemm", "gated_rows", "add_rms_norm", "rotate_and_write", "draw"}
+KERNELS = {"skinny_gemm", "gated_rows", "add_rms_norm", "angles", "rotate_and_write", "draw"}
 """What is interpreted beside attention; the rest is the reference."""
 
 if not INTERPRETED:
