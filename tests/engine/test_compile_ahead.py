@@ -475,18 +475,19 @@ def test_a_rehearsal_compiles_all_that_an_engine_launches_on_a_gpu(as_if_on_a_gp
     engine_plan = plan_engine(config)
     # The head norms its embedding, so a kernel runs while weights are loaded.
     compile_ahead(lambda: made.append(build._without_pools(engine_plan, Products({}, {}))[0]))
-    build._gpu_allowance(config, made[0])
+    build._gpu_allowance(config, made[0], {})
     assert not any(by_itself for _, by_itself in as_if_on_a_gpu)
     names = {name for name, _ in as_if_on_a_gpu}
     of_ranks, of_latents = {"add_shares_rms_norm", "gather"}, {"write_latent", "latent_attention"}
     of_latents |= {"turn_index_heads", "write_index_keys", "paged_index_scores", "choose_by_scores"}
-    of_others = {"gather_table", "tail_and_merge", "route", "experts", "pack", "unpack", *of_ranks, *of_latents}
+    of_others = {"plan_segments", "segment_attention", "segment_prefill"}
+    of_others |= {"gather_table", "tail_and_merge", "route", "experts", "pack", "unpack", *of_ranks, *of_latents}
     of_others |= {"coded_rows", "coded_gated", "decode_tiles"}
     context = on_a_gpu_of(engine_plan.place)
     used = [op for name, op in operations().items() if op.applies(context) and name not in of_others]
     assert names == {kernel.fn.__name__ for op in used for kernel in op.launches}
     asked = len(as_if_on_a_gpu)
-    build._gpu_allowance(config, made[0])
+    build._gpu_allowance(config, made[0], {})
     assert len(as_if_on_a_gpu) == asked
     compile_ahead(lambda: any_steps(rehearsed[0], random.Random(0)))
     assert as_if_on_a_gpu[asked:] == []
@@ -508,14 +509,15 @@ def any_steps(runner, rng):
 @pytest.mark.parametrize(("able", "captured", "rehearsed"), [(True, True, 1), (True, False, 0), (False, True, 0)])
 def test_who_rehearses(monkeypatch, able, captured, rehearsed):
     """Engines that capture, on a backend whose first call may be recorded."""
-    assert [name for name, each in BACKENDS.items() if each.capabilities.captures_first_call] == ["triton", "fa3"]
+    first = [name for name, each in BACKENDS.items() if each.capabilities.captures_first_call]
+    assert first == ["triton", "segments", "fa3"]
     engine, asked = LLM(device="cpu", max_running_requests=2).engine, []
     backend = SimpleNamespace(capabilities=replace(BACKENDS["triton"].capabilities, captures_first_call=able))
     monkeypatch.setattr(build, "captures", lambda *_: captured)
     monkeypatch.setattr(build, "peak_bytes", lambda _: 0)
     monkeypatch.setattr(build, "prove_acceptance", lambda _: None)
     monkeypatch.setattr(build, "compile_all", asked.append)
-    build._gpu_allowance(engine.config, replace(engine.runner, backend=backend))
+    build._gpu_allowance(engine.config, replace(engine.runner, backend=backend), {})
     assert len(asked) == rehearsed
 
 
