@@ -115,7 +115,7 @@ def test_every_bit_is_that_of_plain_decoding(pairs, plain, *, name, shape, batch
 
 def test_a_retraction_and_a_prefix_from_the_cache_change_no_bit(pairs, plain):
     """What was decoded is prefilled again, or read where a tree's rounds have left it."""
-    llm, outputs = serve(pairs["llama"], TREE, max_running_requests=8, max_total_tokens=1280)
+    llm, outputs = serve(pairs["llama"], TREE, max_running_requests=8, max_total_tokens=800)
     assert llm.scheduler.num_retractions > 0
     assert bits(outputs) == plain("llama")
     prompts = pairs["llama"].prompts(LENGTHS)[:4]
