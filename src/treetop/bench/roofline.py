@@ -16,6 +16,7 @@ from treetop.bench.machine import Machine
 from treetop.drafts.protocol import Drafter, DrafterSpec
 from treetop.kernels.routing import RouterSpec
 from treetop.models.config import AttentionSpec
+from treetop.models.params import Packing
 from treetop.models.registry import ExpertLayer, TargetSpec
 from treetop.models.target import Target
 from treetop.types.layout import SpecShape
@@ -46,6 +47,7 @@ class Case:
     """One round: `batch` rows, each with `context` committed tokens.
 
     element_size: bytes of a weight, and of a K but in FP8.
+    packing: of experts' quantized weights.
     """
 
     shape: SpecShape
@@ -53,6 +55,7 @@ class Case:
     context: int
     element_size: int
     fp8_kv: bool = False
+    packing: Packing = "none"
 
 
 def round_floor(
@@ -71,7 +74,7 @@ def round_floor(
     shape, model, less = case.shape, target.config, {phase: (saved or {}).get(phase, 0) for phase in Phase}
     attention = [layer.attention for layer in model.layers]
     verify = forward_work(attention, target.streamed, case, shape.num_draft_tokens, model.vocab_size)
-    layers = target.expert_layers(_DTYPES[case.element_size])
+    layers = target.expert_layers(_DTYPES[case.element_size], case.packing)
     verify = verify.plus(expert_work(layers, case.batch * shape.num_draft_tokens, distinct))
     floor = {Phase.DRAFT: 0.0, Phase.VERIFY: verify.without(less[Phase.VERIFY]).seconds(machine)}
     if draft is not None:

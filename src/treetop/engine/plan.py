@@ -37,7 +37,6 @@ from treetop.engine.weight_copies import CpuWeights, with_copies, with_second_or
 from treetop.kernels.kv import FP8_CAPABILITY, kv_dtype
 from treetop.kernels.process import MAX_COUNT
 from treetop.kernels.table import OpContext, on_a_gpu_in_16_bits
-from treetop.kernels.triton_guard import gpu_traits
 from treetop.models.config import ModelConfig, read_config
 from treetop.models.folder import resolve_folder
 from treetop.models.loader import Placement, compute_device, compute_dtype, weight_bytes
@@ -284,11 +283,10 @@ def _profile_of(config: EngineConfig) -> AcceptanceProfile | None:
 
 def packing(config: EngineConfig) -> Packing:
     """Which quantized parameters stay packed; if the configuration does not say, those whose products a GPU decodes in
-    registers, two weights at a time."""
+    registers."""
     device = compute_device(config.device)
     if config.dequantize_weights is None:
-        context = OpContext(device, compute_dtype(config.dtype, device))
-        stays = on_a_gpu_in_16_bits(context) and gpu_traits(device).has_bfloat16
+        stays = on_a_gpu_in_16_bits(OpContext(device, compute_dtype(config.dtype, device)))
     else:
         stays = not config.dequantize_weights
     return "none" if not stays else "rows" if device.type == "cpu" else "tiles"

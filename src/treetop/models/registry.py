@@ -46,7 +46,7 @@ from treetop.models.decoder import Decoder, decoder_params, unused_tensors
 from treetop.models.json_file import custom_code
 from treetop.models.loader import Placement, check_weights, load_weights
 from treetop.models.multimodal import TEXT_ALONE, TOWERS, StoredNames, names_in, text_config
-from treetop.models.params import STREAMED, Param, in_formats
+from treetop.models.params import STREAMED, Packing, Param, in_formats, stay_packed
 from treetop.models.refused import refuse_adapter, refuse_by_key, refuse_by_name
 from treetop.models.target import Target
 from treetop.models.values import Config
@@ -268,9 +268,10 @@ class TargetSpec:
         attending = sum(each.num_heads * (each.head_dim + each.kv.output_dim) for each in seen)
         return max(numbers // attending, 1) if seen else None
 
-    def expert_layers(self, dtype: torch.dtype) -> list[ExpertLayer]:
+    def expert_layers(self, dtype: torch.dtype, packing: Packing = "none") -> list[ExpertLayer]:
         """The layers that have experts, and what one of these takes where models compute in `dtype`."""
-        found, params = [], [param for param in self.params if param.kind == "experts"]
+        found = []
+        params = stay_packed((param for param in self.params if param.kind == "experts"), packing)
         for index, layer in enumerate(self.config.layers):
             if layer.experts is not None:
                 own = [param for param in params if param.name.startswith(f"layers.{index}.")]
