@@ -39,7 +39,7 @@ GPU_TESTS := $(filter-out $(GPU_LAST),$(wildcard tests/gpu/test_*.py)) tests/ker
   tests/engine/test_compile_ahead.py tests/kernels/test_kernel_arguments.py \
   tests/frozen/test_launches.py \
   "tests/models/test_golden.py -k cuda"
-GPU_RUN := log=build/$$(basename $$0 .py).log; $(BIN)/python -m pytest -q $$0 $$@ >$$log 2>&1; code=$$?; \
+GPU_RUN := log=build/$$(basename $$0 .py).log; $(BIN)/python -m pytest -q -m "not slow" $$0 $$@ >$$log 2>&1; code=$$?; \
   echo "$$0: $$(grep . $$log | tail -n 1)"; exit $$code
 
 test-gpu: $(DEV)

@@ -17,7 +17,7 @@ from treetop.attention.library_backend import LibraryPlan
 from treetop.kernels.attention import paged_attention, paged_attention_reference
 from treetop.kernels.attention_config import CallShape
 from treetop.kernels.fused import rotate_and_write
-from treetop.kernels.kv import PagedKV, PageTable
+from treetop.kernels.kv import PagedKV, PageTable, encoded
 from treetop.kernels.metadata import AttentionMetadata
 from treetop.kernels.tree import ancestor_mask
 from treetop.kernels.triton_guard import gpu_traits
@@ -39,7 +39,10 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 
 @dataclass(frozen=True)
 class Shape:
-    """One call. kind: tree, plain or draft (prefix and tail), prefix (no tail), prefill (causal, in the pages)."""
+    """One call. kind: tree, plain or draft (prefix and tail), prefix (no tail), prefill (causal, in the pages).
+
+    fp8: K/V are in it.
+    """
 
     kind: str
     rows: int
@@ -55,6 +58,7 @@ class Shape:
     ragged: bool = False
     max_kv_len: int | None = None
     longest: int | None = None
+    fp8: bool = False
 
     @property
     def longest_len(self) -> int:
@@ -71,7 +75,7 @@ class Shape:
         """What an engine with such layers asks of a backend."""
         group = GroupNeed(FULL, self.heads, self.kv_heads, self.head_dim, self.window)
         rows, queries = (0, 0) if self.kind == "prefill" else (self.rows, self.n)
-        return Need(self.dtype, DEVICE, self.page_size, (group,), rows=rows, queries=queries)
+        return Need(self.dtype, DEVICE, self.page_size, (group,), rows=rows, queries=queries, fp8_kv=self.fp8)
 
     @property
     def call(self) -> CallShape:
@@ -83,14 +87,18 @@ class Shape:
     def kv_bytes(self) -> int:
         """K/V of one layer's pages that a call reads."""
         keys = self.rows * self.prefix_len + self.longest_len - self.prefix_len
-        return keys * 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+        return keys * 2 * self.kv_heads * self.head_dim * self.kv_itemsize
+
+    @property
+    def kv_itemsize(self) -> int:
+        return 1 if self.fp8 else self.dtype.itemsize
 
     @property
     def bytes(self) -> int:
         """What a call must read and write once."""
         queries = 2 * self.rows * self.n * self.heads * self.head_dim
         tail = 2 * self.rows * self.tail * self.kv_heads * self.head_dim
-        return self.kv_bytes + (queries + tail) * self.dtype.itemsize
+        return self.kv_bytes + queries * self.dtype.itemsize + tail * self.kv_itemsize
 
     @property
     def operations(self) -> int:
@@ -116,6 +124,7 @@ def shapes_to_time() -> list[Shape]:
         *whole_and_prefix,
         *[Shape("tree", rows, n, length, n) for rows, n, length in tree],
         *[Shape("plain", rows, 1, 1024, 1) for rows in (1, 8, 32)],
+        Shape("plain", 8, 1, 32768, 1),
         *[Shape("tree", rows, n, 1024, n, max_kv_len=16384) for rows, n in ((1, 16), (8, 16))],
         *[Shape("plain", rows, 1, 1024, 1, max_kv_len=16384) for rows in (1, 8)],
         *[Shape("draft", rows, n, length, tail) for rows, n, length, tail in draft],
@@ -198,7 +207,8 @@ class Case:
         if self.shape.kind == "prefix":
             if isinstance(plan, LibraryPlan):  # its own call alone
                 return plan.attend(self.q, layer, scale).out
-            return paged_attention(self.q, layer.data, self.metadata, None, scale, None, gpu_traits(DEVICE))[0]
+            gpu = gpu_traits(DEVICE)
+            return paged_attention(self.q, layer.data, self.metadata, None, scale, None, gpu, scales=layer.scales)[0]
         return backend.prefix_tail(self.q, layer, plan, self.tail, scale)
 
     def plan(self, backend: Backend) -> Any:
@@ -231,15 +241,17 @@ def build(shape: Shape, num_layers: int) -> Case:
         kv_len[:-1] = torch.randint(minimum, s.prefix_len + 1, (s.rows - 1,), device=DEVICE)
         kv_len[-1] = 0
     pages = (num_pages * p, 2, s.kv_heads, s.head_dim)
+    scales = torch.rand((2, s.kv_heads), device=DEVICE) / 16 + 1 / 16 if s.fp8 else None
     layers = []
     for _ in range(num_layers):
         data = torch.randn(pages, dtype=s.dtype, device=DEVICE)
         data[:p] = 0
-        layers.append(PagedKV(data))
+        layers.append(PagedKV(encoded(data, scales), scales=scales))
     fused = torch.randn(s.rows, s.n, s.heads + 2 * s.kv_heads, s.head_dim, dtype=s.dtype, device=DEVICE)
     q = fused[:, :, : s.heads]  # as it leaves the projection
     columns_of_q = torch.arange(s.n, device=DEVICE)
-    tail = TailKV(torch.randn(s.rows, s.tail, 2, s.kv_heads, s.head_dim, dtype=s.dtype, device=DEVICE))
+    columns_of_tail = torch.randn(s.rows, s.tail, 2, s.kv_heads, s.head_dim, dtype=s.dtype, device=DEVICE)
+    tail = TailKV(encoded(columns_of_tail, scales), scales=scales)
     made = partial(AttentionMetadata, Phase.VERIFY, PageTable(FULL, table), rows, kv_len, s.capacity, p)
     if s.kind == "prefill":
         positions = (kv_len - s.n).clamp(min=0)[:, None] + columns_of_q
@@ -283,7 +295,7 @@ def reference(case: Case, layer: PagedKV) -> Tensor:
             mask=None if metadata.mask is None else metadata.mask[one],
         )
         q = case.q[one][:, at].to(torch.float32)
-        outs.append(paged_attention_reference(q, layer.data, mine, tail, s.head_dim**-0.5)[0])
+        outs.append(paged_attention_reference(q, layer.data, mine, tail, s.head_dim**-0.5, scales=layer.scales)[0])
     return torch.cat(outs)
 
 

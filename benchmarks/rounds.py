@@ -28,6 +28,7 @@ PRESETS = Path(__file__).parent / "presets"
 NAMES = (
     *("llama-3.1-8b", "qwen3-8b", "gpt-oss-20b", "qwen3-30b-a3b"),
     *("ministral-3-8b", "ernie-4.5-21b-a3b", "gemma-4-26b-a4b"),
+    *("deepseek-v2-lite", "glm-4.7-flash"),
 )
 
 

@@ -4,8 +4,9 @@ The policy that serves chooses each round's shape. Production growing, selecting
 profile draws (`treetop.speculative.profile`), without a model. Rounds take what `treetop.bench.modelled_costs` says of
 an 8B model on a GPU, by rows and shape. `never` is a head of which nothing is ever accepted.
 
-Prints for each profile and number of rows how fast plain decoding without a draft, the best fixed shape and the policy
-are, beside plain decoding, after the first rounds; then the least ratios.
+Prints for each profile and number of rows how fast the best fixed shape and the policy are, beside plain decoding
+without a draft; then the least ratios. The policy's rounds after the first hundred count with the mean tokens of their
+shapes, for a few hundred rounds of one row say little; `all` is what all of its rounds gave.
 
 Run: python benchmarks/shape_policy.py [--profiles builtin:kimi-k2] [--rows 1 32] [--calibration off] [--json]
 """
@@ -128,9 +129,11 @@ class Load:
         self._policy.note(plan, StepResult(tuple(results), proposals=counts), seconds)
         self.rounds.append((shape, seconds, 1 + sum(lengths) / self._rows))
 
-    def speed(self, first: int) -> float:
+    def speed(self, first: int, tokens: dict[SpecShape, float] | None = None) -> float:
+        """tokens: the mean of each shape's rounds, in the place of what they gave."""
         part = self.rounds[first:]
-        return self.cost(PLAIN) * sum(tokens for *_, tokens in part) / sum(seconds for _, seconds, _ in part)
+        given = sum(gave if tokens is None else tokens[shape] for shape, _, gave in part)
+        return self.cost(PLAIN) * given / sum(seconds for _, seconds, _ in part)
 
 
 def name_of(shape: SpecShape) -> str:
@@ -150,7 +153,7 @@ def figures(name: str, batches: list[int], rounds: int, learns: bool) -> list[Fi
         found.append(
             Figure(
                 *(name.removeprefix(BUILTIN), rows, name_of(best), speeds[best]),
-                *(load.speed(FIRST), load.speed(0), dict(counts.most_common())),
+                *(load.speed(FIRST, tokens), load.speed(0), dict(counts.most_common())),
             )
         )
     return found

@@ -252,7 +252,7 @@ def _memory_report(use: MemoryUse, config: EngineConfig) -> MemoryReport:
     layout, size = use.layout, use.element_size
     pools = []
     for group in layout.groups:
-        pages, token = layout.num_pages[group.name], group.numbers_per_token * size
+        pages, token = layout.num_pages[group.name], group.bytes_per_token(size)
         held = pages * layout.page_size * token
         pools.append(
             PoolReport(

@@ -1,4 +1,4 @@
-"""The policy in modelled time, with production trees: its shape is near the best, and it loses little where none is."""
+"""The policy in modelled time, on production trees: it comes near the best shape, and loses little where none pays."""
 
 import importlib
 import sys

@@ -42,7 +42,10 @@ from treetop.kernels.coded_rows import choose_coded, coded_gated, coded_rows
 from treetop.kernels.commit import Paths
 from treetop.kernels.experts import Activation, Experts, experts
 from treetop.kernels.grow import Children
+from treetop.kernels.index_topk import choose_paged_keys
+from treetop.kernels.indexer import IndexQuery
 from treetop.kernels.kv import PageTable
+from treetop.kernels.latent_attention import latent_attention
 from treetop.kernels.learn import Observed
 from treetop.kernels.metadata import AttentionMetadata
 from treetop.kernels.routing import Routes, Tiles
@@ -254,6 +257,29 @@ def test_products_without_a_cut_compile_for_a_gpu(absent_gpu):
     assert absent_gpu == [("_skinny_gemm_kernel", False)] * 5
 
 
+@compiled_here
+@pytest.mark.parametrize(("rows", "n", "t", "bound"), [(8, 16, 16, 131072), (1, 300, 0, 4000)])
+def test_sparse_attention_compiles_for_a_gpu(absent_gpu, rows, n, t, bound):
+    """A tree in a captured round, whose choice takes two launches, and a prefill, with GLM-5's sizes."""
+    gpu, half, none = GpuTraits(132, True, 227 << 10), torch.bfloat16, torch.zeros(rows).long()
+    pages, tail = (torch.zeros(*shape, 1, 1, 704, dtype=half) for shape in ((64,), (rows, t)))
+    table = PageTable(FULL, torch.zeros((rows + 1, bound // 16 + 1), dtype=torch.int32))
+    positions, mask = torch.zeros((rows, n), dtype=torch.int64), torch.ones(rows, n, t, dtype=torch.bool)
+    tree = (positions, mask) if t else ()
+    metadata = AttentionMetadata(Phase.VERIFY, table, none, none, bound, 16, positions, None, *tree)
+    query = IndexQuery(torch.zeros(rows, n, 32, 128, dtype=half), torch.zeros(rows, n, 32), 2048)
+    q = torch.zeros(rows, n, 64, 576, dtype=half)
+
+    def launch():
+        keys = choose_paged_keys(query, pages[:, 0, 0, 576:], metadata, tail[:, :, 0, 0, 576:] if t else None, gpu)
+        narrowed = replace(metadata, chosen=keys, mask=keys.columns)
+        latent_attention(q, pages[..., :576], narrowed, tail[..., :576] if t else None, 512, 1.0, gpu)
+
+    compile_ahead(launch)
+    assert {name for name, _ in absent_gpu} >= {"_scores_kernel", "_select_kernel", "_latent_attention_kernel"}
+    assert sum(name == "_select_kernel" for name, _ in absent_gpu) == (2 if bound > 16384 else 1)
+
+
 def launch_a_round(ops):
     """Every operation that a fault may be inside of, on memory that nobody reads: only kernels are asked for."""
     shape, long = SpecShape(2, 3, 6), torch.int64
@@ -449,17 +475,19 @@ def test_a_rehearsal_compiles_all_that_an_engine_launches_on_a_gpu(as_if_on_a_gp
     engine_plan = plan_engine(config)
     # The head norms its embedding, so a kernel runs while weights are loaded.
     compile_ahead(lambda: made.append(build._without_pools(engine_plan, Products({}, {}))[0]))
-    build._gpu_allowance(config, made[0])
+    build._gpu_allowance(config, made[0], {})
     assert not any(by_itself for _, by_itself in as_if_on_a_gpu)
     names = {name for name, _ in as_if_on_a_gpu}
     of_ranks, of_latents = {"add_shares_rms_norm", "gather"}, {"write_latent", "latent_attention"}
-    of_others = {"gather_table", "tail_and_merge", "route", "experts", "pack", "unpack", *of_ranks, *of_latents}
+    of_latents |= {"turn_index_heads", "write_index_keys", "paged_index_scores", "choose_by_scores"}
+    of_others = {"plan_segments", "segment_attention", "segment_prefill"}
+    of_others |= {"gather_table", "tail_and_merge", "route", "experts", "pack", "unpack", *of_ranks, *of_latents}
     of_others |= {"coded_rows", "coded_gated", "decode_tiles"}
     context = on_a_gpu_of(engine_plan.place)
     used = [op for name, op in operations().items() if op.applies(context) and name not in of_others]
     assert names == {kernel.fn.__name__ for op in used for kernel in op.launches}
     asked = len(as_if_on_a_gpu)
-    build._gpu_allowance(config, made[0])
+    build._gpu_allowance(config, made[0], {})
     assert len(as_if_on_a_gpu) == asked
     compile_ahead(lambda: any_steps(rehearsed[0], random.Random(0)))
     assert as_if_on_a_gpu[asked:] == []
@@ -481,14 +509,15 @@ def any_steps(runner, rng):
 @pytest.mark.parametrize(("able", "captured", "rehearsed"), [(True, True, 1), (True, False, 0), (False, True, 0)])
 def test_who_rehearses(monkeypatch, able, captured, rehearsed):
     """Engines that capture, on a backend whose first call may be recorded."""
-    assert [name for name, each in BACKENDS.items() if each.capabilities.captures_first_call] == ["triton", "fa3"]
+    first = [name for name, each in BACKENDS.items() if each.capabilities.captures_first_call]
+    assert first == ["triton", "segments", "fa3"]
     engine, asked = LLM(device="cpu", max_running_requests=2).engine, []
     backend = SimpleNamespace(capabilities=replace(BACKENDS["triton"].capabilities, captures_first_call=able))
     monkeypatch.setattr(build, "captures", lambda *_: captured)
     monkeypatch.setattr(build, "peak_bytes", lambda _: 0)
     monkeypatch.setattr(build, "prove_acceptance", lambda _: None)
     monkeypatch.setattr(build, "compile_all", asked.append)
-    build._gpu_allowance(engine.config, replace(engine.runner, backend=backend))
+    build._gpu_allowance(engine.config, replace(engine.runner, backend=backend), {})
     assert len(asked) == rehearsed
 
 

@@ -80,7 +80,7 @@ def test_captured_rounds_are_the_same_with_fused_and_plain_operations(shape, par
 @pytest.mark.parametrize("shape", [(5, 4, 16), (3, 1, 4)])
 @pytest.mark.parametrize("params", [greedy(120), sampled(3, 120, temperature=0.8)], ids=["greedy", "sampled"])
 def test_captured_grafts_change_no_token(shape, params):
-    """A search through the rows' text and two proposers in one captured round; drafts of both are accepted."""
+    """A search through the rows' text and two proposers in one captured round; beside a chain both are accepted."""
     steps, topk, nodes = shape
     tree = {
         "speculative_num_steps": steps,
@@ -91,7 +91,7 @@ def test_captured_grafts_change_no_token(shape, params):
     assert isinstance(llm.engine.launcher, CudaGraphs)
     assert tokens(outputs) == tokens(run(params, draft=None)[1])
     ranks = {rank for output in outputs for of_round in output.metrics.accept_ranks for rank in of_round}
-    assert ranks >= {-1, 0}
+    assert ranks >= ({-1, 0} if topk == 1 else {0})
 
 
 def test_what_a_captured_engine_learns_is_what_an_eager_one_learns_on_a_cpu():

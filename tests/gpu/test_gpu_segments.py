@@ -1,9 +1,10 @@
 """Attention by position on a GPU: the same bits in every batch, tree, chunk, launch and graph, in each dtype.
 
-python -m pytest tests/gpu/test_gpu_segments.py -q
+python -m pytest tests/gpu/test_gpu_segments.py -q -m "not slow"
 """
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -20,6 +21,10 @@ GPU = torch.device("cuda")
 HALF = [torch.bfloat16, torch.float16]
 DTYPES = [*HALF, torch.float32]
 HEADS = {"heads": 8, "kv_heads": 2, "dim": 128}
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def parents(shape, seed=0):
@@ -68,9 +73,20 @@ def test_it_is_attention():
     assert float((got - want).norm() / want.norm()) < 6e-3
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("change", [None, cancelling, tiny, ties])
-@pytest.mark.parametrize("length", [0, 45, 510, 1023, 3333])
+@pytest.mark.parametrize(
+    ("length", "change", "dtype"),
+    [
+        (1023, cancelling, torch.bfloat16),
+        (45, tiny, torch.bfloat16),
+        (3333, None, torch.bfloat16),
+        (510, cancelling, torch.float16),
+        (0, tiny, torch.float16),
+        (1023, ties, torch.float16),
+        (510, cancelling, torch.float32),
+        *(slow(*each) for each in product((0, 45, 510, 1023, 3333), (None, cancelling, tiny, ties), DTYPES)),
+    ],
+    ids=str,
+)
 def test_a_node_has_the_bits_of_plain_decoding_and_of_a_prefill(dtype, change, length):
     """Trees within a block, across its end and a segment's."""
     setting = Setting(device=GPU)
@@ -78,12 +94,27 @@ def test_a_node_has_the_bits_of_plain_decoding_and_of_a_prefill(dtype, change, l
     as_plain_and_prefilled(setting, row, setting.decode([row])[0], [0, 1, 7, 12, 15])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [(8, 5, 60), (5, 4, 16), (1, 5, 6), (1, 63, 64), (6, 1, 7), (2, 30, 31)], ids=str)
-@pytest.mark.parametrize("options", [{}, {"window": 333, "page_size": 1}, {"page_size": 64}], ids=str)
-def test_trees_of_every_kind(dtype, shape, options):
+OPTIONS = [{}, {"window": 333, "page_size": 1}, {"page_size": 64}]
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((8, 5, 60), OPTIONS[1]),
+        ((5, 4, 16), OPTIONS[0]),
+        ((1, 5, 6), OPTIONS[1]),
+        ((1, 63, 64), OPTIONS[2]),
+        ((5, 4, 16), {"window": 333, "chunked": True}),
+        *(
+            slow(*each)
+            for each in product(((8, 5, 60), (5, 4, 16), (1, 5, 6), (1, 63, 64), (6, 1, 7), (2, 30, 31)), OPTIONS)
+        ),
+    ],
+    ids=str,
+)
+def test_trees_of_every_kind(shape, options):
     setting = Setting(device=GPU, sinks=torch.linspace(-1, 3, 8), **options)
-    rows = [make_row(length, parents(shape, length), dtype=dtype, **HEADS) for length in (1020, 17, 2000)]
+    rows = [make_row(length, parents(shape, length), dtype=torch.bfloat16, **HEADS) for length in (1020, 17, 2000)]
     last = shape[2] - 1
     for row, got in zip(rows, setting.decode(rows), strict=True):
         as_plain_and_prefilled(setting, row, got, sorted({0, last // 2, last}))
@@ -92,12 +123,12 @@ def test_trees_of_every_kind(dtype, shape, options):
 @pytest.mark.parametrize(
     ("group", "dim", "dtype"),
     [
-        *[
-            (group, dim, torch.bfloat16)
-            for group, dim in ((1, 64), (2, 80), (3, 96), (5, 64), (6, 128), (8, 256), (4, 512))
-        ],
-        *[(group, dim, torch.float16) for group, dim in ((7, 128), (4, 64), (1, 256))],
-        *[(group, dim, torch.float32) for group, dim in ((8, 64), (3, 80), (1, 256))],
+        *[(group, dim, torch.bfloat16) for group, dim in ((1, 64), (3, 96), (8, 256), (4, 512))],
+        (7, 128, torch.float16),
+        (3, 80, torch.float32),
+        *[slow(group, dim, torch.bfloat16) for group, dim in ((2, 80), (5, 64), (6, 128))],
+        *[slow(group, dim, torch.float16) for group, dim in ((4, 64), (1, 256))],
+        *[slow(group, dim, torch.float32) for group, dim in ((8, 64), (1, 256))],
     ],
     ids=str,
 )
@@ -107,7 +138,7 @@ def test_heads_of_every_kind(group, dim, dtype):
     as_plain_and_prefilled(setting, row, setting.decode([row])[0], [8, 3], chunks=(4,))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float16), slow(torch.float32)], ids=str)
 def test_a_prefill_has_one_result_in_chunks_of_any_size(dtype):
     """Beside another row, from the first token on."""
     setting = Setting(device=GPU)
@@ -133,8 +164,15 @@ LAUNCHES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("shape", [(1, 1, 1), (5, 4, 16), (8, 5, 60)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((1, 1, 1), torch.bfloat16),
+        ((5, 4, 16), torch.bfloat16),
+        *(slow(*each) for each in product(((1, 1, 1), (5, 4, 16), (8, 5, 60)), HALF)),
+    ],
+    ids=str,
+)
 def test_no_launch_shows(dtype, shape):
     """Blocks of queries, programs, parts that are not kept, queries joined at once, warps and stages."""
     setting = Setting(device=GPU)
@@ -144,7 +182,7 @@ def test_no_launch_shows(dtype, shape):
         assert same_bits(replace(setting, launch=launch).decode(rows), want), launch
 
 
-@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float16)], ids=str)
 def test_no_launch_of_a_prefill_shows(dtype):
     setting = Setting(device=GPU)
     keys, q = make_row(1300, [-1], dtype=dtype, **HEADS).kv, make_row(0, [-1] * 300, dtype=dtype, **HEADS).q

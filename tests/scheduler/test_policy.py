@@ -152,7 +152,7 @@ def test_what_is_accepted_is_estimated(rows):
 
 
 def test_a_round_of_64_rows_takes_the_host_little_time():
-    """Choosing and learning: not much more than a small sum takes here and now, in processor time."""
+    """Choosing and learning: about half of what a small sum takes here and now, in processor time."""
     policy, rows = AdaptiveShape(costs_of_a_gpu(SHAPES), layout()), tuple(range(64))
     plan = RoundPlan((), (), rows, TREE, CONTEXT, Choice.GREEDY)
     result, lengths = StepResult(tuple(RowResult(row, (1, 2, 3), True) for row in rows)), [CONTEXT] * 64
@@ -167,6 +167,6 @@ def test_a_round_of_64_rows_takes_the_host_little_time():
     def sum_s() -> float:
         started_s = time.thread_time()
         sum(number * number for number in range(100_000))
-        return (time.thread_time() - started_s) / 50
+        return (time.thread_time() - started_s) / 25
 
     assert min(round_s() for _ in range(20)) < min(sum_s() for _ in range(20))

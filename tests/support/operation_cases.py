@@ -29,6 +29,7 @@ from treetop.kernels.commit import Paths
 from treetop.kernels.experts import Activation, Experts
 from treetop.kernels.fused import HeadNorms
 from treetop.kernels.grow import Children, Frontier, TreeBuilder
+from treetop.kernels.indexer import IndexNorm, IndexQuery
 from treetop.kernels.kv import PageTable
 from treetop.kernels.kv_chunks import Span, pack_reference, unpack_reference
 from treetop.kernels.latent import LatentNorm
@@ -40,6 +41,7 @@ from treetop.kernels.process import ONE, LogitsProcessors, mask_words
 from treetop.kernels.rope import RopeSpec, RopeTable, rope_table
 from treetop.kernels.routing import Router, RouterKind, RouterSpec
 from treetop.kernels.sampling import PartialArgmax, RowSamplingParams, SampledTokens, SamplingMetadata
+from treetop.kernels.segments import plan_reference
 from treetop.kernels.select import select_reference
 from treetop.kernels.skinny_gemm import RowsLaunch
 from treetop.kernels.table import operations
@@ -127,6 +129,26 @@ def write_latent(kernel: bool) -> Call:
     return Call(
         (absorbed, turned, down, given, pages, slots, LatentNorm(torch.rand(20) + 0.5, 0.1)),
         compared=lambda args, result: (result, args[4]),
+    )
+
+
+@case
+def turn_index_heads(kernel: bool) -> Call:
+    table, positions = rope_table(RopeSpec(6, 10000.0), 50, torch.float32, DEVICE), torch.randint(0, 50, (3, 4))
+    given = (table.data, positions) if kernel else table.at(positions)
+    return Call((torch.randn(3, 4, 5, 24)[..., :14], given), compared=only_result)
+
+
+@case
+def write_index_keys(kernel: bool) -> Call:
+    table, positions = rope_table(RopeSpec(6, 10000.0), 50, torch.float32, DEVICE), torch.randint(0, 50, (3, 4))
+    given = (table.data, positions) if kernel else table.at(positions)
+    slots = (torch.randperm(30)[:12] + 1).view(3, 4)
+    slots[0, 1] = slots[2, 0] = 0
+    pages = torch.zeros(31, 1, 1, 34)[..., 20:]
+    norm = IndexNorm(torch.rand(14) + 0.5, torch.randn(14), 1e-3)
+    return Call(
+        (torch.randn(3, 4, 24)[..., 10:] * 5 + 2, norm, given, pages, slots), compared=lambda args, result: args[3]
     )
 
 
@@ -239,10 +261,64 @@ def paged_attention(_: bool) -> Call:
     return Call((s.q, s.clean.data, clean(s), s.tail.data, s.scale, None), {"launch": Launch(16, 16, 3, 4, 1)})
 
 
+def chains(s: Scene) -> AttentionMetadata:
+    """Each row's queries are a chain behind its prefix."""
+    kv_len, at = s.metadata.kv_len, torch.arange(4)
+    positions = kv_len[:, None] + at
+    mask = (at[:, None] >= at).expand(len(kv_len), -1, -1)
+    return replace(clean(s), positions=positions, tail_positions=positions, mask=mask)
+
+
+@case
+def plan_segments(_: bool) -> Call:
+    def used(_: tuple[Any, ...], plan: Any) -> Any:
+        return plan.first, plan.offsets, plan.items[: int(plan.offsets[-1])], plan.path
+
+    return Call((chains(scene(n=4, t=4, window=9)),), compared=used)
+
+
+@case
+def segment_attention(_: bool) -> Call:
+    s = scene(n=4, t=4, window=9)
+    return Call((s.q, s.clean.data, plan_reference(chains(s)), s.tail.data, s.scale, None))
+
+
+@case
+def segment_prefill(_: bool) -> Call:
+    s = scene(n=4, causal=True, window=9)
+    return Call((s.q, s.clean.data, clean(s), s.scale, torch.randn(s.q.shape[2])))
+
+
 @case
 def latent_attention(_: bool) -> Call:
     s = scene(n=4, t=6, window=9, kv_heads=1, dim=28, latent=20)
     return Call((s.q, s.clean.data, clean(s), s.tail.data, 20, s.scale), {"launch": Launch(16, 16, 3, 4, 1)})
+
+
+@case
+def paged_index_scores(_: bool) -> Call:
+    s = scene(n=4, t=6, kv_heads=1, dim=28, latent=20)
+    query = IndexQuery(torch.randn(4, 4, 3, 8), torch.randn(4, 4, 3), 5)
+
+    def seen(args: tuple[Any, ...], result: Any) -> Any:
+        metadata = args[2]
+        known = torch.arange(metadata.max_kv_len) < metadata.extents[..., None]
+        return torch.where(torch.cat([known, torch.ones(metadata.mask.shape, dtype=torch.bool)], dim=2), result, 0)
+
+    args = query, s.clean.data[:, 0, 0, 20:], clean(s), s.tail.data[:, :, 0, 0, 20:]
+    return Call(args, compared=seen)
+
+
+@case
+def choose_by_scores(_: bool) -> Call:
+    s = scene(n=4, t=6)
+    scores = torch.randint(-3, 4, (4, 4, 56)).float()
+
+    def there(args: tuple[Any, ...], result: Any) -> Any:
+        known = torch.arange(5) < result.count[..., None]
+        return replace(result, positions=torch.where(known, result.positions, 0))
+
+    return Call((scores, clean(s), 5), {"chunk": 16}, there)
 
 
 @case

@@ -111,10 +111,10 @@ def nothing_is_left(server: Server) -> None:
     assert not any("Traceback" in line for line in server.said), "".join(server.said)
 
 
-def of_the_mock() -> list[Ask]:
-    """Prompts of ids, some alike at the beginning, and chats; what the mock engine says depends on their length alone.
+def of_the_mock(with_chats: bool = False) -> list[Ask]:
+    """Prompts of ids, some alike at the beginning; what the mock engine says depends on their length alone.
 
-    Of a server with `chats.FLAGS`.
+    with_chats: some are chats, of a server with `chats.FLAGS`.
     """
     rng = random.Random(5)
     lengths = [1, 3, 17, 40, 90, 90, 150]
@@ -122,16 +122,16 @@ def of_the_mock() -> list[Ask]:
     for index, length in enumerate(lengths):
         count = rng.choice((1, 9, 40, 120))
         made.append(Ask({"prompt": [7 + index % 2] * length, "max_tokens": count}, replayed(length, count)))
-    for path, said in chats.plain(120):
+    for path, said in chats.plain(120) if with_chats else ():
         body, chat = chats.as_chat(path, said, 120)
         text = chats.said_alone(chat, lambda ids, params: replayed(len(ids), params.max_tokens))
         made.append(Ask(body, text, path))
     return made
 
 
-def of_the_pair(count: int, maximum: int) -> list[Ask]:
-    """Greedy and seeded requests, some with stop strings, some with a structure, and chats; and what `LLM.generate`
-    gives each of them alone, in float64, decoded plainly.
+def of_the_pair(count: int, maximum: int, with_chats: bool = False) -> list[Ask]:
+    """Greedy and seeded requests, some with stop strings, some with a structure; and what `LLM.generate` gives each of
+    them alone, in float64, decoded plainly. with_chats: of `of_the_mock`.
     """
     from treetop import LLM, SamplingParams, StructuredOutput
 
@@ -146,7 +146,7 @@ def of_the_pair(count: int, maximum: int) -> list[Ask]:
             body["guided_regex"] = "([a-z]{2,9}_?){1,6}\\(\\)"
             params = replace(params, structured_output=StructuredOutput("regex", body["guided_regex"]))
         made.append(Ask(body, llm.generate(prompt, params)[0].text))
-    for path, said in [*chats.held(60), *chats.plain(maximum)[::2]]:
+    for path, said in [*chats.held(60), *chats.plain(maximum)[::2]] if with_chats else ():
         body, chat = chats.as_chat(path, said, 60)
         text = chats.said_alone(chat, lambda ids, params: llm.generate(ids, params)[0].text)
         made.append(Ask(body, text, path))
@@ -154,5 +154,4 @@ def of_the_pair(count: int, maximum: int) -> list[Ask]:
     return made
 
 
-_SMALL = ("--dtype", "float64", "--context-length", "256", "--page-size", "4", "--prefill-tokens-per-round", "48")
-PAIR = (*chats.FLAGS, *_SMALL)
+PAIR = ("--dtype", "float64", "--context-length", "256", "--page-size", "4", "--prefill-tokens-per-round", "48")

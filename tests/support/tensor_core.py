@@ -27,9 +27,15 @@ def in_steps(a, b, total):
     return total
 
 
+def exp2(x):
+    """2 ** x of float32, by float64: NumPy's own in float32 may go by vector or number, and by version."""
+    return np.exp2(np.float64(x)).astype(np.float32)
+
+
 @contextmanager
 def tensor_core():
-    """Products of Triton's interpreter inside are `in_steps`."""
+    """In Triton's interpreter inside, products are `in_steps`, `fma` rounds once (of older Tritons twice), and powers
+    of 2 are `exp2`."""
     from triton.runtime.interpreter import TensorHandle, interpreter_builder
 
     def numbers(handle):
@@ -40,12 +46,22 @@ def tensor_core():
         with np.errstate(all="ignore"):
             return TensorHandle(in_steps(numbers(a), numbers(b), total.data), total.dtype.scalar)
 
-    real = interpreter_builder.create_dot
-    interpreter_builder.create_dot = dot
+    def fma(x, y, z):
+        assert z.data.dtype == np.float32
+        with np.errstate(all="ignore"):
+            return TensorHandle(fused(x.data, y.data, z.data), z.dtype.scalar)
+
+    def power(x):
+        assert x.data.dtype == np.float32
+        return TensorHandle(exp2(x.data), x.dtype.scalar)
+
+    own = {"create_dot": dot, "create_fma": fma, "create_exp2": power}
+    real = {name: getattr(interpreter_builder, name) for name in own}
+    vars(interpreter_builder).update(own)
     try:
         yield
     finally:
-        interpreter_builder.create_dot = real
+        vars(interpreter_builder).update(real)
 
 
 def starts_of_segments(end, unit):
@@ -80,9 +96,9 @@ def attention_by_position(q, seen, scale, block, unit, sink=None):
             raw[0, [each is None for each in here]] = -np.inf
             new_peak = np.maximum(part_peak, raw.max() * scale)
             hidden = raw == -np.inf
-            weights = np.exp2(np.where(hidden, np.float32(-np.inf), fused(np.where(hidden, 0, raw), scale, -new_peak)))
+            weights = exp2(np.where(hidden, np.float32(-np.inf), fused(np.where(hidden, 0, raw), scale, -new_peak)))
             weights = torch.from_numpy(weights).to(q.dtype).float().numpy()
-            shrink = np.exp2(part_peak - new_peak)
+            shrink = exp2(part_peak - new_peak)
             part = in_steps(weights, v, part * shrink)
             part_mass = in_steps(weights, np.ones((block, 1)), part_mass * shrink)
             part_peak = new_peak
@@ -90,12 +106,12 @@ def attention_by_position(q, seen, scale, block, unit, sink=None):
     if sink is not None:
         sink = np.float32(sink) * np.float32(math.log2(math.e))
         new_peak = np.maximum(peak, sink)
-        shrink = np.exp2(peak - new_peak)
-        acc, mass = acc * shrink, fused(mass, shrink, np.exp2(sink - new_peak))
+        shrink = exp2(peak - new_peak)
+        acc, mass = acc * shrink, fused(mass, shrink, exp2(sink - new_peak))
     return torch.from_numpy(acc[0] / mass + np.float32(0)).to(q.dtype)
 
 
 def _joined(acc, peak, mass, part, part_peak, part_mass):
     new_peak = np.maximum(peak, part_peak)
-    shrink, share = np.exp2(peak - new_peak), np.exp2(part_peak - new_peak)
+    shrink, share = exp2(peak - new_peak), exp2(part_peak - new_peak)
     return fused(part, share, acc * shrink), new_peak, fused(part_mass, share, mass * shrink)

@@ -1,7 +1,7 @@
 """Products whose k is not cut, on a GPU with `--exactness bits`: what is launched by rows, and what a probe finds.
 
-No GPU is here: launches are noted and not run, and products that are probed are made up. Kernels run in Triton's
-interpreter in `tests/kernels/test_by_rows.py`, and on a GPU in `tests/gpu/test_gpu_bits.py`.
+No GPU is here: launches are noted and not run, and products that are probed are made up. They run on a GPU in
+`tests/gpu/test_gpu_exact_rows.py`.
 """
 
 from dataclasses import replace
@@ -226,7 +226,7 @@ def test_a_probe_leaves_out_the_counts_at_which_the_library_cuts_k(monkeypatch):
     found, problem = MadeUp(library_cuts=(72, 256, 640)).probe(monkeypatch)
     assert problem is None
     assert found.counts == tuple(count for count in COUNTS if count <= 700 and count not in (72, 256, 640))
-    assert "the library at" in found.sentence()
+    assert "the library at" in found.served()
 
 
 @pytest.mark.parametrize("rows", [1, 33, 257])

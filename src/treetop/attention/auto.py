@@ -212,6 +212,8 @@ def _joint(parts: list[Capabilities]) -> Capabilities:
         base.dtypes,
         base.head_dims,
         latents=base.latents,
+        sparse=all(part.sparse for part in parts),
+        fp8_kv=base.fp8_kv,
         captures=all(part.captures for part in parts),
         captures_first_call=all(part.captures_first_call for part in parts),
         needs_host_extents=any(part.needs_host_extents for part in parts),

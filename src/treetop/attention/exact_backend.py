@@ -29,7 +29,7 @@ from treetop.attention.contract import TailKV
 from treetop.attention.torch_backend import CAPABILITIES, TorchBackend, TorchPlan, TorchPrefix
 from treetop.kernels.attention import tail_visible
 from treetop.kernels.exact import adversarial
-from treetop.kernels.kv import PagedKV, slots_of
+from treetop.kernels.kv import PagedKV, decoded, moved, slots_of
 from treetop.kernels.metadata import AttentionMetadata
 from treetop.types.ids import DRAFT
 
@@ -129,23 +129,25 @@ class ExactBackend:
     ) -> Tensor:
         if isinstance(plan, TorchPlan):
             return self._plain.prefix_tail(q, kv, plan, tail, scale, sinks)
-        return _attend(q, _gather(kv, plan.prefix.slots), tail.data, plan, scale, sinks)
+        seen = decoded(tail.data, tail.scales, q.dtype)
+        return _attend(q, _gather(kv, plan.prefix.slots, q.dtype), seen, plan, scale, sinks)
 
     def causal(
         self, q: Tensor, kv: PagedKV, plan: ExactPlan | TorchPlan, scale: float, sinks: Tensor | None = None
     ) -> Tensor:
         if isinstance(plan, TorchPlan):
             return self._plain.causal(q, kv, plan, scale, sinks)
-        return _attend(q, _gather(kv, plan.prefix.slots), None, plan, scale, sinks)
+        return _attend(q, _gather(kv, plan.prefix.slots, q.dtype), None, plan, scale, sinks)
 
 
 def _bias(visible: Tensor) -> Tensor:
     return torch.zeros(visible.shape).masked_fill_(~visible, float("-inf"))
 
 
-def _gather(kv: PagedKV, slots: Tensor) -> Tensor:
+def _gather(kv: PagedKV, slots: Tensor, dtype: torch.dtype) -> Tensor:
     """K/V of the prefix: [rows, keys, planes, kv_heads, d]; the null slot is finite."""
-    return kv.data.index_select(0, slots.reshape(-1)).view(*slots.shape, *kv.data.shape[1:])
+    stored = moved(kv.data).index_select(0, slots.reshape(-1)).view(kv.data.dtype)
+    return decoded(stored.view(*slots.shape, *kv.data.shape[1:]), kv.scales, dtype)
 
 
 def _attend(

@@ -44,8 +44,9 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One round: `batch` rows, each with `context` committed tokens; element_size: bytes of a weight and of a K.
+    """One round: `batch` rows, each with `context` committed tokens.
 
+    element_size: bytes of a weight, and of a K but in FP8.
     packing: of experts' quantized weights.
     """
 
@@ -53,6 +54,7 @@ class Case:
     batch: int
     context: int
     element_size: int
+    fp8_kv: bool = False
     packing: Packing = "none"
 
 
@@ -129,7 +131,8 @@ def forward_work(layers: Sequence[AttentionSpec], numbers: int, case: Case, quer
     seen = [case.context if layer.window is None else min(case.context, layer.window) for layer in layers]
     read = sum(layer.kv.numbers * length for layer, length in zip(layers, seen, strict=True))
     written = sum(layer.kv.numbers for layer in layers)
-    moved = size * (numbers + case.batch * read + tokens * (written + vocab))
+    of_kv = 1 if case.fp8_kv else size
+    moved = size * (numbers + tokens * vocab) + of_kv * (case.batch * read + tokens * written)
     numbers_of = [layer.num_heads * (layer.head_dim + layer.kv.output_dim) for layer in layers]
     attention = sum(2 * each * length for each, length in zip(numbers_of, seen, strict=True))
     return Work(moved, tokens * (2 * numbers + attention))

@@ -273,7 +273,7 @@ def measure(llm: LLM, batch: int, length: int, rounds: int, machine: Machine, st
     alone = ranks == 1  # a posed batch is of one rank only
     phases = phase_times_ms(llm, batch, length, rounds) if alone else {}
     shape = llm.config.shape
-    case = Case(shape, batch, length, llm.engine.dtype.itemsize, packing(llm.config))
+    case = Case(shape, batch, length, llm.engine.dtype.itemsize, llm.config.fp8_kv, packing(llm.config))
     runner = llm.engine.runner
     mine = saved_bytes(runner.target, runner.drafter, shape, llm.engine.layout.bucket_for(batch))
     saved = {phase: ranks * less for phase, less in mine.items()}

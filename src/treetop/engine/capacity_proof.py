@@ -11,6 +11,7 @@ from treetop.engine.model_runner import ModelRunner
 from treetop.engine.rounds import RoundKey, RoundLauncher, draft_phase
 from treetop.kernels.calibration import make_calibration
 from treetop.kernels.grow import make_growth
+from treetop.kernels.kv import moved
 from treetop.kernels.learn import Observed
 from treetop.types.errors import CheckError
 from treetop.types.ids import Row
@@ -150,7 +151,7 @@ def _check_untouched(runner: ModelRunner, what: str) -> None:
     layout, state, dummy = runner.layout, runner.state, runner.layout.dummy_row
     tables = [table.data for table in state.page_tables.values()]
     kept = [tensor[dummy] for tensor in (*state.record.tables.values(), *tables)]
-    kept += [pool.data[:, : layout.page_size] for pool in runner.pools.values()]
+    kept += [moved(pool.data[:, : layout.page_size]) for pool in runner.pools.values()]
     if state.deferred is not None:
         kept += [table[dummy] for table in state.deferred.tables]
     if any(bool(tensor.any()) for tensor in kept):

@@ -193,6 +193,10 @@ class Engine:
         new = read_weights(self._plan, model, draft)
         self._serve(new.plan)
         self.runner = replace(self.runner, target=new.target, drafter=new.drafter)
+        for name, scales in new.kv_scales.items():
+            held = self.runner.pools[name].scales
+            assert held is not None
+            held.copy_(scales)
         self.launcher = GraphSim(self.runner, self._keys()) if self.config.graphs == "sim" else Eager(self.runner)
         self._kept = new.kept
         self._begin_calibration()
@@ -283,7 +287,11 @@ class Engine:
         """The target's logits after `ids`, [vocab], computed densely and outside all state; for comparisons."""
         positions = torch.arange(len(ids))[None].to(self.runner.buffers.rows.device)
         mine = [attention_of_rank(layer.attention, self.parallel.size) for layer in self.spec.layers]
-        layers = [(each.kv, each.window, each.chunked, each.source(index)) for index, each in enumerate(mine)]
+        scales = [layer.kv.scales for layer in self.runner.target_layers]
+        layers = [
+            (replace(each.kv, fp8=self.config.fp8_kv), each.window, each.chunked, each.source(index), scales[index])
+            for index, each in enumerate(mine)
+        ]
         attend = DenseAttention(len(ids), self.dtype, positions.device, layers)
         target = self.runner.target
         tokens = torch.tensor([ids], device=positions.device)

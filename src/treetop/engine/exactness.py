@@ -69,6 +69,8 @@ def _of_device(config: EngineConfig, place: Placement) -> Refusal | None:
     missing = why_not(place.device)
     if missing is not None:
         return Refusal(missing, _TIES)
+    if config.fp8_kv:
+        return Refusal("on a GPU no attention backend is exact with K/V in FP8", f"{_TIES} or --kv-cache-dtype auto")
     if name == "auto" and exact_backend(Need(place.dtype, place.device)) is None:
         return Refusal("no attention backend is exact on this GPU", f"{_TIES} or --device cpu")
     if name != "auto" and not BACKENDS[name].capabilities.exact:

@@ -54,15 +54,17 @@ class _Case:
         return results[len(results) - self.last_are_zero :]
 
 
-def operation_problem(ops: Ops, model: ModelConfig, packed: Packed | None, most: int = MOST) -> str | None:
-    """The operation whose bits depend on the batch; None if there is none.
+def probed_operations(
+    ops: Ops, model: ModelConfig, packed: Packed | None, most: int = MOST
+) -> Iterator[tuple[str, list[int]]]:
+    """Each operation of a target, and the row counts at which the bits of a row are not those among most rows.
 
     ops: of a target. packed: the format of its experts, where they stay packed. most: rows that are tried.
     """
     device, dtype = ops.context.device, ops.context.dtype
     generator = torch.Generator(device).manual_seed(model.hidden_size)
     for case in _cases(ops, model, packed, generator):
-        rows = min(most, case.most)
+        rows, differ = min(most, case.most), list[int]()
         x = adversarial((rows, case.width), generator).clamp_(-1e3, 1e3).to(dtype)
         number = torch.arange(rows, device=device)
         want = case.call(x, number)
@@ -70,9 +72,18 @@ def operation_problem(ops: Ops, model: ModelConfig, packed: Packed | None, most:
             at = torch.randperm(rows, generator=generator, device=device)[:count]
             got = case.call(x[at], number[at])
             if not all(_equal(one, other[at]) for one, other in zip(got, want, strict=True)):
-                return f"{case.name} of {count} rows"
-        if any(bool(each.any()) for each in case.zeros(want)):
-            return f"{case.name} with K/V in pages and in a tail"
+                differ.append(count)
+        yield case.name, differ
+        if case.last_are_zero:
+            same = not any(bool(each.any()) for each in case.zeros(want))
+            yield f"{case.name} with K/V in pages and in a tail", [] if same else [rows]
+
+
+def operation_problem(ops: Ops, model: ModelConfig, packed: Packed | None, most: int = MOST) -> str | None:
+    """The first of `probed_operations` whose bits depend on the batch; None if there is none."""
+    for name, differ in probed_operations(ops, model, packed, most):
+        if differ:
+            return f"{name} of {differ[0]} rows"
     return None
 
 

@@ -34,9 +34,10 @@ from treetop.engine.memory import (
 from treetop.engine.row_record import record_bytes, record_fields
 from treetop.engine.state import make_state
 from treetop.engine.weight_copies import CpuWeights, with_copies, with_second_orders
+from treetop.kernels.kv import FP8_CAPABILITY, kv_dtype
 from treetop.kernels.process import MAX_COUNT
 from treetop.kernels.table import OpContext, on_a_gpu_in_16_bits
-from treetop.models.config import ModelConfig
+from treetop.models.config import ModelConfig, read_config
 from treetop.models.folder import resolve_folder
 from treetop.models.loader import Placement, compute_device, compute_dtype, weight_bytes
 from treetop.models.params import Packing
@@ -46,6 +47,7 @@ from treetop.types.config import EngineConfig
 from treetop.types.errors import CapacityError, ConfigError
 from treetop.types.layout import KVGroup, Layout, PrefillPace
 from treetop.types.parallel import SINGLE_RANK, Parallel, PlaceholderRank
+from treetop.weights.kv_scales import check_scheme
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +116,9 @@ def _plan_rows(config: EngineConfig, parallel: Parallel, expert_ranks: Parallel)
     if config.ep_size > 1 and not target.config.has_experts:
         raise ConfigError(f"--ep-size {config.ep_size}: {config.model} has no experts that ranks could share")
     draft = read_draft_spec(config, target) if config.speculates else None
-    layout = make_layout(config, target.config, draft, parallel.size)
     device = compute_device(config.device)
+    check_kv_cache_dtype(config, target, device)
+    layout = make_layout(config, target.config, draft, parallel.size)
     dtype = compute_dtype(config.dtype, device)
     layout, kv_transfer = _with_slots(config, layout, target.config, draft, dtype)
     dummy = config.load_format == "dummy"
@@ -152,7 +155,7 @@ def make_layout(config: EngineConfig, model: ModelConfig, draft: DrafterSpec | N
             f"--context-length {context}: penalties can count {MAX_COUNT} tokens; lower it, or use"
             " --disable-logits-processors"
         )
-    groups = kv_groups(model, draft, ranks)
+    groups = kv_groups(model, draft, ranks, config.fp8_kv)
     chunk, rows = config.chunked_prefill_size or _default_chunk(config, groups), config.max_running_requests
     assert rows is not None, "plan_engine has chosen"
     layout = Layout(
@@ -173,6 +176,19 @@ def make_layout(config: EngineConfig, model: ModelConfig, draft: DrafterSpec | N
     return layout
 
 
+def check_kv_cache_dtype(config: EngineConfig, target: TargetSpec, device: torch.device) -> None:
+    """Raises ConfigError or CheckpointError where K/V cannot be what `--kv-cache-dtype` says."""
+    if not config.fp8_kv:
+        return
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        raise ConfigError(
+            f"--kv-cache-dtype fp8_e4m3: {torch.cuda.get_device_name(device)} does not convert FP8, which needs compute"
+            f" capability {'.'.join(map(str, FP8_CAPABILITY))}; use --kv-cache-dtype auto"
+        )
+    if config.load_format != "dummy":
+        check_scheme(read_config(target.folder), target.folder / "config.json")
+
+
 def _max_deferred(config: EngineConfig, context: int) -> int:
     """Tokens of a row that plain rounds may defer. A backend that plans on the host knows rounds only."""
     able = BACKENDS[_attends(config, compute_device(config.device))].capabilities
@@ -190,12 +206,16 @@ def _with_slots(
     """
     if not config.disaggregation_slots:
         return layout, None
-    odd = [group.name for group in layout.groups if group.kv.head_dim * dtype.itemsize % 4]
+    odd = [group for group in layout.groups if group.kv.head_dim * group.kv.itemsize(dtype.itemsize) % 4]
     if odd:
-        raise ConfigError(f"--disaggregation-slots: heads of KV group {odd[0]} are not whole 32-bit words in {dtype}")
+        stored = kv_dtype(odd[0].kv, dtype)
+        raise ConfigError(
+            f"--disaggregation-slots: heads of KV group {odd[0].name} are not whole 32-bit words in {stored}"
+        )
     record = record_bytes(record_fields(layout, draft, dtype))
     ranks = config.tp_size
-    kv_transfer = KVTransferSpec.of(layout.groups, kv_groups(model, draft, 1), dtype.itemsize, record, ranks)
+    whole = kv_groups(model, draft, 1, config.fp8_kv)
+    kv_transfer = KVTransferSpec.of(layout.groups, whole, dtype.itemsize, record, ranks)
     tokens = min(kv_transfer.own.tokens_per_slot(config.disaggregation_slot_bytes), layout.max_context)
     layout = replace(layout, disaggregation_slots=config.disaggregation_slots, slot_tokens=tokens)
     if config.chunked_prefill_size is None:  # no more than slots hold, to be taken while the next chunk is computed

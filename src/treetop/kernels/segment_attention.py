@@ -23,7 +23,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from treetop.kernels.attention import load_kv, oldest_seen, page_of
+from treetop.kernels.attention import load_kv, oldest_seen, page_of, paged_attention_reference
 from treetop.kernels.attention_config import CallShape
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
 from treetop.kernels.metadata import AttentionMetadata
@@ -128,7 +128,7 @@ def _segments_kernel(
             key = block * block_n + tl.arange(0, block_n)
             stored = key >= start
             slot = page.to(tl.int64) * page_size + key % page_size
-            k, v = load_kv(base, slot * slot_stride, stored, v_offset, dims, dim, block_d)
+            k, v = load_kv(base, slot * slot_stride, stored, v_offset, dims, dim, block_d, queries.dtype)
             page = page_of(table, block + 1, start, end, block_n, page_size)  # its latency hides behind this block's
             visible = stored[None, :]
             if window > 0:
@@ -276,14 +276,14 @@ def _prefill_kernel(
                 key = block * block_n + tl.arange(0, block_n)
                 stored = key < end
                 slot = page.to(tl.int64) * page_size + key % page_size
-                k, v = load_kv(base, slot * slot_stride, stored, v_offset, dims, dim, block_d)
+                k, v = load_kv(base, slot * slot_stride, stored, v_offset, dims, dim, block_d, queries.dtype)
                 page = page_of(table, block + 1, start, end, block_n, page_size)
                 each, each_peak, each_mass = fold(queries, k, v, stored, each, each_peak, each_mass, scale, False)
         for block in range(middle, after):
             key = block * block_n + tl.arange(0, block_n)
             stored = (key >= start) & (key < end)
             slot = page.to(tl.int64) * page_size + key % page_size
-            k, v = load_kv(base, slot * slot_stride, stored, v_offset, dims, dim, block_d)
+            k, v = load_kv(base, slot * slot_stride, stored, v_offset, dims, dim, block_d, queries.dtype)
             page = page_of(table, block + 1, start, end, block_n, page_size)
             visible = stored[None, :] & (key[None, :] <= position[:, None]) & real[:, None]
             if window > 0:
@@ -350,6 +350,20 @@ def _stages(call: CallShape) -> int:
     if call.element_bytes > 2:
         return 2
     return 3 if call.head_dim <= 128 else 2
+
+
+def segment_attention_reference(
+    q: Tensor, pages: Tensor, plan: SegmentPlan, tail: Tensor, scale: float, sinks: Tensor | None
+) -> Tensor:
+    """`segment_attention` by plain operations, whose sums have another order. Returns [rows, n, heads, head_dim]."""
+    return paged_attention_reference(q, pages, plan.metadata, tail, scale, sinks)[0]
+
+
+def segment_prefill_reference(
+    q: Tensor, pages: Tensor, metadata: AttentionMetadata, scale: float, sinks: Tensor | None
+) -> Tensor:
+    """`segment_prefill` by plain operations, whose sums have another order."""
+    return paged_attention_reference(q, pages, metadata, None, scale, sinks)[0]
 
 
 def segment_attention(

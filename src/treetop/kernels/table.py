@@ -22,12 +22,28 @@ from treetop.kernels import coded_rows as coded
 from treetop.kernels import commit as committing
 from treetop.kernels import draw as drawing
 from treetop.kernels import experts as expert_products
-from treetop.kernels import fused, kv_chunks, latent, packed_weights, pages, peers, routing, tail, tiles, topk
+from treetop.kernels import (
+    fused,
+    index_scores,
+    index_topk,
+    indexer,
+    kv_chunks,
+    latent,
+    packed_weights,
+    pages,
+    peers,
+    routing,
+    segments,
+    tail,
+    tiles,
+    topk,
+)
 from treetop.kernels import grow as growing
 from treetop.kernels import latent_attention as latent_attending
 from treetop.kernels import learn as learning
 from treetop.kernels import process as processing
 from treetop.kernels import rows as row_state
+from treetop.kernels import segment_attention as segment_attending
 from treetop.kernels import select as selecting
 from treetop.kernels import skinny_gemm as skinny
 from treetop.kernels.exact import BY_ELEMENT, LIBRARY
@@ -164,6 +180,20 @@ class Ops:
     write_latent = Op(
         latent.write_latent_reference, latent.write_latent, 1e-6, on_a_gpu, (latent._write_latent_kernel,)
     )
+    turn_index_heads = Op(
+        indexer.turn_index_heads_reference,
+        indexer.turn_index_heads,
+        1e-6,
+        on_a_gpu,
+        (indexer._turn_index_heads_kernel,),
+    )
+    write_index_keys = Op(
+        indexer.write_index_keys_reference,
+        indexer.write_index_keys,
+        1e-6,
+        on_a_gpu,
+        (indexer._write_index_keys_kernel,),
+    )
     silu_mul = Op(fused.silu_mul_reference, fused.silu_mul, 1e-6, on_a_gpu_in_16_bits, (fused._gate_mul_kernel,))
     gelu_tanh_mul = Op(
         fused.gelu_tanh_mul_reference, fused.gelu_tanh_mul, 1e-6, on_a_gpu_in_16_bits, (fused._gate_mul_kernel,)
@@ -213,12 +243,41 @@ class Ops:
         on_a_gpu,
         (attending._attention_kernel, attending._merge_kernel),
     )
+    plan_segments = Op(segments.plan_reference, segments.plan_segments, 0.0, on_a_gpu, (segments._plan_kernel,))
+    segment_attention = Op(
+        segment_attending.segment_attention_reference,
+        segment_attending.segment_attention,
+        1e-5,
+        on_a_gpu,
+        (segment_attending._segments_kernel, segment_attending._join_kernel),
+    )
+    segment_prefill = Op(
+        segment_attending.segment_prefill_reference,
+        segment_attending.segment_prefill,
+        1e-5,
+        on_a_gpu,
+        (segment_attending._prefill_kernel,),
+    )
     latent_attention = Op(
         latent_attending.latent_attention_reference,
         latent_attending.latent_attention,
         1e-5,
         on_a_gpu,
         (latent_attending._latent_attention_kernel, attending._merge_kernel),
+    )
+    paged_index_scores = Op(
+        index_scores.paged_index_scores_reference,
+        index_scores.paged_index_scores,
+        1e-5,
+        on_a_gpu,
+        (index_scores._scores_kernel,),
+    )
+    choose_by_scores = Op(
+        index_topk.choose_by_scores_reference,
+        index_topk.choose_by_scores,
+        0.0,
+        on_a_gpu,
+        (index_topk._select_kernel,),
     )
     tail_and_merge = Op(tail.tail_and_merge_reference, tail.tail_and_merge, 1e-5, on_a_gpu, (tail._tail_kernel,))
     gather_table = Op(pages.gather_table_reference, pages.gather_table, 0.0, on_a_gpu, (pages._gather_kernel,))
@@ -238,7 +297,14 @@ class Ops:
     )
     greedy = Op(greedy_reference, accepting.best_of_pieces, 0.0, for_trees_of_one_program, (accepting._pieces_kernel,))
     process = Op(processing.process_reference, processing.process, 1e-6, on_a_gpu, (processing._process_kernel,))
-    draw = Op(draw_reference, drawing.draw_tokens, 1e-6, on_a_gpu, (drawing._draw_kernel,))
+    draw = Op(
+        draw_reference,
+        drawing.draw_tokens,
+        1e-6,
+        on_a_gpu,
+        (drawing._draw_kernel,),
+        kernel_by_rows=drawing.draw_wide,
+    )
     accept = Op(
         accepting.accept_reference,
         accepting.accept_in_one_launch,

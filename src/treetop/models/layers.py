@@ -115,14 +115,14 @@ class SelfAttention:
         attended = attend(self.layer, partial(self._write, qkv, turn), self.scale, self.sinks)
         return self._ops.parallel.share(self.output.parts(self._gated(attended, x).flatten(2)))
 
-    def _write(self, qkv: Tensor, turn: Turn, target: Tensor, slots: Tensor | None) -> Tensor:
+    def _write(self, qkv: Tensor, turn: Turn, target: Tensor, slots: Tensor | None, scales: Tensor | None) -> Tensor:
         """A `WriteKV`. What reads another layer's K/V has queries alone.
 
         Weights after the rotation multiply queries alone, those of keys too: scores are the same.
         """
         if self.spec.reads_layer is not None:
             target = target[..., :0, :]
-        q = self._ops.rotate_and_write(qkv, turn.angles, target, slots, norms=self.norms)
+        q = self._ops.rotate_and_write(qkv, turn.angles, target, slots, norms=self.norms, scales=scales)
         if self._late_weights is not None:
             q = q * self._late_weights
         return q if turn.query_scale is None else q * turn.query_scale

@@ -52,6 +52,7 @@ from treetop.models.target import Target
 from treetop.models.values import Config
 from treetop.types.errors import CheckpointError, shown
 from treetop.weights.held import Weights
+from treetop.weights.kv_scales import all_names
 
 _log = logging.getLogger("treetop")
 
@@ -303,6 +304,8 @@ class TargetSpec:
     def _unused(self) -> set[str]:
         """Names of tensors that the files may hold without a use."""
         names = {self.names.stored(name) for name in self.family.unused(self.config)}
+        for index in range(len(self.config.layers)):
+            names.update(all_names(self.names.stored(f"model.layers.{index}.self_attn")))
         if self.family.text_of:
             names.update(TOWERS)
         stored = tensor_files(self.folder)

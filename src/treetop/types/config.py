@@ -24,6 +24,7 @@ Calibration = Literal["learn", "frozen", "off"]
 SpeculativePolicy = Literal["auto", "fixed"]
 SchedulePolicy = Literal["fcfs", "priority"]
 Exactness = Literal["bits", "ties"]
+KVCacheDType = Literal["auto", "fp8_e4m3"]
 
 _MAX_NAME = 64
 """Characters of an unknown option that are compared with the known."""
@@ -181,10 +182,16 @@ class EngineConfig:
         None, "launch a round before the last one's results are known; on by default where rounds are captured"
     )
     dtype: DType = option("auto", "what the model computes in; auto is float32 on a CPU and bfloat16 on a GPU")
+    kv_cache_dtype: KVCacheDType = option(
+        "auto",
+        "what K/V are kept in; auto is the dtype above, fp8_e4m3 is FP8 with a scale for each head and plane, the"
+        " checkpoint's or 1.0: twice the tokens in 16 bits' memory (docs/checkpoints.md)",
+    )
     exactness: Exactness = option(
         "ties",
         "what equals plain decoding: bits, every logit and token, whatever tree, batch, chunk or prefix, on a CPU in"
-        " float32 (docs/exactness.md); ties, all tokens but at near ties of rounding",
+        " float32 and on a GPU in bfloat16 or float16 (docs/exactness.md); ties, all tokens but at near ties of"
+        " rounding",
     )
     device: DeviceName = option("auto", "auto is a GPU if there is one")
     load_format: LoadFormat = option(
@@ -355,6 +362,11 @@ class EngineConfig:
             ),
             (bool(tree), tree),
         ]
+
+    @property
+    def fp8_kv(self) -> bool:
+        """Whether K/V are kept in FP8."""
+        return self.kv_cache_dtype == "fp8_e4m3"
 
     @property
     def shape(self) -> SpecShape:

@@ -10,6 +10,7 @@ from treetop.types.config import (
     DType,
     Exactness,
     Graphs,
+    KVCacheDType,
     LoadFormat,
     MtpRecurrence,
     SchedulePolicy,
@@ -47,6 +48,7 @@ class EngineOptions(TypedDict, total=False):
     graphs: Graphs
     overlap: bool | None
     dtype: DType
+    kv_cache_dtype: KVCacheDType
     exactness: Exactness
     device: DeviceName
     load_format: LoadFormat

@@ -114,6 +114,10 @@ class KVGroup:
         """Numbers that one token's K/V take in all layers of the group."""
         return self.num_layers * self.kv.numbers
 
+    def bytes_per_token(self, element_size: int) -> int:
+        """Bytes of these. element_size: of a number of the engine's dtype."""
+        return self.numbers_per_token * self.kv.itemsize(element_size)
+
 
 @dataclass(frozen=True, slots=True)
 class Dimension:
