@@ -85,7 +85,7 @@ def test_it_is_attention():
         (510, cancelling, torch.float32),
         *(slow(*each) for each in product((0, 45, 510, 1023, 3333), (None, cancelling, tiny, ties), DTYPES)),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_node_has_the_bits_of_plain_decoding_and_of_a_prefill(dtype, change, length):
     """Trees within a block, across its end and a segment's."""
