@@ -80,10 +80,6 @@ class Trace:
     rounds: tuple[TreeRound, ...]
     before_ms: float
 
-    def statistics(self) -> "Statistics":
-        shape = self.llm.config.shape
-        return statistics(self.rounds, shape.num_steps, shape.topk)
-
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
@@ -223,7 +219,7 @@ def page_data(trace: Trace) -> dict[str, Any]:
         "text": [stream.push((token,)) for token in output.token_ids],
         "pieces": pieces,
         "names": names,
-        "statistics": asdict(trace.statistics()),
+        "statistics": asdict(statistics(rounds, shape.num_steps, shape.topk)),
         "rounds": [asdict(each) for each in rounds],
     }
 

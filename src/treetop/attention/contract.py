@@ -35,7 +35,6 @@ class TailKV:
     data: Tensor
     value_dim: int | None = None
     index_dim: int = 0
-    scales: Tensor | None = None
 
     @property
     def planes(self) -> Tensor:

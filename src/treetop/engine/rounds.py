@@ -19,17 +19,15 @@ from treetop.attention.layer import Attend, TailColumns
 from treetop.drafts.protocol import Extension
 from treetop.engine.buffers import poison_undeclared
 from treetop.engine.model_runner import ModelRunner
-from treetop.kernels.accept import Withheld
 from treetop.kernels.calibration import Heat
 from treetop.kernels.commit import Paths, feature_nodes
 from treetop.kernels.deferred import ExtendPairs, defer, deferred_pairs
-from treetop.kernels.graft import graft
 from treetop.kernels.learn import Observed
 from treetop.kernels.row_text import remember
 from treetop.kernels.rows import DraftState, RowTables, store_draft
 from treetop.speculative.draft import Level, grow_tree
 from treetop.speculative.simulation import SimulatedAcceptance, SimulatedLengths
-from treetop.speculative.verify import choose, logits_for, path_logprobs
+from treetop.speculative.verify import choose, logits_for, path_logprobs, withhold_drafts
 from treetop.types.errors import CheckError
 from treetop.types.ids import GroupName
 from treetop.types.layout import PLAIN, SpecShape
@@ -91,9 +89,6 @@ def draft_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
         return runner.tail_attention(phase, runner.draft_layers, buffers.draft_tails, plans, columns, shape)
 
     grow_tree(runner.drafter, growth, frontier, ops, attend, simulated)
-    if growth.graft is not None:
-        assert runner.state.text is not None
-        graft(growth.head, growth.graft, runner.state.text, rows, places.committed)
     ops.select(growth, tree, places)
 
 
@@ -123,13 +118,16 @@ def verify_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     allowed = None if held is None else held.allowed
     chosen = choose(ops, logits, runner.state.sampler, rows, places.nodes, tree, key.choice, allowed)
     processors = runner.state.processors if key.choice.processes else None
+    if held is not None:
+        withhold_drafts(tree, held.withheld)
+    if processors is not None and shape.num_steps:
+        withhold_drafts(tree, processors.undrafted[rows][:, None].expand_as(tree.tokens))
     forced = None
     if shape.num_steps and isinstance(runner.simulation, SimulatedLengths):
         forced = runner.simulation.lengths(runner.drawn_at(rows), shape)
     elif shape.num_steps and isinstance(runner.simulation, SimulatedAcceptance):
         chosen = runner.simulation.choices(buffers.growth_of(key.bucket, shape), runner.drawn_at(rows))
-    withheld = Withheld(rows, runner.state.undrafted, None if held is None else held.withheld)
-    ops.accept(chosen, tree, accepted, forced, withheld if shape.num_steps else None)
+    ops.accept(chosen, tree, accepted, forced)
     if runner.learns and shape.num_steps > 0:
         growth = buffers.growth_of(key.bucket, shape)
         constrained = processors.constrained if processors is not None else None
@@ -185,7 +183,7 @@ def catch_up_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     paths = Paths(rows, pairs.first, count - 1, runner.layout.max_deferred, None, dummy)
     draft = runner.propose(_extended(runner, key, pairs, paths, max_kv_len), state.classes[rows])
     store_draft(state.draft, rows, count > 0, draft)
-    state.deferred.count.index_fill_(0, rows, 0)  # a copy of a number of the host cannot be captured
+    state.deferred.count[rows] = 0
 
 
 def _extended(runner: ModelRunner, key: RoundKey, pairs: ExtendPairs, paths: Paths, max_kv_len: int) -> Tensor:

@@ -10,7 +10,6 @@ from treetop.types.config import (
     DType,
     Exactness,
     Graphs,
-    KVCacheDType,
     LoadFormat,
     MtpRecurrence,
     SchedulePolicy,
@@ -32,7 +31,6 @@ class EngineOptions(TypedDict, total=False):
     speculative_num_draft_tokens: int
     speculative_calibration: Calibration
     speculative_calibration_dir: str | None
-    speculative_ngram_graft: int
     page_size: int
     max_running_requests: int | None
     context_length: int | None
@@ -48,7 +46,6 @@ class EngineOptions(TypedDict, total=False):
     graphs: Graphs
     overlap: bool | None
     dtype: DType
-    kv_cache_dtype: KVCacheDType
     exactness: Exactness
     device: DeviceName
     load_format: LoadFormat

@@ -33,7 +33,6 @@ from treetop.weights.format import (
     Span,
     Stored,
 )
-from treetop.weights.kv_scales import all_names
 from treetop.weights.plain import FLOATS
 
 _PIECE = 2**22
@@ -128,12 +127,12 @@ def pieces(source: Source, unit: int) -> Iterator[Span]:
 
 
 def unread(source: Source) -> dict[str, Stored]:
-    """Scales of activations and of K/V, which files may hold: activations keep 16 bits or more here, and K/V have a
-    reader of their own (`models.kv_scales`)."""
+    """Scales of activations and of K/V, which files may hold: activations keep 16 bits or more here, and so do K/V."""
     module, layer, last = source.module, *source.module.rpartition(".")[::2]
     names = [f"{module}.input_scale", f"{module}.input_global_scale"]
     if last in ("k_proj", "v_proj", "qkv_proj"):
-        names += all_names(layer)
+        names += [f"{layer}.{each}_scale" for each in ("q", "k", "v")]
+        names += [f"{module}.{each}_scale" for each in ("k", "v", "output")]
     return {name: Stored((), (), read=False) for name in names}
 
 
