@@ -183,7 +183,7 @@ def catch_up_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     paths = Paths(rows, pairs.first, count - 1, runner.layout.max_deferred, None, dummy)
     draft = runner.propose(_extended(runner, key, pairs, paths, max_kv_len), state.classes[rows])
     store_draft(state.draft, rows, count > 0, draft)
-    state.deferred.count[rows] = 0
+    state.deferred.count.index_fill_(0, rows, 0)  # a copy of a number of the host cannot be captured
 
 
 def _extended(runner: ModelRunner, key: RoundKey, pairs: ExtendPairs, paths: Paths, max_kv_len: int) -> Tensor:
