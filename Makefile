@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEV := $(VENV)/.dev
 
-.PHONY: demo quick test test-all test-gpu check wheel bench mutants clean
+.PHONY: demo quick test test-all test-gpu clients check wheel bench mutants clean
 
 demo: $(READY)
 	@$(BIN)/treetop generate --echo --compare-plain --max-tokens 192 --temperature 0.6 --seed 5 --prompt-file docs/demo_prompt.txt
@@ -39,7 +39,7 @@ GPU_TESTS := $(filter-out $(GPU_LAST),$(wildcard tests/gpu/test_*.py)) tests/ker
   tests/engine/test_compile_ahead.py tests/kernels/test_kernel_arguments.py \
   tests/frozen/test_launches.py \
   "tests/models/test_golden.py -k cuda"
-GPU_RUN := log=build/$$(basename $$0 .py).log; $(BIN)/python -m pytest -q $$0 $$@ >$$log 2>&1; code=$$?; \
+GPU_RUN := log=build/$$(basename $$0 .py).log; $(BIN)/python -m pytest -q -m "not slow" $$0 $$@ >$$log 2>&1; code=$$?; \
   echo "$$0: $$(grep . $$log | tail -n 1)"; exit $$code
 
 test-gpu: $(DEV)
@@ -48,6 +48,17 @@ test-gpu: $(DEV)
 	printf '%s\n' $(GPU_TESTS) | xargs -P 8 -L 1 sh -c '$(GPU_RUN)' || failed=1; \
 	sh -c '$(GPU_RUN)' $(GPU_LAST) || failed=1; \
 	exit $$failed
+
+# Libraries that agents are written with, against the server, in an environment of their own.
+CLIENTS ?= .clients-venv
+
+clients:
+	@$(MAKE) VENV=$(CLIENTS) $(CLIENTS)/.clients
+	OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m pytest tests/server/test_client_libraries.py
+
+$(VENV)/.clients: $(READY)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[clients]"
+	@touch $@
 
 check: $(DEV)
 	$(BIN)/ruff check .
@@ -82,4 +93,4 @@ $(DEV): $(READY)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build
+	rm -rf $(VENV) $(CLIENTS) build

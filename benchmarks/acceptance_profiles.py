@@ -23,9 +23,10 @@ from torch import Tensor
 from treetop.drafts.protocol import Proposal
 from treetop.kernels.accept import accept_reference
 from treetop.kernels.calibration import Calibration, Heat, make_calibration
-from treetop.kernels.grow import Children, TreeBuilder, grow_reference, make_growth, select_reference, start_reference
+from treetop.kernels.grow import Children, TreeBuilder, grow_reference, make_growth, start_reference
 from treetop.kernels.learn import Observed, learn_reference
 from treetop.kernels.rows import DraftState, RowTables
+from treetop.kernels.select import select_reference
 from treetop.speculative.profile import BUILTIN, AcceptanceProfile, profile_names, read_profile
 from treetop.speculative.simulation import RoundOfRows, SimulatedAcceptance
 from treetop.types.layout import SpecShape
@@ -60,7 +61,7 @@ def chances_by_depth(chains: dict[int, float]) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Tensors of a round of `ROWS` rows, used again and again."""
+    """Tensors of rounds of so many rows, used again and again."""
 
     growth: TreeBuilder
     tree: DraftTree
@@ -69,15 +70,17 @@ class Memory:
     calibration: Calibration
 
     @classmethod
-    def make(cls, shape: SpecShape) -> "Memory":
+    def make(cls, shape: SpecShape, rows: int = ROWS, calibration: Calibration | None = None) -> "Memory":
+        """calibration: None for one of its own, which has learned nothing."""
         t, w, long = shape.num_draft_tokens, shape.commit_width, torch.int64
 
         def zeros(*size: int, dtype: torch.dtype = long) -> Tensor:
-            return torch.zeros((ROWS, *size), dtype=dtype)
+            return torch.zeros((rows, *size), dtype=dtype)
 
-        calibration = make_calibration(shape.num_steps, shape.topk, lambda size, dtype: torch.zeros(size, dtype=dtype))
+        if calibration is None:
+            calibration = new_calibration(shape.num_steps, shape.topk)
         return cls(
-            make_growth(shape, ROWS, calibration, lambda size, dtype: torch.zeros(size, dtype=dtype)),
+            make_growth(shape, rows, calibration, lambda size, dtype: torch.zeros(size, dtype=dtype)),
             DraftTree(zeros(t), zeros(t), zeros(t), zeros(t, t, dtype=torch.bool), zeros(t, dtype=torch.float32)),
             PathPositions(zeros(), zeros(t), zeros(w)),
             Accepted(zeros(w), zeros(), zeros(w), zeros(), zeros(dtype=torch.bool), zeros(t)),
@@ -85,21 +88,26 @@ class Memory:
         )
 
 
+def new_calibration(depths: int, ranks: int) -> Calibration:
+    return make_calibration(depths, ranks, lambda size, dtype: torch.zeros(size, dtype=dtype))
+
+
 def one_round(simulation: SimulatedAcceptance, index: int, memory: Memory) -> None:
     """Grow a tree from what is drawn, and accept in it what is drawn. A proposal's token is its flat index."""
     growth, tree, shape = memory.growth, memory.tree, memory.growth.shape
-    k, rows, zeros = shape.topk, torch.arange(ROWS), torch.zeros(ROWS, dtype=torch.int64)
-    at = RoundOfRows(rows, torch.full((ROWS,), index), torch.ones(ROWS, dtype=torch.bool))
-    heat, tokens = Heat(memory.calibration.heat, zeros), torch.arange(shape.num_candidates).expand(ROWS, -1)
-    draft = DraftState(tokens[:, :k], torch.zeros(ROWS, k), torch.zeros(ROWS, 1))
+    k, n = shape.topk, len(growth.tokens)
+    rows, zeros = torch.arange(n), torch.zeros(n, dtype=torch.int64)
+    at = RoundOfRows(rows, torch.full((n,), index), torch.ones(n, dtype=torch.bool))
+    heat, tokens = Heat(memory.calibration.heat, zeros), torch.arange(shape.num_candidates).expand(n, -1)
+    draft = DraftState(tokens[:, :k], torch.zeros(n, k), torch.zeros(n, 1))
     simulation.at_roots(draft, rows, at, k, heat)
     said = simulation.after(at, k, heat)
     identity = torch.eye(k, dtype=torch.bool)
     frontier = start_reference(RowTables(zeros, zeros, zeros, draft), rows, growth, tree, memory.places, identity)
     for level in range(shape.num_steps - 1):
         first = k + level * k * k
-        proposal = said(level, Proposal(tokens[:, first : first + k * k].view(ROWS, k, k), frontier.score))
-        children = Children(proposal.tokens, proposal.logprob, torch.zeros(ROWS, k, 1))
+        proposal = said(level, Proposal(tokens[:, first : first + k * k].view(n, k, k), frontier.score))
+        children = Children(proposal.tokens, proposal.logprob, torch.zeros(n, k, 1))
         frontier = grow_reference(growth, level, frontier, children)
     select_reference(growth, tree, memory.places)
     accept_reference(simulation.choices(growth, at), tree, memory.accepted, None)

@@ -4,6 +4,7 @@
     python benchmarks/attention.py [--json FILE]           every usable backend on every shape, checked first
     python benchmarks/attention.py --write-table           the same by `auto`'s classes; writes attention/choices.json
     python benchmarks/attention.py --tune                  tunes Triton's launches; writes kernels/attention_config.json
+    python benchmarks/attention.py --exact --unchecked     what is exact against Triton, and one long row among others
     python benchmarks/attention.py --write-table --shapes prefill --unchecked     the classes of prefill alone
 
 Every shape's result is compared with a dense float32 reference before it is timed, and again after the last replay.
@@ -22,7 +23,7 @@ import platform
 import sys
 import time
 import traceback
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from attention_cases import (
     check,
     copy_bytes_per_s,
     describe,
+    exact_shapes,
     matrix_operations_per_s,
     measure,
     memory_bytes,
@@ -105,10 +107,10 @@ def report_machine(names: list[str]) -> None:
         say("\n".join([f"fa3 is {op.source}", *op.schemas]))
 
 
-def check_all(backends: Backends, kinds: list[str]) -> int:
+def check_all(backends: Backends, kinds: list[str], fp8: bool) -> int:
     """Every usable backend on ragged batches; how many are wrong. The first failure of each is shown in full."""
     wrong, shown = 0, set()
-    for shape in (shape for shape in shapes_to_check() if shape.kind in kinds):
+    for shape in (replace(shape, fp8=fp8) for shape in shapes_to_check() if shape.kind in kinds):
         case = build(shape, 1)
         for name in backends.usable(shape):
             try:
@@ -167,6 +169,7 @@ def time_all(backends: Backends, shapes: list[Shape], end: float) -> list[dict[s
                 continue
             results[name] = result
         where = f"{shape.kind:8} B={shape.rows:<3} n={shape.n:<5} L={shape.prefix_len:<6} t={shape.tail:<3}"
+        where += f" one L={shape.longest}" if shape.longest else ""
         times = "  ".join(
             f"{name} {r.us:.1f} ({r.us / floor:.2f}x)" + (f" + plan {r.plan_us:.0f}" if r.plan_us else "")
             for name, r in results.items()
@@ -241,14 +244,22 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
         "--backends", default="triton,fa3,flashinfer,fa4", help="comma-separated; those refused are left out"
     )
     parser.add_argument("--missing", action="store_true", help="only classes that the table lacks")
+    parser.add_argument("--fp8", action="store_true", help="K/V in FP8")
     parser.add_argument("--unchecked", action="store_true", help="check no ragged batches before: only what is timed")
     parser.add_argument("--replace", action="store_true", help="forget a table's classes of another GPU")
     parser.add_argument("--limit-s", type=float, default=1e9, help="begin no shape after this many seconds")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--check", action="store_true", help="check results, with diagnostics, and time nothing")
     what.add_argument("--write-table", action="store_true", help="time the classes of `auto` and write its table")
+    what.add_argument(
+        "--exact", action="store_true", help="time what is exact against Triton, and a batch of which one row is long"
+    )
     what.add_argument("--tune", action="store_true", help="tune the Triton kernel's launches and write their table")
     options = parser.parse_args(arguments)
+    if options.fp8 and (options.write_table or options.tune or options.exact):
+        parser.error("--fp8: the tables and what is exact are of K/V in 16 bits")
+    if options.exact:
+        options.backends = "triton,segments"
     tables = {"write_table": (treetop.attention, auto.TABLE), "tune": (treetop.kernels, attention_config.TABLE)}
     for asked, table in tables.items():
         if getattr(options, asked) and not table_of(*table) and not options.replace:
@@ -270,12 +281,13 @@ def main(arguments: list[str]) -> int:
             classes = [shapes for shapes in classes if shapes[0].call.shape_class not in known]
         write_table(treetop.kernels, attention_config.TABLE, arguments, {**known, **tune(classes, end, say)})
         return 0
-    wrong = 0 if options.unchecked else check_all(backends, kinds)
+    wrong = 0 if options.unchecked else check_all(backends, kinds, options.fp8)
     if options.check:
         return int(wrong > 0)
-    shapes = classes_of_auto() if options.write_table else shapes_to_time()
+    shapes = exact_shapes() if options.exact else classes_of_auto() if options.write_table else shapes_to_time()
     known = auto.load_table().classes if options.missing else {}
-    shapes = [shape for shape in shapes if shape.kind in kinds and shape.call.shape_class not in known]
+    shapes = [replace(each, fp8=options.fp8) for each in shapes if each.kind in kinds]
+    shapes = [shape for shape in shapes if shape.call.shape_class not in known]
     timed = time_all(backends, shapes, end)
     if options.write_table:
         write_choices(timed, backends.names, arguments)

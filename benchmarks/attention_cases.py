@@ -17,7 +17,7 @@ from treetop.attention.library_backend import LibraryPlan
 from treetop.kernels.attention import paged_attention, paged_attention_reference
 from treetop.kernels.attention_config import CallShape
 from treetop.kernels.fused import rotate_and_write
-from treetop.kernels.kv import PagedKV, PageTable
+from treetop.kernels.kv import PagedKV, PageTable, encoded
 from treetop.kernels.metadata import AttentionMetadata
 from treetop.kernels.tree import ancestor_mask
 from treetop.kernels.triton_guard import gpu_traits
@@ -39,7 +39,10 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 
 @dataclass(frozen=True)
 class Shape:
-    """One call. kind: tree, plain or draft (prefix and tail), prefix (no tail), prefill (causal, in the pages)."""
+    """One call. kind: tree, plain or draft (prefix and tail), prefix (no tail), prefill (causal, in the pages).
+
+    fp8: K/V are in it.
+    """
 
     kind: str
     rows: int
@@ -54,18 +57,25 @@ class Shape:
     dtype: torch.dtype = torch.bfloat16
     ragged: bool = False
     max_kv_len: int | None = None
+    longest: int | None = None
+    fp8: bool = False
+
+    @property
+    def longest_len(self) -> int:
+        """Of the one row that has more keys than the others, if there is one."""
+        return self.longest or self.prefix_len
 
     @property
     def capacity(self) -> int:
         """The bound that a launch is made for: a captured graph's is the context limit."""
-        return self.max_kv_len or self.prefix_len
+        return self.max_kv_len or self.longest_len
 
     @property
     def need(self) -> Need:
         """What an engine with such layers asks of a backend."""
         group = GroupNeed(FULL, self.heads, self.kv_heads, self.head_dim, self.window)
         rows, queries = (0, 0) if self.kind == "prefill" else (self.rows, self.n)
-        return Need(self.dtype, DEVICE, self.page_size, (group,), rows=rows, queries=queries)
+        return Need(self.dtype, DEVICE, self.page_size, (group,), rows=rows, queries=queries, fp8_kv=self.fp8)
 
     @property
     def call(self) -> CallShape:
@@ -76,14 +86,19 @@ class Shape:
     @property
     def kv_bytes(self) -> int:
         """K/V of one layer's pages that a call reads."""
-        return self.rows * self.prefix_len * 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+        keys = self.rows * self.prefix_len + self.longest_len - self.prefix_len
+        return keys * 2 * self.kv_heads * self.head_dim * self.kv_itemsize
+
+    @property
+    def kv_itemsize(self) -> int:
+        return 1 if self.fp8 else self.dtype.itemsize
 
     @property
     def bytes(self) -> int:
         """What a call must read and write once."""
         queries = 2 * self.rows * self.n * self.heads * self.head_dim
         tail = 2 * self.rows * self.tail * self.kv_heads * self.head_dim
-        return self.kv_bytes + (queries + tail) * self.dtype.itemsize
+        return self.kv_bytes + queries * self.dtype.itemsize + tail * self.kv_itemsize
 
     @property
     def operations(self) -> int:
@@ -109,6 +124,7 @@ def shapes_to_time() -> list[Shape]:
         *whole_and_prefix,
         *[Shape("tree", rows, n, length, n) for rows, n, length in tree],
         *[Shape("plain", rows, 1, 1024, 1) for rows in (1, 8, 32)],
+        Shape("plain", 8, 1, 32768, 1),
         *[Shape("tree", rows, n, 1024, n, max_kv_len=16384) for rows, n in ((1, 16), (8, 16))],
         *[Shape("plain", rows, 1, 1024, 1, max_kv_len=16384) for rows in (1, 8)],
         *[Shape("draft", rows, n, length, tail) for rows, n, length, tail in draft],
@@ -119,6 +135,19 @@ def shapes_to_time() -> list[Shape]:
 PREFILL_QUERIES = (512, 1024, 2048, 4096, 8192)
 PREFILL_KEYS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 SHORT_PROMPTS = ((4, 512, 1024), (16, 512, 512), (32, 256, 256), (64, 128, 128))
+
+
+def exact_shapes() -> list[Shape]:
+    """Decoding and trees by batch and context, prefill, and a batch of which one row is long."""
+    sizes = itertools.product((1, 8, 32), (1024, 8192, 32768), (1, 4, 16))
+    decode = [Shape("tree" if n > 1 else "plain", rows, n, length, n) for rows, length, n in sizes]
+    prefill = [Shape("prefill", 1, min(length, 8192), length, 0) for length in (1024, 8192, 32768)]
+    mixed = [
+        Shape("tree" if n > 1 else "plain", 32, n, 1024, n, max_kv_len=32768, longest=longest)
+        for n in (1, 16)
+        for longest in (None, 8192, 32768)
+    ]
+    return [*decode, *prefill, *mixed]
 
 
 def prefill_shapes() -> list[Shape]:
@@ -178,7 +207,8 @@ class Case:
         if self.shape.kind == "prefix":
             if isinstance(plan, LibraryPlan):  # its own call alone
                 return plan.attend(self.q, layer, scale).out
-            return paged_attention(self.q, layer.data, self.metadata, None, scale, None, gpu_traits(DEVICE))[0]
+            gpu = gpu_traits(DEVICE)
+            return paged_attention(self.q, layer.data, self.metadata, None, scale, None, gpu, scales=layer.scales)[0]
         return backend.prefix_tail(self.q, layer, plan, self.tail, scale)
 
     def plan(self, backend: Backend) -> Any:
@@ -197,28 +227,31 @@ class Case:
 def build(shape: Shape, num_layers: int) -> Case:
     """Pages in random order; the last table row is the dummy's. Ragged: lengths vary, and the last row is padding."""
     s, p = shape, shape.page_size
-    columns = -(-s.prefix_len // p)
-    num_pages = 1 + s.rows * columns
+    columns, longest = -(-s.prefix_len // p), -(-s.longest_len // p)
+    num_pages = 1 + s.rows * columns + longest - columns
     order = torch.randperm(num_pages - 1, device=DEVICE) + 1
     table = torch.zeros((s.rows + 1, -(-s.capacity // p)), dtype=torch.int32, device=DEVICE)
-    table[: s.rows, :columns] = order.view(s.rows, columns)
+    table[: s.rows, :columns] = order[: s.rows * columns].view(s.rows, columns)
+    table[0, columns:longest] = order[s.rows * columns :]
     rows = torch.randperm(s.rows, device=DEVICE)
-    kv_len = torch.full((s.rows,), s.prefix_len, device=DEVICE)
+    kv_len = torch.where(rows == 0, s.longest_len, s.prefix_len)
     if s.ragged:
         rows[-1] = s.rows
         minimum = s.n if s.kind == "prefill" else 0
         kv_len[:-1] = torch.randint(minimum, s.prefix_len + 1, (s.rows - 1,), device=DEVICE)
         kv_len[-1] = 0
     pages = (num_pages * p, 2, s.kv_heads, s.head_dim)
+    scales = torch.rand((2, s.kv_heads), device=DEVICE) / 16 + 1 / 16 if s.fp8 else None
     layers = []
     for _ in range(num_layers):
         data = torch.randn(pages, dtype=s.dtype, device=DEVICE)
         data[:p] = 0
-        layers.append(PagedKV(data))
+        layers.append(PagedKV(encoded(data, scales), scales=scales))
     fused = torch.randn(s.rows, s.n, s.heads + 2 * s.kv_heads, s.head_dim, dtype=s.dtype, device=DEVICE)
     q = fused[:, :, : s.heads]  # as it leaves the projection
     columns_of_q = torch.arange(s.n, device=DEVICE)
-    tail = TailKV(torch.randn(s.rows, s.tail, 2, s.kv_heads, s.head_dim, dtype=s.dtype, device=DEVICE))
+    columns_of_tail = torch.randn(s.rows, s.tail, 2, s.kv_heads, s.head_dim, dtype=s.dtype, device=DEVICE)
+    tail = TailKV(encoded(columns_of_tail, scales), scales=scales)
     made = partial(AttentionMetadata, Phase.VERIFY, PageTable(FULL, table), rows, kv_len, s.capacity, p)
     if s.kind == "prefill":
         positions = (kv_len - s.n).clamp(min=0)[:, None] + columns_of_q
@@ -256,13 +289,13 @@ def reference(case: Case, layer: PagedKV) -> Tensor:
             metadata,
             rows=metadata.rows[one],
             kv_len=metadata.kv_len[one],
-            max_kv_len=s.prefix_len,
+            max_kv_len=s.longest_len,
             positions=metadata.positions[one][:, at],
             tail_positions=None if metadata.tail_positions is None else metadata.tail_positions[one],
             mask=None if metadata.mask is None else metadata.mask[one],
         )
         q = case.q[one][:, at].to(torch.float32)
-        outs.append(paged_attention_reference(q, layer.data, mine, tail, s.head_dim**-0.5)[0])
+        outs.append(paged_attention_reference(q, layer.data, mine, tail, s.head_dim**-0.5, scales=layer.scales)[0])
     return torch.cat(outs)
 
 
@@ -338,7 +371,7 @@ def num_layers_for(shape: Shape) -> int:
 def memory_bytes(shape: Shape) -> int:
     """What measuring a shape takes, about: pages, projections and results, and the reference's scores of a row."""
     queries = shape.rows * shape.n * (shape.heads + 2 * shape.kv_heads) * shape.head_dim * shape.dtype.itemsize
-    scores = 4 * min(shape.n, MAX_COMPARED) * shape.prefix_len * shape.heads
+    scores = 4 * min(shape.n, MAX_COMPARED) * shape.longest_len * shape.heads
     return num_layers_for(shape) * shape.kv_bytes + 4 * queries + 6 * scores
 
 

@@ -1,23 +1,37 @@
-"""What `--exactness bits` costs on a CPU: the embedded pair with `bits` and with `ties`, in turns.
+"""What `--exactness bits` costs: on a CPU the embedded pair with `bits` and with `ties`, in turns.
 
     python benchmarks/exactness.py --turns 9
+    python benchmarks/exactness.py --device cuda
 
 A figure is the median over turns of tokens per second of CPU time with `bits` over that with `ties` beside it, so that
 other work on the machine counts little.
+
+On a GPU: an 8B target's shape in bfloat16, random weights and head, first with `ties`, then with `bits`, each with the
+defaults of the other options. Medians of the wall time of a round behind 1,024 tokens, and of the time to the first
+token of one prompt; then their ratios.
 """
 
 import argparse
+import gc
 import json
 import statistics
 import time
 
 import torch
+from prefill import time_once
+from rounds import NAMES, preset
 
 from treetop import LLM, SamplingParams
+from treetop.bench.prompts import prompt_ids
+from treetop.bench.rounds import wall_times_ms
+from treetop.scheduler.policy import FixedShape
+from treetop.types.layout import PLAIN, SpecShape
 
 PROMPTS = ["def area(r):", "import os\n", "class A:\n    def f(self):", "for i in range(10):"] * 2
 CASES = [(1, 128), (8, 128), (1, 500)]
 """Requests, and tokens of each."""
+ROWS, BEHIND, PROMPTS_OF = (1, 8, 32), 1024, (1024, 8192)
+"""On a GPU: batches of rounds, the tokens before these, and the prompts that are prefilled."""
 
 
 def tokens_per_second(llm: LLM, requests: int, max_tokens: int) -> float:
@@ -26,17 +40,64 @@ def tokens_per_second(llm: LLM, requests: int, max_tokens: int) -> float:
     return sum(len(output.token_ids) for output in outputs) / (time.process_time() - started_s)
 
 
+def on_a_gpu(name: str, rounds: int) -> None:
+    """Print the milliseconds of both, and the ratios."""
+    shapes = {"plain": PLAIN, "(5, 4, 16)": SpecShape(4, 5, 16)}  # named (S, k, T)
+    figures = dict[str, dict[str, float]]()
+    for exactness in ("ties", "bits"):
+        target, head = preset(name)
+        llm = LLM(
+            target,
+            head,
+            exactness=exactness,
+            device="cuda",
+            load_format="dummy",
+            max_running_requests=max(ROWS),
+            context_length=max(PROMPTS_OF) + 256,
+            disable_radix_cache=True,
+            speculative_policy="auto",
+            speculative_shapes="5,4,16",
+        )
+        found = figures[exactness] = {}
+        for title, shape in shapes.items():
+            llm.scheduler.policy = FixedShape(shape)
+            for batch in ROWS:
+                times, _ = wall_times_ms(llm, prompt_ids(llm, batch, BEHIND), rounds)
+                found[f"round {title}, {batch} rows"] = statistics.median(times)
+        for length in PROMPTS_OF:
+            prompts = prompt_ids(llm, 1, length)
+            found[f"prefill of {length}"] = 1e3 * statistics.median(time_once(llm, prompts)[0] for _ in range(4))
+        print(json.dumps({exactness: {case: round(ms, 3) for case, ms in found.items()}}), flush=True)
+        llm.close()
+        del llm
+        gc.collect()
+        torch.cuda.empty_cache()
+    ratios = {case: round(figures["bits"][case] / ms, 3) for case, ms in figures["ties"].items()}
+    print(json.dumps({"bits / ties": ratios}))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--turns", type=int, default=9, help="on a CPU")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--preset", choices=NAMES, default=NAMES[0], help="on a GPU")
+    parser.add_argument("--rounds", type=int, default=20, help="on a GPU, of each case")
     args = parser.parse_args()
+    if args.device == "cuda":
+        print(json.dumps({"torch": torch.__version__, "device": torch.cuda.get_device_name()}))
+        on_a_gpu(args.preset, args.rounds)
+        return
+    on_a_cpu(args.turns)
+
+
+def on_a_cpu(turns: int) -> None:
     print(json.dumps({"torch": torch.__version__, "threads": torch.get_num_threads()}))
     for draft in ("builtin:nestling-eagle3", None):
         ties = LLM("builtin:nestling", draft, max_running_requests=8, exactness="ties")
         bits = LLM("builtin:nestling", draft, max_running_requests=8, exactness="bits")
         for requests, max_tokens in CASES:
             pairs = []
-            for turn in range(args.turns + 1):
+            for turn in range(turns + 1):
                 order = (ties, bits) if turn % 2 else (bits, ties)
                 speed = {llm: tokens_per_second(llm, requests, max_tokens) for llm in order}
                 pairs.append((speed[bits], speed[ties]))

@@ -10,6 +10,7 @@ machine's copy rate. JSON lines on stdout; the first names the machine.
 
 import argparse
 import json
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,38 +20,45 @@ from unittest import mock
 
 import torch
 from attention_cases import DEVICE, copy_bytes_per_s, graph_of, times_us
+from coded_cases import FORMATS, random_weight
 from torch import Tensor
 
 from treetop.kernels import experts as kernels
 from treetop.kernels.experts import Activation, Experts, GroupedLaunch, choose_grouped, experts_reference
 from treetop.kernels.fused import add_rms_norm
-from treetop.kernels.mxfp4 import GROUP_BYTES, Mxfp4Weight, pack
 from treetop.kernels.routing import Router, RouterKind, RouterSpec, route
+from treetop.kernels.tiles import TiledWeight, in_turn, tile
 from treetop.kernels.triton_guard import gpu_traits
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A layer of experts. packed: in MXFP4."""
+    """A layer of experts. packed: in which of `FORMATS`; None in 16 bits."""
 
     router: RouterSpec
     hidden: int
     inner: int
     activation: Activation
-    packed: bool
+    packed: str | None
 
     @property
     def expert_bytes(self) -> float:
-        return 3 * self.hidden * self.inner * (GROUP_BYTES / 32 if self.packed else 2)
+        if self.packed is None:
+            return 6 * self.hidden * self.inner
+        sizes = FORMATS[self.packed].held((3 * self.inner, self.hidden), torch.bfloat16).values()
+        return float(sum(math.prod(each.shape) * each.dtype.itemsize for each in sizes))
 
 
 SHAPES = {
     "gpt-oss-20b": Shape(
-        RouterSpec(32, 4, RouterKind.TOPK_SOFTMAX, bias=True), 2880, 2880, Activation.CLAMPED, packed=True
+        RouterSpec(32, 4, RouterKind.TOPK_SOFTMAX, bias=True), 2880, 2880, Activation.CLAMPED, packed="mxfp4"
     ),
-    "qwen3-30b-a3b": Shape(
-        RouterSpec(128, 8, RouterKind.SOFTMAX, renormalise=True), 2048, 768, Activation.SILU, packed=False
-    ),
+    **{
+        "qwen3-30b-a3b" + ("" if name is None else f" {name}"): Shape(
+            RouterSpec(128, 8, RouterKind.SOFTMAX, renormalise=True), 2048, 768, Activation.SILU, packed=name
+        )
+        for name in (None, "fp8-block", "fp8-channel", "w4a16", "nvfp4")
+    },
 }
 LAYERS = 12
 GPU = gpu_traits(DEVICE)
@@ -76,12 +84,11 @@ class Layer:
     def _normal(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.bfloat16, device=DEVICE).mul_(shape[-1] ** -0.5)
 
-    def _weight(self, *shape: int) -> Tensor | Mxfp4Weight:
-        if not self.shape.packed:
+    def _weight(self, *shape: int) -> Tensor | TiledWeight:
+        if self.shape.packed is None:
             return self._normal(*shape)
-        groups = torch.randint(0, 256, (*shape[:-1], shape[-1] // 32, GROUP_BYTES), dtype=torch.uint8, device=DEVICE)
-        groups[..., GROUP_BYTES - 1] = 120
-        return pack(groups.transpose(1, 2) if len(shape) == 4 else groups)
+        weight = random_weight(FORMATS[self.shape.packed], *shape)
+        return tile(in_turn(weight) if len(shape) == 4 else weight)
 
 
 def check(layer: Layer, x: Tensor) -> float:
@@ -143,8 +150,8 @@ def measure(layers: list[Layer], tokens: int) -> dict[str, object]:
 
 
 def candidates(shape: Shape, rows: int, gated: bool) -> list[GroupedLaunch]:
-    block_k = 128 if shape.packed else 64
-    cuts = ((128, 4), (128, 8), (64, 2), (64, 4)) if rows > 32 else ((32, 2), (64, 2), (64, 4), (128, 4))
+    block_k = 64 if shape.packed is None else 128
+    cuts = ((128, 4), (128, 8), (64, 2), (64, 4)) if rows > 32 else ((64, 2), (64, 4), (128, 4), (128, 8))
     splits = (1,) if gated else (1, 2) if rows > 32 else (2, 4, 6)
     stages = (3,) if rows > 32 else (4, 7)
     return [GroupedLaunch(n, block_k, s, each, warps) for (n, warps), s, each in product(cuts, splits, stages)]

@@ -81,7 +81,8 @@ def call(case: Case, launch: Launch, layer: PagedKV) -> torch.Tensor:
     shape, metadata = case.shape, case.metadata
     tail = None if metadata.causal else case.tail.data
     gpu = gpu_traits(DEVICE)
-    return paged_attention(case.q, layer.data, metadata, tail, shape.head_dim**-0.5, None, gpu, launch)[0]
+    scale, scales = shape.head_dim**-0.5, layer.scales
+    return paged_attention(case.q, layer.data, metadata, tail, scale, None, gpu, launch, scales=scales)[0]
 
 
 def compile_once(job: tuple[Shape, Launch]) -> None:

@@ -6,12 +6,21 @@ Input 1024, forced accept length 3, greedy, bfloat16 on a GPU; shapes plain, (3,
     python benchmarks/rounds.py --preset qwen3-8b --shapes 5,4,16 --batches 1 --rounds 30
 
 `--preset` (llama-3.1-8b unless given) names the shape; `--help` shows what `treetop bench` takes. Of a model with
-experts the floor counts those that a round's tokens chose.
+experts the floor counts those that a round's tokens chose. `--quantization` gives the target's weights a format, as a
+checkpoint would: fp8-channel, fp8-block, w4a16 (groups of 128) or nvfp4.
+
+    for format in fp8-block fp8-channel w4a16; do
+        python benchmarks/rounds.py --quantization $format --shapes 0,1,1 5,4,16 --rounds 30
+    done
 """
 
 import argparse
+import json
 import sys
+import tempfile
 from pathlib import Path
+
+from coded_cases import CONFIGS
 
 from treetop.cli import main
 
@@ -19,6 +28,7 @@ PRESETS = Path(__file__).parent / "presets"
 NAMES = (
     *("llama-3.1-8b", "qwen3-8b", "gpt-oss-20b", "qwen3-30b-a3b"),
     *("ministral-3-8b", "ernie-4.5-21b-a3b", "gemma-4-26b-a4b"),
+    *("deepseek-v2-lite", "glm-4.7-flash"),
 )
 
 
@@ -27,10 +37,21 @@ def preset(name: str) -> tuple[str, str]:
     return str(PRESETS / name), str(PRESETS / f"eagle3-{name}")
 
 
+def in_format(model: str, name: str, folder: Path) -> str:
+    """A copy of a preset's configuration that says its weights are in a format."""
+    config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": CONFIGS[name]}), encoding="utf-8")
+    return str(folder)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--preset", choices=NAMES, default=NAMES[0])
+    parser.add_argument("--quantization", choices=CONFIGS)
     chosen, rest = parser.parse_known_args()
     model, draft = preset(chosen.preset)
     fixed = ["--load-format", "dummy", "--simulate-accept-length", "3", "--sweep", "table"]
-    sys.exit(main(["bench", model, "--speculative-draft-model-path", draft, *fixed, *rest]))
+    with tempfile.TemporaryDirectory() as folder:
+        if chosen.quantization is not None:
+            model = in_format(model, chosen.quantization, Path(folder))
+        sys.exit(main(["bench", model, "--speculative-draft-model-path", draft, *fixed, *rest]))

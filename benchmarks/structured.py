@@ -1,27 +1,39 @@
 """Structured output: what it costs, and what it leaves of the trees.
 
     python benchmarks/structured.py [--rows 8] [--max-tokens 96] [--repeats 5] [--json]
+    python benchmarks/structured.py --preset llama-3.1-8b --shape 5,4,16     on a GPU, some 100 s
 
 Decodes JSON schemas with the embedded pair, greedily, and checks each text. It prints:
 
 accept      tokens a round and row: of the structures; of the same texts, drafted without branches; without structures
 tokens/s    of `rows` structures at once, and of one alone; without structures
 others      what a batch of `rows` gives to each row without a structure, where one has one and where none has
-masks       milliseconds a round of the host's walk along the trees, and its share of the round
+masks       milliseconds a round of the host's walk along the trees, of all rows and of one, and the share of the time
+            that `rows` structures take
 
 Medians of `repeats`, of which each runs every kind in turn. To compare two commits run it in both by turns.
+
+--preset takes random weights of a model's shape (`rounds.py`), with the embedded tokenizer and tokens of random letters
+up to its vocabulary. Such a head is never right, so only others and masks are measured.
 """
 
 import argparse
 import json
+import random
+import shutil
 import statistics
+import string
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from rounds import NAMES, preset
+
 from treetop import LLM, RequestOutput, SamplingParams, StructuredOutput
-from treetop.types.messages import RoundPlan
+from treetop.models.folder import resolve_folder
 
 PROMPTS = (
     "def load_config(path):\n    return json.load(open(path))\n\n# config.json\n",
@@ -60,9 +72,10 @@ class Follow:
 class Bench:
     """One engine, and what is asked of it."""
 
-    def __init__(self, rows: int, max_tokens: int) -> None:
+    def __init__(self, rows: int, max_tokens: int, options: dict[str, Any]) -> None:
+        """options: of the engine."""
         self.rows, self.max_tokens = rows, max_tokens
-        self.llm = LLM(max_running_requests=rows, context_length=256)
+        self.llm = LLM(max_running_requests=rows, context_length=256, **options)
         self.prompts = [PROMPTS[i % len(PROMPTS)] for i in range(rows)]
         self.free = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         schemas = [StructuredOutput("json_schema", json.dumps(schema_of(i))) for i in range(rows)]
@@ -96,32 +109,43 @@ def pace(outputs: Sequence[RequestOutput]) -> float:
     return statistics.mean(output.metrics.tokens_per_second or 0.0 for output in outputs)
 
 
-def mask_times(bench: Bench) -> tuple[float, float] | None:
-    """(milliseconds a round, share of the round) of the walks; None where there are none."""
-    engine, scheduler = bench.llm.engine, bench.llm.scheduler
-    if not hasattr(engine, "set_tree_masks"):
-        return None
+def mask_times(bench: Bench, params: Sequence[SamplingParams]) -> tuple[float, float]:
+    """(milliseconds a round, share of all time) of the walks of these requests."""
+    engine, walk = bench.llm.engine, bench.llm.scheduler.node_masks
     spent: list[float] = []
-    rounds: list[float] = []
-    walk = scheduler.node_masks
 
-    def timed(call: Callable[[Any], Any], into: list[float]) -> Callable[[Any], Any]:
-        def run(argument: Any) -> Any:
-            began = time.perf_counter()
-            found = call(argument)
-            if into is spent or isinstance(argument, RoundPlan):
-                into.append(time.perf_counter() - began)
-            return found
+    def timed(trees: Any) -> Any:
+        began = time.perf_counter()
+        found = walk(trees)
+        spent.append(time.perf_counter() - began)
+        return found
 
-        return run
-
-    engine.set_tree_masks(timed(walk, spent))
-    vars(engine)["launch"] = timed(engine.launch, rounds)
-    bench.timed(bench.held)
-    del vars(engine)["launch"]
+    engine.set_tree_masks(timed)
+    _, seconds = bench.timed(params)
     engine.set_tree_masks(walk)
     full = sorted(spent)[len(spent) // 2 :]  # the batch drains: rounds with most rows
-    return 1000 * statistics.median(full), sum(spent) / sum(rounds)
+    return 1000 * statistics.median(full), sum(spent) / seconds
+
+
+def others_and_masks(bench: Bench, repeats: int) -> dict[str, Any]:
+    """What a structure costs those beside it, and what masks take."""
+    free = [bench.free] * bench.rows
+    mixed = [*free[:-1], replace(bench.held[-1], ignore_eos=True)]
+    for params in (free, mixed):
+        bench.timed(params)  # captures what they run
+    found = list[float]()
+    for _ in range(repeats):
+        alone, _ = bench.timed(free)
+        beside, _ = bench.timed(mixed)
+        found.append(pace(beside[:-1]) / pace(alone[:-1]))
+    of_all, share = mask_times(bench, bench.held)
+    return {
+        "others": statistics.median(found),
+        "others_all": found,
+        "masks_ms": of_all,
+        "masks_ms_of_one": mask_times(bench, mixed)[0],
+        "masks_share": share,
+    }
 
 
 def measure(bench: Bench, repeats: int) -> dict[str, Any]:
@@ -141,21 +165,26 @@ def measure(bench: Bench, repeats: int) -> dict[str, Any]:
         "one free": [bench.free],
     }
     speeds: dict[str, list[float]] = {name: [] for name in kinds}
-    others: list[float] = []
     for _ in range(repeats):
         for name, params in kinds.items():
             speeds[name].append(speed(*bench.timed(params)))
-        alone, _ = bench.timed(kinds["free"])
-        mixed, _ = bench.timed([*kinds["free"][:-1], bench.held[-1]])
-        others.append(pace(mixed[:-1]) / pace(alone[:-1]))
-    masks = mask_times(bench)
     return {
         "accept": {"structures": accept_length(texts), "forced": accept_length(same), "free": accept_length(free)},
         "tokens_per_second": {name: statistics.median(values) for name, values in speeds.items()},
-        "others": statistics.median(others),
-        "masks_ms": None if masks is None else masks[0],
-        "masks_share": None if masks is None else masks[1],
+        **others_and_masks(bench, repeats),
     }
+
+
+def filled(model: Path, folder: Path) -> Path:
+    """A copy of a configuration, with a tokenizer of as many tokens."""
+    shutil.copy(model / "config.json", folder)
+    tokenizer = json.loads((resolve_folder("builtin:nestling") / "tokenizer.json").read_text(encoding="utf-8"))
+    size, rng = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"], random.Random(0)
+    vocab = tokenizer["model"]["vocab"]
+    while len(vocab) < size:
+        vocab.setdefault("".join(rng.choices(string.ascii_letters, k=rng.randint(3, 9))), len(vocab))
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    return folder
 
 
 def main() -> int:
@@ -164,10 +193,20 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--preset", choices=NAMES, help="random weights of this shape, for others and masks alone")
+    parser.add_argument("--shape", default="5,4,16", metavar="S,k,T", help="of the trees, with --preset")
     args = parser.parse_args()
-    bench = Bench(args.rows, args.max_tokens)
-    found = measure(bench, args.repeats)
-    bench.llm.close()
+    with tempfile.TemporaryDirectory() as made:
+        options: dict[str, Any] = {}
+        if args.preset is not None:
+            model, draft = preset(args.preset)
+            steps, topk, nodes = map(int, args.shape.split(","))
+            options = {"model": str(filled(Path(model), Path(made))), "draft": draft, "load_format": "dummy"}
+            options |= {"speculative_num_steps": steps, "speculative_eagle_topk": topk}
+            options |= {"speculative_num_draft_tokens": nodes}
+        bench = Bench(args.rows, args.max_tokens, options)
+        found = (measure if args.preset is None else others_and_masks)(bench, args.repeats)
+        bench.llm.close()
     if args.json:
         print(json.dumps(found))
     else:

@@ -28,18 +28,19 @@ from treetop.checks.probes import RECORD
 from treetop.debug.two_group import write_two_group_pair
 from treetop.engine.model_runner import ModelRunner
 from treetop.kernels import peers
+from treetop.kernels.coded import CodedWeight, Coding
 from treetop.kernels.experts import Activation, Experts, experts
 from treetop.kernels.kv import PageTable
 from treetop.kernels.kv_chunks import Span
 from treetop.kernels.kv_chunks import pack as pack_piece
 from treetop.kernels.kv_chunks import unpack as unpack_piece
 from treetop.kernels.metadata import AttentionMetadata
-from treetop.kernels.mxfp4 import pack
 from treetop.kernels.packed_weights import CompressedLaunch, compress, compressed_rows
 from treetop.kernels.pages import gather_table
 from treetop.kernels.routing import Router, RouterKind, RouterSpec, route
 from treetop.kernels.skinny_gemm import RowsLaunch, gated_rows, skinny_gemm
 from treetop.kernels.tail import PrefixPart, tail_and_merge
+from treetop.kernels.tiles import tile
 from treetop.kernels.triton_guard import _probe, gpu_traits, is_compiling_ahead, jit, tl
 from treetop.types.config import BUILTIN_DRAFT, BUILTIN_MODEL
 from treetop.types.errors import CheckError
@@ -188,12 +189,15 @@ def experts_of_a_layer(device: torch.device) -> None:
     with device:
         router = Router(spec, torch.randn(40, 96).to(dtype), None, None)
         whole = torch.randn(40, 2, 72, 96).to(dtype), torch.randn(40, 96, 72).to(dtype)
-        groups = torch.randint(0, 128, (40, 128, 3, 17), dtype=torch.uint8)
+        coding = Coding("e2m1", 32, "e8m0")
+        codes = torch.randint(0, 256, (40, 128, 48), dtype=torch.uint8)
+        scale = torch.full((40, 128, 3), 120, dtype=torch.uint8)
         for tokens in (3, 70):
             x, live = torch.randn(tokens, 96).to(dtype), torch.arange(tokens) % 3 != 1
             routes = route(x, router, live, gpu)
             experts(x, routes, Experts(*whole, None, None, Activation.SILU), gpu)
-            packed = pack(groups), pack(groups[:, :96, :2])
+            gate_up = tile(CodedWeight(coding, 96, codes, scale))
+            packed = gate_up, tile(CodedWeight(coding, 64, codes[:, :96, :32], scale[:, :96, :2]))
             experts(x, routes, Experts(*packed, None, None, Activation.CLAMPED), gpu)
 
 

@@ -11,7 +11,8 @@ random sample of what was finished gets the same tokens and accepted lengths fro
 
 A run of many rounds may be done in parts: `--rounds` with another `--seed` each. `--seconds` ends a part early. With
 `--device cuda` prefill ranks have the first GPUs, decode ranks the next, or the same ones if there are no more. Without
---model it is a small model of GLM-4.5's kind with random weights. Says on stderr how far it is, and prints one JSON
+--model it is a small model with random weights, of GLM-4.5's kind, or with `--tiny glm-5` of GLM-5.2's, whose
+attention is compressed and sparse. Says on stderr how far it is, and prints one JSON
 object; exit code 1 if anything failed, 2 for an option that cannot work.
 """
 
@@ -87,6 +88,23 @@ GLM = {
     "rms_norm_eps": 1e-5,
     "eos_token_id": 1,
 }
+
+GLM_5 = {
+    **{key: value for key, value in GLM.items() if key not in ("partial_rotary_factor", "use_qk_norm")},
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "model_type": "glm_moe_dsa",
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "index_topk": 12,
+    "index_n_heads": 16,
+    "index_head_dim": 16,
+    "indexer_types": ["full", "full", "shared"],
+}
+TINY = {"glm-4.5": GLM, "glm-5": GLM_5}
 
 
 @dataclass(slots=True)
@@ -367,9 +385,9 @@ def ranks_in_processes(folder: Path, number: int) -> Iterator[None]:
         yield
 
 
-def save_tiny_glm(folder: Path) -> Path:
-    """A checkpoint of GLM-4.5's kind with an MTP layer and random weights, which all matter to the logits."""
-    write_config(folder, GLM)
+def save_tiny_glm(folder: Path, name: str = "glm-4.5") -> Path:
+    """A checkpoint of this kind with an MTP layer and random weights, which all matter to the logits."""
+    write_config(folder, TINY[name])
     planned = plan_engine(EngineConfig(str(folder), speculative_algorithm="MTP", load_format="dummy", device="cpu"))
     assert planned.draft is not None
     params = [*planned.target.params, *planned.draft.params]
@@ -418,7 +436,7 @@ def run(args: argparse.Namespace) -> int:
     host, port = parse_address(args.listen, "--listen")
     os.environ.setdefault(SECRET_VARIABLE, f"of this soak: {random.SystemRandom().getrandbits(128)}")
     with tempfile.TemporaryDirectory() as folder:
-        config = config_of(args, Path(args.model) if args.model else save_tiny_glm(Path(folder)))
+        config = config_of(args, Path(args.model) if args.model else save_tiny_glm(Path(folder), args.tiny))
         fresh = LLM(**alone(config))
         peers = [f"{host}:{port + rank}" for rank in range(args.ranks)]
         with both_groups(config, peers, args.threads) as (prefill, decode):
@@ -437,6 +455,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2, help="of each group")
     parser.add_argument("--threads", action="store_true", help="ranks are threads of this process, on a CPU")
     parser.add_argument("--model", metavar="FOLDER", help="one with experts and an MTP layer")
+    parser.add_argument("--tiny", default="glm-4.5", choices=sorted(TINY), help="the model without --model")
     parser.add_argument("--speculative", default="3,2,6", metavar="S,K,T", help="of the model's MTP layer")
     parser.add_argument("--sample", type=int, default=64, help="finished requests that one engine answers again")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))

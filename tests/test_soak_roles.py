@@ -64,6 +64,15 @@ def test_groups_with_roles_run_long_and_clean(script, model, rounds, changes):
     assert (done.ties, done.unequal) == (0, 0)
 
 
+@pytest.mark.parametrize("rounds", [60, pytest.param(1500, marks=pytest.mark.slow)])
+def test_groups_of_a_sparse_model_run_long_and_clean(script, tmp_path, rounds):
+    """GLM-5.2's kind, past the few keys that its indexers choose."""
+    done = soak(script, script.save_tiny_glm(tmp_path, "glm-5"), rounds)
+    assert done.failures == []
+    assert min(done.handed_over, done.compared) > 0
+    assert (done.ties, done.unequal) == (0, 0)
+
+
 def _lose(real):
     """Every second staging slot is not given back."""
     calls = count()

@@ -14,7 +14,7 @@ import torch
 from treetop.drafts.protocol import DrafterSpec
 from treetop.drafts.registry import FoundDraft, find_draft
 from treetop.engine.memory import MemoryUse
-from treetop.engine.plan import packed_kinds, plan_engine, read_draft_spec
+from treetop.engine.plan import packing, plan_engine, read_draft_spec
 from treetop.models.checkpoint import StoredFiles, stored_files
 from treetop.models.config import AttentionSpec, LayerSpec, read_config
 from treetop.models.folder import resolve_folder
@@ -85,6 +85,7 @@ class PoolReport:
 
     bytes_per_token: in all its layers.
     window: None if they see everything.
+    chunked: they see their own chunk of so many tokens alone.
     """
 
     group: str
@@ -93,6 +94,7 @@ class PoolReport:
     bytes_per_token: int
     tokens: int
     bytes: int
+    chunked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,14 +182,14 @@ def _draft_report(folder: Path, target: TargetSpec | None, config: EngineConfig)
     spec: DrafterSpec = read_draft_spec(config, target)
     spec.check()
     numbers = sum(param.numbers for param in spec.params) + spec.derived
-    params = stay_packed(spec.params, packed_kinds(config))
+    params = stay_packed(spec.params, packing(config))
     held = weight_bytes(params, _dtype(config)) + spec.derived * _dtype(config).itemsize
     formats = format_bytes(params, _dtype(config))
     return DraftReport(*known, numbers, len(spec.attention), spec.vocab_size, spec.aux_inputs, held, formats)
 
 
 def _target_report(spec: TargetSpec, config: EngineConfig) -> TargetReport:
-    of, params = spec.config, stay_packed(spec.params, packed_kinds(config))
+    of, params = spec.config, stay_packed(spec.params, packing(config))
     return TargetReport(
         folder=str(spec.folder),
         architecture=read_config(spec.folder)["architectures"][0],
@@ -250,10 +252,18 @@ def _memory_report(use: MemoryUse, config: EngineConfig) -> MemoryReport:
     layout, size = use.layout, use.element_size
     pools = []
     for group in layout.groups:
-        pages, token = layout.num_pages[group.name], group.numbers_per_token * size
+        pages, token = layout.num_pages[group.name], group.bytes_per_token(size)
         held = pages * layout.page_size * token
         pools.append(
-            PoolReport(group.name, group.num_layers, group.window, token, (pages - 1) * layout.page_size, held)
+            PoolReport(
+                group.name,
+                group.num_layers,
+                group.window,
+                token,
+                (pages - 1) * layout.page_size,
+                held,
+                group.chunked,
+            )
         )
     budget = use.budget
     device = str(compute_device(config.device))
@@ -323,7 +333,7 @@ def _memory_lines(memory: MemoryReport) -> list[str]:
     lines = [f"memory of {memory.device}: {_bytes(memory.free)} of {_bytes(memory.total)} are free"]
     lines.append(f"  weights, tables and buffers {_bytes(memory.static)}, kept for the rest {_bytes(memory.kept)}")
     for pool in memory.pools:
-        window = "" if pool.window is None else f", window {pool.window}"
+        window = "" if pool.window is None else f", {'chunks of' if pool.chunked else 'window'} {pool.window}"
         lines.append(
             f"  KV pool {pool.group}: {pool.layers} layers{window}, {pool.bytes_per_token} bytes a token,"
             f" {pool.tokens} tokens, {_bytes(pool.bytes)}"

@@ -80,6 +80,10 @@ class Trace:
     rounds: tuple[TreeRound, ...]
     before_ms: float
 
+    def statistics(self) -> "Statistics":
+        shape = self.llm.config.shape
+        return statistics(self.rounds, shape.num_steps, shape.topk)
+
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
@@ -219,7 +223,7 @@ def page_data(trace: Trace) -> dict[str, Any]:
         "text": [stream.push((token,)) for token in output.token_ids],
         "pieces": pieces,
         "names": names,
-        "statistics": asdict(statistics(rounds, shape.num_steps, shape.topk)),
+        "statistics": asdict(trace.statistics()),
         "rounds": [asdict(each) for each in rounds],
     }
 

@@ -5,7 +5,9 @@ from rich.progress import Progress
 
 from treetop.doctor.tables import print_table
 from treetop_debug.faults import FAULTS
+from treetop_debug.policy_faults import POLICY_FAULTS
 from treetop_debug.provoke import Finding, Provocation
+from treetop_debug.provoke_policy import find_policy_fault
 
 
 def show_faults(console: Console, device: str) -> int:
@@ -24,7 +26,20 @@ def show_faults(console: Console, device: str) -> int:
     console.print(
         f"faults: {len(findings) - len(missed)} of {len(findings)} caught on {device}, with harm shown without a guard"
     )
-    return int(bool(missed)) | _rank_faults(console)
+    return int(bool(missed)) | _policy_faults(console) | _rank_faults(console)
+
+
+def _policy_faults(console: Console) -> int:
+    """Those of what decides which trees are verified, on the CPU."""
+    with Progress(console=console, transient=True) as progress:
+        findings = [find_policy_fault(name) for name in progress.track(POLICY_FAULTS, description="policy")]
+    rows = [
+        (f.fault.name, f.by if f.caught else "NOT CAUGHT", f.caught or "", f.harm or "NO HARM SHOWN") for f in findings
+    ]
+    print_table(console, "faults of the policy", ("fault", "guard", "what it said", "without a guard"), rows)
+    num_caught = sum(f.ok for f in findings)
+    console.print(f"faults of the policy: {num_caught} of {len(findings)} caught, with harm shown without a guard")
+    return int(num_caught < len(findings))
 
 
 def _rank_faults(console: Console) -> int:

@@ -30,7 +30,7 @@ class Case:
     kv_heads: int
 
 
-def make_case(seed, page_size, window=None, *, heads=4, kv_heads=2, extents=(0, 1, 7, 16, 0)) -> Case:
+def make_case(seed, page_size, window=None, *, heads=4, kv_heads=2, extents=(0, 1, 7, 16, 0), chunked=False) -> Case:
     """The last row is a padding row: null pages and nothing committed."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
 
@@ -56,7 +56,7 @@ def make_case(seed, page_size, window=None, *, heads=4, kv_heads=2, extents=(0, 
     mask &= depth[:, None, :] <= depth.gather(1, chosen)[:, :, None]
     positions, pages = tail_positions.gather(1, chosen), PageTable(FULL, table)
     metadata = AttentionMetadata(
-        Phase.VERIFY, pages, row_list, kv_len, max_kv_len, page_size, positions, window, tail_positions, mask
+        Phase.VERIFY, pages, row_list, kv_len, max_kv_len, page_size, positions, window, tail_positions, mask, chunked
     )
     return Case(metadata, kv, TailKV(normal(rows, t, 2, kv_heads, DIM)), normal(rows, n, heads, DIM), kv_heads)
 
@@ -66,19 +66,27 @@ def slot(metadata, index, position):
     return int(metadata.table.data[metadata.rows[index], position // size]) * size + position % size
 
 
+def is_near(metadata, at, position):
+    """Within the window, or the chunk, of a query at a position."""
+    window = metadata.window
+    if window is None:
+        return True
+    return at // window == position // window if metadata.chunked else at - position < window
+
+
 def expected_row(case, index, column, head, *, parts=("prefix", "tail"), causal=False):
     """Keys and values that one query head sees, gathered one by one, and their attention."""
-    at, window = int(case.metadata.positions[index, column]), case.metadata.window
+    at = int(case.metadata.positions[index, column])
     kv_head = head // (case.q.shape[2] // case.kv_heads)
     keys, values = [], []
     for position in range(int(case.metadata.kv_len[index])) if "prefix" in parts else ():
-        if (window is None or at - position < window) and (not causal or position <= at):
+        if is_near(case.metadata, at, position) and (not causal or position <= at):
             place = slot(case.metadata, index, position)
             keys.append(case.kv.k[place, kv_head].tolist())
             values.append(case.kv.v[place, kv_head].tolist())
     for j in range(case.tail.k.shape[1]) if "tail" in parts else ():
         position = int(case.metadata.tail_positions[index, j])
-        if case.metadata.mask[index, column, j] and (window is None or at - position < window):
+        if case.metadata.mask[index, column, j] and is_near(case.metadata, at, position):
             keys.append(case.tail.k[index, j, kv_head].tolist())
             values.append(case.tail.v[index, j, kv_head].tolist())
     return attention(case.q[index, column, head].tolist(), keys, values, 0.6)
@@ -104,10 +112,14 @@ GRID = [
 ]
 
 
-@pytest.fixture(params=GRID, ids=[f"page{g[1]}-window{g[2]}-heads{g[3]}-{g[4]}" for g in GRID])
+CHUNKED = [(seed, page, window, heads, kv_heads) for seed, page, window, heads, kv_heads in GRID if window is not None]
+NAMES = [f"page{g[1]}-window{g[2]}-heads{g[3]}-{g[4]}" for g in GRID] + [f"chunk{g[2]}" for g in CHUNKED]
+
+
+@pytest.fixture(params=[*((g, False) for g in GRID), *((g, True) for g in CHUNKED)], ids=NAMES)
 def case(request):
-    seed, page, window, heads, kv_heads = request.param
-    return make_case(seed, page, window, heads=heads, kv_heads=kv_heads)
+    (seed, page, window, heads, kv_heads), chunked = request.param
+    return make_case(seed, page, window, heads=heads, kv_heads=kv_heads, chunked=chunked)
 
 
 @pytest.fixture
@@ -122,11 +134,14 @@ def test_prefix_and_tail_equal_attention_over_the_visible_keys(case, backend):
     torch.testing.assert_close(out, expected(case)[0], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("window", [None, 1, 4, 100])
+@pytest.mark.parametrize(
+    ("window", "chunked"), [(None, 0), (1, 0), (4, 0), (100, 0), (1, 1), (4, 1), (15, 1), (100, 1)]
+)
 @pytest.mark.parametrize("page", [1, 4, 16])
-def test_causal_equals_attention_over_all_positions_up_to_the_query(backend, page, window):
-    """A prefill query sees positions up to its own, no further back than its window; position 0 is no exception."""
-    case = make_case(page, page, window, extents=(9, 17, 30, 0))
+def test_causal_equals_attention_over_all_positions_up_to_the_query(backend, page, window, chunked):
+    """A prefill query sees positions up to its own, no further back than its window or than where its chunk begins;
+    position 0 is no exception."""
+    case = make_case(page, page, window, extents=(9, 17, 30, 0), chunked=bool(chunked))
     positions = torch.tensor([[3, 7, 8], [14, 15, 16], [0, 1, 29], [0, 0, 0]])
     case.metadata = replace(case.metadata, positions=positions, tail_positions=None, mask=None)
     plan = backend.plan(backend.begin(case.metadata), case.metadata)
@@ -144,6 +159,17 @@ def test_a_window_is_applied_by_position_and_not_by_tail_column():
     seen = tail_visible(replace(metadata, positions=positions, tail_positions=positions, mask=mask))
     assert seen[0, 4].tolist() == [False, True, True, True, True]
     assert seen[0, 3].tolist() == [True, True, True, True, True]
+
+
+def test_a_path_that_enters_a_chunk_sees_nothing_before_it():
+    """Positions 10, 11 and 12 in chunks of 12: the last, first of its chunk, sees itself; a chunk of 4 cuts alike."""
+    positions = torch.tensor([[10, 11, 11, 11, 12]])
+    mask = torch.ones(1, 5, 5, dtype=torch.bool)
+    for chunk in (12, 4):
+        metadata = replace(make_case(0, 4, window=chunk).metadata, chunked=True)
+        seen = tail_visible(replace(metadata, positions=positions, tail_positions=positions, mask=mask))
+        assert seen[0, 4].tolist() == [False] * 4 + [True]
+        assert seen[0, 3, :4].tolist() == [True] * 4
 
 
 def test_an_empty_prefix_of_width_zero_is_legal(backend):

@@ -51,7 +51,7 @@ class ByRow:
         for row, (own, length) in enumerate(zip(plan.rows.tolist(), plan.kv_len.tolist(), strict=True)):
             real = length - int(plan.positions[row, 0]) if tail is None else None  # a chunk's others are padding
             for query, position in enumerate(plan.positions[row].tolist()[:real]):
-                first = 0 if plan.window is None else max(position - plan.window + 1, 0)
+                first = 0 if plan.window is None else max(int(plan.oldest[row, query]), 0)
                 seen = range(first, length if tail is not None else min(length, position + 1))
                 slots = [int(plan.table.data[own, at // size]) * size + at % size for at in seen]
                 keys = [kv.data[slots]]
@@ -86,7 +86,10 @@ def _registered(monkeypatch):
     options._table.cache_clear()
 
 
-@pytest.mark.parametrize("changes", [{}, {"window": 6}, {"causal": True, "n": 9}, {"causal": True, "window": 5}])
+CHANGES = [{}, {"window": 6}, {"window": 6, "chunked": True}, {"causal": True, "n": 9}, {"causal": True, "window": 5}]
+
+
+@pytest.mark.parametrize("changes", CHANGES)
 def test_it_answers_the_question(changes):
     s = scene(**changes)
     backend = make_backend(NAME, Need(s.q.dtype, CPU))

@@ -34,7 +34,7 @@ class World:
     lengths: list[int]
     parent: list[list[int]]
 
-    def metadata(self, window=None) -> AttentionMetadata:
+    def metadata(self, window=None, chunked=False) -> AttentionMetadata:
         rows, t = len(self.lengths), self.tail.shape[1]
         depth, mask = torch.zeros(rows, t, dtype=torch.int64), torch.zeros(rows, t, t, dtype=torch.bool)
         for row, parents in enumerate(self.parent):
@@ -47,10 +47,10 @@ class World:
         positions = kv_len[:, None] + depth
         return AttentionMetadata(
             Phase.VERIFY, PageTable(FULL, self.table), at, kv_len, max(self.lengths) + 3, PAGE, positions, window,
-            positions, mask,
+            positions, mask, chunked,
         )  # fmt: skip
 
-    def seen(self, row, node, kv_head, window):
+    def seen(self, row, node, kv_head, window, chunked):
         """position -> (k, v) of what a node sees, gathered one by one."""
         found, columns, at = {}, [], node
         while at >= 0:
@@ -63,6 +63,8 @@ class World:
         for depth, column in enumerate(columns):
             found[length + depth] = [self.tail[row, column, plane, kv_head].numpy() for plane in range(2)]
         last = length + len(columns) - 1
+        if chunked:
+            return {position: kv for position, kv in found.items() if position // window == last // window}
         return {position: kv for position, kv in found.items() if window is None or last - position < window}
 
 
@@ -79,31 +81,34 @@ def make(lengths, t, seed=0) -> World:
     return World(PagedKV(data), table, tail, q, lengths, parent)
 
 
-def answer(world, window=None, sinks=None):
-    backend, metadata = ExactBackend(torch.float32, torch.device("cpu")), world.metadata(window)
+def answer(world, window=None, sinks=None, chunked=False):
+    backend, metadata = ExactBackend(torch.float32, torch.device("cpu")), world.metadata(window, chunked)
     plan = backend.plan(backend.begin(metadata), metadata)
     return backend.prefix_tail(world.q, world.kv, plan, TailKV(world.tail), SCALE, sinks)
 
 
-def expected(world, row, node, head, window=None, sinks=None):
+def expected(world, row, node, head, window=None, sinks=None, chunked=False):
     sink = None if sinks is None else float(sinks[head])
     q = world.q[row, node, head].numpy()
-    return torch.from_numpy(attention_in_order(q, world.seen(row, node, head // GROUP, window), SCALE, sink))
+    return torch.from_numpy(attention_in_order(q, world.seen(row, node, head // GROUP, window, chunked), SCALE, sink))
 
 
-CASES = [([0, 5, 127, 125, 300], None, False), ([126, 128, 40], 19, True), ([255, 251], None, True), ([3], None, False)]
+CASES = [
+    *(([0, 5, 127, 125, 300], None, False, False), ([126, 128, 40], 19, True, False)),
+    *(([255, 251], None, True, False), ([3], None, False, False), ([126, 128, 40], 32, False, True)),
+]
 
 
-@pytest.mark.parametrize(("lengths", "window", "with_sinks"), CASES)
-def test_every_bit_is_that_of_the_sums_in_order(lengths, window, with_sinks):
-    """Numbers of widely different size; trees within a block, across its end, and before any key."""
+@pytest.mark.parametrize(("lengths", "window", "with_sinks", "chunked"), CASES)
+def test_every_bit_is_that_of_the_sums_in_order(lengths, window, with_sinks, chunked):
+    """Numbers of widely different size; trees within a block, across its end, and before any key; into a chunk."""
     world = make(lengths, 9)
     sinks = torch.linspace(-2, 30, KV_HEADS * GROUP) if with_sinks else None
-    got = answer(world, window, sinks)
+    got = answer(world, window, sinks, chunked)
     for row in range(len(lengths)):
         for node in (0, 4, 8):
             for head in (0, KV_HEADS * GROUP - 1):
-                want = expected(world, row, node, head, window, sinks)
+                want = expected(world, row, node, head, window, sinks, chunked)
                 assert torch.equal(got[row, node, head], want), (row, node, head)
 
 

@@ -42,6 +42,7 @@ VARIETY = [
     {"n": 3, "t": 9, "heads": 2, "page_size": 16},
     {"n": 7, "t": 7, "heads": 4, "kv_heads": 4, "dim": 24, "page_size": 64, "max_kv_len": 130},
     {"window": 6},
+    {"window": 6, "chunked": True},
 ]
 CAUSAL = [{"n": 1}, {"n": 9, "page_size": 1}, {"n": 12, "page_size": 16, "max_kv_len": 90}, {"n": 12, "window": 5}]
 

@@ -44,6 +44,16 @@ def test_a_sweep_measures_every_way_at_every_batch(weak_pair, prompts):
     assert page.count("<div>") == 2
 
 
+def test_a_sweep_of_random_weights_needs_no_tokenizer(strong_pair):
+    """What is accepted is simulated; shapes and their costs are real."""
+    options = {**options_of(strong_pair), "dtype": "float32", "load_format": "dummy", "context_length": 280}
+    asked = load.LoadOptions((2,), max_tokens=5, repeats=1)
+    for simulated in ({"simulate_acceptance": "builtin:llama-3.1-8b"}, {"simulate_accept_length": 1}):
+        report = load.run(str(strong_pair.target), {**options, **simulated}, asked, lambda _: None)
+        assert report.equality == "outputs not checked: acceptance is simulated"
+        assert [point.way for point in report.points][-1] == "auto"
+
+
 def test_what_a_sweep_of_load_cannot_do_is_refused(weak_pair, prompts, capsys):
     with pytest.raises(ConfigError, match="--sweep load compares shapes of drafts"):
         load.run(str(weak_pair.target), {}, load.LoadOptions((1,), prompts), print)

@@ -10,25 +10,36 @@ from treetop import InputError, Reasoning, StructuredOutput
 from treetop.core.grammars import GrammarCompiler
 from treetop.core.output_parser import OutputParser
 from treetop.models.folder import resolve_folder
+from treetop.server.parsers import harmony
+from treetop.server.parsers.strict import StrictTools, harmony_calls
 
 SIZE, OPENS, CLOSES = 4098, 4096, 4097
+START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN = range(4096, 4103)
 ANSWER = StructuredOutput("regex", "[ab]{2}")
+
+
+def with_special(folder, *names: str) -> GrammarCompiler:
+    """Of the embedded tokenizer with special tokens more."""
+    said = json.loads((resolve_folder("builtin:nestling") / "tokenizer.json").read_text())
+    for token, name in enumerate(names, start=4096):
+        said["added_tokens"].append({**said["added_tokens"][0], "id": token, "content": name})
+    (folder / "tokenizer.json").write_text(json.dumps(said))
+    return GrammarCompiler(folder, 4096 + len(names), (0,))
 
 
 @pytest.fixture(scope="module")
 def grammars(tmp_path_factory) -> GrammarCompiler:
-    """Of the embedded tokenizer with two special tokens more."""
-    folder = tmp_path_factory.mktemp("marks")
-    said = json.loads((resolve_folder("builtin:nestling") / "tokenizer.json").read_text())
-    for token, name in ((OPENS, "<think>"), (CLOSES, "</think>")):
-        said["added_tokens"].append({**said["added_tokens"][0], "id": token, "content": name})
-    (folder / "tokenizer.json").write_text(json.dumps(said))
-    return GrammarCompiler(folder, SIZE, (0,))
+    return with_special(tmp_path_factory.mktemp("marks"), "<think>", "</think>")
 
 
-def allowed(parser: OutputParser) -> set[int]:
+@pytest.fixture(scope="module")
+def harmonies(tmp_path_factory) -> GrammarCompiler:
+    return with_special(tmp_path_factory.mktemp("harmony"), *harmony.WORDS)
+
+
+def allowed(parser: OutputParser, size: int = SIZE) -> set[int]:
     mask = parser.mask()
-    return {*range(SIZE)} if mask is None else {t for t in range(len(mask) * 8) if mask[t // 8] >> t % 8 & 1}
+    return {*range(size)} if mask is None else {t for t in range(len(mask) * 8) if mask[t // 8] >> t % 8 & 1}
 
 
 def after(grammars, asked, *pieces: str | int) -> set[int]:
@@ -36,9 +47,9 @@ def after(grammars, asked, *pieces: str | int) -> set[int]:
     parser, tokenizer = grammars.parser(asked), grammars.load()
     for piece in pieces:
         for token in [piece] if isinstance(piece, int) else tokenizer.tokenize_str(piece):
-            assert token in allowed(parser), tokenizer.decode_str([token])
+            assert token in allowed(parser, grammars.vocab_size), tokenizer.decode_str([token])
             parser.follow([token])
-    return allowed(parser)
+    return allowed(parser, grammars.vocab_size)
 
 
 def texts(grammars, tokens: set[int]) -> set[str]:
@@ -99,3 +110,49 @@ def test_what_follows_may_end_reasoning_that_is_never_closed(grammars):
 def test_what_is_no_reasoning_is_an_input_error(said):
     with pytest.raises(InputError, match="reasoning: "):
         Reasoning(**said)
+
+
+# -------------------------------------------------------------------------------------------------------- Harmony
+
+ANALYSIS, AGAIN = (CHANNEL, "analysis", MESSAGE), (END, START, "assistant", CHANNEL)
+
+
+@pytest.mark.parametrize("begin", [ANALYSIS, ()])
+def test_a_budget_ends_the_analysis_of_harmony_and_no_other_follows(harmonies, begin):
+    """All its messages together, whether the prompt opens the first or not."""
+    tail = "<|start|>assistant" + ("" if begin else "<|channel|>analysis<|message|>")
+    asked = StructuredOutput("text", reasoning=harmony.reasoning(tail, 3))
+    one, two, three = harmonies.load().tokenize_str("one two three")[:3]
+    assert len(after(harmonies, asked, *begin, one, two)) == harmonies.vocab_size
+    assert after(harmonies, asked, *begin, one, two, three) == {END}
+    assert after(harmonies, asked, *begin, one, *AGAIN, "analysis", MESSAGE, two, three) == {END}
+    early = after(harmonies, asked, *begin, one, two, *AGAIN)
+    assert len(early) == harmonies.vocab_size
+    left = {*range(harmonies.vocab_size)} - after(harmonies, asked, *begin, one, two, three, *AGAIN)
+    assert {"a", "an", "analysis"} & texts(harmonies, left)
+    assert all((text and "analysis".startswith(text)) or text.startswith("analysis") for text in texts(harmonies, left))
+    spent = (*begin, one, two, three, *AGAIN, "final", MESSAGE)
+    assert len(after(harmonies, asked, *spent, "analysis")) == harmonies.vocab_size
+
+
+def test_an_answer_of_harmony_without_analysis_may_be_followed_by_one_of_the_budget(harmonies):
+    asked = StructuredOutput("text", reasoning=harmony.reasoning("<|start|>assistant", 1))
+    (one, *_) = harmonies.load().tokenize_str("one two")
+    assert after(harmonies, asked, CHANNEL, "commentary", MESSAGE, "x", *AGAIN, "analysis", MESSAGE, one) == {END}
+
+
+@pytest.mark.parametrize("kind", ["answer", "call"])
+def test_in_harmony_a_schema_stands_in_a_message_behind_the_analysis(harmonies, kind):
+    special = {word: token for token, word in enumerate(harmony.WORDS, start=4096)}
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    tools = StrictTools({"f": schema}, special, False, None, True)
+    head: tuple = (CHANNEL, "commentary to=functions.f ", CONSTRAIN, "json", MESSAGE)
+    if kind == "answer":
+        tools, head = StrictTools({}, special, True, schema), (CHANNEL, "final", MESSAGE)
+    asked = StructuredOutput("grammar", harmony_calls(tools), harmony.reasoning("<|start|>assistant", 2))
+    assert after(harmonies, asked, *head, '{"n": 2}') == {0}
+    one, two = harmonies.load().tokenize_str("one two")[:2]
+    assert after(harmonies, asked, *ANALYSIS, one, two) == {END}
+    assert after(harmonies, asked, *ANALYSIS, one, two, *AGAIN, *head[1:], '{"n": 1}') == {0}
+    assert 0 not in after(harmonies, asked, *ANALYSIS, one)
+    assert not {"a", "analysis"} & texts(harmonies, after(harmonies, asked, *ANALYSIS, one, two, *AGAIN))

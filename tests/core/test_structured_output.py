@@ -1,14 +1,17 @@
 """A constraint may take its time: its request waits, alone, and all that ends or moves a request ends or moves it."""
 
 import threading
-from concurrent.futures import Future
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
 from support.fake_core import CountingEngine, ask, make_core
+from support.waiting import until
 from treetop import StructuredOutput
 from treetop.core.engine_core import EngineCore
 from treetop.core.loop import CoreThread, SyncClient
+from treetop.core.structured_output import Work
 from treetop.scheduler.scheduler import Scheduler
 from treetop.types.config import EngineConfig
 from treetop.types.errors import InputError
@@ -165,6 +168,32 @@ def test_a_parser_that_fails_ends_its_request_alone(error):
     assert update.user_error
     assert str(error) in update.error
     assert not core.busy
+
+
+@pytest.mark.skipif(not hasattr(time, "pthread_getcpuclockid"), reason="this system has no clock of a thread")
+def test_a_limit_counts_what_a_thread_works_not_what_it_waits():
+    """A busy machine, on which a thread stands still, makes no structure hostile."""
+    go_on, begun = threading.Event(), threading.Event()
+
+    def wait():
+        begun.set()
+        go_on.wait()
+
+    def work():
+        while not go_on.is_set():
+            sum(range(1000))
+
+    with ThreadPoolExecutor(2) as pool:
+        try:
+            waiting = Work(pool, wait)
+            begun.wait()
+            working = Work(pool, work)
+            until(lambda: working.takes_s > 0.2)
+            assert waiting.takes_s < 0.1
+        finally:
+            go_on.set()
+        waiting.future.result()
+        assert waiting.takes_s == 0
 
 
 def test_a_request_that_is_put_back_waits_for_its_mask():

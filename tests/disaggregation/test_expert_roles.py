@@ -9,7 +9,7 @@ import pytest
 
 from support.addresses import addresses
 from support.engines import greedy, sampled
-from support.expert_pairs import CHAIN, TREE, build, save_glm_with_mtp
+from support.expert_pairs import CHAIN, TREE, build, save_glm5_with_mtp, save_glm_with_mtp
 from support.refusing import refused
 from support.tiny_models import Pair
 from support.waiting import WAIT_S, until
@@ -168,6 +168,24 @@ def test_groups_hand_over_what_one_process_computes(
         assert (decode.counted("num_requests_done"), decode.counted("num_local_prefills")) == (12, 0)
         assert 0 < decode.counted("num_chunks") - pieces < pieces, "prefixes that are there were asked for"
         assert all(load.num_requests_done for load in prefill.loads), "all went to one rank"
+        prefill.all_is_back()
+        decode.all_is_back()
+    assert sum(sum(lens) for _, lens in want) > 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "prefill_ranks", "decode_ranks", "places"), [(TREE, 2, 2, [1] * 6), (CHAIN, 4, 2, [0, 1, 1] * 2)]
+)
+def test_sparse_attention_is_handed_over_with_its_indexers_keys(
+    started, tmp_path, shape, prefill_ranks, decode_ranks, places
+):
+    """GLM-5.2 with an MTP layer, past its few chosen keys: what one process gives, with idle ranks at level 2."""
+    folder = save_glm5_with_mtp(tmp_path)
+    prompts = Pair(folder, None).prompts(LENGTHS)
+    want = expected(folder, shape, prompts, PARAMS)
+    with sides(started, folder, shape, prefill_ranks, decode_ranks, check_level=2) as (prefill, decode):
+        assert decode.generate(prompts, PARAMS, places) == want
+        assert (decode.counted("num_requests_done"), decode.counted("num_local_prefills")) == (6, 0)
         prefill.all_is_back()
         decode.all_is_back()
     assert sum(sum(lens) for _, lens in want) > 0

@@ -85,6 +85,7 @@ CASES = [  # pair, shape, parameters, prefill's options, decode's, tokens of a c
     ("windows", (2, 3, 6), MIXED, {"page_size": 8, "chunked_prefill_size": 32}, {"page_size": 2, "overlap": True}, 11),
     ("windows", (2, 3, 6), GREEDY, {"page_size": 1, "check_level": 2}, {"page_size": 8, "check_level": 3}, 1000),
     ("latents", (2, 3, 6), MIXED, {"page_size": 8, "chunked_prefill_size": 16}, {"page_size": 2, "check_level": 3}, 7),
+    ("chunks", (2, 3, 6), MIXED, {"page_size": 8, "chunked_prefill_size": 16}, {"page_size": 2, "check_level": 3}, 7),
     ("strong", None, MIXED, {"chunked_prefill_size": 8}, {"disable_radix_cache": True, "page_size": 4}, 5),
 ]
 
@@ -125,7 +126,11 @@ def test_what_is_packed_or_unpacked_keeps_no_other_step_from_being_launched(pair
     assert all(relay.result(each)[0] for each in ids)
 
 
-@pytest.mark.parametrize(("name", "make"), [("strong", ngram), ("mtp", mtp)])
+def grafted(pair, shape, **options):
+    return build(pair, shape, speculative_ngram_graft=2, **options)
+
+
+@pytest.mark.parametrize(("name", "make"), [("strong", ngram), ("mtp", mtp), ("strong", grafted)])
 def test_drafts_of_other_kinds_are_the_same(pairs, name, make):
     """Looked up in the text, which D has from the prompt and the first token; from a layer of the target's own."""
     expected = aggregated(pairs[name], (3, 3, 9), MIXED, make)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from support import chats
 from support.serving import Server, command_of, mock, replayed, serving
 from support.storms import NAME, PAIR, nothing_is_left, of_the_mock, of_the_pair, storm
 from support.waiting import WAIT_S, until
@@ -29,7 +30,7 @@ def engines(server: Server) -> list[int]:
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_replicas_in_a_storm_give_what_one_gives_and_one_that_is_killed_costs_a_pause(workers):
     """Its requests wait for it and go on; health stays good, for the other serves. A drain finishes what was taken."""
-    with mock(2, "1-4", "--dp-size", "2", "--api-workers", workers) as server:
+    with mock(2, "1-4", *chats.FLAGS, "--dp-size", "2", "--api-workers", workers) as server:
         first, second = engines(server)
         health = []
 

@@ -11,6 +11,7 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 
+from support import chats
 from support.holding import ENGINE_START, STEPS, Held
 from support.serving import child_of, command_of, mock, replayed, serving
 from support.storms import NAME, PAIR, nothing_is_left, of_the_mock, of_the_pair, storm
@@ -26,7 +27,7 @@ from treetop.types.errors import ConfigError
 @pytest.mark.parametrize("workers", [pytest.param("1", marks=pytest.mark.slow), "2"])
 def test_engines_that_are_killed_in_a_storm_cost_a_pause(workers):
     """Twice: every answer is what it would have been, streamed or not, and nothing else reaches a client."""
-    with mock(2, "1-4", "--api-workers", workers) as server:
+    with mock(2, "1-4", *chats.FLAGS, "--api-workers", workers) as server:
         killed = []
 
         def kill():
@@ -101,7 +102,7 @@ def test_an_engine_that_hangs_is_told_of_and_goes_on(workers, tmp_path):
 
 def test_an_engine_that_hangs_is_started_again_where_that_is_asked_for():
     """It is stopped, with streams open: they go on with the next as if it had died."""
-    with mock(20, "1", "--watchdog-timeout", "4", "--watchdog-restart", "--api-workers", "2") as server:
+    with mock(20, "1", *chats.FLAGS, "--watchdog-timeout", "4", "--watchdog-restart", "--api-workers", "2") as server:
         stuck = server.engine()
 
         def stop():

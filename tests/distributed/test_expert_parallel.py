@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from support.engines import accept_lens, greedy, products_timed_otherwise, sampled, tokens
-from support.expert_pairs import CHAIN, TREE, build, save_glm_with_mtp
+from support.expert_pairs import CHAIN, TREE, build, save_glm5_with_mtp, save_glm_with_mtp
 from support.refusing import refused
 from support.tiny_models import (
     Pair,
@@ -64,6 +64,7 @@ def folders(tmp_path_factory):
     streams = {"vocab_size": 12, "num_hidden_layers": 4}  # enough for the features of an EAGLE-3 head
     return {
         "glm": save_glm_with_mtp(folder),
+        "glm 5": save_glm5_with_mtp(folder / "glm 5"),
         "six": save_glm_with_mtp(folder / "six", n_routed_experts=6, n_group=3),
         "qwen3": save_random_experts(folder / "qwen3", "qwen3_moe", num_experts=8, mlp_only_layers=[], **streams),
         "head": save_random_head(folder / "head", folder / "qwen3", draft_vocab=8),
@@ -105,6 +106,8 @@ CASES = [  # model, shape, ranks, the rank of each of twelve requests, options
     ("glm", TREE, 2, [0, 1] * 6, {"tp_size": 2, "overlap": True, "check_level": 3}),
     ("glm", CHAIN, 2, [1] * 12, {"tp_size": 2, "graphs": "sim", "chunked_prefill_size": 7}),
     ("qwen3", None, 2, [0, 1, 1] * 4, {"tp_size": 2}),
+    ("glm 5", TREE, 2, [0, 1, 1] * 4, {"graphs": "sim", "check_level": 3}),
+    ("glm 5", CHAIN, 4, [3] * 12, {"overlap": True, "check_level": 2, "chunked_prefill_size": 7}),
     ("gpt_oss", TREE, 2, [1, 0, 1] * 4, {"tp_size": 2, "speculative_algorithm": "NGRAM", "overlap": True}),
 ]
 

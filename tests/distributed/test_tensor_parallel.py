@@ -125,6 +125,7 @@ CASES = [  # pair, (k, S, T), ranks, parameters, options
     ("tiny", (2, 3, 6), 4, MIXED, {}),
     ("mtp", (2, 3, 6), 2, MIXED, {"graphs": "sim"}),
     ("weak", (4, 5, 16), 2, MIXED, {"speculative_policy": "auto", "overlap": True}),
+    ("strong", (2, 3, 6), 2, MIXED, {"speculative_ngram_graft": 2, "graphs": "sim", "overlap": True}),
     ("windows", (2, 3, 6), 2, MIXED, {"speculative_policy": "auto", "graphs": "sim", "speculative_max_deferred": 3}),
 ]
 

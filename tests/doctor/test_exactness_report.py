@@ -9,8 +9,11 @@ from rich.console import Console
 from treetop.doctor import exactness
 from treetop.doctor.exactness import differing, show_exactness
 from treetop.doctor.report import exactness_words
+from treetop.engine.operation_probes import operation_problem, probed_operations
 from treetop.engine.plan import plan_engine
 from treetop.kernels.fused import rms_norm
+from treetop.kernels.table import OpContext, Ops
+from treetop.models.registry import target_spec
 from treetop.types.config import EngineConfig
 
 
@@ -57,6 +60,18 @@ def test_without_a_promise_it_says_what_differs_and_is_no_failure(visit):
 
 def test_counts_that_differ_are_found():
     assert differing(lambda x: x * 2 + (len(x) in (3, 33)), 6, torch.device("cpu"), torch.float32) == [3, 33]
+
+
+def test_probes_of_a_gpus_operations_name_what_differs(strong_pair):
+    """They run anywhere; here by the references that a CPU has with `bits`, one of which is spoilt."""
+    config = target_spec(strong_pair.target).config
+    ops = Ops(OpContext(torch.device("cpu"), torch.float32, exact=True))
+    assert operation_problem(ops, config, False, 20) is None
+    real = ops.silu_mul
+    vars(ops)["silu_mul"] = lambda x: real(x) + (len(x) == 5)
+    differ = {name: counts for name, counts in probed_operations(ops, config, False, 20) if counts}
+    assert differ == {"silu of a gate": [5]}
+    assert operation_problem(ops, config, False, 20) == "silu of a gate of 5 rows"
 
 
 @pytest.mark.parametrize(

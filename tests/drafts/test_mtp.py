@@ -14,6 +14,7 @@ from support.mtp_layers import NAMES, mtp_tensors
 from support.refusing import refused
 from support.tiny_models import Pair, copy_folder, llama_config, save_random, save_random_llama
 from treetop import LLM
+from treetop.doctor.conformance import RandomShapes
 from treetop.drafts.registry import find_draft
 from treetop.types.errors import CheckpointError, ConfigError
 
@@ -87,6 +88,55 @@ def test_its_tokens_are_those_of_plain_decoding(family, shape, options, algorith
     )
     assert tokens(llm.generate(prompts, params)) == tokens(build(pair, None).generate(prompts, params))
     llm.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"graphs": "sim", "check_level": 3},
+        {"overlap": True, "check_level": 2, "speculative_ngram_graft": 2},
+        {"speculative_calibration": "learn", "graphs": "sim", "overlap": True},
+    ],
+    ids=str,
+)
+def test_shapes_that_switch_change_no_token(family, options):
+    """Plain rounds, chains and trees at random; what plain rounds defer is caught up with before a tree grows."""
+    _, both, _ = family
+    pair = Pair(both, both)
+    base = pair.prompts([18, 5])
+    prompts, params = [*base, base[0] + [9]], [greedy(30), sampled(1, 30), greedy(25)]
+    want = tokens(build(pair, None).generate(prompts, params))
+    llm = switching(both, 3, **options)
+    for _ in range(2):  # the second time prefixes come from the cache
+        assert tokens(llm.generate(prompts, params)) == want
+        llm.scheduler.check_integrity()
+    assert set(llm.scheduler.policy.chosen) == set(llm.engine.layout.shapes)
+
+
+def switching(both, max_deferred, **options):
+    tree = {"speculative_eagle_topk": 3, "speculative_num_steps": 3, "speculative_num_draft_tokens": 9}
+    auto = {"speculative_policy": "auto", "speculative_max_deferred": max_deferred}
+    sizes = {"dtype": "float64", "context_length": 96, "page_size": 4}
+    llm = LLM(str(both), speculative_algorithm="NEXTN", **tree, **auto, **sizes, **options)
+    llm.scheduler.policy = RandomShapes(llm.engine.layout.shapes)
+    return llm
+
+
+def test_trees_after_deferred_tokens_are_those_of_an_engine_that_defers_none(family):
+    """The layer's K/V and state after a pass that catches up: the same proposals to the last digits."""
+    _, both, _ = family
+    prompts, seen = Pair(both, both).prompts([9, 20, 5]), []
+    for most in (0, 5):
+        llm, trees = switching(both, most), []
+        llm.engine.observer = lambda plan, tree, accepted, trees=trees: trees.append((plan.shape, tree, accepted))
+        llm.generate(prompts, greedy(30))
+        seen.append(trees)
+    assert [shape for shape, *_ in seen[0]] == [shape for shape, *_ in seen[1]]
+    for (_, one, accepted), (_, other, again) in zip(*seen, strict=True):
+        assert torch.equal(one.tokens, other.tokens)
+        assert torch.equal(accepted.tokens, again.tokens)
+        torch.testing.assert_close(one.logprob, other.logprob, rtol=0, atol=1e-9)
 
 
 def test_a_target_with_an_mtp_layer_decodes_plainly_without_it(family):

@@ -37,14 +37,22 @@ from treetop.kernels import triton_guard
 from treetop.kernels.attention import paged_attention
 from treetop.kernels.attention_config import CallShape, Launch, choose_launch
 from treetop.kernels.calibration import make_calibration
-from treetop.kernels.coded import Coding, choose_coded, coded_gated, coded_rows
+from treetop.kernels.coded import Coding
+from treetop.kernels.coded_rows import choose_coded, coded_gated, coded_rows
 from treetop.kernels.commit import Paths
+from treetop.kernels.experts import Activation, Experts, experts
 from treetop.kernels.grow import Children
+from treetop.kernels.index_topk import choose_paged_keys
+from treetop.kernels.indexer import IndexQuery
 from treetop.kernels.kv import PageTable
+from treetop.kernels.latent_attention import latent_attention
 from treetop.kernels.learn import Observed
 from treetop.kernels.metadata import AttentionMetadata
+from treetop.kernels.routing import Routes, Tiles
 from treetop.kernels.rows import DraftState, RowTables
+from treetop.kernels.skinny_gemm import choose_whole, gated_rows, skinny_gemm
 from treetop.kernels.table import OpContext, Ops, operations
+from treetop.kernels.tiles import decode_tiles, in_turn, tile
 from treetop.kernels.triton_guard import (
     GpuTraits,
     _probe,
@@ -65,9 +73,9 @@ from treetop.types.phase import Phase
 from treetop.types.sampling import Choice
 from treetop.types.tree import Accepted, DraftTree, PathPositions
 from treetop.weights import twelve_bits
-from treetop_debug.calibration_faults import CALIBRATION_FAULTS
 from treetop_debug.faults import FAULTS
 from treetop_debug.kernels import all_kernels
+from treetop_debug.policy_faults import POLICY_FAULTS
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 GPUTarget = pytest.importorskip("triton.backends.compiler", reason="Triton is not installed").GPUTarget
@@ -201,22 +209,75 @@ def test_the_kernels_of_a_call_are_compiled_and_then_there(absent_gpu):
         assert sorted(triton.runtime.driver.active.launchers) == sorted(absent_gpu)
 
 
+def of_experts(weight, *shape):
+    """A coded weight's lines as those of experts."""
+    parts = {name: getattr(weight, name) for name in ("codes", "scale", "factor", "zero")}
+    return replace(weight, **{name: p if p is None else p.view(*shape, -1) for name, p in parts.items()})
+
+
 @compiled_here
 @pytest.mark.parametrize(
     "coding", [Coding("e4m3", 128), Coding("int4", 32, zeros=True), Coding("e2m1", 16, "over")], ids=str
 )
 def test_products_that_decode_compile_for_a_gpu(absent_gpu, coding):
-    """Of few rows, of many, and gated, as weights of a model launch them."""
-    weight, gpu = coded_weight(512, 1024, coding, "cpu"), GpuTraits(132, True, 227 << 10)
+    """Of few rows, of many, and gated, as weights of a model launch them; with experts, and into memory."""
+    weight, gpu = coded_weight(512, 1024, coding, "cpu"), GpuTraits(132, True, 227 << 10, has_bfloat16=True)
+    plain, gated = tile(weight), tile(in_turn(weight.halves()))
+    down = tile(of_experts(coded_weight(4096, 64, coding, "cpu"), 4, 1024))
+    made = Experts(tile(in_turn(of_experts(weight, 4, 2, 64))), down, None, None, Activation.SILU)
+    numbers = torch.zeros((5, 8), dtype=torch.int32)
+    routes = Routes(numbers[0, :4].view(2, 2), torch.zeros(2, 2), Tiles(16, *numbers))
 
     def launch():
         for rows in (1, 256):
             x = torch.zeros(rows, 1024, dtype=torch.bfloat16)
-            coded_rows(x, weight, launch=choose_coded((512, 1024), False, gpu), gpu=gpu)
-        coded_gated(x, weight, launch=choose_coded((512, 1024), True, gpu), gpu=gpu)
+            coded_rows(x, plain, launch=choose_coded(coding.numbers, (512, 1024), False, rows, gpu), gpu=gpu)
+        coded_gated(x, gated, launch=choose_coded(coding.numbers, (512, 1024), True, 256, gpu), gpu=gpu)
+        decode_tiles(plain, 64, 512, torch.bfloat16, gpu)
+        experts(x[:2], routes, made, gpu)
 
     compile_ahead(launch)
-    assert absent_gpu == [("_coded_kernel", False)] * 3
+    kernels = ["_coded_kernel"] * 3 + ["_decode_tiles_kernel"] + ["_grouped_kernel"] * 2
+    assert sorted(absent_gpu) == [(kernel, False) for kernel in kernels]
+
+
+@compiled_here
+def test_products_without_a_cut_compile_for_a_gpu(absent_gpu):
+    """Of few rows in narrow blocks, of more and of many, whose programs divide them; with a bias and with a gate."""
+    gpu, weight = GpuTraits(132, True, 227 << 10), torch.zeros((4096, 96), dtype=torch.bfloat16)
+
+    def launch():
+        for rows in (1, 40, 200, 1000):
+            x = torch.zeros(rows, 96, dtype=torch.bfloat16)
+            launch, bias = choose_whole(rows, 4096, 96, False, gpu), torch.zeros(4096, dtype=torch.bfloat16)
+            skinny_gemm(x, weight, launch, gpu, bias, rounds=True)
+        gated_rows(x, weight, choose_whole(rows, 4096, 96, True, gpu), gpu, rounds=True)
+
+    compile_ahead(launch)
+    assert absent_gpu == [("_skinny_gemm_kernel", False)] * 5
+
+
+@compiled_here
+@pytest.mark.parametrize(("rows", "n", "t", "bound"), [(8, 16, 16, 131072), (1, 300, 0, 4000)])
+def test_sparse_attention_compiles_for_a_gpu(absent_gpu, rows, n, t, bound):
+    """A tree in a captured round, whose choice takes two launches, and a prefill, with GLM-5's sizes."""
+    gpu, half, none = GpuTraits(132, True, 227 << 10), torch.bfloat16, torch.zeros(rows).long()
+    pages, tail = (torch.zeros(*shape, 1, 1, 704, dtype=half) for shape in ((64,), (rows, t)))
+    table = PageTable(FULL, torch.zeros((rows + 1, bound // 16 + 1), dtype=torch.int32))
+    positions, mask = torch.zeros((rows, n), dtype=torch.int64), torch.ones(rows, n, t, dtype=torch.bool)
+    tree = (positions, mask) if t else ()
+    metadata = AttentionMetadata(Phase.VERIFY, table, none, none, bound, 16, positions, None, *tree)
+    query = IndexQuery(torch.zeros(rows, n, 32, 128, dtype=half), torch.zeros(rows, n, 32), 2048)
+    q = torch.zeros(rows, n, 64, 576, dtype=half)
+
+    def launch():
+        keys = choose_paged_keys(query, pages[:, 0, 0, 576:], metadata, tail[:, :, 0, 0, 576:] if t else None, gpu)
+        narrowed = replace(metadata, chosen=keys, mask=keys.columns)
+        latent_attention(q, pages[..., :576], narrowed, tail[..., :576] if t else None, 512, 1.0, gpu)
+
+    compile_ahead(launch)
+    assert {name for name, _ in absent_gpu} >= {"_scores_kernel", "_select_kernel", "_latent_attention_kernel"}
+    assert sum(name == "_select_kernel" for name, _ in absent_gpu) == (2 if bound > 16384 else 1)
 
 
 def launch_a_round(ops):
@@ -253,7 +314,7 @@ def test_twin_kernels_compile_for_a_gpu_too(absent_gpu):
     ops = kernel_ops(torch.device("cpu"))
     compile_ahead(lambda: launch_a_round(ops))
     shipped = Counter(kernel for kernel, _ in absent_gpu)
-    for name, found in {**FAULTS, **CALIBRATION_FAULTS}.items():
+    for name, found in {**FAULTS, **POLICY_FAULTS}.items():
         inside = [each.target.rpartition(":")[2] for each in found.patches if each.target.endswith("_kernel")]
         if inside:
             with found.active():
@@ -414,17 +475,19 @@ def test_a_rehearsal_compiles_all_that_an_engine_launches_on_a_gpu(as_if_on_a_gp
     engine_plan = plan_engine(config)
     # The head norms its embedding, so a kernel runs while weights are loaded.
     compile_ahead(lambda: made.append(build._without_pools(engine_plan, Products({}, {}))[0]))
-    build._gpu_allowance(config, made[0])
+    build._gpu_allowance(config, made[0], {})
     assert not any(by_itself for _, by_itself in as_if_on_a_gpu)
     names = {name for name, _ in as_if_on_a_gpu}
     of_ranks, of_latents = {"add_shares_rms_norm", "gather"}, {"write_latent", "latent_attention"}
-    of_others = {"gather_table", "tail_and_merge", "route", "experts", "pack", "unpack", *of_ranks, *of_latents}
-    of_others |= {"coded_rows", "coded_gated"}
+    of_latents |= {"turn_index_heads", "write_index_keys", "paged_index_scores", "choose_by_scores"}
+    of_others = {"plan_segments", "segment_attention", "segment_prefill"}
+    of_others |= {"gather_table", "tail_and_merge", "route", "experts", "pack", "unpack", *of_ranks, *of_latents}
+    of_others |= {"coded_rows", "coded_gated", "decode_tiles"}
     context = on_a_gpu_of(engine_plan.place)
     used = [op for name, op in operations().items() if op.applies(context) and name not in of_others]
     assert names == {kernel.fn.__name__ for op in used for kernel in op.launches}
     asked = len(as_if_on_a_gpu)
-    build._gpu_allowance(config, made[0])
+    build._gpu_allowance(config, made[0], {})
     assert len(as_if_on_a_gpu) == asked
     compile_ahead(lambda: any_steps(rehearsed[0], random.Random(0)))
     assert as_if_on_a_gpu[asked:] == []
@@ -446,14 +509,15 @@ def any_steps(runner, rng):
 @pytest.mark.parametrize(("able", "captured", "rehearsed"), [(True, True, 1), (True, False, 0), (False, True, 0)])
 def test_who_rehearses(monkeypatch, able, captured, rehearsed):
     """Engines that capture, on a backend whose first call may be recorded."""
-    assert [name for name, each in BACKENDS.items() if each.capabilities.captures_first_call] == ["triton", "fa3"]
+    first = [name for name, each in BACKENDS.items() if each.capabilities.captures_first_call]
+    assert first == ["triton", "segments", "fa3"]
     engine, asked = LLM(device="cpu", max_running_requests=2).engine, []
     backend = SimpleNamespace(capabilities=replace(BACKENDS["triton"].capabilities, captures_first_call=able))
     monkeypatch.setattr(build, "captures", lambda *_: captured)
     monkeypatch.setattr(build, "peak_bytes", lambda _: 0)
     monkeypatch.setattr(build, "prove_acceptance", lambda _: None)
     monkeypatch.setattr(build, "compile_all", asked.append)
-    build._gpu_allowance(engine.config, replace(engine.runner, backend=backend))
+    build._gpu_allowance(engine.config, replace(engine.runner, backend=backend), {})
     assert len(asked) == rehearsed
 
 

@@ -128,6 +128,7 @@ def held_to(seed):
         (SHAPE, {"check_level": 3, "max_running_requests": 5, "attention_backend": "torch"}),
         ((4, 3, 37), {"overlap": False, "max_running_requests": 3}),
         ((1, 5, 6), {"overlap": True, "chunked_prefill_size": 16}),
+        (SHAPE, {"speculative_ngram_graft": 2, "check_level": 3, "overlap": True}),
         (SHAPE, {"tp_size": 2, "graphs": "sim", "check_level": 3, "overlap": True}),
     ],
 )
@@ -258,7 +259,7 @@ def test_a_token_outside_the_constraint_never_leaves(strong_pair, monkeypatch):
 
 def test_a_draft_behind_which_nothing_is_known_never_leaves(strong_pair, monkeypatch):
     llm = build(strong_pair, SHAPE)
-    monkeypatch.setattr("treetop.engine.rounds.withhold_drafts", lambda *_: None)
+    monkeypatch.setattr("treetop.kernels.accept.Withheld.of_tree", lambda _: torch.tensor(False))
     with pytest.raises(CheckError, match="constrained request got"):
         llm.generate(strong_pair.prompts([8]), SamplingParams(ignore_eos=True), [Only(None)])
 

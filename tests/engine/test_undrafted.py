@@ -9,6 +9,7 @@ from treetop import SamplingParams
 from treetop.types.errors import InputError
 from treetop.types.layout import PLAIN
 from treetop.types.messages import RoundPlan
+from treetop.types.sampling import Choice
 
 SHAPE = (3, 3, 9)
 
@@ -39,6 +40,22 @@ def test_no_draft_of_it_is_accepted_and_others_go_on(strong_pair, policy, graphs
     llm.scheduler.check_integrity()
 
 
+@pytest.mark.parametrize("options", [{}, {"disable_logits_processors": True}])
+def test_its_batch_changes_no_logits(strong_pair, options):
+    """A greedy batch stays one, also where nothing could change logits."""
+    prompts = strong_pair.prompts([5, 9, 17])
+    plain = tokens(build(strong_pair, None).generate(prompts, greedy(20)))
+    llm = build(strong_pair, SHAPE, **options)
+    submit(llm, prompts, [replace(greedy(20), speculative=index != 1) for index in range(3)])
+    steps = [*pump(llm)]
+    assert {plan.choice for plan, _ in steps} == {Choice.GREEDY}
+    assert any(plan.undrafted for plan, _ in steps if isinstance(plan, RoundPlan))
+    params = [replace(greedy(20), speculative=index != 1) for index in range(3)]
+    outputs = llm.generate(prompts, params)
+    assert tokens(outputs) == plain
+    assert [any(lens) for lens in accept_lens(outputs)] == [True, False, True]
+
+
 def test_structures_and_refusals_hold_beside_each_other(strong_pair):
     """Rounds whose masks the host makes accept nothing of such a request either."""
     llm = build(strong_pair, SHAPE)
@@ -65,7 +82,6 @@ def test_under_auto_a_batch_of_nothing_else_has_plain_rounds(strong_pair):
 
 def test_where_it_cannot_be_honoured_it_is_refused(strong_pair):
     for options, match in (
-        ({"disable_logits_processors": True}, "speculative: this engine changes no logits"),
         ({"simulate_accept_length": 2}, "speculative: this engine withholds no drafts"),
         ({"simulate_acceptance": "builtin:kimi-k2"}, "speculative: this engine withholds no drafts"),
     ):

@@ -13,6 +13,7 @@ from treetop import LLM
 from treetop.engine.cuda_graphs import CudaGraphs
 from treetop.engine.rounds import RoundKey
 from treetop.kernels.table import Ops
+from treetop.scheduler.policy import FixedShape
 from treetop.types.layout import SpecShape
 from treetop.types.messages import RoundPlan
 from treetop.types.sampling import Choice
@@ -74,6 +75,37 @@ def test_captured_rounds_are_the_same_with_fused_and_plain_operations(shape, par
     assert isinstance(llm.engine.launcher, CudaGraphs)
     assert tokens(fused) == tokens(plain)
     assert accept_lens(fused) == accept_lens(plain)
+
+
+@pytest.mark.parametrize("shape", [(5, 4, 16), (3, 1, 4)])
+@pytest.mark.parametrize("params", [greedy(120), sampled(3, 120, temperature=0.8)], ids=["greedy", "sampled"])
+def test_captured_grafts_change_no_token(shape, params):
+    """A search through the rows' text and two proposers in one captured round; beside a chain both are accepted."""
+    steps, topk, nodes = shape
+    tree = {
+        "speculative_num_steps": steps,
+        "speculative_eagle_topk": topk,
+        "speculative_num_draft_tokens": nodes,
+    }
+    llm, outputs = run(params, **tree, speculative_ngram_graft=3)
+    assert isinstance(llm.engine.launcher, CudaGraphs)
+    assert tokens(outputs) == tokens(run(params, draft=None)[1])
+    ranks = {rank for output in outputs for of_round in output.metrics.accept_ranks for rank in of_round}
+    assert ranks >= ({-1, 0} if topk == 1 else {0})
+
+
+def test_what_a_captured_engine_learns_is_what_an_eager_one_learns_on_a_cpu():
+    """Counts of proposals by depth and rank, which come with each round's results where shapes are chosen by them."""
+    options = {"speculative_calibration": "learn", "speculative_policy": "auto", "max_running_requests": 4}
+    counts = []
+    for more in ({}, {"device": "cpu"}):
+        llm, _ = run(greedy(60), **options, **more)
+        llm.scheduler.policy = FixedShape(llm.config.shape)
+        llm.engine.runner.state.calibration.reset()
+        llm.generate(PROMPTS, greedy(60))
+        assert llm.engine.costs is not None
+        counts.append(llm.engine.runner.state.calibration.acceptance.cpu())
+    torch.testing.assert_close(*counts, rtol=1e-3, atol=1.0)
 
 
 def test_a_fault_in_a_round_runs_and_harms_when_captured():

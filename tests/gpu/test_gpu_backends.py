@@ -31,7 +31,7 @@ pytestmark = [
 ]
 
 GPU = torch.device("cuda")
-NAMES = ("triton", "fa3", "flashinfer", "fa4")
+NAMES = ("triton", "segments", "fa3", "flashinfer", "fa4")
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """Largest ||out - dense|| / ||dense||; a merged prefix is rounded to the dtype once more."""
 PROMPTS = ["def area(radius):", "class Queue:\n    def __init__(self", "import os\n\ndef walk(path):\n    for name in"]

@@ -14,12 +14,24 @@ from treetop.engine.cuda_graphs import CudaGraphs
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 NAMES = ["olmo3", "granite", "smollm3 windows", "phi4 mini", "ernie", "qwen3 vl", "mixtral", "minimax m2", "hy3"]
-NAMES += ["gemma4", "gemma4 experts", "laguna", "step", "mimo v2", "ministral3", "ernie moe", "glm4v moe"]
+NAMES += [
+    "gemma4",
+    "gemma4 experts",
+    "laguna",
+    "step",
+    "mimo v2",
+    "ministral3",
+    "ernie moe",
+    "glm4v moe",
+    "llama 4",
+    "hunyuan moe",
+]
 """Norms of all q and k and none before, multipliers, layers without rotation, joined and partly rotated q and k,
 interleaved rotation, text of what sees, experts under other names and with biased sigmoid routers.
 
 K/V that later layers read, embeddings by layer, capped logits, experts beside a dense feed-forward, gated outputs,
-limited activations, narrow values, queries scaled by position, a corrected softmax.
+limited activations, narrow values, queries scaled by position, a corrected softmax; chunks, norms of heads without
+weights, experts whose inputs are weighted.
 """
 LENGTHS = (1, WINDOW, 5 * WINDOW)
 

@@ -13,6 +13,7 @@ from support.operations import kernel_ops
 from treetop.kernels import draw as drawing
 from treetop.kernels.draw import draw_tokens
 from treetop.kernels.sampling import RowSamplingParams, SamplingMetadata, draw, draw_reference, philox_uniform, warp
+from treetop.kernels.table import Ops
 from treetop.kernels.triton_guard import gpu_traits
 
 ON_GPU = torch.cuda.is_available()
@@ -196,3 +197,13 @@ else:
         for row, node in itertools.product((0,), (0, 2, 3)):
             uniform = philox_uniform(sampler.seed[row : row + 1], positions[row, node : node + 1] + 1)
             assert int(token[row, node]) == int(draw(warp(logits[row, node : node + 1], params), uniform))
+
+
+def test_under_bits_a_draw_has_one_dtype_whatever_the_batch_processes(monkeypatch):
+    """`process` widens the logits of all rows of a batch, so those of a batch without it are widened, too."""
+    seen = []
+    monkeypatch.setattr(drawing, "draw_tokens", lambda logits, *_: seen.append(logits))
+    logits = torch.randn(2, 3, 40).to(torch.bfloat16)
+    Ops.draw.on(gpu_traits(torch.device("cpu")), exact=True)(logits, None, None, None, False)
+    assert seen[0].dtype == torch.float32
+    assert torch.equal(seen[0], logits.float())

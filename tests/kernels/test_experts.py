@@ -11,11 +11,13 @@ import torch
 import torch.nn.functional as F
 
 from support.interpreted import INTERPRETED, require_interpreted_pass
+from support.operation_cases import coded_weight
 from treetop.kernels import experts as products
 from treetop.kernels import routing
+from treetop.kernels.coded import CodedWeight, Coding, decode
 from treetop.kernels.experts import Activation, Experts, experts_reference
-from treetop.kernels.mxfp4 import decode, pack, unpack
 from treetop.kernels.routing import Router, RouterKind, RouterSpec, route_reference
+from treetop.kernels.tiles import in_turn, tile
 from treetop.kernels.triton_guard import gpu_traits
 
 ON_GPU = torch.cuda.is_available() and not INTERPRETED
@@ -30,6 +32,8 @@ SPECS = {
     "groups": RouterSpec(12, 3, RouterKind.SIGMOID, correction=True, groups=4, top_groups=2),
     "corrected softmax": RouterSpec(8, 3, RouterKind.SOFTMAX, renormalise=True, correction=True),
     "factors": RouterSpec(7, 3, RouterKind.SOFTMAX, renormalise=True, factors=True),
+    "of inputs": RouterSpec(6, 2, RouterKind.SIGMOID, of_inputs=True),
+    "one of inputs": RouterSpec(6, 1, RouterKind.SIGMOID, of_inputs=True),
     "groups of one": RouterSpec(6, 2, RouterKind.SIGMOID, correction=True, groups=6, top_groups=3),
 }
 
@@ -91,11 +95,13 @@ def test_routes_are_what_each_token_would_choose_alone(name):
         assert weight == pytest.approx([want[e] for e in expert], rel=1e-5)
 
 
+@pytest.mark.parametrize("of_inputs", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
-def test_a_token_gets_the_weighted_sum_of_its_experts(activation):
-    """Against one product after another, in float64; padding gets zeros and reaches no expert."""
+def test_a_token_gets_the_weighted_sum_of_its_experts(activation, of_inputs):
+    """Against one product after another, in float64; padding gets zeros and reaches no expert. Or the sum of what they
+    give for weighted inputs."""
     torch.manual_seed(2)
-    router = make_router(RouterSpec(5, 2, RouterKind.SOFTMAX), 16, torch.float64)
+    router = make_router(RouterSpec(5, 2, RouterKind.SOFTMAX, of_inputs=of_inputs), 16, torch.float64)
     made = make_experts(5, 16, 12, activation, bias=True, dtype=torch.float64)
     made.gate_up[:] *= 6  # beyond the limits of the clamped one
     x, live = torch.randn(9, 16, dtype=torch.float64), torch.arange(9) % 3 != 1
@@ -107,7 +113,8 @@ def test_a_token_gets_the_weighted_sum_of_its_experts(activation):
         want = torch.zeros(16, dtype=torch.float64)
         for expert, weight in zip(routes.expert[token].tolist(), routes.weight[token], strict=True):
             if expert >= 0:
-                gate, up = (made.gate_up[expert] @ x[token]) + made.gate_up_bias[expert]
+                read, after = (weight * x[token], 1) if of_inputs else (x[token], weight)
+                gate, up = (made.gate_up[expert] @ read) + made.gate_up_bias[expert]
                 if activation is Activation.CLAMPED:
                     gate, up = gate.clamp(max=7), up.clamp(-7, 7)
                     act = (up + 1) * gate / (1 + torch.exp(-1.702 * gate))
@@ -116,7 +123,7 @@ def test_a_token_gets_the_weighted_sum_of_its_experts(activation):
                 else:
                     limit = activation.limit or math.inf
                     act = (gate / (1 + torch.exp(-gate))).clamp(max=limit) * up.clamp(-limit, limit)
-                want += weight * (made.down[expert] @ act + made.down_bias[expert])
+                want += after * (made.down[expert] @ act + made.down_bias[expert])
         torch.testing.assert_close(got[token], want)
 
 
@@ -184,6 +191,12 @@ def groups_of(*shape, scales=(100, 140)):
     return groups
 
 
+def coded(groups):
+    """Groups [..., k / 32, 17], whose last byte is the scale, as a coded weight [..., k]."""
+    codes = groups[..., :16].flatten(-2)
+    return CodedWeight(Coding("e2m1", 32, "e8m0"), 2 * codes.shape[-1], codes, groups[..., 16].contiguous())
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scales", [(100, 140), (0, 3), (250, 253), (0, 253)])
 def test_every_number_of_mxfp4_is_decoded_exactly(dtype, scales):
@@ -192,7 +205,7 @@ def test_every_number_of_mxfp4_is_decoded_exactly(dtype, scales):
     groups = groups_of(3, 50, 4, scales=scales)
     groups[0, 0] = 0
     groups[0, 1, :, :16] = 0x88  # minus zero
-    assert torch.equal(decode(groups, dtype).double(), independent_decode(groups))
+    assert torch.equal(decode(coded(groups)).to(dtype).double(), independent_decode(groups))
 
 
 def test_transformers_decodes_mxfp4_alike():
@@ -200,23 +213,7 @@ def test_transformers_decodes_mxfp4_alike():
     torch.manual_seed(5)
     groups = groups_of(2, 6, 3)
     theirs = mxfp4.convert_moe_packed_tensors(groups[..., :16].contiguous(), groups[..., 16].contiguous())
-    assert torch.equal(decode(groups, torch.bfloat16), theirs.transpose(1, 2))
-
-
-@pytest.mark.parametrize(("lines", "number"), [(64, 4), (1, 1), (65, 5), (130, 7), (63, 9)])
-def test_packing_for_a_gpu_keeps_every_bit(lines, number):
-    """Odd shapes fill whole tiles with zeros, and a scale above 128 is noted."""
-    torch.manual_seed(6)
-    groups = groups_of(3, lines, number, scales=(0, 129))
-    packed = pack(groups)
-    assert torch.equal(unpack(packed), groups)
-    assert not packed.wide
-    groups[-1, -1, -1, 16] = 129
-    packed = pack(groups)
-    assert torch.equal(unpack(packed), groups)
-    assert packed.wide
-    assert packed.shape == (3, lines, 32 * number)
-    assert packed.nbytes == 3 * 17 * 256 * -(-lines // 64) * -(-number // 4)
+    assert torch.equal(decode(coded(groups)).to(torch.bfloat16), theirs.transpose(1, 2))
 
 
 # ----------------------------------------------------------------------------------------------------- the kernels
@@ -259,7 +256,57 @@ if INTERPRETED or ON_GPU:
         assert sorted(found) == (want.expert.flatten() >= 0).nonzero()[:, 0].tolist()
         assert int(tiles.number) <= len(tiles.expert)
 
-    @pytest.mark.parametrize("packed", [False, True])
+    CODINGS = {
+        "mxfp4": Coding("e2m1", 32, "e8m0"),
+        "fp8 blocks": Coding("e4m3", 128),
+        "fp8 rows": Coding("e4m3", 0),
+        "w4a16": Coding("int4", 32, zeros=True),
+        "nvfp4": Coding("e2m1", 16, "times"),
+    }
+
+    def coded_experts(number, hidden, inner, name, activation, biases=(None, None)):
+        """In tiles, and the same by rows; products keep their input's size, about."""
+        coding, both = CODINGS[name], []
+        for lines, k in ((2 * inner, hidden), (hidden, inner)):
+            weight = coded_weight(number * lines, k, coding)
+            if coding.scales == "float32":
+                weight.scale.mul_(0.1 if coding.numbers == "e4m3" else 3)
+            elif coding.scales == "e8m0":
+                weight.scale.clamp_(122, 125)
+            else:
+                weight.scale.fill_(0x38)
+                weight.factor.mul_(0.05)
+            shaped = {n: getattr(weight, n) for n in ("codes", "scale", "factor", "zero")}
+            lead = (number, 2, inner) if lines == 2 * inner else (number, lines)
+            both.append(replace(weight, **{n: p if p is None else p.view(*lead, -1) for n, p in shaped.items()}))
+        rows = Experts(*both, *biases, activation)
+        return Experts(tile(in_turn(both[0])), tile(both[1]), *biases, activation), rows
+
+    def decoded_experts(experts, dtype):
+        parts = decode(experts.gate_up).to(dtype), decode(experts.down).to(dtype)
+        return Experts(*parts, experts.gate_up_bias, experts.down_bias, experts.activation)
+
+    @pytest.mark.parametrize("name", CODINGS)
+    @pytest.mark.parametrize("tokens", [3, 150])
+    def test_coded_experts_have_the_bits_of_decoded_ones(name, tokens, monkeypatch):
+        """With the same cut of k: e4m3 in blocks of 64 columns, 4 bits in blocks of 32, NVFP4 in its groups of 16."""
+        torch.manual_seed(tokens)
+        dtype = torch.float16 if INTERPRETED else torch.bfloat16
+        with DEVICE:
+            router = make_router(RouterSpec(5, 2, RouterKind.TOPK_SOFTMAX), 160, dtype)
+            tiled, rows = coded_experts(5, 160, 96, name, Activation.SILU)
+            x, gpu = torch.randn(tokens, 160).to(dtype), gpu_traits(DEVICE)
+            routes = routing.route(x, router, None, gpu)
+            block_k = {"e4m3": 64, "int4": 32, "e2m1": CODINGS[name].group}[CODINGS[name].numbers]
+            same = products.GroupedLaunch(64, block_k, 1, 2, 4)
+            monkeypatch.setattr(products, "choose_grouped", lambda *_: same)
+            plain = products.experts(x, routes, decoded_experts(rows, dtype), gpu)
+            monkeypatch.setattr(products, "choose_grouped", lambda *_: replace(same, block_k=128))
+            assert torch.equal(products.experts(x, routes, tiled, gpu), plain)
+        assert bool(plain.isfinite().all())
+        assert float(plain.float().norm()) > 0
+
+    @pytest.mark.parametrize("packed", [None, "mxfp4", "fp8 blocks", "w4a16", "nvfp4"])
     @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
     @pytest.mark.parametrize("tokens", TOKENS)
     def test_the_grouped_products_equal_the_reference(tokens, activation, packed):
@@ -271,10 +318,8 @@ if INTERPRETED or ON_GPU:
             router = make_router(RouterSpec(number, 2, RouterKind.TOPK_SOFTMAX), hidden, dtype)
             made = make_experts(number, hidden, inner, activation, bias=tokens % 2 == 1, dtype=dtype)
             if packed:
-                gate_up = groups_of(number, 2, inner, hidden // 32, scales=(122, 125))
-                gate_up = pack(gate_up.transpose(1, 2))
-                down = pack(groups_of(number, hidden, inner // 32, scales=(0, 129 if tokens < 100 else 140)))
-                made = Experts(gate_up, down, made.gate_up_bias, made.down_bias, activation)
+                biases = made.gate_up_bias, made.down_bias
+                made, _ = coded_experts(number, hidden, inner, packed, activation, biases)
             x, live = torch.randn(tokens, hidden).to(dtype), torch.rand(tokens) < 0.9
             x[~live] = float("nan")
             routes = routing.route(x, router, live, gpu_traits(DEVICE))
@@ -284,15 +329,33 @@ if INTERPRETED or ON_GPU:
         assert not bool(parts[0][:, ~live].any())
         assert near(parts[0].float().sum(0), want, 0.01)
 
-    def test_float32_products_are_as_exact_as_the_reference():
+    @pytest.mark.parametrize("of_inputs", [False, True])
+    def test_float32_products_are_as_exact_as_the_reference(of_inputs):
         torch.manual_seed(9)
+        spec = RouterSpec(6, 3, RouterKind.SOFTMAX, of_inputs=of_inputs)
         with DEVICE:
-            router, made = make_router(RouterSpec(6, 3, RouterKind.SOFTMAX), 70), make_experts(6, 70, 45, bias=True)
+            router, made = make_router(spec, 70), make_experts(6, 70, 45, bias=True)
             x = torch.randn(41, 70)
             routes = routing.route(x, router, None, gpu_traits(DEVICE))
+            assert routes.of_inputs == of_inputs
             parts = products.experts(x, routes, made, gpu_traits(DEVICE))
             want = experts_reference(x, routes, made)[0]
         torch.testing.assert_close(parts.sum(0), want, rtol=1e-5, atol=1e-5)
+
+    @pytest.mark.parametrize("name", CODINGS)
+    def test_a_rank_with_some_of_the_coded_experts_computes_these_alone(name):
+        torch.manual_seed(3)
+        with DEVICE:
+            router = make_router(SPECS["groups"], 96)
+            _, rows = coded_experts(12, 96, 64, name, Activation.SILU)
+            x, live, total = torch.randn(40, 96), torch.rand(40) < 0.8, 0
+            for own in SHARES:
+                mine = rows.gate_up.rows(own.start, own.stop), rows.down.rows(own.start, own.stop)
+                made = Experts(tile(in_turn(mine[0])), tile(mine[1]), None, None, Activation.SILU)
+                routes = routing.route(x, replace(router, own=own), live, gpu_traits(DEVICE))
+                total = total + products.experts(x, routes, made, gpu_traits(DEVICE)).sum(0)
+            want = experts_reference(x, route_reference(x, router, live), rows)[0]
+        torch.testing.assert_close(total, want, rtol=1e-4, atol=1e-5)
 
     @pytest.mark.parametrize("own", SHARES, ids=str)
     @pytest.mark.parametrize("tokens", [3, 300])

@@ -108,6 +108,7 @@ if INTERPRETED or DEVICE.type == "cuda":
             "llama": Pair(weak, save_copying_head(folder / "head", weak, draft_vocab=188)),
             "experts": Pair(save_glm_with_mtp(folder), None),
             "latents": FAMILIES["deepseek v3"].save(folder / "latents", seed=5).pair,
+            "sparse": FAMILIES["glm 5.2"].save(folder / "sparse", seed=5).pair,
         }
 
     def made(pair, **options):
@@ -123,7 +124,7 @@ if INTERPRETED or DEVICE.type == "cuda":
         finally:
             llm.close()
 
-    @pytest.mark.parametrize("name", ["llama", "experts", "latents"])
+    @pytest.mark.parametrize("name", ["llama", "experts", "latents", "sparse"])
     def test_a_kernel_is_told_how_its_tensors_lie(pairs, monkeypatch, name):
         pair = pairs[name]
         want = answers(made(pair, device="cpu", dtype="float64"), pair)
@@ -131,6 +132,8 @@ if INTERPRETED or DEVICE.type == "cuda":
             options = {"device": DEVICE.type, "dtype": "float32", "attention_backend": "triton"}
             assert answers(made(pair, **options), pair) == want
         expected = {"_attention_kernel", "_grow_kernel", "_accept_kernel", "_commit_kernel"}
-        if name == "latents":  # the head's attention is of the usual kind
+        if name in ("latents", "sparse"):  # the head's attention is of the usual kind
             expected |= {"_latent_attention_kernel", "_write_latent_kernel"}
+        if name == "sparse":
+            expected |= {"_scores_kernel", "_select_kernel", "_turn_index_heads_kernel", "_write_index_keys_kernel"}
         assert expected | ({"_choose_kernel", "_grouped_kernel"} if name == "experts" else set()) <= seen

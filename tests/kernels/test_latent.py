@@ -27,6 +27,7 @@ VARIETY = [
     {"dim": 80, "latent": 64, "dtype": torch.float16, "max_kv_len": 90, "page_size": 3},
     {"dim": 24, "latent": 16, "window": 6},
     {"n": 12, "t": 12, "window": 17, "page_size": 8, "max_kv_len": 70, "dim": 24, "latent": 16},
+    {"n": 12, "t": 12, "window": 17, "chunked": True, "page_size": 8, "max_kv_len": 70, "dim": 24, "latent": 16},
 ]
 
 

@@ -112,7 +112,7 @@ BAD = {
     "factor": {"rope_scaling": {"type": "linear"}},
     "low_freq_factor": {"rope_scaling": {"type": "llama3", "factor": 2.0, "high_freq_factor": 4.0}},
     "high_freq_factor": {
-        "rope_scaling": {"type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}
+        "rope_scaling": {"type": "llama3", "factor": 2.0, "low_freq_factor": 5.0, "high_freq_factor": 4.0}
     },
     "beta_fast": {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": 1.0, "beta_slow": 2.0}},
     "truncate": {"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": 1}},

@@ -35,7 +35,9 @@ from support.round_ops import (
     sown,
     sown_growth,
 )
+from treetop.kernels.accept import Withheld
 from treetop.kernels.commit import Paths
+from treetop.kernels.graft import graft
 from treetop.kernels.grow import Children
 from treetop.kernels.rows import DraftState, RowTables
 from treetop.kernels.sampling import SampledTokens
@@ -83,9 +85,15 @@ if INTERPRETED or DEVICE.type == "cuda":
     def both() -> list[tuple]:
         return [(reference_ops(), Buffers.make()), (kernel_ops(DEVICE), Buffers.make())]
 
-    @given(shape=shapes(0), rows=st.integers(1, 4), seed=st.integers(0, 10**6), half=st.booleans())
+    @given(
+        shape=shapes(0),
+        rows=st.integers(1, 4),
+        seed=st.integers(0, 10**6),
+        half=st.booleans(),
+        grafted=st.integers(0, 3),
+    )
     @FEW
-    def test_growing_and_selecting_equal_the_plain_operations(shape, rows, seed, half):
+    def test_growing_and_selecting_equal_the_plain_operations(shape, rows, seed, half, grafted):
         """Every frontier, candidate, node and place: ties, -inf, NaN, k = 1, dummy rows, uneven hidden states."""
         dtype = torch.float16 if half else torch.float32
         results = []
@@ -94,13 +102,18 @@ if INTERPRETED or DEVICE.type == "cuda":
             tables = random_tables(rng, 6, 37, dtype)
             listed = torch.tensor([*rng.sample(range(5), rows), 5])
             tree, places, _ = buffers.of(len(listed), shape)
-            growth = sown_growth(shape, len(listed), random_calibration(rng, max(1, shape.num_steps), 6))
+            calibration = random_calibration(rng, max(1, shape.num_steps), 6)
+            growth = sown_growth(shape, len(listed), calibration, min(grafted, shape.num_steps))
             frontier = ops.start(tables, listed, growth, tree, places, identity(shape))
             frontiers = [frontier] if shape.num_steps else []
             for level in range(shape.num_steps - 1):
                 frontier = ops.grow(growth, level, frontier, random_children(rng, len(listed), shape.topk, 37, dtype))
                 frontiers.append(frontier)
             if shape.num_steps:
+                if growth.graft is not None:  # of texts of few words, so that lines share nodes with the head's
+                    torch.manual_seed(seed)
+                    text = torch.randint(0, 8, (6, 100), dtype=torch.int32)
+                    graft(growth.head, growth.graft, text, listed, places.committed)
                 ops.select(growth, tree, places)
                 above = tree.depth.gather(1, tree.parent)
                 assert torch.equal(tree.depth[:, 1:], above[:, 1:] + 1)  # no orphans, whatever the scores
@@ -189,7 +202,11 @@ if INTERPRETED or DEVICE.type == "cuda":
             lengths = torch.tensor([rng.randrange(longest) for _ in range(rows)])
             forced = lengths if kind == "forced" else None
             out = buffers.of(rows, shape)[2]
-            ops.accept(chosen, tree, out, forced)
+            undrafted = torch.tensor([rng.random() < 0.3 for _ in range(rows + 2)])
+            nodes = torch.tensor([[rng.random() < 0.2 for _ in range(choice.shape[1])] for _ in range(rows)])
+            picked = torch.tensor(rng.sample(range(rows + 2), rows))
+            withheld = Withheld(picked, undrafted, rng.choice([None, nodes]))
+            ops.accept(chosen, tree, out, forced, rng.choice([None, withheld]))
             assert 0 <= int(out.accept_len.min()) <= int(out.accept_len.max()) <= shape.num_steps
             assert 0 <= int(out.path.min()) <= int(out.path.max()) < shape.num_draft_tokens
             results.append(buffers)

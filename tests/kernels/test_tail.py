@@ -34,6 +34,7 @@ VARIETY = [
     {"n": 6, "t": 12, "heads": 4, "window": 5, "page_size": 8, "max_kv_len": 40},
 ]
 SMALL = [
+    {"n": 6, "t": 12, "heads": 4, "window": 5, "chunked": True, "page_size": 8, "max_kv_len": 40},
     {"heads": 6, "dim": 24, "page_size": 3, "max_kv_len": 20},
     {"n": 20, "t": 30, "heads": 2, "kv_heads": 1, "dim": 64, "dtype": torch.float16, "max_kv_len": 40},
     {"n": 6, "t": 12, "heads": 4, "window": 5, "page_size": 8, "max_kv_len": 40},

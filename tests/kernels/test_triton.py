@@ -63,6 +63,8 @@ VARIETY = [
     {"dim": 64, "dtype": torch.float16, "max_kv_len": 90},
     {"window": 6},
     {"n": 12, "t": 12, "window": 17, "page_size": 8, "max_kv_len": 70},
+    {"window": 6, "chunked": True},
+    {"n": 12, "t": 12, "window": 17, "chunked": True, "page_size": 8, "max_kv_len": 70},
 ]
 
 if not INTERPRETED:
@@ -141,6 +143,7 @@ if INTERPRETED:
             {"n": 9, "page_size": 1},
             {"n": 40, "max_kv_len": 90, "dim": 32},
             {"n": 40, "max_kv_len": 90, "window": 11},
+            {"n": 40, "max_kv_len": 90, "window": 11, "chunked": True},
             {"n": 23, "heads": 4, "kv_heads": 4, "window": 1},
             {"n": 30, "max_kv_len": 100, "dtype": torch.float16},
         ],

@@ -106,8 +106,8 @@ def test_an_absurd_size_names_key_and_bound(strong_pair, tmp_path, key, value):
         ({"rope_parameters": {"rope_type": "llama3", "factor": 10**400}}, ("factor",)),
         ({"rope_parameters": {"rope_type": "llama3", "original_max_position_embeddings": 2**70}}, ("original_max",)),
         (
-            {"rope_parameters": {"rope_type": "llama3", "factor": 2, "low_freq_factor": 1, "high_freq_factor": 1}},
-            ("high_freq_factor", "greater"),
+            {"rope_parameters": {"rope_type": "llama3", "factor": 2, "low_freq_factor": 2, "high_freq_factor": 1}},
+            ("high_freq_factor", "no less"),
         ),
         ({"eos_token_id": 2**70}, ("eos_token_id", "16777216")),
     ],

@@ -105,7 +105,7 @@ def test_lookup_drafts_and_retracted_rows_give_the_tokens_of_transformers(saved)
     assert (llm.scheduler.num_retractions > 0) == bool(full)  # a window's pool has room for every row
 
 
-@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "llama 4"])
 def test_pages_behind_a_window_are_given_back(tmp_path, name):
     """A window's pool has room for nothing else; tokens far past it are those of a pool that keeps everything."""
     pair = FAMILIES[name].save(tmp_path).pair
@@ -126,10 +126,13 @@ def test_pages_behind_a_window_are_given_back(tmp_path, name):
 
 
 def test_every_family_has_a_tiny_model():
-    """A family that is added without one fails here, but for test models and those of test_expert_models.py."""
+    """A family that is added without one fails here, but for test models and those of other files."""
     made = {tiny.architecture for tiny in FAMILIES.values()}
     made |= {"MiMoForCausalLM", "Step3p5ForCausalLM", "KimiK25ForConditionalGeneration"}
-    elsewhere = {"WindowedLlamaForCausalLM", *(f"{name}ForCausalLM" for name in ("GptOss", "Glm4Moe", "Qwen3Moe"))}
+    elsewhere = {
+        "WindowedLlamaForCausalLM",
+        *(f"{name}ForCausalLM" for name in ("GptOss", "Glm4Moe", "Qwen3Moe", "MiMoV2")),
+    }
     assert set(KNOWN) - elsewhere <= made
 
 
@@ -153,6 +156,43 @@ def test_qwen_windows_of_the_older_spelling_mean_the_same(tmp_path):
     assert respelled(saved, tmp_path / "old", layer_types=None) == spec
     off = respelled(saved, tmp_path / "off", layer_types=None, use_sliding_window=False)
     assert {layer.attention.window for layer in off.layers} == {None}
+
+
+def test_llama_4_of_the_first_release_means_the_same(tmp_path):
+    """Without layer types, with an empty list of layers that turn, and a number that says to temper attention."""
+    saved = FAMILIES["llama 4"].save(tmp_path)
+    spec = target_spec(saved.pair.target).config
+    attention = [layer.attention for layer in spec.layers]
+    assert [(each.window, each.chunked) for each in attention] == [(WINDOW, True)] * 2 + [(None, False), (WINDOW, True)]
+    assert [each.rope.query_scale is not None for each in attention] == [not each.qk_norm for each in attention]
+    assert [layer.experts is not None for layer in spec.layers] == [False, True] * 2
+    first = {"layer_types": None, "no_rope_layers": [], "moe_layers": None, "attn_temperature_tuning": 4}
+    assert respelled(saved, tmp_path / "old", **first) == spec
+    whole = copy_folder(saved.pair.target, tmp_path / "whole", layer_types=None, attention_chunk_size=None)
+    assert {layer.attention.window for layer in target_spec(whole).config.layers} == {None}
+    published = {"no_rope_layers": None, "no_rope_layer_interval": None, "attention_chunk_size": None}
+    other = respelled(saved, tmp_path / "said", layer_types=None, **published)
+    assert [layer.attention.window for layer in other.layers] == [8192] * 3 + [None]
+
+
+def test_hunyuan_as_published_means_the_same(tmp_path):
+    """Values by layer, sizes said twice, and a rotation whose factor an alpha makes idle."""
+    saved = FAMILIES["hunyuan moe"].save(tmp_path)
+    spec = target_spec(saved.pair.target).config
+    rope = {"alpha": 50.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+    published = {
+        "rope_parameters": None,
+        "rope_theta": 1e4,
+        "rope_scaling": {**rope, "type": "dynamic"},
+        "moe_topk": [3] * 4,
+        "moe_intermediate_size": [24] * 4,
+        "num_shared_expert": [1] * 4,
+        "attention_head_dim": 12,
+        "use_qk_norm": True,
+        "use_cla": False,
+    }
+    assert respelled(saved, tmp_path / "published", **published) == spec
+    assert spec.layers[0].attention.rope.theta == pytest.approx(1e4 * 50 ** (12 / 10))
 
 
 @pytest.mark.parametrize(("said", "window"), [({}, 4096), ({"sliding_window": None}, None), ({"sliding_window": 7}, 7)])
@@ -222,6 +262,15 @@ UNSUPPORTED = [
     ("deepseek v2", {"topk_method": "noaux_tc"}, "topk_method"),
     ("deepseek v2 lite", {"qk_rope_head_dim": 5}, "qk_rope_head_dim"),
     ("mistral4", {"rope_parameters": {**SMALL_4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    ("llama 4", {"layer_types": ["sliding_attention"] * 4}, "layer_types"),
+    ("llama 4", {"attention_chunk_size": 0}, "attention_chunk_size"),
+    ("llama 4", {"num_experts_per_tok": 7}, "num_experts_per_tok"),
+    ("llama 4", {"no_rope_layers": [1, 0, 1]}, "no_rope_layers"),
+    ("llama 4", {"rope_parameters": YARN}, "use_qk_norm"),
+    ("hunyuan moe", {"moe_topk": [3, 3, 3, 2]}, "moe_topk"),
+    ("hunyuan moe", {"num_shared_expert": [1, 1, 2, 1]}, "num_shared_expert"),
+    ("hunyuan", {"use_cla": True}, "use_cla"),
+    ("hunyuan", {"rope_parameters": {"rope_type": "dynamic", "alpha": "x", "rope_theta": 1e4}}, "alpha"),
     ("mistral", {"layer_types": ["full_attention"] * 4}, "layer_types"),
     ("mistral", {"sliding_window": 0}, "sliding_window"),
     ("qwen2", {"layer_types": ["sliding_attention"] * 4}, "use_sliding_window"),
@@ -284,9 +333,9 @@ def test_an_unsupported_key_is_refused_by_name(models, tmp_path, name, changes, 
     ("Qwen3NextForCausalLM", "linear attention"),
     ("Mamba2ForCausalLM", "state space"),
     ("LlavaForConditionalGeneration", "images"),
-    ("Llama4ForConditionalGeneration", "chunked"), ("Llama4ForCausalLM", "chunked"), ("Gemma2ForCausalLM", "softcap"),
-    ("HunYuanDenseV1ForCausalLM", "after the rotation"),
+    ("Gemma2ForCausalLM", "softcap"),
     ("BertForMaskedLM", "no decoder"),
+    ("Gemma4AssistantForCausalLM", "--speculative-draft-model-path"),
     ("LlamaForCausalLMEagle3", "--speculative-draft-model-path"),
     ("Eagle3Speculator", "draft head, not of a target"),
     ("Eagle2_5_VLForConditionalGeneration", "images"),

@@ -25,7 +25,19 @@ def serve(pair, shape, **options):
 
 
 @pytest.mark.parametrize(
-    "name", ["gemma4", "gemma4 experts", "laguna", "step", "mimo v2", "ministral3", "ernie moe", "glm 5.2"]
+    "name",
+    [
+        "gemma4",
+        "gemma4 experts",
+        "laguna",
+        "step",
+        "mimo v2",
+        "ministral3",
+        "ernie moe",
+        "glm 5.2",
+        "llama 4",
+        "hunyuan moe",
+    ],
 )
 def test_ranks_give_what_one_gives(name, tmp_path):
     """float64: gates, sinks, narrow values, K/V of earlier layers and embeddings by layer, cut by heads or whole."""
@@ -34,7 +46,7 @@ def test_ranks_give_what_one_gives(name, tmp_path):
         assert serve(pair, (2, 3, 6), tp_size=2) == serve(pair, (2, 3, 6))
 
 
-@pytest.mark.parametrize("name", ["gemma4 experts", "laguna", "step", "deepseek v2", "mistral4"])
+@pytest.mark.parametrize("name", ["gemma4 experts", "laguna", "step", "deepseek v2", "mistral4", "llama 4"])
 def test_ranks_that_share_experts_give_what_one_gives(name, tmp_path):
     """float64: experts of which the router reads something else, stored one by one, together, and apart."""
     pair = FAMILIES[name].save(tmp_path, seed=5).pair

@@ -150,15 +150,17 @@ def test_a_config_that_cannot_be_is_refused_by_key(saved, tmp_path, said, key):
     refused(CheckpointError, lambda: target_spec(tmp_path), "config.json", key)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", sorted(BACKENDS))
-def test_a_gpu_is_refused_by_name_with_every_backend(name, monkeypatch):
+def test_backends_without_kernels_of_it_are_refused_by_name(name, device, monkeypatch):
     """Before the machine is asked for its libraries, so on any."""
     monkeypatch.setitem(BACKENDS, name, replace(BACKENDS[name], probes=()))
-    need = Need(torch.float16, torch.device("cuda"), groups=(GroupNeed(FULL, 4, 1, 26, latent=20, sparse=True),))
+    need = Need(torch.float16, torch.device(device), groups=(GroupNeed(FULL, 4, 1, 26, latent=20, sparse=True),))
     found = refusal(name, need)
-    assert found is not None
-    assert "sparse attention (DSA)" in found.reason
-    assert "--device cpu --attention-backend torch" in found.remedy
+    assert (found is None) == (name in ("torch", "triton"))
+    if found is not None:
+        assert "sparse attention (DSA)" in found.reason
+        assert "--attention-backend t" in found.remedy
 
 
 def test_bits_are_refused_by_name(saved):

@@ -67,7 +67,7 @@ def test_a_request_is_counted_under_every_name():
     metrics.take(CoreLoad(2, 5, 0.25, 7), 2)
     updates = [
         RequestUpdate(1, (4,), num_cached_tokens=2),
-        RequestUpdate(1, (5, 6, 7), 2, num_drafted=5),
+        RequestUpdate(1, (5, 6, 7), 2, num_drafted=5, accept_ranks=(0, 1)),
         RequestUpdate(1, (9,), 0),  # a plain round is no tree
         RequestUpdate(1, (8,), 0, "length", num_drafted=3),
     ]
@@ -109,6 +109,7 @@ def test_a_request_is_counted_under_every_name():
     assert seen["sglang:cached_tokens_total"] == 2
     assert seen["sglang:spec_accept_length"] == 2
     assert seen["treetop:num_retractions"] == 7
+    assert [seen[f"treetop:spec_decode_num_accepted_tokens_per_rank_total[('rank', '{at}')]"] for at in "01"] == [1, 1]
     assert seen["treetop:requests_timed_out_total"] == 1
 
 

@@ -223,6 +223,13 @@ def test_whatever_a_schema_holds_there_is_an_answer(schema):
         ("<minimax:tool_call> <think>", "minimax_m2", True),
         ("[TOOL_CALLS] [/THINK]", "mistral", True),
         ("<|python_tag|>", "llama3_json", False),
+        (
+            "[func_name1(params_name1=params_value1, params_name2=params_value2...), func_name2(params)]",
+            "pythonic",
+            False,
+        ),
+        ("Use exact format: [func_name1(param1=value1, param2=value2), func_name2(...)]", "pythonic", False),
+        ('{"name": function name, "parameters": dictionary of argument name and its value}', "llama3_json", False),
         ("<seed:tool_call> </seed:think>", "seed_oss", True),
         ("{{ messages }}", "none", False),
     ],

@@ -49,6 +49,8 @@ def test_a_conversation_longer_than_the_context_is_a_400_that_clients_know(serve
     assert told(answer) == (400, "messages", "context_length_exceeded")
     same = server.post(COMPLETIONS, {"prompt": content, "max_tokens": 3}, headers=KEY)
     assert told(same) == (400, "prompt", "context_length_exceeded")
+    items = server.post("/v1/responses", {"input": content, "max_output_tokens": 3, "stream": stream}, headers=KEY)
+    assert told(items) == (400, "input", "context_length_exceeded")
     assert "--context-length" in answer.json()["error"]["message"]
 
 

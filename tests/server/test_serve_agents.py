@@ -1,6 +1,7 @@
 """`/v1/responses` and `/v1/messages` by their official clients: loops of three calls, and what surrounds them."""
 
 import json
+import tracemalloc
 
 import anthropic
 import httpx
@@ -112,11 +113,46 @@ def test_a_loop_of_three_calls_by_responses(server, responses, stream, kept):
     assert last.count("<tool>done") == 3
 
 
+def test_what_is_kept_is_counted_in_bytes_and_comes_back_as_it_was():
+    """One wide character makes a text of Python four times as large as its length; what is kept are its bytes."""
+    text = "ab\ud83dé\U0001f600" + "x" * 100_000
+    messages = [{"role": "user", "content": text}, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]
+    for most_bytes, kept in ((101_000, True), (100_000, False)):
+        store = ResponseStore(most_bytes=most_bytes)
+        store.put("resp_1", messages)
+        assert store.get("resp_1") == (messages if kept else None)
+    tracemalloc.start()
+    store = ResponseStore(most_bytes=2**20)
+    for i in range(500):
+        store.put(f"resp_{i}", [{"role": "user", "content": str(i) * 10}] * 40)
+    size = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert 2**19 < size < 1.1 * 2**20
+
+
 def test_a_response_that_is_cut_off_is_incomplete(responses):
     for stream in (False, True):
         answer = respond(responses, stream, input=ASK, max_output_tokens=4)
         assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
         assert answer.output[-1].status == "incomplete"
+
+
+def test_a_call_that_is_cut_off_is_incomplete_and_what_came_before_is_not(server):
+    """In the event that ends the item as in the response; a tree of deltas or one."""
+    seen = set()
+    for count in range(30, 60, 5):
+        body = {"input": ASK, "tools": FUNCTIONS, "max_output_tokens": count}
+        answer = httpx.post(server[0] + "/v1/responses", json=body, timeout=WAIT_S).json()
+        lines = httpx.post(server[0] + "/v1/responses", json={**body, "stream": True}, timeout=WAIT_S).text.splitlines()
+        events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+        done = [each["item"] for each in events if each["type"] == "response.output_item.done"]
+        said = [[(item["type"], item["status"]) for item in items] for items in (answer["output"], done)]
+        assert said[0] == said[1] == [(item["type"], item["status"]) for item in events[-1]["response"]["output"]]
+        assert answer["status"] == events[-1]["response"]["status"]
+        if answer["status"] == "incomplete":
+            assert [status for _, status in said[0]] == ["completed"] * (len(done) - 1) + ["incomplete"]
+            seen.add(said[0][-1][0])
+    assert "function_call" in seen
 
 
 def test_text_and_parts_are_the_same_prompt(server, responses):
@@ -136,18 +172,21 @@ def test_text_and_parts_are_the_same_prompt(server, responses):
         ({"input": "a", "tool_choice": "required"}, "tool_choice: there are no tools"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input: Input tag 'item_reference'"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input: Input tag"),
-        ({"input": []}, "messages: List should have at least 1 item"),
-        ({"input": "a", "text": {"format": {"type": "json_schema", "name": "x"}}}, "json_schema must be an object"),
+        ({"input": []}, "input: List should have at least 1 item"),
+        ({"input": "a", "text": {"format": {"type": "json_schema", "name": "x"}}}, "text: json_schema must be an"),
         ({"input": "a", "unheard_of": 1}, "unheard_of: unknown field"),
         ({"input": "a", "model": "other"}, "model: 'other' is not served"),
-        ({"input": "a", "max_output_tokens": 0}, "max_tokens must be at least 1"),
+        ({"input": "a", "max_output_tokens": 0}, "max_output_tokens must be at least 1"),
+        ({"input": "a", "tool_choice": {"type": "function", "name": "max_tokens"}, "tools": FUNCTIONS}, "'max_tokens'"),
         ({}, "input: Field required"),
     ],
 )
 def test_what_responses_cannot_do_is_refused_by_name(server, body, words):
     answer = httpx.post(server[0] + "/v1/responses", json=body, timeout=WAIT_S)
     assert answer.status_code in (400, 404)
-    assert words in answer.json()["error"]["message"]
+    error = answer.json()["error"]
+    assert words in error["message"]
+    assert error["param"] == error["message"].partition(":")[0].split()[0]
 
 
 def test_several_api_processes_keep_no_responses():
@@ -164,7 +203,7 @@ def test_kept_responses_are_bounded_and_not_kept_for_long():
     store = ResponseStore(most_bytes=1000, kept_s=10, clock=lambda: now[0])
     for i in range(20):
         store.put(str(i), [{"role": "user", "content": "x" * 100}])
-    assert [i for i in range(20) if store.get(str(i))] == [*range(13, 20)]
+    assert [i for i in range(20) if store.get(str(i))] == [18, 19]
     store.put("large", [{"role": "user", "content": "x" * 2000}])
     assert store.get("large") is None
     assert store.get("19") is not None
@@ -239,6 +278,13 @@ def test_thinking_is_switched_where_the_template_has_a_switch(server, messages):
         for kind, status in (("disabled", 200), ("enabled", 400)):
             body = {"max_tokens": 9, "messages": [{"role": "user", "content": "a"}], "thinking": {"type": kind}}
             assert httpx.post(url + "/v1/messages", json=body, timeout=WAIT_S).status_code == status
+        words = "the model's chat template knows no such thing"
+        talk = {"max_tokens": 9, "messages": [{"role": "user", "content": "a"}], "output_config": {"effort": "high"}}
+        error = httpx.post(url + "/v1/messages", json=talk, timeout=WAIT_S).json()["error"]
+        assert error["message"] == f"output_config: {words}"
+        body = {"input": "a", "reasoning": {"effort": "high"}}
+        error = httpx.post(url + "/v1/responses", json=body, timeout=WAIT_S).json()["error"]
+        assert (error["message"], error["param"]) == (f"reasoning: {words}", "reasoning")
 
 
 @pytest.mark.parametrize(
@@ -250,6 +296,7 @@ def test_thinking_is_switched_where_the_template_has_a_switch(server, messages):
         ({"messages": []}, "messages: List should have at least 1"),
         ({"max_tokens": None}, "max_tokens: "),
         ({"max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"stop_sequences": [""]}, "stop_sequences must not be empty"),
         ({"tool_choice": {"type": "any"}}, "tool_choice: there are no tools"),
         ({"unheard_of": 1}, "unheard_of: unknown field"),
         ({"model": "other"}, "model: 'other' is not served"),

@@ -151,6 +151,7 @@ def test_answers_carry_speculative_statistics(server):
     assert sum(depth * count for depth, count in enumerate(histogram)) == stats["num_accepted_draft_tokens"]
     assert stats["mean_acceptance_length"] == pytest.approx(1 + stats["num_accepted_draft_tokens"] / rounds)
     assert stats["num_draft_tokens"] == rounds * 3
+    assert sum(stats["accepted_by_rank"]) == stats["num_accepted_draft_tokens"]
     last = [*complete(server, stream=True, stream_options={"include_usage": True})][-1]
     assert last.model_extra["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
 

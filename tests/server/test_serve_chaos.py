@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 
+from support import chats
 from support.serving import command_of, mock, serving
 from support.storms import MANNERS, PAIR, Ask, nothing_is_left, of_the_mock, of_the_pair, storm
 from support.threads import in_threads, joined
@@ -19,8 +20,8 @@ TIGHT = ("--max-total-tokens", "340", "--context-length", "300", "--page-size", 
 @pytest.mark.parametrize("flags", [(), TIGHT, ("--api-workers", "2", *TIGHT, "--no-overlap")], ids=["", "tight", "2"])
 def test_clients_of_every_kind_over_the_mock_engine(flags):
     """Aborts, disconnects and slow readers, also where memory is so small that requests are put back all the time."""
-    with mock(1, "1-4", "--prefill-tokens-per-round", "32", *flags) as server:
-        outcomes = asyncio.run(storm(server, of_the_mock(), 16, 6))
+    with mock(1, "1-4", *chats.FLAGS, "--prefill-tokens-per-round", "32", *flags) as server:
+        outcomes = asyncio.run(storm(server, of_the_mock(with_chats=not flags), 16, 6))
         assert outcomes.keys() == {"result", "left"}, outcomes
         assert outcomes["result"] > 48
         if TIGHT[0] in flags:
@@ -29,7 +30,7 @@ def test_clients_of_every_kind_over_the_mock_engine(flags):
 
 
 def test_a_full_queue_refuses_and_what_it_took_is_served():
-    with mock(2, "1-4", "--max-running-requests", "2", "--max-queued-requests", "3") as server:
+    with mock(2, "1-4", *chats.FLAGS, "--max-running-requests", "2", "--max-queued-requests", "3") as server:
         os.kill(server.engine(), signal.SIGSTOP)  # so that nothing ends before the queue is full
         going_on = in_threads(1, lambda _: go_on_once_it_refuses(server))
         outcomes = asyncio.run(storm(server, of_the_mock(), 16, 4))
@@ -56,7 +57,7 @@ LOST = {"ConnectError", "ReadError", "RemoteProtocolError", "WriteError"}
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_sigterm_in_a_storm_loses_nothing_that_was_accepted(workers):
     """Whoever was answered at all gets all of the answer; then exit code 0."""
-    with mock(2, "1-4", "--api-workers", workers) as server:
+    with mock(2, "1-4", *chats.FLAGS, "--api-workers", workers) as server:
         stop = partial(server.process.send_signal, signal.SIGTERM)
         outcomes = asyncio.run(storm(server, of_the_mock(), 12, 8, ("whole", "stream", "slow"), stop))
         assert outcomes.keys() <= {"result", REFUSED, *LOST}, outcomes
@@ -67,14 +68,14 @@ def test_sigterm_in_a_storm_loses_nothing_that_was_accepted(workers):
 @pytest.mark.parametrize("workers", [pytest.param("1", marks=pytest.mark.slow), "2"])
 def test_kill_of_the_engine_in_a_storm_is_a_clear_error_for_all(workers):
     """Those in flight and those who come in the next moment are told; then exit code 1, and no process is left."""
-    with mock(2, "1-4", "--api-workers", workers, "--engine-restarts", "0") as server:
+    with mock(2, "1-4", *chats.FLAGS, "--api-workers", workers, "--engine-restarts", "0") as server:
         pids = server.children()
         kill = partial(os.kill, server.engine(), signal.SIGKILL)
         outcomes = asyncio.run(storm(server, of_the_mock(), 12, 8, during=kill))
         told = [said for said in outcomes if said not in ("result", "left", *LOST)]
         assert told
         words = "the engine process has ended with exit code -9"
-        kinds = ("503: ", "service_unavailable_error: ")
+        kinds = ("503: ", "service_unavailable_error: ", "overloaded_error: ", "error: ")  # of each endpoint
         assert all(said.startswith(kinds) and words in said for said in told), told
         assert server.process.wait(WAIT_S) == 1
     until(lambda: not any("treetop" in command_of(pid) for pid in pids), "a process is left")
@@ -110,7 +111,7 @@ def test_64_clients_of_every_kind_over_the_pair():
 
 def test_the_benchmarks_client_sees_the_same_events():
     """What `treetop bench serve` reads is the text that a request gives."""
-    with mock(1, "1-4") as server:
+    with mock(1, "1-4", *chats.FLAGS) as server:
         ask = of_the_mock()[3]
 
         async def read() -> str:

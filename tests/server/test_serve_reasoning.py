@@ -101,6 +101,9 @@ def test_messages_have_thinking_of_their_budget(pair):
     thought, text = answer["content"]
     assert thought["thinking"] == chat(pair, False, temperature=0, thinking_token_budget=6, **ON)["reasoning_content"]
     assert (thought["type"], text["type"]) == ("thinking", "text")
+    asked = {"input": HI, "temperature": 0, "max_output_tokens": 60, "thinking_token_budget": 6, **ON}
+    answer = pair.post("/v1/responses", asked).json()
+    assert answer["output"][0]["content"][0]["text"] == thought["thinking"]
     form = {"format": {"type": "json_schema", "schema": SCHEMA}}
     answer = pair.post("/v1/messages", {**body, "output_config": form}).json()
     assert json.loads(answer["content"][1]["text"]).keys() == {"n", "ok"}
@@ -123,3 +126,38 @@ def test_a_budget_without_a_format_of_reasoning_is_a_400_by_name(path, body, wor
         assert answer.status_code == 400
         assert answer.json()["error"]["message"].startswith(words)
         assert not core.prompts
+
+
+@pytest.fixture(scope="module")
+def harmonic():
+    """The pair as if it were gpt-oss: marks are text to it."""
+    said = TEMPLATE.replace("<assistant>", "<|start|>assistant{% if open %}<|channel|>analysis<|message|>{% endif %}")
+    flags = ("--max-running-requests", "4", "--context-length", "1024", "--tool-call-parser", "openai")
+    with serving("--chat-template", said, *flags) as server:
+        yield server
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_budget_ends_the_analysis_of_harmony_to_the_token(harmonic, stream):
+    on, end = {"chat_template_kwargs": {"open": True}}, TOKENIZER.encode("<|end|>", False)
+    free = chat(harmonic, stream, max_tokens=40, **on)
+    said = chat(harmonic, stream, max_tokens=40, thinking_token_budget=9, **on)
+    assert said["token_ids"][:9] == free["token_ids"][:9]
+    assert said["token_ids"][9 : 9 + len(end)] == end
+    assert said["reasoning_content"] == TOKENIZER.decode(said["token_ids"][:9]).strip()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_harmony_calls_and_answers_in_messages_of_their_schema(harmonic, stream):
+    """A forced call and a schema, which an output that ends has, whatever came before."""
+    tools = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+    for body in (tools, JSON):
+        said = chat(harmonic, stream, thinking_token_budget=2, seed=1, temperature=0.5, max_tokens=300, **body)
+        text = TOKENIZER.decode(said["token_ids"])
+        assert text.startswith(("<|channel|>analysis<|message|>", "<|channel|>commentary", "<|channel|>final"))
+        if said["finish_reason"] == "length":
+            continue  # a small model may say anything in a commentary
+        found = said["content"]
+        if body is tools:
+            found = said["arguments"] if stream else said["tool_calls"][0]["function"]["arguments"]
+        assert json.loads(found).keys() == {"n", "ok"}

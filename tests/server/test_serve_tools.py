@@ -184,7 +184,7 @@ BAD = {
     "tools: String should match pattern": {"tools": [{"type": "function", "function": {"name": "a b>"}}]},
     "tools: Input should be 'function'": {"tools": [{"type": "web_search"}]},
     "tools: List should have at most 1024": {"tools": TOOLS * 400},
-    "response_format: not with tools": {"tools": TOOLS, "response_format": {"type": "json_object"}},
+    "guided_regex: beside tools a JSON schema or object alone": {"tools": TOOLS, "guided_regex": "a"},
     "structured_output": {"tools": TOOLS, "tool_choice": "required"},
     "thinking_token_budget: this engine forces no tokens": {"thinking_token_budget": 3},
 }
@@ -263,10 +263,13 @@ REFS = {
         "name": "move",
         "parameters": {
             "type": "object",
-            "properties": {"to": {"$ref": "#/$defs/point"}, "how": {"enum": ["walk", "run"]}},
+            "properties": {"to": {"$ref": "#/$defs/default"}, "how": {"enum": ["walk", "run"]}},
             "required": ["to", "how"],
             "additionalProperties": False,
-            "$defs": {"point": {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2}},
+            "$defs": {
+                "default": {"type": "array", "items": {"$ref": "/$defs/yes"}, "minItems": 2, "maxItems": 2},
+                "yes": {"type": "boolean"},
+            },
         },
     },
 }

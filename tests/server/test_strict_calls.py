@@ -11,6 +11,7 @@ from treetop.models.folder import resolve_folder
 from treetop.server.api.tools import Calls, Function, Tool
 from treetop.server.parsers import harmony
 from treetop.server.parsers.registry import TOOL_PARSERS, OutputFormat
+from treetop.types.constraint import StructuredOutput
 from treetop.types.errors import InputError
 
 BASE = json.loads((resolve_folder("builtin:nestling") / "tokenizer.json").read_text())
@@ -57,10 +58,14 @@ def calls_of(parameters=PARAMETERS, strict=True, parallel=True) -> Calls:
     return Calls([Tool(type="function", function=function), loose], None, parallel)
 
 
-def taken(form: OutputFormat, words, text: str, **options) -> int | None:
-    """Characters of the text before the first token that the structure does not allow; None if it allows it all."""
+def taken(form: OutputFormat, words, text: str, answer=None, **options) -> int | None:
+    """Characters of the text before the first token that the structure does not allow; None if it allows it all.
+
+    answer: the schema of what is said in place of calls.
+    """
     tokenizer, special = tokenizer_of(words)
-    matcher = LLMatcher(tokenizer, calls_of(**options).strict(form.strict, special).spec, log_level=0)
+    said = None if answer is None else StructuredOutput("json_schema", json.dumps(answer))
+    matcher = LLMatcher(tokenizer, calls_of(**options).strict(form.strict, special, said).spec, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     ids = tokenizer.tokenize_str(text, parse_special=True)
     for place, token in enumerate(ids):
@@ -98,6 +103,42 @@ def test_a_call_has_its_schema_and_text_is_free(name, special):
         assert stopped is not None, broken
         assert len(lead) < stopped <= broken.index(at) + len(at)
     assert taken(form, words, lead + say("g", {"city": "x"})) is not None
+
+
+UNION = {
+    "type": "object",
+    "properties": {
+        "of": {
+            "oneOf": [
+                {"type": "object", "properties": {"kind": {"const": kind}}, "required": ["kind"]} for kind in ("a", "b")
+            ]
+        }
+    },
+    "required": ["of"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("name", SAY)
+def test_where_an_answer_has_a_schema_an_output_is_calls_or_that(name, special):
+    """No free text, strict tools or not (openai-agents with output_type, response_format beside tools)."""
+    form, say = form_of(name), SAY[name]
+    words = form.words(True) if special or name in ("mistral", "openai") else ()
+    final = "<|channel|>final<|message|>" if name == "openai" else ""
+    call, fits, wrong = say("f", {"city": "x"}), '{"of": {"kind": "b"}}', '{"of": {"kind": "c"}}'
+    for strict in (True, False):
+        assert taken(form, words, call, UNION, strict=strict) is None
+        assert taken(form, words, final + fits, UNION, strict=strict) is None
+        assert taken(form, words, final + wrong, UNION, strict=strict) == len(final) + wrong.index('c"}}')
+        assert taken(form, words, f"{final}Well. {fits}", UNION, strict=strict) is not None
+        assert taken(form, words, f"{final}Well. {call}", UNION, strict=strict) is not None
+    again = {"openai": "<|end|><|start|>assistant", "llama3_json": "; "}.get(name, "\n")
+    assert taken(form, words, call + again + call, UNION) is None
+    assert taken(form, words, call + again + call, UNION, parallel=False) is not None or name == "openai"
+    if name == "openai":
+        thought = "<|channel|>analysis<|message|>Hm {.<|end|><|start|>assistant"
+        assert taken(form, words, thought + final + fits, UNION) is None
 
 
 def test_where_one_call_may_come_there_is_one():

@@ -5,7 +5,8 @@ from itertools import product
 import pytest
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from support.engines import accept_lens, build, sampled
+from support.bits import asked, bits
+from support.engines import accept_lens, build
 from support.families import FAMILIES
 from support.lookups import lookup
 from support.mtp_layers import mtp_tensors
@@ -17,22 +18,7 @@ from treetop.types.errors import ConfigError
 BITS = {"exactness": "bits", "dtype": "float32"}
 LENGTHS = [1, 4, 17, 100, 121, 126, 128, 140]
 """Outputs of these cross the end of attention's first block of 128 positions, or begin behind it."""
-PARAMS = [
-    SamplingParams(max_tokens=24, ignore_eos=True, logprobs=2),
-    sampled(11, 24, logprobs=2),
-    sampled(12, 24, logprobs=0, top_p=0.8, temperature=0.7),
-    sampled(13, 24, logprobs=3, top_k=4, min_p=0.05, frequency_penalty=0.6, repetition_penalty=1.2),
-]
 SHAPES = [(1, 6, 7), (4, 5, 16), (5, 4, 16), (8, 5, 60), (2, 3, 5), (3, 2, 9)]
-
-
-def bits(outputs) -> list:
-    """Tokens, and log-probabilities as float32 has them, which tell any two logits apart that matter to one."""
-    return [(o.token_ids, [(t.logprob.hex(), [(i, p.hex()) for i, p in t.top]) for t in o.logprobs]) for o in outputs]
-
-
-def asked(prompts):
-    return [PARAMS[i % len(PARAMS)] for i in range(len(prompts))]
 
 
 def serve(pair, shape, lengths=LENGTHS, make=build, **options):

@@ -19,12 +19,13 @@ from support.refusing import refused
 from support.round_ops import Buffers, identity, random_calibration, random_children, random_tables, shapes, sown_growth
 from treetop import ConfigError, EngineConfig
 from treetop.doctor.conformance import RandomShapes
-from treetop.kernels.calibration import CLASSES, Heat, class_of, corrected, make_calibration
+from treetop.kernels.calibration import Heat, class_of, corrected, make_calibration
 from treetop.kernels.learn import HORIZON, ONE, PRIOR_CHOICES, PRIOR_NODES, SHIFT, Observed, _add_up, learn_reference
 from treetop.kernels.topk import top_logprobs_reference
 from treetop.types.errors import CheckError
 from treetop.types.layout import SpecShape
-from treetop_debug.calibration_faults import CALIBRATION_FAULTS
+from treetop.types.sampling import CLASSES
+from treetop_debug.policy_faults import POLICY_FAULTS
 
 LEARN = {"speculative_calibration": "learn"}
 SHAPES = [(4, 3, 9), (3, 4, 20), (1, 3, 4)]
@@ -375,7 +376,7 @@ def test_a_head_that_began_with_another_ones_calibration_is_stopped(strong_pair,
 
     two_heads()
     assert len(list((tmp_path / "kept").iterdir())) == 2
-    found = CALIBRATION_FAULTS["calibration-of-another-pair"]
+    found = POLICY_FAULTS["calibration-of-another-pair"]
     options = kept_at(tmp_path / "faulty", monkeypatch)
     with found.active():
         refused(ConfigError, two_heads, found.guard)
@@ -383,7 +384,7 @@ def test_a_head_that_began_with_another_ones_calibration_is_stopped(strong_pair,
 
 def test_a_row_that_learns_from_another_ones_tree_is_stopped_at_start(strong_pair):
     """Without the proof the engine serves the right tokens, and learns something else."""
-    found = CALIBRATION_FAULTS["calibration-of-another-row"]
+    found = POLICY_FAULTS["calibration-of-another-row"]
     prompts = strong_pair.prompts([4, 9, 7, 12])
     sound = build(strong_pair, (4, 3, 9), **LEARN)
     want = tokens(sound.generate(prompts, greedy(40)))

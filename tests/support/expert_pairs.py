@@ -3,8 +3,12 @@
 import torch
 from safetensors.torch import load_file
 
+from support.families import FAMILIES, SIZES
 from support.tiny_models import copy_folder, save_random_experts
 from treetop import LLM
+from treetop.debug.random_checkpoint import random_tensors, write_config, write_tensors
+from treetop.engine.plan import plan_engine
+from treetop.types.config import EngineConfig
 
 TREE, CHAIN = (2, 3, 6), (1, 3, 4)
 
@@ -23,6 +27,16 @@ def save_glm_with_mtp(folder, **changes):
     more[f"{prefix}.eh_proj.weight"] = projection
     changes = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
     return copy_folder(whole, folder / "both", tensors=more, **changes)
+
+
+def save_glm5_with_mtp(folder, **changes):
+    """GLM-5.2, of four layers the third shares a choice of few keys; its MTP layer has an indexer of its own."""
+    tiny = {**SIZES, **FAMILIES["glm 5.2"].config, "num_nextn_predict_layers": 1, **changes}
+    write_config(folder, {"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", **tiny})
+    planned = plan_engine(EngineConfig(str(folder), speculative_algorithm="MTP", load_format="dummy", device="cpu"))
+    params = [*planned.target.params, *planned.draft.params]
+    write_tensors(folder, random_tensors(params, torch.Generator().manual_seed(8)))
+    return folder
 
 
 def build(folder, shape, ranks, **options):

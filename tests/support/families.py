@@ -60,7 +60,7 @@ class Tiny:
     def save(self, folder: Path, seed: int = 0) -> "Saved":
         config = {**SIZES, **self.config}
         if self.vision is None:
-            kind = self.name + ("Text" if self.name in ("Gemma3", "Gemma4") else "")
+            kind = self.name + ("Text" if self.name in ("Gemma3", "Gemma4", "Llama4") else "")
             config = getattr(transformers, f"{kind}Config")(**config)
         else:
             config = getattr(transformers, f"{self.name}Config")(text_config=config, **self.vision)
@@ -86,6 +86,8 @@ class Saved:
             .from_pretrained(self.theirs, dtype=dtype, experts_implementation="eager")
             .eval()
         )
+        if self.architecture == "Llama4ForConditionalGeneration":
+            model = model.language_model  # the whole fails on text alone: `image_outputs` (transformers 5.24)
         model.generation_config.eos_token_id = None
         return model
 
@@ -208,6 +210,21 @@ SEEING["Gemma4"] = {
     },
     "image_token_id": 99,
 }
+SEEING["Llama4"] = {
+    "vision_config": {
+        "hidden_size": 16,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 16,
+        "patch_size": 8,
+        "vision_output_dim": 16,
+        "projector_input_dim": 16,
+        "projector_output_dim": 16,
+    },
+    "image_token_index": 99,
+    "tie_word_embeddings": False,
+}
 SEEING["Qwen2VL"] = {
     **SEEING["Qwen2_5_VL"],
     "vision_config": {"embed_dim": 16, "hidden_size": 32, "depth": 1, "num_heads": 2, "mlp_ratio": 1},
@@ -316,6 +333,19 @@ GEMMA4_EXPERTS = {
     "moe_intermediate_size": 24,
 }
 GEMMA4_UNIFIED = {key: GEMMA4[key] for key in list(GEMMA4)[:5]} | {"final_logit_softcapping": 2.0}
+LLAMA4 = {
+    "attention_chunk_size": WINDOW,
+    "no_rope_layer_interval": 3,
+    "interleave_moe_layer_step": 2,
+    "intermediate_size": 24,
+    "intermediate_size_mlp": 40,
+    "num_local_experts": 6,
+    "floor_scale": 9,
+    "attn_scale": 0.4,
+    "pad_token_id": 0,
+    "rope_parameters": {**LLAMA3_ROPE, "low_freq_factor": 1.0, "high_freq_factor": 1.0},
+}
+ALPHA = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}
 GRANITE = {
     "head_dim": 8,
     "embedding_multiplier": 1.7,
@@ -470,6 +500,13 @@ FAMILIES: dict[str, Tiny] = {
             "max_position_embeddings": 42,
         },
         by_token=True,
+    ),
+    "llama 4": Tiny("Llama4", LLAMA4),
+    "llama 4 of images": Tiny(
+        "Llama4",
+        {**LLAMA4, "interleave_moe_layer_step": 1, "use_qk_norm": False, "num_experts_per_tok": 2},
+        finish=_as_first_released,
+        vision=SEEING["Llama4"],
     ),
     "mistral": Tiny("Mistral", {"sliding_window": WINDOW}),
     "qwen2": Tiny("Qwen2", {"head_dim": 8}),
@@ -662,6 +699,11 @@ FAMILIES: dict[str, Tiny] = {
     "solar": Tiny("SolarOpen", {key: DEEPSEEK[key] for key in DEEPSEEK if key != "first_k_dense_replace"}),
     "mixtral": Tiny("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
     "minimax m2": Tiny("MiniMaxM2", {"num_local_experts": 6, "num_experts_per_tok": 3, "rotary_dim": 6}),
+    "hunyuan": Tiny("HunYuanDenseV1", {"tie_word_embeddings": True, "rope_parameters": ALPHA, "pad_token_id": 0}),
+    "hunyuan moe": Tiny(
+        "HunYuanMoEV1",
+        {"num_experts": 6, "moe_topk": 3, "intermediate_size": 24, "rope_parameters": ALPHA, "pad_token_id": 0},
+    ),
     "hy3": Tiny(
         "HYV3",
         {

@@ -247,6 +247,7 @@ def make_pairs(folder, strong_pair):
         "windows": windows,
         "mtp": Pair(target_with_mtp(folder), None),
         "latents": FAMILIES["glm 5.2"].save(folder / "latents", seed=5).pair,
+        "chunks": FAMILIES["llama 4"].save(folder / "chunks", seed=5).pair,
     }
 
 

@@ -102,7 +102,7 @@ class OnePlane:
         return torch.cat([absorbed, q[..., KEY:]], dim=-1), plane[:, :, None]
 
     @staticmethod
-    def write(q, plane, target, slots):
+    def write(q, plane, target, slots, scales):
         if slots is None:
             target.copy_(plane)
         else:

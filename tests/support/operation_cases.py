@@ -23,26 +23,30 @@ from treetop.kernels import peers
 from treetop.kernels.attention import paged_attention_reference
 from treetop.kernels.attention_config import Launch
 from treetop.kernels.calibration import Heat
-from treetop.kernels.coded import CodedLaunch, CodedWeight, Coding
+from treetop.kernels.coded import CodedWeight, Coding
+from treetop.kernels.coded_rows import CodedLaunch
 from treetop.kernels.commit import Paths
 from treetop.kernels.experts import Activation, Experts
 from treetop.kernels.fused import HeadNorms
-from treetop.kernels.grow import Children, Frontier, TreeBuilder, select_reference
+from treetop.kernels.grow import Children, Frontier, TreeBuilder
+from treetop.kernels.indexer import IndexNorm, IndexQuery
 from treetop.kernels.kv import PageTable
 from treetop.kernels.kv_chunks import Span, pack_reference, unpack_reference
 from treetop.kernels.latent import LatentNorm
 from treetop.kernels.learn import Observed
 from treetop.kernels.metadata import AttentionMetadata
-from treetop.kernels.mxfp4 import pack as pack_mxfp4
 from treetop.kernels.packed_weights import CompressedLaunch, compress
 from treetop.kernels.peers import Mailboxes
 from treetop.kernels.process import ONE, LogitsProcessors, mask_words
 from treetop.kernels.rope import RopeSpec, RopeTable, rope_table
 from treetop.kernels.routing import Router, RouterKind, RouterSpec
 from treetop.kernels.sampling import PartialArgmax, RowSamplingParams, SampledTokens, SamplingMetadata
+from treetop.kernels.segments import plan_reference
+from treetop.kernels.select import select_reference
 from treetop.kernels.skinny_gemm import RowsLaunch
 from treetop.kernels.table import operations
 from treetop.kernels.tail import PrefixPart
+from treetop.kernels.tiles import in_turn, tile
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.types.ids import FULL
 from treetop.types.layout import SpecShape
@@ -129,6 +133,26 @@ def write_latent(kernel: bool) -> Call:
 
 
 @case
+def turn_index_heads(kernel: bool) -> Call:
+    table, positions = rope_table(RopeSpec(6, 10000.0), 50, torch.float32, DEVICE), torch.randint(0, 50, (3, 4))
+    given = (table.data, positions) if kernel else table.at(positions)
+    return Call((torch.randn(3, 4, 5, 24)[..., :14], given), compared=only_result)
+
+
+@case
+def write_index_keys(kernel: bool) -> Call:
+    table, positions = rope_table(RopeSpec(6, 10000.0), 50, torch.float32, DEVICE), torch.randint(0, 50, (3, 4))
+    given = (table.data, positions) if kernel else table.at(positions)
+    slots = (torch.randperm(30)[:12] + 1).view(3, 4)
+    slots[0, 1] = slots[2, 0] = 0
+    pages = torch.zeros(31, 1, 1, 34)[..., 20:]
+    norm = IndexNorm(torch.rand(14) + 0.5, torch.randn(14), 1e-3)
+    return Call(
+        (torch.randn(3, 4, 24)[..., 10:] * 5 + 2, norm, given, pages, slots), compared=lambda args, result: args[3]
+    )
+
+
+@case
 def silu_mul(_: bool) -> Call:
     return Call((torch.randn(2, 3, 2 * 1100) * 4,))
 
@@ -187,15 +211,20 @@ def summed(args: tuple[Any, ...], result: Any) -> Any:
 
 @case
 def coded_rows(_: bool) -> Call:
-    weight = coded_weight(72, 256, Coding("int4", 64, zeros=True))
-    launch = {"launch": CodedLaunch(32, 64, 2, 1, 4)}
+    weight = tile(coded_weight(72, 256, Coding("int4", 64, zeros=True)))
+    launch = {"launch": CodedLaunch(64, 2, 1, 4)}
     return Call((torch.randn(19, 256).half(), weight, torch.randn(72).half()), launch, summed)
 
 
 @case
 def coded_gated(_: bool) -> Call:
-    weight = coded_weight(80, 96, Coding("e4m3", 32))
-    return Call((torch.randn(17, 96).half() / 8, weight), {"launch": CodedLaunch(16, 32, 1, 1, 4)}, only_result)
+    weight = tile(in_turn(coded_weight(80, 96, Coding("e4m3", 32)).halves()))
+    return Call((torch.randn(17, 96).half() / 8, weight), {"launch": CodedLaunch(64, 1, 1, 4)}, only_result)
+
+
+@case
+def decode_tiles(_: bool) -> Call:
+    return Call((tile(coded_weight(150, 200, Coding("e2m1", 16, "over"))), 64, 150, torch.float16), {}, only_result)
 
 
 @case
@@ -217,9 +246,9 @@ def experts(kernel: bool) -> Call:
     x, live = torch.randn(19, 96), torch.rand(19) < 0.8
     router = Router(spec, torch.randn(6, 96), None, None)
     routes = operations()["route"].on(gpu_traits(DEVICE))(x, router, live)
-    groups = torch.randint(0, 256, (6, 96, 3, 17), dtype=torch.uint8)
-    groups[..., 16] = torch.randint(122, 125, (6, 96, 3))
-    made = Experts(pack_mxfp4(groups), torch.randn(6, 96, 48) / 7, torch.randn(6, 2, 48), None, Activation.CLAMPED)
+    codes, scale = torch.randint(0, 256, (6, 96, 48), dtype=torch.uint8), torch.randint(122, 125, (6, 96, 3))
+    gate_up = tile(CodedWeight(Coding("e2m1", 32, "e8m0"), 96, codes, scale.to(torch.uint8)))
+    made = Experts(gate_up, torch.randn(6, 96, 48) / 7, torch.randn(6, 2, 48), None, Activation.CLAMPED)
     return Call((x, routes, made), compared=lambda args, result: result.float().sum(0))
 
 
@@ -232,10 +261,64 @@ def paged_attention(_: bool) -> Call:
     return Call((s.q, s.clean.data, clean(s), s.tail.data, s.scale, None), {"launch": Launch(16, 16, 3, 4, 1)})
 
 
+def chains(s: Scene) -> AttentionMetadata:
+    """Each row's queries are a chain behind its prefix."""
+    kv_len, at = s.metadata.kv_len, torch.arange(4)
+    positions = kv_len[:, None] + at
+    mask = (at[:, None] >= at).expand(len(kv_len), -1, -1)
+    return replace(clean(s), positions=positions, tail_positions=positions, mask=mask)
+
+
+@case
+def plan_segments(_: bool) -> Call:
+    def used(_: tuple[Any, ...], plan: Any) -> Any:
+        return plan.first, plan.offsets, plan.items[: int(plan.offsets[-1])], plan.path
+
+    return Call((chains(scene(n=4, t=4, window=9)),), compared=used)
+
+
+@case
+def segment_attention(_: bool) -> Call:
+    s = scene(n=4, t=4, window=9)
+    return Call((s.q, s.clean.data, plan_reference(chains(s)), s.tail.data, s.scale, None))
+
+
+@case
+def segment_prefill(_: bool) -> Call:
+    s = scene(n=4, causal=True, window=9)
+    return Call((s.q, s.clean.data, clean(s), s.scale, torch.randn(s.q.shape[2])))
+
+
 @case
 def latent_attention(_: bool) -> Call:
     s = scene(n=4, t=6, window=9, kv_heads=1, dim=28, latent=20)
     return Call((s.q, s.clean.data, clean(s), s.tail.data, 20, s.scale), {"launch": Launch(16, 16, 3, 4, 1)})
+
+
+@case
+def paged_index_scores(_: bool) -> Call:
+    s = scene(n=4, t=6, kv_heads=1, dim=28, latent=20)
+    query = IndexQuery(torch.randn(4, 4, 3, 8), torch.randn(4, 4, 3), 5)
+
+    def seen(args: tuple[Any, ...], result: Any) -> Any:
+        metadata = args[2]
+        known = torch.arange(metadata.max_kv_len) < metadata.extents[..., None]
+        return torch.where(torch.cat([known, torch.ones(metadata.mask.shape, dtype=torch.bool)], dim=2), result, 0)
+
+    args = query, s.clean.data[:, 0, 0, 20:], clean(s), s.tail.data[:, :, 0, 0, 20:]
+    return Call(args, compared=seen)
+
+
+@case
+def choose_by_scores(_: bool) -> Call:
+    s = scene(n=4, t=6)
+    scores = torch.randint(-3, 4, (4, 4, 56)).float()
+
+    def there(args: tuple[Any, ...], result: Any) -> Any:
+        known = torch.arange(5) < result.count[..., None]
+        return replace(result, positions=torch.where(known, result.positions, 0))
+
+    return Call((scores, clean(s), 5), {"chunk": 16}, there)
 
 
 @case
@@ -357,7 +440,7 @@ def changing_rows(num_rows: int, vocab: int) -> LogitsProcessors:
     active[-1] = False
     penalties = torch.randn(num_rows), torch.randn(num_rows), 0.5 + torch.rand(num_rows)
     may_end, free = torch.tensor([12, 5, 13, 90, 14, 7]), torch.zeros(num_rows, dtype=torch.bool)
-    return LogitsProcessors(words.int(), biases, *penalties, may_end, active, free, free)
+    return LogitsProcessors(words.int(), biases, *penalties, may_end, active, free)
 
 
 @case

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from support.interpreted import INTERPRETED
 from support.oracles import float32
-from treetop.kernels.calibration import CLASSES, Calibration, make_calibration
+from treetop.kernels.calibration import Calibration, make_calibration
 from treetop.kernels.grow import Children, TreeBuilder, make_growth
 from treetop.kernels.rows import DraftState, RowTables
 from treetop.kernels.tree import ancestor_mask
 from treetop.types.layout import SpecShape
+from treetop.types.sampling import CLASSES
 from treetop.types.tree import Accepted, DraftTree, PathPositions
 from treetop_debug.faults import FAULTS
 
@@ -113,18 +114,18 @@ def random_calibration(rng: random.Random, depths: int, ranks: int) -> Calibrati
     calibration.heat.copy_(torch.rand(CLASSES) * 3 + 0.1)
     calibration.shift.copy_(torch.rand(calibration.shift.shape) * 4 - 2)
     calibration.nodes.copy_(torch.rand(calibration.nodes.shape) * 9000)
-    for table in (calibration.chosen, calibration.predicted):
+    for table in (calibration.seen, calibration.chosen, calibration.predicted):
         table.copy_(torch.rand(table.shape) * 900)
     return calibration
 
 
-def sown_growth(shape: SpecShape, rows: int, calibration: Calibration | None = None) -> TreeBuilder:
+def sown_growth(shape: SpecShape, rows: int, calibration: Calibration | None = None, grafted: int = 0) -> TreeBuilder:
     """Candidates in memory that held something else; None is a calibration that has learned nothing."""
     if calibration is None:
         calibration = make_calibration(
             max(1, shape.num_steps), shape.topk, lambda size, dtype: torch.zeros(size, dtype=dtype)
         )
-    return make_growth(shape, rows, calibration, lambda size, dtype: sown(dtype, *size))
+    return make_growth(shape, rows, calibration, lambda size, dtype: sown(dtype, *size), grafted)
 
 
 def identity(shape: SpecShape) -> Tensor:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields, is_dataclass
 import torch
 from torch import Tensor
 
+from support.fp8 import rounded
 from support.tolerance import attention_errors
 from treetop.attention.contract import TailKV
 from treetop.kernels.kv import PagedKV, PageTable
@@ -21,7 +22,8 @@ class Scene:
     """A ragged batch: a full row, an empty one, random ones, and the padding row, each with n queries.
 
     The page table and kv are poisoned: NaN in every slot and INT_MIN in every column that no query may see. k, v:
-    [rows, max_kv_len, kv_heads, dim] dense and clean. seen: [rows, n, max_kv_len] bool.
+    [rows, max_kv_len, kv_heads, dim] dense and clean, tail_k, tail_v the same of the tail; in FP8 what codes stand for.
+    seen: [rows, n, max_kv_len] bool.
     """
 
     q: Tensor
@@ -30,6 +32,8 @@ class Scene:
     tail: TailKV
     k: Tensor
     v: Tensor
+    tail_k: Tensor
+    tail_v: Tensor
     seen: Tensor
     real: Tensor
     clean: PagedKV
@@ -53,10 +57,13 @@ def scene(  # noqa: PLR0917 - by keyword
     causal=False,
     seed=0,
     latent=None,
+    fp8=False,
+    chunked=False,
 ) -> Scene:
     """Random K/V in pages in random order; prefill rows end with padding queries, as the runner pads them.
 
     latent: of one plane that is key and value, its first numbers that are the value.
+    fp8: K/V are in it, with scales that differ by head.
     """
     planes = 2 if latent is None else 1
     torch.manual_seed(seed)
@@ -70,7 +77,9 @@ def scene(  # noqa: PLR0917 - by keyword
     pages[:page_size] = 0
     at = torch.arange(max_kv_len)
     slots = table[row_list[:, None], at // page_size].long() * page_size + at % page_size
-    dense = pages[slots]
+    scales = torch.rand(planes, kv_heads) + 0.05 if fp8 else None
+    pages, numbers = _stored(pages, scales)
+    dense = numbers[slots]
 
     real = torch.ones(rows, n, dtype=torch.bool)
     if causal:
@@ -84,7 +93,7 @@ def scene(  # noqa: PLR0917 - by keyword
         mask, positions = tree[:, -n:], tail_positions[:, -n:]
     distance = positions[:, :, None] - at
     seen = (at < kv_len[:, None])[:, None] & real[:, :, None]
-    seen = seen & (distance < (window or INT_MAX)) & ((distance >= 0) | torch.tensor(not causal))
+    seen = seen & near(positions, at[None], window, chunked) & ((distance >= 0) | torch.tensor(not causal))
 
     spoilt, spoilt_table = pages.clone(), table.clone()
     live = seen.any(dim=1)  # [rows, max_kv_len]
@@ -93,7 +102,7 @@ def scene(  # noqa: PLR0917 - by keyword
     keep = torch.zeros(len(pages), dtype=torch.bool)
     keep[slots[live]] = True
     keep[:page_size] = True
-    spoilt[~keep] = float("nan")
+    spoilt[~keep] = torch.full_like(spoilt[:1], float("nan"))
     used = torch.zeros_like(table, dtype=torch.bool)
     used[row_list] = (
         torch.nn.functional.pad(live, (0, columns * page_size - max_kv_len)).unflatten(1, (columns, -1)).any(2)
@@ -101,7 +110,8 @@ def scene(  # noqa: PLR0917 - by keyword
     spoilt_table[~used] = INT_MIN
 
     q = torch.randn(rows, n, heads + 2 * kv_heads, dim).to(dtype)[:, :, :heads]  # a slice, as the projection leaves it
-    tail = torch.randn(rows, t + 3, planes, kv_heads, dim).to(dtype)[:, :t]  # a slice of a larger buffer
+    # a slice of a larger buffer
+    tail, tail_numbers = (x[:, :t] for x in _stored(torch.randn(rows, t + 3, planes, kv_heads, dim).to(dtype), scales))
     return Scene(
         q=q,
         metadata=AttentionMetadata(
@@ -115,16 +125,36 @@ def scene(  # noqa: PLR0917 - by keyword
             window,
             None if causal else tail_positions,
             None if causal else mask,
+            chunked,
         ),
-        kv=PagedKV(spoilt, latent),
-        tail=TailKV(tail, latent),
+        kv=PagedKV(spoilt, latent, scales=scales),
+        tail=TailKV(tail, latent, scales=scales),
         k=dense[:, :, 0],
         v=dense[:, :, -1, :, :latent],
+        tail_k=tail_numbers[:, :, 0],
+        tail_v=tail_numbers[:, :, -1, :, :latent],
         seen=seen,
         real=real,
-        clean=PagedKV(pages, latent),
+        clean=PagedKV(pages, latent, scales=scales),
         clean_table=table,
     )
+
+
+def _stored(x: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor]:
+    """K/V as they are stored, and what that stands for: in float64, of FP8. scales: [planes, kv_heads]."""
+    if scales is None:
+        return x, x
+    each = scales.double()[..., None]
+    codes = rounded(x.double() / each)
+    return codes.to(torch.float8_e4m3fn), codes * each
+
+
+def near(positions: Tensor, keys: Tensor, window: int | None, chunked: bool) -> Tensor:
+    """Whether keys [rows, m] are within the window, or in the chunk, of queries [rows, n]: [rows, n, m] bool."""
+    query, key = positions[:, :, None], keys[:, None]
+    if window is None:
+        return torch.ones_like(query == key)
+    return query // window == key // window if chunked else query - key < window
 
 
 def dense_answer(s: Scene, with_tail: bool, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -134,10 +164,9 @@ def dense_answer(s: Scene, with_tail: bool, sinks: Tensor | None = None) -> tupl
     """
     k, v, seen, tail = s.k, s.v, s.seen, s.metadata
     if with_tail:
-        k, v = torch.cat([k, s.tail.k], dim=1), torch.cat([v, s.tail.v], dim=1)
-        distance = tail.positions[:, :, None] - tail.tail_positions[:, None, :]
-        near = torch.ones_like(tail.mask) if tail.window is None else distance < tail.window
-        seen = torch.cat([seen, tail.mask & near], dim=2)
+        k, v = torch.cat([k, s.tail_k], dim=1), torch.cat([v, s.tail_v], dim=1)
+        within = near(tail.positions, tail.tail_positions, tail.window, tail.chunked)
+        seen = torch.cat([seen, tail.mask & within], dim=2)
     k, v = (x.double().repeat_interleave(s.q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     scores = torch.einsum("bnhd,bmhd->bnhm", s.q.double(), k) * s.scale
     scores = scores.masked_fill(~seen[:, :, None], float("-inf"))
@@ -160,7 +189,7 @@ def assert_close_lse(got: Tensor, want: Tensor, s: Scene) -> None:
 
 
 def _errors(s: Scene) -> tuple[float, float]:
-    k, v = torch.cat([s.k, s.tail.k], dim=1), torch.cat([s.v, s.tail.v], dim=1)
+    k, v = torch.cat([s.k, s.tail_k], dim=1), torch.cat([s.v, s.tail_v], dim=1)
     return attention_errors(s.q, k, v, s.scale)
 
 

@@ -33,6 +33,7 @@ TEMPLATE = (
 class ScriptedClient:
     """An `EngineClient` whose outputs are texts that follow from the prompts', in updates of one to five tokens.
 
+    can_constrain: see `scripted`.
     fails: the error that each request ends with.
     pace_s: between two updates.
     """
@@ -40,11 +41,11 @@ class ScriptedClient:
     failure = pause = None
     is_stalled, num_restarts = False, 0
 
-    def __init__(self, reply: Callable[[str], str]) -> None:
+    def __init__(self, reply: Callable[[str], str], can_constrain: bool = False) -> None:
         self.reply, self.prompts = reply, []
-        self.info = CoreInfo(
-            str(resolve_folder("builtin:nestling")), TOKENIZER.vocab_size, 16384, 64, SpecShape(1, 1, 2)
-        )
+        folder, vocab_size = str(resolve_folder("builtin:nestling")), TOKENIZER.vocab_size
+        own = {"can_constrain": can_constrain, "can_change_logits": can_constrain}
+        self.info = CoreInfo(folder, vocab_size, 16384, 64, SpecShape(1, 1, 2), **own)
         self.fails: str | None = None
         self.pace_s = 0.0
         self.running: dict[RequestId, asyncio.Task] = {}
@@ -95,9 +96,14 @@ class ScriptedClient:
 
 
 @contextmanager
-def scripted(reply: Callable[[str], str], **options) -> Iterator[tuple[str, ScriptedClient]]:
-    """The address of a server on a thread of this process, and its core."""
-    core = ScriptedClient(reply)
+def scripted(
+    reply: Callable[[str], str], can_constrain: bool = False, **options
+) -> Iterator[tuple[str, ScriptedClient]]:
+    """The address of a server on a thread of this process, and its core.
+
+    can_constrain: structures are asked for and checked; the texts are what they are.
+    """
+    core = ScriptedClient(reply, can_constrain)
     chosen = {"chat_template": TEMPLATE, "tool_call_parser": "hermes", "reasoning_parser": "qwen3", **options}
     api = ApiState(core, ServeOptions(**chosen), "scripted", 0, InFlightCounter())
     config = uvicorn.Config(make_app(api), port=0, log_config=None, lifespan="off", http="h11")

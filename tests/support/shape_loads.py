@@ -3,8 +3,9 @@
 import random
 from dataclasses import dataclass, field
 
+from treetop.bench.modelled_costs import ROWS, costs_of_a_gpu
 from treetop.scheduler.policy import AdaptiveShape
-from treetop.types.costs import CatchUpCost, CostTable, RoundCost
+from treetop.types.costs import CostTable
 from treetop.types.ids import FULL, Row
 from treetop.types.kv import paired
 from treetop.types.layout import PLAIN, KVGroup, Layout, SpecShape, shapes_beside
@@ -12,25 +13,12 @@ from treetop.types.messages import RoundPlan, RowResult, StepResult
 from treetop.types.sampling import Choice
 
 SHAPES = shapes_beside(SpecShape(4, 5, 16))
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXT = 500
 
 
 def layout(max_deferred=16) -> Layout:
     group = KVGroup(FULL, 1, paired(1, 8))
     return Layout(SHAPES, 16, ROWS[-1], 1000, 512, (group,), 128 * 1024, max_deferred=max_deferred)
-
-
-def costs_of_a_gpu() -> CostTable:
-    """About an 8B model's: a tree of 16 nodes is 1.27 plain rounds at one row, 3.2 at 32."""
-
-    def seconds(rows, shape) -> float:
-        nodes, plain = rows * shape.num_draft_tokens, 4.5 * (1 + 0.004 * rows)
-        draft = 0.12 * shape.num_steps * (1.0 if shape.topk == 1 else 1.3) + 0.25 * (shape != PLAIN)
-        return (plain + draft + 0.012 * (nodes - 1) + 0.012 * max(nodes - 64, 0)) / 1e3
-
-    rounds = [RoundCost(rows, shape, seconds(rows, shape), 2e-9 * rows) for rows in ROWS for shape in SHAPES]
-    return CostTable("a model", tuple(rounds), tuple(CatchUpCost(rows, (0.2 + 0.013 * rows) / 1e3) for rows in ROWS))
 
 
 @dataclass
@@ -41,7 +29,7 @@ class Load:
     """
 
     rows: int
-    table: CostTable = field(default_factory=costs_of_a_gpu)
+    table: CostTable = field(default_factory=lambda: costs_of_a_gpu(SHAPES))
     seed: int = 0
     busy: float = 1.0
     rounds: list[tuple[float, float]] = field(default_factory=list)
@@ -57,7 +45,7 @@ class Load:
 
     def round(self, chance) -> None:
         """One round. chance(shape, depth): that a path that got there goes on."""
-        shape = self.policy.choose([CONTEXT] * self.rows, self.rows)
+        shape = self.policy.choose([CONTEXT] * self.rows, [self.rows, 0, 0])
         behind = self.deferred > 0 if shape != PLAIN else self.deferred == self.layout.max_deferred
         self.deferred = 0 if shape != PLAIN else 1 + (0 if behind else self.deferred)
         seconds = self.cost(shape) + behind * self.table.catch_up_seconds(self.rows)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import httpx
 
+from support import chats
 from support.serving import Server, replayed
 from support.waiting import until
 from treetop.bench.workload import read_texts
@@ -25,16 +26,24 @@ PATIENCE_S = 600.0
 
 @dataclass(frozen=True)
 class Ask:
-    """A request, and the text it must give whatever else goes on."""
+    """A request, and the text it must give whatever else goes on; of a chat all that is thought, said and called."""
 
     body: dict
     text: str
+    path: str = "/v1/completions"
+
+    def whole(self, answer: dict) -> str:
+        return answer["choices"][0]["text"] if self.path == "/v1/completions" else chats.said_whole(self.path, answer)
+
+    def piece(self, event: dict) -> str:
+        """Of an event of its stream."""
+        return event["choices"][0]["text"] if self.path == "/v1/completions" else chats.said_in(self.path, event)
 
 
 async def send(server: Server, http: httpx.AsyncClient, ask: Ask, manner: str, rng: random.Random) -> str:
     """Returns what came of it: the result, a status, or why the connection ended. Checks all text that came."""
     body = {"model": NAME, **ask.body, "stream": manner not in ("whole", "hangs up")}
-    url = server.url + "/v1/completions"
+    url = server.url + ask.path
     if not body["stream"]:
         limit = rng.random() / 50 if manner == "hangs up" else PATIENCE_S
         try:
@@ -43,30 +52,32 @@ async def send(server: Server, http: httpx.AsyncClient, ask: Ask, manner: str, r
             assert manner == "hangs up", "a request hangs"
             return "left"
         if answer.status_code == 200:
-            assert answer.json()["choices"][0]["text"] == ask.text
+            assert ask.whole(answer.json()) == ask.text
             return "result"
         return f"{answer.status_code}: {answer.json()['error']['message']}"
-    text = ""
+    text, ended = "", False
     async with http.stream("POST", url, json=body) as answer:
         if answer.status_code != 200:
             return f"{answer.status_code}: {json.loads(await answer.aread())['error']['message']}"
         async with aclosing(answer.aiter_lines()) as lines:
             async for line in lines:
-                if line == "data: [DONE]":
+                ended |= chats.ends(ask.path, line)
+                if ended and line in ("", "data: [DONE]"):
                     assert text == ask.text
                     return "result"
-                if not line:
+                if not line.startswith("data: "):
                     continue
                 event = json.loads(line.removeprefix("data: "))
-                if "error" in event:
-                    return f"{event['error']['type']}: {event['error']['message']}"
-                text += event["choices"][0]["text"]
+                if event.get("type") == "error" or event.get("error"):
+                    error = event.get("error", event)
+                    return f"{error.get('type')}: {error['message']}"
+                text += ask.piece(event)
                 assert ask.text.startswith(text)
                 if manner == "leaves" and rng.random() < 0.3:
                     return "left"
                 if manner == "slow":
                     await asyncio.sleep(rng.random() / 100)  # a reader that has other things to do
-    raise AssertionError("a stream ends without [DONE]")
+    raise AssertionError("a stream ends without its last event")
 
 
 async def storm(server: Server, asks: list[Ask], clients: int, each: int, manners=MANNERS, during=None) -> Counter:
@@ -100,20 +111,27 @@ def nothing_is_left(server: Server) -> None:
     assert not any("Traceback" in line for line in server.said), "".join(server.said)
 
 
-def of_the_mock() -> list[Ask]:
-    """Prompts of ids, some alike at the beginning; what the mock engine says depends on their length alone."""
+def of_the_mock(with_chats: bool = False) -> list[Ask]:
+    """Prompts of ids, some alike at the beginning; what the mock engine says depends on their length alone.
+
+    with_chats: some are chats, of a server with `chats.FLAGS`.
+    """
     rng = random.Random(5)
     lengths = [1, 3, 17, 40, 90, 90, 150]
     made = []
     for index, length in enumerate(lengths):
         count = rng.choice((1, 9, 40, 120))
         made.append(Ask({"prompt": [7 + index % 2] * length, "max_tokens": count}, replayed(length, count)))
+    for path, said in chats.plain(120) if with_chats else ():
+        body, chat = chats.as_chat(path, said, 120)
+        text = chats.said_alone(chat, lambda ids, params: replayed(len(ids), params.max_tokens))
+        made.append(Ask(body, text, path))
     return made
 
 
-def of_the_pair(count: int, maximum: int) -> list[Ask]:
+def of_the_pair(count: int, maximum: int, with_chats: bool = False) -> list[Ask]:
     """Greedy and seeded requests, some with stop strings, some with a structure; and what `LLM.generate` gives each of
-    them alone, in float64, decoded plainly.
+    them alone, in float64, decoded plainly. with_chats: of `of_the_mock`.
     """
     from treetop import LLM, SamplingParams, StructuredOutput
 
@@ -128,6 +146,10 @@ def of_the_pair(count: int, maximum: int) -> list[Ask]:
             body["guided_regex"] = "([a-z]{2,9}_?){1,6}\\(\\)"
             params = replace(params, structured_output=StructuredOutput("regex", body["guided_regex"]))
         made.append(Ask(body, llm.generate(prompt, params)[0].text))
+    for path, said in [*chats.held(60), *chats.plain(maximum)[::2]] if with_chats else ():
+        body, chat = chats.as_chat(path, said, 60)
+        text = chats.said_alone(chat, lambda ids, params: llm.generate(ids, params)[0].text)
+        made.append(Ask(body, text, path))
     llm.close()
     return made
 

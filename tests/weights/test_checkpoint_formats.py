@@ -16,7 +16,7 @@ from support.quantized import awq, by_library, fp8_blocks, fp8_whole, gptq, nvfp
 from support.refusing import load, refused
 from support.tiny_models import Pair, copy_folder, save_random_experts, save_random_head, save_random_llama
 from treetop import LLM, SamplingParams
-from treetop.engine.plan import packed_kinds, plan_engine
+from treetop.engine.plan import packing, plan_engine
 from treetop.inspect import as_text, inspect
 from treetop.models.fingerprint import fingerprint
 from treetop.models.loader import Placement, load_weights, random_weights, weight_bytes
@@ -379,7 +379,7 @@ def test_memory_is_counted_as_it_is_taken_and_inspect_says_so(name, dequantized,
         str(folder), draft=None, device="cpu", context_length=128, dequantize_weights=dequantized, dtype="bfloat16"
     )
     spec = target_spec(folder)
-    place = Placement(torch.bfloat16, torch.device("cpu"), 8, packed=packed_kinds(config))
+    place = Placement(torch.bfloat16, torch.device("cpu"), 8, packed=packing(config))
     params = place.own(spec.params)
     small = [param for param in params if param.format.name != "plain"]
     for weights in (load_weights(folder, spec.params, place), random_weights(params, place)):

@@ -19,7 +19,7 @@ from torch import Tensor
 from treetop.attention.capabilities import Capabilities, GroupNeed, Need
 from treetop.attention.contract import AttentionBackend, HostPlanned, RoundExtents, TailKV
 from treetop.attention.exact_backend import ExactBackend
-from treetop.attention.registry import BACKENDS, refusal, require
+from treetop.attention.registry import BACKENDS, exact_backend, refusal, require
 from treetop.kernels.attention_config import CallShape
 from treetop.kernels.kv import PagedKV
 from treetop.kernels.metadata import AttentionMetadata
@@ -212,6 +212,8 @@ def _joint(parts: list[Capabilities]) -> Capabilities:
         base.dtypes,
         base.head_dims,
         latents=base.latents,
+        sparse=all(part.sparse for part in parts),
+        fp8_kv=base.fp8_kv,
         captures=all(part.captures for part in parts),
         captures_first_call=all(part.captures_first_call for part in parts),
         needs_host_extents=any(part.needs_host_extents for part in parts),
@@ -221,11 +223,15 @@ def _joint(parts: list[Capabilities]) -> Capabilities:
 def make_backend(name: str, need: Need) -> AttentionBackend[Any, Any]:
     """The backend called `name`, or for `auto` the one that the measured table composes; on a CPU that is PyTorch's.
 
-    Raises ConfigError with the reason and the option to change.
+    Where bits are to be exact on a GPU it is the one that can. Raises ConfigError with the reason and the option to
+    change.
     """
-    if name == "auto" and refusal(FALLBACK, need) is None:
+    on_a_gpu = need.device.type == "cuda"
+    if name == "auto" and need.exact and on_a_gpu:
+        name = exact_backend(need) or FALLBACK
+    elif name == "auto" and refusal(FALLBACK, need) is None:
         auto = AutoBackend(load_table(), need)
         return auto if len(auto.parts) > 1 else auto.parts[FALLBACK]
     name = "torch" if name == "auto" else name
-    require(name, need)
-    return ExactBackend(need.dtype, need.device) if need.exact else BACKENDS[name].make(need)
+    able = require(name, need)
+    return ExactBackend(need.dtype, need.device) if need.exact and not able.exact else BACKENDS[name].make(need)

@@ -17,7 +17,8 @@ class Capabilities:
     head_dims, page_sizes: None is any.
     latents: how wide the latents of compressed attention may be, whose plane is key and value; () is none of it, None
         is any.
-    sparse: on a CPU it attends to the keys that an indexer chooses (DSA).
+    sparse: it attends to the keys that an indexer chooses (DSA).
+    fp8_kv: it reads K/V in FP8.
     own_windows: it applies a window by position itself, trees included; without it layers with a window run on the
         Triton kernel.
     own_sinks: its kernel takes attention sinks; without it they come in the merge, and after `causal` from its lse.
@@ -25,6 +26,7 @@ class Capabilities:
     captures_first_call: also the first one, in which a library may compile or load.
     needs_host_extents: exact lengths on the host before a round (`plan_round`), so only one round may be in flight.
     phases: it serves.
+    exact: a query's result has the same bits in any batch, tree and chunking, as `--exactness bits` asks.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -32,12 +34,14 @@ class Capabilities:
     page_sizes: tuple[int, ...] | None = None
     latents: tuple[int, ...] | None = ()
     sparse: bool = False
+    fp8_kv: bool = False
     own_windows: bool = True
     own_sinks: bool = True
     captures: bool = True
     captures_first_call: bool = False
     needs_host_extents: bool = False
     phases: tuple[Phase, ...] = tuple(Phase)
+    exact: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,9 @@ class Need:
 
     max_in_flight: rounds in flight.
 
-    exact: results have the same bits in any batch; PyTorch's on a CPU.
+    exact: results have the same bits in any batch: of PyTorch's on a CPU, of one that says so on a GPU.
+
+    fp8_kv: K/V are in FP8.
 
     rows, queries: of the largest phase of a round, padding included, and in each of its rows; 0 without rounds.
     """
@@ -73,6 +79,7 @@ class Need:
     rows: int = 0
     queries: int = 0
     exact: bool = False
+    fp8_kv: bool = False
 
 
 @dataclass(frozen=True, slots=True)

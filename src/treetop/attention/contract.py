@@ -35,6 +35,7 @@ class TailKV:
     data: Tensor
     value_dim: int | None = None
     index_dim: int = 0
+    scales: Tensor | None = None
 
     @property
     def planes(self) -> Tensor:

@@ -18,7 +18,7 @@ of its tail summed apart, and added last. A prefill has all its keys in pages, a
 That the library's products are such chains, whatever their shape, is no promise: `problem` probes it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -29,7 +29,7 @@ from treetop.attention.contract import TailKV
 from treetop.attention.torch_backend import CAPABILITIES, TorchBackend, TorchPlan, TorchPrefix
 from treetop.kernels.attention import tail_visible
 from treetop.kernels.exact import adversarial
-from treetop.kernels.kv import PagedKV, slots_of
+from treetop.kernels.kv import PagedKV, decoded, moved, slots_of
 from treetop.kernels.metadata import AttentionMetadata
 from treetop.types.ids import DRAFT
 
@@ -78,7 +78,7 @@ class ExactBackend:
     """The target's attention as above. Drafts, which change no token, have PyTorch's."""
 
     name = "torch"
-    capabilities = CAPABILITIES
+    capabilities = replace(CAPABILITIES, exact=True)
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._plain = TorchBackend(dtype, device)
@@ -104,14 +104,14 @@ class ExactBackend:
     def plan(self, begun: ExactPrefix | TorchPrefix, metadata: AttentionMetadata) -> ExactPlan | TorchPlan:
         if isinstance(begun, TorchPrefix):
             return self._plain.plan(begun, metadata)
-        distance = metadata.positions[:, :, None] - begun.position[:, None]
-        visible = (
-            begun.there[:, None] if metadata.window is None else begun.there[:, None] & (distance < metadata.window)
-        )
+        visible, oldest = begun.there[:, None], metadata.oldest
+        if oldest is not None:
+            visible = visible & (begun.position[:, None] >= oldest[:, :, None])
         if metadata.causal:
             # What has no key, the dummy row, sees the null slot, so that its weights are numbers.
+            causal = begun.position[:, None] <= metadata.positions[:, :, None]
             empty = ~begun.there[:, None, :1] & (begun.position[:, None] == 0)
-            return ExactPlan(begun, _bias(visible & (distance >= 0) | empty), None)
+            return ExactPlan(begun, _bias(visible & causal | empty), None)
         assert metadata.tail_positions is not None
         tail = tail_visible(metadata)
         visible = torch.cat([visible.expand(-1, tail.shape[1], -1), tail], dim=2)
@@ -129,23 +129,25 @@ class ExactBackend:
     ) -> Tensor:
         if isinstance(plan, TorchPlan):
             return self._plain.prefix_tail(q, kv, plan, tail, scale, sinks)
-        return _attend(q, _gather(kv, plan.prefix.slots), tail.data, plan, scale, sinks)
+        seen = decoded(tail.data, tail.scales, q.dtype)
+        return _attend(q, _gather(kv, plan.prefix.slots, q.dtype), seen, plan, scale, sinks)
 
     def causal(
         self, q: Tensor, kv: PagedKV, plan: ExactPlan | TorchPlan, scale: float, sinks: Tensor | None = None
     ) -> Tensor:
         if isinstance(plan, TorchPlan):
             return self._plain.causal(q, kv, plan, scale, sinks)
-        return _attend(q, _gather(kv, plan.prefix.slots), None, plan, scale, sinks)
+        return _attend(q, _gather(kv, plan.prefix.slots, q.dtype), None, plan, scale, sinks)
 
 
 def _bias(visible: Tensor) -> Tensor:
     return torch.zeros(visible.shape).masked_fill_(~visible, float("-inf"))
 
 
-def _gather(kv: PagedKV, slots: Tensor) -> Tensor:
+def _gather(kv: PagedKV, slots: Tensor, dtype: torch.dtype) -> Tensor:
     """K/V of the prefix: [rows, keys, planes, kv_heads, d]; the null slot is finite."""
-    return kv.data.index_select(0, slots.reshape(-1)).view(*slots.shape, *kv.data.shape[1:])
+    stored = moved(kv.data).index_select(0, slots.reshape(-1)).view(kv.data.dtype)
+    return decoded(stored.view(*slots.shape, *kv.data.shape[1:]), kv.scales, dtype)
 
 
 def _attend(

@@ -11,7 +11,8 @@ from treetop.attention.contract import AttentionBackend, SparseBackend, TailKV
 from treetop.attention.tail import attend, with_sinks
 from treetop.checks.probes import Probes
 from treetop.kernels.indexer import IndexQuery, choose_keys
-from treetop.kernels.kv import PagedKV
+from treetop.kernels.kv import PagedKV, decoded, kv_dtype
+from treetop.kernels.metadata import first_seen
 from treetop.types.ids import GroupName
 from treetop.types.kv import KVFormat
 from treetop.types.phase import Phase
@@ -26,11 +27,12 @@ class LayerKV:
     kv: PagedKV
 
 
-WriteKV = Callable[[Tensor, Tensor | None], Tensor]
-"""(target, slots) -> queries [rows, n, heads, d]: writes a layer's new K/V, in its format, and gives its queries.
+WriteKV = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
+"""(target, slots, scales) -> queries [rows, n, heads, d]: writes a layer's new K/V, in its format, and gives queries.
 
 target: columns of a tail [rows, n, *format]; or, with slots [rows, n] int64, pages [slots, *format], where what goes to
-slot 0 is dropped. `Ops.rotate_and_write` is one, of grouped-query attention.
+slot 0 is dropped. scales: [planes, kv_heads] float32, of a target in FP8. `Ops.rotate_and_write` is one, of
+grouped-query attention.
 """
 
 
@@ -40,7 +42,7 @@ Index = IndexQuery | int
 
 @dataclass(frozen=True, slots=True)
 class ChosenKeys:
-    """The keys that an indexer has chosen in a forward, by the layer that it is of.
+    """The keys that an indexer has chosen in a forward, by the layer that it is of; only the last that chose counts.
 
     probes: whether a layer is to see a key that its plan does not show it.
     phase: of the forward.
@@ -59,6 +61,7 @@ class ChosenKeys:
             return plan
         backend = cast(SparseBackend[Any], self.backend)
         if isinstance(index, IndexQuery):
+            self.chosen.clear()  # a prefill's choice is large
             self.chosen[layer] = backend.choose(index, kv, plan, tail)
             index = layer
         chosen = self.chosen[index]
@@ -122,8 +125,8 @@ class TailAttention:
     ) -> Tensor:
         place, at = self.layers[layer], self.columns
         tail = self.tails[place.group][place.index, : at.rows, : at.width]
-        q = write(tail[:, at.start : at.start + at.count], None)
-        seen = TailKV(tail, place.kv.value_dim, place.kv.index_dim)
+        q = write(tail[:, at.start : at.start + at.count], None, place.kv.scales)
+        seen = TailKV(tail, place.kv.value_dim, place.kv.index_dim, place.kv.scales)
         plan = self.keys.narrowed(layer, index, place.kv, self.plans[place.group], seen)
         return self.keys.backend.prefix_tail(q, place.kv, plan, seen, scale, sinks)
 
@@ -150,7 +153,7 @@ class CausalAttention:
         self, layer: int, write: WriteKV, scale: float, sinks: Tensor | None = None, index: Index | None = None
     ) -> Tensor:
         place = self.layers[layer]
-        q = write(place.kv.data, self.slots[place.group])
+        q = write(place.kv.data, self.slots[place.group], place.kv.scales)
         plan = self.keys.narrowed(layer, index, place.kv, self.plans[place.group], None)
         return self.keys.backend.causal(q, place.kv, plan, scale, sinks)
 
@@ -159,13 +162,14 @@ class CausalAttention:
 class DenseAttention:
     """Attention of one sequence of `length` over itself, without pages: what everything else must agree with.
 
-    layers: the format and the window of each, and whose K/V it reads.
+    layers: the format of each, its window and whether that is a chunk's, whose K/V it reads, and the scales of these in
+        FP8.
     """
 
     length: int
     dtype: torch.dtype
     device: torch.device
-    layers: Sequence[tuple[KVFormat, int | None, int]]
+    layers: Sequence[tuple[KVFormat, int | None, bool, int, Tensor | None]]
     _written: dict[int, Tensor] = field(default_factory=dict)
     _chosen: dict[int, Tensor] = field(default_factory=dict)
 
@@ -175,14 +179,17 @@ class DenseAttention:
     def __call__(
         self, layer: int, write: WriteKV, scale: float, sinks: Tensor | None = None, index: Index | None = None
     ) -> Tensor:
-        n, (form, window, source) = self.length, self.layers[layer]
+        n, (form, window, chunked, source, scales) = self.length, self.layers[layer]
         if source == layer:
-            self._written[layer] = torch.empty((1, n, *form.shape), dtype=self.dtype, device=self.device)
+            stored = kv_dtype(form, self.dtype)
+            self._written[layer] = torch.empty((1, n, *form.shape), dtype=stored, device=self.device)
         kv = self._written[source]
-        q, position = write(kv, None), torch.arange(n, device=self.device)
-        distance = position[:, None] - position
-        visible = ((distance >= 0) & (distance < (n if window is None else window))).expand(1, n, n)
-        seen = TailKV(kv, form.value_dim, form.index_dim)
+        q, position = write(kv, None, scales), torch.arange(n, device=self.device)
+        visible = position <= position[:, None]
+        if window is not None:
+            visible = visible & (position >= first_seen(position, window, chunked)[:, None])
+        visible = visible.expand(1, n, n)
+        seen = TailKV(decoded(kv, scales, self.dtype), form.value_dim, form.index_dim)
         if isinstance(index, IndexQuery):
             visible = self._chosen[layer] = choose_keys(index, seen.index_keys, visible)
         elif index is not None:

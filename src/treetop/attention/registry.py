@@ -3,16 +3,18 @@
 The name in `Backend` is the line that registers one: `NAME_backend.py` of this folder says the rest, as its `BACKEND`.
 """
 
+from dataclasses import replace
 from importlib import import_module
 from typing import get_args
 
 import torch
 
-from treetop.attention.capabilities import Capabilities, Need, Refusal
+from treetop.attention.capabilities import HALF, Capabilities, GroupNeed, Need, Refusal
 from treetop.attention.contract import BackendSpec
 from treetop.kernels.triton_guard import why_not
 from treetop.types.config import Backend
 from treetop.types.errors import ConfigError
+from treetop.types.ids import FULL
 
 
 def load(name: str) -> BackendSpec:
@@ -33,27 +35,18 @@ def refusal(name: str, need: Need) -> Refusal | None:
     able, probes = BACKENDS[name].capabilities, BACKENDS[name].probes
     if why_not in probes and (problem := why_not(need.device)) is not None:
         return Refusal(problem, _other(name, need.device))
-    if need.dtype not in able.dtypes:
-        names = " and ".join(_name(dtype) for dtype in able.dtypes)
-        return Refusal(
-            f"it computes in {names}, not in {_name(need.dtype)}",
-            f"use --dtype {_name(able.dtypes[0])} or --attention-backend {_wider(need)}",
-        )
+    if (refused := _of_numbers(able, need)) is not None:
+        return refused
+    if need.exact and need.device.type == "cuda" and not able.exact:
+        exact = [other for other, spec in BACKENDS.items() if spec.capabilities.exact]
+        remedy = "use --exactness ties" + "".join(f" or --attention-backend {other}" for other in exact)
+        return Refusal("its bits depend on the batch", remedy)
     if need.max_in_flight > 1 and able.needs_host_extents:
         reason = "it plans with exact lengths on the host, so only one round may be in flight"
         return Refusal(reason, "use --no-overlap or --attention-backend triton")
     for group in need.groups:
-        if group.sparse and not (able.sparse and need.device.type == "cpu"):
-            reason = f"sparse attention (DSA) has no kernel for a GPU yet (KV group {group.name})"
-            return Refusal(reason, "use --device cpu --attention-backend torch")
-        if group.latent is not None:
-            if able.latents is not None and group.latent not in able.latents:
-                wide = f" with latents {group.latent} wide" if able.latents else ""
-                reason = f"it has no kernel for compressed attention (MLA){wide} (KV group {group.name})"
-                return Refusal(reason, f"use --attention-backend {'torch' if able.latents else _wider(need)}")
-        elif able.head_dims is not None and group.head_dim not in able.head_dims:
-            reason = f"it has no kernel for heads {group.head_dim} wide (KV group {group.name})"
-            return Refusal(reason, "use --attention-backend torch")
+        if (refused := _of_group(able, need, group)) is not None:
+            return refused
     if able.page_sizes is not None and need.page_size not in (None, *able.page_sizes):
         sizes = ", ".join(str(size) for size in able.page_sizes)
         reason = f"it serves pages of {sizes} tokens, not of {need.page_size}"
@@ -62,6 +55,43 @@ def refusal(name: str, need: Need) -> Refusal | None:
         problem = probe(need.device)
         if problem is not None:
             return Refusal(problem, _other(name, need.device))
+    return None
+
+
+def exact_backend(need: Need) -> str | None:
+    """The backend that serves `need` on a GPU with bits that depend on no batch; None if none does."""
+    return next((name for name in BACKENDS if refusal(name, replace(need, exact=True)) is None), None)
+
+
+def _of_group(able: Capabilities, need: Need, group: GroupNeed) -> Refusal | None:
+    """What the layers of a KV group have against a backend."""
+    if group.sparse and not able.sparse:
+        reason = f"it has no kernel for sparse attention (DSA) (KV group {group.name})"
+        return Refusal(reason, f"use --attention-backend {_wider(need)}")
+    if group.sparse and group.name == FULL and need.dtype in HALF and need.device.type == "cuda":
+        reason = "layers that share an indexer's choice (GLM-5.2) have failed on a GPU in 16 bits"
+        return Refusal(reason, "use --dtype float32 or --device cpu")
+    if group.latent is not None:
+        if able.latents is not None and group.latent not in able.latents:
+            wide = f" with latents {group.latent} wide" if able.latents else ""
+            reason = f"it has no kernel for compressed attention (MLA){wide} (KV group {group.name})"
+            return Refusal(reason, f"use --attention-backend {'torch' if able.latents else _wider(need)}")
+    elif able.head_dims is not None and group.head_dim not in able.head_dims:
+        reason = f"it has no kernel for heads {group.head_dim} wide (KV group {group.name})"
+        return Refusal(reason, "use --attention-backend torch")
+    return None
+
+
+def _of_numbers(able: Capabilities, need: Need) -> Refusal | None:
+    """What dtypes stand against a backend."""
+    if need.dtype not in able.dtypes:
+        names = " and ".join(_name(dtype) for dtype in able.dtypes)
+        return Refusal(
+            f"it computes in {names}, not in {_name(need.dtype)}",
+            f"use --dtype {_name(able.dtypes[0])} or --attention-backend {_wider(need)}",
+        )
+    if need.fp8_kv and not able.fp8_kv:
+        return Refusal("it reads no K/V in FP8", f"use --kv-cache-dtype auto or --attention-backend {_wider(need)}")
     return None
 
 

@@ -11,11 +11,13 @@ from treetop.attention.contract import BackendSpec, TailKV
 from treetop.attention.tail import attend, with_sinks
 from treetop.kernels.attention import tail_visible
 from treetop.kernels.indexer import IndexQuery, choose_keys
-from treetop.kernels.kv import PagedKV, Ruler, make_ruler, slots_at
+from treetop.kernels.kv import PagedKV, Ruler, decoded, make_ruler, moved, slots_at
 from treetop.kernels.metadata import AttentionMetadata
 
 # Pages are gathered as far as the bound says: a captured round would gather the whole context.
-CAPABILITIES = Capabilities((torch.float64, torch.float32, *HALF), latents=None, sparse=True, captures=False)
+CAPABILITIES = Capabilities(
+    (torch.float64, torch.float32, *HALF), latents=None, sparse=True, fp8_kv=True, captures=False
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ class TorchBackend:
         return TorchPrefix(slots, visible)
 
     def plan(self, begun: TorchPrefix, metadata: AttentionMetadata) -> TorchPlan:
-        visible = _prefix_visible(begun, metadata.positions, metadata.window)
+        visible = _prefix_visible(begun, metadata)
         if metadata.causal:
             keys = torch.arange(begun.slots.shape[1], device=visible.device)
             causal = keys <= metadata.positions[:, :, None]
@@ -100,25 +102,30 @@ class TorchBackend:
     def prefix_tail(
         self, q: Tensor, kv: PagedKV, plan: TorchPlan, tail: TailKV, scale: float, sinks: Tensor | None = None
     ) -> Tensor:
-        whole = TailKV(torch.cat([_gather(kv, plan.prefix), tail.planes], dim=1), kv.value_dim)
-        return _attention(q, whole, plan, scale, sinks)
+        stored = torch.cat([_gather(kv, plan.prefix), moved(tail.planes)], dim=1)
+        return _attention(q, self._read(kv, stored), plan, scale, sinks)
 
     def causal(self, q: Tensor, kv: PagedKV, plan: TorchPlan, scale: float, sinks: Tensor | None = None) -> Tensor:
-        return _attention(q, TailKV(_gather(kv, plan.prefix), kv.value_dim), plan, scale, sinks)
+        return _attention(q, self._read(kv, _gather(kv, plan.prefix)), plan, scale, sinks)
+
+    def _read(self, kv: PagedKV, stored: Tensor) -> TailKV:
+        """What K/V of a layer, gathered by `_gather`, stand for."""
+        return TailKV(decoded(stored.view(kv.data.dtype), kv.scales, self._dtype), kv.value_dim)
 
 
-def _prefix_visible(prefix: TorchPrefix, positions: Tensor, window: int | None) -> Tensor:
-    """[rows, n, width] bool: within the extent, and within the window by position."""
-    rows, n = positions.shape
-    if window is None:
-        return prefix.visible[:, None].expand(rows, n, -1)
-    keys = torch.arange(prefix.slots.shape[1], device=positions.device)
-    return prefix.visible[:, None] & (positions[:, :, None] - keys < window)
+def _prefix_visible(prefix: TorchPrefix, metadata: AttentionMetadata) -> Tensor:
+    """[rows, n, width] bool: within the extent, and within what the queries see by position."""
+    if metadata.oldest is None:
+        return prefix.visible[:, None].expand(-1, metadata.positions.shape[1], -1)
+    keys = torch.arange(prefix.slots.shape[1], device=prefix.slots.device)
+    return prefix.visible[:, None] & (keys >= metadata.oldest[:, :, None])
 
 
 def _gather(kv: PagedKV, prefix: TorchPrefix) -> Tensor:
-    """K/V of the prefix: [rows, width, planes, kv_heads, d]; masked lanes read the null slot, which is finite."""
-    return kv.planes.index_select(0, prefix.slots.reshape(-1)).view(*prefix.slots.shape, *kv.planes.shape[1:])
+    """K/V of the prefix as `moved`: [rows, width, planes, kv_heads, d]; masked lanes read the null slot, which is
+    finite."""
+    planes = moved(kv.planes)
+    return planes.index_select(0, prefix.slots.reshape(-1)).view(*prefix.slots.shape, *planes.shape[1:])
 
 
 def _attention(q: Tensor, kv: TailKV, plan: TorchPlan, scale: float, sinks: Tensor | None) -> Tensor:

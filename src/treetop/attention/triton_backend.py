@@ -1,18 +1,27 @@
 """The Triton backend: prefix and tail in one pass, pages read through the page table, nothing to plan."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from treetop.attention.capabilities import HALF, Capabilities, Need
 from treetop.attention.contract import BackendSpec, TailKV
 from treetop.kernels.attention import paged_attention
+from treetop.kernels.index_topk import choose_paged_keys
+from treetop.kernels.indexer import IndexQuery
 from treetop.kernels.kv import PagedKV
 from treetop.kernels.latent_attention import latent_attention
-from treetop.kernels.metadata import AttentionMetadata
+from treetop.kernels.metadata import AttentionMetadata, SparseKeys
 from treetop.kernels.triton_guard import gpu_traits, why_not
 
 CAPABILITIES = Capabilities(
-    (torch.float32, *HALF), head_dims=tuple(range(2, 513)), latents=tuple(range(1, 513)), captures_first_call=True
+    (torch.float32, *HALF),
+    head_dims=tuple(range(2, 513)),
+    latents=tuple(range(1, 513)),
+    sparse=True,
+    fp8_kv=True,
+    captures_first_call=True,
 )
 
 
@@ -31,10 +40,32 @@ class TritonBackend:
     def plan(self, begun: None, metadata: AttentionMetadata) -> AttentionMetadata:
         return metadata
 
+    def choose(self, query: IndexQuery, kv: PagedKV, plan: AttentionMetadata, tail: TailKV | None) -> SparseKeys | None:
+        """None is all, where there can be no more than are chosen: no kernel runs."""
+        columns = 0 if tail is None else tail.data.shape[1]
+        if plan.max_kv_len + columns <= query.top_k:
+            return None
+        return choose_paged_keys(query, kv.index_keys, plan, None if tail is None else tail.index_keys, self._gpu)
+
+    def hidden(self, plan: AttentionMetadata, chosen: SparseKeys | None) -> Tensor:
+        if chosen is None:
+            return torch.full_like(plan.kv_len, -1)
+        there = torch.arange(chosen.positions.shape[2], device=plan.kv_len.device) < chosen.count[..., None]
+        wrong = there & ((chosen.positions < 0) | (chosen.positions >= plan.extents[..., None]))
+        found = torch.where(wrong, chosen.positions.clamp(min=0), -1).flatten(1).amax(dim=1).to(torch.int64)
+        if chosen.columns is None or plan.mask is None:
+            return found
+        wrong = (chosen.columns & ~plan.mask).any(dim=1)
+        column = plan.max_kv_len + wrong.to(torch.int8).argmax(dim=1)
+        return torch.where(wrong.any(dim=1), column, found)
+
+    def narrowed(self, plan: AttentionMetadata, chosen: SparseKeys | None) -> AttentionMetadata:
+        return plan if chosen is None else replace(plan, chosen=chosen, mask=chosen.columns)
+
     def prefix_tail(
         self, q: Tensor, kv: PagedKV, plan: AttentionMetadata, tail: TailKV, scale: float, sinks: Tensor | None = None
     ) -> Tensor:
-        return self._attend(q, kv, plan, tail.data, scale, sinks)
+        return self._attend(q, kv, plan, tail.planes, scale, sinks)
 
     def causal(
         self, q: Tensor, kv: PagedKV, plan: AttentionMetadata, scale: float, sinks: Tensor | None = None
@@ -45,9 +76,9 @@ class TritonBackend:
         self, q: Tensor, kv: PagedKV, plan: AttentionMetadata, tail: Tensor | None, scale: float, sinks: Tensor | None
     ) -> Tensor:
         if kv.value_dim is None:
-            return paged_attention(q, kv.data, plan, tail, scale, sinks, self._gpu)[0]
+            return paged_attention(q, kv.data, plan, tail, scale, sinks, self._gpu, scales=kv.scales)[0]
         assert sinks is None, "no model has compressed attention and sinks"
-        return latent_attention(q, kv.data, plan, tail, kv.value_dim, scale, self._gpu)
+        return latent_attention(q, kv.planes, plan, tail, kv.value_dim, scale, self._gpu)
 
 
 def _make(need: Need) -> TritonBackend:

@@ -20,6 +20,7 @@ from treetop.bench.prompts import read_prompts
 from treetop.bench.reliability import Reliability, ReliabilityCounter
 from treetop.bench.rounds import Figures, measure, plain_options, up_to_step, warm_up
 from treetop.engine.plan import plan_engine
+from treetop.kernels.graft import GRAFTED
 from treetop.models.folder import resolve_folder
 from treetop.models.loader import compute_device
 from treetop.models.registry import target_spec
@@ -27,6 +28,7 @@ from treetop.server.llm import LLM, RequestOutput
 from treetop.server.tokenizer import open_tokenizer
 from treetop.types.config import EngineConfig
 from treetop.types.errors import ConfigError, InputError
+from treetop.types.layout import SpecShape
 from treetop.types.sampling import SamplingParams
 from treetop.weights.cpu_products import ChosenProduct
 
@@ -64,6 +66,8 @@ class Report:
 
     accept_length: mean a + 1 of all rounds.
     acceptance_by_depth: of the rounds that got there.
+    acceptance_by_rank: of the nodes that had proposals on accepted paths, whose proposal of this rank was accepted.
+    acceptance_of_graft: of these nodes, those behind which a grafted one was accepted.
     reliability: of the pass that is compared, in which a calibration may still be learned.
 
     target_forwards and draft_forwards are per token emitted after the first; plain decoding has 1 and 0.
@@ -84,6 +88,8 @@ class Report:
     draft_forwards_per_token: float
     accept_length: float
     acceptance_by_depth: tuple[float, ...]
+    acceptance_by_rank: tuple[float, ...]
+    acceptance_of_graft: float
     reliability: Reliability
     plain: Rate
     speculative: Rate
@@ -98,7 +104,10 @@ class Report:
     def table(self) -> str:
         """The report as text."""
         s, k, t = self.shape
-        depths = "  ".join(f"{depth}: {rate:.2f}" for depth, rate in enumerate(self.acceptance_by_depth, 1))
+        depths, ranks = (
+            "  ".join(f"{at}: {rate:.2f}" for at, rate in enumerate(rates, 1))
+            for rates in (self.acceptance_by_depth, self.acceptance_by_rank)
+        )
         rows = [
             f"tree (S={s}, k={k}, T={t}), {self.dtype}, {self.threads} threads, {self.prompts} prompts,"
             f" {self.max_tokens} tokens, batch {self.batch_size}",
@@ -107,6 +116,8 @@ class Report:
             f"draft forwards per token    {self.draft_forwards_per_token:.3f}",
             f"accept length               {self.accept_length:.2f}",
             f"acceptance by depth         {depths}",
+            f"acceptance by rank          {ranks}"
+            + (f"  grafted: {self.acceptance_of_graft:.2f}" if self.acceptance_of_graft else ""),
             *self.reliability.lines(),
             f"plain                       {_rate(self.plain)}",
             f"speculative                 {_rate(self.speculative)}",
@@ -170,6 +181,7 @@ def run(model: str | None, engine_options: dict[str, Any], options: BenchOptions
     accept_lens = [a for output in got for a in output.metrics.accept_lens]
     emitted = max(sum(output.round_tokens for output in got), 1)
     shape = speculative.config.shape
+    by_rank = acceptance_by_rank(got, shape)
     machine = measure_machine(speculative.engine.runner.buffers.rows.device, speculative.engine.dtype)
     return Report(
         shape=(shape.num_steps, shape.topk, shape.num_draft_tokens),
@@ -185,6 +197,8 @@ def run(model: str | None, engine_options: dict[str, Any], options: BenchOptions
         accept_length=1 + sum(accept_lens) / max(len(accept_lens), 1),
         reliability=counter.diagram(),
         acceptance_by_depth=acceptance_by_depth(accept_lens, shape.num_steps),
+        acceptance_by_rank=by_rank[:-1],
+        acceptance_of_graft=by_rank[-1],
         plain=_spread(columns[0]),
         speculative=_spread(columns[1]),
         speedup=_median_ratio(rates, 1, 0),
@@ -222,6 +236,16 @@ def acceptance_by_depth(accept_lens: Sequence[int], num_steps: int) -> tuple[flo
     counts = Counter(accept_lens)
     reached = [sum(n for a, n in counts.items() if a >= depth) for depth in range(num_steps + 1)]
     return tuple(reached[d] / reached[d - 1] if reached[d - 1] else 0.0 for d in range(1, num_steps + 1))
+
+
+def acceptance_by_rank(outputs: Sequence[RequestOutput], shape: SpecShape) -> tuple[float, ...]:
+    """How often the target's choice was the draft's favourite in the tree, its second, ...: of all nodes on accepted
+    paths after which the tree might go on; last how often it was a grafted node. Their sum is how often a path went on.
+    """
+    rounds = [ranks for output in outputs for ranks in output.metrics.accept_ranks]
+    counts = Counter(rank for ranks in rounds for rank in ranks)
+    asked = sum(min(len(ranks) + 1, shape.num_steps) for ranks in rounds)
+    return tuple(counts[rank] / asked if asked else 0.0 for rank in (*range(shape.topk), GRAFTED))
 
 
 def transformers_pass(llm: LLM, prompts: list[list[int]], max_tokens: int) -> Callable[[], int]:

@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import Any
 
 from treetop.bench.equality import equal_outputs
-from treetop.bench.prompts import read_prompts
+from treetop.bench.prompts import random_prompts, read_prompts
 from treetop.bench.rounds import plain_options, up_to_step
 from treetop.models.folder import resolve_folder
 from treetop.models.registry import target_spec
@@ -28,6 +28,8 @@ from treetop.types.sampling import SamplingParams
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 ALONE, AUTO = "plain", "auto"
+_PROMPTS, _DUMMY_LENGTH = 64, 256
+"""Prompts, and tokens of each where there are neither weights nor a tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,11 @@ def run(
         raise ConfigError("--sweep load compares shapes of drafts; give --speculative-draft-model-path")
     config = EngineConfig.of(model, **wanted)
     folder = resolve_folder(config.model)
-    prompts = read_prompts(options.prompts, 64, open_tokenizer(folder))
+    tokenizer = open_tokenizer(folder)
+    if tokenizer is None and config.load_format == "dummy" and options.prompts is None:
+        prompts = random_prompts(_PROMPTS, _DUMMY_LENGTH, target_spec(folder).config.vocab_size)
+    else:
+        prompts = read_prompts(options.prompts, _PROMPTS, tokenizer)
     context = up_to_step(max(map(len, prompts)) + options.max_tokens)
     sized = {
         "max_running_requests": max(options.batches),

@@ -38,12 +38,17 @@ def prompt_ids(llm: LLM, batch: int, length: int) -> list[list[int]]:
     Random ids say nothing about accept lengths; with real weights they only serve to measure time.
     """
     if llm.config.model != BUILTIN_MODEL:
-        rng, vocab = random.Random(0), llm.engine.spec.vocab_size
-        return [[rng.randrange(vocab) for _ in range(length)] for _ in range(batch)]
+        return random_prompts(batch, length, llm.engine.spec.vocab_size)
     text = [token for prompt in read_prompts(None, 64, llm.tokenizer) for token in prompt]
     starts = [index * len(text) // batch for index in range(batch)]
     endless = text * (1 + (length + len(text)) // len(text))
     return [endless[start : start + length] for start in starts]
+
+
+def random_prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
+    """The same each time."""
+    rng = random.Random(0)
+    return [[rng.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
 
 
 def held_out() -> Path:

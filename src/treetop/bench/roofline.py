@@ -16,6 +16,7 @@ from treetop.bench.machine import Machine
 from treetop.drafts.protocol import Drafter, DrafterSpec
 from treetop.kernels.routing import RouterSpec
 from treetop.models.config import AttentionSpec
+from treetop.models.params import Packing
 from treetop.models.registry import ExpertLayer, TargetSpec
 from treetop.models.target import Target
 from treetop.types.layout import SpecShape
@@ -43,12 +44,18 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One round: `batch` rows, each with `context` committed tokens; element_size: bytes of a weight and of a K."""
+    """One round: `batch` rows, each with `context` committed tokens.
+
+    element_size: bytes of a weight, and of a K but in FP8.
+    packing: of experts' quantized weights.
+    """
 
     shape: SpecShape
     batch: int
     context: int
     element_size: int
+    fp8_kv: bool = False
+    packing: Packing = "none"
 
 
 def round_floor(
@@ -67,7 +74,7 @@ def round_floor(
     shape, model, less = case.shape, target.config, {phase: (saved or {}).get(phase, 0) for phase in Phase}
     attention = [layer.attention for layer in model.layers]
     verify = forward_work(attention, target.streamed, case, shape.num_draft_tokens, model.vocab_size)
-    layers = target.expert_layers(_DTYPES[case.element_size])
+    layers = target.expert_layers(_DTYPES[case.element_size], case.packing)
     verify = verify.plus(expert_work(layers, case.batch * shape.num_draft_tokens, distinct))
     floor = {Phase.DRAFT: 0.0, Phase.VERIFY: verify.without(less[Phase.VERIFY]).seconds(machine)}
     if draft is not None:
@@ -124,7 +131,8 @@ def forward_work(layers: Sequence[AttentionSpec], numbers: int, case: Case, quer
     seen = [case.context if layer.window is None else min(case.context, layer.window) for layer in layers]
     read = sum(layer.kv.numbers * length for layer, length in zip(layers, seen, strict=True))
     written = sum(layer.kv.numbers for layer in layers)
-    moved = size * (numbers + case.batch * read + tokens * (written + vocab))
+    of_kv = 1 if case.fp8_kv else size
+    moved = size * (numbers + tokens * vocab) + of_kv * (case.batch * read + tokens * written)
     numbers_of = [layer.num_heads * (layer.head_dim + layer.kv.output_dim) for layer in layers]
     attention = sum(2 * each * length for each, length in zip(numbers_of, seen, strict=True))
     return Work(moved, tokens * (2 * numbers + attention))

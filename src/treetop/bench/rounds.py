@@ -22,7 +22,7 @@ from treetop.bench.machine import Machine, measure_machine, synchronize
 from treetop.bench.prompts import prompt_ids
 from treetop.bench.roofline import Case, round_floor, saved_bytes
 from treetop.engine.cuda_graphs import CudaGraphs, plan_host_extents
-from treetop.engine.plan import plan_engine
+from treetop.engine.plan import packing, plan_engine
 from treetop.engine.rounds import RoundKey, phases_of
 from treetop.models.folder import resolve_folder
 from treetop.models.loader import compute_device, compute_dtype
@@ -262,7 +262,7 @@ def plain_options(options: dict[str, Any]) -> dict[str, Any]:
         "simulate_accept_length",
         "simulate_acceptance",
     )
-    alone = {"speculative_calibration": "off", "speculative_policy": "fixed"}
+    alone = {"speculative_calibration": "off", "speculative_policy": "fixed", "speculative_ngram_graft": 0}
     return {**options, **dict.fromkeys(own), **alone}
 
 
@@ -273,7 +273,7 @@ def measure(llm: LLM, batch: int, length: int, rounds: int, machine: Machine, st
     alone = ranks == 1  # a posed batch is of one rank only
     phases = phase_times_ms(llm, batch, length, rounds) if alone else {}
     shape = llm.config.shape
-    case = Case(shape, batch, length, llm.engine.dtype.itemsize)
+    case = Case(shape, batch, length, llm.engine.dtype.itemsize, llm.config.fp8_kv, packing(llm.config))
     runner = llm.engine.runner
     mine = saved_bytes(runner.target, runner.drafter, shape, llm.engine.layout.bucket_for(batch))
     saved = {phase: ranks * less for phase, less in mine.items()}

@@ -1,38 +1,54 @@
 """The memory of the pages: one tensor a KV group."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from treetop.attention.layer import LayerKV
-from treetop.kernels.kv import PagedKV
+from treetop.kernels.kv import PagedKV, kv_dtype
 from treetop.types.ids import GroupName
 from treetop.types.layout import KVGroup, Layout
 
 
 @dataclass(frozen=True, slots=True)
 class KVPool:
-    """All pages of one group. data: [layers, num_pages * page_size, *group.kv.shape]."""
+    """All pages of one group. data: [layers, num_pages * page_size, *group.kv.shape].
+    scales: [layers, planes, kv_heads] float32, in FP8; else None.
+    """
 
     group: KVGroup
     data: Tensor
+    scales: Tensor | None = None
 
     def layers(self) -> list[LayerKV]:
         """The group's layers in order, each with its pages."""
         form = self.group.kv
-        layers = (PagedKV(pages, form.value_dim, form.index_dim) for pages in self.data)
-        return [LayerKV(self.group.name, i, layer) for i, layer in enumerate(layers)]
+        return [
+            LayerKV(
+                self.group.name,
+                i,
+                PagedKV(pages, form.value_dim, form.index_dim, None if self.scales is None else self.scales[i]),
+            )
+            for i, pages in enumerate(self.data)
+        ]
 
 
 def make_pools(
-    layout: Layout, dtype: torch.dtype, zeros: Callable[[tuple[int, ...], torch.dtype], Tensor]
+    layout: Layout,
+    dtype: torch.dtype,
+    zeros: Callable[[tuple[int, ...], torch.dtype], Tensor],
+    scales: Mapping[GroupName, Tensor],
 ) -> dict[GroupName, KVPool]:
-    """Zeroed pools of every group of the layout. zeros: makes a tensor of a shape and dtype."""
+    """Zeroed pools of every group of the layout.
+
+    dtype: the engine's. zeros: makes a tensor of a shape and dtype. scales: of groups in FP8, see `KVPool`.
+    """
     pools = {}
     for group in layout.groups:
         slots = layout.num_pages[group.name] * layout.page_size
         shape = (group.num_layers, slots, *group.kv.shape)
-        pools[group.name] = KVPool(group, zeros(shape, dtype))
+        data = zeros(shape, kv_dtype(group.kv, dtype))
+        pools[group.name] = KVPool(group, data, scales[group.name] if group.kv.fp8 else None)
     return pools

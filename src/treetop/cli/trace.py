@@ -24,9 +24,13 @@ def run(args: argparse.Namespace) -> int:
     prompt = args.prompt if args.prompt_file is None else read_prompt(args.prompt_file)
     from treetop import trace
 
-    output = trace.run(args.model, engine_options(args), prompt, params, Path(args.output)).output
+    traced = trace.run(args.model, engine_options(args), prompt, params, Path(args.output))
+    output, counted = traced.output, traced.statistics()
     elapsed_s = len(output.token_ids) / output.metrics.tokens_per_second if output.token_ids else 1.0
     print(f"{args.output} {summary([output], elapsed_s)}")
+    for what, tally in (("depth", counted.by_depth), ("rank", counted.by_rank)):
+        rates = (f"{at}: {accepted / max(tested, 1):.2f}" for at, (tested, accepted) in enumerate(tally, 1))
+        print(f"accepted of the nodes tested, by {what}  {'  '.join(rates)}")
     if output.error is not None:
         print(f"treetop: the request was aborted: {output.error}", file=sys.stderr)
     return int(output.error is not None)

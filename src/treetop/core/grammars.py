@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from treetop.core.one_of import with_exclusive_branches
 from treetop.core.output_parser import OutputParser
-from treetop.core.reasoning import ANSWER, ReasoningLimit, before_answer
+from treetop.core.reasoning import ANSWER, ReasoningLimit, before_answer, not_beginning
 from treetop.core.refusals import refused
 from treetop.core.structural_tags import lark_of
 from treetop.types.constraint import StructuredOutput
@@ -28,6 +28,7 @@ class GrammarCompiler:
         self.eos_ids = tuple(token for token in dict.fromkeys(eos_ids) if token < vocab_size)
         self._folder = folder
         self._tokenizer: LLTokenizer | None = None
+        self._others: dict[str, bytes] = {}
 
     def parser(self, asked: StructuredOutput) -> OutputParser:
         """A parser at the start of an output of this structure. It may take seconds and much memory.
@@ -35,7 +36,12 @@ class GrammarCompiler:
         Raises InputError for what no grammar can be made of, or a tokenizer that the library cannot read.
         """
         tokenizer, reasoning = self.load(), asked.reasoning
-        limit = None if reasoning is None or reasoning.budget is None else ReasoningLimit(reasoning, tokenizer)
+        limit = None
+        if reasoning is not None and reasoning.budget is not None:
+            name = "" if reasoning.again is None else reasoning.again[1]
+            if name not in self._others:
+                self._others[name] = not_beginning(name.encode(), tokenizer, self.vocab_size) if name else b""
+            limit = ReasoningLimit(reasoning, tokenizer, self._others[name])
         return OutputParser(None if asked.kind == "text" else self._matcher(asked), limit)
 
     def _matcher(self, asked: StructuredOutput) -> "LLMatcher":
@@ -43,7 +49,7 @@ class GrammarCompiler:
         from llguidance import LLMatcher  # noqa: PLC0415  # `load` has found it
 
         grammars = [_members_of(asked, self._special_id)]
-        if asked.reasoning is not None:
+        if asked.reasoning is not None and asked.reasoning.again is None:
             first = before_answer(asked.reasoning, self._special_id)
             grammars = [{"lark_grammar": first}, {"name": ANSWER, **grammars[0]}]
         try:

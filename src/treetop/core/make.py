@@ -52,4 +52,5 @@ def info_of(engine: Engine) -> CoreInfo:
         prefix=None if config.disable_radix_cache else PrefixPages.of(layout),
         structure_limits=StructureLimits(config.structured_output_timeout, config.structured_output_memory),
         exactness=config.exactness,
+        can_withhold=not config.simulates,
     )

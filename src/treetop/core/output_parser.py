@@ -48,16 +48,16 @@ class OutputParser:
 
         Raises InputError where the library gives up.
         """
-        matcher, forced = self._matcher, None
+        matcher, forced, others = self._matcher, None, None
         if self._limit is not None:
-            forced = self._limit.forced(self._thoughts[-1])
+            forced, others = self._limit.forced(self._thoughts[-1]), self._limit.others(self._thoughts[-1])
         mask = None
         if matcher is not None:
             mask = matcher.compute_bitmask()
             if matcher.is_error():
                 raise refused(matcher.get_error())
         if forced is None:
-            return mask
+            return mask if others is None else _both(mask, others)
         if mask is not None and not mask[forced // 8] >> forced % 8 & 1:
             raise refused("reasoning may not end here, and its budget is spent")
         return (1 << forced).to_bytes(forced // 8 + 1 if mask is None else len(mask), "little")
@@ -66,3 +66,13 @@ class OutputParser:
         matcher = self._matcher
         if matcher is not None and new_ids and not matcher.consume_tokens(list(new_ids)):
             raise refused(matcher.get_error())
+
+
+def _both(mask: bytes | None, others: bytes) -> bytes:
+    """What two masks allow."""
+    if mask is None:
+        return others
+    both = int.from_bytes(mask, "little") & int.from_bytes(others, "little")
+    if not both:
+        raise refused("reasoning may begin again and nothing else, and its budget is spent")
+    return both.to_bytes(len(mask), "little")

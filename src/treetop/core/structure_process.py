@@ -89,7 +89,10 @@ def _problem_behind(parser: OutputParser, mask: bytes | None, grammars: GrammarC
 def _asked(line: str) -> StructuredOutput:
     said = json.loads(line)
     thought = said.pop("reasoning")
-    reasoning = None if thought is None else Reasoning(**{**thought, "also_closes": tuple(thought["also_closes"])})
+    if thought is None:
+        return StructuredOutput(**said)
+    again = None if thought["again"] is None else tuple(thought["again"])
+    reasoning = Reasoning(**{**thought, "also_closes": tuple(thought["also_closes"]), "again": again})
     return StructuredOutput(**said, reasoning=reasoning)
 
 

@@ -5,6 +5,7 @@ ask ids, for each token after it -------------------------------------------> ma
 """
 
 import os
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ _MAX_COMPILED = 16
 _NUM_COMPILERS = 2
 _MAX_MASKERS = 8
 _SLACK = 2
-"""A structure has been compiled within the limit before, to check it; here others may need the processor, too."""
+"""A structure has been compiled within the limit before, to check it; here others fill the processor's caches."""
 
 Mask = bytes | None
 """Bit t % 8 of byte t // 8 for token t; None for all tokens."""
@@ -36,7 +37,9 @@ class StructuredOutputManager:
     """
 
     def __init__(self, grammars: GrammarCompiler, timeout_s: float) -> None:
-        """timeout_s: that one token's mask may take. Structures have been checked: `core/structure_checker.py`."""
+        """timeout_s: processor time that one token's mask may take. Structures have been checked:
+        `core/structure_checker.py`.
+        """
         self.timeout_s, self._grammars = timeout_s, grammars
         self._compilers = ThreadPoolExecutor(_NUM_COMPILERS, "treetop-grammar")
         self.maskers = ThreadPoolExecutor(min(_MAX_MASKERS, os.cpu_count() or 1), "treetop-mask")
@@ -92,8 +95,8 @@ class GrammarConstraint:
         if not late:
             return None
         return (
-            f"structured_output: what may come next was not known in {limit_s:g} s; a simpler structure takes less"
-            " (--structured-output-timeout)"
+            f"structured_output: what may come next took more than {limit_s:g} s of a processor; a simpler structure"
+            " takes less (--structured-output-timeout)"
         )
 
     def _begin(self, answer: "Future[Mask]", compiled: "Future[OutputParser]") -> None:
@@ -136,10 +139,12 @@ class _GrammarBranch:
 
 
 class Work(Generic[Result]):
-    """What a thread of a pool does, and for how long."""
+    """What a thread of a pool does, and for how long by the thread's own processor time: a busy machine is no fault of
+    a structure's.
+    """
 
     def __init__(self, pool: ThreadPoolExecutor, do: Callable[[], Result]) -> None:
-        self._began_s: float | None = None
+        self._clock: Callable[[], float] | None = None
         self.future = pool.submit(self._timed, do)
 
     @property
@@ -148,12 +153,25 @@ class Work(Generic[Result]):
 
     @property
     def takes_s(self) -> float:
-        """Seconds since it began; 0 while it waits for a thread, and once it is done."""
-        return 0.0 if self._began_s is None or self.done else time.monotonic() - self._began_s
+        """Seconds of its thread since it began; 0 while it waits for a thread, and once it is done."""
+        clock = self._clock
+        return 0.0 if clock is None or self.done else clock()
 
     def _timed(self, do: Callable[[], Result]) -> Result:
-        self._began_s = time.monotonic()
+        self._clock = _stopwatch()
         return do()
+
+
+def _stopwatch() -> Callable[[], float]:
+    """Seconds of processor time that this thread has spent since, told to any thread while this one lives.
+
+    Where systems have no clock of another thread (macOS), seconds that have passed.
+    """
+    clock = time.monotonic
+    if hasattr(time, "pthread_getcpuclockid"):
+        clock = partial(time.clock_gettime, time.pthread_getcpuclockid(threading.get_ident()))
+    began_s = clock()
+    return lambda: clock() - began_s
 
 
 def _hand_on(answer: "Future[Mask]", done: "Future[Mask]") -> None:

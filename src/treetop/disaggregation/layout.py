@@ -40,7 +40,7 @@ class ChunkLayout:
     """What a chunk's slot holds: [group][kv_head][layer][token][plane][head_dim], then the last chunk's record.
 
     groups: those of one rank, in their layout's order.
-    itemsize: bytes of a number.
+    itemsize: bytes of a number of the engine's dtype.
     record_bytes: of a row's record.
 
     Head-major, so that ranks of another size pull ranges of heads; by tokens, so that page sizes may differ.
@@ -77,7 +77,7 @@ class ChunkLayout:
 
     def _head_bytes(self, group: KVGroup) -> int:
         """Of one token and one KV head, in all layers."""
-        return group.num_layers * group.kv.planes * group.kv.head_dim * self.itemsize
+        return group.bytes_per_token(self.itemsize) // group.kv.heads
 
 
 @lru_cache(maxsize=64)
@@ -161,7 +161,8 @@ def words_of_groups(groups: Sequence[KVGroup]) -> tuple[str, ...]:
     """Groups of the whole model, all ranks' heads, as a schema has them."""
     return tuple(
         f"{each.name}: {each.num_layers} layers, {each.kv.planes} planes, {each.kv.heads} heads of {each.kv.head_dim},"
-        f" window {each.window}, {each.kv.index_dim} numbers of an indexer"
+        f" {'chunks of' if each.chunked else 'window'} {each.window}, {each.kv.index_dim} numbers of an indexer"
+        f"{', FP8' if each.kv.fp8 else ''}"
         for each in groups
     )
 

@@ -1,9 +1,9 @@
 """`treetop doctor --exactness bits`: whether a row has the same bits in any company here, and where it has not.
 
 First the operations of the target, each alone: a product with a weight of each of the model's shapes, and what is done
-by row or by element. Then whole engines, over random prompts: plain decoding of one request at a time against trees,
-batches, orders, chunks, retractions and prefixes from the cache. On a GPU nothing promises this yet; it says where it
-holds all the same.
+by row or by element; on a GPU these are what a start probes (`engine.operation_probes`), with the arithmetic that is in
+force. Then whole engines, over random prompts: plain decoding of one request at a time against trees, batches, orders,
+chunks, retractions and prefixes from the cache.
 """
 
 import random
@@ -18,14 +18,18 @@ from rich.console import Console
 from torch import Tensor
 
 from treetop.doctor.tables import print_table
+from treetop.engine.operation_probes import packed_experts, probed_operations
 from treetop.engine.plan import EnginePlan
-from treetop.engine.products import products_of
+from treetop.engine.products import Products, products_of
 from treetop.kernels.exact import BY_ELEMENT, LIBRARY, MOST_ROWS, adversarial
 from treetop.kernels.fused import rms_norm
+from treetop.kernels.triton_guard import gpu_traits
+from treetop.models.loader import Placement
 from treetop.server.llm import LLM
 from treetop.server.outputs import RequestOutput
 from treetop.types.config import EngineConfig
 from treetop.types.sampling import SamplingParams
+from treetop.weights.gpu_products import WholeProduct
 from treetop.weights.linear import LibraryLinear
 
 COUNTS = (1, 2, 3, 4, 5, 8, 13, 16, 17, 32, 33, 60, 64, 96, MOST_ROWS, 480)
@@ -57,19 +61,12 @@ def show_exactness(console: Console, engine_plan: EnginePlan, model: str | None,
 
 def operations(engine_plan: EnginePlan) -> Iterator[tuple[str, list[int]]]:
     """Each operation of the target, and the row counts at which a row's bits differ from those among most rows."""
-    place = engine_plan.place
-    chosen = products_of(engine_plan.weights, place).target
-    tied = ("embedding",) if engine_plan.target.config.tied_embeddings else ()
-    params = engine_plan.target.params
-    weights = {param.shape for param in params if param.kind == "matrix" or param.name in tied}
-    generator = torch.Generator().manual_seed(0)
-    for out, width in sorted((shape[0], shape[1]) for shape in weights):
-        weight = torch.randn((out, width), generator=generator).to(place.device, place.dtype)
-        choice = chosen.get((out, width))
-        product = LibraryLinear(weight, None, choice) if place.device.type == "cpu" else _linear(weight)
-        by = f", {choice.calls[0]}" if choice is not None and choice.exact else ""
-        yield f"product [{out}, {width}]{by}", differing(product, width, place.device, place.dtype)
-    hidden, vocab = engine_plan.target.config.hidden_size, engine_plan.target.config.vocab_size
+    place, target = engine_plan.place, engine_plan.target
+    yield from _products(engine_plan)
+    if place.device.type == "cuda":
+        yield from probed_operations(place.ops, target.config, packed_experts(place.own(target.params)))
+        return
+    hidden, vocab = target.config.hidden_size, target.config.vocab_size
     norm = torch.ones(hidden, dtype=place.dtype, device=place.device)
     yield f"norm of {hidden}", differing(lambda x: rms_norm(x, norm, 1e-5), hidden, place.device, place.dtype)
     functions = BY_ELEMENT if place.exact else LIBRARY
@@ -77,6 +74,30 @@ def operations(engine_plan: EnginePlan) -> Iterator[tuple[str, list[int]]]:
         yield f"{name} of 1000", differing(getattr(functions, name), 1000, place.device, place.dtype)
     for name, function in (("log_softmax", torch.log_softmax), ("softmax", torch.softmax)):
         yield f"{name} of {vocab}", differing(partial(_by_row, function), vocab, place.device, place.dtype)
+
+
+def _products(engine_plan: EnginePlan) -> Iterator[tuple[str, list[int]]]:
+    """With weights of each of the target's shapes that are in no other format, by what serves them."""
+    place, chosen = engine_plan.place, products_of(engine_plan)
+    tied = ("embedding",) if engine_plan.target.config.tied_embeddings else ()
+    params = engine_plan.target.params
+    weights = {param.shape for param in params if param.kind == "matrix" or param.name in tied}
+    shapes = sorted(chosen.probed) if chosen.probed else sorted((shape[0], shape[1]) for shape in weights)
+    generator = torch.Generator().manual_seed(0)
+    for out, width in shapes:
+        weight = (torch.randn((out, width), generator=generator) * width**-0.5).to(place.device, place.dtype)
+        product, by = _product(weight, chosen, place)
+        yield f"product [{out}, {width}]{by}", differing(product, width, place.device, place.dtype)
+
+
+def _product(weight: Tensor, chosen: Products, place: Placement) -> tuple[Callable[[Tensor], Tensor], str]:
+    """What serves a weight, and the words on it."""
+    shape = weight.shape[0], weight.shape[1]
+    probed, choice = chosen.probed.get(shape), chosen.target.get(shape)
+    if probed is not None:
+        return WholeProduct(weight, None, None, gpu_traits(place.device), probed), f", {probed.served()}"
+    by = f", {choice.calls[0]}" if choice is not None and choice.exact else ""
+    return (LibraryLinear(weight, None, choice) if place.device.type == "cpu" else _linear(weight)), by
 
 
 def _by_row(function: Callable[..., Tensor], x: Tensor) -> Tensor:

@@ -104,7 +104,7 @@ def exactness_words(engine_plan: EnginePlan) -> str:
     config = engine_plan.config
     if config.exactness == "bits":
         return "exactness bits: every logit is that of plain decoding"
-    problem = why_not_exact(config, engine_plan.layout, engine_plan.place)
+    problem = why_not_exact(config, engine_plan.layout, engine_plan.target, engine_plan.place)
     bits = "--exactness bits can serve" if problem is None else f"no bits: {problem.reason}"
     return f"exactness {config.exactness}; {bits}"
 

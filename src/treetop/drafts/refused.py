@@ -1,7 +1,8 @@
 """Drafters that people have and treetop does not run, by name.
 
 Source of the signs: the heads of z-lab (DFlash, DFlash 2), RedHatAI and RadixArk (DSpark), JetSpec and amazon
-(P-EAGLE), and what vLLM and `speculators` read of them.
+(P-EAGLE), and what vLLM and `speculators` read of them; google's assistants of Gemma 4, `transformers`'
+gemma4_assistant.
 """
 
 from collections.abc import Collection
@@ -28,6 +29,7 @@ _KINDS = (
     _Kind("JetSpec", ("jetspec",), ("jetspec_config", "dflash_config.causal_head")),
     _Kind("DSpark", ("dspark",), ("dspark_noise_token_id",), ("markov_head.", "confidence_head.")),
     _Kind("DFlash", ("dflash",), ("dflash_config",)),
+    _Kind("Gemma 4 assistant", ("assistant",), ("backbone_hidden_size",), ("pre_projection.", "masked_embedding.")),
     _Kind("P-EAGLE", ("peagle", "p_eagle"), ("pard_token", "ptd_token_id"), ("mask_hidden",)),
 )
 """The first that fits counts: the earlier ones have the signs of DFlash too."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from treetop.checks.poison import poison
 from treetop.kernels.calibration import Calibration
 from treetop.kernels.grow import TreeBuilder, make_growth
+from treetop.kernels.kv import kv_dtype
 from treetop.kernels.process import mask_words
 from treetop.models.config import ModelConfig
 from treetop.types.errors import CheckError
@@ -138,7 +139,7 @@ def make_round_buffers(
     b, t, w, long = layout.max_requests, layout.verify_tail, layout.commit_width, torch.int64
 
     def tails(groups: list[KVGroup], capacity: int) -> dict[GroupName, Tensor]:
-        return {g.name: zeros((g.num_layers, b, capacity, *g.kv.shape), dtype) for g in groups}
+        return {g.name: zeros((g.num_layers, b, capacity, *g.kv.shape), kv_dtype(g.kv, dtype)) for g in groups}
 
     k, best, extend = layout.max_topk, min(MAX_LOGPROBS, vocab_size), layout.extend_tail
     identity, causal = zeros((k, k), torch.bool), zeros((extend, extend), torch.bool)
@@ -169,7 +170,7 @@ def make_round_buffers(
             zeros((b,), torch.bool),
             zeros((b, t), long),
         ),
-        growth={shape: make_growth(shape, b, calibration, zeros) for shape in layout.shapes},
+        growth={shape: make_growth(shape, b, calibration, zeros, layout.grafted(shape)) for shape in layout.shapes},
         logprobs=PathLogprobs(zeros((b, w, 1 + best), torch.float32), zeros((b, w, best), long)),
         aux_hidden=zeros((b, w, num_features * hidden), dtype),
         draft_tails=tails(draft, layout.draft_tail),

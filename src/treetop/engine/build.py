@@ -1,5 +1,6 @@
 """From a plan to a device: weights, tables, buffers, the worst steps, and the pools in what is left."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -15,7 +16,7 @@ from treetop.engine.capacity_proof import prove_acceptance
 from treetop.engine.compile_ahead import compile_all
 from treetop.engine.cuda_graphs import num_rounds
 from treetop.engine.kv_transfer import StagingSlots
-from treetop.engine.layer_groups import layers_in_order
+from treetop.engine.layer_groups import group_of, layers_in_order
 from treetop.engine.memory import (
     Budget,
     MemoryUse,
@@ -28,6 +29,7 @@ from treetop.engine.plan import EnginePlan, captures, changed_vocab, cpu_allowan
 from treetop.engine.products import Products, products_of
 from treetop.engine.state import make_state
 from treetop.engine.worst_steps import peak_bytes
+from treetop.models.kv_scales import read_kv_scales
 from treetop.speculative.simulation import SimulatedAcceptance, SimulatedLengths, Simulation
 from treetop.types.config import EngineConfig
 from treetop.types.ids import DRAFT, GroupName
@@ -57,14 +59,14 @@ def build_runner(engine_plan: EnginePlan) -> BuiltRunner:
 
     Raises CapacityError if what is left does not hold one request, EngineError if memory runs out on the way.
     """
-    config, place = engine_plan.config, engine_plan.place
-    products = products_of(engine_plan.weights, place)
+    config, place, scales = engine_plan.config, engine_plan.place, kv_scales(engine_plan)
+    products = products_of(engine_plan)
     with out_of_memory_explained("loading weights and trying the worst steps", place.device, engine_plan.use):
         before = _allocated(place.device)
         runner, zones, zeros = _without_pools(engine_plan, products)
         slots = _make_slots(engine_plan, zeros)
         static = _allocated(place.device) - before or engine_plan.use.budget.static
-        allowance = _gpu_allowance(config, runner) if place.device.type == "cuda" else 0
+        allowance = _gpu_allowance(config, runner, scales) if place.device.type == "cuda" else 0
     memory = memory_of_rank(place)
     allowance = allowance or cpu_allowance(config, memory, place, engine_plan.layout, engine_plan.target.config)
     copies, rest = engine_plan.use.budget.copies, rest_of_cpu(config, memory, place)
@@ -73,8 +75,22 @@ def build_runner(engine_plan: EnginePlan) -> BuiltRunner:
     layout = replace(layout, pool_tokens=place.parallel.minimum(layout.pool_tokens))  # one host plans for all ranks
     use = MemoryUse(layout, place.dtype.itemsize, budget)
     with out_of_memory_explained("making the KV pools", place.device, use):
-        pools = make_pools(layout, place.dtype, zeros)
+        pools = make_pools(layout, place.dtype, zeros, scales)
     return BuiltRunner(_with_pools(runner, layout, pools), slots, zones, use, products.all)
+
+
+def kv_scales(engine_plan: EnginePlan) -> dict[GroupName, Tensor]:
+    """[layers, planes, kv_heads] float32 of each group in FP8: the checkpoint's, and 1 for a draft."""
+    place, model, found = engine_plan.place, engine_plan.target.config, dict[GroupName, list[Tensor]]()
+    groups = [group for group in engine_plan.layout.groups if group.kv.fp8]
+    for group in groups:
+        if group.is_draft or place.dummy:
+            found[group.name] = [torch.ones((group.kv.planes, group.kv.heads))] * group.num_layers
+    if groups and not place.dummy:
+        own = [layer.attention for layer in model.layers if layer.attention.reads_layer is None]
+        for attention, scales in zip(own, read_kv_scales(engine_plan.target, place.parallel), strict=True):
+            found.setdefault(group_of(attention), []).append(scales)
+    return {name: torch.stack(scales).to(place.device) for name, scales in found.items()}
 
 
 def _make_slots(engine_plan: EnginePlan, zeros: Zeros) -> StagingSlots | None:
@@ -87,8 +103,7 @@ def _make_slots(engine_plan: EnginePlan, zeros: Zeros) -> StagingSlots | None:
 def _without_pools(engine_plan: EnginePlan, products: Products) -> tuple[ModelRunner, RedZones | None, Zeros]:
     """The runner as yet without pools; the red zones, and what makes buffers."""
     config, draft = engine_plan.config, engine_plan.draft
-    place = replace(engine_plan.place, products=products.target)
-    beside = replace(place, products=products.draft, exact=False)  # a draft changes no token, whatever its bits
+    place, beside = products.of_target(engine_plan.place), products.of_draft(engine_plan.place)
     backend = make_backend(config.attention_backend, engine_plan.need)
     zones = RedZones(place.device) if config.check_level >= 3 else None
     zeros: Zeros = zones.zeros if zones is not None else partial(zeros_on, place.device)
@@ -132,14 +147,14 @@ def _with_pools(runner: ModelRunner, layout: Layout, pools: dict[GroupName, KVPo
     return replace(runner, layout=layout, pools=pools, target_layers=target_layers, draft_layers=layers.get(DRAFT, []))
 
 
-def _gpu_allowance(config: EngineConfig, runner: ModelRunner) -> int:
+def _gpu_allowance(config: EngineConfig, runner: ModelRunner, scales: Mapping[GroupName, Tensor]) -> int:
     """Bytes to leave free on a GPU: the worst steps, tried on pools of a null page each, once padding is proven.
 
     Where rounds will be captured, the kernels of those steps and of all greedy rounds are compiled before.
     """
     able, place = runner.backend.capabilities, runner.buffers.rows.device
     layout = replace(runner.layout, pool_tokens=0)
-    pools = make_pools(layout, runner.buffers.aux_hidden.dtype, partial(zeros_on, place))
+    pools = make_pools(layout, runner.buffers.aux_hidden.dtype, partial(zeros_on, place), scales)
     tried = _with_pools(runner, layout, pools)
     captured = captures(config, place, able)
     if captured and able.captures_first_call:

@@ -9,15 +9,16 @@ import torch
 from treetop.engine.kv_transfer import StagingSlots, export_chunks, import_chunks
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.rounds import RoundKey, RoundLauncher, draft_phase
-from treetop.kernels.calibration import CLASSES, make_calibration
+from treetop.kernels.calibration import make_calibration
 from treetop.kernels.grow import make_growth
+from treetop.kernels.kv import moved
 from treetop.kernels.learn import Observed
 from treetop.types.errors import CheckError
 from treetop.types.ids import Row
 from treetop.types.kv_chunk import KVChunk
 from treetop.types.layout import SpecShape
 from treetop.types.messages import Export, ExportPlan, Import, ImportPlan
-from treetop.types.sampling import Choice
+from treetop.types.sampling import CLASSES, Choice
 from treetop.types.tree import Accepted
 
 
@@ -150,7 +151,7 @@ def _check_untouched(runner: ModelRunner, what: str) -> None:
     layout, state, dummy = runner.layout, runner.state, runner.layout.dummy_row
     tables = [table.data for table in state.page_tables.values()]
     kept = [tensor[dummy] for tensor in (*state.record.tables.values(), *tables)]
-    kept += [pool.data[:, : layout.page_size] for pool in runner.pools.values()]
+    kept += [moved(pool.data[:, : layout.page_size]) for pool in runner.pools.values()]
     if state.deferred is not None:
         kept += [table[dummy] for table in state.deferred.tables]
     if any(bool(tensor.any()) for tensor in kept):

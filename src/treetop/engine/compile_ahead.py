@@ -9,17 +9,20 @@ compiled then. No step keeps a tensor that it makes: nothing ever fills it.
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any, cast
 
 import torch
 from rich.console import Console
 from torch import Tensor
 
+from treetop.attention.contract import SparseBackend, TailKV
 from treetop.engine.cuda_graphs import Run, greedy_keys
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.rounds import run_phases
 from treetop.engine.worst_steps import dummy_prefill, worst_steps
+from treetop.kernels.indexer import IndexQuery
 from treetop.kernels.kv import PagedKV
-from treetop.kernels.metadata import AttentionMetadata
+from treetop.kernels.metadata import AttentionMetadata, SparseKeys
 from treetop.kernels.skinny_gemm import MAX_ROWS
 from treetop.kernels.triton_guard import compile_ahead
 from treetop.types.sampling import Choice
@@ -76,18 +79,50 @@ class EveryExtent:
     def causal(
         self, q: Tensor, kv: PagedKV, plan: AttentionMetadata, scale: float, sinks: Tensor | None = None
     ) -> Tensor:
-        kind = plan.window, q.shape[2:], kv.data.shape[1:], sinks is None
+        kind = plan.window, plan.chunked, q.shape[2:], kv.data.shape[1:], sinks is None
+        for metadata in self._every(plan, kind):
+            width = metadata.positions.shape[1]
+            self._attend(q.new_empty((len(metadata.rows), width, *q.shape[2:])), kv, metadata, scale, sinks)
+        return self._attend(q, kv, plan, scale, sinks)
+
+    def _every(self, plan: AttentionMetadata, kind: object) -> Iterator[AttentionMetadata]:
+        """The plan at every extent, unless a call of this kind has had them."""
         for rows, width, bound in [] if kind in self._done else self.extents:
             each, positions = plan.rows.new_zeros(rows), plan.rows.new_zeros((rows, width))
-            metadata = replace(plan, rows=each, kv_len=each, max_kv_len=bound, positions=positions)
-            self._attend(q.new_empty((rows, width, *q.shape[2:])), kv, metadata, scale, sinks)
+            chosen = plan.chosen
+            if chosen is not None:
+                most = chosen.positions.shape[2]
+                count = chosen.count.new_zeros((rows, width))
+                lists = SparseKeys(chosen.positions.new_zeros((rows, width, most)), count, None)
+                chosen = lists if bound > most else None
+            yield replace(plan, rows=each, kv_len=each, max_kv_len=bound, positions=positions, chosen=chosen)
         self._done.add(kind)
-        return self._attend(q, kv, plan, scale, sinks)
 
     def _attend(
         self, q: Tensor, kv: PagedKV, metadata: AttentionMetadata, scale: float, sinks: Tensor | None
     ) -> Tensor:
-        return self._real.causal(q, kv, self._real.plan(self._real.begin(metadata), metadata), scale, sinks)
+        return self._real.causal(q, kv, self._planned(metadata), scale, sinks)
+
+    def _planned(self, metadata: AttentionMetadata) -> Any:
+        return self._real.plan(self._real.begin(metadata), metadata)
+
+    def choose(self, query: IndexQuery, kv: PagedKV, plan: AttentionMetadata, tail: TailKV | None) -> Any:
+        """What the real one chooses, after it has chosen at every extent."""
+        real = cast(SparseBackend[Any], self._real)
+        for metadata in self._every(plan, ("choose", query.heads.shape[2:], query.top_k)):
+            sizes = metadata.positions.shape
+            heads = query.heads.new_zeros((*sizes, *query.heads.shape[2:]))
+            weights = query.weights.new_zeros((*sizes, *query.weights.shape[2:]))
+            real.choose(IndexQuery(heads, weights, query.top_k), kv, self._planned(metadata), tail)
+        return real.choose(query, kv, self._planned(plan), tail)
+
+    def hidden(self, plan: AttentionMetadata, chosen: Any) -> Tensor:
+        return cast(SparseBackend[Any], self._real).hidden(self._planned(plan), chosen)
+
+    def narrowed(self, plan: AttentionMetadata, chosen: Any) -> AttentionMetadata:
+        """Of a backend whose plan is the metadata."""
+        narrowed: AttentionMetadata = cast(SparseBackend[Any], self._real).narrowed(self._planned(plan), chosen)
+        return narrowed
 
     def prefix_tail(self, *_: object) -> Tensor:
         raise AssertionError("no tail in a prefill")

@@ -49,10 +49,12 @@ from treetop.engine.startup_log import start_up_block
 from treetop.engine.state import setup_columns
 from treetop.engine.step_digest import StepDigest, TreeAndPathDigest, no_digest
 from treetop.engine.update_weights import read_weights
+from treetop.kernels.graft import GRAFTED
 from treetop.models.config import attention_of_rank
 from treetop.types.config import EngineConfig
 from treetop.types.errors import InvariantError
 from treetop.types.ids import NULL_PAGE, GroupName, PageId
+from treetop.types.layout import SpecShape
 from treetop.types.messages import (
     ExportPlan,
     ImportPlan,
@@ -133,9 +135,9 @@ class Engine:
             checksums = 0 if self.slots is None else parallel.size * self.slots.spec.num_own
             self._staging = StagingBuffers(self.layout, device, zeros, config.check_level, texts, checksums)
         started_s = time.perf_counter()
+        self.costs = None
         with torch.inference_mode(), self._explained("starting"):
             self._start_up()
-            self.costs = None
             if len(self.layout.shapes) > 1:
                 self.costs = cost_table(engine_plan, self.runner, self.launcher)
             self._forget_pages()
@@ -191,6 +193,10 @@ class Engine:
         new = read_weights(self._plan, model, draft)
         self._serve(new.plan)
         self.runner = replace(self.runner, target=new.target, drafter=new.drafter)
+        for name, scales in new.kv_scales.items():
+            held = self.runner.pools[name].scales
+            assert held is not None
+            held.copy_(scales)
         self.launcher = GraphSim(self.runner, self._keys()) if self.config.graphs == "sim" else Eager(self.runner)
         self._kept = new.kept
         self._begin_calibration()
@@ -259,12 +265,15 @@ class Engine:
             tokens = got.tokens[i][: got.accept_len[i] + 1] if ends and got.finite[i] else ()
             maximum = plan.logprobs[i] if plan.logprobs else None
             logprobs = () if maximum is None else got.logprobs_of(i, len(tokens), maximum)
-            rows.append(RowResult(row, tokens, got.finite[i], logprobs))
+            ranks: tuple[int, ...] = ()
+            if isinstance(plan, RoundPlan) and got.candidates and tokens:
+                ranks = tuple(_rank(each, plan.shape) for each in got.candidates[i][: len(tokens) - 1])
+            rows.append(RowResult(row, tokens, got.finite[i], logprobs, ranks=ranks))
             if isinstance(plan, PrefillPlan) and got.prompt is not None:
                 rows[-1] = with_prompt(rows[-1], plan, i, got.prompt)
             if self.config.check_level >= 1:
                 check_result(rows[-1], self.spec.vocab_size, self.layout.commit_width)
-        return StepResult(tuple(rows), got.record[-1])
+        return StepResult(tuple(rows), got.record[-1], proposals=got.proposals)
 
     def _collect_chunks(self, plan: ExportPlan | ImportPlan, got: HostResults) -> StepResult:
         assert self.slots is not None
@@ -278,7 +287,11 @@ class Engine:
         """The target's logits after `ids`, [vocab], computed densely and outside all state; for comparisons."""
         positions = torch.arange(len(ids))[None].to(self.runner.buffers.rows.device)
         mine = [attention_of_rank(layer.attention, self.parallel.size) for layer in self.spec.layers]
-        layers = [(each.kv, each.window, each.source(index)) for index, each in enumerate(mine)]
+        scales = [layer.kv.scales for layer in self.runner.target_layers]
+        layers = [
+            (replace(each.kv, fp8=self.config.fp8_kv), each.window, each.chunked, each.source(index), scales[index])
+            for index, each in enumerate(mine)
+        ]
         attend = DenseAttention(len(ids), self.dtype, positions.device, layers)
         target = self.runner.target
         tokens = torch.tensor([ids], device=positions.device)
@@ -348,7 +361,12 @@ class Engine:
         self._step_digest(self.runner.probes.digest, buffers, key)
         accepted = buffers.accepted_of(key.bucket, key.shape)
         logprobs = buffers.logprobs_of(key.bucket, key.shape) if plan.logprobs else None
-        return Results(accepted.tokens, accepted.accept_len, accepted.finite, logprobs)
+        candidates = None
+        if plan.shape.num_steps:
+            candidates = buffers.growth_of(key.bucket, key.shape).chosen.gather(1, accepted.path[:, 1:])
+        counts = self.runner.state.calibration.acceptance if self.costs is not None and self.runner.learns else None
+        of_round = accepted.tokens, accepted.accept_len, accepted.finite
+        return Results(*of_round, logprobs, candidates=candidates, proposals=counts)
 
     def _apply(self, sent: Mapping[str, list[Tensor]]) -> Tensor:
         """Write the row list into its buffer, and page-table cells into the tables. Returns the row list."""
@@ -397,6 +415,11 @@ class Engine:
         for group, page in pages:
             assert page != NULL_PAGE
             poison(self.runner.pools[group].data[:, page * size : (page + 1) * size])
+
+
+def _rank(candidate: int, shape: SpecShape) -> int:
+    """Of a candidate among its siblings, as `RowResult` has it."""
+    return candidate % shape.topk if candidate < shape.num_candidates else GRAFTED
 
 
 def pad_rows(rows: Sequence[int], bucket: int, dummy: int) -> list[int]:

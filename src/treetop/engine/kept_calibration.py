@@ -22,8 +22,8 @@ from treetop.types.parallel import Parallel
 
 EVERY = 256
 """Rounds after which a file is written again."""
-_KEPT = ("heat", "nodes", "chosen", "predicted")
-_FORMAT = 1
+_KEPT = ("heat", "nodes", "seen", "chosen", "predicted")
+_FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def _read(path: Path, pair: str, text: str) -> dict[str, Tensor]:
         tables = {name: torch.tensor(found[name], dtype=torch.float32) for name in _KEPT}
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{flag} is damaged ({error}); remove it") from None
-    if [table.dim() for table in tables.values()] != [1, 2, 3, 3] or any(
+    if [table.dim() for table in tables.values()] != [1, 2, 3, 3, 3] or any(
         not bool((table.isfinite() & (table >= 0)).all()) for table in tables.values()
     ):
         raise ConfigError(f"{flag} is damaged (its tables are no counts); remove it")

@@ -16,6 +16,7 @@ from treetop.disaggregation.layout import ChunkLayout, Segment, first_head
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.row_record import parts_of
 from treetop.engine.staging import HostResults, Results
+from treetop.kernels.kv import moved
 from treetop.kernels.kv_chunks import Span, checksum
 from treetop.types.errors import CheckError
 from treetop.types.kv_chunk import KVChunk
@@ -184,7 +185,7 @@ def _clear_torn_pages(runner: ModelRunner, slots: StagingSlots, each: Import) ->
         if group.window is not None and first == each.chunk.total - group.window + 1 and first % size:
             page = runner.state.table_of(group.name).data[each.row, first // size].to(torch.int64)
             torn = page * size + torch.arange(first % size, device=page.device)
-            runner.pools[group.name].data.index_fill_(1, torn, 0)
+            moved(runner.pools[group.name].data).index_fill_(1, torn, 0)
 
 
 def _record_segment(slots: StagingSlots, chunk: KVChunk) -> Segment | None:

@@ -1,5 +1,7 @@
 """Which layers share a KV group: what pools and attention backends are made for."""
 
+from dataclasses import replace
+
 from treetop.attention.capabilities import GroupNeed, Need
 from treetop.attention.layer import LayerKV
 from treetop.drafts.protocol import DrafterSpec
@@ -27,13 +29,25 @@ def backend_need(layout: Layout, model: ModelConfig, draft: DrafterSpec | None, 
     queries = max(layout.verify_tail, layout.extend_tail, layout.max_topk)
     rows = layout.max_requests
     in_flight = layout.max_in_flight
-    return Need(place.dtype, place.device, layout.page_size, tuple(groups), in_flight, rows, queries, place.exact)
+    fp8 = any(group.kv.fp8 for group in layout.groups)
+    return Need(place.dtype, place.device, layout.page_size, tuple(groups), in_flight, rows, queries, place.exact, fp8)
 
 
-def kv_groups(model: ModelConfig, draft: DrafterSpec | None, ranks: int) -> tuple[KVGroup, ...]:
-    """The KV groups of one of `ranks` ranks."""
+def kv_groups(model: ModelConfig, draft: DrafterSpec | None, ranks: int, fp8: bool = False) -> tuple[KVGroup, ...]:
+    """The KV groups of one of `ranks` ranks. fp8: K/V are in it, the draft's too.
+
+    Raises ConfigError if compressed attention would be.
+    """
     layers = layer_groups(model, draft, ranks)
-    return tuple(KVGroup(name, len(of), of[0].kv, of[0].window) for name, of in layers.items())
+    latent = [name for name, of in layers.items() if of[0].latent is not None]
+    if fp8 and latent:
+        raise ConfigError(
+            f"--kv-cache-dtype fp8_e4m3: compressed attention (MLA) keeps its latents in 16 bits or more (KV group"
+            f" {latent[0]}); use --kv-cache-dtype auto"
+        )
+    return tuple(
+        KVGroup(name, len(of), replace(of[0].kv, fp8=fp8), of[0].window, of[0].chunked) for name, of in layers.items()
+    )
 
 
 def layer_groups(model: ModelConfig, draft: DrafterSpec | None, ranks: int = 1) -> dict[GroupName, list[AttentionSpec]]:
@@ -48,7 +62,7 @@ def layer_groups(model: ModelConfig, draft: DrafterSpec | None, ranks: int = 1) 
     if draft is not None and draft.attention:
         groups[DRAFT] = [attention_of_rank(layer, ranks) for layer in draft.attention]
     for name, layers in groups.items():
-        if len({layer.window for layer in layers}) != 1:
+        if len({(layer.window, layer.chunked) for layer in layers}) != 1:
             raise ConfigError("a model with two different windows is not supported")
         if len({(layer.num_heads, layer.kv) for layer in layers}) != 1:
             raise ConfigError(f"layers of KV group {name} with different heads are not supported")

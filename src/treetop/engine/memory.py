@@ -133,13 +133,13 @@ def activation_allowance(peak: int, num_rounds: int) -> int:
 def step_bytes(layout: Layout, vocab_size: int, element_size: int) -> int:
     """Bytes that the worst step takes on a CPU, about: all rows at the context wall, a round sampled.
 
-    PyTorch's attention gathers a layer's prefix, joins it with the tail, and has two masks and a bias for each query,
-    a tree's node or a prompt's token. In a round each node has its logits later, and what drawing from them takes; of a
-    prompt's tokens with log-probabilities no more have them at a time, or a few.
+    PyTorch's attention gathers a layer's prefix, joins it with the tail, of codes makes numbers, and has two masks and
+    a bias for each query, a tree's node or a prompt's token. In a round each node has its logits later, and what
+    drawing from them takes; of a prompt's tokens with log-probabilities no more have them at a time, or a few.
     """
-    numbers = max(group.kv.numbers for group in layout.groups)
+    numbers, fp8 = max(group.kv.numbers for group in layout.groups), any(group.kv.fp8 for group in layout.groups)
     rows, nodes = layout.max_requests, layout.max_requests * layout.verify_tail
-    gathered = 2 * rows * numbers * element_size
+    gathered = rows * numbers * (2 + 2 * max(element_size, 4) if fp8 else 2 * element_size)
     masked = max(nodes, layout.chunk) * (element_size + 2)
     lines = max(nodes, layout.prompt_lines)
     return max(layout.max_committed * (gathered + masked), lines * vocab_size * (element_size + _BYTES_PER_DRAW))
@@ -148,14 +148,13 @@ def step_bytes(layout: Layout, vocab_size: int, element_size: int) -> int:
 def pool_bytes(layout: Layout, element_size: int) -> int:
     """Bytes of all pools of a layout."""
     return sum(
-        layout.num_pages[group.name] * layout.page_size * group.numbers_per_token * element_size
-        for group in layout.groups
+        layout.num_pages[group.name] * layout.page_size * group.bytes_per_token(element_size) for group in layout.groups
     )
 
 
 def bytes_per_token(layout: Layout, element_size: int) -> dict[str, int]:
     """Bytes that a token takes in each group whose pool grows with the tokens; a window's pool does not."""
-    return {g.name: g.numbers_per_token * element_size for g in layout.groups if g.window is None}
+    return {g.name: g.bytes_per_token(element_size) for g in layout.groups if g.window is None}
 
 
 def fit(layout: Layout, element_size: int, budget: Budget, asked: int | None) -> Layout:
@@ -199,11 +198,12 @@ class MemoryUse:
         rows = []
         for group in self.layout.groups:
             slots = (self.layout.num_pages[group.name] - 1) * self.layout.page_size
-            size = self.layout.num_pages[group.name] * self.layout.page_size * group.numbers_per_token
-            per_token = group.numbers_per_token * self.element_size
+            per_token = group.bytes_per_token(self.element_size)
+            size = self.layout.num_pages[group.name] * self.layout.page_size * per_token
             spared = self.layout.window_spares(group)
             rows.append(
-                f"pool {group.name}: {slots} tokens, {gib(size * self.element_size)}, {per_token} B a token"
+                f"pool {group.name}: {slots} tokens, {gib(size)}, {per_token} B a token"
+                + (" in FP8" if group.kv.fp8 else "")
                 + (
                     f"; pages behind the window of {group.window} are given back, which saves {spared} tokens or"
                     f" {gib(spared * per_token)} of a request at the context wall"

@@ -16,7 +16,7 @@ from treetop.engine.buffers import RoundBuffers
 from treetop.engine.state import RowState
 from treetop.kernels.calibration import Heat
 from treetop.kernels.commit import Paths
-from treetop.kernels.kv import slots_of
+from treetop.kernels.kv import moved, slots_of
 from treetop.kernels.metadata import AttentionMetadata
 from treetop.kernels.rows import DraftState
 from treetop.kernels.table import Ops
@@ -79,7 +79,17 @@ class ModelRunner:
         if self.check_level >= 1 and table.group != group.name:
             raise CheckError(f"phase {phase}: layers of group {group.name} were given the page table of {table.group}")
         return AttentionMetadata(
-            phase, table, rows, kv_len, max_kv_len, self.layout.page_size, positions, group.window, tail_positions, mask
+            phase,
+            table,
+            rows,
+            kv_len,
+            max_kv_len,
+            self.layout.page_size,
+            positions,
+            group.window,
+            tail_positions,
+            mask,
+            group.chunked,
         )
 
     def plan(self, metadata: AttentionMetadata, begun: dict[GroupName, Any] | None = None) -> Any:
@@ -115,9 +125,9 @@ class ModelRunner:
 
     def commit(self, tails: Mapping[GroupName, Tensor], paths: Paths) -> None:
         """Copy each path's K/V from the tails to positions L .. of the pages."""
-        for name, tail in tails.items():
+        for name, stored in tails.items():
             table = self.state.table_of(name).data
-            pool, page_size = self.pools[name].data, self.layout.page_size
+            pool, tail, page_size = moved(self.pools[name].data), moved(stored), self.layout.page_size
             check = self.check_level >= 3 and not _capturing()
             want = _tail_entries(tail, paths.source) if check else None
             self.ops.commit(pool, tail, table, page_size, paths)

@@ -42,26 +42,28 @@ class NodeMaskWriter:
         tree, places: of the batch; rows whose trees come back changed are written. held: is written in full.
         """
         of_row: dict[Row, dict[int, bytes]] = {mask.row: {0: mask.allowed} for mask in plan.masks}
-        at = {row: place for place, row in enumerate(plan.rows) if row in of_row}
+        at, device = {row: place for place, row in enumerate(plan.rows) if row in of_row}, held.allowed.device
+        lines = to_device(device, torch.tensor([*at.values()]))
+        held.allowed.fill_(-1)  # what need not wait for the trees goes first
+        held.withheld.fill_(False)
         for found in self._asked(at, tree, plan.shape.num_steps) if plan.shape.num_steps else ():
             of_row[found.row] = {**found.allowed, **of_row[found.row]}
             if found.tree is not None:
                 _replant(at[found.row], found.tree, found.source, tree, places)
-        device, known = held.allowed.device, [of_row[row] for row in at]
+        known = [of_row[row] for row in at]
         withheld = torch.ones((len(at), held.withheld.shape[1]), dtype=torch.bool)
         for line, of_node in enumerate(known):
             withheld[line, list(of_node)] = False
-        lines = to_device(device, torch.tensor([*at.values()]))
-        held.allowed.fill_(-1)
         held.allowed[lines] = to_device(device, self.packed(dict(enumerate(known)), withheld.shape))
-        held.withheld.fill_(False)
         held.withheld[lines] = to_device(device, withheld)
 
     def _asked(self, at: Mapping[Row, int], tree: DraftTree, max_depth: int) -> Sequence[NodeMasks]:
         """Masks of the trees of rows, by their places in the batch."""
-        tokens, parents = torch.stack([tree.tokens, tree.parent])[:, [*at.values()]].tolist()
+        tokens, parents = torch.stack(
+            [tree.tokens, tree.parent]
+        ).tolist()  # of all rows: one copy, and no index before it
         masks = self.tree_masks(
-            [RowTree(row, tuple(own), tuple(up), max_depth) for row, own, up in zip(at, tokens, parents, strict=True)]
+            [RowTree(row, tuple(tokens[place]), tuple(parents[place]), max_depth) for row, place in at.items()]
         )
         self.tell(masks)
         return masks

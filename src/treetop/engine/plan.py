@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from treetop.attention.capabilities import Capabilities, Need
-from treetop.attention.registry import BACKENDS, refusal, require
+from treetop.attention.registry import BACKENDS, exact_backend, refusal, require
 from treetop.drafts.protocol import DrafterSpec
 from treetop.drafts.registry import drafter_spec, ngram_spec
 from treetop.engine.buffers import make_round_buffers
@@ -34,17 +34,20 @@ from treetop.engine.memory import (
 from treetop.engine.row_record import record_bytes, record_fields
 from treetop.engine.state import make_state
 from treetop.engine.weight_copies import CpuWeights, with_copies, with_second_orders
+from treetop.kernels.kv import FP8_CAPABILITY, kv_dtype
 from treetop.kernels.process import MAX_COUNT
-from treetop.models.config import ModelConfig
+from treetop.kernels.table import OpContext, on_a_gpu_in_16_bits
+from treetop.models.config import ModelConfig, read_config
 from treetop.models.folder import resolve_folder
 from treetop.models.loader import Placement, compute_device, compute_dtype, weight_bytes
-from treetop.models.params import Kind
+from treetop.models.params import Packing
 from treetop.models.registry import TargetSpec, target_spec
 from treetop.speculative.profile import RANKS, AcceptanceProfile, read_profile
 from treetop.types.config import EngineConfig
 from treetop.types.errors import CapacityError, ConfigError
 from treetop.types.layout import KVGroup, Layout, PrefillPace
 from treetop.types.parallel import SINGLE_RANK, Parallel, PlaceholderRank
+from treetop.weights.kv_scales import check_scheme
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +116,15 @@ def _plan_rows(config: EngineConfig, parallel: Parallel, expert_ranks: Parallel)
     if config.ep_size > 1 and not target.config.has_experts:
         raise ConfigError(f"--ep-size {config.ep_size}: {config.model} has no experts that ranks could share")
     draft = read_draft_spec(config, target) if config.speculates else None
-    layout = make_layout(config, target.config, draft, parallel.size)
     device = compute_device(config.device)
+    check_kv_cache_dtype(config, target, device)
+    layout = make_layout(config, target.config, draft, parallel.size)
     dtype = compute_dtype(config.dtype, device)
     layout, kv_transfer = _with_slots(config, layout, target.config, draft, dtype)
     dummy = config.load_format == "dummy"
     place = Placement(dtype, device, layout.max_positions, dummy, shapes=layout.shapes, parallel=parallel)
-    place = replace(place, expert_ranks=expert_ranks, packed=packed_kinds(config))
-    place = replace(place, exact=is_exact(config, layout, place))
+    place = replace(place, expert_ranks=expert_ranks, packed=packing(config))
+    place = replace(place, exact=is_exact(config, layout, target, place))
     memory, static = memory_of_rank(place), _static_estimate(config, layout, target, draft, place)
     memory = Memory(memory.total, memory.free - static)
     allowance = cpu_allowance(config, memory, place, layout, target.config)
@@ -151,7 +155,7 @@ def make_layout(config: EngineConfig, model: ModelConfig, draft: DrafterSpec | N
             f"--context-length {context}: penalties can count {MAX_COUNT} tokens; lower it, or use"
             " --disable-logits-processors"
         )
-    groups = kv_groups(model, draft, ranks)
+    groups = kv_groups(model, draft, ranks, config.fp8_kv)
     chunk, rows = config.chunked_prefill_size or _default_chunk(config, groups), config.max_running_requests
     assert rows is not None, "plan_engine has chosen"
     layout = Layout(
@@ -164,11 +168,25 @@ def make_layout(config: EngineConfig, model: ModelConfig, draft: DrafterSpec | N
         pool_tokens=config.max_total_tokens or 0,
         max_in_flight=choose_max_in_flight(config),
         max_deferred=_max_deferred(config, context),
+        graft=config.speculative_ngram_graft,
     )
     if config.max_total_tokens is None:
         layout = replace(layout, pool_tokens=layout.tokens_for_all)
     layout.validate()
     return layout
+
+
+def check_kv_cache_dtype(config: EngineConfig, target: TargetSpec, device: torch.device) -> None:
+    """Raises ConfigError or CheckpointError where K/V cannot be what `--kv-cache-dtype` says."""
+    if not config.fp8_kv:
+        return
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        raise ConfigError(
+            f"--kv-cache-dtype fp8_e4m3: {torch.cuda.get_device_name(device)} does not convert FP8, which needs compute"
+            f" capability {'.'.join(map(str, FP8_CAPABILITY))}; use --kv-cache-dtype auto"
+        )
+    if config.load_format != "dummy":
+        check_scheme(read_config(target.folder), target.folder / "config.json")
 
 
 def _max_deferred(config: EngineConfig, context: int) -> int:
@@ -188,12 +206,16 @@ def _with_slots(
     """
     if not config.disaggregation_slots:
         return layout, None
-    odd = [group.name for group in layout.groups if group.kv.head_dim * dtype.itemsize % 4]
+    odd = [group for group in layout.groups if group.kv.head_dim * group.kv.itemsize(dtype.itemsize) % 4]
     if odd:
-        raise ConfigError(f"--disaggregation-slots: heads of KV group {odd[0]} are not whole 32-bit words in {dtype}")
+        stored = kv_dtype(odd[0].kv, dtype)
+        raise ConfigError(
+            f"--disaggregation-slots: heads of KV group {odd[0].name} are not whole 32-bit words in {stored}"
+        )
     record = record_bytes(record_fields(layout, draft, dtype))
     ranks = config.tp_size
-    kv_transfer = KVTransferSpec.of(layout.groups, kv_groups(model, draft, 1), dtype.itemsize, record, ranks)
+    whole = kv_groups(model, draft, 1, config.fp8_kv)
+    kv_transfer = KVTransferSpec.of(layout.groups, whole, dtype.itemsize, record, ranks)
     tokens = min(kv_transfer.own.tokens_per_slot(config.disaggregation_slot_bytes), layout.max_context)
     layout = replace(layout, disaggregation_slots=config.disaggregation_slots, slot_tokens=tokens)
     if config.chunked_prefill_size is None:  # no more than slots hold, to be taken while the next chunk is computed
@@ -224,6 +246,8 @@ def _attends(config: EngineConfig, device: torch.device) -> str:
     """The attention backend; of `auto` the one that it falls back to."""
     if config.attention_backend != "auto":
         return config.attention_backend
+    if config.exactness == "bits" and device.type == "cuda":
+        return exact_backend(Need(compute_dtype(config.dtype, device), device)) or "triton"
     return "torch" if refusal("triton", Need(compute_dtype(config.dtype, device), device)) is not None else "triton"
 
 
@@ -257,11 +281,15 @@ def _profile_of(config: EngineConfig) -> AcceptanceProfile | None:
     return read_profile(config.simulate_acceptance)
 
 
-def packed_kinds(config: EngineConfig) -> tuple[Kind, ...]:
-    """Kinds of quantized parameters that stay packed: on a GPU no experts, whose kernel reads plain ones."""
-    if config.dequantize_weights is not False:
-        return ()
-    return ("matrix", "experts") if compute_device(config.device).type == "cpu" else ("matrix",)
+def packing(config: EngineConfig) -> Packing:
+    """Which quantized parameters stay packed; if the configuration does not say, those whose products a GPU decodes in
+    registers."""
+    device = compute_device(config.device)
+    if config.dequantize_weights is None:
+        stays = on_a_gpu_in_16_bits(OpContext(device, compute_dtype(config.dtype, device)))
+    else:
+        stays = not config.dequantize_weights
+    return "none" if not stays else "rows" if device.type == "cpu" else "tiles"
 
 
 def read_draft_spec(config: EngineConfig, target: TargetSpec) -> DrafterSpec:

@@ -30,13 +30,17 @@ class LogitsProcessorWriter:
                 self._active.add(setup.row)
             elif setup.row in self._active:
                 assert self._processors is not None
-                for flags in (self._processors.active, self._processors.constrained, self._processors.undrafted):
+                for flags in (self._processors.active, self._processors.constrained):
                     flags[setup.row] = False
                 self._active.discard(setup.row)
 
     def _write(self, setup: RowSetup, history: RowHistory) -> None:
         rows, row, params = self._processors, setup.row, setup.params
         assert rows is not None, "the client is told that no logits can be changed"
+        rows.constrained[row] = setup.constrained
+        rows.active[row] = active = not setup.constrained or _weighs(params)
+        if not active:
+            return
         words = words_of(params, history, rows.words.shape[1])
         every = NEVER if params.allowed_token_ids is not None else 0
         columns = to_device(rows.words.device, torch.tensor([[*words], [*words.values()]], dtype=torch.int64))
@@ -47,8 +51,13 @@ class LogitsProcessorWriter:
         rows.presence[row], rows.frequency[row] = params.presence_penalty, params.frequency_penalty
         rows.repetition[row] = params.repetition_penalty
         rows.may_end[row] = len(history.prompt_ids) + params.min_tokens
-        rows.active[row], rows.constrained[row] = True, setup.constrained
-        rows.undrafted[row] = not params.speculative
+
+
+def _weighs(params: SamplingParams) -> bool:
+    """Whether logits become others; what is ruled out is in the masks of a constrained row."""
+    return bool(
+        params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1 or params.logit_bias
+    )
 
 
 def words_of(params: SamplingParams, history: RowHistory, vocab_size: int) -> dict[int, int]:

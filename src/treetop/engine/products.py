@@ -1,29 +1,51 @@
-"""How products with weights are taken on a CPU: by timing, and a target's exactly where that was asked for."""
+"""How products with weights are taken.
+
+On a CPU by timing, and a target's exactly where that was asked for; there on a GPU as a probe found.
+"""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from treetop.engine.weight_copies import CpuWeights
+from treetop.engine.plan import EnginePlan
+from treetop.engine.probed_products import probed_products
+from treetop.engine.weight_copies import CpuWeights, product_weights
 from treetop.models.loader import Placement
 from treetop.weights.cpu_products import Call, ChosenProduct, Shape, choose_products
+from treetop.weights.gpu_products import Probed
 
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """By shape of a weight, of target and draft: the same but where the target's bits are exact."""
+    """By shape of a weight, of target and draft: the same but where the target's bits are exact.
+
+    probed: the target's on a GPU, where its bits are exact.
+    """
 
     target: Mapping[Shape, ChosenProduct]
     draft: Mapping[Shape, ChosenProduct]
+    probed: Mapping[Shape, Probed] = field(default_factory=dict)
 
     @property
     def all(self) -> tuple[ChosenProduct, ...]:
         return (*self.target.values(), *(() if self.draft is self.target else self.draft.values()))
 
+    def of_target(self, place: Placement) -> Placement:
+        """Where the target computes."""
+        return replace(place, products=self.target, probed=self.probed)
 
-def products_of(weights: CpuWeights, place: Placement) -> Products:
-    """Empty on a GPU."""
+    def of_draft(self, place: Placement) -> Placement:
+        """Where a draft does: it changes no token, whatever its bits."""
+        return replace(place, products=self.draft, exact=False)
+
+
+def products_of(engine_plan: EnginePlan) -> Products:
+    """Nothing on a GPU unless bits are to be exact. Raises ConfigError where a machine's cannot be."""
+    place, weights = engine_plan.place, engine_plan.weights
+    if place.device.type == "cuda" and place.exact:
+        needed = product_weights(engine_plan.target, None, place)
+        return Products({}, {}, probed_products(needed, place.dtype, place.device))
     if not place.exact:
         timed = _timed(weights, place)
         return Products(timed, timed)

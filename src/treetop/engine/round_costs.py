@@ -6,7 +6,6 @@ rows; then of the largest bucket with much, which says what a token of context c
 
 import hashlib
 import json
-import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from treetop.engine.cache_files import cache_file, keep
 from treetop.engine.capacity_proof import on_null_pages
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.plan import EnginePlan
@@ -25,8 +25,6 @@ from treetop.types.costs import CatchUpCost, CostTable, RoundCost
 from treetop.types.errors import CheckError, ConfigError
 from treetop.types.layout import SpecShape
 from treetop.types.sampling import Choice
-
-log = logging.getLogger("treetop")
 
 _VERSION = 2
 """Of what is measured, and how."""
@@ -65,15 +63,14 @@ def identity(engine_plan: EnginePlan, runner: ModelRunner) -> str:
         *(config.model if place.dummy else "", config.algorithm, *models, device, os.uname().nodename),
         *(_VERSION, torch.__version__, place.dtype, runner.backend.name, config.graphs, place.compressed),
         *(config.tp_size, layout.shapes, layout.coarse_buckets, layout.page_size, layout.max_deferred),
-        *(layout.max_context, config.check_level >= 2),
+        *(layout.max_context, config.check_level >= 2, layout.graft, config.kv_cache_dtype),
     )
     return hashlib.sha256(repr(words).encode()).hexdigest()[:32]
 
 
 def cost_file(made_for: str) -> Path:
     """Where a table is kept: in the user's cache folder."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "treetop" / "round-costs" / f"{made_for}.json"
+    return cache_file("round-costs", made_for)
 
 
 def read(file: Path) -> CostTable | None:
@@ -97,14 +94,8 @@ def _table_of(held: dict[str, Any]) -> CostTable:
 
 
 def write(file: Path, table: CostTable) -> None:
-    """Keep a table, whole or not at all. A folder that cannot be written to is no error: the next start measures."""
-    own = file.with_suffix(f".{os.getpid()}")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        own.write_text(json.dumps(asdict(table)))
-        own.replace(file)
-    except OSError as error:
-        log.info("round costs are not kept: %s", error)
+    """Keep a table; see `cache_files.keep`."""
+    keep(file, json.dumps(asdict(table)))
 
 
 def check_made_for(table: CostTable, made_for: str) -> None:

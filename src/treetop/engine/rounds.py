@@ -19,15 +19,17 @@ from treetop.attention.layer import Attend, TailColumns
 from treetop.drafts.protocol import Extension
 from treetop.engine.buffers import poison_undeclared
 from treetop.engine.model_runner import ModelRunner
+from treetop.kernels.accept import Withheld
 from treetop.kernels.calibration import Heat
 from treetop.kernels.commit import Paths, feature_nodes
 from treetop.kernels.deferred import ExtendPairs, defer, deferred_pairs
+from treetop.kernels.graft import graft
 from treetop.kernels.learn import Observed
 from treetop.kernels.row_text import remember
 from treetop.kernels.rows import DraftState, RowTables, store_draft
 from treetop.speculative.draft import Level, grow_tree
 from treetop.speculative.simulation import SimulatedAcceptance, SimulatedLengths
-from treetop.speculative.verify import choose, logits_for, path_logprobs, withhold_drafts
+from treetop.speculative.verify import choose, logits_for, path_logprobs
 from treetop.types.errors import CheckError
 from treetop.types.ids import GroupName
 from treetop.types.layout import PLAIN, SpecShape
@@ -89,6 +91,9 @@ def draft_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
         return runner.tail_attention(phase, runner.draft_layers, buffers.draft_tails, plans, columns, shape)
 
     grow_tree(runner.drafter, growth, frontier, ops, attend, simulated)
+    if growth.graft is not None:
+        assert runner.state.text is not None
+        graft(growth.head, growth.graft, runner.state.text, rows, places.committed)
     ops.select(growth, tree, places)
 
 
@@ -118,16 +123,13 @@ def verify_phase(runner: ModelRunner, key: RoundKey, max_kv_len: int) -> None:
     allowed = None if held is None else held.allowed
     chosen = choose(ops, logits, runner.state.sampler, rows, places.nodes, tree, key.choice, allowed)
     processors = runner.state.processors if key.choice.processes else None
-    if held is not None:
-        withhold_drafts(tree, held.withheld)
-    if processors is not None and shape.num_steps:
-        withhold_drafts(tree, processors.undrafted[rows][:, None].expand_as(tree.tokens))
     forced = None
     if shape.num_steps and isinstance(runner.simulation, SimulatedLengths):
         forced = runner.simulation.lengths(runner.drawn_at(rows), shape)
     elif shape.num_steps and isinstance(runner.simulation, SimulatedAcceptance):
         chosen = runner.simulation.choices(buffers.growth_of(key.bucket, shape), runner.drawn_at(rows))
-    ops.accept(chosen, tree, accepted, forced)
+    withheld = Withheld(rows, runner.state.undrafted, None if held is None else held.withheld)
+    ops.accept(chosen, tree, accepted, forced, withheld if shape.num_steps else None)
     if runner.learns and shape.num_steps > 0:
         growth = buffers.growth_of(key.bucket, shape)
         constrained = processors.constrained if processors is not None else None

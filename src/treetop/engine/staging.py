@@ -6,7 +6,7 @@ same slot. `max_steps` are out at most, so a slot that comes round again has lon
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice, repeat
 
 import torch
@@ -17,7 +17,8 @@ from treetop.engine.buffers import Zeros
 from treetop.engine.state import SETUP_COLUMNS
 from treetop.types.errors import CapacityError, CheckError, InvariantError
 from treetop.types.layout import Layout
-from treetop.types.sampling import MAX_LOGPROBS, TokenLogprobs
+from treetop.types.messages import ProposalCounts
+from treetop.types.sampling import CLASSES, MAX_LOGPROBS, TokenLogprobs
 from treetop.types.tree import PathLogprobs
 
 _ALIGNED = 2
@@ -49,6 +50,8 @@ class Results:
     finite: [rows] bool.
     logprobs: if a row asks for them.
     prompt: of prompt tokens, [n, 1 + maximum] and [n, maximum], if a chunk asks for them.
+    candidates: of a round with drafts, [rows, w - 1] int64, which candidate each accepted draft was, by flat index.
+    proposals: [2, classes, depths, ranks] float32, of a calibration's counts, if the host goes by them.
 
     What is transferred has results of this form, too (`engine/kv_transfer.py`).
     """
@@ -58,11 +61,13 @@ class Results:
     finite: Tensor
     logprobs: PathLogprobs | None = None
     prompt: PathLogprobs | None = None
+    candidates: Tensor | None = None
+    proposals: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class HostResults:
-    """`Results` on the host, and the record of the probes."""
+    """`Results` on the host, and the record of the probes. candidates: () where there are none."""
 
     tokens: list[tuple[int, ...]]
     accept_len: list[int]
@@ -70,6 +75,8 @@ class HostResults:
     record: list[int]
     logprobs: PathLogprobs | None
     prompt: PathLogprobs | None = None
+    candidates: list[tuple[int, ...]] = field(default_factory=list)
+    proposals: ProposalCounts | None = None
 
     def logprobs_of(self, item: int, num_tokens: int, maximum: int) -> tuple[TokenLogprobs, ...]:
         """Of the first tokens of a row, with up to `maximum` of the best beside each."""
@@ -87,6 +94,8 @@ def listed_logprobs(values: Tensor, ids: Tensor, maximum: int) -> tuple[TokenLog
 class InFlightResults:
     """Results of step `step`, on their way to its slot: `values`, a part of it, for a bucket of `rows` rows.
 
+    width, drafts: columns of tokens and of candidates.
+    proposals: the shape of what is told of them, () for nothing.
     maximum: how many of the best tokens' log-probabilities they hold, None for none at all.
     prompt: prompt tokens, and the best beside each.
     """
@@ -95,6 +104,9 @@ class InFlightResults:
     step: int
     values: Tensor
     rows: int
+    width: int
+    drafts: int
+    proposals: tuple[int, ...]
     maximum: int | None
     prompt: tuple[int, int]
 
@@ -125,7 +137,9 @@ class StagingBuffers:
         self._inputs = zeros((numbers,), torch.int64)
         a_token = 1 + 1 + 2 * MAX_LOGPROBS  # its id, log-probabilities, ids of the best
         of_prompts = b * (a_token + 2) + layout.chunk * a_token
-        results = max(b * (layout.commit_width * a_token + 2), of_prompts, pieces * (checksums + 2))
+        a_round = b * (layout.commit_width * a_token + 2 + layout.commit_width - 1)
+        a_round += 2 * CLASSES * layout.commit_width * layout.max_topk  # of a calibration
+        results = max(a_round, of_prompts, pieces * (checksums + 2))
         self._results = zeros((results + RECORD,), torch.int64)
         self._slots = [self._slot(device) for _ in range(layout.max_steps + 1)]
         self._steps = 0
@@ -167,11 +181,17 @@ class StagingBuffers:
 
     def post(self, slot: Slot, results: Results, record: Tensor) -> InFlightResults:
         """Copy a step's results into its slot, in one copy, and mark the step's end."""
-        parts = [results.tokens.reshape(-1), results.accept_len, results.finite.to(torch.int64), record]
+        parts = [results.tokens.reshape(-1), results.accept_len, results.finite.to(torch.int64)]
+        if results.candidates is not None:
+            parts.append(results.candidates.reshape(-1))
+        told = results.proposals
+        if told is not None:
+            parts.append(_bits(told))
+        parts.append(record)
         logprobs, prompt = results.logprobs, results.prompt
         for each in (logprobs, prompt):
             if each is not None:
-                parts += [each.ids.reshape(-1), each.values.to(torch.float64).view(torch.int64).reshape(-1)]
+                parts += [each.ids.reshape(-1), _bits(each.values)]
         packed = self._results[: sum(len(part) for part in parts)]
         torch.cat(parts, out=packed)
         values = copy_out(packed, slot.results[: len(packed)])
@@ -181,7 +201,10 @@ class StagingBuffers:
             slot.done.record()
         maximum = None if logprobs is None else logprobs.ids.shape[2]
         of_prompt = (0, 0) if prompt is None else (prompt.ids.shape[0], prompt.ids.shape[1])
-        return InFlightResults(slot, slot.step, values, len(results.tokens), maximum, of_prompt)
+        rows, width = results.tokens.shape
+        drafts = 0 if results.candidates is None else results.candidates.shape[1]
+        shape = () if told is None else tuple(told.shape)
+        return InFlightResults(slot, slot.step, values, rows, width, drafts, shape, maximum, of_prompt)
 
 
 def copy_out(tensor: Tensor, memory: Tensor) -> Tensor:
@@ -207,11 +230,16 @@ def collect(posted: InFlightResults) -> HostResults:
         slot.done.synchronize()
     lines, best = posted.prompt
     end = len(posted.values) - lines * (1 + 2 * best)
-    width = ((end - RECORD) // n - 2) // (1 if maximum is None else 2 + 2 * maximum)
-    head = n * (width + 2) + RECORD
+    width, drafts = posted.width, posted.drafts
+    counts = math.prod(posted.proposals) if posted.proposals else 0
+    told = n * (width + 2 + drafts)
+    head = told + counts + RECORD
     values = posted.values[:head].tolist()
     tokens, rest = values[: n * width], values[n * width :]
-    logprobs = prompt = None
+    candidates = rest[2 * n :]
+    logprobs = prompt = proposals = None
+    if counts:
+        proposals = tuple(posted.values[told : told + counts].view(torch.float64).view(posted.proposals).tolist())
     if maximum is not None:
         logprobs = _unpacked(posted.values[head:end], (n, width), maximum)
     if lines:
@@ -220,10 +248,17 @@ def collect(posted: InFlightResults) -> HostResults:
         tokens=[tuple(tokens[i * width : (i + 1) * width]) for i in range(n)],
         accept_len=rest[:n],
         finite=[bool(ok) for ok in rest[n : 2 * n]],
-        record=rest[2 * n :],
+        record=values[-RECORD:],
         logprobs=logprobs,
         prompt=prompt,
+        candidates=[tuple(candidates[i * drafts : (i + 1) * drafts]) for i in range(n)] if drafts else [],
+        proposals=proposals,
     )
+
+
+def _bits(numbers: Tensor) -> Tensor:
+    """Floating-point numbers as integers, [n] int64."""
+    return numbers.to(torch.float64).view(torch.int64).reshape(-1)
 
 
 def _unpacked(packed: Tensor, shape: tuple[int, ...], maximum: int) -> PathLogprobs:

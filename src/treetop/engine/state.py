@@ -33,8 +33,9 @@ class RowState:
     record: the tables of what a row hands over, of which committed and root [num_rows] int64 and draft are some.
     deferred: what the draft has yet to extend; None where all rounds extend.
     processors: None where no request may change its logits.
-    text: of each row up to its root, [num_rows, width] int32, as `kernels.row_text` has it; None where no drafter reads
-        it.
+    text: of each row up to its root, [num_rows, width] int32, as `kernels.row_text` has it; None where neither a
+        drafter nor a graft reads it.
+    undrafted: [num_rows] bool, rows of which no draft is accepted.
     classes: [num_rows] int64, by which a row's proposals are calibrated.
     calibration: of the pair; it is no row's.
     """
@@ -49,6 +50,7 @@ class RowState:
     deferred: DeferredPairs | None
     processors: LogitsProcessors | None
     text: Tensor | None
+    undrafted: Tensor
     classes: Tensor
     calibration: Calibration
 
@@ -93,9 +95,9 @@ class RowState:
         """
         rows, *values = columns
         p = self.params
-        for table, value in zip((self.committed, self.seed, p.top_k), values[:3], strict=True):
-            table[rows] = value
-        for table, value in zip((p.temperature, p.top_p, p.min_p), values[3:], strict=True):
+        for table, value in zip((self.committed, self.seed, p.top_k, self.undrafted), values[:4], strict=True):
+            table[rows] = value.to(table.dtype)
+        for table, value in zip((p.temperature, p.top_p, p.min_p), values[4:], strict=True):
             table[rows] = value.view(torch.float64).to(table.dtype)
         self.classes[rows] = class_of(p.temperature[rows])
         if self.deferred is not None:
@@ -117,17 +119,20 @@ class RowState:
         return RowTables(self.committed, self.root, self.classes, self.draft)
 
 
-SETUP_COLUMNS = 7
+SETUP_COLUMNS = 8
 
 
 def setup_columns(setups: Sequence[RowSetup]) -> list[list[int]]:
-    """Requests that move in as columns of integers: row, committed, seed, top-k; temperature, top-p, min-p as bits."""
+    """Requests that move in as columns of integers: row, committed, seed, top-k, whether no draft is accepted;
+    temperature, top-p, min-p as bits.
+    """
     params = [s.params for s in setups]
     return [
         [s.row for s in setups],
         [s.committed for s in setups],
         [s.seed for s in setups],
         [min(max(p.top_k, 0), _ANY_VOCABULARY) for p in params],
+        [int(not p.speculative) for p in params],
         [_bits(p.temperature) for p in params],
         [_bits(p.top_p) for p in params],
         [_bits(p.min_p) for p in params],
@@ -156,7 +161,7 @@ def make_state(
     draft = text = deferred = None
     if drafter is not None:
         draft = DraftState(*(record.tables[name] for name in DraftState.__dataclass_fields__))
-        if drafter.reads_text:
+        if drafter.reads_text or layout.graft:
             text = zeros((n, layout.max_positions + 2), torch.int32)  # the root too, and one column for nothing
     if drafter is not None and layout.max_deferred:
         pairs, width = layout.max_deferred, len(drafter.aux_inputs) * hidden
@@ -175,6 +180,7 @@ def make_state(
         deferred=deferred,
         processors=None if vocab_size is None else _make_processors(n, vocab_size, zeros),
         text=text,
+        undrafted=zeros((n,), torch.bool),
         classes=zeros((n,), long),
         calibration=make_calibration(max(1, layout.commit_width - 1), layout.max_topk, zeros),
     )
@@ -183,7 +189,7 @@ def make_state(
 def _make_processors(n: int, vocab_size: int, zeros: Zeros) -> LogitsProcessors:
     words, biases = zeros((n, vocab_size), torch.int32), zeros((n, 1 + MAX_BIASES), torch.float32)
     presence, frequency, repetition = (zeros((n,), torch.float32) for _ in range(3))
-    active, constrained, undrafted = (zeros((n,), torch.bool) for _ in range(3))
+    active, constrained = (zeros((n,), torch.bool) for _ in range(2))
     return LogitsProcessors(
-        words, biases, presence, frequency, repetition, zeros((n,), torch.int64), active, constrained, undrafted
+        words, biases, presence, frequency, repetition, zeros((n,), torch.int64), active, constrained
     )

@@ -3,7 +3,10 @@
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+from torch import Tensor
+
 from treetop.drafts.protocol import Drafter, DrafterSpec
+from treetop.engine.build import kv_scales
 from treetop.engine.kept_calibration import KeptCalibration, kept_calibration
 from treetop.engine.plan import EnginePlan, read_draft_spec
 from treetop.engine.products import products_of
@@ -11,6 +14,7 @@ from treetop.models.folder import resolve_folder
 from treetop.models.registry import target_spec
 from treetop.models.target import Target
 from treetop.types.errors import ConfigError
+from treetop.types.ids import GroupName
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +23,14 @@ class NewWeights:
 
     plan: with their folders.
     kept: what was learned of the pair before, where that is kept.
+    kv_scales: of K/V in FP8.
     """
 
     plan: EnginePlan
     target: Target
     drafter: Drafter | None
     kept: KeptCalibration | None
+    kv_scales: dict[GroupName, Tensor]
 
 
 def read_weights(engine_plan: EnginePlan, model: str | None, draft: str | None) -> NewWeights:
@@ -52,14 +58,13 @@ def read_weights(engine_plan: EnginePlan, model: str | None, draft: str | None) 
     if not _are_alike(drafter_spec, engine_plan.draft):
         raise ConfigError(f"update_weights: {config.draft} is another draft head: its config or its tensors differ")
     aux = drafter_spec.aux_inputs if drafter_spec is not None else ()
-    products = products_of(engine_plan.weights, place)
-    target = spec.load(aux, replace(place, products=products.target))
-    beside = replace(place, products=products.draft, exact=False)
+    products = products_of(engine_plan)
+    target, beside = spec.load(aux, products.of_target(place)), products.of_draft(place)
     new_plan = replace(engine_plan, config=config, target=spec, draft=drafter_spec)
     if drafter_spec is None:
-        return NewWeights(new_plan, target, None, None)
+        return NewWeights(new_plan, target, None, None, kv_scales(new_plan))
     kept = kept_calibration(config, spec.folder, drafter_spec, writes=True)
-    return NewWeights(new_plan, target, drafter_spec.load(target, beside), kept)
+    return NewWeights(new_plan, target, drafter_spec.load(target, beside), kept, kv_scales(new_plan))
 
 
 def _are_alike(new: DrafterSpec | None, old: DrafterSpec | None) -> bool:

@@ -39,6 +39,11 @@ def with_copies(
     problem = why_not_compressed(place.device, place.dtype)
     if config.compress_weights and problem is not None:
         raise ConfigError(f"--compress-weights: {problem}; use --no-compress-weights")
+    if config.compress_weights and place.exact and draft is None:
+        raise ConfigError(
+            "--compress-weights: with --exactness bits a target's weights have 16 bits, and there is no draft; use"
+            " --no-compress-weights"
+        )
     if config.compress_weights is False or problem is not None:
         return budget
     copies, left = (
@@ -112,8 +117,11 @@ _NOWHERE = Placement(torch.float32, torch.device("meta"), 1)
 def copies_estimate(
     target: TargetSpec, draft: DrafterSpec | None, dtype: torch.dtype, gpu: GpuTraits, place: Placement = _NOWHERE
 ) -> int:
-    """Bytes of the copies of a rank's weights with which products on this GPU may be faster."""
-    return sum(each.format.copy_bytes(each, dtype, gpu) for each in product_weights(target, draft, place))
+    """Bytes of the copies of a rank's weights with which products on this GPU may be faster: a draft's alone where the
+    target's bits are exact."""
+    weights = product_weights(target, draft, place)
+    own = len(product_weights(target, None, place)) if place.exact else 0
+    return sum(each.format.copy_bytes(each, dtype, gpu) for each in weights[own:])
 
 
 def product_weights(target: TargetSpec, draft: DrafterSpec | None, place: Placement = _NOWHERE) -> list[ProductWeight]:

@@ -13,6 +13,8 @@ On a GPU a greedy round chooses and accepts in two launches, a sampled one accep
 logit is NaN the node is not finite, and the token chosen there has no meaning.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -26,7 +28,28 @@ _PIECE = 4096
 """Logits of one program of the first launch."""
 
 
-def accept(tree: DraftTree, choice: Tensor, finite: Tensor, commit_width: int) -> Accepted:
+@dataclass(frozen=True, slots=True)
+class Withheld:
+    """Drafts that are not accepted, whatever the target chooses.
+
+    rows: [rows] int64, of the batch.
+    undrafted: [num_rows] bool, rows of which none is.
+    nodes: [rows, T] bool, drafts of constrained rows behind which it is not known what is allowed; None for none.
+    """
+
+    rows: Tensor
+    undrafted: Tensor
+    nodes: Tensor | None
+
+    def of_tree(self) -> Tensor:
+        """[rows, 1 or T] bool."""
+        undrafted = self.undrafted[self.rows][:, None]
+        return undrafted if self.nodes is None else undrafted | self.nodes
+
+
+def accept(
+    tree: DraftTree, choice: Tensor, finite: Tensor, commit_width: int, withheld: Withheld | None = None
+) -> Accepted:
     """Follow the target's choices through each tree.
 
     choice: [rows, T] int64, the target's token after each node. finite: [rows, T] bool, of its logits there. The path
@@ -37,6 +60,8 @@ def accept(tree: DraftTree, choice: Tensor, finite: Tensor, commit_width: int) -
     """
     rows, width = tree.tokens.shape
     wanted = tree.tokens == choice.gather(1, tree.parent)
+    if withheld is not None:
+        wanted &= ~withheld.of_tree()
     wanted[:, 0] = True
     agreed = ~(tree.mask & ~wanted[:, None, :]).any(dim=2)  # [rows, T], itself and its ancestors
     accept_len, last = torch.where(agreed, tree.depth, -1).max(dim=1)  # the first of the deepest
@@ -63,13 +88,17 @@ def force(choice: Tensor, finite: Tensor, lengths: Tensor, commit_width: int) ->
 
 
 def accept_reference(
-    chosen: SampledTokens | PartialArgmax, tree: DraftTree, out: Accepted, forced: Tensor | None
+    chosen: SampledTokens | PartialArgmax,
+    tree: DraftTree,
+    out: Accepted,
+    forced: Tensor | None,
+    withheld: Withheld | None = None,
 ) -> None:
     """Follow the choices through each tree and write what is accepted; or `force` paths so long, [rows] int64."""
     assert isinstance(chosen, SampledTokens)
     width = out.path.shape[1]
     if forced is None:
-        copy_into(out, accept(tree, chosen.token, chosen.finite, width))
+        copy_into(out, accept(tree, chosen.token, chosen.finite, width, withheld))
     else:
         copy_into(out, force(chosen.token, chosen.finite, forced, width))
 
@@ -105,7 +134,13 @@ def _pieces_kernel(key: Arg, logits: Arg, vocab: Arg, block: constexpr, overlap:
 
 
 def accept_in_one_launch(
-    chosen: SampledTokens | PartialArgmax, tree: DraftTree, out: Accepted, forced: Tensor | None, gpu: GpuTraits
+    chosen: SampledTokens | PartialArgmax,
+    tree: DraftTree,
+    out: Accepted,
+    forced: Tensor | None,
+    withheld: Withheld | None = None,
+    *,
+    gpu: GpuTraits,
 ) -> None:
     """`accept_reference`; it merges the pieces if there are any."""
     rows, nodes = tree.tokens.shape
@@ -118,10 +153,18 @@ def accept_in_one_launch(
     assert out.path.stride() == out.tokens.stride()
     flags, width = tree.mask.view(torch.uint8), out.path.shape[1]
     pieces = choice.shape[2] if greedy else 1
+    rows_in = undrafted = nodes_in = flags
+    if withheld is not None:
+        rows_in, undrafted = withheld.rows, withheld.undrafted.view(torch.uint8)
+        nodes_in = undrafted if withheld.nodes is None else withheld.nodes.view(torch.uint8)
+        assert rows_in.is_contiguous()
+        assert withheld.nodes is None or withheld.nodes.stride(1) == 1
     _accept_kernel[(rows,)](
         choice, finite_in, tree.tokens, tree.parent, tree.depth, flags, out.accept_len if forced is None else forced,
         out.path, out.accept_len, out.tokens, out.bonus, out.finite.view(torch.uint8), out.choice, out.choice.stride(0),
         tree.tokens.stride(0), flags.stride(0), flags.stride(1), out.path.stride(0),
+        rows_in, undrafted, nodes_in, nodes_in.stride(0),
+        withholds=withheld is not None, withholds_nodes=withheld is not None and withheld.nodes is not None,
         nodes=nodes, width=width, pieces=pieces, block_t=lanes(nodes), block_w=lanes(width), block_p=lanes(pieces),
         greedy=greedy, is_forced=forced is not None, overlap=gpu.can_overlap,
         num_warps=4 if nodes <= 32 else 8, **launch_options(gpu),
@@ -133,6 +176,7 @@ def _accept_kernel(
     choice: Arg, finite_in: Arg, tokens: Arg, parent: Arg, depth: Arg, mask: Arg, forced: Arg,
     path: Arg, accept_len: Arg, out_tokens: Arg, bonus: Arg, finite: Arg, out_choice: Arg, choice_row: Arg,
     tree_row: Arg, mask_row: Arg, mask_node: Arg, path_row: Arg,
+    rows_in: Arg, undrafted: Arg, withheld: Arg, withheld_row: Arg, withholds: constexpr, withholds_nodes: constexpr,
     nodes: constexpr, width: constexpr, pieces: constexpr, block_t: constexpr, block_w: constexpr,
     block_p: constexpr, greedy: constexpr, is_forced: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
@@ -164,7 +208,12 @@ def _accept_kernel(
         up = tl.load(parent + row * tree_row + node, mask=real, other=0).to(tl.int32)
         expected = tl.sum(tl.where(up[:, None] == node[None, :], token[None, :], 0), 1)  # the parent's choice
         drafted = tl.load(tokens + row * tree_row + node, mask=real, other=-1)
-        wanted = (drafted == expected) | (node == 0)
+        wanted = drafted == expected
+        if withholds:
+            wanted = wanted & (tl.load(undrafted + tl.load(rows_in + row)) == 0)
+        if withholds_nodes:
+            wanted = wanted & (tl.load(withheld + row * withheld_row + node, mask=real, other=0) == 0)
+        wanted = wanted | (node == 0)
         line = mask + row * mask_row + node[:, None] * mask_node + node[None, :]
         ancestor = tl.load(line, mask=real[:, None] & real[None, :], other=0) != 0
         wrong = tl.sum((ancestor & (wanted.to(tl.int32) == 0)[None, :]).to(tl.int32), 1)

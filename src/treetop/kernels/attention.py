@@ -22,8 +22,8 @@ from torch import Tensor
 
 from treetop.kernels.attention_config import CallShape, Launch, choose_launch
 from treetop.kernels.dependent_launch import pdl_wait
-from treetop.kernels.kv import slots_of
-from treetop.kernels.metadata import AttentionMetadata
+from treetop.kernels.kv import decoded, slots_of
+from treetop.kernels.metadata import AttentionMetadata, SparseKeys
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, jit_for_any, power_of_two, tl
 
 # ---------------------------------------------------------------------------------------------------- the reference
@@ -36,29 +36,33 @@ def paged_attention_reference(
     tail: Tensor | None,
     scale: float,
     sinks: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over the committed pages and the tail, if there is one, densely and in float32 (float64 if q is).
 
     q: [rows, n, heads, head_dim], dense in its last dimension. pages: [slots, planes, kv_heads, head_dim], one layer's.
     tail: [rows, t, planes, kv_heads, head_dim]. sinks: [heads] float32, a logit a head that takes part in the
-    normalisation. Returns out like q and lse [rows, n, heads] float32, natural logarithm, the sink in it; a query that
-    sees nothing gets out 0 and lse -inf, or its sink.
+    normalisation. scales: [planes, kv_heads] float32, of pages and a tail in FP8. Returns out like q and lse [rows, n,
+    heads] float32, natural logarithm, the sink in it; a query that sees nothing gets out 0 and lse -inf, or its sink.
     """
     at = torch.arange(metadata.max_kv_len, device=q.device)
     stored = at < metadata.kv_len[:, None]
     slots = slots_of(metadata.table.data, metadata.rows, at[None], stored, metadata.page_size)
-    kv = torch.where(stored[:, :, None, None, None], pages[slots], 0)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    kv = torch.where(stored[:, :, None, None, None], decoded(pages[slots], scales, wide), 0)
     positions = metadata.positions
-    distance = positions[:, :, None] - at
-    visible = stored[:, None] & _within(distance, metadata.window)
+    visible = stored[:, None].expand(-1, q.shape[1], -1)
+    if metadata.oldest is not None:
+        visible = visible & (at >= metadata.oldest[:, :, None])
     if metadata.causal:
         columns = torch.arange(q.shape[1], device=q.device)
         real = (columns == 0) | (positions > positions[:, :1])
-        visible = visible & (distance >= 0) & real[:, :, None]
+        visible = visible & (at <= positions[:, :, None]) & real[:, :, None]
+    if metadata.chosen is not None:
+        visible = visible & _chosen(metadata.chosen, len(at))
     if tail is not None:
         visible = torch.cat([visible, tail_visible(metadata)], dim=2)
-        kv = torch.cat([kv, tail], dim=1)
-    wide = torch.promote_types(q.dtype, torch.float32)
+        kv = torch.cat([kv, decoded(tail, scales, wide)], dim=1)
     kv_heads = kv.shape[3]
     grouped = q.to(wide).unflatten(2, (kv_heads, -1))
     scores = torch.einsum("bnhgd,bmhd->bnhgm", grouped, kv[:, :, 0].to(wide)) * scale
@@ -72,17 +76,19 @@ def paged_attention_reference(
 
 
 def tail_visible(metadata: AttentionMetadata) -> Tensor:
-    """Which tail keys a query sees: its mask, and the window by position. Returns [rows, n, t] bool."""
+    """Which tail keys a query sees: its mask, and from where it sees by position. Returns [rows, n, t] bool."""
     assert metadata.mask is not None
     assert metadata.tail_positions is not None
-    if metadata.window is None:
-        return metadata.mask
-    distance = metadata.positions[:, :, None] - metadata.tail_positions[:, None, :]
-    return metadata.mask & (distance < metadata.window)
+    oldest = metadata.oldest
+    return metadata.mask if oldest is None else metadata.mask & (metadata.tail_positions[:, None] >= oldest[:, :, None])
 
 
-def _within(distance: Tensor, window: int | None) -> Tensor:
-    return torch.ones_like(distance, dtype=torch.bool) if window is None else distance < window
+def _chosen(chosen: SparseKeys, bound: int) -> Tensor:
+    """Which of positions 0 .. bound - 1 were chosen. Returns [rows, n, bound] bool."""
+    there = torch.arange(chosen.positions.shape[2], device=chosen.count.device) < chosen.count[..., None]
+    places = torch.where(there, chosen.positions, bound).to(torch.int64)
+    found = torch.zeros((*chosen.count.shape, bound + 1), dtype=torch.bool, device=places.device)
+    return found.scatter_(2, places, True)[..., :bound]
 
 
 # ------------------------------------------------------------------------------------------------------ the kernels
@@ -123,33 +129,44 @@ def add_sink(sink: Arg, acc: Arg, peak: Arg, mass: Arg) -> Arg:
 
 
 @jit
-def load_kv(base: Arg, at: Arg, stored: Arg, v_offset: Arg, dims: Arg, dim: constexpr, block_d: constexpr) -> Arg:
-    """K and V of keys at element offsets `at` [n] int64; 0 where not `stored` and past the head's width."""
+def load_kv(
+    base: Arg, at: Arg, stored: Arg, v_offset: Arg, dims: Arg, dim: constexpr, block_d: constexpr, dtype: constexpr
+) -> Arg:  # fmt: skip
+    """K and V of keys at element offsets `at` [n] int64, in `dtype`; 0 where not `stored` and past the head's width."""
     mask = stored[:, None] if dim == block_d else stored[:, None] & (dims < dim)[None, :]
     where = base + at[:, None] + dims[None, :]
-    return tl.load(where, mask=mask, other=0.0), tl.load(where + v_offset, mask=mask, other=0.0)
+    k, v = tl.load(where, mask=mask, other=0.0), tl.load(where + v_offset, mask=mask, other=0.0)
+    return k.to(dtype), v.to(dtype)
+
+
+@jit
+def oldest_seen(position: Arg, window: constexpr, chunked: constexpr) -> Arg:
+    """`metadata.first_seen` of positions [m] int32, and not below 0."""
+    if chunked:
+        return position // window * window
+    return tl.maximum(position - window + 1, 0)
 
 
 @jit
 def fold_tail(
-    q: Arg, tail: Arg, tail_positions: Arg, mask: Arg, query: Arg, real: Arg, position: Arg, dims: Arg, stop: Arg,
+    q: Arg, tail: Arg, tail_positions: Arg, mask: Arg, query: Arg, real: Arg, oldest: Arg, dims: Arg, stop: Arg,
     t: Arg, tail_column: Arg, tail_v: Arg, position_column: Arg, mask_query: Arg, mask_column: Arg, acc: Arg, peak: Arg,
     mass: Arg, scale: Arg, dim: constexpr, window: constexpr, block_t: constexpr, block_d: constexpr,
 ) -> Arg:  # fmt: skip
     """Fold columns 0 .. stop of a dense tail into the running softmax.
 
-    tail, tail_positions, mask: pointers to one row's, at its K/V head. query, position: [m] int, of the lanes that are
-    `real`. The rest as in `fold` and `AttentionMetadata`.
+    tail, tail_positions, mask: pointers to one row's, at its K/V head. query, and oldest, the first position that it
+    sees: [m] int, of the lanes that are `real`. The rest as in `fold` and `AttentionMetadata`.
     """
     for column_start in tl.range(0, stop, block_t, num_stages=1):
         column = column_start + tl.arange(0, block_t)
         there = column < t
-        k, v = load_kv(tail, column.to(tl.int64) * tail_column, there, tail_v, dims, dim, block_d)
+        k, v = load_kv(tail, column.to(tl.int64) * tail_column, there, tail_v, dims, dim, block_d, q.dtype)
         shown = mask + query[:, None] * mask_query + column[None, :] * mask_column
         visible = tl.load(shown, mask=real[:, None] & there[None, :], other=0) != 0
         if window > 0:
             tail_position = tl.load(tail_positions + column * position_column, mask=there, other=0).to(tl.int32)
-            visible = visible & (position[:, None] - tail_position[None, :] < window)
+            visible = visible & (tail_position[None, :] >= oldest[:, None])
         acc, peak, mass = fold(q, k, v, visible, acc, peak, mass, scale, True)
     return acc, peak, mass
 
@@ -164,13 +181,14 @@ def page_of(table: Arg, block: Arg, start: Arg, end: Arg, block_n: constexpr, pa
 @jit_for_any("n", "position_row", "splits")
 def _attention_kernel(
     out: Arg, lse: Arg, q: Arg, pages: Arg, page_table: Arg, rows: Arg, kv_len: Arg, positions: Arg,
-    tail: Arg, tail_positions: Arg, mask: Arg, sinks: Arg, scale: Arg, n: Arg, t: Arg, split_stride: Arg,
-    q_row: Arg, q_query: Arg, q_head: Arg, slot_stride: Arg, v_offset: Arg, table_row: Arg,
+    tail: Arg, tail_positions: Arg, mask: Arg, sinks: Arg, kv_scales: Arg, scale: Arg, n: Arg, t: Arg,
+    split_stride: Arg, q_row: Arg, q_query: Arg, q_head: Arg, slot_stride: Arg, v_offset: Arg, table_row: Arg,
     position_row: Arg, position_query: Arg, splits: Arg, tail_row: Arg, tail_column: Arg, tail_v: Arg,
     tail_position_row: Arg, tail_position_column: Arg, mask_row: Arg, mask_query: Arg, mask_column: Arg,
-    group: constexpr, dim: constexpr, page_size: constexpr, window: constexpr, causal: constexpr, has_tail: constexpr,
-    has_sinks: constexpr, has_parts: constexpr, block_m: constexpr, block_n: constexpr, block_t: constexpr,
-    block_d: constexpr, overlap: constexpr,
+    group: constexpr, dim: constexpr, page_size: constexpr, window: constexpr, chunked: constexpr, causal: constexpr,
+    has_tail: constexpr, has_sinks: constexpr, has_parts: constexpr, scaled: constexpr, block_m: constexpr,
+    block_n: constexpr,
+    block_t: constexpr, block_d: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """One block of queries of one row and K/V head, over one split of its keys.
 
@@ -204,9 +222,10 @@ def _attention_kernel(
         first = tl.load(positions + row * position_row).to(tl.int32)
         real = real & ((query == 0) | (position > first))
         end = tl.minimum(end, tl.max(tl.where(real, position, -1), 0) + 1)
+    oldest = position
     if window > 0:
-        nearest = tl.min(tl.where(real, position, 2147483647), 0)
-        start = tl.minimum(tl.maximum(nearest - window + 1, 0), end)
+        oldest = oldest_seen(position, window, chunked)
+        start = tl.minimum(tl.min(tl.where(real, oldest, 2147483647), 0), end)
 
     first_block = start // block_n
     last_block = tl.cdiv(end, block_n)
@@ -219,11 +238,13 @@ def _attention_kernel(
     mass = tl.zeros([block_m], tl.float32)
     base = pages + kv_head * dim
 
+    if scaled:  # what all keys share goes to the scores, what all values share to the result
+        scale *= tl.load(kv_scales + kv_head)
     page = page_of(table, begin, start, end, block_n, page_size)
     if has_tail:  # first, and by the first split: it needs no length, so it hides the latency of those loads
         acc, peak, mass = fold_tail(
             queries, tail + kv_head * dim + row * tail_row, tail_positions + row * tail_position_row,
-            mask + row * mask_row, query, real, position, dims, tl.where(split == 0, t, 0), t, tail_column, tail_v,
+            mask + row * mask_row, query, real, oldest, dims, tl.where(split == 0, t, 0), t, tail_column, tail_v,
             tail_position_column, mask_query, mask_column, acc, peak, mass, scale, dim, window, block_t, block_d,
         )  # fmt: skip
 
@@ -235,7 +256,7 @@ def _attention_kernel(
             key = block * block_n + tl.arange(0, block_n)
             stored = key < end
             slot = page.to(tl.int64) * page_size + key % page_size
-            k, v = load_kv(base, slot * slot_stride, stored, v_offset, dims, dim, block_d)
+            k, v = load_kv(base, slot * slot_stride, stored, v_offset, dims, dim, block_d, queries.dtype)
             page = page_of(table, block + 1, start, end, block_n, page_size)
             acc, peak, mass = fold(queries, k, v, stored, acc, peak, mass, scale, False)
 
@@ -243,19 +264,21 @@ def _attention_kernel(
         key = block * block_n + tl.arange(0, block_n)
         stored = (key >= start) & (key < end)
         slot = page.to(tl.int64) * page_size + key % page_size
-        k, v = load_kv(base, slot * slot_stride, stored, v_offset, dims, dim, block_d)
+        k, v = load_kv(base, slot * slot_stride, stored, v_offset, dims, dim, block_d, queries.dtype)
         page = page_of(table, block + 1, start, end, block_n, page_size)  # its latency hides behind this block's work
         visible = stored[None, :]
         if causal:
             visible = visible & (key[None, :] <= position[:, None])
         if window > 0:
-            visible = visible & (position[:, None] - key[None, :] < window)
+            visible = visible & (key[None, :] >= oldest[:, None])
         acc, peak, mass = fold(queries, k, v, visible, acc, peak, mass, scale, True)
 
     if has_sinks and not has_parts:
         acc, peak, mass = add_sink(tl.load(sinks + head, mask=real, other=0.0), acc, peak, mass)
     seen = real & (mass != 0)  # also of NaN, which must show
     result = tl.where(seen[:, None], acc / tl.where(seen, mass, 1.0)[:, None], 0.0)
+    if scaled:
+        result *= tl.load(kv_scales + tl.num_programs(0) + kv_head)
     log_mass = tl.where(seen, (peak + tl.log2(tl.where(seen, mass, 1.0))) * 0.6931471805599453, float("-inf"))
     out_at = (row * n + query) * (tl.num_programs(0) * group) + head
     tl.store(lse + split * split_stride + out_at, log_mass, mask=query < n)
@@ -358,6 +381,7 @@ def paged_attention(
     sinks: Tensor | None,
     gpu: GpuTraits,
     launch: Launch | None = None,
+    scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`paged_attention_reference`. launch: how the call is cut, or else `choose_launch` says.
 
@@ -384,11 +408,12 @@ def paged_attention(
     overlap = {"launch_pdl": True} if launch.overlap else {}
     _attention_kernel[(kv_heads, blocks * launch.splits, rows)](
         results.part, results.part_lse, q, pages, table, metadata.rows, metadata.kv_len, positions,
-        data, tail_positions, mask, logits, scale * math.log2(math.e), n, width, rows * n * heads,
-        *q.stride()[:3], pages.stride(0), pages.stride(1), table.stride(0), *positions.stride(), launch.splits,
-        *tail_strides,
-        group=group, dim=dim, page_size=metadata.page_size, window=metadata.window or 0, causal=metadata.causal,
-        has_tail=tail is not None, has_sinks=sinks is not None, has_parts=launch.splits > 1,
+        data, tail_positions, mask, logits, results.lse if scales is None else scales, scale * math.log2(math.e), n,
+        width, rows * n * heads, *q.stride()[:3], pages.stride(0), pages.stride(1), table.stride(0),
+        *positions.stride(), launch.splits, *tail_strides,
+        group=group, dim=dim, page_size=metadata.page_size, window=metadata.window or 0,
+        chunked=metadata.chunked, causal=metadata.causal, has_tail=tail is not None, has_sinks=sinks is not None,
+        has_parts=launch.splits > 1, scaled=scales is not None,
         block_m=launch.block_m, block_n=launch.block_n, block_t=min(launch.block_n, max(16, power_of_two(width))),
         block_d=block_d, overlap=launch.overlap, num_warps=launch.num_warps, num_stages=launch.num_stages, **overlap,
     )  # fmt: skip

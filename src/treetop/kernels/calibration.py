@@ -15,10 +15,7 @@ import torch
 from torch import Tensor
 
 from treetop.kernels.triton_guard import Arg, constexpr, jit, tl
-
-CLASSES = 3
-"""Of rows: greedy, a temperature up to `WARM`, any above."""
-WARM = 0.7
+from treetop.types.sampling import CLASSES, WARM
 
 
 class Heat(NamedTuple):
@@ -39,8 +36,8 @@ class Calibration:
     heat: [classes] float32.
     shift: [classes, depths, ranks] float32.
     nodes: [classes, depths] float32, learned from, of those remembered.
-    chosen, predicted: [classes, depths, ranks] float32, how often a rank's proposal was the target's choice there, and
-        how often the head's probabilities said that it would be.
+    seen, chosen, predicted: [classes, depths, ranks] float32, of those nodes how many had a proposal of a rank, how
+        often it was the target's choice there, and how often the head's probabilities said that it would be.
     sums: [classes, depths, 1 + 2 * ranks] int64: a round's nodes, then chosen and predicted; zero between rounds.
 
     depths: S, of proposals at depth 1 first; ranks: k.
@@ -49,9 +46,15 @@ class Calibration:
     heat: Tensor
     shift: Tensor
     nodes: Tensor
+    seen: Tensor
     chosen: Tensor
     predicted: Tensor
     sums: Tensor
+
+    @property
+    def acceptance(self) -> Tensor:
+        """How often each proposal was looked at and chosen: [2, classes, depths, ranks] float32."""
+        return torch.stack([self.seen, self.chosen])
 
     def reset(self) -> None:
         """What is known before anything was learned: heads are believed."""
@@ -67,6 +70,7 @@ def make_calibration(depths: int, ranks: int, make: Callable[[tuple[int, ...], t
         make((CLASSES,), real),
         make(by_rank, real),
         make(by_depth, real),
+        make(by_rank, real),
         make(by_rank, real),
         make(by_rank, real),
         make((*by_depth, 1 + 2 * ranks), torch.int64),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
-from treetop.kernels.kv import commit_tail, slots_of
+from treetop.kernels.kv import commit_tail, moved, slots_of
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, tl
 
 _BLOCK = 1024
@@ -69,7 +69,7 @@ def commit_reference(pool: Tensor, tail: Tensor, page_table: Tensor, page_size: 
 
 def commit(pool: Tensor, tail: Tensor, page_table: Tensor, page_size: int, paths: Paths, gpu: GpuTraits) -> None:
     """`commit_reference`, all layers in one launch; the null page is not touched."""
-    size = pool[0, 0].numel()
+    pool, tail, size = moved(pool), moved(tail), pool[0, 0].numel()
     assert pool.stride()[1:] == tail.stride()[2:] == (size, size // pool.shape[2], pool.shape[4], 1)
     assert page_table.stride(1) == paths.accept_len.stride(0) == paths.rows.stride(0) == paths.committed.stride(0) == 1
     node = paths.rows if paths.node is None else paths.node

@@ -48,6 +48,16 @@ def draw_tokens(
     return SampledTokens(token, finite)
 
 
+def draw_wide(
+    logits: Tensor, sampler: SamplingMetadata, rows: Tensor, positions: Tensor, filtered: bool, gpu: GpuTraits
+) -> SampledTokens:
+    """`draw_tokens` of logits in float32 whatever their dtype: as `kernels.process` leaves those of a whole batch.
+
+    A row that changes no logit of its own has the same sums beside one that does and without.
+    """
+    return draw_tokens(logits.to(torch.float32), sampler, rows, positions, filtered, gpu)
+
+
 @jit
 def _draw_kernel(
     token: Arg, finite: Arg, logits: Arg, rows: Arg, positions: Arg, temperatures: Arg, top_ks: Arg, top_ps: Arg,

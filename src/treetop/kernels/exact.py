@@ -77,8 +77,13 @@ def least_rows(call: Callable[[Tensor], Tensor], width: int) -> int | None:
 
 
 def adversarial(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Float32 numbers of widely different size; in some rows zeros, equal numbers and pairs that cancel."""
-    x = torch.randn(shape, generator=generator) * torch.exp2(torch.randint(-12, 13, shape, generator=generator).float())
+    """Float32 numbers of widely different size; in some rows zeros, equal numbers and pairs that cancel.
+
+    They lie where the generator does.
+    """
+    device = generator.device
+    size = torch.exp2(torch.randint(-12, 13, shape, generator=generator, device=device).float())
+    x = torch.randn(shape, generator=generator, device=device) * size
     rows = x.flatten(0, -2)
     rows[5::16] = 0.0
     rows[6::16] = rows[6::16, :1]

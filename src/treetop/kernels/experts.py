@@ -4,12 +4,14 @@
     act = activation(x @ gate.T, x @ up.T)          of each token and each of its experts
     y = sum over its experts of weight * (act @ down.T)
 
+or, where weights are those of inputs (`Routes.of_inputs`), with weight * x in place of x and without it there.
+
 The reference goes from expert to expert. A kernel's program computes 64 or 128 lines for one tile of tokens of one
 expert (`kernels.routing`), with the weight as the left operand: gates and ups of a product in turn, so that the
 activation is its end. Few tokens are bound by how fast weights stream, so tiles are as small as tensor cores allow;
 of many, tiles of one expert run side by side and find its weights in the cache. Each token and slot has outputs of its
 own, parts that the next kernel adds up in their order: nothing depends on which program is first, and no token on
-another. Weights are 16 or 32 bits, or MXFP4 and decoded in registers, whatever the number of tokens.
+another. Weights are 16 or 32 bits, or coded in tiles and decoded in registers, whatever the number of tokens.
 """
 
 from dataclasses import dataclass
@@ -18,13 +20,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from treetop.kernels.coded import CodedWeight
-from treetop.kernels.coded import decode as decode_coded
+from treetop.kernels.coded import CodedWeight, decode
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
 from treetop.kernels.exact import BY_ELEMENT, LIBRARY, Functions, linear_by_rows
 from treetop.kernels.gate import Gate, activated, activated_reference
-from treetop.kernels.mxfp4 import BLOCK, Mxfp4Weight, decode, decoded_quarters, unpack
 from treetop.kernels.routing import Routes, RowProduct, Tiles, each_row
+from treetop.kernels.tiles import BLOCK, TiledWeight, tile_arguments, tile_options, tile_product, untile
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, tl
 
 LIMIT, ALPHA = 7.0, 1.702
@@ -61,12 +62,14 @@ Activation.SILU, Activation.GELU, Activation.CLAMPED = (
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """gate_up: [experts, 2, inner, hidden], gates first; in MXFP4 for a GPU, gates and ups line by line in turn.
-    down: [experts, hidden, inner]. Biases: [experts, 2, inner] and [experts, hidden]. Coded ones are for the reference.
+    """gate_up: [experts, 2, inner, hidden], gates first; in tiles [experts, 2 * inner, hidden], gates and ups in turn.
+    down: [experts, hidden, inner]. Biases: [experts, 2, inner] and [experts, hidden].
+
+    Coded ones that are not in tiles are for the reference.
     """
 
-    gate_up: Tensor | Mxfp4Weight | CodedWeight
-    down: Tensor | Mxfp4Weight | CodedWeight
+    gate_up: Tensor | TiledWeight | CodedWeight
+    down: Tensor | TiledWeight | CodedWeight
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
     activation: Activation
@@ -86,8 +89,8 @@ def experts_reference(
     x: [tokens, hidden]. Returns parts [1, tokens, hidden]. On a CPU an expert that nobody chose takes no time;
     elsewhere every expert computes all tokens, for nothing may wait for the device.
     """
-    number, inner, _ = experts.size
-    gate_up, down = _plain(experts.gate_up, x.dtype, inner), _plain(experts.down, x.dtype, None)
+    number = experts.size[0]
+    gate_up, down = _plain(experts.gate_up, x.dtype, gated=True), _plain(experts.down, x.dtype, gated=False)
     total = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
     for expert in range(number):
         chosen = routes.expert == expert
@@ -97,13 +100,16 @@ def experts_reference(
             continue
         rows = x if tokens is None else x[tokens]
         bias = None if experts.gate_up_bias is None else experts.gate_up_bias[expert].flatten()
+        own = weight if tokens is None else weight[tokens]
+        if routes.of_inputs:
+            rows, own = rows * own.to(rows.dtype), torch.ones_like(own)
         gate, up = linear(rows, gate_up[expert].flatten(0, 1), bias).chunk(2, dim=-1)
         bias = None if experts.down_bias is None else experts.down_bias[expert]
         y = linear(experts.activation(gate, up, functions), down[expert], bias).to(total.dtype)
         if tokens is None:
-            total += torch.where(chosen.any(dim=-1, keepdim=True), y * weight, 0)
+            total += torch.where(chosen.any(dim=-1, keepdim=True), y * own, 0)
         else:
-            total.index_add_(0, tokens, y * weight[tokens])
+            total.index_add_(0, tokens, y * own)
     return total.to(x.dtype)[None]
 
 
@@ -114,23 +120,23 @@ def experts_by_rows(x: Tensor, routes: Routes, experts: Experts) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Decoding:
-    """Coded experts, each decoded when it is asked for."""
+    """Coded experts, each decoded when it is asked for. turned: gates and ups lie in turn."""
 
     weight: CodedWeight
     dtype: torch.dtype
+    turned: bool
 
     def __getitem__(self, expert: int) -> Tensor:
-        return decode_coded(self.weight.rows(expert, expert + 1))[0].to(self.dtype)
+        lines = decode(self.weight.rows(expert, expert + 1))[0].to(self.dtype)
+        return lines.unflatten(0, (-1, 2)).transpose(0, 1) if self.turned else lines
 
 
-def _plain(weight: Tensor | Mxfp4Weight | CodedWeight, dtype: torch.dtype, inner: int | None) -> Tensor | _Decoding:
-    """The weight as a tensor, or as one for each expert. inner: of gates and ups, which lie in turn in MXFP4."""
+def _plain(weight: Tensor | TiledWeight | CodedWeight, dtype: torch.dtype, gated: bool) -> Tensor | _Decoding:
+    """The weight as a tensor, or as one for each expert."""
     if isinstance(weight, Tensor):
         return weight
-    if isinstance(weight, CodedWeight):
-        return _Decoding(weight, dtype)
-    whole = decode(unpack(weight), dtype)
-    return whole if inner is None else whole.unflatten(1, (inner, 2)).transpose(1, 2)
+    tiled = isinstance(weight, TiledWeight)
+    return _Decoding(untile(weight) if isinstance(weight, TiledWeight) else weight, dtype, tiled and gated)
 
 
 # -------------------------------------------------------------------------------------------------------- the kernel
@@ -155,12 +161,17 @@ _PACKED = {
     "more": (GroupedLaunch(64, BLOCK, 1, 4, 2), GroupedLaunch(128, BLOCK, 2, 4, 4)),
     "long": (GroupedLaunch(128, BLOCK, 1, 3, 4), GroupedLaunch(128, BLOCK, 1, 3, 4)),
 }
-"""Of a first and a second product in MXFP4: of few tiles, of more, and of such that have many tokens each."""
+"""Of a first and a second product with tiles: of few tokens, of more, and of many each. As measured in MXFP4."""
 _FEW_TILES = 8
+_WHOLE = GroupedLaunch(64, BLOCK, 1, 7, 2)
+"""Of a second product in MXFP4 whose k is not cut: as a first one of few tiles. Not measured."""
 
 
-def choose_grouped(tiles: Tiles, k: int, lines: int, gated: bool, packed: bool, size: int) -> GroupedLaunch:
-    """The launch of a product with weights [experts, lines, k]. packed: MXFP4. size: bytes of a number of x.
+def choose_grouped(
+    tiles: Tiles, k: int, lines: int, gated: bool, packed: bool, size: int, whole: bool = False
+) -> GroupedLaunch:
+    """The launch of a product with weights [experts, lines, k]. packed: in tiles. size: bytes of a number of x. whole:
+    k is not cut.
 
     As `benchmarks/experts.py` measured with GPT-OSS-20B's and Qwen3-30B-A3B's shapes on an H200.
     """
@@ -170,22 +181,24 @@ def choose_grouped(tiles: Tiles, k: int, lines: int, gated: bool, packed: bool, 
         return GroupedLaunch(128, BLOCK if packed else 64, 1, 3, 8)
     if packed:
         kind = "long" if tiles.rows > 32 else "few" if len(tiles.expert) <= _FEW_TILES else "more"
-        return _PACKED[kind][0 if gated else 1]
-    splits = 1 if gated or lines * len(tiles.expert) > 64 * 512 or k < 1024 else 2
+        launch = _PACKED[kind][0 if gated else 1]
+        return _WHOLE if whole and launch.splits > 1 else launch
+    splits = 1 if whole or gated or lines * len(tiles.expert) > 64 * 512 or k < 1024 else 2
     return GroupedLaunch(64, BLOCK, splits, 4 if tiles.rows <= 32 else 3, 4)
 
 
-def experts(x: Tensor, routes: Routes, experts: Experts, gpu: GpuTraits) -> Tensor:
+def experts(x: Tensor, routes: Routes, experts: Experts, gpu: GpuTraits, by_rows: bool = False) -> Tensor:
     """`experts_reference` in two launches, in parts that add up to it: [top_k * splits, tokens, hidden].
 
-    x: contiguous, float32 or 16 bits. Two calls give the same bits.
+    x: contiguous, float32 or 16 bits. Two calls give the same bits. by_rows: so does a token in any batch: k is not
+    cut, and parts are float32, whatever the number of tokens.
     """
     assert x.is_contiguous()
     assert routes.tiles is not None
     tokens, top_k = routes.expert.shape
     _, inner, hidden = experts.size
     launches = [
-        choose_grouped(routes.tiles, k, lines, gated, isinstance(weight, Mxfp4Weight), x.element_size())
+        choose_grouped(routes.tiles, k, lines, gated, isinstance(weight, TiledWeight), x.element_size(), by_rows)
         for weight, k, lines, gated in (
             (experts.gate_up, hidden, 2 * inner, True),
             (experts.down, inner, hidden, False),
@@ -193,14 +206,14 @@ def experts(x: Tensor, routes: Routes, experts: Experts, gpu: GpuTraits) -> Tens
     ]
     act = torch.empty((tokens * top_k, inner), dtype=x.dtype, device=x.device)
     _grouped(act, x, experts.gate_up, experts.gate_up_bias, routes, experts.activation, launches[0], gpu)
-    dtype = torch.float32 if tokens <= _FEW else x.dtype
+    dtype = torch.float32 if by_rows or tokens <= _FEW else x.dtype
     parts = torch.empty((top_k * launches[1].splits, tokens, hidden), dtype=dtype, device=x.device)
     _grouped(parts, act, experts.down, experts.down_bias, routes, None, launches[1], gpu)
     return parts
 
 
 def _grouped(
-    out: Tensor, x: Tensor, weight: Tensor | Mxfp4Weight | CodedWeight, bias: Tensor | None, routes: Routes,
+    out: Tensor, x: Tensor, weight: Tensor | TiledWeight | CodedWeight, bias: Tensor | None, routes: Routes,
     activation: Activation | None, launch: GroupedLaunch, gpu: GpuTraits,
 ) -> None:  # fmt: skip
     """activation: of a first product, [assignments, inner]; None for a second, in parts [parts, tokens, hidden]."""
@@ -209,37 +222,48 @@ def _grouped(
     assert not isinstance(weight, CodedWeight)
     gated, k, n = activation is not None, x.shape[1], out.shape[-1]
     tokens, top_k = routes.expert.shape
-    packed = isinstance(weight, Mxfp4Weight)
-    data, scales = (weight.words, weight.scales) if isinstance(weight, Mxfp4Weight) else (weight, weight)
+    if isinstance(weight, TiledWeight):
+        data, scale, factor, zero = tile_arguments(weight)
+        coded = tile_options(weight, x.dtype, gpu)
+    else:
+        data = scale = factor = zero = weight
+        coded = _NOT_CODED
     lines = 2 * n if gated else n
     assert data.is_contiguous()
     limit = None if activation is None else activation.limit
     blocks = -(-k // launch.block_k)
     share = -(-blocks // launch.splits) * launch.block_k
     _grouped_kernel[(len(tiles.expert) + 1, -(-lines // launch.block_n), launch.splits)](
-        out, x, data, scales, data if bias is None else bias, tiles.order, tiles.expert, tiles.start, tiles.count,
-        tiles.number, routes.expert, routes.weight, 0.0 if limit is None else limit, tokens, n, k, share,
-        packed=packed, wide=isinstance(weight, Mxfp4Weight) and weight.wide, has_bias=bias is not None, gated=gated,
+        out, x, data, scale, factor, zero, data if bias is None else bias, tiles.order, tiles.expert, tiles.start,
+        tiles.count, tiles.number, routes.expert, routes.weight, 0.0 if limit is None else limit, tokens, n, k, share,
+        **coded, has_bias=bias is not None, gated=gated,
         kind=None if activation is None else activation.kind, limited=limit is not None, apart=routes.apart,
-        top_k=top_k,
-        block_m=tiles.rows, block_n=launch.block_n, block_k=launch.block_k, hopper=gpu.can_overlap,
+        weighted=gated == routes.of_inputs, top_k=top_k,
+        block_m=tiles.rows, block_n=launch.block_n, block_k=launch.block_k,
         overlap=gpu.can_overlap, num_stages=launch.num_stages, num_warps=launch.num_warps, **launch_options(gpu),
     )  # fmt: skip
 
 
+_NOT_CODED: dict[str, object] = {
+    "numbers": None, "scales": None, "form": None, "group": 0, "has_zero": False, "per": 1, "fast": False,
+}  # fmt: skip
+
+
 @jit
 def _grouped_kernel(
-    out: Arg, x: Arg, weight: Arg, scales: Arg, bias: Arg, order: Arg, tile_expert: Arg, tile_start: Arg,
-    tile_count: Arg, number: Arg, expert_of: Arg, weight_of: Arg, limit: Arg, tokens: Arg, n: Arg, k: Arg, share: Arg,
-    packed: constexpr, wide: constexpr, has_bias: constexpr, gated: constexpr, kind: constexpr, limited: constexpr,
-    apart: constexpr, top_k: constexpr, block_m: constexpr, block_n: constexpr, block_k: constexpr, hopper: constexpr,
-    overlap: constexpr,
+    out: Arg, x: Arg, weight: Arg, scale: Arg, factor: Arg, zero: Arg, bias: Arg, order: Arg, tile_expert: Arg,
+    tile_start: Arg, tile_count: Arg, number: Arg, expert_of: Arg, weight_of: Arg, limit: Arg, tokens: Arg, n: Arg,
+    k: Arg, share: Arg, numbers: constexpr, scales: constexpr, form: constexpr, group: constexpr, has_zero: constexpr,
+    per: constexpr, fast: constexpr, has_bias: constexpr, gated: constexpr, kind: constexpr, limited: constexpr,
+    apart: constexpr, weighted: constexpr, top_k: constexpr, block_m: constexpr, block_n: constexpr,
+    block_k: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """A block of lines for one tile over one share of k. Grid (most tiles + 1, lines / block_n, splits); the last
     writes zeros for padding, and for what another rank's experts compute.
 
     gated: x is [tokens, k], lines are a gate and an up in turn, out is [assignments, n] in the order of the tiles.
-    Else: x is [assignments, k] in that order, out is [splits * top_k, tokens, n], times the weights of the routes.
+    Else: x is [assignments, k] in that order, out is [splits * top_k, tokens, n]. weighted: times the weights of the
+    routes, as if x of a gated one were. numbers: of a weight in tiles, or None.
     """
     pdl_wait(overlap, early=True)
     tile, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -260,10 +284,13 @@ def _grouped_kernel(
         assignment = tl.load(order + place, mask=there, other=0)
         x_row = assignment // top_k if gated else place
         x_at = x + x_row.to(tl.int64)[:, None] * k
-        if packed:
-            total = _packed_product(
-                x_at, weight, scales, expert, block, split, there, n, k, share, gated, block_m, block_n, wide, dtype,
-                hopper,
+        if numbers is not None:
+            tiles = ((2 * n if gated else n) + 63) // 64
+            own = expert * tiles + tl.minimum(line // 64, tiles - 1)
+            first, end = split * share // 128, tl.minimum((split + 1) * share, k)
+            total = tile_product(
+                x_at, there, weight, scale, factor, zero, own, line % 64, first, tl.cdiv(end, 128), k, numbers, scales,
+                form, group, has_zero, per, fast, block_m, block_n, dtype,
             )  # fmt: skip
         else:
             total = _product(x_at, weight, expert, line, split, there, n, k, share, gated, block_m, block_n, block_k)
@@ -271,6 +298,10 @@ def _grouped_kernel(
             output = block * (block_n // 2) + tl.arange(0, block_n // 2)
             halves = tl.permute(tl.reshape(total, [block_n // 2, 2, block_m]), [0, 2, 1])
             gate, up = tl.split(halves)
+            if weighted:
+                route_weight = tl.load(weight_of + assignment, mask=there, other=0.0)[None, :]
+                gate *= route_weight
+                up *= route_weight
             if has_bias:
                 bias_at = bias + expert * (2 * n) + output
                 gate += tl.load(bias_at, mask=output < n, other=0.0).to(tl.float32)[:, None]
@@ -281,7 +312,8 @@ def _grouped_kernel(
         else:
             if has_bias and split == 0:
                 total += tl.load(bias + expert * n + line, mask=line < n, other=0.0).to(tl.float32)[:, None]
-            total *= tl.load(weight_of + assignment, mask=there, other=0.0)[None, :]
+            if weighted:
+                total *= tl.load(weight_of + assignment, mask=there, other=0.0)[None, :]
             row = ((split * top_k + assignment % top_k) * tokens + assignment // top_k).to(tl.int64)
             out_at = out + row[None, :] * n + line[:, None]
             tl.store(out_at, total.to(out.dtype.element_ty), mask=there[None, :] & (line < n)[:, None])
@@ -353,37 +385,3 @@ def _product(
         values = tl.load(x_at + (lane + i)[None, :], mask=there[:, None] & valid, other=0.0)
         total = tl.dot(w, tl.trans(values), total, input_precision="ieee")
     return total
-
-
-@jit
-def _packed_product(
-    x_at: Arg, words: Arg, scales: Arg, expert: Arg, block: Arg, split: Arg, there: Arg, n: Arg, k: Arg, share: Arg,
-    gated: constexpr, block_m: constexpr, block_n: constexpr, wide: constexpr, dtype: constexpr, hopper: constexpr,
-) -> Arg:  # fmt: skip
-    """words, scales: as in `Mxfp4Weight`."""
-    lines = 2 * n if gated else n
-    tiles, blocks = (lines + 63) // 64, (k + 127) // 128
-    line = block * block_n + tl.arange(0, block_n)
-    tile = expert * tiles + tl.minimum(line // 64, tiles - 1)
-    first = tile * blocks + split * share // 128
-    at = first * 64 + line % 64
-    lane = tl.arange(0, 32)
-    column = split * share + lane
-    end = tl.minimum((split + 1) * share, k)
-    total = tl.zeros([block_n, block_m], tl.float32)
-    for i in range(0, tl.cdiv(end - split * share, 128)):
-        here = at + i * 64
-        word = tl.load(words + here[:, None] * 32 + lane[None, :], eviction_policy="evict_first")
-        scale = tl.load(scales + here)
-        w0, w1, w2, w3 = decoded_quarters(word, scale, wide, dtype, hopper)
-        total = _add_quarter(total, w0, x_at, column + i * 128, end, there)
-        total = _add_quarter(total, w1, x_at, column + i * 128 + 32, end, there)
-        total = _add_quarter(total, w2, x_at, column + i * 128 + 64, end, there)
-        total = _add_quarter(total, w3, x_at, column + i * 128 + 96, end, there)
-    return total
-
-
-@jit
-def _add_quarter(total: Arg, w: Arg, x_at: Arg, column: Arg, end: Arg, there: Arg) -> Arg:
-    values = tl.load(x_at + column[None, :], mask=there[:, None] & (column < end)[None, :], other=0.0)
-    return tl.dot(w, tl.trans(values), total, input_precision="ieee")

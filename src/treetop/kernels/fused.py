@@ -17,7 +17,7 @@ from torch import Tensor
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
 from treetop.kernels.exact import LIBRARY, Functions
 from treetop.kernels.gate import Gate, activated, activated_reference
-from treetop.kernels.kv import PagedKV, write_pages
+from treetop.kernels.kv import PagedKV, encoded, moved, write_pages
 from treetop.kernels.rope import RopeTable, Rotation, rotate_
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, power_of_two, tl
 
@@ -31,6 +31,14 @@ _HEADS = 8
 def joined(parts: Tensor) -> Tensor:
     """The sum of a product's parts [parts, ..., width]."""
     return parts[0] if parts.shape[0] == 1 else parts.sum(dim=0)
+
+
+def joined_in_order(parts: Tensor) -> Tensor:
+    """The same, one part after another: a library may add them up by the number of rows."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
 
 
 def add_reference(x: Tensor, delta: Tensor) -> Tensor:
@@ -252,14 +260,19 @@ def angles(table: RopeTable, positions: Tensor, gpu: GpuTraits) -> tuple[Tensor,
 
 
 def rotate_and_write_reference(
-    qkv: Tensor, angles: Rotation, target: Tensor, slots: Tensor | None, norms: HeadNorms | None = None
+    qkv: Tensor,
+    angles: Rotation,
+    target: Tensor,
+    slots: Tensor | None,
+    norms: HeadNorms | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Norm and rotate q and k, write k and v where they belong, a tail or pages, and return q [rows, n, heads, dim].
 
     qkv: [parts, rows, n, heads + 2 * kv_heads, dim], which it may use up. angles: what the operation of that name
     gives. target: a tail's columns [rows, n, 2, kv_heads, dim]; or, with slots [rows, n] int64, pages
-    [slots, 2, kv_heads, dim], where what goes to slot 0 is dropped. q has target's dtype. Without KV heads nothing is
-    written.
+    [slots, 2, kv_heads, dim], where what goes to slot 0 is dropped. scales: [2, kv_heads] float32, of a target in FP8.
+    q has target's dtype, or beside FP8 that of the RoPE table. Without KV heads nothing is written.
     """
     kv_heads, whole = target.shape[-2], joined(qkv)
     heads = whole.shape[2] - 2 * kv_heads
@@ -268,7 +281,7 @@ def rotate_and_write_reference(
     rotate_(whole[:, :, : heads + kv_heads], angles)
     if kv_heads == 0:
         return whole
-    kv = whole[:, :, heads:].view(*whole.shape[:2], 2, kv_heads, whole.shape[3])
+    kv = encoded(whole[:, :, heads:].view(*whole.shape[:2], 2, kv_heads, whole.shape[3]), scales)
     if slots is None:
         target.copy_(kv)
     else:
@@ -283,12 +296,14 @@ def rotate_and_write(
     slots: Tensor | None,
     norms: HeadNorms | None,
     gpu: GpuTraits,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """`rotate_and_write_reference` in one launch, in float32. qkv: contiguous."""
     table, positions = angles
+    dtype, target = target.dtype if scales is None else table.dtype, moved(target)
     parts, rows, n, all_heads, dim = qkv.shape
     heads = all_heads - 2 * target.shape[-2]
-    q = torch.empty((rows, n, heads, dim), dtype=target.dtype, device=qkv.device)
+    q = torch.empty((rows, n, heads, dim), dtype=dtype, device=qkv.device)
     assert qkv.is_contiguous()
     assert target.stride()[-2:] == (dim, 1)
     assert heads == all_heads or (target.shape[-3], target.stride(-3)) == (2, target.shape[-2] * dim)  # v follows k
@@ -296,11 +311,11 @@ def rotate_and_write(
     where = positions if slots is None else slots
     _rotate_and_write_kernel[(rows * n, -(-all_heads // _HEADS))](
         q, qkv, table, positions, where, target, table if norms is None else norms.weight,
-        0.0 if norms is None else norms.eps, n, qkv.stride(0),
+        table if scales is None else scales, 0.0 if norms is None else norms.eps, n, qkv.stride(0),
         *positions.stride(), *where.stride(), *strides,
         parts=parts, heads=heads, kv_heads=target.shape[-2], half=dim // 2, block=power_of_two(dim // 2),
         block_h=_HEADS, normed=0 if norms is None else len(norms.weight), in_pages=slots is not None,
-        overlap=gpu.can_overlap, num_warps=2,
+        scaled=scales is not None, overlap=gpu.can_overlap, num_warps=2,
         **launch_options(gpu),
     )  # fmt: skip
     return q
@@ -308,15 +323,16 @@ def rotate_and_write(
 
 @jit
 def _rotate_and_write_kernel(
-    q: Arg, qkv: Arg, table: Arg, positions: Arg, slots: Arg, target: Arg, norms: Arg, eps: Arg, n: Arg,
+    q: Arg, qkv: Arg, table: Arg, positions: Arg, slots: Arg, target: Arg, norms: Arg, scales: Arg, eps: Arg,
+    n: Arg,
     part_stride: Arg, position_row: Arg, position_column: Arg, slot_row: Arg, slot_column: Arg, target_row: Arg,
     target_column: Arg,
     parts: constexpr, heads: constexpr, kv_heads: constexpr, half: constexpr, block: constexpr, block_h: constexpr,
-    normed: constexpr, in_pages: constexpr, overlap: constexpr,
+    normed: constexpr, in_pages: constexpr, scaled: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """`block_h` heads of one token a program; arguments as in the reference. Grid (rows * n, heads / block_h).
 
-    normed: how many of q, k and v have norms.
+    normed: how many of q, k and v have norms. scaled: the target holds codes of e4m3, as bytes.
     """
     pdl_wait(overlap)
     row = (tl.program_id(0) // n).to(tl.int64)
@@ -349,13 +365,13 @@ def _rotate_and_write_kernel(
     high_cos = tl.where(turns, tl.load(angle_at + half, mask=narrow, other=0.0).to(tl.float32)[None, :], 1.0)
     low_sin = tl.where(turns, tl.load(angle_at + 2 * half, mask=narrow, other=0.0).to(tl.float32)[None, :], 0.0)
     high_sin = tl.where(turns, tl.load(angle_at + 3 * half, mask=narrow, other=0.0).to(tl.float32)[None, :], 0.0)
-    new_low = (low * low_cos + high * low_sin).to(target.dtype.element_ty)
-    new_high = (high * high_cos + low * high_sin).to(target.dtype.element_ty)
+    new_low = low * low_cos + high * low_sin
+    new_high = high * high_cos + low * high_sin
 
     is_q = there & (head < heads)[:, None]
     q_at = q + (token * heads + head)[:, None] * (2 * half) + lane[None, :]
-    tl.store(q_at, new_low, mask=is_q)
-    tl.store(q_at + half, new_high, mask=is_q)
+    tl.store(q_at, new_low.to(q.dtype.element_ty), mask=is_q)
+    tl.store(q_at + half, new_high.to(q.dtype.element_ty), mask=is_q)
     is_kv = there & (head >= heads)[:, None]
     if in_pages:
         slot = tl.load(slots + row * slot_row + column * slot_column) + tl.zeros([block_h], tl.int64)
@@ -364,5 +380,25 @@ def _rotate_and_write_kernel(
     else:
         target_at = target + row * target_row + column * target_column + tl.zeros([block_h, 1], tl.int64)
     target_at = target_at + (head - heads)[:, None] * (2 * half) + lane[None, :]
-    tl.store(target_at, new_low, mask=is_kv)
-    tl.store(target_at + half, new_high, mask=is_kv)
+    if scaled:
+        own = tl.load(scales + head - heads, mask=(head >= heads) & (head < heads + 2 * kv_heads), other=1.0)
+        new_low, new_high = e4m3(new_low, own[:, None]), e4m3(new_high, own[:, None])
+    tl.store(target_at, new_low.to(target.dtype.element_ty), mask=is_kv)
+    tl.store(target_at + half, new_high.to(target.dtype.element_ty), mask=is_kv)
+
+
+@jit
+def e4m3(x: Arg, scale: Arg) -> Arg:
+    """The codes of float32 numbers over their scale, as `kv.encoded` has them, as bytes.
+
+    By the bits of a float32: of what e4m3 has an exponent for, those of its mantissa that go decide the rounding; what
+    is smaller is a number of steps of 2 ** -9, to which adding 2 ** 14 rounds.
+    """
+    bits = tl.div_rn(x, tl.broadcast_to(scale, x.shape)).to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    kept = tl.minimum(size, 0x43E00000)  # 448
+    normal = (kept - 0x3C000000 + 0x7FFFF + ((kept >> 20) & 1)) >> 20
+    small = (kept.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.where(kept < 0x3C800000, small, normal)
+    code = tl.where(size > 0x7F800000, 0x7F, code)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)

@@ -1,5 +1,5 @@
 # ruff: noqa: PLR0917 (kernels take what they touch as arguments)
-"""Growing a tree; on a GPU one launch to start, one a draft level, one to select.
+"""Growing a tree; on a GPU one launch to start, one a draft level. `kernels.select` chooses among what has grown.
 
 A score is the sum of corrected log-probabilities (`kernels.calibration`) along the path. Both ways give the same bits:
 scores are the same float32 additions, ties go to the smaller index. Flat candidate indices: see `kernels.tree`.
@@ -15,10 +15,11 @@ from torch import Tensor
 
 from treetop.kernels.calibration import Calibration, Heat, corrected, corrected_in_registers
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
+from treetop.kernels.graft import Graft, HeadCandidates
 from treetop.kernels.rows import RowTables
 from treetop.kernels.sort_key import index_of, key_of
 from treetop.kernels.topk import MOST
-from treetop.kernels.tree import next_level_mask, root_tree, select_tree, stable_topk
+from treetop.kernels.tree import next_level_mask, root_tree, stable_topk
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, tl
 from treetop.types.layout import SpecShape
 from treetop.types.tree import DraftTree, PathPositions, copy_into
@@ -71,6 +72,7 @@ class TreeBuilder:
     chosen: [rows, T] int64, the flat index of each node of the tree; -1 for the root.
     classes: [rows] int64, of the rows, by which they are calibrated.
     heat, shift: of the engine's `Calibration`.
+    graft: candidates that are not the head's, if any are wanted.
     """
 
     shape: SpecShape
@@ -83,6 +85,7 @@ class TreeBuilder:
     classes: Tensor
     heat: Tensor
     shift: Tensor
+    graft: Graft | None = None
 
     def first(self, count: int) -> "TreeBuilder":
         """The part that a batch of so many rows uses."""
@@ -95,7 +98,13 @@ class TreeBuilder:
             logprob=self.logprob[:count],
             chosen=self.chosen[:count],
             classes=self.classes[:count],
+            graft=None if self.graft is None else self.graft.first(count),
         )
+
+    @property
+    def head(self) -> HeadCandidates:
+        """What a graft joins."""
+        return HeadCandidates(self.tokens, self.scores, self.parents, self.shape.topk, self.shape.num_steps)
 
     @property
     def row_heat(self) -> Heat:
@@ -104,9 +113,13 @@ class TreeBuilder:
 
 
 def make_growth(
-    shape: SpecShape, count: int, calibration: Calibration, make: Callable[[tuple[int, ...], torch.dtype], Tensor]
+    shape: SpecShape,
+    count: int,
+    calibration: Calibration,
+    make: Callable[[tuple[int, ...], torch.dtype], Tensor],
+    grafted: int = 0,
 ) -> TreeBuilder:
-    """Candidates of `count` rows, in memory that `make` gives."""
+    """Candidates of `count` rows, in memory that `make` gives. grafted: those of each row that are not the head's."""
     wide, long, real = shape.topk * shape.num_steps, torch.int64, torch.float32
     return TreeBuilder(
         shape,
@@ -119,6 +132,7 @@ def make_growth(
         make((count,), long),
         calibration.heat,
         calibration.shift,
+        Graft(*(make((count, grafted), kind) for kind in (long, long, long, real))) if grafted else None,
     )
 
 
@@ -187,13 +201,13 @@ def start(
     width = state.shape[1] if steps else 0
     hidden = torch.empty((len(rows), k, width), dtype=state.dtype, device=rows.device)
     block = min(_BLOCK // lanes(k), lanes(width))
-    flags = _flags(tree.mask)
+    flags = mask_bytes(tree.mask)
     _start_kernel[(len(rows), max(1, -(-width // block)))](
         rows, tables.committed, tables.root, *((draft.tokens, draft.logprob) if draft else (tables.root,) * 2), state,
         tree.tokens, tree.parent, tree.depth, flags, tree.logprob, places.committed, places.nodes, places.path,
         growth.tokens, growth.scores, growth.positions, hidden,
         tables.classes, growth.classes, growth.shift, growth.logprob, growth.shift.stride(0),
-        draft.tokens.stride(0) if draft else 0, state.stride(0), _row_stride(tree), flags.stride(0),
+        draft.tokens.stride(0) if draft else 0, state.stride(0), row_stride(tree), flags.stride(0),
         places.nodes.stride(0), places.path.stride(0), shape.num_candidates, width,
         k=k, steps=steps, block_k=lanes(k), block_w=lanes(steps + 1),
         block_p=lanes(k * steps), block=block, num_warps=4,
@@ -283,7 +297,7 @@ def grow(growth: TreeBuilder, level: int, frontier: Frontier, children: Children
     width = children.hidden.shape[2]
     assert children.hidden.is_contiguous()
     proposed, logprob = children.tokens.contiguous(), children.logprob.contiguous()
-    flags = _flags(frontier.mask)
+    flags = mask_bytes(frontier.mask)
     tokens, score = torch.empty_like(proposed[:, 0]), torch.empty_like(logprob[:, 0])
     hidden = torch.empty_like(children.hidden)
     mask = torch.empty((rows, k, t + k), dtype=torch.uint8, device=tokens.device)
@@ -356,95 +370,12 @@ def _grow_kernel(
     tl.store(out_hidden + (row * k + slot[:, None]) * width + lane[None, :], state, mask=inside)
 
 
-# --------------------------------------------------------------------------------------------------------- select
-
-
-def select_reference(growth: TreeBuilder, tree: DraftTree, places: PathPositions) -> None:
-    """Choose the verify tree among the candidates, into buffers whose node 0 `start` wrote, and place its nodes."""
-    root = tree.tokens[:, 0]
-    copy_into(tree, select_tree(root, growth.tokens, growth.scores, growth.parents, growth.shape, growth.chosen))
-    torch.add(places.committed[:, None], tree.depth, out=places.nodes)
-
-
-def select(growth: TreeBuilder, tree: DraftTree, places: PathPositions, gpu: GpuTraits) -> None:
-    """`select_reference` in one launch."""
-    shape = growth.shape
-    flags = _flags(tree.mask)
-    _select_kernel[(len(growth.tokens),)](
-        growth.tokens, growth.scores, growth.parents, places.committed,
-        tree.tokens, tree.parent, tree.depth, flags, tree.logprob, places.nodes,
-        growth.chosen, growth.chosen.stride(0),
-        _row_stride(tree), flags.stride(0), flags.stride(1), places.nodes.stride(0), growth.parents.stride(0),
-        k=shape.topk, steps=shape.num_steps, candidates=shape.num_candidates, count=shape.num_draft_tokens - 1,
-        block_n=lanes(shape.num_candidates), block_t=lanes(shape.num_draft_tokens - 1),
-        overlap=gpu.can_overlap, num_warps=4 if shape.num_draft_tokens <= 33 else 8, **launch_options(gpu),
-    )  # fmt: skip
-
-
-@jit
-def _select_kernel(
-    tokens: Arg, scores: Arg, parents: Arg, committed: Arg,
-    node_tokens: Arg, node_parent: Arg, depth: Arg, mask: Arg, logprob: Arg, nodes: Arg,
-    out_chosen: Arg, chosen_row: Arg,
-    tree_row: Arg, mask_row: Arg, mask_node: Arg, nodes_row: Arg, parent_row: Arg,
-    k: constexpr, steps: constexpr, candidates: constexpr, count: constexpr, block_n: constexpr, block_t: constexpr,
-    overlap: constexpr,
-) -> None:  # fmt: skip
-    """One tree a program: the `count` best candidates, best first, then each one's place among them. Grid (rows,)."""
-    pdl_wait(overlap, early=True)
-    row = tl.program_id(0).to(tl.int64)
-    candidate = tl.arange(0, block_n)
-    real = candidate < candidates
-    score = tl.load(scores + row * candidates + candidate, mask=real, other=0.0)
-    key = tl.where(real, key_of(score, candidate), -0x7FFFFFFFFFFFFFFF)
-    slot = tl.arange(0, block_t)
-    flat = tl.zeros([block_t], tl.int32)
-    for i in range(count):
-        best = tl.max(key, 0)
-        flat = tl.where(slot == i, index_of(best), flat)
-        key = tl.where(key == best, -0x7FFFFFFFFFFFFFFF, key)
-
-    there = slot < count
-    other = there[None, :]
-    node = 1 + tl.sum(((flat[None, :] < flat[:, None]) & other).to(tl.int32), 1)  # breadth first is by flat index
-    up = _parent_of(parents + row * parent_row, flat, there, k)
-    parent = tl.sum(((flat[None, :] <= up[:, None]) & other).to(tl.int32), 1)
-    level = tl.where(flat < k, 1, (flat - k) // (k * k) + 2).to(tl.int64)
-    seen = (flat[None, :] == flat[:, None]).to(tl.int32)
-    line = up
-    for _ in range(steps - 1):
-        seen |= (flat[None, :] == line[:, None]).to(tl.int32)
-        line = _parent_of(parents + row * parent_row, line, there & (line >= 0), k)
-
-    at = row * tree_row + node
-    tl.store(node_tokens + at, tl.load(tokens + row * candidates + flat, mask=there, other=0), mask=there)
-    tl.store(logprob + at, tl.load(scores + row * candidates + flat, mask=there, other=0.0), mask=there)
-    tl.store(node_parent + at, parent.to(tl.int64), mask=there)
-    tl.store(depth + at, level, mask=there)
-    tl.store(out_chosen + row * chosen_row + node, flat.to(tl.int64), mask=there)
-    tl.store(out_chosen + row * chosen_row, -1)
-    tl.store(nodes + row * nodes_row + node, tl.load(committed + row) + level, mask=there)
-    square = mask + row * mask_row + node[:, None] * mask_node + node[None, :]
-    tl.store(square, seen.to(tl.uint8), mask=there[:, None] & other)
-    tl.store(mask + row * mask_row + node * mask_node, tl.full([block_t], 1, tl.uint8), mask=there)
-    tl.store(mask + row * mask_row + node, tl.zeros([block_t], tl.uint8), mask=there)
-
-
-@jit
-def _parent_of(parents: Arg, flat: Arg, there: Arg, k: constexpr) -> Arg:
-    """Flat index of each candidate's parent; -1 for the root's children and where not `there`."""
-    group = tl.where(there, flat, 0) // k  # siblings; group g of 1 .. k hangs on candidate g - 1
-    deep = there & (group > k)
-    found = tl.load(parents + group, mask=deep, other=0).to(tl.int32)
-    return tl.where(deep, found, tl.where(there, group - 1, -1))
-
-
-def _flags(mask: Tensor) -> Tensor:
+def mask_bytes(mask: Tensor) -> Tensor:
     """A mask as bytes, which is how kernels read and write it."""
     return mask.view(torch.uint8)
 
 
-def _row_stride(tree: DraftTree) -> int:
+def row_stride(tree: DraftTree) -> int:
     """The stride of a row, in elements, of every tensor of a tree but its mask."""
     strides = {tree.tokens.stride(), tree.parent.stride(), tree.depth.stride(), tree.logprob.stride()}
     assert strides == {(tree.tokens.stride(0), 1)}

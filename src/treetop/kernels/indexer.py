@@ -1,3 +1,4 @@
+# ruff: noqa: PLR0917 (kernels take what they touch as arguments)
 """What sparse attention (DSA) chooses keys by: an indexer's keys, its queries' scores, and the best of them.
 
 A query's score of a key is the sum over the indexer's heads of weight * relu(q . k). It attends to the `top_k` best of
@@ -11,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from treetop.kernels.dependent_launch import launch_options, pdl_wait
 from treetop.kernels.kv import PagedKV, write_pages
 from treetop.kernels.rope import Rotation, rotate_
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, tl
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +41,27 @@ class IndexNorm:
     eps: float
 
 
-def write_index_keys(key: Tensor, norm: IndexNorm, angles: Rotation, target: Tensor, slots: Tensor | None) -> None:
+def write_index_keys_reference(
+    key: Tensor, norm: IndexNorm, angles: Rotation, target: Tensor, slots: Tensor | None
+) -> None:
     """Norm index keys, rotate their first numbers, as many as the angles are of, and write them where they belong.
 
-    key: [rows, n, index_dim]. target: a tail's columns [rows, n, 1, 1, index_dim]; or, with slots [rows, n] int64,
-    pages [slots, 1, 1, index_dim], where what goes to slot 0 is dropped.
+    key: [rows, n, index_dim]. angles: what the operation of that name gives. target: a tail's columns [rows, n, 1, 1,
+    index_dim]; or, with slots [rows, n] int64, pages [slots, 1, 1, index_dim], where what goes to slot 0 is dropped.
     """
     normed = F.layer_norm(key.to(norm.weight.dtype), norm.weight.shape, norm.weight, norm.bias, norm.eps)
-    plane = turned_first(normed[:, :, None], angles)[:, :, None].to(target.dtype)
+    plane = turn_index_heads_reference(normed[:, :, None], angles)[:, :, None].to(target.dtype)
     if slots is None:
         target.copy_(plane)
     else:
         write_pages(PagedKV(target), slots, plane)
 
 
-def turned_first(heads: Tensor, angles: Rotation) -> Tensor:
-    """Heads [rows, n, heads, dim] whose first numbers are rotated, as many as the angles are of."""
+def turn_index_heads_reference(heads: Tensor, angles: Rotation) -> Tensor:
+    """Heads whose first numbers are rotated, as many as the angles are of.
+
+    heads: [rows, n, heads, dim]. angles: what the operation of that name gives.
+    """
     turned = angles.cos.shape[-1]
     return torch.cat([rotate_(heads[..., :turned].clone(), angles), heads[..., turned:]], dim=-1)
 
@@ -71,6 +79,130 @@ def choose_keys(query: IndexQuery, keys: Tensor, visible: Tensor) -> Tensor:
     keys: [rows, m, index_dim], each query's in the order of their positions, whatever lies between them. visible:
     [rows, n, m] bool. Returns [rows, n, m] bool: `query.top_k` of the visible ones, or all if they are no more.
     """
-    scores = index_scores(query, keys).masked_fill_(~visible, float("-inf"))
-    best = scores.sort(dim=-1, descending=True, stable=True).indices[..., : query.top_k]
+    return best_keys(index_scores(query, keys), visible, query.top_k)
+
+
+def best_keys(scores: Tensor, visible: Tensor, top_k: int) -> Tensor:
+    """The `top_k` visible keys with the best scores, of equal ones the earlier. scores, visible: [rows, n, m]."""
+    scores = scores.clamp(min=torch.finfo(scores.dtype).min).masked_fill(~visible, float("-inf"))
+    best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
     return torch.zeros_like(visible, memory_format=torch.contiguous_format).scatter_(2, best, True) & visible
+
+
+# ------------------------------------------------------------------------------------------------------ the kernels
+
+
+def write_index_keys(
+    key: Tensor,
+    norm: IndexNorm,
+    angles: tuple[Tensor, Tensor],
+    target: Tensor,
+    slots: Tensor | None,
+    gpu: GpuTraits,
+) -> None:
+    """`write_index_keys_reference` in one launch, in float32."""
+    table, positions = angles
+    rows, n, dim = key.shape
+    turned = table.shape[-1]
+    for each in (key, target):
+        assert each.stride(-1) == 1
+    strides = target.stride()[:2] if slots is None else (0, target.stride(0))
+    where = positions if slots is None else slots
+    _write_index_keys_kernel[(rows * n,)](
+        key, norm.weight, norm.bias, table, positions, where, target, norm.eps, n, *key.stride()[:2],
+        *positions.stride(), *where.stride(), *strides,
+        dim=dim, half=turned // 2, block_r=lanes(turned // 2), block_d=lanes(dim - turned),
+        in_pages=slots is not None, overlap=gpu.can_overlap, num_warps=1, **launch_options(gpu),
+    )  # fmt: skip
+
+
+def turn_index_heads(heads: Tensor, angles: tuple[Tensor, Tensor], gpu: GpuTraits) -> Tensor:
+    """`turn_index_heads_reference` in one launch, in float32."""
+    table, positions = angles
+    rows, n, count, dim = heads.shape
+    turned = table.shape[-1]
+    out = torch.empty((rows, n, count, dim), dtype=heads.dtype, device=heads.device)
+    assert heads.stride(3) == 1
+    _turn_index_heads_kernel[(rows * n,)](
+        out, heads, table, positions, n, *heads.stride()[:3], *positions.stride(),
+        count=count, dim=dim, half=turned // 2, block_h=lanes(count), block_r=lanes(turned // 2),
+        block_d=lanes(dim - turned), overlap=gpu.can_overlap, num_warps=4, **launch_options(gpu),
+    )  # fmt: skip
+    return out
+
+
+@jit
+def _write_index_keys_kernel(
+    key: Arg, weight: Arg, bias: Arg, table: Arg, positions: Arg, slots: Arg, target: Arg, eps: Arg, n: Arg,
+    key_row: Arg, key_column: Arg, position_row: Arg, position_column: Arg, slot_row: Arg, slot_column: Arg,
+    target_row: Arg, target_column: Arg,
+    dim: constexpr, half: constexpr, block_r: constexpr, block_d: constexpr, in_pages: constexpr, overlap: constexpr,
+) -> None:  # fmt: skip
+    """The key of one token: the halves of what turns, and the rest. Grid (rows * n,)."""
+    pdl_wait(overlap)
+    token = tl.program_id(0).to(tl.int64)
+    row, column = token // n, token % n
+    lane, rest = tl.arange(0, block_r), 2 * half + tl.arange(0, block_d)
+    narrow, wide = lane < half, rest < dim
+    at = key + row * key_row + column * key_column
+    low = tl.load(at + lane, mask=narrow, other=0.0).to(tl.float32)
+    high = tl.load(at + half + lane, mask=narrow, other=0.0).to(tl.float32)
+    still = tl.load(at + rest, mask=wide, other=0.0).to(tl.float32)
+    mean = (tl.sum(low, 0) + tl.sum(high, 0) + tl.sum(still, 0)) / dim
+    low, high = tl.where(narrow, low - mean, 0.0), tl.where(narrow, high - mean, 0.0)
+    still = tl.where(wide, still - mean, 0.0)
+    variance = (tl.sum(low * low, 0) + tl.sum(high * high, 0) + tl.sum(still * still, 0)) / dim
+    share = tl.rsqrt(variance + eps)
+    low = low * share * tl.load(weight + lane, mask=narrow, other=0.0) + tl.load(bias + lane, mask=narrow, other=0.0)
+    high = high * share * tl.load(weight + half + lane, mask=narrow, other=0.0)
+    high += tl.load(bias + half + lane, mask=narrow, other=0.0)
+    still = still * share * tl.load(weight + rest, mask=wide, other=0.0) + tl.load(bias + rest, mask=wide, other=0.0)
+
+    angle_at = table + tl.load(positions + row * position_row + column * position_column) * (4 * half) + lane
+    low_cos = tl.load(angle_at, mask=narrow, other=0.0).to(tl.float32)
+    high_cos = tl.load(angle_at + half, mask=narrow, other=0.0).to(tl.float32)
+    low_sin = tl.load(angle_at + 2 * half, mask=narrow, other=0.0).to(tl.float32)
+    high_sin = tl.load(angle_at + 3 * half, mask=narrow, other=0.0).to(tl.float32)
+    if in_pages:
+        slot = tl.load(slots + row * slot_row + column * slot_column) + tl.zeros([1], tl.int64)
+        narrow, wide = narrow & (slot != 0), wide & (slot != 0)
+        target_at = target + slot * target_column
+    else:
+        target_at = target + row * target_row + column * target_column + tl.zeros([1], tl.int64)
+    kind = target.dtype.element_ty
+    tl.store(target_at + lane, (low * low_cos + high * low_sin).to(kind), mask=narrow)
+    tl.store(target_at + half + lane, (high * high_cos + low * high_sin).to(kind), mask=narrow)
+    tl.store(target_at + rest, still.to(kind), mask=wide)
+
+
+@jit
+def _turn_index_heads_kernel(
+    out: Arg, heads: Arg, table: Arg, positions: Arg, n: Arg, head_row: Arg, head_column: Arg, head_stride: Arg,
+    position_row: Arg, position_column: Arg,
+    count: constexpr, dim: constexpr, half: constexpr, block_h: constexpr, block_r: constexpr, block_d: constexpr,
+    overlap: constexpr,
+) -> None:  # fmt: skip
+    """The heads of one token. out: [rows * n, count, dim], contiguous. Grid (rows * n,)."""
+    pdl_wait(overlap)
+    token = tl.program_id(0).to(tl.int64)
+    row, column = token // n, token % n
+    head, lane, rest = tl.arange(0, block_h), tl.arange(0, block_r), 2 * half + tl.arange(0, block_d)
+    narrow, wide = lane < half, rest < dim
+    angle_at = table + tl.load(positions + row * position_row + column * position_column) * (4 * half) + lane
+    low_cos = tl.load(angle_at, mask=narrow, other=0.0).to(tl.float32)
+    high_cos = tl.load(angle_at + half, mask=narrow, other=0.0).to(tl.float32)
+    low_sin = tl.load(angle_at + 2 * half, mask=narrow, other=0.0).to(tl.float32)
+    high_sin = tl.load(angle_at + 3 * half, mask=narrow, other=0.0).to(tl.float32)
+    is_head = (head < count)[:, None]
+    at = heads + row * head_row + column * head_column + head[:, None] * head_stride
+    to = out + (token * count + head)[:, None] * dim
+    mask = is_head & narrow[None, :]
+    low = tl.load(at + lane[None, :], mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(at + half + lane[None, :], mask=mask, other=0.0).to(tl.float32)
+    kind = out.dtype.element_ty
+    turned_low = low * low_cos[None, :] + high * low_sin[None, :]
+    turned_high = high * high_cos[None, :] + low * high_sin[None, :]
+    tl.store(to + lane[None, :], turned_low.to(kind), mask=mask)
+    tl.store(to + half + lane[None, :], turned_high.to(kind), mask=mask)
+    copied = tl.load(at + rest[None, :], mask=is_head & wide[None, :], other=0.0)
+    tl.store(to + rest[None, :], copied, mask=is_head & wide[None, :])

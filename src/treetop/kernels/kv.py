@@ -1,4 +1,9 @@
-"""Where K/V live and how they get there: the one address function, and the two writes."""
+"""Where K/V live and how they get there: the one address function, and the two writes; and what they are in FP8.
+
+A number in FP8 (e4m3) stands for itself times a float32 scale of its layer, plane and K/V head. Tails and pages alike
+hold codes, rounded once, where a token's K/V are written: so whoever reads a token, from a tail, a page, or a page of
+another worker, sees the same numbers. Source: OCP 8-bit Floating Point Specification 1.0.
+"""
 
 from dataclasses import dataclass
 
@@ -6,6 +11,43 @@ import torch
 from torch import Tensor
 
 from treetop.types.ids import GroupName
+from treetop.types.kv import KVFormat
+
+FP8 = torch.float8_e4m3fn
+LARGEST = 448.0
+"""Of e4m3; what is larger is stored as it."""
+FP8_CAPABILITY = (8, 9)
+"""Compute capability from which a GPU converts e4m3."""
+
+
+def kv_dtype(form: KVFormat, engine: torch.dtype) -> torch.dtype:
+    """What numbers of a format are stored in."""
+    return FP8 if form.fp8 else engine
+
+
+def moved(x: Tensor) -> Tensor:
+    """The same memory in a dtype that every operation moves: PyTorch's copy FP8 only here and there."""
+    return x.view(torch.uint8) if x.dtype == FP8 else x
+
+
+def encoded(kv: Tensor, scales: Tensor | None) -> Tensor:
+    """K/V as they are stored: over their scales, in float32, to the nearest, at most +-448; NaN stays NaN.
+
+    kv: [..., planes, kv_heads, head_dim]. scales: [planes, kv_heads] float32; None where numbers are stored as they
+    are.
+    """
+    if scales is None:
+        return kv
+    wide = torch.promote_types(kv.dtype, torch.float32)
+    return (kv.to(wide) / scales.to(wide)[..., None]).clamp(-LARGEST, LARGEST).to(FP8)
+
+
+def decoded(kv: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """What stored K/V stand for, rounded to `dtype`. kv, scales: as in `encoded`."""
+    if scales is None:
+        return kv
+    wide = torch.promote_types(dtype, torch.float32)
+    return (kv.to(wide) * scales.to(wide)[..., None]).to(dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +64,13 @@ class PagedKV:
 
     data: [slots, planes, kv_heads, head_dim], of which K is the first plane and V the last.
     value_dim, index_dim: see `types.kv.KVFormat`.
+    scales: [planes, kv_heads] float32, of numbers in FP8; None of others.
     """
 
     data: Tensor
     value_dim: int | None = None
     index_dim: int = 0
+    scales: Tensor | None = None
 
     @property
     def planes(self) -> Tensor:
@@ -82,10 +126,11 @@ def make_ruler(length: int, page_size: int, device: torch.device) -> Ruler:
 def write_pages(pages: PagedKV, slots: Tensor, kv: Tensor) -> None:
     """Store new K/V at their slots; what goes to the null slot is dropped, so that it stays zero.
 
-    slots: [rows, n] int64. kv: [rows, n, planes, kv_heads, head_dim].
+    slots: [rows, n] int64. kv: [rows, n, planes, kv_heads, head_dim], as they are stored.
     """
-    pages.data.index_copy_(0, slots.reshape(-1), kv.flatten(0, 1))
-    pages.data[0].zero_()
+    data = moved(pages.data)
+    data.index_copy_(0, slots.reshape(-1), moved(kv).flatten(0, 1))
+    data[0].zero_()
 
 
 def commit_tail(pool: Tensor, tail: Tensor, source: Tensor, slots: Tensor) -> None:
@@ -98,6 +143,7 @@ def commit_tail(pool: Tensor, tail: Tensor, source: Tensor, slots: Tensor) -> No
     """
     row = torch.arange(source.shape[0], device=source.device)[:, None]
     flat = (row * tail.shape[2] + source).reshape(-1)
+    pool, tail = moved(pool), moved(tail)
     chosen = tail.flatten(1, 2).index_select(1, flat)
     pool.index_copy_(1, slots.reshape(-1), chosen)
     pool[:, 0].zero_()

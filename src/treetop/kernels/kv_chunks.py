@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from treetop.kernels.kv import slots_of
+from treetop.kernels.kv import moved, slots_of
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, tl
 
 _WORD = torch.int32
@@ -49,10 +49,10 @@ def pack_reference(slot: Tensor, pool: Tensor, table: Tensor, span: Span, sums: 
     slot: [slot_bytes] uint8. pool: [layers, slots, planes, kv_heads, head_dim]. table: [columns] int32, the row's
     pages. sums: [kv_heads] int64, to which the checksum of each KV head is added.
     """
-    moved = pool.index_select(1, _slots(table, span)).permute(3, 0, 1, 2, 4).contiguous()
+    taken = moved(pool).index_select(1, _slots(table, span)).permute(3, 0, 1, 2, 4).contiguous()
     segments = _segments(slot, pool, span)
-    segments.copy_(moved.view(torch.uint8).view(segments.shape))
-    sums += checksum(moved.view(_WORD).flatten(1))
+    segments.copy_(taken.view(torch.uint8).view(segments.shape))
+    sums += checksum(taken.view(_WORD).flatten(1))
 
 
 def unpack_reference(slot: Tensor, pool: Tensor, table: Tensor, span: Span, sums: Tensor) -> None:
@@ -61,13 +61,13 @@ def unpack_reference(slot: Tensor, pool: Tensor, table: Tensor, span: Span, sums
     The checksums are of what the slot holds.
     """
     layers, _, planes, heads, dim = pool.shape
-    moved = _segments(slot, pool, span).contiguous()
+    taken, pool = _segments(slot, pool, span).contiguous(), moved(pool)
     slots = _slots(table, span)
     slots = torch.where(slots >= span.page_size, slots, 0)
-    values = moved.view(pool.dtype).view(heads, layers, span.count, planes, dim)
+    values = taken.view(pool.dtype).view(heads, layers, span.count, planes, dim)
     pool.index_copy_(1, slots, values.permute(1, 2, 3, 0, 4))
     pool[:, 0].zero_()
-    sums += checksum(moved.view(_WORD))
+    sums += checksum(taken.view(_WORD))
 
 
 def _slots(table: Tensor, span: Span) -> Tensor:

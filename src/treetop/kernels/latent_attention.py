@@ -1,4 +1,4 @@
-# ruff: noqa: PLR0915, PLR0917 (kernels take what they touch as arguments, and are one body by nature)
+# ruff: noqa: PLR0912, PLR0915, PLR0917 (kernels take what they touch as arguments, and are one body by nature)
 """Attention over paged planes that are key and value, and a dense tail, in one pass: compressed attention's kernel.
 
 All heads see the same plane, [latent, turned key], of which the latent is the value: one program takes queries of many
@@ -11,7 +11,14 @@ import math
 
 from torch import Tensor
 
-from treetop.kernels.attention import Results, fold_scores, page_of, paged_attention_reference, tail_arguments
+from treetop.kernels.attention import (
+    Results,
+    fold_scores,
+    oldest_seen,
+    page_of,
+    paged_attention_reference,
+    tail_arguments,
+)
 from treetop.kernels.attention_config import CallShape, Launch, choose_launch
 from treetop.kernels.dependent_launch import pdl_wait
 from treetop.kernels.metadata import AttentionMetadata
@@ -23,8 +30,9 @@ def latent_attention_reference(
 ) -> Tensor:
     """Attention over the committed pages and the tail, if there is one, as `paged_attention_reference`.
 
-    q: [rows, n, heads, dim]. pages: [slots, 1, 1, dim], one layer's. tail: [rows, t, 1, 1, dim]. rank: a plane's first
-    numbers, which are its value. Returns [rows, n, heads, rank]; a query that sees nothing gets 0.
+    q: [rows, n, heads, dim]. pages: [slots, 1, 1, dim], one layer's, which may be part of wider planes. tail: [rows, t,
+    1, 1, dim]. rank: a plane's first numbers, which are its value. Returns [rows, n, heads, rank]; a query that sees
+    nothing gets 0.
     """
     return paged_attention_reference(q, pages, metadata, tail, scale)[0][..., :rank]
 
@@ -40,6 +48,17 @@ def _load_plane(
 
 
 @jit
+def _chosen_slots(
+    table: Arg, chosen: Arg, block: Arg, end: Arg, block_n: constexpr, page_size: constexpr
+) -> Arg:  # fmt: skip
+    """Slots of a block's chosen keys [block_n] int64; the null page's from `end` on. chosen: their positions."""
+    entry = block * block_n + tl.arange(0, block_n)
+    position = tl.load(chosen + entry, mask=entry < end, other=0)
+    page = tl.load(table + position // page_size, mask=entry < end, other=0)
+    return page.to(tl.int64) * page_size + position % page_size
+
+
+@jit
 def _fold_planes(
     q: Arg, q_turned: Arg, k: Arg, k_turned: Arg, visible: Arg, acc: Arg, peak: Arg, mass: Arg, scale: Arg,
     masked: constexpr,
@@ -50,36 +69,51 @@ def _fold_planes(
     return fold_scores(scores, k, visible, acc, peak, mass, masked)
 
 
-@jit_for_any("n", "position_row", "splits")
+@jit_for_any("n", "position_row", "splits", "chosen_row", "chosen_query")
 def _latent_attention_kernel(
     out: Arg, lse: Arg, q: Arg, pages: Arg, page_table: Arg, rows: Arg, kv_len: Arg, positions: Arg,
-    tail: Arg, tail_positions: Arg, mask: Arg, scale: Arg, n: Arg, t: Arg, split_stride: Arg,
-    q_row: Arg, q_query: Arg, q_head: Arg, slot_stride: Arg, table_row: Arg, position_row: Arg, position_query: Arg,
-    splits: Arg, tail_row: Arg, tail_column: Arg, tail_position_row: Arg, tail_position_column: Arg, mask_row: Arg,
-    mask_query: Arg, mask_column: Arg,
-    heads: constexpr, rank: constexpr, turned: constexpr, page_size: constexpr, window: constexpr, causal: constexpr,
-    has_tail: constexpr, block_m: constexpr, block_n: constexpr, block_t: constexpr, block_c: constexpr,
-    block_r: constexpr, overlap: constexpr,
+    tail: Arg, tail_positions: Arg, mask: Arg, chosen: Arg, chosen_count: Arg, scale: Arg, n: Arg, t: Arg,
+    split_stride: Arg, q_row: Arg, q_query: Arg, q_head: Arg, slot_stride: Arg, table_row: Arg, position_row: Arg,
+    position_query: Arg, splits: Arg, chosen_row: Arg, chosen_query: Arg, count_row: Arg, tail_row: Arg,
+    tail_column: Arg, tail_position_row: Arg, tail_position_column: Arg, mask_row: Arg, mask_query: Arg,
+    mask_column: Arg,
+    heads: constexpr, rank: constexpr, turned: constexpr, page_size: constexpr, window: constexpr, chunked: constexpr,
+    causal: constexpr, sparse: constexpr, has_tail: constexpr, block_m: constexpr, block_n: constexpr,
+    block_t: constexpr, block_c: constexpr, block_r: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """One block of queries of one row, over one split of its keys.
 
     out: [splits, rows, n, heads, rank]; lse: [splits, rows, n, heads] float32, natural; both contiguous. The rest as in
     `latent_attention`; *_row, *_query, ... are strides in elements; window 0 is none. Grid (blocks of queries * splits,
-    rows). All slot arithmetic is int64.
+    rows), or if it is sparse, (rows * n * blocks of a query's heads * splits,). All slot arithmetic is int64.
+
+    sparse: a query sees the prefix's positions that were chosen for it. As long as these are all, its keys are the same
+    in the same blocks, splits and order as those of a row of one query.
     """
     pdl_wait(overlap, early=True)
     split = tl.program_id(0) % splits
-    tile = tl.num_programs(0) // splits - 1 - tl.program_id(0) // splits  # causal: the longest blocks start first
-    row = tl.program_id(1).to(tl.int64)
-    end = tl.load(kv_len + row).to(tl.int32)
+    if sparse:
+        tiles: constexpr = (heads + block_m - 1) // block_m
+        item = tl.program_id(0) // splits // tiles
+        row, of = (item // n).to(tl.int64), item % n
+        head = tl.program_id(0) // splits % tiles * block_m + tl.arange(0, block_m)
+        query = tl.zeros([block_m], tl.int32) + of
+        real = head < heads
+        chosen += row * chosen_row + of * chosen_query
+        end = tl.load(chosen_count + row * count_row + of)
+    else:
+        row = tl.program_id(1).to(tl.int64)
+        tile = tl.num_programs(0) // splits - 1 - tl.program_id(0) // splits  # causal: the longest blocks start first
+        lane = tile * block_m + tl.arange(0, block_m)
+        query = lane // heads
+        head = lane % heads
+        real = query < n
+        end = tl.load(kv_len + row).to(tl.int32)
+    there_is = real
     table = page_table + tl.load(rows + row) * table_row
 
-    lane = tile * block_m + tl.arange(0, block_m)
-    query = lane // heads
-    head = lane % heads
     lane_c = tl.arange(0, block_c)
     lane_r = tl.arange(0, block_r)
-    real = query < n
     q_at = q + (row * q_row + query * q_query + head * q_head)[:, None]
     queries = tl.load(q_at + lane_c[None, :], mask=real[:, None] & (lane_c < rank)[None, :], other=0.0)
     q_turned = tl.load(q_at + rank + lane_r[None, :], mask=real[:, None] & (lane_r < turned)[None, :], other=0.0)
@@ -93,9 +127,10 @@ def _latent_attention_kernel(
         first = tl.load(positions + row * position_row).to(tl.int32)
         real = real & ((query == 0) | (position > first))
         end = tl.minimum(end, tl.max(tl.where(real, position, -1), 0) + 1)
+    oldest = position
     if window > 0:
-        nearest = tl.min(tl.where(real, position, 2147483647), 0)
-        start = tl.minimum(tl.maximum(nearest - window + 1, 0), end)
+        oldest = oldest_seen(position, window, chunked)
+        start = tl.minimum(tl.min(tl.where(real, oldest, 2147483647), 0), end)
 
     first_block = start // block_n
     last_block = tl.cdiv(end, block_n)
@@ -107,7 +142,10 @@ def _latent_attention_kernel(
     peak = tl.full([block_m], -1e30, tl.float32)
     mass = tl.zeros([block_m], tl.float32)
 
-    page = page_of(table, begin, start, end, block_n, page_size)
+    if sparse:
+        place = _chosen_slots(table, chosen, begin, end, block_n, page_size)
+    else:
+        place = page_of(table, begin, start, end, block_n, page_size)
     if has_tail:  # by the first split
         for column_start in tl.range(0, tl.where(split == 0, t, 0), block_t, num_stages=1):
             column = column_start + tl.arange(0, block_t)
@@ -119,7 +157,7 @@ def _latent_attention_kernel(
             if window > 0:
                 at_position = tail_positions + row * tail_position_row + column * tail_position_column
                 tail_position = tl.load(at_position, mask=there, other=0).to(tl.int32)
-                visible = visible & (position[:, None] - tail_position[None, :] < window)
+                visible = visible & (tail_position[None, :] >= oldest[:, None])
             acc, peak, mass = _fold_planes(
                 queries, q_turned, k, k_turned, visible, acc, peak, mass, scale, True
             )  # fmt: skip
@@ -127,23 +165,28 @@ def _latent_attention_kernel(
     for block in range(begin, stop):
         key = block * block_n + tl.arange(0, block_n)
         stored = (key >= start) & (key < end)
-        slot = page.to(tl.int64) * page_size + key % page_size
-        k, k_turned = _load_plane(pages, slot * slot_stride, stored, lane_c, lane_r, rank, turned)
-        page = page_of(table, block + 1, start, end, block_n, page_size)  # its latency hides behind this block's work
+        # The latency of the next block's places hides behind this block's work.
+        if sparse:
+            k, k_turned = _load_plane(pages, place * slot_stride, stored, lane_c, lane_r, rank, turned)
+            place = _chosen_slots(table, chosen, block + 1, end, block_n, page_size)
+        else:
+            slot = place.to(tl.int64) * page_size + key % page_size
+            k, k_turned = _load_plane(pages, slot * slot_stride, stored, lane_c, lane_r, rank, turned)
+            place = page_of(table, block + 1, start, end, block_n, page_size)
         visible = stored[None, :]
         if causal:
             visible = visible & (key[None, :] <= position[:, None])
         if window > 0:
-            visible = visible & (position[:, None] - key[None, :] < window)
+            visible = visible & (key[None, :] >= oldest[:, None])
         acc, peak, mass = _fold_planes(queries, q_turned, k, k_turned, visible, acc, peak, mass, scale, True)
 
     seen = real & (mass != 0)  # also of NaN, which must show
     result = tl.where(seen[:, None], acc / tl.where(seen, mass, 1.0)[:, None], 0.0)
     log_mass = tl.where(seen, (peak + tl.log2(tl.where(seen, mass, 1.0))) * 0.6931471805599453, float("-inf"))
     out_at = (row * n + query) * heads + head
-    tl.store(lse + split * split_stride + out_at, log_mass, mask=query < n)
+    tl.store(lse + split * split_stride + out_at, log_mass, mask=there_is)
     out_at = (split * split_stride + out_at)[:, None] * rank + lane_c[None, :]
-    tl.store(out + out_at, result.to(out.dtype.element_ty), mask=(query < n)[:, None] & (lane_c < rank)[None, :])
+    tl.store(out + out_at, result.to(out.dtype.element_ty), mask=there_is[:, None] & (lane_c < rank)[None, :])
 
 
 def latent_attention(
@@ -158,13 +201,22 @@ def latent_attention(
 ) -> Tensor:
     """`latent_attention_reference`. launch: how the call is cut, or else `choose_launch` says.
 
-    Reads lengths on the device only, and allocates only tensors whose shapes the arguments' shapes give.
+    Where keys were chosen, each query is a row of its own, which gathers what was chosen for it. Reads lengths on the
+    device only, and allocates only tensors whose shapes the arguments' shapes give.
     """
     rows, n, heads, dim = q.shape
     table, positions = metadata.table.data, metadata.positions
-    if launch is None:
-        call = CallShape(rows, n, 1, heads, dim, q.element_size(), metadata.max_kv_len, metadata.causal)
-        launch = choose_launch(call, gpu)
+    chosen = metadata.chosen
+    call = CallShape(rows, n, 1, heads, dim, q.element_size(), metadata.max_kv_len, metadata.causal)
+    listed: tuple[Tensor, ...] = (metadata.rows, metadata.rows)
+    listed_strides: tuple[int, ...] = (0, 0, 0)
+    if chosen is not None:
+        most = min(metadata.max_kv_len, chosen.positions.shape[2])
+        call = CallShape(rows * n, 1, 1, heads, dim, q.element_size(), most)
+        listed = (chosen.positions, chosen.count)
+        listed_strides = (*chosen.positions.stride()[:2], chosen.count.stride(0))
+        assert (chosen.positions.stride(2), chosen.count.stride(1)) == (1, 1)
+    launch = launch or choose_launch(call, gpu)
     results = Results.of(q, rank, launch.splits)
     data, tail_positions, mask, width = tail_arguments(q, metadata, tail)
     tail_strides: tuple[int, ...] = (0,) * 7
@@ -174,13 +226,14 @@ def latent_attention(
     assert pages.shape[1:] == (1, 1, dim)
     assert (pages.stride(3), data.stride(-1)) == (1, 1)
     overlap = {"launch_pdl": True} if launch.overlap else {}
-    _latent_attention_kernel[(-(-n * heads // launch.block_m) * launch.splits, rows)](
+    blocks = -(-call.n * heads // launch.block_m) * launch.splits
+    _latent_attention_kernel[(blocks, rows) if chosen is None else (call.rows * blocks,)](
         results.part, results.part_lse, q, pages, table, metadata.rows, metadata.kv_len, positions, data,
-        tail_positions, mask, scale * math.log2(math.e), n, width, rows * n * heads, *q.stride()[:3], pages.stride(0),
-        table.stride(0),
-        *positions.stride(), launch.splits, *tail_strides,
+        tail_positions, mask, *listed, scale * math.log2(math.e), n, width, rows * n * heads, *q.stride()[:3],
+        pages.stride(0), table.stride(0), *positions.stride(), launch.splits, *listed_strides, *tail_strides,
         heads=heads, rank=rank, turned=dim - rank, page_size=metadata.page_size, window=metadata.window or 0,
-        causal=metadata.causal, has_tail=tail is not None, block_m=launch.block_m, block_n=launch.block_n,
+        chunked=metadata.chunked, causal=metadata.causal and chosen is None, sparse=chosen is not None,
+        has_tail=tail is not None, block_m=launch.block_m, block_n=launch.block_n,
         block_t=min(launch.block_n, max(16, power_of_two(width))), block_c=max(16, power_of_two(rank)),
         block_r=max(16, power_of_two(dim - rank)), overlap=launch.overlap, num_warps=launch.num_warps,
         num_stages=launch.num_stages, **overlap,

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from treetop.kernels.calibration import CLASSES, Calibration
+from treetop.kernels.calibration import Calibration
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
 from treetop.kernels.grow import TreeBuilder
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, tl
+from treetop.types.sampling import CLASSES
 from treetop.types.tree import Accepted
 
 HORIZON = 8192.0
@@ -60,7 +61,7 @@ class Observed:
 def learn_reference(calibration: Calibration, growth: TreeBuilder, accepted: Accepted, observed: Observed) -> None:
     """Learn from what a round's trees proposed and the target chose."""
     _add_up(calibration, growth, accepted, observed)
-    _fold(calibration, observed.makes_logits)
+    _fold(calibration, growth.shape.topk, observed.makes_logits)
 
 
 def _add_up(calibration: Calibration, growth: TreeBuilder, accepted: Accepted, observed: Observed) -> None:
@@ -84,8 +85,8 @@ def _add_up(calibration: Calibration, growth: TreeBuilder, accepted: Accepted, o
     sums[:, :, 1 + ranks : 1 + ranks + k].index_add_(0, growth.classes, by_depth[:, :, 1 + k :])
 
 
-def _fold(calibration: Calibration, makes_logits: bool) -> None:
-    """The sums enter what is remembered, and heat and shifts follow."""
+def _fold(calibration: Calibration, k: int, makes_logits: bool) -> None:
+    """The sums enter what is remembered, and heat and shifts follow. k: proposals of each of the round's nodes."""
     c, ranks = calibration, calibration.shift.shape[2]
     sums = c.sums.to(torch.float32)
     nodes, chosen = sums[:, :, 0], sums[:, :, 1 : 1 + ranks]
@@ -96,6 +97,7 @@ def _fold(calibration: Calibration, makes_logits: bool) -> None:
         step = (GAIN * missed / known).clamp(-LARGEST_STEP, LARGEST_STEP)
         c.heat.copy_((c.heat.log() + step).clamp(-LOG_HEAT, LOG_HEAT).exp())
     keep = (1.0 - NEWEST * nodes / (PRIOR_NODES + c.nodes + nodes)).clamp(min=0.0)[:, :, None]
+    c.seen.mul_(keep)[:, :, :k].add_(nodes[:, :, None])
     c.chosen.mul_(keep).add_(chosen)
     c.predicted.mul_(keep).add_(predicted)
     c.nodes.add_(nodes).clamp_(max=HORIZON)
@@ -127,7 +129,7 @@ def learn(
         has_constrained=constrained is not None, overlap=gpu.can_overlap, num_warps=1, **launch_options(gpu),
     )  # fmt: skip
     _fold_kernel[(CLASSES,)](
-        c.heat, c.shift, c.nodes, c.chosen, c.predicted, c.sums, depths, ranks,
+        c.heat, c.shift, c.nodes, c.seen, c.chosen, c.predicted, c.sums, depths, ranks, shape.topk,
         block_d=lanes(depths), block_r=lanes(ranks), makes_logits=observed.makes_logits, one=ONE, horizon=HORIZON,
         prior_nodes=PRIOR_NODES, prior_choices=PRIOR_CHOICES, newest=NEWEST, gain=GAIN, largest_step=LARGEST_STEP,
         log_heat=LOG_HEAT, bound=SHIFT, overlap=gpu.can_overlap, num_warps=4, **launch_options(gpu),
@@ -180,12 +182,13 @@ def _add_up_kernel(
 
 @jit
 def _fold_kernel(
-    heat: Arg, shift: Arg, nodes: Arg, chosen: Arg, predicted: Arg, sums: Arg, depths: Arg, ranks: Arg,
+    heat: Arg, shift: Arg, nodes: Arg, seen: Arg, chosen: Arg, predicted: Arg, sums: Arg, depths: Arg, ranks: Arg,
+    k: Arg,
     block_d: constexpr, block_r: constexpr, makes_logits: constexpr, one: constexpr, horizon: constexpr,
     prior_nodes: constexpr, prior_choices: constexpr, newest: constexpr, gain: constexpr, largest_step: constexpr,
     log_heat: constexpr, bound: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
-    """One class a program. Grid (classes,)."""
+    """One class a program. k: proposals of each of the round's nodes. Grid (classes,)."""
     pdl_wait(overlap, early=True)
     kind = tl.program_id(0)
     depth, rank = tl.arange(0, block_d), tl.arange(0, block_r)
@@ -205,10 +208,13 @@ def _fold_kernel(
         log = tl.minimum(tl.maximum(tl.log(tl.load(heat + kind)) + step, -log_heat), log_heat)
         tl.store(heat + kind, tl.exp(log))
     keep = tl.maximum(1.0 - newest * new_nodes / (prior_nodes + old_nodes + new_nodes), 0.0)[:, None]
+    new_seen = tl.where((rank < k)[None, :], new_nodes[:, None], 0.0)
+    all_seen = tl.load(seen + cell, mask=there, other=0.0) * keep + new_seen
     all_chosen = tl.load(chosen + cell, mask=there, other=0.0) * keep + new_chosen
     all_predicted = tl.load(predicted + cell, mask=there, other=0.0) * keep + new_predicted
     log = tl.log((all_chosen + prior_choices) / (all_predicted + prior_choices))
     tl.store(shift + cell, tl.minimum(tl.maximum(log, -bound), bound), mask=there)
+    tl.store(seen + cell, all_seen, mask=there)
     tl.store(chosen + cell, all_chosen, mask=there)
     tl.store(predicted + cell, all_predicted, mask=there)
     tl.store(nodes + kind * depths + depth, tl.minimum(old_nodes + new_nodes, horizon), mask=inside)

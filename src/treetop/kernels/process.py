@@ -43,9 +43,8 @@ class LogitsProcessors:
     biases: [num_rows, 512] float32, the first 0.
     presence, frequency, repetition: [num_rows] float32.
     may_end: [num_rows] int64, the position from which on a token may end the request.
-    active: [num_rows] bool.
+    active: [num_rows] bool, rows that change logits; what a constraint rules out is in its masks.
     constrained: [num_rows] bool, rows whose tokens a constraint decides, too: they teach a calibration nothing.
-    undrafted: [num_rows] bool, rows of which no draft is accepted.
     """
 
     words: Tensor
@@ -56,7 +55,6 @@ class LogitsProcessors:
     may_end: Tensor
     active: Tensor
     constrained: Tensor
-    undrafted: Tensor
 
 
 def process_reference(
@@ -75,11 +73,11 @@ def process_reference(
     is ruled out has -inf.
     """
     wide = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32, copy=True)
-    some = _concerned(processors.active[rows])
+    some = concerned(processors.active[rows])
     part = DraftTree(*(getattr(tree, name)[some] for name in DraftTree.__dataclass_fields__))
     wide[some] = _processed(wide[some], processors, rows[some], positions[some], part)
     if allowed is not None:
-        held = _concerned((allowed != -1).flatten(1).any(dim=1))
+        held = concerned((allowed != -1).flatten(1).any(dim=1))
         wide[held] = wide[held].masked_fill(~unpacked(allowed[held], wide.shape[2]), float("-inf"))
     return wide
 
@@ -90,7 +88,7 @@ def unpacked(allowed: Tensor, vocab_size: int) -> Tensor:
     return bits.flatten(-2)[..., :vocab_size] != 0
 
 
-def _concerned(flags: Tensor) -> Tensor:
+def concerned(flags: Tensor) -> Tensor:
     """The rows that are flagged, where looking is free; all elsewhere, which are not waited for. flags: [rows] bool."""
     return flags.nonzero()[:, 0] if flags.device.type == "cpu" else torch.arange(len(flags), device=flags.device)
 

@@ -21,9 +21,9 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Llama3:
-    """Low frequencies are divided by the factor, high ones stay, and between them lies a ramp.
+    """Low frequencies are divided by the factor, high ones stay, and between them lies a ramp, or nothing.
 
-    Source: Llama 3.1's published configuration.
+    Source: Llama 3.1's published configuration; Llama 4 Scout's, whose two bounds are one.
     """
 
     factor: float
@@ -146,7 +146,8 @@ def inverse_frequencies(spec: RopeSpec, positions: Tensor) -> Tensor:
     elif isinstance(scaling, Llama3):
         wavelength = 2 * math.pi / inverse
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        kept = ((scaling.original_max_position / wavelength - low) / (high - low)).clamp(0, 1)
+        turns = scaling.original_max_position / wavelength
+        kept = ((turns - low) / (high - low)).clamp(0, 1) if high > low else (turns >= low).to(torch.float32)
         inverse = inverse * ((1 - kept) / scaling.factor + kept)
     elif isinstance(scaling, Yarn):
         kept = 1 - _ramp(spec, scaling)

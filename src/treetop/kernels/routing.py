@@ -49,6 +49,7 @@ class RouterSpec:
         largest sum. Source of groups and correction: DeepSeek-V3, arXiv:2412.19437, section 2.1.2; of groups by their
         best expert alone: DeepSeek-V2, arXiv:2405.04434, section 2.2.2.
     factors: each expert has a number that its weights are multiplied by in the end.
+    of_inputs: weights multiply what experts read, not what they give.
     """
 
     num_experts: int
@@ -62,6 +63,7 @@ class RouterSpec:
     top_groups: int = 1
     group_best: Literal[1, 2] = 2
     factors: bool = False
+    of_inputs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +109,14 @@ class Routes:
     weight: [tokens, top_k], float32 or float64.
     tiles: of a kernel.
     apart: another rank may have some of a token's experts.
+    of_inputs: see `RouterSpec`.
     """
 
     expert: Tensor
     weight: Tensor
     tiles: Tiles | None = None
     apart: bool = False
+    of_inputs: bool = False
 
 
 def route_reference(
@@ -130,7 +134,7 @@ def route_reference(
         weight = weight * router.factor[expert]
     here = (expert >= router.here.start) & (expert < router.here.stop)
     expert = torch.where(here if live is None else here & live[:, None], expert - router.here.start, -1)
-    return Routes(expert, weight, apart=router.own is not None)
+    return Routes(expert, weight, apart=router.own is not None, of_inputs=router.spec.of_inputs)
 
 
 def route_by_rows(x: Tensor, router: Router, live: Tensor | None) -> Routes:
@@ -198,20 +202,23 @@ def most_tiles(tokens: int, rows: int, spec: RouterSpec) -> int:
     return min(assignments, spec.num_experts) + assignments // rows
 
 
-def route(x: Tensor, router: Router, live: Tensor | None, gpu: GpuTraits) -> Routes:
-    """`route_reference`, and the tiles: in two launches for few tokens, three for many. x, live: contiguous."""
+def route(x: Tensor, router: Router, live: Tensor | None, gpu: GpuTraits, by_rows: bool = False) -> Routes:
+    """`route_reference`, and the tiles: in two launches for few tokens, three for many. x, live: contiguous.
+
+    by_rows: a token has the same bits in any batch: logits are sums without a cut, and programs have as many tokens
+    whatever there are.
+    """
     spec, tokens, options = router.spec, len(x), launch_options(gpu)
     experts, rows = spec.num_experts, tile_rows(len(x), router.spec)
     assert x.is_contiguous()
     assert router.weight.is_contiguous()
     assert live is None or live.is_contiguous()
-    logits = _logits(x, router, gpu)
+    logits = _logits(x, router, gpu, by_rows)
     expert = torch.empty((tokens, spec.top_k), dtype=torch.int32, device=x.device)
     weight = torch.empty((tokens, spec.top_k), dtype=torch.float32, device=x.device)
     numbers = torch.empty((3, most_tiles(tokens, rows, spec)), dtype=torch.int32, device=x.device)
     order, number = torch.empty_like(expert).view(-1), numbers.new_empty(1)
-    one = lanes(tokens) * lanes(experts) <= _ONE_PROGRAM
-    block = lanes(tokens) if one else min(max(power_of_two(-(-tokens // _MAX_BLOCKS)), 4), 64)
+    block, one = _tokens_of_a_program(tokens, experts, by_rows)
     blocks = 1 if one else -(-tokens // block)
     counts = numbers.new_empty((blocks, experts))
     choice = {
@@ -232,16 +239,26 @@ def route(x: Tensor, router: Router, live: Tensor | None, gpu: GpuTraits) -> Rou
     if not one:
         _place_kernel[(blocks,)](expert, *placed, rows=rows, **choice)
     tile_expert, start, count = numbers
-    return Routes(expert, weight, Tiles(rows, order, tile_expert, start, count, number), router.own is not None)
+    tiles = Tiles(rows, order, tile_expert, start, count, number)
+    return Routes(expert, weight, tiles, router.own is not None, spec.of_inputs)
 
 
-def _logits(x: Tensor, router: Router, gpu: GpuTraits) -> Tensor:
+def _tokens_of_a_program(tokens: int, experts: int, by_rows: bool) -> tuple[int, bool]:
+    """How many tokens a program chooses experts for, and whether there is one program, which places them too."""
+    if by_rows:  # what a program adds up over experts, it adds up as its block is laid out among threads
+        block = min(max(_ONE_PROGRAM // lanes(experts), 4), 64)
+        return block, tokens <= block
+    one = lanes(tokens) * lanes(experts) <= _ONE_PROGRAM
+    return lanes(tokens) if one else min(max(power_of_two(-(-tokens // _MAX_BLOCKS)), 4), 64), one
+
+
+def _logits(x: Tensor, router: Router, gpu: GpuTraits, by_rows: bool) -> Tensor:
     """The router's logits in parts [parts, tokens, experts] float32, which the next kernel adds up."""
     tokens, hidden = x.shape
     experts, few = len(router.weight), tokens <= 64
-    block_k = 64 if few else 32
+    block_k = (256 if by_rows and x.element_size() == 2 else 64) if few else 32
     blocks = -(-hidden // block_k)
-    splits = min(8, blocks) if few else 1
+    splits = min(8, blocks) if few and not by_rows else 1
     share = -(-blocks // splits) * block_k
     splits = -(-hidden // share)
     block_m = max(16, power_of_two(min(tokens, 64)))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from treetop.kernels.process import LogitsProcessors
+from treetop.kernels.process import LogitsProcessors, concerned
 from treetop.types.parallel import Parallel
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -96,16 +96,21 @@ def draw_reference(
     """A token after each node, drawn from the warped logits [rows, T, vocab] by its row's sampler.
 
     sampler: of all rows; `rows` [rows] picks. positions: [rows, T] int64, where the nodes stand; a token stands one
-    further. filtered: see `warp`.
+    further. filtered: see `warp`. Rows of temperature 0 take the first of the largest logits.
     """
-    count, width, vocab = logits.shape
-    finite = torch.isfinite(logits.max(dim=-1).values)
-    params, each_row = sampler.params, rows.repeat_interleave(width)
+    chosen, params = greedy_reference(logits), sampler.params
+    some = concerned(params.temperature[rows] > 0)
+    if not len(some):
+        return chosen
+    count, width, vocab = len(some), *logits.shape[1:]
+    drawn_rows, finite = rows[some], chosen.finite[some]
+    each_row = drawn_rows.repeat_interleave(width)
     each = RowSamplingParams(*(v[each_row] for v in (params.temperature, params.top_k, params.top_p, params.min_p)))
-    safe = torch.where(finite[:, :, None], logits, 0)
-    uniforms = philox_uniform(sampler.seed[rows][:, None].expand(count, width), positions + 1)
+    safe = torch.where(finite[:, :, None], logits[some], 0)
+    uniforms = philox_uniform(sampler.seed[drawn_rows][:, None].expand(count, width), positions[some] + 1)
     token = draw(warp(safe.reshape(count * width, vocab), each, filtered), uniforms.reshape(-1))
-    return SampledTokens(token.reshape(count, width), finite)
+    chosen.token[some] = token.reshape(count, width)
+    return chosen
 
 
 def _mul_hi_lo(factor: int, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,17 +1,20 @@
 # ruff: noqa: PLR0917 (kernels take what they touch as arguments)
 """Products of few rows with a large weight, the bulk of a decode round: bound by how fast weights stream from memory.
 
-    y = x @ weight.T        x: [rows, k], rows <= 256; weight: [n, k]
+    y = x @ weight.T        x: [rows, k], rows <= 256, or more in blocks; weight: [n, k]
 
 A program computes `block_n` outputs over one share of k. With the weight as the left operand a tensor core works on 64
 outputs by however few rows there are; from 64 rows on, rows may be on the left. Where n alone gives too few programs, k
 is cut in `splits`, and the result is a sum of parts that the next kernel adds up as it reads. Weights do not depend on
 what ran before, so a program asks for its first ones before it waits for that (programmatic dependent launch), and
 memory stays busy between kernels.
+
+A sum's bits depend on where k is cut and on nothing else of a launch. Without a cut (`choose_whole`) a row has the same
+bits among any others, and a bias or a gate comes after a sum that is rounded, as behind the vendor's product.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -34,6 +37,7 @@ class RowsLaunch:
     tiled: by TMA.
 
     rows_left: x is the left operand of the product.
+    block_rows: rows of a program, a power of two, where many rows are divided among programs; 0 where each has all.
     """
 
     block_n: int
@@ -44,6 +48,7 @@ class RowsLaunch:
     ahead: int = 1
     tiled: bool = False
     rows_left: bool = False
+    block_rows: int = 0
 
 
 def skinny_gemm_reference(x: Tensor, weight: Tensor, splits: int, bias: Tensor | None = None) -> Tensor:
@@ -64,24 +69,37 @@ def gated_rows_reference(x: Tensor, weight: Tensor, kind: Gate = "silu") -> Tens
     return (activated_reference(gate, kind) * up).to(x.dtype)
 
 
-def skinny_gemm(x: Tensor, weight: Tensor, launch: RowsLaunch, gpu: GpuTraits, bias: Tensor | None = None) -> Tensor:
+def skinny_gemm(
+    x: Tensor,
+    weight: Tensor,
+    launch: RowsLaunch,
+    gpu: GpuTraits,
+    bias: Tensor | None = None,
+    rounds: bool = False,
+) -> Tensor:
     """`skinny_gemm_reference`; with one split rounded to x's dtype, with more in float32.
 
-    x: [rows, k], contiguous, float16 or bfloat16, rows <= MAX_ROWS. weight: [n, k], contiguous; k a multiple of
-    `splits * block_k`. bias: [n]. Returns [splits, rows, n].
+    x: [rows, k], contiguous, float16 or bfloat16; without `block_rows` rows <= MAX_ROWS. weight: [n, k], contiguous; k
+    a multiple of `splits * block_k`. bias: [n]. rounds: the sum is rounded before the bias is added, and again then.
+    Returns [splits, rows, n].
     """
     rows, n = x.shape[0], weight.shape[0]
     dtype = x.dtype if launch.splits == 1 else torch.float32
     out = torch.empty((launch.splits, rows, n), dtype=dtype, device=x.device)
-    _launch(out, x, weight, bias, n, None, launch, gpu)
+    _launch(out, x, weight, bias, n, None, launch, gpu, rounds)
     return out
 
 
-def gated_rows(x: Tensor, weight: Tensor, launch: RowsLaunch, gpu: GpuTraits, kind: Gate = "silu") -> Tensor:
-    """`gated_rows_reference` in one launch, which has one split. Arguments as in `skinny_gemm`."""
+def gated_rows(
+    x: Tensor, weight: Tensor, launch: RowsLaunch, gpu: GpuTraits, kind: Gate = "silu", rounds: bool = False
+) -> Tensor:
+    """`gated_rows_reference` in one launch, which has one split. Arguments as in `skinny_gemm`.
+
+    rounds: gate and up are rounded before the activation.
+    """
     assert launch.splits == 1
     out = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=x.dtype, device=x.device)
-    _launch(out, x, weight, None, weight.shape[0] // 2, kind, launch, gpu)
+    _launch(out, x, weight, None, weight.shape[0] // 2, kind, launch, gpu, rounds)
     return out
 
 
@@ -94,38 +112,42 @@ def _launch(
     kind: Gate | None,
     launch: RowsLaunch,
     gpu: GpuTraits,
+    rounds: bool,
 ) -> None:
     rows, k = x.shape
-    assert rows <= MAX_ROWS
+    assert rows <= MAX_ROWS or launch.block_rows
+    assert launch.splits == 1 or not rounds
     assert k % (launch.splits * launch.block_k) == 0
     assert x.is_contiguous()
     assert weight.is_contiguous()
-    block_m, more_m = _row_blocks(rows)
+    block_m, more_m = (launch.block_rows, 0) if launch.block_rows else _row_blocks(rows)
     x_tiles, more_tiles, weight_tiles = x, x, weight  # not read without `tiled`
     if launch.tiled:
         x_tiles, weight_tiles = tiles_of(x, block_m, launch.block_k), tiles_of(weight, launch.block_n, launch.block_k)
         more_tiles = tiles_of(x, more_m, launch.block_k) if more_m else x_tiles
     options = launch_options(gpu)
-    _skinny_gemm_kernel[(-(-n // launch.block_n), launch.splits)](
+    _skinny_gemm_kernel[(-(-n // launch.block_n), launch.splits, -(-rows // (block_m + more_m)))](
         out, x, weight, weight if bias is None else bias, x_tiles, more_tiles, weight_tiles, rows, n, k,
         k // launch.splits, has_bias=bias is not None,
         block_m=block_m, more_m=more_m, block_n=launch.block_n, block_k=launch.block_k, kind=kind,
-        tiled=launch.tiled, rows_left=launch.rows_left, ahead=launch.ahead, overlap=gpu.can_overlap,
+        rounds=rounds, tiled=launch.tiled, rows_left=launch.rows_left, ahead=launch.ahead, overlap=gpu.can_overlap,
         num_stages=launch.num_stages, num_warps=launch.num_warps, **options,
     )  # fmt: skip
 
 
 @jit
-def _skinny_gemm_kernel(
+def _skinny_gemm_kernel(  # noqa: PLR0915 (a gate and a second block of rows each double some)
     out: Arg, x: Arg, weight: Arg, bias: Arg, x_tiles: Arg, more_tiles: Arg, weight_tiles: Arg, rows: Arg, n: Arg,
     k: Arg, share: Arg, has_bias: constexpr, block_m: constexpr, more_m: constexpr, block_n: constexpr,
-    block_k: constexpr, kind: constexpr, tiled: constexpr, rows_left: constexpr, ahead: constexpr, overlap: constexpr,
+    block_k: constexpr, kind: constexpr, rounds: constexpr, tiled: constexpr, rows_left: constexpr, ahead: constexpr,
+    overlap: constexpr,
 ) -> None:  # fmt: skip
-    """One block of outputs over one share of k. out: [splits, rows, n]; x: [rows, k]; weight: [n or 2n, k].
+    """One block of outputs and rows over one share of k. out: [splits, rows, n]; x: [rows, k]; weight: [n or 2n, k].
 
-    Grid (n / block_n, splits). kind: of a gate, where weight rows j and n + j give one output, or None. Rows come in a
-    block of block_m and one of more_m (0: none), since blocks are powers of two. tiled: tiles come through descriptors,
-    not pointers. The first split adds the bias.
+    Grid (n / block_n, splits, rows / (block_m + more_m)). kind: of a gate, where weight rows j and n + j give one
+    output, or None. Rows come in a block of block_m and one of more_m (0: none), since blocks are powers of two. tiled:
+    tiles come through descriptors, not pointers. The first split adds the bias. rounds: a sum is rounded to the dtype
+    of x before a bias or a gate.
     """
     first_column = tl.program_id(0) * block_n
     column = first_column + tl.arange(0, block_n)
@@ -140,6 +162,9 @@ def _skinny_gemm_kernel(
         if kind is not None:
             ask_for(tl.where(there, up_line + first, weight))
     pdl_wait(overlap, early=True)
+    first_row = tl.program_id(2) * (block_m + more_m)
+    x += first_row.to(tl.int64) * k
+    rows_here = rows - first_row
     row = tl.arange(0, block_m)
     lane = tl.arange(0, block_k)
     x_at = x + row[:, None] * k + start + lane[None, :]
@@ -152,32 +177,44 @@ def _skinny_gemm_kernel(
         more_up = _zeros(block_n, more_m, rows_left)
     for i in range(0, share, block_k):
         w = _tile(line + (i + lane)[None, :], weight_tiles, first_column, start + i, there, tiled)
-        values = _tile(x_at + i, x_tiles, 0, start + i, (row < rows)[:, None], tiled)
+        values = _tile(x_at + i, x_tiles, first_row, start + i, (row < rows_here)[:, None], tiled)
         total = _multiply(w, values, total, rows_left)
         if more_m > 0:
-            more = _tile(more_at + i, more_tiles, block_m, start + i, (more_row < rows)[:, None], tiled)
+            more = _tile(
+                more_at + i, more_tiles, first_row + block_m, start + i, (more_row < rows_here)[:, None], tiled
+            )
             more_total = _multiply(w, more, more_total, rows_left)
         if kind is not None:
             w = _tile(up_line + (i + lane)[None, :], weight_tiles, n + first_column, start + i, there, tiled)
             up = _multiply(w, values, up, rows_left)
             if more_m > 0:
                 more_up = _multiply(w, more, more_up, rows_left)
+    if rounds:
+        total, up = _rounded(total, x), _rounded(up, x)
+        if more_m > 0:
+            more_total, more_up = _rounded(more_total, x), _rounded(more_up, x)
     if has_bias:
         added = tl.load(bias + column, mask=(column < n) & (split == 0), other=0.0).to(tl.float32)
         added = added[None, :] if rows_left else added[:, None]
         total += added
         if more_m > 0:
             more_total += added
-    out_at = out + split * rows * n + column[:, None]
-    _store(out_at, total, up, row, rows, n, there, kind, rows_left)
+    out_at = out + (split * rows + first_row).to(tl.int64) * n + column[:, None]
+    _store(out_at, total, up, row, rows_here, n, there, kind, rows_left)
     if more_m > 0:
-        _store(out_at, more_total, more_up, more_row, rows, n, there, kind, rows_left)
+        _store(out_at, more_total, more_up, more_row, rows_here, n, there, kind, rows_left)
 
 
 @jit
 def _zeros(block_n: constexpr, block_m: constexpr, rows_left: constexpr) -> Arg:
     """Sums for a block of outputs and a block of rows."""
     return tl.zeros([block_m, block_n] if rows_left else [block_n, block_m], tl.float32)
+
+
+@jit
+def _rounded(total: Arg, x: Arg) -> Arg:
+    """Sums in float32, rounded to the dtype of x."""
+    return total.to(x.dtype.element_ty).to(tl.float32)
 
 
 @jit
@@ -242,6 +279,37 @@ def choose_launch(rows: int, n: int, k: int, gated: bool, gpu: GpuTraits) -> Row
     return next((one for one in wanted if shared_bytes(one, rows, gated) <= gpu.shared_bytes), None)
 
 
+@cache
+def choose_whole(rows: int, n: int, k: int, gated: bool, gpu: GpuTraits) -> RowsLaunch | None:
+    """A launch without a cut of k for a weight [n, k] and any number of rows; None if k is no multiple of 16.
+
+    Few rows take a measured one (`benchmarks/skinny_gemm.py --whole`), or what `choose_launch` gives, without its
+    splits; its blocks are narrower where they would be fewer than multiprocessors.
+    """
+    table, outputs = load_table(), n // 2 if gated else n
+    known = table.whole.get((n, k, gated, row_class(rows))) if rows <= MAX_ROWS and table.holds_for(gpu) else None
+    if known is not None:
+        return known
+    size = next((each for each in (64, 32, 16) if k % each == 0), None)
+    if size is None:
+        return None
+    if rows > 64:
+        block = 64 if rows <= MAX_ROWS else 128
+        wanted = [
+            RowsLaunch(block_n, size, 1, stages, max(4, block_n * block // 2048), 0, gpu.can_overlap, True, block)
+            for block_n in sorted({64, block}, reverse=True)
+            for stages in (4, 3, 2)
+        ]
+    else:
+        chosen, fills = choose_launch(rows, n, k, gated, gpu), outputs >= 64 * gpu.num_sms
+        if chosen is not None and (chosen.splits == 1 or fills):
+            return replace(chosen, splits=1)
+        block_n, block_k, ahead = 64 if fills else 32, 128 if k % 128 == 0 else size, int(size == 64)
+        left = row_class(rows) == 64 and not fills
+        wanted = [RowsLaunch(block_n, block_k, 1, stages, 4, ahead, rows_left=left) for stages in (6, 5, 4, 3, 2)]
+    return next((one for one in wanted if shared_bytes(one, rows, gated) <= gpu.shared_bytes), wanted[-1])
+
+
 def most_splits(tiles: int, blocks: int, gpu: GpuTraits) -> int:
     """Splits of k, which has so many blocks, that give up to three programs a multiprocessor, and whole blocks each."""
     return max(
@@ -253,7 +321,7 @@ def most_splits(tiles: int, blocks: int, gpu: GpuTraits) -> int:
 
 def shared_bytes(launch: RowsLaunch, rows: int, gated: bool) -> int:
     """Shared memory of a launch: its stages of weights and of x."""
-    lines = (2 if gated else 1) * launch.block_n + row_class(rows)
+    lines = (2 if gated else 1) * launch.block_n + (launch.block_rows or row_class(rows))
     return 2 * launch.num_stages * launch.block_k * lines
 
 
@@ -264,12 +332,14 @@ class LaunchTable:
     num_sms: of the GPU that was measured, which has compute capability 9.
     compressed: the fields of a `packed_weights.CompressedLaunch`, where that is faster still.
     most_outliers: by rows, with how many in a block.
+    whole: launches that do not cut k, where that was measured.
     """
 
     num_sms: int
     launches: dict[tuple[int, int, bool, int], RowsLaunch | None]
     compressed: dict[tuple[int, int, bool, int], tuple[int, int, int, int, int]]
     most_outliers: dict[tuple[int, int, bool, int], dict[int, int]]
+    whole: dict[tuple[int, int, bool, int], RowsLaunch]
 
     def holds_for(self, gpu: GpuTraits) -> bool:
         return gpu.can_overlap and gpu.num_sms == self.num_sms
@@ -279,11 +349,12 @@ class LaunchTable:
 def load_table() -> LaunchTable:
     """The committed table."""
     if not _TABLE.is_file():
-        return LaunchTable(0, {}, {}, {})
+        return LaunchTable(0, {}, {}, {}, {})
     data = json.loads(_TABLE.read_text(encoding="utf-8"))
     entries = {(e["n"], e["k"], e["gated"], e["rows"]): e for e in data["entries"]}
     launches = {key: None if e["launch"] is None else RowsLaunch(*e["launch"]) for key, e in entries.items()}
     measured = {key: e["compressed"] for key, e in entries.items() if "compressed" in e}
     compressed = {key: tuple(e["launch"]) for key, e in measured.items()}
     limits = {key: {int(rows): maximum for rows, maximum in e["most_outliers"].items()} for key, e in measured.items()}
-    return LaunchTable(data["num_sms"], launches, compressed, limits)
+    whole = {key: RowsLaunch(*e["whole"]["launch"]) for key, e in entries.items() if "whole" in e}
+    return LaunchTable(data["num_sms"], launches, compressed, limits, whole)

@@ -9,12 +9,17 @@ from treetop.kernels.triton_guard import Arg, jit, tl
 
 
 @jit
-def key_of(value: Arg, index: Arg) -> Arg:
-    """value: [n] float32. index: [n] int32 >= 0. Returns [n] int64, all above `-0x7FFFFFFFFFFFFFFF`."""
+def ordered_of(value: Arg) -> Arg:
+    """A float32 as an int32 that orders like it; none is the smallest int32."""
     bits = tl.where(value == 0.0, 0, value.to(tl.int32, bitcast=True))
     bits = tl.where(value != value, 0x7FC00000, bits)  # noqa: PLR0124 (NaN)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@jit
+def key_of(value: Arg, index: Arg) -> Arg:
+    """value: [n] float32. index: [n] int32 >= 0. Returns [n] int64, all above `-0x7FFFFFFFFFFFFFFF`."""
+    return (ordered_of(value).to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
 
 
 @jit

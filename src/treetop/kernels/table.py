@@ -18,15 +18,33 @@ from torch import Tensor
 
 from treetop.kernels import accept as accepting
 from treetop.kernels import attention as attending
-from treetop.kernels import coded, fused, kv_chunks, latent, packed_weights, pages, peers, routing, tail, topk
+from treetop.kernels import coded_rows as coded
 from treetop.kernels import commit as committing
 from treetop.kernels import draw as drawing
 from treetop.kernels import experts as expert_products
+from treetop.kernels import (
+    fused,
+    index_scores,
+    index_topk,
+    indexer,
+    kv_chunks,
+    latent,
+    packed_weights,
+    pages,
+    peers,
+    routing,
+    segments,
+    tail,
+    tiles,
+    topk,
+)
 from treetop.kernels import grow as growing
 from treetop.kernels import latent_attention as latent_attending
 from treetop.kernels import learn as learning
 from treetop.kernels import process as processing
 from treetop.kernels import rows as row_state
+from treetop.kernels import segment_attention as segment_attending
+from treetop.kernels import select as selecting
 from treetop.kernels import skinny_gemm as skinny
 from treetop.kernels.exact import BY_ELEMENT, LIBRARY
 from treetop.kernels.sampling import draw_reference, greedy_of_ranks, greedy_reference
@@ -41,7 +59,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 class OpContext:
     """What an engine computes on, and the shapes of its trees; () where no tree is grown.
 
-    exact: on a CPU in float32, a row has the same bits in any company (`kernels.exact`).
+    exact: a row has the same bits in any company: on a CPU in float32 (`kernels.exact`), on a GPU in 16 bits.
     """
 
     device: torch.device
@@ -80,6 +98,7 @@ class Op(Generic[F]):
     applies: where the kernel serves.
     launches: the Triton kernels it is made of.
     by_rows: what serves instead of a reference whose bits depend on the number of rows, where they must not.
+    kernel_by_rows: the same of a kernel.
     """
 
     reference: F
@@ -88,6 +107,7 @@ class Op(Generic[F]):
     applies: Callable[[OpContext], bool]
     launches: tuple[Any, ...] = ()
     by_rows: F | None = None
+    kernel_by_rows: Callable[..., Any] | None = None
     name: str = field(default="", init=False)
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -103,9 +123,10 @@ class Op(Generic[F]):
         """The operation itself, from the class. An instance holds the function it chose under the same name."""
         return self
 
-    def on(self, gpu: GpuTraits) -> F:
-        """The kernel on a GPU, called like the reference."""
-        return cast(F, partial(self.kernel, gpu=gpu))
+    def on(self, gpu: GpuTraits, exact: bool = False) -> F:
+        """The kernel on a GPU, called like the reference. exact: a row's bits depend on no other."""
+        kernel = self.kernel_by_rows if exact and self.kernel_by_rows is not None else self.kernel
+        return cast(F, partial(kernel, gpu=gpu))
 
 
 class AddRmsNorm(Protocol):
@@ -159,6 +180,20 @@ class Ops:
     write_latent = Op(
         latent.write_latent_reference, latent.write_latent, 1e-6, on_a_gpu, (latent._write_latent_kernel,)
     )
+    turn_index_heads = Op(
+        indexer.turn_index_heads_reference,
+        indexer.turn_index_heads,
+        1e-6,
+        on_a_gpu,
+        (indexer._turn_index_heads_kernel,),
+    )
+    write_index_keys = Op(
+        indexer.write_index_keys_reference,
+        indexer.write_index_keys,
+        1e-6,
+        on_a_gpu,
+        (indexer._write_index_keys_kernel,),
+    )
     silu_mul = Op(fused.silu_mul_reference, fused.silu_mul, 1e-6, on_a_gpu_in_16_bits, (fused._gate_mul_kernel,))
     gelu_tanh_mul = Op(
         fused.gelu_tanh_mul_reference, fused.gelu_tanh_mul, 1e-6, on_a_gpu_in_16_bits, (fused._gate_mul_kernel,)
@@ -178,6 +213,9 @@ class Ops:
     )
     coded_rows = Op(coded.coded_rows_reference, coded.coded_rows, 1e-5, on_a_gpu_in_16_bits, (coded._coded_kernel,))
     coded_gated = Op(coded.coded_gated_reference, coded.coded_gated, 1e-5, on_a_gpu_in_16_bits, (coded._coded_kernel,))
+    decode_tiles = Op(
+        tiles.decode_tiles_reference, tiles.decode_tiles, 0.0, on_a_gpu_in_16_bits, (tiles._decode_tiles_kernel,)
+    )
     route = Op(
         routing.route_reference,
         routing.route,
@@ -185,6 +223,7 @@ class Ops:
         on_a_gpu,
         (routing._logits_kernel, routing._choose_kernel, routing._place_kernel),
         routing.route_by_rows,
+        partial(routing.route, by_rows=True),
     )
     experts = Op(
         expert_products.experts_reference,
@@ -193,6 +232,7 @@ class Ops:
         on_a_gpu,
         (expert_products._grouped_kernel,),
         expert_products.experts_by_rows,
+        partial(expert_products.experts, by_rows=True),
     )
 
     # of attention
@@ -203,12 +243,41 @@ class Ops:
         on_a_gpu,
         (attending._attention_kernel, attending._merge_kernel),
     )
+    plan_segments = Op(segments.plan_reference, segments.plan_segments, 0.0, on_a_gpu, (segments._plan_kernel,))
+    segment_attention = Op(
+        segment_attending.segment_attention_reference,
+        segment_attending.segment_attention,
+        1e-5,
+        on_a_gpu,
+        (segment_attending._segments_kernel, segment_attending._join_kernel),
+    )
+    segment_prefill = Op(
+        segment_attending.segment_prefill_reference,
+        segment_attending.segment_prefill,
+        1e-5,
+        on_a_gpu,
+        (segment_attending._prefill_kernel,),
+    )
     latent_attention = Op(
         latent_attending.latent_attention_reference,
         latent_attending.latent_attention,
         1e-5,
         on_a_gpu,
         (latent_attending._latent_attention_kernel, attending._merge_kernel),
+    )
+    paged_index_scores = Op(
+        index_scores.paged_index_scores_reference,
+        index_scores.paged_index_scores,
+        1e-5,
+        on_a_gpu,
+        (index_scores._scores_kernel,),
+    )
+    choose_by_scores = Op(
+        index_topk.choose_by_scores_reference,
+        index_topk.choose_by_scores,
+        0.0,
+        on_a_gpu,
+        (index_topk._select_kernel,),
     )
     tail_and_merge = Op(tail.tail_and_merge_reference, tail.tail_and_merge, 1e-5, on_a_gpu, (tail._tail_kernel,))
     gather_table = Op(pages.gather_table_reference, pages.gather_table, 0.0, on_a_gpu, (pages._gather_kernel,))
@@ -223,10 +292,19 @@ class Ops:
         (topk._pieces_kernel, topk._merge_kernel),
     )
     grow = Op(growing.grow_reference, growing.grow, 0.0, for_trees_of_one_program, (growing._grow_kernel,))
-    select = Op(growing.select_reference, growing.select, 0.0, for_trees_of_one_program, (growing._select_kernel,))
+    select = Op(
+        selecting.select_reference, selecting.select, 0.0, for_trees_of_one_program, (selecting._select_kernel,)
+    )
     greedy = Op(greedy_reference, accepting.best_of_pieces, 0.0, for_trees_of_one_program, (accepting._pieces_kernel,))
     process = Op(processing.process_reference, processing.process, 1e-6, on_a_gpu, (processing._process_kernel,))
-    draw = Op(draw_reference, drawing.draw_tokens, 1e-6, on_a_gpu, (drawing._draw_kernel,))
+    draw = Op(
+        draw_reference,
+        drawing.draw_tokens,
+        1e-6,
+        on_a_gpu,
+        (drawing._draw_kernel,),
+        kernel_by_rows=drawing.draw_wide,
+    )
     accept = Op(
         accepting.accept_reference,
         accepting.accept_in_one_launch,
@@ -267,12 +345,13 @@ class Ops:
         self, context: OpContext, parallel: Parallel = SINGLE_RANK, expert_ranks: Parallel = SINGLE_RANK
     ) -> None:
         self.context, self.parallel, self.expert_ranks = context, parallel, expert_ranks
-        self.functions = BY_ELEMENT if context.exact else LIBRARY
+        by_element = context.exact and context.device.type == "cpu"  # a GPU computes each element alike
+        self.functions = BY_ELEMENT if by_element else LIBRARY
         self._gpu = gpu_traits(context.device) if on_a_gpu(context) else None
         for name, op in operations().items():
             gpu = self.gpu_for(op)
             reference = op.by_rows if context.exact and op.by_rows is not None else op.reference
-            vars(self)[name] = reference if gpu is None else op.on(gpu)
+            vars(self)[name] = reference if gpu is None else op.on(gpu, context.exact)
         if parallel.size > 1:
             vars(self)["greedy"] = partial(greedy_of_ranks, self.greedy, parallel)
             vars(self)["add"] = partial(_add_of_ranks, self.add)

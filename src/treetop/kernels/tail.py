@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from treetop.kernels.attention import add_sink, fold_tail, tail_visible
+from treetop.kernels.attention import add_sink, fold_tail, oldest_seen, tail_visible
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
 from treetop.kernels.metadata import AttentionMetadata
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, power_of_two, tl
@@ -71,7 +71,7 @@ def _tail_kernel(
     before_row: Arg, before_query: Arg, before_head: Arg, lse_row: Arg, lse_query: Arg, lse_head: Arg,
     position_row: Arg, position_query: Arg, tail_row: Arg, tail_column: Arg, tail_v: Arg,
     tail_position_row: Arg, tail_position_column: Arg, mask_row: Arg, mask_query: Arg, mask_column: Arg,
-    group: constexpr, dim: constexpr, window: constexpr, has_sinks: constexpr, block_m: constexpr,
+    group: constexpr, dim: constexpr, window: constexpr, chunked: constexpr, has_sinks: constexpr, block_m: constexpr,
     block_t: constexpr, block_d: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """One block of queries of one row and K/V head.
@@ -100,13 +100,13 @@ def _tail_kernel(
     at = row * before_row + query * before_query + head * before_head
     acc = tl.load(before + at[:, None] + dims[None, :], mask=wide & seen[:, None], other=0.0).to(tl.float32)
 
-    position = tl.zeros([block_m], tl.int32)
+    oldest = tl.zeros([block_m], tl.int32)
     if window > 0:
         position_at = positions + row * position_row + query * position_query
-        position = tl.load(position_at, mask=real, other=0).to(tl.int32)
+        oldest = oldest_seen(tl.load(position_at, mask=real, other=0).to(tl.int32), window, chunked)
     acc, peak, mass = fold_tail(
         queries, tail + kv_head * dim + row * tail_row, tail_positions + row * tail_position_row, mask + row * mask_row,
-        query, real, position, dims, t, t, tail_column, tail_v, tail_position_column, mask_query, mask_column, acc,
+        query, real, oldest, dims, t, t, tail_column, tail_v, tail_position_column, mask_query, mask_column, acc,
         peak, mass, scale, dim, window, block_t, block_d,
     )  # fmt: skip
     if has_sinks:
@@ -144,7 +144,8 @@ def tail_and_merge(
         prefix.lse if sinks is None else sinks, scale * math.log2(math.e), prefix.unit * math.log2(math.e), n,
         width, *q.stride()[:3], *prefix.out.stride()[:3], *prefix.lse.stride(), *positions.stride(),
         *tail.stride()[:3], *tail_positions.stride(), *mask.stride(),
-        group=group, dim=dim, window=metadata.window or 0, has_sinks=sinks is not None, block_m=block_m,
+        group=group, dim=dim, window=metadata.window or 0, chunked=metadata.chunked,
+        has_sinks=sinks is not None, block_m=block_m,
         block_t=min(16 if small else 64, max(16, power_of_two(width))), block_d=max(16, power_of_two(dim)),
         overlap=gpu.can_overlap, num_warps=4, num_stages=2, **overlap,
     )  # fmt: skip

@@ -48,7 +48,7 @@ else:
         class _Kernel(triton.JITFunction):
             def run(self, *args, grid, warmup, **options):
                 """Compile if that has not been done, and launch; inside `compile_ahead` ask for a kernel once."""
-                options["enable_fp_fusion"] = True  # the default up to 3.9, which warns that it will change
+                options.setdefault("enable_fp_fusion", True)  # the default up to 3.9, which warns that it will change
                 asked = _asked.get()
                 if asked is None:
                     return super().run(*args, grid=grid, warmup=warmup, **options)
@@ -165,11 +165,13 @@ class GpuTraits:
 
     can_overlap: programmatic dependent launch and tile descriptors, compute capability 9.0 and later.
     shared_bytes: shared memory that one program may use.
+    has_bfloat16: arithmetic of two bfloat16s at once, compute capability 8.0 and later.
     """
 
     num_sms: int
     can_overlap: bool
     shared_bytes: int = 48 << 10
+    has_bfloat16: bool = False
 
 
 def gpu_traits(device: torch.device) -> GpuTraits:
@@ -181,7 +183,8 @@ def gpu_traits(device: torch.device) -> GpuTraits:
     shared_bytes = getattr(
         properties, "shared_memory_per_block_optin", 99 << 10
     )  # what the smallest of today's GPUs has
-    return GpuTraits(properties.multi_processor_count, can_overlap, shared_bytes)
+    has_bfloat16 = torch.version.hip is None and properties.major >= 8 and not interpreted()
+    return GpuTraits(properties.multi_processor_count, can_overlap, shared_bytes, has_bfloat16)
 
 
 def power_of_two(x: int) -> int:

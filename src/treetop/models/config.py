@@ -72,13 +72,17 @@ class AttentionSpec:
     kv: what it keeps of a token.
     scale: of its scores.
     window: how far it sees, itself counted; None is everything.
-    qk_norm: queries and keys have norms of their own, per head and before the rotation.
+    chunked: it sees its own chunk of `window` positions alone.
+    qk_norm: queries and keys have norms of their own, per head.
+    norm_weights: whether these are multiplied by their weights before the rotation or after it; None where they have
+        none. What they divide by is the same before and after.
     whole_qk_norm: so they have, each one over all heads.
     value_norm: values have norms too, without a weight.
     bias: of q, k and v.
     output_bias: of the output.
     sinks: each head has a logit that takes part in its softmax and has no value, stored as sink_name.
-    joined: a checkpoint holds q, k and v as one tensor.
+    joined: a checkpoint holds q, k and v as one tensor, of so many parts one below the other, each of which has its
+        share of the heads' q, then of k and of v; 0 where they are three.
     gate: of the output.
     value_dim: of a value, where it is narrower than a key; it is kept as wide.
     value_scale: what values are multiplied by.
@@ -93,13 +97,15 @@ class AttentionSpec:
     rope: RopeSpec
     scale: float
     window: int | None = None
+    chunked: bool = False
     qk_norm: bool = False
+    norm_weights: Literal["before", "after"] | None = "before"
     bias: bool = False
     output_bias: bool = False
     sinks: bool = False
     sink_name: str = "sinks"
     whole_qk_norm: bool = False
-    joined: bool = False
+    joined: int = 0
     value_norm: bool = False
     gate: OutputGate | None = None
     value_dim: int | None = None
@@ -179,6 +185,7 @@ ExpertLayout = Literal[
     "each w",
     "each of Hy3",
     "each of ERNIE",
+    "each of HunYuan",
     "each of EXAONE",
     "each of Laguna",
     "stacked",
@@ -187,6 +194,7 @@ ExpertLayout = Literal[
     "stacked halves by rows",
     "stacked apart",
     "stacked of Granite",
+    "stacked of Llama 4",
     "stacked of Mistral",
 ]
 """How a checkpoint holds experts, see `models.experts`."""
@@ -288,12 +296,13 @@ class ModelConfig:
         return any(layer.experts is not None for layer in self.layers)
 
     def with_window(self, maximum: int) -> "ModelConfig":
-        """The same, whose layers see no more than so many tokens."""
-        narrowed = (
-            replace(layer, attention=replace(layer.attention, window=min(layer.attention.window or maximum, maximum)))
-            for layer in self.layers
-        )
-        return replace(self, layers=tuple(narrowed))
+        """The same, whose layers see no more than so many tokens. Shorter than a chunk it is a window."""
+
+        def narrowed(spec: AttentionSpec) -> AttentionSpec:
+            wider = spec.window is None or spec.window > maximum
+            return replace(spec, window=maximum, chunked=False) if wider else spec
+
+        return replace(self, layers=tuple(replace(layer, attention=narrowed(layer.attention)) for layer in self.layers))
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -3,11 +3,11 @@
 How checkpoints hold experts (`ExpertSpec.stored`): "each" has three tensors an expert, as dense layers have them;
 "stacked" has GPT-OSS's two for all, [experts, in, out] with gates and ups in turn; "stacked rows" the same two as
 [experts, out, in], which its quantized checkpoints have; "stacked halves" has Qwen3-VL's two, [experts, in, out] with
-all gates of an expert before its ups, and a router called as with "each"; "stacked halves by rows", "stacked of
-Granite" and "stacked of Mistral" have these two as [experts, out, in], in Gemma 4's names, in Granite's and in those of
-"each"; "stacked apart" has Step's three for
-all, [experts, out, in]. The others are "each" in other names. In memory it is always gates before ups, [experts, 2,
-inner, hidden], and [experts, hidden, inner].
+all gates of an expert before its ups, and a router called as with "each"; "stacked of Llama 4" has these in other
+names; "stacked halves by rows", "stacked of Granite" and "stacked of Mistral" have them as [experts, out, in], in
+Gemma 4's names, in Granite's and in those of "each"; "stacked apart" has Step's three for all, [experts, out, in]. The
+others are "each" in other names. In memory it is always gates before ups, [experts, 2, inner, hidden], and [experts,
+hidden, inner].
 
 Ranks may share the experts: each has a part of them, in order. Those of `--ep-size` give each other the rows of
 their batches; each computes what its experts add to them, and gives that back to the row's rank. There the shares are
@@ -127,6 +127,7 @@ _NAMES: dict[ExpertLayout, _Names] = {
     "each": _Names(),
     "each w": _Names("block_sparse_moe", score="e_score_correction_bias", each=("w1", "w3", "w2")),
     "each of Hy3": _Names(router="router.gate", score="expert_bias", shared="shared_mlp"),
+    "each of HunYuan": _Names(router="gate.wg", shared="shared_mlp"),
     "each of ERNIE": _Names(score="moe_statics.e_score_correction_bias"),
     "each of EXAONE": _Names(score="e_score_correction_bias"),
     "each of Laguna": _Names(score="experts.e_score_correction_bias", shared="shared_expert"),
@@ -136,6 +137,7 @@ _NAMES: dict[ExpertLayout, _Names] = {
     "stacked halves by rows": _Names("", router="router.proj"),
     "stacked apart": _APART,
     "stacked of Granite": _Names("block_sparse_moe", router="router.layer"),
+    "stacked of Llama 4": _Names("feed_forward", router="router", shared="shared_expert"),
     "stacked of Mistral": _Names(),
 }
 

@@ -8,12 +8,13 @@ out the Hadamard rotation that both sides of its products share.
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from treetop.kernels.indexer import IndexNorm, IndexQuery, turned_first, write_index_keys
-from treetop.kernels.rope import Rotation
+from treetop.kernels.indexer import IndexNorm, IndexQuery
+from treetop.kernels.table import Ops
 from treetop.models.config import IndexSpec
 from treetop.models.layers import reorder_heads
 from treetop.models.params import Param, matrix, vector
@@ -24,22 +25,22 @@ from treetop.weights.held import Weights
 class Indexer:
     """name: of its parameters."""
 
-    def __init__(self, spec: IndexSpec, weights: Weights, name: str) -> None:
-        self.spec = spec
+    def __init__(self, spec: IndexSpec, weights: Weights, name: str, ops: Ops) -> None:
+        self.spec, self._ops = spec, ops
         self.query, self.key = weights.linear(f"{name}.query"), weights.linear(f"{name}.key")
         self.products: list[Product] = [self.query, self.key]
         self._weights = weights[f"{name}.weights"]
         self._norm = IndexNorm(weights[f"{name}.norm"], weights[f"{name}.norm_bias"], spec.norm_eps)
 
-    def asks(self, x: Tensor, query_latent: Tensor, angles: Rotation) -> IndexQuery:
-        """x: [rows, n, in], what the layer reads. query_latent: [rows, n, query_rank], normed."""
+    def asks(self, x: Tensor, query_latent: Tensor, angles: Any) -> IndexQuery:
+        """x: [rows, n, in], what the layer reads. query_latent: [rows, n, query_rank], normed. angles: see `Turn`."""
         heads = self.query(query_latent).unflatten(-1, (self.spec.num_heads, -1))
         weights = F.linear(x.to(self._weights.dtype), self._weights)
-        return IndexQuery(turned_first(heads, angles), weights, self.spec.top_k)
+        return IndexQuery(self._ops.turn_index_heads(heads, angles), weights, self.spec.top_k)
 
-    def write(self, x: Tensor, angles: Rotation, target: Tensor, slots: Tensor | None) -> None:
-        """Write the keys of x; see `write_index_keys`."""
-        write_index_keys(self.key(x), self._norm, angles, target, slots)
+    def write(self, x: Tensor, angles: Any, target: Tensor, slots: Tensor | None) -> None:
+        """Write the keys of x; see `write_index_keys_reference`."""
+        self._ops.write_index_keys(self.key(x), self._norm, angles, target, slots)
 
 
 def indexer_params(spec: IndexSpec, turned: int, name: str, stored: str, width: int, query_rank: int) -> list[Param]:

@@ -65,7 +65,7 @@ class LatentAttention:
             self.query_norm = RMSNorm(weights[f"{name}.query_norm"], latent.norm_eps, ops)
         self.indexer, self._shares = None, None if spec.index is None else spec.index.shares
         if spec.index is not None and self._shares is None:
-            self.indexer = Indexer(spec.index, weights, f"{name}.indexer")
+            self.indexer = Indexer(spec.index, weights, f"{name}.indexer", ops)
             self.products += self.indexer.products
 
     def __call__(self, x: Tensor, turn: Turn, attend: Attend) -> Summed:
@@ -82,18 +82,28 @@ class LatentAttention:
         return self._ops.parallel.share(self.output.parts(self.to_value(attended).flatten(2)))
 
     def _write(
-        self, absorbed: Tensor, turned: Tensor, down: Tensor, turn: Turn, target: Tensor, slots: Tensor | None
+        self,
+        absorbed: Tensor,
+        turned: Tensor,
+        down: Tensor,
+        turn: Turn,
+        target: Tensor,
+        slots: Tensor | None,
+        scales: Tensor | None,
     ) -> Tensor:
         """A `WriteKV`."""
+        assert scales is None, "planes of latents are refused in FP8"
         q = self._ops.write_latent(absorbed, turned, down, turn.angles, target, slots, self.norm)
         return q if turn.query_scale is None else q * turn.query_scale
 
-    def _write_both(self, latents: WriteKV, x: Tensor, turn: Turn, target: Tensor, slots: Tensor | None) -> Tensor:
+    def _write_both(
+        self, latents: WriteKV, x: Tensor, turn: Turn, target: Tensor, slots: Tensor | None, scales: Tensor | None
+    ) -> Tensor:
         """A `WriteKV`, of the indexer's keys too, which are a plane's last numbers."""
         assert self.indexer is not None
         plane, key = target.split([target.shape[-1] - self.indexer.spec.head_dim, self.indexer.spec.head_dim], dim=-1)
         self.indexer.write(x, turn.angles, key, slots)
-        return latents(plane, slots)
+        return latents(plane, slots, scales)
 
 
 def latent_params(

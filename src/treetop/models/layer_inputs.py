@@ -10,7 +10,6 @@ Source: Gemma 4 and 3n, `transformers`' gemma4. The table is as large as the mod
 import torch
 from torch import Tensor
 
-from treetop.kernels.fused import rms_norm
 from treetop.kernels.gate import activated_reference
 from treetop.kernels.table import Ops
 from treetop.models.config import LayerInputs, ModelConfig
@@ -26,9 +25,10 @@ class TokenInputs:
 
     def __init__(self, config: ModelConfig, weights: Weights, dtype: torch.dtype, ops: Ops) -> None:
         assert config.layer_inputs is not None
-        self._width, self._hidden, self._eps = config.layer_inputs.width, config.hidden_size, config.norm_eps
+        self._width, self._hidden = config.layer_inputs.width, config.hidden_size
         self._lookup = lookup(weights["layer_inputs.table"], ops.parallel)
-        self._projection, self._norm = weights.linear("layer_inputs.projection"), weights["layer_inputs.norm"]
+        self._projection = weights.linear("layer_inputs.projection")
+        self._norm = RMSNorm(weights["layer_inputs.norm"], config.norm_eps, ops)
         self._scale = float(torch.tensor(self._width**0.5, dtype=dtype))
         self.products: list[Product] = [self._projection]
 
@@ -36,7 +36,7 @@ class TokenInputs:
         """tokens: [rows, n]. x: [rows, n, hidden], their embeddings. Returns [rows, n, layers, width]."""
         of_text = (self._projection(x) * self._hidden**-0.5).unflatten(-1, (-1, self._width))
         of_token = (self._lookup(tokens) * self._scale).unflatten(-1, (-1, self._width))
-        inputs: Tensor = (rms_norm(of_text, self._norm, self._eps) + of_token) * 2.0**-0.5
+        inputs: Tensor = (self._norm(of_text) + of_token) * 2.0**-0.5
         return inputs
 
 

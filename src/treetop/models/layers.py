@@ -11,7 +11,7 @@ from torch import Tensor
 
 from treetop.attention.layer import Attend
 from treetop.kernels.experts import Activation
-from treetop.kernels.fused import HeadNorms, joined
+from treetop.kernels.fused import HeadNorms, joined, joined_in_order
 from treetop.kernels.gate import Gate
 from treetop.kernels.rope import RopeTable, head_order
 from treetop.kernels.table import Ops
@@ -29,6 +29,7 @@ class RMSNorm:
 
     def __init__(self, weight: Tensor, eps: float, ops: Ops) -> None:
         self.weight, self.eps, self._ops = weight, eps, ops
+        self._joined = joined_in_order if ops.context.exact else joined
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._ops.add_rms_norm(x, None, self.weight, self.eps)[1]
@@ -39,7 +40,7 @@ class RMSNorm:
 
     def of_parts(self, parts: Summed, dtype: torch.dtype) -> Tensor:
         """The norm of a product in parts [parts, ...], rounded to dtype before, as one part."""
-        return self(joined(taken(parts)).to(dtype))[None]
+        return self(self._joined(taken(parts)).to(dtype))[None]
 
 
 class NoNorm:
@@ -100,7 +101,8 @@ class SelfAttention:
         self.gate = None if spec.gate is None else weights.linear(f"{name}.gate")
         if self.gate is not None:
             self.products.append(self.gate)
-        self.norms = HeadNorms(_head_norms(spec, weights[f"{name}.qk_norm"]), eps) if spec.qk_norm else None
+        self.norms = HeadNorms(_head_norms(spec, weights, name, ops), eps) if spec.qk_norm else None
+        self._late_weights = _late_weights(weights[f"{name}.qk_norm"]) if spec.norm_weights == "after" else None
         self._whole_norms = WholeNorms(spec, weights, name, eps, ops) if spec.whole_qk_norm else None
         self.sinks = weights[f"{name}.sinks"].float() if spec.sinks else None
 
@@ -113,11 +115,16 @@ class SelfAttention:
         attended = attend(self.layer, partial(self._write, qkv, turn), self.scale, self.sinks)
         return self._ops.parallel.share(self.output.parts(self._gated(attended, x).flatten(2)))
 
-    def _write(self, qkv: Tensor, turn: Turn, target: Tensor, slots: Tensor | None) -> Tensor:
-        """A `WriteKV`. What reads another layer's K/V has queries alone."""
+    def _write(self, qkv: Tensor, turn: Turn, target: Tensor, slots: Tensor | None, scales: Tensor | None) -> Tensor:
+        """A `WriteKV`. What reads another layer's K/V has queries alone.
+
+        Weights after the rotation multiply queries alone, those of keys too: scores are the same.
+        """
         if self.spec.reads_layer is not None:
             target = target[..., :0, :]
-        q = self._ops.rotate_and_write(qkv, turn.angles, target, slots, norms=self.norms)
+        q = self._ops.rotate_and_write(qkv, turn.angles, target, slots, norms=self.norms, scales=scales)
+        if self._late_weights is not None:
+            q = q * self._late_weights
         return q if turn.query_scale is None else q * turn.query_scale
 
     def _gated(self, attended: Tensor, x: Tensor) -> Tensor:
@@ -132,9 +139,18 @@ class SelfAttention:
         return attended * (gate.view_as(attended) if spec.gate.per_number else gate[..., None])
 
 
-def _head_norms(spec: AttentionSpec, weight: Tensor) -> Tensor:
-    """Those of `HeadNorms`: values have no weight."""
+def _head_norms(spec: AttentionSpec, weights: Weights, name: str, ops: Ops) -> Tensor:
+    """Those of `HeadNorms`: values have no weight, nor have queries and keys any before the rotation in some models."""
+    if spec.norm_weights != "before":
+        return torch.ones((2 + spec.value_norm, spec.head_dim), dtype=ops.context.dtype, device=ops.context.device)
+    weight = weights[f"{name}.qk_norm"]
     return torch.cat([weight, torch.ones_like(weight[:1])]) if spec.value_norm and len(weight) == 2 else weight
+
+
+def _late_weights(weight: Tensor) -> Tensor:
+    """What queries are multiplied by where norms have weights after the rotation. weight: [2, dim], of q and k."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return weight.to(wide).prod(dim=0).to(weight.dtype)
 
 
 def self_attention_params(
@@ -146,18 +162,21 @@ def self_attention_params(
     reorder = None if order is None else partial(reorder_heads, order=order)
     widen = partial(_widened, dim=dim, value_dim=spec.output_dim) if spec.output_dim < dim else None
 
-    first = dict(zip("qkv", accumulate((0, q, kv)), strict=True))
+    parts = max(spec.joined, 1)  # of a joined tensor
+    own = {"q": q // parts, "k": kv // parts, "v": spec.kv.heads * spec.output_dim // parts}
+    first = dict(zip("qkv", accumulate((0, own["q"], own["k"])), strict=True))
 
     def source(each: str, of: str, *shape: int) -> Source:
         turned = reorder if each in ("q", "k") else widen
         if spec.joined and each in rows:
-            whole, lines = (q + 2 * kv, *shape[1:]), slice(first[each], first[each] + rows[each])
-            cut = partial(_lines, lines=lines, then=turned)
-            return Source(f"{stored}.qkv_proj.{of}", whole, cut, rows[each], unit=dim, shared=each in ("k", "v"))
+            whole, lines = (sum(own.values()) * parts, *shape[1:]), slice(first[each], first[each] + own[each])
+            cut = partial(_lines, parts=parts, lines=lines, then=turned)
+            shared = each in ("k", "v")
+            return Source(f"{stored}.qkv_proj.{of}", whole, cut, rows[each], unit=dim, shared=shared, parts=parts)
         if each == "v":
-            own = (shape[0] // dim * spec.output_dim, *shape[1:])
+            narrow = (shape[0] // dim * spec.output_dim, *shape[1:])
             tensor = f"{stored}.{'k' if spec.values_of_keys else 'v'}_proj.{of}"
-            return Source(tensor, own, turned, shape[0], unit=dim, shared=True)
+            return Source(tensor, narrow, turned, shape[0], unit=dim, shared=True)
         if each == "o":
             return Source(f"{stored}.o_proj.{of}", shape, unit=spec.output_dim)
         return Source(f"{stored}.{each}_proj.{of}", shape, turned, unit=dim, shared=each == "k")
@@ -178,7 +197,7 @@ def self_attention_params(
         params.append(vector(f"{name}.qkv_bias", *(source(each, "bias", n) for each, n in rows.items()), shard=0))
     if spec.output_bias:
         params.append(vector(f"{name}.output_bias", source("o", "bias", hidden), shard="first"))
-    if spec.qk_norm:
+    if spec.qk_norm and spec.norm_weights is not None:
         norms = tuple(_norm(f"{stored}.{each}_norm.weight", dim, unit_offset, reorder) for each in "qk" if each in rows)
         params.append(Param(f"{name}.qk_norm", (len(norms), dim), norms, "vector", wide=unit_offset))
     if spec.whole_qk_norm:
@@ -197,9 +216,10 @@ def _widened(stored: Tensor, dim: int, value_dim: int) -> Tensor:
     return wide.flatten(0, 1)
 
 
-def _lines(stored: Tensor, lines: slice, then: Transform | None) -> Tensor:
-    """Some rows of a tensor that holds several weights, perhaps turned."""
-    return stored[lines] if then is None else then(stored[lines])
+def _lines(stored: Tensor, parts: int, lines: slice, then: Transform | None) -> Tensor:
+    """Some rows of each part of a tensor that holds several weights, perhaps turned."""
+    found = stored[lines] if parts == 1 else stored.unflatten(0, (parts, -1))[:, lines].flatten(0, 1)
+    return found if then is None else then(found)
 
 
 def reorder_heads(stored: Tensor, order: tuple[int, ...]) -> Tensor:

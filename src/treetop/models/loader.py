@@ -11,13 +11,14 @@ from torch import Tensor
 
 from treetop.kernels.table import OpContext, Ops
 from treetop.models.checkpoint import all_finite, check_tensors, open_tensors
-from treetop.models.params import Kind, Param, of_rank, stay_packed, stored_tensors
+from treetop.models.params import Packing, Param, of_rank, stay_packed, stored_tensors
 from treetop.models.progress import progress
 from treetop.types.errors import CheckpointError, ConfigError
 from treetop.types.layout import SpecShape
 from treetop.types.parallel import SINGLE_RANK, Parallel
 from treetop.weights.cpu_products import ChosenProduct, Shape
 from treetop.weights.format import MAIN, Fetch, Holding
+from treetop.weights.gpu_products import Probed
 from treetop.weights.held import HeldWeight, Weights
 from treetop.weights.plain import FLOATS
 
@@ -52,11 +53,12 @@ class Placement:
     dummy: random weights, no file.
     compressed: weights in 12 bits as well.
     products: on a CPU, the calls for weights of each shape.
-    exact: a row has the same bits in any company; on a CPU in float32.
+    probed: on a GPU with `exact`, what was found of the library's products by shape of a weight.
+    exact: a row has the same bits in any company; on a CPU in float32, on a GPU in 16 bits.
     shapes: of trees that will be grown.
     parallel: the rank that computes.
     expert_ranks: the same of ranks that share only the experts.
-    packed: kinds of quantized parameters that stay packed in memory.
+    packed: which quantized parameters stay packed in memory.
     """
 
     dtype: torch.dtype
@@ -65,11 +67,12 @@ class Placement:
     dummy: bool = False
     compressed: bool = False
     products: Mapping[Shape, ChosenProduct] = field(default_factory=dict)
+    probed: Mapping[Shape, Probed] = field(default_factory=dict)
     exact: bool = False
     shapes: tuple[SpecShape, ...] = ()
     parallel: Parallel = SINGLE_RANK
     expert_ranks: Parallel = SINGLE_RANK
-    packed: tuple[Kind, ...] = ()
+    packed: Packing = "none"
 
     @property
     def ops(self) -> Ops:
@@ -79,7 +82,7 @@ class Placement:
     @property
     def holding(self) -> Holding:
         """What products here may use."""
-        return Holding(self.ops, self.compressed, self.products)
+        return Holding(self.ops, self.compressed, self.products, self.probed)
 
     def own(self, params: Sequence[Param]) -> list[Param]:
         """The rank's part of parameters, as they are held. Raises ConfigError if one cannot be divided, and as

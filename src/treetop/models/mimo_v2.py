@@ -1,7 +1,13 @@
 """MiMo-V2: full layers and windows with other heads and sinks, values narrower than keys, experts that sigmoids with a
 correction choose.
 
-Source: `transformers`' mimo_v2_flash, whose defaults these are, and XiaomiMiMo/MiMo-V2-Flash's configuration.
+MiMo-V2.5 has q, k and v in one tensor, `qkv_proj`, as the ranks of a training run had it: in as many parts as full
+layers have heads of keys, each part with its share of q, k and v, in FP8 by blocks that begin anew with each part.
+Weights that others wrote under that name in other formats have the rows of q, then of k, then of v, and shapes do not
+tell: they are refused.
+
+Source: `transformers`' mimo_v2_flash, whose defaults these are, and XiaomiMiMo/MiMo-V2-Flash's configuration; of the
+parts vllm-57508 and llama.cpp's `conversion/mimo.py`; of the other order sgl-28100.
 """
 
 from dataclasses import replace
@@ -57,6 +63,7 @@ def read(config: Config, where: Path) -> ModelConfig:
     config["layer_types"] = _listed(
         config, "layer_types", "hybrid_layer_pattern", (FULL_ATTENTION, SLIDING_ATTENTION), where
     )
+    config["joined"] = _joined(config, where)
     config["mlp_layer_types"] = _listed(config, "mlp_layer_types", "moe_layer_freq", ("dense", "sparse"), where)
     kinds = layer_types(config, where, lambda i: SLIDING_ATTENTION if i and (i + 1) % 6 else FULL_ATTENTION)
     number, groups = size(config, "n_routed_experts", where), size(config, "n_group", where, default=1)
@@ -100,6 +107,30 @@ def _listed(config: dict[str, Any], key: str, older: str, names: tuple[str, str]
     return [names[each] for each in pattern]
 
 
+def _joined(config: Config, where: Path) -> int:
+    """Parts of `qkv_proj`; 0 where q, k and v are three tensors. Raises CheckpointError for an unknown order."""
+    key, said = "attention_projection_layout", config.get("attention_projection_layout", "split")
+    if said == "split":
+        return 0
+    if said != "fused_qkv":
+        raise CheckpointError(f"{where}: {key} = {shown(said)} is not supported, only 'split' and 'fused_qkv'")
+    formats = table(config, "quantization_config", where)
+    if formats.get("quant_method") != "fp8" or formats.get("weight_block_size") is None:
+        raise CheckpointError(
+            f"{where}: {key} = 'fused_qkv' is supported in FP8 by blocks alone, as published (quant_method fp8 with"
+            " weight_block_size): elsewhere rows of q, k and v lie in one of two orders, and nothing says in which"
+        )
+    return size(config, "num_key_value_heads", where)
+
+
+def _rope(config: Config, kind: str, theta: float, where: Path) -> dict[str, Any]:
+    """The table of a kind of layers: V2.5 has one for full layers, of which windows have but another theta."""
+    said = table(config, "rope_parameters", where)
+    if any(isinstance(each, dict) for each in said.values()):
+        return {**said}
+    return {kind: {**said, "rope_theta": theta if kind == SLIDING_ATTENTION else said.get("rope_theta", theta)}}
+
+
 def _attention(config: dict[str, Any], kind: str, where: Path) -> AttentionSpec:
     """Layers with a window have twice the heads of keys and values, unless the config says how many."""
     slides, kv = kind == SLIDING_ATTENTION, size(config, "num_key_value_heads", where)
@@ -111,8 +142,7 @@ def _attention(config: dict[str, Any], kind: str, where: Path) -> AttentionSpec:
         heads = size(config, "num_attention_heads", where)
         own["num_attention_heads"] = size(config, "swa_num_attention_heads", where, default=heads)
         own["rope_theta"] = config["swa_rope_theta"]
-    if not table(config, "rope_parameters", where):
-        own["rope_parameters"] = {kind: {"rope_theta": own["rope_theta"]}}
+    own["rope_parameters"] = _rope(config, kind, own["rope_theta"], where)
     spec = attention_spec(own, where, layer_type=kind, rotary_factor=0.334)
     value_dim, said = (
         size(config, "v_head_dim", where),
@@ -120,9 +150,16 @@ def _attention(config: dict[str, Any], kind: str, where: Path) -> AttentionSpec:
     )
     if value_dim > spec.head_dim:
         raise CheckpointError(f"{where}: v_head_dim {value_dim} exceeds head_dim {spec.head_dim}")
+    joined = config["joined"]
+    if joined and (spec.num_heads % joined or spec.kv.heads % joined):
+        raise CheckpointError(
+            f"{where}: qkv_proj of {joined} parts, as num_key_value_heads says, cannot hold {spec.num_heads} heads with"
+            f" {spec.kv.heads} of keys and values"
+        )
     return replace(
         spec,
         output_bias=False,
+        joined=joined,
         window=size(config, "sliding_window", where) if slides else None,
         sinks=slides if said is None else bool(said),
         sink_name="attention_sink_bias",

@@ -1,6 +1,6 @@
 """Parameters, declared once: expected tensors, loading, the memory count and shards all follow from these."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import lcm, prod
@@ -107,16 +107,37 @@ def _in_format(param: Param, formats: StoredFormats) -> Param:
     return replace(param, format=format_)
 
 
-def stay_packed(params: Iterable[Param], kinds: Collection[Kind]) -> list[Param]:
-    """Parameters, those of these kinds packed in memory where their format can be.
+def renamed(params: Iterable[Param], names: Mapping[str, str]) -> list[Param]:
+    """The same, whose stored tensors have other words in their names."""
+
+    def name_of(stored: str) -> str:
+        for ours, theirs in names.items():
+            stored = stored.replace(ours, theirs)
+        return stored
+
+    return [
+        replace(param, sources=tuple(replace(each, name=name_of(each.name)) for each in param.sources))
+        for param in params
+    ]
+
+
+Packing = Literal["none", "rows", "tiles"]
+"""Which quantized weights stay packed in memory: those that can, by rows; or those that can in tiles, as a GPU reads
+them."""
+
+
+def stay_packed(params: Iterable[Param], packing: Packing) -> list[Param]:
+    """Parameters, packed in memory where they and their format can be.
 
     Raises CheckpointError for a shape that a packed format cannot have.
     """
-    return [_packed(param) if param.kind in kinds else param for param in params]
+    if packing == "none":
+        return list(params)
+    return [_packed(param, packing == "tiles") if param.kind in ("matrix", "experts") else param for param in params]
 
 
-def _packed(param: Param) -> Param:
-    format_ = packed(param.format)
+def _packed(param: Param, in_tiles: bool) -> Param:
+    format_ = packed(param.format, in_tiles)
     for source in param.sources:
         format_.stored(source)  # or it raises
     return replace(param, format=format_)

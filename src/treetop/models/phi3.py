@@ -15,7 +15,7 @@ from treetop.types.errors import CheckpointError
 def read(config: Config, where: Path) -> ModelConfig:
     config = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, **config}
     window = None if config.get("sliding_window") is None else size(config, "sliding_window", where)
-    attention = replace(attention_spec(config, where, rotary_factor=1.0), joined=True, window=window)
+    attention = replace(attention_spec(config, where, rotary_factor=1.0), joined=1, window=window)
     if attention.rope.scaling is not None:  # `transformers` takes yarn for longrope here
         raise CheckpointError(f"{where}: a rope_type other than default is not supported with Phi3ForCausalLM")
     dense = replace(dense_spec(config, where), stored="joined")

@@ -13,17 +13,13 @@ _LINEAR = "it has layers of linear attention or state space"
 _IMAGES = "it reads images or sound, and its language model is none of those that load without them"
 _ENCODER = "it is no decoder that generates text"
 
-_CHUNKED = "its attention is chunked: a token sees its own part of the text alone"
 _SOFTCAPPED = "its scores or logits are capped (softcap)"
-_LATE_NORMS = "its queries and keys have norms after the rotation"
 _PARALLEL = "its attention and feed-forward are added side by side"
 _UNGATED = "its feed-forward has no gate"
 _GATED_SHARED = "its shared experts have a gate of their own"
 
 _BY_NAME = {
-    _CHUNKED: "Llama4",
     _SOFTCAPPED: "Gemma2 VaultGemma",
-    _LATE_NORMS: "HunYuanDenseV1 HunYuanMoEV1",
     _PARALLEL: "Cohere Cohere2 Falcon GPTNeoX GPTJ Phi",
     _UNGATED: "Apertus Arcee GPT2 GPTBigCode Nemotron OPT Starcoder2",
     _GATED_SHARED: "Qwen2Moe",
@@ -48,8 +44,8 @@ _BY_KEY = {
 }
 _ATTENTION = ("attention", "full_attention", "sliding_attention")
 """Types of layers that any family may have, whatever other keys its config has: Granite 4's smallest lack Mamba."""
-_DRAFT = re.compile(r"eagle|speculator", re.IGNORECASE)
-"""What SafeAILab, SpecForge and `speculators` call a draft head's architecture."""
+_DRAFT = re.compile(r"eagle|speculator|assistant", re.IGNORECASE)
+"""What SafeAILab, SpecForge, `speculators` and Gemma 4 call a draft head's architecture."""
 
 
 def known_refused() -> dict[str, tuple[str, ...]]:

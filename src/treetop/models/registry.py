@@ -21,10 +21,12 @@ from treetop.models import (
     glm4_moe,
     gpt_oss,
     granite,
+    hunyuan,
     hy3,
     laguna,
     layered,
     llama,
+    llama4,
     mimo,
     mimo_v2,
     mistral,
@@ -44,12 +46,13 @@ from treetop.models.decoder import Decoder, decoder_params, unused_tensors
 from treetop.models.json_file import custom_code
 from treetop.models.loader import Placement, check_weights, load_weights
 from treetop.models.multimodal import TEXT_ALONE, TOWERS, StoredNames, names_in, text_config
-from treetop.models.params import STREAMED, Param, in_formats
+from treetop.models.params import STREAMED, Packing, Param, in_formats, stay_packed
 from treetop.models.refused import refuse_adapter, refuse_by_key, refuse_by_name
 from treetop.models.target import Target
 from treetop.models.values import Config
 from treetop.types.errors import CheckpointError, shown
 from treetop.weights.held import Weights
+from treetop.weights.kv_scales import all_names
 
 _log = logging.getLogger("treetop")
 
@@ -112,6 +115,12 @@ FAMILIES: dict[str, Family] = {
     ),
     "GptOssForCausalLM": Family(gpt_oss.read, "windows in every other layer, sinks, biases, experts"),
     "LlamaForCausalLM": Family(llama.read, "the plain decoder: Llama 2, 3 and what is published as it"),
+    "Llama4ForCausalLM": Family(
+        llama4.read, "chunks, layers that do not turn, experts whose inputs are weighted", llama4.params
+    ),
+    "Llama4ForConditionalGeneration": Family(
+        llama4.read, "the text of Llama 4: Scout and Maverick", llama4.params, text_of=("llama4_text",)
+    ),
     "MistralForCausalLM": Family(mistral.read, "a window in all layers, or none"),
     "Qwen2ForCausalLM": Family(qwen2.read, "biases of q, k and v, windows in later layers"),
     "Qwen3ForCausalLM": Family(qwen3.read, "norms of heads, windows in later layers"),
@@ -122,6 +131,13 @@ FAMILIES: dict[str, Family] = {
     "LagunaForCausalLM": Family(laguna.read, "heads by kind of layer, gated attention, windows, experts"),
     "MiMoV2FlashForCausalLM": Family(
         mimo_v2.read, "windows with sinks, narrow values, experts", unused=mimo_v2.unused, mtp=True
+    ),
+    "MiMoV2ForCausalLM": Family(
+        mimo_v2.read,
+        "the text of MiMo-V2.5 and V2.5-Pro: MiMo-V2 with q, k and v in one tensor",
+        unused=mimo_v2.unused,
+        text_of=("mimo_v2",),
+        mtp=True,
     ),
     "Ministral3ForCausalLM": Family(mistral.read_3, "Mistral with queries scaled by position"),
     "Ernie4_5_MoeForCausalLM": Family(
@@ -136,6 +152,12 @@ FAMILIES: dict[str, Family] = {
     "GraniteMoeHybridForCausalLM": Family(granite.read_4, "Granite 4 without Mamba"),
     "MiniMaxM2ForCausalLM": Family(
         mixtral.read_minimax, "norms of all queries and all keys, part of a head turns, experts"
+    ),
+    "HunYuanDenseV1ForCausalLM": Family(
+        hunyuan.read, "norms of heads after the rotation: Hunyuan 0.5B to 7B, MT", hunyuan.params
+    ),
+    "HunYuanMoEV1ForCausalLM": Family(
+        hunyuan.read_moe, "norms of heads after the rotation, routed and shared experts: A13B", hunyuan.params
     ),
     "HYV3ForCausalLM": Family(hy3.read, "norms of heads, routed and shared experts: Hy3", unused=hy3.unused, mtp=True),
     "MixtralForCausalLM": Family(mixtral.read, "experts in every layer, perhaps a window"),
@@ -246,9 +268,10 @@ class TargetSpec:
         attending = sum(each.num_heads * (each.head_dim + each.kv.output_dim) for each in seen)
         return max(numbers // attending, 1) if seen else None
 
-    def expert_layers(self, dtype: torch.dtype) -> list[ExpertLayer]:
+    def expert_layers(self, dtype: torch.dtype, packing: Packing = "none") -> list[ExpertLayer]:
         """The layers that have experts, and what one of these takes where models compute in `dtype`."""
-        found, params = [], [param for param in self.params if param.kind == "experts"]
+        found = []
+        params = stay_packed((param for param in self.params if param.kind == "experts"), packing)
         for index, layer in enumerate(self.config.layers):
             if layer.experts is not None:
                 own = [param for param in params if param.name.startswith(f"layers.{index}.")]
@@ -281,6 +304,8 @@ class TargetSpec:
     def _unused(self) -> set[str]:
         """Names of tensors that the files may hold without a use."""
         names = {self.names.stored(name) for name in self.family.unused(self.config)}
+        for index in range(len(self.config.layers)):
+            names.update(all_names(self.names.stored(f"model.layers.{index}.self_attn")))
         if self.family.text_of:
             names.update(TOWERS)
         stored = tensor_files(self.folder)

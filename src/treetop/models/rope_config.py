@@ -82,8 +82,8 @@ def _rope_scaling(
         return Linear(real(rope, "factor", where))
     if kind == "llama3":
         low, high = real(rope, "low_freq_factor", where), real(rope, "high_freq_factor", where)
-        if low >= high:
-            raise CheckpointError(f"{where}: high_freq_factor {high} must be greater than low_freq_factor {low}")
+        if low > high:
+            raise CheckpointError(f"{where}: high_freq_factor {high} must be no less than low_freq_factor {low}")
         return Llama3(real(rope, "factor", where), low, high, original)
     if kind == "dynamic" and turned > 2:
         return DynamicNTK(real(rope, "factor", where), positions)

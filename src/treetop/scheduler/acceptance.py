@@ -3,14 +3,17 @@
 For each shape and depth the logit of the chance that a path that got there goes on. It drifts, so what is known of it
 fades: an extended Kalman filter of a random walk, whose steps are large where little is known and small where many
 rows have said the same. A step moves the other shapes too, by a part: text that gets easy gets easy for all of them.
+Where a calibration is learned, what it has counted by depth and rank foretells shapes that have not run
+(`scheduler.tree_chances`).
 
 Source: M. West, P. J. Harrison, H. S. Migon, "Dynamic generalized linear models and Bayesian forecasting", 1985.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import exp, sqrt
+from math import exp, log, sqrt
 
+from treetop.scheduler.tree_chances import Chances, path_chances
 from treetop.types.layout import SpecShape
 
 _CHAIN, _TREE = 0.6, 1.0
@@ -23,14 +26,18 @@ _DRIFT, _STALE = 0.002, 0.01
 _SHARED = 0.7
 """The part of a step that other shapes make too."""
 _LARGEST_STEP = 1.5
+_TRUST, _TINY = 0.05, 1e-9
+"""Variance of what rounds say beside which a calibration's word counts half."""
 
 
 @dataclass(slots=True)
 class _Chances:
-    """Of one shape, by depth. seen: the round that last told something."""
+    """Of one shape, by depth. foretold: the logits that a calibration says, before it says any those of the start.
+    seen: the round that last told something."""
 
     logits: list[float]
     variances: list[float]
+    foretold: list[float]
     seen: int = 0
 
 
@@ -46,7 +53,7 @@ class AcceptanceEstimate:
         for shape in self.shapes:
             depth = min(shape.num_steps, shape.num_draft_tokens - 1)
             prior = _CHAIN if shape.topk == 1 else _TREE
-            self._by_shape[shape] = _Chances([prior] * depth, [_VARIANCE] * depth)
+            self._by_shape[shape] = _Chances([prior] * depth, [_VARIANCE] * depth, [prior] * depth)
 
     def note(self, shape: SpecShape, accept_lens: Sequence[int]) -> None:
         """A round of this shape was accepted so far in each of its rows. A plain one tells nothing."""
@@ -72,6 +79,22 @@ class AcceptanceEstimate:
                 if at < len(other.logits):
                     other.logits[at] = min(max(other.logits[at] + _SHARED * step, _LOWEST), _HIGHEST)
             reached = went_on
+
+    def learn(self, chances: Chances | None) -> None:
+        """What a calibration says of each shape has changed: so does what is thought of it, the less the more its own
+        rounds have said.
+        """
+        if chances is None:
+            return
+        for shape, known in self._by_shape.items():
+            reached = 1.0
+            for at, path in enumerate(path_chances(shape, chances)):
+                chance = path / reached if reached > 0.0 else 0.0
+                said = min(max(log(max(chance, _TINY) / max(1.0 - chance, _TINY)), _LOWEST), _HIGHEST)
+                variance = min(known.variances[at] + self._aged(known), _MOST_VARIANCE)
+                moves = (said - known.foretold[at]) * variance / (variance + _TRUST)
+                known.logits[at] = min(max(known.logits[at] + moves, _LOWEST), _HIGHEST)
+                known.foretold[at], reached = said, path
 
     def tokens(self, shape: SpecShape, deviations: float = 0.0) -> float:
         """Expected tokens a row of a round. deviations: how many standard deviations better than that each chance may

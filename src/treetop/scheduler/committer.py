@@ -56,6 +56,7 @@ class Committer:
         """What a prefill or a round gave each row."""
         is_round = isinstance(plan, RoundPlan)
         num_drafted = plan.shape.num_draft_tokens - 1 if isinstance(plan, RoundPlan) else 0
+        replanted = {mask.row for mask in plan.masks} if isinstance(plan, RoundPlan) else ()
         updates = []
         for i, row_result in enumerate(result.rows):
             request = self._rows.by_row[row_result.row]
@@ -74,7 +75,9 @@ class Committer:
                 request.take_prompt_logprobs(plan.chunks[i].start, row_result.prompt_logprobs)
             if tokens:
                 update = self._emit(request, tokens, len(tokens) - 1 if is_round else None)
-                update = update._replace(num_drafted=num_drafted if request.params.speculative else 0)
+                ranks = () if row_result.row in replanted else row_result.ranks
+                drafted = num_drafted if request.params.speculative else 0
+                update = update._replace(num_drafted=drafted, accept_ranks=ranks)
                 updates.append(update._replace(logprobs=logprobs[: len(update.new_ids)]) if logprobs else update)
                 if request.prompt_logprobs is not None:
                     updates[-1] = updates[-1]._replace(prompt_logprobs=tuple(request.prompt_logprobs))

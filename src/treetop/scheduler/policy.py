@@ -2,8 +2,9 @@
 
     tokens a second of a shape = rows x expected tokens a row / seconds of its round
 
-Expected tokens come from `acceptance`, seconds from the table that the engine measured at its start, corrected by what
-rounds take. All of it is known a round late. Nothing here has a clock, and nothing that it chooses changes a token.
+Expected tokens come from `acceptance`, and where a calibration is learned also from what it has counted; seconds from
+the table that the engine measured at its start, corrected by what rounds take. All of it is known a round late. Nothing
+here has a clock, and nothing that it chooses changes a token.
 
 A shape that does not pay costs time that nobody gives back. So there is a credit, in plain rounds: a round that
 speculates pays in advance what it would lose if nothing were accepted, and gets back what was. Each round adds a
@@ -11,22 +12,24 @@ little. What all rounds of a window may lose is so bounded, whatever is accepted
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from math import exp, log
 from typing import Protocol
 
 from treetop.scheduler.acceptance import AcceptanceEstimate
+from treetop.scheduler.tree_chances import chances_of
 from treetop.types.costs import CostTable
 from treetop.types.layout import PLAIN, Layout, SpecShape
-from treetop.types.messages import RoundPlan, StepPlan, StepResult
+from treetop.types.messages import ProposalCounts, RoundPlan, StepPlan, StepResult
 
-ChooseShape = Callable[[Sequence[int], int], SpecShape]
+ChooseShape = Callable[[Sequence[int], Sequence[int]], SpecShape]
 """The shape of a round that is about to be planned, of the tokens that each of its rows is known to have, and how many
-of the rows may accept drafts."""
+of the rows may accept drafts, by the class of their requests."""
 
 CREDIT, FIRST_CREDIT, _FIRST = 3.0, 8.0, 50
 """Plain rounds that speculation may lose beyond what it gains, at most; of an engine that knows nothing yet, until so
 many rounds have told it something."""
-INTEREST, LEAST_INTEREST = 0.012, 0.004
+INTEREST, LEAST_INTEREST = 0.008, 0.003
 """Plain rounds that each round adds to the credit, less what plain rounds lose by catching up, and at least: without
 any a policy that was unlucky once would never try again."""
 _MARGIN = 1.03
@@ -47,7 +50,7 @@ _MOST_OFF, _MOST_OWN_OFF = log(3.0), 0.3
 class ShapePolicy(Protocol):
     """Chooses each round's shape for the batch as it stands, and learns from what rounds gave."""
 
-    def choose(self, lengths: Sequence[int], num_speculating: int) -> SpecShape:
+    def choose(self, lengths: Sequence[int], speculating: Sequence[int]) -> SpecShape:
         """See `ChooseShape`."""
         ...
 
@@ -62,7 +65,7 @@ class FixedShape:
     def __init__(self, shape: SpecShape) -> None:
         self._shape = shape
 
-    def choose(self, lengths: Sequence[int], num_speculating: int) -> SpecShape:
+    def choose(self, lengths: Sequence[int], speculating: Sequence[int]) -> SpecShape:
         return self._shape
 
     def note(self, plan: StepPlan, result: StepResult, seconds: float | None) -> None:
@@ -125,17 +128,21 @@ class AdaptiveShape:
         self._costs, self._layout = RoundCosts(table), layout
         self._trees = [shape for shape in table.shapes if shape != PLAIN]
         self.acceptance = AcceptanceEstimate(self._trees)
+        self._bucket_for = cache(layout.bucket_for)
         self.shape, self.credit = PLAIN, FIRST_CREDIT
         self._last, self._num_rounds, self._curiosity = PLAIN, 0, 0.0
         self._share = 1.0  # of the rows, that may accept drafts
+        self._counts: ProposalCounts | None = None  # of a calibration, as it was when the last round ended
 
-    def choose(self, lengths: Sequence[int], num_speculating: int) -> SpecShape:
+    def choose(self, lengths: Sequence[int], speculating: Sequence[int]) -> SpecShape:
         """See `ChooseShape`. The shape that runs, or another for a round that is to tell more of it."""
-        if not num_speculating:
+        if not any(speculating):
             self._last = PLAIN
             return PLAIN
-        self._share = num_speculating / len(lengths)
-        rows, tokens = self._layout.bucket_for(len(lengths)), sum(lengths) / len(lengths)
+        self._share = sum(speculating) / len(lengths)
+        if self._counts is not None and self._num_rounds % _EVERY == 0:
+            self.acceptance.learn(chances_of(self._counts, speculating))
+        rows, tokens = self._bucket_for(len(lengths)), sum(lengths) / len(lengths)
         seconds = {shape: self._costs.seconds(rows, shape, tokens) for shape in (PLAIN, *self._trees)}
         rates = {shape: self._tokens(shape) / seconds[shape] for shape in self._trees}
         behind = self._costs.catch_up_seconds(rows)
@@ -191,7 +198,8 @@ class AdaptiveShape:
             return
         withheld = {*plan.undrafted, *(mask.row for mask in plan.masks)}
         lengths = [len(row.tokens) - 1 for row in result.rows if row.tokens and row.row not in withheld]
+        self._counts = result.proposals or self._counts
         self.acceptance.note(plan.shape, lengths)
         self._add(sum(lengths) / len(result.rows))
         if seconds is not None and not plan.catches_up:
-            self._costs.note(self._layout.bucket_for(len(plan.rows)), plan.shape, plan.committed_bound, seconds)
+            self._costs.note(self._bucket_for(len(plan.rows)), plan.shape, plan.committed_bound, seconds)

@@ -12,7 +12,7 @@ from treetop.scheduler.steps import StepsOut
 from treetop.types.errors import InvariantError
 from treetop.types.layout import Layout, SpecShape
 from treetop.types.messages import RoundPlan
-from treetop.types.sampling import Choice
+from treetop.types.sampling import CLASSES, Choice, class_of_temperature
 
 _ORDER = attrgetter("order")
 
@@ -52,7 +52,10 @@ class RoundPlanner:
         if not batch:
             return None
         undrafted = tuple(request.held.row for request in batch if not request.params.speculative)
-        shape = self._choose([request.num_computed_tokens for request in batch], len(batch) - len(undrafted))
+        speculating = [0] * CLASSES
+        for request in batch:
+            speculating[class_of_temperature(request.params.temperature)] += request.params.speculative
+        shape = self._choose([request.num_computed_tokens for request in batch], speculating)
         return RoundPlan(
             edits=self._rows.take_edits(),
             freed=self._rows.kv_cache.take_freed(),

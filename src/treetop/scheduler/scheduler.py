@@ -259,8 +259,8 @@ class Scheduler:
             self._send(plan)
         return plan
 
-    def _choose_shape(self, lengths: Sequence[int], num_speculating: int) -> SpecShape:
-        return self.policy.choose(lengths, num_speculating)
+    def _choose_shape(self, lengths: Sequence[int], speculating: Sequence[int]) -> SpecShape:
+        return self.policy.choose(lengths, speculating)
 
     def _send(self, plan: StepPlan) -> None:
         self.steps.send(plan, [self.rows.by_row[row] for row in plan.rows])

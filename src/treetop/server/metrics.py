@@ -5,6 +5,7 @@ import os
 import time
 from collections import Counter as Counts
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -118,6 +119,15 @@ class Metrics:
             registry=registry,
         )
         self._at_depth = [depths.labels(model_name, str(depth)) for depth in range(self._shape.num_steps)]
+        ranks = Counter(
+            OWN + "spec_decode_num_accepted_tokens_per_rank",
+            "Drafts that were accepted, by their place among the proposals after their parents; ngram: grafted ones",
+            ["model_name", "rank"],
+            registry=registry,
+        )
+        self._of_rank = partial(ranks.labels, model_name)
+        for rank in range(self._shape.topk if self._shape.num_steps else 0):
+            self._of_rank(str(rank))
         self._http = Counter(
             OWN + "http_requests",
             "Answers by route; 499 if the client had gone before",
@@ -130,7 +140,7 @@ class Metrics:
         self._page = CollectorRegistry()
         self._page.register(AliasedMetrics(source, model_name))
         self._new_tokens, self._new_rounds, self._added_s = 0, Counts[int](), float("-inf")
-        self._new_drafted = 0  # of these rounds
+        self._new_drafted, self._new_ranks = 0, Counts[int]()  # of these rounds
         self.interval = Interval()
 
     def arrived(self, num_prompt_tokens: int) -> None:
@@ -162,6 +172,7 @@ class Metrics:
             self._prefill_s.observe(update.prefill_s)
         if update.accept_len is not None and update.num_drafted:
             self._round(update.accept_len, update.num_drafted)
+            self._new_ranks.update(update.accept_ranks)
         if update.finish_reason is not None:
             self._ended[update.finish_reason].inc()
             self._timed_out.inc(update.timed_out)
@@ -193,7 +204,9 @@ class Metrics:
         self._new_tokens, rounds, self._new_rounds = 0, self._new_rounds, Counts[int]()
         self._drafts.inc(rounds.total())
         self._draft_tokens.inc(self._new_drafted)
-        self._new_drafted = 0
+        self._new_drafted, ranks, self._new_ranks = 0, self._new_ranks, Counts[int]()
+        for rank, times in ranks.items():
+            self._of_rank("ngram" if rank < 0 else str(rank)).inc(times)
         for depth, counter in enumerate(self._at_depth):
             deeper = sum(times for accept_len, times in rounds.items() if accept_len > depth)
             self._accepted.inc(deeper)
@@ -225,11 +238,14 @@ class Metrics:
         rounds = [(accept_len, num_drafted) for of_one in each for accept_len, num_drafted in of_one if num_drafted]
         lens = [accept_len for accept_len, _ in rounds]
         accepted, drafted = sum(lens), sum(num_drafted for _, num_drafted in rounds)
+        ranks = Counts(rank for o in outputs for of_round in o.metrics.accept_ranks for rank in of_round)
         return {
             "speculative_decoding": {
                 "mean_acceptance_length": 1 + accepted / len(lens) if lens else None,
                 "draft_acceptance_rate": accepted / drafted if drafted else None,
                 "acceptance_histogram": [lens.count(depth) for depth in range(shape.num_steps + 1)],
+                "accepted_of_graft": ranks[-1],
+                "accepted_by_rank": [ranks[rank] for rank in range(max([shape.topk - 1, *ranks]) + 1)],
                 "num_spec_steps": len(lens),
                 "num_accepted_draft_tokens": accepted,
                 "num_draft_tokens": drafted,

@@ -20,6 +20,7 @@ class RequestMetrics:
     accept_length: (tokens - 1) / rounds, None without a round.
     accept_lens: accepted drafts of each round, before any cut.
     num_drafted: drafts that each round verified for it, 0 in a plain one.
+    accept_ranks: of each round's accepted drafts among the proposals after their parents, the draft's favourite 0.
     tokens_per_second: from the call to the last token, waiting for a row included.
     num_cached_tokens: of the prompt, from the prefix cache.
     """
@@ -30,6 +31,7 @@ class RequestMetrics:
     accept_lens: tuple[int, ...]
     num_cached_tokens: int = 0
     num_drafted: tuple[int, ...] = ()
+    accept_ranks: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,7 @@ class LiveRequest:
     output_ids: list[int] = field(default_factory=list)
     accept_lens: list[int] = field(default_factory=list)
     num_drafted: list[int] = field(default_factory=list)
+    accept_ranks: list[tuple[int, ...]] = field(default_factory=list)
     started_s: float = field(default_factory=time.perf_counter)
     first_s: float | None = None
     last_s: float | None = None
@@ -166,6 +169,7 @@ class LiveRequest:
         if update.accept_len is not None:
             self.accept_lens.append(update.accept_len)
             self.num_drafted.append(update.num_drafted)
+            self.accept_ranks.append(update.accept_ranks)
         text, piece = self.text, ""
         if text is not None:
             piece = text.piece() if update.finish_reason is None else text.finish()
@@ -195,6 +199,7 @@ class LiveRequest:
                 accept_lens=tuple(self.accept_lens),
                 num_cached_tokens=self.num_cached_tokens,
                 num_drafted=tuple(self.num_drafted),
+                accept_ranks=tuple(self.accept_ranks),
             ),
             error=update.error,
             timed_out=update.timed_out,

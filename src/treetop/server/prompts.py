@@ -16,7 +16,7 @@ Prompt = str | Sequence[int]
 BadWords = dict[tuple[str, ...], tuple[tuple[int, ...], ...]]
 """Sequences of ids that may not come, by the words they stand for."""
 SERVE_WITHOUT = "serve without --disable-logits-processors, simulated acceptance and --mock-engine"
-"""What to change where a core can neither hold tokens to a structure nor withhold drafts."""
+"""What to change where a core can hold no tokens to a structure."""
 _BYTES = (bytes, bytearray, memoryview)
 
 
@@ -91,8 +91,10 @@ class PromptReader:
             raise InputError(
                 f"structured_output, constraints: this engine holds no tokens to a structure; {SERVE_WITHOUT}"
             )
-        if not (params.speculative or info.can_constrain):
-            raise InputError(f"speculative: this engine withholds no drafts; {SERVE_WITHOUT}")
+        if not (params.speculative or info.can_withhold):
+            raise InputError(
+                "speculative: this engine withholds no drafts; serve without simulated acceptance and --mock-engine"
+            )
         if params.structured_output is not None and constraint is not None:
             raise InputError("structured_output, constraints: give one of them")
         if params.stop and self.tokenizer is None:

@@ -14,9 +14,6 @@ from treetop.models.target import Target
 from treetop.types.sampling import Choice
 from treetop.types.tree import Accepted, DraftTree, PathLogprobs
 
-NO_TOKEN = -1
-"""What no target chooses."""
-
 
 def logits_for(target: Target, hidden: Tensor, how: Choice) -> Tensor:
     """What `choose` takes: the largest logit is found among a rank's own, anything else among all."""
@@ -47,15 +44,6 @@ def choose(  # noqa: PLR0917
     if how.processes and sampler.processors is not None:
         logits = ops.process(logits, sampler.processors, rows, positions, tree, allowed)
     return ops.draw(logits, sampler, rows, positions, how.filters)
-
-
-def withhold_drafts(tree: DraftTree, withheld: Tensor) -> None:
-    """Write `NO_TOKEN` over drafts that are not to be accepted: all of rows that want none, and of constrained rows
-    those behind which it is not known what is allowed.
-
-    withheld: [rows, T] bool, which. To be called when everything but accepting has read the trees.
-    """
-    tree.tokens[:, 1:].masked_fill_(withheld[:, 1:], NO_TOKEN)
 
 
 def path_logprobs(ops: Ops, logits: Tensor, accepted: Accepted, maximum: int) -> PathLogprobs:

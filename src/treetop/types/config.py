@@ -15,7 +15,7 @@ _ALONE = ("MTP", "NEXTN", "NGRAM")
 """Algorithms that need no folder of a draft: the target's holds their weights, or there are none."""
 MtpRecurrence = Literal["auto", "before-norm", "after-norm"]
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
-Backend = Literal["auto", "torch", "triton", "fa3", "flashinfer", "fa4"]
+Backend = Literal["auto", "torch", "triton", "segments", "fa3", "flashinfer", "fa4"]
 """Each but auto is a file of `treetop.attention`, which this name registers."""
 DeviceName = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "dummy"]
@@ -24,6 +24,7 @@ Calibration = Literal["learn", "frozen", "off"]
 SpeculativePolicy = Literal["auto", "fixed"]
 SchedulePolicy = Literal["fcfs", "priority"]
 Exactness = Literal["bits", "ties"]
+KVCacheDType = Literal["auto", "fp8_e4m3"]
 
 _MAX_NAME = 64
 """Characters of an unknown option that are compared with the known."""
@@ -92,6 +93,13 @@ class EngineConfig:
         None,
         "folder that keeps what was learned, a file for each pair of target and draft (default: nothing is kept)",
         metavar="FOLDER",
+    )
+    speculative_ngram_graft: int = option(
+        0,
+        "nodes of each tree that may go to what followed where the request's text last read as it reads now, in the"
+        " place of those that the draft thinks least of; 0 for none (docs/policy.md)",
+        minimum=0,
+        maximum=64,
     )
     page_size: int = option(
         16,
@@ -174,10 +182,16 @@ class EngineConfig:
         None, "launch a round before the last one's results are known; on by default where rounds are captured"
     )
     dtype: DType = option("auto", "what the model computes in; auto is float32 on a CPU and bfloat16 on a GPU")
+    kv_cache_dtype: KVCacheDType = option(
+        "auto",
+        "what K/V are kept in; auto is the dtype above, fp8_e4m3 is FP8 with a scale for each head and plane, the"
+        " checkpoint's or 1.0: twice the tokens in 16 bits' memory (docs/checkpoints.md)",
+    )
     exactness: Exactness = option(
         "ties",
         "what equals plain decoding: bits, every logit and token, whatever tree, batch, chunk or prefix, on a CPU in"
-        " float32 (docs/exactness.md); ties, all tokens but at near ties of rounding",
+        " float32 and on a GPU in bfloat16 or float16 (docs/exactness.md); ties, all tokens but at near ties of"
+        " rounding",
     )
     device: DeviceName = option("auto", "auto is a GPU if there is one")
     load_format: LoadFormat = option(
@@ -190,8 +204,8 @@ class EngineConfig:
     )
     dequantize_weights: bool | None = option(
         None,
-        "decode quantized weights once, as they are loaded, which is the default; if not, they stay packed in memory"
-        " and products decode them, which is slower on a CPU (docs/checkpoints.md)",
+        "decode quantized weights once, as they are loaded, which is the default on a CPU; if not, they stay packed in"
+        " memory and products decode them, which is the default on a GPU in 16 bits (docs/checkpoints.md)",
     )
     simulate_accept_length: float | None = option(
         None, "tokens every round emits, in the mean if fractional: the output is wrong; for measuring speed only"
@@ -243,7 +257,8 @@ class EngineConfig:
     )
     structured_output_timeout: float = option(
         5.0,
-        "seconds that a structure may take to compile, and each token of it; its request then ends with an error",
+        "seconds of a processor that a structure may take to compile, and each token; its request then ends with an"
+        " error",
         minimum=0.01,
         maximum=3600,
         unit=" seconds",
@@ -323,6 +338,15 @@ class EngineConfig:
                 "--speculative-policy auto: ranks that share experts run one shape; use fixed with --ep-size",
             ),
             (
+                self.speculative_ngram_graft > 0 and (not self.speculates or self.algorithm == "NGRAM"),
+                "--speculative-ngram-graft grafts on the trees of a draft head: give"
+                " --speculative-draft-model-path or MTP",
+            ),
+            (
+                self.speculative_ngram_graft > 0 and self.simulates,
+                "--speculative-ngram-graft proposes from right tokens: drop it to simulate acceptance",
+            ),
+            (
                 self.speculative_shapes is not None and not auto,
                 "--speculative-shapes is for --speculative-policy auto",
             ),
@@ -338,6 +362,11 @@ class EngineConfig:
             ),
             (bool(tree), tree),
         ]
+
+    @property
+    def fp8_kv(self) -> bool:
+        """Whether K/V are kept in FP8."""
+        return self.kv_cache_dtype == "fp8_e4m3"
 
     @property
     def shape(self) -> SpecShape:

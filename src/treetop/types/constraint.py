@@ -98,6 +98,9 @@ class Reasoning:
     budget: tokens behind `opens` after which `closes` is forced, unless it has come; None for no limit. A character
         that the last of them leaves open is completed first.
     also_closes: texts that end it, too, and belong to what follows; only with any text.
+    again: (before, name, behind): reasoning begins again where these three come one behind the other, and counts to the
+        same budget; once that is spent, no name that begins so comes behind `before`. The structure holds all of the
+        output then, reasoning, too.
 
     Raises InputError.
     """
@@ -106,13 +109,14 @@ class Reasoning:
     opens: str = ""
     budget: int | None = None
     also_closes: tuple[str, ...] = ()
+    again: tuple[str, str, str] | None = None
 
     def __post_init__(self) -> None:
-        for text in (self.closes, self.opens, *self.also_closes):
+        for text in (self.closes, self.opens, *self.also_closes, *(self.again or ())):
             if not isinstance(text, str) or len(text) > MAX_MARK or not is_utf8(text):
                 raise InputError(f"reasoning: marks are texts of up to {MAX_MARK} characters, got {shown(text)}")
-        if not all((self.closes, *self.also_closes)):
-            raise InputError("reasoning: what closes it must not be empty")
+        if not all((self.closes, *self.also_closes, *(self.again or ()))):
+            raise InputError("reasoning: what closes it, and what begins it again, must not be empty")
         budget = self.budget
         if budget is not None and not (isinstance(budget, int) and not isinstance(budget, bool) and budget >= 0):
             raise InputError(f"reasoning: budget must be a number of tokens, 0 or more, got {shown(budget)}")

@@ -10,6 +10,7 @@ from treetop.types.config import (
     DType,
     Exactness,
     Graphs,
+    KVCacheDType,
     LoadFormat,
     MtpRecurrence,
     SchedulePolicy,
@@ -31,6 +32,7 @@ class EngineOptions(TypedDict, total=False):
     speculative_num_draft_tokens: int
     speculative_calibration: Calibration
     speculative_calibration_dir: str | None
+    speculative_ngram_graft: int
     page_size: int
     max_running_requests: int | None
     context_length: int | None
@@ -46,6 +48,7 @@ class EngineOptions(TypedDict, total=False):
     graphs: Graphs
     overlap: bool | None
     dtype: DType
+    kv_cache_dtype: KVCacheDType
     exactness: Exactness
     device: DeviceName
     load_format: LoadFormat

@@ -8,11 +8,12 @@ class KVFormat:
     """A token's K/V in one layer: `planes` of [heads, head_dim] numbers, which lie together.
 
     Keys are the first plane and values the last: grouped-query attention has two planes, compressed attention one that
-    is both. The numbers are of the engine's dtype; a narrower format adds a scale for each plane and head.
+    is both. The numbers are of the engine's dtype, or FP8.
 
     value_dim: how many of the last plane's first numbers are the value; None is all.
     index_dim: how many of a plane's last numbers are no key's but an indexer's, which chooses what sparse attention
         reads.
+    fp8: numbers are e4m3, each times a scale of its layer, plane and head.
     """
 
     planes: int
@@ -20,6 +21,7 @@ class KVFormat:
     head_dim: int
     value_dim: int | None = None
     index_dim: int = 0
+    fp8: bool = False
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -29,6 +31,10 @@ class KVFormat:
     def numbers(self) -> int:
         """How many a token takes in a layer."""
         return self.planes * self.heads * self.head_dim
+
+    def itemsize(self, engine: int) -> int:
+        """Bytes of a number. engine: of one of the engine's dtype."""
+        return 1 if self.fp8 else engine
 
     @property
     def output_dim(self) -> int:

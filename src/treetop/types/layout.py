@@ -94,13 +94,16 @@ class KVGroup:
     """Layers that share a page table and a pool.
 
     kv: what each keeps of a token.
-    window: how far they see, the query itself counted; None is everything.
+    window: how far they see at most, the query itself counted; None is everything.
+    chunked: they see what is in their own chunk of so many positions alone. Pages go by the window: they are kept as
+        long as a query could see them if it were none.
     """
 
     name: GroupName
     num_layers: int
     kv: KVFormat
     window: int | None = None
+    chunked: bool = False
 
     @property
     def is_draft(self) -> bool:
@@ -110,6 +113,10 @@ class KVGroup:
     def numbers_per_token(self) -> int:
         """Numbers that one token's K/V take in all layers of the group."""
         return self.num_layers * self.kv.numbers
+
+    def bytes_per_token(self, element_size: int) -> int:
+        """Bytes of these. element_size: of a number of the engine's dtype."""
+        return self.numbers_per_token * self.kv.itemsize(element_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +156,7 @@ class Layout:
     pool_tokens: tokens that each pool without a window holds.
     disaggregation_slots: staging slots.
     slot_tokens: most tokens whose K/V one holds.
+    graft: nodes of a tree that may come from the row's text beside a head.
     """
 
     shapes: tuple[SpecShape, ...]
@@ -162,6 +170,11 @@ class Layout:
     max_deferred: int = 0
     disaggregation_slots: int = 0
     slot_tokens: int = 0
+    graft: int = 0
+
+    def grafted(self, shape: SpecShape) -> int:
+        """Candidates of a shape that are not the head's: a line of them, no deeper than its tree."""
+        return min(self.graft, shape.num_steps)
 
     @property
     def commit_width(self) -> int:

@@ -222,6 +222,11 @@ class ImportPlan:
 StepPlan = PrefillPlan | RoundPlan | ExportPlan | ImportPlan
 
 
+ProposalCounts = tuple[Sequence[Sequence[Sequence[float]]], Sequence[Sequence[Sequence[float]]]]
+"""What a calibration has counted, lately more: how often a proposal was looked at and chosen, by the class of requests,
+its depth and its rank."""
+
+
 class RowResult(NamedTuple):
     """What a step gave one row: the new tokens, the last of them the bonus; none after a chunk that is not the last.
 
@@ -229,6 +234,7 @@ class RowResult(NamedTuple):
 
     logprobs: of each token, for a row that asks.
     prompt_logprobs: of the prompt tokens from the chunk's second on, and of the one after it, if it asks.
+    ranks: of each accepted draft among the proposals after its parent, the draft's favourite 0; -1 if it was grafted.
     """
 
     row: Row
@@ -236,6 +242,7 @@ class RowResult(NamedTuple):
     finite: bool
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    ranks: tuple[int, ...] = ()
 
 
 class ImportResult(NamedTuple):
@@ -254,6 +261,7 @@ class StepResult:
     """What a step gave, in the plan's order.
 
     digest: of what the step came to, which is the same on every rank.
+    proposals: of a round of an engine that learns a calibration, where shapes are chosen by it.
     rows: of a prefill or a round.
     exports: each export's checksums, of the chunk on all ranks.
     imports: of imports.
@@ -263,3 +271,4 @@ class StepResult:
     digest: int = 0
     exports: tuple[tuple[int, ...], ...] = ()
     imports: tuple[ImportResult, ...] = ()
+    proposals: ProposalCounts | None = None

@@ -59,6 +59,7 @@ class RequestUpdate(NamedTuple):
     new_ids: emitted now, cut at the stop.
     accept_len: accepted drafts of the round that gave them, before any cut; None if it was no round.
     num_drafted: drafts that this round verified; 0 if it was plain or none.
+    accept_ranks: of each accepted draft, as in `RowResult`; () where the host has changed the tree.
     error: why the request failed, if it did.
     engine_failed: it failed with the whole engine.
     timed_out: whether that was a timeout.
@@ -87,6 +88,7 @@ class RequestUpdate(NamedTuple):
     user_error: bool = False
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     num_drafted: int = 0
+    accept_ranks: tuple[int, ...] = ()
 
 
 class PrefixPages(NamedTuple):
@@ -116,8 +118,8 @@ class CoreInfo(NamedTuple):
     prefix: None if it keeps nothing of prompts.
     refuses: why it takes no requests, if so.
     structure_limits: of each structured output.
-    can_change_logits, max_logprobs, can_constrain: what a request may ask: penalties, biases and the like;
-        log-probabilities, -1 if there are none; constraints.
+    can_change_logits, max_logprobs, can_constrain, can_withhold: what a request may ask: penalties, biases and the
+        like; log-probabilities, -1 if there are none; constraints; that no draft is accepted.
     eos_ids: the model's.
     by_priority: whether it goes by the priority of requests.
     exactness: in force, of `--exactness`.
@@ -137,6 +139,7 @@ class CoreInfo(NamedTuple):
     prefix: PrefixPages | None = None
     structure_limits: StructureLimits = StructureLimits()
     exactness: Exactness = "ties"
+    can_withhold: bool = False
 
 
 class KVTransferStats(NamedTuple):

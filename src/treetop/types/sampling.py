@@ -16,6 +16,14 @@ MAX_BIASES = 511
 """Tokens that a request's `logit_bias` may name."""
 MAX_BAD_WORDS, LONGEST_BAD_WORD = 128, 200
 """Texts that a request's `bad_words` may be, and characters of one."""
+CLASSES = 3
+"""Of requests, by which drafts are calibrated: greedy, a temperature up to `WARM`, any above."""
+WARM = 0.7
+
+
+def class_of_temperature(temperature: float) -> int:
+    """Which of `CLASSES`: a draw agrees with a head less often than an argmax."""
+    return (temperature > 0) + (temperature > WARM)
 
 
 class TokenLogprobs(NamedTuple):
@@ -157,7 +165,7 @@ class SamplingParams:
 
     @property
     def logit_options(self) -> tuple[str, ...]:
-        """The options in use that change logits, or rule tokens or drafts out, before one is chosen."""
+        """The options in use that change logits, or rule tokens out, before one is chosen."""
         neutral: dict[str, object] = {
             "min_tokens": 0,
             "presence_penalty": 0,
@@ -165,7 +173,6 @@ class SamplingParams:
             "repetition_penalty": 1,
         }
         neutral |= {"logit_bias": (), "allowed_token_ids": None, "structured_output": None, "bad_words": ()}
-        neutral |= {"speculative": True}
         return tuple(name for name, value in neutral.items() if getattr(self, name) != value)
 
     @property

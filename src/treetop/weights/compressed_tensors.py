@@ -2,7 +2,7 @@
 
 Source: `compressed-tensors` 0.20. Groups of a configuration have targets: names, regular expressions after `re:`, or
 classes, of which Linear means every product. Each says how its weights are stored. What it says of activations is
-passed over, for these keep 16 bits or more; `kv_cache_scheme` too.
+passed over, for these keep 16 bits or more; `kv_cache_scheme` is read elsewhere (`weights.kv_scales`).
 """
 
 from collections.abc import Mapping
@@ -37,6 +37,8 @@ def read(config: Mapping[str, Any], where: Path) -> tuple[Rule | Named, ...]:
             f"{where}: quantization_config: quantization_status {shown(status)} is not supported, only 'compressed'"
         )
     groups = config.get("config_groups")
+    if groups == {} and config.get("kv_cache_scheme"):
+        return ()
     if not isinstance(groups, Mapping) or not groups:
         raise CheckpointError(f"{where}: quantization_config: config_groups must say what is quantized")
     ignored = name_list(config, "ignore", where)

@@ -33,6 +33,7 @@ from treetop.weights.format import (
     Span,
     Stored,
 )
+from treetop.weights.kv_scales import all_names
 from treetop.weights.plain import FLOATS
 
 _PIECE = 2**22
@@ -127,12 +128,12 @@ def pieces(source: Source, unit: int) -> Iterator[Span]:
 
 
 def unread(source: Source) -> dict[str, Stored]:
-    """Scales of activations and of K/V, which files may hold: activations keep 16 bits or more here, and so do K/V."""
+    """Scales of activations and of K/V, which files may hold: activations keep 16 bits or more here, and K/V have a
+    reader of their own (`models.kv_scales`)."""
     module, layer, last = source.module, *source.module.rpartition(".")[::2]
     names = [f"{module}.input_scale", f"{module}.input_global_scale"]
     if last in ("k_proj", "v_proj", "qkv_proj"):
-        names += [f"{layer}.{each}_scale" for each in ("q", "k", "v")]
-        names += [f"{module}.{each}_scale" for each in ("k", "v", "output")]
+        names += all_names(layer)
     return {name: Stored((), (), read=False) for name in names}
 
 

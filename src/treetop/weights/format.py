@@ -17,6 +17,7 @@ from treetop.kernels.routing import Routes
 from treetop.kernels.table import Ops
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.weights.cpu_products import ChosenProduct, Shape
+from treetop.weights.gpu_products import Probed
 
 MAIN = ""
 """The part of a parameter that bears its name alone; a plain one has no other."""
@@ -49,6 +50,7 @@ class Source:
     shared: ranks in excess of the units may share one.
     span: the part of the rows that is wanted, None for all.
     stacked: what is stored has experts along axis 0, each of which the transform treats by itself; a span is of them.
+    parts: the stored rows are so many equal parts, one below the other, in each of which blocks of scales begin anew.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Source:
     shared: bool = False
     span: Span | None = None
     stacked: bool = False
+    parts: int = 1
 
     @property
     def module(self) -> str:
@@ -153,11 +156,22 @@ class Holding:
     ops: the operations that serve.
     copies: on a GPU weights may be kept a second time, if products are faster with that.
     chosen: on a CPU, the calls for weights of each shape.
+    probed: on a GPU, where a row's bits may depend on it alone, what was found of the library's products by shape.
     """
 
     ops: Ops
     copies: bool = False
     chosen: Mapping[Shape, ChosenProduct] = field(default_factory=dict)
+    probed: Mapping[Shape, Probed] = field(default_factory=dict)
+
+    @property
+    def exact(self) -> bool:
+        return self.ops.context.exact
+
+    def probe_of(self, weight: Tensor) -> Probed:
+        """What was found for a weight [out, in]; of one that was not probed that the library serves nowhere."""
+        shape = weight.shape[0], weight.shape[1]
+        return self.probed.get(shape, Probed(shape, ()))
 
     def choice(self, weight: Tensor) -> ChosenProduct | None:
         """What was chosen for a weight [out, in]; None without a choice."""

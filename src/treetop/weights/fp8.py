@@ -7,6 +7,7 @@ checkpoint says of them.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,9 @@ class Fp8:
     apart: bool = False
 
     def stored(self, source: Source) -> dict[str, Stored]:
-        scales = self.grid.stored(source.shape, self.kinds)
+        scales = self.grid.stored(_parts(source), self.kinds)
+        if source.parts > 1:
+            scales = Stored((prod(scales.shape[:-1]), scales.shape[-1]), self.kinds)
         if self.apart:
             *experts, rows, columns = scales.shape
             scales = Stored((*experts, rows, 1, columns, 1), self.kinds)
@@ -52,9 +55,18 @@ class Fp8:
         return Coding("e4m3", self.grid.columns)
 
     def coded(self, source: Source, span: Span | None, fetch: Fetch) -> CodedWeight:
-        scale = self.grid.by_row(f"{source.name}{self.end}", source.shape, span, fetch)
+        assert span is None or source.parts == 1
+        scale = self.grid.by_row(f"{source.name}{self.end}", _parts(source), span, fetch)
+        scale = scale if source.parts == 1 else scale.flatten(0, 1)
         codes = fetch(source.name, span).view(torch.uint8)
         return CodedWeight(self.coding, codes.shape[-1], codes, scale)
+
+
+def _parts(source: Source) -> tuple[int, ...]:
+    """The shape of what is stored, its parts along an axis of their own if there are several."""
+    if source.parts == 1:
+        return source.shape
+    return (source.parts, source.shape[0] // source.parts, *source.shape[1:])
 
 
 def fp8(grid: Grid, end: str = "_scale", kinds: tuple[str, ...] = SCALES, apart: bool = False) -> Decoded:

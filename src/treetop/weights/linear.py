@@ -2,7 +2,8 @@
 
 On a CPU it is the call that timing chose for each number of rows (`weights.cpu_products`). On a GPU a product of few
 rows is a kernel of ours (`kernels.skinny_gemm`), for the fewest with the weight in 12 bits if it was compressed
-(`weights.twelve_bits`), and one of many is the vendor's.
+(`weights.twelve_bits`), and one of many is the vendor's. Where a row's bits may depend on it alone, k is not cut, and
+the weight has its 16 bits (`weights.gpu_products`).
 """
 
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from treetop.kernels.packed_weights import compressed_rows
 from treetop.kernels.skinny_gemm import choose_launch, gated_rows, skinny_gemm
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.weights.cpu_products import ROW_CLASSES, ChosenProduct, CpuProduct, default_call
+from treetop.weights.gpu_products import WholeProduct
 from treetop.weights.twelve_bits import compress_if_faster
 
 
@@ -111,6 +113,22 @@ class SkinnyGated:
         if out is None:
             return gate_mul(F.linear(x, self._weight.whole), self._kind, self._gpu)
         return out.view(*x.shape[:-1], -1)
+
+
+class WholeLinear:
+    """`Linear` of `WholeProduct`; called without a gate's kind."""
+
+    def __init__(self, product: WholeProduct) -> None:
+        self._product, self.numbers = product, product.weight.numel()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._product(x)
+
+    def parts(self, x: Tensor) -> Tensor:
+        return self._product(x)[None]
+
+    def read_bytes(self, rows: int) -> int:
+        return self._product.weight.nbytes
 
 
 class _GpuWeight:

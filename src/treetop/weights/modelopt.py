@@ -1,7 +1,7 @@
 """`quant_method` modelopt: FP8 and NVFP4 as NVIDIA's Model Optimizer exports them.
 
 `config.json` says what is in which format, or in older folders `hf_quant_config.json` beside it.
-Source: Model Optimizer's unified checkpoint, vllm `quantization/modelopt.py`. K/V scales are passed over.
+Source: Model Optimizer's unified checkpoint, vllm `quantization/modelopt.py`. Scales of K/V: `models.kv_scales`.
 """
 
 from collections.abc import Mapping
@@ -26,6 +26,8 @@ def read(config: Mapping[str, Any], where: Path) -> tuple[Rule | Named, ...]:
     """The rules of a `quantization_config`; with MIXED_PRECISION each module has an algorithm of its own."""
     plain = [rule for key in ("ignore", "exclude_modules") for rule in kept_plain(config, key, where)]
     name = config.get("quant_algo")
+    if name is None and config.get("kv_cache_quant_algo") is not None:
+        return ()
     if name != "MIXED_PRECISION":
         return (*plain, Rule("*", _format(name, config, where)))
     layers = config.get("quantized_layers")

@@ -1,10 +1,10 @@
 """Formats whose weights stay packed in memory: products decode them, each time to the bits that decoding once gives.
 
-Codes lie as a checkpoint has them, by row, with a scale for each row and group (`kernels.coded`): so ranks cut rows and
-groups, and what moves rows moves codes and scales alike. On a GPU a product of few rows is a kernel that decodes in
-registers. Everywhere else a block of rows is decoded into memory that the next block uses again, and the library's
-product is taken with it: what is read and written beside the weight is more than a decoded one's, and what is held is
-the packed bytes and one block.
+They are read as a checkpoint has them, by row, with a scale for each row and group (`kernels.coded`): so ranks cut rows
+and groups, and what moves rows moves codes and scales alike. On a GPU they then lie in tiles (`kernels.tiles`), and a
+product of few rows, or with experts, is a kernel that decodes in registers. For more rows a block of lines is decoded
+into memory that the next block uses again, and the library's product is taken with it, as on a CPU for any number:
+what is held is the packed bytes and one block.
 """
 
 from collections.abc import Iterator
@@ -16,21 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, get_num_threads
 
-from treetop.kernels.coded import (
-    MAX_ROWS,
-    MIDDLE,
-    CodedWeight,
-    Coding,
-    choose_coded,
-    coded_gated,
-    coded_rows,
-    decode,
-)
+from treetop.kernels.coded import MIDDLE, CodedWeight, Coding, decode
+from treetop.kernels.coded_rows import MAX_ROWS, choose_coded, coded_gated, coded_rows
 from treetop.kernels.exact import LIBRARY, linear_by_rows
 from treetop.kernels.experts import Activation, Experts
 from treetop.kernels.fused import gate_mul, gate_mul_reference, joined
 from treetop.kernels.gate import Gate
 from treetop.kernels.table import OpContext, Ops
+from treetop.kernels.tiles import TILE, TiledWeight, apart, decode_tiles, in_turn, tile, why_not_tiled
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.types.errors import CheckpointError
 from treetop.weights.decoded import Decoded, Layout, checked, own_groups, pieces, unread
@@ -53,7 +46,7 @@ from treetop.weights.format import (
 from treetop.weights.linear import functions_by_rows
 
 SCALE, FACTOR, ZERO = "scale", "factor", "zero"
-_BLOCK = 2**20
+_BLOCK, _BLOCK_OF_GPU = 2**20, 2**26
 """Numbers that are decoded together for a product."""
 
 
@@ -135,7 +128,7 @@ class Packed:
         columns = codes.shape[-1] * coding.in_byte
         every, one = (torch.arange(256) & mask).to(torch.uint8)[None], Coding(coding.numbers, 0)
         size = decode(CodedWeight(one, every.shape[1] * one.in_byte, every, torch.ones(1, 1)))
-        scale = float((columns * size.square().mean()).rsqrt())
+        scale = float((columns * size.square().mean()).rsqrt().to(torch.bfloat16))  # as most checkpoints have it
         if coding.scales == "float32":
             parts[SCALE].fill_(scale)
         elif coding.scales == "e8m0":
@@ -148,21 +141,36 @@ class Packed:
         return 0
 
     def linear(self, parts: Parts, bias: Tensor | None, holding: Holding) -> Linear:
-        return CodedLinear(self._weight(parts, holding.ops.context), bias, holding.ops)
+        weight, gpu = self._weight(parts, holding.ops.context), holding.ops.gpu_for(Ops.coded_rows)
+        return (
+            CodedLinear(weight, bias, holding.ops)
+            if gpu is None
+            else TiledLinear(tile(weight), bias, gpu, holding.ops.context.exact)
+        )
 
     def gated(self, parts: Parts, bias: Tensor | None, kind: Gate, holding: Holding) -> GatedLinear:
-        return CodedGated(self._weight(parts, holding.ops.context), bias, kind, holding.ops)
+        weight, gpu = self._weight(parts, holding.ops.context), holding.ops.gpu_for(Ops.coded_gated)
+        if gpu is None:
+            return CodedGated(weight, bias, kind, holding.ops)
+        return TiledGated(tile(in_turn(weight.halves())), bias, kind, gpu, holding.ops.context.exact)
 
     def experts(
         self, gate_up: Parts, down: Parts, biases: Biases, activation: Activation, holding: Holding
     ) -> ExpertProducts:
         first, second = (self._weight(each, holding.ops.context) for each in (gate_up, down))
-        return partial(holding.ops.experts, experts=Experts(first, second, *biases, activation))
+        if holding.ops.gpu_for(Ops.experts) is None:
+            return partial(holding.ops.experts, experts=Experts(first, second, *biases, activation))
+        made = Experts(tile(in_turn(first)), tile(second), *biases, activation)
+        return partial(holding.ops.experts, experts=made)
+
+    def weight(self, parts: Parts) -> CodedWeight:
+        """What is held."""
+        columns = parts[MAIN].shape[-1] * self.coding.in_byte
+        return CodedWeight(self.coding, columns, parts[MAIN], parts[SCALE], parts.get(FACTOR), parts.get(ZERO))
 
     def _weight(self, parts: Parts, context: OpContext) -> CodedWeight:
         """Raises CheckpointError for numbers that are too large for the dtype of products."""
-        columns = parts[MAIN].shape[-1] * self.coding.in_byte
-        weight = CodedWeight(self.coding, columns, parts[MAIN], parts[SCALE], parts.get(FACTOR), parts.get(ZERO))
+        weight = self.weight(parts)
         if context.dtype == torch.float16 and parts[MAIN].device.type != "meta":
             for block in _blocks(weight):
                 if not bool(decode(block).to(torch.float16).isfinite().all()):
@@ -170,11 +178,16 @@ class Packed:
         return weight
 
 
-def packed(format_: WeightFormat) -> WeightFormat:
-    """The format whose weights stay packed; the same one if there is none, or they do already."""
-    if isinstance(format_, Decoded) and format_.layout.coding is not None:
-        return Packed(format_.name, format_.layout)
-    return format_
+def packed(format_: WeightFormat, in_tiles: bool = False) -> WeightFormat:
+    """The format whose weights stay packed; the same one if there is none, or they do already.
+
+    in_tiles: they have to be such that lie in tiles.
+    """
+    coding = format_.layout.coding if isinstance(format_, Decoded) else None
+    if coding is None or (in_tiles and why_not_tiled(coding) is not None):
+        return format_
+    assert isinstance(format_, Decoded)
+    return Packed(format_.name, format_.layout)
 
 
 def _blocks(weight: CodedWeight) -> Iterator[CodedWeight]:
@@ -185,65 +198,107 @@ def _blocks(weight: CodedWeight) -> Iterator[CodedWeight]:
 
 
 class CodedLinear:
-    """`Linear` over a packed weight [out, in]."""
+    """`Linear` over a packed weight [out, in] that lies by rows."""
 
     def __init__(self, weight: CodedWeight, bias: Tensor | None, ops: Ops) -> None:
-        self._weight, self._bias, self._ops = weight, bias, ops
-        self._gpu = ops.gpu_for(Ops.coded_rows)
+        self._weight, self._bias = weight, bias
+        self._product = linear_by_rows if ops.context.exact else F.linear
         self.numbers = prod(weight.shape)
 
     def __call__(self, x: Tensor) -> Tensor:
-        parts = self._few(x)
-        return self._decoded(x) if parts is None else joined(parts).to(x.dtype)
-
-    def parts(self, x: Tensor) -> Tensor:
-        parts = self._few(x)
-        return self._decoded(x)[None] if parts is None else parts
-
-    def read_bytes(self, rows: int) -> int:
-        return self._weight.nbytes
-
-    def _few(self, x: Tensor) -> Tensor | None:
-        """By the kernel, [parts, ..., out]; None where that does not serve."""
         rows = x.reshape(-1, x.shape[-1])
-        if self._gpu is None or len(rows) > MAX_ROWS:
-            return None
-        out, width = self._weight.shape
-        launch = choose_coded((out, width), False, self._gpu)
-        parts = coded_rows(rows.contiguous(), self._weight, self._bias, launch=launch, gpu=self._gpu)
-        return parts.view(len(parts), *x.shape[:-1], -1)
-
-    def _decoded(self, x: Tensor) -> Tensor:
-        """By the library, block by block."""
-        rows = x.reshape(-1, x.shape[-1])
-        product = linear_by_rows if self._ops.context.exact else F.linear
         out, start = [], 0
         for block in _blocks(self._weight):
             bias = None if self._bias is None else self._bias[start : start + block.shape[0]]
-            out.append(product(rows, decode(block).to(x.dtype), bias))
+            out.append(self._product(rows, decode(block).to(x.dtype), bias))
             start += block.shape[0]
         whole = out[0] if len(out) == 1 else torch.cat(out, 1)
         return whole.view(*x.shape[:-1], -1)
 
+    def parts(self, x: Tensor) -> Tensor:
+        return self(x)[None]
+
+    def read_bytes(self, rows: int) -> int:
+        return self._weight.nbytes
+
 
 class CodedGated:
-    """`GatedLinear` over a packed weight [2 * out, in], gates first."""
+    """`GatedLinear` over a packed weight [2 * out, in] that lies by rows, gates first."""
 
     def __init__(self, weight: CodedWeight, bias: Tensor | None, kind: Gate, ops: Ops) -> None:
-        self._weight, self._bias, self._kind = weight, bias, kind
-        self._linear, self._gpu = CodedLinear(weight, bias, ops), ops.gpu_for(Ops.coded_gated)
+        self._linear = CodedLinear(weight, bias, ops)
         self.numbers, self.read_bytes = self._linear.numbers, self._linear.read_bytes
         exact = ops.context.exact
         functions = functions_by_rows(kind, weight.shape[0], get_num_threads()) if exact else LIBRARY
+        gpu = ops.gpu_for(Ops.silu_mul)
         self._gate = partial(gate_mul_reference, kind=kind, functions=functions)
+        if gpu is not None:
+            self._gate = partial(gate_mul, kind=kind, gpu=gpu)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._gpu is None:
-            return self._gate(self._linear(x))
-        rows = x.reshape(-1, x.shape[-1])
-        if len(rows) > MAX_ROWS:
-            return gate_mul(self._linear(x), self._kind, self._gpu)
-        out, width = self._weight.shape
-        launch = choose_coded((out, width), True, self._gpu)
-        gated = coded_gated(rows.contiguous(), self._weight, self._kind, self._bias, launch=launch, gpu=self._gpu)
-        return gated.view(*x.shape[:-1], -1)
+        return self._gate(self._linear(x))
+
+
+class TiledLinear:
+    """`Linear` over a weight in tiles, on a GPU. exact: a row has the same bits in any company."""
+
+    def __init__(self, weight: TiledWeight, bias: Tensor | None, gpu: GpuTraits, exact: bool = False) -> None:
+        self._weight, self._bias, self._gpu, self._exact = weight, bias, gpu, exact
+        self.numbers = prod(weight.shape)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return joined(self.parts(x)).to(x.dtype)
+
+    def parts(self, x: Tensor) -> Tensor:
+        rows, weight = x.reshape(-1, x.shape[-1]).contiguous(), self._weight
+        if len(rows) > MAX_ROWS and not self._exact:
+            found = _by_library(rows, weight, self._bias, self._gpu)[None]
+        else:
+            launch = choose_coded(weight.coding.numbers, _size(weight), False, len(rows), self._gpu, self._exact)
+            found = coded_rows(rows, weight, self._bias, launch=launch, gpu=self._gpu)
+        return found.view(len(found), *x.shape[:-1], -1)
+
+    def read_bytes(self, rows: int) -> int:
+        return self._weight.nbytes
+
+
+class TiledGated:
+    """`GatedLinear` over a weight in tiles, gates and ups in turn. bias: gates first. exact: as `TiledLinear`."""
+
+    def __init__(
+        self, weight: TiledWeight, bias: Tensor | None, kind: Gate, gpu: GpuTraits, exact: bool = False
+    ) -> None:
+        self._weight, self._bias, self._kind, self._gpu, self._exact = weight, bias, kind, gpu, exact
+        self.numbers = prod(weight.shape)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows, weight = x.reshape(-1, x.shape[-1]).contiguous(), self._weight
+        if len(rows) > MAX_ROWS and not self._exact:
+            both = torch.cat(apart(_by_library(rows, weight, None, self._gpu), -1), -1)
+            found = gate_mul(both if self._bias is None else both + self._bias, self._kind, self._gpu)
+        else:
+            launch = choose_coded(weight.coding.numbers, _size(weight), True, len(rows), self._gpu, self._exact)
+            found = coded_gated(rows, weight, self._kind, self._bias, launch=launch, gpu=self._gpu)
+        return found.view(*x.shape[:-1], -1)
+
+    def read_bytes(self, rows: int) -> int:
+        return self._weight.nbytes
+
+
+def _size(weight: TiledWeight) -> tuple[int, int]:
+    lines, columns = weight.shape
+    return lines, columns
+
+
+def _by_library(rows: Tensor, weight: TiledWeight, bias: Tensor | None, gpu: GpuTraits) -> Tensor:
+    """Lines by lines that are decoded into memory, each block's product by the library."""
+    lines, k = weight.shape
+    each = max(1, _BLOCK_OF_GPU // (k * TILE)) * TILE
+    out = torch.empty((len(rows), lines), dtype=rows.dtype, device=rows.device)
+    for first in range(0, lines, each):
+        stop = min(first + each, lines)
+        part = F.linear(
+            rows, decode_tiles(weight, first, stop, rows.dtype, gpu), None if bias is None else bias[first:stop]
+        )
+        out[:, first:stop] = part
+    return out

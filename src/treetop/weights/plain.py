@@ -31,7 +31,8 @@ from treetop.weights.format import (
     Stored,
     read_rows,
 )
-from treetop.weights.linear import LibraryGated, LibraryLinear, SkinnyGated, SkinnyLinear
+from treetop.weights.gpu_products import WholeProduct
+from treetop.weights.linear import LibraryGated, LibraryLinear, SkinnyGated, SkinnyLinear, WholeLinear
 from treetop.weights.twelve_bits import compressed_bytes
 
 _PIECE = 2**24
@@ -73,13 +74,17 @@ class Plain:
 
     def linear(self, parts: Parts, bias: Tensor | None, holding: Holding) -> Linear:
         weight, gpu = parts[MAIN], holding.ops.gpu_for(Ops.skinny_gemm)
+        if gpu is not None and holding.exact:
+            return WholeLinear(WholeProduct(weight, bias, None, gpu, holding.probe_of(weight)))
         if gpu is None:
             return LibraryLinear(weight, bias, holding.choice(weight))
         return SkinnyLinear(weight, gpu, holding.copies, bias)
 
     def gated(self, parts: Parts, bias: Tensor | None, kind: Gate, holding: Holding) -> GatedLinear:
-        weight, gpu = parts[MAIN], holding.ops.gpu_for(Ops.gated_rows) if bias is None else None
-        if gpu is None:
+        weight, gpu = parts[MAIN], holding.ops.gpu_for(Ops.gated_rows)
+        if gpu is not None and holding.exact:
+            return WholeLinear(WholeProduct(weight, bias, kind, gpu, holding.probe_of(weight)))
+        if gpu is None or bias is not None:
             return LibraryGated(weight, bias, holding.choice(weight), kind)
         return SkinnyGated(weight, gpu, holding.copies, kind)
 

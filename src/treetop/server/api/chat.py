@@ -160,11 +160,24 @@ class ChatRequest(SamplingFields):
 
     @cached_property
     def structure(self) -> tuple[str, StructuredOutput] | None:
-        """That of a forced call, or what is asked otherwise. Raises InputError."""
+        """That of a forced call, or what is asked where none may come. Raises InputError."""
         asked, forced = super().structure, self.calls.structure
-        if asked is not None and self.tools and self.tool_choice != "none":
-            raise InputError(f"{asked[0]}: not with tools, unless tool_choice is none")
-        return asked if forced is None else ("tools", forced)
+        if forced is not None:
+            return "tools", forced
+        return None if self.calls.may_be else asked
+
+    @cached_property
+    def answer(self) -> tuple[str, StructuredOutput] | None:
+        """What is asked of an output that calls no tool, where it may call. Raises InputError."""
+        asked = super().structure if self.calls.may_be else None
+        if asked is not None and asked[1].kind not in ("json_schema", "json_object"):
+            raise InputError(f"{asked[0]}: beside tools a JSON schema or object alone, unless tool_choice is none")
+        return asked
+
+    @property
+    def holds_calls(self) -> bool:
+        """Whether calls that are not forced are held to schemas. Raises InputError."""
+        return self.calls.are_strict or self.answer is not None
 
     @property
     def num_logprobs(self) -> int | None:

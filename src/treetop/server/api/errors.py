@@ -76,6 +76,27 @@ _OF_ANTHROPIC = {
 """Anthropic's `type` of an error."""
 MESSAGES = "/v1/messages"
 """What paths of Anthropic's API begin with."""
+RESPONSES_PATH = "/v1/responses"
+_OWN_NAMES: dict[str, dict[str, str]] = {
+    RESPONSES_PATH: {
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "max_completion_tokens": "max_output_tokens",
+        "response_format": "text",
+        "reasoning_effort": "reasoning",
+    },
+    MESSAGES: {
+        "stop strings": "stop_sequences",
+        "stop": "stop_sequences",
+        "max_completion_tokens": "max_tokens",
+        "response_format": "output_config",
+        "reasoning_effort": "output_config",
+        "thinking_token_budget": "thinking",
+        "parallel_tool_calls": "tool_choice",
+        "continue_final_message": "messages",
+    },
+}
+"""What endpoints whose requests are chats in other words call a chat's fields, by what their paths begin with."""
 _HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}}
 _CODES = {
     "missing": "missing_required_parameter",
@@ -126,15 +147,32 @@ def error_response(
 def as_api_error(error: Exception, scope: Scope) -> ApiError:
     """What a caller is told of an error of the engine or of their input. scope: of the request, for the log."""
     if isinstance(error, ApiError):
-        return error
+        return _in_own_names(error, scope["path"])
     if isinstance(error, UserError):
-        return ApiError(400, str(error), code=error.code if isinstance(error, InputError) else None)
+        told = ApiError(400, str(error), code=error.code if isinstance(error, InputError) else None)
+        return _in_own_names(told, scope["path"])
     if isinstance(error, EngineError):
         return ApiError(503, str(error), code="engine_error")
     frames = "".join(traceback.format_tb(error.__traceback__))  # its words may be a prompt
     request_id = scope.get("state", {}).get("request_id", "-")
     log.error("request %s failed: %s\n%s", request_id, type(error).__name__, frames)
     return ApiError(500, f"internal error: {type(error).__name__}")
+
+
+def _in_own_names(error: ApiError, path: str) -> ApiError:
+    """The same, in the words of the endpoint: fields by the names that its requests have.
+
+    A word that is no more than a name, such as `stop`, is one where the message begins with it alone.
+    """
+    names = next((names for begins, names in _OWN_NAMES.items() if path.startswith(begins)), {})
+    words = [name for name in names if "_" not in name]
+    fields = [name for name in names if "_" in name]
+    if not names:
+        return error
+    message = re.sub(rf"^(?:{'|'.join(words)})(?=:| must| need)", lambda found: names[found[0]], str(error))
+    message = re.sub(rf"(?<!['\"\w])(?:{'|'.join(fields)})(?!['\"\w])", lambda found: names[found[0]], message)
+    param = error.param if error.param is None else names.get(error.param, error.param)
+    return ApiError(error.status, message, param, error.code)
 
 
 def add_error_handlers(app: FastAPI, fields: Collection[str]) -> None:

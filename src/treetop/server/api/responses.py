@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 
 from treetop.server.api.api_state import ApiState, new_id
 from treetop.server.api.blocks import Block, Blocks, Step
-from treetop.server.api.errors import ApiError
+from treetop.server.api.errors import RESPONSES_PATH, ApiError
 from treetop.server.api.events import (
     TYPED_STREAMS,
     Answer,
@@ -24,6 +24,7 @@ from treetop.server.api.responses_body import ResponsesRequest
 from treetop.server.api.turn import Said, Turn, start_turn
 from treetop.server.chat_input import Message
 from treetop.server.outputs import RequestOutput, TextDelta
+from treetop.server.parsers.events import CallEnd
 
 _PREFIX = {"text": "msg", "reasoning": "rs", "call": "fc"}
 _NUMBER, _NUMBERED = "sequence_number", b'"sequence_number":0'
@@ -44,6 +45,7 @@ class ResponsesAnswer(Answer):
         self._messages, self._store = messages, store
         self._id, self._created = new_id("resp"), int(time.time())
         self._blocks, self._said, self._ids = Blocks(), Said(), list[str]()
+        self._statuses: dict[int, str] = {}  # of items that are closed, by block
         self._num_reasoning, self._sequence = 0, -1
         self._templates: dict[
             int, tuple[bytes, EventTemplate]
@@ -89,17 +91,27 @@ class ResponsesAnswer(Answer):
         return b"%b%d%b" % (before, self._sequence, template.event(text))
 
     def _take(self, delta: TextDelta) -> Iterator[tuple[Step, Block, str, str]]:
-        """What a delta does to which block, by which text, and the status of an item that it closes."""
-        events = self._turn.read(delta)
+        """What a delta does to which block, by which text, and the status of an item that it closes.
+
+        What the end of the output closes is as complete as the output: also a call, whose end a parser says for it.
+        """
+        events, last = self._turn.read(delta), "completed" if delta.output is None else _status(delta.output)
         self._said.take(events)
-        for step, block, text in self._blocks.take(events):
-            if step == "opens":
-                self._ids.append(new_id(_PREFIX[block.kind]))
-            yield step, block, text, "completed"
+        for index, event in enumerate(events, 1):
+            ends = isinstance(event, CallEnd) and index == len(events)
+            for step, block, text in self._blocks.take([event]):
+                if step == "opens":
+                    self._ids.append(new_id(_PREFIX[block.kind]))
+                yield self._closed(step, block, text, last if ends else "completed")
         self._num_reasoning += len(delta.token_ids) if self._blocks.is_reasoning else 0
         if delta.output is not None:
             for step, block, text in self._blocks.close():
-                yield step, block, text, _status(delta.output)
+                yield self._closed(step, block, text, last)
+
+    def _closed(self, step: Step, block: Block, text: str, status: str) -> tuple[Step, Block, str, str]:
+        if step == "closes":
+            self._statuses[block.index] = status
+        return step, block, text, status
 
     def _written(self, step: Step, block: Block, text: str, status: str) -> Iterator[Written]:
         """The events of a step of a block. status: of the item that it closes."""
@@ -138,8 +150,7 @@ class ResponsesAnswer(Answer):
         status = _status(output)
         if self._store is not None:
             self._store.put(self._id, [*self._messages, self._said.message()])
-        last = len(self._blocks.all) - 1
-        items = [self._item(block, status if block.index == last else "completed") for block in self._blocks.all]
+        items = [self._item(block, self._statuses[block.index]) for block in self._blocks.all]
         return self._response(status, items, self._usage(output))
 
     def _usage(self, output: RequestOutput) -> Written:
@@ -212,7 +223,7 @@ def responses(api: ApiState) -> APIRouter:
     router = APIRouter(route_class=BodyRoute)
     store = ResponseStore() if api.options.num_api_workers == 1 else None
 
-    @router.post("/v1/responses", response_model=None, responses=TYPED_STREAMS)
+    @router.post(RESPONSES_PATH, response_model=None, responses=TYPED_STREAMS)
     async def respond(request: Request, body: ResponsesRequest) -> Response:
         messages = [*_before(body, store), *body.own_messages]
         turn = await start_turn(api, request, body.chat(messages))

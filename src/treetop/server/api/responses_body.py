@@ -177,6 +177,7 @@ class ResponsesRequest(UnusedFields, Body):
     priority: int = 0
     timeout: float | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    thinking_token_budget: int | None = Field(None, ge=0, lt=2**31, description="as of chats")
 
     @model_validator(mode="before")
     @classmethod
@@ -203,7 +204,7 @@ class ResponsesRequest(UnusedFields, Body):
         names = ("model", "temperature", "top_p", "top_k", "seed", "parallel_tool_calls", "priority", "timeout")
         return chat_request(
             {
-                **{name: getattr(self, name) for name in (*names, "chat_template_kwargs")},
+                **{name: getattr(self, name) for name in (*names, "chat_template_kwargs", "thinking_token_budget")},
                 "messages": [*system, *messages],
                 "max_completion_tokens": self.max_output_tokens,
                 "tools": tools,

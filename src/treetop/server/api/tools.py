@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field
 
@@ -18,6 +18,8 @@ MAX_TOOLS = 1024
 _NAME = r"^[A-Za-z0-9_.:/-]{1,128}$"
 _DATA = ("const", "default", "enum", "example", "examples")
 """Members of a schema that hold values and no schemas."""
+_NAMING = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Members whose own members are schemas by names of the caller's."""
 _NOTHING: dict[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -111,20 +113,40 @@ class Calls:
         return _schema(listed if self._parallel else {**listed, "maxItems": 1})
 
     @property
+    def may_be(self) -> bool:
+        """The model may call, and need not."""
+        return bool(self._shown) and not self.forced
+
+    @property
     def are_strict(self) -> bool:
         """Calls that are not forced are held to schemas all the same."""
-        return not self.forced and any(tool.function.strict for tool in self._shown)
+        return self.may_be and any(tool.function.strict for tool in self._shown)
 
-    def strict(self, held: Held | None, special: Mapping[str, int]) -> StructuredOutput:
-        """What an output is held to where `are_strict`. held: of the model's format. Raises InputError."""
+    def strict(
+        self, held: Held | None, special: Mapping[str, int], answer: StructuredOutput | None = None
+    ) -> StructuredOutput:
+        """What an output is held to that may call, or has to. Raises InputError.
+
+        held: of the model's format. answer: what it is else, JSON.
+        """
         if held is None:
+            what = "strict" if answer is None else "a structure beside them"
             raise InputError(
-                "tools: strict: calls in this model's format are held to no schema; leave strict out, or give"
-                " tool_choice required"
+                f"tools: {what}: calls in this model's format are held to no schema; leave it out, or give tool_choice"
+                " required"
             )
-        schemas = {name: self._parameters(name) if each.strict else None for name, each in self._functions.items()}
+        schemas = {
+            name: self._parameters(name) if each.strict or self.forced else None
+            for name, each in self._functions.items()
+            if self._shown and self.named in (None, name)
+        }
         try:
-            return StructuredOutput("grammar", held(StrictTools(schemas, special, self._parallel)))
+            said = None if answer is None else json.loads(answer.spec or '{"type": "object"}')
+            if said is not None and not isinstance(said, dict):
+                raise InputError("structured_output: the schema of an answer beside tools must be an object")
+            return StructuredOutput("grammar", held(StrictTools(schemas, special, self._parallel, said, self.forced)))
+        except ValueError as error:
+            raise InputError(f"response_format: the schema cannot be read as JSON: {error}") from None
         except RecursionError:
             raise InputError("tools: too deep") from None
         except InputError as error:
@@ -138,7 +160,7 @@ class Calls:
         return listed_calls if self.required else None
 
     def _parameters(self, name: str) -> dict[str, Any]:
-        return self._functions[name].parameters or _NOTHING
+        return cast(dict[str, Any], _moved(self._functions[name].parameters or _NOTHING, "#"))
 
 
 def _schema(schema: dict[str, Any]) -> StructuredOutput:
@@ -148,14 +170,22 @@ def _schema(schema: dict[str, Any]) -> StructuredOutput:
         raise InputError(f"tools: {str(error).removeprefix('structured_output: ')}") from None
 
 
-def _moved(schema: Any, to: str) -> Any:
-    """A schema that stands elsewhere in a document: references into it follow."""
+def _moved(schema: Any, to: str, named: bool = False) -> Any:
+    """A schema that stands elsewhere in a document: references into it follow.
+
+    named: it is no schema, but has some by their names. litellm leaves the # of a reference out for Anthropic's API,
+    which takes that.
+    """
     if isinstance(schema, list):
         return [_moved(each, to) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {key: value if key in _DATA else _moved(value, to) for key, value in schema.items()}
+    if named:
+        return {name: _moved(each, to) for name, each in schema.items()}
+    moved = {key: value if key in _DATA else _moved(value, to, key in _NAMING) for key, value in schema.items()}
     target = schema.get("$ref")
+    if isinstance(target, str) and target.startswith("/$defs/"):
+        target = f"#{target}"
     if isinstance(target, str) and (target == "#" or target.startswith("#/")):
         moved["$ref"] = to + target[1:]
     return moved

@@ -1,7 +1,8 @@
 """A chat's request on its way through the engine, and what its outputs say: reasoning, content, tool calls."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
@@ -10,6 +11,7 @@ from treetop.server.api.api_state import ApiState, Asked
 from treetop.server.async_llm import DeltaStream
 from treetop.server.outputs import TextDelta
 from treetop.server.parsers.events import Arguments, CallStart, Content, Event, Parser, Reasoning
+from treetop.server.parsers.harmony import begins_message
 from treetop.server.parsers.registry import OutputFormat
 from treetop.server.parsers.thinking import plain
 from treetop.server.prompts import SERVE_WITHOUT
@@ -53,44 +55,72 @@ async def start_turn(api: ApiState, request: Request, body: "ChatRequest") -> Tu
     """Render, check and queue a chat. Raises InputError and ApiError, before any work of the engine."""
     if body.thinking_token_budget is not None:
         check_budget(api, "thinking_token_budget")
-    ids, calls = await prompt_of(api, body), body.calls
+    ids = await prompt_of(api, body)
     form, tokenizer = api.output_format, api.llm.reader.tokenizer
     tail = "" if tokenizer is None else tokenizer.decode(ids[-_TAIL:], special=True)
     special = {} if tokenizer is None else tokenizer.special_names
-    held, structure = body.structure is not None, _with_reasoning(form, body, tail, special)
-    await api.check_structure(request, body, structure)
+    reading = reading_of(form, body, tail, special)
+    await api.check_structure(request, body, reading.structure)
+    parsers = [reading.parser() for _ in range(body.n)]
+    deltas = api.start([ids], body, body.most_tokens, reading.structure, not special.keys().isdisjoint(reading.words))
+    return Turn(ids, deltas, parsers)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputReading:
+    """How the outputs of a request are held and read.
+
+    structure: what they are held to, if anything.
+    parser: makes the parser of one.
+    words: marks that their text must show.
+    """
+
+    structure: Asked | None
+    parser: Callable[[], Parser]
+    words: tuple[str, ...]
+
+
+def reading_of(form: OutputFormat, body: "ChatRequest", tail: str, special: Mapping[str, int]) -> OutputReading:
+    """How a chat's outputs are read. tail: the end of the prompt's text. special: ids of special tokens by their names.
+
+    Raises InputError.
+    """
+    calls, in_messages = body.calls, _is_in_messages(form, body, tail)
+    held = body.structure is not None and not in_messages
     tools = calls.known if calls.for_template else None
-    shows_special = not special.keys().isdisjoint(form.words(tools is not None and not held))
-
-    def parser() -> Parser:
-        if held:
-            return form.answer(tail, calls.reader or plain, calls.most)
-        return form.parser(tail, tools, calls.most, calls.are_strict)
-
-    parsers = [parser() for _ in range(body.n)]
-    return Turn(ids, api.start([ids], body, body.most_tokens, structure, shows_special), parsers)
+    if held:
+        parser = partial(form.answer, tail, calls.reader or plain, calls.most)
+    else:
+        parser = partial(form.parser, tail, tools, calls.most, in_messages or body.holds_calls)
+    words = form.words(tools is not None and not held)
+    return OutputReading(_with_reasoning(form, body, tail, special), parser, words)
 
 
 def _with_reasoning(form: OutputFormat, body: "ChatRequest", tail: str, special: Mapping[str, int]) -> Asked | None:
-    """What the output is held to, behind what may be thought before it; and by which field.
-
-    special: ids of special tokens by their names.
-    """
-    held = body.structure is not None or body.calls.are_strict
+    """What the output is held to, behind what may be thought before it; and by which field."""
+    held, in_messages = body.structure is not None or body.holds_calls, _is_in_messages(form, body, tail)
     reasoning = form.reasoning(tail, body.thinking_token_budget, held)
-    if body.structure is not None:
+    if body.structure is not None and not in_messages:
         field, structure = body.structure
-        return field, replace(structure, reasoning=reasoning)
-    if body.calls.are_strict:
-        return "tools", replace(body.calls.strict(form.strict, special), reasoning=reasoning)
+        return field, replace(structure, reasoning=None if form.is_harmony else reasoning)
+    if held:
+        field, answer = (None if body.calls.forced else body.structure) or body.answer or ("tools", None)
+        return field, replace(body.calls.strict(form.strict, special, answer), reasoning=reasoning)
     if reasoning is None or reasoning.budget is None:
         return None
     return "thinking_token_budget", StructuredOutput("text", reasoning=reasoning)
 
 
+def _is_in_messages(form: OutputFormat, body: "ChatRequest", tail: str) -> bool:
+    """Whether what an output must be, a call or JSON, stands in a message of Harmony's, and others may come first."""
+    if body.structure is None or not (form.is_harmony and begins_message(tail)):
+        return False
+    return body.calls.forced or body.structure[1].kind in ("json_schema", "json_object")
+
+
 def check_budget(api: ApiState, field: str) -> None:
     """Raise InputError, which names the field, where no budget of reasoning can be kept."""
-    if api.output_format.thinking is None:
+    if api.output_format.thinking is None and not api.output_format.is_harmony:
         raise InputError(
             f"{field}: the chat template does not say with which text this model ends its reasoning; serve with"
             " --reasoning-parser"

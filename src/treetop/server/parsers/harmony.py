@@ -13,6 +13,7 @@ import re
 from treetop.server.parsers.source import Markers, Source, Steps
 from treetop.server.parsers.text_parser import Reader
 from treetop.server.parsers.writer import Writer
+from treetop.types.constraint import Reasoning
 
 WORDS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 _START, _CHANNEL, _CONSTRAIN, _MESSAGE, _END, _CALL, _RETURN = WORDS
@@ -21,15 +22,33 @@ _OF_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _TO = re.compile(r"\bto=([^\s<]+)")
 
 
+def begins_message(tail: str) -> bool:
+    """Whether the output of a prompt with this end begins with the rest of a message's head."""
+    return tail.rstrip().endswith(_START + "assistant")
+
+
+def _opened(tail: str) -> str | None:
+    """The channel of the message that a prompt has begun."""
+    opened = _OF_CHANNEL.findall(tail.rpartition(_START)[2]) if tail.rstrip().endswith(_MESSAGE) else []
+    return opened[-1] if opened else None
+
+
+def reasoning(tail: str, budget: int) -> Reasoning:
+    """What an output may say in `analysis`, all its messages together: a budget that is spent ends that of now, and
+    then the next is none.
+    """
+    opens = "" if _opened(tail) == "analysis" else f"{_CHANNEL}analysis{_MESSAGE}"
+    return Reasoning(_END, opens, budget, again=(f"{_START}assistant{_CHANNEL}", "analysis", _MESSAGE))
+
+
 def harmony(tail: str) -> Reader:
     """tail: the end of the prompt's text. Where it opens no message, the output goes on with a final one."""
-    opened = _OF_CHANNEL.findall(tail.rpartition(_START)[2]) if tail.rstrip().endswith(_MESSAGE) else []
-    in_head = tail.rstrip().endswith(_START + "assistant")
+    in_head = begins_message(tail)
 
     def read(source: Source, out: Writer) -> Steps[None]:
         messages = _Messages(source, out)
         if not in_head:
-            yield from messages.body(opened[-1] if opened else "final", None)
+            yield from messages.body(_opened(tail) or "final", None)
         while (yield from messages.one()):
             pass
 

@@ -3,8 +3,13 @@
     <|python_start|>[f(a=1, b="x"), g()]<|python_end|>
 
 Any other output is content; so is a list that begins with no tool of the request. An argument without a name is that of
-the tool's parameter at its place. Source: the model card of meta-llama/Llama-3.2-3B-Instruct, and the parsers pythonic
-and llama4_pythonic in vLLM's documentation.
+the tool's parameter at its place.
+
+Which templates ask for it: those that show the form as `[func_name1(params_name1=params_value1, ...), ...]` (Meta's
+prompt for Llama 3.2, and vLLM's tool_chat_template_llama3.2_pythonic, _gemma3_pythonic and _toolace) or as
+`[func_name1(param1=value1, ...), ...]` (its _llama4_pythonic). The templates in the folders of Llama 3.2 and 4
+themselves ask for JSON. Source: the model card of meta-llama/Llama-3.2-3B-Instruct, the parsers pythonic and
+llama4_pythonic in vLLM's documentation, and these files of its examples.
 """
 
 import ast

@@ -59,7 +59,7 @@ TOOL_PARSERS: dict[str, ToolFormat] = {
     "mistral": ToolFormat(
         mistral.mistral, r"\[TOOL_CALLS\]", mistral.WORDS, strict.mistral_calls, mistral.new_mistral_id
     ),
-    "pythonic": ToolFormat(pythonic.pythonic, r"func_name1\(params_name1", pythonic.WORDS),
+    "pythonic": ToolFormat(pythonic.pythonic, r"func_name1\(param(s_name)?1=", pythonic.WORDS),
     "llama3_json": ToolFormat(
         llama3_json, r"<\|python_tag\|>|\"parameters\": dictionary", ("<|python_tag|>",), strict.llama3_calls
     ),
@@ -153,6 +153,8 @@ class OutputFormat:
 
         tail: the end of the prompt's text. held: what follows is held to a structure, so no call can begin within it.
         """
+        if self.is_harmony:
+            return None if budget is None else harmony.reasoning(tail, budget)
         tags = self.thinking
         if tags is None or tags.has_closed(tail):
             return None

@@ -2,6 +2,8 @@
 
     text, free until a call begins --> head, call (joined, call ...), close --> text ...
 
+Where an answer has a schema, too, there is no free text: an output is calls, or an answer.
+
 They are grammars in Lark's syntax as llguidance reads it. A mark that is a special token is that token alone: its
 spelling as text would be read as the mark, too, so it does not come.
 """
@@ -12,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from treetop.core.one_of import with_exclusive_branches
 from treetop.server.parsers.arguments import Tools
 from treetop.types.errors import InputError
 
@@ -64,11 +67,15 @@ class StrictTools:
     schemas: of the arguments, by name; None for a tool that is not strict.
     special: ids of special tokens by their names.
     several: whether an output may have more than one block.
+    answer: a schema of what is said in place of calls; None for any text.
+    required: there is a call. Only Harmony holds outputs to that.
     """
 
     schemas: Mapping[str, Any]
     special: Mapping[str, int]
     several: bool = True
+    answer: Mapping[str, Any] | None = None
+    required: bool = False
 
 
 Held = Callable[[StrictTools], str]
@@ -85,9 +92,13 @@ def in_blocks(form: CallForm) -> Held:
             for name in tools.schemas
         ]
         more = "" if form.joined is None else f"({lark.maybe(form.joined)} call)*"
-        lark.rules += [f"call: {' | '.join(calls)}"]
-        block = f"{lark.until(form.opens)} {lark.words(form.head)} call {more} {lark.words(form.close)}"
-        lark.rules += [f"block: {block}", f"FREE: {_without(form.opens)}"]
+        opens = lark.until(form.opens) if tools.answer is None else lark.words(form.opens)
+        block = f"{opens} {lark.words(form.head)} call {more} {lark.words(form.close)}"
+        lark.rules += [f"call: {' | '.join(calls)}", f"block: {block}"]
+        if tools.answer is not None:
+            lark.rules.append(r"GAP: /[ \n]{0,2}/")
+            return lark.text(f"{lark.answer} | block {'(GAP block)*' if tools.several else ''}")
+        lark.rules.append(f"FREE: {_without(form.opens)}")
         return lark.text(f"block{'*' if tools.several else '?'} FREE")
 
     return made
@@ -95,16 +106,21 @@ def in_blocks(form: CallForm) -> Held:
 
 def llama3_calls(tools: StrictTools) -> str:
     """Llama's: an output that begins with an object is calls, and any other is text."""
-    lark = _Lark(tools)
-    calls = [f'{lark.words(_llama_head(name))} {lark.arguments(name, None)} "}}"' for name in tools.schemas]
+    lark, apart = _Lark(tools), tools.answer is not None  # an answer's object begins with the same characters
+    calls = [f'{_llama_head(name, apart)} {lark.arguments(name, None)} "}}"' for name in tools.schemas]
     more = r'(";" GAP call)*' if tools.several else ""
-    tag = "<|python_tag|>"
-    lark.rules += [f"call: {' | '.join(calls)}", r"GAP: /[ \n]?/", r"FREE: /([ \t\r\n]*[^ \t\r\n{](.|\n)*)?/"]
-    return lark.text(f"{lark.maybe(tag)} call {more} | FREE")
+    tag, free = "<|python_tag|>", lark.answer
+    lark.rules += [f"call: {' | '.join(calls)}", r"GAP: /[ \n]?/"]
+    if tools.answer is None:
+        lark.rules.append(r"FREE: /([ \t\r\n]*[^ \t\r\n{](.|\n)*)?/")
+        free = "FREE"
+    return lark.text(f"{lark.maybe(tag)} call {more} | {free}")
 
 
-def _llama_head(name: str) -> str:
-    return f'{{"name": "{name}", "parameters": '
+def _llama_head(name: str, apart: bool) -> str:
+    """apart: in the lexemes that the library reads JSON by."""
+    words = ("{", '"name"', ": ", f'"{name}"', ", ", '"parameters"', ": ")
+    return " ".join(map(_quoted, words)) if apart else _quoted("".join(words))
 
 
 def harmony_calls(tools: StrictTools) -> str:
@@ -115,9 +131,18 @@ def harmony_calls(tools: StrictTools) -> str:
         f"{lark.words(f'{begin}{name} <|constrain|>json<|message|>')} {lark.arguments(name, None)}"
         for name in tools.schemas
     ]
-    said = " | ".join(lark.words(f"<|channel|>{channel}<|message|>") for channel in ("analysis", "commentary", "final"))
-    lark.rules += [f"message: ({said}) TEXT | {' | '.join(calls)}", r"TEXT: /(.|\n)*/"]
-    again = lark.words("<|end|><|start|>assistant")
+    analysis, commentary, final = (
+        lark.words(f"<|channel|>{channel}<|message|>") for channel in ("analysis", "commentary", "final")
+    )
+    again, last = lark.words("<|end|><|start|>assistant"), list[str]()
+    lark.rules += [r"TEXT: /(.|\n)*/", *([f"called: {' | '.join(calls)}"] if calls else [])]
+    if calls:
+        last.append(f"called {f'({again} called)*' if tools.several else ''}")
+    if tools.answer is not None:
+        last.append(f"{final} {lark.answer}")
+    if tools.answer is not None or tools.required:
+        return lark.text(f"(({analysis} | {commentary}) TEXT {again})* ({' | '.join(last)})")
+    lark.rules.append(f"message: ({analysis} | {commentary} | {final}) TEXT | called")
     return lark.text(f"message ({again} message)*")
 
 
@@ -132,6 +157,11 @@ class _Lark:
 
     def text(self, start: str) -> str:
         return "\n".join(("%llguidance {}", f"start: {start}", *self.rules))
+
+    @property
+    def answer(self) -> str:
+        """What is said in place of calls, where that has a schema."""
+        return f"%json {_written({**SPACING, **(self._tools.answer or {})})}"
 
     def words(self, text: str) -> str:
         """A text that comes as it is, special tokens of it as tokens."""
@@ -166,7 +196,7 @@ class _Lark:
         """Those of a call."""
         schema = self._tools.schemas[tool]
         if member is None:
-            return f"%json {json.dumps({**SPACING, **(schema or {'type': 'object'})})}"
+            return f"%json {_written({**SPACING, **(schema or {'type': 'object'})})}"
         if schema is None:
             name = self.until(member.before.partition(NAME)[2])
             return f"({self.words(member.before.partition(NAME)[0])} {name} {self._rest(member)})*"
@@ -194,7 +224,7 @@ class _Lark:
         if "string" not in self._known.admits(tool, key):
             defined = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
             own = {**SPACING, **defined, **(said if isinstance(said, dict) else {})}
-            return f"{other} %json {json.dumps(own)} {end}"
+            return f"{other} %json {_written(own)} {end}"
         limits = [name for name in _OF_TEXT if name in said]
         if limits:
             raise InputError(
@@ -210,6 +240,10 @@ class _Lark:
 
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
+
+
+def _written(schema: Mapping[str, Any]) -> str:
+    return json.dumps(with_exclusive_branches(json.loads(json.dumps(schema))))
 
 
 def _without(mark: str) -> str:

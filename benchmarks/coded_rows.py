@@ -1,0 +1,225 @@
+"""Tunes the products of few rows with coded weights on one GPU, and says how fast they stream, in one run.
+
+    python benchmarks/coded_rows.py                the launches that are chosen: TB/s of a product's bytes
+    python benchmarks/coded_rows.py --write-table  measure every candidate first and write kernels/coded_rows.json
+
+A time is that of one product in a replayed graph of many over different weights, so that none lies in the cache: as in
+a decode round. Results are checked before anything is timed. With `--write-table` no candidate begins after
+`--seconds` (150); shapes come in the order of their weight in a round, and entries that were not reached stay as they
+were. JSON lines on stdout; the first names the machine. bf16_us: of the weight in 16 bits, by its best launch.
+"""
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import astuple
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from attention_cases import DEVICE, copy_bytes_per_s, graph_of, times_us
+from coded_cases import FORMATS, random_weight
+from torch import Tensor
+
+from treetop.kernels import coded_rows as kernels
+from treetop.kernels.coded_rows import FEW, CodedLaunch, choose_coded, coded_gated, coded_rows
+from treetop.kernels.tiles import BLOCK, TiledWeight, apart, decode_tiles, in_turn, tile
+from treetop.kernels.triton_guard import gpu_traits
+from treetop.weights.linear import SkinnyGated, SkinnyLinear
+
+SHAPES = {
+    "gate_up": (28672, 4096, True),
+    "down": (4096, 14336, False),
+    "qkv": (6144, 4096, False),
+    "output": (4096, 4096, False),
+    "qwen3 gate_up": (24576, 4096, True),
+    "qwen3 down": (4096, 12288, False),
+    "qwen3-moe qkv": (5120, 2048, False),
+    "qwen3-moe output": (2048, 4096, False),
+}
+"""Name -> (lines, k, gated): the products of Llama-3.1-8B, and those in which Qwen3-8B and Qwen3-30B-A3B differ."""
+TUNED = ("fp8-channel", "w4a16", "nvfp4")
+"""One format of each kind of numbers: what is chosen for it is chosen for others of these."""
+ROWS = (1, 4, 16, 64, 256)
+
+
+def candidates(lines: int, k: int, gated: bool, few: bool, splits: int | None) -> Iterator[CodedLaunch]:
+    """Launches that could be fast. splits: those of few rows, which more rows share."""
+    cuts = ((64, 2), (64, 4), (128, 4), (128, 8), (256, 8)) if few else ((64, 4), (128, 4), (128, 8), (256, 8))
+    blocks, stages = -(-k // BLOCK), (2, 3, 4, 6) if few else (2, 3, 4)
+    for (block_n, warps), each, depth in product(cuts, (1, 2, 3, 4, 8) if splits is None else (splits,), stages):
+        programs = -(-lines // block_n) * each
+        if each == 1 or (not gated and 64 <= programs <= 1056 and blocks % each == 0):
+            yield CodedLaunch(block_n, each, depth, warps)
+
+
+def multiply(x: Tensor, weight: TiledWeight, gated: bool, launch: CodedLaunch | None = None) -> Tensor:
+    lines, k = weight.shape
+    gpu = gpu_traits(DEVICE)
+    chosen = launch or choose_coded(weight.coding.numbers, (lines, k), gated, len(x), gpu)
+    return (coded_gated if gated else coded_rows)(x, weight, launch=chosen, gpu=gpu)
+
+
+def measure_us(x: Tensor, weights: Sequence[TiledWeight], gated: bool, launch: CodedLaunch | None = None) -> float:
+    def many() -> None:
+        for weight in weights:
+            multiply(x, weight, gated, launch)
+
+    return statistics.median(times_us(graph_of(many).replay, 10)) / len(weights)
+
+
+def check(x: Tensor, weight: TiledWeight, gated: bool, launch: CodedLaunch | None) -> None:
+    """Raise SystemExit for a result that is not that of the decoded weight."""
+    whole = decode_tiles(weight, 0, weight.shape[0], torch.float16, gpu_traits(DEVICE)).float()
+    want = x.float() @ whole.T
+    if gated:
+        gate, up = apart(want, -1)
+        want = torch.nn.functional.silu(gate) * up
+    got = multiply(x, weight, gated, launch).float()
+    error = float(((got if gated else got.sum(0)) - want).norm() / want.norm())
+    if not error < 1e-2:
+        raise SystemExit(f"wrong result, nothing timed: {tuple(weight.shape)}, {launch}: relative error {error:.1e}")
+
+
+def made(name: str, lines: int, k: int, gated: bool) -> TiledWeight:
+    weight = random_weight(FORMATS[name], lines, k)
+    return tile(in_turn(weight.halves())) if gated else tile(weight)
+
+
+def calls(weight_bytes: float) -> int:
+    """Products in a graph: enough weights that none is found in the cache."""
+    return max(3, min(16, int(4e8 // weight_bytes)))
+
+
+def compile_once(job: tuple[str, int, bool, CodedLaunch]) -> None:
+    """Compile a launch into Triton's cache on disk."""
+    name, rows, gated, launch = job
+    with contextlib.suppress(Exception):  # what does not fit is found out again, and left out, where it is timed
+        k = BLOCK * launch.splits * 16
+        weight = made(name, 512, k, gated)
+        multiply(torch.zeros(rows, k, dtype=torch.bfloat16, device=DEVICE), weight, gated, launch)
+
+
+def compile_all() -> None:
+    """On all cores: a kernel depends on whether there are several splits, not on how many."""
+    jobs: dict[object, tuple[str, int, bool, CodedLaunch]] = {}
+    for name, (lines, k, gated), few in product(TUNED, SHAPES.values(), (True, False)):
+        for launch in candidates(lines, k, gated, few, None):
+            key = name, few, gated, launch.splits > 1, launch.block_n, launch.num_stages, launch.num_warps
+            jobs.setdefault(key, (name, 16 if few else 256, gated, launch))
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(compile_once, jobs.values(), chunksize=4))
+
+
+def fastest(
+    weights: Sequence[TiledWeight], gated: bool, few: bool, splits: int | None, end: float
+) -> tuple[float, CodedLaunch] | None:
+    """Us, of the rows that count together, and launch of the fastest; None without any."""
+    (lines, k), found = weights[0].shape, []
+    for launch in candidates(lines, k, gated, few, splits):
+        if time.monotonic() > end:
+            break
+        try:
+            us = 0.0
+            for rows in (1, 16) if few else (256,):
+                x = torch.randn(rows, k, dtype=torch.bfloat16, device=DEVICE)
+                check(x, weights[0], gated, launch)
+                us += measure_us(x, weights, gated, launch)
+        except Exception:  # out of shared memory or registers: Triton's errors have no common class
+            continue
+        found.append((us, launch))
+    return min(found, key=lambda pair: pair[0]) if found else None
+
+
+def tune(end: float) -> list[dict[str, Any]]:
+    """Entries of the table."""
+    entries = []
+    compile_all()
+    for (shape, (lines, k, gated)), name in product(SHAPES.items(), TUNED):
+        weights = [made(name, lines, k, gated) for _ in range(2)]
+        weights = [weights[i % 2] for i in range(calls(2 * weights[0].nbytes))] if weights[0].nbytes > 6e7 else [
+            made(name, lines, k, gated) for _ in range(calls(weights[0].nbytes))
+        ]  # fmt: skip
+        splits = None
+        for few in (True, False):
+            best = fastest(weights, gated, few, splits, end)
+            if best is None:
+                continue
+            us, launch = best
+            splits = launch.splits
+            entry = {"name": shape, "numbers": FORMATS[name].coding.numbers, "lines": lines, "k": k, "gated": gated}
+            entries.append({**entry, "few": few, "launch": astuple(launch), "us": round(us, 1)})
+            print(json.dumps(entries[-1]), flush=True)
+    return entries
+
+
+def write_table(entries: Sequence[dict[str, Any]], machine: dict[str, Any]) -> None:
+    """Measured launches; others measured on the same kind of GPU stay."""
+    path = kernels._TABLE
+    old = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    known = old["entries"] if old is not None and old["machine"]["gpu"] == machine["gpu"] else []
+    keys = ("numbers", "lines", "k", "gated", "few")
+    joined = {tuple(e[key] for key in keys): e for e in (*known, *entries)}
+    lines = ",\n".join(json.dumps(entry) for entry in joined.values())
+    head = f'"num_sms": {gpu_traits(DEVICE).num_sms}, "machine": {json.dumps(machine)}'
+    path.write_text(f'{{{head}, "entries": [\n{lines}\n]}}\n', encoding="utf-8")
+    kernels.load_coded_table.cache_clear()
+    kernels.choose_coded.cache_clear()
+
+
+def all_of(products: Sequence[SkinnyGated | SkinnyLinear], x: Tensor) -> None:
+    for each in products:
+        if isinstance(each, SkinnyLinear):
+            each.parts(x)
+        else:
+            each(x)
+
+
+def report(names: Sequence[str], rate: float) -> None:
+    """The chosen launches of every format, shape and number of rows."""
+    for (shape, (lines, k, gated)), name in product(SHAPES.items(), names):
+        first = made(name, lines, k, gated)
+        weights = [first, *(made(name, lines, k, gated) for _ in range(calls(first.nbytes) - 1))]
+        plain = [
+            torch.randn(lines, k, dtype=torch.bfloat16, device=DEVICE) * k**-0.5 for _ in range(calls(2 * lines * k))
+        ]
+        held = [(SkinnyGated if gated else SkinnyLinear)(each, gpu_traits(DEVICE)) for each in plain]
+        for rows in ROWS:
+            x = torch.randn(rows, k, dtype=torch.bfloat16, device=DEVICE)
+            check(x, first, gated, None)
+            us = measure_us(x, weights, gated)
+
+            plain_us = statistics.median(times_us(graph_of(partial(all_of, held, x)).replay, 10)) / len(held)
+            line = {"shape": shape, "format": name, "rows": rows, "us": round(us, 1), "bf16_us": round(plain_us, 1)}
+            line |= {
+                "tb_s": round(first.nbytes / us / 1e6, 2),
+                "share_of_copy": round(first.nbytes / us * 1e6 / rate, 2),
+            }
+            print(json.dumps(line | {"times_as_fast": round(plain_us / us, 2), "few": rows <= FEW}), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write-table", action="store_true")
+    parser.add_argument("--seconds", type=float, default=150)
+    parser.add_argument("--formats", nargs="*", choices=FORMATS, default=list(FORMATS))
+    args = parser.parse_args()
+    end = time.monotonic() + args.seconds
+    rate = copy_bytes_per_s()
+    machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_tb_s": round(rate / 1e12, 2)}
+    print(json.dumps(machine), flush=True)
+    if args.write_table:
+        write_table(tune(end), machine)
+    report(args.formats, rate)
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()

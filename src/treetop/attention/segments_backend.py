@@ -1,0 +1,62 @@
+"""Attention on a GPU whose result depends on a query's position and its keys alone, to the bit: `kernels.segments`."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treetop.attention.capabilities import HALF, Capabilities, Need
+from treetop.attention.contract import BackendSpec, TailKV
+from treetop.attention.triton_backend import TritonBackend
+from treetop.kernels.kv import PagedKV
+from treetop.kernels.metadata import AttentionMetadata
+from treetop.kernels.segment_attention import segment_attention, segment_prefill
+from treetop.kernels.segments import SegmentPlan, plan_segments
+from treetop.kernels.triton_guard import gpu_traits, why_not
+from treetop.types.ids import DRAFT
+
+CAPABILITIES = Capabilities(
+    (torch.float32, *HALF), head_dims=tuple(range(2, 513)), captures_first_call=True, exact=True
+)
+
+Plan = SegmentPlan | AttentionMetadata
+"""Of a decode phase of the target; of a prefill and of a draft, which need none."""
+
+
+class SegmentsBackend:
+    """The target's attention. Drafts, which change no token, have Triton's."""
+
+    name = "segments"
+    capabilities = CAPABILITIES
+
+    def __init__(self, device: torch.device) -> None:
+        self._gpu = gpu_traits(device)
+        self._draft = TritonBackend(device)
+
+    def begin(self, metadata: AttentionMetadata) -> None:
+        """Nothing is needed."""
+
+    def plan(self, begun: None, metadata: AttentionMetadata) -> Plan:
+        if metadata.causal or metadata.table.group == DRAFT:
+            return metadata
+        return plan_segments(metadata, self._gpu)
+
+    def prefix_tail(
+        self, q: Tensor, kv: PagedKV, plan: Plan, tail: TailKV, scale: float, sinks: Tensor | None = None
+    ) -> Tensor:
+        if isinstance(plan, AttentionMetadata):
+            return self._draft.prefix_tail(q, kv, plan, tail, scale, sinks)
+        return segment_attention(q, kv.data, plan, tail.data, scale, sinks, self._gpu)
+
+    def causal(self, q: Tensor, kv: PagedKV, plan: Any, scale: float, sinks: Tensor | None = None) -> Tensor:
+        assert isinstance(plan, AttentionMetadata)
+        if plan.table.group == DRAFT:
+            return self._draft.causal(q, kv, plan, scale, sinks)
+        return segment_prefill(q, kv.data, plan, scale, sinks, self._gpu)
+
+
+def _make(need: Need) -> SegmentsBackend:
+    return SegmentsBackend(need.device)
+
+
+BACKEND = BackendSpec(CAPABILITIES, _make, (why_not,))

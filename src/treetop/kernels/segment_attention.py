@@ -1,0 +1,461 @@
+# ruff: noqa: PLR0915, PLR0917 (kernels take what they touch as arguments, and are one body by nature)
+"""Attention over paged K/V and a dense tail with the arithmetic of `segments`, and its launches.
+
+A decode phase is two launches. In the first, programs go over a list of (row, segment), made on the device: each folds
+the blocks of a segment that lie whole before the row's end, for all queries of the row. So one long row is many items,
+and does not hold up the others. In the second, a program takes a query: it folds the blocks from the row's end on, in
+which it gathers the query's own path, position by position, from pages and tail, and joins all segments in order.
+
+    row of 700 keys, path of 3   | segment 0: 8 blocks | segment 1: 2 blocks, |  640 .. 699, path |
+                                 | an item             | an item              |  by each query    |
+
+Plain decoding folds its one path in the first launch. A prefill is one launch: a block of queries walks all segments up
+to its last position.
+
+How many items there are is read on the device; parts are kept of the first `capacity` ones, and the segments of those
+past it are folded where they are joined. None of what `SegmentLaunch` says changes a bit.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from treetop.kernels.attention import load_kv, oldest_seen, page_of, paged_attention_reference
+from treetop.kernels.attention_config import CallShape
+from treetop.kernels.dependent_launch import launch_options, pdl_wait
+from treetop.kernels.metadata import AttentionMetadata
+from treetop.kernels.segments import (
+    UNIT,
+    SegmentPlan,
+    block_of,
+    fold,
+    join,
+    nothing,
+    result_of,
+    segment_of,
+    segment_start,
+)
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, jit_for_any, power_of_two, tl
+
+PART_BYTES = 512 << 20
+"""Of the parts of a call, at most."""
+
+
+@jit
+def load_queries(q: Arg, at: Arg, real: Arg, dims: Arg, dim: constexpr) -> Arg:
+    """[m, d], 0 where not `real` and past the head's width. at: [m], element offsets."""
+    return tl.load(q + at[:, None] + dims[None, :], mask=real[:, None] & (dims < dim)[None, :], other=0.0)
+
+
+@jit
+def fold_own(
+    q: Arg, pages: Arg, table: Arg, tail: Arg, path: Arg, first_block: Arg, stop: Arg, start: Arg, end: Arg, t: Arg,
+    slot_stride: Arg, v_offset: Arg, tail_column: Arg, tail_v: Arg, acc: Arg, peak: Arg, mass: Arg, scale: Arg,
+    dim: constexpr, page_size: constexpr, aligned: constexpr, block_n: constexpr, block_d: constexpr,
+) -> Arg:  # fmt: skip
+    """Fold blocks first_block .. stop - 1 of the keys of one query, whose grouped heads are the lanes.
+
+    Positions start .. end - 1 come from pages, later ones from the tail's columns on the query's path. pages, tail:
+    pointers at the K/V head. table, path: of the row, and of the query. aligned: every key begins at a multiple of 16
+    bytes.
+    """
+    dims = tl.arange(0, block_d)
+    for block in range(first_block, stop):
+        key = block * block_n + tl.arange(0, block_n)
+        stored = (key >= start) & (key < end)
+        slot = page_of(table, block, start, end, block_n, page_size).to(tl.int64) * page_size + key % page_size
+        own = (key >= end) & (key >= start) & (key - end < t)
+        column = tl.load(path + key - end, mask=own, other=-1)
+        there = column >= 0
+        at = tl.where(there, tail + column.to(tl.int64) * tail_column, pages + slot * slot_stride)
+        at_v = tl.where(there, tail + column.to(tl.int64) * tail_column + tail_v, pages + slot * slot_stride + v_offset)
+        if aligned:
+            at, at_v = tl.multiple_of(at, 16), tl.multiple_of(at_v, 16)
+        mask = (stored | there)[:, None]
+        mask = mask if dim == block_d else mask & (dims < dim)[None, :]
+        k = tl.load(at[:, None] + dims[None, :], mask=mask, other=0.0)
+        v = tl.load(at_v[:, None] + dims[None, :], mask=mask, other=0.0)
+        acc, peak, mass = fold(q, k, v, (stored | there)[None, :], acc, peak, mass, scale, True)
+    return acc, peak, mass
+
+
+@jit_for_any("n", "heads", "count", "capacity", "q_row")
+def _segments_kernel(
+    part: Arg, part_peak: Arg, part_mass: Arg, q: Arg, pages: Arg, page_table: Arg, rows: Arg, kv_len: Arg,
+    positions: Arg, tail: Arg, first: Arg, offsets: Arg, items: Arg, path: Arg, scale: Arg, n: Arg, count: Arg,
+    capacity: Arg, heads: Arg, q_row: Arg, q_query: Arg, q_head: Arg, slot_stride: Arg, v_offset: Arg, table_row: Arg,
+    position_row: Arg, position_query: Arg, tail_row: Arg, tail_column: Arg, tail_v: Arg,
+    group: constexpr, dim: constexpr, page_size: constexpr, window: constexpr, chunked: constexpr,
+    alone: constexpr, unit: constexpr,
+    aligned: constexpr, block_m: constexpr, block_n: constexpr, block_d: constexpr, overlap: constexpr,
+) -> None:  # fmt: skip
+    """The parts of every so many items, for one block of queries of one K/V head.
+
+    part: [capacity, n, heads, dim], part_peak, part_mass: [capacity, n, heads], float32, contiguous. count: of rows.
+    The rest as in `segment_attention`; *_row, *_query, ... are strides in elements; window 0 is none. Grid (programs,
+    kv_heads, blocks of queries). All slot arithmetic is int64.
+    """
+    pdl_wait(overlap, early=True)
+    kv_head = tl.program_id(1)
+    lane = tl.program_id(2) * block_m + tl.arange(0, block_m)
+    query, head = lane // group, kv_head * group + lane % group
+    real = query < n
+    dims = tl.arange(0, block_d)
+    base = pages + kv_head * dim
+    total = tl.minimum(tl.load(offsets + count), capacity)
+    for item in range(tl.program_id(0), total, tl.num_programs(0)):
+        row = tl.load(items + item).to(tl.int64)
+        segment = item - tl.load(offsets + row) + tl.load(first + row)
+        end = tl.load(kv_len + row).to(tl.int32)
+        table = page_table + tl.load(rows + row) * table_row
+        queries = load_queries(q, row * q_row + query * q_query + head * q_head, real, dims, dim)
+        start = 0
+        oldest = tl.zeros([block_m], tl.int32)
+        if window > 0:
+            position_at = positions + row * position_row + query * position_query
+            oldest = oldest_seen(tl.load(position_at, mask=real, other=0).to(tl.int32), window, chunked)
+            start = tl.min(tl.where(real, oldest, 2147483647), 0)
+        whole = end // block_n
+        begin = tl.maximum(segment_start(segment, unit), start) // block_n
+        after = segment_start(segment + 1, unit) // block_n
+        acc, peak, mass = nothing(block_m, block_d)
+
+        page = page_of(table, begin, start, end, block_n, page_size)
+        for block in range(begin, tl.minimum(after, whole)):
+            key = block * block_n + tl.arange(0, block_n)
+            stored = key >= start
+            slot = page.to(tl.int64) * page_size + key % page_size
+            k, v = load_kv(base, slot * slot_stride, stored, v_offset, dims, dim, block_d, queries.dtype)
+            page = page_of(table, block + 1, start, end, block_n, page_size)  # its latency hides behind this block's
+            visible = stored[None, :]
+            if window > 0:
+                visible = visible & (key[None, :] >= oldest[:, None])
+            acc, peak, mass = fold(queries, k, v, visible, acc, peak, mass, scale, window > 0)
+        if alone:
+            acc, peak, mass = fold_own(
+                queries, base, table, tail + row * tail_row + kv_head * dim, path + row, tl.maximum(begin, whole),
+                tl.minimum(after, whole + 1), start, end, 1, slot_stride, v_offset, tail_column, tail_v, acc, peak,
+                mass, scale, dim, page_size, aligned, block_n, block_d,
+            )  # fmt: skip
+        at = ((tl.zeros([block_m], tl.int64) + item) * n + query) * heads + head
+        tl.store(part_peak + at, peak, mask=real)
+        tl.store(part_mass + at, tl.max(mass, 1), mask=real)
+        tl.store(part + at[:, None] * dim + dims[None, :], acc, mask=real[:, None] & (dims < dim)[None, :])
+
+
+@jit
+def load_part(
+    part: Arg, part_peak: Arg, part_mass: Arg, at: Arg, real: Arg, dims: Arg, dim: constexpr
+) -> Arg:  # fmt: skip
+    """A segment's sums, nothing where not `real`. at: [m] int64, of query and head."""
+    peak = tl.load(part_peak + at, mask=real, other=-1e30)
+    mass = tl.load(part_mass + at, mask=real, other=0.0)
+    wide = real[:, None] & (dims < dim)[None, :]
+    return tl.load(part + at[:, None] * dim + dims[None, :], mask=wide, other=0.0), peak, mass
+
+
+@jit_for_any("n", "heads", "capacity", "t", "queries", "q_row")
+def _join_kernel(
+    out: Arg, part: Arg, part_peak: Arg, part_mass: Arg, q: Arg, pages: Arg, page_table: Arg, rows: Arg, kv_len: Arg,
+    positions: Arg, tail: Arg, first: Arg, offsets: Arg, path: Arg, sinks: Arg, scale: Arg, n: Arg, t: Arg,
+    queries: Arg, capacity: Arg, heads: Arg, q_row: Arg, q_query: Arg, q_head: Arg, slot_stride: Arg,
+    v_offset: Arg, table_row: Arg,
+    position_row: Arg, position_query: Arg, tail_row: Arg, tail_column: Arg, tail_v: Arg,
+    group: constexpr, dim: constexpr, page_size: constexpr, window: constexpr, chunked: constexpr,
+    alone: constexpr, has_sinks: constexpr,
+    unit: constexpr, aligned: constexpr, block_m: constexpr, block_n: constexpr, block_d: constexpr,
+    overlap: constexpr,
+) -> None:  # fmt: skip
+    """The results of a few queries of one row and K/V head, one after another.
+
+    out: [rows, n, heads, dim], contiguous. The rest as in `_segments_kernel`. Grid (kv_heads, blocks of queries, rows).
+    """
+    pdl_wait(overlap, early=True)
+    kv_head, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    lane = tl.arange(0, block_m)
+    head, real = kv_head * group + lane, lane < group
+    dims = tl.arange(0, block_d)
+    end = tl.load(kv_len + row).to(tl.int32)
+    table = page_table + tl.load(rows + row) * table_row
+    offset, seen_from = tl.load(offsets + row), tl.load(first + row)
+    there = tl.minimum(tl.maximum(capacity - offset, 0), tl.load(offsets + row + 1) - offset)  # parts that were kept
+    whole = end // block_n
+    closed = there
+    if not alone:
+        closed = tl.minimum(there, tl.maximum(segment_of(whole * block_n, unit) - seen_from, 0))
+    sink = tl.zeros([block_m], tl.float32)
+    if has_sinks:
+        sink = tl.load(sinks + head, mask=real, other=0.0)
+    last = tl.minimum((tl.program_id(1) + 1) * queries, n)
+    for query in range(tl.program_id(1) * queries, last):
+        position = tl.load(positions + row * position_row + query * position_query).to(tl.int32)
+        start = 0
+        if window > 0:
+            start = oldest_seen(position, window, chunked)
+        own = load_queries(q, row * q_row + query * q_query + head * q_head, real, dims, dim)
+        at = (offset.to(tl.int64) * n + query) * heads + head
+        step = n.to(tl.int64) * heads
+
+        acc = tl.zeros([block_m, block_d], tl.float32)
+        peak, mass = tl.full([block_m], -1e30, tl.float32), tl.zeros([block_m], tl.float32)
+        for i in range(0, closed):
+            each, each_peak, each_mass = load_part(part, part_peak, part_mass, at + i * step, real, dims, dim)
+            acc, peak, mass = join(acc, peak, mass, each, each_peak, each_mass)
+
+        stop = tl.cdiv(tl.maximum(position + 1, end), block_n)
+        for i in range(closed, segment_of(stop * block_n - 1, unit) + 1 - seen_from):
+            segment = seen_from + i
+            begin = tl.maximum(segment_start(segment, unit), start) // block_n
+            after = tl.minimum(segment_start(segment + 1, unit) // block_n, stop)
+            kept = lane < tl.where(i < there, group, 0)
+            each, each_peak, each_mass = load_part(part, part_peak, part_mass, at + i * step, kept, dims, dim)
+            each_mass = tl.broadcast_to(each_mass[:, None], (block_m, 16))
+            begin = tl.where(i < there, tl.maximum(begin, whole), begin)
+            each, each_peak, each_mass = fold_own(
+                own, pages + kv_head * dim, table, tail + row * tail_row + kv_head * dim, path + (row * n + query) * t,
+                begin, after, start, end, t, slot_stride, v_offset, tail_column, tail_v, each, each_peak, each_mass,
+                scale, dim, page_size, aligned, block_n, block_d,
+            )  # fmt: skip
+            acc, peak, mass = join(acc, peak, mass, each, each_peak, tl.max(each_mass, 1))
+
+        result = result_of(acc, peak, mass, sink, has_sinks)
+        out_at = (row * n + query) * heads + head
+        out_at = out_at[:, None] * dim + dims[None, :]
+        tl.store(out + out_at, result.to(out.dtype.element_ty), mask=real[:, None] & (dims < dim)[None, :])
+
+
+@jit_for_any("n", "heads", "q_row", "position_row")
+def _prefill_kernel(
+    out: Arg, q: Arg, pages: Arg, page_table: Arg, rows: Arg, kv_len: Arg, positions: Arg, sinks: Arg, scale: Arg,
+    n: Arg, heads: Arg, q_row: Arg, q_query: Arg, q_head: Arg, slot_stride: Arg, v_offset: Arg, table_row: Arg,
+    position_row: Arg, position_query: Arg,
+    group: constexpr, dim: constexpr, page_size: constexpr, window: constexpr, chunked: constexpr,
+    has_sinks: constexpr, unit: constexpr,
+    block_m: constexpr, block_n: constexpr, block_d: constexpr, overlap: constexpr,
+) -> None:  # fmt: skip
+    """One block of a prefill's queries of one row and K/V head, whose keys are all in pages.
+
+    The arguments are as in `_join_kernel`. Grid (kv_heads, blocks of queries, rows).
+    """
+    pdl_wait(overlap, early=True)
+    kv_head, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest blocks start first
+    lane = tile * block_m + tl.arange(0, block_m)
+    query, head = lane // group, kv_head * group + lane % group
+    dims = tl.arange(0, block_d)
+    within = query < n
+    base = pages + kv_head * dim
+    table = page_table + tl.load(rows + row) * table_row
+    queries = load_queries(q, row * q_row + query * q_query + head * q_head, within, dims, dim)
+    position_at = positions + row * position_row
+    position = tl.load(position_at + query * position_query, mask=within, other=0).to(tl.int32)
+    real = within & ((query == 0) | (position > tl.load(position_at).to(tl.int32)))
+    nearest = tl.min(tl.where(real, position, 2147483646), 0)
+    end = tl.load(kv_len + row).to(tl.int32)
+    end = tl.minimum(end, tl.max(tl.where(real, position, -1), 0) + 1)
+    start, oldest = 0, position
+    if window > 0:
+        oldest = oldest_seen(position, window, chunked)
+        start = tl.minimum(tl.min(tl.where(real, oldest, 2147483647), 0), end)
+    seen_by_all = tl.minimum(nearest + 1, end) // block_n if window == 0 else 0  # blocks that need no mask
+    stop = tl.cdiv(end, block_n)
+
+    acc = tl.zeros([block_m, block_d], tl.float32)
+    peak, mass = tl.full([block_m], -1e30, tl.float32), tl.zeros([block_m], tl.float32)
+    for segment in range(segment_of(start, unit), segment_of(tl.maximum(end, start + 1) - 1, unit) + 1):
+        begin = tl.maximum(segment_start(segment, unit), start) // block_n
+        after = tl.minimum(segment_start(segment + 1, unit) // block_n, stop)
+        each, each_peak, each_mass = nothing(block_m, block_d)
+        page = page_of(table, begin, start, end, block_n, page_size)
+        middle = tl.maximum(tl.minimum(after, seen_by_all), begin)
+        if window == 0:
+            for block in range(begin, middle):
+                key = block * block_n + tl.arange(0, block_n)
+                stored = key < end
+                slot = page.to(tl.int64) * page_size + key % page_size
+                k, v = load_kv(base, slot * slot_stride, stored, v_offset, dims, dim, block_d, queries.dtype)
+                page = page_of(table, block + 1, start, end, block_n, page_size)
+                each, each_peak, each_mass = fold(queries, k, v, stored, each, each_peak, each_mass, scale, False)
+        for block in range(middle, after):
+            key = block * block_n + tl.arange(0, block_n)
+            stored = (key >= start) & (key < end)
+            slot = page.to(tl.int64) * page_size + key % page_size
+            k, v = load_kv(base, slot * slot_stride, stored, v_offset, dims, dim, block_d, queries.dtype)
+            page = page_of(table, block + 1, start, end, block_n, page_size)
+            visible = stored[None, :] & (key[None, :] <= position[:, None]) & real[:, None]
+            if window > 0:
+                visible = visible & (key[None, :] >= oldest[:, None])
+            each, each_peak, each_mass = fold(queries, k, v, visible, each, each_peak, each_mass, scale, True)
+        acc, peak, mass = join(acc, peak, mass, each, each_peak, tl.max(each_mass, 1))
+
+    sink = tl.zeros([block_m], tl.float32)
+    if has_sinks:
+        sink = tl.load(sinks + head, mask=real, other=0.0)
+    result = tl.where(real[:, None], result_of(acc, peak, mass, sink, has_sinks), 0.0)
+    out_at = ((row * n + query) * heads + head)[:, None] * dim + dims[None, :]
+    tl.store(out + out_at, result.to(out.dtype.element_ty), mask=within[:, None] & (dims < dim)[None, :])
+
+
+# ------------------------------------------------------------------------------------------------------- the launch
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentLaunch:
+    """How a call is cut, none of which shows in a bit.
+
+    block_m: queries, times grouped heads, that a program takes at once.
+    programs: that share the list of items, a K/V head and block of queries.
+    capacity: items whose parts are kept.
+    queries: that a program joins one after another.
+    warps, stages: of the programs that fold segments. join_warps: of those that join them.
+    """
+
+    block_m: int
+    programs: int = 1
+    capacity: int = 1
+    queries: int = 1
+    warps: int = 4
+    stages: int = 3
+    join_warps: int = 4
+
+
+@lru_cache(maxsize=4096)
+def choose_segment_launch(call: CallShape, most: int, slots: int, gpu: GpuTraits) -> SegmentLaunch:
+    """The launch of a call from its shape. most: items that there can be. slots: of the pages.
+
+    Rows that share no page have at most `slots` keys in all, so a part is kept of all their segments.
+    """
+    width = call.n * call.group
+    lanes = max(16, power_of_two(width))
+    small = call.element_bytes > 2 or call.head_dim > 256
+    if call.causal:
+        block_m = min(lanes, 32 if small else 64 if call.head_dim > 128 else 128)
+        return SegmentLaunch(block_m, warps=8 if block_m * call.head_dim > 64 * 64 else 4, stages=_stages(call))
+    block_m = min(lanes, 32 if small else 64)
+    blocks = -(-width // block_m)
+    programs = max(1, -(-2 * gpu.num_sms // (call.kv_heads * blocks)))
+    part_bytes = 4 * width * call.kv_heads * (call.head_dim + 2)
+    kept = min(most, slots // UNIT + 2 * call.rows, PART_BYTES // part_bytes)
+    joins = call.rows * call.kv_heads * call.n
+    queries = max(1, min(4, joins // (8 * gpu.num_sms)))
+    return SegmentLaunch(
+        block_m, max(1, min(programs, most)), max(1, kept), queries, 8 if small else 4, _stages(call), 4
+    )
+
+
+def _stages(call: CallShape) -> int:
+    if call.element_bytes > 2:
+        return 2
+    return 3 if call.head_dim <= 128 else 2
+
+
+def segment_attention_reference(
+    q: Tensor, pages: Tensor, plan: SegmentPlan, tail: Tensor, scale: float, sinks: Tensor | None
+) -> Tensor:
+    """`segment_attention` by plain operations, whose sums have another order. Returns [rows, n, heads, head_dim]."""
+    return paged_attention_reference(q, pages, plan.metadata, tail, scale, sinks)[0]
+
+
+def segment_prefill_reference(
+    q: Tensor, pages: Tensor, metadata: AttentionMetadata, scale: float, sinks: Tensor | None
+) -> Tensor:
+    """`segment_prefill` by plain operations, whose sums have another order."""
+    return paged_attention_reference(q, pages, metadata, None, scale, sinks)[0]
+
+
+def segment_attention(
+    q: Tensor,
+    pages: Tensor,
+    plan: SegmentPlan,
+    tail: Tensor,
+    scale: float,
+    sinks: Tensor | None,
+    gpu: GpuTraits,
+    launch: SegmentLaunch | None = None,
+    block_n: int | None = None,
+) -> Tensor:
+    """Attention over the committed pages and each query's path in the tail.
+
+    q: [rows, n, heads, head_dim], dense in its last dimension. pages: [slots, 2, kv_heads, head_dim], one layer's.
+    tail: [rows, t, 2, kv_heads, head_dim]. sinks: [heads] float32, a logit a head that takes part in the normalisation.
+    scale: above 0. block_n: keys of a block, else `block_of`. Returns [rows, n, heads, head_dim].
+
+    What a query sees of the tail is a path: at most one column a position, at positions from kv_len on.
+    """
+    metadata = plan.metadata
+    rows, n, heads, dim = q.shape
+    kv_heads = pages.shape[2]
+    group = heads // kv_heads
+    if launch is None:
+        call = CallShape(rows, n, kv_heads, group, dim, q.element_size(), metadata.max_kv_len)
+        launch = choose_segment_launch(call, plan.items.shape[0], pages.shape[0], gpu)
+    out = torch.empty((rows, n, heads, dim), dtype=q.dtype, device=q.device)
+    capacity = launch.capacity
+    part = torch.empty((capacity * n * heads, dim + 2), dtype=torch.float32, device=q.device).view(-1)
+    sums, peaks, masses = part.split([capacity * n * heads * dim, capacity * n * heads, capacity * n * heads])
+    positions, table = metadata.positions, metadata.table.data
+    assert (q.stride(3), table.stride(1), metadata.rows.stride(0), metadata.kv_len.stride(0)) == (1, 1, 1, 1)
+    assert pages.stride()[2:] == tail.stride()[3:] == (dim, 1)
+    strides = (
+        *q.stride()[:3], pages.stride(0), pages.stride(1), table.stride(0), *positions.stride(), *tail.stride()[:3]
+    )  # fmt: skip
+    # every key of pages and tail begins at a multiple of 16 bytes
+    steps = (dim, *pages.stride()[:2], *tail.stride()[:3])
+    bases = (pages.data_ptr(), tail.data_ptr())
+    aligned = not any(each * q.element_size() % 16 for each in steps) and not any(each % 16 for each in bases)
+    shape = {
+        "group": group, "dim": dim, "page_size": metadata.page_size, "window": metadata.window or 0,
+        "chunked": metadata.chunked, "alone": plan.alone, "unit": plan.unit, "aligned": aligned,
+        "block_n": block_n or block_of(dim, q.element_size()), "block_d": max(16, power_of_two(dim)),
+        "overlap": gpu.can_overlap, "enable_fp_fusion": False,
+        **launch_options(gpu),
+    }  # fmt: skip
+    where = (q, pages, table, metadata.rows, metadata.kv_len, positions, tail, plan.first, plan.offsets)
+    scale *= math.log2(math.e)
+    _segments_kernel[(launch.programs, kv_heads, -(-n * group // launch.block_m))](
+        sums, peaks, masses, *where, plan.items, plan.path, scale, n, rows, capacity, heads, *strides,
+        block_m=launch.block_m, num_warps=launch.warps, num_stages=launch.stages, **shape,
+    )  # fmt: skip
+    _join_kernel[(kv_heads, -(-n // launch.queries), rows)](
+        out, sums, peaks, masses, *where, plan.path, peaks if sinks is None else sinks, scale, n, tail.shape[1],
+        launch.queries, capacity, heads, *strides, has_sinks=sinks is not None,
+        block_m=max(16, power_of_two(group)), num_warps=launch.join_warps, num_stages=launch.stages, **shape,
+    )  # fmt: skip
+    return out
+
+
+def segment_prefill(
+    q: Tensor,
+    pages: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    sinks: Tensor | None,
+    gpu: GpuTraits,
+    launch: SegmentLaunch | None = None,
+    block_n: int | None = None,
+    unit: int = UNIT,
+) -> Tensor:
+    """Attention of a chunk, whose K/V are in the pages, up to each query's own position. As `segment_attention`."""
+    rows, n, heads, dim = q.shape
+    kv_heads = pages.shape[2]
+    group = heads // kv_heads
+    if launch is None:
+        call = CallShape(rows, n, kv_heads, group, dim, q.element_size(), metadata.max_kv_len, True)
+        launch = choose_segment_launch(call, 0, 0, gpu)
+    out = torch.empty((rows, n, heads, dim), dtype=q.dtype, device=q.device)
+    positions, table = metadata.positions, metadata.table.data
+    assert (q.stride(3), table.stride(1), metadata.rows.stride(0), metadata.kv_len.stride(0)) == (1, 1, 1, 1)
+    assert pages.stride()[2:] == (dim, 1)
+    _prefill_kernel[(kv_heads, -(-n * group // launch.block_m), rows)](
+        out, q, pages, table, metadata.rows, metadata.kv_len, positions, out if sinks is None else sinks,
+        scale * math.log2(math.e), n, heads, *q.stride()[:3], pages.stride(0), pages.stride(1), table.stride(0),
+        *positions.stride(), group=group, dim=dim, page_size=metadata.page_size, window=metadata.window or 0,
+        chunked=metadata.chunked, has_sinks=sinks is not None, unit=unit, block_m=launch.block_m,
+        block_n=block_n or block_of(dim, q.element_size()), block_d=max(16, power_of_two(dim)),
+        overlap=gpu.can_overlap, num_warps=launch.warps, num_stages=launch.stages, enable_fp_fusion=False,
+        **launch_options(gpu),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,234 @@
+# ruff: noqa: PLR0917 (kernels take what they touch as arguments)
+"""The arithmetic of attention by position: what a query sees has one order of sums, whatever stands beside it.
+
+A key's place in every sum is its absolute position alone:
+
+    positions   | block 0 | block 1 | ... | block 7 | block 8 | ...
+    segments    |            segment 0              |     segment 1 ...
+
+    raw score    q . k, one product over the head
+    block        peak = max(peak, max raw * scale), weight = 2 ** (raw * scale - peak) in the values' dtype, sums of the
+                 weights and of weight * v go on where the block before left them, shrunk by 2 ** (old peak - peak)
+    segment      its blocks from the first to the last, from nothing
+    result       segments joined from the first to the last, a sink after them, values' sum over weights' sum
+
+A product of matrices adds the terms of an output one step after another, a step being 16 keys of a tensor core, and
+what an output gets depends on its own row and column alone. So a key always stands at its position's place in its
+block, and one that is hidden has weight 0. A block or segment that is hidden whole leaves everything as it is, so it
+may be left out. `fold` and `join` below are all there is of the sums; each kernel calls these, and is compiled without
+contraction of products and additions, so that the same operations come out of each.
+
+The sum of the weights is a product, too, with a matrix of ones: a reduction's order would depend on the launch.
+Source: the online softmax is Milakov and Gimelshein, arXiv:1805.02867.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from treetop.kernels.attention import oldest_seen
+from treetop.kernels.dependent_launch import launch_options, pdl_wait
+from treetop.kernels.metadata import AttentionMetadata, first_seen
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, jit_for_any, power_of_two, tl
+
+UNIT = 512
+"""Keys of the first segments. Part of the arithmetic."""
+_FEW, _MORE = 32, 80
+"""Segments of one unit; from there on they have two, and from the second on four."""
+
+
+def block_of(dim: int, element_bytes: int) -> int:
+    """Keys of a block of heads `dim` wide. Part of the arithmetic: what fits in shared memory and registers."""
+    if element_bytes > 2:
+        return 16
+    return 64 if dim <= 128 else 32
+
+
+def segments_before(end: int, unit: int) -> int:
+    """How many segments hold the positions 0 .. end - 1."""
+    if end <= 0:
+        return 0
+    units = (end - 1) // unit
+    return (
+        1
+        + min(units, _FEW)
+        + min(max(units - _FEW, 0), 2 * (_MORE - _FEW)) // 2
+        + max(units - 2 * _MORE + _FEW, 0) // 4
+    )
+
+
+# ----------------------------------------------------------------------------------------------------- the arithmetic
+
+
+@jit
+def segment_of(position: Arg, unit: constexpr) -> Arg:
+    """The segment of a position: 32 of one unit, 48 of two, and then of four."""
+    units = position // unit
+    return tl.minimum(units, 32) + tl.minimum(tl.maximum(units - 32, 0), 96) // 2 + tl.maximum(units - 128, 0) // 4
+
+
+@jit
+def segment_start(segment: Arg, unit: constexpr) -> Arg:
+    """The first position of a segment."""
+    return unit * (segment + tl.maximum(segment - 32, 0) + 2 * tl.maximum(segment - 80, 0))
+
+
+@jit
+def fold(q: Arg, k: Arg, v: Arg, visible: Arg, acc: Arg, peak: Arg, mass: Arg, scale: Arg, masked: constexpr) -> Arg:
+    """Fold one block of keys into the running sums.
+
+    q: [m, d]. k, v: [n, d]. visible: [m, n] or [1, n] bool, not read where not `masked`. acc: [m, d], peak: [m] in base
+    2, and mass: [m, 16], of equal columns, float32. scale: above 0, with log2 e.
+    """
+    raw = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if masked:
+        raw = tl.where(visible, raw, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(raw, 1) * scale)  # never below its start of -1e30: no -inf - -inf
+    weights = tl.exp2(tl.fma(raw, scale, -new_peak[:, None])).to(v.dtype)
+    shrink = tl.exp2(peak - new_peak)[:, None]
+    acc = tl.dot(weights, v, acc * shrink, input_precision="ieee")
+    ones = tl.full([v.shape[0], 16], 1.0, v.dtype)
+    mass = tl.dot(weights, ones, mass * shrink, input_precision="ieee")
+    return acc, new_peak, mass
+
+
+@jit
+def nothing(block_m: constexpr, block_d: constexpr) -> Arg:
+    """Running sums before the first block: acc, peak, mass as `fold` has them."""
+    acc = tl.zeros([block_m, block_d], tl.float32)
+    return acc, tl.full([block_m], -1e30, tl.float32), tl.zeros([block_m, 16], tl.float32)
+
+
+@jit
+def join(acc: Arg, peak: Arg, mass: Arg, part: Arg, part_peak: Arg, part_mass: Arg) -> Arg:
+    """Join a segment to those before it. acc, part: [m, d]. peak, mass, part_peak, part_mass: [m]."""
+    new_peak = tl.maximum(peak, part_peak)
+    shrink, share = tl.exp2(peak - new_peak), tl.exp2(part_peak - new_peak)
+    acc = tl.fma(part, share[:, None], acc * shrink[:, None])
+    return acc, new_peak, tl.fma(part_mass, share, mass * shrink)
+
+
+@jit
+def result_of(acc: Arg, peak: Arg, mass: Arg, sink: Arg, has_sinks: constexpr) -> Arg:
+    """Values' sum over weights' sum, a sink's among these; 0 where nothing was seen. sink: [m], in natural units."""
+    if has_sinks:
+        sink = sink * 1.4426950408889634
+        new_peak = tl.maximum(peak, sink)
+        shrink = tl.exp2(peak - new_peak)
+        acc = acc * shrink[:, None]
+        mass = tl.fma(mass, shrink, tl.exp2(sink - new_peak))
+    result = acc / tl.where(mass != 0, mass, 1.0)[:, None]
+    return tl.where(result == 0, 0.0, result)  # of zeros, what is hidden may change the sign
+
+
+# ----------------------------------------------------------------------------------------------------------- the plan
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentPlan:
+    """What the layers of a decode phase share: the list of work, and where each query's keys stand.
+
+    first: [rows] int32, the first segment that a query of the row sees.
+    offsets: [rows + 1] int32; items offsets[i] .. offsets[i + 1] - 1 are the row's segments from `first` on.
+    items: [most] int32, the row of each item.
+    path: [rows, n, t] int32, the tail's column that holds position kv_len + i of a query's path; -1 if there is none.
+    unit: keys of the first segments.
+    """
+
+    metadata: AttentionMetadata
+    first: Tensor
+    offsets: Tensor
+    items: Tensor
+    path: Tensor
+    unit: int
+
+    @property
+    def alone(self) -> bool:
+        """Whether a row has one query and its own key alone: plain decoding."""
+        return self.path.shape[1:] == (1, 1)
+
+
+def plan_reference(metadata: AttentionMetadata, unit: int = UNIT) -> SegmentPlan:
+    """The plan by plain operations on the host; entries of `items` past the last are 0."""
+    assert metadata.mask is not None
+    assert metadata.tail_positions is not None
+    rows, n, t = metadata.mask.shape
+    alone = int(n == t == 1)
+    first, offsets, items = [], [0], []
+    begins = [0] * rows
+    if metadata.window is not None:
+        begins = first_seen(metadata.kv_len, metadata.window, metadata.chunked).tolist()
+    for row, length in enumerate(metadata.kv_len.tolist()):
+        start = max(begins[row], 0)
+        first.append(segments_before(start + 1, unit) - 1)
+        count = max(segments_before(length + alone, unit) - first[row], 0)
+        items += [row] * count
+        offsets.append(len(items))
+    depth = metadata.tail_positions - metadata.kv_len[:, None]
+    at = torch.arange(t, device=depth.device)
+    stands = metadata.mask[:, :, None] & (depth[:, None, None] == at[:, None])  # [rows, n, position, column]
+    path = torch.where(stands, at, -1).amax(dim=3)
+    items += [0] * (rows * segments_before(metadata.max_kv_len + alone, unit) - len(items))
+    device = depth.device
+    firsts, ends, of_items = (torch.tensor(each, dtype=torch.int32, device=device) for each in (first, offsets, items))
+    return SegmentPlan(metadata, firsts, ends, of_items, path.to(torch.int32), unit)
+
+
+@jit_for_any("rows", "n")
+def _plan_kernel(
+    first: Arg, offsets: Arg, items: Arg, path: Arg, kv_len: Arg, tail_positions: Arg, mask: Arg, rows: Arg, n: Arg,
+    t: Arg, position_row: Arg, position_column: Arg, mask_row: Arg, mask_query: Arg, mask_column: Arg,
+    unit: constexpr, window: constexpr, chunked: constexpr, alone: constexpr, block_rows: constexpr, block_t: constexpr,
+    overlap: constexpr,
+) -> None:  # fmt: skip
+    """The path of one query, and of a row's first one the row's share of the list. Grid (n, rows)."""
+    pdl_wait(overlap, early=True)
+    query, row = tl.program_id(0), tl.program_id(1)
+    length = tl.load(kv_len + row).to(tl.int32)
+    at = tl.arange(0, block_t)
+    wide = tl.program_id(1).to(tl.int64)
+    column_position = tl.load(tail_positions + wide * position_row + at * position_column, mask=at < t, other=-1).to(
+        tl.int32
+    )
+    shown = tl.load(mask + wide * mask_row + query * mask_query + at * mask_column, mask=at < t, other=0) != 0
+    stands = shown[None, :] & ((column_position - length)[None, :] == at[:, None])
+    column = tl.max(tl.where(stands, at[None, :], -1), 1)
+    tl.store(path + (wide * n + query) * t + at, column, mask=at < t)
+
+    if query == 0:
+        each = tl.arange(0, block_rows)
+        lengths = tl.load(kv_len + each, mask=each < rows, other=0).to(tl.int32)
+        begins = tl.zeros([block_rows], tl.int32)
+        if window > 0:
+            begins = segment_of(oldest_seen(lengths, window, chunked), unit)
+        seen = lengths + alone
+        counts = tl.where(seen > 0, segment_of(tl.maximum(seen - 1, 0), unit) + 1 - begins, 0)
+        counts = tl.where(each < rows, tl.maximum(counts, 0), 0)
+        offset = tl.sum(tl.where(each < row, counts, 0), 0)
+        count = tl.sum(tl.where(each == row, counts, 0), 0)
+        tl.store(first + row, tl.sum(tl.where(each == row, begins, 0), 0))
+        tl.store(offsets + row, offset)
+        tl.store(offsets + rows, offset + count, mask=row == rows - 1)
+        for start in range(0, count, block_rows):
+            tl.store(items + offset + start + each, row, mask=start + each < count)
+
+
+def plan_segments(metadata: AttentionMetadata, gpu: GpuTraits, unit: int = UNIT) -> SegmentPlan:
+    """`plan_reference` in one launch, which reads lengths on the device only; what it leaves of `items` is any."""
+    mask, tail_positions = metadata.mask, metadata.tail_positions
+    assert mask is not None
+    assert tail_positions is not None
+    rows, n, t = mask.shape
+    alone = n == t == 1
+    most = rows * segments_before(metadata.max_kv_len + alone, unit)
+    made = torch.empty(2 * rows + 1 + most + rows * n * t, dtype=torch.int32, device=mask.device)
+    first, offsets, items, path = made.split([rows, rows + 1, most, rows * n * t])
+    assert metadata.kv_len.stride(0) == 1
+    _plan_kernel[(n, rows)](
+        first, offsets, items, path, metadata.kv_len, tail_positions, mask, rows, n, t, *tail_positions.stride(),
+        *mask.stride(), unit=unit, window=metadata.window or 0, chunked=metadata.chunked, alone=int(alone),
+        block_rows=max(128, power_of_two(rows)), block_t=max(2, power_of_two(t)), overlap=gpu.can_overlap,
+        num_warps=4, **launch_options(gpu),
+    )  # fmt: skip
+    return SegmentPlan(metadata, first, offsets, items, path.view(rows, n, t), unit)

@@ -1,0 +1,176 @@
+"""Products with weights on a GPU in which a row's bits depend on it alone (`--exactness bits`): k is never cut.
+
+A product on tensor cores adds up k in one order and in float32; its bits depend on where k is cut, and on nothing else
+of a launch. Few rows go to our kernel (`kernels.skinny_gemm`) with launches that do not cut it. More go to the library
+at row counts of which a probe found that it does not either (`Probed.counts`), padded up to one of these, and many in
+slices; where there is none, our kernel serves again. A sum is rounded; then comes a bias, which is rounded again, or a
+gate.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from treetop.kernels.exact import adversarial, rung
+from treetop.kernels.fused import gate_mul
+from treetop.kernels.gate import Gate
+from treetop.kernels.skinny_gemm import MAX_ROWS, choose_launch, choose_whole, gated_rows, skinny_gemm
+from treetop.kernels.triton_guard import GpuTraits, gpu_traits
+from treetop.weights.cpu_products import Shape
+
+MOST_ROWS = 8192
+"""Of one call of the library; what has more is cut."""
+FEWEST_OF_LIBRARY = 65
+"""Fewer rows always go to our kernel."""
+_MOST_NUMBERS = 2**28
+"""Of the result of one probed call, which bounds its memory."""
+_MOST_PADDING = 1.5
+"""Times the rows: a call of the library that is padded to more is slower than our kernel."""
+COUNTS = tuple(sorted({rung(rows) for rows in range(FEWEST_OF_LIBRARY, MOST_ROWS + 1)}))
+"""Row counts at which the library is tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """What a probe found of products with weights of a shape.
+
+    counts: row counts of `COUNTS` at which the library's product has the bits of our kernel's, ascending.
+    """
+
+    shape: Shape
+    counts: tuple[int, ...]
+
+    def padded_to(self, rows: int) -> int | None:
+        """The row count at which the library serves for `rows`; None where our kernel does."""
+        at = bisect_left(self.counts, rows)
+        found = self.counts[at] if at < len(self.counts) else None
+        return found if found is not None and found <= _MOST_PADDING * rows else None
+
+    def served(self) -> str:
+        """Who serves, as text, the library's counts as spans of those that follow each other."""
+        spans = list[str]()
+        for first, last in _spans(self.counts):
+            spans.append(f"{first} to {last}" if first < last else f"{first}")
+        return f"the library at {', '.join(spans)} rows" if spans else "our kernel at all row counts"
+
+
+def _spans(counts: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    start = 0
+    for at in range(1, len(counts) + 1):
+        if at == len(counts) or COUNTS.index(counts[at]) != COUNTS.index(counts[at - 1]) + 1:
+            yield counts[start], counts[at - 1]
+            start = at
+
+
+class WholeProduct:
+    """The product with a weight, of any number of rows; see the module.
+
+    kind: of a gated weight's gate, or None.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, kind: Gate | None, gpu: GpuTraits, probed: Probed) -> None:
+        """weight: [n, k], float16 or bfloat16, k a multiple of 16."""
+        self.weight, self._bias, self._kind, self._gpu, self._probed = weight.contiguous(), bias, kind, gpu, probed
+        self._fused = kind if bias is None else None  # the kernel's gate has no bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [..., k]. Returns [..., n], or [..., n / 2] of a gated weight; contiguous."""
+        rows = x.reshape(-1, x.shape[-1])
+        return self._of_rows(_aligned(rows)).view(*x.shape[:-1], -1)
+
+    def _of_rows(self, x: Tensor) -> Tensor:
+        count, (n, k) = len(x), self.weight.shape
+        if count <= MAX_ROWS and choose_launch(count, n, k, self._fused is not None, self._gpu) is not None:
+            return self._kernel(x)
+        if count > MOST_ROWS:
+            return torch.cat([self._of_rows(part) for part in x.split(MOST_ROWS)])
+        padded = self._probed.padded_to(count) if count >= FEWEST_OF_LIBRARY else None
+        if padded is None:
+            return self._kernel(x)
+        out = library(F.pad(x, (0, 0, 0, padded - count)) if padded > count else x, self.weight)[:count]
+        if self._bias is not None:
+            out += self._bias
+        return out if self._kind is None else gate_mul(out, self._kind, self._gpu)
+
+    def _kernel(self, x: Tensor) -> Tensor:
+        launch = choose_whole(len(x), *self.weight.shape, self._fused is not None, self._gpu)
+        assert launch is not None
+        if self._fused is not None:
+            return gated_rows(x, self.weight, launch, self._gpu, self._fused, rounds=True)
+        out = skinny_gemm(x, self.weight, launch, self._gpu, self._bias, rounds=True)[0]
+        return out if self._kind is None else gate_mul(out, self._kind, self._gpu)
+
+
+def _aligned(rows: Tensor) -> Tensor:
+    """Contiguous and where a library's fastest kernels want it, as in a probe."""
+    rows = rows.contiguous()
+    return rows if rows.data_ptr() % 16 == 0 else rows.clone()
+
+
+def library(x: Tensor, weight: Tensor) -> Tensor:
+    """The library's product of x [rows, k] and weight [n, k]: the call that is probed and that serves."""
+    return torch.mm(x, weight.t())
+
+
+def keep_products_whole() -> None:
+    """Tell PyTorch, for the process, that its products in 16 bits are to be summed in float32 to their end."""
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_bf16_reduced_precision_reduction = False
+    matmul.allow_fp16_reduced_precision_reduction = False
+    matmul.allow_fp16_accumulation = False
+
+
+def probe(
+    shape: Shape, gated: bool, dtype: torch.dtype, device: torch.device, most: int = MOST_ROWS
+) -> tuple[Probed, str | None]:
+    """Compare the library at each of `COUNTS`, and our kernel at each kind of launch, with our kernel at most rows.
+
+    gated: there are weights of this shape with a gate. most: rows that products will have. Returns what was found, and
+    what of our own kernel has other bits, None if nothing has. Numbers are of widely different size, so that another
+    order of a sum shows (`kernels.exact`).
+    """
+    n, k = shape
+    most = max(FEWEST_OF_LIBRARY, min(most, MOST_ROWS, _MOST_NUMBERS // n))
+    generator, gpu = torch.Generator(device).manual_seed(n + k), gpu_traits(device)
+    weight = (torch.randn((n, k), generator=generator, device=device) * k**-0.5).to(dtype)
+    x = adversarial((most, k), generator).to(dtype)
+    launch = choose_whole(MAX_ROWS + 1, n, k, False, gpu)
+    assert launch is not None
+    want = skinny_gemm(x, weight, launch, gpu, rounds=True)[0]
+
+    def differs(call: Callable[[Tensor], Tensor], rows: int) -> bool:
+        at = torch.randperm(most, generator=generator, device=device)[:rows]
+        return not same_bits(call(x[at]), want[at])
+
+    def of_library(x: Tensor) -> Tensor:
+        return library(x, weight)
+
+    found = Probed(shape, tuple(rows for rows in COUNTS if rows <= most and not differs(of_library, rows)))
+    own = WholeProduct(weight, None, None, gpu, Probed(shape, ()))
+    few = [rows for rows in OWN_COUNTS if rows <= most and differs(own, rows)]
+    if few:
+        return found, f"products [{n}, {k}] of {', '.join(map(str, few))} rows"
+    if gated:
+        for kind in get_args(Gate):
+            fused = WholeProduct(weight, None, kind, gpu, Probed(shape, ()))
+            for rows in (rows for rows in OWN_COUNTS if rows <= most):
+                if not same_bits(fused(x[:rows]), gate_mul(want[:rows], kind, gpu)):
+                    return found, f"gated products [{n}, {k}], {kind}, of {rows} rows"
+    return found, None
+
+
+OWN_COUNTS = (1, 2, 7, 16, 17, 32, 33, 64, 65, 128, 129, 192, 193, 256, 257, 640)
+"""Row counts of every kind of launch of our kernel, with last blocks of rows that are full and that are not."""
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Of tensors in 16 bits, but that any NaN is one: a product past the dtype's range times a gate's 0."""
+    if torch.equal(one.view(torch.int16), other.view(torch.int16)):
+        return True
+    differs = one.view(torch.int16) != other.view(torch.int16)
+    return not bool((differs & ~(one.isnan() & other.isnan())).any())

@@ -1,0 +1,156 @@
+"""Faults of what decides which trees are verified, run on the CPU: does its guard tell of each, and what does it do
+where none looks?
+
+They need more than one engine, or rounds whose shapes change, so each has a scene of its own. Random pairs of a few
+thousand weights are enough.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from treetop.debug.oracle import DensePair
+from treetop.debug.two_group import write_two_group_pair
+from treetop.doctor.conformance import RandomShapes, follow
+from treetop.server.llm import LLM
+from treetop.types.errors import TreetopError
+from treetop.types.layout import SpecShape
+from treetop.types.sampling import SamplingParams
+from treetop_debug.faults import Fault
+from treetop_debug.patching import Patch, replaced, wrapped_runner
+from treetop_debug.policy_faults import POLICY_FAULTS
+from treetop_debug.provoke import Finding
+from treetop_debug.visibility import VisibilityWatch
+
+_TREE: dict[str, Any] = {
+    "speculative_num_steps": 3,
+    "speculative_eagle_topk": 3,
+    "speculative_num_draft_tokens": 9,
+}
+_OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "page_size": 4,
+    "context_length": 96,
+    "max_running_requests": 4,
+    "disable_radix_cache": True,
+    **_TREE,
+}
+_AUTO: dict[str, Any] = {"speculative_policy": "auto", "speculative_max_deferred": 4}
+_LEARN: dict[str, Any] = {"speculative_calibration": "learn"}
+_PROMPTS = [[(7 * i + 13 * j) % 96 for j in range(5 + 4 * i)] for i in range(4)]
+_TEXTS = ["def area(radius):\n", "import os\nimport ", "class Queue:\n", "for name in sorted(", "    return self."]
+_PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
+Pair = tuple[Path, Path]
+Scene = Callable[[Path, int], str]
+"""(folder, check level): what happened, in words; raises what a guard says."""
+
+
+def find_policy_fault(name: str) -> Finding:
+    """Run a fault in its scene: with its guard, and without any. A sound engine is beside it where two are compared."""
+    fault, scene = POLICY_FAULTS[name], _SCENES[name]
+    with TemporaryDirectory(prefix="treetop-policy-") as folder:
+        caught = _caught(fault, scene, Path(folder) / "guarded")
+        with fault.active():
+            harm = scene(Path(folder) / "harm", -1)
+    by = "visibility decoder" if fault.level is None else f"check level {fault.level}"
+    return Finding(fault, caught, by, harm or None)
+
+
+def _caught(fault: Fault, scene: Scene, folder: Path) -> str | None:
+    watched = wrapped_runner(VisibilityWatch().wrap) if fault.level is None else nullcontext()
+    try:
+        with fault.active(), watched:
+            scene(folder, fault.level or 0)
+    except TreetopError as error:
+        return str(error) if fault.guard in str(error) else None
+    return None
+
+
+def _llm(pair: Pair, level: int, **options: Any) -> LLM:
+    return LLM(str(pair[0]), str(pair[1]), **{**_OPTIONS, "check_level": max(level, 0), **options})
+
+
+def _skipped(folder: Path, level: int) -> str:
+    """Rounds of random shapes beside the dense oracle."""
+    pair = write_two_group_pair(folder, window=10_000)
+    llm = _llm(pair, level, dtype="float64", speculative_calibration="off", **_AUTO)
+    llm.scheduler.policy = RandomShapes(llm.engine.layout.shapes)
+    failure = follow(llm, DensePair(*pair), _PROMPTS[:2], [_PARAMS] * 2)[2]
+    return f"not what the head drafts: {failure[:80]}" if failure else ""
+
+
+def _costs(folder: Path, level: int) -> str:
+    """An engine of small trees, then one of another model's, each with a first start on this machine."""
+    shapes: dict[str, Any] = {"speculative_shapes": "1,1,2", "max_running_requests": 1, **_AUTO}
+    with patch.dict(os.environ, {"XDG_CACHE_HOME": str(folder / "cache")}):
+        tables = []
+        for seed in (0, 1):
+            llm = _llm(write_two_group_pair(folder / str(seed), seed=seed), level, **shapes)
+            tables.append(llm.engine.costs)
+            llm.close()
+    same = tables[0] == tables[1]
+    return "a model's rounds are believed to cost what another's took" if same else ""
+
+
+def _another_pair(folder: Path, level: int) -> str:
+    """Two heads of one target, whose calibrations are kept; without the check of a file where nobody is to look."""
+    pair, heats = write_two_group_pair(folder), []
+    other = pair[0], folder / "other-head"
+    shutil.copytree(pair[1], other[1])
+    file = other[1] / "model.safetensors"
+    save_file({name: each + (name == "norm.weight") for name, each in load_file(file).items()}, file)
+    unlooked = (Patch("treetop.engine.kept_calibration:_read", _believed),) if level < 0 else ()
+    with replaced(unlooked):
+        for each in (pair, other):
+            llm = _llm(each, level, speculative_calibration_dir=str(folder / "kept"), **_LEARN)
+            calibration, kept = llm.engine.runner.state.calibration, llm.engine._kept
+            heats.append(calibration.heat.tolist())
+            llm.generate(_PROMPTS, _PARAMS)
+            assert kept is not None
+            kept.write(calibration)
+            llm.close()
+    same = heats[0] == heats[1]
+    return "" if same else f"a new head begins with temperatures {[round(1 / each, 2) for each in heats[1]]}"
+
+
+def _believed(real: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
+    return lambda path, pair, text: real(path, json.loads(text)["pair"], text)
+
+
+def _another_row(folder: Path, level: int) -> str:
+    """What one round of the embedded pair teaches, beside what the target chose in it."""
+    options = {**_OPTIONS, "max_running_requests": len(_TEXTS), "check_level": max(level, 0), **_LEARN}
+    llm, found = LLM(**options), list[list[int]]()
+    shape = llm.config.shape
+    llm.engine.observer = lambda plan, tree, accepted: found.append(_hits(llm, shape, accepted.choice))
+    llm.generate(_TEXTS, SamplingParams(max_tokens=2, ignore_eos=True))
+    (hits,) = found
+    learned = [round(each) for each in llm.engine.runner.state.calibration.chosen[0, 0].tolist()]
+    llm.engine.observer = None
+    return f"the roots' proposals were chosen {learned} times instead of {hits}" if learned != hits else ""
+
+
+def _hits(llm: LLM, shape: SpecShape, choice: Tensor) -> list[int]:
+    """How often each proposal of the roots is the target's choice there."""
+    rows, runner = choice.shape[0], llm.engine.runner
+    tokens = runner.buffers.growth_of(rows, shape).tokens[:, : shape.topk]
+    live = runner.buffers.rows[:rows] != runner.layout.dummy_row
+    return [int(each) for each in ((tokens == choice[:, :1]) & live[:, None]).sum(dim=0)]
+
+
+_SCENES: dict[str, Scene] = {
+    "deferred-token-skipped": _skipped,
+    "costs-of-another-model": _costs,
+    "calibration-of-another-pair": _another_pair,
+    "calibration-of-another-row": _another_row,
+}

@@ -1,0 +1,29 @@
+"""Each fault of what decides which trees are verified: its guard says so, and without a guard it does harm."""
+
+import pytest
+
+from treetop_debug.policy_faults import POLICY_FAULTS
+from treetop_debug.provoke_policy import _SCENES, find_policy_fault
+
+HARM = {
+    "deferred-token-skipped": "not what the head drafts",
+    "costs-of-another-model": "believed to cost what another's took",
+    "calibration-of-another-pair": "a new head begins with temperatures",
+    "calibration-of-another-row": "times instead of",
+}
+
+
+@pytest.mark.parametrize("name", POLICY_FAULTS)
+def test_it_is_caught_and_does_harm_where_nobody_looks(name):
+    found = find_policy_fault(name)
+    assert found.caught is not None, "its guard said nothing"
+    assert POLICY_FAULTS[name].guard in found.caught
+    assert HARM[name] in (found.harm or ""), found.harm
+
+
+@pytest.mark.parametrize("name", POLICY_FAULTS)
+def test_without_it_the_scene_is_quiet(name, tmp_path):
+    """At the level of its guard, and where none looks: what is called harm comes of the fault alone."""
+    assert _SCENES[name](tmp_path / "guarded", POLICY_FAULTS[name].level or 0) == ""
+    if name != "costs-of-another-model":  # its engines measure, which takes the longest
+        assert _SCENES[name](tmp_path / "quiet", -1) == ""

@@ -1,0 +1,154 @@
+"""`--exactness bits` on a GPU: engines give the tokens and log-probabilities of plain decoding, to the bit.
+
+Tiny models of every kind of layer, captured and eager, greedy and sampled, in any tree, batch and chunk.
+
+python -m pytest tests/gpu/test_gpu_bits.py -q -m "not slow"
+"""
+
+from functools import partial
+
+import pytest
+import torch
+from transformers import MistralConfig, MistralForCausalLM
+
+from support.bits import asked, bits
+from support.engines import accept_lens, build
+from support.expert_pairs import save_glm_with_mtp
+from support.lookups import lookup
+from support.tiny_models import (
+    Pair,
+    llama_config,
+    save_mxfp4,
+    save_random,
+    save_random_experts,
+    save_random_head,
+    save_random_llama,
+)
+from treetop import SamplingParams
+from treetop.attention.segments_backend import SegmentsBackend
+from treetop.engine.cuda_graphs import CudaGraphs
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+LENGTHS = [1, 4, 17, 60, 63, 121, 126, 500, 507] * 4
+"""Outputs of these cross the end of attention's blocks, of 64 positions, and of its first segment, of 512."""
+SIZES = {"vocab_size": 12, "max_position_embeddings": 1024}
+"""Of so few tokens a head that knows nothing is often right."""
+MODELS = ["llama", "windows", "qwen3 moe", "gpt-oss", "glm mtp"]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """By name. GPT-OSS has sinks, windows and experts in MXFP4; GLM drafts by its own layer, which has experts."""
+    folder = tmp_path_factory.mktemp("bits")
+    windowed = {**llama_config(**SIZES).to_dict(), "model_type": "mistral", "sliding_window": 48}
+    stacked = save_random_experts(folder / "stacked", "gpt_oss", seed=4, intermediate_size=64, **SIZES)
+    targets = {
+        "llama": save_random_llama(folder / "llama", seed=8, **SIZES),
+        "windows": save_random(MistralForCausalLM, MistralConfig(**windowed), folder / "windows", seed=8),
+        "qwen3 moe": save_random_experts(folder / "qwen3", "qwen3_moe", seed=3, moe_intermediate_size=48, **SIZES),
+        "gpt-oss": save_mxfp4(folder / "gpt_oss", stacked, seed=5),
+    }
+    made = {
+        name: Pair(target, save_random_head(folder / f"{name} head", target, draft_vocab=11, seed=2))
+        for name, target in targets.items()
+    }
+    glm = save_glm_with_mtp(folder / "glm", moe_intermediate_size=48, **SIZES)
+    return {**made, "glm mtp": Pair(glm, glm)}
+
+
+def serve(pair, shape, **options):
+    """An engine that has run all prompts, and its outputs."""
+    mtp = shape is not None and pair.head == pair.target
+    make = partial(lookup, speculative_algorithm="MTP") if mtp else build
+    given = {"exactness": "bits", "dtype": "bfloat16", "device": "cuda", "context_length": 600, "page_size": 16}
+    llm = make(pair, shape, **{**given, "max_total_tokens": 33 * 640, **options})
+    assert llm.engine.layout.max_context == 600
+    assert isinstance(llm.engine.runner.backend, SegmentsBackend)
+    prompts = pair.prompts(LENGTHS)
+    outputs = llm.generate(prompts, asked(prompts))
+    llm.scheduler.check_integrity()
+    return llm, outputs
+
+
+@pytest.fixture(scope="module")
+def plain(pairs):
+    """Bits of plain decoding of one request at a time, by model and dtype; made once each."""
+    made = {}
+
+    def of(name, dtype="bfloat16"):
+        if (name, dtype) not in made:
+            llm, outputs = serve(pairs[name], None, max_running_requests=1, dtype=dtype)
+            made[name, dtype] = bits(outputs)
+            llm.close()
+        return made[name, dtype]
+
+    return of
+
+
+WIDE, TREE, CHAIN = (8, 5, 60), (5, 4, 16), (1, 6, 7)
+CASES = [
+    ("llama", CHAIN, 3, 333, "auto", "bfloat16"),
+    ("llama", TREE, 33, 16, "off", "bfloat16"),
+    ("qwen3 moe", TREE, 8, 333, "auto", "bfloat16"),
+    ("gpt-oss", WIDE, 3, 333, "auto", "bfloat16"),
+]
+WHOLE = [
+    pytest.param(name, shape, batch, chunk, graphs, dtype, marks=pytest.mark.slow)
+    for dtype in ("bfloat16", "float16")
+    for name in MODELS
+    for shape, graphs in ((None, "auto"), (WIDE, "off"), (TREE, "auto"), (CHAIN, "off"))
+    for batch, chunk in ((1, 16), (8, 333), (33, 16))
+]
+
+
+@pytest.mark.parametrize(("name", "shape", "batch", "chunk", "graphs", "dtype"), [*CASES, *WHOLE])
+def test_every_bit_is_that_of_plain_decoding(pairs, plain, *, name, shape, batch, chunk, graphs, dtype):
+    options = {"max_running_requests": batch, "chunked_prefill_size": chunk, "graphs": graphs, "dtype": dtype}
+    llm, outputs = serve(pairs[name], shape, **options)
+    assert isinstance(llm.engine.launcher, CudaGraphs) == (graphs == "auto")
+    llm.close()
+    assert bits(outputs) == plain(name, dtype)
+    if shape is not None:
+        assert sum(map(sum, accept_lens(outputs))) > 0, "nothing was accepted, so nothing was tested"
+
+
+def test_a_retraction_and_a_prefix_from_the_cache_change_no_bit(pairs, plain):
+    """What was decoded is prefilled again, or read where a tree's rounds have left it."""
+    llm, outputs = serve(pairs["llama"], TREE, max_running_requests=8, max_total_tokens=800)
+    assert llm.scheduler.num_retractions > 0
+    assert bits(outputs) == plain("llama")
+    prompts = pairs["llama"].prompts(LENGTHS)[:4]
+    first = llm.generate(prompts, asked(prompts))
+    assert bits(first) == plain("llama")[:4]
+    longer = [[*prompt, *output.token_ids[:-3]] for prompt, output in zip(prompts, first, strict=True)]
+    hit = llm.generate(longer, asked(longer))
+    llm.close()
+    fresh, _ = serve(pairs["llama"], None, max_running_requests=1, graphs="off")
+    assert bits(hit) == bits(fresh.generate(longer, asked(longer)))
+    fresh.close()
+
+
+def test_logprobs_of_a_prefill_are_those_of_the_tokens_as_they_were_drawn(pairs, plain):
+    """By plain rounds of many, whose outputs are prefilled again together."""
+    llm, outputs = serve(pairs["llama"], None, max_running_requests=33, chunked_prefill_size=77, graphs="off")
+    assert bits(outputs) == plain("llama")
+    whole = [[*output.prompt_token_ids, *output.token_ids] for output in outputs]
+    again = llm.generate(whole, SamplingParams(max_tokens=1, prompt_logprobs=0))
+    llm.close()
+    for before, after in zip(outputs, again, strict=True):
+        recomputed = [each.logprob for each in after.prompt_logprobs[len(before.prompt_token_ids) :]]
+        assert recomputed == [each.logprob for each in before.logprobs]
+
+
+def test_without_it_logits_differ(pairs, plain):
+    """The comparison sees what it is for."""
+    llm, outputs = serve_by_default(pairs["llama"])
+    llm.close()
+    assert bits(outputs) != plain("llama")
+
+
+def serve_by_default(pair):
+    llm = build(pair, TREE, dtype="bfloat16", device="cuda", context_length=600, max_running_requests=8)
+    prompts = pair.prompts(LENGTHS)
+    return llm, llm.generate(prompts, asked(prompts))

@@ -1,0 +1,113 @@
+"""`--exactness bits` on a GPU in bfloat16 and float16: products and operations at the widths of real models.
+
+A row has the same bits among any others. `pytest -s` prints where the library serves.
+
+python -m pytest tests/gpu/test_gpu_exact_rows.py -q -s -m "not slow"
+"""
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from treetop.engine.operation_probes import operation_problem, packed_experts
+from treetop.kernels.exact import adversarial
+from treetop.kernels.gate import Gate
+from treetop.kernels.table import OpContext, Ops
+from treetop.kernels.triton_guard import gpu_traits
+from treetop.models.params import stay_packed
+from treetop.models.registry import target_spec
+from treetop.weights.gpu_products import MOST_ROWS, WholeProduct, keep_products_whole, probe, same_bits
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+GPU = torch.device("cuda")
+PRESETS = Path(__file__).parents[2] / "benchmarks" / "presets"
+DTYPES = [torch.bfloat16, torch.float16]
+PRODUCTS = {
+    "qkv": (6144, 4096, None),
+    "output": (4096, 4096, None),
+    "gate_up": (28672, 4096, "silu"),
+    "down": (4096, 14336, None),
+    "lm_head": (128256, 4096, None),
+    "gpt-oss qkv": (5120, 2880, None),
+    "gpt-oss output": (2880, 4096, None),
+    "qwen3-moe output": (2048, 4096, None),
+    "odd": (1000, 1200, None),
+    "small": (96, 48, "gelu_tanh"),
+}
+"""Of Llama-3.1-8B, GPT-OSS-20B and Qwen3-30B-A3B, and of none: (n, k, kind of the gate)."""
+ROWS = [*range(1, 81), 96, 128, 129, 191, 192, 193, 256, 257, 500, 513, 777, 1024, 1500, 2000, 3000, 4096, 5000, 8192]
+ROWS += [9000, 16384]
+SOON = {torch.bfloat16: ("qkv", "gate_up", "down", "lm_head", "odd", "small"), torch.float16: ("output", "gate_up")}
+"""What is not slow, by dtype."""
+
+
+def soon(names, dtypes):
+    """All pairs; those not in `names` are slow."""
+    return [
+        pytest.param(name, dtype, marks=() if name in names.get(dtype, ()) else pytest.mark.slow, id=f"{name}-{dtype}")
+        for name, dtype in dtypes
+    ]
+
+
+@pytest.mark.parametrize(("name", "dtype"), soon(SOON, product(PRODUCTS, DTYPES)))
+def test_a_row_of_a_product_has_its_bits_at_any_number_of_rows(name, dtype, capsys):
+    """By our kernel and by the library as a probe found it, with a bias and with a gate, among 1 to 16,384 rows."""
+    n, k, kind = PRODUCTS[name]
+    keep_products_whole()
+    found, problem = probe((n, k), kind is not None, dtype, GPU)
+    with capsys.disabled():
+        print(f"\n  {name}, {dtype}: {found.served()}", end="")
+    assert problem is None
+    generator = torch.Generator(GPU).manual_seed(1)
+    most = min(2 * MOST_ROWS, 2**29 // n)
+    x = adversarial((most, k), generator).to(dtype)
+    weight = (torch.randn((n, k), generator=generator, device=GPU) * k**-0.5).to(dtype)
+    bias = torch.randn(n, generator=generator, device=GPU).to(dtype)
+    kinds: list[tuple[torch.Tensor | None, Gate | None]] = [(None, None), (bias, None), (None, kind), (bias, kind)]
+    for added, gate in kinds if kind else kinds[:2]:
+        whole = WholeProduct(weight, added, gate, gpu_traits(GPU), found)
+        want = whole(x)
+        differ = []
+        for rows in (rows for rows in ROWS if rows <= most):
+            at = torch.randperm(most, generator=generator, device=GPU)[:rows]
+            if not same_bits(whole(x[at]), want[at]):
+                differ.append(rows)
+        assert not differ, (added is not None, gate)
+        normal = torch.randn((64, k), generator=generator, device=GPU).to(dtype)  # a gate of the others is infinite
+        right = reference(normal, weight, added, gate)
+        assert float((whole(normal).float() - right).norm()) <= 2e-2 * float(right.norm())
+
+
+def reference(x, weight, bias, kind):
+    """In float32, with each rounding."""
+    out = (x.double() @ weight.double().T).to(x.dtype)
+    out = (out if bias is None else out + bias).float()
+    if kind is None:
+        return out
+    gate, up = out.chunk(2, dim=1)
+    return (
+        torch.nn.functional.silu(gate) if kind == "silu" else torch.nn.functional.gelu(gate, approximate="tanh")
+    ) * up
+
+
+MODELS = ["llama-3.1-8b", "qwen3-30b-a3b", "gpt-oss-20b", "glm-4.5-air", "gemma-4-26b-a4b"]
+MODELS_SOON = {torch.bfloat16: ("qwen3-30b-a3b", "gpt-oss-20b", "gemma-4-26b-a4b"), torch.float16: ("llama-3.1-8b",)}
+
+
+@pytest.mark.parametrize(("preset", "dtype"), soon(MODELS_SOON, product(MODELS, DTYPES)))
+def test_a_row_of_any_other_operation_has_its_bits_at_any_number_of_rows(preset, dtype):
+    """Norms, rotation, gates, routing, products with experts, log-probabilities and draws, at a model's own widths."""
+    target = target_spec(PRESETS / preset)
+    ops = Ops(OpContext(GPU, dtype, exact=True))
+    assert operation_problem(ops, target.config, packed_experts(stay_packed(target.params, "tiles"))) is None
+
+
+def test_what_a_program_does_by_the_number_of_rows_is_seen():
+    """The probe sees what it is for: routing and experts as they are without `bits`."""
+    target = target_spec(PRESETS / "qwen3-30b-a3b")
+    problem = operation_problem(Ops(OpContext(GPU, torch.bfloat16)), target.config, None)
+    assert problem is not None
+    assert problem.startswith(("routing", "products with experts"))

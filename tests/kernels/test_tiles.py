@@ -1,0 +1,307 @@
+"""Weights in tiles: what a kernel makes of them has the bits of the reference, in the interpreter and by its assembly.
+
+As test_operations.py: under pytest this file starts itself again with TRITON_INTERPRET=1, and holds the tests of the
+kernels there and on a GPU. The assembly that makes two weights at a time does not run in the interpreter: its
+instructions are followed here one by one.
+"""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from support.interpreted import INTERPRETED, require_interpreted_pass
+from support.operation_cases import DEVICE, coded_weight
+from treetop.kernels import tiles
+from treetop.kernels.coded import CodedWeight, Coding, decode
+from treetop.kernels.coded_rows import (
+    CodedLaunch,
+    choose_coded,
+    coded_gated,
+    coded_gated_reference,
+    coded_rows,
+    coded_rows_reference,
+)
+from treetop.kernels.tiles import decode_tiles, in_turn, tile, untile, why_not_tiled
+from treetop.kernels.triton_guard import GpuTraits, gpu_traits
+
+CODINGS = [
+    Coding("e4m3", 0),
+    Coding("e4m3", 128),
+    Coding("e4m3", 32),
+    Coding("int4", 0),
+    Coding("int4", 16),
+    Coding("int4", 32),
+    Coding("int4", 64, zeros=True),
+    Coding("int4", 128, zeros=True),
+    Coding("int4", 256),
+    Coding("e2m1", 16, "times"),
+    Coding("e2m1", 16, "over"),
+    Coding("e2m1", 32, "e8m0"),
+]
+SCALES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def made(lines, k, coding, kind=torch.float32, experts=()):
+    """A random weight whose scales are numbers of a kind."""
+    weight = coded_weight(torch.Size((*experts, lines)).numel(), k, coding)
+    scale = weight.scale.to(kind).float() if weight.scale.dtype == torch.float32 else weight.scale
+    shaped = {"scale": scale, "codes": weight.codes, "factor": weight.factor, "zero": weight.zero}
+    return replace(weight, **{n: p if p is None else p.view(*experts, lines, -1) for n, p in shaped.items()})
+
+
+def equal(one: CodedWeight, other: CodedWeight) -> bool:
+    pairs = [(getattr(one, n), getattr(other, n)) for n in ("codes", "scale", "factor", "zero")]
+    return one.columns == other.columns and all((a is None) == (b is None) for a, b in pairs) and all(
+        torch.equal(a, b) for a, b in pairs if a is not None
+    )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(5)
+
+
+@pytest.mark.parametrize("coding", CODINGS, ids=str)
+@pytest.mark.parametrize("kind", SCALES)
+@pytest.mark.parametrize(("lines", "k"), [(64, 128), (37, 78), (130, 500)])
+def test_a_weight_comes_back_from_its_tiles(coding, kind, lines, k):
+    """Whatever fills its tiles up; scales in the narrowest form that holds them all."""
+    weight = made(lines, k, coding, kind)
+    found = tile(weight)
+    assert equal(untile(found), weight)
+    if coding.scales == "float32":
+        assert found.form == str(kind).removeprefix("torch.")
+    assert found.words.shape[1] == -(-lines // 64)
+    assert found.nbytes >= weight.nbytes - weight.scale.nbytes // 2
+    experts = made(lines, k, coding, kind, (3,))
+    assert equal(untile(tile(experts)), experts)
+    both = in_turn(made(lines, k, coding, kind, (3, 2)))
+    assert both.shape == (3, 2 * lines, k)
+    assert equal(untile(tile(both)), both)
+
+
+def test_a_scale_that_is_too_large_is_noted():
+    weight = made(64, 128, Coding("e4m3", 128))
+    assert not tile(weight).wide
+    assert tile(replace(weight, scale=torch.full_like(weight.scale, 64.0))).wide
+    weight = made(64, 128, Coding("e2m1", 32, "e8m0"))
+    weight.scale[3, 1] = 129
+    assert tile(weight).wide
+    weight = made(64, 128, Coding("e2m1", 16, "over"))
+    assert tile(weight).wide
+    assert not tile(replace(weight, factor=torch.full_like(weight.factor, 1e3))).wide
+
+
+@pytest.mark.parametrize(
+    "coding", [Coding("e4m3", 48), Coding("int4", 7, zeros=True), Coding("e2m1", 64, "e8m0"), Coding("e4m3", 16)]
+)
+def test_groups_that_do_not_divide_a_tile_are_told(coding):
+    assert why_not_tiled(coding) is not None
+    assert all(why_not_tiled(each) is None for each in CODINGS)
+
+
+@pytest.mark.parametrize("shape", [(64, 128), (4096, 4096), (100, 77), (1024, 14336), (28672, 4096)])
+@pytest.mark.parametrize("numbers", ["e4m3", "int4", "e2m1"])
+def test_splits_are_the_same_for_any_number_of_rows(shape, numbers):
+    for gated in (False, True):
+        found = {choose_coded(numbers, shape, gated, rows, GpuTraits(132, True)).splits for rows in (1, 16, 65, 256)}
+        assert len(found) == 1
+        assert not gated or found == {1}
+
+
+# ------------------------------------------------------------------------------------------------------- the assembly
+
+
+def bf16(bits):
+    """Two bfloat16s of each 32 bits, [..., 2] float64, the lower first."""
+    halves = torch.stack([bits & 0xFFFF, bits >> 16], -1).to(torch.int32)
+    return torch.where(halves > 0x7FFF, halves - 0x10000, halves).to(torch.int16).view(torch.bfloat16).double()
+
+
+def rounded(numbers):
+    """The bits again of [..., 2] float64, rounded once: sums of exact products have 53 bits and more than enough."""
+    wide = numbers.float()
+    assert torch.equal(wide.double(), numbers), "rounded twice"
+    low, high = (wide.to(torch.bfloat16).view(torch.int16).to(torch.int64) & 0xFFFF).unbind(-1)
+    return low | high << 16
+
+
+def f32(bits):
+    return torch.where(bits > 0x7FFFFFFF, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
+
+
+MASK = 0xFFFFFFFF
+STEPS = {
+    "mov.b32": lambda a: a,
+    "and.b32": lambda a, b: a & b,
+    "shl.b32": lambda a, b: (a << b) & MASK,
+    "shr.b32": lambda a, b: a >> b,
+    "lop3.b32": lambda a, b, c, table: {0xEA: (a & b) | c}[table],
+    "fma.rn.bf16x2": lambda a, b, c: rounded(bf16(a) * bf16(b) + bf16(c)),
+    "mul.f32": lambda a, b: (f32(a) * f32(b)).view(torch.int32).to(torch.int64) & MASK,
+    "cvt.rn.bf16x2.f32": lambda a, b: (
+        f32(b).to(torch.bfloat16).view(torch.int16).to(torch.int64) & 0xFFFF
+        | (f32(a).to(torch.bfloat16).view(torch.int16).to(torch.int64) & 0xFFFF) << 16
+    ),
+}
+
+
+def follow(asm, *given):
+    """What a line of assembly makes of registers [...] int64 of 32 bits."""
+    registers = {f"${i + 1}": each for i, each in enumerate(given)}
+    for step in getattr(asm, "value", asm).strip("{ }").split(";"):
+        name, _, rest = step.strip().partition(" ")
+        if not name or name == ".reg":
+            continue
+        to, *sources = [each.strip() for each in rest.split(",")]
+        values = [registers[s] if s in registers else int(s, 0) for s in sources]
+        values = [torch.tensor(v) if isinstance(v, int) and name not in ("shl.b32", "shr.b32", "lop3.b32") else v
+                  for v in values]  # fmt: skip
+        registers[to] = STEPS[name](*values)
+    return registers["$0"]
+
+
+def pairs(words):
+    """Neighbouring words [..., 2 * n] int16 as registers [..., n] int64."""
+    low, high = (words.to(torch.int64) & 0xFFFF).unflatten(-1, (-1, 2)).unbind(-1)
+    return low | high << 16
+
+
+def twice(numbers):
+    """Numbers in bfloat16, each as both halves of a register."""
+    bits = numbers.to(torch.bfloat16).view(torch.int16).to(torch.int64) & 0xFFFF
+    return bits | bits << 16
+
+
+FOLDED = {"e4m3": 2.0**120, "e2m1": 2.0**126, "int4": 1.0}
+
+
+def assembled(weight, scale, zero):
+    """Weights [lines, columns] bfloat16 by the assembly, of a block whose lines have one scale and zero each."""
+    numbers, words = weight.coding.numbers, pairs(weight.words[0, 0, 0])
+    made, folded = [], scale.float() * FOLDED[numbers]
+    for part in range(2 if numbers == "e4m3" else 4):
+        n = follow(getattr(tiles, f"_MOVE_{numbers.upper()}_{part}"), words)
+        if numbers == "int4":
+            n = follow(tiles._LESS, n, twice(zero.float() + 128))
+        if weight.form == "bfloat16" or weight.coding.scales == "e8m0":
+            n = follow(tiles._TIMES, n, twice(folded))
+        elif weight.form == "float16":
+            high = folded.to(torch.bfloat16)
+            n = follow(tiles._TIMES_BOTH, n, twice(high), twice(folded - high.float()))
+        else:
+            bits = folded.view(torch.int32).to(torch.int64) & MASK
+            n = follow(tiles._TIMES_WIDE, n, bits, bits)
+        made.append(bf16(n).flatten(-2))
+    return torch.cat(made, -1).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", SCALES)
+@pytest.mark.parametrize("numbers", ["e4m3", "int4", "e2m1"])
+def test_the_assembly_makes_the_bits_of_the_reference(numbers, kind):
+    """Every code with scales of all kinds, small and large, negative too, and zeros 0 to 16."""
+    coding = Coding(numbers, 128, zeros=numbers == "int4")
+    scales = torch.randn(64, 1) * 10.0 ** torch.randint(-4, 2, (64, 1))
+    scales = scales.clamp(-60, 60) if numbers != "e2m1" else scales.clamp(-0.5, 0.5)
+    codes = torch.randint(0, 256, (64, coding.bytes_of(128)), dtype=torch.uint8)
+    every = torch.arange(256, dtype=torch.uint8).view(-1, coding.bytes_of(128))
+    codes[: len(every)] = every
+    codes &= 0xFE if numbers == "e4m3" else 0xFF
+    zero = (torch.arange(64) % 17).to(torch.uint8)[:, None] if coding.zeros else None
+    weight = CodedWeight(coding, 128, codes, scales.to(kind).float(), zero=zero)
+    small = tile(weight)
+    assert small.form == str(kind).removeprefix("torch.")
+    assert not small.wide
+    got = assembled(small, weight.scale, None if zero is None else zero)
+    assert torch.equal(got, decode(weight).to(torch.bfloat16))
+
+
+def test_the_assembly_of_mxfp4_reaches_the_least_and_the_largest_scales():
+    for scale in (0, 1, 2, 100, 127, 128):
+        codes = torch.arange(256, dtype=torch.uint8).view(4, 64).repeat(16, 1)
+        weight = CodedWeight(
+            Coding("e2m1", 32, "e8m0"), 128, codes, torch.full((64, 4), scale, dtype=torch.uint8)
+        )  # fmt: skip
+        small = tile(weight)
+        value = torch.ldexp(torch.ones(64, 1), torch.tensor(scale - 127))
+        assert torch.equal(assembled(small, value, None), decode(weight).to(torch.bfloat16))
+
+
+def test_following_can_fail():
+    """Other shifts give other numbers."""
+    weight = made(64, 128, Coding("int4", 128))
+    small = tile(weight)
+    wrong = re.sub("0x000f000f", "0x00070007", tiles._MOVE_INT4_1.value)
+    right = follow(tiles._MOVE_INT4_1, pairs(small.words[0, 0, 0]))
+    assert not torch.equal(follow(wrong, pairs(small.words[0, 0, 0])), right)
+
+
+# -------------------------------------------------------------------------------------------------------- the kernels
+
+if not INTERPRETED and DEVICE.type == "cpu":
+
+    def test_the_kernels_pass_in_tritons_interpreter():
+        require_interpreted_pass(__file__)
+
+
+if INTERPRETED or DEVICE.type == "cuda":
+    DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16]
+
+    def picking(rows, k, start, dtype):
+        """Rows that each have a single 1: products are weights, whatever the order of sums."""
+        x = torch.zeros(rows, k, device=DEVICE, dtype=dtype)
+        columns = torch.arange(start, min(start + rows, k))
+        x[columns - start, columns] = 1
+        return x
+
+    def picked(weight, dtype, splits):
+        """All weights, by products of 64 rows."""
+        k = weight.shape[1]
+        launch, found = CodedLaunch(64, splits, 2, 4), []
+        for start in range(0, k, 64):
+            got = coded_rows(picking(64, k, start, dtype), weight, launch=launch, gpu=gpu_traits(DEVICE))
+            found.append(got.float().sum(0)[: min(64, k - start)])
+        return torch.cat(found).T
+
+    @pytest.mark.parametrize("coding", CODINGS, ids=str)
+    @pytest.mark.parametrize("kind", SCALES)
+    def test_each_weight_has_the_bits_of_the_reference(coding, kind):
+        """Lines, columns and groups that fill no tile; as a product has them, and decoded into memory."""
+        if coding.scales != "float32" and kind != torch.float32:
+            pytest.skip("its scales are of one kind")
+        for lines, k, splits in ((64, 256, 2), (70, 134, 1)):
+            weight = tile(made(lines, k, coding, kind))
+            for dtype in DTYPES if kind == torch.float32 else DTYPES[:1]:
+                want = decode(untile(weight)).to(dtype)
+                assert torch.equal(picked(weight, dtype, splits), want.float())
+                assert torch.equal(decode_tiles(weight, 0, lines, dtype, gpu_traits(DEVICE)), want)
+                assert torch.equal(decode_tiles(weight, 64, lines, dtype, gpu_traits(DEVICE)), want[64:]) or lines == 64
+
+    @pytest.mark.parametrize("coding", [CODINGS[1], CODINGS[7], CODINGS[9]], ids=str)
+    def test_products_equal_the_reference(coding):
+        x, bias = torch.randn(19, 256, device=DEVICE, dtype=DTYPES[0]), torch.randn(72, device=DEVICE, dtype=DTYPES[0])
+        weight = tile(made(72, 256, coding))
+        for launch in (CodedLaunch(64, 1, 2, 4), CodedLaunch(128, 2, 2, 4)):
+            got = coded_rows(x, weight, bias, launch=launch, gpu=gpu_traits(DEVICE)).float().sum(0)
+            want = coded_rows_reference(x, weight, bias)[0]
+            assert float((got - want).norm() / want.norm()) < (1e-5 if INTERPRETED else 1e-2)
+
+    @pytest.mark.parametrize("rows", [1, 65, 130])
+    @pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
+    def test_a_gated_product_is_that_of_the_halves(rows, kind):
+        """With rows in more than one block, and a bias."""
+        weight = tile(in_turn(made(37, 96, Coding("int4", 32, zeros=True), experts=(2,))))
+        x, bias = torch.randn(rows, 96, device=DEVICE, dtype=DTYPES[0]), torch.randn(74, device=DEVICE, dtype=DTYPES[0])
+        got = coded_gated(x, weight, kind, bias, launch=CodedLaunch(64, 1, 2, 4), gpu=gpu_traits(DEVICE)).float()
+        want = coded_gated_reference(x, weight, kind, bias).float()
+        assert float((got - want).norm() / want.norm()) < (1e-5 if INTERPRETED else 1e-2)
+
+    def test_a_row_has_the_same_bits_in_any_company():
+        weight = tile(made(64, 256, Coding("e4m3", 128)))
+        x, gpu = torch.randn(70, 256, device=DEVICE, dtype=DTYPES[0]), gpu_traits(DEVICE)
+        launch = CodedLaunch(64, 2, 2, 4)
+        whole = coded_rows(x, weight, launch=launch, gpu=gpu)
+        for rows in (1, 2, 17, 65):
+            assert torch.equal(coded_rows(x[:rows], weight, launch=launch, gpu=gpu), whole[:, :rows])

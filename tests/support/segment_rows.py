@@ -1,0 +1,173 @@
+"""Rows for attention by position: trees behind committed keys, and the same queries as plain rows and as prefills."""
+
+from dataclasses import dataclass
+
+import torch
+
+from treetop.attention.contract import TailKV
+from treetop.kernels.kv import PagedKV, PageTable
+from treetop.kernels.metadata import AttentionMetadata
+from treetop.kernels.segment_attention import segment_attention, segment_prefill
+from treetop.kernels.segments import UNIT, plan_segments
+from treetop.kernels.triton_guard import gpu_traits
+from treetop.types.ids import FULL
+from treetop.types.phase import Phase
+
+SCALE, CPU = 0.29, torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Row:
+    """kv: [length, 2, kv_heads, d], committed. parent: of each node, -1 for a root. tail: [t, 2, kv_heads, d].
+    q: [t, heads, d]."""
+
+    kv: torch.Tensor
+    parent: list[int]
+    tail: torch.Tensor
+    q: torch.Tensor
+
+    def path(self, node):
+        """The columns from the root to a node."""
+        columns = []
+        while node >= 0:
+            columns.insert(0, node)
+            node = self.parent[node]
+        return columns
+
+    def plain(self, node):
+        """The node as the one query of plain decoding, its ancestors committed."""
+        *before, _ = path = self.path(node)
+        return Row(torch.cat([self.kv, self.tail[before]]), [-1], self.tail[path[-1:]], self.q[path[-1:]])
+
+    def committed(self, node):
+        """Keys of a prefill that ends with the node, and the queries of its path."""
+        path = self.path(node)
+        return torch.cat([self.kv, self.tail[path]]), self.q[path]
+
+    def turned(self, order):
+        """The same tree with its columns in another order."""
+        back = {column: i for i, column in enumerate(order)}
+        parent = [back.get(self.parent[column], -1) for column in order]
+        return Row(self.kv, parent, self.tail[order], self.q[order])
+
+    def seen(self, node, kv_head, window=None, chunked=False):
+        """position -> (k, v) of what a node sees."""
+        keys, _ = self.committed(node)
+        first = 0 if window is None else max(len(keys) - window, 0)
+        if chunked:
+            first = (len(keys) - 1) // window * window
+        return {at: tuple(keys[at, :, kv_head]) for at in range(first, len(keys))}
+
+
+def tree(k, steps, count, generator):
+    """Parents of `count` nodes, at most k of a node and `steps` deep, each after its parent."""
+    parent, depth, children = [-1], [0], [0]
+    while len(parent) < count:
+        open_nodes = [i for i, d in enumerate(depth) if d < steps and children[i] < k]
+        draw = float(torch.rand((), generator=generator))
+        at = open_nodes[-1 - int(draw * draw * len(open_nodes))]  # deep ones more often
+        children[at] += 1
+        parent.append(at)
+        depth.append(depth[at] + 1)
+        children.append(0)
+    return parent
+
+
+def make_row(length, parent, *, heads=4, kv_heads=2, dim=16, dtype=torch.float16, seed=0, change=None):
+    """Normal numbers; change(kv, tail, q): spoils them in place, float32."""
+    generator = torch.Generator().manual_seed(1000 * seed + length)
+    t = len(parent)
+    kv, tail, q = (
+        torch.randn(shape, generator=generator)
+        for shape in ((length, 2, kv_heads, dim), (t, 2, kv_heads, dim), (t, heads, dim))
+    )
+    if change is not None:
+        change(kv, tail, q)
+    return Row(kv.to(dtype), parent, tail.to(dtype), q.to(dtype))
+
+
+def laid_out(keys, page_size, spare=0, seed=5):
+    """Pages of rows' keys in random order, infinite where there is no key; the null page is 0. Returns pages, table."""
+    generator = torch.Generator().manual_seed(seed)
+    columns = -(-(max(len(each) for each in keys) + spare) // page_size) + 1
+    table = (1 + torch.randperm(len(keys) * columns, generator=generator)).view(len(keys), columns).to(torch.int32)
+    pages = torch.full(((len(keys) * columns + 1) * page_size, *keys[0].shape[1:]), float("inf"), dtype=keys[0].dtype)
+    pages[:page_size] = 0
+    for row, each in enumerate(keys):
+        at = torch.arange(len(each))
+        pages[table[row, at // page_size].long() * page_size + at % page_size] = each
+    return pages, table
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all calls of a test share. launch: of decode phases, prefill: of the others; None are chosen."""
+
+    page_size: int = 16
+    window: int | None = None
+    chunked: bool = False
+    sinks: torch.Tensor | None = None
+    block: int | None = None
+    unit: int = UNIT
+    launch: object = None
+    prefill: object = None
+    device: torch.device = CPU
+    max_kv_len: int = 0
+    plan: object = plan_segments
+
+    def metadata_of(self, rows):
+        """A phase of rows, whose trees have equally many nodes."""
+        count, t = len(rows), len(rows[0].parent)
+        mask = torch.zeros(count, t, t, dtype=torch.bool)
+        for i, row in enumerate(rows):
+            for node in range(t):
+                mask[i, node, row.path(node)] = True
+        kv_len = torch.tensor([len(row.kv) for row in rows])
+        positions = kv_len[:, None] + mask.sum(dim=2) - 1
+        pages, table = laid_out([row.kv for row in rows], self.page_size)
+        made = [each.to(self.device) for each in (table, torch.arange(count), kv_len, positions, mask, pages)]
+        longest = max(int(kv_len.max()), self.max_kv_len)
+        metadata = AttentionMetadata(
+            Phase.VERIFY, PageTable(FULL, made[0]), made[1], made[2], longest, self.page_size, made[3],
+            self.window, made[3], made[4], chunked=self.chunked,
+        )  # fmt: skip
+        return metadata, PagedKV(made[5]), TailKV(torch.stack([row.tail for row in rows]).to(self.device))
+
+    def decode(self, rows):
+        """[rows, t, heads, d]."""
+        metadata, kv, tail = self.metadata_of(rows)
+        gpu = gpu_traits(self.device)
+        plan = self.plan(metadata, gpu, self.unit)
+        q = torch.stack([row.q for row in rows]).to(self.device)
+        return segment_attention(
+            q, kv.data, plan, tail.data, SCALE, self._sinks(), gpu, self.launch, self.block
+        ).cpu()  # fmt: skip
+
+    def prefilled(self, keys, q):
+        """The last queries of each row, in one chunk. keys: [length, 2, kv_heads, d] and q: [n, heads, d] of each."""
+        n = max(len(each) for each in q)
+        pages, table = laid_out(keys, self.page_size)
+        kv_len = torch.tensor([len(each) for each in keys])
+        counts = torch.tensor([len(each) for each in q])
+        at = torch.arange(n)
+        positions = torch.where(at < counts[:, None], (kv_len - counts)[:, None] + at, 0)
+        padded = torch.stack([torch.cat([each, each.new_zeros(n - len(each), *each.shape[1:])]) for each in q])
+        made = [each.to(self.device) for each in (table, torch.arange(len(keys)), kv_len, positions, padded, pages)]
+        metadata = AttentionMetadata(
+            Phase.PREFILL, PageTable(FULL, made[0]), made[1], made[2], max(int(kv_len.max()), self.max_kv_len),
+            self.page_size, made[3], self.window, chunked=self.chunked,
+        )  # fmt: skip
+        out = segment_prefill(
+            made[4], made[5], metadata, SCALE, self._sinks(), gpu_traits(self.device), self.prefill, self.block,
+            self.unit,
+        ).cpu()  # fmt: skip
+        return [each[: len(asked)] for each, asked in zip(out, q, strict=True)]
+
+    def _sinks(self):
+        return None if self.sinks is None else self.sinks.to(self.device)
+
+
+def same_bits(a, b):
+    """Equal to the bit, NaN and the sign of 0 included."""
+    integer = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    return torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
