@@ -48,9 +48,12 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--preset", choices=NAMES, default=NAMES[0])
     parser.add_argument("--quantization", choices=CONFIGS)
+    parser.add_argument("--shapes", nargs="+", default=["0,1,1", "3,1,4", "5,1,6", "5,4,16"])
     chosen, rest = parser.parse_known_args()
     model, draft = preset(chosen.preset)
-    fixed = ["--load-format", "dummy", "--simulate-accept-length", "3", "--sweep", "table"]
+    accepted = "1" if all(shape.startswith("0,") for shape in chosen.shapes) else "3"
+    fixed = ["--load-format", "dummy", "--simulate-accept-length", accepted, "--sweep", "table"]
+    fixed += ["--shapes", *chosen.shapes]
     with tempfile.TemporaryDirectory() as folder:
         if chosen.quantization is not None:
             model = in_format(model, chosen.quantization, Path(folder))

@@ -12,6 +12,7 @@ from treetop.attention.layer import TailColumns
 from treetop.cache.kv_cache_manager import KVCacheManager, Lease
 from treetop.engine.model_runner import ModelRunner, Prefix
 from treetop.engine.state import RowState
+from treetop.kernels.accept import Withheld
 from treetop.kernels.kv import PageTable
 from treetop.kernels.tree import next_level_mask
 from treetop.scheduler.request import Request
@@ -102,10 +103,14 @@ def own_column(previous: Tensor, parent: Tensor) -> Tensor:
 # ---------------------------------------------------------------- acceptance and commit
 
 
-def whole_tree(tree: DraftTree, choice: Tensor, finite: Tensor, commit_width: int) -> Accepted:
+def whole_tree(
+    tree: DraftTree, choice: Tensor, finite: Tensor, commit_width: int, withheld: Withheld | None = None
+) -> Accepted:
     """As if siblings always differed: every node that agrees counts, however many there are at one depth."""
     rows, width = tree.tokens.shape
     wanted = tree.tokens == choice.gather(1, tree.parent)
+    if withheld is not None:
+        wanted &= ~withheld.of_tree()
     wanted[:, 0] = True
     on_path = ~(tree.mask & ~wanted[:, None, :]).any(dim=2)
     accept_len = on_path.sum(dim=1) - 1

@@ -65,7 +65,7 @@ if not INTERPRETED:
             return {name for name, op in operations().items() if getattr(ops, name) is not op.reference}
 
         of_products = {"silu_mul", "gelu_tanh_mul", "skinny_gemm", "gated_rows", "compressed_rows"}
-        of_products |= {"coded_rows", "coded_gated"}
+        of_products |= {"coded_rows", "coded_gated", "decode_tiles"}
         of_trees = {"start", "grow", "select", "greedy", "accept", "learn"}
         assert kernels(gpu, torch.bfloat16, tree) == every
         assert kernels(gpu, torch.float32, tree) == every - of_products
