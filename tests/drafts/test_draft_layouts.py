@@ -291,7 +291,7 @@ class Kept:
         spec = self.specs[layer]
         n = self.n
         new = torch.empty(1, n, 2, spec.kv.heads, spec.head_dim, dtype=torch.float64)
-        q = write(new, None)
+        q = write(new, None, None)
         seen = new if self.kv[layer] is None else torch.cat([self.kv[layer], new], 1)
         self.kv[layer] = seen
         k, v = (seen[0, :, i].repeat_interleave(spec.num_heads // spec.kv.heads, 1) for i in (0, 1))

@@ -47,11 +47,11 @@ def sparse_scene(**options):
     rows, n = s.q.shape[:2]
     heads = torch.randint(-1, 2, (rows, n, 3, INDEX + 2), generator=generator)[..., :INDEX].to(s.q.dtype)
     weights = torch.randint(-2, 3, (rows, n, 3), generator=generator).float()
-    q = s.q[..., : LATENT + TURNED]
+    q, k, tail_k = (each[..., : LATENT + TURNED] for each in (s.q, s.k, s.tail_k))
     causal = s.metadata.causal
     query = IndexQuery(heads, weights, 4)
     return (
-        replace(s, kv=kv, clean=clean, tail=tail, q=q, k=s.k[..., : LATENT + TURNED]),
+        replace(s, kv=kv, clean=clean, tail=tail, q=q, k=k, tail_k=tail_k),
         query,
         None if causal else tail,
     )

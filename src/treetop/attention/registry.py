@@ -9,12 +9,11 @@ from typing import get_args
 
 import torch
 
-from treetop.attention.capabilities import HALF, Capabilities, GroupNeed, Need, Refusal
+from treetop.attention.capabilities import Capabilities, GroupNeed, Need, Refusal
 from treetop.attention.contract import BackendSpec
 from treetop.kernels.triton_guard import why_not
 from treetop.types.config import Backend
 from treetop.types.errors import ConfigError
-from treetop.types.ids import FULL
 
 
 def load(name: str) -> BackendSpec:
@@ -68,9 +67,6 @@ def _of_group(able: Capabilities, need: Need, group: GroupNeed) -> Refusal | Non
     if group.sparse and not able.sparse:
         reason = f"it has no kernel for sparse attention (DSA) (KV group {group.name})"
         return Refusal(reason, f"use --attention-backend {_wider(need)}")
-    if group.sparse and group.name == FULL and need.dtype in HALF and need.device.type == "cuda":
-        reason = "layers that share an indexer's choice (GLM-5.2) have failed on a GPU in 16 bits"
-        return Refusal(reason, "use --dtype float32 or --device cpu")
     if group.latent is not None:
         if able.latents is not None and group.latent not in able.latents:
             wide = f" with latents {group.latent} wide" if able.latents else ""

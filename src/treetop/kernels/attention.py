@@ -178,6 +178,16 @@ def page_of(table: Arg, block: Arg, start: Arg, end: Arg, block_n: constexpr, pa
     return tl.load(table + key // page_size, mask=(key >= start) & (key < end), other=0)
 
 
+@jit
+def within_page(position: Arg, page_size: constexpr) -> Arg:
+    """The places of positions in their pages.
+
+    The hint says that they are multiples of nothing: Triton 3.6 takes pages' first slots plus such runs for multiples
+    of `page_size`, and where planes have an odd width it would load more at once than is aligned.
+    """
+    return tl.multiple_of(position % page_size, 1)
+
+
 @jit_for_any("n", "position_row", "splits")
 def _attention_kernel(
     out: Arg, lse: Arg, q: Arg, pages: Arg, page_table: Arg, rows: Arg, kv_len: Arg, positions: Arg,
@@ -255,7 +265,7 @@ def _attention_kernel(
         for block in range(begin, middle):
             key = block * block_n + tl.arange(0, block_n)
             stored = key < end
-            slot = page.to(tl.int64) * page_size + key % page_size
+            slot = page.to(tl.int64) * page_size + within_page(key, page_size)
             k, v = load_kv(base, slot * slot_stride, stored, v_offset, dims, dim, block_d, queries.dtype)
             page = page_of(table, block + 1, start, end, block_n, page_size)
             acc, peak, mass = fold(queries, k, v, stored, acc, peak, mass, scale, False)
@@ -263,7 +273,7 @@ def _attention_kernel(
     for block in range(middle, stop):
         key = block * block_n + tl.arange(0, block_n)
         stored = (key >= start) & (key < end)
-        slot = page.to(tl.int64) * page_size + key % page_size
+        slot = page.to(tl.int64) * page_size + within_page(key, page_size)
         k, v = load_kv(base, slot * slot_stride, stored, v_offset, dims, dim, block_d, queries.dtype)
         page = page_of(table, block + 1, start, end, block_n, page_size)  # its latency hides behind this block's work
         visible = stored[None, :]

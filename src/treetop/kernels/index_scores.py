@@ -9,6 +9,7 @@ prefill, in a tree and in plain decoding. How many keys there are is read on the
 import torch
 from torch import Tensor
 
+from treetop.kernels.attention import within_page
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
 from treetop.kernels.indexer import IndexQuery, index_scores
 from treetop.kernels.kv import slots_of
@@ -97,7 +98,7 @@ def _scores_kernel(
         key = number * block_n + lane_n
         stored = key < end
         page = tl.load(table + key // page_size, mask=stored, other=0).to(tl.int64)
-        at = keys + (page * page_size + key % page_size)[:, None] * slot_stride + lane_d[None, :]
+        at = keys + (page * page_size + within_page(key, page_size))[:, None] * slot_stride + lane_d[None, :]
         block = tl.load(at, mask=stored[:, None] & (lane_d < dim)[None, :], other=0.0)
         if single:
             tl.store(line + key, _want(block, asked, weight), mask=stored)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from treetop.kernels.attention import within_page
 from treetop.kernels.kv import moved, slots_of
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, tl
 
@@ -127,7 +128,7 @@ def _move_kernel(
     there = (token < count)[:, None] & (lane < planes * dim)[None, :]
     number = (layer * count + token)[:, None] * (planes * dim) + lane[None, :]
     staged = slot + offset + head * stride + number
-    place = (page * page_size + position % page_size)[:, None] * (planes * heads * dim)
+    place = (page * page_size + within_page(position, page_size))[:, None] * (planes * heads * dim)
     paged = pool + layer * pool_layer + place + ((lane // dim) * heads * dim + head * dim + lane % dim)[None, :]
     if into_pages:
         word = tl.load(staged, mask=there, other=0)

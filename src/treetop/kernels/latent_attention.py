@@ -18,6 +18,7 @@ from treetop.kernels.attention import (
     page_of,
     paged_attention_reference,
     tail_arguments,
+    within_page,
 )
 from treetop.kernels.attention_config import CallShape, Launch, choose_launch
 from treetop.kernels.dependent_launch import pdl_wait
@@ -170,7 +171,7 @@ def _latent_attention_kernel(
             k, k_turned = _load_plane(pages, place * slot_stride, stored, lane_c, lane_r, rank, turned)
             place = _chosen_slots(table, chosen, block + 1, end, block_n, page_size)
         else:
-            slot = place.to(tl.int64) * page_size + key % page_size
+            slot = place.to(tl.int64) * page_size + within_page(key, page_size)
             k, k_turned = _load_plane(pages, slot * slot_stride, stored, lane_c, lane_r, rank, turned)
             place = page_of(table, block + 1, start, end, block_n, page_size)
         visible = stored[None, :]

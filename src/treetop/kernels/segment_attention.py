@@ -23,7 +23,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from treetop.kernels.attention import load_kv, oldest_seen, page_of, paged_attention_reference
+from treetop.kernels.attention import load_kv, oldest_seen, page_of, paged_attention_reference, within_page
 from treetop.kernels.attention_config import CallShape
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
 from treetop.kernels.metadata import AttentionMetadata
@@ -66,7 +66,9 @@ def fold_own(
     for block in range(first_block, stop):
         key = block * block_n + tl.arange(0, block_n)
         stored = (key >= start) & (key < end)
-        slot = page_of(table, block, start, end, block_n, page_size).to(tl.int64) * page_size + key % page_size
+        slot = page_of(table, block, start, end, block_n, page_size).to(tl.int64) * page_size + within_page(
+            key, page_size
+        )
         own = (key >= end) & (key >= start) & (key - end < t)
         column = tl.load(path + key - end, mask=own, other=-1)
         there = column >= 0
@@ -127,7 +129,7 @@ def _segments_kernel(
         for block in range(begin, tl.minimum(after, whole)):
             key = block * block_n + tl.arange(0, block_n)
             stored = key >= start
-            slot = page.to(tl.int64) * page_size + key % page_size
+            slot = page.to(tl.int64) * page_size + within_page(key, page_size)
             k, v = load_kv(base, slot * slot_stride, stored, v_offset, dims, dim, block_d, queries.dtype)
             page = page_of(table, block + 1, start, end, block_n, page_size)  # its latency hides behind this block's
             visible = stored[None, :]
@@ -275,14 +277,14 @@ def _prefill_kernel(
             for block in range(begin, middle):
                 key = block * block_n + tl.arange(0, block_n)
                 stored = key < end
-                slot = page.to(tl.int64) * page_size + key % page_size
+                slot = page.to(tl.int64) * page_size + within_page(key, page_size)
                 k, v = load_kv(base, slot * slot_stride, stored, v_offset, dims, dim, block_d, queries.dtype)
                 page = page_of(table, block + 1, start, end, block_n, page_size)
                 each, each_peak, each_mass = fold(queries, k, v, stored, each, each_peak, each_mass, scale, False)
         for block in range(middle, after):
             key = block * block_n + tl.arange(0, block_n)
             stored = (key >= start) & (key < end)
-            slot = page.to(tl.int64) * page_size + key % page_size
+            slot = page.to(tl.int64) * page_size + within_page(key, page_size)
             k, v = load_kv(base, slot * slot_stride, stored, v_offset, dims, dim, block_d, queries.dtype)
             page = page_of(table, block + 1, start, end, block_n, page_size)
             visible = stored[None, :] & (key[None, :] <= position[:, None]) & real[:, None]
