@@ -159,7 +159,7 @@ if INTERPRETED:
 
     @pytest.mark.parametrize(
         ("options", "splits", "items"),
-        [*((options, 1, 1) for options in SMALL), *zip(SMALL, (3, 3, 3), (1, 4, 1), strict=True)],
+        [*((options, 1, 1) for options in SMALL), *zip(SMALL, (3, 3, 3, 3), (1, 1, 4, 1), strict=True)],
         ids=str,
     )
     def test_a_sink_enters_the_fused_kernel_once(options, splits, items, monkeypatch):
