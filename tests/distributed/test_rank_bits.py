@@ -4,6 +4,7 @@ Ranks are threads here; `test_worker_group.py` and `test_expert_group.py` have t
 """
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -25,14 +26,20 @@ from treetop_debug.expert_ranks import expert_ranks_on_threads
 from treetop_debug.ranks import MemoryGroup, ranks_on_threads
 
 CPU, EPS = torch.device("cpu"), 1e-5
+slow = partial(pytest.param, marks=pytest.mark.slow)
 BITS = {"exactness": "bits", "dtype": "float32", "context_length": 192}
-LENGTHS = [1, 4, 17, 110, 125]
+LENGTHS = [1, 17, 120, 125]
 """Outputs of the last two cross the end of attention's first block of 128 positions."""
+
+
+def few(prompts):
+    """One request of each kind, of twelve tokens."""
+    return [replace(params, max_tokens=12) for params in asked(prompts)]
 
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
-    """Of a vocabulary so small that a head which knows nothing is often right; GPT-OSS has biases, sinks and windows."""
+    """Of so few tokens a head which knows nothing is often right; GPT-OSS has biases, sinks and windows."""
     folder = tmp_path_factory.mktemp("bits")
     llama = save_random_llama(folder / "llama", seed=8, vocab_size=12, num_attention_heads=4, num_key_value_heads=2)
     experts = save_random_experts(folder / "experts", "gpt_oss", seed=3, vocab_size=12)
@@ -50,7 +57,7 @@ def serve(pair, shape, **options):
         llm = build(pair, shape, **{**BITS, "tp_size": 2, "max_running_requests": 1, **options})
         try:
             prompts = pair.prompts(LENGTHS)
-            outputs = llm.generate(prompts, asked(prompts))
+            outputs = llm.generate(prompts, few(prompts))
             llm.scheduler.check_integrity()
             return outputs
         finally:
@@ -65,7 +72,7 @@ def serve_by_experts(pair, shape, places, **options):
             numbers = iter(places)
             llm._core.core.choose = lambda request: next(numbers)
             prompts = pair.prompts(LENGTHS)
-            return llm.generate(prompts, asked(prompts))
+            return llm.generate(prompts, few(prompts))
         finally:
             llm.close()
 
@@ -89,8 +96,8 @@ def plain(pairs):
         ("llama", None, 2, {"max_running_requests": 5, "chunked_prefill_size": 16}),
         ("llama", (1, 6, 7), 2, {"max_running_requests": 3, "chunked_prefill_size": 7, "overlap": True}),
         ("llama", (4, 5, 16), 2, {"max_running_requests": 5, "graphs": "sim", "check_level": 3}),
-        ("llama", (4, 5, 16), 4, {"max_running_requests": 3, "chunked_prefill_size": 33}),
-        ("gpt_oss", (4, 5, 16), 2, {"max_running_requests": 3, "chunked_prefill_size": 50}),
+        slow("llama", (4, 5, 16), 4, {"max_running_requests": 3, "chunked_prefill_size": 33}),
+        slow("gpt_oss", (4, 5, 16), 2, {"max_running_requests": 3, "chunked_prefill_size": 50}),
     ],
 )
 def test_a_tree_on_ranks_has_the_bits_of_plain_decoding_on_as_many(pairs, plain, *, name, shape, ranks, options):
@@ -101,8 +108,8 @@ def test_a_tree_on_ranks_has_the_bits_of_plain_decoding_on_as_many(pairs, plain,
 
 
 def test_another_number_of_ranks_has_other_bits(plain):
-    """A sum of two shares is rounded otherwise than one of four: so the comparison sees what it is for."""
-    assert plain("llama", 2) != plain("llama", 4)
+    """Shares are sums of fewer terms: so the comparison sees what it is for."""
+    assert plain("llama", 2) != plain("llama", 1)
 
 
 @pytest.fixture(scope="module")
@@ -121,9 +128,9 @@ def by_experts(pairs):
 @pytest.mark.parametrize(
     ("shape", "places", "options"),
     [
-        (None, [1, 0, 1, 1, 0], {"max_running_requests": 3, "chunked_prefill_size": 16}),
-        ((2, 3, 6), [0, 1, 0, 1, 1], {"max_running_requests": 3, "graphs": "sim", "overlap": True}),
-        ((1, 3, 4), [0, 1, 1, 0, 1], {"max_running_requests": 2, "tp_size": 2, "chunked_prefill_size": 50}),
+        (None, [1, 0, 1, 1], {"max_running_requests": 3, "chunked_prefill_size": 16}),
+        ((2, 3, 6), [0, 1, 1, 0], {"max_running_requests": 3, "graphs": "sim", "overlap": True}),
+        slow((1, 3, 4), [0, 1, 1, 0], {"max_running_requests": 2, "tp_size": 2, "chunked_prefill_size": 50}),
     ],
 )
 def test_shared_experts_give_the_bits_of_plain_decoding_on_any_rank(pairs, by_experts, shape, places, options):
@@ -147,17 +154,15 @@ def on_ranks(tmp_path, size, work, **options):
         return [*pool.map(run, range(size))]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [2, 3, 4, 5])
+@pytest.mark.parametrize(("size", "dtype"), [(2, torch.float32), (3, torch.bfloat16), (5, torch.bfloat16)])
 def test_a_sum_is_that_of_rounded_shares_in_the_order_of_the_ranks(tmp_path, size, dtype):
-    """Small ones, which are gathered, and large ones, which many ranks add up on their way; each in one and in parts."""
+    """Small ones, which are gathered, and large ones, which many ranks add up on their way; of shares in parts."""
     generator = torch.Generator().manual_seed(size)
     scales = torch.logspace(-3, 3, size)[:, None, None, None]
-    large = exchange.SMALL // 2 // 64 * 5
-    for rows in (1, 3, large - large % 5):
+    large = exchange.SMALL // 128 // 5 * 5 + 5
+    for rows in (1, 3, large):
         shares = torch.randn((size, 3, rows, 64), generator=generator) * scales
         x = torch.randn((rows, 64), generator=generator).to(dtype)
-        want = torch.zeros((rows, 64), dtype=torch.float64)
         sent = [(each[0] + each[1] + each[2]).to(dtype) for each in shares]
         want = sent[0].float()
         for each in sent[1:]:
@@ -170,7 +175,7 @@ def test_a_sum_is_that_of_rounded_shares_in_the_order_of_the_ranks(tmp_path, siz
 
         for found, parts in on_ranks(tmp_path / f"{rows}", size, work, exact=dtype):
             assert torch.equal(found, want)
-            assert parts == (1 if size > 3 and rows == large - large % 5 and rows * 64 % size == 0 else size)
+            assert parts == (1 if size > 3 and rows == large else size)
 
 
 def test_peer_memory_adds_as_gathered_shares_are_added():
@@ -221,9 +226,8 @@ def test_the_first_ranks_exact_products_hold_for_all(pairs, monkeypatch):
 
     monkeypatch.setattr(cpu_products.ChosenProduct, "product", noted)
     serve(pairs["llama"], None)
-    exact = {each for each in seen}
-    assert exact
-    assert len({shape for shape, *_ in exact}) == len(exact), "ranks took different products"
+    exact = set(seen)
+    assert len({shape for shape, *_ in exact}) == len(exact) > 0, "ranks took different products"
     monkeypatch.setattr("treetop.engine.products.is_exact_from", lambda shape, call, least: False)
     with pytest.raises(ConfigError, match="exact on the first rank are not on another"):
         serve(pairs["llama"], None)

@@ -1,7 +1,8 @@
-"""With `--exactness bits` and several ranks: whether their sums are one sum, whatever the rows, before weights are read.
+"""With `--exactness bits` and several ranks: whether their sums are one sum, whatever the rows.
 
-Who brings the shares depends on their number of bytes: peer memory, or a gathering library. What adds them is a kernel of
-its own each time, so the ranks try both at the model's width. `parallel/exchange.py` says what the sum is.
+Who brings the shares depends on their number of bytes: peer memory, or a gathering library. What adds them is a kernel
+of its own each time, so the ranks try both at the model's width before weights are read. `parallel/exchange.py` says
+what the sum is.
 """
 
 import torch
@@ -15,7 +16,6 @@ from treetop.kernels.table import Ops
 from treetop.models.loader import Placement
 from treetop.parallel.exchange import SMALL
 from treetop.types.errors import ConfigError
-from treetop.types.parallel import Parallel
 
 _COUNTS = (1, 2, 3, 7, 16, 33, 64, 256)
 _FEWEST = 300
@@ -83,7 +83,8 @@ def sums_differ(ops: Ops, hidden: int, eps: float) -> int | None:
 
 def _defined(x: Tensor, shares: Tensor) -> Tensor:
     """x plus shares [ranks, ...] in the order of the ranks, in float32, rounded once."""
-    return (x.float() + joined_in_order(shares).float()).to(x.dtype)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (x.to(wide) + joined_in_order(shares).to(wide)).to(x.dtype)
 
 
 def _numbers(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

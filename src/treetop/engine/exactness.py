@@ -37,8 +37,8 @@ def is_exact(config: EngineConfig, layout: Layout, target: TargetSpec, place: Pl
 def why_not_exact(config: EngineConfig, layout: Layout, target: TargetSpec, place: Placement) -> Refusal | None:
     """What stands against `--exactness bits`; None if nothing does.
 
-    Operations but products are probed: on a CPU once a process, on a GPU once a machine. Ranks try what they do together
-    when they have met (`engine.exact_ranks`).
+    Operations but products are probed: on a CPU once a process, on a GPU once a machine. What ranks do together is
+    tried when they have met (`engine.exact_ranks`).
     """
     on_cpu, nodes = place.device.type == "cpu", max(shape.num_draft_tokens for shape in layout.shapes)
     problem = _of_device(config, place)

@@ -57,9 +57,10 @@ class _Case:
 def probed_operations(
     ops: Ops, model: ModelConfig, packed: Packed | None, most: int = MOST
 ) -> Iterator[tuple[str, list[int]]]:
-    """Each operation of a rank of a target, and the row counts at which the bits of a row are not those among most rows.
+    """Each operation of a target, and the row counts at which the bits of a row are not those among most rows.
 
-    ops: of a target. packed: the format of its experts, where they stay packed. most: rows that are tried.
+    ops: of a target, or of a rank of one. packed: the format of its experts, where they stay packed. most: rows that
+    are tried.
     """
     device, dtype = ops.context.device, ops.context.dtype
     generator = torch.Generator(device).manual_seed(model.hidden_size)

@@ -5,10 +5,10 @@ GPUs that reach each other's memory do both in one launch, and gather small piec
 shares, of long prompts on GPUs, are added by NCCL, which sends one result to all ranks. A process group is an object of
 its own here, not the default one of the process, so that a process can have several, one after the other.
 
-With `--exactness bits` a sum over ranks is one sum, whatever its rows and whoever brings the shares: each is rounded to
-the dtype in which it is sent, they are added in float32 from the first rank's to the last's, then to what they are added
-to, and that is rounded once. The library adds nothing. Large shares of four ranks and more are not gathered: each rank
-adds up a part of the numbers, and sends that to all.
+With `--exactness bits` a sum over ranks is one sum, whatever its rows and whoever brings the shares. Each share is
+rounded to the dtype in which it is sent. They are added in float32, from the first rank's to the last's, then to what
+they are added to, and that is rounded once. The library adds nothing. Large shares of four ranks and more are not
+gathered: each rank adds up a part of the numbers, and sends that to all.
 """
 
 from collections.abc import Callable
