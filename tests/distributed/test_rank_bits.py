@@ -16,7 +16,6 @@ from support.engines import accept_lens, build
 from support.tiny_models import Pair, save_random_experts, save_random_head, save_random_llama
 from treetop.engine import exact_ranks
 from treetop.engine.exact_ranks import sums_differ
-from treetop.kernels import peers
 from treetop.kernels.table import OpContext, Ops
 from treetop.parallel import exchange
 from treetop.parallel.exchange import Rendezvous
@@ -176,13 +175,6 @@ def test_a_sum_is_that_of_rounded_shares_in_the_order_of_the_ranks(tmp_path, siz
         for found, parts in on_ranks(tmp_path / f"{rows}", size, work, exact=dtype):
             assert torch.equal(found, want)
             assert parts == (1 if size > 3 and rows == large else size)
-
-
-def test_peer_memory_adds_as_gathered_shares_are_added():
-    """In the kernel's reference, which the interpreted kernel equals (`test_operations.py`), of shares in parts too."""
-    x, shares = torch.randn(2, 48).bfloat16(), (torch.randn(3, 2, 48) * 9).bfloat16()
-    want = (x.float() + (shares[0].float() + shares[1].float() + shares[2].float())).bfloat16()
-    assert torch.equal(peers.add_in_order(x, shares), want)
 
 
 @pytest.mark.parametrize("size", [2, 4])
