@@ -49,12 +49,18 @@ class MemoryGroup:
     _tables: ClassVar[dict[Path, _Table]] = {}
     _first = threading.Lock()
 
-    def __init__(self, rendezvous: Rendezvous, device: torch.device, peer_memory: bool = False) -> None:
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        device: torch.device,
+        peer_memory: bool = False,
+        exact: torch.dtype | None = None,
+    ) -> None:
         with self._first:
             new = _Table(threading.Barrier(rendezvous.size), [torch.empty(0)] * rendezvous.size)
             self._table = self._tables.setdefault(rendezvous.file, new)
         self._rank, self._seconds = rendezvous.rank, START_S
-        self.parallel = ExchangeRank(rendezvous.rank, rendezvous.size, device, self._gather, self._swap)
+        self.parallel = ExchangeRank(rendezvous.rank, rendezvous.size, device, self._gather, self._swap, exact=exact)
 
     def set_deadline(self, seconds: float) -> None:
         self._seconds = seconds

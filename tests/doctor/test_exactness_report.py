@@ -6,7 +6,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from treetop.doctor import exactness
+from treetop.doctor import exactness, rank_sums
 from treetop.doctor.exactness import differing, show_exactness
 from treetop.doctor.report import exactness_words
 from treetop.engine.operation_probes import operation_problem, probed_operations
@@ -50,6 +50,25 @@ def test_an_operation_that_differs_is_named_with_its_row_counts(visit, monkeypat
     assert code == 1
     assert any("norm of 64" in line and "differs at 5" in line for line in lines)
     assert lines[-1] == "exactness bits: not all bits are those of plain decoding"
+
+
+@pytest.mark.slow
+def test_ranks_that_meet_have_one_sum(visit, monkeypatch):
+    """Two processes, over gloo."""
+    monkeypatch.setattr(exactness, "engines", lambda *_: iter(()))
+    code, lines = visit(exactness="bits", tp_size=2)
+    assert code == 0
+    assert any("sum over 2 ranks, and norm" in line and "same bits" in line for line in lines)
+
+
+def test_a_sum_over_ranks_that_differs_is_named(visit, monkeypatch):
+    """Beside the products of a rank's part of the weights."""
+    monkeypatch.setattr(exactness, "engines", lambda *_: iter(()))
+    monkeypatch.setattr(rank_sums, "measured_by_ranks", lambda *_: {rank_sums._DIFFER: 33})
+    code, lines = visit(exactness="bits", tp_size=2)
+    assert code == 1
+    assert any("sum over 2 ranks, and norm" in line and "differs at 33" in line for line in lines)
+    assert any("product [64, 32]" in line for line in lines), "not of a rank's part"
 
 
 def test_without_a_promise_it_says_what_differs_and_is_no_failure(visit):

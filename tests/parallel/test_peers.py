@@ -17,6 +17,7 @@ from typing import ClassVar
 import pytest
 import torch
 
+from support.bits import bits
 from support.engines import accept_lens, build, greedy, tokens
 from support.families import FAMILIES
 from support.tiny_models import Pair, save_copying_head, save_random_experts, save_random_head, save_weak_llama
@@ -111,8 +112,8 @@ class MailboxGroup(MemoryGroup):
     boxes: ClassVar[dict[Path, list[torch.Tensor]]] = {}
     shares = 0
 
-    def __init__(self, rendezvous, device, peer_memory=False):
-        super().__init__(rendezvous, device)
+    def __init__(self, rendezvous, device, peer_memory=False, exact=None):
+        super().__init__(rendezvous, device, exact=exact)
         if not peer_memory:
             return
         new = [
@@ -149,10 +150,10 @@ def pairs(tmp_path_factory):
     }
 
 
-def answers(pair, **options):
-    llm = build(pair, (3, 3, 8), context_length=96, chunked_prefill_size=16, dtype="float32", **options)
+def answers(pair, shape=(3, 3, 8), params=None, **options):
+    llm = build(pair, shape, **{"context_length": 96, "chunked_prefill_size": 16, "dtype": "float32", **options})
     try:
-        return llm.generate(pair.prompts([1, 4, 17]), greedy(12))
+        return llm.generate(pair.prompts([1, 4, 17]), params or greedy(12))
     finally:
         llm.close()
 
@@ -172,6 +173,19 @@ def test_an_engine_whose_ranks_exchange_by_memory_gives_what_one_rank_gives(pair
         assert MailboxGroup.shares == 0
     assert tokens(shared) == tokens(by_library) == tokens(alone)
     assert accept_lens(shared) == accept_lens(alone)
+
+
+@pytest.mark.parametrize("name", ["experts", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_with_exactness_bits_who_brings_the_shares_changes_no_bit(pairs, name, monkeypatch):
+    """Trees in a batch by memory, plain decoding of one request at a time by the library; two and three parts."""
+    monkeypatch.setattr(threads, "MemoryGroup", MailboxGroup)
+    given = {"params": replace(greedy(8), logprobs=2), "tp_size": 2, "exactness": "bits"}
+    with ranks_on_threads():
+        MailboxGroup.shares = 0
+        shared = answers(pairs[name], **given)
+        assert MailboxGroup.shares > 0
+        alone = answers(pairs[name], None, disable_custom_all_reduce=True, max_running_requests=1, **given)
+    assert bits(shared) == bits(alone)
 
 
 def test_a_wait_that_was_too_long_ends_the_step_with_an_error(pairs, monkeypatch):

@@ -174,7 +174,6 @@ def test_lookups_change_no_bit(strong_pair):
     [
         ({"dtype": "float64"}, "it is built for float32"),
         ({"attention_backend": "triton"}, "attention backend triton is not exact"),
-        ({"tp_size": 2}, "sums over ranks"),
     ],
 )
 def test_where_it_cannot_be_it_is_refused_by_name(strong_pair, options, words):

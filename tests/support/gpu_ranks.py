@@ -14,8 +14,10 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from treetop.checks.probes import LATE
+from treetop.engine.exact_ranks import sums_differ
 from treetop.kernels.peers import LOOK_NS
 from treetop.kernels.table import OpContext, Ops
+from treetop.parallel import exchange
 from treetop.parallel.exchange import Group, Rendezvous
 
 SIZE, EPS = 2, 1e-5
@@ -95,6 +97,24 @@ def sums_are_the_same(rank: int, group: Group) -> None:
                     if parts == 1:
                         assert torch.equal(one, other), f"not what NCCL's shares give: {rows} x {width} {dtype}"
                     torch.testing.assert_close(one, other, rtol=0.02, atol=0.04)
+
+
+def exact_sums_are_one(rank: int, group: Group) -> None:
+    """With `--exactness bits`: of few rows and many, in one part and in parts, by peer memory and by NCCL, and added as
+    many ranks add large shares."""
+    parallel, many = group.parallel, exchange._MANY_RANKS
+    try:
+        for dtype in (torch.bfloat16, torch.float16):
+            parallel._exact = dtype
+            ops = Ops(OpContext(torch.device("cuda"), dtype, exact=True), parallel=parallel)
+            for width in (64, 512, 2880, 4096, 8192):
+                for peers, fewest in ((parallel.peers, many), (None, many), (None, 2)):
+                    before, parallel.peers, exchange._MANY_RANKS = parallel.peers, peers, fewest
+                    differ = sums_differ(ops, width, EPS)
+                    parallel.peers = before
+                    assert differ is None, f"{differ} rows x {width} {dtype}, peers {peers is not None}, {fewest}"
+    finally:
+        exchange._MANY_RANKS = many
 
 
 def ten_thousand_exchanges(rank: int, group: Group) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from treetop.models.loader import compute_dtype
 from treetop.parallel.exchange import Group, Rendezvous
 from treetop.types.config import EngineConfig
 from treetop.types.parallel import SINGLE_RANK, Parallel
@@ -42,7 +43,8 @@ class RankGroups:
     ) -> None:
         """Waits until all ranks have come; of a GPU the calling thread gets the rank's.
 
-        rank: of `--tp-size`. folder: where these meet. Raises as `Group`.
+        rank: of `--tp-size`. folder: where these meet. Raises as `Group`. With `--exactness bits` shares of a sum are
+        sent in the dtype of the engine.
         """
         use_gpu_of(config, rank, device, engines)  # also where ranks meet on a thread of its own
         self.parallel: Parallel = SINGLE_RANK
@@ -51,7 +53,8 @@ class RankGroups:
         try:
             if config.tp_size > 1:
                 place = Rendezvous(Path(folder) / "meeting", rank, config.tp_size)
-                self._groups.append(Group(place, device, not config.disable_custom_all_reduce))
+                exact = compute_dtype(config.dtype, device) if config.exactness == "bits" else None
+                self._groups.append(Group(place, device, not config.disable_custom_all_reduce, exact))
                 self.parallel = self._groups[-1].parallel
             if engines is not None:
                 place = Rendezvous(Path(engines.folder) / f"meeting-{rank}", engines.rank, engines.size)

@@ -8,7 +8,7 @@ chunks, retractions and prefixes from the cache.
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor
 
+from treetop.doctor.rank_sums import rank_sum_differs
 from treetop.doctor.tables import print_table
 from treetop.engine.operation_probes import packed_experts, probed_operations
 from treetop.engine.plan import EnginePlan
@@ -27,7 +28,7 @@ from treetop.kernels.triton_guard import gpu_traits
 from treetop.models.loader import Placement
 from treetop.server.llm import LLM
 from treetop.server.outputs import RequestOutput
-from treetop.types.config import EngineConfig
+from treetop.types.parallel import SINGLE_RANK
 from treetop.types.sampling import SamplingParams
 from treetop.weights.gpu_products import WholeProduct
 from treetop.weights.linear import LibraryLinear
@@ -46,7 +47,7 @@ def show_exactness(console: Console, engine_plan: EnginePlan, model: str | None,
     ]
     print_table(console, f"operations, rows of {', '.join(map(str, COUNTS))}", ("operation", "a row's bits"), rows)
     cases = []
-    for case in engines(engine_plan.config, model, options):
+    for case in engines(engine_plan, model, options):
         cases.append(case)
         console.print(case.sentence(), markup=False, highlight=False)
     differ = sum(case.tokens + case.logprobs for case in cases) + sum(len(counts) for _, counts in found)
@@ -62,6 +63,9 @@ def show_exactness(console: Console, engine_plan: EnginePlan, model: str | None,
 def operations(engine_plan: EnginePlan) -> Iterator[tuple[str, list[int]]]:
     """Each operation of the target, and the row counts at which a row's bits differ from those among most rows."""
     place, target = engine_plan.place, engine_plan.target
+    if place.parallel.size > 1:
+        differ = rank_sum_differs(engine_plan)
+        yield f"sum over {place.parallel.size} ranks, and norm", [] if differ is None else [differ]
     yield from _products(engine_plan)
     if place.device.type == "cuda":
         yield from probed_operations(place.ops, target.config, packed_experts(place.own(target.params)))
@@ -78,10 +82,16 @@ def operations(engine_plan: EnginePlan) -> Iterator[tuple[str, list[int]]]:
 
 def _products(engine_plan: EnginePlan) -> Iterator[tuple[str, list[int]]]:
     """With weights of each of the target's shapes that are in no other format, by what serves them."""
-    place, chosen = engine_plan.place, products_of(engine_plan)
+    place = engine_plan.place
+    if place.device.type == "cpu":  # products of the first rank, which here tells no other
+        alone = replace(place, parallel=SINGLE_RANK, expert_ranks=SINGLE_RANK)
+        chosen = products_of(replace(engine_plan, place=alone))
+    else:
+        chosen = products_of(engine_plan)
     tied = ("embedding",) if engine_plan.target.config.tied_embeddings else ()
-    params = engine_plan.target.params
-    weights = {param.shape for param in params if param.kind == "matrix" or param.name in tied}
+    weights = {
+        param.shape for param in place.own(engine_plan.target.params) if param.kind == "matrix" or param.name in tied
+    }
     shapes = sorted(chosen.probed) if chosen.probed else sorted((shape[0], shape[1]) for shape in weights)
     generator = torch.Generator().manual_seed(0)
     for out, width in shapes:
@@ -145,16 +155,16 @@ class Compared:
         )
 
 
-def engines(config: EngineConfig, model: str | None, options: Mapping[str, Any]) -> Iterator[Compared]:
+def engines(engine_plan: EnginePlan, model: str | None, options: Mapping[str, Any]) -> Iterator[Compared]:
     """Each case is an engine of its own, one after another."""
     rng = random.Random(0)
-    prompts, params = _requests(config, model, options, rng)
+    prompts, params = _requests(engine_plan, rng)
     order = list(range(len(prompts)))
     rng.shuffle(order)
     plain = _serve(model, options, prompts, params, **_PLAIN, max_running_requests=1)
     cases: list[tuple[str, dict[str, Any]]] = [("plain, 8 requests at once", {**_PLAIN, "max_running_requests": 8})]
     cases += [(f"plain, chunks of {n}", {**_PLAIN, "chunked_prefill_size": n}) for n in (16, 333)]
-    trees = _TREES if config.speculates else ()
+    trees = _TREES if engine_plan.config.speculates else ()
     for shape, rows in zip(trees, (1, 3, 8, 33), strict=False):
         cases.append((f"tree {shape}, {rows} at once", {**_tree(shape), "max_running_requests": rows}))
     context = max(map(len, prompts)) + _TOKENS + 1
@@ -177,13 +187,9 @@ def _tree(shape: tuple[int, int, int]) -> dict[str, Any]:
     return dict(zip(names, shape, strict=True))
 
 
-def _requests(
-    config: EngineConfig, model: str | None, options: Mapping[str, Any], rng: random.Random
-) -> tuple[list[list[int]], list[SamplingParams]]:
+def _requests(engine_plan: EnginePlan, rng: random.Random) -> tuple[list[list[int]], list[SamplingParams]]:
     """Random prompts, from one token to a few blocks of attention; greedy and sampled."""
-    llm = LLM(model, **{**options, **_PLAIN})
-    vocab, context = llm.engine.spec.vocab_size, llm.engine.layout.max_context
-    llm.close()
+    vocab, context = engine_plan.target.config.vocab_size, engine_plan.layout.max_context
     longest = max(1, min(_LONGEST, context - _TOKENS - 1))
     prompts = [[rng.randrange(vocab) for _ in range(1 + i * (longest - 1) // (_PROMPTS - 1))] for i in range(_PROMPTS)]
     params = [

@@ -48,15 +48,17 @@ def exchange_times(size: int, device: str) -> list[tuple[str, str]]:
     return [(f"sum over {size} ranks and norm, {what}", f"{us:.1f} us") for what, us in times.items()]
 
 
-def measured_by_ranks(module: str, size: int, device: str) -> dict[str, float]:
-    """What the first rank has measured, where `python -m module FOLDER RANK SIZE DEVICE` is each rank's side.
+def measured_by_ranks(module: str, size: int, device: str, *more: str) -> dict[str, float]:
+    """What the first rank has measured, where `python -m module FOLDER RANK SIZE DEVICE MORE` is each rank's side.
 
     Raises EngineError if the ranks cannot exchange.
     """
     with tempfile.TemporaryDirectory(prefix="treetop-") as folder:
         command = [sys.executable, "-P", "-m", module, folder]
         ranks = [
-            subprocess.Popen([*command, str(rank), str(size), device], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            subprocess.Popen(
+                [*command, str(rank), str(size), device, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
             for rank in range(size)
         ]
         try:

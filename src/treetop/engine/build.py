@@ -15,6 +15,7 @@ from treetop.engine.buffers import Zeros, make_round_buffers
 from treetop.engine.capacity_proof import prove_acceptance
 from treetop.engine.compile_ahead import compile_all
 from treetop.engine.cuda_graphs import num_rounds
+from treetop.engine.exact_ranks import check_ranks
 from treetop.engine.kv_transfer import StagingSlots
 from treetop.engine.layer_groups import group_of, layers_in_order
 from treetop.engine.memory import (
@@ -57,10 +58,12 @@ class BuiltRunner:
 def build_runner(engine_plan: EnginePlan) -> BuiltRunner:
     """Load weights, make tables and buffers, try the worst steps, and give what is left to the pools.
 
-    Raises CapacityError if what is left does not hold one request, EngineError if memory runs out on the way.
+    Raises CapacityError if what is left does not hold one request, EngineError if memory runs out on the way, and
+    ConfigError where `--exactness bits` cannot be honoured.
     """
     config, place, scales = engine_plan.config, engine_plan.place, kv_scales(engine_plan)
     products = products_of(engine_plan)
+    check_ranks(engine_plan)
     with out_of_memory_explained("loading weights and trying the worst steps", place.device, engine_plan.use):
         before = _allocated(place.device)
         runner, zones, zeros = _without_pools(engine_plan, products)

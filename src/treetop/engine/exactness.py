@@ -37,15 +37,13 @@ def is_exact(config: EngineConfig, layout: Layout, target: TargetSpec, place: Pl
 def why_not_exact(config: EngineConfig, layout: Layout, target: TargetSpec, place: Placement) -> Refusal | None:
     """What stands against `--exactness bits`; None if nothing does.
 
-    Operations but products are probed: on a CPU once a process, on a GPU once a machine.
+    Operations but products are probed: on a CPU once a process, on a GPU once a machine. What ranks do together is
+    tried when they have met (`engine.exact_ranks`).
     """
     on_cpu, nodes = place.device.type == "cpu", max(shape.num_draft_tokens for shape in layout.shapes)
     problem = _of_device(config, place)
     if problem is not None:
         return problem
-    if config.tp_size > 1 or config.ep_size > 1:
-        flag = "--tp-size" if config.tp_size > 1 else "--ep-size"
-        return Refusal("sums over ranks are not exact yet", f"{_TIES} or {flag} 1")
     if nodes > on_a_cpu.MOST_NODES:
         most = on_a_cpu.MOST_NODES
         return Refusal(f"a tree may have {most} nodes", f"lower --speculative-num-draft-tokens {nodes} or {_TIES}")

@@ -23,7 +23,7 @@ from treetop.kernels.routing import Router, RouterKind, RouterSpec
 from treetop.kernels.sampling import RowSamplingParams, SamplingMetadata
 from treetop.kernels.table import Ops
 from treetop.kernels.tiles import TiledWeight, in_turn, tile
-from treetop.models.config import AttentionSpec, DenseSpec, ExpertSpec, ModelConfig
+from treetop.models.config import AttentionSpec, DenseSpec, ExpertSpec, ModelConfig, attention_of_rank
 from treetop.models.params import Param
 from treetop.types.sampling import MAX_LOGPROBS
 from treetop.weights.format import Biases
@@ -59,7 +59,8 @@ def probed_operations(
 ) -> Iterator[tuple[str, list[int]]]:
     """Each operation of a target, and the row counts at which the bits of a row are not those among most rows.
 
-    ops: of a target. packed: the format of its experts, where they stay packed. most: rows that are tried.
+    ops: of a target, or of a rank of one. packed: the format of its experts, where they stay packed. most: rows that
+    are tried.
     """
     device, dtype = ops.context.device, ops.context.dtype
     generator = torch.Generator(device).manual_seed(model.hidden_size)
@@ -91,7 +92,8 @@ def kept_operation_problem(ops: Ops, model: ModelConfig, packed: Packed | None) 
     """The same, as an earlier start on this machine found it if it found nothing."""
     layers = {(layer.attention, layer.feed_forward) for layer in model.layers}
     coding = None if packed is None else packed.coding
-    what = sorted(map(repr, layers)), model.hidden_size, model.vocab_size, coding, str(ops.context.dtype)
+    ranks = ops.parallel.size, ops.expert_ranks.size
+    what = sorted(map(repr, layers)), model.hidden_size, model.vocab_size, coding, str(ops.context.dtype), ranks
     file = cache_file("exact-operations", identity(ops.context.device, *what))
     if file.is_file():
         return None
@@ -112,8 +114,9 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 def _cases(ops: Ops, model: ModelConfig, packed: Packed | None, generator: torch.Generator) -> Iterator[_Case]:
     made = set[object]()
-    hidden = model.hidden_size
-    parts = {1, *(each.router.top_k + bool(each.shared_inner) for layer in model.layers if (each := layer.experts))}
+    hidden, ranks = model.hidden_size, ops.parallel.size
+    parts = {1, ranks, ops.expert_ranks.size}
+    parts |= {each.router.top_k + bool(each.shared_inner) for layer in model.layers if (each := layer.experts)}
     for number in sorted(parts):
         yield _Case(f"a norm of a sum of {number} parts", hidden, _norm(ops, hidden, number, model.norm_eps, generator))
     for layer in model.layers:
@@ -122,10 +125,11 @@ def _cases(ops: Ops, model: ModelConfig, packed: Packed | None, generator: torch
                 continue
             made.add(spec)
             if isinstance(spec, AttentionSpec) and spec.latent is None:
-                yield _rotation(ops, spec, model.norm_eps, generator)
+                yield _rotation(ops, attention_of_rank(spec, ranks), model.norm_eps, generator)
             elif isinstance(spec, DenseSpec):
                 operation = ops.silu_mul if spec.gate == "silu" else ops.gelu_tanh_mul
-                yield _Case(f"{spec.gate} of a gate", 2 * spec.inner_size, partial(_of_rows, operation))
+                width = 2 * (spec.inner_size // ranks)
+                yield _Case(f"{spec.gate} of a gate", width, partial(_of_rows, operation))
             elif isinstance(spec, ExpertSpec):
                 yield _Case("routing", hidden, _routing(ops, spec.router, hidden, generator))
                 yield _Case("products with experts", hidden, _experts(ops, spec, hidden, packed, generator))

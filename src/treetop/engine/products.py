@@ -12,7 +12,8 @@ from treetop.engine.plan import EnginePlan
 from treetop.engine.probed_products import probed_products
 from treetop.engine.weight_copies import CpuWeights, product_weights
 from treetop.models.loader import Placement
-from treetop.weights.cpu_products import Call, ChosenProduct, Shape, choose_products
+from treetop.types.errors import ConfigError
+from treetop.weights.cpu_products import Call, ChosenProduct, Shape, choose_products, is_exact_from
 from treetop.weights.gpu_products import Probed
 
 
@@ -50,7 +51,29 @@ def products_of(engine_plan: EnginePlan) -> Products:
         timed = _timed(weights, place)
         return Products(timed, timed)
     target = choose_products(weights.shapes[: weights.targets], place.dtype, weights.orders, exact=True)
-    return Products(target, _timed(replace(weights, shapes=weights.shapes[weights.targets :]), place))
+    return Products(_agreed(target, place), _timed(replace(weights, shapes=weights.shapes[weights.targets :]), place))
+
+
+def _agreed(own: Mapping[Shape, ChosenProduct], place: Placement) -> Mapping[Shape, ChosenProduct]:
+    """The first rank's exact calls, for all. Raises ConfigError on all ranks where one of them cannot take one.
+
+    A row is to have the same bits on any rank, and what ranks compute alike is to be alike.
+    """
+    if place.parallel.size * place.expert_ranks.size == 1 or not own:
+        return own
+    every = list(Call)
+    mine = torch.tensor([[every.index(each.calls[0]), each.least or 0] for each in own.values()])
+    first = place.expert_ranks.gather(place.parallel.gather(mine)[0])[0].tolist()
+    told = {
+        shape: replace(each, calls=(every[call],) * len(each.calls), least=least or None)
+        for (shape, each), (call, least) in zip(own.items(), first, strict=True)
+    }
+    able = all(is_exact_from(shape, each.calls[0], each.least) for shape, each in told.items())
+    if not place.expert_ranks.minimum(place.parallel.minimum(int(able))):
+        raise ConfigError(
+            "--exactness bits: products that are exact on the first rank are not on another; use --exactness ties"
+        )
+    return told
 
 
 def _timed(weights: CpuWeights, place: Placement) -> dict[Shape, ChosenProduct]:

@@ -34,8 +34,11 @@ def joined(parts: Tensor) -> Tensor:
 
 
 def joined_in_order(parts: Tensor) -> Tensor:
-    """The same, one part after another: a library may add them up by the number of rows."""
+    """The same, one part after another: a library may add them up by the number of rows. Several parts in 16 bits are
+    added in float32, which is returned."""
     total = parts[0]
+    if parts.shape[0] > 1:
+        total = total.to(torch.promote_types(total.dtype, torch.float32))
     for part in parts[1:]:
         total = total + part
     return total
@@ -53,6 +56,17 @@ def add_rms_norm_reference(x: Tensor, delta: Tensor | None, weight: Tensor, eps:
     x: [..., hidden]. delta: [parts, ..., hidden].
     """
     total = x if delta is None else add_reference(x, delta)
+    return total, rms_norm(total, weight, eps)
+
+
+def add_in_order(x: Tensor, delta: Tensor) -> Tensor:
+    """`add_reference`, one part of delta after another, in float32 at least, rounded once: as the kernels do."""
+    return (x + joined_in_order(delta)).to(x.dtype)
+
+
+def add_rms_norm_in_order(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`add_rms_norm_reference` of `add_in_order`."""
+    total = x if delta is None else add_in_order(x, delta)
     return total, rms_norm(total, weight, eps)
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from treetop.checks.probes import LATE
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
-from treetop.kernels.fused import add_rms_norm_reference, joined
+from treetop.kernels.fused import add_in_order, joined_in_order, rms_norm
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, interpreted, jit, lanes, tl
 
 ROWS, ROW_BYTES = 256, 32 << 10
@@ -99,18 +99,18 @@ def add_shares_rms_norm_reference(
     """x plus the shares of all ranks, and that over its root mean square, times weight; the sum twice without weight.
 
     parts: [parts, ..., hidden], whose sum, rounded to x's dtype, is this rank's share. It is `add_rms_norm` of the
-    gathered shares.
+    gathered shares: these are added in float32, from the first rank's to the last's, then to x, and rounded once.
     """
     word, nan = (torch.int16, torch.int32)[x.element_size() == 4], _NAN[x.element_size()]
     boxes = [_sums(mail, peer).view(word) for peer in range(mail.ranks)]
     came = []
-    for slot, row in enumerate(joined(parts).to(x.dtype).view(-1, x.shape[-1]).view(word)):
+    for slot, row in enumerate(joined_in_order(parts).to(x.dtype).view(-1, x.shape[-1]).view(word)):
         slots, words = [each[:, slot] for each in boxes], row.where(row != -1, nan)
         came.append(_exchanged(mail, slot, slots, words, lambda words: words != -1))
         slots[mail.rank][int(mail.counts[slot]) - 1 & 1] = -1
     shares = torch.stack(came, dim=1).view(x.dtype).view(mail.ranks, *x.shape)
-    total = add_rms_norm_reference(x, shares, x.new_ones(x.shape[-1]), eps)[0]
-    return total, total if weight is None else add_rms_norm_reference(total, None, weight, eps)[1]
+    total = add_in_order(x, shares)
+    return total, total if weight is None else rms_norm(total, weight, eps)
 
 
 def gather_reference(out: Tensor, piece: Tensor, mail: Mailboxes) -> None:
@@ -256,12 +256,12 @@ def _add_shares_kernel(
     looked = tl.full([], 0, tl.int64)
     while missing > 0:
         ends = tl.load(ended, volatile=True)
-        added = tl.zeros([block], tl.float32)
         absent = tl.zeros([block], tl.int32)
         for peer in tl.static_range(ranks):
             came = tl.load(own + peer * slot + column, mask=there & (me != peer), other=bits, volatile=True)
             absent = tl.where(came == -1, peer + 1, absent)
-            added += came.to(x.dtype.element_ty, bitcast=True).to(tl.float32)
+            sent = came.to(x.dtype.element_ty, bitcast=True).to(tl.float32)
+            added = sent if peer == 0 else added + sent  # as gathered shares are added: a sum of -0 stays -0
         missing = _missing(absent, ends)
         if missing > 0:
             tries += 1

@@ -162,13 +162,21 @@ class Ops:
     """
 
     # of a layer
-    add = Op(cast(Add, fused.add_reference), fused.add, 1e-6, on_a_gpu, (fused._add_rms_norm_kernel,))
+    add = Op(
+        cast(Add, fused.add_reference),
+        fused.add,
+        1e-6,
+        on_a_gpu,
+        (fused._add_rms_norm_kernel,),
+        cast(Add, fused.add_in_order),
+    )
     add_rms_norm = Op(
         cast(AddRmsNorm, fused.add_rms_norm_reference),
         fused.add_rms_norm,
         1e-6,
         on_a_gpu,
         (fused._add_rms_norm_kernel,),
+        cast(AddRmsNorm, fused.add_rms_norm_in_order),
     )
     embed_and_norm = Op(
         fused.embed_and_norm_reference, fused.embed_and_norm, 1e-6, on_a_gpu, (fused._embed_and_norm_kernel,)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from treetop.attention.layer import Attend
+from treetop.kernels.fused import joined_in_order
 from treetop.kernels.rope import rope_table
 from treetop.kernels.table import Ops
 from treetop.models.attention import attention, attention_params
@@ -30,6 +31,7 @@ class DecoderLayer:
         spec, name, eps = config.layers[index], f"layers.{index}", config.norm_eps
         self.rope = spec.attention.rope
         self._scale = config.residual_scale
+        self._joins = ops.context.exact and ops.parallel.size > 1
         self.input_norm = _norm(weights, f"{name}.input_norm", eps, ops) or NoNorm(ops)
         self.attention = attention(spec.attention, weights, f"{name}.attention", index, eps, ops)
         self.mlp_norm = _norm(weights, f"{name}.mlp_norm", eps, ops) or NoNorm(ops)
@@ -53,7 +55,10 @@ class DecoderLayer:
         """What is added to the residual stream of what a half of the layer gives."""
         if norm is not None:
             parts = norm.of_parts(parts, dtype)
-        return parts if self._scale == 1 else taken(parts) * self._scale
+        if self._scale == 1:
+            return parts
+        parts = taken(parts)
+        return (joined_in_order(parts)[None] if self._joins else parts) * self._scale
 
 
 def _norm(weights: Weights, name: str, eps: float, ops: Ops) -> RMSNorm | None:

@@ -28,7 +28,7 @@ def _lookup_in_part(table: Tensor, parallel: Parallel, tokens: Tensor) -> Tensor
     row = tokens - parallel.rank * table.shape[0]
     mine = (row >= 0) & (row < table.shape[0])
     found = torch.where(mine[..., None], F.embedding(torch.where(mine, row, 0), table), 0)
-    return joined(parallel.sum(found[None]))
+    return joined(parallel.sum(found[None])).to(table.dtype)
 
 
 def whole_table(part: Tensor, rows: int, parallel: Parallel) -> Tensor:

@@ -13,6 +13,8 @@ Ranks may share the experts: each has a part of them, in order. Those of `--ep-s
 their batches; each computes what its experts add to them, and gives that back to the row's rank. There the shares are
 added in the order of the ranks, so that a row comes to the same numbers whichever rank it is on. Those of `--tp-size`
 have the same rows: each computes what its experts add to them, and the shares are added as those of any product are.
+So a token's experts are added on each rank as one engine adds all of them, then over `--ep-size`, then over
+`--tp-size`.
 """
 
 from dataclasses import dataclass
@@ -95,8 +97,12 @@ class ExpertMLP:
 
         rows = gathered(x)
         parts = self._experts(rows, self.route(rows if seen is x else gathered(seen), live))
-        share = parts[0] if len(parts) == 1 else parts.sum(dim=0)
+        share = parts[0] if len(parts) == 1 else self._added(parts)
         return self._ranks.all_to_all(share.view(size, maximum, -1))[:, :count]
+
+    def _added(self, parts: Tensor) -> Tensor:
+        """The sum of several parts; where bits are exact the first plus the others added in their order, one launch."""
+        return self._ops.add(parts[0], parts[1:]) if self._ops.context.exact else parts.sum(dim=0)
 
 
 def live_rows(live: Tensor | None, ranks: Parallel) -> Tensor | None:

@@ -4,6 +4,11 @@ Small shares are gathered: whoever adds them, in the norm that reads them, adds 
 GPUs that reach each other's memory do both in one launch, and gather small pieces so (`parallel/peer_memory.py`). Large
 shares, of long prompts on GPUs, are added by NCCL, which sends one result to all ranks. A process group is an object of
 its own here, not the default one of the process, so that a process can have several, one after the other.
+
+With `--exactness bits` a sum over ranks is one sum, whatever its rows and whoever brings the shares. Each share is
+rounded to the dtype in which it is sent. They are added in float32, from the first rank's to the last's, then to what
+they are added to, and that is rounded once. The library adds nothing. Large shares of four ranks and more are not
+gathered: each rank adds up a part of the numbers, and sends that to all.
 """
 
 from collections.abc import Callable
@@ -18,13 +23,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, Store
 
+from treetop.kernels.fused import joined_in_order
 from treetop.kernels.peers import adds, gathers
 from treetop.parallel.peer_memory import PeerExchange, PeerShare, reach_peers
 from treetop.types.errors import ConfigError, EngineError
 from treetop.types.parallel import Summed
 
-_SMALL = 2**20
+SMALL = 2**20
 """Bytes up to which shares are gathered and added where they are read; more are added by the library on their way."""
+_MANY_RANKS = 4
+"""From so many on gathering a large share in 16 bits takes more than what is added on its way, in float32."""
 START_S = 600.0
 """Seconds until a rank must answer while the group starts: ranks load weights and compile at their own pace."""
 RENDEZVOUS_S = 120.0
@@ -54,26 +62,37 @@ Reduce = Callable[[Tensor], None]
 class ExchangeRank:
     """A `Parallel` of three operations.
 
-    reduce: None if the library's is not the same on all ranks.
+    reduce: None if the library's is not the same on all ranks. exact: the dtype in which shares are sent where a row's
+    bits are to depend on it alone, None where they need not.
 
     peers: what is exchanged by memory, None for nothing.
     """
 
     def __init__(
-        self, rank: int, size: int, device: torch.device, gather: Gather, swap: Swap, reduce: Reduce | None = None
-    ) -> None:
+        self, rank: int, size: int, device: torch.device, gather: Gather, swap: Swap, reduce: Reduce | None = None,
+        exact: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         self.rank, self.size, self._device = rank, size, device
-        self._gather, self._swap, self._reduce = gather, swap, reduce
+        self._gather, self._swap, self._reduce, self._exact = gather, swap, reduce, exact
         self.peers: PeerExchange | None = None
 
     def sum(self, parts: Tensor) -> Tensor:
         """The ranks' shares, in the order of the ranks: whoever adds them adds the same numbers in the same order."""
+        if self._exact is not None:
+            return self._exact_sum(joined_in_order(parts).to(self._exact))
         share = parts[0] if parts.shape[0] == 1 else parts.sum(dim=0)
-        if self._reduce is None or share.nbytes <= _SMALL:
+        if self._reduce is None or share.nbytes <= SMALL:
             return self.gather(share)
         share = share.contiguous()
         self._reduce(share)
         return share[None]
+
+    def _exact_sum(self, share: Tensor) -> Tensor:
+        """The shares in the order of the ranks, or of many large ones the sum of these in that order, in float32."""
+        if self.size < _MANY_RANKS or share.nbytes <= SMALL or share.numel() % self.size:
+            return self.gather(share)
+        own = joined_in_order(self.all_to_all(share.reshape(self.size, -1)))
+        return self.gather(own).view(1, *share.shape)
 
     def share(self, parts: Tensor) -> Summed:
         """See `Parallel`."""
@@ -114,10 +133,17 @@ class Group:
     parallel: this rank. deadline: seconds until the others must answer, from now on.
     """
 
-    def __init__(self, rendezvous: Rendezvous, device: torch.device, peer_memory: bool = False) -> None:
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        device: torch.device,
+        peer_memory: bool = False,
+        exact: torch.dtype | None = None,
+    ) -> None:
         """Waits until all ranks have come. Raises ConfigError if PyTorch was built without what the device needs.
 
-        peer_memory: GPUs exchange what is small by writing into each other's memory, if all of them can.
+        peer_memory: GPUs exchange what is small by writing into each other's memory, if all of them can. exact: see
+        `ExchangeRank`.
         """
         if not rendezvous.file.parent.is_dir():
             raise EngineError(f"the group has ended: {rendezvous.file.parent} is gone")  # FileStore would wait for it
@@ -131,7 +157,7 @@ class Group:
             (self._gather_on_gpu, self._swap_on_gpu) if self._gpu else (self._gather_on_cpu, self._swap_on_cpu)
         )
         reduce = self._reduce_on_gpu if self._gpu else None
-        self.parallel = ExchangeRank(rendezvous.rank, rendezvous.size, device, gather, swap, reduce)
+        self.parallel = ExchangeRank(rendezvous.rank, rendezvous.size, device, gather, swap, reduce, exact)
         self.parallel.minimum(0)  # the library connects at the first exchange of a kind, which cannot be recorded
         self.parallel.all_to_all(torch.zeros((rendezvous.size, 1), device=device))
         if self._gpu and peer_memory:

@@ -228,6 +228,12 @@ def _least_rows(shape: Shape, call: Call, threads: int) -> int | None:
     return least_rows(_product(call, _in_order(weight, _ORDER[call]), None), width)
 
 
+def is_exact_from(shape: Shape, call: Call, least: int | None) -> bool:
+    """Whether products with weights of this shape are exact in calls of `least` rows and more; None is row by row."""
+    own = _least_rows(shape, call, torch.get_num_threads())
+    return least is None or (own is not None and own <= least)
+
+
 def default_call(dtype: torch.dtype) -> Call:
     """What is taken unless timing says otherwise. bfloat16 is packed only where the CPU multiplies it natively."""
     if not torch.backends.mkldnn.is_available() or dtype not in TIMED_DTYPES:
