@@ -1,6 +1,6 @@
 """Where the GPU's time goes in one captured round: kernels by time between completions.
 
-    python benchmarks/profile_round.py --shape 5,4,16 --batch 1
+    python benchmarks/profile_round.py --shape 5,4,16 --batch 1 [--exactness bits]
 
 Shapes and weights as in `rounds.py`. A kernel's time is its end minus the end before it (`completions.py`), so times
 add up to that of the round. Each replay is recorded by itself; a round's time without the profiler stands beside it.
@@ -45,9 +45,11 @@ def main() -> None:
     parser.add_argument("--shape", default="5,4,16", help="S,k,T")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--top", type=int, default=25)
+    parser.add_argument("--exactness", choices=("bits", "ties"), default="ties")
     args = parser.parse_args()
     model, draft = preset(args.preset)
-    options = {"draft": draft, "load_format": "dummy", "simulate_accept_length": 3}
+    accepted = 1 if args.shape.startswith("0,") else 3
+    options = {"draft": draft, "load_format": "dummy", "simulate_accept_length": accepted, "exactness": args.exactness}
     grid = make_grid(model, options, SweepOptions(None, [args.shape], [args.batch], [INPUT], 20, args.batch))
     llm = LLM(**asdict(engine_config(model, options, grid.shapes[0], grid)))
     times = phase_times_ms(llm, args.batch, INPUT, grid.rounds)
