@@ -8,7 +8,7 @@ from torch import Tensor
 from treetop.drafts.protocol import Drafter, DrafterSpec
 from treetop.engine.build import kv_scales
 from treetop.engine.kept_calibration import KeptCalibration, kept_calibration
-from treetop.engine.plan import EnginePlan, check_quantized_activations, read_draft_spec
+from treetop.engine.plan import EnginePlan, read_draft_spec
 from treetop.engine.products import products_of
 from treetop.models.folder import resolve_folder
 from treetop.models.registry import target_spec
@@ -54,7 +54,6 @@ def read_weights(engine_plan: EnginePlan, model: str | None, draft: str | None) 
     spec, old = target_spec(resolve_folder(config.model)), engine_plan.target
     if spec.config != old.config:
         raise ConfigError(f"update_weights: {config.model} is not the model of {old.folder}: their config.json differ")
-    check_quantized_activations(config, spec, place.device)
     drafter_spec = read_draft_spec(config, spec) if config.speculates else None
     if not _are_alike(drafter_spec, engine_plan.draft):
         raise ConfigError(f"update_weights: {config.draft} is another draft head: its config or its tensors differ")
