@@ -78,7 +78,8 @@ def quantize_rows_reference(x: Tensor, how: Activations, fixed: Tensor | None = 
     group = how.group or k
     whole = torch.nn.functional.pad(wide, (0, -k % group)).view(rows, -1, group)
     if fixed is None:
-        scale = whole.abs().amax(-1) / LARGEST
+        largest = whole.abs().amax(-1)
+        scale = largest / torch.full_like(largest, LARGEST)  # by a number a GPU would multiply with its inverse
         scale = torch.where(scale == 0, _LEAST, scale)
         scale = _up_to_powers(scale) if how.powers else scale
     else:
@@ -283,7 +284,7 @@ def choose_fp8(
     block_n = 64 if few else 128
     splits = 1 if gated or whole or not few else most_splits(-(-lines // block_n), -(-k // block_k), gpu)
     stage = block_k * (block_n + row_block(rows))  # bytes
-    stages = max(2, min(8 if few else 4, (gpu.shared_bytes - _SPARE) // stage))
+    stages = max(2, min(6 if few else 4, (gpu.shared_bytes - _SPARE) // stage))
     return Fp8Launch(block_n, splits, stages, 4 if few else 8)
 
 
