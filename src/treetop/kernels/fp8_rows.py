@@ -29,7 +29,7 @@ from treetop.kernels.gate import Gate, activated, activated_reference
 from treetop.kernels.kv import FP8, LARGEST
 from treetop.kernels.skinny_gemm import most_splits
 from treetop.kernels.tiles import apart
-from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, tl
+from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, jit_for_any, lanes, tl
 
 BLOCK = 128
 """Columns after which sums go to float32, where a row has one scale."""
@@ -213,7 +213,7 @@ def fp8_rows(
     return out
 
 
-@jit
+@jit_for_any("rows")
 def _fp8_kernel(
     out: Arg, x: Arg, x_scale: Arg, weight: Arg, weight_scale: Arg, bias: Arg, rows: Arg, lines: Arg, k: Arg,
     share: Arg, grouped: constexpr, has_bias: constexpr, kind: constexpr, block_m: constexpr, block_n: constexpr,
