@@ -18,13 +18,20 @@ _COMPRESSED: dict[str, Any] = {"quant_method": "compressed-tensors", "ignore": [
 _MOE_IGNORE = ["lm_head", "re:.*mlp.gate$"]
 
 
-def _group(stored: str, **weights: Any) -> dict[str, Any]:
-    groups = {"group_0": {"targets": ["Linear"], "format": stored, "weights": weights}}
+def _group(stored: str, activations: Mapping[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "format": stored, "weights": weights, "input_activations": activations}
+    groups = {"group_0": group}
     return {**_COMPRESSED, "ignore": _MOE_IGNORE, "format": stored, "config_groups": groups}
 
 
 CONFIGS: dict[str, Mapping[str, Any]] = {
-    "fp8-channel": _group("float-quantized", num_bits=8, type="float", strategy="channel"),
+    "fp8-channel": _group(
+        "float-quantized",
+        {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+        num_bits=8,
+        type="float",
+        strategy="channel",
+    ),
     "fp8-block": {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
     "w4a16": _group("pack-quantized", num_bits=4, type="int", strategy="group", group_size=128),
     "nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},

@@ -12,6 +12,10 @@ checkpoint would: fp8-channel, fp8-block, w4a16 (groups of 128) or nvfp4.
     for format in fp8-block fp8-channel w4a16; do
         python benchmarks/rounds.py --quantization $format --shapes 0,1,1 5,4,16 --rounds 30
     done
+
+Of FP8 with its activations in FP8 too, and without:
+
+    python benchmarks/rounds.py --quantization fp8-channel --quantize-activations --shapes 0,1,1 5,4,16
 """
 
 import argparse

@@ -19,7 +19,7 @@ from treetop.models.checkpoint import StoredFiles, stored_files
 from treetop.models.config import AttentionSpec, LayerSpec, read_config
 from treetop.models.folder import resolve_folder
 from treetop.models.loader import compute_device, compute_dtype, format_bytes, weight_bytes
-from treetop.models.params import stay_packed
+from treetop.models.params import about_activations, stay_packed
 from treetop.models.registry import TargetSpec, target_spec
 from treetop.types.config import EngineConfig, Exactness
 from treetop.types.errors import UserError
@@ -44,6 +44,7 @@ class TargetReport:
     dtype: what it computes in.
     weight_bytes: in memory, of the target alone.
     formats: of these bytes, those in each format.
+    activations: which products quantize their inputs; None if none do.
     own_draft: the algorithm that the folder's own draft layers need; None if it has none.
     """
 
@@ -59,6 +60,7 @@ class TargetReport:
     dtype: str
     weight_bytes: int
     formats: dict[str, int]
+    activations: str | None
     own_draft: str | None
 
 
@@ -182,14 +184,14 @@ def _draft_report(folder: Path, target: TargetSpec | None, config: EngineConfig)
     spec: DrafterSpec = read_draft_spec(config, target)
     spec.check()
     numbers = sum(param.numbers for param in spec.params) + spec.derived
-    params = stay_packed(spec.params, packing(config))
+    params = stay_packed(spec.params, packing(config), config.quantize_activations)
     held = weight_bytes(params, _dtype(config)) + spec.derived * _dtype(config).itemsize
     formats = format_bytes(params, _dtype(config))
     return DraftReport(*known, numbers, len(spec.attention), spec.vocab_size, spec.aux_inputs, held, formats)
 
 
 def _target_report(spec: TargetSpec, config: EngineConfig) -> TargetReport:
-    of, params = spec.config, stay_packed(spec.params, packing(config))
+    of, params = spec.config, stay_packed(spec.params, packing(config), config.quantize_activations)
     return TargetReport(
         folder=str(spec.folder),
         architecture=read_config(spec.folder)["architectures"][0],
@@ -203,6 +205,7 @@ def _target_report(spec: TargetSpec, config: EngineConfig) -> TargetReport:
         dtype=_name(_dtype(config)),
         weight_bytes=weight_bytes(params, _dtype(config)),
         formats=format_bytes(params, _dtype(config)),
+        activations=about_activations(params),
         own_draft=_own_draft(spec.folder),
     )
 
@@ -311,6 +314,8 @@ def _target_lines(target: TargetReport) -> list[str]:
         lines.append(f"  {kind.count} layers: attention {_said(kind.attention)}; {_said(kind.feed_forward)}")
     lines.append(f"  on disk: {_stored(target.stored)}")
     lines.append(f"  in memory: {target.dtype}, {_bytes(target.weight_bytes)}{_quantized(target.formats)}")
+    if target.activations is not None:
+        lines.append(f"  {target.activations}")
     if target.own_draft is not None:
         lines.append(f"  it holds draft layers of its own: --speculative-algorithm {target.own_draft}")
     return lines

@@ -27,6 +27,7 @@ from treetop.kernels.coded import CodedWeight, Coding
 from treetop.kernels.coded_rows import CodedLaunch
 from treetop.kernels.commit import Paths
 from treetop.kernels.experts import Activation, Experts
+from treetop.kernels.fp8_rows import Activations, Fp8Launch, QuantizedRows
 from treetop.kernels.fused import HeadNorms
 from treetop.kernels.grow import Children, Frontier, TreeBuilder
 from treetop.kernels.indexer import IndexNorm, IndexQuery
@@ -225,6 +226,24 @@ def coded_gated(_: bool) -> Call:
 @case
 def decode_tiles(_: bool) -> Call:
     return Call((tile(coded_weight(150, 200, Coding("e2m1", 16, "over"))), 64, 150, torch.float16), {}, only_result)
+
+
+def e4m3_rows(rows: int, k: int, groups: int) -> QuantizedRows:
+    return QuantizedRows(coded_weight(rows, k, Coding("e4m3", 0)).codes, torch.rand(rows, groups) + 0.1)
+
+
+@case
+def quantize_rows(_: bool) -> Call:
+    x = torch.randn(9, 200) * torch.exp2(torch.randint(-20, 20, (9, 200)))
+    x[3], x[6, :64] = 0, 1e-43
+    return Call((x, Activations(64, powers=True)), {}, only_result)
+
+
+@case
+def fp8_rows(_: bool) -> Call:
+    weight = coded_weight(72, 200, Coding("e4m3", 32))
+    more = {"dtype": torch.float32, "launch": Fp8Launch(64, 2, 1, 4)}
+    return Call((e4m3_rows(19, 200, 7), weight, torch.randn(72)), more, summed)
 
 
 @case

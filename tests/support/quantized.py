@@ -45,9 +45,11 @@ def blocks(weight: Tensor, rows: int, columns: int) -> Tensor:
     return padded.view(-(-n // rows), rows, -(-k // columns), columns).amax((1, 3))
 
 
-def by_library(stored: str, dtype: torch.dtype = torch.float32, **args) -> Format:
-    """A layout of `compressed-tensors`. dtype: of scales. args: of the weights' `QuantizationArgs`."""
+def by_library(stored: str, dtype: torch.dtype = torch.float32, inputs: dict | None = None, **args) -> Format:
+    """A layout of `compressed-tensors`. dtype: of scales. args: of the weights' `QuantizationArgs`. inputs: of their
+    activations'; a fixed scale of these is 1 / 64."""
     weights = QuantizationArgs(**args)
+    fixed = inputs is not None and not inputs.get("dynamic")
     scheme = QuantizationScheme(targets=["Linear"], weights=weights)
     compressor = BaseCompressor.get_value_from_registry(stored)
     group = args.get("group_size") or 0
@@ -82,9 +84,12 @@ def by_library(stored: str, dtype: torch.dtype = torch.float32, **args) -> Forma
             made = {**compressor.compress(divisors, scheme), "weight_scale": state["weight_scale"]}
         else:
             made = compressor.compress(state, scheme)
-        return Stored({f".{name}": tensor for name, tensor in made.items()}, decompressed(made, scheme, compressor))
+        decoded = decompressed(made, scheme, compressor)
+        made |= {"input_scale": torch.tensor([2.0**-6])} if fixed else {}
+        return Stored({f".{name}": tensor for name, tensor in made.items()}, decoded)
 
     config = {"format": stored, "targets": ["Linear"], "weights": json.loads(weights.model_dump_json())}
+    config |= {} if inputs is None else {"input_activations": inputs}
     columns = max(group, 1) * (1 if weights.num_bits == 8 else 2)
     return Format(
         store,

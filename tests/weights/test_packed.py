@@ -17,7 +17,7 @@ from treetop.models.registry import target_spec
 from treetop.quantize import quantize
 from treetop.types.errors import CheckpointError
 from treetop.weights import packed
-from treetop.weights.packed import CodedGated, CodedLinear
+from treetop.weights.packed import CodedLinear, GateOver
 
 CPU = torch.device("cpu")
 
@@ -40,7 +40,8 @@ def test_a_product_of_blocks_is_that_of_the_decoded_weight(coding, small_blocks)
     weight, bias = coded_weight(44, 96, coding, CPU), torch.randn(44).double()
     whole = decode(weight).double()
     ops = Ops(OpContext(CPU, torch.float64))
-    linear, gated = CodedLinear(weight, bias, ops), CodedGated(weight, bias, "silu", ops)
+    linear = CodedLinear(weight, bias, ops)
+    gated = GateOver(linear, 44, "silu", ops)
     for shape in ((96,), (1, 96), (3, 4, 96)):
         x = torch.randn(shape).double()
         want = F.linear(x, whole, bias)

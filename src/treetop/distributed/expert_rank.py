@@ -78,7 +78,7 @@ def check_experts(config: EngineConfig) -> None:
     parallel = SINGLE_RANK if config.tp_size == 1 else PlaceholderRank(config.tp_size)
     ranks = PlaceholderRank(config.ep_size)
     place = Placement(torch.float32, torch.device("meta"), 1, parallel=parallel, expert_ranks=ranks)
-    replace(place, packed=packing(config)).own(target.params)
+    replace(place, packed=packing(config), activations=config.quantize_activations).own(target.params)
     if compute_device(config.device).type == "cuda" and torch.cuda.device_count() < config.tp_size * config.ep_size:
         raise ConfigError(
             f"--tp-size {config.tp_size} --ep-size {config.ep_size}: this machine shows"

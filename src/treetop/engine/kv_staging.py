@@ -18,7 +18,7 @@ def staging_of(engine: Engine) -> Staging:
     shape = config.shape
     schema = Schema(
         wire=WIRE_VERSION,
-        target=f"dummy {config.seed}" if config.load_format == "dummy" else fingerprint(engine.model_path),
+        target=_target(engine),
         draft=_draft(engine),
         dtype=str(engine.dtype).removeprefix("torch."),
         groups=words_of_groups(layout.groups),
@@ -31,6 +31,13 @@ def staging_of(engine: Engine) -> Staging:
     reached = Memory(memory.data_ptr(), memory.nbytes, device)
     size = config.disaggregation_slot_bytes
     return Staging(reached, config.disaggregation_slots, size, layout, schema, ranks.rank, ranks.size)
+
+
+def _target(engine: Engine) -> str:
+    """Whose K/V these are: another checkpoint's, or those of other activations, are other numbers."""
+    config = engine.config
+    name = f"dummy {config.seed}" if config.load_format == "dummy" else fingerprint(engine.model_path)
+    return f"{name} with activations in FP8" if config.quantize_activations else name
 
 
 def _draft(engine: Engine) -> str:

@@ -40,7 +40,7 @@ from treetop.kernels.table import OpContext, on_a_gpu_in_16_bits
 from treetop.models.config import ModelConfig, read_config
 from treetop.models.folder import resolve_folder
 from treetop.models.loader import Placement, compute_device, compute_dtype, weight_bytes
-from treetop.models.params import Packing
+from treetop.models.params import Packing, check_activations
 from treetop.models.registry import TargetSpec, target_spec
 from treetop.speculative.profile import RANKS, AcceptanceProfile, read_profile
 from treetop.types.config import EngineConfig
@@ -118,12 +118,13 @@ def _plan_rows(config: EngineConfig, parallel: Parallel, expert_ranks: Parallel)
     draft = read_draft_spec(config, target) if config.speculates else None
     device = compute_device(config.device)
     check_kv_cache_dtype(config, target, device)
+    check_quantized_activations(config, target, device)
     layout = make_layout(config, target.config, draft, parallel.size)
     dtype = compute_dtype(config.dtype, device)
     layout, kv_transfer = _with_slots(config, layout, target.config, draft, dtype)
     dummy = config.load_format == "dummy"
     place = Placement(dtype, device, layout.max_positions, dummy, shapes=layout.shapes, parallel=parallel)
-    place = replace(place, expert_ranks=expert_ranks, packed=packing(config))
+    place = replace(place, expert_ranks=expert_ranks, packed=packing(config), activations=config.quantize_activations)
     place = replace(place, exact=is_exact(config, layout, target, place))
     memory, static = memory_of_rank(place), _static_estimate(config, layout, target, draft, place)
     memory = Memory(memory.total, memory.free - static)
@@ -187,6 +188,18 @@ def check_kv_cache_dtype(config: EngineConfig, target: TargetSpec, device: torch
         )
     if config.load_format != "dummy":
         check_scheme(read_config(target.folder), target.folder / "config.json")
+
+
+def check_quantized_activations(config: EngineConfig, target: TargetSpec, device: torch.device) -> None:
+    """Raises ConfigError where `--quantize-activations` cannot be honoured."""
+    if not config.quantize_activations:
+        return
+    check_activations(target.params, target.folder)
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        raise ConfigError(
+            f"--quantize-activations: {torch.cuda.get_device_name(device)} has no products of FP8, which need compute"
+            f" capability {'.'.join(map(str, FP8_CAPABILITY))}; drop the option"
+        )
 
 
 def _max_deferred(config: EngineConfig, context: int) -> int:

@@ -9,6 +9,7 @@ from treetop.engine.memory import MemoryUse
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.plan import EnginePlan
 from treetop.engine.rounds import RoundLauncher
+from treetop.models.params import about_activations
 
 
 def start_up_block(
@@ -33,6 +34,7 @@ def start_up_block(
         f" prefill in steps of {layout.chunk}",
         *use.lines(),
         f"exactness {config.exactness}",
+        *([about] if (about := about_activations(whole.held(engine_plan.target.params))) else []),
         f"attention {runner.backend.name}" + (f"; not {'; not '.join(others)}" if others else ""),
         _graphs(launcher),
         f"overlap of host and device {'on' if layout.max_in_flight > 1 else 'off'}; capture and "

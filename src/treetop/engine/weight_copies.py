@@ -128,7 +128,7 @@ def product_weights(target: TargetSpec, draft: DrafterSpec | None, place: Placem
     """A rank's part of these models' weights: they are made of tensors without memory, and say what they took."""
     size = place.parallel.size
     rank = SINGLE_RANK if size == 1 else PlaceholderRank(size)  # shapes are those of any other
-    nowhere = replace(_NOWHERE, parallel=rank, packed=place.packed)
+    nowhere = replace(_NOWHERE, parallel=rank, packed=place.packed, activations=place.activations)
     ops = nowhere.ops
     vars(ops)["add_rms_norm"] = _norm_of_nothing
     weights = without_memory(nowhere.own(target.params), nowhere)

@@ -22,6 +22,7 @@ from treetop.kernels import coded_rows as coded
 from treetop.kernels import commit as committing
 from treetop.kernels import draw as drawing
 from treetop.kernels import experts as expert_products
+from treetop.kernels import fp8_rows as fp8
 from treetop.kernels import (
     fused,
     index_scores,
@@ -47,6 +48,7 @@ from treetop.kernels import segment_attention as segment_attending
 from treetop.kernels import select as selecting
 from treetop.kernels import skinny_gemm as skinny
 from treetop.kernels.exact import BY_ELEMENT, LIBRARY
+from treetop.kernels.kv import FP8_CAPABILITY
 from treetop.kernels.sampling import draw_reference, greedy_of_ranks, greedy_reference
 from treetop.kernels.triton_guard import GpuTraits, gpu_traits, why_not
 from treetop.types.layout import SpecShape
@@ -76,6 +78,11 @@ def on_a_gpu(context: OpContext) -> bool:
 def on_a_gpu_in_16_bits(context: OpContext) -> bool:
     """On a GPU, in bfloat16 or float16"""
     return on_a_gpu(context) and context.dtype in (torch.float16, torch.bfloat16)
+
+
+def on_a_gpu_with_fp8(context: OpContext) -> bool:
+    """On a GPU of compute capability 8.9, in bfloat16 or float16"""
+    return on_a_gpu_in_16_bits(context) and torch.cuda.get_device_capability(context.device) >= FP8_CAPABILITY
 
 
 def for_few_branches(context: OpContext) -> bool:
@@ -224,6 +231,8 @@ class Ops:
     decode_tiles = Op(
         tiles.decode_tiles_reference, tiles.decode_tiles, 0.0, on_a_gpu_in_16_bits, (tiles._decode_tiles_kernel,)
     )
+    quantize_rows = Op(fp8.quantize_rows_reference, fp8.quantize_rows, 0.0, on_a_gpu_with_fp8, (fp8._quantize_kernel,))
+    fp8_rows = Op(fp8.fp8_rows_reference, fp8.fp8_rows, 1e-5, on_a_gpu_with_fp8, (fp8._fp8_kernel,))
     route = Op(
         routing.route_reference,
         routing.route,

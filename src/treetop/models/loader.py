@@ -1,7 +1,7 @@
 """From a folder, or a `builtin:` name, to parameters where a model computes. All checks come before any work."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -59,6 +59,7 @@ class Placement:
     parallel: the rank that computes.
     expert_ranks: the same of ranks that share only the experts.
     packed: which quantized parameters stay packed in memory.
+    activations: products with FP8 weights quantize their inputs.
     """
 
     dtype: torch.dtype
@@ -73,6 +74,7 @@ class Placement:
     parallel: Parallel = SINGLE_RANK
     expert_ranks: Parallel = SINGLE_RANK
     packed: Packing = "none"
+    activations: bool = False
 
     @property
     def ops(self) -> Ops:
@@ -84,10 +86,13 @@ class Placement:
         """What products here may use."""
         return Holding(self.ops, self.compressed, self.products, self.probed)
 
+    def held(self, params: Iterable[Param]) -> list[Param]:
+        """Parameters in the formats in which they are held. Raises as `stay_packed`."""
+        return stay_packed(params, self.packed, self.activations)
+
     def own(self, params: Sequence[Param]) -> list[Param]:
-        """The rank's part of parameters, as they are held. Raises ConfigError if one cannot be divided, and as
-        `stay_packed`."""
-        return of_rank(stay_packed(params, self.packed), self.parallel, self.expert_ranks)
+        """The rank's part of `held`. Raises ConfigError if one cannot be divided."""
+        return of_rank(self.held(params), self.parallel, self.expert_ranks)
 
 
 def load_weights(folder: Path, params: Sequence[Param], place: Placement, ignored: Collection[str] = ()) -> Weights:
@@ -102,7 +107,7 @@ def load_weights(folder: Path, params: Sequence[Param], place: Placement, ignore
     if place.dummy:
         return random_weights(mine, place)
     held: dict[str, HeldWeight] = {}
-    stored, total = stored_tensors(params), weight_bytes(mine, place.dtype)
+    stored, total = stored_tensors(place.held(params)), weight_bytes(mine, place.dtype)
     with open_tensors(folder, stored, ignored, place.device) as fetch, progress(folder, total) as loaded:
         for param in mine:
             held[param.name] = HeldWeight(param.format, param.shape, _filled(param, fetch, place, folder))

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from treetop.types.errors import CheckpointError, ConfigError
 from treetop.types.parallel import SINGLE_RANK, ExpertPart, Parallel, expert_part
+from treetop.weights.decoded import Decoded
 from treetop.weights.format import Held, Source, Span, Stored, WeightFormat
 from treetop.weights.packed import packed
 from treetop.weights.plain import FLOATS
 from treetop.weights.rules import StoredFormats
+from treetop.weights.w8a8 import W8A8, w8a8
 
 Kind = Literal["matrix", "experts", "heads", "router", "table", "vector", "score", "index"]
 """A weight that inputs are multiplied by, one of many experts of which inputs take some, one of many heads of which
@@ -126,14 +128,45 @@ Packing = Literal["none", "rows", "tiles"]
 them."""
 
 
-def stay_packed(params: Iterable[Param], packing: Packing) -> list[Param]:
+def stay_packed(params: Iterable[Param], packing: Packing, activations: bool = False) -> list[Param]:
     """Parameters, packed in memory where they and their format can be.
 
-    Raises CheckpointError for a shape that a packed format cannot have.
+    activations: weights of matrices are such that quantize their inputs, where the checkpoint says how. Raises
+    CheckpointError for a shape that a packed format cannot have.
     """
+    if activations:
+        params = [replace(each, format=w8a8(each.format)) if each.kind == "matrix" else each for each in params]
     if packing == "none":
         return list(params)
     return [_packed(param, packing == "tiles") if param.kind in ("matrix", "experts") else param for param in params]
+
+
+def check_activations(params: Sequence[Param], folder: object) -> None:
+    """Raises ConfigError for a target in which `--quantize-activations` cannot be honoured, by the weight's name."""
+    matrices = [each for each in params if each.kind == "matrix"]
+    for each in matrices:
+        reason = each.format.activations if isinstance(each.format, Decoded) else None
+        if isinstance(reason, str):
+            raise ConfigError(
+                f"--quantize-activations: {each.sources[0].module} in {each.format.name} {reason}; drop the option"
+            )
+    if not any(isinstance(each.format, Decoded) for each in matrices):
+        raise ConfigError(f"--quantize-activations: {folder} has no dense products in FP8; drop the option")
+
+
+def about_activations(params: Sequence[Param]) -> str | None:
+    """Which of a target's products quantize their inputs, in words; None if none do. params: as they are held."""
+    formats = {each.format for each in params if isinstance(each.format, W8A8)}
+    if not formats:
+        return None
+    ways = " and ".join(sorted(str(each.activations) for each in formats))
+    wide = [
+        words
+        for kind, words in (("experts", "experts"), ("heads", "heads of compressed attention"))
+        if any(each.kind == kind for each in params)
+    ]
+    kept = f"; those of {' and '.join(wide)} keep 16 bits" if wide else ""
+    return f"activations in FP8 {ways}{kept}"
 
 
 def _packed(param: Param, in_tiles: bool) -> Param:

@@ -207,6 +207,11 @@ class EngineConfig:
         "decode quantized weights once, as they are loaded, which is the default on a CPU; if not, they stay packed in"
         " memory and products decode them, which is the default on a GPU in 16 bits (docs/checkpoints.md)",
     )
+    quantize_activations: bool = option(
+        False,
+        "products with FP8 weights round their inputs to FP8 as well, as the checkpoint says: by token, by groups of a"
+        " token or by a fixed scale, at every number of rows (docs/checkpoints.md)",
+    )
     simulate_accept_length: float | None = option(
         None, "tokens every round emits, in the mean if fractional: the output is wrong; for measuring speed only"
     )
@@ -359,6 +364,10 @@ class EngineConfig:
                 and (self.speculative_calibration == "off" or self.load_format == "dummy" or not self.speculates),
                 "--speculative-calibration-dir keeps what is learned of a draft: give --speculative-calibration learn,"
                 " a draft and no --load-format dummy, or drop it",
+            ),
+            (
+                self.quantize_activations and self.dequantize_weights is True,
+                "--quantize-activations multiplies FP8 weights as they are: drop --dequantize-weights",
             ),
             (bool(tree), tree),
         ]

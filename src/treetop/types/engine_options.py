@@ -54,6 +54,7 @@ class EngineOptions(TypedDict, total=False):
     load_format: LoadFormat
     compress_weights: bool | None
     dequantize_weights: bool | None
+    quantize_activations: bool
     simulate_accept_length: float | None
     simulate_acceptance: str | None
     check_level: int

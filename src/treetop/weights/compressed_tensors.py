@@ -1,17 +1,18 @@
 """`quant_method` compressed-tensors, of llm-compressor: which modules are in which format.
 
 Source: `compressed-tensors` 0.20. Groups of a configuration have targets: names, regular expressions after `re:`, or
-classes, of which Linear means every product. Each says how its weights are stored. What it says of activations is
-passed over, for these keep 16 bits or more; `kv_cache_scheme` is read elsewhere (`weights.kv_scales`).
+classes, of which Linear means every product. Each says how its weights are stored, and what its products' inputs are
+where `--quantize-activations` is given; `kv_cache_scheme` is read elsewhere (`weights.kv_scales`).
 """
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from treetop.kernels.fp8_rows import Activations
 from treetop.types.errors import CheckpointError, shown
 from treetop.weights import fp4, fp8, int4
-from treetop.weights.decoded import Decoded, Grid
+from treetop.weights.decoded import WIDE, Decoded, Grid
 from treetop.weights.plain import FLOATS
 from treetop.weights.rules import Named, Rule, name_list, patterns
 
@@ -80,7 +81,29 @@ def _format(group: Mapping[str, Any], config: Mapping[str, Any], where: Path) ->
         return fp4.MXFP4_EACH
     if _FORMATS[stored][0] == 4:
         raise _refused(where, f"{stored} with group_size", args.get("group_size"))
-    return fp8.fp8(_grid(args, where))
+    return fp8.fp8(_grid(args, where), activations=_activations(group.get("input_activations")))
+
+
+def _activations(args: object) -> Activations | str:
+    """Of a group's `input_activations`, or why they are not quantized here."""
+    if args is None:
+        return WIDE
+    if not isinstance(args, Mapping):
+        return f"has input_activations {shown(args)}"
+    dynamic, strategy = args.get("dynamic", False), args.get("strategy")
+    e4m3 = (args.get("num_bits"), args.get("type"), args.get("symmetric", True)) == (8, "float", True)
+    if not e4m3 or args.get("scale_dtype") is not None:
+        return f"has input_activations {shown(args)}"
+    if strategy == "tensor" and dynamic in (True, "local"):
+        return "has one scale of activations a batch, by which a row would depend on the others"
+    if strategy == "tensor" and dynamic is False:
+        return Activations(fixed=True)
+    if strategy == "token" and dynamic is True:
+        return Activations()
+    size = args.get("group_size")
+    if strategy == "group" and dynamic is True and isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return Activations(size)
+    return f"has input_activations {shown(args)}"
 
 
 def _group(args: Mapping[str, Any], where: Path) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from treetop.kernels.coded import CodedWeight, Coding, decode
 from treetop.kernels.experts import Activation
+from treetop.kernels.fp8_rows import Activations
 from treetop.kernels.gate import Gate
 from treetop.kernels.triton_guard import GpuTraits
 from treetop.types.errors import CheckpointError
@@ -40,6 +41,7 @@ _PIECE = 2**22
 """Numbers that are decoded together."""
 SCALES = ("F32", "BF16", "F16")
 """Kinds of scales in floating point."""
+WIDE = "has no activations in FP8"
 
 
 class Layout(Protocol):
@@ -63,10 +65,14 @@ class Layout(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """A `WeightFormat` of a layout. name: of what is stored."""
+    """A `WeightFormat` of a layout. name: of what is stored.
+
+    activations: how products' inputs are quantized where `--quantize-activations` asks for it, or why they are not.
+    """
 
     name: str
     layout: Layout
+    activations: Activations | str = WIDE
 
     def stored(self, source: Source) -> dict[str, Stored]:
         return {**self.layout.stored(source), **unread(source)}
@@ -128,8 +134,8 @@ def pieces(source: Source, unit: int) -> Iterator[Span]:
 
 
 def unread(source: Source) -> dict[str, Stored]:
-    """Scales of activations and of K/V, which files may hold: activations keep 16 bits or more here, and K/V have a
-    reader of their own (`models.kv_scales`)."""
+    """Scales of activations and of K/V, which files may hold: `weights.w8a8` reads the former, `models.kv_scales` the
+    latter."""
     module, layer, last = source.module, *source.module.rpartition(".")[::2]
     names = [f"{module}.input_scale", f"{module}.input_global_scale"]
     if last in ("k_proj", "v_proj", "qkv_proj"):

@@ -1,8 +1,8 @@
 """FP8 (e4m3): a scale for a whole weight, for each of its rows, or for each block of numbers.
 
 Sources: `compressed-tensors` 0.20 (`float-quantized`, `naive-quantized`), `transformers` 5 `finegrained_fp8` (DeepSeek,
-Qwen3, MiniMax), vllm `quantization/fp8.py` and `quantization/modelopt.py`. Activations are not quantized, whatever a
-checkpoint says of them.
+Qwen3, MiniMax), vllm `quantization/fp8.py` and `quantization/modelopt.py`. What a checkpoint says of activations counts
+where `--quantize-activations` is given (`weights.w8a8`).
 """
 
 from collections.abc import Mapping
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from treetop.kernels.coded import CodedWeight, Coding
+from treetop.kernels.fp8_rows import GROUPS, Activations
 from treetop.types.errors import CheckpointError, shown
-from treetop.weights.decoded import SCALES, Decoded, Grid, relative_error
+from treetop.weights.decoded import SCALES, WIDE, Decoded, Grid, relative_error
 from treetop.weights.format import Fetch, Source, Span, Stored
 from treetop.weights.plain import FLOATS
 from treetop.weights.rules import Named, Rule, kept_plain
@@ -69,9 +70,19 @@ def _parts(source: Source) -> tuple[int, ...]:
     return (source.parts, source.shape[0] // source.parts, *source.shape[1:])
 
 
-def fp8(grid: Grid, end: str = "_scale", kinds: tuple[str, ...] = SCALES, apart: bool = False) -> Decoded:
-    """The format; arguments are those of `Fp8`."""
-    return Decoded("FP8", Fp8(grid, end, kinds, apart))
+def fp8(
+    grid: Grid,
+    end: str = "_scale",
+    kinds: tuple[str, ...] = SCALES,
+    apart: bool = False,
+    activations: Activations | str = WIDE,
+) -> Decoded:
+    """The format. activations: of `Decoded`; other arguments are those of `Fp8`."""
+    if isinstance(activations, Activations) and grid.columns != activations.group:
+        activations = f"has scales of {grid.columns} columns of weights, and activations {activations}"
+    elif isinstance(activations, Activations) and grid.columns and grid.columns not in GROUPS:
+        activations = f"has activations {activations}, where {', '.join(map(str, GROUPS))} are built"
+    return Decoded("FP8", Fp8(grid, end, kinds, apart), activations)
 
 
 BLOCK_KINDS = (*SCALES, "F8_E8M0")
@@ -102,15 +113,28 @@ def read(config: Mapping[str, Any], where: Path) -> tuple[Rule | Named, ...]:
         raise CheckpointError(f"{where}: quantization_config: fmt {shown(kind)} is not supported, only 'e4m3'")
     blocks = config.get("weight_block_size")
     if blocks is None:
-        format_ = fp8(WHOLE)
+        format_ = fp8(WHOLE, activations=_activations(config, 0))
     else:
-        format_ = fp8(blocks_of(blocks, "weight_block_size", where), "_scale_inv", BLOCK_KINDS)
+        grid = blocks_of(blocks, "weight_block_size", where)
+        format_ = fp8(grid, "_scale_inv", BLOCK_KINDS, activations=_activations(config, grid.columns))
     plain = [
         rule
         for key in ("modules_to_not_convert", "ignored_layers")
         for rule in kept_plain(config, key, where, ends=True)
     ]
     return (*plain, *(Rule(each, FLOATS) for each in ("*lm_head", "*.eh_proj")), Rule("*", format_))
+
+
+def _activations(config: Mapping[str, Any], group: int) -> Activations | str:
+    """Dynamic ones of a whole weight have a scale a token, as vllm and `transformers` compute them."""
+    scheme, scales = config.get("activation_scheme", "dynamic"), config.get("scale_fmt")
+    if scales not in (None, "ue8m0", "float"):
+        return f"has scale_fmt {shown(scales)}"
+    if scheme == "dynamic":
+        return Activations(group, powers=scales == "ue8m0")
+    if scheme == "static" and group == 0:
+        return Activations(fixed=True)
+    return f"has activation_scheme {shown(scheme)}"
 
 
 def rounded(weight: Tensor) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from treetop.kernels.fp8_rows import Activations
 from treetop.types.errors import CheckpointError, shown
 from treetop.weights import fp4, fp8
 from treetop.weights.decoded import SCALES, Decoded, Grid
@@ -15,8 +16,8 @@ from treetop.weights.rules import Named, Rule, kept_plain
 
 _BLOCK = 128
 _ALGORITHMS: dict[str, Decoded] = {
-    "FP8": fp8.fp8(fp8.WHOLE),
-    "FP8_PER_CHANNEL_PER_TOKEN": fp8.fp8(fp8.BY_ROW),
+    "FP8": fp8.fp8(fp8.WHOLE, activations=Activations(fixed=True)),
+    "FP8_PER_CHANNEL_PER_TOKEN": fp8.fp8(fp8.BY_ROW, activations=Activations()),
     "FP8_PB_WO": fp8.fp8(Grid(_BLOCK, _BLOCK), "_scale", SCALES, apart=True),
     "NVFP4": fp4.NVFP4_OF_MODELOPT,
 }

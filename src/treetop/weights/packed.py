@@ -151,7 +151,7 @@ class Packed:
     def gated(self, parts: Parts, bias: Tensor | None, kind: Gate, holding: Holding) -> GatedLinear:
         weight, gpu = self._weight(parts, holding.ops.context), holding.ops.gpu_for(Ops.coded_gated)
         if gpu is None:
-            return CodedGated(weight, bias, kind, holding.ops)
+            return GateOver(CodedLinear(weight, bias, holding.ops), weight.shape[0], kind, holding.ops)
         return TiledGated(tile(in_turn(weight.halves())), bias, kind, gpu, holding.ops.context.exact)
 
     def experts(
@@ -172,7 +172,7 @@ class Packed:
         """Raises CheckpointError for numbers that are too large for the dtype of products."""
         weight = self.weight(parts)
         if context.dtype == torch.float16 and parts[MAIN].device.type != "meta":
-            for block in _blocks(weight):
+            for block in blocks_of(weight):
                 if not bool(decode(block).to(torch.float16).isfinite().all()):
                     raise CheckpointError(f"weights in {self.name} are too large for float16; use --dtype bfloat16")
         return weight
@@ -190,7 +190,7 @@ def packed(format_: WeightFormat, in_tiles: bool = False) -> WeightFormat:
     return Packed(format_.name, format_.layout)
 
 
-def _blocks(weight: CodedWeight) -> Iterator[CodedWeight]:
+def blocks_of(weight: CodedWeight) -> Iterator[CodedWeight]:
     """Rows of axis 0 that are decoded together."""
     rows = weight.shape[0]
     each = max(1, _BLOCK // prod(weight.shape[1:]))
@@ -208,7 +208,7 @@ class CodedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         out, start = [], 0
-        for block in _blocks(self._weight):
+        for block in blocks_of(self._weight):
             bias = None if self._bias is None else self._bias[start : start + block.shape[0]]
             out.append(self._product(rows, decode(block).to(x.dtype), bias))
             start += block.shape[0]
@@ -222,14 +222,14 @@ class CodedLinear:
         return self._weight.nbytes
 
 
-class CodedGated:
-    """`GatedLinear` over a packed weight [2 * out, in] that lies by rows, gates first."""
+class GateOver:
+    """`GatedLinear` of a product with a weight [2 * out, in], gates first, and a gate over it. lines: 2 * out."""
 
-    def __init__(self, weight: CodedWeight, bias: Tensor | None, kind: Gate, ops: Ops) -> None:
-        self._linear = CodedLinear(weight, bias, ops)
-        self.numbers, self.read_bytes = self._linear.numbers, self._linear.read_bytes
+    def __init__(self, linear: Linear, lines: int, kind: Gate, ops: Ops) -> None:
+        self._linear = linear
+        self.numbers, self.read_bytes = linear.numbers, linear.read_bytes
         exact = ops.context.exact
-        functions = functions_by_rows(kind, weight.shape[0], get_num_threads()) if exact else LIBRARY
+        functions = functions_by_rows(kind, lines, get_num_threads()) if exact else LIBRARY
         gpu = ops.gpu_for(Ops.silu_mul)
         self._gate = partial(gate_mul_reference, kind=kind, functions=functions)
         if gpu is not None:

@@ -1,0 +1,166 @@
+"""FP8 weights whose products round their inputs to e4m3 as well, as the checkpoint says (`--quantize-activations`).
+
+A format of what it holds beside `weights.packed`: the same codes and scales by row, multiplied as they are
+(`kernels.fp8_rows`). A fixed scale of inputs lies with each row, so that whatever moves rows moves it too; the rows of
+one product must agree on it. Experts and the heads of compressed attention are in other formats, and keep 16 bits.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+
+import torch
+from torch import Tensor
+
+from treetop.kernels.coded import CodedWeight
+from treetop.kernels.experts import Activation
+from treetop.kernels.fp8_rows import Activations, QuantizedRows, choose_fp8, fp8_rows
+from treetop.kernels.fused import joined
+from treetop.kernels.gate import Gate
+from treetop.kernels.table import Ops
+from treetop.kernels.tiles import in_turn
+from treetop.kernels.triton_guard import GpuTraits
+from treetop.types.errors import CheckpointError
+from treetop.weights.decoded import SCALES, Decoded
+from treetop.weights.format import (
+    Biases,
+    ExpertProducts,
+    Fetch,
+    GatedLinear,
+    Held,
+    Holding,
+    Linear,
+    Parts,
+    ProductWeight,
+    Source,
+    Stored,
+    WeightFormat,
+)
+from treetop.weights.packed import SCALE, GateOver, Packed, blocks_of
+
+INPUT = "input"
+
+
+@dataclass(frozen=True, slots=True)
+class W8A8:
+    """A `WeightFormat` of FP8 weights and inputs. packed: that of the weights alone."""
+
+    packed: Packed
+    activations: Activations
+
+    @property
+    def name(self) -> str:
+        return f"{self.packed.name} with activations in FP8 {self.activations}"
+
+    def stored(self, source: Source) -> dict[str, Stored]:
+        scale = {_scale_of(source): Stored((1,), SCALES, others=((),))} if self.activations.fixed else {}
+        return {**self.packed.stored(source), **scale}
+
+    def unit(self, axis: int) -> int:
+        return self.packed.unit(axis)
+
+    def held(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Held]:
+        scale = {INPUT: Held((*shape[:-1], 1), torch.float32)} if self.activations.fixed else {}
+        return {**self.packed.held(shape, dtype), **scale}
+
+    def read(self, source: Source, fetch: Fetch) -> Iterator[tuple[str, Tensor]]:
+        for part, rows in self.packed.read(source, fetch):
+            yield part, rows
+            if part == SCALE and self.activations.fixed:
+                scale = fetch(_scale_of(source), None).to(torch.float32).view(1, 1)
+                if not bool((scale > 0) & scale.isfinite()):
+                    raise CheckpointError(f"tensor {_scale_of(source)}: {float(scale)} is no scale")
+                yield INPUT, scale.expand(len(rows), 1)
+
+    def fill_random(self, parts: Parts, generator: torch.Generator) -> None:
+        self.packed.fill_random(parts, generator)
+        if INPUT in parts:
+            parts[INPUT].fill_(2.0**-5)  # of inputs up to 14
+
+    def copy_bytes(self, weight: ProductWeight, dtype: torch.dtype, gpu: GpuTraits | None) -> int:
+        return 0
+
+    def linear(self, parts: Parts, bias: Tensor | None, holding: Holding) -> Linear:
+        return W8A8Linear(self.packed.weight(parts), bias, None, self.activations, _fixed(parts), holding.ops)
+
+    def gated(self, parts: Parts, bias: Tensor | None, kind: Gate, holding: Holding) -> GatedLinear:
+        weight, fixed, ops = self.packed.weight(parts), _fixed(parts), holding.ops
+        if ops.gpu_for(Ops.fp8_rows) is None:
+            return GateOver(W8A8Linear(weight, bias, None, self.activations, fixed, ops), weight.shape[0], kind, ops)
+        if bias is not None:
+            bias = bias.unflatten(0, (2, -1)).T.flatten()
+        turned = in_turn(weight.halves())
+        return W8A8Linear(turned, bias, kind, self.activations, fixed, ops)
+
+    def experts(
+        self, gate_up: Parts, down: Parts, biases: Biases, activation: Activation, holding: Holding
+    ) -> ExpertProducts:
+        return self.packed.experts(gate_up, down, biases, activation, holding)
+
+
+def _scale_of(source: Source) -> str:
+    return f"{source.module}.input_scale"
+
+
+def _fixed(parts: Parts) -> Tensor | None:
+    """The scale of a product's inputs [1]. Raises CheckpointError if rows have several."""
+    scale = parts.get(INPUT)
+    if scale is None:
+        return None
+    if scale.device.type != "meta" and not bool((scale == scale[0]).all()):
+        found = ", ".join(f"{each:.6g}" for each in scale.unique().tolist()[:3])
+        raise CheckpointError(
+            f"input_scale of modules that are one product here, such as q, k and v, must be one number, got {found};"
+            " drop --quantize-activations"
+        )
+    return scale[0].clone()
+
+
+def w8a8(format_: WeightFormat) -> WeightFormat:
+    """The format whose products quantize their inputs; the same one if the checkpoint does not say how."""
+    if not isinstance(format_, Decoded) or isinstance(format_.activations, str):
+        return format_
+    return W8A8(Packed(format_.name, format_.layout), format_.activations)
+
+
+class W8A8Linear:
+    """`Linear`, or with a `kind` `GatedLinear`, of inputs that are quantized.
+
+    weight: by rows, of a gated one gates and ups in turn; the bias in the same order. fixed: the scale of inputs, where
+    it is. On a GPU by kernels; elsewhere by the references, some lines after the others.
+    """
+
+    def __init__(
+        self, weight: CodedWeight, bias: Tensor | None, kind: Gate | None, how: Activations, fixed: Tensor | None,
+        ops: Ops,
+    ) -> None:  # fmt: skip
+        self._weight, self._bias, self._kind, self._ops = weight, bias, kind, ops
+        self._quantized = partial(ops.quantize_rows, how=how, fixed=fixed)
+        self._gpu, self._shape = ops.gpu_for(Ops.fp8_rows), (weight.shape[0], weight.shape[1])
+        self.numbers = prod(weight.shape)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return joined(self.parts(x)).to(x.dtype)
+
+    def parts(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        found = self._product(self._quantized(rows), x.dtype)
+        return found.view(len(found), *x.shape[:-1], -1)
+
+    def read_bytes(self, rows: int) -> int:
+        return self._weight.nbytes
+
+    def _product(self, x: QuantizedRows, dtype: torch.dtype) -> Tensor:
+        weight, bias, kind, gpu = self._weight, self._bias, self._kind, self._gpu
+        if gpu is not None:
+            group, exact = weight.coding.group, self._ops.context.exact
+            launch = choose_fp8(self._shape, group, kind is not None, len(x.codes), gpu, exact)
+            return fp8_rows(x, weight, bias, kind, dtype=dtype, launch=launch, gpu=gpu)
+        out, start = [], 0
+        for block in blocks_of(weight):
+            stop = start + block.shape[0]
+            own = None if bias is None else bias[start:stop]
+            out.append(self._ops.fp8_rows(x, block, own, kind, dtype=dtype))
+            start = stop
+        return torch.cat(out, -1)
