@@ -289,13 +289,13 @@ def _attention_kernel(
             visible = visible & (key[None, :] >= oldest[:, None])
         acc, peak, mass = fold(queries, k, v, visible, acc, peak, mass, scale, True)
 
-    stored_query, stored_q = query < n, q_mask
+    kept = query < n
     if helped:
         unit, units = tl.program_id(1) * tl.num_programs(0) + kv_head, tl.num_programs(0) * tl.num_programs(1)
         acc, peak, mass, last = join_team(
             sums, arrivals, member, members, first_helper, helpers, unit, units, acc, peak, mass, block_m, block_d
         )
-        stored_query, stored_q = stored_query & last, stored_q & last
+        kept = query < tl.where(last, n, 0)
     if has_sinks and not has_parts:
         acc, peak, mass = add_sink(tl.load(sinks + head, mask=real, other=0.0), acc, peak, mass)
     seen = real & (mass != 0)  # also of NaN, which must show
@@ -304,9 +304,9 @@ def _attention_kernel(
         result *= tl.load(kv_scales + tl.num_programs(0) + kv_head)
     log_mass = tl.where(seen, (peak + tl.log2(tl.where(seen, mass, 1.0))) * 0.6931471805599453, float("-inf"))
     out_at = (row * n + query) * (tl.num_programs(0) * group) + head
-    tl.store(lse + split * split_stride + out_at, log_mass, mask=stored_query)
+    tl.store(lse + split * split_stride + out_at, log_mass, mask=kept)
     out_at = (split * split_stride + out_at)[:, None] * dim + dims[None, :]
-    tl.store(out + out_at, result.to(out.dtype.element_ty), mask=stored_q)
+    tl.store(out + out_at, result.to(out.dtype.element_ty), mask=kept[:, None] & (dims < dim)[None, :])
 
 
 @jit_for_any("count", "splits")

@@ -209,7 +209,7 @@ def _latent_attention_kernel(
             sums, arrivals, member, members, first_helper, helpers, tl.program_id(0), tl.num_programs(0), acc, peak,
             mass, block_m, block_c,
         )  # fmt: skip
-        there_is = there_is & last
+        there_is = query < tl.where(last, n, 0)
     seen = real & (mass != 0)  # also of NaN, which must show
     result = tl.where(seen[:, None], acc / tl.where(seen, mass, 1.0)[:, None], 0.0)
     log_mass = tl.where(seen, (peak + tl.log2(tl.where(seen, mass, 1.0))) * 0.6931471805599453, float("-inf"))
