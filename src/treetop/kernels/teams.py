@@ -33,10 +33,10 @@ as each other, without any of them being cut anew."""
 @jit
 def share_of(length: Arg, splits: Arg, window: constexpr, chunked: constexpr, block_n: constexpr) -> Arg:
     """Blocks of keys that a split of a row has which a query at its end sees. length: int32, of any shape."""
-    blocks = tl.cdiv(length, block_n)
+    blocks = (length + (block_n - 1)) // block_n
     if window > 0:
         blocks -= oldest_seen(length, window, chunked) // block_n
-    return tl.cdiv(blocks, splits)
+    return (blocks + (splits - 1)) // splits
 
 
 @jit
@@ -51,18 +51,11 @@ def row_shares(
 
 
 @jit
-def _fair_share(shares: Arg, rows: Arg) -> Arg:
-    """The mean share, rounded up."""
-    return tl.cdiv(tl.sum(shares, 0), rows)
-
-
-@jit
-def _helpers_of_rows(shares: Arg, rows: Arg, helpers: Arg) -> Arg:
-    """How many helpers each row has, [block_rows] int32; `helpers` in all at most."""
-    fair = _fair_share(shares, rows)
-    wanted = tl.where(shares > _LONG * fair, tl.cdiv(shares, tl.maximum(fair, 1)) - 1, 0)
-    total = tl.sum(wanted, 0)
-    return tl.where(total > helpers, wanted * helpers // tl.maximum(total, 1), wanted)
+def _wanted(shares: Arg, rows: Arg) -> Arg:
+    """(helpers that each row wants, [block_rows] int32, and all rows together)."""
+    fair = (tl.sum(shares, 0) + rows - 1) // rows  # the mean, rounded up
+    wanted = tl.where(shares > _LONG * fair, (shares - 1) // tl.maximum(fair, 1), 0)
+    return wanted, tl.sum(wanted, 0)
 
 
 @jit
@@ -73,13 +66,17 @@ def seat_of(shares: Arg, lane: Arg, rows: Arg, helpers: Arg, block_rows: constex
     """
     row, member, members, first = lane, lane * 0, lane * 0 + 1, lane * 0
     if lane >= rows:
-        given, each = _helpers_of_rows(shares, rows, helpers), tl.arange(0, block_rows)
-        after = tl.cumsum(given, 0)
-        row = tl.sum(tl.where(after <= lane - rows, 1, 0), 0)  # rows whose helpers all come before
-        members = 1 + tl.sum(tl.where(each == row, given, 0), 0)
-        first = tl.sum(tl.where(each < row, given, 0), 0)
-        member = 1 + lane - rows - first
-        row = tl.where(row < block_rows, row, -1)
+        helper = lane - rows
+        wanted, total = _wanted(shares, rows)
+        row = lane * 0 - 1
+        if helper < total:
+            given = tl.where(total > helpers, wanted * helpers // total, wanted)
+            after = tl.cumsum(given, 0)
+            row = tl.sum(tl.where(after <= helper, 1, 0), 0)  # rows whose helpers all come before
+            first = tl.sum(tl.where(after <= helper, given, 0), 0)
+            members = 1 + tl.sum(tl.where(tl.arange(0, block_rows) == row, given, 0), 0)
+            member = 1 + helper - first
+            row = tl.where(row < block_rows, row, -1)
     return row, member, members, first
 
 
@@ -89,8 +86,10 @@ def team_of(
     block_rows: constexpr,
 ) -> Arg:  # fmt: skip
     """(members, first helper) of a row's own lane, whose share this is; a helper's as they were."""
-    if (member == 0) & (share > _LONG * _fair_share(shares, rows)):
-        given, each = _helpers_of_rows(shares, rows, helpers), tl.arange(0, block_rows)
+    if (member == 0) & (share * rows > _LONG * tl.sum(shares, 0)):  # all that have helpers, without a division
+        wanted, total = _wanted(shares, rows)
+        given = tl.where(total > helpers, wanted * helpers // tl.maximum(total, 1), wanted)
+        each = tl.arange(0, block_rows)
         members = 1 + tl.sum(tl.where(each == lane, given, 0), 0)
         first = tl.sum(tl.where(each < lane, given, 0), 0)
     return members, first
