@@ -48,11 +48,11 @@ from treetop.kernels.kv import PageTable
 from treetop.kernels.latent_attention import latent_attention
 from treetop.kernels.learn import Observed
 from treetop.kernels.metadata import AttentionMetadata
-from treetop.kernels.teams import make_arrivals
 from treetop.kernels.routing import Routes, Tiles
 from treetop.kernels.rows import DraftState, RowTables
 from treetop.kernels.skinny_gemm import choose_whole, gated_rows, skinny_gemm
 from treetop.kernels.table import OpContext, Ops, operations
+from treetop.kernels.teams import make_arrivals
 from treetop.kernels.tiles import decode_tiles, in_turn, tile
 from treetop.kernels.triton_guard import (
     GpuTraits,
@@ -232,7 +232,7 @@ def test_attention_with_helpers_compiles_for_a_gpu(absent_gpu, latent):
             paged_attention(q, pages, metadata, tail, 1.0, None, gpu, arrivals=arrivals)
 
     compile_ahead(attend)
-    assert absent_gpu[0] == ("_latent_attention_kernel" if latent else "_attention_kernel", False)
+    assert ("_latent_attention_kernel" if latent else "_attention_kernel", False) in absent_gpu
 
 
 def of_experts(weight, *shape):

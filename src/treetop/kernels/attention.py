@@ -8,8 +8,9 @@ part of the row's keys:
     splits       |  split 0    |  split 1    |  split 2    |     each gives (out, lse); `_merge_kernel` joins them
 
 How many keys a row has is read on the device, how many splits share them is fixed by the launch: so a captured graph
-serves every length. A row of a decode batch that is much longer than the rest has help (`kernels.teams`). One split needs no merge, and is one launch. An attention sink, one logit a head that takes part
-in the normalisation and has no value, enters once: at the end of a single split, else in the merge.
+serves every length. A row of a decode batch that is much longer than the rest has helpers (`kernels.teams`). One split
+needs no merge, and is one launch. An attention sink, one logit a head that takes part in the normalisation and has no
+value, enters once: at the end of a single split, else in the merge.
 Source: split keys and merge by log-sum-exp are Flash-Decoding (Dao et al., 2023); the online softmax is Milakov and
 Gimelshein, arXiv:1805.02867.
 """
