@@ -37,6 +37,7 @@ from treetop.kernels.indexer import IndexQuery
 from treetop.kernels.kv import PagedKV, PageTable
 from treetop.kernels.latent_attention import latent_attention, latent_attention_reference
 from treetop.kernels.metadata import AttentionMetadata, SparseKeys
+from treetop.kernels.teams import make_arrivals
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.types.ids import FULL
 from treetop.types.phase import Phase
@@ -128,13 +129,14 @@ class Case:
             self.q = torch.randn(s.rows, t, s.heads, PLANE, dtype=half)
             heads = torch.randn(s.rows, t, s.index_heads, INDEX, dtype=half)
             self.query = IndexQuery(heads, torch.randn(s.rows, t, s.index_heads), s.top_k)
-        self.backend = TritonBackend(DEVICE)
+        self.backend, self.arrivals = TritonBackend(DEVICE), make_arrivals(DEVICE, self.gpu)
 
     def dense(self, layer: PagedKV, launch: Launch | None = None) -> Tensor:
         return self.attend(layer, self.metadata, launch)
 
     def attend(self, layer: PagedKV, metadata: AttentionMetadata, launch: Launch | None = None) -> Tensor:
-        return latent_attention(self.q, layer.planes, metadata, self.tail.planes, RANK, SCALE, self.gpu, launch)
+        tail = self.tail.planes
+        return latent_attention(self.q, layer.planes, metadata, tail, RANK, SCALE, self.gpu, launch, self.arrivals)
 
     def scores(self, layer: PagedKV) -> Tensor:
         return paged_index_scores(self.query, layer.index_keys, self.metadata, self.tail.index_keys, self.gpu)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from attention_cases import DEVICE, TOLERANCE, Case, Shape, build, error_of, num
 from treetop.kernels.attention import paged_attention
 from treetop.kernels.attention_config import Launch, entry_of, launch_by_formula
 from treetop.kernels.kv import PagedKV
+from treetop.kernels.teams import make_arrivals
 from treetop.kernels.triton_guard import gpu_traits, power_of_two
 
 WORTH = 0.97
@@ -76,13 +77,20 @@ def splits_of(shape: Shape, block_m: int, block_n: int, halves: tuple[int, ...])
     return sorted({min(max(count, 1), maximum) for count in (1, *counts)})
 
 
+@lru_cache(maxsize=1)
+def _arrivals() -> torch.Tensor:
+    return make_arrivals(DEVICE, gpu_traits(DEVICE))
+
+
 def call(case: Case, launch: Launch, layer: PagedKV) -> torch.Tensor:
-    """Attention of one layer."""
+    """Attention of one layer, as the backend calls it."""
     shape, metadata = case.shape, case.metadata
     tail = None if metadata.causal else case.tail.data
     gpu = gpu_traits(DEVICE)
     scale, scales = shape.head_dim**-0.5, layer.scales
-    return paged_attention(case.q, layer.data, metadata, tail, scale, None, gpu, launch, scales=scales)[0]
+    return paged_attention(
+        case.q, layer.data, metadata, tail, scale, None, gpu, launch, scales=scales, arrivals=_arrivals()
+    )[0]
 
 
 def compile_once(job: tuple[Shape, Launch]) -> None:

@@ -52,6 +52,7 @@ from treetop.kernels.routing import Routes, Tiles
 from treetop.kernels.rows import DraftState, RowTables
 from treetop.kernels.skinny_gemm import choose_whole, gated_rows, skinny_gemm
 from treetop.kernels.table import OpContext, Ops, operations
+from treetop.kernels.teams import make_arrivals
 from treetop.kernels.tiles import decode_tiles, in_turn, tile
 from treetop.kernels.triton_guard import (
     GpuTraits,
@@ -207,6 +208,31 @@ def test_the_kernels_of_a_call_are_compiled_and_then_there(absent_gpu):
             (kernel, False) for kernel in ("_attention_kernel", "_merge_kernel") for _ in range(2)
         ]
         assert sorted(triton.runtime.driver.active.launchers) == sorted(absent_gpu)
+
+
+@compiled_here
+@pytest.mark.parametrize("latent", [False, True])
+def test_attention_with_helpers_compiles_for_a_gpu(absent_gpu, latent):
+    """Programs that meet through memory, which the interpreter runs one after another."""
+    rows, gpu = torch.zeros(32).long(), GpuTraits(132, True, 227 << 10)
+    table, positions = PageTable(FULL, torch.zeros((33, 128), dtype=torch.int32)), torch.zeros(32, 4).long()
+    mask, half = torch.ones(32, 4, 4, dtype=torch.bool), torch.bfloat16
+    metadata = AttentionMetadata(Phase.VERIFY, table, rows, rows, 2048, 16, positions, None, positions, mask)
+    shape = (1, 1, 576) if latent else (2, 8, 128)
+    pages, tail = torch.zeros(64, *shape, dtype=half), torch.zeros(32, 4, *shape, dtype=half)
+    q, arrivals = (
+        torch.zeros(32, 4, 16 if latent else 32, shape[2], dtype=half),
+        make_arrivals(torch.device("cpu"), gpu),
+    )
+
+    def attend():
+        if latent:
+            latent_attention(q, pages, metadata, tail, 512, 1.0, gpu, arrivals=arrivals)
+        else:
+            paged_attention(q, pages, metadata, tail, 1.0, None, gpu, arrivals=arrivals)
+
+    compile_ahead(attend)
+    assert ("_latent_attention_kernel" if latent else "_attention_kernel", False) in absent_gpu
 
 
 def of_experts(weight, *shape):

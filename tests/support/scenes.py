@@ -59,20 +59,23 @@ def scene(  # noqa: PLR0917 - by keyword
     latent=None,
     fp8=False,
     chunked=False,
+    lengths=None,
 ) -> Scene:
     """Random K/V in pages in random order; prefill rows end with padding queries, as the runner pads them.
 
     latent: of one plane that is key and value, its first numbers that are the value.
     fp8: K/V are in it, with scales that differ by head.
+    lengths: of the rows' prefixes in a decode phase; the last, the padding row's, is 0.
     """
     planes = 2 if latent is None else 1
     torch.manual_seed(seed)
-    rows, columns = 4, -(-max_kv_len // page_size)
-    kv_len = torch.tensor([max_kv_len, n if causal else 0, int(torch.randint(n, max_kv_len, ())), 0])
-    row_list = torch.tensor([2, 0, 1, 3])  # the last is the dummy: null pages, nothing committed
-    num_pages = 1 + 3 * columns
-    table = torch.zeros((4, columns), dtype=torch.int32)
-    table[:3] = (torch.randperm(num_pages - 1) + 1).view(3, columns)
+    kv_len = torch.tensor(lengths or [max_kv_len, n if causal else 0, int(torch.randint(n, max_kv_len, ())), 0])
+    rows, columns = len(kv_len), -(-max_kv_len // page_size)
+    # the last is the dummy: null pages, nothing committed
+    row_list = torch.tensor([rows - 2, *range(rows - 2), rows - 1])
+    num_pages = 1 + (rows - 1) * columns
+    table = torch.zeros((rows, columns), dtype=torch.int32)
+    table[:-1] = (torch.randperm(num_pages - 1) + 1).view(rows - 1, columns)
     pages = torch.randn(num_pages * page_size, planes, kv_heads, dim).to(dtype)
     pages[:page_size] = 0
     at = torch.arange(max_kv_len)

@@ -13,6 +13,7 @@ from treetop.kernels.indexer import IndexQuery
 from treetop.kernels.kv import PagedKV
 from treetop.kernels.latent_attention import latent_attention
 from treetop.kernels.metadata import AttentionMetadata, SparseKeys
+from treetop.kernels.teams import make_arrivals
 from treetop.kernels.triton_guard import gpu_traits, why_not
 
 CAPABILITIES = Capabilities(
@@ -33,6 +34,7 @@ class TritonBackend:
 
     def __init__(self, device: torch.device) -> None:
         self._gpu = gpu_traits(device)
+        self._arrivals = make_arrivals(device, self._gpu)
 
     def begin(self, metadata: AttentionMetadata) -> None:
         """Nothing is needed."""
@@ -76,9 +78,11 @@ class TritonBackend:
         self, q: Tensor, kv: PagedKV, plan: AttentionMetadata, tail: Tensor | None, scale: float, sinks: Tensor | None
     ) -> Tensor:
         if kv.value_dim is None:
-            return paged_attention(q, kv.data, plan, tail, scale, sinks, self._gpu, scales=kv.scales)[0]
+            return paged_attention(
+                q, kv.data, plan, tail, scale, sinks, self._gpu, scales=kv.scales, arrivals=self._arrivals
+            )[0]
         assert sinks is None, "no model has compressed attention and sinks"
-        return latent_attention(q, kv.planes, plan, tail, kv.value_dim, scale, self._gpu)
+        return latent_attention(q, kv.planes, plan, tail, kv.value_dim, scale, self._gpu, arrivals=self._arrivals)
 
 
 def _make(need: Need) -> TritonBackend:

@@ -1,4 +1,4 @@
-# ruff: noqa: PLR0915, PLR0917 (kernels take what they touch as arguments, and are one body by nature)
+# ruff: noqa: PLR0912, PLR0915, PLR0917 (kernels take what they touch as arguments, and are one body by nature)
 """Attention over paged K/V and a dense tail, in one pass: the Triton kernels and their reference.
 
 One program takes the queries of one row that share a K/V head, grouped heads folded into the query block, and one
@@ -8,8 +8,9 @@ part of the row's keys:
     splits       |  split 0    |  split 1    |  split 2    |     each gives (out, lse); `_merge_kernel` joins them
 
 How many keys a row has is read on the device, how many splits share them is fixed by the launch: so a captured graph
-serves every length. One split needs no merge, and is one launch. An attention sink, one logit a head that takes part
-in the normalisation and has no value, enters once: at the end of a single split, else in the merge.
+serves every length. A row of a decode batch that is much longer than the rest has helpers (`kernels.teams`). One split
+needs no merge, and is one launch. An attention sink, one logit a head that takes part in the normalisation and has no
+value, enters once: at the end of a single split, else in the merge.
 Source: split keys and merge by log-sum-exp are Flash-Decoding (Dao et al., 2023); the online softmax is Milakov and
 Gimelshein, arXiv:1805.02867.
 """
@@ -23,7 +24,8 @@ from torch import Tensor
 from treetop.kernels.attention_config import CallShape, Launch, choose_launch
 from treetop.kernels.dependent_launch import pdl_wait
 from treetop.kernels.kv import decoded, slots_of
-from treetop.kernels.metadata import AttentionMetadata, SparseKeys
+from treetop.kernels.metadata import AttentionMetadata, SparseKeys, oldest_seen
+from treetop.kernels.teams import Team, join_team, row_shares, seat_of, share_of, team_of
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, jit_for_any, power_of_two, tl
 
 # ---------------------------------------------------------------------------------------------------- the reference
@@ -140,14 +142,6 @@ def load_kv(
 
 
 @jit
-def oldest_seen(position: Arg, window: constexpr, chunked: constexpr) -> Arg:
-    """`metadata.first_seen` of positions [m] int32, and not below 0."""
-    if chunked:
-        return position // window * window
-    return tl.maximum(position - window + 1, 0)
-
-
-@jit
 def fold_tail(
     q: Arg, tail: Arg, tail_positions: Arg, mask: Arg, query: Arg, real: Arg, oldest: Arg, dims: Arg, stop: Arg,
     t: Arg, tail_column: Arg, tail_v: Arg, position_column: Arg, mask_query: Arg, mask_column: Arg, acc: Arg, peak: Arg,
@@ -188,30 +182,41 @@ def within_page(position: Arg, page_size: constexpr) -> Arg:
     return tl.multiple_of(position % page_size, 1)
 
 
-@jit_for_any("n", "position_row", "splits")
+@jit_for_any("n", "position_row", "splits", "helpers")
 def _attention_kernel(
-    out: Arg, lse: Arg, q: Arg, pages: Arg, page_table: Arg, rows: Arg, kv_len: Arg, positions: Arg,
-    tail: Arg, tail_positions: Arg, mask: Arg, sinks: Arg, kv_scales: Arg, scale: Arg, n: Arg, t: Arg,
+    out: Arg, lse: Arg, sums: Arg, arrivals: Arg, q: Arg, pages: Arg, page_table: Arg, rows: Arg, kv_len: Arg,
+    positions: Arg, tail: Arg, tail_positions: Arg, mask: Arg, sinks: Arg, kv_scales: Arg, scale: Arg, n: Arg, t: Arg,
     split_stride: Arg, q_row: Arg, q_query: Arg, q_head: Arg, slot_stride: Arg, v_offset: Arg, table_row: Arg,
-    position_row: Arg, position_query: Arg, splits: Arg, tail_row: Arg, tail_column: Arg, tail_v: Arg,
+    position_row: Arg, position_query: Arg, splits: Arg, helpers: Arg, tail_row: Arg, tail_column: Arg, tail_v: Arg,
     tail_position_row: Arg, tail_position_column: Arg, mask_row: Arg, mask_query: Arg, mask_column: Arg,
     group: constexpr, dim: constexpr, page_size: constexpr, window: constexpr, chunked: constexpr, causal: constexpr,
-    has_tail: constexpr, has_sinks: constexpr, has_parts: constexpr, scaled: constexpr, block_m: constexpr,
-    block_n: constexpr,
-    block_t: constexpr, block_d: constexpr, overlap: constexpr,
+    has_tail: constexpr, has_sinks: constexpr, has_parts: constexpr, scaled: constexpr, helped: constexpr,
+    block_m: constexpr, block_n: constexpr, block_t: constexpr, block_d: constexpr, block_rows: constexpr,
+    overlap: constexpr,
 ) -> None:  # fmt: skip
     """One block of queries of one row and K/V head, over one split of its keys.
 
     out: [splits, rows, n, heads, dim]; lse: [splits, rows, n, heads] float32, natural; both contiguous. The rest as in
     `paged_attention`; *_row, *_query, ... are strides in elements; window 0 is none. Grid (kv_heads, blocks of queries
-    * splits, rows). All slot arithmetic is int64.
+    * splits, rows + helpers). All slot arithmetic is int64.
+
+    helped: by `kernels.teams`, of which sums, arrivals and helpers are.
     """
     pdl_wait(overlap, early=True)
     kv_head = tl.program_id(0)
     split = tl.program_id(1) % splits
     tile = tl.num_programs(1) // splits - 1 - tl.program_id(1) // splits  # causal: the longest blocks start first
-    row = tl.program_id(2).to(tl.int64)
+    row = tl.program_id(2)
+    if helped:
+        count = tl.num_programs(2) - helpers
+        shares = row_shares(kv_len, count, splits, window, chunked, block_n, block_rows)
+        row, member, members, first_helper = seat_of(shares, row, count, helpers, block_rows)
+        if row < 0:
+            return
+    row = row.to(tl.int64)
     end = tl.load(kv_len + row).to(tl.int32)
+    if helped:
+        own_share = share_of(end, splits, window, chunked, block_n)
     table = page_table + tl.load(rows + row) * table_row
 
     lane = tile * block_m + tl.arange(0, block_m)
@@ -222,6 +227,9 @@ def _attention_kernel(
     q_mask = real[:, None] & (dims < dim)[None, :]
     q_at = row * q_row + query * q_query + head * q_head
     queries = tl.load(q + q_at[:, None] + dims[None, :], mask=q_mask, other=0.0)
+    if scaled:
+        if queries.dtype == tl.bfloat16:  # codes of FP8 take one instruction to become float16, and several to bfloat16
+            queries = tl.clamp(queries.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
 
     start = 0
     position = tl.zeros([block_m], tl.int32)
@@ -242,6 +250,9 @@ def _attention_kernel(
     share = tl.maximum(tl.cdiv(last_block - first_block, splits), 1)
     begin = first_block + split * share
     stop = tl.minimum(begin + share, last_block)
+    if helped:  # a row's own program begins where it would alone, so nothing waits for the other rows' lengths yet
+        whole = tl.maximum(stop - begin, 0)
+        begin += member * tl.cdiv(whole, members)
 
     acc = tl.zeros([block_m, block_d], tl.float32)
     peak = tl.full([block_m], -1e30, tl.float32)
@@ -251,12 +262,21 @@ def _attention_kernel(
     if scaled:  # what all keys share goes to the scores, what all values share to the result
         scale *= tl.load(kv_scales + kv_head)
     page = page_of(table, begin, start, end, block_n, page_size)
+    folds_tail = split == 0
+    if helped:
+        folds_tail = folds_tail & (member == 0)
     if has_tail:  # first, and by the first split: it needs no length, so it hides the latency of those loads
         acc, peak, mass = fold_tail(
             queries, tail + kv_head * dim + row * tail_row, tail_positions + row * tail_position_row,
-            mask + row * mask_row, query, real, oldest, dims, tl.where(split == 0, t, 0), t, tail_column, tail_v,
+            mask + row * mask_row, query, real, oldest, dims, tl.where(folds_tail, t, 0), t, tail_column, tail_v,
             tail_position_column, mask_query, mask_column, acc, peak, mass, scale, dim, window, block_t, block_d,
         )  # fmt: skip
+
+    if helped:
+        members, first_helper = team_of(
+            shares, own_share, tl.program_id(2), member, members, first_helper, count, helpers, block_rows
+        )
+        stop = tl.minimum(begin + tl.cdiv(whole, members), stop)
 
     middle = begin
     if causal and window == 0:  # blocks that every query sees whole need no mask
@@ -283,6 +303,13 @@ def _attention_kernel(
             visible = visible & (key[None, :] >= oldest[:, None])
         acc, peak, mass = fold(queries, k, v, visible, acc, peak, mass, scale, True)
 
+    kept = query < n
+    if helped:
+        unit, units = tl.program_id(1) * tl.num_programs(0) + kv_head, tl.num_programs(0) * tl.num_programs(1)
+        acc, peak, mass, last = join_team(
+            sums, arrivals, member, members, first_helper, helpers, unit, units, acc, peak, mass, block_m, block_d
+        )
+        kept = query < tl.where(last, n, 0)
     if has_sinks and not has_parts:
         acc, peak, mass = add_sink(tl.load(sinks + head, mask=real, other=0.0), acc, peak, mass)
     seen = real & (mass != 0)  # also of NaN, which must show
@@ -291,9 +318,9 @@ def _attention_kernel(
         result *= tl.load(kv_scales + tl.num_programs(0) + kv_head)
     log_mass = tl.where(seen, (peak + tl.log2(tl.where(seen, mass, 1.0))) * 0.6931471805599453, float("-inf"))
     out_at = (row * n + query) * (tl.num_programs(0) * group) + head
-    tl.store(lse + split * split_stride + out_at, log_mass, mask=query < n)
+    tl.store(lse + split * split_stride + out_at, log_mass, mask=kept)
     out_at = (split * split_stride + out_at)[:, None] * dim + dims[None, :]
-    tl.store(out + out_at, result.to(out.dtype.element_ty), mask=q_mask)
+    tl.store(out + out_at, result.to(out.dtype.element_ty), mask=kept[:, None] & (dims < dim)[None, :])
 
 
 @jit_for_any("count", "splits")
@@ -392,10 +419,12 @@ def paged_attention(
     gpu: GpuTraits,
     launch: Launch | None = None,
     scales: Tensor | None = None,
+    arrivals: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`paged_attention_reference`. launch: how the call is cut, or else `choose_launch` says.
 
-    Reads lengths on the device only, and allocates only tensors whose shapes the arguments' shapes give.
+    arrivals: of `make_arrivals`; long rows of a decode phase then have helpers. Reads lengths on the device only, and
+    allocates only tensors whose shapes the arguments' shapes give.
     """
     rows, n, heads, dim = q.shape
     kv_heads = pages.shape[2]
@@ -416,16 +445,20 @@ def paged_attention(
     block_d = max(16, power_of_two(dim))
     logits = results.lse if sinks is None else sinks  # a placeholder, without any
     overlap = {"launch_pdl": True} if launch.overlap else {}
-    _attention_kernel[(kv_heads, blocks * launch.splits, rows)](
-        results.part, results.part_lse, q, pages, table, metadata.rows, metadata.kv_len, positions,
-        data, tail_positions, mask, logits, results.lse if scales is None else scales, scale * math.log2(math.e), n,
-        width, rows * n * heads, *q.stride()[:3], pages.stride(0), pages.stride(1), table.stride(0),
-        *positions.stride(), launch.splits, *tail_strides,
+    units, size = kv_heads * blocks * launch.splits, launch.block_m * (block_d + 2)
+    team = Team.of(rows, units, size, None if metadata.causal else arrivals, results.lse)
+    _attention_kernel[(kv_heads, blocks * launch.splits, rows + team.helpers)](
+        results.part, results.part_lse, team.sums, team.arrivals, q, pages, table, metadata.rows, metadata.kv_len,
+        positions, data, tail_positions, mask, logits, results.lse if scales is None else scales,
+        scale * math.log2(math.e), n, width, rows * n * heads, *q.stride()[:3], pages.stride(0), pages.stride(1),
+        table.stride(0),
+        *positions.stride(), launch.splits, team.helpers, *tail_strides,
         group=group, dim=dim, page_size=metadata.page_size, window=metadata.window or 0,
         chunked=metadata.chunked, causal=metadata.causal, has_tail=tail is not None, has_sinks=sinks is not None,
-        has_parts=launch.splits > 1, scaled=scales is not None,
+        has_parts=launch.splits > 1, scaled=scales is not None, helped=team.helpers > 0,
         block_m=launch.block_m, block_n=launch.block_n, block_t=min(launch.block_n, max(16, power_of_two(width))),
-        block_d=block_d, overlap=launch.overlap, num_warps=launch.num_warps, num_stages=launch.num_stages, **overlap,
+        block_d=block_d, block_rows=team.block_rows, overlap=launch.overlap, num_warps=launch.num_warps,
+        num_stages=launch.num_stages, **overlap,
     )  # fmt: skip
     results.merge(launch, sinks, block_d, max_warps=4)
     return results.out, results.lse

@@ -108,7 +108,10 @@ def launch_by_formula(call: CallShape, gpu: GpuTraits) -> Launch:
     """Enough programs to fill the GPU, cut no finer than parts are worth; measured by benchmarks/attention.py."""
     width = call.n * call.group
     lanes = max(16, power_of_two(width))
-    if call.head_dim > 256:  # Gemma 4's and compressed attention's: what fits in shared memory and registers
+    wide = call.element_bytes == 2 and lanes >= 64 and gpu.shared_bytes >= 227 << 10
+    if call.head_dim > 512 and wide:  # planes that are key and value, to warp groups' tensor cores
+        block_m, block_n, warps, stages = 64, 64, 8, 2
+    elif call.head_dim > 256:  # Gemma 4's and compressed attention's: what fits in shared memory and registers
         block_m, block_n, warps, stages = (16, 16, 8, 1) if call.element_bytes > 2 else (min(lanes, 32), 32, 8, 2)
     elif call.element_bytes > 2:  # float32 without tensor cores: what fits in registers
         block_m, block_n, warps, stages = min(lanes, 32), 16, 8, 2

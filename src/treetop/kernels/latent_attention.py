@@ -14,7 +14,6 @@ from torch import Tensor
 from treetop.kernels.attention import (
     Results,
     fold_scores,
-    oldest_seen,
     page_of,
     paged_attention_reference,
     tail_arguments,
@@ -22,7 +21,8 @@ from treetop.kernels.attention import (
 )
 from treetop.kernels.attention_config import CallShape, Launch, choose_launch
 from treetop.kernels.dependent_launch import pdl_wait
-from treetop.kernels.metadata import AttentionMetadata
+from treetop.kernels.metadata import AttentionMetadata, oldest_seen
+from treetop.kernels.teams import Team, join_team, row_shares, seat_of, share_of, team_of
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, jit_for_any, power_of_two, tl
 
 
@@ -70,23 +70,26 @@ def _fold_planes(
     return fold_scores(scores, k, visible, acc, peak, mass, masked)
 
 
-@jit_for_any("n", "position_row", "splits", "chosen_row", "chosen_query")
+@jit_for_any("n", "position_row", "splits", "helpers", "chosen_row", "chosen_query")
 def _latent_attention_kernel(
-    out: Arg, lse: Arg, q: Arg, pages: Arg, page_table: Arg, rows: Arg, kv_len: Arg, positions: Arg,
-    tail: Arg, tail_positions: Arg, mask: Arg, chosen: Arg, chosen_count: Arg, scale: Arg, n: Arg, t: Arg,
-    split_stride: Arg, q_row: Arg, q_query: Arg, q_head: Arg, slot_stride: Arg, table_row: Arg, position_row: Arg,
-    position_query: Arg, splits: Arg, chosen_row: Arg, chosen_query: Arg, count_row: Arg, tail_row: Arg,
-    tail_column: Arg, tail_position_row: Arg, tail_position_column: Arg, mask_row: Arg, mask_query: Arg,
-    mask_column: Arg,
+    out: Arg, lse: Arg, sums: Arg, arrivals: Arg, q: Arg, pages: Arg, page_table: Arg, rows: Arg, kv_len: Arg,
+    positions: Arg, tail: Arg, tail_positions: Arg, mask: Arg, chosen: Arg, chosen_count: Arg, scale: Arg, n: Arg,
+    t: Arg, split_stride: Arg, q_row: Arg, q_query: Arg, q_head: Arg, slot_stride: Arg, table_row: Arg,
+    position_row: Arg, position_query: Arg, splits: Arg, helpers: Arg, chosen_row: Arg, chosen_query: Arg,
+    count_row: Arg, tail_row: Arg, tail_column: Arg, tail_position_row: Arg, tail_position_column: Arg, mask_row: Arg,
+    mask_query: Arg, mask_column: Arg,
     heads: constexpr, rank: constexpr, turned: constexpr, page_size: constexpr, window: constexpr, chunked: constexpr,
-    causal: constexpr, sparse: constexpr, has_tail: constexpr, block_m: constexpr, block_n: constexpr,
-    block_t: constexpr, block_c: constexpr, block_r: constexpr, overlap: constexpr,
+    causal: constexpr, sparse: constexpr, has_tail: constexpr, helped: constexpr, block_m: constexpr,
+    block_n: constexpr, block_t: constexpr, block_c: constexpr, block_r: constexpr, block_rows: constexpr,
+    overlap: constexpr,
 ) -> None:  # fmt: skip
     """One block of queries of one row, over one split of its keys.
 
     out: [splits, rows, n, heads, rank]; lse: [splits, rows, n, heads] float32, natural; both contiguous. The rest as in
     `latent_attention`; *_row, *_query, ... are strides in elements; window 0 is none. Grid (blocks of queries * splits,
-    rows), or if it is sparse, (rows * n * blocks of a query's heads * splits,). All slot arithmetic is int64.
+    rows + helpers), or if it is sparse, (rows * n * blocks of a query's heads * splits,). All slot arithmetic is int64.
+
+    helped: by `kernels.teams`, of which sums, arrivals and helpers are; not if it is sparse.
 
     sparse: a query sees the prefix's positions that were chosen for it. As long as these are all, its keys are the same
     in the same blocks, splits and order as those of a row of one query.
@@ -103,13 +106,22 @@ def _latent_attention_kernel(
         chosen += row * chosen_row + of * chosen_query
         end = tl.load(chosen_count + row * count_row + of)
     else:
-        row = tl.program_id(1).to(tl.int64)
+        row = tl.program_id(1)
+        if helped:
+            count = tl.num_programs(1) - helpers
+            shares = row_shares(kv_len, count, splits, window, chunked, block_n, block_rows)
+            row, member, members, first_helper = seat_of(shares, row, count, helpers, block_rows)
+            if row < 0:
+                return
+        row = row.to(tl.int64)
         tile = tl.num_programs(0) // splits - 1 - tl.program_id(0) // splits  # causal: the longest blocks start first
         lane = tile * block_m + tl.arange(0, block_m)
         query = lane // heads
         head = lane % heads
         real = query < n
         end = tl.load(kv_len + row).to(tl.int32)
+        if helped:
+            own_share = share_of(end, splits, window, chunked, block_n)
     there_is = real
     table = page_table + tl.load(rows + row) * table_row
 
@@ -138,6 +150,9 @@ def _latent_attention_kernel(
     share = tl.maximum(tl.cdiv(last_block - first_block, splits), 1)
     begin = first_block + split * share
     stop = tl.minimum(begin + share, last_block)
+    if helped:
+        whole = tl.maximum(stop - begin, 0)
+        begin += member * tl.cdiv(whole, members)
 
     acc = tl.zeros([block_m, block_c], tl.float32)
     peak = tl.full([block_m], -1e30, tl.float32)
@@ -147,8 +162,11 @@ def _latent_attention_kernel(
         place = _chosen_slots(table, chosen, begin, end, block_n, page_size)
     else:
         place = page_of(table, begin, start, end, block_n, page_size)
-    if has_tail:  # by the first split
-        for column_start in tl.range(0, tl.where(split == 0, t, 0), block_t, num_stages=1):
+    folds_tail = split == 0
+    if helped:
+        folds_tail = folds_tail & (member == 0)
+    if has_tail:
+        for column_start in tl.range(0, tl.where(folds_tail, t, 0), block_t, num_stages=1):
             column = column_start + tl.arange(0, block_t)
             there = column < t
             at = row * tail_row + column.to(tl.int64) * tail_column
@@ -162,6 +180,12 @@ def _latent_attention_kernel(
             acc, peak, mass = _fold_planes(
                 queries, q_turned, k, k_turned, visible, acc, peak, mass, scale, True
             )  # fmt: skip
+
+    if helped:
+        members, first_helper = team_of(
+            shares, own_share, tl.program_id(1), member, members, first_helper, count, helpers, block_rows
+        )
+        stop = tl.minimum(begin + tl.cdiv(whole, members), stop)
 
     for block in range(begin, stop):
         key = block * block_n + tl.arange(0, block_n)
@@ -181,6 +205,12 @@ def _latent_attention_kernel(
             visible = visible & (key[None, :] >= oldest[:, None])
         acc, peak, mass = _fold_planes(queries, q_turned, k, k_turned, visible, acc, peak, mass, scale, True)
 
+    if helped:
+        acc, peak, mass, last = join_team(
+            sums, arrivals, member, members, first_helper, helpers, tl.program_id(0), tl.num_programs(0), acc, peak,
+            mass, block_m, block_c,
+        )  # fmt: skip
+        there_is = query < tl.where(last, n, 0)
     seen = real & (mass != 0)  # also of NaN, which must show
     result = tl.where(seen[:, None], acc / tl.where(seen, mass, 1.0)[:, None], 0.0)
     log_mass = tl.where(seen, (peak + tl.log2(tl.where(seen, mass, 1.0))) * 0.6931471805599453, float("-inf"))
@@ -199,11 +229,13 @@ def latent_attention(
     scale: float,
     gpu: GpuTraits,
     launch: Launch | None = None,
+    arrivals: Tensor | None = None,
 ) -> Tensor:
     """`latent_attention_reference`. launch: how the call is cut, or else `choose_launch` says.
 
-    Where keys were chosen, each query is a row of its own, which gathers what was chosen for it. Reads lengths on the
-    device only, and allocates only tensors whose shapes the arguments' shapes give.
+    arrivals: of `make_arrivals`; long rows of a decode phase then have helpers. Where keys were chosen, each query is a
+    row of its own, which gathers what was chosen for it, and none is helped. Reads lengths on the device only, and
+    allocates only tensors whose shapes the arguments' shapes give.
     """
     rows, n, heads, dim = q.shape
     table, positions = metadata.table.data, metadata.positions
@@ -228,16 +260,20 @@ def latent_attention(
     assert (pages.stride(3), data.stride(-1)) == (1, 1)
     overlap = {"launch_pdl": True} if launch.overlap else {}
     blocks = -(-call.n * heads // launch.block_m) * launch.splits
-    _latent_attention_kernel[(blocks, rows) if chosen is None else (call.rows * blocks,)](
-        results.part, results.part_lse, q, pages, table, metadata.rows, metadata.kv_len, positions, data,
-        tail_positions, mask, *listed, scale * math.log2(math.e), n, width, rows * n * heads, *q.stride()[:3],
-        pages.stride(0), table.stride(0), *positions.stride(), launch.splits, *listed_strides, *tail_strides,
+    block_c = max(16, power_of_two(rank))
+    alone = metadata.causal or chosen is not None
+    team = Team.of(rows, blocks, launch.block_m * (block_c + 2), None if alone else arrivals, results.lse)
+    _latent_attention_kernel[(blocks, rows + team.helpers) if chosen is None else (call.rows * blocks,)](
+        results.part, results.part_lse, team.sums, team.arrivals, q, pages, table, metadata.rows, metadata.kv_len,
+        positions, data, tail_positions, mask, *listed, scale * math.log2(math.e), n, width, rows * n * heads,
+        *q.stride()[:3], pages.stride(0), table.stride(0), *positions.stride(), launch.splits, team.helpers,
+        *listed_strides, *tail_strides,
         heads=heads, rank=rank, turned=dim - rank, page_size=metadata.page_size, window=metadata.window or 0,
         chunked=metadata.chunked, causal=metadata.causal and chosen is None, sparse=chosen is not None,
-        has_tail=tail is not None, block_m=launch.block_m, block_n=launch.block_n,
-        block_t=min(launch.block_n, max(16, power_of_two(width))), block_c=max(16, power_of_two(rank)),
-        block_r=max(16, power_of_two(dim - rank)), overlap=launch.overlap, num_warps=launch.num_warps,
-        num_stages=launch.num_stages, **overlap,
+        has_tail=tail is not None, helped=team.helpers > 0, block_m=launch.block_m, block_n=launch.block_n,
+        block_t=min(launch.block_n, max(16, power_of_two(width))), block_c=block_c,
+        block_r=max(16, power_of_two(dim - rank)), block_rows=team.block_rows, overlap=launch.overlap,
+        num_warps=launch.num_warps, num_stages=launch.num_stages, **overlap,
     )  # fmt: skip
     results.merge(launch, None, power_of_two(rank), max_warps=16)
     return results.out

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from treetop.kernels.kv import PageTable
+from treetop.kernels.triton_guard import Arg, constexpr, jit, tl
 from treetop.types.phase import Phase
 
 
@@ -79,3 +80,11 @@ def first_seen(positions: Tensor, window: int, chunked: bool) -> Tensor:
     Of a window it is so many positions back, the query's own counted; of chunks, it begins the query's own chunk.
     """
     return positions // window * window if chunked else positions - window + 1
+
+
+@jit
+def oldest_seen(position: Arg, window: constexpr, chunked: constexpr) -> Arg:
+    """`first_seen` of positions [m] int32, and not below 0."""
+    if chunked:
+        return position // window * window
+    return tl.maximum(position - window + 1, 0)

@@ -23,10 +23,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from treetop.kernels.attention import load_kv, oldest_seen, page_of, paged_attention_reference, within_page
+from treetop.kernels.attention import load_kv, page_of, paged_attention_reference, within_page
 from treetop.kernels.attention_config import CallShape
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
-from treetop.kernels.metadata import AttentionMetadata
+from treetop.kernels.metadata import AttentionMetadata, oldest_seen
 from treetop.kernels.segments import (
     UNIT,
     SegmentPlan,

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from treetop.kernels.attention import add_sink, fold_tail, oldest_seen, tail_visible
+from treetop.kernels.attention import add_sink, fold_tail, tail_visible
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
-from treetop.kernels.metadata import AttentionMetadata
+from treetop.kernels.metadata import AttentionMetadata, oldest_seen
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, power_of_two, tl
 
 
