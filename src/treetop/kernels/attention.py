@@ -227,9 +227,8 @@ def _attention_kernel(
     q_mask = real[:, None] & (dims < dim)[None, :]
     q_at = row * q_row + query * q_query + head * q_head
     queries = tl.load(q + q_at[:, None] + dims[None, :], mask=q_mask, other=0.0)
-    if scaled:
-        if queries.dtype == tl.bfloat16:  # codes of FP8 take one instruction to become float16, and several to bfloat16
-            queries = tl.clamp(queries.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
+    if scaled and queries.dtype == tl.bfloat16:  # codes become float16 in one instruction, bfloat16 in several
+        queries = tl.clamp(queries.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
 
     start = 0
     position = tl.zeros([block_m], tl.int32)
