@@ -3,6 +3,7 @@
 The kernels run here in Triton's interpreter too (this file starts itself again), and on a GPU if there is one.
 """
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -221,7 +222,11 @@ def test_transformers_decodes_mxfp4_alike():
 if not INTERPRETED and not ON_GPU:
 
     def test_the_kernels_pass_in_tritons_interpreter():
-        require_interpreted_pass(__file__)
+        require_interpreted_pass(__file__, "-m", "not slow")
+
+    @pytest.mark.slow
+    def test_the_kernels_pass_in_tritons_interpreter_in_long_matrices():
+        require_interpreted_pass(__file__, "-m", "slow")
 
 
 if INTERPRETED or ON_GPU:
@@ -287,7 +292,7 @@ if INTERPRETED or ON_GPU:
         return Experts(*parts, experts.gate_up_bias, experts.down_bias, experts.activation)
 
     @pytest.mark.parametrize("name", CODINGS)
-    @pytest.mark.parametrize("tokens", [3, 150])
+    @pytest.mark.parametrize("tokens", [3, pytest.param(150, marks=pytest.mark.slow)])
     def test_coded_experts_have_the_bits_of_decoded_ones(name, tokens, monkeypatch):
         """With the same cut of k: e4m3 in blocks of 64 columns, 4 bits in blocks of 32, NVFP4 in its groups of 16."""
         torch.manual_seed(tokens)
@@ -306,9 +311,20 @@ if INTERPRETED or ON_GPU:
         assert bool(plain.isfinite().all())
         assert float(plain.float().norm()) > 0
 
-    @pytest.mark.parametrize("packed", [None, "mxfp4", "fp8 blocks", "w4a16", "nvfp4"])
-    @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
-    @pytest.mark.parametrize("tokens", TOKENS)
+    FORMATS = [None, "mxfp4", "fp8 blocks", "w4a16", "nvfp4"]
+
+    def is_long(tokens, activation, packed):
+        """Of packed weights several tokens go with one activation, and one token with all others."""
+        return packed is not None and (tokens > 1) == (activation != ACTIVATIONS[0])
+
+    @pytest.mark.parametrize(
+        ("tokens", "activation", "packed"),
+        [
+            pytest.param(*case, marks=[pytest.mark.slow] * is_long(*case))
+            for case in itertools.product(TOKENS, ACTIVATIONS, FORMATS)
+        ],
+        ids=str,
+    )
     def test_the_grouped_products_equal_the_reference(tokens, activation, packed):
         """Sides that fill no block; half the shapes with biases, with padding, twice with the same bits."""
         torch.manual_seed(tokens)
@@ -358,7 +374,7 @@ if INTERPRETED or ON_GPU:
         torch.testing.assert_close(total, want, rtol=1e-4, atol=1e-5)
 
     @pytest.mark.parametrize("own", SHARES, ids=str)
-    @pytest.mark.parametrize("tokens", [3, 300])
+    @pytest.mark.parametrize("tokens", [3, pytest.param(300, marks=pytest.mark.slow)])
     def test_a_rank_with_some_of_the_experts_computes_these_alone(tokens, own):
         """In one launch that chooses and in two; what other ranks compute is zero here, as padding is."""
         torch.manual_seed(tokens)

@@ -77,7 +77,11 @@ VARIETY = [
 if not INTERPRETED:
 
     def test_the_kernels_pass_in_tritons_interpreter():
-        require_interpreted_pass(__file__)
+        require_interpreted_pass(__file__, "-m", "not slow")
+
+    @pytest.mark.slow
+    def test_the_kernels_pass_in_tritons_interpreter_in_long_matrices():
+        require_interpreted_pass(__file__, "-m", "slow")
 
 
 if INTERPRETED:
@@ -175,7 +179,7 @@ if INTERPRETED:
     }
 
     @pytest.mark.parametrize("name", HARD)
-    @pytest.mark.parametrize(("top_k", "chunk"), [(1, 16), (16, 32)])
+    @pytest.mark.parametrize(("top_k", "chunk"), [pytest.param(1, 16, marks=pytest.mark.slow), (16, 32)])
     def test_equal_bits_choose_equal_keys_whatever_the_chunks(name, top_k, chunk):
         """One launch or a tree of them; extents of nothing, of a few, and of all; with a tail and without."""
         torch.manual_seed(5)

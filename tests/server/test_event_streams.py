@@ -73,7 +73,9 @@ class Told:
         self.ids = llm.reader.tokenizer.encode("def area(r): return r * r", special=False)
         answer = Completion(Api(llm), body, [[5]], [""], deltas)
         stream = EventStream(deltas, answer)
-        self.task = asyncio.ensure_future(stream({"state": {WRITER: self.writer}}, self._receive, self._send))
+        self.task = asyncio.ensure_future(
+            stream({"path": "/v1/completions", "state": {WRITER: self.writer}}, self._receive, self._send)
+        )
 
     async def _receive(self):
         await asyncio.Event().wait()

@@ -64,7 +64,8 @@ class MockEngine:
     def _next(self, row: Row, count: int) -> RowResult:
         stream, start = self._options.stream, self._position[row]
         self._position[row] = start + count
-        return RowResult(row, tuple(stream[i % len(stream)] for i in range(start, start + count)), True)
+        tokens = tuple(stream[i % len(stream)] for i in range(start, start + count))
+        return RowResult(row, tokens, True, ranks=(0,) * (count - 1))
 
 
 def make_mock(config: EngineConfig, mock: MockOptions) -> tuple[EngineCore[_Due], CoreInfo]:

@@ -108,9 +108,11 @@ def launch_by_formula(call: CallShape, gpu: GpuTraits) -> Launch:
     """Enough programs to fill the GPU, cut no finer than parts are worth; measured by benchmarks/attention.py."""
     width = call.n * call.group
     lanes = max(16, power_of_two(width))
-    wide = call.element_bytes == 2 and lanes >= 64 and gpu.shared_bytes >= 227 << 10
-    if call.head_dim > 512 and wide:  # planes that are key and value, to warp groups' tensor cores
-        block_m, block_n, warps, stages = 64, 64, 8, 2
+    fitting = 2  # programs on a multiprocessor
+    if call.head_dim > 512 and call.element_bytes == 2 and gpu.shared_bytes >= 227 << 10:  # planes: keys and values
+        block_m, block_n, warps, stages = max(16, lanes // 2), 64, 4, 2
+        if lanes >= 128:  # by warp groups
+            block_m, warps, fitting = 64, 8, 1
     elif call.head_dim > 256:  # Gemma 4's and compressed attention's: what fits in shared memory and registers
         block_m, block_n, warps, stages = (16, 16, 8, 1) if call.element_bytes > 2 else (min(lanes, 32), 32, 8, 2)
     elif call.element_bytes > 2:  # float32 without tensor cores: what fits in registers
@@ -120,7 +122,7 @@ def launch_by_formula(call: CallShape, gpu: GpuTraits) -> Launch:
     else:
         block_m, block_n, warps, stages = min(lanes, 64), 64, 4, 3
     programs = call.rows * call.kv_heads * -(-width // block_m)
-    splits = 2 * gpu.num_sms // programs  # two programs fit on a multiprocessor
+    splits = fitting * gpu.num_sms // programs
     # Parts cost what they write and merge: few of short ranges, more of long ones, or where SMs would stand idle.
     blocks = -(-call.max_kv_len // block_n)
     few = max(512 // block_m, blocks // 8, gpu.num_sms // (2 * programs))
