@@ -243,7 +243,13 @@ def of_experts(weight, *shape):
 
 @compiled_here
 @pytest.mark.parametrize(
-    "coding", [Coding("e4m3", 128), Coding("int4", 32, zeros=True), Coding("e2m1", 16, "over")], ids=str
+    "coding",
+    [
+        Coding("e4m3", 128),
+        pytest.param(Coding("int4", 32, zeros=True), marks=pytest.mark.slow),
+        pytest.param(Coding("e2m1", 16, "over"), marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_products_that_decode_compile_for_a_gpu(absent_gpu, coding):
     """Of few rows, of many, and gated, as weights of a model launch them; with experts, and into memory."""

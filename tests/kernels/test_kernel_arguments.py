@@ -95,7 +95,11 @@ def test_a_tensor_that_is_seen_several_times_is_not_contiguous():
 if not INTERPRETED and DEVICE.type == "cpu":
 
     def test_kernels_of_engines_are_given_what_they_read():
-        require_interpreted_pass(__file__)
+        require_interpreted_pass(__file__, "-m", "not slow")
+
+    @pytest.mark.slow
+    def test_kernels_of_more_engines_are_given_what_they_read():
+        require_interpreted_pass(__file__, "-m", "slow")
 
 
 if INTERPRETED or DEVICE.type == "cuda":
@@ -124,7 +128,9 @@ if INTERPRETED or DEVICE.type == "cuda":
         finally:
             llm.close()
 
-    @pytest.mark.parametrize("name", ["llama", "experts", "latents", "sparse"])
+    @pytest.mark.parametrize(
+        "name", ["experts", "sparse", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "latents"))]
+    )
     def test_a_kernel_is_told_how_its_tensors_lie(pairs, monkeypatch, name):
         pair = pairs[name]
         want = answers(made(pair, device="cpu", dtype="float64"), pair)

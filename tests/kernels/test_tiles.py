@@ -243,7 +243,11 @@ def test_following_can_fail():
 if not INTERPRETED and DEVICE.type == "cpu":
 
     def test_the_kernels_pass_in_tritons_interpreter():
-        require_interpreted_pass(__file__)
+        require_interpreted_pass(__file__, "-m", "not slow")
+
+    @pytest.mark.slow
+    def test_the_kernels_pass_in_tritons_interpreter_in_long_matrices():
+        require_interpreted_pass(__file__, "-m", "slow")
 
 
 if INTERPRETED or DEVICE.type == "cuda":
@@ -266,7 +270,7 @@ if INTERPRETED or DEVICE.type == "cuda":
         return torch.cat(found).T
 
     @pytest.mark.parametrize("coding", CODINGS, ids=str)
-    @pytest.mark.parametrize("kind", SCALES)
+    @pytest.mark.parametrize("kind", [SCALES[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in SCALES[1:])])
     def test_each_weight_has_the_bits_of_the_reference(coding, kind):
         """Lines, columns and groups that fill no tile; as a product has them, and decoded into memory."""
         if coding.scales != "float32" and kind != torch.float32:

@@ -23,7 +23,18 @@ LENGTHS = (1, WINDOW - 1, WINDOW, 5 * WINDOW)
 GRID = [(1, 1, 2), (1, 3, 4), (1, 6, 7), (2, 2, 5), (2, 3, 6), (4, 3, 12), (4, 5, 16), (8, 5, 60)]
 
 
-@pytest.fixture(scope="module", params=FAMILIES, ids=lambda name: name.replace(" ", "-"))
+OF_EACH_KIND = (
+    *("llama 3", "gemma3", "qwen3 vl", "mixtral", "qwen3 windows", "mimo v2", "step 3.5", "laguna", "llama 4"),
+    *("hunyuan moe", "granite moe", "gemma4 experts", "deepseek v2", "glm 5.2", "kimi k2.5"),
+)
+"""Families whose trees are compared in the short run too: one of each kind of attention, experts and folder."""
+
+
+def named(name: str) -> str:
+    return name.replace(" ", "-")
+
+
+@pytest.fixture(scope="module", params=FAMILIES, ids=named)
 def saved(request, tmp_path_factory) -> Saved:
     return FAMILIES[request.param].save(tmp_path_factory.mktemp("family"), seed=5)
 
@@ -81,6 +92,12 @@ def assert_shapes_give(saved: Saved, shapes, count: int, **options) -> None:
             assert (max(output.metrics.num_cached_tokens for output in outputs) > 0) == again
 
 
+@pytest.mark.parametrize(
+    "saved",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in OF_EACH_KIND)) for name in FAMILIES],
+    ids=named,
+    indirect=True,
+)
 def test_speculative_decoding_gives_the_tokens_of_transformers(saved):
     """float64: the tokens of each prompt by itself, whatever the tree and the other rows, with the prefix cache."""
     assert_shapes_give(saved, [(3, 4, 14)], 16)
