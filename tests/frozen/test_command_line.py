@@ -46,6 +46,7 @@ def test_trace_writes_a_page(said):
     assert "def f(" in page
 
 
+@pytest.mark.slow  # each by itself: tests/debug/test_faults.py
 def test_each_fault_is_caught_by_its_guard(doctor):
     """Fault, guard and level, as `treetop doctor --faults` prints them. There may be more faults than there were."""
     out, err = doctor.communicate(timeout=600)

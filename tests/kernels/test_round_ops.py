@@ -58,6 +58,7 @@ if not INTERPRETED:
         """On a GPU, in at most 32 bits; those of a tree where one program holds it, products in 16 bits."""
         monkeypatch.setattr("treetop.kernels.table.why_not", lambda device: None)
         monkeypatch.setattr("treetop.kernels.table.gpu_traits", lambda device: GpuTraits(8, False))
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
         gpu, tree, every = torch.device("cuda"), (SpecShape(2, 3, 6),), set(operations())
 
         def kernels(*context) -> set[str]:
@@ -65,7 +66,7 @@ if not INTERPRETED:
             return {name for name, op in operations().items() if getattr(ops, name) is not op.reference}
 
         of_products = {"silu_mul", "gelu_tanh_mul", "skinny_gemm", "gated_rows", "compressed_rows"}
-        of_products |= {"coded_rows", "coded_gated", "decode_tiles"}
+        of_products |= {"coded_rows", "coded_gated", "decode_tiles", "quantize_rows", "fp8_rows"}
         of_trees = {"start", "grow", "select", "greedy", "accept", "learn"}
         assert kernels(gpu, torch.bfloat16, tree) == every
         assert kernels(gpu, torch.float32, tree) == every - of_products

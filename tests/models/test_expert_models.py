@@ -76,7 +76,7 @@ def test_logits_equal_those_of_transformers(folders, family, chunk, device):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("shape", [(1, 3, 4), (4, 3, 12)])
+@pytest.mark.parametrize("shape", [pytest.param((1, 3, 4), marks=pytest.mark.slow), (4, 3, 12)])
 def test_speculative_tokens_equal_plain_ones_in_any_batch(folders, family, shape):
     """float64, greedy, prefix cache on: five prompts at once, padded to a bucket, and each alone and plainly."""
     pair, _ = folders[family]
