@@ -58,7 +58,7 @@ def test_products_of_a_llama_8b_equal_those_of_the_decoded_weight(lines, k, gate
 def pairs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("packed")
     dense = save_random_llama(folder / "dense", seed=8, vocab_size=12, intermediate_size=128)
-    sizes = {"vocab_size": 12, "hidden_size": 64, "moe_intermediate_size": 64, "head_dim": 32}
+    sizes = {"vocab_size": 12, "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "head_dim": 32}
     experts = save_random_experts(folder / "experts", "qwen3_moe", seed=3, **sizes)
     return {
         "dense": Pair(dense, save_random_head(folder / "dense-head", dense, draft_vocab=11, seed=2)),

@@ -19,7 +19,7 @@ from treetop.kernels.attention_config import Launch
 from treetop.kernels.index_scores import paged_index_scores
 from treetop.kernels.index_topk import choose_by_scores, choose_by_scores_reference, choose_paged_keys
 from treetop.kernels.indexer import IndexQuery
-from treetop.kernels.kv import PagedKV, PageTable
+from treetop.kernels.kv import FP8, PagedKV, PageTable
 from treetop.kernels.latent_attention import latent_attention, latent_attention_reference
 from treetop.kernels.metadata import AttentionMetadata
 from treetop.kernels.triton_guard import gpu_traits
@@ -161,6 +161,30 @@ def test_all_keys_chosen_are_dense_attention_to_the_bit(heads, dtype):
         assert torch.equal(dense, sparse)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", CALLS[:4], ids=str)
+def test_planes_in_fp8_are_what_their_codes_stand_for(shape, dtype):
+    """Sparse, or dense where all keys are seen: within a rounding of the reference, which decodes."""
+    q, kv, metadata, tail, query = call(*shape, dtype=dtype, heads=16)
+    gpu, scales = gpu_traits(DEVICE), torch.full((1, 1), 0.3, device=DEVICE)
+    codes, tail_codes = (None if x is None else x.float().div(0.3).to(FP8) for x in (kv.data, tail))
+    index = codes[:, 0, 0, PLANE:]
+    keys = None if tail is None else tail_codes[:, :, 0, 0, PLANE:]
+    chosen = choose_paged_keys(query, index, metadata, keys, gpu)
+    scores = paged_index_scores(query, index.to(dtype), metadata, None if tail is None else keys.to(dtype), gpu)
+    want = choose_by_scores_reference(scores, metadata, 2048)
+    there = torch.arange(2048, device=DEVICE) < want.count[..., None]
+    assert torch.equal(chosen.count, want.count)
+    assert torch.equal(chosen.positions[there], want.positions[there])
+    planes = codes[..., :PLANE]
+    beside = None if tail is None else tail_codes[..., :PLANE]
+    wide, wide_beside = (None if x is None else (x.float() * 0.3).to(dtype) for x in (planes, beside))
+    for each in (metadata, replace(metadata, chosen=chosen, mask=chosen.columns)):
+        got = latent_attention(q, planes, each, beside, RANK, 0.05, gpu, scales=scales)
+        decoded = latent_attention(q, wide, each, wide_beside, RANK, 0.05, gpu)
+        assert (got.float() - decoded.float()).norm() < 0.01 * decoded.float().norm()
+
+
 OPTIONS = {"page_size": 4, "chunked_prefill_size": 16, "context_length": 128, "max_running_requests": 4}
 LENGTHS = (1, 7, 12, 60)
 """An indexer chooses nine keys."""
@@ -182,6 +206,27 @@ def test_captured_rounds_give_the_tokens_of_a_cpu(name, tmp_path):
     found = []
     for graphs in ("auto", "off"):
         llm = build(saved.pair, shape, **OPTIONS, dtype="bfloat16", device="cuda", graphs=graphs, overlap=False)
+        found.append(tokens(llm.generate(prompts, greedy(16))))
+        llm.close()
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", ["deepseek v3", "glm 5.2"])
+def test_captured_rounds_over_planes_in_fp8_give_plain_decodings_tokens(name, tmp_path):
+    """float32: a tree as plain, up to near ties; bfloat16: captured as eager."""
+    saved = FAMILIES[name].save(tmp_path, seed=5)
+    prompts, shape = saved.pair.prompts(LENGTHS, seed=3), (4, 3, 12)
+    options = {**OPTIONS, "device": "cuda", "kv_cache_dtype": "fp8_e4m3"}
+    plain = build(saved.pair, None, **options, dtype="float32")
+    expected = plain.generate(prompts, greedy(16))
+    llm = build(saved.pair, shape, **options, dtype="float32", check_level=2)
+    assert isinstance(llm.engine.launcher, CudaGraphs)
+    assert equal_outputs(plain, expected, llm.generate(prompts, greedy(16))).ok
+    llm.close()
+    plain.close()
+    found = []
+    for graphs in ("auto", "off"):
+        llm = build(saved.pair, shape, **options, dtype="bfloat16", graphs=graphs, overlap=False)
         found.append(tokens(llm.generate(prompts, greedy(16))))
         llm.close()
     assert found[0] == found[1]

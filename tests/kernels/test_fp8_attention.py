@@ -19,15 +19,18 @@ from treetop.kernels import commit as committing
 from treetop.kernels.attention import paged_attention, paged_attention_reference
 from treetop.kernels.attention_config import Launch
 from treetop.kernels.fused import rotate_and_write, rotate_and_write_reference
+from treetop.kernels.indexer import IndexNorm, write_index_keys, write_index_keys_reference
 from treetop.kernels.kv import FP8, PageTable, decoded, encoded
 from treetop.kernels.kv import moved as as_bytes
 from treetop.kernels.kv_chunks import Span, pack, pack_reference, unpack, unpack_reference
-from treetop.kernels.rope import RopeSpec, rope_table
+from treetop.kernels.latent import LatentNorm, write_latent, write_latent_reference
+from treetop.kernels.rope import RopeSpec, rope_table, rotate_
 from treetop.kernels.triton_guard import gpu_traits
 from treetop.types.ids import FULL
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
 KERNELS = INTERPRETED or DEVICE.type == "cuda"
+CPU = torch.device("cpu")
 GPU = gpu_traits(DEVICE)
 SCALES = torch.tensor([[1.0, 0.3], [7e-5, 40.0]])
 VARIETY = [
@@ -135,6 +138,63 @@ def test_what_is_written_is_rounded_once_and_queries_are_not(kernel, in_pages, d
     off = (got.select(-3, 0).double() - keys.clamp(-448, 448)).abs()
     of_rotation = 4 * torch.finfo(dtype).eps * size[..., heads:, :] / SCALES[0].double()[:, None]
     assert bool((off <= step / 2 + of_rotation).all())
+
+
+def nearest(codes: torch.Tensor, exact: torch.Tensor, scale: float) -> None:
+    """Codes are the nearest of exact numbers over a scale, but for a rounding of float32 before."""
+    numbers = (exact / scale).clamp(-448, 448)
+    step = 2.0 ** torch.log2(numbers.abs().clamp(2.0**-6, 448.0)).floor() / 8
+    assert bool(((codes.double() - numbers).abs() <= step / 2 + 1e-4 * step).all())
+
+
+@pytest.mark.parametrize("in_pages", [False, True])
+@pytest.mark.parametrize("kernel", [False, True] if KERNELS else [False])
+def test_a_latents_plane_and_an_indexers_key_are_rounded_once(kernel, in_pages):
+    """Beside each other in one plane, by one scale; queries are not rounded, and a slot of padding stays zero."""
+    torch.manual_seed(4)
+    rank, turned, index, rows, n, heads, scale = 20, 6, 14, 3, 4, 5, 0.01
+    table, positions = rope_table(RopeSpec(turned, 10000.0), 50, torch.float64, CPU), torch.randint(0, 50, (rows, n))
+    norm = LatentNorm(torch.randn(rank).exp(), 1e-6)
+    index_norm = IndexNorm(torch.randn(index).exp(), torch.randn(index), 1e-6)
+    absorbed, asked = torch.randn(rows, n, heads, rank), torch.randn(rows, n, heads, turned)
+    down, key = torch.randn(1, rows, n, rank + turned), torch.randn(rows, n, index)
+    angles = table.at(positions)
+    latent = down[0, ..., :rank].double()
+    latent = latent / (latent.pow(2).mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight
+    plane = torch.cat([latent, rotate_(down[0, :, :, None, rank:].double(), angles)[:, :, 0]], -1)
+    normed = key.double() - key.double().mean(-1, keepdim=True)
+    normed = normed / (normed.pow(2).mean(-1, keepdim=True) + index_norm.eps).sqrt() * index_norm.weight
+    normed += index_norm.bias
+    normed = torch.cat([rotate_(normed[:, :, None, :turned].clone(), angles)[:, :, 0], normed[..., turned:]], -1)
+    want_q = torch.cat([absorbed.double(), rotate_(asked.double(), angles)], -1)
+
+    slots = (torch.randperm(rows * n) + 1).view(rows, n) if in_pages else None
+    if slots is not None:
+        slots[0, 1] = slots[-1, 0] = 0
+    shape = (rows * n + 1,) if in_pages else (rows, n)
+    stored = torch.zeros((*shape, 1, 1, rank + turned + index), dtype=torch.uint8, device=DEVICE).view(FP8)
+    to_plane, to_key = stored.split([rank + turned, index], dim=-1)
+    scales = torch.full((1, 1), scale, device=DEVICE)
+    narrow = type(table)(table.data.float().to(DEVICE))
+    here = [each.to(DEVICE) for each in (absorbed, asked, down, key, positions)]
+    at = None if slots is None else slots.to(DEVICE)
+    norm, index_norm = (
+        LatentNorm(norm.weight.to(DEVICE), norm.eps),
+        IndexNorm(index_norm.weight.to(DEVICE), index_norm.bias.to(DEVICE), index_norm.eps),
+    )
+    if kernel:
+        given = narrow.data, here[4]
+        q = write_latent(*here[:3], given, to_plane, at, norm, GPU, scales=scales)
+        write_index_keys(here[3], index_norm, given, to_key, at, GPU, scales=scales)
+    else:
+        q = write_latent_reference(*here[:3], narrow.at(here[4]), to_plane, at, norm, scales)
+        write_index_keys_reference(here[3], index_norm, narrow.at(here[4]), to_key, at, scales)
+    torch.testing.assert_close(q.cpu().double(), want_q, rtol=1e-5, atol=1e-5)
+    codes, real = stored.cpu(), torch.ones(rows, n, dtype=torch.bool)
+    if slots is not None:
+        assert not as_bytes(codes[0]).any(), "the null slot stays zero"
+        codes, real = as_bytes(codes)[slots].view(FP8), slots > 0
+    nearest(codes[:, :, 0, 0][real], torch.cat([plane, normed], -1)[real], scale)
 
 
 @pytest.mark.parametrize("options", [options for options, _ in VARIETY], ids=str)

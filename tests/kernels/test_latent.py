@@ -28,6 +28,8 @@ VARIETY = [
     {"dim": 24, "latent": 16, "window": 6},
     {"n": 12, "t": 12, "window": 17, "page_size": 8, "max_kv_len": 70, "dim": 24, "latent": 16},
     {"n": 12, "t": 12, "window": 17, "chunked": True, "page_size": 8, "max_kv_len": 70, "dim": 24, "latent": 16},
+    {"n": 5, "t": 9, "dim": 22, "latent": 16, "fp8": True},
+    {"n": 3, "dim": 80, "latent": 64, "dtype": torch.float16, "page_size": 8, "fp8": True},
 ]
 
 
@@ -51,7 +53,7 @@ if not INTERPRETED:
             out = backend.causal(s.q, s.clean, plan, s.scale)
         else:
             out = backend.prefix_tail(s.q, s.clean, plan, s.tail, s.scale)
-        got = latent_attention_reference(s.q, s.clean.data, metadata, tail, options["latent"], s.scale)
+        got = latent_attention_reference(s.q, s.clean.data, metadata, tail, options["latent"], s.scale, s.clean.scales)
         for each in (out, got):
             assert each.shape[-1] == options["latent"]
             torch.testing.assert_close(each[s.real], want[s.real], rtol=0, atol=1e-12)
@@ -89,6 +91,7 @@ if INTERPRETED:
             {"n": 40, "max_kv_len": 90, "dim": 32, "latent": 26, "heads": 3},
             {"n": 40, "max_kv_len": 90, "window": 11, "dim": 20, "latent": 16},
             {"n": 30, "max_kv_len": 100, "dtype": torch.float16, "dim": 40, "latent": 32},
+            {"n": 9, "dim": 40, "latent": 32, "fp8": True},
         ],
         ids=str,
     )

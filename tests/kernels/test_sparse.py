@@ -19,7 +19,7 @@ from treetop.kernels.attention_config import Launch
 from treetop.kernels.index_scores import paged_index_scores, paged_index_scores_reference
 from treetop.kernels.index_topk import choose_by_scores, choose_by_scores_reference
 from treetop.kernels.indexer import IndexQuery
-from treetop.kernels.kv import PagedKV, PageTable
+from treetop.kernels.kv import FP8, PagedKV, PageTable
 from treetop.kernels.latent_attention import latent_attention, latent_attention_reference
 from treetop.kernels.metadata import AttentionMetadata
 from treetop.kernels.triton_guard import gpu_traits
@@ -38,12 +38,16 @@ def sparse_scene(**options):
     generator = torch.Generator().manual_seed(7)
 
     def whole(pages, index):
-        index.copy_(torch.where(index.isnan(), index, torch.randint(-1, 2, index.shape, generator=generator)))
+        before = index.float()
+        index.copy_(torch.where(before.isnan(), before, torch.randint(-1, 2, index.shape, generator=generator)))
         return pages
 
-    kv = PagedKV(whole(s.kv.data, s.kv.data[:, 0, 0, -INDEX:]), LATENT, INDEX)
-    clean = PagedKV(torch.where(kv.data.isnan(), s.clean.data, kv.data), LATENT, INDEX)
-    tail = TailKV(whole(s.tail.data, s.tail.data[:, :, 0, 0, -INDEX:]), LATENT, INDEX)
+    scales = s.kv.scales
+    kv = PagedKV(whole(s.kv.data, s.kv.data[:, 0, 0, -INDEX:]), LATENT, INDEX, scales)
+    numbers = kv.data.float()
+    clean = torch.where(numbers.isnan(), s.clean.data.float(), numbers).to(kv.data.dtype)
+    clean = PagedKV(clean, LATENT, INDEX, scales)
+    tail = TailKV(whole(s.tail.data, s.tail.data[:, :, 0, 0, -INDEX:]), LATENT, INDEX, scales)
     rows, n = s.q.shape[:2]
     heads = torch.randint(-1, 2, (rows, n, 3, INDEX + 2), generator=generator)[..., :INDEX].to(s.q.dtype)
     weights = torch.randint(-2, 3, (rows, n, 3), generator=generator).float()
@@ -68,6 +72,8 @@ VARIETY = [
     ({"n": 1, "t": 1, "page_size": 16}, 1),
     ({"n": 2, "t": 9, "page_size": 1, "heads": 17}, 8),
     ({"n": 2, "t": 2, "page_size": 64, "max_kv_len": 70, "dtype": torch.float16}, 7),
+    ({"n": 2, "t": 9, "page_size": 8, "fp8": True}, 5),
+    ({"causal": True, "page_size": 2, "fp8": True}, 3),
     ({"causal": True, "page_size": 2}, 3),
     ({"causal": True, "n": 1, "page_size": 16, "max_kv_len": 20}, 30),
 ]
@@ -95,7 +101,9 @@ if INTERPRETED:
         plan = ours.plan(ours.begin(s.metadata), s.metadata)
         wide = [each.double() for each in (query.heads, query.weights)]
         want_plan = theirs.plan(theirs.begin(on_clean(s)), on_clean(s))
-        wide_kv, wide_tail = (replace(each, data=each.data.double()) for each in (s.clean, s.tail))
+        wide_kv, wide_tail = s.clean, s.tail
+        if s.kv.scales is None:
+            wide_kv, wide_tail = (replace(each, data=each.data.double()) for each in (s.clean, s.tail))
         want = theirs.choose(IndexQuery(*wide, top_k), wide_kv, want_plan, None if tail is None else wide_tail)
         got = ours.choose(query, s.kv, plan, tail)
         bound, t = s.metadata.max_kv_len, 0 if tail is None else tail.data.shape[1]
@@ -133,23 +141,28 @@ if INTERPRETED:
             wide_tail.planes if t else None,
             rank,
             s.scale,
+            s.kv.scales,
         )
         torch.testing.assert_close(again[real], expected[real], atol=1e-12, rtol=0)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
     def test_scores_are_the_references(dtype):
-        """Random ones too, within a rounding of their sum; of visible keys alone, for nothing else is written."""
+        """Random ones too, within a rounding of their sum; of visible keys alone, for nothing else is written. Of codes
+        in FP8, too."""
         for options in ({"n": 1}, {"n": 2, "t": 9, "max_kv_len": 140, "page_size": 16}, {"causal": True, "n": 33}):
             s, _, tail = sparse_scene(**options, dtype=dtype)
             torch.manual_seed(3)
             query = IndexQuery(torch.randn(*s.q.shape[:2], 3, INDEX).to(dtype), torch.randn(*s.q.shape[:2], 3), 4)
             of_tail = None if tail is None else tail.index_keys
-            got = paged_index_scores(query, s.kv.index_keys, s.metadata, of_tail, GPU)
-            want = paged_index_scores_reference(query, s.clean.index_keys, on_clean(s), of_tail)
             bound = s.metadata.max_kv_len
             seen = torch.arange(bound) < s.metadata.extents[..., None]
-            torch.testing.assert_close(got[..., :bound][seen], want[..., :bound][seen], atol=3e-5, rtol=0)
-            torch.testing.assert_close(got[..., bound:], want[..., bound:], atol=3e-5, rtol=0)
+            for stored in (dtype, FP8):
+                keys, clean = s.kv.index_keys.to(stored), s.clean.index_keys.to(stored)
+                codes = None if of_tail is None else of_tail.to(stored)
+                got = paged_index_scores(query, keys, s.metadata, codes, GPU)
+                want = paged_index_scores_reference(query, clean, on_clean(s), codes)
+                torch.testing.assert_close(got[..., :bound][seen], want[..., :bound][seen], atol=3e-5, rtol=0)
+                torch.testing.assert_close(got[..., bound:], want[..., bound:], atol=3e-5, rtol=0)
 
     def metadata_of(extents, mask=None):
         """Of rows whose one query sees so many positions."""

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from support.engines import build, greedy, tokens
-from support.families import FAMILIES
 from support.fp8_pairs import A_HEAD, LAYERS, LENGTHS, OPTIONS, windows_pair, with_tensors
 from support.refusing import refused
 from support.tiny_models import Pair, copy_folder
@@ -134,14 +133,12 @@ def test_a_scheme_of_k_v_is_honoured_or_refused_by_name(scaled_pair, tmp_path, s
         refused(CheckpointError, lambda: build(mine, None, **OPTIONS), words, "--kv-cache-dtype auto")
 
 
-def test_what_cannot_read_fp8_is_refused_by_name(pair, tmp_path, monkeypatch):
-    """Libraries' backends, compressed attention, and GPUs without a conversion."""
+def test_what_cannot_read_fp8_is_refused_by_name(pair, monkeypatch):
+    """Libraries' backends, and GPUs without a conversion."""
     for name in ("fa3", "fa4", "flashinfer"):
         monkeypatch.setitem(BACKENDS, name, replace(BACKENDS[name], probes=()))  # as where there is a GPU
         options = {**OPTIONS, "dtype": "bfloat16", "page_size": 16, "attention_backend": name}
         refused(ConfigError, lambda options=options: build(pair, None, **options), name, "FP8", "--kv-cache-dtype auto")
-    latents = FAMILIES["youtu"].save(tmp_path, seed=5).pair
-    refused(ConfigError, lambda: build(latents, None, **OPTIONS), "--kv-cache-dtype fp8_e4m3", "(MLA)")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an older GPU")
     target = target_spec(pair.target)

@@ -191,7 +191,7 @@ class DenseAttention:
         visible = visible.expand(1, n, n)
         seen = TailKV(decoded(kv, scales, self.dtype), form.value_dim, form.index_dim)
         if isinstance(index, IndexQuery):
-            visible = self._chosen[layer] = choose_keys(index, seen.index_keys, visible)
+            visible = self._chosen[layer] = choose_keys(index, TailKV(kv, index_dim=form.index_dim).index_keys, visible)
         elif index is not None:
             visible = self._chosen[index]
         out, lse = attend(q, seen.k, seen.v, visible, scale)

@@ -86,10 +86,10 @@ class TorchBackend:
         if plan.visible.shape[2] <= query.top_k:
             return plan.visible
         slots = plan.prefix.slots
-        keys = kv.index_keys.index_select(0, slots.reshape(-1)).unflatten(0, slots.shape)
+        keys = moved(kv.index_keys).index_select(0, slots.reshape(-1)).unflatten(0, slots.shape)
         if tail is not None:
-            keys = torch.cat([keys, tail.index_keys], dim=1)
-        return choose_keys(query, keys, plan.visible)
+            keys = torch.cat([keys, moved(tail.index_keys)], dim=1)
+        return choose_keys(query, keys.view(kv.data.dtype), plan.visible)
 
     def hidden(self, plan: TorchPlan, chosen: Tensor) -> Tensor:
         wrong = (chosen & ~plan.visible).any(dim=1)

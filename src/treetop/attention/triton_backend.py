@@ -82,7 +82,9 @@ class TritonBackend:
                 q, kv.data, plan, tail, scale, sinks, self._gpu, scales=kv.scales, arrivals=self._arrivals
             )[0]
         assert sinks is None, "no model has compressed attention and sinks"
-        return latent_attention(q, kv.planes, plan, tail, kv.value_dim, scale, self._gpu, arrivals=self._arrivals)
+        return latent_attention(
+            q, kv.planes, plan, tail, kv.value_dim, scale, self._gpu, arrivals=self._arrivals, scales=kv.scales
+        )
 
 
 def _make(need: Need) -> TritonBackend:

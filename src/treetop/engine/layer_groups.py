@@ -34,19 +34,10 @@ def backend_need(layout: Layout, model: ModelConfig, draft: DrafterSpec | None, 
 
 
 def kv_groups(model: ModelConfig, draft: DrafterSpec | None, ranks: int, fp8: bool = False) -> tuple[KVGroup, ...]:
-    """The KV groups of one of `ranks` ranks. fp8: K/V are in it, the draft's too.
-
-    Raises ConfigError if compressed attention would be.
-    """
-    layers = layer_groups(model, draft, ranks)
-    latent = [name for name, of in layers.items() if of[0].latent is not None]
-    if fp8 and latent:
-        raise ConfigError(
-            f"--kv-cache-dtype fp8_e4m3: compressed attention (MLA) keeps its latents in 16 bits or more (KV group"
-            f" {latent[0]}); use --kv-cache-dtype auto"
-        )
+    """The KV groups of one of `ranks` ranks. fp8: K/V are in it, the draft's too."""
     return tuple(
-        KVGroup(name, len(of), replace(of[0].kv, fp8=fp8), of[0].window, of[0].chunked) for name, of in layers.items()
+        KVGroup(name, len(of), replace(of[0].kv, fp8=fp8), of[0].window, of[0].chunked)
+        for name, of in layer_groups(model, draft, ranks).items()
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from treetop.kernels.attention import within_page
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
 from treetop.kernels.indexer import IndexQuery, index_scores
-from treetop.kernels.kv import slots_of
+from treetop.kernels.kv import moved, slots_of
 from treetop.kernels.metadata import AttentionMetadata
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, jit_for_any, power_of_two, tl
 
@@ -27,20 +27,21 @@ def paged_index_scores_reference(
 ) -> Tensor:
     """How much each query wants each key that it may see; what lies where it may not see any means nothing.
 
-    keys: [slots, index_dim], of the pages. tail: [rows, t, index_dim]. Returns [rows, n, max_kv_len + t], no less than
-    float32: by position, then by the tail's column.
+    keys: [slots, index_dim], of the pages. tail: [rows, t, index_dim]; both may be codes, as in `index_scores`. Returns
+    [rows, n, max_kv_len + t], no less than float32: by position, then by the tail's column.
     """
     at = torch.arange(metadata.max_kv_len, device=keys.device)
     stored = at < metadata.kv_len[:, None]
     slots = slots_of(metadata.table.data, metadata.rows, at[None], stored, metadata.page_size)
-    found = torch.where(stored[:, :, None], keys[slots], 0)
-    return index_scores(query, found if tail is None else torch.cat([found, tail], dim=1))
+    wide = query.weights.dtype
+    found = torch.where(stored[:, :, None], moved(keys)[slots].view(keys.dtype).to(wide), 0)
+    return index_scores(query, found if tail is None else torch.cat([found, tail.to(wide)], dim=1))
 
 
 @jit
 def _want(keys: Arg, heads: Arg, weight: Arg) -> Arg:
     """Scores [n] of keys [n, d] by heads [h, d] with weights [h]."""
-    each = tl.dot(keys, tl.trans(heads), input_precision="ieee")
+    each = tl.dot(keys.to(heads.dtype), tl.trans(heads), input_precision="ieee")
     return tl.sum(tl.where(each < 0.0, 0.0, each) * weight[None, :], 1)
 
 

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
-from treetop.kernels.kv import PagedKV, write_pages
+from treetop.kernels.fused import e4m3
+from treetop.kernels.kv import PagedKV, encoded, moved, write_pages
 from treetop.kernels.rope import Rotation, rotate_
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, lanes, tl
 
@@ -42,15 +43,22 @@ class IndexNorm:
 
 
 def write_index_keys_reference(
-    key: Tensor, norm: IndexNorm, angles: Rotation, target: Tensor, slots: Tensor | None
+    key: Tensor,
+    norm: IndexNorm,
+    angles: Rotation,
+    target: Tensor,
+    slots: Tensor | None,
+    scales: Tensor | None = None,
 ) -> None:
     """Norm index keys, rotate their first numbers, as many as the angles are of, and write them where they belong.
 
     key: [rows, n, index_dim]. angles: what the operation of that name gives. target: a tail's columns [rows, n, 1, 1,
     index_dim]; or, with slots [rows, n] int64, pages [slots, 1, 1, index_dim], where what goes to slot 0 is dropped.
+    scales: [1, 1] float32, of a target in FP8.
     """
     normed = F.layer_norm(key.to(norm.weight.dtype), norm.weight.shape, norm.weight, norm.bias, norm.eps)
-    plane = turn_index_heads_reference(normed[:, :, None], angles)[:, :, None].to(target.dtype)
+    plane = turn_index_heads_reference(normed[:, :, None], angles)[:, :, None]
+    plane = encoded(plane, scales).to(target.dtype)
     if slots is None:
         target.copy_(plane)
     else:
@@ -67,7 +75,10 @@ def turn_index_heads_reference(heads: Tensor, angles: Rotation) -> Tensor:
 
 
 def index_scores(query: IndexQuery, keys: Tensor) -> Tensor:
-    """How much each query wants each key, in no less than float32. keys: [rows, m, index_dim]. Returns [rows, n, m]."""
+    """How much each query wants each key, in no less than float32. Returns [rows, n, m].
+
+    keys: [rows, m, index_dim]; in FP8, codes without the scale that all share.
+    """
     wide = query.weights.dtype
     by_head = torch.einsum("bnhd,bmd->bnhm", query.heads.to(wide), keys.to(wide)).relu_()
     return torch.einsum("bnhm,bnh->bnm", by_head, query.weights)
@@ -99,9 +110,10 @@ def write_index_keys(
     target: Tensor,
     slots: Tensor | None,
     gpu: GpuTraits,
+    scales: Tensor | None = None,
 ) -> None:
     """`write_index_keys_reference` in one launch, in float32."""
-    table, positions = angles
+    (table, positions), target = angles, moved(target)
     rows, n, dim = key.shape
     turned = table.shape[-1]
     for each in (key, target):
@@ -109,10 +121,12 @@ def write_index_keys(
     strides = target.stride()[:2] if slots is None else (0, target.stride(0))
     where = positions if slots is None else slots
     _write_index_keys_kernel[(rows * n,)](
-        key, norm.weight, norm.bias, table, positions, where, target, norm.eps, n, *key.stride()[:2],
+        key, norm.weight, norm.bias, table, positions, where, target,
+        table if scales is None else scales, norm.eps, n, *key.stride()[:2],
         *positions.stride(), *where.stride(), *strides,
         dim=dim, half=turned // 2, block_r=lanes(turned // 2), block_d=lanes(dim - turned),
-        in_pages=slots is not None, overlap=gpu.can_overlap, num_warps=1, **launch_options(gpu),
+        in_pages=slots is not None, scaled=scales is not None, overlap=gpu.can_overlap, num_warps=1,
+        **launch_options(gpu),
     )  # fmt: skip
 
 
@@ -133,10 +147,11 @@ def turn_index_heads(heads: Tensor, angles: tuple[Tensor, Tensor], gpu: GpuTrait
 
 @jit
 def _write_index_keys_kernel(
-    key: Arg, weight: Arg, bias: Arg, table: Arg, positions: Arg, slots: Arg, target: Arg, eps: Arg, n: Arg,
-    key_row: Arg, key_column: Arg, position_row: Arg, position_column: Arg, slot_row: Arg, slot_column: Arg,
+    key: Arg, weight: Arg, bias: Arg, table: Arg, positions: Arg, slots: Arg, target: Arg, scales: Arg, eps: Arg,
+    n: Arg, key_row: Arg, key_column: Arg, position_row: Arg, position_column: Arg, slot_row: Arg, slot_column: Arg,
     target_row: Arg, target_column: Arg,
-    dim: constexpr, half: constexpr, block_r: constexpr, block_d: constexpr, in_pages: constexpr, overlap: constexpr,
+    dim: constexpr, half: constexpr, block_r: constexpr, block_d: constexpr, in_pages: constexpr, scaled: constexpr,
+    overlap: constexpr,
 ) -> None:  # fmt: skip
     """The key of one token: the halves of what turns, and the rest. Grid (rows * n,)."""
     pdl_wait(overlap)
@@ -169,9 +184,13 @@ def _write_index_keys_kernel(
         target_at = target + slot * target_column
     else:
         target_at = target + row * target_row + column * target_column + tl.zeros([1], tl.int64)
+    new_low, new_high = low * low_cos + high * low_sin, high * high_cos + low * high_sin
+    if scaled:  # bytes of e4m3
+        own = tl.load(scales) + tl.zeros([1], tl.float32)
+        still, new_low, new_high = e4m3(still, own), e4m3(new_low, own), e4m3(new_high, own)
     kind = target.dtype.element_ty
-    tl.store(target_at + lane, (low * low_cos + high * low_sin).to(kind), mask=narrow)
-    tl.store(target_at + half + lane, (high * high_cos + low * high_sin).to(kind), mask=narrow)
+    tl.store(target_at + lane, new_low.to(kind), mask=narrow)
+    tl.store(target_at + half + lane, new_high.to(kind), mask=narrow)
     tl.store(target_at + rest, still.to(kind), mask=wide)
 
 

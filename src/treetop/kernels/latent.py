@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from treetop.kernels.dependent_launch import launch_options, pdl_wait
-from treetop.kernels.fused import joined, rms_norm
-from treetop.kernels.kv import PagedKV, write_pages
+from treetop.kernels.fused import e4m3, joined, rms_norm
+from treetop.kernels.kv import PagedKV, encoded, moved, write_pages
 from treetop.kernels.rope import Rotation, rotate_
 from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, power_of_two, tl
 
@@ -36,17 +36,19 @@ def write_latent_reference(
     target: Tensor,
     slots: Tensor | None,
     norm: LatentNorm,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Norm the latent, rotate the key beside it, write both where they belong, and return rotated queries.
 
     absorbed: [rows, n, heads, rank]. turned: [rows, n, heads, dim], which it may use up. down: [parts, rows, n, rank +
     dim]. angles: what the operation of that name gives. target: a tail's columns [rows, n, 1, 1, rank + dim]; or, with
-    slots [rows, n] int64, pages [slots, 1, 1, rank + dim], where what goes to slot 0 is dropped. Returns [rows, n,
-    heads, rank + dim] of target's dtype.
+    slots [rows, n] int64, pages [slots, 1, 1, rank + dim], where what goes to slot 0 is dropped. scales: [1, 1]
+    float32, of a target in FP8. Returns [rows, n, heads, rank + dim].
     """
     latent, key = joined(down).split([len(norm.weight), turned.shape[-1]], dim=-1)
     key = rotate_(key[:, :, None].clone(), angles)[:, :, 0]
-    plane = torch.cat([rms_norm(latent, norm.weight, norm.eps), key], dim=-1).to(target.dtype)[:, :, None, None]
+    plane = torch.cat([rms_norm(latent, norm.weight, norm.eps), key], dim=-1)[:, :, None, None]
+    plane = encoded(plane, scales).to(target.dtype)
     if slots is None:
         target.copy_(plane)
     else:
@@ -63,23 +65,25 @@ def write_latent(
     slots: Tensor | None,
     norm: LatentNorm,
     gpu: GpuTraits,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """`write_latent_reference` in one launch, in float32. All are dense in their last dimension."""
     table, positions = angles
     rows, n, heads, rank = absorbed.shape
-    dim = turned.shape[-1]
-    q = torch.empty((rows, n, heads, rank + dim), dtype=target.dtype, device=absorbed.device)
+    dim, target = turned.shape[-1], moved(target)
+    q = torch.empty((rows, n, heads, rank + dim), dtype=absorbed.dtype, device=absorbed.device)
     for each in (absorbed, turned, down, target):
         assert each.stride(-1) == 1
     strides = target.stride()[:2] if slots is None else (0, target.stride(0))
     where = positions if slots is None else slots
     _write_latent_kernel[(rows * n, 1 + -(-heads // _HEADS))](
-        q, absorbed, turned, down, table, positions, where, target, norm.weight, norm.eps, n,
+        q, absorbed, turned, down, table, positions, where, target, norm.weight,
+        table if scales is None else scales, norm.eps, n,
         *absorbed.stride()[:3], *turned.stride()[:3], *down.stride()[:3],
         *positions.stride(), *where.stride(), *strides,
         parts=len(down), heads=heads, rank=rank, half=dim // 2, block_c=power_of_two(rank),
-        block_r=power_of_two(dim // 2), block_h=_HEADS, in_pages=slots is not None, overlap=gpu.can_overlap,
-        num_warps=4, **launch_options(gpu),
+        block_r=power_of_two(dim // 2), block_h=_HEADS, in_pages=slots is not None, scaled=scales is not None,
+        overlap=gpu.can_overlap, num_warps=4, **launch_options(gpu),
     )  # fmt: skip
     return q
 
@@ -87,11 +91,11 @@ def write_latent(
 @jit
 def _write_latent_kernel(
     q: Arg, absorbed: Arg, turned: Arg, down: Arg, table: Arg, positions: Arg, slots: Arg, target: Arg, weight: Arg,
-    eps: Arg, n: Arg, absorbed_row: Arg, absorbed_column: Arg, absorbed_head: Arg, turned_row: Arg, turned_column: Arg,
-    turned_head: Arg, part_stride: Arg, down_row: Arg, down_column: Arg, position_row: Arg, position_column: Arg,
-    slot_row: Arg, slot_column: Arg, target_row: Arg, target_column: Arg,
+    scales: Arg, eps: Arg, n: Arg, absorbed_row: Arg, absorbed_column: Arg, absorbed_head: Arg, turned_row: Arg,
+    turned_column: Arg, turned_head: Arg, part_stride: Arg, down_row: Arg, down_column: Arg, position_row: Arg,
+    position_column: Arg, slot_row: Arg, slot_column: Arg, target_row: Arg, target_column: Arg,
     parts: constexpr, heads: constexpr, rank: constexpr, half: constexpr, block_c: constexpr, block_r: constexpr,
-    block_h: constexpr, in_pages: constexpr, overlap: constexpr,
+    block_h: constexpr, in_pages: constexpr, scaled: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """The plane of one token, or `block_h` of its queries; arguments as in the reference. Grid (rows * n, 1 + heads /
     block_h), of which the first of the second dimension is the plane's."""
@@ -127,6 +131,9 @@ def _write_latent_kernel(
             target_at = target + row * target_row + column * target_column + tl.zeros([1], tl.int64)
         new_low = key_low * low_cos + key_high * low_sin
         new_high = key_high * high_cos + key_low * high_sin
+        if scaled:  # bytes of e4m3
+            own = tl.load(scales) + tl.zeros([1], tl.float32)
+            latent, new_low, new_high = e4m3(latent, own), e4m3(new_low, own), e4m3(new_high, own)
         kind = target.dtype.element_ty
         tl.store(target_at + lane_c, latent.to(kind), mask=wide)
         tl.store(target_at + rank + lane, new_low.to(kind), mask=narrow)

@@ -27,35 +27,47 @@ from treetop.kernels.triton_guard import Arg, GpuTraits, constexpr, jit, jit_for
 
 
 def latent_attention_reference(
-    q: Tensor, pages: Tensor, metadata: AttentionMetadata, tail: Tensor | None, rank: int, scale: float
+    q: Tensor,
+    pages: Tensor,
+    metadata: AttentionMetadata,
+    tail: Tensor | None,
+    rank: int,
+    scale: float,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Attention over the committed pages and the tail, if there is one, as `paged_attention_reference`.
 
     q: [rows, n, heads, dim]. pages: [slots, 1, 1, dim], one layer's, which may be part of wider planes. tail: [rows, t,
-    1, 1, dim]. rank: a plane's first numbers, which are its value. Returns [rows, n, heads, rank]; a query that sees
-    nothing gets 0.
+    1, 1, dim]. rank: a plane's first numbers, which are its value. scales: [1, 1] float32, of pages and a tail in FP8.
+    Returns [rows, n, heads, rank]; a query that sees nothing gets 0.
     """
-    return paged_attention_reference(q, pages, metadata, tail, scale)[0][..., :rank]
+    return paged_attention_reference(q, pages, metadata, tail, scale, scales=scales)[0][..., :rank]
 
 
 @jit
 def _load_plane(
-    base: Arg, at: Arg, stored: Arg, lane_c: Arg, lane_r: Arg, rank: constexpr, turned: constexpr
+    base: Arg, at: Arg, stored: Arg, lane_c: Arg, lane_r: Arg, rank: constexpr, turned: constexpr, dtype: constexpr
 ) -> Arg:  # fmt: skip
-    """The latents and turned keys of planes at element offsets `at` [n] int64; 0 where not `stored`."""
+    """The latents and turned keys of planes at element offsets `at` [n] int64, in `dtype`; 0 where not `stored`."""
     where = base + at[:, None]
     k = tl.load(where + lane_c[None, :], mask=stored[:, None] & (lane_c < rank)[None, :], other=0.0)
-    return k, tl.load(where + rank + lane_r[None, :], mask=stored[:, None] & (lane_r < turned)[None, :], other=0.0)
+    r = tl.load(where + rank + lane_r[None, :], mask=stored[:, None] & (lane_r < turned)[None, :], other=0.0)
+    return k.to(dtype), r.to(dtype)
 
 
 @jit
 def _chosen_slots(
-    table: Arg, chosen: Arg, block: Arg, end: Arg, block_n: constexpr, page_size: constexpr
+    table: Arg, chosen: Arg, block: Arg, end: Arg, length: Arg, block_n: constexpr, page_size: constexpr
 ) -> Arg:  # fmt: skip
-    """Slots of a block's chosen keys [block_n] int64; the null page's from `end` on. chosen: their positions."""
+    """Slots of a block's chosen keys [block_n] int64; the null page's from `end` on. chosen: their positions.
+
+    length: of the row's prefix. A position beyond it, which a probe reports, reads the null page and nothing else.
+    """
     entry = block * block_n + tl.arange(0, block_n)
     position = tl.load(chosen + entry, mask=entry < end, other=0)
-    page = tl.load(table + position // page_size, mask=entry < end, other=0)
+    there = (entry < end) & (position >= 0) & (position < length)
+    position = tl.where(there, position, 0)
+    page = tl.load(table + position // page_size, mask=there, other=0)
     return page.to(tl.int64) * page_size + position % page_size
 
 
@@ -73,15 +85,15 @@ def _fold_planes(
 @jit_for_any("n", "position_row", "splits", "helpers", "chosen_row", "chosen_query")
 def _latent_attention_kernel(
     out: Arg, lse: Arg, sums: Arg, arrivals: Arg, q: Arg, pages: Arg, page_table: Arg, rows: Arg, kv_len: Arg,
-    positions: Arg, tail: Arg, tail_positions: Arg, mask: Arg, chosen: Arg, chosen_count: Arg, scale: Arg, n: Arg,
-    t: Arg, split_stride: Arg, q_row: Arg, q_query: Arg, q_head: Arg, slot_stride: Arg, table_row: Arg,
-    position_row: Arg, position_query: Arg, splits: Arg, helpers: Arg, chosen_row: Arg, chosen_query: Arg,
-    count_row: Arg, tail_row: Arg, tail_column: Arg, tail_position_row: Arg, tail_position_column: Arg, mask_row: Arg,
-    mask_query: Arg, mask_column: Arg,
+    positions: Arg, tail: Arg, tail_positions: Arg, mask: Arg, chosen: Arg, chosen_count: Arg, kv_scales: Arg,
+    scale: Arg, n: Arg, t: Arg, split_stride: Arg, q_row: Arg, q_query: Arg, q_head: Arg, slot_stride: Arg,
+    table_row: Arg, position_row: Arg, position_query: Arg, splits: Arg, helpers: Arg, chosen_row: Arg,
+    chosen_query: Arg, count_row: Arg, tail_row: Arg, tail_column: Arg, tail_position_row: Arg,
+    tail_position_column: Arg, mask_row: Arg, mask_query: Arg, mask_column: Arg,
     heads: constexpr, rank: constexpr, turned: constexpr, page_size: constexpr, window: constexpr, chunked: constexpr,
-    causal: constexpr, sparse: constexpr, has_tail: constexpr, helped: constexpr, block_m: constexpr,
-    block_n: constexpr, block_t: constexpr, block_c: constexpr, block_r: constexpr, block_rows: constexpr,
-    overlap: constexpr,
+    causal: constexpr, sparse: constexpr, has_tail: constexpr, scaled: constexpr, helped: constexpr,
+    block_m: constexpr, block_n: constexpr, block_t: constexpr, block_c: constexpr, block_r: constexpr,
+    block_rows: constexpr, overlap: constexpr,
 ) -> None:  # fmt: skip
     """One block of queries of one row, over one split of its keys.
 
@@ -104,7 +116,8 @@ def _latent_attention_kernel(
         query = tl.zeros([block_m], tl.int32) + of
         real = head < heads
         chosen += row * chosen_row + of * chosen_query
-        end = tl.load(chosen_count + row * count_row + of)
+        length = tl.load(kv_len + row).to(tl.int32)
+        end = tl.minimum(tl.load(chosen_count + row * count_row + of), tl.minimum(length, chosen_query))
     else:
         row = tl.program_id(1)
         if helped:
@@ -130,6 +143,9 @@ def _latent_attention_kernel(
     q_at = q + (row * q_row + query * q_query + head * q_head)[:, None]
     queries = tl.load(q_at + lane_c[None, :], mask=real[:, None] & (lane_c < rank)[None, :], other=0.0)
     q_turned = tl.load(q_at + rank + lane_r[None, :], mask=real[:, None] & (lane_r < turned)[None, :], other=0.0)
+    if scaled and queries.dtype == tl.bfloat16:  # codes become float16 in one instruction, bfloat16 in several
+        queries = tl.clamp(queries.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
+        q_turned = tl.clamp(q_turned.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
 
     start = 0
     position = tl.zeros([block_m], tl.int32)
@@ -158,8 +174,10 @@ def _latent_attention_kernel(
     peak = tl.full([block_m], -1e30, tl.float32)
     mass = tl.zeros([block_m], tl.float32)
 
+    if scaled:  # what all planes share goes to the scores and to the result
+        scale *= tl.load(kv_scales)
     if sparse:
-        place = _chosen_slots(table, chosen, begin, end, block_n, page_size)
+        place = _chosen_slots(table, chosen, begin, end, length, block_n, page_size)
     else:
         place = page_of(table, begin, start, end, block_n, page_size)
     folds_tail = split == 0
@@ -170,7 +188,7 @@ def _latent_attention_kernel(
             column = column_start + tl.arange(0, block_t)
             there = column < t
             at = row * tail_row + column.to(tl.int64) * tail_column
-            k, k_turned = _load_plane(tail, at, there, lane_c, lane_r, rank, turned)
+            k, k_turned = _load_plane(tail, at, there, lane_c, lane_r, rank, turned, queries.dtype)
             shown = mask + row * mask_row + query[:, None] * mask_query + column[None, :] * mask_column
             visible = tl.load(shown, mask=real[:, None] & there[None, :], other=0) != 0
             if window > 0:
@@ -192,11 +210,13 @@ def _latent_attention_kernel(
         stored = (key >= start) & (key < end)
         # The latency of the next block's places hides behind this block's work.
         if sparse:
-            k, k_turned = _load_plane(pages, place * slot_stride, stored, lane_c, lane_r, rank, turned)
-            place = _chosen_slots(table, chosen, block + 1, end, block_n, page_size)
+            at = place * slot_stride
+            k, k_turned = _load_plane(pages, at, stored, lane_c, lane_r, rank, turned, queries.dtype)
+            place = _chosen_slots(table, chosen, block + 1, end, length, block_n, page_size)
         else:
             slot = place.to(tl.int64) * page_size + within_page(key, page_size)
-            k, k_turned = _load_plane(pages, slot * slot_stride, stored, lane_c, lane_r, rank, turned)
+            at = slot * slot_stride
+            k, k_turned = _load_plane(pages, at, stored, lane_c, lane_r, rank, turned, queries.dtype)
             place = page_of(table, block + 1, start, end, block_n, page_size)
         visible = stored[None, :]
         if causal:
@@ -213,6 +233,8 @@ def _latent_attention_kernel(
         there_is = query < tl.where(last, n, 0)
     seen = real & (mass != 0)  # also of NaN, which must show
     result = tl.where(seen[:, None], acc / tl.where(seen, mass, 1.0)[:, None], 0.0)
+    if scaled:
+        result *= tl.load(kv_scales)
     log_mass = tl.where(seen, (peak + tl.log2(tl.where(seen, mass, 1.0))) * 0.6931471805599453, float("-inf"))
     out_at = (row * n + query) * heads + head
     tl.store(lse + split * split_stride + out_at, log_mass, mask=there_is)
@@ -230,6 +252,7 @@ def latent_attention(
     gpu: GpuTraits,
     launch: Launch | None = None,
     arrivals: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """`latent_attention_reference`. launch: how the call is cut, or else `choose_launch` says.
 
@@ -265,13 +288,13 @@ def latent_attention(
     team = Team.of(rows, blocks, launch.block_m * (block_c + 2), None if alone else arrivals, results.lse)
     _latent_attention_kernel[(blocks, rows + team.helpers) if chosen is None else (call.rows * blocks,)](
         results.part, results.part_lse, team.sums, team.arrivals, q, pages, table, metadata.rows, metadata.kv_len,
-        positions, data, tail_positions, mask, *listed, scale * math.log2(math.e), n, width, rows * n * heads,
-        *q.stride()[:3], pages.stride(0), table.stride(0), *positions.stride(), launch.splits, team.helpers,
-        *listed_strides, *tail_strides,
+        positions, data, tail_positions, mask, *listed, results.lse if scales is None else scales,
+        scale * math.log2(math.e), n, width, rows * n * heads, *q.stride()[:3], pages.stride(0), table.stride(0),
+        *positions.stride(), launch.splits, team.helpers, *listed_strides, *tail_strides,
         heads=heads, rank=rank, turned=dim - rank, page_size=metadata.page_size, window=metadata.window or 0,
         chunked=metadata.chunked, causal=metadata.causal and chosen is None, sparse=chosen is not None,
-        has_tail=tail is not None, helped=team.helpers > 0, block_m=launch.block_m, block_n=launch.block_n,
-        block_t=min(launch.block_n, max(16, power_of_two(width))), block_c=block_c,
+        has_tail=tail is not None, scaled=scales is not None, helped=team.helpers > 0, block_m=launch.block_m,
+        block_n=launch.block_n, block_t=min(launch.block_n, max(16, power_of_two(width))), block_c=block_c,
         block_r=max(16, power_of_two(dim - rank)), block_rows=team.block_rows, overlap=launch.overlap,
         num_warps=launch.num_warps, num_stages=launch.num_stages, **overlap,
     )  # fmt: skip

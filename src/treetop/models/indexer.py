@@ -38,9 +38,9 @@ class Indexer:
         weights = F.linear(x.to(self._weights.dtype), self._weights)
         return IndexQuery(self._ops.turn_index_heads(heads, angles), weights, self.spec.top_k)
 
-    def write(self, x: Tensor, angles: Any, target: Tensor, slots: Tensor | None) -> None:
+    def write(self, x: Tensor, angles: Any, target: Tensor, slots: Tensor | None, scales: Tensor | None) -> None:
         """Write the keys of x; see `write_index_keys_reference`."""
-        self._ops.write_index_keys(self.key(x), self._norm, angles, target, slots)
+        self._ops.write_index_keys(self.key(x), self._norm, angles, target, slots, scales=scales)
 
 
 def indexer_params(spec: IndexSpec, turned: int, name: str, stored: str, width: int, query_rank: int) -> list[Param]:

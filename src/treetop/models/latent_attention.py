@@ -92,8 +92,7 @@ class LatentAttention:
         scales: Tensor | None,
     ) -> Tensor:
         """A `WriteKV`."""
-        assert scales is None, "planes of latents are refused in FP8"
-        q = self._ops.write_latent(absorbed, turned, down, turn.angles, target, slots, self.norm)
+        q = self._ops.write_latent(absorbed, turned, down, turn.angles, target, slots, self.norm, scales=scales)
         return q if turn.query_scale is None else q * turn.query_scale
 
     def _write_both(
@@ -102,7 +101,7 @@ class LatentAttention:
         """A `WriteKV`, of the indexer's keys too, which are a plane's last numbers."""
         assert self.indexer is not None
         plane, key = target.split([target.shape[-1] - self.indexer.spec.head_dim, self.indexer.spec.head_dim], dim=-1)
-        self.indexer.write(x, turn.angles, key, slots)
+        self.indexer.write(x, turn.angles, key, slots, scales)
         return latents(plane, slots, scales)
 
 
