@@ -9,6 +9,7 @@ import torch
 from treetop.engine.kv_transfer import StagingSlots, export_chunks, import_chunks
 from treetop.engine.model_runner import ModelRunner
 from treetop.engine.rounds import RoundKey, RoundLauncher, draft_phase
+from treetop.kernels.accept import Withheld
 from treetop.kernels.calibration import make_calibration
 from treetop.kernels.grow import make_growth
 from treetop.kernels.kv import moved
@@ -167,8 +168,10 @@ def _prove_acceptance_of(shape: SpecShape, runner: ModelRunner, bucket: int) -> 
     tree, accepted = runner.buffers.tree_of(bucket, shape), runner.buffers.accepted_of(bucket, shape)
     tree.tokens.zero_()
     nothing = runner.target.embedding.new_zeros((bucket, shape.num_draft_tokens, runner.target.config.hidden_size))
+    withheld = Withheld(runner.buffers.rows[:bucket], runner.state.undrafted, None)
     try:
-        runner.ops.accept(runner.ops.greedy(runner.target.piece(nothing)), tree, accepted, None)  # all logits are 0
+        choice = runner.ops.greedy(runner.target.piece(nothing))  # all logits are 0
+        runner.ops.accept(choice, tree, accepted, None, withheld)
         path = accepted.path[0, : int(accepted.accept_len[0]) + 1].tolist()
     except (IndexError, RuntimeError) as error:
         raise CheckError(f"padded batch: the dummy row's tree of {shape} cannot be accepted: {error}") from error
