@@ -1,7 +1,8 @@
 """Tunes the products of few rows with coded weights on one GPU, and says how fast they stream, in one run.
 
     python benchmarks/coded_rows.py                the launches that are chosen: TB/s of a product's bytes
-    python benchmarks/coded_rows.py --write-table  measure every candidate first and write kernels/coded_rows.json
+    python benchmarks/coded_rows.py --write-table  measure every candidate first and write kernels/coded_rows.json;
+                                                   with --missing, of products that it lacks
 
 A time is that of one product in a replayed graph of many over different weights, so that none lies in the cache: as in
 a decode round. Results are checked before anything is timed. With `--write-table` no candidate begins after
@@ -16,7 +17,7 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import astuple
 from functools import partial
@@ -138,23 +139,28 @@ def fastest(
     return min(found, key=lambda pair: pair[0]) if found else None
 
 
-def tune(end: float) -> list[dict[str, Any]]:
-    """Entries of the table."""
+def tune(end: float, known: Mapping[tuple[str, int, int, bool, bool], CodedLaunch]) -> list[dict[str, Any]]:
+    """Entries of the table. known: those that are not measured again, by numbers, lines, k, gated and few."""
     entries = []
     compile_all()
     for (shape, (lines, k, gated)), name in product(SHAPES.items(), TUNED):
+        splits, numbers = None, FORMATS[name].coding.numbers
+        if all((numbers, lines, k, gated, few) in known for few in (True, False)):
+            continue
         weights = [made(name, lines, k, gated) for _ in range(2)]
         weights = [weights[i % 2] for i in range(calls(2 * weights[0].nbytes))] if weights[0].nbytes > 6e7 else [
             made(name, lines, k, gated) for _ in range(calls(weights[0].nbytes))
         ]  # fmt: skip
-        splits = None
         for few in (True, False):
+            if (there := known.get((numbers, lines, k, gated, few))) is not None:
+                splits = there.splits
+                continue
             best = fastest(weights, gated, few, splits, end)
             if best is None:
                 continue
             us, launch = best
             splits = launch.splits
-            entry = {"name": shape, "numbers": FORMATS[name].coding.numbers, "lines": lines, "k": k, "gated": gated}
+            entry = {"name": shape, "numbers": numbers, "lines": lines, "k": k, "gated": gated}
             entries.append({**entry, "few": few, "launch": astuple(launch), "us": round(us, 1)})
             print(json.dumps(entries[-1]), flush=True)
     return entries
@@ -208,6 +214,7 @@ def report(names: Sequence[str], rate: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write-table", action="store_true")
+    parser.add_argument("--missing", action="store_true")
     parser.add_argument("--seconds", type=float, default=150)
     parser.add_argument("--formats", nargs="*", choices=FORMATS, default=list(FORMATS))
     args = parser.parse_args()
@@ -216,7 +223,7 @@ def main() -> None:
     machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_tb_s": round(rate / 1e12, 2)}
     print(json.dumps(machine), flush=True)
     if args.write_table:
-        write_table(tune(end), machine)
+        write_table(tune(end, kernels.load_coded_table().launches if args.missing else {}), machine)
     report(args.formats, rate)
 
 

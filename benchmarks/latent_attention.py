@@ -2,6 +2,8 @@
 
     python benchmarks/latent_attention.py [--json FILE]                      all shapes
     python benchmarks/latent_attention.py --heads 16 --lengths 65536         some of them
+    python benchmarks/latent_attention.py --kv-cache-dtype fp8_e4m3          planes of a byte a number
+    python benchmarks/latent_attention.py --flashinfer                       that library's kernel beside ours
     python benchmarks/latent_attention.py --tune --limit-s 400               the best launches of each shape
 
 A shape is B rows of a committed prefix, each with T queries of a tree and its T columns. Times are of captured calls of
@@ -13,6 +15,7 @@ operations over its own bf16 matrix rate, whichever is larger.
 """
 
 import argparse
+import importlib
 import itertools
 import json
 import statistics
@@ -34,7 +37,7 @@ from treetop.kernels.attention_config import CallShape, Launch, choose_launch
 from treetop.kernels.index_scores import paged_index_scores
 from treetop.kernels.index_topk import choose_by_scores, choose_by_scores_reference
 from treetop.kernels.indexer import IndexQuery
-from treetop.kernels.kv import PagedKV, PageTable
+from treetop.kernels.kv import PagedKV, PageTable, encoded
 from treetop.kernels.latent_attention import latent_attention, latent_attention_reference
 from treetop.kernels.metadata import AttentionMetadata, SparseKeys
 from treetop.kernels.teams import make_arrivals
@@ -49,7 +52,8 @@ TOLERANCE = 1.2e-2
 
 @dataclass(frozen=True)
 class Shape:
-    """heads, index_heads: of attention and of its indexer. length: of the prefix. T: `queries`. bound: of lengths."""
+    """heads, index_heads: of attention and of its indexer. length: of the prefix. T: `queries`. bound: of lengths.
+    itemsize: bytes of a plane's number."""
 
     heads: int
     length: int
@@ -58,6 +62,7 @@ class Shape:
     index_heads: int
     top_k: int
     bound: int
+    itemsize: int
 
     @property
     def kept(self) -> int:
@@ -66,13 +71,13 @@ class Shape:
     def dense(self) -> tuple[float, float]:
         """Bytes and operations of attention to all keys."""
         pairs = self.rows * self.queries * (self.length + self.queries)
-        return self.rows * self.length * PLANE * 2 + self._io, 2 * pairs * self.heads * (PLANE + RANK)
+        return self.rows * self.length * PLANE * self.itemsize + self._io, 2 * pairs * self.heads * (PLANE + RANK)
 
     def sparse(self) -> tuple[float, float]:
         """Of the indexer over all keys and attention to the chosen ones, which queries of a row may share."""
         pairs = self.rows * self.queries * (self.length + self.queries)
         chosen = self.rows * self.queries * self.kept
-        moved = self.rows * (self.length * INDEX + min(self.kept, self.length) * PLANE) * 2 + self._io
+        moved = self.rows * (self.length * INDEX + min(self.kept, self.length) * PLANE) * self.itemsize + self._io
         return moved, 2 * pairs * self.index_heads * INDEX + 2 * chosen * self.heads * (PLANE + RANK)
 
     @property
@@ -82,11 +87,11 @@ class Shape:
     @property
     def num_layers(self) -> int:
         """So many that the sparse call's index keys and planes are cold."""
-        return max(2, min(24, COLD_BYTES // (self.rows * self.length * INDEX * 2)))
+        return max(2, min(24, COLD_BYTES // (self.rows * self.length * INDEX * self.itemsize)))
 
     @property
     def layer_bytes(self) -> int:
-        return self.rows * self.length * (PLANE + INDEX) * 2
+        return self.rows * self.length * (PLANE + INDEX) * self.itemsize
 
     def __str__(self) -> str:
         return f"heads {self.heads:<3} L {self.length:<6} T {self.queries:<2} B {self.rows:<2}"
@@ -104,9 +109,10 @@ class Case:
             table = torch.zeros((s.rows, -(-s.bound // PAGE)), dtype=torch.int32)
             table[:, :columns] = order.view(s.rows, columns)
             slots = (1 + s.rows * columns) * PAGE
+            scales = torch.full((1, 1), 0.02) if s.itemsize == 1 else None
             fit = int(0.6 * torch.cuda.mem_get_info()[0] // s.layer_bytes)
             self.layers = [
-                PagedKV(torch.randn(slots, 1, 1, PLANE + INDEX, dtype=half), RANK, INDEX)
+                PagedKV(encoded(torch.randn(slots, 1, 1, PLANE + INDEX, dtype=half), scales), RANK, INDEX, scales)
                 for _ in range(max(1, min(s.num_layers, fit)))
             ]
             t = s.queries
@@ -125,7 +131,8 @@ class Case:
                 spots,
                 mask,
             )
-            self.tail = TailKV(torch.randn(s.rows, t, 1, 1, PLANE + INDEX, dtype=half), RANK, INDEX)
+            tail = encoded(torch.randn(s.rows, t, 1, 1, PLANE + INDEX, dtype=half), scales)
+            self.tail = TailKV(tail, RANK, INDEX, scales)
             self.q = torch.randn(s.rows, t, s.heads, PLANE, dtype=half)
             heads = torch.randn(s.rows, t, s.index_heads, INDEX, dtype=half)
             self.query = IndexQuery(heads, torch.randn(s.rows, t, s.index_heads), s.top_k)
@@ -135,8 +142,9 @@ class Case:
         return self.attend(layer, self.metadata, launch)
 
     def attend(self, layer: PagedKV, metadata: AttentionMetadata, launch: Launch | None = None) -> Tensor:
-        tail = self.tail.planes
-        return latent_attention(self.q, layer.planes, metadata, tail, RANK, SCALE, self.gpu, launch, self.arrivals)
+        return latent_attention(
+            self.q, layer.planes, metadata, self.tail.planes, RANK, SCALE, self.gpu, launch, self.arrivals, layer.scales
+        )
 
     def scores(self, layer: PagedKV) -> Tensor:
         return paged_index_scores(self.query, layer.index_keys, self.metadata, self.tail.index_keys, self.gpu)
@@ -168,6 +176,34 @@ class Case:
     def time_of(self, metadata: AttentionMetadata, launch: Launch) -> float:
         return self.median_us(lambda layer: self.attend(layer, metadata, launch))
 
+    def flashinfer_us(self) -> float:
+        """Of FlashInfer's kernel, over the prefix alone, planned before: it knows no tree."""
+        mla = importlib.import_module("flashinfer.mla")
+
+        s, columns, half = self.shape, -(-self.shape.length // PAGE), torch.bfloat16
+        with DEVICE:
+            library = mla.BatchMLAPagedAttentionWrapper(torch.empty(256 << 20, dtype=torch.int8))
+            each = torch.arange(s.rows + 1, dtype=torch.int32)
+        pages = self.metadata.table.data[:, :columns].flatten().contiguous()
+        lengths = self.metadata.kv_len.to(torch.int32)
+        sizes = s.heads, RANK, PLANE - RANK, PAGE
+        library.plan(each * s.queries, each * columns, pages, lengths, *sizes, False, SCALE, half, half)
+        still, turned = (part.flatten(0, 1).contiguous() for part in self.q.split([RANK, PLANE - RANK], dim=-1))
+
+        def attend(layer: PagedKV) -> Tensor:
+            planes = layer.planes[:, 0, 0].unflatten(0, (-1, PAGE))
+            found: Tensor = library.run(still, turned, planes[..., :RANK], planes[..., RANK:])
+            return found
+
+        nothing, seen = self.tail.planes[:, :0], self.metadata
+        assert seen.mask is not None
+        assert seen.tail_positions is not None
+        alone = replace(seen, mask=seen.mask[:, :, :0], tail_positions=seen.tail_positions[:, :0])
+        ours = latent_attention(self.q, self.layers[0].planes, alone, nothing, RANK, SCALE, self.gpu)
+        error = float((attend(self.layers[0]).view_as(ours).float() - ours.float()).norm() / ours.float().norm())
+        assert error < TOLERANCE, f"FlashInfer and ours differ by {error}"
+        return self.median_us(attend)
+
     def errors(self) -> dict[str, float]:
         """Of the first row's dense and sparse results, and how many of its choices are not the reference's."""
         one = slice(0, 1)
@@ -197,21 +233,23 @@ class Case:
             ("dense", sub, self.dense(layer)),
             ("sparse", narrowed, self.attend(layer, self.chosen)),
         ):
-            q, tail = self.q[one].float(), self.tail.planes[one].float()
-            expected = latent_attention_reference(q, layer.planes, plan, tail, RANK, SCALE)
+            q, tail = self.q[one].float(), self.tail.planes[one]
+            tail = tail if layer.scales is not None else tail.float()
+            expected = latent_attention_reference(q, layer.planes, plan, tail, RANK, SCALE, layer.scales)
             found[name] = float((got[one].float() - expected).norm() / expected.norm())
         return found
 
 
 def shapes(options: argparse.Namespace) -> list[Shape]:
+    itemsize = 2 if options.kv_cache_dtype == "auto" else 1
     sizes = itertools.product(options.heads, options.lengths, options.queries, options.rows)
     return [
-        Shape(heads, length, queries, rows, options.index_heads, options.top_k, max(options.bound, length))
+        Shape(heads, length, queries, rows, options.index_heads, options.top_k, max(options.bound, length), itemsize)
         for heads, length, queries, rows in sizes
     ]
 
 
-def measured(shape: Shape, copy: float, matrix: float) -> dict[str, Any]:
+def measured(shape: Shape, copy: float, matrix: float, *, flashinfer: bool) -> dict[str, Any]:
     """All times of a shape in us, and its floors."""
     case = Case(shape)
     errors = case.errors()
@@ -223,6 +261,8 @@ def measured(shape: Shape, copy: float, matrix: float) -> dict[str, Any]:
         "attention": case.median_us(lambda layer: case.attend(layer, case.chosen)),
         "sparse": case.median_us(case.all_of_it),
     }
+    if flashinfer:
+        times["flashinfer"] = case.flashinfer_us()
     floors = {
         name: 1e6 * max(moved / copy, operations / matrix)
         for name, (moved, operations) in {"dense": shape.dense(), "sparse": shape.sparse()}.items()
@@ -279,6 +319,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--index-heads", type=int, default=64, help="64 in DeepSeek V3.2, 32 in GLM-5")
     parser.add_argument("--top-k", type=int, default=2048)
     parser.add_argument("--bound", type=int, default=131072, help="context limit that a launch is made for")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto", help="auto: bfloat16")
+    parser.add_argument("--flashinfer", action="store_true", help="its kernel too, in 16 bits")
     parser.add_argument("--tune", action="store_true", help="try launches of both kernels, and write nothing")
     parser.add_argument("--limit-s", type=float, default=1e9, help="begin no shape after this many seconds")
     parser.add_argument("--json", metavar="FILE", help="write the results here instead of stdout")
@@ -296,7 +338,7 @@ def main(arguments: list[str]) -> int:
             results.append(tuned(shape, end))
             say(f"{shape}  " + "  ".join(f"{name} {results[-1][name]}" for name in ("dense", "attention")))
             continue
-        row = measured(shape, copy, matrix)
+        row = measured(shape, copy, matrix, flashinfer=options.flashinfer)
         us, floors, errors = row["us"], row["floor_us"], row["errors"]
         right = errors["choice"] == 0 and max(errors["dense"], errors["sparse"]) < TOLERANCE
         wrong += not right
@@ -306,6 +348,7 @@ def main(arguments: list[str]) -> int:
             f"  sparse {us['sparse']:8.1f} ({us['sparse'] / floors['sparse']:.2f} x floor)"
             f" = scores {us['scores']:.1f} + choice {us['choice']:.1f} + attention {us['attention']:.1f}"
             f"  sparse/dense {us['sparse'] / us['dense']:.2f}{'' if right else f'  WRONG {errors}'}"
+            f"{'  flashinfer {:.1f}'.format(us['flashinfer']) if options.flashinfer else ''}"
         )
     text = json.dumps({"gpu": torch.cuda.get_device_name(), "wrong": wrong, "results": results}, indent=1)
     if options.json:

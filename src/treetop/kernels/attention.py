@@ -138,7 +138,17 @@ def load_kv(
     mask = stored[:, None] if dim == block_d else stored[:, None] & (dims < dim)[None, :]
     where = base + at[:, None] + dims[None, :]
     k, v = tl.load(where, mask=mask, other=0.0), tl.load(where + v_offset, mask=mask, other=0.0)
-    return k.to(dtype), v.to(dtype)
+    return widened(k, mask, dtype), widened(v, mask, dtype)
+
+
+@jit
+def widened(x: Arg, mask: Arg, dtype: constexpr) -> Arg:
+    """What was loaded where `mask` says, in `dtype`.
+
+    The choice, which changes nothing, keeps a conversion before the way to a product's operand. Triton would have codes
+    of a byte go that way, and a value's lie the wrong way round there: each was then loaded by itself (Triton 3.6).
+    """
+    return x if x.dtype == dtype else tl.where(mask, x.to(dtype), 0.0)
 
 
 @jit

@@ -17,6 +17,7 @@ from treetop.kernels.attention import (
     page_of,
     paged_attention_reference,
     tail_arguments,
+    widened,
     within_page,
 )
 from treetop.kernels.attention_config import CallShape, Launch, choose_launch
@@ -49,10 +50,11 @@ def _load_plane(
     base: Arg, at: Arg, stored: Arg, lane_c: Arg, lane_r: Arg, rank: constexpr, turned: constexpr, dtype: constexpr
 ) -> Arg:  # fmt: skip
     """The latents and turned keys of planes at element offsets `at` [n] int64, in `dtype`; 0 where not `stored`."""
-    where = base + at[:, None]
-    k = tl.load(where + lane_c[None, :], mask=stored[:, None] & (lane_c < rank)[None, :], other=0.0)
-    r = tl.load(where + rank + lane_r[None, :], mask=stored[:, None] & (lane_r < turned)[None, :], other=0.0)
-    return k.to(dtype), r.to(dtype)
+    where, mask_c = base + at[:, None], stored[:, None] & (lane_c < rank)[None, :]
+    mask_r = stored[:, None] & (lane_r < turned)[None, :]
+    k = tl.load(where + lane_c[None, :], mask=mask_c, other=0.0)
+    r = tl.load(where + rank + lane_r[None, :], mask=mask_r, other=0.0)
+    return widened(k, mask_c, dtype), widened(r, mask_r, dtype)
 
 
 @jit
