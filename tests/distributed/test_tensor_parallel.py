@@ -26,12 +26,15 @@ from support.tiny_models import (
     save_random_qwen3,
     save_weak_llama,
 )
+from support.waiting import until
 from treetop.debug.two_group import write_two_group_pair
+from treetop.distributed import tp_executor
 from treetop.doctor import exchange
 from treetop.doctor.conformance import RandomShapes
 from treetop.kernels.sampling import greedy_of_ranks, greedy_reference
 from treetop.parallel.exchange import ExchangeRank, Rendezvous
 from treetop.types.errors import ConfigError, EngineError, UserError
+from treetop_debug import ranks as memory_groups
 from treetop_debug.patching import wrapped_runner
 from treetop_debug.provoke_ranks import NAMES, find_rank_fault
 from treetop_debug.rank_faults import RANK_FAULTS
@@ -183,12 +186,26 @@ def test_what_cannot_be_divided_is_refused_by_name_before_anything_starts(pairs,
     refused(ConfigError, lambda: build(odd, step_timeout=0, **with_ranks), "--step-timeout")
 
 
-def test_a_rank_that_cannot_start_says_why(pairs, tmp_path):
-    """Its own word, not that it was waited for. Only the second rank reads the second half of the vocabulary."""
+@pytest.mark.parametrize("late", [False, True])
+def test_a_rank_that_cannot_start_says_why(pairs, tmp_path, monkeypatch, late):
+    """Its own word, not that it was waited for. Only the second rank reads the second half of the vocabulary.
+
+    late: it has said so before the first rank goes on from where all have met.
+    """
     head = load_file(pairs["weak"].target / "model.safetensors")["lm_head.weight"]
     head[-1, -1] = torch.nan
     broken = copy_folder(pairs["weak"].target, tmp_path / "broken", tensors={"lm_head.weight": head})
+    meet, begun = tp_executor._Workers._rendezvous, time.monotonic()
+
+    def met(workers, device):
+        groups = meet(workers, device)
+        until(lambda: not late or workers.group.failure is not None)
+        return groups
+
+    monkeypatch.setattr(tp_executor._Workers, "_rendezvous", met)
+    monkeypatch.setattr(memory_groups, "START_S", 30.0)
     refused(UserError, lambda: build(Pair(broken, None), None, tp_size=2), "lm_head.weight", "NaN")
+    assert time.monotonic() - begun < 25, "a rank was waited for"
 
 
 def provoke(pair, found, level, seconds):

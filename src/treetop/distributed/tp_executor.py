@@ -212,6 +212,8 @@ class _Workers:
         """
         threading.Thread(target=self._guard, name="treetop-guard", daemon=True).start()
         self._exchange = self._rendezvous(device)
+        if self.group.failure is not None:  # while there was nothing yet to free
+            self.free()
         return self._exchange
 
     def _rendezvous(self, device: torch.device) -> RankGroups:
