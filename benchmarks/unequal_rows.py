@@ -1,6 +1,6 @@
 """Rounds of rows of unequal length, and what attention's helpers cost rows of equal length: an 8B target's shape.
 
-    python benchmarks/unequal_rows.py [--preset llama-3.1-8b] [--shape 5,4,16] [--passes 5] [--rounds 60]
+    python benchmarks/unequal_rows.py [--preset llama-3.1-8b] [--shape 5,4,16] [--passes 3] [--rounds 60]
 
 Two engines with the same random weights, one whose attention has helpers (`treetop.kernels.teams`) and one whose has
 none. Batches of 1, 8 and 32 rows of 1,024 tokens, and 32 rows of which one has 8,192 or 32,768; all in turn on both,
@@ -15,6 +15,7 @@ import statistics
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from rounds import NAMES, preset
 
 from treetop import LLM
@@ -53,10 +54,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=NAMES, default=NAMES[0])
     parser.add_argument("--shape", default="0,1,1", help="S,k,T (default %(default)s: plain)")
-    parser.add_argument("--passes", type=int, default=5)
+    parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=60)
     args = parser.parse_args()
     both, draw = engines(args), random.Random(1)
+    print(json.dumps({"gpu": torch.cuda.get_device_name(), "shape": args.shape}), flush=True)
     prompts = {name: [[draw.randrange(100_000) for _ in range(n)] for n in of] for name, of in CASES.items()}
     times: dict[tuple[str, str], list[float]] = {}
     for _ in range(args.passes):

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from treetop.kernels.attention_config import CallShape, Launch, choose_launch
+from treetop.kernels.attention_config import CallShape, Launch, choose_launch, for_codes
 from treetop.kernels.dependent_launch import pdl_wait
 from treetop.kernels.kv import decoded, slots_of
 from treetop.kernels.metadata import AttentionMetadata, SparseKeys, oldest_seen
@@ -442,6 +442,7 @@ def paged_attention(
     if launch is None:
         call = CallShape(rows, n, kv_heads, group, dim, q.element_size(), metadata.max_kv_len, metadata.causal)
         launch = choose_launch(call, gpu)
+        launch = launch if scales is None else for_codes(launch, call)
     results = Results.of(q, dim, launch.splits)
     data, tail_positions, mask, width = tail_arguments(q, metadata, tail)
     tail_strides: tuple[int, ...] = (0,) * 8

@@ -7,7 +7,7 @@ was. A class of which no number of keys was measured, and another kind of GPU, u
 
 import json
 from collections.abc import Container
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from importlib import resources
 from typing import Any
@@ -93,6 +93,20 @@ def choose_launch(call: CallShape, gpu: GpuTraits) -> Launch:
     entry = {each: table["classes"][name][each] for each in _TUNED}
     entry["splits"] = max(1, min(entry["splits"], -(-call.max_kv_len // entry["block_n"])))
     return Launch(**entry, overlap=gpu.can_overlap)
+
+
+def for_codes(launch: Launch, call: CallShape) -> Launch:
+    """The launch of a decode call whose K/V are codes of a byte, of the one for 16 bits.
+
+    Halves of what is on its way take the room of a third stage; and with half the bytes few rows need more programs to
+    keep memory busy: on an H100, 32 rows of 8k take 281 us instead of 410, 8 of 32k 276 instead of 291.
+    """
+    if call.causal or call.element_bytes > 2:
+        return launch
+    splits = launch.splits
+    if call.n * call.group <= launch.block_m:
+        splits = max(1, min(2 * splits, -(-call.max_kv_len // launch.block_n), 64))
+    return replace(launch, num_stages=min(launch.num_stages, 2), splits=splits)
 
 
 _TUNED = ("block_m", "block_n", "splits", "num_warps", "num_stages")

@@ -178,16 +178,18 @@ def choose_coded(
     """The launch for a weight [lines, k]. whole: k is not cut.
 
     Measured ones lie in `coded_rows.json` (`benchmarks/coded_rows.py --write-table` measures again), of which splits
-    are the same for any number of rows. Others get about three programs a multiprocessor.
+    are the same for any number of rows. Others get about three programs a multiprocessor, and of more than `FEW` rows
+    blocks of twice the lines, as all that were measured.
     """
     (lines, k), table = shape, load_coded_table()
     found = table.launches.get((numbers, lines, k, gated, rows <= FEW))
     if found is not None and gpu.can_overlap and gpu.num_sms == table.num_sms:
         return replace(found, splits=1) if whole else found
     splits = 1 if gated or whole else most_splits(-(-lines // TILE), -(-k // BLOCK), gpu)
-    stage = 2 * BLOCK * row_block(rows) + TILE * BLOCK  # bytes of x and, at most, of codes
+    block_n = TILE if rows <= FEW else 2 * TILE
+    stage = 2 * BLOCK * row_block(rows) + block_n * BLOCK  # bytes of x and, at most, of codes
     stages = max(2, min(4, (gpu.shared_bytes - _SPARE) // stage))
-    return CodedLaunch(TILE, splits, stages, 4)
+    return CodedLaunch(block_n, splits, stages, block_n // 16)
 
 
 _SPARE = 16 << 10
