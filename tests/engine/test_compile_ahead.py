@@ -471,6 +471,7 @@ def as_if_on_a_gpu(absent_gpu, monkeypatch):
     monkeypatch.setattr(build, "captures", lambda *_: True)
     monkeypatch.setattr(build, "peak_bytes", lambda _: 0)
     monkeypatch.setattr(build, "prove_acceptance", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     for name in ("graph", "CUDAGraph", "Stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nullcontext())
     monkeypatch.setattr(twelve_bits, "_WORTH_PARAMETERS", 0)
@@ -514,7 +515,7 @@ def test_a_rehearsal_compiles_all_that_an_engine_launches_on_a_gpu(as_if_on_a_gp
     of_latents |= {"turn_index_heads", "write_index_keys", "paged_index_scores", "choose_by_scores"}
     of_others = {"plan_segments", "segment_attention", "segment_prefill"}
     of_others |= {"gather_table", "tail_and_merge", "route", "experts", "pack", "unpack", *of_ranks, *of_latents}
-    of_others |= {"coded_rows", "coded_gated", "decode_tiles"}
+    of_others |= {"coded_rows", "coded_gated", "decode_tiles", "quantize_rows", "fp8_rows"}
     context = on_a_gpu_of(engine_plan.place)
     used = [op for name, op in operations().items() if op.applies(context) and name not in of_others]
     assert names == {kernel.fn.__name__ for op in used for kernel in op.launches}
