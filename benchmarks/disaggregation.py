@@ -3,10 +3,10 @@
     python benchmarks/disaggregation.py                                   two GPUs, Llama-3.1-8B's shape, random weights
     python benchmarks/disaggregation.py --model builtin:nestling --device cpu --prompt-tokens 256 512
 
-The worker that decodes is on the GPU that the one that does both is on; the one that prefills has the other. Each is a
-`treetop serve`; accept lengths are forced. One JSON object a line: for each length of prompts the ms to the first token
-on an idle server, together and apart, with what was transferred, in how long, and the share that prefill hid; then ms
-between two events of a stream while prompts always come, and without any.
+The worker that decodes is on the GPU that the one that does both is on; the one that prefills has the other, or with
+`--tp-size N` each has N. Each is a `treetop serve`; accept lengths are forced. One JSON object a line: for each length
+of prompts the ms to the first token on an idle server, together and apart, with what was transferred, in how long, and
+the share that prefill hid; then ms between two events of a stream while prompts always come, and without any.
 """
 
 import argparse
@@ -54,6 +54,7 @@ async def measure_first_tokens(compared: dict[str, Client], args: argparse.Names
                 line["handed_over"] = [round(moved["num_requests_done"]), asked]
                 line["MiB"] = round(moved["num_bytes"] / asked / 2**20, 1)
                 line["transfer_ms"] = round(1e3 * moved["time_seconds"] / asked, 2)
+                line["GB/s"] = round(moved["num_bytes"] / max(moved["time_seconds"], 1e-9) / 1e9, 2)
                 line["hidden"] = (
                     round(moved["overlapped_time_seconds"] / moved["time_seconds"], 3)
                     if moved["time_seconds"]
@@ -105,6 +106,7 @@ async def run(args: argparse.Namespace) -> None:
         "context_length": context,
         "max_total_tokens": args.rows * (args.input_tokens + args.room) + 4 * longest,
         "device": args.device,
+        "tp_size": args.tp_size,
     }
     with pair(args, context) as (model, draft):
         async with workers(model, {**options, "draft": draft}, ("null", "prefill", "decode")) as by_role:
@@ -126,9 +128,21 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--accept-length", type=int, default=3, metavar="N", help="tokens that every round gives")
     parser.add_argument("--rounds", type=int, default=300, metavar="N", help="of a measurement of gaps")
     parser.add_argument("--repeats", type=int, default=5, metavar="N")
+    parser.add_argument("--tp-size", type=int, default=1, metavar="N", help="ranks of each worker")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     args = parser.parse_args(arguments)
-    if min(*args.prompt_tokens, args.gap_prompt_tokens, args.input_tokens, args.rows, args.rounds, args.repeats) < 1:
+    if (
+        min(
+            *args.prompt_tokens,
+            args.gap_prompt_tokens,
+            args.input_tokens,
+            args.rows,
+            args.rounds,
+            args.repeats,
+            args.tp_size,
+        )
+        < 1
+    ):
         raise InputError("every number must be at least 1")
     asyncio.run(run(args))
     return 0

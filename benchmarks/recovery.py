@@ -1,12 +1,13 @@
 """How long clients wait for the next token when a process is killed or stopped.
 
     python benchmarks/recovery.py                                 two GPUs, Llama-3.1-8B's shape, random weights
+    python benchmarks/recovery.py --tp-size 4 --drills rank-1    ranks of a server, and of each worker of the others
     python benchmarks/recovery.py --model builtin:nestling --device cpu --prompt-tokens 400
 
 Each drill has servers of its own, `--rows` streams, and one signal. All streams must come to their last token.
 
-engine: the engine process of a server. rank-0, rank-1: of a server with --tp-size 2. expert-rank: of one with
---ep-size 2 and Qwen3-30B-A3B's shape, made small on a CPU. decode: the engine of a decode worker. prefill-before,
+engine: the engine process of a server. rank-0, rank-1: of a server with `--tp-size` ranks, or two. expert-rank: of one
+with --ep-size 2 and Qwen3-30B-A3B's shape, made small on a CPU. decode: the engine of a decode worker. prefill-before,
 -during, -after: the prefill worker, as prompts come, when half of the time to their first token is over, or once they
 decode. rank-1-stopped, prefill-stopped (as -during): it goes on after `--stopped-seconds`.
 
@@ -74,13 +75,14 @@ class Drills:
     """All of them, for one model."""
 
     def __init__(self, args: argparse.Namespace, model: str, options: dict[str, Any]) -> None:
-        self._args, self._model, self._options = args, model, options
+        self._args, self._model, self._options = args, model, {**options, "tp_size": args.tp_size}
+        ranks = {"tp_size": max(args.tp_size, 2)}
         self._draw = random.Random(0)
         self.by_name: dict[str, Callable[[], Awaitable[dict[str, Any]]]] = {
             "engine": partial(self._alone, {}, "engine_process"),
-            "rank-0": partial(self._alone, {"tp_size": 2}, "engine_process"),
-            "rank-1": partial(self._alone, {"tp_size": 2}, "tp_worker"),
-            "rank-1-stopped": partial(self._alone, {"tp_size": 2}, "tp_worker", stopped=True),
+            "rank-0": partial(self._alone, ranks, "engine_process"),
+            "rank-1": partial(self._alone, ranks, "tp_worker"),
+            "rank-1-stopped": partial(self._alone, ranks, "tp_worker", stopped=True),
             "expert-rank": self._expert_rank,
             "decode": self._decode,
             "prefill-before": partial(self._prefill, 0.0),
@@ -206,10 +208,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--prompt-tokens", type=int, default=8192, metavar="N")
     parser.add_argument("--output-tokens", type=int, default=400, metavar="N")
     parser.add_argument("--rows", type=int, default=8, metavar="N", help="streams")
+    parser.add_argument("--tp-size", type=int, default=1, metavar="N", help="ranks of each server")
     parser.add_argument("--stopped-seconds", type=float, default=20.0, metavar="S")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     args = parser.parse_args(arguments)
-    if min(args.prompt_tokens, args.output_tokens, args.rows, args.stopped_seconds) < 1:
+    if min(args.prompt_tokens, args.output_tokens, args.rows, args.stopped_seconds, args.tp_size) < 1:
         raise InputError("every number must be at least 1")
     asyncio.run(run(args))
     return 0

@@ -126,7 +126,9 @@ async def served(
 
 @asynccontextmanager
 async def workers(model: str, options: dict[str, Any], roles: Sequence[Mode]) -> AsyncIterator[dict[Mode, Client]]:
-    """A server of each role; the one that decodes has found the one that prefills. That one has the second GPU."""
+    """A server of each role; the one that decodes has found the one that prefills. That one has the second half of the
+    GPUs.
+    """
     with socket.create_server(("127.0.0.1", 0)) as found:
         listen = f"127.0.0.1:{found.getsockname()[1]}"
     peers = {
@@ -137,7 +139,10 @@ async def workers(model: str, options: dict[str, Any], roles: Sequence[Mode]) ->
     async with AsyncExitStack() as stack:
         starts = []
         for role in roles:
-            gpu = {} if options["device"] == "cpu" else {"CUDA_VISIBLE_DEVICES": "1" if role == "prefill" else "0"}
+            ranks = options.get("tp_size", 1)
+            first = ranks if role == "prefill" else 0
+            gpus = ",".join(map(str, range(first, first + ranks)))
+            gpu = {} if options["device"] == "cpu" else {"CUDA_VISIBLE_DEVICES": gpus}
             starts.append(
                 stack.enter_async_context(served(model, {**options, **peers[role], "disaggregation_mode": role}, gpu))
             )
@@ -147,11 +152,11 @@ async def workers(model: str, options: dict[str, Any], roles: Sequence[Mode]) ->
 
 
 def handed_over(url: str) -> dict[str, float]:
-    """What a worker's metrics say of its hand-overs."""
+    """What a worker's metrics say of its hand-overs; 0 before its engine has said anything."""
     with urllib.request.urlopen(url + "/metrics") as answer:
         text = answer.read().decode()
     found = dict(re.findall(r"^treetop:kv_transfer_(\w+)\{[^}]*\} (\S+)$", text, re.MULTILINE))
-    return {name: float(found[name]) for name in COUNTED}
+    return {name: float(found.get(name, 0)) for name in COUNTED}
 
 
 def flag_of(name: str, value: Any) -> list[str]:

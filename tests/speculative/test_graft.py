@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.engines import accept_lens, build, greedy, sampled, tokens
+from support.grids import few_of
 from support.oracles import float32
 from support.refusing import refused
 from support.round_ops import Buffers, identity, random_calibration, random_children, random_tables, shapes, sown_growth
@@ -96,17 +97,19 @@ def ranks_of(outputs):
     return {rank for output in outputs for ranks in output.metrics.accept_ranks for rank in ranks}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"graphs": "sim", "check_level": 3},
-        {"overlap": True, "check_level": 2, "page_size": 2},
-        {"max_total_tokens": 260, "context_length": 120, "max_running_requests": 3},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("shape", [(1, 4, 5), (4, 3, 12)])
+WAYS = [
+    ((1, 4, 5), {}),
+    ((4, 3, 12), {"graphs": "sim", "check_level": 3}),
+    ((1, 4, 5), {"overlap": True, "check_level": 2, "page_size": 2}),
+    ((4, 3, 12), {"max_total_tokens": 260, "context_length": 120, "max_running_requests": 3}),
+    ((4, 3, 12), {}),
+    ((1, 4, 5), {"graphs": "sim", "check_level": 3}),
+    ((4, 3, 12), {"overlap": True, "check_level": 2, "page_size": 2}),
+    ((1, 4, 5), {"max_total_tokens": 260, "context_length": 120, "max_running_requests": 3}),
+]
+
+
+@pytest.mark.parametrize(("shape", "options"), few_of(WAYS, 0, 1, 2, 3))
 def test_tokens_are_those_of_plain_decoding(strong_pair, shape, options):
     """Float64, greedy and drawn: ragged batches, chunks, prefixes from the cache; grafted drafts are accepted."""
     base = strong_pair.prompts([24, 5, 9])

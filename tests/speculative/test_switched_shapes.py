@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from support.engines import accept_lens, build, greedy, pump, sampled, submit, tokens
+from support.grids import few_of
 from support.lookups import lookup
 from support.tiny_models import Pair, save_random_head, save_random_llama
 from treetop.debug.oracle import DensePair
@@ -40,7 +41,7 @@ def adaptive(pair, shape, **options):
     return llm, switched(llm)
 
 
-@pytest.mark.parametrize(("shape", "page", "chunk", "batch", "options"), GRID)
+@pytest.mark.parametrize(("shape", "page", "chunk", "batch", "options"), few_of(GRID, 1, 2, 4))
 def test_shapes_that_switch_at_random_change_no_token(strong_pair, shape, page, chunk, batch, options):
     """Float64, greedy and sampled, eager and replayed: with plain rounds, chains and trees in turn, as plainly."""
     prompts = strong_pair.prompts([1, 3, 15, 16, 17, 33])

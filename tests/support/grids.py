@@ -1,4 +1,20 @@
-"""Ways to decode that must not change a token."""
+"""Ways to decode that must not change a token, and which cases of a long matrix are run each time."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+
+def few_of(cases: Sequence[Any], *kept: int) -> list[Any]:
+    """The cases, of which all but these are slow. kept: their places."""
+    assert max(kept) < len(cases)
+
+    def slow(values: Any) -> Any:
+        return pytest.param(*(values if isinstance(values, tuple) else (values,)), marks=pytest.mark.slow)
+
+    return [values if place in kept else slow(values) for place, values in enumerate(cases)]
+
 
 GRID = [
     ((1, 1, 2), 1, 512, 8),
