@@ -109,6 +109,13 @@ def test_what_a_captured_engine_learns_is_what_an_eager_one_learns_on_a_cpu():
     torch.testing.assert_close(*counts, rtol=1e-3, atol=1.0)
 
 
+def test_captured_rounds_accept_what_a_profile_draws_as_on_a_cpu():
+    """What is drawn depends on the request and where it stands alone, so accept lengths are the same."""
+    options = {"simulate_acceptance": "builtin:kimi-k2", "overlap": False}
+    found = [accept_lens(run(greedy(60), **options, **more)[1]) for more in ({}, {"device": "cpu", "graphs": "off"})]
+    assert found[0] == found[1]
+
+
 def test_a_fault_in_a_round_runs_and_harms_when_captured():
     """The twin kernel is what is captured, in the place of the one that ships."""
     _, sound = run(greedy(60))

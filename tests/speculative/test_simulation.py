@@ -70,6 +70,8 @@ def test_choices_are_a_proposal_of_the_rank_that_was_drawn_or_none_of_them():
                 seen.add(min(rank, 3))
     assert 0 <= int(got.min()) <= int(got.max()) < vocab
     assert {0, 3} <= seen
+    growth.parents[:, :4] = 7  # as kernels leave them: what is always the same is not written
+    assert torch.equal(simulation.choices(growth, at).token, got)
 
 
 def test_an_engine_accepts_what_a_profile_says(strong_pair):

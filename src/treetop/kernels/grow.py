@@ -65,7 +65,7 @@ class TreeBuilder:
     tokens: [rows, n] int64.
     scores: [rows, n] float32.
     parents: [rows, 1 + k * S] int64, the flat index of the parent of each group of siblings, the first group's being
-        the root; the last k are never used.
+        the root; of the first 1 + k, which are always -1 to k - 1, kernels write none, and the last k are never used.
     positions: [rows, k * S] int64, where the nodes of each level stand in the draft, which runs one position behind its
         tokens.
     logprob: [rows, n] float32, each candidate's own, not corrected.
