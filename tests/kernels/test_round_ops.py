@@ -52,7 +52,11 @@ from treetop_debug.visibility import VisibilityWatch
 if not INTERPRETED:
 
     def test_the_kernels_pass_in_tritons_interpreter():
-        require_interpreted_pass(__file__)
+        require_interpreted_pass(__file__, "-m", "not slow")
+
+    @pytest.mark.slow
+    def test_the_kernels_pass_in_tritons_interpreter_in_long_matrices():
+        require_interpreted_pass(__file__, "-m", "slow")
 
     def test_kernels_are_chosen_where_they_serve(monkeypatch):
         """On a GPU, in at most 32 bits; those of a tree where one program holds it, products in 16 bits."""
@@ -381,8 +385,11 @@ if INTERPRETED:
 
     @pytest.mark.parametrize(
         ("params", "level"),
-        [(greedy(9), 3), (sampled(3, 5), 2), (sampled(4, 3, top_p=0.8), 1)],
-        ids=["greedy", "drawn", "filtered"],
+        [
+            pytest.param(greedy(9), 3, id="greedy"),
+            pytest.param(sampled(3, 5), 2, id="drawn"),
+            pytest.param(sampled(4, 3, top_p=0.8), 1, id="filtered", marks=pytest.mark.slow),
+        ],
     )
     def test_an_engine_gives_the_same_rounds_with_either(strong_pair, params, level):
         """Whole rounds with a padded batch: tokens and accepted lengths, guards up to level 3 silent."""
