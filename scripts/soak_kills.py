@@ -13,9 +13,9 @@ one rank that has seen nothing: the tokens must be the same, but for near ties i
 the request was the one that an engine was tried with when it died (docs/serving.md). Nothing may be held at the end.
 
 With `--device cuda` the prefill worker has the first GPUs, the decode worker the next. The model is that of
-`soak_roles.py`. Prints one JSON object: `pause_s` are seconds, from a strike on, of the longest gap of each stream that
-met it; `memory_mib` is resident, of the server and its ranks. Exit code 1 if anything failed, 2 for an option that
-cannot work.
+`soak_roles.py`. Prints one JSON object: `pause_s` is the longest gap of each stream from its first strike on, in
+seconds, by the worst strike that it met; `memory_mib` is resident, of the server and its ranks. Exit code 1 if anything
+failed, 2 for an option that cannot work.
 """
 
 import argparse
@@ -61,6 +61,7 @@ IDLE = (
     *("kv_transfer_num_requests_in_flight", "kv_transfer_num_slots_busy"),
 )
 """Metrics that are 0 once nothing is held; the prefix cache's pages are not in them."""
+WORST_FIRST = ("decode killed", "decode stopped", "prefill killed", "prefill stopped")
 LEAVE_CHANCE = 0.15
 PATIENCE_S = 300.0
 """After which a request, or a server that is to become idle, hangs."""
@@ -300,7 +301,7 @@ class SoakKills:
             self._fail("more requests than strikes of the decode worker have ended two engines")
         if not done.handed_over:
             self._fail("no request was handed over")
-        done.pause_s = pauses(self.finished, strikes)
+        done.pause_s = pauses(self.finished)
         for role, server in self._servers.items():
             done.restarts[role] = round((await self._said(role)).get("num_engine_restarts", 0))
             done.memory_mib[role] = [resident_mib(pid) for pid in (server.pid, *self._ranks(role))]
@@ -314,16 +315,15 @@ class SoakKills:
             self.summary.failures.append(what)
 
 
-def pauses(finished: Sequence[Live], strikes: Sequence[Strike]) -> dict[str, dict[str, float]]:
-    """Median and longest, by role and kind of strike. A pause begins before the next strike, and may end after it."""
+def pauses(finished: Sequence[Live]) -> dict[str, dict[str, float]]:
+    """Median and longest, of streams by the worst that they had met when their longest gap ended."""
     found: dict[str, list[float]] = {}
-    next_s = {strike: after.at_s for strike, after in pairwise(strikes)}
     for live in finished:
-        for strike in live.met:
-            times = [strike.at_s, *(each for each in live.event_s if each > strike.at_s)]
-            gaps = [b - a for a, b in pairwise(times) if a < next_s.get(strike, float("inf"))]
-            if gaps:
-                found.setdefault(f"{strike.role} {strike.how}", []).append(max(gaps))
+        times = [live.met[0].at_s, *(each for each in live.event_s if each > live.met[0].at_s)] if live.met else []
+        if len(times) > 1:
+            begin, end = max(pairwise(times), key=lambda gap: gap[1] - gap[0])
+            met = {f"{each.role} {each.how}" for each in live.met if each.at_s < end}
+            found.setdefault(next(each for each in WORST_FIRST if each in met), []).append(end - begin)
     return {
         name: {"median": round(statistics.median(each), 3), "longest": round(max(each), 3)}
         for name, each in sorted(found.items())
