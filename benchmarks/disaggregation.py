@@ -1,12 +1,14 @@
 """What it gives to prefill elsewhere: one worker that does both, against one that decodes while another prefills.
 
     python benchmarks/disaggregation.py                                   two GPUs, Llama-3.1-8B's shape, random weights
+    python benchmarks/disaggregation.py --tp-size 2                       four GPUs
     python benchmarks/disaggregation.py --model builtin:nestling --device cpu --prompt-tokens 256 512
 
-The worker that decodes is on the GPU that the one that does both is on; the one that prefills has the other, or with
-`--tp-size N` each has N. Each is a `treetop serve`; accept lengths are forced. One JSON object a line: for each length
-of prompts the ms to the first token on an idle server, together and apart, with what was transferred, in how long, and
-the share that prefill hid; then ms between two events of a stream while prompts always come, and without any.
+The worker that decodes is on the GPU that the one that does both is on; the one that prefills has the other. With
+`--tp-size N` each has N GPUs: the one that prefills N .. 2N - 1. Each is a `treetop serve`; accept lengths are forced.
+One JSON object a line: for each length of prompts the ms to the first token on an idle server, together and apart, with
+what was transferred, in how long, how fast (of all ranks together), and the share that prefill hid; then ms between two
+events of a stream while prompts always come, and without any.
 """
 
 import argparse
@@ -18,12 +20,12 @@ from itertools import cycle
 from typing import Any
 
 from rounds import NAMES
-from served import Client, handed_over, until, workers
 from serving import gaps_ms, pair, shown
 
 from treetop.bench.serve import summary
 from treetop.cli import OneLineParser, exit_code
 from treetop.types.errors import InputError
+from treetop_debug.servers import Client, handed_over, until, workers
 
 _GAP_PROMPTS = 64
 """Of `--gap-prompt-tokens`, which come again only once caches have lost them."""
@@ -53,13 +55,10 @@ async def measure_first_tokens(compared: dict[str, Client], args: argparse.Names
                 asked = 1 + args.repeats
                 line["handed_over"] = [round(moved["num_requests_done"]), asked]
                 line["MiB"] = round(moved["num_bytes"] / asked / 2**20, 1)
-                line["transfer_ms"] = round(1e3 * moved["time_seconds"] / asked, 2)
-                line["GB/s"] = round(moved["num_bytes"] / max(moved["time_seconds"], 1e-9) / 1e9, 2)
-                line["hidden"] = (
-                    round(moved["overlapped_time_seconds"] / moved["time_seconds"], 3)
-                    if moved["time_seconds"]
-                    else None
-                )
+                seconds = moved["time_seconds"]
+                line["transfer_ms"] = round(1e3 * seconds / asked, 2)
+                line["GB/s"] = round(moved["num_bytes"] / seconds / 1e9, 3) if seconds else None
+                line["hidden"] = round(moved["overlapped_time_seconds"] / seconds, 3) if seconds else None
         line["added_ms"] = round(line["apart_ms"]["median"] - line["together_ms"]["median"], 2)
         print(json.dumps(line), flush=True)
 
@@ -105,8 +104,8 @@ async def run(args: argparse.Namespace) -> None:
         "max_running_requests": args.rows + 4,
         "context_length": context,
         "max_total_tokens": args.rows * (args.input_tokens + args.room) + 4 * longest,
-        "device": args.device,
         "tp_size": args.tp_size,
+        "device": args.device,
     }
     with pair(args, context) as (model, draft):
         async with workers(model, {**options, "draft": draft}, ("null", "prefill", "decode")) as by_role:
@@ -131,18 +130,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--tp-size", type=int, default=1, metavar="N", help="ranks of each worker")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     args = parser.parse_args(arguments)
-    if (
-        min(
-            *args.prompt_tokens,
-            args.gap_prompt_tokens,
-            args.input_tokens,
-            args.rows,
-            args.rounds,
-            args.repeats,
-            args.tp_size,
-        )
-        < 1
-    ):
+    numbers = args.gap_prompt_tokens, args.input_tokens, args.rows, args.rounds, args.repeats, args.tp_size
+    if min(*args.prompt_tokens, *numbers) < 1:
         raise InputError("every number must be at least 1")
     asyncio.run(run(args))
     return 0

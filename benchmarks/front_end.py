@@ -19,10 +19,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from served import Client, served, until
-
 from treetop.bench.http_client import Address, HttpError
 from treetop.cli import OneLineParser, exit_code
+from treetop_debug.servers import Client, served, until
 
 _PATHS = {name: f"/v1/{name}" for name in ("completions", "responses", "messages")} | {"chat": "/v1/chat/completions"}
 _MODEL = "builtin:nestling"

@@ -1,15 +1,16 @@
 """How long clients wait for the next token when a process is killed or stopped.
 
     python benchmarks/recovery.py                                 two GPUs, Llama-3.1-8B's shape, random weights
-    python benchmarks/recovery.py --tp-size 4 --drills rank-1    ranks of a server, and of each worker of the others
+    python benchmarks/recovery.py --tp-size 2                     four GPUs
     python benchmarks/recovery.py --model builtin:nestling --device cpu --prompt-tokens 400
 
 Each drill has servers of its own, `--rows` streams, and one signal. All streams must come to their last token.
 
-engine: the engine process of a server. rank-0, rank-1: of a server with `--tp-size` ranks, or two. expert-rank: of one
-with --ep-size 2 and Qwen3-30B-A3B's shape, made small on a CPU. decode: the engine of a decode worker. prefill-before,
+engine: the engine process of a server. rank-0, rank-1: of a server whose ranks share a model. expert-rank: of one with
+--ep-size 2 and Qwen3-30B-A3B's shape, made small on a CPU. decode: the engine of a decode worker. prefill-before,
 -during, -after: the prefill worker, as prompts come, when half of the time to their first token is over, or once they
-decode. rank-1-stopped, prefill-stopped (as -during): it goes on after `--stopped-seconds`.
+decode. rank-1-stopped, prefill-stopped (as -during): it goes on after `--stopped-seconds`. With `--tp-size N` these
+servers have N ranks, workers too: the prefill worker has GPUs N .. 2N - 1, others 0 .. N - 1.
 
 One JSON object a drill: seconds of the longest pause of each stream from the signal on, their median and the longest;
 for drills of a prefill worker also seconds to the first token without any signal, for others those of the server's
@@ -34,13 +35,13 @@ from pathlib import Path
 from typing import Any
 
 from rounds import NAMES, preset
-from served import Client, Stream, served, until, workers
 from serving import pair
 
 from disaggregation import prompt
 from treetop.cli import OneLineParser, exit_code
 from treetop.disaggregation.options import Mode
 from treetop.types.errors import EngineError, InputError
+from treetop_debug.servers import Client, Stream, descendants, processes_of, served, until, workers
 
 SMALL = {
     "hidden_size": 64,
@@ -57,27 +58,13 @@ _HEARD = 3
 """Events of each stream before a process that serves it is killed."""
 
 
-def below(pid: int) -> list[int]:
-    """Process ids of all descendants."""
-    own = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return [*own, *(each for child in own for each in below(child))]
-
-
-def process_of(server: Client, module: str) -> int:
-    """The first process of a server that runs this module."""
-    for pid in below(server.pid):
-        if f"treetop.core.{module}" in Path(f"/proc/{pid}/cmdline").read_text():
-            return pid
-    raise EngineError(f"the server has no process of {module}")
-
-
 class Drills:
     """All of them, for one model."""
 
     def __init__(self, args: argparse.Namespace, model: str, options: dict[str, Any]) -> None:
-        self._args, self._model, self._options = args, model, {**options, "tp_size": args.tp_size}
-        ranks = {"tp_size": max(args.tp_size, 2)}
-        self._draw = random.Random(0)
+        self._args, self._model, self._options = args, model, options
+        self._draw, ranks = random.Random(0), {"tp_size": args.tp_size or 2}
+        self._workers = {**options, "tp_size": args.tp_size or 1}
         self.by_name: dict[str, Callable[[], Awaitable[dict[str, Any]]]] = {
             "engine": partial(self._alone, {}, "engine_process"),
             "rank-0": partial(self._alone, ranks, "engine_process"),
@@ -99,14 +86,17 @@ class Drills:
         with with_experts(self._args.device) as model:
             own = {"ep_size": 2, "draft": None, "speculative_algorithm": "NONE", "load_format": "dummy"}
             async with served(model, {**self._options, **own}) as server:
-                return await self._while_decoding(server, "expert_rank")
+                return await self._while_decoding(server, "engine_process", rank=1)
 
     async def _decode(self) -> dict[str, Any]:
-        async with workers(self._model, self._options, _APART) as servers:
+        async with workers(self._model, self._workers, _APART) as servers:
             return await self._while_decoding(servers["decode"], "engine_process")
 
-    async def _while_decoding(self, server: Client, module: str, *, stopped: bool = False) -> dict[str, Any]:
-        act = partial(self._end, [process_of(server, module)], stopped)
+    async def _while_decoding(
+        self, server: Client, module: str, rank: int = 0, *, stopped: bool = False
+    ) -> dict[str, Any]:
+        """rank: among the processes of the module."""
+        act = partial(self._end, processes_of(server, module)[rank : rank + 1], stopped)
         found = seconds(*await self._disturbed(server, lambda streams: heard(streams, _HEARD), act))
         return {**found, "start": round(server.start_s, 1)}
 
@@ -120,7 +110,7 @@ class Drills:
 
     async def _prefill(self, share: float | None, *, stopped: bool = False) -> dict[str, Any]:
         """share: of the time to first tokens that is over when the signal comes; None for once they have come."""
-        async with workers(self._model, self._options, _APART) as servers:
+        async with workers(self._model, self._workers, _APART) as servers:
             for _ in range(2):  # the first warms up
                 undisturbed = await self._disturbed(servers["decode"], lambda _: True, lambda: None)
             first_s = statistics.median(each.ttft_ms for each in undisturbed[0]) / 1e3
@@ -130,7 +120,7 @@ class Drills:
                     return heard(streams, _HEARD)
                 return time.perf_counter() - streams[0].asked_s >= share * first_s
 
-            act = partial(self._end, [servers["prefill"].pid, *below(servers["prefill"].pid)], stopped)
+            act = partial(self._end, [servers["prefill"].pid, *descendants(servers["prefill"].pid)], stopped)
             found = seconds(*await self._disturbed(servers["decode"], due, act))
             if stopped:
                 await asyncio.sleep(self._args.stopped_seconds)
@@ -208,12 +198,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--prompt-tokens", type=int, default=8192, metavar="N")
     parser.add_argument("--output-tokens", type=int, default=400, metavar="N")
     parser.add_argument("--rows", type=int, default=8, metavar="N", help="streams")
-    parser.add_argument("--tp-size", type=int, default=1, metavar="N", help="ranks of each server")
+    parser.add_argument("--tp-size", type=int, metavar="N", help="default: 1 of workers, 2 where a rank is killed")
     parser.add_argument("--stopped-seconds", type=float, default=20.0, metavar="S")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     args = parser.parse_args(arguments)
-    if min(args.prompt_tokens, args.output_tokens, args.rows, args.stopped_seconds, args.tp_size) < 1:
+    if min(args.prompt_tokens, args.output_tokens, args.rows, args.stopped_seconds) < 1:
         raise InputError("every number must be at least 1")
+    if args.tp_size is not None and args.tp_size < 2:
+        raise InputError(f"--tp-size must be at least 2, got {args.tp_size}")
     asyncio.run(run(args))
     return 0
 

@@ -35,7 +35,6 @@ from typing import Any
 import torch
 from round_gaps import PAIR, with_positions
 from rounds import NAMES, preset
-from served import Client, Stream, served, until
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -55,6 +54,7 @@ from treetop.types.errors import EngineError, InputError
 from treetop.types.ids import RequestId
 from treetop.types.messages import StepPlan, StepResult
 from treetop.types.requests import EngineRequest
+from treetop_debug.servers import Client, Stream, served, until
 
 PARTS = ("rounds", "host", "ttft", "gaps")
 CACHED = 0.9

@@ -10,6 +10,7 @@ SCRIPTS = Path(__file__).parent.parent / "scripts"
 
 
 def script(monkeypatch, name: str):
+    monkeypatch.syspath_prepend(SCRIPTS)  # some import others
     spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, name, module)  # where dataclasses look
@@ -32,6 +33,16 @@ def script(monkeypatch, name: str):
         ("soak", ["--page-size", "3"], ["--page-size", "3"]),
         ("soak", ["--check-level", "9"], ["--check-level", "9"]),
         ("soak", ["--speculative-draft-model-path", "x"], ["--speculative-draft-model-path"]),
+        ("soak_kills", ["--seconds", "0"], ["--seconds must", "0"]),
+        ("soak_kills", ["--every", "nan"], ["--every must", "nan"]),
+        ("soak_kills", ["--ranks", "1"], ["--ranks must", "1"]),
+        ("soak_kills", ["--clients", "0"], ["--clients must", "0"]),
+        ("soak_kills", ["--sample", "-1"], ["--sample must", "-1"]),
+        ("soak_kills", ["--kind", "dp"], ["--kind", "dp"]),
+        ("soak_kills", ["--tiny", "bogus"], ["--tiny", "bogus"]),
+        ("soak_kills", ["--speculative", "3,2"], ["--speculative must", "3,2"]),
+        ("soak_kills", ["--page-size", "3"], ["--page-size", "3"]),
+        ("soak_kills", ["--model", "/nowhere"], ["/nowhere"]),
         ("sanitize", ["--jobs", "0"], ["--jobs must", "0"]),
         ("sanitize", ["--limit-s", "-1"], ["--limit-s", "-1"]),
         ("sanitize", ["--only", "racecheck"], ["--only racecheck", "eager, memcheck"]),

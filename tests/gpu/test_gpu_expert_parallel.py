@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from support.engines import greedy, sampled, tokens
-from support.expert_pairs import CHAIN, TREE, build, save_glm_with_mtp
+from support.expert_pairs import CHAIN, TREE, answers, build, save_glm_with_mtp
 from support.refusing import refused
 from support.tiny_models import Pair
 from treetop.distributed import process as processes
@@ -33,18 +33,7 @@ def started(monkeypatch):
 
 
 def run(folder, shape, ranks, *asked, **options):
-    """What an engine answers to each of (params, ranks that requests go to, or None); an engine takes long to start."""
-    llm = build(folder, shape, ranks, **{**OPTIONS, **options})
-    try:
-        outputs = []
-        for params, places in asked:
-            if places is not None:
-                numbers = iter(places)
-                llm._core.core.choose = lambda _, numbers=numbers: next(numbers)
-            outputs.append(llm.generate(Pair(folder, None).prompts(PROMPTS), params))
-        return outputs
-    finally:
-        llm.close()
+    return answers(folder, shape, ranks, Pair(folder, None).prompts(PROMPTS), asked, **{**OPTIONS, **options})
 
 
 @pytest.mark.parametrize("shape", [None, CHAIN, TREE])

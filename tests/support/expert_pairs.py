@@ -1,4 +1,4 @@
-"""Targets with experts and an MTP layer, and ranks that share them as threads."""
+"""Targets with experts and an MTP layer, and engines whose ranks share them."""
 
 import torch
 from safetensors.torch import load_file
@@ -49,3 +49,18 @@ def build(folder, shape, ranks, **options):
         tree = {"speculative_eagle_topk": k, "speculative_num_steps": steps, "speculative_num_draft_tokens": size}
         options |= tree
     return LLM(str(folder), ep_size=ranks, **options)
+
+
+def answers(folder, shape, ranks, prompts, asked, **options):
+    """What an engine says to each of (params, ranks that the prompts go to, or None); one takes long to start."""
+    llm = build(folder, shape, ranks, **options)
+    try:
+        outputs = []
+        for params, places in asked:
+            if places is not None:
+                numbers = iter(places)
+                llm._core.core.choose = lambda _, numbers=numbers: next(numbers)
+            outputs.append(llm.generate(prompts, params))
+        return outputs
+    finally:
+        llm.close()

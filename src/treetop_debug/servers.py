@@ -2,15 +2,18 @@
 
 import asyncio
 import os
+import random
 import re
 import socket
 import sys
 import time
 import urllib.request
 from asyncio.subprocess import DEVNULL, PIPE
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from treetop.bench.http_client import Address, Connection
@@ -29,6 +32,8 @@ COUNTED = (
     "overlapped_time_seconds",
 )
 """Metrics of hand-overs."""
+_LINES = 400
+"""Last lines of what a server says that are kept."""
 
 
 @dataclass(slots=True)
@@ -45,10 +50,13 @@ class Stream:
 
 
 class Client:
-    """Asks the server for completions of ids. pid: of the server's process. start_s: what its start has taken."""
+    """Asks the server for completions of ids. pid: of the server's process. start_s: what its start has taken.
 
-    def __init__(self, url: str, pid: int, start_s: float) -> None:
-        self.url, self.pid, self.start_s = url, pid, start_s
+    said: its last lines on stderr.
+    """
+
+    def __init__(self, url: str, pid: int, start_s: float, said: deque[str]) -> None:
+        self.url, self.pid, self.start_s, self.said = url, pid, start_s, said
         self._connection = Connection(Address.of(url), None)
 
     async def ask(self, ids: Sequence[int], max_tokens: int, into: Stream | None = None) -> Stream:
@@ -104,18 +112,18 @@ async def served(
         *command, stderr=PIPE, stdout=DEVNULL, start_new_session=True, env={**os.environ, **(environment or {})}
     )
     assert process.stderr is not None
-    said: list[str] = []
+    said: deque[str] = deque(maxlen=_LINES)
     reading = None
     try:
         found = None
         while found is None:
             line = (await process.stderr.readline()).decode()
             if not line:
-                raise EngineError(f"the server did not start: {' '.join(said[-3:])}")
+                raise EngineError(f"the server did not start: {' '.join([*said][-3:])}")
             said.append(line.strip())
             found = re.search(r"on (http://\S+)", line)
-        reading = asyncio.create_task(process.stderr.read())
-        yield Client(found[1], process.pid, time.perf_counter() - began_s)
+        reading = asyncio.create_task(_keep(process.stderr, said))
+        yield Client(found[1], process.pid, time.perf_counter() - began_s, said)
     finally:
         if process.returncode is None:
             process.terminate()
@@ -124,13 +132,22 @@ async def served(
             await reading
 
 
+async def _keep(lines: asyncio.StreamReader, said: deque[str]) -> None:
+    async for line in lines:
+        said.append(line.decode(errors="replace").strip())
+
+
 @asynccontextmanager
-async def workers(model: str, options: dict[str, Any], roles: Sequence[Mode]) -> AsyncIterator[dict[Mode, Client]]:
-    """A server of each role; the one that decodes has found the one that prefills. That one has the second half of the
-    GPUs.
+async def workers(
+    model: str, options: dict[str, Any], roles: Sequence[Mode], second: Mode = "prefill"
+) -> AsyncIterator[dict[Mode, Client]]:
+    """A server of each role; the one that decodes has found the one that prefills.
+
+    With tp_size and ep_size in the options a server has as many GPUs. second: the role whose server has the GPUs after
+    those of the others.
     """
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        listen = f"127.0.0.1:{found.getsockname()[1]}"
+    ranks = options.get("tp_size", 1) * options.get("ep_size", 1)
+    listen = f"127.0.0.1:{free_ports(ranks)}"
     peers = {
         "null": {},
         "prefill": {"disaggregation_listen": listen},
@@ -139,24 +156,70 @@ async def workers(model: str, options: dict[str, Any], roles: Sequence[Mode]) ->
     async with AsyncExitStack() as stack:
         starts = []
         for role in roles:
-            ranks = options.get("tp_size", 1)
-            first = ranks if role == "prefill" else 0
-            gpus = ",".join(map(str, range(first, first + ranks)))
-            gpu = {} if options["device"] == "cpu" else {"CUDA_VISIBLE_DEVICES": gpus}
+            own = {} if options["device"] == "cpu" else {"CUDA_VISIBLE_DEVICES": gpus(int(role == second), ranks)}
             starts.append(
-                stack.enter_async_context(served(model, {**options, **peers[role], "disaggregation_mode": role}, gpu))
+                stack.enter_async_context(served(model, {**options, **peers[role], "disaggregation_mode": role}, own))
             )
         by_role = dict(zip(roles, await asyncio.gather(*starts), strict=True))
-        await until(lambda: handed_over(by_role["decode"].url)["num_peers"] > 0)
+        await until(
+            lambda: metrics(by_role["decode"].url).get("kv_transfer_num_peers", 0) > 0
+        )  # they come a little later
         yield by_role
+
+
+def free_ports(count: int) -> int:
+    """The first of so many ports of this machine, one after the other, below those that the system gives away."""
+    while True:
+        first = random.SystemRandom().randrange(20_000, 30_000)
+        with ExitStack() as taken, suppress(OSError):
+            for port in range(first, first + count):
+                taken.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
+
+
+def gpus(number: int, ranks: int) -> str:
+    """CUDA_VISIBLE_DEVICES of a server: the ranks' GPUs, after those of `number` servers of as many."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range((number + 1) * ranks)))
+    return ",".join(shown.split(",")[number * ranks : (number + 1) * ranks])
+
+
+def descendants(pid: int) -> list[int]:
+    """Process ids, in the order of their start where processes have as many ancestors."""
+    own: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended
+            own += map(int, task.read_text().split())
+    return [*sorted(own), *(each for child in sorted(own) for each in descendants(child))]
+
+
+def processes_of(server: Client, module: str) -> list[int]:
+    """Processes of a server that run this module of `treetop.distributed`."""
+    found = []
+    for pid in descendants(server.pid):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if f"treetop.distributed.{module}" in Path(f"/proc/{pid}/cmdline").read_text():
+                found.append(pid)
+    return found
 
 
 def handed_over(url: str) -> dict[str, float]:
     """What a worker's metrics say of its hand-overs; 0 before its engine has said anything."""
+    found = metrics(url)
+    return {name: found.get(f"kv_transfer_{name}", 0.0) for name in COUNTED}
+
+
+def metrics(url: str) -> dict[str, float]:
+    """The server's own metrics, by name without `treetop:`; of those with several labels the last."""
     with urllib.request.urlopen(url + "/metrics") as answer:
         text = answer.read().decode()
-    found = dict(re.findall(r"^treetop:kv_transfer_(\w+)\{[^}]*\} (\S+)$", text, re.MULTILINE))
-    return {name: float(found.get(name, 0)) for name in COUNTED}
+    found = re.findall(r"^treetop:(\w+)(?:\{[^}]*\})? (\S+)$", text, re.MULTILINE)
+    return {name: float(value) for name, value in found}
+
+
+def is_up(url: str) -> bool:
+    with suppress(OSError), urllib.request.urlopen(url + "/health"):  # 503 is one
+        return True
+    return False
 
 
 def flag_of(name: str, value: Any) -> list[str]:
