@@ -310,12 +310,12 @@ def main(arguments: list[str]) -> int:
     """Lines on stderr, JSON on stdout or in a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, usual in (
-        ("heads", [128, 16]),
-        ("lengths", [1024, 8192, 65536]),
-        ("queries", [1, 4, 16]),
-        ("rows", [1, 8, 32]),
+        ("--heads", [128, 16]),
+        ("--lengths", [1024, 8192, 65536]),
+        ("--queries", [1, 4, 16]),
+        ("--rows", [1, 8, 32]),
     ):
-        parser.add_argument(f"--{name}", type=int, nargs="+", default=usual)
+        parser.add_argument(name, type=int, nargs="+", default=usual)
     parser.add_argument("--index-heads", type=int, default=64, help="64 in DeepSeek V3.2, 32 in GLM-5")
     parser.add_argument("--top-k", type=int, default=2048)
     parser.add_argument("--bound", type=int, default=131072, help="context limit that a launch is made for")
