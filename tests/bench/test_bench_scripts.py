@@ -12,6 +12,7 @@ import torch
 
 from treetop import LLM
 from treetop.types.errors import InputError
+from treetop_debug.servers import Stream
 
 BENCH = Path(__file__).parents[2] / "benchmarks"
 CHOICES = BENCH.parent / "src" / "treetop" / "attention" / "choices.json"
@@ -188,7 +189,7 @@ def test_a_server_is_timed_beside_an_engine_of_this_process(script, strong_pair,
 def test_rounds_of_a_stream_are_counted_by_its_tokens(script):
     """An event may hold several rounds: the one with the last round ends the time, and all its rounds count."""
     serving = script("serving")
-    stream = script("served").Stream(0.0, [(1.0, 1), (2.0, 4)])
+    stream = Stream(0.0, [(1.0, 1), (2.0, 4)])
     later = [(3.0, 7), (4.5, 16), (5.0, 19)]
     assert serving.rounds_since(stream, 1, 3, 3) is None
     stream.events += later[:1]
