@@ -71,12 +71,18 @@ MOST_FAILURES = 10
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """role: of the server. what: a rank of it, or all; killed or stopped."""
+    """role: of the server. what: a rank of it, or all. how: killed or stopped. up: whether the decode worker served."""
 
     role: Mode
     what: str
     how: str
     at_s: float
+    up: bool
+
+    @property
+    def kind(self) -> str:
+        """What its streams wait for: a worker that starts is one that was killed."""
+        return f"{self.role} {self.how}" if self.up else "decode killed"
 
 
 @dataclass(slots=True, eq=False)
@@ -224,7 +230,7 @@ class SoakKills:
             aims = self._aims()
             up = await asyncio.to_thread(is_up, self._servers["decode"].url)
             if aims and (up or rng.random() < 0.25):
-                self._strike(*rng.choice(aims), stopped=rng.random() < 0.3)
+                self._strike(*rng.choice(aims), stopped=rng.random() < 0.3, up=up)
 
     def _aims(self) -> list[tuple[Mode, str, list[int]]]:
         """What may be struck: role, name, process ids."""
@@ -239,8 +245,8 @@ class SoakKills:
         """Process ids, in the order of the ranks."""
         return [pid for module in RANKS[self._args.kind] for pid in processes_of(self._servers[role], module)]
 
-    def _strike(self, role: Mode, what: str, pids: Sequence[int], *, stopped: bool) -> None:
-        strike = Strike(role, what, "stopped" if stopped else "killed", time.perf_counter())
+    def _strike(self, role: Mode, what: str, pids: Sequence[int], *, stopped: bool, up: bool) -> None:
+        strike = Strike(role, what, "stopped" if stopped else "killed", time.perf_counter(), up)
         for pid in pids:
             with suppress(ProcessLookupError):  # it may have ended since
                 os.kill(pid, signal.SIGSTOP if stopped else signal.SIGKILL)
@@ -322,7 +328,7 @@ def pauses(finished: Sequence[Live]) -> dict[str, dict[str, float]]:
         times = [live.met[0].at_s, *(each for each in live.event_s if each > live.met[0].at_s)] if live.met else []
         if len(times) > 1:
             begin, end = max(pairwise(times), key=lambda gap: gap[1] - gap[0])
-            met = {f"{each.role} {each.how}" for each in live.met if each.at_s < end}
+            met = {each.kind for each in live.met if each.at_s < end}
             found.setdefault(next(each for each in WORST_FIRST if each in met), []).append(end - begin)
     return {
         name: {"median": round(statistics.median(each), 3), "longest": round(max(each), 3)}

@@ -57,7 +57,7 @@ def test_only_errors_that_kills_may_cost_are_no_failure(script):
 
 def test_a_pause_is_that_of_the_worst_strike_before_its_end(script):
     def live(*strikes, events):
-        met = [script.Strike(role, "a rank", how, at_s) for role, how, at_s in strikes]
+        met = [script.Strike(role, "a rank", how, at_s, up=at_s < 20) for role, how, at_s in strikes]
         return script.Live([1], None, 0.0, [2], event_s=events, met=met)
 
     finished = [
@@ -65,8 +65,9 @@ def test_a_pause_is_that_of_the_worst_strike_before_its_end(script):
         live(("prefill", "killed", 1.0), ("decode", "killed", 4.0), events=[0.5, 3.0, 4.5]),
         live(events=[0.5, 8.0]),
         live(("decode", "stopped", 9.0), events=[0.5, 8.0]),
+        live(("prefill", "killed", 20.0), events=[27.5]),  # the decode worker was starting
     ]
     assert script.pauses(finished) == {
-        "decode killed": {"median": 5.5, "longest": 5.5},
+        "decode killed": {"median": 6.5, "longest": 7.5},
         "prefill killed": {"median": 2.0, "longest": 2.0},
     }
