@@ -142,6 +142,14 @@ def load_kv(
 
 
 @jit
+def beside_codes(q: Arg) -> Arg:
+    """Queries in the dtype that codes of K/V are widened to: they become float16 in one instruction, bfloat16 in
+    several.
+    """
+    return tl.clamp(q.to(tl.float32), -65504.0, 65504.0).to(tl.float16) if q.dtype == tl.bfloat16 else q
+
+
+@jit
 def widened(x: Arg, mask: Arg, dtype: constexpr) -> Arg:
     """What was loaded where `mask` says, in `dtype`.
 
@@ -237,8 +245,8 @@ def _attention_kernel(
     q_mask = real[:, None] & (dims < dim)[None, :]
     q_at = row * q_row + query * q_query + head * q_head
     queries = tl.load(q + q_at[:, None] + dims[None, :], mask=q_mask, other=0.0)
-    if scaled and queries.dtype == tl.bfloat16:  # codes become float16 in one instruction, bfloat16 in several
-        queries = tl.clamp(queries.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
+    if scaled:
+        queries = beside_codes(queries)
 
     start = 0
     position = tl.zeros([block_m], tl.int32)

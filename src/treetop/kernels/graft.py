@@ -59,6 +59,13 @@ class HeadCandidates:
     k: int
     steps: int
 
+    @property
+    def above(self) -> Tensor:
+        """The parent of each group of candidates, [rows, 1 + k * (S - 1)]: of the first 1 + k always -1 to k - 1."""
+        first = torch.arange(-1, self.k, device=self.parents.device).expand(len(self.parents), -1)
+        groups = 1 + (self.steps - 1) * self.k
+        return torch.cat([first, self.parents[:, self.k + 1 : groups]], dim=1)[:, :groups]
+
 
 def graft(head: HeadCandidates, out: Graft, text: Tensor, rows: Tensor, end: Tensor) -> None:
     """Write a row's line into `out`, and raise the scores of the head's candidates that are on it.
@@ -72,10 +79,8 @@ def graft(head: HeadCandidates, out: Graft, text: Tensor, rows: Tensor, end: Ten
     found = length[:, 0] >= SHORTEST
     worth = trust(length + torch.arange(steps, device=rows.device)).log().cumsum(dim=1)  # [rows, S]
 
-    groups = 1 + (steps - 1) * k
-    above = torch.arange(-1, k, device=rows.device).expand(n, -1)
-    above = torch.cat([above, head.parents[:, k + 1 : groups]], dim=1)[:, :groups]
-    children = head.tokens.view(n, groups, k)
+    above = head.above
+    children = head.tokens.view(n, above.shape[1], k)
     at, shared, joined = torch.full_like(end, -1), torch.zeros_like(end), found
     for depth in range(steps):
         below = (above == at[:, None])[:, :, None] & (children == line[:, depth, None, None])

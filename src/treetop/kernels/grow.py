@@ -103,7 +103,7 @@ class TreeBuilder:
 
     @property
     def head(self) -> HeadCandidates:
-        """What a graft joins."""
+        """The head's candidates, without a graft's."""
         return HeadCandidates(self.tokens, self.scores, self.parents, self.shape.topk, self.shape.num_steps)
 
     @property

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from treetop.kernels.attention import (
     Results,
+    beside_codes,
     fold_scores,
     page_of,
     paged_attention_reference,
@@ -145,9 +146,8 @@ def _latent_attention_kernel(
     q_at = q + (row * q_row + query * q_query + head * q_head)[:, None]
     queries = tl.load(q_at + lane_c[None, :], mask=real[:, None] & (lane_c < rank)[None, :], other=0.0)
     q_turned = tl.load(q_at + rank + lane_r[None, :], mask=real[:, None] & (lane_r < turned)[None, :], other=0.0)
-    if scaled and queries.dtype == tl.bfloat16:  # codes become float16 in one instruction, bfloat16 in several
-        queries = tl.clamp(queries.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
-        q_turned = tl.clamp(q_turned.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
+    if scaled:
+        queries, q_turned = beside_codes(queries), beside_codes(q_turned)
 
     start = 0
     position = tl.zeros([block_m], tl.int32)

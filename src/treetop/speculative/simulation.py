@@ -117,9 +117,7 @@ class SimulatedAcceptance:
         other = some.gather(2, taken.to(torch.int32).argmin(dim=2, keepdim=True))
         chosen = children.gather(2, rank.clamp(max=k - 1)[..., None])
         wanted = torch.where(rank[..., None] < k, chosen, other)[..., 0]
-        first = torch.arange(-1, k, device=device).expand(len(draws), -1)  # always the same, so kernels do not write it
-        parents = torch.cat([first, growth.parents[:, k + 1 :]], dim=1)[:, : len(index)]
-        here = growth.chosen[:, :, None] == parents[:, None]  # [rows, T, groups]
+        here = growth.chosen[:, :, None] == growth.head.above[:, None]  # [rows, T, groups]
         token = torch.where(here.any(dim=2), (here * wanted[:, None]).sum(dim=2), wanted[:, :1])
         return SampledTokens(token, torch.ones_like(token, dtype=torch.bool))
 
